@@ -49,16 +49,16 @@ def test_random_problems_on_a_mesh_agree_with_float64(pool: Pool, ranks: int, se
 
 def run_in_turn(problems: list[MeshProblem]) -> tuple[list[list[Tensor]], int]:
     """Run problems with all messages sent by gloo, as between hosts, and taken for long ones. Count those in turn."""
-    turns, is_long = list[bool](), p2p._is_long
+    turns, goes_by_gloo = list[bool](), p2p._goes_by_gloo
 
     def counted(*message: Any) -> bool:
-        turns.append(is_long(*message))
+        turns.append(goes_by_gloo(*message))
         return turns[-1]
 
     with (
         mock.patch.object(p2p, "OUT_OF_TURN", 0),
         mock.patch.object(p2p, "mailboxes_of", return_value=None),
-        mock.patch.object(p2p, "_is_long", counted),
+        mock.patch.object(p2p, "_goes_by_gloo", counted),
     ):
         return run_each(problems), sum(turns)
 

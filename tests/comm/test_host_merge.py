@@ -9,7 +9,7 @@ import torch.distributed as dist
 import attnmesh as am
 from attnmesh.comm import topology
 from attnmesh.comm.host_merge import host_merge_for
-from attnmesh.comm.merge_messages import chosen_merge, fastest_merge
+from attnmesh.comm.merge import chosen_merge, fastest_merge
 from attnmesh.comm.message import call_checksum
 from attnmesh.comm.topology import mailboxes_of
 from attnmesh.core.digest import ROW, digest

@@ -13,7 +13,7 @@ from attnmesh.decode import decode as decode_module
 from attnmesh.decode.plan import StepPlans
 from attnmesh.errors import InputError
 from attnmesh.kernels.native.build import library
-from attnmesh.runtime.kinds import Kinds
+from attnmesh.runtime.kept import Kinds
 from tests.support.pool import Pool
 
 needs_library = pytest.mark.skipif(library().attend is None, reason="there is no C++ compiler")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import attnmesh as am
-from attnmesh.attention import operator
+from attnmesh.attention import plan
 from attnmesh.attention.attention import attend_shards
 from attnmesh.attention.call import Call, Options
 from attnmesh.attention.latent import Latents, Projection
@@ -48,11 +48,11 @@ def run(gpu: EmulatedGPU, problem: MeshProblem, kernel: str, checked: bool | Non
 
     def recorded(*arguments: Any) -> Any:
         found = mesh_op(*arguments)
-        operator._save_for_backward(context, arguments, found)
+        plan._save_for_backward(context, arguments, found)
         return found
 
-    mesh_op = operator.mesh_op
-    with torch.no_grad(), patch.object(operator, "mesh_op", recorded):
+    mesh_op = plan.mesh_op
+    with torch.no_grad(), patch.object(plan, "mesh_op", recorded):
         out = am.attention(
             *shards,
             mesh=mesh,
@@ -70,7 +70,7 @@ def run(gpu: EmulatedGPU, problem: MeshProblem, kernel: str, checked: bool | Non
             **said,
         )
     with torch.no_grad():
-        gradients = operator._gradients(context, [dout[:, :, queries].cuda()])[:4]
+        gradients = plan._gradients(context, [dout[:, :, queries].cuda()])[:4]
     return [x.cpu() for x in (out, *gradients) if x is not None]
 
 

@@ -19,7 +19,7 @@ from attnmesh.errors import KernelError
 from attnmesh.kernels.driver import choose
 from attnmesh.kernels.native import build
 from attnmesh.kernels.native.build import SOURCES, library
-from attnmesh.runtime.kinds import Kinds
+from attnmesh.runtime.kept import Kinds
 
 HERE = Path(__file__).parent
 needs_library = pytest.mark.skipif(library().attend is None, reason="there is no C++ compiler")

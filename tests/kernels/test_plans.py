@@ -15,7 +15,7 @@ from attnmesh.attention import attend as attend_module
 from attnmesh.attention import attention as attention_module
 from attnmesh.errors import DtypeError, InputError, KernelError, ShapeError
 from attnmesh.kernels.native.build import library
-from attnmesh.runtime.kinds import Kinds
+from attnmesh.runtime.kept import Kinds
 
 pytestmark = pytest.mark.skipif(library().attend is None, reason="there is no C++ compiler")
 

@@ -21,12 +21,12 @@ from attnmesh.guard.checks import (
     warn_if_swapped,
     with_swap_hint,
 )
-from attnmesh.kernels.attend import AttendCall, run_attend
+from attnmesh.kernels.attend import run_attend
 from attnmesh.kernels.driver import check_kernel
 from attnmesh.kernels.plans import LocalPlan, kind_of
 from attnmesh.kernels.selected import without_faulty
 from attnmesh.kernels.traced import autocast, without_autocast
-from attnmesh.runtime.kinds import Kinds
+from attnmesh.runtime.kept import Kinds
 
 PLANS = Kinds[LocalPlan]()
 """Plans of `attend`."""
@@ -104,13 +104,14 @@ def attend(
             check_most_keys("attend key_lengths", key_lengths, k.shape[2])
     except (MaskError, ShapeError) as error:
         raise with_swap_hint(error, heads_and_length(q), heads_and_length(k)) from None
-    logits, places = Logits.of("attend", scale, softcap, q.shape[-1]), (q_positions, k_positions)
+    logits = Logits.of("attend", scale, softcap, q.shape[-1])
     check_kernel(kernel)
     check_distance_bias("attend", distance_bias, q, logits, kernel, selected)
     warn_if_swapped("attend", q, k.shape[2])
     if kind is not None:
         return PLANS.keep(kind, LocalPlan.of(q, k, v, mask, logits, kernel)).attend(q, k, v, None)
     q = with_distance_bias(q, distance_bias)
+    places = {"q_positions": q_positions, "k_positions": k_positions, "key_lengths": key_lengths}
     with without_autocast(q):
-        out, lse = run_attend(AttendCall(q, k, v, mask, logits, kernel, None, key_lengths, *places, selected))
-        return Partial(without_faulty(out, selected), lse)
+        out, lse = run_attend(q, k, v, mask, logits, kernel, **places, selected=selected)
+        return Partial(out if selected is None else without_faulty(out, selected), lse)

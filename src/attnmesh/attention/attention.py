@@ -7,19 +7,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.attention.call import Call, Options, agree_on_plan
 from attnmesh.attention.latent import Latents
-from attnmesh.attention.operator import attend, attend_further, attend_latents
+from attnmesh.attention.plan import attend
 from attnmesh.core.layout import Layout
 from attnmesh.core.logits import with_distance_bias
 from attnmesh.core.mask import FULL, Mask
 from attnmesh.core.partial import Partial, merge_unchecked
 from attnmesh.core.selection import Selection
 from attnmesh.guard.checks import check_most_keys, warn_if_swapped
-from attnmesh.kernels.attend import AttendCall, run_attend
+from attnmesh.kernels.attend import run_attend
 from attnmesh.kernels.plans import LocalPlan, kind_of
 from attnmesh.kernels.selected import without_faulty
 from attnmesh.kernels.traced import autocast, without_autocast
 from attnmesh.mesh.axes import Mesh, NotGiven, given_mesh
-from attnmesh.runtime.kinds import Kinds
+from attnmesh.runtime.kept import Kinds
 
 ALONE = "each rank attends to its own tokens only. Pass mesh= for attention over the tokens of all ranks"
 
@@ -113,8 +113,8 @@ def attention(
         if mesh is None and key_lengths is distance_bias is None and selected is None and not unsupported:
             any_keys = mask is FULL and length is None and key_length is None
             kind = kind_of(q, k, v, sinks, (*options, checked), any_keys=any_keys, learned=False)
-        if (known := PLANS.find(kind)) is not None:
-            return known.attend(q, k, v, sinks).out
+            if (known := PLANS.find(kind)) is not None:
+                return known.attend(q, k, v, sinks).out
         if kind is None:
             out = attend_shards(call, Mesh.of(mesh), checked)
         else:
@@ -144,15 +144,11 @@ def attend_shards(
     if call.distance_bias is not None:
         q = with_distance_bias(q, call.distance_bias)
     with without_autocast(q):
-        if mesh.shape.ranks == 1:
+        if mesh.ranks == 1:
             kind = plan.problem.mask, plan.logits, plan.kernel
-            out, lse = run_attend(AttendCall(q, k, v, *kind, sinks, key_lengths, selected=selected))
+            out, lse = run_attend(q, k, v, *kind, sinks=sinks, key_lengths=key_lengths, selected=selected)
             if further is not None:
                 out = merge_unchecked([Partial(out, lse), further]).out.to(q.dtype)
-        elif latents is not None:
-            out = attend_latents(q, k, v, latents, sinks, indices, plan)
-        elif further is not None:
-            out = attend_further(q, k, v, sinks, further, plan)
         else:
-            out = attend(q, k, v, sinks, key_lengths, indices, plan)
-    return without_faulty(out, selected, plan.problem.key_length)
+            out = attend(q, k, v, sinks, key_lengths, indices, plan, latents, further)
+    return out if selected is None else without_faulty(out, selected, plan.problem.key_length)

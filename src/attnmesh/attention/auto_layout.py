@@ -26,7 +26,7 @@ def chosen_layout(layout: Layout | str, mask: Mask, mesh: Mesh) -> Layout:
     """Return the layout given, or for "auto" the one that takes least in training. All ranks of the mesh call it."""
     if not isinstance(layout, str):
         return layout
-    if len(mask.ends) < 2 or mesh.shape.ranks == 1:
+    if len(mask.ends) < 2 or mesh.ranks == 1:
         return Zigzag()
     if torch.compiler.is_compiling():
         expected, fix = "a layout of documents in a compiled model", "pass layout=am.Packed(documents, shape)"
@@ -36,7 +36,7 @@ def chosen_layout(layout: Layout | str, mask: Mask, mesh: Mesh) -> Layout:
 
 def _filled(layouts: Sequence[Layout], length: int, mesh: Mesh) -> Sequence[Layout]:
     """Return the layouts with tokens on all ranks, as models of transformers need, or all if there are none."""
-    ranks = mesh.shape.ranks
+    ranks = mesh.ranks
     return [x for x in layouts if all(len(x.positions(length, ranks, shard)) for shard in range(ranks))] or layouts
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from attnmesh.attention.auto_layout import chosen_layout
-from attnmesh.attention.plan import Plan, one_column
+from attnmesh.attention.plan import Plan
+from attnmesh.comm.topology import share_numbers
 from attnmesh.core.layout import Contiguous, Layout, check_layout
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import FAR, Causal, Mask, check_mask
@@ -29,17 +30,17 @@ from attnmesh.guard.checks import (
 from attnmesh.guard.consensus import describe_call, may_compare, run_agreed_with
 from attnmesh.kernels.driver import check_kernel
 from attnmesh.kernels.plans import kind_of
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import Axis, Mesh, flat_axis
 from attnmesh.mesh.schedule import Problem, check_exchange
-from attnmesh.mesh.shapes import check_heads_axis
-from attnmesh.runtime.kinds import Kinds
+from attnmesh.mesh.shapes import AXES, check_heads_axis
+from attnmesh.runtime.kept import Kinds
 from attnmesh.runtime.world import cached_per_world
 
 Pair = tuple[int, int]
 """A count for the queries and one for the keys."""
 
-Heads = tuple[int, int, int]
-"""Heads of q and of k, and their width."""
+Sizes = tuple[int, int, int, int]
+"""Heads of q and of k, their width, and keys per index of a selection, 0 without one."""
 
 
 class Options(NamedTuple):
@@ -87,19 +88,15 @@ class Call(NamedTuple):
     distance_bias: Tensor | None = None
 
     @property
-    def heads_and_dim(self) -> Heads:
-        """Heads of q and of k, and their width."""
-        return self.q.shape[1], self.k.shape[1], self.q.shape[3]
+    def sizes(self) -> Sizes:
+        """Sizes that all ranks have, but for lengths."""
+        block = 0 if self.selected is None else self.selected.block
+        return self.q.shape[1], self.k.shape[1], self.q.shape[3], block
 
     @property
     def tokens(self) -> Pair:
         """Tokens of q and of k on this rank."""
         return self.q.shape[2], self.k.shape[2]
-
-    @property
-    def block(self) -> int:
-        """Keys per index of the selection; 0 if there is none."""
-        return 0 if self.selected is None else self.selected.block
 
     @property
     def numbers(self) -> tuple[int, int, int]:
@@ -126,11 +123,11 @@ class Call(NamedTuple):
 
 def agree_on_plan(mesh: Mesh, call: Call, checked: bool | None) -> Plan:
     """Return the plan that all ranks follow together. Raise the same error on all ranks if there is none."""
-    options, ranks = call.options, mesh.shape.ranks
+    options, ranks = call.options, mesh.ranks
     if ranks == 1 or torch.compiler.is_compiling():  # ranks are compiled apart: their shards count as even
         check_call(mesh, call, checked)
         queries, keys, highest = call.numbers
-        plan = _make_plan(mesh, options, call.heads_and_dim, (queries * ranks, keys * ranks), block=call.block)
+        plan = _make_plan(mesh, options, call.sizes, (queries * ranks, keys * ranks))
         _check_highest(highest, plan)
         return plan
     device = call.q.device if isinstance(call.q, Tensor) else torch.device(mesh.kind)
@@ -138,14 +135,14 @@ def agree_on_plan(mesh: Mesh, call: Call, checked: bool | None) -> Plan:
         _, rows = run_agreed_with(mesh, lambda: _checked_text(mesh, call, checked), str, lambda _: call.numbers)
         columns: list[tuple[int, ...]] = list(zip(*rows, strict=True))
         table, tokens = tuple(zip(*columns[:2], strict=True)), (sum(columns[0]), sum(columns[1]))
-        plan = _known_plan(mesh, options, call.heads_and_dim, tokens, table, call.block)
+        plan = _known_plan(mesh, options, call.sizes, tokens, table)
         _check_highest(max(columns[2]), plan)
         return plan
     if call.key_lengths is None:
         _checked_text(mesh, call, checked)
     else:  # a text would have their numbers, which a device may hold
         check_call(mesh, call, checked)
-    plan = _known_plan(mesh, options, call.heads_and_dim, (options.length, options.length), (), call.block)
+    plan = _known_plan(mesh, options, call.sizes, (options.length, options.length))
     _check_highest(call.numbers[2], plan)
     try:
         _check_own_shard(plan.problem, mesh.shard, call.tokens)  # nothing is counted: other shards are not known
@@ -172,14 +169,12 @@ def _checked_text(mesh: Mesh, call: Call, checked: bool | None) -> str:
     return call.describe() if kind is None else texts.keep(kind, call.describe())
 
 
-def _make_plan(
-    mesh: Mesh, options: Options, heads: Heads, tokens: Pair, table: Sequence[Pair] = (), block: int = 0
-) -> Plan:
+def _make_plan(mesh: Mesh, options: Options, sizes: Sizes, tokens: Pair, table: Sequence[Pair] = ()) -> Plan:
     """Return the plan, or raise where its mask, lengths and shards do not fit. All ranks pass the same values.
 
     Where keys are selected, in blocks, queries stay on their rank: all ranks are one column, along which keys travel.
     """
-    problem, (q_heads, k_heads, dim) = options.problem(mesh, tokens), heads
+    problem, (q_heads, k_heads, dim, block) = options.problem(mesh, tokens), sizes
     try:
         _check_shards(problem, table)
         check_mask("attention mask", problem.mask, problem.length, problem.key_length)
@@ -187,13 +182,22 @@ def _make_plan(
     except (MaskError, ShapeError) as error:
         raise with_swap_hint(error, (q_heads, tokens[0]), (k_heads, tokens[1]), first=True) from None
     exchange = "bulk" if block and options.exchange == "auto" else options.exchange
-    if block and mesh.shape.ranks > 1:
-        mesh, order = one_column(mesh)
+    if block and mesh.ranks > 1:
+        mesh, order = _one_column(mesh)
         problem = replace(problem, shape=mesh.shape, order=order)
     return Plan(mesh, problem, exchange, options.kernel, options.logits(dim), block)
 
 
 _known_plan = cached_per_world(1024)(_make_plan)
+
+
+@cached_per_world()
+def _one_column(mesh: Mesh) -> tuple[Mesh, tuple[int, ...]]:
+    """Return all ranks of a mesh as one column, and the shard of each. All ranks make the first call at once."""
+    long = [axis for axis in mesh.axes if axis.size > 1]
+    axis = long[0] if len(long) == 1 else flat_axis(mesh.device_mesh, AXES)
+    places = [place for (place,) in share_numbers([axis.index], mesh)]  # by shard
+    return Mesh(Axis(), axis, Axis()), tuple(sorted(range(len(places)), key=places.__getitem__))
 
 
 def check_call(mesh: Mesh, call: Call, checked: bool | None) -> None:
@@ -204,9 +208,9 @@ def check_call(mesh: Mesh, call: Call, checked: bool | None) -> None:
         check_unknown_options("attention", options.unsupported or {})
         check_qkv("attention", q, k, v)
         check_mask("attention mask", options.applied_mask)
-        _check_layouts(options, mesh.shape.ranks)
+        _check_layouts(options, mesh.ranks)
         check_exchange("attention exchange", options.exchange)
-        _check_lengths(call, mesh.shape.ranks)
+        _check_lengths(call, mesh.ranks)
         check_kernel(options.kernel)
         logits = options.logits(q.shape[-1])
         check_sinks("attention sinks", sinks, q)
@@ -222,8 +226,11 @@ def check_call(mesh: Mesh, call: Call, checked: bool | None) -> None:
 
 
 def _check_uncompiled(mesh: Mesh) -> None:
-    """Raise in a graph on several ranks, which may have to make a group of all of them."""
-    if mesh.shape.ranks > 1 and torch.compiler.is_compiling():
+    """Raise in a graph on several ranks, which may have to make a group of all of them.
+
+    As a function it is traced by itself, also where its caller is not.
+    """
+    if mesh.ranks > 1 and torch.compiler.is_compiling():
         fix = "exclude the call with torch.compiler.disable"
         raise KernelError("attention selected", "a call outside of compiled graphs on several ranks", "one inside", fix)
 

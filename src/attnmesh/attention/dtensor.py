@@ -1,7 +1,7 @@
 """DTensors in and out: the placement `Shard(2)` is the contiguous layout."""
 
+import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,58 +23,44 @@ def attend_dtensors(
     checked: bool | None,
     attend_shards: Callable[[Call, Mesh, bool | None], Tensor],
 ) -> Tensor:
-    """Return attention of DTensors as a DTensor: `attend_shards` of their local shards."""
-    q: Any  # as the record of a call has plain tensors
-    k: Any
-    v: Any
-    q, k, v, options = call.q, call.k, call.v, call.options
-    place = Mesh.of(first_of(q, k, v).device_mesh)
+    """Return attention of DTensors as a DTensor placed like q: `attend_shards` of their local shards."""
+    first = next(x for x in call[:3] if isinstance(x, DTensor))
+    place = Mesh.of(first.device_mesh)
     try:
-        check_dtensors(call, mesh)
+        q, k, v = _checked_dtensors(call, first, mesh)
     except InputError as error:
         if checked is not False and not torch.compiler.is_compiling():
             agree(place, error)
         raise
-    options = options._replace(layout=Contiguous(), length=q.shape[2])
-    options = options._replace(key_layout=Contiguous(), key_length=k.shape[2])
+    options = call.options._replace(
+        layout=Contiguous(), key_layout=Contiguous(), length=q.shape[2], key_length=k.shape[2]
+    )
     out = attend_shards(call._replace(q=q.to_local(), k=k.to_local(), v=v.to_local(), options=options), place, checked)
-    return wrap(out, q, v.shape[-1])
+    shape = torch.Size((*q.shape[:-1], v.shape[-1]))
+    stride = (shape[1:].numel(), shape[2:].numel(), shape[3], 1)
+    return DTensor.from_local(out, q.device_mesh, q.placements, run_check=False, shape=shape, stride=stride)
 
 
-def first_of(*tensors: object) -> DTensor:
-    """Return the first DTensor. Ranks compare their calls on its mesh."""
-    return next(x for x in tensors if isinstance(x, DTensor))
-
-
-def check_dtensors(call: Call, mesh: DeviceMesh | None) -> None:
-    """Raise unless q, k and v are DTensors whose tokens are sharded along the mesh's axes."""
-    q: Any
-    k: Any
-    v: Any
-    q, k, v, options = call.q, call.k, call.v, call.options
-    first = first_of(q, k, v)
-    for name, x in (("q", q), ("k", k), ("v", v)):
+def _checked_dtensors(call: Call, first: DTensor, mesh: DeviceMesh | None) -> list[DTensor]:
+    """Return q, k and v. Raise unless they are DTensors whose tokens are sharded along the mesh's axes."""
+    found = []
+    for name, x in zip(("q", "k", "v"), call[:3], strict=True):
         if not isinstance(x, DTensor) or x.device_mesh != first.device_mesh or x.placements != first.placements:
             given = f"{name} {x.placements if isinstance(x, DTensor) else type(x).__name__} beside {first.placements}"
             fix = "redistribute them alike"
             raise MeshError("attention", "q, k and v as DTensors of one mesh and one placement", given, fix)
-    if mesh is not None and mesh != q.device_mesh:
+        found.append(x)
+    if mesh is not None and mesh != first.device_mesh:
         fix = "leave mesh out: DTensors bring their own"
-        raise MeshError("attention mesh", "the DTensors' own mesh", f"{mesh} beside {q.device_mesh}", fix)
-    for name, layout in (("layout", options.layout), ("key_layout", options.key_layout)):
+        raise MeshError("attention mesh", "the DTensors' own mesh", f"{mesh} beside {first.device_mesh}", fix)
+    for name, layout in (("layout", call.options.layout), ("key_layout", call.options.key_layout)):
         if layout is not None and layout != Contiguous():
             expected = f"{name}=Contiguous(), the layout of Shard(2)"
             fix = "leave it out, or shard with am.shard and pass plain tensors"
             raise LayoutError("attention of DTensors", expected, repr(layout), fix)
-    _check_placements(q)
-    _check_nesting(q, k)
-
-
-def wrap(out: Tensor, q: DTensor, width: int) -> DTensor:
-    """Return the local output as a DTensor placed like q."""
-    shape = (*q.shape[:-1], width)
-    stride = (shape[1] * shape[2] * width, shape[2] * width, width, 1)
-    return DTensor.from_local(out, q.device_mesh, q.placements, run_check=False, shape=torch.Size(shape), stride=stride)
+    _check_placements(found[0])
+    _check_nesting(*found[:2])
+    return found
 
 
 def _check_placements(q: DTensor) -> None:
@@ -95,9 +81,7 @@ def _check_nesting(q: DTensor, k: DTensor) -> None:
     sizes = {name: q.device_mesh.size(dim) for name, dim in dims.items() if q.device_mesh.size(dim) > 1}
     if len(sizes) < 2:
         return
-    ranks = 1
-    for size in sizes.values():
-        ranks *= size
+    ranks = math.prod(sizes.values())
     if [*sizes] != [name for name in AXES if name in sizes] or q.shape[2] % ranks or k.shape[2] % ranks:
         given = f"axes {', '.join(sizes)} and lengths {q.shape[2]} and {k.shape[2]}"
         expected = f"axes in the order {', '.join(AXES)} and lengths that {ranks} divides"

@@ -12,7 +12,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from attnmesh.attention.heads import empty_tokens, some_heads, to_heads, to_tokens
+from attnmesh.attention.heads import HeadSwaps, empty_tokens, some_heads
 from attnmesh.attention.latent import Projection
 from attnmesh.comm.p2p import gather, return_to_owners
 from attnmesh.core.band import Band
@@ -57,6 +57,11 @@ class Task:
         """True if heads go in one group. Then exchanges along an axis follow each other, but a ring's have one peer."""
         return len(self.groups) == 1
 
+    @cached_property
+    def swaps(self) -> HeadSwaps:
+        """Swaps of tokens for heads, and back."""
+        return HeadSwaps(self.mesh.heads, self.schedule, self.in_turn)
+
     def bands(self, group: HeadGroup) -> Sequence[Band | SelectedKeys]:
         """Return the keys of each step that the row's queries attend, in a group of heads."""
         if not self.selected:
@@ -95,7 +100,7 @@ def forward(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None = None, sha
 
     def swap_in(group: HeadGroup) -> Callable[[], Tensors]:
         into = task.heads_of(group, share) if share else ()
-        return to_heads((q, *kv), 1, group, schedule, task.mesh.heads, into, in_turn=task.in_turn)
+        return task.swaps.to_heads((q, *kv), 1, group, into)
 
     value_dim = kv[-1].shape[-1] if task.projection is None else task.projection.value_dim
     schedule, row, dtype = task.schedule, task.mesh.row, sum_dtype(q.dtype)
@@ -106,7 +111,7 @@ def forward(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None = None, sha
         out, lse = with_sinks(partial, None if sinks is None else sinks[group[task.mesh.heads.index].queries])
         made = out.to(q.dtype), lse
         del partial, out, lse
-        yield from to_tokens(made, total(), 2, group, schedule, task.mesh.heads, in_turn=task.in_turn)
+        yield from task.swaps.to_tokens(made, total(), 2, group)
 
     returns = PendingReturns()
     for arrivals in _arrivals(swap_in, task):
@@ -150,23 +155,23 @@ def _return(made: Tensors, step: Step, axis: Axis, put: Put, own: Tensors, in_tu
 
 def backward(share: Tensors, saved: BackwardInputs, task: Task) -> Gradients:
     """Return the gradients of this rank's q, k and v. `share` has its heads of them, of all tokens of its chunk."""
-    (q, *kv), schedule, axis = share, task.schedule, task.mesh.heads
+    (q, *kv), schedule = share, task.schedule
     delta = (saved.out.to(sum_dtype(q.dtype)) * saved.dout).sum(-1)
-    key_heads, keys = task.groups[-1][-1].keys.stop, len(schedule.key_shares[axis.index])
+    key_heads, keys = task.groups[-1][-1].keys.stop, len(schedule.key_shares[task.mesh.heads.index])
 
     @cache
     def total() -> Gradients:
         return Gradients(empty_length_major(saved.dout, q.shape[3]), *(empty_tokens(x, key_heads, keys) for x in kv))
 
     def swap_in(group: HeadGroup) -> Callable[[], Tensors]:
-        finish = to_heads((saved.dout, saved.lse, delta), 3, group, schedule, axis, in_turn=task.in_turn)
+        finish = task.swaps.to_heads((saved.dout, saved.lse, delta), 3, group)
         some_q, *some_kv = task.heads_of(group, share)
         return lambda: (some_q, *finish(), *some_kv)
 
     def swap_back(own: Gradients, group: HeadGroup) -> Iterator[None]:
         made = tuple(x.to(q.dtype) for x in own)
         del own
-        yield from to_tokens(made, total(), 1, group, schedule, axis, in_turn=task.in_turn)
+        yield from task.swaps.to_tokens(made, total(), 1, group)
 
     returns = PendingReturns()
     for arrivals in _arrivals(swap_in, task):

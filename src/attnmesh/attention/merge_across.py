@@ -12,8 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm.host_merge import HostMerge, host_merge_for
-from attnmesh.comm.merge import merge_ranks, send_poison
-from attnmesh.comm.merge_messages import chosen_merge
+from attnmesh.comm.merge import chosen_merge, merge_ranks, send_poison
 from attnmesh.comm.message import checksum_of, question_like
 from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.errors import DeviceError, DtypeError, InputError, KernelError, ShapeError, check_choice, require
@@ -183,14 +182,8 @@ def _nan_like(partial: Partial, axis: Axis, output: str) -> Partial:
 
 def is_plain(partial: object, how: object, output: object, wire: object, base: object, checked: object) -> bool:
     """Return True for a partial in float32 on the CPU, with its lse, and the usual options."""
-    options = (
-        isinstance(how, str),
-        output in OUTPUTS,
-        wire is None,
-        base == "e",
-        type(checked) in (bool, type(None)),
-    )
-    if not all(options):
+    usual = isinstance(how, str) and output in OUTPUTS and wire is None and base == "e"
+    if not usual or type(checked) not in (bool, type(None)):
         return False
     if not isinstance(partial, tuple) or len(partial) != 2 or not are_plain(*partial):
         return False

@@ -1,23 +1,39 @@
-"""Plans: all that is settled for a kind of calls on a mesh. A plan is made once, and every call of its kind runs it."""
+"""Plans: all that is settled for a kind of calls on a mesh, made once, and attention by a plan, with gradients.
 
-from collections.abc import Sequence
-from typing import NamedTuple
+A function of autograd runs a plan, and in a traced graph an operator. Between forward and backward only tensors of a
+shard's size are kept.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from attnmesh.attention.executor import Task
-from attnmesh.comm.topology import share_numbers, surroundings
+from attnmesh.attention.executor import Task, backward, forward
+from attnmesh.attention.heads import empty_tokens
+from attnmesh.attention.latent import Latents
+from attnmesh.comm.failures import collective
+from attnmesh.comm.topology import surroundings
 from attnmesh.core.layout import Contiguous, Packed, Split
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Mask
-from attnmesh.kernels.driver import choose_for_places
-from attnmesh.mesh.axes import Axis, Mesh, flat_axis
-from attnmesh.mesh.schedule import EXCHANGES, Exchange, Problem, groups_of_heads, schedule
-from attnmesh.mesh.shapes import AXES
+from attnmesh.core.partial import Partial, merge_unchecked, sum_dtype
+from attnmesh.core.selection import Selection
+from attnmesh.kernels.attend import sink_gradient
+from attnmesh.kernels.blocks import BackwardInputs
+from attnmesh.kernels.driver import choose_for_places, visible_counts
+from attnmesh.kernels.plans import empty_length_major, length_major
+from attnmesh.kernels.selected import SelectedKeys
+from attnmesh.kernels.traced import Once, is_learned, needs_operator, once
+from attnmesh.mesh.axes import Axis, Mesh
+from attnmesh.mesh.schedule import EXCHANGES, ChunkSize, Exchange, Problem, Schedule, groups_of_heads, schedule
 from attnmesh.planner.auto import best_exchange
 from attnmesh.planner.workload import Workload
-from attnmesh.runtime.kinds import Kinds
+from attnmesh.runtime.counters import Tensors
+from attnmesh.runtime.kept import Kinds, on_device
 from attnmesh.runtime.world import cached_per_world, decode_cached
 
 Widths = tuple[int, int]
@@ -46,15 +62,32 @@ class Plan(NamedTuple):
         """Return the plan that `pack` wrote."""
         return decode_cached(_unpack, names, numbers)
 
-    def task(self, q_heads: int, q: Tensor, k: Tensor, v: Tensor, latent: Widths | None = None) -> Task:
-        """Return this rank's part for so many query heads, of which the tensors may have this rank's share alone."""
-        kind = self, q_heads, q.shape, k.shape, v.shape, q.dtype, q.device, latent
-        if (task := _tasks().find(kind)) is None:
-            with torch.device("cpu"), torch.inference_mode(False):  # it is kept for later calls, in any mode
-                task = _tasks().keep(kind, self._task(q_heads, q, k, v, latent))
-        return task
+    def task(
+        self,
+        q_heads: int,
+        qkv: Tensors,
+        key_lengths: Tensor | None = None,
+        indices: Tensor | None = None,
+        latents: Latents | None = None,
+    ) -> Task:
+        """Return this rank's part for so many query heads of all ranks, with the keys of each step that are seen.
 
-    def _task(self, q_heads: int, q: Tensor, k: Tensor, v: Tensor, latent: Widths | None) -> Task:
+        The tensors may have this rank's share of the heads alone.
+        """
+        (q, k, v), widths = qkv, None if latents is None else latents.widths
+        kind = self, q_heads, q.shape, k.shape, v.shape, q.dtype, q.device, widths
+        if (task := _tasks().get(kind)) is None:
+            with torch.device("cpu"), torch.inference_mode(False):  # it is kept for later calls, in any mode
+                task = _tasks().keep(kind, self._new_task(q_heads, q, k, v, widths))
+        if latents is not None:
+            task = replace(task, projection=latents.projection)
+        if indices is not None:
+            return replace(task, selected=self._selected(task.schedule, key_lengths, indices))
+        if key_lengths is None:
+            return task
+        return replace(task, counts=[visible_counts(step.positions, key_lengths) for step in task.schedule.key_steps])
+
+    def _new_task(self, q_heads: int, q: Tensor, k: Tensor, v: Tensor, latent: Widths | None) -> Task:
         mesh, problem = self.mesh, self.problem
         kv_heads = q_heads * k.shape[1] // q.shape[1]
         sizes = q.shape[0], q_heads, kv_heads, q.shape[3], v.shape[3]  # all but tokens, of which a rank may have 0
@@ -72,6 +105,14 @@ class Plan(NamedTuple):
         kernels = [choose_for_places(*choice, (queries, x.positions)) for x in steps.key_steps]
         return Task(mesh, steps, groups, kernels, self.logits, [None] * len(steps.key_steps))
 
+    def _selected(self, schedule: Schedule, key_lengths: Tensor | None, indices: Tensor) -> list[SelectedKeys]:
+        """Return the keys of each step that this rank's queries select."""
+        queries, selection = schedule.query_step, Selection(indices, self.block)
+        if len(queries.keep) < schedule.chunk.queries:  # the others see no key
+            selection = selection.of_queries(on_device(queries.keep, indices.device))
+        mask, places = self.problem.mask, queries.positions
+        return [SelectedKeys.of(selection, mask, places, step.positions, key_lengths) for step in schedule.key_steps]
+
 
 @cached_per_world(1024)
 def _unpack(names: str, numbers: tuple[int, ...]) -> Plan:
@@ -79,15 +120,6 @@ def _unpack(names: str, numbers: tuple[int, ...]) -> Plan:
     mesh = Mesh.named(numbers[:3], numbers[3:6], groups)
     logits = Logits(float(scale), float(softcap))
     return Plan(mesh, Problem.decode(mesh.shape, numbers[6:]), exchange, kernel, logits, int(block))
-
-
-@cached_per_world()
-def one_column(mesh: Mesh) -> tuple[Mesh, tuple[int, ...]]:
-    """Return all ranks of a mesh as one column, and the shard of each. All ranks make the first call at once."""
-    long = [axis for axis in mesh.axes if axis.size > 1]
-    axis = long[0] if len(long) == 1 else flat_axis(mesh.device_mesh, AXES)
-    places = [place for (place,) in share_numbers([axis.index], mesh)]  # by shard
-    return Mesh(Axis(), axis, Axis()), tuple(sorted(range(len(places)), key=places.__getitem__))
 
 
 @cached_per_world()
@@ -127,3 +159,170 @@ def _fastest_exchange(
     cut = isinstance(problem.layout, Split) or (cross and isinstance(problem.layout, Packed))
     layout = Contiguous() if cut else problem.layout
     return best_exchange(cluster, tile, problem.shape, layout, workload)
+
+
+# --- attention ---
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    key_lengths: Tensor | None,
+    indices: Tensor | None,
+    plan: Plan,
+    latents: Latents | None = None,
+    further: Partial | None = None,
+) -> Tensor:
+    """Return attention of this rank's queries, by an operator where PyTorch traces or transforms calls.
+
+    `latents` travel instead of keys and values, along a mesh without a heads axis, and are expanded where they are
+    attended. `further` is the partial of keys that do not travel. With either there are no gradients.
+    """
+    if latents is None and further is None:
+        if needs_operator(q, k, v, sinks):
+            out: Tensor = mesh_op(q, k, v, sinks, key_lengths, indices, *plan.pack())[0]
+            return out
+        if is_learned(q, k, v, sinks):
+            return _attend_learned(q, k, v, sinks, key_lengths, indices, plan)[0]
+    with torch.no_grad():
+        task = plan.task(q.shape[1], (q, k, v), key_lengths, indices, latents)
+        found = forward(q, (k, v) if latents is None else (latents.tokens,), task, sinks)
+        if further is not None:
+            found = merge_unchecked([found, further])
+        return length_major(found.out, q.dtype)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *options: Any) -> tuple[Tensor, ...]:
+    """Return (out, lse) of this rank's queries, and with a heads axis its heads of q, k and v."""
+    key_lengths, indices, plan = options
+    task = plan.task(q.shape[1], (q, k, v), key_lengths, indices)
+    share = _blank_share((q, k, v), task.schedule.chunk, plan.mesh.heads)
+    out, lse = forward(q, (k, v), task, sinks, share)
+    return length_major(out, q.dtype), lse, *share
+
+
+def _blank_share(qkv: Tensors, chunk: ChunkSize, axis: Axis) -> Tensors:
+    """Return memory for a rank's heads of q, k and v, of all tokens of its chunk; none without a heads axis."""
+    if axis.size == 1:
+        return ()
+    (q, *kv), key_heads = qkv, axis.share_of(int(qkv[1].shape[1]))  # in a graph of any heads, a symbol
+    heads = key_heads.stop - key_heads.start
+    shared = q.shape[1] // qkv[1].shape[1]
+    return empty_tokens(q, heads * shared, chunk.queries), *(empty_tokens(x, heads, chunk.keys) for x in kv)
+
+
+def _backward(
+    plan: Plan, key_lengths: Tensor | None, indices: Tensor | None, *tensors: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dq, dk, dv) of this rank's tokens, from q, k, v, out, lse and the gradient of out."""
+    *qkv, out, lse, dout = tensors
+    task = plan.task(dout.shape[1], tuple(qkv), key_lengths, indices)
+    return backward(tuple(qkv), BackwardInputs(out, lse, dout), task)
+
+
+def _are_equal(numbers: Tensor, mesh: Mesh) -> Tensor:
+    """Return whether all ranks of a mesh hold the same integers, on the device: the host reads nothing."""
+    highest = torch.stack((numbers, -numbers))
+    for axis in mesh.axes:
+        if axis.group is not None:
+            collective(axis, "comparing key_lengths", dist.all_reduce, highest, dist.ReduceOp.MAX)
+    return (highest.sum(0) == 0).all()
+
+
+# --- gradients ---
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
+    *qkv, sinks, key_lengths, indices = inputs[:6]
+    ctx.plan, (out, lse, *share) = inputs[6:], output
+    ctx.save_for_backward(*(share or qkv), sinks, key_lengths, indices, out, lse)
+    ctx.mark_non_differentiable(lse, *share)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, dout: Any, *_: None) -> tuple[Tensor | None, ...]:
+    q, k, v, sinks, key_lengths, indices, out, lse = ctx.saved_tensors
+    dsinks = None
+    if len(ctx.plan) > 1:
+        dout = dout[0]
+        dq, dk, dv = mesh_backward_op([q, k, v], [out, lse], dout, key_lengths, indices, *ctx.plan)
+        if sinks is not None:
+            dsinks = sink_gradient(sinks, out, lse, dout)
+    else:
+        dq, dk, dv = once(_backward, *ctx.plan, key_lengths, indices, q, k, v, out, lse, dout)
+        if sinks is not None:
+            dsinks = once(sink_gradient, sinks, out, lse, dout)
+    return dq, dk, dv, dsinks, None, None, *[None] * len(ctx.plan)
+
+
+class _MeshAttention(torch.autograd.Function):
+    """`_attend` with gradients, where PyTorch traces nothing."""
+
+    forward = staticmethod(_attend)
+    setup_context = staticmethod(_save_for_backward)
+    backward = staticmethod(_gradients)
+
+
+_attend_learned: Callable[..., tuple[Tensor, Tensor]] = _MeshAttention.apply
+
+
+# --- operators: a plan is packed into names and numbers ---
+
+
+@torch.library.custom_op("attnmesh::mesh_attention", mutates_args=())
+def mesh_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    key_lengths: Tensor | None,
+    indices: Tensor | None,
+    names: str,
+    numbers: Sequence[int],
+) -> list[Tensor]:
+    """Return what `_attend` does, with out NaN if the ranks' `key_lengths` differ, which no graph compares."""
+    plan = Plan.unpack(names, numbers)
+    out, *others = _attend(q, k, v, sinks, key_lengths, indices, plan)
+    if key_lengths is not None:
+        out.masked_fill_(~_are_equal(key_lengths.to(q.device), plan.mesh), torch.nan)
+    return [out, *others]
+
+
+@mesh_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *plan: Any) -> list[Tensor]:
+    mesh, problem, *_ = Plan.unpack(*plan[3:])
+    place = mesh.queries.index, mesh.keys.index
+    chunk = ChunkSize(problem.queries(*place).shape[0], problem.keys(*place).shape[0])
+    out, lse = empty_length_major(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=sum_dtype(q.dtype))
+    return [out, lse, *_blank_share((q, k, v), chunk, mesh.heads)]
+
+
+@torch.library.custom_op("attnmesh::mesh_attention_backward", mutates_args=())
+def mesh_backward_op(
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    dout: Tensor,
+    key_lengths: Tensor | None,
+    indices: Tensor | None,
+    names: str,
+    numbers: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dq, dk, dv) of this rank's tokens from its (q, k, v) and (out, lse)."""
+    return _backward(Plan.unpack(names, numbers), key_lengths, indices, *inputs, *outputs, dout)
+
+
+@mesh_backward_op.register_fake
+def _(
+    inputs: Sequence[Tensor], outputs: Sequence[Tensor], dout: Tensor, key_lengths: Any, indices: Any, *plan: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    (q, k, v), (mesh, problem, *_) = inputs, Plan.unpack(*plan)
+    heads = dout.shape[1] * k.shape[1] // q.shape[1]
+    shard = problem.shard(mesh.shard)
+    tokens = problem.key_layout.positions(problem.key_length, problem.shape.ranks, shard).shape[0]
+    return empty_length_major(dout, q.shape[3]), empty_tokens(k, heads, tokens), empty_tokens(v, heads, tokens)
+
+
+mesh_op.register_autograd(_gradients, setup_context=_save_for_backward)
+mesh_backward_op.register_autograd(Once.backward)

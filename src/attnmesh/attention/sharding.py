@@ -55,7 +55,7 @@ def shard(
     dim = run_agreed(place, check, call) if chooses else check()
     check_mask("shard mask", seen, x.shape[dim])
     chosen = chosen_layout(layout, seen, place)
-    return x.index_select(dim, chosen.positions(x.shape[dim], place.shape.ranks, place.shard).to(x.device))
+    return x.index_select(dim, chosen.positions(x.shape[dim], place.ranks, place.shard).to(x.device))
 
 
 @torch.no_grad()
@@ -130,7 +130,7 @@ def unshard_op(x: Tensor, dim: int, groups: str, places: Sequence[int], sizes: S
     """Gather runs of these sizes along `dim`."""
     place = Mesh.named(places[:3], places[3:], groups.split(","))
     whole = _gather_shards(x.movedim(dim, 0).contiguous(), place, list(sizes)).movedim(0, dim).contiguous()
-    return whole.clone() if place.shape.ranks == 1 else whole
+    return whole.clone() if place.ranks == 1 else whole
 
 
 @unshard_op.register_fake

@@ -1,4 +1,4 @@
-"""`top_k_across`: the keys with the highest scores on all ranks, merged along a tree by `comm/candidates.py`."""
+"""`top_k_across`: the keys with the highest scores on all ranks, merged along a tree by `comm/merge.py`."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm.candidates import best_across
+from attnmesh.comm.merge import best_across
 from attnmesh.core.candidates import best, pack, unpack
 from attnmesh.core.partial import DTYPES
 from attnmesh.core.selection import NONE

@@ -177,7 +177,8 @@ def exchange_messages(
         if id(tensors) not in packed:  # the same for several peers is packed once
             packed[id(tensors)] = _pack(tensors)
         message = packed[id(tensors)]
-        waits_its_turn = in_turn and len(sends) > 2 and _is_long(message, peer, axis)
+        is_long = in_turn and len(sends) > 2 and message.nbytes > OUT_OF_TURN
+        waits_its_turn = is_long and _goes_by_gloo(message, peer, axis, PIECES)
         (turns if waits_its_turn else posts).append((dist.isend, peer, message))
     packed.clear()
     turns.sort(key=lambda turn: (turn[1] - axis.index) % axis.size)
@@ -247,22 +248,20 @@ def all_to_all_bytes(messages: Sequence[Tensor], axis: Axis) -> Tensor:
     return rows[:, : len(mine)]
 
 
-def _is_long(message: Tensor, peer: int, axis: Axis) -> bool:
-    """Return whether gloo sends a message, and it is long."""
-    mailboxes, size = mailboxes_of(axis, message.device), message.nbytes
-    far = mailboxes is None or not mailboxes.serves(peer, size, PIECES)
-    return far and message.device.type == "cpu" and size > OUT_OF_TURN
-
-
 def room_for(peer: int, message: Tensor, axis: Axis) -> int:
     """Return the bytes to reserve for a peer's message that should be as long as this rank's.
 
     Gloo accepts any message that fits. With room for a `SLOT`, ranks with messages of different sizes still receive
     each other's first bytes, and compare checksums.
     """
+    return max(len(message), SLOT) if _goes_by_gloo(message, peer, axis) else len(message)
+
+
+def _goes_by_gloo(message: Tensor, peer: int, axis: Axis, letters: int = 1) -> bool:
+    """Return whether gloo sends a message, and not the mailboxes of a host in so many letters."""
     mailboxes = mailboxes_of(axis, message.device)
-    far = mailboxes is None or not mailboxes.serves(peer, len(message))
-    return max(len(message), SLOT) if far and message.device.type == "cpu" else len(message)
+    far = mailboxes is None or not mailboxes.serves(peer, message.nbytes, letters)
+    return far and message.device.type == "cpu"
 
 
 def _pack(tensors: Tensors) -> Tensor:
@@ -302,27 +301,27 @@ def post_messages(posts: Sequence[Post], axis: Axis, what: str, *, exact: bool =
     Return their waits, which have a deadline; one wait for all with NCCL. With `exact`, longer messages are cut in up
     to `PIECES` letters, and a letter of another size is one of another call; else its checksum shows that.
     """
-    operations, filled, letters = [], list[tuple[int | None, str]](), list[Letter]()
-    mailboxes = mailboxes_of(axis, posts[0][2].device) if posts else None
-    most = PIECES if exact else 1
+    if not posts:
+        return []
+    device, most = posts[0][2].device, PIECES if exact else 1
+    mailboxes, operations, peers, letters = mailboxes_of(axis, device), [], list[int | None](), list[Letter]()
     for post, peer, x in posts:
         if mailboxes is not None and x.numel() and mailboxes.serves(peer, x.nbytes, most):
-            pieces = x.split(SLOT) if x.nbytes > SLOT else (x,)
-            letters += [Letter(mailboxes, peer, part, sends=post is dist.isend, exact=exact) for part in pieces]
+            for part in x.split(SLOT) if x.nbytes > SLOT else (x,):
+                letters.append(Letter(mailboxes, peer, part, sends=post is dist.isend, exact=exact))
         elif x.numel():
             operations.append(dist.P2POp(post, x, group=axis.group, group_peer=peer))
-            filled.append((peer, x.device.type))
+            peers.append(peer)
     waits = list[Wait]()
     if operations:
         try:
             works = dist.batch_isend_irecv(operations)
         except RuntimeError as error:
-            raise failure(axis, what, filled[0][0], error) from error
-        if len(works) < len(filled):
-            filled = [(None, filled[0][1])]
-        waits = [
-            partial(awaited, work, kind, axis, what, peer) for work, (peer, kind) in zip(works, filled, strict=True)
-        ]
+            raise failure(axis, what, peers[0], error) from error
+        if len(works) < len(peers):
+            peers = [None]
+        pairs = zip(works, peers, strict=True)
+        waits = [partial(awaited, work, device.type, axis, what, peer) for work, peer in pairs]
     if letters:
         try:
             begin_letters(letters)

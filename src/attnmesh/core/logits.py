@@ -36,10 +36,6 @@ class Logits(NamedTuple):
         """Return the logits of scaled products."""
         return self.softcap * torch.tanh(products / self.softcap) if self.capped else products
 
-    def slope(self, products: Tensor) -> Tensor | float:
-        """Return the derivative of the logits with respect to the scaled products."""
-        return 1.0 - torch.tanh(products / self.softcap).square() if self.capped else 1.0
-
 
 def with_distance_bias(q: Tensor, bias: Tensor | None) -> Tensor:
     """Return queries that end with their bias, which so travels and has gradients as they do; rounded to their dtype.

@@ -29,7 +29,7 @@ from attnmesh.guard.checks import check_checked, check_positions
 from attnmesh.guard.consensus import CallChecker, describe_call, run_agreed
 from attnmesh.guard.merge_checks import prepare_merges
 from attnmesh.mesh.axes import Mesh, flat_axis
-from attnmesh.runtime.kinds import Kinds
+from attnmesh.runtime.kept import Kinds
 from attnmesh.setup.init_mesh import device_fault, device_for
 
 

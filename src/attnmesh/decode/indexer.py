@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attnmesh.comm.candidates import best_across
+from attnmesh.comm.merge import best_across
 from attnmesh.core.candidates import best, unpack
 from attnmesh.core.mask import Causal, Mask
 from attnmesh.decode.cache import KVCache

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm.host_merge import HostMerge, host_merge_for
-from attnmesh.comm.merge_messages import chosen_merge
+from attnmesh.comm.merge import chosen_merge
 from attnmesh.core.band import Band
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial, merge_unchecked, with_sinks
@@ -23,7 +23,7 @@ from attnmesh.kernels.merge import copy_into
 from attnmesh.kernels.native.kernel import NativeKind
 from attnmesh.kernels.plans import is_one_launch
 from attnmesh.kernels.traced import are_plain
-from attnmesh.runtime.kinds import Kinds
+from attnmesh.runtime.kept import Kinds
 
 
 def append_known(kinds: Kinds[bool], k: Tensor, v: Tensor | None, shards: Shards) -> bool:

@@ -295,7 +295,7 @@ def warn_if_swapped(subject: str, q: Tensor, key_heads: int) -> None:
     """
     if torch.compiler.is_compiling():
         return
-    heads, length = heads_and_length(q)
+    _, heads, length, _ = q.shape
     if heads > MAX_HEADS and 0 < length <= MAX_SWAPPED_LENGTH and key_heads > 0 and length % key_heads == 0:
         given = f"q has more than {MAX_HEADS} heads and at most {MAX_SWAPPED_LENGTH} tokens in dims {SHAPE}"
         warn_once(f"{subject}: {given}; {SWAP_HINT}.")

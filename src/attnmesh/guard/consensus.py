@@ -21,7 +21,7 @@ from attnmesh.core.digest import EXTRA_VALUES
 from attnmesh.errors import InputError, MeshError, RankFailure, UnforeseenError
 from attnmesh.kernels.triton_runtime import interpreted
 from attnmesh.mesh.axes import Mesh
-from attnmesh.runtime.kinds import Kinds
+from attnmesh.runtime.kept import Kinds
 from attnmesh.runtime.world import WORLD, cached_per_world
 
 T = TypeVar("T")
@@ -90,7 +90,7 @@ def agree_on_call(
     mesh: Mesh, device: torch.device, checked: bool | None, check: Callable[[], None], describe: Callable[[], str]
 ) -> None:
     """Run `check`, and compare the call of `describe` with that of the other ranks, unless `checked` is False."""
-    if mesh.shape.ranks == 1 or checked is False or not may_compare(device):
+    if mesh.ranks == 1 or checked is False or not may_compare(device):
         check()
     else:
         run_agreed(mesh, check, lambda _: describe())
@@ -145,7 +145,7 @@ def _lines(mesh: Mesh) -> list[frozenset[int]]:
 
 
 def _are_all(ranks: frozenset[int], mesh: Mesh, lines: Sequence[frozenset[int]]) -> bool:
-    return len(ranks) == mesh.shape.ranks and all(line <= ranks for line in lines)
+    return len(ranks) == mesh.ranks and all(line <= ranks for line in lines)
 
 
 class CallChecker:
@@ -157,7 +157,7 @@ class CallChecker:
 
     def __init__(self, mesh: Mesh, device: torch.device, checked: bool | None) -> None:
         self.mesh, self.device, self.checked = mesh, device, checked
-        self.is_alone = mesh.shape.ranks == 1
+        self.is_alone = mesh.ranks == 1
         self.kinds = Kinds[bool]()  # kinds of calls that ranks have compared
         self.last_kind: object = None  # of the last call that asked, or need not ask
         self.last_exchange: Callable[[], Tensor] | None = None
@@ -181,15 +181,6 @@ class CallChecker:
             return False
         agree(self.mesh, call)
         return True
-
-    def report(self, error: InputError, poison: Callable[[], object], *, compares: bool) -> None:
-        """Raise this rank's error on all ranks, if the call is new to all and is compared. Else let them get NaN."""
-        if compares:
-            self.ask(error)
-        elif self.last_exchange is not None:
-            self.last_exchange()
-        else:
-            poison()
 
     def learn(self, kind: Hashable, last_exchange: Callable[[], Tensor] | None) -> None:
         """Keep a kind of calls that was served, and how to repeat its exchange if no host looked at it."""

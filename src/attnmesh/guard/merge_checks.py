@@ -7,7 +7,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from attnmesh.comm.merge_messages import fastest_merge
+from attnmesh.comm.merge import fastest_merge
 from attnmesh.errors import InputError, MeshError, check_choice
 from attnmesh.guard.consensus import CallChecker, agree, asks, describe_call, drop_messages, may_compare
 from attnmesh.mesh.axes import Axis, Mesh, mesh_of
@@ -78,10 +78,15 @@ class MergeChecker:
             raise_unequal(self.checker.mesh, self.describe(), subject)
 
     def report(self, error: InputError, poison: Callable[[], object]) -> None:
-        """Send poison, so that the other ranks detect this error. Raise it on all ranks if they compare their calls."""
+        """Send poison, so that the other ranks detect this error. Raise it on all ranks if they compare their calls.
+
+        Where ranks ask, it is raised if the call is new to all; if not, the others get NaN.
+        """
         compares = self.checked is not False
-        if self.may and self.asks:
-            self.checker.report(error, poison, compares=compares)
+        if self.may and self.asks and compares:
+            self.checker.ask(error)
+        elif self.may and self.asks:
+            (self.checker.last_exchange or poison)()
         elif self.may:
             if self.merge not in COLLECTIVE:
                 poison()

@@ -32,7 +32,7 @@ from attnmesh.hf.shards import Shards
 from attnmesh.hf.sparse.blocks import selected_blocks
 from attnmesh.hf.traced import TracedMask, attend_traced
 from attnmesh.hf.upstream import is_relative
-from attnmesh.kernels.attend import AttendCall, run_attend
+from attnmesh.kernels.attend import run_attend
 from attnmesh.kernels.traced import autocast, without_autocast
 from attnmesh.mesh.axes import Mesh
 
@@ -260,6 +260,7 @@ def _attend_local(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, spec: MaskS
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, queries: Tensor, keys: Tensor) -> Tensor:
     """Return attention of queries to keys at these positions."""
-    layer_args = layer.mask, Logits.of(SUBJECT, layer.scale, layer.softcap, q.shape[-1]), "auto", layer.sinks
+    logits = Logits.of(SUBJECT, layer.scale, layer.softcap, q.shape[-1])
     q = with_distance_bias(q, layer.distance_bias)
-    return run_attend(AttendCall(q, k, v, *layer_args, None, queries, keys, layer.selected))[0]
+    options = {"sinks": layer.sinks, "q_positions": queries, "k_positions": keys}
+    return run_attend(q, k, v, layer.mask, logits, "auto", **options, selected=layer.selected).out

@@ -5,7 +5,7 @@ and positions into a band inside, where their values may be read without a graph
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from attnmesh.core.band import Band
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import FAR, Mask
-from attnmesh.core.partial import sum_dtype, with_sinks
+from attnmesh.core.partial import Partial, sum_dtype, with_sinks
 from attnmesh.core.selection import Selection
 from attnmesh.errors import LayoutError, MaskError
 from attnmesh.kernels.blocks import BackwardInputs
@@ -23,38 +23,35 @@ from attnmesh.kernels.selected import SelectedKeys
 from attnmesh.kernels.traced import Once, is_learned, needs_operator, once
 
 
-class AttendCall(NamedTuple):
-    """Checked arguments of attention on one device. Positions are 0, 1, 2, ... if they are None."""
+def run_attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    logits: Logits,
+    kernel: str,
+    *,
+    sinks: Tensor | None = None,
+    q_positions: Tensor | None = None,
+    k_positions: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    selected: Selection | None = None,
+) -> Partial:
+    """Return attention of checked arguments, by an operator where PyTorch traces or transforms calls.
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    mask: Mask
-    logits: Logits
-    kernel: str
-    sinks: Tensor | None = None
-    key_lengths: Tensor | None = None
-    q_positions: Tensor | None = None
-    k_positions: Tensor | None = None
-    selected: Selection | None = None
-
-
-def run_attend(call: AttendCall) -> tuple[Tensor, Tensor]:
-    """Return (out, lse), by an operator where PyTorch traces or transforms calls."""
-    q, k, v, mask, logits, kernel, sinks, key_lengths, q_positions, k_positions, selected = call
-    indices, block = (None, 1) if selected is None else (selected.indices, selected.block)
+    Positions are 0, 1, 2, ... if they are None.
+    """
     tensors = q, k, v, sinks, q_positions, k_positions, key_lengths
+    selection = (None, 1) if selected is None else (selected.indices, selected.block)
     if needs_operator(q, k, v, sinks):
-        out, lse = attend_op(*tensors, mask.encode(), logits, kernel, indices, block)
-        return out, lse
-    if is_learned(q, k, v, sinks):
-        out, lse = _attend_learned(*tensors, mask, logits, kernel, indices, block)
-        return out, lse
-    return _attend(call)
+        return Partial(*attend_op(*tensors, mask.encode(), logits, kernel, *selection))
+    attend = _attend_learned if is_learned(q, k, v, sinks) else _attend
+    return Partial(*attend(*tensors, mask, logits, kernel, *selection))
 
 
-def _attend(call: AttendCall) -> tuple[Tensor, Tensor]:
-    q, k, v, mask, logits, name, sinks, key_lengths, q_positions, k_positions, selected = call
+def _attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *options: Any) -> Partial:
+    q_positions, k_positions, key_lengths, mask, logits, name, *selection = options
+    selected = _selection(*selection)
     plain = q_positions is k_positions is key_lengths is None and selected is None
     if plain and q.shape[-1] == k.shape[-1]:
         return LocalPlan.of(q, k, v, mask, logits, name).attend(q, k, v, sinks)
@@ -62,7 +59,7 @@ def _attend(call: AttendCall) -> tuple[Tensor, Tensor]:
     kernel = choose_for_places(name, q, k, v, logits, (q_positions, k_positions))
     qkv = _sort(q, q_order), _sort(k, k_order), _sort(v, k_order)
     out, lse = with_sinks(forward(kernel, *qkv, band, logits, counts), sinks)
-    return length_major(_unsort(out, q_order), q.dtype), _unsort(lse, q_order).contiguous()
+    return Partial(length_major(_unsort(out, q_order), q.dtype), _unsort(lse, q_order).contiguous())
 
 
 @torch.library.custom_op("attnmesh::attend", mutates_args=())
@@ -81,8 +78,8 @@ def attend_op(
     block: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse)."""
-    kind, selected = (Mask.decode(mask), Logits(*logits), kernel), _selection(indices, block)
-    return _attend(AttendCall(q, k, v, *kind, sinks, key_lengths, q_positions, k_positions, selected))
+    options = q_positions, k_positions, key_lengths, Mask.decode(mask), Logits(*logits), kernel, indices, block
+    return _attend(q, k, v, sinks, *options)
 
 
 @attend_op.register_fake
@@ -115,8 +112,8 @@ def attend_backward_op(
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    q_positions, k_positions, key_lengths, mask, logits, kernel, indices, block = options
-    selected = _selection(indices, block)
+    q_positions, k_positions, key_lengths, mask, logits, kernel, *selection = options
+    selected = _selection(*selection)
     band, counts, q_order, k_order = _band(q, k, q_positions, k_positions, key_lengths, mask, selected)
     saved = BackwardInputs(*(_sort(x, q_order) for x in (out, lse, dout)))
     qkv = _sort(q, q_order), _sort(k, k_order), _sort(v, k_order)
@@ -186,13 +183,7 @@ attend_backward_op.register_autograd(Once.backward)
 class _Attend(torch.autograd.Function):
     """The operator's gradients where PyTorch traces nothing."""
 
-    @staticmethod
-    def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
-        """Return (out, lse)."""
-        q, k, v, sinks, q_positions, k_positions, key_lengths, mask, logits, kernel, *selection = inputs
-        places = key_lengths, q_positions, k_positions, _selection(*selection)
-        return _attend(AttendCall(q, k, v, mask, logits, kernel, sinks, *places))
-
+    forward = staticmethod(_attend)
     setup_context = staticmethod(_save)
     backward = staticmethod(_gradients)
 

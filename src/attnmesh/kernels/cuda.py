@@ -38,9 +38,9 @@ class Flash:
     """`aten::_scaled_dot_product_flash_attention`: half precision, full and causal blocks, grouped heads."""
 
     def takes(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> bool:
-        """Return True for plain blocks that PyTorch reports as supported."""
+        """Return True for a plain block that PyTorch reports as supported."""
         grouped = q.shape[1] != k.shape[1]
-        return block.band is None and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, block.causal, grouped))
+        return bool(can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, block.causal, grouped)))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
         """Return the block's partial. For rows of -inf logits the operator returns out 0 and lse +inf."""
@@ -67,7 +67,7 @@ class Cudnn(Flash):
 
     def takes(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> bool:
         """Return True if PyTorch supports it and, once per device, its result is correct."""
-        if block.band is not None or q.device.type != "cuda" or not super().takes(q, k, v, block):
+        if q.device.type != "cuda" or not super().takes(q, k, v, block):
             return False
         if torch.cuda.get_device_capability(q.device) < (9, 0) or flash_override() is not None:
             return False
@@ -84,18 +84,9 @@ class Cudnn(Flash):
 
 
 class Efficient:
-    """`aten::_scaled_dot_product_efficient_attention`: also float32 and an additive mask; no grouped heads."""
+    """`aten::_scaled_dot_product_efficient_attention`: every kind of block, also in float32; no grouped heads."""
 
     rows = 32  # lse is padded to whole warps of rows
-
-    def takes(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> bool:
-        """Return True: every kind of block is supported."""
-        return True
-
-    def takes_width(self, q: Tensor, width: int) -> bool:
-        """Return True if PyTorch supports q's dtype and device at this width."""
-        few = q.new_zeros(1, 1, ALIGNMENT, width)
-        return bool(can_use_efficient_attention(SDPAParams(few, few, few, None, 0.0, False, False)))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
         """Return the block's partial."""
@@ -117,23 +108,14 @@ class Efficient:
         return Gradients(dq, *(x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv)))
 
 
-class TritonOperator(Triton):
-    """The Triton kernel as an operator: masked blocks of any size, without a dense mask."""
+CUDNN, FLASH, EFFICIENT, TRITON = Cudnn(), Flash(), Efficient(), Triton()
 
-    def takes(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> bool:
-        """Return True for masked blocks that the Triton kernel supports."""
-        return block.band is not None and self.unsupported_reason(q, k, v) is None
-
-
-Operator = Flash | TritonOperator | Efficient
+Operator = Flash | Triton | Efficient
 """An attention operator, for q, k, v of one width, (batch, heads, length, dim)."""
-
-OPERATORS: tuple[Operator, ...] = (Cudnn(), Flash(), TritonOperator(), Efficient())
-"""Best first; the last supports every block."""
 
 
 class CUDA:
-    """The first operator that supports a block; one launch of a Triton program for masked or many blocks."""
+    """The best operator for a block; one launch of a Triton program for masked or many blocks."""
 
     name = "cuda"
 
@@ -143,7 +125,8 @@ class CUDA:
             return f"it runs on CUDA, the tensors are on {q.device.type}"
         if capped:
             return "PyTorch's operators have no soft cap"
-        if not Efficient().takes_width(q, _width(q, v)):
+        few = q.new_zeros(1, 1, ALIGNMENT, _width(q, v))
+        if not can_use_efficient_attention(SDPAParams(few, few, few, None, 0.0, False, False)):
             return f"PyTorch's operators do not take {q.dtype} of width {max(q.shape[-1], v.shape[-1])} on this device"
         return None
 
@@ -151,7 +134,7 @@ class CUDA:
         """Return few plain blocks, or for the Triton kernel one block."""
         blocks = cut(band)
         plain = len(blocks) <= MAX_CALLS and all(block.band is None for block in blocks)
-        return blocks if plain or Triton().unsupported_reason(q, k, v) is not None else Triton().cut(band, q, k, v)
+        return blocks if plain or TRITON.unsupported_reason(q, k, v) is not None else TRITON.cut(band, q, k, v)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
         """Return the block's partial."""
@@ -173,14 +156,16 @@ def operator_name(q: Tensor, k: Tensor, v: Tensor, block: Block) -> str:
     """Return the name of the operator that computes a block of such tensors."""
     q, k, v = _pad((q, k, v), _width(q, v))
     operator = operator_of(q, k, v, block)
-    if isinstance(operator, TritonOperator):
-        return "triton"
+    if isinstance(operator, Triton):
+        return operator.name
     return f"PyTorch's {(isinstance(operator, Flash) and flash_override()) or type(operator).__name__.lower()}"
 
 
 def operator_of(q: Tensor, k: Tensor, v: Tensor, block: Block) -> Operator:
-    """Return the first operator that supports the block of these tensors."""
-    return next(operator for operator in OPERATORS if operator.takes(q, k, v, block))
+    """Return the best operator for the block of these tensors: without a dense mask, if one supports it."""
+    if block.band is not None:
+        return TRITON if TRITON.unsupported_reason(q, k, v) is None else EFFICIENT
+    return next((operator for operator in (CUDNN, FLASH) if operator.takes(q, k, v, block)), EFFICIENT)
 
 
 def flash_override() -> str | None:

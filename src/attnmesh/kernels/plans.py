@@ -16,7 +16,7 @@ from attnmesh.core.partial import Partial, with_sinks
 from attnmesh.kernels.blocks import Kernel
 from attnmesh.kernels.driver import NATIVE, choose, forward
 from attnmesh.kernels.native.kernel import MOST_ROWS, NativeKind
-from attnmesh.kernels.traced import PLAIN, are_plain, autocast_enabled, is_dense, is_learned, is_seen
+from attnmesh.kernels.traced import PLAIN, are_plain, autocast_enabled, is_dense, is_learned, needs_operator
 
 Kind = tuple[Any, ...]
 
@@ -45,9 +45,9 @@ def kind_of(
             tensors += k.shape, v.shape
     else:
         given = (q, k, v) if sinks is None else (q, k, v, sinks)
-        if not PLAIN.issuperset(map(type, given)) or is_seen() or autocast_enabled(q) or not all(map(is_dense, given)):
+        if not PLAIN.issuperset(map(type, given)) or needs_operator(*given) or not all(map(is_dense, given)):
             return None
-        if not learned and is_learned(*given):
+        if autocast_enabled(q) or (not learned and is_learned(*given)):
             return None
         graded = torch.is_grad_enabled()
         tensors = tuple((x.shape, x.dtype, x.device, graded and x.requires_grad) for x in given)

@@ -189,9 +189,9 @@ def backward(
     return total
 
 
-def without_faulty(out: Tensor, selected: Selection | None, length: int | None = None) -> Tensor:
+def without_faulty(out: Tensor, selected: Selection, length: int | None = None) -> Tensor:
     """Return `out` with NaN where a row of indices is faulty. On a CPU rows were checked, but for those in a graph."""
-    if selected is None or (out.device.type == "cpu" and not torch.compiler.is_compiling()):
+    if out.device.type == "cpu" and not torch.compiler.is_compiling():
         return out
     return nan_where_faulty(out, selected, length)
 

@@ -25,11 +25,6 @@ def is_traced() -> bool:
     return forward_ad._current_level >= 0 or torch._C._get_tracing_state() is not None
 
 
-def is_seen() -> bool:
-    """Return True where calls are traced, or a mode of PyTorch looks at each of their operators."""
-    return is_traced() or torch._C._len_torch_dispatch_stack() > 0
-
-
 def is_dense(x: Tensor) -> bool:
     """Return True for a tensor whose memory holds its numbers: not sparse, nested or lazily negated."""
     return x.layout is torch.strided and not (x.is_nested or x.is_neg())
@@ -40,7 +35,8 @@ def needs_operator(*tensors: Tensor | None) -> bool:
 
     A mode that looks at operators may keep the results of some, as selective checkpointing does.
     """
-    return is_seen() or not PLAIN_OR_NONE.issuperset(map(type, tensors))
+    seen = is_traced() or torch._C._len_torch_dispatch_stack() > 0
+    return seen or not PLAIN_OR_NONE.issuperset(map(type, tensors))
 
 
 def is_learned(*tensors: Tensor | None) -> bool:
@@ -84,26 +80,24 @@ def are_plain(*tensors: Any) -> bool:
     return True
 
 
-def autocast_enabled(*tensors: Tensor) -> bool:
-    """Return True if autocast is enabled for the tensors' device."""
-    first = tensors[0]
-    if isinstance(first, Tensor) and first.is_cpu and not torch.is_autocast_enabled("cpu"):
-        return False  # the common case of a step, in one call
-    if not isinstance(first, Tensor) or not torch.amp.is_autocast_available(first.device.type):
+def autocast_enabled(x: Any) -> bool:
+    """Return True for a tensor for whose device autocast is enabled."""
+    if not isinstance(x, Tensor):
         return False
-    if not torch.is_autocast_enabled(first.device.type):
-        return False
-    return all(isinstance(x, Tensor) and torch.amp.is_autocast_available(x.device.type) for x in tensors)
+    if x.is_cpu:
+        return torch.is_autocast_enabled("cpu")
+    kind = x.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Return the tensors, cast as autocast casts those of PyTorch's own attention."""
-    if not autocast_enabled(*tensors):
+    if not all(map(autocast_enabled, tensors)):
         return tensors
     dtype = torch.get_autocast_dtype(tensors[0].device.type)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
 
 
-def without_autocast(*tensors: Tensor) -> AbstractContextManager[object]:
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Return a context without autocast, which would round more than the caller's dtype does."""
-    return torch.autocast(tensors[0].device.type, enabled=False) if autocast_enabled(*tensors) else nullcontext()
+    return torch.autocast(x.device.type, enabled=False) if autocast_enabled(x) else nullcontext()

@@ -136,25 +136,20 @@ def _attend_cache(query: DecodeQuery, view: CacheView, tile: Tile) -> Partial:
     if query.key_lengths is not None:
         last = torch.minimum(last, query.key_lengths.to(q.device)[:, None] - 1)
         first = first.expand_as(last).contiguous()
-    launch(
-        "decode",
-        "attend_cache",
-        (count, tiles, heads),
-        q.device,
-        **_cache_arguments(q, *view.numbers, query.logits, tile, places, partials),
-        token_index=view.token_index,
-        state=view.state,
-        firsts=first,
-        lasts=last,
-        bounds_batch=_batch_stride(first),
-        block=block or 0,
-        capacity=query.capacity,
-        left=min(mask.left, MAX_REACH),
-        right=min(mask.right, MAX_REACH),
-        BOUNDED=bounded,
-        NEAR=min(mask.left, mask.longest) < FAR,
-        SELECTED=False,
-    )
+    arguments = _cache_arguments(q, *view.numbers, query.logits, tile, places, partials) | {
+        "token_index": view.token_index,
+        "state": view.state,
+        "firsts": first,
+        "lasts": last,
+        "bounds_batch": _batch_stride(first),
+        "block": block or 0,
+        "capacity": query.capacity,
+        "left": min(mask.left, MAX_REACH),
+        "right": min(mask.right, MAX_REACH),
+        "BOUNDED": bounded,
+        "NEAR": min(mask.left, mask.longest) < FAR,
+    }
+    launch("decode", "attend_cache", (count, tiles, heads), q.device, **arguments)
     return partials
 
 
@@ -163,32 +158,16 @@ def _attend_rows(q: Tensor, k: Tensor, v: Tensor, places: Tensor, logits: Logits
     heads, tiles, keys = q.shape[0] * k.shape[1], -(-q.shape[1] // k.shape[1] // tile.rows), places.shape[1]
     count = -(-keys // _span(keys, heads * tiles, MIN_SPAN_TILES * tile.keys, q.device))
     partials = _empty_partials(q, count, v.shape[-1])
-    launch(
-        "decode",
-        "attend_cache",
-        (count, tiles, heads),
-        q.device,
-        **_cache_arguments(q, k, v, logits, tile, places, partials),
-        token_index=places,  # unused, as the bounds are
-        state=torch.full((2,), keys, device=q.device),
-        firsts=places,
-        lasts=places,
-        bounds_batch=0,
-        block=0,
-        capacity=keys,
-        left=MAX_REACH,
-        right=MAX_REACH,
-        BOUNDED=False,
-        NEAR=False,
-        SELECTED=True,
-    )
+    arguments = _cache_arguments(q, k, v, logits, tile, places, partials)
+    arguments |= {"state": torch.full((2,), keys, device=q.device), "capacity": keys, "SELECTED": True}
+    launch("decode", "attend_cache", (count, tiles, heads), q.device, **arguments)
     return partials
 
 
 def _cache_arguments(
     q: Tensor, keys: Tensor, values: Tensor, logits: Logits, tile: Tile, places: Tensor, partials: Partial
 ) -> dict[str, Any]:
-    """Return the arguments that all launches over a cache share, of its numbers and of the partials to write."""
+    """Return the arguments that all launches over a cache share, and those of one whose rows all see all places."""
     stored, float8 = storage_of(keys) is not None, keys.dtype == torch.float8_e4m3fn
     is_prefix = values.data_ptr() == keys.data_ptr()  # then values have the scales of the keys
     rows = {"K_ROW": keys.shape[-1], "V_ROW": (keys if is_prefix else values).shape[-1]}
@@ -197,7 +176,10 @@ def _cache_arguments(
     else:
         rows = dict.fromkeys(rows, 0)
     into = {"places": places, "places_batch": _batch_stride(places), "out": partials.out, "lse": partials.lse}
-    return {**_arguments(q, keys, values, tile), **_logit_arguments(logits), **into, **rows, "FLOAT8": float8}
+    unread = {"token_index": places, "firsts": places, "lasts": places, "bounds_batch": 0, "block": 0}
+    all_seen = {"left": MAX_REACH, "right": MAX_REACH, "BOUNDED": False, "NEAR": False, "SELECTED": False}
+    kind = {**into, **rows, "FLOAT8": float8, **unread, **all_seen}
+    return {**_arguments(q, keys, values, tile), **_logit_arguments(logits), **kind}
 
 
 def _backward(

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.errors import MeshError, warn_once
 from attnmesh.mesh.shapes import AXES, Shape, share
-from attnmesh.runtime.kinds import Kinds
+from attnmesh.runtime.kept import Kinds
 from attnmesh.runtime.world import cached_per_world
 
 
@@ -120,7 +120,7 @@ class Mesh:
             return ALONE
         if torch.compiler.is_compiling():
             return _place_in(device_mesh)
-        if (known := _places().find(id(device_mesh))) is None:
+        if (known := _places().get(id(device_mesh))) is None:
             known = _places().keep(id(device_mesh), (device_mesh, _place_in(device_mesh)))
         return known[1]
 
@@ -150,6 +150,11 @@ class Mesh:
     def shape(self) -> Shape:
         """Sizes of the axes."""
         return Shape(self.heads.size, self.queries.size, self.keys.size)
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks of the mesh."""
+        return self.heads.size * self.queries.size * self.keys.size
 
     @property
     def shard(self) -> int:

@@ -1,4 +1,4 @@
-"""Values made of index tensors and kept beside them, such as their copies on a GPU, for which the host would wait."""
+"""Values that are kept, so that no call makes them anew: by kind of call, or by the index tensor they were made of."""
 
 import weakref
 from collections import OrderedDict
@@ -15,8 +15,37 @@ MOST_BYTES = 1 << 27
 """Bytes that are kept on all devices together: 128 MiB, the indices of some dozens of kinds of calls."""
 
 
+class Kinds(dict[Hashable, T]):
+    """Values of up to `most` kinds. Beyond them all are settled anew.
+
+    >>> kinds = Kinds[str](most=2)
+    >>> kinds.keep("one", "first"), kinds.find("one"), kinds.find([])
+    ('first', 'first', None)
+    """
+
+    def __init__(self, most: int = 1024) -> None:
+        self.most = most
+
+    def find(self, kind: Any) -> T | None:
+        """Return the value of a kind; None if there is none, or an option in it has no hash."""
+        try:
+            return self.get(kind)
+        except TypeError:
+            return None
+
+    def keep(self, kind: Hashable, value: T) -> T:
+        """Keep a value, and return it."""
+        if len(self) >= self.most:
+            self.clear()
+        self[kind] = value
+        return value
+
+
 class Kept:
-    """Values by the tensor that they were made of. They go with that tensor, or when others were used more lately."""
+    """Values by the tensor that they were made of, such as its copy on a GPU, for which the host would wait.
+
+    They go with that tensor, or when others were used more lately.
+    """
 
     def __init__(self, most: int = MOST_BYTES) -> None:
         self.most, self.size = most, 0

@@ -23,7 +23,7 @@ from attnmesh.core.partial import Partial
 from attnmesh.errors import ClusterError, require
 from attnmesh.guard.checks import check_dtype
 from attnmesh.guard.consensus import describe_call, run_agreed
-from attnmesh.kernels.attend import AttendCall, run_attend
+from attnmesh.kernels.attend import run_attend
 from attnmesh.kernels.plans import LocalPlan
 from attnmesh.mesh.axes import Axis, Mesh, device_of, flat_axis
 from attnmesh.mesh.shapes import AXES
@@ -109,7 +109,7 @@ def measure_device(world: MeasuredRanks, dtype: torch.dtype) -> Device:
         return partial(LocalPlan.of(q, k, v, FULL, logits, "auto").attend, q, k, v, None)
 
     def both() -> None:
-        out, _ = run_attend(AttendCall(learned[0], learned[1], learned[2], FULL, logits, "auto"))
+        out, _ = run_attend(learned[0], learned[1], learned[2], FULL, logits, "auto")
         torch.autograd.grad(out.sum(), learned)
 
     with torch.no_grad():

@@ -60,9 +60,10 @@ class Native:
 
         None if a number is not finite.
         """
-        kind = NativeKind.of(q, k, v, logits)
-        into, counts = kind.blank(), (~hidden).sum(-1)
-        return into if kind.launch_rows(q, k, v, into, rows.int(), counts) else None
+        kind, rows, counts = NativeKind.of(q, k, v, logits), rows.int(), (~hidden).sum(-1)
+        into = kind.blank()
+        addresses, read = (into.out.data_ptr(), into.lse.data_ptr()), (rows.data_ptr(), counts.data_ptr())
+        return into if kind.launch_at(q, k, v, addresses, None, 0, rows.shape[1], read) else None
 
     def cut(self, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Block]:
         """Return the fewest blocks: rows may see different runs of keys."""
@@ -123,11 +124,6 @@ class NativeKind(NamedTuple):
         Rows see all keys, or those between their bounds.
         """
         return self.launch_at(q, k, v, (into.out.data_ptr(), into.lse.data_ptr()), bounds, 0, k.shape[2])
-
-    def launch_rows(self, q: Tensor, k: Tensor, v: Tensor, into: Partial, rows: Tensor, counts: Tensor) -> bool:
-        """Write the partial of the first `counts` of each sequence's rows of keys: int32, (batch, keys), contiguous."""
-        addresses = into.out.data_ptr(), into.lse.data_ptr()
-        return self.launch_at(q, k, v, addresses, None, 0, rows.shape[1], (rows.data_ptr(), counts.data_ptr()))
 
     def launch_at(
         self,
