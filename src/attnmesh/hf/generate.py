@@ -6,9 +6,8 @@ sample the same tokens.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from inspect import signature
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from attnmesh.hf.options import ASSISTED_OPTIONS, CheckpointSpec, Settings, agre
 from attnmesh.hf.prefill import CHUNK, crop_to_shared_prefix, left_to_decode, mark_tokens, prefill_rest
 from attnmesh.hf.sparse.prepare import prepare_indexers
 from attnmesh.hf.tensor_parallel import sharing
+from attnmesh.hf.upstream import cache_argument
 from attnmesh.mesh.axes import Mesh, NotGiven, given_mesh
 
 ALONE = "each rank generates alone, with all keys and values. Pass mesh= or a cache to shard them over the ranks"
@@ -178,15 +178,12 @@ def _generate_with_checkpoint(
 
 def _run_generate(model: PreTrainedModel, ids: Tensor, cache: ShardedCache, options: dict[str, Any]) -> Any:
     """Run transformers' `generate`. The last token is not cached."""
-    watch, cache.intact = NanWatch(), False
+    watch, name, cache.intact = NanWatch(), cache_argument(model), False
     processors = [*(options.get("logits_processor") or []), watch]
     options = {**options, "logits_processor": processors, "cache_implementation": None}
     try:
-        if "cache_params" in signature(model.forward).parameters:
-            with _continuing(model, cache):
-                output = model.generate(ids, cache_params=cache, **options)
-        else:
-            output = model.generate(ids, past_key_values=cache, **options)
+        with _continuing(model, cache) if name == "cache_params" else nullcontext():
+            output = model.generate(ids, **{name: cache}, **options)
     finally:
         watch.report(model, ids, first=Mesh.of(cache.mesh).shard == 0)
     cache.intact = True

@@ -22,6 +22,7 @@ from attnmesh.hf.options import agree_on_call
 from attnmesh.hf.recurrent.prepare import prepared
 from attnmesh.hf.shards import ShardMask, ShardPositions, Shards
 from attnmesh.hf.sparse.prepare import prepare_indexers
+from attnmesh.hf.upstream import cache_argument
 from attnmesh.mesh.axes import Mesh
 
 CHUNK = 8192
@@ -146,7 +147,7 @@ def prefill_chunks(
         cache.intact = False
         with torch.no_grad(), prepared(model) if recurrent else nullcontext():
             if merged is None:
-                _run_model(model, ids[:, index], mask, local, cache)
+                run_model(model, ids[:, index], local, cache, mask)
             else:
                 mask = merged.mask(len(index), first, shards if sharded else None) if spans else mask
                 merged.run(index, attention_mask=mask, position_ids=local, past_key_values=cache)
@@ -214,20 +215,18 @@ def _split_prompt(start: int, stop: int, unit: int, size: int) -> list[tuple[int
     return head + [(first, last, True) for first, last in pairwise(edges)]
 
 
-def _run_model(
-    model: PreTrainedModel, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: ShardedCache
-) -> None:
-    """Run the model, with as few logits as it can compute."""
-    parameters = signature(model.forward).parameters
-    name = "cache_params" if "cache_params" in parameters else "past_key_values"
+def run_model(
+    model: PreTrainedModel, ids: Tensor, positions: Tensor, cache: ShardedCache, mask: Tensor | None = None
+) -> Tensor:
+    """Run the model on new tokens, and return the logits of the last of each row. It computes as few as it can."""
+    name = cache_argument(model)
     if name == "cache_params" and mask is not None:  # Mamba takes the mask of the new tokens
         mask = mask[:, -ids.shape[1] :]
-    options: dict[str, Any] = {"attention_mask": mask, name: cache, "use_cache": True}
-    if "logits_to_keep" in parameters:
-        options["logits_to_keep"] = 1
-    if "position_ids" in parameters:
-        options["position_ids"] = positions
-    model(input_ids=ids, **options)
+    optional = {"logits_to_keep": 1, "position_ids": positions}
+    optional = {key: value for key, value in optional.items() if key in signature(model.forward).parameters}
+    output = model(input_ids=ids, attention_mask=mask, use_cache=True, **{name: cache}, **optional)
+    logits: Tensor = output.logits[:, -1]
+    return logits
 
 
 def crop_to_shared_prefix(

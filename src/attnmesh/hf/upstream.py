@@ -99,6 +99,11 @@ def code_of(kind: str) -> str:
     return f"transformers.models.{name}.modeling_{name}"
 
 
+def cache_argument(model: Any) -> str:
+    """Return the name of the cache among a model's arguments."""
+    return next(name for name in CACHES if name in signature(model.forward).parameters)
+
+
 def is_indexer(module: Any) -> bool:
     """Return whether a module scores keys that its cache returns: its `forward` calls `update_indexer`."""
     if type(module).__name__ in INDEXERS:

@@ -23,6 +23,7 @@ from attnmesh.hf.models import (
     unwrap,
 )
 from attnmesh.hf.options import run_agreed_with_peers
+from attnmesh.hf.prefill import run_model
 from attnmesh.hf.serving.rows_cache import RowsCache
 from attnmesh.hf.sparse.prepare import prepare_indexers
 from attnmesh.mesh.axes import Mesh
@@ -87,23 +88,11 @@ def _step(model: PreTrainedModel, tokens: Sequence[int], caches: Sequence[Sharde
     for cache in caches:
         cache.intact = False
     positions = [[cache.next_position] for cache in caches]
-    logits = run_tokens(model, ids, torch.tensor(positions, device=ids.device), rows or caches[0])
+    logits = run_model(model, ids, torch.tensor(positions, device=ids.device), rows or caches[0])
     if rows is not None:
         rows.finish()
     for token, cache, length in zip(ids, caches, lengths, strict=True):
         note_tokens(cache, token[None], length)
-    return logits
-
-
-def run_tokens(model: PreTrainedModel, ids: Tensor, positions: Tensor, cache: ShardedCache) -> Tensor:
-    """Run the model over tokens that all ranks have, and return the logits of the last of each row."""
-    parameters = signature(model.forward).parameters
-    options: dict[str, Any] = {"cache_params" if "cache_params" in parameters else "past_key_values": cache}
-    if "position_ids" in parameters:
-        options["position_ids"] = positions
-    if "logits_to_keep" in parameters:
-        options["logits_to_keep"] = 1
-    logits: Tensor = model(input_ids=ids, use_cache=True, **options).logits[:, -1]
     return logits
 
 

@@ -16,8 +16,8 @@ from attnmesh.hf.images.inputs import on_model
 from attnmesh.hf.images.merge import merge_images
 from attnmesh.hf.models import forget_images
 from attnmesh.hf.options import agree_on_call
-from attnmesh.hf.prefill import crop_to_shared_prefix, left_to_decode, prefill_chunks
-from attnmesh.hf.serving.rows import decode_rows, note_tokens, run_tokens
+from attnmesh.hf.prefill import crop_to_shared_prefix, left_to_decode, prefill_chunks, run_model
+from attnmesh.hf.serving.rows import decode_rows, note_tokens
 from attnmesh.hf.sparse.prepare import prepare_indexers
 from attnmesh.mesh.axes import Mesh
 
@@ -94,7 +94,7 @@ class Worker:
             rest = ids[:, length : length + (max(size, 2) if self.is_causal else 1)]
             positions = torch.arange(rest.shape[1], device=ids.device)[None] + cache.next_position
             cache.intact = False
-            logits = run_tokens(self.model, rest, positions, cache)[0]
+            logits = run_model(self.model, rest, positions, cache)[0]
             note_tokens(cache, rest, length)
             if length + rest.shape[1] < ids.shape[1]:
                 logits = None
