@@ -61,7 +61,7 @@ class StoredLayers(Cache):  # type: ignore[misc]
     @property
     def caches(self) -> int:
         """The number of these caches when all have been made."""
-        return sum(layer.caches for layer in self.attention_layers)
+        return len(self.tokens_per_key)
 
     @property
     def state_layers(self) -> list[Any]:
@@ -168,5 +168,5 @@ class StoredLayers(Cache):  # type: ignore[misc]
         require(fits, KernelError, "ShardedCache", expected, given, f"make the cache with {given}")
         left = iter(kvs)
         for layer in self.attention_layers:
-            layer.fill([next(left) for _ in range(layer.caches)])
+            layer.fill([next(left) for _ in layer.tokens_per_key])
         self.block = kvs[0].sizes.block
