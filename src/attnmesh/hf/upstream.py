@@ -101,7 +101,7 @@ def code_of(kind: str) -> str:
 
 def cache_argument(model: Any) -> str:
     """Return the name of the cache among a model's arguments."""
-    return next(name for name in CACHES if name in signature(model.forward).parameters)
+    return "cache_params" if "cache_params" in signature(model.forward).parameters else "past_key_values"
 
 
 def is_indexer(module: Any) -> bool:
