@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from attnmesh.hf.upstream import sdpa_attention, sdpa_mask
+from attnmesh.hf.upstream import sdpa_attention
 
 TEXT_KEYS = ("", "text_config", "decoder_config")
 """Names under which a model's configuration may hold that of its text model."""
@@ -33,12 +33,6 @@ def _is_tower(kind: type) -> bool:
     has_words = "vocab_size" in named.__dataclass_fields__  # a compiler cannot trace `fields`
     part = getattr(kind, "base_config_key", "")
     return part not in TEXT_KEYS or not (has_words or "text_config" in named.sub_configs)
-
-
-def tower_mask(arguments: dict[str, Any]) -> Tensor | None:
-    """Return the mask of a tower's layers as "sdpa" takes it."""
-    mask: Tensor | None = sdpa_mask(**arguments)
-    return mask
 
 
 def attend_in_tower(module: nn.Module, query: Tensor, key: Any, value: Any, mask: Any, **more: Any) -> Any:
