@@ -23,11 +23,10 @@ from attnmesh.hf.checkpoint import SUBJECT as CHECKPOINT
 from attnmesh.hf.checkpoint import Checkpoint, TokenCallback, random_state, set_random_state
 from attnmesh.hf.finite import NanWatch
 from attnmesh.hf.images.inputs import Pictures, split_images, without_absent
-from attnmesh.hf.images.merge import Merged, merge_images
-from attnmesh.hf.models import forget_images, rope_regime, unwrap
+from attnmesh.hf.images.merge import Merged
+from attnmesh.hf.models import rope_regime, unwrap
 from attnmesh.hf.options import ASSISTED_OPTIONS, CheckpointSpec, Settings, agree_on_call, check_padding
-from attnmesh.hf.prefill import CHUNK, crop_to_shared_prefix, left_to_decode, mark_tokens, prefill_rest
-from attnmesh.hf.sparse.prepare import prepare_indexers
+from attnmesh.hf.prefill import CHUNK, begin_prompt, crop_to_shared_prefix, mark_tokens, prefill_rest
 from attnmesh.hf.tensor_parallel import sharing
 from attnmesh.hf.upstream import cache_argument
 from attnmesh.mesh.axes import Mesh, NotGiven, given_mesh
@@ -81,12 +80,10 @@ def generate(
     spec = CheckpointSpec(checkpoint.folder, checkpoint.every) if isinstance(checkpoint, Checkpoint) else checkpoint
     named = {"prefill_chunk_size": prefill_chunk_size, "checkpoint": spec}
     agree_on_call(place, model, input_ids, attention_mask, cache, {**named, **options})
-    forget_images(model)
-    prepare_indexers(model)
     cache = ShardedCache(model.config, mesh) if cache is None else cache
     mask = _infer_padding(model.config, input_ids, settings) if attention_mask is None else attention_mask
     images, options = split_images(model, options)
-    merged = merge_images(place, model, input_ids, mask, images, left_to_decode(model.config))
+    merged = begin_prompt(place, model, input_ids, mask, images)
     chunk_size = prefill_chunk_size or settings["prefill_chunk_size"]
     if checkpoint is None:
         return _generate(model, input_ids, cache, mask, chunk_size, options, merged)
@@ -109,7 +106,7 @@ def _generate(
     beams, samples = settings["num_beams"] or 1, settings["num_return_sequences"] or 1
     assisted = any(settings[name] for name in ASSISTED_OPTIONS)
     pictures = None if merged is None else merged.pictures
-    shared = crop_to_shared_prefix(model, cache, ids, attention_mask, pictures)
+    shared = crop_to_shared_prefix(model, cache, ids, attention_mask, merged)
     expected, given = "an empty cache for assisted decoding", f"{shared} tokens in the cache"
     fits = not (assisted and shared)  # transformers feeds the whole prompt
     require(fits, KernelError, "generate", expected, given, "pass a new cache, or none")

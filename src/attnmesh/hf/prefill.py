@@ -1,6 +1,6 @@
 """Prefill: compute a prompt over a mesh, each rank its share, and fill a cache."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from inspect import signature
 from itertools import pairwise
@@ -74,12 +74,19 @@ def prefill(
     model = unwrap(model)
     place, options = Mesh.of(getattr(cache, "mesh", None)), {"chunk_size": chunk_size, **without_absent(images)}
     agree_on_call(place, model, input_ids, attention_mask, cache, options)
+    images, _ = split_images(model, options)
+    merged = begin_prompt(place, model, input_ids, attention_mask, images)
+    crop_to_shared_prefix(model, cache, input_ids, attention_mask, merged)
+    prefill_rest(model, input_ids, cache, attention_mask, chunk_size, after, merged)
+
+
+def begin_prompt(
+    place: Mesh, model: PreTrainedModel, ids: Tensor, mask: Tensor | None, images: Mapping[str, Any]
+) -> Merged | None:
+    """Prepare a model for a prompt on a mesh. Return the prompt with its images merged; None without images."""
     forget_images(model)
     prepare_indexers(model)
-    images, _ = split_images(model, options)
-    merged = merge_images(place, model, input_ids, attention_mask, images, left_to_decode(model.config))
-    crop_to_shared_prefix(model, cache, input_ids, attention_mask, None if merged is None else merged.pictures)
-    prefill_rest(model, input_ids, cache, attention_mask, chunk_size, after, merged)
+    return merge_images(place, model, ids, mask, images, left_to_decode(model.config))
 
 
 def prefill_rest(
@@ -98,8 +105,6 @@ def prefill_rest(
     for stop in prefill_chunks(model, ids, cache, attention_mask, lambda: chunk_size or ids.shape[1], merged):
         if after is not None:
             after(stop)
-    pictures = None if merged is None else merged.pictures
-    cache.tokens = mark_tokens(ids[:, : cache.get_seq_length()], attention_mask, pictures)
 
 
 def prefill_chunks(
@@ -234,11 +239,11 @@ def crop_to_shared_prefix(
     cache: ShardedCache,
     ids: Tensor,
     attention_mask: Tensor | None,
-    pictures: Pictures | None = None,
+    merged: Merged | None = None,
 ) -> int:
     """Crop the cache to the prefix that it shares with the prompt, without its last token. Return the prefix length."""
     cache.truncate_to_shortest()
-    length: int = cache.get_seq_length()
+    length, pictures = cache.get_seq_length(), None if merged is None else merged.pictures
     tokens = ids.shape[1] if attention_mask is None else int(attention_mask.sum(1).max())
     cached_rope, cache.rope = cache.rope, rope_regime(cache.config, tokens, rope_growth(model))
     if cache.rope and cached_rope != cache.rope and length:

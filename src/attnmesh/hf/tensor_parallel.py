@@ -191,8 +191,8 @@ def _plan_for(model: PreTrainedModel, ranks: int, output: str) -> tuple[dict[str
             plan = {name: style for name, style in plan.items() if not name.startswith(names)}
     tied = _tied_head(model)
     if tied is not None:
-        by_rows = plan.get(tied.embedding) == "embedding_rowwise"
-        kept = f"{tied.head}.weight" if by_rows else tied.head
+        embedding, head = tied
+        kept = f"{head}.weight" if plan.get(embedding) == "embedding_rowwise" else head
         plan = {name: style for name, style in plan.items() if not name.startswith(kept)}
     return plan, cut
 
@@ -214,20 +214,13 @@ def _has(attention: _Attention, name: str) -> bool:
     return value is not None
 
 
-class _Tied(NamedTuple):
-    """Names of an embedding and of the output head that has its weights."""
-
-    embedding: str
-    head: str
-
-
-def _tied_head(model: PreTrainedModel) -> _Tied | None:
+def _tied_head(model: PreTrainedModel) -> tuple[str, str] | None:
     """Return the names of the embedding and the head if they have the same weights."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is None or head.weight is not embedding.weight:
         return None
     names = {module: name for name, module in model.named_modules()}
-    return _Tied(names[embedding], names[head])
+    return names[embedding], names[head]
 
 
 def _keep_own_key_heads(attention: _Attention, mesh: DeviceMesh) -> None:

@@ -18,7 +18,6 @@ from attnmesh.hf.cache.layer import PendingKV, StatefulLayer
 from attnmesh.hf.models import check_implementation
 from attnmesh.hf.shards import Shards
 from attnmesh.hf.sparse.entries import IndexEntries
-from attnmesh.hf.sparse.select import all_tokens
 from attnmesh.kernels.indexer import IndexKeys, Score, indexer_top_k
 
 ENTRIES = {
@@ -80,7 +79,7 @@ class CompressedLayer(StatefulLayer):
     def store_compression_weights(self, name: str, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, int]:
         """Return what whole blocks of tokens are compressed of, and their first token. Keep the rest."""
         rows = torch.cat((kv, gate), -1)
-        rows = rows if self.shards is None else all_tokens(rows, self.shards, dim=1)
+        rows = rows if self.shards is None else self.shards.all_tokens(rows)
         rows = torch.cat((self.tensors[name], rows), 1) if name in self.tensors else rows
         whole = rows.shape[1] // self.rate * self.rate
         self.tensors[name] = rows[:, whole:].clone()
@@ -118,7 +117,7 @@ class CompressedLayer(StatefulLayer):
             best = indexer_top_k(score, operands, IndexKeys(keys, places, places[None]), *bounds, k)
             found = unpack(best)[1]
         else:
-            given = operands if self.shards is None else [all_tokens(x, self.shards, dim=1) for x in operands]
+            given = operands if self.shards is None else [self.shards.all_tokens(x) for x in operands]
             found = top_k_tokens(index, score, given, k, last=last)
         self.selected = Selection(found[:, None])
 

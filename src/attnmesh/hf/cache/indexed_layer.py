@@ -13,7 +13,7 @@ from attnmesh.hf.cache.layer import ShardedLayer, StatefulLayer, store_shard
 from attnmesh.hf.models import SUBJECT
 from attnmesh.hf.shards import Shards
 from attnmesh.hf.sparse.scores import IndexScores
-from attnmesh.hf.sparse.select import Scores, all_tokens, select_in_shards
+from attnmesh.hf.sparse.select import Scores, select_in_shards
 
 
 class IndexedLayer(ShardedLayer):
@@ -58,7 +58,7 @@ class IndexedLayer(ShardedLayer):
             store_shard(index, new, None, shards)
         if not shards.has_prefix:
             return select_in_shards(scores, new[:, 0], shards, k)
-        operands = [all_tokens(x, shards, dim=1) for x in scores.operands]
+        operands = [shards.all_tokens(x) for x in scores.operands]
         return shard(self._best(scores, operands, k), shards.mesh, layout=shards.layout, dim=-2)
 
     def _best(self, scores: Scores, operands: Sequence[Tensor], k: int) -> Tensor:

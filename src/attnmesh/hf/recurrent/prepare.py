@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from attnmesh.errors import KernelError
 from attnmesh.hf.checks import check_same_weights
-from attnmesh.hf.models import RECURRENT_MODELS, SUBJECT, mixing_layers, recurrent_layers
+from attnmesh.hf.models import SUBJECT, mixing_layers, recurrent_layers
 from attnmesh.hf.recurrent.chain import Chain, HeadChain, parts_of, pieces_of, running
 from attnmesh.hf.recurrent.functions import forward_on_shards, kind_of, refusal_of
 from attnmesh.hf.recurrent.layers import ShardedConv1d, ShardedRglru
@@ -27,10 +27,7 @@ from attnmesh.hf.recurrent.prefill_states import CompressedStates, PrefillStates
 from attnmesh.hf.relative import prepare_relative, restore_relative
 from attnmesh.hf.shards import ShardPositions, Shards, ShardTensor
 from attnmesh.hf.sparse.prepare import restore_indexer
-from attnmesh.hf.upstream import CACHES, COMPRESSED, MASKS, PER_TOKEN, RGLRU, TRANSFORMERS, code_of
-
-CODE = sorted({code_of(kind) for kind in RECURRENT_MODELS})
-"""Modules of transformers with the code of models with recurrent layers."""
+from attnmesh.hf.upstream import CACHES, COMPRESSED, MASKS, PER_TOKEN, RGLRU, TRANSFORMERS
 
 
 class RecurrentLayer:

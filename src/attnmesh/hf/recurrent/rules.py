@@ -4,7 +4,7 @@ A recurrent layer changes its state along a shard by S -> A S + B. Neither A nor
 ranks compute both at once, exchange them, and then read the outputs with the state that enters their shard:
 
         link = RULES["torch_chunk_gated_delta_rule"](stock, query, key, value, g=g, beta=beta)
-        entering = exchange(link.linear, link.bias)                # the maps of the earlier shards, from a zero state
+        entering = exchange(link.map)                              # the maps of the earlier shards, from a zero state
         outputs, leaving = link.finish(entering)
 
 A link uses its layer's stock rule where the rule takes an initial state or is applied from zero. The rest is closed
@@ -52,17 +52,13 @@ def _exact(function: Callable[..., Result]) -> Callable[..., Result]:
 class Link(NamedTuple):
     """One shard of a recurrent layer: an affine map of its state, and the outputs once the entering state is known."""
 
-    linear: Tensor
-    """A: scalar per head (batch, heads), diagonal (batch, heads, K) or matrix (batch, heads, K, K)."""
-    bias: Tensor
-    """B, (batch, heads, K, V): the state after this shard from a zero state."""
+    map: AffineMap
+    """A: scalar per head (batch, heads), diagonal (batch, heads, K) or matrix (batch, heads, K, K).
+
+    B, (batch, heads, K, V): the state after this shard from a zero state.
+    """
     finish: Callable[[Tensor], tuple[Tensor, Tensor]]
     """Return outputs as the stock rule returns them, and the leaving state, of the entering (batch, heads, K, V)."""
-
-    @property
-    def map(self) -> AffineMap:
-        """The map of states, S -> A S + B."""
-        return AffineMap(self.linear, self.bias)
 
 
 @dataclass(frozen=True)
@@ -131,7 +127,7 @@ def joined(links: Sequence[Link], dim: int) -> Link:
         found = [first.finish(entering), *(link.finish(torch.zeros_like(entering)) for link in later)]
         return torch.cat([outputs for outputs, _ in found], dim), found[-1][1]
 
-    return Link(torch.zeros_like(first.linear), later[-1].bias, finish)
+    return Link(AffineMap(torch.zeros_like(first.map.linear), later[-1].map.bias), finish)
 
 
 def _spans(x: Tensor, tokens: int, rule: str) -> Iterator[slice]:
@@ -165,7 +161,7 @@ def _delta_link(
         outputs = [(zero + (unit.float() @ entering)).to(query.dtype).transpose(1, 2) for zero, unit in parts]
         return torch.cat(outputs, dim=1), linear @ entering + bias
 
-    return Link(linear, bias, finish)
+    return Link(AffineMap(linear, bias), finish)
 
 
 def _step_sizes(dt: Tensor, bias: Tensor | None, positive: bool) -> Tensor:
@@ -195,7 +191,7 @@ def _mamba2_link(
         outputs, leaving = stock(hidden_states, dt, rates, writes, reads, **options, **states)
         return outputs, leaving.transpose(-1, -2)
 
-    return Link(linear, bias, finish)
+    return Link(AffineMap(linear, bias), finish)
 
 
 def _mamba1_link(
@@ -221,7 +217,7 @@ def _mamba1_link(
         correction = torch.cat(added, dim=-1) * (1 if z is None else silu(z.float()))
         return (outputs + correction).to(outputs.dtype), linear.unsqueeze(-1) * entering + bias
 
-    return Link(linear, bias, finish)
+    return Link(AffineMap(linear, bias), finish)
 
 
 def lightning_link(query: Tensor, key: Tensor, value: Tensor, slope_rate: Tensor) -> Link:
@@ -255,7 +251,7 @@ def lightning_link(query: Tensor, key: Tensor, value: Tensor, slope_rate: Tensor
             state = torch.exp(-slope * len(at)) * state + written
         return torch.cat(outputs, dim=2).to(value.dtype), state
 
-    return Link(linear, bias, finish)
+    return Link(AffineMap(linear, bias), finish)
 
 
 def rg_lru_link(hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor) -> Link:
@@ -285,7 +281,7 @@ def rg_lru_link(hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor) ->
         contextualized = state + decay * entering.flatten(1)[:, None]
         return contextualized.to(hidden_states.dtype), contextualized[:, -1, :, None, None]
 
-    return Link(decay[:, -1], state[:, -1, :, None, None], finish)
+    return Link(AffineMap(decay[:, -1], state[:, -1, :, None, None]), finish)
 
 
 def _scan(decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,12 +13,9 @@ from attnmesh.errors import InputError
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.cache.state_layer import states_of
 from attnmesh.hf.images.inputs import on_model
-from attnmesh.hf.images.merge import merge_images
-from attnmesh.hf.models import forget_images
 from attnmesh.hf.options import agree_on_call
-from attnmesh.hf.prefill import crop_to_shared_prefix, left_to_decode, prefill_chunks, run_model
+from attnmesh.hf.prefill import begin_prompt, crop_to_shared_prefix, prefill_chunks, run_model
 from attnmesh.hf.serving.rows import decode_rows, note_tokens
-from attnmesh.hf.sparse.prepare import prepare_indexers
 from attnmesh.mesh.axes import Mesh
 
 MEASURED = 32
@@ -75,10 +72,8 @@ class Worker:
         prompt = self.prompts[number][:, : len(ids) - later]
         place, images = Mesh.of(self.mesh), on_model(images, self.model)
         agree_on_call(place, self.model, prompt, None, cache, {"chunk_size": None, **images})
-        forget_images(self.model)
-        prepare_indexers(self.model)
-        merged = merge_images(place, self.model, prompt, None, images, left_to_decode(self.model.config))
-        shared = crop_to_shared_prefix(self.model, cache, prompt, None, None if merged is None else merged.pictures)
+        merged = begin_prompt(place, self.model, prompt, None, images)
+        shared = crop_to_shared_prefix(self.model, cache, prompt, None, merged)
         self.filling[number] = prefill_chunks(self.model, prompt, cache, None, lambda: self.size, merged)
         return shared
 

@@ -15,7 +15,7 @@ from attnmesh.core.selection import NONE, Selection
 from attnmesh.errors import KernelError, MaskError, require
 from attnmesh.hf.models import SUBJECT, Opaque
 from attnmesh.hf.shards import ShardPositions
-from attnmesh.hf.sparse.shard_keys import ShardKeys
+from attnmesh.hf.sparse.select import ShardKeys
 
 
 class BlockScores(Opaque):

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.selection import NONE, Selection
-from attnmesh.hf.sparse.select import all_tokens
-from attnmesh.hf.sparse.shard_keys import ShardKeys
+from attnmesh.hf.sparse.select import ShardKeys
 from attnmesh.hf.traced import LayerMask
 
 
@@ -57,7 +56,7 @@ class PooledIndexer:
         rope = sys.modules[type(indexer).__module__].apply_rotary_pos_emb
         q = rope(indexer.q_layernorm(q), cos=cos, sin=sin, unsqueeze_dim=2)
         rows = torch.cat((keys.squeeze(2), cos, sin), -1)
-        rows = rows if spec.shards is None else all_tokens(rows, spec.shards, dim=1)
+        rows = rows if spec.shards is None else spec.shards.all_tokens(rows)
         places = _places(source.lengths, rows, spec)
         keys, cos, sin = source.with_earlier(rows, ratio - 1).split((keys.shape[-1], *[cos.shape[-1]] * 2), -1)
         means = keys.unfold(1, ratio, 1).float().mean(-1).to(keys.dtype)

@@ -7,16 +7,12 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from attnmesh.hf.models import COMPRESSED_MODELS, INDEXED_MODELS
 from attnmesh.hf.sparse.blocks import BlockIndexer
 from attnmesh.hf.sparse.entries import EntryCompressor, EntryScorer
 from attnmesh.hf.sparse.pooled import PooledIndexer
 from attnmesh.hf.sparse.scores import IndexMask
-from attnmesh.hf.sparse.shard_keys import ShardKeys
-from attnmesh.hf.upstream import code_of, is_indexer, is_known_indexer
-
-CODE = [code_of(name) for name in (*INDEXED_MODELS, *COMPRESSED_MODELS)]
-"""Modules of transformers with the code of models that select their keys."""
+from attnmesh.hf.sparse.select import ShardKeys
+from attnmesh.hf.upstream import is_indexer, is_known_indexer
 
 BASES: dict[str, type] = {
     "DeepseekV4CSACompressor": EntryCompressor,
