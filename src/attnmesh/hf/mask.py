@@ -142,7 +142,7 @@ def mask_function(**arguments: Any) -> Any:
     if not in_trace(arguments):
         covered = None if given is None else given.shape[-1]
         check_covers(covered, int(arguments["q_offset"]) + arguments["q_length"])
-    return TracedMask.of(arguments, partial(spec_of, arguments))
+    return TracedMask.of(arguments, partial(_spec_outside_graphs, **arguments))
 
 
 def check_covers(covered: int | None, tokens: int) -> None:
@@ -151,35 +151,28 @@ def check_covers(covered: int | None, tokens: int) -> None:
     require(fits, ShapeError, f"{SUBJECT} attention_mask", f"one of all {tokens} tokens", f"one of {covered}", fix)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator] # a cache of shards reads positions, which a graph cannot
-def spec_of(arguments: dict[str, Any]) -> MaskSpec:
-    """Return the mask that transformers describes, as positions."""
-    return mask_spec(**arguments)
-
-
 def mask_spec(
     batch_size: int,
     q_length: int,
     kv_length: int,
+    config: PreTrainedConfig,
     q_offset: int = 0,
     kv_offset: int = 0,
     mask_function: IndexFunction = causal_mask_function,
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     use_vmap: bool = False,
-    config: PreTrainedConfig | None = None,
     **_: Any,
 ) -> MaskSpec:
     """Return the mask as positions, from the arguments that transformers describes it with."""
     shards = attention_mask.shards if isinstance(attention_mask, ShardMask | PromptMask) else None
     token_mask = covered = left_padding = None
-    if shards is None:
-        left_padding = _left_padding(attention_mask)
-        token_mask = _token_mask(attention_mask, kv_length, kv_offset)
-        width = attention_mask.shape[-1] if isinstance(attention_mask, Tensor) else None
-        covered = width if width is not None and width < q_offset + q_length else None
-    elif config is not None:
+    if shards is not None:
         check_layers(config)
+    elif attention_mask is not None:
+        token_mask = _token_mask(attention_mask, kv_length, kv_offset)
+        left_padding = (attention_mask.bool().cumsum(1) == 0).sum(1)
+        covered = attention_mask.shape[1] if attention_mask.shape[1] < q_offset + q_length else None
     first = torch.zeros(batch_size, dtype=torch.long) if left_padding is None else left_padding.cpu()
     given = DescribedMask(mask_function, window_of(config), (q_offset, q_length), (kv_offset, kv_length), first)
     rows = () if isinstance(attention_mask, ShardMask) else _with_spans(given)
@@ -194,6 +187,10 @@ def mask_spec(
         mask = _recognise(given, local_size)
     differ = rows if len({*rows}) > 1 else ()
     return MaskSpec(mask, q_length, q_offset, kv_offset, token_mask, shards, covered, left_padding, rows=differ)
+
+
+_spec_outside_graphs = torch.compiler.disable(mask_spec)
+"""`mask_spec` for a cache of shards, which reads positions: a graph cannot."""
 
 
 def _recognise(given: DescribedMask, local_size: int | None) -> Mask:
@@ -288,13 +285,10 @@ def _unbroken(mask: Mask, size: int, offset: int, length: int, first: Tensor) ->
     return later % size != 0 if mask.chunks else torch.full(later.shape, size > 1)
 
 
-def _token_mask(attention_mask: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | None:
+def _token_mask(attention_mask: Tensor, kv_length: int, kv_offset: int) -> Tensor | None:
     """Return the part of a 2D mask that covers the keys, as bools; None without padding."""
-    if attention_mask is None:
-        return None
-    if attention_mask.ndim != 2:
-        fix = "pass a 2D attention_mask of padding, or none"
-        raise MaskError("attention mask", "a 2D mask of padding", f"one of shape {tuple(attention_mask.shape)}", fix)
+    given, fix = f"one of shape {tuple(attention_mask.shape)}", "pass a 2D attention_mask of padding, or none"
+    require(attention_mask.ndim == 2, MaskError, "attention mask", "a 2D mask of padding", given, fix)
     token_mask = attention_mask.bool()[:, kv_offset : kv_offset + kv_length]
     return None if bool(token_mask.all()) else token_mask
 
@@ -310,13 +304,6 @@ def check_left_padded(subject: str, token_mask: Tensor) -> None:
     given = "padding between tokens, in a model with windows or chunks"
     fix = "pass an attention_mask with padding on the left"
     require(not bool(gaps.any()), MaskError, subject, expected, given, fix)
-
-
-def _left_padding(attention_mask: Tensor | MaskSpec | None) -> Tensor | None:
-    """Return the number of zeros before the first token of each sequence of a 2D mask."""
-    if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
-        return None
-    return (attention_mask.bool().cumsum(1) == 0).sum(1)
 
 
 def _sample_pairs(given: DescribedMask, size: int, first: int) -> tuple[Tensor, Tensor]:

@@ -63,7 +63,8 @@ def model_size(config: PreTrainedConfig, dtype: str = "bfloat16", **workload: An
     work = _unwindowed(config, whole, workload) if whole else small
     assert work is not None
     kept = small.kept_bytes if whole and small else 0
-    return Model(work, config.hidden_size, config.num_hidden_layers, _weights(skeleton), kept, _active(skeleton))
+    weights = cache(lambda ranks, is_shared: rank_weights(skeleton, ranks, "heads" if is_shared else "replicated"))
+    return Model(work, config.hidden_size, config.num_hidden_layers, weights, kept, _active(skeleton))
 
 
 def training_size(config: PreTrainedConfig, lora: int = 0, **workload: Any) -> TrainedModel:
@@ -183,11 +184,3 @@ def _active(skeleton: PreTrainedModel) -> int | None:
     taken: int | None = getattr(config, "num_experts_per_tok", None)
     count: int | None = next(filter(None, counts), None)
     return None if not taken or not count else sum(sizes.values()) - experts + experts * taken // count
-
-
-def _weights(skeleton: PreTrainedModel) -> Any:
-    @cache
-    def weights(ranks: int, is_shared: bool) -> int:
-        return rank_weights(skeleton, ranks, "heads" if is_shared else "replicated")
-
-    return weights

@@ -202,16 +202,8 @@ def _all_heads(plan: dict[str, str], attention: _Attention) -> dict[str, str]:
     own = f"{attention.name}."
     plan = {name: style for name, style in plan.items() if name != f"{own}sinks"}
     gathered = {name: "colwise_gather_output" for name in plan if name.startswith(own) and plan[name] == "colwise"}
-    outputs = {f"{own}o_proj{part}": "rowwise" for part in (".weight", ".bias", "")}
-    return plan | gathered | {name: style for name, style in outputs.items() if _has(attention, name)}
-
-
-def _has(attention: _Attention, name: str) -> bool:
-    """Return True if an attention module has this module or parameter."""
-    value = attention.module
-    for part in name.removeprefix(f"{attention.name}.").split("."):
-        value = getattr(value, part, None)
-    return value is not None
+    parameters = [name for name, _ in attention.module.named_parameters() if name.startswith("o_proj.")]
+    return plan | gathered | {f"{own}{name}": "rowwise" for name in (*parameters, "o_proj")}
 
 
 def _tied_head(model: PreTrainedModel) -> tuple[str, str] | None:
