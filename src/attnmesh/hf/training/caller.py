@@ -32,7 +32,7 @@ def prepare_caller(shards: Shards) -> None:
         if module not in known:
             prepare_indexers(module)
             for call in prepare_layers(module):  # the model's own hooks run from its next call on
-                call.begin(call.shards or shards)
+                call.shards = shards
             known.update(module.modules())
 
 
