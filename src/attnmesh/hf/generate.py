@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.functional import pad
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnmesh.comm.topology import all_gather_ints
@@ -22,11 +21,10 @@ from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.checkpoint import SUBJECT as CHECKPOINT
 from attnmesh.hf.checkpoint import Checkpoint, TokenCallback, random_state, set_random_state
 from attnmesh.hf.finite import NanWatch
-from attnmesh.hf.images.inputs import Pictures, split_images, without_absent
-from attnmesh.hf.images.merge import Merged
+from attnmesh.hf.images.inputs import split_images, without_absent
 from attnmesh.hf.models import rope_regime, unwrap
 from attnmesh.hf.options import ASSISTED_OPTIONS, CheckpointSpec, Settings, agree_on_call, check_padding
-from attnmesh.hf.prefill import CHUNK, begin_prompt, crop_to_shared_prefix, mark_tokens, prefill_rest
+from attnmesh.hf.prefill import CHUNK, Prompt, begin_prompt, crop_to_shared_prefix, prefill_rest
 from attnmesh.hf.tensor_parallel import sharing
 from attnmesh.hf.upstream import cache_argument
 from attnmesh.mesh.axes import Mesh, NotGiven, given_mesh
@@ -83,52 +81,44 @@ def generate(
     cache = ShardedCache(model.config, mesh) if cache is None else cache
     mask = _infer_padding(model.config, input_ids, settings) if attention_mask is None else attention_mask
     images, options = split_images(model, options)
-    merged = begin_prompt(place, model, input_ids, mask, images)
+    prompt = begin_prompt(place, model, input_ids, mask, images)
     chunk_size = prefill_chunk_size or settings["prefill_chunk_size"]
     if checkpoint is None:
-        return _generate(model, input_ids, cache, mask, chunk_size, options, merged)
+        return _generate(model, prompt, cache, chunk_size, options)
     unpadded = mask is None or bool(mask.all())
     require(unpadded, MaskError, CHECKPOINT, "a prompt without padding", "padding", "remove the padding")
     return _generate_with_checkpoint(model, input_ids, cache, checkpoint, chunk_size or CHUNK, options)
 
 
 def _generate(
-    model: PreTrainedModel,
-    ids: Tensor,
-    cache: ShardedCache,
-    attention_mask: Tensor | None,
-    chunk_size: int | None,
-    options: dict[str, Any],
-    merged: Merged | None,
+    model: PreTrainedModel, prompt: Prompt, cache: ShardedCache, chunk_size: int | None, options: dict[str, Any]
 ) -> Any:
     """Prefill the prompt, then run transformers' `generate`. Keep the cache's `tokens` up to date."""
     settings = Settings(model, dict(options))
     beams, samples = settings["num_beams"] or 1, settings["num_return_sequences"] or 1
     assisted = any(settings[name] for name in ASSISTED_OPTIONS)
-    pictures = None if merged is None else merged.pictures
-    shared = crop_to_shared_prefix(model, cache, ids, attention_mask, merged)
+    shared = crop_to_shared_prefix(model, prompt, cache)
     expected, given = "an empty cache for assisted decoding", f"{shared} tokens in the cache"
     fits = not (assisted and shared)  # transformers feeds the whole prompt
     require(fits, KernelError, "generate", expected, given, "pass a new cache, or none")
     if not assisted:
-        prefill_rest(model, ids, cache, attention_mask, chunk_size, merged=merged)
+        prefill_rest(model, prompt, cache, chunk_size)
         cache.batch_repeat_interleave(max(beams, samples))
         options["prefill_chunk_size"] = None
-    _synchronize_generators(model, cache, ids.device)
+    _synchronize_generators(model, cache, prompt.ids.device)
     if not assisted and beams == 1:
 
         def record(tokens: Tensor) -> None:
-            cache.tokens = _mark_sequences(tokens, attention_mask, pictures)
+            cache.tokens = prompt.mark(tokens)
 
         options["stopping_criteria"] = [*(options.get("stopping_criteria") or []), TokenCallback(record)]
         if samples == 1:
-            cache.tokens = _mark_sequences(ids, attention_mask, pictures)  # while the first new token is computed
-    options |= {"use_cache": True} | ({} if merged is None else merged.decoding)
-    output = _run_generate(model, ids, cache, {"attention_mask": attention_mask, **options})
+            cache.tokens = prompt.mark(prompt.ids)  # while the first new token is computed
+    options |= {"use_cache": True} | ({} if prompt.merged is None else prompt.merged.decoding)
+    output = _run_generate(model, prompt.ids, cache, {"attention_mask": prompt.mask, **options})
     sequences = getattr(output, "sequences", output)
     # With several beams, the rows of the cache are in an unknown order.
-    marked = None if beams > 1 else _mark_sequences(sequences, attention_mask, pictures)
-    cache.tokens = None if marked is None else marked[:, : cache.get_seq_length()]
+    cache.tokens = None if beams > 1 else prompt.mark(sequences)[:, : cache.get_seq_length()]
     return output
 
 
@@ -156,7 +146,7 @@ def _generate_with_checkpoint(
             streamer.put(ids[:, :total])
             streamer.end()
         return ids[:, :total]
-    prefill_rest(model, ids, cache, None, chunk_size, lambda stop: checkpoint.save(cache, ids[:, :stop]))
+    prefill_rest(model, Prompt(ids), cache, chunk_size, lambda stop: checkpoint.save(cache, ids[:, :stop]))
     keep = TokenCallback(partial(checkpoint.keep, cache, prompt=length, ends=settings["eos_token_id"]))
     minimum = settings["min_new_tokens"]
     remaining = {name: value for name, value in options.items() if name not in ("max_length", "stopping_criteria")}
@@ -169,7 +159,7 @@ def _generate_with_checkpoint(
     }
     output = _run_generate(model, ids, cache, {"stopping_criteria": [keep], **remaining})
     checkpoint.wait()
-    cache.tokens = mark_tokens(output)[:, : cache.get_seq_length()]
+    cache.tokens = output[:, : cache.get_seq_length()].clone()
     return output
 
 
@@ -216,14 +206,6 @@ def _infer_padding(config: PreTrainedConfig, ids: Tensor, settings: Settings) ->
     mask: Tensor = (ids != padding).long()
     check_padding(config, mask)
     return mask
-
-
-def _mark_sequences(sequences: Tensor, attention_mask: Tensor | None, pictures: Pictures | None) -> Tensor:
-    """Return `mark_tokens` of prompts and new tokens. Each prompt may have several sequences."""
-    if attention_mask is not None:
-        samples, new = len(sequences) // len(attention_mask), sequences.shape[1] - attention_mask.shape[1]
-        attention_mask = pad(attention_mask.repeat_interleave(samples, 0), (0, new), value=1)
-    return mark_tokens(sequences, attention_mask, pictures)
 
 
 def _synchronize_generators(model: PreTrainedModel, cache: ShardedCache, device: torch.device) -> None:

@@ -69,12 +69,12 @@ class Worker:
             cache = self.caches.pop(source) if moves else self.caches[source].fork()
         self.caches[number] = cache
         self.prompts[number] = torch.tensor([ids], device=self.model.device)
-        prompt = self.prompts[number][:, : len(ids) - later]
+        first = self.prompts[number][:, : len(ids) - later]
         place, images = Mesh.of(self.mesh), on_model(images, self.model)
-        agree_on_call(place, self.model, prompt, None, cache, {"chunk_size": None, **images})
-        merged = begin_prompt(place, self.model, prompt, None, images)
-        shared = crop_to_shared_prefix(self.model, cache, prompt, None, merged)
-        self.filling[number] = prefill_chunks(self.model, prompt, cache, None, lambda: self.size, merged)
+        agree_on_call(place, self.model, first, None, cache, {"chunk_size": None, **images})
+        prompt = begin_prompt(place, self.model, first, None, images)
+        shared = crop_to_shared_prefix(self.model, prompt, cache)
+        self.filling[number] = prefill_chunks(self.model, prompt, cache, lambda: self.size)
         return shared
 
     @torch.no_grad()
