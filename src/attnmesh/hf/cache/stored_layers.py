@@ -105,10 +105,9 @@ class StoredLayers(Cache):  # type: ignore[misc]
 
         def check() -> None:
             check_more({} if more is None else more)
+            attends, given = bool(self.attention_layers), "recurrent states alone"
             expected, fix = "a cache with layers of attention", "prefill again instead"
-            require(
-                bool(self.attention_layers), KernelError, "ShardedCache save", expected, "recurrent states alone", fix
-            )
+            require(attends, KernelError, "ShardedCache save", expected, given, fix)
             self.check_no_images("ShardedCache save")
             counts = {count for layer in self.attention_layers for count in layer.token_counts}
             filled = len(kvs) == self.caches and 0 not in counts

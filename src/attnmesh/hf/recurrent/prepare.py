@@ -55,11 +55,8 @@ class RecurrentLayer:
         if shards.cached:
             return _prefill(run, layer, named, shards)
         named[_mask_name(named)] = None  # padding is on the right
-        return (
-            _train_by_heads(run, layer, named, shards)
-            if shards.exchange == "heads"
-            else _train(run, layer, named, shards)
-        )
+        train = _train_by_heads if shards.exchange == "heads" else _train
+        return train(run, layer, named, shards)
 
 
 class ModelCall:

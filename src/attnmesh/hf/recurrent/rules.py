@@ -202,10 +202,8 @@ def _mamba1_link(
     The stock rule begins at zero. The entering state adds C_t . (exp(A (dt_1 + ... + dt_t)) S), gated by z.
     """
     outputs, last = stock(hidden_states, dt, rates, writes, reads, **options, return_last_state=True)
-    bias_of_steps, z = options.get("delta_bias"), options.get("z")
-    steps = _step_sizes(
-        dt, None if bias_of_steps is None else bias_of_steps[:, None], bool(options.get("delta_softplus"))
-    )
+    shift, z = options.get("delta_bias"), options.get("z")
+    steps = _step_sizes(dt, None if shift is None else shift[:, None], bool(options.get("delta_softplus")))
     elapsed, rates = steps.float().cumsum(-1), rates.float()
     linear, bias = (rates * elapsed[..., -1:]).exp(), last.float().unsqueeze(-1)
 

@@ -122,12 +122,9 @@ def _agree(model: PreTrainedModel, tokens: Sequence[int], caches: Sequence[Shard
         lengths = [cache.get_seq_length() for cache in caches]
         return describe_call(SUBJECT, tokens=[*map(int, tokens)], lengths=lengths)
 
-    def check() -> None:
-        _check(model, tokens, caches)
-
     first = caches[0] if isinstance(caches, Sequence) and len(caches) else None
     place = first.mesh if isinstance(first, ShardedCache) else None
-    run_agreed_with_peers(Mesh.of(place), model, check, describe)
+    run_agreed_with_peers(Mesh.of(place), model, lambda: _check(model, tokens, caches), describe)
 
 
 def _check(model: PreTrainedModel, tokens: Any, caches: Any) -> None:

@@ -133,9 +133,8 @@ def agree_on_batch(
     def describe(checked: AgreedBatch) -> str:
         tensors = {name: x for name, x in checked.entries.items() if isinstance(x, Tensor)}
         others = {name: describe_value(x) for name, x in checked.entries.items() if name not in tensors}
-        return describe_call(
-            "shard_batch", **{"layout": layout, "exchange": exchange, **fingerprints(tensors), **others}
-        )
+        named = {"layout": layout, "exchange": exchange, **fingerprints(tensors), **others}
+        return describe_call("shard_batch", **named)
 
     return run_agreed(place, check, describe)
 
@@ -143,10 +142,8 @@ def agree_on_batch(
 def _check_shards(length: int, ranks: int, layout: Layout) -> None:
     """Raise unless each rank gets a token: models of transformers cannot compute none."""
     counts = [len(layout.positions(length, ranks, rank)) for rank in range(ranks)]
-    given, fix = (
-        f"{length} tokens in {layout} on {ranks} ranks",
-        "use longer sequences, fewer ranks or layout=am.Striped()",
-    )
+    given = f"{length} tokens in {layout} on {ranks} ranks"
+    fix = "use longer sequences, fewer ranks or layout=am.Striped()"
     require(min(counts) > 0, ShapeError, "shard_batch input_ids", "at least one token per rank", given, fix)
 
 

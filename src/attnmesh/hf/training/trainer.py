@@ -67,9 +67,8 @@ def on_mesh(
         return ShardedCalls(mesh, layout, exchange, shape)
 
     text = f"`{trainer_class.__name__}` whose batches are computed on a mesh of ranks."
-    return type(
-        f"{trainer_class.__name__}OnMesh", (MeshTrainer, trainer_class), {"_make_calls": calls, "__doc__": text}
-    )
+    fields = {"_make_calls": calls, "__doc__": text}
+    return type(f"{trainer_class.__name__}OnMesh", (MeshTrainer, trainer_class), fields)
 
 
 class MeshTrainer:
