@@ -23,13 +23,7 @@ from attnmesh.errors import ArgumentError, KernelError, require, short
 from attnmesh.hf.images.inputs import IMAGE_INPUTS
 from attnmesh.hf.models import check_implementation, is_recurrent, unwrap
 from attnmesh.hf.shards import Shards, ShardTensor
-from attnmesh.hf.training.batch import (
-    PACKING_ARGUMENTS,
-    TOKEN_ARGUMENTS,
-    AgreedBatch,
-    agree_on_batch,
-    shard_agreed,
-)
+from attnmesh.hf.training.batch import PACKING_ARGUMENTS, TOKEN_ARGUMENTS, AgreedBatch, agree_on_batch, shard_agreed
 from attnmesh.hf.training.mesh_shapes import MeshShapes
 from attnmesh.mesh.axes import Mesh
 
