@@ -15,7 +15,7 @@ from attnmesh.guard.consensus import agree, describe_call, may_compare
 from attnmesh.hf.cache.compressed_layer import CompressedLayer
 from attnmesh.hf.cache.layer import PendingKV
 from attnmesh.hf.mask import MaskSpec, check_left_padded
-from attnmesh.hf.models import COMPRESSED_LAYERS, SUBJECT, check_layers, is_recurrent, mixing_layers
+from attnmesh.hf.models import COMPRESSED_LAYERS, SUBJECT, is_recurrent, mixing_layers
 from attnmesh.hf.shards import Shards
 from attnmesh.hf.sparse.entries import UNPREPARED
 from attnmesh.hf.traced import TracedMask
@@ -142,8 +142,6 @@ def _check_mask(given: MaskSpec | Tensor | None, window: int | None) -> MaskSpec
 def _check_shards(module: nn.Module, q: Tensor, key: Tensor | PendingKV, more: dict[str, Any], shards: Shards) -> None:
     """Raise unless the layer is exact on shards. Count its call, and note the model's `num_items_in_batch`."""
     config = getattr(module, "config", None)
-    if config is not None:
-        check_layers(config)
     layers, recurrent = (1, False) if config is None else (mixing_layers(config), is_recurrent(config))
     shards.count_layer(type(module).__name__, layers, recurrent=recurrent)
     count = more.get("num_items_in_batch")
