@@ -154,7 +154,7 @@ def _attend_stored(q: Tensor, pending: PendingKV, kv: KVCache, layer: LayerCall,
 
     Queries of latents are absorbed.
     """
-    latents, cache, further = pending.travelling, pending.layer.cache, pending.layer.further
+    latents, cache, further = pending.projected_latents, pending.layer.cache, pending.layer.further
     if latents is not None:
         layer = layer._replace(scale=check_scale(SUBJECT, layer.scale, q.shape[-1]))
         q = latents.projection.absorb(q)
@@ -213,7 +213,7 @@ def _prefill(q: Tensor, pending: PendingKV, layer: LayerCall, shards: Shards, is
         options = Options(shards.mask_of(layer.mask), shards.layout, shards.layout, *how)
         call = Call(q, pending.k, pending.v, layer.sinks, None, options, layer.selected, layer.distance_bias)
         further = pending.layer.further(q, layer.scale)
-        out = attend_shards(call, Mesh.of(shards.mesh), cache.checked, pending.travelling, further)
+        out = attend_shards(call, Mesh.of(shards.mesh), cache.checked, pending.projected_latents, further)
     if is_new:
         store_shard(kv, *pending.stored, shards)
     return _attend_stored(q, pending, kv, layer, shards) if shards.has_prefix else out

@@ -169,10 +169,9 @@ def check_layers(config: PreTrainedConfig) -> None:
         unsupported.append("embeddings of several tokens")
     if config.model_type in UNLISTED_LAYERS:
         unsupported = [UNLISTED_LAYERS[config.model_type]]
-    if unsupported:
-        expected = f"a model of layers of {', '.join(SUPPORTED_LAYERS)}"
-        given = f"{config.model_type} with layers of {', '.join(unsupported)}"
-        raise KernelError(SUBJECT, expected, given, USE_SUPPORTED)
+    expected = f"a model of layers of {', '.join(SUPPORTED_LAYERS)}"
+    given = f"{config.model_type} with layers of {', '.join(unsupported)}"
+    require(not unsupported, KernelError, SUBJECT, expected, given, USE_SUPPORTED)
 
 
 def layer_kinds(config: PreTrainedConfig) -> list[str]:
@@ -329,10 +328,11 @@ def rope_growth(model: PreTrainedModel) -> int:
 def check_rope_switch(config: PreTrainedConfig, cached: int, total: int) -> None:
     """Raise if generation crosses the length at which a longrope changes, because cached keys would become invalid."""
     for rope, switch in _length_dependent_ropes(config.get_text_config(decoder=True)):
-        if rope["rope_type"] == "longrope" and cached <= switch < total:
-            expected = f"tokens on one side of {switch}, where the model's longrope changes"
-            fix = f"generate up to {switch} tokens, then call generate again with the output as the prompt"
-            raise ShapeError("generate", expected, f"a prompt of {cached + 1} and up to {total} in all", fix)
+        crosses = rope["rope_type"] == "longrope" and cached <= switch < total
+        expected = f"tokens on one side of {switch}, where the model's longrope changes"
+        given = f"a prompt of {cached + 1} and up to {total} in all"
+        fix = f"generate up to {switch} tokens, then call generate again with the output as the prompt"
+        require(not crosses, ShapeError, "generate", expected, given, fix)
 
 
 def _length_dependent_ropes(config: PreTrainedConfig) -> list[tuple[dict[str, Any], int]]:

@@ -5,6 +5,7 @@ runs on shards; `TRAINER` and `ACCELERATE` when they are first used.
 """
 
 from inspect import signature, unwrap
+from sys import modules
 from typing import Any, NamedTuple
 
 from attnmesh.runtime.upstream import Upstream
@@ -111,6 +112,11 @@ def is_indexer(module: Any) -> bool:
     forward = unwrap(type(module).forward)
     code = getattr(forward, "__code__", None)
     return code is not None and "update_indexer" in code.co_names
+
+
+def rope_of(module: Any) -> Any:
+    """Return the function that rotates queries and keys, of the code that a module is of."""
+    return modules[type(module).__module__].apply_rotary_pos_emb
 
 
 COMPRESSES = ("self", "hidden_states", "q_residual", "position_ids", "past_key_values", "layer_idx")

@@ -58,7 +58,7 @@ class PendingKV(Opaque):
         return (self.k, self.v) if self.latents is None else (self.latents, None)
 
     @property
-    def travelling(self) -> Latents | None:
+    def projected_latents(self) -> Latents | None:
         """Latents with their projection; None if there are keys and values alone."""
         if self.latents is None or self.layer.projection is None:
             return None

@@ -150,9 +150,9 @@ class ShardedCache(StoredLayers):
 
         `layer` has the arguments of `decode` that the model sets: mask, scale, softcap and sinks.
         """
-        return decode(q, kv, **self.how(q), **layer)
+        return decode(q, kv, **self.decode_options(q), **layer)
 
-    def how(self, q: Tensor) -> dict[str, Any]:
+    def decode_options(self, q: Tensor) -> dict[str, Any]:
         """Return the options of `decode` that the cache sets. Raise if ranks share heads and q has not all of them."""
         if self.shares > 1:
             heads, fix = self.config.num_attention_heads, 'shard the model by tensor_parallel(output="heads")'

@@ -144,8 +144,7 @@ class StoredLayers(Cache):  # type: ignore[misc]
         options = self._kv_options | ({} if capacity is None else {"capacity": capacity})
         options |= {"tokens_per_key": self.tokens_per_key, "device": device, "layers": self.caches}
         kvs, more, note = load_layers(KVCache, path, self.mesh, **options)
-        states = {name: more.pop(name) for name in [*more] if name.startswith(STATES)}
-        states = {name.removeprefix(STATES): x for name, x in states.items()}
+        states = {name.removeprefix(STATES): more.pop(name) for name in [*more] if name.startswith(STATES)}
         self._fill(kvs)
         set_states(self.layers, states, kvs[0].device)
         self.capacity = options["capacity"]

@@ -8,7 +8,7 @@ from logging import getLogger
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from attnmesh.hf.upstream import sdpa_attention
 
@@ -23,22 +23,19 @@ def in_tower(config: Any) -> bool:
     >>> in_tower(SiglipVisionConfig()), in_tower(LlamaConfig()), in_tower(None)
     (True, False, False)
     """
-    kind: Any = type(config)
-    return config is not None and _is_tower(kind)
+    return config is not None and _is_tower(config.__class__)
 
 
 @lru_cache
-def _is_tower(kind: type) -> bool:
-    named: Any = kind
-    has_words = "vocab_size" in named.__dataclass_fields__  # a compiler cannot trace `fields`
+def _is_tower(kind: Any) -> bool:
+    has_words = "vocab_size" in kind.__dataclass_fields__  # a compiler cannot trace `fields`
     part = getattr(kind, "base_config_key", "")
-    return part not in TEXT_KEYS or not (has_words or "text_config" in named.sub_configs)
+    return part not in TEXT_KEYS or not (has_words or "text_config" in kind.sub_configs)
 
 
-def attend_in_tower(module: nn.Module, query: Tensor, key: Any, value: Any, mask: Any, **more: Any) -> Any:
+def attend_in_tower(module: Any, query: Tensor, key: Any, value: Any, mask: Any, **more: Any) -> Any:
     """Return attention of a tower's layer, as "sdpa" computes it."""
-    kind: Any = type(module.config)
-    _say_once(kind)
+    _say_once(module.config.__class__)
     return sdpa_attention(module, query, key, value, mask, **more)
 
 

@@ -109,7 +109,7 @@ class RowsCache(ShardedCache):
         for name in ("selected", "partial", "distance_bias"):
             more = layer.pop(name, None)
             assert more is None, f"models with {name}= are decoded a row at a time"
-        return decode_rows(q, kv.caches, **self.how(q), **layer)
+        return decode_rows(q, kv.caches, **self.decode_options(q), **layer)
 
     def finish(self) -> None:
         """Give recurrent states back to the rows."""

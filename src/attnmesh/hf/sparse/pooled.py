@@ -4,7 +4,6 @@ Blocks begin at a sequence's first token. The model scores each query in a loop 
 each token, the mean of the block that would end with it. Scores of tokens that end no block are -inf.
 """
 
-import sys
 from collections.abc import Sequence
 from math import sqrt
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor
 from attnmesh.core.selection import NONE, Selection
 from attnmesh.hf.sparse.select import ShardKeys
 from attnmesh.hf.traced import LayerMask
+from attnmesh.hf.upstream import rope_of
 
 
 class PooledScores:
@@ -53,7 +53,7 @@ class PooledIndexer:
         cos, sin = position_embeddings
         heads = (indexer.index_n_heads, indexer.index_kv_heads)
         q, keys = indexer.index_qk_proj(hidden_states).unflatten(-1, (sum(heads), -1)).split(heads, 2)
-        rope = sys.modules[type(indexer).__module__].apply_rotary_pos_emb
+        rope = rope_of(indexer)
         q = rope(indexer.q_layernorm(q), cos=cos, sin=sin, unsqueeze_dim=2)
         rows = torch.cat((keys.squeeze(2), cos, sin), -1)
         rows = rows if spec.shards is None else spec.shards.all_tokens(rows)
