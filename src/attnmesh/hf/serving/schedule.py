@@ -142,12 +142,10 @@ class Schedule:
             self.drops.append(stream.number)
 
     def _end_cancelled(self) -> None:
-        for stream in [stream for stream in self.waiting if stream.cancelled]:
-            self.waiting.remove(stream)
-            self._end(stream, "cancelled", keep=False)
-        for stream in [stream for stream in self.rows if stream.cancelled]:
-            self.rows.remove(stream)
-            self._end(stream, "cancelled", keep=True)
+        for streams, keep in ((self.waiting, False), (self.rows, True)):
+            for stream in [stream for stream in streams if stream.cancelled]:
+                streams.remove(stream)
+                self._end(stream, "cancelled", keep=keep)
         if self.filling is not None and self.filling.cancelled:
             self._end(self.filling, "cancelled", keep=False)
             self.filling = None
