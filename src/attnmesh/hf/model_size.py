@@ -15,13 +15,12 @@ from attnmesh.hf.cache.layer import SHORT_WINDOW
 from attnmesh.hf.latent import latent_widths
 from attnmesh.hf.load import as_model_error
 from attnmesh.hf.models import (
-    HYBRID_LAYERS,
     INDEXED_LAYERS,
     INDEXED_MODELS,
     NAME,
-    OTHER_LAYERS,
     RECURRENT_LAYERS,
     WINDOWED_LAYERS,
+    WITHOUT_ATTENTION,
     cached_layers,
     indexed_layers,
     is_compressed,
@@ -108,10 +107,7 @@ def other_layers(config: PreTrainedConfig) -> dict[str, int]:
 
 def _attention_layers(config: PreTrainedConfig) -> tuple[int, int]:
     """Return the layers that keep keys of all tokens, and those that keep keys of a window or chunk."""
-    kinds = layer_kinds(config)[: cached_layers(config)]
-    kinds = [
-        kind for kind in kinds if kind not in OTHER_LAYERS and (kind in HYBRID_LAYERS or kind not in RECURRENT_LAYERS)
-    ]
+    kinds = [kind for kind in layer_kinds(config)[: cached_layers(config)] if kind not in WITHOUT_ATTENTION]
     windows = sum(kind in WINDOWED_LAYERS for kind in kinds)
     return len(kinds) - windows, windows
 

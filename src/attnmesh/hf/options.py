@@ -26,17 +26,12 @@ from attnmesh.guard.consensus import describe_call, run_agreed
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.images.inputs import IMAGE_INPUTS, OWN_PROCESSOR, image_inputs, split_images
 from attnmesh.hf.mask import check_left_padded
-from attnmesh.hf.models import (
-    USE_TOKENIZER,
-    check_model,
-    check_rope_switch,
-    has_windows,
-    is_compressed,
-    is_recurrent,
-    rope_regime,
-)
+from attnmesh.hf.models import check_model, check_rope_switch, has_windows, is_compressed, is_recurrent, rope_regime
 from attnmesh.hf.tensor_parallel import sharing
 from attnmesh.mesh.axes import Mesh
+
+USE_TOKENIZER = 'pass tokenizer(text, return_tensors="pt")["input_ids"]'
+"""Fix in errors about token ids."""
 
 SEARCHES = ("penalty_alpha", "dola_layers", "constraints", "force_words_ids", "diversity_penalty", "num_beam_groups")
 """Options of ways of searching that transformers loads from the hub."""

@@ -109,12 +109,17 @@ class Prompt:
         return marked.masked_fill(pad(mask, (0, sequences.shape[1] - mask.shape[1]), value=1) == 0, -1)
 
 
+def prepare_model(model: PreTrainedModel) -> None:
+    """Prepare a model for a cache of shards, and for tokens that may follow other images than its last ones."""
+    forget_images(model)
+    prepare_indexers(model)
+
+
 def begin_prompt(
     place: Mesh, model: PreTrainedModel, ids: Tensor, mask: Tensor | None, images: Mapping[str, Any]
 ) -> Prompt:
-    """Prepare a model for prompts on a mesh. Return them with their images merged."""
-    forget_images(model)
-    prepare_indexers(model)
+    """Begin to generate from prompts on a mesh. Return them with their images merged."""
+    prepare_model(model)
     return Prompt(ids, mask, merge_images(place, model, ids, mask, images, left_to_decode(model.config)))
 
 

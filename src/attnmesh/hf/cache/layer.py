@@ -22,15 +22,7 @@ from attnmesh.guard.checks import check_checked
 from attnmesh.guard.consensus import agree
 from attnmesh.guard.merge_checks import check_merge
 from attnmesh.hf.latent import check_projection, has_weight, latent_states, latent_widths, projection_of
-from attnmesh.hf.models import (
-    Opaque,
-    check_implementation,
-    check_keys,
-    check_layers,
-    indexed_layers,
-    is_compressed,
-    key_heads,
-)
+from attnmesh.hf.models import Opaque, check_implementation, check_keys, indexed_layers, is_compressed, key_heads
 from attnmesh.hf.shards import Shards
 from attnmesh.hf.upstream import CacheLayerMixin
 from attnmesh.kernels.driver import check_kernel
@@ -305,7 +297,6 @@ def check_settings(config: Any, shape: Shape, options: Mapping[str, Any]) -> Non
     given, expected = type(config).__name__, "a configuration of transformers"
     is_config = isinstance(config, PreTrainedConfig)
     require(is_config, KernelError, "ShardedCache config", expected, given, "pass model.config")
-    check_layers(config)
     check_keys(config)
     one_head = latent_widths(config) is not None or bool(indexed_layers(config)) or is_compressed(config)
     fits, fix = not one_head or shape.heads == 1, "give its ranks to the keys axis"

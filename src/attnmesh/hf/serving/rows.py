@@ -12,20 +12,10 @@ from transformers import PreTrainedModel
 from attnmesh.errors import ArgumentError, KernelError, MaskError, MeshError, ShapeError, require
 from attnmesh.guard.consensus import describe_call
 from attnmesh.hf.cache.sharded_cache import ShardedCache
-from attnmesh.hf.models import (
-    BIASED_MODELS,
-    attends,
-    check_rows,
-    forget_images,
-    indexed_layers,
-    is_compressed,
-    rope_regime,
-    unwrap,
-)
+from attnmesh.hf.models import BIASED_MODELS, attends, check_rows, indexed_layers, is_compressed, rope_regime, unwrap
 from attnmesh.hf.options import run_agreed_with_peers
-from attnmesh.hf.prefill import run_model
+from attnmesh.hf.prefill import prepare_model, run_model
 from attnmesh.hf.serving.rows_cache import RowsCache
-from attnmesh.hf.sparse.prepare import prepare_indexers
 from attnmesh.mesh.axes import Mesh
 
 SUBJECT = "hf.decode_rows"
@@ -65,8 +55,7 @@ def decode_rows(model: PreTrainedModel, tokens: Sequence[int], caches: Sequence[
     """
     model = unwrap(model)
     _agree(model, tokens, caches)
-    forget_images(model)
-    prepare_indexers(model)
+    prepare_model(model)
     groups = defaultdict(list)
     for row, cache in enumerate(caches):  # a forward pass has one rope, and makes the keys of an empty cache anew
         length = cache.get_seq_length()

@@ -17,8 +17,7 @@ from attnmesh.core.mask import Causal, Documents, Full, Mask
 from attnmesh.errors import ArgumentError, DtypeError, MaskError, ShapeError, require, short, type_and_shape
 from attnmesh.guard.consensus import describe_call, run_agreed
 from attnmesh.hf.images.inputs import IMAGE_INPUTS, check_cross_mask
-from attnmesh.hf.models import USE_TOKENIZER
-from attnmesh.hf.options import describe_value
+from attnmesh.hf.options import USE_TOKENIZER, describe_value
 from attnmesh.hf.shards import PromptIds, PromptMask, ShardIds, ShardMask, ShardPositions, Shards
 from attnmesh.hf.training.caller import prepare_caller, prepare_caller_with_images
 from attnmesh.hf.training.labels import GuardedLabels, ItemCount, ShardLabels
