@@ -13,9 +13,9 @@ form in float32. All results are differentiable. A shard has at least one token.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from importlib.util import find_spec
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,9 +24,8 @@ from torch.nn.functional import pad, silu, softplus
 from attnmesh.errors import ArgumentError, MaskError, require
 from attnmesh.hf.recurrent.chain import split
 from attnmesh.hf.recurrent.head_rules import Stock, delta_by_heads, mamba2_by_heads
+from attnmesh.kernels.traced import without_autocast
 from attnmesh.recurrent.scan import AffineMap
-
-Result = TypeVar("Result")
 
 SEGMENTS = {"gated_delta": 128, "kimi_delta": 64, "selective": 64, "lightning": 256, "rg_lru": 256}
 """Tokens that one step of a rule computes on a CPU: temporaries stay in its caches. Other devices take 8 times more."""
@@ -36,17 +35,6 @@ LOWEST = -87.0
 
 PACKED = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")
 """Arguments that begin a new sequence inside the tokens."""
-
-
-def _exact(function: Callable[..., Result]) -> Callable[..., Result]:
-    """The same function outside of autocast, which would round states to half precision."""
-
-    @wraps(function)
-    def exact(*args: Any) -> Result:
-        with torch.autocast(args[-1].device.type, enabled=False):
-            return function(*args)
-
-    return exact
 
 
 class Link(NamedTuple):
@@ -156,10 +144,10 @@ def _delta_link(
         parts.append(part.transpose(1, 2).split((columns, rows), dim=-1))
     bias, linear = (x.contiguous() for x in state.split((columns, rows), dim=-1))
 
-    @_exact
     def finish(entering: Tensor) -> tuple[Tensor, Tensor]:
-        outputs = [(zero + (unit.float() @ entering)).to(query.dtype).transpose(1, 2) for zero, unit in parts]
-        return torch.cat(outputs, dim=1), linear @ entering + bias
+        with without_autocast(entering):
+            outputs = [(zero + (unit.float() @ entering)).to(query.dtype).transpose(1, 2) for zero, unit in parts]
+            return torch.cat(outputs, dim=1), linear @ entering + bias
 
     return Link(AffineMap(linear, bias), finish)
 
@@ -184,7 +172,8 @@ def _mamba2_link(
     linear = decay.sum(1).exp()
     weighted = hidden_states.float() * (sizes * after.exp())[..., None]
     grouped = weighted.unflatten(2, (writes.shape[2], -1))
-    bias = _exact(torch.einsum)("btgk,btghv->bghkv", writes.float(), grouped).flatten(1, 2)
+    with without_autocast(grouped):
+        bias = torch.einsum("btgk,btghv->bghkv", writes.float(), grouped).flatten(1, 2)
 
     def finish(entering: Tensor) -> tuple[Tensor, Tensor]:
         states = {"initial_states": entering.transpose(-1, -2), "return_final_states": True}
@@ -211,7 +200,8 @@ def _mamba1_link(
         state, added = entering.squeeze(-1)[:, :, None], []
         for t in _spans(outputs, outputs.shape[-1], "selective"):
             states = (rates[None, :, None] * elapsed[:, :, t, None]).clamp(min=LOWEST).exp() * state
-            added.append(_exact(torch.einsum)("bdtk,bkt->bdt", states, reads[:, :, t].float()))
+            with without_autocast(states):
+                added.append(torch.einsum("bdtk,bkt->bdt", states, reads[:, :, t].float()))
         correction = torch.cat(added, dim=-1) * (1 if z is None else silu(z.float()))
         return (outputs + correction).to(outputs.dtype), linear.unsqueeze(-1) * entering + bias
 
@@ -234,19 +224,19 @@ def lightning_link(query: Tensor, key: Tensor, value: Tensor, slope_rate: Tensor
     tokens, (q, k, v, slope) = value.shape[2], (x.to(dtype) for x in (query, key, value, slope_rate))
     position = torch.arange(tokens, dtype=dtype, device=value.device)[:, None]
     linear = torch.exp(-slope * tokens).view(1, -1).expand(value.shape[0], -1)
-    bias = _exact(torch.matmul)((k * torch.exp(-slope * (tokens - 1 - position))).mT, v)
+    with without_autocast(v):
+        bias = (k * torch.exp(-slope * (tokens - 1 - position))).mT @ v
 
-    @_exact
     def finish(entering: Tensor) -> tuple[Tensor, Tensor]:
         state, outputs = entering.to(dtype), []
-        for t in _spans(value, tokens, "lightning"):
-            at = position[: t.stop - t.start]
-            reach = torch.exp(-slope * (at - at.T).clamp(min=0)).tril()
-            outputs.append(
-                (q[:, :, t] @ k[:, :, t].mT * reach) @ v[:, :, t] + q[:, :, t] * torch.exp(-slope * (at + 1)) @ state
-            )
-            written = (k[:, :, t] * torch.exp(-slope * (len(at) - 1 - at))).mT @ v[:, :, t]
-            state = torch.exp(-slope * len(at)) * state + written
+        with without_autocast(entering):
+            for t in _spans(value, tokens, "lightning"):
+                at = position[: t.stop - t.start]
+                reach = torch.exp(-slope * (at - at.T).clamp(min=0)).tril()
+                within = (q[:, :, t] @ k[:, :, t].mT * reach) @ v[:, :, t]
+                outputs.append(within + q[:, :, t] * torch.exp(-slope * (at + 1)) @ state)
+                written = (k[:, :, t] * torch.exp(-slope * (len(at) - 1 - at))).mT @ v[:, :, t]
+                state = torch.exp(-slope * len(at)) * state + written
         return torch.cat(outputs, dim=2).to(value.dtype), state
 
     return Link(AffineMap(linear, bias), finish)
