@@ -42,15 +42,13 @@ def checked_mask(
 ) -> MaskSpec | TracedMask:
     """Return the mask of a call that passes all checks. Raise on all ranks if they compare their calls."""
     if isinstance(attention_mask, TracedMask):
-        _check_causal(module, attention_mask, more)
-        _check_exact(dropout, more)
+        _check_exact(module, attention_mask, dropout, more)
         _check_entries(module, None, None, None)
         return attention_mask
     shards = attention_mask.shards if isinstance(attention_mask, MaskSpec) else None
     pending = key if isinstance(key, PendingKV) else None
     try:
-        _check_causal(module, attention_mask, more)
-        _check_exact(dropout, more)
+        _check_exact(module, attention_mask, dropout, more)
         spec = _check_mask(attention_mask, sliding_window or None)  # some models pass 0 for no window
         _check_entries(module, pending, shards, spec.token_mask if shards is None else shards.token_mask)
         if shards is not None:
@@ -76,17 +74,16 @@ def _raise_agreed(error: InputError, query: Tensor, pending: PendingKV | None, s
     raise error
 
 
-def _check_causal(module: nn.Module, mask: Any, more: dict[str, Any]) -> None:
-    """Raise unless the layer is causal, or a mask with spans says which later tokens it sees; one token sees none."""
+def _check_exact(module: nn.Module, mask: Any, dropout: float, more: dict[str, Any]) -> None:
+    """Raise for anything but exact attention of a causal layer.
+
+    Another layer passes if a mask with spans says which later tokens it sees, or for one token, which sees none.
+    """
     says = isinstance(mask, MaskSpec) and mask.shards is None and mask.q_length == 1
     says = says or (isinstance(mask, MaskSpec) and mask.has_spans)
     if not says and (not getattr(module, "is_causal", True) or more.get("is_causal") is False):
         given = f"{type(module).__name__}, which is not causal"
         raise MaskError(f"{SUBJECT} is_causal", "causal attention", given, "use a causal language model")
-
-
-def _check_exact(dropout: float, more: dict[str, Any]) -> None:
-    """Raise for anything but exact attention."""
     if dropout:
         fix = "call model.eval() to generate; to train, load the model with attention_dropout=0 (GPT-2: attn_pdrop=0)"
         raise KernelError(f"{SUBJECT} dropout", "attention without dropout", f"dropout={dropout}", fix)

@@ -14,8 +14,8 @@ from attnmesh.decode.saved_cache import Saving
 from attnmesh.errors import KernelError, ShapeError, StoreError, require
 from attnmesh.guard.consensus import run_agreed
 from attnmesh.hf.cache.compressed_layer import CompressedLayer
-from attnmesh.hf.cache.layer import ShardedLayer
-from attnmesh.hf.cache.state_layer import StateLayer, set_states, states_of
+from attnmesh.hf.cache.layer import ShardedLayer, StatefulLayer
+from attnmesh.hf.cache.state_layer import StateLayer
 from attnmesh.hf.images.cross import CrossLayer
 from attnmesh.hf.images.inputs import shift_of
 from attnmesh.hf.models import has_windows
@@ -67,6 +67,15 @@ class StoredLayers(Cache):  # type: ignore[misc]
     def state_layers(self) -> list[Any]:
         """Layers whose states cannot go back to fewer tokens."""
         return [layer for layer in self.layers if isinstance(layer, (StateLayer, CompressedLayer))]
+
+    @property
+    def states(self) -> dict[str, Tensor]:
+        """Tensors that layers keep of recurrences and of the last tokens, by number of the layer and name."""
+        return {f"{number}.{name}": x for number, layer in self._stateful for name, x in layer.tensors.items()}
+
+    @property
+    def _stateful(self) -> list[tuple[int, Any]]:
+        return [(number, x) for number, x in enumerate(self.layers) if isinstance(x, (StateLayer, StatefulLayer))]
 
     @property
     def cross_layers(self) -> list[CrossLayer]:
@@ -121,7 +130,7 @@ class StoredLayers(Cache):  # type: ignore[misc]
 
         run_agreed(Mesh.of(self.mesh), check, "save")
         held = {"held": self.tokens.cpu()} if self.tokens is not None and kvs[0].length == self.tokens.shape[1] else {}
-        states = {STATES + name: x.cpu().clone() for name, x in states_of(self.layers).items()}
+        states = {STATES + name: x.cpu().clone() for name, x in self.states.items()}
         tensors, differ = {**held, **states, **(more or {})}, self.tokens_per_key != [1] * self.caches
         return save_layers(kvs, path, more=tensors, note=note, wait=wait, lengths_differ=differ)
 
@@ -144,9 +153,11 @@ class StoredLayers(Cache):  # type: ignore[misc]
         options = self._kv_options | ({} if capacity is None else {"capacity": capacity})
         options |= {"tokens_per_key": self.tokens_per_key, "device": device, "layers": self.caches}
         kvs, more, note = load_layers(KVCache, path, self.mesh, **options)
-        states = {name.removeprefix(STATES): more.pop(name) for name in [*more] if name.startswith(STATES)}
         self._fill(kvs)
-        set_states(self.layers, states, kvs[0].device)
+        for number, layer in self._stateful:
+            prefix, device = f"{STATES}{number}.", kvs[0].device
+            own = [name for name in more if name.startswith(prefix)]
+            layer.set_tensors({name.removeprefix(prefix): more.pop(name).to(device) for name in own})
         self.capacity = options["capacity"]
         self.tokens, self.images = more.pop("held", None), None
         self.shift = shift_of(self.tokens, self.config)

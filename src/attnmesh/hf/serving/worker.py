@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from attnmesh.errors import InputError
 from attnmesh.hf.cache.sharded_cache import ShardedCache
-from attnmesh.hf.cache.state_layer import states_of
 from attnmesh.hf.images.inputs import on_model
 from attnmesh.hf.options import agree_on_call
 from attnmesh.hf.prefill import begin_prompt, crop_to_shared_prefix, prefill_chunks, run_model
@@ -110,6 +109,6 @@ class Worker:
         """Return the bytes of all caches in the memory of this rank. Memory that caches share counts once."""
         tensors = [x for cache in self.caches.values() for kv in cache.kvs for x in kv.shard.stored]
         tensors += [x for c in self.caches.values() for kv in c.kvs for part in kv.shard.shared for x in part.stored]
-        tensors += [x for cache in self.caches.values() for x in states_of(cache.layers).values()]
+        tensors += [x for cache in self.caches.values() for x in cache.states.values()]
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
         return sum(storages.values())
