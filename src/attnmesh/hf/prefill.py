@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnmesh.core.layout import Contiguous, Layout, Striped
 from attnmesh.errors import KernelError, require
+from attnmesh.guard.consensus import run_agreed
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.images.inputs import Pictures, shared_with_images, split_images, without_absent
 from attnmesh.hf.images.merge import Merged, merge_images
@@ -120,7 +121,11 @@ def begin_prompt(
 ) -> Prompt:
     """Begin to generate from prompts on a mesh. Return them with their images merged."""
     prepare_model(model)
-    return Prompt(ids, mask, merge_images(place, model, ids, mask, images, left_to_decode(model.config)))
+    if not images:
+        return Prompt(ids, mask)
+    left = left_to_decode(model.config)
+    merged = run_agreed(place, lambda: merge_images(model, ids, mask, images, left), "generate images")
+    return Prompt(ids, mask, merged)
 
 
 def prefill_rest(
