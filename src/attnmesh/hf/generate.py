@@ -114,7 +114,7 @@ def _generate(
         options["stopping_criteria"] = [*(options.get("stopping_criteria") or []), TokenCallback(record)]
         if samples == 1:
             cache.tokens = prompt.mark(prompt.ids)  # while the first new token is computed
-    options |= {"use_cache": True} | ({} if prompt.merged is None else prompt.merged.decoding)
+    options |= {} if prompt.merged is None else prompt.merged.decoding
     output = _run_generate(model, prompt.ids, cache, {"attention_mask": prompt.mask, **options})
     sequences = getattr(output, "sequences", output)
     # With several beams, the rows of the cache are in an unknown order.
@@ -133,14 +133,13 @@ def _generate_with_checkpoint(
     """Generate from the last checkpoint on, and save checkpoints."""
     settings = Settings(model, options)
     _synchronize_generators(model, cache, prompt.device)
-    if checkpoint.start_ids is None:
-        checkpoint.begin(model, prompt, cache, settings)
+    begun = checkpoint.start_ids
+    ids = checkpoint.begin(model, prompt, cache, settings) if begun is None else begun
     length, total = prompt.shape[1], settings.total(prompt.shape[1])
     constant = rope_regime(model.config, length) == rope_regime(model.config, total)
     given, fix = "one that the length of the text changes", "leave checkpoint= out, or generate fewer tokens"
     require(constant, KernelError, CHECKPOINT, "a rope that stays the same", given, fix)
-    ids, checkpoint.start_ids = checkpoint.start_ids, None  # the next call reads the folder again
-    assert ids is not None
+    checkpoint.start_ids = None  # the next call reads the folder again
     if ids.shape[1] >= total:
         if (streamer := options.get("streamer")) is not None:
             streamer.put(ids[:, :total])
@@ -149,15 +148,15 @@ def _generate_with_checkpoint(
     prefill_rest(model, Prompt(ids), cache, chunk_size, lambda stop: checkpoint.save(cache, ids[:, :stop]))
     keep = TokenCallback(partial(checkpoint.keep, cache, prompt=length, ends=settings["eos_token_id"]))
     minimum = settings["min_new_tokens"]
-    remaining = {name: value for name, value in options.items() if name not in ("max_length", "stopping_criteria")}
+    remaining = {name: value for name, value in options.items() if name != "max_length"}
     remaining |= {
+        "stopping_criteria": [keep],
         "max_new_tokens": total - ids.shape[1],
         "min_new_tokens": None if minimum is None else max(0, minimum - (ids.shape[1] - length)),
         "attention_mask": torch.ones_like(ids),
-        "use_cache": True,
         "prefill_chunk_size": None,
     }
-    output = _run_generate(model, ids, cache, {"stopping_criteria": [keep], **remaining})
+    output = _run_generate(model, ids, cache, remaining)
     checkpoint.wait()
     cache.tokens = output[:, : cache.get_seq_length()].clone()
     return output
@@ -167,7 +166,7 @@ def _run_generate(model: PreTrainedModel, ids: Tensor, cache: ShardedCache, opti
     """Run transformers' `generate`. The last token is not cached."""
     watch, name, cache.intact = NanWatch(), cache_argument(model), False
     processors = [*(options.get("logits_processor") or []), watch]
-    options = {**options, "logits_processor": processors, "cache_implementation": None}
+    options = {**options, "logits_processor": processors, "cache_implementation": None, "use_cache": True}
     try:
         with _continuing(model, cache) if name == "cache_params" else nullcontext():
             output = model.generate(ids, **{name: cache}, **options)
