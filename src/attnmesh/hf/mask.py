@@ -111,8 +111,7 @@ class DescribedMask(NamedTuple):
     """A mask as transformers describes it: a function of indices, and the tokens that it is for."""
 
     function: IndexFunction
-    window: int | None
-    """Tokens of the model's sliding window."""
+    config: PreTrainedConfig
     queries: tuple[int, int]
     """Position of the first query, and their number."""
     keys: tuple[int, int]
@@ -174,7 +173,7 @@ def mask_spec(
         left_padding = (attention_mask.bool().cumsum(1) == 0).sum(1)
         covered = attention_mask.shape[1] if attention_mask.shape[1] < q_offset + q_length else None
     first = torch.zeros(batch_size, dtype=torch.long) if left_padding is None else left_padding.cpu()
-    given = DescribedMask(mask_function, window_of(config), (q_offset, q_length), (kv_offset, kv_length), first)
+    given = DescribedMask(mask_function, config, (q_offset, q_length), (kv_offset, kv_length), first)
     rows = () if isinstance(attention_mask, ShardMask) else _with_spans(given)
     mask = rows[0] if rows else None
     if mask is None and q_length == 1 and local_size is None:
@@ -230,7 +229,7 @@ def _with_spans(given: DescribedMask) -> tuple[Mask, ...]:
         return ()
     found = "padding before a sequence with images"
     require(not bool(given.first.any()), MaskError, "attention mask", SAME_PLACES, found, ONE_PROMPT)
-    window = given.window or FAR
+    window = window_of(given.config) or FAR
     masks = list[Mask]()
     sampled = _sample_pairs(given, min(window, given.queries[1]), 0)
     for row, sees_next in enumerate(seen[0]):
@@ -261,7 +260,8 @@ def _of_one_token(given: DescribedMask) -> Mask | None:
     keys = given.keys[0] + torch.arange(given.keys[1])
     if (seen := given.sees(rows, query[None], keys[None])) is None:
         return None
-    masks = [Causal(), *([Window(given.window - 1)] if given.window else [])]
+    window = window_of(given.config)
+    masks = [Causal(), *([Window(window - 1)] if window else [])]
     seen = seen.expand(len(rows), len(keys))
     return next((mask for mask in masks if torch.equal(mask.visible(query, keys).expand_as(seen), seen)), None)
 

@@ -108,7 +108,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
     def reserve(self, pending: PendingKV, tokens: int, mask: Mask) -> KVCache:
         """Return the layer's cache with space for more tokens, counted over all ranks. `mask` is the layer's."""
         k, v = pending.stored
-        kv = _extended(self.kv, len(k))
+        kv = _extended(self.kv, k.shape[0])
         if kv is None:
             row = longest_row(mask, FAR)
             storage = self.cache.storage if row > SHORT_WINDOW else self.cache.window_storage
@@ -130,7 +130,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
 
         `new` has the shape (batch, 1, keys, dim). `options` are those of `KVCache`.
         """
-        kv = _extended(self.others.get(name), len(new))
+        kv = _extended(self.others.get(name), new.shape[0])
         if kv is None:
             options["values"] = self.formats[name]
             kv = self.others[name] = self._new_cache(new, keys, per=self.rate, **options)
@@ -196,7 +196,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         def check() -> NoReturn:
             raise error
 
-        kv = _extended(self.kv, len(pending.k))
+        kv = _extended(self.kv, pending.k.shape[0])
         if kv is None or compares or (self.cache.checked is not False and self.must_grow(kv, tokens)):
             agree(Mesh.of(self.cache.mesh), error)
         elif compares is None:

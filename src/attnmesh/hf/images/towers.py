@@ -23,7 +23,8 @@ def in_tower(config: Any) -> bool:
     >>> in_tower(SiglipVisionConfig()), in_tower(LlamaConfig()), in_tower(None)
     (True, False, False)
     """
-    return config is not None and _is_tower(config.__class__)
+    kind: Any = type(config)  # config.__class__ would call functions of transformers
+    return config is not None and _is_tower(kind)
 
 
 @lru_cache
