@@ -4,6 +4,7 @@ Importing this file checks the names that every model needs. `RECURRENT` is chec
 runs on shards; `TRAINER` and `ACCELERATE` when they are first used.
 """
 
+from functools import cache
 from inspect import signature, unwrap
 from sys import modules
 from typing import Any, NamedTuple
@@ -98,6 +99,12 @@ def code_of(kind: str) -> str:
     """Return the module of transformers with the code of a model type."""
     name = kind.removesuffix("_text")
     return f"transformers.models.{name}.modeling_{name}"
+
+
+@cache
+def subclass(stock: type, base: type, **fields: Any) -> Any:
+    """Return a subclass of a class of transformers that has another first base. `__mro__[2]` is the class itself."""
+    return type(stock.__name__, (base, stock), {"__module__": stock.__module__, **fields})
 
 
 def cache_argument(model: Any) -> str:

@@ -8,7 +8,7 @@ does. `restore` gives the layers their classes back. Nothing outside the model i
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -26,7 +26,7 @@ from attnmesh.hf.recurrent.prefill_states import CompressedStates, PrefillStates
 from attnmesh.hf.relative import prepare_relative, restore_relative
 from attnmesh.hf.shards import ShardPositions, Shards, ShardTensor
 from attnmesh.hf.sparse.prepare import restore_indexer
-from attnmesh.hf.upstream import CACHES, COMPRESSED, MASKS, PER_TOKEN, RGLRU, TRANSFORMERS
+from attnmesh.hf.upstream import CACHES, COMPRESSED, MASKS, PER_TOKEN, RGLRU, TRANSFORMERS, subclass
 
 
 class RecurrentLayer:
@@ -176,10 +176,11 @@ def _prepare_model(model: Any) -> ModelCall | None:
     prepare_relative(model)
     for layer in new:
         stock: type = type(layer)
-        convolution = kind_of(stock).convolution  # type: ignore[union-attr]
-        layer.__class__, layer.call = _subclass(stock), call
-        if convolution is not None:
-            getattr(layer, convolution).__class__ = ShardedConv1d
+        kind: Any = kind_of(stock)
+        base: type = ShardedRglru if kind == RGLRU else RecurrentLayer
+        layer.__class__, layer.call = subclass(stock, base), call
+        if kind.convolution is not None:
+            getattr(layer, kind.convolution).__class__ = ShardedConv1d
     return call
 
 
@@ -223,9 +224,3 @@ def prepared(model: nn.Module) -> Iterator[None]:
     finally:
         if not was_prepared:
             _restore_layers(model)
-
-
-@cache
-def _subclass(layer: type) -> type:
-    base = ShardedRglru if kind_of(layer) == RGLRU else RecurrentLayer
-    return type(layer.__name__, (base, layer), {"__module__": layer.__module__})
