@@ -197,10 +197,9 @@ _attend_outside_graphs = torch.compiler.disable(attention)
 
 def _attend_shards(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, shards: Shards) -> Tensor:
     """Return attention of this rank's tokens to the tokens of all ranks, with gradients."""
-    kind = layer._replace(mask=shards.mask_of(layer.mask))._asdict()
-    length: dict[str, Any] = {"length": shards.length, "key_length": shards.length}
-    attend = attention if layer.selected is None else _attend_outside_graphs
-    out: Tensor = attend(q, k, v, mesh=shards.mesh, layout=shards.layout, **length, **kind)
+    kind, length = layer._replace(mask=shards.mask_of(layer.mask))._asdict(), shards.length
+    attend: Any = attention if layer.selected is None else _attend_outside_graphs
+    out: Tensor = attend(q, k, v, mesh=shards.mesh, layout=shards.layout, length=length, key_length=length, **kind)
     return out
 
 
