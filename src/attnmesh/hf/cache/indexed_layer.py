@@ -86,8 +86,3 @@ class PooledLayer(StatefulLayer, IndexedLayer):
         joined = torch.cat((earlier, rows), 1)
         self.tensors = {"rows": joined[:, joined.shape[1] - count :]}
         return joined
-
-    def queries(self, spec: Any, new: int) -> Tensor:
-        """Return the tokens of this rank's queries, the last of all tokens."""
-        length = self.others["index"].length
-        return torch.arange(length - new, length) if spec.shards is None else spec.shards.positions()

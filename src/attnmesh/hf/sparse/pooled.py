@@ -66,9 +66,11 @@ class PooledIndexer:
         hidden = torch.zeros_like(means[..., 0]).masked_fill(~ends[..., None], -torch.inf)
         source.new_index = torch.cat((means[:, :, 0], hidden), -1)
         found = source.select(PooledScores(q, spec), indexer.block_topk)
-        tokens, own = source.queries(spec, len(places[0])), places
-        if spec.shards is not None:
-            own = places[:, spec.shards.positions() - spec.shards.start]
+        if spec.shards is None:
+            tokens, own = source.get_seq_length() + torch.arange(rows.shape[1]), places
+        else:
+            tokens = spec.shards.positions()
+            own = places[:, tokens - spec.shards.start]
         return Selection(_tokens(found, tokens.to(found), own, ratio)[:, None])
 
 

@@ -55,10 +55,6 @@ class ShardKeys:
         """Return rows of all tokens (batch, tokens, width) after those of so many tokens before them: zeros."""
         return pad(rows, (0, 0, count, 0))
 
-    def queries(self, *_: Any) -> Tensor:
-        """Return the tokens of this rank."""
-        return self.shards.positions()
-
     def select(self, scores: Scores, k: int) -> Tensor:
         """Return the best k keys of this rank's queries, (batch, queries, k)."""
         assert self.new_index is not None
