@@ -109,8 +109,8 @@ class MeshState:
         if getattr(model, "is_cache_enabled", False):
             given, fix = "enable_cache: ranks may differ in what they skip", "call disable_cache()"
             raise ModelError(SUBJECT, "a model that computes all layers", given, fix)
-        drops = (name for name, module in model.named_modules() if isinstance(module, _DropoutNd) and module.p)
-        dropout = next(drops, None) if model.training else None
+        modules = model.named_modules() if model.training else ()
+        dropout = next((name for name, module in modules if isinstance(module, _DropoutNd) and module.p), None)
         if dropout is not None:
             given, fix = f"{dropout} in training", "set the model's dropout to 0, or call eval()"
             raise KernelError(SUBJECT, "a model without dropout: results are exact", given, fix)
