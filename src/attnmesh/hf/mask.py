@@ -127,11 +127,11 @@ class DescribedMask(NamedTuple):
             return None
 
 
-def mask_function(**arguments: Any) -> Any:
+def mask_function(**arguments: Any) -> MaskSpec | TracedMask | Tensor | None:
     """Return the mask of one kind of layer. transformers calls it once per kind and forward pass."""
     given = arguments.get("attention_mask")
     if in_tower(arguments.get("config")):
-        return sdpa_mask(**arguments)
+        return sdpa_mask(**arguments)  # type: ignore[no-any-return]
     if isinstance(given, MaskSpec | TracedMask):
         return given  # with a static cache, `generate` makes the mask before the model runs
     if isinstance(given, ShardMask | PromptMask) or not needs_tensor(arguments):
