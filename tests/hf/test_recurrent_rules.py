@@ -215,8 +215,8 @@ def test_states_stay_float32_and_no_worse_than_stock_in_autocast(name: str) -> N
         stock = run_stock(family, name, inputs, inputs.tensors)
         args, kwargs = inputs.arguments(inputs.tensors)
         link = RULES[name](getattr(module_of(family), name), *args, **kwargs)
-        given = link.finish(torch.zeros_like(link.bias))
-    assert link.linear.dtype == link.bias.dtype == torch.float32
+        given = link.finish(torch.zeros_like(link.map.bias))
+    assert link.map.linear.dtype == link.map.bias.dtype == torch.float32
     for x, y, z in zip(given, stock, exact, strict=True):
         assert x.dtype == y.dtype
         assert (x - z).norm() <= 1.1 * (y - z).norm() + TOLERANCE * z.norm()
@@ -228,10 +228,10 @@ def test_a_link_is_scalar_diagonal_or_matrix(name: str) -> None:
     args, kwargs = inputs.arguments(inputs.shards(inputs.tensors)[1])
     link = RULES[name](getattr(module_of(FAMILIES[name][0]), name), *args, **kwargs)
     shapes = {"mamba2_chunk_scan": (BATCH, 4), "mamba_selective_scan": (BATCH, 6, 5)}
-    assert link.linear.shape == shapes.get(name, (BATCH, 4, 8, 8))
-    assert link.linear.dtype == link.bias.dtype == torch.float32
+    assert link.map.linear.shape == shapes.get(name, (BATCH, 4, 8, 8))
+    assert link.map.linear.dtype == link.map.bias.dtype == torch.float32
     states = {"mamba2_chunk_scan": (BATCH, 4, 5, 8), "mamba_selective_scan": (BATCH, 6, 5, 1)}
-    assert link.bias.shape == states.get(name, (BATCH, 4, 8, 6))
+    assert link.map.bias.shape == states.get(name, (BATCH, 4, 8, 6))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -259,7 +259,7 @@ def sharded(rule: Rule, name: str, stock: Callable[..., Any], cuts: tuple[int, .
         start = kwargs.pop(rule.initial_state, None) if rule.initial_state else None
         requested = kwargs.get(rule.returns_state, False)
         links = [rule(stock, *some, **named) for some, named in split_call(name, args, kwargs, cuts)]
-        state = torch.zeros_like(links[0].bias) if start is None else rule.from_stock(start)
+        state = torch.zeros_like(links[0].map.bias) if start is None else rule.from_stock(start)
         outputs, state = fold(links, state, -1 if name == "mamba_selective_scan" else 1)
         return rule.returned(outputs, state, requested)
 

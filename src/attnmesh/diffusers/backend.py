@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.attention.attention import attention
 from attnmesh.comm.topology import all_gather_ints
 from attnmesh.core.layout import Split
-from attnmesh.core.mask import Causal, Full, Mask
+from attnmesh.core.mask import Causal, Full
 from attnmesh.diffusers.tokens import Tokens
 from attnmesh.diffusers.upstream import AttentionBackendName, BackendRegistry, dispatch_attention_fn
 from attnmesh.errors import KernelError, MaskError
@@ -62,14 +62,8 @@ def backend_of(mesh: DeviceMesh | None, tokens: Tokens, exchange: str, kernel: s
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         _check(dropout_p, attn_mask, is_causal=is_causal, streams=len(tokens.lengths))
         q_sizes, k_sizes = tokens.sizes(q.shape[2], k.shape[2])
-        mask: Mask = Causal() if is_causal else Full()
-        call: dict[str, Any] = {
-            "mask": mask,
-            "layout": Split(q_sizes),
-            "length": sum(q_sizes),
-            "scale": scale,
-            **options,
-        }
+        mask = Causal() if is_causal else Full()
+        call = options | {"mask": mask, "layout": Split(q_sizes), "length": sum(q_sizes), "scale": scale}
         if attn_mask is None:
             out = attention(q, k, v, key_layout=Split(k_sizes), key_length=sum(k_sizes), **call)
         else:

@@ -78,14 +78,12 @@ def enable(
         return plan
 
     state = MeshState(model, run_agreed(place, check, call), place, checked)
-    state.backend = register(
-        f"attnmesh-{next(BACKEND_NUMBERS)}", backend_of(mesh, state.tokens, exchange, kernel, checked)
-    )
+    backend = backend_of(mesh, state.tokens, exchange, kernel, checked)
+    state.backend = register(f"attnmesh-{next(BACKEND_NUMBERS)}", backend)
     state.undo.append(partial(unregister, state.backend))
     for changed in (model, *{id(processor): processor for processor in state.processors.values()}.values()):
-        state.undo.append(
-            partial(_restore, changed, {name: vars(changed).get(name, ...) for name in BACKEND_ATTRIBUTES})
-        )
+        before = {name: vars(changed).get(name, ...) for name in BACKEND_ATTRIBUTES}
+        state.undo.append(partial(_restore, changed, before))
         changed._parallel_config = state
         if changed is not model:
             changed._attention_backend = state.backend
@@ -102,10 +100,9 @@ def disable(model: Any) -> None:
         ModelError: The model is not on a mesh.
     """
     model = unwrap_module(model)
-    state = getattr(model, "_parallel_config", None)
-    if not isinstance(state, MeshState):
-        fix = "call it once for each enable"
-        raise ModelError("diffusers.disable model", "a model on a mesh", type(model).__name__, fix)
+    state: Any = getattr(model, "_parallel_config", None)
+    is_on_mesh, fix = isinstance(state, MeshState), "call it once for each enable"
+    require(is_on_mesh, ModelError, "diffusers.disable model", "a model on a mesh", type(model).__name__, fix)
     while state.undo:
         state.undo.pop()()
 
@@ -121,15 +118,13 @@ def _restore(changed: Any, before: dict[str, Any]) -> None:
 def _check_parallelism(model: Any) -> None:
     """Raise unless a model is one of diffusers, without parallelism."""
     subject, name = f"{SUBJECT} model", type(model).__name__
-    if not isinstance(model, ModelMixin):
-        fix = "pass the transformer itself, as pipeline.transformer or ddp.module"
-        raise ModelError(subject, "a model of diffusers", name, fix)
+    fix = "pass the transformer itself, as pipeline.transformer or ddp.module"
+    require(isinstance(model, ModelMixin), ModelError, subject, "a model of diffusers", name, fix)
+    given, fix = f"{name} after enable_parallelism", "leave enable_parallelism out"
     if isinstance(model._parallel_config, MeshState):
-        fix = "call attnmesh.diffusers.disable first"
-        raise ModelError(subject, "a model without parallelism", f"{name} on a mesh already", fix)
-    if model._parallel_config is not None:
-        given, fix = f"{name} after enable_parallelism", "leave enable_parallelism out"
-        raise ModelError(subject, "a model without parallelism", given, fix)
+        given, fix = f"{name} on a mesh already", "call attnmesh.diffusers.disable first"
+    alone = model._parallel_config is None
+    require(alone, ModelError, subject, "a model without parallelism", given, fix)
 
 
 def _check_processors(model: Any, plan: TokenPlan) -> None:
@@ -139,12 +134,10 @@ def _check_processors(model: Any, plan: TokenPlan) -> None:
     unsplit = {id(m.processor) for m in model.modules() if hasattr(m, "processor") and m not in split.values()}
     for module in split.values():
         processor, kind = module.processor, type(module.processor).__name__
-        if not all(hasattr(processor, name) for name in BACKEND_ATTRIBUTES) or "IPAdapter" in kind:
-            expected, fix = (
-                "attention processors that call a backend of diffusers",
-                "leave the adapter out, or set the default processors",
-            )
-            raise ModelError(subject, expected, kind, fix)
-        if id(processor) in unsplit:
-            given, fix = f"one {kind} for both", "give each module a processor of its own"
-            raise ModelError(subject, "other processors where keys are whole", given, fix)
+        calls_backend = all(hasattr(processor, name) for name in BACKEND_ATTRIBUTES) and "IPAdapter" not in kind
+        expected = "attention processors that call a backend of diffusers"
+        fix = "leave the adapter out, or set the default processors"
+        require(calls_backend, ModelError, subject, expected, kind, fix)
+        expected, own = "other processors where keys are whole", id(processor) not in unsplit
+        fix = "give each module a processor of its own"
+        require(own, ModelError, subject, expected, f"one {kind} for both", fix)

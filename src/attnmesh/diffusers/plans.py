@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from attnmesh.diffusers.upstream import ContextParallelInput, ContextParallelOutput
-from attnmesh.errors import ModelError
+from attnmesh.errors import ModelError, require
 
 STREAM = "hidden_states"
 """Ending of the names of streams: tokens of the image or video, and of text that attends beside them."""
@@ -121,30 +121,31 @@ REFUSED = {
 """Models whose plan cannot be followed."""
 
 
+WITH_PLAN = "pass a transformer with a _cp_plan, as WanTransformer3DModel"
+
+
 def plan_of(model: nn.Module) -> TokenPlan:
     """Return the plan of a model. Raise if it has none, or one that cannot be followed."""
     name, subject = type(model).__name__, "diffusers.enable model"
-    if reason := _entry(REFUSED, model):
-        fix = f"pass a transformer with a _cp_plan, as WanTransformer3DModel, or one of {', '.join(OWN)}"
-        raise ModelError(subject, "a plan to split its tokens once", f"{name} with {reason}", fix)
-    if getattr(getattr(model, "config", None), "image_condition_type", None) == "token_replace":
-        given = f"{name} that replaces the first frame's tokens (image_condition_type='token_replace')"
-        raise ModelError(subject, "a model that treats all tokens alike", given, "use 'latent_concat'")
+    reason, fix = _entry(REFUSED, model), f"{WITH_PLAN}, or one of {', '.join(OWN)}"
+    require(reason is None, ModelError, subject, "a plan to split its tokens once", f"{name} with {reason}", fix)
+    replaces = getattr(getattr(model, "config", None), "image_condition_type", None) == "token_replace"
+    expected = "a model that treats all tokens alike"
+    given = f"{name} that replaces the first frame's tokens (image_condition_type='token_replace')"
+    require(not replaces, ModelError, subject, expected, given, "use 'latent_concat'")
     plan = _entry(OWN, model)
     if plan is None:
-        found = getattr(model, "_cp_plan", None)
-        if not isinstance(found, dict) or not found:
-            fix = f"pass a transformer with a _cp_plan, as WanTransformer3DModel, or one of {', '.join(OWN)}"
-            raise ModelError(subject, "a transformer with a plan to split its tokens", name, fix)
+        found: Any = getattr(model, "_cp_plan", None)
+        is_plan, expected = isinstance(found, dict) and bool(found), "a transformer with a plan to split its tokens"
+        require(is_plan, ModelError, subject, expected, name, fix)
         plan = _converted(found, _entry(UNSPLIT, model) or ())
     for pattern in (*plan.splits, *plan.gathers):
         try:
             modules_named(model, pattern)
         except AttributeError:
+            expected, given = "a plan of modules that the model has", f"{name} without {pattern}"
             fix = "mend the model's _cp_plan: each name is a module, with at most one *"
-            raise ModelError(
-                subject, "a plan of modules that the model has", f"{name} without {pattern}", fix
-            ) from None
+            raise ModelError(subject, expected, given, fix) from None
     return plan
 
 
@@ -167,9 +168,9 @@ def _converted(plan: dict[str, Any], unsplit: tuple[str, ...]) -> TokenPlan:
 
 
 def _token_split(name: str | int, given: Any) -> TokenSplit:
-    if not isinstance(given, ContextParallelInput) or given.split_output != isinstance(name, int):
-        fix = "name one tensor for each argument, or output, that is split"
-        raise ModelError("diffusers.enable model", "a _cp_plan of single tensors", f"{name}: {given}", fix)
+    fits = isinstance(given, ContextParallelInput) and given.split_output == isinstance(name, int)
+    expected, fix = "a _cp_plan of single tensors", "name one tensor for each argument, or output, that is split"
+    require(fits, ModelError, "diffusers.enable model", expected, f"{name}: {given}", fix)
     return TokenSplit(name, given.split_dim, given.expected_dims)
 
 

@@ -1,7 +1,7 @@
 """State of a transformer on a mesh: hooks that split its tokens and gather its output, checks of each forward pass."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -109,7 +109,8 @@ class MeshState:
         if getattr(model, "is_cache_enabled", False):
             given, fix = "enable_cache: ranks may differ in what they skip", "call disable_cache()"
             raise ModelError(SUBJECT, "a model that computes all layers", given, fix)
-        dropout = next(dropouts(model), None) if model.training else None
+        modules = model.named_modules() if model.training else ()
+        dropout = next((name for name, module in modules if isinstance(module, _DropoutNd) and module.p), None)
         if dropout is not None:
             given, fix = f"{dropout} in training", "set the model's dropout to 0, or call eval()"
             raise KernelError(SUBJECT, "a model without dropout: results are exact", given, fix)
@@ -173,11 +174,6 @@ def split_attention(model: nn.Module, plan: TokenPlan) -> dict[str, Any]:
     """Return the attention modules whose tokens are split, by name."""
     kinds = (Attention, MochiAttention, AttentionModuleMixin)
     return {name: m for name, m in model.named_modules() if isinstance(m, kinds) and plan.is_split(name)}
-
-
-def dropouts(model: nn.Module) -> Iterator[str]:
-    """Yield the names of modules that drop elements in training."""
-    return (name for name, module in model.named_modules() if isinstance(module, _DropoutNd) and module.p)
 
 
 def _map_outputs(function: Callable[[int, Any], Any], output: Any) -> Any:

@@ -46,7 +46,7 @@ class Tokens:
 
     def add_stream(self, name: str, length: int) -> None:
         """Add a stream of `length` tokens. Raise if ranks would have none of them, since models fail there."""
-        ranks = self.place.shape.ranks
+        ranks = self.place.ranks
         length = operator.index(length)  # makes the symbolic length of a compiled graph a constant
         if length < ranks:
             expected, fix = f"{ranks} tokens or more, one a rank", "pad the text, or take a mesh of fewer ranks"
@@ -57,7 +57,7 @@ class Tokens:
 
     def split(self, x: Tensor, dim: int) -> Tensor:
         """Return this rank's run of a tensor."""
-        sizes, shard = run_sizes(operator.index(x.shape[dim]), self.place.shape.ranks), self.place.shard
+        sizes, shard = run_sizes(operator.index(x.shape[dim]), self.place.ranks), self.place.shard
         return x.narrow(dim, [0, *accumulate(sizes)][shard], sizes[shard])
 
     def split_joined(self, x: Tensor, dim: int, own: Sequence[int]) -> Tensor:
@@ -91,7 +91,7 @@ class Tokens:
         Ranks exchange their numbers where a number does not identify a stream, and in the backward pass: a layer that
         is computed again there may belong to an earlier forward pass.
         """
-        ranks = self.place.shape.ranks
+        ranks = self.place.ranks
         if torch.compiler.is_compiling():
             if self.sizes_by_own is None:
                 fix = "pass other numbers of tokens, or leave torch.compile out"
@@ -111,7 +111,7 @@ class Tokens:
 
     def _index_sizes(self) -> None:
         """Index the tokens of all ranks, for each stream and for all streams together, by this rank's number."""
-        ranks = self.place.shape.ranks
+        ranks = self.place.ranks
         single = [run_sizes(length, ranks) for length in self.lengths.values()]
         found = dict.fromkeys([*single, tuple(map(sum, zip(*single, strict=True)))])
         is_unique = all(len(set(column)) == len(found) for column in zip(*found, strict=True))

@@ -22,7 +22,7 @@ from attnmesh.decode.decode_shard import decode_shard
 from attnmesh.errors import InputError, MaskError, require
 from attnmesh.hf.cache.layer import PendingKV, store_shard
 from attnmesh.hf.checks import check_cached_padding, check_same_weights, checked_mask
-from attnmesh.hf.images.cross import attend_to_images, attends_to_images
+from attnmesh.hf.images.cross import attends_to_images
 from attnmesh.hf.images.towers import attend_in_tower, in_tower
 from attnmesh.hf.latent import LatentStates
 from attnmesh.hf.mask import ONE_PROMPT, SAME_PLACES, MaskSpec, check_covers
@@ -31,7 +31,7 @@ from attnmesh.hf.relative import near_bias
 from attnmesh.hf.shards import Shards
 from attnmesh.hf.sparse.blocks import selected_blocks
 from attnmesh.hf.traced import TracedMask, attend_traced
-from attnmesh.hf.upstream import is_relative
+from attnmesh.hf.upstream import is_relative, sdpa_attention
 from attnmesh.kernels.attend import run_attend
 from attnmesh.kernels.traced import autocast, without_autocast
 from attnmesh.mesh.axes import Mesh
@@ -69,9 +69,9 @@ def attention_function(
     if in_tower(getattr(module, "config", None)):
         more |= {"scaling": scaling, "dropout": dropout, "softcap": softcap}
         return attend_in_tower(module, query, key, value, attention_mask, **more)  # type: ignore[no-any-return]
-    if attends_to_images(module):
-        images = {"scaling": scaling, "dropout": dropout}
-        return attend_to_images(module, query, key, value, attention_mask, **images)  # type: ignore[no-any-return]
+    if attends_to_images(module):  # this rank's tokens to all features: the mask has a row for each of these tokens
+        images = {"is_causal": False, "scaling": scaling, "dropout": dropout}
+        return sdpa_attention(module, query, key, value, attention_mask, **images)  # type: ignore[no-any-return]
     if isinstance(key, LatentStates) and isinstance(value, LatentStates):
         key = value = PendingKV(key.plain(), value.plain(), key.layer, key.latents)
     if isinstance(attention_mask, TracedMask) and isinstance(key, PendingKV):
@@ -146,18 +146,24 @@ def _attend_cached(q: Tensor, pending: PendingKV, layer: LayerCall, spec: MaskSp
         for axis in (kv.mesh.heads, kv.tokens) if pending.layer.cache.shares > 1 else ():
             out = out[:, axis.share_of(out.shape[1])]
         return out
-    return _attend_cache(q, pending, kv, layer)
+    return _attend_stored(q, pending, kv, layer, None)
 
 
-def _attend_cache(q: Tensor, pending: PendingKV, kv: KVCache, layer: LayerCall) -> Tensor:
-    """Return attention of the last tokens over all cached ones. Queries of latents are absorbed."""
-    attend, latents = pending.layer.cache.attend, pending.travelling
-    if latents is None:
-        out: Tensor = attend(q, kv, partial=pending.layer.further(q, layer.scale), **layer._asdict())
-        return out
-    scale = check_scale(SUBJECT, layer.scale, q.shape[-1])
-    sums = attend(latents.projection.absorb(q), kv, **layer._replace(scale=scale)._asdict())
-    return latents.projection.project(sums)
+def _attend_stored(q: Tensor, pending: PendingKV, kv: KVCache, layer: LayerCall, shards: Shards | None) -> Tensor:
+    """Return attention of the last tokens, or of this rank's share of them, over all that are cached.
+
+    Queries of latents are absorbed.
+    """
+    latents, cache, further = pending.projected_latents, pending.layer.cache, pending.layer.further
+    if latents is not None:
+        layer = layer._replace(scale=check_scale(SUBJECT, layer.scale, q.shape[-1]))
+        q = latents.projection.absorb(q)
+    if shards is None:
+        out: Tensor = cache.attend(q, kv, partial=further(q, layer.scale), **layer._asdict())
+    else:
+        how = {"kernel": cache.kernel, "further": partial(further, scale=layer.scale), **layer._asdict()}
+        out = decode_shard(q, kv, shards.layout, shards.length, **how)
+    return out if latents is None else latents.projection.project(out)
 
 
 def _ratio_by_position(module: nn.Module, shards: Shards, q: Tensor) -> Tensor | None:
@@ -191,10 +197,9 @@ _attend_outside_graphs = torch.compiler.disable(attention)
 
 def _attend_shards(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, shards: Shards) -> Tensor:
     """Return attention of this rank's tokens to the tokens of all ranks, with gradients."""
-    kind = layer._replace(mask=shards.mask_of(layer.mask))._asdict()
-    length: dict[str, Any] = {"length": shards.length, "key_length": shards.length}
-    attend = attention if layer.selected is None else _attend_outside_graphs
-    out: Tensor = attend(q, k, v, mesh=shards.mesh, layout=shards.layout, **length, **kind)
+    kind, length = layer._replace(mask=shards.mask_of(layer.mask))._asdict(), shards.length
+    attend: Any = attention if layer.selected is None else _attend_outside_graphs
+    out: Tensor = attend(q, k, v, mesh=shards.mesh, layout=shards.layout, length=length, key_length=length, **kind)
     return out
 
 
@@ -207,21 +212,10 @@ def _prefill(q: Tensor, pending: PendingKV, layer: LayerCall, shards: Shards, is
         options = Options(shards.mask_of(layer.mask), shards.layout, shards.layout, *how)
         call = Call(q, pending.k, pending.v, layer.sinks, None, options, layer.selected, layer.distance_bias)
         further = pending.layer.further(q, layer.scale)
-        out = attend_shards(call, Mesh.of(shards.mesh), cache.checked, pending.travelling, further)
+        out = attend_shards(call, Mesh.of(shards.mesh), cache.checked, pending.projected_latents, further)
     if is_new:
         store_shard(kv, *pending.stored, shards)
-    return _attend_prefix(q, pending, kv, layer, shards) if shards.has_prefix else out
-
-
-def _attend_prefix(q: Tensor, pending: PendingKV, kv: KVCache, layer: LayerCall, shards: Shards) -> Tensor:
-    """Return attention of this rank's tokens over all cached ones. Queries of latents are absorbed."""
-    options, latents = {"kernel": pending.layer.cache.kernel, **layer._asdict()}, pending.travelling
-    if latents is None:
-        options["further"] = partial(pending.layer.further, scale=layer.scale)
-        return decode_shard(q, kv, shards.layout, shards.length, **options)
-    options["scale"] = check_scale(SUBJECT, layer.scale, q.shape[-1])
-    sums = decode_shard(latents.projection.absorb(q), kv, shards.layout, shards.length, **options)
-    return latents.projection.project(sums)
+    return _attend_stored(q, pending, kv, layer, shards) if shards.has_prefix else out
 
 
 def _store(pending: PendingKV, mask: Mask, spec: MaskSpec, new: int) -> KVCache:

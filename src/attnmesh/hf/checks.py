@@ -15,7 +15,7 @@ from attnmesh.guard.consensus import agree, describe_call, may_compare
 from attnmesh.hf.cache.compressed_layer import CompressedLayer
 from attnmesh.hf.cache.layer import PendingKV
 from attnmesh.hf.mask import MaskSpec, check_left_padded
-from attnmesh.hf.models import COMPRESSED_LAYERS, SUBJECT, check_layers, is_recurrent, mixing_layers
+from attnmesh.hf.models import COMPRESSED_LAYERS, SUBJECT, is_recurrent, mixing_layers
 from attnmesh.hf.shards import Shards
 from attnmesh.hf.sparse.entries import UNPREPARED
 from attnmesh.hf.traced import TracedMask
@@ -42,15 +42,13 @@ def checked_mask(
 ) -> MaskSpec | TracedMask:
     """Return the mask of a call that passes all checks. Raise on all ranks if they compare their calls."""
     if isinstance(attention_mask, TracedMask):
-        _check_causal(module, attention_mask, more)
-        _check_exact(dropout, more)
+        _check_exact(module, attention_mask, dropout, more)
         _check_entries(module, None, None, None)
         return attention_mask
     shards = attention_mask.shards if isinstance(attention_mask, MaskSpec) else None
     pending = key if isinstance(key, PendingKV) else None
     try:
-        _check_causal(module, attention_mask, more)
-        _check_exact(dropout, more)
+        _check_exact(module, attention_mask, dropout, more)
         spec = _check_mask(attention_mask, sliding_window or None)  # some models pass 0 for no window
         _check_entries(module, pending, shards, spec.token_mask if shards is None else shards.token_mask)
         if shards is not None:
@@ -76,17 +74,16 @@ def _raise_agreed(error: InputError, query: Tensor, pending: PendingKV | None, s
     raise error
 
 
-def _check_causal(module: nn.Module, mask: Any, more: dict[str, Any]) -> None:
-    """Raise unless the layer is causal, or a mask with spans says which later tokens it sees; one token sees none."""
+def _check_exact(module: nn.Module, mask: Any, dropout: float, more: dict[str, Any]) -> None:
+    """Raise for anything but exact attention of a causal layer.
+
+    Another layer passes if a mask with spans says which later tokens it sees, or for one token, which sees none.
+    """
     says = isinstance(mask, MaskSpec) and mask.shards is None and mask.q_length == 1
     says = says or (isinstance(mask, MaskSpec) and mask.has_spans)
     if not says and (not getattr(module, "is_causal", True) or more.get("is_causal") is False):
         given = f"{type(module).__name__}, which is not causal"
         raise MaskError(f"{SUBJECT} is_causal", "causal attention", given, "use a causal language model")
-
-
-def _check_exact(dropout: float, more: dict[str, Any]) -> None:
-    """Raise for anything but exact attention."""
     if dropout:
         fix = "call model.eval() to generate; to train, load the model with attention_dropout=0 (GPT-2: attn_pdrop=0)"
         raise KernelError(f"{SUBJECT} dropout", "attention without dropout", f"dropout={dropout}", fix)
@@ -142,8 +139,6 @@ def _check_mask(given: MaskSpec | Tensor | None, window: int | None) -> MaskSpec
 def _check_shards(module: nn.Module, q: Tensor, key: Tensor | PendingKV, more: dict[str, Any], shards: Shards) -> None:
     """Raise unless the layer is exact on shards. Count its call, and note the model's `num_items_in_batch`."""
     config = getattr(module, "config", None)
-    if config is not None:
-        check_layers(config)
     layers, recurrent = (1, False) if config is None else (mixing_layers(config), is_recurrent(config))
     shards.count_layer(type(module).__name__, layers, recurrent=recurrent)
     count = more.get("num_items_in_batch")
@@ -192,7 +187,7 @@ def check_same_weights(module: nn.Module, shards: Shards, device: torch.device) 
     Wrappers that shard the weights keep their shards in one dim or as DTensors, which differ between ranks.
     """
     mesh = Mesh.of(shards.mesh)
-    if mesh.shape.ranks == 1 or not may_compare(device) or module in _compared_layers(mesh):
+    if mesh.ranks == 1 or not may_compare(device) or module in _compared_layers(mesh):
         return
     named = {name: x for name, x in module.named_parameters() if x.ndim > 1 and type(x).__name__ != "DTensor"}
     heads = {name: x.detach().flatten()[:DIGEST_VALUES] for name, x in named.items()}

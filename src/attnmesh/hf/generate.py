@@ -6,15 +6,13 @@ sample the same tokens.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.functional import pad
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnmesh.comm.topology import all_gather_ints
@@ -23,13 +21,12 @@ from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.checkpoint import SUBJECT as CHECKPOINT
 from attnmesh.hf.checkpoint import Checkpoint, TokenCallback, random_state, set_random_state
 from attnmesh.hf.finite import NanWatch
-from attnmesh.hf.images.inputs import Pictures, split_images, without_absent
-from attnmesh.hf.images.merge import Merged, merge_images
-from attnmesh.hf.models import forget_images, rope_regime, unwrap
+from attnmesh.hf.images.inputs import split_images, without_absent
+from attnmesh.hf.models import rope_regime, unwrap
 from attnmesh.hf.options import ASSISTED_OPTIONS, CheckpointSpec, Settings, agree_on_call, check_padding
-from attnmesh.hf.prefill import CHUNK, crop_to_shared_prefix, left_to_decode, mark_tokens, prefill_rest
-from attnmesh.hf.sparse.prepare import prepare_indexers
+from attnmesh.hf.prefill import CHUNK, Prompt, begin_prompt, crop_to_shared_prefix, prefill_rest
 from attnmesh.hf.tensor_parallel import sharing
+from attnmesh.hf.upstream import cache_argument
 from attnmesh.mesh.axes import Mesh, NotGiven, given_mesh
 
 ALONE = "each rank generates alone, with all keys and values. Pass mesh= or a cache to shard them over the ranks"
@@ -81,57 +78,47 @@ def generate(
     spec = CheckpointSpec(checkpoint.folder, checkpoint.every) if isinstance(checkpoint, Checkpoint) else checkpoint
     named = {"prefill_chunk_size": prefill_chunk_size, "checkpoint": spec}
     agree_on_call(place, model, input_ids, attention_mask, cache, {**named, **options})
-    forget_images(model)
-    prepare_indexers(model)
     cache = ShardedCache(model.config, mesh) if cache is None else cache
     mask = _infer_padding(model.config, input_ids, settings) if attention_mask is None else attention_mask
     images, options = split_images(model, options)
-    merged = merge_images(place, model, input_ids, mask, images, left_to_decode(model.config))
+    prompt = begin_prompt(place, model, input_ids, mask, images)
     chunk_size = prefill_chunk_size or settings["prefill_chunk_size"]
     if checkpoint is None:
-        return _generate(model, input_ids, cache, mask, chunk_size, options, merged)
+        return _generate(model, prompt, cache, chunk_size, options)
     unpadded = mask is None or bool(mask.all())
     require(unpadded, MaskError, CHECKPOINT, "a prompt without padding", "padding", "remove the padding")
     return _generate_with_checkpoint(model, input_ids, cache, checkpoint, chunk_size or CHUNK, options)
 
 
 def _generate(
-    model: PreTrainedModel,
-    ids: Tensor,
-    cache: ShardedCache,
-    attention_mask: Tensor | None,
-    chunk_size: int | None,
-    options: dict[str, Any],
-    merged: Merged | None,
+    model: PreTrainedModel, prompt: Prompt, cache: ShardedCache, chunk_size: int | None, options: dict[str, Any]
 ) -> Any:
     """Prefill the prompt, then run transformers' `generate`. Keep the cache's `tokens` up to date."""
     settings = Settings(model, dict(options))
     beams, samples = settings["num_beams"] or 1, settings["num_return_sequences"] or 1
     assisted = any(settings[name] for name in ASSISTED_OPTIONS)
-    pictures = None if merged is None else merged.pictures
-    shared = crop_to_shared_prefix(model, cache, ids, attention_mask, pictures)
+    shared = crop_to_shared_prefix(model, prompt, cache)
     expected, given = "an empty cache for assisted decoding", f"{shared} tokens in the cache"
     fits = not (assisted and shared)  # transformers feeds the whole prompt
     require(fits, KernelError, "generate", expected, given, "pass a new cache, or none")
     if not assisted:
-        prefill_rest(model, ids, cache, attention_mask, chunk_size, merged=merged)
+        prefill_rest(model, prompt, cache, chunk_size)
         cache.batch_repeat_interleave(max(beams, samples))
         options["prefill_chunk_size"] = None
-    _synchronize_generators(model, cache, ids.device)
+    _synchronize_generators(model, cache, prompt.ids.device)
     if not assisted and beams == 1:
 
         def record(tokens: Tensor) -> None:
-            cache.tokens = _mark_sequences(tokens, attention_mask, pictures)
+            cache.tokens = prompt.mark(tokens)
 
         options["stopping_criteria"] = [*(options.get("stopping_criteria") or []), TokenCallback(record)]
         if samples == 1:
-            cache.tokens = _mark_sequences(ids, attention_mask, pictures)  # while the first new token is computed
-    options |= {"use_cache": True} | ({} if merged is None else merged.decoding)
-    output = _run_generate(model, ids, cache, {"attention_mask": attention_mask, **options})
+            cache.tokens = prompt.mark(prompt.ids)  # while the first new token is computed
+    options |= {} if prompt.merged is None else prompt.merged.decoding
+    output = _run_generate(model, prompt.ids, cache, {"attention_mask": prompt.mask, **options})
     sequences = getattr(output, "sequences", output)
     # With several beams, the rows of the cache are in an unknown order.
-    marked = None if beams > 1 else _mark_sequences(sequences, attention_mask, pictures)
-    cache.tokens = None if marked is None else marked[:, : cache.get_seq_length()]
+    cache.tokens = None if beams > 1 else prompt.mark(sequences)[:, : cache.get_seq_length()]
     return output
 
 
@@ -146,47 +133,43 @@ def _generate_with_checkpoint(
     """Generate from the last checkpoint on, and save checkpoints."""
     settings = Settings(model, options)
     _synchronize_generators(model, cache, prompt.device)
-    if checkpoint.start_ids is None:
-        checkpoint.begin(model, prompt, cache, settings)
+    begun = checkpoint.start_ids
+    ids = checkpoint.begin(model, prompt, cache, settings) if begun is None else begun
     length, total = prompt.shape[1], settings.total(prompt.shape[1])
     constant = rope_regime(model.config, length) == rope_regime(model.config, total)
     given, fix = "one that the length of the text changes", "leave checkpoint= out, or generate fewer tokens"
     require(constant, KernelError, CHECKPOINT, "a rope that stays the same", given, fix)
-    ids, checkpoint.start_ids = checkpoint.start_ids, None  # the next call reads the folder again
-    assert ids is not None
+    checkpoint.start_ids = None  # the next call reads the folder again
     if ids.shape[1] >= total:
         if (streamer := options.get("streamer")) is not None:
             streamer.put(ids[:, :total])
             streamer.end()
         return ids[:, :total]
-    prefill_rest(model, ids, cache, None, chunk_size, lambda stop: checkpoint.save(cache, ids[:, :stop]))
+    prefill_rest(model, Prompt(ids), cache, chunk_size, lambda stop: checkpoint.save(cache, ids[:, :stop]))
     keep = TokenCallback(partial(checkpoint.keep, cache, prompt=length, ends=settings["eos_token_id"]))
     minimum = settings["min_new_tokens"]
-    remaining = {name: value for name, value in options.items() if name not in ("max_length", "stopping_criteria")}
+    remaining = {name: value for name, value in options.items() if name != "max_length"}
     remaining |= {
+        "stopping_criteria": [keep],
         "max_new_tokens": total - ids.shape[1],
         "min_new_tokens": None if minimum is None else max(0, minimum - (ids.shape[1] - length)),
         "attention_mask": torch.ones_like(ids),
-        "use_cache": True,
         "prefill_chunk_size": None,
     }
-    output = _run_generate(model, ids, cache, {"stopping_criteria": [keep], **remaining})
+    output = _run_generate(model, ids, cache, remaining)
     checkpoint.wait()
-    cache.tokens = mark_tokens(output)[:, : cache.get_seq_length()]
+    cache.tokens = output[:, : cache.get_seq_length()].clone()
     return output
 
 
 def _run_generate(model: PreTrainedModel, ids: Tensor, cache: ShardedCache, options: dict[str, Any]) -> Any:
     """Run transformers' `generate`. The last token is not cached."""
-    watch, cache.intact = NanWatch(), False
+    watch, name, cache.intact = NanWatch(), cache_argument(model), False
     processors = [*(options.get("logits_processor") or []), watch]
-    options = {**options, "logits_processor": processors, "cache_implementation": None}
+    options = {**options, "logits_processor": processors, "cache_implementation": None, "use_cache": True}
     try:
-        if "cache_params" in signature(model.forward).parameters:
-            with _continuing(model, cache):
-                output = model.generate(ids, cache_params=cache, **options)
-        else:
-            output = model.generate(ids, past_key_values=cache, **options)
+        with _continuing(model, cache) if name == "cache_params" else nullcontext():
+            output = model.generate(ids, **{name: cache}, **options)
     finally:
         watch.report(model, ids, first=Mesh.of(cache.mesh).shard == 0)
     cache.intact = True
@@ -224,18 +207,10 @@ def _infer_padding(config: PreTrainedConfig, ids: Tensor, settings: Settings) ->
     return mask
 
 
-def _mark_sequences(sequences: Tensor, attention_mask: Tensor | None, pictures: Pictures | None) -> Tensor:
-    """Return `mark_tokens` of prompts and new tokens. Each prompt may have several sequences."""
-    if attention_mask is not None:
-        samples, new = len(sequences) // len(attention_mask), sequences.shape[1] - attention_mask.shape[1]
-        attention_mask = pad(attention_mask.repeat_interleave(samples, 0), (0, new), value=1)
-    return mark_tokens(sequences, attention_mask, pictures)
-
-
 def _synchronize_generators(model: PreTrainedModel, cache: ShardedCache, device: torch.device) -> None:
     """Set the random generators of all ranks to the state of the first, so that all sample the same tokens."""
     for place in (Mesh.of(cache.mesh), Mesh.of(sharing(model))):
-        if place.shape.ranks == 1:
+        if place.ranks == 1:
             continue
         for source in dict.fromkeys((torch.device("cpu"), device)):
             state = all_gather_ints(random_state(source).tolist(), place.axes)[0]

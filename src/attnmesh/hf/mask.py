@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +19,11 @@ from attnmesh.core.mask import FAR, Causal, Chunks, Full, Mask, Spans, Window
 from attnmesh.core.selection import Selection
 from attnmesh.errors import MaskError, ShapeError, require
 from attnmesh.hf.images.spans import check_unpadded, other_spans, spans_of
-from attnmesh.hf.images.towers import in_tower, tower_mask
+from attnmesh.hf.images.towers import in_tower
 from attnmesh.hf.models import SUBJECT, check_layers, window_of
 from attnmesh.hf.shards import PromptMask, ShardMask, Shards
 from attnmesh.hf.traced import LayerMask, TracedMask, in_trace, needs_tensor
-from attnmesh.hf.upstream import bidirectional_mask_function, causal_mask_function
+from attnmesh.hf.upstream import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,31 @@ IndexFunction = Callable[..., Tensor]
 """(batch, head, query, key) indices -> True where the query attends to the key, as transformers defines masks."""
 
 
+class DescribedMask(NamedTuple):
+    """A mask as transformers describes it: a function of indices, and the tokens that it is for."""
+
+    function: IndexFunction
+    config: PreTrainedConfig
+    queries: tuple[int, int]
+    """Position of the first query, and their number."""
+    keys: tuple[int, int]
+    first: Tensor
+    """Position of the first token of each sequence."""
+
+    def sees(self, rows: Tensor | int, queries: Tensor, keys: Tensor) -> Tensor | None:
+        """Return where queries see keys; None if the function looks positions up in a table of other tokens."""
+        zero = torch.zeros((), dtype=torch.long)
+        try:
+            return self.function(zero + rows, zero, queries, keys).cpu()
+        except (IndexError, RuntimeError):
+            return None
+
+
 def mask_function(**arguments: Any) -> MaskSpec | TracedMask | Tensor | None:
     """Return the mask of one kind of layer. transformers calls it once per kind and forward pass."""
     given = arguments.get("attention_mask")
     if in_tower(arguments.get("config")):
-        return tower_mask(arguments)
+        return sdpa_mask(**arguments)  # type: ignore[no-any-return]
     if isinstance(given, MaskSpec | TracedMask):
         return given  # with a static cache, `generate` makes the mask before the model runs
     if isinstance(given, ShardMask | PromptMask) or not needs_tensor(arguments):
@@ -121,7 +141,7 @@ def mask_function(**arguments: Any) -> MaskSpec | TracedMask | Tensor | None:
     if not in_trace(arguments):
         covered = None if given is None else given.shape[-1]
         check_covers(covered, int(arguments["q_offset"]) + arguments["q_length"])
-    return TracedMask.of(arguments, partial(spec_of, arguments))
+    return TracedMask.of(arguments, partial(_spec_outside_graphs, **arguments))
 
 
 def check_covers(covered: int | None, tokens: int) -> None:
@@ -130,157 +150,133 @@ def check_covers(covered: int | None, tokens: int) -> None:
     require(fits, ShapeError, f"{SUBJECT} attention_mask", f"one of all {tokens} tokens", f"one of {covered}", fix)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator] # a cache of shards reads positions, which a graph cannot
-def spec_of(arguments: dict[str, Any]) -> MaskSpec:
-    """Return the mask that transformers describes, as positions."""
-    return mask_spec(**arguments)
-
-
 def mask_spec(
     batch_size: int,
     q_length: int,
     kv_length: int,
+    config: PreTrainedConfig,
     q_offset: int = 0,
     kv_offset: int = 0,
     mask_function: IndexFunction = causal_mask_function,
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     use_vmap: bool = False,
-    config: PreTrainedConfig | None = None,
     **_: Any,
 ) -> MaskSpec:
     """Return the mask as positions, from the arguments that transformers describes it with."""
     shards = attention_mask.shards if isinstance(attention_mask, ShardMask | PromptMask) else None
     token_mask = covered = left_padding = None
-    if shards is None:
-        left_padding = _left_padding(attention_mask)
-        token_mask = _token_mask(attention_mask, kv_length, kv_offset)
-        width = attention_mask.shape[-1] if isinstance(attention_mask, Tensor) else None
-        covered = width if width is not None and width < q_offset + q_length else None
-    elif config is not None:
+    if shards is not None:
         check_layers(config)
+    elif attention_mask is not None:
+        token_mask = _token_mask(attention_mask, kv_length, kv_offset)
+        left_padding = (attention_mask.bool().cumsum(1) == 0).sum(1)
+        covered = attention_mask.shape[1] if attention_mask.shape[1] < q_offset + q_length else None
     first = torch.zeros(batch_size, dtype=torch.long) if left_padding is None else left_padding.cpu()
-    ranges = (q_offset, q_length), (kv_offset, kv_length)
-    rows = () if isinstance(attention_mask, ShardMask) else _with_spans(mask_function, config, *ranges, first)
+    given = DescribedMask(mask_function, config, (q_offset, q_length), (kv_offset, kv_length), first)
+    rows = () if isinstance(attention_mask, ShardMask) else _with_spans(given)
     mask = rows[0] if rows else None
     if mask is None and q_length == 1 and local_size is None:
-        mask = _of_one_token(mask_function, config, *ranges, batch_size)
+        mask = _of_one_token(given)
     if rows and isinstance(attention_mask, PromptMask):
         check_unpadded(rows, attention_mask.plain().bool())
     if mask is None:
-        expected, given = "a causal mask, a sliding window, chunks or spans", "a mask function of the model's own"
-        require(not use_vmap, MaskError, "attention mask", expected, given, UNTYPED)
-        mask = _recognise(mask_function, local_size, *ranges, first)
+        expected, found = "a causal mask, a sliding window, chunks or spans", "a mask function of the model's own"
+        require(not use_vmap, MaskError, "attention mask", expected, found, UNTYPED)
+        mask = _recognise(given, local_size)
     differ = rows if len({*rows}) > 1 else ()
     return MaskSpec(mask, q_length, q_offset, kv_offset, token_mask, shards, covered, left_padding, rows=differ)
 
 
-def _recognise(
-    function: IndexFunction,
-    local_size: int | None,
-    query_range: tuple[int, int],
-    key_range: tuple[int, int],
-    first: Tensor,
-) -> Mask:
+_spec_outside_graphs = torch.compiler.disable(mask_spec)
+"""`mask_spec` for a cache of shards, which reads positions: a graph cannot."""
+
+
+def _recognise(given: DescribedMask, local_size: int | None) -> Mask:
     """Return the mask that a function of indices computes, by its values at some positions. Raise on other masks.
 
-    Each range is an offset and a length. The tokens of a sequence begin at its `first`; chunks are counted from it.
+    Chunks are counted from the first token of a sequence.
     """
-    if local_size == 0 or (local_size is None and function is causal_mask_function):  # size 0 means no window
+    if local_size == 0 or (local_size is None and given.function is causal_mask_function):  # size 0 means no window
         return Causal()
-    if local_size is None and function is bidirectional_mask_function:
+    if local_size is None and given.function is bidirectional_mask_function:
         return Full()  # transformers also makes it for cross-attention that is never called
-    seen = _neighbours(function, *query_range, len(first))
+    seen, first = _neighbours(given), int(given.first[0])
     if local_size is not None and seen is not None and not bool(seen[0].any()):
-        samples = _sample_pairs(query_range, key_range, local_size, int(first[0]))
+        samples = _sample_pairs(given, local_size, first)
         for mask in (Window(local_size - 1), Causal() & Chunks(local_size)):
-            unbroken = _unbroken(mask, local_size, *query_range, first)
-            if torch.equal(seen[1], unbroken) and _equals(function, mask, *samples, int(first[0])):
+            unbroken = _unbroken(mask, local_size, *given.queries, given.first)
+            if torch.equal(seen[1], unbroken) and _equals(given, mask, *samples, first):
                 return mask
-    given, fix = "another mask", UNTYPED
+    found, fix = "another mask", UNTYPED
     if seen is not None and bool(seen[0].any()):
-        given = "tokens that see later ones, as those of an image do"
+        found = "tokens that see later ones, as those of an image do"
     elif seen is not None and not bool(seen[1].all()):
-        given = "packed sequences, whose positions restart"
+        found = "packed sequences, whose positions restart"
         fix = "pass them through attnmesh.hf.shard_batch, with mesh=None on one device"
-    raise MaskError("attention mask", "a causal mask, a sliding window or chunks", given, fix)
+    raise MaskError("attention mask", "a causal mask, a sliding window or chunks", found, fix)
 
 
-def _with_spans(
-    function: IndexFunction,
-    config: PreTrainedConfig | None,
-    query_range: tuple[int, int],
-    key_range: tuple[int, int],
-    first: Tensor,
-) -> tuple[Mask, ...]:
+def _with_spans(given: DescribedMask) -> tuple[Mask, ...]:
     """Return the causal mask with spans that a function of indices computes for each sequence; none if it is another.
 
     It has a window if the function has one.
     """
-    if function in (causal_mask_function, bidirectional_mask_function) or query_range[1] < 2:
+    if given.function in (causal_mask_function, bidirectional_mask_function) or given.queries[1] < 2:
         return ()  # one token, as in decoding, sees no later one
-    seen = _neighbours(function, *query_range, len(first))
+    seen = _neighbours(given)
     if seen is None or not bool(seen[0].any()):
         return ()
-    given = "padding before a sequence with images"
-    require(not bool(first.any()), MaskError, "attention mask", SAME_PLACES, given, ONE_PROMPT)
-    window = window_of(config) or FAR
+    found = "padding before a sequence with images"
+    require(not bool(given.first.any()), MaskError, "attention mask", SAME_PLACES, found, ONE_PROMPT)
+    window = window_of(given.config) or FAR
     masks = list[Mask]()
-    sampled = _sample_pairs(query_range, key_range, min(window, query_range[1]), 0)
+    sampled = _sample_pairs(given, min(window, given.queries[1]), 0)
     for row, sees_next in enumerate(seen[0]):
-        spans = spans_of(sees_next, query_range[0])
+        spans = spans_of(sees_next, given.queries[0])
         edges = torch.tensor([edge + near for edge in chain(*spans) for near in (-1, 0, 1)], dtype=torch.long)
         queries, keys = (  # the function may look tokens up in a table
             torch.cat((places, edges)).clamp(start, start + length - 1).unique()
-            for places, (start, length) in zip(sampled, (query_range, key_range), strict=True)
+            for places, (start, length) in zip(sampled, (given.queries, given.keys), strict=True)
         )
         known = Spans(spans), Spans(spans, window - 1)
-        found = next((mask for mask in known if _equals(function, mask, queries, keys, 0, row)), None)
-        if found is None:
-            given = other_spans(partial(function, torch.tensor(row), torch.tensor(0)), spans, window)
-            require(not given, MaskError, "attention mask", SPANS, given, SDPA)
+        mask = next((mask for mask in known if _equals(given, mask, queries, keys, 0, row)), None)
+        if mask is None:
+            found = other_spans(partial(given.function, torch.tensor(row), torch.tensor(0)), spans, window)
+            require(not found, MaskError, "attention mask", SPANS, found, SDPA)
             return ()
-        masks.append(found)
+        masks.append(mask)
     return tuple(masks)
 
 
-def _of_one_token(
-    function: IndexFunction,
-    config: PreTrainedConfig | None,
-    query_range: tuple[int, int],
-    key_range: tuple[int, int],
-    batch: int,
-) -> Mask | None:
+def _of_one_token(given: DescribedMask) -> Mask | None:
     """Return the causal mask or the window that a function of indices computes for one token, as in decoding; or None.
 
     Both are equal where there are no more keys than the window has: then it is causal.
     """
-    if function in (causal_mask_function, bidirectional_mask_function):
+    if given.function in (causal_mask_function, bidirectional_mask_function):
         return None
-    rows, zero = torch.arange(batch)[:, None], torch.zeros((), dtype=torch.long)
-    query, keys = torch.tensor([query_range[0]]), key_range[0] + torch.arange(key_range[1])
-    try:
-        seen = function(rows, zero, query[None], keys[None]).cpu().expand(batch, len(keys))
-    except (IndexError, RuntimeError):  # a function that looks positions up in a table of other tokens
+    rows, query = torch.arange(len(given.first))[:, None], torch.tensor([given.queries[0]])
+    keys = given.keys[0] + torch.arange(given.keys[1])
+    if (seen := given.sees(rows, query[None], keys[None])) is None:
         return None
-    window = window_of(config)
+    window = window_of(given.config)
     masks = [Causal(), *([Window(window - 1)] if window else [])]
+    seen = seen.expand(len(rows), len(keys))
     return next((mask for mask in masks if torch.equal(mask.visible(query, keys).expand_as(seen), seen)), None)
 
 
-def _neighbours(function: IndexFunction, offset: int, length: int, batch: int) -> tuple[Tensor, Tensor] | None:
+def _neighbours(given: DescribedMask) -> tuple[Tensor, Tensor] | None:
     """Return whether each token sees the next one, and whether the next one sees it, of each sequence; None if unknown.
 
     These are all edges of packed sequences and of blocks, and where they are is known to the batch alone.
     """
+    (offset, length), batch = given.queries, len(given.first)
     rows, earlier = torch.arange(batch)[:, None], torch.arange(offset, offset + length - 1)[None]
-    zero = torch.zeros((), dtype=torch.long)
-    try:
-        pair = function(rows, zero, earlier, earlier + 1), function(rows, zero, earlier + 1, earlier)
-    except (IndexError, RuntimeError):  # a function that looks positions up in a table of other tokens
+    sees_next, seen_by_next = given.sees(rows, earlier, earlier + 1), given.sees(rows, earlier + 1, earlier)
+    if sees_next is None or seen_by_next is None:
         return None
-    sees_next, sees_last = (x.cpu().expand(batch, length - 1) for x in pair)
-    return sees_next, sees_last
+    return sees_next.expand(batch, length - 1), seen_by_next.expand(batch, length - 1)
 
 
 def _unbroken(mask: Mask, size: int, offset: int, length: int, first: Tensor) -> Tensor:
@@ -289,13 +285,10 @@ def _unbroken(mask: Mask, size: int, offset: int, length: int, first: Tensor) ->
     return later % size != 0 if mask.chunks else torch.full(later.shape, size > 1)
 
 
-def _token_mask(attention_mask: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | None:
+def _token_mask(attention_mask: Tensor, kv_length: int, kv_offset: int) -> Tensor | None:
     """Return the part of a 2D mask that covers the keys, as bools; None without padding."""
-    if attention_mask is None:
-        return None
-    if attention_mask.ndim != 2:
-        fix = "pass a 2D attention_mask of padding, or none"
-        raise MaskError("attention mask", "a 2D mask of padding", f"one of shape {tuple(attention_mask.shape)}", fix)
+    given, fix = f"one of shape {tuple(attention_mask.shape)}", "pass a 2D attention_mask of padding, or none"
+    require(attention_mask.ndim == 2, MaskError, "attention mask", "a 2D mask of padding", given, fix)
     token_mask = attention_mask.bool()[:, kv_offset : kv_offset + kv_length]
     return None if bool(token_mask.all()) else token_mask
 
@@ -313,23 +306,14 @@ def check_left_padded(subject: str, token_mask: Tensor) -> None:
     require(not bool(gaps.any()), MaskError, subject, expected, given, fix)
 
 
-def _left_padding(attention_mask: Tensor | MaskSpec | None) -> Tensor | None:
-    """Return the number of zeros before the first token of each sequence of a 2D mask."""
-    if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
-        return None
-    return (attention_mask.bool().cumsum(1) == 0).sum(1)
-
-
-def _sample_pairs(
-    query_range: tuple[int, int], key_range: tuple[int, int], size: int, first: int
-) -> tuple[Tensor, Tensor]:
+def _sample_pairs(given: DescribedMask, size: int, first: int) -> tuple[Tensor, Tensor]:
     """Return some positions of queries and keys, from `first` on: of their ranges, and where masks of a size differ.
 
     A shard's range may be too short to tell a window from chunks, so the first edges of chunks are always among them.
     """
     edges = first + (torch.arange(1, 4)[:, None] * size + torch.arange(-1, 2)).flatten()
-    queries = torch.cat((_spread(*query_range), edges)).clamp(min=first)
-    keys = torch.cat((_spread(*key_range), edges, queries - size)).clamp(min=first)
+    queries = torch.cat((_spread(*given.queries), edges)).clamp(min=first)
+    keys = torch.cat((_spread(*given.keys), edges, queries - size)).clamp(min=first)
     return queries.unique(), keys.unique()
 
 
@@ -338,11 +322,7 @@ def _spread(first: int, count: int) -> Tensor:
     return torch.linspace(0, max(count - 1, 0), 17).long() + first
 
 
-def _equals(function: IndexFunction, mask: Mask, queries: Tensor, keys: Tensor, first: int, row: int = 0) -> bool:
+def _equals(given: DescribedMask, mask: Mask, queries: Tensor, keys: Tensor, first: int, row: int = 0) -> bool:
     """Return True if a function of indices is this mask at these positions, which the mask counts from `first`."""
-    zero = torch.zeros((), dtype=torch.long)
-    try:
-        visible = function(zero + row, zero, queries[:, None], keys[None])
-    except (IndexError, RuntimeError):  # a function that looks positions up in a table of the batch
-        return False
-    return torch.equal(visible.cpu(), mask.visible(queries - first, keys - first))
+    seen = given.sees(row, queries[:, None], keys[None])
+    return seen is not None and torch.equal(seen, mask.visible(queries - first, keys - first))

@@ -15,13 +15,12 @@ from attnmesh.hf.cache.layer import SHORT_WINDOW
 from attnmesh.hf.latent import latent_widths
 from attnmesh.hf.load import as_model_error
 from attnmesh.hf.models import (
-    HYBRID_LAYERS,
     INDEXED_LAYERS,
     INDEXED_MODELS,
     NAME,
-    OTHER_LAYERS,
     RECURRENT_LAYERS,
     WINDOWED_LAYERS,
+    WITHOUT_ATTENTION,
     cached_layers,
     indexed_layers,
     is_compressed,
@@ -63,7 +62,8 @@ def model_size(config: PreTrainedConfig, dtype: str = "bfloat16", **workload: An
     work = _unwindowed(config, whole, workload) if whole else small
     assert work is not None
     kept = small.kept_bytes if whole and small else 0
-    return Model(work, config.hidden_size, config.num_hidden_layers, _weights(skeleton), kept, _active(skeleton))
+    weights = cache(lambda ranks, is_shared: rank_weights(skeleton, ranks, "heads" if is_shared else "replicated"))
+    return Model(work, config.hidden_size, config.num_hidden_layers, weights, kept, _active(skeleton))
 
 
 def training_size(config: PreTrainedConfig, lora: int = 0, **workload: Any) -> TrainedModel:
@@ -107,10 +107,7 @@ def other_layers(config: PreTrainedConfig) -> dict[str, int]:
 
 def _attention_layers(config: PreTrainedConfig) -> tuple[int, int]:
     """Return the layers that keep keys of all tokens, and those that keep keys of a window or chunk."""
-    kinds = layer_kinds(config)[: cached_layers(config)]
-    kinds = [
-        kind for kind in kinds if kind not in OTHER_LAYERS and (kind in HYBRID_LAYERS or kind not in RECURRENT_LAYERS)
-    ]
+    kinds = [kind for kind in layer_kinds(config)[: cached_layers(config)] if kind not in WITHOUT_ATTENTION]
     windows = sum(kind in WINDOWED_LAYERS for kind in kinds)
     return len(kinds) - windows, windows
 
@@ -183,11 +180,3 @@ def _active(skeleton: PreTrainedModel) -> int | None:
     taken: int | None = getattr(config, "num_experts_per_tok", None)
     count: int | None = next(filter(None, counts), None)
     return None if not taken or not count else sum(sizes.values()) - experts + experts * taken // count
-
-
-def _weights(skeleton: PreTrainedModel) -> Any:
-    @cache
-    def weights(ranks: int, is_shared: bool) -> int:
-        return rank_weights(skeleton, ranks, "heads" if is_shared else "replicated")
-
-    return weights

@@ -24,9 +24,6 @@ SUBJECT = "attnmesh.hf"
 USE_SUPPORTED = "use a family like Llama, Qwen, Mistral, Gemma 3 or gpt-oss"
 """Fix in errors about models that are not supported."""
 
-USE_TOKENIZER = 'pass tokenizer(text, return_tensors="pt")["input_ids"]'
-"""Fix in errors about token ids."""
-
 WINDOWED_LAYERS = ("sliding_attention", "chunked_attention", "hybrid_sliding")
 """Values of `config.layer_types` for layers that keep the keys of a window or chunk."""
 
@@ -53,6 +50,9 @@ RECURRENT_LAYERS = ("linear_attention", "conv", *HYBRID_LAYERS)
 
 OTHER_LAYERS = ("mlp", "moe")
 """Values of `config.layer_types` for layers that mix no tokens."""
+
+WITHOUT_ATTENTION = ("linear_attention", "conv", *OTHER_LAYERS)
+"""Values of `config.layer_types` for layers that do not attend."""
 
 RECURRENT_MODELS = (
     *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "inkling_text", "jamba"),
@@ -118,7 +118,6 @@ def check_model(model: PreTrainedModel) -> None:
     expected = "a model whose generate begins with token ids"
     takes_ids = "inputs" in signature(model.generate).parameters
     require(takes_ids, KernelError, "generate", expected, given, USE_SUPPORTED)
-    check_layers(model.config)
     check_keys(model.config)
     kind = model.config.get_text_config(decoder=True).model_type
     expected, found = "a model whose cache holds its recurrent states", f"{kind}, which keeps them elsewhere"
@@ -169,10 +168,9 @@ def check_layers(config: PreTrainedConfig) -> None:
         unsupported.append("embeddings of several tokens")
     if config.model_type in UNLISTED_LAYERS:
         unsupported = [UNLISTED_LAYERS[config.model_type]]
-    if unsupported:
-        expected = f"a model of layers of {', '.join(SUPPORTED_LAYERS)}"
-        given = f"{config.model_type} with layers of {', '.join(unsupported)}"
-        raise KernelError(SUBJECT, expected, given, USE_SUPPORTED)
+    expected = f"a model of layers of {', '.join(SUPPORTED_LAYERS)}"
+    given = f"{config.model_type} with layers of {', '.join(unsupported)}"
+    require(not unsupported, KernelError, SUBJECT, expected, given, USE_SUPPORTED)
 
 
 def layer_kinds(config: PreTrainedConfig) -> list[str]:
@@ -210,7 +208,7 @@ def is_compressed(config: PreTrainedConfig) -> bool:
 
 def attends(config: PreTrainedConfig) -> bool:
     """Return whether the model has layers of attention."""
-    return any(kind not in ("linear_attention", "conv", *OTHER_LAYERS) for kind in layer_kinds(config))
+    return any(kind not in WITHOUT_ATTENTION for kind in layer_kinds(config))
 
 
 def key_heads(config: PreTrainedConfig) -> int | None:
@@ -245,7 +243,8 @@ def _states(config: PreTrainedConfig) -> int:
 
 
 def check_keys(config: PreTrainedConfig) -> None:
-    """Raise unless the layers compute keys that a cache can keep, and the last ones at most share those of others."""
+    """Raise unless a cache can keep the keys of all layers, of which the last ones at most share those of others."""
+    check_layers(config)
     config = config.get_text_config(decoder=True)
     given = f"{config.model_type} without num_hidden_layers"
     stacked = hasattr(config, "num_hidden_layers")
@@ -253,8 +252,8 @@ def check_keys(config: PreTrainedConfig) -> None:
     modes = _sharing_modes(config)
     unknown = bool(getattr(config, "num_kv_shared_layers", None)) and not modes
     expected, given = "a model in which only the last layers share keys", f"{config.model_type} with shared keys"
-    first = config.num_hidden_layers - modes.count("reuse")
-    require("reuse" not in modes[:first] and not unknown, KernelError, SUBJECT, expected, given, USE_SUPPORTED)
+    fits = "reuse" not in modes[: cached_layers(config)] and not unknown
+    require(fits, KernelError, SUBJECT, expected, given, USE_SUPPORTED)
 
 
 def indexed_layers(config: PreTrainedConfig) -> list[int]:
@@ -329,10 +328,11 @@ def rope_growth(model: PreTrainedModel) -> int:
 def check_rope_switch(config: PreTrainedConfig, cached: int, total: int) -> None:
     """Raise if generation crosses the length at which a longrope changes, because cached keys would become invalid."""
     for rope, switch in _length_dependent_ropes(config.get_text_config(decoder=True)):
-        if rope["rope_type"] == "longrope" and cached <= switch < total:
-            expected = f"tokens on one side of {switch}, where the model's longrope changes"
-            fix = f"generate up to {switch} tokens, then call generate again with the output as the prompt"
-            raise ShapeError("generate", expected, f"a prompt of {cached + 1} and up to {total} in all", fix)
+        crosses = rope["rope_type"] == "longrope" and cached <= switch < total
+        expected = f"tokens on one side of {switch}, where the model's longrope changes"
+        given = f"a prompt of {cached + 1} and up to {total} in all"
+        fix = f"generate up to {switch} tokens, then call generate again with the output as the prompt"
+        require(not crosses, ShapeError, "generate", expected, given, fix)
 
 
 def _length_dependent_ropes(config: PreTrainedConfig) -> list[tuple[dict[str, Any], int]]:

@@ -24,19 +24,14 @@ from attnmesh.errors import (
 )
 from attnmesh.guard.consensus import describe_call, run_agreed
 from attnmesh.hf.cache.sharded_cache import ShardedCache
-from attnmesh.hf.images.inputs import IMAGE_INPUTS, OWN_PROCESSOR, check_images, image_inputs
+from attnmesh.hf.images.inputs import IMAGE_INPUTS, OWN_PROCESSOR, image_inputs, split_images
 from attnmesh.hf.mask import check_left_padded
-from attnmesh.hf.models import (
-    USE_TOKENIZER,
-    check_model,
-    check_rope_switch,
-    has_windows,
-    is_compressed,
-    is_recurrent,
-    rope_regime,
-)
+from attnmesh.hf.models import check_model, check_rope_switch, has_windows, is_compressed, is_recurrent, rope_regime
 from attnmesh.hf.tensor_parallel import sharing
 from attnmesh.mesh.axes import Mesh
+
+USE_TOKENIZER = 'pass tokenizer(text, return_tensors="pt")["input_ids"]'
+"""Fix in errors about token ids."""
 
 SEARCHES = ("penalty_alpha", "dola_layers", "constraints", "force_words_ids", "diversity_penalty", "num_beam_groups")
 """Options of ways of searching that transformers loads from the hub."""
@@ -197,8 +192,10 @@ def _check_options(model: PreTrainedModel, options: dict[str, Any]) -> None:
     checkpoint, fix = options.get("checkpoint"), "pass hf.Checkpoint(path)"
     is_spec, given = isinstance(checkpoint, (NoneType, CheckpointSpec)), type(checkpoint).__name__
     require(is_spec, ArgumentError, "generate checkpoint", "an hf.Checkpoint", given, fix)
-    refused = {"checkpoint": checkpoint, **{name: settings[name] for name in ASSISTED_OPTIONS}}
-    check_images(model, options, refused)
+    images, _ = split_images(model, options)
+    refused = [name for name in ("checkpoint", *ASSISTED_OPTIONS) if images and settings[name]]
+    expected, fix = "images without these options", "leave them out, or generate from text"
+    require(not refused, ArgumentError, "generate images", expected, ", ".join(refused), fix)
     text_fix, image_fix = "leave it out: prefill takes only token ids, attention_mask and images", OWN_PROCESSOR
     for name, value in options.items():
         known = name in ACCEPTED or name == "chunk_size" or name in image_inputs(model)

@@ -1,17 +1,20 @@
 """Prefill: compute a prompt over a mesh, each rank its share, and fill a cache."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from inspect import signature
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnmesh.core.layout import Contiguous, Layout, Striped
 from attnmesh.errors import KernelError, require
+from attnmesh.guard.consensus import run_agreed
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.images.inputs import Pictures, shared_with_images, split_images, without_absent
 from attnmesh.hf.images.merge import Merged, merge_images
@@ -22,6 +25,7 @@ from attnmesh.hf.options import agree_on_call
 from attnmesh.hf.recurrent.prepare import prepared
 from attnmesh.hf.shards import ShardMask, ShardPositions, Shards
 from attnmesh.hf.sparse.prepare import prepare_indexers
+from attnmesh.hf.upstream import cache_argument
 from attnmesh.mesh.axes import Mesh
 
 CHUNK = 8192
@@ -73,41 +77,75 @@ def prefill(
     model = unwrap(model)
     place, options = Mesh.of(getattr(cache, "mesh", None)), {"chunk_size": chunk_size, **without_absent(images)}
     agree_on_call(place, model, input_ids, attention_mask, cache, options)
+    images, _ = split_images(model, options)
+    prompt = begin_prompt(place, model, input_ids, attention_mask, images)
+    crop_to_shared_prefix(model, prompt, cache)
+    prefill_rest(model, prompt, cache, chunk_size, after)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The prompts of a call."""
+
+    ids: Tensor
+    mask: Tensor | None = None
+    """Zeros for padding; None without padding."""
+    merged: Merged | None = None
+    """The same with images merged; None without images."""
+
+    @property
+    def pictures(self) -> Pictures | None:
+        """Places and digests of the images."""
+        return None if self.merged is None else self.merged.pictures
+
+    def mark(self, sequences: Tensor) -> Tensor:
+        """Return token ids of the prompts and of new tokens, with -1 for padding, and with marks for image tokens.
+
+        Each prompt may have several sequences.
+        """
+        marked = sequences.clone() if self.pictures is None else self.pictures.mark(sequences)
+        if self.mask is None:
+            return marked
+        mask = self.mask.repeat_interleave(len(sequences) // len(self.mask), 0)
+        return marked.masked_fill(pad(mask, (0, sequences.shape[1] - mask.shape[1]), value=1) == 0, -1)
+
+
+def prepare_model(model: PreTrainedModel) -> None:
+    """Prepare a model for a cache of shards, and for tokens that may follow other images than its last ones."""
     forget_images(model)
     prepare_indexers(model)
-    images, _ = split_images(model, options)
-    merged = merge_images(place, model, input_ids, attention_mask, images, left_to_decode(model.config))
-    crop_to_shared_prefix(model, cache, input_ids, attention_mask, None if merged is None else merged.pictures)
-    prefill_rest(model, input_ids, cache, attention_mask, chunk_size, after, merged)
+
+
+def begin_prompt(
+    place: Mesh, model: PreTrainedModel, ids: Tensor, mask: Tensor | None, images: Mapping[str, Any]
+) -> Prompt:
+    """Begin to generate from prompts on a mesh. Return them with their images merged."""
+    prepare_model(model)
+    if not images:
+        return Prompt(ids, mask)
+    left = left_to_decode(model.config)
+    merged = run_agreed(place, lambda: merge_images(model, ids, mask, images, left), "generate images")
+    return Prompt(ids, mask, merged)
 
 
 def prefill_rest(
     model: PreTrainedModel,
-    ids: Tensor,
+    prompt: Prompt,
     cache: ShardedCache,
-    attention_mask: Tensor | None,
     chunk_size: int | None,
     after: Callable[[int], None] | None = None,
-    merged: Merged | None = None,
 ) -> None:
     """Compute the prompt after the cached tokens, chunk by chunk, in the cache's block-cyclic layout."""
-    start, padded = cache.get_seq_length(), attention_mask is not None and not bool(attention_mask.all())
+    start, padded = cache.get_seq_length(), prompt.mask is not None and not bool(prompt.mask.all())
     if chunk_size is None and (start or padded or cache.shares > 1):
         chunk_size = CHUNK if latent_widths(cache.config) is None else LATENT_CHUNK
-    for stop in prefill_chunks(model, ids, cache, attention_mask, lambda: chunk_size or ids.shape[1], merged):
+    for stop in prefill_chunks(model, prompt, cache, lambda: chunk_size or prompt.ids.shape[1]):
         if after is not None:
             after(stop)
-    pictures = None if merged is None else merged.pictures
-    cache.tokens = mark_tokens(ids[:, : cache.get_seq_length()], attention_mask, pictures)
 
 
 def prefill_chunks(
-    model: PreTrainedModel,
-    ids: Tensor,
-    cache: ShardedCache,
-    attention_mask: Tensor | None,
-    size: Callable[[], int],
-    merged: Merged | None = None,
+    model: PreTrainedModel, prompt: Prompt, cache: ShardedCache, size: Callable[[], int]
 ) -> Iterator[int]:
     """Compute the prompt after the cached tokens, and yield the number of cached tokens after each chunk.
 
@@ -115,21 +153,22 @@ def prefill_chunks(
     and every token if the model takes no position_ids or the ranks share its weights. Models with recurrent layers,
     which need runs of tokens, compute in the contiguous layout.
     """
+    ids, merged = prompt.ids, prompt.merged
     start, end = cache.get_seq_length(), max(ids.shape[1] - left_to_decode(cache.config), 0)
-    token_mask = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.bool()
+    token_mask = None if prompt.mask is None or bool(prompt.mask.all()) else prompt.mask.bool()
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     if token_mask is not None:
         positions = (token_mask.long().cumsum(1) - 1).masked_fill(~token_mask, 0)
-    decoder, pictures, spans, left = model, None, [], 0
+    decoder, spans, left = model, [], 0
     if merged is not None:
-        decoder, pictures, spans = merged.decoder, merged.pictures, merged.spans
+        decoder, spans = merged.decoder, merged.spans
         positions = positions if merged.positions is None else merged.positions
         left = max(ids.shape[1] - end, 0) if merged.reaches_end else 0
     last, recurrent = int(positions.max()), is_recurrent(cache.config)
     in_shards = recurrent or "position_ids" in signature(decoder.forward).parameters
     end += left
     cache.begin(end)
-    cache.images = None if pictures is None else pictures.fingerprints
+    cache.images = None if merged is None else merged.pictures.fingerprints
     cache.shift = (0, 0) if merged is None else merged.shift
     layout: Layout = Contiguous() if recurrent else Striped(cache.block)
     while chunks := uncut(_chunks(cache, start, end, size()), spans):
@@ -146,7 +185,7 @@ def prefill_chunks(
         cache.intact = False
         with torch.no_grad(), prepared(model) if recurrent else nullcontext():
             if merged is None:
-                _run_model(model, ids[:, index], mask, local, cache)
+                run_model(model, ids[:, index], local, cache, mask)
             else:
                 mask = merged.mask(len(index), first, shards if sharded else None) if spans else mask
                 merged.run(index, attention_mask=mask, position_ids=local, past_key_values=cache)
@@ -154,7 +193,7 @@ def prefill_chunks(
         given = f"{type(model).__name__}, in which some layers cache no keys"
         require(kept, KernelError, "generate", "a model whose layers all cache their keys", given, USE_SUPPORTED)
         cache.count(stop)
-        cache.tokens = mark_tokens(ids[:, :stop], attention_mask, pictures)  # to continue from if a rank is lost
+        cache.tokens = prompt.mark(ids)[:, :stop]  # to continue from if a rank is lost
         cache.intact, start = True, stop
         yield stop
     if left:
@@ -214,50 +253,34 @@ def _split_prompt(start: int, stop: int, unit: int, size: int) -> list[tuple[int
     return head + [(first, last, True) for first, last in pairwise(edges)]
 
 
-def _run_model(
-    model: PreTrainedModel, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: ShardedCache
-) -> None:
-    """Run the model, with as few logits as it can compute."""
-    parameters = signature(model.forward).parameters
-    name = "cache_params" if "cache_params" in parameters else "past_key_values"
+def run_model(
+    model: PreTrainedModel, ids: Tensor, positions: Tensor, cache: ShardedCache, mask: Tensor | None = None
+) -> Tensor:
+    """Run the model on new tokens, and return the logits of the last of each row. It computes as few as it can."""
+    name = cache_argument(model)
     if name == "cache_params" and mask is not None:  # Mamba takes the mask of the new tokens
         mask = mask[:, -ids.shape[1] :]
-    options: dict[str, Any] = {"attention_mask": mask, name: cache, "use_cache": True}
-    if "logits_to_keep" in parameters:
-        options["logits_to_keep"] = 1
-    if "position_ids" in parameters:
-        options["position_ids"] = positions
-    model(input_ids=ids, **options)
+    optional = {"logits_to_keep": 1, "position_ids": positions}
+    optional = {key: value for key, value in optional.items() if key in signature(model.forward).parameters}
+    output = model(input_ids=ids, attention_mask=mask, use_cache=True, **{name: cache}, **optional)
+    logits: Tensor = output.logits[:, -1]
+    return logits
 
 
-def crop_to_shared_prefix(
-    model: PreTrainedModel,
-    cache: ShardedCache,
-    ids: Tensor,
-    attention_mask: Tensor | None,
-    pictures: Pictures | None = None,
-) -> int:
+def crop_to_shared_prefix(model: PreTrainedModel, prompt: Prompt, cache: ShardedCache) -> int:
     """Crop the cache to the prefix that it shares with the prompt, without its last token. Return the prefix length."""
     cache.truncate_to_shortest()
-    length: int = cache.get_seq_length()
-    tokens = ids.shape[1] if attention_mask is None else int(attention_mask.sum(1).max())
+    length, ids = cache.get_seq_length(), prompt.ids
+    tokens = ids.shape[1] if prompt.mask is None else int(prompt.mask.sum(1).max())
     cached_rope, cache.rope = cache.rope, rope_regime(cache.config, tokens, rope_growth(model))
     if cache.rope and cached_rope != cache.rope and length:
         cache.crop(-length)  # the rope of this prompt differs from the rope of the cached keys
         return 0
-    shared = (
-        0 if cache.tokens is None else min(length, ids.shape[1] - left_to_decode(cache.config), cache.tokens.shape[1])
-    )
+    most = ids.shape[1] - left_to_decode(cache.config)
+    shared = 0 if cache.tokens is None else min(length, most, cache.tokens.shape[1])
     if cache.tokens is not None and shared:
-        marked = mark_tokens(ids, attention_mask, pictures)
-        same = (marked[:, :shared] == cache.tokens[:, :shared].to(ids.device)).all(0)
-        shared = shared_with_images(cache.tokens, cache.images, pictures, int(same.long().cumprod(0).sum()))
+        same = (prompt.mark(ids)[:, :shared] == cache.tokens[:, :shared].to(ids.device)).all(0)
+        shared = shared_with_images(cache.tokens, cache.images, prompt.pictures, int(same.long().cumprod(0).sum()))
     shared = cache.prefix(shared)  # layers that have forgotten what it needs compute it again
     cache.crop(shared - length)
     return shared
-
-
-def mark_tokens(ids: Tensor, attention_mask: Tensor | None = None, pictures: Pictures | None = None) -> Tensor:
-    """Return token ids of the prompt with -1 for padding, and with marks for image tokens."""
-    marked = ids.clone() if pictures is None else pictures.mark(ids)
-    return marked if attention_mask is None else marked.masked_fill(attention_mask[:, : ids.shape[1]] == 0, -1)

@@ -1,6 +1,5 @@
 """Bias by distance in Inkling's attention: a row of distances for each query, where the model has one of all keys."""
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 from attnmesh.errors import KernelError, require
 from attnmesh.hf.models import NAME, SUBJECT
 from attnmesh.hf.shards import Shards
-from attnmesh.hf.upstream import is_relative
+from attnmesh.hf.upstream import is_relative, subclass
 
 
 class NearLogits:
@@ -35,7 +34,7 @@ def prepare_relative(model: nn.Module) -> None:
         relative: Any = getattr(module, "rel_logits_proj", None)
         if is_relative(relative) and not isinstance(relative, NearLogits):
             stock: type = type(relative)
-            relative.__class__ = _subclass(stock)
+            relative.__class__ = subclass(stock, NearLogits)
             relative.config = module.config
 
 
@@ -58,8 +57,3 @@ def near_bias(module: Any, bias: Tensor | None, shards: Shards | None) -> Tensor
     queries = bias.shape[3] - bias.shape[2] + torch.arange(bias.shape[2], device=bias.device)
     keys = queries[:, None] - torch.arange(module.rel_extent, device=bias.device)
     return bias.gather(-1, keys.clamp(0, bias.shape[3] - 1).expand(*bias.shape[:2], -1, -1))
-
-
-@cache
-def _subclass(relative: type) -> type:
-    return type(relative.__name__, (NearLogits, relative), {"__module__": relative.__module__})

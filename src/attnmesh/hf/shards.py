@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from attnmesh.attention.sharding import unshard
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import Full, Mask
 from attnmesh.errors import KernelError, require
@@ -112,11 +113,15 @@ class Shards:
     @property
     def ranks(self) -> int:
         """Ranks that share the sequence."""
-        return Mesh.of(self.mesh).shape.ranks
+        return Mesh.of(self.mesh).ranks
 
     def positions(self) -> Tensor:
         """Return the positions of this rank's tokens in the whole sequence, cached tokens included."""
         return self.start + self.layout.positions(self.length, self.ranks, Mesh.of(self.mesh).shard)
+
+    def all_tokens(self, x: Tensor) -> Tensor:
+        """Return a tensor of this rank's tokens, along dim 1, as one of all ranks' tokens."""
+        return unshard(x, self.mesh, layout=self.layout, length=self.length, dim=1)
 
     def mask_of(self, mask: Mask) -> Mask:
         """Return a layer's mask inside each document. Chunks begin anew with a document."""

@@ -98,7 +98,8 @@ class _Attention(NamedTuple):
     q_heads: int
     kv_heads: int
     """Key heads; 0 in a layer that reads the keys of another."""
-    head_dim: int
+    is_gated: bool
+    """True if the output is multiplied by gates of all heads, which come from `q_proj`."""
     is_sharded: bool
     """True if the model's plan gives each rank a share of the query heads."""
 
@@ -110,9 +111,9 @@ def _attentions(model: PreTrainedModel, rules: dict[str, str]) -> list[_Attentio
         q, k, o = (getattr(module, part, None) for part in ("q_proj", "k_proj", "o_proj"))
         if isinstance(q, nn.Linear) and isinstance(o, nn.Linear) and (k is None or isinstance(k, nn.Linear)):
             dim: int = getattr(module, "head_dim", None) or config.hidden_size // config.num_attention_heads
-            kv_heads = 0 if k is None else k.out_features // dim
-            is_sharded = rules.get(f"{name}.q_proj") == "colwise"
-            found.append(_Attention(name, module, config.num_attention_heads, kv_heads, dim, is_sharded))
+            q_heads, kv_heads = config.num_attention_heads, 0 if k is None else k.out_features // dim
+            is_gated, is_sharded = q.out_features != q_heads * dim, rules.get(f"{name}.q_proj") == "colwise"
+            found.append(_Attention(name, module, q_heads, kv_heads, is_gated, is_sharded))
     return found
 
 
@@ -134,7 +135,7 @@ def _check(model: Any, mesh: DeviceMesh | None, output: str) -> None:
     plan, kind = _plan_of(model), f"{config.model_type}"
     attentions = _attentions(model, plan)
     if output == "heads":
-        plain = attentions and latent_widths(config) is None and not any(map(_is_gated, attentions))
+        plain = attentions and latent_widths(config) is None and not any(one.is_gated for one in attentions)
         expected = "layers with q_proj, k_proj and o_proj, without gates or latents or indexers"
         fits = bool(plain) and not indexed_layers(config)
         require(fits, KernelError, f"{SUBJECT} output", expected, kind, 'pass output="replicated"')
@@ -156,11 +157,6 @@ def _check_latents(config: PreTrainedConfig, plan: dict[str, str], ranks: int) -
     given, fix = f"{config.num_attention_heads} heads on {ranks} ranks", "use a number that divides the heads"
     fits = config.num_attention_heads % ranks == 0
     require(fits, ShapeError, SUBJECT, "whole heads on every rank", given, fix)
-
-
-def _is_gated(attention: _Attention) -> bool:
-    """Return True if the output of attention is multiplied by gates of all heads, which come from `q_proj`."""
-    return bool(attention.module.q_proj.out_features != attention.q_heads * attention.head_dim)
 
 
 def _plan_of(model: PreTrainedModel) -> dict[str, str]:
@@ -191,8 +187,8 @@ def _plan_for(model: PreTrainedModel, ranks: int, output: str) -> tuple[dict[str
             plan = {name: style for name, style in plan.items() if not name.startswith(names)}
     tied = _tied_head(model)
     if tied is not None:
-        by_rows = plan.get(tied.embedding) == "embedding_rowwise"
-        kept = f"{tied.head}.weight" if by_rows else tied.head
+        embedding, head = tied
+        kept = f"{head}.weight" if plan.get(embedding) == "embedding_rowwise" else head
         plan = {name: style for name, style in plan.items() if not name.startswith(kept)}
     return plan, cut
 
@@ -202,32 +198,17 @@ def _all_heads(plan: dict[str, str], attention: _Attention) -> dict[str, str]:
     own = f"{attention.name}."
     plan = {name: style for name, style in plan.items() if name != f"{own}sinks"}
     gathered = {name: "colwise_gather_output" for name in plan if name.startswith(own) and plan[name] == "colwise"}
-    outputs = {f"{own}o_proj{part}": "rowwise" for part in (".weight", ".bias", "")}
-    return plan | gathered | {name: style for name, style in outputs.items() if _has(attention, name)}
+    parameters = [name for name, _ in attention.module.named_parameters() if name.startswith("o_proj.")]
+    return plan | gathered | {f"{own}{name}": "rowwise" for name in (*parameters, "o_proj")}
 
 
-def _has(attention: _Attention, name: str) -> bool:
-    """Return True if an attention module has this module or parameter."""
-    value = attention.module
-    for part in name.removeprefix(f"{attention.name}.").split("."):
-        value = getattr(value, part, None)
-    return value is not None
-
-
-class _Tied(NamedTuple):
-    """Names of an embedding and of the output head that has its weights."""
-
-    embedding: str
-    head: str
-
-
-def _tied_head(model: PreTrainedModel) -> _Tied | None:
+def _tied_head(model: PreTrainedModel) -> tuple[str, str] | None:
     """Return the names of the embedding and the head if they have the same weights."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is None or head.weight is not embedding.weight:
         return None
     names = {module: name for name, module in model.named_modules()}
-    return _Tied(names[embedding], names[head])
+    return names[embedding], names[head]
 
 
 def _keep_own_key_heads(attention: _Attention, mesh: DeviceMesh) -> None:

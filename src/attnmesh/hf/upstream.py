@@ -4,7 +4,9 @@ Importing this file checks the names that every model needs. `RECURRENT` is chec
 runs on shards; `TRAINER` and `ACCELERATE` when they are first used.
 """
 
+from functools import cache
 from inspect import signature, unwrap
+from sys import modules
 from typing import Any, NamedTuple
 
 from attnmesh.runtime.upstream import Upstream
@@ -99,6 +101,17 @@ def code_of(kind: str) -> str:
     return f"transformers.models.{name}.modeling_{name}"
 
 
+@cache
+def subclass(stock: type, base: type, **fields: Any) -> Any:
+    """Return a subclass of a class of transformers that has another first base. `__mro__[2]` is the class itself."""
+    return type(stock.__name__, (base, stock), {"__module__": stock.__module__, **fields})
+
+
+def cache_argument(model: Any) -> str:
+    """Return the name of the cache among a model's arguments."""
+    return "cache_params" if "cache_params" in signature(model.forward).parameters else "past_key_values"
+
+
 def is_indexer(module: Any) -> bool:
     """Return whether a module scores keys that its cache returns: its `forward` calls `update_indexer`."""
     if type(module).__name__ in INDEXERS:
@@ -106,6 +119,11 @@ def is_indexer(module: Any) -> bool:
     forward = unwrap(type(module).forward)
     code = getattr(forward, "__code__", None)
     return code is not None and "update_indexer" in code.co_names
+
+
+def rope_of(module: Any) -> Any:
+    """Return the function that rotates queries and keys, of the code that a module is of."""
+    return modules[type(module).__module__].apply_rotary_pos_emb
 
 
 COMPRESSES = ("self", "hidden_states", "q_residual", "position_ids", "past_key_values", "layer_idx")

@@ -18,7 +18,6 @@ from attnmesh.hf.cache.layer import PendingKV, StatefulLayer
 from attnmesh.hf.models import check_implementation
 from attnmesh.hf.shards import Shards
 from attnmesh.hf.sparse.entries import IndexEntries
-from attnmesh.hf.sparse.select import all_tokens
 from attnmesh.kernels.indexer import IndexKeys, Score, indexer_top_k
 
 ENTRIES = {
@@ -52,8 +51,6 @@ class CompressedLayer(StatefulLayer):
     def __init__(self, cache: Any, config: Any, kind: str) -> None:
         super().__init__(cache)
         self.formats, self.rate, self.k = ENTRIES[kind], int(config.compress_rates[kind]), int(config.index_topk)
-        self.caches = 1 + len(self.formats)
-        self.entries: dict[str, KVCache] = {}
         self.new: dict[str, Tensor] = {}
         """Entries of this forward pass, (batch, entries, dim)."""
         self.shards: Shards | None = None
@@ -62,36 +59,6 @@ class CompressedLayer(StatefulLayer):
         self.queries: Tensor | None = None
         """Tokens whose queries attend on this rank; None unless a prepared compressor has run in this forward pass."""
         self.selected: Selection | None = None
-
-    @property
-    def kvs(self) -> list[KVCache]:
-        """The caches of the layer that have been made."""
-        return [*super().kvs, *self.entries.values()]
-
-    @property
-    def token_counts(self) -> list[int]:
-        """Tokens in the caches that count them."""
-        return [self.get_seq_length()]
-
-    @property
-    def tokens_per_key(self) -> list[int]:
-        """Tokens that a key of each of the layer's caches stands for."""
-        return [1, *[self.rate] * len(self.formats)]
-
-    def fill(self, kvs: Sequence[KVCache]) -> None:
-        """Set the caches of the layer."""
-        super().fill(kvs[:1])
-        self.entries = dict(zip(self.formats, kvs[1:], strict=True))
-
-    def replace(self, function: Callable[[KVCache], KVCache]) -> None:
-        """Replace each cache by a function of it."""
-        super().replace(function)
-        self.entries = {name: function(kv) for name, kv in self.entries.items()}
-
-    def reset(self) -> None:
-        """Drop all tokens."""
-        super().reset()
-        self.entries = {}
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
         """Return the new keys with their layer, for the attention function to store."""
@@ -112,11 +79,11 @@ class CompressedLayer(StatefulLayer):
     def store_compression_weights(self, name: str, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, int]:
         """Return what whole blocks of tokens are compressed of, and their first token. Keep the rest."""
         rows = torch.cat((kv, gate), -1)
-        rows = rows if self.shards is None else all_tokens(rows, self.shards, dim=1)
+        rows = rows if self.shards is None else self.shards.all_tokens(rows)
         rows = torch.cat((self.tensors[name], rows), 1) if name in self.tensors else rows
         whole = rows.shape[1] // self.rate * self.rate
         self.tensors[name] = rows[:, whole:].clone()
-        first = self.entries[name].length * self.rate if name in self.entries else 0
+        first = self.others[name].length * self.rate if name in self.others else 0
         kv, gate = rows[:, :whole].chunk(2, -1)
         return kv, gate, first
 
@@ -130,8 +97,8 @@ class CompressedLayer(StatefulLayer):
     @torch.no_grad()
     def update_compressor_states(self, name: str, compressed: Tensor) -> Any:
         """Store new entries, (batch, entries, dim). Return none of them."""
-        new, held, form = compressed[:, None], self.entries.get(name), self.formats[name]
-        entries = self.entries[name] = self.keys_cache(held, new, new.shape[2], per=self.rate, values=form)
+        new = compressed[:, None]
+        entries = self.reserve_other(name, new, new.shape[2])
         if new.shape[2]:
             entries.append(new)
         self.new[name] = compressed
@@ -140,7 +107,7 @@ class CompressedLayer(StatefulLayer):
     @torch.no_grad()
     def select(self, score: Score, operands: Sequence[Tensor]) -> None:
         """Select the best entries of each query, of operands of this rank's tokens."""
-        index, seen = self.entries["indexer"], self._seen().to(operands[0].device)
+        index, seen = self.others["indexer"], self._seen().to(operands[0].device)
         k, last = min(self.k, index.length), seen - 1
         if not k:
             return
@@ -150,7 +117,7 @@ class CompressedLayer(StatefulLayer):
             best = indexer_top_k(score, operands, IndexKeys(keys, places, places[None]), *bounds, k)
             found = unpack(best)[1]
         else:
-            given = operands if self.shards is None else [all_tokens(x, self.shards, dim=1) for x in operands]
+            given = operands if self.shards is None else [self.shards.all_tokens(x) for x in operands]
             found = top_k_tokens(index, score, given, k, last=last)
         self.selected = Selection(found[:, None])
 
@@ -161,7 +128,7 @@ class CompressedLayer(StatefulLayer):
 
     def further(self, q: Tensor, scale: float | None) -> Partial | None:
         """Return attention of the queries over the entries on this rank; None if there are no entries yet."""
-        entries = self.entries["compressor"]
+        entries = self.others["compressor"]
         parts = [self._attend(q, *held, scale) for held in self._held(entries)] if entries.length else []
         self.new = {}
         return merge_unchecked(parts) if parts else None

@@ -1,48 +1,31 @@
 """A layer of a `ShardedCache` whose queries select their keys: it also has the keys of the layer's indexer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from attnmesh.attention.sharding import shard
-from attnmesh.decode.cache import KVCache
 from attnmesh.decode.indexer import top_k_tokens
 from attnmesh.errors import KernelError
 from attnmesh.hf.cache.layer import ShardedLayer, StatefulLayer, store_shard
 from attnmesh.hf.models import SUBJECT
 from attnmesh.hf.shards import Shards
 from attnmesh.hf.sparse.scores import IndexScores
-from attnmesh.hf.sparse.select import Scores, all_tokens, select_in_shards
+from attnmesh.hf.sparse.select import Scores, select_in_shards
 
 
 class IndexedLayer(ShardedLayer):
     """Keys and values of one layer, or its latents, and the keys of its indexer, in a cache of the same tokens."""
 
-    caches = 2
+    formats: Mapping[str, str] = {"index": "none"}
     index_is_stored = True
     """True if index keys are stored as the cache's keys are."""
 
     def __init__(self, cache: Any) -> None:
         super().__init__(cache)
-        self.index: KVCache | None = None
         self.new_index: Tensor | None = None
-
-    @property
-    def kvs(self) -> list[KVCache]:
-        """The caches of the layer that have been made."""
-        return [*super().kvs, *([] if self.index is None else [self.index])]
-
-    def fill(self, kvs: Sequence[KVCache]) -> None:
-        """Set the caches of the layer."""
-        super().fill(kvs[:1])
-        (self.index,) = kvs[1:]
-
-    def replace(self, function: Callable[[KVCache], KVCache]) -> None:
-        """Replace each cache by a function of it."""
-        super().replace(function)
-        self.index = None if self.index is None else function(self.index)
 
     def update_indexer(self, keys: Tensor) -> IndexScores:
         """Return the keys of the indexer, (batch, tokens, dim), for the model to score."""
@@ -65,7 +48,7 @@ class IndexedLayer(ShardedLayer):
         shards: Shards | None = spec.shards
         tokens = new.shape[2] if shards is None else shards.length
         storage = self.cache.storage if self.index_is_stored else None
-        index = self.index = self.keys_cache(self.index, new, tokens, values="none", storage=storage)
+        index = self.reserve_other("index", new, tokens, storage=storage)
         if shards is None:
             index.append(new, token_mask=None if spec.token_mask is None else spec.token_mask[:, -tokens:])
             return self._best(scores, scores.operands, k)
@@ -75,23 +58,12 @@ class IndexedLayer(ShardedLayer):
             store_shard(index, new, None, shards)
         if not shards.has_prefix:
             return select_in_shards(scores, new[:, 0], shards, k)
-        operands = [all_tokens(x, shards, dim=1) for x in scores.operands]
+        operands = [shards.all_tokens(x) for x in scores.operands]
         return shard(self._best(scores, operands, k), shards.mesh, layout=shards.layout, dim=-2)
 
     def _best(self, scores: Scores, operands: Sequence[Tensor], k: int) -> Tensor:
         """Return the best k stored tokens of each query, of the operands of the last tokens."""
-        return top_k_tokens(self.cached_index, scores.run, operands, k, mask=scores.spec.mask, block=scores.block)
-
-    @property
-    def cached_index(self) -> KVCache:
-        """The cache of the indexer's keys, which has tokens."""
-        assert self.index is not None
-        return self.index
-
-    def reset(self) -> None:
-        """Drop all tokens."""
-        super().reset()
-        self.index = None
+        return top_k_tokens(self.others["index"], scores.run, operands, k, mask=scores.spec.mask, block=scores.block)
 
 
 class PooledLayer(StatefulLayer, IndexedLayer):
@@ -106,7 +78,7 @@ class PooledLayer(StatefulLayer, IndexedLayer):
     @property
     def lengths(self) -> Tensor | int:
         """Tokens of each sequence."""
-        return 0 if self.index is None else self.index.lengths
+        return self.others["index"].lengths if self.others else 0
 
     def with_earlier(self, rows: Tensor, count: int) -> Tensor:
         """Return rows of all new tokens (batch, tokens, width) after those of the tokens before them. Keep the last."""
@@ -114,11 +86,3 @@ class PooledLayer(StatefulLayer, IndexedLayer):
         joined = torch.cat((earlier, rows), 1)
         self.tensors = {"rows": joined[:, joined.shape[1] - count :]}
         return joined
-
-    def queries(self, spec: Any, new: int) -> Tensor:
-        """Return the tokens of this rank's queries, the last of all tokens."""
-        return (
-            torch.arange(self.cached_index.length - new, self.cached_index.length)
-            if spec.shards is None
-            else spec.shards.positions()
-        )

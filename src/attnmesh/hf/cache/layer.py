@@ -22,15 +22,7 @@ from attnmesh.guard.checks import check_checked
 from attnmesh.guard.consensus import agree
 from attnmesh.guard.merge_checks import check_merge
 from attnmesh.hf.latent import check_projection, has_weight, latent_states, latent_widths, projection_of
-from attnmesh.hf.models import (
-    Opaque,
-    check_implementation,
-    check_keys,
-    check_layers,
-    indexed_layers,
-    is_compressed,
-    key_heads,
-)
+from attnmesh.hf.models import Opaque, check_implementation, check_keys, indexed_layers, is_compressed, key_heads
 from attnmesh.hf.shards import Shards
 from attnmesh.hf.upstream import CacheLayerMixin
 from attnmesh.kernels.driver import check_kernel
@@ -58,7 +50,7 @@ class PendingKV(Opaque):
         return (self.k, self.v) if self.latents is None else (self.latents, None)
 
     @property
-    def travelling(self) -> Latents | None:
+    def projected_latents(self) -> Latents | None:
         """Latents with their projection; None if there are keys and values alone."""
         if self.latents is None or self.layer.projection is None:
             return None
@@ -68,8 +60,11 @@ class PendingKV(Opaque):
 class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
     """Keys and values of one layer of a `ShardedCache`: a `KVCache`, made when the first tokens are stored."""
 
-    caches = 1
-    """Caches that the layer makes."""
+    formats: Mapping[str, str] = {}
+    """Names of the other caches that the layer makes, and the `values=` of each."""
+
+    rate = 1
+    """Tokens that a key of the other caches stands for."""
 
     is_croppable = True
     supports_early_init = False
@@ -79,6 +74,8 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.keys = self.values = Opaque()  # each rank holds a share: a model that reads them raises
         self.cache = cache  # the ShardedCache, whose file imports this one
         self.kv: KVCache | None = None
+        self.others: dict[str, KVCache] = {}
+        """The other caches that have been made, of keys of one head."""
         self.projection: Projection | None = None
         self.latent_widths: tuple[int, int] | None = None
         """`latent_widths` of the layer, which `make_layers` sets."""
@@ -111,77 +108,78 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
     def reserve(self, pending: PendingKV, tokens: int, mask: Mask) -> KVCache:
         """Return the layer's cache with space for more tokens, counted over all ranks. `mask` is the layer's."""
         k, v = pending.stored
-        kv = self._extended_by(pending)
+        kv = _extended(self.kv, k.shape[0])
         if kv is None:
-            capacity = self.cache.capacity or growth_capacity(tokens)
-            sizes = {"batch": k.shape[0], "kv_heads": k.shape[1], "head_dim": k.shape[3]}
-            options = {"dtype": k.dtype, "device": k.device, "block": self.cache.block}
+            row = longest_row(mask, FAR)
+            storage = self.cache.storage if row > SHORT_WINDOW else self.cache.window_storage
+            options: dict[str, Any] = {"storage": storage}
             if v is not None:
-                sizes["value_dim"] = v.shape[3]
+                options["value_dim"] = v.shape[3]
             else:
                 columns = k.shape[3] if self.projection is None else self.projection.rank
-                sizes["value_dim"], options["values"] = columns, "prefix"
-            options |= {"checked": self.cache.checked, "copies": self.cache.copies}
-            row = longest_row(mask, FAR)
-            options["storage"] = self.cache.storage if row > SHORT_WINDOW else self.cache.window_storage
+                options |= {"value_dim": columns, "values": "prefix"}
             if self.cache.windows and row < FAR:
                 # Where a chunk ends it equals a window, and transformers has one function for both.
                 options |= {"mask": Window(row - 1), "keep": self.cache.keep}
-            kv = self.kv = KVCache(self.cache.mesh, capacity=capacity, **sizes, **options)  # type: ignore[arg-type]
+            kv = self.kv = self._new_cache(k, tokens, **options)
             self.is_initialized = True
-        elif self.must_grow(kv, tokens):
-            kv.reserve(growth_capacity(kv.length + tokens))
+        return self._with_room(kv, tokens)
+
+    def reserve_other(self, name: str, new: Tensor, keys: int, **options: Any) -> KVCache:
+        """Return another cache with space for more keys, counted over all ranks.
+
+        `new` has the shape (batch, 1, keys, dim). `options` are those of `KVCache`.
+        """
+        kv = _extended(self.others.get(name), new.shape[0])
+        if kv is None:
+            options["values"] = self.formats[name]
+            kv = self.others[name] = self._new_cache(new, keys, per=self.rate, **options)
+        return self._with_room(kv, keys)
+
+    def _new_cache(self, new: Tensor, keys: int, *, per: int = 1, **options: Any) -> KVCache:
+        """Return an empty cache for keys like new ones, with space for so many. Each stands for `per` tokens."""
+        limit = self.cache.capacity
+        options["capacity"] = growth_capacity(keys) if limit is None else -(-limit // per)
+        options |= {"batch": new.shape[0], "kv_heads": new.shape[1], "head_dim": new.shape[3]}
+        options |= {"dtype": new.dtype, "device": new.device, "block": self.cache.block}
+        return KVCache(self.cache.mesh, checked=self.cache.checked, copies=self.cache.copies, **options)
+
+    def _with_room(self, kv: KVCache, keys: int) -> KVCache:
+        """Return a cache that has grown if it may, and has no space for more keys."""
+        if self.must_grow(kv, keys):
+            kv.reserve(growth_capacity(kv.length + keys))
         return kv
 
     @property
     def kvs(self) -> list[KVCache]:
         """The caches of the layer that have been made."""
-        return [] if self.kv is None else [self.kv]
+        return [kv for kv in (self.kv, *self.others.values()) if kv is not None]
 
     @property
     def token_counts(self) -> list[int]:
         """Tokens in the caches that count them, which an interrupted forward pass leaves unequal."""
-        return [self.get_seq_length(), *(kv.length for kv in self.kvs)]
+        return [self.get_seq_length(), *(kv.length for kv in self.others.values() if self.rate == 1)]
 
     @property
     def tokens_per_key(self) -> list[int]:
         """Tokens that a key of each of the layer's caches stands for."""
-        return [1] * self.caches
+        return [1, *[self.rate] * len(self.formats)]
 
     def fill(self, kvs: Sequence[KVCache]) -> None:
         """Set the caches of the layer."""
-        (self.kv,), self.is_initialized = kvs, True
+        (self.kv, *others), self.is_initialized = kvs, True
+        self.others = dict(zip(self.formats, others, strict=True))
 
     def replace(self, function: Callable[[KVCache], KVCache]) -> None:
         """Replace each cache by a function of it."""
         self.kv = None if self.kv is None else function(self.kv)
+        self.others = {name: function(kv) for name, kv in self.others.items()}
 
     @property
     def cached(self) -> KVCache:
         """The layer's cache, which has tokens."""
         assert self.kv is not None
         return self.kv
-
-    def _extended_by(self, pending: PendingKV) -> KVCache | None:
-        """Return the cache that the tokens extend; None if a new one is made: an empty cache of another batch."""
-        kv = self.kv
-        replaced = kv is not None and kv.sizes.batch != pending.k.shape[0] and not kv.length
-        return None if replaced else kv
-
-    def keys_cache(self, kv: KVCache | None, new: Tensor, keys: int, *, per: int = 1, **options: Any) -> KVCache:
-        """Return a cache of keys of one head with space for more `keys`, counted over all ranks. Make one if need be.
-
-        `new` has the shape (batch, 1, keys, dim). Each key stands for `per` tokens. `options` are those of `KVCache`.
-        """
-        if kv is None or (kv.sizes.batch != len(new) and not kv.length):
-            options |= {"dtype": new.dtype, "device": new.device, "block": self.cache.block}
-            options |= {"checked": self.cache.checked, "copies": self.cache.copies}
-            limit = self.cache.capacity
-            options["capacity"] = growth_capacity(keys) if limit is None else -(-limit // per)
-            return KVCache(self.cache.mesh, batch=len(new), kv_heads=1, head_dim=new.shape[3], **options)
-        if self.must_grow(kv, keys):
-            kv.reserve(growth_capacity(kv.length + keys))
-        return kv
 
     def must_grow(self, kv: KVCache, tokens: int) -> bool:
         """Return whether a cache has no space for more tokens, and may get some."""
@@ -198,7 +196,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         def check() -> NoReturn:
             raise error
 
-        kv = self._extended_by(pending)
+        kv = _extended(self.kv, pending.k.shape[0])
         if kv is None or compares or (self.cache.checked is not False and self.must_grow(kv, tokens)):
             agree(Mesh.of(self.cache.mesh), error)
         elif compares is None:
@@ -223,7 +221,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Drop all tokens."""
-        self.kv, self.is_initialized, self.projection = None, False, None
+        self.kv, self.others, self.is_initialized, self.projection = None, {}, False, None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last tokens. Their number is given as a negative int, as transformers passes it."""
@@ -245,6 +243,11 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Replace sequence b by sequence `beam_idx[b]`. The batch may grow or shrink."""
         for kv in self.kvs:
             kv.reorder(beam_idx.long() if isinstance(beam_idx, Tensor) else beam_idx)
+
+
+def _extended(kv: KVCache | None, batch: int) -> KVCache | None:
+    """Return the cache that new tokens extend; None if a new one is made, also for an empty cache of another batch."""
+    return None if kv is None or (kv.sizes.batch != batch and not kv.length) else kv
 
 
 class StatefulLayer(ShardedLayer):
@@ -294,7 +297,6 @@ def check_settings(config: Any, shape: Shape, options: Mapping[str, Any]) -> Non
     given, expected = type(config).__name__, "a configuration of transformers"
     is_config = isinstance(config, PreTrainedConfig)
     require(is_config, KernelError, "ShardedCache config", expected, given, "pass model.config")
-    check_layers(config)
     check_keys(config)
     one_head = latent_widths(config) is not None or bool(indexed_layers(config)) or is_compressed(config)
     fits, fix = not one_head or shape.heads == 1, "give its ranks to the keys axis"

@@ -15,7 +15,7 @@ from attnmesh.decode.decode import decode
 from attnmesh.errors import KernelError, ShapeError, require
 from attnmesh.guard.consensus import describe_call, run_agreed
 from attnmesh.hf.cache.layer import ShardedLayer, StatefulLayer, check_settings
-from attnmesh.hf.cache.state_layer import StateLayer, make_layers, states_of
+from attnmesh.hf.cache.state_layer import StateLayer, make_layers
 from attnmesh.hf.cache.stored_layers import StoredLayers
 from attnmesh.hf.images.inputs import shift_of
 from attnmesh.hf.models import window_of
@@ -92,7 +92,7 @@ class ShardedCache(StoredLayers):
         self.config = config.get_text_config(decoder=True)
         self.stock_window = None if getattr(self.config, "layer_types", None) else window_of(config)
         """Tokens that the model's stock cache keeps in all layers; None if it keeps all, or differs by layer."""
-        self.mesh, self.ranks = mesh, place.shape.ranks
+        self.mesh, self.ranks = mesh, place.ranks
         self.capacity, self.block = None if capacity is None else int(capacity), int(block or BLOCK)
         self.block_is_free = block is None and not reproducible
         self.merge, self.output, self.reproducible = merge, output, reproducible
@@ -121,7 +121,7 @@ class ShardedCache(StoredLayers):
     def batch_size(self) -> int:
         """Number of sequences; -1 before the first tokens."""
         sizes = [layer.kv.sizes.batch for layer in self.attention_layers if layer.kv is not None]
-        return next(iter([*sizes, *map(len, states_of(self.layers).values())]), -1)
+        return next(iter([*sizes, *map(len, self.states.values())]), -1)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of cached tokens, over all ranks."""
@@ -150,9 +150,9 @@ class ShardedCache(StoredLayers):
 
         `layer` has the arguments of `decode` that the model sets: mask, scale, softcap and sinks.
         """
-        return decode(q, kv, **self.how(q), **layer)
+        return decode(q, kv, **self.decode_options(q), **layer)
 
-    def how(self, q: Tensor) -> dict[str, Any]:
+    def decode_options(self, q: Tensor) -> dict[str, Any]:
         """Return the options of `decode` that the cache sets. Raise if ranks share heads and q has not all of them."""
         if self.shares > 1:
             heads, fix = self.config.num_attention_heads, 'shard the model by tensor_parallel(output="heads")'
@@ -170,7 +170,7 @@ class ShardedCache(StoredLayers):
     def held_bytes(self) -> int:
         """Bytes of keys, values and recurrent states that this rank holds, over all layers."""
         keys = sum(kv.shard.token_bytes for kv in self.kvs) + sum(layer.held_bytes for layer in self.cross_layers)
-        return keys + sum(x.numel() * x.element_size() for x in states_of(self.layers).values())
+        return keys + sum(x.numel() * x.element_size() for x in self.states.values())
 
     def truncate_to_shortest(self) -> None:
         """Truncate all layers to the shortest one. An interrupted forward pass leaves layers of different lengths.

@@ -1,16 +1,14 @@
 """Layers of a `ShardedCache` that keep a recurrent state, whole on every rank: it does not grow with the tokens."""
 
-from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from attnmesh.errors import KernelError, require
 from attnmesh.hf.cache.compressed_layer import CompressedLayer
 from attnmesh.hf.cache.indexed_layer import IndexedLayer, PooledLayer
-from attnmesh.hf.cache.layer import ShardedLayer, StatefulLayer
+from attnmesh.hf.cache.layer import ShardedLayer
 from attnmesh.hf.images.cross import CrossLayer, SomeKeys
 from attnmesh.hf.latent import latent_widths
 from attnmesh.hf.models import (
@@ -120,18 +118,3 @@ def _make_layer(kind: str, cache: Any) -> Any:
     if kind not in RECURRENT_LAYERS:
         return ShardedLayer(cache)
     return HybridLayer(cache) if kind in HYBRID_LAYERS else StateLayer()
-
-
-def states_of(layers: Iterable[Any]) -> dict[str, Tensor]:
-    """Return the states of all layers by number of the layer and name."""
-    states = [(number, layer) for number, layer in enumerate(layers) if isinstance(layer, (StateLayer, StatefulLayer))]
-    return {f"{number}.{name}": x for number, layer in states for name, x in layer.tensors.items()}
-
-
-def set_states(layers: list[Any], states: dict[str, Tensor], device: torch.device) -> None:
-    """Replace the states of all layers."""
-    for number, layer in enumerate(layers):
-        if isinstance(layer, (StateLayer, StatefulLayer)):
-            prefix = f"{number}."
-            named = {name.removeprefix(prefix): x for name, x in states.items() if name.startswith(prefix)}
-            layer.set_tensors({name: x.to(device) for name, x in named.items()})

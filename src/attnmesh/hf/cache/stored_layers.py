@@ -14,8 +14,8 @@ from attnmesh.decode.saved_cache import Saving
 from attnmesh.errors import KernelError, ShapeError, StoreError, require
 from attnmesh.guard.consensus import run_agreed
 from attnmesh.hf.cache.compressed_layer import CompressedLayer
-from attnmesh.hf.cache.layer import ShardedLayer
-from attnmesh.hf.cache.state_layer import StateLayer, set_states, states_of
+from attnmesh.hf.cache.layer import ShardedLayer, StatefulLayer
+from attnmesh.hf.cache.state_layer import StateLayer
 from attnmesh.hf.images.cross import CrossLayer
 from attnmesh.hf.images.inputs import shift_of
 from attnmesh.hf.models import has_windows
@@ -61,12 +61,21 @@ class StoredLayers(Cache):  # type: ignore[misc]
     @property
     def caches(self) -> int:
         """The number of these caches when all have been made."""
-        return sum(layer.caches for layer in self.attention_layers)
+        return len(self.tokens_per_key)
 
     @property
     def state_layers(self) -> list[Any]:
         """Layers whose states cannot go back to fewer tokens."""
         return [layer for layer in self.layers if isinstance(layer, (StateLayer, CompressedLayer))]
+
+    @property
+    def states(self) -> dict[str, Tensor]:
+        """Tensors that layers keep of recurrences and of the last tokens, by number of the layer and name."""
+        return {f"{number}.{name}": x for number, layer in self._stateful for name, x in layer.tensors.items()}
+
+    @property
+    def _stateful(self) -> list[tuple[int, Any]]:
+        return [(number, x) for number, x in enumerate(self.layers) if isinstance(x, (StateLayer, StatefulLayer))]
 
     @property
     def cross_layers(self) -> list[CrossLayer]:
@@ -105,10 +114,9 @@ class StoredLayers(Cache):  # type: ignore[misc]
 
         def check() -> None:
             check_more({} if more is None else more)
+            attends, given = bool(self.attention_layers), "recurrent states alone"
             expected, fix = "a cache with layers of attention", "prefill again instead"
-            require(
-                bool(self.attention_layers), KernelError, "ShardedCache save", expected, "recurrent states alone", fix
-            )
+            require(attends, KernelError, "ShardedCache save", expected, given, fix)
             self.check_no_images("ShardedCache save")
             counts = {count for layer in self.attention_layers for count in layer.token_counts}
             filled = len(kvs) == self.caches and 0 not in counts
@@ -122,7 +130,7 @@ class StoredLayers(Cache):  # type: ignore[misc]
 
         run_agreed(Mesh.of(self.mesh), check, "save")
         held = {"held": self.tokens.cpu()} if self.tokens is not None and kvs[0].length == self.tokens.shape[1] else {}
-        states = {STATES + name: x.cpu().clone() for name, x in states_of(self.layers).items()}
+        states = {STATES + name: x.cpu().clone() for name, x in self.states.items()}
         tensors, differ = {**held, **states, **(more or {})}, self.tokens_per_key != [1] * self.caches
         return save_layers(kvs, path, more=tensors, note=note, wait=wait, lengths_differ=differ)
 
@@ -145,10 +153,11 @@ class StoredLayers(Cache):  # type: ignore[misc]
         options = self._kv_options | ({} if capacity is None else {"capacity": capacity})
         options |= {"tokens_per_key": self.tokens_per_key, "device": device, "layers": self.caches}
         kvs, more, note = load_layers(KVCache, path, self.mesh, **options)
-        states = {name: more.pop(name) for name in [*more] if name.startswith(STATES)}
-        states = {name.removeprefix(STATES): x for name, x in states.items()}
         self._fill(kvs)
-        set_states(self.layers, states, kvs[0].device)
+        for number, layer in self._stateful:
+            prefix, device = f"{STATES}{number}.", kvs[0].device
+            own = [name for name in more if name.startswith(prefix)]
+            layer.set_tensors({name.removeprefix(prefix): more.pop(name).to(device) for name in own})
         self.capacity = options["capacity"]
         self.tokens, self.images = more.pop("held", None), None
         self.shift = shift_of(self.tokens, self.config)
@@ -168,5 +177,5 @@ class StoredLayers(Cache):  # type: ignore[misc]
         require(fits, KernelError, "ShardedCache", expected, given, f"make the cache with {given}")
         left = iter(kvs)
         for layer in self.attention_layers:
-            layer.fill([next(left) for _ in range(layer.caches)])
+            layer.fill([next(left) for _ in layer.tokens_per_key])
         self.block = kvs[0].sizes.block

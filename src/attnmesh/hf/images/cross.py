@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from attnmesh.hf.models import Opaque
-from attnmesh.hf.upstream import CacheLayerMixin, sdpa_attention
+from attnmesh.hf.upstream import CacheLayerMixin
 
 
 class CrossLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -68,8 +68,3 @@ def attends_to_images(module: nn.Module) -> bool:
     """Return whether a layer attends to features of images alone."""
     layers = getattr(getattr(module, "config", None), "cross_attention_layers", None) or ()
     return getattr(module, "layer_idx", None) in layers
-
-
-def attend_to_images(module: nn.Module, query: Tensor, key: Any, value: Any, mask: Any, **more: Any) -> Any:
-    """Return attention of this rank's tokens to all features, under a mask with a row for each of these tokens."""
-    return sdpa_attention(module, query, key, value, mask, is_causal=False, **more)

@@ -100,14 +100,6 @@ def on_model(images: Mapping[str, Any], model: Any) -> dict[str, Any]:
     }
 
 
-def check_images(model: Any, options: Mapping[str, Any], refused: Mapping[str, Any]) -> None:
-    """Raise if a call has images, and `refused` options that are set."""
-    images, _ = split_images(model, options)
-    given = ", ".join(name for name, value in refused.items() if value)
-    expected, fix = "images without these options", "leave them out, or generate from text"
-    require(not (images and given), ArgumentError, "generate images", expected, given, fix)
-
-
 def fingerprints_of(ids: Tensor, images: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return a digest of each row of each input. Rows are tokens, images, their tiles or their patches."""
     return {name: _digests(value, ids) for name, value in sorted(images.items())}

@@ -14,12 +14,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnmesh.errors import InputError, KernelError, MaskError, ShapeError, require
-from attnmesh.guard.consensus import run_agreed
 from attnmesh.hf.images.inputs import IMAGE_INPUTS, Pictures, check_cross_mask, fingerprints_of
 from attnmesh.hf.images.spans import Span
 from attnmesh.hf.mask import ONE_PROMPT, SAME_PLACES, SDPA, MaskSpec
 from attnmesh.hf.shards import Shards
-from attnmesh.mesh.axes import Mesh
 
 PER_TOKEN = {
     *("inputs_embeds", "per_layer_inputs", "visual_pos_masks", "vision_mask", "image_mask"),
@@ -98,19 +96,13 @@ class Merged:
 
 
 def merge_images(
-    place: Mesh, model: PreTrainedModel, ids: Tensor, mask: Tensor | None, images: Mapping[str, Any], left: int
-) -> Merged | None:
-    """Return the prompt with its images merged; None without images.
+    model: PreTrainedModel, ids: Tensor, mask: Tensor | None, images: Mapping[str, Any], left: int
+) -> Merged:
+    """Return the prompt with its images merged.
 
-    Raises the same error on all ranks if the images do not fit the prompt, if the model does not merge them into its
-    embeddings, or if one of the `left` last tokens, which are left to decoding, is an image token.
+    Raises if the images do not fit the prompt, if the model does not merge them into its embeddings, or if one of the
+    `left` last tokens, which are left to decoding, is an image token.
     """
-    if not images:
-        return None
-    return run_agreed(place, lambda: _merge(model, ids, mask, images, left), SUBJECT)
-
-
-def _merge(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, images: Mapping[str, Any], left: int) -> Merged:
     decoder: Any = model.get_decoder()
     mask = torch.ones_like(ids) if mask is None else mask
     check_cross_mask(SUBJECT, ids, images)

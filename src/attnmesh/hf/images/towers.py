@@ -8,9 +8,9 @@ from logging import getLogger
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from attnmesh.hf.upstream import sdpa_attention, sdpa_mask
+from attnmesh.hf.upstream import sdpa_attention
 
 TEXT_KEYS = ("", "text_config", "decoder_config")
 """Names under which a model's configuration may hold that of its text model."""
@@ -23,28 +23,20 @@ def in_tower(config: Any) -> bool:
     >>> in_tower(SiglipVisionConfig()), in_tower(LlamaConfig()), in_tower(None)
     (True, False, False)
     """
-    kind: Any = type(config)
+    kind: Any = type(config)  # config.__class__ would call functions of transformers
     return config is not None and _is_tower(kind)
 
 
 @lru_cache
-def _is_tower(kind: type) -> bool:
-    named: Any = kind
-    has_words = "vocab_size" in named.__dataclass_fields__  # a compiler cannot trace `fields`
+def _is_tower(kind: Any) -> bool:
+    has_words = "vocab_size" in kind.__dataclass_fields__  # a compiler cannot trace `fields`
     part = getattr(kind, "base_config_key", "")
-    return part not in TEXT_KEYS or not (has_words or "text_config" in named.sub_configs)
+    return part not in TEXT_KEYS or not (has_words or "text_config" in kind.sub_configs)
 
 
-def tower_mask(arguments: dict[str, Any]) -> Tensor | None:
-    """Return the mask of a tower's layers as "sdpa" takes it."""
-    mask: Tensor | None = sdpa_mask(**arguments)
-    return mask
-
-
-def attend_in_tower(module: nn.Module, query: Tensor, key: Any, value: Any, mask: Any, **more: Any) -> Any:
+def attend_in_tower(module: Any, query: Tensor, key: Any, value: Any, mask: Any, **more: Any) -> Any:
     """Return attention of a tower's layer, as "sdpa" computes it."""
-    kind: Any = type(module.config)
-    _say_once(kind)
+    _say_once(module.config.__class__)
     return sdpa_attention(module, query, key, value, mask, **more)
 
 

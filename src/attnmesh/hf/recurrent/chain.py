@@ -72,11 +72,6 @@ class Chain:
         self.leaving: list[Tensor] = []
         """States after this rank's part, for later tokens, in the order of `entering`. The last rank's is right."""
 
-    @property
-    def last(self) -> int:
-        """Index of the rank with the last part."""
-        return self.owners[-1]
-
     def halo(self, x: Tensor, size: int, dim: int) -> Tensor:
         """Return the `size` tokens before this rank's part."""
         x, wanted = x if self.tokens else x.narrow(dim, 0, 0), size + self.kept
@@ -247,10 +242,9 @@ def _chains(layout: Layout, length: int, mesh: DeviceMesh | None) -> list[tuple[
     counts = [len(layout.positions(length, axis.size, shard)) for shard in range(axis.size)]
     if isinstance(layout, Contiguous) or axis.size == 1:
         return [(axis, order, counts)]
-    if not isinstance(layout, Zigzag):
-        fix = "pass layout=am.Zigzag() or am.Contiguous()"
-        expected = "a layout whose shards are runs of tokens, for a model with recurrent layers"
-        raise LayoutError("attnmesh.hf layout", expected, repr(layout), fix)
+    expected = "a layout whose shards are runs of tokens, for a model with recurrent layers"
+    runs, fix = isinstance(layout, Zigzag), "pass layout=am.Zigzag() or am.Contiguous()"
+    require(runs, LayoutError, "attnmesh.hf layout", expected, repr(layout), fix)
     edges = [part * length // (2 * axis.size) for part in range(2 * axis.size + 1)]
     early = [edges[part + 1] - edges[part] for part in range(axis.size)]
     late = [count - part for count, part in zip(counts, early, strict=True)]

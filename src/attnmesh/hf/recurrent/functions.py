@@ -32,10 +32,10 @@ def kind_of(layer: type) -> RecurrentKind | None:
     return next((upstream.RECURRENT[x.__name__] for x in known if x.__module__.startswith("transformers")), None)
 
 
-def refusal_of(layer: nn.Module) -> KernelError | None:
-    """Return an error unless the layer has all that is replaced on shards, and nothing that is unknown."""
-    misfit = next(_misfits(layer, kind_of(type(layer)) or RecurrentKind()), None)
-    return None if misfit is None else KernelError(f"{SUBJECT} {type(layer).__name__}", *misfit)
+def check_layer(layer: nn.Module) -> None:
+    """Raise unless the layer has all that is replaced on shards, and nothing that is unknown."""
+    for expected, given, fix in _misfits(layer, kind_of(type(layer)) or RecurrentKind()):
+        raise KernelError(f"{SUBJECT} {type(layer).__name__}", expected, given, fix)
 
 
 def _misfits(layer: nn.Module, kind: RecurrentKind) -> Iterator[tuple[str, str, str]]:

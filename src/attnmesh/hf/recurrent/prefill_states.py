@@ -9,7 +9,6 @@ from torch.nn.functional import pad
 
 from attnmesh.comm.failures import collective
 from attnmesh.hf.recurrent.chain import Chain
-from attnmesh.mesh.axes import Axis
 
 
 class PrefillStates:
@@ -51,10 +50,10 @@ class PrefillStates:
     def store(self, chain: Chain) -> None:
         """Store the states after the last part in the cache of every rank."""
         if self.conv is not None:
-            tail = _of_last_rank(chain.leaving[0], chain.axis, chain.last)
+            tail = _of_last_rank(chain.leaving[0], chain)
             self.cache.update_conv_state(tail, self.layer.layer_idx, **self.conv)
         if self.state is not None:
-            self.cache.update_recurrent_state(_of_last_rank(self.state, chain.axis, chain.last), self.layer.layer_idx)
+            self.cache.update_recurrent_state(_of_last_rank(self.state, chain), self.layer.layer_idx)
 
 
 class CompressedStates(PrefillStates):
@@ -71,15 +70,15 @@ class CompressedStates(PrefillStates):
 
     def store(self, chain: Chain) -> None:
         """Store the states after the last part in the cache of every rank."""
-        conv, last = (_of_last_rank(x[..., 1:], chain.axis, chain.last) for x in chain.leaving)
+        conv, last = (_of_last_rank(x[..., 1:], chain) for x in chain.leaving)
         blank = self.layer.v_proj_delayed(last.new_zeros(1, self.layer.hidden_size))
         self.cache.update_conv_state(conv, self.layer.layer_idx)
         self.cache.update_recurrent_state(last[..., 0] + blank, self.layer.layer_idx)
 
 
-def _of_last_rank(x: Tensor, axis: Axis, last: int) -> Tensor:
+def _of_last_rank(x: Tensor, chain: Chain) -> Tensor:
     """Return the tensor of the rank with the last part."""
     x = x.contiguous()
-    if axis.group is not None:
-        collective(axis, "sending states", partial(dist.broadcast, group_src=last), x)
+    if chain.axis.group is not None:
+        collective(chain.axis, "sending states", partial(dist.broadcast, group_src=chain.owners[-1]), x)
     return x

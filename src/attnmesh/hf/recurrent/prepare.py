@@ -8,36 +8,29 @@ does. `restore` gives the layers their classes back. Nothing outside the model i
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from inspect import signature
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attnmesh.errors import KernelError
+from attnmesh.errors import KernelError, require
 from attnmesh.hf.checks import check_same_weights
-from attnmesh.hf.models import RECURRENT_MODELS, SUBJECT, mixing_layers, recurrent_layers
+from attnmesh.hf.models import SUBJECT, mixing_layers, recurrent_layers
 from attnmesh.hf.recurrent.chain import Chain, HeadChain, parts_of, pieces_of, running
-from attnmesh.hf.recurrent.functions import forward_on_shards, kind_of, refusal_of
+from attnmesh.hf.recurrent.functions import check_layer, forward_on_shards, kind_of
 from attnmesh.hf.recurrent.layers import ShardedConv1d, ShardedRglru
 from attnmesh.hf.recurrent.prefill_states import CompressedStates, PrefillStates
 from attnmesh.hf.relative import prepare_relative, restore_relative
 from attnmesh.hf.shards import ShardPositions, Shards, ShardTensor
 from attnmesh.hf.sparse.prepare import restore_indexer
-from attnmesh.hf.upstream import CACHES, COMPRESSED, MASKS, PER_TOKEN, RGLRU, TRANSFORMERS, code_of
-
-CODE = sorted({code_of(kind) for kind in RECURRENT_MODELS})
-"""Modules of transformers with the code of models with recurrent layers."""
+from attnmesh.hf.upstream import CACHES, COMPRESSED, MASKS, PER_TOKEN, RGLRU, TRANSFORMERS, subclass
 
 
 class RecurrentLayer:
     """First base of the subclasses that `prepare_layers` makes: a recurrent layer that can run on shards."""
-
-    layers_of_model: int
-    """Layers of the model that mix tokens."""
 
     call: "ModelCall"
     """The present call of the model."""
@@ -54,7 +47,7 @@ class RecurrentLayer:
             shards = self.call.shards  # transformers passes no mask with one token
         if shards is None:
             return stock.forward(layer, *args, **kwargs)
-        shards.count_layer(type(layer).__name__, self.layers_of_model, recurrent=True)
+        shards.count_layer(type(layer).__name__, self.call.layers, recurrent=True)
         if not shards.cached:
             check_same_weights(layer, shards, next(iter(named.values())).device)
         named = {name: x.plain() if isinstance(x, ShardTensor) else x for name, x in named.items()}
@@ -62,28 +55,19 @@ class RecurrentLayer:
         if shards.cached:
             return _prefill(run, layer, named, shards)
         named[_mask_name(named)] = None  # padding is on the right
-        return (
-            _train_by_heads(run, layer, named, shards)
-            if shards.exchange == "heads"
-            else _train(run, layer, named, shards)
-        )
+        train = _train_by_heads if shards.exchange == "heads" else _train
+        return train(run, layer, named, shards)
 
 
 class ModelCall:
     """The present call of a model, as hooks before its `forward` and that of the models inside of it find it."""
 
-    def __init__(self, models: Sequence[nn.Module], refusal: KernelError | None = None) -> None:
+    def __init__(self, models: Sequence[nn.Module], layers: int) -> None:
+        self.layers = layers
+        """Layers of the model that mix tokens."""
         self.shards: Shards | None = None
         """The shards that the model was called with."""
-        self.refusal = refusal
-        """Why the model cannot run on shards; None if it can."""
         self._hooks = [model.register_forward_pre_hook(self._before, with_kwargs=True) for model in models]
-
-    def begin(self, shards: Shards | None) -> None:
-        """Begin a call. Raise if the model cannot run on these shards."""
-        if shards is not None and self.refusal is not None:
-            raise KernelError(*self.refusal.args)
-        self.shards = shards
 
     def remove_hooks(self) -> None:
         """Forget the model."""
@@ -91,11 +75,7 @@ class ModelCall:
             hook.remove()
 
     def _before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.begin(next((x for x in map(_shards_of, (*args, *kwargs.values())) if x is not None), None))
-
-
-REFUSED: WeakKeyDictionary[nn.Module, ModelCall] = WeakKeyDictionary()
-"""Calls of models that cannot run on shards."""
+        self.shards = next((x for x in map(_shards_of, (*args, *kwargs.values())) if x is not None), None)
 
 
 def _train(run: Callable[..., Any], layer: Any, named: dict[str, Any], shards: Shards) -> Any:
@@ -167,7 +147,10 @@ def prepare_layers(model: nn.Module) -> list[ModelCall]:
     """Make the recurrent layers of a model able to run on shards, unless they are. It may contain several models.
 
     Returns:
-        A call for each model that was not prepared before. Of a model that cannot run on shards no layer is changed.
+        A call for each model that was not prepared before.
+
+    Raises:
+        KernelError: A model cannot run on shards. None of its layers is changed.
     """
     outer: list[Any] = []
     for module in model.modules():
@@ -179,42 +162,26 @@ def prepare_layers(model: nn.Module) -> list[ModelCall]:
 def _prepare_model(model: Any) -> ModelCall | None:
     layers = [layer for layer in model.modules() if kind_of(type(layer))]
     new = [layer for layer in layers if not isinstance(layer, (RecurrentLayer, ShardedRglru))]
-    refusal = next(filter(None, (refusal_of(layer) for layer in new)), None) or _refusal_of_model(model, layers)
-    if not new and refusal is None:
+    for layer in new:
+        check_layer(layer)
+    known = sum(kind_of(type(layer)) != RGLRU for layer in layers)
+    expected = recurrent_layers(model.config) if isinstance(model, PreTrainedModel) else 0
+    given = f"{known} of {expected} of them in the {type(model).__name__} of {TRANSFORMERS.installed}"
+    fits, fix = known >= expected, TRANSFORMERS.fix
+    require(fits, KernelError, SUBJECT, "recurrent layers of known classes", given, fix)
+    if not new:
         return None
     models = [x for x in model.modules() if x is model or isinstance(x, PreTrainedModel)]
-    _forget_refusal(model)
-    call = ModelCall(models, refusal)
-    if refusal is None:
-        prepare_relative(model)
-        for layer in new:
-            _prepare_layer(layer, call, mixing_layers(model.config) if isinstance(model, PreTrainedModel) else 1)
-    else:
-        REFUSED[model] = call
+    call = ModelCall(models, mixing_layers(model.config) if isinstance(model, PreTrainedModel) else 1)
+    prepare_relative(model)
+    for layer in new:
+        stock: type = type(layer)
+        kind: Any = kind_of(stock)
+        base: type = ShardedRglru if kind == RGLRU else RecurrentLayer
+        layer.__class__, layer.call = subclass(stock, base), call
+        if kind.convolution is not None:
+            getattr(layer, kind.convolution).__class__ = ShardedConv1d
     return call
-
-
-def _refusal_of_model(model: Any, layers: list[Any]) -> KernelError | None:
-    """Return an error if a model has fewer layers of known classes than its configuration says."""
-    expected = recurrent_layers(model.config) if isinstance(model, PreTrainedModel) else 0
-    known = sum(kind_of(type(layer)) != RGLRU for layer in layers)
-    given = f"{known} of {expected} of them in the {type(model).__name__} of {TRANSFORMERS.installed}"
-    error = KernelError(SUBJECT, "recurrent layers of known classes", given, TRANSFORMERS.fix)
-    return error if known < expected else None
-
-
-def _prepare_layer(layer: Any, call: ModelCall, layers: int) -> None:
-    stock: type = type(layer)
-    convolution = kind_of(stock).convolution  # type: ignore[union-attr]
-    layer.__class__ = _subclass(stock)
-    layer.layers_of_model, layer.call = layers, call
-    if convolution is not None:
-        getattr(layer, convolution).__class__ = ShardedConv1d
-
-
-def _forget_refusal(model: nn.Module) -> None:
-    if model in REFUSED:
-        REFUSED.pop(model).remove_hooks()
 
 
 def restore(model: nn.Module) -> None:
@@ -238,31 +205,22 @@ def restore(model: nn.Module) -> None:
 def _restore_layers(model: nn.Module) -> None:
     modules: list[Any] = [*model.modules()]
     for module in modules:
-        _forget_refusal(module)
         restore_relative(module)
         if type(module) is ShardedConv1d:
             module.__class__ = nn.Conv1d  # type: ignore[assignment]
         elif issubclass(type(module), (RecurrentLayer, ShardedRglru)):
             module.__class__ = type(module).__mro__[2]
             module.call.remove_hooks()
-            del module.call, module.layers_of_model
+            del module.call
 
 
 @contextmanager
 def prepared(model: nn.Module) -> Iterator[None]:
     """Run the model's recurrent layers on shards. They get the classes back that they had."""
     was_prepared = any(isinstance(module, RecurrentLayer) for module in model.modules())
-    for call in prepare_layers(model):
-        if call.refusal is not None:
-            raise call.refusal
+    prepare_layers(model)
     try:
         yield
     finally:
         if not was_prepared:
             _restore_layers(model)
-
-
-@cache
-def _subclass(layer: type) -> type:
-    base = ShardedRglru if kind_of(layer) == RGLRU else RecurrentLayer
-    return type(layer.__name__, (base, layer), {"__module__": layer.__module__})

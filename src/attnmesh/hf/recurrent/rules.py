@@ -4,7 +4,7 @@ A recurrent layer changes its state along a shard by S -> A S + B. Neither A nor
 ranks compute both at once, exchange them, and then read the outputs with the state that enters their shard:
 
         link = RULES["torch_chunk_gated_delta_rule"](stock, query, key, value, g=g, beta=beta)
-        entering = exchange(link.linear, link.bias)                # the maps of the earlier shards, from a zero state
+        entering = exchange(link.map)                              # the maps of the earlier shards, from a zero state
         outputs, leaving = link.finish(entering)
 
 A link uses its layer's stock rule where the rule takes an initial state or is applied from zero. The rest is closed
@@ -13,9 +13,9 @@ form in float32. All results are differentiable. A shard has at least one token.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from importlib.util import find_spec
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,9 +24,8 @@ from torch.nn.functional import pad, silu, softplus
 from attnmesh.errors import ArgumentError, MaskError, require
 from attnmesh.hf.recurrent.chain import split
 from attnmesh.hf.recurrent.head_rules import Stock, delta_by_heads, mamba2_by_heads
+from attnmesh.kernels.traced import without_autocast
 from attnmesh.recurrent.scan import AffineMap
-
-Result = TypeVar("Result")
 
 SEGMENTS = {"gated_delta": 128, "kimi_delta": 64, "selective": 64, "lightning": 256, "rg_lru": 256}
 """Tokens that one step of a rule computes on a CPU: temporaries stay in its caches. Other devices take 8 times more."""
@@ -38,31 +37,16 @@ PACKED = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")
 """Arguments that begin a new sequence inside the tokens."""
 
 
-def _exact(function: Callable[..., Result]) -> Callable[..., Result]:
-    """The same function outside of autocast, which would round states to half precision."""
-
-    @wraps(function)
-    def exact(*args: Any) -> Result:
-        with torch.autocast(args[-1].device.type, enabled=False):
-            return function(*args)
-
-    return exact
-
-
 class Link(NamedTuple):
     """One shard of a recurrent layer: an affine map of its state, and the outputs once the entering state is known."""
 
-    linear: Tensor
-    """A: scalar per head (batch, heads), diagonal (batch, heads, K) or matrix (batch, heads, K, K)."""
-    bias: Tensor
-    """B, (batch, heads, K, V): the state after this shard from a zero state."""
+    map: AffineMap
+    """A: scalar per head (batch, heads), diagonal (batch, heads, K) or matrix (batch, heads, K, K).
+
+    B, (batch, heads, K, V): the state after this shard from a zero state.
+    """
     finish: Callable[[Tensor], tuple[Tensor, Tensor]]
     """Return outputs as the stock rule returns them, and the leaving state, of the entering (batch, heads, K, V)."""
-
-    @property
-    def map(self) -> AffineMap:
-        """The map of states, S -> A S + B."""
-        return AffineMap(self.linear, self.bias)
 
 
 @dataclass(frozen=True)
@@ -131,7 +115,7 @@ def joined(links: Sequence[Link], dim: int) -> Link:
         found = [first.finish(entering), *(link.finish(torch.zeros_like(entering)) for link in later)]
         return torch.cat([outputs for outputs, _ in found], dim), found[-1][1]
 
-    return Link(torch.zeros_like(first.linear), later[-1].bias, finish)
+    return Link(AffineMap(torch.zeros_like(first.map.linear), later[-1].map.bias), finish)
 
 
 def _spans(x: Tensor, tokens: int, rule: str) -> Iterator[slice]:
@@ -160,12 +144,12 @@ def _delta_link(
         parts.append(part.transpose(1, 2).split((columns, rows), dim=-1))
     bias, linear = (x.contiguous() for x in state.split((columns, rows), dim=-1))
 
-    @_exact
     def finish(entering: Tensor) -> tuple[Tensor, Tensor]:
-        outputs = [(zero + (unit.float() @ entering)).to(query.dtype).transpose(1, 2) for zero, unit in parts]
-        return torch.cat(outputs, dim=1), linear @ entering + bias
+        with without_autocast(entering):
+            outputs = [(zero + (unit.float() @ entering)).to(query.dtype).transpose(1, 2) for zero, unit in parts]
+            return torch.cat(outputs, dim=1), linear @ entering + bias
 
-    return Link(linear, bias, finish)
+    return Link(AffineMap(linear, bias), finish)
 
 
 def _step_sizes(dt: Tensor, bias: Tensor | None, positive: bool) -> Tensor:
@@ -188,14 +172,15 @@ def _mamba2_link(
     linear = decay.sum(1).exp()
     weighted = hidden_states.float() * (sizes * after.exp())[..., None]
     grouped = weighted.unflatten(2, (writes.shape[2], -1))
-    bias = _exact(torch.einsum)("btgk,btghv->bghkv", writes.float(), grouped).flatten(1, 2)
+    with without_autocast(grouped):
+        bias = torch.einsum("btgk,btghv->bghkv", writes.float(), grouped).flatten(1, 2)
 
     def finish(entering: Tensor) -> tuple[Tensor, Tensor]:
         states = {"initial_states": entering.transpose(-1, -2), "return_final_states": True}
         outputs, leaving = stock(hidden_states, dt, rates, writes, reads, **options, **states)
         return outputs, leaving.transpose(-1, -2)
 
-    return Link(linear, bias, finish)
+    return Link(AffineMap(linear, bias), finish)
 
 
 def _mamba1_link(
@@ -206,10 +191,8 @@ def _mamba1_link(
     The stock rule begins at zero. The entering state adds C_t . (exp(A (dt_1 + ... + dt_t)) S), gated by z.
     """
     outputs, last = stock(hidden_states, dt, rates, writes, reads, **options, return_last_state=True)
-    bias_of_steps, z = options.get("delta_bias"), options.get("z")
-    steps = _step_sizes(
-        dt, None if bias_of_steps is None else bias_of_steps[:, None], bool(options.get("delta_softplus"))
-    )
+    shift, z = options.get("delta_bias"), options.get("z")
+    steps = _step_sizes(dt, None if shift is None else shift[:, None], bool(options.get("delta_softplus")))
     elapsed, rates = steps.float().cumsum(-1), rates.float()
     linear, bias = (rates * elapsed[..., -1:]).exp(), last.float().unsqueeze(-1)
 
@@ -217,11 +200,12 @@ def _mamba1_link(
         state, added = entering.squeeze(-1)[:, :, None], []
         for t in _spans(outputs, outputs.shape[-1], "selective"):
             states = (rates[None, :, None] * elapsed[:, :, t, None]).clamp(min=LOWEST).exp() * state
-            added.append(_exact(torch.einsum)("bdtk,bkt->bdt", states, reads[:, :, t].float()))
+            with without_autocast(states):
+                added.append(torch.einsum("bdtk,bkt->bdt", states, reads[:, :, t].float()))
         correction = torch.cat(added, dim=-1) * (1 if z is None else silu(z.float()))
         return (outputs + correction).to(outputs.dtype), linear.unsqueeze(-1) * entering + bias
 
-    return Link(linear, bias, finish)
+    return Link(AffineMap(linear, bias), finish)
 
 
 def lightning_link(query: Tensor, key: Tensor, value: Tensor, slope_rate: Tensor) -> Link:
@@ -240,22 +224,22 @@ def lightning_link(query: Tensor, key: Tensor, value: Tensor, slope_rate: Tensor
     tokens, (q, k, v, slope) = value.shape[2], (x.to(dtype) for x in (query, key, value, slope_rate))
     position = torch.arange(tokens, dtype=dtype, device=value.device)[:, None]
     linear = torch.exp(-slope * tokens).view(1, -1).expand(value.shape[0], -1)
-    bias = _exact(torch.matmul)((k * torch.exp(-slope * (tokens - 1 - position))).mT, v)
+    with without_autocast(v):
+        bias = (k * torch.exp(-slope * (tokens - 1 - position))).mT @ v
 
-    @_exact
     def finish(entering: Tensor) -> tuple[Tensor, Tensor]:
         state, outputs = entering.to(dtype), []
-        for t in _spans(value, tokens, "lightning"):
-            at = position[: t.stop - t.start]
-            reach = torch.exp(-slope * (at - at.T).clamp(min=0)).tril()
-            outputs.append(
-                (q[:, :, t] @ k[:, :, t].mT * reach) @ v[:, :, t] + q[:, :, t] * torch.exp(-slope * (at + 1)) @ state
-            )
-            written = (k[:, :, t] * torch.exp(-slope * (len(at) - 1 - at))).mT @ v[:, :, t]
-            state = torch.exp(-slope * len(at)) * state + written
+        with without_autocast(entering):
+            for t in _spans(value, tokens, "lightning"):
+                at = position[: t.stop - t.start]
+                reach = torch.exp(-slope * (at - at.T).clamp(min=0)).tril()
+                within = (q[:, :, t] @ k[:, :, t].mT * reach) @ v[:, :, t]
+                outputs.append(within + q[:, :, t] * torch.exp(-slope * (at + 1)) @ state)
+                written = (k[:, :, t] * torch.exp(-slope * (len(at) - 1 - at))).mT @ v[:, :, t]
+                state = torch.exp(-slope * len(at)) * state + written
         return torch.cat(outputs, dim=2).to(value.dtype), state
 
-    return Link(linear, bias, finish)
+    return Link(AffineMap(linear, bias), finish)
 
 
 def rg_lru_link(hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor) -> Link:
@@ -285,7 +269,7 @@ def rg_lru_link(hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor) ->
         contextualized = state + decay * entering.flatten(1)[:, None]
         return contextualized.to(hidden_states.dtype), contextualized[:, -1, :, None, None]
 
-    return Link(decay[:, -1], state[:, -1, :, None, None], finish)
+    return Link(AffineMap(decay[:, -1], state[:, -1, :, None, None]), finish)
 
 
 def _scan(decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

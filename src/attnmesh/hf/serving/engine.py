@@ -155,14 +155,11 @@ class Engine:
         ends = self.ends | frozenset(stop_ids)
         inputs = unless_text(without_absent(images or {})) or None
         stream = Stream([*ids], sampling, max_new_tokens, ends, inputs, [*replay])
-        known = all(type(token) is int for token in stop_ids)
-        require(
-            known, ArgumentError, "submit stop_ids", "a list of ints", short(repr(stop_ids)), "pass tokens.tolist()"
-        )
+        known, given, fix = all(type(token) is int for token in stop_ids), short(repr(stop_ids)), "pass tokens.tolist()"
+        require(known, ArgumentError, "submit stop_ids", "a list of ints", given, fix)
         self._check(stream)
-        if self.inbox.qsize() + len(self.schedule.waiting) >= self.max_queue:
-            given, fix = f"one of {self.max_queue} requests that wait", "submit again later, or raise max_queue"
-            raise Busy("submit", "a queue with room", given, fix)
+        given, fix = f"one of {self.max_queue} requests that wait", "submit again later, or raise max_queue"
+        require(self._queued < self.max_queue, Busy, "submit", "a queue with room", given, fix)
         self.inbox.put(stream)
         if self.closing:  # it may have come too late to be found
             stream.end(self.error or "cancelled")
@@ -224,11 +221,12 @@ class Engine:
     def metrics(self) -> dict[str, float | list[float]]:
         """Return counts and sizes: numbers, and lists with a number for each rank."""
         share = self.merging / self.seconds if self.seconds else 0.0
-        return {
-            **self.schedule.metrics(),
-            "queue": self.inbox.qsize() + len(self.schedule.waiting),
-            "merge_share": share,
-        }
+        return {**self.schedule.metrics(), "queue": self._queued, "merge_share": share}
+
+    @property
+    def _queued(self) -> int:
+        """Requests that wait."""
+        return self.inbox.qsize() + len(self.schedule.waiting)
 
     def _step(self) -> None:
         """Take in requests, and run one step with all ranks."""

@@ -12,19 +12,10 @@ from transformers import PreTrainedModel
 from attnmesh.errors import ArgumentError, KernelError, MaskError, MeshError, ShapeError, require
 from attnmesh.guard.consensus import describe_call
 from attnmesh.hf.cache.sharded_cache import ShardedCache
-from attnmesh.hf.models import (
-    BIASED_MODELS,
-    attends,
-    check_rows,
-    forget_images,
-    indexed_layers,
-    is_compressed,
-    rope_regime,
-    unwrap,
-)
+from attnmesh.hf.models import BIASED_MODELS, attends, check_rows, indexed_layers, is_compressed, rope_regime, unwrap
 from attnmesh.hf.options import run_agreed_with_peers
+from attnmesh.hf.prefill import prepare_model, run_model
 from attnmesh.hf.serving.rows_cache import RowsCache
-from attnmesh.hf.sparse.prepare import prepare_indexers
 from attnmesh.mesh.axes import Mesh
 
 SUBJECT = "hf.decode_rows"
@@ -64,8 +55,7 @@ def decode_rows(model: PreTrainedModel, tokens: Sequence[int], caches: Sequence[
     """
     model = unwrap(model)
     _agree(model, tokens, caches)
-    forget_images(model)
-    prepare_indexers(model)
+    prepare_model(model)
     groups = defaultdict(list)
     for row, cache in enumerate(caches):  # a forward pass has one rope, and makes the keys of an empty cache anew
         length = cache.get_seq_length()
@@ -87,23 +77,11 @@ def _step(model: PreTrainedModel, tokens: Sequence[int], caches: Sequence[Sharde
     for cache in caches:
         cache.intact = False
     positions = [[cache.next_position] for cache in caches]
-    logits = run_tokens(model, ids, torch.tensor(positions, device=ids.device), rows or caches[0])
+    logits = run_model(model, ids, torch.tensor(positions, device=ids.device), rows or caches[0])
     if rows is not None:
         rows.finish()
     for token, cache, length in zip(ids, caches, lengths, strict=True):
         note_tokens(cache, token[None], length)
-    return logits
-
-
-def run_tokens(model: PreTrainedModel, ids: Tensor, positions: Tensor, cache: ShardedCache) -> Tensor:
-    """Run the model over tokens that all ranks have, and return the logits of the last of each row."""
-    parameters = signature(model.forward).parameters
-    options: dict[str, Any] = {"cache_params" if "cache_params" in parameters else "past_key_values": cache}
-    if "position_ids" in parameters:
-        options["position_ids"] = positions
-    if "logits_to_keep" in parameters:
-        options["logits_to_keep"] = 1
-    logits: Tensor = model(input_ids=ids, use_cache=True, **options).logits[:, -1]
     return logits
 
 
@@ -133,12 +111,9 @@ def _agree(model: PreTrainedModel, tokens: Sequence[int], caches: Sequence[Shard
         lengths = [cache.get_seq_length() for cache in caches]
         return describe_call(SUBJECT, tokens=[*map(int, tokens)], lengths=lengths)
 
-    def check() -> None:
-        _check(model, tokens, caches)
-
     first = caches[0] if isinstance(caches, Sequence) and len(caches) else None
     place = first.mesh if isinstance(first, ShardedCache) else None
-    run_agreed_with_peers(Mesh.of(place), model, check, describe)
+    run_agreed_with_peers(Mesh.of(place), model, lambda: _check(model, tokens, caches), describe)
 
 
 def _check(model: PreTrainedModel, tokens: Any, caches: Any) -> None:

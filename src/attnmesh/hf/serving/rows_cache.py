@@ -68,10 +68,6 @@ class RowsStates(StateLayer):
 
     def __init__(self, rows: Sequence[StateLayer]) -> None:
         LinearAttentionLayer.__init__(self, rows[0].number_of_states)
-        self.join(rows)
-
-    def join(self, rows: Sequence[StateLayer]) -> None:
-        """Set the states to those of the rows."""
         held = [row.tensors for row in rows]
         self.set_tensors({name: torch.cat([tensors[name] for tensors in held]) for name in held[0]})
 
@@ -113,7 +109,7 @@ class RowsCache(ShardedCache):
         for name in ("selected", "partial", "distance_bias"):
             more = layer.pop(name, None)
             assert more is None, f"models with {name}= are decoded a row at a time"
-        return decode_rows(q, kv.caches, **self.how(q), **layer)
+        return decode_rows(q, kv.caches, **self.decode_options(q), **layer)
 
     def finish(self) -> None:
         """Give recurrent states back to the rows."""

@@ -142,12 +142,10 @@ class Schedule:
             self.drops.append(stream.number)
 
     def _end_cancelled(self) -> None:
-        for stream in [stream for stream in self.waiting if stream.cancelled]:
-            self.waiting.remove(stream)
-            self._end(stream, "cancelled", keep=False)
-        for stream in [stream for stream in self.rows if stream.cancelled]:
-            self.rows.remove(stream)
-            self._end(stream, "cancelled", keep=True)
+        for streams, keep in ((self.waiting, False), (self.rows, True)):
+            for stream in [stream for stream in streams if stream.cancelled]:
+                streams.remove(stream)
+                self._end(stream, "cancelled", keep=keep)
         if self.filling is not None and self.filling.cancelled:
             self._end(self.filling, "cancelled", keep=False)
             self.filling = None
@@ -156,16 +154,16 @@ class Schedule:
         """Drop kept caches, then put the youngest request back, while caches take more than their memory."""
         if self.memory is None:
             while len(self.kept) > 2 * self.max_rows:
-                self._drop(next(iter(self.kept)))
+                self._drop_oldest()
         elif max(self.nbytes) > self.memory and not self.dropped:  # else the bytes are not those after a drop
             if self.kept:
-                self._drop(next(iter(self.kept)))
+                self._drop_oldest()
             elif not self.drops:
                 self._preempt()
 
-    def _drop(self, number: int) -> None:
-        del self.kept[number]
-        self.drops.append(number)
+    def _drop_oldest(self) -> None:
+        """Drop the kept cache that was used least recently."""
+        self.drops.append(self.kept.popitem(last=False)[0])
         self.counts["evicted"] += 1
 
     def _preempt(self) -> None:
@@ -216,7 +214,7 @@ class Schedule:
         if max(self.nbytes) + need <= self.memory or not (self.rows or self.kept):
             return True
         if self.kept and not self.drops:
-            self._drop(next(iter(self.kept)))
+            self._drop_oldest()
         return False
 
     def _source(self, ids: Tensor, pictured: bool) -> tuple[int, bool]:

@@ -11,14 +11,10 @@ from transformers import PreTrainedModel
 
 from attnmesh.errors import InputError
 from attnmesh.hf.cache.sharded_cache import ShardedCache
-from attnmesh.hf.cache.state_layer import states_of
 from attnmesh.hf.images.inputs import on_model
-from attnmesh.hf.images.merge import merge_images
-from attnmesh.hf.models import forget_images
 from attnmesh.hf.options import agree_on_call
-from attnmesh.hf.prefill import crop_to_shared_prefix, left_to_decode, prefill_chunks
-from attnmesh.hf.serving.rows import decode_rows, note_tokens, run_tokens
-from attnmesh.hf.sparse.prepare import prepare_indexers
+from attnmesh.hf.prefill import begin_prompt, crop_to_shared_prefix, prefill_chunks, run_model
+from attnmesh.hf.serving.rows import decode_rows, note_tokens
 from attnmesh.mesh.axes import Mesh
 
 MEASURED = 32
@@ -72,14 +68,12 @@ class Worker:
             cache = self.caches.pop(source) if moves else self.caches[source].fork()
         self.caches[number] = cache
         self.prompts[number] = torch.tensor([ids], device=self.model.device)
-        prompt = self.prompts[number][:, : len(ids) - later]
+        first = self.prompts[number][:, : len(ids) - later]
         place, images = Mesh.of(self.mesh), on_model(images, self.model)
-        agree_on_call(place, self.model, prompt, None, cache, {"chunk_size": None, **images})
-        forget_images(self.model)
-        prepare_indexers(self.model)
-        merged = merge_images(place, self.model, prompt, None, images, left_to_decode(self.model.config))
-        shared = crop_to_shared_prefix(self.model, cache, prompt, None, None if merged is None else merged.pictures)
-        self.filling[number] = prefill_chunks(self.model, prompt, cache, None, lambda: self.size, merged)
+        agree_on_call(place, self.model, first, None, cache, {"chunk_size": None, **images})
+        prompt = begin_prompt(place, self.model, first, None, images)
+        shared = crop_to_shared_prefix(self.model, prompt, cache)
+        self.filling[number] = prefill_chunks(self.model, prompt, cache, lambda: self.size)
         return shared
 
     @torch.no_grad()
@@ -94,7 +88,7 @@ class Worker:
             rest = ids[:, length : length + (max(size, 2) if self.is_causal else 1)]
             positions = torch.arange(rest.shape[1], device=ids.device)[None] + cache.next_position
             cache.intact = False
-            logits = run_tokens(self.model, rest, positions, cache)[0]
+            logits = run_model(self.model, rest, positions, cache)[0]
             note_tokens(cache, rest, length)
             if length + rest.shape[1] < ids.shape[1]:
                 logits = None
@@ -115,6 +109,6 @@ class Worker:
         """Return the bytes of all caches in the memory of this rank. Memory that caches share counts once."""
         tensors = [x for cache in self.caches.values() for kv in cache.kvs for x in kv.shard.stored]
         tensors += [x for c in self.caches.values() for kv in c.kvs for part in kv.shard.shared for x in part.stored]
-        tensors += [x for cache in self.caches.values() for x in states_of(cache.layers).values()]
+        tensors += [x for cache in self.caches.values() for x in cache.states.values()]
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
         return sum(storages.values())

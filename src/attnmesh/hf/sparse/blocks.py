@@ -4,7 +4,6 @@ The model's indexer scores all keys before it knows their mask. A subclass retur
 attention function selects when it has the mask.
 """
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,8 @@ from attnmesh.core.selection import NONE, Selection
 from attnmesh.errors import KernelError, MaskError, require
 from attnmesh.hf.models import SUBJECT, Opaque
 from attnmesh.hf.shards import ShardPositions
-from attnmesh.hf.sparse.shard_keys import ShardKeys
+from attnmesh.hf.sparse.select import ShardKeys
+from attnmesh.hf.upstream import rope_of
 
 
 class BlockScores(Opaque):
@@ -79,7 +79,7 @@ class BlockIndexer:
             shape = (*hidden_states.shape[:2], -1, indexer.head_dim)
             q = indexer.q_norm(indexer.q_proj(hidden_states).view(shape)).transpose(1, 2)
             k = indexer.k_norm(indexer.k_proj(hidden_states).view(shape)).transpose(1, 2)
-            rope = sys.modules[type(indexer).__module__].apply_rotary_pos_emb
+            rope = rope_of(indexer)
             q, k = rope(q, k, *(x[..., : indexer.head_dim] for x in position_embeddings))
         source.new_index = k[:, 0]
         positions = position_ids.plain() if isinstance(position_ids, ShardPositions) else position_ids

@@ -4,7 +4,6 @@ Blocks begin at a sequence's first token. The model scores each query in a loop 
 each token, the mean of the block that would end with it. Scores of tokens that end no block are -inf.
 """
 
-import sys
 from collections.abc import Sequence
 from math import sqrt
 from typing import Any
@@ -13,9 +12,9 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.selection import NONE, Selection
-from attnmesh.hf.sparse.select import all_tokens
-from attnmesh.hf.sparse.shard_keys import ShardKeys
+from attnmesh.hf.sparse.select import ShardKeys
 from attnmesh.hf.traced import LayerMask
+from attnmesh.hf.upstream import rope_of
 
 
 class PooledScores:
@@ -54,10 +53,10 @@ class PooledIndexer:
         cos, sin = position_embeddings
         heads = (indexer.index_n_heads, indexer.index_kv_heads)
         q, keys = indexer.index_qk_proj(hidden_states).unflatten(-1, (sum(heads), -1)).split(heads, 2)
-        rope = sys.modules[type(indexer).__module__].apply_rotary_pos_emb
+        rope = rope_of(indexer)
         q = rope(indexer.q_layernorm(q), cos=cos, sin=sin, unsqueeze_dim=2)
         rows = torch.cat((keys.squeeze(2), cos, sin), -1)
-        rows = rows if spec.shards is None else all_tokens(rows, spec.shards, dim=1)
+        rows = rows if spec.shards is None else spec.shards.all_tokens(rows)
         places = _places(source.lengths, rows, spec)
         keys, cos, sin = source.with_earlier(rows, ratio - 1).split((keys.shape[-1], *[cos.shape[-1]] * 2), -1)
         means = keys.unfold(1, ratio, 1).float().mean(-1).to(keys.dtype)
@@ -67,9 +66,11 @@ class PooledIndexer:
         hidden = torch.zeros_like(means[..., 0]).masked_fill(~ends[..., None], -torch.inf)
         source.new_index = torch.cat((means[:, :, 0], hidden), -1)
         found = source.select(PooledScores(q, spec), indexer.block_topk)
-        tokens, own = source.queries(spec, len(places[0])), places
-        if spec.shards is not None:
-            own = places[:, spec.shards.positions() - spec.shards.start]
+        if spec.shards is None:
+            tokens, own = source.get_seq_length() + torch.arange(rows.shape[1]), places
+        else:
+            tokens = spec.shards.positions()
+            own = places[:, tokens - spec.shards.start]
         return Selection(_tokens(found, tokens.to(found), own, ratio)[:, None])
 
 

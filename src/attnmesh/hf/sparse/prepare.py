@@ -1,22 +1,17 @@
 """Indexers of transformers models on shards: hooks and subclasses that `restore_indexer` undoes."""
 
-from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from attnmesh.hf.models import COMPRESSED_MODELS, INDEXED_MODELS
 from attnmesh.hf.sparse.blocks import BlockIndexer
 from attnmesh.hf.sparse.entries import EntryCompressor, EntryScorer
 from attnmesh.hf.sparse.pooled import PooledIndexer
 from attnmesh.hf.sparse.scores import IndexMask
-from attnmesh.hf.sparse.shard_keys import ShardKeys
-from attnmesh.hf.upstream import code_of, is_indexer, is_known_indexer
-
-CODE = [code_of(name) for name in (*INDEXED_MODELS, *COMPRESSED_MODELS)]
-"""Modules of transformers with the code of models that select their keys."""
+from attnmesh.hf.sparse.select import ShardKeys
+from attnmesh.hf.upstream import is_indexer, is_known_indexer, subclass
 
 BASES: dict[str, type] = {
     "DeepseekV4CSACompressor": EntryCompressor,
@@ -38,7 +33,7 @@ def prepare_indexers(model: nn.Module) -> None:
             HOOKS[module] = module.register_forward_pre_hook(_before, with_kwargs=True)
         elif is_known_indexer(module):
             stock: type = type(module)
-            module.__class__ = _subclass(stock)
+            module.__class__ = subclass(stock, BASES[stock.__name__], __reduce_ex__=_reduce)
 
 
 def restore_indexer(module: nn.Module) -> None:
@@ -55,12 +50,6 @@ def _before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if mask is None or mask.spec.shards is None or mask.spec.shards.cached:
         return None
     return args, {**kwargs, "past_key_values": ShardKeys(mask.spec.shards)}
-
-
-@cache
-def _subclass(indexer: type) -> Any:
-    fields = {"__module__": indexer.__module__, "__reduce_ex__": _reduce}
-    return type(indexer.__name__, (BASES[indexer.__name__], indexer), fields)
 
 
 def _reduce(module: nn.Module, _: Any) -> tuple[Any, ...]:

@@ -5,7 +5,6 @@ record the functions that the model calls on them, and `topk` runs these on the 
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -95,10 +94,10 @@ class IndexScores(DispatchedTensor):
         if name not in KEYWISE or any(isinstance(x, Tensor) for x in kwargs.values()):
             Opaque._raise_read(name.strip("_"))
         result = call(*(x.plain() if isinstance(x, IndexScores) else _described(x) for x in args))
-        operands, parts = _operands(args, result)
+        operands, places = _operands(args, result)
 
         def recorded(keys: Tensor, given: Sequence[Tensor]) -> Any:
-            return call(*(part(keys, given) for part in parts))
+            return call(*(_argument(x, place, keys, given) for x, place in zip(args, places, strict=True)))
 
         return self.of(result, **{**vars(self), "operands": operands, "recorded": recorded})
 
@@ -121,37 +120,28 @@ def _described(x: Any) -> Any:
     return torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x
 
 
-Part = Callable[[Tensor, Sequence[Tensor]], Any]
-"""(keys, operands) -> an argument of a recorded function."""
-
-
-def _operands(args: Sequence[Any], result: Tensor) -> tuple[tuple[Tensor, ...], list[Part]]:
-    """Return the tensors of queries among the arguments of a function, and each argument as a function of them.
+def _operands(args: Sequence[Any], result: Tensor) -> tuple[tuple[Tensor, ...], list[slice | int | None]]:
+    """Return the tensors of queries among the arguments of a function, and their places for each argument.
 
     Queries are dim 1 of the function's result, and so of an argument of as many dims.
     """
     operands: list[Tensor] = []
-    parts: list[Part] = []
+    places: list[slice | int | None] = []
     for x in args:
         first = len(operands)
         if isinstance(x, IndexScores):
             operands += x.operands
-            parts.append(partial(_recorded, x.recorded, slice(first, len(operands))))
+            places.append(slice(first, len(operands)))
         elif isinstance(x, Tensor) and x.ndim == result.ndim == 4 and x.shape[1] == result.shape[1]:
             operands.append(x)
-            parts.append(partial(_operand, first))
+            places.append(first)
         else:
-            parts.append(partial(_constant, x))
-    return tuple(operands), parts
+            places.append(None)
+    return tuple(operands), places
 
 
-def _recorded(recorded: Part, place: slice, keys: Tensor, given: Sequence[Tensor]) -> Any:
-    return recorded(keys, given[place])
-
-
-def _operand(number: int, _: Tensor, given: Sequence[Tensor]) -> Tensor:
-    return given[number]
-
-
-def _constant(x: Any, *_: Any) -> Any:
-    return x
+def _argument(x: Any, place: slice | int | None, keys: Tensor, given: Sequence[Tensor]) -> Any:
+    """Return an argument of a recorded function for some keys and queries. Those of queries have places in `given`."""
+    if place is None:
+        return x
+    return x.recorded(keys, given[place]) if isinstance(place, slice) else given[place]

@@ -5,10 +5,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from attnmesh.attention.sharding import unshard
 from attnmesh.core.candidates import unpack
 from attnmesh.hf.shards import Shards
+from attnmesh.hf.sparse.scores import IndexScores
 from attnmesh.kernels.indexer import IndexKeys, indexer_top_k
 
 
@@ -25,16 +26,36 @@ class Scores(Protocol):
         """Return the scores of some keys for some queries, as `indexer_top_k` takes them."""
 
 
-def all_tokens(x: Tensor, shards: Shards, dim: int) -> Tensor:
-    """Return a tensor of this rank's tokens along `dim` as one of all ranks' tokens."""
-    return unshard(x, shards.mesh, layout=shards.layout, length=shards.length, dim=dim)
-
-
 @torch.no_grad()
 def select_in_shards(scores: Scores, new: Tensor, shards: Shards, k: int) -> Tensor:
     """Return the best k keys of this rank's queries. The keys of all ranks, (batch, tokens, dim), come to them."""
-    keys, device = new if scores.whole else all_tokens(new, shards, dim=1), new.device
+    keys, device = new if scores.whole else shards.all_tokens(new), new.device
     tokens = torch.arange(shards.length, device=device)
     first, last = (x.to(device)[None] for x in shards.mask_of(scores.spec.mask).bounds(shards.positions()))
     index = IndexKeys(keys, tokens, tokens[None])
     return unpack(indexer_top_k(scores.run, scores.operands, index, first, last, k, scores.block))[1]
+
+
+class ShardKeys:
+    """Stand-in for the cache in an indexer's call: the keys of this rank's tokens."""
+
+    def __init__(self, shards: Shards) -> None:
+        self.shards = shards
+        self.new_index: Tensor | None = None
+
+    def update_indexer(self, keys: Tensor, layer_idx: int) -> IndexScores:
+        """Return the keys for the indexer to score."""
+        self.new_index = keys
+        return IndexScores.keys(keys, self)
+
+    lengths = 0
+    """Tokens of each sequence before these."""
+
+    def with_earlier(self, rows: Tensor, count: int) -> Tensor:
+        """Return rows of all tokens (batch, tokens, width) after those of so many tokens before them: zeros."""
+        return pad(rows, (0, 0, count, 0))
+
+    def select(self, scores: Scores, k: int) -> Tensor:
+        """Return the best k keys of this rank's queries, (batch, queries, k)."""
+        assert self.new_index is not None
+        return select_in_shards(scores, self.new_index, self.shards, k)

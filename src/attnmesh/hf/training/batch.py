@@ -17,8 +17,7 @@ from attnmesh.core.mask import Causal, Documents, Full, Mask
 from attnmesh.errors import ArgumentError, DtypeError, MaskError, ShapeError, require, short, type_and_shape
 from attnmesh.guard.consensus import describe_call, run_agreed
 from attnmesh.hf.images.inputs import IMAGE_INPUTS, check_cross_mask
-from attnmesh.hf.models import USE_TOKENIZER
-from attnmesh.hf.options import describe_value
+from attnmesh.hf.options import USE_TOKENIZER, describe_value
 from attnmesh.hf.shards import PromptIds, PromptMask, ShardIds, ShardMask, ShardPositions, Shards
 from attnmesh.hf.training.caller import prepare_caller, prepare_caller_with_images
 from attnmesh.hf.training.labels import GuardedLabels, ItemCount, ShardLabels
@@ -86,9 +85,13 @@ class AgreedBatch(NamedTuple):
 def shard_agreed(agreed: AgreedBatch, mesh: DeviceMesh | None, layout: Layout, exchange: str) -> dict[str, Any]:
     """Return this rank's share of a batch, or raise on all ranks."""
     batch, positions, documents = agreed
-    ids, labels = batch["input_ids"], _shift_labels(batch)
-    _check_shards(ids.shape[1], Mesh.of(mesh).shape.ranks, layout)
-    even = labels is None or _labels_even(labels, Mesh.of(mesh).shape.ranks, layout)
+    ids, labels, ranks = batch["input_ids"], _shift_labels(batch), Mesh.of(mesh).ranks
+    places = [layout.positions(ids.shape[1], ranks, rank) for rank in range(ranks)]
+    given, expected = f"{ids.shape[1]} tokens in {layout} on {ranks} ranks", "at least one token per rank"
+    fix = "use longer sequences, fewer ranks or layout=am.Striped()"  # models of transformers cannot compute none
+    require(min(map(len, places)) > 0, ShapeError, "shard_batch input_ids", expected, given, fix)
+    learned = None if labels is None else (labels != IGNORE_INDEX).sum(0)
+    even = learned is None or len({int(learned[place].sum()) for place in places}) == 1
     shards = Shards(mesh, layout, ids.shape[1], documents, even=even, exchange=exchange)
     images = {name: x for name, x in batch.items() if name in IMAGE_INPUTS and x is not None}
     shards.forward_pass.on_begin = prepare_caller_with_images if images else prepare_caller
@@ -124,7 +127,7 @@ def agree_on_batch(
         given, fix = type(batch).__name__, "pass the collator's output, or a dict"
         require(isinstance(batch, Mapping), DtypeError, "shard_batch", "a mapping of names to tensors", given, fix)
         whole = {**batch, **more}
-        _check_batch(whole, place.shape.ranks)
+        _check_batch(whole, place.ranks)
         positions, documents = _positions(whole)
         _check_packing(whole, documents)
         check_cross_mask("shard_batch", whole["input_ids"], whole)
@@ -133,21 +136,10 @@ def agree_on_batch(
     def describe(checked: AgreedBatch) -> str:
         tensors = {name: x for name, x in checked.entries.items() if isinstance(x, Tensor)}
         others = {name: describe_value(x) for name, x in checked.entries.items() if name not in tensors}
-        return describe_call(
-            "shard_batch", **{"layout": layout, "exchange": exchange, **fingerprints(tensors), **others}
-        )
+        named = {"layout": layout, "exchange": exchange, **fingerprints(tensors), **others}
+        return describe_call("shard_batch", **named)
 
     return run_agreed(place, check, describe)
-
-
-def _check_shards(length: int, ranks: int, layout: Layout) -> None:
-    """Raise unless each rank gets a token: models of transformers cannot compute none."""
-    counts = [len(layout.positions(length, ranks, rank)) for rank in range(ranks)]
-    given, fix = (
-        f"{length} tokens in {layout} on {ranks} ranks",
-        "use longer sequences, fewer ranks or layout=am.Striped()",
-    )
-    require(min(counts) > 0, ShapeError, "shard_batch input_ids", "at least one token per rank", given, fix)
 
 
 def _shift_labels(batch: Mapping[str, Any]) -> Tensor | None:
@@ -156,12 +148,6 @@ def _shift_labels(batch: Mapping[str, Any]) -> Tensor | None:
         return given  # type: ignore[no-any-return]
     labels = batch.get("labels")
     return None if labels is None else pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:]
-
-
-def _labels_even(labels: Tensor, ranks: int, layout: Layout) -> bool:
-    """Return True if all ranks have equally many labels to learn."""
-    parts = [layout.positions(labels.shape[1], ranks, rank).to(labels.device) for rank in range(ranks)]
-    return len({int((labels[:, part] != IGNORE_INDEX).sum()) for part in parts}) < 2
 
 
 def _loss_arguments(labels: Tensor, count: Any, part: Callable[[Tensor], Tensor], shards: Shards) -> dict[str, Any]:

@@ -10,10 +10,14 @@ from types import FrameType
 from torch import nn
 
 from attnmesh.hf.images.cut import prepare_text_model
-from attnmesh.hf.recurrent.prepare import CODE, prepare_layers
+from attnmesh.hf.models import COMPRESSED_MODELS, INDEXED_MODELS, RECURRENT_MODELS
+from attnmesh.hf.recurrent.prepare import prepare_layers
 from attnmesh.hf.shards import Shards
-from attnmesh.hf.sparse.prepare import CODE as INDEXER_CODE
 from attnmesh.hf.sparse.prepare import prepare_indexers
+from attnmesh.hf.upstream import code_of
+
+CODE = {code_of(kind) for kind in (*RECURRENT_MODELS, *INDEXED_MODELS, *COMPRESSED_MODELS)}
+"""Modules of transformers with the code of models whose layers or indexers have to be prepared."""
 
 CALL = nn.Module._call_impl.__name__
 """Function of PyTorch that calls a module."""
@@ -21,14 +25,14 @@ CALL = nn.Module._call_impl.__name__
 
 def prepare_caller(shards: Shards) -> None:
     """Prepare the recurrent layers and indexers of the modules that are being called. Other models cost no time."""
-    if not any(name in sys.modules for name in (*CODE, *INDEXER_CODE)):
+    if not any(name in sys.modules for name in CODE):
         return
     known: set[nn.Module] = set()
     for module in _running_modules():
         if module not in known:
             prepare_indexers(module)
             for call in prepare_layers(module):  # the model's own hooks run from its next call on
-                call.begin(call.shards or shards)
+                call.shards = shards
             known.update(module.modules())
 
 

@@ -23,13 +23,7 @@ from attnmesh.errors import ArgumentError, KernelError, require, short
 from attnmesh.hf.images.inputs import IMAGE_INPUTS
 from attnmesh.hf.models import check_implementation, is_recurrent, unwrap
 from attnmesh.hf.shards import Shards, ShardTensor
-from attnmesh.hf.training.batch import (
-    PACKING_ARGUMENTS,
-    TOKEN_ARGUMENTS,
-    AgreedBatch,
-    agree_on_batch,
-    shard_agreed,
-)
+from attnmesh.hf.training.batch import PACKING_ARGUMENTS, TOKEN_ARGUMENTS, AgreedBatch, agree_on_batch, shard_agreed
 from attnmesh.hf.training.mesh_shapes import MeshShapes
 from attnmesh.mesh.axes import Mesh
 
@@ -80,13 +74,14 @@ class ShardedCalls:
         devices = {*(getattr(inner, "hf_device_map", None) or {}).values()}
         given, fix = f"a device_map of {len(devices)} devices", "load it without device_map"
         require(len(devices) < 2, KernelError, "on_mesh", "a model on one device per rank", given, fix)
-        heads = _classifies(inner)  # their heads pick tokens by input_ids, so only the layers below run on shards
-        for module in (inner.base_model,) if heads else (model, inner):
+        # A head of classes picks tokens by input_ids, so only the layers below it run on shards.
+        classifies = getattr(inner, "score", None) is not None and inner.get_output_embeddings() is None
+        for module in (inner.base_model,) if classifies else (model, inner):
             if module not in self.models:
                 self.models.add(module)
                 module.register_forward_pre_hook(self._begin, with_kwargs=True)
             self._return_last(module)
-        if not heads and inner.base_model not in self.models and inner.base_model is not inner:
+        if not classifies and inner.base_model not in self.models and inner.base_model is not inner:
             self.models.add(inner.base_model)
             inner.base_model.register_forward_hook(self._gather_routers)
 
@@ -104,10 +99,10 @@ class ShardedCalls:
         if not self.is_active or self.shards is not None:
             return None
         named = {**dict(zip(signature(unwrap(module).forward).parameters, args, strict=False)), **kwargs}
-        if named.get("past_key_values") is not None and not _is_empty(named["past_key_values"]):
+        cache = named.pop("past_key_values", None)
+        if cache is not None and cache.get_seq_length():
             return None  # generation, which every rank does alone
         batch = {name: named.pop(name) for name in BATCH_ARGUMENTS if named.get(name) is not None}
-        named.pop("past_key_values", None)
         for name, value in named.items():
             expected, fix = "text and images", "leave it out, or shard it yourself and call the model with shard_batch"
             require(not isinstance(value, Tensor), ArgumentError, f"{SUBJECT} {name}", expected, short(value), fix)
@@ -176,16 +171,6 @@ class ShardedCalls:
         return whole(None, output)
 
 
-def _classifies(model: Any) -> bool:
-    """Return whether a model has a head of classes in place of one of tokens."""
-    return getattr(model, "score", None) is not None and model.get_output_embeddings() is None
-
-
-def _is_empty(cache: Any) -> bool:
-    length: Callable[[], int] | None = getattr(cache, "get_seq_length", None)
-    return length is not None and not length()
-
-
 class ShardedOutput(ShardTensor):
     """Output of this rank's tokens. The first function of PyTorch that reads it gathers the tokens of all ranks."""
 
@@ -227,7 +212,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, shards: Shards) -> Tensor:
         ctx.shards = shards
-        return unshard(x.detach(), shards.mesh, layout=shards.layout, length=shards.length, dim=1)
+        return shards.all_tokens(x.detach())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

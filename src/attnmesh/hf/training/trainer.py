@@ -67,9 +67,8 @@ def on_mesh(
         return ShardedCalls(mesh, layout, exchange, shape)
 
     text = f"`{trainer_class.__name__}` whose batches are computed on a mesh of ranks."
-    return type(
-        f"{trainer_class.__name__}OnMesh", (MeshTrainer, trainer_class), {"_make_calls": calls, "__doc__": text}
-    )
+    fields = {"_make_calls": calls, "__doc__": text}
+    return type(f"{trainer_class.__name__}OnMesh", (MeshTrainer, trainer_class), fields)
 
 
 class MeshTrainer:
@@ -131,9 +130,9 @@ class MeshTrainer:
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return the sequences of an optimizer step."""
         total: int = super().get_total_train_batch_size(args)  # type: ignore[misc]
-        return total // Mesh.of(self.calls.mesh).shape.ranks
+        return total // Mesh.of(self.calls.mesh).ranks
 
     def floating_point_ops(self, inputs: Any) -> float:
         """Return this rank's share of the operations of a batch."""
         whole: float = super().floating_point_ops(inputs)  # type: ignore[misc]
-        return whole / Mesh.of(self.calls.mesh).shape.ranks
+        return whole / Mesh.of(self.calls.mesh).ranks
