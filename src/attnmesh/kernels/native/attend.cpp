@@ -61,7 +61,7 @@ constexpr int STREAMS = 4;               // keys that are read at a time
 constexpr int64_t AHEAD = 8;              // rows that are fetched before they are read, where they are scattered
 constexpr int64_t RUN = 2048;            // keys of a task
 constexpr int64_t GROUP = 128;           // columns of a scale, in rows that are stored in 8 bits
-constexpr int64_t TILE_BYTES = 1 << 18;  // keys and values of a tile, in float32
+constexpr int64_t TILE_BYTES = 1 << 18;  // keys and values of a tile, in float32; those in 8 bits are half as many
 constexpr int64_t NEAR_BYTES = 1 << 15;  // values of a tile that stay in the nearest cache for all rows
 constexpr int64_t THREADED_BYTES = 1 << 19;
 constexpr float NONE = -INFINITY;
@@ -325,7 +325,7 @@ Shape shape_of(const Problem& p) {
     s.rows = p.group * p.length;
     s.dim = (p.dim + PAIR - 1) / PAIR * PAIR;
     s.value_dim = (p.value_dim + PAIR - 1) / PAIR * PAIR;
-    s.tile = std::clamp<int64_t>(TILE_BYTES / (4 * (s.dim + s.value_dim)) / 16 * 16, 16, 256);
+    s.tile = std::clamp<int64_t>(TILE_BYTES / ((p.kv_dtype < INT8 ? 4 : 8) * (s.dim + s.value_dim)) / 16 * 16, 16, 256);
     s.runs = std::max<int64_t>(1, (p.keys + RUN - 1) / RUN);
     s.group = p.kv_dtype < INT8 ? std::max(s.dim, s.value_dim) : GROUP;
     s.packs = p.rows || p.dim % PAIR || p.value_dim % PAIR;
