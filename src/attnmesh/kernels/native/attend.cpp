@@ -62,6 +62,7 @@ constexpr int64_t AHEAD = 8;              // rows that are fetched before they a
 constexpr int64_t RUN = 2048;            // keys of a task
 constexpr int64_t GROUP = 128;           // columns of a scale, in rows that are stored in 8 bits
 constexpr int64_t TILE_BYTES = 1 << 18;  // keys and values of a tile, in float32; those in 8 bits are half as many
+constexpr int64_t MOST_KEYS = 256;       // of a tile
 constexpr int64_t NEAR_BYTES = 1 << 15;  // values of a tile that stay in the nearest cache for all rows
 constexpr int64_t THREADED_BYTES = 1 << 19;
 constexpr float NONE = -INFINITY;
@@ -153,6 +154,13 @@ inline Shorts load_bytes(const void* x) {
     std::memcpy(&bytes, x, sizeof(bytes));
     return __builtin_convertvector(bytes, Shorts);
 #endif
+}
+
+inline Floats widen(const BFloat16* x) {
+    typedef uint16_t Halves __attribute__((vector_size(2 * W)));
+    Halves bits;
+    std::memcpy(&bits, x, sizeof(bits));
+    return (Floats)(__builtin_convertvector(bits, Words) << 16);
 }
 
 inline Floats widen(const Int8* x) {
@@ -325,7 +333,7 @@ Shape shape_of(const Problem& p) {
     s.rows = p.group * p.length;
     s.dim = (p.dim + PAIR - 1) / PAIR * PAIR;
     s.value_dim = (p.value_dim + PAIR - 1) / PAIR * PAIR;
-    s.tile = std::clamp<int64_t>(TILE_BYTES / ((p.kv_dtype < INT8 ? 4 : 8) * (s.dim + s.value_dim)) / 16 * 16, 16, 256);
+    s.tile = std::clamp<int64_t>(TILE_BYTES / ((p.kv_dtype < INT8 ? 4 : 8) * (s.dim + s.value_dim)) / 16 * 16, 16, MOST_KEYS);
     s.runs = std::max<int64_t>(1, (p.keys + RUN - 1) / RUN);
     s.group = p.kv_dtype < INT8 ? std::max(s.dim, s.value_dim) : GROUP;
     s.packs = p.rows || p.dim % PAIR || p.value_dim % PAIR;
@@ -392,8 +400,10 @@ struct Rows {
     int64_t stride, bytes;
 
     Rows at(int64_t row, int64_t byte) const { return {first + row * stride + byte, stride, std::max<int64_t>(0, bytes - byte)}; }
+    // Numbers of float32 are too long for the nearest cache.
+    template <class T>
     void prefetch(int64_t row, int64_t most) const {
-        for (int64_t at = 0; at < std::min(bytes, most); at += 64) __builtin_prefetch(first + row * stride + at, 0, 2);
+        for (int64_t at = 0; at < std::min(bytes, most); at += 64) __builtin_prefetch(first + row * stride + at, 0, sizeof(T) < 4 ? 3 : 2);
     }
 };
 
@@ -409,7 +419,7 @@ ALONE void add_columns(const float* weights, int64_t tile, const T* v, int64_t s
     for (int i = 0; i < ROWS; i++)
         for (int j = 0; j < 2 * PAIRS; j++) total[i][j] = load(out + i * width + j * W);
     for (int64_t t = 0; t < n; t++) {
-        next.prefetch(t, PAIRS * PAIR * sizeof(T));
+        next.prefetch<T>(t, PAIRS * PAIR * sizeof(T));
         for (int j = 0; j < PAIRS; j++) {
             Pair x = load_pair(v + t * stride + j * PAIR);
             KEEP(x.a);
@@ -433,24 +443,24 @@ inline void add_values(const float* weights, int64_t tile, const T* v, int64_t s
 }
 
 // The scale of a group of columns of a stored row.
-inline float scale_of(const void* row, int64_t scales, int64_t group) {
+inline BFloat16 scale_of(const void* row, int64_t scales, int64_t group) {
     BFloat16 scale;
     std::memcpy(&scale, (const char*)row + scales + group * sizeof(scale), sizeof(scale));
-    return value(scale);
+    return scale;
 }
 
 template <class T>
 void pack(const T* x, const int32_t* rows, int64_t stride, int64_t scales, int64_t n, int64_t dim, int64_t width, float* out) {
     Rows lines = rows_of(x, stride, dim);
     for (int64_t t = 0; t < n; t++) {
-        if (rows && t + AHEAD < n) lines.prefetch(rows[t + AHEAD], lines.bytes);
+        if (rows && t + AHEAD < n) lines.prefetch<T>(rows[t + AHEAD], lines.bytes);
         const T* from = x + (rows ? rows[t] : t) * stride;
         for (int64_t d = 0; d < width; d += PAIR) {
             T rest[PAIR] = {};
             if (d + PAIR > dim) std::copy(from + d, from + dim, rest);
             Pair both = load_pair(d + PAIR > dim ? rest : from + d);
             if (STORED<T>) {
-                float scale = scale_of(from, scales, d / GROUP);
+                float scale = value(scale_of(from, scales, d / GROUP));
                 both.a = both.a * UNIT<T> * scale, both.b = both.b * UNIT<T> * scale;
             }
             store(out + t * width + d, both.a), store(out + t * width + d + W, both.b);
@@ -475,7 +485,7 @@ void all_products(const Shape& s, const float* q, const T* k, int64_t columns, i
         for (int j = 0; j < STREAMS; j++) {
             int64_t place = std::min(t + j * step, n - 1);
             keys[j] = k + place * stride;
-            values.prefetch(place, values.bytes);
+            values.prefetch<T>(place, values.bytes);
         }
         by_rows(s.rows, [&](auto count, int64_t r) __attribute__((always_inline)) {
             constexpr int ROWS = count, KEYS = ROWS == 1 || REGISTERS == 32 ? STREAMS : 2;
@@ -485,10 +495,52 @@ void all_products(const Shape& s, const float* q, const T* k, int64_t columns, i
     }
 }
 
+template <class T>
+void all_values(const Shape& s, const float* weights, const T* v, int64_t columns, int64_t stride, int64_t n, Rows next, float* out) {
+    int64_t some = std::max<int64_t>(16, NEAR_BYTES / (int64_t)sizeof(T) / s.value_dim);
+    for (int64_t t = 0; t < n; t += some)
+        by_rows(s.rows, [&](auto count, int64_t r) {
+            add_values<T, count>(weights + r * s.tile + t, s.tile, v + t * stride, stride, std::min(some, n - t),
+                                 out + r * s.value_dim, s.value_dim, columns, r ? Rows() : next.at(t, 0));
+        });
+}
+
+// The scales of a group of columns of some rows, times a factor; with them `work` gets the group's first column and their number.
+template <class T, class Work>
+void by_groups(const Shape& s, const T* x, int64_t width, int64_t stride, int64_t scales, int64_t n, float factor, float* own, Work work) {
+    BFloat16 read[MOST_KEYS];
+    for (int64_t d = 0; d < width; d += s.group) {
+        for (int64_t t = 0; t < n; t++) read[t] = scale_of(x + t * stride, scales, d / s.group);
+        for (int64_t t = 0; t < n; t += W) store(own + t, widen(read + t) * factor);
+        work(d, std::min(s.group, width - d));
+    }
+}
+
+// Calls `work` with the places of all logits of a tile, W at a time, and the scales there.
+template <class Work>
+void by_vectors(const Shape& s, int64_t n, const float* scales, Work work) {
+    for (int64_t r = 0; r < s.rows; r++)
+        for (int64_t t = 0; t < n; t += W) work(r * s.tile + t, load(scales + t));
+}
+
+// The logits of a tile of stored keys: each group of columns has products of its own.
+template <class T>
+void stored_products(const Problem& p, const Shape& s, const T* k, int64_t n, Rows values, const Memory& m) {
+    by_groups(s, k, s.dim, p.k_strides[2], p.k_scales, n, UNIT<T>, m.scales, [&](int64_t d, int64_t columns) {
+        float* found = d ? m.some : m.logits;
+        all_products(s, m.q + d, k + d, columns, p.k_strides[2], n, d ? Rows() : values, found);
+        by_vectors(s, n, m.scales, [&](int64_t at, Floats scale) {
+            Floats x = load(found + at) * scale;
+            store(m.logits + at, d ? load(m.logits + at) + x : x);
+        });
+    });
+}
+
 #if defined(DOTS)
-// The products of some rows with 16 keys. A vector has 16 columns of each of four keys, and then four sums of each.
+// The products of some rows with 16 keys, times their scales; `more` are added. A vector has 16 columns of each of four
+// keys, and then four sums of each.
 template <class T, int ROWS>
-ALONE void dots(const float* q, int64_t width, const Dotted<T>* const* keys, int64_t columns, float* out, int64_t tile) {
+ALONE void dots(const float* q, int64_t width, const Dotted<T>* const* keys, int64_t columns, Floats scales, bool more, float* out, int64_t tile) {
     Floats total[ROWS][4] = {};
     for (int64_t d = 0; d < columns; d += 16) {
         Halves key[4];
@@ -504,63 +556,31 @@ ALONE void dots(const float* q, int64_t width, const Dotted<T>* const* keys, int
                     total[i][j] = (Floats)_mm512_dpbf16_ps((__m512)total[i][j], x, half ? key[j].b : key[j].a);
             }
     }
-    UNROLL for (int i = 0; i < ROWS; i++)
-        store(out + i * tile, to_singles(to_pairs(total[i][0], total[i][1]), to_pairs(total[i][2], total[i][3])));
+    UNROLL for (int i = 0; i < ROWS; i++) {
+        Floats sum = to_singles(to_pairs(total[i][0], total[i][1]), to_pairs(total[i][2], total[i][3])) * scales;
+        KEEP(sum);  // a product that is rounded by itself for any number of rows
+        store(out + i * tile, more ? load(out + i * tile) + sum : sum);
+    }
 }
 
 template <class T>
-void all_products(const Shape& s, const float* q, const Dotted<T>* k, int64_t columns, int64_t stride, int64_t n, Rows values, float* logits) {
-    for (int64_t t = 0; t < n; t += W) {
-        const Dotted<T>* keys[W];
-        for (int j = 0; j < W; j++) {
-            int64_t place = std::min(t + j, n - 1);
-            keys[j] = k + place * stride;
-            values.prefetch(place, values.bytes);
+void stored_products(const Problem& p, const Shape& s, const Dotted<T>* k, int64_t n, Rows values, const Memory& m) {
+    int64_t stride = p.k_strides[2];
+    by_groups(s, k, s.dim, stride, p.k_scales, n, (float)p.scale, m.scales, [&](int64_t d, int64_t columns) {
+        for (int64_t t = 0; t < n; t += W) {
+            const Dotted<T>* keys[W];
+            for (int j = 0; j < W; j++) {
+                int64_t place = std::min(t + j, n - 1);
+                keys[j] = k + place * stride + d;
+                if (!d) values.prefetch<T>(place, values.bytes);
+            }
+            by_rows(s.rows, [&](auto count, int64_t r) {
+                dots<T, count>(m.q + r * s.dim + d / 2, s.dim, keys, columns, load(m.scales + t), d > 0, m.logits + r * s.tile + t, s.tile);
+            });
         }
-        by_rows(s.rows, [&](auto count, int64_t r) { dots<T, count>(q + r * s.dim, s.dim, keys, columns, logits + r * s.tile + t, s.tile); });
-    }
-}
-#endif
-
-template <class T>
-void all_values(const Shape& s, const float* weights, const T* v, int64_t columns, int64_t stride, int64_t n, Rows next, float* out) {
-    int64_t some = std::max<int64_t>(16, NEAR_BYTES / (int64_t)sizeof(T) / s.value_dim);
-    for (int64_t t = 0; t < n; t += some)
-        by_rows(s.rows, [&](auto count, int64_t r) {
-            add_values<T, count>(weights + r * s.tile + t, s.tile, v + t * stride, stride, std::min(some, n - t),
-                                 out + r * s.value_dim, s.value_dim, columns, r ? Rows() : next.at(t, 0));
-        });
-}
-
-// The scales of a group of columns of some rows, times a factor; with them `work` gets the group's first column and their number.
-template <class T, class Work>
-void by_groups(const Shape& s, const T* x, int64_t width, int64_t stride, int64_t scales, int64_t n, float factor, float* own, Work work) {
-    for (int64_t d = 0; d < width; d += s.group) {
-        for (int64_t t = 0; t < n; t++) own[t] = scale_of(x + t * stride, scales, d / s.group) * factor;
-        work(d, std::min(s.group, width - d));
-    }
-}
-
-// Calls `work` with the places of all logits of a tile, W at a time, and the scales there.
-template <class Work>
-void by_vectors(const Shape& s, int64_t n, const float* scales, Work work) {
-    for (int64_t r = 0; r < s.rows; r++)
-        for (int64_t t = 0; t < n; t += W) work(r * s.tile + t, load(scales + t));
-}
-
-// The logits of a tile of stored keys: each group of columns has products of its own.
-template <class T>
-void stored_products(const Problem& p, const Shape& s, const T* k, int64_t n, Rows values, const Memory& m) {
-    float factor = DOTTED<T> ? (float)p.scale : UNIT<T>;
-    by_groups(s, k, s.dim, p.k_strides[2], p.k_scales, n, factor, m.scales, [&](int64_t d, int64_t columns) {
-        float* found = d ? m.some : m.logits;
-        all_products(s, m.q + (DOTTED<T> ? d / 2 : d), k + d, columns, p.k_strides[2], n, d ? Rows() : values, found);
-        by_vectors(s, n, m.scales, [&](int64_t at, Floats scale) {
-            Floats x = load(found + at) * scale;
-            store(m.logits + at, d ? load(m.logits + at) + x : x);
-        });
     });
 }
+#endif
 
 template <class T>
 void stored_values(const Problem& p, const Shape& s, const T* v, int64_t n, Rows next, const Memory& m, float* out) {
@@ -573,16 +593,20 @@ void stored_values(const Problem& p, const Shape& s, const T* v, int64_t n, Rows
 // The weights of one row from its logits, and the row's new maximum, sum and values. Returns whether logits are finite.
 bool weigh(float* logits, int64_t n, int64_t low, int64_t high, float cap, float* out, int64_t width, float& most, float& sum) {
     int64_t whole = (n + W - 1) / W * W;
-    for (int64_t t = n; t < whole; t++) logits[t] = 0.0f;
+    for (int64_t t = n; t < whole; t++) logits[t] = logits[n - 1];
     Floats top = all(NONE), bad = {};
     for (int64_t t = 0; t < whole; t += W) {
         Floats x = load(logits + t);
         bad += x * 0.0f;
         if (cap) store(logits + t, x = cap * tanh_of(x * (1.0f / cap)));
+        top = larger(x, top);
     }
     for (int64_t t = 0; t < std::min(low, whole); t++) logits[t] = NONE;
     for (int64_t t = std::max<int64_t>(0, std::min(n, high)); t < whole; t++) logits[t] = NONE;
-    for (int64_t t = 0; t < whole; t += W) top = larger(load(logits + t), top);
+    if (low > 0 || high < n) {
+        top = all(NONE);
+        for (int64_t t = 0; t < whole; t += W) top = larger(load(logits + t), top);
+    }
     float peak = NONE, odd = 0;
     for (int i = 0; i < W; i++) peak = std::max(peak, top[i]), odd += bad[i];
     if (odd != 0) return false;
