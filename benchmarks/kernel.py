@@ -136,7 +136,7 @@ def _stored(device: torch.device, storage: str, limits: Limits) -> Comparison:
     timings = race(calls | limits.calls, device)
     ours, flops = timings["ours"], 4 * q_heads * queries * length * width
     share = limits.milliseconds(stored.nbytes, flops, timings) / ours.median
-    name, goal = f"decode {storage}: {case.name}, {length:,} keys", _goal(1 / 0.65, device)
+    name, goal = f"decode {storage}: {case.name}, {length:,} keys", _goal(1.54, device)
     return Comparison(name, "bfloat16", timings["bfloat16"], ours, goal, stored.nbytes / ours.median / 1e6, share)
 
 
