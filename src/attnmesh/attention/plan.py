@@ -37,7 +37,7 @@ from attnmesh.runtime.kept import Kinds, on_device
 from attnmesh.runtime.world import cached_per_world, decode_cached
 
 Widths = tuple[int, int]
-"""Columns of a latent that are projected, and those of a value."""
+"""Columns of a latent that are projected, and its rotated ones."""
 
 
 class Plan(NamedTuple):
@@ -245,7 +245,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tenso
 def _gradients(ctx: Any, dout: Any, *_: None) -> tuple[Tensor | None, ...]:
     q, k, v, sinks, key_lengths, indices, out, lse = ctx.saved_tensors
     dsinks = None
-    if len(ctx.plan) > 1:
+    if len(ctx.plan) > 1:  # an operator, whose plan is packed
         dout = dout[0]
         dq, dk, dv = mesh_backward_op([q, k, v], [out, lse], dout, key_lengths, indices, *ctx.plan)
         if sinks is not None:

@@ -120,8 +120,8 @@ def send_poison(axis: Axis, how: str, output: str, like: Tensor | None = None, *
 
 def chosen_merge(axis: Axis, how: str, output: str, device: torch.device) -> str:
     """Return the merge that `how` stands for. The first call along an axis is collective, for any `how`."""
-    best = fastest_merge(axis) if device.type == "cpu" else best_merge(axis, device)
-    return how if how != "auto" else "direct" if output == "heads" else best
+    fastest = fastest_merge(axis) if device.type == "cpu" else best_merge(axis, device)
+    return how if how != "auto" else "direct" if output == "heads" else fastest
 
 
 @cached_per_world()

@@ -1,1 +1,1 @@
-"""Mathematics on tensors, without ranks: partials, masks, layouts, argument checks, digests."""
+"""Mathematics on tensors, without ranks: partials, masks, layouts, storage in 8 bits, digests."""

@@ -177,7 +177,8 @@ class StepPlans:
         sizes, cache_q = shard.sizes, q[: shard.sizes.batch]
         if not (are_plain(q) if sinks is None else are_plain(q, sinks)):
             return False
-        if step.reproducible or mask.ends or mask.spans or (rows > 1 and (mask.chunks or axis.size > 1)):
+        bounds = Mask(mask.left, mask.right, chunks=mask.chunks)  # what a launch knows of a mask
+        if step.reproducible or mask != bounds or (rows > 1 and (mask.chunks or axis.size > 1)):
             return False
         kernel = choose_for_view(step.kernel, q, shard.view, logits.capped)
         keys, values = shard.view.numbers

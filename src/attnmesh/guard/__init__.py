@@ -1,1 +1,1 @@
-"""The guard: ranks compare their calls, and fail alike."""
+"""The guard: calls are checked and compared between ranks, which fail alike."""

@@ -50,7 +50,8 @@ def generate(
     Args:
         model: A causal language model with `attn_implementation="attnmesh"`.
         input_ids: The prompts, (batch, length), the same on every rank.
-        mesh: The mesh; None for one device. Without mesh and cache, a rank generates alone and warns once.
+        mesh: The mesh; None for one device. A cache's own mesh serves instead. Without mesh and cache, a rank generates
+            alone and warns once.
         cache: A cache to continue with. The prefix that it shares with the prompt is kept, the rest is cut.
         attention_mask: Padding of the prompts, on the left.
         prefill_chunk_size: Tokens per prefill chunk.
@@ -181,6 +182,7 @@ def _run_generate(model: PreTrainedModel, ids: Tensor, cache: ShardedCache, opti
 def _continuing(model: PreTrainedModel, cache: ShardedCache) -> Iterator[None]:
     """Feed the model only the tokens after the cached ones. transformers feeds models without attention all tokens."""
     prepare: Any = model.prepare_inputs_for_generation
+    own = vars(model).get("prepare_inputs_for_generation")
 
     def after_cached(ids: Tensor, *args: Any, is_first_iteration: bool = False, **kwargs: Any) -> Any:
         inputs = prepare(ids, *args, is_first_iteration=is_first_iteration, **kwargs)
@@ -194,6 +196,8 @@ def _continuing(model: PreTrainedModel, cache: ShardedCache) -> Iterator[None]:
         yield
     finally:
         del model.prepare_inputs_for_generation
+        if own is not None:
+            model.prepare_inputs_for_generation = own
 
 
 def _infer_padding(config: PreTrainedConfig, ids: Tensor, settings: Settings) -> Tensor | None:

@@ -30,6 +30,9 @@ from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import check_exchange
 from attnmesh.mesh.shapes import Shape
 
+SHORT_WINDOW = 1024
+"""Tokens of the longest window whose keys stay as they are, unless `window_storage=` is given."""
+
 
 @dataclass(frozen=True)
 class PendingKV(Opaque):
@@ -82,7 +85,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         """Return the sizes of the `KVCache`."""
-        return "ShardedLayer(empty)" if self.kv is None else f"ShardedLayer({self.kv})"
+        return f"{type(self).__name__}({'empty' if self.kv is None else self.kv})"
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: `reserve` allocates, with the number of tokens."""
@@ -272,14 +275,10 @@ class StatefulLayer(ShardedLayer):
         self.tensors = {}
 
 
-SHORT_WINDOW = 1024
-"""Tokens of the longest window whose keys stay as they are, unless `window_storage=` is given."""
-
-
 def store_shard(kv: KVCache, k: Tensor, v: Tensor | None, shards: Shards) -> None:
     """Store the keys and values of all ranks' tokens in a cache, each rank those of its blocks."""
     if isinstance(shards.layout, Striped):
-        queries = shards.length if shards.has_prefix else 1  # without a prefix, attention is done
+        queries = shards.length if shards.has_prefix else 1  # without a prefix, only later tokens attend to the cache
         kv.append_shard(k, v, shards.positions(), token_mask=shards.token_mask, queries=queries)
         return
     keys, values = (x if x is None else unshard(x, shards.mesh, layout=shards.layout) for x in (k, v))

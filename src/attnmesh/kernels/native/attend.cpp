@@ -64,7 +64,7 @@ constexpr int64_t GROUP = 128;           // columns of a scale, in rows that are
 constexpr int64_t TILE_BYTES = 1 << 18;  // keys and values of a tile, in float32; those in 8 bits are half as many
 constexpr int64_t MOST_KEYS = 256;       // of a tile
 constexpr int64_t NEAR_BYTES = 1 << 15;  // values of a tile that stay in the nearest cache for all rows
-constexpr int64_t THREADED_BYTES = 1 << 19;
+constexpr int64_t THREADED_BYTES = 1 << 19;  // keys and values that one thread reads sooner than several begin
 constexpr float NONE = -INFINITY;
 
 #if defined(__aarch64__)
@@ -105,7 +105,7 @@ constexpr bool DOTTED<Dotted<T>> = true;
 template <class T>
 constexpr bool SPLIT = std::is_same_v<T, BFloat16>;  // in even and odd columns
 template <class T>
-constexpr float UNIT = std::is_same_v<T, Float8> || std::is_same_v<T, Dotted<Float8>> ? 256.0f : 1.0f;  // what numbers are loaded in multiples of
+constexpr float UNIT = std::is_same_v<T, Float8> || std::is_same_v<T, Dotted<Float8>> ? 256.0f : 1.0f;  // by which loaded numbers are too small
 
 inline Floats load(const float* x) {
     Floats out;
@@ -324,7 +324,6 @@ namespace {
 
 struct Shape {
     int64_t rows, dim, value_dim, tile, runs;  // dims are padded to whole vectors
-    int64_t group;                             // columns that share a scale; all of a row that is not stored in 8 bits
     bool packs;                                // tiles are copied, with columns of zeros
 };
 
@@ -335,7 +334,6 @@ Shape shape_of(const Problem& p) {
     s.value_dim = (p.value_dim + PAIR - 1) / PAIR * PAIR;
     s.tile = std::clamp<int64_t>(TILE_BYTES / ((p.kv_dtype < INT8 ? 4 : 8) * (s.dim + s.value_dim)) / 16 * 16, 16, MOST_KEYS);
     s.runs = std::max<int64_t>(1, (p.keys + RUN - 1) / RUN);
-    s.group = p.kv_dtype < INT8 ? std::max(s.dim, s.value_dim) : GROUP;
     s.packs = p.rows || p.dim % PAIR || p.value_dim % PAIR;
     return s;
 }
@@ -507,12 +505,12 @@ void all_values(const Shape& s, const float* weights, const T* v, int64_t column
 
 // The scales of a group of columns of some rows, times a factor; with them `work` gets the group's first column and their number.
 template <class T, class Work>
-void by_groups(const Shape& s, const T* x, int64_t width, int64_t stride, int64_t scales, int64_t n, float factor, float* own, Work work) {
+void by_groups(const T* x, int64_t width, int64_t stride, int64_t scales, int64_t n, float factor, float* own, Work work) {
     BFloat16 read[MOST_KEYS];
-    for (int64_t d = 0; d < width; d += s.group) {
-        for (int64_t t = 0; t < n; t++) read[t] = scale_of(x + t * stride, scales, d / s.group);
+    for (int64_t d = 0; d < width; d += GROUP) {
+        for (int64_t t = 0; t < n; t++) read[t] = scale_of(x + t * stride, scales, d / GROUP);
         for (int64_t t = 0; t < n; t += W) store(own + t, widen(read + t) * factor);
-        work(d, std::min(s.group, width - d));
+        work(d, std::min(GROUP, width - d));
     }
 }
 
@@ -526,7 +524,7 @@ void by_vectors(const Shape& s, int64_t n, const float* scales, Work work) {
 // The logits of a tile of stored keys: each group of columns has products of its own.
 template <class T>
 void stored_products(const Problem& p, const Shape& s, const T* k, int64_t n, Rows values, const Memory& m) {
-    by_groups(s, k, s.dim, p.k_strides[2], p.k_scales, n, UNIT<T>, m.scales, [&](int64_t d, int64_t columns) {
+    by_groups(k, s.dim, p.k_strides[2], p.k_scales, n, UNIT<T>, m.scales, [&](int64_t d, int64_t columns) {
         float* found = d ? m.some : m.logits;
         all_products(s, m.q + d, k + d, columns, p.k_strides[2], n, d ? Rows() : values, found);
         by_vectors(s, n, m.scales, [&](int64_t at, Floats scale) {
@@ -558,7 +556,7 @@ ALONE void dots(const float* q, int64_t width, const Dotted<T>* const* keys, int
     }
     UNROLL for (int i = 0; i < ROWS; i++) {
         Floats sum = to_singles(to_pairs(total[i][0], total[i][1]), to_pairs(total[i][2], total[i][3])) * scales;
-        KEEP(sum);  // a product that is rounded by itself for any number of rows
+        KEEP(sum);  // not fused with the addition below, or bits would depend on the number of rows
         store(out + i * tile, more ? load(out + i * tile) + sum : sum);
     }
 }
@@ -566,7 +564,7 @@ ALONE void dots(const float* q, int64_t width, const Dotted<T>* const* keys, int
 template <class T>
 void stored_products(const Problem& p, const Shape& s, const Dotted<T>* k, int64_t n, Rows values, const Memory& m) {
     int64_t stride = p.k_strides[2];
-    by_groups(s, k, s.dim, stride, p.k_scales, n, (float)p.scale, m.scales, [&](int64_t d, int64_t columns) {
+    by_groups(k, s.dim, stride, p.k_scales, n, (float)p.scale, m.scales, [&](int64_t d, int64_t columns) {
         for (int64_t t = 0; t < n; t += W) {
             const Dotted<T>* keys[W];
             for (int j = 0; j < W; j++) {
@@ -584,7 +582,7 @@ void stored_products(const Problem& p, const Shape& s, const Dotted<T>* k, int64
 
 template <class T>
 void stored_values(const Problem& p, const Shape& s, const T* v, int64_t n, Rows next, const Memory& m, float* out) {
-    by_groups(s, v, s.value_dim, p.v_strides[2], p.v_scales, n, 1.0f, m.scales, [&](int64_t d, int64_t columns) {
+    by_groups(v, s.value_dim, p.v_strides[2], p.v_scales, n, 1.0f, m.scales, [&](int64_t d, int64_t columns) {
         by_vectors(s, n, m.scales, [&](int64_t at, Floats scale) { store(m.some + at, load(m.logits + at) * scale); });
         all_values(s, m.some, v + d, columns, p.v_strides[2], n, next.at(0, d), out + d);
     });
@@ -740,27 +738,31 @@ bool finish(const Problem& p, const Shape& s, int64_t head, float* partials, int
     return bad == 0;
 }
 
+const pid_t LOADER = getpid();  // the process that has loaded this library
+
 // Threads that wait for work: those of PyTorch's OpenMP where there is one, which would spin beside others for a while.
 // A forked child has none of its parent's, and makes its own.
 class Workers {
   public:
     template <class Work>
     static void run(int64_t threads, Work& work) {
-        static const pid_t first = getpid();
-        static const auto openmp = (void (*)(void (*)(void*), void*, unsigned, unsigned))dlsym(RTLD_DEFAULT, "GOMP_parallel");
-        Function call = [](void* context) { (*(Work*)context)(); };
         if (threads <= 1) return work();
-        if (openmp && getpid() == first) return openmp(call, &work, threads, 0);
-        static std::mutex one;  // a second caller works alone
-        std::unique_lock<std::mutex> mine(one, std::try_to_lock);
-        if (!mine.owns_lock()) return work();
-        static Workers* workers = nullptr;
-        if (!workers || workers->process != getpid()) workers = new Workers();
-        workers->share(threads - 1, call, &work);
+        run_on(threads, [](void* context) { (*(Work*)context)(); }, &work);
     }
 
   private:
     using Function = void (*)(void*);
+
+    static void run_on(int64_t threads, Function call, void* work) {  // no template, or each type had threads of its own
+        static const auto openmp = (void (*)(Function, void*, unsigned, unsigned))dlsym(RTLD_DEFAULT, "GOMP_parallel");
+        if (openmp && getpid() == LOADER) return openmp(call, work, threads, 0);
+        static std::mutex one;  // a second caller works alone
+        std::unique_lock<std::mutex> mine(one, std::try_to_lock);
+        if (!mine.owns_lock()) return call(work);
+        static Workers* workers = nullptr;
+        if (!workers || workers->process != getpid()) workers = new Workers();
+        workers->share(threads - 1, call, work);
+    }
 
     void share(int helpers, Function function, void* given) {
         sigset_t every, before;
@@ -808,7 +810,7 @@ int attend(const Problem& p) {
     std::atomic<bool> finite{true};
     auto work = [&] {
         static thread_local Memory own;
-        for (int64_t task; (task = next++) < tasks;)
+        for (int64_t task; finite && (task = next++) < tasks;)
             if (!run_task<T>(p, s, task, own, memory + task * size)) finite = false;
     };
     Workers::run(bytes < THREADED_BYTES ? 1 : std::min(p.threads, tasks), work);
@@ -823,7 +825,7 @@ int attend(const Problem& p) {
 extern "C" int64_t attnmesh_attend(const Problem* problem) {
     const Problem& p = *problem;
 #if defined(DOTS)
-    if (p.dtype == BFLOAT16 && p.kv_dtype >= INT8 && p.dim % (2 * PAIR) == 0 && p.value_dim % (2 * PAIR) == 0 && !p.rows)
+    if (p.dtype == BFLOAT16 && p.kv_dtype >= INT8 && p.dim % PAIR == 0 && p.value_dim % PAIR == 0 && !p.rows)
         return p.kv_dtype == INT8 ? attend<Dotted<Int8>>(p) : attend<Dotted<Float8>>(p);
 #endif
     switch (p.kv_dtype) {
