@@ -7,11 +7,14 @@ from transformers import Trainer, TrainingArguments
 
 import attnmesh.hf as hf
 from attnmesh import errors
+from attnmesh.hf.models import key_heads
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support import families
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
 from tests.support.trainers import launched, settings
+from tests.tools.tiny_models import tiny_config
+from tests.tools.variants import VARIANTS
 
 GIVEN = "given 2 key heads and a heads axis of 3. Fix:"
 
@@ -45,3 +48,8 @@ def test_a_heads_axis_that_is_too_long_is_refused_before_the_first_call(pool: Po
     for said in pool.run(3, refusals):
         assert [text.startswith(TRAINED) for text in said] == [True, True, False, False]
         assert [text.startswith(CACHED) for text in said] == [False, False, True, True]
+
+
+def test_layers_whose_key_heads_differ_have_the_fewest() -> None:
+    case = next(case for case in VARIANTS if case.name == "gemma4_text+keys-as-values")
+    assert key_heads(tiny_config(case)) == 1

@@ -212,11 +212,13 @@ def attends(config: PreTrainedConfig) -> bool:
 
 
 def key_heads(config: PreTrainedConfig) -> int | None:
-    """Return the key heads of a layer of attention; None without such layers, or where the configuration has none."""
+    """Return the fewest key heads of a layer of attention; None without such layers, or where none are configured."""
     config = config.get_text_config(decoder=True)
-    grouped = None if config.model_type in REPEATED_KEYS else getattr(config, "num_key_value_heads", None)
-    heads = grouped or getattr(config, "num_attention_heads", None)
-    return heads if isinstance(heads, int) and attends(config) else None
+    layers = config.per_layer_config if config.is_heterogeneous else [config]
+    names = ("num_key_value_heads", "num_attention_heads")[config.model_type in REPEATED_KEYS :]
+    found = [next(filter(None, (getattr(one, name, None) for name in names)), None) for one in layers]
+    counts = [heads for heads in found if isinstance(heads, int)]
+    return min(counts) if counts and attends(config) else None
 
 
 def mixing_layers(config: PreTrainedConfig) -> int:
