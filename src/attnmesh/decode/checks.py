@@ -1,4 +1,4 @@
-"""What a step of decoding computes with, and its checks. Each raises an error of `attnmesh.errors`."""
+"""Inputs of a step of decoding, and their checks. Each raises an error of `attnmesh.errors`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Never
@@ -41,7 +41,7 @@ from attnmesh.kernels.driver import choose_for_view
 
 
 class StepInputs(NamedTuple):
-    """What a step computes with: queries, the cache of all rows or one a row, and what a call may pass beside them."""
+    """Inputs of a step: queries, the cache of all rows or one a row, and what a call may pass beside them."""
 
     q: Tensor
     caches: Sequence[KVCache]

@@ -8,6 +8,7 @@ sample the same tokens.
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -165,7 +166,7 @@ def _generate_with_checkpoint(
 
 def _run_generate(model: PreTrainedModel, ids: Tensor, cache: ShardedCache, options: dict[str, Any]) -> Any:
     """Run transformers' `generate`. The last token is not cached."""
-    watch, name, cache.intact = NanWatch(), cache_argument(model), False
+    watch, name, cache.intact = NanWatch(), cache_argument(signature(model.forward).parameters), False
     processors = [*(options.get("logits_processor") or []), watch]
     options = {**options, "logits_processor": processors, "cache_implementation": None, "use_cache": True}
     try:

@@ -257,11 +257,12 @@ def run_model(
     model: PreTrainedModel, ids: Tensor, positions: Tensor, cache: ShardedCache, mask: Tensor | None = None
 ) -> Tensor:
     """Run the model on new tokens, and return the logits of the last of each row. It computes as few as it can."""
-    name = cache_argument(model)
+    parameters = signature(model.forward).parameters
+    name = cache_argument(parameters)
     if name == "cache_params" and mask is not None:  # Mamba takes the mask of the new tokens
         mask = mask[:, -ids.shape[1] :]
     optional = {"logits_to_keep": 1, "position_ids": positions}
-    optional = {key: value for key, value in optional.items() if key in signature(model.forward).parameters}
+    optional = {key: value for key, value in optional.items() if key in parameters}
     output = model(input_ids=ids, attention_mask=mask, use_cache=True, **{name: cache}, **optional)
     logits: Tensor = output.logits[:, -1]
     return logits

@@ -4,6 +4,7 @@ Importing this file checks the names that every model needs. `RECURRENT` is chec
 runs on shards; `TRAINER` and `ACCELERATE` when they are first used.
 """
 
+from collections.abc import Container
 from functools import cache
 from inspect import signature, unwrap
 from sys import modules
@@ -107,9 +108,9 @@ def subclass(stock: type, base: type, **fields: Any) -> Any:
     return type(stock.__name__, (base, stock), {"__module__": stock.__module__, **fields})
 
 
-def cache_argument(model: Any) -> str:
-    """Return the name of the cache among a model's arguments."""
-    return "cache_params" if "cache_params" in signature(model.forward).parameters else "past_key_values"
+def cache_argument(parameters: Container[str]) -> str:
+    """Return the name of the cache among the parameters of a model's forward pass."""
+    return "cache_params" if "cache_params" in parameters else "past_key_values"
 
 
 def is_indexer(module: Any) -> bool:

@@ -157,8 +157,8 @@ inline Shorts load_bytes(const void* x) {
 }
 
 inline Floats widen(const BFloat16* x) {
-    typedef uint16_t Halves __attribute__((vector_size(2 * W)));
-    Halves bits;
+    typedef uint16_t Bits __attribute__((vector_size(2 * W)));
+    Bits bits;
     std::memcpy(&bits, x, sizeof(bits));
     return (Floats)(__builtin_convertvector(bits, Words) << 16);
 }
@@ -169,10 +169,10 @@ inline Floats widen(const Int8* x) {
 #elif defined(__AVX2__)
     return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)x)));
 #else
-    typedef int8_t Bytes __attribute__((vector_size(W)));
-    Bytes bytes;
-    std::memcpy(&bytes, x, sizeof(bytes));
-    return __builtin_convertvector(bytes, Floats);
+    typedef int8_t Numbers __attribute__((vector_size(W)));
+    Numbers numbers;
+    std::memcpy(&numbers, x, sizeof(numbers));
+    return __builtin_convertvector(numbers, Floats);
 #endif
 }
 
