@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
-from typing import NamedTuple, Never
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from attnmesh.attention.auto_layout import chosen_layout
+from attnmesh.attention.auto_layout import check_auto, chosen_layout
 from attnmesh.attention.plan import Plan
+from attnmesh.attention.shard_marks import shard_marks
 from attnmesh.comm.topology import share_numbers
 from attnmesh.core.layout import Contiguous, Layout, check_layout
 from attnmesh.core.logits import Logits
@@ -55,7 +55,7 @@ class Options(NamedTuple):
     softcap: float | None
     length: int | None
     key_length: int | None
-    unsupported: dict[str, Never] | None  # keywords of other attention functions, refused by name
+    unsupported: dict[str, object] | None  # keywords of other attention functions, refused by name
 
     @property
     def applied_mask(self) -> Mask:
@@ -127,7 +127,9 @@ def agree_on_plan(mesh: Mesh, call: Call, checked: bool | None) -> Plan:
     if ranks == 1 or torch.compiler.is_compiling():  # ranks are compiled apart: their shards count as even
         check_call(mesh, call, checked)
         queries, keys, highest = call.numbers
-        plan = _make_plan(mesh, options, call.sizes, (queries * ranks, keys * ranks))
+        counted = options.length is None or queries != keys  # else keys are those of the queries' sequence
+        tokens = (queries * ranks, keys * ranks) if counted else (options.length, options.length)
+        plan = _make_plan(mesh, options, call.sizes, tokens)._replace(even=options.length is None)
         _check_highest(highest, plan)
         return plan
     device = call.q.device if isinstance(call.q, Tensor) else torch.device(mesh.kind)
@@ -142,10 +144,11 @@ def agree_on_plan(mesh: Mesh, call: Call, checked: bool | None) -> Plan:
         _checked_text(mesh, call, checked)
     else:  # a text would have their numbers, which a device may hold
         check_call(mesh, call, checked)
+        _check_marks(mesh, call)
     plan = _known_plan(mesh, options, call.sizes, (options.length, options.length))
     _check_highest(call.numbers[2], plan)
     try:
-        _check_own_shard(plan.problem, mesh.shard, call.tokens)  # nothing is counted: other shards are not known
+        plan.check_own_shard(*call.tokens)  # nothing is counted: other shards are not known
     except ShapeError as error:
         raise with_swap_hint(error, heads_and_length(call.q), heads_and_length(call.k)) from None
     return plan
@@ -160,13 +163,25 @@ def _texts(mesh: Mesh) -> Kinds[str]:
 def _checked_text(mesh: Mesh, call: Call, checked: bool | None) -> str:
     """Return the text of a call that ranks compare, or raise unless each argument can be served."""
     q, k, v, sinks, key_lengths, options, selected, distance_bias = call
-    texts, kind = _texts(mesh), None
+    texts, kind, text = _texts(mesh), None, None
     if key_lengths is distance_bias is None and selected is None and not options.unsupported:
         kind = kind_of(q, k, v, sinks, (*options, checked))
-    if kind is not None and (text := texts.find(kind)) is not None:
-        return text
-    check_call(mesh, call, checked)
-    return call.describe() if kind is None else texts.keep(kind, call.describe())
+        text = None if kind is None else texts.find(kind)
+    if text is None:
+        check_call(mesh, call, checked)
+        text = call.describe() if kind is None else texts.keep(kind, call.describe())
+    if (marks := shard_marks()) and (id(q) in marks or id(k) in marks or id(v) in marks):
+        _check_marks(mesh, call)
+    return text
+
+
+def _check_marks(mesh: Mesh, call: Call) -> None:
+    """Raise for a shard that `shard` cut by another layout than the one named, for another mesh, or along another dim."""
+    options, marks = call.options, shard_marks()
+    layouts = options.layout, options.key_layout, options.key_layout
+    for name, x, layout in zip("qkv", call[:3], layouts, strict=True):
+        if (mark := marks.get(id(x))) is not None and layout is not None:
+            mark.check(f"attention {name}", layout, options.applied_mask, mesh, 2)
 
 
 def _make_plan(mesh: Mesh, options: Options, sizes: Sizes, tokens: Pair, table: Sequence[Pair] = ()) -> Plan:
@@ -253,6 +268,7 @@ def _check_layouts(options: Options, ranks: int) -> None:
     for name, layout in (("layout", options.layout), ("key_layout", options.key_layout)):
         if layout is not None:
             check_layout(f"attention {name}", layout, auto=True)
+        check_auto("attention", layout, options.mask, ranks)
 
 
 def _check_lengths(call: Call, ranks: int) -> None:
@@ -284,24 +300,6 @@ def _check_cross(options: Options, length: int, key_length: int) -> None:
     named = "mask=am.Causal(), " * (options.mask is None)
     fixes.append(f"pass {named}key_length={key_length} for {mask} over another sequence")
     raise ShapeError("attention", "as many queries as keys under a mask of positions", given, "; ".join(fixes))
-
-
-def _check_own_shard(problem: Problem, shard: int, tokens: Pair) -> None:
-    """Raise unless this rank holds as many tokens as its layout gives it."""
-    expected = _shard_sizes(problem, shard)
-    if tokens != expected:
-        given = f"{tokens[0]} queries and {tokens[1]} keys"
-        fix = "shard with am.shard and this layout, or correct length and key_length"
-        shape = f"a shard of {expected[0]} queries of {problem.length} and {expected[1]} keys of {problem.key_length}"
-        raise ShapeError("attention", shape, given, fix)
-
-
-@lru_cache(maxsize=1024)
-def _shard_sizes(problem: Problem, shard: int) -> Pair:
-    """Return the tokens of queries and of keys in a shard."""
-    ranks = problem.shape.ranks
-    queries = problem.layout.positions(problem.length, ranks, shard)
-    return len(queries), len(problem.key_layout.positions(problem.key_length, ranks, shard))
 
 
 def _check_shards(problem: Problem, table: Sequence[Sequence[int]]) -> None:
