@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 import attnmesh as am
+from attnmesh import errors
 from attnmesh.attention.shard_marks import shard_marks
 from attnmesh.errors import LayoutError
 from tests.support.pool import Pool
@@ -92,3 +94,26 @@ def test_a_mark_goes_with_its_tensor_and_is_no_part_of_it() -> None:
     del part
     gc.collect()
     assert len(shard_marks()) == before
+
+
+def _warnings() -> list[list[str]]:
+    """Calls of kinds that no other test makes: a known kind is not looked at again."""
+    mesh, said = am.init_mesh((1, 1, 2)), []
+    whole = [*torch.randn(3, 1, 4, 38, 5, generator=torch.Generator().manual_seed(0))]
+    shards = [am.shard(x, mesh, layout=LAYOUT) for x in whole]
+    alike = [torch.arange(4.0)[:, None, None].expand(1, 4, 7, 5)] * 3  # each head's keys are all alike, as of padding
+    for qkv in (whole, [shards[0], *whole[1:]], shards, alike):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            errors._warned.clear()
+            for _ in range(2):
+                am.attention(*qkv, mesh=mesh, layout=LAYOUT, mask=am.Full())
+        said.append([str(each.message) for each in caught])
+    return said
+
+
+def test_whole_tensors_on_all_ranks_warn_once(pool: Pool) -> None:
+    for whole, whole_keys, *fine in pool.run(2, _warnings):
+        for (message,) in (whole, whole_keys):
+            assert re.search(r"k is the same on all 2 ranks, and counts as 2 shards; pass .* as am\.shard", message)
+        assert fine == [[], []]

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -11,11 +12,12 @@ from attnmesh.attention.auto_layout import check_auto, chosen_layout
 from attnmesh.attention.plan import Plan
 from attnmesh.attention.shard_marks import shard_marks
 from attnmesh.comm.topology import share_numbers
+from attnmesh.core.digest import digest
 from attnmesh.core.layout import Contiguous, Layout, check_layout
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import FAR, Causal, Mask, check_mask
 from attnmesh.core.selection import Selection
-from attnmesh.errors import KernelError, LayoutError, MaskError, ShapeError, require
+from attnmesh.errors import KernelError, LayoutError, MaskError, ShapeError, require, warn_once
 from attnmesh.guard.checks import (
     check_checked,
     check_distance_bias,
@@ -105,6 +107,10 @@ class Call(NamedTuple):
             return *self.tokens, -1
         return *self.tokens, self.selected.highest()
 
+    def numbers_of(self, found: tuple[str, bool]) -> tuple[int, ...]:
+        """Return the numbers that ranks compare beside a text: the first call of a kind has a digest of some keys."""
+        return (*self.numbers, _digest_of_some(self.k)) if found[1] else self.numbers
+
     def describe(self) -> str:
         """Return the text that ranks compare: all but the lengths of shards."""
         named = {"q": self.q, "k": self.k, "v": self.v} | ({} if self.sinks is None else {"sinks": self.sinks})
@@ -134,11 +140,13 @@ def agree_on_plan(mesh: Mesh, call: Call, checked: bool | None) -> Plan:
         return plan
     device = call.q.device if isinstance(call.q, Tensor) else torch.device(mesh.kind)
     if options.length is None or (checked is not False and may_compare(device)):
-        _, rows = run_agreed_with(mesh, lambda: _checked_text(mesh, call, checked), str, lambda _: call.numbers)
+        rows = run_agreed_with(mesh, lambda: _checked_text(mesh, call, checked), itemgetter(0), call.numbers_of)[1]
         columns: list[tuple[int, ...]] = list(zip(*rows, strict=True))
         table, tokens = tuple(zip(*columns[:2], strict=True)), (sum(columns[0]), sum(columns[1]))
         plan = _known_plan(mesh, options, call.sizes, tokens, table)
         _check_highest(max(columns[2]), plan)
+        if len(columns) > 3:
+            _warn_if_whole(columns[3])
         return plan
     if call.key_lengths is None:
         _checked_text(mesh, call, checked)
@@ -160,19 +168,20 @@ def _texts(mesh: Mesh) -> Kinds[str]:
     return Kinds()
 
 
-def _checked_text(mesh: Mesh, call: Call, checked: bool | None) -> str:
-    """Return the text of a call that ranks compare, or raise unless each argument can be served."""
+def _checked_text(mesh: Mesh, call: Call, checked: bool | None) -> tuple[str, bool]:
+    """Return the text of a call that ranks compare, and True for a new kind. Raise unless each argument can be served."""
     q, k, v, sinks, key_lengths, options, selected, distance_bias = call
     texts, kind, text = _texts(mesh), None, None
     if key_lengths is distance_bias is None and selected is None and not options.unsupported:
         kind = kind_of(q, k, v, sinks, (*options, checked))
         text = None if kind is None else texts.find(kind)
+    is_new = text is None
     if text is None:
         check_call(mesh, call, checked)
         text = call.describe() if kind is None else texts.keep(kind, call.describe())
     if (marks := shard_marks()) and (id(q) in marks or id(k) in marks or id(v) in marks):
         _check_marks(mesh, call)
-    return text
+    return text, is_new and kind is not None
 
 
 def _check_marks(mesh: Mesh, call: Call) -> None:
@@ -180,8 +189,23 @@ def _check_marks(mesh: Mesh, call: Call) -> None:
     options, marks = call.options, shard_marks()
     layouts = options.layout, options.key_layout, options.key_layout
     for name, x, layout in zip("qkv", call[:3], layouts, strict=True):
-        if (mark := marks.get(id(x))) is not None and layout is not None:
+        if (mark := marks.get(id(x))) is None or layout is None:
+            continue
+        if mark.layout is not layout or mark.place is not mesh or mark.dim != 2:
             mark.check(f"attention {name}", layout, options.applied_mask, mesh, 2)
+
+
+def _digest_of_some(k: Tensor) -> int:
+    """Return a digest of some keys of the first head; 0 if they are all alike."""
+    some = k[:1, :1, :: max(1, k.shape[2] // 64)]
+    return 0 if k.is_meta or bool((some == some[:, :, :1]).all()) else int(digest(some))
+
+
+def _warn_if_whole(digests: Sequence[int]) -> None:
+    """Warn once if all ranks passed the same keys, by their digests: shards of one sequence differ."""
+    if digests[0] and len({*digests}) == 1:
+        fix = "pass this rank's shard, as am.shard(k, mesh, layout=layout), if this is the whole sequence"
+        warn_once(f"attention: k is the same on all {len(digests)} ranks, and counts as {len(digests)} shards; {fix}.")
 
 
 def _make_plan(mesh: Mesh, options: Options, sizes: Sizes, tokens: Pair, table: Sequence[Pair] = ()) -> Plan:

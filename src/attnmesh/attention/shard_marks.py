@@ -28,8 +28,6 @@ class ShardMark(NamedTuple):
 
     def check(self, subject: str, layout: Layout | str, mask: Mask, place: Mesh, dim: int) -> None:
         """Raise unless the shard was cut like this."""
-        if self.layout is layout and self.place is place and self.dim == dim:
-            return
         wanted, fix = unpriced_layout(layout, mask, place.ranks), "pass the layout that am.shard got"
         fits = wanted is None or wanted == self.layout
         require(fits, LayoutError, subject, f"a shard of {wanted}", f"one of {self.layout}", fix)
