@@ -11,7 +11,8 @@ from typing import Any
 import openai
 import pytest
 
-from attnmesh.serve import body, server
+from attnmesh.serve import app, body, server
+from attnmesh.serve.chat import encode_text
 from attnmesh.serve.door import Limits
 from attnmesh.serve.schema import CHAT
 from tests.support.fake_engine import LONGEST, POISON, ThreadWorld, answer, byte_tokenizer
@@ -196,9 +197,9 @@ def raw(running: Served) -> socket.socket:
     return socket.create_connection(("127.0.0.1", running.port), timeout=30)
 
 
-def posted(body: dict[str, Any]) -> bytes:
+def posted(body: dict[str, Any], path: str = "chat/completions") -> bytes:
     data = json.dumps(body).encode()
-    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head = f"POST /v1/{path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     return f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
 
 
@@ -352,3 +353,80 @@ def test_hostile_requests_crash_nothing_and_leak_nothing(count: int, world: Thre
         until(lambda: len([*Path("/proc/self/fd").iterdir()]) <= files + 2)
     said = running.ask("/v1/chat/completions", chat("Hi", temperature=0))[1]
     assert said["choices"][0]["message"]["content"] == expected("Hi", 20)
+
+
+# --- prompts that take long to encode ---
+
+
+class Gate:
+    """Holds prompts of many characters back where they are encoded."""
+
+    def __init__(self) -> None:
+        self.begun, self.open = threading.Semaphore(0), threading.Event()
+        self.prompts: list[str] = []
+
+    def encode(self, encoder: Any, fields: dict[str, Any], check: Any) -> Any:
+        self.prompts.append(fields["prompt"][:1])
+        if len(fields["prompt"]) > 1000:
+            self.begun.release()
+            assert self.open.wait(100)
+        return encode_text(encoder, fields, lambda text: None)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    made = Gate()
+    monkeypatch.setattr(app, "encode_text", made.encode)
+    yield made
+    made.open.set()
+
+
+def ask_long(running: Served, sign: str, into: list[int]) -> threading.Thread:
+    body = {"model": NAME, "prompt": sign * (1 << 17)}
+    thread = threading.Thread(target=lambda: into.append(running.ask("/v1/completions", body)[0]))
+    thread.start()
+    return thread
+
+
+def test_a_short_prompt_waits_for_no_long_one(gate: Gate) -> None:
+    codes: list[int] = []
+    with served(ThreadWorld(), max_requests=3) as one:
+        threads = [ask_long(one, sign, codes) for sign in "ab"]
+        assert gate.begun.acquire(timeout=100)
+        until(lambda: one.front.coming == 2)
+        assert one.ask("/v1/completions", {"model": NAME, "prompt": "Go on"})[0] == 200
+        assert one.app._bodies.held > 2 << 17
+        code, said = one.ask("/v1/completions", {"model": NAME, "prompt": "Go on", "n": 2})
+        assert (code, said["error"]["message"]) == (429, "2 requests run or wait, of 3. Ask again.")
+        gate.open.set()
+        for thread in threads:
+            thread.join()
+        assert codes == [413, 413]
+        assert one.app._bodies.held == one.front.coming == 0
+
+
+def test_a_prompt_is_not_encoded_for_a_client_that_has_gone(gate: Gate) -> None:
+    codes: list[int] = []
+    with served(ThreadWorld()) as one:
+        thread = ask_long(one, "a", codes)
+        assert gate.begun.acquire(timeout=100)
+        with closing(raw(one)) as gone:
+            gone.sendall(posted({"model": NAME, "prompt": "b" * (1 << 17)}, "completions"))
+            until(lambda: one.front.coming == 2)
+        until(lambda: one.front.coming == 1)
+        gate.open.set()
+        thread.join()
+        assert one.ask("/v1/completions", {"model": NAME, "prompt": "c"})[0] == 200
+        assert gate.prompts == ["a", "c"]
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(
+    running: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("attnmesh.serve.chat._tokens", None)
+    longest = 5 * (LONGEST - 1)  # the longest token, "<end>", has five characters
+    for path, sent in (("chat/completions", chat("x" * longest)), ("completions", {"prompt": "x" * (longest + 1)})):
+        code, said = running.ask(f"/v1/{path}", {"model": NAME, **sent})
+        assert (code, said["error"]["code"]) == (413, "context_length_exceeded")
+        assert "characters, of which a token has at most 5, and" in said["error"]["message"]
+    assert running.ask("/v1/completions", {"model": NAME, "prompt": "x" * longest})[0] == 500  # it went on

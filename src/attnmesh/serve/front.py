@@ -8,8 +8,8 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -82,6 +82,8 @@ class Front:
         self.failure: BaseException | None = None
         self.facts: dict[str, Any] = {}
         self.open: dict[int, Request] = {}
+        self.coming = 0
+        """Requests whose prompts are being encoded."""
         self.on_failure: Callable[[], None] = lambda: None
         self.on_ready: Callable[[dict[str, Any]], None] = lambda _: None
         self._numbers, self._losses, self._ready_at = 0, 0, 0.0
@@ -90,7 +92,7 @@ class Front:
         self._folder = ""
         self._server: asyncio.Server | None = None
         """Both until rank 0 has connected."""
-        metrics.watch(lambda: self.state, lambda: len(self.open))
+        metrics.watch(lambda: self.state, lambda: len(self.open) + self.coming)
 
     # --- requests ---
 
@@ -98,10 +100,7 @@ class Front:
         self, prompt: Encoded, choices: list[dict[str, Any]], put: Callable[[int, Event], None]
     ) -> list[Request]:
         """Send a request to the ranks for each choice; `put` gets the events, each with its choice's index."""
-        if self.state != "ready":
-            raise Refused(503, f"The server is {self.state}. Ask again.")
-        if len(self.open) + len(choices) > self.max_requests:
-            raise Refused(429, f"{len(self.open)} requests run or wait, of {self.max_requests}. Ask again.")
+        self._check_room(len(choices))
         if sum(one.prompt.nbytes for one in self.open.values()) + prompt.nbytes > IMAGE_BYTES:
             raise Refused(429, "The images of open requests take all of their memory. Ask again.")
         requests = []
@@ -113,6 +112,28 @@ class Front:
             self._submit(request)
             requests.append(request)
         return requests
+
+    def check_ready(self) -> None:
+        """Raise unless requests are served."""
+        if self.state != "ready":
+            raise Refused(503, f"The server is {self.state}. Ask again.")
+
+    def _check_room(self, choices: int) -> None:
+        """Raise unless so many more requests can be taken."""
+        self.check_ready()
+        if len(self.open) + self.coming + choices > self.max_requests:
+            given = len(self.open) + self.coming
+            raise Refused(429, f"{given} requests run or wait, of {self.max_requests}. Ask again.")
+
+    @contextmanager
+    def room(self, choices: int) -> Iterator[None]:
+        """Count requests as waiting while their prompt is encoded."""
+        self._check_room(choices)
+        self.coming += choices
+        try:
+            yield
+        finally:
+            self.coming -= choices
 
     def cancel(self, request: Request) -> None:
         """End a request that nobody waits for any more."""

@@ -6,6 +6,7 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from attnmesh.serve.refused import Refused
@@ -15,6 +16,9 @@ MAX_CHOICES, MAX_STOPS, MAX_STOP = 16, 4, 256
 
 SHOWN = 60
 """Characters of a value that an error shows."""
+
+SLICE = 1 << 20
+"""Characters of a text that are checked at once: other threads wait so long."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +80,17 @@ def shown(value: Any) -> str:
     >>> shown([1] * 100)
     '[1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1...'
     """
-    text = json.dumps(value[:SHOWN] if isinstance(value, (str, list)) else value)
+    text = json.dumps(_beginning(value))
     return text if len(text) <= SHOWN else text[:SHOWN] + "..."
+
+
+def _beginning(value: Any) -> Any:
+    """Return a value without most of what is long in it."""
+    if isinstance(value, dict):
+        return {name[:SHOWN]: _beginning(one) for name, one in islice(value.items(), SHOWN)}
+    if isinstance(value, list):
+        return [*map(_beginning, value[:SHOWN])]
+    return value[:SHOWN] if isinstance(value, str) else value
 
 
 def is_whole(low: int, high: int) -> Callable[[Any], bool]:
@@ -102,7 +115,14 @@ def is_list_of(kind: type, least: int = 1) -> Callable[[Any], bool]:
 
 def is_text(value: Any) -> bool:
     """Return whether a value is text in UTF-8: JSON can also spell halves of characters."""
-    return isinstance(value, str) and not any(0xD800 <= ord(sign) < 0xE000 for sign in value)
+    if not isinstance(value, str):
+        return False
+    try:
+        for first in range(0, 0 if value.isascii() else len(value), SLICE):
+            value[first : first + SLICE].encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def is_stop(value: Any) -> bool:
@@ -189,7 +209,19 @@ def read_fields(body: Any, schema: Schema) -> dict[str, Any]:
         if name not in schema:
             param = name[:SHOWN].encode(errors="replace").decode()  # JSON may hold half of a surrogate pair
             raise Refused(400, f"body: unknown field {shown(name)}. Leave it out.", param, "unknown_parameter")
-    return {name: field.read(name, body.get(name)) for name, field in schema.items()}
+    fields = {name: field.read(name, body.get(name)) for name, field in schema.items()}
+    _check_together(fields)
+    return fields
+
+
+def _check_together(fields: dict[str, Any]) -> None:
+    """Raise on fields that need another one, or exclude it."""
+    if fields["stream_options"] is not None and not fields["stream"]:
+        raise Refused(400, "stream_options: expected stream true beside it", "stream_options")
+    if fields.get("top_logprobs") is not None and not fields["logprobs"]:
+        raise Refused(400, "top_logprobs: expected logprobs true beside it", "top_logprobs")
+    if None not in (fields["max_tokens"], fields.get("max_completion_tokens")):
+        raise Refused(400, "max_tokens: expected it or max_completion_tokens, given both", "max_tokens")
 
 
 def table(schema: Schema) -> str:
