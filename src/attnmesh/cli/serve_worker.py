@@ -11,7 +11,6 @@ from attnmesh.cli.generate_worker import load_model
 from attnmesh.comm.failures import set_deadline
 from attnmesh.serve.worker import serve_rank_0
 
-
 LOADING = 1800.0
 """Seconds that one rank may take longer than another to load the model."""
 
