@@ -193,6 +193,20 @@ def test_draws_follow_the_distribution() -> None:
     assert {first(seed, temperature=1.0, top_p=0.6) for seed in range(50)} == {0}
 
 
+@pytest.mark.parametrize(("draws", "vocabulary"), [(0, 7), (1, 97), (300, 1000), (4095, 64)])
+def test_a_generator_goes_on_after_draws_that_it_has_not_made(
+    draws: int, vocabulary: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn, even = torch.Generator().manual_seed(11), torch.ones(1, vocabulary)
+    for _ in range(draws):
+        torch.multinomial(even, 1, generator=drawn)
+    multinomial, made = torch.multinomial, []
+    monkeypatch.setattr(torch, "multinomial", lambda *given, **more: made.append(1) or multinomial(*given, **more))
+    generator = Sampling(temperature=1.0, seed=11).generator(draws, vocabulary)
+    assert len(made) <= 1
+    assert torch.rand(1500, generator=generator).equal(torch.rand(1500, generator=drawn))
+
+
 # --- prefixes ---
 
 
@@ -360,6 +374,7 @@ def refused(_: int) -> None:
         engine.submit([3], max_new_tokens=3)
     with pytest.raises(errors.Busy, match="one of 2 requests that wait"):
         engine.submit([3], max_new_tokens=3)
+    engine.submit([3], max_new_tokens=3, replay=[])
     with pytest.raises(errors.TooLong, match="at most 20 tokens"):
         Engine(model, None, capacity=20).submit([3] * 10, max_new_tokens=30)
     with pytest.raises(errors.ArgumentError, match="max_gap"):

@@ -12,7 +12,6 @@ import typer
 from rich.markup import escape
 
 from attnmesh.cli.generate import (
-    Deadline,
     Dtype,
     Merge,
     MeshOption,
@@ -35,6 +34,7 @@ Host = Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 is any, a
 ServedName = Annotated[str | None, typer.Option(help="Name of the model in requests; that of --model by default.")]
 MaxGap = Annotated[float | None, typer.Option(min=0.001, help="Seconds that a prompt may hold up running requests.")]
 MaxRestarts = Annotated[int, typer.Option(min=0, help="Times that lost ranks are started again in 10 minutes.")]
+Silence = Annotated[float, typer.Option(help="Seconds without an end of a step after which ranks count as lost.")]
 ApiKey = Annotated[
     str | None,
     typer.Option(envvar="ATTNMESH_API_KEY", show_envvar=True, help="Key that requests have to show."),
@@ -56,7 +56,7 @@ class LocalRanks:
 
         run_on_machine(self.count, serve_rank, self.settings, address)
 
-    def kill(self) -> None:
+    def kill(self, *, again: bool = False) -> None:
         """End the ranks at once."""
         for process in {*mp.active_children()} - self.others:
             process.kill()
@@ -78,7 +78,7 @@ def serve(
     max_body: Annotated[int, typer.Option(min=1, help="MB of a request's body.")] = 32,
     max_restarts: MaxRestarts = 3,
     drain: Annotated[float, typer.Option(min=1, help="Seconds that open requests get to end at SIGTERM.")] = 30,
-    deadline: Deadline = None,
+    deadline: Silence = 60.0,
     merge: Merge = "auto",
     reproducible: Reproducible = False,
     dtype: Dtype = "auto",
@@ -109,7 +109,9 @@ def serve(
         serve_under_torchrun(settings)
         return
     ranks_ = hosts or LocalRanks(world, settings)
-    front = Front(ranks_, max_requests=max_rows + max_queue, max_restarts=max_restarts, metrics=Metrics())
+    counts: dict[str, Any] = {"max_requests": max_rows + max_queue, "max_restarts": max_restarts}
+    front = Front(ranks_, **counts, metrics=Metrics(), deadline=deadline)
+    front.log = lambda line: print_message(escape(printable(line)))
     limits = Limits(api_key, host in (*LOCAL, "::1"), max_body << 20)
     with leaving_tidily(), closing(listen(host, port)) as listening:
         if not limits.local and api_key is None:

@@ -39,7 +39,7 @@ class Link:
         try:
             length = self.file.read(WIDTH)
             body = self.file.read(int.from_bytes(length, "big"))
-        except OSError:
+        except (OSError, ValueError):  # closed by this end
             return None
         if len(length) < WIDTH or len(body) < int.from_bytes(length, "big"):
             return None
