@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from attnmesh.serve.images import packed_images, read_image
+from attnmesh.serve.images import buffers_of, read_image
 from attnmesh.serve.json_reader import VALUES, JsonReader
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.schema import is_text, shown
@@ -20,15 +20,15 @@ Check = Callable[[str], Any]
 
 
 class Encoded(NamedTuple):
-    """The tokens of a prompt, and its images as JSON can spell them."""
+    """The tokens of a prompt, and what a processor makes of its images."""
 
     ids: list[int]
-    images: list[list[Any]] | None = None
+    images: dict[str, Any] | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the images, about."""
-        return sum(len(data) for _, dtype, _, data in self.images or () if dtype is not None)
+        """Bytes of the images, as they are sent to rank 0."""
+        return sum(map(len, buffers_of(self.images or {})))
 
 
 def encode_chat(encoder: Any, fields: dict[str, Any], check: Check = bool) -> Encoded:
@@ -56,7 +56,7 @@ def encode_chat(encoder: Any, fields: dict[str, Any], check: Check = bool) -> En
     options |= {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
     found = dict(encoder.apply_chat_template(messages, **options))
     ids, _ = found.pop("input_ids")[0].tolist(), found.pop("attention_mask", None)
-    return Encoded(ids, packed_images(found) if pictures else None)
+    return Encoded(ids, found if pictures else None)
 
 
 def has_images(fields: dict[str, Any]) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from attnmesh.serve.chat import Encoded
-from attnmesh.serve.link import packed, read_message
+from attnmesh.serve.link import parts_of, read_message
 from attnmesh.serve.metrics import Metrics
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.text import Token
@@ -70,6 +70,8 @@ class Request:
     prompt: Encoded
     options: dict[str, Any]
     put: Callable[[Event], None]
+    group: int
+    """Number of the prompt, which other choices have, too."""
     sent: list[int] = field(default_factory=list)
     cached_tokens: int = 0
     accepted: bool = False
@@ -111,6 +113,9 @@ class Front:
         self._stepped, self._is_late = 0.0, False
         """The time at which a step ended, and whether the next is overdue."""
         self._writer: asyncio.StreamWriter | None = None
+        self._outgoing: asyncio.Queue[tuple[list[Any], dict[str, Any] | None]] = asyncio.Queue()
+        self._there: set[int] = set()
+        """Prompts that this world has."""
         self._running: threading.Thread | None = None
         self._folder = ""
         self._server: asyncio.Server | None = None
@@ -124,12 +129,12 @@ class Front:
     ) -> list[Request]:
         """Send a request to the ranks for each choice; `put` gets the events, each with its choice's index."""
         self._check_room(len(choices))
-        if sum(one.prompt.nbytes for one in self.open.values()) + prompt.nbytes > IMAGE_BYTES:
+        if sum({one.group: one.prompt.nbytes for one in self.open.values()}.values()) + prompt.nbytes > IMAGE_BYTES:
             raise Refused(429, "The images of open requests take all of their memory. Ask again.")
-        requests = []
+        requests, group = [], self._numbers
         for index, options in enumerate(choices):
             self._numbers += 1
-            request = Request(self._numbers, prompt, options, lambda event, index=index: put(index, event))  # type: ignore[misc]
+            request = Request(self._numbers, prompt, options, lambda event, index=index: put(index, event), group)  # type: ignore[misc]
             request.last = asyncio.get_running_loop().time()
             self.open[request.number] = request
             requests.append(request)
@@ -162,6 +167,7 @@ class Front:
         """End a request that nobody waits for any more."""
         if self.open.pop(request.number, None) is not None:
             self._send(["cancel", request.number])
+            self._forget(request)
             self._submit_next()
 
     def _submit_next(self) -> None:
@@ -178,11 +184,28 @@ class Front:
             if request.fresh is None:
                 request.fresh = 0
                 again = request.sent if request.accepted else None
-                self._send(["submit", request.number, *request.prompt, request.options, again])
+                if request.group not in self._there:
+                    self._there.add(request.group)
+                    self._send(["prompt", request.group, request.prompt.ids], request.prompt.images or {})
+                self._send(["submit", request.number, request.group, request.options, again])
 
-    def _send(self, message: list[Any]) -> None:
+    def _forget(self, request: Request) -> None:
+        """Let the ranks forget a prompt that no open request has."""
+        if request.group in self._there and all(one.group != request.group for one in self.open.values()):
+            self._there.discard(request.group)
+            self._send(["forget", request.group])
+
+    def _send(self, message: list[Any], images: dict[str, Any] | None = None) -> None:
         if self._writer is not None:
-            self._writer.write(packed(message))
+            self._outgoing.put_nowait((message, images))
+
+    async def _write(self, writer: asyncio.StreamWriter) -> None:
+        """Write messages in parts, each when rank 0 has read most of those before."""
+        while True:
+            message, images = await self._outgoing.get()
+            for part in parts_of(message, images):
+                writer.write(part)
+                await writer.drain()
 
     # --- the world ---
 
@@ -294,11 +317,13 @@ class Front:
 
     def _drop(self, request: Request, event: Event) -> None:
         self.open.pop(request.number, None)
+        self._forget(request)
         request.put(event)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Receive the messages of one world."""
-        self._writer = writer
+        self._writer, self._outgoing = writer, asyncio.Queue()
+        writing = asyncio.create_task(self._write(writer))
         self._stop_listening()  # a front that is killed leaves no file
         try:
             while True:
@@ -306,6 +331,8 @@ class Front:
         except (EOFError, OSError):
             pass
         finally:
+            writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
             writer.close()
             if self._writer is writer:
                 self._lost()
@@ -313,6 +340,7 @@ class Front:
     def _lost(self) -> None:
         """Count the loss for the requests that may be its cause, and drop one that was there too often."""
         self._writer, self._stepped, self._is_late = None, 0.0, False
+        self._there.clear()
         if self.state == "ready":
             self.state = "restarting"
         there = [request for request in self.open.values() if request.fresh is not None]

@@ -6,7 +6,6 @@ from typing import Any
 from attnmesh.errors import Busy, DeviceError, InputError, KernelError, MeshError, ModelError, TooLong, UnforeseenError
 from attnmesh.hf.serving.engine import Engine
 from attnmesh.hf.serving.stream import Stream
-from attnmesh.serve.images import unpacked_images
 from attnmesh.serve.link import Link, packed
 
 OF_RANKS = (DeviceError, KernelError, MeshError, ModelError, UnforeseenError)
@@ -38,6 +37,8 @@ class Worker:
     def __init__(self, engine: Engine, link: Link) -> None:
         self.engine, self.link = engine, link
         self.streams: dict[int, Stream] = {}
+        self.prompts: dict[int, tuple[list[int], dict[str, Any]]] = {}
+        """Tokens and images of prompts, which several requests may have."""
         self.lock, self.done = threading.Lock(), threading.Event()
 
     def send(self, *message: Any) -> None:
@@ -53,7 +54,12 @@ class Worker:
         """Do what the front asks for, and end the engine with it."""
         while (message := self.link.receive()) is not None:
             match message:
-                case ["submit", number, ids, images, options, sent]:
+                case ["prompt", group, ids, images]:
+                    self.prompts[group] = ids, images
+                case ["forget", group]:
+                    self.prompts.pop(group, None)
+                case ["submit", number, group, options, sent]:
+                    ids, images = self.prompts[group]
                     self.submit(number, ids, options | ({"images": images} if images else {}), sent)
                 case ["cancel", number]:
                     if (stream := self.streams.pop(number, None)) is not None:
@@ -65,8 +71,6 @@ class Worker:
     def submit(self, number: int, ids: list[int], options: dict[str, Any], sent: list[int] | None) -> None:
         """Queue a request; one that another world had accepted goes on after the tokens sent."""
         try:
-            if "images" in options:
-                options = options | {"images": unpacked_images(options["images"])}
             stream = self.engine.submit(ids, replay=sent, **options)
         except Exception as error:
             self.refuse(number, error)
