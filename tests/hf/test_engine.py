@@ -235,6 +235,28 @@ def turns(shape: Shape) -> None:
         assert long.finish_reason in ("cancelled", "length")
 
 
+def salted(ranks: int) -> None:
+    """Ask for one prompt with several salts: of requests that run, and of those that have ended."""
+    model, mesh = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, ranks), AXES)
+    prompt = ids(100)
+    wanted = greedy(model, prompt, 10, mesh=mesh)
+    with running(model, mesh) as engine:
+        if engine is None:
+            return
+        for salt, cached in (("a", 0), ("", 0), ("b", 0), ("a", 99), ("", 99), ("b", 99)):
+            stream = engine.submit(prompt, max_new_tokens=10, salt=salt)
+            assert (tokens(stream), stream.cached_tokens) == (wanted, cached), salt
+        long = engine.submit(prompt, max_new_tokens=300, salt="c")
+        next(iter(long))
+        stream = engine.submit(prompt, max_new_tokens=10, salt="d")
+        assert (tokens(stream), stream.cached_tokens) == (wanted, 0)
+        long.cancel()
+
+
+def test_a_prefix_of_another_salt_is_not_used(pool: Pool) -> None:
+    pool.run(2, salted, 2)
+
+
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
 def test_kept_prefixes_go_on_and_branch(shape: Shape, pool: Pool) -> None:
     pool.run(shape.ranks, turns, shape)

@@ -159,6 +159,16 @@ def test_what_is_refused_has_the_shape_of_openai(name: str, running: Served) -> 
     assert running.ask("/v1/chat/completions", chat())[0] == 200
 
 
+def test_the_limit_of_new_tokens_is_named(running: Served) -> None:
+    prompt = len("<user>Hi<assistant>")
+    left = f"expected 1 to {LONGEST - prompt}, what the context of {LONGEST} tokens leaves beside a prompt of {prompt}"
+    for name in ("max_tokens", "max_completion_tokens"):
+        sent = {key: value for key, value in chat().items() if key != "max_tokens"} | {name: 8192}
+        code, said = running.ask("/v1/chat/completions", sent)
+        assert (code, said["error"]["message"]) == (400, f"{name}: {left}, given 8192")
+        assert said["error"]["param"] == name
+
+
 def test_other_paths_methods_and_types_are_refused(running: Served) -> None:
     for status, (code, said) in {
         404: running.ask("/v1/embeddings", {}),
@@ -182,12 +192,34 @@ def test_a_full_server_says_429_and_when_to_ask_again(world: ThreadWorld, runnin
 
 
 def test_a_key_is_asked_for() -> None:
-    with served(ThreadWorld(), limits=Limits(api_key="secret")) as one:
+    with served(ThreadWorld(), limits=Limits(api_keys=("secret", "other"))) as one:
         for given in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic secret"}):
             assert one.ask("/v1/chat/completions", chat(), **given)[0] == 401
             assert one.ask("/metrics", **given)[0] == 401
-        assert one.ask("/v1/chat/completions", chat(), authorization="Bearer secret")[0] == 200
+        for key in ("secret", "other"):
+            assert one.ask("/v1/chat/completions", chat(), authorization=f"Bearer {key}")[0] == 200
         assert one.ask("/health")[0] == one.ask("/")[0] == 200
+
+
+def test_clients_of_another_key_or_salt_share_no_prefix() -> None:
+    world = ThreadWorld()
+    salts: list[str] = []
+    with served(world, limits=Limits(api_keys=("one", "two"))) as running:
+        submit = world.engine.submit
+
+        def noted(ids: Any, **options: Any) -> Any:
+            salts.append(options["salt"])
+            return submit(ids, **options)
+
+        world.engine.submit = noted  # type: ignore[method-assign]
+        for key, salt in (("one", None), ("one", None), ("two", None), ("one", "a"), ("two", "a"), ("one", "b")):
+            sent = {**chat(n=2), "cache_salt": salt}
+            assert running.ask("/v1/chat/completions", sent, authorization=f"Bearer {key}")[0] == 200
+    of_choices = [*zip(salts[::2], salts[1::2], strict=True)]
+    assert all(first == second for first, second in of_choices)
+    assert of_choices[0] == of_choices[1]
+    assert len({*of_choices}) == 5
+    assert not any("one" in salt for salt in salts)
 
 
 # --- clients that go, stall or send nonsense ---

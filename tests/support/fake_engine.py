@@ -99,7 +99,7 @@ class FakeEngine:
         self.error: BaseException | None = None
 
     def submit(self, ids: list[int], *, replay: list[int] | None = None, **options: Any) -> Stream:
-        assert options.keys() == {"max_new_tokens", "temperature", "top_p", "top_k", "seed", "logprobs"}
+        assert options.keys() == {"max_new_tokens", "temperature", "top_p", "top_k", "seed", "logprobs", "salt"}
         if len(ids) + options["max_new_tokens"] > LONGEST:
             raise TooLong("prompt", f"at most {LONGEST} tokens", str(len(ids)), "shorten it")
         with self.lock:

@@ -1,6 +1,7 @@
 """The routes: chat completions, completions, the model, health, figures and the page."""
 
 import hashlib
+import json
 import re
 from base64 import b64encode
 from collections.abc import AsyncIterator, Callable
@@ -133,10 +134,12 @@ class App:
         self, http: HttpRequest, fields: dict[str, Any], prompt: Encoded, new: int | None, answers: Answers
     ) -> Response:
         """Submit a request for each choice, and answer with their tokens."""
-        room = self.front.facts["max_model_len"] - len(prompt.ids)
+        longest = self.front.facts["max_model_len"]
+        room = longest - len(prompt.ids)
         if new is not None and new > room:
-            given = f"{new}, beside a prompt of {len(prompt.ids)} tokens"
-            raise Refused(400, f"max_tokens: expected at most {room}, given {given}", "max_tokens")
+            name = "max_tokens" if fields["max_tokens"] is not None else "max_completion_tokens"
+            left = f"what the context of {longest} tokens leaves beside a prompt of {len(prompt.ids)}"
+            raise Refused(400, f"{name}: expected 1 to {room}, {left}, given {new}", name)
         seed = randbits(63) if fields["seed"] is None else fields["seed"]  # replayed requests need the same
         options = {
             "max_new_tokens": new or min(DEFAULT_NEW, room),
@@ -144,6 +147,7 @@ class App:
             "top_p": fields["top_p"],
             "top_k": fields["top_k"],
             "logprobs": 0 if answers.top is None else max(1, answers.top),
+            "salt": salt_of(http.scope["api_key"], fields["cache_salt"]),
         }
         choices = [options | {"seed": (seed + index) % (1 << 63)} for index in range(fields["n"])]
         stop = fields["stop"] or []
@@ -154,6 +158,16 @@ class App:
             return EventStream(reply, bool((fields["stream_options"] or {}).get("include_usage")))
         whole = await reply.while_there(http.receive, reply.whole())
         return Response(whole, media_type="application/json")
+
+
+def salt_of(key: str, salt: str | None) -> str:
+    """Return the name of those who share prefixes, from which nobody finds their key.
+
+    >>> salt_of("", None), salt_of("secret", "a") == salt_of("secret", "b")
+    ('', False)
+    """
+    given = json.dumps([key, salt]) if key or salt else ""
+    return hashlib.sha256(given.encode()).hexdigest() if given else ""
 
 
 def content_policy(page: str) -> str:

@@ -14,6 +14,12 @@ from attnmesh.serve.refused import Refused
 MAX_CHOICES, MAX_STOPS, MAX_STOP = 16, 4, 256
 """Choices a request, its stop strings, and the characters of one."""
 
+NEW = "1 to what the context leaves beside the prompt"
+"""Limit of new tokens, which depends on the model and the prompt."""
+
+SALT = "requests of another salt share no prefix; not a field of OpenAI's"
+"""Note of the salt, which vLLM has, too."""
+
 SHOWN = 60
 """Characters of a value that an error shows."""
 
@@ -65,7 +71,8 @@ class Only:
     @property
     def row(self) -> str:
         """The text of a table."""
-        return "refused" + "".join(f", but for {json.dumps(one)}" for one in self.neutral)
+        neutral = " or ".join(json.dumps(one) for one in self.neutral)
+        return f"refused, but for {neutral}" if neutral else "refused"
 
 
 REQUIRED = object()
@@ -125,6 +132,11 @@ def is_text(value: Any) -> bool:
     return True
 
 
+def is_name(value: Any) -> bool:
+    """Return whether a value is text of one character or more."""
+    return is_text(value) and value != ""
+
+
 def is_stop(value: Any) -> bool:
     """Return whether a value is a stop string, or a list of them."""
     stops = value if isinstance(value, list) else [value]
@@ -153,6 +165,7 @@ SAMPLING: Schema = {
     "stop": Served(is_stop, f"a string of 1 to {MAX_STOP} characters, or up to {MAX_STOPS} of them", None),
     "stream": Served(is_flag, "true or false", False),
     "stream_options": Served(is_stream_options, "{include_usage: true or false}", None, "with stream alone"),
+    "cache_salt": Served(is_name, "text of one character or more", None, SALT),
     "user": Served(is_text, "text", None, "has no effect, by its definition"),
     "frequency_penalty": Only((0, 0.0)),
     "presence_penalty": Only((0, 0.0)),
@@ -168,11 +181,14 @@ REFUSED = (
 
 CHAT: Schema = {
     "messages": Served(
-        is_list_of(dict), "a list of messages", REQUIRED, "content is text, or parts of type text and image_url"
+        is_list_of(dict),
+        "a list of one message or more",
+        REQUIRED,
+        "content is text, or parts of type text and image_url",
     ),
     **SAMPLING,
-    "max_completion_tokens": Served(is_whole(1, 1 << 31), "1 or more", None, "by default 2048, or what fits"),
-    "max_tokens": Served(is_whole(1, 1 << 31), "1 or more", None, "an older name of max_completion_tokens"),
+    "max_completion_tokens": Served(is_whole(1, 1 << 31), NEW, None, "by default 2048, or what is left"),
+    "max_tokens": Served(is_whole(1, 1 << 31), NEW, None, "an older name of max_completion_tokens"),
     "logprobs": Served(is_flag, "true or false", False),
     "top_logprobs": Served(is_whole(0, 20), "0 to 20", None, "with logprobs alone"),
     "tools": Served(is_list_of(dict, 0), "a list of tools", None, "passed to the chat template; calls stay in content"),
@@ -192,7 +208,7 @@ CHAT: Schema = {
 COMPLETION: Schema = {
     "prompt": Served(is_prompt, "text, or a list of token ids, or a list of one such prompt", REQUIRED),
     **SAMPLING,
-    "max_tokens": Served(is_whole(1, 1 << 31), "1 or more", 16),
+    "max_tokens": Served(is_whole(1, 1 << 31), NEW, 16),
     "logprobs": Served(is_whole(0, 5), "0 to 5", None),
     "best_of": Only((1,)),
     "echo": Only((False,)),

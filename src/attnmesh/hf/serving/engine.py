@@ -126,6 +126,7 @@ class Engine:
         logprobs: int = 0,
         replay: Sequence[int] | None = None,
         images: Mapping[str, Any] | None = None,
+        salt: str = "",
     ) -> Stream:
         """Queue a request on rank 0, from any thread. Iterate over the stream for its tokens.
 
@@ -141,6 +142,7 @@ class Engine:
             replay: The first tokens of the answer, which were drawn before: the stream continues after them. A replay
                 has been accepted once, so it may exceed the queue.
             images: Images of the prompt, as the model's processor returns them: `pixel_values` and what comes with it.
+            salt: Name of those who share prefixes: a cache of another salt is never used again.
 
         Returns:
             The stream.
@@ -156,7 +158,7 @@ class Engine:
         sampling.check()
         ends = self.ends | frozenset(stop_ids)
         inputs = unless_text(without_absent(images or {})) or None
-        stream = Stream([*ids], sampling, max_new_tokens, ends, inputs, [*(replay or ())])
+        stream = Stream([*ids], sampling, max_new_tokens, ends, inputs, [*(replay or ())], salt)
         known, given, fix = all(type(token) is int for token in stop_ids), short(repr(stop_ids)), "pass tokens.tolist()"
         require(known, ArgumentError, "submit stop_ids", "a list of ints", given, fix)
         self._check(stream)

@@ -89,6 +89,8 @@ class Stream:
     """Inputs for images, as the model's processor returns them."""
     answer: list[int] = field(default_factory=list)
     """All new tokens so far, those of a replay among them."""
+    salt: str = ""
+    """Name of those who share prefixes."""
     number: int = -1
     forked: bool = False
     """The cache may share memory with one that is gone."""
