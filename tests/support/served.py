@@ -36,13 +36,11 @@ class Children:
 class Served:
     """A running server."""
 
-    def __init__(
-        self, world: World, *, limits: Limits, tokenizer: Any, processor: Any, max_requests: int, max_restarts: int
-    ) -> None:
+    def __init__(self, world: World, *, limits: Limits, tokenizer: Any, processor: Any, **of_front: Any) -> None:
         self.children = Children()
         listening = listen("127.0.0.1", 0)
         self.port = listening.getsockname()[1]
-        self.front = Front(world, max_requests=max_requests, max_restarts=max_restarts, metrics=Metrics())
+        self.front = Front(world, **of_front, metrics=Metrics())
         self.app = App(self.front, tokenizer or byte_tokenizer(), NAME, limits, processor)
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._serve, args=(listening,))
@@ -96,9 +94,10 @@ def served(
     processor: Any = None,
     max_requests: int = 8,
     max_restarts: int = 3,
+    deadline: float | None = None,
 ) -> Iterator[Served]:
     """Serve in a thread while the block runs."""
-    given: dict[str, Any] = {"max_requests": max_requests, "max_restarts": max_restarts}
+    given: dict[str, Any] = {"max_requests": max_requests, "max_restarts": max_restarts, "deadline": deadline}
     given |= {"tokenizer": tokenizer, "processor": processor}
     server = Served(world, limits=limits or Limits(), **given)
     try:

@@ -11,6 +11,9 @@ from attnmesh.cli.generate_worker import load_model
 from attnmesh.comm.failures import set_deadline
 from attnmesh.serve.worker import serve_rank_0
 
+LOADING = 1800.0
+"""Seconds that one rank may take longer than another to load the model."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -18,16 +21,17 @@ class Settings:
 
     model: Prepared
     dtype: str
-    deadline: float | None
+    deadline: float
     engine: dict[str, Any]
     """Options of `hf.Engine`."""
 
 
 def serve_rank(settings: Settings, address: str) -> None:
     """Serve as one of several ranks; rank 0 connects to the front at the address."""
-    set_deadline(settings.deadline)
+    set_deadline(max(settings.deadline, LOADING))
     model, mesh = load_model(settings.model, settings.dtype)
     engine = hf.Engine(model, mesh, output=settings.model.mesh.output, **settings.engine)
+    set_deadline(settings.deadline)
     if dist.get_rank() == 0:
         serve_rank_0(engine, address, {"max_model_len": engine.longest})
     else:
