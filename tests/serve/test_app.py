@@ -134,7 +134,7 @@ REFUSED: dict[str, tuple[str, Any, int, str | None]] = {
     "deep": ("chat", b'{"messages": ' + b"[" * 100_000, 400, None),
     "digits": ("chat", b'{"n": ' + b"9" * 5000 + b"}", 400, None),
     "another model": ("chat", {**chat(), "model": "gpt-4"}, 404, "model"),
-    "unknown field": ("chat", {**chat(), "min_p": 0.1}, 400, "min_p"),
+    "unknown field": ("chat", {**chat(), "top_h": 0.1}, 400, "top_h"),
     "penalty": ("chat", {**chat(), "presence_penalty": 0.5}, 400, "presence_penalty"),
     "stream_options": ("chat", {**chat(), "stream_options": {}}, 400, "stream_options"),
     "top_logprobs": ("chat", {**chat(), "top_logprobs": 3}, 400, "top_logprobs"),

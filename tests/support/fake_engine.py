@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from attnmesh.cli.serve_worker import Settings
 from attnmesh.errors import Busy, InputError, TooLong
+from attnmesh.serve.app import SAMPLED
 from attnmesh.serve.worker import serve_rank_0
 
 SAID = "The cafés of Zürich open at 7 😀, and close late. "
@@ -96,7 +98,7 @@ class FakeEngine:
         self.tokens = 0
 
     def submit(self, ids: list[int], *, replay: list[int] = (), **options: Any) -> Stream:  # type: ignore[assignment]
-        assert options.keys() == {"max_new_tokens", "temperature", "top_p", "top_k", "seed", "logprobs"}
+        assert options.keys() == {*SAMPLED, "max_new_tokens", "seed", "logprobs"}
         if len(ids) + options["max_new_tokens"] > LONGEST:
             raise TooLong("prompt", f"at most {LONGEST} tokens", str(len(ids)), "shorten it")
         with self.lock:
@@ -160,13 +162,13 @@ def fake_rank(address: str, pause: float) -> None:
 class ThreadWorld:
     """A world of one rank in a thread, for tests of what comes before ranks."""
 
-    def __init__(self, **options: Any) -> None:
-        self.options = options
+    def __init__(self, facts: Any = MappingProxyType({}), **options: Any) -> None:
+        self.options, self.facts = options, {"max_model_len": LONGEST, **facts}
         self.engine = FakeEngine(**options)
 
     def run(self, address: str) -> None:
         self.engine = FakeEngine(**self.options)
-        serve_rank_0(self.engine, address, {"max_model_len": LONGEST})
+        serve_rank_0(self.engine, address, self.facts)
 
     def kill(self) -> None:
         self.engine.close()

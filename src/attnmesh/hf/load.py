@@ -24,6 +24,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -81,6 +82,20 @@ def open_config(name_or_path: str, *, images: bool = False) -> PreTrainedConfig:
     require(type(config) in kinds, ModelError, "model", expected, given, fix)
     check_layers(config)
     return config
+
+
+def open_generation_config(name_or_path: str) -> GenerationConfig:
+    """Return the model's generation_config, made from its configuration if it has none, as transformers does."""
+    with as_model_error(
+        "model", "a generation_config of transformers", name_or_path, "mend its generation_config.json"
+    ):
+        try:
+            return GenerationConfig.from_pretrained(name_or_path)
+        except OSError as error:
+            if "not a valid JSON" in str(error):  # else there is none
+                raise
+            made: dict[str, Any] = {"config_file_name": "config.json", "_from_model_config": True}
+            return GenerationConfig.from_pretrained(name_or_path, **made)
 
 
 def open_tokenizer(name_or_path: str) -> Any:

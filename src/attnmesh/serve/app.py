@@ -4,12 +4,13 @@ import asyncio
 import hashlib
 import re
 from base64 import b64encode
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from copy import deepcopy
 from importlib.resources import files
 from secrets import randbits
+from types import MappingProxyType
 from typing import Any
 
 from starlette.applications import Starlette
@@ -28,15 +29,26 @@ from attnmesh.serve.refused import Refused
 from attnmesh.serve.reply import EventStream, Gone, Reply
 from attnmesh.serve.schema import CHAT, COMPLETION, Schema, read_fields, shown
 
-DEFAULT_NEW = 2048
-"""New tokens of a chat that names no limit, if they fit."""
+NEW_OF_CHAT, NEW_OF_COMPLETION = 2048, 16
+"""New tokens of requests that name no limit, if they fit."""
+
+SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Fields that say how the ranks draw tokens."""
 
 
 class App:
-    """The server of one model. A `processor` reads images."""
+    """The server of one model. A `processor` reads images; `defaults` are those of the model's generation_config."""
 
-    def __init__(self, front: Front, tokenizer: Any, name: str, limits: Limits, processor: Any = None) -> None:
-        self.front, self.tokenizer, self.name, self.limits = front, tokenizer, name, limits
+    def __init__(
+        self,
+        front: Front,
+        tokenizer: Any,
+        name: str,
+        limits: Limits,
+        processor: Any = None,
+        defaults: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self.front, self.tokenizer, self.name, self.limits, self.defaults = front, tokenizer, name, limits, defaults
         self._bodies = Bodies(limits.max_body)
         self._encoding = ThreadPoolExecutor(1)
         self._encoder = deepcopy(processor or tokenizer)  # a tokenizer cannot encode and decode in two threads at once
@@ -79,7 +91,9 @@ class App:
             raise Refused(400, "max_tokens: expected it or max_completion_tokens, given both", "max_tokens")
         prompt = await self._encoded(encode_chat, fields)
         new = fields["max_completion_tokens"] or fields["max_tokens"]
+        default = self.defaults.get("max_new_tokens", NEW_OF_CHAT)
         top = (fields["top_logprobs"] or 0) if fields["logprobs"] else None
+        new = new or self._default_new(len(prompt.ids), default)
         return await self._answer(http, fields, prompt, new, Answers(self.tokenizer, self.name, True, top))
 
     async def completions(self, http: HttpRequest) -> Response:
@@ -87,7 +101,8 @@ class App:
         fields = await self._read(http, COMPLETION)
         prompt = await self._encoded(encode_text, fields["prompt"])
         answers = Answers(self.tokenizer, self.name, False, fields["logprobs"])
-        return await self._answer(http, fields, prompt, fields["max_tokens"], answers)
+        new = fields["max_tokens"] or self._default_new(len(prompt.ids), NEW_OF_COMPLETION)
+        return await self._answer(http, fields, prompt, new, answers)
 
     async def models(self, _: HttpRequest) -> Response:
         """List the one model."""
@@ -124,7 +139,7 @@ class App:
         """Return the fields of a request, read and tested."""
         if self.front.state != "ready":
             raise Refused(503, f"The server is {self.front.state}. Ask again.")
-        fields = read_fields(await self._bodies.read(http), schema)
+        fields = read_fields(await self._bodies.read(http), schema, self.defaults)
         self._check_model(fields["model"], "model")
         if fields["stream_options"] is not None and not fields["stream"]:
             raise Refused(400, "stream_options: expected stream true beside it", "stream_options")
@@ -142,22 +157,23 @@ class App:
             raise Refused(413, text, None, "context_length_exceeded")
         return prompt
 
+    def _default_new(self, prompt: int, most: int) -> int:
+        """Return how many new tokens fit, and stay on the prompt's side of lengths at which ropes change."""
+        sides = [switch for switch in self.front.facts.get("rope_switches", ()) if prompt < switch]
+        limit: int = min(self.front.facts["max_model_len"], *sides, prompt + most)
+        return limit - prompt
+
     async def _answer(
-        self, http: HttpRequest, fields: dict[str, Any], prompt: Encoded, new: int | None, answers: Answers
+        self, http: HttpRequest, fields: dict[str, Any], prompt: Encoded, new: int, answers: Answers
     ) -> Response:
         """Submit a request for each choice, and answer with their tokens."""
         room = self.front.facts["max_model_len"] - len(prompt.ids)
-        if new is not None and new > room:
+        if new > room:
             given = f"{new}, beside a prompt of {len(prompt.ids)} tokens"
             raise Refused(400, f"max_tokens: expected at most {room}, given {given}", "max_tokens")
         seed = randbits(63) if fields["seed"] is None else fields["seed"]  # replayed requests need the same
-        options = {
-            "max_new_tokens": new or min(DEFAULT_NEW, room),
-            "temperature": fields["temperature"],
-            "top_p": fields["top_p"],
-            "top_k": fields["top_k"],
-            "logprobs": 0 if answers.top is None else max(1, answers.top),
-        }
+        options = {name: fields[name] for name in SAMPLED}
+        options |= {"max_new_tokens": new, "logprobs": 0 if answers.top is None else max(1, answers.top)}
         choices = [options | {"seed": (seed + index) % (1 << 63)} for index in range(fields["n"])]
         stop = fields["stop"] or []
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
