@@ -1,5 +1,6 @@
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -7,9 +8,16 @@ from attnmesh.serve.text import Piece, Text, Token
 from tests.support.fake_engine import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
+PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
+"""Bytes that a byte-level tokenizer spells as themselves; the others are signs from 256 on."""
+SIGNS = {chr(value): value for value in PRINTED}
+SIGNS |= {chr(256 + n): value for n, value in enumerate(sorted({*range(256)} - {*PRINTED}))}
 BYTES = st.text("ab é😀\ufffd", max_size=20).map(lambda text: TOKENIZER(text)["input_ids"])
 IDS = st.lists(st.integers(0, len(TOKENIZER) - 1), max_size=30) | BYTES
 STOPS = st.lists(st.text("ab é😀", min_size=1, max_size=3), max_size=3).map(tuple)
+
+SPELLED = {value: TOKENIZER.convert_tokens_to_ids(sign) for sign, value in SIGNS.items()}
+"""The token of each byte."""
 
 
 def pieces(ids: list[int], stops: tuple[str, ...]) -> tuple[list[Piece], Text]:
@@ -65,3 +73,42 @@ def test_half_a_character_is_held_back() -> None:
     assert [text.add(Token(id)).text for id in ids] == ["", "é", "", "", "", "😀"]
     assert text.end() == Piece("")
     assert Text(TOKENIZER, ()).add(Token(ids[0])) == Piece("")
+
+
+class Counting:
+    """A tokenizer that counts the tokens that it decodes."""
+
+    decoded = 0
+
+    def decode(self, ids: list[int], **options: Any) -> str:
+        self.decoded += len(ids)
+        return str(TOKENIZER.decode(ids, **options))
+
+
+ENDLESS = {"no character": SPELLED[0x80], "half a character": SPELLED[0xF0], "no text": 256, "a letter": SPELLED[0x41]}
+
+
+@pytest.mark.parametrize("id", ENDLESS.values(), ids=ENDLESS)
+def test_a_token_costs_the_same_however_many_came_before(id: int) -> None:
+    counting = Counting()
+    text, ids, said = Text(counting, ("END",)), [id] * 1000, ""
+    for count, one in enumerate(ids, 1):
+        said += text.add(Token(one)).text
+        assert len(said) >= len(whole(ids[:count])) - 3
+    assert said + text.end().text == whole(ids)
+    assert counting.decoded < 100 * len(ids)
+
+
+@given(st.lists(st.sampled_from([0x80, 0xC3, 0xA9, 0xF0, 0x9F, 0x98, 0x80, 0x41]), min_size=40, max_size=120))
+def test_long_nonsense_is_the_tokenizers_text(values: list[int]) -> None:
+    ids = [SPELLED[value] for value in values]
+    found, _ = pieces(ids, ())
+    assert "".join(piece.text for piece in found) == whole(ids)
+
+
+def test_a_stop_string_is_seen_among_bytes_that_form_no_character() -> None:
+    ids = [SPELLED[0x80]] * 50 + TOKENIZER("END")["input_ids"]
+    found, text = pieces(ids, ("END",))
+    assert text.stopped
+    assert "".join(piece.text for piece in found) == "\ufffd" * 50
+    assert found[10].text

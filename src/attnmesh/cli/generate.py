@@ -172,7 +172,7 @@ class Display:
                 if not self.quiet and _one_stream():
                     self.status.stop()  # the text is the progress
             case "token", token:
-                self.status.update(f"decoding: {len(self.text.ids) + 1:,} tokens")
+                self.status.update(f"decoding: {self.text.count + 1:,} tokens")
                 self._show(self.text.add(Token(token)))
 
     def end(self) -> str:

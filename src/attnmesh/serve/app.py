@@ -181,7 +181,8 @@ class App:
         if fields["stream"]:
             await reply.while_there(http.receive, reply.accepted())
             return EventStream(reply, bool((fields["stream_options"] or {}).get("include_usage")))
-        return JSONResponse(await reply.while_there(http.receive, reply.whole()))
+        whole = await reply.while_there(http.receive, reply.whole())
+        return Response(whole, media_type="application/json")
 
 
 def content_policy(page: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from attnmesh.serve.answers import DONE, Answers, event, usage_of
+from attnmesh.serve.answers import DONE, Answers, encoded, event, usage_of
 from attnmesh.serve.chat import Encoded
 from attnmesh.serve.front import Accepted, End, Event, Front
 from attnmesh.serve.refused import Refused
@@ -89,20 +89,14 @@ class Reply:
                 running.discard(index)
             if piece.text or piece.tokens or reason is not None:
                 yield index, piece, place, reason
+            await asyncio.sleep(0)  # many tokens may be there at once, and other requests want to go on
 
-    async def whole(self) -> dict[str, Any]:
-        """Return the response with all choices."""
-        parts: list[list[Piece]] = [[] for _ in self.requests]
-        reasons: list[str | None] = [None for _ in self.requests]
-        async for index, piece, _, reason in self.pieces():
-            parts[index].append(piece)
-            reasons[index] = reason
-        choices = []
-        for index, (pieces, reason) in enumerate(zip(parts, reasons, strict=True)):
-            tokens = tuple(token for piece in pieces for token in piece.tokens)
-            whole = Piece("".join(piece.text for piece in pieces), tokens)
-            choices.append(self.answers.choice(index, whole, 0, reason, whole=True))
-        return self.answers.whole(choices, self.usage())
+    async def whole(self) -> bytes:
+        """Return the response with all choices, as JSON."""
+        parts: list[list[dict[str, Any]]] = [[] for _ in self.requests]
+        async for index, piece, place, reason in self.pieces():
+            parts[index].append(self.answers.choice(index, piece, place, reason))
+        return await encoded(self.answers.whole([*map(self.answers.joined, parts)], self.usage()))
 
     async def events(self, include_usage: bool) -> AsyncIterator[bytes]:
         """Yield the events of a stream; an error is the last one."""
@@ -110,7 +104,7 @@ class Reply:
             for index in range(len(self.requests)) if self.answers.is_chat else ():
                 yield event(self.answers.begin(index))
             async for index, piece, place, reason in self.pieces():
-                choice = self.answers.choice(index, piece, place, reason, whole=False)
+                choice = self.answers.choice(index, piece, place, reason)
                 yield event(self.answers.chunk([choice]))
             if include_usage:
                 yield event(self.answers.chunk([], self.usage()))
