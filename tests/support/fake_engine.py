@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
@@ -189,3 +189,26 @@ def fake_model_rank(settings: Settings, address: str) -> None:
         serve_rank_0(engine, address, {"max_model_len": settings.engine["max_model_len"]})
     else:
         engine.follow()
+
+
+def sentencepiece_tokenizer() -> Any:
+    """Return a tokenizer of SentencePiece's kind: words begin with their space, and other signs are bytes."""
+    special = ["<s>", "</s>", "<unk>", "<|channel|>", "<pad>"]
+    signs = [f"<0x{byte:02X}>" for byte in range(256)]
+    words = ["▁", *"abcdefghijklmnopqrstuvwxyzTPé.", "▁is", "is", "▁Paris", "Paris", "▁The", "▁a"]
+    parts = ["P a", "Pa r", "Par i", "Pari s", "▁ Paris", "i s", "▁ is", "T h", "Th e", "▁ The", "▁ a"]
+    words += [one.replace(" ", "") for one in parts if one.replace(" ", "") not in words]
+    vocabulary = {sign: place for place, sign in enumerate([*special, *signs, *words])}
+    merges = [tuple(one.split(" ")) for one in parts]
+    model = Tokenizer(BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True))
+    model.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    decoding = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    model.decoder = decoders.Sequence(decoding)
+    begin = ("<s>", vocabulary["<s>"])
+    model.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[begin])
+    marks = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=model, **marks, extra_special_tokens={"channel_token": "<|channel|>"}
+    )
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer

@@ -28,6 +28,7 @@ from attnmesh.serve.front import Front
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.reply import EventStream, Gone, Reply
 from attnmesh.serve.schema import CHAT, COMPLETION, Schema, read_fields, shown
+from attnmesh.serve.spelling import Spelling, tokens_without_text
 
 NEW_OF_CHAT, NEW_OF_COMPLETION = 2048, 16
 """New tokens of requests that name no limit, if they fit."""
@@ -48,7 +49,8 @@ class App:
         processor: Any = None,
         defaults: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        self.front, self.tokenizer, self.name, self.limits, self.defaults = front, tokenizer, name, limits, defaults
+        self.front, self.name, self.limits, self.defaults = front, name, limits, defaults
+        self.spelling = Spelling(tokenizer, tokens_without_text(tokenizer))
         self._bodies = Bodies(limits.max_body)
         self._encoding = ThreadPoolExecutor(1)
         self._encoder = deepcopy(processor or tokenizer)  # a tokenizer cannot encode and decode in two threads at once
@@ -94,13 +96,13 @@ class App:
         default = self.defaults.get("max_new_tokens", NEW_OF_CHAT)
         top = (fields["top_logprobs"] or 0) if fields["logprobs"] else None
         new = new or self._default_new(len(prompt.ids), default)
-        return await self._answer(http, fields, prompt, new, Answers(self.tokenizer, self.name, True, top))
+        return await self._answer(http, fields, prompt, new, Answers(self.spelling, self.name, True, top))
 
     async def completions(self, http: HttpRequest) -> Response:
         """Go on with a prompt."""
         fields = await self._read(http, COMPLETION)
         prompt = await self._encoded(encode_text, fields["prompt"])
-        answers = Answers(self.tokenizer, self.name, False, fields["logprobs"])
+        answers = Answers(self.spelling, self.name, False, fields["logprobs"])
         new = fields["max_tokens"] or self._default_new(len(prompt.ids), NEW_OF_COMPLETION)
         return await self._answer(http, fields, prompt, new, answers)
 
