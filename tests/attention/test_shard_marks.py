@@ -30,7 +30,10 @@ def attend(mesh: Any, shards: list[Tensor], layout: Any = LAYOUT, **options: Any
 
 
 CALLS: list[tuple[Callable[[Any], Any], str]] = [
-    (lambda mesh: attend(mesh, parts(mesh), am.Contiguous()), r"attention q: expected a shard of Contiguous\(\), given"),
+    (
+        lambda mesh: attend(mesh, parts(mesh), am.Contiguous()),
+        r"attention q: expected a shard of Contiguous\(\), given",
+    ),
     (lambda mesh: attend(mesh, [*parts(mesh)[:2], parts(mesh, am.Striped())[2]]), r"attention v: .* given one of Str"),
     (lambda mesh: attend(mesh, parts(mesh), key_layout=am.Striped()), r"attention k: expected a shard of Striped\(bl"),
     (lambda mesh: attend(mesh, parts(mesh, am.Contiguous()), length=32, checked=False), "one of Contiguous"),
@@ -45,7 +48,10 @@ CALLS: list[tuple[Callable[[Any], Any], str]] = [
     ),
     (lambda mesh: parts(mesh, "auto"), 'shard layout: expected mask= beside layout="auto", given no mask'),
     (lambda mesh: attend(mesh, parts(mesh), "auto"), 'attention layout: expected mask= beside layout="auto"'),
-    (lambda mesh: am.unshard(parts(mesh)[0], mesh, layout="auto"), 'unshard layout: expected mask= beside layout="auto'),
+    (
+        lambda mesh: am.unshard(parts(mesh)[0], mesh, layout="auto"),
+        'unshard layout: expected mask= beside layout="auto',
+    ),
     (lambda mesh: am.unshard(parts(mesh)[0], mesh, layout=am.Striped()), "unshard: expected a shard of Striped"),
     (lambda mesh: am.shard(parts(mesh)[0], mesh, layout=LAYOUT), "shard: expected a whole tensor, given a shard of"),
 ]

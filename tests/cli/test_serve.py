@@ -205,6 +205,7 @@ INVALID = {
     ): "--api-key-file: expected a file with a key on each line, given /now",
     ("--model", TINY, "--api-key-file", "/dev/null"): "--api-key-file: expected printable ASCII",
     ("--model", TINY, "--max-model-len", "99999"): "--max-model-len: expected at most 2048, given 99999",
+    ("--model", TINY, "--generation-config", "vllm"): "--generation-config: expected one of auto, none",
     ("--model", TINY, "--host", "192.0.2.1"): "Cannot assign requested address",
 }
 
@@ -246,3 +247,17 @@ def test_keys_are_stored_as_asked(
 
     monkeypatch.setattr("attnmesh.cli.serve.LocalRanks", stop)
     assert "given int8" in refused(capsys, "--model", tiny, "--kv", "int8")
+
+
+def test_a_generation_config_that_is_not_served_is_refused_at_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = save_tiny(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"suppress_tokens": [7], "eos_token_id": 9}')
+    assert "suppress_tokens = [7]. Fix: start with --generation-config none" in refused(capsys, "--model", place)
+
+    def stop(_: int, settings: Any) -> Any:
+        raise ArgumentError("ends", "", settings.engine["tokens_end"], "")
+
+    monkeypatch.setattr("attnmesh.cli.serve.LocalRanks", stop)
+    assert "given (9, 256)" in refused(capsys, "--model", place, "--generation-config", "none")

@@ -66,7 +66,7 @@ def reference(place: str) -> Any:
 
 def expected(running: Served, messages: list[dict[str, str]]) -> str:
     """Return the text of stock transformers."""
-    tokenizer = running.app.tokenizer
+    tokenizer = running.app.spelling.tokenizer
     model = reference(tokenizer.name_or_path)
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
     tokens = model.generate(**ids, max_new_tokens=NEW, do_sample=False)[0, ids["input_ids"].shape[1] :]

@@ -19,6 +19,7 @@ from attnmesh.decode.checks import check_reproducible
 from attnmesh.errors import ArgumentError, MeshError, check_choice, require
 from attnmesh.mesh.merges import MERGE_CHOICES
 from attnmesh.runtime.machine import machine
+from attnmesh.serve.spelling import Spelling
 from attnmesh.serve.text import Piece, Text, Token
 from attnmesh.setup.rendezvous import enter
 
@@ -105,7 +106,7 @@ def generate(
             options=_sampling(temperature, top_k, top_p),
             stops=tuple(stop or ()),
         )
-        display = Display(status, Text(prepared.tokenizer, request.stops), len(prepared.ids), quiet=as_json)
+        display = Display(status, Text(Spelling(prepared.tokenizer), request.stops), len(prepared.ids), quiet=as_json)
         result = _run(request, world, display)
     if is_first_rank():
         text = display.end()

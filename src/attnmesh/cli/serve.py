@@ -29,13 +29,18 @@ from attnmesh.cli.output import Status, Verbose, print_message, printable
 from attnmesh.cli.serve_hosts import TorchrunRanks, serve_under_torchrun
 from attnmesh.comm.failures import set_deadline
 from attnmesh.decode.checks import check_reproducible
-from attnmesh.errors import ArgumentError, require
+from attnmesh.errors import ArgumentError, check_choice, require
 
 Host = Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 is any, and lets other machines in.")]
 ServedName = Annotated[str | None, typer.Option(help="Name of the model in requests; that of --model by default.")]
 MaxGap = Annotated[float | None, typer.Option(min=0.001, help="Seconds that a prompt may hold up running requests.")]
 MaxRestarts = Annotated[int, typer.Option(min=0, help="Times that lost ranks are started again in 10 minutes.")]
 Silence = Annotated[float, typer.Option(help="Seconds without an end of a step after which ranks count as lost.")]
+SOURCES = ("auto", "none")
+"""Sources of the defaults of requests."""
+GenerationSource = Annotated[
+    str, typer.Option(help="Defaults of requests: auto takes those of the model's generation_config, none has none.")
+]
 ApiKeys = Annotated[
     list[str] | None,
     typer.Option(envvar="ATTNMESH_API_KEY", show_envvar=True, help="Key of a client; again for each further one."),
@@ -78,6 +83,7 @@ def serve(
     cache_memory: Annotated[float | None, typer.Option(min=0.001, help="GB of keys and values on a rank.")] = None,
     max_gap: MaxGap = None,
     max_model_len: Annotated[int | None, typer.Option(min=2, help="Longest context; the model's by default.")] = None,
+    generation_config: GenerationSource = "auto",
     max_body: Annotated[int, typer.Option(min=1, help="MB of a request's body.")] = 32,
     max_restarts: MaxRestarts = 3,
     drain: Annotated[float, typer.Option(min=1, help="Seconds that open requests get to end at SIGTERM.")] = 30,
@@ -107,6 +113,7 @@ def serve(
     longest = _longest(max_model_len, prepared.longest)
     engine: dict[str, Any] = {"max_rows": max_rows, "max_queue": max_queue, "max_model_len": longest}
     engine |= {"max_gap": max_gap, "cache_memory": cache_memory and round(cache_memory * 1e9)}
+    engine["tokens_end"], defaults = _generation(generation_config, prepared)
     settings = Settings(prepared.for_ranks, dtype, deadline, engine | cache)
     if under_torchrun():
         serve_under_torchrun(settings)
@@ -119,16 +126,28 @@ def serve(
     with leaving_tidily(), closing(listen(host, port)) as listening:
         if not limits.local and not keys:
             print_message("all who reach this machine can ask: --api-key keeps others out")
-        app = App(front, prepared.tokenizer, served_name or model, limits, prepared.processor)
-        front.on_ready = lambda _: print_message(_ready(app.name, host, listening.getsockname()[1], prepared, hosts))
+        app = App(front, prepared.tokenizer, served_name or model, limits, prepared.processor, defaults)
+        front.on_ready = lambda _: print_message(_ready(app, host, listening.getsockname()[1], prepared, hosts))
         run(app, listening, drain)
 
 
-def _ready(name: str, host: str, port: int, prepared: Any, hosts: TorchrunRanks | None) -> str:
+def _generation(source: str, prepared: Any) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """Return the tokens that end answers, and the model's defaults of requests."""
+    from attnmesh.hf.load import open_generation_config
+    from attnmesh.serve.model_defaults import read_model_defaults, tokens_that_end
+
+    check_choice("--generation-config", source, SOURCES, error=ArgumentError)
+    config = open_generation_config(prepared.place)
+    return tokens_that_end(config, prepared.tokenizer), read_model_defaults(config) if source == "auto" else {}
+
+
+def _ready(app: Any, host: str, port: int, prepared: Any, hosts: TorchrunRanks | None) -> str:
     """Return what the command says when requests are served."""
     place = f", front {os.getpid()} on {gethostname()}" if hosts else ""
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    return str(escape(f"serving {printable(name)} on {url}, mesh {prepared.mesh}{place}"))
+    values = ", ".join(f"{name} {value}" for name, value in app.defaults.items())
+    place += f"; defaults of the model: {values}" if values else ""
+    return str(escape(f"serving {printable(app.name)} on {url}, mesh {prepared.mesh}{place}"))
 
 
 def _keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:

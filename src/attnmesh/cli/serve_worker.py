@@ -9,6 +9,7 @@ from attnmesh import hf
 from attnmesh.cli.generate_prompt import Prepared
 from attnmesh.cli.generate_worker import load_model
 from attnmesh.comm.failures import set_deadline
+from attnmesh.hf.models import rope_switches
 from attnmesh.serve.worker import serve_rank_0
 
 LOADING = 1800.0
@@ -33,6 +34,7 @@ def serve_rank(settings: Settings, address: str) -> None:
     engine = hf.Engine(model, mesh, output=settings.model.mesh.output, **settings.engine)
     set_deadline(settings.deadline)
     if dist.get_rank() == 0:
-        serve_rank_0(engine, address, {"max_model_len": engine.longest})
+        facts = {"max_model_len": engine.longest, "rope_switches": rope_switches(model.config)}
+        serve_rank_0(engine, address, facts)
     else:
         engine.follow()
