@@ -138,8 +138,14 @@ class ShardedCache(StoredLayers):
 
     def begin(self, tokens: int) -> None:
         """Set the block, if it was not given, by the length of the first prompt."""
-        if self.block_is_free and not self.kvs:
-            self.block = LONG_BLOCK if tokens >= ROUNDS * LONG_BLOCK * self.ranks else BLOCK
+        if not self.kvs:
+            self.block = self.block_of(tokens)
+
+    def block_of(self, tokens: int) -> int:
+        """Return the block of a prompt of so many tokens."""
+        if not self.block_is_free:
+            return self.block
+        return LONG_BLOCK if tokens >= ROUNDS * LONG_BLOCK * self.ranks else BLOCK
 
     def count(self, tokens: int) -> None:
         """Set the number of cached tokens of a model without attention."""
@@ -184,6 +190,11 @@ class ShardedCache(StoredLayers):
             length = self.prefix(min(lengths))
             for kv in self.kvs:
                 kv.truncate(length)
+
+    @property
+    def goes_back(self) -> bool:
+        """True if the cache can be cropped to any of its tokens: no layer has a state, or forgets."""
+        return not self.state_layers and all(kv.shards.forgets is None for kv in self.kvs)
 
     def prefix(self, length: int) -> int:
         """Return the number of tokens, at most `length`, that all layers can go back to: `length`, or else none."""

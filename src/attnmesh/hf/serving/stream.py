@@ -92,7 +92,7 @@ class Sampling:
         return int(torch.multinomial(scores.softmax(-1), 1, generator=generator))
 
 
-@dataclass
+@dataclass(eq=False)
 class Stream:
     """The tokens of a request, as they come. Any thread may read them, and cancel."""
 
@@ -110,6 +110,14 @@ class Stream:
     number: int = -1
     forked: bool = False
     """The cache may share memory with one that is gone."""
+    filled: int = 0
+    """Tokens that the cache has while the prompt is computed."""
+    parts: set[int] = field(default_factory=set)
+    """Tokens after which other prompts part from this one, where its cache is forked for them."""
+    parted: set[int] = field(default_factory=set)
+    """The same that the cache has passed."""
+    suspected: bool = False
+    """A step failed with this row among others, and none has gone well since."""
     cached_tokens: int = 0
     """Tokens of the prompt that a kept cache had."""
     finish_reason: str | None = None
@@ -118,6 +126,7 @@ class Stream:
     """Draws the next token; None before the first."""
     before: Tensor | None = None
     """The tokens so far, each at least once; None before the first draw, and where no penalty needs them."""
+    _ids: Tensor | None = None
     tokens: "queue.SimpleQueue[Token | BaseException | None]" = field(default_factory=queue.SimpleQueue)
 
     def __iter__(self) -> Iterator[Token]:
@@ -136,6 +145,13 @@ class Stream:
     def ids(self) -> list[int]:
         """The prompt and the answer so far."""
         return self.prompt + self.answer
+
+    @property
+    def ids_tensor(self) -> Tensor:
+        """The same as a tensor, which is kept."""
+        if self._ids is None or len(self._ids) != len(self.prompt) + len(self.answer):
+            self._ids = torch.tensor(self.ids)
+        return self._ids
 
     def add(self, logits: Tensor) -> bool:
         """Draw the next token. Return whether the answer has ended."""
