@@ -74,11 +74,15 @@ def attempt(act: Callable[[], T], call: str | Callable[[T], str]) -> tuple[Any, 
     except RankFailure:
         raise
     except Exception as error:
-        subject = call.splitlines()[0] if isinstance(call, str) else "attnmesh"
-        given, fix = f"{type(error).__name__}: {error}", "see the error of the rank that raised"
-        unforeseen = UnforeseenError(subject, "what each rank can do", " ".join(given.split()), fix)
-        unforeseen.__cause__ = error
-        return None, unforeseen
+        return None, unforeseen(call.splitlines()[0] if isinstance(call, str) else "attnmesh", error)
+
+
+def unforeseen(subject: str, error: Exception) -> UnforeseenError:
+    """Return what the other ranks raise of an error that no check has found."""
+    given, fix = f"{type(error).__name__}: {error}", "see the error of the rank that raised"
+    found = UnforeseenError(subject, "what each rank can do", " ".join(given.split()), fix)
+    found.__cause__ = error
+    return found
 
 
 def run_agreed(mesh: Mesh, act: Callable[[], T], call: str | Callable[[T], str]) -> T:
