@@ -19,9 +19,8 @@ from urllib.request import Request, urlopen
 import pytest
 from typer.testing import CliRunner
 
-from attnmesh.cli.app import app
 from attnmesh.errors import ArgumentError
-from attnmesh_command import show_errors
+from attnmesh_command import app, show_errors
 from tests.support.fake_engine import answer, byte_tokenizer, save_tiny
 from tests.support.served import until
 

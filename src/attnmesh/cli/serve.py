@@ -6,39 +6,19 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from socket import gethostname
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.markup import escape
 
-from attnmesh.cli.generate import (
-    Deadline,
-    Dtype,
-    Merge,
-    MeshOption,
-    Model,
-    Ranks,
-    Reproducible,
-    cache_options,
-    enter_world,
-)
-from attnmesh.cli.generate_prompt import prepare_model
-from attnmesh.cli.launch import leaving_tidily, run_on_machine, under_torchrun
-from attnmesh.cli.mesh_option import KvOption
-from attnmesh.cli.output import Status, Verbose, print_message, printable
+from attnmesh.cli.generate import cache_options, enter_world
+from attnmesh.cli.generate_prompt import Prepared, prepare_model
+from attnmesh.cli.launch import leaving_tidily, run_on_machine
+from attnmesh.cli.output import Status, print_message
 from attnmesh.cli.serve_hosts import TorchrunRanks, serve_under_torchrun
 from attnmesh.comm.failures import set_deadline
-from attnmesh.decode.checks import check_reproducible
 from attnmesh.errors import ArgumentError, require
-
-Host = Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 is any, and lets other machines in.")]
-ServedName = Annotated[str | None, typer.Option(help="Name of the model in requests; that of --model by default.")]
-MaxGap = Annotated[float | None, typer.Option(min=0.001, help="Seconds that a prompt may hold up running requests.")]
-MaxRestarts = Annotated[int, typer.Option(min=0, help="Times that lost ranks are started again in 10 minutes.")]
-ApiKey = Annotated[
-    str | None,
-    typer.Option(envvar="ATTNMESH_API_KEY", show_envvar=True, help="Key that requests have to show."),
-]
+from attnmesh_command.messages import printable, under_torchrun
+from attnmesh_command.model_options import ServeOptions
 
 
 @dataclass(frozen=True)
@@ -62,75 +42,51 @@ class LocalRanks:
             process.kill()
 
 
-def serve(
-    model: Model,
-    mesh: MeshOption = "auto",
-    ranks: Ranks = None,
-    host: Host = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0 takes a free one.")] = 8000,
-    served_name: ServedName = None,
-    api_key: ApiKey = None,
-    max_rows: Annotated[int, typer.Option(min=1, help="Requests that decode at a time.")] = 16,
-    max_queue: Annotated[int, typer.Option(min=1, help="Requests that wait; further ones get 429.")] = 64,
-    cache_memory: Annotated[float | None, typer.Option(min=0.001, help="GB of keys and values on a rank.")] = None,
-    max_gap: MaxGap = None,
-    max_model_len: Annotated[int | None, typer.Option(min=2, help="Longest context; the model's by default.")] = None,
-    max_body: Annotated[int, typer.Option(min=1, help="MB of a request's body.")] = 32,
-    max_restarts: MaxRestarts = 3,
-    drain: Annotated[float, typer.Option(min=1, help="Seconds that open requests get to end at SIGTERM.")] = 30,
-    deadline: Deadline = None,
-    merge: Merge = "auto",
-    reproducible: Reproducible = False,
-    dtype: Dtype = "auto",
-    kv: KvOption = "auto",
-    verbose: Verbose = False,
-) -> None:
-    """Serve a language model whose contexts are spread over ranks, over HTTP as OpenAI does."""
+def serve(options: ServeOptions) -> None:
+    """Serve over HTTP; under torchrun be one of the ranks."""
     from attnmesh.cli.serve_worker import Settings
+
+    set_deadline(options.deadline)
+    hosts = TorchrunRanks.of_front()
+    world = hosts.count if hosts is not None else enter_world(options.ranks, options.mesh)
+    with Status("looking for the model") as status:
+        prepared = prepare_model(options.model, world, options.mesh, status, images=None)
+    longest = _longest(options.max_model_len, prepared.longest)
+    memory = options.cache_memory and round(options.cache_memory * 1e9)
+    engine: dict[str, Any] = {"max_rows": options.max_rows, "max_queue": options.max_queue, "max_model_len": longest}
+    engine |= {"max_gap": options.max_gap, "cache_memory": memory}
+    engine |= cache_options(options, prepared)
+    settings = Settings(prepared.for_ranks, options.dtype, options.deadline, engine)
+    if under_torchrun():
+        serve_under_torchrun(settings)
+    else:
+        _serve(options, hosts or LocalRanks(world, settings), prepared)
+
+
+def _serve(options: ServeOptions, ranks: LocalRanks | TorchrunRanks, prepared: Prepared) -> None:
+    """Listen, and serve with the ranks."""
     from attnmesh.serve.app import App
     from attnmesh.serve.door import LOCAL, Limits
     from attnmesh.serve.front import Front
     from attnmesh.serve.metrics import Metrics
     from attnmesh.serve.server import listen, run
 
-    cache = cache_options(dtype, merge, reproducible, kv)
-    set_deadline(deadline)
-    _check_key(api_key)
-    hosts = TorchrunRanks.of_front()
-    world = hosts.count if hosts is not None else enter_world(ranks, mesh)
-    with Status("looking for the model") as status:
-        prepared = prepare_model(model, world, mesh, status, images=None)
-    check_reproducible("--reproducible", reproducible, prepared.mesh.shape.queries * prepared.mesh.shape.keys, merge)
-    longest = _longest(max_model_len, prepared.longest)
-    engine: dict[str, Any] = {"max_rows": max_rows, "max_queue": max_queue, "max_model_len": longest}
-    engine |= {"max_gap": max_gap, "cache_memory": cache_memory and round(cache_memory * 1e9)}
-    settings = Settings(prepared.for_ranks, dtype, deadline, engine | cache)
-    if under_torchrun():
-        serve_under_torchrun(settings)
-        return
-    ranks_ = hosts or LocalRanks(world, settings)
-    front = Front(ranks_, max_requests=max_rows + max_queue, max_restarts=max_restarts, metrics=Metrics())
-    limits = Limits(api_key, host in (*LOCAL, "::1"), max_body << 20)
-    with leaving_tidily(), closing(listen(host, port)) as listening:
-        if not limits.local and api_key is None:
+    requests = options.max_rows + options.max_queue
+    front = Front(ranks, max_requests=requests, max_restarts=options.max_restarts, metrics=Metrics())
+    limits = Limits(options.api_key, options.host in (*LOCAL, "::1"), options.max_body << 20)
+    with leaving_tidily(), closing(listen(options.host, options.port)) as listening:
+        if not limits.local and options.api_key is None:
             print_message("all who reach this machine can ask: --api-key keeps others out")
-        app = App(front, prepared.tokenizer, served_name or model, limits, prepared.processor)
-        front.on_ready = lambda _: print_message(_ready(app.name, host, listening.getsockname()[1], prepared, hosts))
-        run(app, listening, drain)
+        app = App(front, prepared.tokenizer, options.served_name or options.model, limits, prepared.processor)
+        place, far = f"{options.host}:{listening.getsockname()[1]}", isinstance(ranks, TorchrunRanks)
+        front.on_ready = lambda _: print_message(_ready(app.name, place, prepared, far))
+        run(app, listening, options.drain)
 
 
-def _ready(name: str, host: str, port: int, prepared: Any, hosts: TorchrunRanks | None) -> str:
+def _ready(name: str, place: str, prepared: Prepared, on_hosts: bool) -> str:
     """Return what the command says when requests are served."""
-    place = f", front {os.getpid()} on {gethostname()}" if hosts else ""
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    return str(escape(f"serving {printable(name)} on {url}, mesh {prepared.mesh}{place}"))
-
-
-def _check_key(api_key: str | None) -> None:
-    """Raise on a key that no header can carry."""
-    fits = api_key is None or (api_key.isascii() and api_key.isprintable() and " " not in api_key and api_key != "")
-    given, fix = "other characters, or none", "take letters and digits"
-    require(fits, ArgumentError, "--api-key", "printable ASCII without spaces", given, fix)
+    front = f", front {os.getpid()} on {gethostname()}" if on_hosts else ""
+    return str(escape(f"serving {printable(name)} on http://{place}, mesh {prepared.mesh}{front}"))
 
 
 def _longest(asked: int | None, of_model: int | None) -> int:
