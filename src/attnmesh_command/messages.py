@@ -59,6 +59,12 @@ def printable(text: str) -> str:
     return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)
 
 
+def print_note(text: str) -> None:
+    """Print one line on standard error, on one rank alone."""
+    if is_first_rank():
+        typer.echo(printable(text), err=True)
+
+
 def print_option_error(error: OptionError) -> int:
     """Print the error of an option, on one rank alone, and return the exit code."""
     if is_first_rank():

@@ -7,8 +7,14 @@ from typing import Annotated
 import typer
 
 from attnmesh_command.choices import COLDEST, HOTTEST
-from attnmesh_command.messages import check_option, under_torchrun
-from attnmesh_command.option_texts import check_model, check_ranks_of_mesh, ranks_of_axes, read_prompt
+from attnmesh_command.messages import check_option, print_note, under_torchrun
+from attnmesh_command.option_texts import (
+    announce_model,
+    check_model,
+    check_ranks_of_mesh,
+    ranks_of_axes,
+    read_prompt,
+)
 from attnmesh_command.shared_options import (
     AsJson,
     Deadline,
@@ -104,6 +110,7 @@ class GenerateOptions:
             check_option(file.is_file(), "--image", "a file with an image", f"{str(file)!r}", "name another")
         if str(self.prompt_file) != "-":  # standard input can be read once
             read_prompt(self.prompt, self.prompt_file)
+        announce_model(self.model)
 
     def _check_sampling(self) -> None:
         """Raise on values of no use: logits are divided by the temperature."""
@@ -158,3 +165,5 @@ class ServeOptions:
         fits = key is None or (key.isascii() and key.isprintable() and " " not in key and key != "")
         check_option(fits, "--api-key", "printable ASCII without spaces", "other characters, or none", fix)
         check_model(self.model)
+        announce_model(self.model)
+        print_note(f"importing PyTorch and transformers, to serve {self.model}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from attnmesh_command.choices import AXES, CLUSTERS, PACKAGED, TRANSITIONS
-from attnmesh_command.messages import OptionError, check_named, check_option, nearest
+from attnmesh_command.messages import OptionError, check_named, check_option, nearest, print_note
 
 TP = "tp"
 """Name of the axis of ranks that share weights and heads."""
@@ -81,6 +81,13 @@ def check_model(name: str) -> None:
     fix = f"pass a folder that save_pretrained wrote, a GGUF file, a name on the hub, or {PACKAGED!r}"
     fits = not is_file and (os.path.exists(path) or not (is_path or names_file))
     check_option(fits, "--model", "a model", f"{name!r}, where there is none", fix)
+
+
+def announce_model(name: str) -> None:
+    """Say at once where a model will be looked for, if that takes the network."""
+    if name != PACKAGED and not os.path.exists(os.path.expanduser(name)):
+        hint = f" (did you mean {PACKAGED}, which is packaged?)" if nearest(name, (PACKAGED,)) else ""
+        print_note(f"{name[:100]} is no folder or file here{hint}: asking the hub for it")
 
 
 def read_prompt(prompt: str, file: Path | None) -> str:

@@ -5,8 +5,8 @@ import os
 from contextlib import closing
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
-from socket import gethostname
-from typing import Any
+from socket import gethostname, socket
+from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
@@ -19,6 +19,9 @@ from attnmesh.comm.failures import set_deadline
 from attnmesh.errors import ArgumentError, require
 from attnmesh_command.messages import printable, under_torchrun
 from attnmesh_command.model_options import ServeOptions
+
+if TYPE_CHECKING:
+    from attnmesh.cli.serve_worker import Settings
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class LocalRanks:
         """Start the ranks; return when they are done, or raise when one fails."""
         from attnmesh.cli.serve_worker import serve_rank
 
+        print_message(f"starting {self.count} ranks" if self.count > 1 else "starting 1 rank")
         run_on_machine(self.count, serve_rank, self.settings, address)
 
     def kill(self) -> None:
@@ -44,49 +48,57 @@ class LocalRanks:
 
 def serve(options: ServeOptions) -> None:
     """Serve over HTTP; under torchrun be one of the ranks."""
-    from attnmesh.cli.serve_worker import Settings
+    from attnmesh.serve.server import listen
 
     set_deadline(options.deadline)
     hosts = TorchrunRanks.of_front()
     world = hosts.count if hosts is not None else enter_world(options.ranks, options.mesh)
+    if under_torchrun():
+        _, settings = _prepared(options, world)
+        serve_under_torchrun(settings)
+        return
+    with leaving_tidily(), closing(listen(options.host, options.port)) as listening:
+        prepared, settings = _prepared(options, world)
+        _serve(options, listening, prepared, hosts or LocalRanks(world, settings))
+
+
+def _prepared(options: ServeOptions, world: int) -> tuple[Prepared, "Settings"]:
+    """Return the model's place and mesh, and the settings of its ranks."""
+    from attnmesh.cli.serve_worker import Settings
+
     with Status("looking for the model") as status:
         prepared = prepare_model(options.model, world, options.mesh, status, images=None)
     longest = _longest(options.max_model_len, prepared.longest)
     memory = options.cache_memory and round(options.cache_memory * 1e9)
     engine: dict[str, Any] = {"max_rows": options.max_rows, "max_queue": options.max_queue, "max_model_len": longest}
-    engine |= {"max_gap": options.max_gap, "cache_memory": memory}
-    engine |= cache_options(options, prepared)
-    settings = Settings(prepared.for_ranks, options.dtype, options.deadline, engine)
-    if under_torchrun():
-        serve_under_torchrun(settings)
-    else:
-        _serve(options, hosts or LocalRanks(world, settings), prepared)
+    engine |= {"max_gap": options.max_gap, "cache_memory": memory, **cache_options(options, prepared)}
+    return prepared, Settings(prepared.for_ranks, options.dtype, options.deadline, engine)
 
 
-def _serve(options: ServeOptions, ranks: LocalRanks | TorchrunRanks, prepared: Prepared) -> None:
-    """Listen, and serve with the ranks."""
+def _serve(options: ServeOptions, listening: socket, prepared: Prepared, ranks: LocalRanks | TorchrunRanks) -> None:
+    """Start the front, and serve with the ranks."""
     from attnmesh.serve.app import App
     from attnmesh.serve.door import LOCAL, Limits
     from attnmesh.serve.front import Front
     from attnmesh.serve.metrics import Metrics
-    from attnmesh.serve.server import listen, run
+    from attnmesh.serve.server import run
 
     requests = options.max_rows + options.max_queue
     front = Front(ranks, max_requests=requests, max_restarts=options.max_restarts, metrics=Metrics())
     limits = Limits(options.api_key, options.host in (*LOCAL, "::1"), options.max_body << 20)
-    with leaving_tidily(), closing(listen(options.host, options.port)) as listening:
-        if not limits.local and options.api_key is None:
-            print_message("all who reach this machine can ask: --api-key keeps others out")
-        app = App(front, prepared.tokenizer, options.served_name or options.model, limits, prepared.processor)
-        place, far = f"{options.host}:{listening.getsockname()[1]}", isinstance(ranks, TorchrunRanks)
-        front.on_ready = lambda _: print_message(_ready(app.name, place, prepared, far))
-        run(app, listening, options.drain)
+    if not limits.local and options.api_key is None:
+        print_message("all who reach this machine can ask: --api-key keeps others out")
+    app = App(front, prepared.tokenizer, options.served_name or options.model, limits, prepared.processor)
+    port, on_hosts = listening.getsockname()[1], isinstance(ranks, TorchrunRanks)
+    front.on_ready = lambda _: print_message(_ready(app.name, options.host, port, prepared, on_hosts))
+    run(app, listening, options.drain)
 
 
-def _ready(name: str, place: str, prepared: Prepared, on_hosts: bool) -> str:
+def _ready(name: str, host: str, port: int, prepared: Prepared, on_hosts: bool) -> str:
     """Return what the command says when requests are served."""
-    front = f", front {os.getpid()} on {gethostname()}" if on_hosts else ""
-    return str(escape(f"serving {printable(name)} on http://{place}, mesh {prepared.mesh}{front}"))
+    place = f", front {os.getpid()} on {gethostname()}" if on_hosts else ""
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    return str(escape(f"serving {printable(name)} on {url}, mesh {prepared.mesh}{place}"))
 
 
 def _longest(asked: int | None, of_model: int | None) -> int:
