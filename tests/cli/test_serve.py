@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,9 +20,9 @@ from urllib.request import Request, urlopen
 import pytest
 from typer.testing import CliRunner
 
-from attnmesh.cli.app import app
 from attnmesh.errors import ArgumentError
-from attnmesh_command import show_errors
+from attnmesh_command import app, show_errors
+from attnmesh_command.model_options import GenerateOptions
 from tests.support.fake_engine import answer, byte_tokenizer, save_tiny
 from tests.support.served import until
 
@@ -132,6 +133,9 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 def test_a_signal_drains_and_leaves_nothing(number: int, folder: Path) -> None:
     command = Command(folder)
     assert command.name == "small"
+    steps = ("importing PyTorch", "starting 2 ranks", "serving small")  # without a terminal, too
+    assert [line for line in command.lines if line.startswith(steps)] == command.lines
+    assert len(command.lines) == 3
     texts: list[str] = []
     thread = threading.Thread(target=lambda: texts.append(command.complete(max_tokens=40)))
     thread.start()
@@ -182,9 +186,9 @@ def test_a_front_that_is_killed_ends_its_streams_and_ranks(times: int, folder: P
 def refused(capsys: pytest.CaptureFixture[str], *options: str) -> str:
     command = lambda: app(["serve", *options], standalone_mode=False)  # noqa: E731
     assert show_errors(command, verbose=False) == 1
-    shown = capsys.readouterr()
-    assert shown.err.count("\n") == 1
-    return shown.err
+    *steps, error = capsys.readouterr().err.splitlines()
+    assert all(step.startswith("importing PyTorch") for step in steps), steps
+    return error
 
 
 TINY = "a small model"
@@ -237,6 +241,20 @@ def test_each_client_has_a_key(tiny: str, tmp_path: Path, monkeypatch: pytest.Mo
         with pytest.raises(Stop):
             app(["serve", "--model", tiny, "--port", "0", "--api-key-file", str(tmp_path / "keys"), *options])
     assert given == [("a", "b", "third", "fourth"), ("first", "second", "third", "fourth")]
+
+
+def test_a_taken_port_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        said = refused(capsys, "--model", "smollm2", "--port", str(port))
+    assert f"--port: expected a free port, given {port} of 127.0.0.1" in said
+    assert f"Fix: name another, as --port {port + 1}, or --port 0 for any free one." in said
+
+
+def test_a_model_that_is_nowhere_here_is_said_before_the_hub_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, hint in (("smolm2", " (did you mean smollm2, which is packaged?)"), ("Qwen/Qwen3-4B", "")):
+        GenerateOptions(model=name, prompt="a")
+        assert capsys.readouterr().err == f"{name} is no folder or file here{hint}: asking the hub for it\n"
 
 
 def test_keys_are_stored_as_asked(

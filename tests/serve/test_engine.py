@@ -12,11 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from attnmesh.cli.generate_prompt import Prepared, prepare_model
-from attnmesh.cli.mesh_option import ranks_of_axes
 from attnmesh.cli.output import Status
 from attnmesh.cli.serve import LocalRanks
 from attnmesh.cli.serve_worker import Settings
 from attnmesh.hf.load import PACKAGED
+from attnmesh_command.option_texts import ranks_of_axes
 from tests.support.fake_engine import save_tiny
 from tests.support.served import NAME, Served, served, until
 

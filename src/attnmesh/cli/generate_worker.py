@@ -15,7 +15,6 @@ from transformers.utils import logging
 from attnmesh import hf
 from attnmesh.cli.generate_prompt import Prepared
 from attnmesh.cli.launch import Send
-from attnmesh.cli.mesh_option import TP
 from attnmesh.comm.failures import set_deadline
 from attnmesh.comm.topology import all_gather_ints
 from attnmesh.hf.images.inputs import on_model
@@ -28,6 +27,7 @@ from attnmesh.runtime.counters import counted
 from attnmesh.serve.spelling import Spelling
 from attnmesh.serve.text import Text, Token
 from attnmesh.setup.init_mesh import everyone, init_mesh
+from attnmesh_command.option_texts import TP
 
 
 @dataclass(frozen=True)
