@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from attnmesh.comm.topology import mesh_hosts, share_numbers
 from attnmesh.errors import ArgumentError, Busy, MeshError, ShapeError, TooLong, check_count, require, short
 from attnmesh.guard.consensus import describe_call
+from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.images.inputs import OWN_PROCESSOR, image_inputs, unless_text, without_absent
 from attnmesh.hf.models import check_rope_switch, check_rows, rope_regime, unwrap
 from attnmesh.hf.options import run_agreed_with_peers
@@ -99,7 +100,7 @@ class Engine:
             require(fits, ArgumentError, f"{SUBJECT} max_gap", "seconds above 0", repr(max_gap), fix)
 
         run_agreed_with_peers(place, self.model, check, lambda _: describe_call(SUBJECT, **limits, max_gap=max_gap))
-        self.worker = Worker(self.model, mesh, cache_options)
+        ShardedCache(self.model.config, mesh, **cache_options)  # raises here, not at the first request
         config = self.model.config.get_text_config(decoder=True)
         context = None if rope_regime(config, 0) else getattr(config, "max_position_embeddings", None)
         longest = max_model_len, context, cache_options.get("capacity")
@@ -107,7 +108,7 @@ class Engine:
         ends = self.model.generation_config.eos_token_id if tokens_end is None else tokens_end
         self.ends = frozenset(() if ends is None else (ends,) if isinstance(ends, int) else ends)
         peers = None if cache_options.get("output") == "heads" else sharing(self.model)  # else the ranks of the mesh
-        self.link = Link(place, Mesh.of(peers))
+        self.link, self.worker = Link(place, Mesh.of(peers)), Worker(self.model, mesh, cache_options)
         memory = int(cache_memory or self._memory_share())
         self.schedule = Schedule(self.worker, max_rows, memory, max_gap)
         self.max_queue = int(max_queue)

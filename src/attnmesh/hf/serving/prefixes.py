@@ -74,18 +74,6 @@ class Prefixes:
                 most = max(most, self._shared(cache.tokens[0].cpu(), ids))
         return most
 
-    def edge(self, stream: Stream, place: int) -> int:
-        """Return the token, at most `place`, at which a chunk of a prompt can end."""
-        cache, end = self.worker.blank, len(stream.ids) - self.left
-        if place >= end:
-            return end
-        unit, start = cache.ranks if self.recurrent else cache.ranks * cache.block_of(end), 0
-        if cache.shares > 1:
-            unit = 1
-        elif self.recurrent:
-            start = stream.filled
-        return start + max(0, min(place, end - unit) - start) // unit * unit
-
     def shared(self, stream: Stream, other: Stream) -> int:
         """Return the tokens that two prompts share, as far as a cache of one serves the other."""
         differs = stream.prompt[:LEAST] != other.prompt[:LEAST]
