@@ -30,6 +30,8 @@ class Prefixes:
         self.recurrent, self.left = is_recurrent(config), left_to_decode(config)
         self.kept: OrderedDict[int, None] = OrderedDict()
         self.snapshots: set[int] = set()
+        self.looks: dict[int, bytes] = {}
+        """Digests of the images of caches that have some."""
 
     def keep(self, number: int, *, snapshot: bool = False) -> None:
         """Keep a cache. A snapshot stays whole when a request goes on from it."""
@@ -42,6 +44,11 @@ class Prefixes:
         self.kept.pop(number, None)
         self.snapshots.discard(number)
 
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Forget the images of caches that are dropped."""
+        for number in numbers:
+            self.looks.pop(number, None)
+
     def use(self, number: int, *, moves: bool) -> None:
         """Note that a request goes on from a cache, which it takes, or forks."""
         if moves:
@@ -52,18 +59,20 @@ class Prefixes:
     def find(self, stream: Stream, others: Iterable[Stream]) -> tuple[int, int, bool]:
         """Return the cache with the longest prefix of a prompt, its tokens, and whether nothing else needs it.
 
-        The cache is -1, for none, if it shares too little. Images that differ are found when the prompt begins.
+        The cache is -1, for none, if it shares too little. Of caches that share as much, one with the same images is
+        taken. Images that differ are found when the prompt begins.
         """
-        best, source, moves = LEAST - 1, -1, False
+        best, source, moves = (LEAST - 1, True), -1, False
         ids = stream.ids_tensor
         for number in self._caches(others):
             cache = self.worker.caches[number]
             held = torch.empty(0) if cache.tokens is None else cache.tokens[0].cpu()
             same = self._shared(held, ids, pictured=stream.images is not None)
-            if same > best and self._serves(cache, same, len(held)):
+            rank = same, self.looks.get(number) == stream.look
+            if rank > best and self._serves(cache, same, len(held)):
                 ended = number in self.kept and number not in self.snapshots
-                best, source, moves = same, number, ended and same >= len(held) - 1
-        return source, best if source >= 0 else 0, moves
+                best, source, moves = rank, number, ended and same >= len(held) - 1
+        return source, best[0] if source >= 0 else 0, moves
 
     def parting(self, stream: Stream, others: Iterable[Stream]) -> int:
         """Return the most tokens that a prompt shares with those of other caches, also of those that cannot go back."""

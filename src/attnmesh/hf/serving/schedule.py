@@ -83,6 +83,7 @@ class Schedule:
         plan: list[Any] = []
         if self.drops:
             plan.append(["drop", self.drops])
+            self.prefixes.forget(self.drops)
             self.drops = []
         if self.rows:
             plan.append(["rows", [[stream.number, stream.answer[-1]] for stream in self.rows], self.growing])
@@ -266,6 +267,8 @@ class Schedule:
             stream.parts.add(len(stream.prompt) - self.prefixes.left)
         self.prefixes.use(source, moves=moves)
         self.lender = source
+        if stream.look is not None:
+            self.prefixes.looks[stream.number] = stream.look
         later = len(stream.answer) if stream.images or self.worker.by_steps else 0
         begun = None if source < 0 else source
         return ["start", stream.number, stream.ids, begun, moves, later, specs_of(stream.images)]
