@@ -118,7 +118,7 @@ class Stream:
             for name, value in sorted(self.images.items()):
                 digest.update(f"{name} {value.shape if isinstance(value, Tensor) else value}".encode())
                 if isinstance(value, Tensor):
-                    digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+                    digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
             self.look = digest.digest()
 
     def __iter__(self) -> Iterator[Token]:
