@@ -13,6 +13,7 @@ from attnmesh.hf.serving.link import specs_of
 from attnmesh.hf.serving.prefixes import LEAST, Prefixes
 from attnmesh.hf.serving.stream import Stream
 from attnmesh.hf.serving.worker import Worker
+from attnmesh.runtime.world import WORLD
 
 WHOLE = 2048
 """Tokens of a chunk while no rows decode."""
@@ -21,7 +22,7 @@ SMALL, FIRST = 64, 256
 """Tokens of the first chunk, whose speed is not known yet: beside rows, and without."""
 
 LONGEST_CHUNK = 10.0
-"""Seconds of a chunk: requests join, and are cancelled, between chunks."""
+"""Seconds of a chunk, or a quarter of the deadline: requests join, and are cancelled, between chunks."""
 
 TURN = 3
 """Of so many chunks one is of the oldest prompt. The others are of the one with the shortest rest."""
@@ -351,8 +352,9 @@ class Schedule:
 
     def _chunk(self) -> int:
         """Return the tokens of the next chunk, so that rows wait no longer than they may."""
+        longest = min(LONGEST_CHUNK, WORLD.deadline / 4 if WORLD.deadline else LONGEST_CHUNK)
         if not self.rows:
-            return min(WHOLE, max(1, int(LONGEST_CHUNK / self.token_seconds))) if self.token_seconds else FIRST
+            return min(WHOLE, max(1, int(longest / self.token_seconds))) if self.token_seconds else FIRST
         if not self.token_seconds or not self.row_seconds:
             return SMALL
         if self.max_gap is None:
@@ -360,7 +362,7 @@ class Schedule:
             spare = 2 * self.row_seconds * waiting
         else:
             spare = max(self.max_gap - self.row_seconds, 0.0)
-        return max(1, min(WHOLE, int(min(spare, LONGEST_CHUNK) / self.token_seconds)))
+        return max(1, min(WHOLE, int(min(spare, longest) / self.token_seconds)))
 
     def _measure(self, name: str, seconds: float) -> None:
         before = getattr(self, name)
