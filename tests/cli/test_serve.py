@@ -257,14 +257,14 @@ def test_a_model_that_is_nowhere_here_is_said_before_the_hub_is_asked(capsys: py
         assert capsys.readouterr().err == f"{name} is no folder or file here{hint}: asking the hub for it\n"
 
 
-def test_keys_are_stored_as_asked(
+def test_keys_are_stored_as_asked_and_silent_ranks_are_lost_after_a_minute(
     tiny: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop(_: int, settings: Any) -> Any:
-        raise ArgumentError("storage", "", settings.engine["storage"], "")
+        raise ArgumentError("storage", "", f"{settings.engine['storage']}, lost after {settings.deadline:g} s", "")
 
     monkeypatch.setattr("attnmesh.cli.serve.LocalRanks", stop)
-    assert "given int8" in refused(capsys, "--model", tiny, "--kv", "int8")
+    assert "given int8, lost after 60 s" in refused(capsys, "--model", tiny, "--kv", "int8")
 
 
 def test_a_generation_config_that_is_not_served_is_refused_at_the_start(

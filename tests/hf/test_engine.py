@@ -18,6 +18,7 @@ from attnmesh import errors
 from attnmesh.hf.serving import engine as engine_module
 from attnmesh.hf.serving.engine import Engine
 from attnmesh.hf.serving.stream import Sampling, Stream
+from attnmesh.hf.serving.worker import Worker as EngineWorker
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support import families
 from tests.support.families import prompt
@@ -426,30 +427,33 @@ def test_the_youngest_request_is_computed_again(pool: Pool) -> None:
     assert pool.run(1, preempted, 0)[0] > 0
 
 
-def within_memory(_: int) -> None:
+def within_memory(ranks: int) -> None:
     """Watch the bytes of caches after each step: growth counts before it is allocated."""
-    model, limit = families.model("llama", "attnmesh"), 400_000
+    model, mesh, limit = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, ranks), AXES), 400_000 // ranks
     texts = [ids(length, seed=length) for length in (90, 60, 30, 120, 45, 75)]
-    wanted = [greedy(model, text, 150, mesh=None) for text in texts]
-    engine, most = Engine(model, None, cache_memory=limit), list[int]()
-    run = engine.worker.run
+    wanted = [greedy(model, text, 120, mesh=mesh) for text in texts]
+    most, run = list[int](), EngineWorker.run
 
-    def watched(plan: Any) -> Any:
-        results = run(plan)
-        most.append(engine.worker.measure())
+    def watched(worker: EngineWorker, plan: Any) -> Any:
+        results = run(worker, plan)
+        most.append(worker.measure())
         return results
 
-    engine.worker.run = watched  # type: ignore[method-assign]
-    with started(engine):
-        streams = [engine.submit(text, max_new_tokens=150) for text in texts]
-        assert [tokens(stream) for stream in streams] == wanted
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EngineWorker, "run", watched)
+        with running(model, mesh, cache_memory=limit) as engine:
+            if engine is not None:
+                streams = [engine.submit(text, max_new_tokens=120) for text in texts]
+                assert [tokens(stream) for stream in streams] == wanted
+                expected = rf"at most {limit:,} bytes a rank, given .* bytes for one request"
+                with pytest.raises(errors.TooLong, match=expected):
+                    engine.submit(ids(1500), max_new_tokens=10)
         assert max(most) <= limit
-        with pytest.raises(errors.TooLong, match=r"at most 400,000 bytes a rank, given .* bytes for one request"):
-            engine.submit(ids(1500), max_new_tokens=10)
 
 
-def test_caches_never_take_more_than_their_memory(pool: Pool) -> None:
-    pool.run(1, within_memory, 0)
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_caches_never_take_more_than_their_memory(ranks: int, pool: Pool) -> None:
+    pool.run(ranks, within_memory, ranks)
 
 
 def by_default(ranks: int) -> list[int]:

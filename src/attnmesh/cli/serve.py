@@ -100,7 +100,7 @@ def _serve(
     name = options.served_name or options.model
     app = App(front, prepared.tokenizer, name, limits, prepared.processor, defaults)
     port, on_hosts = listening.getsockname()[1], isinstance(ranks, TorchrunRanks)
-    front.on_ready = lambda _: print_message(_ready(app, options.host, port, prepared, on_hosts))
+    front.on_ready = lambda facts: print_message(_ready(app, options.host, port, prepared, on_hosts, facts))
     run(app, listening, options.drain)
 
 
@@ -113,11 +113,12 @@ def _generation(source: str, prepared: Prepared) -> tuple[tuple[int, ...], dict[
     return tokens_that_end(config, prepared.tokenizer), read_model_defaults(config) if source == "auto" else {}
 
 
-def _ready(app: Any, host: str, port: int, prepared: Prepared, on_hosts: bool) -> str:
+def _ready(app: Any, host: str, port: int, prepared: Prepared, on_hosts: bool, facts: dict[str, Any]) -> str:
     """Return what the command says when requests are served."""
     place = f", front {os.getpid()} on {gethostname()}" if on_hosts else ""
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     values = ", ".join(f"{name} {value}" for name, value in app.defaults.items())
+    place += f", {facts.get('cache_bytes', 0) / 1e9:.1f} GB of caches a rank"
     place += f"; defaults of the model: {values}" if values else ""
     return str(escape(f"serving {printable(app.name)} on {url}, mesh {prepared.mesh}{place}"))
 

@@ -40,7 +40,7 @@ def serve_rank(settings: Settings, address: str) -> None:
     set_deadline(settings.deadline)
     if first:
         print_message(f"weights loaded in {perf_counter() - start:.1f} s")
-        facts = {"max_model_len": engine.longest, "rope_switches": rope_switches(model.config)}
-        serve_rank_0(engine, address, facts)
+        facts = {"max_model_len": engine.longest, "cache_bytes": engine.schedule.memory}
+        serve_rank_0(engine, address, facts | {"rope_switches": rope_switches(model.config)})
     else:
         engine.follow()

@@ -138,14 +138,8 @@ class ShardedCache(StoredLayers):
 
     def begin(self, tokens: int) -> None:
         """Set the block, if it was not given, by the length of the first prompt."""
-        if not self.kvs:
-            self.block = self.block_of(tokens)
-
-    def block_of(self, tokens: int) -> int:
-        """Return the block of a prompt of so many tokens."""
-        if not self.block_is_free:
-            return self.block
-        return LONG_BLOCK if tokens >= ROUNDS * LONG_BLOCK * self.ranks else BLOCK
+        if self.block_is_free and not self.kvs:
+            self.block = LONG_BLOCK if tokens >= ROUNDS * LONG_BLOCK * self.ranks else BLOCK
 
     def count(self, tokens: int) -> None:
         """Set the number of cached tokens of a model without attention."""

@@ -109,7 +109,7 @@ class Engine:
         ends = self.model.generation_config.eos_token_id if tokens_end is None else tokens_end
         self.ends = frozenset(() if ends is None else (ends,) if isinstance(ends, int) else ends)
         peers = None if cache_options.get("output") == "heads" else sharing(self.model)  # else the ranks of the mesh
-        self.link = Link(place, Mesh.of(peers))
+        self.link, self.worker = Link(place, Mesh.of(peers)), Worker(self.model, mesh, cache_options)
         memory = int(cache_memory or self._memory_share())
         self.schedule = Schedule(self.worker, max_rows, memory, max_gap)
         self.max_queue = int(max_queue)

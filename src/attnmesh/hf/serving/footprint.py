@@ -44,8 +44,10 @@ class Footprint:
 
 def growth(cache: ShardedCache, tokens: int) -> int:
     """Return the bytes by which a cache grows on this rank when it takes so many more tokens."""
-    total = 0
-    for layer in cache.attention_layers:
+    total, layers = 0, cache.attention_layers
+    if layers and layers[0].kv is not None and not any(layer.others for layer in layers):
+        layers = layers if layers[0].must_grow(layers[0].kv, tokens) else []  # they grow together
+    for layer in layers:
         for kv, rate in zip(layer.kvs, layer.tokens_per_key, strict=False):
             keys = -(-tokens // rate)
             if layer.must_grow(kv, keys):

@@ -31,6 +31,8 @@ class Prefixes:
         self.kept: OrderedDict[int, str] = OrderedDict()
         """Salts of the kept caches."""
         self.snapshots: set[int] = set()
+        self.looks: dict[int, bytes] = {}
+        """Digests of the images of caches that have some."""
 
     def keep(self, stream: Stream, *, snapshot: int | None = None) -> None:
         """Keep a request's cache, or a snapshot of it, which stays whole when a request goes on from it."""
@@ -43,6 +45,11 @@ class Prefixes:
         self.kept.pop(number, None)
         self.snapshots.discard(number)
 
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Forget the images of caches that are dropped."""
+        for number in numbers:
+            self.looks.pop(number, None)
+
     def use(self, number: int, *, moves: bool) -> None:
         """Note that a request goes on from a cache, which it takes, or forks."""
         if moves:
@@ -53,18 +60,20 @@ class Prefixes:
     def find(self, stream: Stream, others: Iterable[Stream]) -> tuple[int, int, bool]:
         """Return the cache with the longest prefix of a prompt, its tokens, and whether nothing else needs it.
 
-        The cache is -1, for none, if it shares too little. Images that differ are found when the prompt begins.
+        The cache is -1, for none, if it shares too little. Of caches that share as much, one with the same images is
+        taken. Images that differ are found when the prompt begins.
         """
-        best, source, moves = LEAST - 1, -1, False
+        best, source, moves = (LEAST - 1, True), -1, False
         ids = stream.ids_tensor
         for number in self._caches(stream, others):
             cache = self.worker.caches[number]
             held = torch.empty(0) if cache.tokens is None else cache.tokens[0].cpu()
             same = self._shared(held, ids, pictured=stream.images is not None)
-            if same > best and self._serves(cache, same, len(held)):
+            rank = same, self.looks.get(number) == stream.look
+            if rank > best and self._serves(cache, same, len(held)):
                 ended = number in self.kept and number not in self.snapshots
-                best, source, moves = same, number, ended and same >= len(held) - 1
-        return source, best if source >= 0 else 0, moves
+                best, source, moves = rank, number, ended and same >= len(held) - 1
+        return source, best[0] if source >= 0 else 0, moves
 
     def parting(self, stream: Stream, others: Iterable[Stream]) -> int:
         """Return the most tokens that a prompt shares with those of other caches, also of those that cannot go back."""
@@ -74,18 +83,6 @@ class Prefixes:
             if cache.tokens is not None and stream.images is None:
                 most = max(most, self._shared(cache.tokens[0].cpu(), ids))
         return most
-
-    def edge(self, stream: Stream, place: int) -> int:
-        """Return the token, at most `place`, at which a chunk of a prompt can end."""
-        cache, end = self.worker.blank, len(stream.ids) - self.left
-        if place >= end:
-            return end
-        unit, start = cache.ranks if self.recurrent else cache.ranks * cache.block_of(end), 0
-        if cache.shares > 1:
-            unit = 1
-        elif self.recurrent:
-            start = stream.filled
-        return start + max(0, min(place, end - unit) - start) // unit * unit
 
     def shared(self, stream: Stream, other: Stream) -> int:
         """Return the tokens that two prompts share, as far as a cache of one serves the other."""

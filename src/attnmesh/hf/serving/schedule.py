@@ -13,6 +13,7 @@ from attnmesh.hf.serving.link import specs_of
 from attnmesh.hf.serving.prefixes import LEAST, Prefixes
 from attnmesh.hf.serving.stream import Stream
 from attnmesh.hf.serving.worker import Worker
+from attnmesh.runtime.world import WORLD
 
 WHOLE = 2048
 """Tokens of a chunk while no rows decode."""
@@ -21,7 +22,7 @@ SMALL, FIRST = 64, 256
 """Tokens of the first chunk, whose speed is not known yet: beside rows, and without."""
 
 LONGEST_CHUNK = 10.0
-"""Seconds of a chunk: requests join, and are cancelled, between chunks."""
+"""Seconds of a chunk, or a quarter of the deadline: requests join, and are cancelled, between chunks."""
 
 TURN = 3
 """Of so many chunks one is of the oldest prompt. The others are of the one with the shortest rest."""
@@ -42,6 +43,7 @@ class Schedule:
         self.filling: list[Stream] = []  # whose prompts are computed, the oldest first
         self.begun: Stream | None = None  # whose prompt begins in this step
         self.computed: Stream | None = None  # of whose prompt this step computes a chunk
+        self.lender = -1  # the cache that the prompt goes on from which begins in this step
         self.rows: list[Stream] = []
         self.prefixes = Prefixes(worker)
         self.footprint: Footprint | None = None
@@ -72,7 +74,7 @@ class Schedule:
 
     def plan(self) -> list[Any]:
         """Return the operations of the next step."""
-        self.promised, self.begun, self.computed = 0, None, None
+        self.promised, self.begun, self.computed, self.lender = 0, None, None, -1
         self._end_cancelled()
         while len(self.prefixes.kept) > 2 * self.max_rows:
             self._evict(next(iter(self.prefixes.kept)))
@@ -82,6 +84,7 @@ class Schedule:
         plan: list[Any] = []
         if self.drops:
             plan.append(["drop", self.drops])
+            self.prefixes.forget(self.drops)
             self.drops = []
         if self.rows:
             plan.append(["rows", [[stream.number, stream.answer[-1]] for stream in self.rows], self.growing])
@@ -206,7 +209,7 @@ class Schedule:
     def _fits(self, more: int, spared: Collection[int] = ()) -> bool:
         """Return whether so many more bytes fit, after kept caches were dropped for them, least recently used first."""
         while self._free() < more:
-            oldest = next((number for number in self.prefixes.kept if number not in spared), None)
+            oldest = next((number for number in self.prefixes.kept if number not in (*spared, self.lender)), None)
             if oldest is None:
                 return False
             self._evict(oldest)
@@ -260,10 +263,13 @@ class Schedule:
         self.filling.append(stream)
         self.begun, stream.number, stream.filled, stream.forked = stream, next(self.numbers), same, source >= 0
         parting = self.prefixes.parting(stream, self._lenders())
-        stream.parts = {parting} if self.prefixes.edge(stream, parting) >= same + LEAST else set()
+        stream.parts = {parting} if parting >= same + LEAST else set()
         if self.worker.by_steps and stream.images is None:  # the answer is computed otherwise than a prompt
             stream.parts.add(len(stream.prompt) - self.prefixes.left)
         self.prefixes.use(source, moves=moves)
+        self.lender = source
+        if stream.look is not None:
+            self.prefixes.looks[stream.number] = stream.look
         later = len(stream.answer) if stream.images or self.worker.by_steps else 0
         begun = None if source < 0 else source
         return ["start", stream.number, stream.ids, begun, moves, later, specs_of(stream.images)]
@@ -318,12 +324,12 @@ class Schedule:
         """Fork the cache of a prompt that has come to where others part from it. Return the operation."""
         for stream in (one for one in self.filling if one is not self.begun and one.parts):
             place = min(stream.parts)
-            if stream.filled < self.prefixes.edge(stream, place):
+            if stream.filled < place:
                 continue
             stream.parts.remove(place)
             stream.parted.add(place)
             free = self._free() >= self._bytes_of(stream.filled)
-            if free and LEAST <= stream.filled <= place and not self.worker.caches[stream.number].goes_back:
+            if free and stream.filled == place and not self.worker.caches[stream.number].goes_back:
                 number = next(self.numbers)
                 self.prefixes.keep(stream, snapshot=number)
                 return ["fork", stream.number, number]
@@ -334,21 +340,21 @@ class Schedule:
         turn = next(self.chunks) % TURN == TURN - 1
         ordered = self.filling if turn else sorted(self.filling, key=lambda one: len(one.ids) - one.filled)
         for stream in ordered:
-            edges = [self.prefixes.edge(stream, place) for place in stream.parts]
-            stop = min((edge for edge in edges if edge > stream.filled), default=len(stream.ids))
+            stop = min((place for place in stream.parts if place > stream.filled), default=len(stream.ids))
             size = min(self._chunk(), stop - stream.filled)
             more = 0 if stream is self.begun else self._growth(stream, size)  # that of the whole prompt is promised
             if self._fits(more):
                 self.computed, self.promised = stream, self.promised + more
-                return ["fill", stream.number, size]
+                return ["fill", stream.number, size, stop]
         if self.filling and not self.rows and self.begun is None:
             self._preempt(self._bytes_of(len(self.filling[-1].ids)))
         return None
 
     def _chunk(self) -> int:
         """Return the tokens of the next chunk, so that rows wait no longer than they may."""
+        longest = min(LONGEST_CHUNK, WORLD.deadline / 4 if WORLD.deadline else LONGEST_CHUNK)
         if not self.rows:
-            return min(WHOLE, max(1, int(LONGEST_CHUNK / self.token_seconds))) if self.token_seconds else FIRST
+            return min(WHOLE, max(1, int(longest / self.token_seconds))) if self.token_seconds else FIRST
         if not self.token_seconds or not self.row_seconds:
             return SMALL
         if self.max_gap is None:
@@ -356,7 +362,7 @@ class Schedule:
             spare = 2 * self.row_seconds * waiting
         else:
             spare = max(self.max_gap - self.row_seconds, 0.0)
-        return max(1, min(WHOLE, int(min(spare, LONGEST_CHUNK) / self.token_seconds)))
+        return max(1, min(WHOLE, int(min(spare, longest) / self.token_seconds)))
 
     def _measure(self, name: str, seconds: float) -> None:
         before = getattr(self, name)

@@ -3,6 +3,7 @@
 import queue
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -126,8 +127,19 @@ class Stream:
     """Draws the next token; None before the first."""
     before: Tensor | None = None
     """The tokens so far, each at least once; None before the first draw, and where no penalty needs them."""
+    look: bytes | None = None
+    """A digest of the images."""
     _ids: Tensor | None = None
     tokens: "queue.SimpleQueue[Token | BaseException | None]" = field(default_factory=queue.SimpleQueue)
+
+    def __post_init__(self) -> None:
+        if self.images:
+            digest = sha256()
+            for name, value in sorted(self.images.items()):
+                digest.update(f"{name} {value.shape if isinstance(value, Tensor) else value}".encode())
+                if isinstance(value, Tensor):
+                    digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+            self.look = digest.digest()
 
     def __iter__(self) -> Iterator[Token]:
         while (token := self.tokens.get()) is not None:

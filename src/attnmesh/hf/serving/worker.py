@@ -27,7 +27,6 @@ class Worker:
 
     def __init__(self, model: PreTrainedModel, mesh: DeviceMesh | None, options: dict[str, Any]) -> None:
         self.model, self.mesh, self.options = model, mesh, options
-        self.blank = ShardedCache(model.config, mesh, **options)  # raises here, not at the first request
         self.caches: dict[int, ShardedCache] = {}
         self.filling: dict[int, Iterator[int]] = {}
         self.prompts: dict[int, Tensor] = {}
@@ -37,7 +36,7 @@ class Worker:
         """True if one token is computed by another rule than several: answers that are computed again go by tokens."""
         self.ends: dict[int, int] = {}
         """Tokens of prompts; answers come after them."""
-        self.size = 0  # tokens of the chunk that is computed
+        self.size, self.stop = 0, 0  # tokens of the chunk that is computed, and the token before which it ends
         self.nbytes, self.steps = 0, 0
         self.seconds: dict[str, float] = {}  # of each operation of the last plan
 
@@ -79,7 +78,7 @@ class Worker:
         agree_on_call(place, self.model, first, None, cache, {"chunk_size": None, **images})
         prompt = begin_prompt(place, self.model, first, None, images)
         shared = crop_to_shared_prefix(self.model, prompt, cache)
-        self.filling[number] = prefill_chunks(self.model, prompt, cache, lambda: self.size)
+        self.filling[number] = prefill_chunks(self.model, prompt, cache, lambda: self.size, lambda: self.stop)
         self.nbytes = self.measure()
         return shared
 
@@ -89,13 +88,13 @@ class Worker:
         self.nbytes = self.measure()
 
     @torch.no_grad()
-    def do_fill(self, number: int, size: int) -> tuple[int, Tensor | None]:
+    def do_fill(self, number: int, size: int, stop: int) -> tuple[int, Tensor | None]:
         """Compute the next chunk of a prompt. Return the cached tokens, and after the last chunk the logits."""
         if number not in self.filling:  # it did not begin
             return 0, None
-        cache, ids, self.size = self.caches[number], self.prompts[number], size
-        stop, logits = next(self.filling[number], None), None
-        if stop is None:
+        cache, ids, self.size, self.stop = self.caches[number], self.prompts[number], size, stop
+        logits = None
+        if next(self.filling[number], None) is None:
             length = cache.get_seq_length()
             rest = ids[:, length : length + self._tokens_at_once(size, self.ends[number] - length)]
             positions = torch.arange(rest.shape[1], device=ids.device)[None] + cache.next_position
