@@ -209,7 +209,11 @@ DISAGREEMENTS = [  # beside those of tests/guard/test_same_error.py
         r"of length 8: \[4, 4\] tokens by shard, given \[3, 5\], 8 in all. Fix: shard with",
     ),
     ([{"length": 11, "key_length": 10}] * 2, errors.ShapeError, r"length 11: \[6, 5\] tokens by shard, given \[5, 5\]"),
-    ([{"mask": am.Full() & am.Documents((3, 4))}] * 2, errors.MaskError, "documents that add up to 10 tokens, given 7 tokens"),
+    (
+        [{"mask": am.Full() & am.Documents((3, 4))}] * 2,
+        errors.MaskError,
+        "documents that add up to 10 tokens, given 7 tokens",
+    ),
     ([{"kernel": "cuda"}, {}], errors.MeshError, "ranks  kernel\n    0      cuda\n    1      auto"),
     ([{"keys": 7}] * 2, errors.ShapeError, r"given 10 queries, 14 keys and the default .* Fix: pass mask=am.Full\(\)"),
     ([{"keys": 7, "key_length": 14}] * 2, errors.ShapeError, "given 10 queries, 14 keys and the default mask"),

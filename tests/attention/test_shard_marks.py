@@ -30,7 +30,10 @@ def attend(mesh: Any, shards: list[Tensor], layout: Any = LAYOUT, **options: Any
 
 
 CALLS: list[tuple[Callable[[Any], Any], str]] = [
-    (lambda mesh: attend(mesh, parts(mesh), am.Contiguous()), r"attention q: expected a shard of Contiguous\(\), given"),
+    (
+        lambda mesh: attend(mesh, parts(mesh), am.Contiguous()),
+        r"attention q: expected a shard of Contiguous\(\), given",
+    ),
     (lambda mesh: attend(mesh, [*parts(mesh)[:2], parts(mesh, am.Striped())[2]]), r"attention v: .* given one of Str"),
     (lambda mesh: attend(mesh, parts(mesh), key_layout=am.Striped()), r"attention k: expected a shard of Striped\(bl"),
     (lambda mesh: attend(mesh, parts(mesh, am.Contiguous()), length=32, checked=False), "one of Contiguous"),
@@ -45,7 +48,10 @@ CALLS: list[tuple[Callable[[Any], Any], str]] = [
     ),
     (lambda mesh: parts(mesh, "auto"), 'shard layout: expected mask= beside layout="auto", given no mask'),
     (lambda mesh: attend(mesh, parts(mesh), "auto"), 'attention layout: expected mask= beside layout="auto"'),
-    (lambda mesh: am.unshard(parts(mesh)[0], mesh, layout="auto"), 'unshard layout: expected mask= beside layout="auto'),
+    (
+        lambda mesh: am.unshard(parts(mesh)[0], mesh, layout="auto"),
+        'unshard layout: expected mask= beside layout="auto',
+    ),
     (lambda mesh: am.unshard(parts(mesh)[0], mesh, layout=am.Striped()), "unshard: expected a shard of Striped"),
     (lambda mesh: am.shard(parts(mesh)[0], mesh, layout=LAYOUT), "shard: expected a whole tensor, given a shard of"),
 ]
@@ -63,8 +69,8 @@ def _errors() -> list[str]:
 
 
 def test_shards_of_another_layout_mesh_or_dim_raise_on_all_ranks(pool: Pool) -> None:
-    for (_, says), *errors in zip(CALLS, *pool.run(2, _errors), strict=True):
-        assert all(re.search(says, error) for error in errors), errors
+    for (_, says), *given in zip(CALLS, *pool.run(2, _errors), strict=True):
+        assert all(re.search(says, error) for error in given), given
 
 
 def _served() -> list[bool]:
@@ -86,11 +92,13 @@ def test_what_fits_is_served(pool: Pool) -> None:
 def test_a_mark_goes_with_its_tensor_and_is_no_part_of_it() -> None:
     before = len(shard_marks())
     part = am.shard(torch.randn(1, 2, 4, 3), None, layout=LAYOUT).requires_grad_()
-    assert id(part) in shard_marks() and id(part.clone()) not in shard_marks()
+    assert id(part) in shard_marks()
+    assert id(part.clone()) not in shard_marks()
     file = io.BytesIO()
     torch.save(part, file)
     file.seek(0)
-    assert torch.equal(torch.load(file), copy.deepcopy(part)) and not part.__dict__
+    assert torch.equal(torch.load(file), copy.deepcopy(part))
+    assert not part.__dict__
     del part
     gc.collect()
     assert len(shard_marks()) == before

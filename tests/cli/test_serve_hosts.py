@@ -166,7 +166,8 @@ def test_a_front_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_of_this_user_alone_is_refused(tmp_path: Path) -> None:
-    assert make_own_folder(tmp_path / "made") and not make_own_folder(tmp_path / "made")
+    assert make_own_folder(tmp_path / "made")
+    assert not make_own_folder(tmp_path / "made")
     (tmp_path / "link").symlink_to(tmp_path / "made")  # the target is fine, but who made the link?
     (tmp_path / "open").mkdir(mode=0o700)
     (tmp_path / "open").chmod(0o701)
@@ -175,7 +176,7 @@ def test_a_folder_that_is_not_of_this_user_alone_is_refused(tmp_path: Path) -> N
         with pytest.raises(ClusterError, match=f"{name} to be of this user alone, given another's. Fix: remove it"):
             make_own_folder(tmp_path / name)
     tmp_path.chmod(0o777)  # others could remove the folder, and make one in its place
-    with pytest.raises(ClusterError, match="cannot replace files, given .*, where they can. Fix: set TMPDIR"):
+    with pytest.raises(ClusterError, match=r"cannot replace files, given .*, where they can\. Fix: set TMPDIR"):
         make_own_folder(tmp_path / "made")
     tmp_path.chmod(0o1777)
     assert not make_own_folder(tmp_path / "made")
@@ -188,8 +189,8 @@ def test_a_process_of_a_number_that_is_used_again_is_another_one(tmp_path: Path)
     replace(tmp_path / "front", str(taken))
     with pytest.raises(ClusterError, match="serve: expected a front that listens within 120 s, given none"):
         _address(tmp_path)
+    replace(tmp_path / "rank", str(taken))
     with mock.patch.object(Path, "unlink"), pytest.raises(RankError, match="ranks were lost"):
-        replace(tmp_path / "rank", str(taken))
         ranks.run("a socket")
     with mock.patch("os.kill") as kill:
         TorchrunRanks(tmp_path, taken, 2).kill()

@@ -94,7 +94,11 @@ BAD = [
         errors.MaskError,
         r"documents that add up to 6 tokens, given 7 tokens\. Fix: let",
     ),
-    (attend(mask=am.Full() & am.Documents((2, 3))), errors.MaskError, r"documents that add up to 6 tokens, given 5 tokens"),
+    (
+        attend(mask=am.Full() & am.Documents((2, 3))),
+        errors.MaskError,
+        r"documents that add up to 6 tokens, given 5 tokens",
+    ),
     # positions
     (
         attend(q_positions=T(6)),
@@ -144,7 +148,11 @@ BAD = [
         r"attention sinks: expected a tensor of floats, given torch.int32",
     ),
     (attention(sinks=T(4, device="meta")), errors.DeviceError, r"attention sinks: expected one device, given .*meta"),
-    (attention(mask=am.Full() & am.Documents((3, 4))), errors.MaskError, r"attention mask: expected documents that add up to 6"),
+    (
+        attention(mask=am.Full() & am.Documents((3, 4))),
+        errors.MaskError,
+        r"attention mask: expected documents that add up to 6",
+    ),
     (
         attention(q=T(1, 4, 1, 8)),
         errors.ShapeError,

@@ -217,7 +217,10 @@ def halo(at: Place, **changes: Any) -> None:
 
 
 def shard_auto(at: Place, **changes: Any) -> None:
-    am.shard(**{"x": numbers(1, 2, 4, 3), "mesh": at.mesh, "layout": "auto", "mask": am.Full() & am.Documents([1, 3])} | changes)
+    am.shard(
+        **{"x": numbers(1, 2, 4, 3), "mesh": at.mesh, "layout": "auto", "mask": am.Full() & am.Documents([1, 3])}
+        | changes
+    )
 
 
 def unshard(at: Place, **changes: Any) -> None:
@@ -621,7 +624,11 @@ ALIKE: Table = {
             r"decode q: expected a tensor without gradients, given one with requires_grad=True\. Fix: decode under",
         ),
         ({"mask": am.Full}, MaskError, r"decode mask: expected Full.*, given Full itself\. Fix: call it: Full"),
-        ({"mask": am.Full() & am.Documents((4, 7))}, MaskError, r"decode mask: expected documents that add up to 10 tokens, "),
+        (
+            {"mask": am.Full() & am.Documents((4, 7))},
+            MaskError,
+            r"decode mask: expected documents that add up to 10 tokens, ",
+        ),
         ({"mask": am.Window(2)}, MeshError, r"decode: .*:\n    ranks  mask\n(.*\n)*.*  Window\(2\)\n"),
         ({"scale": float("nan")}, DtypeError, r"decode scale: expected None, 0 or a number .*, given nan of type"),
         ({"scale": 0.7}, MeshError, r"decode: .*:\n    ranks  scale\n(.*\n)*.*  0.7\n"),

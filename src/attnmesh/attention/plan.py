@@ -60,7 +60,9 @@ class Plan(NamedTuple):
         problem, expected = self.problem, _shard_sizes(self.problem, self.problem.shard(self.mesh.shard))
         if (queries, keys) != expected:
             given = f"{queries} queries and {keys} keys"
-            shape = f"a shard of {expected[0]} queries of {problem.length} and {expected[1]} keys of {problem.key_length}"
+            shape = (
+                f"a shard of {expected[0]} queries of {problem.length} and {expected[1]} keys of {problem.key_length}"
+            )
             fix = "shard with am.shard and this layout, or correct length and key_length"
             raise ShapeError("attention", shape, given, fix)
 
@@ -72,7 +74,12 @@ class Plan(NamedTuple):
 
     def pack(self) -> tuple[str, list[int]]:
         """Return the plan as names and numbers, which compiled graphs keep as constants."""
-        names = [*self.mesh.group_names, self.exchange, self.kernel, *map(repr, (*self.logits, self.block, int(self.even)))]
+        names = [
+            *self.mesh.group_names,
+            self.exchange,
+            self.kernel,
+            *map(repr, (*self.logits, self.block, int(self.even))),
+        ]
         places = [*self.mesh.shape, *(axis.index for axis in self.mesh.axes)]
         return ",".join(names), [*places, *self.problem.encode()]
 
