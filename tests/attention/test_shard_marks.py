@@ -69,8 +69,8 @@ def _errors() -> list[str]:
 
 
 def test_shards_of_another_layout_mesh_or_dim_raise_on_all_ranks(pool: Pool) -> None:
-    for (_, says), *errors in zip(CALLS, *pool.run(2, _errors), strict=True):
-        assert all(re.search(says, error) for error in errors), errors
+    for (_, says), *given in zip(CALLS, *pool.run(2, _errors), strict=True):
+        assert all(re.search(says, error) for error in given), given
 
 
 def _served() -> list[bool]:
@@ -92,11 +92,13 @@ def test_what_fits_is_served(pool: Pool) -> None:
 def test_a_mark_goes_with_its_tensor_and_is_no_part_of_it() -> None:
     before = len(shard_marks())
     part = am.shard(torch.randn(1, 2, 4, 3), None, layout=LAYOUT).requires_grad_()
-    assert id(part) in shard_marks() and id(part.clone()) not in shard_marks()
+    assert id(part) in shard_marks()
+    assert id(part.clone()) not in shard_marks()
     file = io.BytesIO()
     torch.save(part, file)
     file.seek(0)
-    assert torch.equal(torch.load(file), copy.deepcopy(part)) and not part.__dict__
+    assert torch.equal(torch.load(file), copy.deepcopy(part))
+    assert not part.__dict__
     del part
     gc.collect()
     assert len(shard_marks()) == before

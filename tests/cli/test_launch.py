@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import attnmesh as am
 from attnmesh.cli import launch
 from attnmesh.cli.launch import RankError, run_on_ranks
-from attnmesh.comm.shared_memory import alive
 from attnmesh.errors import ShapeError
+from attnmesh.runtime.processes import RunningProcess
 from attnmesh.runtime.world import WORLD
 
 
@@ -135,7 +135,7 @@ def test_ranks_leave_with_the_one_that_started_them(end: signal.Signals, tmp_pat
         finally:
             starter.kill()
         deadline = time.monotonic() + 30
-        while any(alive(rank) for rank in ranks):
+        while any(RunningProcess.of(rank).is_alive() for rank in ranks):
             assert time.monotonic() < deadline, "ranks are left behind"
             time.sleep(0.05)
     if end in (signal.SIGTERM, signal.SIGHUP):

@@ -124,11 +124,13 @@ def alone_while_another_waits_in_a_barrier() -> tuple[str, str]:
         with suppress(RuntimeError):  # gloo's: "Connection closed by peer"
             dist.barrier()
         return "", ""
-    printed, before, close = io.StringIO(), [], failures._close_connections
-    with (
-        redirect_stderr(printed),
-        mock.patch.object(failures, "_close_connections", lambda: (before.append(printed.getvalue()), close())),
-    ):
+    printed, before, close = io.StringIO(), list[str](), failures._close_connections
+
+    def close_after_a_look() -> None:
+        before.append(printed.getvalue())
+        close()
+
+    with redirect_stderr(printed), mock.patch.object(failures, "_close_connections", close_after_a_look):
         for _ in range(2):
             with suppress(RankFailure):
                 am.attention(x, x, x, mesh=mesh, layout=am.Contiguous())

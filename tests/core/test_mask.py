@@ -185,4 +185,5 @@ def test_documents_and_chunks_alone_ask_whether_later_tokens_are_seen(
         monkeypatch.setattr("attnmesh.errors._warned", set())
         for said in (Full() & alone, Causal() & alone, alone & Window(1, 1)):
             call(said)
-    assert Full() & alone == alone and repr(alone).startswith("Full() & ")
+    assert Full() & alone == alone
+    assert repr(alone).startswith("Full() & ")

@@ -47,7 +47,7 @@ def errors_of_versions(name: str, package: str) -> str:
     """Make a mesh where the last rank has another version of a package."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     version = mock.patch(f"{package}.__version__", "1.9+local" if rank == last else "2.13+local")
-    host = mock.patch("attnmesh.setup.init_mesh.gethostname", lambda: f"host-{rank}")
+    host = mock.patch("attnmesh.setup.init_mesh.gethostname", return_value=f"host-{rank}")
     with version, host, pytest.raises(MeshError) as caught:
         MESHES[name]()
     return str(caught.value)
@@ -60,15 +60,19 @@ def test_ranks_of_other_versions_are_named_with_their_host_on_all_ranks(pool: Po
     assert others == [error] * 5
     head, row, last = error.splitlines()[1:4]
     assert head.split() == ["ranks", "versions", "hosts"]
-    assert row.split("  ")[2:][-1] == "host-0, host-1, host-2 and 2 more" and row.strip().startswith("0, 1, 2, 3, 4 ")
-    assert last.split()[0] == "5" and last.endswith("host-5") and "1.9" in last and "2.13" in row
+    assert row.split("  ")[2:][-1] == "host-0, host-1, host-2 and 2 more"
+    assert row.strip().startswith("0, 1, 2, 3, 4 ")
+    assert last.split()[0] == "5"
+    assert last.endswith("host-5")
+    assert "1.9" in last
+    assert "2.13" in row
     assert error.endswith("Fix: install the same versions of attnmesh and PyTorch on all hosts.")
 
 
 def shapes() -> str:
     """Make meshes of other shapes by equal versions, on a host each."""
     rank = dist.get_rank()
-    host = mock.patch("attnmesh.setup.init_mesh.gethostname", lambda: f"host-{rank}")
+    host = mock.patch("attnmesh.setup.init_mesh.gethostname", return_value=f"host-{rank}")
     with host, pytest.raises(MeshError) as caught:
         am.init_mesh((1, 2, 1) if rank else (1, 1, 2))
     return str(caught.value)
@@ -76,7 +80,9 @@ def shapes() -> str:
 
 def test_hosts_may_differ_and_are_named_beside_what_may_not(pool: Pool) -> None:
     error, other = pool.run(2, shapes)
-    assert error == other and "versions" not in error and "call it alike on all ranks" in error
+    assert error == other
+    assert "versions" not in error
+    assert "call it alike on all ranks" in error
     assert [row.split()[-1] for row in error.splitlines()[1:4]] == ["hosts", "host-0", "host-1"]
 
 

@@ -1,6 +1,6 @@
 """One call of `attention`: its arguments, their checks, and the plan on which all ranks agree."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import itemgetter
 from typing import NamedTuple
@@ -43,6 +43,10 @@ Pair = tuple[int, int]
 
 Sizes = tuple[int, int, int, int]
 """Heads of q and of k, their width, and keys per index of a selection, 0 without one."""
+
+
+text_of: Callable[[tuple[str, bool]], str] = itemgetter(0)
+"""Return the text of what `_checked_text` returned."""
 
 
 class Options(NamedTuple):
@@ -133,14 +137,15 @@ def agree_on_plan(mesh: Mesh, call: Call, checked: bool | None) -> Plan:
     if ranks == 1 or torch.compiler.is_compiling():  # ranks are compiled apart: their shards count as even
         check_call(mesh, call, checked)
         queries, keys, highest = call.numbers
-        counted = options.length is None or queries != keys  # else keys are those of the queries' sequence
-        tokens = (queries * ranks, keys * ranks) if counted else (options.length, options.length)
+        tokens = queries * ranks, keys * ranks
+        if options.length is not None and queries == keys:  # keys of the queries' sequence
+            tokens = options.length, options.length
         plan = _make_plan(mesh, options, call.sizes, tokens)._replace(even=options.length is None)
         _check_highest(highest, plan)
         return plan
     device = call.q.device if isinstance(call.q, Tensor) else torch.device(mesh.kind)
     if options.length is None or (checked is not False and may_compare(device)):
-        rows = run_agreed_with(mesh, lambda: _checked_text(mesh, call, checked), itemgetter(0), call.numbers_of)[1]
+        _, rows = run_agreed_with(mesh, lambda: _checked_text(mesh, call, checked), text_of, call.numbers_of)
         columns: list[tuple[int, ...]] = list(zip(*rows, strict=True))
         table, tokens = tuple(zip(*columns[:2], strict=True)), (sum(columns[0]), sum(columns[1]))
         plan = _known_plan(mesh, options, call.sizes, tokens, table)
@@ -169,7 +174,7 @@ def _texts(mesh: Mesh) -> Kinds[str]:
 
 
 def _checked_text(mesh: Mesh, call: Call, checked: bool | None) -> tuple[str, bool]:
-    """Return the text of a call that ranks compare, and True for a new kind. Raise unless each argument can be served."""
+    """Return the text of a call that ranks compare, and True for a new kind, or raise unless it can be served."""
     q, k, v, sinks, key_lengths, options, selected, distance_bias = call
     texts, kind, text = _texts(mesh), None, None
     if key_lengths is distance_bias is None and selected is None and not options.unsupported:
@@ -185,7 +190,7 @@ def _checked_text(mesh: Mesh, call: Call, checked: bool | None) -> tuple[str, bo
 
 
 def _check_marks(mesh: Mesh, call: Call) -> None:
-    """Raise for a shard that `shard` cut by another layout than the one named, for another mesh, or along another dim."""
+    """Raise for a shard that `shard` cut by another layout than the one named, for another mesh, or by another dim."""
     options, marks = call.options, shard_marks()
     layouts = options.layout, options.key_layout, options.key_layout
     for name, x, layout in zip("qkv", call[:3], layouts, strict=True):
@@ -217,7 +222,7 @@ def _make_plan(mesh: Mesh, options: Options, sizes: Sizes, tokens: Pair, table: 
     try:
         _check_shards(problem, table)
         check_mask("attention mask", problem.mask, problem.length, problem.key_length)
-        _check_cross(options, problem.length, problem.key_length)
+        _check_cross(options, problem.length, problem.key_length, mesh.ranks)
     except (MaskError, ShapeError) as error:
         raise with_swap_hint(error, (q_heads, tokens[0]), (k_heads, tokens[1]), first=True) from None
     exchange = "bulk" if block and options.exchange == "auto" else options.exchange
@@ -306,7 +311,7 @@ def _check_lengths(call: Call, ranks: int) -> None:
             raise ShapeError("attention", f"{name} to count the tokens given", given, fix)
 
 
-def _check_cross(options: Options, length: int, key_length: int) -> None:
+def _check_cross(options: Options, length: int, key_length: int, ranks: int) -> None:
     """Raise where the keys that a query sees cannot be known.
 
     Queries and keys of unequal lengths may belong to two sequences, or the queries may be the last tokens of the keys.
@@ -318,6 +323,8 @@ def _check_cross(options: Options, length: int, key_length: int) -> None:
         return
     given = f"{length} queries, {key_length} keys and the {'default ' * (options.mask is None)}mask {mask}"
     fixes = ["pass mask=am.Full() for cross-attention"]
+    if ranks > 1 and key_length == ranks * length:
+        fixes.insert(0, "shard k and v as q, if they are the whole sequence")
     if length < key_length:
         positions = f"torch.arange({key_length - length}, {key_length})"
         fixes.append(f"call am.attend with q_positions={positions} for the last queries of a longer sequence")

@@ -5,6 +5,7 @@ Marks are kept beside tensors, not on them: a shard is saved and copied like any
 """
 
 import weakref
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -61,3 +62,11 @@ def marked(x: Tensor, mark: ShardMark) -> Tensor:
 def _forget(key: int) -> None:
     """Drop the mark of a tensor that is gone."""
     shard_marks().pop(key, None)
+
+
+def check_equal_cuts(subject: str, named: Mapping[str, object]) -> None:
+    """Raise if these are shards of several layouts."""
+    marks = {name: mark for name, x in named.items() if (mark := shard_marks().get(id(x))) is not None}
+    given = ", ".join(f"{name} of {mark.layout}" for name, mark in marks.items())
+    fits, fix = len({mark.layout for mark in marks.values()}) < 2, "cut them with one layout"
+    require(fits, LayoutError, subject, "shards of one layout", given, fix)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from attnmesh.attention.shard_marks import check_equal_cuts
 from attnmesh.comm.topology import mailboxes_of, rounds
 from attnmesh.core.digest import fingerprints, history_checksum
 from attnmesh.core.mask import Mask
@@ -239,6 +240,7 @@ class KVCache(PagedCache, SavedCache):
         def check() -> tuple[int, int, int, bool]:
             self.sizes.check_new("append_shard", k, v, self.device)
             check_positions("append_shard positions", positions, k.shape[2])
+            check_equal_cuts("append_shard", {"k": k, "v": v, "positions": positions})
             self.sizes.check_token_mask("append_shard", token_mask, None)
             check_count("append_shard queries", queries, "count the last tokens to decode")
             block_cyclic = bool((self.shard.block_cyclic.owner(positions) == self.tokens.index).all())

@@ -46,6 +46,7 @@ UNSUPPORTED_OPTIONS = {
     "attn_mask": _MASK_FIX,
     "block_mask": _MASK_FIX,
     "causal": "let mask= say it: am.Causal(), as attention without mask=, or am.Full()",
+    "window": "pass mask=am.Window(left), or am.Window(left, right)",
     "enable_gqa": "leave it out: heads are grouped by their numbers",
 }
 """Fixes for options of other attention functions, by a part of the option's name."""
