@@ -31,7 +31,7 @@ def prepare_text_model(running: Sequence[nn.Module]) -> None:
     decoder: Any = model.get_decoder()
     expected, given = "a model that merges images into the embeddings of its text model", type(model).__name__
     fits = isinstance(decoder, nn.Module) and decoder not in running
-    require(fits, KernelError, "train images", expected, given, f"leave images and token types out, or {SDPA}")
+    require(fits, KernelError, "train images", expected, given, f"leave token_type_ids and images out, or {SDPA}")
     if decoder not in CUTTING:
         CUTTING.add(decoder)
         decoder.register_forward_pre_hook(partial(_cut, given), with_kwargs=True, prepend=True)
