@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import peft
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -90,18 +91,33 @@ WRAPPERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "rows without a mask": (lambda model: Replicating(model, *BOTH), ""),
     "checkpointed": (lambda model: Checkpointed(model, "attention_mask"), POSITIONS),
     "checkpointed ids": (Checkpointed, POSITIONS),
+    "generating": (lambda model: Sampling(model, *BOTH, "attention_mask"), ""),
+    "virtual tokens": (with_virtual_tokens, "cat, as recurrent layers and custom attention do"),
     "partial": (lambda model: partial(model, use_cache=False), ""),
     "adapters": (with_adapters, ""),
     "adapters, no mask": (lambda model: Picking(with_adapters(model), *BOTH), ""),
     "adapters, ids alone": (lambda model: Picking(with_adapters(model), *IDS), POSITIONS),
-    "compiled": (partial(compiled, lambda model: Picking(model, *BOTH, "attention_mask")), ""),
     "compiled, no mask": (partial(compiled, lambda model: Picking(model, *BOTH)), ""),
     "compiled, ids alone": (partial(compiled, lambda model: Picking(model, *IDS)), POSITIONS),
     "compiled, embeddings alone": (partial(compiled, Embedding), POSITIONS),
-    "compiled inside, no mask": (partial(compiled_inside, lambda model: Picking(model, *BOTH)), ""),
     "compiled inside, ids alone": (partial(compiled_inside, lambda model: Picking(model, *IDS)), POSITIONS),
 }
 """Wrappers of a model, and the error; "" where the model finds its mesh."""
+
+
+class Sampling(Picking):
+    """A module that continues the whole batch before it computes the shard, as training by rewards does."""
+
+    def forward(self, **inputs: Any) -> Any:
+        with torch.no_grad():
+            tokens = self.model.generate(**batch(), max_new_tokens=3, do_sample=False)
+        assert (
+            tokens.tolist()
+            == families.model("llama", "sdpa", num_hidden_layers=1)
+            .generate(**batch(), max_new_tokens=3, do_sample=False)
+            .tolist()
+        )
+        return super().forward(**inputs)
 
 
 def batch() -> dict[str, Tensor]:
@@ -111,9 +127,9 @@ def batch() -> dict[str, Tensor]:
 def outcomes(names: list[str], shape: Shape) -> list[tuple[float, str]]:
     """Return the largest difference of this rank's logits from those of one device, or the error, of each wrapper."""
     mesh, found = named_mesh(shape, AXES), []
-    stock = families.model("llama", "sdpa")
+    stock = families.model("llama", "sdpa", num_hidden_layers=1)
     for name in names:
-        model = families.model("llama", "attnmesh")
+        model = families.model("llama", "attnmesh", num_hidden_layers=1)
         wrapped = WRAPPERS[name][0](model)
         part = hf.shard_batch(batch(), mesh)
         arguments = {key: x for key, x in part.items() if key != "use_cache" or not isinstance(wrapped, partial)}
@@ -128,8 +144,45 @@ def outcomes(names: list[str], shape: Shape) -> list[tuple[float, str]]:
     return found
 
 
-def test_wrappers_find_the_mesh_or_raise(pool: Pool) -> None:
-    for answers in pool.run(2, outcomes, [*WRAPPERS], Shape(1, 2, 1)):
-        for (name, (_, error)), (difference, given) in zip(WRAPPERS.items(), answers, strict=True):
+IN_GRAPHS = [name for name in WRAPPERS if name.startswith("compiled")]
+KINDS = {"eager": [name for name in WRAPPERS if name not in IN_GRAPHS], "graphs": IN_GRAPHS[:1], "more": IN_GRAPHS[1:]}
+
+
+@pytest.mark.parametrize("kind", ["eager", "graphs", pytest.param("more", marks=pytest.mark.long)])
+def test_wrappers_find_the_mesh_or_raise(kind: str, pool: Pool) -> None:
+    for answers in pool.run(2, outcomes, KINDS[kind], Shape(1, 2, 1)):
+        for name, (difference, given) in zip(KINDS[kind], answers, strict=True):
+            error = WRAPPERS[name][1]
             assert difference < 1e-4, name
             assert error in given if error else not given, (name, given)
+
+
+def whole_batches() -> list[tuple[str, float]]:
+    """Return how far a model on each rank alone is from stock attention, for batches of the rank's own."""
+    rank, found = torch.distributed.get_rank(), []
+    ours, stock = (families.model("llama", name, num_hidden_layers=1) for name in ("attnmesh", "sdpa"))
+    ids, mask = prompt(LENGTH, batch=2, seed=rank), torch.ones(2, LENGTH, dtype=torch.long)
+    mask[1, :5] = 0
+    padded = {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)}
+    packed = {"input_ids": ids[:1], "position_ids": torch.cat((torch.arange(9), torch.arange(13)))[None]}
+    for name, given in {"plain": {"input_ids": ids}, "padded": padded}.items():
+        found.append((name, gap(ours(**given).logits, stock(**given).logits, mask)))
+    expected = stock(**packed, use_cache=False).logits
+    found.append(("packed", gap(ours(**hf.shard_batch(packed, None)).logits, expected)))
+    first, more = {"input_ids": ids[:, :15]}, {"input_ids": ids[:, 15:]}
+    logits = [model(**more, past_key_values=model(**first).past_key_values).logits for model in (ours, stock)]
+    found.append(("cached", gap(*logits)))
+    generated = [model.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False) for model in (ours, stock)]
+    found.append(("generated", float(generated[0].ne(generated[1]).sum())))
+    return found
+
+
+def gap(given: Tensor, expected: Tensor, mask: Tensor | None = None) -> float:
+    difference = (given - expected).detach().abs()
+    return float((difference if mask is None else difference[mask.bool()]).max())
+
+
+def test_ranks_with_batches_of_their_own_are_served(pool: Pool) -> None:
+    """As under data parallelism, and where each rank generates alone."""
+    for answers in pool.run(2, whole_batches):
+        assert [name for name, difference in answers if not difference < 1e-4] == []

@@ -122,7 +122,7 @@ ROWS = [
         "pass logits as ids",
         errors.DtypeError,
         "shard_batch input_ids: expected token ids (batch, length), given torch.float32",
-        "tokenizer",
+        'tokenizer(text, return_tensors="pt")["input_ids"]',
         input_ids=torch.randn(1, LENGTH),
     ),
     row(
@@ -151,7 +151,7 @@ ROWS = [
         "pass `cu_seq_lens_q` of other documents than `position_ids`",
         errors.MaskError,
         "shard_batch cu_seq_lens_q: expected [0, 5, 12], as in position_ids, given [0, 6, 12]",
-        "attention_mask",
+        "pass the lengths and the position_ids of one collator",
         position_ids=Packing,
         cu_seq_lens_q=torch.tensor([0, 6, LENGTH]),
     ),
@@ -165,8 +165,8 @@ ROWS = [
     row(
         "pass `use_cache=True`",
         errors.ArgumentError,
-        "shard_batch",
-        "leave it out",
+        "shard_batch use_cache: expected False, as it returns, given True",
+        "leave it out; hf.prefill fills a cache",
         use_cache=True,
     ),
 ]

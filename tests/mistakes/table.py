@@ -10,8 +10,11 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 from torch.distributed.device_mesh import DeviceMesh
+
+from attnmesh import errors
 
 FOLDER = Path(__file__).parent
 PAGE = FOLDER.parent.parent / "docs" / "mistakes.md"
@@ -57,7 +60,7 @@ def files() -> list[str]:
 
 def raised(mistake: Mistake, mesh: DeviceMesh) -> tuple[str, str]:
     """Return the class and the message of the error that the mistake raises on this rank; "" for none."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), patch.object(errors, "_warned", set()):
         warnings.simplefilter("ignore")
         if issubclass(mistake.error, Warning):
             warnings.simplefilter("error", mistake.error)

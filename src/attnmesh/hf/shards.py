@@ -78,6 +78,8 @@ class ForwardPass:
         """Layers that have called attnmesh for attention."""
         self.layers = 1
         """Layers of the model, from its config."""
+        self.has_positions = False
+        """True if the model was called with the batch's positions, or takes none."""
         self.positions_read = False
         self.whole_mask: Tensor | None = None
         """Padding of the whole sequence, for a loss of routers. It takes the mask's place after the last layer."""
@@ -161,9 +163,13 @@ class Shards:
         self.forward_pass.attention_calls += 1
         self.forward_pass.layers = layers
         fits = self.forward_pass.positions_read or recurrent
-        given = f"none or others, so that a {layer} counts from 0 on each shard"
-        fix = f"{FORWARD_ALL}; if the model takes no position_ids, {USE_SUPPORTED}"
-        require(fits or self.ranks == 1, ArgumentError, f"{SUBJECT} position_ids", OF_SHARD_BATCH, given, fix)
+        if fits or self.ranks == 1:
+            return
+        if not (self.cached or self.forward_pass.has_positions):
+            raise ArgumentError(f"{SUBJECT} position_ids", OF_SHARD_BATCH, "none or others", FORWARD_ALL)
+        expected = "a model that takes positions from position_ids"
+        given = f"a {layer} that counts them from 0 on each shard"
+        raise KernelError(SUBJECT, expected, given, f"forward position_ids in wrappers, too; or {USE_SUPPORTED}")
 
     def check_all_layers_counted(self) -> None:
         """Raise if a layer has not called attnmesh: it mixed the tokens of this shard alone, or none."""

@@ -46,6 +46,7 @@ def _cut(name: str, decoder: nn.Module, args: tuple[Any, ...], given: dict[str, 
         "train images", name, decoder, given if not args else {**given, "positional arguments": args}
     )
     shards.forward_pass.begin()
+    shards.forward_pass.has_positions = True
     if isinstance(ids := whole.get("input_ids"), PromptIds):
         whole["input_ids"] = ids.plain()
     index = shards.positions().to(next(x for x in whole.values() if isinstance(x, torch.Tensor)).device)

@@ -179,10 +179,12 @@ def _check_batch(batch: Mapping[str, Any], ranks: int) -> None:
     """Raise unless all entries are known and have matching shapes."""
     accepted = (*TOKEN_ARGUMENTS, "num_items_in_batch")
     _check_whole(batch)
+    fix = "leave it out; hf.prefill fills a cache"
+    require(not batch.get("use_cache"), ArgumentError, "shard_batch use_cache", "False, as it returns", "True", fix)
     images = any(name in IMAGE_INPUTS and x is not None for name, x in batch.items())
     for name, x in batch.items():
         fix = "leave it out, or pass it to the model yourself if it has no value per token; else train on one device"
-        known = name in (*accepted, *PACKING_ARGUMENTS, *IMAGE_INPUTS) or (name == "use_cache" and not x)
+        known = name in (*accepted, *PACKING_ARGUMENTS, *IMAGE_INPUTS) or name == "use_cache"
         require(known, ArgumentError, "shard_batch", f"some of {', '.join(accepted)}", repr(name), fix)
         packs = images and x is not None and name in ("position_ids", *PACKING_ARGUMENTS)
         fix = "leave it out: the model computes positions; train packed rows without images"
@@ -263,4 +265,5 @@ def _check_packing(batch: Mapping[str, Any], documents: Mask) -> None:
         require(fits, MaskError, f"shard_batch {name}", "position_ids and no attention_mask", given, fix)
         if name.startswith("cu_seq_lens"):
             edges = torch.as_tensor(batch[name]).flatten().tolist()
+            fix = "pass the lengths and the position_ids of one collator"
             require(edges == expected, MaskError, f"shard_batch {name}", f"{expected}, as in position_ids", edges, fix)

@@ -92,6 +92,7 @@ def _check_model(running: list[RunningCall], shards: Shards) -> None:
         if may_compare(device):
             agree(Mesh.of(shards.mesh), error)
         raise
+    shards.forward_pass.has_positions = True
     check_same_weights(model, shards, device)
 
 
