@@ -2,11 +2,13 @@
 
 import io
 import re
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -178,3 +180,30 @@ def test_the_deadline_holds_however_the_group_was_made(tmp_path: Path) -> None:
 def test_deadlines_that_are_none_are_refused(given: Any) -> None:
     with pytest.raises(MeshError, match="set_deadline: expected more than 0 seconds"):
         am.set_deadline(given)
+
+
+def late_by_compilation(store: str) -> str:
+    """The second of two ranks compiles until the first has given it up; both then say so."""
+    mesh = named_mesh(Shape(1, 1, 2), AXES)
+    x, raised = torch.zeros(1, 2, 8, 4), Path(f"{store} raised")
+    compiler: Any = SimpleNamespace(counters={"stats": {"unique_graphs": 1}})  # PyTorch's own takes seconds to import
+    sys.modules["torch._dynamo.utils"] = compiler
+    am.attention(x, x, x, mesh=mesh, layout=am.Contiguous())
+    am.set_deadline(1.0)
+    if dist.get_rank() == 1:
+        silent_until(raised.exists)
+    try:
+        am.attention(x, x, x, mesh=mesh, layout=am.Contiguous())
+    except RankFailure as error:
+        raised.touch()
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_compiles_for_too_long_is_lost_by_compilation(tmp_path: Path) -> None:
+    waiting, late = run_on_ranks(2, late_by_compilation, str(tmp_path / "late"))
+    for error in (waiting, late):
+        assert error.startswith("rank 1 is lost along the keys axis, "), error
+        assert "compilation by torch.compile may take longer than the deadline, see set_deadline" in error
+    assert "the other ranks had given this one up at their deadline" in late
+    assert "given this one up" not in waiting

@@ -51,7 +51,6 @@ def test_mask_metadata_can_be_read(name: str) -> None:
 
 MASK_READS: dict[str, Callable[[Any], Any]] = {
     "index": lambda mask: mask[:, None, None, :],
-    "rows": lambda mask: mask[0],
     "cumsum": lambda mask: mask.long().cumsum(-1) - 1,
     "dim sum": lambda mask: mask.sum(-1),
     "sum of bools": lambda mask: mask.bool().sum(),
@@ -77,6 +76,12 @@ MASK_READS: dict[str, Callable[[Any], Any]] = {
 def test_reading_a_mask_raises(name: str) -> None:
     with pytest.raises(errors.KernelError, match="expected a model whose layers leave attention_mask to attnmesh"):
         MASK_READS[name](batch()["attention_mask"])
+
+
+def test_some_rows_of_a_batch_are_refused_for_what_they_are() -> None:
+    for rows in (0, slice(1), torch.tensor([0])):
+        with pytest.raises(errors.ArgumentError, match="attention_mask: expected all rows of the batch, given some"):
+            batch()["attention_mask"][rows]
 
 
 OPAQUE_READS: dict[str, Callable[[Any], Any]] = {

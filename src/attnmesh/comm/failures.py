@@ -104,7 +104,16 @@ def failure(axis: Axis, step: str, peer: int | None, error: RuntimeError) -> Ran
         _leave_note(missing)
     if dist.get_rank() == 0:
         _outlast_readers(missing)
-    return RankFailure(missing, step, axis.name, why)
+    return RankFailure(missing, step, axis.name, why + _likely_cause(late, dist.get_rank() in missing))
+
+
+def _likely_cause(late: bool, is_this_rank: bool) -> str:
+    """Return what may have made a rank late, as the end of its own message or of one that waited for it."""
+    compiler: Any = sys.modules.get("torch._dynamo.utils")
+    cause = "; the other ranks had given this one up at their deadline" if is_this_rank else ""
+    if (late or is_this_rank) and compiler is not None and compiler.counters["stats"]:
+        cause += "; compilation by torch.compile may take longer than the deadline, see set_deadline"
+    return cause
 
 
 def _report(suspects: Sequence[int], step: str, axis: Axis, why: str) -> None:

@@ -24,6 +24,7 @@ from attnmesh.hf.shards import Shards as Shards
 from attnmesh.hf.tensor_parallel import tensor_parallel as tensor_parallel
 from attnmesh.hf.training.accelerator import prepare as prepare
 from attnmesh.hf.training.batch import shard_batch as shard_batch
+from attnmesh.hf.training.mean_over_mesh import mean_over_mesh as mean_over_mesh
 from attnmesh.hf.training.trainer import on_mesh as on_mesh
 
 AttentionInterface.register(NAME, attention_function)

@@ -5,18 +5,29 @@ from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from attnmesh.core.digest import DIGEST_VALUES, fingerprints
 from attnmesh.core.mask import FAR, Causal, Full, Mask, Window
 from attnmesh.decode.cache import KVCache
-from attnmesh.errors import InputError, KernelError, MaskError, ShapeError, require, short
+from attnmesh.errors import (
+    ArgumentError,
+    InputError,
+    KernelError,
+    LayoutError,
+    MaskError,
+    ShapeError,
+    require,
+    short,
+    warn_once,
+)
 from attnmesh.guard.consensus import agree, describe_call, may_compare
 from attnmesh.hf.cache.compressed_layer import CompressedLayer
 from attnmesh.hf.cache.layer import PendingKV
 from attnmesh.hf.mask import MaskSpec, check_left_padded
 from attnmesh.hf.models import COMPRESSED_LAYERS, SUBJECT, is_recurrent, mixing_layers
-from attnmesh.hf.shards import Shards
+from attnmesh.hf.shards import FORWARD_ALL, OF_SHARD_BATCH, ShardPositions, Shards
 from attnmesh.hf.sparse.entries import UNPREPARED
 from attnmesh.hf.traced import TracedMask
 from attnmesh.hf.training.labels import ItemCount
@@ -42,6 +53,7 @@ def checked_mask(
 ) -> MaskSpec | TracedMask:
     """Return the mask of a call that passes all checks. Raise on all ranks if they compare their calls."""
     if isinstance(attention_mask, TracedMask):
+        _check_no_shard(more)
         _check_exact(module, attention_mask, dropout, more)
         _check_entries(module, None, None, None)
         return attention_mask
@@ -57,6 +69,9 @@ def checked_mask(
             _check_cache_used(pending, query.shape[2], more)
             _check_window(pending, spec)
             pending.layer.project(module, pending)
+        elif shards is None:
+            _check_no_shard(more)
+            _check_alone(spec, more.get("position_ids"))
     except InputError as error:
         _raise_agreed(error, query, pending, shards)
     return spec
@@ -114,6 +129,38 @@ def _check_entries(
         raise KernelError(*UNPREPARED)
     expected, fix = "sequences without padding in a model that compresses tokens", "pass sequences of one length"
     require(token_mask is None, MaskError, f"{SUBJECT} attention_mask", expected, "padding", fix)
+
+
+def _check_no_shard(more: dict[str, Any]) -> None:
+    """Raise if a layer that got no shards has the positions of a shard."""
+    fits, given = not isinstance(more.get("position_ids"), ShardPositions), "another, beside its position_ids"
+    require(fits, ArgumentError, f"{SUBJECT} attention_mask", OF_SHARD_BATCH, given, FORWARD_ALL)
+
+
+def _check_alone(spec: MaskSpec, positions: Any) -> None:
+    """Warn once, among several ranks, that a model attends to this rank's tokens alone. Raise if they are a chunk.
+
+    A chunk that was cut by hand begins after tokens that no cache has, or leaves some out. Positions that restart are
+    of packed sequences or of padding.
+    """
+    if spec.q_length == 1 or not dist.is_initialized() or dist.get_world_size() == 1 or vars(spec).get("is_known"):
+        return
+    vars(spec)["is_known"] = True  # one mask serves all layers of its kind
+    if isinstance(positions, Tensor) and positions.ndim == 2 and positions.shape[1] == spec.q_length:
+        places = torch.arange(spec.q_length, device=positions.device)
+        padding = 0 if spec.left_padding is None or spec.q_offset else spec.left_padding.to(positions.device)[:, None]
+        real = places >= padding
+        begins_late = (positions > spec.q_offset) & (places == padding)
+        chunk = begins_late.any() | ((positions.diff() > 1) & real[..., 1:]).any()
+        given = "those of a chunk, in a model that got no mesh"
+        fix = "pass the whole batch to hf.shard_batch(batch, mesh), which cuts it; mesh=None if these are meant"
+        subject, expected = f"{SUBJECT} position_ids", "positions of a whole sequence"
+        require(not bool(chunk), LayoutError, subject, expected, given, fix)
+    if not spec.q_offset:
+        ranks = f"a model ran without a mesh in a process group of {dist.get_world_size()} ranks"
+        alone = "so each rank attended to its own tokens only. To share sequences, call hf.generate with mesh=, "
+        alone += "hf.on_mesh, or the model with hf.shard_batch(batch, mesh); with mesh=None if this is meant"
+        warn_once(f"{SUBJECT}: {ranks}, {alone}.")
 
 
 def _check_mask(given: MaskSpec | Tensor | None, window: int | None) -> MaskSpec:
@@ -176,23 +223,28 @@ def _check_window(pending: PendingKV, spec: MaskSpec) -> None:
 
 
 @cached_per_world(64)
-def _compared_layers(mesh: Mesh) -> WeakSet[nn.Module]:
-    """Return the layers that `check_same_weights` has compared on this mesh."""
+def _compared(mesh: Mesh) -> WeakSet[nn.Module]:
+    """Return the modules that `check_same_weights` has compared on this mesh."""
     return WeakSet()
 
 
 def check_same_weights(module: nn.Module, shards: Shards, device: torch.device) -> None:
-    """Raise on all ranks if they train a layer with different weights: compare some values of each, once per layer.
+    """Raise on all ranks if they train a model, or a layer, with different weights: compare some of each, once.
 
     Wrappers that shard the weights keep their shards in one dim or as DTensors, which differ between ranks.
     """
     mesh = Mesh.of(shards.mesh)
-    if mesh.ranks == 1 or not may_compare(device) or module in _compared_layers(mesh):
+    if mesh.ranks == 1 or not may_compare(device) or module in _compared(mesh):
         return
-    named = {name: x for name, x in module.named_parameters() if x.ndim > 1 and type(x).__name__ != "DTensor"}
+    named = {name: x for name, x in module.named_parameters() if x.ndim > 1 and not _is_part(x)}
     heads = {name: x.detach().flatten()[:DIGEST_VALUES] for name, x in named.items()}
-    agree(mesh, describe_call(f"{SUBJECT} weights", layer=type(module).__name__, **fingerprints(heads)))
-    _compared_layers(mesh).add(module)
+    agree(mesh, describe_call(f"{SUBJECT} weights", module=type(module).__name__, **fingerprints(heads)))
+    _compared(mesh).update({module, *(one for one in module.modules() if not any(map(_is_part, one.parameters())))})
+
+
+def _is_part(parameter: Tensor) -> bool:
+    """Return whether this rank has a part of a parameter, or none of its values."""
+    return type(parameter).__name__ == "DTensor" or parameter.is_meta
 
 
 def check_cached_padding(kv: KVCache, token_mask: Tensor | None, new: int, mask: Mask) -> None:

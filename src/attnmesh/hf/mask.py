@@ -21,7 +21,7 @@ from attnmesh.errors import MaskError, ShapeError, require
 from attnmesh.hf.images.spans import check_unpadded, other_spans, spans_of
 from attnmesh.hf.images.towers import in_tower
 from attnmesh.hf.models import SUBJECT, check_layers, window_of
-from attnmesh.hf.shards import PromptMask, ShardMask, Shards
+from attnmesh.hf.shards import BEGUN, FORWARD_ALL, OF_SHARD_BATCH, PromptMask, ShardMask, Shards
 from attnmesh.hf.traced import LayerMask, TracedMask, in_trace, needs_tensor
 from attnmesh.hf.upstream import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
@@ -129,9 +129,11 @@ class DescribedMask(NamedTuple):
 
 def mask_function(**arguments: Any) -> MaskSpec | TracedMask | Tensor | None:
     """Return the mask of one kind of layer. transformers calls it once per kind and forward pass."""
-    given = arguments.get("attention_mask")
     if in_tower(arguments.get("config")):
         return sdpa_mask(**arguments)  # type: ignore[no-any-return]
+    if BEGUN.shards is not None:
+        arguments = _with_lost_mask(arguments)
+    given = arguments.get("attention_mask")
     if isinstance(given, MaskSpec | TracedMask):
         return given  # with a static cache, `generate` makes the mask before the model runs
     if isinstance(given, ShardMask | PromptMask) or not needs_tensor(arguments):
@@ -142,6 +144,23 @@ def mask_function(**arguments: Any) -> MaskSpec | TracedMask | Tensor | None:
         covered = None if given is None else given.shape[-1]
         check_covers(covered, int(arguments["q_offset"]) + arguments["q_length"])
     return TracedMask.of(arguments, partial(_spec_outside_graphs, **arguments))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _with_lost_mask(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments with the mask of the tokens that were embedded, if a wrapper of the model has dropped it."""
+    shards, given, tokens = BEGUN.of_this_thread(), arguments.get("attention_mask"), arguments["q_length"]
+    known = isinstance(given, ShardMask | PromptMask | LayerMask)
+    if shards is None or known or (shards.ranks > 1 and tokens == shards.length):  # another model, of all tokens
+        return arguments
+    ones = torch.ones(arguments["batch_size"], len(shards.positions()), dtype=torch.long)
+    fits = tokens == ones.shape[1] and (given is None or (given.shape == ones.shape and bool(given.all())))
+    if not fits:
+        BEGUN.shards = None
+        found = f"another one, or none, for {tokens} tokens where {ones.shape[1]} were embedded"
+        raise MaskError(f"{SUBJECT} attention_mask", OF_SHARD_BATCH, found, FORWARD_ALL)
+    ones = ones.to(arguments.get("device"))
+    return {**arguments, "attention_mask": ShardMask.of(ones, shards=shards)}
 
 
 def check_covers(covered: int | None, tokens: int) -> None:
