@@ -238,11 +238,11 @@ def test_each_client_has_a_key(tiny: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert given == [("a", "b", "third", "fourth"), ("first", "second", "third", "fourth")]
 
 
-def test_keys_are_stored_as_asked(
+def test_keys_are_stored_as_asked_and_silent_ranks_are_lost_after_a_minute(
     tiny: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop(_: int, settings: Any) -> Any:
-        raise ArgumentError("storage", "", settings.engine["storage"], "")
+        raise ArgumentError("storage", "", f"{settings.engine['storage']}, lost after {settings.deadline:g} s", "")
 
     monkeypatch.setattr("attnmesh.cli.serve.LocalRanks", stop)
-    assert "given int8" in refused(capsys, "--model", tiny, "--kv", "int8")
+    assert "given int8, lost after 60 s" in refused(capsys, "--model", tiny, "--kv", "int8")

@@ -156,6 +156,15 @@ def test_ranks_are_lost_with_rank_0(tmp_path: Path) -> None:
     assert not (tmp_path / "address").exists()
 
 
+def test_rank_0_alone_is_ended_for_torchrun_to_start_ranks_anew(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as rank:
+        ranks = TorchrunRanks(tmp_path, os.getpid(), 2)
+        replace(tmp_path / "rank", str(rank.pid))
+        ranks.kill(again=True)
+        assert rank.wait(60) == -signal.SIGKILL
+        ranks.kill(again=True)  # it has ended: nothing happens
+
+
 def test_a_front_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()

@@ -15,8 +15,10 @@ from transformers import PreTrainedModel
 
 import attnmesh.hf as hf
 from attnmesh import errors
+from attnmesh.hf.serving import engine as engine_module
 from attnmesh.hf.serving.engine import Engine
 from attnmesh.hf.serving.stream import Sampling, Stream
+from attnmesh.hf.serving.worker import Worker as EngineWorker
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support import families
 from tests.support.families import prompt
@@ -262,6 +264,68 @@ def test_kept_prefixes_go_on_and_branch(shape: Shape, pool: Pool) -> None:
     pool.run(shape.ranks, turns, shape)
 
 
+def parted(name: str, ranks: int) -> None:
+    """Ask three questions on one document."""
+    model, mesh = build(Case(name, name), "attnmesh", torch.float32), named_mesh(Shape(1, 1, ranks), AXES)
+    document, shared = ids(400, seed=3), 400
+    asked = [document + ids(9, seed=seed) for seed in range(3)]
+    wanted = [greedy(model, text, 5, mesh=mesh) for text in asked]
+    with running(model, mesh) as engine:
+        if engine is None:
+            return
+        streams = []
+        for text in asked:
+            streams.append(engine.submit(text, max_new_tokens=5))
+            tokens(streams[-1])
+        assert [tokens(stream) or stream.answer for stream in streams] == wanted
+        assert streams[2].cached_tokens >= 0.95 * shared
+
+
+def asked_at_once(name: str) -> None:
+    """Ask one question four times."""
+    model, text = build(Case(name, name), "attnmesh", torch.float32), ids(300, seed=9)
+    wanted, engine = greedy(model, text, 5, mesh=None), Engine(model, None)
+    streams = [engine.submit(text, max_new_tokens=5) for _ in range(4)]
+    with started(engine):
+        assert [tokens(stream) for stream in streams] == [wanted] * 4
+    assert engine.schedule.counts["prompt_tokens"] < 330
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen3_next", "llama"])
+def test_a_prompt_of_four_choices_is_computed_once(name: str, pool: Pool) -> None:
+    pool.run(1, asked_at_once, name)
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3_text", "qwen3_next", "llama"])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_document_is_used_again_where_questions_part(name: str, ranks: int, pool: Pool) -> None:
+    pool.run(ranks, parted, name, ranks)
+
+
+def recurrent_replays(ranks: int) -> None:
+    """Replay answers of a model whose time steps transformers bounds in prompts alone."""
+    case = Case("mamba2", "mamba2", {"time_step_limit": (0.0, 0.02)})
+    model, mesh = build(case, "attnmesh", torch.float32), named_mesh(Shape(1, 1, ranks), AXES)
+    prompts = [ids(length, seed=length) for length in (37, 22, 60)]
+    wanted = [greedy(model, text, 24, mesh=mesh) for text in prompts]
+    turns = [text + answer[:10] + ids(9) for text, answer in zip(prompts, wanted, strict=True)]
+    after = [greedy(model, text, 8, mesh=mesh) for text in turns]
+    with running(model, mesh) as engine:
+        if engine is None:
+            return
+        for text, answer in zip(prompts, wanted, strict=True):
+            assert tokens(engine.submit(text, max_new_tokens=24)) == answer
+            assert tokens(engine.submit(text, max_new_tokens=24, replay=answer[:20])) == answer[20:]
+        streams = [engine.submit(text, max_new_tokens=8) for text in turns]
+        assert [tokens(stream) for stream in streams] == after
+        assert all(stream.cached_tokens >= 16 for stream in streams)  # of the first prompts, not of their answers
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_answers_are_computed_again_as_they_were(ranks: int, pool: Pool) -> None:
+    pool.run(ranks, recurrent_replays, ranks)
+
+
 # --- memory ---
 
 
@@ -335,7 +399,104 @@ def test_the_youngest_request_is_computed_again(pool: Pool) -> None:
     assert pool.run(1, preempted, 0)[0] > 0
 
 
+def within_memory(ranks: int) -> None:
+    """Watch the bytes of caches after each step: growth counts before it is allocated."""
+    model, mesh, limit = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, ranks), AXES), 400_000 // ranks
+    texts = [ids(length, seed=length) for length in (90, 60, 30, 120, 45, 75)]
+    wanted = [greedy(model, text, 120, mesh=mesh) for text in texts]
+    most, run = list[int](), EngineWorker.run
+
+    def watched(worker: EngineWorker, plan: Any) -> Any:
+        results = run(worker, plan)
+        most.append(worker.measure())
+        return results
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EngineWorker, "run", watched)
+        with running(model, mesh, cache_memory=limit) as engine:
+            if engine is not None:
+                streams = [engine.submit(text, max_new_tokens=120) for text in texts]
+                assert [tokens(stream) for stream in streams] == wanted
+                expected = rf"at most {limit:,} bytes a rank, given .* bytes for one request"
+                with pytest.raises(errors.TooLong, match=expected):
+                    engine.submit(ids(1500), max_new_tokens=10)
+        assert max(most) <= limit
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_caches_never_take_more_than_their_memory(ranks: int, pool: Pool) -> None:
+    pool.run(ranks, within_memory, ranks)
+
+
+def by_default(ranks: int) -> list[int]:
+    model, mesh = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, ranks), AXES)
+    free = 10**9 + torch.distributed.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "free_memory", lambda _: free)
+        return [Engine(model, mesh).schedule.memory, Engine(model, mesh, cache_memory=5).schedule.memory]
+
+
+def test_ranks_of_a_host_share_its_free_memory(pool: Pool) -> None:
+    assert pool.run(2, by_default, 2) == [[375_000_000, 5]] * 2
+
+
+# --- rows that fail ---
+
+
+def one_fails(_: int) -> None:
+    """Serve five requests, one of which fails at its fourth token with those beside it."""
+    model = families.model("llama", "attnmesh")
+    texts = [ids(20, seed=seed) for seed in range(5)]
+    wanted = [greedy(model, text, 12, mesh=None) for text in texts]
+    engine = Engine(model, None)
+    rows = engine.worker.do_rows
+
+    def failing(chosen: Any, grows: bool) -> Any:
+        ids_of = [engine.worker.caches[number].tokens[0, :20].tolist() for number, _ in chosen]
+        lengths = [engine.worker.caches[number].get_seq_length() for number, _ in chosen]
+        if texts[2] in ids_of and lengths[ids_of.index(texts[2])] >= 23:
+            raise errors.ShapeError("KVCache capacity", "tokens that fit the device's memory", "no room", "wait")
+        return rows(chosen, grows)
+
+    engine.worker.do_rows = failing  # type: ignore[method-assign]
+    streams = [engine.submit(text, max_new_tokens=12) for text in texts]
+    with started(engine):
+        for number, stream in enumerate(streams):
+            if number != 2:
+                assert tokens(stream) == wanted[number]
+        with pytest.raises(errors.ShapeError, match="KVCache capacity"):
+            tokens(streams[2])
+        assert wanted[2][:4] == streams[2].answer[:4]
+        assert len(streams[2].answer) < 12
+
+
+def test_a_row_that_cannot_go_on_ends_alone(pool: Pool) -> None:
+    pool.run(1, one_fails, 0)
+
+
 # --- waiting ---
+
+
+def in_turn(_: int) -> None:
+    """Read the plans while a long prompt is computed beside short ones: these are done first, and it goes on."""
+    model = families.model("llama", "attnmesh", max_position_embeddings=8192)
+    engine, plans = Engine(model, None), list[list[Any]]()
+    run = engine.worker.run
+    engine.worker.run = lambda plan: plans.append(plan) or run(plan)  # type: ignore[func-returns-value, method-assign]
+    long = engine.submit(ids(6000), max_new_tokens=1)
+    short = [engine.submit(ids(3 + seed, seed=seed), max_new_tokens=1) for seed in range(2)]
+    with started(engine):
+        for stream in (*short, long):
+            assert len(tokens(stream)) == 1
+    chunks = [operation[1] for plan in plans for operation in plan if operation[0] == "fill"]
+    last = {stream.number: len(chunks) - chunks[::-1].index(stream.number) for stream in (*short, long)}
+    assert max(last[stream.number] for stream in short) < last[long.number]
+    between = [number for number, chunk in enumerate(chunks) if chunk == long.number]
+    assert max(later - earlier for earlier, later in pairwise(between)) <= 3  # the long one goes on, too
+
+
+def test_several_prompts_are_computed_in_turn(pool: Pool) -> None:
+    pool.run(1, in_turn, 0)
 
 
 def waits_in_steps(ranks: int) -> None:

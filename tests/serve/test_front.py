@@ -14,6 +14,7 @@ import pytest
 from attnmesh.cli.launch import RankError, run_on_ranks
 from attnmesh.errors import ModelError
 from attnmesh.serve import front
+from attnmesh.serve.chat import Encoded
 from attnmesh.serve.front import Front
 from attnmesh.serve.metrics import Metrics
 from tests.support.fake_engine import FakeEngine, Stream, ThreadWorld, answer, byte_tokenizer, fake_rank
@@ -80,11 +81,30 @@ def test_streams_outlive_a_lost_rank(lost: int, running: Served) -> None:
     for into, given in zip(texts, options, strict=True):
         assert "".join(into) == answer(IDS, given, NEW)
     loss, back = said_of_ranks
-    assert loss == f"rank {lost} was ended by SIGKILL before it was done; restart 1 of 5, 2 requests wait"
-    assert re.fullmatch(r"the ranks are back after \d+\.\d s; 2 requests go on", back)
+    assert loss == f"rank {lost} was ended by SIGKILL before it was done; restart 1 of 5, open requests: 2"
+    assert re.fullmatch(r"the ranks are back after \d+\.\d s, requests that go on: 2", back)
     assert running.ask("/v1/chat/completions", chat())[0] == 200
     assert running.figure("attnmesh_restarts_total") == 1
     assert running.figure("attnmesh_tokens_total") == 2 * NEW + 20
+
+
+def test_a_request_that_leaves_while_ranks_are_lost_keeps_no_other_from_them() -> None:
+    async def cancel_between_worlds() -> list[Any]:
+        one, sent = Front(ThreadWorld(), max_requests=2, max_restarts=3, metrics=Metrics()), list[Any]()
+        one._send = sent.append  # type: ignore[method-assign]
+        one._begin({"max_model_len": 9})
+        options = {"max_new_tokens": 5}
+        leaving, staying = one.submit(Encoded([1]), [options] * 2, lambda *_: None)
+        one._losses = [0.0]
+        one._lost()
+        one.cancel(leaving)
+        sent.clear()
+        one._begin({"max_model_len": 9})
+        assert staying.number in one.open
+        return sent
+
+    (message,) = asyncio.run(cancel_between_worlds())
+    assert message[:2] == ["submit", 2]
 
 
 class Failing:

@@ -1,5 +1,6 @@
 """Ranks that stop, or raise: the server says so, starts others, and open answers go on."""
 
+import json
 import os
 import threading
 from pathlib import Path
@@ -8,15 +9,17 @@ from typing import Any
 
 import pytest
 
+from attnmesh import errors
 from attnmesh.cli.generate_prompt import prepare_model
 from attnmesh.cli.output import Status
 from attnmesh.cli.serve import LocalRanks
 from attnmesh.cli.serve_worker import Settings
 from attnmesh.hf.serving.engine import Engine
 from attnmesh.serve import front
-from attnmesh.serve.worker import serve_rank_0
+from attnmesh.serve.link import WIDTH
+from attnmesh.serve.worker import Worker, serve_rank_0
 from tests.support import families
-from tests.support.fake_engine import ThreadWorld, byte_tokenizer, save_tiny
+from tests.support.fake_engine import FakeEngine, ThreadWorld, byte_tokenizer, save_tiny
 from tests.support.served import NAME, Served, served, until
 
 NEW = 40
@@ -104,3 +107,34 @@ def test_an_error_on_rank_0_ends_no_answer() -> None:
             thread.join()
         assert one.figure("attnmesh_restarts_total") == 1
     assert texts == undisturbed * 3
+
+
+class Collected:
+    """A link that keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.messages: list[Any] = []
+
+    def send(self, data: bytes) -> None:
+        self.messages.append(json.loads(data[WIDTH:]))
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (errors.ArgumentError("submit ids", "ints", "text", "pass ints"), 400, "submit ids"),
+        (errors.TooLong("submit ids", "at most 5 bytes a rank", "9", "shorten it"), 400, "at most 5 bytes a rank"),
+        (errors.Busy("submit", "room", "none", "wait"), 429, "submit"),
+        (errors.UnforeseenError("rank 1", "no error", "MemoryError at 0x7f", "read it"), 500, "The request failed"),
+        (errors.MeshError("decode", "one call", "two", "mend it"), 500, "The request failed"),
+        (errors.ModelError("Engine", "numbers", "NaN", "mend it"), 500, "The request failed"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_errors_of_ranks_are_not_the_clients(error: Exception, status: int, said: str) -> None:
+    link: Any = Collected()
+    Worker(FakeEngine(), link).refuse(7, error)  # type: ignore[arg-type]
+    ((kind, number, given, text, _),) = link.messages
+    assert (kind, number, given) == ("refused", 7, status)
+    assert said in text
+    assert "0x7f" not in text

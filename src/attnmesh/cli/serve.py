@@ -120,15 +120,20 @@ def serve(
         if not limits.local and not keys:
             print_message("all who reach this machine can ask: --api-key keeps others out")
         app = App(front, prepared.tokenizer, served_name or model, limits, prepared.processor)
-        front.on_ready = lambda _: print_message(_ready(app.name, host, listening.getsockname()[1], prepared, hosts))
+        where = app.name, host, listening.getsockname()[1], prepared, hosts
+        front.on_ready = lambda facts: print_message(_ready(*where, facts.get("cache_bytes", 0)))
         run(app, listening, drain)
 
 
-def _ready(name: str, host: str, port: int, prepared: Any, hosts: TorchrunRanks | None) -> str:
+def _ready(name: str, host: str, port: int, prepared: Any, hosts: TorchrunRanks | None, cache: int) -> str:
     """Return what the command says when requests are served."""
     place = f", front {os.getpid()} on {gethostname()}" if hosts else ""
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    return str(escape(f"serving {printable(name)} on {url}, mesh {prepared.mesh}{place}"))
+    return str(
+        escape(
+            f"serving {printable(name)} on {url}, mesh {prepared.mesh}{place}, {cache / 1e9:.1f} GB of caches a rank"
+        )
+    )
 
 
 def _keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:

@@ -33,6 +33,6 @@ def serve_rank(settings: Settings, address: str) -> None:
     engine = hf.Engine(model, mesh, output=settings.model.mesh.output, **settings.engine)
     set_deadline(settings.deadline)
     if dist.get_rank() == 0:
-        serve_rank_0(engine, address, {"max_model_len": engine.longest})
+        serve_rank_0(engine, address, {"max_model_len": engine.longest, "cache_bytes": engine.schedule.memory})
     else:
         engine.follow()

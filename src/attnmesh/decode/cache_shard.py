@@ -43,6 +43,28 @@ SLACK = 2
 """Tokens by which a prefill shard may exceed an even share: each of a zigzag's two chunks is rounded up."""
 
 
+def usual_slots(sizes: Sizes, ranks: int) -> int:
+    """Return the slots per rank for tokens that are spread evenly."""
+    share = -(-sizes.kept // ranks) + sizes.block + SLACK
+    return min(sizes.capacity, share if sizes.mask is None else share + sizes.block + spare_slots(sizes, ranks))
+
+
+def spare_slots(sizes: Sizes, ranks: int) -> int:
+    """Return the slots that are free after tokens were forgotten, so that few tokens are moved per new one."""
+    return max(sizes.block, sizes.kept // ranks // 8)
+
+
+def rows_of_slots(slots: int, block: int) -> int:
+    """Return the rows in memory: the slots, and at least one more, in whole blocks for `KVCache.pages`."""
+    return -(-(slots + 1) // block) * block
+
+
+def shard_bytes(sizes: Sizes, ranks: int, heads: int) -> int:
+    """Return the bytes of keys and values that a shard of these sizes takes on one of so many ranks."""
+    rows = rows_of_slots(usual_slots(sizes, ranks), sizes.block)
+    return rows * sizes.batch * (sizes.kv_heads // heads) * sum(sizes.row_widths) * sizes.row_dtype.itemsize
+
+
 class CacheShard:
     """Keys and values of one rank's tokens and heads; `index` is the rank's index along the tokens axis.
 
@@ -212,7 +234,7 @@ class CacheShard:
             start = first()
             gone = self.count_before(start)
             needed, usual = self.used - gone + more, self._usual_slots(self.sizes)
-            spare = self._spare_slots(self.sizes)
+            spare = spare_slots(self.sizes, self.block_cyclic.ranks)
             self.resize(self.sizes, usual if needed <= usual else needed + spare, gone)
             self.has_spare = self.slots > usual and more > spare
             self.state[2:].fill_(self.block_cyclic.count(self.index, start) // self.sizes.block)
@@ -268,16 +290,10 @@ class CacheShard:
 
     def _usual_slots(self, sizes: Sizes) -> int:
         """Return the slots per rank for tokens that are spread evenly."""
-        share = -(-sizes.kept // self.block_cyclic.ranks) + sizes.block + SLACK
-        return min(sizes.capacity, share if sizes.mask is None else share + sizes.block + self._spare_slots(sizes))
-
-    def _spare_slots(self, sizes: Sizes) -> int:
-        """Return the slots that are free after tokens were forgotten, so that few tokens are moved per new one."""
-        return max(sizes.block, sizes.kept // self.block_cyclic.ranks // 8)
+        return usual_slots(sizes, self.block_cyclic.ranks)
 
     def _rows(self, slots: int) -> int:
-        """Return the rows in memory: the slots, and at least one more, in whole blocks for `KVCache.pages`."""
-        return -(-(slots + 1) // self.sizes.block) * self.sizes.block
+        return rows_of_slots(slots, self.sizes.block)
 
     def append_run(self, new: Tensors, more: int, length: int, used: int) -> bool:
         """Add new tokens that fit and that one rank owns, in one copy for each tensor; else return False.

@@ -7,6 +7,7 @@ masks and cached keys that pass through it, and raises.
 import sys
 from collections.abc import Callable
 from inspect import signature
+from math import inf
 from typing import Any, NoReturn
 
 from torch import nn
@@ -199,6 +200,12 @@ def has_windows(config: PreTrainedConfig) -> bool:
 def is_recurrent(config: PreTrainedConfig) -> bool:
     """Return whether the model has recurrent layers that can run on shards."""
     return config.get_text_config(decoder=True).model_type in RECURRENT_MODELS
+
+
+def steps_differ(config: PreTrainedConfig) -> bool:
+    """Return whether one token is computed by another rule than several: transformers bounds time steps there alone."""
+    least, most = getattr(config.get_text_config(decoder=True), "time_step_limit", None) or (0.0, inf)
+    return is_recurrent(config) and (least > 0 or most < inf)
 
 
 def is_compressed(config: PreTrainedConfig) -> bool:

@@ -32,6 +32,9 @@ LONGEST_PAUSE = 30.0
 PROOF = 3
 """Tokens in one world after which a request did not cause the loss before. The last ones may have been lost with it."""
 
+BUSY = 5
+"""Deadlines that one step may take on ranks that still send figures, such as one with many images."""
+
 PATIENCE = 10.0
 """Seconds that ranks get to end by themselves."""
 
@@ -102,6 +105,8 @@ class Front:
         self.failure: BaseException | None = None
         self.facts: dict[str, Any] = {}
         self.open: dict[int, Request] = {}
+        self.draining = False
+        """True once no more requests are taken, while open ones may end."""
         self.coming = 0
         """Requests whose prompts are being encoded."""
         self.on_failure: Callable[[], None] = lambda: None
@@ -110,8 +115,8 @@ class Front:
         self._numbers = 0
         self._losses: list[float] = []
         """Times of the losses of the last `WINDOW`."""
-        self._stepped, self._is_late = 0.0, False
-        """The time at which a step ended, and whether the next is overdue."""
+        self._heard, self._stepped, self._is_late = 0.0, 0.0, False
+        """The times of a message and of the end of a step, 0 without a world, and whether the next end is overdue."""
         self._writer: asyncio.StreamWriter | None = None
         self._outgoing: asyncio.Queue[tuple[list[Any], dict[str, Any] | None]] = asyncio.Queue()
         self._there: set[int] = set()
@@ -120,7 +125,7 @@ class Front:
         self._folder = ""
         self._server: asyncio.Server | None = None
         """Both until rank 0 has connected."""
-        metrics.watch(lambda: self.state, lambda: len(self.open) + self.coming)
+        metrics.watch(lambda: self.status, lambda: len(self.open) + self.coming)
 
     # --- requests ---
 
@@ -141,10 +146,15 @@ class Front:
         self._submit_next()
         return requests
 
+    @property
+    def status(self) -> str:
+        """The state that clients see."""
+        return "stopping" if self.draining else self.state
+
     def check_ready(self) -> None:
         """Raise unless requests are served."""
-        if self.state != "ready":
-            raise Refused(503, f"The server is {self.state}. Ask again.")
+        if self.status != "ready":
+            raise Refused(503, f"The server is {self.status}. Ask again.")
 
     def _check_room(self, choices: int) -> None:
         """Raise unless so many more requests can be taken."""
@@ -176,18 +186,18 @@ class Front:
         After two losses of one request they go one at a time, until each has given some tokens: the one that a further
         loss finds so is its cause.
         """
-        for request in sorted(self.open.values(), key=lambda one: one.replays or REPLAYS + 1):
+        left = [request for request in self.open.values() if request.fresh is None and self._stepped]
+        for request in sorted(left, key=lambda one: one.replays or REPLAYS + 1):
             unproven = [one for one in self.open.values() if not one.is_proven]
             careful = any(one.replays >= REPLAYS for one in unproven)
             if careful and any(one.fresh is not None for one in unproven):
                 return
-            if request.fresh is None:
-                request.fresh = 0
-                again = request.sent if request.accepted else None
-                if request.group not in self._there:
-                    self._there.add(request.group)
-                    self._send(["prompt", request.group, request.prompt.ids], request.prompt.images or {})
-                self._send(["submit", request.number, request.group, request.options, again])
+            request.fresh = 0
+            again = request.sent if request.accepted else None
+            if request.group not in self._there:
+                self._there.add(request.group)
+                self._send(["prompt", request.group, request.prompt.ids], request.prompt.images or {})
+            self._send(["submit", request.number, request.group, request.options, again])
 
     def _forget(self, request: Request) -> None:
         """Let the ranks forget a prompt that no open request has."""
@@ -247,7 +257,7 @@ class Front:
                 self._fail(error)
                 return
             self.state = "restarting"
-            self.log(f"{cause_of(error)}; restart {number} of {self.max_restarts}, {len(self.open)} requests wait")
+            self.log(f"{cause_of(error)}; restart {number} of {self.max_restarts}, open requests: {len(self.open)}")
             pause = now + min(LONGEST_PAUSE, 2**number - 2)
             while loop.time() < pause and not self._is_stopping():
                 await asyncio.sleep(0.1)
@@ -260,13 +270,13 @@ class Front:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(min(deadline, PATIENCE) / 10)
-            silent = loop.time() - self._stepped
-            if self._writer is None or not self._stepped or silent < deadline:
+            late = loop.time() - self._stepped
+            if self._writer is None or not self._stepped or late < deadline:
                 continue
             if self.state == "ready":
                 self.state, self._is_late = "restarting", True
                 self.log(f"the ranks ended no step within {deadline:g} s")
-            if self._is_late and silent > deadline + PATIENCE:
+            if self._is_late and (loop.time() - self._heard > deadline + PATIENCE or late > BUSY * deadline):
                 self._is_late = False
                 self.world.kill(again=True)
 
@@ -353,12 +363,13 @@ class Front:
             request.fresh = None
 
     def _receive(self, message: list[Any]) -> None:
+        self._heard = asyncio.get_running_loop().time()
         match message:
             case ["ready", facts]:
                 self._begin(facts)
             case ["metrics", figures]:
                 if figures["exchanges"] != self.metrics.engine.get("exchanges"):
-                    self._stepped = asyncio.get_running_loop().time()
+                    self._stepped = self._heard
                     if self._is_late:
                         self.state, self._is_late = "ready", False
                 self.metrics.engine = figures
@@ -370,7 +381,7 @@ class Front:
         now = self._stepped = asyncio.get_running_loop().time()
         if self.facts:
             self.metrics.restarts.inc()
-            self.log(f"the ranks are back after {now - self._losses[-1]:.1f} s; {len(self.open)} requests go on")
+            self.log(f"the ranks are back after {now - self._losses[-1]:.1f} s, requests that go on: {len(self.open)}")
         else:
             self.on_ready(facts)
         self.facts = facts
@@ -398,7 +409,7 @@ class Front:
                 self._drop(request, End(reason))
             case "refused", [status, text, code]:
                 self._drop(request, Refused(status, text, None, code))
-        if request.is_proven or request.number not in self.open:
+        if request.fresh == PROOF or request.number not in self.open:
             self._submit_next()
 
     def _observe(self, request: Request) -> None:

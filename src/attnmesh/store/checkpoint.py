@@ -31,8 +31,9 @@ from attnmesh.decode.replicas import Shards, check_copies
 from attnmesh.errors import ShapeError, StoreError
 from attnmesh.guard.consensus import describe_call, run_agreed
 from attnmesh.mesh.axes import Axis, Mesh, overlap
+from attnmesh.runtime.memory import host_memory
 from attnmesh.setup.init_mesh import device_fault, device_for
-from attnmesh.store.tensor_file import FIX, TensorFile, check_size, host_memory
+from attnmesh.store.tensor_file import FIX, TensorFile, check_size
 
 VERSION = 4
 

@@ -73,7 +73,8 @@ def _jumped(state: np.ndarray, selected: np.ndarray) -> np.ndarray:
         joined = high & 0x80000000 | low & 0x7FFFFFFF
         new = joined >> 1 ^ (joined & 1) * np.uint32(TWIST) ^ words[first + MIDDLE : first + MIDDLE + size]
         words[first + WORDS : first + WORDS + size] = new
-    return np.bitwise_xor.reduce(sliding_window_view(words, WORDS)[selected], axis=0)
+    jumped: np.ndarray = np.bitwise_xor.reduce(sliding_window_view(words, WORDS)[selected], axis=0)
+    return jumped
 
 
 @cache

@@ -12,12 +12,14 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
+from attnmesh.comm.topology import mesh_hosts, share_numbers
 from attnmesh.errors import ArgumentError, Busy, MeshError, ShapeError, TooLong, check_count, require, short
 from attnmesh.guard.consensus import describe_call
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.images.inputs import OWN_PROCESSOR, image_inputs, unless_text, without_absent
 from attnmesh.hf.models import check_rope_switch, check_rows, rope_regime, unwrap
 from attnmesh.hf.options import run_agreed_with_peers
+from attnmesh.hf.serving.footprint import SHARE, never_fits
 from attnmesh.hf.serving.link import Link, can_be_sent
 from attnmesh.hf.serving.schedule import Schedule
 from attnmesh.hf.serving.stream import Sampling, Stream
@@ -25,6 +27,7 @@ from attnmesh.hf.serving.worker import Worker
 from attnmesh.hf.tensor_parallel import sharing
 from attnmesh.mesh.axes import Mesh
 from attnmesh.runtime.counters import counted
+from attnmesh.runtime.memory import free_memory
 
 BEAT = 1.0
 """Seconds of an idle engine between exchanges, in which it finds that a rank is lost."""
@@ -43,8 +46,9 @@ class Engine:
         mesh: The mesh that shares keys and values; None for one device.
         max_rows: Requests that decode at the same time.
         max_queue: Requests that wait, beyond which `submit` raises `Busy`.
-        cache_memory: Bytes for caches on each rank; None for no limit. Kept prefixes go first, least recently used
-            first; then the youngest request waits, and computes its tokens again.
+        cache_memory: Bytes for caches on each rank. None for three quarters of the memory that is free now, or of a
+            limit of its control group, which the ranks of a host share. Growth counts before it is allocated. Kept
+            prefixes go first, least recently used first; then the youngest request waits, and is computed again.
         max_gap: Seconds that a prompt's chunk may add to a step of rows. By default two steps of rows, and two more for
             each request that waits. A chunk has at least a block of the cache on each rank, 128 tokens in long prompts.
         max_model_len: Tokens of a prompt and its answer; the model's context by default.
@@ -105,7 +109,8 @@ class Engine:
         self.ends = frozenset(() if ends is None else (ends,) if isinstance(ends, int) else ends)
         peers = None if cache_options.get("output") == "heads" else sharing(self.model)  # else the ranks of the mesh
         self.link, self.worker = Link(place, Mesh.of(peers)), Worker(self.model, mesh, cache_options)
-        self.schedule = Schedule(self.worker, max_rows, cache_memory, max_gap)
+        memory = int(cache_memory or self._memory_share())
+        self.schedule = Schedule(self.worker, max_rows, memory, max_gap)
         self.max_queue = int(max_queue)
         self.inbox: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
         self.error: BaseException | None = None
@@ -170,6 +175,17 @@ class Engine:
             stream.end(self.error or "cancelled")
         return stream
 
+    def _memory_share(self) -> int:
+        """Return the share of one rank of the free memory, the least of all ranks."""
+        device = self.model.device
+        place = -1 if device.type == "cpu" else device.index or 0
+        free = free_memory(device)
+        for mesh in self.link.meshes:
+            near = [*zip(mesh_hosts(mesh), share_numbers([place], mesh), strict=True)]
+            share = free // near.count(near[mesh.shard])
+            free = min(row[0] for row in share_numbers([share], mesh))
+        return max(1, int(SHARE * free))
+
     def _check(self, stream: Stream) -> None:
         """Raise unless the model can serve the request."""
         config = self.model.config.get_text_config(decoder=True)
@@ -183,6 +199,9 @@ class Engine:
         fits = self.longest is None or total <= self.longest
         given = f"{prompt} and {stream.max_new_tokens} new ones"
         require(fits, TooLong, "submit ids", f"at most {self.longest} tokens", given, fix)
+        footprint, memory = self.schedule.footprint, self.schedule.memory
+        if footprint is not None and footprint(prompt) > memory:
+            raise never_fits(footprint(prompt), memory)
         unknown = sorted((stream.images or {}).keys() - image_inputs(self.model))
         expected, given = "inputs for images that the model takes", ", ".join(unknown)
         require(not unknown, ArgumentError, "submit images", expected, given, OWN_PROCESSOR)
@@ -259,7 +278,7 @@ class Engine:
         """Send a plan to all ranks and run it."""
         plan, self.schedule.nbytes = self.link.exchange(plan, self.worker.nbytes)
         self.exchanges += 1
-        begun = self.schedule.filling
+        begun = self.schedule.begun
         return {} if plan == [["end"]] else self._run(plan, begun.images if begun is not None else None)
 
     def _run(self, plan: list[Any], images: dict[str, Any] | None) -> dict[str, Any]:

@@ -1,51 +1,65 @@
-"""Schedule of an engine: which requests decode, whose prompt is computed, and which caches are kept."""
+"""Schedule of an engine: which requests decode, whose prompts are computed, and which caches are kept."""
 
-from collections import OrderedDict, deque
-from itertools import count
+from collections import deque
+from collections.abc import Collection
+from itertools import count, islice
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from attnmesh.errors import InputError, TooLong
-from attnmesh.hf.images.inputs import IMAGE_MARK
-from attnmesh.hf.models import is_recurrent
+from attnmesh.errors import InputError
+from attnmesh.hf.serving.footprint import Footprint, growth, never_fits
 from attnmesh.hf.serving.link import specs_of
+from attnmesh.hf.serving.prefixes import LEAST, Prefixes
 from attnmesh.hf.serving.stream import Stream
 from attnmesh.hf.serving.worker import Worker
-
-LEAST = 16
-"""Tokens that a kept cache has to share with a prompt."""
+from attnmesh.runtime.world import WORLD
 
 WHOLE = 2048
 """Tokens of a chunk while no rows decode."""
 
-SMALL = 64
-"""Tokens of the first chunk beside rows, whose speed is not known yet."""
+SMALL, FIRST = 64, 256
+"""Tokens of the first chunk, whose speed is not known yet: beside rows, and without."""
+
+LONGEST_CHUNK = 10.0
+"""Seconds of a chunk, or a quarter of the deadline: requests join, and are cancelled, between chunks."""
+
+TURN = 3
+"""Of so many chunks one is of the oldest prompt. The others are of the one with the shortest rest."""
+
+LOOK = 8
+"""Requests of the queue that may begin before those that wait for a prefix."""
 
 MOVING = 0.3
 """Weight of the last measurement in a mean."""
 
 
 class Schedule:
-    """The requests of an engine on rank 0, by what they wait for."""
+    """The requests of an engine on rank 0, by what they wait for. Caches take at most `memory` bytes on each rank."""
 
-    def __init__(self, worker: Worker, max_rows: int, cache_memory: int | None, max_gap: float | None) -> None:
-        self.worker, self.max_rows, self.memory, self.max_gap = worker, int(max_rows), cache_memory, max_gap
+    def __init__(self, worker: Worker, max_rows: int, memory: int, max_gap: float | None) -> None:
+        self.worker, self.max_rows, self.memory, self.max_gap = worker, int(max_rows), memory, max_gap
         self.waiting: deque[Stream] = deque()
-        self.filling: Stream | None = None
-        self.filled = 0  # tokens of its prompt that are cached
+        self.filling: list[Stream] = []  # whose prompts are computed, the oldest first
+        self.begun: Stream | None = None  # whose prompt begins in this step
+        self.computed: Stream | None = None  # of whose prompt this step computes a chunk
+        self.lender = -1  # the cache that the prompt goes on from which begins in this step
         self.rows: list[Stream] = []
-        self.kept: OrderedDict[int, str] = OrderedDict()
-        """Salts of the caches of requests that ended, least recently used first."""
-        self.numbers = count()
+        self.prefixes = Prefixes(worker)
+        self.footprint: Footprint | None = None
+        self.promised, self.growing = 0, False  # bytes by which caches grow in this step, and whether those of rows do
+        self.numbers, self.chunks = count(), count()
         self.drops: list[int] = []
-        self.dropped = False  # the last plan dropped caches, so the bytes of its exchange are older than they are
         self.nbytes: list[int] = [0]
         """Bytes of caches by rank, as of the last exchange."""
         self.row_seconds, self.token_seconds = 0.0, 0.0
         """Seconds of a step of rows, and of a token of a prompt."""
         self.counts = dict.fromkeys(("tokens", "prompt_tokens", "cached_tokens", "preempted", "evicted", "steps"), 0)
+
+    @property
+    def running(self) -> list[Stream]:
+        """The requests that have a cache of their own."""
+        return [*self.rows, *self.filling]
 
     @property
     def busy(self) -> bool:
@@ -54,69 +68,93 @@ class Schedule:
 
     def metrics(self) -> dict[str, float | list[float]]:
         """Return counts, and the bytes of caches by rank."""
-        sizes = {"running": len(self.rows), "filling": int(self.filling is not None), "kept": len(self.kept)}
+        sizes = {"running": len(self.rows), "filling": len(self.filling), "kept": len(self.prefixes.kept)}
+        sizes["cache_limit_bytes"] = self.memory
         return {**self.counts, **sizes, "step_seconds": self.row_seconds, "cache_bytes": [*map(float, self.nbytes)]}
 
     def plan(self) -> list[Any]:
         """Return the operations of the next step."""
+        self.promised, self.begun, self.computed, self.lender = 0, None, None, -1
         self._end_cancelled()
-        self._free_memory()
+        while len(self.prefixes.kept) > 2 * self.max_rows:
+            self._evict(next(iter(self.prefixes.kept)))
+        self._fit_rows()
+        start, snapshot = self._start(), self._snapshot()
+        fill = self._fill()
         plan: list[Any] = []
-        start = self._start()
-        self.dropped = bool(self.drops)
         if self.drops:
             plan.append(["drop", self.drops])
+            self.prefixes.forget(self.drops)
             self.drops = []
         if self.rows:
-            plan.append(["rows", [[stream.number, stream.answer[-1]] for stream in self.rows]])
-        if start is not None:
-            plan.append(start)
-        if self.filling is not None:
-            plan.append(["fill", self.filling.number, self._chunk()])
-        return plan
+            plan.append(["rows", [[stream.number, stream.answer[-1]] for stream in self.rows], self.growing])
+        return plan + [operation for operation in (start, snapshot, fill) if operation is not None]
 
     def take(self, results: dict[str, Any]) -> None:
         """Take the results of a step: new tokens, and prompts that are done."""
-        rows, fill = results.get("rows"), results.get("fill")
-        error = next((x for x in (results.get("start"), fill) if isinstance(x, InputError)), None)
-        if rows is not None:
+        if (rows := results.get("rows")) is not None:
             self.counts["steps"] += 1
             self._measure("row_seconds", self.worker.seconds["rows"])
             self._take_rows(rows)
-        if (stream := self.filling) is None:
-            return
-        if error is not None or fill is None:
-            self._end(stream, error or "cancelled", keep=False)
-            self.filling = None
-            return
-        if "start" in results:
-            self.filled = results["start"]
-            self.counts["cached_tokens"] += self.filled
-            stream.cached_tokens = min(self.filled, len(stream.prompt))
-        self._take_chunk(stream, *fill)
+        if self.begun is not None:
+            self._take_start(self.begun, results["start"])
+        if self.computed is not None and self.computed in self.filling:
+            self._take_chunk(self.computed, results["fill"])
 
     def end_all(self, reason: str | BaseException) -> None:
         """End all streams."""
-        for stream in [*self.rows, *([self.filling] if self.filling else []), *self.waiting]:
+        for stream in [*self.running, *self.waiting]:
             stream.end(reason)
-        self.rows, self.filling = [], None
+        self.rows, self.filling = [], []
         self.waiting.clear()
+
+    # --- results ---
 
     def _take_rows(self, rows: Tensor | InputError) -> None:
         running, self.rows = self.rows, []
+        if isinstance(rows, InputError):
+            self._find_cause(running, rows)
+            return
         for number, stream in enumerate(running):
-            if isinstance(rows, InputError):
-                self._end(stream, rows, keep=False)
-            elif not self._add(stream, rows[number]):
+            stream.suspected = False
+            if not self._add(stream, rows[number]):
                 self.rows.append(stream)
 
-    def _take_chunk(self, stream: Stream, cached: int, logits: Tensor | None) -> None:
-        before, self.filled = self.filled, cached
-        self.counts["prompt_tokens"] += cached - before
-        if cached > before + 2:  # else it is the last token, or two
-            self._measure("token_seconds", self.worker.seconds["fill"] / (cached - before))
+    def _find_cause(self, rows: list[Stream], error: InputError) -> None:
+        """End the row that cannot go on. The others are computed again.
+
+        If it is not known which one it is, each of them joins the others alone, until one of them fails again.
+        """
+        suspects = [stream for stream in rows if stream.suspected] or rows
+        for stream in rows[::-1]:
+            stream.suspected = stream in suspects
+            if suspects == [stream]:
+                self._end(stream, error, keep=False)
+            else:
+                self._put_back(stream)
+
+    def _take_start(self, stream: Stream, shared: int | InputError) -> None:
+        if isinstance(shared, InputError):
+            self.filling.remove(stream)
+            self._end(stream, shared, keep=False)
+            return
+        stream.filled = shared
+        self.counts["cached_tokens"] += shared
+        stream.cached_tokens = min(shared, len(stream.prompt))
+
+    def _take_chunk(self, stream: Stream, chunk: tuple[int, Tensor | None] | InputError) -> None:
+        if isinstance(chunk, InputError):
+            self.filling.remove(stream)
+            self._end(stream, chunk, keep=False)
+            return
+        before, (stream.filled, logits) = stream.filled, chunk
+        self.counts["prompt_tokens"] += stream.filled - before
+        if self.footprint is None:
+            self.footprint = Footprint.of(self.worker.caches[stream.number])
+        if stream.filled > before + 2:  # else it is the last token, or two
+            self._measure("token_seconds", self.worker.seconds["fill"] / (stream.filled - before))
         if logits is not None:
-            self.filling = None
+            self.filling.remove(stream)
             if not self._add(stream, logits):
                 self.rows.append(stream)
 
@@ -129,8 +167,10 @@ class Schedule:
             return True
         self.counts["tokens"] += stream.finish_reason != "stop"
         if ended:
-            self._end(stream, stream.finish_reason or "stop", keep=True)
+            self._end(stream, stream.finish_reason or "stop", keep=not self.worker.by_steps)
         return ended
+
+    # --- ends ---
 
     def _end(self, stream: Stream, reason: str | BaseException, *, keep: bool) -> None:
         """End a stream, and keep its cache or drop it."""
@@ -138,114 +178,191 @@ class Schedule:
         if stream.number < 0:
             return
         if keep:
-            self.kept[stream.number] = stream.salt
+            self.prefixes.keep(stream.number, stream.salt)
         else:
             self.drops.append(stream.number)
 
     def _end_cancelled(self) -> None:
-        for streams, keep in ((self.waiting, False), (self.rows, True)):
+        for streams, keep in ((self.waiting, False), (self.filling, False), (self.rows, not self.worker.by_steps)):
             for stream in [stream for stream in streams if stream.cancelled]:
                 streams.remove(stream)
                 self._end(stream, "cancelled", keep=keep)
-        if self.filling is not None and self.filling.cancelled:
-            self._end(self.filling, "cancelled", keep=False)
-            self.filling = None
 
-    def _free_memory(self) -> None:
-        """Drop kept caches, then put the youngest request back, while caches take more than their memory."""
-        if self.memory is None:
-            while len(self.kept) > 2 * self.max_rows:
-                self._drop_oldest()
-        elif max(self.nbytes) > self.memory and not self.dropped:  # else the bytes are not those after a drop
-            if self.kept:
-                self._drop_oldest()
-            elif not self.drops:
-                self._preempt()
+    def _put_back(self, stream: Stream) -> None:
+        """Put a request back into the queue: its prompt and tokens are computed again."""
+        self.drops.append(stream.number)
+        stream.number, stream.filled = -1, 0
+        stream.parted.clear()
+        self.waiting.appendleft(stream)
 
-    def _drop_oldest(self) -> None:
-        """Drop the kept cache that was used least recently."""
-        self.drops.append(self.kept.popitem(last=False)[0])
+    # --- memory ---
+
+    def _bytes_of(self, tokens: int, shared: int = 0) -> int:
+        """Return the bytes of a cache of so many tokens; 0 before the first cache."""
+        return 0 if self.footprint is None else self.footprint(tokens, shared=shared)
+
+    def _free(self) -> int:
+        """Return the bytes that are left on the fullest rank, after drops and growth of this step."""
+        held = self.worker.measure(self.drops) if self.drops else self.worker.nbytes
+        return self.memory - held - (max(self.nbytes) - self.nbytes[0]) - self.promised
+
+    def _fits(self, more: int, spared: Collection[int] = ()) -> bool:
+        """Return whether so many more bytes fit, after kept caches were dropped for them, least recently used first."""
+        while self._free() < more:
+            oldest = next((number for number in self.prefixes.kept if number not in (*spared, self.lender)), None)
+            if oldest is None:
+                return False
+            self._evict(oldest)
+        return True
+
+    def _evict(self, number: int) -> None:
+        self.prefixes.remove(number)
+        self.drops.append(number)
         self.counts["evicted"] += 1
 
-    def _preempt(self) -> None:
-        """Put the youngest request back into the queue: its prompt and tokens are computed again.
+    def _fit_rows(self) -> None:
+        """Put the youngest requests back into the queue until the others can grow."""
+        more = self._growth_of_rows()
+        while not self._fits(more) and self.running:
+            self._preempt(more)
+            more = self._growth_of_rows()
+        self.promised, self.growing = more, more > 0
+
+    def _growth_of_rows(self) -> int:
+        return sum(self._growth(stream, 1) for stream in self.rows)
+
+    def _growth(self, stream: Stream, tokens: int) -> int:
+        cache = self.worker.caches[stream.number]
+        return growth(cache, tokens) if cache.get_seq_length() else self._bytes_of(tokens)
+
+    def _preempt(self, more: int) -> None:
+        """Put the youngest request back.
 
         A request that is alone holds the memory of a cache that it was forked from, or can never fit.
         """
-        if self.filling is not None:
-            stream, self.filling = self.filling, None
-        elif self.rows:
-            stream = self.rows.pop()
-        else:
-            return
-        if self.rows or stream.forked:
-            self.drops.append(stream.number)
-            self.waiting.appendleft(stream)
+        stream = (self.filling or self.rows).pop()
+        if self.running or stream.forked:
+            self._put_back(stream)
             self.counts["preempted"] += 1
-            return
-        given, fix = f"{max(self.nbytes):,} bytes for one request", "shorten the prompt, or raise cache_memory"
-        error = TooLong("submit ids", f"caches of at most {self.memory:,} bytes a rank", given, fix)
-        self._end(stream, error, keep=False)
+        else:
+            needed = max(self._bytes_of(len(stream.ids)), self.worker.nbytes + more)
+            self._end(stream, never_fits(needed, self.memory), keep=False)
+
+    # --- prompts ---
 
     def _start(self) -> list[Any] | None:
-        """Begin the prompt of the next request, if there is room for it. Return the operation."""
-        if self.filling is not None or not self.waiting or len(self.rows) >= self.max_rows or not self._has_room():
+        """Begin the prompt of a request, if there is room for it. Return the operation."""
+        if not self.waiting or len(self.running) >= self.max_rows or self.drops:
             return None
-        stream = self.waiting.popleft()
-        if len(stream.answer) >= stream.max_new_tokens:
-            stream.end("length")
+        stream = next((one for one in islice(self.waiting, LOOK) if not self._has_to_wait(one)), None)
+        found = None if stream is None else self._source(stream)
+        if stream is None or found is None:
             return None
-        self.filling, stream.number, self.filled = stream, next(self.numbers), 0
-        source, moves = self._source(torch.tensor(stream.ids), stream.images is not None, stream.salt)
-        stream.forked = source >= 0
-        if moves:
-            self.kept.pop(source, None)
-        elif source in self.kept:
-            self.kept.move_to_end(source)
-        later = len(stream.answer) if stream.images else 0  # what images are merged with is the prompt alone
+        source, same, moves = found
+        self.waiting.remove(stream)
+        self.filling.append(stream)
+        self.begun, stream.number, stream.filled, stream.forked = stream, next(self.numbers), same, source >= 0
+        parting = self.prefixes.parting(stream, self._lenders())
+        stream.parts = {parting} if parting >= same + LEAST else set()
+        if self.worker.by_steps and stream.images is None:  # the answer is computed otherwise than a prompt
+            stream.parts.add(len(stream.prompt) - self.prefixes.left)
+        self.prefixes.use(source, moves=moves)
+        self.lender = source
+        if stream.look is not None:
+            self.prefixes.looks[stream.number] = stream.look
+        later = len(stream.answer) if stream.images or self.worker.by_steps else 0
         begun = None if source < 0 else source
         return ["start", stream.number, stream.ids, begun, moves, later, specs_of(stream.images)]
 
-    def _has_room(self) -> bool:
-        """Return whether the prompt that waits fits, by the bytes that tokens take now. Drop kept caches for it."""
-        tokens = sum(cache.get_seq_length() for cache in self.worker.caches.values())
-        if self.memory is None or not tokens:
+    def _source(self, stream: Stream) -> tuple[int, int, bool] | None:
+        """Return the cache that a prompt goes on from, its tokens, and whether it takes it; None if there is no room.
+
+        A prompt that can never fit is refused.
+        """
+        if len(stream.answer) >= stream.max_new_tokens:
+            self.waiting.remove(stream)
+            stream.end("length")
+            return None
+        found, none = self.prefixes.find(stream, self._lenders()), (-1, 0, False)
+        if self._has_room(stream, *found):
+            return found
+        if self.running:
+            return None
+        if self._has_room(stream, *none):  # without the cache that it would go on from
+            return none
+        self.waiting.remove(stream)
+        stream.end(never_fits(self._bytes_of(len(stream.ids)), self.memory))
+        return None
+
+    def _lenders(self) -> list[Stream]:
+        """Return the running requests whose caches hold tokens as prompts have them."""
+        return [one for one in self.filling if not one.answer] if self.worker.by_steps else self.running
+
+    def _has_to_wait(self, stream: Stream) -> bool:
+        """Return whether a request is better begun later: another prompt is computing what both begin with."""
+        if stream.suspected and any(other.suspected for other in self.running):
             return True
-        need = max(self.nbytes) / tokens * len(self.waiting[0].ids)
-        if max(self.nbytes) + need <= self.memory or not (self.rows or self.kept):
-            return True
-        if self.kept and not self.drops:
-            self._drop_oldest()
+        for other in self.filling:
+            same = self.prefixes.shared(stream, other)
+            if same < LEAST or same in other.parted or same < other.filled:
+                continue
+            if same - self.prefixes.find(stream, self.filling)[1] >= LEAST:
+                other.parts.add(same)
+                return True
         return False
 
-    def _source(self, ids: Tensor, pictured: bool, salt: str) -> tuple[int, bool]:
-        """Return the cache with the longest prefix of a prompt, -1 for none, and whether nothing else needs it.
+    def _has_room(self, stream: Stream, source: int, same: int, moves: bool) -> bool:
+        """Return whether a prompt fits beside what others will need. Drop kept caches for it, but not its source."""
+        tokens = len(stream.ids)
+        need = growth(self.worker.caches[source], tokens - same) if moves else self._bytes_of(tokens, same)
+        rests = (self._bytes_of(len(other.ids)) - self._bytes_of(other.filled) for other in self.filling)
+        fits = self._fits(need + sum(rests), [source])
+        self.promised += need if fits else 0
+        return fits
 
-        Images that differ are found when the prompt begins.
-        """
-        best, source, moves, recurrent = LEAST - 1, -1, False, is_recurrent(self.worker.model.config)
-        salts = self.kept | {stream.number: stream.salt for stream in self.rows}
-        for number in (number for number, other in salts.items() if other == salt):
-            cache = self.worker.caches[number]
-            held = torch.empty(0) if cache.tokens is None else cache.tokens[0].cpu()
-            most = min(len(held), len(ids) - 1)
-            differs = ((held[:most] != ids[:most]) & ~(pictured & (held[:most] <= IMAGE_MARK))).nonzero()
-            same = int(differs[0]) if len(differs) else most
-            if same > best and (same == len(held) if recurrent else cache.prefix(same)):
-                best, source, moves = same, number, number in self.kept and same >= len(held) - 1
-        return source, moves
+    def _snapshot(self) -> list[Any] | None:
+        """Fork the cache of a prompt that has come to where others part from it. Return the operation."""
+        for stream in (one for one in self.filling if one is not self.begun and one.parts):
+            place = min(stream.parts)
+            if stream.filled < place:
+                continue
+            stream.parts.remove(place)
+            stream.parted.add(place)
+            free = self._free() >= self._bytes_of(stream.filled)
+            if free and stream.filled == place and not self.worker.caches[stream.number].goes_back:
+                number = next(self.numbers)
+                self.prefixes.keep(number, stream.salt, snapshot=True)
+                return ["fork", stream.number, number]
+        return None
+
+    def _fill(self) -> list[Any] | None:
+        """Return the operation that computes the next chunk of a prompt, that of the shortest rest in most turns."""
+        turn = next(self.chunks) % TURN == TURN - 1
+        ordered = self.filling if turn else sorted(self.filling, key=lambda one: len(one.ids) - one.filled)
+        for stream in ordered:
+            stop = min((place for place in stream.parts if place > stream.filled), default=len(stream.ids))
+            size = min(self._chunk(), stop - stream.filled)
+            more = 0 if stream is self.begun else self._growth(stream, size)  # that of the whole prompt is promised
+            if self._fits(more):
+                self.computed, self.promised = stream, self.promised + more
+                return ["fill", stream.number, size, stop]
+        if self.filling and not self.rows and self.begun is None:
+            self._preempt(self._bytes_of(len(self.filling[-1].ids)))
+        return None
 
     def _chunk(self) -> int:
         """Return the tokens of the next chunk, so that rows wait no longer than they may."""
+        longest = min(LONGEST_CHUNK, WORLD.deadline / 4 if WORLD.deadline else LONGEST_CHUNK)
         if not self.rows:
-            return WHOLE
+            return min(WHOLE, max(1, int(longest / self.token_seconds))) if self.token_seconds else FIRST
         if not self.token_seconds or not self.row_seconds:
             return SMALL
         if self.max_gap is None:
-            spare = 2 * self.row_seconds * (1 + len(self.waiting))  # who waits for a first token counts as who has one
+            waiting = len(self.waiting) + len(self.filling)  # who waits for a first token counts as who has one
+            spare = 2 * self.row_seconds * waiting
         else:
             spare = max(self.max_gap - self.row_seconds, 0.0)
-        return max(1, min(WHOLE, int(spare / self.token_seconds)))
+        return max(1, min(WHOLE, int(min(spare, longest) / self.token_seconds)))
 
     def _measure(self, name: str, seconds: float) -> None:
         before = getattr(self, name)

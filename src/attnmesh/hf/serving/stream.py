@@ -3,6 +3,7 @@
 import queue
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ class Sampling:
         return int(torch.multinomial(scores.softmax(-1), 1, generator=generator))
 
 
-@dataclass
+@dataclass(eq=False)
 class Stream:
     """The tokens of a request, as they come. Any thread may read them, and cancel."""
 
@@ -94,13 +95,33 @@ class Stream:
     number: int = -1
     forked: bool = False
     """The cache may share memory with one that is gone."""
+    filled: int = 0
+    """Tokens that the cache has while the prompt is computed."""
+    parts: set[int] = field(default_factory=set)
+    """Tokens after which other prompts part from this one, where its cache is forked for them."""
+    parted: set[int] = field(default_factory=set)
+    """The same that the cache has passed."""
+    suspected: bool = False
+    """A step failed with this row among others, and none has gone well since."""
     cached_tokens: int = 0
     """Tokens of the prompt that a kept cache had."""
     finish_reason: str | None = None
     cancelled: bool = False
     generator: torch.Generator | None = None
     """Draws the next token; None before the first."""
+    look: bytes | None = None
+    """A digest of the images."""
+    _ids: Tensor | None = None
     tokens: "queue.SimpleQueue[Token | BaseException | None]" = field(default_factory=queue.SimpleQueue)
+
+    def __post_init__(self) -> None:
+        if self.images:
+            digest = sha256()
+            for name, value in sorted(self.images.items()):
+                digest.update(f"{name} {value.shape if isinstance(value, Tensor) else value}".encode())
+                if isinstance(value, Tensor):
+                    digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+            self.look = digest.digest()
 
     def __iter__(self) -> Iterator[Token]:
         while (token := self.tokens.get()) is not None:
@@ -118,6 +139,13 @@ class Stream:
     def ids(self) -> list[int]:
         """The prompt and the answer so far."""
         return self.prompt + self.answer
+
+    @property
+    def ids_tensor(self) -> Tensor:
+        """The same as a tensor, which is kept."""
+        if self._ids is None or len(self._ids) != len(self.prompt) + len(self.answer):
+            self._ids = torch.tensor(self.ids)
+        return self._ids
 
     def add(self, logits: Tensor) -> bool:
         """Draw the next token. Return whether the answer has ended."""
