@@ -14,15 +14,17 @@ import typer
 from rich.table import Table
 
 from attnmesh.cli.generate_prompt import Prompt, prepare
-from attnmesh.cli.output import Status, console, pairs, printable, titled, writable
-from attnmesh.cli.plan import cluster_of, heads_of
-from attnmesh.cli.plan_workload import length_of
+from attnmesh.cli.output import Status, console, pairs, titled
+from attnmesh.cli.plan import cluster_of
 from attnmesh.cli.probe import PROBE_EXPLAINED, described, measured
 from attnmesh.cli.proofs import devices
 from attnmesh.errors import ArgumentError, MeshError, require
 from attnmesh.planner.workload import Workload
 from attnmesh.runtime.machine import machine
 from attnmesh_command import SETTINGS
+from attnmesh_command.messages import printable
+from attnmesh_command.option_texts import heads_of, length_of
+from attnmesh_command.shared_options import writable
 from benchmarks import tables
 from benchmarks.bench import Bench, HostsOption, bench_command, counts_of
 from benchmarks.netns import Hosts, ranks_of, run_on_hosts, world_of

@@ -1,9 +1,12 @@
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import attnmesh as am
+from attnmesh import errors
 from attnmesh.core.layout import Layout
 
 pytestmark = pytest.mark.quick
@@ -17,6 +20,22 @@ def heads(*, batch: int = 2, length: int = 50) -> tuple[Tensor, Tensor, Tensor]:
 def test_the_default_is_causal_attention() -> None:
     q, k, v = heads()
     torch.testing.assert_close(am.attention(q, k, v), sdpa(q, k, v, is_causal=True, enable_gqa=True))
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_options_of_sdpa_that_say_what_is_done_are_accepted_and_contradictions_refused(*, grouped: bool) -> None:
+    qkv = heads()
+    for call, mask in ((am.attention, None), (am.attention, am.Causal()), (am.attend, am.Window(7)), (am.attend, None)):
+        given: dict[str, Any] = {} if mask is None else {"mask": mask}
+        causal = mask is not None or call is am.attention  # attend has no mask unless one is given
+        out = call(*qkv, is_causal=causal, enable_gqa=grouped, **given)
+        torch.testing.assert_close(out, call(*qkv, **given), rtol=0, atol=0)
+        with pytest.raises(errors.KernelError, match=f"given is_causal={not causal}. Fix: let mask= say it"):
+            call(*qkv, is_causal=not causal, **given)
+    for mask in (am.Full(), am.Window(3, 3), am.Spans([(2, 9)])):
+        with pytest.raises(errors.KernelError, match=r"given is_causal=True\. Fix: let mask= say it: am\.Causal\(\)"):
+            am.attention(*qkv, mask=mask, is_causal=True)
+        am.attention(*qkv, mask=mask, is_causal=False)
 
 
 @pytest.mark.parametrize("layout", [am.Contiguous(), am.Zigzag(), am.Striped(), am.Striped(4)])

@@ -1,5 +1,7 @@
 """Attention on meshes of ranks, forward and gradients, against float64; and what else is asked of it."""
 
+import re
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -207,7 +209,11 @@ DISAGREEMENTS = [  # beside those of tests/guard/test_same_error.py
         r"of length 8: \[4, 4\] tokens by shard, given \[3, 5\], 8 in all. Fix: shard with",
     ),
     ([{"length": 11, "key_length": 10}] * 2, errors.ShapeError, r"length 11: \[6, 5\] tokens by shard, given \[5, 5\]"),
-    ([{"mask": am.Documents((3, 4))}] * 2, errors.MaskError, "documents that add up to 10 tokens, given 7 tokens"),
+    (
+        [{"mask": am.Full() & am.Documents((3, 4))}] * 2,
+        errors.MaskError,
+        "documents that add up to 10 tokens, given 7 tokens",
+    ),
     ([{"kernel": "cuda"}, {}], errors.MeshError, "ranks  kernel\n    0      cuda\n    1      auto"),
     ([{"keys": 7}] * 2, errors.ShapeError, r"given 10 queries, 14 keys and the default .* Fix: pass mask=am.Full\(\)"),
     ([{"keys": 7, "key_length": 14}] * 2, errors.ShapeError, "given 10 queries, 14 keys and the default mask"),
@@ -317,6 +323,32 @@ PAIRS = [(PAIR, "ring"), (Shape(2, 1, 1), "pipelined"), (Shape(1, 1, 2), "pipeli
 @pytest.mark.parametrize(("shape", "exchange"), PAIRS)
 def test_compiles_to_one_graph(pool: Pool, shape: Shape, exchange: str) -> None:
     assert pool.run(2, compiled_layer, shape, exchange) == [True] * 2
+
+
+def compiled_of_uneven_shards() -> list[str]:
+    mesh, where = mesh_of(PAIR), {"layout": am.Zigzag()}
+    whole = torch.randn(3, 1, 2, 103, 8, generator=torch.Generator().manual_seed(0))
+    shards = [am.shard(x, mesh, **where) for x in whole]
+
+    def layer(length: int | None) -> Tensor:
+        return am.attention(*shards, mesh=mesh, length=length, **where)
+
+    compiled, said = torch.compile(layer, fullgraph=True, backend="aot_eager"), []
+    broken = mock.patch("attnmesh.attention.plan._attend", side_effect=errors.RankFailure([1], "gathering", "", "gone"))
+    for length in (103, 109, None):
+        with broken if length is None else nullcontext():
+            try:
+                said.append(f"{float((compiled(length) - layer(103)).abs().max())}")
+            except (errors.ShapeError, errors.RankFailure) as error:
+                said.append(str(error))
+    return said
+
+
+def test_in_a_graph_of_uneven_shards_length_is_enough_and_errors_name_it(pool: Pool) -> None:
+    for rank, (difference, longer, unsaid) in enumerate(pool.run(2, compiled_of_uneven_shards)):
+        assert float(difference) == 0
+        assert re.search(rf"a shard of {55 - rank} queries of 109 .* Fix: .* or correct length and key_length", longer)
+        assert unsaid.endswith("gone; or shards are uneven: then pass length= to attention in torch.compile")
 
 
 def composed() -> bool:

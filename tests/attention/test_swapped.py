@@ -38,10 +38,10 @@ SAID: list[tuple[Callable[[], Any], str]] = [
     (lambda: am.attention(T(1, 8, 41, 4), *heads(41)[1:]), "query heads a multiple of key heads"),  # k and v alone
     (lambda: am.attention(*heads(k=8), length=40), "length to count the tokens given"),
     (lambda: am.attention(*heads(k=8), sinks=T(8)), "shape"),
-    (lambda: am.attention(*heads(k=8), mask=am.Documents([10, 30])), "documents that add up to 8 tokens"),
+    (lambda: am.attention(*heads(k=8), mask=am.Full() & am.Documents([10, 30])), "documents that add up to 8 tokens"),
     (lambda: am.attend(T(1, 1, 8, 4), *heads()[1:]), "query heads a multiple of key heads"),
     (lambda: am.attend(*heads(), q_positions=torch.arange(40)), "one position a token"),
-    (lambda: am.attend(*heads(k=8), mask=am.Documents([10, 30])), "documents that add up to 8 tokens"),
+    (lambda: am.attend(*heads(k=8), mask=am.Full() & am.Documents([10, 30])), "documents that add up to 8 tokens"),
     (lambda: am.decode(T(1, 1, 8, 4), cache()), "query heads a multiple of key heads"),
     (lambda: am.decode(T(1, 2, 8, 4), cache()), "as many queries as tokens in the cache"),
     (lambda: cache().append(*T(2, 1, 5, 2, 4)), "shape"),

@@ -22,6 +22,7 @@ from attnmesh.cli.generate_prompt import Prompt, prepare
 from attnmesh.cli.mesh_option import choose
 from attnmesh.errors import MeshError
 from attnmesh.hf.load import PACKAGED, locate, open_tokenizer
+from attnmesh_command.messages import OptionError
 from tests.support import families
 from tests.support.fake_engine import save_tiny
 
@@ -329,7 +330,7 @@ def test_the_shape_that_sends_least_is_chosen() -> None:
     assert choose("keys=4", 4, 9, 3) == ((1, 1, 4), 1, False, "it was asked for")
     assert choose("tp=9,keys=2", 18, 9, 3)[:3] == ((1, 1, 2), 9, False)
     assert choose("keys=tp=9", 9, 9, 3)[:3] == ((1, 1, 9), 1, True)
-    with pytest.raises(MeshError, match="expected 4 ranks, given queries=2,keys=3, which is 6"):
+    with pytest.raises(OptionError, match="expected 4 ranks, given queries=2,keys=3, which is 6"):
         choose("queries=2,keys=3", 4, 9, 3)
 
 

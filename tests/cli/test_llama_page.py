@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from attnmesh.cli.app import app
+from attnmesh_command import app
 from tests.support import families
 from tests.support.fake_engine import byte_tokenizer
 from tests.support.scripts import run_script

@@ -13,11 +13,10 @@ from typer.testing import CliRunner
 
 import attnmesh as am
 from attnmesh.cli import plan
-from attnmesh.cli.app import app
 from attnmesh.cli.plan_page import Grid, data, grid_of, page
 from attnmesh.planner.schemes import SCHEMES, best_by_scheme
 from attnmesh.planner.units import in_bytes, in_seconds
-from attnmesh_command import show_errors
+from attnmesh_command import app, show_errors
 from tests.support.browser import Browser
 
 DECODE = ("--cluster", "dgx-h100:16", "--heads", "32/8", "--head-dim", "128", "--length", "5M", "--decode")
@@ -101,11 +100,11 @@ def test_a_file_of_measured_figures_is_a_cluster(tmp_path: Path) -> None:
 
 
 INVALID = {
-    ("dgx-h300",): "Cluster.preset: expected one of dgx-h100, dgx-h200,",
+    ("dgx-h300",): "--cluster: expected one of local, dgx-h100, dgx-h200,",
     ("dgx-h100:2x9",): "at most 8 ranks a host, given 9 ranks a host. Fix: take more hosts.",
     ("dgx-h100:two",): "expected NAME, NAME:HOSTS or NAME:HOSTSxRANKS, given 'dgx-h100:two'",
     ("dgx-h100:",): "expected NAME, NAME:HOSTS or NAME:HOSTSxRANKS",
-    ("dgx-h100:0",): "Cluster hosts: expected a whole number, 1 or more",
+    ("dgx-h100:0",): "--cluster: expected 1 host or more of 1 rank or more, given 'dgx-h100:0'",
     ("missing.json",): "--cluster: expected a JSON file that probe wrote, given missing.json:",
     ("garbled.json",): "given garbled.json: Expecting value",
     ("empty.json",): 'expected a JSON object with a "cluster", given empty.json without one',
@@ -116,7 +115,7 @@ INVALID = {
     ("dgx-h100", "32/0"): "Workload kv_heads: expected a whole number, 1 or more, given 0",
     ("dgx-h100", "32/8", "5G"): "--length: expected tokens, as 4096, 128k, 5M, 128Ki or 1Mi, given '5G'",
     ("dgx-h100", "32/8", "0.3"): "--length: expected tokens",
-    ("dgx-h100", "32/8", "0"): "Workload length: expected a whole number, 1 or more, given 0",
+    ("dgx-h100", "32/8", "0"): "--length: expected tokens, as 4096, 128k, 5M, 128Ki or 1Mi, given '0'",
     ("dgx-h100", "32/8", "9k", "--decode", "--prefill"): "expected one phase, given --prefill and --decode. Fix: plan",
     ("dgx-h100", "32/8", "9k", "--full", "--window", "9"): "expected one mask, given --full and --window 9",
     (
@@ -125,8 +124,8 @@ INVALID = {
         "9k",
         "--dtype",
         "int8",
-    ): "Workload dtype: expected one of float64, float32, bfloat16, float16",
-    ("dgx-h100", "32/8", "9k", "--q-len", "2"): "expected q_len in decode only, given q_len=2 in training",
+    ): "--dtype: expected one of float64, float32, bfloat16, float16, given 'int8'",
+    ("dgx-h100", "32/8", "9k", "--q-len", "2"): "--q-len: expected --decode beside it, given 2. Fix: add --decode",
     (
         "dgx-h100",
         "32/8",
@@ -155,7 +154,7 @@ INVALID = {
     ): "expected a file that can be written, given no/such/plan",
     ("deep.json",): "--cluster: expected a JSON file that probe wrote, given deep.json: maximum recursion",
     ("local:" + "9" * 5000,): "expected NAME, NAME:HOSTS or NAME:HOSTSxRANKS",  # int() would refuse it otherwise
-    ("x" * 5000,): "Cluster.preset: expected one of dgx-h100",  # and the system so long a name
+    ("x" * 5000,): "--cluster: expected one of local, dgx-h100",  # and the system so long a name
     ("dgx-h100", "9" * 5000): "--heads: expected query heads / key heads",
     ("dgx-h100", "32/8", "\u0661k"): "--length: expected tokens",
     ("dgx-h100", "32/8", "9k", "--report", "no/\x1b[31m\n.html"): r"given no/\x1b[31m\n.html (No such file",

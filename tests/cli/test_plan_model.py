@@ -7,8 +7,7 @@ import pytest
 from transformers import DeepseekV3Config, DeepseekV4Config, Gemma3TextConfig, Gemma4TextConfig, MambaConfig, T5Config
 from typer.testing import CliRunner
 
-from attnmesh.cli.app import app
-from attnmesh_command import show_errors
+from attnmesh_command import app, show_errors
 from tests.planner.test_serving import LLAMA_70B
 
 HOSTS = ("--cluster", "dgx-h100:2", "--length", "1M")

@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,9 +20,9 @@ from urllib.request import Request, urlopen
 import pytest
 from typer.testing import CliRunner
 
-from attnmesh.cli.app import app
 from attnmesh.errors import ArgumentError
-from attnmesh_command import show_errors
+from attnmesh_command import app, show_errors
+from attnmesh_command.model_options import GenerateOptions
 from tests.support.fake_engine import answer, byte_tokenizer, save_tiny
 from tests.support.served import until
 
@@ -132,6 +133,9 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 def test_a_signal_drains_and_leaves_nothing(number: int, folder: Path) -> None:
     command = Command(folder)
     assert command.name == "small"
+    steps = ("importing PyTorch", "starting 2 ranks", "serving small")  # without a terminal, too
+    assert [line for line in command.lines if line.startswith(steps)] == command.lines
+    assert len(command.lines) == 3
     texts: list[str] = []
     thread = threading.Thread(target=lambda: texts.append(command.complete(max_tokens=40)))
     thread.start()
@@ -182,9 +186,9 @@ def test_a_front_that_is_killed_ends_its_streams_and_ranks(times: int, folder: P
 def refused(capsys: pytest.CaptureFixture[str], *options: str) -> str:
     command = lambda: app(["serve", *options], standalone_mode=False)  # noqa: E731
     assert show_errors(command, verbose=False) == 1
-    shown = capsys.readouterr()
-    assert shown.err.count("\n") == 1
-    return shown.err
+    *steps, error = capsys.readouterr().err.splitlines()
+    assert all(step.startswith("importing PyTorch") for step in steps), steps
+    return error
 
 
 TINY = "a small model"
@@ -205,6 +209,7 @@ INVALID = {
     ): "--api-key-file: expected a file with a key on each line, given /now",
     ("--model", TINY, "--api-key-file", "/dev/null"): "--api-key-file: expected printable ASCII",
     ("--model", TINY, "--max-model-len", "99999"): "--max-model-len: expected at most 2048, given 99999",
+    ("--model", TINY, "--generation-config", "vllm"): "--generation-config: expected one of auto, none",
     ("--model", TINY, "--host", "192.0.2.1"): "Cannot assign requested address",
 }
 
@@ -238,6 +243,20 @@ def test_each_client_has_a_key(tiny: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert given == [("a", "b", "third", "fourth"), ("first", "second", "third", "fourth")]
 
 
+def test_a_taken_port_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        said = refused(capsys, "--model", "smollm2", "--port", str(port))
+    assert f"--port: expected a free port, given {port} of 127.0.0.1" in said
+    assert f"Fix: name another, as --port {port + 1}, or --port 0 for any free one." in said
+
+
+def test_a_model_that_is_nowhere_here_is_said_before_the_hub_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, hint in (("smolm2", " (did you mean smollm2, which is packaged?)"), ("Qwen/Qwen3-4B", "")):
+        GenerateOptions(model=name, prompt="a")
+        assert capsys.readouterr().err == f"{name} is no folder or file here{hint}: asking the hub for it\n"
+
+
 def test_keys_are_stored_as_asked_and_silent_ranks_are_lost_after_a_minute(
     tiny: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,3 +265,17 @@ def test_keys_are_stored_as_asked_and_silent_ranks_are_lost_after_a_minute(
 
     monkeypatch.setattr("attnmesh.cli.serve.LocalRanks", stop)
     assert "given int8, lost after 60 s" in refused(capsys, "--model", tiny, "--kv", "int8")
+
+
+def test_a_generation_config_that_is_not_served_is_refused_at_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = save_tiny(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"suppress_tokens": [7], "eos_token_id": 9}')
+    assert "suppress_tokens = [7]. Fix: start with --generation-config none" in refused(capsys, "--model", place)
+
+    def stop(_: int, settings: Any) -> Any:
+        raise ArgumentError("ends", "", settings.engine["tokens_end"], "")
+
+    monkeypatch.setattr("attnmesh.cli.serve.LocalRanks", stop)
+    assert "given (9, 256)" in refused(capsys, "--model", place, "--generation-config", "none")

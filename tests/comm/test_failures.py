@@ -1,11 +1,14 @@
 """Ranks and hosts come to harm while all are at work: what comes is right, or an error in time that names them."""
 
+import io
+import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from benchmarks import netns
 
 import attnmesh as am
 from attnmesh.cli.launch import run_on_ranks
+from attnmesh.comm import failures
 from attnmesh.errors import ClusterError, MeshError, RankFailure
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.setup import rendezvous
@@ -108,6 +112,35 @@ def lost_beside_a_stray_note() -> tuple[int, ...]:
 
 def test_a_rank_that_has_strayed_to_the_store_is_not_believed() -> None:
     assert run_on_ranks(2, lost_beside_a_stray_note)[0] == (1,)
+
+
+def alone_while_another_waits_in_a_barrier() -> tuple[str, str]:
+    """Return what the first rank has printed when it closes its connections, and in all; "" on the second."""
+    mesh = named_mesh(Shape(1, 1, 2), AXES)
+    x = torch.zeros(1, 2, 8, 4)
+    am.attention(x, x, x, mesh=mesh, layout=am.Contiguous())
+    am.set_deadline(1.0)
+    if dist.get_rank() == 1:
+        with suppress(RuntimeError):  # gloo's: "Connection closed by peer"
+            dist.barrier()
+        return "", ""
+    printed, before, close = io.StringIO(), [], failures._close_connections
+    with (
+        redirect_stderr(printed),
+        mock.patch.object(failures, "_close_connections", lambda: (before.append(printed.getvalue()), close())),
+    ):
+        for _ in range(2):
+            with suppress(RankFailure):
+                am.attention(x, x, x, mesh=mesh, layout=am.Contiguous())
+    return before[0], printed.getvalue()
+
+
+def test_a_rank_that_attends_alone_says_so_before_the_others_end() -> None:
+    before, printed = run_on_ranks(2, alone_while_another_waits_in_a_barrier)[0]
+    assert re.match(
+        r"attnmesh: rank 0 waited for rank 1 along the keys axis, comparing calls: timed out: .*\n$", before
+    )
+    assert printed == before  # once, though the second call fails, too
 
 
 def lost_on(backend: str | None, store: str) -> tuple[tuple[int, ...], bool]:

@@ -253,7 +253,7 @@ def run_bad_call(kind: str) -> None:
             case "no mask":
                 cache_of(shape, 20 if odd else mask)
             case "documents":
-                cache_of(shape, am.Documents([20]))
+                cache_of(shape, am.Causal() & am.Documents([20]))
     finally:
         assert torch.equal(am.decode(q[:, :, :1], cache, mask=mask), before), "the cache has changed"
 

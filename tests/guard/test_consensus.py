@@ -2,6 +2,8 @@
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from itertools import permutations, product
 from typing import Any
 from unittest import mock
@@ -15,6 +17,8 @@ import attnmesh as am
 from attnmesh.comm import topology
 from attnmesh.core.digest import digest
 from attnmesh.errors import InputError, MeshError, UnforeseenError
+from attnmesh.kernels.native.build import library
+from attnmesh.kernels.native.kernel import NativeKind
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.interpreted import interpreting
 from tests.support.mesh_problems import named_mesh
@@ -273,6 +277,33 @@ def test_an_unforeseen_error_is_raised_on_all_ranks(pool: Pool) -> None:
         "Fix: see the error of the rank that raised.",
         "MemoryError: no more",
     ]
+
+
+def _step_without_memory(before: int, options: dict[str, Any]) -> list[str]:
+    """On a rank: a step whose kernel fails on the second rank after some others, and the step after it."""
+    cache = am.KVCache(named_mesh(Shape(1, 1, 2), AXES), batch=1, kv_heads=2, head_dim=4, capacity=40, dtype=F32)
+    cache.append(*torch.ones(2, 1, 2, 40, 4).unbind())
+    step = partial(am.decode, torch.ones(1, 4, 1, 4), cache, **options)
+    for _ in range(before):
+        step()
+    fails = mock.patch.object(NativeKind, "launch_at", side_effect=MemoryError("no more"))
+    try:
+        with fails if dist.get_rank() else nullcontext():
+            found = f"nan: {bool(step().isnan().all())}"
+    except (MemoryError, UnforeseenError) as error:
+        found = f"{type(error).__name__}: {error}"
+    return [found, f"right: {bool((step() == 1).all())}"]
+
+
+@pytest.mark.skipif(library().attend is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize("options", [{}, {"merge": "tree"}, {"checked": False}])
+def test_a_step_that_fails_on_one_rank_keeps_no_other_waiting(before: int, options: dict[str, Any], pool: Pool) -> None:
+    first, second = pool.run(2, _step_without_memory, before, options)
+    assert second == ["MemoryError: no more", "right: True"]
+    seen = "UnforeseenError: decode: expected what each rank can do, given MemoryError: no more. "
+    seen += "Fix: see the error of the rank that raised."
+    assert first == ["nan: True" if "checked" in options else seen, "right: True"]
 
 
 def _odd_dtype(odd: int) -> str:

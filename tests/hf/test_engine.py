@@ -209,6 +209,34 @@ def test_a_generator_goes_on_after_draws_that_it_has_not_made(
     assert torch.rand(1500, generator=generator).equal(torch.rand(1500, generator=drawn))
 
 
+PENALIZED: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.3},
+    {"repetition_penalty": 0.7},
+    {"repetition_penalty": 1.2, "temperature": 0.8, "seed": 3},
+    {"min_p": 0.3, "temperature": 1.4, "seed": 4},
+    {"repetition_penalty": 1.1, "min_p": 0.1, "temperature": 0.9, "top_p": 0.8, "top_k": 30, "seed": 5},
+]
+
+
+def penalized(_: int) -> None:
+    """Compare tokens drawn after a penalty, or with a least probability, with `generate`; also in a replay."""
+    model, text = families.model("llama", "attnmesh"), ids(40)
+    plain = greedy(model, text, 20, mesh=None)
+    with running(model, None) as engine:
+        assert engine is not None
+        for options in PENALIZED:
+            alike = {"top_k": 0, **options, "mesh": None}
+            seed = alike.pop("seed", None)
+            wanted = greedy(model, text, 20, **alike) if seed is None else sampled(model, text, 20, seed, **alike)
+            assert wanted != plain
+            assert tokens(engine.submit(text, max_new_tokens=20, **options)) == wanted
+            assert tokens(engine.submit(text, max_new_tokens=20, replay=wanted[:7], **options)) == wanted[7:]
+
+
+def test_penalties_are_those_of_transformers(pool: Pool) -> None:
+    pool.run(1, penalized, 0)
+
+
 # --- prefixes ---
 
 
@@ -546,6 +574,9 @@ def refused(_: int) -> None:
         "submit temperature": ([3], {"temperature": -1.0}),
         "submit top_p": ([3], {"top_p": 2}),
         "submit seed": ([3], {"seed": -1}),
+        "submit min_p": ([3], {"min_p": 1.5}),
+        "submit repetition_penalty": ([3], {"repetition_penalty": 0}),
+        "submit stop_ids: expected a list of ints": ([3], {"stop_ids": (token for token in "x")}),
         "submit max_new_tokens": ([3], {"max_new_tokens": 0}),
     }
     for message, (text, options) in wrong.items():

@@ -1,5 +1,6 @@
 """Unpacked models in the user's cache: whole, bounded, and with errors that name the cause."""
 
+import json
 import os
 from collections.abc import Callable
 from errno import ENOSPC
@@ -96,3 +97,39 @@ def test_a_cache_that_cannot_be_made_is_named(
     monkeypatch.setattr(load, "HF_ASSETS_CACHE", str(tmp_path / "file"))
     with pytest.raises(ModelError, match=r"expected a folder to unpack into, given .*Not a directory.*set HF_HOME"):
         unpack("one")
+
+
+CODE = "from pathlib import Path\nPath({!r}).touch()\n"
+OWN: dict[str, tuple[str, dict[str, Any], Callable[[str], Any]]] = {
+    "configuration": ("config.json", {"AutoConfig": "own.Own"}, load.open_config),
+    "tokenizer": ("tokenizer_config.json", {"AutoTokenizer": ["own.Own", None]}, load.open_tokenizer),
+    "processor": ("processor_config.json", {"AutoProcessor": "own.Own"}, load.open_processor),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_code_that_a_folder_brings_is_never_run_nor_asked_for(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, auto_map, opened = OWN[name]
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda text: asked.append(text) or "y")
+    if name != "configuration":
+        families.model("llama", "sdpa").config.save_pretrained(tmp_path)
+    (tmp_path / file).write_text(json.dumps({"model_type": "own", "auto_map": auto_map}))
+    (tmp_path / "own.py").write_text(CODE.format(str(tmp_path / "has run")))
+    with pytest.raises(ModelError, match=r"that transformers has itself, given .*code of its own. Fix: use another"):
+        opened(str(tmp_path))
+    assert not asked
+    assert not (tmp_path / "has run").exists()
+
+
+def test_a_family_of_transformers_is_loaded_without_the_code_beside_it(tmp_path: Path) -> None:
+    families.model("llama", "sdpa").save_pretrained(tmp_path)
+    found = json.loads((tmp_path / "config.json").read_text())
+    found["auto_map"] = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}
+    (tmp_path / "config.json").write_text(json.dumps(found))
+    (tmp_path / "own.py").write_text(CODE.format(str(tmp_path / "has run")))
+    load.open_model(load.locate(str(tmp_path)), "auto", torch.device("cpu"))
+    assert load.open_config(str(tmp_path)).model_type == "llama"
+    assert not (tmp_path / "has run").exists()

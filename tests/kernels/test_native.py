@@ -1,13 +1,20 @@
 """The native kernel: its bits, its library, its threads, and numbers that are not finite."""
 
+import ctypes
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
+from threading import Thread
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,11 +24,12 @@ import attnmesh as am
 from attnmesh.attention import attend as attend_module
 from attnmesh.errors import KernelError
 from attnmesh.kernels.driver import choose
-from attnmesh.kernels.native import build
+from attnmesh.kernels.native import build, kernel
 from attnmesh.kernels.native.build import SOURCES, library
 from attnmesh.runtime.kept import Kinds
 
 HERE = Path(__file__).parent
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 needs_library = pytest.mark.skipif(library().attend is None, reason="there is no C++ compiler")
 
 
@@ -89,24 +97,116 @@ def test_several_threads_of_python_may_call_it() -> None:
 
 
 @needs_library
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@needs_fork
 @pytest.mark.filterwarnings("ignore:This process")
 def test_a_forked_child_does_not_hang() -> None:
     torch.set_num_threads(2)
     tensors = problem(keys=20_000)
     expected = am.attend(*tensors, kernel="native").out
     narrow = [x.bfloat16() for x in tensors]  # a dtype that this process has not read
-    child = os.fork()
-    if not child:
+
+    def attends() -> bool:
         same = torch.equal(am.attend(*tensors, kernel="native").out, expected)
         near = am.attend(*narrow, kernel="native").out.float() - expected
-        os._exit(0 if same and near.abs().max() < 0.02 else 1)
+        return same and bool(near.abs().max() < 0.02)
+
+    assert status_in_child(attends) == 0
+
+
+def status_in_child(act: Callable[[], bool]) -> int:
+    """The status of a forked child: 0 if `act` is true there, and of a signal that has ended it."""
+    child = os.fork()
+    if not child:
+        try:
+            os._exit(0 if act() else 1)
+        finally:
+            traceback.print_exc()
+            os._exit(2)
     end = time.monotonic() + 60
     while (done := os.waitpid(child, os.WNOHANG))[0] == 0:
         if time.monotonic() > end:
             os.kill(child, signal.SIGKILL)
         time.sleep(0.02)
-    assert done[1] == 0
+    return done[1]
+
+
+@pytest.fixture(scope="module")
+def library_of_little_memory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library, whose allocations fail as `few_allocations` has set."""
+    made = tmp_path_factory.mktemp("native") / "native.so"
+    flags = ("-std=c++20", "-O0", "-fPIC", "-shared", "-pthread", "-ldl", "-Wl,-Bsymbolic")
+    sources = SOURCES[0].with_name("attend.cpp"), HERE / "native_memory.cpp"
+    subprocess.run(["c++", *flags, *sources, "-o", made], check=True, timeout=300)
+    return made
+
+
+def with_kernel_of(loaded: ctypes.CDLL) -> Any:
+    """A context in which the native kernel is that of another library."""
+    loaded.attnmesh_attend.argtypes, loaded.attnmesh_attend.restype = [ctypes.c_char_p], ctypes.c_int64
+    changed = library()._replace(attend=loaded.attnmesh_attend)
+    return patch.object(kernel, "library", lambda: changed)
+
+
+@needs_library
+@needs_fork
+@pytest.mark.filterwarnings("ignore:This process")
+def test_an_allocation_that_fails_is_an_error_of_python(library_of_little_memory: Path) -> None:
+    """Each allocation of a call fails once, on any of its threads, and the call after them all is right."""
+    torch.set_num_threads(2)
+    tensors = problem(keys=4000)
+    expected = am.attend(*tensors, kernel="reference").out
+    memory = ctypes.CDLL(str(library_of_little_memory))
+
+    def fails_and_goes_on() -> bool:
+        failures = 0
+        with with_kernel_of(memory):
+            for allowed in range(100):  # those that succeeded have left their memory for the next call
+                memory.few_allocations(allowed)
+                try:
+                    out = am.attend(*tensors, kernel="native").out
+                except MemoryError:
+                    failures += 1
+                else:
+                    return failures >= 3 and torch.allclose(out, expected, atol=1e-5)
+        return False
+
+    assert status_in_child(fails_and_goes_on) == 0
+
+
+def no_more_threads() -> None:
+    """Let no thread start in this process. The limit does not hold for root, so become nobody."""
+    if os.geteuid() == 0:
+        os.setresuid(65534, 65534, 65534)
+    resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+
+
+@needs_library
+@needs_fork
+@pytest.mark.filterwarnings("ignore:This process")
+@pytest.mark.parametrize("threads", ["own", "of OpenMP"])
+def test_without_further_threads_one_does_the_work(
+    threads: str, library_of_little_memory: Path, tmp_path: Path
+) -> None:
+    """A child has threads of OpenMP where it has loaded the library itself, and else its own."""
+    torch.set_num_threads(2)
+    tensors, found = problem(keys=5000), list[bool]()
+    expected = am.attend(*tensors, kernel="native").out
+
+    def attend() -> None:
+        no_more_threads()
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            Thread(target=print).start()
+        found.append(torch.allclose(am.attend(*tensors, kernel="native").out, expected, atol=1e-5))
+
+    def attends() -> bool:
+        copy = shutil.copy(library_of_little_memory, tmp_path)
+        with nullcontext() if threads == "own" else with_kernel_of(ctypes.CDLL(copy)):
+            caller = Thread(target=attend)
+            caller.start()
+            caller.join()
+        return found == [True]
+
+    assert status_in_child(attends) == 0
 
 
 @pytest.mark.parametrize(
@@ -133,15 +233,78 @@ def test_without_a_library_others_serve(change: dict[str, str], reason: str, mon
     assert reason in str(raised.value)
 
 
-@needs_library
-def test_it_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small library in an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(build, "SOURCES", [source for source in build.SOURCES if source.name == "cache.cpp"])
-    first = build._built()
+    return build._built()
+
+
+@needs_library
+def test_it_is_compiled_once(compiled: Path) -> None:
+    first = compiled
     made = first.stat().st_mtime_ns
     assert build._built() == first
     assert first.stat().st_mtime_ns == made
     assert {file.name for file in first.parent.iterdir()} == {first.name, "lock"}
+
+
+def replaced_by_a_link(file: Path) -> None:
+    file.unlink()
+    file.symlink_to(file.with_name("lock"))
+
+
+FOREIGN: dict[str, Callable[[Path], object]] = {
+    "empty": lambda file: file.write_bytes(b""),
+    "cut off": lambda file: os.truncate(file, file.stat().st_size // 2),
+    "changed": lambda file: file.write_bytes(file.read_bytes().replace(b"attnmesh", b"attnmess")),
+    "writable": lambda file: file.chmod(0o722),
+    "a link": replaced_by_a_link,
+    "of another user": lambda file: os.chown(file, 65534, -1),
+}
+
+
+@needs_library
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_file_that_this_user_has_not_written_whole_is_compiled_anew(compiled: Path, kind: str) -> None:
+    if kind == "of another user" and os.geteuid():
+        pytest.skip("only root can give files away")
+    right = compiled.read_bytes()
+    FOREIGN[kind](compiled)
+    assert build._built() == compiled
+    assert compiled.read_bytes() == right
+    assert not compiled.is_symlink()
+    assert compiled.stat().st_uid == os.geteuid()
+    assert compiled.stat().st_mode & 0o777 == 0o700
+    assert hasattr(ctypes.CDLL(str(compiled)), "attnmesh_append")
+
+
+@needs_library
+def test_folders_of_the_cache_are_this_users_alone(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in compiled.parents[:2]:
+        assert folder.stat().st_mode & 0o777 == 0o700
+        folder.chmod(0o777)
+        build._built()
+        assert folder.stat().st_mode & 0o777 == 0o700
+    compiled.parents[2].chmod(0o777)  # whose owner may be anybody's: another user can replace what is in it
+    with pytest.raises(build._MissingError, match=r"is one of other users: set XDG_CACHE_HOME to one of your own"):
+        build._built()
+    compiled.parents[2].chmod(0o1777)
+    build._built()
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(build._MissingError, match="is one of other users"):
+        build._built()
+
+
+@needs_library
+def test_a_library_is_on_the_disk_before_it_has_its_name(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled.unlink()
+    events, fsync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda at: (events.append(Path(f"/proc/self/fd/{at}").readlink().name), fsync(at)))
+    monkeypatch.setattr(os, "replace", lambda old, new: (events.append("named"), replace(old, new)))
+    build._built()
+    assert events == ["native.so", "named"]
 
 
 @needs_library

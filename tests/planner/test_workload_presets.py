@@ -8,8 +8,8 @@ import pytest
 
 import attnmesh as am
 from attnmesh import errors
-from attnmesh.cli.app import app
 from attnmesh.planner.workload_presets import WORKLOADS, workload_preset
+from attnmesh_command import app
 from tests.cli.test_plan import run
 
 TOKENS = {

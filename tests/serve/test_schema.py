@@ -33,7 +33,7 @@ def test_the_table_in_the_documentation_is_that_of_the_schema(kind: str) -> None
 def test_each_field_of_openai_is_in_the_schemas() -> None:
     chats = pytest.importorskip("openai.types.chat.completion_create_params")
     texts = pytest.importorskip("openai.types.completion_create_params")
-    ours = {"stream", "top_k", "cache_salt"}
+    ours = {"stream", "top_k", "min_p", "repetition_penalty", "cache_salt"}
     assert CHAT.keys() == chats.CompletionCreateParamsBase.__annotations__.keys() | ours
     assert COMPLETION.keys() == texts.CompletionCreateParamsBase.__annotations__.keys() | ours
 

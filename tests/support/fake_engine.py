@@ -6,16 +6,18 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from attnmesh.cli.serve_worker import Settings
 from attnmesh.errors import Busy, InputError, TooLong
+from attnmesh.serve.app import SAMPLED
 from attnmesh.serve.worker import serve_rank_0
 
 SAID = "The cafés of Zürich open at 7 😀, and close late. "
@@ -99,7 +101,7 @@ class FakeEngine:
         self.error: BaseException | None = None
 
     def submit(self, ids: list[int], *, replay: list[int] | None = None, **options: Any) -> Stream:
-        assert options.keys() == {"max_new_tokens", "temperature", "top_p", "top_k", "seed", "logprobs", "salt"}
+        assert options.keys() == {*SAMPLED, "max_new_tokens", "seed", "logprobs", "salt"}
         if len(ids) + options["max_new_tokens"] > LONGEST:
             raise TooLong("prompt", f"at most {LONGEST} tokens", str(len(ids)), "shorten it")
         with self.lock:
@@ -171,8 +173,8 @@ def fake_rank(address: str, pause: float) -> None:
 class ThreadWorld:
     """A world of one rank in a thread, for tests of what comes before ranks."""
 
-    def __init__(self, **options: Any) -> None:
-        self.options = options
+    def __init__(self, facts: Any = MappingProxyType({}), **options: Any) -> None:
+        self.options, self.facts = options, {"max_model_len": LONGEST, **facts}
         self.engine = FakeEngine(**options)
 
     def made(self) -> FakeEngine:
@@ -180,7 +182,7 @@ class ThreadWorld:
 
     def run(self, address: str) -> None:
         self.engine = self.made()
-        serve_rank_0(self.engine, address, {"max_model_len": LONGEST})
+        serve_rank_0(self.engine, address, self.facts)
 
     def kill(self, *, again: bool = False) -> None:
         self.engine.close()
@@ -201,3 +203,26 @@ def fake_model_rank(settings: Settings, address: str) -> None:
         serve_rank_0(engine, address, {"max_model_len": settings.engine["max_model_len"]})
     else:
         engine.follow()
+
+
+def sentencepiece_tokenizer() -> Any:
+    """Return a tokenizer of SentencePiece's kind: words begin with their space, and other signs are bytes."""
+    special = ["<s>", "</s>", "<unk>", "<|channel|>", "<pad>"]
+    signs = [f"<0x{byte:02X}>" for byte in range(256)]
+    words = ["▁", *"abcdefghijklmnopqrstuvwxyzTPé.", "▁is", "is", "▁Paris", "Paris", "▁The", "▁a"]
+    parts = ["P a", "Pa r", "Par i", "Pari s", "▁ Paris", "i s", "▁ is", "T h", "Th e", "▁ The", "▁ a"]
+    words += [one.replace(" ", "") for one in parts if one.replace(" ", "") not in words]
+    vocabulary = {sign: place for place, sign in enumerate([*special, *signs, *words])}
+    merges = [tuple(one.split(" ")) for one in parts]
+    model = Tokenizer(BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True))
+    model.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    decoding = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    model.decoder = decoders.Sequence(decoding)
+    begin = ("<s>", vocabulary["<s>"])
+    model.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[begin])
+    marks = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=model, **marks, extra_special_tokens={"channel_token": "<|channel|>"}
+    )
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
+from types import MappingProxyType
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -36,12 +37,15 @@ class Children:
 class Served:
     """A running server."""
 
-    def __init__(self, world: World, *, limits: Limits, tokenizer: Any, processor: Any, **of_front: Any) -> None:
+    def __init__(
+        self, world: World, encoders: tuple[Any, Any], *, limits: Limits, defaults: Any, **of_front: Any
+    ) -> None:
         self.children = Children()
         listening = listen("127.0.0.1", 0)
         self.port = listening.getsockname()[1]
         self.front = Front(world, **of_front, metrics=Metrics())
-        self.app = App(self.front, tokenizer or byte_tokenizer(), NAME, limits, processor)
+        tokenizer, processor = encoders
+        self.app = App(self.front, tokenizer or byte_tokenizer(), NAME, limits, processor, defaults)
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._serve, args=(listening,))
         self.thread.start()
@@ -95,11 +99,11 @@ def served(
     max_requests: int = 8,
     max_restarts: int = 3,
     deadline: float | None = None,
+    defaults: Any = MappingProxyType({}),
 ) -> Iterator[Served]:
     """Serve in a thread while the block runs."""
     given: dict[str, Any] = {"max_requests": max_requests, "max_restarts": max_restarts, "deadline": deadline}
-    given |= {"tokenizer": tokenizer, "processor": processor}
-    server = Served(world, limits=limits or Limits(), **given)
+    server = Served(world, (tokenizer, processor), limits=limits or Limits(), defaults=defaults, **given)
     try:
         yield server
     finally:

@@ -51,6 +51,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from attnmesh import plan as planner
+from attnmesh.cli import check as check_command
 from attnmesh.cli import (
     generate,
     generate_worker,
@@ -59,7 +60,6 @@ from attnmesh.cli import (
     probe,
 )
 from attnmesh.cli import proofs as proof
-from attnmesh.cli.app import app
 from attnmesh.errors import InputError
 from attnmesh.hf import load
 from attnmesh.planner import schemes
@@ -68,7 +68,8 @@ from attnmesh.planner.plan import MAX_RANKS, Plan
 from attnmesh.planner.workload import Workload
 from attnmesh.runtime.machine import machine
 from attnmesh.serve import server
-from attnmesh_command import show_errors
+from attnmesh_command import app, show_errors
+from attnmesh_command.messages import OptionError
 from tests.support import families
 from tests.tools.fuzz_store import mutated
 
@@ -411,7 +412,7 @@ def stand_in(sandbox: Sandbox) -> None:
 
     constants.HF_HUB_OFFLINE = True  # names of models cause no network access
     here = machine()
-    for module in (generate, probe, bench, commands, sys.modules["attnmesh.cli.check"]):
+    for module in (generate, probe, bench, commands, check_command):
         replace(module, machine=lambda: here)
     proofs = [proof.Proof("cpu", "cpu", "float32", None, 1e-7, 1e-7, 1e-6), proof.Proof("cuda", "cpu", "float32", "no")]
     choices = list(proof.choices())
@@ -605,7 +606,7 @@ def check_result(result: Result, *, one_line: bool) -> None:
     if result.code == 0 and (out := result.options.get("out")) is not None and out.is_file():
         assert isinstance(json.loads(out.read_text(), parse_constant=_no_number), dict)
     if result.code == 1:
-        assert isinstance(result.error, InputError), repr(result.error)
+        assert isinstance(result.error, (InputError, OptionError)), repr(result.error)
         assert result.out == "", result
         message = result.err.removesuffix("\n")
         valid = message.isprintable() and re.fullmatch(r"error: .+: expected .+, given .*\. Fix: .+\.", message)

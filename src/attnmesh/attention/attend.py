@@ -1,6 +1,6 @@
 """`attend`: attention on one device, as a partial."""
 
-from typing import Never
+from typing import Any
 
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from attnmesh.guard.checks import (
     heads_and_length,
     warn_if_swapped,
     with_swap_hint,
+    without_redundant,
 )
 from attnmesh.kernels.attend import run_attend
 from attnmesh.kernels.driver import check_kernel
@@ -46,7 +47,7 @@ def attend(
     kernel: str = "auto",
     selected: Selection | None = None,
     distance_bias: Tensor | None = None,
-    **more: Never,
+    **others: Any,
 ) -> Partial:
     """Return attention of q over k and v on one device, as a partial `(out, lse)`.
 
@@ -68,7 +69,7 @@ def attend(
             position. Keys that are not in k add nothing, so partials of all parts of k merge. None for all keys.
         distance_bias: Numbers to add to the logits of near keys, (batch, heads, q_len, distances), differentiable.
             Column d is for the key d positions before the query. Keys farther away, or after it, have none.
-        **more: Not supported. Options of other attention functions raise an error with a fix.
+        **others: `is_causal` and `enable_gqa`, as in `attention`. Other options raise an error that names a substitute.
 
     Returns:
         The normalised output in q's dtype, and its lse in float32 or wider; both differentiable once.
@@ -83,13 +84,15 @@ def attend(
     >>> torch.allclose(last.out, am.attend(q, k, v, mask=am.Causal()).out[:, :, -1:], atol=1e-6)
     True
     """
-    plain = q_positions is k_positions is key_lengths is distance_bias is None and selected is None and not more
+    if others:
+        others = without_redundant(others, mask)
+    plain = q_positions is k_positions is key_lengths is distance_bias is None and selected is None and not others
     options, kind = (mask, scale, softcap, kernel), None
     if plain:
         kind = kind_of(q, k, v, None, options, any_keys=mask is FULL, learned=False)
     if (plan := PLANS.find(kind)) is not None:
         return plan.attend(q, k, v, None)
-    check_unknown_options("attend", more)
+    check_unknown_options("attend", others)
     q, k, v = autocast(q, k, v)
     try:
         check_qkv("attend", q, k, v)

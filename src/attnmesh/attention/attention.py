@@ -1,6 +1,6 @@
 """Attention over a mesh of devices: a rank passes its shards of q, k and v, and gets its shard of the output."""
 
-from typing import Never
+from typing import Any
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -10,10 +10,10 @@ from attnmesh.attention.latent import Latents
 from attnmesh.attention.plan import attend
 from attnmesh.core.layout import Layout
 from attnmesh.core.logits import with_distance_bias
-from attnmesh.core.mask import FULL, Mask
+from attnmesh.core.mask import CAUSAL, FULL, Mask
 from attnmesh.core.partial import Partial, merge_unchecked
 from attnmesh.core.selection import Selection
-from attnmesh.guard.checks import check_most_keys, warn_if_swapped
+from attnmesh.guard.checks import check_most_keys, warn_if_swapped, without_redundant
 from attnmesh.kernels.attend import run_attend
 from attnmesh.kernels.plans import LocalPlan, kind_of
 from attnmesh.kernels.selected import without_faulty
@@ -47,7 +47,7 @@ def attention(
     checked: bool | None = None,
     selected: Selection | None = None,
     distance_bias: Tensor | None = None,
-    **unsupported: Never,
+    **others: Any,
 ) -> Tensor:
     """Return attention of this rank's queries over the keys of all ranks of the mesh, with gradients.
 
@@ -84,7 +84,8 @@ def attention(
         distance_bias: Numbers to add to the logits of near keys, (batch, heads, tokens, distances), for this rank's
             queries, with gradients. Column d is for the key d positions before the query. Keys farther away, or after
             it, have none.
-        **unsupported: Options of other attention functions, which raise an error that names a substitute.
+        **others: `is_causal` and `enable_gqa` of PyTorch's attention, where they say what is done anyway. Other options
+            of other functions raise an error that names a substitute.
 
     Returns:
         The output for this rank's queries, (batch, heads, tokens, value dim). A `DTensor` if q, k and v are DTensors
@@ -100,9 +101,11 @@ def attention(
     >>> torch.allclose(attention(q, k, v), expected, atol=1e-6)
     True
     """
+    if others:
+        others = without_redundant(others, CAUSAL if mask is None else mask)
     key_layout = layout if key_layout is None else key_layout
     layouts, lengths = (layout, key_layout), (length, key_length)
-    options = Options(mask, *layouts, exchange, kernel, scale, softcap, *lengths, unsupported or None)
+    options = Options(mask, *layouts, exchange, kernel, scale, softcap, *lengths, others or None)
     call, kind = Call(q, k, v, sinks, key_lengths, options, selected, distance_bias), None
     if "DTensor" in (type(q).__name__, type(k).__name__, type(v).__name__):
         from attnmesh.attention.dtensor import attend_dtensors  # DTensor is slow to import, and seldom used
@@ -110,7 +113,7 @@ def attention(
         out = attend_dtensors(call, None if isinstance(mesh, NotGiven) else mesh, checked, attend_shards)
     else:
         mesh = given_mesh("attention", mesh, ALONE)
-        if mesh is None and key_lengths is distance_bias is None and selected is None and not unsupported:
+        if mesh is None and key_lengths is distance_bias is None and selected is None and not others:
             any_keys = mask is FULL and length is None and key_length is None
             kind = kind_of(q, k, v, sinks, (*options, checked), any_keys=any_keys, learned=False)
             if (known := PLANS.find(kind)) is not None:

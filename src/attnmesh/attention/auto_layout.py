@@ -9,7 +9,7 @@ import torch
 from attnmesh.comm.topology import surroundings
 from attnmesh.core.layout import Layout, Zigzag
 from attnmesh.core.mask import Mask
-from attnmesh.errors import LayoutError
+from attnmesh.errors import LayoutError, require
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import EXCHANGES
 from attnmesh.planner.candidate import Candidate
@@ -24,14 +24,26 @@ HEADS = (32, 8, 128)
 
 def chosen_layout(layout: Layout | str, mask: Mask, mesh: Mesh) -> Layout:
     """Return the layout given, or for "auto" the one that takes least in training. All ranks of the mesh call it."""
-    if not isinstance(layout, str):
-        return layout
-    if len(mask.ends) < 2 or mesh.ranks == 1:
-        return Zigzag()
+    if (found := unpriced_layout(layout, mask, mesh.ranks)) is not None:
+        return found
     if torch.compiler.is_compiling():
         expected, fix = "a layout of documents in a compiled model", "pass layout=am.Packed(documents, shape)"
         raise LayoutError("layout", expected, '"auto"', fix)
     return price("auto", mask, mask.ends[-1], mesh, HEADS).layout
+
+
+def unpriced_layout(layout: Layout | str, mask: Mask, ranks: int) -> Layout | None:
+    """Return the layout given, or for "auto" the one of a mask without documents; None if it depends on prices."""
+    if not isinstance(layout, str):
+        return layout
+    return Zigzag() if len(mask.ends) < 2 or ranks == 1 else None
+
+
+def check_auto(subject: str, layout: Layout | str | None, mask: Mask | None, ranks: int) -> None:
+    """Raise for "auto" without a mask on several ranks: each call would choose by itself, and could choose another."""
+    fits = ranks == 1 or mask is not None or not isinstance(layout, str)
+    fix = "pass the mask of the attention to shard, attention and unshard alike, as mask=am.Causal()"
+    require(fits, LayoutError, f"{subject} layout", 'mask= beside layout="auto"', "no mask", fix)
 
 
 def _filled(layouts: Sequence[Layout], length: int, mesh: Mesh) -> Sequence[Layout]:

@@ -2,20 +2,22 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
-from typing import NamedTuple, Never
+from operator import itemgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from attnmesh.attention.auto_layout import chosen_layout
+from attnmesh.attention.auto_layout import check_auto, chosen_layout
 from attnmesh.attention.plan import Plan
+from attnmesh.attention.shard_marks import shard_marks
 from attnmesh.comm.topology import share_numbers
+from attnmesh.core.digest import digest
 from attnmesh.core.layout import Contiguous, Layout, check_layout
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import FAR, Causal, Mask, check_mask
 from attnmesh.core.selection import Selection
-from attnmesh.errors import KernelError, LayoutError, MaskError, ShapeError, require
+from attnmesh.errors import KernelError, LayoutError, MaskError, ShapeError, require, warn_once
 from attnmesh.guard.checks import (
     check_checked,
     check_distance_bias,
@@ -55,7 +57,7 @@ class Options(NamedTuple):
     softcap: float | None
     length: int | None
     key_length: int | None
-    unsupported: dict[str, Never] | None  # keywords of other attention functions, refused by name
+    unsupported: dict[str, object] | None  # keywords of other attention functions, refused by name
 
     @property
     def applied_mask(self) -> Mask:
@@ -105,6 +107,10 @@ class Call(NamedTuple):
             return *self.tokens, -1
         return *self.tokens, self.selected.highest()
 
+    def numbers_of(self, found: tuple[str, bool]) -> tuple[int, ...]:
+        """Return the numbers that ranks compare beside a text: the first call of a kind has a digest of some keys."""
+        return (*self.numbers, _digest_of_some(self.k)) if found[1] else self.numbers
+
     def describe(self) -> str:
         """Return the text that ranks compare: all but the lengths of shards."""
         named = {"q": self.q, "k": self.k, "v": self.v} | ({} if self.sinks is None else {"sinks": self.sinks})
@@ -127,25 +133,30 @@ def agree_on_plan(mesh: Mesh, call: Call, checked: bool | None) -> Plan:
     if ranks == 1 or torch.compiler.is_compiling():  # ranks are compiled apart: their shards count as even
         check_call(mesh, call, checked)
         queries, keys, highest = call.numbers
-        plan = _make_plan(mesh, options, call.sizes, (queries * ranks, keys * ranks))
+        counted = options.length is None or queries != keys  # else keys are those of the queries' sequence
+        tokens = (queries * ranks, keys * ranks) if counted else (options.length, options.length)
+        plan = _make_plan(mesh, options, call.sizes, tokens)._replace(even=options.length is None)
         _check_highest(highest, plan)
         return plan
     device = call.q.device if isinstance(call.q, Tensor) else torch.device(mesh.kind)
     if options.length is None or (checked is not False and may_compare(device)):
-        _, rows = run_agreed_with(mesh, lambda: _checked_text(mesh, call, checked), str, lambda _: call.numbers)
+        rows = run_agreed_with(mesh, lambda: _checked_text(mesh, call, checked), itemgetter(0), call.numbers_of)[1]
         columns: list[tuple[int, ...]] = list(zip(*rows, strict=True))
         table, tokens = tuple(zip(*columns[:2], strict=True)), (sum(columns[0]), sum(columns[1]))
         plan = _known_plan(mesh, options, call.sizes, tokens, table)
         _check_highest(max(columns[2]), plan)
+        if len(columns) > 3:
+            _warn_if_whole(columns[3])
         return plan
     if call.key_lengths is None:
         _checked_text(mesh, call, checked)
     else:  # a text would have their numbers, which a device may hold
         check_call(mesh, call, checked)
+        _check_marks(mesh, call)
     plan = _known_plan(mesh, options, call.sizes, (options.length, options.length))
     _check_highest(call.numbers[2], plan)
     try:
-        _check_own_shard(plan.problem, mesh.shard, call.tokens)  # nothing is counted: other shards are not known
+        plan.check_own_shard(*call.tokens)  # nothing is counted: other shards are not known
     except ShapeError as error:
         raise with_swap_hint(error, heads_and_length(call.q), heads_and_length(call.k)) from None
     return plan
@@ -157,16 +168,44 @@ def _texts(mesh: Mesh) -> Kinds[str]:
     return Kinds()
 
 
-def _checked_text(mesh: Mesh, call: Call, checked: bool | None) -> str:
-    """Return the text of a call that ranks compare, or raise unless each argument can be served."""
+def _checked_text(mesh: Mesh, call: Call, checked: bool | None) -> tuple[str, bool]:
+    """Return the text of a call that ranks compare, and True for a new kind. Raise unless each argument can be served."""
     q, k, v, sinks, key_lengths, options, selected, distance_bias = call
-    texts, kind = _texts(mesh), None
+    texts, kind, text = _texts(mesh), None, None
     if key_lengths is distance_bias is None and selected is None and not options.unsupported:
         kind = kind_of(q, k, v, sinks, (*options, checked))
-    if kind is not None and (text := texts.find(kind)) is not None:
-        return text
-    check_call(mesh, call, checked)
-    return call.describe() if kind is None else texts.keep(kind, call.describe())
+        text = None if kind is None else texts.find(kind)
+    is_new = text is None
+    if text is None:
+        check_call(mesh, call, checked)
+        text = call.describe() if kind is None else texts.keep(kind, call.describe())
+    if (marks := shard_marks()) and (id(q) in marks or id(k) in marks or id(v) in marks):
+        _check_marks(mesh, call)
+    return text, is_new and kind is not None
+
+
+def _check_marks(mesh: Mesh, call: Call) -> None:
+    """Raise for a shard that `shard` cut by another layout than the one named, for another mesh, or along another dim."""
+    options, marks = call.options, shard_marks()
+    layouts = options.layout, options.key_layout, options.key_layout
+    for name, x, layout in zip("qkv", call[:3], layouts, strict=True):
+        if (mark := marks.get(id(x))) is None or layout is None:
+            continue
+        if mark.layout is not layout or mark.place is not mesh or mark.dim != 2:
+            mark.check(f"attention {name}", layout, options.applied_mask, mesh, 2)
+
+
+def _digest_of_some(k: Tensor) -> int:
+    """Return a digest of some keys of the first head; 0 if they are all alike."""
+    some = k[:1, :1, :: max(1, k.shape[2] // 64)]
+    return 0 if k.is_meta or bool((some == some[:, :, :1]).all()) else int(digest(some))
+
+
+def _warn_if_whole(digests: Sequence[int]) -> None:
+    """Warn once if all ranks passed the same keys, by their digests: shards of one sequence differ."""
+    if digests[0] and len({*digests}) == 1:
+        fix = "pass this rank's shard, as am.shard(k, mesh, layout=layout), if this is the whole sequence"
+        warn_once(f"attention: k is the same on all {len(digests)} ranks, and counts as {len(digests)} shards; {fix}.")
 
 
 def _make_plan(mesh: Mesh, options: Options, sizes: Sizes, tokens: Pair, table: Sequence[Pair] = ()) -> Plan:
@@ -253,6 +292,7 @@ def _check_layouts(options: Options, ranks: int) -> None:
     for name, layout in (("layout", options.layout), ("key_layout", options.key_layout)):
         if layout is not None:
             check_layout(f"attention {name}", layout, auto=True)
+        check_auto("attention", layout, options.mask, ranks)
 
 
 def _check_lengths(call: Call, ranks: int) -> None:
@@ -284,24 +324,6 @@ def _check_cross(options: Options, length: int, key_length: int) -> None:
     named = "mask=am.Causal(), " * (options.mask is None)
     fixes.append(f"pass {named}key_length={key_length} for {mask} over another sequence")
     raise ShapeError("attention", "as many queries as keys under a mask of positions", given, "; ".join(fixes))
-
-
-def _check_own_shard(problem: Problem, shard: int, tokens: Pair) -> None:
-    """Raise unless this rank holds as many tokens as its layout gives it."""
-    expected = _shard_sizes(problem, shard)
-    if tokens != expected:
-        given = f"{tokens[0]} queries and {tokens[1]} keys"
-        fix = "shard with am.shard and this layout, or correct length and key_length"
-        shape = f"a shard of {expected[0]} queries of {problem.length} and {expected[1]} keys of {problem.key_length}"
-        raise ShapeError("attention", shape, given, fix)
-
-
-@lru_cache(maxsize=1024)
-def _shard_sizes(problem: Problem, shard: int) -> Pair:
-    """Return the tokens of queries and of keys in a shard."""
-    ranks = problem.shape.ranks
-    queries = problem.layout.positions(problem.length, ranks, shard)
-    return len(queries), len(problem.key_layout.positions(problem.key_length, ranks, shard))
 
 
 def _check_shards(problem: Problem, table: Sequence[Sequence[int]]) -> None:

@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from attnmesh.attention.attention import attention
+from attnmesh.attention.auto_layout import check_auto
 from attnmesh.core.layout import Layout, Zigzag, check_layout
 from attnmesh.core.mask import Causal, Full, Mask, check_mask
 from attnmesh.errors import ArgumentError, KernelError, MaskError, require, short
@@ -33,7 +34,7 @@ class ContextParallel(ParallelStyle):
 
     Args:
         mask: Which keys a query sees. Left out, it is causal where the model passes `is_causal=True`, else full.
-        layout: The tokens that each rank holds, or "auto" as in `shard`, for a `mask` with documents.
+        layout: The tokens that each rank holds, or "auto" for the choice of `shard(layout="auto", mask=mask)`.
         shape: Ranks along heads, queries and keys, "auto" for the shape that sends least, or None to take the mesh as
             it is. "auto" and a shape split a mesh of one axis, which all ranks of the world do together.
         q_heads: Query heads of a rank of the model, for "auto".
@@ -66,6 +67,7 @@ class ContextParallel(ParallelStyle):
         if mask is not None:
             check_mask(f"{SUBJECT} mask", mask)
         check_layout(f"{SUBJECT} layout", layout, auto=True)
+        check_auto(SUBJECT, layout, mask, ranks=2)  # on one rank too: a style is for meshes
         self.mask, self.layout, self.shape, self.heads = mask, layout, shape, (q_heads, kv_heads)
         self.length, self.exchange = length, exchange
         self.meshes: dict[DeviceMesh, DeviceMesh] = {}

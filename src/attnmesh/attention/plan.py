@@ -6,6 +6,7 @@ shard's size are kept.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial, merge_unchecked, sum_dtype
 from attnmesh.core.selection import Selection
+from attnmesh.errors import RankFailure, ShapeError
 from attnmesh.kernels.attend import sink_gradient
 from attnmesh.kernels.blocks import BackwardInputs
 from attnmesh.kernels.driver import choose_for_places, visible_counts
@@ -50,10 +52,34 @@ class Plan(NamedTuple):
     logits: Logits
     block: int = 0
     """Keys per index of a selection; 0 if there is none."""
+    even: bool = False
+    """True where nobody counted the tokens of other shards: in a graph without `length`."""
+
+    def check_own_shard(self, queries: int, keys: int) -> None:
+        """Raise unless this rank holds as many tokens as its layout gives it."""
+        problem, expected = self.problem, _shard_sizes(self.problem, self.problem.shard(self.mesh.shard))
+        if (queries, keys) != expected:
+            given = f"{queries} queries and {keys} keys"
+            shape = (
+                f"a shard of {expected[0]} queries of {problem.length} and {expected[1]} keys of {problem.key_length}"
+            )
+            fix = "shard with am.shard and this layout, or correct length and key_length"
+            raise ShapeError("attention", shape, given, fix)
+
+    def explained(self, failure: RankFailure) -> RankFailure:
+        """Return the failure of an exchange, with the cause that it may have in a graph."""
+        ranks, step, axis, why = failure.args
+        cause = "; or shards are uneven: then pass length= to attention in torch.compile" * self.even
+        return RankFailure(ranks, step, axis, why + cause)
 
     def pack(self) -> tuple[str, list[int]]:
         """Return the plan as names and numbers, which compiled graphs keep as constants."""
-        names = [*self.mesh.group_names, self.exchange, self.kernel, *map(repr, (*self.logits, self.block))]
+        names = [
+            *self.mesh.group_names,
+            self.exchange,
+            self.kernel,
+            *map(repr, (*self.logits, self.block, int(self.even))),
+        ]
         places = [*self.mesh.shape, *(axis.index for axis in self.mesh.axes)]
         return ",".join(names), [*places, *self.problem.encode()]
 
@@ -116,10 +142,18 @@ class Plan(NamedTuple):
 
 @cached_per_world(1024)
 def _unpack(names: str, numbers: tuple[int, ...]) -> Plan:
-    *groups, exchange, kernel, scale, softcap, block = names.split(",")
+    *groups, exchange, kernel, scale, softcap, block, even = names.split(",")
     mesh = Mesh.named(numbers[:3], numbers[3:6], groups)
     logits = Logits(float(scale), float(softcap))
-    return Plan(mesh, Problem.decode(mesh.shape, numbers[6:]), exchange, kernel, logits, int(block))
+    return Plan(mesh, Problem.decode(mesh.shape, numbers[6:]), exchange, kernel, logits, int(block), even == "1")
+
+
+@lru_cache(maxsize=1024)
+def _shard_sizes(problem: Problem, shard: int) -> tuple[int, int]:
+    """Return the tokens of queries and of keys in a shard."""
+    ranks = problem.shape.ranks
+    queries = problem.layout.positions(problem.length, ranks, shard)
+    return len(queries), len(problem.key_layout.positions(problem.key_length, ranks, shard))
 
 
 @cached_per_world()
@@ -284,7 +318,11 @@ def mesh_op(
 ) -> list[Tensor]:
     """Return what `_attend` does, with out NaN if the ranks' `key_lengths` differ, which no graph compares."""
     plan = Plan.unpack(names, numbers)
-    out, *others = _attend(q, k, v, sinks, key_lengths, indices, plan)
+    plan.check_own_shard(q.shape[2], k.shape[2])
+    try:
+        out, *others = _attend(q, k, v, sinks, key_lengths, indices, plan)
+    except RankFailure as failure:
+        raise plan.explained(failure) from failure
     if key_lengths is not None:
         out.masked_fill_(~_are_equal(key_lengths.to(q.device), plan.mesh), torch.nan)
     return [out, *others]

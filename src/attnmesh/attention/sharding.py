@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.attention.auto_layout import chosen_layout
+from attnmesh.attention.auto_layout import check_auto, chosen_layout
+from attnmesh.attention.shard_marks import ShardMark, marked, shard_marks
 from attnmesh.comm.p2p import swap_tokens
 from attnmesh.core.layout import Layout, check_layout
 from attnmesh.core.mask import FULL, Mask, check_mask
-from attnmesh.errors import KernelError, ShapeError
+from attnmesh.errors import KernelError, LayoutError, ShapeError, require
 from attnmesh.guard.checks import check_tensor
 from attnmesh.guard.consensus import describe_call, run_agreed, run_agreed_with
 from attnmesh.mesh.axes import Mesh
@@ -29,13 +30,13 @@ def shard(
         layout: Which tokens each rank holds. "auto": under a mask with documents the layout that the planner prices
             lowest, of `Packed`, `Zigzag` and `Contiguous`, and `Zigzag` otherwise. All ranks choose together.
         dim: Dimension of the tokens.
-        mask: Mask of the attention, for "auto".
+        mask: Mask of the attention, which "auto" needs on several ranks.
 
     Returns:
-        This rank's shard, with tokens in order of position.
+        This rank's shard, with tokens in order of position. Calls that get this very tensor check its layout.
 
     Raises:
-        InputError: The layout or the dimension is invalid.
+        InputError: The layout or the dimension is invalid, or x is itself a shard of this mesh.
 
     >>> import attnmesh as am
     >>> shard(torch.arange(6), None, layout=am.Zigzag(), dim=0)
@@ -46,7 +47,11 @@ def shard(
     def check() -> int:
         check_layout("shard layout", layout, auto=True)
         check_mask("shard mask", seen)
-        return _dim("shard", x, dim)
+        check_auto("shard", layout, mask, place.ranks)
+        along, mark = _dim("shard", x, dim), shard_marks().get(id(x))
+        fits, fix = mark is None or not mark.cuts_again(place, along), "cut the whole tensor once"
+        require(fits, LayoutError, "shard", "a whole tensor", "a shard of this mesh", fix)
+        return along
 
     def call(dim: int) -> str:
         return describe_call("shard", tokens=x.shape[dim], layout=layout, mask=mask)
@@ -55,7 +60,8 @@ def shard(
     dim = run_agreed(place, check, call) if chooses else check()
     check_mask("shard mask", seen, x.shape[dim])
     chosen = chosen_layout(layout, seen, place)
-    return x.index_select(dim, chosen.positions(x.shape[dim], place.ranks, place.shard).to(x.device))
+    part = x.index_select(dim, chosen.positions(x.shape[dim], place.ranks, place.shard).to(x.device))
+    return marked(part, ShardMark(chosen, mask if chooses else None, place, dim))
 
 
 @torch.no_grad()
@@ -76,7 +82,7 @@ def unshard(
         layout: Layout of the shards.
         length: Tokens of the whole sequence; counted if it is left out.
         dim: Dimension of the tokens.
-        mask: Mask of the attention, for `layout="auto"` as in `shard`.
+        mask: Mask of the attention, which `layout="auto"` needs on several ranks, as in `shard`.
 
     Returns:
         The whole tensor, equal on every rank.
@@ -93,7 +99,10 @@ def unshard(
     def check() -> int:
         check_layout("unshard layout", layout, auto=True)
         check_mask("unshard mask", seen)
+        check_auto("unshard", layout, mask, place.ranks)
         along = _dim("unshard", x, dim)
+        if (mark := shard_marks().get(id(x))) is not None:
+            mark.check("unshard", layout, seen, place, along)
         if x.requires_grad:
             given, fix = "one that asks for gradients", "call .detach() first, or keep the loss on the shards"
             raise KernelError("unshard", "a tensor without gradients", given, fix)

@@ -8,14 +8,15 @@ import typer
 from rich.table import Table
 
 from attnmesh.cli import proofs
-from attnmesh.cli.output import AsJson, Status, Verbose, console, pairs, print_json, titled
+from attnmesh.cli.output import Status, console, pairs, print_json, titled
 from attnmesh.cli.proofs import Proof
 from attnmesh.core.storage import STORAGES
 from attnmesh.runtime.machine import machine
+from attnmesh_command.plan_options import CheckOptions
 
 
-def check(as_json: AsJson = False, verbose: Verbose = False) -> None:
-    """Prove each kernel of this installation against attention in float64, and show which kernels are chosen."""
+def check(options: CheckOptions) -> None:
+    """Prove the kernels, and show which ones are chosen."""
     with Status("the reference against the energy's gradient") as status:
         law = proofs.law_error()
         results = []
@@ -23,7 +24,7 @@ def check(as_json: AsJson = False, verbose: Verbose = False) -> None:
             status.update(f"proving kernel {result.kernel} in {result.dtype} on {result.device}")
             results.append(result)
     sound = law < proofs.LAW and all(result.holds for result in results)
-    if as_json:
+    if options.as_json:
         records = [{**asdict(result), "holds": result.holds} for result in results]
         chosen = [asdict(choice) for choice in proofs.choices()]
         report = {"machine": machine(), "energy_law_error": law, "proofs": records, "choices": chosen, "sound": sound}
@@ -35,7 +36,7 @@ def check(as_json: AsJson = False, verbose: Verbose = False) -> None:
         for absence in _absences(results):
             console.print(absence)
         console.print(f"The reference in float64 equals the energy's gradient, and gradients of that, to {law:.1e}.")
-        if verbose:
+        if options.verbose:
             console.print(CHECK_EXPLAINED)
         exact = "All kernels here are exact, to the rounding of their dtype."
         console.print(exact if sound else "[bold red]A kernel here is wrong: do not use it.")

@@ -1,146 +1,66 @@
-"""The command `attnmesh generate`: check the options in one process, start the ranks, show their messages."""
+"""The command `attnmesh generate`: prepare the prompt in one process, start the ranks, show their messages."""
 
 import os
 from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import typer
 
 from attnmesh.cli.generate_prompt import Prepared, Prompt, prepare
-from attnmesh.cli.launch import Send, check_ranks, is_first_rank, run_on_machine, under_torchrun
-from attnmesh.cli.mesh_option import KvOption, ranks_of_axes, storage_of
-from attnmesh.cli.output import AsJson, Status, Verbose, console, pairs, print_json, print_message
+from attnmesh.cli.launch import Send, run_on_machine
+from attnmesh.cli.output import Status, console, pairs, print_json, print_message
 from attnmesh.comm.failures import set_deadline
-from attnmesh.core.partial import DTYPES
 from attnmesh.decode.checks import check_reproducible
-from attnmesh.errors import ArgumentError, MeshError, check_choice, require
-from attnmesh.mesh.merges import MERGE_CHOICES
+from attnmesh.errors import MeshError
 from attnmesh.runtime.machine import machine
+from attnmesh.serve.spelling import Spelling
 from attnmesh.serve.text import Piece, Text, Token
 from attnmesh.setup.rendezvous import enter
-
-Model = Annotated[str, typer.Option(help="A folder, a GGUF file, a name on the hub, or smollm2, which a package has.")]
-PromptFile = Annotated[
-    Path | None, typer.Option(help="A file of text to begin with; - reads standard input.", dir_okay=False)
-]
-Images = Annotated[
-    list[Path] | None, typer.Option("--image", help="A file with an image, before the text; several of them.")
-]
-Ranks = Annotated[
-    int | None,
-    typer.Option(min=1, help="Ranks to start on this machine; those of --mesh by default, under torchrun its own."),
-]
-MeshOption = Annotated[
-    str,
-    typer.Option(
-        help="Ranks along named axes: heads, queries, keys, and tp for ranks that share weights; as queries=2,keys=2 "
-        "or tp=2,keys=4. tp=keys=8: the same ranks share both."
-    ),
-]
-TopP = Annotated[
-    float | None, typer.Option(min=0, max=1, help="Sample among the likeliest, of this probability together.")
-]
-Stop = Annotated[
-    list[str] | None, typer.Option("--stop", help="End where this text appears, and leave it out; several of them.")
-]
-Raw = Annotated[bool, typer.Option("--raw", help="Go on with the prompt as it stands, without a chat template.")]
-Merge = Annotated[str, typer.Option(help=f"How ranks merge: {', '.join(MERGE_CHOICES)}.")]
-Reproducible = Annotated[bool, typer.Option("--reproducible", help="The same bits on 1, 2, 4, 8, ... ranks.")]
-CheckpointFolder = Annotated[
-    Path | None,
-    typer.Option(help="Save the state to this folder, and resume from a state saved there.", file_okay=False),
-]
-Deadline = Annotated[float | None, typer.Option(help="Seconds of silence after which a rank counts as failed.")]
-Dtype = Annotated[str, typer.Option(help=f"auto, or one of {', '.join(DTYPES)}.")]
+from attnmesh_command.messages import is_first_rank, under_torchrun
+from attnmesh_command.model_options import GenerateOptions, ServeOptions
+from attnmesh_command.option_texts import ranks_of_axes
 
 
-def generate(
-    model: Model,
-    prompt: Annotated[str, typer.Option(help="What to say; after the file's text, if both are given.")] = "",
-    prompt_file: PromptFile = None,
-    image: Images = None,
-    ranks: Ranks = None,
-    mesh: MeshOption = "auto",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at the most.")] = 64,
-    temperature: Annotated[float | None, typer.Option(min=0, help="Sample, at this temperature; 0 is greedy.")] = None,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Sample among so many of the likeliest tokens.")] = None,
-    top_p: TopP = None,
-    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
-    stop: Stop = None,
-    raw: Raw = False,
-    merge: Merge = "auto",
-    reproducible: Reproducible = False,
-    checkpoint: CheckpointFolder = None,
-    every: Annotated[int, typer.Option(min=1, help="New tokens from one checkpoint to the next.")] = 64,
-    deadline: Deadline = None,
-    dtype: Dtype = "auto",
-    kv: KvOption = "auto",
-    as_json: AsJson = False,
-    verbose: Verbose = False,
-) -> None:
-    """Generate text with a language model whose context is spread over ranks, and print what it took."""
+def generate(options: GenerateOptions) -> None:
+    """Generate text, and print what it took."""
     from attnmesh.cli.generate_worker import Request
 
-    cache = cache_options(dtype, merge, reproducible, kv)
-    set_deadline(deadline)
-    _check_options(temperature, seed, stop, image, checkpoint)
-    world = enter_world(ranks, mesh)
+    set_deadline(options.deadline)
+    world = enter_world(options.ranks, options.mesh)
     with Status("reading the prompt") as status:
-        asked = Prompt(prompt, prompt_file, raw, tuple(image or ()))
-        prepared = prepare(model, asked, max_new_tokens, world, mesh, status)
-        shape = prepared.mesh.shape
-        check_reproducible("--reproducible", reproducible, shape.queries * shape.keys, merge)
+        asked = Prompt(options.prompt, options.prompt_file, options.raw, tuple(options.image or ()))
+        prepared = prepare(options.model, asked, options.max_new_tokens, world, options.mesh, status)
         request = Request(
-            prompt=prepared if stop else prepared.for_ranks,  # ranks find stop strings with the tokenizer
-            max_new_tokens=max_new_tokens,
-            dtype=dtype,
-            seed=seed,
-            checkpoint=None if checkpoint is None else str(checkpoint),
-            every=every,
-            deadline=deadline,
-            cache=cache,
-            options=_sampling(temperature, top_k, top_p),
-            stops=tuple(stop or ()),
+            prompt=prepared if options.stop else prepared.for_ranks,  # ranks find stop strings with the tokenizer
+            max_new_tokens=options.max_new_tokens,
+            dtype=options.dtype,
+            seed=options.seed,
+            checkpoint=None if options.checkpoint is None else str(options.checkpoint),
+            every=options.every,
+            deadline=options.deadline,
+            cache=cache_options(options, prepared),
+            options=_sampling(options.temperature, options.top_k, options.top_p),
+            stops=tuple(options.stop or ()),
         )
-        display = Display(status, Text(prepared.tokenizer, request.stops), len(prepared.ids), quiet=as_json)
+        spelling = Spelling(prepared.tokenizer)
+        display = Display(status, Text(spelling, request.stops), len(prepared.ids), quiet=options.as_json)
         result = _run(request, world, display)
     if is_first_rank():
         text = display.end()
-        if as_json:
+        if options.as_json:
             place = {"mesh": str(prepared.mesh), "why": prepared.mesh.reason}
             print_json({**asdict(result), "text": text, **place, "machine": machine()})
         else:
-            _print_table(result, prepared, verbose)
+            _print_table(result, prepared, options.verbose)
 
 
-def cache_options(dtype: str, merge: str, reproducible: bool, kv: str) -> dict[str, Any]:
-    """Return the options of caches, or raise on a name that is unknown, that of the model's dtype included."""
-    check_choice("--dtype", dtype, ("auto", *DTYPES), "leave it out", ArgumentError)
-    check_choice("--merge", merge, MERGE_CHOICES, "leave it out", ArgumentError)
-    block = 128 if reproducible else None
-    return {"merge": merge, "reproducible": reproducible, "block": block, "storage": storage_of(kv)}
-
-
-def _check_options(
-    temperature: float | None, seed: int, stops: list[str] | None, images: list[Path] | None, checkpoint: Path | None
-) -> None:
-    """Raise before the model is loaded on values of no use: logits are divided by the temperature."""
-    if temperature:
-        from attnmesh.hf.serving.stream import COLDEST, HOTTEST
-
-        fits, expected = COLDEST <= temperature <= HOTTEST, f"0, or {COLDEST:.5f} to {HOTTEST:,.0f}"
-        require(fits, ArgumentError, "--temperature", expected, temperature, "leave it out, or take about 1")
-    if not -(2**63) <= seed < 2**64:
-        raise ArgumentError("--seed", "-2^63 to 2^64 - 1", f"{seed:.3g}", "take one of these")
-    if "" in (stops or ()):
-        raise ArgumentError("--stop", "some text", "an empty one", "leave it out")
-    if stops and checkpoint is not None:
-        raise ArgumentError("--stop", "no --checkpoint beside it", repr(stops[0]), "leave one out")
-    if images and checkpoint is not None:  # a saved state holds no images
-        raise ArgumentError("--checkpoint", "a prompt without images", str(checkpoint), "leave it out")
+def cache_options(options: GenerateOptions | ServeOptions, prepared: Prepared) -> dict[str, Any]:
+    """Return the options of caches, or raise if the mesh that was chosen cannot be reproducible."""
+    shape, reproducible = prepared.mesh.shape, options.reproducible
+    check_reproducible("--reproducible", reproducible, shape.queries * shape.keys, options.merge)
+    block, storage = 128 if reproducible else None, None if options.kv == "auto" else options.kv
+    return {"merge": options.merge, "reproducible": reproducible, "block": block, "storage": storage}
 
 
 def _sampling(temperature: float | None, top_k: int | None, top_p: float | None) -> dict[str, Any]:
@@ -211,7 +131,7 @@ def enter_world(ranks: int | None, mesh: str) -> int:
     """Return the number of ranks, those of the named axes by default; under torchrun, join the process group."""
     named = ranks_of_axes(mesh)
     if not under_torchrun():
-        return check_ranks(ranks or named)
+        return ranks or named
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

@@ -15,7 +15,6 @@ from transformers.utils import logging
 from attnmesh import hf
 from attnmesh.cli.generate_prompt import Prepared
 from attnmesh.cli.launch import Send
-from attnmesh.cli.mesh_option import TP
 from attnmesh.comm.failures import set_deadline
 from attnmesh.comm.topology import all_gather_ints
 from attnmesh.hf.images.inputs import on_model
@@ -25,8 +24,10 @@ from attnmesh.hf.prefill import CHUNK
 from attnmesh.mesh.axes import device_type_of
 from attnmesh.mesh.shapes import AXES
 from attnmesh.runtime.counters import counted
+from attnmesh.serve.spelling import Spelling
 from attnmesh.serve.text import Text, Token
 from attnmesh.setup.init_mesh import everyone, init_mesh
+from attnmesh_command.option_texts import TP
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class _Generation:
         torch.manual_seed(request.seed)
         self.options = {"max_new_tokens": request.max_new_tokens, "do_sample": False, **request.options}
         if request.stops:
-            stop = _StopStrings(Text(request.prompt.tokenizer, request.stops), self.ids.shape[1])
+            stop = _StopStrings(Text(Spelling(request.prompt.tokenizer), request.stops), self.ids.shape[1])
             self.options["stopping_criteria"] = StoppingCriteriaList([stop])
         if request.checkpoint is not None:
             checkpoint = hf.Checkpoint(request.checkpoint, every=request.every)

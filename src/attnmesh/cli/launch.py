@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from attnmesh.errors import ClusterError, InputError, RankFailure
+from attnmesh.errors import InputError, RankFailure
 
 Send = Callable[[Any], None]
 """Sends a message of a rank, before its result, to the process that started it."""
@@ -41,9 +41,6 @@ None are clearer than a death: the others have lost a connection.
 
 TIMEOUT = timedelta(hours=1)
 """Timeout of the process group. The process that started a rank notices its death at once."""
-
-MAX_RANKS = 1024
-"""Ranks on one machine at most; a typing error beyond would exhaust the machine."""
 
 MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(1 << 28), "MALLOC_MMAP_THRESHOLD_": str(1 << 25)}
 """Bytes of freed memory that a rank keeps, and of a tensor that has memory of its own, for glibc.
@@ -61,24 +58,6 @@ class RankError(RuntimeError):
 
 class RankDeath(RankError):
     """A rank's process ended before the rank was done."""
-
-
-def under_torchrun() -> bool:
-    """Return True if torchrun started this process as a rank."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-def is_first_rank() -> bool:
-    """Return True on the rank of torchrun that prints, and without torchrun."""
-    return not under_torchrun() or os.environ.get("RANK") == "0"
-
-
-def check_ranks(ranks: int) -> int:
-    """Return the number of ranks of a command's `--ranks`, or raise if one machine cannot run them."""
-    if not 1 <= ranks <= MAX_RANKS:
-        given, fix = f"{ranks:,}", "ask for what one machine can run"
-        raise ClusterError("--ranks", f"1 to {MAX_RANKS:,} ranks on this machine", given, fix)
-    return ranks
 
 
 def run_on_ranks(

@@ -1,14 +1,11 @@
 """Output of the command: tables, JSON, progress and errors."""
 
 import json
-import os
 import shlex
 import threading
 import time
 from collections.abc import Container, Iterable
-from errno import EACCES
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -16,35 +13,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from attnmesh.cli.launch import RankError, is_first_rank
-from attnmesh.errors import ArgumentError, InputError, RankFailure
+from attnmesh.cli.launch import RankError
+from attnmesh.errors import InputError, RankFailure
+from attnmesh_command.messages import is_first_rank, printable
 
 INTERVAL = 8.0
 """Seconds between two lines of progress where standard error is no terminal."""
 
-
-def writable(option: str, file: Path) -> Path:
-    """Return the path, or raise before anything is measured if it cannot be written."""
-    try:
-        file.touch()
-        if not os.access(file, os.W_OK):  # the owner of a read-only file can touch it
-            raise PermissionError(EACCES, os.strerror(EACCES))
-    except OSError as error:
-        fix = "make the folder first, or name another"
-        raise ArgumentError(option, "a file that can be written", f"{file} ({error.strerror})", fix) from None
-    return file
-
-
-def _writable_out(file: Path | None) -> Path | None:
-    return file and writable("--out", file)
-
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Explain each figure; show warnings and tracebacks.")]
-OutFile = Annotated[
-    Path | None,
-    typer.Option("--out", help="Also write the JSON to this file.", dir_okay=False, callback=_writable_out),
-]
 
 console, progress = Console(emoji=False), Console(stderr=True, emoji=False)
 """Standard output; and standard error, for progress and messages."""
@@ -119,15 +94,6 @@ def _brief(error: BaseException) -> str:
     text = str(error).strip() or type(error).__name__
     lines = [text] if isinstance(error, InputError) else text.splitlines()
     return printable(lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]} (-v shows more)")
-
-
-def printable(text: str) -> str:
-    """Return the text on one line, with escapes in place of what a terminal would obey or cannot show.
-
-    >>> print(printable("new\\nline, \\x1b[31mred"))
-    new\\nline, \\x1b[31mred
-    """
-    return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)
 
 
 def pairs(title: str, values: dict[str, Any]) -> Table:

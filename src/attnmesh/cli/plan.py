@@ -1,146 +1,80 @@
 """The command `attnmesh plan`: options to a workload and a cluster, all plans priced, the best as a table."""
 
-import json
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.table import Table
 
-from attnmesh.cli.mesh_option import KvOption, storage_of
-from attnmesh.cli.output import AsJson, Status, Verbose, console, numbered, pairs, printable
-from attnmesh.cli.plan_model import ModelOption, check_alone, model_of, print_record, print_serving, warn_of_length
-from attnmesh.cli.plan_page import check_file, write_report
-from attnmesh.cli.plan_training import LoraOption, check_lora, print_training
-from attnmesh.cli.plan_workload import (
-    LengthOption,
-    RecurrentOption,
-    WorkloadOption,
-    enabling_code,
-    length_of,
-    preset_of,
-    recurrent_of,
-    recurrent_record,
-    source_of,
-)
+from attnmesh.cli.output import Status, console, numbered, pairs
+from attnmesh.cli.plan_model import model_of, print_record, print_serving, warn_of_length
+from attnmesh.cli.plan_page import write_report
+from attnmesh.cli.plan_training import print_training
+from attnmesh.cli.plan_workload import enabling_code, recurrent_record, source_of
 from attnmesh.core.mask import Causal, Full, Mask, Window
-from attnmesh.core.partial import DTYPES
-from attnmesh.errors import ArgumentError, ClusterError, ShapeError
-from attnmesh.planner.cluster import PRESETS, Cluster
+from attnmesh.errors import ClusterError
+from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.plan import STAGES, Plan, by
 from attnmesh.planner.plan import plan as plans_for
+from attnmesh.planner.recurrent import Recurrent
 from attnmesh.planner.units import in_bytes, in_seconds
-from attnmesh.planner.workload import PHASES, Workload
-
-ReportFile = Annotated[
-    Path | None,
-    typer.Option(help="Also write an interactive page to this .html: sizes can be changed.", dir_okay=False),
-]
-HeadsOption = Annotated[
-    str | None, typer.Option(help="Query heads / key heads, as 32/8; or one number for both. Or pass --model.")
-]
-HeadDimOption = Annotated[int | None, typer.Option(min=1, help="Columns of a query and of a key; 128 by default.")]
-LayersOption = Annotated[int | None, typer.Option(min=1, help="Attention layers, one after the other; 1 by default.")]
-LatentOption = Annotated[
-    str | None, typer.Option(help="Latent attention: columns that are projected / rotated, as 512/64.")
-]
-QLenOption = Annotated[int | None, typer.Option(min=1, help="New tokens per sequence in a decode step; 1 by default.")]
+from attnmesh.planner.workload import Workload
+from attnmesh.planner.workload_presets import workload_preset
+from attnmesh_command.messages import printable
+from attnmesh_command.option_texts import (
+    cluster_size_of,
+    heads_of,
+    latent_of,
+    length_of,
+    read_cluster,
+    recurrent_of,
+)
+from attnmesh_command.plan_options import PlanOptions
 
 
-def plan(
-    context: typer.Context,
-    cluster: Annotated[
-        str,
-        typer.Option(
-            help="A preset, as dgx-h100:16 or dgx-h100:16x4 (hosts x ranks); or a file of attnmesh probe. "
-            f"Hosts x ranks of a name alone: {', '.join(f'{n} {p.hosts}x{p.ranks}' for n, p in PRESETS.items())}."
-        ),
-    ],
-    length: LengthOption = None,
-    model: ModelOption = None,
-    workload: WorkloadOption = None,
-    heads: HeadsOption = None,
-    head_dim: HeadDimOption = None,
-    value_dim: Annotated[int | None, typer.Option(min=1, help="Columns of a value, if not --head-dim.")] = None,
-    latent: LatentOption = None,
-    training: Annotated[bool, typer.Option("--training", help="Forward and backward (the default).")] = False,
-    prefill: Annotated[bool, typer.Option("--prefill", help="Forward only.")] = False,
-    lora: LoraOption = 0,
-    decode: Annotated[bool, typer.Option("--decode", help="One step, with --length cached tokens.")] = False,
-    layers: LayersOption = None,
-    recurrent: RecurrentOption = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
-    q_len: QLenOption = None,
-    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bfloat16",
-    kv: KvOption = "auto",
-    window: Annotated[
-        int | None, typer.Option(min=0, help="A token sees itself and this many before it; all before it by default.")
-    ] = None,
-    full: Annotated[bool, typer.Option("--full", help="No mask: all tokens see all tokens.")] = False,
-    top: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 10,
-    report: ReportFile = None,
-    as_json: AsJson = False,
-    verbose: Verbose = False,
-) -> None:
-    """Predict the time of every way to run attention on a cluster: the fastest first, with its reasons."""
-    machines = cluster_of(cluster)
-    common: dict[str, Any] = {"batch": batch, "q_len": q_len, "dtype": dtype, "storage": storage_of(kv)}
-    common["phase"] = _phase(training, prefill, decode, default="training" if workload is None else "prefill")
-    sizes: dict[str, Any] = {"--heads": heads, "--head-dim": head_dim, "--value-dim": value_dim, "--latent": latent}
-    sizes |= {"--layers": layers, "--recurrent": recurrent, "--window": window, "--full": full}
-    if workload is None:
-        common["length"] = length_of(length)
-    check_lora(lora, is_trained=model is not None and training)
-    if model is not None and workload is None and (decode or training):
-        check_alone(sizes)
-        _print_model(context.params, machines, common)
+def plan(options: PlanOptions) -> None:
+    """Predict the time of every way to run attention on a cluster, the fastest first."""
+    machines = cluster_of(options.cluster)
+    common: dict[str, Any] = {"batch": options.batch, "q_len": options.q_len, "dtype": options.dtype}
+    common |= {"phase": options.phase, "storage": None if options.kv == "auto" else options.kv}
+    if options.length is not None:
+        common["length"] = length_of(options.length)
+    if options.of_whole_model:
+        (print_serving if options.decode else print_training)(options, machines, common)
         return
-    work = _workload(model, sizes, common) if workload is None else preset_of(workload, length, model, sizes, common)
-    if report is not None:
-        check_file(report)
+    work = workload_preset(options.workload, **common) if options.workload is not None else _workload(options, common)
     with Status("pricing") as status:
         plans = plans_for(work, machines, progress=lambda done, of: status.update(f"priced {done:,} of {of:,} plans"))
-        if report is not None:
-            write_report(report, work, machines, status.update)
-    shown = distinct(plans)[:top]
-    if as_json:
-        print_record(context.params, machines, _record(work, shown) | source_of(workload, work.length))
+        if options.report is not None:
+            write_report(options.report, work, machines, status.update)
+    shown = distinct(plans)[: options.top]
+    if options.as_json:
+        print_record(options, machines, _record(work, shown) | source_of(options.workload, work.length))
     else:
-        _print(workload, shown, report, verbose)
-
-
-def _print_model(given: dict[str, Any], machines: Cluster, common: dict[str, Any]) -> None:
-    """Print the ways to run a whole model in decoding, or in training."""
-    decodes = common["phase"] == "decode"
-    check_alone({"--report": given["report"]}, f"no picture of a model in {'decoding' if decodes else 'training'}")
-    (print_serving if decodes else print_training)(given, machines, common)
+        _print(options.workload, shown, options.report, options.verbose)
 
 
 # --- options ---
 
 
-def _workload(model: str | None, sizes: dict[str, Any], common: dict[str, Any]) -> Workload:
+def _workload(options: PlanOptions, common: dict[str, Any]) -> Workload:
     """Return the attention of a model, or that of the options."""
-    if model is not None:
-        check_alone(sizes)
-        found, config = model_of(model, common)
+    if options.model is not None:
+        found, config = model_of(options.model, common)
         warn_of_length(config, found.workload.length)
         return found.workload
-    q_heads, kv_heads = heads_of(sizes["--heads"])
-    latent = sizes["--latent"]
-    more = {"head_dim": 128 if sizes["--head-dim"] is None else sizes["--head-dim"], "value_dim": sizes["--value-dim"]}
+    q_heads, kv_heads = heads_of(options.heads or "")
     return Workload(
         q_heads,
         kv_heads,
-        **more,
-        layers=1 if sizes["--layers"] is None else sizes["--layers"],
-        mask=_mask(sizes["--window"], sizes["--full"]),
-        latent=None if latent is None else _numbers("--latent", "projected / rotated columns", "512/64", latent),
-        recurrent=tuple(recurrent_of(text) for text in sizes["--recurrent"] or ()),
+        head_dim=128 if options.head_dim is None else options.head_dim,
+        value_dim=options.value_dim,
+        layers=1 if options.layers is None else options.layers,
+        mask=_mask(options.window, options.full),
+        latent=None if options.latent is None else latent_of(options.latent),
+        recurrent=tuple(Recurrent(**recurrent_of(text)) for text in options.recurrent or ()),
         **common,
     )
 
@@ -151,11 +85,10 @@ def cluster_of(text: str) -> Cluster:
     >>> cluster_of("dgx-h100:2x4").world
     8
     """
-    name, _, size = (text, "", "") if os.path.isfile(text) else text.partition(":")
-    hosts, ranks = _size(text, size) if size or text.endswith(":") else (None, None)
-    if not os.path.isfile(name) and not name.endswith(".json"):
+    name, hosts, ranks = cluster_size_of(text)
+    if not os.path.isfile(name):
         return Cluster.preset(name, hosts, ranks)
-    found = _measured(Path(name))
+    found = _measured(name)
     for what, given, count in (("hosts", hosts, found.hosts), ("ranks a host", ranks, found.ranks)):
         if count == 1 and given not in (None, 1):  # there was no link to measure
             fix = f"measure with attnmesh probe on more {what}"
@@ -164,62 +97,15 @@ def cluster_of(text: str) -> Cluster:
     return found.sized(hosts or found.hosts, ranks or found.ranks)
 
 
-def _size(text: str, size: str) -> tuple[int, int | None]:
-    match = re.fullmatch(r"([0-9]{1,15})(?:x([0-9]{1,15}))?", size)
-    if match is None:
-        fix = "write dgx-h100:16 for 16 hosts, dgx-h100:16x4 for 4 ranks on each"
-        raise ClusterError("--cluster", "NAME, NAME:HOSTS or NAME:HOSTSxRANKS", repr(text), fix)
-    hosts, ranks = match.groups()
-    return int(hosts), None if ranks is None else int(ranks)
-
-
-def _measured(file: Path) -> Cluster:
-    fix = "write one with attnmesh probe --out"
+def _measured(file: str) -> Cluster:
     try:
-        record = json.loads(file.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ClusterError("--cluster", "a JSON file that probe wrote", f"{file}: {error}", fix) from None
-    if not isinstance(record, dict) or "cluster" not in record:
-        raise ClusterError("--cluster", 'a JSON object with a "cluster"', f"{file} without one", fix)
-    try:
-        return Cluster.of_record(record["cluster"])
+        return Cluster.of_record(read_cluster(file))
     except ClusterError as error:
         _, expected, given, fix = error.args
         raise ClusterError(f"--cluster {file}", expected, given, fix) from None
 
 
-def heads_of(text: str | None) -> tuple[int, int]:
-    """Return the query heads and key heads of `--heads`.
-
-    >>> heads_of("32/8"), heads_of("16")
-    ((32, 8), (16, 16))
-    """
-    if text is None:
-        raise ArgumentError("attnmesh plan", "--heads or --model", "neither", "write --heads 32/8, or --model NAME")
-    if re.fullmatch("[0-9]{1,15}", text):
-        return int(text), int(text)
-    return _numbers("--heads", "query heads / key heads", "32/8, or 32 for 32/32", text)
-
-
-def _numbers(option: str, expected: str, example: str, text: str) -> tuple[int, int]:
-    """Return the two numbers of an option."""
-    match = re.fullmatch("([0-9]{1,15})/([0-9]{1,15})", text)
-    if match is None:
-        raise ShapeError(option, expected, repr(text), f"write {example}")
-    return int(match[1]), int(match[2])
-
-
-def _phase(*wanted: bool, default: str) -> str:
-    phases = [phase for phase, given in zip(PHASES, wanted, strict=True) if given]
-    if len(phases) > 1:
-        given = " and ".join(f"--{phase}" for phase in phases)
-        raise ArgumentError("attnmesh plan", "one phase", given, "plan for each in a command of its own")
-    return phases[0] if phases else default
-
-
 def _mask(window: int | None, full: bool) -> Mask:
-    if full and window is not None:
-        raise ArgumentError("attnmesh plan", "one mask", f"--full and --window {window}", "leave one out")
     return Full() if full else Causal() if window is None else Window(window)
 
 

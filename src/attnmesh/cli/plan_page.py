@@ -11,8 +11,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from attnmesh.cli.output import writable
-from attnmesh.errors import ArgumentError
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.hardware import NO_LINK
 from attnmesh.planner.plan import Plan
@@ -47,13 +45,6 @@ def grid_of(workload: Workload, cluster: Cluster) -> Grid:
     counts = {1} if cluster.between == NO_LINK else {*doubling(max(HOSTS, cluster.hosts)), cluster.hosts}
     sets = (kv_heads, ranks, counts, lengths(workload.length))
     return Grid(*(tuple(sorted(each)) for each in sets))
-
-
-def check_file(file: Path) -> None:
-    """Raise before pricing if the page cannot be written."""
-    if file.suffix.lower() not in (".html", ".htm"):
-        raise ArgumentError("--report", "a file named .html", repr(str(file)), "name it plan.html")
-    writable("--report", file)
 
 
 def write_report(file: Path, workload: Workload, cluster: Cluster, status: Callable[[str], None]) -> None:

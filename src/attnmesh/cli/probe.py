@@ -3,15 +3,14 @@
 import json
 import os
 import socket
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import typer
 from torch.distributed.device_mesh import init_device_mesh
 
-from attnmesh.cli.launch import check_ranks, run_on_ranks
-from attnmesh.cli.output import AsJson, OutFile, Status, Verbose, command_line, console, pairs, print_json
+from attnmesh.cli.launch import run_on_ranks
+from attnmesh.cli.output import Status, command_line, console, pairs, print_json
 from attnmesh.errors import ClusterError
 from attnmesh.mesh.axes import device_type_of
 from attnmesh.mesh.shapes import AXES
@@ -20,26 +19,19 @@ from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.hardware import NO_LINK
 from attnmesh.planner.units import in_seconds
 from attnmesh.runtime.machine import machine
+from attnmesh_command.plan_options import ProbeOptions
 
 
-def probe(
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks to start on this machine, of one thread each.")] = 4,
-    as_json: AsJson = False,
-    verbose: Verbose = False,
-    out: OutFile = None,
-) -> None:
-    """Measure links and devices of the ranks of torchrun, or of ranks started on this machine, all at work (20 s).
-
-    The file that `--out` writes is a cluster for `attnmesh plan --cluster FILE`. The constants of this machine are
-    kept in the user's cache folder too, where `exchange="auto"` reads them.
-    """
+def probe(options: ProbeOptions) -> None:
+    """Measure links and devices of all ranks at work, and keep the constants."""
+    ranks = options.ranks
     torchrun = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if torchrun:
         check_master()
         dist.init_process_group()
     first = not torchrun or dist.get_rank() == 0
     with Status("measuring the ranks of torchrun" if torchrun else f"measuring {ranks} ranks"):
-        found = measured() if torchrun else run_on_ranks(check_ranks(ranks), measured)[0]
+        found = measured() if torchrun else run_on_ranks(ranks, measured)[0]
     kind = device_type_of(dist.group.WORLD) if torchrun else "cpu"
     first_of_host = os.environ.get("LOCAL_RANK", "0") == "0"  # also without torchrun
     kept = keep_machine(found, kind) if first_of_host else None
@@ -49,15 +41,15 @@ def probe(
         return
     command = "torchrun ... attnmesh probe" if torchrun else command_line("attnmesh probe", {"ranks": ranks})
     report = {"command": command, "machine": machine(), "cluster": found.record(), "kept": kept and str(kept)}
-    if out is not None:
-        out.write_text(json.dumps(report, indent=2) + "\n")
-    if as_json:
+    if options.out is not None:
+        options.out.write_text(json.dumps(report, indent=2) + "\n")
+    if options.as_json:
         print_json(report)
         return
     console.print(pairs(f"{found.hosts} hosts of {found.ranks} ranks", described(found)))
     if kept is not None:
         console.print(f'exchange="auto" reads them from {kept}')
-    if verbose:
+    if options.verbose:
         console.print(PROBE_EXPLAINED)
 
 

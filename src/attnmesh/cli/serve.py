@@ -5,42 +5,23 @@ import os
 from contextlib import closing
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
-from pathlib import Path
-from socket import gethostname
-from typing import Annotated, Any
+from socket import gethostname, socket
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.markup import escape
 
-from attnmesh.cli.generate import (
-    Dtype,
-    Merge,
-    MeshOption,
-    Model,
-    Ranks,
-    Reproducible,
-    cache_options,
-    enter_world,
-)
-from attnmesh.cli.generate_prompt import prepare_model
-from attnmesh.cli.launch import leaving_tidily, run_on_machine, under_torchrun
-from attnmesh.cli.mesh_option import KvOption
-from attnmesh.cli.output import Status, Verbose, print_message, printable
+from attnmesh.cli.generate import cache_options, enter_world
+from attnmesh.cli.generate_prompt import Prepared, prepare_model
+from attnmesh.cli.launch import leaving_tidily, run_on_machine
+from attnmesh.cli.output import Status, print_message
 from attnmesh.cli.serve_hosts import TorchrunRanks, serve_under_torchrun
 from attnmesh.comm.failures import set_deadline
-from attnmesh.decode.checks import check_reproducible
 from attnmesh.errors import ArgumentError, require
+from attnmesh_command.messages import printable, under_torchrun
+from attnmesh_command.model_options import ServeOptions
 
-Host = Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 is any, and lets other machines in.")]
-ServedName = Annotated[str | None, typer.Option(help="Name of the model in requests; that of --model by default.")]
-MaxGap = Annotated[float | None, typer.Option(min=0.001, help="Seconds that a prompt may hold up running requests.")]
-MaxRestarts = Annotated[int, typer.Option(min=0, help="Times that lost ranks are started again in 10 minutes.")]
-Silence = Annotated[float, typer.Option(help="Seconds without an end of a step after which ranks count as lost.")]
-ApiKeys = Annotated[
-    list[str] | None,
-    typer.Option(envvar="ATTNMESH_API_KEY", show_envvar=True, help="Key of a client; again for each further one."),
-]
-ApiKeyFile = Annotated[Path | None, typer.Option(help="File with a key on each line.")]
+if TYPE_CHECKING:
+    from attnmesh.cli.serve_worker import Settings
 
 
 @dataclass(frozen=True)
@@ -56,6 +37,7 @@ class LocalRanks:
         """Start the ranks; return when they are done, or raise when one fails."""
         from attnmesh.cli.serve_worker import serve_rank
 
+        print_message(f"starting {self.count} ranks" if self.count > 1 else "starting 1 rank")
         run_on_machine(self.count, serve_rank, self.settings, address)
 
     def kill(self, *, again: bool = False) -> None:
@@ -64,96 +46,85 @@ class LocalRanks:
             process.kill()
 
 
-def serve(
-    model: Model,
-    mesh: MeshOption = "auto",
-    ranks: Ranks = None,
-    host: Host = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0 takes a free one.")] = 8000,
-    served_name: ServedName = None,
-    api_key: ApiKeys = None,
-    api_key_file: ApiKeyFile = None,
-    max_rows: Annotated[int, typer.Option(min=1, help="Requests that decode at a time.")] = 16,
-    max_queue: Annotated[int, typer.Option(min=1, help="Requests that wait; further ones get 429.")] = 64,
-    cache_memory: Annotated[float | None, typer.Option(min=0.001, help="GB of keys and values on a rank.")] = None,
-    max_gap: MaxGap = None,
-    max_model_len: Annotated[int | None, typer.Option(min=2, help="Longest context; the model's by default.")] = None,
-    max_body: Annotated[int, typer.Option(min=1, help="MB of a request's body.")] = 32,
-    max_restarts: MaxRestarts = 3,
-    drain: Annotated[float, typer.Option(min=1, help="Seconds that open requests get to end at SIGTERM.")] = 30,
-    deadline: Silence = 60.0,
-    merge: Merge = "auto",
-    reproducible: Reproducible = False,
-    dtype: Dtype = "auto",
-    kv: KvOption = "auto",
-    verbose: Verbose = False,
-) -> None:
-    """Serve a language model whose contexts are spread over ranks, over HTTP as OpenAI does."""
+def serve(options: ServeOptions) -> None:
+    """Serve over HTTP; under torchrun be one of the ranks."""
+    from attnmesh.serve.server import listen
+
+    set_deadline(options.deadline)
+    hosts = TorchrunRanks.of_front()
+    world = hosts.count if hosts is not None else enter_world(options.ranks, options.mesh)
+    if under_torchrun():
+        _, settings, _ = _prepared(options, world)
+        serve_under_torchrun(settings)
+        return
+    with leaving_tidily(), closing(listen(options.host, options.port)) as listening:
+        prepared, settings, defaults = _prepared(options, world)
+        _serve(options, listening, prepared, defaults, hosts or LocalRanks(world, settings))
+
+
+def _prepared(options: ServeOptions, world: int) -> tuple[Prepared, "Settings", dict[str, Any]]:
+    """Return the model's place and mesh, the settings of its ranks, and its defaults of requests."""
     from attnmesh.cli.serve_worker import Settings
+
+    with Status("looking for the model") as status:
+        prepared = prepare_model(options.model, world, options.mesh, status, images=None)
+    longest = _longest(options.max_model_len, prepared.longest)
+    memory = options.cache_memory and round(options.cache_memory * 1e9)
+    engine: dict[str, Any] = {"max_rows": options.max_rows, "max_queue": options.max_queue, "max_model_len": longest}
+    engine |= {"max_gap": options.max_gap, "cache_memory": memory, **cache_options(options, prepared)}
+    engine["tokens_end"], defaults = _generation(options.generation_config, prepared)
+    return prepared, Settings(prepared.for_ranks, options.dtype, options.deadline, engine), defaults
+
+
+def _serve(
+    options: ServeOptions,
+    listening: socket,
+    prepared: Prepared,
+    defaults: dict[str, Any],
+    ranks: LocalRanks | TorchrunRanks,
+) -> None:
+    """Start the front, and serve with the ranks."""
     from attnmesh.serve.app import App
     from attnmesh.serve.door import LOCAL, Limits
     from attnmesh.serve.front import Front
     from attnmesh.serve.metrics import Metrics
-    from attnmesh.serve.server import listen, run
+    from attnmesh.serve.server import run
 
-    cache = cache_options(dtype, merge, reproducible, kv)
-    set_deadline(deadline)
-    keys = _keys(api_key, api_key_file)
-    hosts = TorchrunRanks.of_front()
-    world = hosts.count if hosts is not None else enter_world(ranks, mesh)
-    with Status("looking for the model") as status:
-        prepared = prepare_model(model, world, mesh, status, images=None)
-    check_reproducible("--reproducible", reproducible, prepared.mesh.shape.queries * prepared.mesh.shape.keys, merge)
-    longest = _longest(max_model_len, prepared.longest)
-    engine: dict[str, Any] = {"max_rows": max_rows, "max_queue": max_queue, "max_model_len": longest}
-    engine |= {"max_gap": max_gap, "cache_memory": cache_memory and round(cache_memory * 1e9)}
-    settings = Settings(prepared.for_ranks, dtype, deadline, engine | cache)
-    if under_torchrun():
-        serve_under_torchrun(settings)
-        return
-    ranks_ = hosts or LocalRanks(world, settings)
-    counts: dict[str, Any] = {"max_requests": max_rows + max_queue, "max_restarts": max_restarts}
-    front = Front(ranks_, **counts, metrics=Metrics(), deadline=deadline)
+    counts: dict[str, Any] = {"max_requests": options.max_rows + options.max_queue}
+    counts["max_restarts"] = options.max_restarts
+    front = Front(ranks, **counts, metrics=Metrics(), deadline=options.deadline)
     front.log = lambda line: print_message(escape(printable(line)))
-    limits = Limits(keys, host in (*LOCAL, "::1"), max_body << 20)
-    with leaving_tidily(), closing(listen(host, port)) as listening:
-        if not limits.local and not keys:
-            print_message("all who reach this machine can ask: --api-key keeps others out")
-        app = App(front, prepared.tokenizer, served_name or model, limits, prepared.processor)
-        where = app.name, host, listening.getsockname()[1], prepared, hosts
-        front.on_ready = lambda facts: print_message(_ready(*where, facts.get("cache_bytes", 0)))
-        run(app, listening, drain)
+    limits = Limits(options.api_keys(), options.host in (*LOCAL, "::1"), options.max_body << 20)
+    if not limits.local and not limits.api_keys:
+        print_message("all who reach this machine can ask: --api-key keeps others out")
+    name = options.served_name or options.model
+    app = App(front, prepared.tokenizer, name, limits, prepared.processor, defaults)
+    port, on_hosts = listening.getsockname()[1], isinstance(ranks, TorchrunRanks)
+    front.on_ready = lambda facts: print_message(_ready(app, options.host, port, prepared, on_hosts) + _caches(facts))
+    run(app, listening, options.drain)
 
 
-def _ready(name: str, host: str, port: int, prepared: Any, hosts: TorchrunRanks | None, cache: int) -> str:
+def _generation(source: str, prepared: Prepared) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """Return the tokens that end answers, and the model's defaults of requests."""
+    from attnmesh.hf.load import open_generation_config
+    from attnmesh.serve.model_defaults import read_model_defaults, tokens_that_end
+
+    config = open_generation_config(prepared.place)
+    return tokens_that_end(config, prepared.tokenizer), read_model_defaults(config) if source == "auto" else {}
+
+
+def _caches(facts: dict[str, Any]) -> str:
+    """Return how much memory caches have, as ranks say it."""
+    return f", {facts['cache_bytes'] / 1e9:.1f} GB of caches a rank" if "cache_bytes" in facts else ""
+
+
+def _ready(app: Any, host: str, port: int, prepared: Prepared, on_hosts: bool) -> str:
     """Return what the command says when requests are served."""
-    place = f", front {os.getpid()} on {gethostname()}" if hosts else ""
+    place = f", front {os.getpid()} on {gethostname()}" if on_hosts else ""
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    return str(
-        escape(
-            f"serving {printable(name)} on {url}, mesh {prepared.mesh}{place}, {cache / 1e9:.1f} GB of caches a rank"
-        )
-    )
-
-
-def _keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:
-    """Return the keys of clients, or raise on one that no header can carry."""
-    found = {"--api-key": given or [], "--api-key-file": [] if file is None else _lines(file)}
-    for name, keys in found.items():
-        fits = all(key.isascii() and key.isprintable() and " " not in key and key for key in keys)
-        fits = fits and bool(keys or name == "--api-key" or file is None)
-        fix = "take letters and digits"
-        require(fits, ArgumentError, name, "printable ASCII without spaces", "other characters, or none", fix)
-    return (*found["--api-key"], *found["--api-key-file"])
-
-
-def _lines(file: Path) -> list[str]:
-    """Return the lines of a file that are not empty."""
-    try:
-        return [line.strip() for line in file.read_text().splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        given, fix = f"{file}: {getattr(error, 'strerror', None) or 'no text'}", "name a file that can be read"
-        raise ArgumentError("--api-key-file", "a file with a key on each line", given, fix) from None
+    values = ", ".join(f"{name} {value}" for name, value in app.defaults.items())
+    place += f"; defaults of the model: {values}" if values else ""
+    return str(escape(f"serving {printable(app.name)} on {url}, mesh {prepared.mesh}{place}"))
 
 
 def _longest(asked: int | None, of_model: int | None) -> int:

@@ -7,6 +7,7 @@ the store, and all ranks on that host.
 """
 
 import json
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -94,6 +95,8 @@ def failure(axis: Axis, step: str, peer: int | None, error: RuntimeError) -> Ran
     ranks = dist.get_process_group_ranks(axis.group)
     suspects = [rank for rank in ranks if rank != dist.get_rank()] if peer is None else [ranks[peer]]
     late = peer is None or "timed out" in str(error).lower()  # else a connection broke: its peer is lost, or closed it
+    why = str(error).splitlines()[0] if str(error) else type(error).__name__
+    _report(suspects, step, axis, why)
     reachable = _leave_note([])  # alive, and no suspicion yet
     _close_connections()  # so that all ranks find an error and leave notes
     missing = _missing(suspects, late=late) if reachable else _cut_off(suspects)
@@ -101,8 +104,20 @@ def failure(axis: Axis, step: str, peer: int | None, error: RuntimeError) -> Ran
         _leave_note(missing)
     if dist.get_rank() == 0:
         _outlast_readers(missing)
-    why = str(error).splitlines()[0] if str(error) else type(error).__name__
     return RankFailure(missing, step, axis.name, why)
+
+
+def _report(suspects: Sequence[int], step: str, axis: Axis, why: str) -> None:
+    """Print the first failure of this rank before the others learn of it.
+
+    They may wait elsewhere, as in a barrier, and end with an error of the backend; then torchrun ends this rank before
+    its own error is seen.
+    """
+    if not WORLD.has_failed:
+        WORLD.has_failed = True
+        awaited = f"rank{'s' * (len(suspects) > 1)} {', '.join(map(str, suspects))}"
+        where, advice = f"along the {axis.name} axis, {step}: {why}", "Ranks that work all have to make this call."
+        print(f"attnmesh: rank {dist.get_rank()} waited for {awaited} {where}. {advice}", file=sys.stderr, flush=True)
 
 
 def _missing(ranks: Sequence[int], *, late: bool) -> list[int]:

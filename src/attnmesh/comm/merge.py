@@ -25,6 +25,7 @@ from attnmesh.comm.symmetric_memory import symmetric_memory_of
 from attnmesh.comm.topology import all_gather_ints, best_merge, mailboxes_of, rounds, whole_mailboxes
 from attnmesh.core.candidates import best
 from attnmesh.core.partial import Partial, sum_dtype
+from attnmesh.errors import KernelError
 from attnmesh.kernels.merge import use_triton
 from attnmesh.mesh.axes import Axis, device_type_of
 from attnmesh.mesh.merges import COLLECTIVE, MERGE_CHOICES, OUTPUTS
@@ -174,12 +175,14 @@ def merge_messages(
             inside = next((i for i, step in enumerate(steps) if not mailboxes.holds(step)), len(steps))
             merge_in_host(message, *form.sizes, axis, mailboxes, steps[:inside])
             steps = steps[inside:]
-        elif mailboxes is whole_mailboxes(axis):
+        elif how == "direct" and mailboxes is whole_mailboxes(axis):
             merge_in_host(message, *form.sizes, axis, mailboxes, None)
             return form.partial(message)
     if how == "direct":
         return form.merge(all_to_all_bytes([message] * axis.size, axis))
-    return form.partial(tree_exchange(message, steps, axis, form.merge_messages) if steps else message)
+    if how == "tree":
+        return form.partial(tree_exchange(message, steps, axis, form.merge_messages) if steps else message)
+    raise KernelError("merge", "a merge that has a branch in merge_messages", repr(how), "write one")
 
 
 def is_one_call(form: PartialMessage, axis: Axis, device: torch.device) -> bool:

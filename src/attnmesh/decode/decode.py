@@ -7,6 +7,7 @@ The blocks of a rank are one subtree.
 
 import functools
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, Never, NoReturn, cast
 from zlib import crc32
@@ -32,9 +33,9 @@ from attnmesh.decode.step import (
     run_step,
     tensors_of,
 )
-from attnmesh.errors import DtypeError, InputError, KernelError, require
+from attnmesh.errors import DtypeError, InputError, KernelError, RankFailure, UnforeseenError, require
 from attnmesh.guard.checks import check_checked, warn_if_swapped
-from attnmesh.guard.consensus import describe_call
+from attnmesh.guard.consensus import describe_call, unforeseen
 from attnmesh.guard.merge_checks import MergeChecker, raise_unequal
 from attnmesh.kernels.native.digest import digest_on_host
 from attnmesh.mesh.merges import COLLECTIVE
@@ -169,7 +170,10 @@ def run_plan(
     message = None if merge is None else merge.blank()
     into = plan.kind.blank() if merge is None or message is None else merge.places(message)
     attend = named(ATTENTION, plan.attend) if is_profiled() else plan.attend
-    partial = attend(q, caches, sinks, counts, into)
+    try:
+        partial = attend(q, caches, sinks, counts, into)
+    except Exception as error:
+        report_failure(error, caches[0], plan.step, compares)
     if partial is None:
         return None
     if merge is not None and message is not None:
@@ -217,7 +221,12 @@ def _run_compared(inputs: StepInputs, step: DecodeStep, checked: bool | None) ->
     values = tuple(key_lengths.tolist()) if key_lengths is not None and on_host else ()
     number = _call_number((*kind, values), *[cache.history_checksum for cache in caches])
     views = [cache.shard.view for cache in caches]
-    out, checksum = run_step(q, views, sinks, step, number, key_lengths, inputs.indices, further)
+    try:
+        out, checksum = run_step(q, views, sinks, step, number, key_lengths, inputs.indices, further)
+    except (InputError, RankFailure):
+        raise
+    except Exception as error:
+        report_failure(error, first, step, checked)
     if checksum is not None:
         ask = functools.partial(ask_in_step, step, q.new_empty(0), q.shape, first.sizes.value_dim)
         checker.after(checksum, "decode", ask)
@@ -228,6 +237,13 @@ def report(error: InputError, cache: KVCache, step: DecodeStep, checked: bool | 
     """Raise the error of this rank's step, on all ranks if they compare it. Else the others get NaN."""
     checker = MergeChecker(cache.checker, cache.device, step.merge, checked)
     checker.report(error, functools.partial(_send_poison, cache, step))
+    raise error
+
+
+def report_failure(error: Exception, cache: KVCache, step: DecodeStep, checked: bool | None) -> NoReturn:
+    """Raise what this rank could not foresee, such as no memory, once the others do not wait for its message."""
+    with suppress(UnforeseenError):
+        report(unforeseen("decode", error), cache, step, checked)
     raise error
 
 

@@ -334,6 +334,11 @@ def rope_growth(model: PreTrainedModel) -> int:
     return max((int(value) for name, value in fields if name.endswith("max_seq_len_cached")), default=0)
 
 
+def rope_switches(config: PreTrainedConfig) -> list[int]:
+    """Return the lengths at which ropes change: an answer of `Engine` stays on its prompt's side."""
+    return [switch for _, switch in _length_dependent_ropes(config)]
+
+
 def check_rope_switch(config: PreTrainedConfig, cached: int, total: int) -> None:
     """Raise if generation crosses the length at which a longrope changes, because cached keys would become invalid."""
     for rope, switch in _length_dependent_ropes(config.get_text_config(decoder=True)):

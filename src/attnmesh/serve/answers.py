@@ -6,17 +6,21 @@ import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any
 
+from attnmesh.serve.spelling import Spelling
 from attnmesh.serve.text import Piece, Token
+
+RAW = "bytes:"
+"""Beginning of a token that is no whole characters, in completions."""
 
 
 @dataclass(frozen=True)
 class Answers:
     """The objects that answer one request."""
 
-    tokenizer: Any
+    spelling: Spelling
     model: str
     is_chat: bool
     top: int | None
@@ -41,13 +45,15 @@ class Answers:
         delta = {"role": "assistant", "content": "", "refusal": None}
         return self.chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
 
-    def choice(self, index: int, piece: Piece, offset: int, reason: str | None) -> dict[str, Any]:
-        """Return a choice with new text; `offset` is the place of the text in the choice."""
+    def choice(self, index: int, piece: Piece, reason: str | None) -> dict[str, Any]:
+        """Return a choice with new text."""
         shared = {"index": index, "finish_reason": reason}
         if not self.is_chat:
-            shown = None if self.top is None else self._completion_logprobs(piece, offset)
+            shown = None if self.top is None else self._completion_logprobs(piece)
             return {**shared, "text": piece.text, "logprobs": shown}
-        shown = None if self.top is None else {"content": [self._logprob(one) for one in piece.tokens], "refusal": None}
+        shown = (
+            None if self.top is None else {"content": [self._logprob(one) for _, one in piece.tokens], "refusal": None}
+        )
         return {**shared, "delta": {"content": piece.text} if piece.text else {}, "logprobs": shown}
 
     def joined(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -65,19 +71,27 @@ class Answers:
         return {**self._entry(token.id, token.logprob), "top_logprobs": others}
 
     def _entry(self, id: int, logprob: float | None) -> dict[str, Any]:
-        text = self._text(id)
-        return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
+        data = None if self.spelling.drops(id) else [*self.spelling.bytes_of(id)]
+        return {"token": self.spelling.written(id), "logprob": logprob, "bytes": data}
 
-    def _text(self, id: int) -> str:
-        text: str = self.tokenizer.decode([id], clean_up_tokenization_spaces=False)
-        return text
+    def _completion_logprobs(self, piece: Piece) -> dict[str, Any]:
+        tokens = [token for _, token in piece.tokens]
+        return {
+            "tokens": [self.spelling.written(token.id, RAW) for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [self._top(token) for token in tokens],
+            "text_offset": [place for place, _ in piece.tokens],
+        }
 
-    def _completion_logprobs(self, piece: Piece, offset: int) -> dict[str, Any]:
-        texts = [self._text(token.id) for token in piece.tokens]
-        tops = [{self._text(id): logprob for id, logprob in token.top[: self.top]} for token in piece.tokens]
-        *offsets, _ = accumulate(map(len, texts), initial=offset)
-        logprobs = [token.logprob for token in piece.tokens]
-        return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+    def _top(self, token: Token) -> dict[str, float | None]:
+        """Return the log-probabilities of the likeliest tokens, and of the drawn one, by what is written of them.
+
+        Of tokens that are written alike, the drawn one counts, then the likeliest.
+        """
+        found = {self.spelling.written(token.id, RAW): token.logprob}
+        for id, logprob in token.top[: self.top]:
+            found.setdefault(self.spelling.written(id, RAW), logprob)
+        return found
 
 
 def joined_lists(parts: list[dict[str, Any]]) -> dict[str, Any]:

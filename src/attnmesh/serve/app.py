@@ -4,10 +4,11 @@ import hashlib
 import json
 import re
 from base64 import b64encode
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from importlib.resources import files
 from secrets import randbits
+from types import MappingProxyType
 from typing import Any
 
 from starlette.applications import Starlette
@@ -26,16 +27,29 @@ from attnmesh.serve.front import Front
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.reply import EventStream, Gone, Reply, while_there
 from attnmesh.serve.schema import CHAT, COMPLETION, Schema, read_fields, shown
+from attnmesh.serve.spelling import Spelling, tokens_without_text
 
-DEFAULT_NEW = 2048
-"""New tokens of a chat that names no limit, if they fit."""
+NEW_OF_CHAT, NEW_OF_COMPLETION = 2048, 16
+"""New tokens of requests that name no limit, if they fit."""
+
+SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Fields that say how the ranks draw tokens."""
 
 
 class App:
-    """The server of one model. A `processor` reads images."""
+    """The server of one model. A `processor` reads images; `defaults` are those of the model's generation_config."""
 
-    def __init__(self, front: Front, tokenizer: Any, name: str, limits: Limits, processor: Any = None) -> None:
-        self.front, self.tokenizer, self.name, self.limits = front, tokenizer, name, limits
+    def __init__(
+        self,
+        front: Front,
+        tokenizer: Any,
+        name: str,
+        limits: Limits,
+        processor: Any = None,
+        defaults: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self.front, self.name, self.limits, self.defaults = front, name, limits, defaults
+        self.spelling = Spelling(tokenizer, tokens_without_text(tokenizer))
         self._bodies = Bodies(limits.max_body)
         self._encoders = Encoders(processor or tokenizer)  # copies: one decodes here meanwhile
         self._page = files("attnmesh.serve").joinpath("page.html").read_text()
@@ -72,14 +86,17 @@ class App:
         """Answer messages."""
         fields, prompt = await self._read(http, CHAT, encode_chat)
         new = fields["max_completion_tokens"] or fields["max_tokens"]
+        default = self.defaults.get("max_new_tokens", NEW_OF_CHAT)
         top = (fields["top_logprobs"] or 0) if fields["logprobs"] else None
-        return await self._answer(http, fields, prompt, new, Answers(self.tokenizer, self.name, True, top))
+        new = new or self._default_new(len(prompt.ids), default)
+        return await self._answer(http, fields, prompt, new, Answers(self.spelling, self.name, True, top))
 
     async def completions(self, http: HttpRequest) -> Response:
         """Go on with a prompt."""
         fields, prompt = await self._read(http, COMPLETION, encode_text)
-        answers = Answers(self.tokenizer, self.name, False, fields["logprobs"])
-        return await self._answer(http, fields, prompt, fields["max_tokens"], answers)
+        answers = Answers(self.spelling, self.name, False, fields["logprobs"])
+        new = fields["max_tokens"] or self._default_new(len(prompt.ids), NEW_OF_COMPLETION)
+        return await self._answer(http, fields, prompt, new, answers)
 
     async def models(self, _: HttpRequest) -> Response:
         """List the one model."""
@@ -118,7 +135,8 @@ class App:
         """Return the fields of a request, tested, and the tokens of its prompt, which fits."""
         self.front.check_ready()
         longest = self.front.facts["max_model_len"]
-        async with self._bodies.read(http, longest, lambda body: read_fields(body, schema)) as (fields, nbytes):
+        reading = self._bodies.read(http, longest, lambda body: read_fields(body, schema, self.defaults))
+        async with reading as (fields, nbytes):
             self._check_model(fields["model"], "model")
             with self.front.room(fields["n"]):
                 is_long = nbytes > LONG or has_images(fields)
@@ -130,25 +148,26 @@ class App:
             raise too_long(f"{len(prompt.ids)} tokens,", longest)
         return fields, prompt
 
+    def _default_new(self, prompt: int, most: int) -> int:
+        """Return how many new tokens fit, and stay on the prompt's side of lengths at which ropes change."""
+        sides = [switch for switch in self.front.facts.get("rope_switches", ()) if prompt < switch]
+        limit: int = min(self.front.facts["max_model_len"], *sides, prompt + most)
+        return limit - prompt
+
     async def _answer(
-        self, http: HttpRequest, fields: dict[str, Any], prompt: Encoded, new: int | None, answers: Answers
+        self, http: HttpRequest, fields: dict[str, Any], prompt: Encoded, new: int, answers: Answers
     ) -> Response:
         """Submit a request for each choice, and answer with their tokens."""
         longest = self.front.facts["max_model_len"]
         room = longest - len(prompt.ids)
-        if new is not None and new > room:
+        if new > room:
             name = "max_tokens" if fields["max_tokens"] is not None else "max_completion_tokens"
             left = f"what the context of {longest} tokens leaves beside a prompt of {len(prompt.ids)}"
             raise Refused(400, f"{name}: expected 1 to {room}, {left}, given {new}", name)
         seed = randbits(63) if fields["seed"] is None else fields["seed"]  # replayed requests need the same
-        options = {
-            "max_new_tokens": new or min(DEFAULT_NEW, room),
-            "temperature": fields["temperature"],
-            "top_p": fields["top_p"],
-            "top_k": fields["top_k"],
-            "logprobs": 0 if answers.top is None else max(1, answers.top),
-            "salt": salt_of(http.scope["api_key"], fields["cache_salt"]),
-        }
+        options = {name: fields[name] for name in SAMPLED}
+        options |= {"max_new_tokens": new, "logprobs": 0 if answers.top is None else max(1, answers.top)}
+        options["salt"] = salt_of(http.scope["api_key"], fields["cache_salt"])
         choices = [options | {"seed": (seed + index) % (1 << 63)} for index in range(fields["n"])]
         stop = fields["stop"] or []
         stops = (stop,) if isinstance(stop, str) else tuple(stop)

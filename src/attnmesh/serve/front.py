@@ -193,7 +193,7 @@ class Front:
             if careful and any(one.fresh is not None for one in unproven):
                 return
             request.fresh = 0
-            again = request.sent if request.accepted else None
+            again = request.sent if request.accepted or request.replays else None  # a loss may hide the acceptance
             if request.group not in self._there:
                 self._there.add(request.group)
                 self._send(["prompt", request.group, request.prompt.ids], request.prompt.images or {})

@@ -31,7 +31,8 @@ class Reply:
         self, front: Front, answers: Answers, prompt: Encoded, choices: list[dict[str, Any]], stops: tuple[str, ...]
     ) -> None:
         self.front, self.answers, self.prompt_tokens = front, answers, len(prompt.ids)
-        self.texts = [Text(answers.tokenizer, stops) for _ in choices]
+        before = () if answers.is_chat else prompt.ids  # the answer of a chat is a message of its own
+        self.texts = [Text(answers.spelling, stops, before) for _ in choices]
         self.counts = [0] * len(choices)
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._early: list[tuple[int, Event]] = []
@@ -63,13 +64,13 @@ class Reply:
             else:
                 self._early.append((index, found))
 
-    async def pieces(self) -> AsyncIterator[tuple[int, Piece, int, str | None]]:
-        """Yield a choice's index, its new text, the place of that text, and the reason if it is the last."""
+    async def pieces(self) -> AsyncIterator[tuple[int, Piece, str | None]]:
+        """Yield a choice's index, its new text, and the reason if it is the last."""
         running = set(range(len(self.requests)))
         while running:
             index, found = self._early.pop(0) if self._early else await self._events.get()
             text = self.texts[index]
-            place, piece, reason = text.sent, Piece(""), None
+            piece, reason = Piece(""), None
             match found:
                 case Refused():
                     raise found
@@ -84,14 +85,14 @@ class Reply:
                 self.front.cancel(self.requests[index])  # of a stop string, which ranks do not know
                 running.discard(index)
             if piece.text or piece.tokens or reason is not None:
-                yield index, piece, place, reason
+                yield index, piece, reason
             await asyncio.sleep(0)  # many tokens may be there at once, and other requests want to go on
 
     async def whole(self) -> bytes:
         """Return the response with all choices, as JSON."""
         parts: list[list[dict[str, Any]]] = [[] for _ in self.requests]
-        async for index, piece, place, reason in self.pieces():
-            parts[index].append(self.answers.choice(index, piece, place, reason))
+        async for index, piece, reason in self.pieces():
+            parts[index].append(self.answers.choice(index, piece, reason))
         return await encoded(self.answers.whole([*map(self.answers.joined, parts)], self.usage()))
 
     async def events(self, include_usage: bool) -> AsyncIterator[bytes]:
@@ -99,8 +100,8 @@ class Reply:
         try:
             for index in range(len(self.requests)) if self.answers.is_chat else ():
                 yield event(self.answers.begin(index))
-            async for index, piece, place, reason in self.pieces():
-                choice = self.answers.choice(index, piece, place, reason)
+            async for index, piece, reason in self.pieces():
+                choice = self.answers.choice(index, piece, reason)
                 yield event(self.answers.chunk([choice]))
             if include_usage:
                 yield event(self.answers.chunk([], self.usage()))

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 from attnmesh.serve.refused import Refused
@@ -155,11 +156,15 @@ def is_stream_options(value: Any) -> bool:
     return known and all(is_flag(one) for one in value.values()) and value.get("include_obfuscation") is not True
 
 
+NOT_OPENAI = "not a field of OpenAI's"
+
 SAMPLING: Schema = {
     "model": Served(is_text, "the name that the server gives its model", REQUIRED),
     "temperature": Served(is_number(0, 2), "0 to 2", 1.0, "0 is greedy"),
     "top_p": Served(is_number(0, 1), "0 to 1", 1.0, "0 is greedy"),
-    "top_k": Served(is_whole(0, 1 << 31), "a whole number", 0, "0 is all; not a field of OpenAI's"),
+    "top_k": Served(is_whole(0, 1 << 31), "a whole number", 0, f"0 is all; {NOT_OPENAI}"),
+    "min_p": Served(is_number(0, 1), "0 to 1", 0.0, f"share of the likeliest token's probability; {NOT_OPENAI}"),
+    "repetition_penalty": Served(is_number(0.01, 100), "0.01 to 100", 1.0, f"1 is none; {NOT_OPENAI}"),
     "seed": Served(is_whole(-(1 << 63), (1 << 63) - 1), "a number of 64 bits", None, "choice i draws with seed + i"),
     "n": Served(is_whole(1, MAX_CHOICES), f"1 to {MAX_CHOICES}", 1),
     "stop": Served(is_stop, f"a string of 1 to {MAX_STOP} characters, or up to {MAX_STOPS} of them", None),
@@ -208,7 +213,7 @@ CHAT: Schema = {
 COMPLETION: Schema = {
     "prompt": Served(is_prompt, "text, or a list of token ids, or a list of one such prompt", REQUIRED),
     **SAMPLING,
-    "max_tokens": Served(is_whole(1, 1 << 31), NEW, 16),
+    "max_tokens": Served(is_whole(1, 1 << 31), NEW, None, "by default 16, or what fits"),
     "logprobs": Served(is_whole(0, 5), "0 to 5", None),
     "best_of": Only((1,)),
     "echo": Only((False,)),
@@ -217,15 +222,19 @@ COMPLETION: Schema = {
 """Fields of /v1/completions."""
 
 
-def read_fields(body: Any, schema: Schema) -> dict[str, Any]:
-    """Return the value of each field of a schema, or raise on a field that is unknown or refused."""
+def read_fields(body: Any, schema: Schema, defaults: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """Return the value of each field of a schema, or raise on a field that is unknown or refused.
+
+    `defaults` are those of the model, for fields that the body leaves out.
+    """
     if not isinstance(body, dict):
         raise Refused(400, f"body: expected a JSON object, given {shown(body)}")
     for name in body:
         if name not in schema:
             param = name[:SHOWN].encode(errors="replace").decode()  # JSON may hold half of a surrogate pair
             raise Refused(400, f"body: unknown field {shown(name)}. Leave it out.", param, "unknown_parameter")
-    fields = {name: field.read(name, body.get(name)) for name, field in schema.items()}
+    given = {**defaults, **{name: value for name, value in body.items() if value is not None}}
+    fields = {name: field.read(name, given.get(name)) for name, field in schema.items()}
     _check_together(fields)
     return fields
 

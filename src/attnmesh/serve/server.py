@@ -3,12 +3,14 @@
 import asyncio
 import json
 import socket
+from errno import EACCES, EADDRINUSE
 from typing import Any
 
 import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from attnmesh.errors import ArgumentError
 from attnmesh.serve.app import App
 from attnmesh.serve.front import Front
 from attnmesh.serve.refused import Refused
@@ -118,16 +120,28 @@ class DrainingServer(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens there, or raise `OSError`."""
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    listening = socket.socket(family, socket.SOCK_STREAM)
+    """Return a socket that will listen there, or raise if it cannot."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listening = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise _unusable(host, error) from None
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind(address)
-    except OSError:
+    except OSError as error:
         listening.close()
-        raise
+        if error.errno not in (EADDRINUSE, EACCES):
+            raise _unusable(host, error) from None
+        given = f"{port} of {host} ({error.strerror})"
+        fix = f"name another, as --port {port + 1 if port < 65535 else 8000}, or --port 0 for any free one"
+        raise ArgumentError("--port", "a free port", given, fix) from None
     return listening
+
+
+def _unusable(host: str, error: OSError) -> ArgumentError:
+    fix = "leave --host out for this machine alone, or write 0.0.0.0 for all of its addresses"
+    return ArgumentError("--host", "an address of this machine", f"{host!r} ({error.strerror})", fix)
 
 
 def run(app: App, listening: socket.socket, drain: float) -> None:

@@ -1,9 +1,11 @@
 """Text of a growing list of tokens: whole characters alone, held back where a stop string may begin."""
 
 from collections import deque
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from attnmesh.serve.detokenizer import Detokenizer
+from attnmesh.serve.spelling import Spelling, goes_on
 
 
 class Token(NamedTuple):
@@ -15,18 +17,18 @@ class Token(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """New text, and the tokens that begin in it."""
+    """New text, and the tokens that begin in it, each with its first character's place in all text."""
 
     text: str
-    tokens: tuple[Token, ...] = ()
+    tokens: tuple[tuple[int, Token], ...] = ()
 
 
 class Text:
     """The text of one choice. Joined pieces are the tokenizer's text of all tokens, up to the first stop string."""
 
-    def __init__(self, tokenizer: Any, stops: tuple[str, ...]) -> None:
-        self.stops, self.stopped = stops, False
-        self.tokens, self.count = Detokenizer(tokenizer), 0
+    def __init__(self, spelling: Spelling, stops: tuple[str, ...], before: Sequence[int] = ()) -> None:
+        self.spelling, self.stops, self.stopped = spelling, stops, False
+        self.tokens, self.count = Detokenizer(spelling, before), 0
         self.held = ""
         self.sent, self.made = 0, 0
         """Characters that pieces had, and characters of all text so far."""
@@ -35,8 +37,10 @@ class Text:
 
     def add(self, token: Token) -> Piece:
         """Return what can be sent after one more token."""
-        self.waiting.append((self.made, token))
         self.count += 1
+        begun, data = self.tokens.begun, b"" if self.spelling.drops(token.id) else self.spelling.bytes_of(token.id)
+        broken = bool(begun) and not goes_on(begun, data)  # its bytes become a character before this token's
+        self.waiting.append((self.made + broken, token))
         text = self.tokens.add(token.id)
         return self._grow(text) if text else Piece("")
 
@@ -45,8 +49,8 @@ class Text:
         piece = self._grow(self.tokens.end())
         if self.stopped:
             return piece
-        rest = self._send(self.held)
-        return Piece(piece.text + rest.text, piece.tokens + rest.tokens)
+        rest, last = self._send(self.held), tuple(self.waiting)
+        return Piece(piece.text + rest.text, piece.tokens + rest.tokens + last)
 
     def _grow(self, text: str) -> Piece:
         """Return the held and the new text as far as no stop string may begin in it."""
@@ -64,5 +68,5 @@ class Text:
         self.sent += len(text)
         tokens = []
         while self.waiting and self.waiting[0][0] < self.sent:
-            tokens.append(self.waiting.popleft()[1])
+            tokens.append(self.waiting.popleft())
         return Piece(text, tuple(tokens))

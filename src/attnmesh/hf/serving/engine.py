@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from attnmesh.comm.topology import mesh_hosts, share_numbers
 from attnmesh.errors import ArgumentError, Busy, MeshError, ShapeError, TooLong, check_count, require, short
 from attnmesh.guard.consensus import describe_call
-from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.images.inputs import OWN_PROCESSOR, image_inputs, unless_text, without_absent
 from attnmesh.hf.models import check_rope_switch, check_rows, rope_regime, unwrap
 from attnmesh.hf.options import run_agreed_with_peers
@@ -90,6 +89,8 @@ class Engine:
         limits: dict[str, Any] = {"max_rows": max_rows, "max_queue": max_queue}
         limits |= {"cache_memory": cache_memory, "max_model_len": max_model_len}
 
+        context = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
         def check() -> None:
             check_rows(SUBJECT, self.model)
             for name, limit in limits.items():
@@ -98,11 +99,11 @@ class Engine:
             fits = max_gap is None or (isinstance(max_gap, (int, float)) and max_gap > 0)
             fix = "pass seconds, or leave it out"
             require(fits, ArgumentError, f"{SUBJECT} max_gap", "seconds above 0", repr(max_gap), fix)
+            fits, expected = max_model_len is None or context is None or max_model_len <= context, f"at most {context}"
+            require(fits, ArgumentError, f"{SUBJECT} max_model_len", expected, max_model_len, "leave it out")
 
         run_agreed_with_peers(place, self.model, check, lambda _: describe_call(SUBJECT, **limits, max_gap=max_gap))
-        ShardedCache(self.model.config, mesh, **cache_options)  # raises here, not at the first request
-        config = self.model.config.get_text_config(decoder=True)
-        context = None if rope_regime(config, 0) else getattr(config, "max_position_embeddings", None)
+        self.worker = Worker(self.model, mesh, cache_options)  # raises here, not at the first request
         longest = max_model_len, context, cache_options.get("capacity")
         self.longest = min((limit for limit in longest if limit is not None), default=None)
         ends = self.model.generation_config.eos_token_id if tokens_end is None else tokens_end
@@ -126,6 +127,8 @@ class Engine:
         temperature: float = 0.0,
         top_p: float = 1.0,
         top_k: int = 0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
         seed: int | None = None,
         stop_ids: Iterable[int] = (),
         logprobs: int = 0,
@@ -141,6 +144,8 @@ class Engine:
             temperature: 0 takes the most likely token; else tokens are drawn.
             top_p: Share of the probability that is drawn from.
             top_k: Tokens that are drawn from; 0 for all.
+            min_p: Share of the likeliest token's probability that a token needs to be drawn.
+            repetition_penalty: Number above 1 to make tokens of the prompt and the answer less likely; 1 for none.
             seed: Seed of the draws: the same seed draws the same tokens, whatever else runs. None for a random one.
             stop_ids: More tokens that end the answer.
             logprobs: Most likely tokens to return with each token.
@@ -159,13 +164,14 @@ class Engine:
         """
         if self.error is not None or self.closing:
             raise self.error or Busy("submit", "an engine that runs", "one that is closing", "submit to another")
-        sampling = Sampling(temperature, top_p, top_k, randbits(62) if seed is None else seed, logprobs)
+        seed = randbits(62) if seed is None else seed
+        sampling = Sampling(temperature, top_p, top_k, min_p, repetition_penalty, seed, logprobs)
         sampling.check()
-        ends = self.ends | frozenset(stop_ids)
-        inputs = unless_text(without_absent(images or {})) or None
-        stream = Stream([*ids], sampling, max_new_tokens, ends, inputs, [*(replay or ())], salt)
-        known, given, fix = all(type(token) is int for token in stop_ids), short(repr(stop_ids)), "pass tokens.tolist()"
+        stops = [*stop_ids]
+        known, given, fix = all(type(token) is int for token in stops), short(repr(stops)), "pass tokens.tolist()"
         require(known, ArgumentError, "submit stop_ids", "a list of ints", given, fix)
+        inputs = unless_text(without_absent(images or {})) or None
+        stream = Stream([*ids], sampling, max_new_tokens, self.ends | {*stops}, inputs, [*(replay or ())], salt)
         self._check(stream)
         given, fix = f"one of {self.max_queue} requests that wait", "submit again later, or raise max_queue"
         fits = replay is not None or self._queued < self.max_queue

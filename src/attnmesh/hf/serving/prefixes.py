@@ -21,7 +21,7 @@ class Prefixes:
     """Caches of requests that ended, and snapshots of prompts, least recently used first.
 
     A cache with a window or a state cannot go back to where two prompts part. So a snapshot is kept there: a fork that
-    the second prompt makes as it comes by, for the third.
+    the second prompt makes as it comes by, for the third. Requests share caches with those of their own salt alone.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -29,16 +29,16 @@ class Prefixes:
         config = worker.model.config
         self.recurrent, self.left = is_recurrent(config), left_to_decode(config)
         self.kept: OrderedDict[int, str] = OrderedDict()
-        """The salt of each cache."""
+        """Salts of the kept caches."""
         self.snapshots: set[int] = set()
         self.looks: dict[int, bytes] = {}
         """Digests of the images of caches that have some."""
 
-    def keep(self, number: int, salt: str, *, snapshot: bool = False) -> None:
-        """Keep a cache. A snapshot stays whole when a request goes on from it."""
-        self.kept[number] = salt
-        if snapshot:
-            self.snapshots.add(number)
+    def keep(self, stream: Stream, *, snapshot: int | None = None) -> None:
+        """Keep a request's cache, or a snapshot of it, which stays whole when a request goes on from it."""
+        self.kept[stream.number if snapshot is None else snapshot] = stream.salt
+        if snapshot is not None:
+            self.snapshots.add(snapshot)
 
     def remove(self, number: int) -> None:
         """Keep a cache no longer."""
@@ -92,12 +92,10 @@ class Prefixes:
         return self._shared(other.ids_tensor[: len(other.ids_tensor) - self.left], stream.ids_tensor)
 
     def _caches(self, stream: Stream, others: Iterable[Stream]) -> list[int]:
-        """Return the caches that hold tokens as a prompt has them, of requests that share its salt."""
+        """Return the caches of a request's salt that hold tokens as a prompt has them."""
         ended = self.snapshots if self.worker.by_steps else self.kept
-        salts = {number: salt for number, salt in self.kept.items() if number in ended}
-        salts |= {other.number: other.salt for other in others}
-        numbers = [number for number, salt in salts.items() if salt == stream.salt]
-        return [number for number in numbers if number in self.worker.caches]
+        salts = {n: salt for n, salt in self.kept.items() if n in ended} | {one.number: one.salt for one in others}
+        return [n for n, salt in salts.items() if salt == stream.salt and n in self.worker.caches]
 
     def _shared(self, held: Tensor, ids: Tensor, *, pictured: bool = False) -> int:
         most = max(0, min(len(held), len(ids) - self.left))

@@ -178,7 +178,7 @@ class Schedule:
         if stream.number < 0:
             return
         if keep:
-            self.prefixes.keep(stream.number, stream.salt)
+            self.prefixes.keep(stream)
         else:
             self.drops.append(stream.number)
 
@@ -331,7 +331,7 @@ class Schedule:
             free = self._free() >= self._bytes_of(stream.filled)
             if free and stream.filled == place and not self.worker.caches[stream.number].goes_back:
                 number = next(self.numbers)
-                self.prefixes.keep(number, stream.salt, snapshot=True)
+                self.prefixes.keep(stream, snapshot=number)
                 return ["fork", stream.number, number]
         return None
 

@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from attnmesh.errors import ArgumentError, ModelError, require
 from attnmesh.hf.serving.draws import generator_after
@@ -19,7 +25,7 @@ COLDEST, HOTTEST = 1e-5, 1e6
 
 @dataclass(frozen=True)
 class Token:
-    """A new token. `logprob` and the most likely tokens `top` are those of the model, before temperature and cuts."""
+    """A new token. `logprob` and the most likely tokens `top` are the model's, before penalty and cuts."""
 
     id: int
     logprob: float | None = None
@@ -33,12 +39,17 @@ class Sampling:
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    """Share of the likeliest token's probability that others need."""
+    repetition_penalty: float = 1.0
+    """Divisor of the positive logits of tokens that were there before, and factor of their negative ones."""
     seed: int = 0
     logprobs: int = 0
 
     def check(self) -> None:
         """Raise unless each value is possible."""
-        limits = {"temperature": (0.0, HOTTEST), "top_p": (0.0, 1.0), "top_k": (0, 2**31), "logprobs": (0, 1000)}
+        limits: dict[str, tuple[float, float]] = {"temperature": (0.0, HOTTEST), "repetition_penalty": (0.01, 100.0)}
+        limits |= {"top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "top_k": (0, 2**31), "logprobs": (0, 1000)}
         for name, (least, most) in limits.items():
             value = getattr(self, name)
             kinds = (int,) if isinstance(least, int) else (int, float)
@@ -56,12 +67,15 @@ class Sampling:
         """Return the generator after so many tokens were drawn."""
         return generator_after(self.seed, 0 if self.greedy else tokens, vocabulary)
 
-    def draw(self, logits: Tensor, generator: torch.Generator) -> Token:
-        """Return the next token, from the model's logits, (vocabulary,)."""
+    def draw(self, logits: Tensor, generator: torch.Generator, before: Tensor | None = None) -> Token:
+        """Return the next token, from the model's logits, (vocabulary,), and from the tokens `before`, in any order."""
         scores = logits.float().cpu()
         given, fix = "NaN", "check the model's weights and dtype"
         require(not bool(scores.isnan().any()), ModelError, "Engine", "logits that are numbers", given, fix)
-        chosen = int(scores.argmax()) if self.greedy else self._sampled(scores[None], generator)
+        penalized = scores[None]
+        if before is not None and self.repetition_penalty != 1:
+            penalized = RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty))(before[None], penalized)
+        chosen = int(penalized.argmax()) if self.greedy else self._sampled(penalized, generator)
         if not self.logprobs:
             return Token(chosen)
         logprobs = scores.log_softmax(-1)
@@ -74,6 +88,8 @@ class Sampling:
             scores = TopKLogitsWarper(self.top_k)(None, scores)
         if self.top_p < 1:
             scores = TopPLogitsWarper(float(self.top_p))(None, scores)
+        if self.min_p > 0:
+            scores = MinPLogitsWarper(float(self.min_p))(None, scores)
         return int(torch.multinomial(scores.softmax(-1), 1, generator=generator))
 
 
@@ -111,6 +127,8 @@ class Stream:
     """Draws the next token; None before the first."""
     look: bytes | None = None
     """A digest of the images."""
+    before: Tensor | None = None
+    """The tokens so far, each at least once; None before the first draw, and where no penalty needs them."""
     _ids: Tensor | None = None
     tokens: "queue.SimpleQueue[Token | BaseException | None]" = field(default_factory=queue.SimpleQueue)
 
@@ -151,10 +169,14 @@ class Stream:
         """Draw the next token. Return whether the answer has ended."""
         if self.generator is None:
             self.generator = self.sampling.generator(len(self.answer), len(logits))
-        token = self.sampling.draw(logits, self.generator)
+        if self.before is None and self.sampling.repetition_penalty != 1:
+            self.before = torch.tensor(self.ids).unique()
+        token = self.sampling.draw(logits, self.generator, self.before)
         if token.id in self.ends:
             return self.end("stop")
         self.answer.append(token.id)
+        if self.before is not None:
+            self.before = torch.cat((self.before, torch.tensor([token.id])))
         self.tokens.put(token)
         return len(self.answer) >= self.max_new_tokens and self.end("length")
 

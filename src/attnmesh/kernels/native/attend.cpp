@@ -19,6 +19,8 @@
 #include <cstring>
 #include <dlfcn.h>
 #include <mutex>
+#include <new>
+#include <stdexcept>
 #include <thread>
 #include <type_traits>
 #include <unistd.h>
@@ -66,6 +68,7 @@ constexpr int64_t MOST_KEYS = 256;       // of a tile
 constexpr int64_t NEAR_BYTES = 1 << 15;  // values of a tile that stay in the nearest cache for all rows
 constexpr int64_t THREADED_BYTES = 1 << 19;  // keys and values that one thread reads sooner than several begin
 constexpr float NONE = -INFINITY;
+constexpr int NOT_FINITE = 1, NO_MEMORY = -1, FAILED = -2;  // what a call returns, if not 0
 
 #if defined(__aarch64__)
 typedef __fp16 Float16;  // GCC 12 has no _Float16 there
@@ -738,10 +741,37 @@ bool finish(const Problem& p, const Shape& s, int64_t head, float* partials, int
     return bad == 0;
 }
 
+// The code of the exception that is being handled. None may leave the library, or the process would end.
+int code_of_exception() noexcept {
+    try {
+        throw;
+    } catch (const std::bad_alloc&) {
+        return NO_MEMORY;
+    } catch (const std::length_error&) {  // more than any memory has
+        return NO_MEMORY;
+    } catch (...) {
+        return FAILED;
+    }
+}
+
+// Holds signals back, which are for the threads of Python, from threads that start meanwhile.
+class SignalsHeld {
+  public:
+    SignalsHeld() {
+        sigset_t every;
+        sigfillset(&every);
+        pthread_sigmask(SIG_SETMASK, &every, &before);
+    }
+    ~SignalsHeld() { pthread_sigmask(SIG_SETMASK, &before, nullptr); }
+
+  private:
+    sigset_t before;
+};
+
 const pid_t LOADER = getpid();  // the process that has loaded this library
 
 // Threads that wait for work: those of PyTorch's OpenMP where there is one, which would spin beside others for a while.
-// A forked child has none of its parent's, and makes its own.
+// A forked child has none of its parent's, and makes its own. Where no more can start, those that there are do the work.
 class Workers {
   public:
     template <class Work>
@@ -755,7 +785,7 @@ class Workers {
 
     static void run_on(int64_t threads, Function call, void* work) {  // no template, or each type had threads of its own
         static const auto openmp = (void (*)(Function, void*, unsigned, unsigned))dlsym(RTLD_DEFAULT, "GOMP_parallel");
-        if (openmp && getpid() == LOADER) return openmp(call, work, threads, 0);
+        if (openmp && getpid() == LOADER) return may_start(threads) ? openmp(call, work, threads, 0) : call(work);
         static std::mutex one;  // a second caller works alone
         std::unique_lock<std::mutex> mine(one, std::try_to_lock);
         if (!mine.owns_lock()) return call(work);
@@ -764,12 +794,32 @@ class Workers {
         workers->share(threads - 1, call, work);
     }
 
+    // OpenMP ends the process where a thread cannot start. So as many threads are tried before it first makes them.
+    static bool may_start(int64_t threads) {
+        static thread_local int64_t tried = 1;
+        if (threads <= tried) return true;
+        std::atomic<bool> done{false};
+        std::vector<std::thread> trial;
+        bool started = true;
+        try {
+            SignalsHeld held;
+            trial.reserve(threads);
+            while ((int64_t)trial.size() < threads - tried) trial.emplace_back([&] { done.wait(false); });
+        } catch (...) {
+            started = false;
+        }
+        done = true, done.notify_all();
+        for (std::thread& thread : trial) thread.join();
+        return started && (tried = threads);
+    }
+
     void share(int helpers, Function function, void* given) {
-        sigset_t every, before;
-        sigfillset(&every);
-        pthread_sigmask(SIG_SETMASK, &every, &before);  // signals are for the threads of Python
-        while (count < helpers) std::thread([this, number = count++] { serve(number); }).detach();
-        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+        try {
+            SignalsHeld held;
+            for (; count < helpers; count++) std::thread([this, number = count] { serve(number); }).detach();
+        } catch (...) {
+            helpers = count;
+        }
         {
             std::lock_guard<std::mutex> hold(lock);
             call = function, context = given, wanted = helpers, busy = helpers, round++;
@@ -807,23 +857,23 @@ int attend(const Problem& p) {
     static thread_local Lines partials;
     float* memory = partials.fit(tasks * size);
     std::atomic<int64_t> next{0};
-    std::atomic<bool> finite{true};
+    std::atomic<int> code{0};
     auto work = [&] {
         static thread_local Memory own;
-        for (int64_t task; finite && (task = next++) < tasks;)
-            if (!run_task<T>(p, s, task, own, memory + task * size)) finite = false;
+        try {
+            for (int64_t task; !code && (task = next++) < tasks;)
+                if (!run_task<T>(p, s, task, own, memory + task * size)) code = NOT_FINITE;
+        } catch (...) {
+            code = code_of_exception();
+        }
     };
     Workers::run(bytes < THREADED_BYTES ? 1 : std::min(p.threads, tasks), work);
-    for (int64_t head = 0; finite && head < heads; head++)
-        if (!finish<T>(p, s, head, memory + head * s.runs * size, size)) finite = false;
-    return finite ? 0 : 1;
+    for (int64_t head = 0; !code && head < heads; head++)
+        if (!finish<T>(p, s, head, memory + head * s.runs * size, size)) code = NOT_FINITE;
+    return code;
 }
 
-}  // namespace
-
-// Writes `out` and `lse`. Returns 0, or 1 if a logit or an output is not finite and nothing is to be used.
-extern "C" int64_t attnmesh_attend(const Problem* problem) {
-    const Problem& p = *problem;
+int attend_by_dtype(const Problem& p) {
 #if defined(DOTS)
     if (p.dtype == BFLOAT16 && p.kv_dtype >= INT8 && p.dim % PAIR == 0 && p.value_dim % PAIR == 0 && !p.rows)
         return p.kv_dtype == INT8 ? attend<Dotted<Int8>>(p) : attend<Dotted<Float8>>(p);
@@ -834,5 +884,16 @@ extern "C" int64_t attnmesh_attend(const Problem* problem) {
         case FLOAT16: return attend<Float16>(p);
         case INT8: return attend<Int8>(p);
         default: return attend<Float8>(p);
+    }
+}
+
+}  // namespace
+
+// Writes `out` and `lse`. Returns 0, or a code if nothing is to be used: `NOT_FINITE` if a logit or an output is not.
+extern "C" int64_t attnmesh_attend(const Problem* problem) {
+    try {
+        return attend_by_dtype(*problem);
+    } catch (...) {
+        return code_of_exception();
     }
 }

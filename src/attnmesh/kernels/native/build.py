@@ -1,10 +1,15 @@
-"""The library of the native kernel: found beside the source, or compiled into the user's cache at its first use."""
+"""The library of the native kernel: found beside the source, or compiled into the user's cache at its first use.
+
+A file of the cache is run, so it is one that this user has written whole: its last bytes are a checksum of the others,
+and nobody else may write to it or to its folders. Any other file is compiled anew.
+"""
 
 import ctypes
 import fcntl
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -24,6 +29,11 @@ FLAGS = ("-std=c++20", "-O3", "-fno-math-errno", "-fPIC", "-shared", "-pthread",
 SECONDS = 120
 """Most seconds of a compilation."""
 
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+"""Bits of a mode that let other users write."""
+
+CHECKSUM_SIZE = sha256().digest_size
+"""Bytes after a library."""
 
 Function = Callable[[bytes], int]
 """A function of the library. It takes the fields of a C structure."""
@@ -79,24 +89,48 @@ def _built() -> Path:
     version = _output([compiler, "--version"])
     sources = [source.read_bytes() for source in SOURCES]
     processor = cpu_facts("model name", "flags", "Features", "CPU part") or [platform.processor()]
-    facts = [version, "\n".join(processor), " ".join(FLAGS)]  # these decide what is compiled
+    facts = [version, "\n".join(processor), " ".join(FLAGS), *platform.libc_ver()]  # these decide what is compiled
     key = sha256(b"\0".join([*sources, *(fact.encode() for fact in facts)])).hexdigest()[:16]
     kept = cache_folder()
     if kept is None:
         raise _MissingError("there is no home folder to keep the library in: set XDG_CACHE_HOME")
     folder = kept / "native"
     file = folder / f"native-{key}.so"
-    if file.exists():
-        return file
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # of several ranks one compiles
-            if not file.exists():
-                _compile(compiler, folder, file)
+        for each in (kept, folder):
+            each.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _keep_others_out(each)
+        if not _is_whole(file):
+            with (folder / "lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # of several ranks one compiles
+                if not _is_whole(file):
+                    _compile(compiler, folder, file)
     except OSError as error:
         raise _MissingError(f"the folder {folder} cannot be written: {_line(str(error))}") from None
     return file
+
+
+def _keep_others_out(folder: Path) -> None:
+    """Let only this user write to a folder. Raise if another one owns or may replace it."""
+    found, parent = folder.stat(), folder.parent.stat().st_mode
+    replaceable = parent & stat.S_IWOTH and not parent & stat.S_ISVTX
+    if {found.st_uid, folder.lstat().st_uid} != {os.geteuid()} or replaceable:
+        raise _MissingError(f"the folder {folder} is one of other users: set XDG_CACHE_HOME to one of your own")
+    if found.st_mode & OTHERS_WRITE:
+        folder.chmod(0o700)
+
+
+def _is_whole(file: Path) -> bool:
+    """Return whether a file is one that this user has compiled, all of it, and that nobody else may write."""
+    try:
+        with os.fdopen(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as opened:
+            found = os.fstat(opened.fileno())
+            own = found.st_uid == os.geteuid() and not found.st_mode & OTHERS_WRITE and stat.S_ISREG(found.st_mode)
+            content = opened.read() if own else b""
+    except OSError:
+        return False
+    library, checksum = content[:-CHECKSUM_SIZE], content[-CHECKSUM_SIZE:]
+    return len(library) > 0 and sha256(library).digest() == checksum
 
 
 def _compile(compiler: str, folder: Path, file: Path) -> None:
@@ -104,6 +138,12 @@ def _compile(compiler: str, folder: Path, file: Path) -> None:
         made = Path(scratch) / "native.so"
         native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
         _output([compiler, *FLAGS, native, *map(str, SOURCES), "-o", str(made)])
+        checksum = sha256(made.read_bytes()).digest()
+        with made.open("ab") as opened:
+            opened.write(checksum)  # loaders read no further than the sections
+            opened.flush()
+            os.fsync(opened.fileno())  # or the name could outlive the content, if the machine stops
+        made.chmod(0o700)
         os.replace(made, file)
 
 

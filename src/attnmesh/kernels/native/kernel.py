@@ -30,6 +30,12 @@ CALL, KIND = struct.Struct("9P14q"), struct.Struct("16q2d")
 """Fields of `Problem` in `attend.cpp`: those of each call, and those of all calls of a kind."""
 
 
+NO_MEMORY = -1
+"""Code of a call that got no memory. Others below 0 are of other exceptions in C++; 1 is of numbers not finite."""
+
+FAILED = "the native kernel has failed: ATTNMESH_NATIVE=0 turns it off"
+
+
 class Native:
     """`attend.cpp`; the reference for rows with numbers that are not finite, PyTorch's operator backward."""
 
@@ -158,7 +164,10 @@ class NativeKind(NamedTuple):
             keys,
             torch.get_num_threads(),
         )
-        return cast(Function, library().attend)(call + self.fields) == 0
+        code = cast(Function, library().attend)(call + self.fields)
+        if code < 0:
+            raise MemoryError("the native kernel gets no memory") if code == NO_MEMORY else RuntimeError(FAILED)
+        return code == 0
 
 
 @lru_cache(maxsize=1024)

@@ -1,9 +1,10 @@
-"""The command `attnmesh`: its front, which imports the library only when a subcommand is run.
+"""The command `attnmesh`: its options, checked before the library is imported.
 
-Importing `attnmesh` imports PyTorch, which takes seconds. This module stands beside the package, so that `--version`,
-`--help` and the completion of a shell need neither.
+Importing `attnmesh` imports PyTorch, which takes seconds. This package stands beside it, so that `--version`, `--help`,
+the completion of a shell and errors of options need neither.
 """
 
+import inspect
 import os
 import signal
 import sys
@@ -19,8 +20,11 @@ INTERRUPTED = 130
 
 try:
     import typer
-    from typer.core import TyperCommand, TyperGroup
-    from typer.main import get_command
+    from typer.core import TyperGroup
+
+    from attnmesh_command.messages import OptionError, print_option_error
+    from attnmesh_command.model_options import GenerateOptions, ServeOptions
+    from attnmesh_command.plan_options import CheckOptions, PlanOptions, ProbeOptions
 except ModuleNotFoundError as missing:
     sys.exit(f"the attnmesh command needs {missing.name}: pip install 'attnmesh[cli]'")
 except KeyboardInterrupt:
@@ -35,25 +39,21 @@ COMMANDS = {
 }
 """Subcommands and their short help, in the order of `--help`."""
 
+OPTIONS: dict[str, type] = {
+    "generate": GenerateOptions,
+    "serve": ServeOptions,
+    "probe": ProbeOptions,
+    "plan": PlanOptions,
+    "check": CheckOptions,
+}
+"""Options of each subcommand. Making them checks them."""
+
 SETTINGS: dict[str, Any] = {"no_args_is_help": True, "rich_markup_mode": None, "pretty_exceptions_enable": False}
 """Settings of each of our Typer applications."""
 
 
-class DeferredCommand(TyperCommand):
-    """A subcommand that is imported when its arguments are parsed."""
-
-    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        """Return the context of the imported subcommand."""
-        group: Any = get_command(import_subcommands())
-        return group.commands[self.name].make_context(info_name, args, parent, **extra)
-
-
-class DeferredGroup(TyperGroup):
-    """The subcommands of `COMMANDS`, none of them imported."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.commands = {name: DeferredCommand(name, short_help=text) for name, text in COMMANDS.items()}
+class CommandGroup(TyperGroup):
+    """The subcommands, and one that has moved."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the subcommand that is named first; say where `bench`, which was one, has gone."""
@@ -62,19 +62,35 @@ class DeferredGroup(TyperGroup):
         return super().resolve_command(ctx, args)
 
 
-def import_subcommands() -> Any:
-    """Return the application of all subcommands; an interrupt during the imports ends the process.
+def subcommand(name: str) -> Callable[..., None]:
+    """Return the function of a subcommand: it checks the options, then imports the work and does it."""
+
+    def call(**given: Any) -> None:
+        options = OPTIONS[name](**given)
+        import_work(name)(options)
+
+    fields = inspect.signature(OPTIONS[name])
+    call.__signature__ = fields.replace(return_annotation=None)  # type: ignore[attr-defined]
+    call.__annotations__ = {field.name: field.annotation for field in fields.parameters.values()}
+    call.__doc__ = OPTIONS[name].__doc__
+    return call
+
+
+def import_work(name: str) -> Callable[[Any], None]:
+    """Return the function of `attnmesh.cli` that does a subcommand; an interrupt during the imports ends the process.
 
     Imported packages may catch the `KeyboardInterrupt` of Python's handler, and the command would go on.
     """
     ours = threading.current_thread() is threading.main_thread()  # others cannot change how signals are handled
-    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        return import_module("attnmesh.cli.app").app
-    signal.signal(signal.SIGINT, _leave)
+    handled = ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if handled:
+        signal.signal(signal.SIGINT, _leave)
     try:
-        return import_module("attnmesh.cli.app").app
+        work: Callable[[Any], None] = getattr(import_module(f"attnmesh.cli.{name}"), name)
+        return work
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if handled:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _leave(*_: object) -> NoReturn:
@@ -96,8 +112,10 @@ def root(
     """Exact attention across a mesh of devices."""
 
 
-app = typer.Typer(name="attnmesh", cls=DeferredGroup, **SETTINGS)
+app = typer.Typer(name="attnmesh", cls=CommandGroup, **SETTINGS)
 app.callback()(root)
+for name, text in COMMANDS.items():
+    app.command(name, short_help=text)(subcommand(name))
 
 
 def show_errors(run: Callable[[], None], verbose: bool) -> int:
@@ -108,6 +126,8 @@ def show_errors(run: Callable[[], None], verbose: bool) -> int:
         if left.code == INTERRUPTED:
             print("interrupted: all ranks have ended", file=sys.stderr)
         raise
+    except OptionError as error:
+        return print_option_error(error)
     except Exception as error:
         if verbose and not isinstance(error, ModuleNotFoundError):
             raise
@@ -130,7 +150,3 @@ def run(command: Callable[[], None]) -> None:
 def main() -> None:
     """Run the command `attnmesh`."""
     run(app)
-
-
-if __name__ == "__main__":
-    main()
