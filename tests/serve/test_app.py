@@ -3,7 +3,7 @@ import re
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -348,6 +348,21 @@ def test_a_client_that_does_not_read_is_cut_off(running: Served, monkeypatch: py
             while part := one.recv(1 << 20):
                 got += len(part)
     assert got < 64 << 20
+
+
+def test_connections_beyond_the_limit_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "CONNECTIONS", 3)
+    with served(ThreadWorld()) as one, ExitStack() as stack:
+        many = [stack.enter_context(closing(raw(one))) for _ in range(8)]
+        ended = []
+        for client in many:
+            with suppress(ConnectionError):
+                client.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            try:
+                ended.append(not client.recv(100))
+            except ConnectionError:
+                ended.append(True)
+        assert ended == [False] * 3 + [True] * 5
 
 
 NONSENSE = [
