@@ -3,18 +3,22 @@ import re
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
-from attnmesh.serve import app, body, server
+from attnmesh.hf.serving.engine import Engine
+from attnmesh.serve import app, body, reply, server
 from attnmesh.serve.chat import encode_text
 from attnmesh.serve.door import Limits
+from attnmesh.serve.metrics import ENGINE
 from attnmesh.serve.schema import CHAT
+from tests.support import families
 from tests.support.fake_engine import LONGEST, POISON, ThreadWorld, answer, byte_tokenizer
 from tests.support.served import NAME, Served, chat, served, until
 
@@ -168,6 +172,18 @@ def test_the_limit_of_new_tokens_is_named(running: Served) -> None:
         assert said["error"]["param"] == name
 
 
+def test_unknown_paths_name_the_known_ones(running: Served) -> None:
+    known = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models, GET /v1/models/{name:path}, GET /health"
+    for sent, status, given in (
+        (("/v1/embeddings", {}), 404, "POST /v1/embeddings"),
+        (("/v1/completions",), 405, "GET /v1/completions"),
+    ):
+        code, said = running.ask(*sent)
+        assert code == status
+        assert said["error"]["message"] == f'path: expected one of {known}, GET /metrics, GET /, given "{given}"'
+        assert said["error"]["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
+
+
 def test_other_paths_methods_and_types_are_refused(running: Served) -> None:
     for status, (code, said) in {
         404: running.ask("/v1/embeddings", {}),
@@ -219,6 +235,61 @@ def test_clients_of_another_key_or_salt_share_no_prefix() -> None:
     assert of_choices[0] == of_choices[1]
     assert len({*of_choices}) == 5
     assert not any("one" in salt for salt in salts)
+
+
+# --- a server that ends, and streams that are silent ---
+
+
+def test_a_server_that_ends_says_so_until_its_open_requests_have_ended(world: ThreadWorld) -> None:
+    slow = ThreadWorld(pause=0.05)
+    with served(slow) as one:
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda: found.append(one.ask("/v1/chat/completions", chat(max_tokens=60))))
+        thread.start()
+        until(lambda: slow.engine.streams)
+        one.front.on_failure()  # ends the server, as a signal does
+        until(lambda: one.front.draining)
+        assert one.ask("/health") == (503, {"status": "stopping"})
+        code, said = one.ask("/v1/chat/completions", chat())
+        assert (code, said["error"]["message"]) == (503, "The server is stopping. Ask again.")
+        assert one.figure('attnmesh_state{state="stopping"}') == 1
+        thread.join()
+        assert found[0][0] == 200
+        one.thread.join(30)
+        with pytest.raises(ConnectionError):
+            raw(one)
+
+
+def test_an_answer_that_the_end_of_the_engine_cuts_short_is_an_error() -> None:
+    slow = ThreadWorld(pause=0.05)
+    with served(slow) as one:
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda: found.append(one.ask("/v1/chat/completions", chat(max_tokens=300))))
+        thread.start()
+        until(lambda: slow.engine.tokens > 2)
+        for stream in slow.engine.streams:
+            stream.cancel()
+        thread.join()
+        code, said = found[0]
+        assert (code, said["error"]["message"]) == (503, "The server ends.")
+
+
+def test_a_silent_stream_has_a_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reply, "HEARTBEAT", 0.01)
+    slow = ThreadWorld(pause=0.3)
+    with served(slow) as one:
+        with closing(raw(one)) as client:
+            client.sendall(posted(chat(max_tokens=3, stream=True)))
+            got = b""
+            while b"[DONE]" not in got:
+                got += client.recv(1 << 16)
+        assert got.count(b": waiting\n\n") > 3
+        with openai.OpenAI(base_url=one.url + "/v1", api_key="none", max_retries=0, timeout=60) as client:
+            said = "".join(
+                chunk.choices[0].delta.content or ""
+                for chunk in talk(client, "Hi", max_tokens=3, temperature=0, stream=True)
+            )
+        assert said == expected("Hi", 3)
 
 
 # --- clients that go, stall or send nonsense ---
@@ -279,6 +350,21 @@ def test_a_client_that_does_not_read_is_cut_off(running: Served, monkeypatch: py
     assert got < 64 << 20
 
 
+def test_connections_beyond_the_limit_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "CONNECTIONS", 3)
+    with served(ThreadWorld()) as one, ExitStack() as stack:
+        many = [stack.enter_context(closing(raw(one))) for _ in range(8)]
+        ended = []
+        for client in many:
+            with suppress(ConnectionError):
+                client.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            try:
+                ended.append(not client.recv(100))
+            except ConnectionError:
+                ended.append(True)
+        assert ended == [False] * 3 + [True] * 5
+
+
 NONSENSE = [
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
     b"GET / HTTP/9.9\r\n\r\n",
@@ -325,11 +411,44 @@ def test_requests_at_a_time_do_not_mix(running: Served) -> None:
 def test_figures_count_what_was_served(running: Served) -> None:
     before, tokens = running.figure('attnmesh_responses_total{status="200"}'), running.figure("attnmesh_tokens_total")
     assert running.ask("/v1/chat/completions", chat())[0] == 200
-    assert running.figure('attnmesh_responses_total{status="200"}') == before + 3  # those of the figures, too
+    assert running.figure('attnmesh_responses_total{status="200"}') == before + 1
     assert running.figure("attnmesh_tokens_total") == tokens + 20
     assert running.figure("attnmesh_gap_seconds_count") > 0
-    until(lambda: running.figure('attnmesh_engine_keys{rank="1"}') == 12)
+    until(lambda: running.figure('attnmesh_engine_cache_bytes{rank="1"}') == 12)
     assert running.figure('attnmesh_state{state="ready"}') == 1
+
+
+@pytest.mark.parametrize("path", ["/health", "/metrics"])
+def test_what_is_polled_is_not_counted(path: str, running: Served) -> None:
+    before = running.ask("/metrics")[1].splitlines()
+    for _ in range(3):
+        assert running.ask(path)[0] == 200
+    counts = [
+        [line for line in lines if line.startswith("attnmesh_responses_total")]
+        for lines in (before, running.ask("/metrics")[1].splitlines())
+    ]
+    assert counts[0] == counts[1]
+
+
+def test_figures_have_types_names_and_texts_as_prometheus_has_them(running: Served) -> None:
+    until(lambda: "attnmesh_engine_" in running.ask("/metrics")[1])
+    families = [*text_string_to_metric_families(running.ask("/metrics")[1])]
+    kinds = {family.name: family.type for family in families if not family.name.endswith("_created")}
+    assert kinds["attnmesh_responses"] == kinds["attnmesh_engine_tokens"] == "counter"
+    assert kinds["attnmesh_first_token_seconds"] == "histogram"
+    assert kinds["attnmesh_engine_running"] == kinds["attnmesh_engine_cache_bytes"] == "gauge"
+    for family in families:
+        assert re.fullmatch("attnmesh(_[a-z0-9]+)+", family.name), family.name
+        assert not family.name.endswith(("_total", "_count", "_sum", "_bucket")), family.name
+        assert len(family.documentation.split()) > 2, family.name
+        assert family.documentation.endswith("."), family.name
+        endings = {"counter": "_total", "gauge": ""}.get(family.type)
+        assert endings is None or {sample.name for sample in family.samples} == {family.name + endings}
+
+
+def test_each_figure_of_an_engine_has_a_text() -> None:
+    model = families.model("llama", "attnmesh")
+    assert Engine(model, None).metrics().keys() == ENGINE.keys()
 
 
 def hostile(random: Random) -> bytes:

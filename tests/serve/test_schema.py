@@ -162,3 +162,8 @@ def test_tools_reach_the_template_or_are_refused() -> None:
     for template, text in (("{{ messages }} tools", "has no tools"), (None, "no chat template")):
         with pytest.raises(Refused, match=text):
             encode_chat(byte_tokenizer(template), fields)
+    for messages, place in ((said[:2], "messages[1]"), (said[:1] + said[2:], "messages[1]")):
+        with pytest.raises(Refused) as raised:
+            encode_chat(byte_tokenizer("{{ messages }}"), fields | {"messages": messages, "tools": None})
+        assert str(raised.value).startswith(f"{place}: the model's chat template has no tools. Leave out tool_calls")
+        assert raised.value.param == place

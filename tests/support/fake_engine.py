@@ -148,7 +148,7 @@ class FakeEngine:
         return {
             "running": float(len(self.streams)),
             "tokens": float(self.tokens),
-            "keys": [10.0, 12.0],
+            "cache_bytes": [10.0, 12.0],
             "merge_share": 0.25,
             "exchanges": float(self.steps),
         }

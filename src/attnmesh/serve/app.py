@@ -109,7 +109,7 @@ class App:
 
     async def health(self, _: HttpRequest) -> Response:
         """Return 200 if requests are served."""
-        return JSONResponse({"status": self.front.state}, 200 if self.front.state == "ready" else 503)
+        return JSONResponse({"status": self.front.status}, 200 if self.front.status == "ready" else 503)
 
     async def metrics(self, _: HttpRequest) -> Response:
         """Return the figures for Prometheus."""
@@ -205,10 +205,14 @@ async def refuse(_: HttpRequest, error: Exception) -> Response:
     return JSONResponse(error.body, error.status, error.headers)
 
 
-async def refuse_http(_: HttpRequest, error: Exception) -> Response:
-    """Return an unknown path or method in OpenAI's shape."""
+async def refuse_http(http: HttpRequest, error: Exception) -> Response:
+    """Return an unknown path or method in OpenAI's shape, with those that are known."""
     assert isinstance(error, HTTPException)
-    return JSONResponse(Refused(error.status_code, error.detail).body, error.status_code, error.headers)
+    known = [f"{min(route.methods - {'HEAD'})} {route.path}" for route in http.app.routes]
+    given = shown(f"{http.method} {http.url.path}")
+    text = f"path: expected one of {', '.join(known)}, given {given}"
+    text = text if error.status_code in (404, 405) else error.detail
+    return JSONResponse(Refused(error.status_code, text).body, error.status_code, error.headers)
 
 
 async def refuse_unforeseen(_: HttpRequest, error: Exception) -> Response:

@@ -44,6 +44,10 @@ def encode_chat(encoder: Any, fields: dict[str, Any], check: Check = bool) -> En
     template = encoder.chat_template if pictures is not None else encoder.get_chat_template(tools=tools)
     if tools and not uses_tools(template):
         raise Refused(400, "tools: the model's chat template has no tools. Leave them out.", "tools")
+    for i, message in enumerate(messages):
+        if (message["role"] == "tool" or "tool_calls" in message) and not uses_tools(template):
+            text = "the model's chat template has no tools. Leave out tool_calls, and messages of role tool."
+            raise Refused(400, f"messages[{i}]: {text}", f"messages[{i}]")
     options = {"chat_template": template, "tools": tools or None, "add_generation_prompt": True}
     try:
         text = encoder.apply_chat_template(messages, tokenize=False, **options)

@@ -14,6 +14,9 @@ from attnmesh.serve.refused import Refused
 OPEN = ("/", "/health")
 """Paths that need no key. The page holds nothing secret, and asks for the key."""
 
+POLLED = ("/health", "/metrics")
+"""Paths that are asked for all the time, while the server starts too. Their responses are not counted."""
+
 LOCAL = ("localhost", "127.0.0.1", "[::1]")
 """Names of this machine to itself."""
 
@@ -43,7 +46,8 @@ class Door:
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self.metrics.responses.labels(str(message["status"])).inc()
+                if scope["path"] not in POLLED:
+                    self.metrics.responses.labels(str(message["status"])).inc()
                 message["headers"] = [*message["headers"], (b"x-content-type-options", b"nosniff")]
             await send(message)
 

@@ -105,6 +105,8 @@ class Front:
         self.failure: BaseException | None = None
         self.facts: dict[str, Any] = {}
         self.open: dict[int, Request] = {}
+        self.draining = False
+        """True once no more requests are taken, while open ones may end."""
         self.coming = 0
         """Requests whose prompts are being encoded."""
         self.on_failure: Callable[[], None] = lambda: None
@@ -123,7 +125,7 @@ class Front:
         self._folder = ""
         self._server: asyncio.Server | None = None
         """Both until rank 0 has connected."""
-        metrics.watch(lambda: self.state, lambda: len(self.open) + self.coming)
+        metrics.watch(lambda: self.status, lambda: len(self.open) + self.coming)
 
     # --- requests ---
 
@@ -144,10 +146,15 @@ class Front:
         self._submit_next()
         return requests
 
+    @property
+    def status(self) -> str:
+        """The state that clients see."""
+        return "stopping" if self.draining else self.state
+
     def check_ready(self) -> None:
         """Raise unless requests are served."""
-        if self.state != "ready":
-            raise Refused(503, f"The server is {self.state}. Ask again.")
+        if self.status != "ready":
+            raise Refused(503, f"The server is {self.status}. Ask again.")
 
     def _check_room(self, choices: int) -> None:
         """Raise unless so many more requests can be taken."""
@@ -186,7 +193,7 @@ class Front:
             if careful and any(one.fresh is not None for one in unproven):
                 return
             request.fresh = 0
-            again = request.sent if request.accepted else None
+            again = request.sent if request.accepted or request.replays else None  # a loss may hide the acceptance
             if request.group not in self._there:
                 self._there.add(request.group)
                 self._send(["prompt", request.group, request.prompt.ids], request.prompt.images or {})

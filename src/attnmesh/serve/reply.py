@@ -16,6 +16,10 @@ from attnmesh.serve.text import Piece, Text, Token
 T = TypeVar("T")
 
 
+HEARTBEAT = 10.0
+"""Seconds of silence in a stream after which a comment is sent: proxies end connections silent for a minute."""
+
+
 class Gone(Exception):
     """Raised when the client has closed its connection."""
 
@@ -120,6 +124,7 @@ class EventStream(Response):
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self.reply, self.include_usage = reply, include_usage
+        self.is_silent = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until the last, or until the client has gone."""
@@ -132,9 +137,23 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async for data in self.reply.events(self.include_usage):
-            await send({"type": "http.response.body", "body": data, "more_body": True})
+        beating = asyncio.create_task(self._beat(send))
+        try:
+            async for data in self.reply.events(self.include_usage):
+                self.is_silent = False
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        finally:
+            beating.cancel()
+            await asyncio.gather(beating, return_exceptions=True)
         await send({"type": "http.response.body", "body": b""})
+
+    async def _beat(self, send: Send) -> None:
+        """Send a comment whenever nothing else was sent for some time, as while a prompt is computed."""
+        while True:
+            self.is_silent = True
+            await asyncio.sleep(HEARTBEAT)
+            if self.is_silent:
+                await send({"type": "http.response.body", "body": b": waiting\n\n", "more_body": True})
 
 
 async def while_there(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

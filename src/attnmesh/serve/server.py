@@ -12,6 +12,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from attnmesh.errors import ArgumentError
 from attnmesh.serve.app import App
+from attnmesh.serve.front import Front
 from attnmesh.serve.refused import Refused
 
 CONNECTIONS = 512
@@ -22,6 +23,10 @@ HEADER_BYTES, HEADER_SECONDS = 32 << 10, 20.0
 
 STALL = 60.0
 """Seconds after which a client that does not read its response is cut off."""
+
+
+STEP = 0.05
+"""Seconds between two looks at open requests while the server ends."""
 
 
 class LimitedProtocol(H11Protocol):
@@ -96,6 +101,24 @@ class LimitedProtocol(H11Protocol):
         self.transport.close()
 
 
+class DrainingServer(uvicorn.Server):
+    """Lets open requests end before it closes its port: until then others are refused with 503."""
+
+    def __init__(self, config: uvicorn.Config, front: Front, drain: float) -> None:
+        super().__init__(config)
+        self.front, self.drain = front, drain
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Wait for open requests, then close."""
+        self.front.draining = True
+        left = self.drain
+        while (self.front.open or self.front.coming) and left > 0 and not self.force_exit:
+            await asyncio.sleep(STEP)
+            left -= STEP
+        self.config.timeout_graceful_shutdown = max(1, round(left))
+        await super().shutdown(sockets)
+
+
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that will listen there, or raise if it cannot."""
     try:
@@ -130,11 +153,10 @@ def run(app: App, listening: socket.socket, drain: float) -> None:
         "access_log": False,
         "server_header": False,
         "proxy_headers": False,
-        "timeout_graceful_shutdown": max(1, round(drain)),
         "h11_max_incomplete_event_size": HEADER_BYTES,
         "lifespan": "on",
     }
-    server = uvicorn.Server(uvicorn.Config(app.asgi(), **settings))
+    server = DrainingServer(uvicorn.Config(app.asgi(), **settings), app.front, drain)
 
     def fail() -> None:
         server.should_exit = True

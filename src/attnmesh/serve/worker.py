@@ -88,7 +88,10 @@ class Worker:
                     self.send("begin", number, stream.cached_tokens)
                     begun = True
                 self.send("token", number, token.id, finite(token.logprob), [(i, finite(p)) for i, p in token.top])
-            self.send("end", number, stream.finish_reason)
+            if stream.finish_reason in ("stop", "length"):
+                self.send("end", number, stream.finish_reason)
+            else:  # cancelled, for a front that has gone on, or with the engine
+                self.send("refused", number, 503, "The server ends.", None)
         except Exception as error:
             self.refuse(number, error)
         finally:
