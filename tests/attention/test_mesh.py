@@ -225,7 +225,12 @@ DISAGREEMENTS = [  # beside those of tests/guard/test_same_error.py
         r"if you sharded with am.shard\(..., layout=am.Zigzag\(\)\), am.Contiguous\(\) for consecutive shards\.",
     ),
     ([{"layout": "best"}, {}], errors.LayoutError, 'attention layout: expected "auto", Contiguous.*given .best.'),
-    ([{"layout": "auto"}, {}], errors.MeshError, r"ranks  layout .*\n    0      auto "),
+    ([{"layout": "auto", "mask": am.Full()}, {}], errors.MeshError, r"ranks  mask .*layout .*\n    0 .* auto "),
+    (
+        [{"layout": "auto"}, {}],
+        errors.LayoutError,
+        'attention layout: expected mask= beside layout="auto", given no mask',
+    ),
     ([{"layout": None, "length": 10, "checked": False}] * 2, errors.LayoutError, "of the shards of 2 ranks"),
 ]
 

@@ -280,7 +280,7 @@ BAD_CALLS = {
     "no mask": (errors.MaskError, r"KVCache mask: expected Full\(\), Causal\(\), .* given int"),
     "documents": (
         errors.MaskError,
-        r"KVCache mask: expected a mask that does not depend on the length, given Documents",
+        r"KVCache mask: expected a mask that does not depend on the length, given Causal\(\) & Documents",
     ),
 }
 

@@ -785,7 +785,8 @@ ALIKE: Table = {
         ({"dim": 2}, MeshError, r"halo: .*:\n    ranks  others .*dim\n"),
     ],
     shard_auto: [
-        ({"mask": None}, MeshError, r"shard: expected the same .*:\n    ranks  mask\n(.*\n)*.*Documents\(\[1, 3\]\)\n"),
+        ({"mask": None}, LayoutError, 'shard layout: expected mask= beside layout="auto", given no mask'),
+        ({"mask": am.Causal()}, MeshError, r"shard: expected the same .*:\n    ranks  mask\n(.*\n)*.*Causal\(\)\n"),
         ({"mask": "causal"}, MaskError, r"shard mask: expected Full\(\).*, given 'causal'\. Fix: use Full"),
         ({"x": T(1, 2, 9, 3)}, MeshError, r"shard: expected the same .*:\n    ranks  tokens\n(.*\n)*.*  9\n"),
         ({"layout": "best"}, LayoutError, r'shard layout: expected "auto", Contiguous.*given .best.\. Fix: make'),
