@@ -41,6 +41,12 @@ class Footprint:
                 total -= shard_bytes(replace(sizes, capacity=shared // rate), ranks, heads)
         return total
 
+    def of_chunk(self, tokens: int) -> int:
+        """Return the bytes that layers with a window hold of a chunk beside their window."""
+        windows = ((sizes, ranks, heads) for sizes, ranks, heads, _ in self.layers if sizes.mask is not None)
+        whole = ((replace(sizes, capacity=tokens, mask=None), ranks, heads) for sizes, ranks, heads in windows)
+        return sum(shard_bytes(*one) for one in whole)
+
 
 def growth(cache: ShardedCache, tokens: int) -> int:
     """Return the bytes by which a cache grows on this rank when it takes so many more tokens."""

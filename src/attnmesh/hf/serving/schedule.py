@@ -43,11 +43,12 @@ class Schedule:
         self.filling: list[Stream] = []  # whose prompts are computed, the oldest first
         self.begun: Stream | None = None  # whose prompt begins in this step
         self.computed: Stream | None = None  # of whose prompt this step computes a chunk
-        self.lender = -1  # the cache that the prompt goes on from which begins in this step
+        self.spared: set[int] = set()  # kept caches that this step forks, or makes
         self.rows: list[Stream] = []
         self.prefixes = Prefixes(worker)
         self.footprint: Footprint | None = None
         self.promised, self.growing = 0, False  # bytes by which caches grow in this step, and whether those of rows do
+        self.is_full = False  # no chunk fits, so no other prompt begins
         self.numbers, self.chunks = count(), count()
         self.drops: list[int] = []
         self.nbytes: list[int] = [0]
@@ -74,13 +75,17 @@ class Schedule:
 
     def plan(self) -> list[Any]:
         """Return the operations of the next step."""
-        self.promised, self.begun, self.computed, self.lender = 0, None, None, -1
+        self.promised, self.begun, self.computed = 0, None, None
+        self.spared.clear()
         self._end_cancelled()
         while len(self.prefixes.kept) > 2 * self.max_rows:
             self._evict(next(iter(self.prefixes.kept)))
         self._fit_rows()
         start, snapshot = self._start(), self._snapshot()
         fill = self._fill()
+        operations = [operation for operation in (start, snapshot, fill) if operation is not None]
+        if self.filling and not self.rows and not operations:  # none can go on beside the others
+            self._preempt(self._bytes_of(len(self.filling[-1].ids)))
         plan: list[Any] = []
         if self.drops:
             plan.append(["drop", self.drops])
@@ -88,7 +93,7 @@ class Schedule:
             self.drops = []
         if self.rows:
             plan.append(["rows", [[stream.number, stream.answer[-1]] for stream in self.rows], self.growing])
-        return plan + [operation for operation in (start, snapshot, fill) if operation is not None]
+        return plan + operations
 
     def take(self, results: dict[str, Any]) -> None:
         """Take the results of a step: new tokens, and prompts that are done."""
@@ -209,7 +214,7 @@ class Schedule:
     def _fits(self, more: int, spared: Collection[int] = ()) -> bool:
         """Return whether so many more bytes fit, after kept caches were dropped for them, least recently used first."""
         while self._free() < more:
-            oldest = next((number for number in self.prefixes.kept if number not in (*spared, self.lender)), None)
+            oldest = next((number for number in self.prefixes.kept if number not in {*spared, *self.spared}), None)
             if oldest is None:
                 return False
             self._evict(oldest)
@@ -252,7 +257,7 @@ class Schedule:
 
     def _start(self) -> list[Any] | None:
         """Begin the prompt of a request, if there is room for it. Return the operation."""
-        if not self.waiting or len(self.running) >= self.max_rows or self.drops:
+        if not self.waiting or len(self.running) >= self.max_rows or self.drops or (self.is_full and self.filling):
             return None
         stream = next((one for one in islice(self.waiting, LOOK) if not self._has_to_wait(one)), None)
         found = None if stream is None else self._source(stream)
@@ -267,7 +272,7 @@ class Schedule:
         if self.worker.by_steps and stream.images is None:  # the answer is computed otherwise than a prompt
             stream.parts.add(len(stream.prompt) - self.prefixes.left)
         self.prefixes.use(source, moves=moves)
-        self.lender = source
+        self.spared.add(source)
         if stream.look is not None:
             self.prefixes.looks[stream.number] = stream.look
         later = len(stream.answer) if stream.images or self.worker.by_steps else 0
@@ -328,10 +333,12 @@ class Schedule:
                 continue
             stream.parts.remove(place)
             stream.parted.add(place)
-            free = self._free() >= self._bytes_of(stream.filled)
-            if free and stream.filled == place and not self.worker.caches[stream.number].goes_back:
+            more, goes_back = self._bytes_of(stream.filled), self.worker.caches[stream.number].goes_back
+            if stream.filled == place and not goes_back and self._free() >= more:
+                self.promised += more
                 number = next(self.numbers)
                 self.prefixes.keep(stream, snapshot=number)
+                self.spared.add(number)
                 return ["fork", stream.number, number]
         return None
 
@@ -342,13 +349,18 @@ class Schedule:
         for stream in ordered:
             stop = min((place for place in stream.parts if place > stream.filled), default=len(stream.ids))
             size = min(self._chunk(), stop - stream.filled)
-            more = 0 if stream is self.begun else self._growth(stream, size)  # that of the whole prompt is promised
-            if self._fits(more):
-                self.computed, self.promised = stream, self.promised + more
+            while not (fits := self._fits(more := self._growth_of_chunk(stream, size))) and size > LEAST:
+                size = max(LEAST, size // 2)
+            if fits:
+                self.computed, self.promised, self.is_full = stream, self.promised + more, False
                 return ["fill", stream.number, size, stop]
-        if self.filling and not self.rows and self.begun is None:
-            self._preempt(self._bytes_of(len(self.filling[-1].ids)))
+        self.is_full = bool(self.filling)
         return None
+
+    def _growth_of_chunk(self, stream: Stream, tokens: int) -> int:
+        """Return the bytes that a chunk of a prompt takes. Those of the prompt that begins are promised."""
+        passing = 0 if self.footprint is None else self.footprint.of_chunk(tokens)
+        return passing + (0 if stream is self.begun else self._growth(stream, tokens))
 
     def _chunk(self) -> int:
         """Return the tokens of the next chunk, so that rows wait no longer than they may."""
