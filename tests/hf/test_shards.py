@@ -202,11 +202,11 @@ def test_layers_of_fsdp_in_bfloat16_have_the_loss_of_one_device(count: Any, pool
     assert sum(pool.run(2, fsdp_loss, count)) / 2 == pytest.approx(loss, rel=2e-2)  # bfloat16's rounding
 
 
-def compiled() -> list[float]:
+def compiled(backend: str) -> list[float]:
     """Return the loss and a gradient norm, without and with torch.compile."""
     part = hf.shard_batch({"input_ids": prompt(21), "labels": prompt(21)}, named_mesh(Shape(1, 1, 2), AXES))
     results = []
-    for wrap in (lambda model: model, partial(torch.compile, backend="aot_eager")):
+    for wrap in (lambda model: model, partial(torch.compile, backend=backend)):
         model = families.model("llama", "attnmesh", num_hidden_layers=1).train()
         loss = wrap(model)(**part).loss
         loss.backward()
@@ -214,8 +214,9 @@ def compiled() -> list[float]:
     return results
 
 
-def test_a_compiled_model_has_the_same_loss_and_gradient(pool: Pool) -> None:
-    for loss, norm, *compiled_results in pool.run(2, compiled):
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+def test_a_compiled_model_has_the_same_loss_and_gradient(backend: str, pool: Pool) -> None:
+    for loss, norm, *compiled_results in pool.run(2, compiled, backend, deadline=600):
         assert compiled_results == pytest.approx([loss, norm], rel=1e-5)
 
 

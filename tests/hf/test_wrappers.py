@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import Trainer
 
 import attnmesh.hf as hf
 from attnmesh import errors
@@ -186,3 +187,17 @@ def test_ranks_with_batches_of_their_own_are_served(pool: Pool) -> None:
     """As under data parallelism, and where each rank generates alone."""
     for answers in pool.run(2, whole_batches):
         assert [name for name, difference in answers if not difference < 1e-4] == []
+
+
+def generated_on_mesh() -> bool:
+    """Return whether a model that a trainer calls on a mesh generates what stock transformers does."""
+    ours, stock = (families.model("llama", name, num_hidden_layers=1) for name in ("attnmesh", "sdpa"))
+    calls: Any = hf.on_mesh(Trainer, named_mesh(Shape(1, 2, 1), AXES))
+    options = {"max_new_tokens": 3, "do_sample": False}
+    with calls._make_calls(None).active(True, ours):
+        given = ours.generate(**batch(), **options)
+    return torch.equal(given, stock.generate(**batch(), **options))
+
+
+def test_a_model_of_a_trainer_on_a_mesh_generates(pool: Pool) -> None:
+    assert pool.run(2, generated_on_mesh) == [True, True]
