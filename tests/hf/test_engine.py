@@ -17,6 +17,7 @@ import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.hf.serving import engine as engine_module
 from attnmesh.hf.serving.engine import Engine
+from attnmesh.hf.serving.footprint import Footprint
 from attnmesh.hf.serving.stream import Sampling, Stream
 from attnmesh.hf.serving.worker import Worker as EngineWorker
 from attnmesh.mesh.shapes import AXES, Shape
@@ -405,6 +406,41 @@ def test_a_random_life_ends_within_its_memory(shape: Shape, pool: Pool) -> None:
 @pytest.mark.parametrize("seed", range(1, 5))
 def test_random_lives_end_within_their_memory(seed: int, pool: Pool) -> None:
     pool.run(2, life, Shape(1, 1, 2), seed, 1000)
+
+
+def documents(name: str, changes: dict[str, Any], requests: int) -> None:
+    """Send random questions on three documents, with memory for two requests."""
+    model, random = build(Case(name, name, changes), "attnmesh", torch.float32), Random(name)
+    shared = [ids(length, seed=length) for length in (90, 140, 40)]
+    texts = [random.choice(shared)[: random.randint(1, 140)] + ids(random.randint(1, 40), seed=n) for n in range(8)]
+    wanted, cache = [greedy(model, text, 16, mesh=None) for text in texts], hf.ShardedCache(model.config)
+    greedy(model, ids(180), 2, cache=cache)
+    memory, most, run = int(2.2 * Footprint.of(cache)(200)), list[int](), EngineWorker.run
+
+    def watched(worker: EngineWorker, plan: Any) -> Any:
+        results = run(worker, plan)
+        most.append(worker.measure())
+        return results
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EngineWorker, "run", watched)
+        with running(model, None, max_rows=6, max_queue=requests, cache_memory=memory) as engine:
+            assert engine is not None
+            asked = [(random.randrange(8), random.randrange(16)) for _ in range(requests)]
+            streams = [engine.submit(texts[n], max_new_tokens=16, replay=wanted[n][:sent]) for n, sent in asked]
+            for (number, sent), stream in zip(asked, streams, strict=True):
+                assert tokens(stream) == wanted[number][sent:]
+    slack = 1.5 if name in ("mistral", "gemma3_text") else 1.0  # windows move within a step, by more than is foreseen
+    assert max(most) <= slack * memory
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [*((name, {}) for name in ("mistral", "gemma3_text", "qwen3_next")), ("mamba2", {"time_step_limit": (0.0, 0.02)})],
+)
+def test_questions_on_documents_end_within_their_memory(name: str, changes: dict[str, Any], pool: Pool) -> None:
+    pool.run(1, documents, name, changes, 60)
 
 
 def preempted(_: int) -> int:
