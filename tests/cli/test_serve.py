@@ -275,7 +275,7 @@ def test_a_generation_config_that_is_not_served_is_refused_at_the_start(
     assert "suppress_tokens = [7]. Fix: start with --generation-config none" in refused(capsys, "--model", place)
 
     def stop(_: int, settings: Any) -> Any:
-        raise ArgumentError("ends", "", settings.engine["tokens_end"], "")
+        raise ArgumentError("ends", "", str(settings.engine["tokens_end"]), "")
 
     monkeypatch.setattr("attnmesh.cli.serve.LocalRanks", stop)
     assert "given (9, 256)" in refused(capsys, "--model", place, "--generation-config", "none")

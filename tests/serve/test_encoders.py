@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE, Unigram, WordPiece
@@ -70,6 +70,7 @@ TEXTS = st.text("the  \t\na漢é😀\u03b1\u0313\u0300\u0345<|end_of_text|>", ma
 
 
 @pytest.mark.parametrize("name", BOUNDED)
+@settings(max_examples=50)
 @given(TEXTS)
 def test_a_token_has_no_more_characters_than_the_bound(name: str, text: str) -> None:
     tokenizer, characters = BOUNDED[name]

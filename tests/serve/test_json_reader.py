@@ -4,7 +4,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from attnmesh.serve import json_reader
@@ -44,6 +44,7 @@ def expected(text: str) -> Any:
 
 
 @pytest.mark.parametrize("short", [7, 256])
+@settings(max_examples=50)
 @given(VALUES, st.booleans(), st.sampled_from([None, 1]))
 def test_json_is_read_as_python_reads_it(short: int, value: Any, ascii: bool, indent: int | None) -> None:
     text = json.dumps(value, ensure_ascii=ascii, indent=indent)
