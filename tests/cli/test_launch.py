@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import attnmesh as am
+from attnmesh.cli import launch
 from attnmesh.cli.launch import RankError, run_on_ranks
 from attnmesh.comm.shared_memory import alive
 from attnmesh.errors import ShapeError
@@ -43,6 +44,13 @@ def die() -> None:
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
+
+
+def die_beside_another() -> None:
+    """End rank 1 beside a rank that notices nothing."""
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
 
 
 def die_behind_another() -> None:
@@ -87,6 +95,14 @@ def test_the_first_error_ends_all(function: Callable[[], None], error: type[Exce
     with pytest.raises(error, match=said):
         run_on_ranks(2, function)
     assert time.monotonic() - start < 120, "the others are waited for"
+
+
+def test_a_death_waits_for_no_other_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "GRACE_PERIOD", 200.0)
+    start = time.monotonic()
+    with pytest.raises(RankError, match="rank 1 was ended by SIGKILL before it was done"):
+        run_on_ranks(2, die_beside_another)
+    assert time.monotonic() - start < 150
 
 
 def test_a_deadline_ends_all() -> None:

@@ -196,6 +196,14 @@ INVALID = {
     ("--model", TINY, "--merge", "best"): "--merge: expected one of",
     ("--model", TINY, "--api-key", ""): "--api-key: expected printable ASCII",
     ("--model", TINY, "--api-key", "é"): "--api-key: expected printable ASCII",
+    ("--model", TINY, "--api-key", "a", "--api-key", "b c"): "--api-key: expected printable ASCII",
+    (
+        "--model",
+        TINY,
+        "--api-key-file",
+        "/nowhere",
+    ): "--api-key-file: expected a file with a key on each line, given /now",
+    ("--model", TINY, "--api-key-file", "/dev/null"): "--api-key-file: expected printable ASCII",
     ("--model", TINY, "--max-model-len", "99999"): "--max-model-len: expected at most 2048, given 99999",
     ("--model", TINY, "--generation-config", "vllm"): "--generation-config: expected one of auto, none",
     ("--model", TINY, "--host", "192.0.2.1"): "Cannot assign requested address",
@@ -210,6 +218,25 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("given", INVALID, ids=lambda given: " ".join(given))
 def test_invalid_options_are_one_line(given: tuple[str, ...], tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert INVALID[given] in refused(capsys, *(tiny if word == TINY else word for word in given))
+
+
+def test_each_client_has_a_key(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "keys").write_text("third\n\n fourth \n")
+    given: list[Any] = []
+
+    class Stop(Exception):
+        """Ends the command when it would serve."""
+
+    def stop(app: Any, *_: Any) -> None:
+        given.append(app.limits.api_keys)
+        raise Stop
+
+    monkeypatch.setattr("attnmesh.serve.server.run", stop)
+    monkeypatch.setenv("ATTNMESH_API_KEY", "first second")
+    for options in (["--api-key", "a", "--api-key", "b"], []):
+        with pytest.raises(Stop):
+            app(["serve", "--model", tiny, "--port", "0", "--api-key-file", str(tmp_path / "keys"), *options])
+    assert given == [("a", "b", "third", "fourth"), ("first", "second", "third", "fourth")]
 
 
 def test_keys_are_stored_as_asked(

@@ -221,6 +221,20 @@ def test_penalties_are_those_of_transformers(pool: Pool) -> None:
     pool.run(1, penalized, 0)
 
 
+@pytest.mark.parametrize(("draws", "vocabulary"), [(0, 7), (1, 97), (300, 1000), (4095, 64)])
+def test_a_generator_goes_on_after_draws_that_it_has_not_made(
+    draws: int, vocabulary: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn, even = torch.Generator().manual_seed(11), torch.ones(1, vocabulary)
+    for _ in range(draws):
+        torch.multinomial(even, 1, generator=drawn)
+    multinomial, made = torch.multinomial, []
+    monkeypatch.setattr(torch, "multinomial", lambda *given, **more: made.append(1) or multinomial(*given, **more))
+    generator = Sampling(temperature=1.0, seed=11).generator(draws, vocabulary)
+    assert len(made) <= 1
+    assert torch.rand(1500, generator=generator).equal(torch.rand(1500, generator=drawn))
+
+
 # --- prefixes ---
 
 
@@ -247,6 +261,28 @@ def turns(shape: Shape) -> None:
         long.cancel()
         assert tokens(long)[:9] == wanted[2][1:]
         assert long.finish_reason in ("cancelled", "length")
+
+
+def salted(ranks: int) -> None:
+    """Ask for one prompt with several salts: of requests that run, and of those that have ended."""
+    model, mesh = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, ranks), AXES)
+    prompt = ids(100)
+    wanted = greedy(model, prompt, 10, mesh=mesh)
+    with running(model, mesh) as engine:
+        if engine is None:
+            return
+        for salt, cached in (("a", 0), ("", 0), ("b", 0), ("a", 99), ("", 99), ("b", 99)):
+            stream = engine.submit(prompt, max_new_tokens=10, salt=salt)
+            assert (tokens(stream), stream.cached_tokens) == (wanted, cached), salt
+        long = engine.submit(prompt, max_new_tokens=300, salt="c")
+        next(iter(long))
+        stream = engine.submit(prompt, max_new_tokens=10, salt="d")
+        assert (tokens(stream), stream.cached_tokens) == (wanted, 0)
+        long.cancel()
+
+
+def test_a_prefix_of_another_salt_is_not_used(pool: Pool) -> None:
+    pool.run(2, salted, 2)
 
 
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
@@ -391,6 +427,7 @@ def refused(_: int) -> None:
         engine.submit([3], max_new_tokens=3)
     with pytest.raises(errors.Busy, match="one of 2 requests that wait"):
         engine.submit([3], max_new_tokens=3)
+    engine.submit([3], max_new_tokens=3, replay=[])
     with pytest.raises(errors.TooLong, match="at most 20 tokens"):
         Engine(model, None, capacity=20).submit([3] * 10, max_new_tokens=30)
     with pytest.raises(errors.ArgumentError, match="max_gap"):

@@ -11,7 +11,8 @@ from typing import Any
 import openai
 import pytest
 
-from attnmesh.serve import body, server
+from attnmesh.serve import app, body, server
+from attnmesh.serve.chat import encode_text
 from attnmesh.serve.door import Limits
 from attnmesh.serve.schema import CHAT
 from tests.support.fake_engine import LONGEST, POISON, ThreadWorld, answer, byte_tokenizer
@@ -157,6 +158,16 @@ def test_what_is_refused_has_the_shape_of_openai(name: str, running: Served) -> 
     assert running.ask("/v1/chat/completions", chat())[0] == 200
 
 
+def test_the_limit_of_new_tokens_is_named(running: Served) -> None:
+    prompt = len("<user>Hi<assistant>")
+    left = f"expected 1 to {LONGEST - prompt}, what the context of {LONGEST} tokens leaves beside a prompt of {prompt}"
+    for name in ("max_tokens", "max_completion_tokens"):
+        sent = {key: value for key, value in chat().items() if key != "max_tokens"} | {name: 8192}
+        code, said = running.ask("/v1/chat/completions", sent)
+        assert (code, said["error"]["message"]) == (400, f"{name}: {left}, given 8192")
+        assert said["error"]["param"] == name
+
+
 def test_other_paths_methods_and_types_are_refused(running: Served) -> None:
     for status, (code, said) in {
         404: running.ask("/v1/embeddings", {}),
@@ -180,12 +191,34 @@ def test_a_full_server_says_429_and_when_to_ask_again(world: ThreadWorld, runnin
 
 
 def test_a_key_is_asked_for() -> None:
-    with served(ThreadWorld(), limits=Limits(api_key="secret")) as one:
+    with served(ThreadWorld(), limits=Limits(api_keys=("secret", "other"))) as one:
         for given in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic secret"}):
             assert one.ask("/v1/chat/completions", chat(), **given)[0] == 401
             assert one.ask("/metrics", **given)[0] == 401
-        assert one.ask("/v1/chat/completions", chat(), authorization="Bearer secret")[0] == 200
+        for key in ("secret", "other"):
+            assert one.ask("/v1/chat/completions", chat(), authorization=f"Bearer {key}")[0] == 200
         assert one.ask("/health")[0] == one.ask("/")[0] == 200
+
+
+def test_clients_of_another_key_or_salt_share_no_prefix() -> None:
+    world = ThreadWorld()
+    salts: list[str] = []
+    with served(world, limits=Limits(api_keys=("one", "two"))) as running:
+        submit = world.engine.submit
+
+        def noted(ids: Any, **options: Any) -> Any:
+            salts.append(options["salt"])
+            return submit(ids, **options)
+
+        world.engine.submit = noted  # type: ignore[method-assign]
+        for key, salt in (("one", None), ("one", None), ("two", None), ("one", "a"), ("two", "a"), ("one", "b")):
+            sent = {**chat(n=2), "cache_salt": salt}
+            assert running.ask("/v1/chat/completions", sent, authorization=f"Bearer {key}")[0] == 200
+    of_choices = [*zip(salts[::2], salts[1::2], strict=True)]
+    assert all(first == second for first, second in of_choices)
+    assert of_choices[0] == of_choices[1]
+    assert len({*of_choices}) == 5
+    assert not any("one" in salt for salt in salts)
 
 
 # --- clients that go, stall or send nonsense ---
@@ -195,9 +228,9 @@ def raw(running: Served) -> socket.socket:
     return socket.create_connection(("127.0.0.1", running.port), timeout=30)
 
 
-def posted(body: dict[str, Any]) -> bytes:
+def posted(body: dict[str, Any], path: str = "chat/completions") -> bytes:
     data = json.dumps(body).encode()
-    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head = f"POST /v1/{path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     return f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
 
 
@@ -351,3 +384,80 @@ def test_hostile_requests_crash_nothing_and_leak_nothing(count: int, world: Thre
         until(lambda: len([*Path("/proc/self/fd").iterdir()]) <= files + 2)
     said = running.ask("/v1/chat/completions", chat("Hi", temperature=0))[1]
     assert said["choices"][0]["message"]["content"] == expected("Hi", 20)
+
+
+# --- prompts that take long to encode ---
+
+
+class Gate:
+    """Holds prompts of many characters back where they are encoded."""
+
+    def __init__(self) -> None:
+        self.begun, self.open = threading.Semaphore(0), threading.Event()
+        self.prompts: list[str] = []
+
+    def encode(self, encoder: Any, fields: dict[str, Any], check: Any) -> Any:
+        self.prompts.append(fields["prompt"][:1])
+        if len(fields["prompt"]) > 1000:
+            self.begun.release()
+            assert self.open.wait(100)
+        return encode_text(encoder, fields, lambda text: None)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    made = Gate()
+    monkeypatch.setattr(app, "encode_text", made.encode)
+    yield made
+    made.open.set()
+
+
+def ask_long(running: Served, sign: str, into: list[int]) -> threading.Thread:
+    body = {"model": NAME, "prompt": sign * (1 << 17)}
+    thread = threading.Thread(target=lambda: into.append(running.ask("/v1/completions", body)[0]))
+    thread.start()
+    return thread
+
+
+def test_a_short_prompt_waits_for_no_long_one(gate: Gate) -> None:
+    codes: list[int] = []
+    with served(ThreadWorld(), max_requests=3) as one:
+        threads = [ask_long(one, sign, codes) for sign in "ab"]
+        assert gate.begun.acquire(timeout=100)
+        until(lambda: one.front.coming == 2)
+        assert one.ask("/v1/completions", {"model": NAME, "prompt": "Go on"})[0] == 200
+        assert one.app._bodies.held > 2 << 17
+        code, said = one.ask("/v1/completions", {"model": NAME, "prompt": "Go on", "n": 2})
+        assert (code, said["error"]["message"]) == (429, "2 requests run or wait, of 3. Ask again.")
+        gate.open.set()
+        for thread in threads:
+            thread.join()
+        assert codes == [413, 413]
+        assert one.app._bodies.held == one.front.coming == 0
+
+
+def test_a_prompt_is_not_encoded_for_a_client_that_has_gone(gate: Gate) -> None:
+    codes: list[int] = []
+    with served(ThreadWorld()) as one:
+        thread = ask_long(one, "a", codes)
+        assert gate.begun.acquire(timeout=100)
+        with closing(raw(one)) as gone:
+            gone.sendall(posted({"model": NAME, "prompt": "b" * (1 << 17)}, "completions"))
+            until(lambda: one.front.coming == 2)
+        until(lambda: one.front.coming == 1)
+        gate.open.set()
+        thread.join()
+        assert one.ask("/v1/completions", {"model": NAME, "prompt": "c"})[0] == 200
+        assert gate.prompts == ["a", "c"]
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(
+    running: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("attnmesh.serve.chat._tokens", None)
+    longest = 5 * (LONGEST - 1)  # the longest token, "<end>", has five characters
+    for path, sent in (("chat/completions", chat("x" * longest)), ("completions", {"prompt": "x" * (longest + 1)})):
+        code, said = running.ask(f"/v1/{path}", {"model": NAME, **sent})
+        assert (code, said["error"]["code"]) == (413, "context_length_exceeded")
+        assert "characters, of which a token has at most 5, and" in said["error"]["message"]
+    assert running.ask("/v1/completions", {"model": NAME, "prompt": "x" * longest})[0] == 500  # it went on

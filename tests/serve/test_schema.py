@@ -33,7 +33,7 @@ def test_the_table_in_the_documentation_is_that_of_the_schema(kind: str) -> None
 def test_each_field_of_openai_is_in_the_schemas() -> None:
     chats = pytest.importorskip("openai.types.chat.completion_create_params")
     texts = pytest.importorskip("openai.types.completion_create_params")
-    ours = {"stream", "top_k", "min_p", "repetition_penalty"}
+    ours = {"stream", "top_k", "min_p", "repetition_penalty", "cache_salt"}
     assert CHAT.keys() == chats.CompletionCreateParamsBase.__annotations__.keys() | ours
     assert COMPLETION.keys() == texts.CompletionCreateParamsBase.__annotations__.keys() | ours
 
@@ -81,6 +81,17 @@ INVALID: dict[str, list[Any]] = {
     "user": [1, "\udfff"],
     "unknown": [None, 1],
 }
+
+
+def test_a_refusal_names_what_would_be_served() -> None:
+    for fields, text in (
+        ({"messages": []}, "messages: expected a list of one message or more, given []"),
+        ({"max_tokens": 0}, "max_tokens: expected 1 to what the context leaves beside the prompt, given 0"),
+        ({"cache_salt": ""}, 'cache_salt: expected text of one character or more, given ""'),
+    ):
+        with pytest.raises(Refused) as raised:
+            read_fields(LEAST["chat"] | fields, CHAT)
+        assert str(raised.value) == text
 
 
 @pytest.mark.parametrize("name", INVALID)

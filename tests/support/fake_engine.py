@@ -66,7 +66,7 @@ class Stream:
     options: dict[str, Any]
     given: list[int]
     """Tokens so far, those that are replayed among them."""
-    out: "queue.Queue[Token | None]" = field(default_factory=queue.Queue)
+    out: "queue.Queue[Token | BaseException | None]" = field(default_factory=queue.Queue)
     cached_tokens: int = 0
     finish_reason: str | None = None
     cancelled: bool = False
@@ -75,6 +75,8 @@ class Stream:
         if self.ids[0] == POISON:
             raise InputError("prompt", "no poison", "some", "leave it out")
         while (token := self.out.get()) is not None:
+            if isinstance(token, BaseException):
+                raise token
             yield token
 
     def cancel(self) -> None:
@@ -95,25 +97,33 @@ class FakeEngine:
         self.text: list[int] = byte_tokenizer()(SAID)["input_ids"]
         self.streams: list[Stream] = []
         self.lock, self.closed = threading.Lock(), False
-        self.tokens = 0
+        self.tokens, self.steps = 0, 0
+        self.error: BaseException | None = None
 
-    def submit(self, ids: list[int], *, replay: list[int] = (), **options: Any) -> Stream:  # type: ignore[assignment]
-        assert options.keys() == {*SAMPLED, "max_new_tokens", "seed", "logprobs"}
+    def submit(self, ids: list[int], *, replay: list[int] | None = None, **options: Any) -> Stream:
+        assert options.keys() == {*SAMPLED, "max_new_tokens", "seed", "logprobs", "salt"}
         if len(ids) + options["max_new_tokens"] > LONGEST:
             raise TooLong("prompt", f"at most {LONGEST} tokens", str(len(ids)), "shorten it")
         with self.lock:
-            if len(self.streams) >= self.rows + self.waiting:
+            if replay is None and len(self.streams) >= self.rows + self.waiting:
                 raise Busy("submit", "a queue with room", "a full one", "submit later")
-            self.streams.append(Stream(ids, options, [*replay], cached_tokens=len(ids) // 2))
+            self.streams.append(Stream(ids, options, [*(replay or ())], cached_tokens=len(ids) // 2))
             return self.streams[-1]
 
     def run(self) -> None:
-        while self.step(not self.closed):
-            time.sleep(self.pause)
-            with self.lock:
-                for stream in self.streams[: self.rows]:
-                    self.advance(stream)
-                self.streams = [stream for stream in self.streams if stream.finish_reason is None]
+        try:
+            while self.step(not self.closed):
+                time.sleep(self.pause)
+                self.steps += 1
+                with self.lock:
+                    for stream in self.streams[: self.rows]:
+                        self.advance(stream)
+                    self.streams = [stream for stream in self.streams if stream.finish_reason is None]
+        except BaseException as error:  # as `hf.Engine` ends
+            self.error = error
+            for stream in self.streams:
+                stream.out.put(error)
+            raise
 
     def advance(self, stream: Stream) -> None:
         place = len(stream.given)
@@ -140,6 +150,7 @@ class FakeEngine:
             "tokens": float(self.tokens),
             "keys": [10.0, 12.0],
             "merge_share": 0.25,
+            "exchanges": float(self.steps),
         }
 
 
@@ -166,11 +177,14 @@ class ThreadWorld:
         self.options, self.facts = options, {"max_model_len": LONGEST, **facts}
         self.engine = FakeEngine(**options)
 
+    def made(self) -> FakeEngine:
+        return FakeEngine(**self.options)
+
     def run(self, address: str) -> None:
-        self.engine = FakeEngine(**self.options)
+        self.engine = self.made()
         serve_rank_0(self.engine, address, self.facts)
 
-    def kill(self) -> None:
+    def kill(self, *, again: bool = False) -> None:
         self.engine.close()
 
 

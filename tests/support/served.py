@@ -38,19 +38,12 @@ class Served:
     """A running server."""
 
     def __init__(
-        self,
-        world: World,
-        encoders: tuple[Any, Any],
-        *,
-        limits: Limits,
-        defaults: Any,
-        max_requests: int,
-        max_restarts: int,
+        self, world: World, encoders: tuple[Any, Any], *, limits: Limits, defaults: Any, **of_front: Any
     ) -> None:
         self.children = Children()
         listening = listen("127.0.0.1", 0)
         self.port = listening.getsockname()[1]
-        self.front = Front(world, max_requests=max_requests, max_restarts=max_restarts, metrics=Metrics())
+        self.front = Front(world, **of_front, metrics=Metrics())
         tokenizer, processor = encoders
         self.app = App(self.front, tokenizer or byte_tokenizer(), NAME, limits, processor, defaults)
         self.error: BaseException | None = None
@@ -105,11 +98,12 @@ def served(
     processor: Any = None,
     max_requests: int = 8,
     max_restarts: int = 3,
+    deadline: float | None = None,
     defaults: Any = MappingProxyType({}),
 ) -> Iterator[Served]:
     """Serve in a thread while the block runs."""
-    given: dict[str, Any] = {"max_requests": max_requests, "max_restarts": max_restarts, "defaults": defaults}
-    server = Served(world, (tokenizer, processor), limits=limits or Limits(), **given)
+    given: dict[str, Any] = {"max_requests": max_requests, "max_restarts": max_restarts, "deadline": deadline}
+    server = Served(world, (tokenizer, processor), limits=limits or Limits(), defaults=defaults, **given)
     try:
         yield server
     finally:

@@ -34,7 +34,10 @@ Work = tuple[Callable[..., Any], tuple[Any, ...], bool]
 """A function, its arguments, and whether its first argument is a `Send`."""
 
 GRACE_PERIOD = 2.0
-"""Seconds that the other ranks get after one has failed, since their errors may be the clearer ones."""
+"""Seconds that the other ranks get after one has failed, since their errors may be the clearer ones.
+
+None are clearer than a death: the others have lost a connection.
+"""
 
 TIMEOUT = timedelta(hours=1)
 """Timeout of the process group. The process that started a rank notices its death at once."""
@@ -114,9 +117,12 @@ def run_on_ranks(
                     starter.submit(_start, process, processes).result()
                     theirs.close()
                     pipes.append(ours)
-            return results(pipes, lambda rank: _death(rank, processes[rank]), on_message, seconds)
-        finally:
-            _end(processes)
+            found = results(pipes, lambda rank: _death(rank, processes[rank]), on_message, seconds)
+        except BaseException:
+            _end(processes, 0)
+            raise
+        _end(processes, 1)
+        return found
 
 
 def run_on_machine(
@@ -198,7 +204,8 @@ def results(
                 done[rank] = value
             else:
                 failures[rank] = value
-                end = min(end or time.monotonic() + GRACE_PERIOD, time.monotonic() + GRACE_PERIOD)
+                grace = time.monotonic() + (0 if isinstance(value, RankDeath) else GRACE_PERIOD)
+                end = grace if end is None else min(end, grace)
     if failures:
         raise min(failures.values(), key=_order_of_causes)
     if waiting:
@@ -219,9 +226,9 @@ def _death(rank: int, process: Any) -> RankDeath:
     return RankDeath(f"rank {rank} {ending} before it was done")
 
 
-def _end(processes: list[Any]) -> None:
-    """Wait a second for ranks that are done, then kill the others."""
-    end = time.monotonic() + 1
+def _end(processes: list[Any], seconds: float) -> None:
+    """Wait some seconds for ranks that are done, then kill the others."""
+    end = time.monotonic() + seconds
     for process in processes:
         process.join(timeout=max(0, end - time.monotonic()))
     for process in processes:
@@ -273,7 +280,8 @@ def perform(pipe: Connection, enter: Callable[[], None], work: Work) -> None:
     except Exception as error:
         # Our errors can be pickled; of an unknown class only the text is sent.
         known = isinstance(error, (InputError, RankFailure))
-        pipe.send(("failed", error if known else RankError(f"on a rank:\n{traceback.format_exc()}")))
+        place = f"rank {dist.get_rank()}" if dist.is_initialized() else "a rank"
+        pipe.send(("failed", error if known else RankError(f"on {place}:\n{traceback.format_exc()}")))
 
 
 def _leave_with_parent(leftovers: Sequence[str] = ()) -> None:

@@ -5,6 +5,7 @@ import os
 from contextlib import closing
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from socket import gethostname
 from typing import Annotated, Any
 
@@ -12,7 +13,6 @@ import typer
 from rich.markup import escape
 
 from attnmesh.cli.generate import (
-    Deadline,
     Dtype,
     Merge,
     MeshOption,
@@ -40,10 +40,12 @@ SOURCES = ("auto", "none")
 GenerationSource = Annotated[
     str, typer.Option(help="Defaults of requests: auto takes those of the model's generation_config, none has none.")
 ]
-ApiKey = Annotated[
-    str | None,
-    typer.Option(envvar="ATTNMESH_API_KEY", show_envvar=True, help="Key that requests have to show."),
+Silence = Annotated[float, typer.Option(help="Seconds without an end of a step after which ranks count as lost.")]
+ApiKeys = Annotated[
+    list[str] | None,
+    typer.Option(envvar="ATTNMESH_API_KEY", show_envvar=True, help="Key of a client; again for each further one."),
 ]
+ApiKeyFile = Annotated[Path | None, typer.Option(help="File with a key on each line.")]
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class LocalRanks:
 
         run_on_machine(self.count, serve_rank, self.settings, address)
 
-    def kill(self) -> None:
+    def kill(self, *, again: bool = False) -> None:
         """End the ranks at once."""
         for process in {*mp.active_children()} - self.others:
             process.kill()
@@ -74,7 +76,8 @@ def serve(
     host: Host = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0 takes a free one.")] = 8000,
     served_name: ServedName = None,
-    api_key: ApiKey = None,
+    api_key: ApiKeys = None,
+    api_key_file: ApiKeyFile = None,
     max_rows: Annotated[int, typer.Option(min=1, help="Requests that decode at a time.")] = 16,
     max_queue: Annotated[int, typer.Option(min=1, help="Requests that wait; further ones get 429.")] = 64,
     cache_memory: Annotated[float | None, typer.Option(min=0.001, help="GB of keys and values on a rank.")] = None,
@@ -84,7 +87,7 @@ def serve(
     max_body: Annotated[int, typer.Option(min=1, help="MB of a request's body.")] = 32,
     max_restarts: MaxRestarts = 3,
     drain: Annotated[float, typer.Option(min=1, help="Seconds that open requests get to end at SIGTERM.")] = 30,
-    deadline: Deadline = None,
+    deadline: Silence = 60.0,
     merge: Merge = "auto",
     reproducible: Reproducible = False,
     dtype: Dtype = "auto",
@@ -101,7 +104,7 @@ def serve(
 
     cache = cache_options(dtype, merge, reproducible, kv)
     set_deadline(deadline)
-    _check_key(api_key)
+    keys = _keys(api_key, api_key_file)
     hosts = TorchrunRanks.of_front()
     world = hosts.count if hosts is not None else enter_world(ranks, mesh)
     with Status("looking for the model") as status:
@@ -116,10 +119,12 @@ def serve(
         serve_under_torchrun(settings)
         return
     ranks_ = hosts or LocalRanks(world, settings)
-    front = Front(ranks_, max_requests=max_rows + max_queue, max_restarts=max_restarts, metrics=Metrics())
-    limits = Limits(api_key, host in (*LOCAL, "::1"), max_body << 20)
+    counts: dict[str, Any] = {"max_requests": max_rows + max_queue, "max_restarts": max_restarts}
+    front = Front(ranks_, **counts, metrics=Metrics(), deadline=deadline)
+    front.log = lambda line: print_message(escape(printable(line)))
+    limits = Limits(keys, host in (*LOCAL, "::1"), max_body << 20)
     with leaving_tidily(), closing(listen(host, port)) as listening:
-        if not limits.local and api_key is None:
+        if not limits.local and not keys:
             print_message("all who reach this machine can ask: --api-key keeps others out")
         app = App(front, prepared.tokenizer, served_name or model, limits, prepared.processor, defaults)
         front.on_ready = lambda _: print_message(_ready(app, host, listening.getsockname()[1], prepared, hosts))
@@ -145,11 +150,24 @@ def _ready(app: Any, host: str, port: int, prepared: Any, hosts: TorchrunRanks |
     return str(escape(f"serving {printable(app.name)} on {url}, mesh {prepared.mesh}{place}"))
 
 
-def _check_key(api_key: str | None) -> None:
-    """Raise on a key that no header can carry."""
-    fits = api_key is None or (api_key.isascii() and api_key.isprintable() and " " not in api_key and api_key != "")
-    given, fix = "other characters, or none", "take letters and digits"
-    require(fits, ArgumentError, "--api-key", "printable ASCII without spaces", given, fix)
+def _keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:
+    """Return the keys of clients, or raise on one that no header can carry."""
+    found = {"--api-key": given or [], "--api-key-file": [] if file is None else _lines(file)}
+    for name, keys in found.items():
+        fits = all(key.isascii() and key.isprintable() and " " not in key and key for key in keys)
+        fits = fits and bool(keys or name == "--api-key" or file is None)
+        fix = "take letters and digits"
+        require(fits, ArgumentError, name, "printable ASCII without spaces", "other characters, or none", fix)
+    return (*found["--api-key"], *found["--api-key-file"])
+
+
+def _lines(file: Path) -> list[str]:
+    """Return the lines of a file that are not empty."""
+    try:
+        return [line.strip() for line in file.read_text().splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        given, fix = f"{file}: {getattr(error, 'strerror', None) or 'no text'}", "name a file that can be read"
+        raise ArgumentError("--api-key-file", "a file with a key on each line", given, fix) from None
 
 
 def _longest(asked: int | None, of_model: int | None) -> int:

@@ -11,9 +11,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from signal import SIGTERM
+from signal import SIGKILL, SIGTERM
 from typing import Any
 
 import torch.distributed as dist
@@ -66,10 +67,10 @@ class TorchrunRanks:
             os.kill(os.getpid(), SIGTERM)  # no other ranks will come
         raise RankError("ranks were lost")
 
-    def kill(self) -> None:
-        """End torchrun, which ends the ranks."""
-        if alive(self.agent):
-            os.kill(self.agent, SIGTERM)
+    def kill(self, *, again: bool = False) -> None:
+        """End torchrun, which ends the ranks; with `again` rank 0 alone, after which torchrun starts all of them."""
+        with suppress(OSError):  # it has ended
+            os.kill(*(int((self.folder / "rank").read_text()), SIGKILL) if again else (self.agent, SIGTERM))
 
 
 def serve_under_torchrun(settings: Any) -> None:

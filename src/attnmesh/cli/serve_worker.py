@@ -12,6 +12,9 @@ from attnmesh.comm.failures import set_deadline
 from attnmesh.hf.models import rope_switches
 from attnmesh.serve.worker import serve_rank_0
 
+LOADING = 1800.0
+"""Seconds that one rank may take longer than another to load the model."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -19,16 +22,17 @@ class Settings:
 
     model: Prepared
     dtype: str
-    deadline: float | None
+    deadline: float
     engine: dict[str, Any]
     """Options of `hf.Engine`."""
 
 
 def serve_rank(settings: Settings, address: str) -> None:
     """Serve as one of several ranks; rank 0 connects to the front at the address."""
-    set_deadline(settings.deadline)
+    set_deadline(max(settings.deadline, LOADING))
     model, mesh = load_model(settings.model, settings.dtype)
     engine = hf.Engine(model, mesh, output=settings.model.mesh.output, **settings.engine)
+    set_deadline(settings.deadline)
     if dist.get_rank() == 0:
         facts = {"max_model_len": engine.longest, "rope_switches": rope_switches(model.config)}
         serve_rank_0(engine, address, facts)

@@ -1,13 +1,12 @@
 """The routes: chat completions, completions, the model, health, figures and the page."""
 
-import asyncio
 import hashlib
+import json
 import re
 from base64 import b64encode
-from collections.abc import AsyncIterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from copy import deepcopy
+from functools import partial
 from importlib.resources import files
 from secrets import randbits
 from types import MappingProxyType
@@ -22,11 +21,12 @@ from starlette.types import ASGIApp
 
 from attnmesh.serve.answers import Answers
 from attnmesh.serve.body import Bodies
-from attnmesh.serve.chat import Encoded, encode_chat, encode_text
+from attnmesh.serve.chat import Encoded, encode_chat, encode_text, has_images
 from attnmesh.serve.door import Door, Limits
+from attnmesh.serve.encoders import LONG, Encoders, too_long
 from attnmesh.serve.front import Front
 from attnmesh.serve.refused import Refused
-from attnmesh.serve.reply import EventStream, Gone, Reply
+from attnmesh.serve.reply import EventStream, Gone, Reply, while_there
 from attnmesh.serve.schema import CHAT, COMPLETION, Schema, read_fields, shown
 from attnmesh.serve.spelling import Spelling, tokens_without_text
 
@@ -52,8 +52,7 @@ class App:
         self.front, self.name, self.limits, self.defaults = front, name, limits, defaults
         self.spelling = Spelling(tokenizer, tokens_without_text(tokenizer))
         self._bodies = Bodies(limits.max_body)
-        self._encoding = ThreadPoolExecutor(1)
-        self._encoder = deepcopy(processor or tokenizer)  # a tokenizer cannot encode and decode in two threads at once
+        self._encoders = Encoders(processor or tokenizer)  # copies: one decodes here meanwhile
         self._page = files("attnmesh.serve").joinpath("page.html").read_text()
         self._page_headers = {"content-security-policy": content_policy(self._page)}
 
@@ -80,18 +79,13 @@ class App:
             yield
         finally:
             await self.front.close()
-            self._encoding.shutdown(cancel_futures=True)
+            self._encoders.close()
 
     # --- routes ---
 
     async def chat(self, http: HttpRequest) -> Response:
         """Answer messages."""
-        fields = await self._read(http, CHAT)
-        if fields["top_logprobs"] is not None and not fields["logprobs"]:
-            raise Refused(400, "top_logprobs: expected logprobs true beside it", "top_logprobs")
-        if None not in (fields["max_tokens"], fields["max_completion_tokens"]):
-            raise Refused(400, "max_tokens: expected it or max_completion_tokens, given both", "max_tokens")
-        prompt = await self._encoded(encode_chat, fields)
+        fields, prompt = await self._read(http, CHAT, encode_chat)
         new = fields["max_completion_tokens"] or fields["max_tokens"]
         default = self.defaults.get("max_new_tokens", NEW_OF_CHAT)
         top = (fields["top_logprobs"] or 0) if fields["logprobs"] else None
@@ -100,8 +94,7 @@ class App:
 
     async def completions(self, http: HttpRequest) -> Response:
         """Go on with a prompt."""
-        fields = await self._read(http, COMPLETION)
-        prompt = await self._encoded(encode_text, fields["prompt"])
+        fields, prompt = await self._read(http, COMPLETION, encode_text)
         answers = Answers(self.spelling, self.name, False, fields["logprobs"])
         new = fields["max_tokens"] or self._default_new(len(prompt.ids), NEW_OF_COMPLETION)
         return await self._answer(http, fields, prompt, new, answers)
@@ -137,27 +130,23 @@ class App:
         if name != self.name:
             raise Refused(404, f"model: expected {self.name!r}, given {shown(name)}", param, "model_not_found")
 
-    async def _read(self, http: HttpRequest, schema: Schema) -> dict[str, Any]:
-        """Return the fields of a request, read and tested."""
-        if self.front.state != "ready":
-            raise Refused(503, f"The server is {self.front.state}. Ask again.")
-        fields = read_fields(await self._bodies.read(http), schema, self.defaults)
-        self._check_model(fields["model"], "model")
-        if fields["stream_options"] is not None and not fields["stream"]:
-            raise Refused(400, "stream_options: expected stream true beside it", "stream_options")
-        return fields
-
-    async def _encoded(self, encode: Any, value: Any) -> Encoded:
-        """Return the tokens of a prompt that fits; tokenizers take long for long texts, and run apart."""
-        loop = asyncio.get_running_loop()
-        prompt: Encoded = await loop.run_in_executor(self._encoding, encode, self._encoder, value)
-        longest, tokens = self.front.facts["max_model_len"], len(prompt.ids)
-        if not tokens:
+    async def _read(
+        self, http: HttpRequest, schema: Schema, encode: Callable[..., Encoded]
+    ) -> tuple[dict[str, Any], Encoded]:
+        """Return the fields of a request, tested, and the tokens of its prompt, which fits."""
+        self.front.check_ready()
+        longest, read = self.front.facts["max_model_len"], partial(read_fields, schema=schema, defaults=self.defaults)
+        async with self._bodies.read(http, longest, read) as (fields, nbytes):
+            self._check_model(fields["model"], "model")
+            with self.front.room(fields["n"]):
+                is_long = nbytes > LONG or has_images(fields)
+                encoding = self._encoders.run(encode, fields, is_long, longest)
+                prompt = await while_there(http.receive, encoding)
+        if not prompt.ids:
             raise Refused(400, "prompt: expected at least one token", "prompt")
-        if tokens >= longest:
-            text = f"The prompt has {tokens} tokens, and the server's longest context is {longest} with the answer."
-            raise Refused(413, text, None, "context_length_exceeded")
-        return prompt
+        if len(prompt.ids) >= longest:
+            raise too_long(f"{len(prompt.ids)} tokens,", longest)
+        return fields, prompt
 
     def _default_new(self, prompt: int, most: int) -> int:
         """Return how many new tokens fit, and stay on the prompt's side of lengths at which ropes change."""
@@ -169,13 +158,16 @@ class App:
         self, http: HttpRequest, fields: dict[str, Any], prompt: Encoded, new: int, answers: Answers
     ) -> Response:
         """Submit a request for each choice, and answer with their tokens."""
-        room = self.front.facts["max_model_len"] - len(prompt.ids)
+        longest = self.front.facts["max_model_len"]
+        room = longest - len(prompt.ids)
         if new > room:
-            given = f"{new}, beside a prompt of {len(prompt.ids)} tokens"
-            raise Refused(400, f"max_tokens: expected at most {room}, given {given}", "max_tokens")
+            name = "max_tokens" if fields["max_tokens"] is not None else "max_completion_tokens"
+            left = f"what the context of {longest} tokens leaves beside a prompt of {len(prompt.ids)}"
+            raise Refused(400, f"{name}: expected 1 to {room}, {left}, given {new}", name)
         seed = randbits(63) if fields["seed"] is None else fields["seed"]  # replayed requests need the same
         options = {name: fields[name] for name in SAMPLED}
         options |= {"max_new_tokens": new, "logprobs": 0 if answers.top is None else max(1, answers.top)}
+        options["salt"] = salt_of(http.scope["api_key"], fields["cache_salt"])
         choices = [options | {"seed": (seed + index) % (1 << 63)} for index in range(fields["n"])]
         stop = fields["stop"] or []
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
@@ -185,6 +177,16 @@ class App:
             return EventStream(reply, bool((fields["stream_options"] or {}).get("include_usage")))
         whole = await reply.while_there(http.receive, reply.whole())
         return Response(whole, media_type="application/json")
+
+
+def salt_of(key: str, salt: str | None) -> str:
+    """Return the name of those who share prefixes, from which nobody finds their key.
+
+    >>> salt_of("", None), salt_of("secret", "a") == salt_of("secret", "b")
+    ('', False)
+    """
+    given = json.dumps([key, salt]) if key or salt else ""
+    return hashlib.sha256(given.encode()).hexdigest() if given else ""
 
 
 def content_policy(page: str) -> str:

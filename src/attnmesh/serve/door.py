@@ -20,9 +20,10 @@ LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
 @dataclass(frozen=True)
 class Limits:
-    """Rules of the door: hosts, key and sizes."""
+    """Rules of the door: hosts, keys and sizes."""
 
-    api_key: str | None = None
+    api_keys: tuple[str, ...] = ()
+    """Keys that requests have to show one of; none if all may ask."""
     local: bool = True
     """Serve only requests to a name of this machine: a page of another site can have its own name point here."""
     max_body: int = 32 << 20
@@ -47,20 +48,24 @@ class Door:
             await send(message)
 
         try:
-            self._check(scope["path"], Headers(scope=scope))
+            scope["api_key"] = self._check(scope["path"], Headers(scope=scope))
         except Refused as error:
             await JSONResponse(error.body, error.status, error.headers)(scope, receive, counted)
         else:
             await self.app(scope, receive, counted)
 
-    def _check(self, path: str, headers: Headers) -> None:
+    def _check(self, path: str, headers: Headers) -> str:
+        """Return the key of a request; empty if it needs none. Raise if it may not be served."""
         name = headers.get("host", "").rpartition(":")[0] or headers.get("host", "")
         if self.limits.local and name.lower() not in (*LOCAL, "[:"):
             raise Refused(403, "host: expected a name of this machine. Start the server with --host for others.")
-        if self.limits.api_key is not None and path not in OPEN:
-            kind, _, key = headers.get("authorization", "").partition(" ")
-            if kind.lower() != "bearer" or not is_same(key.strip(), self.limits.api_key):
-                raise Refused(401, "authorization: expected Bearer and the server's key", None, "invalid_api_key")
+        if not self.limits.api_keys or path in OPEN:
+            return ""
+        kind, _, key = headers.get("authorization", "").partition(" ")
+        found = [one for one in self.limits.api_keys if is_same(key.strip(), one)]
+        if kind.lower() != "bearer" or not found:
+            raise Refused(401, "authorization: expected Bearer and a key of the server", None, "invalid_api_key")
+        return found[0]
 
 
 def is_same(given: str, secret: str) -> bool:

@@ -1,22 +1,37 @@
 """Messages between the front and rank 0: JSON with its length before it, through a socket in a private folder.
 
-JSON holds plain values alone. Pickle would run code of anyone who could write to the socket.
+JSON holds plain values alone. Pickle would run code of anyone who could write to the socket. The bytes of images follow
+the message that describes them.
 """
 
 import asyncio
 import json
 import socket
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
+from attnmesh.serve.images import buffers_of, described, images_of
+
 WIDTH = 4
 """Bytes of a message's length."""
+
+SLICE = 1 << 18
+"""Bytes of a part of a long message."""
 
 
 def packed(message: list[Any]) -> bytes:
     """Return a message as bytes."""
     body = json.dumps(message, separators=(",", ":")).encode()
     return len(body).to_bytes(WIDTH, "big") + body
+
+
+def parts_of(message: list[Any], images: Mapping[str, Any] | None) -> Iterator[memoryview]:
+    """Yield the bytes of a message in parts, of which those of images are no copies."""
+    described_images = [] if images is None else [described(images)]
+    for buffer in (memoryview(packed(message + described_images)), *buffers_of(images or {})):
+        for first in range(0, len(buffer), SLICE):
+            yield buffer[first : first + SLICE]
 
 
 async def read_message(reader: asyncio.StreamReader) -> list[Any]:
@@ -37,14 +52,19 @@ class Link:
     def receive(self) -> list[Any] | None:
         """Return the next message, or None when the front has closed its end."""
         try:
-            length = self.file.read(WIDTH)
-            body = self.file.read(int.from_bytes(length, "big"))
-        except OSError:
+            message: list[Any] = json.loads(self._read(int.from_bytes(self._read(WIDTH), "big")))
+            if message[0] == "prompt":
+                *_, images = message
+                message[-1] = images_of(images, self._read(sum(size for *_, size in images)))
+        except (OSError, ValueError, EOFError):  # closed by this end, or the other
             return None
-        if len(length) < WIDTH or len(body) < int.from_bytes(length, "big"):
-            return None
-        message: list[Any] = json.loads(body)
         return message
+
+    def _read(self, size: int) -> bytes:
+        data = self.file.read(size)
+        if len(data) < size:
+            raise EOFError
+        return data
 
     def send(self, data: bytes) -> None:
         """Send bytes of whole messages."""

@@ -37,19 +37,11 @@ class Reply:
 
     async def while_there(self, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of the work; cancel the request if it fails or the client goes."""
-        working, going = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
         try:
-            await asyncio.wait({working, going}, return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                raise Gone
-            return working.result()
+            return await while_there(receive, work)
         except BaseException:
             self.cancel()
             raise
-        finally:
-            for task in (working, going):
-                task.cancel()
-            await asyncio.gather(working, going, return_exceptions=True)
 
     def cancel(self) -> None:
         """End what still runs."""
@@ -143,6 +135,20 @@ class EventStream(Response):
         async for data in self.reply.events(self.include_usage):
             await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
+
+
+async def while_there(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of the work; raise `Gone`, and cancel it, if the client goes."""
+    working, going = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({working, going}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Gone
+        return working.result()
+    finally:
+        for task in (working, going):
+            task.cancel()
+        await asyncio.gather(working, going, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -3,11 +3,13 @@
 import threading
 from typing import Any
 
-from attnmesh.errors import Busy, InputError, RankFailure, TooLong
+from attnmesh.errors import Busy, DeviceError, InputError, KernelError, MeshError, ModelError, TooLong, UnforeseenError
 from attnmesh.hf.serving.engine import Engine
 from attnmesh.hf.serving.stream import Stream
-from attnmesh.serve.images import unpacked_images
 from attnmesh.serve.link import Link, packed
+
+OF_RANKS = (DeviceError, KernelError, MeshError, ModelError, UnforeseenError)
+"""Errors that no other request avoids, whose text is not for clients."""
 
 INTERVAL = 0.5
 """Seconds from one message of figures to the next."""
@@ -35,6 +37,8 @@ class Worker:
     def __init__(self, engine: Engine, link: Link) -> None:
         self.engine, self.link = engine, link
         self.streams: dict[int, Stream] = {}
+        self.prompts: dict[int, tuple[list[int], dict[str, Any]]] = {}
+        """Tokens and images of prompts, which several requests may have."""
         self.lock, self.done = threading.Lock(), threading.Event()
 
     def send(self, *message: Any) -> None:
@@ -50,7 +54,12 @@ class Worker:
         """Do what the front asks for, and end the engine with it."""
         while (message := self.link.receive()) is not None:
             match message:
-                case ["submit", number, ids, images, options, sent]:
+                case ["prompt", group, ids, images]:
+                    self.prompts[group] = ids, images
+                case ["forget", group]:
+                    self.prompts.pop(group, None)
+                case ["submit", number, group, options, sent]:
+                    ids, images = self.prompts[group]
                     self.submit(number, ids, options | ({"images": images} if images else {}), sent)
                 case ["cancel", number]:
                     if (stream := self.streams.pop(number, None)) is not None:
@@ -59,11 +68,9 @@ class Worker:
                     break
         self.engine.close()
 
-    def submit(self, number: int, ids: list[int], options: dict[str, Any], sent: list[int]) -> None:
-        """Queue a request; tokens that were sent before are replayed."""
+    def submit(self, number: int, ids: list[int], options: dict[str, Any], sent: list[int] | None) -> None:
+        """Queue a request; one that another world had accepted goes on after the tokens sent."""
         try:
-            if "images" in options:
-                options = options | {"images": unpacked_images(options["images"])}
             stream = self.engine.submit(ids, replay=sent, **options)
         except Exception as error:
             self.refuse(number, error)
@@ -82,21 +89,21 @@ class Worker:
                     begun = True
                 self.send("token", number, token.id, finite(token.logprob), [(i, finite(p)) for i, p in token.top])
             self.send("end", number, stream.finish_reason)
-        except RankFailure:
-            pass  # the world ends, and the front replays
         except Exception as error:
             self.refuse(number, error)
         finally:
             self.streams.pop(number, None)
 
     def refuse(self, number: int, error: Exception) -> None:
-        """Send the error of one request, which ends it alone."""
+        """Send the error of one request, which ends it alone. At one that ends the engine the front replays."""
+        if error is self.engine.error:
+            return
         match error:
             case Busy():
                 self.send("refused", number, 429, str(error), None)
             case TooLong():
-                self.send("refused", number, 413, str(error), "context_length_exceeded")
-            case InputError():
+                self.send("refused", number, 400, str(error), "context_length_exceeded")
+            case InputError() if not isinstance(error, OF_RANKS):
                 self.send("refused", number, 400, str(error), None)
             case _:
                 self.send("refused", number, 500, "The request failed on the ranks.", None)

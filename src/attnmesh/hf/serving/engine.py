@@ -112,6 +112,7 @@ class Engine:
         self.inbox: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
         self.error: BaseException | None = None
         self.closing = False
+        self.exchanges = 0  # of plans so far: a server sees by them that ranks go on
         self.seconds, self.merging = 0.0, 0.0
 
     def submit(
@@ -127,8 +128,9 @@ class Engine:
         seed: int | None = None,
         stop_ids: Iterable[int] = (),
         logprobs: int = 0,
-        replay: Sequence[int] = (),
+        replay: Sequence[int] | None = None,
         images: Mapping[str, Any] | None = None,
+        salt: str = "",
     ) -> Stream:
         """Queue a request on rank 0, from any thread. Iterate over the stream for its tokens.
 
@@ -143,8 +145,10 @@ class Engine:
             seed: Seed of the draws: the same seed draws the same tokens, whatever else runs. None for a random one.
             stop_ids: More tokens that end the answer.
             logprobs: Most likely tokens to return with each token.
-            replay: The first tokens of the answer, which were drawn before: the stream continues after them.
+            replay: The first tokens of the answer, which were drawn before: the stream continues after them. A replay
+                has been accepted once, so it may exceed the queue.
             images: Images of the prompt, as the model's processor returns them: `pixel_values` and what comes with it.
+            salt: Name of those who share prefixes: a cache of another salt is never used again.
 
         Returns:
             The stream.
@@ -163,10 +167,11 @@ class Engine:
         known, given, fix = all(type(token) is int for token in stops), short(repr(stops)), "pass tokens.tolist()"
         require(known, ArgumentError, "submit stop_ids", "a list of ints", given, fix)
         inputs = unless_text(without_absent(images or {})) or None
-        stream = Stream([*ids], sampling, max_new_tokens, self.ends | {*stops}, inputs, [*replay])
+        stream = Stream([*ids], sampling, max_new_tokens, self.ends | {*stops}, inputs, [*(replay or ())], salt)
         self._check(stream)
         given, fix = f"one of {self.max_queue} requests that wait", "submit again later, or raise max_queue"
-        require(self._queued < self.max_queue, Busy, "submit", "a queue with room", given, fix)
+        fits = replay is not None or self._queued < self.max_queue
+        require(fits, Busy, "submit", "a queue with room", given, fix)
         self.inbox.put(stream)
         if self.closing:  # it may have come too late to be found
             stream.end(self.error or "cancelled")
@@ -228,7 +233,8 @@ class Engine:
     def metrics(self) -> dict[str, float | list[float]]:
         """Return counts and sizes: numbers, and lists with a number for each rank."""
         share = self.merging / self.seconds if self.seconds else 0.0
-        return {**self.schedule.metrics(), "queue": self._queued, "merge_share": share}
+        waits = {"queue": self._queued, "exchanges": self.exchanges}
+        return {**self.schedule.metrics(), **waits, "merge_share": share}
 
     @property
     def _queued(self) -> int:
@@ -259,6 +265,7 @@ class Engine:
     def _exchange(self, plan: list[Any]) -> dict[str, Any]:
         """Send a plan to all ranks and run it."""
         plan, self.schedule.nbytes = self.link.exchange(plan, self.worker.nbytes)
+        self.exchanges += 1
         begun = self.schedule.filling
         return {} if plan == [["end"]] else self._run(plan, begun.images if begun is not None else None)
 

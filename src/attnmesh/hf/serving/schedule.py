@@ -36,7 +36,8 @@ class Schedule:
         self.filling: Stream | None = None
         self.filled = 0  # tokens of its prompt that are cached
         self.rows: list[Stream] = []
-        self.kept: OrderedDict[int, None] = OrderedDict()  # caches of requests that ended, least recently used first
+        self.kept: OrderedDict[int, str] = OrderedDict()
+        """Salts of the caches of requests that ended, least recently used first."""
         self.numbers = count()
         self.drops: list[int] = []
         self.dropped = False  # the last plan dropped caches, so the bytes of its exchange are older than they are
@@ -137,7 +138,7 @@ class Schedule:
         if stream.number < 0:
             return
         if keep:
-            self.kept[stream.number] = None
+            self.kept[stream.number] = stream.salt
         else:
             self.drops.append(stream.number)
 
@@ -195,7 +196,7 @@ class Schedule:
             stream.end("length")
             return None
         self.filling, stream.number, self.filled = stream, next(self.numbers), 0
-        source, moves = self._source(torch.tensor(stream.ids), stream.images is not None)
+        source, moves = self._source(torch.tensor(stream.ids), stream.images is not None, stream.salt)
         stream.forked = source >= 0
         if moves:
             self.kept.pop(source, None)
@@ -217,13 +218,14 @@ class Schedule:
             self._drop_oldest()
         return False
 
-    def _source(self, ids: Tensor, pictured: bool) -> tuple[int, bool]:
+    def _source(self, ids: Tensor, pictured: bool, salt: str) -> tuple[int, bool]:
         """Return the cache with the longest prefix of a prompt, -1 for none, and whether nothing else needs it.
 
         Images that differ are found when the prompt begins.
         """
         best, source, moves, recurrent = LEAST - 1, -1, False, is_recurrent(self.worker.model.config)
-        for number in [*self.kept, *(stream.number for stream in self.rows)]:
+        salts = self.kept | {stream.number: stream.salt for stream in self.rows}
+        for number in (number for number, other in salts.items() if other == salt):
             cache = self.worker.caches[number]
             held = torch.empty(0) if cache.tokens is None else cache.tokens[0].cpu()
             most = min(len(held), len(ids) - 1)

@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from attnmesh.errors import ArgumentError, ModelError, require
+from attnmesh.hf.serving.draws import generator_after
 
 COLDEST, HOTTEST = 1e-5, 1e6
 """Temperatures at which tokens are drawn. Below them the likeliest token has all of the probability, and is taken."""
@@ -63,11 +64,7 @@ class Sampling:
 
     def generator(self, tokens: int, vocabulary: int) -> torch.Generator:
         """Return the generator after so many tokens were drawn."""
-        generator = torch.Generator().manual_seed(self.seed)
-        even = torch.ones(1, vocabulary)
-        for _ in range(0 if self.greedy else tokens):
-            torch.multinomial(even, 1, generator=generator)
-        return generator
+        return generator_after(self.seed, 0 if self.greedy else tokens, vocabulary)
 
     def draw(self, logits: Tensor, generator: torch.Generator, before: Tensor | None = None) -> Token:
         """Return the next token, from the model's logits, (vocabulary,), and from the tokens `before`, in any order."""
@@ -108,6 +105,8 @@ class Stream:
     """Inputs for images, as the model's processor returns them."""
     answer: list[int] = field(default_factory=list)
     """All new tokens so far, those of a replay among them."""
+    salt: str = ""
+    """Name of those who share prefixes."""
     number: int = -1
     forked: bool = False
     """The cache may share memory with one that is gone."""
