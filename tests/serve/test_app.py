@@ -119,6 +119,24 @@ def test_log_probabilities_are_those_of_the_text(client: openai.OpenAI) -> None:
     assert done.choices[0].logprobs.top_logprobs == [{one: -0.5} for one in texts]
 
 
+def test_an_empty_answer_says_what_was_cached(client: openai.OpenAI, world: ThreadWorld) -> None:
+    submit = world.engine.submit
+
+    def ended(ids: list[int], **options: Any) -> Any:
+        stream = submit(ids, **options)
+        stream.cancelled = True  # as if its first token were an end
+        return stream
+
+    world.engine.submit = ended  # type: ignore[method-assign]
+    try:
+        said = client.completions.create(model=NAME, prompt="Go on, and on", max_tokens=5)
+    finally:
+        world.engine.submit = submit  # type: ignore[method-assign]
+    assert said.usage is not None
+    assert said.usage.prompt_tokens_details is not None
+    assert said.usage.prompt_tokens_details.cached_tokens == len("Go on, and on") // 2
+
+
 def test_the_model_is_described(client: openai.OpenAI, running: Served) -> None:
     assert [one.id for one in client.models.list()] == [NAME]
     assert client.models.retrieve(NAME).model_dump()["max_model_len"] == LONGEST

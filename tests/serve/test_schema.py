@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnmesh.serve.chat import encode_chat, read_message
+from attnmesh.serve.chat import encode_chat, encode_text, read_message
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.schema import CHAT, COMPLETION, Only, Schema, read_fields, table
-from tests.support.fake_engine import byte_tokenizer
+from tests.support.fake_engine import byte_tokenizer, sentencepiece_tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 LEAST: dict[str, dict[str, Any]] = {
@@ -167,3 +167,19 @@ def test_tools_reach_the_template_or_are_refused() -> None:
             encode_chat(byte_tokenizer("{{ messages }}"), fields | {"messages": messages, "tools": None})
         assert str(raised.value).startswith(f"{place}: the model's chat template has no tools. Leave out tool_calls")
         assert raised.value.param == place
+
+
+def test_templates_by_name_need_a_default() -> None:
+    fields = read_fields(LEAST["chat"], CHAT)
+    with pytest.raises(Refused, match="none is named default"):
+        encode_chat(byte_tokenizer({"rag": "x", "tool_use": "y"}), fields)  # type: ignore[arg-type]
+    assert encode_chat(byte_tokenizer({"default": "a", "tool_use": "{{ tools }}"}), fields).ids  # type: ignore[arg-type]
+
+
+def test_a_completion_that_begins_with_the_mark_of_a_text_has_it_once() -> None:
+    tokenizer = sentencepiece_tokenizer()
+    plain = tokenizer("The")["input_ids"]
+    for text in ("The", "<s>The"):
+        ids = encode_text(tokenizer, {"prompt": text}).ids
+        assert ids.count(tokenizer.bos_token_id) == 1
+    assert encode_text(tokenizer, {"prompt": "The"}).ids == plain

@@ -6,6 +6,7 @@ import re
 from base64 import b64encode
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib.resources import files
 from secrets import randbits
 from types import MappingProxyType
@@ -134,9 +135,8 @@ class App:
     ) -> tuple[dict[str, Any], Encoded]:
         """Return the fields of a request, tested, and the tokens of its prompt, which fits."""
         self.front.check_ready()
-        longest = self.front.facts["max_model_len"]
-        reading = self._bodies.read(http, longest, lambda body: read_fields(body, schema, self.defaults))
-        async with reading as (fields, nbytes):
+        longest, read = self.front.facts["max_model_len"], partial(read_fields, schema=schema, defaults=self.defaults)
+        async with self._bodies.read(http, longest, read) as (fields, nbytes):
             self._check_model(fields["model"], "model")
             with self.front.room(fields["n"]):
                 is_long = nbytes > LONG or has_images(fields)

@@ -41,7 +41,7 @@ def encode_chat(encoder: Any, fields: dict[str, Any], check: Check = bool) -> En
     tools = fields["tools"] if fields["tool_choice"] != "none" else None
     if not encoder.chat_template:
         raise Refused(400, "messages: the model has no chat template. Use /v1/completions.", "messages")
-    template = encoder.chat_template if pictures is not None else encoder.get_chat_template(tools=tools)
+    template = template_of(encoder, tools)
     if tools and not uses_tools(template):
         raise Refused(400, "tools: the model's chat template has no tools. Leave them out.", "tools")
     for i, message in enumerate(messages):
@@ -68,6 +68,19 @@ def has_images(fields: dict[str, Any]) -> bool:
     contents = [message.get("content") for message in fields.get("messages", ())]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     return any(isinstance(part, dict) and part.get("type") == "image_url" for part in parts)
+
+
+def template_of(encoder: Any, tools: list[dict[str, Any]] | None) -> str:
+    """Return the chat template, of several the one for tools or the default, or raise if there is neither."""
+    several = encoder.chat_template
+    if isinstance(several, str):
+        return several
+    name = "tool_use" if tools and "tool_use" in several else "default"
+    if name not in several:
+        raise Refused(
+            400, f"messages: of the model's chat templates none is named {name}. Use /v1/completions.", "messages"
+        )
+    return str(several[name])
 
 
 def uses_tools(template: str) -> bool:
@@ -147,7 +160,8 @@ def encode_text(encoder: Any, fields: dict[str, Any], check: Check = bool) -> En
     one = prompt[0] if isinstance(prompt, list) and not isinstance(prompt[0], int) else prompt
     if isinstance(one, str):
         check(one)
-        return Encoded(_tokens(tokenizer, one))
+        ids, mark = _tokens(tokenizer, one), tokenizer.bos_token_id
+        return Encoded(ids[1:] if mark is not None and ids[:2] == [mark, mark] else ids)  # the text brings its own
     if not all(0 <= token < len(tokenizer) for token in one):
         raise Refused(400, f"prompt: expected token ids of 0 to {len(tokenizer) - 1}", "prompt")
     return Encoded([*one])

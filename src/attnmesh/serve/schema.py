@@ -213,7 +213,7 @@ CHAT: Schema = {
 COMPLETION: Schema = {
     "prompt": Served(is_prompt, "text, or a list of token ids, or a list of one such prompt", REQUIRED),
     **SAMPLING,
-    "max_tokens": Served(is_whole(1, 1 << 31), NEW, None, "by default 16, or what fits"),
+    "max_tokens": Served(is_whole(1, 1 << 31), NEW, None, "by default 16, or what is left"),
     "logprobs": Served(is_whole(0, 5), "0 to 5", None),
     "best_of": Only((1,)),
     "echo": Only((False,)),

@@ -1,6 +1,7 @@
 """Rank 0's side of the front: requests from the socket go to the engine, and tokens to the socket."""
 
 import threading
+from itertools import chain
 from typing import Any
 
 from attnmesh.errors import Busy, DeviceError, InputError, KernelError, MeshError, ModelError, TooLong, UnforeseenError
@@ -81,12 +82,11 @@ class Worker:
 
     def forward(self, number: int, stream: Stream) -> None:
         """Send the tokens of one request."""
-        begun = False
+        tokens = iter(stream)
         try:
-            for token in stream:
-                if not begun:
-                    self.send("begin", number, stream.cached_tokens)
-                    begun = True
+            first = next(tokens, None)
+            self.send("begin", number, stream.cached_tokens)  # an empty answer has used a prefix, too
+            for token in chain((first,) if first is not None else (), tokens):
                 self.send("token", number, token.id, finite(token.logprob), [(i, finite(p)) for i, p in token.top])
             if stream.finish_reason in ("stop", "length"):
                 self.send("end", number, stream.finish_reason)
