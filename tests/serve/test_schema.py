@@ -122,7 +122,7 @@ def test_any_message_is_read_or_refused(value: Any) -> None:
     for message in ({"role": "user", "content": value}, {"role": "assistant", "content": "", "tool_calls": value}):
         read, error = attempt(lambda: read_message("messages[0]", message))  # noqa: B023 (called at once)
         assert error is None or error.status == 400
-        assert error is not None or isinstance(read["content"], str)
+        assert error is not None or isinstance(read["content"], (str, list))
 
 
 MESSAGES: dict[str, Any] = {
@@ -183,3 +183,24 @@ def test_a_completion_that_begins_with_the_mark_of_a_text_has_it_once() -> None:
         ids = encode_text(tokenizer, {"prompt": text}).ids
         assert ids.count(tokenizer.bos_token_id) == 1
     assert encode_text(tokenizer, {"prompt": "The"}).ids == plain
+
+
+ITERATES = (
+    "{% for m in messages %}<{{ m.role }}>{% for p in m.content %}"
+    "{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}{% endfor %}"
+)
+PRINTS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+EITHER = (
+    "{% macro shown(c) %}{% if c is string %}{{ c }}{% else %}"
+    "{% for p in c %}{{ p.text }}{% endfor %}{% endif %}{% endmacro %}"
+    "{% for m in messages %}<{{ m.role }}>{{ shown(m.content) }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", [ITERATES, PRINTS, EITHER])
+@pytest.mark.parametrize("content", ["Hi", [{"type": "text", "text": "Hi"}]])
+def test_messages_have_the_shape_that_the_template_takes(template: str, content: Any) -> None:
+    tokenizer = byte_tokenizer(template)
+    said = [{"role": role, "content": content} for role in ("system", "user", "assistant", "user")]
+    fields = read_fields(LEAST["chat"] | {"messages": said}, CHAT)
+    assert tokenizer.decode(encode_chat(tokenizer, fields).ids) == "<system>Hi<user>Hi<assistant>Hi<user>Hi"

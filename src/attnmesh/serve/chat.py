@@ -42,6 +42,9 @@ def encode_chat(encoder: Any, fields: dict[str, Any], check: Check = bool) -> En
     if not encoder.chat_template:
         raise Refused(400, "messages: the model has no chat template. Use /v1/completions.", "messages")
     template = template_of(encoder, tools)
+    shapes = {role: shapes_of(encoder, template, role) for role in {message["role"] for message in messages}}
+    for message in messages:
+        message["content"] = _in_shape(message, shapes[message["role"]])
     if tools and not uses_tools(template):
         raise Refused(400, "tools: the model's chat template has no tools. Leave them out.", "tools")
     for i, message in enumerate(messages):
@@ -83,6 +86,39 @@ def template_of(encoder: Any, tools: list[dict[str, Any]] | None) -> str:
     return str(several[name])
 
 
+PROBE = "attnmesh-probe"
+SHAPES: dict[str, Any] = {"text": PROBE, "parts": [{"type": "text", "text": PROBE}]}
+"""Content of a message in the shapes that templates take."""
+
+
+def shapes_of(encoder: Any, template: str, role: str) -> tuple[str, ...]:
+    """Return the shapes of content that a template shows for a role; text alone where it shows neither."""
+    user = {"role": "user", "content": ""}
+    around = {"user": ([], []), "assistant": ([user], [user])}.get(role, ([], [user]))
+    found = []
+    for shape, content in SHAPES.items():
+        try:
+            messages = [*around[0], {"role": role, "content": content}, *around[1]]
+            shown = encoder.apply_chat_template(messages, chat_template=template, tokenize=False)
+        except Exception:  # a template raises what it wants
+            continue
+        if PROBE in shown and f"'{PROBE}'" not in shown and f'"{PROBE}"' not in shown:
+            found.append(shape)
+    return tuple(found) or ("text",)
+
+
+def _in_shape(message: dict[str, Any], shapes: tuple[str, ...]) -> Any:
+    """Return the content in a shape that the template takes, that of the request if it may be."""
+    content = message["content"]
+    if isinstance(content, str):
+        return content if "text" in shapes else [{"type": "text", "text": content}]
+    if "parts" in shapes:
+        return content
+    if any(part["type"] != "text" for part in content):
+        raise Refused(400, "messages: the model's chat template takes text alone, and no images.", "messages")
+    return "\n".join(part["text"] for part in content)
+
+
 def uses_tools(template: str) -> bool:
     """Return whether a chat template refers to tools.
 
@@ -113,7 +149,7 @@ def read_message(place: str, message: dict[str, Any], pictures: list[Any] | None
     shows = pictures if role == "user" else None
     parts = read_parts(f"{place}.content", content, shows, optional=optional)
     text = "\n".join(part["text"] for part in parts if part["type"] == "text")
-    read = {"role": role, "content": text if pictures is None else parts}
+    read = {"role": role, "content": parts if isinstance(content, list) else text}
     read |= {"tool_calls": [read_call(f"{place}.tool_calls[{i}]", one) for i, one in enumerate(calls)]} if calls else {}
     return read | {key: value for key, value in (("name", name), ("tool_call_id", answers)) if value is not None}
 
