@@ -118,7 +118,7 @@ PARTS = {"text_config": "attnmesh", "vision_config": "sdpa"}
 @pytest.mark.parametrize("setting", ["attnmesh", {**PARTS, "": "attnmesh"}, PARTS], ids=["one", "dict", "parts"])
 @pytest.mark.parametrize("kind", IMAGES)
 def test_the_text_model_is_on_the_mesh_and_the_tower_is_not(kind: str, setting: Any, caplog: Any) -> None:
-    towers._say_once.cache_clear()
+    towers.SAID.clear()
     model = vision_model(kind, "sdpa")
     expected = read_image_of(model)
     model.set_attn_implementation(setting)
