@@ -68,7 +68,7 @@ def check_family(config: Any) -> None:
 @torch.compiler.disable  # type: ignore[untyped-decorator] # it reads files
 def _check_class(config: Any) -> None:
     """Raise unless the record of a configuration's class holds. Classes of other packages have no record."""
-    stock = next((one for one in type(config).__mro__ if one.__module__.startswith(MODELS)), None)
+    stock: Any = next((one for one in type(config).__mro__ if one.__module__.startswith(MODELS)), None)
     record = None if stock is None else RECORDS.get(stock.model_type)
     if stock is not None and record is not None:
         layer = config.per_layer_config[0] if config.is_heterogeneous else config
