@@ -128,7 +128,7 @@ def _windowed(config: PreTrainedConfig, layers: int, given: Mapping[str, Any]) -
 
 def _widths(config: PreTrainedConfig, *, windowed: bool) -> dict[str, Any]:
     """Return heads and columns, as a workload names them, of the first layer that has a window, or that has none."""
-    layers = getattr(config, "per_layer_config", None)  # of models whose layers differ
+    layers = config.per_layer_config if config.is_heterogeneous else None
     numbers = [number for number, kind in enumerate(layer_kinds(config)) if (kind in WINDOWED_LAYERS) == windowed]
     one = layers[numbers[0]] if layers and numbers else config
     own = "swa_" if windowed and hasattr(one, "swa_head_dim") else ""  # of Inkling's layers with windows

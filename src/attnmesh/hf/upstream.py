@@ -1,7 +1,8 @@
 """Names that this room uses of transformers and accelerate beside their stable interfaces, with the versions tested.
 
-Importing this file checks the names that every model needs. `RECURRENT` is checked layer by layer, when a layer first
-runs on shards; `TRAINER` and `ACCELERATE` when they are first used.
+Importing this file checks the names that every model needs. What a family needs beside them is in its record, see
+`families`. `RECURRENT` is checked layer by layer, when a layer first runs on shards; `TENSOR_PARALLEL`, `TRAINER` and
+`ACCELERATE` when they are first used.
 """
 
 from collections.abc import Container
@@ -25,22 +26,21 @@ TRANSFORMERS = Upstream(
     (
         "transformers:AttentionInterface.register",
         "transformers:AttentionMaskInterface.register",
+        "transformers:PreTrainedConfig.base_config_key",
         "transformers:PreTrainedConfig.get_text_config",
         "transformers:PreTrainedConfig._attn_implementation",
         "transformers:PreTrainedConfig.is_heterogeneous",
         "transformers:PreTrainedConfig.per_layer_config",
         "transformers:PreTrainedModel.is_activation_checkpointing",
         "transformers:PreTrainedModel.is_backend_compatible",
-        "transformers:PreTrainedModel.tp_plan",
-        "transformers:Cache.get_conv_state",
-        "transformers:Cache.get_recurrent_state",
-        "transformers:Cache.update_conv_state",
-        "transformers:Cache.update_recurrent_state",
-        "transformers.cache_utils:LinearAttentionLayer.lazy_initialization",
-        "transformers.cache_utils:LinearAttentionLayer.update_conv_state",
-        "transformers.cache_utils:LinearAttentionLayer.update_recurrent_state",
     ),
 )
+APPLY_TENSOR_PARALLELISM = "transformers.distributed.tensor_parallel:apply_tensor_parallelism"
+TENSOR_PARALLEL = Upstream(
+    "transformers", *VERSIONS, ("transformers:PreTrainedModel.tp_plan", APPLY_TENSOR_PARALLELISM)
+)
+"""What `tensor_parallel` needs."""
+
 TRAINER = Upstream(
     "transformers",
     *VERSIONS,
@@ -79,9 +79,9 @@ PEFT = Upstream("peft", "0.20", "0.22", ("peft:PeftModel.get_base_model", "peft:
 TRANSFORMERS.check()
 CacheLayerMixin: Any = TRANSFORMERS.find("transformers.cache_utils:CacheLayerMixin")
 Conv1D: Any = TRANSFORMERS.find("transformers.pytorch_utils:Conv1D")
-DummyLayer: Any = TRANSFORMERS.find("transformers.cache_utils:DummyLayer")
-LinearAttentionLayer: Any = TRANSFORMERS.find("transformers.cache_utils:LinearAttentionLayer")
-apply_tensor_parallelism: Any = TRANSFORMERS.find("transformers.distributed.tensor_parallel:apply_tensor_parallelism")
+DummyLayer: Any = TRANSFORMERS.find_if_used("transformers.cache_utils:DummyLayer")
+LinearAttentionLayer: Any = TRANSFORMERS.find_if_used("transformers.cache_utils:LinearAttentionLayer")
+apply_tensor_parallelism: Any = TRANSFORMERS.find_if_used(APPLY_TENSOR_PARALLELISM)
 bidirectional_mask_function: Any = TRANSFORMERS.find("transformers.masking_utils:bidirectional_mask_function")
 causal_mask_function: Any = TRANSFORMERS.find("transformers.masking_utils:causal_mask_function")
 is_tracing: Any = TRANSFORMERS.find("transformers.utils.import_utils:is_tracing")
@@ -90,7 +90,7 @@ sdpa_mask: Any = TRANSFORMERS.find("transformers.masking_utils:sdpa_mask")
 
 
 def check_trainer(trainer: type) -> None:
-    """Raise unless a class of trainers has the methods that are overridden. Warn if its package is not tested."""
+    """Raise unless a class of trainers has the methods that are overridden, and its package is tested."""
     TRAINER.check()
     if any(each.__module__.split(".")[0] == "trl" for each in trainer.__mro__):
         TRL.check()

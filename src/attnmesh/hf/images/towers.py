@@ -29,8 +29,7 @@ def in_tower(config: Any) -> bool:
     if config is None:
         return False
     has_words = "vocab_size" in kind.__dataclass_fields__  # a compiler cannot trace `fields`
-    part = getattr(kind, "base_config_key", "")
-    return part not in TEXT_KEYS or not (has_words or "text_config" in kind.sub_configs)
+    return kind.base_config_key not in TEXT_KEYS or not (has_words or "text_config" in kind.sub_configs)
 
 
 def attend_in_tower(module: Any, query: Tensor, key: Any, value: Any, mask: Any, **more: Any) -> Any:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from attnmesh.errors import KernelError, require
 from attnmesh.hf.checks import check_same_weights
+from attnmesh.hf.families.record import check_family
 from attnmesh.hf.models import SUBJECT, mixing_layers, recurrent_layers
 from attnmesh.hf.recurrent.chain import Chain, HeadChain, parts_of, pieces_of, running
 from attnmesh.hf.recurrent.functions import check_layer, forward_on_shards, kind_of
@@ -160,6 +161,8 @@ def prepare_layers(model: nn.Module) -> list[ModelCall]:
 
 
 def _prepare_model(model: Any) -> ModelCall | None:
+    if isinstance(model, PreTrainedModel):
+        check_family(model.config)
     layers = [layer for layer in model.modules() if kind_of(type(layer))]
     new = [layer for layer in layers if not isinstance(layer, (RecurrentLayer, ShardedRglru))]
     for layer in new:
