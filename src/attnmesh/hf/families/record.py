@@ -27,7 +27,7 @@ FIELDS = (
     *("moe_intermediate_size", "n_routed_experts", "num_attention_heads", "num_experts", "num_experts_per_tok"),
     *("num_hidden_layers", "num_key_value_heads", "num_kv_shared_layers", "num_local_experts"),
     *("number_of_conv_states", "output_router_logits", "ple_layer_ids", "qk_rope_head_dim", "rope_parameters"),
-    *("sliding_window", "swa_head_dim"),
+    *("sliding_window", "swa_head_dim", "time_step_limit"),
 )
 """Fields of configurations that are read with a default, since some model types lack them."""
 
