@@ -86,7 +86,7 @@ def import_work(name: str) -> Callable[[Any], None]:
     if handled:
         signal.signal(signal.SIGINT, _leave)
     try:
-        work: Callable[[Any], None] = getattr(import_module(f"attnmesh.cli.{name}"), name)
+        work: Callable[[Any], None] = getattr(import_module(f"attnmesh.cli.{name}_command"), name)
         return work
     finally:
         if handled:

@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 import attnmesh as am
-from attnmesh.cli import plan
-from attnmesh.cli.plan_page import Grid, data, grid_of, page
+from attnmesh.cli import plan_command as plan
+from attnmesh.cli.plan_page import PagePoints, data, grid_of, page
 from attnmesh.planner.schemes import SCHEMES, best_by_scheme
 from attnmesh.planner.units import in_bytes, in_seconds
 from attnmesh_command import app, show_errors
@@ -227,7 +227,7 @@ def test_the_best_of_each_scheme(phase: str) -> None:
 
 # --- the page ---
 
-GRID = Grid(kv_heads=(4, 16), ranks=(2, 4), hosts=(1, 2, 4), lengths=(16384, 131072, 8 << 20))
+GRID = PagePoints(kv_heads=(4, 16), ranks=(2, 4), hosts=(1, 2, 4), lengths=(16384, 131072, 8 << 20))
 
 
 def test_the_data_of_the_page_is_that_of_plans() -> None:
@@ -241,7 +241,7 @@ def test_the_data_of_the_page_is_that_of_plans() -> None:
 
 
 def test_the_page_needs_nothing_from_elsewhere() -> None:
-    text = page(SMALL, CLUSTER, Grid((4,), (4,), (1, 2), (16384,)))
+    text = page(SMALL, CLUSTER, PagePoints((4,), (4,), (1, 2), (16384,)))
     assert "goes here" not in text
     for foreign in ("src=", "@import", "url(", "<link"):
         assert foreign not in text
@@ -250,7 +250,7 @@ def test_the_page_needs_nothing_from_elsewhere() -> None:
 
 def test_no_name_ends_the_data_of_a_page() -> None:
     """In a script element, a browser interprets even a comment and an opening script tag."""
-    text = page(SMALL, replace(CLUSTER, name="</script><!--<script>"), Grid((4,), (4,), (1,), (16384,)))
+    text = page(SMALL, replace(CLUSTER, name="</script><!--<script>"), PagePoints((4,), (4,), (1,), (16384,)))
     held = text.split('type="application/json">')[1].split("</script>")[0]
     assert "<" not in held
     assert json.loads(held)["cluster"] == "</script><!--<script>"
@@ -258,7 +258,7 @@ def test_no_name_ends_the_data_of_a_page() -> None:
 
 def test_the_grid_of_a_page_holds_the_given_sizes() -> None:
     grid = grid_of(am.Workload(48, 6, 128, 5_000_000), am.Cluster.preset("gb200-nvl72", 3))
-    assert grid == Grid(
+    assert grid == PagePoints(
         (3, 6, 12, 24, 48),
         (1, 2, 4, 8, 72),
         (1, 2, 3, 4, 8, 16, 32, 64),

@@ -263,7 +263,7 @@ def test_keys_are_stored_as_asked_and_silent_ranks_are_lost_after_a_minute(
     def stop(_: int, settings: Any) -> Any:
         raise ArgumentError("storage", "", f"{settings.engine['storage']}, lost after {settings.deadline:g} s", "")
 
-    monkeypatch.setattr("attnmesh.cli.serve.LocalRanks", stop)
+    monkeypatch.setattr("attnmesh.cli.serve_command.LocalRanks", stop)
     assert "given int8, lost after 60 s" in refused(capsys, "--model", tiny, "--kv", "int8")
 
 
@@ -277,5 +277,5 @@ def test_a_generation_config_that_is_not_served_is_refused_at_the_start(
     def stop(_: int, settings: Any) -> Any:
         raise ArgumentError("ends", "", str(settings.engine["tokens_end"]), "")
 
-    monkeypatch.setattr("attnmesh.cli.serve.LocalRanks", stop)
+    monkeypatch.setattr("attnmesh.cli.serve_command.LocalRanks", stop)
     assert "given (9, 256)" in refused(capsys, "--model", place, "--generation-config", "none")

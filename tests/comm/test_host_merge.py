@@ -9,13 +9,13 @@ import torch.distributed as dist
 import attnmesh as am
 from attnmesh.comm import topology
 from attnmesh.comm.host_merge import host_merge_for
-from attnmesh.comm.merge import chosen_merge, fastest_merge, merge_ranks
 from attnmesh.comm.message import call_checksum, checksum_of
+from attnmesh.comm.rank_merge import chosen_merge, fastest_merge, merge_ranks
 from attnmesh.comm.topology import mailboxes_of
 from attnmesh.core.digest import ROW, digest
 from attnmesh.errors import InputError, KernelError
 from attnmesh.kernels.native.build import Library, library
-from attnmesh.kernels.native.digest import digest_on_host, wrapped
+from attnmesh.kernels.native.native_digest import digest_on_host, wrapped
 from attnmesh.mesh.axes import Axis
 from tests.support.pool import Pool
 

@@ -18,8 +18,8 @@ from attnmesh import errors
 from attnmesh.hf.serving import engine as engine_module
 from attnmesh.hf.serving.engine import Engine
 from attnmesh.hf.serving.footprint import Footprint
+from attnmesh.hf.serving.rank_worker import Worker as EngineWorker
 from attnmesh.hf.serving.stream import Sampling, Stream
-from attnmesh.hf.serving.worker import Worker as EngineWorker
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support import families
 from tests.support.families import prompt

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 import attnmesh.hf as hf
 from attnmesh import errors
-from attnmesh.hf import upstream
+from attnmesh.hf import transformers_names as upstream
 from attnmesh.hf.families import record
 from attnmesh.hf.families.record import FIELDS, RECORDS, Code, check_family
 from attnmesh.hf.models import COMPRESSED_MODELS, RECURRENT_MODELS

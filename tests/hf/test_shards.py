@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, RwkvC
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.core.mask import Causal
-from attnmesh.hf.mask import MaskSpec
+from attnmesh.hf.layer_mask import MaskSpec
 from attnmesh.hf.models import Opaque
 from attnmesh.hf.shards import ShardMask, ShardPositions
 from attnmesh.hf.training.labels import ItemCount

@@ -14,8 +14,8 @@ import transformers.masking_utils
 
 import attnmesh.hf as hf
 from attnmesh import errors
-from attnmesh.diffusers import upstream as of_diffusers
-from attnmesh.hf import upstream
+from attnmesh.diffusers import diffusers_names as of_diffusers
+from attnmesh.hf import transformers_names as upstream
 from attnmesh.runtime.upstream import OPT_IN, Upstream
 from tests.test_rooms import FILES
 from tests.tools.versions import ROOT, TESTS, requirements

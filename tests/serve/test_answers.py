@@ -6,14 +6,14 @@ import pytest
 
 from attnmesh.serve.answers import Answers, encoded
 from attnmesh.serve.spelling import Spelling, tokens_without_text
-from attnmesh.serve.text import Piece, Text, Token
+from attnmesh.serve.text import Piece, SentToken, Text
 from tests.support.fake_engine import byte_tokenizer, sentencepiece_tokenizer
 
 
 @pytest.mark.parametrize("is_chat", [True, False])
 def test_a_whole_choice_is_that_of_its_stream(is_chat: bool) -> None:
     answers = Answers(Spelling(byte_tokenizer()), "m", is_chat, 1)
-    tokens = [Token(id, -1.0, ((id, -1.0),)) for id in byte_tokenizer()("Hello")["input_ids"]]
+    tokens = [SentToken(id, -1.0, ((id, -1.0),)) for id in byte_tokenizer()("Hello")["input_ids"]]
     at_once = answers.choice(0, Piece("Hello", tuple(enumerate(tokens))), "stop")
     parts = [
         answers.choice(0, Piece(sign, ((place, token),)), None)
@@ -49,14 +49,14 @@ def test_long_json_lets_others_run() -> None:
 PIECES = sentencepiece_tokenizer()
 
 
-def placed(*signs: str) -> list[Token]:
+def placed(*signs: str) -> list[SentToken]:
     """Return tokens, each drawn at -0.1 beside two likely ones."""
     ids = [PIECES.convert_tokens_to_ids(sign) for sign in signs]
     word, bare = (PIECES.convert_tokens_to_ids(sign) for sign in ("▁Paris", "Paris"))
-    return [Token(id, -0.1, ((id, -0.1), (word, -4.0), (bare, -5.0))) for id in ids]
+    return [SentToken(id, -0.1, ((id, -0.1), (word, -4.0), (bare, -5.0))) for id in ids]
 
 
-def completed(tokens: list[Token], is_chat: bool = False, top: int = 3) -> dict[str, Any]:
+def completed(tokens: list[SentToken], is_chat: bool = False, top: int = 3) -> dict[str, Any]:
     """Return the choice of an answer after "The capital is"."""
     spelling = Spelling(PIECES, tokens_without_text(PIECES))
     answers = Answers(spelling, "m", is_chat, top)

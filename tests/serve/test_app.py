@@ -13,9 +13,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from attnmesh.hf.serving.engine import Engine
-from attnmesh.serve import app, body, reply, server
+from attnmesh.serve import body, reply, server
+from attnmesh.serve import routes as app
+from attnmesh.serve.access import Limits
 from attnmesh.serve.chat import encode_text
-from attnmesh.serve.door import Limits
 from attnmesh.serve.metrics import ENGINE
 from attnmesh.serve.schema import CHAT
 from tests.support import families

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from attnmesh.cli.generate_prompt import Prepared, prepare_model
 from attnmesh.cli.output import Status
-from attnmesh.cli.serve import LocalRanks
-from attnmesh.cli.serve_worker import Settings
+from attnmesh.cli.serve_command import LocalRanks
+from attnmesh.cli.serve_worker import ServeSettings
 from attnmesh.hf.load import PACKAGED
 from attnmesh_command.option_texts import ranks_of_axes
 from tests.support.fake_engine import save_tiny
@@ -48,7 +48,7 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     place = save_tiny(tmp_path_factory.mktemp("model")) if model == TINY else model
     found: Prepared = prepare_model(place, ranks, mesh, Status(""))
     engine = {"max_rows": 4, "max_queue": 16, "max_model_len": 1024}
-    settings = Settings(found.for_ranks, "auto", 60.0, engine)
+    settings = ServeSettings(found.for_ranks, "auto", 60.0, engine)
     with served(LocalRanks(ranks, settings), tokenizer=found.tokenizer, max_requests=20) as one:
         yield one
 

@@ -13,10 +13,10 @@ import pytest
 
 from attnmesh.cli.launch import RankError, run_on_ranks
 from attnmesh.errors import ModelError
-from attnmesh.serve import front
+from attnmesh.serve import supervisor as front
 from attnmesh.serve.chat import Encoded
-from attnmesh.serve.front import Front
 from attnmesh.serve.metrics import Metrics
+from attnmesh.serve.supervisor import Supervisor
 from tests.support.fake_engine import FakeEngine, Stream, ThreadWorld, answer, byte_tokenizer, fake_rank
 from tests.support.served import NAME, Children, Served, chat, served, until
 
@@ -90,7 +90,7 @@ def test_streams_outlive_a_lost_rank(lost: int, running: Served) -> None:
 
 def test_a_request_that_leaves_while_ranks_are_lost_keeps_no_other_from_them() -> None:
     async def cancel_between_worlds() -> list[Any]:
-        one, sent = Front(ThreadWorld(), max_requests=2, max_restarts=3, metrics=Metrics()), list[Any]()
+        one, sent = Supervisor(ThreadWorld(), max_requests=2, max_restarts=3, metrics=Metrics()), list[Any]()
         one._send = lambda message, images=None: sent.append(message)  # type: ignore[method-assign]
         one._begin({"max_model_len": 9})
         options = {"max_new_tokens": 5}
@@ -180,7 +180,7 @@ def test_a_request_that_loses_ranks_ends_alone(place: int, monkeypatch: pytest.M
 def test_losses_count_within_a_window(times: tuple[float, ...], state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(front, "WINDOW", 3.0)
     monkeypatch.setattr(front, "LONGEST_PAUSE", 0.0)
-    one = Front(ThreadWorld(), max_requests=1, max_restarts=3, metrics=Metrics())
+    one = Supervisor(ThreadWorld(), max_requests=1, max_restarts=3, metrics=Metrics())
     one.facts, losses = {"max_model_len": 9}, iter(times)
     loop = asyncio.new_event_loop()
 

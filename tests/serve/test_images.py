@@ -10,9 +10,10 @@ import torch
 from PIL import Image
 
 from attnmesh.hf.serving.engine import Engine
-from attnmesh.serve import front, images
+from attnmesh.serve import images
+from attnmesh.serve import supervisor as front
 from attnmesh.serve.chat import encode_chat
-from attnmesh.serve.worker import serve_rank_0
+from attnmesh.serve.rank_requests import serve_rank_0
 from tests.cli.test_generate_images import TEMPLATE
 from tests.hf.test_image_prompts import pictures, processor
 from tests.support.fake_engine import ThreadWorld

@@ -12,12 +12,12 @@ import pytest
 from attnmesh import errors
 from attnmesh.cli.generate_prompt import prepare_model
 from attnmesh.cli.output import Status
-from attnmesh.cli.serve import LocalRanks
-from attnmesh.cli.serve_worker import Settings
+from attnmesh.cli.serve_command import LocalRanks
+from attnmesh.cli.serve_worker import ServeSettings
 from attnmesh.hf.serving.engine import Engine
-from attnmesh.serve import front
-from attnmesh.serve.link import WIDTH
-from attnmesh.serve.worker import Worker, serve_rank_0
+from attnmesh.serve import supervisor as front
+from attnmesh.serve.rank_requests import RankRequests, serve_rank_0
+from attnmesh.serve.rank_socket import WIDTH
 from tests.support import families
 from tests.support.fake_engine import FakeEngine, ThreadWorld, byte_tokenizer, save_tiny
 from tests.support.served import NAME, Served, served, until
@@ -34,7 +34,7 @@ def text_of(running: Served, into: list[str]) -> None:
 def test_a_stopped_rank_is_lost_after_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(front, "LONGEST_PAUSE", 0.0)
     found = prepare_model(save_tiny(tmp_path), 2, "keys=2", Status(""))
-    settings = Settings(found.for_ranks, "auto", 1.0, {"max_rows": 4, "max_queue": 16, "max_model_len": 1024})
+    settings = ServeSettings(found.for_ranks, "auto", 1.0, {"max_rows": 4, "max_queue": 16, "max_model_len": 1024})
     with served(LocalRanks(2, settings), tokenizer=found.tokenizer, max_restarts=50, deadline=1.0) as one:
         undisturbed, texts, lines = list[str](), list[str](), list[str]()
         one.front.log = lines.append
@@ -133,7 +133,7 @@ class Collected:
 )
 def test_errors_of_ranks_are_not_the_clients(error: Exception, status: int, said: str) -> None:
     link: Any = Collected()
-    Worker(FakeEngine(), link).refuse(7, error)  # type: ignore[arg-type]
+    RankRequests(FakeEngine(), link).refuse(7, error)  # type: ignore[arg-type]
     ((kind, number, given, text, _),) = link.messages
     assert (kind, number, given) == ("refused", 7, status)
     assert said in text

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnmesh.serve.spelling import Spelling, tokens_without_text
-from attnmesh.serve.text import Piece, Text, Token
+from attnmesh.serve.text import Piece, SentToken, Text
 from tests.support.fake_engine import byte_tokenizer, sentencepiece_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -26,7 +26,7 @@ def pieces(ids: list[int], stops: tuple[str, ...]) -> tuple[list[Piece], Text]:
     """Return all pieces, with the last tokens unread if a stop string came before."""
     text, found = Text(SPELLING, stops), []
     for id in ids:
-        found.append(text.add(Token(id)))
+        found.append(text.add(SentToken(id)))
         if text.stopped:
             return found, text
     return [*found, text.end()], text
@@ -64,7 +64,7 @@ def test_text_ends_before_the_first_stop_string(ids: list[int], stops: tuple[str
 
 def test_what_may_begin_a_stop_string_is_held_back() -> None:
     text = Text(SPELLING, ("END",))
-    sent = [text.add(Token(id)).text for id in TOKENIZER("aEENxEND")["input_ids"]]
+    sent = [text.add(SentToken(id)).text for id in TOKENIZER("aEENxEND")["input_ids"]]
     assert sent == ["a", "", "E", "", "ENx", "", "", ""]
     assert text.stopped
 
@@ -72,9 +72,9 @@ def test_what_may_begin_a_stop_string_is_held_back() -> None:
 def test_half_a_character_is_held_back() -> None:
     text = Text(SPELLING, ())
     ids = TOKENIZER("é😀")["input_ids"]
-    assert [text.add(Token(id)).text for id in ids] == ["", "é", "", "", "", "😀"]
+    assert [text.add(SentToken(id)).text for id in ids] == ["", "é", "", "", "", "😀"]
     assert text.end() == Piece("")
-    assert Text(SPELLING, ()).add(Token(ids[0])) == Piece("")
+    assert Text(SPELLING, ()).add(SentToken(ids[0])) == Piece("")
 
 
 class Counting:
@@ -101,7 +101,7 @@ def test_a_token_costs_the_same_however_many_came_before(id: int) -> None:
     counting = Counting()
     text, ids, said = Text(Spelling(counting), ("END",)), [id] * 1000, ""
     for count, one in enumerate(ids, 1):
-        said += text.add(Token(one)).text
+        said += text.add(SentToken(one)).text
         assert len(said) >= len(whole(ids[:count])) - 3
     assert said + text.end().text == whole(ids)
     assert counting.decoded < 100 * len(ids)
@@ -131,11 +131,11 @@ def spelling_of(tokenizer: Any) -> Spelling:
     return Spelling(tokenizer, tokens_without_text(tokenizer))
 
 
-def said_after(tokenizer: Any, prompt: list[int], ids: list[int]) -> tuple[str, list[tuple[int, Token]]]:
+def said_after(tokenizer: Any, prompt: list[int], ids: list[int]) -> tuple[str, list[tuple[int, SentToken]]]:
     """Return the text of an answer after a prompt, and its tokens with their places."""
     text, found = Text(spelling_of(tokenizer), (), prompt), list[Piece]()
     for id in ids:
-        found.append(text.add(Token(id)))
+        found.append(text.add(SentToken(id)))
     found.append(text.end())
     return "".join(one.text for one in found), [token for one in found for token in one.tokens]
 
@@ -155,7 +155,7 @@ def test_marks_that_a_model_writes_stay_and_stop() -> None:
     word = PIECES.convert_tokens_to_ids("▁a")
     assert said_after(PIECES, [], [mark, word, pad, mark, word])[0] == "<|channel|> a<|channel|> a"
     text = Text(spelling_of(PIECES), ("<|channel|>",))
-    assert [text.add(Token(id)).text for id in (word, word, mark)] == ["a", " a", ""]
+    assert [text.add(SentToken(id)).text for id in (word, word, mark)] == ["a", " a", ""]
     assert text.stopped
 
 

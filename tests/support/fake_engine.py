@@ -15,10 +15,10 @@ from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, process
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from attnmesh.cli.serve_worker import Settings
+from attnmesh.cli.serve_worker import ServeSettings
 from attnmesh.errors import Busy, InputError, TooLong
-from attnmesh.serve.app import SAMPLED
-from attnmesh.serve.worker import serve_rank_0
+from attnmesh.serve.rank_requests import serve_rank_0
+from attnmesh.serve.routes import SAMPLED
 
 SAID = "The cafés of Zürich open at 7 😀, and close late. "
 """The text of each answer, from a place that depends on the prompt on; it goes round."""
@@ -196,7 +196,7 @@ def answer(ids: list[int], options: dict[str, Any], count: int) -> str:
     return text
 
 
-def fake_model_rank(settings: Settings, address: str) -> None:
+def fake_model_rank(settings: ServeSettings, address: str) -> None:
     """Stand in for `serve_rank` of the command, without weights."""
     engine = FakeEngine(together, pause=0.02)
     if dist.get_rank() == 0:

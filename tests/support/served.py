@@ -13,11 +13,11 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from attnmesh.serve.app import App
-from attnmesh.serve.door import Limits
-from attnmesh.serve.front import Front, World
+from attnmesh.serve.access import Limits
 from attnmesh.serve.metrics import Metrics
+from attnmesh.serve.routes import App
 from attnmesh.serve.server import listen, run
+from attnmesh.serve.supervisor import RankWorld, Supervisor
 from tests.support.fake_engine import byte_tokenizer
 
 NAME = "fake"
@@ -38,12 +38,12 @@ class Served:
     """A running server."""
 
     def __init__(
-        self, world: World, encoders: tuple[Any, Any], *, limits: Limits, defaults: Any, **of_front: Any
+        self, world: RankWorld, encoders: tuple[Any, Any], *, limits: Limits, defaults: Any, **of_front: Any
     ) -> None:
         self.children = Children()
         listening = listen("127.0.0.1", 0)
         self.port = listening.getsockname()[1]
-        self.front = Front(world, **of_front, metrics=Metrics())
+        self.front = Supervisor(world, **of_front, metrics=Metrics())
         tokenizer, processor = encoders
         self.app = App(self.front, tokenizer or byte_tokenizer(), NAME, limits, processor, defaults)
         self.error: BaseException | None = None
@@ -91,7 +91,7 @@ class Served:
 
 @contextmanager
 def served(
-    world: World,
+    world: RankWorld,
     *,
     limits: Limits | None = None,
     tokenizer: Any = None,

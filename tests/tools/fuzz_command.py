@@ -51,13 +51,19 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from attnmesh import plan as planner
-from attnmesh.cli import check as check_command
 from attnmesh.cli import (
-    generate,
+    check_command,
     generate_worker,
-    plan,
     plan_page,
-    probe,
+)
+from attnmesh.cli import (
+    generate_command as generate,
+)
+from attnmesh.cli import (
+    plan_command as plan,
+)
+from attnmesh.cli import (
+    probe_command as probe,
 )
 from attnmesh.cli import proofs as proof
 from attnmesh.errors import InputError
@@ -476,7 +482,10 @@ def stand_in(sandbox: Sandbox) -> None:
     replace(plan, plans_for=priced)
     replace(plan_figure, plan=priced, sizes=lambda c: [(c.hosts, c.ranks)], lengths=lambda n: [n])
     replace(schemes, plan=priced)
-    replace(plan_page, grid_of=lambda work, c: plan_page.Grid((work.kv_heads,), (c.ranks,), (c.hosts,), (work.length,)))
+    replace(
+        plan_page,
+        grid_of=lambda work, c: plan_page.PagePoints((work.kv_heads,), (c.ranks,), (c.hosts,), (work.length,)),
+    )
 
 
 # --- runs and their rules ---

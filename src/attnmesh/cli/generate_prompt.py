@@ -16,7 +16,7 @@ from attnmesh_command.messages import under_torchrun
 from attnmesh_command.option_texts import read_prompt
 
 
-class Prompt(NamedTuple):
+class PromptOptions(NamedTuple):
     """The text of `--prompt` and `--prompt-file`, after images; `raw` leaves out the chat template."""
 
     text: str = ""
@@ -81,7 +81,7 @@ class Prepared(NamedTuple):
         return self._replace(tokenizer=None, processor=None)
 
 
-def prepare(model: str, prompt: Prompt, new: int, ranks: int, mesh: str, status: Status) -> Prepared:
+def prepare(model: str, prompt: PromptOptions, new: int, ranks: int, mesh: str, status: Status) -> Prepared:
     """Read the prompt, find the model, and choose the mesh."""
     text = prompt.read()
     found = prepare_model(model, ranks, mesh, status, images=bool(prompt.images))
@@ -100,7 +100,7 @@ def prepare_model(model: str, ranks: int, mesh: str, status: Status, *, images: 
     """Find the model, and choose the mesh. It is one of images and text if `images`; None looks at the model."""
     from transformers.utils import logging
 
-    from attnmesh.hf.latent import latent_widths
+    from attnmesh.hf.latent_states import latent_widths
     from attnmesh.hf.load import locate, open_config, open_processor, open_tokenizer, reads_images
 
     logging.set_verbosity_error()

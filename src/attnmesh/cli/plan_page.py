@@ -24,7 +24,7 @@ Point = tuple[int, int, int, int]
 """Key heads, ranks a host, hosts, tokens."""
 
 
-class Grid(NamedTuple):
+class PagePoints(NamedTuple):
     """The points of a page are all combinations of these values; the length changes fastest."""
 
     kv_heads: tuple[int, ...]
@@ -33,7 +33,7 @@ class Grid(NamedTuple):
     lengths: tuple[int, ...]
 
 
-def grid_of(workload: Workload, cluster: Cluster) -> Grid:
+def grid_of(workload: Workload, cluster: Cluster) -> PagePoints:
     """Return the grid of a page. The given workload and cluster are a point of it.
 
     >>> import attnmesh as am
@@ -44,7 +44,7 @@ def grid_of(workload: Workload, cluster: Cluster) -> Grid:
     ranks = {n for n in doubling(cluster.ranks) if n <= RANKS} | {cluster.ranks}
     counts = {1} if cluster.between == NO_LINK else {*doubling(max(HOSTS, cluster.hosts)), cluster.hosts}
     sets = (kv_heads, ranks, counts, lengths(workload.length))
-    return Grid(*(tuple(sorted(each)) for each in sets))
+    return PagePoints(*(tuple(sorted(each)) for each in sets))
 
 
 def write_report(file: Path, workload: Workload, cluster: Cluster, status: Callable[[str], None]) -> None:
@@ -52,14 +52,14 @@ def write_report(file: Path, workload: Workload, cluster: Cluster, status: Calla
     file.write_text(page(workload, cluster, grid_of(workload, cluster), status), encoding="utf-8")
 
 
-def page(workload: Workload, cluster: Cluster, grid: Grid, status: Callable[[str], None] = lambda _: None) -> str:
+def page(workload: Workload, cluster: Cluster, grid: PagePoints, status: Callable[[str], None] = lambda _: None) -> str:
     """Return the page as one self-contained HTML file."""
     table = json.dumps(data(workload, cluster, grid, status), separators=(",", ":")).replace("<", "\\u003c")
     template = files("attnmesh.cli").joinpath("plan_page.html").read_text(encoding="utf-8")
     return template.replace('{"data": "goes here"}', table)
 
 
-def data(workload: Workload, cluster: Cluster, grid: Grid, status: Callable[[str], None]) -> dict[str, Any]:
+def data(workload: Workload, cluster: Cluster, grid: PagePoints, status: Callable[[str], None]) -> dict[str, Any]:
     """Return the data of the page: per point, the schemes sorted by time and the explanation of the best plan."""
     names: dict[str, int] = {}
     places: list[Point] = list(product(*grid))

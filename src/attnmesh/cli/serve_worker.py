@@ -12,14 +12,14 @@ from attnmesh.cli.generate_worker import load_model
 from attnmesh.cli.output import print_message
 from attnmesh.comm.failures import set_deadline
 from attnmesh.hf.models import rope_switches
-from attnmesh.serve.worker import serve_rank_0
+from attnmesh.serve.rank_requests import serve_rank_0
 
 LOADING = 1800.0
 """Seconds that one rank may take longer than another to load the model."""
 
 
 @dataclass(frozen=True)
-class Settings:
+class ServeSettings:
     """The model, and the options of its engine, the same on all ranks."""
 
     model: Prepared
@@ -29,7 +29,7 @@ class Settings:
     """Options of `hf.Engine`."""
 
 
-def serve_rank(settings: Settings, address: str) -> None:
+def serve_rank(settings: ServeSettings, address: str) -> None:
     """Serve as one of several ranks; rank 0 connects to the front at the address, and says what it does."""
     set_deadline(max(settings.deadline, LOADING))
     first, start = dist.get_rank() == 0, perf_counter()

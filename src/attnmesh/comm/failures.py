@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from attnmesh.comm.letters import moved_by_thread
+from attnmesh.comm.mailbox_queue import moved_by_thread
 from attnmesh.errors import MeshError, RankFailure, require
 from attnmesh.mesh.axes import Axis, backends
 from attnmesh.runtime.world import WORLD

@@ -24,8 +24,8 @@ from itertools import accumulate, chain, pairwise
 import torch
 from torch import Tensor
 
-from attnmesh.core.drawing import drawn
 from attnmesh.core.layout import Layout
+from attnmesh.core.mask_drawing import drawn
 from attnmesh.errors import MaskError, check_count, warn_once
 
 FAR = 1 << 60

@@ -21,7 +21,7 @@ from attnmesh.core.digest import EXTRA_VALUES
 from attnmesh.errors import InputError, MeshError, RankFailure, UnforeseenError
 from attnmesh.kernels.triton_runtime import interpreted
 from attnmesh.mesh.axes import Mesh
-from attnmesh.runtime.kept import Kinds
+from attnmesh.runtime.caches import Kinds
 from attnmesh.runtime.world import WORLD, cached_per_world
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from attnmesh.core.mask import Window
 from attnmesh.errors import ModelError, require
 from attnmesh.hf.cache.layer import SHORT_WINDOW
-from attnmesh.hf.latent import latent_widths
+from attnmesh.hf.latent_states import latent_widths
 from attnmesh.hf.load import as_model_error
 from attnmesh.hf.models import (
     INDEXED_LAYERS,
@@ -28,7 +28,7 @@ from attnmesh.hf.models import (
     window_of,
 )
 from attnmesh.hf.tensor_parallel import rank_weights
-from attnmesh.hf.upstream import Conv1D
+from attnmesh.hf.transformers_names import Conv1D
 from attnmesh.planner.selected import Selected
 from attnmesh.planner.serving import Model
 from attnmesh.planner.training import TrainedModel

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnmesh.errors import KernelError, ShapeError, require
 from attnmesh.hf.families.record import check_family, check_shared, raise_lost
-from attnmesh.hf.upstream import PEFT
+from attnmesh.hf.transformers_names import PEFT
 
 NAME = "attnmesh"
 """Name of the attention and mask functions in transformers' registries."""

@@ -16,16 +16,16 @@ from attnmesh.core.layout import Contiguous, Layout, Striped
 from attnmesh.errors import KernelError, require
 from attnmesh.guard.consensus import run_agreed
 from attnmesh.hf.cache.sharded_cache import ShardedCache
+from attnmesh.hf.images.image_merge import Merged, merge_images
 from attnmesh.hf.images.inputs import Pictures, shared_with_images, split_images, without_absent
-from attnmesh.hf.images.merge import Merged, merge_images
 from attnmesh.hf.images.spans import uncut
-from attnmesh.hf.latent import latent_widths
+from attnmesh.hf.latent_states import latent_widths
 from attnmesh.hf.models import USE_SUPPORTED, forget_images, is_recurrent, rope_growth, rope_regime, unwrap
 from attnmesh.hf.options import agree_on_call
-from attnmesh.hf.recurrent.prepare import prepared
+from attnmesh.hf.recurrent.prepare_recurrent import prepared
 from attnmesh.hf.shards import ShardMask, ShardPositions, Shards
-from attnmesh.hf.sparse.prepare import prepare_indexers
-from attnmesh.hf.upstream import cache_argument
+from attnmesh.hf.sparse.prepare_indexer import prepare_indexers
+from attnmesh.hf.transformers_names import cache_argument
 from attnmesh.mesh.axes import Mesh
 
 CHUNK = 8192

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.attention.sharding import unshard
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import Full, Mask
 from attnmesh.errors import ArgumentError, KernelError, require
 from attnmesh.hf.models import SUBJECT, USE_SUPPORTED
 from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh_attention.sharding import unshard
 
 METADATA_FUNCTIONS = {
     *("__get__", "size", "dim", "ndimension", "stride", "numel", "nelement", "element_size", "storage_offset"),

@@ -17,9 +17,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnmesh.errors import KernelError, MeshError, ModelError, ShapeError, check_choice, require, short
 from attnmesh.guard.consensus import describe_call, run_agreed
-from attnmesh.hf.latent import latent_widths
+from attnmesh.hf.latent_states import latent_widths
 from attnmesh.hf.models import check_model, indexed_layers, unwrap
-from attnmesh.hf.upstream import TENSOR_PARALLEL, apply_tensor_parallelism
+from attnmesh.hf.transformers_names import TENSOR_PARALLEL, apply_tensor_parallelism
 from attnmesh.mesh.merges import OUTPUTS
 from attnmesh.mesh.shapes import share_evenly
 from attnmesh.setup.init_mesh import everyone

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.errors import MeshError, warn_once
 from attnmesh.mesh.shapes import AXES, Shape, share
-from attnmesh.runtime.kept import Kinds
+from attnmesh.runtime.caches import Kinds
 from attnmesh.runtime.world import cached_per_world
 
 

@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any
 
 from attnmesh.serve.spelling import Spelling
-from attnmesh.serve.text import Piece, Token
+from attnmesh.serve.text import Piece, SentToken
 
 RAW = "bytes:"
 """Beginning of a token that is no whole characters, in completions."""
@@ -66,7 +66,7 @@ class Answers:
         message = {"role": "assistant", "content": content, "refusal": None}
         return {**shared, "message": message, "logprobs": shown}
 
-    def _logprob(self, token: Token) -> dict[str, Any]:
+    def _logprob(self, token: SentToken) -> dict[str, Any]:
         others = [self._entry(id, logprob) for id, logprob in token.top[: self.top]]
         return {**self._entry(token.id, token.logprob), "top_logprobs": others}
 
@@ -83,7 +83,7 @@ class Answers:
             "text_offset": [place for place, _ in piece.tokens],
         }
 
-    def _top(self, token: Token) -> dict[str, float | None]:
+    def _top(self, token: SentToken) -> dict[str, float | None]:
         """Return the log-probabilities of the likeliest tokens, and of the drawn one, by what is written of them.
 
         Of tokens that are written alike, the drawn one counts, then the likeliest.

@@ -9,9 +9,9 @@ from starlette.types import Receive, Scope, Send
 
 from attnmesh.serve.answers import DONE, Answers, encoded, event, usage_of
 from attnmesh.serve.chat import Encoded
-from attnmesh.serve.front import Accepted, End, Event, Front
 from attnmesh.serve.refused import Refused
-from attnmesh.serve.text import Piece, Text, Token
+from attnmesh.serve.supervisor import Accepted, End, Event, Supervisor
+from attnmesh.serve.text import Piece, SentToken, Text
 
 T = TypeVar("T")
 
@@ -28,7 +28,12 @@ class Reply:
     """The choices of one request, which run until they end or are cancelled."""
 
     def __init__(
-        self, front: Front, answers: Answers, prompt: Encoded, choices: list[dict[str, Any]], stops: tuple[str, ...]
+        self,
+        front: Supervisor,
+        answers: Answers,
+        prompt: Encoded,
+        choices: list[dict[str, Any]],
+        stops: tuple[str, ...],
     ) -> None:
         self.front, self.answers, self.prompt_tokens = front, answers, len(prompt.ids)
         before = () if answers.is_chat else prompt.ids  # the answer of a chat is a message of its own
@@ -77,7 +82,7 @@ class Reply:
                 case End() if index in running:
                     piece = text.end()
                     reason = "stop" if text.stopped else found.reason
-                case Token() if index in running:
+                case SentToken() if index in running:
                     self.counts[index] += 1
                     piece = text.add(found)
                     reason = "stop" if text.stopped else None

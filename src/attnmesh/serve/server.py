@@ -11,9 +11,9 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from attnmesh.errors import ArgumentError
-from attnmesh.serve.app import App
-from attnmesh.serve.front import Front
 from attnmesh.serve.refused import Refused
+from attnmesh.serve.routes import App
+from attnmesh.serve.supervisor import Supervisor
 
 CONNECTIONS = 512
 """Connections at a time; further ones are closed."""
@@ -104,7 +104,7 @@ class LimitedProtocol(H11Protocol):
 class DrainingServer(uvicorn.Server):
     """Lets open requests end before it closes its port: until then others are refused with 503."""
 
-    def __init__(self, config: uvicorn.Config, front: Front, drain: float) -> None:
+    def __init__(self, config: uvicorn.Config, front: Supervisor, drain: float) -> None:
         super().__init__(config)
         self.front, self.drain = front, drain
 

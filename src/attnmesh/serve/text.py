@@ -8,7 +8,7 @@ from attnmesh.serve.detokenizer import Detokenizer
 from attnmesh.serve.spelling import Spelling, goes_on
 
 
-class Token(NamedTuple):
+class SentToken(NamedTuple):
     """A token that ranks send, with the log-probabilities that were asked for."""
 
     id: int
@@ -20,7 +20,7 @@ class Piece(NamedTuple):
     """New text, and the tokens that begin in it, each with its first character's place in all text."""
 
     text: str
-    tokens: tuple[tuple[int, Token], ...] = ()
+    tokens: tuple[tuple[int, SentToken], ...] = ()
 
 
 class Text:
@@ -32,10 +32,10 @@ class Text:
         self.held = ""
         self.sent, self.made = 0, 0
         """Characters that pieces had, and characters of all text so far."""
-        self.waiting: deque[tuple[int, Token]] = deque()
+        self.waiting: deque[tuple[int, SentToken]] = deque()
         """Tokens that no piece had, each with the character that it begins at."""
 
-    def add(self, token: Token) -> Piece:
+    def add(self, token: SentToken) -> Piece:
         """Return what can be sent after one more token."""
         self.count += 1
         begun, data = self.tokens.begun, b"" if self.spelling.drops(token.id) else self.spelling.bytes_of(token.id)

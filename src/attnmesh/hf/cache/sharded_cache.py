@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig
 
+from attnmesh.cache.cache import KVCache
 from attnmesh.comm.topology import all_gather_ints
-from attnmesh.decode.cache import KVCache
-from attnmesh.decode.decode import decode
+from attnmesh.decoding.decode_call import decode
 from attnmesh.errors import KernelError, ShapeError, require
 from attnmesh.guard.consensus import describe_call, run_agreed
 from attnmesh.hf.cache.layer import ShardedLayer, StatefulLayer, check_settings

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from attnmesh.errors import VersionError
-from attnmesh.hf.upstream import TRANSFORMERS
+from attnmesh.hf.transformers_names import TRANSFORMERS
 
 MODELS, CONFIGURATION, MODELING = "transformers.models.", ".configuration_", ".modeling_"
 """Names of modules of transformers: all models, and of one its configuration and its code."""

@@ -15,8 +15,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from attnmesh.errors import KernelError, require
-from attnmesh.hf.images.merge import SET_HERE, select, text_arguments
-from attnmesh.hf.mask import SDPA, MaskSpec
+from attnmesh.hf.images.image_merge import SET_HERE, select, text_arguments
+from attnmesh.hf.layer_mask import SDPA, MaskSpec
 from attnmesh.hf.shards import PromptIds, PromptMask, ShardMask, ShardPositions, Shards
 
 CUTTING: WeakSet[nn.Module] = WeakSet()

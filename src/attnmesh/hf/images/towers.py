@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from attnmesh.hf.upstream import sdpa_attention
+from attnmesh.hf.transformers_names import sdpa_attention
 
 TEXT_KEYS = ("", "text_config", "decoder_config")
 """Names under which a model's configuration may hold that of its text model."""

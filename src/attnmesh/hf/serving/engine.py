@@ -19,10 +19,10 @@ from attnmesh.hf.images.inputs import OWN_PROCESSOR, image_inputs, unless_text, 
 from attnmesh.hf.models import check_rope_switch, check_rows, rope_regime, unwrap
 from attnmesh.hf.options import run_agreed_with_peers
 from attnmesh.hf.serving.footprint import SHARE, never_fits
-from attnmesh.hf.serving.link import Link, can_be_sent
-from attnmesh.hf.serving.schedule import Schedule
+from attnmesh.hf.serving.plan_exchange import PlanExchange, can_be_sent
+from attnmesh.hf.serving.rank_worker import RankWorker
+from attnmesh.hf.serving.request_queue import RequestQueue
 from attnmesh.hf.serving.stream import Sampling, Stream
-from attnmesh.hf.serving.worker import Worker
 from attnmesh.hf.tensor_parallel import sharing
 from attnmesh.mesh.axes import Mesh
 from attnmesh.runtime.counters import counted
@@ -103,15 +103,15 @@ class Engine:
             require(fits, ArgumentError, f"{SUBJECT} max_model_len", expected, max_model_len, "leave it out")
 
         run_agreed_with_peers(place, self.model, check, lambda _: describe_call(SUBJECT, **limits, max_gap=max_gap))
-        self.worker = Worker(self.model, mesh, cache_options)  # raises here, not at the first request
+        self.worker = RankWorker(self.model, mesh, cache_options)  # raises here, not at the first request
         longest = max_model_len, context, cache_options.get("capacity")
         self.longest = min((limit for limit in longest if limit is not None), default=None)
         ends = self.model.generation_config.eos_token_id if tokens_end is None else tokens_end
         self.ends = frozenset(() if ends is None else (ends,) if isinstance(ends, int) else ends)
         peers = None if cache_options.get("output") == "heads" else sharing(self.model)  # else the ranks of the mesh
-        self.link, self.worker = Link(place, Mesh.of(peers)), Worker(self.model, mesh, cache_options)
+        self.link, self.worker = PlanExchange(place, Mesh.of(peers)), RankWorker(self.model, mesh, cache_options)
         memory = int(cache_memory or self._memory_share())
-        self.schedule = Schedule(self.worker, max_rows, memory, max_gap)
+        self.schedule = RequestQueue(self.worker, max_rows, memory, max_gap)
         self.max_queue = int(max_queue)
         self.inbox: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
         self.error: BaseException | None = None

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, replace
 
-from attnmesh.decode.cache import KVCache
-from attnmesh.decode.cache_config import Sizes
-from attnmesh.decode.cache_shard import shard_bytes
+from attnmesh.cache.cache import KVCache
+from attnmesh.cache.cache_config import Sizes
+from attnmesh.cache.cache_shard import shard_bytes
 from attnmesh.errors import TooLong
 from attnmesh.hf.cache.layer import growth_capacity
 from attnmesh.hf.cache.sharded_cache import ShardedCache

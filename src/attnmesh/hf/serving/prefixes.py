@@ -10,8 +10,8 @@ from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.images.inputs import IMAGE_MARK
 from attnmesh.hf.models import is_recurrent
 from attnmesh.hf.prefill import left_to_decode
+from attnmesh.hf.serving.rank_worker import RankWorker
 from attnmesh.hf.serving.stream import Stream
-from attnmesh.hf.serving.worker import Worker
 
 LEAST = 16
 """Tokens that a cache has to share with a prompt."""
@@ -24,7 +24,7 @@ class Prefixes:
     the second prompt makes as it comes by, for the third. Requests share caches with those of their own salt alone.
     """
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: RankWorker) -> None:
         self.worker = worker
         config = worker.model.config
         self.recurrent, self.left = is_recurrent(config), left_to_decode(config)

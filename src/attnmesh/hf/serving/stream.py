@@ -24,7 +24,7 @@ COLDEST, HOTTEST = 1e-5, 1e6
 
 
 @dataclass(frozen=True)
-class Token:
+class DrawnToken:
     """A new token. `logprob` and the most likely tokens `top` are the model's, before penalty and cuts."""
 
     id: int
@@ -67,7 +67,7 @@ class Sampling:
         """Return the generator after so many tokens were drawn."""
         return generator_after(self.seed, 0 if self.greedy else tokens, vocabulary)
 
-    def draw(self, logits: Tensor, generator: torch.Generator, before: Tensor | None = None) -> Token:
+    def draw(self, logits: Tensor, generator: torch.Generator, before: Tensor | None = None) -> DrawnToken:
         """Return the next token, from the model's logits, (vocabulary,), and from the tokens `before`, in any order."""
         scores = logits.float().cpu()
         given, fix = "NaN", "check the model's weights and dtype"
@@ -77,10 +77,10 @@ class Sampling:
             penalized = RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty))(before[None], penalized)
         chosen = int(penalized.argmax()) if self.greedy else self._sampled(penalized, generator)
         if not self.logprobs:
-            return Token(chosen)
+            return DrawnToken(chosen)
         logprobs = scores.log_softmax(-1)
         values, ids = logprobs.topk(min(self.logprobs, len(logprobs)))
-        return Token(chosen, float(logprobs[chosen]), [*zip(ids.tolist(), values.tolist(), strict=True)])
+        return DrawnToken(chosen, float(logprobs[chosen]), [*zip(ids.tolist(), values.tolist(), strict=True)])
 
     def _sampled(self, scores: Tensor, generator: torch.Generator) -> int:
         scores = TemperatureLogitsWarper(float(self.temperature))(None, scores)
@@ -130,7 +130,7 @@ class Stream:
     look: bytes | None = None
     """A digest of the images."""
     _ids: Tensor | None = None
-    tokens: "queue.SimpleQueue[Token | BaseException | None]" = field(default_factory=queue.SimpleQueue)
+    tokens: "queue.SimpleQueue[DrawnToken | BaseException | None]" = field(default_factory=queue.SimpleQueue)
 
     def __post_init__(self) -> None:
         if self.images:
@@ -141,7 +141,7 @@ class Stream:
                     digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
             self.look = digest.digest()
 
-    def __iter__(self) -> Iterator[Token]:
+    def __iter__(self) -> Iterator[DrawnToken]:
         while (token := self.tokens.get()) is not None:
             if isinstance(token, BaseException):
                 self.tokens.put(token)  # another reader gets it, too

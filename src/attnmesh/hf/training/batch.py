@@ -9,8 +9,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
-from attnmesh.attention.auto_layout import chosen_layout
-from attnmesh.attention.sharding import shard
 from attnmesh.core.digest import fingerprints
 from attnmesh.core.layout import Layout, Zigzag, check_layout
 from attnmesh.core.mask import Causal, Documents, Full, Mask
@@ -22,6 +20,8 @@ from attnmesh.hf.shards import PromptIds, PromptMask, ShardIds, ShardMask, Shard
 from attnmesh.hf.training.caller import prepare_caller, prepare_caller_with_images
 from attnmesh.hf.training.labels import GuardedLabels, ItemCount, ShardLabels
 from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh_attention.auto_layout import chosen_layout
+from attnmesh.mesh_attention.sharding import shard
 
 IGNORE_INDEX = -100
 """Label of tokens that are not learned, as in transformers."""

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from attnmesh.errors import ArgumentError, InputError, KernelError, require
 from attnmesh.guard.consensus import agree, may_compare
-from attnmesh.hf.checks import check_same_weights
 from attnmesh.hf.images.cut import prepare_text_model
+from attnmesh.hf.layer_checks import check_same_weights
 from attnmesh.hf.models import (
     COMPRESSED_MODELS,
     INDEXED_MODELS,
@@ -26,11 +26,11 @@ from attnmesh.hf.models import (
     check_implementation,
     is_recurrent,
 )
-from attnmesh.hf.recurrent.prepare import prepare_layers
+from attnmesh.hf.recurrent.prepare_recurrent import prepare_layers
 from attnmesh.hf.shards import FORWARD_ALL, OF_SHARD_BATCH, PromptIds, ShardPositions, Shards, ShardTensor
-from attnmesh.hf.sparse.prepare import prepare_indexers
+from attnmesh.hf.sparse.prepare_indexer import prepare_indexers
 from attnmesh.hf.training.labels import GuardedLabels
-from attnmesh.hf.upstream import code_of
+from attnmesh.hf.transformers_names import code_of
 from attnmesh.mesh.axes import Mesh
 
 CODE = {code_of(kind) for kind in (*RECURRENT_MODELS, *INDEXED_MODELS, *COMPRESSED_MODELS)}

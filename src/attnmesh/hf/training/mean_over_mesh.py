@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.attention.sharding import unshard
 from attnmesh.core.layout import Contiguous
 from attnmesh.core.partial import sum_dtype
 from attnmesh.errors import DtypeError, ShapeError, require, type_and_shape
 from attnmesh.hf.shards import ShardTensor
 from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh_attention.sharding import unshard
 
 
 def mean_over_mesh(values: Tensor, mask: Tensor | None, mesh: DeviceMesh | None) -> Tensor:

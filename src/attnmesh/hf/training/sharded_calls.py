@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from attnmesh.attention.sharding import shard
 from attnmesh.core.layout import Layout, Zigzag
 from attnmesh.errors import ArgumentError, KernelError, require, short
 from attnmesh.hf.images.inputs import IMAGE_INPUTS
@@ -28,6 +27,7 @@ from attnmesh.hf.training.batch import PACKING_ARGUMENTS, TOKEN_ARGUMENTS, Agree
 from attnmesh.hf.training.mean_over_mesh import mean_over_ranks
 from attnmesh.hf.training.mesh_shapes import MeshShapes
 from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh_attention.sharding import shard
 
 BATCH_ARGUMENTS = (*TOKEN_ARGUMENTS, *PACKING_ARGUMENTS, *IMAGE_INPUTS, "num_items_in_batch")
 """Arguments that `shard_batch` takes."""

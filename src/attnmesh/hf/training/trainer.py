@@ -16,7 +16,7 @@ from attnmesh.errors import ArgumentError, KernelError, require
 from attnmesh.hf.training.accelerator import as_one_process, check_parallelism
 from attnmesh.hf.training.mesh_shapes import check_shape
 from attnmesh.hf.training.sharded_calls import ShardedCalls
-from attnmesh.hf.upstream import check_trainer
+from attnmesh.hf.transformers_names import check_trainer
 from attnmesh.mesh.axes import Mesh
 
 
