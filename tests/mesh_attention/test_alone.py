@@ -121,4 +121,6 @@ def test_generating_without_a_mesh_among_several_ranks_warns_once(pool: Pool) ->
         )
         assert found.pop("left out") == [(text, True)]
         assert found.pop("ranks") == 2
+        ((alone, _),) = found.pop("the model alone")
+        assert alone.startswith("attnmesh.hf: a model ran without a mesh in a process group of 2 ranks")
         assert not any(found.values()), found

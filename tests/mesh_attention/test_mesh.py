@@ -272,7 +272,7 @@ def meshes() -> list[object]:
 def test_meshes_with_other_axes_or_none(pool: Pool) -> None:
     for unnamed, foreign, mixed in pool.run(4, meshes):
         assert "one axis or more of heads, queries, keys, each once, given axes ()" in unnamed
-        assert "given axes ('data', 'model'). Fix: name the axes" in foreign
+        assert "given axes ('data', 'model'). Fix: slice the axis that shares a sequence" in foreign
         assert mixed == Shape(1, 2, 1)
 
 

@@ -617,7 +617,8 @@ def check_result(result: Result, *, one_line: bool) -> None:
     if result.code == 1:
         assert isinstance(result.error, (InputError, OptionError)), repr(result.error)
         assert result.out == "", result
-        message = result.err.removesuffix("\n")
+        *notes, message = result.err.removesuffix("\n").split("\n")
+        assert all(note.endswith(": asking the hub for it") or note.startswith("importing ") for note in notes), result
         valid = message.isprintable() and re.fullmatch(r"error: .+: expected .+, given .*\. Fix: .+\.", message)
         assert valid or not one_line, result
     if result.code == 2:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from attnmesh.comm.topology import mesh_hosts, share_numbers
 from attnmesh.errors import ArgumentError, Busy, MeshError, ShapeError, TooLong, check_count, require, short
 from attnmesh.guard.consensus import describe_call
+from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.images.inputs import OWN_PROCESSOR, image_inputs, unless_text, without_absent
 from attnmesh.hf.models import check_rope_switch, check_rows, rope_regime, unwrap
 from attnmesh.hf.options import run_agreed_with_peers
@@ -103,7 +104,7 @@ class Engine:
             require(fits, ArgumentError, f"{SUBJECT} max_model_len", expected, max_model_len, "leave it out")
 
         run_agreed_with_peers(place, self.model, check, lambda _: describe_call(SUBJECT, **limits, max_gap=max_gap))
-        self.worker = RankWorker(self.model, mesh, cache_options)  # raises here, not at the first request
+        ShardedCache(self.model.config, mesh, **cache_options)  # raises here, not at the first request
         longest = max_model_len, context, cache_options.get("capacity")
         self.longest = min((limit for limit in longest if limit is not None), default=None)
         ends = self.model.generation_config.eos_token_id if tokens_end is None else tokens_end
