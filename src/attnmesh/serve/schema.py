@@ -61,7 +61,8 @@ class Only:
     @property
     def row(self) -> str:
         """The text of a table."""
-        return "refused" + "".join(f", but for {json.dumps(one)}" for one in self.neutral)
+        values = [json.dumps(one) for place, one in enumerate(self.neutral) if one not in self.neutral[:place]]
+        return f"refused, unless it is {' or '.join(values)}" if values else "refused"
 
 
 REQUIRED = object()
