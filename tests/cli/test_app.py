@@ -57,6 +57,19 @@ def test_check_reads_as_a_table_and_says_why_a_kernel_is_absent() -> None:
     assert "All kernels here are exact, to the rounding of their dtype." in text
 
 
+def test_check_names_kernels_of_other_devices_when_it_explains(monkeypatch: pytest.MonkeyPatch) -> None:
+    reasons = ("it runs on CUDA, the tensors are on cpu", "a compiler is missing")
+    absent = [
+        proofs.Proof(name, "cpu", "float32", reason) for name, reason in zip(("cuda", "native"), reasons, strict=True)
+    ]
+    monkeypatch.setattr(proofs, "proofs", lambda: iter(absent))
+    text, explained = run("check")[1], run("check", "-v")[1]
+    assert "Kernel native does not serve cpu tensors in float32: a compiler is missing." in text
+    assert "CUDA" not in text
+    assert "Kernel cuda does not serve cpu tensors in float32: it runs on CUDA" in explained
+    assert text.index('what kernel="auto" takes') < text.index("each kernel beside attention in float64")
+
+
 def test_check_fails_when_a_kernel_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = proofs.Proof("cpu", "cpu", "float32", None, 1e-2, 1e-2, 1e-6)
     monkeypatch.setattr(proofs, "proofs", lambda: iter([wrong]))

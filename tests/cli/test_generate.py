@@ -330,6 +330,8 @@ def test_the_shape_that_sends_least_is_chosen() -> None:
     assert choose("keys=4", 4, 9, 3) == ((1, 1, 4), 1, False, "it was asked for")
     assert choose("tp=9,keys=2", 18, 9, 3)[:3] == ((1, 1, 2), 9, False)
     assert choose("keys=tp=9", 9, 9, 3)[:3] == ((1, 1, 9), 1, True)
+    reason = "a prompt sends least so; with keys=2 it sends 3.0 times as much. New tokens alone send least with keys=2"
+    assert choose("auto", 2, 9, 3).reason == reason
     with pytest.raises(OptionError, match="expected 4 ranks, given queries=2,keys=3, which is 6"):
         choose("queries=2,keys=3", 4, 9, 3)
 

@@ -24,8 +24,8 @@ SMALL = am.Workload(16, 4, 64, 16384)
 CLUSTER = am.Cluster.preset("a100x4", hosts=2)
 
 
-def run(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": "160"})
+def run(*arguments: str, columns: int = 160) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": str(columns)})
     return result.exit_code, result.stdout
 
 
@@ -36,12 +36,12 @@ def arguments(cluster: str = "dgx-h100:2", heads: str = "32/8", length: str = "6
 def test_the_table_is_best_first_and_explained() -> None:
     code, text = run(*DECODE, "--top", "3", "-v")
     best = am.plan(am.Workload(32, 8, 128, 5_000_000, phase="decode"), am.Cluster.preset("dgx-h100", 16))[0]
-    rows = [line.split() for line in text.splitlines() if re.match(r" \d+ +\d+x", line)]
+    rows = [line.split() for line in text.splitlines() if re.match(r"\d+ +\d+x", line)]
     assert code == 0
     assert [row[0] for row in rows] == ["1", "2", "3"]
     assert rows[0][1] == "x".join(map(str, best.shape))
     assert in_seconds(best.seconds) in " ".join(rows[0])
-    assert "for each shape and exchange only the best placement" in text
+    assert "of each shape and exchange the best placement on hosts" in text
     assert best.explain().splitlines()[0][:60] in text
     assert "sources of the constants of dgx-h100" in text
     assert "FlashAttention-3" in text
@@ -97,6 +97,22 @@ def test_a_file_of_measured_figures_is_a_cluster(tmp_path: Path) -> None:
     assert code == 0
     assert json.loads(text)["cluster"]["hosts"] == 4
     assert json.loads(run(*arguments(f"{file}:8", "8/2", "128k", "--json"))[1])["cluster"]["hosts"] == 8
+
+
+def test_local_is_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    code, text = run(*arguments("local", "8/2", "4k", "--decode"))
+    assert code == 0
+    assert "local, 1 host of 2 ranks" in text
+    assert "1x1x2" in text
+    assert plan.cluster_of("local:1x4").world == 4
+
+
+def test_tables_have_no_blank_lines_and_fit_80_columns() -> None:
+    _, text = run(*arguments("dgx-h100:2", "32/8", "128k"), columns=80)
+    table = text.split("On dgx-h100, 2 hosts")[0].splitlines()
+    assert all(line.strip() and len(line) <= 80 for line in table)
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text  # a cut word
 
 
 INVALID = {

@@ -19,7 +19,7 @@ PLAN = ("plan", "--model", str(MODEL), "--training", "--cluster", "dgx-h100:1", 
 def test_the_table_begins_with_a_way_that_fits() -> None:
     code, text = run(*PLAN, "128k")
     assert code == 0
-    assert " 1 1 x 8 " in text
+    assert "\n1 1 x 8 " in text
     assert "8 ranks share a sequence, as 8x1x1 (heads x queries x keys).\nSequences at once: 1." in text
     assert "Inputs of layers" not in text
     assert "Inputs of layers\nare what gradient checkpointing keeps." in run(*PLAN, "128k", "-v")[1]

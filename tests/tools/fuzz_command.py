@@ -605,7 +605,7 @@ class Fuzz:
 
 
 def check_result(result: Result, *, one_line: bool) -> None:
-    """Raise if a result breaks a rule. Errors are one line, except on a terminal or in verbose runs."""
+    """Raise if a result breaks a rule. An error is one line, the last, except on a terminal or in verbose runs."""
     assert result.code in (0, 1, 2), result
     if result.code == 0 and result.options.get("as_json"):
         record = json.loads(result.out, parse_constant=_no_number)

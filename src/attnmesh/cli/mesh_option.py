@@ -63,6 +63,7 @@ def _best(ranks: int, tp: int, q_heads: int, kv_heads: int) -> tuple[Shape, int,
         reason = "one rank" if tp == 1 else "it was asked for"
         return shapes[0], tp, False, reason if ranks == 1 else f"no other shape serves {q_heads}/{kv_heads} heads"
     sent = [sum(elements(shape, q_heads, kv_heads, training=False)) for shape in shapes]
-    other = MeshChoice(shapes[1], tp, False, "")
-    figures = f"{sent[0]:.0f} elements a token and column of a head, {other} {sent[1]:.0f}"
-    return shapes[0], tp, False, f"of {len(shapes)} shapes it sends least in prefill: {figures}"
+    other, keys = MeshChoice(shapes[1], tp, False, ""), Shape(1, 1, ranks)
+    reason = f"a prompt sends least so; with {other} it sends {sent[1] / sent[0]:.1f} times as much"
+    decoding = f". New tokens alone send least with {MeshChoice(keys, tp, False, '')}"
+    return shapes[0], tp, False, reason + decoding * (shapes[0] != keys)

@@ -114,7 +114,8 @@ def titled(title: str, *columns: str, figures: Iterable[str] = ()) -> Table:
 def numbered(title: str, columns: dict[str, list[str]], left: Container[str], caption: str) -> Table:
     """Return a table of numbered rows that fits 80 characters. Columns are figures, but for those on the left."""
     table = titled(title, "")
-    table.box, table.padding, table.caption, table.caption_justify = SIMPLE_HEAD, (0, 0, 0, 0), caption, "left"
+    table.box, table.show_edge, table.padding = SIMPLE_HEAD, False, (0, 0, 0, 0)  # an edge of this box is a blank line
+    table.caption, table.caption_justify = caption, "left"
     for name in columns:
         table.add_column(name, justify="left" if name in left else "right", no_wrap=name != "known as")
     for number, cells in enumerate(zip(*columns.values(), strict=True), 1):

@@ -144,7 +144,7 @@ def _print(workload: str | None, shown: Sequence[Plan], report: Path | None, ver
     console.print(_table(shown))
     console.print(best.explain(), highlight=False, markup=False)
     code = code_of(best) if workload is None else enabling_code(best)
-    console.print(f"In Python:\n{code}", highlight=False, markup=False)
+    console.print(f"In Python:\n{code}", highlight=False, markup=False, soft_wrap=True)
     if verbose:
         times = {STAGES[name]: in_seconds(seconds) for name, seconds in best.parts if seconds}
         console.print(pairs(f"{best.name}: {in_seconds(best.seconds)}", times))
@@ -174,8 +174,9 @@ def _table(shown: Sequence[Plan]) -> Table:
 
 
 CAPTION = """\
-Fastest first; for each shape and exchange only the best placement on hosts. Bytes are the sum over all ranks. Memory is
-that of attention: weights are not counted. --model with --decode or --training counts them."""
+Fastest first; of each shape and exchange the best placement on hosts.
+Bytes are the sum over all ranks. Memory is that of attention, without
+weights: --model with --decode or --training counts them."""
 
 
 def _record(work: Workload, shown: Sequence[Plan]) -> dict[str, Any]:

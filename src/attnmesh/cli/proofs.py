@@ -43,6 +43,11 @@ class Proof:
     allowed: float | None = None
 
     @property
+    def is_elsewhere(self) -> bool:
+        """True for a kernel of other devices, such as those of GPUs on a CPU."""
+        return self.absent is not None and self.absent.endswith(f"the tensors are on {self.device}")
+
+    @property
     def holds(self) -> bool:
         """True if the errors are allowed, and for an unsupported kernel."""
         errors = [e for e in (self.out_error, self.gradient_error) if e is not None]

@@ -72,8 +72,8 @@ class Only:
     @property
     def row(self) -> str:
         """The text of a table."""
-        neutral = " or ".join(json.dumps(one) for one in self.neutral)
-        return f"refused, but for {neutral}" if neutral else "refused"
+        values = [json.dumps(one) for place, one in enumerate(self.neutral) if one not in self.neutral[:place]]
+        return f"refused, unless it is {' or '.join(values)}" if values else "refused"
 
 
 REQUIRED = object()
