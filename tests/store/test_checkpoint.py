@@ -14,6 +14,7 @@ from fcntl import LOCK_EX, flock
 from pathlib import Path
 from threading import Event, Thread, current_thread
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from attnmesh.cli.launch import run_on_ranks
 from attnmesh.core.digest import digest
 from attnmesh.errors import StoreError
 from attnmesh.mesh.shapes import AXES, Shape
-from attnmesh.store import checkpoint_writer, tensor_file
+from attnmesh.store import checkpoint, checkpoint_writer, tensor_file
 from attnmesh.store.checkpoint import load_layers
 from attnmesh.store.checkpoint_writer import save_layers
 from attnmesh.store.tensor_file import TensorFile, link_or_write
@@ -173,19 +174,171 @@ def test_grown_cache_writes_only_new_tokens(tmp_path: Path, written: list[str]) 
     assert torch.equal(decoded(am.KVCache.load(tmp_path, None)), decoded(cache))
 
 
-def test_save_continues_an_interrupted_one(tmp_path: Path, written: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, write = cache_of(5000), tensor_file.write
-    full = OSError(28, "No space left on device")
-    monkeypatch.setattr(
-        tensor_file, "write", lambda *arguments: write(*arguments) if len(written) < 3 else (_ for _ in ()).throw(full)
-    )
-    with pytest.raises(StoreError, match="No space left on device"):
-        cache.save(tmp_path)
-    monkeypatch.setattr(tensor_file, "write", write)
+def save_until_killed(cache: am.KVCache, path: Path, files: int) -> None:
+    """Save in a child that ends once it has written so many files, and has begun another."""
+    child = os.fork()
+    if not child:
+        write, names = tensor_file.write, list[str]()
+
+        def write_some(file: Path, *arguments: Any) -> None:
+            names.append(file.name)
+            if len(names) > files:
+                file.with_name(f"{file.name}.part").write_bytes(b"half of it")
+                os._exit(0)
+            write(file, *arguments)
+
+        tensor_file.write = write_some
+        cache.save(path)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.filterwarnings("ignore:This process")
+def test_save_continues_an_interrupted_one(tmp_path: Path, written: list[str]) -> None:
+    cache = cache_of(5000)
+    save_until_killed(cache, tmp_path, 3)
     (only_save_in(tmp_path) / "0.0.0-9999.safetensors").write_bytes(b"of another cache")
+    written.clear()
     cache.save(tmp_path)
-    assert len(written) == len(set(written)) == 5
+    assert len(written) == 2
     assert torch.equal(decoded(am.KVCache.load(tmp_path, None)), decoded(cache))
+
+
+def files_in(path: Path) -> set[str]:
+    """Return the names of all files and folders."""
+    return {str(file.relative_to(path)) for file in path.rglob("*")}
+
+
+def fail_after(files: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the disk be full in the middle of a file, after so many."""
+    count, sync = iter(range(files)), os.fsync
+
+    def fsync(handle: int) -> None:
+        if os.path.isfile(f"/proc/self/fd/{handle}") and next(count, None) is None:
+            raise OSError(28, "No space left on device")
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+
+
+@pytest.mark.filterwarnings("ignore:This process")
+@pytest.mark.parametrize("files", [0, 2, 4])  # the fifth is the manifest
+def test_a_save_that_fails_leaves_nothing(tmp_path: Path, files: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    small, large = cache_of(20), cache_of(5000)
+    small.save(tmp_path)
+    before = files_in(tmp_path)
+    save_until_killed(large, tmp_path, 1)
+    fail_after(files, monkeypatch)
+    for _ in range(3):
+        with pytest.raises(StoreError, match="No space left on device"):
+            large.save(tmp_path)
+        assert files_in(tmp_path) == before
+    monkeypatch.undo()
+    large.save(tmp_path)
+    assert torch.equal(decoded(am.KVCache.load(tmp_path, None)), decoded(large))
+
+
+def fail_on_one_rank(path: Path) -> bool:
+    """Fill the disk of rank 1. Return whether all files of both are gone."""
+    cache, count = cache_of(5000, 2), iter(range(1))
+    write = tensor_file.write
+
+    def write_one(*arguments: Any) -> None:
+        if dist.get_rank() and next(count, None) is None:
+            raise OSError(28, "No space left on device")
+        write(*arguments)
+
+    tensor_file.write = write_one
+    try:
+        with pytest.raises(StoreError, match="No space left on device"):
+            cache.save(path)
+    finally:
+        tensor_file.write = write
+    dist.barrier()
+    return files_in(path) == set()
+
+
+def test_a_save_that_fails_on_one_rank_leaves_nothing_of_any(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(2, fail_on_one_rank, tmp_path) == [True] * 2
+
+
+def test_files_of_a_living_writer_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another save begins, and fails, while a first one has written a file."""
+    one, other, (begun, go) = cache_of(5000), cache_of(300), hold_first_save(monkeypatch)
+    first = one.save(tmp_path, wait=False)
+    begun.wait()
+    held = only_save_in(tmp_path)
+    (held / "0.0.9-10.safetensors.part").write_bytes(b"half of it")
+    before = files_in(tmp_path)
+    fail_after(0, monkeypatch)
+    with pytest.raises(StoreError, match="No space left on device"):
+        other.save(tmp_path)
+    assert files_in(tmp_path) == before
+    monkeypatch.undo()
+    go.set()
+    first.wait()
+    assert torch.equal(decoded(am.KVCache.load(tmp_path, None)), decoded(one))
+
+
+def test_what_is_saved_is_private(tmp_path: Path) -> None:
+    """Prompts can be read in it. Files of an earlier version become private when they are linked."""
+    umask = os.umask(0o022)
+    try:
+        cache = cache_of(5000)
+        save_layers([cache], tmp_path / "new" / "save", more={"tokens": torch.arange(3)})
+        for file in (tmp_path / "new" / "save").rglob("*"):
+            file.chmod(0o755 if file.is_dir() else 0o644)
+        save_layers([cache], tmp_path / "new" / "save", more={"tokens": torch.arange(3)})
+    finally:
+        os.umask(umask)
+    kept = [tmp_path / "new" / "save", *(tmp_path / "new" / "save").rglob("*")]
+    assert len(kept) == 9
+    assert {(file.is_dir(), file.stat().st_mode & 0o777) for file in kept} == {(True, 0o700), (False, 0o600)}
+
+
+@pytest.mark.parametrize("moment", ["_name_of", "inspect", "fill"])
+def test_a_reader_whose_save_is_replaced_reads_the_newer_one(
+    tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new, original = cache_of(300), cache_of(200), getattr(checkpoint, moment)
+    old.save(tmp_path)
+    saves = iter([lambda: new.save(tmp_path)])
+
+    def replaced(*arguments: Any) -> Any:
+        found = original(*arguments) if moment != "fill" else None
+        next(saves, lambda: None)()
+        return original(*arguments) if moment == "fill" else found
+
+    monkeypatch.setattr(checkpoint, moment, replaced)
+    loaded = am.KVCache.load(tmp_path, None)
+    assert loaded.length == 200
+    assert torch.equal(decoded(loaded), decoded(new))
+
+
+def load_while_one_rank_saves(path: Path, moment: str) -> list[int]:
+    """On a rank: the tokens loaded, where a save is published between the looks of two ranks."""
+    one = am.KVCache(None, **SIZES)
+    if dist.get_rank():
+        one.append(*torch.ones(2, 1, 2, 9, 8).unbind())
+        one.save(path)
+    dist.barrier()
+    original, lengths = getattr(checkpoint, moment), list[int]()
+    saves = iter([lambda: one.save(path)] if dist.get_rank() else [])
+
+    def replaced(*arguments: Any) -> Any:
+        if dist.get_rank():
+            one.append(*torch.ones(2, 1, 2, 1, 8).unbind())
+        next(saves, lambda: None)()
+        return original(*arguments)
+
+    with patch.object(checkpoint, moment, replaced):
+        lengths.append(am.KVCache.load(path, named_mesh(Shape(1, 1, 2), AXES)).length)
+    return lengths
+
+
+@pytest.mark.parametrize("moment", ["inspect", "fill"])
+def test_all_ranks_read_the_same_save(pool: Pool, tmp_path: Path, moment: str) -> None:
+    assert pool.run(2, load_while_one_rank_saves, tmp_path, moment) == [[10]] * 2
 
 
 def test_disk_without_links_gets_all_files_again(

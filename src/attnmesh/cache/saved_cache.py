@@ -34,10 +34,12 @@ class Saving:
     0
     """
 
-    def __init__(self, mesh: Mesh, write: Callable[[], None], publish: Callable[[], None]) -> None:
-        """Start to `write` in a thread; `publish` runs once all ranks have written."""
+    def __init__(
+        self, mesh: Mesh, write: Callable[[], None], publish: Callable[[], None], end: Callable[..., None]
+    ) -> None:
+        """Start to `write` in a thread; `publish` runs once all ranks have written, and `end(failed=)` at the end."""
         self.concluded = False
-        self._mesh, self._publish = mesh, publish
+        self._mesh, self._publish, self._end = mesh, publish, end
         self._error: StoreError | None = None
         self._failure: BaseException | None = None
         self._start(write)
@@ -86,7 +88,9 @@ class Saving:
                 agree(self._mesh, self._error or "save")
             except BaseException as error:
                 self._failure = error
+                self._end(failed=isinstance(error, StoreError))  # and not by the end of a rank: the next save goes on
                 raise
+            self._end(failed=False)
         elif self._failure is not None:
             raise self._failure
 

@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -29,7 +30,7 @@ from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.replicas import LocalShards, check_copies
 from attnmesh.core.mask import FAR
 from attnmesh.errors import ShapeError, StoreError
-from attnmesh.guard.consensus import describe_call, run_agreed
+from attnmesh.guard.consensus import describe_call, run_agreed_with
 from attnmesh.mesh.axes import Axis, Mesh, overlap
 from attnmesh.runtime.memory import host_memory
 from attnmesh.setup.init_mesh import device_fault, device_for
@@ -190,7 +191,12 @@ def piece_files(path: Path, manifest: Manifest) -> Iterator[PieceFile]:
                 yield PieceFile(heads, tokens, start, stop, group, folder / name)
 
 
+T = TypeVar("T")
+
 Cache = TypeVar("Cache", bound=KVCache)
+
+LOOKS = 8
+"""Times that a save is looked for at most, where each one is replaced while it is read."""
 
 
 def load_layers(
@@ -207,8 +213,8 @@ def load_layers(
 ) -> tuple[list[Cache], dict[str, Tensor], str]:
     """Return the caches that `save_layers` wrote, on any number of ranks, with its `more` and its `note`.
 
-    Every rank calls it. `make` is `KVCache`. `tokens_per_key` are those of each layer, if not 1: `capacity` counts
-    tokens.
+    Every rank calls it. A save that is replaced while it is read gives way to the newer one. `make` is `KVCache`.
+    `tokens_per_key` are those of each layer, if not 1: `capacity` counts tokens.
     """
     axes, target = Mesh.of(mesh), device_for(mesh, device)
 
@@ -218,14 +224,44 @@ def load_layers(
         check_copies(copies, axes.queries.size * axes.keys.size)
         return inspect(path, axes, target, layers, capacity, copies, tokens_per_key)
 
-    agreed = run_agreed(axes, check, lambda found: describe_call("load", of=found[0], capacity=capacity))
-    manifest, folder, sizes, token_mask, more = agreed
-    caches = [make(mesh, **vars(each), device=device, checked=checked, copies=copies) for each in sizes]
-    with torch.no_grad():
-        run_agreed(axes, lambda: fill([cache.shards for cache in caches], folder, manifest), "load")
-        for layer, (cache, (first, _)) in enumerate(zip(caches, manifest.forgotten, strict=True)):
-            cache.shards.mark_present(manifest.length_of(layer), token_mask, first)
-    return caches, more, manifest.note
+    def attempt(*, again: bool) -> tuple[list[Cache], dict[str, Tensor], str] | None:
+        found, names = run_agreed_with(
+            axes,
+            lambda: _unless_replaced(check, path, _name_of(path), again=again),
+            lambda found: describe_call("load", of=None if again or found is None else found[0], capacity=capacity),
+            lambda found: [0 if found is None else int(found[0].name, 16) >> 2],
+        )
+        if found is None or len({name for (name,) in names}) > 1:
+            return None
+        manifest, folder, sizes, token_mask, more = found
+        caches = [make(mesh, **vars(each), device=device, checked=checked, copies=copies) for each in sizes]
+        read = partial(fill, [cache.shards for cache in caches], folder, manifest)
+        with torch.no_grad():
+            reading = partial(_unless_replaced, read, path, manifest.name, again=again)
+            if not all(done for (done,) in run_agreed_with(axes, reading, "load", lambda done: [bool(done)])[1]):
+                return None
+            for layer, (cache, (first, _)) in enumerate(zip(caches, manifest.forgotten, strict=True)):
+                cache.shards.mark_present(manifest.length_of(layer), token_mask, first)
+        return caches, more, manifest.note
+
+    return next(loaded for left in reversed(range(LOOKS)) if (loaded := attempt(again=left > 0)) is not None)
+
+
+def _unless_replaced(read: Callable[[], T], path: object, name: str | None, *, again: bool) -> T | None:
+    """Return what `read` returns of the save of that name; None if another one has replaced it, to look `again`."""
+    try:
+        return read()
+    except StoreError:
+        if again and _name_of(path) != name:
+            return None
+        raise
+
+
+def _name_of(path: object) -> str | None:
+    """Return the name of a folder's current save, None without one."""
+    with suppress(StoreError):
+        return read_manifest(check_folder("load", path)).name
+    return None
 
 
 Inspected = tuple[Manifest, Path, tuple[Sizes, ...], Tensor | None, dict[str, Tensor]]
@@ -280,14 +316,15 @@ def _check_memory(layers: Sequence[Sizes], mesh: Mesh, device: torch.device, cop
         raise StoreError("load", f"at most this device's {memory / 1e9:,.1f} GB", given, "pass a smaller capacity=")
 
 
-def fill(layers: Sequence[LocalShards], path: Path, manifest: Manifest) -> None:
-    """Write this rank's tokens into its shards, one per layer, from the files of all ranks that saved."""
+def fill(layers: Sequence[LocalShards], path: Path, manifest: Manifest) -> bool:
+    """Write this rank's tokens into its shards, one per layer, from the files of all ranks that saved. Return True."""
     for layer, (shards, starts) in enumerate(zip(layers, manifest.forgotten, strict=True)):
         shards.prepare(manifest.length_of(layer), *starts)
     pieces = list(piece_files(path, manifest))
     for leader, group in manifest.groups.items():
         own = {layer: layers[layer].own for layer in group}
         _fill_group(own, path, manifest, [piece for piece in pieces if piece.group == leader])
+    return True
 
 
 def _fill_group(shards: Mapping[int, CacheShard], path: Path, manifest: Manifest, pieces: Sequence[PieceFile]) -> None:

@@ -1,15 +1,18 @@
 """Incremental saves of caches to a folder while decoding continues.
 
-A save links to the files of the previous save, and of interrupted ones, instead of writing the same tokens again.
+A save links to the files of the previous save, and of interrupted ones, instead of writing the same tokens again. The
+files of one that fails are removed. Those of one whose process was ended stay until the next save: its folder is locked
+as long as a process writes there.
 """
 
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from errno import EACCES
-from fcntl import LOCK_EX, LOCK_NB, flock
+from fcntl import LOCK_EX, LOCK_NB, LOCK_SH, flock
 from functools import partial
 from pathlib import Path
 from secrets import randbits
@@ -33,7 +36,15 @@ from attnmesh.store.checkpoint import (
     read_manifest,
     save_folders,
 )
-from attnmesh.store.tensor_file import check_more, check_size, link_or_write, sync_folders
+from attnmesh.store.tensor_file import (
+    PART,
+    PRIVATE_FOLDER,
+    appearing,
+    check_more,
+    check_size,
+    link_or_write,
+    sync_folders,
+)
 
 TIMEOUT = 60.0
 """Seconds to wait for another job that publishes to the same folder."""
@@ -94,9 +105,10 @@ def save_layers(
     manifest = manifest._replace(name=f"{names[0][0]:016x}")
     own = [each.own for each in shards]
     groups = [SavedGroup.of(own, layers, manifest) for layers in manifest.groups.values()]
-    write = partial(_write, folder, manifest, (own[0].heads.index, own[0].index), groups, saved, tensors)
+    place, lock = (own[0].heads.index, own[0].index), WriterLock()
+    write = partial(_write, folder, manifest, place, groups, saved, tensors, lock)
     publish = partial(_publish, folder, manifest) if is_coordinator else lambda: None
-    saved.last = Saving(mesh, write, publish)
+    saved.last = Saving(mesh, write, publish, partial(_end, folder, manifest, place, lock))
     for cache in caches:
         cache.saved = saved
     if wait:
@@ -137,7 +149,7 @@ def _prepare(
 def check_writable(path: Path) -> None:
     """Make a folder if it is missing. Raise unless it can be written to."""
     with _store_errors(path):
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
         if not os.access(path, os.W_OK | os.X_OK):
             raise PermissionError(EACCES, "Permission denied")
 
@@ -171,6 +183,61 @@ def pieces(used: int) -> Iterator[tuple[int, int]]:
         start += size
 
 
+class WriterLock:
+    """Lock of a save's folder, which other jobs see as long as this process writes there, and no longer."""
+
+    def __init__(self) -> None:
+        self.release: Callable[[], object] = lambda: None
+
+    def take(self, folder: Path) -> None:
+        """Hold the folder, on a file system that has locks."""
+        handle = os.open(folder, os.O_RDONLY)
+        self.release = weakref.finalize(self, os.close, handle)
+        with suppress(OSError):
+            flock(handle, LOCK_SH)
+
+
+def _sweep(path: Path, manifest: Manifest, *, wholly: bool) -> None:
+    """Remove what ended processes have left in interrupted saves: files that are cut off, or all.
+
+    A folder in which a process writes is locked, and stays. So does every folder on a file system without locks.
+    """
+    current = _current(path)
+    for other in save_folders(path):
+        if other.name in (current, manifest.folder):
+            continue
+        with suppress(OSError):
+            handle = os.open(other, os.O_RDONLY)
+            try:
+                flock(handle, LOCK_EX | LOCK_NB)
+                if wholly:
+                    shutil.rmtree(other, ignore_errors=True)
+                for part in other.glob(f"*{PART}"):
+                    part.unlink(missing_ok=True)
+            finally:
+                os.close(handle)
+
+
+def _current(path: Path) -> str | None:
+    """Return the folder of the save that loads, None if there is none."""
+    return read_manifest(path).folder if os.path.lexists(path / MANIFEST) else None
+
+
+def _end(path: Path, manifest: Manifest, place: tuple[int, int], lock: WriterLock, *, failed: bool) -> None:
+    """Leave the folder of a save. Remove this rank's files there if it has failed, and what is left of others."""
+    folder = path / manifest.folder
+    with suppress(OSError, StoreError):  # a manifest that cannot be read may be of this save
+        if failed and _current(path) != folder.name:
+            for file in folder.glob("{}.{}.*".format(*place)):
+                file.unlink(missing_ok=True)
+            if place == (0, 0):
+                (folder / MORE).unlink(missing_ok=True)
+            with suppress(OSError):  # other ranks' files are still there
+                folder.rmdir()
+            _sweep(path, manifest, wholly=True)
+    lock.release()
+
+
 def _write(
     path: Path,
     manifest: Manifest,
@@ -178,11 +245,16 @@ def _write(
     groups: Sequence[SavedGroup],
     saved: SavedPieces,
     more: Mapping[str, Tensor],
+    lock: WriterLock,
 ) -> None:
     """Write this rank's tokens, linking to files of earlier saves that hold the same."""
     folder = path / manifest.folder
     with _store_errors(path):
-        folder.mkdir(parents=True, exist_ok=True)
+        for each in (path, folder):
+            each.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
+        lock.take(folder)
+        with suppress(StoreError):
+            _sweep(path, manifest, wholly=False)
         found = [other for other in save_folders(path) if other != folder]
         others = [*found[:2], *found[2:][-1:]]  # not all: a full disk may leave many interrupted saves
         for group, (start, stop) in ((each, piece) for each in groups for piece in pieces(len(each.token_index))):
@@ -208,11 +280,8 @@ def _publish(path: Path, manifest: Manifest) -> None:
     with _store_errors(path), _lock_folder(path):
         os.stat(path / manifest.folder)
         _check_complete(path, manifest)
-        with new.open("w") as file:
-            file.write(manifest.to_json())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, path / MANIFEST)
+        with appearing(path / MANIFEST, new) as file:
+            file.write(manifest.to_json().encode())
         sync_folders(path)
         with suppress(OSError):  # this save is published, so older ones may stay
             for other in save_folders(path):

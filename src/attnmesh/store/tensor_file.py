@@ -13,10 +13,10 @@ import errno
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +39,12 @@ DTYPES = {
 
 MAX_HEADER, MAX_SIZE, MAX_DIMS = 1 << 24, 1 << 48, 8
 """Limits for reading: bytes of a header, any single number in it, and dimensions of a tensor."""
+
+PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
+"""Modes of what is saved: prompts can be read in keys and tokens."""
+
+PART = ".part"
+"""End of the name of a file that is being written."""
 
 FIX = "restore the folder from a copy, or save to another"
 
@@ -69,6 +75,7 @@ def link_or_write(
         if _holds(other, tensors, known, verify=other != trusted):
             with suppress(OSError):  # a file system without links
                 os.link(other, path)
+                path.chmod(PRIVATE_FILE)  # it may be of an earlier version
                 return known
     write(path, tensors, known)
     return known
@@ -98,15 +105,26 @@ def write(path: Path, tensors: Mapping[str, Tensor], known: Mapping[str, int]) -
         start += x.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    part = path.with_name(f"{path.name}.part")
-    with part.open("wb") as file:
+    with appearing(path, path.with_name(f"{path.name}{PART}")) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for x in tensors.values():
             flat = x.detach().contiguous().cpu()  # a name keeps the buffer's memory alive
             file.write(_buffer(flat))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
+
+
+@contextmanager
+def appearing(path: Path, part: Path) -> Iterator[BinaryIO]:
+    """Open a file of this user alone, which gets its name at the end. One that fails is removed."""
+    try:
+        with open(part, "wb", opener=lambda name, flags: os.open(name, flags, PRIVATE_FILE)) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise
 
 
 def _buffer(x: Tensor) -> Any:
