@@ -18,7 +18,7 @@ from attnmesh import errors
 from attnmesh.hf.serving import engine as engine_module
 from attnmesh.hf.serving.engine import Engine
 from attnmesh.hf.serving.footprint import Footprint
-from attnmesh.hf.serving.rank_worker import Worker as EngineWorker
+from attnmesh.hf.serving.rank_worker import RankWorker
 from attnmesh.hf.serving.stream import Sampling, Stream
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support import families
@@ -415,15 +415,15 @@ def documents(name: str, changes: dict[str, Any], requests: int) -> None:
     texts = [random.choice(shared)[: random.randint(1, 140)] + ids(random.randint(1, 40), seed=n) for n in range(8)]
     wanted, cache = [greedy(model, text, 16, mesh=None) for text in texts], hf.ShardedCache(model.config)
     greedy(model, ids(180), 2, cache=cache)
-    memory, most, run = int(2.2 * Footprint.of(cache)(200)), list[int](), EngineWorker.run
+    memory, most, run = int(2.2 * Footprint.of(cache)(200)), list[int](), RankWorker.run
 
-    def watched(worker: EngineWorker, plan: Any) -> Any:
+    def watched(worker: RankWorker, plan: Any) -> Any:
         results = run(worker, plan)
         most.append(worker.measure())
         return results
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EngineWorker, "run", watched)
+        patch.setattr(RankWorker, "run", watched)
         with running(model, None, max_rows=6, max_queue=requests, cache_memory=memory) as engine:
             assert engine is not None
             asked = [(random.randrange(8), random.randrange(16)) for _ in range(requests)]
@@ -468,15 +468,15 @@ def within_memory(ranks: int) -> None:
     model, mesh, limit = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, ranks), AXES), 400_000 // ranks
     texts = [ids(length, seed=length) for length in (90, 60, 30, 120, 45, 75)]
     wanted = [greedy(model, text, 120, mesh=mesh) for text in texts]
-    most, run = list[int](), EngineWorker.run
+    most, run = list[int](), RankWorker.run
 
-    def watched(worker: EngineWorker, plan: Any) -> Any:
+    def watched(worker: RankWorker, plan: Any) -> Any:
         results = run(worker, plan)
         most.append(worker.measure())
         return results
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EngineWorker, "run", watched)
+        patch.setattr(RankWorker, "run", watched)
         with running(model, mesh, cache_memory=limit) as engine:
             if engine is not None:
                 streams = [engine.submit(text, max_new_tokens=120) for text in texts]

@@ -72,7 +72,7 @@ WORK: dict[str, Callable[[Served], Any]] = {
     "many lists": post(b"[" + b"[]," * 60_000 + b"1]", 400),
     "a long value that is refused": post(json.dumps(chat(n={"x": "y" * 8 * MB})).encode(), 400),
     "an answer with many log-probabilities": post(
-        json.dumps(chat(max_tokens=3500, logprobs=True, top_logprobs=20, seed=1)).encode(), 200
+        json.dumps(chat(max_tokens=1500, logprobs=True, top_logprobs=20, seed=1)).encode(), 200
     ),
 }
 

@@ -38,7 +38,7 @@ def grid_of(workload: Workload, cluster: Cluster) -> PagePoints:
 
     >>> import attnmesh as am
     >>> grid_of(am.Workload(8, 4, 128, 30_000), am.Cluster.preset("rtx4090"))
-    Grid(kv_heads=(1, 2, 4, 8), ranks=(1, 2), hosts=(1, 2, 4, 8, 16, 32, 64), lengths=(8192, 30000, 32768))
+    PagePoints(kv_heads=(1, 2, 4, 8), ranks=(1, 2), hosts=(1, 2, 4, 8, 16, 32, 64), lengths=(8192, 30000, 32768))
     """
     kv_heads = {workload.q_heads // group for group in GROUPS if workload.q_heads % group == 0} | {workload.kv_heads}
     ranks = {n for n in doubling(cluster.ranks) if n <= RANKS} | {cluster.ranks}
