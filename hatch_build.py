@@ -39,6 +39,7 @@ class NativeHook(BuildHookInterface):
         flags = ["-std=c++20", "-O3", "-fno-math-errno", "-fPIC", "-shared", "-pthread", "-ldl", *BASELINES[machine]]
         done = subprocess.run([compiler, *flags, *map(str, FOLDER.glob("*.cpp")), "-o", str(library)], check=False)
         if done.returncode:
+            self.folder.cleanup()
             self.say_pure(f"{compiler} fails with {done.returncode}")
             return
         build_data["force_include"][str(library)] = f"attnmesh/kernels/native/native-{machine}.so"
