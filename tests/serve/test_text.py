@@ -81,6 +81,7 @@ class Counting:
     """A tokenizer that counts the tokens that it decodes."""
 
     decoded = 0
+    all_special_ids, added_tokens_decoder = TOKENIZER.all_special_ids, TOKENIZER.added_tokens_decoder
 
     def decode(self, ids: list[int], **options: Any) -> str:
         self.decoded += len(ids)

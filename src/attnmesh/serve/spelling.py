@@ -37,7 +37,13 @@ class Spelling:
 
     def drops(self, id: int) -> bool:
         """Return whether a token is one of those without text."""
-        return self.dropped is not None and id in self.dropped
+        return id in (self._special if self.dropped is None else self.dropped)
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        """All special tokens, which the tokenizer itself can skip."""
+        added = self.tokenizer.added_tokens_decoder
+        return frozenset(self.tokenizer.all_special_ids) | {id for id, token in added.items() if token.special}
 
     def bytes_of(self, id: int) -> bytes:
         """Return the bytes of a token, those of half a character too, with the space that it begins with."""
