@@ -74,8 +74,17 @@ MASK_READS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", MASK_READS)
 def test_reading_a_mask_raises(name: str) -> None:
+    class Reader(nn.Module):
+        def forward(self, mask: torch.Tensor) -> Any:
+            return MASK_READS[name](mask)
+
+    mask = batch()["attention_mask"]
     with pytest.raises(errors.KernelError, match="expected a model whose layers leave attention_mask to attnmesh"):
-        MASK_READS[name](batch()["attention_mask"])
+        Reader()(mask)
+    with pytest.raises(
+        errors.KernelError, match=r"that of shard_batch as it is, given a call of .* outside of the mod"
+    ):
+        MASK_READS[name](mask)
 
 
 def test_some_rows_of_a_batch_are_refused_for_what_they_are() -> None:

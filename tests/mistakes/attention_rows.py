@@ -171,6 +171,20 @@ ROWS: list[Mistake] = [
         "pass mask=am.Window(left)",
     ),
     Mistake(
+        "passes key_lengths= of its own shard's keys",
+        lambda mesh: attend(mesh, parts(mesh), mask=am.Full(), key_lengths=torch.tensor([16 - 4 * mesh.get_rank()])),
+        MeshError,
+        "attention: expected the same call on every rank",
+        "call it alike on all ranks of the mesh",
+    ),
+    Mistake(
+        "gathers logits to take their loss",
+        lambda mesh: am.unshard(parts(mesh)[0].requires_grad_(), mesh, layout=ZIGZAG),
+        KernelError,
+        "unshard: expected a tensor without gradients",
+        "keep the loss on the shards",
+    ),
+    Mistake(
         "decodes before it appends",
         lambda mesh: am.decode(one_query(), cache(mesh)),
         ShapeError,
@@ -204,6 +218,13 @@ ROWS: list[Mistake] = [
         MeshError,
         "decode: expected the same call on every rank",
         "with the same inputs",
+    ),
+    Mistake(
+        "truncates to another length on each rank",
+        lambda mesh: cache(mesh, TOKENS).truncate(TOKENS - 1 - mesh.get_rank()),
+        MeshError,
+        "truncate: expected the same call on every rank",
+        "call it alike on all ranks of the mesh",
     ),
     Mistake(
         "appends beyond the capacity",

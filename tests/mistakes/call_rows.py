@@ -104,6 +104,27 @@ def with_types(mesh: DeviceMesh) -> Any:
     return families.model("llama", "attnmesh")(**hf.shard_batch({"input_ids": IDS, "token_type_ids": types}, mesh))
 
 
+def frozen() -> Any:
+    model = families.model("llama", "attnmesh")
+    model.model.layers[0].requires_grad_(dist.get_rank() == 0)
+    return model
+
+
+def joined(mesh: DeviceMesh) -> Any:
+    first, second = (hf.shard_batch({"input_ids": prompt(12, seed=seed)}, mesh) for seed in (1, 2))
+    return {name: torch.cat((first[name], second[name])) for name in ("input_ids", "attention_mask")}
+
+
+def stock_generate(mesh: DeviceMesh) -> Any:
+    part = hf.shard_batch({"input_ids": IDS}, mesh)
+    return families.model("llama", "attnmesh").generate(**part, max_new_tokens=2)
+
+
+def evaluated_alone(mesh: DeviceMesh) -> Any:
+    with torch.set_grad_enabled(mesh.get_rank() == 0):
+        return families.model("llama", "attnmesh")(**hf.shard_batch(BATCH, mesh))
+
+
 def dropping() -> nn.Module:
     return families.model("llama", "attnmesh", attention_dropout=0.1).train()
 
@@ -228,6 +249,41 @@ ROWS = [
         "attnmesh.hf dropout: expected attention without dropout, given dropout=0.1",
         "load the model with attention_dropout=0",
         make=dropping,
+    ),
+    call(
+        "pass `logits_to_keep=1` beside a shard",
+        errors.ArgumentError,
+        "attnmesh.hf logits_to_keep: expected logits of all tokens of a shard, given 1",
+        "leave it out: the last token of a shard is seldom that of the sequence",
+        lambda part: {**part, "logits_to_keep": 1},
+    ),
+    call(
+        "freeze a layer on one rank",
+        errors.MeshError,
+        "model.layers.0.self_attn.q_proj.weight.requires_grad",
+        "the same weights",
+        make=frozen,
+    ),
+    Mistake(
+        "join two batches after `shard_batch`",
+        joined,
+        errors.KernelError,
+        "attnmesh.hf attention_mask: expected that of shard_batch as it is, given a call of cat outside of the model",
+        "change the batch before hf.shard_batch",
+    ),
+    Mistake(
+        "pass a shard to `model.generate`",
+        stock_generate,
+        errors.KernelError,
+        "attnmesh.hf attention_mask: expected that of shard_batch as it is, given a call of",
+        "to generate, call hf.generate with the whole prompt and mesh=",
+    ),
+    Mistake(
+        "call a model under `no_grad` on one rank, with gradients on another",
+        evaluated_alone,
+        errors.MeshError,
+        "attention: expected the same call on every rank",
+        "call it alike on all ranks of the mesh",
     ),
     call(
         "balance routers on each shard",

@@ -6,7 +6,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import DynamicCache
 
+import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh import errors
 from tests.mistakes.table import Mistake
@@ -77,6 +79,29 @@ ROWS = [
         "generate: expected options of transformers' generation, given temprature=0.5",
         "leave it out",
         temprature=0.5,
+    ),
+    row(
+        "stop by the clock with `max_time=`",
+        errors.ArgumentError,
+        "generate: expected options that work on a mesh, given max_time=1.0",
+        "pass max_new_tokens: the clocks of ranks differ",
+        max_time=1.0,
+    ),
+    row(
+        "pass a `DynamicCache` of transformers",
+        errors.ArgumentError,
+        "generate: expected options that work on a mesh, given past_key_values=DynamicCache",
+        "pass a ShardedCache as cache=",
+        past_key_values=DynamicCache(),
+    ),
+    Mistake(
+        "cut a prompt before `hf.generate`",
+        lambda mesh: hf.generate(
+            families.model("llama", "attnmesh"), am.shard(IDS, mesh, layout=am.Zigzag(), dim=1), mesh=mesh
+        ),
+        errors.MeshError,
+        "generate: expected the same call on every rank",
+        "with the same inputs",
     ),
     Mistake(
         "generate in training with gradient checkpointing",

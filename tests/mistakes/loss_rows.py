@@ -44,8 +44,12 @@ def learned(part: Any) -> Tensor:
 
 
 def log_probabilities(logits: Tensor, part: Any) -> Tensor:
+    return at_labels(logits.log_softmax(-1), part)
+
+
+def at_labels(values: Tensor, part: Any) -> Tensor:
     targets = part["shift_labels"][0].clamp(min=0)[:, None]
-    return logits.log_softmax(-1).gather(-1, targets)[:, 0]
+    return values.gather(-1, targets)[:, 0]
 
 
 ROWS = [
@@ -101,6 +105,32 @@ ROWS = [
         COUNT,
         lambda logits, part: losses(logits, part, "sum") / 7,
         errors.KernelError,
+    ),
+    row(
+        "take the mean of `logsumexp` less the labels' logits",
+        WEIGHTS,
+        COUNT,
+        lambda logits, part: (logits.logsumexp(-1) - at_labels(logits, part))[learned(part)].mean(),
+    ),
+    row(
+        "add a penalty to each token's loss and take the mean",
+        WEIGHTS,
+        COUNT,
+        lambda logits, part: (losses(logits, part) + logits.logsumexp(-1) ** 2)[learned(part)].mean(),
+    ),
+    row(
+        "average each sequence by its own labels",
+        f"{DIVISOR} another tensor",
+        COUNT,
+        lambda logits, part: (losses(logits, part).sum(-1) / learned(part).sum(-1)).mean(),
+        errors.KernelError,
+    ),
+    Mistake(
+        "pass the labels to `mean_over_mesh` as the mask",
+        lambda mesh: hf.mean_over_mesh(torch.zeros(1, 6), am.shard(LABELS, mesh, layout=am.Zigzag(), dim=1), mesh),
+        errors.ArgumentError,
+        "mean_over_mesh mask: expected True or 1 for tokens that count, False or 0 for others, given other numbers",
+        "pass targets != -100",
     ),
     Mistake(
         "pass `mean_over_mesh` a mask of the whole sequence",

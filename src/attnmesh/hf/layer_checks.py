@@ -238,7 +238,8 @@ def check_same_weights(module: nn.Module, shards: Shards, device: torch.device) 
         return
     named = {name: x for name, x in module.named_parameters() if x.ndim > 1 and not _is_part(x)}
     heads = {name: x.detach().flatten()[:DIGEST_VALUES] for name, x in named.items()}
-    agree(mesh, describe_call(f"{SUBJECT} weights", module=type(module).__name__, **fingerprints(heads)))
+    trained = {f"{name}.requires_grad": x.requires_grad for name, x in named.items()}
+    agree(mesh, describe_call(f"{SUBJECT} weights", module=type(module).__name__, **fingerprints(heads), **trained))
     _compared(mesh).update({module, *(one for one in module.modules() if not any(map(_is_part, one.parameters())))})
 
 

@@ -13,11 +13,13 @@ are subclasses of `Tensor`, which return what the whole sequence would return, o
     num_items_in_batch   `ItemCount`       keeps its precision
 """
 
+import sys
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from threading import get_ident
+from types import FrameType
 from typing import Any, Self
 from weakref import ref
 
@@ -55,6 +57,10 @@ VIEW_FUNCTIONS = {
 
 OF_SHARD_BATCH, FORWARD_ALL = "those of shard_batch", "forward all that hf.shard_batch returns to the model"
 """Error about an argument that a caller or a wrapper dropped or changed; and its fix."""
+
+
+CALL = torch.nn.Module._call_impl.__name__
+"""Function of PyTorch that calls a module."""
 
 
 class ForwardPass:
@@ -308,9 +314,15 @@ class ShardMask(ShardTensor):
     @staticmethod
     def read_error(name: str) -> KernelError:
         """Return the error for a model that reads the mask with the function of this name."""
+        if not _in_module():
+            given = f"a call of {name.strip('_')} outside of the model"
+            fix = (
+                "change the batch before hf.shard_batch; to generate, call hf.generate with the whole prompt and mesh="
+            )
+            return KernelError(f"{SUBJECT} attention_mask", "that of shard_batch as it is", given, fix)
         expected = "a model whose layers leave attention_mask to attnmesh"
         given = f"one that reads it with {name.strip('_')}, as recurrent layers and custom attention do"
-        fix = f'call model.set_attn_implementation("attnmesh"), or {USE_SUPPORTED}'
+        fix = f'call model.set_attn_implementation("attnmesh"), or {USE_SUPPORTED}, without prompt tuning'
         return KernelError(SUBJECT, expected, given, fix)
 
 
@@ -395,6 +407,14 @@ def _check_no_inner_padding(ids: Tensor, padding: int) -> None:
     at_end = not bool((is_padding[:, :-1] & ~is_padding[:, 1:]).any())
     expected, given = "padding at the end of a sequence, if any", f"padding token {padding} before another token"
     require(at_end, KernelError, f"{SUBJECT} input_ids", expected, given, "replace it by another token")
+
+
+def _in_module() -> bool:
+    """Return whether a module is being called."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name != CALL:
+        frame = frame.f_back
+    return frame is not None
 
 
 def flatten(values: Iterable[Any]) -> Iterable[Any]:

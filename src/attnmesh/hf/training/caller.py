@@ -27,7 +27,7 @@ from attnmesh.hf.models import (
     is_recurrent,
 )
 from attnmesh.hf.recurrent.prepare_recurrent import prepare_layers
-from attnmesh.hf.shards import FORWARD_ALL, OF_SHARD_BATCH, PromptIds, ShardPositions, Shards, ShardTensor
+from attnmesh.hf.shards import CALL, FORWARD_ALL, OF_SHARD_BATCH, PromptIds, ShardPositions, Shards, ShardTensor
 from attnmesh.hf.sparse.prepare_indexer import prepare_indexers
 from attnmesh.hf.training.labels import GuardedLabels
 from attnmesh.hf.transformers_names import code_of
@@ -35,9 +35,6 @@ from attnmesh.mesh.axes import Mesh
 
 CODE = {code_of(kind) for kind in (*RECURRENT_MODELS, *INDEXED_MODELS, *COMPRESSED_MODELS)}
 """Modules of transformers with the code of models whose layers or indexers have to be prepared."""
-
-CALL = nn.Module._call_impl.__name__
-"""Function of PyTorch that calls a module."""
 
 
 class RunningCall(NamedTuple):
@@ -127,6 +124,9 @@ def _check_arguments(given: dict[str, Any]) -> None:
     check("shift_labels", not is_alone, "none beside its labels")
     expected, fix = "use_cache=False, as shard_batch returns it", "leave use_cache out; call hf.prefill to fill a cache"
     require(not given.get("use_cache"), ArgumentError, f"{SUBJECT} use_cache", expected, "True", fix)
+    kept, fix = given.get("logits_to_keep"), "leave it out: the last token of a shard is seldom that of the sequence"
+    is_all = kept is None or (isinstance(kept, int) and kept == 0)
+    require(is_all, ArgumentError, f"{SUBJECT} logits_to_keep", "logits of all tokens of a shard", str(kept), fix)
 
 
 def _running_calls() -> list[RunningCall]:

@@ -19,7 +19,7 @@ COUNT_ALL = "divide their sum by the batch's num_items_in_batch, or call hf.mean
 SAME_TOKENS = {
     *VIEW_FUNCTIONS,
     *("clamp", "clamp_min", "clip", "masked_fill", "where", "neg", "__neg__", "negative", "mul", "__mul__", "__rmul__"),
-    *("multiply", "masked_select"),
+    *("multiply", "masked_select", "add", "__add__", "__radd__", "sub", "__sub__", "rsub", "__rsub__", "subtract"),
 }
 """Functions of PyTorch that return one value for each token, from one value for each token."""
 

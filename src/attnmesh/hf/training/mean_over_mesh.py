@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.core.layout import Contiguous
 from attnmesh.core.partial import sum_dtype
-from attnmesh.errors import DtypeError, ShapeError, require, type_and_shape
+from attnmesh.errors import ArgumentError, DtypeError, ShapeError, require, type_and_shape
 from attnmesh.hf.shards import ShardTensor
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh_attention.sharding import unshard
@@ -23,13 +23,14 @@ def mean_over_mesh(values: Tensor, mask: Tensor | None, mesh: DeviceMesh | None)
     Args:
         values: One value for each of this rank's tokens, such as losses.
         mask: True for the tokens that count, in the same shape; None for all. Their number must not be 0 on all ranks.
+            1 and 0 stand for True and False.
         mesh: The mesh that shares the sequence; None for one device.
 
     Returns:
         A scalar, in float32 or wider.
 
     Raises:
-        InputError: Values are no floats, the mask has another shape, or no token counts.
+        InputError: Values are no floats, the mask has another shape or other values, or no token counts.
 
     >>> mean_over_mesh(torch.tensor([1.0, 2.0, 6.0]), torch.tensor([True, True, False]), None)
     tensor(1.5000)
@@ -42,8 +43,12 @@ def mean_over_mesh(values: Tensor, mask: Tensor | None, mesh: DeviceMesh | None)
     require(fits, ShapeError, "mean_over_mesh mask", expected, given, fix)
     values, counts = (x.plain() if isinstance(x, ShardTensor) else x for x in (values, counts))
     total = values.to(sum_dtype(values.dtype)).masked_fill(~counts.bool(), 0.0).sum()
-    own = torch.stack((total.detach(), counts.bool().sum().to(total)))
+    others = (counts != counts.bool()).sum()
+    own = torch.stack((total.detach(), counts.bool().sum().to(total), others.to(total)))
     totals = unshard(own[None], mesh, layout=Contiguous(), dim=0).sum(0)
+    expected, given = "True or 1 for tokens that count, False or 0 for others", "other numbers, as labels are"
+    fix = "pass targets != -100, and multiply the values by weights of their own"
+    require(bool(totals[2] == 0), ArgumentError, "mean_over_mesh mask", expected, given, fix)
     fix = "leave batches without labels out"
     require(bool(totals[1] > 0), ShapeError, "mean_over_mesh mask", "a token that counts on some rank", "none", fix)
     return mean_over_ranks(total * Mesh.of(mesh).ranks / totals[1], mesh)
