@@ -27,13 +27,27 @@ class NativeHook(BuildHookInterface):
         """Compile, and name the platform in the wheel's tag."""
         machine, compiler = platform.machine(), shutil.which("c++") or shutil.which("g++")
         wanted = version != "editable" and os.environ.get("ATTNMESH_NATIVE") != "0"
-        if not wanted or compiler is None or machine not in BASELINES or sys.platform != "linux":
+        if not wanted:
+            return
+        if compiler is None or machine not in BASELINES or sys.platform != "linux":
+            self.say_pure(
+                "there is no compiler" if compiler is None else f"{sys.platform} on {machine} has no baseline"
+            )
             return
         self.folder = tempfile.TemporaryDirectory()
         library = Path(self.folder.name) / "native.so"
         flags = ["-std=c++20", "-O3", "-fno-math-errno", "-fPIC", "-shared", "-pthread", "-ldl", *BASELINES[machine]]
         done = subprocess.run([compiler, *flags, *map(str, FOLDER.glob("*.cpp")), "-o", str(library)], check=False)
-        if done.returncode == 0:
-            build_data["force_include"][str(library)] = f"attnmesh/kernels/native/native-{machine}.so"
-            build_data["pure_python"] = False
-            build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+        if done.returncode:
+            self.folder.cleanup()
+            self.say_pure(f"{compiler} fails with {done.returncode}")
+            return
+        build_data["force_include"][str(library)] = f"attnmesh/kernels/native/native-{machine}.so"
+        build_data["pure_python"] = False
+        build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+
+    def say_pure(self, why: str) -> None:
+        """Say in one line that the wheel has no library."""
+        self.app.display_warning(
+            f"attnmesh: a wheel without the native kernel, which is compiled at its first use: {why}"
+        )

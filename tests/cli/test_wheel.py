@@ -1,11 +1,15 @@
 """The wheel: it holds the package and its command, and needs PyTorch alone."""
 
 import os
+import platform
+import runpy
 import shutil
 import subprocess
 import sys
 from importlib.metadata import distribution
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 from zipfile import ZipFile
 
 import pytest
@@ -69,3 +73,30 @@ def test_the_wheel_needs_torch_alone(tmp_path: Path) -> None:
     words = [sys.executable, "-S", "-c", USE, str(installed)]
     done = subprocess.run(words, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
     assert (done.stdout, done.returncode) == ("exact\n", 0), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"), [({"PATH": ""}, "there is no compiler"), ({"failing": "1"}, "c++ fails with 1")]
+)
+def test_a_pure_wheel_is_said_to_be_one(
+    change: dict[str, str], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiler of the second case is one that fails."""
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
+        pytest.skip("no library is compiled into wheels here")
+    (tmp_path / "c++").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "c++").chmod(0o700)
+    monkeypatch.delenv("ATTNMESH_NATIVE", raising=False)
+    monkeypatch.setenv("PATH", change.get("PATH", f"{tmp_path}:{os.environ['PATH']}"))
+    said, data = list[str](), dict[str, Any](force_include={})
+    interface = ModuleType("interface")
+    vars(interface)["BuildHookInterface"] = object  # of the package that builds wheels, which need not be here
+    for name in ("", ".builders", ".builders.hooks", ".builders.hooks.plugin", ".builders.hooks.plugin.interface"):
+        monkeypatch.setitem(sys.modules, f"hatchling{name}", interface)
+    hook = runpy.run_path(str(ROOT / "hatch_build.py"))["NativeHook"]()
+    hook.app = SimpleNamespace(display_warning=said.append)
+    hook.initialize("standard", data)
+    assert len(said) == 1
+    assert said[0].startswith("attnmesh: a wheel without the native kernel")
+    assert said[0].endswith(reason)
+    assert data == {"force_include": {}}

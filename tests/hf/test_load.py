@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 
+from attnmesh.cli.generate_prompt import prepare_model
+from attnmesh.cli.output import Status
+from attnmesh.cli.serve import _ready
 from attnmesh.errors import ModelError
 from attnmesh.hf import load
 from tests.support import families
@@ -96,3 +100,43 @@ def test_a_cache_that_cannot_be_made_is_named(
     monkeypatch.setattr(load, "HF_ASSETS_CACHE", str(tmp_path / "file"))
     with pytest.raises(ModelError, match=r"expected a folder to unpack into, given .*Not a directory.*set HF_HOME"):
         unpack("one")
+
+
+COMMITS = {"main": "a" * 40, "v1": "b" * 40}
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a tiny model that was fetched from the hub at two commits, whose layers differ in number."""
+    folder = tmp_path / "models--some--model"
+    (folder / "refs").mkdir(parents=True)
+    for layers, (branch, commit) in enumerate(COMMITS.items(), 1):
+        (folder / "refs" / branch).write_text(commit)
+        model = families.model("llama", "sdpa", num_hidden_layers=layers)
+        model.save_pretrained(folder / "snapshots" / commit)
+        tokenizer().save_pretrained(folder / "snapshots" / commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return "some/model"
+
+
+@pytest.mark.parametrize(("revision", "branch"), [(None, "main"), ("v1", "v1"), ("b" * 40, "v1")])
+def test_a_model_of_the_hub_is_that_of_its_commit(hub: str, revision: str | None, branch: str) -> None:
+    place = load.locate(hub, revision=revision)
+    assert place == f"{hub}@{COMMITS[branch]}"
+    assert load.locate(place) == place
+    layers = 1 + (branch == "v1")
+    assert load.open_config(place).num_hidden_layers == layers
+    assert len(load.open_tokenizer(place)) == len(tokenizer())
+    assert load.open_model(place, "auto", torch.device("cpu")).config.num_hidden_layers == layers
+    prepared = prepare_model(hub, 1, "auto", Status("test"), images=None, revision=revision)
+    assert f", mesh {prepared.mesh}, revision {COMMITS[branch]}" in _ready(hub, "::1", 80, prepared, None)
+
+
+def test_a_revision_is_one_of_the_hub(hub: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        ModelError, match=r"^--revision: expected a model on the hub, given .* this machine\. Fix: leave"
+    ):
+        load.locate(str(tmp_path), revision="main")
+    with pytest.raises(ModelError, match=r"given 'some/model@v9'"):
+        load.locate(hub, revision="v9")

@@ -23,6 +23,9 @@ from attnmesh.serve.text import Piece, Text, Token
 from attnmesh.setup.rendezvous import enter
 
 Model = Annotated[str, typer.Option(help="A folder, a GGUF file, a name on the hub, or smollm2, which a package has.")]
+Revision = Annotated[
+    str | None, typer.Option(help="Branch, tag or commit of a model on the hub; its main branch by default.")
+]
 PromptFile = Annotated[
     Path | None, typer.Option(help="A file of text to begin with; - reads standard input.", dir_okay=False)
 ]
@@ -59,6 +62,7 @@ Dtype = Annotated[str, typer.Option(help=f"auto, or one of {', '.join(DTYPES)}."
 
 def generate(
     model: Model,
+    revision: Revision = None,
     prompt: Annotated[str, typer.Option(help="What to say; after the file's text, if both are given.")] = "",
     prompt_file: PromptFile = None,
     image: Images = None,
@@ -90,7 +94,7 @@ def generate(
     world = enter_world(ranks, mesh)
     with Status("reading the prompt") as status:
         asked = Prompt(prompt, prompt_file, raw, tuple(image or ()))
-        prepared = prepare(model, asked, max_new_tokens, world, mesh, status)
+        prepared = prepare(model, asked, max_new_tokens, world, mesh, status, revision=revision)
         shape = prepared.mesh.shape
         check_reproducible("--reproducible", reproducible, shape.queries * shape.keys, merge)
         request = Request(
@@ -110,7 +114,7 @@ def generate(
     if is_first_rank():
         text = display.end()
         if as_json:
-            place = {"mesh": str(prepared.mesh), "why": prepared.mesh.reason}
+            place = {"model": prepared.place, "mesh": str(prepared.mesh), "why": prepared.mesh.reason}
             print_json({**asdict(result), "text": text, **place, "machine": machine()})
         else:
             _print_table(result, prepared, verbose)

@@ -19,6 +19,7 @@ from attnmesh.cli.generate import (
     Model,
     Ranks,
     Reproducible,
+    Revision,
     cache_options,
     enter_world,
 )
@@ -64,6 +65,7 @@ class LocalRanks:
 
 def serve(
     model: Model,
+    revision: Revision = None,
     mesh: MeshOption = "auto",
     ranks: Ranks = None,
     host: Host = "127.0.0.1",
@@ -99,7 +101,7 @@ def serve(
     hosts = TorchrunRanks.of_front()
     world = hosts.count if hosts is not None else enter_world(ranks, mesh)
     with Status("looking for the model") as status:
-        prepared = prepare_model(model, world, mesh, status, images=None)
+        prepared = prepare_model(model, world, mesh, status, images=None, revision=revision)
     check_reproducible("--reproducible", reproducible, prepared.mesh.shape.queries * prepared.mesh.shape.keys, merge)
     longest = _longest(max_model_len, prepared.longest)
     engine: dict[str, Any] = {"max_rows": max_rows, "max_queue": max_queue, "max_model_len": longest}
@@ -121,9 +123,13 @@ def serve(
 
 def _ready(name: str, host: str, port: int, prepared: Any, hosts: TorchrunRanks | None) -> str:
     """Return what the command says when requests are served."""
+    from attnmesh.hf.load import pinned
+
     place = f", front {os.getpid()} on {gethostname()}" if hosts else ""
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    return str(escape(f"serving {printable(name)} on {url}, mesh {prepared.mesh}{place}"))
+    commit = pinned(prepared.place).get("revision")  # that ranks which are started again read, too
+    revision = f", revision {printable(commit)}" if commit else ""
+    return str(escape(f"serving {printable(name)} on {url}, mesh {prepared.mesh}{revision}{place}"))
 
 
 def _check_key(api_key: str | None) -> None:

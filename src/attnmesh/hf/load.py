@@ -15,6 +15,7 @@ from shutil import rmtree
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.constants import HF_ASSETS_CACHE
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import (
@@ -52,9 +53,15 @@ Report = Callable[[str], None]
 """Function that gets a line of text before each slow step."""
 
 
-def locate(name: str, report: Report = lambda _: None) -> str:
-    """Return the folder, the configuration or the hub name of a model, for transformers. GGUF files are unpacked."""
+def locate(name: str, report: Report = lambda _: None, revision: str | None = None) -> str:
+    """Return the folder or the configuration of a model, or its name on the hub with its commit, as `name@commit`.
+
+    GGUF files are unpacked. A `revision` is a branch, a tag or a commit of the hub.
+    """
     path = os.path.expanduser(name)  # Path.expanduser raises on an unknown user, and Path on a long name
+    of_hub = not (name == PACKAGED or os.path.exists(path))
+    given, fix = f"{name!r}, which is on this machine", "leave --revision out, or pass a name on the hub"
+    require(of_hub or revision is None, ModelError, "--revision", "a model on the hub", given, fix)
     if name == PACKAGED:
         return str(_unpack_gguf(_packaged_file(), report))
     if os.path.isfile(path) and path.endswith(".gguf"):
@@ -66,7 +73,24 @@ def locate(name: str, report: Report = lambda _: None) -> str:
         fix = f"pass a folder that save_pretrained wrote, a GGUF file, a name on the hub, or {PACKAGED!r}"
         raise ModelError("model", "a model", f"{name!r}, where there is none", fix)
     report(f"looking for {name} on the hub")
-    return name
+    wanted = name if revision is None else f"{name}@{revision}"
+    _config_of(wanted)
+    repository, revision = pinned(wanted)["pretrained_model_name_or_path"], pinned(wanted).get("revision")
+    file = try_to_load_from_cache(repository, "config.json", revision=revision)
+    # All ranks read one commit, also those that are started again later.
+    return f"{repository}@{Path(file).parent.name}" if isinstance(file, str) else wanted
+
+
+def pinned(name_or_path: str) -> dict[str, str]:
+    """Return what transformers' `from_pretrained` takes for a place that `locate` returned.
+
+    >>> pinned("org/model@0123")
+    {'pretrained_model_name_or_path': 'org/model', 'revision': '0123'}
+    """
+    name, _, revision = name_or_path.partition("@")
+    if not revision or os.path.exists(name_or_path):
+        return {"pretrained_model_name_or_path": name_or_path}
+    return {"pretrained_model_name_or_path": name, "revision": revision}
 
 
 def open_config(name_or_path: str, *, images: bool = False) -> PreTrainedConfig:
@@ -83,13 +107,13 @@ def open_config(name_or_path: str, *, images: bool = False) -> PreTrainedConfig:
 def open_tokenizer(name_or_path: str) -> Any:
     """Return the model's tokenizer."""
     with as_model_error("tokenizer", "the model's tokenizer", name_or_path, "add its files"):
-        return AutoTokenizer.from_pretrained(name_or_path)
+        return AutoTokenizer.from_pretrained(**pinned(name_or_path))
 
 
 def _config_of(name_or_path: str) -> PreTrainedConfig:
     fix = f"name a folder with config.json, a model on the hub (and be connected), or {PACKAGED!r}"
     with as_model_error("model", "a model of transformers", name_or_path, fix):
-        found: PreTrainedConfig = AutoConfig.from_pretrained(name_or_path)
+        found: PreTrainedConfig = AutoConfig.from_pretrained(**pinned(name_or_path))
     return found
 
 
@@ -110,7 +134,7 @@ def open_processor(name_or_path: str) -> Any:
     from transformers import AutoProcessor
 
     with as_model_error("--image", "the model's processor", name_or_path, "add its files"):
-        processor = AutoProcessor.from_pretrained(name_or_path)
+        processor = AutoProcessor.from_pretrained(**pinned(name_or_path))
     expected, fix = "a processor of images and text", "name a model of images"
     fits, given = hasattr(processor, "image_processor"), type(processor).__name__
     require(fits, ModelError, "--image", expected, given, fix)
@@ -134,7 +158,7 @@ def open_model(
     fix = "check its files, or download them again"
     with as_model_error("model", "weights that fit its configuration", name_or_path, fix):
         kind: Any = AutoModelForImageTextToText if images else AutoModelForCausalLM
-        model = kind.from_pretrained(name_or_path, attn_implementation=NAME, dtype=weights_dtype)
+        model = kind.from_pretrained(**pinned(name_or_path), attn_implementation=NAME, dtype=weights_dtype)
     shared: Any = tensor_parallel(model, sharing, output=output)
     with as_model_error("model", "weights that fit the device", name_or_path, fix):
         on_device: PreTrainedModel = shared.to(device).eval()
