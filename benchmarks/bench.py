@@ -14,9 +14,10 @@ import typer
 from rich.table import Table
 
 from attnmesh.cli.launch import Send
-from attnmesh.cli.output import AsJson, OutFile, Status, Verbose, command_line, console, print_json
+from attnmesh.cli.output import Status, command_line, console, print_json
 from attnmesh.errors import ArgumentError, require
 from attnmesh.runtime.machine import machine
+from attnmesh_command.shared_options import AsJson, OutFile, Verbose
 
 Measure = Callable[..., Iterable[Table | str]]
 """Measures a bench, given its `Bench` and its options, and returns tables and lines to print."""

@@ -19,7 +19,7 @@ from transformers.utils import logging
 import attnmesh as am
 from attnmesh import hf
 from attnmesh.cli.launch import Send, run_on_ranks
-from attnmesh.hf.checkpoint import Checkpoint, TokenCallback
+from attnmesh.hf.generation_checkpoint import Checkpoint, TokenCallback
 from attnmesh.hf.load import open_model
 from attnmesh.setup.init_mesh import init_mesh
 from benchmarks import model

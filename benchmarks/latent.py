@@ -13,11 +13,11 @@ from transformers import DeepseekV3Config, DynamicCache
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
 from attnmesh import hf
+from attnmesh.cache.cache import KVCache
 from attnmesh.cli.launch import Send, run_on_ranks
 from attnmesh.comm.topology import all_gather_ints
 from attnmesh.core.mask import Causal
-from attnmesh.decode.cache import KVCache
-from attnmesh.hf.mask import MaskSpec
+from attnmesh.hf.layer_mask import MaskSpec
 from attnmesh.mesh.axes import Mesh
 from attnmesh.setup.init_mesh import init_mesh
 from benchmarks.netns import send_rows

@@ -18,10 +18,10 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from attnmesh import hf
+from attnmesh.cache.cache import KVCache
 from attnmesh.cli.launch import Send, run_on_ranks
 from attnmesh.comm.topology import all_gather_ints
 from attnmesh.core.partial import with_sinks
-from attnmesh.decode.cache import KVCache
 from attnmesh.hf.load import open_model
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import Shape

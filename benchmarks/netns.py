@@ -31,13 +31,13 @@ from attnmesh.cli.launch import (
     RankDeath,
     RankError,
     Send,
-    check_ranks,
     leaving_tidily,
     perform,
     results,
     run_on_ranks,
 )
 from attnmesh.errors import ClusterError
+from attnmesh_command.shared_options import check_ranks
 
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 

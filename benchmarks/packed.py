@@ -20,9 +20,8 @@ import torch
 import torch.distributed as dist
 
 import attnmesh as am
-from attnmesh.attention.auto_layout import price
 from attnmesh.cli.launch import Send
-from attnmesh.cli.probe import measured
+from attnmesh.cli.probe_command import measured
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import Mask
 from attnmesh.core.packing import pack
@@ -30,6 +29,7 @@ from attnmesh.errors import ArgumentError, require, short
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import Problem
 from attnmesh.mesh.shapes import Shape
+from attnmesh.mesh_attention.auto_layout import price
 from attnmesh.planner.auto import keep_machine, measured_machine
 from attnmesh.planner.traffic import count_tokens, divisors
 from benchmarks.netns import Hosts, World, run_on, send_rows

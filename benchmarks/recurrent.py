@@ -21,7 +21,7 @@ import attnmesh as am
 from attnmesh.cli.launch import Send
 from attnmesh.core.layout import Contiguous, Layout, Zigzag
 from attnmesh.errors import ArgumentError
-from attnmesh.hf.recurrent.prepare import prepare_layers
+from attnmesh.hf.recurrent.prepare_recurrent import prepare_layers
 from attnmesh.hf.shards import ShardMask, Shards
 from attnmesh.runtime.counters import counted
 from attnmesh.setup.init_mesh import init_mesh

@@ -16,12 +16,12 @@ from torch import Tensor
 from transformers import DeepseekV32Config, DynamicCache
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Attention
 
+from attnmesh.cache.cache import KVCache
 from attnmesh.cli.launch import Send, run_on_ranks
 from attnmesh.comm.topology import all_gather_ints
 from attnmesh.core.selection import Selection
-from attnmesh.decode.cache import KVCache
-from attnmesh.decode.decode import decode
-from attnmesh.decode.indexer import top_k_tokens
+from attnmesh.decoding.decode_call import decode
+from attnmesh.decoding.index_search import top_k_tokens
 from attnmesh.mesh.axes import Mesh
 from attnmesh.runtime.counters import counted
 from attnmesh.setup.init_mesh import init_mesh

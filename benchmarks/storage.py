@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from attnmesh import hf
+from attnmesh.cache.cache import KVCache
 from attnmesh.cli.launch import Send
 from attnmesh.core.storage import STORAGES
-from attnmesh.decode.cache import KVCache
 from attnmesh.hf.load import open_model, open_tokenizer
 
 NEEDLES, DEPTHS = 20, (0.0, 0.25, 0.5, 0.75, 1.0)

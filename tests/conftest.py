@@ -17,6 +17,7 @@ import torch
 import tests.support.interpreted  # noqa: F401 (first of all)
 from attnmesh.cli.launch import _start_forkserver
 from attnmesh.kernels.native.build import library
+from attnmesh.runtime.world import WORLD
 from tests.support.browser import browser  # noqa: F401 (a fixture)
 from tests.support.pool import PRELOADED, Pool
 
@@ -56,6 +57,14 @@ def pool() -> Iterator[Pool]:
     pool = Pool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(autouse=True)
+def deadline() -> Iterator[None]:
+    """A command that a test runs in this process sets no deadline for the tests after it."""
+    before = WORLD.deadline
+    yield
+    WORLD.deadline = before
 
 
 @pytest.fixture(autouse=True)

@@ -85,7 +85,7 @@ def quotes(name: str) -> list[tuple[str, str]]:
     return [(subject, text if text.endswith("...") else text.rstrip(".")) for subject, text in cut]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "docs/mistakes.md"])  # whose messages are raised
 def test_quoted_messages_are_those_of_the_source(name: str) -> None:
     for subject, expected in quotes(name):
         assert is_message(expected) or expected in NOT_QUOTED, expected

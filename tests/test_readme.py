@@ -1,7 +1,12 @@
 """The blocks of README on ranks. The suite also runs the one with prompts in one process, as it stands."""
 
 import doctest
+import os
+import subprocess
+import venv
 from pathlib import Path
+
+import pytest
 
 from tests.support import families
 from tests.support.fake_engine import byte_tokenizer
@@ -40,3 +45,32 @@ def test_the_first_block_is_a_script_that_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     expected = model.generate(tokenizer(text, return_tensors="pt")["input_ids"], max_new_tokens=9, do_sample=False)
     assert done.stdout.rstrip("\n") == tokenizer.decode(expected[0])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_the_start_without_a_gpu_works_in_a_fresh_environment(tmp_path: Path) -> None:
+    """Its lines as they stand, but for PyTorch, of the version and from the index that the tests have."""
+    block = README.read_text().split("```\n")[1]
+    made, torch, install, generate, serve = (line.split("  #")[0].rstrip() for line in block.splitlines())
+    assert made == "python3 -m venv .venv && . .venv/bin/activate"
+    venv.create(tmp_path / ".venv", with_pip=True)
+    programs = tmp_path / ".venv" / "bin"
+    environment = {"PATH": f"{programs}:/usr/bin:/bin", "HF_HOME": str(tmp_path / "models"), "HOME": str(tmp_path)}
+    environment |= {name: text for name, text in os.environ.items() if name.startswith(("PIP_", "SSL_"))}
+    environment |= {"PIP_CONSTRAINT": str(README.parent / "constraints.txt"), "PIP_REQUIRE_VIRTUALENV": "1"}
+    environment |= {"COLUMNS": "120"}
+    environment |= {"VIRTUAL_ENV": str(programs.parent)}
+
+    def run(line: str) -> str:
+        words = ["bash", "-ec", line]
+        done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout
+
+    assert run("command -v pip") == f"{programs}/pip\n"  # never that of another environment
+    run(torch.split(" --index-url")[0])
+    run(install.replace("'.[", f"'{README.parent}["))
+    assert "8 tokens, as many as --max-new-tokens allows" in run(f"{generate} --max-new-tokens 8")
+    assert serve == "attnmesh serve --model smollm2 --mesh keys=2"
+    run(f"timeout --signal INT 300 {serve} --port 0 2>&1 | grep -m 1 'serving smollm2 on http://127.0.0.1:'")

@@ -14,8 +14,9 @@ ROOMS = [
     "comm",
     "guard",
     "setup",
-    "attention",
-    "decode",
+    "mesh_attention",
+    "cache",
+    "decoding",
     "recurrent",
     "store",
     "hf",
@@ -37,6 +38,8 @@ FILES = {".".join(f.relative_to(SOURCE).with_suffix("").parts): f for f in SOURC
 PACKAGES = {
     ".".join(f.parent.relative_to(SOURCE).parts): f for f in SOURCE.rglob("*/__init__.py") if f.parent != SOURCE
 }
+COMMAND = {f"command.{file.stem}": file for file in sorted((SOURCE.parent / "attnmesh_command").glob("[a-z]*.py"))}
+"""Files of the command's options, which import nothing of the package."""
 
 
 def imports(file: Path) -> set[str]:
@@ -55,6 +58,11 @@ def test_rooms_import_only_from_above() -> None:
         assert ROOMS.index(above) <= ROOMS.index(room), f"{name} imports {other}"
         assert (room, above) not in APART, f"{name} imports {other}"
     TopologicalSorter({name: {b for a, b in edges if a == name} for name in FILES}).prepare()  # raises on a circle
+
+
+def test_the_options_of_the_command_import_nothing_of_the_package() -> None:
+    assert COMMAND
+    assert not [(name, imports(file)) for name, file in COMMAND.items() if imports(file)]
 
 
 def test_the_package_imports_nothing_that_is_in_a_checkout_alone() -> None:

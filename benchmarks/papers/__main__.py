@@ -2,7 +2,7 @@
 
 import typer
 
-from attnmesh.cli.output import AsJson, OutFile
+from attnmesh_command.shared_options import AsJson, OutFile
 from benchmarks.papers import attention2d, tree_attention
 from benchmarks.papers.report import published
 

@@ -10,12 +10,12 @@ from typing import Any
 import typer
 
 import attnmesh as am
-from attnmesh.cli.output import AsJson, OutFile
 from attnmesh.mesh.shapes import Shape
 from attnmesh.planner.candidate import Candidate
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.cost import cost
 from attnmesh.planner.workload import Workload
+from attnmesh_command.shared_options import AsJson, OutFile
 from benchmarks.papers.baselines import in_turn
 from benchmarks.papers.report import Report, Row, Span, one, published, span
 

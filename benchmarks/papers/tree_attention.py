@@ -10,13 +10,13 @@ from typing import Any
 import typer
 
 import attnmesh as am
-from attnmesh.cli.output import AsJson, OutFile
 from attnmesh.mesh.shapes import Shape
 from attnmesh.planner.candidate import Candidate
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.cost import cost
 from attnmesh.planner.decode_cost import MergeGroup, Payload, merge_seconds
 from attnmesh.planner.workload import Workload
+from attnmesh_command.shared_options import AsJson, OutFile
 from benchmarks.papers import baselines
 from benchmarks.papers.llama import LLAMA_1B, LLAMA_8B, Llama, generated, generated_best
 from benchmarks.papers.report import Report, Row, Span, one, published, span

@@ -2,17 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from attnmesh.attention.attend import attend as attend
-
-# `attention` and `decode` are also the names of packages. Python sets a package as an attribute of its parent once,
-# when it is first imported; each line below imports the package first and then binds the function over it.
-from attnmesh.attention.attention import attention as attention
-from attnmesh.attention.merge_across import merge_across as merge_across
-from attnmesh.attention.partials import energy as energy
-from attnmesh.attention.partials import merge as merge
-from attnmesh.attention.sharding import shard as shard
-from attnmesh.attention.sharding import unshard as unshard
-from attnmesh.attention.top_k_across import top_k_across as top_k_across
+from attnmesh.cache.cache import KVCache as KVCache
 from attnmesh.comm.failures import set_deadline as set_deadline
 from attnmesh.core.layout import Contiguous as Contiguous
 from attnmesh.core.layout import Packed as Packed
@@ -28,11 +18,21 @@ from attnmesh.core.mask import Spans as Spans
 from attnmesh.core.mask import Window as Window
 from attnmesh.core.partial import Partial as Partial
 from attnmesh.core.selection import Selection as Selection
-from attnmesh.decode.cache import KVCache as KVCache
-from attnmesh.decode.decode import decode as decode
-from attnmesh.decode.rows import decode_rows as decode_rows
+from attnmesh.decoding.decode_call import decode as decode
+from attnmesh.decoding.rows import decode_rows as decode_rows
 from attnmesh.mesh.shapes import Shape as Shape
 from attnmesh.mesh.shapes import mesh_shape as mesh_shape
+
+# `attention` and `decode` are also the names of packages. Python sets a package as an attribute of its parent once,
+# when it is first imported; each line below imports the package first and then binds the function over it.
+from attnmesh.mesh_attention.attention import attention as attention
+from attnmesh.mesh_attention.local import attend as attend
+from attnmesh.mesh_attention.merge_across import merge_across as merge_across
+from attnmesh.mesh_attention.partials import energy as energy
+from attnmesh.mesh_attention.partials import merge as merge
+from attnmesh.mesh_attention.sharding import shard as shard
+from attnmesh.mesh_attention.sharding import unshard as unshard
+from attnmesh.mesh_attention.top_k_across import top_k_across as top_k_across
 from attnmesh.planner.cluster import Cluster as Cluster
 from attnmesh.planner.plan import Plan as Plan
 from attnmesh.planner.plan import plan as plan
@@ -47,14 +47,14 @@ from attnmesh.setup.init_mesh import split_mesh as split_mesh
 from attnmesh.store.recover import recover as recover
 
 if TYPE_CHECKING:
-    from attnmesh.attention.context_parallel import ContextParallel as ContextParallel
+    from attnmesh.mesh_attention.context_parallel import ContextParallel as ContextParallel
 
 
 def __getattr__(name: str) -> Any:
     """Return `ContextParallel`, whose base class takes a second to import."""
     if name != "ContextParallel":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from attnmesh.attention.context_parallel import ContextParallel
+    from attnmesh.mesh_attention.context_parallel import ContextParallel
 
     return ContextParallel
 

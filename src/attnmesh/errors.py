@@ -5,6 +5,7 @@ All of them can be pickled, so that one rank can send its error to the others.
 """
 
 import operator
+import sys
 import warnings
 from collections.abc import Collection, Sequence
 from numbers import Number
@@ -180,8 +181,16 @@ def check_choice(
 _warned: set[str] = set()
 
 
-def warn_once(message: str) -> None:
-    """Warn once per process. The warning points at the caller of the public function, three frames up."""
+def warn_once(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn once per process. The warning points at the first caller outside of attnmesh."""
     if message not in _warned:
-        warnings.warn(message, UserWarning, stacklevel=4)
+        warnings.warn(message, category, stacklevel=_depth_of_caller())
         _warned.add(message)  # not reached where warnings are errors: then each call raises
+
+
+def _depth_of_caller() -> int:
+    """Return how many frames above `warn_once` the first one outside of attnmesh is, as `stacklevel` counts."""
+    frame, depth = sys._getframe(1), 1
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).split(".")[0] == "attnmesh":
+        frame, depth = frame.f_back, depth + 1
+    return depth

@@ -113,7 +113,7 @@ def test_ranks_differ_in_colour_and_all_are_in_the_legend_in_the_figure(sizes: t
         ({"shape": (1, 2, 2)}, "shape: expected a Shape of 1 or more each way"),
         ({"layouts": []}, "layouts: expected a layout or more"),
         ({"layouts": [am.Zigzag]}, "Fix: make one by calling it"),
-        ({"mask": am.Documents([3])}, "documents that add up to 8 tokens"),
+        ({"mask": am.Full() & am.Documents([3])}, "documents that add up to 8 tokens"),
     ],
 )
 def test_bad_arguments_raise(changes: dict[str, object], message: str) -> None:

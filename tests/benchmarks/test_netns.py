@@ -25,6 +25,7 @@ from attnmesh.mesh.shapes import AXES
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.plan import Plan, plan
 from attnmesh.planner.workload import Workload
+from attnmesh_command.messages import OptionError
 
 
 def needs_hosts() -> None:
@@ -81,7 +82,7 @@ def test_a_shell_is_given_numbers_alone(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("ranks", [0, 1025, 10**12])
 def test_no_more_ranks_than_a_machine_can_run(ranks: int) -> None:
-    with pytest.raises(ClusterError, match="--ranks: expected 1 to 1,024 ranks on this machine"):
+    with pytest.raises(OptionError, match="--ranks: expected 1 to 1,024 ranks on this machine"):
         world_of(ranks, None)
 
 

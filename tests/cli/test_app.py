@@ -4,7 +4,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import typer
@@ -14,8 +13,19 @@ from typer.testing import CliRunner
 import attnmesh_command
 from attnmesh import __version__
 from attnmesh.cli import output, proofs
-from attnmesh.cli.app import app
+from attnmesh.comm import failures
+from attnmesh.core import partial
+from attnmesh.core.storage import STORAGES
+from attnmesh.hf import load
+from attnmesh.hf.serving import stream
 from attnmesh.kernels.native.build import library
+from attnmesh.mesh import merges
+from attnmesh.mesh.shapes import AXES
+from attnmesh.planner.cluster import PRESETS
+from attnmesh.planner.recurrent import TRANSITIONS
+from attnmesh.planner.workload import PHASES
+from attnmesh.planner.workload_presets import WORKLOADS
+from attnmesh_command import app, choices
 from tests.support.scripts import run_script
 
 ROW = Comparison("decode", "SDPA", Timing(30.0, 29.0, 31.0), Timing(10.0, 9.0, 11.0), 2.5, 20.0, 0.5)
@@ -47,6 +57,19 @@ def test_check_reads_as_a_table_and_says_why_a_kernel_is_absent() -> None:
     assert "All kernels here are exact, to the rounding of their dtype." in text
 
 
+def test_check_names_kernels_of_other_devices_when_it_explains(monkeypatch: pytest.MonkeyPatch) -> None:
+    reasons = ("it runs on CUDA, the tensors are on cpu", "a compiler is missing")
+    absent = [
+        proofs.Proof(name, "cpu", "float32", reason) for name, reason in zip(("cuda", "native"), reasons, strict=True)
+    ]
+    monkeypatch.setattr(proofs, "proofs", lambda: iter(absent))
+    text, explained = run("check")[1], run("check", "-v")[1]
+    assert "Kernel native does not serve cpu tensors in float32: a compiler is missing." in text
+    assert "CUDA" not in text
+    assert "Kernel cuda does not serve cpu tensors in float32: it runs on CUDA" in explained
+    assert text.index('what kernel="auto" takes') < text.index("each kernel beside attention in float64")
+
+
 def test_check_fails_when_a_kernel_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = proofs.Proof("cpu", "cpu", "float32", None, 1e-2, 1e-2, 1e-6)
     monkeypatch.setattr(proofs, "proofs", lambda: iter([wrong]))
@@ -65,16 +88,17 @@ import attnmesh_command
 try:
     attnmesh_command.main()
 finally:
-    assert not {"torch", "rich", "attnmesh"} & set(sys.modules)
+    assert not {"torch", "transformers", "rich", "attnmesh"} & set(sys.modules)
 """
 
 
-def front(*arguments: str, **environment: str) -> str:
-    """Output of the installed command, which imports neither the library nor PyTorch here."""
+def front(*arguments: str, code: int = 0, **environment: str) -> str:
+    """Output of the installed command, which imports neither the library nor PyTorch here; of an error, its message."""
     words = [sys.executable, "-c", FRONT, *arguments]
     done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, **environment}, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
+    assert done.returncode == code, done.stderr
+    assert done.stderr == "" or code
+    return done.stderr if code else done.stdout
 
 
 def test_version_help_and_completion_import_no_torch(tmp_path: Path) -> None:
@@ -86,6 +110,48 @@ def test_version_help_and_completion_import_no_torch(tmp_path: Path) -> None:
     assert "_ATTNMESH_COMPLETE=complete_bash" in (tmp_path / ".bash_completions" / "attnmesh.sh").read_text()
     words = {"COMP_WORDS": "attnmesh p", "COMP_CWORD": "1"}
     assert front(_ATTNMESH_COMPLETE="complete_bash", **words).split() == ["probe", "plan"]
+
+
+@pytest.mark.parametrize("name", attnmesh_command.COMMANDS)
+def test_the_help_of_a_subcommand_imports_no_torch(name: str) -> None:
+    assert "--json" in front(name, "--help") or name == "serve"
+
+
+WRONG = {
+    ("generate", "--model", "smollm2"): "prompt: expected some text, given an empty prompt. Fix: pass --prompt TEXT or",
+    ("generate", "--model", "smollm2", "--prompt", "a", "--kv", "int3"): "given 'int3'. Fix: write --kv int8.",
+    (
+        "generate",
+        "--model",
+        "smollm2",
+        "--prompt",
+        "a",
+        "--mesh",
+        "keys=2,foo=3",
+    ): "in place of 'foo=3' name one of",
+    ("serve", "--model", "smollm2", "--mesh", "kyes=2"): "given 'kyes=2'. Fix: write keys=2.",
+    ("serve", "--model", "./nowhere"): "--model: expected a model, given './nowhere', where there is none.",
+    ("plan", "--cluster", "locl", "--heads", "8", "--length", "4k"): "given 'locl'. Fix: write --cluster local.",
+    ("probe", "--ranks", "9999"): "--ranks: expected 1 to 1,024 ranks on this machine, given 9,999.",
+    ("check", "--fast"): "No such option: --fast",
+}
+
+
+@pytest.mark.parametrize("given", WRONG, ids=" ".join)
+def test_wrong_options_are_refused_before_torch_is_imported(given: tuple[str, ...]) -> None:
+    """They took seconds. The messages of all options are tested with their subcommands."""
+    assert WRONG[given] in front(*given, code=2 if given[0] == "check" else 1)
+
+
+def test_the_names_of_options_are_those_of_the_library() -> None:
+    assert choices.DTYPES == partial.DTYPES
+    assert (*STORAGES,) == choices.STORAGES
+    assert choices.MERGE_CHOICES == merges.MERGE_CHOICES
+    assert (choices.AXES, choices.PHASES, choices.TRANSITIONS) == (AXES, PHASES, TRANSITIONS)
+    assert {name: (one.hosts, one.ranks) for name, one in PRESETS.items() if name != "local"} == choices.CLUSTERS
+    assert (*WORKLOADS,) == choices.WORKLOADS
+    assert (choices.COLDEST, choices.HOTTEST) == (stream.COLDEST, stream.HOTTEST)
+    assert (choices.PACKAGED, choices.MAX_DEADLINE) == (load.PACKAGED, failures.MAX_DEADLINE)
 
 
 SWALLOWED = """
@@ -109,12 +175,6 @@ def test_an_interrupt_during_imports_ends_the_command() -> None:
     """Even where an imported package catches `KeyboardInterrupt`."""
     done = subprocess.run([sys.executable, "-c", SWALLOWED], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
-
-
-def test_the_front_has_the_help_of_the_subcommands() -> None:
-    groups: list[Any] = [typer.main.get_command(each) for each in (app, attnmesh_command.app)]
-    one, other = ({name: each.get_short_help_str(200) for name, each in g.commands.items()} for g in groups)
-    assert one == other == attnmesh_command.COMMANDS
 
 
 def test_a_status_without_a_terminal_prints_lines(
@@ -183,7 +243,7 @@ print("imported")
 assert threading.active_count() == 1
 assert not torch.distributed.is_initialized()
 print(*sorted({name.partition(".")[0] for name in set(sys.modules) - before}))
-from attnmesh.cli.app import app
+from attnmesh_command import app
 app(["plan", "--cluster", "dgx-h100:1", "--heads", "32/8", "--length", "5M", "--decode"], standalone_mode=False)
 print(*{"matplotlib", "transformers"} & {*sys.modules})
 """

@@ -18,10 +18,11 @@ import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, GPT2Config, T5Config
 
 from attnmesh import __main__
-from attnmesh.cli.generate_prompt import Prompt, prepare
+from attnmesh.cli.generate_prompt import PromptOptions, prepare
 from attnmesh.cli.mesh_option import choose
 from attnmesh.errors import MeshError
 from attnmesh.hf.load import PACKAGED, locate, open_tokenizer
+from attnmesh_command.messages import OptionError
 from tests.support import families
 from tests.support.fake_engine import save_tiny
 
@@ -329,17 +330,19 @@ def test_the_shape_that_sends_least_is_chosen() -> None:
     assert choose("keys=4", 4, 9, 3) == ((1, 1, 4), 1, False, "it was asked for")
     assert choose("tp=9,keys=2", 18, 9, 3)[:3] == ((1, 1, 2), 9, False)
     assert choose("keys=tp=9", 9, 9, 3)[:3] == ((1, 1, 9), 1, True)
-    with pytest.raises(MeshError, match="expected 4 ranks, given queries=2,keys=3, which is 6"):
+    reason = "a prompt sends least so; with keys=2 it sends 3.0 times as much. New tokens alone send least with keys=2"
+    assert choose("auto", 2, 9, 3).reason == reason
+    with pytest.raises(OptionError, match="expected 4 ranks, given queries=2,keys=3, which is 6"):
         choose("queries=2,keys=3", 4, 9, 3)
 
 
 def test_latents_have_one_head_that_no_axis_splits(tmp_path: Path) -> None:
     open_tokenizer(locate(PACKAGED)).save_pretrained(tmp_path)
     DeepseekV3Config(num_hidden_layers=1).save_pretrained(tmp_path)
-    prepared = prepare(str(tmp_path), Prompt("a prompt of some tokens"), 4, 4, "auto", mock.Mock())
+    prepared = prepare(str(tmp_path), PromptOptions("a prompt of some tokens"), 4, 4, "auto", mock.Mock())
     assert (prepared.heads, prepared.mesh.shape.heads) == ((128, 1), 1)
     with pytest.raises(MeshError, match="a heads axis that divides 1 key heads"):
-        prepare(str(tmp_path), Prompt("a prompt of some tokens"), 4, 4, "heads=2,queries=2", mock.Mock())
+        prepare(str(tmp_path), PromptOptions("a prompt of some tokens"), 4, 4, "heads=2,queries=2", mock.Mock())
 
 
 @pytest.mark.gpu

@@ -19,9 +19,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import attnmesh as am
+from attnmesh.cli import launch
 from attnmesh.cli.launch import RankError, run_on_ranks
-from attnmesh.comm.shared_memory import alive
 from attnmesh.errors import ShapeError
+from attnmesh.runtime.processes import RunningProcess
 from attnmesh.runtime.world import WORLD
 
 
@@ -43,6 +44,13 @@ def die() -> None:
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
+
+
+def die_beside_another() -> None:
+    """End rank 1 beside a rank that notices nothing."""
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
 
 
 def die_behind_another() -> None:
@@ -89,6 +97,14 @@ def test_the_first_error_ends_all(function: Callable[[], None], error: type[Exce
     assert time.monotonic() - start < 120, "the others are waited for"
 
 
+def test_a_death_waits_for_no_other_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "GRACE_PERIOD", 200.0)
+    start = time.monotonic()
+    with pytest.raises(RankError, match="rank 1 was ended by SIGKILL before it was done"):
+        run_on_ranks(2, die_beside_another)
+    assert time.monotonic() - start < 150
+
+
 def test_a_deadline_ends_all() -> None:
     with pytest.raises(RankError, match=r"ranks \[0, 1\] did not answer within 1 s"):
         run_on_ranks(2, time.sleep, 600, seconds=1)
@@ -119,7 +135,7 @@ def test_ranks_leave_with_the_one_that_started_them(end: signal.Signals, tmp_pat
         finally:
             starter.kill()
         deadline = time.monotonic() + 30
-        while any(alive(rank) for rank in ranks):
+        while any(RunningProcess.of(rank).is_alive() for rank in ranks):
             assert time.monotonic() < deadline, "ranks are left behind"
             time.sleep(0.05)
     if end in (signal.SIGTERM, signal.SIGHUP):

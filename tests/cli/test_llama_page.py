@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from attnmesh.cli.app import app
+from attnmesh_command import app
 from tests.support import families
 from tests.support.fake_engine import byte_tokenizer
 from tests.support.scripts import run_script
@@ -54,14 +54,14 @@ def test_the_plans_are_made(words: list[str], monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.chdir(ROOT)
     done = CliRunner().invoke(app, words, env={"COLUMNS": "120"})
     assert done.exit_code == 0
-    first = next(line.split()[1] for line in done.stdout.splitlines() if line.startswith(" 1 "))
+    first = next(line.split()[1] for line in done.stdout.splitlines() if line.startswith("1 "))
     assert f"generate --model MODEL --mesh {first} " in done.stdout
     assert re.search(rf"serve --model MODEL --mesh {first}( |$)", done.stdout, re.MULTILINE)
     assert ("more than the model's 131,072 positions" in done.stderr) == ("1e6" in words)
     if "int8" in words:
         assert "166 kB of keys and values" in done.stdout
     if "8" in words:
-        assert re.search(r"^ 1 tp=8,keys=2 .* 17 ms $", done.stdout, re.MULTILINE)
+        assert re.search(r"^1 tp=8,keys=2 .* 17 ms *$", done.stdout, re.MULTILINE)
 
 
 def test_the_table_of_the_page_is_the_planner_s_and_its_first_row_is_typed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +70,7 @@ def test_the_table_of_the_page_is_the_planner_s_and_its_first_row_is_typed(monke
         row.strip("| ").split(" | ") for row in PAGE.splitlines() if re.match(r"\| `(tp|keys)=.* \|.* \|.* \|", row)
     ]
     shown = CliRunner().invoke(app, PLANS[0], env={"COLUMNS": "120"}).stdout
-    table = [line.split(maxsplit=1)[1].split() for line in shown.splitlines() if re.match(r" \d ", line)]
+    table = [line.split(maxsplit=1)[1].split() for line in shown.splitlines() if re.match(r"\d ", line)]
     assert [" ".join(cells).replace("`", "").split() for cells in rows] == table
     (generate,) = [words for words in LAUNCHED if words not in CHATS]
     assert generate[generate.index("--mesh") + 1] == rows[0][0].strip("`")

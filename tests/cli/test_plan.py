@@ -12,12 +12,11 @@ import pytest
 from typer.testing import CliRunner
 
 import attnmesh as am
-from attnmesh.cli import plan
-from attnmesh.cli.app import app
-from attnmesh.cli.plan_page import Grid, data, grid_of, page
+from attnmesh.cli import plan_command as plan
+from attnmesh.cli.plan_page import PagePoints, data, grid_of, page
 from attnmesh.planner.schemes import SCHEMES, best_by_scheme
 from attnmesh.planner.units import in_bytes, in_seconds
-from attnmesh_command import show_errors
+from attnmesh_command import app, show_errors
 from tests.support.browser import Browser
 
 DECODE = ("--cluster", "dgx-h100:16", "--heads", "32/8", "--head-dim", "128", "--length", "5M", "--decode")
@@ -25,8 +24,8 @@ SMALL = am.Workload(16, 4, 64, 16384)
 CLUSTER = am.Cluster.preset("a100x4", hosts=2)
 
 
-def run(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": "160"})
+def run(*arguments: str, columns: int = 160) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": str(columns)})
     return result.exit_code, result.stdout
 
 
@@ -37,12 +36,12 @@ def arguments(cluster: str = "dgx-h100:2", heads: str = "32/8", length: str = "6
 def test_the_table_is_best_first_and_explained() -> None:
     code, text = run(*DECODE, "--top", "3", "-v")
     best = am.plan(am.Workload(32, 8, 128, 5_000_000, phase="decode"), am.Cluster.preset("dgx-h100", 16))[0]
-    rows = [line.split() for line in text.splitlines() if re.match(r" \d+ +\d+x", line)]
+    rows = [line.split() for line in text.splitlines() if re.match(r"\d+ +\d+x", line)]
     assert code == 0
     assert [row[0] for row in rows] == ["1", "2", "3"]
     assert rows[0][1] == "x".join(map(str, best.shape))
     assert in_seconds(best.seconds) in " ".join(rows[0])
-    assert "for each shape and exchange only the best placement" in text
+    assert "of each shape and exchange the best placement on hosts" in text
     assert best.explain().splitlines()[0][:60] in text
     assert "sources of the constants of dgx-h100" in text
     assert "FlashAttention-3" in text
@@ -100,12 +99,28 @@ def test_a_file_of_measured_figures_is_a_cluster(tmp_path: Path) -> None:
     assert json.loads(run(*arguments(f"{file}:8", "8/2", "128k", "--json"))[1])["cluster"]["hosts"] == 8
 
 
+def test_local_is_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    code, text = run(*arguments("local", "8/2", "4k", "--decode"))
+    assert code == 0
+    assert "local, 1 host of 2 ranks" in text
+    assert "1x1x2" in text
+    assert plan.cluster_of("local:1x4").world == 4
+
+
+def test_tables_have_no_blank_lines_and_fit_80_columns() -> None:
+    _, text = run(*arguments("dgx-h100:2", "32/8", "128k"), columns=80)
+    table = text.split("On dgx-h100, 2 hosts")[0].splitlines()
+    assert all(line.strip() and len(line) <= 80 for line in table)
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text  # a cut word
+
+
 INVALID = {
-    ("dgx-h300",): "Cluster.preset: expected one of dgx-h100, dgx-h200,",
+    ("dgx-h300",): "--cluster: expected one of local, dgx-h100, dgx-h200,",
     ("dgx-h100:2x9",): "at most 8 ranks a host, given 9 ranks a host. Fix: take more hosts.",
     ("dgx-h100:two",): "expected NAME, NAME:HOSTS or NAME:HOSTSxRANKS, given 'dgx-h100:two'",
     ("dgx-h100:",): "expected NAME, NAME:HOSTS or NAME:HOSTSxRANKS",
-    ("dgx-h100:0",): "Cluster hosts: expected a whole number, 1 or more",
+    ("dgx-h100:0",): "--cluster: expected 1 host or more of 1 rank or more, given 'dgx-h100:0'",
     ("missing.json",): "--cluster: expected a JSON file that probe wrote, given missing.json:",
     ("garbled.json",): "given garbled.json: Expecting value",
     ("empty.json",): 'expected a JSON object with a "cluster", given empty.json without one',
@@ -116,7 +131,7 @@ INVALID = {
     ("dgx-h100", "32/0"): "Workload kv_heads: expected a whole number, 1 or more, given 0",
     ("dgx-h100", "32/8", "5G"): "--length: expected tokens, as 4096, 128k, 5M, 128Ki or 1Mi, given '5G'",
     ("dgx-h100", "32/8", "0.3"): "--length: expected tokens",
-    ("dgx-h100", "32/8", "0"): "Workload length: expected a whole number, 1 or more, given 0",
+    ("dgx-h100", "32/8", "0"): "--length: expected tokens, as 4096, 128k, 5M, 128Ki or 1Mi, given '0'",
     ("dgx-h100", "32/8", "9k", "--decode", "--prefill"): "expected one phase, given --prefill and --decode. Fix: plan",
     ("dgx-h100", "32/8", "9k", "--full", "--window", "9"): "expected one mask, given --full and --window 9",
     (
@@ -125,8 +140,8 @@ INVALID = {
         "9k",
         "--dtype",
         "int8",
-    ): "Workload dtype: expected one of float64, float32, bfloat16, float16",
-    ("dgx-h100", "32/8", "9k", "--q-len", "2"): "expected q_len in decode only, given q_len=2 in training",
+    ): "--dtype: expected one of float64, float32, bfloat16, float16, given 'int8'",
+    ("dgx-h100", "32/8", "9k", "--q-len", "2"): "--q-len: expected --decode beside it, given 2. Fix: add --decode",
     (
         "dgx-h100",
         "32/8",
@@ -155,7 +170,7 @@ INVALID = {
     ): "expected a file that can be written, given no/such/plan",
     ("deep.json",): "--cluster: expected a JSON file that probe wrote, given deep.json: maximum recursion",
     ("local:" + "9" * 5000,): "expected NAME, NAME:HOSTS or NAME:HOSTSxRANKS",  # int() would refuse it otherwise
-    ("x" * 5000,): "Cluster.preset: expected one of dgx-h100",  # and the system so long a name
+    ("x" * 5000,): "--cluster: expected one of local, dgx-h100",  # and the system so long a name
     ("dgx-h100", "9" * 5000): "--heads: expected query heads / key heads",
     ("dgx-h100", "32/8", "\u0661k"): "--length: expected tokens",
     ("dgx-h100", "32/8", "9k", "--report", "no/\x1b[31m\n.html"): r"given no/\x1b[31m\n.html (No such file",
@@ -228,7 +243,7 @@ def test_the_best_of_each_scheme(phase: str) -> None:
 
 # --- the page ---
 
-GRID = Grid(kv_heads=(4, 16), ranks=(2, 4), hosts=(1, 2, 4), lengths=(16384, 131072, 8 << 20))
+GRID = PagePoints(kv_heads=(4, 16), ranks=(2, 4), hosts=(1, 2, 4), lengths=(16384, 131072, 8 << 20))
 
 
 def test_the_data_of_the_page_is_that_of_plans() -> None:
@@ -242,7 +257,7 @@ def test_the_data_of_the_page_is_that_of_plans() -> None:
 
 
 def test_the_page_needs_nothing_from_elsewhere() -> None:
-    text = page(SMALL, CLUSTER, Grid((4,), (4,), (1, 2), (16384,)))
+    text = page(SMALL, CLUSTER, PagePoints((4,), (4,), (1, 2), (16384,)))
     assert "goes here" not in text
     for foreign in ("src=", "@import", "url(", "<link"):
         assert foreign not in text
@@ -251,7 +266,7 @@ def test_the_page_needs_nothing_from_elsewhere() -> None:
 
 def test_no_name_ends_the_data_of_a_page() -> None:
     """In a script element, a browser interprets even a comment and an opening script tag."""
-    text = page(SMALL, replace(CLUSTER, name="</script><!--<script>"), Grid((4,), (4,), (1,), (16384,)))
+    text = page(SMALL, replace(CLUSTER, name="</script><!--<script>"), PagePoints((4,), (4,), (1,), (16384,)))
     held = text.split('type="application/json">')[1].split("</script>")[0]
     assert "<" not in held
     assert json.loads(held)["cluster"] == "</script><!--<script>"
@@ -259,7 +274,7 @@ def test_no_name_ends_the_data_of_a_page() -> None:
 
 def test_the_grid_of_a_page_holds_the_given_sizes() -> None:
     grid = grid_of(am.Workload(48, 6, 128, 5_000_000), am.Cluster.preset("gb200-nvl72", 3))
-    assert grid == Grid(
+    assert grid == PagePoints(
         (3, 6, 12, 24, 48),
         (1, 2, 4, 8, 72),
         (1, 2, 3, 4, 8, 16, 32, 64),

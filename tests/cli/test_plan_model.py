@@ -7,8 +7,7 @@ import pytest
 from transformers import DeepseekV3Config, DeepseekV4Config, Gemma3TextConfig, Gemma4TextConfig, MambaConfig, T5Config
 from typer.testing import CliRunner
 
-from attnmesh.cli.app import app
-from attnmesh_command import show_errors
+from attnmesh_command import app, show_errors
 from tests.planner.test_serving import LLAMA_70B
 
 HOSTS = ("--cluster", "dgx-h100:2", "--length", "1M")
@@ -47,7 +46,7 @@ def test_rows_that_do_not_fit_have_no_times_and_one_is_typed(folder: Path) -> No
     _, text = run(*HOSTS, "--model", str(folder / "llama"), "--decode", "--kv", "int8")
     (row,) = [line for line in text.splitlines() if " keys=16 " in line]
     assert row.split()[-6:] == ["none", "-", "-", "does", "not", "fit"]
-    first = next(line.split()[1] for line in text.splitlines() if line.startswith(" 1 "))
+    first = next(line.split()[1] for line in text.splitlines() if line.startswith("1 "))
     assert f"Recommended is {first}: of the ways that fit" in text
     command = (
         "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HEAD:29500 -m attnmesh generate"
@@ -79,7 +78,7 @@ def test_layers_with_windows_and_latents(folder: Path) -> None:
     _, text = run("--cluster", "dgx-h100:1x4", "--length", "128k", "--model", str(folder / "gemma"), "--decode")
     assert "Left out is the time of 5 layers with windows, which keep " in text
     _, text = run("--cluster", "dgx-h100:1", "--length", "128k", "--model", str(folder / "latent"), "--decode")
-    assert "latents of 512 and 64, bfloat16, causal, 2 layers" in text.replace("\n", " ")
+    assert "latents of 512 and 64, bfloat16, causal, 2 layers" in " ".join(text.split())
     assert "tp=keys" not in text.replace("tp=keys: the", "")  # latents have no heads to share
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from attnmesh.cli.app import app
-from attnmesh.errors import ArgumentError, ClusterError
+from attnmesh.errors import ClusterError
+from attnmesh_command import app
+from attnmesh_command.messages import OptionError
 from tests.cli.test_app import run
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -18,7 +19,7 @@ PLAN = ("plan", "--model", str(MODEL), "--training", "--cluster", "dgx-h100:1", 
 def test_the_table_begins_with_a_way_that_fits() -> None:
     code, text = run(*PLAN, "128k")
     assert code == 0
-    assert " 1 1 x 8 " in text
+    assert "\n1 1 x 8 " in text
     assert "8 ranks share a sequence, as 8x1x1 (heads x queries x keys).\nSequences at once: 1." in text
     assert "Inputs of layers" not in text
     assert "Inputs of layers\nare what gradient checkpointing keeps." in run(*PLAN, "128k", "-v")[1]
@@ -55,7 +56,7 @@ def test_an_adapter_takes_less_memory_than_the_model() -> None:
     assert "Saved: checkpoints of 503 MB, the adapter alone of 168 MB." in text
     found = [json.loads(run(*PLAN, "128k", *more, "--json")[1])["ways"][0]["states"] for more in ((), ("--lora", "16"))]
     assert found[0] - found[1] == (12 * 8_030_261_248 - 16 * 41_943_040) / 8
-    with pytest.raises(ArgumentError, match="--lora: expected --model and --training beside it, given 8"):
+    with pytest.raises(OptionError, match="--lora: expected --model and --training beside it, given 8"):
         app(["plan", "--heads", "8", "--cluster", "local", "--length", "1k", "--lora", "8"], standalone_mode=False)
 
 

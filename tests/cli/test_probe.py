@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from attnmesh.cli.probe import check_master
+from attnmesh.cli.probe_command import check_master
 from attnmesh.errors import ClusterError
 from attnmesh.planner.cluster import Cluster
 from tests.cli.test_app import run

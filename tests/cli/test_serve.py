@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,9 +20,9 @@ from urllib.request import Request, urlopen
 import pytest
 from typer.testing import CliRunner
 
-from attnmesh.cli.app import app
 from attnmesh.errors import ArgumentError
-from attnmesh_command import show_errors
+from attnmesh_command import app, show_errors
+from attnmesh_command.model_options import GenerateOptions
 from tests.support.fake_engine import answer, byte_tokenizer, save_tiny
 from tests.support.served import until
 
@@ -132,6 +133,9 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 def test_a_signal_drains_and_leaves_nothing(number: int, folder: Path) -> None:
     command = Command(folder)
     assert command.name == "small"
+    steps = ("importing PyTorch", "starting 2 ranks", "serving small")  # without a terminal, too
+    assert [line for line in command.lines if line.startswith(steps)] == command.lines
+    assert len(command.lines) == 3
     texts: list[str] = []
     thread = threading.Thread(target=lambda: texts.append(command.complete(max_tokens=40)))
     thread.start()
@@ -182,9 +186,9 @@ def test_a_front_that_is_killed_ends_its_streams_and_ranks(times: int, folder: P
 def refused(capsys: pytest.CaptureFixture[str], *options: str) -> str:
     command = lambda: app(["serve", *options], standalone_mode=False)  # noqa: E731
     assert show_errors(command, verbose=False) == 1
-    shown = capsys.readouterr()
-    assert shown.err.count("\n") == 1
-    return shown.err
+    *steps, error = capsys.readouterr().err.splitlines()
+    assert all(step.startswith("importing PyTorch") for step in steps), steps
+    return error
 
 
 TINY = "a small model"
@@ -196,7 +200,16 @@ INVALID = {
     ("--model", TINY, "--merge", "best"): "--merge: expected one of",
     ("--model", TINY, "--api-key", ""): "--api-key: expected printable ASCII",
     ("--model", TINY, "--api-key", "é"): "--api-key: expected printable ASCII",
+    ("--model", TINY, "--api-key", "a", "--api-key", "b c"): "--api-key: expected printable ASCII",
+    (
+        "--model",
+        TINY,
+        "--api-key-file",
+        "/nowhere",
+    ): "--api-key-file: expected a file with a key on each line, given /now",
+    ("--model", TINY, "--api-key-file", "/dev/null"): "--api-key-file: expected printable ASCII",
     ("--model", TINY, "--max-model-len", "99999"): "--max-model-len: expected at most 2048, given 99999",
+    ("--model", TINY, "--generation-config", "vllm"): "--generation-config: expected one of auto, none",
     ("--model", TINY, "--host", "192.0.2.1"): "Cannot assign requested address",
 }
 
@@ -211,11 +224,58 @@ def test_invalid_options_are_one_line(given: tuple[str, ...], tiny: str, capsys:
     assert INVALID[given] in refused(capsys, *(tiny if word == TINY else word for word in given))
 
 
-def test_keys_are_stored_as_asked(
+def test_each_client_has_a_key(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "keys").write_text("third\n\n fourth \n")
+    given: list[Any] = []
+
+    class Stop(Exception):
+        """Ends the command when it would serve."""
+
+    def stop(app: Any, *_: Any) -> None:
+        given.append(app.limits.api_keys)
+        raise Stop
+
+    monkeypatch.setattr("attnmesh.serve.server.run", stop)
+    monkeypatch.setenv("ATTNMESH_API_KEY", "first second")
+    for options in (["--api-key", "a", "--api-key", "b"], []):
+        with pytest.raises(Stop):
+            app(["serve", "--model", tiny, "--port", "0", "--api-key-file", str(tmp_path / "keys"), *options])
+    assert given == [("a", "b", "third", "fourth"), ("first", "second", "third", "fourth")]
+
+
+def test_a_taken_port_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        said = refused(capsys, "--model", "smollm2", "--port", str(port))
+    assert f"--port: expected a free port, given {port} of 127.0.0.1" in said
+    assert f"Fix: name another, as --port {port + 1}, or --port 0 for any free one." in said
+
+
+def test_a_model_that_is_nowhere_here_is_said_before_the_hub_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, hint in (("smolm2", " (did you mean smollm2, which is packaged?)"), ("Qwen/Qwen3-4B", "")):
+        GenerateOptions(model=name, prompt="a")
+        assert capsys.readouterr().err == f"{name} is no folder or file here{hint}: asking the hub for it\n"
+
+
+def test_keys_are_stored_as_asked_and_silent_ranks_are_lost_after_a_minute(
     tiny: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop(_: int, settings: Any) -> Any:
-        raise ArgumentError("storage", "", settings.engine["storage"], "")
+        raise ArgumentError("storage", "", f"{settings.engine['storage']}, lost after {settings.deadline:g} s", "")
 
-    monkeypatch.setattr("attnmesh.cli.serve.LocalRanks", stop)
-    assert "given int8" in refused(capsys, "--model", tiny, "--kv", "int8")
+    monkeypatch.setattr("attnmesh.cli.serve_command.LocalRanks", stop)
+    assert "given int8, lost after 60 s" in refused(capsys, "--model", tiny, "--kv", "int8")
+
+
+def test_a_generation_config_that_is_not_served_is_refused_at_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = save_tiny(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"suppress_tokens": [7], "eos_token_id": 9}')
+    assert "suppress_tokens = [7]. Fix: start with --generation-config none" in refused(capsys, "--model", place)
+
+    def stop(_: int, settings: Any) -> Any:
+        raise ArgumentError("ends", "", str(settings.engine["tokens_end"]), "")
+
+    monkeypatch.setattr("attnmesh.cli.serve_command.LocalRanks", stop)
+    assert "given (9, 256)" in refused(capsys, "--model", place, "--generation-config", "none")

@@ -13,14 +13,15 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from socket import socket
 from typing import Any
+from unittest import mock
 from urllib.request import Request, urlopen
 
 import pytest
 
 from attnmesh.cli.launch import RankError
-from attnmesh.cli.serve_hosts import TorchrunRanks, _address, replace
-from attnmesh.comm.shared_memory import alive
+from attnmesh.cli.serve_hosts import TorchrunRanks, _address, make_own_folder, replace
 from attnmesh.errors import ClusterError
+from attnmesh.runtime.processes import RunningProcess
 from tests.cli.test_serve import COMMAND, needs_smollm2, planned
 from tests.support.served import until
 
@@ -131,7 +132,7 @@ def test_the_front_ends_with_torchrun(end: signal.Signals) -> None:
         _, front = running.started()
         for agent in running.agents:
             agent.send_signal(end)
-        until(lambda: not alive(front))
+        until(lambda: not RunningProcess.of(front).is_alive())
 
 
 def test_ranks_are_lost_with_rank_0(tmp_path: Path) -> None:
@@ -140,14 +141,14 @@ def test_ranks_are_lost_with_rank_0(tmp_path: Path) -> None:
 
     def run() -> None:
         with pytest.raises(RankError) as raised:
-            TorchrunRanks(tmp_path, os.getpid(), 2).run("a socket")
+            TorchrunRanks(tmp_path, RunningProcess.of(), 2).run("a socket")
         errors.append(str(raised.value))
 
     thread = threading.Thread(target=run)
     thread.start()
     until(lambda: (tmp_path / "address").exists())
     assert (tmp_path / "address").read_text() == "a socket"
-    replace(tmp_path / "rank", str(rank.pid))
+    replace(tmp_path / "rank", str(RunningProcess.of(rank.pid)))
     thread.join(0.5)
     assert thread.is_alive()
     rank.communicate(b"\n")
@@ -156,9 +157,50 @@ def test_ranks_are_lost_with_rank_0(tmp_path: Path) -> None:
     assert not (tmp_path / "address").exists()
 
 
+def test_rank_0_alone_is_ended_for_torchrun_to_start_ranks_anew(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as rank:
+        ranks = TorchrunRanks(tmp_path, os.getpid(), 2)
+        replace(tmp_path / "rank", str(rank.pid))
+        ranks.kill(again=True)
+        assert rank.wait(60) == -signal.SIGKILL
+        ranks.kill(again=True)  # it has ended: nothing happens
+
+
 def test_a_front_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    replace(tmp_path / "front", str(ended.pid))
+    replace(tmp_path / "front", str(RunningProcess.of(ended.pid)))
     with pytest.raises(ClusterError, match="serve: expected a front that listens within 120 s, given none"):
         _address(tmp_path)
+
+
+def test_a_folder_that_is_not_of_this_user_alone_is_refused(tmp_path: Path) -> None:
+    assert make_own_folder(tmp_path / "made")
+    assert not make_own_folder(tmp_path / "made")
+    (tmp_path / "link").symlink_to(tmp_path / "made")  # the target is fine, but who made the link?
+    (tmp_path / "open").mkdir(mode=0o700)
+    (tmp_path / "open").chmod(0o701)
+    (tmp_path / "file").touch(mode=0o600)
+    for name in ("link", "open", "file"):
+        with pytest.raises(ClusterError, match=f"{name} to be of this user alone, given another's. Fix: remove it"):
+            make_own_folder(tmp_path / name)
+    tmp_path.chmod(0o777)  # others could remove the folder, and make one in its place
+    with pytest.raises(ClusterError, match=r"cannot replace files, given .*, where they can\. Fix: set TMPDIR"):
+        make_own_folder(tmp_path / "made")
+    tmp_path.chmod(0o1777)
+    assert not make_own_folder(tmp_path / "made")
+
+
+def test_a_process_of_a_number_that_is_used_again_is_another_one(tmp_path: Path) -> None:
+    """The rank has ended, and its number is that of this process now."""
+    agent = RunningProcess.of()
+    ranks, taken = TorchrunRanks(tmp_path, agent, 2), RunningProcess(agent.number, agent.start - 1)
+    replace(tmp_path / "front", str(taken))
+    with pytest.raises(ClusterError, match="serve: expected a front that listens within 120 s, given none"):
+        _address(tmp_path)
+    replace(tmp_path / "rank", str(taken))
+    with mock.patch.object(Path, "unlink"), pytest.raises(RankError, match="ranks were lost"):
+        ranks.run("a socket")
+    with mock.patch("os.kill") as kill:
+        TorchrunRanks(tmp_path, taken, 2).kill()
+    assert not kill.called

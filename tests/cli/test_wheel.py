@@ -60,7 +60,7 @@ def test_the_wheel_needs_torch_alone(tmp_path: Path) -> None:
     assert bool(compiled) == (shutil.which("c++") is not None)
     assert {name.split("/")[0] for name in names} == {
         "attnmesh",
-        "attnmesh_command.py",
+        "attnmesh_command",
         f"attnmesh-{__version__}.dist-info",
     }
     assert {"attnmesh/py.typed", "attnmesh/cli/plan_page.html", "attnmesh/serve/page.html"} <= set(names)

@@ -1,11 +1,16 @@
 """Ranks and hosts come to harm while all are at work: what comes is right, or an error in time that names them."""
 
+import io
+import re
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +19,7 @@ from benchmarks import netns
 
 import attnmesh as am
 from attnmesh.cli.launch import run_on_ranks
+from attnmesh.comm import failures
 from attnmesh.errors import ClusterError, MeshError, RankFailure
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.setup import rendezvous
@@ -110,6 +116,37 @@ def test_a_rank_that_has_strayed_to_the_store_is_not_believed() -> None:
     assert run_on_ranks(2, lost_beside_a_stray_note)[0] == (1,)
 
 
+def alone_while_another_waits_in_a_barrier() -> tuple[str, str]:
+    """Return what the first rank has printed when it closes its connections, and in all; "" on the second."""
+    mesh = named_mesh(Shape(1, 1, 2), AXES)
+    x = torch.zeros(1, 2, 8, 4)
+    am.attention(x, x, x, mesh=mesh, layout=am.Contiguous())
+    am.set_deadline(1.0)
+    if dist.get_rank() == 1:
+        with suppress(RuntimeError):  # gloo's: "Connection closed by peer"
+            dist.barrier()
+        return "", ""
+    printed, before, close = io.StringIO(), list[str](), failures._close_connections
+
+    def close_after_a_look() -> None:
+        before.append(printed.getvalue())
+        close()
+
+    with redirect_stderr(printed), mock.patch.object(failures, "_close_connections", close_after_a_look):
+        for _ in range(2):
+            with suppress(RankFailure):
+                am.attention(x, x, x, mesh=mesh, layout=am.Contiguous())
+    return before[0], printed.getvalue()
+
+
+def test_a_rank_that_attends_alone_says_so_before_the_others_end() -> None:
+    before, printed = run_on_ranks(2, alone_while_another_waits_in_a_barrier)[0]
+    assert re.match(
+        r"attnmesh: rank 0 waited for rank 1 along the keys axis, comparing calls: timed out: .*\n$", before
+    )
+    assert printed == before  # once, though the second call fails, too
+
+
 def lost_on(backend: str | None, store: str) -> tuple[tuple[int, ...], bool]:
     """The second of two ranks is silent, in a world of that backend: whom the first misses, and whether in time."""
     place = {"rank": dist.get_rank(), "world_size": 2}
@@ -143,3 +180,30 @@ def test_the_deadline_holds_however_the_group_was_made(tmp_path: Path) -> None:
 def test_deadlines_that_are_none_are_refused(given: Any) -> None:
     with pytest.raises(MeshError, match="set_deadline: expected more than 0 seconds"):
         am.set_deadline(given)
+
+
+def late_by_compilation(store: str) -> str:
+    """The second of two ranks compiles until the first has given it up; both then say so."""
+    mesh = named_mesh(Shape(1, 1, 2), AXES)
+    x, raised = torch.zeros(1, 2, 8, 4), Path(f"{store} raised")
+    compiler: Any = SimpleNamespace(counters={"stats": {"unique_graphs": 1}})  # PyTorch's own takes seconds to import
+    sys.modules["torch._dynamo.utils"] = compiler
+    am.attention(x, x, x, mesh=mesh, layout=am.Contiguous())
+    am.set_deadline(1.0)
+    if dist.get_rank() == 1:
+        silent_until(raised.exists)
+    try:
+        am.attention(x, x, x, mesh=mesh, layout=am.Contiguous())
+    except RankFailure as error:
+        raised.touch()
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_compiles_for_too_long_is_lost_by_compilation(tmp_path: Path) -> None:
+    waiting, late = run_on_ranks(2, late_by_compilation, str(tmp_path / "late"))
+    for error in (waiting, late):
+        assert error.startswith("rank 1 is lost along the keys axis, "), error
+        assert "compilation by torch.compile may take longer than the deadline, see set_deadline" in error
+    assert "the other ranks had given this one up at their deadline" in late
+    assert "given this one up" not in waiting

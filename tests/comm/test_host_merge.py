@@ -9,13 +9,13 @@ import torch.distributed as dist
 import attnmesh as am
 from attnmesh.comm import topology
 from attnmesh.comm.host_merge import host_merge_for
-from attnmesh.comm.merge import chosen_merge, fastest_merge
-from attnmesh.comm.message import call_checksum
+from attnmesh.comm.message import call_checksum, checksum_of
+from attnmesh.comm.rank_merge import chosen_merge, fastest_merge, merge_ranks
 from attnmesh.comm.topology import mailboxes_of
 from attnmesh.core.digest import ROW, digest
-from attnmesh.errors import InputError
+from attnmesh.errors import InputError, KernelError
 from attnmesh.kernels.native.build import Library, library
-from attnmesh.kernels.native.digest import digest_on_host, wrapped
+from attnmesh.kernels.native.native_digest import digest_on_host, wrapped
 from attnmesh.mesh.axes import Axis
 from tests.support.pool import Pool
 
@@ -164,3 +164,18 @@ def test_digests_on_the_host_are_those_of_the_formula(dtype: torch.dtype, count:
     like, number = torch.zeros(2), wrapped(7 + 5 + int(digest(x)))
     checksum = call_checksum([x], 7, state, like, None)
     assert checksum.tolist() == [number % ((1 << 24) - 3), -(number % ((1 << 24) - 3))]
+
+
+def star() -> list[str]:
+    """Merge partials of float32, which the native library takes, and of float64 by a name that nobody wrote."""
+    said = []
+    for dtype in (torch.float32, torch.float64):
+        partial = am.Partial(torch.zeros(1, 2, 1, 4, dtype=dtype), torch.zeros(1, 2, 1, dtype=dtype))
+        with pytest.raises(KernelError, match="a merge that has a branch in merge_messages, given 'star'") as caught:
+            merge_ranks(partial, checksum_of(0, partial.lse), axis(), "star", "replicated")
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_merge_that_nobody_wrote_raises(pool: Pool) -> None:
+    assert [len(said) for said in pool.run(2, star)] == [2, 2]

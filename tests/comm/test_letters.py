@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import attnmesh as am
-from attnmesh.attention import executor
 from attnmesh.cli.launch import run_on_ranks
 from attnmesh.comm.p2p import exchange_messages
 from attnmesh.comm.shared_memory import SLOT
 from attnmesh.comm.topology import share_numbers
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.mesh.shapes import AXES, Shape
+from attnmesh.mesh_attention import executor
 from attnmesh.runtime.world import WORLD
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool

@@ -16,11 +16,12 @@ import torch.distributed as dist
 
 import attnmesh as am
 from attnmesh.comm import shared_memory
-from attnmesh.comm.shared_memory import SLOT, Mailboxes, alive
+from attnmesh.comm.shared_memory import SLOT, Mailboxes
 from attnmesh.comm.topology import mailboxes_of
 from attnmesh.errors import MeshError
 from attnmesh.guard.consensus import agree
 from attnmesh.mesh.axes import Axis, mesh_of
+from attnmesh.runtime.processes import RunningProcess
 from tests.support.pool import Pool
 
 here = pytest.mark.skipif(not shared_memory.size_of(2), reason="memory cannot be shared here, or stores have no order")
@@ -66,12 +67,21 @@ def test_a_rank_that_is_gone_is_missed() -> None:
 def test_a_zombie_counts_as_lost() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         end = time.monotonic() + 30
-        while alive(ended.pid):
+        while RunningProcess.of(ended.pid).is_alive():
             assert time.monotonic() < end
             time.sleep(0.01)
         one, _ = _boards(2, [0, ended.pid])
         with pytest.raises(RuntimeError, match="its process"):
             one.recv(1, torch.empty(8, dtype=torch.uint8))
+
+
+@here
+def test_a_process_that_got_the_number_of_a_lost_rank_does_not_stand_for_it() -> None:
+    one, _ = _boards(2, [0, os.getpid()], 30.0)
+    assert one.processes[1] == RunningProcess.of()
+    one.processes[1] = RunningProcess.of()._replace(start=1)  # the rank began long before this process did
+    with pytest.raises(RuntimeError, match=f"its process {os.getpid()} has ended"):
+        one.recv(1, torch.empty(8, dtype=torch.uint8))
 
 
 @here

@@ -90,11 +90,15 @@ BAD = [
     (attend(mask=T(6, 6, dtype=torch.bool)), errors.MaskError, r"given Tensor\. Fix: use Full\(\) for no mask; say"),
     (attend(mask=None), errors.MaskError, r"given None\. Fix: use Full"),
     (
-        attend(mask=am.Documents((3, 4))),
+        attend(mask=am.Full() & am.Documents((3, 4))),
         errors.MaskError,
         r"documents that add up to 6 tokens, given 7 tokens\. Fix: let",
     ),
-    (attend(mask=am.Documents((2, 3))), errors.MaskError, r"documents that add up to 6 tokens, given 5 tokens"),
+    (
+        attend(mask=am.Full() & am.Documents((2, 3))),
+        errors.MaskError,
+        r"documents that add up to 6 tokens, given 5 tokens",
+    ),
     # positions
     (
         attend(q_positions=T(6)),
@@ -113,7 +117,7 @@ BAD = [
         r"attend q_positions: expected positions from 0 to .*, given -1",
     ),
     (
-        attend(mask=am.Documents((3, 3)), k_positions=torch.arange(1, 7)),
+        attend(mask=am.Full() & am.Documents((3, 3)), k_positions=torch.arange(1, 7)),
         errors.MaskError,
         r"k_positions: expected positions inside the documents, given position 6 and 6 tokens .*Fix: let",
     ),
@@ -144,7 +148,11 @@ BAD = [
         r"attention sinks: expected a tensor of floats, given torch.int32",
     ),
     (attention(sinks=T(4, device="meta")), errors.DeviceError, r"attention sinks: expected one device, given .*meta"),
-    (attention(mask=am.Documents((3, 4))), errors.MaskError, r"attention mask: expected documents that add up to 6"),
+    (
+        attention(mask=am.Full() & am.Documents((3, 4))),
+        errors.MaskError,
+        r"attention mask: expected documents that add up to 6",
+    ),
     (
         attention(q=T(1, 4, 1, 8)),
         errors.ShapeError,

@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -162,3 +163,27 @@ def test_bad_masks_raise(make: object, message: str) -> None:
 def test_and_with_another_type_raises() -> None:
     with pytest.raises(TypeError, match="unsupported operand"):
         Causal() & True
+
+
+@pytest.mark.parametrize("alone", [Documents((3, 5)), Chunks(3), Documents((3, 5)) & Chunks(3)])
+def test_documents_and_chunks_alone_ask_whether_later_tokens_are_seen(
+    alone: Mask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = torch.randn(3, 1, 2, 8, 4).unbind()
+    calls: list[Callable[[Mask], Any]] = [
+        lambda mask: am.attention(q, k, v, mask=mask),
+        lambda mask: am.attend(q, k, v, mask=mask),
+        lambda mask: am.shard(q, None, layout="auto", mask=mask),
+    ]
+    for call in calls:
+        monkeypatch.setattr("attnmesh.errors._warned", set())
+        which = r"alone shows later tokens.* Say which: am\.Causal\(\) & am\..* hides .* am\.Full\(\) & am\..* shows"
+        with pytest.warns(FutureWarning, match=which) as caught:
+            call(alone)
+        assert caught[0].filename == __file__
+        call(alone)  # once: else warnings, which are errors here, would raise
+        monkeypatch.setattr("attnmesh.errors._warned", set())
+        for said in (Full() & alone, Causal() & alone, alone & Window(1, 1)):
+            call(said)
+    assert Full() & alone == alone
+    assert repr(alone).startswith("Full() & ")

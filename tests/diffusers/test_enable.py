@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from attnmesh import errors
 from attnmesh.diffusers import disable, enable
 from attnmesh.diffusers.backend import visible_keys
-from attnmesh.diffusers.plans import plan_of
+from attnmesh.diffusers.family_plans import plan_of
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.diffusion import MODELS, Inputs
 from tests.support.mesh_problems import named_mesh

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 import attnmesh as am
-from attnmesh.attention import plan
-from attnmesh.attention.attention import attend_shards
-from attnmesh.attention.call import Call, Options
-from attnmesh.attention.latent import Latents, Projection
 from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh_attention import mesh_op as plan
+from attnmesh.mesh_attention.attention import attend_shards
+from attnmesh.mesh_attention.call import Call, Options
+from attnmesh.mesh_attention.latents import Latents, Projection
 from tests.support.emulated_gpu import EmulatedGPU
 from tests.support.mesh_problems import MeshProblem, named_mesh, shard_positions
 

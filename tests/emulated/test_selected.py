@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import attnmesh as am
-from attnmesh.decode.indexer import top_k_tokens
+from attnmesh.decoding.index_search import top_k_tokens
 from attnmesh.mesh.shapes import AXES
 from tests.emulated.waits import random
 from tests.support.emulated_gpu import EmulatedGPU

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh.core.partial import Partial
-from attnmesh.decode.indexer import top_k_tokens
+from attnmesh.decoding.index_search import top_k_tokens
 from attnmesh.mesh.axes import flat_axis
 from attnmesh.mesh.shapes import AXES
 from tests.support.emulated_gpu import EmulatedGPU

@@ -217,7 +217,10 @@ def halo(at: Place, **changes: Any) -> None:
 
 
 def shard_auto(at: Place, **changes: Any) -> None:
-    am.shard(**{"x": numbers(1, 2, 4, 3), "mesh": at.mesh, "layout": "auto", "mask": am.Documents([1, 3])} | changes)
+    am.shard(
+        **{"x": numbers(1, 2, 4, 3), "mesh": at.mesh, "layout": "auto", "mask": am.Full() & am.Documents([1, 3])}
+        | changes
+    )
 
 
 def unshard(at: Place, **changes: Any) -> None:
@@ -441,7 +444,7 @@ ALIKE: Table = {
         ({"mask": am.Causal}, MaskError, r"attention mask: expected Full.*, given Causal itself\. Fix: call it"),
         ({"mask": am.Causal()}, MeshError, r"ranks  mask\n(.*\n)*.*Causal\(\)\n"),
         ({"mask": T(4, 4)}, MaskError, r"attention mask: .*, given Tensor\. Fix: use Full\(\) for no mask; say"),
-        ({"mask": am.Documents((2, 3))}, MeshError, r"ranks  mask\n(.*\n)*.*Documents\(\[2, 3\]\)\n"),
+        ({"mask": am.Full() & am.Documents((2, 3))}, MeshError, r"ranks  mask\n(.*\n)*.*Documents\(\[2, 3\]\)\n"),
         ({"layout": "zigzag"}, LayoutError, r"attention layout: expected .auto., Contiguous.*, given 'zigzag'\. Fix"),
         ({"layout": None}, LayoutError, r"attention layout: expected the layout of the shards of \d ranks, given None"),
         ({"key_layout": am.Striped}, LayoutError, r"attention key_layout: expected .*Striped'>\. Fix: make one"),
@@ -621,7 +624,11 @@ ALIKE: Table = {
             r"decode q: expected a tensor without gradients, given one with requires_grad=True\. Fix: decode under",
         ),
         ({"mask": am.Full}, MaskError, r"decode mask: expected Full.*, given Full itself\. Fix: call it: Full"),
-        ({"mask": am.Documents((4, 7))}, MaskError, r"decode mask: expected documents that add up to 10 tokens, "),
+        (
+            {"mask": am.Full() & am.Documents((4, 7))},
+            MaskError,
+            r"decode mask: expected documents that add up to 10 tokens, ",
+        ),
         ({"mask": am.Window(2)}, MeshError, r"decode: .*:\n    ranks  mask\n(.*\n)*.*  Window\(2\)\n"),
         ({"scale": float("nan")}, DtypeError, r"decode scale: expected None, 0 or a number .*, given nan of type"),
         ({"scale": 0.7}, MeshError, r"decode: .*:\n    ranks  scale\n(.*\n)*.*  0.7\n"),
@@ -778,7 +785,8 @@ ALIKE: Table = {
         ({"dim": 2}, MeshError, r"halo: .*:\n    ranks  others .*dim\n"),
     ],
     shard_auto: [
-        ({"mask": None}, MeshError, r"shard: expected the same .*:\n    ranks  mask\n(.*\n)*.*Documents\(\[1, 3\]\)\n"),
+        ({"mask": None}, LayoutError, 'shard layout: expected mask= beside layout="auto", given no mask'),
+        ({"mask": am.Causal()}, MeshError, r"shard: expected the same .*:\n    ranks  mask\n(.*\n)*.*Causal\(\)\n"),
         ({"mask": "causal"}, MaskError, r"shard mask: expected Full\(\).*, given 'causal'\. Fix: use Full"),
         ({"x": T(1, 2, 9, 3)}, MeshError, r"shard: expected the same .*:\n    ranks  tokens\n(.*\n)*.*  9\n"),
         ({"layout": "best"}, LayoutError, r'shard layout: expected "auto", Contiguous.*given .best.\. Fix: make'),

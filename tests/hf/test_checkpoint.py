@@ -23,7 +23,7 @@ from transformers import MaxLengthCriteria
 from attnmesh import hf
 from attnmesh.__main__ import main
 from attnmesh.errors import InputError, MeshError, StoreError
-from attnmesh.hf.options import Settings
+from attnmesh.hf.options import GenerationSettings
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store import checkpoint_writer
 from attnmesh.store.checkpoint import MANIFEST
@@ -78,7 +78,7 @@ def lengths_after_interrupted_prefill(folder: Path) -> list[int]:
     model, ids = families.model("llama", "attnmesh"), prompt(130)
     checkpoint = hf.Checkpoint(folder)
     cache = hf.ShardedCache(model.config, mesh)
-    assert torch.equal(checkpoint.begin(model, ids, cache, Settings(model, {"do_sample": False})), ids)
+    assert torch.equal(checkpoint.begin(model, ids, cache, GenerationSettings(model, {"do_sample": False})), ids)
     hf.prefill(model, ids[:, :65], cache, chunk_size=32, after=lambda n: checkpoint.save(cache, ids[:, :n]))
     checkpoint.wait()
     lengths: list[int] = []

@@ -68,7 +68,7 @@ def test_logits_are_those_of_stock_transformers(pool: Pool, changes: dict[str, A
 FAULTS: dict[str, Callable[..., Any]] = {
     "attnmesh.hf.cache.compressed_layer.CompressedLayer.further": lambda *_: None,
     "attnmesh.hf.cache.compressed_layer.CompressedLayer.update_overlap_state": lambda *_: (None, None),
-    "attnmesh.decode.indexer.best_across": lambda found, *_, **__: found,
+    "attnmesh.decoding.index_search.best_across": lambda found, *_, **__: found,
 }
 """Functions, each with one that does nothing."""
 

@@ -15,7 +15,10 @@ from transformers import PreTrainedModel
 
 import attnmesh.hf as hf
 from attnmesh import errors
+from attnmesh.hf.serving import engine as engine_module
 from attnmesh.hf.serving.engine import Engine
+from attnmesh.hf.serving.footprint import Footprint
+from attnmesh.hf.serving.rank_worker import RankWorker
 from attnmesh.hf.serving.stream import Sampling, Stream
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support import families
@@ -193,6 +196,48 @@ def test_draws_follow_the_distribution() -> None:
     assert {first(seed, temperature=1.0, top_p=0.6) for seed in range(50)} == {0}
 
 
+@pytest.mark.parametrize(("draws", "vocabulary"), [(0, 7), (1, 97), (300, 1000), (4095, 64)])
+def test_a_generator_goes_on_after_draws_that_it_has_not_made(
+    draws: int, vocabulary: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn, even = torch.Generator().manual_seed(11), torch.ones(1, vocabulary)
+    for _ in range(draws):
+        torch.multinomial(even, 1, generator=drawn)
+    multinomial, made = torch.multinomial, []
+    monkeypatch.setattr(torch, "multinomial", lambda *given, **more: made.append(1) or multinomial(*given, **more))
+    generator = Sampling(temperature=1.0, seed=11).generator(draws, vocabulary)
+    assert len(made) <= 1
+    assert torch.rand(1500, generator=generator).equal(torch.rand(1500, generator=drawn))
+
+
+PENALIZED: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.3},
+    {"repetition_penalty": 0.7},
+    {"repetition_penalty": 1.2, "temperature": 0.8, "seed": 3},
+    {"min_p": 0.3, "temperature": 1.4, "seed": 4},
+    {"repetition_penalty": 1.1, "min_p": 0.1, "temperature": 0.9, "top_p": 0.8, "top_k": 30, "seed": 5},
+]
+
+
+def penalized(_: int) -> None:
+    """Compare tokens drawn after a penalty, or with a least probability, with `generate`; also in a replay."""
+    model, text = families.model("llama", "attnmesh"), ids(40)
+    plain = greedy(model, text, 20, mesh=None)
+    with running(model, None) as engine:
+        assert engine is not None
+        for options in PENALIZED:
+            alike = {"top_k": 0, **options, "mesh": None}
+            seed = alike.pop("seed", None)
+            wanted = greedy(model, text, 20, **alike) if seed is None else sampled(model, text, 20, seed, **alike)
+            assert wanted != plain
+            assert tokens(engine.submit(text, max_new_tokens=20, **options)) == wanted
+            assert tokens(engine.submit(text, max_new_tokens=20, replay=wanted[:7], **options)) == wanted[7:]
+
+
+def test_penalties_are_those_of_transformers(pool: Pool) -> None:
+    pool.run(1, penalized, 0)
+
+
 # --- prefixes ---
 
 
@@ -221,9 +266,93 @@ def turns(shape: Shape) -> None:
         assert long.finish_reason in ("cancelled", "length")
 
 
+def salted(ranks: int) -> None:
+    """Ask for one prompt with several salts: of requests that run, and of those that have ended."""
+    model, mesh = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, ranks), AXES)
+    prompt = ids(100)
+    wanted = greedy(model, prompt, 10, mesh=mesh)
+    with running(model, mesh) as engine:
+        if engine is None:
+            return
+        for salt, cached in (("a", 0), ("", 0), ("b", 0), ("a", 99), ("", 99), ("b", 99)):
+            stream = engine.submit(prompt, max_new_tokens=10, salt=salt)
+            assert (tokens(stream), stream.cached_tokens) == (wanted, cached), salt
+        long = engine.submit(prompt, max_new_tokens=300, salt="c")
+        next(iter(long))
+        stream = engine.submit(prompt, max_new_tokens=10, salt="d")
+        assert (tokens(stream), stream.cached_tokens) == (wanted, 0)
+        long.cancel()
+
+
+def test_a_prefix_of_another_salt_is_not_used(pool: Pool) -> None:
+    pool.run(2, salted, 2)
+
+
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
 def test_kept_prefixes_go_on_and_branch(shape: Shape, pool: Pool) -> None:
     pool.run(shape.ranks, turns, shape)
+
+
+def parted(name: str, ranks: int) -> None:
+    """Ask three questions on one document."""
+    model, mesh = build(Case(name, name), "attnmesh", torch.float32), named_mesh(Shape(1, 1, ranks), AXES)
+    document, shared = ids(400, seed=3), 400
+    asked = [document + ids(9, seed=seed) for seed in range(3)]
+    wanted = [greedy(model, text, 5, mesh=mesh) for text in asked]
+    with running(model, mesh) as engine:
+        if engine is None:
+            return
+        streams = []
+        for text in asked:
+            streams.append(engine.submit(text, max_new_tokens=5))
+            tokens(streams[-1])
+        assert [tokens(stream) or stream.answer for stream in streams] == wanted
+        assert streams[2].cached_tokens >= 0.95 * shared
+
+
+def asked_at_once(name: str) -> None:
+    """Ask one question four times."""
+    model, text = build(Case(name, name), "attnmesh", torch.float32), ids(300, seed=9)
+    wanted, engine = greedy(model, text, 5, mesh=None), Engine(model, None)
+    streams = [engine.submit(text, max_new_tokens=5) for _ in range(4)]
+    with started(engine):
+        assert [tokens(stream) for stream in streams] == [wanted] * 4
+    assert engine.schedule.counts["prompt_tokens"] < 330
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen3_next", "llama"])
+def test_a_prompt_of_four_choices_is_computed_once(name: str, pool: Pool) -> None:
+    pool.run(1, asked_at_once, name)
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3_text", "qwen3_next", "llama"])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_document_is_used_again_where_questions_part(name: str, ranks: int, pool: Pool) -> None:
+    pool.run(ranks, parted, name, ranks)
+
+
+def recurrent_replays(ranks: int) -> None:
+    """Replay answers of a model whose time steps transformers bounds in prompts alone."""
+    case = Case("mamba2", "mamba2", {"time_step_limit": (0.0, 0.02)})
+    model, mesh = build(case, "attnmesh", torch.float32), named_mesh(Shape(1, 1, ranks), AXES)
+    prompts = [ids(length, seed=length) for length in (37, 22, 60)]
+    wanted = [greedy(model, text, 24, mesh=mesh) for text in prompts]
+    turns = [text + answer[:10] + ids(9) for text, answer in zip(prompts, wanted, strict=True)]
+    after = [greedy(model, text, 8, mesh=mesh) for text in turns]
+    with running(model, mesh) as engine:
+        if engine is None:
+            return
+        for text, answer in zip(prompts, wanted, strict=True):
+            assert tokens(engine.submit(text, max_new_tokens=24)) == answer
+            assert tokens(engine.submit(text, max_new_tokens=24, replay=answer[:20])) == answer[20:]
+        streams = [engine.submit(text, max_new_tokens=8) for text in turns]
+        assert [tokens(stream) for stream in streams] == after
+        assert all(stream.cached_tokens >= 16 for stream in streams)  # of the first prompts, not of their answers
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_answers_are_computed_again_as_they_were(ranks: int, pool: Pool) -> None:
+    pool.run(ranks, recurrent_replays, ranks)
 
 
 # --- memory ---
@@ -279,6 +408,41 @@ def test_random_lives_end_within_their_memory(seed: int, pool: Pool) -> None:
     pool.run(2, life, Shape(1, 1, 2), seed, 1000)
 
 
+def documents(name: str, changes: dict[str, Any], requests: int) -> None:
+    """Send random questions on three documents, with memory for two requests."""
+    model, random = build(Case(name, name, changes), "attnmesh", torch.float32), Random(name)
+    shared = [ids(length, seed=length) for length in (90, 140, 40)]
+    texts = [random.choice(shared)[: random.randint(1, 140)] + ids(random.randint(1, 40), seed=n) for n in range(8)]
+    wanted, cache = [greedy(model, text, 16, mesh=None) for text in texts], hf.ShardedCache(model.config)
+    greedy(model, ids(180), 2, cache=cache)
+    memory, most, run = int(2.2 * Footprint.of(cache)(200)), list[int](), RankWorker.run
+
+    def watched(worker: RankWorker, plan: Any) -> Any:
+        results = run(worker, plan)
+        most.append(worker.measure())
+        return results
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RankWorker, "run", watched)
+        with running(model, None, max_rows=6, max_queue=requests, cache_memory=memory) as engine:
+            assert engine is not None
+            asked = [(random.randrange(8), random.randrange(16)) for _ in range(requests)]
+            streams = [engine.submit(texts[n], max_new_tokens=16, replay=wanted[n][:sent]) for n, sent in asked]
+            for (number, sent), stream in zip(asked, streams, strict=True):
+                assert tokens(stream) == wanted[number][sent:]
+    slack = 1.5 if name in ("mistral", "gemma3_text") else 1.0  # windows move within a step, by more than is foreseen
+    assert max(most) <= slack * memory
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [*((name, {}) for name in ("mistral", "gemma3_text", "qwen3_next")), ("mamba2", {"time_step_limit": (0.0, 0.02)})],
+)
+def test_questions_on_documents_end_within_their_memory(name: str, changes: dict[str, Any], pool: Pool) -> None:
+    pool.run(1, documents, name, changes, 60)
+
+
 def preempted(_: int) -> int:
     model = families.model("llama", "attnmesh")
     texts = [ids(40, seed=seed) for seed in range(4)]
@@ -299,7 +463,104 @@ def test_the_youngest_request_is_computed_again(pool: Pool) -> None:
     assert pool.run(1, preempted, 0)[0] > 0
 
 
+def within_memory(ranks: int) -> None:
+    """Watch the bytes of caches after each step: growth counts before it is allocated."""
+    model, mesh, limit = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, ranks), AXES), 400_000 // ranks
+    texts = [ids(length, seed=length) for length in (90, 60, 30, 120, 45, 75)]
+    wanted = [greedy(model, text, 120, mesh=mesh) for text in texts]
+    most, run = list[int](), RankWorker.run
+
+    def watched(worker: RankWorker, plan: Any) -> Any:
+        results = run(worker, plan)
+        most.append(worker.measure())
+        return results
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RankWorker, "run", watched)
+        with running(model, mesh, cache_memory=limit) as engine:
+            if engine is not None:
+                streams = [engine.submit(text, max_new_tokens=120) for text in texts]
+                assert [tokens(stream) for stream in streams] == wanted
+                expected = rf"at most {limit:,} bytes a rank, given .* bytes for one request"
+                with pytest.raises(errors.TooLong, match=expected):
+                    engine.submit(ids(1500), max_new_tokens=10)
+        assert max(most) <= limit
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_caches_never_take_more_than_their_memory(ranks: int, pool: Pool) -> None:
+    pool.run(ranks, within_memory, ranks)
+
+
+def by_default(ranks: int) -> list[int]:
+    model, mesh = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, ranks), AXES)
+    free = 10**9 + torch.distributed.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "free_memory", lambda _: free)
+        return [Engine(model, mesh).schedule.memory, Engine(model, mesh, cache_memory=5).schedule.memory]
+
+
+def test_ranks_of_a_host_share_its_free_memory(pool: Pool) -> None:
+    assert pool.run(2, by_default, 2) == [[375_000_000, 5]] * 2
+
+
+# --- rows that fail ---
+
+
+def one_fails(_: int) -> None:
+    """Serve five requests, one of which fails at its fourth token with those beside it."""
+    model = families.model("llama", "attnmesh")
+    texts = [ids(20, seed=seed) for seed in range(5)]
+    wanted = [greedy(model, text, 12, mesh=None) for text in texts]
+    engine = Engine(model, None)
+    rows = engine.worker.do_rows
+
+    def failing(chosen: Any, grows: bool) -> Any:
+        ids_of = [engine.worker.caches[number].tokens[0, :20].tolist() for number, _ in chosen]
+        lengths = [engine.worker.caches[number].get_seq_length() for number, _ in chosen]
+        if texts[2] in ids_of and lengths[ids_of.index(texts[2])] >= 23:
+            raise errors.ShapeError("KVCache capacity", "tokens that fit the device's memory", "no room", "wait")
+        return rows(chosen, grows)
+
+    engine.worker.do_rows = failing  # type: ignore[method-assign]
+    streams = [engine.submit(text, max_new_tokens=12) for text in texts]
+    with started(engine):
+        for number, stream in enumerate(streams):
+            if number != 2:
+                assert tokens(stream) == wanted[number]
+        with pytest.raises(errors.ShapeError, match="KVCache capacity"):
+            tokens(streams[2])
+        assert wanted[2][:4] == streams[2].answer[:4]
+        assert len(streams[2].answer) < 12
+
+
+def test_a_row_that_cannot_go_on_ends_alone(pool: Pool) -> None:
+    pool.run(1, one_fails, 0)
+
+
 # --- waiting ---
+
+
+def in_turn(_: int) -> None:
+    """Read the plans while a long prompt is computed beside short ones: these are done first, and it goes on."""
+    model = families.model("llama", "attnmesh", max_position_embeddings=8192)
+    engine, plans = Engine(model, None), list[list[Any]]()
+    run = engine.worker.run
+    engine.worker.run = lambda plan: plans.append(plan) or run(plan)  # type: ignore[func-returns-value, method-assign]
+    long = engine.submit(ids(6000), max_new_tokens=1)
+    short = [engine.submit(ids(3 + seed, seed=seed), max_new_tokens=1) for seed in range(2)]
+    with started(engine):
+        for stream in (*short, long):
+            assert len(tokens(stream)) == 1
+    chunks = [operation[1] for plan in plans for operation in plan if operation[0] == "fill"]
+    last = {stream.number: len(chunks) - chunks[::-1].index(stream.number) for stream in (*short, long)}
+    assert max(last[stream.number] for stream in short) < last[long.number]
+    between = [number for number, chunk in enumerate(chunks) if chunk == long.number]
+    assert max(later - earlier for earlier, later in pairwise(between)) <= 3  # the long one goes on, too
+
+
+def test_several_prompts_are_computed_in_turn(pool: Pool) -> None:
+    pool.run(1, in_turn, 0)
 
 
 def waits_in_steps(ranks: int) -> None:
@@ -349,6 +610,9 @@ def refused(_: int) -> None:
         "submit temperature": ([3], {"temperature": -1.0}),
         "submit top_p": ([3], {"top_p": 2}),
         "submit seed": ([3], {"seed": -1}),
+        "submit min_p": ([3], {"min_p": 1.5}),
+        "submit repetition_penalty": ([3], {"repetition_penalty": 0}),
+        "submit stop_ids: expected a list of ints": ([3], {"stop_ids": (token for token in "x")}),
         "submit max_new_tokens": ([3], {"max_new_tokens": 0}),
     }
     for message, (text, options) in wrong.items():
@@ -360,6 +624,7 @@ def refused(_: int) -> None:
         engine.submit([3], max_new_tokens=3)
     with pytest.raises(errors.Busy, match="one of 2 requests that wait"):
         engine.submit([3], max_new_tokens=3)
+    engine.submit([3], max_new_tokens=3, replay=[])
     with pytest.raises(errors.TooLong, match="at most 20 tokens"):
         Engine(model, None, capacity=20).submit([3] * 10, max_new_tokens=30)
     with pytest.raises(errors.ArgumentError, match="max_gap"):

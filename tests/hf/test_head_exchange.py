@@ -14,7 +14,7 @@ from attnmesh.core.layout import Layout
 from attnmesh.hf.recurrent.chain import HeadChain, Parts
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.shapes import Shape
-from attnmesh.recurrent.heads import heads_to_tokens, tokens_to_heads
+from attnmesh.recurrent.head_exchange import heads_to_tokens, tokens_to_heads
 from tests.hf.test_recurrent import TOLERANCE, check_trained, tokens, trained
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool

@@ -9,7 +9,9 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 import attnmesh.hf as hf
+from attnmesh.core.digest import cpu_weights, digest
 from attnmesh.hf.images import towers
+from attnmesh.hf.images.inputs import fingerprints_of
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support import families
 from tests.support.families import prompt
@@ -116,7 +118,7 @@ PARTS = {"text_config": "attnmesh", "vision_config": "sdpa"}
 @pytest.mark.parametrize("setting", ["attnmesh", {**PARTS, "": "attnmesh"}, PARTS], ids=["one", "dict", "parts"])
 @pytest.mark.parametrize("kind", IMAGES)
 def test_the_text_model_is_on_the_mesh_and_the_tower_is_not(kind: str, setting: Any, caplog: Any) -> None:
-    towers._say_once.cache_clear()
+    towers.SAID.clear()
     model = vision_model(kind, "sdpa")
     expected = read_image_of(model)
     model.set_attn_implementation(setting)
@@ -128,3 +130,39 @@ def test_the_text_model_is_on_the_mesh_and_the_tower_is_not(kind: str, setting: 
     said = [record.message for record in caplog.records if record.name == towers.__name__]
     assert len(said) == (setting == "attnmesh")
     assert all('"sdpa"' in line for line in said)
+
+
+def forged(row: Tensor) -> Tensor:
+    """Return other values whose sum by the public weights of a digest is the same."""
+    first, second = (int(weight) for weight in cpu_weights()[:2])
+    a, b = row.tolist()
+    for other in range(a + 1, a + 100):
+        wanted = (b + (a - other) * first * pow(second, -1, 2**64)) % 2**64
+        if wanted < 2**63:  # as a value and its high half, folded, are
+            high, low = wanted >> 32, wanted & 0xFFFFFFFF
+            return torch.tensor([other, high << 32 | (low ^ high)])
+    raise AssertionError
+
+
+def test_images_of_a_prefix_cannot_be_forged() -> None:
+    size = torch.tensor([640, 480])
+    other = forged(size)
+    assert int(digest(size)) == int(digest(other))
+    assert not size.equal(other)
+    ids = torch.zeros(1, 3, dtype=torch.long)
+    found = [fingerprints_of(ids, {"image_sizes": torch.stack([size, x])})["image_sizes"] for x in (size, other)]
+    assert found[0][0].equal(found[1][0])
+    assert not found[0][1].equal(found[1][1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.bool])
+def test_a_fingerprint_has_a_row_for_each_image(dtype: torch.dtype) -> None:
+    ids = torch.zeros(1, 5, dtype=torch.long)
+    pixels = torch.arange(2 * 3 * 4).view(2, 3, 4).to(dtype)
+    rows = fingerprints_of(
+        ids, {"pixel_values": pixels, "none": pixels[:0], "sizes": torch.tensor([1.0, 2.0]), "n": [7]}
+    )
+    assert [len(rows[name]) for name in ("pixel_values", "none", "sizes", "n")] == [2, 0, 2, 1]
+    alone = fingerprints_of(ids, {"pixel_values": pixels[:1]})["pixel_values"]
+    assert alone.equal(rows["pixel_values"][:1])
+    assert not fingerprints_of(ids, {"pixel_values": pixels[:1].view(1, 4, 3)})["pixel_values"].equal(alone)

@@ -1,9 +1,11 @@
 """Unpacked models in the user's cache: whole, bounded, and with errors that name the cause."""
 
+import json
 import os
 from collections.abc import Callable
 from errno import ENOSPC
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +14,11 @@ from huggingface_hub import constants
 
 from attnmesh.cli.generate_prompt import prepare_model
 from attnmesh.cli.output import Status
-from attnmesh.cli.serve import _ready
+from attnmesh.cli.serve_command import _ready
 from attnmesh.errors import ModelError
 from attnmesh.hf import load
+from attnmesh_command.messages import OptionError
+from attnmesh_command.option_texts import check_model
 from tests.support import families
 from tests.tools.generation import tokenizer
 
@@ -102,6 +106,42 @@ def test_a_cache_that_cannot_be_made_is_named(
         unpack("one")
 
 
+CODE = "from pathlib import Path\nPath({!r}).touch()\n"
+OWN: dict[str, tuple[str, dict[str, Any], Callable[[str], Any]]] = {
+    "configuration": ("config.json", {"AutoConfig": "own.Own"}, load.open_config),
+    "tokenizer": ("tokenizer_config.json", {"AutoTokenizer": ["own.Own", None]}, load.open_tokenizer),
+    "processor": ("processor_config.json", {"AutoProcessor": "own.Own"}, load.open_processor),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_code_that_a_folder_brings_is_never_run_nor_asked_for(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, auto_map, opened = OWN[name]
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda text: asked.append(text) or "y")
+    if name != "configuration":
+        families.model("llama", "sdpa").config.save_pretrained(tmp_path)
+    (tmp_path / file).write_text(json.dumps({"model_type": "own", "auto_map": auto_map}))
+    (tmp_path / "own.py").write_text(CODE.format(str(tmp_path / "has run")))
+    with pytest.raises(ModelError, match=r"that transformers has itself, given .*code of its own. Fix: use another"):
+        opened(str(tmp_path))
+    assert not asked
+    assert not (tmp_path / "has run").exists()
+
+
+def test_a_family_of_transformers_is_loaded_without_the_code_beside_it(tmp_path: Path) -> None:
+    families.model("llama", "sdpa").save_pretrained(tmp_path)
+    found = json.loads((tmp_path / "config.json").read_text())
+    found["auto_map"] = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}
+    (tmp_path / "config.json").write_text(json.dumps(found))
+    (tmp_path / "own.py").write_text(CODE.format(str(tmp_path / "has run")))
+    load.open_model(load.locate(str(tmp_path)), "auto", torch.device("cpu"))
+    assert load.open_config(str(tmp_path)).model_type == "llama"
+    assert not (tmp_path / "has run").exists()
+
+
 COMMITS = {"main": "a" * 40, "v1": "b" * 40}
 
 
@@ -130,13 +170,15 @@ def test_a_model_of_the_hub_is_that_of_its_commit(hub: str, revision: str | None
     assert len(load.open_tokenizer(place)) == len(tokenizer())
     assert load.open_model(place, "auto", torch.device("cpu")).config.num_hidden_layers == layers
     prepared = prepare_model(hub, 1, "auto", Status("test"), images=None, revision=revision)
-    assert f", mesh {prepared.mesh}, revision {COMMITS[branch]}" in _ready(hub, "::1", 80, prepared, None)
+    app = SimpleNamespace(name=hub, defaults={})
+    assert f", mesh {prepared.mesh}, revision {COMMITS[branch]}" in _ready(app, "::1", 80, prepared, False, {})
 
 
 def test_a_revision_is_one_of_the_hub(hub: str, tmp_path: Path) -> None:
-    with pytest.raises(
-        ModelError, match=r"^--revision: expected a model on the hub, given .* this machine\. Fix: leave"
-    ):
-        load.locate(str(tmp_path), revision="main")
+    check_model(hub, "v9")
     with pytest.raises(ModelError, match=r"given 'some/model@v9'"):
         load.locate(hub, revision="v9")
+    with pytest.raises(
+        OptionError, match=r"^--revision: expected a model on the hub, given .* on this machine\. Fix: l"
+    ):
+        check_model(str(tmp_path), "main")

@@ -15,7 +15,7 @@ import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.core.layout import Layout
-from attnmesh.hf.recurrent.prepare import RecurrentLayer, prepared
+from attnmesh.hf.recurrent.prepare_recurrent import RecurrentLayer, prepared
 from attnmesh.mesh.shapes import Shape
 from attnmesh.runtime.counters import counted
 from tests.support.mesh_problems import named_mesh

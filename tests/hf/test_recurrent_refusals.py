@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh import errors
-from attnmesh.hf import upstream
+from attnmesh.hf import transformers_names as upstream
 from attnmesh.hf.recurrent.functions import kind_of
-from attnmesh.hf.recurrent.prepare import RecurrentLayer, prepared
+from attnmesh.hf.recurrent.prepare_recurrent import RecurrentLayer, prepared
 from attnmesh.mesh.shapes import Shape
 from tests.hf.test_recurrent import FAMILIES, model_of, tokens
 from tests.support.mesh_problems import named_mesh

@@ -16,7 +16,7 @@ from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttenti
 from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
 
 from attnmesh.hf.recurrent import rules as recurrent_rules
-from attnmesh.hf.recurrent.rules import RULES, Link, Rule, lightning_link, rg_lru_link
+from attnmesh.hf.recurrent.rules import RULES, Rule, ShardOfStates, lightning_link, rg_lru_link
 from tests.support.families import prompt
 from tests.tools.tiny_models import Case, all_types, build
 
@@ -115,7 +115,7 @@ def inputs_of(rule: str) -> Inputs:
     return Inputs(tensors, dict.fromkeys(tensors, 1), options, ("query", "key", "value"))
 
 
-def fold(links: list[Link], state: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+def fold(links: list[ShardOfStates], state: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """The outputs of all shards and the last state. Each leaving state is the affine map of the entering state."""
     outputs = []
     for link in links:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, RwkvC
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.core.mask import Causal
-from attnmesh.hf.mask import MaskSpec
+from attnmesh.hf.layer_mask import MaskSpec
 from attnmesh.hf.models import Opaque
 from attnmesh.hf.shards import ShardMask, ShardPositions
 from attnmesh.hf.training.labels import ItemCount
@@ -51,7 +51,6 @@ def test_mask_metadata_can_be_read(name: str) -> None:
 
 MASK_READS: dict[str, Callable[[Any], Any]] = {
     "index": lambda mask: mask[:, None, None, :],
-    "rows": lambda mask: mask[0],
     "cumsum": lambda mask: mask.long().cumsum(-1) - 1,
     "dim sum": lambda mask: mask.sum(-1),
     "sum of bools": lambda mask: mask.bool().sum(),
@@ -77,6 +76,12 @@ MASK_READS: dict[str, Callable[[Any], Any]] = {
 def test_reading_a_mask_raises(name: str) -> None:
     with pytest.raises(errors.KernelError, match="expected a model whose layers leave attention_mask to attnmesh"):
         MASK_READS[name](batch()["attention_mask"])
+
+
+def test_some_rows_of_a_batch_are_refused_for_what_they_are() -> None:
+    for rows in (0, slice(1), torch.tensor([0])):
+        with pytest.raises(errors.ArgumentError, match="attention_mask: expected all rows of the batch, given some"):
+            batch()["attention_mask"][rows]
 
 
 OPAQUE_READS: dict[str, Callable[[Any], Any]] = {
@@ -197,11 +202,11 @@ def test_layers_of_fsdp_in_bfloat16_have_the_loss_of_one_device(count: Any, pool
     assert sum(pool.run(2, fsdp_loss, count)) / 2 == pytest.approx(loss, rel=2e-2)  # bfloat16's rounding
 
 
-def compiled() -> list[float]:
+def compiled(backend: str) -> list[float]:
     """Return the loss and a gradient norm, without and with torch.compile."""
     part = hf.shard_batch({"input_ids": prompt(21), "labels": prompt(21)}, named_mesh(Shape(1, 1, 2), AXES))
     results = []
-    for wrap in (lambda model: model, partial(torch.compile, backend="aot_eager")):
+    for wrap in (lambda model: model, partial(torch.compile, backend=backend)):
         model = families.model("llama", "attnmesh", num_hidden_layers=1).train()
         loss = wrap(model)(**part).loss
         loss.backward()
@@ -209,8 +214,9 @@ def compiled() -> list[float]:
     return results
 
 
-def test_a_compiled_model_has_the_same_loss_and_gradient(pool: Pool) -> None:
-    for loss, norm, *compiled_results in pool.run(2, compiled):
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+def test_a_compiled_model_has_the_same_loss_and_gradient(backend: str, pool: Pool) -> None:
+    for loss, norm, *compiled_results in pool.run(2, compiled, backend, deadline=600):
         assert compiled_results == pytest.approx([loss, norm], rel=1e-5)
 
 

@@ -198,7 +198,7 @@ def own_best(shape: Shape) -> list[list[int]]:
     """Return the tokens of a rank that keeps its own best keys, and does not merge them with those of other ranks."""
     small = model("deepseek_v32", "attnmesh", torch.float64)
     cache = hf.ShardedCache(small.config, named_mesh(shape, AXES), checked=False)
-    with patch("attnmesh.decode.indexer.best_across", lambda found, *_, **__: found):
+    with patch("attnmesh.decoding.index_search.best_across", lambda found, *_, **__: found):
         out: Tensor = hf.generate(small, prompt(61), cache=cache, max_new_tokens=6, do_sample=False)
     return out.tolist()
 

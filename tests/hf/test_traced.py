@@ -12,7 +12,7 @@ from torch.nn.modules import module as module_calls
 from transformers import AutoModelForCausalLM, CompileConfig, MambaConfig, StaticCache
 
 from attnmesh import errors, hf
-from attnmesh.hf.recurrent.prepare import RecurrentLayer
+from attnmesh.hf.recurrent.prepare_recurrent import RecurrentLayer
 from tests.support import families
 from tests.support.families import STOCK, prompt
 

@@ -291,7 +291,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "images": (
         {},
         "KernelError: train images: expected a model that merges images into the embeddings of its text model, given "
-        "LlamaForCausalLM. Fix: leave images and token types out",
+        "LlamaForCausalLM. Fix: leave token_type_ids and images out",
     ),
     "device map": (
         {},

@@ -226,13 +226,13 @@ def test_layers_that_pass_only_a_mask_are_supported(pool: Pool) -> None:
     assert sum(pool.run(4, _of_stablelm, Shape(1, 2, 2))) / 4 == pytest.approx(loss, rel=1e-6)
 
 
-def _other_weights(layer: int) -> list[str]:
-    """Return the errors of a first and a second model, after the weights of one layer were changed per rank."""
+def _other_weights(name: str) -> list[str]:
+    """Return the errors of a first and a second model, after a weight was changed per rank."""
     mesh, rank, messages = named_mesh(Shape(1, 2, 1), AXES), torch.distributed.get_rank(), []
     for changed in (1.0, 1.0 + rank):
         model = families.model("llama", "attnmesh").train()
         with torch.no_grad():
-            model.model.layers[layer].self_attn.k_proj.weight.mul_(changed)
+            model.get_parameter(name).mul_(changed)
         try:
             for _ in range(2):
                 model(**hf.shard_batch(plain(), mesh))
@@ -242,13 +242,16 @@ def _other_weights(layer: int) -> list[str]:
     return messages
 
 
-@pytest.mark.parametrize("layer", [0, 1])
-def test_ranks_with_different_weights_all_raise(layer: int, pool: Pool) -> None:
-    first, second = pool.run(2, _other_weights, layer)
+WEIGHTS = ("model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.up_proj.weight", "lm_head.weight")
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_ranks_with_different_weights_all_raise(name: str, pool: Pool) -> None:
+    first, second = pool.run(2, _other_weights, name)
     assert first == second
     assert first[0] == "nothing"
     assert first[1].startswith("attnmesh.hf weights: expected the same call on every rank"), first[1]
-    assert "ranks  k_proj.weight\n    0      torch.float32" in first[1], first[1]
+    assert f"ranks  {name}\n    0      torch.float32" in first[1], first[1]
 
 
 def _routers() -> str:

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import attnmesh as am
-from attnmesh.attention import merge_across as merge
 from attnmesh.cli.launch import run_on_ranks
 from attnmesh.comm.symmetric_memory import SymmetricMemory, symmetric_memory_of
 from attnmesh.comm.topology import all_gather_ints
 from attnmesh.core.partial import Partial, merge_stack
 from attnmesh.mesh.axes import Axis
+from attnmesh.mesh_attention import merge_across as merge
 from tests.support import histories, mesh_problems
 from tests.support.pool import Pool
 

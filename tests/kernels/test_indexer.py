@@ -17,7 +17,7 @@ from attnmesh.kernels.indexer import IndexKeys, indexer_top_k
 from tests.support.live import LiveTensors
 
 HEADS, WIDTH = 4, 8
-MASKS = (am.Causal(), am.Window(7), am.Full(), am.Causal() & am.Chunks(9), am.Documents([10, 30]))
+MASKS = (am.Causal(), am.Window(7), am.Full(), am.Causal() & am.Chunks(9), am.Full() & am.Documents([10, 30]))
 
 
 def score(keys: Tensor, operands: Sequence[Tensor]) -> Tensor:

@@ -59,7 +59,7 @@ def test_random_problems_on_the_native_kernel_agree_with_float64(seed: int) -> N
         am.Causal(),
         am.Window(70),
         am.Causal() & am.Documents((150, 250, 200)),
-        pytest.param(am.Chunks(130), marks=pytest.mark.long),
+        pytest.param(am.Full() & am.Chunks(130), marks=pytest.mark.long),
     ],
 )
 def test_longer_problems_agree_with_float64(kernel: str, dtype: torch.dtype, mask: am.Mask) -> None:

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 import attnmesh as am
-from attnmesh.attention import attend as attend_module
 from attnmesh.errors import KernelError
 from attnmesh.kernels.driver import choose
 from attnmesh.kernels.native import build, kernel
 from attnmesh.kernels.native.build import SOURCES, library
-from attnmesh.runtime.kept import Kinds
+from attnmesh.mesh_attention import local as attend_module
+from attnmesh.runtime.caches import Kinds
 
 HERE = Path(__file__).parent
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")

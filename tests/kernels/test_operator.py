@@ -8,7 +8,7 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh.errors import KernelError
-from attnmesh.kernels.attend import attend_backward_op, attend_op
+from attnmesh.kernels.local_op import attend_backward_op, attend_op
 
 pytestmark = pytest.mark.quick
 

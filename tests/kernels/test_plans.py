@@ -11,11 +11,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import attnmesh as am
-from attnmesh.attention import attend as attend_module
-from attnmesh.attention import attention as attention_module
 from attnmesh.errors import DtypeError, InputError, KernelError, ShapeError
 from attnmesh.kernels.native.build import library
-from attnmesh.runtime.kept import Kinds
+from attnmesh.mesh_attention import attention as attention_module
+from attnmesh.mesh_attention import local as attend_module
+from attnmesh.runtime.caches import Kinds
 
 pytestmark = pytest.mark.skipif(library().attend is None, reason="there is no C++ compiler")
 

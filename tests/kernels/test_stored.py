@@ -13,13 +13,13 @@ from attnmesh.core.logits import Logits
 from attnmesh.core.partial import Partial
 from attnmesh.core.selection import Selection
 from attnmesh.core.storage import STORAGES
-from attnmesh.kernels import selected as reads
+from attnmesh.kernels import selected_keys as reads
 from attnmesh.kernels import stored
 from attnmesh.kernels.driver import NATIVE
 from attnmesh.kernels.native.build import library
 from attnmesh.kernels.native.kernel import NativeKind
 from attnmesh.kernels.reference import Reference
-from attnmesh.kernels.selected import SelectedKeys
+from attnmesh.kernels.selected_keys import SelectedKeys
 from attnmesh.kernels.stored import CacheKernel
 from tests.support.interpreted import interpreting
 

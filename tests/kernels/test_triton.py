@@ -20,11 +20,12 @@ from attnmesh.core.digest import digest
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial, merge_stack, with_sinks
-from attnmesh.decode.step import DecodeStep, run_step
+from attnmesh.decoding.step import DecodeStep, run_step
 from attnmesh.errors import KernelError
-from attnmesh.kernels import merge as merging
-from attnmesh.kernels import selected, triton_runtime
+from attnmesh.kernels import selected_keys as selected
+from attnmesh.kernels import stacked_merge as merging
 from attnmesh.kernels import triton as kernel
+from attnmesh.kernels import triton_runtime
 from attnmesh.kernels.blocks import Block
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.shapes import AXES, Shape
@@ -314,14 +315,14 @@ def test_tiles_shrink_until_a_program_fits(monkeypatch: pytest.MonkeyPatch) -> N
 
     x, tiles = torch.zeros(1, 1, 40, 8), []
 
-    def act(tile: kernel.Tile) -> kernel.Tile:
+    def act(tile: kernel.ProgramTile) -> kernel.ProgramTile:
         tiles.append(tile)
         if tile.rows * tile.keys > 32 * 16:
             raise OutOfResources
         return tile
 
     monkeypatch.setattr(kernel, "_FITTING_TILES", {})
-    monkeypatch.setattr(kernel, "_tile", lambda q, v, rows: kernel.Tile(64, 64))
+    monkeypatch.setattr(kernel, "_tile", lambda q, v, rows: kernel.ProgramTile(64, 64))
     for _ in range(2):
         assert kernel._with_fitting_tile("attend", x, x, 40, act)[:2] == (32, 16)
     assert [tile[:2] for tile in tiles] == [(64, 64), (64, 32), (64, 16), (32, 16), (32, 16)]
@@ -402,7 +403,7 @@ def test_the_programs_compile_for_other_gpus(capability: int, flag: bool) -> Non
 def test_each_program_is_given_all_its_arguments() -> None:
     """A compiled program refuses other arguments, which the interpreter lets pass."""
     q, k, v = torch.randn(1, 2, 5, 16), torch.randn(1, 1, 7, 16), torch.randn(1, 1, 7, 16)
-    call = kernel._block_arguments(q, k, v, Block(slice(0, 5), slice(0, 7)), Logits(0.25), kernel.Tile(16, 16))
+    call = kernel._block_arguments(q, k, v, Block(slice(0, 5), slice(0, 7)), Logits(0.25), kernel.ProgramTile(16, 16))
     backward = {"dout", "delta", "lse"}
     own = {
         "attend_program": {"out", "lse", "span"},

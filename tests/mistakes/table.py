@@ -1,12 +1,34 @@
 """One row for each mistake: what a user does, and the error that all ranks raise.
 
-Rows stand in files by what is called: `attention.py`, `models.py`, `trainers.py`. `docs/mistakes.md` shows them all.
+Rows stand in files by what is called, whose names end in `_rows`. `docs/mistakes.md` shows them all. To write it anew:
+
+    python -m tests.mistakes.table
 """
 
+import warnings
 from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 from torch.distributed.device_mesh import DeviceMesh
+
+from attnmesh import errors
+
+FOLDER = Path(__file__).parent
+PAGE = FOLDER.parent.parent / "docs" / "mistakes.md"
+HEADS = {
+    "batch_rows": "Batches: `hf.shard_batch`",
+    "call_rows": "Calls of a model with a shard",
+    "loss_rows": "Losses of your own",
+    "trainer_rows": "Trainers: `hf.on_mesh`, `hf.prepare`",
+    "generate_rows": "Generation: `hf.generate`",
+    "attention_rows": "Attention and decoding: `am.attention`, `am.shard`, `am.decode`",
+}
+"""Heading of each file of rows on the page, in order."""
+
+BEGIN, END = "<!-- rows -->\n", "<!-- end of rows -->\n"
 
 
 class Mistake(NamedTuple):
@@ -17,6 +39,7 @@ class Mistake(NamedTuple):
     act: Callable[[DeviceMesh], Any]
     """Do it on this rank of the mesh."""
     error: type[Exception]
+    """The class of the error, or of the warning."""
     says: str
     """A part of the message, which names the user's cause."""
     fix: str
@@ -24,10 +47,46 @@ class Mistake(NamedTuple):
     ranks: int = 2
 
 
+def rows_of(file: str) -> list[Mistake]:
+    """Return the rows of a file."""
+    rows: list[Mistake] = import_module(f"tests.mistakes.{file}").ROWS
+    return rows
+
+
+def files() -> list[str]:
+    """Return the files of rows that there are, in order of the page."""
+    return [file for file in HEADS if (FOLDER / f"{file}.py").exists()]
+
+
 def raised(mistake: Mistake, mesh: DeviceMesh) -> tuple[str, str]:
     """Return the class and the message of the error that the mistake raises on this rank; "" for none."""
-    try:
-        mistake.act(mesh)
-    except Exception as error:
-        return type(error).__name__, str(error)
+    with warnings.catch_warnings(), patch.object(errors, "_warned", set()):
+        warnings.simplefilter("ignore")
+        if issubclass(mistake.error, Warning):
+            warnings.simplefilter("error", mistake.error)
+        try:
+            mistake.act(mesh)
+        except Exception as error:
+            return type(error).__name__, str(error)
     return "", ""
+
+
+def table() -> str:
+    """Return the tables of the page."""
+    parts = []
+    for file in files():
+        lines = [f"## {HEADS[file]}", "", "| you | attnmesh says | fix |", "|---|---|---|"]
+        cells = ([row.what, f"`{row.error.__name__}`: {row.says}", row.fix] for row in rows_of(file))
+        lines += [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in cells]
+        parts.append("\n".join(lines) + "\n")
+    return "\n" + "\n".join(parts) + "\n"
+
+
+def with_table(page: str) -> str:
+    """Return the text of the page with the tables of the present rows."""
+    before, after = page.split(BEGIN)[0], page.split(END)[1]
+    return before + BEGIN + table() + END + after
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_table(PAGE.read_text()))

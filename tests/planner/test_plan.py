@@ -340,7 +340,11 @@ INVALID = [
     (lambda: Workload(8, 8, 64, 10, dtype="int8"), DtypeError, "Workload dtype"),
     (lambda: Workload(8, 8, 64, 10, phase="train"), KernelError, "one of training, prefill, decode, given 'train'"),
     (lambda: Workload(8, 8, 64, 10, q_len=4), ShapeError, "q_len in decode only"),
-    (lambda: Workload(8, 8, 64, 10, mask=am.Documents([4])), MaskError, "documents that add up to 10 tokens"),
+    (
+        lambda: Workload(8, 8, 64, 10, mask=am.Full() & am.Documents([4])),
+        MaskError,
+        "documents that add up to 10 tokens",
+    ),
     (
         lambda: am.plan(Workload(8, 8, 64, 10), "dgx-h100"),
         ClusterError,

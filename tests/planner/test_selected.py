@@ -7,7 +7,7 @@ from transformers import DeepseekV32Config
 import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh import errors
-from attnmesh.decode.indexer import top_k_tokens
+from attnmesh.decoding.index_search import top_k_tokens
 from attnmesh.hf.model_size import model_size
 from attnmesh.mesh.shapes import Shape
 from attnmesh.planner.candidate import Candidate

@@ -2,7 +2,7 @@ import gc
 
 import torch
 
-from attnmesh.runtime.kept import Kept
+from attnmesh.runtime.caches import Kept
 
 
 def nbytes(x: torch.Tensor) -> int:

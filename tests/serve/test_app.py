@@ -3,18 +3,23 @@ import re
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import closing, suppress
-from itertools import pairwise
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
-from attnmesh.serve import body, server
-from attnmesh.serve.door import Limits
+from attnmesh.hf.serving.engine import Engine
+from attnmesh.serve import body, reply, server
+from attnmesh.serve import routes as app
+from attnmesh.serve.access import Limits
+from attnmesh.serve.chat import encode_text
+from attnmesh.serve.metrics import ENGINE
 from attnmesh.serve.schema import CHAT
+from tests.support import families
 from tests.support.fake_engine import LONGEST, POISON, ThreadWorld, answer, byte_tokenizer
 from tests.support.served import NAME, Served, chat, served, until
 
@@ -103,16 +108,34 @@ def test_log_probabilities_are_those_of_the_text(client: openai.OpenAI) -> None:
     whole = talk(client, "Hi", max_tokens=12, temperature=0, logprobs=True, top_logprobs=2, stop=expected("Hi", 12)[-3])
     choice = whole.choices[0]
     text = choice.message.content
-    shown = [bytes(one.bytes).decode() for one in choice.logprobs.content if one.bytes]
-    assert "".join(shown) == "".join(sign for sign in text if sign.isascii())
+    assert b"".join(bytes(one.bytes) for one in choice.logprobs.content).decode() == text
     assert {one.logprob for one in choice.logprobs.content} == {-0.5}
     assert all([top.logprob for top in one.top_logprobs] == [-0.5, -1.5] for one in choice.logprobs.content)
     done = client.completions.create(model=NAME, prompt="Go on", max_tokens=9, temperature=0, logprobs=0)
     texts = done.choices[0].logprobs.tokens
     assert len(texts) == 9
     assert done.choices[0].logprobs.token_logprobs == [-0.5] * 9
-    assert [b - a for a, b in pairwise(done.choices[0].logprobs.text_offset)] == [len(one) for one in texts[:-1]]
-    assert done.choices[0].logprobs.top_logprobs == [{}] * 9
+    places = zip(texts, done.choices[0].logprobs.text_offset, strict=True)
+    assert all(done.choices[0].text[at] == one for one, at in places if not one.startswith("bytes:"))
+    assert done.choices[0].logprobs.top_logprobs == [{one: -0.5} for one in texts]
+
+
+def test_an_empty_answer_says_what_was_cached(client: openai.OpenAI, world: ThreadWorld) -> None:
+    submit = world.engine.submit
+
+    def ended(ids: list[int], **options: Any) -> Any:
+        stream = submit(ids, **options)
+        stream.cancelled = True  # as if its first token were an end
+        return stream
+
+    world.engine.submit = ended  # type: ignore[method-assign]
+    try:
+        said = client.completions.create(model=NAME, prompt="Go on, and on", max_tokens=5)
+    finally:
+        world.engine.submit = submit  # type: ignore[method-assign]
+    assert said.usage is not None
+    assert said.usage.prompt_tokens_details is not None
+    assert said.usage.prompt_tokens_details.cached_tokens == len("Go on, and on") // 2
 
 
 def test_the_model_is_described(client: openai.OpenAI, running: Served) -> None:
@@ -134,7 +157,7 @@ REFUSED: dict[str, tuple[str, Any, int, str | None]] = {
     "deep": ("chat", b'{"messages": ' + b"[" * 100_000, 400, None),
     "digits": ("chat", b'{"n": ' + b"9" * 5000 + b"}", 400, None),
     "another model": ("chat", {**chat(), "model": "gpt-4"}, 404, "model"),
-    "unknown field": ("chat", {**chat(), "min_p": 0.1}, 400, "min_p"),
+    "unknown field": ("chat", {**chat(), "top_h": 0.1}, 400, "top_h"),
     "penalty": ("chat", {**chat(), "presence_penalty": 0.5}, 400, "presence_penalty"),
     "stream_options": ("chat", {**chat(), "stream_options": {}}, 400, "stream_options"),
     "top_logprobs": ("chat", {**chat(), "top_logprobs": 3}, 400, "top_logprobs"),
@@ -156,6 +179,28 @@ def test_what_is_refused_has_the_shape_of_openai(name: str, running: Served) -> 
     assert said["error"].keys() == {"message", "type", "param", "code"}
     assert said["error"]["param"] == param
     assert running.ask("/v1/chat/completions", chat())[0] == 200
+
+
+def test_the_limit_of_new_tokens_is_named(running: Served) -> None:
+    prompt = len("<user>Hi<assistant>")
+    left = f"expected 1 to {LONGEST - prompt}, what the context of {LONGEST} tokens leaves beside a prompt of {prompt}"
+    for name in ("max_tokens", "max_completion_tokens"):
+        sent = {key: value for key, value in chat().items() if key != "max_tokens"} | {name: 8192}
+        code, said = running.ask("/v1/chat/completions", sent)
+        assert (code, said["error"]["message"]) == (400, f"{name}: {left}, given 8192")
+        assert said["error"]["param"] == name
+
+
+def test_unknown_paths_name_the_known_ones(running: Served) -> None:
+    known = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models, GET /v1/models/{name:path}, GET /health"
+    for sent, status, given in (
+        (("/v1/embeddings", {}), 404, "POST /v1/embeddings"),
+        (("/v1/completions",), 405, "GET /v1/completions"),
+    ):
+        code, said = running.ask(*sent)
+        assert code == status
+        assert said["error"]["message"] == f'path: expected one of {known}, GET /metrics, GET /, given "{given}"'
+        assert said["error"]["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
 
 
 def test_other_paths_methods_and_types_are_refused(running: Served) -> None:
@@ -181,12 +226,89 @@ def test_a_full_server_says_429_and_when_to_ask_again(world: ThreadWorld, runnin
 
 
 def test_a_key_is_asked_for() -> None:
-    with served(ThreadWorld(), limits=Limits(api_key="secret")) as one:
+    with served(ThreadWorld(), limits=Limits(api_keys=("secret", "other"))) as one:
         for given in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic secret"}):
             assert one.ask("/v1/chat/completions", chat(), **given)[0] == 401
             assert one.ask("/metrics", **given)[0] == 401
-        assert one.ask("/v1/chat/completions", chat(), authorization="Bearer secret")[0] == 200
+        for key in ("secret", "other"):
+            assert one.ask("/v1/chat/completions", chat(), authorization=f"Bearer {key}")[0] == 200
         assert one.ask("/health")[0] == one.ask("/")[0] == 200
+
+
+def test_clients_of_another_key_or_salt_share_no_prefix() -> None:
+    world = ThreadWorld()
+    salts: list[str] = []
+    with served(world, limits=Limits(api_keys=("one", "two"))) as running:
+        submit = world.engine.submit
+
+        def noted(ids: Any, **options: Any) -> Any:
+            salts.append(options["salt"])
+            return submit(ids, **options)
+
+        world.engine.submit = noted  # type: ignore[method-assign]
+        for key, salt in (("one", None), ("one", None), ("two", None), ("one", "a"), ("two", "a"), ("one", "b")):
+            sent = {**chat(n=2), "cache_salt": salt}
+            assert running.ask("/v1/chat/completions", sent, authorization=f"Bearer {key}")[0] == 200
+    of_choices = [*zip(salts[::2], salts[1::2], strict=True)]
+    assert all(first == second for first, second in of_choices)
+    assert of_choices[0] == of_choices[1]
+    assert len({*of_choices}) == 5
+    assert not any("one" in salt for salt in salts)
+
+
+# --- a server that ends, and streams that are silent ---
+
+
+def test_a_server_that_ends_says_so_until_its_open_requests_have_ended(world: ThreadWorld) -> None:
+    slow = ThreadWorld(pause=0.05)
+    with served(slow) as one:
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda: found.append(one.ask("/v1/chat/completions", chat(max_tokens=60))))
+        thread.start()
+        until(lambda: slow.engine.streams)
+        one.front.on_failure()  # ends the server, as a signal does
+        until(lambda: one.front.draining)
+        assert one.ask("/health") == (503, {"status": "stopping"})
+        code, said = one.ask("/v1/chat/completions", chat())
+        assert (code, said["error"]["message"]) == (503, "The server is stopping. Ask again.")
+        assert one.figure('attnmesh_state{state="stopping"}') == 1
+        thread.join()
+        assert found[0][0] == 200
+        one.thread.join(30)
+        with pytest.raises(ConnectionError):
+            raw(one)
+
+
+def test_an_answer_that_the_end_of_the_engine_cuts_short_is_an_error() -> None:
+    slow = ThreadWorld(pause=0.05)
+    with served(slow) as one:
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda: found.append(one.ask("/v1/chat/completions", chat(max_tokens=300))))
+        thread.start()
+        until(lambda: slow.engine.tokens > 2)
+        for stream in slow.engine.streams:
+            stream.cancel()
+        thread.join()
+        code, said = found[0]
+        assert (code, said["error"]["message"]) == (503, "The server ends.")
+
+
+def test_a_silent_stream_has_a_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reply, "HEARTBEAT", 0.01)
+    slow = ThreadWorld(pause=0.15)
+    with served(slow) as one:
+        with closing(raw(one)) as client:
+            client.sendall(posted(chat(max_tokens=3, stream=True)))
+            got = b""
+            while b"[DONE]" not in got:
+                got += client.recv(1 << 16)
+        assert got.count(b": waiting\n\n") > 3
+        with openai.OpenAI(base_url=one.url + "/v1", api_key="none", max_retries=0, timeout=60) as client:
+            said = "".join(
+                chunk.choices[0].delta.content or ""
+                for chunk in talk(client, "Hi", max_tokens=3, temperature=0, stream=True)
+            )
+        assert said == expected("Hi", 3)
 
 
 # --- clients that go, stall or send nonsense ---
@@ -196,9 +318,9 @@ def raw(running: Served) -> socket.socket:
     return socket.create_connection(("127.0.0.1", running.port), timeout=30)
 
 
-def posted(body: dict[str, Any]) -> bytes:
+def posted(body: dict[str, Any], path: str = "chat/completions") -> bytes:
     data = json.dumps(body).encode()
-    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head = f"POST /v1/{path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     return f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
 
 
@@ -247,6 +369,21 @@ def test_a_client_that_does_not_read_is_cut_off(running: Served, monkeypatch: py
     assert got < 64 << 20
 
 
+def test_connections_beyond_the_limit_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "CONNECTIONS", 3)
+    with served(ThreadWorld()) as one, ExitStack() as stack:
+        many = [stack.enter_context(closing(raw(one))) for _ in range(8)]
+        ended = []
+        for client in many:
+            with suppress(ConnectionError):
+                client.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            try:
+                ended.append(not client.recv(100))
+            except ConnectionError:
+                ended.append(True)
+        assert ended == [False] * 3 + [True] * 5
+
+
 NONSENSE = [
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
     b"GET / HTTP/9.9\r\n\r\n",
@@ -293,11 +430,44 @@ def test_requests_at_a_time_do_not_mix(running: Served) -> None:
 def test_figures_count_what_was_served(running: Served) -> None:
     before, tokens = running.figure('attnmesh_responses_total{status="200"}'), running.figure("attnmesh_tokens_total")
     assert running.ask("/v1/chat/completions", chat())[0] == 200
-    assert running.figure('attnmesh_responses_total{status="200"}') == before + 3  # those of the figures, too
+    assert running.figure('attnmesh_responses_total{status="200"}') == before + 1
     assert running.figure("attnmesh_tokens_total") == tokens + 20
     assert running.figure("attnmesh_gap_seconds_count") > 0
-    until(lambda: running.figure('attnmesh_engine_keys{rank="1"}') == 12)
+    until(lambda: running.figure('attnmesh_engine_cache_bytes{rank="1"}') == 12)
     assert running.figure('attnmesh_state{state="ready"}') == 1
+
+
+@pytest.mark.parametrize("path", ["/health", "/metrics"])
+def test_what_is_polled_is_not_counted(path: str, running: Served) -> None:
+    before = running.ask("/metrics")[1].splitlines()
+    for _ in range(3):
+        assert running.ask(path)[0] == 200
+    counts = [
+        [line for line in lines if line.startswith("attnmesh_responses_total")]
+        for lines in (before, running.ask("/metrics")[1].splitlines())
+    ]
+    assert counts[0] == counts[1]
+
+
+def test_figures_have_types_names_and_texts_as_prometheus_has_them(running: Served) -> None:
+    until(lambda: "attnmesh_engine_" in running.ask("/metrics")[1])
+    families = [*text_string_to_metric_families(running.ask("/metrics")[1])]
+    kinds = {family.name: family.type for family in families if not family.name.endswith("_created")}
+    assert kinds["attnmesh_responses"] == kinds["attnmesh_engine_tokens"] == "counter"
+    assert kinds["attnmesh_first_token_seconds"] == "histogram"
+    assert kinds["attnmesh_engine_running"] == kinds["attnmesh_engine_cache_bytes"] == "gauge"
+    for family in families:
+        assert re.fullmatch("attnmesh(_[a-z0-9]+)+", family.name), family.name
+        assert not family.name.endswith(("_total", "_count", "_sum", "_bucket")), family.name
+        assert len(family.documentation.split()) > 2, family.name
+        assert family.documentation.endswith("."), family.name
+        endings = {"counter": "_total", "gauge": ""}.get(family.type)
+        assert endings is None or {sample.name for sample in family.samples} == {family.name + endings}
+
+
+def test_each_figure_of_an_engine_has_a_text() -> None:
+    model = families.model("llama", "attnmesh")
+    assert Engine(model, None).metrics().keys() == ENGINE.keys()
 
 
 def hostile(random: Random) -> bytes:
@@ -352,3 +522,80 @@ def test_hostile_requests_crash_nothing_and_leak_nothing(count: int, world: Thre
         until(lambda: len([*Path("/proc/self/fd").iterdir()]) <= files + 2)
     said = running.ask("/v1/chat/completions", chat("Hi", temperature=0))[1]
     assert said["choices"][0]["message"]["content"] == expected("Hi", 20)
+
+
+# --- prompts that take long to encode ---
+
+
+class Gate:
+    """Holds prompts of many characters back where they are encoded."""
+
+    def __init__(self) -> None:
+        self.begun, self.open = threading.Semaphore(0), threading.Event()
+        self.prompts: list[str] = []
+
+    def encode(self, encoder: Any, fields: dict[str, Any], check: Any) -> Any:
+        self.prompts.append(fields["prompt"][:1])
+        if len(fields["prompt"]) > 1000:
+            self.begun.release()
+            assert self.open.wait(100)
+        return encode_text(encoder, fields, lambda text: None)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    made = Gate()
+    monkeypatch.setattr(app, "encode_text", made.encode)
+    yield made
+    made.open.set()
+
+
+def ask_long(running: Served, sign: str, into: list[int]) -> threading.Thread:
+    body = {"model": NAME, "prompt": sign * (1 << 17)}
+    thread = threading.Thread(target=lambda: into.append(running.ask("/v1/completions", body)[0]))
+    thread.start()
+    return thread
+
+
+def test_a_short_prompt_waits_for_no_long_one(gate: Gate) -> None:
+    codes: list[int] = []
+    with served(ThreadWorld(), max_requests=3) as one:
+        threads = [ask_long(one, sign, codes) for sign in "ab"]
+        assert gate.begun.acquire(timeout=100)
+        until(lambda: one.front.coming == 2)
+        assert one.ask("/v1/completions", {"model": NAME, "prompt": "Go on"})[0] == 200
+        assert one.app._bodies.held > 2 << 17
+        code, said = one.ask("/v1/completions", {"model": NAME, "prompt": "Go on", "n": 2})
+        assert (code, said["error"]["message"]) == (429, "2 requests run or wait, of 3. Ask again.")
+        gate.open.set()
+        for thread in threads:
+            thread.join()
+        assert codes == [413, 413]
+        assert one.app._bodies.held == one.front.coming == 0
+
+
+def test_a_prompt_is_not_encoded_for_a_client_that_has_gone(gate: Gate) -> None:
+    codes: list[int] = []
+    with served(ThreadWorld()) as one:
+        thread = ask_long(one, "a", codes)
+        assert gate.begun.acquire(timeout=100)
+        with closing(raw(one)) as gone:
+            gone.sendall(posted({"model": NAME, "prompt": "b" * (1 << 17)}, "completions"))
+            until(lambda: one.front.coming == 2)
+        until(lambda: one.front.coming == 1)
+        gate.open.set()
+        thread.join()
+        assert one.ask("/v1/completions", {"model": NAME, "prompt": "c"})[0] == 200
+        assert gate.prompts == ["a", "c"]
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(
+    running: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("attnmesh.serve.chat._tokens", None)
+    longest = 5 * (LONGEST - 1)  # the longest token, "<end>", has five characters
+    for path, sent in (("chat/completions", chat("x" * longest)), ("completions", {"prompt": "x" * (longest + 1)})):
+        code, said = running.ask(f"/v1/{path}", {"model": NAME, **sent})
+        assert (code, said["error"]["code"]) == (413, "context_length_exceeded")
+        assert "characters, of which a token has at most 5, and" in said["error"]["message"]
+    assert running.ask("/v1/completions", {"model": NAME, "prompt": "x" * longest})[0] == 500  # it went on

@@ -12,11 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from attnmesh.cli.generate_prompt import Prepared, prepare_model
-from attnmesh.cli.mesh_option import ranks_of_axes
 from attnmesh.cli.output import Status
-from attnmesh.cli.serve import LocalRanks
-from attnmesh.cli.serve_worker import Settings
+from attnmesh.cli.serve_command import LocalRanks
+from attnmesh.cli.serve_worker import ServeSettings
 from attnmesh.hf.load import PACKAGED
+from attnmesh_command.option_texts import ranks_of_axes
 from tests.support.fake_engine import save_tiny
 from tests.support.served import NAME, Served, served, until
 
@@ -48,7 +48,7 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     place = save_tiny(tmp_path_factory.mktemp("model")) if model == TINY else model
     found: Prepared = prepare_model(place, ranks, mesh, Status(""))
     engine = {"max_rows": 4, "max_queue": 16, "max_model_len": 1024}
-    settings = Settings(found.for_ranks, "auto", 60.0, engine)
+    settings = ServeSettings(found.for_ranks, "auto", 60.0, engine)
     with served(LocalRanks(ranks, settings), tokenizer=found.tokenizer, max_requests=20) as one:
         yield one
 
@@ -66,7 +66,7 @@ def reference(place: str) -> Any:
 
 def expected(running: Served, messages: list[dict[str, str]]) -> str:
     """Return the text of stock transformers."""
-    tokenizer = running.app.tokenizer
+    tokenizer = running.app.spelling.tokenizer
     model = reference(tokenizer.name_or_path)
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
     tokens = model.generate(**ids, max_new_tokens=NEW, do_sample=False)[0, ids["input_ids"].shape[1] :]

@@ -10,12 +10,14 @@ import torch
 from PIL import Image
 
 from attnmesh.hf.serving.engine import Engine
-from attnmesh.serve import front, images
-from attnmesh.serve.worker import serve_rank_0
+from attnmesh.serve import images
+from attnmesh.serve import supervisor as front
+from attnmesh.serve.chat import encode_chat
+from attnmesh.serve.rank_requests import serve_rank_0
 from tests.cli.test_generate_images import TEMPLATE
 from tests.hf.test_image_prompts import pictures, processor
 from tests.support.fake_engine import ThreadWorld
-from tests.support.served import Served, chat, served
+from tests.support.served import Served, chat, served, until
 from tests.tools.image_models import build_images, image_case
 
 
@@ -27,7 +29,7 @@ class EngineWorld:
         self.engine = Engine(model, None, max_model_len=400, tokens_end=())
         serve_rank_0(self.engine, address, {"max_model_len": 400})
 
-    def kill(self) -> None:
+    def kill(self, *, again: bool = False) -> None:
         self.engine.close()
 
 
@@ -129,3 +131,37 @@ def test_images_are_for_users_and_models_that_read_them(running: Served) -> None
         code, answer = text.ask("/v1/chat/completions", chat(shown("Hi", SMALL)))
         assert code == 400
         assert "expected text, or parts of type text, given" in answer["error"]["message"]
+
+
+def test_images_are_sent_once_for_all_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[list[Any]] = []
+    whole = front.parts_of
+
+    def noted(message: list[Any], given: Any) -> Any:
+        sent.append([message[0], sum(map(len, images.buffers_of(given or {})))])
+        return whole(message, given)
+
+    monkeypatch.setattr(front, "parts_of", noted)
+    encoder, picture = of_images(), pictures()[0]
+    with served(EngineWorld(), tokenizer=encoder.tokenizer, processor=encoder) as one:
+        fields = {"max_tokens": 8, "temperature": 0}
+        code, said = one.ask("/v1/chat/completions", chat(shown(picture, "w4 w5"), n=4, **fields))
+        assert code == 200
+        texts = {choice["message"]["content"] for choice in said["choices"]}
+        assert [text.split() for text in texts] == [stock(picture, "w4 w5").split()]
+        world: Any = one.front.world
+        until(lambda: sent[-1][0] == "forget")
+    kinds = [kind for kind, _ in sent]
+    assert [kinds.count(kind) for kind in ("prompt", "submit", "forget")] == [1, 4, 1]
+    assert {size > 0 for kind, size in sent if kind == "prompt"} == {True}
+    assert world.engine.error is None
+
+
+def test_images_of_open_requests_count_once_for_all_choices(running: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = of_images()
+    fields = {"messages": [{"role": "user", "content": shown(pictures()[0])}], "tools": None, "tool_choice": None}
+    size = encode_chat(encoder, fields).nbytes
+    monkeypatch.setattr(front, "IMAGE_BYTES", size)
+    assert running.ask("/v1/chat/completions", chat(shown(pictures()[0]), n=4, max_tokens=4))[0] == 200
+    monkeypatch.setattr(front, "IMAGE_BYTES", size - 1)
+    assert running.ask("/v1/chat/completions", chat(shown(pictures()[0]), n=4, max_tokens=4))[0] == 429

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from attnmesh.serve.door import Limits
+from attnmesh.serve.access import Limits
 from tests.serve.test_front import Ranks
 from tests.support.browser import Browser
 from tests.support.fake_engine import ThreadWorld, answer, byte_tokenizer
@@ -72,7 +72,7 @@ def test_a_chat_streams_stops_goes_on_and_outlives_a_rank(browser: Browser, runn
 
 
 def test_the_page_asks_for_a_key_and_shows_errors(browser: Browser) -> None:
-    with served(ThreadWorld(pause=0.001), limits=Limits(api_key="secret")) as one:
+    with served(ThreadWorld(pause=0.001), limits=Limits(api_keys=("secret",))) as one:
         browser.call("POST", "/url", {"url": one.url})
         until(lambda: not browser.run("return document.getElementById('key-row').hidden"))
         until(lambda: "expected Bearer" in text(browser, "#state")[0])

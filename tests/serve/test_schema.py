@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnmesh.serve.chat import encode_chat, read_message
+from attnmesh.serve.chat import encode_chat, encode_text, read_message
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.schema import CHAT, COMPLETION, Only, Schema, read_fields, table
-from tests.support.fake_engine import byte_tokenizer
+from tests.support.fake_engine import byte_tokenizer, sentencepiece_tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 LEAST: dict[str, dict[str, Any]] = {
@@ -33,7 +33,7 @@ def test_the_table_in_the_documentation_is_that_of_the_schema(kind: str) -> None
 def test_each_field_of_openai_is_in_the_schemas() -> None:
     chats = pytest.importorskip("openai.types.chat.completion_create_params")
     texts = pytest.importorskip("openai.types.completion_create_params")
-    ours = {"stream", "top_k"}
+    ours = {"stream", "top_k", "min_p", "repetition_penalty", "cache_salt"}
     assert CHAT.keys() == chats.CompletionCreateParamsBase.__annotations__.keys() | ours
     assert COMPLETION.keys() == texts.CompletionCreateParamsBase.__annotations__.keys() | ours
 
@@ -83,6 +83,17 @@ INVALID: dict[str, list[Any]] = {
 }
 
 
+def test_a_refusal_names_what_would_be_served() -> None:
+    for fields, text in (
+        ({"messages": []}, "messages: expected a list of one message or more, given []"),
+        ({"max_tokens": 0}, "max_tokens: expected 1 to what the context leaves beside the prompt, given 0"),
+        ({"cache_salt": ""}, 'cache_salt: expected text of one character or more, given ""'),
+    ):
+        with pytest.raises(Refused) as raised:
+            read_fields(LEAST["chat"] | fields, CHAT)
+        assert str(raised.value) == text
+
+
 @pytest.mark.parametrize("name", INVALID)
 def test_invalid_values_are_refused_by_name(name: str) -> None:
     for value in INVALID[name]:
@@ -111,7 +122,7 @@ def test_any_message_is_read_or_refused(value: Any) -> None:
     for message in ({"role": "user", "content": value}, {"role": "assistant", "content": "", "tool_calls": value}):
         read, error = attempt(lambda: read_message("messages[0]", message))  # noqa: B023 (called at once)
         assert error is None or error.status == 400
-        assert error is not None or isinstance(read["content"], str)
+        assert error is not None or isinstance(read["content"], (str, list))
 
 
 MESSAGES: dict[str, Any] = {
@@ -151,3 +162,45 @@ def test_tools_reach_the_template_or_are_refused() -> None:
     for template, text in (("{{ messages }} tools", "has no tools"), (None, "no chat template")):
         with pytest.raises(Refused, match=text):
             encode_chat(byte_tokenizer(template), fields)
+    for messages, place in ((said[:2], "messages[1]"), (said[:1] + said[2:], "messages[1]")):
+        with pytest.raises(Refused) as raised:
+            encode_chat(byte_tokenizer("{{ messages }}"), fields | {"messages": messages, "tools": None})
+        assert str(raised.value).startswith(f"{place}: the model's chat template has no tools. Leave out tool_calls")
+        assert raised.value.param == place
+
+
+def test_templates_by_name_need_a_default() -> None:
+    fields = read_fields(LEAST["chat"], CHAT)
+    with pytest.raises(Refused, match="none is named default"):
+        encode_chat(byte_tokenizer({"rag": "x", "tool_use": "y"}), fields)  # type: ignore[arg-type]
+    assert encode_chat(byte_tokenizer({"default": "a", "tool_use": "{{ tools }}"}), fields).ids  # type: ignore[arg-type]
+
+
+def test_a_completion_that_begins_with_the_mark_of_a_text_has_it_once() -> None:
+    tokenizer = sentencepiece_tokenizer()
+    plain = tokenizer("The")["input_ids"]
+    for text in ("The", "<s>The"):
+        ids = encode_text(tokenizer, {"prompt": text}).ids
+        assert ids.count(tokenizer.bos_token_id) == 1
+    assert encode_text(tokenizer, {"prompt": "The"}).ids == plain
+
+
+ITERATES = (
+    "{% for m in messages %}<{{ m.role }}>{% for p in m.content %}"
+    "{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}{% endfor %}"
+)
+PRINTS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+EITHER = (
+    "{% macro shown(c) %}{% if c is string %}{{ c }}{% else %}"
+    "{% for p in c %}{{ p.text }}{% endfor %}{% endif %}{% endmacro %}"
+    "{% for m in messages %}<{{ m.role }}>{{ shown(m.content) }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", [ITERATES, PRINTS, EITHER])
+@pytest.mark.parametrize("content", ["Hi", [{"type": "text", "text": "Hi"}]])
+def test_messages_have_the_shape_that_the_template_takes(template: str, content: Any) -> None:
+    tokenizer = byte_tokenizer(template)
+    said = [{"role": role, "content": content} for role in ("system", "user", "assistant", "user")]
+    fields = read_fields(LEAST["chat"] | {"messages": said}, CHAT)
+    assert tokenizer.decode(encode_chat(tokenizer, fields).ids) == "<system>Hi<user>Hi<assistant>Hi<user>Hi"

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 import attnmesh as am
+from attnmesh.cache import saved_cache
 from attnmesh.cli.launch import run_on_ranks
 from attnmesh.core.digest import digest
-from attnmesh.decode import saved_cache
 from attnmesh.errors import StoreError
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store import checkpoint, checkpoint_writer, tensor_file

@@ -6,17 +6,19 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from attnmesh.cli.serve_worker import Settings
+from attnmesh.cli.serve_worker import ServeSettings
 from attnmesh.errors import Busy, InputError, TooLong
-from attnmesh.serve.worker import serve_rank_0
+from attnmesh.serve.rank_requests import serve_rank_0
+from attnmesh.serve.routes import SAMPLED
 
 SAID = "The cafés of Zürich open at 7 😀, and close late. "
 """The text of each answer, from a place that depends on the prompt on; it goes round."""
@@ -64,7 +66,7 @@ class Stream:
     options: dict[str, Any]
     given: list[int]
     """Tokens so far, those that are replayed among them."""
-    out: "queue.Queue[Token | None]" = field(default_factory=queue.Queue)
+    out: "queue.Queue[Token | BaseException | None]" = field(default_factory=queue.Queue)
     cached_tokens: int = 0
     finish_reason: str | None = None
     cancelled: bool = False
@@ -73,6 +75,8 @@ class Stream:
         if self.ids[0] == POISON:
             raise InputError("prompt", "no poison", "some", "leave it out")
         while (token := self.out.get()) is not None:
+            if isinstance(token, BaseException):
+                raise token
             yield token
 
     def cancel(self) -> None:
@@ -93,25 +97,33 @@ class FakeEngine:
         self.text: list[int] = byte_tokenizer()(SAID)["input_ids"]
         self.streams: list[Stream] = []
         self.lock, self.closed = threading.Lock(), False
-        self.tokens = 0
+        self.tokens, self.steps = 0, 0
+        self.error: BaseException | None = None
 
-    def submit(self, ids: list[int], *, replay: list[int] = (), **options: Any) -> Stream:  # type: ignore[assignment]
-        assert options.keys() == {"max_new_tokens", "temperature", "top_p", "top_k", "seed", "logprobs"}
+    def submit(self, ids: list[int], *, replay: list[int] | None = None, **options: Any) -> Stream:
+        assert options.keys() == {*SAMPLED, "max_new_tokens", "seed", "logprobs", "salt"}
         if len(ids) + options["max_new_tokens"] > LONGEST:
             raise TooLong("prompt", f"at most {LONGEST} tokens", str(len(ids)), "shorten it")
         with self.lock:
-            if len(self.streams) >= self.rows + self.waiting:
+            if replay is None and len(self.streams) >= self.rows + self.waiting:
                 raise Busy("submit", "a queue with room", "a full one", "submit later")
-            self.streams.append(Stream(ids, options, [*replay], cached_tokens=len(ids) // 2))
+            self.streams.append(Stream(ids, options, [*(replay or ())], cached_tokens=len(ids) // 2))
             return self.streams[-1]
 
     def run(self) -> None:
-        while self.step(not self.closed):
-            time.sleep(self.pause)
-            with self.lock:
-                for stream in self.streams[: self.rows]:
-                    self.advance(stream)
-                self.streams = [stream for stream in self.streams if stream.finish_reason is None]
+        try:
+            while self.step(not self.closed):
+                time.sleep(self.pause)
+                self.steps += 1
+                with self.lock:
+                    for stream in self.streams[: self.rows]:
+                        self.advance(stream)
+                    self.streams = [stream for stream in self.streams if stream.finish_reason is None]
+        except BaseException as error:  # as `hf.Engine` ends
+            self.error = error
+            for stream in self.streams:
+                stream.out.put(error)
+            raise
 
     def advance(self, stream: Stream) -> None:
         place = len(stream.given)
@@ -136,8 +148,9 @@ class FakeEngine:
         return {
             "running": float(len(self.streams)),
             "tokens": float(self.tokens),
-            "keys": [10.0, 12.0],
+            "cache_bytes": [10.0, 12.0],
             "merge_share": 0.25,
+            "exchanges": float(self.steps),
         }
 
 
@@ -160,15 +173,18 @@ def fake_rank(address: str, pause: float) -> None:
 class ThreadWorld:
     """A world of one rank in a thread, for tests of what comes before ranks."""
 
-    def __init__(self, **options: Any) -> None:
-        self.options = options
+    def __init__(self, facts: Any = MappingProxyType({}), **options: Any) -> None:
+        self.options, self.facts = options, {"max_model_len": LONGEST, **facts}
         self.engine = FakeEngine(**options)
 
-    def run(self, address: str) -> None:
-        self.engine = FakeEngine(**self.options)
-        serve_rank_0(self.engine, address, {"max_model_len": LONGEST})
+    def made(self) -> FakeEngine:
+        return FakeEngine(**self.options)
 
-    def kill(self) -> None:
+    def run(self, address: str) -> None:
+        self.engine = self.made()
+        serve_rank_0(self.engine, address, self.facts)
+
+    def kill(self, *, again: bool = False) -> None:
         self.engine.close()
 
 
@@ -180,10 +196,33 @@ def answer(ids: list[int], options: dict[str, Any], count: int) -> str:
     return text
 
 
-def fake_model_rank(settings: Settings, address: str) -> None:
+def fake_model_rank(settings: ServeSettings, address: str) -> None:
     """Stand in for `serve_rank` of the command, without weights."""
     engine = FakeEngine(together, pause=0.02)
     if dist.get_rank() == 0:
         serve_rank_0(engine, address, {"max_model_len": settings.engine["max_model_len"]})
     else:
         engine.follow()
+
+
+def sentencepiece_tokenizer() -> Any:
+    """Return a tokenizer of SentencePiece's kind: words begin with their space, and other signs are bytes."""
+    special = ["<s>", "</s>", "<unk>", "<|channel|>", "<pad>"]
+    signs = [f"<0x{byte:02X}>" for byte in range(256)]
+    words = ["▁", *"abcdefghijklmnopqrstuvwxyzTPé.", "▁is", "is", "▁Paris", "Paris", "▁The", "▁a"]
+    parts = ["P a", "Pa r", "Par i", "Pari s", "▁ Paris", "i s", "▁ is", "T h", "Th e", "▁ The", "▁ a"]
+    words += [one.replace(" ", "") for one in parts if one.replace(" ", "") not in words]
+    vocabulary = {sign: place for place, sign in enumerate([*special, *signs, *words])}
+    merges = [tuple(one.split(" ")) for one in parts]
+    model = Tokenizer(BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True))
+    model.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    decoding = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    model.decoder = decoders.Sequence(decoding)
+    begin = ("<s>", vocabulary["<s>"])
+    model.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[begin])
+    marks = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=model, **marks, extra_special_tokens={"channel_token": "<|channel|>"}
+    )
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer

@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import attnmesh as am
-from attnmesh.attention.attention import attend_shards
-from attnmesh.attention.call import Call, Options
-from attnmesh.attention.latent import Latents, Projection
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import Mask
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape
+from attnmesh.mesh_attention.attention import attend_shards
+from attnmesh.mesh_attention.call import Call, Options
+from attnmesh.mesh_attention.latents import Latents, Projection
 from tests.support.dense import truth
 from tests.support.problems import CAPS, DTYPES, LAYOUTS, chosen, selection
 from tests.support.problems import key_lengths as draw_key_lengths

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import attnmesh as am
-from attnmesh.comm import letters, shared_memory
+from attnmesh.comm import mailbox_queue as letters
+from attnmesh.comm import shared_memory
 from attnmesh.errors import InputError
 from attnmesh.mesh.shapes import AXES
 

@@ -8,15 +8,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
+from types import MappingProxyType
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from attnmesh.serve.app import App
-from attnmesh.serve.door import Limits
-from attnmesh.serve.front import Front, World
+from attnmesh.serve.access import Limits
 from attnmesh.serve.metrics import Metrics
+from attnmesh.serve.routes import App
 from attnmesh.serve.server import listen, run
+from attnmesh.serve.supervisor import RankWorld, Supervisor
 from tests.support.fake_engine import byte_tokenizer
 
 NAME = "fake"
@@ -37,13 +38,14 @@ class Served:
     """A running server."""
 
     def __init__(
-        self, world: World, *, limits: Limits, tokenizer: Any, processor: Any, max_requests: int, max_restarts: int
+        self, world: RankWorld, encoders: tuple[Any, Any], *, limits: Limits, defaults: Any, **of_front: Any
     ) -> None:
         self.children = Children()
         listening = listen("127.0.0.1", 0)
         self.port = listening.getsockname()[1]
-        self.front = Front(world, max_requests=max_requests, max_restarts=max_restarts, metrics=Metrics())
-        self.app = App(self.front, tokenizer or byte_tokenizer(), NAME, limits, processor)
+        self.front = Supervisor(world, **of_front, metrics=Metrics())
+        tokenizer, processor = encoders
+        self.app = App(self.front, tokenizer or byte_tokenizer(), NAME, limits, processor, defaults)
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._serve, args=(listening,))
         self.thread.start()
@@ -89,18 +91,19 @@ class Served:
 
 @contextmanager
 def served(
-    world: World,
+    world: RankWorld,
     *,
     limits: Limits | None = None,
     tokenizer: Any = None,
     processor: Any = None,
     max_requests: int = 8,
     max_restarts: int = 3,
+    deadline: float | None = None,
+    defaults: Any = MappingProxyType({}),
 ) -> Iterator[Served]:
     """Serve in a thread while the block runs."""
-    given: dict[str, Any] = {"max_requests": max_requests, "max_restarts": max_restarts}
-    given |= {"tokenizer": tokenizer, "processor": processor}
-    server = Served(world, limits=limits or Limits(), **given)
+    given: dict[str, Any] = {"max_requests": max_requests, "max_restarts": max_restarts, "deadline": deadline}
+    server = Served(world, (tokenizer, processor), limits=limits or Limits(), defaults=defaults, **given)
     try:
         yield server
     finally:

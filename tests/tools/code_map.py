@@ -4,7 +4,7 @@ import ast
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-from tests.test_rooms import FILES, ROOMS, imports
+from tests.test_rooms import COMMAND, FILES, ROOMS, imports
 
 PAGE = Path(__file__).parents[2] / "docs" / "code.md"
 FIRST, LAST = "<!-- The map: make format -->\n", "<!-- The end of the map -->\n"
@@ -18,8 +18,9 @@ PURPOSES = {
     "comm": "everything that crosses ranks",
     "guard": "ranks compare their calls, and fail alike",
     "setup": "what is made before any call: worlds, meshes, measured constants",
-    "attention": "prefill and training",
-    "decode": "the cache and decoding",
+    "mesh_attention": "prefill and training",
+    "cache": "keys and values that ranks hold",
+    "decoding": "a step of decoding",
     "recurrent": "what recurrent layers send",
     "store": "caches on disk, and recovery",
     "hf": "transformers",
@@ -32,7 +33,7 @@ PURPOSES = {
 
 def line_of(name: str) -> str:
     """Return a file's line of the map: its path in the room, and the first line of its docstring."""
-    docstring = ast.get_docstring(ast.parse(FILES[name].read_text()))
+    docstring = ast.get_docstring(ast.parse((FILES | COMMAND)[name].read_text()))
     assert docstring is not None
     return f"- `{'/'.join(name.split('.')[1:]) or name}`: {docstring.splitlines()[0]}"
 
@@ -45,6 +46,8 @@ def rooms() -> str:
     for room in ROOMS:
         lines = [line_of(name) for name in order if name.split(".")[0] == room]
         parts += ["\n".join([f"### {room}: {PURPOSES[room]}\n", *lines, ""])] if lines else []
+    title = "### attnmesh_command: options of the command, beside the package and without PyTorch\n"
+    parts.append("\n".join([title, *map(line_of, COMMAND), ""]))
     return "\n".join(parts)
 
 

@@ -52,14 +52,20 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from attnmesh import plan as planner
 from attnmesh.cli import (
-    generate,
+    check_command,
     generate_worker,
-    plan,
     plan_page,
-    probe,
+)
+from attnmesh.cli import (
+    generate_command as generate,
+)
+from attnmesh.cli import (
+    plan_command as plan,
+)
+from attnmesh.cli import (
+    probe_command as probe,
 )
 from attnmesh.cli import proofs as proof
-from attnmesh.cli.app import app
 from attnmesh.errors import InputError
 from attnmesh.hf import load
 from attnmesh.planner import schemes
@@ -68,7 +74,8 @@ from attnmesh.planner.plan import MAX_RANKS, Plan
 from attnmesh.planner.workload import Workload
 from attnmesh.runtime.machine import machine
 from attnmesh.serve import server
-from attnmesh_command import show_errors
+from attnmesh_command import app, show_errors
+from attnmesh_command.messages import OptionError
 from tests.support import families
 from tests.tools.fuzz_store import mutated
 
@@ -411,7 +418,7 @@ def stand_in(sandbox: Sandbox) -> None:
 
     constants.HF_HUB_OFFLINE = True  # names of models cause no network access
     here = machine()
-    for module in (generate, probe, bench, commands, sys.modules["attnmesh.cli.check"]):
+    for module in (generate, probe, bench, commands, check_command):
         replace(module, machine=lambda: here)
     proofs = [proof.Proof("cpu", "cpu", "float32", None, 1e-7, 1e-7, 1e-6), proof.Proof("cuda", "cpu", "float32", "no")]
     choices = list(proof.choices())
@@ -475,7 +482,10 @@ def stand_in(sandbox: Sandbox) -> None:
     replace(plan, plans_for=priced)
     replace(plan_figure, plan=priced, sizes=lambda c: [(c.hosts, c.ranks)], lengths=lambda n: [n])
     replace(schemes, plan=priced)
-    replace(plan_page, grid_of=lambda work, c: plan_page.Grid((work.kv_heads,), (c.ranks,), (c.hosts,), (work.length,)))
+    replace(
+        plan_page,
+        grid_of=lambda work, c: plan_page.PagePoints((work.kv_heads,), (c.ranks,), (c.hosts,), (work.length,)),
+    )
 
 
 # --- runs and their rules ---
@@ -595,7 +605,7 @@ class Fuzz:
 
 
 def check_result(result: Result, *, one_line: bool) -> None:
-    """Raise if a result breaks a rule. Errors are one line, except on a terminal or in verbose runs."""
+    """Raise if a result breaks a rule. An error is one line, the last, except on a terminal or in verbose runs."""
     assert result.code in (0, 1, 2), result
     if result.code == 0 and result.options.get("as_json"):
         record = json.loads(result.out, parse_constant=_no_number)
@@ -605,9 +615,10 @@ def check_result(result: Result, *, one_line: bool) -> None:
     if result.code == 0 and (out := result.options.get("out")) is not None and out.is_file():
         assert isinstance(json.loads(out.read_text(), parse_constant=_no_number), dict)
     if result.code == 1:
-        assert isinstance(result.error, InputError), repr(result.error)
+        assert isinstance(result.error, (InputError, OptionError)), repr(result.error)
         assert result.out == "", result
-        message = result.err.removesuffix("\n")
+        *notes, message = result.err.removesuffix("\n").split("\n")
+        assert all(note.endswith(": asking the hub for it") or note.startswith("importing ") for note in notes), result
         valid = message.isprintable() and re.fullmatch(r"error: .+: expected .+, given .*\. Fix: .+\.", message)
         assert valid or not one_line, result
     if result.code == 2:

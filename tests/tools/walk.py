@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import attnmesh as am
-from attnmesh.comm import letters
+from attnmesh.comm import mailbox_queue as letters
 
 PACKAGE = Path(am.__file__).parent
 WARM, TRACED = 5, 10

@@ -1,7 +1,6 @@
 """The prompt, the model's place and the mesh of `attnmesh generate`, checked before any rank is started."""
 
 import os
-import sys
 import warnings
 from logging import ERROR, getLogger
 from pathlib import Path
@@ -9,13 +8,15 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from attnmesh.cli.launch import leaving_tidily, under_torchrun
+from attnmesh.cli.launch import leaving_tidily
 from attnmesh.cli.mesh_option import MeshChoice, choose
 from attnmesh.cli.output import Status
 from attnmesh.errors import ModelError, require
+from attnmesh_command.messages import under_torchrun
+from attnmesh_command.option_texts import read_prompt
 
 
-class Prompt(NamedTuple):
+class PromptOptions(NamedTuple):
     """The text of `--prompt` and `--prompt-file`, after images; `raw` leaves out the chat template."""
 
     text: str = ""
@@ -25,17 +26,7 @@ class Prompt(NamedTuple):
 
     def read(self) -> str:
         """Return the text of the file, then the given one."""
-        try:
-            begin = "" if self.file is None else sys.stdin.read() if str(self.file) == "-" else self.file.read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelError("--prompt-file", "a file of text", f"{self.file}: {error}", "name another") from None
-        text = "\n\n".join(part for part in (begin, self.text) if part.strip())
-        require(bool(text), ModelError, "prompt", "some text", "an empty prompt", "pass --prompt or --prompt-file")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:  # invalid bytes of a command line arrive as lone surrogates
-            raise ModelError("prompt", "text in UTF-8", str(error), "look to the terminal's encoding") from None
-        return text
+        return read_prompt(self.text, self.file)
 
     def ids(self, tokenizer: Any, text: str) -> list[int]:
         """Return the tokens of the text, in the chat template of the tokenizer if it has one."""
@@ -91,7 +82,7 @@ class Prepared(NamedTuple):
 
 
 def prepare(
-    model: str, prompt: Prompt, new: int, ranks: int, mesh: str, status: Status, *, revision: str | None = None
+    model: str, prompt: PromptOptions, new: int, ranks: int, mesh: str, status: Status, *, revision: str | None = None
 ) -> Prepared:
     """Read the prompt, find the model, and choose the mesh."""
     text = prompt.read()
@@ -119,7 +110,7 @@ def prepare_model(
     """Find the model, and choose the mesh. It is one of images and text if `images`; None looks at the model."""
     from transformers.utils import logging
 
-    from attnmesh.hf.latent import latent_widths
+    from attnmesh.hf.latent_states import latent_widths
     from attnmesh.hf.load import locate, open_config, open_processor, open_tokenizer, reads_images
 
     logging.set_verbosity_error()

@@ -15,22 +15,23 @@ from transformers.utils import logging
 from attnmesh import hf
 from attnmesh.cli.generate_prompt import Prepared
 from attnmesh.cli.launch import Send
-from attnmesh.cli.mesh_option import TP
 from attnmesh.comm.failures import set_deadline
 from attnmesh.comm.topology import all_gather_ints
 from attnmesh.hf.images.inputs import on_model
 from attnmesh.hf.load import open_model
-from attnmesh.hf.options import Settings
+from attnmesh.hf.options import GenerationSettings
 from attnmesh.hf.prefill import CHUNK
 from attnmesh.mesh.axes import device_type_of
 from attnmesh.mesh.shapes import AXES
 from attnmesh.runtime.counters import counted
-from attnmesh.serve.text import Text, Token
+from attnmesh.serve.spelling import Spelling
+from attnmesh.serve.text import SentToken, Text
 from attnmesh.setup.init_mesh import everyone, init_mesh
+from attnmesh_command.option_texts import TP
 
 
 @dataclass(frozen=True)
-class Request:
+class GenerateRequest:
     """A prepared prompt and options, the same on all ranks."""
 
     prompt: Prepared
@@ -92,12 +93,12 @@ class _StopStrings(StoppingCriteria):  # type: ignore[misc]
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         for token in input_ids[0, self.read :].tolist():
-            self.text.add(Token(token))
+            self.text.add(SentToken(token))
         self.read = input_ids.shape[1]
         return torch.tensor([self.text.stopped], device=input_ids.device)
 
 
-def run_request(send: Send, request: Request) -> Result:
+def run_request(send: Send, request: GenerateRequest) -> Result:
     """Return the result, the same on all ranks. Rank 0 sends messages, each a name and a number.
 
     "loaded" has the seconds of loading the model, "resumed" the tokens that the checkpoint held, of the prompt and new
@@ -113,7 +114,7 @@ def run_request(send: Send, request: Request) -> Result:
 class _Generation:
     """A model, its cache and a prompt; `reached` is the prompt with new tokens of a checkpoint."""
 
-    def __init__(self, send: Send, request: Request) -> None:
+    def __init__(self, send: Send, request: GenerateRequest) -> None:
         """Load the model, and the state of a checkpoint."""
         start = perf_counter()
         self.send, (self.model, mesh) = send, load_model(request.prompt, request.dtype)
@@ -125,11 +126,13 @@ class _Generation:
         torch.manual_seed(request.seed)
         self.options = {"max_new_tokens": request.max_new_tokens, "do_sample": False, **request.options}
         if request.stops:
-            stop = _StopStrings(Text(request.prompt.tokenizer, request.stops), self.ids.shape[1])
+            stop = _StopStrings(Text(Spelling(request.prompt.tokenizer), request.stops), self.ids.shape[1])
             self.options["stopping_criteria"] = StoppingCriteriaList([stop])
         if request.checkpoint is not None:
             checkpoint = hf.Checkpoint(request.checkpoint, every=request.every)
-            self.reached = checkpoint.begin(self.model, self.ids, self.cache, Settings(self.model, self.options))
+            self.reached = checkpoint.begin(
+                self.model, self.ids, self.cache, GenerationSettings(self.model, self.options)
+            )
             self.options["checkpoint"] = checkpoint
             if cached := self.cache.get_seq_length():
                 send(("resumed", cached if self.reached is self.ids else self.reached.shape[1]))

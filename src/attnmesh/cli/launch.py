@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from attnmesh.errors import ClusterError, InputError, RankFailure
+from attnmesh.errors import InputError, RankFailure
 
 Send = Callable[[Any], None]
 """Sends a message of a rank, before its result, to the process that started it."""
@@ -34,13 +34,13 @@ Work = tuple[Callable[..., Any], tuple[Any, ...], bool]
 """A function, its arguments, and whether its first argument is a `Send`."""
 
 GRACE_PERIOD = 2.0
-"""Seconds that the other ranks get after one has failed, since their errors may be the clearer ones."""
+"""Seconds that the other ranks get after one has failed, since their errors may be the clearer ones.
+
+None are clearer than a death: the others have lost a connection.
+"""
 
 TIMEOUT = timedelta(hours=1)
 """Timeout of the process group. The process that started a rank notices its death at once."""
-
-MAX_RANKS = 1024
-"""Ranks on one machine at most; a typing error beyond would exhaust the machine."""
 
 MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(1 << 28), "MALLOC_MMAP_THRESHOLD_": str(1 << 25)}
 """Bytes of freed memory that a rank keeps, and of a tensor that has memory of its own, for glibc.
@@ -58,24 +58,6 @@ class RankError(RuntimeError):
 
 class RankDeath(RankError):
     """A rank's process ended before the rank was done."""
-
-
-def under_torchrun() -> bool:
-    """Return True if torchrun started this process as a rank."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-def is_first_rank() -> bool:
-    """Return True on the rank of torchrun that prints, and without torchrun."""
-    return not under_torchrun() or os.environ.get("RANK") == "0"
-
-
-def check_ranks(ranks: int) -> int:
-    """Return the number of ranks of a command's `--ranks`, or raise if one machine cannot run them."""
-    if not 1 <= ranks <= MAX_RANKS:
-        given, fix = f"{ranks:,}", "ask for what one machine can run"
-        raise ClusterError("--ranks", f"1 to {MAX_RANKS:,} ranks on this machine", given, fix)
-    return ranks
 
 
 def run_on_ranks(
@@ -114,9 +96,12 @@ def run_on_ranks(
                     starter.submit(_start, process, processes).result()
                     theirs.close()
                     pipes.append(ours)
-            return results(pipes, lambda rank: _death(rank, processes[rank]), on_message, seconds)
-        finally:
-            _end(processes)
+            found = results(pipes, lambda rank: _death(rank, processes[rank]), on_message, seconds)
+        except BaseException:
+            _end(processes, 0)
+            raise
+        _end(processes, 1)
+        return found
 
 
 def run_on_machine(
@@ -198,7 +183,8 @@ def results(
                 done[rank] = value
             else:
                 failures[rank] = value
-                end = min(end or time.monotonic() + GRACE_PERIOD, time.monotonic() + GRACE_PERIOD)
+                grace = time.monotonic() + (0 if isinstance(value, RankDeath) else GRACE_PERIOD)
+                end = grace if end is None else min(end, grace)
     if failures:
         raise min(failures.values(), key=_order_of_causes)
     if waiting:
@@ -219,9 +205,9 @@ def _death(rank: int, process: Any) -> RankDeath:
     return RankDeath(f"rank {rank} {ending} before it was done")
 
 
-def _end(processes: list[Any]) -> None:
-    """Wait a second for ranks that are done, then kill the others."""
-    end = time.monotonic() + 1
+def _end(processes: list[Any], seconds: float) -> None:
+    """Wait some seconds for ranks that are done, then kill the others."""
+    end = time.monotonic() + seconds
     for process in processes:
         process.join(timeout=max(0, end - time.monotonic()))
     for process in processes:
@@ -273,7 +259,8 @@ def perform(pipe: Connection, enter: Callable[[], None], work: Work) -> None:
     except Exception as error:
         # Our errors can be pickled; of an unknown class only the text is sent.
         known = isinstance(error, (InputError, RankFailure))
-        pipe.send(("failed", error if known else RankError(f"on a rank:\n{traceback.format_exc()}")))
+        place = f"rank {dist.get_rank()}" if dist.is_initialized() else "a rank"
+        pipe.send(("failed", error if known else RankError(f"on {place}:\n{traceback.format_exc()}")))
 
 
 def _leave_with_parent(leftovers: Sequence[str] = ()) -> None:

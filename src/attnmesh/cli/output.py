@@ -1,14 +1,11 @@
 """Output of the command: tables, JSON, progress and errors."""
 
 import json
-import os
 import shlex
 import threading
 import time
 from collections.abc import Container, Iterable
-from errno import EACCES
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -16,35 +13,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from attnmesh.cli.launch import RankError, is_first_rank
-from attnmesh.errors import ArgumentError, InputError, RankFailure
+from attnmesh.cli.launch import RankError
+from attnmesh.errors import InputError, RankFailure
+from attnmesh_command.messages import is_first_rank, printable
 
 INTERVAL = 8.0
 """Seconds between two lines of progress where standard error is no terminal."""
 
-
-def writable(option: str, file: Path) -> Path:
-    """Return the path, or raise before anything is measured if it cannot be written."""
-    try:
-        file.touch()
-        if not os.access(file, os.W_OK):  # the owner of a read-only file can touch it
-            raise PermissionError(EACCES, os.strerror(EACCES))
-    except OSError as error:
-        fix = "make the folder first, or name another"
-        raise ArgumentError(option, "a file that can be written", f"{file} ({error.strerror})", fix) from None
-    return file
-
-
-def _writable_out(file: Path | None) -> Path | None:
-    return file and writable("--out", file)
-
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Explain each figure; show warnings and tracebacks.")]
-OutFile = Annotated[
-    Path | None,
-    typer.Option("--out", help="Also write the JSON to this file.", dir_okay=False, callback=_writable_out),
-]
 
 console, progress = Console(emoji=False), Console(stderr=True, emoji=False)
 """Standard output; and standard error, for progress and messages."""
@@ -121,15 +96,6 @@ def _brief(error: BaseException) -> str:
     return printable(lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]} (-v shows more)")
 
 
-def printable(text: str) -> str:
-    """Return the text on one line, with escapes in place of what a terminal would obey or cannot show.
-
-    >>> print(printable("new\\nline, \\x1b[31mred"))
-    new\\nline, \\x1b[31mred
-    """
-    return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)
-
-
 def pairs(title: str, values: dict[str, Any]) -> Table:
     """Return a table of names and values."""
     rows = titled(title, "", "")
@@ -148,7 +114,8 @@ def titled(title: str, *columns: str, figures: Iterable[str] = ()) -> Table:
 def numbered(title: str, columns: dict[str, list[str]], left: Container[str], caption: str) -> Table:
     """Return a table of numbered rows that fits 80 characters. Columns are figures, but for those on the left."""
     table = titled(title, "")
-    table.box, table.padding, table.caption, table.caption_justify = SIMPLE_HEAD, (0, 0, 0, 0), caption, "left"
+    table.box, table.show_edge, table.padding = SIMPLE_HEAD, False, (0, 0, 0, 0)  # an edge of this box is a blank line
+    table.caption, table.caption_justify = caption, "left"
     for name in columns:
         table.add_column(name, justify="left" if name in left else "right", no_wrap=name != "known as")
     for number, cells in enumerate(zip(*columns.values(), strict=True), 1):

@@ -1,37 +1,23 @@
 """The option `--model` of `attnmesh plan`: sizes from a configuration, and how weights and keys share the memory."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from dataclasses import asdict
+from typing import Any
 
-import typer
 from rich.table import Table
 
 from attnmesh.cli.mesh_option import MeshChoice
 from attnmesh.cli.output import Status, command_line, console, numbered, print_json, print_message
-from attnmesh.errors import ArgumentError, ClusterError
+from attnmesh.errors import ClusterError
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.serving import Model, Serving, serving
 from attnmesh.planner.units import in_bytes, in_seconds
-
-ModelOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Heads, layers and widths of this model: a folder, a config.json, a name on the hub. With --decode or "
-        "--training also its weights, and how many tokens fit beside them."
-    ),
-]
+from attnmesh_command.plan_options import PlanOptions
 
 
-def check_alone(given: dict[str, Any], expected: str = "sizes of the model alone", beside: str = "--model") -> None:
-    """Raise if options are given that do not go with a model, or with the option `beside`."""
-    for option, value in given.items():
-        if value not in (None, []) and value is not False:  # `--window 0` is given
-            raise ArgumentError(option, expected, repr(value), f"leave {option} or {beside} out")
-
-
-def print_record(given: dict[str, Any], machines: Cluster, found: dict[str, Any]) -> None:
+def print_record(options: PlanOptions, machines: Cluster, found: dict[str, Any]) -> None:
     """Print what was found for the options that were given, as JSON."""
-    print_json({"command": command_line("attnmesh plan", given), "cluster": machines.record(), **found})
+    print_json({"command": command_line("attnmesh plan", asdict(options)), "cluster": machines.record(), **found})
 
 
 def config_of(name: str) -> Any:
@@ -61,24 +47,24 @@ def warn_of_length(config: Any, length: int) -> None:
         print_message(f"[bold yellow]warning:[/] {given}, and generate refuses them. Fix: {fix}.")
 
 
-def print_serving(given: dict[str, Any], machines: Cluster, workload: dict[str, Any]) -> None:
+def print_serving(options: PlanOptions, machines: Cluster, workload: dict[str, Any]) -> None:
     """Print the ways to share a model's weights and keys. Raise if the tokens fit in none."""
     from attnmesh.hf.model_size import other_layers
 
-    name = given["model"]
+    name = options.model or ""
     model, config = model_of(name, workload)
     left_out = other_layers(config)
     with Status("pricing"):
         found = serving(model, machines)
     _check_fits(found, model, machines)
     warn_of_length(config, model.workload.length)
-    if not given["as_json"]:
+    if not options.as_json:
         console.print(_table(found, model, machines))
         console.print(_text(found, model, left_out), highlight=False, markup=False)
         console.print(_commands(name, found[0], machines), highlight=False, markup=False, soft_wrap=True)
         return
     sizes = {"weights": model.weights(1, False), "windows": model.windows, "left_out": left_out}
-    print_record(given, machines, sizes | {"ways": [_record(one) for one in found]})
+    print_record(options, machines, sizes | {"ways": [_record(one) for one in found]})
 
 
 def _mesh(one: Serving) -> str:

@@ -11,8 +11,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from attnmesh.cli.output import writable
-from attnmesh.errors import ArgumentError
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.hardware import NO_LINK
 from attnmesh.planner.plan import Plan
@@ -26,7 +24,7 @@ Point = tuple[int, int, int, int]
 """Key heads, ranks a host, hosts, tokens."""
 
 
-class Grid(NamedTuple):
+class PagePoints(NamedTuple):
     """The points of a page are all combinations of these values; the length changes fastest."""
 
     kv_heads: tuple[int, ...]
@@ -35,25 +33,18 @@ class Grid(NamedTuple):
     lengths: tuple[int, ...]
 
 
-def grid_of(workload: Workload, cluster: Cluster) -> Grid:
+def grid_of(workload: Workload, cluster: Cluster) -> PagePoints:
     """Return the grid of a page. The given workload and cluster are a point of it.
 
     >>> import attnmesh as am
     >>> grid_of(am.Workload(8, 4, 128, 30_000), am.Cluster.preset("rtx4090"))
-    Grid(kv_heads=(1, 2, 4, 8), ranks=(1, 2), hosts=(1, 2, 4, 8, 16, 32, 64), lengths=(8192, 30000, 32768))
+    PagePoints(kv_heads=(1, 2, 4, 8), ranks=(1, 2), hosts=(1, 2, 4, 8, 16, 32, 64), lengths=(8192, 30000, 32768))
     """
     kv_heads = {workload.q_heads // group for group in GROUPS if workload.q_heads % group == 0} | {workload.kv_heads}
     ranks = {n for n in doubling(cluster.ranks) if n <= RANKS} | {cluster.ranks}
     counts = {1} if cluster.between == NO_LINK else {*doubling(max(HOSTS, cluster.hosts)), cluster.hosts}
     sets = (kv_heads, ranks, counts, lengths(workload.length))
-    return Grid(*(tuple(sorted(each)) for each in sets))
-
-
-def check_file(file: Path) -> None:
-    """Raise before pricing if the page cannot be written."""
-    if file.suffix.lower() not in (".html", ".htm"):
-        raise ArgumentError("--report", "a file named .html", repr(str(file)), "name it plan.html")
-    writable("--report", file)
+    return PagePoints(*(tuple(sorted(each)) for each in sets))
 
 
 def write_report(file: Path, workload: Workload, cluster: Cluster, status: Callable[[str], None]) -> None:
@@ -61,14 +52,14 @@ def write_report(file: Path, workload: Workload, cluster: Cluster, status: Calla
     file.write_text(page(workload, cluster, grid_of(workload, cluster), status), encoding="utf-8")
 
 
-def page(workload: Workload, cluster: Cluster, grid: Grid, status: Callable[[str], None] = lambda _: None) -> str:
+def page(workload: Workload, cluster: Cluster, grid: PagePoints, status: Callable[[str], None] = lambda _: None) -> str:
     """Return the page as one self-contained HTML file."""
     table = json.dumps(data(workload, cluster, grid, status), separators=(",", ":")).replace("<", "\\u003c")
     template = files("attnmesh.cli").joinpath("plan_page.html").read_text(encoding="utf-8")
     return template.replace('{"data": "goes here"}', table)
 
 
-def data(workload: Workload, cluster: Cluster, grid: Grid, status: Callable[[str], None]) -> dict[str, Any]:
+def data(workload: Workload, cluster: Cluster, grid: PagePoints, status: Callable[[str], None]) -> dict[str, Any]:
     """Return the data of the page: per point, the schemes sorted by time and the explanation of the best plan."""
     names: dict[str, int] = {}
     places: list[Point] = list(product(*grid))

@@ -1,35 +1,24 @@
 """`attnmesh plan --model --training`: how many ranks share a sequence, and how many tokens then fit."""
 
 from dataclasses import replace
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from attnmesh.cli.output import Status, console, numbered
 from attnmesh.cli.plan_model import config_of, print_record
-from attnmesh.errors import ArgumentError, ClusterError
+from attnmesh.errors import ClusterError
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.plan import by
 from attnmesh.planner.training import WEIGHT_BYTES, TrainedModel
 from attnmesh.planner.training import training as ways_to_train
 from attnmesh.planner.units import in_bytes, in_seconds
-
-LoraOption = Annotated[
-    int, typer.Option("--lora", min=0, help="With --model --training: rank of an adapter to train; 0 trains the model.")
-]
+from attnmesh_command.plan_options import PlanOptions
 
 
-def check_lora(rank: int, *, is_trained: bool) -> None:
-    """Raise if an adapter is planned without a model to train."""
-    if rank and not is_trained:
-        raise ArgumentError("--lora", "--model and --training beside it", str(rank), "add them, or leave --lora out")
-
-
-def print_training(given: dict[str, Any], machines: Cluster, workload: dict[str, Any]) -> None:
+def print_training(options: PlanOptions, machines: Cluster, workload: dict[str, Any]) -> None:
     """Print the ways to share a model's sequences. Raise if the tokens fit in none."""
     from attnmesh.hf.model_size import training_size
 
-    model = training_size(config_of(given["model"]), given["lora"], **workload)
+    model = training_size(config_of(options.model or ""), options.lora, **workload)
     with Status("pricing"):
         found = ways_to_train(model, machines)
     best, length = found[0], model.workload.length
@@ -39,10 +28,10 @@ def print_training(given: dict[str, Any], machines: Cluster, workload: dict[str,
         expected = f"at most {most:,} tokens of a sequence"
         asked = f"{length:,}, beside {in_bytes(best.states)} of weights and optimizer on each rank"
         raise ClusterError("plan for training", expected, asked, "take more hosts" if not most else FEWER)
-    if given["as_json"]:
+    if options.as_json:
         ways = [one._asdict() | {"plan": by(one.plan.shape), "memory": one.memory} for one in found]
         sizes = {"parameters": model.parameters, "trained": model.trained, "checkpoint": model.checkpoint_bytes}
-        print_record(given, machines, sizes | {"ways": ways})
+        print_record(options, machines, sizes | {"ways": ways})
         return
     columns = {
         "data x\ncontext": [f"{one.data} x {one.context}" for one in found],
@@ -59,7 +48,7 @@ def print_training(given: dict[str, Any], machines: Cluster, workload: dict[str,
     shared = f"{best.context} ranks share a sequence, as {by(best.plan.shape)} (heads x queries x keys)"
     shared = shared if best.context > 1 else "Each rank has sequences of its own"
     lines = [f"{shared}.", f"Sequences at once: {best.data}.", _trained(model)]
-    lines += [EXPLAINED] * given["verbose"]
+    lines += [EXPLAINED] * options.verbose
     console.print("\n".join(lines), highlight=False, markup=False)
 
 

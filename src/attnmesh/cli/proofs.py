@@ -6,16 +6,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnmesh.attention.attend import attend
-from attnmesh.attention.partials import energy
+from attnmesh.cache.cache import KVCache
 from attnmesh.core.band import Band
 from attnmesh.core.mask import Causal, Documents, Full, Mask, Window
 from attnmesh.core.storage import STORAGES, Storage
-from attnmesh.decode.cache import KVCache
-from attnmesh.decode.decode import decode
+from attnmesh.decoding.decode_call import decode
 from attnmesh.kernels.blocks import Kernel
 from attnmesh.kernels.cuda import CUDA, operator_name
 from attnmesh.kernels.driver import KERNELS, choose, choose_for_cache
+from attnmesh.mesh_attention.local import attend
+from attnmesh.mesh_attention.partials import energy
 
 CASES: tuple[Mask, ...] = (Full(), Causal(), Window(40, 7), Causal() & Documents((150, 50, 100)))
 """Masks on 300 tokens, and on their last 3 queries: 6 query heads, 2 key heads of 32, values of 24."""
@@ -41,6 +41,11 @@ class Proof:
     out_error: float | None = None
     gradient_error: float | None = None
     allowed: float | None = None
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """True for a kernel of other devices, such as those of GPUs on a CPU."""
+        return self.absent is not None and self.absent.endswith(f"the tensors are on {self.device}")
 
     @property
     def holds(self) -> bool:

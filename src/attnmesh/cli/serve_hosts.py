@@ -7,20 +7,22 @@ find it by a folder of this torchrun, in which the front writes the address of i
 import atexit
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from signal import SIGTERM
+from signal import SIGKILL, SIGTERM
 from typing import Any
 
 import torch.distributed as dist
 
 from attnmesh.cli.launch import RankError
-from attnmesh.comm.shared_memory import alive
 from attnmesh.errors import ClusterError, require
+from attnmesh.runtime.processes import RunningProcess
 
 FRONT = "ATTNMESH_FRONT"
 """Environment of a front: its folder, the process of torchrun's agent, and the number of ranks."""
@@ -37,7 +39,7 @@ class TorchrunRanks:
     """The ranks that torchrun starts, as the front sees them."""
 
     folder: Path
-    agent: int
+    agent: RunningProcess
     count: int
 
     @staticmethod
@@ -48,7 +50,7 @@ class TorchrunRanks:
             return None
         folder, agent, count = given.rsplit(":", 2)
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        return TorchrunRanks(Path(folder), int(agent), int(count))
+        return TorchrunRanks(Path(folder), RunningProcess.parse(agent), int(count))
 
     def run(self, address: str) -> None:
         """Publish the address for the next rank 0, and raise when it has ended, or torchrun has."""
@@ -56,20 +58,23 @@ class TorchrunRanks:
         rank.unlink(missing_ok=True)
         replace(published, address)
         try:
-            while alive(self.agent) and not rank.exists():
+            while self.agent.is_alive() and not rank.exists():
                 time.sleep(POLL)
-            while alive(self.agent) and alive(int(rank.read_text())):
+            while self.agent.is_alive() and RunningProcess.parse(rank.read_text()).is_alive():
                 time.sleep(POLL)
         finally:
             published.unlink(missing_ok=True)
-        if not alive(self.agent):
+        if not self.agent.is_alive():
             os.kill(os.getpid(), SIGTERM)  # no other ranks will come
         raise RankError("ranks were lost")
 
-    def kill(self) -> None:
-        """End torchrun, which ends the ranks."""
-        if alive(self.agent):
-            os.kill(self.agent, SIGTERM)
+    def kill(self, *, again: bool = False) -> None:
+        """End torchrun, which ends the ranks; with `again` rank 0 alone, after which torchrun starts all of them."""
+        with suppress(OSError):  # it has ended
+            if again:
+                os.kill(int((self.folder / "rank").read_text()), SIGKILL)
+            elif self.agent.is_alive():
+                os.kill(self.agent.number, SIGTERM)
 
 
 def serve_under_torchrun(settings: Any) -> None:
@@ -82,21 +87,34 @@ def serve_under_torchrun(settings: Any) -> None:
 
 def find_front() -> str:
     """Return the address of the front, which is started if there is none yet. Rank 0 calls this."""
-    agent = os.getppid()
+    agent = RunningProcess.of(os.getppid())
     folder = Path(tempfile.gettempdir(), f"attnmesh-serve-{os.getuid()}-{agent}")
-    try:
-        folder.mkdir(mode=0o700)
-    except FileExistsError:
-        own = folder.stat()
-        fits = own.st_uid == os.getuid() and not own.st_mode & 0o077
-        require(fits, ClusterError, "serve", f"{folder} to be of this user alone", "another's", "remove it")
-    else:
+    if make_own_folder(folder):
         environment = {name: x for name, x in os.environ.items() if not name.startswith("TORCHELASTIC_")}
         environment[FRONT] = f"{folder}:{agent}:{dist.get_world_size()}"
         command = [sys.executable, "-m", "attnmesh", *sys.argv[1:]]
         front = subprocess.Popen(command, env=environment, start_new_session=True)  # no signal of the terminal's
-        replace(folder / "front", str(front.pid))
+        replace(folder / "front", str(RunningProcess.of(front.pid)))
     return _address(folder)
+
+
+def make_own_folder(folder: Path) -> bool:
+    """Make a folder of this user alone, or return False if there is one. Raise if others made it, or could replace it.
+
+    Its name can be guessed. A link is refused, whatever it leads to.
+    """
+    parent = folder.parent.stat()
+    is_safe = not parent.st_mode & stat.S_IWOTH or bool(parent.st_mode & stat.S_ISVTX)
+    expected, fix = "a temporary folder in which others cannot replace files", "set TMPDIR to a folder of yours"
+    require(is_safe, ClusterError, "serve", expected, f"{folder.parent}, where they can", fix)
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        found = folder.lstat()
+        is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+        require(is_own, ClusterError, "serve", f"{folder} to be of this user alone", "another's", "remove it")
+        return False
+    return True
 
 
 def _address(folder: Path) -> str:
@@ -106,9 +124,9 @@ def _address(folder: Path) -> str:
     while time.monotonic() < end:
         if published.exists():
             address = published.read_text()
-            replace(folder / "rank", str(os.getpid()))
+            replace(folder / "rank", str(RunningProcess.of()))
             return address
-        if front.exists() and not alive(int(front.read_text())):
+        if front.exists() and not RunningProcess.parse(front.read_text()).is_alive():
             break
         time.sleep(POLL)
     fix = f"read its messages, and remove {folder}"

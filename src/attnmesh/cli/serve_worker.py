@@ -1,6 +1,7 @@
 """Work of `attnmesh serve` on each rank: load the model, and run the engine."""
 
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import torch.distributed as dist
@@ -8,27 +9,38 @@ import torch.distributed as dist
 from attnmesh import hf
 from attnmesh.cli.generate_prompt import Prepared
 from attnmesh.cli.generate_worker import load_model
+from attnmesh.cli.output import print_message
 from attnmesh.comm.failures import set_deadline
-from attnmesh.serve.worker import serve_rank_0
+from attnmesh.hf.models import rope_switches
+from attnmesh.serve.rank_requests import serve_rank_0
+
+LOADING = 1800.0
+"""Seconds that one rank may take longer than another to load the model."""
 
 
 @dataclass(frozen=True)
-class Settings:
+class ServeSettings:
     """The model, and the options of its engine, the same on all ranks."""
 
     model: Prepared
     dtype: str
-    deadline: float | None
+    deadline: float
     engine: dict[str, Any]
     """Options of `hf.Engine`."""
 
 
-def serve_rank(settings: Settings, address: str) -> None:
-    """Serve as one of several ranks; rank 0 connects to the front at the address."""
-    set_deadline(settings.deadline)
+def serve_rank(settings: ServeSettings, address: str) -> None:
+    """Serve as one of several ranks; rank 0 connects to the front at the address, and says what it does."""
+    set_deadline(max(settings.deadline, LOADING))
+    first, start = dist.get_rank() == 0, perf_counter()
+    if first:
+        print_message("loading weights")
     model, mesh = load_model(settings.model, settings.dtype)
     engine = hf.Engine(model, mesh, output=settings.model.mesh.output, **settings.engine)
-    if dist.get_rank() == 0:
-        serve_rank_0(engine, address, {"max_model_len": engine.longest})
+    set_deadline(settings.deadline)
+    if first:
+        print_message(f"weights loaded in {perf_counter() - start:.1f} s")
+        facts = {"max_model_len": engine.longest, "cache_bytes": engine.schedule.memory}
+        serve_rank_0(engine, address, facts | {"rope_switches": rope_switches(model.config)})
     else:
         engine.follow()

@@ -7,6 +7,7 @@ the store, and all ranks on that host.
 """
 
 import json
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from attnmesh.comm.letters import moved_by_thread
+from attnmesh.comm.mailbox_queue import moved_by_thread
 from attnmesh.errors import MeshError, RankFailure, require
 from attnmesh.mesh.axes import Axis, backends
 from attnmesh.runtime.world import WORLD
@@ -94,6 +95,8 @@ def failure(axis: Axis, step: str, peer: int | None, error: RuntimeError) -> Ran
     ranks = dist.get_process_group_ranks(axis.group)
     suspects = [rank for rank in ranks if rank != dist.get_rank()] if peer is None else [ranks[peer]]
     late = peer is None or "timed out" in str(error).lower()  # else a connection broke: its peer is lost, or closed it
+    why = str(error).splitlines()[0] if str(error) else type(error).__name__
+    _report(suspects, step, axis, why)
     reachable = _leave_note([])  # alive, and no suspicion yet
     _close_connections()  # so that all ranks find an error and leave notes
     missing = _missing(suspects, late=late) if reachable else _cut_off(suspects)
@@ -101,8 +104,29 @@ def failure(axis: Axis, step: str, peer: int | None, error: RuntimeError) -> Ran
         _leave_note(missing)
     if dist.get_rank() == 0:
         _outlast_readers(missing)
-    why = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return RankFailure(missing, step, axis.name, why)
+    return RankFailure(missing, step, axis.name, why + _likely_cause(late, dist.get_rank() in missing))
+
+
+def _likely_cause(late: bool, is_this_rank: bool) -> str:
+    """Return what may have made a rank late, as the end of its own message or of one that waited for it."""
+    compiler: Any = sys.modules.get("torch._dynamo.utils")
+    cause = "; the other ranks had given this one up at their deadline" if is_this_rank else ""
+    if (late or is_this_rank) and compiler is not None and compiler.counters["stats"]:
+        cause += "; compilation by torch.compile may take longer than the deadline, see set_deadline"
+    return cause
+
+
+def _report(suspects: Sequence[int], step: str, axis: Axis, why: str) -> None:
+    """Print the first failure of this rank before the others learn of it.
+
+    They may wait elsewhere, as in a barrier, and end with an error of the backend; then torchrun ends this rank before
+    its own error is seen.
+    """
+    if not WORLD.has_failed:
+        WORLD.has_failed = True
+        awaited = f"rank{'s' * (len(suspects) > 1)} {', '.join(map(str, suspects))}"
+        where, advice = f"along the {axis.name} axis, {step}: {why}", "Ranks that work all have to make this call."
+        print(f"attnmesh: rank {dist.get_rank()} waited for {awaited} {where}. {advice}", file=sys.stderr, flush=True)
 
 
 def _missing(ranks: Sequence[int], *, late: bool) -> list[int]:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm.failures import failure
-from attnmesh.comm.letters import finish_letters_of
+from attnmesh.comm.mailbox_queue import finish_letters_of
 from attnmesh.comm.message import MODULUS, PartialMessage
 from attnmesh.comm.shared_memory import DIFFERENT, CallsDifferError, Mailboxes, PeerLostError
 from attnmesh.comm.topology import rounds, whole_mailboxes
 from attnmesh.core.partial import Partial
-from attnmesh.kernels.native.digest import wrapped
+from attnmesh.kernels.native.native_digest import wrapped
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.reduction_tree import Round
 from attnmesh.runtime.counters import count_messages, current_traffic

@@ -13,8 +13,8 @@ from torch import Tensor
 from attnmesh.comm.shared_memory import SLOT
 from attnmesh.core.digest import ROW, digest
 from attnmesh.core.partial import Partial, merge_stack
-from attnmesh.kernels.merge import launch_checksum, merge_stacked, use_triton
-from attnmesh.kernels.native.digest import digest_on_host, wrapped
+from attnmesh.kernels.native.native_digest import digest_on_host, wrapped
+from attnmesh.kernels.stacked_merge import launch_checksum, merge_stacked, use_triton
 from attnmesh.kernels.triton_runtime import interpreted
 
 MODULUS = (1 << 24) - 3

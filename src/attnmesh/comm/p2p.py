@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attnmesh.comm.failures import awaited, collective, failure
-from attnmesh.comm.letters import Letter, begin_letters, finish_letter
+from attnmesh.comm.mailbox_queue import Letter, begin_letters, finish_letter
 from attnmesh.comm.shared_memory import SLOT, CallsDifferError, PeerLostError
 from attnmesh.comm.topology import mailboxes_of
 from attnmesh.mesh.axes import Axis, backends
 from attnmesh.mesh.reduction_tree import Round
 from attnmesh.mesh.schedule import Step
+from attnmesh.runtime.caches import on_device
 from attnmesh.runtime.counters import Tensors, bytes_of, count_messages, count_received
-from attnmesh.runtime.kept import on_device
 from attnmesh.runtime.ranges import EXCHANGE, is_profiled, named
 from attnmesh.runtime.world import cached_per_world
 

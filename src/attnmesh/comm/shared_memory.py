@@ -23,6 +23,7 @@ from torch import Tensor
 
 from attnmesh.kernels.native.build import library
 from attnmesh.mesh.reduction_tree import Round
+from attnmesh.runtime.processes import RunningProcess
 from attnmesh.runtime.world import WORLD
 
 SLOT = 1 << 18
@@ -89,8 +90,8 @@ class PeerLostError(RuntimeError):
 class Mailboxes:
     """Boxes of this rank. `members` are the ranks of the axis that share the memory.
 
-    A receive times out after `timeout` seconds, or when the sender's process ends. `processes` are process ids, 0 for a
-    process that is not visible from here.
+    A receive times out after `timeout` seconds, or when the sender's process ends. `processes` are numbers of running
+    processes, 0 for a process that is not visible from here.
     """
 
     def __init__(
@@ -109,7 +110,8 @@ class Mailboxes:
         self.words, self.memory = memoryview(memory).cast("q"), torch.frombuffer(memory, dtype=torch.uint8)
         self.start = self.memory.data_ptr()
         self.sent, self.received = (dict.fromkeys(members, 0) for _ in range(2))
-        self.processes = dict(zip(members, processes, strict=True))
+        running = (RunningProcess.of(number) if number else None for number in processes)
+        self.processes = dict(zip(members, running, strict=True))
         self.timeout = timeout
         self.spin = int(SPIN * 1e9) if len(members) <= len(os.sched_getaffinity(0)) else 0
         self.agreements = 0
@@ -236,8 +238,8 @@ class Mailboxes:
 
     def _check_alive(self, peer: int, since: float) -> None:
         process = self.processes[peer]
-        if process and not alive(process):
-            raise PeerLostError(peer, f"its process {process} has ended")
+        if process is not None and not process.is_alive():
+            raise PeerLostError(peer, f"its process {process.number} has ended")
         if self.words[self.boards[peer] // 8 + LEFT]:
             raise PeerLostError(peer, "it has lost a rank itself, and left")
         timeout = WORLD.deadline or self.timeout
@@ -271,14 +273,6 @@ class Mailboxes:
         """Make every rank that waits for this one raise, and this one if it goes on."""
         self.has_left = True
         self.words[self.boards[self.index] // 8 + LEFT] = 1
-
-
-def alive(process: int) -> bool:
-    """Return whether a process runs. A zombie, whose parent has not read its exit status, does not."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def size_of(ranks: int) -> int:

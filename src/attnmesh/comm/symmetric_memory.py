@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnmesh.comm.topology import all_gather_ints, hosts
 from attnmesh.core.partial import Partial
-from attnmesh.kernels.merge import supports
+from attnmesh.kernels.stacked_merge import supports
 from attnmesh.kernels.triton_runtime import launch, parts
 from attnmesh.mesh.axes import Axis
 from attnmesh.runtime.counters import count_messages

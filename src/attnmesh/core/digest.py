@@ -44,15 +44,6 @@ def digest(x: Tensor) -> Tensor:
     return (numbers * weights[: len(numbers)]).sum()
 
 
-def digest_rows(x: Tensor) -> Tensor:
-    """Return an int64 digest of each row of a tensor, along dim 0."""
-    rows = x[:, None].flatten(1)
-    if rows.shape[1] > ROW:
-        return torch.stack([digest(row) for row in rows])
-    weights = cpu_weights().to(x.device)[: rows.shape[1]]
-    return (_fold(bits(rows).view(rows.shape)) * weights).sum(1)
-
-
 def _fold(numbers: Tensor) -> Tensor:
     """Copy the high bits of int64 into the low ones: modulo 2^64, changes in high bits alone could cancel."""
     return numbers ^ (numbers >> 32) if numbers.dtype == torch.int64 else numbers

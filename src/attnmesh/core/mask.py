@@ -4,7 +4,8 @@ Every mask is one value, `Mask(left, right, ends, chunks, spans)`: the query at 
 to `p + right`, or to the end of its span, inside its document and its chunk. Both bounds never decrease with p, and an
 intersection of masks is again a mask, but for some with spans, which raise.
 
-        Causal()          Window(2)         Documents([3, 5])   Causal() & Documents([3, 5])   Causal() & Chunks(3)
+        Causal()          Window(2)         Full() &            Causal() &                     Causal() & Chunks(3)
+                                            Documents([3, 5])   Documents([3, 5])
         # . . . . . . .   # . . . . . . .   # # # . . . . .     # . . . . . . .                # . . . . . . .
         # # . . . . . .   # # . . . . . .   # # # . . . . .     # # . . . . . .                # # . . . . . .
         # # # . . . . .   # # # . . . . .   # # # . . . . .     # # # . . . . .                # # # . . . . .
@@ -16,16 +17,16 @@ intersection of masks is again a mask, but for some with spans, which raise.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, chain, pairwise
 
 import torch
 from torch import Tensor
 
-from attnmesh.core.drawing import drawn
 from attnmesh.core.layout import Layout
-from attnmesh.errors import MaskError, check_count
+from attnmesh.core.mask_drawing import drawn
+from attnmesh.errors import MaskError, check_count, warn_once
 
 FAR = 1 << 60
 """A distance beyond every position: no bound on that side."""
@@ -43,6 +44,7 @@ class Mask:
         ends: The end of each document, ascending. Empty if there are no documents.
         chunks: Sizes of chunks, ascending. A query sees the keys of its own chunk of each size.
         spans: The start and the end of each span, one after the other. A query sees the keys up to the end of its span.
+        directed: False if nobody has said whether queries see later tokens. It makes no difference between masks.
 
     Raises:
         MaskError: If a value is no whole number, `left` or `right` is negative, `ends` or `spans` do not ascend, or a
@@ -62,6 +64,7 @@ class Mask:
     ends: tuple[int, ...] = ()
     chunks: tuple[int, ...] = ()
     spans: tuple[int, ...] = ()
+    directed: bool = field(default=True, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("ends", "chunks", "spans"):
@@ -188,7 +191,8 @@ class Mask:
             other.check_length("mask &", self.ends[-1])
         ends, sizes = tuple(sorted({*self.ends, *other.ends})), sorted({*self.chunks, *other.chunks})
         chunks = tuple(size for n, size in enumerate(sizes) if all(size % smaller for smaller in sizes[:n]))
-        return Mask(min(self.left, other.left), min(self.right, other.right), ends, chunks, self._common_spans(other))
+        reach, spans = (min(self.left, other.left), min(self.right, other.right)), self._common_spans(other)
+        return Mask(*reach, ends, chunks, spans, self.directed or other.directed)
 
     def _common_spans(self, other: "Mask") -> tuple[int, ...]:
         """Return the spans of an intersection: none if queries see no later tokens in one mask. Raise if unknown."""
@@ -204,14 +208,14 @@ class Mask:
         """Return the calls that make the mask."""
         window = f"Window({self.left})" if self.right == 0 else f"Window({self.left}, {self.right})"
         if self.left >= FAR and not 0 < self.right < FAR:
-            window = "Causal()" if self.right == 0 else ""
+            window = "Causal()" if self.right == 0 else "Full()"
         if self.spans:
             pairs = [*zip(self.spans[::2], self.spans[1::2], strict=True)]
             window = f"Spans({pairs})" if self.left >= FAR else f"Spans({pairs}, {self.left})"
         lengths = [stop - start for start, stop in pairwise((0, *self.ends))]
         documents = f"Documents({lengths})" if lengths else ""
         chunks = (f"Chunks({size})" for size in self.chunks)
-        return " & ".join(filter(None, (window, documents, *chunks))) or "Full()"
+        return " & ".join(filter(None, (window, documents, *chunks)))
 
 
 FULL, CAUSAL = Mask(), Mask(right=0)
@@ -260,7 +264,8 @@ def Window(left: int, right: int = 0) -> Mask:
 def Documents(lengths: Iterable[int]) -> Mask:
     """Return the mask of packed sequences: a query sees the keys of its own document.
 
-    Combine it with `& Causal()` for language models.
+    Say if it sees later ones: `Causal() & Documents(lengths)` for language models, `Full() & Documents(lengths)` for
+    encoders. Attention under documents alone is the latter, with a `FutureWarning`.
 
     Args:
         lengths: Tokens of each document, in order. They must add up to the length of the sequence.
@@ -269,7 +274,7 @@ def Documents(lengths: Iterable[int]) -> Mask:
         MaskError: If lengths are not whole numbers, 0 or more, or add up to no tokens or to too many.
 
     >>> import attnmesh as am
-    >>> am.Documents([1, 2]).draw(3)
+    >>> (am.Full() & am.Documents([1, 2])).draw(3)
     ['# . .', '. # #', '. # #']
     """
     if not isinstance(lengths, Iterable):
@@ -279,13 +284,14 @@ def Documents(lengths: Iterable[int]) -> Mask:
         raise MaskError("Documents", f"at most {FAR} tokens", f"{sum(sizes)} tokens", "check the unit of the lengths")
     if not any(sizes):
         raise MaskError("Documents", "at least one token", f"lengths {sizes}", "use Full() when there are no documents")
-    return Mask(ends=tuple(sorted({*accumulate(sizes)} - {0})))
+    return Mask(ends=tuple(sorted({*accumulate(sizes)} - {0})), directed=False)
 
 
 def Chunks(size: int) -> Mask:
     """Return the mask under which a query sees the keys of its own chunk. Chunks begin at multiples of `size`.
 
-    Combine it with `& Causal()` for language models such as Llama 4.
+    Say if it sees later ones: `Causal() & Chunks(size)`, as Llama 4 has it, or `Full() & Chunks(size)`. Attention under
+    chunks alone is the latter, with a `FutureWarning`.
 
     Args:
         size: Tokens of a chunk, 1 or more.
@@ -294,11 +300,11 @@ def Chunks(size: int) -> Mask:
         MaskError: If it is not a whole number, 1 or more.
 
     >>> import attnmesh as am
-    >>> (am.Chunks(2) & am.Causal()).draw(4)
+    >>> (am.Causal() & am.Chunks(2)).draw(4)
     ['# . . .', '# # . .', '. . # .', '. . # #']
     """
     size = check_count("Chunks size", size, "count the tokens of a chunk as a Python int", least=1, error=MaskError)
-    return Mask(chunks=(size,)) if size < FAR else Mask()
+    return Mask(chunks=(size,) if size < FAR else (), directed=False)
 
 
 def Spans(ranges: Iterable[Sequence[int]], left: int = FAR) -> Mask:
@@ -326,7 +332,7 @@ def Spans(ranges: Iterable[Sequence[int]], left: int = FAR) -> Mask:
 def check_mask(subject: str, mask: Mask, *lengths: int) -> None:
     """Raise unless mask is a `Mask`, and its documents, if any, add up to each of the lengths."""
     if not isinstance(mask, Mask):
-        expected = "Full(), Causal(), Window(left), Documents(lengths), Chunks(size), Spans(ranges) or a & of them"
+        expected = "Full(), Causal(), Window(left), Spans(ranges), or one of them & Documents(lengths) or Chunks(size)"
         if callable(mask) and hasattr(mask, "__name__"):
             raise MaskError(subject, expected, f"{mask.__name__} itself", f"call it: {mask.__name__}()")
         given = repr(mask) if mask is None or isinstance(mask, str) else type(mask).__name__
@@ -334,6 +340,10 @@ def check_mask(subject: str, mask: Mask, *lengths: int) -> None:
         raise MaskError(subject, expected, given, fix)
     for length in lengths:
         mask.check_length(subject, length)
+    if not (mask.directed or torch.compiler.is_compiling()):
+        alone = "Documents(lengths)" if mask.ends else "Chunks(size)"
+        which = f"Say which: am.Causal() & am.{alone} hides later tokens, am.Full() & am.{alone} shows them"
+        warn_once(f"{subject}: {alone} alone shows later tokens, and will be refused. {which}.", FutureWarning)
 
 
 def _count(subject: str, value: int) -> int:

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.attention.attention import attention
 from attnmesh.comm.topology import all_gather_ints
 from attnmesh.core.layout import Split
 from attnmesh.core.mask import Causal, Full
+from attnmesh.diffusers.diffusers_names import AttentionBackendName, BackendRegistry, dispatch_attention_fn
 from attnmesh.diffusers.tokens import Tokens
-from attnmesh.diffusers.upstream import AttentionBackendName, BackendRegistry, dispatch_attention_fn
 from attnmesh.errors import KernelError, MaskError
 from attnmesh.guard.consensus import describe_call, run_agreed
+from attnmesh.mesh_attention.attention import attention
 
 SUBJECT = "attnmesh.diffusers attention"
 

@@ -8,9 +8,9 @@ from diffusers import ModelMixin
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.diffusers.backend import backend_of, register, unregister
-from attnmesh.diffusers.plans import TokenPlan, plan_of
+from attnmesh.diffusers.diffusers_names import unwrap_module
+from attnmesh.diffusers.family_plans import TokenPlan, plan_of
 from attnmesh.diffusers.state import MeshState, split_attention
-from attnmesh.diffusers.upstream import unwrap_module
 from attnmesh.errors import ModelError, require
 from attnmesh.guard.checks import check_checked
 from attnmesh.guard.consensus import describe_call, run_agreed

@@ -11,9 +11,9 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from attnmesh.core.digest import fingerprints
-from attnmesh.diffusers.plans import TokenPlan, TokenSplit, modules_named
+from attnmesh.diffusers.diffusers_names import Attention, AttentionModuleMixin, MochiAttention
+from attnmesh.diffusers.family_plans import TokenPlan, TokenSplit, modules_named
 from attnmesh.diffusers.tokens import Tokens
-from attnmesh.diffusers.upstream import Attention, AttentionModuleMixin, MochiAttention
 from attnmesh.errors import KernelError, ModelError, ShapeError
 from attnmesh.guard.consensus import CallChecker
 from attnmesh.mesh.axes import Mesh

@@ -7,10 +7,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from attnmesh.attention.sharding import unshard_runs
 from attnmesh.comm.topology import all_gather_ints
 from attnmesh.errors import MeshError, ShapeError
 from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh_attention.sharding import unshard_runs
 
 
 def run_sizes(length: int, ranks: int) -> tuple[int, ...]:

@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnmesh.attention.merge_across import merge_across, raise_alike
 from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.errors import DtypeError, InputError, ShapeError, require, type_and_shape
 from attnmesh.guard.checks import check_tensor
 from attnmesh.mesh.axes import axis_of
+from attnmesh.mesh_attention.merge_across import merge_across, raise_alike
 
 SUBJECT = "combine"
 

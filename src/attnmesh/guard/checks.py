@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from attnmesh.core.logits import Logits
+from attnmesh.core.mask import Mask
 from attnmesh.core.partial import DTYPES
 from attnmesh.core.selection import Selection
 from attnmesh.errors import (
@@ -34,7 +35,7 @@ MAX_SWAPPED_LENGTH = 128
 WRAP = "pass am.Selection(indices), indices of dtype torch.int32"
 
 _SCORE_FIX = "bring what is added to logits into q and k, or use a mask of positions"
-_MASK_FIX = "pass mask=, a function of positions: Causal(), Window(left), Documents(lengths)"
+_MASK_FIX = "pass mask=, a function of positions: Causal(), Window(left), Causal() & Documents(lengths)"
 
 UNSUPPORTED_OPTIONS = {
     "dropout": "leave it out, and drop elsewhere in the layer",
@@ -44,7 +45,8 @@ UNSUPPORTED_OPTIONS = {
     "alibi": _SCORE_FIX,
     "attn_mask": _MASK_FIX,
     "block_mask": _MASK_FIX,
-    "causal": "pass mask=Causal() or mask=Full()",
+    "causal": "let mask= say it: am.Causal(), as attention without mask=, or am.Full()",
+    "window": "pass mask=am.Window(left), or am.Window(left, right)",
     "enable_gqa": "leave it out: heads are grouped by their numbers",
 }
 """Fixes for options of other attention functions, by a part of the option's name."""
@@ -262,6 +264,16 @@ def check_unknown_options(subject: str, options: Mapping[str, object]) -> None:
             fix = ELSEWHERE.get(name, f"see help({subject})")
             raise ArgumentError(subject, "the arguments of its signature", given, fix)
         raise KernelError(subject, "exact softmax attention under a mask of positions", given, fix)
+
+
+def without_redundant(options: Mapping[str, object], mask: Mask) -> dict[str, object]:
+    """Return options of PyTorch's attention without those that say what is done anyway under this mask.
+
+    Heads are grouped by their numbers, whatever `enable_gqa` says.
+    """
+    causal = isinstance(mask, Mask) and mask.right == 0 and not mask.spans
+    redundant = {"is_causal": (causal,), "enable_gqa": (True, False)}
+    return {name: x for name, x in options.items() if type(x) is not bool or x not in redundant.get(name, ())}
 
 
 def heads_and_length(x: object) -> tuple[int, int]:

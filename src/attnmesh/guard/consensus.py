@@ -21,13 +21,22 @@ from attnmesh.core.digest import EXTRA_VALUES
 from attnmesh.errors import InputError, MeshError, RankFailure, UnforeseenError
 from attnmesh.kernels.triton_runtime import interpreted
 from attnmesh.mesh.axes import Mesh
-from attnmesh.runtime.kept import Kinds
+from attnmesh.runtime.caches import Kinds
 from attnmesh.runtime.world import WORLD, cached_per_world
 
 T = TypeVar("T")
 
 
 SEPARATOR = "\x1f"
+
+HOST = "\x1ehost: "
+"""Before the name of a rank's host at the end of a text. Hosts may differ; they are shown where calls do."""
+
+VERSIONS = "versions: "
+"""Before the versions of packages, in a line of the texts that say them."""
+
+MOST_HOSTS = 3
+"""Hosts that a row of the table names."""
 
 
 def describe_call(name: str, /, **fields: object) -> str:
@@ -107,7 +116,7 @@ def agree(mesh: Mesh, call: str | InputError, numbers: Sequence[int] = ()) -> li
     """
     failed = isinstance(call, InputError)
     text = SEPARATOR.join((type(call).__name__, *call.args)) if isinstance(call, InputError) else call
-    number = int.from_bytes(blake2b(_encoded(text), digest_size=7).digest())
+    number = int.from_bytes(blake2b(_encoded(text.partition(HOST)[0]), digest_size=7).digest())
     for mailboxes in _mailboxes_of(mesh):
         mailboxes.enter_agreement()
     padded = [*numbers, *[0] * (EXTRA_VALUES - len(numbers))]
@@ -231,6 +240,8 @@ def _raise(texts: Sequence[str], failed: Sequence[int], ranks: Sequence[int]) ->
             raise getattr(errors, name)(*parts) from None
     subject = texts[0].splitlines()[0]
     fix = "call it alike on all ranks of the mesh"
+    if len({line for text in texts for line in [*text.splitlines(), ""] if line.startswith(VERSIONS)}) > 1:
+        fix = "install the same versions of attnmesh and PyTorch on all hosts"
     if any(" of digest " in text for text in texts):
         fix += ", with the same inputs and, in a model, the same weights"
     raise MeshError(subject, "the same call on every rank", _table(texts, ranks), fix) from None
@@ -244,18 +255,23 @@ def _table(texts: Sequence[str], ranks: Sequence[int]) -> str:
         0, 2   60
         1      61
     """
-    ranks_by_text = defaultdict(list)
+    members = defaultdict[str, list[tuple[str, str]]](list)
     for rank, text in sorted(zip(ranks, texts, strict=True)):
-        ranks_by_text[text].append(str(rank))
+        call, _, host = text.partition(HOST)
+        members[call].append((str(rank), host))
     fields = []
-    for text in ranks_by_text:
-        name, *lines = text.splitlines()
-        fields.append({"call": name, **dict(line.split(": ", 1) for line in lines)})
+    for call, found in members.items():
+        name, *lines = call.splitlines()
+        hosts = [*dict.fromkeys(host for _, host in found if host)]
+        places = ", ".join(hosts[:MOST_HOSTS]) + f" and {len(hosts) - MOST_HOSTS} more" * (len(hosts) > MOST_HOSTS)
+        fields.append(
+            {"call": name, **dict(line.split(": ", 1) for line in lines), **({"hosts": places} if hosts else {})}
+        )
     names = [name for name in dict.fromkeys(chain(*fields)) if len({each.get(name) for each in fields}) > 1]
     rows = [["ranks", *names]]
     rows += [
-        [", ".join(same), *(each.get(name, "-") for name in names)]
-        for same, each in zip(ranks_by_text.values(), fields, strict=True)
+        [", ".join(rank for rank, _ in found), *(each.get(name, "-") for name in names)]
+        for found, each in zip(members.values(), fields, strict=True)
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

@@ -7,7 +7,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from attnmesh.comm.merge import fastest_merge
+from attnmesh.comm.rank_merge import fastest_merge
 from attnmesh.errors import InputError, MeshError, check_choice
 from attnmesh.guard.consensus import CallChecker, agree, asks, describe_call, drop_messages, may_compare
 from attnmesh.mesh.axes import Axis, Mesh, mesh_of

@@ -10,20 +10,21 @@ Importing this package registers the name with transformers' attention and mask 
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from attnmesh.hf.attention import attention_function
 from attnmesh.hf.cache.sharded_cache import ShardedCache as ShardedCache
-from attnmesh.hf.checkpoint import Checkpoint as Checkpoint
 from attnmesh.hf.generate import generate as generate
-from attnmesh.hf.mask import mask_function
+from attnmesh.hf.generation_checkpoint import Checkpoint as Checkpoint
+from attnmesh.hf.layer_attention import attention_function
+from attnmesh.hf.layer_mask import mask_function
 from attnmesh.hf.models import NAME
 from attnmesh.hf.prefill import prefill as prefill
-from attnmesh.hf.recurrent.prepare import restore as restore
+from attnmesh.hf.recurrent.prepare_recurrent import restore as restore
 from attnmesh.hf.serving.engine import Engine as Engine
-from attnmesh.hf.serving.rows import decode_rows as decode_rows
+from attnmesh.hf.serving.row_pass import decode_rows as decode_rows
 from attnmesh.hf.shards import Shards as Shards
 from attnmesh.hf.tensor_parallel import tensor_parallel as tensor_parallel
 from attnmesh.hf.training.accelerator import prepare as prepare
 from attnmesh.hf.training.batch import shard_batch as shard_batch
+from attnmesh.hf.training.mean_over_mesh import mean_over_mesh as mean_over_mesh
 from attnmesh.hf.training.trainer import on_mesh as on_mesh
 
 AttentionInterface.register(NAME, attention_function)

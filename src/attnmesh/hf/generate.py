@@ -19,15 +19,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from attnmesh.comm.topology import all_gather_ints
 from attnmesh.errors import KernelError, MaskError, require
 from attnmesh.hf.cache.sharded_cache import ShardedCache
-from attnmesh.hf.checkpoint import SUBJECT as CHECKPOINT
-from attnmesh.hf.checkpoint import Checkpoint, TokenCallback, random_state, set_random_state
 from attnmesh.hf.finite import NanWatch
+from attnmesh.hf.generation_checkpoint import SUBJECT as CHECKPOINT
+from attnmesh.hf.generation_checkpoint import Checkpoint, TokenCallback, random_state, set_random_state
 from attnmesh.hf.images.inputs import split_images, without_absent
 from attnmesh.hf.models import rope_regime, unwrap
-from attnmesh.hf.options import ASSISTED_OPTIONS, CheckpointSpec, Settings, agree_on_call, check_padding
+from attnmesh.hf.options import ASSISTED_OPTIONS, CheckpointSpec, GenerationSettings, agree_on_call, check_padding
 from attnmesh.hf.prefill import CHUNK, Prompt, begin_prompt, crop_to_shared_prefix, prefill_rest
 from attnmesh.hf.tensor_parallel import sharing
-from attnmesh.hf.upstream import cache_argument
+from attnmesh.hf.transformers_names import cache_argument
 from attnmesh.mesh.axes import Mesh, NotGiven, given_mesh
 
 ALONE = "each rank generates alone, with all keys and values. Pass mesh= or a cache to shard them over the ranks"
@@ -76,7 +76,7 @@ def generate(
         mesh = given_mesh("generate", mesh, ALONE) if cache is None else None
     place, model = Mesh.of(cache.mesh if isinstance(cache, ShardedCache) else mesh), unwrap(model)
     options = without_absent(options)
-    settings = Settings(model, options)
+    settings = GenerationSettings(model, options)
     spec = CheckpointSpec(checkpoint.folder, checkpoint.every) if isinstance(checkpoint, Checkpoint) else checkpoint
     named = {"prefill_chunk_size": prefill_chunk_size, "checkpoint": spec}
     agree_on_call(place, model, input_ids, attention_mask, cache, {**named, **options})
@@ -96,7 +96,7 @@ def _generate(
     model: PreTrainedModel, prompt: Prompt, cache: ShardedCache, chunk_size: int | None, options: dict[str, Any]
 ) -> Any:
     """Prefill the prompt, then run transformers' `generate`. Keep the cache's `tokens` up to date."""
-    settings = Settings(model, dict(options))
+    settings = GenerationSettings(model, dict(options))
     beams, samples = settings["num_beams"] or 1, settings["num_return_sequences"] or 1
     assisted = any(settings[name] for name in ASSISTED_OPTIONS)
     shared = crop_to_shared_prefix(model, prompt, cache)
@@ -133,7 +133,7 @@ def _generate_with_checkpoint(
     options: dict[str, Any],
 ) -> Any:
     """Generate from the last checkpoint on, and save checkpoints."""
-    settings = Settings(model, options)
+    settings = GenerationSettings(model, options)
     _synchronize_generators(model, cache, prompt.device)
     begun = checkpoint.start_ids
     ids = checkpoint.begin(model, prompt, cache, settings) if begun is None else begun
@@ -201,7 +201,7 @@ def _continuing(model: PreTrainedModel, cache: ShardedCache) -> Iterator[None]:
             model.prepare_inputs_for_generation = own
 
 
-def _infer_padding(config: PreTrainedConfig, ids: Tensor, settings: Settings) -> Tensor | None:
+def _infer_padding(config: PreTrainedConfig, ids: Tensor, settings: GenerationSettings) -> Tensor | None:
     """Return the mask of padding tokens, unless they may also be end tokens. transformers infers it the same way."""
     padding, eos = settings["pad_token_id"], settings["eos_token_id"]
     ends = eos if isinstance(eos, (list, tuple)) else [eos]

@@ -25,6 +25,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -46,6 +47,9 @@ SCRATCH = "unpacking-"
 KEPT = 3
 """Unpacked models that are kept, those that were used last."""
 
+NO_CODE: dict[str, Any] = {"trust_remote_code": False}
+"""Option of all that transformers loads: without it, transformers asks on the terminal, and a "y" runs code."""
+
 LONGEST_UNPACKING = 86400.0
 """Seconds after which such a folder was left behind."""
 
@@ -59,38 +63,29 @@ def locate(name: str, report: Report = lambda _: None, revision: str | None = No
     GGUF files are unpacked. A `revision` is a branch, a tag or a commit of the hub.
     """
     path = os.path.expanduser(name)  # Path.expanduser raises on an unknown user, and Path on a long name
-    of_hub = not (name == PACKAGED or os.path.exists(path))
-    given, fix = f"{name!r}, which is on this machine", "leave --revision out, or pass a name on the hub"
-    require(of_hub or revision is None, ModelError, "--revision", "a model on the hub", given, fix)
     if name == PACKAGED:
         return str(_unpack_gguf(_packaged_file(), report))
     if os.path.isfile(path) and path.endswith(".gguf"):
         return str(_unpack_gguf(Path(path), report))
     if os.path.isdir(path) or (os.path.isfile(path) and path.endswith(".json")):  # a configuration alone
         return path
-    names_file = os.path.exists(path) or name.endswith((".json", ".gguf"))
-    if os.path.isabs(path) or name.startswith(("./", "../", "~")) or name.count("/") > 1 or names_file:
-        fix = f"pass a folder that save_pretrained wrote, a GGUF file, a name on the hub, or {PACKAGED!r}"
-        raise ModelError("model", "a model", f"{name!r}, where there is none", fix)
     report(f"looking for {name} on the hub")
     wanted = name if revision is None else f"{name}@{revision}"
     _config_of(wanted)
-    repository, revision = pinned(wanted)["pretrained_model_name_or_path"], pinned(wanted).get("revision")
-    file = try_to_load_from_cache(repository, "config.json", revision=revision)
+    repository, at = pinned(wanted)
+    file = try_to_load_from_cache(repository, "config.json", **at)
     # All ranks read one commit, also those that are started again later.
     return f"{repository}@{Path(file).parent.name}" if isinstance(file, str) else wanted
 
 
-def pinned(name_or_path: str) -> dict[str, str]:
-    """Return what transformers' `from_pretrained` takes for a place that `locate` returned.
+def pinned(place: str) -> tuple[str, dict[str, str]]:
+    """Return the name or path of what `locate` returned, and its commit as an option of `from_pretrained`.
 
     >>> pinned("org/model@0123")
-    {'pretrained_model_name_or_path': 'org/model', 'revision': '0123'}
+    ('org/model', {'revision': '0123'})
     """
-    name, _, revision = name_or_path.partition("@")
-    if not revision or os.path.exists(name_or_path):
-        return {"pretrained_model_name_or_path": name_or_path}
-    return {"pretrained_model_name_or_path": name, "revision": revision}
+    name, _, revision = place.partition("@")
+    return (place, {}) if not revision or os.path.exists(place) else (name, {"revision": revision})
 
 
 def open_config(name_or_path: str, *, images: bool = False) -> PreTrainedConfig:
@@ -104,16 +99,33 @@ def open_config(name_or_path: str, *, images: bool = False) -> PreTrainedConfig:
     return config
 
 
+def open_generation_config(name_or_path: str) -> GenerationConfig:
+    """Return the model's generation_config, made from its configuration if it has none, as transformers does."""
+    with as_model_error(
+        "model", "a generation_config of transformers", name_or_path, "mend its generation_config.json"
+    ):
+        source, at = pinned(name_or_path)
+        try:
+            return GenerationConfig.from_pretrained(source, **at)
+        except OSError as error:
+            if "not a valid JSON" in str(error):  # else there is none
+                raise
+            made: dict[str, Any] = {"config_file_name": "config.json", "_from_model_config": True}
+            return GenerationConfig.from_pretrained(source, **at, **made)
+
+
 def open_tokenizer(name_or_path: str) -> Any:
     """Return the model's tokenizer."""
     with as_model_error("tokenizer", "the model's tokenizer", name_or_path, "add its files"):
-        return AutoTokenizer.from_pretrained(**pinned(name_or_path))
+        source, at = pinned(name_or_path)
+        return AutoTokenizer.from_pretrained(source, **at, **NO_CODE)
 
 
 def _config_of(name_or_path: str) -> PreTrainedConfig:
     fix = f"name a folder with config.json, a model on the hub (and be connected), or {PACKAGED!r}"
     with as_model_error("model", "a model of transformers", name_or_path, fix):
-        found: PreTrainedConfig = AutoConfig.from_pretrained(**pinned(name_or_path))
+        source, at = pinned(name_or_path)
+        found: PreTrainedConfig = AutoConfig.from_pretrained(source, **at, **NO_CODE)
     return found
 
 
@@ -134,7 +146,8 @@ def open_processor(name_or_path: str) -> Any:
     from transformers import AutoProcessor
 
     with as_model_error("--image", "the model's processor", name_or_path, "add its files"):
-        processor = AutoProcessor.from_pretrained(**pinned(name_or_path))
+        source, at = pinned(name_or_path)
+        processor = AutoProcessor.from_pretrained(source, **at, **NO_CODE)
     expected, fix = "a processor of images and text", "name a model of images"
     fits, given = hasattr(processor, "image_processor"), type(processor).__name__
     require(fits, ModelError, "--image", expected, given, fix)
@@ -158,7 +171,8 @@ def open_model(
     fix = "check its files, or download them again"
     with as_model_error("model", "weights that fit its configuration", name_or_path, fix):
         kind: Any = AutoModelForImageTextToText if images else AutoModelForCausalLM
-        model = kind.from_pretrained(**pinned(name_or_path), attn_implementation=NAME, dtype=weights_dtype)
+        source, at = pinned(name_or_path)
+        model = kind.from_pretrained(source, **at, attn_implementation=NAME, dtype=weights_dtype, **NO_CODE)
     shared: Any = tensor_parallel(model, sharing, output=output)
     with as_model_error("model", "weights that fit the device", name_or_path, fix):
         on_device: PreTrainedModel = shared.to(device).eval()
@@ -205,8 +219,8 @@ def _write_unpacked(file: Path, folder: Path) -> None:
         made = Path(scratch) / folder.name
         failing = as_model_error("model", "a GGUF file of a language model", str(file), "use another file")
         with failing, redirect_stderr(StringIO()):  # transformers has no option to turn off this progress bar
-            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-            model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
+            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, **NO_CODE)
+            model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, **NO_CODE)
         model.hf_quantizer = None  # the weights have been dequantized
         model.config.__dict__.pop("quantization_config", None)
         model.save_pretrained(made)
@@ -242,6 +256,12 @@ def as_model_error(subject: str, expected: str, source: str, fix: str) -> Iterat
         if isinstance(error, KeyError) and error.args == (NAME,):
             given = f"{source!r} with built-in attention"
             raise KernelError("model", "a model with selectable attention", given, USE_SUPPORTED) from None
+        if "trust_remote_code" in str(error):
+            expected, given = (
+                f"{expected} that transformers has itself",
+                f"{source!r}, which brings Python code of its own",
+            )
+            raise ModelError(subject, expected, given, "use another model: such code is never run") from None
         line = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         if is_out_of_memory(error):
             expected = "memory for its weights"

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from attnmesh.core.mask import Window
 from attnmesh.errors import ModelError, require
 from attnmesh.hf.cache.layer import SHORT_WINDOW
-from attnmesh.hf.latent import latent_widths
+from attnmesh.hf.latent_states import latent_widths
 from attnmesh.hf.load import as_model_error
 from attnmesh.hf.models import (
     INDEXED_LAYERS,
@@ -28,7 +28,7 @@ from attnmesh.hf.models import (
     window_of,
 )
 from attnmesh.hf.tensor_parallel import rank_weights
-from attnmesh.hf.upstream import Conv1D
+from attnmesh.hf.transformers_names import Conv1D
 from attnmesh.planner.selected import Selected
 from attnmesh.planner.serving import Model
 from attnmesh.planner.training import TrainedModel
@@ -128,7 +128,7 @@ def _windowed(config: PreTrainedConfig, layers: int, given: Mapping[str, Any]) -
 
 def _widths(config: PreTrainedConfig, *, windowed: bool) -> dict[str, Any]:
     """Return heads and columns, as a workload names them, of the first layer that has a window, or that has none."""
-    layers = getattr(config, "per_layer_config", None)  # of models whose layers differ
+    layers = config.per_layer_config if config.is_heterogeneous else None
     numbers = [number for number, kind in enumerate(layer_kinds(config)) if (kind in WINDOWED_LAYERS) == windowed]
     one = layers[numbers[0]] if layers and numbers else config
     own = "swa_" if windowed and hasattr(one, "swa_head_dim") else ""  # of Inkling's layers with windows

@@ -7,13 +7,15 @@ masks and cached keys that pass through it, and raises.
 import sys
 from collections.abc import Callable
 from inspect import signature
+from math import inf
 from typing import Any, NoReturn
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnmesh.errors import KernelError, ShapeError, require
-from attnmesh.hf.upstream import PEFT
+from attnmesh.hf.families.record import check_family, check_shared, raise_lost
+from attnmesh.hf.transformers_names import PEFT
 
 NAME = "attnmesh"
 """Name of the attention and mask functions in transformers' registries."""
@@ -151,7 +153,11 @@ def check_implementation(subject: str, config: PreTrainedConfig) -> None:
 
 
 def check_layers(config: PreTrainedConfig) -> None:
-    """Raise unless every layer attends to all earlier tokens, to a sliding window of them or to a chunk."""
+    """Raise unless every layer attends to all earlier tokens, to a sliding window of them or to a chunk.
+
+    Before the configuration is read, the installed transformers must have what the model's family needs of it.
+    """
+    check_family(config)
     config = config.get_text_config(decoder=True)
     layer_types = getattr(config, "layer_types", None) or ()
     known = {*SUPPORTED_LAYERS}
@@ -199,6 +205,12 @@ def has_windows(config: PreTrainedConfig) -> bool:
 def is_recurrent(config: PreTrainedConfig) -> bool:
     """Return whether the model has recurrent layers that can run on shards."""
     return config.get_text_config(decoder=True).model_type in RECURRENT_MODELS
+
+
+def steps_differ(config: PreTrainedConfig) -> bool:
+    """Return whether one token is computed by another rule than several: transformers bounds time steps there alone."""
+    least, most = getattr(config.get_text_config(decoder=True), "time_step_limit", None) or (0.0, inf)
+    return is_recurrent(config) and (least > 0 or most < inf)
 
 
 def is_compressed(config: PreTrainedConfig) -> bool:
@@ -321,10 +333,23 @@ def rope_regime(config: PreTrainedConfig, length: int, grown: int = 0) -> tuple[
     )
 
 
+GROWN = "max_seq_len_cached"
+"""Last part of the names of fields that hold such a length."""
+
+
 def rope_growth(model: PreTrainedModel) -> int:
     """Return the longest sequence that the model's dynamic ropes are scaled to. They grow, and seldom shrink."""
     fields = (field for module in model.modules() for field in vars(module).items())
-    return max((int(value) for name, value in fields if name.endswith("max_seq_len_cached")), default=0)
+    lengths = [int(value) for name, value in fields if name.endswith(GROWN)]
+    config = model.config.get_text_config(decoder=True)
+    if not lengths and any(rope["rope_type"] == "dynamic" for rope, _ in _length_dependent_ropes(config)):
+        raise_lost(config.model_type, f"{GROWN} of dynamic ropes")
+    return max(lengths, default=0)
+
+
+def rope_switches(config: PreTrainedConfig) -> list[int]:
+    """Return the lengths at which ropes change: an answer of `Engine` stays on its prompt's side."""
+    return [switch for _, switch in _length_dependent_ropes(config)]
 
 
 def check_rope_switch(config: PreTrainedConfig, cached: int, total: int) -> None:
@@ -342,9 +367,8 @@ def _length_dependent_ropes(config: PreTrainedConfig) -> list[tuple[dict[str, An
     config = config.get_text_config(decoder=True)
     ropes = getattr(config, "rope_parameters", None) or {}
     ropes = [ropes] if "rope_type" in ropes else [rope for rope in ropes.values() if isinstance(rope, dict)]
+    ropes = [rope for rope in ropes if rope.get("rope_type") in ("dynamic", "longrope")]
+    if ropes:
+        check_shared("length_dependent_ropes", config.model_type)
     longest: int = getattr(config, "max_position_embeddings", 0)
-    return [
-        (rope, int(rope.get("original_max_position_embeddings") or longest))
-        for rope in ropes
-        if rope.get("rope_type") in ("dynamic", "longrope")
-    ]
+    return [(rope, int(rope.get("original_max_position_embeddings") or longest)) for rope in ropes]

@@ -25,7 +25,7 @@ from attnmesh.errors import (
 from attnmesh.guard.consensus import describe_call, run_agreed
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.images.inputs import IMAGE_INPUTS, OWN_PROCESSOR, image_inputs, split_images
-from attnmesh.hf.mask import check_left_padded
+from attnmesh.hf.layer_mask import check_left_padded
 from attnmesh.hf.models import check_model, check_rope_switch, has_windows, is_compressed, is_recurrent, rope_regime
 from attnmesh.hf.tensor_parallel import sharing
 from attnmesh.mesh.axes import Mesh
@@ -84,7 +84,7 @@ class CheckpointSpec(NamedTuple):
     every: int
 
 
-class Settings:
+class GenerationSettings:
     """Generation settings in transformers' order: options of the call, its configuration, the model's configuration."""
 
     def __init__(self, model: Any, options: dict[str, Any]) -> None:
@@ -127,7 +127,7 @@ def agree_on_call(
         if cache is not None:
             _check_cache(cache, ids)
         if "chunk_size" not in options:  # an option of `prefill`, which makes no new tokens
-            check_rope_switch(model.config, ids.shape[1] - 1, Settings(model, options).total(ids.shape[1]))
+            check_rope_switch(model.config, ids.shape[1] - 1, GenerationSettings(model, options).total(ids.shape[1]))
 
     def describe(_: None) -> str:
         prompt = fingerprints({"prompt": ids, "attention_mask": attention_mask})
@@ -173,7 +173,7 @@ def describe_value(value: object) -> str:
 
 def _check_options(model: PreTrainedModel, options: dict[str, Any]) -> None:
     """Raise for options that `generate` does not support, and for unknown ones."""
-    settings = Settings(model, options)
+    settings = GenerationSettings(model, options)
     for name, fix in UNSUPPORTED.items():
         value = options.get(name) if name in OVERRIDDEN else settings[name]
         neutral = value is None or (isinstance(value, (int, float)) and value == NEUTRAL.get(name, False))

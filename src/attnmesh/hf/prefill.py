@@ -16,16 +16,16 @@ from attnmesh.core.layout import Contiguous, Layout, Striped
 from attnmesh.errors import KernelError, require
 from attnmesh.guard.consensus import run_agreed
 from attnmesh.hf.cache.sharded_cache import ShardedCache
+from attnmesh.hf.images.image_merge import Merged, merge_images
 from attnmesh.hf.images.inputs import Pictures, shared_with_images, split_images, without_absent
-from attnmesh.hf.images.merge import Merged, merge_images
 from attnmesh.hf.images.spans import uncut
-from attnmesh.hf.latent import latent_widths
+from attnmesh.hf.latent_states import latent_widths
 from attnmesh.hf.models import USE_SUPPORTED, forget_images, is_recurrent, rope_growth, rope_regime, unwrap
 from attnmesh.hf.options import agree_on_call
-from attnmesh.hf.recurrent.prepare import prepared
+from attnmesh.hf.recurrent.prepare_recurrent import prepared
 from attnmesh.hf.shards import ShardMask, ShardPositions, Shards
-from attnmesh.hf.sparse.prepare import prepare_indexers
-from attnmesh.hf.upstream import cache_argument
+from attnmesh.hf.sparse.prepare_indexer import prepare_indexers
+from attnmesh.hf.transformers_names import cache_argument
 from attnmesh.mesh.axes import Mesh
 
 CHUNK = 8192
@@ -145,11 +145,16 @@ def prefill_rest(
 
 
 def prefill_chunks(
-    model: PreTrainedModel, prompt: Prompt, cache: ShardedCache, size: Callable[[], int]
+    model: PreTrainedModel,
+    prompt: Prompt,
+    cache: ShardedCache,
+    size: Callable[[], int],
+    stop_before: Callable[[], int] | None = None,
 ) -> Iterator[int]:
     """Compute the prompt after the cached tokens, and yield the number of cached tokens after each chunk.
 
-    `size` is asked for the tokens of each chunk. All ranks compute the tokens before the first full round of blocks,
+    `size` is asked for the tokens of each chunk, and `stop_before` for a token before which it has to end, if more than
+    one is left to that. All ranks compute the tokens before the first full round of blocks,
     and every token if the model takes no position_ids or the ranks share its weights. Models with recurrent layers,
     which need runs of tokens, compute in the contiguous layout.
     """
@@ -171,7 +176,10 @@ def prefill_chunks(
     cache.images = None if merged is None else merged.pictures.fingerprints
     cache.shift = (0, 0) if merged is None else merged.shift
     layout: Layout = Contiguous() if recurrent else Striped(cache.block)
-    while chunks := uncut(_chunks(cache, start, end, size()), spans):
+    while True:
+        last_stop = end if stop_before is None or stop_before() < start + 2 else min(end, stop_before())
+        if not (chunks := uncut(_chunks(cache, start, last_stop, size()), spans)):
+            break
         first, stop, sharded = chunks[0]
         index = torch.arange(first, stop, device=ids.device)
         mask: Any = None if token_mask is None else token_mask[:, :stop].long()

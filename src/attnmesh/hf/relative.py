@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from attnmesh.errors import KernelError, require
 from attnmesh.hf.models import NAME, SUBJECT
 from attnmesh.hf.shards import Shards
-from attnmesh.hf.upstream import is_relative, subclass
+from attnmesh.hf.transformers_names import is_relative, subclass
 
 
 class NearLogits:

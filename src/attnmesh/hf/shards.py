@@ -17,18 +17,20 @@ from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
+from threading import get_ident
 from typing import Any, Self
+from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.attention.sharding import unshard
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import Full, Mask
-from attnmesh.errors import KernelError, require
+from attnmesh.errors import ArgumentError, KernelError, require
 from attnmesh.hf.models import SUBJECT, USE_SUPPORTED
 from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh_attention.sharding import unshard
 
 METADATA_FUNCTIONS = {
     *("__get__", "size", "dim", "ndimension", "stride", "numel", "nelement", "element_size", "storage_offset"),
@@ -50,6 +52,9 @@ VIEW_FUNCTIONS = {
     *("__getitem__", "unsqueeze", "squeeze", "flatten", "repeat", "select", "narrow", "movedim", "transpose"),
 }
 """Functions of PyTorch that return some or all values of a tensor in another shape."""
+
+OF_SHARD_BATCH, FORWARD_ALL = "those of shard_batch", "forward all that hf.shard_batch returns to the model"
+"""Error about an argument that a caller or a wrapper dropped or changed; and its fix."""
 
 
 class ForwardPass:
@@ -73,6 +78,8 @@ class ForwardPass:
         """Layers that have called attnmesh for attention."""
         self.layers = 1
         """Layers of the model, from its config."""
+        self.has_positions = False
+        """True if the model was called with the batch's positions, or takes none."""
         self.positions_read = False
         self.whole_mask: Tensor | None = None
         """Padding of the whole sequence, for a loss of routers. It takes the mask's place after the last layer."""
@@ -90,7 +97,7 @@ class Shards:
         start: Tokens that the cache holds before these.
         token_mask: (batch, tokens of all ranks), False for padding; None without padding.
         cached: True in generation, where keys go to a cache.
-        even: True if all ranks have equally many labels to learn.
+        learned: Labels to learn of each rank; none without labels.
         exchange: What ranks exchange in recurrent layers: "scan" for states, "heads" for tokens of their heads.
         forward_pass: Record that the model's layers share.
 
@@ -106,7 +113,7 @@ class Shards:
     start: int = 0
     token_mask: Tensor | None = None
     cached: bool = False
-    even: bool = True
+    learned: tuple[int, ...] = ()
     exchange: str = "scan"
     forward_pass: ForwardPass = field(default_factory=ForwardPass, compare=False)
 
@@ -114,6 +121,17 @@ class Shards:
     def ranks(self) -> int:
         """Ranks that share the sequence."""
         return Mesh.of(self.mesh).ranks
+
+    @property
+    def even(self) -> bool:
+        """True if all ranks have equally many labels to learn."""
+        return len({*self.learned}) < 2
+
+    def begin(self) -> None:
+        """Begin a forward pass of these tokens."""
+        self.forward_pass.begin()
+        self.forward_pass.on_begin(self)
+        BEGUN.shards, BEGUN.thread = ref(self), get_ident()
 
     def positions(self) -> Tensor:
         """Return the positions of this rank's tokens in the whole sequence, cached tokens included."""
@@ -141,12 +159,17 @@ class Shards:
 
         Attention beside `recurrent` layers may have no positions.
         """
+        BEGUN.shards = None
         self.forward_pass.attention_calls += 1
         self.forward_pass.layers = layers
         fits = self.forward_pass.positions_read or recurrent
+        if fits or self.ranks == 1:
+            return
+        if not (self.cached or self.forward_pass.has_positions):
+            raise ArgumentError(f"{SUBJECT} position_ids", OF_SHARD_BATCH, "none or others", FORWARD_ALL)
         expected = "a model that takes positions from position_ids"
         given = f"a {layer} that counts them from 0 on each shard"
-        require(fits or self.ranks == 1, KernelError, SUBJECT, expected, given, USE_SUPPORTED)
+        raise KernelError(SUBJECT, expected, given, f"forward position_ids in wrappers, too; or {USE_SUPPORTED}")
 
     def check_all_layers_counted(self) -> None:
         """Raise if a layer has not called attnmesh: it mixed the tokens of this shard alone, or none."""
@@ -155,6 +178,25 @@ class Shards:
         given = f"one in which {calls} of {layers} layers do" if calls else "one in which no layer does"
         fits = calls >= layers or self.ranks == 1
         require(fits, KernelError, SUBJECT, expected, f"{given}, as in recurrent models", USE_SUPPORTED)
+
+
+class BegunPass:
+    """The forward pass that was begun last, until it reaches attention: its mask may get lost on the way.
+
+    A compiled model guards on `shards`, and reads no more if it is given no shard.
+    """
+
+    shards: Callable[[], Shards | None] | None = None
+    """Return the shards, while the batch exists; None if no pass waits for its mask."""
+    thread = 0
+    """Thread that began it."""
+
+    def of_this_thread(self) -> Shards | None:
+        """Return the shards of the pass, if this thread began it."""
+        return self.shards() if self.shards is not None and self.thread == get_ident() else None
+
+
+BEGUN = BegunPass()
 
 
 class DispatchedTensor(Tensor):
@@ -206,6 +248,15 @@ class ShardTensor(DispatchedTensor):
         """Return views as tensors of this class, and all other results as plain ones."""
         return self.wrap(call()) if name in VIEW_FUNCTIONS else call()
 
+    def check_not_shifted(self, name: str, args: tuple[Any, ...]) -> None:
+        """Raise if tokens are shifted by one, as `x[:, 1:]`: the token after a shard's last one is on another rank."""
+        index = args[1] if name == "__getitem__" and self.shards.ranks > 1 else None
+        last = index[-1] if isinstance(index, tuple) and len(index) > 1 else None
+        shifted = isinstance(last, slice) and last in (slice(1, None), slice(None, -1))
+        fix = "pass labels to hf.shard_batch, and compare logits and shift_labels of equal places"
+        expected, given = "tokens that are shifted before they are cut", "a shard without its first or last token"
+        require(not shifted, ArgumentError, f"{SUBJECT} labels", expected, given, fix)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self.wrap(deepcopy(self.plain(), memo))
 
@@ -216,8 +267,8 @@ class ShardIds(ShardTensor):
     def dispatch(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result. `embedding` also clears the record of the last forward pass."""
         if name == "embedding":
-            self.shards.forward_pass.begin()
-            self.shards.forward_pass.on_begin(self.shards)
+            self.shards.begin()
+        self.check_not_shifted(name, args)
         return super().dispatch(name, call, args, kwargs)
 
 
@@ -247,6 +298,9 @@ class ShardMask(ShardTensor):
             return NoPadding.of(self.plain() == 1, shards=self.shards)
         if name == "__getitem__" and _is_whole(args[1], self.shape[1]):
             return self.wrap(self.plain())
+        if name == "__getitem__" and not isinstance(args[1], tuple):
+            expected, given, fix = "all rows of the batch", "some rows", "call hf.shard_batch with these rows alone"
+            raise ArgumentError(f"{SUBJECT} attention_mask", expected, given, fix)
         if name == "cumsum":
             return LeadingZeros.of(self.plain(), shards=self.shards)
         raise self.read_error(name)
@@ -323,6 +377,8 @@ class ShardPositions(ShardTensor):
             return call()
         if name in VIEW_FUNCTIONS:
             return self.wrap(call())
+        if name == "diff":
+            return torch.ones_like(call())  # transformers looks for packed sequences, which `shards` has
         self.shards.forward_pass.positions_read = True
         if name in ("max", "amax") and len(args) == 1 and not kwargs:
             return torch.tensor(self.last, dtype=self.dtype, device=self.device)

@@ -17,9 +17,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnmesh.errors import KernelError, MeshError, ModelError, ShapeError, check_choice, require, short
 from attnmesh.guard.consensus import describe_call, run_agreed
-from attnmesh.hf.latent import latent_widths
+from attnmesh.hf.latent_states import latent_widths
 from attnmesh.hf.models import check_model, indexed_layers, unwrap
-from attnmesh.hf.upstream import apply_tensor_parallelism
+from attnmesh.hf.transformers_names import TENSOR_PARALLEL, apply_tensor_parallelism
 from attnmesh.mesh.merges import OUTPUTS
 from attnmesh.mesh.shapes import share_evenly
 from attnmesh.setup.init_mesh import everyone
@@ -130,6 +130,7 @@ def _check(model: Any, mesh: DeviceMesh | None, output: str) -> None:
     config, ranks = model.config.get_text_config(decoder=True), 1 if mesh is None else mesh.size()
     if ranks == 1:
         return
+    TENSOR_PARALLEL.check()
     fix = "leave tensor parallelism out: give all ranks to the keys axis"
     require(bool(model.tp_plan), KernelError, SUBJECT, "a model with a plan", f"{config.model_type} without one", fix)
     plan, kind = _plan_of(model), f"{config.model_type}"
@@ -161,6 +162,7 @@ def _check_latents(config: PreTrainedConfig, plan: dict[str, str], ranks: int) -
 
 def _plan_of(model: PreTrainedModel) -> dict[str, str]:
     """Return the style of each part that the model's own plan shards, parameters before their module."""
+    TENSOR_PARALLEL.check()
     plan = {}
     for name, module in model.named_modules():
         rule = model.tp_plan.get(_without_numbers(name))

@@ -23,12 +23,12 @@ from attnmesh.kernels.cpu import FlashCPU
 from attnmesh.kernels.cuda import CUDA
 from attnmesh.kernels.native.kernel import Native
 from attnmesh.kernels.reference import Reference
-from attnmesh.kernels.selected import SelectedKeys
-from attnmesh.kernels.selected import backward as backward_selected
-from attnmesh.kernels.selected import forward as attend_selected
+from attnmesh.kernels.selected_keys import SelectedKeys
+from attnmesh.kernels.selected_keys import backward as backward_selected
+from attnmesh.kernels.selected_keys import forward as attend_selected
 from attnmesh.kernels.traced import without_autocast
 from attnmesh.kernels.triton import Triton
-from attnmesh.runtime.kept import KEPT
+from attnmesh.runtime.caches import KEPT
 
 T = TypeVar("T")
 

@@ -15,10 +15,10 @@ from attnmesh.core.partial import Partial, identity, merge_unchecked, sum_dtype
 from attnmesh.core.storage import Storage, columns_of, storage_of
 from attnmesh.kernels.blocks import Kernel
 from attnmesh.kernels.driver import NATIVE, Counts, choose_for_places, forward
+from attnmesh.kernels.local_plan import is_one_launch
 from attnmesh.kernels.native.kernel import DTYPES, NativeKind
-from attnmesh.kernels.plans import is_one_launch
-from attnmesh.kernels.selected import SelectedKeys
-from attnmesh.kernels.selected import forward as attend_selected
+from attnmesh.kernels.selected_keys import SelectedKeys
+from attnmesh.kernels.selected_keys import forward as attend_selected
 from attnmesh.kernels.traced import without_autocast
 
 TILE = 512

@@ -15,7 +15,7 @@ from attnmesh.core.partial import Partial, with_sinks
 from attnmesh.core.storage import storage_of
 from attnmesh.kernels.blocks import BackwardInputs, Block, Gradients
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery
-from attnmesh.kernels.merge import (
+from attnmesh.kernels.stacked_merge import (
     by_residue,
     copy_into,
     merge_along_tree,
@@ -24,7 +24,7 @@ from attnmesh.kernels.merge import (
     warn_unsupported,
 )
 from attnmesh.kernels.triton_runtime import interpreted, launch, parts
-from attnmesh.runtime.kept import KEPT
+from attnmesh.runtime.caches import KEPT
 
 Result = TypeVar("Result")
 
@@ -44,7 +44,7 @@ MIN_TILE = 16
 """Rows or keys of the smallest tile that can be multiplied."""
 
 
-class Tile(NamedTuple):
+class ProgramTile(NamedTuple):
     """Rows and keys that a program instance holds at once, and its warps and stages."""
 
     rows: int
@@ -111,7 +111,7 @@ class Triton:
         return _with_fitting_tile("backward", q, v, LARGE_ROWS, partial(_backward, q, k, v, saved, block, logits))
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits, tile: Tile) -> Partial:
+def _attend(q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits, tile: ProgramTile) -> Partial:
     arguments = _block_arguments(q, k, v, block, logits, tile)
     heads, tiles = k.shape[0] * k.shape[1], -(-arguments["rows"] // tile.rows)
     span = _span(arguments["keys"], heads * tiles, MIN_SPAN_TILES * tile.keys, q.device)
@@ -122,7 +122,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits, tile:
     return Partial(out[0], lse[0]) if spans == 1 else merge_stacked(partials)
 
 
-def _attend_cache(query: DecodeQuery, view: CacheView, tile: Tile) -> Partial:
+def _attend_cache(query: DecodeQuery, view: CacheView, tile: ProgramTile) -> Partial:
     """Return stacked partials, one per part of the slots."""
     q, mask, block = query.q, query.mask, query.block
     heads, rows = q.shape[0] * view.keys.shape[1], q.shape[2] * q.shape[1] // view.keys.shape[1]
@@ -153,7 +153,7 @@ def _attend_cache(query: DecodeQuery, view: CacheView, tile: Tile) -> Partial:
     return partials
 
 
-def _attend_rows(q: Tensor, k: Tensor, v: Tensor, places: Tensor, logits: Logits, tile: Tile) -> Partial:
+def _attend_rows(q: Tensor, k: Tensor, v: Tensor, places: Tensor, logits: Logits, tile: ProgramTile) -> Partial:
     """Return stacked partials, one per part of the places, which are those of the rows to read."""
     heads, tiles, keys = q.shape[0] * k.shape[1], -(-q.shape[1] // k.shape[1] // tile.rows), places.shape[1]
     count = -(-keys // _span(keys, heads * tiles, MIN_SPAN_TILES * tile.keys, q.device))
@@ -165,7 +165,7 @@ def _attend_rows(q: Tensor, k: Tensor, v: Tensor, places: Tensor, logits: Logits
 
 
 def _cache_arguments(
-    q: Tensor, keys: Tensor, values: Tensor, logits: Logits, tile: Tile, places: Tensor, partials: Partial
+    q: Tensor, keys: Tensor, values: Tensor, logits: Logits, tile: ProgramTile, places: Tensor, partials: Partial
 ) -> dict[str, Any]:
     """Return the arguments that all launches over a cache share, and those of one whose rows all see all places."""
     stored, float8 = storage_of(keys) is not None, keys.dtype == torch.float8_e4m3fn
@@ -183,7 +183,7 @@ def _cache_arguments(
 
 
 def _backward(
-    q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, logits: Logits, tile: Tile
+    q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, logits: Logits, tile: ProgramTile
 ) -> Gradients:
     dout = saved.dout.to(q.dtype).contiguous()
     delta = (saved.out.float() * saved.dout.float()).sum(-1)
@@ -207,7 +207,9 @@ def _empty_partials(q: Tensor, count: int, width: int) -> Partial:
     return Partial(*(q.new_empty(size, dtype=torch.float32) for size in ((*shape, width), shape)))
 
 
-def _block_arguments(q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits, tile: Tile) -> dict[str, Any]:
+def _block_arguments(
+    q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits, tile: ProgramTile
+) -> dict[str, Any]:
     """Return the arguments that all programs over a block share."""
     keys = k.shape[2]
     if block.band is None and not block.causal:  # created on the device, without a copy from the host
@@ -231,7 +233,7 @@ def _logit_arguments(logits: Logits) -> dict[str, Any]:
     return {"scale": logits.scale, "softcap": logits.softcap, "CAPPED": logits.capped}
 
 
-def _arguments(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> dict[str, Any]:
+def _arguments(q: Tensor, k: Tensor, v: Tensor, tile: ProgramTile) -> dict[str, Any]:
     """Return q, k and v, their strides and shapes, and the constants of compilation."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     dims = ("batch", "head", "row")
@@ -259,10 +261,10 @@ def _arguments(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> dict[str, Any]:
     }
 
 
-_FITTING_TILES: dict[tuple[Any, ...], Tile] = {}
+_FITTING_TILES: dict[tuple[Any, ...], ProgramTile] = {}
 
 
-def _with_fitting_tile(name: str, q: Tensor, v: Tensor, rows: int, run: Callable[[Tile], Result]) -> Result:
+def _with_fitting_tile(name: str, q: Tensor, v: Tensor, rows: int, run: Callable[[ProgramTile], Result]) -> Result:
     """Return the result of `run`, with the largest tile that fits in the shared memory of the device."""
     wanted = _tile(q, v, rows)
     key = name, q.device, q.dtype, q.shape[-1], v.shape[-1], wanted
@@ -280,12 +282,12 @@ def _with_fitting_tile(name: str, q: Tensor, v: Tensor, rows: int, run: Callable
         return result
 
 
-def _tile(q: Tensor, v: Tensor, rows: int) -> Tile:
+def _tile(q: Tensor, v: Tensor, rows: int) -> ProgramTile:
     """Return a tile whose sums stay in registers: smaller for wide heads and for float32."""
     width = max(q.shape[-1], v.shape[-1])
     size = 16 if interpreted() else (128 if width <= 128 else 64 if width <= 256 else 16) // (q.element_size() // 2)
     tile_rows = max(16, min(size, 1 << (rows - 1).bit_length()))
-    return Tile(tile_rows, max(16, min(size, 64)), warps=8 if tile_rows * width >= 128 * 128 else 4)
+    return ProgramTile(tile_rows, max(16, min(size, 64)), warps=8 if tile_rows * width >= 128 * 128 else 4)
 
 
 def _span(keys: int, programs: int, least: int, device: torch.device) -> int:

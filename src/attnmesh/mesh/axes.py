@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.errors import MeshError, warn_once
 from attnmesh.mesh.shapes import AXES, Shape, share
-from attnmesh.runtime.kept import Kinds
+from attnmesh.runtime.caches import Kinds
 from attnmesh.runtime.world import cached_per_world
 
 
@@ -191,6 +191,8 @@ def _place_in(device_mesh: DeviceMesh) -> Mesh:
     dims = attention_dims(device_mesh)
     if not dims or len(set(names)) < len(names):
         fix = 'name the axes, as in init_device_mesh("cpu", (2, 2), mesh_dim_names=("queries", "keys"))'
+        if names and not dims:
+            fix = f'slice the axis that shares a sequence, as mesh["{names[-1]}"]; or {fix}'
         raise MeshError("mesh", f"one axis or more of {', '.join(AXES)}, each once", f"axes {names}", fix)
     if device_mesh.get_coordinate() is None:
         fix = "call it on the ranks of the mesh alone"

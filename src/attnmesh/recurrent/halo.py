@@ -21,7 +21,7 @@ from attnmesh.errors import DtypeError, ShapeError, check_count, require
 from attnmesh.guard.checks import check_tensor
 from attnmesh.guard.consensus import describe_call, run_agreed_with
 from attnmesh.mesh.axes import Axis, axis_of, group_named, mesh_of
-from attnmesh.recurrent.heads import first_tokens, own_tokens
+from attnmesh.recurrent.head_exchange import first_tokens, own_tokens
 
 Segment = tuple[int, int, int]
 """Consecutive tokens of one rank: the rank, the first of them, and their number."""

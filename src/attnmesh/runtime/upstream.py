@@ -1,12 +1,15 @@
 """Packages that attnmesh builds on: the versions that it is tested with, and the names that it takes from them."""
 
-import warnings
+import os
 from dataclasses import dataclass
 from importlib import import_module
 from pkgutil import resolve_name
 from typing import Any
 
-from attnmesh.errors import VersionError
+from attnmesh.errors import VersionError, warn_once
+
+OPT_IN = "ATTNMESH_UNTESTED_VERSIONS"
+"""Environment variable that lets untested versions run if it is 1. Names that they lack are errors all the same."""
 
 
 @dataclass(frozen=True)
@@ -50,21 +53,33 @@ class Upstream:
         """Name and version of the installed package."""
         return f"{self.package} {self.version}"
 
-    def find(self, name: str) -> Any:
+    def find(self, name: str, subject: str = "") -> Any:
         """Return what has this name. Raise if the installed version does not have it."""
         try:
             return resolve_name(name)
         except (ImportError, AttributeError) as error:
             expected, given = f"{self.requirement} with {name}", f"{self.installed} without it"
-            raise VersionError(self.package, expected, given, self.fix) from error
+            raise VersionError(subject or self.package, expected, given, self.fix) from error
+
+    def find_if_used(self, name: str) -> Any:
+        """Return what has this name, or else a class that raises when it is called: most calls do without."""
+        try:
+            return self.find(name)
+        except VersionError:
+            return type(name.split(":")[1], (), {"__new__": lambda *_, **__: self.find(name)})
 
     def check(self) -> None:
-        """Raise unless all names exist. Warn if the installed version is not tested."""
+        """Raise unless the installed version is tested, and all names exist."""
+        if not _numbers(self.floor) <= _numbers(self.version) < _numbers(self.ceiling):
+            self.refuse_untested(self.package, self.requirement, self.installed)
         for name in self.names:
             self.find(name)
-        if not _numbers(self.floor) <= _numbers(self.version) < _numbers(self.ceiling):
-            text = f"attnmesh is tested with {self.requirement}, and this is {self.installed}. Fix: {self.fix}."
-            warnings.warn(text, stacklevel=3)
+
+    def refuse_untested(self, subject: str, expected: str, given: str) -> None:
+        """Raise for what no test has run on. Where `OPT_IN` allows it, warn once."""
+        if os.environ.get(OPT_IN) != "1":
+            raise VersionError(subject, expected, given, f"{self.fix}; to run it untested, set {OPT_IN}=1")
+        warn_once(f"{subject}: tested with {expected}, and this is {given}. Fix: {self.fix}.")
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ class World:
 
     def __init__(self) -> None:
         self.deadline: float | None = None  # seconds; outlives the process groups
+        self.has_failed = False  # True once an exchange of this world has
         self.processes: dict[int, Process] = {}  # of ranks whose host is known
         self.mailboxes: WeakSet[Any] = WeakSet()
         self.letters: list[Any] = []  # messages under way through mailboxes, of all threads
@@ -57,6 +58,7 @@ class World:
     def close(self) -> None:
         """Release everything that belongs to the process groups of this world."""
         self.clear_caches()
+        self.has_failed = False
         self.processes.clear()
         self.letters.clear()
 

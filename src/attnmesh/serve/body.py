@@ -1,15 +1,19 @@
-"""Bodies of requests: JSON within limits of bytes and time."""
+"""Bodies of requests: JSON within limits of bytes, values and time."""
 
 import asyncio
-import json
-from collections.abc import AsyncIterator
-from contextlib import suppress
-from typing import Any, NoReturn
+from codecs import getincrementaldecoder
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 
+from attnmesh.serve.json_reader import VALUES, JsonReader
 from attnmesh.serve.refused import Refused
+
+T = TypeVar("T")
 
 SECONDS = 60.0
 """Time that a client has to send a body."""
@@ -18,7 +22,15 @@ DISCARDING = 10.0
 """Time in which the rest of a body that is too large is read and thrown away."""
 
 TOGETHER = 8
-"""Bodies of the largest size that are received at a time; further bytes are refused."""
+"""Bodies of the largest size that are held at a time; further bytes are refused."""
+
+
+@dataclass
+class Body:
+    """What of a body was received."""
+
+    parts: list[str] = field(default_factory=list)
+    nbytes: int = 0
 
 
 class Bodies:
@@ -27,35 +39,53 @@ class Bodies:
     def __init__(self, max_body: int) -> None:
         self.max_body, self.held = max_body, 0
 
-    async def read(self, http: HttpRequest) -> Any:
-        """Return the value of a request's body, or raise."""
+    @asynccontextmanager
+    async def read(self, http: HttpRequest, tokens: int, take: Callable[[Any], T]) -> AsyncIterator[tuple[T, int]]:
+        """Give what `take` makes of a body's value, and its bytes, which count as held until the block ends.
+
+        A prompt may have so many `tokens`, beside `VALUES`. `take` runs in a thread.
+        """
+        await self._check(http)
+        body = Body()
+        try:
+            read = await self._value(http, body, lambda text: take(JsonReader(text, VALUES + tokens).read()))
+            yield read, body.nbytes
+        finally:
+            self.held -= body.nbytes
+
+    async def _check(self, http: HttpRequest) -> None:
+        """Raise on headers of what is no body, or one too large."""
         kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # a page of another site could send a form, and a browser would not ask
             raise Refused(415, "content-type: expected application/json")
         length = http.headers.get("content-length", "0")
         if not length.isascii() or not length.isdecimal() or int(length[:20]) > self.max_body:
             await self._refuse_size(http.stream())
-        data = bytearray()
+
+    async def _value(self, http: HttpRequest, body: Body, take: Callable[[str], T]) -> T:
         try:
             async with asyncio.timeout(SECONDS):
-                await self._receive(http, data)
-            return await asyncio.to_thread(parse, bytes(data))
+                await self._receive(http, body)
+                return await asyncio.to_thread(lambda: take("".join(body.parts)))
         except TimeoutError:
             raise Refused(408, f"body: expected in {SECONDS:.0f} s") from None
         except ClientDisconnect:
             raise Refused(400, "body: the client has closed the connection") from None
-        finally:
-            self.held -= len(data)
+        except UnicodeDecodeError:
+            raise Refused(400, "body: expected JSON in UTF-8") from None
 
-    async def _receive(self, http: HttpRequest, data: bytearray) -> None:
-        parts = http.stream()
-        async for part in parts:
-            data += part
+    async def _receive(self, http: HttpRequest, body: Body) -> None:
+        decoder = getincrementaldecoder("utf-8")()
+        received = http.stream()
+        async for part in received:
+            body.nbytes += len(part)
             self.held += len(part)
-            if len(data) > self.max_body:
-                await self._refuse_size(parts)
+            if body.nbytes > self.max_body:
+                await self._refuse_size(received)
             if self.held > TOGETHER * self.max_body:
                 raise Refused(503, "The server receives as many bytes as it can hold. Ask again.")
+            body.parts.append(decoder.decode(part))
+        body.parts.append(decoder.decode(b"", final=True))
 
     async def _refuse_size(self, parts: AsyncIterator[bytes]) -> NoReturn:
         """Read the rest for a while: most clients send the whole body before they look for an answer."""
@@ -64,28 +94,3 @@ class Bodies:
                 async for _ in parts:
                     pass
         raise Refused(413, f"body: expected at most {self.max_body} bytes. Start the server with --max-body.")
-
-
-def parse(data: bytes) -> Any:
-    """Return the value of JSON, which has to be strict.
-
-    >>> parse(b'{"n": 1, "n": 2}')
-    Traceback (most recent call last):
-    attnmesh.serve.refused.Refused: body: expected JSON, given two fields "n"
-    """
-
-    def to_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise Refused(400, f"body: expected JSON, given two fields {json.dumps(twice[:60])}")
-        return found
-
-    def refuse(name: str) -> NoReturn:
-        raise Refused(400, f"body: expected JSON, given {name}")
-
-    try:
-        return json.loads(data.decode(), object_pairs_hook=to_object, parse_constant=refuse)
-    except (ValueError, RecursionError) as error:
-        raise Refused(400, f"body: expected JSON in UTF-8: {str(error)[:100]}") from None

@@ -1,10 +1,11 @@
 """The tokens of a request's prompt: messages in the model's chat template, or the text of a completion."""
 
-import json
 import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from attnmesh.serve.images import packed_images, read_image
+from attnmesh.serve.images import buffers_of, read_image
+from attnmesh.serve.json_reader import VALUES, JsonReader
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.schema import is_text, shown
 
@@ -15,43 +16,107 @@ MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", "refusal", "
 """Fields of messages; the last three have to be null."""
 
 
+Check = Callable[[str], Any]
+
+
 class Encoded(NamedTuple):
-    """The tokens of a prompt, and its images as JSON can spell them."""
+    """The tokens of a prompt, and what a processor makes of its images."""
 
     ids: list[int]
-    images: list[list[Any]] | None = None
+    images: dict[str, Any] | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the images, about."""
-        return sum(len(data) for _, dtype, _, data in self.images or () if dtype is not None)
+        """Bytes of the images, as they are sent to rank 0."""
+        return sum(map(len, buffers_of(self.images or {})))
 
 
-def encode_chat(encoder: Any, fields: dict[str, Any]) -> Encoded:
+def encode_chat(encoder: Any, fields: dict[str, Any], check: Check = bool) -> Encoded:
     """Return the tokens of the messages, with the beginning of the answer.
 
-    `encoder` is a tokenizer, or the processor of a model of images and text.
+    `encoder` is a tokenizer, or the processor of a model of images and text. `check` raises on a text that is too long.
     """
     pictures: list[Any] | None = [] if hasattr(encoder, "image_processor") else None
     messages = [read_message(f"messages[{i}]", one, pictures) for i, one in enumerate(fields["messages"])]
     tools = fields["tools"] if fields["tool_choice"] != "none" else None
     if not encoder.chat_template:
         raise Refused(400, "messages: the model has no chat template. Use /v1/completions.", "messages")
-    template = encoder.chat_template if pictures is not None else encoder.get_chat_template(tools=tools)
+    template = template_of(encoder, tools)
+    shapes = {role: shapes_of(encoder, template, role) for role in {message["role"] for message in messages}}
+    for message in messages:
+        message["content"] = _in_shape(message, shapes[message["role"]])
     if tools and not uses_tools(template):
         raise Refused(400, "tools: the model's chat template has no tools. Leave them out.", "tools")
-    options = {"chat_template": template, "tools": tools or None, "add_generation_prompt": True, "return_dict": True}
-    if pictures is not None:
-        options |= {"tokenize": True, "return_tensors": "pt"}
+    for i, message in enumerate(messages):
+        if (message["role"] == "tool" or "tool_calls" in message) and not uses_tools(template):
+            text = "the model's chat template has no tools. Leave out tool_calls, and messages of role tool."
+            raise Refused(400, f"messages[{i}]: {text}", f"messages[{i}]")
+    options = {"chat_template": template, "tools": tools or None, "add_generation_prompt": True}
     try:
-        found = dict(encoder.apply_chat_template(messages, **options))
+        text = encoder.apply_chat_template(messages, tokenize=False, **options)
     except Exception as error:  # a template raises what it wants, and on types that it does not expect
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise Refused(400, f"messages: the chat template refuses them: {line[:200]}", "messages") from None
+    check(text)
     if pictures is None:
-        return Encoded([*found["input_ids"]])
+        return Encoded(_tokens(encoder, text, add_special_tokens=False))
+    options |= {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    found = dict(encoder.apply_chat_template(messages, **options))
     ids, _ = found.pop("input_ids")[0].tolist(), found.pop("attention_mask", None)
-    return Encoded(ids, packed_images(found) if pictures else None)
+    return Encoded(ids, found if pictures else None)
+
+
+def has_images(fields: dict[str, Any]) -> bool:
+    """Return whether a part of a message is an image."""
+    contents = [message.get("content") for message in fields.get("messages", ())]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any(isinstance(part, dict) and part.get("type") == "image_url" for part in parts)
+
+
+def template_of(encoder: Any, tools: list[dict[str, Any]] | None) -> str:
+    """Return the chat template, of several the one for tools or the default, or raise if there is neither."""
+    several = encoder.chat_template
+    if isinstance(several, str):
+        return several
+    name = "tool_use" if tools and "tool_use" in several else "default"
+    if name not in several:
+        raise Refused(
+            400, f"messages: of the model's chat templates none is named {name}. Use /v1/completions.", "messages"
+        )
+    return str(several[name])
+
+
+PROBE = "attnmesh-probe"
+SHAPES: dict[str, Any] = {"text": PROBE, "parts": [{"type": "text", "text": PROBE}]}
+"""Content of a message in the shapes that templates take."""
+
+
+def shapes_of(encoder: Any, template: str, role: str) -> tuple[str, ...]:
+    """Return the shapes of content that a template shows for a role; text alone where it shows neither."""
+    user = {"role": "user", "content": ""}
+    around = {"user": ([], []), "assistant": ([user], [user])}.get(role, ([], [user]))
+    found = []
+    for shape, content in SHAPES.items():
+        try:
+            messages = [*around[0], {"role": role, "content": content}, *around[1]]
+            shown = encoder.apply_chat_template(messages, chat_template=template, tokenize=False)
+        except Exception:  # a template raises what it wants
+            continue
+        if PROBE in shown and f"'{PROBE}'" not in shown and f'"{PROBE}"' not in shown:
+            found.append(shape)
+    return tuple(found) or ("text",)
+
+
+def _in_shape(message: dict[str, Any], shapes: tuple[str, ...]) -> Any:
+    """Return the content in a shape that the template takes, that of the request if it may be."""
+    content = message["content"]
+    if isinstance(content, str):
+        return content if "text" in shapes else [{"type": "text", "text": content}]
+    if "parts" in shapes:
+        return content
+    if any(part["type"] != "text" for part in content):
+        raise Refused(400, "messages: the model's chat template takes text alone, and no images.", "messages")
+    return "\n".join(part["text"] for part in content)
 
 
 def uses_tools(template: str) -> bool:
@@ -84,7 +149,7 @@ def read_message(place: str, message: dict[str, Any], pictures: list[Any] | None
     shows = pictures if role == "user" else None
     parts = read_parts(f"{place}.content", content, shows, optional=optional)
     text = "\n".join(part["text"] for part in parts if part["type"] == "text")
-    read = {"role": role, "content": text if pictures is None else parts}
+    read = {"role": role, "content": parts if isinstance(content, list) else text}
     read |= {"tool_calls": [read_call(f"{place}.tool_calls[{i}]", one) for i, one in enumerate(calls)]} if calls else {}
     return read | {key: value for key, value in (("name", name), ("tool_call_id", answers)) if value is not None}
 
@@ -115,21 +180,29 @@ def read_call(place: str, call: Any) -> dict[str, Any]:
     known = call.get("type") == "function" and is_text(function.get("name")) and is_text(call.get("id", ""))
     if not known or call.keys() - {"id", "type", "function"}:
         raise Refused(400, f"{place}: expected id, type function, and function with name and arguments", place)
+    text = function.get("arguments") or "{}"
     try:
-        arguments = json.loads(function.get("arguments") or "{}")
-    except (ValueError, TypeError, RecursionError):
+        arguments = JsonReader(text, VALUES).read() if isinstance(text, str) else None
+    except Refused:
         raise Refused(400, f"{place}.function.arguments: expected JSON", place) from None
     if not isinstance(arguments, dict) or function.keys() - {"name", "arguments"}:
         raise Refused(400, f"{place}.function: expected a name, and arguments as a JSON object", place)
     return {"id": call.get("id"), "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
-def encode_text(encoder: Any, prompt: Any) -> Encoded:
+def encode_text(encoder: Any, fields: dict[str, Any], check: Check = bool) -> Encoded:
     """Return the tokens of a completion's prompt: those given, or those of its text."""
-    tokenizer = getattr(encoder, "tokenizer", encoder)
+    tokenizer, prompt = getattr(encoder, "tokenizer", encoder), fields["prompt"]
     one = prompt[0] if isinstance(prompt, list) and not isinstance(prompt[0], int) else prompt
     if isinstance(one, str):
-        return Encoded([*tokenizer(one)["input_ids"]])
+        check(one)
+        ids, mark = _tokens(tokenizer, one), tokenizer.bos_token_id
+        return Encoded(ids[1:] if mark is not None and ids[:2] == [mark, mark] else ids)  # the text brings its own
     if not all(0 <= token < len(tokenizer) for token in one):
         raise Refused(400, f"prompt: expected token ids of 0 to {len(tokenizer) - 1}", "prompt")
     return Encoded([*one])
+
+
+def _tokens(tokenizer: Any, text: str, **options: Any) -> list[int]:
+    """Return the tokens of a text, and no masks, which are made while other threads wait."""
+    return [*tokenizer(text, return_attention_mask=False, return_token_type_ids=False, **options)["input_ids"]]

@@ -1,14 +1,16 @@
-"""Images of requests: data URLs become pictures, and what a processor makes of them goes to rank 0 as JSON."""
+"""Images of requests: data URLs become pictures, and what a processor makes of them goes to rank 0."""
 
 import binascii
 import io
 import warnings
-from base64 import b64decode, b64encode
+from base64 import b64decode
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from attnmesh.hf.serving.plan_exchange import specs_of
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.schema import shown
 
@@ -52,34 +54,37 @@ def _opened(place: str, data: str, left: int) -> Any:
     return picture
 
 
-def packed_images(images: dict[str, Any]) -> list[list[Any]]:
-    """Return a processor's inputs for images as JSON can spell them.
+def described(images: Mapping[str, Any]) -> list[list[Any]]:
+    """Return a processor's inputs for images as JSON can spell them, tensors by dtype, shape and bytes.
 
-    >>> packed_images({"pixel_values": torch.zeros(1, 2, dtype=torch.uint8)})
-    [['pixel_values', 'uint8', [1, 2], 'AAA=']]
+    >>> described({"pixel_values": torch.zeros(1, 2, dtype=torch.uint8), "crops": [3]})
+    [['pixel_values', 'uint8', [1, 2], 2], ['crops', None, [3], 0]]
     """
     return [
-        [name, str(x.dtype).removeprefix("torch."), [*x.shape], b64encode(_bytes_of(x)).decode()]
-        for name, x in images.items()
-        if isinstance(x, Tensor)
-    ] + [[name, None, None, x] for name, x in images.items() if not isinstance(x, Tensor)]
+        [*spec, x.nbytes if isinstance(x, Tensor) else 0]
+        for spec, x in zip(specs_of(images), images.values(), strict=True)
+    ]
 
 
-def _bytes_of(x: Tensor) -> bytes:
-    return bytes(x.contiguous().flatten().view(torch.uint8).numpy())
+def buffers_of(images: Mapping[str, Any]) -> list[memoryview]:
+    """Return the bytes of the tensors, without a copy."""
+    tensors = [x for x in images.values() if isinstance(x, Tensor)]
+    return [x.contiguous().flatten().view(torch.uint8).numpy().data for x in tensors]
 
 
-def unpacked_images(packed: list[list[Any]]) -> dict[str, Any]:
-    """Return what `packed_images` was given.
+def images_of(descriptions: list[list[Any]], data: bytes) -> dict[str, Any]:
+    """Return the inputs that were described, with the bytes of all tensors.
 
-    >>> unpacked_images([["pixel_values", "uint8", [1, 2], "AAE="], ["crops", None, None, [3]]])
-    {'pixel_values': tensor([[0, 1]], dtype=torch.uint8), 'crops': [3]}
+    >>> images_of([["pixel_values", "uint8", [1, 2], 2], ["crops", None, [3], 0]], b"ab")
+    {'pixel_values': tensor([[97, 98]], dtype=torch.uint8), 'crops': [3]}
     """
-    return {
-        name: data if dtype is None else _tensor_of(b64decode(data), getattr(torch, dtype), shape)
-        for name, dtype, shape, data in packed
-    }
-
-
-def _tensor_of(data: bytes, dtype: torch.dtype, shape: list[int]) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(shape)
+    found, place = {}, 0
+    for name, dtype, value, size in descriptions:
+        part = (
+            torch.frombuffer(bytearray(data[place : place + size]), dtype=torch.uint8)
+            if size
+            else torch.empty(0, dtype=torch.uint8)
+        )
+        found[name] = value if dtype is None else part.view(getattr(torch, dtype)).view(value)
+        place += size
+    return found

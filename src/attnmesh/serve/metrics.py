@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 STATES = ("starting", "ready", "restarting", "stopping", "failed")
@@ -14,6 +14,26 @@ SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 """Upper bounds of the histograms' buckets."""
 
 
+ENGINE: dict[str, tuple[Any, str]] = {
+    "tokens": (CounterMetricFamily, "New tokens that the ranks have drawn."),
+    "prompt_tokens": (CounterMetricFamily, "Tokens of prompts that the ranks have computed."),
+    "cached_tokens": (CounterMetricFamily, "Tokens of prompts that kept caches had."),
+    "preempted": (CounterMetricFamily, "Requests that were put back into the queue for want of memory."),
+    "evicted": (CounterMetricFamily, "Kept caches that were dropped for want of memory."),
+    "steps": (CounterMetricFamily, "Steps in which rows decoded a token."),
+    "exchanges": (CounterMetricFamily, "Plans that all ranks have exchanged."),
+    "running": (GaugeMetricFamily, "Requests that decode."),
+    "filling": (GaugeMetricFamily, "Requests whose prompts are computed."),
+    "queue": (GaugeMetricFamily, "Requests that wait on rank 0."),
+    "kept": (GaugeMetricFamily, "Caches that are kept for prompts with the same beginning."),
+    "step_seconds": (GaugeMetricFamily, "Seconds of a step of rows, a moving mean."),
+    "cache_bytes": (GaugeMetricFamily, "Bytes of keys and values in the memory of a rank."),
+    "cache_limit_bytes": (GaugeMetricFamily, "Bytes of keys and values that a rank may hold."),
+    "merge_share": (GaugeMetricFamily, "Share of the time of steps in which rank 0 merged results of ranks, 0 to 1."),
+}
+"""Kind and text of each figure of the engine."""
+
+
 class Metrics(Collector):
     """Metrics of one server. `engine` has the figures of rank 0: numbers, and lists with one number a rank."""
 
@@ -21,13 +41,17 @@ class Metrics(Collector):
         self.registry = CollectorRegistry()
         self.engine: dict[str, float | list[float]] = {}
         make: dict[str, Any] = {"registry": self.registry}
-        self.responses = Counter("attnmesh_responses", "Responses by status.", ["status"], **make)
-        self.restarts = Counter("attnmesh_restarts", "Worlds that were started in place of lost ones.", **make)
-        self.tokens = Counter("attnmesh_tokens", "New tokens.", **make)
-        self.prompt_tokens = Counter("attnmesh_prompt_tokens", "Tokens of prompts.", **make)
+        self.responses = Counter(
+            "attnmesh_responses", "Responses by status, but for those of /health and /metrics.", ["status"], **make
+        )
+        self.restarts = Counter("attnmesh_restarts", "Times that lost ranks were replaced.", **make)
+        self.tokens = Counter("attnmesh_tokens", "New tokens that were sent to clients.", **make)
+        self.prompt_tokens = Counter("attnmesh_prompt_tokens", "Tokens of the prompts of accepted requests.", **make)
         make["buckets"] = SECONDS
-        self.first_token = Histogram("attnmesh_first_token_seconds", "From a request to its first token.", **make)
-        self.gap = Histogram("attnmesh_gap_seconds", "From one token of a request to its next.", **make)
+        self.first_token = Histogram(
+            "attnmesh_first_token_seconds", "Seconds from a request to its first token.", **make
+        )
+        self.gap = Histogram("attnmesh_gap_seconds", "Seconds from one token of a request to its next.", **make)
         self.registry.register(self)
 
     def watch(self, state: Callable[[], str], open_requests: Callable[[], int]) -> None:
@@ -35,16 +59,19 @@ class Metrics(Collector):
         states = Gauge("attnmesh_state", "1 for the state of the server.", ["state"], registry=self.registry)
         for name in STATES:
             states.labels(name).set_function(lambda name=name: float(state() == name))  # type: ignore[misc]
-        waiting = Gauge("attnmesh_open_requests", "Requests that run or wait.", registry=self.registry)
+        waiting = Gauge(
+            "attnmesh_open_requests", "Requests that run, wait, or have their prompts encoded.", registry=self.registry
+        )
         waiting.set_function(open_requests)
 
     def collect(self) -> Iterable[Metric]:
         """Yield the figures of rank 0; one that is a list has a label for the rank."""
         for name, value in self.engine.items():
-            by_rank = isinstance(value, list)
-            family = GaugeMetricFamily(f"attnmesh_engine_{name}", "Of the engine.", labels=["rank"] if by_rank else [])
+            labels = ["rank"] if isinstance(value, list) else []
+            kind, text = ENGINE.get(name, (GaugeMetricFamily, f"{name} of rank 0."))
+            family = kind(f"attnmesh_engine_{name}", text, labels=labels)
             for rank, figure in enumerate(value if isinstance(value, list) else [value]):
-                family.add_metric([str(rank)] if by_rank else [], figure)
+                family.add_metric([str(rank)] if labels else [], figure)
             yield family
 
     def text(self) -> bytes:

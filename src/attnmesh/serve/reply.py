@@ -7,13 +7,17 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from attnmesh.serve.answers import DONE, Answers, event, usage_of
+from attnmesh.serve.answers import DONE, Answers, encoded, event, usage_of
 from attnmesh.serve.chat import Encoded
-from attnmesh.serve.front import Accepted, End, Event, Front
 from attnmesh.serve.refused import Refused
-from attnmesh.serve.text import Piece, Text, Token
+from attnmesh.serve.supervisor import Accepted, End, Event, Supervisor
+from attnmesh.serve.text import Piece, SentToken, Text
 
 T = TypeVar("T")
+
+
+HEARTBEAT = 10.0
+"""Seconds of silence in a stream after which a comment is sent: proxies end connections silent for a minute."""
 
 
 class Gone(Exception):
@@ -24,10 +28,16 @@ class Reply:
     """The choices of one request, which run until they end or are cancelled."""
 
     def __init__(
-        self, front: Front, answers: Answers, prompt: Encoded, choices: list[dict[str, Any]], stops: tuple[str, ...]
+        self,
+        front: Supervisor,
+        answers: Answers,
+        prompt: Encoded,
+        choices: list[dict[str, Any]],
+        stops: tuple[str, ...],
     ) -> None:
         self.front, self.answers, self.prompt_tokens = front, answers, len(prompt.ids)
-        self.texts = [Text(answers.tokenizer, stops) for _ in choices]
+        before = () if answers.is_chat else prompt.ids  # the answer of a chat is a message of its own
+        self.texts = [Text(answers.spelling, stops, before) for _ in choices]
         self.counts = [0] * len(choices)
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._early: list[tuple[int, Event]] = []
@@ -36,19 +46,11 @@ class Reply:
 
     async def while_there(self, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of the work; cancel the request if it fails or the client goes."""
-        working, going = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
         try:
-            await asyncio.wait({working, going}, return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                raise Gone
-            return working.result()
+            return await while_there(receive, work)
         except BaseException:
             self.cancel()
             raise
-        finally:
-            for task in (working, going):
-                task.cancel()
-            await asyncio.gather(working, going, return_exceptions=True)
 
     def cancel(self) -> None:
         """End what still runs."""
@@ -67,20 +69,20 @@ class Reply:
             else:
                 self._early.append((index, found))
 
-    async def pieces(self) -> AsyncIterator[tuple[int, Piece, int, str | None]]:
-        """Yield a choice's index, its new text, the place of that text, and the reason if it is the last."""
+    async def pieces(self) -> AsyncIterator[tuple[int, Piece, str | None]]:
+        """Yield a choice's index, its new text, and the reason if it is the last."""
         running = set(range(len(self.requests)))
         while running:
             index, found = self._early.pop(0) if self._early else await self._events.get()
             text = self.texts[index]
-            place, piece, reason = text.sent, Piece(""), None
+            piece, reason = Piece(""), None
             match found:
                 case Refused():
                     raise found
                 case End() if index in running:
                     piece = text.end()
                     reason = "stop" if text.stopped else found.reason
-                case Token() if index in running:
+                case SentToken() if index in running:
                     self.counts[index] += 1
                     piece = text.add(found)
                     reason = "stop" if text.stopped else None
@@ -88,29 +90,23 @@ class Reply:
                 self.front.cancel(self.requests[index])  # of a stop string, which ranks do not know
                 running.discard(index)
             if piece.text or piece.tokens or reason is not None:
-                yield index, piece, place, reason
+                yield index, piece, reason
+            await asyncio.sleep(0)  # many tokens may be there at once, and other requests want to go on
 
-    async def whole(self) -> dict[str, Any]:
-        """Return the response with all choices."""
-        parts: list[list[Piece]] = [[] for _ in self.requests]
-        reasons: list[str | None] = [None for _ in self.requests]
-        async for index, piece, _, reason in self.pieces():
-            parts[index].append(piece)
-            reasons[index] = reason
-        choices = []
-        for index, (pieces, reason) in enumerate(zip(parts, reasons, strict=True)):
-            tokens = tuple(token for piece in pieces for token in piece.tokens)
-            whole = Piece("".join(piece.text for piece in pieces), tokens)
-            choices.append(self.answers.choice(index, whole, 0, reason, whole=True))
-        return self.answers.whole(choices, self.usage())
+    async def whole(self) -> bytes:
+        """Return the response with all choices, as JSON."""
+        parts: list[list[dict[str, Any]]] = [[] for _ in self.requests]
+        async for index, piece, reason in self.pieces():
+            parts[index].append(self.answers.choice(index, piece, reason))
+        return await encoded(self.answers.whole([*map(self.answers.joined, parts)], self.usage()))
 
     async def events(self, include_usage: bool) -> AsyncIterator[bytes]:
         """Yield the events of a stream; an error is the last one."""
         try:
             for index in range(len(self.requests)) if self.answers.is_chat else ():
                 yield event(self.answers.begin(index))
-            async for index, piece, place, reason in self.pieces():
-                choice = self.answers.choice(index, piece, place, reason, whole=False)
+            async for index, piece, reason in self.pieces():
+                choice = self.answers.choice(index, piece, reason)
                 yield event(self.answers.chunk([choice]))
             if include_usage:
                 yield event(self.answers.chunk([], self.usage()))
@@ -133,6 +129,7 @@ class EventStream(Response):
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self.reply, self.include_usage = reply, include_usage
+        self.is_silent = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until the last, or until the client has gone."""
@@ -145,9 +142,37 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async for data in self.reply.events(self.include_usage):
-            await send({"type": "http.response.body", "body": data, "more_body": True})
+        beating = asyncio.create_task(self._beat(send))
+        try:
+            async for data in self.reply.events(self.include_usage):
+                self.is_silent = False
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        finally:
+            beating.cancel()
+            await asyncio.gather(beating, return_exceptions=True)
         await send({"type": "http.response.body", "body": b""})
+
+    async def _beat(self, send: Send) -> None:
+        """Send a comment whenever nothing else was sent for some time, as while a prompt is computed."""
+        while True:
+            self.is_silent = True
+            await asyncio.sleep(HEARTBEAT)
+            if self.is_silent:
+                await send({"type": "http.response.body", "body": b": waiting\n\n", "more_body": True})
+
+
+async def while_there(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of the work; raise `Gone`, and cancel it, if the client goes."""
+    working, going = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({working, going}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Gone
+        return working.result()
+    finally:
+        for task in (working, going):
+            task.cancel()
+        await asyncio.gather(working, going, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:

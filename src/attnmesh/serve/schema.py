@@ -6,6 +6,8 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 from attnmesh.serve.refused import Refused
@@ -13,8 +15,17 @@ from attnmesh.serve.refused import Refused
 MAX_CHOICES, MAX_STOPS, MAX_STOP = 16, 4, 256
 """Choices a request, its stop strings, and the characters of one."""
 
+NEW = "1 to what the context leaves beside the prompt"
+"""Limit of new tokens, which depends on the model and the prompt."""
+
+SALT = "requests of another salt share no prefix; not a field of OpenAI's"
+"""Note of the salt, which vLLM has, too."""
+
 SHOWN = 60
 """Characters of a value that an error shows."""
+
+SLICE = 1 << 20
+"""Characters of a text that are checked at once: other threads wait so long."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +72,8 @@ class Only:
     @property
     def row(self) -> str:
         """The text of a table."""
-        return "refused" + "".join(f", but for {json.dumps(one)}" for one in self.neutral)
+        values = [json.dumps(one) for place, one in enumerate(self.neutral) if one not in self.neutral[:place]]
+        return f"refused, unless it is {' or '.join(values)}" if values else "refused"
 
 
 REQUIRED = object()
@@ -76,8 +88,17 @@ def shown(value: Any) -> str:
     >>> shown([1] * 100)
     '[1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1...'
     """
-    text = json.dumps(value[:SHOWN] if isinstance(value, (str, list)) else value)
+    text = json.dumps(_beginning(value))
     return text if len(text) <= SHOWN else text[:SHOWN] + "..."
+
+
+def _beginning(value: Any) -> Any:
+    """Return a value without most of what is long in it."""
+    if isinstance(value, dict):
+        return {name[:SHOWN]: _beginning(one) for name, one in islice(value.items(), SHOWN)}
+    if isinstance(value, list):
+        return [*map(_beginning, value[:SHOWN])]
+    return value[:SHOWN] if isinstance(value, str) else value
 
 
 def is_whole(low: int, high: int) -> Callable[[Any], bool]:
@@ -102,7 +123,19 @@ def is_list_of(kind: type, least: int = 1) -> Callable[[Any], bool]:
 
 def is_text(value: Any) -> bool:
     """Return whether a value is text in UTF-8: JSON can also spell halves of characters."""
-    return isinstance(value, str) and not any(0xD800 <= ord(sign) < 0xE000 for sign in value)
+    if not isinstance(value, str):
+        return False
+    try:
+        for first in range(0, 0 if value.isascii() else len(value), SLICE):
+            value[first : first + SLICE].encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def is_name(value: Any) -> bool:
+    """Return whether a value is text of one character or more."""
+    return is_text(value) and value != ""
 
 
 def is_stop(value: Any) -> bool:
@@ -123,16 +156,21 @@ def is_stream_options(value: Any) -> bool:
     return known and all(is_flag(one) for one in value.values()) and value.get("include_obfuscation") is not True
 
 
+NOT_OPENAI = "not a field of OpenAI's"
+
 SAMPLING: Schema = {
     "model": Served(is_text, "the name that the server gives its model", REQUIRED),
     "temperature": Served(is_number(0, 2), "0 to 2", 1.0, "0 is greedy"),
     "top_p": Served(is_number(0, 1), "0 to 1", 1.0, "0 is greedy"),
-    "top_k": Served(is_whole(0, 1 << 31), "a whole number", 0, "0 is all; not a field of OpenAI's"),
+    "top_k": Served(is_whole(0, 1 << 31), "a whole number", 0, f"0 is all; {NOT_OPENAI}"),
+    "min_p": Served(is_number(0, 1), "0 to 1", 0.0, f"share of the likeliest token's probability; {NOT_OPENAI}"),
+    "repetition_penalty": Served(is_number(0.01, 100), "0.01 to 100", 1.0, f"1 is none; {NOT_OPENAI}"),
     "seed": Served(is_whole(-(1 << 63), (1 << 63) - 1), "a number of 64 bits", None, "choice i draws with seed + i"),
     "n": Served(is_whole(1, MAX_CHOICES), f"1 to {MAX_CHOICES}", 1),
     "stop": Served(is_stop, f"a string of 1 to {MAX_STOP} characters, or up to {MAX_STOPS} of them", None),
     "stream": Served(is_flag, "true or false", False),
     "stream_options": Served(is_stream_options, "{include_usage: true or false}", None, "with stream alone"),
+    "cache_salt": Served(is_name, "text of one character or more", None, SALT),
     "user": Served(is_text, "text", None, "has no effect, by its definition"),
     "frequency_penalty": Only((0, 0.0)),
     "presence_penalty": Only((0, 0.0)),
@@ -148,11 +186,14 @@ REFUSED = (
 
 CHAT: Schema = {
     "messages": Served(
-        is_list_of(dict), "a list of messages", REQUIRED, "content is text, or parts of type text and image_url"
+        is_list_of(dict),
+        "a list of one message or more",
+        REQUIRED,
+        "content is text, or parts of type text and image_url",
     ),
     **SAMPLING,
-    "max_completion_tokens": Served(is_whole(1, 1 << 31), "1 or more", None, "by default 2048, or what fits"),
-    "max_tokens": Served(is_whole(1, 1 << 31), "1 or more", None, "an older name of max_completion_tokens"),
+    "max_completion_tokens": Served(is_whole(1, 1 << 31), NEW, None, "by default 2048, or what is left"),
+    "max_tokens": Served(is_whole(1, 1 << 31), NEW, None, "an older name of max_completion_tokens"),
     "logprobs": Served(is_flag, "true or false", False),
     "top_logprobs": Served(is_whole(0, 20), "0 to 20", None, "with logprobs alone"),
     "tools": Served(is_list_of(dict, 0), "a list of tools", None, "passed to the chat template; calls stay in content"),
@@ -172,7 +213,7 @@ CHAT: Schema = {
 COMPLETION: Schema = {
     "prompt": Served(is_prompt, "text, or a list of token ids, or a list of one such prompt", REQUIRED),
     **SAMPLING,
-    "max_tokens": Served(is_whole(1, 1 << 31), "1 or more", 16),
+    "max_tokens": Served(is_whole(1, 1 << 31), NEW, None, "by default 16, or what is left"),
     "logprobs": Served(is_whole(0, 5), "0 to 5", None),
     "best_of": Only((1,)),
     "echo": Only((False,)),
@@ -181,15 +222,31 @@ COMPLETION: Schema = {
 """Fields of /v1/completions."""
 
 
-def read_fields(body: Any, schema: Schema) -> dict[str, Any]:
-    """Return the value of each field of a schema, or raise on a field that is unknown or refused."""
+def read_fields(body: Any, schema: Schema, defaults: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """Return the value of each field of a schema, or raise on a field that is unknown or refused.
+
+    `defaults` are those of the model, for fields that the body leaves out.
+    """
     if not isinstance(body, dict):
         raise Refused(400, f"body: expected a JSON object, given {shown(body)}")
     for name in body:
         if name not in schema:
             param = name[:SHOWN].encode(errors="replace").decode()  # JSON may hold half of a surrogate pair
             raise Refused(400, f"body: unknown field {shown(name)}. Leave it out.", param, "unknown_parameter")
-    return {name: field.read(name, body.get(name)) for name, field in schema.items()}
+    given = {**defaults, **{name: value for name, value in body.items() if value is not None}}
+    fields = {name: field.read(name, given.get(name)) for name, field in schema.items()}
+    _check_together(fields)
+    return fields
+
+
+def _check_together(fields: dict[str, Any]) -> None:
+    """Raise on fields that need another one, or exclude it."""
+    if fields["stream_options"] is not None and not fields["stream"]:
+        raise Refused(400, "stream_options: expected stream true beside it", "stream_options")
+    if fields.get("top_logprobs") is not None and not fields["logprobs"]:
+        raise Refused(400, "top_logprobs: expected logprobs true beside it", "top_logprobs")
+    if None not in (fields["max_tokens"], fields.get("max_completion_tokens")):
+        raise Refused(400, "max_tokens: expected it or max_completion_tokens, given both", "max_tokens")
 
 
 def table(schema: Schema) -> str:

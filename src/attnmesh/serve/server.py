@@ -3,14 +3,17 @@
 import asyncio
 import json
 import socket
+from errno import EACCES, EADDRINUSE
 from typing import Any
 
 import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from attnmesh.serve.app import App
+from attnmesh.errors import ArgumentError
 from attnmesh.serve.refused import Refused
+from attnmesh.serve.routes import App
+from attnmesh.serve.supervisor import Supervisor
 
 CONNECTIONS = 512
 """Connections at a time; further ones are closed."""
@@ -20,6 +23,10 @@ HEADER_BYTES, HEADER_SECONDS = 32 << 10, 20.0
 
 STALL = 60.0
 """Seconds after which a client that does not read its response is cut off."""
+
+
+STEP = 0.05
+"""Seconds between two looks at open requests while the server ends."""
 
 
 class LimitedProtocol(H11Protocol):
@@ -94,17 +101,47 @@ class LimitedProtocol(H11Protocol):
         self.transport.close()
 
 
+class DrainingServer(uvicorn.Server):
+    """Lets open requests end before it closes its port: until then others are refused with 503."""
+
+    def __init__(self, config: uvicorn.Config, front: Supervisor, drain: float) -> None:
+        super().__init__(config)
+        self.front, self.drain = front, drain
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Wait for open requests, then close."""
+        self.front.draining = True
+        left = self.drain
+        while (self.front.open or self.front.coming) and left > 0 and not self.force_exit:
+            await asyncio.sleep(STEP)
+            left -= STEP
+        self.config.timeout_graceful_shutdown = max(1, round(left))
+        await super().shutdown(sockets)
+
+
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens there, or raise `OSError`."""
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    listening = socket.socket(family, socket.SOCK_STREAM)
+    """Return a socket that will listen there, or raise if it cannot."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listening = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise _unusable(host, error) from None
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind(address)
-    except OSError:
+    except OSError as error:
         listening.close()
-        raise
+        if error.errno not in (EADDRINUSE, EACCES):
+            raise _unusable(host, error) from None
+        given = f"{port} of {host} ({error.strerror})"
+        fix = f"name another, as --port {port + 1 if port < 65535 else 8000}, or --port 0 for any free one"
+        raise ArgumentError("--port", "a free port", given, fix) from None
     return listening
+
+
+def _unusable(host: str, error: OSError) -> ArgumentError:
+    fix = "leave --host out for this machine alone, or write 0.0.0.0 for all of its addresses"
+    return ArgumentError("--host", "an address of this machine", f"{host!r} ({error.strerror})", fix)
 
 
 def run(app: App, listening: socket.socket, drain: float) -> None:
@@ -116,11 +153,10 @@ def run(app: App, listening: socket.socket, drain: float) -> None:
         "access_log": False,
         "server_header": False,
         "proxy_headers": False,
-        "timeout_graceful_shutdown": max(1, round(drain)),
         "h11_max_incomplete_event_size": HEADER_BYTES,
         "lifespan": "on",
     }
-    server = uvicorn.Server(uvicorn.Config(app.asgi(), **settings))
+    server = DrainingServer(uvicorn.Config(app.asgi(), **settings), app.front, drain)
 
     def fail() -> None:
         server.should_exit = True

@@ -1,9 +1,14 @@
 """Text of a growing list of tokens: whole characters alone, held back where a stop string may begin."""
 
-from typing import Any, NamedTuple
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from attnmesh.serve.detokenizer import Detokenizer
+from attnmesh.serve.spelling import Spelling, goes_on
 
 
-class Token(NamedTuple):
+class SentToken(NamedTuple):
     """A token that ranks send, with the log-probabilities that were asked for."""
 
     id: int
@@ -12,50 +17,40 @@ class Token(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """New text, and the tokens that begin in it."""
+    """New text, and the tokens that begin in it, each with its first character's place in all text."""
 
     text: str
-    tokens: tuple[Token, ...] = ()
+    tokens: tuple[tuple[int, SentToken], ...] = ()
 
 
 class Text:
     """The text of one choice. Joined pieces are the tokenizer's text of all tokens, up to the first stop string."""
 
-    def __init__(self, tokenizer: Any, stops: tuple[str, ...]) -> None:
-        self.tokenizer, self.stops, self.stopped = tokenizer, stops, False
-        self.ids: list[int] = []
-        self.first, self.read = 0, 0
-        """Tokens before `first` are no longer decoded; those before `read` have their text."""
+    def __init__(self, spelling: Spelling, stops: tuple[str, ...], before: Sequence[int] = ()) -> None:
+        self.spelling, self.stops, self.stopped = spelling, stops, False
+        self.tokens, self.count = Detokenizer(spelling, before), 0
         self.held = ""
         self.sent, self.made = 0, 0
         """Characters that pieces had, and characters of all text so far."""
-        self.waiting: list[tuple[int, Token]] = []
+        self.waiting: deque[tuple[int, SentToken]] = deque()
         """Tokens that no piece had, each with the character that it begins at."""
 
-    def add(self, token: Token) -> Piece:
+    def add(self, token: SentToken) -> Piece:
         """Return what can be sent after one more token."""
-        self.waiting.append((self.made, token))
-        self.ids.append(token.id)
-        known, text = self._decode(self.first, self.read), self._decode(self.first, len(self.ids))
-        if len(text) <= len(known) or text.endswith("\ufffd"):
-            return Piece("")  # a character that is not whole, or a token without text
-        self.first, self.read = self.read, len(self.ids)
-        return self._grow(text[len(known) :])
+        self.count += 1
+        begun, data = self.tokens.begun, b"" if self.spelling.drops(token.id) else self.spelling.bytes_of(token.id)
+        broken = bool(begun) and not goes_on(begun, data)  # its bytes become a character before this token's
+        self.waiting.append((self.made + broken, token))
+        text = self.tokens.add(token.id)
+        return self._grow(text) if text else Piece("")
 
     def end(self) -> Piece:
         """Return what was held back, after the last token."""
-        known, text = self._decode(self.first, self.read), self._decode(self.first, len(self.ids))
-        self.read = len(self.ids)
-        piece = self._grow(text[len(known) :])
+        piece = self._grow(self.tokens.end())
         if self.stopped:
             return piece
-        rest = self._send(self.held)
-        return Piece(piece.text + rest.text, piece.tokens + rest.tokens)
-
-    def _decode(self, first: int, end: int) -> str:
-        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-        text: str = self.tokenizer.decode(self.ids[first:end], **options)
-        return text
+        rest, last = self._send(self.held), tuple(self.waiting)
+        return Piece(piece.text + rest.text, piece.tokens + rest.tokens + last)
 
     def _grow(self, text: str) -> Piece:
         """Return the held and the new text as far as no stop string may begin in it."""
@@ -71,6 +66,7 @@ class Text:
     def _send(self, text: str) -> Piece:
         self.held = "" if self.stopped else self.held[len(text) :]
         self.sent += len(text)
-        tokens = tuple(token for begin, token in self.waiting if begin < self.sent)
-        self.waiting = [(begin, token) for begin, token in self.waiting if begin >= self.sent]
-        return Piece(text, tokens)
+        tokens = []
+        while self.waiting and self.waiting[0][0] < self.sent:
+            tokens.append(self.waiting.popleft())
+        return Piece(text, tuple(tokens))

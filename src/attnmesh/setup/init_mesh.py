@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from socket import gethostname
 from typing import cast
 
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from attnmesh.errors import DeviceError, MeshError, require
-from attnmesh.guard.consensus import describe_call, run_agreed, run_agreed_with
+from attnmesh.guard.consensus import HOST, agree, describe_call, run_agreed, run_agreed_with
 from attnmesh.mesh.axes import Axis, Mesh, device_of, device_type_of
 from attnmesh.mesh.shapes import AXES, Shape, check_heads, elements, mesh_shape, rank_grid
 
@@ -63,13 +64,18 @@ def init_mesh(
         return found
 
     def call(found: Shape) -> str:
-        return describe_call("init_mesh", device_type=device_type, shape=found, q_heads=q_heads, kv_heads=kv_heads)
+        options = {"device_type": device_type, "shape": found, "q_heads": q_heads, "kv_heads": kv_heads}
+        return describe_mesh("init_mesh", **options)
 
+    is_first = not dist.is_initialized()
     found = run_agreed(everyone(), check, call)
     sent = elements(found, q_heads, kv_heads)._asdict()
     names = tuple(sorted(AXES, key=lambda name: sent[name]))
     sizes = tuple(getattr(found, name) for name in names)
-    return init_device_mesh(cast(str, device_type), sizes, mesh_dim_names=names)
+    mesh = init_device_mesh(cast(str, device_type), sizes, mesh_dim_names=names)
+    if is_first:  # before, there was nobody to compare with
+        agree(everyone(), call(found))
+    return mesh
 
 
 def split_mesh(
@@ -111,12 +117,20 @@ def split_mesh(
         return found
 
     def call(found: Shape) -> str:
-        return describe_call("split_mesh", shape=found, q_heads=q_heads, kv_heads=kv_heads)
+        return describe_mesh("split_mesh", shape=found, q_heads=q_heads, kv_heads=kv_heads)
 
     found, table = run_agreed_with(everyone(), check, call, lambda _: mesh.mesh.flatten().tolist())
     groups = check_groups("split_mesh mesh", table)
     grid = torch.tensor(groups).view(len(groups), *found)
     return DeviceMesh(mesh.device_type, grid, mesh_dim_names=("others", *AXES))[AXES]
+
+
+def describe_mesh(name: str, **fields: object) -> str:
+    """Return the text of a call that makes a mesh, with the versions of packages and the name of this host."""
+    import attnmesh  # the front of the package, which imports this file
+
+    versions = f"attnmesh {attnmesh.__version__}, PyTorch {torch.__version__.partition('+')[0]}"
+    return describe_call(name, **fields, versions=versions) + HOST + gethostname()
 
 
 def check_groups(subject: str, table: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
@@ -177,7 +191,7 @@ def init_plan_mesh(device_type: str, shape: Shape, tile: Shape) -> DeviceMesh:
         require(world == ranks, MeshError, "Plan.init_mesh", f"a world of {ranks} ranks", world, fix)
         _set_gpu(device_type)
 
-    call = describe_call("Plan.init_mesh", device_type=device_type, shape=shape, tile=tile)
+    call = describe_mesh("Plan.init_mesh", device_type=device_type, shape=shape, tile=tile)
     run_agreed(everyone(), check, call)
     return DeviceMesh(device_type, rank_grid(shape, tile), mesh_dim_names=AXES)
 

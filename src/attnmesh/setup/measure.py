@@ -23,8 +23,8 @@ from attnmesh.core.partial import Partial
 from attnmesh.errors import ClusterError, require
 from attnmesh.guard.checks import check_dtype
 from attnmesh.guard.consensus import describe_call, run_agreed
-from attnmesh.kernels.attend import run_attend
-from attnmesh.kernels.plans import LocalPlan
+from attnmesh.kernels.local_op import run_attend
+from attnmesh.kernels.local_plan import LocalPlan
 from attnmesh.mesh.axes import Axis, Mesh, device_of, flat_axis
 from attnmesh.mesh.shapes import AXES
 from attnmesh.planner.cluster import Cluster

@@ -1,6 +1,6 @@
 """Caches on disk, and recovery after lost ranks. It supplies `save` and `load` of a `KVCache`."""
 
-from attnmesh.decode.saved_cache import load_caches, save_caches
+from attnmesh.cache.saved_cache import load_caches, save_caches
 from attnmesh.store import checkpoint, checkpoint_writer
 
 save_caches.supply(checkpoint_writer.save_layers)

@@ -24,16 +24,17 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from attnmesh.cache.cache import KVCache
+from attnmesh.cache.cache_config import Sizes
+from attnmesh.cache.cache_shard import CacheShard
+from attnmesh.cache.replicas import LocalShards, check_copies
 from attnmesh.core.mask import FAR
-from attnmesh.decode.cache import KVCache
-from attnmesh.decode.cache_config import Sizes
-from attnmesh.decode.cache_shard import CacheShard
-from attnmesh.decode.replicas import Shards, check_copies
 from attnmesh.errors import ShapeError, StoreError
 from attnmesh.guard.consensus import describe_call, run_agreed_with
 from attnmesh.mesh.axes import Axis, Mesh, overlap
+from attnmesh.runtime.memory import host_memory
 from attnmesh.setup.init_mesh import device_fault, device_for
-from attnmesh.store.tensor_file import FIX, TensorFile, check_size, host_memory
+from attnmesh.store.tensor_file import FIX, TensorFile, check_size
 
 VERSION = 4
 
@@ -315,7 +316,7 @@ def _check_memory(layers: Sequence[Sizes], mesh: Mesh, device: torch.device, cop
         raise StoreError("load", f"at most this device's {memory / 1e9:,.1f} GB", given, "pass a smaller capacity=")
 
 
-def fill(layers: Sequence[Shards], path: Path, manifest: Manifest) -> bool:
+def fill(layers: Sequence[LocalShards], path: Path, manifest: Manifest) -> bool:
     """Write this rank's tokens into its shards, one per layer, from the files of all ranks that saved. Return True."""
     for layer, (shards, starts) in enumerate(zip(layers, manifest.forgotten, strict=True)):
         shards.prepare(manifest.length_of(layer), *starts)

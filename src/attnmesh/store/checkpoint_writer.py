@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from attnmesh.decode.cache import KVCache
-from attnmesh.decode.cache_shard import CacheShard
-from attnmesh.decode.replicas import Shards
-from attnmesh.decode.saved_cache import SavedPieces, Saving
+from attnmesh.cache.cache import KVCache
+from attnmesh.cache.cache_shard import CacheShard
+from attnmesh.cache.replicas import LocalShards
+from attnmesh.cache.saved_cache import SavedPieces, Saving
 from attnmesh.errors import StoreError
 from attnmesh.guard.consensus import describe_call, run_agreed_with
 from attnmesh.store.checkpoint import (
@@ -118,7 +118,7 @@ def save_layers(
 
 def _prepare(
     path: str | Path,
-    layers: Sequence[Shards],
+    layers: Sequence[LocalShards],
     more: Mapping[str, Tensor],
     note: str,
     is_coordinator: bool,

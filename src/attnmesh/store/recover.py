@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from attnmesh.cache.block_cyclic import position_sum
+from attnmesh.cache.cache import KVCache
+from attnmesh.cache.cache_config import Sizes
+from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.comm.p2p import meta_like, swap
 from attnmesh.comm.topology import all_gather_ints
-from attnmesh.decode.block_cyclic import position_sum
-from attnmesh.decode.cache import KVCache
-from attnmesh.decode.cache_config import Sizes
-from attnmesh.decode.cache_shard import CacheShard
 from attnmesh.errors import DtypeError, MeshError, ShapeError
 from attnmesh.guard.checks import check_unknown_options
 from attnmesh.guard.consensus import describe_call, run_agreed, texts

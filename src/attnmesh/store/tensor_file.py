@@ -23,6 +23,7 @@ from torch import Tensor
 
 from attnmesh.core.digest import digest
 from attnmesh.errors import StoreError
+from attnmesh.runtime.memory import host_memory
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -220,11 +221,6 @@ def check_more(more: object) -> None:
             expected = f"dense tensors of {dtypes}, of {MAX_DIMS} dims at most"
             given, fix = f"{name!r} as {x.dtype}, {x.layout}, of {x.ndim} dims", "call .to_dense() and .to() on it"
             raise StoreError("save more", expected, given, fix)
-
-
-def host_memory() -> int:
-    """Return the bytes of memory of this host."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def check_size(x: Any) -> int:

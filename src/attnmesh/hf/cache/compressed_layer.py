@@ -7,18 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnmesh.attention.attend import attend
+from attnmesh.cache.cache import KVCache
 from attnmesh.core.candidates import unpack
 from attnmesh.core.mask import Causal
 from attnmesh.core.partial import Partial, merge_unchecked
 from attnmesh.core.selection import Selection
-from attnmesh.decode.cache import KVCache
-from attnmesh.decode.indexer import top_k_tokens
+from attnmesh.decoding.index_search import top_k_tokens
 from attnmesh.hf.cache.layer import PendingKV, StatefulLayer
 from attnmesh.hf.models import check_implementation
 from attnmesh.hf.shards import Shards
 from attnmesh.hf.sparse.entries import IndexEntries
 from attnmesh.kernels.indexer import IndexKeys, Score, indexer_top_k
+from attnmesh.mesh_attention.local import attend
 
 ENTRIES = {
     "compressed_sparse_attention": {"compressor": "prefix", "indexer": "none"},

@@ -6,14 +6,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from attnmesh.attention.sharding import shard
-from attnmesh.decode.indexer import top_k_tokens
+from attnmesh.decoding.index_search import top_k_tokens
 from attnmesh.errors import KernelError
 from attnmesh.hf.cache.layer import ShardedLayer, StatefulLayer, store_shard
 from attnmesh.hf.models import SUBJECT
 from attnmesh.hf.shards import Shards
 from attnmesh.hf.sparse.scores import IndexScores
 from attnmesh.hf.sparse.select import Scores, select_in_shards
+from attnmesh.mesh_attention.sharding import shard
 
 
 class IndexedLayer(ShardedLayer):

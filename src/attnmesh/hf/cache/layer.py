@@ -7,28 +7,28 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from attnmesh.attention.latent import Latents, Projection
-from attnmesh.attention.sharding import unshard
+from attnmesh.cache.cache import KVCache
+from attnmesh.cache.cache_config import check_key_heads, check_storage
+from attnmesh.cache.replicas import check_copies
+from attnmesh.cache.window import longest_row
 from attnmesh.core.layout import Striped
 from attnmesh.core.mask import FAR, Mask, Window
 from attnmesh.core.partial import Partial
-from attnmesh.decode.cache import KVCache
-from attnmesh.decode.cache_config import check_key_heads, check_storage
-from attnmesh.decode.checks import check_reproducible
-from attnmesh.decode.replicas import check_copies
-from attnmesh.decode.window import longest_row
+from attnmesh.decoding.step_checks import check_reproducible
 from attnmesh.errors import InputError, KernelError, ShapeError, check_count, require
 from attnmesh.guard.checks import check_checked
 from attnmesh.guard.consensus import agree
 from attnmesh.guard.merge_checks import check_merge
-from attnmesh.hf.latent import check_projection, has_weight, latent_states, latent_widths, projection_of
+from attnmesh.hf.latent_states import check_projection, has_weight, latent_states, latent_widths, projection_of
 from attnmesh.hf.models import Opaque, check_implementation, check_keys, indexed_layers, is_compressed, key_heads
 from attnmesh.hf.shards import Shards
-from attnmesh.hf.upstream import CacheLayerMixin
+from attnmesh.hf.transformers_names import CacheLayerMixin
 from attnmesh.kernels.driver import check_kernel
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import check_exchange
 from attnmesh.mesh.shapes import Shape
+from attnmesh.mesh_attention.latents import Latents, Projection
+from attnmesh.mesh_attention.sharding import unshard
 
 SHORT_WINDOW = 1024
 """Tokens of the longest window whose keys stay as they are, unless `window_storage=` is given."""

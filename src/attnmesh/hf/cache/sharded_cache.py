@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig
 
+from attnmesh.cache.cache import KVCache
 from attnmesh.comm.topology import all_gather_ints
-from attnmesh.decode.cache import KVCache
-from attnmesh.decode.decode import decode
+from attnmesh.decoding.decode_call import decode
 from attnmesh.errors import KernelError, ShapeError, require
 from attnmesh.guard.consensus import describe_call, run_agreed
 from attnmesh.hf.cache.layer import ShardedLayer, StatefulLayer, check_settings
@@ -184,6 +184,11 @@ class ShardedCache(StoredLayers):
             length = self.prefix(min(lengths))
             for kv in self.kvs:
                 kv.truncate(length)
+
+    @property
+    def goes_back(self) -> bool:
+        """True if the cache can be cropped to any of its tokens: no layer has a state, or forgets."""
+        return not self.state_layers and all(kv.shards.forgets is None for kv in self.kvs)
 
     def prefix(self, length: int) -> int:
         """Return the number of tokens, at most `length`, that all layers can go back to: `length`, or else none."""

@@ -10,7 +10,7 @@ from attnmesh.hf.cache.compressed_layer import CompressedLayer
 from attnmesh.hf.cache.indexed_layer import IndexedLayer, PooledLayer
 from attnmesh.hf.cache.layer import ShardedLayer
 from attnmesh.hf.images.cross import CrossLayer, SomeKeys
-from attnmesh.hf.latent import latent_widths
+from attnmesh.hf.latent_states import latent_widths
 from attnmesh.hf.models import (
     COMPRESSED_LAYERS,
     HYBRID_LAYERS,
@@ -23,7 +23,7 @@ from attnmesh.hf.models import (
     is_recurrent,
     layer_kinds,
 )
-from attnmesh.hf.upstream import DummyLayer, LinearAttentionLayer
+from attnmesh.hf.transformers_names import DummyLayer, LinearAttentionLayer
 
 CROSS = "cross_attention"
 """Kind of layers with the keys of images."""

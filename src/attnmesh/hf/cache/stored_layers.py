@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import Cache, PreTrainedConfig
 
-from attnmesh.decode.cache import KVCache
-from attnmesh.decode.saved_cache import Saving
+from attnmesh.cache.cache import KVCache
+from attnmesh.cache.saved_cache import Saving
 from attnmesh.errors import KernelError, ShapeError, StoreError, require
 from attnmesh.guard.consensus import run_agreed
 from attnmesh.hf.cache.compressed_layer import CompressedLayer

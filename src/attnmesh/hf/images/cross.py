@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from attnmesh.hf.models import Opaque
-from attnmesh.hf.upstream import CacheLayerMixin
+from attnmesh.hf.transformers_names import CacheLayerMixin
 
 
 class CrossLayer(CacheLayerMixin):  # type: ignore[misc]

@@ -15,8 +15,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from attnmesh.errors import KernelError, require
-from attnmesh.hf.images.merge import SET_HERE, select, text_arguments
-from attnmesh.hf.mask import SDPA, MaskSpec
+from attnmesh.hf.images.image_merge import SET_HERE, select, text_arguments
+from attnmesh.hf.layer_mask import SDPA, MaskSpec
 from attnmesh.hf.shards import PromptIds, PromptMask, ShardMask, ShardPositions, Shards
 
 CUTTING: WeakSet[nn.Module] = WeakSet()
@@ -31,7 +31,7 @@ def prepare_text_model(running: Sequence[nn.Module]) -> None:
     decoder: Any = model.get_decoder()
     expected, given = "a model that merges images into the embeddings of its text model", type(model).__name__
     fits = isinstance(decoder, nn.Module) and decoder not in running
-    require(fits, KernelError, "train images", expected, given, f"leave images and token types out, or {SDPA}")
+    require(fits, KernelError, "train images", expected, given, f"leave token_type_ids and images out, or {SDPA}")
     if decoder not in CUTTING:
         CUTTING.add(decoder)
         decoder.register_forward_pre_hook(partial(_cut, given), with_kwargs=True, prepend=True)
@@ -46,6 +46,7 @@ def _cut(name: str, decoder: nn.Module, args: tuple[Any, ...], given: dict[str, 
         "train images", name, decoder, given if not args else {**given, "positional arguments": args}
     )
     shards.forward_pass.begin()
+    shards.forward_pass.has_positions = True
     if isinstance(ids := whole.get("input_ids"), PromptIds):
         whole["input_ids"] = ids.plain()
     index = shards.positions().to(next(x for x in whole.values() if isinstance(x, torch.Tensor)).device)

@@ -3,17 +3,19 @@
 A tower gets pixels, which no rank shards, so it is exact on each rank as it is. Only the text model is on the mesh.
 """
 
-from functools import lru_cache
 from logging import getLogger
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from attnmesh.hf.upstream import sdpa_attention
+from attnmesh.hf.transformers_names import sdpa_attention
 
 TEXT_KEYS = ("", "text_config", "decoder_config")
 """Names under which a model's configuration may hold that of its text model."""
+
+SAID = set[type]()
+"""Configurations of towers whose layers were logged."""
 
 
 def in_tower(config: Any) -> bool:
@@ -24,24 +26,21 @@ def in_tower(config: Any) -> bool:
     (True, False, False)
     """
     kind: Any = type(config)  # config.__class__ would call functions of transformers
-    return config is not None and _is_tower(kind)
-
-
-@lru_cache
-def _is_tower(kind: Any) -> bool:
+    if config is None:
+        return False
     has_words = "vocab_size" in kind.__dataclass_fields__  # a compiler cannot trace `fields`
-    part = getattr(kind, "base_config_key", "")
-    return part not in TEXT_KEYS or not (has_words or "text_config" in kind.sub_configs)
+    return kind.base_config_key not in TEXT_KEYS or not (has_words or "text_config" in kind.sub_configs)
 
 
 def attend_in_tower(module: Any, query: Tensor, key: Any, value: Any, mask: Any, **more: Any) -> Any:
     """Return attention of a tower's layer, as "sdpa" computes it."""
-    _say_once(module.config.__class__)
+    if (kind := module.config.__class__) not in SAID:
+        SAID.add(kind)
+        _say(kind)
     return sdpa_attention(module, query, key, value, mask, **more)
 
 
-@lru_cache
-def _say_once(kind: type) -> None:
+def _say(kind: type) -> None:
     """Log on the first rank which layers are not on the mesh."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         name = kind.__name__.removesuffix("Config")

@@ -28,7 +28,7 @@ from attnmesh.errors import KernelError, LayoutError, ShapeError, require
 from attnmesh.mesh.axes import Axis, Mesh, attention_dims, flat_axis
 from attnmesh.mesh.shapes import AXES
 from attnmesh.recurrent.halo import halo_of_parts
-from attnmesh.recurrent.heads import heads_to_tokens, tokens_to_heads
+from attnmesh.recurrent.head_exchange import heads_to_tokens, tokens_to_heads
 from attnmesh.recurrent.scan import AffineMap, scan
 from attnmesh.runtime.world import cached_per_world
 

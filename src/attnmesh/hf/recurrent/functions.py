@@ -12,12 +12,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from attnmesh.errors import KernelError
-from attnmesh.hf import upstream
+from attnmesh.hf import transformers_names as upstream
 from attnmesh.hf.models import SUBJECT
 from attnmesh.hf.recurrent.chain import HeadChain, current_chain
 from attnmesh.hf.recurrent.layers import compressed, lightning, run_links
 from attnmesh.hf.recurrent.rules import RULES
-from attnmesh.hf.upstream import RecurrentKind
+from attnmesh.hf.transformers_names import RecurrentKind
 
 WHOLE: dict[RecurrentKind, Callable[..., Any]] = {upstream.LIGHTNING: lightning, upstream.COMPRESSED: compressed}
 """Kinds of layers whose recurrence is no function, with the `forward` that replaces theirs."""

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.nn.functional import conv1d, pad
 
 from attnmesh.hf.recurrent.chain import current_chain, split
-from attnmesh.hf.recurrent.rules import Link, joined, lightning_link, rg_lru_link
+from attnmesh.hf.recurrent.rules import ShardOfStates, joined, lightning_link, rg_lru_link
 
 
 def run_links(
-    links: Sequence[Link], dim: int, convert: Callable[[Tensor], Tensor] = lambda state: state
+    links: Sequence[ShardOfStates], dim: int, convert: Callable[[Tensor], Tensor] = lambda state: state
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs of this rank's tokens, along `dim`, and the state after them. Each piece has a link.
 

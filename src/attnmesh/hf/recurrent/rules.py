@@ -37,7 +37,7 @@ PACKED = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")
 """Arguments that begin a new sequence inside the tokens."""
 
 
-class Link(NamedTuple):
+class ShardOfStates(NamedTuple):
     """One shard of a recurrent layer: an affine map of its state, and the outputs once the entering state is known."""
 
     map: AffineMap
@@ -51,9 +51,9 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True)
 class Rule:
-    """How one rule of transformers becomes a `Link`, and how it names and lays out its states."""
+    """How one rule of transformers becomes a `ShardOfStates`, and how it names and lays out its states."""
 
-    link: Callable[..., Link]
+    link: Callable[..., ShardOfStates]
     """Return the link. Called with the stock rule and the arguments of the model, without the initial state."""
     returns_state: str
     """Argument of the stock rule that requests the last state."""
@@ -70,7 +70,7 @@ class Rule:
     dim: int = 1
     """Dimension of the tokens, in the outputs and in the arguments per token: those with 3 dimensions or more."""
 
-    def __call__(self, stock: Stock, *args: Any, **kwargs: Any) -> Link:
+    def __call__(self, stock: Stock, *args: Any, **kwargs: Any) -> ShardOfStates:
         """Return the link of a shard: `link(stock, *args, **kwargs)`, without the request for a state."""
         self.check_rows(kwargs)
         begins, fix = kwargs.get(self.initial_state or "") is None, "pass it to link.finish"
@@ -105,7 +105,7 @@ class Rule:
         return (outputs, None) if self.always_pair else outputs
 
 
-def joined(links: Sequence[Link], dim: int) -> Link:
+def joined(links: Sequence[ShardOfStates], dim: int) -> ShardOfStates:
     """Return the link of several documents, of the links of each. No state passes from one to the next, so A is 0."""
     first, *later = links
     if not later:
@@ -115,7 +115,7 @@ def joined(links: Sequence[Link], dim: int) -> Link:
         found = [first.finish(entering), *(link.finish(torch.zeros_like(entering)) for link in later)]
         return torch.cat([outputs for outputs, _ in found], dim), found[-1][1]
 
-    return Link(AffineMap(torch.zeros_like(first.map.linear), later[-1].map.bias), finish)
+    return ShardOfStates(AffineMap(torch.zeros_like(first.map.linear), later[-1].map.bias), finish)
 
 
 def _spans(x: Tensor, tokens: int, rule: str) -> Iterator[slice]:
@@ -126,7 +126,7 @@ def _spans(x: Tensor, tokens: int, rule: str) -> Iterator[slice]:
 
 def _delta_link(
     stock: Stock, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *, rule: str, **options: Any
-) -> Link:
+) -> ShardOfStates:
     """Link of a delta rule, its A a matrix: the stock rule over values [v | 0] from the state [0 | I].
 
     The columns of a state never mix, so the last state is [B | A], and the outputs are [from zero | of the identity].
@@ -149,7 +149,7 @@ def _delta_link(
             outputs = [(zero + (unit.float() @ entering)).to(query.dtype).transpose(1, 2) for zero, unit in parts]
             return torch.cat(outputs, dim=1), linear @ entering + bias
 
-    return Link(AffineMap(linear, bias), finish)
+    return ShardOfStates(AffineMap(linear, bias), finish)
 
 
 def _step_sizes(dt: Tensor, bias: Tensor | None, positive: bool) -> Tensor:
@@ -160,7 +160,7 @@ def _step_sizes(dt: Tensor, bias: Tensor | None, positive: bool) -> Tensor:
 
 def _mamba2_link(
     stock: Stock, hidden_states: Tensor, dt: Tensor, rates: Tensor, writes: Tensor, reads: Tensor, **options: Any
-) -> Link:
+) -> ShardOfStates:
     """Link of Mamba-2, its A a scalar per head. States are (state size, head size); outputs are the stock rule's.
 
     Decays are summed from the end of the shard, where they are close to one, so long shards keep their precision.
@@ -180,12 +180,12 @@ def _mamba2_link(
         outputs, leaving = stock(hidden_states, dt, rates, writes, reads, **options, **states)
         return outputs, leaving.transpose(-1, -2)
 
-    return Link(AffineMap(linear, bias), finish)
+    return ShardOfStates(AffineMap(linear, bias), finish)
 
 
 def _mamba1_link(
     stock: Stock, hidden_states: Tensor, dt: Tensor, rates: Tensor, writes: Tensor, reads: Tensor, **options: Any
-) -> Link:
+) -> ShardOfStates:
     """Link of Mamba-1, its A diagonal. Its heads are channels, of (state size, 1).
 
     The stock rule begins at zero. The entering state adds C_t . (exp(A (dt_1 + ... + dt_t)) S), gated by z.
@@ -205,10 +205,10 @@ def _mamba1_link(
         correction = torch.cat(added, dim=-1) * (1 if z is None else silu(z.float()))
         return (outputs + correction).to(outputs.dtype), linear.unsqueeze(-1) * entering + bias
 
-    return Link(AffineMap(linear, bias), finish)
+    return ShardOfStates(AffineMap(linear, bias), finish)
 
 
-def lightning_link(query: Tensor, key: Tensor, value: Tensor, slope_rate: Tensor) -> Link:
+def lightning_link(query: Tensor, key: Tensor, value: Tensor, slope_rate: Tensor) -> ShardOfStates:
     """Return the link of MiniMax's lightning attention, its A a scalar per head.
 
     Args:
@@ -239,10 +239,10 @@ def lightning_link(query: Tensor, key: Tensor, value: Tensor, slope_rate: Tensor
                 state = torch.exp(-slope * len(at)) * state + written
         return torch.cat(outputs, dim=2).to(value.dtype), state
 
-    return Link(AffineMap(linear, bias), finish)
+    return ShardOfStates(AffineMap(linear, bias), finish)
 
 
-def rg_lru_link(hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor) -> Link:
+def rg_lru_link(hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor) -> ShardOfStates:
     """Return the link of RecurrentGemma's RG-LRU, its A a scalar per channel. Its heads are channels, of (1, 1).
 
     Args:
@@ -269,7 +269,7 @@ def rg_lru_link(hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor) ->
         contextualized = state + decay * entering.flatten(1)[:, None]
         return contextualized.to(hidden_states.dtype), contextualized[:, -1, :, None, None]
 
-    return Link(AffineMap(decay[:, -1], state[:, -1, :, None, None]), finish)
+    return ShardOfStates(AffineMap(decay[:, -1], state[:, -1, :, None, None]), finish)
 
 
 def _scan(decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,19 +12,22 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
+from attnmesh.comm.topology import mesh_hosts, share_numbers
 from attnmesh.errors import ArgumentError, Busy, MeshError, ShapeError, TooLong, check_count, require, short
 from attnmesh.guard.consensus import describe_call
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.images.inputs import OWN_PROCESSOR, image_inputs, unless_text, without_absent
 from attnmesh.hf.models import check_rope_switch, check_rows, rope_regime, unwrap
 from attnmesh.hf.options import run_agreed_with_peers
-from attnmesh.hf.serving.link import Link, can_be_sent
-from attnmesh.hf.serving.schedule import Schedule
+from attnmesh.hf.serving.footprint import SHARE, never_fits
+from attnmesh.hf.serving.plan_exchange import PlanExchange, can_be_sent
+from attnmesh.hf.serving.rank_worker import RankWorker
+from attnmesh.hf.serving.request_queue import RequestQueue
 from attnmesh.hf.serving.stream import Sampling, Stream
-from attnmesh.hf.serving.worker import Worker
 from attnmesh.hf.tensor_parallel import sharing
 from attnmesh.mesh.axes import Mesh
 from attnmesh.runtime.counters import counted
+from attnmesh.runtime.memory import free_memory
 
 BEAT = 1.0
 """Seconds of an idle engine between exchanges, in which it finds that a rank is lost."""
@@ -43,8 +46,9 @@ class Engine:
         mesh: The mesh that shares keys and values; None for one device.
         max_rows: Requests that decode at the same time.
         max_queue: Requests that wait, beyond which `submit` raises `Busy`.
-        cache_memory: Bytes for caches on each rank; None for no limit. Kept prefixes go first, least recently used
-            first; then the youngest request waits, and computes its tokens again.
+        cache_memory: Bytes for caches on each rank. None for three quarters of the memory that is free now, or of a
+            limit of its control group, which the ranks of a host share. Growth counts before it is allocated. Kept
+            prefixes go first, least recently used first; then the youngest request waits, and is computed again.
         max_gap: Seconds that a prompt's chunk may add to a step of rows. By default two steps of rows, and two more for
             each request that waits. A chunk has at least a block of the cache on each rank, 128 tokens in long prompts.
         max_model_len: Tokens of a prompt and its answer; the model's context by default.
@@ -86,6 +90,8 @@ class Engine:
         limits: dict[str, Any] = {"max_rows": max_rows, "max_queue": max_queue}
         limits |= {"cache_memory": cache_memory, "max_model_len": max_model_len}
 
+        context = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
         def check() -> None:
             check_rows(SUBJECT, self.model)
             for name, limit in limits.items():
@@ -94,22 +100,24 @@ class Engine:
             fits = max_gap is None or (isinstance(max_gap, (int, float)) and max_gap > 0)
             fix = "pass seconds, or leave it out"
             require(fits, ArgumentError, f"{SUBJECT} max_gap", "seconds above 0", repr(max_gap), fix)
+            fits, expected = max_model_len is None or context is None or max_model_len <= context, f"at most {context}"
+            require(fits, ArgumentError, f"{SUBJECT} max_model_len", expected, max_model_len, "leave it out")
 
         run_agreed_with_peers(place, self.model, check, lambda _: describe_call(SUBJECT, **limits, max_gap=max_gap))
         ShardedCache(self.model.config, mesh, **cache_options)  # raises here, not at the first request
-        config = self.model.config.get_text_config(decoder=True)
-        context = None if rope_regime(config, 0) else getattr(config, "max_position_embeddings", None)
         longest = max_model_len, context, cache_options.get("capacity")
         self.longest = min((limit for limit in longest if limit is not None), default=None)
         ends = self.model.generation_config.eos_token_id if tokens_end is None else tokens_end
         self.ends = frozenset(() if ends is None else (ends,) if isinstance(ends, int) else ends)
         peers = None if cache_options.get("output") == "heads" else sharing(self.model)  # else the ranks of the mesh
-        self.link, self.worker = Link(place, Mesh.of(peers)), Worker(self.model, mesh, cache_options)
-        self.schedule = Schedule(self.worker, max_rows, cache_memory, max_gap)
+        self.link, self.worker = PlanExchange(place, Mesh.of(peers)), RankWorker(self.model, mesh, cache_options)
+        memory = int(cache_memory or self._memory_share())
+        self.schedule = RequestQueue(self.worker, max_rows, memory, max_gap)
         self.max_queue = int(max_queue)
         self.inbox: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
         self.error: BaseException | None = None
         self.closing = False
+        self.exchanges = 0  # of plans so far: a server sees by them that ranks go on
         self.seconds, self.merging = 0.0, 0.0
 
     def submit(
@@ -120,11 +128,14 @@ class Engine:
         temperature: float = 0.0,
         top_p: float = 1.0,
         top_k: int = 0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
         seed: int | None = None,
         stop_ids: Iterable[int] = (),
         logprobs: int = 0,
-        replay: Sequence[int] = (),
+        replay: Sequence[int] | None = None,
         images: Mapping[str, Any] | None = None,
+        salt: str = "",
     ) -> Stream:
         """Queue a request on rank 0, from any thread. Iterate over the stream for its tokens.
 
@@ -134,11 +145,15 @@ class Engine:
             temperature: 0 takes the most likely token; else tokens are drawn.
             top_p: Share of the probability that is drawn from.
             top_k: Tokens that are drawn from; 0 for all.
+            min_p: Share of the likeliest token's probability that a token needs to be drawn.
+            repetition_penalty: Number above 1 to make tokens of the prompt and the answer less likely; 1 for none.
             seed: Seed of the draws: the same seed draws the same tokens, whatever else runs. None for a random one.
             stop_ids: More tokens that end the answer.
             logprobs: Most likely tokens to return with each token.
-            replay: The first tokens of the answer, which were drawn before: the stream continues after them.
+            replay: The first tokens of the answer, which were drawn before: the stream continues after them. A replay
+                has been accepted once, so it may exceed the queue.
             images: Images of the prompt, as the model's processor returns them: `pixel_values` and what comes with it.
+            salt: Name of those who share prefixes: a cache of another salt is never used again.
 
         Returns:
             The stream.
@@ -150,20 +165,33 @@ class Engine:
         """
         if self.error is not None or self.closing:
             raise self.error or Busy("submit", "an engine that runs", "one that is closing", "submit to another")
-        sampling = Sampling(temperature, top_p, top_k, randbits(62) if seed is None else seed, logprobs)
+        seed = randbits(62) if seed is None else seed
+        sampling = Sampling(temperature, top_p, top_k, min_p, repetition_penalty, seed, logprobs)
         sampling.check()
-        ends = self.ends | frozenset(stop_ids)
-        inputs = unless_text(without_absent(images or {})) or None
-        stream = Stream([*ids], sampling, max_new_tokens, ends, inputs, [*replay])
-        known, given, fix = all(type(token) is int for token in stop_ids), short(repr(stop_ids)), "pass tokens.tolist()"
+        stops = [*stop_ids]
+        known, given, fix = all(type(token) is int for token in stops), short(repr(stops)), "pass tokens.tolist()"
         require(known, ArgumentError, "submit stop_ids", "a list of ints", given, fix)
+        inputs = unless_text(without_absent(images or {})) or None
+        stream = Stream([*ids], sampling, max_new_tokens, self.ends | {*stops}, inputs, [*(replay or ())], salt)
         self._check(stream)
         given, fix = f"one of {self.max_queue} requests that wait", "submit again later, or raise max_queue"
-        require(self._queued < self.max_queue, Busy, "submit", "a queue with room", given, fix)
+        fits = replay is not None or self._queued < self.max_queue
+        require(fits, Busy, "submit", "a queue with room", given, fix)
         self.inbox.put(stream)
         if self.closing:  # it may have come too late to be found
             stream.end(self.error or "cancelled")
         return stream
+
+    def _memory_share(self) -> int:
+        """Return the share of one rank of the free memory, the least of all ranks."""
+        device = self.model.device
+        place = -1 if device.type == "cpu" else device.index or 0
+        free = free_memory(device)
+        for mesh in self.link.meshes:
+            near = [*zip(mesh_hosts(mesh), share_numbers([place], mesh), strict=True)]
+            share = free // near.count(near[mesh.shard])
+            free = min(row[0] for row in share_numbers([share], mesh))
+        return max(1, int(SHARE * free))
 
     def _check(self, stream: Stream) -> None:
         """Raise unless the model can serve the request."""
@@ -178,6 +206,9 @@ class Engine:
         fits = self.longest is None or total <= self.longest
         given = f"{prompt} and {stream.max_new_tokens} new ones"
         require(fits, TooLong, "submit ids", f"at most {self.longest} tokens", given, fix)
+        footprint, memory = self.schedule.footprint, self.schedule.memory
+        if footprint is not None and footprint(prompt) > memory:
+            raise never_fits(footprint(prompt), memory)
         unknown = sorted((stream.images or {}).keys() - image_inputs(self.model))
         expected, given = "inputs for images that the model takes", ", ".join(unknown)
         require(not unknown, ArgumentError, "submit images", expected, given, OWN_PROCESSOR)
@@ -221,7 +252,8 @@ class Engine:
     def metrics(self) -> dict[str, float | list[float]]:
         """Return counts and sizes: numbers, and lists with a number for each rank."""
         share = self.merging / self.seconds if self.seconds else 0.0
-        return {**self.schedule.metrics(), "queue": self._queued, "merge_share": share}
+        waits = {"queue": self._queued, "exchanges": self.exchanges}
+        return {**self.schedule.metrics(), **waits, "merge_share": share}
 
     @property
     def _queued(self) -> int:
@@ -252,7 +284,8 @@ class Engine:
     def _exchange(self, plan: list[Any]) -> dict[str, Any]:
         """Send a plan to all ranks and run it."""
         plan, self.schedule.nbytes = self.link.exchange(plan, self.worker.nbytes)
-        begun = self.schedule.filling
+        self.exchanges += 1
+        begun = self.schedule.begun
         return {} if plan == [["end"]] else self._run(plan, begun.images if begun is not None else None)
 
     def _run(self, plan: list[Any], images: dict[str, Any] | None) -> dict[str, Any]:

@@ -11,14 +11,14 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor
 
+from attnmesh.cache.cache import KVCache
 from attnmesh.core.mask import Mask
-from attnmesh.decode.cache import KVCache
-from attnmesh.decode.rows import decode_rows
+from attnmesh.decoding.rows import decode_rows
 from attnmesh.errors import InputError
 from attnmesh.hf.cache.layer import PendingKV, ShardedLayer
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.cache.state_layer import HybridLayer, StateLayer
-from attnmesh.hf.upstream import LinearAttentionLayer
+from attnmesh.hf.transformers_names import LinearAttentionLayer
 
 
 class RowsKV:

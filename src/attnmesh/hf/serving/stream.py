@@ -3,21 +3,29 @@
 import queue
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from attnmesh.errors import ArgumentError, ModelError, require
+from attnmesh.hf.serving.draws import generator_after
 
 COLDEST, HOTTEST = 1e-5, 1e6
 """Temperatures at which tokens are drawn. Below them the likeliest token has all of the probability, and is taken."""
 
 
 @dataclass(frozen=True)
-class Token:
-    """A new token. `logprob` and the most likely tokens `top` are those of the model, before temperature and cuts."""
+class DrawnToken:
+    """A new token. `logprob` and the most likely tokens `top` are the model's, before penalty and cuts."""
 
     id: int
     logprob: float | None = None
@@ -31,12 +39,17 @@ class Sampling:
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    """Share of the likeliest token's probability that others need."""
+    repetition_penalty: float = 1.0
+    """Divisor of the positive logits of tokens that were there before, and factor of their negative ones."""
     seed: int = 0
     logprobs: int = 0
 
     def check(self) -> None:
         """Raise unless each value is possible."""
-        limits = {"temperature": (0.0, HOTTEST), "top_p": (0.0, 1.0), "top_k": (0, 2**31), "logprobs": (0, 1000)}
+        limits: dict[str, tuple[float, float]] = {"temperature": (0.0, HOTTEST), "repetition_penalty": (0.01, 100.0)}
+        limits |= {"top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "top_k": (0, 2**31), "logprobs": (0, 1000)}
         for name, (least, most) in limits.items():
             value = getattr(self, name)
             kinds = (int,) if isinstance(least, int) else (int, float)
@@ -52,23 +65,22 @@ class Sampling:
 
     def generator(self, tokens: int, vocabulary: int) -> torch.Generator:
         """Return the generator after so many tokens were drawn."""
-        generator = torch.Generator().manual_seed(self.seed)
-        even = torch.ones(1, vocabulary)
-        for _ in range(0 if self.greedy else tokens):
-            torch.multinomial(even, 1, generator=generator)
-        return generator
+        return generator_after(self.seed, 0 if self.greedy else tokens, vocabulary)
 
-    def draw(self, logits: Tensor, generator: torch.Generator) -> Token:
-        """Return the next token, from the model's logits, (vocabulary,)."""
+    def draw(self, logits: Tensor, generator: torch.Generator, before: Tensor | None = None) -> DrawnToken:
+        """Return the next token, from the model's logits, (vocabulary,), and from the tokens `before`, in any order."""
         scores = logits.float().cpu()
         given, fix = "NaN", "check the model's weights and dtype"
         require(not bool(scores.isnan().any()), ModelError, "Engine", "logits that are numbers", given, fix)
-        chosen = int(scores.argmax()) if self.greedy else self._sampled(scores[None], generator)
+        penalized = scores[None]
+        if before is not None and self.repetition_penalty != 1:
+            penalized = RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty))(before[None], penalized)
+        chosen = int(penalized.argmax()) if self.greedy else self._sampled(penalized, generator)
         if not self.logprobs:
-            return Token(chosen)
+            return DrawnToken(chosen)
         logprobs = scores.log_softmax(-1)
         values, ids = logprobs.topk(min(self.logprobs, len(logprobs)))
-        return Token(chosen, float(logprobs[chosen]), [*zip(ids.tolist(), values.tolist(), strict=True)])
+        return DrawnToken(chosen, float(logprobs[chosen]), [*zip(ids.tolist(), values.tolist(), strict=True)])
 
     def _sampled(self, scores: Tensor, generator: torch.Generator) -> int:
         scores = TemperatureLogitsWarper(float(self.temperature))(None, scores)
@@ -76,10 +88,12 @@ class Sampling:
             scores = TopKLogitsWarper(self.top_k)(None, scores)
         if self.top_p < 1:
             scores = TopPLogitsWarper(float(self.top_p))(None, scores)
+        if self.min_p > 0:
+            scores = MinPLogitsWarper(float(self.min_p))(None, scores)
         return int(torch.multinomial(scores.softmax(-1), 1, generator=generator))
 
 
-@dataclass
+@dataclass(eq=False)
 class Stream:
     """The tokens of a request, as they come. Any thread may read them, and cancel."""
 
@@ -92,18 +106,42 @@ class Stream:
     """Inputs for images, as the model's processor returns them."""
     answer: list[int] = field(default_factory=list)
     """All new tokens so far, those of a replay among them."""
+    salt: str = ""
+    """Name of those who share prefixes."""
     number: int = -1
     forked: bool = False
     """The cache may share memory with one that is gone."""
+    filled: int = 0
+    """Tokens that the cache has while the prompt is computed."""
+    parts: set[int] = field(default_factory=set)
+    """Tokens after which other prompts part from this one, where its cache is forked for them."""
+    parted: set[int] = field(default_factory=set)
+    """The same that the cache has passed."""
+    suspected: bool = False
+    """A step failed with this row among others, and none has gone well since."""
     cached_tokens: int = 0
     """Tokens of the prompt that a kept cache had."""
     finish_reason: str | None = None
     cancelled: bool = False
     generator: torch.Generator | None = None
     """Draws the next token; None before the first."""
-    tokens: "queue.SimpleQueue[Token | BaseException | None]" = field(default_factory=queue.SimpleQueue)
+    before: Tensor | None = None
+    """The tokens so far, each at least once; None before the first draw, and where no penalty needs them."""
+    look: bytes | None = None
+    """A digest of the images."""
+    _ids: Tensor | None = None
+    tokens: "queue.SimpleQueue[DrawnToken | BaseException | None]" = field(default_factory=queue.SimpleQueue)
 
-    def __iter__(self) -> Iterator[Token]:
+    def __post_init__(self) -> None:
+        if self.images:
+            digest = sha256()
+            for name, value in sorted(self.images.items()):
+                digest.update(f"{name} {value.shape if isinstance(value, Tensor) else value}".encode())
+                if isinstance(value, Tensor):
+                    digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+            self.look = digest.digest()
+
+    def __iter__(self) -> Iterator[DrawnToken]:
         while (token := self.tokens.get()) is not None:
             if isinstance(token, BaseException):
                 self.tokens.put(token)  # another reader gets it, too
@@ -120,14 +158,25 @@ class Stream:
         """The prompt and the answer so far."""
         return self.prompt + self.answer
 
+    @property
+    def ids_tensor(self) -> Tensor:
+        """The same as a tensor, which is kept."""
+        if self._ids is None or len(self._ids) != len(self.prompt) + len(self.answer):
+            self._ids = torch.tensor(self.ids)
+        return self._ids
+
     def add(self, logits: Tensor) -> bool:
         """Draw the next token. Return whether the answer has ended."""
         if self.generator is None:
             self.generator = self.sampling.generator(len(self.answer), len(logits))
-        token = self.sampling.draw(logits, self.generator)
+        if self.before is None and self.sampling.repetition_penalty != 1:
+            self.before = torch.tensor(self.ids).unique()
+        token = self.sampling.draw(logits, self.generator, self.before)
         if token.id in self.ends:
             return self.end("stop")
         self.answer.append(token.id)
+        if self.before is not None:
+            self.before = torch.cat((self.before, torch.tensor([token.id])))
         self.tokens.put(token)
         return len(self.answer) >= self.max_new_tokens and self.end("length")
 

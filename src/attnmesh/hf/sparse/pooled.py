@@ -13,8 +13,8 @@ from torch import Tensor
 
 from attnmesh.core.selection import NONE, Selection
 from attnmesh.hf.sparse.select import ShardKeys
-from attnmesh.hf.traced import LayerMask
-from attnmesh.hf.upstream import rope_of
+from attnmesh.hf.traced_mask import LayerMask
+from attnmesh.hf.transformers_names import rope_of
 
 
 class PooledScores:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.core.layout import Layout, Zigzag, check_layout
 from attnmesh.errors import KernelError, MeshError, require
 from attnmesh.hf.training.sharded_calls import ShardedCalls
-from attnmesh.hf.upstream import ACCELERATE
+from attnmesh.hf.transformers_names import ACCELERATE
 from attnmesh.runtime.world import cached_per_world
 from attnmesh.setup.init_mesh import check_groups
 

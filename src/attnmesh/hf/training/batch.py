@@ -9,8 +9,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
-from attnmesh.attention.auto_layout import chosen_layout
-from attnmesh.attention.sharding import shard
 from attnmesh.core.digest import fingerprints
 from attnmesh.core.layout import Layout, Zigzag, check_layout
 from attnmesh.core.mask import Causal, Documents, Full, Mask
@@ -18,10 +16,12 @@ from attnmesh.errors import ArgumentError, DtypeError, MaskError, ShapeError, re
 from attnmesh.guard.consensus import describe_call, run_agreed
 from attnmesh.hf.images.inputs import IMAGE_INPUTS, check_cross_mask
 from attnmesh.hf.options import USE_TOKENIZER, describe_value
-from attnmesh.hf.shards import PromptIds, PromptMask, ShardIds, ShardMask, ShardPositions, Shards
+from attnmesh.hf.shards import PromptIds, PromptMask, ShardIds, ShardMask, ShardPositions, Shards, ShardTensor
 from attnmesh.hf.training.caller import prepare_caller, prepare_caller_with_images
 from attnmesh.hf.training.labels import GuardedLabels, ItemCount, ShardLabels
 from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh_attention.auto_layout import chosen_layout
+from attnmesh.mesh_attention.sharding import shard
 
 IGNORE_INDEX = -100
 """Label of tokens that are not learned, as in transformers."""
@@ -47,7 +47,8 @@ def shard_batch(
     """Return this rank's share of a batch, as arguments of a model: `model(**shard_batch(batch, mesh)).loss`.
 
     The mean of the loss over all ranks is the loss on one device. The mean of the gradients, as DDP and FSDP take it,
-    is the gradient on one device. `Trainer` may pass its count of all ranks' labels to the model.
+    is the gradient on one device. `num_items_in_batch`, by which a loss of your own divides the sum of its tokens, is
+    the number of labels of all ranks divided by the ranks. `Trainer` may pass its own count to the model.
 
     Args:
         batch: The same batch on every rank: `input_ids` (batch, length), and `labels` or `shift_labels` to learn from.
@@ -90,9 +91,9 @@ def shard_agreed(agreed: AgreedBatch, mesh: DeviceMesh | None, layout: Layout, e
     given, expected = f"{ids.shape[1]} tokens in {layout} on {ranks} ranks", "at least one token per rank"
     fix = "use longer sequences, fewer ranks or layout=am.Striped()"  # models of transformers cannot compute none
     require(min(map(len, places)) > 0, ShapeError, "shard_batch input_ids", expected, given, fix)
-    learned = None if labels is None else (labels != IGNORE_INDEX).sum(0)
-    even = learned is None or len({int(learned[place].sum()) for place in places}) == 1
-    shards = Shards(mesh, layout, ids.shape[1], documents, even=even, exchange=exchange)
+    counts = None if labels is None else (labels != IGNORE_INDEX).sum(0).cpu()
+    learned = () if counts is None else tuple(int(counts[place].sum()) for place in places)
+    shards = Shards(mesh, layout, ids.shape[1], documents, learned=learned, exchange=exchange)
     images = {name: x for name, x in batch.items() if name in IMAGE_INPUTS and x is not None}
     shards.forward_pass.on_begin = prepare_caller_with_images if images else prepare_caller
 
@@ -177,10 +178,13 @@ def _positions(batch: Mapping[str, Any]) -> tuple[Tensor, Mask]:
 def _check_batch(batch: Mapping[str, Any], ranks: int) -> None:
     """Raise unless all entries are known and have matching shapes."""
     accepted = (*TOKEN_ARGUMENTS, "num_items_in_batch")
+    _check_whole(batch)
+    fix = "leave it out; hf.prefill fills a cache"
+    require(not batch.get("use_cache"), ArgumentError, "shard_batch use_cache", "False, as it returns", "True", fix)
     images = any(name in IMAGE_INPUTS and x is not None for name, x in batch.items())
     for name, x in batch.items():
         fix = "leave it out, or pass it to the model yourself if it has no value per token; else train on one device"
-        known = name in (*accepted, *PACKING_ARGUMENTS, *IMAGE_INPUTS)
+        known = name in (*accepted, *PACKING_ARGUMENTS, *IMAGE_INPUTS) or name == "use_cache"
         require(known, ArgumentError, "shard_batch", f"some of {', '.join(accepted)}", repr(name), fix)
         packs = images and x is not None and name in ("position_ids", *PACKING_ARGUMENTS)
         fix = "leave it out: the model computes positions; train packed rows without images"
@@ -203,10 +207,35 @@ def _check_batch(batch: Mapping[str, Any], ranks: int) -> None:
     fix = "count the labels to learn, or leave it out"
     require(is_number, DtypeError, "shard_batch num_items_in_batch", "a number", short(count), fix)
     _check_padding(batch)
+    _check_shifts(batch)
     positions = batch.get("position_ids")
     alike = positions is None or torch.equal(positions.diff(), positions[:1].expand_as(positions).diff())
     fix = "pack all rows of a batch alike, or into one row"
     require(alike, MaskError, "shard_batch position_ids", "the same positions in each row", "rows that differ", fix)
+
+
+def _check_whole(batch: Mapping[str, Any]) -> None:
+    """Raise if an entry is a shard already."""
+    cut = next((name for name, x in batch.items() if isinstance(x, ShardTensor)), None)
+    expected, fix = "the whole batch", "call shard_batch once; hf.on_mesh and hf.prepare call it themselves"
+    require(cut is None, ArgumentError, f"shard_batch {cut}", expected, "what shard_batch has returned", fix)
+
+
+def _check_shifts(batch: Mapping[str, Any]) -> None:
+    """Raise if labels are shifted before, or `shift_labels` are not: as they stand beside the ids."""
+    ids, labels, targets = batch["input_ids"], batch.get("labels"), batch.get("shift_labels")
+    given, fix = "those of the next tokens, which would be shifted twice", "pass them as shift_labels, or as they are"
+    shifted = labels is not None and _repeats(labels[:, :-1], ids[:, 1:]) and not _repeats(labels, ids)
+    require(not shifted, ArgumentError, "shard_batch labels", "the label of each token itself", given, fix)
+    given, fix = "those of the tokens themselves", "pass them as labels, which shard_batch shifts"
+    unshifted = targets is not None and _repeats(targets, ids) and not _repeats(targets[:, :-1], ids[:, 1:])
+    require(not unshifted, ArgumentError, "shard_batch shift_labels", "the label of the next token", given, fix)
+
+
+def _repeats(labels: Tensor, ids: Tensor) -> bool:
+    """Return whether all labels to learn, of which there are some, are the ids in the same places."""
+    learned = labels != IGNORE_INDEX
+    return bool(learned.any()) and torch.equal(labels[learned], ids[learned])
 
 
 def _check_padding(batch: Mapping[str, Any]) -> None:
@@ -236,4 +265,5 @@ def _check_packing(batch: Mapping[str, Any], documents: Mask) -> None:
         require(fits, MaskError, f"shard_batch {name}", "position_ids and no attention_mask", given, fix)
         if name.startswith("cu_seq_lens"):
             edges = torch.as_tensor(batch[name]).flatten().tolist()
+            fix = "pass the lengths and the position_ids of one collator"
             require(edges == expected, MaskError, f"shard_batch {name}", f"{expected}, as in position_ids", edges, fix)

@@ -1,20 +1,37 @@
 """The model that a batch of shards was passed to, found while it embeds the batch's tokens.
 
-`shard_batch` is given no model, but recurrent layers and indexers have to be prepared for shards. A model embeds its
-tokens before its layers run, and Python's stack has the modules that are being called. So other models meet no hook.
+`shard_batch` is given no model, but the arguments of a model have to be checked, and recurrent layers and indexers to
+be prepared for shards. A model embeds its tokens before its layers run, and Python's stack has the modules that are
+being called, with their arguments. So models meet no hook.
 """
 
 import sys
+from inspect import signature
 from types import FrameType
+from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from attnmesh.errors import ArgumentError, InputError, KernelError, require
+from attnmesh.guard.consensus import agree, may_compare
 from attnmesh.hf.images.cut import prepare_text_model
-from attnmesh.hf.models import COMPRESSED_MODELS, INDEXED_MODELS, RECURRENT_MODELS
-from attnmesh.hf.recurrent.prepare import prepare_layers
-from attnmesh.hf.shards import Shards
-from attnmesh.hf.sparse.prepare import prepare_indexers
-from attnmesh.hf.upstream import code_of
+from attnmesh.hf.layer_checks import check_same_weights
+from attnmesh.hf.models import (
+    COMPRESSED_MODELS,
+    INDEXED_MODELS,
+    RECURRENT_MODELS,
+    SUBJECT,
+    UNLISTED_LAYERS,
+    check_implementation,
+    is_recurrent,
+)
+from attnmesh.hf.recurrent.prepare_recurrent import prepare_layers
+from attnmesh.hf.shards import FORWARD_ALL, OF_SHARD_BATCH, PromptIds, ShardPositions, Shards, ShardTensor
+from attnmesh.hf.sparse.prepare_indexer import prepare_indexers
+from attnmesh.hf.training.labels import GuardedLabels
+from attnmesh.hf.transformers_names import code_of
+from attnmesh.mesh.axes import Mesh
 
 CODE = {code_of(kind) for kind in (*RECURRENT_MODELS, *INDEXED_MODELS, *COMPRESSED_MODELS)}
 """Modules of transformers with the code of models whose layers or indexers have to be prepared."""
@@ -23,31 +40,102 @@ CALL = nn.Module._call_impl.__name__
 """Function of PyTorch that calls a module."""
 
 
+class RunningCall(NamedTuple):
+    """A module that is being called, and its arguments."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments by name, and None for those of its signature that it was not given."""
+        names = signature(self.module.forward).parameters
+        return {**dict.fromkeys(names), **dict(zip(names, self.args, strict=False)), **self.kwargs}
+
+
 def prepare_caller(shards: Shards) -> None:
-    """Prepare the recurrent layers and indexers of the modules that are being called. Other models cost no time."""
-    if not any(name in sys.modules for name in CODE):
-        return
-    known: set[nn.Module] = set()
-    for module in _running_modules():
-        if module not in known:
-            prepare_indexers(module)
-            for call in prepare_layers(module):  # the model's own hooks run from its next call on
-                call.shards = shards
-            known.update(module.modules())
+    """Check the model that is being called, and prepare its recurrent layers and indexers."""
+    running = _running_calls()
+    if shards.ranks > 1:
+        _check_model(running, shards)
+    if any(name in sys.modules for name in CODE):
+        known: set[nn.Module] = set()
+        for module, *_ in running:
+            if module not in known:
+                prepare_indexers(module)
+                for call in prepare_layers(module):  # the model's own hooks run from its next call on
+                    call.shards = shards
+                known.update(module.modules())
 
 
 def prepare_caller_with_images(shards: Shards) -> None:
     """Prepare the modules that are being called, and let the text model cut the merged sequence to its shards."""
     prepare_caller(shards)
-    prepare_text_model(_running_modules())
+    prepare_text_model([call.module for call in _running_calls()])
 
 
-def _running_modules() -> list[nn.Module]:
+def _check_model(running: list[RunningCall], shards: Shards) -> None:
+    """Raise, on all ranks if they compare their calls, unless the model of transformers is right on shards.
+
+    It is the outermost one that was given tensors of a shard: the calls of wrappers have arguments of their own.
+    """
+    models = (call for call in running if isinstance(call.module, PreTrainedModel))
+    found = ((call.module, call.arguments()) for call in models)
+    model, given = next((pair for pair in found if _has_shards(pair[1])), (None, {}))
+    if model is None:
+        return
+    device = next(x for x in given.values() if isinstance(x, ShardTensor)).device
+    try:
+        _check_kind(model)
+        _check_arguments(given)
+    except InputError as error:
+        if may_compare(device):
+            agree(Mesh.of(shards.mesh), error)
+        raise
+    shards.forward_pass.has_positions = True
+    check_same_weights(model, shards, device)
+
+
+def _has_shards(given: dict[str, Any]) -> bool:
+    return any(isinstance(x, ShardTensor) for x in given.values())
+
+
+def _check_kind(model: PreTrainedModel) -> None:
+    """Raise unless attnmesh is the model's attention, and its outputs are of tokens."""
+    without_attention = model.config.get_text_config(decoder=True).model_type in UNLISTED_LAYERS
+    if not (without_attention or is_recurrent(model.config)):
+        check_implementation(SUBJECT, model.config)
+    name = type(model).__name__
+    expected, fix = "a model with outputs of tokens", "call hf.on_mesh or hf.prepare, which return whole outputs"
+    require("ForSequenceClassification" not in name, KernelError, SUBJECT, expected, name, fix)
+
+
+def _check_arguments(given: dict[str, Any]) -> None:
+    """Raise unless positions and labels are those of the batch."""
+
+    def check(name: str, fits: bool, found: str, fix: str = FORWARD_ALL) -> None:
+        require(fits, ArgumentError, f"{SUBJECT} {name}", OF_SHARD_BATCH, found, fix)
+
+    if "position_ids" in given and not isinstance(given.get("input_ids"), PromptIds):
+        positions = given["position_ids"]
+        found = "none" if positions is None else "others, which have no place on the mesh"
+        check("position_ids", isinstance(positions, ShardPositions), found)
+    labels, fix = given.get("labels"), "pass the labels of the whole batch to hf.shard_batch, beside input_ids"
+    is_own = isinstance(labels, Tensor) and not isinstance(labels, GuardedLabels)
+    check("labels", not is_own, "others, which the model would shift inside of this rank's shard", fix)
+    is_alone = isinstance(labels, GuardedLabels) and given.get("shift_labels") is None
+    check("shift_labels", not is_alone, "none beside its labels")
+    expected, fix = "use_cache=False, as shard_batch returns it", "leave use_cache out; call hf.prefill to fill a cache"
+    require(not given.get("use_cache"), ArgumentError, f"{SUBJECT} use_cache", expected, "True", fix)
+
+
+def _running_calls() -> list[RunningCall]:
     """Return the modules that are being called, from the outermost to the innermost."""
-    modules: list[nn.Module] = []
+    calls: list[RunningCall] = []
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == CALL:  # no other: Python before 3.13 keeps the locals of each frame that was read
-            modules.append(frame.f_locals["self"])
+            known = frame.f_locals
+            calls.append(RunningCall(known["self"], known.get("args", ()), known.get("kwargs", {})))
         frame = frame.f_back
-    return modules[::-1]
+    return calls[::-1]

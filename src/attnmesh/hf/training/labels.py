@@ -1,6 +1,10 @@
-"""Labels of one rank's tokens, which raise unless the model's loss is right on shards. See `shards`."""
+"""Labels of one rank's tokens, which raise unless a loss is right on shards. See `shards`.
+
+What PyTorch computes from labels is followed as far as a loss goes: the losses of tokens, their sum, and its division.
+"""
 
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
@@ -8,6 +12,16 @@ from torch import Tensor
 from attnmesh.errors import ArgumentError, KernelError, require
 from attnmesh.hf.models import SUBJECT
 from attnmesh.hf.shards import COPY_FUNCTIONS, METADATA_FUNCTIONS, VIEW_FUNCTIONS, ShardTensor
+
+COUNT_ALL = "divide their sum by the batch's num_items_in_batch, or call hf.mean_over_mesh(losses, mask, mesh)"
+"""Fix in errors about losses that are weighed by one rank's labels."""
+
+SAME_TOKENS = {
+    *VIEW_FUNCTIONS,
+    *("clamp", "clamp_min", "clip", "masked_fill", "where", "neg", "__neg__", "negative", "mul", "__mul__", "__rmul__"),
+    *("multiply", "masked_select"),
+}
+"""Functions of PyTorch that return one value for each token, from one value for each token."""
 
 
 class GuardedLabels(ShardTensor):
@@ -19,23 +33,44 @@ class GuardedLabels(ShardTensor):
             return self.wrap(call())
         expected = "a loss computed from shift_labels, as by ForCausalLMLoss of transformers"
         given = f"one computed from labels ({name}), which are shifted already"
-        raise KernelError(f"{SUBJECT} labels", expected, given, "compute the loss from logits and shift_labels")
+        fix = "pass shift_labels to the model too, or compute the loss from logits and shift_labels"
+        raise KernelError(f"{SUBJECT} labels", expected, given, fix)
 
 
 class ShardLabels(ShardTensor):
     """Target of each of this rank's tokens, the next token of the whole sequence, as `shift_labels`."""
 
     def dispatch(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result. `cross_entropy` raises unless all layers attended over all shards."""
-        if name != "cross_entropy":
-            return super().dispatch(name, call, args, kwargs)
+        """Return the result. A loss raises unless all layers attended over all shards."""
+        self.check_not_shifted(name, args)
+        if name in ("gather", "take_along_dim", "__getitem__") and not isinstance(args[0], ShardLabels):
+            return TokenLosses.of(call(), shards=self.shards)
+        if name not in ("cross_entropy", "nll_loss"):
+            return self.wrap(call()) if name in SAME_TOKENS else call()
         self.shards.check_all_layers_counted()
         reduction = kwargs.get("reduction", "mean")
-        expected, given = "a loss that weighs the tokens of all ranks equally", "a mean over one rank's tokens"
-        fix = "divide a loss of reduction='sum' by the batch's num_items_in_batch"
-        weighed = reduction != "mean" or self.shards.even
-        require(weighed, ArgumentError, f"{SUBJECT} num_items_in_batch", expected, given, fix)
-        return LossSum.of(call(), shards=self.shards) if reduction == "sum" else call()
+        if reduction == "mean":
+            check_even(self)
+        made = LossSum if reduction == "sum" else TokenLosses
+        return call() if reduction == "mean" else made.of(call(), shards=self.shards)
+
+
+def check_even(labels: ShardTensor) -> None:
+    """Raise for a mean over this rank's labels, unless all ranks have equally many."""
+    expected, given = "a loss that weighs the tokens of all ranks equally", "a mean over one rank's tokens"
+    require(labels.shards.even, ArgumentError, f"{SUBJECT} num_items_in_batch", expected, given, COUNT_ALL)
+
+
+class TokenLosses(ShardTensor):
+    """Losses of this rank's tokens, or log-probabilities of their labels."""
+
+    def dispatch(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result. A mean raises if ranks have unequally many labels."""
+        if name in ("mean", "nanmean"):
+            check_even(self)
+        if name in ("sum", "nansum"):
+            return LossSum.of(call(), shards=self.shards)
+        return self.wrap(call()) if name in SAME_TOKENS else call()
 
 
 class LossSum(ShardTensor):
@@ -46,17 +81,28 @@ class LossSum(ShardTensor):
 
         Then the mean over ranks is the loss of the whole batch, as it is with the batch's `ItemCount`.
         """
-        if name in ("__get__", "to", "float", "double"):
+        if name in ("__get__", "to", "float", "double", "neg", "__neg__", "negative"):
             return self.wrap(call())
         if name.strip("_") not in ("div", "true_divide", "divide", "truediv", "itruediv") or self.shards.ranks == 1:
             return call()
         divisor, count = args[1], self.shards.forward_pass.item_count
-        if divisor is count or (isinstance(divisor, Tensor) and isinstance(count, Tensor) and bool(divisor == count)):
+        comparable = isinstance(divisor, Tensor | Real) and isinstance(count, Tensor | Real)
+        if divisor is count or (comparable and bool(divisor == count)):
             return call().mul_(self.shards.ranks)
-        is_count = isinstance(divisor, ItemCount) or not isinstance(divisor, Tensor)
-        subject, fix = f"{SUBJECT} num_items_in_batch", "pass it to shard_batch(..., num_items_in_batch=)"
-        require(is_count, ArgumentError, subject, "the count of the batch", "another tensor", fix)
+        self._check_divisor(divisor)
         return call()
+
+    def _check_divisor(self, divisor: Any) -> None:
+        """Raise for a count of labels that is not the batch's: this rank's, or one of all ranks that is not shared."""
+        learned, given = self.shards.learned, ""
+        if isinstance(divisor, Tensor):
+            given = "" if isinstance(divisor, ItemCount) else "another tensor"
+        elif divisor == sum(learned):
+            given = "the labels of all ranks, though gradients are averaged over them"
+        elif divisor in learned and divisor * len(learned) != sum(learned):
+            given = "the labels of one rank"
+        # Not an ArgumentError: where an operator raises a TypeError, PyTorch computes it in another way.
+        require(not given, KernelError, f"{SUBJECT} num_items_in_batch", "the count of the batch", given, COUNT_ALL)
 
 
 class ItemCount(ShardTensor):

@@ -16,16 +16,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 
-from attnmesh.attention.sharding import shard, unshard
-from attnmesh.core.layout import Contiguous, Layout, Zigzag
+from attnmesh.core.layout import Layout, Zigzag
 from attnmesh.errors import ArgumentError, KernelError, require, short
 from attnmesh.hf.images.inputs import IMAGE_INPUTS
 from attnmesh.hf.models import check_implementation, is_recurrent, unwrap
 from attnmesh.hf.shards import Shards, ShardTensor
 from attnmesh.hf.training.batch import PACKING_ARGUMENTS, TOKEN_ARGUMENTS, AgreedBatch, agree_on_batch, shard_agreed
+from attnmesh.hf.training.mean_over_mesh import mean_over_ranks
 from attnmesh.hf.training.mesh_shapes import MeshShapes
 from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh_attention.sharding import shard
 
 BATCH_ARGUMENTS = (*TOKEN_ARGUMENTS, *PACKING_ARGUMENTS, *IMAGE_INPUTS, "num_items_in_batch")
 """Arguments that `shard_batch` takes."""
@@ -68,7 +70,13 @@ class ShardedCalls:
 
     def install(self, model: nn.Module) -> None:
         """Install hooks on a model and on the model inside its wrappers. The outermost that is called shards."""
-        inner = unwrap(model)
+        inner: Any = unwrap(model)
+        known, expected = (
+            isinstance(inner, PreTrainedModel),
+            "a model of transformers, or one in PEFT, DDP or a compiler",
+        )
+        fix = "pass the model inside, or call it with hf.shard_batch(batch, mesh) in a loop of your own"
+        require(known, KernelError, "on_mesh", expected, type(inner).__name__, fix)
         check_implementation("on_mesh", inner.config)
         self.shapes.set_up(inner.config)
         devices = {*(getattr(inner, "hf_device_map", None) or {}).values()}
@@ -99,9 +107,9 @@ class ShardedCalls:
         if not self.is_active or self.shards is not None:
             return None
         named = {**dict(zip(signature(unwrap(module).forward).parameters, args, strict=False)), **kwargs}
-        cache = named.pop("past_key_values", None)
-        if cache is not None and cache.get_seq_length():
+        if named.get("past_key_values") is not None:
             return None  # generation, which every rank does alone
+        named.pop("past_key_values", None)
         batch = {name: named.pop(name) for name in BATCH_ARGUMENTS if named.get(name) is not None}
         for name, value in named.items():
             expected, fix = "text and images", "leave it out, or shard it yourself and call the model with shard_batch"
@@ -164,7 +172,7 @@ class ShardedCalls:
             if isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == shape:
                 return ShardedOutput.of(value, shards=shards, tokens=tokens)
             is_loss = isinstance(value, Tensor) and not value.ndim
-            return apply(_MeanOverRanks, value, shards.mesh) if is_loss else value
+            return mean_over_ranks(value, shards.mesh) if is_loss else value
 
         if isinstance(output, Mapping):
             return cast(Any, type(output))(**{name: whole(name, value) for name, value in output.items()})
@@ -218,15 +226,3 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         shards = ctx.shards
         return shard(grad, shards.mesh, layout=shards.layout, dim=1) * shards.ranks, None
-
-
-class _MeanOverRanks(torch.autograd.Function):
-    """Mean of the ranks' losses, with the gradient of this rank's loss: gradients are averaged over the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, mesh: DeviceMesh | None) -> Tensor:
-        return unshard(loss.detach()[None], mesh, layout=Contiguous(), dim=0).mean()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None

@@ -5,6 +5,7 @@ shards, see `sharded_calls`.
 """
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from attnmesh.errors import ArgumentError, KernelError, require
 from attnmesh.hf.training.accelerator import as_one_process, check_parallelism
 from attnmesh.hf.training.mesh_shapes import check_shape
 from attnmesh.hf.training.sharded_calls import ShardedCalls
-from attnmesh.hf.upstream import check_trainer
+from attnmesh.hf.transformers_names import check_trainer
 from attnmesh.mesh.axes import Mesh
 
 
@@ -59,6 +60,7 @@ def on_mesh(
     again = issubclass(trainer_class, MeshTrainer)
     require(not again, ArgumentError, subject, "a trainer without a mesh", repr(trainer_class), "call on_mesh once")
     check_trainer(trainer_class)
+    _check_served(trainer_class)
     check_layout("on_mesh layout", layout, auto=True)
     Mesh.of(mesh)
     check_shape(shape, mesh)
@@ -69,6 +71,19 @@ def on_mesh(
     text = f"`{trainer_class.__name__}` whose batches are computed on a mesh of ranks."
     fields = {"_make_calls": calls, "__doc__": text}
     return type(f"{trainer_class.__name__}OnMesh", (MeshTrainer, trainer_class), fields)
+
+
+SERVED = {"transformers": ("Trainer", "Seq2SeqTrainer"), "trl": ("SFTTrainer", "DPOTrainer", "RewardTrainer")}
+"""Trainers that were compared with one process. Others make batches, or losses of whole sequences, by themselves."""
+
+
+def _check_served(trainer_class: type) -> None:
+    """Raise unless a trainer is one of those that were compared, or a subclass of one with code of its user's."""
+    known = ((one.__module__.split(".")[0], one.__name__) for one in trainer_class.__mro__)
+    package, name = next(pair for pair in known if pair[0] in SERVED)
+    expected = f"{', '.join(chain(*SERVED.values()))}, or a subclass of one of them"
+    fix = "train with one of these, or in a loop of your own with hf.shard_batch"
+    require(name in SERVED[package], KernelError, "on_mesh trainer_class", expected, f"{package}.{name}", fix)
 
 
 class MeshTrainer:

@@ -1,0 +1,343 @@
+"""Keys and values of a growing sequence, sharded over the ranks of a mesh.
+
+Blocks of tokens go to ranks round robin (block-cyclic), so shards stay even as the cache grows. After a sharded prefill
+tokens stay on the rank that computed them: each slot records its token index, so nothing moves. Memory is reserved once
+and lengths live on the device: a step neither copies the cache nor waits for the device.
+"""
+
+from copy import copy
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from attnmesh.cache.block_cyclic import check_cover, position_sum
+from attnmesh.cache.cache_config import Sizes
+from attnmesh.cache.cache_shard import CacheShard, stored, swap_tokens_for_heads
+from attnmesh.cache.new_tokens import append_known, kind_of_new
+from attnmesh.cache.pages import PagedCache
+from attnmesh.cache.replicas import LocalShards, check_copies
+from attnmesh.cache.saved_cache import SavedCache, SavedPieces
+from attnmesh.comm.topology import mailboxes_of, rounds
+from attnmesh.core.digest import fingerprints, history_checksum
+from attnmesh.core.mask import Mask
+from attnmesh.errors import check_count
+from attnmesh.guard.checks import check_checked, check_positions
+from attnmesh.guard.consensus import CallChecker, describe_call, run_agreed
+from attnmesh.guard.merge_checks import prepare_merges
+from attnmesh.mesh.axes import Mesh, flat_axis
+from attnmesh.mesh_attention.shard_marks import check_equal_cuts
+from attnmesh.runtime.caches import Kinds
+from attnmesh.setup.init_mesh import device_fault, device_for
+
+
+class KVCache(PagedCache, SavedCache):
+    """One layer's keys and values, one shard per rank of a mesh. Every rank makes the same calls.
+
+    A heads axis splits the key heads; tokens are sharded over the other axes together.
+
+    By default ranks compare each `reserve`; on a CPU their first `append`, `truncate` and `reorder`, and each `decode`;
+    on a GPU their first call on the cache, and the first `decode` of each kind. Where calls differ, all ranks raise the
+    same `MeshError`. With checking off, a bad argument raises on its own rank only. `decode` still detects different
+    lengths, padding and orders. `truncate` makes lengths equal again.
+
+    Args:
+        mesh: Mesh of all ranks, or None for one device.
+        batch: Number of sequences.
+        kv_heads: Key heads on all ranks; the heads axis has to divide them.
+        head_dim: Width of a key head.
+        value_dim: Width of a value head; `head_dim` by default.
+        capacity: Tokens on all ranks to reserve memory for.
+        dtype: Dtype of keys and values.
+        device: Device of this rank's shard; the mesh's by default.
+        block: Consecutive tokens that go to one rank.
+        checked: True compares ranks at every call, False never, None as above.
+        copies: Ranks that hold each token. With 2 the next host, or on one host the next rank, holds a copy: see
+            `attnmesh.recover`.
+        values: "separate"; "prefix" for values that are the first columns of the keys, which alone are stored; "none"
+            for keys alone, such as an indexer's, which `decode` refuses.
+        mask: The widest mask under which later tokens read the cache, such as `Window(127)`. Tokens that no later query
+            sees are forgotten: memory is that of the window. None keeps every token.
+        keep: Tokens that `truncate` may remove from a cache that forgets, counted from its longest length so far.
+        storage: "int8" or "fp8_e4m3" to store keys and values in 8 bits, with a scale for each 128 columns of a token's
+            head. Attention is exact over the stored numbers. `dtype` is that of new keys, and of queries.
+
+    Raises:
+        ArgumentError: `values` or `storage` is none of them.
+        ShapeError: A size is no positive integer, or odd with `storage`, the heads axis does not divide `kv_heads`, or
+            `copies` do not fit.
+        MaskError: `mask` is no mask, or has documents.
+        DtypeError: The dtype is not supported.
+        DeviceError: The device does not exist.
+
+    >>> cache = KVCache(None, batch=1, kv_heads=2, head_dim=4, capacity=100, dtype=torch.float32)
+    >>> cache.append(*torch.randn(2, 1, 2, 5, 4))
+    >>> cache.truncate(3)
+    >>> cache.length
+    3
+    >>> sizes = {"batch": 1, "kv_heads": 1, "head_dim": 6, "value_dim": 4, "capacity": 100, "dtype": torch.float32}
+    >>> latents = KVCache(None, **sizes, values="prefix")
+    >>> latents.append(torch.randn(1, 1, 5, 6))
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh | None,
+        *,
+        batch: int,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device | str | None = None,
+        block: int = 16,
+        checked: bool | None = None,
+        copies: int = 1,
+        values: str = "separate",
+        mask: Mask | None = None,
+        keep: int = 0,
+        storage: str | None = None,
+    ) -> None:
+        columns = 0 if values == "none" else head_dim
+        widths = head_dim, columns if value_dim is None else value_dim
+        sizes = Sizes(batch, kv_heads, *widths, capacity, block, dtype, values, mask, keep, storage)
+        self.device_mesh, self.mesh, self.device = mesh, Mesh.of(mesh), device_for(mesh, device)
+
+        def check() -> None:
+            check_checked("KVCache", checked)
+            check_copies(copies, self.mesh.queries.size * self.mesh.keys.size)
+            sizes.check(self.mesh.heads.size)
+            if fault := device_fault("KVCache", self.device, device):
+                raise fault
+
+        call = describe_call("KVCache", **vars(sizes), device=self.device.type, checked=checked, copies=copies)
+        run_agreed(self.mesh, check, call)
+        self.tokens = flat_axis(mesh, ("queries", "keys"))  # makes a group, which all ranks have to do together
+        self.checker = CallChecker(self.mesh, self.device, checked)
+        self.history_checksum = 0  # of padding and reorders so far
+        self.changes = 0  # truncations and reorders so far: `recover` needs caches that have grown alike
+        self.saved = SavedPieces()
+        self.known_appends = Kinds[bool]()  # kinds of new tokens that this cache and its forks have checked
+        self.step_plans = Kinds[Any]()  # of steps on this cache and its forks, which `decoding` makes
+        if self.tokens.size > 1:
+            rounds(self.tokens, False)  # exchanges the ranks' hosts now rather than in the first step
+        for axis in (self.tokens, self.mesh.heads):
+            mailboxes_of(axis, self.device)
+        if self.tokens.size > 1 and self.device.type == "cpu":
+            prepare_merges(self.tokens)
+        shard = partial(CacheShard, sizes, self.mesh.heads, self.tokens.size, self.device)
+        allocate = sizes.allocating()(partial(LocalShards, self.tokens, copies, shard))
+        self.shards = run_agreed(self.mesh, allocate, "KVCache")
+
+    def __repr__(self) -> str:
+        """Return the sizes and how many tokens are cached."""
+        layout = "block-cyclic" if self.is_block_cyclic else "in the layout of a sharded prefill"
+        return f"KVCache({self.sizes}, {self.length} tokens, {self.used} on this rank, {layout})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
+        """Return the same tokens in tensors of their own, on the same mesh."""
+        other = copy(self)
+        other.shards, other.saved = self.shards.clone(), SavedPieces()
+        return other
+
+    @torch.no_grad()
+    def fork(self) -> "KVCache":
+        """Return a second cache of the same tokens on the same mesh. Both continue apart, as two turns of one prompt.
+
+        The caches share the memory of whole blocks of each rank's slots. Copied are the last tokens, fewer than a block
+        per rank, and blocks that one of the caches changes later: `truncate` copies the block that it cuts, `reorder`
+        those of a batch, but not of a prompt of one sequence that is repeated. `save`, `copy.deepcopy` and `recover`
+        copy all of them, and a cache with a mask copies its window. Graphs captured before a fork are invalid.
+
+        Returns:
+            The other cache, with memory for the rest of the capacity.
+
+        Raises:
+            StoreError: A save of the cache is still writing.
+
+        >>> cache = KVCache(None, batch=1, kv_heads=2, head_dim=4, capacity=100, dtype=torch.float32)
+        >>> cache.append(*torch.randn(2, 1, 2, 20, 4))
+        >>> other = cache.fork()
+        >>> other.append(*torch.randn(2, 1, 2, 3, 4))
+        >>> cache.length, other.length
+        (20, 23)
+        """
+        self.checker.check("fork", self.saved.check_written, lambda: {"tokens": self.length})
+        other = copy(self)
+        other.shards, other.saved = self.shards.fork(), SavedPieces()
+        return other
+
+    def append(self, k: Tensor, v: Tensor | None = None, *, token_mask: Tensor | None = None) -> None:
+        """Add new tokens, the same on every rank; each rank keeps its share.
+
+        Args:
+            k: Keys with all heads, (batch, kv_heads, tokens, head_dim).
+            v: Values with all heads, (batch, kv_heads, tokens, value_dim); None if they are a prefix of the keys, or if
+                there are none.
+            token_mask: False for padding, (batch, tokens); None if all tokens are real.
+
+        Raises:
+            ArgumentError: `v` is None, or is given to a cache that stores the keys alone.
+            ShapeError: A shape does not fit the cache, or the tokens exceed the capacity.
+            DtypeError: A dtype or a device is not the cache's.
+            KernelError: A tensor requires gradients.
+
+        >>> cache = KVCache(None, batch=2, kv_heads=1, head_dim=4, capacity=100, dtype=torch.float32)
+        >>> mask = torch.tensor([[False, True, True], [True, True, True]])
+        >>> cache.append(*torch.randn(2, 2, 1, 3, 4), token_mask=mask)
+        >>> cache.lengths
+        tensor([2, 3])
+        """
+
+        uncompared = token_mask is None and not self.checker.compares("append")
+        if uncompared and append_known(self.known_appends, k, v, self.shards):
+            return
+
+        def check() -> None:
+            self.sizes.check_new("append", k, v, self.device)
+            self.sizes.check_token_mask("append", token_mask, k.shape[2])
+            self.sizes.check_captured("append", token_mask, self.device)
+            self.shards.check_fits("append", k.shape[2], self.shards.counts)
+
+        self.checker.check("append", check, lambda: fingerprints({"k": k, "v": v, "token_mask": token_mask}))
+        self.record_padding(k.shape[2], token_mask)
+        with torch.no_grad():
+            self.shards.append(stored(k, v), token_mask)
+        if (kind := kind_of_new(k, v, self.sizes)) is not None and k.shape[2]:
+            self.known_appends.keep(kind, True)
+
+    def append_shard(
+        self, k: Tensor, v: Tensor | None, positions: Tensor, *, token_mask: Tensor | None = None, queries: int = 1
+    ) -> None:
+        """Keep the tokens that this rank computed in a sharded prefill.
+
+        All ranks' positions together continue the cache, each exactly once.
+
+        Args:
+            k: This rank's keys with all heads, (batch, kv_heads, tokens, head_dim).
+            v: This rank's values with all heads, (batch, kv_heads, tokens, value_dim); None as in `append`.
+            positions: Token indices in the whole sequence, (tokens,), as `layout.positions` returns them.
+            token_mask: False for padding, (batch, tokens of all ranks), the same on every rank; None without padding.
+            queries: Last tokens whose queries `decode` takes next; a cache that forgets keeps what they see.
+
+        Raises:
+            ShapeError: A shape does not fit the cache, or the tokens exceed the capacity or one rank's share of it.
+            DtypeError: A dtype or a device is not the cache's.
+            KernelError: A tensor requires gradients.
+            LayoutError: A position is missing, or is on two ranks.
+
+        >>> cache = KVCache(None, batch=1, kv_heads=2, head_dim=4, capacity=100, dtype=torch.float32)
+        >>> cache.append_shard(*torch.randn(2, 1, 2, 5, 4), torch.tensor([4, 3, 2, 1, 0]))
+        >>> cache.length
+        5
+        """
+        start = self.length
+
+        def check() -> tuple[int, int, int, bool]:
+            self.sizes.check_new("append_shard", k, v, self.device)
+            check_positions("append_shard positions", positions, k.shape[2])
+            check_equal_cuts("append_shard", {"k": k, "v": v, "positions": positions})
+            self.sizes.check_token_mask("append_shard", token_mask, None)
+            check_count("append_shard queries", queries, "count the last tokens to decode")
+            block_cyclic = bool((self.shard.block_cyclic.owner(positions) == self.tokens.index).all())
+            return len(positions), self.tokens.index, position_sum(positions), block_cyclic
+
+        def fields() -> dict[str, object]:
+            padding = None if token_mask is None else list(token_mask.shape)
+            checksum = history_checksum(0, token_mask)
+            sizes = {"tokens": start, "capacity": self.sizes.capacity, "queries": queries}
+            return {**sizes, "padding": padding, "checksum": checksum}
+
+        table = self.checker.check("append_shard", check, fields, must=True)
+        more = sum(count for count, *_ in table)
+        check_cover(sum(total for _, _, total, _ in table), start, more)
+        self.sizes.check_token_mask("append_shard", token_mask, more)
+        counts = self.shards.counts.with_shards(start, table)
+        self.shards.check_fits("append_shard", more, counts)
+        self.shards.counts = counts
+        self.record_padding(more, token_mask)
+        with torch.no_grad():
+            per_shard = [count for count, *_ in table]
+            rows = tuple(map(self.sizes.rows_of, stored(k, v)))
+            new, tokens = swap_tokens_for_heads(rows, positions.to(self.device), per_shard, self.mesh)
+            self.shards.append_at(new, tokens, more, token_mask, queries)
+
+    @torch.no_grad()
+    def truncate(self, length: int) -> None:
+        """Remove the tokens from `length` on, as after a rejected speculation. Wait first for a save that is writing.
+
+        Args:
+            length: Tokens to keep.
+
+        Raises:
+            ShapeError: `length` is not an integer from 0 to the cache's length, or the cache has forgotten what the
+                next token would see.
+
+        >>> cache = KVCache(None, batch=1, kv_heads=2, head_dim=4, capacity=100, dtype=torch.float32)
+        >>> cache.append(*torch.randn(2, 1, 2, 5, 4))
+        >>> cache.truncate(2)
+        >>> cache.length
+        2
+        """
+        self.saved.finish_writing()
+        before = self.length
+
+        def check() -> tuple[int, int]:
+            self.shards.check_length(length, before)
+            return self.tokens.index, self.shard.count_before(length)
+
+        must = not self.is_block_cyclic  # then only the other ranks know how many tokens they keep
+        table = self.checker.check("truncate", check, lambda: {"to": length, "tokens": before}, must=must)
+        self.shards.truncate(length, table)
+        self.saved.forget(self.used)
+        self.changes += 1
+
+    @torch.no_grad()
+    def reserve(self, capacity: int) -> None:
+        """Reserve memory for at least `capacity` tokens, copying one tensor at a time.
+
+        Args:
+            capacity: Tokens on all ranks.
+
+        Raises:
+            ShapeError: `capacity` is no positive integer.
+
+        >>> cache = KVCache(None, batch=1, kv_heads=2, head_dim=4, capacity=5, dtype=torch.float32)
+        >>> cache.reserve(100)
+        >>> cache.append(*torch.randn(2, 1, 2, 50, 4))
+        """
+        sizes = replace(self.sizes, capacity=capacity)
+        must = self.checker.checked is not False
+        self.checker.check(
+            "reserve", lambda: sizes.check(self.mesh.heads.size), lambda: {"capacity": capacity}, must=must
+        )
+        grow = sizes.allocating()(partial(self.shards.grow, sizes))
+        self.checker.check("reserve", grow, dict, must=must)
+
+    @torch.no_grad()
+    def reorder(self, batch_index: Tensor) -> None:
+        """Replace sequence b by sequence `batch_index[b]`, as beam search does. Wait first for a save that is writing.
+
+        Args:
+            batch_index: Indices of sequences, int64; there may be more or fewer than before.
+
+        Raises:
+            DtypeError: `batch_index` is not an int64 tensor.
+            ShapeError: An index is out of range, or there is none.
+
+        >>> cache = KVCache(None, batch=2, kv_heads=2, head_dim=4, capacity=100, dtype=torch.float32)
+        >>> cache.reorder(torch.tensor([1, 1, 0]))
+        >>> cache.sizes.batch
+        3
+        """
+        self.checker.check("reorder", lambda: self.sizes.check_order(batch_index), lambda: {"to": batch_index.tolist()})
+        self.saved.finish_writing()
+        index = batch_index.to(self.device)
+        for shard in self.shards.all:
+            shard.reorder(index)
+        self.saved.forget()
+        self.history_checksum, self.changes = history_checksum(self.history_checksum, index), self.changes + 1

@@ -1,0 +1,335 @@
+"""Per-rank shard of one layer's cache.
+
+Memory for all tokens is reserved at once; the number of tokens present is a tensor on the device.
+"""
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from attnmesh.cache.block_cyclic import BlockCyclic
+from attnmesh.cache.cache_config import Sizes
+from attnmesh.cache.shared_blocks import SharedBlocks, joined
+from attnmesh.comm.p2p import meta_like, swap
+from attnmesh.kernels.cache_view import CacheView, Padding
+from attnmesh.kernels.native.append import append
+from attnmesh.mesh.axes import Axis, Mesh
+from attnmesh.runtime.counters import Tensors
+
+
+def stored(k: Tensor, v: Tensor | None) -> Tensors:
+    """Return the tensors of new tokens that a cache stores."""
+    return (k,) if v is None else (k, v)
+
+
+def swap_tokens_for_heads(new: Tensors, positions: Tensor, counts: Sequence[int], mesh: Mesh) -> tuple[Tensors, Tensor]:
+    """Return this rank's heads of the tokens of all ranks along the heads axis; `counts` are tokens per shard."""
+    axis, shape = mesh.heads, mesh.shape
+    if axis.size == 1:
+        return new, positions
+    sends = [(*part, positions) for part in zip(*(x.chunk(axis.size, 1) for x in new), strict=True)]
+    shards = [shape.shard(h, mesh.queries.index, mesh.keys.index) for h in range(axis.size)]
+    wanted = [tuple(meta_like(x, counts[shard], 2 if x.ndim == 4 else 0) for x in sends[0]) for shard in shards]
+    received = zip(*swap(sends, wanted, axis), strict=True)
+    *heads, positions = (torch.cat(x, dim=-2 if x[0].ndim == 4 else 0) for x in received)
+    return tuple(heads), positions
+
+
+SLACK = 2
+"""Tokens by which a prefill shard may exceed an even share: each of a zigzag's two chunks is rounded up."""
+
+
+def usual_slots(sizes: Sizes, ranks: int) -> int:
+    """Return the slots per rank for tokens that are spread evenly."""
+    share = -(-sizes.kept // ranks) + sizes.block + SLACK
+    return min(sizes.capacity, share if sizes.mask is None else share + sizes.block + spare_slots(sizes, ranks))
+
+
+def spare_slots(sizes: Sizes, ranks: int) -> int:
+    """Return the slots that are free after tokens were forgotten, so that few tokens are moved per new one."""
+    return max(sizes.block, sizes.kept // ranks // 8)
+
+
+def rows_of_slots(slots: int, block: int) -> int:
+    """Return the rows in memory: the slots, and at least one more, in whole blocks for `KVCache.pages`."""
+    return -(-(slots + 1) // block) * block
+
+
+def shard_bytes(sizes: Sizes, ranks: int, heads: int) -> int:
+    """Return the bytes of keys and values that a shard of these sizes takes on one of so many ranks."""
+    rows = rows_of_slots(usual_slots(sizes, ranks), sizes.block)
+    return rows * sizes.batch * (sizes.kv_heads // heads) * sum(sizes.row_widths) * sizes.row_dtype.itemsize
+
+
+class CacheShard:
+    """Keys and values of one rank's tokens and heads; `index` is the rank's index along the tokens axis.
+
+    `stored` has the keys, and the values if they are separate. In a forked cache, `shared` has
+    the first tokens and `stored` those after them.
+    """
+
+    stored: list[Tensor]
+    shared: tuple[SharedBlocks, ...] = ()
+
+    def __init__(self, sizes: Sizes, heads: Axis, ranks: int, device: torch.device, index: int) -> None:
+        self.sizes, self.heads, self.index, self.device = sizes, heads, index, device
+        self.block_cyclic = BlockCyclic(sizes.block, ranks)
+        self.slots = self._usual_slots(sizes)
+        # The extra slot takes writes of other ranks' tokens, so that no step asks the device which rank owns a token.
+        rows = self._rows(self.slots)
+        shape = sizes.batch, sizes.kv_heads // heads.size, rows
+        with torch.inference_mode(False):  # tensors that can be written to in any mode
+            make = partial(torch.empty, dtype=sizes.row_dtype, device=device)
+            self.stored = [make(*shape, width) for width in sizes.row_widths]
+            self.token_index = torch.zeros(rows, dtype=torch.int64, device=device)  # the token in each slot
+            # Tokens on all ranks, tokens on this rank, and blocks of this rank forgotten if the cache forgets any.
+            self.state = torch.zeros(2 if sizes.mask is None else 3, dtype=torch.int64, device=device)
+        self.padding: Padding | None = None
+        self.filled = 0  # slots in use at most, of a cache that forgets; the host need not ask the device
+        self.has_spare = False  # a long append has made the shard larger than it has to be
+
+    @property
+    def length(self) -> int:
+        """Cached tokens on all ranks."""
+        return int(self.state.tolist()[0])
+
+    @property
+    def used(self) -> int:
+        """Cached tokens on this rank, without shared ones."""
+        return int(self.state.tolist()[1])
+
+    @property
+    def shared_tokens(self) -> int:
+        """Cached tokens on this rank in memory that other caches read too."""
+        return sum(blocks.used for blocks in self.shared)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the cached tokens on this rank, shared ones included."""
+        own = sum(x[:, :, : self.used].nbytes for x in self.stored)
+        return own + sum(blocks.nbytes for blocks in self.shared)
+
+    @property
+    def view(self) -> CacheView:
+        """View of this shard for kernels."""
+        shared, rows = tuple(map(self._view, self.shared)), self.sizes.keys_and_values(self.stored)
+        return CacheView(*rows, self.token_index, self.state, self.padding, self.sizes.value_dim, shared)
+
+    def _view(self, blocks: SharedBlocks) -> CacheView:
+        """Return the view of shared blocks. Their queries are the last ones of this cache."""
+        rows, padding = self.sizes.keys_and_values(blocks.stored), None
+        if self.padding is not None:
+            places = blocks.token_index.expand(self.sizes.batch, -1) if blocks.places is None else blocks.places
+            padding = self.padding._replace(places=places)
+        state = torch.stack((self.state[0], torch.full_like(self.state[0], blocks.used)))
+        return CacheView(*rows, blocks.token_index, state, padding, self.sizes.value_dim)
+
+    def fork(self) -> "CacheShard":
+        """Return a shard of the same tokens, which shares whole blocks of slots and copies the rest."""
+        if self.sizes.mask is None:  # else blocks leave, so the window is copied
+            self._share()
+        return self._copy()
+
+    def clone(self) -> "CacheShard":
+        """Return a copy with tensors of its own."""
+        other = copy(self)
+        other.unshare()
+        return other._copy()
+
+    def _copy(self) -> "CacheShard":
+        """Return a shard with copies of this one's own tokens, which shares what this one shares."""
+        other, used = copy(self), self.used
+        with torch.inference_mode(False):
+            other.stored = [joined([x[:, :, :used]], 2, x.shape[2]) for x in self.stored]
+            other.token_index, other.state = self.token_index.clone(), self.state.clone()
+            other.padding = None if self.padding is None else Padding(*(x.clone() for x in self.padding))
+        return other
+
+    def _share(self) -> None:
+        """Move this shard's whole blocks of slots to `shared`: from now on it writes to the slots after them alone."""
+        whole = self.used // self.sizes.block * self.sizes.block
+        if not whole:
+            return
+        places = None if self.padding is None else self.padding.places
+        self.shared = (*self.shared, SharedBlocks(self.stored, self.token_index, places).part(0, whole))
+        self.stored, self.token_index = [x[:, :, whole:] for x in self.stored], self.token_index[whole:]
+        self.padding = self.padding and self.padding._replace(places=self.padding.places[:, whole:])
+        self.slots -= whole
+        with torch.inference_mode(False):
+            self.state = self.state - torch.tensor([0, whole], device=self.device)
+
+    def unshare(self, tokens: int | None = None) -> None:
+        """Copy shared tokens to memory of this shard alone. `tokens` drops those after it, and copies the cut block."""
+        stop, stay, gone = self.shared_tokens, 0, 0
+        if tokens is not None:
+            stop, stay, gone = tokens, tokens // self.sizes.block * self.sizes.block, self.used
+        kept, loose, start = [], [], 0
+        for blocks in self.shared:
+            first, last = (min(max(token - start, 0), blocks.used) for token in (stay, stop))
+            kept += [blocks.part(0, first)] * (first > 0)
+            loose += [blocks.part(first, last)] * (first < last)
+            start += blocks.used
+        if start > stay:
+            self.resize(self.sizes, self.slots + start - stay, gone, loose)
+            self.shared = tuple(kept)
+
+    @property
+    def token_mask(self) -> Tensor | None:
+        """Mask of the tokens on all ranks, False for padding, (batch, length); None without padding."""
+        return None if self.padding is None else self.padding.token_mask[:, : self.length]
+
+    def append(self, new: Tensors, token_mask: Tensor | None) -> None:
+        """Add this rank's share of the new tokens; `new` has all tokens and heads."""
+        more = new[0].shape[2]
+        # Every rank records padding. In a graph and on a GPU, the host does not know where the new tokens go.
+        on_host = self.device.type != "cuda" and not torch.compiler.is_compiling()
+        plain = more and on_host and self.padding is None and token_mask is None
+        if plain and self.append_run(new, more, *self.state[:2].tolist()):
+            return
+        length, used = self.state[:2].unbind()
+        tokens = length + torch.arange(more, device=self.device)
+        mine = (self.block_cyclic.owner(tokens) == self.index) & (tokens < self.sizes.capacity)
+        slots = torch.where(mine, used + mine.cumsum(0) - 1, self.slots).clamp(max=self.slots)
+        own = [self.sizes.rows_of(x.chunk(self.heads.size, 1)[self.heads.index]) for x in new]
+        self._write(own, tokens, slots)
+        self._pad(tokens, slots, more, token_mask)
+        self.state[:2] += torch.stack((torch.full_like(length, more), mine.sum()))
+
+    def append_at(self, new: Tensors, tokens: Tensor, more: int, token_mask: Tensor | None) -> None:
+        """Add rows of the given tokens with this rank's heads; all ranks together add `more`."""
+        order = tokens.argsort()
+        slots = self.used + torch.arange(len(order), device=self.device)
+        self._write([x.index_select(2, order) for x in new], tokens[order], slots)
+        self._pad(tokens[order], slots, more, token_mask)
+        self.state[:2] += torch.tensor([more, len(order)], device=self.device)
+
+    def count_before(self, length: int) -> int:
+        """Return how many of the first `length` tokens this rank holds."""
+        earlier = sum(int(torch.searchsorted(blocks.token_index[:-1], length)) for blocks in self.shared)
+        return earlier + int(torch.searchsorted(self.token_index[: self.used], length))
+
+    def truncate(self, length: int) -> None:
+        """Remove the tokens from `length` on."""
+        if self.padding is not None:
+            self.padding.cut(length, self.length)
+        count = self.count_before(length)
+        if count < self.shared_tokens:
+            self.unshare(count)
+        self.filled = count - self.shared_tokens
+        self.state[:2].copy_(torch.tensor([length, self.filled]))
+        if not length:
+            self.state[2:].zero_()
+
+    def grow(self, sizes: Sizes) -> None:
+        """Reserve memory for a larger capacity, copying one tensor at a time."""
+        self.resize(sizes, max(self.slots, self._usual_slots(sizes) - self.shared_tokens))
+
+    def make_room(self, more: int, first: Callable[[], int], *, forget: bool = False) -> None:
+        """Make room for `more` tokens, and where it is needed forget those before token `first()`."""
+        if forget or self.has_spare or self.filled + more > self.slots:
+            start = first()
+            gone = self.count_before(start)
+            needed, usual = self.used - gone + more, self._usual_slots(self.sizes)
+            spare = spare_slots(self.sizes, self.block_cyclic.ranks)
+            self.resize(self.sizes, usual if needed <= usual else needed + spare, gone)
+            self.has_spare = self.slots > usual and more > spare
+            self.state[2:].fill_(self.block_cyclic.count(self.index, start) // self.sizes.block)
+        self.filled += more
+
+    def resize(self, sizes: Sizes, slots: int, gone: int = 0, before: Sequence[SharedBlocks] = ()) -> None:
+        """Move the tokens after the first `gone` to new memory, behind those of `before`, tensor by tensor.
+
+        A save may read the old memory.
+        """
+        used, rows = self.used, self._rows(slots)
+        with torch.inference_mode(False):
+            token_index = joined([*(x.token_index[:-1] for x in before), self.token_index[gone:used]], 0, rows)
+            padding, state = self.padding, self.state.clone()
+            if padding is not None:
+                places = [self._view(blocks).places()[:, :-1] for blocks in before]
+                padding = padding.resized(sizes.capacity, joined([*places, padding.places[:, gone:used]], 1, rows))
+            stored = [*self.stored] if gone or before else self.stored
+            for number, old in enumerate(self.stored):
+                parts = [blocks.stored[number][:, :, :-1] for blocks in before]
+                stored[number] = joined([*parts, old[:, :, gone:used]], 2, rows)
+        # Assigned last: where an allocation above fails, the shard keeps working at its old capacity.
+        self.stored, self.sizes, self.slots = stored, sizes, slots
+        self.token_index, self.padding, self.state = token_index, padding, state
+        self.filled = used - gone + sum(blocks.used for blocks in before)
+        self.state[1] = self.filled
+
+    def reorder(self, index: Tensor) -> None:
+        """Replace sequence b by sequence `index[b]`; the batch may change."""
+        used = self.used
+        if len(index) != self.sizes.batch:
+            with torch.inference_mode(False):
+                self.stored = [x.index_select(0, index) for x in self.stored]
+            self.sizes = replace(self.sizes, batch=len(index))
+        else:
+            for head in range(self.stored[0].shape[1]):  # the temporary copy is one head
+                for x in self.stored:
+                    x[:, head, :used] = x[:, head, :used].index_select(0, index)
+        if self.padding is not None:
+            self.padding = self.padding.reordered(index)
+        self.shared = tuple(blocks.reordered(index, self.sizes.block) for blocks in self.shared)
+
+    def mark_present(self, length: int, token_mask: Tensor | None, first: int) -> int:
+        """Mark the tokens from `first` up to `length` as present. Return how many of them this rank holds."""
+        gone = self.block_cyclic.count(self.index, first)
+        used = self.filled = self.block_cyclic.count(self.index, length) - gone
+        self.state.copy_(torch.tensor([length, used, gone // self.sizes.block][: len(self.state)]))
+        if token_mask is not None:
+            zero, slots = torch.zeros_like(self.state[0]), torch.arange(used, device=self.device)
+            self.padding = Padding.none(self.sizes.batch, self.sizes.capacity, self.token_index, zero)
+            self.padding.add(zero, token_mask.to(self.device), self.token_index[:used], slots)
+        return used
+
+    def _usual_slots(self, sizes: Sizes) -> int:
+        """Return the slots per rank for tokens that are spread evenly."""
+        return usual_slots(sizes, self.block_cyclic.ranks)
+
+    def _rows(self, slots: int) -> int:
+        return rows_of_slots(slots, self.sizes.block)
+
+    def append_run(self, new: Tensors, more: int, length: int, used: int) -> bool:
+        """Add new tokens that fit and that one rank owns, in one copy for each tensor; else return False.
+
+        `length` and `used` are the tokens so far, on all ranks and on this one.
+        """
+        ranks, stop = self.block_cyclic.ranks, used + more
+        first, last = length // self.sizes.block, (length + more - 1) // self.sizes.block
+        if length + more > self.sizes.capacity or (ranks > 1 and first != last):
+            return False
+        if first % ranks != self.index:
+            self.state[0] += more
+            return True
+        if stop > self.slots:
+            return False
+        own = new if self.heads.size == 1 else [x.chunk(self.heads.size, 1)[self.heads.index] for x in new]
+        if self.sizes.storage is not None:
+            own = [*map(self.sizes.rows_of, own)]
+        if not append(self.stored, own, self.token_index, self.state):
+            for x, tensor in zip(self.stored, own, strict=True):
+                x[:, :, used:stop] = tensor
+            self.token_index[used:stop] = torch.arange(length, length + more)
+            self.state[:2] += more
+        return True
+
+    def _write(self, new: Sequence[Tensor], tokens: Tensor, slots: Tensor) -> None:
+        """Write rows of tokens with this rank's heads into slots."""
+        for x, tensor in zip(self.stored, new, strict=True):
+            x.index_copy_(2, slots, tensor)
+        self.token_index.index_copy_(0, slots, tokens)
+
+    def _pad(self, tokens: Tensor, slots: Tensor, more: int, token_mask: Tensor | None) -> None:
+        """Record which of `more` new tokens are padding, before the length includes them."""
+        if token_mask is None and self.padding is None:
+            return
+        length, sizes = self.state[0], self.sizes
+        self.padding = self.padding or Padding.none(sizes.batch, sizes.capacity, self.token_index, length)
+        all_real = torch.ones(sizes.batch, more, dtype=torch.bool, device=self.device)
+        self.padding.add(length, all_real if token_mask is None else token_mask.to(self.device), tokens - length, slots)

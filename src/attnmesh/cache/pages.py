@@ -1,0 +1,171 @@
+"""The blocks of a `KVCache` for engines with paged kernels: handed out as views, and taken from an engine's pool."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnmesh.cache.cache_config import check_no_gradients
+from attnmesh.cache.cache_shard import CacheShard
+from attnmesh.cache.replicas import CacheProperties, LocalShards
+from attnmesh.cache.shared_blocks import SharedBlocks
+from attnmesh.errors import DtypeError, KernelError, ShapeError, require, type_and_shape
+from attnmesh.guard.checks import check_tensor
+from attnmesh.guard.consensus import CallChecker
+
+
+class Pages(NamedTuple):
+    """Blocks of one rank's tokens, as views of the cache's memory. Blocks of several tables may be the same."""
+
+    keys: Tensor
+    """(blocks, block, heads, dim)."""
+    values: Tensor
+    """(blocks, block, heads, value dim)."""
+    block_table: Tensor
+    """int32, (batch, blocks of a sequence): indices into `keys` and `values`."""
+    lengths: Tensor
+    """int32, (batch,): tokens of each sequence."""
+    tokens: Tensor
+    """Index of each token in the whole sequence, the same for all sequences, (tokens,)."""
+
+
+class PagedCache(CacheProperties):
+    """A cache whose blocks an engine reads and provides."""
+
+    checker: CallChecker
+
+    def pages(self) -> list[Pages]:
+        """Return this rank's blocks without copying them: those that forks share, if any, and then its own.
+
+        Attention over each, merged with `merge_across` or `merge`, is attention over the whole cache. The views are
+        valid until the cache changes by anything but `append`.
+
+        Raises:
+            KernelError: The batch is padded.
+
+        >>> import attnmesh as am
+        >>> cache = am.KVCache(None, batch=2, kv_heads=1, head_dim=4, capacity=40, dtype=torch.float32)
+        >>> cache.append(*torch.randn(2, 2, 1, 20, 4))
+        >>> (pages,) = cache.pages()
+        >>> pages.keys[pages.block_table[1].long()].flatten(0, 1)[:20, 0].equal(cache.keys[1, 0, :20])
+        True
+        """
+        given, fix = "a padded batch", "cache sequences without padding"
+        require(self.padding is None, KernelError, "pages", "a batch without padding", given, fix)
+        shard = self.shard
+        own = SharedBlocks(shard.stored, shard.token_index[: shard.used + 1], None)
+        return [_pages(blocks, shard) for blocks in (*shard.shared, own)]
+
+    def append_pages(self, keys: Tensor, values: Tensor | None, block_table: Tensor) -> None:
+        """Add the first tokens from an engine's pool, which stays unchanged while the cache is in use.
+
+        Every rank passes the blocks that it holds block-cyclic: rank i the blocks i, i + ranks, i + 2 ranks, ... of the
+        sequence. Blocks that are consecutive in the pool, for all sequences at one distance, are shared and not copied,
+        but for the last one of a sequence.
+
+        Args:
+            keys: Pool of key blocks, (blocks, block, heads of this rank, head_dim); with `storage=` rows as in `pages`.
+            values: Pool of value blocks; None if the cache stores the keys alone.
+            block_table: int32 or int64, (batch, blocks of a sequence on this rank), the same number on every rank.
+
+        Raises:
+            ShapeError: The cache is not empty, a shape does not fit, a block is not in the pool, or they exceed the
+                capacity.
+            DtypeError: A dtype or a device is not the cache's.
+            KernelError: The cache has copies or a mask, or a pool requires gradients.
+
+        >>> import attnmesh as am
+        >>> cache = am.KVCache(None, batch=1, kv_heads=1, head_dim=4, capacity=64, dtype=torch.float32)
+        >>> cache.append_pages(torch.randn(9, 16, 1, 4), torch.randn(9, 16, 1, 4), torch.tensor([[5, 6, 7]]))
+        >>> cache.length
+        48
+        """
+        pools = (keys,) if values is None else (keys, values)
+        bytewise = self.sizes.storage is not None
+
+        def check() -> None:
+            _check(self.shard, pools, block_table)
+            given, fix = "copies=2 or more", "append copies of the tokens with append"
+            require(not self.shards.keepers, KernelError, "append_pages", "a cache without copies", given, fix)
+            given, fix = f"a cache with mask={self.sizes.mask}", "leave mask= out"
+            keeps = self.sizes.mask is None
+            require(keeps, KernelError, "append_pages", "a cache that keeps every token", given, fix)
+            more = block_table.shape[1] * self.sizes.block * self.shards.axis.size
+            self.shards.check_fits("append_pages", more, self.shards.counts)
+
+        self.checker.check("append_pages", check, lambda: {"blocks": block_table.shape[1]}, must=True)
+        with torch.no_grad():
+            rows = tuple(pool.view(torch.int8) for pool in pools) if bytewise else pools
+            _append(self.shards, rows, block_table.long())
+
+
+def _pages(blocks: SharedBlocks, shard: CacheShard) -> Pages:
+    """Return the pages of some slots. A pool's block and head may overlap in memory, since heads are the outer dim."""
+    size, used = shard.sizes.block, blocks.used
+    count, batch = -(-used // size), shard.sizes.batch
+    keys, values = shard.sizes.keys_and_values(blocks.stored)
+    first = torch.arange(batch, device=shard.device) * (values.stride(0) // (size * values.stride(2)))
+    table = first[:, None] + torch.arange(count, device=shard.device)
+    numbers = int(table.max()) + 1 if table.numel() else 0
+
+    def pool(x: Tensor) -> Tensor:
+        _, heads, row, column = x.stride()
+        return x.as_strided((numbers, size, x.shape[1], x.shape[3]), (size * row, row, heads, column))
+
+    lengths = torch.full((batch,), used, dtype=torch.int32, device=shard.device)
+    return Pages(pool(keys), pool(values), table.int(), lengths, blocks.token_index[:-1])
+
+
+def _append(shards: LocalShards, pools: tuple[Tensor, ...], table: Tensor) -> None:
+    """Share all blocks but the last of each sequence, and copy the last ones to the shard."""
+    shard, size, ranks = shards.own, shards.own.sizes.block, shards.axis.size
+    count = table.shape[1]
+    numbers = torch.arange(count * size, device=shard.device)
+    tokens = (numbers // size * ranks + shard.index) * size + numbers % size
+    rows = [_rows(pool, table.to(pool.device)) for pool in pools]  # (batch, heads, tokens, width)
+    shared = (count - 1) * size
+    if shared > 0:
+        shard.shared = (SharedBlocks([x[:, :, : shared + 1] for x in rows], tokens[: shared + 1], None),)
+        shards.forked = True
+        shard.resize(shard.sizes, shard.slots - shared)
+    shards.known_length += count * size * ranks
+    shard.append_at(tuple(x[:, :, shared:] for x in rows), tokens[shared:], count * size * ranks, None)
+
+
+def _rows(pool: Tensor, table: Tensor) -> Tensor:
+    """Return the tokens of a table's blocks, (batch, heads, tokens, width): a view if blocks are consecutive."""
+    starts, (batch, count) = table[:, 0] if table.numel() else table.new_zeros(len(table)), table.shape
+    distance = int(starts[1] - starts[0]) if batch > 1 else 0
+    even = bool((starts.diff() == distance).all()) and bool((table.diff(dim=1) == 1).all())
+    block, row, heads, column = pool.stride()
+    if count and even and distance >= 0 and block == pool.shape[1] * row:
+        shape = batch, pool.shape[2], count * pool.shape[1], pool.shape[3]
+        return pool[int(starts[0]) :].as_strided(
+            shape, (distance * block, heads, row, column), pool.storage_offset() + int(starts[0]) * block
+        )
+    return pool[table].flatten(1, 2).transpose(1, 2)
+
+
+def _check(shard: CacheShard, pools: tuple[Tensor, ...], table: Tensor) -> None:
+    sizes, heads = shard.sizes, shard.sizes.kv_heads // shard.heads.size
+    fix = "append the pages first, or make a new cache"
+    require(not shard.length, ShapeError, "append_pages", "an empty cache", f"{shard.length} tokens", fix)
+    count, fix = len(sizes.columns), "pass values unless the cache has values='prefix' or 'none'"
+    require(len(pools) == count, ShapeError, "append_pages values", f"{count} pools", f"{len(pools)}", fix)
+    for name, pool, width in zip(("keys", "values"), pools, sizes.row_widths, strict=False):
+        check_tensor(f"append_pages {name}", pool)
+        fits = pool.ndim == 4 and tuple(pool.shape[1:]) == (sizes.block, heads, width)
+        expected, fix = f"shape (blocks, {sizes.block}, {heads}, {width})", "make the cache with the engine's block"
+        require(fits, ShapeError, f"append_pages {name}", expected, f"{tuple(pool.shape)}", fix)
+        sizes.check_dtype(f"append_pages {name}", pool, shard.device, rows=True)
+        check_no_gradients("append_pages", {name: pool})
+    whole = isinstance(table, Tensor) and table.dtype in (torch.int32, torch.int64)
+    subject, fix = "append_pages block_table", "pass one row of block numbers for each sequence"
+    require(whole, DtypeError, subject, "a tensor of int32 or int64", type_and_shape(table), fix)
+    fits = table.ndim == 2 and len(table) == sizes.batch
+    require(fits, ShapeError, subject, f"shape ({sizes.batch}, blocks)", f"{tuple(table.shape)}", fix)
+    lengths = " and ".join(str(len(pool)) for pool in pools)
+    expected, fix = "pools of the same number of blocks", "pass the pools of one layer"
+    require(len({len(pool) for pool in pools}) == 1, ShapeError, "append_pages", expected, lengths, fix)
+    inside, fix = bool(((table >= 0) & (table < len(pools[0]))).all()), "pass numbers of blocks in the pools"
+    require(inside, ShapeError, subject, f"numbers from 0 to {len(pools[0]) - 1}", "others", fix)

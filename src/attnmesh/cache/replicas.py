@@ -1,0 +1,307 @@
+"""Shards on one rank: its own, and copies of shards of another host, so that a lost rank loses no tokens."""
+
+from collections.abc import Callable, Sequence
+from copy import copy
+
+import torch
+from torch import Tensor
+
+from attnmesh.cache.block_cyclic import TokenCounts
+from attnmesh.cache.cache_config import Sizes
+from attnmesh.cache.cache_shard import CacheShard
+from attnmesh.cache.window import first_needed
+from attnmesh.comm.p2p import exchange_messages, meta_like
+from attnmesh.comm.topology import all_gather_ints, hosts
+from attnmesh.core.digest import history_checksum
+from attnmesh.core.mask import Mask
+from attnmesh.errors import ShapeError
+from attnmesh.guard.consensus import may_compare
+from attnmesh.kernels.cache_view import Padding
+from attnmesh.mesh.axes import Axis
+from attnmesh.runtime.counters import Tensors
+
+
+class LocalShards:
+    """This rank's `own` shard, and `copies` of other ranks' shards by index along the tokens axis.
+
+    `keepers` are the ranks that keep copies of the own shard.
+    """
+
+    def __init__(self, axis: Axis, copies: int, make: Callable[[int], CacheShard]) -> None:
+        """Make the shards, so that `copies` ranks hold each token."""
+        keepers = keepers_by_rank(hosts(axis), copies) if copies > 1 else {}
+        self.axis, self.keepers = axis, keepers.get(axis.index, [])
+        self.own = make(axis.index)
+        self.copies = {index: make(index) for index in keepers if axis.index in keepers[index]}
+        self.counts = TokenCounts(self.own.block_cyclic, 0, (0,) * axis.size)
+        self.known_length = 0  # tokens that this host has seen: all of them, or fewer if a graph appends
+        self.in_graphs = False  # a graph holds an append, of whose replays the host sees nothing
+        self.forked = False
+        """Other caches may share memory with this one: alike on all ranks, though one may share none."""
+        self.floor = 0  # tokens that no query from this one on sees are forgotten
+
+    @property
+    def all(self) -> list[CacheShard]:
+        """The own shard, then the copies."""
+        return [self.own, *self.copies.values()]
+
+    def clone(self) -> "LocalShards":
+        """Return a copy with tensors of its own."""
+        other = self._with(CacheShard.clone)
+        other.forked = False
+        return other
+
+    def fork(self) -> "LocalShards":
+        """Return shards that share the memory of whole blocks with these."""
+        self.forked = self.forgets is None
+        return self._with(CacheShard.fork)
+
+    def _with(self, change: Callable[[CacheShard], CacheShard]) -> "LocalShards":
+        """Return shards like these, with another in place of each."""
+        other = copy(self)
+        other.own, other.copies = change(self.own), {index: change(shard) for index, shard in self.copies.items()}
+        return other
+
+    def unshare(self) -> None:
+        """Copy tokens that other caches share to memory of these shards alone."""
+        for shard in self.all:
+            shard.unshare()
+        self.forked = False
+
+    @property
+    def length(self) -> int:
+        """Cached tokens on all ranks. The host counts them where it would wait for a GPU, unless a graph appends."""
+        return self.own.length if self.own.device.type != "cuda" or self.in_graphs else self.known_length
+
+    def holds(self, tokens: int) -> bool:
+        """Return True if at least `tokens` are cached within the capacity. Wait for the GPU only if unsure."""
+        length = self.known_length if self.own.device.type == "cuda" else self.own.length
+        if not tokens <= length <= self.own.sizes.capacity:
+            length = self.length
+        return tokens <= length <= self.own.sizes.capacity
+
+    def check_fits(self, subject: str, more: int, counts: TokenCounts) -> None:
+        """Raise, before anything is written, unless `more` tokens fit the capacity and, as `counts`, every rank."""
+        if torch.compiler.is_compiling():
+            return
+        capacity = self.own.sizes.capacity
+        if self.own.device.type != "cuda" or (self.known_length + more > capacity and may_compare(self.own.device)):
+            self.known_length = self.length
+        if self.known_length + more > capacity:
+            given = f"{self.known_length} tokens and {more} more in a cache of {capacity}"
+            fix = f"call cache.reserve({self.known_length + more}) on every rank"
+            raise ShapeError(subject, "room for the new tokens", given, fix)
+        if self.forgets is None:  # else shards grow
+            counts.check(subject, self.known_length + more, self.own.slots + self.own.shared_tokens)
+
+    @property
+    def forgets(self) -> Mask | None:
+        """The mask by which tokens are forgotten, or None."""
+        return self.own.sizes.mask
+
+    def serves(self, query: int) -> bool:
+        """Return whether all tokens that queries from token `query` on see are cached."""
+        if self.forgets is None or query >= self.floor:
+            return True
+        seen = 0 if self.own.padding is not None else self.forgets.first_seen(query)
+        return self.forgets.first_seen(self.floor) <= seen
+
+    def check_length(self, length: int, before: int) -> None:
+        """Raise unless `before` tokens can be truncated to `length`."""
+        if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= before:
+            given, fix = f"{length!r} of type {type(length).__name__}", f"pass an int that is no more than {before}"
+            raise ShapeError("truncate", f"a length from 0 to {before}", given, fix)
+        if length and not self.serves(length):
+            expected = f"0, or at least {self.floor}: the cache has forgotten what earlier tokens see"
+            keep = self.own.sizes.keep
+            fix = f"make the cache with keep above {keep}, counted from the longest length so far; or truncate to 0"
+            raise ShapeError("truncate", expected, f"{length} of {before} tokens", fix)
+
+    def first(self, token_mask: Tensor | None = None, more: int = 0) -> int:
+        """Return the first token that is needed, after `more` tokens with this mask."""
+        if self.forgets is None:
+            return 0
+        own, length, real = self.own, self.known_length, None
+        if own.padding is not None or token_mask is not None:
+            real = torch.ones(own.sizes.batch, length + more, dtype=torch.bool, device=own.device)
+            if own.padding is not None:
+                real[:, :length] = own.padding.token_mask[:, :length]
+            if token_mask is not None:
+                real[:, length:] = token_mask.to(own.device)
+        return first_needed(self.forgets, self.floor, own.sizes.block, real)
+
+    def append(self, new: Tensors, token_mask: Tensor | None) -> None:
+        """Add new tokens that are the same on every rank."""
+        more = new[0].shape[2]
+        if self.forgets is not None:
+            self._raise_floor(more, more)
+            start, count = self.known_length, self.own.block_cyclic.count
+            for shard in self.all:
+                shard.make_room(count(shard.index, start + more) - count(shard.index, start), self.first)
+        self._advance(more)
+        for shard in self.all:
+            shard.append(new, token_mask)
+
+    def append_at(self, new: Tensors, tokens: Tensor, more: int, token_mask: Tensor | None, queries: int) -> None:
+        """Add this rank's tokens with its heads, and send copies; all ranks together add `more`.
+
+        The last `queries` of all tokens may be decoded before the next append.
+        """
+        first = 0
+        if self.forgets is not None:
+            self._raise_floor(more, queries)
+            first = self.first(token_mask, more)
+            if skips := first > self.known_length:
+                kept = tokens >= first
+                new, tokens = tuple(x[:, :, kept] for x in new), tokens[kept]
+            self.own.make_room(len(tokens), lambda: first, forget=skips)
+        self._advance(more)
+        self.own.append_at(new, tokens, more, token_mask)
+        self._exchange(new, tokens, more, token_mask, first)
+
+    def truncate(self, length: int, table: Sequence[Sequence[int]]) -> None:
+        """Remove the tokens from `length` on; rows are (rank, tokens before `length`)."""
+        if length < self.counts.start:
+            kept = sorted(set(map(tuple, table)))  # ranks along the heads axis hold the same tokens
+            self.counts = TokenCounts(self.own.block_cyclic, length, tuple(count for _, count in kept))
+        for shard in self.all:
+            shard.truncate(length)
+        self.known_length, self.floor = length, min(self.floor, length)
+
+    def grow(self, sizes: Sizes) -> None:
+        """Reserve memory for a larger capacity. A shard that already has it stays as it is."""
+        for shard in self.all[::-1]:  # the own shard last: its sizes are the cache's
+            if sizes.capacity > shard.sizes.capacity:
+                shard.grow(sizes)
+
+    def prepare(self, length: int, first: int, floor: int) -> None:
+        """Make room for the tokens from `first` up to `length`, to be written at their block-cyclic slots."""
+        self.floor, count = floor, self.own.block_cyclic.count
+        if self.forgets is not None:
+            self.own.make_room(count(self.own.index, length) - count(self.own.index, first), lambda: first)
+
+    def mark_present(self, length: int, token_mask: Tensor | None, first: int = 0) -> None:
+        """Mark the tokens that `prepare` made room for as present, once written, and send copies."""
+        own, used = self.own, self.own.mark_present(length, token_mask, first)
+        new = tuple(x[:, :, :used] for x in own.stored)
+        self._exchange(new, own.token_index[:used], length, token_mask, first)
+        self.known_length = length
+
+    def _raise_floor(self, more: int, queries: int) -> None:
+        """Forget, when memory is needed, what neither the last queries nor those after a truncation see."""
+        past = max(queries, self.own.sizes.keep + 1)
+        self.floor = max(self.floor, self.known_length + more - past)
+
+    def _advance(self, more: int) -> None:
+        if may_compare(self.own.device):
+            self.known_length += more
+        else:  # a graph is made, not run
+            self.in_graphs = True
+
+    def _exchange(self, new: Tensors, tokens: Tensor, more: int, token_mask: Tensor | None, first: int) -> None:
+        """Send this rank's new tokens to its keepers, and add the tokens received to the copies."""
+        if not self.keepers and not self.copies:
+            return
+        counts = [row[0] for row in all_gather_ints([len(tokens)], [self.axis])]
+        sends = dict.fromkeys(self.keepers, (*new, tokens))
+        wanted = {
+            index: (*(meta_like(x, counts[index]) for x in new), meta_like(tokens, counts[index], 0))
+            for index in self.copies
+        }
+        received = exchange_messages(sends, wanted, self.axis, tokens.device, "copying")()
+        for index, shard in self.copies.items():
+            *copied, token_index = received[index]
+            if self.forgets is not None:
+                shard.make_room(len(token_index), lambda: first, forget=first > shard.length)
+            shard.append_at(tuple(copied), token_index, more, token_mask)
+
+
+class CacheProperties:
+    """Properties of a cache, from the shards that this rank keeps, and the checksum of its padding and orders."""
+
+    shards: LocalShards
+    history_checksum: int
+
+    @property
+    def shard(self) -> CacheShard:
+        """This rank's own shard."""
+        return self.shards.own
+
+    @property
+    def sizes(self) -> Sizes:
+        """Sizes of this layer over all ranks."""
+        return self.shard.sizes
+
+    @property
+    def keys(self) -> Tensor:
+        """This rank's keys, (batch, heads, slots, dim), of which the first `used` slots hold tokens.
+
+        A forked cache first copies the tokens that it shares. With `storage=` they are rows of bytes:
+        `core.storage.storage_of(rows).dequantize(rows)` returns their numbers.
+        """
+        self.shard.unshare()
+        return self.shard.view.keys
+
+    @property
+    def values(self) -> Tensor:
+        """This rank's values, in the slots of its keys. In 8 bits a prefix of the keys is their rows."""
+        self.shard.unshare()
+        return self.shard.view.values
+
+    @property
+    def padding(self) -> Padding | None:
+        """Padding of the batch, or None if all tokens are real."""
+        return self.shard.padding
+
+    @property
+    def length(self) -> int:
+        """Cached tokens per sequence on all ranks, padding included."""
+        return self.shards.length
+
+    @property
+    def used(self) -> int:
+        """Cached tokens per sequence on this rank."""
+        return self.shard.used + self.shard.shared_tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cached tokens in this rank's own shard, scales of 8 bits included."""
+        return self.shard.token_bytes
+
+    @property
+    def lengths(self) -> Tensor:
+        """Real tokens of each sequence on all ranks, (batch,)."""
+        length = self.shard.state[0].expand(self.sizes.batch)
+        return (length if self.padding is None else self.padding.lengths).clone()
+
+    @property
+    def is_block_cyclic(self) -> bool:
+        """True if all tokens lie where the block-cyclic layout puts them, as after `append` alone."""
+        return self.shards.counts.start == 0
+
+    def record_padding(self, more: int, token_mask: Tensor | None) -> None:
+        """Add `more` tokens to the history checksum, once the batch has padding."""
+        if not torch.compiler.is_compiling() and (token_mask is not None or self.padding is not None):
+            mask = torch.ones(self.sizes.batch, more) > 0 if token_mask is None else token_mask
+            self.history_checksum = history_checksum(self.history_checksum, mask)
+
+
+def keepers_by_rank(hosts: Sequence[Sequence[int]], copies: int) -> dict[int, list[int]]:
+    """Return the ranks that keep copies of each rank's shard: one per next host. On too few hosts, the next ranks.
+
+    >>> keepers_by_rank([[0, 1], [2, 3]], 2), keepers_by_rank([[0, 1, 2]], 2)
+    ({0: [2], 1: [3], 2: [0], 3: [1]}, {0: [1], 1: [2], 2: [0]})
+    """
+    groups = hosts if len(hosts) >= copies else [[rank] for host in hosts for rank in host]
+    keepers: dict[int, list[int]] = {}
+    for number, group in enumerate(groups):
+        others = [groups[(number + step) % len(groups)] for step in range(1, copies)]
+        keepers |= {rank: [other[place % len(other)] for other in others] for place, rank in enumerate(group)}
+    return keepers
+
+
+def check_copies(copies: object, ranks: int) -> None:
+    """Raise unless each of `copies` copies fits on a rank of its own."""
+    if isinstance(copies, bool) or not isinstance(copies, int) or not 1 <= copies <= ranks:
+        fix = f"pass copies={ranks}, or use more ranks along queries and keys"
+        raise ShapeError("KVCache copies", f"1 to {ranks}, the ranks that tokens are sharded over", repr(copies), fix)

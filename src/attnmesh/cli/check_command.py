@@ -1,0 +1,80 @@
+"""The command `attnmesh check`: prove each kernel of this installation, and show which ones are chosen."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict
+
+import typer
+from rich.table import Table
+
+from attnmesh.cli import proofs
+from attnmesh.cli.output import Status, console, pairs, print_json, titled
+from attnmesh.cli.proofs import Proof
+from attnmesh.core.storage import STORAGES
+from attnmesh.runtime.machine import machine
+from attnmesh_command.plan_options import CheckOptions
+
+
+def check(options: CheckOptions) -> None:
+    """Prove the kernels, and show which ones are chosen."""
+    with Status("the reference against the energy's gradient") as status:
+        law = proofs.law_error()
+        results = []
+        for result in proofs.proofs():
+            status.update(f"proving kernel {result.kernel} in {result.dtype} on {result.device}")
+            results.append(result)
+    sound = law < proofs.LAW and all(result.holds for result in results)
+    if options.as_json:
+        records = [{**asdict(result), "holds": result.holds} for result in results]
+        chosen = [asdict(choice) for choice in proofs.choices()]
+        report = {"machine": machine(), "energy_law_error": law, "proofs": records, "choices": chosen, "sound": sound}
+        print_json(report)
+    else:
+        console.print(pairs("this installation", machine()))
+        console.print(_choice_table())
+        console.print(_proof_table(results))
+        for absence in _absences([result for result in results if options.verbose or not result.is_elsewhere]):
+            console.print(absence)
+        console.print(f"The reference in float64 equals the energy's gradient, and gradients of that, to {law:.1e}.")
+        if options.verbose:
+            console.print(CHECK_EXPLAINED)
+        exact = "All kernels here are exact, to the rounding of their dtype."
+        console.print(exact if sound else "[bold red]A kernel here is wrong: do not use it.")
+    raise typer.Exit(0 if sound else 1)
+
+
+CHECK_EXPLAINED = """\
+Each kernel runs forward and backward on 300 tokens, and on the last 3 queries of 300 keys. There are 6 query heads, 2
+key heads, and values of another width. Masks are none, causal, a window, and packed documents. An error is the largest
+difference from the reference in float64, relative to its largest value. kernel="auto" takes the first supported one.
+
+int8 and fp8_e4m3 are decode steps on caches with that storage, beside float64 over the numbers that they store."""
+
+
+def _proof_table(results: list[Proof]) -> Table:
+    figures = ("out error", "gradient error", "allowed")
+    table = titled("each kernel beside attention in float64", "kernel", "device", "dtype", figures=figures)
+    table.add_column("verdict")
+    for r in results:
+        if r.absent is None:
+            errors = ["-" if x is None else f"{x:.1e}" for x in (r.out_error, r.gradient_error, r.allowed)]
+            table.add_row(r.kernel, r.device, r.dtype, *errors, "exact" if r.holds else "[bold red]WRONG")
+    return table
+
+
+def _choice_table() -> Table:
+    table = titled('what kernel="auto" takes', "device", "dtype", "plain blocks", "masked blocks", "decoding")
+    for choice in proofs.choices():
+        table.add_row(*asdict(choice).values())
+    return table
+
+
+def _absences(results: list[Proof]) -> Iterator[str]:
+    """Yield the unsupported kernels, with the reason."""
+    dtypes = defaultdict[tuple[str, str, str], list[str]](list)
+    for result in results:
+        if result.absent is not None:
+            dtypes[result.kernel, result.device, result.absent].append(result.dtype)
+    for (kernel, device, reason), names in dtypes.items():
+        which = "" if len(names) == len(proofs.DTYPES) + len(STORAGES) else f" in {', '.join(names)}"
+        yield f"Kernel {kernel} does not serve {device} tensors{which}: {reason}."

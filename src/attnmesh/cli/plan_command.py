@@ -1,0 +1,202 @@
+"""The command `attnmesh plan`: options to a workload and a cluster, all plans priced, the best as a table."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from attnmesh.cli.output import Status, console, numbered, pairs
+from attnmesh.cli.plan_model import model_of, print_record, print_serving, warn_of_length
+from attnmesh.cli.plan_page import write_report
+from attnmesh.cli.plan_training import print_training
+from attnmesh.cli.plan_workload import enabling_code, recurrent_record, source_of
+from attnmesh.core.mask import Causal, Full, Mask, Window
+from attnmesh.errors import ClusterError
+from attnmesh.planner.cluster import Cluster
+from attnmesh.planner.plan import STAGES, Plan, by
+from attnmesh.planner.plan import plan as plans_for
+from attnmesh.planner.recurrent import Recurrent
+from attnmesh.planner.units import in_bytes, in_seconds
+from attnmesh.planner.workload import Workload
+from attnmesh.planner.workload_presets import workload_preset
+from attnmesh_command.messages import printable
+from attnmesh_command.option_texts import (
+    cluster_size_of,
+    heads_of,
+    latent_of,
+    length_of,
+    read_cluster,
+    recurrent_of,
+)
+from attnmesh_command.plan_options import PlanOptions
+
+
+def plan(options: PlanOptions) -> None:
+    """Predict the time of every way to run attention on a cluster, the fastest first."""
+    machines = cluster_of(options.cluster)
+    common: dict[str, Any] = {"batch": options.batch, "q_len": options.q_len, "dtype": options.dtype}
+    common |= {"phase": options.phase, "storage": None if options.kv == "auto" else options.kv}
+    if options.length is not None:
+        common["length"] = length_of(options.length)
+    if options.of_whole_model:
+        (print_serving if options.decode else print_training)(options, machines, common)
+        return
+    work = workload_preset(options.workload, **common) if options.workload is not None else _workload(options, common)
+    with Status("pricing") as status:
+        plans = plans_for(work, machines, progress=lambda done, of: status.update(f"priced {done:,} of {of:,} plans"))
+        if options.report is not None:
+            write_report(options.report, work, machines, status.update)
+    shown = distinct(plans)[: options.top]
+    if options.as_json:
+        print_record(options, machines, _record(work, shown) | source_of(options.workload, work.length))
+    else:
+        _print(options.workload, shown, options.report, options.verbose)
+
+
+# --- options ---
+
+
+def _workload(options: PlanOptions, common: dict[str, Any]) -> Workload:
+    """Return the attention of a model, or that of the options."""
+    if options.model is not None:
+        found, config = model_of(options.model, common)
+        warn_of_length(config, found.workload.length)
+        return found.workload
+    q_heads, kv_heads = heads_of(options.heads or "")
+    return Workload(
+        q_heads,
+        kv_heads,
+        head_dim=128 if options.head_dim is None else options.head_dim,
+        value_dim=options.value_dim,
+        layers=1 if options.layers is None else options.layers,
+        mask=_mask(options.window, options.full),
+        latent=None if options.latent is None else latent_of(options.latent),
+        recurrent=tuple(Recurrent(**recurrent_of(text)) for text in options.recurrent or ()),
+        **common,
+    )
+
+
+def cluster_of(text: str) -> Cluster:
+    """Return the cluster of `--cluster`: a preset or a file, and optionally hosts and ranks per host.
+
+    >>> cluster_of("dgx-h100:2x4").world
+    8
+    """
+    name, hosts, ranks = cluster_size_of(text)
+    if not os.path.isfile(name):
+        return Cluster.preset(name, hosts, ranks)
+    found = _measured(name)
+    for what, given, count in (("hosts", hosts, found.hosts), ("ranks a host", ranks, found.ranks)):
+        if count == 1 and given not in (None, 1):  # there was no link to measure
+            fix = f"measure with attnmesh probe on more {what}"
+            expected = f"1 of {what}, as in the measurement"
+            raise ClusterError(f"--cluster {name}", expected, f"{given} {what}", fix)
+    return found.sized(hosts or found.hosts, ranks or found.ranks)
+
+
+def _measured(file: str) -> Cluster:
+    try:
+        return Cluster.of_record(read_cluster(file))
+    except ClusterError as error:
+        _, expected, given, fix = error.args
+        raise ClusterError(f"--cluster {file}", expected, given, fix) from None
+
+
+def _mask(window: int | None, full: bool) -> Mask:
+    return Full() if full else Causal() if window is None else Window(window)
+
+
+# --- output ---
+
+
+def distinct(plans: Sequence[Plan]) -> list[Plan]:
+    """Return the best placement on hosts of each shape and exchange."""
+    best: dict[object, Plan] = {}
+    for one in plans:
+        best.setdefault((one.shape, one.exchange), one)
+    return list(best.values())
+
+
+def code_of(plan: Plan) -> str:
+    """Return the lines of Python that run a plan.
+
+    >>> import attnmesh as am
+    >>> print(code_of(am.plan(am.Workload(8, 8, 128, 65536, phase="decode"), am.Cluster.preset("a100x4", 1))[0]))
+      mesh = am.init_mesh((1, 1, 4))
+      out = am.decode(q, cache, merge="direct")
+    """
+    mesh = f"  mesh = am.init_mesh({tuple(plan.shape)})"
+    how = f'"{plan.exchange}"' + ("" if plan.workload.selected is None else ", selected=am.Selection(indices)")
+    if plan.workload.phase == "decode":
+        return f"{mesh}\n  out = am.decode(q, cache, merge={how})"
+    if plan.workload.latent is not None and plan.workload.phase == "prefill":
+        return f'{mesh}\n  cache = hf.ShardedCache(model.config, mesh, exchange="{plan.exchange}")'
+    return f"{mesh}\n  out = am.attention(q, k, v, mesh=mesh, layout=am.{plan.layout}, exchange={how})"
+
+
+def _print(workload: str | None, shown: Sequence[Plan], report: Path | None, verbose: bool) -> None:
+    best, machines = shown[0], shown[0].cluster
+    for name, value in source_of(workload, best.workload.length).items():
+        console.print(f"{name}: {value}", highlight=False, markup=False)
+    console.print(_table(shown))
+    console.print(best.explain(), highlight=False, markup=False)
+    code = code_of(best) if workload is None else enabling_code(best)
+    console.print(f"In Python:\n{code}", highlight=False, markup=False, soft_wrap=True)
+    if verbose:
+        times = {STAGES[name]: in_seconds(seconds) for name, seconds in best.parts if seconds}
+        console.print(pairs(f"{best.name}: {in_seconds(best.seconds)}", times))
+        console.print(pairs(f"sources of the constants of {machines.name}", dict(machines.sources)))
+    if report is not None:
+        console.print(f"Written: {printable(str(report))}", highlight=False, markup=False)
+
+
+def _table(shown: Sequence[Plan]) -> Table:
+    work, machines = shown[0].workload, shown[0].cluster
+    words = {
+        "heads x\nqueries x\nkeys": [by(one.shape) for one in shown],
+        "known as": [one.known_as for one in shown],
+        "exchange": [one.exchange for one in shown],
+        "layout": [type(one.layout).__name__.lower() for one in shown],
+    }
+    figures = {
+        "tile\na host": [by(one.tile) for one in shown],
+        "time": [in_seconds(one.seconds) for one in shown],
+        "between\nhosts": [in_bytes(one.bytes.between) for one in shown],
+        "inside\nhosts": [in_bytes(one.bytes.inside) for one in shown],
+        "memory\na rank": [in_bytes(one.memory) for one in shown],
+    }
+    if 1 in (machines.hosts, machines.ranks):  # one class of links only
+        del figures["tile\na host"], figures["between\nhosts" if machines.hosts == 1 else "inside\nhosts"]
+    return numbered(f"{work.title}; {machines.title}", words | figures, words, CAPTION)
+
+
+CAPTION = """\
+Fastest first; of each shape and exchange the best placement on hosts.
+Bytes are the sum over all ranks. Memory is that of attention, without
+weights: --model with --decode or --training counts them."""
+
+
+def _record(work: Workload, shown: Sequence[Plan]) -> dict[str, Any]:
+    return {
+        "workload": asdict(work) | {"mask": repr(work.mask)},
+        "plans": [_plan_record(one) for one in shown],
+        "explanation": shown[0].explain(),
+    }
+
+
+def _plan_record(one: Plan) -> dict[str, Any]:
+    return {
+        "shape": list(one.shape),
+        "tile": list(one.tile),
+        "exchange": one.exchange,
+        "layout": repr(one.layout),
+        "known_as": one.known_as,
+        "seconds": one.seconds,
+        "bytes": {"inside": one.bytes.inside, "between": one.bytes.between},
+        "memory": one.memory,
+        "parts": dict(one.parts),
+        "recurrent": recurrent_record(one.recurrent) if one.workload.recurrent else None,
+    }

@@ -1,0 +1,96 @@
+"""The command `attnmesh probe`: measure the constants of a world of ranks, for `attnmesh plan`."""
+
+import json
+import os
+import socket
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from attnmesh.cli.launch import run_on_ranks
+from attnmesh.cli.output import Status, command_line, console, pairs, print_json
+from attnmesh.errors import ClusterError
+from attnmesh.mesh.axes import device_type_of
+from attnmesh.mesh.shapes import AXES
+from attnmesh.planner.auto import keep_machine
+from attnmesh.planner.cluster import Cluster
+from attnmesh.planner.hardware import NO_LINK
+from attnmesh.planner.units import in_seconds
+from attnmesh.runtime.machine import machine
+from attnmesh_command.plan_options import ProbeOptions
+
+
+def probe(options: ProbeOptions) -> None:
+    """Measure links and devices of all ranks at work, and keep the constants."""
+    ranks = options.ranks
+    torchrun = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if torchrun:
+        check_master()
+        dist.init_process_group()
+    first = not torchrun or dist.get_rank() == 0
+    with Status("measuring the ranks of torchrun" if torchrun else f"measuring {ranks} ranks"):
+        found = measured() if torchrun else run_on_ranks(ranks, measured)[0]
+    kind = device_type_of(dist.group.WORLD) if torchrun else "cpu"
+    first_of_host = os.environ.get("LOCAL_RANK", "0") == "0"  # also without torchrun
+    kept = keep_machine(found, kind) if first_of_host else None
+    if torchrun:
+        dist.destroy_process_group()
+    if not first:
+        return
+    command = "torchrun ... attnmesh probe" if torchrun else command_line("attnmesh probe", {"ranks": ranks})
+    report = {"command": command, "machine": machine(), "cluster": found.record(), "kept": kept and str(kept)}
+    if options.out is not None:
+        options.out.write_text(json.dumps(report, indent=2) + "\n")
+    if options.as_json:
+        print_json(report)
+        return
+    console.print(pairs(f"{found.hosts} hosts of {found.ranks} ranks", described(found)))
+    if kept is not None:
+        console.print(f'exchange="auto" reads them from {kept}')
+    if options.verbose:
+        console.print(PROBE_EXPLAINED)
+
+
+PROBE_EXPLAINED = """\
+Figures are medians of a few rounds on the slowest rank. All ranks work at once, so each has its share of cores, memory
+and links, as in a run. Attention has 8 heads over 512 tokens (8,192 on a GPU). Reading is one query over keys larger
+than a CPU's cache. A message has 16 kB. In a merge, ranks of one host may use shared memory."""
+
+
+def measured() -> Cluster:
+    """Return the measured cluster, the same on all ranks."""
+    world = dist.get_world_size()
+    kind = device_type_of(dist.group.WORLD)
+    if kind == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    return Cluster.measure(init_device_mesh(kind, (1, 1, world), mesh_dim_names=AXES) if world > 1 else None)
+
+
+def check_master() -> None:
+    """Raise at once if the host of the rendezvous has no address."""
+    name = os.environ.get("MASTER_ADDR", "")
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError as error:
+        fix = "pass torchrun a --master-addr or --rdzv-endpoint that every host can look up"
+        raise ClusterError("attnmesh probe", "a host that can be found", f"{name!r} ({error})", fix) from None
+
+
+def described(cluster: Cluster) -> dict[str, Any]:
+    """Return the constants of a cluster as text with units."""
+    device = cluster.device
+    rows = {
+        "attention": f"{device.forward_rate / 1e9:,.1f} GFLOP/s forward, {device.backward_rate / 1e9:,.1f} backward",
+        "keys read": f"{device.memory_rate / 1e9:,.2f} GB/s, copied {(device.copy_rate or 0) / 1e9:,.2f} GB/s",
+        "memory": f"{device.memory / 1e9:,.1f} GB a rank",
+        "a call": in_seconds(device.call, 3),
+    }
+    for name, link in (("inside a host", cluster.inside), ("between hosts", cluster.between)):
+        if link != NO_LINK:
+            latency = f"{in_seconds(link.latency, 3)}, in a merge {in_seconds(link.merge_latency, 3)}"
+            further = f"each further {in_seconds(link.message, 3)}"
+            rates = f"{link.rate / 1e6:,.1f} MB/s a rank, {link.host_rate / 1e6:,.1f} a host"
+            rows[name] = f"a message {latency}, {further}; {rates}"
+    return rows

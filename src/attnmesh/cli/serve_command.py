@@ -1,0 +1,136 @@
+"""The command `attnmesh serve`: check the options, listen, and keep ranks alive behind the front."""
+
+import multiprocessing as mp
+import os
+from contextlib import closing
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from socket import gethostname, socket
+from typing import TYPE_CHECKING, Any
+
+from rich.markup import escape
+
+from attnmesh.cli.generate_command import cache_options, enter_world
+from attnmesh.cli.generate_prompt import Prepared, prepare_model
+from attnmesh.cli.launch import leaving_tidily, run_on_machine
+from attnmesh.cli.output import Status, print_message
+from attnmesh.cli.serve_hosts import TorchrunRanks, serve_under_torchrun
+from attnmesh.comm.failures import set_deadline
+from attnmesh.errors import ArgumentError, require
+from attnmesh_command.messages import printable, under_torchrun
+from attnmesh_command.model_options import ServeOptions
+
+if TYPE_CHECKING:
+    from attnmesh.cli.serve_worker import ServeSettings
+
+
+@dataclass(frozen=True)
+class LocalRanks:
+    """Ranks on this machine."""
+
+    count: int
+    settings: Any
+    others: frozenset[BaseProcess] = field(default_factory=lambda: frozenset(mp.active_children()))
+    """Processes that were there before the ranks."""
+
+    def run(self, address: str) -> None:
+        """Start the ranks; return when they are done, or raise when one fails."""
+        from attnmesh.cli.serve_worker import serve_rank
+
+        print_message(f"starting {self.count} ranks" if self.count > 1 else "starting 1 rank")
+        run_on_machine(self.count, serve_rank, self.settings, address)
+
+    def kill(self, *, again: bool = False) -> None:
+        """End the ranks at once."""
+        for process in {*mp.active_children()} - self.others:
+            process.kill()
+
+
+def serve(options: ServeOptions) -> None:
+    """Serve over HTTP; under torchrun be one of the ranks."""
+    from attnmesh.serve.server import listen
+
+    set_deadline(options.deadline)
+    hosts = TorchrunRanks.of_front()
+    world = hosts.count if hosts is not None else enter_world(options.ranks, options.mesh)
+    if under_torchrun():
+        _, settings, _ = _prepared(options, world)
+        serve_under_torchrun(settings)
+        return
+    with leaving_tidily(), closing(listen(options.host, options.port)) as listening:
+        prepared, settings, defaults = _prepared(options, world)
+        _serve(options, listening, prepared, defaults, hosts or LocalRanks(world, settings))
+
+
+def _prepared(options: ServeOptions, world: int) -> tuple[Prepared, "ServeSettings", dict[str, Any]]:
+    """Return the model's place and mesh, the settings of its ranks, and its defaults of requests."""
+    from attnmesh.cli.serve_worker import ServeSettings
+
+    with Status("looking for the model") as status:
+        prepared = prepare_model(options.model, world, options.mesh, status, images=None, revision=options.revision)
+    longest = _longest(options.max_model_len, prepared.longest)
+    memory = options.cache_memory and round(options.cache_memory * 1e9)
+    engine: dict[str, Any] = {"max_rows": options.max_rows, "max_queue": options.max_queue, "max_model_len": longest}
+    engine |= {"max_gap": options.max_gap, "cache_memory": memory, **cache_options(options, prepared)}
+    engine["tokens_end"], defaults = _generation(options.generation_config, prepared)
+    return prepared, ServeSettings(prepared.for_ranks, options.dtype, options.deadline, engine), defaults
+
+
+def _serve(
+    options: ServeOptions,
+    listening: socket,
+    prepared: Prepared,
+    defaults: dict[str, Any],
+    ranks: LocalRanks | TorchrunRanks,
+) -> None:
+    """Start the front, and serve with the ranks."""
+    from attnmesh.serve.access import LOCAL, Limits
+    from attnmesh.serve.metrics import Metrics
+    from attnmesh.serve.routes import App
+    from attnmesh.serve.server import run
+    from attnmesh.serve.supervisor import Supervisor
+
+    counts: dict[str, Any] = {"max_requests": options.max_rows + options.max_queue}
+    counts["max_restarts"] = options.max_restarts
+    front = Supervisor(ranks, **counts, metrics=Metrics(), deadline=options.deadline)
+    front.log = lambda line: print_message(escape(printable(line)))
+    limits = Limits(options.api_keys(), options.host in (*LOCAL, "::1"), options.max_body << 20)
+    if not limits.local and not limits.api_keys:
+        print_message("all who reach this machine can ask: --api-key keeps others out")
+    name = options.served_name or options.model
+    app = App(front, prepared.tokenizer, name, limits, prepared.processor, defaults)
+    port, on_hosts = listening.getsockname()[1], isinstance(ranks, TorchrunRanks)
+    front.on_ready = lambda facts: print_message(_ready(app, options.host, port, prepared, on_hosts, facts))
+    run(app, listening, options.drain)
+
+
+def _generation(source: str, prepared: Prepared) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """Return the tokens that end answers, and the model's defaults of requests."""
+    from attnmesh.hf.load import open_generation_config
+    from attnmesh.serve.model_defaults import read_model_defaults, tokens_that_end
+
+    config = open_generation_config(prepared.place)
+    return tokens_that_end(config, prepared.tokenizer), read_model_defaults(config) if source == "auto" else {}
+
+
+def _ready(app: Any, host: str, port: int, prepared: Prepared, on_hosts: bool, facts: dict[str, Any]) -> str:
+    """Return what the command says when requests are served."""
+    from attnmesh.hf.load import pinned
+
+    commit = pinned(prepared.place)[1].get("revision")  # that ranks which are started again read, too
+    place = f", revision {printable(commit)}" if commit else ""
+    place += f", front {os.getpid()} on {gethostname()}" if on_hosts else ""
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    values = ", ".join(f"{name} {value}" for name, value in app.defaults.items())
+    place += f", {facts.get('cache_bytes', 0) / 1e9:.1f} GB of caches a rank"
+    place += f"; defaults of the model: {values}" if values else ""
+    return str(escape(f"serving {printable(app.name)} on {url}, mesh {prepared.mesh}{place}"))
+
+
+def _longest(asked: int | None, of_model: int | None) -> int:
+    """Return the longest context, or raise if the model has a shorter one, or none."""
+    fix = "name a length that the memory holds"
+    require(bool(asked or of_model), ArgumentError, "--max-model-len", "a length: the model has none", "none", fix)
+    fits = asked is None or of_model is None or asked <= of_model
+    require(fits, ArgumentError, "--max-model-len", f"at most {of_model}", asked, "take a model with a longer context")
+    return int(asked or of_model or 0)

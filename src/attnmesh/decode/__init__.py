@@ -1,1 +1,0 @@
-"""The sharded cache, and decoding from it."""

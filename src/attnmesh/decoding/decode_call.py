@@ -1,0 +1,291 @@
+"""Decoding: keys stay on their ranks, and every rank gets the query. A step is a local attention and one merge.
+
+With `reproducible=True` the result has the same bits on 1, 2, 4, 8, ... ranks. Each block of keys makes one partial.
+Partials are merged along one tree over block numbers: even against odd at the top, then residues modulo 4, and so on.
+The blocks of a rank are one subtree.
+"""
+
+import functools
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any, Never, NoReturn, cast
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from attnmesh.cache.cache import KVCache
+from attnmesh.comm.rank_merge import send_poison
+from attnmesh.core.digest import fingerprints
+from attnmesh.core.logits import Logits, with_distance_bias
+from attnmesh.core.mask import Causal, Mask
+from attnmesh.core.partial import Partial, sum_dtype
+from attnmesh.core.selection import Selection
+from attnmesh.decoding.step import (
+    DecodeStep,
+    ask_in_step,
+    decode_op,
+    highest_checksum,
+    reads_length_on_device,
+    run_step,
+    tensors_of,
+)
+from attnmesh.decoding.step_checks import StepInputs, check_bias, check_further, check_step
+from attnmesh.decoding.step_plan import StepPlan, find_plan, learn_plan
+from attnmesh.errors import DtypeError, InputError, KernelError, RankFailure, UnforeseenError, require
+from attnmesh.guard.checks import check_checked, warn_if_swapped
+from attnmesh.guard.consensus import describe_call, unforeseen
+from attnmesh.guard.merge_checks import MergeChecker, raise_unequal
+from attnmesh.kernels.native.native_digest import digest_on_host
+from attnmesh.mesh.merges import COLLECTIVE
+from attnmesh.runtime.ranges import ATTENTION, MERGE, is_profiled, named
+
+
+def decode(
+    q: Tensor,
+    cache: KVCache,
+    *,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    mask: Mask = Causal(),
+    scale: float | None = None,
+    softcap: float | None = None,
+    key_lengths: Tensor | None = None,
+    sinks: Tensor | None = None,
+    merge: str = "auto",
+    output: str = "replicated",
+    reproducible: bool = False,
+    kernel: str = "auto",
+    checked: bool | None = None,
+    selected: Selection | None = None,
+    partial: Partial | None = None,
+    distance_bias: Tensor | None = None,
+    **unsupported: Never,
+) -> Tensor:
+    """Return attention of the cache's last tokens over all tokens of the cache, the same bits on every rank.
+
+    Args:
+        q: Queries of the last tokens, (batch, heads, length, dim), equal on every rank.
+        cache: The sharded cache, which holds the keys and values of these tokens too, unless they are in `k` and `v`.
+        k: Keys of new tokens, appended first, as `cache.append(k, v)` does. They stay in the cache if the step raises.
+        v: Values of new tokens.
+        mask: Which keys a query sees.
+        scale: Factor of the logits; 1/sqrt(dim) unless it is given.
+        softcap: Bound of the logits: each becomes `softcap * tanh(logit / softcap)`. None for no bound.
+        key_lengths: Real keys of each sequence, int64, (batch,), equal on all ranks: cached tokens at this position or
+            later are invisible. In a padded cache positions count real tokens. Numbers on a GPU are not read: one that
+            is negative or above the cache's length gives NaN for its sequence.
+        sinks: One learned logit per query head. It takes a share of the softmax and adds nothing.
+        merge: "tree", "direct", "gather", "allreduce" or "auto".
+        output: "replicated": all heads on every rank; "heads": this rank's share of the heads.
+        reproducible: True gives the same bits on any power of two of ranks. It needs a cache that was filled by
+            `append`, and blocks of 128 tokens or more to be fast.
+        kernel: Kernel of one device: "auto", or a name of `attnmesh.kernels.driver.NAMES`.
+        checked: When ranks compare their calls; the cache's own unless it is given: see `KVCache`. Ranks whose calls
+            differ and are not compared get NaN, or wait for the deadline in "gather" and "allreduce".
+        selected: The tokens that each query attends, of those that it sees, equal on all ranks. An
+            index counts tokens of the cache, padding included. Each rank reads those that it holds. On a GPU, where
+            the host reads no index, rows with an invalid one give NaN. None for all tokens.
+        partial: Attention of the same queries over further keys that this rank holds, such as entries that each stand
+            for many tokens, as `attend` returns it. One softmax covers these keys, the cache and the sinks. Each rank
+            passes one, of its own keys or of none. Ranks do not compare its numbers.
+        distance_bias: Numbers to add to the logits of near tokens, (batch, heads, length, distances), equal on every
+            rank. Column d is for the token d positions before the query. Tokens farther away have none.
+        **unsupported: Options of other attention functions, which raise an error that names a substitute.
+
+    Returns:
+        The output, (batch, heads, length, value dim).
+
+    Raises:
+        InputError: An argument cannot be served, or the ranks' calls differ.
+        RankFailure: A rank is lost.
+
+    >>> import attnmesh as am
+    >>> q, k, v = torch.randn(3, 1, 2, 8, 4).unbind()
+    >>> cache = am.KVCache(None, batch=1, kv_heads=2, head_dim=4, capacity=8, dtype=torch.float32)
+    >>> cache.append(k, v)
+    >>> whole = am.attend(q, k, v, mask=am.Causal()).out
+    >>> torch.allclose(decode(q[:, :, -2:], cache), whole[:, :, -2:], atol=1e-6)
+    True
+    """
+    if not isinstance(cache, KVCache):
+        raise DtypeError("decode cache", "a KVCache", type(cache).__name__, "make one with attnmesh.KVCache")
+    checked = cache.checker.checked if checked is None else checked
+    options = mask, scale, softcap, merge, output, reproducible, kernel, checked
+    if k is not None or v is not None:
+        try:
+            cache.append(cast(Tensor, k), v)
+        except InputError as error:
+            report(error, cache, unchecked_step(cache, *options[:-1]), checked)
+    is_given = key_lengths is not None or selected is not None or partial is not None or distance_bias is not None
+    plain = cache.mesh.heads.size == 1 and not is_given and not unsupported
+    caches, compares = (cache,), checked is not False
+    plan = find_plan(cache.step_plans, q, caches, sinks, options) if plain else None
+    if plan is not None and (out := run_plan(q, caches, sinks, *plan, compares=compares)) is not None:
+        return out
+    step = unchecked_step(cache, *options[:-1])
+    inputs = StepInputs(q, caches, sinks, key_lengths, selected, partial)
+    try:
+        check_checked("decode", checked)
+        step = check_step(inputs, step, unsupported)
+        check_further(inputs, step)
+        step = check_bias(inputs, distance_bias, step)
+    except InputError as error:
+        report(error, cache, step, checked)
+    inputs = inputs._replace(q=with_distance_bias(q, distance_bias))
+    if torch.compiler.is_compiling():
+        given, fix = "a forked cache", "decode with copy.deepcopy(cache)"
+        require(not cache.shards.forked, KernelError, "decode", "a cache of one piece in a graph", given, fix)
+        tensors = inputs.q, tensors_of(cache.shard.view), sinks, key_lengths, inputs.indices
+        return cast(Tensor, decode_op(*tensors, *step.encode()))
+    out = run_checked(inputs, step, options, learn=plain and plan is None)
+    warn_if_swapped("decode", q, cache.sizes.kv_heads)
+    return out
+
+
+def unchecked_step(cache: KVCache, mask: Mask, scale: float | None, softcap: float | None, *options: Any) -> DecodeStep:
+    """Return the step of a call, whose scale and cap may be None until they are checked."""
+    sizes = cache.sizes
+    placement = cache.mesh.heads, cache.tokens, sizes.block, sizes.capacity, sizes.value_dim
+    return DecodeStep(*placement, mask, Logits(cast(float, scale), cast(float, softcap)), *options)
+
+
+def named_options(step: DecodeStep) -> dict[str, Any]:
+    """Return the values of a step that its caller passes, by name."""
+    return dict(zip(step._fields[-len(step.options) :], step.options, strict=True))
+
+
+def run_plan(
+    q: Tensor,
+    caches: Sequence[KVCache],
+    sinks: Tensor | None,
+    plan: StepPlan,
+    counts: Sequence[tuple[int, int]],
+    *,
+    compares: bool,
+) -> Tensor | None:
+    """Return the output of a step that has a plan, as `_run_compared` does; None if a number is not finite."""
+    merge, equal = plan.host_merge, True
+    message = None if merge is None else merge.blank()
+    into = plan.kind.blank() if merge is None or message is None else merge.places(message)
+    attend = named(ATTENTION, plan.attend) if is_profiled() else plan.attend
+    try:
+        partial = attend(q, caches, sinks, counts, into)
+    except Exception as error:
+        report_failure(error, caches[0], plan.step, compares)
+    if partial is None:
+        return None
+    if merge is not None and message is not None:
+        number, histories = digest_on_host(q), []
+        for row, (cache, (length, _)) in enumerate(zip(caches, counts, strict=True), 1):
+            number += row * length
+            histories.append(cache.history_checksum)
+        number += _call_number(plan.call, *histories) + (0 if sinks is None else digest_on_host(sinks))
+        merged = named(MERGE, merge.run) if is_profiled() else merge.run
+        equal = merged(message, number)
+        if not equal and compares:
+            raise_unequal(caches[0].mesh, _describe(StepInputs(q, caches, sinks), plan.step), "decode")
+    out = partial.out if plan.heads is None else partial.out[:, plan.heads]
+    out = out.to(q.dtype).contiguous()
+    return out if equal else out.fill_(torch.nan)
+
+
+def run_checked(inputs: StepInputs, step: DecodeStep, options: tuple[Any, ...], *, learn: bool) -> Tensor:
+    """Return the output of a step that was checked. Make its plan with `learn`, if a launch serves it.
+
+    The last option is `checked`.
+    """
+    (q, caches, sinks, *_), checked = inputs, options[-1]
+    for cache in caches:
+        if step.reproducible and cache.shards.forked and _stays_on_device(cache, step):
+            cache.shards.unshare()  # the kernel merges the blocks of one tensor
+    if learn and learn_plan(caches[0].step_plans, q, caches, sinks, options, step, (*inputs.kind(step), ())):
+        plan = find_plan(caches[0].step_plans, q, caches, sinks, options)
+        out = None if plan is None else run_plan(q, caches, sinks, *plan, compares=checked is not False)
+        if out is not None:
+            return out
+    with torch.no_grad():
+        return _run_compared(inputs, step, checked)
+
+
+def _run_compared(inputs: StepInputs, step: DecodeStep, checked: bool | None) -> Tensor:
+    """Return the output, or raise the same error on all ranks if their calls differ. Uncompared calls give NaN."""
+    q, caches, sinks, key_lengths, _, further = inputs
+    first, kind, stays = caches[0], inputs.kind(step), all(_stays_on_device(cache, step) for cache in caches)
+    describe = functools.partial(_describe, inputs, step)
+    checker = MergeChecker(first.checker, first.device, step.merge, checked, describe, kind, stays)
+    if not checker.before():
+        return q.new_full(step.output_shape(q), torch.nan)
+    on_host = key_lengths is not None and key_lengths.device.type == "cpu"  # others would hold up the device
+    values = tuple(key_lengths.tolist()) if key_lengths is not None and on_host else ()
+    number = _call_number((*kind, values), *[cache.history_checksum for cache in caches])
+    views = [cache.shard.view for cache in caches]
+    try:
+        out, checksum = run_step(q, views, sinks, step, number, key_lengths, inputs.indices, further)
+    except (InputError, RankFailure):
+        raise
+    except Exception as error:
+        report_failure(error, first, step, checked)
+    if checksum is not None:
+        ask = functools.partial(ask_in_step, step, q.new_empty(0), q.shape, first.sizes.value_dim)
+        checker.after(checksum, "decode", ask)
+    return out
+
+
+def report(error: InputError, cache: KVCache, step: DecodeStep, checked: bool | None) -> NoReturn:
+    """Raise the error of this rank's step, on all ranks if they compare it. Else the others get NaN."""
+    checker = MergeChecker(cache.checker, cache.device, step.merge, checked)
+    checker.report(error, functools.partial(_send_poison, cache, step))
+    raise error
+
+
+def report_failure(error: Exception, cache: KVCache, step: DecodeStep, checked: bool | None) -> NoReturn:
+    """Raise what this rank could not foresee, such as no memory, once the others do not wait for its message."""
+    with suppress(UnforeseenError):
+        report(unforeseen("decode", error), cache, step, checked)
+    raise error
+
+
+@lru_cache(maxsize=64)
+def _call_number(kind: tuple[Any, ...], *histories: int) -> int:
+    """Return a number of the call for its checksum, from its options, dtypes and shape, and its caches' histories."""
+    return crc32(f"{kind} {histories}".encode())
+
+
+def _describe(inputs: StepInputs, step: DecodeStep) -> str:
+    """Return the text of the call that ranks compare."""
+    q, caches, sinks, key_lengths, _, partial = inputs
+    options = named_options(step) | step.logits._asdict()
+    del options["logits"]
+    options["key_lengths"] = None if key_lengths is None else key_lengths.tolist()
+    options |= {} if partial is None else {"partial": True}
+    width = caches[0].sizes.head_dim
+    bias = q[..., width:] if q.shape[-1] > width else None  # with which the queries end
+    tensors = {"q": q[..., :width], "distance_bias": bias, "sinks": sinks, "selected": inputs.indices}
+    lengths, histories = [cache.length for cache in caches], [cache.history_checksum for cache in caches]
+    name, held = ("decode", "tokens in the cache") if len(caches) == 1 else ("decode_rows", "tokens in the caches")
+    each = {held: lengths, "padding and order": histories}
+    contents = {field: values[0] if len(values) == 1 else values for field, values in each.items()}
+    return describe_call(name, **options, **fingerprints(tensors), **contents)
+
+
+def _stays_on_device(cache: KVCache, step: DecodeStep) -> bool:
+    """Return whether the host reads nothing of the device during the step; of a wrong kernel, as with "auto"."""
+    if step.index_block is not None:
+        return cache.device.type != "cpu" and step.merge not in COLLECTIVE
+    try:
+        on_device = reads_length_on_device(cache.shard.view, step.kernel, cache.sizes.dtype)
+    except InputError:
+        on_device = reads_length_on_device(cache.shard.view, "auto", cache.sizes.dtype)
+    return on_device and step.merge not in COLLECTIVE
+
+
+def _send_poison(cache: KVCache, step: DecodeStep) -> None:
+    """Run the exchanges of a step whose arguments are wrong on this rank, so that the others detect it."""
+    ranks, reproducible = cache.tokens.size, step.reproducible is True  # other values are invalid on other ranks too
+    merge, canonical = "tree" if reproducible else step.merge, reproducible and not ranks & (ranks - 1)
+    like = torch.empty(0, dtype=sum_dtype(cache.sizes.dtype), device=cache.device)
+    checksum = send_poison(cache.tokens, merge, step.output, like, canonical=canonical)
+    if cache.mesh.heads.size > 1:
+        highest_checksum(checksum, cache.mesh.heads)

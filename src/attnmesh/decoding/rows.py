@@ -1,0 +1,162 @@
+"""Decoding of several requests at once: rows of queries, each with a cache of its own length.
+
+A step attends each row to its cache on this rank, and merges the partials of all rows in one message.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, cast
+
+from torch import Tensor
+
+from attnmesh.cache.cache import KVCache
+from attnmesh.core.mask import Causal, Mask
+from attnmesh.decoding.decode_call import report, run_checked, run_plan, unchecked_step
+from attnmesh.decoding.step import DecodeStep
+from attnmesh.decoding.step_checks import StepInputs, check_step
+from attnmesh.decoding.step_plan import find_plan
+from attnmesh.errors import (
+    ArgumentError,
+    DtypeError,
+    InputError,
+    KernelError,
+    LayoutError,
+    MeshError,
+    ShapeError,
+    require,
+)
+from attnmesh.guard.checks import check_checked, warn_if_swapped
+from attnmesh.guard.consensus import may_compare
+
+SUBJECT = "decode_rows"
+
+
+def decode_rows(
+    q: Tensor,
+    caches: Sequence[KVCache],
+    *,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    mask: Mask = Causal(),
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    merge: str = "auto",
+    output: str = "replicated",
+    reproducible: bool = False,
+    kernel: str = "auto",
+    checked: bool | None = None,
+) -> Tensor:
+    """Return attention of the last tokens of several caches: row r equals `decode(q[r : r + 1], caches[r])`.
+
+    The rows of all caches are merged across ranks in one message, and ranks compare them in one checksum.
+
+    Args:
+        q: Queries of the last tokens, (caches, heads, length, dim), equal on every rank.
+        caches: Caches of one sequence each, on one mesh. Their lengths, capacities and blocks may differ.
+        k: Keys of new tokens, (caches, kv_heads, tokens, dim): row r is appended to cache r first. They stay in the
+            caches if the step raises.
+        v: Values of new tokens.
+        mask: Which keys a query sees.
+        scale: Factor of the logits; 1/sqrt(dim) unless it is given.
+        softcap: Bound of the logits, as in `decode`.
+        sinks: One learned logit per query head.
+        merge: "tree", "direct", "gather", "allreduce" or "auto".
+        output: "replicated": all heads on every rank; "heads": this rank's share of the heads.
+        reproducible: True gives the same bits on any power of two of ranks, as in `decode`.
+        kernel: Kernel of one device.
+        checked: When ranks compare their calls; as the first cache has it unless it is given.
+
+    Returns:
+        The output, (caches, heads, length, value dim).
+
+    Raises:
+        InputError: An argument cannot be served, or the ranks' calls differ.
+        RankFailure: A rank is lost.
+
+    >>> import torch, attnmesh as am
+    >>> sizes = {"batch": 1, "kv_heads": 2, "head_dim": 4, "capacity": 9, "dtype": torch.float32}
+    >>> caches = [am.KVCache(None, **sizes) for _ in range(2)]
+    >>> for tokens, cache in zip((8, 3), caches, strict=True):
+    ...     cache.append(*torch.randn(2, 1, 2, tokens, 4))
+    >>> q = torch.randn(2, 2, 1, 4)
+    >>> torch.allclose(decode_rows(q, caches)[1:], am.decode(q[1:], caches[1]), atol=1e-6)
+    True
+    """
+    first = _first_of(caches)
+    checked = first.checker.checked if checked is None else checked
+    options = mask, scale, softcap, merge, output, reproducible, kernel, checked
+    step, sent = unchecked_step(first, *options[:-1]), partial(report, cache=first, checked=checked)
+    try:
+        _check_caches(q, caches, k, v)
+    except InputError as error:
+        sent(error, step=step)
+    if k is not None or v is not None:
+        _append(k, v, caches, partial(sent, step=step))
+    plain = first.mesh.heads.size == 1
+    plan = find_plan(first.step_plans, q, caches, sinks, options) if plain else None
+    if plan is not None and (out := run_plan(q, caches, sinks, *plan, compares=checked is not False)) is not None:
+        return out
+    try:
+        check_checked(SUBJECT, checked)
+        step = _checked_step(q, caches, sinks, step)
+    except InputError as error:
+        sent(error, step=step)
+    out = run_checked(StepInputs(q, caches, sinks), step, options, learn=plain and plan is None)
+    warn_if_swapped(SUBJECT, q, first.sizes.kv_heads)
+    return out
+
+
+def _first_of(caches: Any) -> KVCache:
+    """Return the first cache, or raise: without one there is no mesh to compare on."""
+    if not isinstance(caches, Sequence) or not len(caches) or not isinstance(caches[0], KVCache):
+        given = f"{len(caches)} caches" if isinstance(caches, Sequence) and not len(caches) else type(caches).__name__
+        raise DtypeError(f"{SUBJECT} caches", "a list of KVCaches", given, "pass a KVCache for each row of q")
+    return caches[0]
+
+
+def _check_caches(q: Tensor, caches: Sequence[Any], k: Any, v: Any) -> None:
+    """Raise unless each row has a cache of its own, and the caches are alike but for their lengths."""
+    first, subject = caches[0], f"{SUBJECT} caches"
+    for cache in caches:
+        fix = "make them with attnmesh.KVCache"
+        require(isinstance(cache, KVCache), DtypeError, subject, "KVCaches", type(cache).__name__, fix)
+        given, fix = f"one of {cache.sizes.batch}", "decode a batch with attnmesh.decode"
+        require(cache.sizes.batch == 1, ShapeError, subject, "caches of one sequence", given, fix)
+        same = (cache.tokens, cache.mesh.heads) == (first.tokens, first.mesh.heads)
+        fix = "make all caches on one mesh"
+        require(same, MeshError, subject, "caches on one mesh", "caches on several", fix)
+        alike = cache.sizes.kind == first.sizes.kind and cache.device == first.device
+        given, fix = f"{cache.sizes} beside {first.sizes}", "decode rows of one model and layer together"
+        require(alike, ShapeError, subject, "caches of equal heads, widths, dtypes and masks", given, fix)
+    once = len({id(cache) for cache in caches}) == len(caches)
+    require(once, ArgumentError, subject, "each cache once", "one cache twice", "pass cache.fork()")
+    for name, x in {"q": q, "k": k, "v": v}.items():
+        if x is not None or name == "q":
+            rows = len(x) if isinstance(x, Tensor) and x.ndim == 4 else None
+            given = f"{tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            expected, fix = f"4 dims, of which the first has {len(caches)} rows", "pass a row for each cache"
+            require(rows == len(caches), ShapeError, f"{SUBJECT} {name}", expected, given, fix)
+    given, fix = "one", "decode each row with attnmesh.decode"
+    require(may_compare(q.device), KernelError, SUBJECT, "no graph around rows of several caches", given, fix)
+
+
+def _append(k: Tensor | None, v: Tensor | None, caches: Sequence[KVCache], report_error: Any) -> None:
+    """Append row r to cache r. An error that ranks have not compared in `append` is reported."""
+    for row, cache in enumerate(caches):
+        compares, one = cache.checker.compares("append"), slice(row, row + 1)
+        try:
+            cache.append(cast(Tensor, k if k is None else k[one]), v if v is None else v[one])
+        except InputError as error:
+            if not compares:
+                report_error(error)
+            raise
+
+
+def _checked_step(q: Tensor, caches: Sequence[KVCache], sinks: Tensor | None, step: DecodeStep) -> DecodeStep:
+    """Return the step with its logits, or raise unless each row can be served."""
+    steps = [check_step(StepInputs(q[row : row + 1], (cache,), sinks), step, {}) for row, cache in enumerate(caches)]
+    blocks = sorted({cache.sizes.block for cache in caches})
+    fits, fix = not step.reproducible or len(blocks) == 1, "make all caches with one block="
+    require(fits, LayoutError, f"{SUBJECT} reproducible", "caches of one block size", f"{blocks}", fix)
+    return steps[0]._replace(capacity=max(cache.sizes.capacity for cache in caches))

@@ -1,0 +1,206 @@
+"""Inputs of a step of decoding, and their checks. Each raises an error of `attnmesh.errors`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Never
+
+import torch
+from torch import Tensor
+
+from attnmesh.cache.cache import KVCache
+from attnmesh.cache.cache_config import check_no_gradients
+from attnmesh.cache.window import is_within
+from attnmesh.core.logits import Logits
+from attnmesh.core.mask import Mask, check_mask
+from attnmesh.core.partial import Partial, sum_dtype
+from attnmesh.core.selection import Selection
+from attnmesh.decoding.step import DecodeStep, reads_length_on_device
+from attnmesh.errors import (
+    ArgumentError,
+    DeviceError,
+    DtypeError,
+    KernelError,
+    LayoutError,
+    MaskError,
+    ShapeError,
+    require,
+)
+from attnmesh.guard.checks import (
+    check_distance_bias,
+    check_key_lengths,
+    check_most_keys,
+    check_one_device,
+    check_same_kind,
+    check_selection,
+    check_sinks,
+    check_unknown_options,
+    swap_first,
+)
+from attnmesh.guard.consensus import is_capturing, may_compare
+from attnmesh.guard.merge_checks import check_merge
+from attnmesh.kernels.driver import choose_for_view
+
+
+class StepInputs(NamedTuple):
+    """Inputs of a step: queries, the cache of all rows or one a row, and what a call may pass beside them."""
+
+    q: Tensor
+    caches: Sequence[KVCache]
+    sinks: Tensor | None = None
+    key_lengths: Tensor | None = None
+    selected: Selection | None = None
+    partial: Partial | None = None
+
+    @property
+    def indices(self) -> Tensor | None:
+        """Indices of the selected tokens."""
+        return None if self.selected is None else self.selected.indices
+
+    def kind(self, step: DecodeStep) -> tuple[Any, ...]:
+        """Return the options of a step, and the dtypes and shapes of its tensors, of which ranks compare a number."""
+        sinks = None if self.sinks is None else self.sinks.dtype
+        indices = None if self.indices is None else self.indices.shape
+        more = () if self.partial is None else ("partial",)
+        return step.options, self.q.dtype, self.q.shape, sinks, self.key_lengths is not None, indices, *more
+
+
+def check_step(inputs: StepInputs, step: DecodeStep, unsupported: Mapping[str, Never]) -> DecodeStep:
+    """Return the step on one cache with its logits, or raise unless each argument can be served."""
+    q, (cache,), sinks, key_lengths, selected, _ = inputs
+    sizes = cache.sizes
+    check_no_gradients("decode", {"q": q, "sinks": sinks})
+    check_unknown_options("decode", unsupported)
+    fix = 'append values too, to a cache without values="none"'
+    require(sizes.values != "none", ArgumentError, "decode cache", "a cache with values", "one of keys alone", fix)
+    check_same_kind("decode", {"q": q})
+    shape = (sizes.batch, "heads", "length", sizes.head_dim)
+    if q.ndim != 4 or (q.shape[0], q.shape[3]) != (sizes.batch, sizes.head_dim) or not q.shape[2]:
+        fix = "pass the queries of the cache's last tokens"
+        raise ShapeError("decode q", f"shape {shape}", f"{tuple(q.shape)}", fix)
+    if q.shape[1] % sizes.kv_heads or not q.shape[1]:
+        given = f"{q.shape[1]} query heads on {sizes.kv_heads} key heads"
+        fix = swap_first("pass the model's heads", q.shape[1] > 0 and q.shape[2] % sizes.kv_heads == 0)
+        raise ShapeError("decode q", "query heads a multiple of key heads", given, fix)
+    sizes.check_dtype("decode q", q, cache.device)
+    check_mask("decode mask", step.mask)
+    if sizes.mask is not None and not is_within(step.mask, sizes.mask):
+        expected = f"{sizes.mask}, by which the cache forgets tokens, or a narrower mask"
+        raise MaskError("decode mask", expected, f"{step.mask}", "pass mask=cache.sizes.mask")
+    check_merge("decode", step.merge, step.output)
+    step = step._replace(logits=Logits.of("decode", *step.logits, q.shape[-1]))
+    if step.kernel != "auto" and not torch.compiler.is_compiling():  # raises here, where all ranks can raise alike
+        choose_for_view(step.kernel, q, cache.shard.view, step.logits.capped)
+    check_sinks("decode sinks", sinks, q)
+    on_device = isinstance(key_lengths, Tensor) and key_lengths.device.type == "cuda"
+    check_key_lengths("decode key_lengths", key_lengths, sizes.batch, on_device=on_device)
+    if cache.padding is not None and step.mask.ends:
+        fix = "keep documents in sequences of their own"
+        raise MaskError("decode mask", "no documents in a padded batch", f"{step.mask}", fix)
+    if selected is not None:
+        step = _with_selection(q, cache, selected, step)
+    check_reproducible("decode reproducible", step.reproducible, step.tokens.size, step.merge)
+    if step.reproducible and (cache.padding is not None or not cache.is_block_cyclic):
+        given = "a padded batch" if cache.padding is not None else "tokens in the layout of a sharded prefill"
+        fix = "fill it with append, or prefill in Striped(cache.sizes.block)"
+        raise LayoutError("decode reproducible", "a cache with block-cyclic tokens", given, fix)
+    if step.reproducible and key_lengths is not None:
+        expected, fix = "no key_lengths= beside reproducible=True", "leave one of them out"
+        raise KernelError("decode reproducible", expected, f"key_lengths of {len(key_lengths)} sequences", fix)
+    if not may_compare(q.device):  # a graph does not read the length
+        if q.shape[2] > 1:
+            sizes.check_eager("decode", q.device)
+        if is_capturing(q.device):
+            _check_captured(cache, step, on_host=key_lengths is not None and not on_device)
+        return step
+    _check_lengths(q, cache, step.mask)
+    if not on_device:
+        check_most_keys("decode key_lengths", key_lengths, cache.length)
+    return step
+
+
+def _with_selection(q: Tensor, cache: KVCache, selected: Selection, step: DecodeStep) -> DecodeStep:
+    """Return the step over selected tokens, or raise unless they are tokens of the cache."""
+    length = cache.length if may_compare(q.device) else None
+    check_selection("decode selected", selected, q, cache.sizes.kv_heads, step.kernel, length)
+    expected, fix = "no selected= beside reproducible=True", "leave one of them out"
+    require(step.reproducible is not True, KernelError, "decode reproducible", expected, "a Selection", fix)
+    return step._replace(index_block=selected.block)
+
+
+def check_further(inputs: StepInputs, step: DecodeStep) -> None:
+    """Raise unless the partial of further keys is None or fits the queries of a checked step."""
+    q, (cache,), *_, partial = inputs
+    if partial is None:
+        return
+    subject, fix = "decode partial", "call decode outside of torch.compile"
+    require(not torch.compiler.is_compiling(), KernelError, subject, "None in a graph", "a Partial", fix)
+    fix = "pass what attend returned for the same queries"
+    fits = isinstance(partial, tuple) and len(partial) == 2 and all(isinstance(x, Tensor) for x in partial)
+    require(fits, DtypeError, subject, "a partial (out, lse)", type(partial).__name__, fix)
+    heads = step.heads.share_of(q.shape[1])
+    rows = (q.shape[0], heads.stop - heads.start, q.shape[2])
+    given, expected = f"{[tuple(x.shape) for x in partial]}", f"{[(*rows, cache.sizes.value_dim), rows]}"
+    require(given == expected, ShapeError, subject, f"shapes {expected}", given, fix)
+    wide, given = sum_dtype(q.dtype), f"out in {partial[0].dtype}, lse in {partial[1].dtype}"
+    expected_dtypes = f"out in {q.dtype} or {wide}, lse in {wide}"
+    fits = partial[0].dtype in (q.dtype, wide) and partial[1].dtype == wide
+    require(fits, DtypeError, subject, expected_dtypes, given, fix)
+    check_one_device(subject, {"q": q, "out": partial[0], "lse": partial[1]})
+    check_no_gradients(subject, {"out": partial[0], "lse": partial[1]})
+    expected, fix = "no partial= beside reproducible=True", "leave one of them out"
+    require(not step.reproducible, KernelError, "decode reproducible", expected, "a Partial", fix)
+
+
+def check_bias(inputs: StepInputs, bias: Tensor | None, step: DecodeStep) -> DecodeStep:
+    """Return the checked step with the kernel of a bias by distance, or raise unless bias is None or can be served."""
+    if bias is None:
+        return step
+    check_distance_bias("decode", bias, inputs.q, step.logits, step.kernel, inputs.selected)
+    check_no_gradients("decode", {"distance_bias": bias})
+    storage = inputs.caches[0].sizes.storage
+    for fits, expected, given in (
+        (storage is None, "a cache of plain numbers", f"storage={storage!r}"),
+        (not step.reproducible, "reproducible=False", "True"),
+    ):
+        require(fits, KernelError, "decode distance_bias", expected, given, "leave one of them out")
+    return step._replace(kernel="reference")
+
+
+def _check_captured(cache: KVCache, step: DecodeStep, *, on_host: bool) -> None:
+    """Raise unless the host reads nothing of the device and copies nothing to it: a CUDA graph could not."""
+    fix = "pass key_lengths.cuda(), made before the capture"
+    require(
+        not on_host, DeviceError, "decode key_lengths", "a tensor on the GPU in a CUDA graph", "one on the CPU", fix
+    )
+    expected = "one that reads the cache's length on the GPU, in a CUDA graph"
+    fix = 'use kernel="auto" and a cache of bfloat16, float16 or float32, or leave the graph out'
+    given = f"kernel={step.kernel!r} on {cache.sizes.dtype}"
+    fits = reads_length_on_device(cache.shard.view, step.kernel, cache.sizes.dtype)
+    require(fits, KernelError, "decode kernel", expected, given, fix)
+
+
+def _check_lengths(q: Tensor, cache: KVCache, mask: Mask) -> None:
+    """Raise unless the cache holds what the queries see."""
+    sizes = cache.sizes
+    if not cache.shards.holds(q.shape[2]):
+        given = f"{q.shape[2]} queries and {cache.length} of {cache.sizes.capacity} tokens in the cache"
+        fits = q.shape[2] % cache.sizes.kv_heads == 0 and cache.shards.holds(q.shape[1])
+        fix = swap_first("append before decode", fits)
+        raise ShapeError("decode q", "as many queries as tokens in the cache, or fewer", given, fix)
+    if sizes.mask is not None and not cache.shards.serves(cache.shards.known_length - q.shape[2]):
+        floor, first = cache.shards.floor, cache.length - q.shape[2]
+        expected = f"queries of token {floor} and later ones: the cache has forgotten what earlier tokens see"
+        fix = "decode after each append, or pass queries= to append_shard"
+        fix = fix if cache.length > floor else "append the next token first"
+        raise ShapeError("decode q", expected, f"queries of the tokens from {first} to {cache.length - 1}", fix)
+    if mask.ends:
+        mask.check_length("decode mask", cache.length)
+
+
+def check_reproducible(subject: str, reproducible: object, ranks: int, merge: str) -> None:
+    """Raise unless the result can have the same bits on any number of ranks, where that is wanted."""
+    if not isinstance(reproducible, bool):
+        raise KernelError(subject, "True or False", repr(reproducible), "pass True or False")
+    if reproducible and (ranks & (ranks - 1) or merge not in ("auto", "tree")):
+        expected = "1, 2, 4, 8, ... ranks along queries and keys, and a tree"
+        fix = 'use a power of two of ranks and merge="auto", or leave it out'
+        raise KernelError(subject, expected, f"{ranks} ranks and merge {merge!r}", fix)

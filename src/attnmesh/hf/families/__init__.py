@@ -1,0 +1,1 @@
+"""Model families: what each needs of transformers."""

@@ -1,0 +1,249 @@
+"""Checkpoints of a running generation: its tokens, keys, values and random state, in a folder.
+
+The same call of `generate` with the same folder continues from the last checkpoint, on any number of ranks.
+"""
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria
+
+from attnmesh.cache.saved_cache import Saving
+from attnmesh.core.digest import DIGEST_VALUES, digest
+from attnmesh.errors import ArgumentError, KernelError, StoreError, check_count, require, short, type_and_shape
+from attnmesh.guard.consensus import describe_call, run_agreed
+from attnmesh.hf.cache.sharded_cache import ShardedCache
+from attnmesh.hf.options import ASSISTED_OPTIONS, GenerationSettings, describe_value
+from attnmesh.mesh.axes import Mesh
+from attnmesh.store.checkpoint import MANIFEST, check_folder, read_manifest
+from attnmesh.store.checkpoint_writer import check_writable
+
+SUBJECT = "generate checkpoint"
+"""First words of errors about checkpoints."""
+
+FROM_END = "leave it out: it counts from the end of the prompt"
+OF_PROMPT = "leave it out: it depends on the prompt alone"
+
+NOT_RESUMABLE = {
+    **dict.fromkeys(("stop_strings", "stopping_criteria"), "stop at tokens, with eos_token_id"),
+    **dict.fromkeys(("logits_processor", "prefix_allowed_tokens_fn"), "leave it out: its state is not saved"),
+    **dict.fromkeys(("exponential_decay_length_penalty", "begin_suppress_tokens"), FROM_END),
+    "output_scores": "leave it out: scores of earlier tokens are not saved",
+    "output_logits": "leave it out: logits of earlier tokens are not saved",
+    "return_dict_in_generate": "leave it out: only tokens are saved",
+    **dict.fromkeys(("encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "token_healing"), OF_PROMPT),
+    **dict.fromkeys(ASSISTED_OPTIONS, "leave it out: its cache holds tokens that may be rejected"),
+}
+"""Options that depend on where a call began, each with its fix."""
+
+MAY_DIFFER = {
+    *("max_new_tokens", "max_length", "streamer", "checkpoint", "prefill_chunk_size", "attention_mask"),
+    *("generation_config", "transformers_version"),  # fields of the configuration are compared one by one
+}
+"""Options that may differ between a call and its continuation."""
+
+IGNORED_CONFIG = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures"}
+"""Fields of a model's configuration that do not identify the model."""
+
+DIFFERENCES = {"model": "another model", "prompt": "another prompt", "options": "other options", "seed": "another seed"}
+"""Names of the parts of a call in the error about a folder of another call."""
+
+
+class Checkpoint:
+    """Folder in which `generate` saves its state, every few tokens and after every chunk of a prompt.
+
+        generate(model, ids, mesh=mesh, checkpoint=Checkpoint("folder"), max_new_tokens=1000)
+
+    One sequence is supported, greedy or sampled. Files are written while decoding goes on.
+
+    Args:
+        folder: A folder that all ranks can read and write.
+        every: New tokens between two checkpoints.
+
+    Raises:
+        ArgumentError: `every` is not a positive int.
+
+    >>> checkpoint = Checkpoint("folder", every=100)
+    >>> checkpoint.every
+    100
+    """
+
+    def __init__(self, folder: str | Path, *, every: int = 64) -> None:
+        self.every = int(check_count("Checkpoint every", every, "pass 1 or more", error=ArgumentError))
+        self.folder = check_folder("Checkpoint", folder)
+        self.note = ""
+        self.start_ids: Tensor | None = None  # the tokens to continue from, after `begin`
+        self._saving: Saving | None = None
+        self._is_first = self._has_warned = False
+
+    def begin(self, model: PreTrainedModel, ids: Tensor, cache: ShardedCache, settings: GenerationSettings) -> Tensor:
+        """Fill the cache and the random state from the folder. Every rank calls it.
+
+        Args:
+            model: The model that generates.
+            ids: The prompt, (1, length).
+            cache: An empty cache.
+            settings: The settings of the call.
+
+        Returns:
+            The tokens to continue from: the saved ones, or the prompt.
+
+        Raises:
+            InputError: The folder is of another call, the call cannot be continued, or ranks differ.
+        """
+        place = Mesh.of(cache.mesh)
+
+        def check() -> int:
+            self._check_call(settings, ids, cache)
+            check_writable(self.folder)
+            self.note = _identify_call(model, ids, settings)
+            return self._saved_length() if os.path.lexists(self.folder / MANIFEST) else 0
+
+        def describe(saved: int) -> str:
+            return describe_call(SUBJECT, held=saved, **json.loads(self.note))
+
+        saved = run_agreed(place, check, describe)
+        self._saving, self.start_ids = None, ids
+        if saved:
+            capacity = None if cache.capacity is None else max(cache.capacity, saved)
+            more, _ = cache.restore(self.folder, device=ids.device, capacity=capacity)
+            saved = cache.get_seq_length()  # of a newer save, if another process has published one meanwhile
+            self.start_ids = run_agreed(place, lambda: _restore_state(ids, more, saved), "generate checkpoint")
+            cache.tokens = more["tokens"][:, :saved].to(ids.device)
+        return self.start_ids
+
+    def _saved_length(self) -> int:
+        """Return the number of saved tokens. Raise if the folder is of another call."""
+        header = read_manifest(self.folder)
+        try:
+            saved, this = json.loads(header.note), json.loads(self.note)
+            differences = [DIFFERENCES[name] for name in this if saved.get(name) != this[name]]
+        except (ValueError, AttributeError):
+            differences = ["no checkpoint of generate"]
+        expected, fix = "a folder of this model, prompt and options", "name another folder, or remove this one"
+        given = f"{' and '.join(differences)} in {self.folder}"
+        require(not differences, StoreError, SUBJECT, expected, given, fix)
+        return header.length
+
+    def _check_call(self, settings: GenerationSettings, ids: Tensor, cache: ShardedCache) -> None:
+        """Raise unless the call can be continued from a checkpoint."""
+        beams = max(settings["num_beams"] or 1, settings["num_return_sequences"] or 1)
+        given, fix = f"{len(ids)} of {beams} beams or samples", "generate them one by one, each in its own folder"
+        require(len(ids) == 1 and beams == 1, KernelError, SUBJECT, "one sequence", given, fix)
+        for name, fix in NOT_RESUMABLE.items():
+            value = settings[name]
+            is_neutral = not value or (isinstance(value, float) and value == 1)  # a penalty of 1.0
+            given = f"{name}={short(value)}"
+            require(is_neutral, KernelError, SUBJECT, "options that can be continued", given, fix)
+        given, fix = f"{cache.get_seq_length()} tokens", "leave cache= out: the checkpoint fills one"
+        require(not cache.get_seq_length(), KernelError, SUBJECT, "an empty cache", given, fix)
+
+    def keep(self, cache: ShardedCache, tokens: Tensor, *, prompt: int, ends: Any = None) -> None:
+        """Save after every `every` new tokens, but not after an end token. Every rank calls it after each token.
+
+        Args:
+            cache: The cache of the generation.
+            tokens: All tokens so far, (1, length).
+            prompt: The length of the prompt.
+            ends: End tokens: an int, a list of them, or None.
+        """
+        new, ends = tokens.shape[1] - prompt, ends if isinstance(ends, (list, tuple)) else [ends]
+        if new % self.every == 0 and int(tokens[0, -1]) not in ends:
+            self.save(cache, tokens)
+
+    def save(self, cache: ShardedCache, tokens: Tensor) -> None:
+        """Begin to save, after the last save has finished. Every rank calls it.
+
+        Args:
+            cache: The cache of the generation.
+            tokens: All tokens so far, (1, length).
+        """
+        self.wait()
+        more = {"tokens": tokens.cpu(), "random": random_state(tokens.device)}
+        self._is_first = Mesh.of(cache.mesh).shard == 0
+        with self._failures_reported():
+            self._saving = cache.save(self.folder, more=more, note=self.note, wait=False)
+
+    def wait(self) -> None:
+        """Wait until the running save has replaced the checkpoint. Every rank calls it.
+
+        A save that fails, because the disk is full, is tried again at the next checkpoint. The first rank warns once.
+        """
+        saving, self._saving = self._saving, None
+        with self._failures_reported():
+            if saving is not None:
+                saving.wait()
+
+    @contextmanager
+    def _failures_reported(self) -> Iterator[None]:
+        """Warn of a save that fails, which is the same on every rank: the tokens to come are worth more than it."""
+        try:
+            yield
+        except StoreError as error:
+            if self._is_first and not self._has_warned:
+                text = f"generation continues without a new checkpoint, and tries again later. {error}"
+                warnings.warn(text, stacklevel=4)
+            self._has_warned = True
+
+
+class TokenCallback(StoppingCriteria):  # type: ignore[misc]
+    """Stopping criterion that passes all tokens to a function after each step, and never stops."""
+
+    def __init__(self, function: Callable[[Tensor], None]) -> None:
+        self.function = function
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+        """Return False for each sequence."""
+        self.function(input_ids)
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+def _identify_call(model: PreTrainedModel, ids: Tensor, settings: GenerationSettings) -> str:
+    """Return hashes of the model, prompt, options and seed as JSON. The model's is of its config and some weights."""
+    heads = {name: x.detach().flatten()[:DIGEST_VALUES] for name, x in model.named_parameters()}
+    weights = {name: [str(x.dtype), list(x.shape), int(digest(heads[name]))] for name, x in model.named_parameters()}
+    config = {name: value for name, value in model.config.to_dict().items() if name not in IGNORED_CONFIG}
+    names = {name for name in (*vars(GenerationConfig()), *settings.options) if not name.startswith("_")} - MAY_DIFFER
+    options = {name: describe_value(settings[name]) for name in names}
+    seed = int(digest(random_state(ids.device))) if settings["do_sample"] else None
+    call = {"model": [weights, config], "prompt": ids.tolist(), "options": options, "seed": seed}
+    texts = {name: json.dumps(value, sort_keys=True, default=describe_value) for name, value in call.items()}
+    return json.dumps({name: blake2b(text.encode(), digest_size=16).hexdigest() for name, text in texts.items()})
+
+
+def _restore_state(ids: Tensor, more: Mapping[str, Tensor], saved: int) -> Tensor:
+    """Return the saved tokens and set the random state; return the prompt if no new token was saved."""
+    tokens = more.get("tokens", torch.empty(0))
+    valid, given = tokens.dtype == torch.int64 and tokens.ndim == 2 and len(tokens) == 1, type_and_shape(tokens)
+    require(valid, StoreError, SUBJECT, "the tokens of one sequence", given, "remove the folder")
+    given = f"{tokens.shape[1]} of {saved}"
+    require(tokens.shape[1] >= saved, StoreError, SUBJECT, "the tokens of all keys", given, "remove the folder")
+    if tokens.shape[1] <= ids.shape[1]:
+        return ids
+    set_random_state(ids.device, more.get("random"))
+    return tokens.to(ids.device)
+
+
+def random_state(device: torch.device) -> Tensor:
+    """Return the state of the device's random generator."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def set_random_state(device: torch.device, state: Any) -> None:
+    """Set the state of the device's random generator."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(state, device)
+        else:
+            torch.set_rng_state(state)
+    except (RuntimeError, TypeError) as error:
+        given, fix = str(error).splitlines()[0], "continue on the type of device that wrote it"
+        raise StoreError(SUBJECT, "the state of this device's random generator", given, fix) from error

@@ -1,0 +1,262 @@
+"""Checks of a layer's attention call: exact causal attention with a mask and a cache of attnmesh, or an error."""
+
+from dataclasses import replace
+from typing import Any, NoReturn
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from attnmesh.cache.cache import KVCache
+from attnmesh.core.digest import DIGEST_VALUES, fingerprints
+from attnmesh.core.mask import FAR, Causal, Full, Mask, Window
+from attnmesh.errors import (
+    ArgumentError,
+    InputError,
+    KernelError,
+    LayoutError,
+    MaskError,
+    ShapeError,
+    require,
+    short,
+    warn_once,
+)
+from attnmesh.guard.consensus import agree, describe_call, may_compare
+from attnmesh.hf.cache.compressed_layer import CompressedLayer
+from attnmesh.hf.cache.layer import PendingKV
+from attnmesh.hf.layer_mask import MaskSpec, check_left_padded
+from attnmesh.hf.models import COMPRESSED_LAYERS, SUBJECT, is_recurrent, mixing_layers
+from attnmesh.hf.shards import FORWARD_ALL, OF_SHARD_BATCH, ShardPositions, Shards
+from attnmesh.hf.sparse.entries import UNPREPARED
+from attnmesh.hf.traced_mask import TracedMask
+from attnmesh.hf.training.labels import ItemCount
+from attnmesh.mesh.axes import Mesh
+from attnmesh.runtime.world import cached_per_world
+
+NO_EFFECT = {
+    *("cache_position", "is_causal", "labels", "logits_to_keep", "num_items_in_batch", "output_hidden_states"),
+    *("output_router_logits", "position_embeddings", "position_ids", "return_dict", "shift_labels", "use_cache"),
+    *("tokenizer", "assistant_tokenizer"),  # `generate` passes them on
+}
+"""Arguments that models pass on to attention and that do not change it. Any other raises, unless None or False."""
+
+
+def checked_mask(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor | PendingKV,
+    attention_mask: MaskSpec | TracedMask | Tensor | None,
+    dropout: float,
+    sliding_window: int | None,
+    more: dict[str, Any],
+) -> MaskSpec | TracedMask:
+    """Return the mask of a call that passes all checks. Raise on all ranks if they compare their calls."""
+    if isinstance(attention_mask, TracedMask):
+        _check_no_shard(more)
+        _check_exact(module, attention_mask, dropout, more)
+        _check_entries(module, None, None, None)
+        return attention_mask
+    shards = attention_mask.shards if isinstance(attention_mask, MaskSpec) else None
+    pending = key if isinstance(key, PendingKV) else None
+    try:
+        _check_exact(module, attention_mask, dropout, more)
+        spec = _check_mask(attention_mask, sliding_window or None)  # some models pass 0 for no window
+        _check_entries(module, pending, shards, spec.token_mask if shards is None else shards.token_mask)
+        if shards is not None:
+            _check_shards(module, query, key, more, shards)
+        if pending is not None:
+            _check_cache_used(pending, query.shape[2], more)
+            _check_window(pending, spec)
+            pending.layer.project(module, pending)
+        elif shards is None:
+            _check_no_shard(more)
+            _check_alone(spec, more.get("position_ids"))
+    except InputError as error:
+        _raise_agreed(error, query, pending, shards)
+    return spec
+
+
+def _raise_agreed(error: InputError, query: Tensor, pending: PendingKV | None, shards: Shards | None) -> NoReturn:
+    """Raise the error on all ranks if they compare their calls at this point, else on this rank."""
+    if pending is not None:
+        checked = pending.layer.cache.checked
+        compares = None if shards is None else shards.has_prefix or checked is not False
+        tokens = query.shape[2] if shards is None else shards.length
+        pending.layer.raise_agreed(error, pending, tokens, compares=compares)
+    if shards is not None and may_compare(query.device):
+        agree(Mesh.of(shards.mesh), error)
+    raise error
+
+
+def _check_exact(module: nn.Module, mask: Any, dropout: float, more: dict[str, Any]) -> None:
+    """Raise for anything but exact attention of a causal layer.
+
+    Another layer passes if a mask with spans says which later tokens it sees, or for one token, which sees none.
+    """
+    says = isinstance(mask, MaskSpec) and mask.shards is None and mask.q_length == 1
+    says = says or (isinstance(mask, MaskSpec) and mask.has_spans)
+    if not says and (not getattr(module, "is_causal", True) or more.get("is_causal") is False):
+        given = f"{type(module).__name__}, which is not causal"
+        raise MaskError(f"{SUBJECT} is_causal", "causal attention", given, "use a causal language model")
+    if dropout:
+        fix = "call model.eval() to generate; to train, load the model with attention_dropout=0 (GPT-2: attn_pdrop=0)"
+        raise KernelError(f"{SUBJECT} dropout", "attention without dropout", f"dropout={dropout}", fix)
+    if more.get("output_attentions"):
+        expected, fix = "outputs without attention weights", 'call model.set_attn_implementation("eager")'
+        raise KernelError(f"{SUBJECT} output_attentions", expected, "True", f"{fix}, on one device")
+    for name, value in more.items():
+        if name not in NO_EFFECT and value is not None and value is not False:
+            expected = "exact softmax attention under a mask of positions"
+            raise KernelError(f"{SUBJECT} {name}", expected, f"{name}={short(value)}", "leave it out")
+
+
+def _check_entries(
+    module: nn.Module, pending: PendingKV | None, shards: Shards | None, token_mask: Tensor | None
+) -> None:
+    """Raise unless the entries of a layer that attends to compressed tokens are in a cache of shards.
+
+    Without one the model joins them to its keys, and gives no mask of them: it has one for tensors alone. In training
+    a shard's entries would be those of its own tokens.
+    """
+    if getattr(module, "layer_type", None) not in COMPRESSED_LAYERS:
+        return
+    layer: Any = None if pending is None else pending.layer
+    expected, given = "a ShardedCache, which keeps the entries of compressed tokens", "another cache, or none"
+    fix = 'call hf.generate; or call model.set_attn_implementation("eager"), to train too, on one device'
+    require(isinstance(layer, CompressedLayer), KernelError, f"{SUBJECT} past_key_values", expected, given, fix)
+    if layer.queries is None or layer.shards is not shards:
+        raise KernelError(*UNPREPARED)
+    expected, fix = "sequences without padding in a model that compresses tokens", "pass sequences of one length"
+    require(token_mask is None, MaskError, f"{SUBJECT} attention_mask", expected, "padding", fix)
+
+
+def _check_no_shard(more: dict[str, Any]) -> None:
+    """Raise if a layer that got no shards has the positions of a shard."""
+    fits, given = not isinstance(more.get("position_ids"), ShardPositions), "another, beside its position_ids"
+    require(fits, ArgumentError, f"{SUBJECT} attention_mask", OF_SHARD_BATCH, given, FORWARD_ALL)
+
+
+def _check_alone(spec: MaskSpec, positions: Any) -> None:
+    """Warn once, among several ranks, that a model attends to this rank's tokens alone. Raise if they are a chunk.
+
+    A chunk that was cut by hand begins after tokens that no cache has, or leaves some out. Positions that restart are
+    of packed sequences or of padding.
+    """
+    if spec.q_length == 1 or not dist.is_initialized() or dist.get_world_size() == 1 or vars(spec).get("is_known"):
+        return
+    vars(spec)["is_known"] = True  # one mask serves all layers of its kind
+    if isinstance(positions, Tensor) and positions.ndim == 2 and positions.shape[1] == spec.q_length:
+        places = torch.arange(spec.q_length, device=positions.device)
+        padding = 0 if spec.left_padding is None or spec.q_offset else spec.left_padding.to(positions.device)[:, None]
+        real = places >= padding
+        begins_late = (positions > spec.q_offset) & (places == padding)
+        chunk = begins_late.any() | ((positions.diff() > 1) & real[..., 1:]).any()
+        given = "those of a chunk, in a model that got no mesh"
+        fix = "pass the whole batch to hf.shard_batch(batch, mesh), which cuts it; mesh=None if these are meant"
+        subject, expected = f"{SUBJECT} position_ids", "positions of a whole sequence"
+        require(not bool(chunk), LayoutError, subject, expected, given, fix)
+    if not spec.q_offset:
+        ranks = f"a model ran without a mesh in a process group of {dist.get_world_size()} ranks"
+        alone = "so each rank attended to its own tokens only. To share sequences, call hf.generate with mesh=, "
+        alone += "hf.on_mesh, or the model with hf.shard_batch(batch, mesh); with mesh=None if this is meant"
+        warn_once(f"{SUBJECT}: {ranks}, {alone}.")
+
+
+def _check_mask(given: MaskSpec | Tensor | None, window: int | None) -> MaskSpec:
+    """Return the mask. Raise unless `mask_function` made it, and for the layer's sliding window."""
+    subject, fix = f"{SUBJECT} attention_mask", "pass a 2D attention_mask of padding, or none"
+    if not isinstance(given, MaskSpec):
+        found = "no mask" if given is None else f"a mask of shape {list(getattr(given, 'shape', []))}"
+        raise MaskError(subject, "one made by transformers for attnmesh", found, fix)
+    expected, fix = "a causal mask, a sliding window or chunks", "use a causal language model"
+    require(given.mask != Full(), MaskError, subject, expected, "a bidirectional mask", fix)
+    if window is not None and given.has_spans:
+        rows = [replace(mask, left=window - 1) for mask in (given.mask, *given.rows) if mask.left in (FAR, window - 1)]
+        if len(rows) == 1 + len(given.rows):
+            return replace(given, mask=rows[0], rows=tuple(rows[1:]))
+    if window is not None and given.mask == Causal() and given.q_length == 1 and given.q_offset < window:
+        return replace(given, mask=Window(window - 1))  # of one token, which sees as much
+    if window is not None and given.mask != Window(window - 1):
+        found = f"{given.mask} for a layer with sliding_window={window}"
+        raise MaskError(f"{SUBJECT} sliding_window", f"{Window(window - 1)}", found, "use a released model's code")
+    return given
+
+
+def _check_shards(module: nn.Module, q: Tensor, key: Tensor | PendingKV, more: dict[str, Any], shards: Shards) -> None:
+    """Raise unless the layer is exact on shards. Count its call, and note the model's `num_items_in_batch`."""
+    config = getattr(module, "config", None)
+    layers, recurrent = (1, False) if config is None else (mixing_layers(config), is_recurrent(config))
+    shards.count_layer(type(module).__name__, layers, recurrent=recurrent)
+    count = more.get("num_items_in_batch")
+    shards.forward_pass.item_count = None if isinstance(count, ItemCount) else count
+    if isinstance(key, PendingKV):
+        return
+    if key.shape[2] != q.shape[2]:
+        given = f"another cache ({q.shape[2]} queries on {key.shape[2]} keys)"
+        fix = "pass past_key_values=attnmesh.hf.ShardedCache(model.config, mesh), or use_cache=False"
+        raise KernelError(f"{SUBJECT} past_key_values", "a ShardedCache", given, fix)
+    router_loss = more.get("output_router_logits") or getattr(config, "output_router_logits", False)
+    # Else a router would balance the tokens of one rank only.
+    fits = not router_loss or shards.ranks == 1 or shards.forward_pass.gathers_routers
+    fix = "set config.output_router_logits = False, or train with hf.on_mesh"
+    require(fits, KernelError, f"{SUBJECT} output_router_logits", "no router loss on shards", "True", fix)
+
+
+def _check_cache_used(pending: PendingKV, tokens: int, more: dict[str, Any]) -> None:
+    """Raise if use_cache=False and a whole prompt follows cached tokens. use_cache=False alone may be a default."""
+    kv, positions = pending.layer.kv, more.get("position_ids")
+    if more.get("use_cache") is not False or kv is None or not kv.length or not isinstance(positions, Tensor):
+        return
+    continues = positions.shape[-1] != tokens or int(positions.flatten()[0]) != 0
+    subject, fix = f"{SUBJECT} use_cache", "leave out past_key_values, or use_cache"
+    require(continues, KernelError, subject, "use_cache=True with a ShardedCache", "use_cache=False", fix)
+
+
+def _check_window(pending: PendingKV, spec: MaskSpec) -> None:
+    """Raise if the model's stock cache drops tokens that a causal mask would show to its layers."""
+    window = pending.layer.cache.stock_window
+    if window and spec.mask == Causal():
+        given = f"a causal mask in {pending.layer.cache.config.model_type}, whose stock cache keeps {window} tokens"
+        fix = "set config.sliding_window = None"
+        raise MaskError(f"{SUBJECT} sliding_window", f"{Window(window - 1)}", given, fix)
+
+
+@cached_per_world(64)
+def _compared(mesh: Mesh) -> WeakSet[nn.Module]:
+    """Return the modules that `check_same_weights` has compared on this mesh."""
+    return WeakSet()
+
+
+def check_same_weights(module: nn.Module, shards: Shards, device: torch.device) -> None:
+    """Raise on all ranks if they train a model, or a layer, with different weights: compare some of each, once.
+
+    Wrappers that shard the weights keep their shards in one dim or as DTensors, which differ between ranks.
+    """
+    mesh = Mesh.of(shards.mesh)
+    if mesh.ranks == 1 or not may_compare(device) or module in _compared(mesh):
+        return
+    named = {name: x for name, x in module.named_parameters() if x.ndim > 1 and not _is_part(x)}
+    heads = {name: x.detach().flatten()[:DIGEST_VALUES] for name, x in named.items()}
+    agree(mesh, describe_call(f"{SUBJECT} weights", module=type(module).__name__, **fingerprints(heads)))
+    _compared(mesh).update({module, *(one for one in module.modules() if not any(map(_is_part, one.parameters())))})
+
+
+def _is_part(parameter: Tensor) -> bool:
+    """Return whether this rank has a part of a parameter, or none of its values."""
+    return type(parameter).__name__ == "DTensor" or parameter.is_meta
+
+
+def check_cached_padding(kv: KVCache, token_mask: Tensor | None, new: int, mask: Mask) -> None:
+    """Raise unless the attention mask covers all tokens, repeats the padding of cached ones, and fits the layer."""
+    subject, fix = f"{SUBJECT} attention_mask", "pass the attention_mask of all tokens, cached tokens first"
+    if token_mask is not None and token_mask.shape[1] != kv.length + new:
+        expected, given = f"one of {kv.length} cached and {new} new tokens", f"one of {token_mask.shape[1]}"
+        raise ShapeError(subject, expected, given, fix)
+    if kv.padding is None:
+        same = token_mask is None or bool(token_mask[:, :-new].all())
+    else:
+        same = token_mask is not None and torch.equal(token_mask[:, :-new], kv.padding.token_mask[:, : kv.length])
+    require(same, MaskError, subject, "the padding of the cached tokens", "other padding", fix)
+    if token_mask is not None and mask != Causal():
+        check_left_padded(subject, token_mask)

@@ -1,0 +1,347 @@
+"""Mask function registered with transformers: what it returns every layer gets as its `attention_mask`.
+
+transformers describes a mask by a function of indices and a 2D table of padding. `mask_function` recognises causal
+masks, causal sliding windows, chunks and spans of images from the function's values, and raises on any other mask.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import PreTrainedConfig
+
+from attnmesh.core.mask import FAR, Causal, Chunks, Full, Mask, Spans, Window
+from attnmesh.core.selection import Selection
+from attnmesh.errors import MaskError, ShapeError, require
+from attnmesh.hf.images.spans import check_unpadded, other_spans, spans_of
+from attnmesh.hf.images.towers import in_tower
+from attnmesh.hf.models import SUBJECT, check_layers, window_of
+from attnmesh.hf.shards import BEGUN, FORWARD_ALL, OF_SHARD_BATCH, PromptMask, ShardMask, Shards
+from attnmesh.hf.traced_mask import LayerMask, TracedMask, in_trace, needs_tensor
+from attnmesh.hf.transformers_names import bidirectional_mask_function, causal_mask_function, sdpa_mask
+
+
+@dataclass(frozen=True)
+class MaskSpec(LayerMask):
+    """Mask as positions, and padding."""
+
+    mask: Mask
+    q_length: int
+    q_offset: int
+    """Position of the first query."""
+    kv_offset: int
+    """Position of the first key."""
+    token_mask: Tensor | None = None
+    """(batch, keys), False for padding; None without padding. It may be shorter than a static cache."""
+    shards: Shards | None = None
+    """Tokens of this rank; None if every rank has all tokens."""
+    covered: int | None = None
+    """Keys that the given `attention_mask` covers, if fewer than there are; else None."""
+    left_padding: Tensor | None = None
+    """Tokens of padding before each sequence, (batch,); None if no mask was given."""
+    selected: Selection | None = None
+    """The keys that each query selects, of those that it sees; None for all."""
+    rows: tuple[Mask, ...] = ()
+    """Mask of each sequence, if their images are in different places; `mask` is that of the first."""
+    discarded: bool = False
+    """True for layers whose output nobody reads: in a prefill, those that cache no keys."""
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return the mask of the last queries, `mask[:, :, -n:, :]`, for models of few logits; or `mask[:, 0]`."""
+        whole = slice(None)
+        rows = key[2] if isinstance(key, tuple) and len(key) == 4 and (*key[:2], key[3]) == (whole,) * 3 else None
+        first, stop, step = rows.indices(self.q_length) if isinstance(rows, slice) else (0, 0, 0)
+        in_prefill = self.shards is not None and self.shards.cached  # the logits of a prefill are discarded
+        if rows is None:
+            return super().__getitem__(key)
+        if (stop, step) != (self.q_length, 1) or (first and self.shards is not None and not in_prefill):
+            self._raise_read("getitem")
+        offset, length = self.q_offset + first, self.q_length - first
+        return replace(self, q_offset=offset, q_length=length, discarded=self.discarded or (bool(first) and in_prefill))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape that it would have as a tensor, with the keys up to the last query."""
+        return 1, 1, self.q_length, self.q_offset + self.q_length - self.kv_offset
+
+    @property
+    def has_spans(self) -> bool:
+        """Return whether tokens of an image see each other both ways, in some sequence."""
+        return any(mask.spans for mask in (self.mask, *self.rows))
+
+    def spec(self) -> "MaskSpec":
+        """Return itself."""
+        return self
+
+    def seen(self, keys: int) -> Tensor:
+        """Return which keys each query sees on one device, (1 or batch, queries, keys)."""
+        places = torch.arange(keys) + self.kv_offset
+        queries = torch.arange(self.q_length) + self.q_offset
+        seen = torch.stack([mask.visible(queries, places) for mask in self.rows or (self.mask,)])
+        if self.token_mask is None:
+            return seen
+        return seen.to(self.token_mask.device) & pad(self.token_mask, (0, keys - self.token_mask.shape[1]))[:, None]
+
+
+SDPA = 'call model.set_attn_implementation("sdpa"), on one device'
+"""Fix in errors about masks that positions do not describe."""
+
+UNTYPED = f"leave token types out if there are no images, or {SDPA}"
+"""Fix in errors about masks that a model makes of token types, or by itself."""
+
+SAME_PLACES, ONE_PROMPT = (
+    "spans in the same places of all sequences, without padding before them",
+    "pass one prompt at a time, and pad batches to learn on the right",
+)
+"""Error about images whose tokens see each other, in sequences of a prompt; and its fix."""
+
+SPANS = "image tokens that see earlier tokens in the layer's window, and later ones of their own image alone"
+"""What masks of images show."""
+
+IndexFunction = Callable[..., Tensor]
+"""(batch, head, query, key) indices -> True where the query attends to the key, as transformers defines masks."""
+
+
+class DescribedMask(NamedTuple):
+    """A mask as transformers describes it: a function of indices, and the tokens that it is for."""
+
+    function: IndexFunction
+    config: PreTrainedConfig
+    queries: tuple[int, int]
+    """Position of the first query, and their number."""
+    keys: tuple[int, int]
+    first: Tensor
+    """Position of the first token of each sequence."""
+
+    def sees(self, rows: Tensor | int, queries: Tensor, keys: Tensor) -> Tensor | None:
+        """Return where queries see keys; None if the function looks positions up in a table of other tokens."""
+        zero = torch.zeros((), dtype=torch.long)
+        try:
+            return self.function(zero + rows, zero, queries, keys).cpu()
+        except (IndexError, RuntimeError):
+            return None
+
+
+def mask_function(**arguments: Any) -> MaskSpec | TracedMask | Tensor | None:
+    """Return the mask of one kind of layer. transformers calls it once per kind and forward pass."""
+    if in_tower(arguments.get("config")):
+        return sdpa_mask(**arguments)  # type: ignore[no-any-return]
+    if BEGUN.shards is not None:
+        arguments = _with_lost_mask(arguments)
+    given = arguments.get("attention_mask")
+    if isinstance(given, MaskSpec | TracedMask):
+        return given  # with a static cache, `generate` makes the mask before the model runs
+    if isinstance(given, ShardMask | PromptMask) or not needs_tensor(arguments):
+        return mask_spec(**arguments)
+    if arguments.get("mask_function") is bidirectional_mask_function:
+        return MaskSpec(Full(), arguments["q_length"], 0, 0)
+    if not in_trace(arguments):
+        covered = None if given is None else given.shape[-1]
+        check_covers(covered, int(arguments["q_offset"]) + arguments["q_length"])
+    return TracedMask.of(arguments, partial(_spec_outside_graphs, **arguments))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _with_lost_mask(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments with the mask of the tokens that were embedded, if a wrapper of the model has dropped it."""
+    shards, given, tokens = BEGUN.of_this_thread(), arguments.get("attention_mask"), arguments["q_length"]
+    known = isinstance(given, ShardMask | PromptMask | LayerMask)
+    if shards is None or known or (shards.ranks > 1 and tokens == shards.length):  # another model, of all tokens
+        return arguments
+    ones = torch.ones(arguments["batch_size"], len(shards.positions()), dtype=torch.long)
+    fits = tokens == ones.shape[1] and (given is None or (given.shape == ones.shape and bool(given.all())))
+    if not fits:
+        BEGUN.shards = None
+        found = f"another one, or none, for {tokens} tokens where {ones.shape[1]} were embedded"
+        raise MaskError(f"{SUBJECT} attention_mask", OF_SHARD_BATCH, found, FORWARD_ALL)
+    ones = ones.to(arguments.get("device"))
+    return {**arguments, "attention_mask": ShardMask.of(ones, shards=shards)}
+
+
+def check_covers(covered: int | None, tokens: int) -> None:
+    """Raise if an attention mask covers fewer tokens than a cache of transformers has, with the new ones."""
+    fits, fix = covered is None or covered >= tokens, "put the mask of cached tokens first"
+    require(fits, ShapeError, f"{SUBJECT} attention_mask", f"one of all {tokens} tokens", f"one of {covered}", fix)
+
+
+def mask_spec(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    config: PreTrainedConfig,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: IndexFunction = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    **_: Any,
+) -> MaskSpec:
+    """Return the mask as positions, from the arguments that transformers describes it with."""
+    shards = attention_mask.shards if isinstance(attention_mask, ShardMask | PromptMask) else None
+    token_mask = covered = left_padding = None
+    if shards is not None:
+        check_layers(config)
+    elif attention_mask is not None:
+        token_mask = _token_mask(attention_mask, kv_length, kv_offset)
+        left_padding = (attention_mask.bool().cumsum(1) == 0).sum(1)
+        covered = attention_mask.shape[1] if attention_mask.shape[1] < q_offset + q_length else None
+    first = torch.zeros(batch_size, dtype=torch.long) if left_padding is None else left_padding.cpu()
+    given = DescribedMask(mask_function, config, (q_offset, q_length), (kv_offset, kv_length), first)
+    rows = () if isinstance(attention_mask, ShardMask) else _with_spans(given)
+    mask = rows[0] if rows else None
+    if mask is None and q_length == 1 and local_size is None:
+        mask = _of_one_token(given)
+    if rows and isinstance(attention_mask, PromptMask):
+        check_unpadded(rows, attention_mask.plain().bool())
+    if mask is None:
+        expected, found = "a causal mask, a sliding window, chunks or spans", "a mask function of the model's own"
+        require(not use_vmap, MaskError, "attention mask", expected, found, UNTYPED)
+        mask = _recognise(given, local_size)
+    differ = rows if len({*rows}) > 1 else ()
+    return MaskSpec(mask, q_length, q_offset, kv_offset, token_mask, shards, covered, left_padding, rows=differ)
+
+
+_spec_outside_graphs = torch.compiler.disable(mask_spec)
+"""`mask_spec` for a cache of shards, which reads positions: a graph cannot."""
+
+
+def _recognise(given: DescribedMask, local_size: int | None) -> Mask:
+    """Return the mask that a function of indices computes, by its values at some positions. Raise on other masks.
+
+    Chunks are counted from the first token of a sequence.
+    """
+    if local_size == 0 or (local_size is None and given.function is causal_mask_function):  # size 0 means no window
+        return Causal()
+    if local_size is None and given.function is bidirectional_mask_function:
+        return Full()  # transformers also makes it for cross-attention that is never called
+    seen, first = _neighbours(given), int(given.first[0])
+    if local_size is not None and seen is not None and not bool(seen[0].any()):
+        samples = _sample_pairs(given, local_size, first)
+        for mask in (Window(local_size - 1), Causal() & Chunks(local_size)):
+            unbroken = _unbroken(mask, local_size, *given.queries, given.first)
+            if torch.equal(seen[1], unbroken) and _equals(given, mask, *samples, first):
+                return mask
+    found, fix = "another mask", UNTYPED
+    if seen is not None and bool(seen[0].any()):
+        found = "tokens that see later ones, as those of an image do"
+    elif seen is not None and not bool(seen[1].all()):
+        found = "packed sequences, whose positions restart"
+        fix = "pass them through attnmesh.hf.shard_batch, with mesh=None on one device"
+    raise MaskError("attention mask", "a causal mask, a sliding window or chunks", found, fix)
+
+
+def _with_spans(given: DescribedMask) -> tuple[Mask, ...]:
+    """Return the causal mask with spans that a function of indices computes for each sequence; none if it is another.
+
+    It has a window if the function has one.
+    """
+    if given.function in (causal_mask_function, bidirectional_mask_function) or given.queries[1] < 2:
+        return ()  # one token, as in decoding, sees no later one
+    seen = _neighbours(given)
+    if seen is None or not bool(seen[0].any()):
+        return ()
+    found = "padding before a sequence with images"
+    require(not bool(given.first.any()), MaskError, "attention mask", SAME_PLACES, found, ONE_PROMPT)
+    window = window_of(given.config) or FAR
+    masks = list[Mask]()
+    sampled = _sample_pairs(given, min(window, given.queries[1]), 0)
+    for row, sees_next in enumerate(seen[0]):
+        spans = spans_of(sees_next, given.queries[0])
+        edges = torch.tensor([edge + near for edge in chain(*spans) for near in (-1, 0, 1)], dtype=torch.long)
+        queries, keys = (  # the function may look tokens up in a table
+            torch.cat((places, edges)).clamp(start, start + length - 1).unique()
+            for places, (start, length) in zip(sampled, (given.queries, given.keys), strict=True)
+        )
+        known = Spans(spans), Spans(spans, window - 1)
+        mask = next((mask for mask in known if _equals(given, mask, queries, keys, 0, row)), None)
+        if mask is None:
+            found = other_spans(partial(given.function, torch.tensor(row), torch.tensor(0)), spans, window)
+            require(not found, MaskError, "attention mask", SPANS, found, SDPA)
+            return ()
+        masks.append(mask)
+    return tuple(masks)
+
+
+def _of_one_token(given: DescribedMask) -> Mask | None:
+    """Return the causal mask or the window that a function of indices computes for one token, as in decoding; or None.
+
+    Both are equal where there are no more keys than the window has: then it is causal.
+    """
+    if given.function in (causal_mask_function, bidirectional_mask_function):
+        return None
+    rows, query = torch.arange(len(given.first))[:, None], torch.tensor([given.queries[0]])
+    keys = given.keys[0] + torch.arange(given.keys[1])
+    if (seen := given.sees(rows, query[None], keys[None])) is None:
+        return None
+    window = window_of(given.config)
+    masks = [Causal(), *([Window(window - 1)] if window else [])]
+    seen = seen.expand(len(rows), len(keys))
+    return next((mask for mask in masks if torch.equal(mask.visible(query, keys).expand_as(seen), seen)), None)
+
+
+def _neighbours(given: DescribedMask) -> tuple[Tensor, Tensor] | None:
+    """Return whether each token sees the next one, and whether the next one sees it, of each sequence; None if unknown.
+
+    These are all edges of packed sequences and of blocks, and where they are is known to the batch alone.
+    """
+    (offset, length), batch = given.queries, len(given.first)
+    rows, earlier = torch.arange(batch)[:, None], torch.arange(offset, offset + length - 1)[None]
+    sees_next, seen_by_next = given.sees(rows, earlier, earlier + 1), given.sees(rows, earlier + 1, earlier)
+    if sees_next is None or seen_by_next is None:
+        return None
+    return sees_next.expand(batch, length - 1), seen_by_next.expand(batch, length - 1)
+
+
+def _unbroken(mask: Mask, size: int, offset: int, length: int, first: Tensor) -> Tensor:
+    """Return whether each token but the first of a range sees the one before it, (batch, length - 1)."""
+    later = torch.arange(offset + 1, offset + length) - first[:, None]
+    return later % size != 0 if mask.chunks else torch.full(later.shape, size > 1)
+
+
+def _token_mask(attention_mask: Tensor, kv_length: int, kv_offset: int) -> Tensor | None:
+    """Return the part of a 2D mask that covers the keys, as bools; None without padding."""
+    given, fix = f"one of shape {tuple(attention_mask.shape)}", "pass a 2D attention_mask of padding, or none"
+    require(attention_mask.ndim == 2, MaskError, "attention mask", "a 2D mask of padding", given, fix)
+    token_mask = attention_mask.bool()[:, kv_offset : kv_offset + kv_length]
+    return None if bool(token_mask.all()) else token_mask
+
+
+def check_left_padded(subject: str, token_mask: Tensor) -> None:
+    """Raise if there is padding after a sequence's first token.
+
+    transformers counts such padding in windows and chunks. A cache counts real tokens alone.
+    """
+    real = token_mask.bool()
+    gaps = real[:, :-1] & ~real[:, 1:]
+    expected = "padding before the first token of a sequence only"
+    given = "padding between tokens, in a model with windows or chunks"
+    fix = "pass an attention_mask with padding on the left"
+    require(not bool(gaps.any()), MaskError, subject, expected, given, fix)
+
+
+def _sample_pairs(given: DescribedMask, size: int, first: int) -> tuple[Tensor, Tensor]:
+    """Return some positions of queries and keys, from `first` on: of their ranges, and where masks of a size differ.
+
+    A shard's range may be too short to tell a window from chunks, so the first edges of chunks are always among them.
+    """
+    edges = first + (torch.arange(1, 4)[:, None] * size + torch.arange(-1, 2)).flatten()
+    queries = torch.cat((_spread(*given.queries), edges)).clamp(min=first)
+    keys = torch.cat((_spread(*given.keys), edges, queries - size)).clamp(min=first)
+    return queries.unique(), keys.unique()
+
+
+def _spread(first: int, count: int) -> Tensor:
+    """Return some positions of a range, evenly spread from its first to its last."""
+    return torch.linspace(0, max(count - 1, 0), 17).long() + first
+
+
+def _equals(given: DescribedMask, mask: Mask, queries: Tensor, keys: Tensor, first: int, row: int = 0) -> bool:
+    """Return True if a function of indices is this mask at these positions, which the mask counts from `first`."""
+    seen = given.sees(row, queries[:, None], keys[None])
+    return seen is not None and torch.equal(seen, mask.visible(queries - first, keys - first))

@@ -1,0 +1,229 @@
+"""Recurrent layers of transformers models on shards: their convolutions and states go across ranks.
+
+`prepare_layers` gives each recurrent layer of a model a subclass of its class. The subclass runs the layer's own
+`forward`, in which two kinds of functions are replaced: causal convolutions, which take a halo, and rules of the
+recurrence, which take the state that earlier ranks leave. On tokens that are no shards it does what the layer's class
+does. `restore` gives the layers their classes back. Nothing outside the model is changed.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from attnmesh.errors import KernelError, require
+from attnmesh.hf.families.record import check_family
+from attnmesh.hf.layer_checks import check_same_weights
+from attnmesh.hf.models import SUBJECT, mixing_layers, recurrent_layers
+from attnmesh.hf.recurrent.chain import Chain, HeadChain, parts_of, pieces_of, running
+from attnmesh.hf.recurrent.functions import check_layer, forward_on_shards, kind_of
+from attnmesh.hf.recurrent.layers import ShardedConv1d, ShardedRglru
+from attnmesh.hf.recurrent.prefill_states import CompressedStates, PrefillStates
+from attnmesh.hf.relative import prepare_relative, restore_relative
+from attnmesh.hf.shards import ShardPositions, Shards, ShardTensor
+from attnmesh.hf.sparse.prepare_indexer import restore_indexer
+from attnmesh.hf.transformers_names import CACHES, COMPRESSED, MASKS, PER_TOKEN, RGLRU, TRANSFORMERS, subclass
+
+
+class RecurrentLayer:
+    """First base of the subclasses that `prepare_layers` makes: a recurrent layer that can run on shards."""
+
+    call: "ModelCall"
+    """The present call of the model."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer on this rank's part of each chain of the layout."""
+        layer: Any = self
+        stock: Any = type(layer).__mro__[2]
+        bound = signature(stock.forward).bind(layer, *args, **kwargs)
+        named = {**bound.arguments, **bound.arguments.pop("kwargs", {})}
+        named.pop("self")
+        shards = next((x for x in map(_shards_of, named.values()) if x is not None), None)
+        if shards is None and next(iter(named.values())).shape[1] == 1:
+            shards = self.call.shards  # transformers passes no mask with one token
+        if shards is None:
+            return stock.forward(layer, *args, **kwargs)
+        shards.count_layer(type(layer).__name__, self.call.layers, recurrent=True)
+        if not shards.cached:
+            check_same_weights(layer, shards, next(iter(named.values())).device)
+        named = {name: x.plain() if isinstance(x, ShardTensor) else x for name, x in named.items()}
+        run = partial(forward_on_shards(stock), layer)
+        if shards.cached:
+            return _prefill(run, layer, named, shards)
+        named[_mask_name(named)] = None  # padding is on the right
+        train = _train_by_heads if shards.exchange == "heads" else _train
+        return train(run, layer, named, shards)
+
+
+class ModelCall:
+    """The present call of a model, as hooks before its `forward` and that of the models inside of it find it."""
+
+    def __init__(self, models: Sequence[nn.Module], layers: int) -> None:
+        self.layers = layers
+        """Layers of the model that mix tokens."""
+        self.shards: Shards | None = None
+        """The shards that the model was called with."""
+        self._hooks = [model.register_forward_pre_hook(self._before, with_kwargs=True) for model in models]
+
+    def remove_hooks(self) -> None:
+        """Forget the model."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.shards = next((x for x in map(_shards_of, (*args, *kwargs.values())) if x is not None), None)
+
+
+def _train(run: Callable[..., Any], layer: Any, named: dict[str, Any], shards: Shards) -> Any:
+    """Return the layer's output for this rank's tokens: of a zigzag layout the early part, then the late one."""
+    entering, outputs, first, per_token = None, [], 0, _outputs_per_token(layer)
+    for parts in parts_of(shards.layout, shards.length, shards.mesh, shards.documents):
+        with running(Chain(parts, entering)) as chain:
+            outputs.append(_run_part(run, named, first, chain.tokens, per_token))
+        first, entering = first + chain.tokens, chain.leaving
+    if isinstance(outputs[0], Tensor):
+        return torch.cat(outputs, 1)
+    joined = (torch.cat(parts, 1) for parts in zip(*(out[:per_token] for out in outputs), strict=True))
+    return *joined, *outputs[0][per_token:]
+
+
+def _train_by_heads(run: Callable[..., Any], layer: Any, named: dict[str, Any], shards: Shards) -> Any:
+    """Return the layer's output for this rank's tokens. Its rule runs over the whole sequence for this rank's heads."""
+    parts = parts_of(shards.layout, shards.length, shards.mesh, shards.documents)
+    with running(HeadChain(type(layer).__name__, parts, pieces_of(shards.documents, 0, shards.length))):
+        return run(**named)
+
+
+def _prefill(run: Callable[..., Any], layer: Any, named: dict[str, Any], shards: Shards) -> Any:
+    """Return the layer's output for this rank's tokens. Every rank's cache gets the state after the last one's."""
+    (parts,) = parts_of(shards.layout, shards.length, shards.mesh)
+    name = next(name for name in CACHES if name in named)
+    kind = kind_of(type(layer))
+    states = (CompressedStates if kind == COMPRESSED else PrefillStates)(named[name], layer)
+    mask = None if shards.token_mask is None else shards.token_mask[:, shards.positions() - shards.start]
+    named |= {name: states, _mask_name(named): mask}
+    with running(Chain(parts, states.entering(), kept=1)) as chain:
+        out = _run_part(run, named, 0, chain.tokens, _outputs_per_token(layer))
+    states.store(chain)
+    return out
+
+
+def _run_part(run: Callable[..., Any], named: dict[str, Any], first: int, tokens: int, per_token: int) -> Any:
+    """Return the layer's output for some of this rank's tokens. Without tokens, all ranks still exchange."""
+    part = dict(named)
+    for name in (name for name in PER_TOKEN if isinstance(named.get(name), Tensor)):
+        x = named[name]
+        part[name] = x[:, first : first + tokens] if tokens else x.new_zeros(len(x), 1, *x.shape[2:])
+    out = run(**part)
+    if tokens:
+        return out
+    return out[:, :0] if isinstance(out, Tensor) else (*(x[:, :0] for x in out[:per_token]), *out[per_token:])
+
+
+def _mask_name(named: dict[str, Any]) -> str:
+    """Return the name of the padding among a layer's arguments."""
+    return next((name for name in MASKS if name in named), MASKS[0])
+
+
+def _outputs_per_token(layer: Any) -> int:
+    """Return how many tensors of one value per token a layer returns."""
+    kind = kind_of(type(layer))
+    return 1 if kind is None else kind.outputs
+
+
+def _shards_of(value: object) -> Shards | None:
+    """Return the shards of a mask or of token ids. Positions have them in any prefill."""
+    if isinstance(value, ShardPositions):
+        return None
+    shards = getattr(value, "shards", None)
+    return shards if isinstance(shards, Shards) else None
+
+
+def prepare_layers(model: nn.Module) -> list[ModelCall]:
+    """Make the recurrent layers of a model able to run on shards, unless they are. It may contain several models.
+
+    Returns:
+        A call for each model that was not prepared before.
+
+    Raises:
+        KernelError: A model cannot run on shards. None of its layers is changed.
+    """
+    outer: list[Any] = []
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and all(module not in set(other.modules()) for other in outer):
+            outer.append(module)
+    return [call for one in outer or [model] if (call := _prepare_model(one)) is not None]
+
+
+def _prepare_model(model: Any) -> ModelCall | None:
+    if isinstance(model, PreTrainedModel):
+        check_family(model.config)
+    layers = [layer for layer in model.modules() if kind_of(type(layer))]
+    new = [layer for layer in layers if not isinstance(layer, (RecurrentLayer, ShardedRglru))]
+    for layer in new:
+        check_layer(layer)
+    known = sum(kind_of(type(layer)) != RGLRU for layer in layers)
+    expected = recurrent_layers(model.config) if isinstance(model, PreTrainedModel) else 0
+    given = f"{known} of {expected} of them in the {type(model).__name__} of {TRANSFORMERS.installed}"
+    fits, fix = known >= expected, TRANSFORMERS.fix
+    require(fits, KernelError, SUBJECT, "recurrent layers of known classes", given, fix)
+    if not new:
+        return None
+    models = [x for x in model.modules() if x is model or isinstance(x, PreTrainedModel)]
+    call = ModelCall(models, mixing_layers(model.config) if isinstance(model, PreTrainedModel) else 1)
+    prepare_relative(model)
+    for layer in new:
+        stock: type = type(layer)
+        kind: Any = kind_of(stock)
+        base: type = ShardedRglru if kind == RGLRU else RecurrentLayer
+        layer.__class__, layer.call = subclass(stock, base), call
+        if kind.convolution is not None:
+            getattr(layer, kind.convolution).__class__ = ShardedConv1d
+    return call
+
+
+def restore(model: nn.Module) -> None:
+    """Give the recurrent layers and the indexers of a model their own classes back.
+
+    A forward pass on shards gives them subclasses, which behave as before on tokens that are no shards, or hooks. Call
+    this before the whole model is pickled.
+
+    Args:
+        model: A model that was called with a batch of `shard_batch`, or by `generate`.
+
+    >>> from transformers import AutoModelForCausalLM, MambaConfig
+    >>> model = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1))
+    >>> restore(model)
+    """
+    for module in model.modules():
+        restore_indexer(module)
+    _restore_layers(model)
+
+
+def _restore_layers(model: nn.Module) -> None:
+    modules: list[Any] = [*model.modules()]
+    for module in modules:
+        restore_relative(module)
+        if type(module) is ShardedConv1d:
+            module.__class__ = nn.Conv1d  # type: ignore[assignment]
+        elif issubclass(type(module), (RecurrentLayer, ShardedRglru)):
+            module.__class__ = type(module).__mro__[2]
+            module.call.remove_hooks()
+            del module.call
+
+
+@contextmanager
+def prepared(model: nn.Module) -> Iterator[None]:
+    """Run the model's recurrent layers on shards. They get the classes back that they had."""
+    was_prepared = any(isinstance(module, RecurrentLayer) for module in model.modules())
+    prepare_layers(model)
+    try:
+        yield
+    finally:
+        if not was_prepared:
+            _restore_layers(model)

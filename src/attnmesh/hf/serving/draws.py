@@ -1,0 +1,123 @@
+"""The random numbers of an answer from any of its tokens on, as the seed and the place alone decide them.
+
+PyTorch draws on CPUs by MT19937, whose words are a linear recurrence over bits. The words after a jump are sums of the
+first words. Which ones says the remainder of t^jump by the recurrence's polynomial.
+"""
+
+from functools import cache
+
+import numpy as np
+import torch
+from numpy.lib.stride_tricks import sliding_window_view
+
+WORDS, MIDDLE, TWIST = 624, 397, 0x9908B0DF
+"""Words of the state, the word that is added to the first, and the coefficients of the twist."""
+
+FEW = 1 << 18
+"""Words that are made sooner than jumped over."""
+
+DEGREE = 19937
+"""Bits of the state."""
+
+STATE = slice(24, 24 + 8 * WORDS)
+"""Bytes of the words in the state of PyTorch's generator, after seed and counters."""
+
+
+def generator_after(seed: int, draws: int, vocabulary: int) -> torch.Generator:
+    """Return the generator of a seed after so many tokens of a vocabulary were drawn."""
+    generator, words = torch.Generator().manual_seed(seed), _words_of_draw(vocabulary)
+    if not words:
+        for _ in range(draws):
+            _draw(vocabulary, generator)
+        return generator
+    if draws * words <= FEW:
+        return _skip(draws * words, generator)
+    state = generator.get_state()
+    values = state[STATE].numpy().view(np.uint64)
+    jumped = values.astype(np.uint32)
+    for power in range(draws.bit_length()):
+        if draws >> power & 1:
+            jumped = _jumped(jumped, _selected(words, power))
+    values[:] = jumped
+    return generator.set_state(state)
+
+
+def _skip(words: int, generator: torch.Generator) -> torch.Generator:
+    torch.empty(words, dtype=torch.int32).random_(generator=generator)
+    return generator
+
+
+def _draw(vocabulary: int, generator: torch.Generator) -> None:
+    torch.multinomial(torch.ones(1, vocabulary), 1, generator=generator)
+
+
+@cache
+def _words_of_draw(vocabulary: int) -> int:
+    """Return the words that a token takes of the generator; 0 if they are others than known."""
+    drawn = torch.Generator().manual_seed(0)
+    _draw(vocabulary, drawn)
+    for words in (2 * vocabulary, vocabulary, 2, 1):
+        if drawn.get_state().equal(_skip(words, torch.Generator().manual_seed(0)).get_state()):
+            return words
+    return 0
+
+
+def _jumped(state: np.ndarray, selected: np.ndarray) -> np.ndarray:
+    """Return the words of a state after a jump: the sum of those at the selected places."""
+    words = np.empty(DEGREE + WORDS, np.uint32)
+    words[:WORDS] = state
+    step = WORDS - MIDDLE
+    for first in range(0, DEGREE, step):
+        size = min(step, DEGREE - first)
+        high, low = words[first : first + size], words[first + 1 : first + 1 + size]
+        joined = high & 0x80000000 | low & 0x7FFFFFFF
+        new = joined >> 1 ^ (joined & 1) * np.uint32(TWIST) ^ words[first + MIDDLE : first + MIDDLE + size]
+        words[first + WORDS : first + WORDS + size] = new
+    jumped: np.ndarray = np.bitwise_xor.reduce(sliding_window_view(words, WORDS)[selected], axis=0)
+    return jumped
+
+
+@cache
+def _selected(words: int, power: int) -> np.ndarray:
+    """Return the places whose sum is the state after 2^power draws of so many words."""
+    bits = np.frombuffer(_jump(words, power).to_bytes(DEGREE // 8 + 1, "little"), np.uint8)
+    return np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+
+
+@cache
+def _jump(words: int, power: int) -> int:
+    """Return t^(words 2^power), reduced. Bit i of a polynomial is the coefficient of t^i."""
+    if power:
+        return _reduced(_square(_jump(words, power - 1)))
+    jump = 1
+    for bit in f"{words:b}":
+        jump = _reduced(_square(jump) << int(bit))
+    return jump
+
+
+@cache
+def _polynomial() -> tuple[int, ...]:
+    """Return the exponents of the recurrence's polynomial below the highest.
+
+    It is UV^31 + a_0 UV^30 + ... + a_30 U + a_31, where U = t^624 + t^397, V = U / t, and a_i are the twist's bits.
+    """
+    u = 1 << WORDS | 1 << MIDDLE
+    total, term = TWIST >> 31 & 1, u
+    for power in range(32):
+        total ^= term if power == 31 or TWIST >> (30 - power) & 1 else 0
+        term = term << WORDS - 1 ^ term << MIDDLE - 1
+    return tuple(place for place in range(DEGREE) if total >> place & 1)
+
+
+def _reduced(polynomial: int) -> int:
+    """Return the remainder by the recurrence's polynomial."""
+    while high := polynomial >> DEGREE:
+        polynomial ^= high << DEGREE
+        for place in _polynomial():
+            polynomial ^= high << place
+    return polynomial
+
+
+def _square(polynomial: int) -> int:
+    """Return the square: the coefficients, with zeros between them."""
+    return int("0".join(f"{polynomial:b}"), 2)

@@ -1,0 +1,72 @@
+"""Bytes of caches before they are allocated: of a request by its tokens, and of the growth of a cache."""
+
+from dataclasses import dataclass, replace
+
+from attnmesh.cache.cache import KVCache
+from attnmesh.cache.cache_config import Sizes
+from attnmesh.cache.cache_shard import shard_bytes
+from attnmesh.errors import TooLong
+from attnmesh.hf.cache.layer import growth_capacity
+from attnmesh.hf.cache.sharded_cache import ShardedCache
+
+SHARE = 0.75
+"""Share of the free memory that caches take, if no other limit is given. Prefill takes the rest."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of a request's cache on one rank, as the first cache of the model shows them."""
+
+    layers: list[tuple[Sizes, int, int, int]]
+    """Sizes of each cache, the ranks that share its tokens and heads, and the tokens that a key stands for."""
+    states: int
+    grows: bool
+
+    @staticmethod
+    def of(cache: ShardedCache) -> "Footprint":
+        """Return the footprint of caches like this one."""
+        rates = cache.tokens_per_key
+        layers = [(kv.sizes, *_ranks(kv), rate) for kv, rate in zip(cache.kvs, rates, strict=False)]
+        states = sum(x.numel() * x.element_size() for x in cache.states.values())
+        return Footprint(layers, states, cache.capacity is None)
+
+    def __call__(self, tokens: int, *, shared: int = 0) -> int:
+        """Return the bytes for so many tokens, of which the first are in memory that another cache has."""
+        total = self.states
+        for sizes, ranks, heads, rate in self.layers:
+            keys = -(-tokens // rate)
+            whole = replace(sizes, capacity=growth_capacity(keys) if self.grows else sizes.capacity)
+            total += shard_bytes(whole, ranks, heads)
+            if shared >= rate and sizes.mask is None:  # else the window is copied
+                total -= shard_bytes(replace(sizes, capacity=shared // rate), ranks, heads)
+        return total
+
+    def of_chunk(self, tokens: int) -> int:
+        """Return the bytes that layers with a window hold of a chunk beside their window."""
+        windows = ((sizes, ranks, heads) for sizes, ranks, heads, _ in self.layers if sizes.mask is not None)
+        whole = ((replace(sizes, capacity=tokens, mask=None), ranks, heads) for sizes, ranks, heads in windows)
+        return sum(shard_bytes(*one) for one in whole)
+
+
+def growth(cache: ShardedCache, tokens: int) -> int:
+    """Return the bytes by which a cache grows on this rank when it takes so many more tokens."""
+    total, layers = 0, cache.attention_layers
+    if layers and layers[0].kv is not None and not any(layer.others for layer in layers):
+        layers = layers if layers[0].must_grow(layers[0].kv, tokens) else []  # they grow together
+    for layer in layers:
+        for kv, rate in zip(layer.kvs, layer.tokens_per_key, strict=False):
+            keys = -(-tokens // rate)
+            if layer.must_grow(kv, keys):
+                larger = replace(kv.sizes, capacity=growth_capacity(kv.length + keys))
+                total += shard_bytes(larger, *_ranks(kv)) - shard_bytes(kv.sizes, *_ranks(kv))
+    return total
+
+
+def never_fits(needed: int, memory: int) -> TooLong:
+    """Return the error of a request whose cache no eviction makes room for."""
+    given, fix = f"{needed:,} bytes for one request", "shorten the prompt, or raise cache_memory"
+    return TooLong("submit ids", f"caches of at most {memory:,} bytes a rank", given, fix)
+
+
+def _ranks(kv: KVCache) -> tuple[int, int]:
+    return kv.tokens.size, kv.mesh.heads.size

@@ -1,0 +1,101 @@
+"""Plans of steps from rank 0 to all ranks. Every rank sends a number of its own back in the same exchange."""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from attnmesh.comm.failures import collective
+from attnmesh.comm.topology import share_numbers
+from attnmesh.mesh.axes import Mesh
+
+Spec = Sequence[Any]
+"""Name, dtype and shape of a tensor; of another value its name, None, and itself."""
+
+FIRST_MESSAGE = 128
+"""Integers of the first message. A longer plan takes a second one."""
+
+BYTES = 7
+"""Bytes of a plan in one integer, which has a sign."""
+
+
+class PlanExchange:
+    """The exchange of plans along a mesh, and with the ranks that share weights beside it. All ranks take part in each.
+
+    A plan goes from the leader to its `peers`, and from each of these along its mesh.
+    """
+
+    def __init__(self, mesh: Mesh, peers: Mesh) -> None:
+        self.meshes, self.leads = (peers, mesh), mesh.shard == peers.shard == 0
+
+    def exchange(self, plan: list[Any] | None, number: int) -> tuple[list[Any], list[int]]:
+        """Return the plan of the leader, and the numbers of all ranks of this rank's mesh by shard."""
+        code = _encoded(plan) if self.leads else []
+        first = (code + [0] * FIRST_MESSAGE)[:FIRST_MESSAGE]
+        (size, *found), numbers = self._shared([len(code), *first], number)
+        if size > FIRST_MESSAGE:
+            found, _ = self._shared(code if self.leads else [0] * size)
+        return _decoded(found[:size]), numbers
+
+    def _shared(self, code: list[int], number: int = 0) -> tuple[list[int], list[int]]:
+        """Return the leader's code, and the numbers by shard."""
+        table = [[number]]
+        for mesh in self.meshes:
+            table = share_numbers([number, *code], mesh)
+            code = table[0][1:]
+        return code, [row[0] for row in table]
+
+    def share(self, specs: Sequence[Spec], values: Mapping[str, Any] | None, device: torch.device) -> dict[str, Any]:
+        """Return the values of the leader that a plan describes, on all ranks. Tensors are on the device."""
+        shared: dict[str, Any] = {}
+        for name, dtype, shape in specs:
+            if dtype is None:
+                shared[name] = shape
+                continue
+            x = torch.empty(shape, dtype=getattr(torch, dtype), device=device) if values is None else values[name]
+            x = shared[name] = x.to(device).contiguous()
+            for axis in (axis for mesh in self.meshes for axis in mesh.axes):  # as plans go
+                if axis.size > 1:
+                    send = partial(dist.broadcast, group_src=0)
+                    collective(axis, "sharing values of a plan", send, x.flatten().view(torch.uint8))
+        return shared
+
+
+def specs_of(values: Mapping[str, Any] | None) -> list[Spec]:
+    """Return what a plan says of values that `PlanExchange.share` sends.
+
+    >>> specs_of({"pixel_values": torch.zeros(2, 3), "num_crops": [1]})
+    [['pixel_values', 'float32', [2, 3]], ['num_crops', None, [1]]]
+    """
+    return [
+        [name, str(x.dtype).removeprefix("torch."), [*x.shape]] if isinstance(x, Tensor) else [name, None, x]
+        for name, x in (values or {}).items()
+    ]
+
+
+def can_be_sent(value: Any) -> bool:
+    """Return whether a plan can describe a value: a tensor, or numbers and text in lists."""
+    if isinstance(value, list | tuple):
+        return all(map(can_be_sent, value)) and not any(isinstance(x, Tensor) for x in value)
+    return value is None or isinstance(value, Tensor | bool | int | float | str)
+
+
+def _encoded(plan: list[Any] | None) -> list[int]:
+    """Return a plan as integers, of which the first counts its bytes."""
+    text = json.dumps(plan, separators=(",", ":")).encode()
+    return [len(text), *(int.from_bytes(text[i : i + BYTES], "little") for i in range(0, len(text), BYTES))]
+
+
+def _decoded(code: list[int]) -> list[Any]:
+    """Return the plan that `_encoded` wrote.
+
+    >>> _decoded(_encoded([["fill", 3, 256], ["drop", [1, 2]]]))
+    [['fill', 3, 256], ['drop', [1, 2]]]
+    """
+    text = b"".join(part.to_bytes(BYTES, "little") for part in code[1:])[: code[0]]
+    plan: list[Any] = json.loads(text)
+    return plan

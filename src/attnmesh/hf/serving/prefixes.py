@@ -1,0 +1,106 @@
+"""Prefixes that prompts share: caches that are kept for later requests, and where a cache has to be forked for them."""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from attnmesh.hf.cache.sharded_cache import ShardedCache
+from attnmesh.hf.images.inputs import IMAGE_MARK
+from attnmesh.hf.models import is_recurrent
+from attnmesh.hf.prefill import left_to_decode
+from attnmesh.hf.serving.rank_worker import RankWorker
+from attnmesh.hf.serving.stream import Stream
+
+LEAST = 16
+"""Tokens that a cache has to share with a prompt."""
+
+
+class Prefixes:
+    """Caches of requests that ended, and snapshots of prompts, least recently used first.
+
+    A cache with a window or a state cannot go back to where two prompts part. So a snapshot is kept there: a fork that
+    the second prompt makes as it comes by, for the third. Requests share caches with those of their own salt alone.
+    """
+
+    def __init__(self, worker: RankWorker) -> None:
+        self.worker = worker
+        config = worker.model.config
+        self.recurrent, self.left = is_recurrent(config), left_to_decode(config)
+        self.kept: OrderedDict[int, str] = OrderedDict()
+        """Salts of the kept caches."""
+        self.snapshots: set[int] = set()
+        self.looks: dict[int, bytes] = {}
+        """Digests of the images of caches that have some."""
+
+    def keep(self, stream: Stream, *, snapshot: int | None = None) -> None:
+        """Keep a request's cache, or a snapshot of it, which stays whole when a request goes on from it."""
+        self.kept[stream.number if snapshot is None else snapshot] = stream.salt
+        if snapshot is not None:
+            self.snapshots.add(snapshot)
+
+    def remove(self, number: int) -> None:
+        """Keep a cache no longer."""
+        self.kept.pop(number, None)
+        self.snapshots.discard(number)
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Forget the images of caches that are dropped."""
+        for number in numbers:
+            self.looks.pop(number, None)
+
+    def use(self, number: int, *, moves: bool) -> None:
+        """Note that a request goes on from a cache, which it takes, or forks."""
+        if moves:
+            self.remove(number)
+        elif number in self.kept:
+            self.kept.move_to_end(number)
+
+    def find(self, stream: Stream, others: Iterable[Stream]) -> tuple[int, int, bool]:
+        """Return the cache with the longest prefix of a prompt, its tokens, and whether nothing else needs it.
+
+        The cache is -1, for none, if it shares too little. Of caches that share as much, one with the same images is
+        taken. Images that differ are found when the prompt begins.
+        """
+        best, source, moves = (LEAST - 1, True), -1, False
+        ids = stream.ids_tensor
+        for number in self._caches(stream, others):
+            cache = self.worker.caches[number]
+            held = torch.empty(0) if cache.tokens is None else cache.tokens[0].cpu()
+            same = self._shared(held, ids, pictured=stream.images is not None)
+            rank = same, self.looks.get(number) == stream.look
+            if rank > best and self._serves(cache, same, len(held)):
+                ended = number in self.kept and number not in self.snapshots
+                best, source, moves = rank, number, ended and same >= len(held) - 1
+        return source, best[0] if source >= 0 else 0, moves
+
+    def parting(self, stream: Stream, others: Iterable[Stream]) -> int:
+        """Return the most tokens that a prompt shares with those of other caches, also of those that cannot go back."""
+        ids, most = stream.ids_tensor, 0
+        for number in self._caches(stream, others):
+            cache = self.worker.caches[number]
+            if cache.tokens is not None and stream.images is None:
+                most = max(most, self._shared(cache.tokens[0].cpu(), ids))
+        return most
+
+    def shared(self, stream: Stream, other: Stream) -> int:
+        """Return the tokens that two prompts share, as far as a cache of one serves the other."""
+        differs = stream.salt != other.salt or stream.prompt[:LEAST] != other.prompt[:LEAST]
+        if differs or stream.images is not None or other.images is not None:
+            return 0
+        return self._shared(other.ids_tensor[: len(other.ids_tensor) - self.left], stream.ids_tensor)
+
+    def _caches(self, stream: Stream, others: Iterable[Stream]) -> list[int]:
+        """Return the caches of a request's salt that hold tokens as a prompt has them."""
+        ended = self.snapshots if self.worker.by_steps else self.kept
+        salts = {n: salt for n, salt in self.kept.items() if n in ended} | {one.number: one.salt for one in others}
+        return [n for n, salt in salts.items() if salt == stream.salt and n in self.worker.caches]
+
+    def _shared(self, held: Tensor, ids: Tensor, *, pictured: bool = False) -> int:
+        most = max(0, min(len(held), len(ids) - self.left))
+        differs = ((held[:most] != ids[:most]) & ~(pictured & (held[:most] <= IMAGE_MARK))).nonzero()
+        return int(differs[0]) if len(differs) else most
+
+    def _serves(self, cache: ShardedCache, same: int, held: int) -> bool:
+        return same == held if self.recurrent else bool(cache.prefix(same))

@@ -1,0 +1,132 @@
+"""Work of each rank on an engine's plan: caches by number, chunks of prompts, and steps of rows."""
+
+from collections.abc import Collection, Iterator, Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from attnmesh.errors import InputError
+from attnmesh.hf.cache.sharded_cache import ShardedCache
+from attnmesh.hf.images.inputs import on_model
+from attnmesh.hf.models import steps_differ
+from attnmesh.hf.options import agree_on_call
+from attnmesh.hf.prefill import begin_prompt, crop_to_shared_prefix, prefill_chunks, run_model
+from attnmesh.hf.serving.row_pass import decode_rows, note_tokens
+from attnmesh.mesh.axes import Mesh
+
+MEASURED = 32
+"""Steps of rows after which bytes are measured again: caches that were forked copy what they change."""
+
+
+class RankWorker:
+    """The caches of one rank, and the operations of plans: lists of a name and arguments."""
+
+    def __init__(self, model: PreTrainedModel, mesh: DeviceMesh | None, options: dict[str, Any]) -> None:
+        self.model, self.mesh, self.options = model, mesh, options
+        self.caches: dict[int, ShardedCache] = {}
+        self.filling: dict[int, Iterator[int]] = {}
+        self.prompts: dict[int, Tensor] = {}
+        self.is_causal = all(getattr(module, "is_causal", True) for module in model.get_decoder().modules())
+        """True if several tokens of an answer may be computed at once."""
+        self.by_steps = steps_differ(model.config)
+        """True if one token is computed by another rule than several: answers that are computed again go by tokens."""
+        self.ends: dict[int, int] = {}
+        """Tokens of prompts; answers come after them."""
+        self.size, self.stop = 0, 0  # tokens of the chunk that is computed, and the token before which it ends
+        self.nbytes, self.steps = 0, 0
+        self.seconds: dict[str, float] = {}  # of each operation of the last plan
+
+    def run(self, plan: Sequence[Any]) -> dict[str, Any]:
+        """Run the operations in order, and return their results by name. An `InputError` is a result, too."""
+        results: dict[str, Any] = {}
+        self.seconds = {}
+        for name, *arguments in plan:
+            start = perf_counter()
+            try:
+                results[name] = getattr(self, f"do_{name}")(*arguments)
+            except InputError as error:
+                results[name] = error
+            self.seconds[name] = perf_counter() - start
+        return results
+
+    def do_drop(self, numbers: list[int]) -> None:
+        """Forget caches."""
+        for number in numbers:
+            for held in (self.caches, self.filling, self.prompts, self.ends):
+                held.pop(number, None)
+        self.nbytes = self.measure()
+
+    def do_start(
+        self, number: int, ids: list[int], source: int | None, moves: bool, later: int, images: dict[str, Any]
+    ) -> int:
+        """Begin a prompt with a new cache, or with one that is kept, or a fork of it. Return the tokens that it has.
+
+        The `later` last tokens are computed at the end, as those of an answer are.
+        """
+        if source is None:
+            cache = ShardedCache(self.model.config, self.mesh, **self.options)
+        else:
+            cache = self.caches.pop(source) if moves else self.caches[source].fork()
+        self.caches[number] = cache
+        self.prompts[number], self.ends[number] = torch.tensor([ids], device=self.model.device), len(ids) - later
+        first = self.prompts[number][:, : len(ids) - later]
+        place, images = Mesh.of(self.mesh), on_model(images, self.model)
+        agree_on_call(place, self.model, first, None, cache, {"chunk_size": None, **images})
+        prompt = begin_prompt(place, self.model, first, None, images)
+        shared = crop_to_shared_prefix(self.model, prompt, cache)
+        self.filling[number] = prefill_chunks(self.model, prompt, cache, lambda: self.size, lambda: self.stop)
+        self.nbytes = self.measure()
+        return shared
+
+    def do_fork(self, number: int, other: int) -> None:
+        """Keep the cache as it is under another number."""
+        self.caches[other] = self.caches[number].fork()
+        self.nbytes = self.measure()
+
+    @torch.no_grad()
+    def do_fill(self, number: int, size: int, stop: int) -> tuple[int, Tensor | None]:
+        """Compute the next chunk of a prompt. Return the cached tokens, and after the last chunk the logits."""
+        if number not in self.filling:  # it did not begin
+            return 0, None
+        cache, ids, self.size, self.stop = self.caches[number], self.prompts[number], size, stop
+        logits = None
+        if next(self.filling[number], None) is None:
+            length = cache.get_seq_length()
+            rest = ids[:, length : length + self._tokens_at_once(size, self.ends[number] - length)]
+            positions = torch.arange(rest.shape[1], device=ids.device)[None] + cache.next_position
+            cache.intact = False
+            logits = run_model(self.model, rest, positions, cache)[0]
+            note_tokens(cache, rest, length)
+            if length + rest.shape[1] < ids.shape[1]:
+                logits = None
+            else:
+                del self.filling[number], self.prompts[number], self.ends[number]
+        self.nbytes = self.measure()
+        return cache.get_seq_length(), logits
+
+    def _tokens_at_once(self, size: int, left: int) -> int:
+        """Return the tokens of the next pass, of which `left` are of the prompt."""
+        if not self.is_causal or (self.by_steps and left <= 0):
+            return 1
+        return min(max(size, 2), left) if self.by_steps else max(size, 2)
+
+    def do_rows(self, rows: list[tuple[int, int]], grows: bool) -> Tensor:
+        """Add a token to each cache, of which one grows or none. Return the logits of the rows."""
+        logits = decode_rows(self.model, [token for _, token in rows], [self.caches[number] for number, _ in rows])
+        self.steps += 1
+        if grows or self.steps % MEASURED == 0:
+            self.nbytes = self.measure()
+        return logits
+
+    def measure(self, without: Collection[int] = ()) -> int:
+        """Return the bytes of caches in the memory of this rank. Memory that caches share counts once."""
+        caches = [cache for number, cache in self.caches.items() if number not in without]
+        tensors = [x for cache in caches for kv in cache.kvs for x in kv.shard.stored]
+        tensors += [x for cache in caches for kv in cache.kvs for part in kv.shard.shared for x in part.stored]
+        tensors += [x for cache in caches for x in cache.states.values()]
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+        return sum(storages.values())

@@ -1,0 +1,381 @@
+"""Schedule of an engine: which requests decode, whose prompts are computed, and which caches are kept."""
+
+from collections import deque
+from collections.abc import Collection
+from itertools import count, islice
+from typing import Any
+
+from torch import Tensor
+
+from attnmesh.errors import InputError
+from attnmesh.hf.serving.footprint import Footprint, growth, never_fits
+from attnmesh.hf.serving.plan_exchange import specs_of
+from attnmesh.hf.serving.prefixes import LEAST, Prefixes
+from attnmesh.hf.serving.rank_worker import RankWorker
+from attnmesh.hf.serving.stream import Stream
+from attnmesh.runtime.world import WORLD
+
+WHOLE = 2048
+"""Tokens of a chunk while no rows decode."""
+
+SMALL, FIRST = 64, 256
+"""Tokens of the first chunk, whose speed is not known yet: beside rows, and without."""
+
+LONGEST_CHUNK = 10.0
+"""Seconds of a chunk, or a quarter of the deadline: requests join, and are cancelled, between chunks."""
+
+TURN = 3
+"""Of so many chunks one is of the oldest prompt. The others are of the one with the shortest rest."""
+
+LOOK = 8
+"""Requests of the queue that may begin before those that wait for a prefix."""
+
+MOVING = 0.3
+"""Weight of the last measurement in a mean."""
+
+
+class RequestQueue:
+    """The requests of an engine on rank 0, by what they wait for. Caches take at most `memory` bytes on each rank."""
+
+    def __init__(self, worker: RankWorker, max_rows: int, memory: int, max_gap: float | None) -> None:
+        self.worker, self.max_rows, self.memory, self.max_gap = worker, int(max_rows), memory, max_gap
+        self.waiting: deque[Stream] = deque()
+        self.filling: list[Stream] = []  # whose prompts are computed, the oldest first
+        self.begun: Stream | None = None  # whose prompt begins in this step
+        self.computed: Stream | None = None  # of whose prompt this step computes a chunk
+        self.spared: set[int] = set()  # kept caches that this step forks, or makes
+        self.rows: list[Stream] = []
+        self.prefixes = Prefixes(worker)
+        self.footprint: Footprint | None = None
+        self.promised, self.growing = 0, False  # bytes by which caches grow in this step, and whether those of rows do
+        self.is_full = False  # no chunk fits, so no other prompt begins
+        self.numbers, self.chunks = count(), count()
+        self.drops: list[int] = []
+        self.nbytes: list[int] = [0]
+        """Bytes of caches by rank, as of the last exchange."""
+        self.row_seconds, self.token_seconds = 0.0, 0.0
+        """Seconds of a step of rows, and of a token of a prompt."""
+        self.counts = dict.fromkeys(("tokens", "prompt_tokens", "cached_tokens", "preempted", "evicted", "steps"), 0)
+
+    @property
+    def running(self) -> list[Stream]:
+        """The requests that have a cache of their own."""
+        return [*self.rows, *self.filling]
+
+    @property
+    def busy(self) -> bool:
+        """True if a step has something to do."""
+        return bool(self.rows or self.filling or self.waiting or self.drops)
+
+    def metrics(self) -> dict[str, float | list[float]]:
+        """Return counts, and the bytes of caches by rank."""
+        sizes = {"running": len(self.rows), "filling": len(self.filling), "kept": len(self.prefixes.kept)}
+        sizes["cache_limit_bytes"] = self.memory
+        return {**self.counts, **sizes, "step_seconds": self.row_seconds, "cache_bytes": [*map(float, self.nbytes)]}
+
+    def plan(self) -> list[Any]:
+        """Return the operations of the next step."""
+        self.promised, self.begun, self.computed = 0, None, None
+        self.spared.clear()
+        self._end_cancelled()
+        while len(self.prefixes.kept) > 2 * self.max_rows:
+            self._evict(next(iter(self.prefixes.kept)))
+        self._fit_rows()
+        start, snapshot = self._start(), self._snapshot()
+        fill = self._fill()
+        operations = [operation for operation in (start, snapshot, fill) if operation is not None]
+        if self.filling and not self.rows and not operations:  # none can go on beside the others
+            self._preempt(self._bytes_of(len(self.filling[-1].ids)))
+        plan: list[Any] = []
+        if self.drops:
+            plan.append(["drop", self.drops])
+            self.prefixes.forget(self.drops)
+            self.drops = []
+        if self.rows:
+            plan.append(["rows", [[stream.number, stream.answer[-1]] for stream in self.rows], self.growing])
+        return plan + operations
+
+    def take(self, results: dict[str, Any]) -> None:
+        """Take the results of a step: new tokens, and prompts that are done."""
+        if (rows := results.get("rows")) is not None:
+            self.counts["steps"] += 1
+            self._measure("row_seconds", self.worker.seconds["rows"])
+            self._take_rows(rows)
+        if self.begun is not None:
+            self._take_start(self.begun, results["start"])
+        if self.computed is not None and self.computed in self.filling:
+            self._take_chunk(self.computed, results["fill"])
+
+    def end_all(self, reason: str | BaseException) -> None:
+        """End all streams."""
+        for stream in [*self.running, *self.waiting]:
+            stream.end(reason)
+        self.rows, self.filling = [], []
+        self.waiting.clear()
+
+    # --- results ---
+
+    def _take_rows(self, rows: Tensor | InputError) -> None:
+        running, self.rows = self.rows, []
+        if isinstance(rows, InputError):
+            self._find_cause(running, rows)
+            return
+        for number, stream in enumerate(running):
+            stream.suspected = False
+            if not self._add(stream, rows[number]):
+                self.rows.append(stream)
+
+    def _find_cause(self, rows: list[Stream], error: InputError) -> None:
+        """End the row that cannot go on. The others are computed again.
+
+        If it is not known which one it is, each of them joins the others alone, until one of them fails again.
+        """
+        suspects = [stream for stream in rows if stream.suspected] or rows
+        for stream in rows[::-1]:
+            stream.suspected = stream in suspects
+            if suspects == [stream]:
+                self._end(stream, error, keep=False)
+            else:
+                self._put_back(stream)
+
+    def _take_start(self, stream: Stream, shared: int | InputError) -> None:
+        if isinstance(shared, InputError):
+            self.filling.remove(stream)
+            self._end(stream, shared, keep=False)
+            return
+        stream.filled = shared
+        self.counts["cached_tokens"] += shared
+        stream.cached_tokens = min(shared, len(stream.prompt))
+
+    def _take_chunk(self, stream: Stream, chunk: tuple[int, Tensor | None] | InputError) -> None:
+        if isinstance(chunk, InputError):
+            self.filling.remove(stream)
+            self._end(stream, chunk, keep=False)
+            return
+        before, (stream.filled, logits) = stream.filled, chunk
+        self.counts["prompt_tokens"] += stream.filled - before
+        if self.footprint is None:
+            self.footprint = Footprint.of(self.worker.caches[stream.number])
+        if stream.filled > before + 2:  # else it is the last token, or two
+            self._measure("token_seconds", self.worker.seconds["fill"] / (stream.filled - before))
+        if logits is not None:
+            self.filling.remove(stream)
+            if not self._add(stream, logits):
+                self.rows.append(stream)
+
+    def _add(self, stream: Stream, logits: Tensor) -> bool:
+        """Draw the next token of a stream. Return whether it has ended."""
+        try:
+            ended = stream.add(logits)
+        except Exception as error:  # that of one request, which ends it alone
+            self._end(stream, error, keep=False)
+            return True
+        self.counts["tokens"] += stream.finish_reason != "stop"
+        if ended:
+            self._end(stream, stream.finish_reason or "stop", keep=not self.worker.by_steps)
+        return ended
+
+    # --- ends ---
+
+    def _end(self, stream: Stream, reason: str | BaseException, *, keep: bool) -> None:
+        """End a stream, and keep its cache or drop it."""
+        stream.end(reason)
+        if stream.number < 0:
+            return
+        if keep:
+            self.prefixes.keep(stream)
+        else:
+            self.drops.append(stream.number)
+
+    def _end_cancelled(self) -> None:
+        for streams, keep in ((self.waiting, False), (self.filling, False), (self.rows, not self.worker.by_steps)):
+            for stream in [stream for stream in streams if stream.cancelled]:
+                streams.remove(stream)
+                self._end(stream, "cancelled", keep=keep)
+
+    def _put_back(self, stream: Stream) -> None:
+        """Put a request back into the queue: its prompt and tokens are computed again."""
+        self.drops.append(stream.number)
+        stream.number, stream.filled = -1, 0
+        stream.parted.clear()
+        self.waiting.appendleft(stream)
+
+    # --- memory ---
+
+    def _bytes_of(self, tokens: int, shared: int = 0) -> int:
+        """Return the bytes of a cache of so many tokens; 0 before the first cache."""
+        return 0 if self.footprint is None else self.footprint(tokens, shared=shared)
+
+    def _free(self) -> int:
+        """Return the bytes that are left on the fullest rank, after drops and growth of this step."""
+        held = self.worker.measure(self.drops) if self.drops else self.worker.nbytes
+        return self.memory - held - (max(self.nbytes) - self.nbytes[0]) - self.promised
+
+    def _fits(self, more: int, spared: Collection[int] = ()) -> bool:
+        """Return whether so many more bytes fit, after kept caches were dropped for them, least recently used first."""
+        while self._free() < more:
+            oldest = next((number for number in self.prefixes.kept if number not in {*spared, *self.spared}), None)
+            if oldest is None:
+                return False
+            self._evict(oldest)
+        return True
+
+    def _evict(self, number: int) -> None:
+        self.prefixes.remove(number)
+        self.drops.append(number)
+        self.counts["evicted"] += 1
+
+    def _fit_rows(self) -> None:
+        """Put the youngest requests back into the queue until the others can grow."""
+        more = self._growth_of_rows()
+        while not self._fits(more) and self.running:
+            self._preempt(more)
+            more = self._growth_of_rows()
+        self.promised, self.growing = more, more > 0
+
+    def _growth_of_rows(self) -> int:
+        return sum(self._growth(stream, 1) for stream in self.rows)
+
+    def _growth(self, stream: Stream, tokens: int) -> int:
+        cache = self.worker.caches[stream.number]
+        return growth(cache, tokens) if cache.get_seq_length() else self._bytes_of(tokens)
+
+    def _preempt(self, more: int) -> None:
+        """Put the youngest request back.
+
+        A request that is alone holds the memory of a cache that it was forked from, or can never fit.
+        """
+        stream = (self.filling or self.rows).pop()
+        if self.running or stream.forked:
+            self._put_back(stream)
+            self.counts["preempted"] += 1
+        else:
+            needed = max(self._bytes_of(len(stream.ids)), self.worker.nbytes + more)
+            self._end(stream, never_fits(needed, self.memory), keep=False)
+
+    # --- prompts ---
+
+    def _start(self) -> list[Any] | None:
+        """Begin the prompt of a request, if there is room for it. Return the operation."""
+        if not self.waiting or len(self.running) >= self.max_rows or self.drops or (self.is_full and self.filling):
+            return None
+        stream = next((one for one in islice(self.waiting, LOOK) if not self._has_to_wait(one)), None)
+        found = None if stream is None else self._source(stream)
+        if stream is None or found is None:
+            return None
+        source, same, moves = found
+        self.waiting.remove(stream)
+        self.filling.append(stream)
+        self.begun, stream.number, stream.filled, stream.forked = stream, next(self.numbers), same, source >= 0
+        parting = self.prefixes.parting(stream, self._lenders())
+        stream.parts = {parting} if parting >= same + LEAST else set()
+        if self.worker.by_steps and stream.images is None:  # the answer is computed otherwise than a prompt
+            stream.parts.add(len(stream.prompt) - self.prefixes.left)
+        self.prefixes.use(source, moves=moves)
+        self.spared.add(source)
+        if stream.look is not None:
+            self.prefixes.looks[stream.number] = stream.look
+        later = len(stream.answer) if stream.images or self.worker.by_steps else 0
+        begun = None if source < 0 else source
+        return ["start", stream.number, stream.ids, begun, moves, later, specs_of(stream.images)]
+
+    def _source(self, stream: Stream) -> tuple[int, int, bool] | None:
+        """Return the cache that a prompt goes on from, its tokens, and whether it takes it; None if there is no room.
+
+        A prompt that can never fit is refused.
+        """
+        if len(stream.answer) >= stream.max_new_tokens:
+            self.waiting.remove(stream)
+            stream.end("length")
+            return None
+        found, none = self.prefixes.find(stream, self._lenders()), (-1, 0, False)
+        if self._has_room(stream, *found):
+            return found
+        if self.running:
+            return None
+        if self._has_room(stream, *none):  # without the cache that it would go on from
+            return none
+        self.waiting.remove(stream)
+        stream.end(never_fits(self._bytes_of(len(stream.ids)), self.memory))
+        return None
+
+    def _lenders(self) -> list[Stream]:
+        """Return the running requests whose caches hold tokens as prompts have them."""
+        return [one for one in self.filling if not one.answer] if self.worker.by_steps else self.running
+
+    def _has_to_wait(self, stream: Stream) -> bool:
+        """Return whether a request is better begun later: another prompt is computing what both begin with."""
+        if stream.suspected and any(other.suspected for other in self.running):
+            return True
+        for other in self.filling:
+            same = self.prefixes.shared(stream, other)
+            if same < LEAST or same in other.parted or same < other.filled:
+                continue
+            if same - self.prefixes.find(stream, self.filling)[1] >= LEAST:
+                other.parts.add(same)
+                return True
+        return False
+
+    def _has_room(self, stream: Stream, source: int, same: int, moves: bool) -> bool:
+        """Return whether a prompt fits beside what others will need. Drop kept caches for it, but not its source."""
+        tokens = len(stream.ids)
+        need = growth(self.worker.caches[source], tokens - same) if moves else self._bytes_of(tokens, same)
+        rests = (self._bytes_of(len(other.ids)) - self._bytes_of(other.filled) for other in self.filling)
+        fits = self._fits(need + sum(rests), [source])
+        self.promised += need if fits else 0
+        return fits
+
+    def _snapshot(self) -> list[Any] | None:
+        """Fork the cache of a prompt that has come to where others part from it. Return the operation."""
+        for stream in (one for one in self.filling if one is not self.begun and one.parts):
+            place = min(stream.parts)
+            if stream.filled < place:
+                continue
+            stream.parts.remove(place)
+            stream.parted.add(place)
+            more, goes_back = self._bytes_of(stream.filled), self.worker.caches[stream.number].goes_back
+            if stream.filled == place and not goes_back and self._free() >= more:
+                self.promised += more
+                number = next(self.numbers)
+                self.prefixes.keep(stream, snapshot=number)
+                self.spared.add(number)
+                return ["fork", stream.number, number]
+        return None
+
+    def _fill(self) -> list[Any] | None:
+        """Return the operation that computes the next chunk of a prompt, that of the shortest rest in most turns."""
+        turn = next(self.chunks) % TURN == TURN - 1
+        ordered = self.filling if turn else sorted(self.filling, key=lambda one: len(one.ids) - one.filled)
+        for stream in ordered:
+            stop = min((place for place in stream.parts if place > stream.filled), default=len(stream.ids))
+            size = min(self._chunk(), stop - stream.filled)
+            while not (fits := self._fits(more := self._growth_of_chunk(stream, size))) and size > LEAST:
+                size = max(LEAST, size // 2)
+            if fits:
+                self.computed, self.promised, self.is_full = stream, self.promised + more, False
+                return ["fill", stream.number, size, stop]
+        self.is_full = bool(self.filling)
+        return None
+
+    def _growth_of_chunk(self, stream: Stream, tokens: int) -> int:
+        """Return the bytes that a chunk of a prompt takes. Those of the prompt that begins are promised."""
+        passing = 0 if self.footprint is None else self.footprint.of_chunk(tokens)
+        return passing + (0 if stream is self.begun else self._growth(stream, tokens))
+
+    def _chunk(self) -> int:
+        """Return the tokens of the next chunk, so that rows wait no longer than they may."""
+        longest = min(LONGEST_CHUNK, WORLD.deadline / 4 if WORLD.deadline else LONGEST_CHUNK)
+        if not self.rows:
+            return min(WHOLE, max(1, int(longest / self.token_seconds))) if self.token_seconds else FIRST
+        if not self.token_seconds or not self.row_seconds:
+            return SMALL
+        if self.max_gap is None:
+            waiting = len(self.waiting) + len(self.filling)  # who waits for a first token counts as who has one
+            spare = 2 * self.row_seconds * waiting
+        else:
+            spare = max(self.max_gap - self.row_seconds, 0.0)
+        return max(1, min(WHOLE, int(min(spare, longest) / self.token_seconds)))
+
+    def _measure(self, name: str, seconds: float) -> None:
+        before = getattr(self, name)
+        setattr(self, name, seconds if not before else (1 - MOVING) * before + MOVING * seconds)

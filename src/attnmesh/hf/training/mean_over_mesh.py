@@ -1,0 +1,65 @@
+"""Means over the tokens of all ranks, with gradients that are right once they are averaged over the ranks."""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from attnmesh.core.layout import Contiguous
+from attnmesh.core.partial import sum_dtype
+from attnmesh.errors import DtypeError, ShapeError, require, type_and_shape
+from attnmesh.hf.shards import ShardTensor
+from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh_attention.sharding import unshard
+
+
+def mean_over_mesh(values: Tensor, mask: Tensor | None, mesh: DeviceMesh | None) -> Tensor:
+    """Return the mean of values over the tokens of all ranks: the same number on every rank, with gradients.
+
+    A loss of one's own needs it, because ranks have unequally many labels. Its gradients are those of one device once
+    they are averaged over the ranks, as DDP and FSDP2 do.
+
+    Args:
+        values: One value for each of this rank's tokens, such as losses.
+        mask: True for the tokens that count, in the same shape; None for all. Their number must not be 0 on all ranks.
+        mesh: The mesh that shares the sequence; None for one device.
+
+    Returns:
+        A scalar, in float32 or wider.
+
+    Raises:
+        InputError: Values are no floats, the mask has another shape, or no token counts.
+
+    >>> mean_over_mesh(torch.tensor([1.0, 2.0, 6.0]), torch.tensor([True, True, False]), None)
+    tensor(1.5000)
+    """
+    is_float, fix = isinstance(values, Tensor) and values.is_floating_point(), "pass losses with reduction='none'"
+    require(is_float, DtypeError, "mean_over_mesh values", "a tensor of floats", type_and_shape(values), fix)
+    counts = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
+    fits, fix = isinstance(counts, Tensor) and counts.shape == values.shape, "pass one value for each token"
+    given, expected = type_and_shape(counts), f"a tensor of shape {tuple(values.shape)}"
+    require(fits, ShapeError, "mean_over_mesh mask", expected, given, fix)
+    values, counts = (x.plain() if isinstance(x, ShardTensor) else x for x in (values, counts))
+    total = values.to(sum_dtype(values.dtype)).masked_fill(~counts.bool(), 0.0).sum()
+    own = torch.stack((total.detach(), counts.bool().sum().to(total)))
+    totals = unshard(own[None], mesh, layout=Contiguous(), dim=0).sum(0)
+    fix = "leave batches without labels out"
+    require(bool(totals[1] > 0), ShapeError, "mean_over_mesh mask", "a token that counts on some rank", "none", fix)
+    return mean_over_ranks(total * Mesh.of(mesh).ranks / totals[1], mesh)
+
+
+def mean_over_ranks(loss: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    """Return the mean of the ranks' losses, with the gradient of this rank's: gradients are averaged over ranks."""
+    mean: Tensor = cast(Any, _MeanOverRanks).apply(loss, mesh)
+    return mean
+
+
+class _MeanOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, mesh: DeviceMesh | None) -> Tensor:
+        return unshard(loss.detach()[None], mesh, layout=Contiguous(), dim=0).mean()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None

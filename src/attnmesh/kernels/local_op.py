@@ -1,0 +1,250 @@
+"""Attention on one device, as a PyTorch operator.
+
+It is differentiable, it can be traced by `torch.compile`, and it is the same on every kernel. The operator turns mask
+and positions into a band inside, where their values may be read without a graph break.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnmesh.core.band import Band
+from attnmesh.core.logits import Logits
+from attnmesh.core.mask import FAR, Mask
+from attnmesh.core.partial import Partial, sum_dtype, with_sinks
+from attnmesh.core.selection import Selection
+from attnmesh.errors import LayoutError, MaskError
+from attnmesh.kernels.blocks import BackwardInputs
+from attnmesh.kernels.driver import backward, choose_for_places, forward, visible_counts
+from attnmesh.kernels.local_plan import LocalPlan, empty_length_major, length_major, whole_band
+from attnmesh.kernels.selected_keys import SelectedKeys
+from attnmesh.kernels.traced import Once, is_learned, needs_operator, once
+
+
+def run_attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    logits: Logits,
+    kernel: str,
+    *,
+    sinks: Tensor | None = None,
+    q_positions: Tensor | None = None,
+    k_positions: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    selected: Selection | None = None,
+) -> Partial:
+    """Return attention of checked arguments, by an operator where PyTorch traces or transforms calls.
+
+    Positions are 0, 1, 2, ... if they are None.
+    """
+    tensors = q, k, v, sinks, q_positions, k_positions, key_lengths
+    selection = (None, 1) if selected is None else (selected.indices, selected.block)
+    if needs_operator(q, k, v, sinks):
+        return Partial(*attend_op(*tensors, mask.encode(), logits, kernel, *selection))
+    attend = _attend_learned if is_learned(q, k, v, sinks) else _attend
+    return Partial(*attend(*tensors, mask, logits, kernel, *selection))
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *options: Any) -> Partial:
+    q_positions, k_positions, key_lengths, mask, logits, name, *selection = options
+    selected = _selection(*selection)
+    plain = q_positions is k_positions is key_lengths is None and selected is None
+    if plain and q.shape[-1] == k.shape[-1]:
+        return LocalPlan.of(q, k, v, mask, logits, name).attend(q, k, v, sinks)
+    band, counts, q_order, k_order = _band(q, k, q_positions, k_positions, key_lengths, mask, selected)
+    kernel = choose_for_places(name, q, k, v, logits, (q_positions, k_positions))
+    qkv = _sort(q, q_order), _sort(k, k_order), _sort(v, k_order)
+    out, lse = with_sinks(forward(kernel, *qkv, band, logits, counts), sinks)
+    return Partial(length_major(_unsort(out, q_order), q.dtype), _unsort(lse, q_order).contiguous())
+
+
+@torch.library.custom_op("attnmesh::attend", mutates_args=())
+def attend_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    q_positions: Tensor | None,
+    k_positions: Tensor | None,
+    key_lengths: Tensor | None,
+    mask: Sequence[int],
+    logits: Sequence[float],
+    kernel: str,
+    indices: Tensor | None = None,
+    block: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """Return (out, lse)."""
+    options = q_positions, k_positions, key_lengths, Mask.decode(mask), Logits(*logits), kernel, indices, block
+    return _attend(q, k, v, sinks, *options)
+
+
+@attend_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return empty_length_major(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=sum_dtype(q.dtype))
+
+
+@torch.library.custom_op("attnmesh::attend_backward", mutates_args=())
+def attend_backward_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    q_positions: Tensor | None,
+    k_positions: Tensor | None,
+    key_lengths: Tensor | None,
+    mask: Sequence[int],
+    logits: Sequence[float],
+    kernel: str,
+    indices: Tensor | None = None,
+    block: int = 1,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dq, dk, dv), given out and lse over all keys."""
+    options = q_positions, k_positions, key_lengths, Mask.decode(mask), Logits(*logits), kernel, indices, block
+    return _backward(q, k, v, out, lse, dout, *options)
+
+
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    q_positions, k_positions, key_lengths, mask, logits, kernel, *selection = options
+    selected = _selection(*selection)
+    band, counts, q_order, k_order = _band(q, k, q_positions, k_positions, key_lengths, mask, selected)
+    saved = BackwardInputs(*(_sort(x, q_order) for x in (out, lse, dout)))
+    qkv = _sort(q, q_order), _sort(k, k_order), _sort(v, k_order)
+    chosen = choose_for_places(kernel, q, k, v, logits, (q_positions, k_positions))
+    gradients = backward(chosen, *qkv, saved, band, logits, counts)
+    orders = (q_order, k_order, k_order)
+    dq, dk, dv = (length_major(_unsort(dx, order), q.dtype) for dx, order in zip(gradients, orders, strict=True))
+    return dq, dk, dv
+
+
+@attend_backward_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (empty_length_major(x, x.shape[-1]) for x in (q, k, v))
+    return dq, dk, dv
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, sinks, q_positions, k_positions, key_lengths, *ctx.options, indices, ctx.block = inputs
+    ctx.save_for_backward(q, k, v, sinks, q_positions, k_positions, key_lengths, indices, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, sinks, q_positions, k_positions, key_lengths, indices, out, lse = ctx.saved_tensors
+    options = (q_positions, k_positions, key_lengths, *ctx.options, indices, ctx.block)
+    dout = torch.zeros_like(out) if dout is None else dout
+    dq, dk, dv = _run_backward(q, k, v, out, lse, dout, *options)
+    if dlse is not None:
+        more_dq, more_dk = _lse_gradients(q, k, lse, dlse, *options)
+        dq, dk = dq + more_dq, dk + more_dk
+    dsinks = None
+    if sinks is not None:
+        given = sinks, out, lse, dout, dlse
+        dsinks = once(sink_gradient, *given) if isinstance(ctx.options[0], Mask) else sink_gradient(*given)
+    return dq, dk, dv, dsinks, *[None] * 8
+
+
+def _run_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dq, dk, dv), by an operator where the forward pass was one."""
+    is_operator = not isinstance(arguments[-5], Mask)
+    dq, dk, dv = attend_backward_op(*arguments) if is_operator else once(_backward, *arguments)
+    return dq, dk, dv
+
+
+def _lse_gradients(q: Tensor, k: Tensor, lse: Tensor, dlse: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    """Return the gradients of lse: those of attention to values of 1, if its output is taken to be 0."""
+    dlse = dlse.masked_fill(lse == -torch.inf, 0.0)
+    size = dlse.abs().amax().clamp(min=torch.finfo(dlse.dtype).tiny) if dlse.numel() else 1.0
+    dout = (dlse / size).to(q.dtype).unsqueeze(-1)  # divided by size: a loss scale overflows half precision
+    dq, dk, _ = _run_backward(q, k, torch.ones_like(k[..., :1]), torch.zeros_like(dout), lse, dout, *options)
+    return (dq.to(dlse.dtype) * size).to(q.dtype), (dk.to(dlse.dtype) * size).to(k.dtype)
+
+
+def sink_gradient(sinks: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:
+    """Return the gradient of sinks. A sink has weight `e^(sink - lse)` and value 0."""
+    dlogit = -(out.to(lse.dtype) * dout.to(lse.dtype)).sum(-1)
+    dlogit = dlogit if dlse is None else dlogit + dlse
+    # An empty row with a sink of -inf has lse -inf. Its weight must be 0, not e^(-inf + inf).
+    weights = torch.exp(sinks.to(lse.dtype)[:, None] - lse.masked_fill(lse == -torch.inf, torch.inf))
+    return (weights * dlogit).sum((0, 2)).to(sinks.dtype)
+
+
+attend_op.register_autograd(_gradients, setup_context=_save)
+attend_backward_op.register_autograd(Once.backward)
+
+
+class _Attend(torch.autograd.Function):
+    """The operator's gradients where PyTorch traces nothing."""
+
+    forward = staticmethod(_attend)
+    setup_context = staticmethod(_save)
+    backward = staticmethod(_gradients)
+
+
+_attend_learned: Callable[..., tuple[Tensor, Tensor]] = _Attend.apply
+
+
+def _band(
+    q: Tensor,
+    k: Tensor,
+    q_positions: Tensor | None,
+    k_positions: Tensor | None,
+    key_lengths: Tensor | None,
+    mask: Mask,
+    selected: Selection | None,
+) -> tuple[Band | SelectedKeys, list[int] | None, Tensor | None, Tensor | None]:
+    """Return the band over sorted tokens, the first keys per sequence, and the orders that sort queries and keys.
+
+    Selected keys come instead of the band. They need no order of the queries.
+    """
+    queries, q_order = _sort_positions("attend q_positions", q_positions, mask)
+    keys, k_order = _sort_positions("attend k_positions", k_positions, mask)
+    if selected is not None:
+        if keys is not None and bool((keys.diff() == 0).any()):
+            fix = "pass each key once, or selections without k_positions"
+            raise LayoutError("attend k_positions", "each position once, for selected keys", "one twice", fix)
+        places = torch.arange(q.shape[2], device=q.device) if q_positions is None else q_positions
+        return SelectedKeys.of(selected, mask, places, keys, key_lengths), None, None, k_order
+    positions = torch.arange(k.shape[2]) if keys is None and key_lengths is not None else keys
+    counts = None if positions is None else visible_counts(positions, key_lengths)
+    if queries is None and keys is None:
+        return whole_band(mask, q.shape[2], k.shape[2]), counts, q_order, k_order
+    queries = torch.arange(q.shape[2]) if queries is None else queries
+    return Band.of(mask, queries, k.shape[2] if keys is None else keys), counts, q_order, k_order
+
+
+def _selection(indices: Tensor | None, block: int) -> Selection | None:
+    return None if indices is None else Selection(indices, block)
+
+
+def _sort_positions(name: str, positions: Tensor | None, mask: Mask) -> tuple[Tensor | None, Tensor | None]:
+    """Return the positions in ascending order, and that order; None if they are ascending already."""
+    if positions is None or not len(positions):
+        return None, None
+    positions = positions.cpu()
+    low, high = int(positions.min()), int(positions.max())
+    if low < 0 or high >= FAR:
+        raise LayoutError(name, f"positions from 0 to {FAR}", str(low if low < 0 else high), "count tokens from 0")
+    order = None if bool((positions.diff() >= 0).all()) else positions.argsort(stable=True)
+    positions = positions if order is None else positions[order]
+    if mask.ends and positions[-1] >= mask.ends[-1]:
+        given = f"position {int(positions[-1])} and {mask.ends[-1]} tokens in the documents"
+        raise MaskError(name, "positions inside the documents", given, "let Documents(lengths) cover every token")
+    return positions, order
+
+
+def _sort(x: Tensor, order: Tensor | None) -> Tensor:
+    """Return the tokens of x in the given order."""
+    return x if order is None else x.index_select(2, order.to(x.device))
+
+
+def _unsort(x: Tensor, order: Tensor | None) -> Tensor:
+    """Return the tokens of x in their order before `_sort`."""
+    return x if order is None else torch.empty_like(x).index_copy_(2, order.to(x.device), x)

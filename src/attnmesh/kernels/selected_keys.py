@@ -1,0 +1,250 @@
+"""Attention of each query to the keys that are selected for it.
+
+The native kernel and the Triton program read rows of keys and values in place. Elsewhere rows are gathered for a tile
+of queries, and attended by the formula of the reference kernel. Tiles have a bounded number of elements, so memory does
+not grow with queries times selected keys. Query heads that share a key head share its rows. The backward pass gathers
+them, and adds their gradients to the keys.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnmesh.core.logits import Logits
+from attnmesh.core.mask import Mask
+from attnmesh.core.partial import Partial, identity, merge_unchecked, sum_dtype
+from attnmesh.core.selection import Selection
+from attnmesh.core.storage import columns_of, storage_of
+from attnmesh.kernels.blocks import BackwardInputs, Gradients
+from attnmesh.kernels.native.kernel import Native
+from attnmesh.kernels.reference import attend_rows, backward_rows
+from attnmesh.kernels.triton import Triton
+from attnmesh.runtime.caches import on_device
+
+NATIVE, TRITON = Native(), Triton()
+
+ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
+"""Elements of a tile's keys, values and logits: few enough for a CPU's cache, enough to fill a GPU."""
+
+MOST_PROGRAMS = (1 << 16) - 1
+"""Queries times key heads of a launch on a GPU at most."""
+
+
+@dataclass(frozen=True)
+class SelectedKeys:
+    """The selected keys of some queries, among the keys that are here."""
+
+    selection: Selection
+    first: Tensor
+    """First and last position that each query sees under the mask."""
+    last: Tensor
+    positions: Tensor | None = None
+    """Ascending positions of the keys that are here, each once; None for 0, 1, 2, ..."""
+    key_lengths: Tensor | None = None
+    """Real keys of each sequence."""
+
+    @staticmethod
+    def of(
+        selection: Selection, mask: Mask, queries: Tensor, keys: Tensor | None, key_lengths: Tensor | None
+    ) -> "SelectedKeys":
+        """Return the selected keys of queries under a mask. Positions of keys are ascending, and on the host."""
+        device = selection.indices.device
+        first, last = mask.bounds(on_device(queries, device))
+        in_order = keys is None or not len(keys) or int(keys[-1]) == len(keys) - 1
+        places = None if keys is None or in_order else on_device(keys, device)
+        return SelectedKeys(selection, first, last, places, None if key_lengths is None else key_lengths.to(device))
+
+    def of_heads(self, heads: slice) -> "SelectedKeys":
+        """Return the selected keys of some key heads."""
+        return replace(self, selection=self.selection.of_heads(heads))
+
+    def of_queries(self, queries: slice) -> "SelectedKeys":
+        """Return the selected keys of some queries."""
+        selection = Selection(self.selection.indices[:, :, queries], self.selection.block)
+        return replace(self, selection=selection, first=self.first[queries], last=self.last[queries])
+
+    def find(self, sequence: int, head: int, queries: slice, keys: slice, count: int) -> tuple[Tensor, Tensor]:
+        """Return where some selected keys of some queries stand among the `count` keys here, and which are hidden."""
+        found = self.selection.positions(self.selection.indices[sequence, head, queries], keys)
+        seen = (found >= self.first[queries, None]) & (found <= self.last[queries, None])
+        if self.key_lengths is not None:
+            seen &= found < self.key_lengths[sequence]
+        if self.positions is None:
+            seen &= found < count
+        else:
+            wanted = found
+            found = torch.searchsorted(self.positions, wanted).clamp_(max=count - 1)
+            seen &= self.positions[found] == wanted
+        if found.device.type == "cpu":  # seen keys come first, in order of memory, and no more than are seen are read
+            found = found.masked_fill_(~seen, count).sort(-1).values[:, : int(seen.sum(-1).max())]
+            seen = found < count
+        # Rows for hidden keys are those of a seen one: they may not bring in numbers that are not finite.
+        one = found.masked_fill(~seen, 0).amax(-1, keepdim=True) if found.numel() else found
+        return torch.where(seen, found, one), ~seen
+
+
+class SelectedTile(NamedTuple):
+    """Some queries of a sequence, some key heads, and the rows of these that are gathered."""
+
+    sequence: int
+    heads: slice  # key heads
+    queries: slice
+    rows: Tensor  # (queries, keys), indices of keys
+    hidden: Tensor  # (queries, keys)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return the tile's rows of keys or values, (heads * queries, keys, width)."""
+        index, some = self.rows.flatten(), x[self.sequence, self.heads]
+        rows = x.new_empty(len(some), len(index), x.shape[-1])
+        for head, into in zip(some, rows, strict=True):
+            torch.index_select(head, 0, index, out=into)
+        return rows.view(-1, self.rows.shape[1], x.shape[-1])
+
+    def view(self, x: Tensor, kv_heads: int) -> Tensor:
+        """Return the tile's part of a tensor of queries as a view, (heads, queries, query heads of a key head, ...)."""
+        part: Tensor = x[self.sequence].unflatten(0, (kv_heads, -1))[self.heads, :, self.queries]
+        return part.transpose(1, 2)
+
+    def take(self, x: Tensor, kv_heads: int) -> Tensor:
+        """Return a copy of it in which sums are exact, (heads * queries, query heads of a key head, width)."""
+        part = self.view(x, kv_heads)
+        return part.to(sum_dtype(x.dtype)).reshape(-1, part.shape[2], x.shape[-1])
+
+    def merge(self, part: Partial, total: Partial, kv_heads: int) -> None:
+        """Merge the tile's partial, (heads, queries, query heads of a key head, ...), into that of all queries."""
+        whole = Partial(self.view(total.out, kv_heads), self.view(total.lse, kv_heads))
+        shaped = Partial(part.out.reshape(whole.out.shape), part.lse.reshape(whole.lse.shape))
+        for into, some in zip(whole, merge_unchecked([whole, shaped]), strict=True):
+            into.copy_(some)
+
+    def mask(self) -> Tensor:
+        """Return which keys are hidden, as the product of queries and keys takes it."""
+        return self.hidden.repeat(self.heads.stop - self.heads.start, 1).unsqueeze(1)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, selected: SelectedKeys, logits: Logits, value_dim: int | None = None
+) -> Partial:
+    """Return attention over the selected keys, in float32 or wider; empty rows give the identity `(0, -inf)`.
+
+    Keys and values may be rows in 8 bits, with `value_dim` columns of values.
+    """
+    width = v.shape[-1] if value_dim is None else value_dim
+    total = identity(q, width, sum_dtype(q.dtype))
+    numbers = k[..., : columns_of(k)], v[..., :width]  # scales follow in memory
+    reader = next((each for each in (NATIVE, TRITON) if each.reads_rows(q, *numbers)), None)
+    if reader is not None and logits.scale > 0:
+        tiles = _tiles(q, k, selected, _sizes_in_place(q, k, width))
+        if all(_attend_in_place(reader, q, *numbers, tile, logits, total) for tile in tiles):
+            return total
+        total = identity(q, width, sum_dtype(q.dtype))  # anew: some number is not finite
+    for tile in _tiles(q, k, selected, _sizes(q, k, v)):
+        keys = _numbers(tile.gather(k), q.dtype)
+        values = keys[..., :width] if _is_part(v, k) else _numbers(tile.gather(v), q.dtype)
+        out, lse = attend_rows(tile.take(q, k.shape[1]), keys, values, tile.mask(), logits)
+        out.masked_fill_(lse == -torch.inf, 0.0)
+        tile.merge(Partial(out, lse.squeeze(-1)), total, k.shape[1])
+    return total
+
+
+def _attend_in_place(
+    reader: Native | Triton, q: Tensor, k: Tensor, v: Tensor, tile: SelectedTile, logits: Logits, total: Partial
+) -> bool:
+    """Merge the tile's partial into the total, its queries being a batch of a kernel. Return False if not."""
+    some_q = tile.view(q, k.shape[1]).transpose(0, 1).flatten(1, 2).unsqueeze(2)  # (queries, heads, 1, dim)
+    keys, values = (x[tile.sequence, tile.heads].expand(len(some_q), -1, -1, -1) for x in (k, v))
+    part = reader.attend_rows(some_q, keys, values, tile.rows, tile.hidden, logits)
+    if part is None:
+        return False
+    heads = len(keys[0]), -1
+    tile.merge(Partial(*(x.squeeze(2).unflatten(1, heads).transpose(0, 1) for x in part)), total, k.shape[1])
+    return True
+
+
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, selected: SelectedKeys, logits: Logits
+) -> Gradients:
+    """Return the gradients over the selected keys, in float32 or wider. Empty rows have lse +inf and dout 0."""
+    # Rows are added to memory in order: with other strides that takes ten times as long.
+    total = Gradients(*(x.new_zeros(x.shape, dtype=sum_dtype(x.dtype)) for x in (q, k, v)))
+    kv_heads = k.shape[1]
+    delta = (saved.out.to(sum_dtype(q.dtype)) * saved.dout).sum(-1, keepdim=True)
+    for tile in _tiles(q, k, selected, _sizes(q, k, v)):
+        more = [tile.take(x, kv_heads) for x in (saved.lse.unsqueeze(-1), saved.dout, delta)]
+        hidden = tile.mask()
+        part = backward_rows(tile.take(q, kv_heads), tile.gather(k), tile.gather(v), more, hidden, logits)
+        nothing = hidden.all(-1, keepdim=True)  # such a query has rows of any key, with any numbers
+        part.q.masked_fill_(nothing, 0.0)
+        part.k.masked_fill_(nothing, 0.0)
+        into = tile.view(total.q, kv_heads)
+        into.add_(part.q.view(into.shape))
+        index = tile.rows.flatten()
+        for whole, some in ((total.k, part.k), (total.v, part.v)):
+            by_head = some.view(tile.heads.stop - tile.heads.start, len(index), -1)
+            for head, rows in zip(whole[tile.sequence, tile.heads], by_head, strict=True):
+                head.index_add_(0, index, rows)
+    return total
+
+
+def without_faulty(out: Tensor, selected: Selection, length: int | None = None) -> Tensor:
+    """Return `out` with NaN where a row of indices is faulty. On a CPU rows were checked, but for those in a graph."""
+    if out.device.type == "cpu" and not torch.compiler.is_compiling():
+        return out
+    return nan_where_faulty(out, selected, length)
+
+
+def nan_where_faulty(out: Tensor, selected: Selection, length: int | Tensor | None) -> Tensor:
+    """Return `out` with NaN where a row of indices is faulty, of a sequence of so many keys, or of any number.
+
+    The host reads nothing.
+    """
+    faulty = selected.faulty(length).repeat_interleave(out.shape[1] // selected.heads, 1)
+    return out.masked_fill(faulty.unsqueeze(-1), torch.nan)
+
+
+def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int]:
+    """Return the most queries, heads, and queries times heads times keys of a tile whose rows are gathered."""
+    most = _elements(q) // (k.shape[-1] + v.shape[-1] + q.shape[1] // k.shape[1])
+    return most, most, max(1, most)
+
+
+def _sizes_in_place(q: Tensor, k: Tensor, width: int) -> tuple[int, int, int]:
+    """Return the most queries, heads, and queries times heads times keys of a tile whose rows are read in place."""
+    most = _elements(q)
+    queries = min(most // (q.shape[1] * width), MOST_PROGRAMS // k.shape[1])  # their outputs are no more elements
+    return queries, k.shape[1], most if q.device.type == "cpu" else most // width  # rows and their search take memory
+
+
+def _elements(q: Tensor) -> int:
+    return ELEMENTS.get(q.device.type, ELEMENTS["cuda"])
+
+
+def _tiles(q: Tensor, k: Tensor, selected: SelectedKeys, sizes: tuple[int, int, int]) -> Iterator[SelectedTile]:
+    """Yield tiles that cover all queries, key heads and selected keys, with rows to read."""
+    selection, (most_queries, most_heads, most) = selected.selection, sizes
+    wanted, shared = selection.indices.shape[-1] * selection.block, k.shape[1] // selection.heads
+    keys = min(most, wanted)
+    heads = max(1, min(shared, most_heads, most // keys))
+    queries = max(1, min(most_queries, most // (keys * heads)))
+    for sequence in range(len(q)):
+        for own in range(selection.heads):
+            for query in range(0, q.shape[2] if k.shape[2] else 0, queries):
+                some = slice(query, min(query + queries, q.shape[2]))
+                for key in range(0, wanted, keys):
+                    found = selected.find(sequence, own, some, slice(key, min(key + keys, wanted)), k.shape[2])
+                    for head in range(own * shared, (own + 1) * shared, heads) if found[0].numel() else ():
+                        yield SelectedTile(sequence, slice(head, min(head + heads, (own + 1) * shared)), some, *found)
+
+
+def _numbers(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return keys or values, of rows in 8 bits their numbers."""
+    storage = storage_of(x)
+    return x if storage is None else storage.dequantize(x, sum_dtype(dtype))
+
+
+def _is_part(v: Tensor, k: Tensor) -> bool:
+    """Return True if values are the first columns of keys, as those of latents."""
+    return v.data_ptr() == k.data_ptr() and v.stride() == k.stride() and v.shape[-1] <= k.shape[-1]

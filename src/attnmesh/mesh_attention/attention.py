@@ -1,0 +1,157 @@
+"""Attention over a mesh of devices: a rank passes its shards of q, k and v, and gets its shard of the output."""
+
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from attnmesh.core.layout import Layout
+from attnmesh.core.logits import with_distance_bias
+from attnmesh.core.mask import CAUSAL, FULL, Mask
+from attnmesh.core.partial import Partial, merge_unchecked
+from attnmesh.core.selection import Selection
+from attnmesh.guard.checks import check_most_keys, warn_if_swapped, without_redundant
+from attnmesh.kernels.local_op import run_attend
+from attnmesh.kernels.local_plan import LocalPlan, kind_of
+from attnmesh.kernels.selected_keys import without_faulty
+from attnmesh.kernels.traced import autocast, without_autocast
+from attnmesh.mesh.axes import Mesh, NotGiven, given_mesh
+from attnmesh.mesh_attention.call import Call, Options, agree_on_plan
+from attnmesh.mesh_attention.latents import Latents
+from attnmesh.mesh_attention.mesh_op import attend
+from attnmesh.runtime.caches import Kinds
+
+ALONE = "each rank attends to its own tokens only. Pass mesh= for attention over the tokens of all ranks"
+
+PLANS = Kinds[LocalPlan]()
+"""Plans of `attention` on one rank."""
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mesh: DeviceMesh | NotGiven | None = NotGiven.MESH,
+    mask: Mask | None = None,
+    layout: Layout | str | None = None,
+    exchange: str = "auto",
+    scale: float | None = None,
+    softcap: float | None = None,
+    key_lengths: Tensor | None = None,
+    kernel: str = "auto",
+    sinks: Tensor | None = None,
+    length: int | None = None,
+    key_layout: Layout | str | None = None,
+    key_length: int | None = None,
+    checked: bool | None = None,
+    selected: Selection | None = None,
+    distance_bias: Tensor | None = None,
+    **others: Any,
+) -> Tensor:
+    """Return attention of this rank's queries over the keys of all ranks of the mesh, with gradients.
+
+    The result does not depend on the mesh, the layout or the exchange. Each rank passes its own shard, and gets the
+    shard of the output. Dropout and other departures from exact softmax raise an error.
+
+    Args:
+        q: Queries of this rank, (batch, heads, tokens, dim).
+        k: Keys of this rank, (batch, key heads, tokens, dim). Key heads divide the query heads.
+        v: Values of this rank, (batch, key heads, tokens, value dim).
+        mesh: A `DeviceMesh` with axes named heads, queries, keys, or some of them. None: this rank's own tokens alone.
+            If it is left out on several ranks, it is None with a warning.
+        mask: Which keys a query sees: `Causal()` unless it is given. Cross-attention takes `Full()`. Other masks over
+            the keys of another sequence need `key_length`. For the last queries of a longer sequence use `attend`.
+        layout: Which tokens each rank holds, or "auto" for the choice of `shard(layout="auto", mask=mask)`. Required
+            on several ranks: shards of another layout would give a wrong result without an error.
+        exchange: How keys travel: "bulk" (at once), "pipelined" (a group of heads at a time), "ring" (one chunk under
+            way while the last is attended), or "auto".
+        scale: Factor of the logits; 1/sqrt(dim) unless it is given.
+        softcap: Bound of the logits: each becomes `softcap * tanh(logit / softcap)`. None for no bound.
+        key_lengths: Real keys of each sequence, int64, (batch,), equal on all ranks: keys at this position or later are
+            invisible, as padding on the right under `Full()`.
+        kernel: Kernel of one device: "auto", or a name of `attnmesh.kernels.driver.NAMES`.
+        sinks: One learned logit per query head. It takes a share of the softmax and adds nothing. Its gradient is that
+            of this rank's tokens, as for any parameter.
+        length: Tokens of the whole sequence. Ranks count them if it is left out, which compares every call.
+        key_layout: Layout of the keys, if it is not that of the queries.
+        key_length: Tokens of the keys' sequence, if it is another one.
+        checked: Ranks compare every call, on their hosts, so that all raise the same error. False leaves that out for
+            calls with `length`; ranks whose calls differ then get wrong results or wait.
+        selected: The keys that each of this rank's queries attends, of those that it sees under the mask, by index in
+            the whole sequence: `Selection(indices)`. On any mesh queries then stay on their rank, and the keys of all
+            ranks travel. None for all keys.
+        distance_bias: Numbers to add to the logits of near keys, (batch, heads, tokens, distances), for this rank's
+            queries, with gradients. Column d is for the key d positions before the query. Keys farther away, or after
+            it, have none.
+        **others: `is_causal` and `enable_gqa` of PyTorch's attention, where they say what is done anyway. Other options
+            of other functions raise an error that names a substitute.
+
+    Returns:
+        The output for this rank's queries, (batch, heads, tokens, value dim). A `DTensor` if q, k and v are DTensors
+        whose tokens are sharded along the mesh's axes; their layout is `Contiguous()`.
+
+    Raises:
+        InputError: An argument cannot be served. It names what was expected and a fix, on all ranks alike.
+        RankFailure: A rank is lost.
+
+    >>> import torch
+    >>> q, k, v = torch.randn(3, 1, 2, 8, 4).unbind()
+    >>> expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    >>> torch.allclose(attention(q, k, v), expected, atol=1e-6)
+    True
+    """
+    if others:
+        others = without_redundant(others, CAUSAL if mask is None else mask)
+    key_layout = layout if key_layout is None else key_layout
+    layouts, lengths = (layout, key_layout), (length, key_length)
+    options = Options(mask, *layouts, exchange, kernel, scale, softcap, *lengths, others or None)
+    call, kind = Call(q, k, v, sinks, key_lengths, options, selected, distance_bias), None
+    if "DTensor" in (type(q).__name__, type(k).__name__, type(v).__name__):
+        from attnmesh.mesh_attention.dtensor import attend_dtensors  # DTensor is slow to import, and seldom used
+
+        out = attend_dtensors(call, None if isinstance(mesh, NotGiven) else mesh, checked, attend_shards)
+    else:
+        mesh = given_mesh("attention", mesh, ALONE)
+        if mesh is None and key_lengths is distance_bias is None and selected is None and not others:
+            any_keys = mask is FULL and length is None and key_length is None
+            kind = kind_of(q, k, v, sinks, (*options, checked), any_keys=any_keys, learned=False)
+            if (known := PLANS.find(kind)) is not None:
+                return known.attend(q, k, v, sinks).out
+        if kind is None:
+            out = attend_shards(call, Mesh.of(mesh), checked)
+        else:
+            whole = agree_on_plan(Mesh.of(None), call, checked)
+            plan = LocalPlan.of(q, k, v, whole.problem.mask, whole.logits, kernel)
+            out = plan.attend(q, k, v, sinks).out
+    warn_if_swapped("attention", q, k.shape[2])  # last: where warnings are errors, one rank alone would raise
+    if kind is not None:
+        PLANS.keep(kind, plan)
+    return out
+
+
+def attend_shards(
+    call: Call, mesh: Mesh, checked: bool | None, latents: Latents | None = None, further: Partial | None = None
+) -> Tensor:
+    """Return attention of one rank's shards.
+
+    With `latents`, these travel instead of the keys and values that are expanded from them. `further` is the partial of
+    this rank's queries over keys that do not travel. With either there are no gradients.
+    """
+    sinks, key_lengths, selected = call.sinks, call.key_lengths, call.selected
+    q, k, v = autocast(call.q, call.k, call.v)
+    call = call._replace(q=q, k=k, v=v)
+    plan = agree_on_plan(mesh, call, checked)
+    check_most_keys("attention key_lengths", key_lengths, plan.problem.key_length)
+    indices = None if selected is None else selected.indices
+    if call.distance_bias is not None:
+        q = with_distance_bias(q, call.distance_bias)
+    with without_autocast(q):
+        if mesh.ranks == 1:
+            kind = plan.problem.mask, plan.logits, plan.kernel
+            out, lse = run_attend(q, k, v, *kind, sinks=sinks, key_lengths=key_lengths, selected=selected)
+            if further is not None:
+                out = merge_unchecked([Partial(out, lse), further]).out.to(q.dtype)
+        else:
+            out = attend(q, k, v, sinks, key_lengths, indices, plan, latents, further)
+    return out if selected is None else without_faulty(out, selected, plan.problem.key_length)

@@ -1,0 +1,77 @@
+"""The choice behind `layout="auto"`. It depends on the mask and the mesh alone, and is equal on all ranks."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from attnmesh.comm.topology import surroundings
+from attnmesh.core.layout import Layout, Zigzag
+from attnmesh.core.mask import Mask
+from attnmesh.errors import LayoutError, require
+from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.schedule import EXCHANGES
+from attnmesh.planner.candidate import Candidate
+from attnmesh.planner.cost import cost
+from attnmesh.planner.plan import layouts_for
+from attnmesh.planner.workload import Workload
+from attnmesh.runtime.world import cached_per_world
+
+HEADS = (32, 8, 128)
+"""Query heads, key heads and columns for which layouts are priced. `shard` knows no model, and has to choose alike."""
+
+
+def chosen_layout(layout: Layout | str, mask: Mask, mesh: Mesh) -> Layout:
+    """Return the layout given, or for "auto" the one that takes least in training. All ranks of the mesh call it."""
+    if (found := unpriced_layout(layout, mask, mesh.ranks)) is not None:
+        return found
+    if torch.compiler.is_compiling():
+        expected, fix = "a layout of documents in a compiled model", "pass layout=am.Packed(documents, shape)"
+        raise LayoutError("layout", expected, '"auto"', fix)
+    return price("auto", mask, mask.ends[-1], mesh, HEADS).layout
+
+
+def unpriced_layout(layout: Layout | str, mask: Mask, ranks: int) -> Layout | None:
+    """Return the layout given, or for "auto" the one of a mask without documents; None if it depends on prices."""
+    if not isinstance(layout, str):
+        return layout
+    return Zigzag() if len(mask.ends) < 2 or ranks == 1 else None
+
+
+def check_auto(subject: str, layout: Layout | str | None, mask: Mask | None, ranks: int) -> None:
+    """Raise for "auto" without a mask on several ranks: each call would choose by itself, and could choose another."""
+    fits = ranks == 1 or mask is not None or not isinstance(layout, str)
+    fix = "pass the mask of the attention to shard, attention and unshard alike, as mask=am.Causal()"
+    require(fits, LayoutError, f"{subject} layout", 'mask= beside layout="auto"', "no mask", fix)
+
+
+def _filled(layouts: Sequence[Layout], length: int, mesh: Mesh) -> Sequence[Layout]:
+    """Return the layouts with tokens on all ranks, as models of transformers need, or all if there are none."""
+    ranks = mesh.ranks
+    return [x for x in layouts if all(len(x.positions(length, ranks, shard)) for shard in range(ranks))] or layouts
+
+
+class Price(NamedTuple):
+    """Predicted seconds of attention, forward and backward, and the layout that takes them."""
+
+    seconds: float
+    layout: Layout
+
+
+@cached_per_world(1024)
+def price(layout: Layout | str, mask: Mask, length: int, mesh: Mesh, heads: tuple[int, int, int]) -> Price:
+    """Return the price of a layout on a mesh, or for "auto" that of the best. Ranks call it together the first time."""
+    cluster, tile = surroundings(mesh, torch.device(mesh.kind))
+    q_heads, kv_heads, width = heads
+    kv_heads = math.lcm(kv_heads, mesh.shape.heads)
+    q_heads, dtype = math.lcm(q_heads, kv_heads), torch.bfloat16 if mesh.kind == "cuda" else torch.float32
+    workload = Workload(q_heads, kv_heads, width, length, dtype=dtype, mask=mask, phase="training")
+
+    def seconds(layout: Layout) -> float:
+        candidates = (Candidate(mesh.shape, tile, layout, name) for name in EXCHANGES)
+        return min(cost(candidate, workload, cluster).seconds for candidate in candidates)
+
+    with torch.device("cpu"), torch.inference_mode(False):
+        layouts = _filled(layouts_for(workload, mesh.shape), length, mesh) if isinstance(layout, str) else [layout]
+        return min((Price(seconds(one), one) for one in layouts), key=lambda found: found.seconds)

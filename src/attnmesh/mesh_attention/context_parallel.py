@@ -1,0 +1,136 @@
+"""Attention on a mesh as a style of PyTorch's `parallelize_module`, for models that call its attention function.
+
+    parallelize_module(model, mesh["cp"], {"layers.*.attention": am.ContextParallel(layout=am.Zigzag())})
+
+Inside the modules of the plan, `scaled_dot_product_attention` is attention over the shards of all ranks.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+from attnmesh.core.layout import Layout, Zigzag, check_layout
+from attnmesh.core.mask import Causal, Full, Mask, check_mask
+from attnmesh.errors import ArgumentError, KernelError, MaskError, require, short
+from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh_attention.attention import attention
+from attnmesh.mesh_attention.auto_layout import check_auto
+from attnmesh.setup.init_mesh import split_mesh
+
+SUBJECT = "ContextParallel"
+
+
+class ContextParallel(ParallelStyle):
+    """Attention over shards of the sequence, in modules that call `scaled_dot_product_attention`.
+
+    Shard the model's inputs along the sequence with `am.shard`, the positions of rotary embeddings among them. Shards
+    that PyTorch's own context parallelism balances for causal masks are `Zigzag()`.
+
+    Args:
+        mask: Which keys a query sees. Left out, it is causal where the model passes `is_causal=True`, else full.
+        layout: The tokens that each rank holds, or "auto" for the choice of `shard(layout="auto", mask=mask)`.
+        shape: Ranks along heads, queries and keys, "auto" for the shape that sends least, or None to take the mesh as
+            it is. "auto" and a shape split a mesh of one axis, which all ranks of the world do together.
+        q_heads: Query heads of a rank of the model, for "auto".
+        kv_heads: Key heads of a rank of the model; as many as query heads unless they are given.
+        length: Tokens of the whole sequence. If it is left out, ranks count them at each call. Compiled models need it.
+        exchange: How keys travel, as in `attention`.
+
+    Raises:
+        InputError: An argument is not supported. The model's forward raises it if a module does not call
+            `scaled_dot_product_attention`, or calls it with a mask tensor, dropout or other dims than (batch, heads,
+            tokens, dim).
+
+    >>> import torch
+    >>> ContextParallel(mask=Causal()).layout
+    Zigzag()
+    """
+
+    def __init__(
+        self,
+        mask: Mask | None = None,
+        layout: Layout | str = Zigzag(),
+        shape: Sequence[int] | str | None = "auto",
+        q_heads: int = 1,
+        kv_heads: int | None = None,
+        *,
+        length: int | None = None,
+        exchange: str = "auto",
+    ) -> None:
+        super().__init__()
+        if mask is not None:
+            check_mask(f"{SUBJECT} mask", mask)
+        check_layout(f"{SUBJECT} layout", layout, auto=True)
+        check_auto(SUBJECT, layout, mask, ranks=2)  # on one rank too: a style is for meshes
+        self.mask, self.layout, self.shape, self.heads = mask, layout, shape, (q_heads, kv_heads)
+        self.length, self.exchange = length, exchange
+        self.meshes: dict[DeviceMesh, DeviceMesh] = {}
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Replace the module's forward by one whose attention is over the mesh."""
+        if device_mesh not in self.meshes:
+            splits = self.shape is not None and device_mesh.ndim == 1
+            self.meshes[device_mesh] = split_mesh(device_mesh, self.shape, *self.heads) if splits else device_mesh  # type: ignore[arg-type]
+        mesh = self.meshes[device_mesh]
+        Mesh.of(mesh)
+        module.forward = self._on_mesh(module.forward, type(module).__name__, mesh)
+        return module
+
+    def _on_mesh(self, forward: Callable[..., Any], module: str, mesh: DeviceMesh) -> Callable[..., Any]:
+        @wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            mode = _AttentionMode(self, mesh)
+            with mode:
+                out = forward(*args, **kwargs)
+            given, fix = f"{module}, which does not", "plan the module whose forward calls it"
+            require(
+                mode.calls > 0, KernelError, SUBJECT, "a module that calls scaled_dot_product_attention", given, fix
+            )
+            return out
+
+        return run
+
+    def attend(
+        self,
+        mesh: DeviceMesh,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Return what `scaled_dot_product_attention` with these arguments is on the whole sequence."""
+        fix = "pass is_causal, or mask= of ContextParallel"
+        require(attn_mask is None, MaskError, f"{SUBJECT} attn_mask", "no mask tensor", short(attn_mask), fix)
+        fix = "set dropout to 0"
+        require(not dropout_p, KernelError, f"{SUBJECT} dropout_p", "attention without dropout", dropout_p, fix)
+        grouped, fix = query.shape[1] != key.shape[1], "pass enable_gqa=True, or repeat the key heads"
+        given = f"{query.shape[1]} and {key.shape[1]}"
+        fits = enable_gqa or not grouped
+        require(fits, ArgumentError, SUBJECT, "as many key heads as query heads without enable_gqa", given, fix)
+        mask = (Causal() if is_causal else Full()) if self.mask is None else self.mask
+        kind: dict[str, Any] = {"mask": mask, "layout": self.layout, "exchange": self.exchange, "scale": scale}
+        return attention(query, key, value, mesh=mesh, length=self.length, key_length=self.length, **kind)
+
+
+class _AttentionMode(TorchFunctionMode):
+    """Mode in which PyTorch's attention function is attention over a mesh."""
+
+    def __init__(self, style: ContextParallel, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.style, self.mesh, self.calls = style, mesh, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        self.calls += 1
+        return self.style.attend(self.mesh, *args, **(kwargs or {}))  # the mode is off in here

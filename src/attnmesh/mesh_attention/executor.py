@@ -1,0 +1,315 @@
+"""Run a schedule, forward and backward: swap tokens for heads, gather queries and keys, attend, and all the way back.
+
+One loop serves every exchange. Keys that arrive at once are one step, and keys that travel round a ring are several.
+Heads travel all together or in groups. The next exchange is always under way while a kernel runs.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from attnmesh.comm.p2p import gather, return_to_owners
+from attnmesh.core.band import Band
+from attnmesh.core.logits import Logits
+from attnmesh.core.partial import Partial, identity, merge_unchecked, sum_dtype, with_sinks
+from attnmesh.kernels.blocks import BackwardInputs, Gradients, Kernel
+from attnmesh.kernels.driver import Counts
+from attnmesh.kernels.driver import backward as kernel_backward
+from attnmesh.kernels.driver import forward as kernel_forward
+from attnmesh.kernels.local_plan import empty_length_major
+from attnmesh.kernels.selected_keys import SelectedKeys
+from attnmesh.mesh.axes import Axis, Mesh
+from attnmesh.mesh.schedule import HeadGroup, Heads, Schedule, Step
+from attnmesh.mesh_attention.head_swap import HeadSwaps, empty_tokens, some_heads
+from attnmesh.mesh_attention.latents import Projection
+from attnmesh.runtime.caches import on_device
+from attnmesh.runtime.counters import Tensors
+from attnmesh.runtime.ranges import ATTENTION, MERGE, is_profiled, named
+
+Returned = list[tuple[Tensor, Tensors]]
+"""Results for this rank's tokens: the indices of some tokens, and the results for them."""
+
+Put = Callable[[Returned, Tensors], None]
+"""Puts results for this rank's tokens into tensors of its chunk."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """This rank's schedule, with the mesh, the kernel of each step and logits to run it."""
+
+    mesh: Mesh
+    schedule: Schedule
+    groups: Sequence[HeadGroup]
+    kernels: Sequence[Kernel]
+    logits: Logits
+    counts: Sequence[Counts]  # of the keys of each step
+    projection: Projection | None = None
+    """Projection of latents, where these travel instead of keys and values."""
+    selected: Sequence[SelectedKeys] = ()
+    """Selected keys of each step, where queries do not attend to all that they see."""
+
+    @cached_property
+    def in_turn(self) -> bool:
+        """True if heads go in one group. Then exchanges along an axis follow each other, but a ring's have one peer."""
+        return len(self.groups) == 1
+
+    @cached_property
+    def swaps(self) -> HeadSwaps:
+        """Swaps of tokens for heads, and back."""
+        return HeadSwaps(self.mesh.heads, self.schedule, self.in_turn)
+
+    def bands(self, group: HeadGroup) -> Sequence[Band | SelectedKeys]:
+        """Return the keys of each step that the row's queries attend, in a group of heads."""
+        if not self.selected:
+            return self.schedule.bands
+        heads = group[self.mesh.heads.index].keys
+        return [keys.of_heads(heads) for keys in self.selected]
+
+    def attend(self, kernel: Kernel, q: Tensor, kv: Tensors, band: Band | SelectedKeys, counts: Counts) -> Partial:
+        """Return the partial of queries over keys and values, or over latents."""
+        if self.projection is not None:
+            return self.projection.attend(kernel, q, kv[0], band, self.logits, counts)
+        return kernel_forward(kernel, q, kv[0], kv[1], band, self.logits, counts)
+
+    def heads_of(self, group: HeadGroup, share: Tensors) -> Tensors:
+        """Return a group's heads of q, k and v, of which `share` has this rank's heads of all groups, as views."""
+        first, heads = self.groups[0][self.mesh.heads.index], group[self.mesh.heads.index]
+        within = (slice(x.start - y.start, x.stop - y.start) for x, y in zip(heads, first, strict=True))
+        return some_heads(share, 1, Heads(*within))
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """One group of heads under way: tensors of the row's queries, and the column's keys and values by step."""
+
+    group: HeadGroup
+    queries: Callable[[], Tensors]
+    kv_by_step: Iterator[Tensors]
+
+
+def forward(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None = None, share: Tensors = ()) -> Partial:
+    """Return the partial of this rank's queries over the keys of all ranks and sinks, with out in q's dtype.
+
+    `kv` are this rank's keys and values, or its latents. `share`, if it is given, is memory for q, k and v of this
+    rank's heads, which the backward pass takes.
+    """
+
+    def swap_in(group: HeadGroup) -> Callable[[], Tensors]:
+        into = task.heads_of(group, share) if share else ()
+        return task.swaps.to_heads((q, *kv), 1, group, into)
+
+    value_dim = kv[-1].shape[-1] if task.projection is None else task.projection.value_dim
+    schedule, row, dtype = task.schedule, task.mesh.row, sum_dtype(q.dtype)
+    # Memory for results is taken when the first are complete.
+    total = cache(lambda: Partial(empty_length_major(q, value_dim), q.new_empty(q.shape[:-1], dtype=dtype)))
+
+    def swap_back(partial: Partial, group: HeadGroup) -> Iterator[None]:
+        out, lse = with_sinks(partial, None if sinks is None else sinks[group[task.mesh.heads.index].queries])
+        made = out.to(q.dtype), lse
+        del partial, out, lse
+        yield from task.swaps.to_tokens(made, total(), 2, group)
+
+    returns = PendingReturns()
+    for arrivals in _arrivals(swap_in, task):
+        mine = partial = _attend_heads(arrivals, task)
+        returning: Iterable[None] = ()
+        if row.size > 1 or len(schedule.query_step.keep) < schedule.chunk.queries:  # or some queries see no key here
+            (batch, heads, _), width = partial.lse.shape, partial.out.shape[3]
+            mine = identity(q.new_empty(batch, heads, schedule.chunk.queries, 0), width, dtype)
+            returning = _return(partial, schedule.query_step, row, _merge_in, mine, task.in_turn)
+        returns.add(chain(returning, swap_back(mine, arrivals.group)))
+        del mine, partial, returning
+    returns.finish()
+    return total()
+
+
+def _attend_heads(arrivals: Arrivals, task: Task) -> Partial:
+    """Return the partial of the row's queries over the column's keys, for one group of heads."""
+    (q,) = arrivals.queries()
+    total: Partial | None = None
+    attend = named(ATTENTION, task.attend) if is_profiled() else task.attend
+    merge = named(MERGE, merge_unchecked) if is_profiled() else merge_unchecked
+    for kernel, band, counts in zip(task.kernels, task.bands(arrivals.group), task.counts, strict=True):
+        kv = next(arrivals.kv_by_step)
+        out, lse = attend(kernel, q, kv, band, counts)
+        del kv  # else it would live until the next keys have arrived
+        partial = Partial(out.to(lse.dtype), lse)
+        total = partial if total is None else merge([total, partial])
+    assert total is not None  # every schedule has a step
+    return total
+
+
+def _return(made: Tensors, step: Step, axis: Axis, put: Put, own: Tensors, in_turn: bool) -> Iterator[None]:
+    """Return results to their owners. Results for this rank's tokens are put into `own` when they arrive."""
+    coming = return_to_owners(made, step, axis, in_turn=in_turn)
+    del made
+    if axis.size > 1:
+        yield
+    put = named(MERGE, put) if is_profiled() else put
+    put(coming(), own)
+
+
+def backward(share: Tensors, saved: BackwardInputs, task: Task) -> Gradients:
+    """Return the gradients of this rank's q, k and v. `share` has its heads of them, of all tokens of its chunk."""
+    (q, *kv), schedule = share, task.schedule
+    delta = (saved.out.to(sum_dtype(q.dtype)) * saved.dout).sum(-1)
+    key_heads, keys = task.groups[-1][-1].keys.stop, len(schedule.key_shares[task.mesh.heads.index])
+
+    @cache
+    def total() -> Gradients:
+        return Gradients(empty_length_major(saved.dout, q.shape[3]), *(empty_tokens(x, key_heads, keys) for x in kv))
+
+    def swap_in(group: HeadGroup) -> Callable[[], Tensors]:
+        finish = task.swaps.to_heads((saved.dout, saved.lse, delta), 3, group)
+        some_q, *some_kv = task.heads_of(group, share)
+        return lambda: (some_q, *finish(), *some_kv)
+
+    def swap_back(own: Gradients, group: HeadGroup) -> Iterator[None]:
+        made = tuple(x.to(q.dtype) for x in own)
+        del own
+        yield from task.swaps.to_tokens(made, total(), 1, group)
+
+    returns = PendingReturns()
+    for arrivals in _arrivals(swap_in, task):
+        own = Gradients(*(torch.zeros_like(x, dtype=delta.dtype) for x in task.heads_of(arrivals.group, share)))
+        dq = _backward_heads(arrivals, task, returns, own[1:])
+        returning = _return((dq,), schedule.query_step, task.mesh.row, _add_in, own[:1], task.in_turn)
+        returns.add(chain(returning, swap_back(own, arrivals.group)))
+        del dq, own, returning
+    returns.finish()
+    return total()
+
+
+def _backward_heads(arrivals: Arrivals, task: Task, returns: "PendingReturns", mine: Tensors) -> Tensor:
+    """Return the row's dq from the column's keys, for one group of heads.
+
+    dk and dv return to the owners of their keys, where they are added to `mine`. Gradients of keys that travel on
+    travel with them, and each rank adds its part.
+    """
+    q, dout, lse, delta = arrivals.queries()
+    saved = BackwardInputs(_equivalent_out(dout, delta), lse, dout)
+    dq: Tensor | None = None
+    coming: Callable[[], Tensors] | None = None  # gradients that earlier ranks computed for the keys of this step
+    schedule = task.schedule
+    bands, attend = task.bands(arrivals.group), named(ATTENTION, kernel_backward) if is_profiled() else kernel_backward
+    steps = zip(task.kernels, bands, task.counts, schedule.key_steps, schedule.gradient_steps, strict=True)
+    for kernel, band, counts, step, onward in steps:
+        keys, values = next(arrivals.kv_by_step)
+        part = attend(kernel, q, keys, values, saved, band, task.logits, counts)
+        del keys, values  # else they would live until the next keys have arrived
+        dq = part.q.to(delta.dtype) if dq is None else dq.add_(part.q)
+        made = part.k.to(dq.dtype), part.v.to(dq.dtype)
+        del part
+        if coming is not None:
+            _add(made, coming())
+        returns.add(_return(made, step, task.mesh.column, _add_in, mine, task.in_turn))
+        coming = None if onward is None else gather(made, onward, task.mesh.column)
+        del made
+    assert dq is not None  # every schedule has a step
+    return dq
+
+
+class PendingReturns:
+    """Results on their way to their owners: each goes on by one exchange when further results set out."""
+
+    def __init__(self) -> None:
+        self.under_way: list[Iterator[None]] = []
+
+    def add(self, *more: Iterator[None]) -> None:
+        """Finish the exchanges under way, and begin the next ones, those of `more` last."""
+        self.under_way = [each for each in (*self.under_way, *more) if next(each, True) is None]
+
+    def finish(self) -> None:
+        """Wait until all results are with their owners."""
+        while self.under_way:
+            self.add()
+
+
+def _arrivals(swap_in: Callable[[HeadGroup], Callable[[], Tensors]], task: Task) -> Iterator[Arrivals]:
+    """Yield one group of heads after the other. Exchanges of the next groups begin before a group is attended.
+
+    A group is swapped in while one before it is gathered, and the one before that is attended.
+    """
+    row, column, swaps = task.mesh.row, task.mesh.column, task.mesh.heads.size > 1
+    gathers = row.size * column.size > 1
+
+    def bring(group: HeadGroup) -> Iterator[Arrivals | None]:
+        swapped = swap_in(group)
+        if swaps:
+            yield None
+        tensors = swapped()
+        queries = len(tensors) - (2 if task.projection is None else 1)
+        coming = gather(tensors[:queries], task.schedule.query_step, row, in_turn=task.in_turn)
+        kv_by_step = _kv_by_step(tensors[queries:], task)
+        del swapped, tensors
+        if gathers:
+            yield None
+        yield Arrivals(group, coming, kv_by_step)
+
+    under_way: list[Iterator[Arrivals | None]] = []
+    for group in (*task.groups, *[None] * (swaps + gathers)):
+        if group is not None:
+            under_way.append(bring(group))
+        for each in reversed(under_way):  # the newest begins before others are awaited; the oldest comes last
+            arrived = next(each)
+        if arrived is not None:
+            del under_way[0]
+            yield arrived
+
+
+def _kv_by_step(kv: Tensors, task: Task) -> Iterator[Tensors]:
+    """Return the keys and values by step. The first exchange begins at once, and each next one when a step arrives.
+
+    A ring's first step is this rank's own keys, so its first exchange is that of the second step.
+    """
+    steps, axis = task.schedule.key_steps, task.mesh.column
+    first = gather(kv, steps[0], axis, in_turn=task.in_turn)
+
+    def arrivals() -> Iterator[Tensors]:
+        finish = first
+        for step in steps[1:]:
+            arrived = finish()
+            finish = gather(arrived, step, axis)
+            yield arrived
+            del arrived
+        yield finish()
+
+    found = arrivals()
+    return found if len(steps) == 1 else chain([next(found)], found)
+
+
+def _merge_in(parts: Returned, total: Tensors) -> None:
+    """Merge partials of some of this rank's queries into the partial of all of them."""
+    for tokens, part in parts:
+        places = on_device(tokens, part[0].device)
+        merged = merge_unchecked([Partial(*(x.index_select(2, places) for x in total)), Partial(*part)])
+        for whole, some in zip(total, merged, strict=True):
+            whole.index_copy_(2, places, some)
+
+
+def _add_in(parts: Returned, totals: Tensors) -> None:
+    for tokens, part in parts:
+        for total, some in zip(totals, part, strict=True):
+            total.index_add_(2, on_device(tokens, some.device), some)
+
+
+def _add(sums: Tensors, more: Tensors) -> None:
+    for some, other in zip(sums, more, strict=True):
+        some.add_(other)
+
+
+def _equivalent_out(dout: Tensor, delta: Tensor) -> Tensor:
+    """Return an `out` with `sum(out * dout) = delta`, which is all that a kernel's backward reads of it.
+
+    So only delta is sent, one value per row. The result is the projection of `out` on dout. It is no longer than `out`,
+    so rounding it loses no more.
+    """
+    exact = dout.to(delta.dtype)
+    size = exact.abs().amax(-1, keepdim=True)
+    unit = exact / size.masked_fill(size == 0, 1.0)
+    share = delta.unsqueeze(-1) / size.masked_fill(size == 0, 1.0) / unit.square().sum(-1, keepdim=True).clamp(min=1.0)
+    return (unit * share).to(dout.dtype)

@@ -1,0 +1,245 @@
+"""`merge_across`: partials of any engine that returns `out` and `lse`, merged across ranks by `comm/rank_merge.py`."""
+
+import math
+from collections.abc import Sequence
+from functools import partial as partial_of
+from typing import NoReturn
+from zlib import crc32
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from attnmesh.comm.host_merge import HostMerge, host_merge_for
+from attnmesh.comm.message import checksum_of, question_like
+from attnmesh.comm.rank_merge import chosen_merge, merge_ranks, send_poison
+from attnmesh.core.partial import Partial, sum_dtype
+from attnmesh.errors import DeviceError, DtypeError, InputError, KernelError, ShapeError, check_choice, require
+from attnmesh.guard.checks import check_checked, check_dtype, check_one_device, check_tensor
+from attnmesh.guard.consensus import CallChecker, describe_call
+from attnmesh.guard.merge_checks import MergeChecker, check_merge, prepare_merges, raise_unequal
+from attnmesh.kernels.traced import are_plain
+from attnmesh.mesh.axes import Axis, axis_of, device_type_of, group_named, mesh_of
+from attnmesh.mesh.merges import MERGE_CHOICES, OUTPUTS
+from attnmesh.runtime.world import cached_per_world
+
+BASES = {"e": 1.0, "2": math.log(2.0)}
+"""Factors that make an `lse` of this base natural."""
+
+
+def merge_across(
+    partial: Partial,
+    group: ProcessGroup | DeviceMesh | None,
+    *,
+    how: str = "auto",
+    output: str = "replicated",
+    wire: torch.dtype | None = None,
+    base: str = "e",
+    checked: bool | None = None,
+) -> Partial:
+    """Return the merge of the partials of all ranks: attention over the keys of all of them, for any engine.
+
+    Partials have no gradients here. Ranks whose calls differ all raise the same error, or get NaN where calls are not
+    compared: with `checked=False`, and by default on GPUs after the first call of a kind.
+
+    Args:
+        partial: `out` (batch, heads, length, dim) and `lse` (batch, heads, length) of this rank's keys.
+        group: A process group, a mesh of one axis, or None for a single rank.
+        how: "tree", "direct", "gather", "allreduce" or "auto".
+        output: "replicated", the same bits on every rank; or "heads", the i-th share of the heads on rank i, as
+            `torch.tensor_split` cuts them.
+        wire: Dtype in which `out` travels: float32 or wider unless it is given.
+        base: Base of the logarithm of `lse`, "e" or "2", for the partial and the result.
+        checked: When ranks compare their calls: True always, False never, None always on CPUs, and on GPUs at the first
+            call of each kind.
+
+    Returns:
+        The merged partial, with `out` in the dtype in which it came.
+
+    Raises:
+        InputError: An argument cannot be served, or the ranks' calls differ.
+        RankFailure: A rank is lost.
+
+    >>> import attnmesh as am
+    >>> q, k, v = torch.randn(3, 1, 2, 8, 4).unbind()
+    >>> partial = am.attend(q, k, v)
+    >>> torch.equal(merge_across(partial, None).out, partial.out)
+    True
+    """
+    axis = axis_of(group, "merge_across")
+    if (
+        is_plain(partial, how, output, wire, base, checked)
+        and (found := host_merge_and_text(axis, partial[0].shape, how, output)) is not None
+    ):
+        return merge_as_one_call(Partial(*partial), *found, output, compares=checked is not False)
+    try:
+        check_merge("merge_across", how, output)
+        check_checked("merge_across", checked)
+        check_partial(partial, wire, base)
+    except InputError as error:
+        raise_alike(error, partial, axis, how, output, checked)
+    out, lse = partial
+    natural = lse if base == "e" else lse * BASES[base]
+    if torch.compiler.is_compiling():
+        dtype = str(wire or "").removeprefix("torch.")
+        out, lse = merge_op(out, natural, axis.group_name, [axis.size, axis.index], how, output, dtype)
+    else:
+        out, lse = _merge(Partial(out, natural), axis, how, output, wire, checked, base)
+    return Partial(out, lse if base == "e" else lse / BASES[base])
+
+
+@cached_per_world(1024)
+def host_merge_and_text(axis: Axis, shape: tuple[int, ...], how: str, output: str) -> tuple[HostMerge, str] | None:
+    """Return the native merge of partials of this shape, and the text that ranks compare; None if there is none.
+
+    The first call along an axis is collective.
+    """
+    if axis.size == 1 or how not in MERGE_CHOICES:
+        return None
+    prepare_merges(axis)
+    merge = host_merge_for(axis, tuple(shape), chosen_merge(axis, how, output, torch.device("cpu")))
+    return None if merge is None else (merge, call_text(shape, torch.float32, how, output))
+
+
+def raise_alike(
+    error: InputError, partial: object, axis: Axis, how: str, output: str, checked: bool | None = None
+) -> NoReturn:
+    """Raise this rank's error of a merge, on all ranks if they compare their calls."""
+    given = {x.device.type for x in partial if isinstance(x, Tensor)} if isinstance(partial, tuple) else set()
+    # The other ranks' tensors are where this rank's are, if one of these is where tensors can be merged.
+    device = torch.device(next((x for x in ("cuda", "cpu") if x in given), device_type_of(axis.group)))
+    MergeChecker(_checker_of(axis), device, how, checked).report(error, partial_of(_poison, axis, how, output))
+    raise error
+
+
+def _poison(axis: Axis, how: str, output: str) -> None:
+    """Take part in a merge with an invalid checksum."""
+    if device_type_of(axis.group) == "cpu":
+        prepare_merges(axis)
+    send_poison(axis, how, output)
+
+
+@torch.library.custom_op("attnmesh::merge_across", mutates_args=())
+def merge_op(
+    out: Tensor, lse: Tensor, group: str, place: Sequence[int], how: str, output: str, wire: str
+) -> tuple[Tensor, Tensor]:
+    """Run the merge as an operator, which is one node of a compiled graph."""
+    dtype = getattr(torch, wire) if wire else None
+    return _merge(Partial(out, lse), Axis(place[0], place[1], group_named(group)), how, output, dtype)
+
+
+@merge_op.register_fake
+def _(out: Tensor, lse: Tensor, group: str, place: Sequence[int], how: str, output: str, _: str) -> Partial:
+    heads = Axis(place[0], place[1]).share_of(out.shape[1]) if output == "heads" else slice(0, out.shape[1])
+    return Partial(*(x.new_empty(x[:, heads].shape) for x in (out, lse)))
+
+
+def _merge(
+    partial: Partial,
+    axis: Axis,
+    how: str,
+    output: str,
+    wire: torch.dtype | None,
+    checked: bool | None = None,
+    base: str = "e",
+) -> Partial:
+    """Return the merge in new tensors."""
+    device = partial.lse.device
+    text = call_text(partial.out.shape, partial.out.dtype, how, output, wire, base, device.type)
+    checker = MergeChecker(_checker_of(axis), device, how, checked, lambda: text, text, how != "allreduce")
+    if not checker.before():
+        return _nan_like(partial, axis, output)
+    if axis.size > 1 and device.type == "cpu":
+        prepare_merges(axis)
+    checksum = checksum_of(crc32(text.encode()), partial.lse)
+    merged, checksum = merge_ranks(partial, checksum, axis, how, output, wire)
+    if axis.size > 1:
+        like = partial.out.new_empty(0), partial.lse.new_empty(0), partial.out.shape
+        checker.after(checksum, "merge_across", partial_of(_ask_in_merge, *like, axis, how, output, wire))
+    pairs = zip(merged, partial, strict=True)
+    return Partial(*(x.to(like.dtype, copy=True).contiguous() for x, like in pairs))
+
+
+@cached_per_world()
+def _checker_of(axis: Axis) -> CallChecker:
+    """Return the record of the merges along an axis that no host looks at."""
+    return CallChecker(mesh_of(axis), torch.device(device_type_of(axis.group)), None)
+
+
+def _ask_in_merge(
+    out: Tensor, lse: Tensor, shape: Sequence[int], axis: Axis, how: str, output: str, wire: torch.dtype | None
+) -> Tensor:
+    """Take part in a merge with no keys, and a question for a checksum. Return the merged checksum."""
+    nothing = Partial(out.new_zeros(shape), lse.new_full(shape[:-1], -torch.inf))
+    return merge_ranks(nothing, question_like(lse), axis, how, output, wire)[1]
+
+
+def _nan_like(partial: Partial, axis: Axis, output: str) -> Partial:
+    heads = axis.share_of(partial.out.shape[1]) if output == "heads" else slice(None)
+    return Partial(torch.full_like(partial.out[:, heads], torch.nan), partial.lse[:, heads].clone())
+
+
+def is_plain(partial: object, how: object, output: object, wire: object, base: object, checked: object) -> bool:
+    """Return True for a partial in float32 on the CPU, with its lse, and the usual options."""
+    usual = isinstance(how, str) and output in OUTPUTS and wire is None and base == "e"
+    if not usual or type(checked) not in (bool, type(None)):
+        return False
+    if not isinstance(partial, tuple) or len(partial) != 2 or not are_plain(*partial):
+        return False
+    out, lse = partial
+    fits: bool = out.dtype == lse.dtype == torch.float32 and out.ndim == 4 and lse.shape == out.shape[:-1]
+    return fits
+
+
+def merge_as_one_call(partial: Partial, merge: HostMerge, text: str, output: str, *, compares: bool) -> Partial:
+    """Return the merge in new tensors, as one native call. `text` is what ranks compare."""
+    message = merge.blank()
+    place = merge.places(message)
+    place.out.copy_(partial.out)
+    place.lse.copy_(partial.lse)
+    if not merge.run(message, crc32(text.encode())):
+        if not compares:  # ranks whose calls differ get NaN
+            place.out.fill_(torch.nan)
+        else:
+            raise_unequal(mesh_of(merge.axis), text, "merge_across")
+    heads = merge.heads(output)
+    return place if heads is None else Partial(*(x[:, heads].contiguous() for x in place))
+
+
+def check_partial(partial: Partial, wire: torch.dtype | None, base: str) -> None:
+    """Raise unless `merge_across` serves these arguments."""
+    fits = isinstance(partial, tuple) and len(partial) == 2 and all(isinstance(x, Tensor) for x in partial)
+    given, fix = type(partial).__name__, "pass what attend returned, or Partial(out, lse)"
+    require(fits, DtypeError, "merge_across", "a partial (out, lse)", given, fix)
+    out, lse = partial
+    check_tensor("merge_across out", out)
+    check_tensor("merge_across lse", lse)
+    check_one_device("merge_across", {"out": out, "lse": lse})
+    fix = "compute it on the ranks' device"
+    require(not out.is_meta, DeviceError, "merge_across", "a partial with values", "one on the meta device", fix)
+    if not out.is_floating_point() or lse.dtype != sum_dtype(out.dtype):
+        given = f"out {out.dtype}, lse {lse.dtype}"
+        raise DtypeError("merge_across", "out in floats and lse in float32, or both in float64", given, "cast lse")
+    if out.ndim != 4 or lse.shape != out.shape[:-1]:
+        expected, given = "out (batch, heads, length, dim) and its lse", f"{tuple(out.shape)} and {tuple(lse.shape)}"
+        raise ShapeError("merge_across", expected, given, "put the heads before the length")
+    learned, fix = out.requires_grad or lse.requires_grad, "call it under torch.no_grad(), or train with attention"
+    fits = not (torch.is_grad_enabled() and learned)
+    require(fits, KernelError, "merge_across", "a partial without gradients", "one with requires_grad=True", fix)
+    check_dtype("merge_across wire", wire, "leave it out for float32")
+    check_choice("merge_across base", base, BASES, 'pass "2" if the engine took base-2 logarithms')
+
+
+def call_text(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    how: str,
+    output: str,
+    wire: torch.dtype | None = None,
+    base: str = "e",
+    device: str = "cpu",
+) -> str:
+    """Return the text of a call that ranks compare."""
+    options = {"how": how, "output": output, "wire": wire, "base": base}
+    return describe_call("merge_across", device=device, out=list(shape), dtype=dtype, **options)

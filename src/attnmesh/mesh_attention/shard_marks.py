@@ -1,0 +1,72 @@
+"""Marks of shards: how `shard` cut a tensor, so that a call which names another layout raises.
+
+A mark belongs to one tensor object, and goes with it. What is computed from a shard has none, and is not checked.
+Marks are kept beside tensors, not on them: a shard is saved and copied like any tensor.
+"""
+
+import weakref
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnmesh.core.layout import Layout
+from attnmesh.core.mask import Mask
+from attnmesh.errors import LayoutError, require
+from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh_attention.auto_layout import unpriced_layout
+from attnmesh.runtime.world import cached_per_world
+
+
+class ShardMark(NamedTuple):
+    """How a shard was cut: its layout, the mask if that chose the layout, the mesh, and the dim of the tokens."""
+
+    layout: Layout
+    mask: Mask | None
+    place: Mesh
+    dim: int
+
+    def check(self, subject: str, layout: Layout | str, mask: Mask, place: Mesh, dim: int) -> None:
+        """Raise unless the shard was cut like this."""
+        wanted, fix = unpriced_layout(layout, mask, place.ranks), "pass the layout that am.shard got"
+        fits = wanted is None or wanted == self.layout
+        require(fits, LayoutError, subject, f"a shard of {wanted}", f"one of {self.layout}", fix)
+        fits, fix = wanted is not None or self.mask in (None, mask), "pass one mask to am.shard and to this call"
+        require(fits, LayoutError, subject, f'a shard of layout="auto" for {mask}', f"one for {self.mask}", fix)
+        wanted_place, own_place = (f"shard {at.shard} of {at.ranks}" for at in (place, self.place))
+        fix = "call am.shard with the mesh of this call"
+        require(own_place == wanted_place, LayoutError, subject, wanted_place, own_place, fix)
+        given, fix = f"one cut along dim {self.dim}", f"call am.shard with dim={dim} on the whole tensor"
+        require(self.dim == dim, LayoutError, subject, f"a shard cut along dim {dim}", given, fix)
+
+    def cuts_again(self, place: Mesh, dim: int) -> bool:
+        """Return whether `shard` on this mesh, along this dim, would cut the shard once more."""
+        return place.ranks > 1 and self.place == place and self.dim == dim
+
+
+@cached_per_world()
+def shard_marks() -> dict[int, ShardMark]:
+    """Return the marks of the shards that live, by the identity of the tensor."""
+    return {}
+
+
+def marked(x: Tensor, mark: ShardMark) -> Tensor:
+    """Return the tensor, with a mark from now on; without one in a graph."""
+    if not torch.compiler.is_compiling():
+        shard_marks()[id(x)] = mark
+        weakref.finalize(x, _forget, id(x)).atexit = False
+    return x
+
+
+def _forget(key: int) -> None:
+    """Drop the mark of a tensor that is gone."""
+    shard_marks().pop(key, None)
+
+
+def check_equal_cuts(subject: str, named: Mapping[str, object]) -> None:
+    """Raise if these are shards of several layouts."""
+    marks = {name: mark for name, x in named.items() if (mark := shard_marks().get(id(x))) is not None}
+    given = ", ".join(f"{name} of {mark.layout}" for name, mark in marks.items())
+    fits, fix = len({mark.layout for mark in marks.values()}) < 2, "cut them with one layout"
+    require(fits, LayoutError, subject, "shards of one layout", given, fix)

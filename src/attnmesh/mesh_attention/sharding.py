@@ -1,0 +1,193 @@
+"""Cut a whole tensor into this rank's shard, and put the shards of all ranks together again."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from attnmesh.comm.p2p import swap_tokens
+from attnmesh.core.layout import Layout, check_layout
+from attnmesh.core.mask import FULL, Mask, check_mask
+from attnmesh.errors import KernelError, LayoutError, ShapeError, require
+from attnmesh.guard.checks import check_tensor
+from attnmesh.guard.consensus import describe_call, run_agreed, run_agreed_with
+from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.shapes import Shape
+from attnmesh.mesh_attention.auto_layout import check_auto, chosen_layout
+from attnmesh.mesh_attention.shard_marks import ShardMark, marked, shard_marks
+
+
+def shard(
+    x: Tensor, mesh: DeviceMesh | None, *, layout: Layout | str, dim: int = 2, mask: Mask | None = None
+) -> Tensor:
+    """Return the tokens of a whole tensor that this rank holds, with gradients.
+
+    Args:
+        x: The whole tensor, equal on every rank.
+        mesh: The mesh whose ranks share the tokens; None for one rank.
+        layout: Which tokens each rank holds. "auto": under a mask with documents the layout that the planner prices
+            lowest, of `Packed`, `Zigzag` and `Contiguous`, and `Zigzag` otherwise. All ranks choose together.
+        dim: Dimension of the tokens.
+        mask: Mask of the attention, which "auto" needs on several ranks.
+
+    Returns:
+        This rank's shard, with tokens in order of position. Calls that get this very tensor check its layout.
+
+    Raises:
+        InputError: The layout or the dimension is invalid, or x is itself a shard of this mesh.
+
+    >>> import attnmesh as am
+    >>> shard(torch.arange(6), None, layout=am.Zigzag(), dim=0)
+    tensor([0, 1, 2, 3, 4, 5])
+    """
+    place, seen = Mesh.of(mesh), FULL if mask is None else mask
+
+    def check() -> int:
+        check_layout("shard layout", layout, auto=True)
+        check_mask("shard mask", seen)
+        check_auto("shard", layout, mask, place.ranks)
+        along, mark = _dim("shard", x, dim), shard_marks().get(id(x))
+        fits, fix = mark is None or not mark.cuts_again(place, along), "cut the whole tensor once"
+        require(fits, LayoutError, "shard", "a whole tensor", "a shard of this mesh", fix)
+        return along
+
+    def call(dim: int) -> str:
+        return describe_call("shard", tokens=x.shape[dim], layout=layout, mask=mask)
+
+    chooses = isinstance(layout, str) and not torch.compiler.is_compiling()
+    dim = run_agreed(place, check, call) if chooses else check()
+    check_mask("shard mask", seen, x.shape[dim])
+    chosen = chosen_layout(layout, seen, place)
+    part = x.index_select(dim, chosen.positions(x.shape[dim], place.ranks, place.shard).to(x.device))
+    return marked(part, ShardMark(chosen, mask if chooses else None, place, dim))
+
+
+@torch.no_grad()
+def unshard(
+    x: Tensor,
+    mesh: DeviceMesh | None,
+    *,
+    layout: Layout | str,
+    length: int | None = None,
+    dim: int = 2,
+    mask: Mask | None = None,
+) -> Tensor:
+    """Return the whole tensor on every rank from the shards of all ranks: the inverse of `shard`, without gradients.
+
+    Args:
+        x: This rank's shard.
+        mesh: The mesh whose ranks share the tokens; None for one rank.
+        layout: Layout of the shards.
+        length: Tokens of the whole sequence; counted if it is left out.
+        dim: Dimension of the tokens.
+        mask: Mask of the attention, which `layout="auto"` needs on several ranks, as in `shard`.
+
+    Returns:
+        The whole tensor, equal on every rank.
+
+    Raises:
+        InputError: An argument is invalid, or the shards are not those of the layout.
+
+    >>> import attnmesh as am
+    >>> unshard(torch.arange(6), None, layout=am.Zigzag(), dim=0)
+    tensor([0, 1, 2, 3, 4, 5])
+    """
+    place, seen = Mesh.of(mesh), FULL if mask is None else mask
+
+    def check() -> int:
+        check_layout("unshard layout", layout, auto=True)
+        check_mask("unshard mask", seen)
+        check_auto("unshard", layout, mask, place.ranks)
+        along = _dim("unshard", x, dim)
+        if (mark := shard_marks().get(id(x))) is not None:
+            mark.check("unshard", layout, seen, place, along)
+        if x.requires_grad:
+            given, fix = "one that asks for gradients", "call .detach() first, or keep the loss on the shards"
+            raise KernelError("unshard", "a tensor without gradients", given, fix)
+        return along
+
+    def call(dim: int) -> str:
+        others = [n for other, n in enumerate(x.shape) if other != dim]
+        return describe_call(
+            "unshard", dtype=x.dtype, other_dims=others, dim=dim, layout=layout, length=length, mask=mask
+        )
+
+    dim, table = run_agreed_with(place, check, call, lambda dim: [x.shape[dim]])
+    counts = [row[0] for row in table]
+    length = sum(counts) if length is None else length
+    check_mask("unshard mask", seen, length)
+    positions = _positions(chosen_layout(layout, seen, place), length, counts)
+    whole = _gather_shards(x.movedim(dim, 0), place, counts)
+    return torch.empty_like(whole).index_copy_(0, positions.to(x.device), whole).movedim(0, dim)
+
+
+def unshard_runs(x: Tensor, place: Mesh, sizes: Sequence[int], dim: int) -> Tensor:
+    """Return the whole tensor on every rank from runs of these sizes, with gradients.
+
+    All ranks go on with the same whole tensor. The gradient of a rank's run is the part of the rank's own gradient, so
+    gradients of parameters have to be summed over the ranks.
+    """
+    numbers = [*place.shape, *(axis.index for axis in place.axes)]
+    whole: Tensor = unshard_op(x, dim % x.ndim, ",".join(place.group_names), numbers, sizes)
+    return whole
+
+
+@torch.library.custom_op("attnmesh::unshard", mutates_args=())
+def unshard_op(x: Tensor, dim: int, groups: str, places: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """Gather runs of these sizes along `dim`."""
+    place = Mesh.named(places[:3], places[3:], groups.split(","))
+    whole = _gather_shards(x.movedim(dim, 0).contiguous(), place, list(sizes)).movedim(0, dim).contiguous()
+    return whole.clone() if place.ranks == 1 else whole
+
+
+@unshard_op.register_fake
+def _(x: Tensor, dim: int, groups: str, places: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    return x.new_empty([sum(sizes) if other == dim else n for other, n in enumerate(x.shape)])
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.dim, _, places, sizes = inputs
+    shard = Shape(*places[:3]).shard(*places[3:])
+    ctx.start, ctx.size = sum(sizes[:shard]), sizes[shard]
+
+
+def _gradient(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    return dout.narrow(ctx.dim, ctx.start, ctx.size), None, None, None, None
+
+
+unshard_op.register_autograd(_gradient, setup_context=_save_for_backward)
+
+
+def _gather_shards(x: Tensor, place: Mesh, counts: list[int]) -> Tensor:
+    """Return all shards in order of their number, gathered along one axis after the other, the innermost first."""
+    held = 1  # shards gathered so far, from `first` on
+    for axis in reversed(place.axes):
+        if axis.group is not None:
+            first = place.shard - place.shard % (held * axis.size)
+            starts = [first + index * held for index in range(axis.size)]
+            wanted = [sum(counts[start : start + held]) for start in starts]
+            x = torch.cat(swap_tokens([x] * axis.size, wanted, axis, dim=0))
+        held *= axis.size
+    return x
+
+
+def _positions(layout: Layout, length: int, counts: list[int]) -> Tensor:
+    """Return the positions of all tokens, shard by shard. Raise unless the counts are those of the layout."""
+    parts = [layout.positions(length, len(counts), index) for index in range(len(counts))]
+    if [len(part) for part in parts] != counts:
+        expected = f"shards of {[len(part) for part in parts]} tokens for {layout} of length {length}"
+        raise ShapeError(
+            "unshard", expected, f"{counts}", "pass the layout and the length that the tensor was sharded with"
+        )
+    return torch.cat(parts)
+
+
+def _dim(subject: str, x: Tensor, dim: int) -> int:
+    if not isinstance(x, Tensor) or x.layout != torch.strided:
+        check_tensor(subject, x)
+    if not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
+        fix = "say along which dim the tokens lie"
+        raise ShapeError(subject, f"a dim of the tensor's {x.ndim}", f"dim {dim!r}", fix)
+    return dim % x.ndim

@@ -1,0 +1,99 @@
+"""`top_k_across`: the keys with the highest scores on all ranks, merged along a tree by `comm/rank_merge.py`."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from attnmesh.comm.rank_merge import best_across
+from attnmesh.core.candidates import best, pack, unpack
+from attnmesh.core.partial import DTYPES
+from attnmesh.core.selection import NONE
+from attnmesh.errors import ArgumentError, DtypeError, KernelError, ShapeError, check_count, require, type_and_shape
+from attnmesh.guard.checks import check_one_device, check_tensor
+from attnmesh.guard.consensus import agree_on_call, describe_call, may_compare
+from attnmesh.mesh.axes import Axis, axis_of, group_named, mesh_of
+
+
+def top_k_across(
+    scores: Tensor, indices: Tensor, k: int, group: ProcessGroup | DeviceMesh | None, *, unique: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return the k highest scores of all ranks and the indices of their keys, best first, alike on all ranks.
+
+    Of equal scores the lowest index comes first. So the result does not depend on which rank holds which key. Scores
+    are compared in float32. NaN comes before all numbers and is returned, as by `torch.topk`. A score of -inf, or an
+    index of 2^31 - 1, stands for no key.
+
+    Args:
+        scores: Scores of this rank's keys, (..., n), without gradients. The other dims are equal on all ranks.
+        indices: Index of each key in the whole sequence, (..., n), integers from 0; or (n,), the same for all rows. On
+            a GPU a negative one is not read and gives NaN for key 0.
+        k: Keys to find in each row, equal on all ranks.
+        group: A process group, a mesh of one axis, or None for a single rank.
+        unique: True if several ranks may have scores of one index, as of the parts of a block: the highest counts.
+
+    Returns:
+        Scores in float32 and indices in int32, (..., k). Where there are fewer keys they end with -inf and 2^31 - 1.
+
+    Raises:
+        InputError: An argument cannot be served, or the ranks' calls differ.
+        RankFailure: A rank is lost.
+
+    >>> scores, indices = top_k_across(torch.tensor([0.5, 2.0, 2.0]), torch.tensor([7, 8, 3]), 2, None)
+    >>> scores.tolist(), indices.tolist()
+    ([2.0, 2.0], [3, 8])
+    """
+    axis = axis_of(group, "top_k_across")
+    device = scores.device if isinstance(scores, Tensor) else torch.device(mesh_of(axis).kind)
+    agree_on_call(
+        mesh_of(axis),
+        device,
+        None,
+        lambda: _check(scores, indices, k, unique),
+        lambda: describe_call("top_k_across", rows=list(scores.shape[:-1]), k=k, unique=unique),
+    )
+    wrong = (indices < 0) | (indices > NONE)
+    candidates = pack(scores.masked_fill(wrong, torch.nan), indices.masked_fill(wrong, 0).expand_as(scores))
+    found: Tensor = best_op(best(candidates, k, unique=unique), axis.group_name, [axis.size, axis.index], unique)
+    return unpack(found)
+
+
+@torch.library.custom_op("attnmesh::best_across", mutates_args=())
+def best_op(candidates: Tensor, group: str, place: Sequence[int], unique: bool) -> Tensor:
+    """Merge candidates as an operator, which is one node of a compiled graph."""
+    found = best_across(candidates, Axis(place[0], place[1], group_named(group)), unique=unique)
+    return found.clone() if found is candidates else found
+
+
+@best_op.register_fake
+def _(candidates: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(candidates)
+
+
+def _check(scores: Tensor, indices: Tensor, k: int, unique: bool) -> None:
+    """Raise unless `top_k_across` serves these arguments."""
+    check_tensor("top_k_across scores", scores)
+    dtype, fix = str(scores.dtype).removeprefix("torch."), "pass the scores of this rank's keys, (..., n)"
+    fits = dtype in DTYPES and scores.ndim > 0
+    require(fits, DtypeError, "top_k_across scores", "a tensor of floats", type_and_shape(scores), fix)
+    fits, fix = not (torch.is_grad_enabled() and scores.requires_grad), "call it under torch.no_grad()"
+    require(fits, KernelError, "top_k_across scores", "a tensor without gradients", "one with requires_grad=True", fix)
+    whole = isinstance(indices, Tensor) and indices.dtype in (torch.int32, torch.int64)
+    subject, fix = "top_k_across indices", "pass the index of each key in the whole sequence"
+    require(whole, DtypeError, subject, "a tensor of int32 or int64", type_and_shape(indices), fix)
+    check_tensor(subject, indices)
+    fits, expected = indices.shape in (scores.shape, scores.shape[-1:]), f"shape {tuple(scores.shape)}, as the scores"
+    require(fits, ShapeError, subject, expected, f"{tuple(indices.shape)}", fix)
+    check_one_device("top_k_across", {"scores": scores, "indices": indices})
+    if indices.device.type == "cpu" and indices.numel() and may_compare(indices.device):
+        first, last = (int(x) for x in indices.aminmax())
+        require(
+            first >= 0 and last <= NONE, ShapeError, subject, f"numbers from 0 to {NONE}", f"{first} to {last}", fix
+        )
+    if type(k) is not int:
+        raise ShapeError("top_k_across k", "a whole number, 1 or more", repr(k), "count the keys to find as an int")
+    check_count("top_k_across k", k, "find at least one key")
+    fits, fix = isinstance(unique, bool), "pass unique=True if one index has scores on several ranks"
+    require(fits, ArgumentError, "top_k_across unique", "True or False", repr(unique), fix)

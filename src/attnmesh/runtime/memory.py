@@ -1,0 +1,57 @@
+"""Memory of this machine: what there is, and what is free, within the limits of containers and services."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+ROOT = Path("/")
+
+GROUPS = {
+    "": ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+"""Where control groups of versions 2 and 1 have their limit and their use, and the use that can be given back."""
+
+
+def host_memory(root: Path = ROOT) -> int:
+    """Return the bytes of memory that this process may use at most."""
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([physical, *(limit for limit, _ in _limits(root))])
+
+
+def free_memory(device: torch.device, root: Path = ROOT) -> int:
+    """Return the bytes that are free on a device; on a CPU those of this machine, or of its control group."""
+    if device.type == "cuda":
+        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + reserved
+    lines = _read(root / "proc/meminfo").splitlines()
+    free = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
+    free = free or [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    return max(0, min([*free, *(limit - used for limit, used in _limits(root))]))
+
+
+def _limits(root: Path) -> Iterator[tuple[int, int]]:
+    """Yield the limit and the use of each control group that this process is in."""
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, names, place = line.split(":", 2)
+        for name in names.split(","):
+            if name in GROUPS:
+                folder, most, used, spare = GROUPS[name]
+                group = root / folder / place.lstrip("/")
+                while group != (root / folder).parent:
+                    limit = _read(group / most).strip()
+                    if limit.isdigit():  # else "max", or a group that this process cannot see
+                        freed = [
+                            x.split()[1] for x in _read(group / "memory.stat").splitlines() if x.startswith(f"{spare} ")
+                        ]
+                        yield int(limit), int(_read(group / used) or 0) - sum(map(int, freed))
+                    group = group.parent
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,39 @@
+"""Processes of this host, by their number and their start: a number is used again once its process has ended."""
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+
+class RunningProcess(NamedTuple):
+    """A process, by its number and the clock ticks from the start of the host to its own; 0 for one that has ended."""
+
+    number: int
+    start: int
+
+    @staticmethod
+    def of(number: int | None = None) -> "RunningProcess":
+        """Return the process of that number, this one by default. A zombie has ended."""
+        number = os.getpid() if number is None else number
+        try:
+            state, *fields = Path(f"/proc/{number}/stat").read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            return RunningProcess(number, 0)
+        return RunningProcess(number, 0 if state in "ZX" else int(fields[18]))  # field 22 of proc(5)
+
+    @staticmethod
+    def parse(text: str) -> "RunningProcess":
+        """Return the process that `str` wrote."""
+        number, start = text.split("-")
+        return RunningProcess(int(number), int(start))
+
+    def __str__(self) -> str:
+        return f"{self.number}-{self.start}"
+
+    def is_alive(self) -> bool:
+        """Return whether the process runs, and is no later one of the same number.
+
+        >>> RunningProcess.of().is_alive(), RunningProcess(os.getpid(), start=1).is_alive()
+        (True, False)
+        """
+        return self.start != 0 and RunningProcess.of(self.number) == self

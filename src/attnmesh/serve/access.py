@@ -1,0 +1,78 @@
+"""The door that each request passes first: the host it names, and the key."""
+
+import hashlib
+import hmac
+from dataclasses import dataclass
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from attnmesh.serve.metrics import Metrics
+from attnmesh.serve.refused import Refused
+
+OPEN = ("/", "/health")
+"""Paths that need no key. The page holds nothing secret, and asks for the key."""
+
+POLLED = ("/health", "/metrics")
+"""Paths that are asked for all the time, while the server starts too. Their responses are not counted."""
+
+LOCAL = ("localhost", "127.0.0.1", "[::1]")
+"""Names of this machine to itself."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Rules of the door: hosts, keys and sizes."""
+
+    api_keys: tuple[str, ...] = ()
+    """Keys that requests have to show one of; none if all may ask."""
+    local: bool = True
+    """Serve only requests to a name of this machine: a page of another site can have its own name point here."""
+    max_body: int = 32 << 20
+
+
+class Door:
+    """Lets requests in, and counts the responses."""
+
+    def __init__(self, app: ASGIApp, limits: Limits, metrics: Metrics) -> None:
+        self.app, self.limits, self.metrics = app, limits, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request, or refuse it."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                if scope["path"] not in POLLED:
+                    self.metrics.responses.labels(str(message["status"])).inc()
+                message["headers"] = [*message["headers"], (b"x-content-type-options", b"nosniff")]
+            await send(message)
+
+        try:
+            scope["api_key"] = self._check(scope["path"], Headers(scope=scope))
+        except Refused as error:
+            await JSONResponse(error.body, error.status, error.headers)(scope, receive, counted)
+        else:
+            await self.app(scope, receive, counted)
+
+    def _check(self, path: str, headers: Headers) -> str:
+        """Return the key of a request; empty if it needs none. Raise if it may not be served."""
+        name = headers.get("host", "").rpartition(":")[0] or headers.get("host", "")
+        if self.limits.local and name.lower() not in (*LOCAL, "[:"):
+            raise Refused(403, "host: expected a name of this machine. Start the server with --host for others.")
+        if not self.limits.api_keys or path in OPEN:
+            return ""
+        kind, _, key = headers.get("authorization", "").partition(" ")
+        found = [one for one in self.limits.api_keys if is_same(key.strip(), one)]
+        if kind.lower() != "bearer" or not found:
+            raise Refused(401, "authorization: expected Bearer and a key of the server", None, "invalid_api_key")
+        return found[0]
+
+
+def is_same(given: str, secret: str) -> bool:
+    """Return whether two keys are the same, in a time that tells nothing of the secret one."""
+    digests = [hashlib.sha256(key.encode()).digest() for key in (given, secret)]
+    return hmac.compare_digest(*digests)

@@ -1,0 +1,99 @@
+"""Threads that make tokens of prompts: short ones never wait for long ones, and what cannot fit is not encoded."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+
+from attnmesh.serve.chat import Encoded
+from attnmesh.serve.refused import Refused
+
+LONG = 1 << 16
+"""Bytes of a body from which on its prompt counts as long. One with images does, too."""
+
+COMPOSED = 4
+"""Characters that a normalization to composed ones makes one of, at most."""
+
+KEEPING = {"Prepend", "NFD", "NFKD", "Lowercase", "ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "FixedLength"}
+"""Steps of tokenizers after which a text has as many characters as before, or more."""
+
+
+class Encoders:
+    """Two copies of a tokenizer, or of a processor, each with a thread: none can be used in two threads at once."""
+
+    def __init__(self, encoder: Any) -> None:
+        self.characters = characters_a_token(getattr(encoder, "tokenizer", encoder))
+        self._lanes = [(ThreadPoolExecutor(1), deepcopy(encoder)) for _ in ("short", "long")]
+
+    async def run(self, encode: Callable[..., Encoded], value: Any, is_long: bool, longest: int) -> Encoded:
+        """Return what `encode` makes of a value; raise on a text that has `longest` tokens or more for certain."""
+        pool, encoder = self._lanes[is_long]
+        check = partial(self._check, longest)
+        return await asyncio.get_running_loop().run_in_executor(pool, encode, encoder, value, check)
+
+    def close(self) -> None:
+        """End the threads."""
+        for pool, _ in self._lanes:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _check(self, longest: int, text: str) -> None:
+        if self.characters is not None and len(text) > self.characters * (longest - 1):
+            raise too_long(f"{len(text):,} characters, of which a token has at most {self.characters},", longest)
+
+
+def too_long(given: str, longest: int) -> Refused:
+    """Return the refusal of a prompt that does not fit."""
+    text = f"The prompt has {given} and the server's longest context is {longest} tokens with the answer."
+    return Refused(413, text, None, "context_length_exceeded")
+
+
+def characters_a_token(tokenizer: Any) -> int | None:
+    """Return how many characters of a text one token stands for at most; None if that has no limit that is known.
+
+    Unknown characters may be dropped, or be one token together. Spaces beside tokens may be dropped, too.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or not isinstance(backend.model, BPE):
+        return None
+    vocabulary = tokenizer.get_vocab()
+    steps = [
+        json.loads(step.__getstate__()) for step in (backend.normalizer, backend.pre_tokenizer) if step is not None
+    ]
+    spelled: set[str] = set()  # signs that any text can be spelled with
+    if '"ByteLevel"' in json.dumps(steps):
+        spelled = {*ByteLevel.alphabet()}
+    elif backend.model.byte_fallback:
+        spelled = {f"<0x{byte:02X}>" for byte in range(256)}
+    strips = any(token.lstrip or token.rstrip for token in tokenizer.added_tokens_decoder.values())
+    factor = _shrinks({"type": "Sequence", "normalizers": steps})
+    if strips or not spelled or not spelled <= vocabulary.keys() or factor is None:
+        return None
+    return max(map(len, vocabulary)) * factor
+
+
+def _shrinks(step: dict[str, Any]) -> int | None:
+    """Return how many characters a step of a tokenizer makes one of, at most; None if it may drop some."""
+    match step:
+        case {"type": "Sequence", **inner}:
+            factor = 1
+            for one in inner.get("normalizers") or inner.get("pretokenizers") or ():
+                of_one = _shrinks(one)
+                if of_one is None:
+                    return None
+                factor *= of_one
+            return factor
+        case {"type": "NFC" | "NFKC"}:
+            return COMPOSED
+        case {"type": "Replace", "pattern": {"String": old}, "content": new}:
+            return 1 if len(new) >= len(old) else None
+        case {"type": "Split" | "Punctuation", "behavior": behavior}:
+            return None if behavior == "Removed" else 1
+        case {"type": kind}:
+            return 1 if kind in KEEPING else None
+    return None

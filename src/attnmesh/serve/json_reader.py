@@ -1,0 +1,164 @@
+"""Strict JSON that other threads need not wait for: Python's own parser keeps them from running until all is read."""
+
+import json
+import re
+from json.decoder import scanstring  # type: ignore[attr-defined]
+from typing import Any, NoReturn
+
+from attnmesh.serve.refused import Refused
+
+VALUES = 1 << 16
+"""Values that a text may have beside the tokens of a prompt."""
+
+DEPTH = 64
+"""Lists and objects inside each other, at most."""
+
+SHORT, LONG = 256, 1 << 18
+"""Characters of the first part that a string is read in, and of its longest ones."""
+
+SPACE = re.compile(r"[ \t\n\r]{0,65536}")
+PLAIN = re.compile(r"[-+.\w]{1,4096}")
+"""Numbers, and the names true, false and null."""
+WHOLE_NUMBERS = re.compile(r"(?: ?\d{1,18},){2,4096}")
+"""Items of a list, as token ids are."""
+
+HIGH, LOW = "\ud800\udbff", "\udc00\udfff"
+"""First and last of the two halves that JSON can spell a character by."""
+
+
+class JsonReader:
+    """Reads one text with a number of values at most. A call of C that it makes takes little time."""
+
+    def __init__(self, text: str, most: int) -> None:
+        self.text, self.at, self.most, self.left = text, 0, most, most
+
+    def read(self) -> Any:
+        """Return the value of the text, or raise."""
+        value = self._value(DEPTH)
+        if self._peek():
+            self._fail("the end")
+        return value
+
+    def _fail(self, expected: str) -> NoReturn:
+        raise Refused(400, f"body: expected JSON, with {expected} at character {self.at}")
+
+    def _peek(self) -> str:
+        """Return the next character that is no space; empty at the end."""
+        while (end := SPACE.match(self.text, self.at).end()) > self.at:  # type: ignore[union-attr]
+            self.at = end
+        return self.text[self.at : self.at + 1]
+
+    def _take(self, signs: str) -> str:
+        """Pass one of some characters and return it, or raise."""
+        found = self._peek()
+        if not found or found not in signs:
+            self._fail(" or ".join(signs))
+        self.at += 1
+        return found
+
+    def _count(self, values: int) -> None:
+        self.left -= values
+        if self.left < 0:
+            raise Refused(400, f"body: expected JSON of at most {self.most:,} values")
+
+    def _value(self, depth: int) -> Any:
+        self._count(1)
+        match self._peek():
+            case '"':
+                return self._string()
+            case "{" | "[" if not depth:
+                raise Refused(400, f"body: expected JSON with at most {DEPTH} lists and objects inside each other")
+            case "{":
+                return self._object(depth - 1)
+            case "[":
+                return self._list(depth - 1)
+        return self._plain()
+
+    def _object(self, depth: int) -> dict[str, Any]:
+        self.at += 1
+        found: dict[str, Any] = {}
+        if self._peek() == "}":
+            self.at += 1
+            return found
+        while True:
+            if self._peek() != '"':
+                self._fail("a name")
+            name = self._string()
+            if name in found:
+                raise Refused(400, f"body: expected JSON, given two fields {json.dumps(name[:60])}")
+            self._take(":")
+            found[name] = self._value(depth)
+            if self._take(",}") == "}":
+                return found
+
+    def _list(self, depth: int) -> list[Any]:
+        self.at += 1
+        found: list[Any] = []
+        if self._peek() == "]":
+            self.at += 1
+            return found
+        while True:
+            if (numbers := WHOLE_NUMBERS.match(self.text, self.at)) is not None:
+                self.at = numbers.end()
+                more = self._loads(f"[{numbers[0][:-1]}]")
+                self._count(len(more))
+                found += more
+            found.append(self._value(depth))
+            if self._take(",]") == "]":
+                return found
+
+    def _plain(self) -> Any:
+        found = PLAIN.match(self.text, self.at)
+        if found is None:
+            self._fail("a value")
+        value = self._loads(found[0])
+        self.at = found.end()
+        return value
+
+    def _loads(self, text: str) -> Any:
+        def refuse(name: str) -> NoReturn:
+            raise Refused(400, f"body: expected JSON, given {name}")
+
+        try:
+            return json.loads(text, parse_constant=refuse)
+        except ValueError:
+            self._fail("a value")
+
+    def _string(self) -> str:
+        """Return the string that begins here, read in parts."""
+        self.at += 1
+        parts, size = [""], SHORT
+        while True:
+            part = self.text[self.at : self.at + size]
+            is_last = self.at + size >= len(self.text)
+            part = part if is_last else part[: _whole(part)]
+            try:
+                found, end = scanstring(part + '"', 0, True)
+            except ValueError:
+                self._fail("a string")
+            parts[-1:] = _joined(parts[-1], found)
+            if end <= len(part):
+                self.at += end
+                return "".join(parts)
+            if is_last:
+                self._fail("the end of a string")
+            self.at, size = self.at + len(part), min(2 * size, LONG)
+
+
+def _whole(part: str) -> int:
+    """Return how much of a string's beginning has only whole escapes.
+
+    >>> _whole("ab"), _whole("ab\\\\n"), _whole("a" * 9 + "\\\\u00e"), _whole("a" * 9 + 4 * "\\\\")
+    (2, 2, 9, 13)
+    """
+    last = part.rfind("\\", max(0, len(part) - 6))
+    run = last + 1 - len(part[: last + 1].rstrip("\\"))
+    return last if run % 2 else len(part)
+
+
+def _joined(before: str, after: str) -> list[str]:
+    """Return two parts of a string, in which no character is cut in halves."""
+    if HIGH[0] <= before[-1:] <= HIGH[1] and LOW[0] <= after[:1] <= LOW[1]:
+        pair = (before[-1] + after[0]).encode("utf-16-le", "surrogatepass").decode("utf-16-le")
+        return [before[:-1], pair + after[1:]]
+    return [before, after]

@@ -1,0 +1,78 @@
+"""Messages between the front and rank 0: JSON with its length before it, through a socket in a private folder.
+
+JSON holds plain values alone. Pickle would run code of anyone who could write to the socket. The bytes of images follow
+the message that describes them.
+"""
+
+import asyncio
+import json
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from attnmesh.serve.images import buffers_of, described, images_of
+
+WIDTH = 4
+"""Bytes of a message's length."""
+
+SLICE = 1 << 18
+"""Bytes of a part of a long message."""
+
+
+def packed(message: list[Any]) -> bytes:
+    """Return a message as bytes."""
+    body = json.dumps(message, separators=(",", ":")).encode()
+    return len(body).to_bytes(WIDTH, "big") + body
+
+
+def parts_of(message: list[Any], images: Mapping[str, Any] | None) -> Iterator[memoryview]:
+    """Yield the bytes of a message in parts, of which those of images are no copies."""
+    described_images = [] if images is None else [described(images)]
+    for buffer in (memoryview(packed(message + described_images)), *buffers_of(images or {})):
+        for first in range(0, len(buffer), SLICE):
+            yield buffer[first : first + SLICE]
+
+
+async def read_message(reader: asyncio.StreamReader) -> list[Any]:
+    """Return the next message; raise `IncompleteReadError`, an `EOFError`, or `OSError` at the end."""
+    length = int.from_bytes(await reader.readexactly(WIDTH), "big")
+    message: list[Any] = json.loads(await reader.readexactly(length))
+    return message
+
+
+class RankSocket:
+    """The end that rank 0 has. One thread receives, any may send."""
+
+    def __init__(self, address: str) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.socket.connect(address)
+        self.file = self.socket.makefile("rb")
+
+    def receive(self) -> list[Any] | None:
+        """Return the next message, or None when the front has closed its end."""
+        try:
+            message: list[Any] = json.loads(self._read(int.from_bytes(self._read(WIDTH), "big")))
+            if message[0] == "prompt":
+                *_, images = message
+                message[-1] = images_of(images, self._read(sum(size for *_, size in images)))
+        except (OSError, ValueError, EOFError):  # closed by this end, or the other
+            return None
+        return message
+
+    def _read(self, size: int) -> bytes:
+        data = self.file.read(size)
+        if len(data) < size:
+            raise EOFError
+        return data
+
+    def send(self, data: bytes) -> None:
+        """Send bytes of whole messages."""
+        self.socket.sendall(data)
+
+    def close(self) -> None:
+        """Wake the thread that receives, and close."""
+        with suppress(OSError):  # the front has gone
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.file.close()
+        self.socket.close()

@@ -1,0 +1,225 @@
+"""The routes: chat completions, completions, the model, health, figures and the page."""
+
+import hashlib
+import json
+import re
+from base64 import b64encode
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+from importlib.resources import files
+from secrets import randbits
+from types import MappingProxyType
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from attnmesh.serve.access import Door, Limits
+from attnmesh.serve.answers import Answers
+from attnmesh.serve.body import Bodies
+from attnmesh.serve.chat import Encoded, encode_chat, encode_text, has_images
+from attnmesh.serve.encoders import LONG, Encoders, too_long
+from attnmesh.serve.refused import Refused
+from attnmesh.serve.reply import EventStream, Gone, Reply, while_there
+from attnmesh.serve.schema import CHAT, COMPLETION, Schema, read_fields, shown
+from attnmesh.serve.spelling import Spelling, tokens_without_text
+from attnmesh.serve.supervisor import Supervisor
+
+NEW_OF_CHAT, NEW_OF_COMPLETION = 2048, 16
+"""New tokens of requests that name no limit, if they fit."""
+
+SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Fields that say how the ranks draw tokens."""
+
+
+class App:
+    """The server of one model. A `processor` reads images; `defaults` are those of the model's generation_config."""
+
+    def __init__(
+        self,
+        front: Supervisor,
+        tokenizer: Any,
+        name: str,
+        limits: Limits,
+        processor: Any = None,
+        defaults: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self.front, self.name, self.limits, self.defaults = front, name, limits, defaults
+        self.spelling = Spelling(tokenizer, tokens_without_text(tokenizer))
+        self._bodies = Bodies(limits.max_body)
+        self._encoders = Encoders(processor or tokenizer)  # copies: one decodes here meanwhile
+        self._page = files("attnmesh.serve").joinpath("page.html").read_text()
+        self._page_headers = {"content-security-policy": content_policy(self._page)}
+
+    def asgi(self) -> ASGIApp:
+        """Return the application, with the front's life as its own."""
+        routes = [
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.model),
+            Route("/health", self.health),
+            Route("/metrics", self.metrics),
+            Route("/", self.page),
+        ]
+        handlers: Any = {Refused: refuse, HTTPException: refuse_http, Gone: leave, Exception: refuse_unforeseen}
+        app = Starlette(routes=routes, exception_handlers=handlers, lifespan=self.lifespan)
+        return Door(app, self.limits, self.front.metrics)
+
+    @asynccontextmanager
+    async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        """Start the ranks, and end them."""
+        await self.front.start()
+        try:
+            yield
+        finally:
+            await self.front.close()
+            self._encoders.close()
+
+    # --- routes ---
+
+    async def chat(self, http: HttpRequest) -> Response:
+        """Answer messages."""
+        fields, prompt = await self._read(http, CHAT, encode_chat)
+        new = fields["max_completion_tokens"] or fields["max_tokens"]
+        default = self.defaults.get("max_new_tokens", NEW_OF_CHAT)
+        top = (fields["top_logprobs"] or 0) if fields["logprobs"] else None
+        new = new or self._default_new(len(prompt.ids), default)
+        return await self._answer(http, fields, prompt, new, Answers(self.spelling, self.name, True, top))
+
+    async def completions(self, http: HttpRequest) -> Response:
+        """Go on with a prompt."""
+        fields, prompt = await self._read(http, COMPLETION, encode_text)
+        answers = Answers(self.spelling, self.name, False, fields["logprobs"])
+        new = fields["max_tokens"] or self._default_new(len(prompt.ids), NEW_OF_COMPLETION)
+        return await self._answer(http, fields, prompt, new, answers)
+
+    async def models(self, _: HttpRequest) -> Response:
+        """List the one model."""
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, http: HttpRequest) -> Response:
+        """Describe the model."""
+        self._check_model(http.path_params["name"], "name")
+        return JSONResponse(self._model())
+
+    async def health(self, _: HttpRequest) -> Response:
+        """Return 200 if requests are served."""
+        return JSONResponse({"status": self.front.status}, 200 if self.front.status == "ready" else 503)
+
+    async def metrics(self, _: HttpRequest) -> Response:
+        """Return the figures for Prometheus."""
+        return Response(self.front.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def page(self, _: HttpRequest) -> Response:
+        """Return the page."""
+        return Response(self._page, media_type="text/html", headers=self._page_headers)
+
+    # --- a request ---
+
+    def _model(self) -> dict[str, Any]:
+        facts = {"max_model_len": self.front.facts.get("max_model_len")}
+        return {"id": self.name, "object": "model", "created": 0, "owned_by": "attnmesh", **facts}
+
+    def _check_model(self, name: str, param: str) -> None:
+        if name != self.name:
+            raise Refused(404, f"model: expected {self.name!r}, given {shown(name)}", param, "model_not_found")
+
+    async def _read(
+        self, http: HttpRequest, schema: Schema, encode: Callable[..., Encoded]
+    ) -> tuple[dict[str, Any], Encoded]:
+        """Return the fields of a request, tested, and the tokens of its prompt, which fits."""
+        self.front.check_ready()
+        longest, read = self.front.facts["max_model_len"], partial(read_fields, schema=schema, defaults=self.defaults)
+        async with self._bodies.read(http, longest, read) as (fields, nbytes):
+            self._check_model(fields["model"], "model")
+            with self.front.room(fields["n"]):
+                is_long = nbytes > LONG or has_images(fields)
+                encoding = self._encoders.run(encode, fields, is_long, longest)
+                prompt = await while_there(http.receive, encoding)
+        if not prompt.ids:
+            raise Refused(400, "prompt: expected at least one token", "prompt")
+        if len(prompt.ids) >= longest:
+            raise too_long(f"{len(prompt.ids)} tokens,", longest)
+        return fields, prompt
+
+    def _default_new(self, prompt: int, most: int) -> int:
+        """Return how many new tokens fit, and stay on the prompt's side of lengths at which ropes change."""
+        sides = [switch for switch in self.front.facts.get("rope_switches", ()) if prompt < switch]
+        limit: int = min(self.front.facts["max_model_len"], *sides, prompt + most)
+        return limit - prompt
+
+    async def _answer(
+        self, http: HttpRequest, fields: dict[str, Any], prompt: Encoded, new: int, answers: Answers
+    ) -> Response:
+        """Submit a request for each choice, and answer with their tokens."""
+        longest = self.front.facts["max_model_len"]
+        room = longest - len(prompt.ids)
+        if new > room:
+            name = "max_tokens" if fields["max_tokens"] is not None else "max_completion_tokens"
+            left = f"what the context of {longest} tokens leaves beside a prompt of {len(prompt.ids)}"
+            raise Refused(400, f"{name}: expected 1 to {room}, {left}, given {new}", name)
+        seed = randbits(63) if fields["seed"] is None else fields["seed"]  # replayed requests need the same
+        options = {name: fields[name] for name in SAMPLED}
+        options |= {"max_new_tokens": new, "logprobs": 0 if answers.top is None else max(1, answers.top)}
+        options["salt"] = salt_of(http.scope["api_key"], fields["cache_salt"])
+        choices = [options | {"seed": (seed + index) % (1 << 63)} for index in range(fields["n"])]
+        stop = fields["stop"] or []
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        reply = Reply(self.front, answers, prompt, choices, stops)
+        if fields["stream"]:
+            await reply.while_there(http.receive, reply.accepted())
+            return EventStream(reply, bool((fields["stream_options"] or {}).get("include_usage")))
+        whole = await reply.while_there(http.receive, reply.whole())
+        return Response(whole, media_type="application/json")
+
+
+def salt_of(key: str, salt: str | None) -> str:
+    """Return the name of those who share prefixes, from which nobody finds their key.
+
+    >>> salt_of("", None), salt_of("secret", "a") == salt_of("secret", "b")
+    ('', False)
+    """
+    given = json.dumps([key, salt]) if key or salt else ""
+    return hashlib.sha256(given.encode()).hexdigest() if given else ""
+
+
+def content_policy(page: str) -> str:
+    """Return the policy that lets a page run its own script and style, and reach this server alone."""
+    digests = []
+    for kind in ("script", "style"):
+        found = re.findall(rf"<{kind}>(.*?)</{kind}>", page, re.DOTALL)
+        hashes = " ".join(f"'sha256-{b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in found)
+        digests.append(f"{kind}-src {hashes}")
+    return "; ".join(("default-src 'none'", *digests, "connect-src 'self'", "frame-ancestors 'none'"))
+
+
+async def refuse(_: HttpRequest, error: Exception) -> Response:
+    """Return what was refused, in OpenAI's shape."""
+    assert isinstance(error, Refused)
+    return JSONResponse(error.body, error.status, error.headers)
+
+
+async def refuse_http(http: HttpRequest, error: Exception) -> Response:
+    """Return an unknown path or method in OpenAI's shape, with those that are known."""
+    assert isinstance(error, HTTPException)
+    known = [f"{min(route.methods - {'HEAD'})} {route.path}" for route in http.app.routes]
+    given = shown(f"{http.method} {http.url.path}")
+    text = f"path: expected one of {', '.join(known)}, given {given}"
+    text = text if error.status_code in (404, 405) else error.detail
+    return JSONResponse(Refused(error.status_code, text).body, error.status_code, error.headers)
+
+
+async def refuse_unforeseen(_: HttpRequest, error: Exception) -> Response:
+    """Return an error of the server's own without its text, which may hold parts of requests."""
+    return JSONResponse(Refused(500, "The server failed on this request.").body, 500)
+
+
+async def leave(_: HttpRequest, error: Exception) -> Response:
+    """Return something that nobody reads: the client has gone."""
+    return Response(status_code=499)

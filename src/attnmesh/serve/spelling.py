@@ -1,0 +1,99 @@
+"""Tokens as they are spelled within a text: the bytes of each, and which special ones no text shows."""
+
+import re
+from codecs import getincrementaldecoder
+from collections.abc import Collection, Sequence
+from functools import cached_property
+from typing import Any
+
+PRINTED = (*range(33, 127), *range(161, 173), *range(174, 256))
+"""Bytes that byte-level tokenizers write as the character of that number; others are characters from 256 on."""
+
+SIGNS = {chr(byte): byte for byte in PRINTED}
+SIGNS |= {chr(256 + place): byte for place, byte in enumerate(sorted({*range(256)} - {*PRINTED}))}
+
+BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
+"""Token of one byte, as SentencePiece writes it."""
+
+
+class Spelling:
+    """The decoding side of a tokenizer. Tokens are kept, so that each is spelled once.
+
+    Args:
+        tokenizer: A tokenizer of transformers.
+        dropped: Tokens without text; None drops every special one.
+    """
+
+    def __init__(self, tokenizer: Any, dropped: Collection[int] | None = None) -> None:
+        self.tokenizer, self.dropped = tokenizer, dropped
+        self._known: dict[int, bytes] = {}
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        skipped = self.dropped is None
+        kept = ids if skipped else [id for id in ids if not self.drops(id)]
+        text: str = self.tokenizer.decode(kept, skip_special_tokens=skipped, clean_up_tokenization_spaces=False)
+        return text
+
+    def drops(self, id: int) -> bool:
+        """Return whether a token is one of those without text."""
+        return self.dropped is not None and id in self.dropped
+
+    def bytes_of(self, id: int) -> bytes:
+        """Return the bytes of a token, those of half a character too, with the space that it begins with."""
+        if id not in self._known:
+            self._known[id] = self._spell(id)
+        return self._known[id]
+
+    @cached_property
+    def between_words(self) -> list[int]:
+        """A token after which others are not the first of a text, whose space tokenizers drop."""
+        return [*self.tokenizer("a", add_special_tokens=False)["input_ids"][-1:]]
+
+    def _spell(self, id: int) -> bytes:
+        options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        before, both = (self.tokenizer.decode([*self.between_words, *more], **options) for more in ([], [id]))
+        if "\ufffd" not in both:
+            return str(both[len(before) :]).encode()
+        sign = str(self.tokenizer.convert_ids_to_tokens(id))
+        if byte := BYTE.fullmatch(sign):
+            return bytes.fromhex(byte[1])
+        in_bytes = all(one in SIGNS for one in sign)
+        return bytes(SIGNS[one] for one in sign) if in_bytes else str(both[len(before) :]).encode()
+
+    def written(self, id: int, escape: str = "") -> str:
+        """Return a token as responses write it: its text, or its bytes where they are not whole characters."""
+        data = self.bytes_of(id)
+        return data.decode() if is_whole(data) else escape + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def tokens_without_text(tokenizer: Any) -> frozenset[int]:
+    """Return the beginning, end and padding of a tokenizer: a model does not say anything by them."""
+    marks = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    return frozenset(mark for mark in marks if mark is not None)
+
+
+def is_whole(data: bytes) -> bool:
+    r"""Return whether bytes are whole characters.
+
+    >>> is_whole(b" a"), is_whole(b"\xf0\x9f")
+    (True, False)
+    """
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def goes_on(begun: bytes, data: bytes) -> bool:
+    r"""Return whether bytes go on with the character that others have begun.
+
+    >>> goes_on(b"\xf0\x9f", b"\x98"), goes_on(b"\xf0\x9f", b"a")
+    (True, False)
+    """
+    try:
+        getincrementaldecoder("utf-8")().decode(begun + data[:1])
+    except UnicodeDecodeError:
+        return False
+    return True

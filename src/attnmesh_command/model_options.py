@@ -1,0 +1,201 @@
+"""Options of `attnmesh generate` and `attnmesh serve`, which check themselves before anything slow is imported."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from attnmesh_command.choices import COLDEST, HOTTEST
+from attnmesh_command.messages import OptionError, check_named, check_option, print_note, under_torchrun
+from attnmesh_command.option_texts import (
+    announce_model,
+    check_model,
+    check_ranks_of_mesh,
+    ranks_of_axes,
+    read_prompt,
+)
+from attnmesh_command.shared_options import (
+    AsJson,
+    Deadline,
+    Dtype,
+    KvOption,
+    Merge,
+    MeshOption,
+    Model,
+    Ranks,
+    Reproducible,
+    Revision,
+    Verbose,
+    check_caches,
+    check_deadline,
+    check_ranks,
+)
+
+PromptFile = Annotated[
+    Path | None, typer.Option(help="A file of text to begin with; - reads standard input.", dir_okay=False)
+]
+Images = Annotated[
+    list[Path] | None, typer.Option("--image", help="A file with an image, before the text; several of them.")
+]
+TopP = Annotated[
+    float | None, typer.Option(min=0, max=1, help="Sample among the likeliest, of this probability together.")
+]
+Stop = Annotated[
+    list[str] | None, typer.Option("--stop", help="End where this text appears, and leave it out; several of them.")
+]
+Raw = Annotated[bool, typer.Option("--raw", help="Go on with the prompt as it stands, without a chat template.")]
+CheckpointFolder = Annotated[
+    Path | None,
+    typer.Option(help="Save the state to this folder, and resume from a state saved there.", file_okay=False),
+]
+Host = Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 is any, and lets other machines in.")]
+ServedName = Annotated[str | None, typer.Option(help="Name of the model in requests; that of --model by default.")]
+MaxGap = Annotated[
+    float | None,
+    typer.Option(
+        min=0.001, help="Seconds that running answers may pause while a new prompt is read; a step's by default."
+    ),
+]
+MaxRestarts = Annotated[int, typer.Option(min=0, help="Times that lost ranks are started again in 10 minutes.")]
+Silence = Annotated[float, typer.Option(help="Seconds without an end of a step after which ranks count as lost.")]
+ApiKeys = Annotated[
+    list[str] | None,
+    typer.Option(envvar="ATTNMESH_API_KEY", show_envvar=True, help="Key of a client; again for each further one."),
+]
+ApiKeyFile = Annotated[Path | None, typer.Option(help="File with a key on each line.")]
+GENERATION_SOURCES = ("auto", "none")
+"""Sources of the defaults of requests."""
+GenerationSource = Annotated[
+    str, typer.Option(help="Defaults of requests: auto takes those of the model's generation_config, none has none.")
+]
+
+
+def check_world(mesh: str, ranks: int | None) -> None:
+    """Raise on a mesh that is none, or of other ranks; torchrun's are compared when they have met."""
+    named = ranks_of_axes(mesh)
+    if not under_torchrun():
+        check_ranks(ranks or named)
+        if ranks is not None:
+            check_ranks_of_mesh(mesh, ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions:
+    """Generate text with a language model whose context is spread over ranks, and print what it took."""
+
+    model: Model
+    revision: Revision = None
+    prompt: Annotated[str, typer.Option(help="What to say; after the file's text, if both are given.")] = ""
+    prompt_file: PromptFile = None
+    image: Images = None
+    ranks: Ranks = None
+    mesh: MeshOption = "auto"
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at the most.")] = 64
+    temperature: Annotated[float | None, typer.Option(min=0, help="Sample, at this temperature; 0 is greedy.")] = None
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample among so many of the likeliest tokens.")] = None
+    top_p: TopP = None
+    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0
+    stop: Stop = None
+    raw: Raw = False
+    merge: Merge = "auto"
+    reproducible: Reproducible = False
+    checkpoint: CheckpointFolder = None
+    every: Annotated[int, typer.Option(min=1, help="New tokens from one checkpoint to the next.")] = 64
+    deadline: Deadline = None
+    dtype: Dtype = "auto"
+    kv: KvOption = "auto"
+    as_json: AsJson = False
+    verbose: Verbose = False
+
+    def __post_init__(self) -> None:
+        check_world(self.mesh, self.ranks)
+        check_caches(self.dtype, self.merge, self.reproducible, self.kv, self.mesh)
+        check_deadline(self.deadline)
+        self._check_sampling()
+        self._check_checkpoint()
+        check_model(self.model, self.revision)
+        for file in self.image or ():
+            check_option(file.is_file(), "--image", "a file with an image", f"{str(file)!r}", "name another")
+        if str(self.prompt_file) != "-":  # standard input can be read once
+            read_prompt(self.prompt, self.prompt_file)
+        announce_model(self.model)
+
+    def _check_sampling(self) -> None:
+        """Raise on values of no use: logits are divided by the temperature."""
+        if self.temperature:
+            fits, expected = COLDEST <= self.temperature <= HOTTEST, f"0, or {COLDEST:.5f} to {HOTTEST:,.0f}"
+            check_option(fits, "--temperature", expected, self.temperature, "write 0, or about 1")
+        fits = -(2**63) <= self.seed < 2**64
+        check_option(fits, "--seed", "-2^63 to 2^64 - 1", f"{self.seed:.3g}", "take one of these")
+
+    def _check_checkpoint(self) -> None:
+        """Raise on what a saved state does not hold: texts that end an answer, and images."""
+        fix = "name the text that ends the answer, or leave --stop out"
+        check_option("" not in (self.stop or ()), "--stop", "some text", "an empty one", fix)
+        if self.checkpoint is not None:
+            given = repr((self.stop or [""])[0])
+            check_option(not self.stop, "--stop", "no --checkpoint beside it", given, "leave one out")
+            fix = "leave --checkpoint or --image out"
+            check_option(not self.image, "--checkpoint", "a prompt without images", str(self.checkpoint), fix)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Serve a language model whose contexts are spread over ranks, over HTTP as OpenAI does."""
+
+    model: Model
+    revision: Revision = None
+    mesh: MeshOption = "auto"
+    ranks: Ranks = None
+    host: Host = "127.0.0.1"
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0 takes a free one.")] = 8000
+    served_name: ServedName = None
+    api_key: ApiKeys = None
+    api_key_file: ApiKeyFile = None
+    max_rows: Annotated[int, typer.Option(min=1, help="Requests that decode at a time.")] = 16
+    max_queue: Annotated[int, typer.Option(min=1, help="Requests that wait; further ones get 429.")] = 64
+    cache_memory: Annotated[float | None, typer.Option(min=0.001, help="GB of keys and values on a rank.")] = None
+    max_gap: MaxGap = None
+    max_model_len: Annotated[int | None, typer.Option(min=2, help="Longest context; the model's by default.")] = None
+    generation_config: GenerationSource = "auto"
+    max_body: Annotated[int, typer.Option(min=1, help="MB of a request's body.")] = 32
+    max_restarts: MaxRestarts = 3
+    drain: Annotated[float, typer.Option(min=1, help="Seconds that open requests get to end at SIGTERM.")] = 30
+    deadline: Silence = 60.0
+    merge: Merge = "auto"
+    reproducible: Reproducible = False
+    dtype: Dtype = "auto"
+    kv: KvOption = "auto"
+    verbose: Verbose = False
+
+    def __post_init__(self) -> None:
+        check_world(self.mesh, self.ranks)
+        check_caches(self.dtype, self.merge, self.reproducible, self.kv, self.mesh)
+        check_deadline(self.deadline)
+        check_named("--generation-config", self.generation_config, GENERATION_SOURCES)
+        self.api_keys()
+        check_model(self.model, self.revision)
+        announce_model(self.model)
+        print_note(f"importing PyTorch and transformers, to serve {self.model}")
+
+    def api_keys(self) -> tuple[str, ...]:
+        """Return the keys of clients, or raise on one that no header can carry."""
+        found = {"--api-key": self.api_key or []}
+        if self.api_key_file is not None:
+            found["--api-key-file"] = lines_of(self.api_key_file)
+        for name, keys in found.items():
+            fits = all(key.isascii() and key.isprintable() and " " not in key and key for key in keys)
+            fits = fits and bool(keys or name == "--api-key")
+            fix = "take letters and digits"
+            check_option(fits, name, "printable ASCII without spaces", "other characters, or none", fix)
+        return tuple(key for keys in found.values() for key in keys)
+
+
+def lines_of(file: Path) -> list[str]:
+    """Return the lines of `--api-key-file` that are not empty."""
+    try:
+        return [line.strip() for line in file.read_text().splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        given, fix = f"{file}: {getattr(error, 'strerror', None) or 'no text'}", "name a file that can be read"
+        raise OptionError("--api-key-file", "a file with a key on each line", given, fix) from None

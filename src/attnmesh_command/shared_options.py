@@ -1,0 +1,94 @@
+"""Options of several subcommands, and the files that they name."""
+
+import os
+from errno import EACCES
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from attnmesh_command.choices import DTYPES, MAX_DEADLINE, MAX_RANKS, MERGE_CHOICES, STORAGES
+from attnmesh_command.messages import OptionError, check_named, check_option
+from attnmesh_command.option_texts import axes_of
+
+
+def writable(option: str, file: Path) -> Path:
+    """Return the path, or raise before anything is measured if it cannot be written."""
+    try:
+        file.touch()
+        if not os.access(file, os.W_OK):  # the owner of a read-only file can touch it
+            raise PermissionError(EACCES, os.strerror(EACCES))
+    except OSError as error:
+        fix = "make the folder first, or name another"
+        raise OptionError(option, "a file that can be written", f"{file} ({error.strerror})", fix) from None
+    return file
+
+
+def _writable_out(file: Path | None) -> Path | None:
+    return file and writable("--out", file)
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Explain each figure; show warnings and tracebacks.")]
+OutFile = Annotated[
+    Path | None,
+    typer.Option("--out", help="Also write the JSON to this file.", dir_okay=False, callback=_writable_out),
+]
+KvOption = Annotated[
+    str, typer.Option("--kv", help=f"How keys and values are stored: auto, as the model's, or {', '.join(STORAGES)}.")
+]
+Model = Annotated[
+    str,
+    typer.Option(help="A folder, a GGUF file, a name on the hub, or smollm2, a small model of a Python package."),
+]
+Revision = Annotated[
+    str | None, typer.Option(help="Branch, tag or commit of a model on the hub; its main branch by default.")
+]
+Ranks = Annotated[
+    int | None,
+    typer.Option(min=1, help="Ranks to start on this machine; those of --mesh by default, under torchrun its own."),
+]
+MeshOption = Annotated[
+    str,
+    typer.Option(
+        help="Ranks along named axes: heads, queries, keys, and tp for ranks that share weights; as queries=2,keys=2 "
+        "or tp=2,keys=4. tp=keys=8: the same ranks share both."
+    ),
+]
+Merge = Annotated[str, typer.Option(help=f"How ranks merge: {', '.join(MERGE_CHOICES)}.")]
+Reproducible = Annotated[bool, typer.Option("--reproducible", help="The same bits on 1, 2, 4, 8, ... ranks.")]
+Deadline = Annotated[float | None, typer.Option(help="Seconds of silence after which a rank counts as failed.")]
+Dtype = Annotated[str, typer.Option(help=f"auto, or one of {', '.join(DTYPES)}.")]
+
+
+def check_kv(kv: str) -> None:
+    """Raise on a storage that there is not."""
+    check_named("--kv", kv, ("auto", *STORAGES))
+
+
+def check_ranks(ranks: int) -> int:
+    """Return the number of ranks, or raise if one machine cannot run them."""
+    expected, fix = f"1 to {MAX_RANKS:,} ranks on this machine", "ask for what one machine can run"
+    check_option(1 <= ranks <= MAX_RANKS, "--ranks", expected, f"{ranks:,}", fix)
+    return ranks
+
+
+def check_caches(dtype: str, merge: str, reproducible: bool, kv: str, mesh: str) -> None:
+    """Raise on options of caches that there are not, or that do not go together."""
+    check_named("--dtype", dtype, ("auto", *DTYPES))
+    check_named("--merge", merge, MERGE_CHOICES)
+    check_kv(kv)
+    named = axes_of(mesh)
+    ranks = named.get("queries", 1) * named.get("keys", named.get("tp=keys", 1))
+    fits = not reproducible or (not ranks & (ranks - 1) and merge in ("auto", "tree"))
+    expected = "1, 2, 4, 8, ... ranks along queries and keys, and a tree"
+    fix = "use a power of two of ranks and --merge auto, or leave --reproducible out"
+    check_option(fits, "--reproducible", expected, f"{ranks} ranks and merge {merge!r}", fix)
+
+
+def check_deadline(seconds: float | None) -> None:
+    """Raise on a deadline that is no time."""
+    fits = seconds is None or 0 < seconds < MAX_DEADLINE
+    check_option(
+        fits, "--deadline", f"more than 0 seconds, less than {MAX_DEADLINE:.0e}", seconds, "pass seconds, as 30"
+    )

@@ -1,0 +1,298 @@
+"""Steps of a known kind: the same bits as the first, on caches that change in every way, and alike on all ranks."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import attnmesh as am
+from attnmesh.decoding import decode_call as decode_module
+from attnmesh.errors import InputError
+from attnmesh.kernels.native.build import library
+from attnmesh.runtime.caches import Kinds
+from tests.support.pool import Pool
+
+needs_library = pytest.mark.skipif(library().attend is None, reason="there is no C++ compiler")
+
+
+def tokens(count: int, seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    k, v = torch.randn(2, 2, 2, count, 24, generator=generator).to(dtype)
+    return k, v
+
+
+def query(rows: int = 1, seed: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(2, 6, rows, 24, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def cache_on(ranks: int, dtype: torch.dtype = torch.float32, **options: object) -> am.KVCache:
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("keys",)) if ranks > 1 else None
+    sizes = {"batch": 2, "kv_heads": 2, "head_dim": 24, "capacity": 200, "block": 4}
+    return am.KVCache(mesh, dtype=dtype, **{**sizes, **options})  # type: ignore[arg-type]
+
+
+def _forget(cache: am.KVCache) -> None:
+    """Forget the kinds, so that the next call takes the usual way."""
+    cache.step_plans, cache.known_appends = Kinds(), Kinds()
+
+
+def _equal_twice(cache: am.KVCache, q: Tensor, **options: object) -> bool:
+    """Return whether a step has the bits of its first call when its kind is known."""
+    first = am.decode(q, cache, **options)  # type: ignore[arg-type]
+    again = am.decode(q, cache, **options)  # type: ignore[arg-type]
+    _forget(cache)
+    return torch.equal(first, again) and torch.equal(first, am.decode(q, cache, **options))  # type: ignore[arg-type]
+
+
+def _life(dtype: torch.dtype) -> list[bool]:
+    """On a rank: change a cache in every way, and compare steps whose kind is known with others."""
+    cache, same = cache_on(dist.get_world_size() if dist.is_initialized() else 1, dtype), []
+
+    def steps(cache: am.KVCache) -> None:
+        for mask in (am.Causal(), am.Window(5), am.Full()):
+            same.append(_equal_twice(cache, query(1, dtype=dtype), mask=mask))
+            same.append(_equal_twice(cache, query(1, dtype=dtype), mask=mask, output="heads"))
+            if cache.length >= 3:
+                same.append(_equal_twice(cache, query(3, dtype=dtype), mask=mask))
+
+    for number in range(9):
+        cache.append(*tokens(1, number, dtype))  # some ranks hold nothing at first
+        steps(cache)
+    cache.append(*tokens(40, 10, dtype))
+    steps(cache)
+    cache.truncate(22)
+    steps(cache)
+    other = cache.fork()
+    steps(other)
+    for x in (cache, other, copy.deepcopy(cache)):
+        x.append(*tokens(3, 11, dtype))
+        steps(x)
+    cache.reorder(torch.tensor([1, 0]))
+    steps(cache)
+    cache.reserve(400)
+    steps(cache)
+    cache.append(*tokens(2, 12, dtype), token_mask=torch.tensor([[True, True], [False, True]]))
+    steps(cache)
+    return same
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_a_known_kind_has_the_bits_of_its_first_step(ranks: int, dtype: torch.dtype, pool: Pool) -> None:
+    for same in pool.run(ranks, _life, dtype):
+        assert len(same) > 60
+        assert all(same)
+
+
+def _heads_of_ranks() -> list[bool]:
+    """On a rank: its share of the heads, of a step of a known kind and of a merge, beside all heads."""
+    cache, ranks = cache_on(dist.get_world_size()), dist.get_world_size()
+    cache.append(*tokens(40, 0))
+    first, *later = (am.decode(query(), cache, output="heads") for _ in range(3))
+    share = am.decode(query(), cache, merge="direct").tensor_split(ranks, 1)[dist.get_rank()]
+    own = am.attend(query(), *tokens(5, dist.get_rank()))
+    merged = am.merge_across(own, dist.group.WORLD, output="heads")
+    parts = [x.tensor_split(ranks, 1)[dist.get_rank()] for x in am.merge_across(own, dist.group.WORLD, how="direct")]
+    same = [torch.equal(share, x) and x.is_contiguous() for x in (first, *later)]
+    return [
+        *same,
+        *(torch.equal(x, part) for x, part in zip(merged, parts, strict=True)),
+        len(cache.step_plans) > 0,
+    ]
+
+
+@needs_library
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_heads_of_a_rank_are_a_share_of_all_heads(ranks: int, pool: Pool) -> None:
+    for same in pool.run(ranks, _heads_of_ranks):
+        assert all(same), same
+
+
+def _appended(calls: int, more: int) -> tuple[list[Tensor], list[Tensor]]:
+    """On a rank: the tokens that it holds after appends of a known kind, and after appends that are checked."""
+    found = []
+    for known in (True, False):
+        cache = cache_on(dist.get_world_size())
+        for number in range(calls):
+            cache.append(*tokens(more, number))
+            if not known:
+                _forget(cache)
+        found.append([x[:, :, : cache.used] for x in (cache.keys, cache.values)] + [cache.shard.state])
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("more", [1, 3, 5])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_known_tokens_are_stored_as_others(ranks: int, more: int, pool: Pool) -> None:
+    for known, others in pool.run(ranks, _appended, 30, more):
+        for one, other in zip(known, others, strict=True):
+            assert torch.equal(one, other)
+
+
+def _at_once() -> tuple[Tensor, Tensor, int]:
+    """On a rank: steps that append, and steps after an append."""
+    one, other = (cache_on(dist.get_world_size()) for _ in range(2))
+    ends = []
+    for number in range(20):
+        k, v = tokens(1, number)
+        ends.append(am.decode(query(seed=number), one, k=k, v=v))
+        other.append(k, v)
+        ends.append(am.decode(query(seed=number), other))
+    return torch.stack(ends[::2]), torch.stack(ends[1::2]), one.length
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_step_may_append_its_tokens(ranks: int, pool: Pool) -> None:
+    for one, other, length in pool.run(ranks, _at_once):
+        assert torch.equal(one, other)
+        assert length == 20
+
+
+def test_tokens_that_do_not_fit_are_refused_as_before() -> None:
+    cache = cache_on(1, capacity=8)
+    for number in range(8):
+        am.decode(query(), cache, k=tokens(1, number)[0], v=tokens(1, number)[1])
+    with pytest.raises(InputError, match="room for the new tokens") as raised:
+        cache.append(*tokens(1, 0))
+    assert "reserve(9)" in str(raised.value)
+    assert cache.length == 8
+
+
+@pytest.mark.parametrize(
+    ("k", "v", "message"),
+    [
+        (tokens(1, 0)[0], None, "append v"),
+        (None, tokens(1, 0)[1], "append k"),
+        (tokens(1, 0)[0], tokens(2, 0)[1], "the same tokens"),
+        (tokens(1, 0)[0].double(), tokens(1, 0)[1], "append"),
+        (tokens(1, 0)[0][:1], tokens(1, 0)[1][:1], "append k"),
+    ],
+)
+def test_bad_tokens_are_refused_as_before(k: Tensor | None, v: Tensor | None, message: str) -> None:
+    cache = cache_on(1)
+    for number in range(3):
+        am.decode(query(), cache, k=tokens(1, number)[0], v=tokens(1, number)[1])
+    with pytest.raises(InputError, match=message):
+        am.decode(query(), cache, k=k, v=v)
+    assert cache.length == 3
+
+
+@pytest.mark.parametrize(
+    ("q", "options"),
+    [
+        (query()[:, :5], {}),
+        (query()[:1], {}),
+        (query().double(), {}),
+        (query(7), {}),
+        (query(), {"scale": True}),
+        (query(), {"merge": "nonsense"}),
+        (query(), {"reproducible": 1}),
+        (query(), {"checked": 1}),
+        (query().requires_grad_(), {}),
+    ],
+)
+def test_bad_steps_are_refused_as_before(q: Tensor, options: dict[str, object]) -> None:
+    cache = cache_on(1)
+    cache.append(*tokens(5, 0))
+    for each in ({}, {"scale": 1.0}):
+        am.decode(query(), cache, **each)  # type: ignore[arg-type]
+        am.decode(query(5), cache, **each)  # type: ignore[arg-type]
+    with pytest.raises(InputError):
+        am.decode(q, cache, **options)  # type: ignore[arg-type]
+
+
+def _disagree(kind: str, odd: int, checked: bool | None) -> str:
+    """On a rank: a step of a known kind in which one rank differs. All go on afterwards."""
+    cache, q = cache_on(dist.get_world_size()), query()
+    cache.append(*tokens(9, 0))
+    for _ in range(3):
+        am.decode(q, cache, checked=checked)
+    if dist.get_rank() == odd:
+        q = q + 1 if kind == "query" else q
+        if kind == "length":
+            cache.shard.append(tokens(1, 3), None)
+            cache.shards.known_length += 1
+    try:
+        out = am.decode(q, cache, checked=checked)
+    except InputError as error:
+        text = str(error)
+    else:
+        text = "NaN" if bool(out.isnan().all()) else "numbers"
+    cache.shards.truncate(8, ())
+    assert bool(am.decode(query(), cache).isfinite().all())
+    return text
+
+
+@pytest.mark.parametrize("kind", ["query", "length"])
+@pytest.mark.parametrize("odd", [0, 2])
+def test_ranks_that_differ_in_a_known_step_raise_alike_or_get_nan(kind: str, odd: int, pool: Pool) -> None:
+    (text,) = set(pool.run(3, _disagree, kind, odd, None))
+    assert "the same call on every rank" in text
+    assert ("digest" in text) == (kind == "query")
+    assert set(pool.run(3, _disagree, kind, odd, False)) == {"NaN"}
+
+
+def _infinite(odd: int) -> tuple[bool, Tensor]:
+    """On a rank: a known step in which the keys of one rank are not finite: it alone takes the usual way."""
+    cache, q = cache_on(dist.get_world_size()), query()
+    cache.append(*tokens(12, 0))
+    for _ in range(3):
+        am.decode(q, cache)
+    if dist.get_rank() == odd:
+        cache.values[0, 0, 0] = torch.nan
+    ran: list[bool] = []
+    usual = decode_module._run_compared
+
+    def spied(*arguments: object) -> Tensor:
+        ran.append(True)
+        return usual(*arguments)  # type: ignore[arg-type]
+
+    decode_module._run_compared = spied
+    try:
+        return bool(ran) or False, am.decode(q, cache)
+    finally:
+        decode_module._run_compared = usual
+        assert bool(ran) == (dist.get_rank() == odd or library().attend is None)
+
+
+@needs_library
+def test_a_rank_may_leave_the_known_way_alone(pool: Pool) -> None:
+    outs = [out for _, out in pool.run(3, _infinite, 1)]
+    assert bool(outs[0][0, :3].isnan().all())
+    assert bool(outs[0][0, 3:].isfinite().all())
+    for out in outs[1:]:
+        assert torch.equal(out.nan_to_num(7.0), outs[0].nan_to_num(7.0))
+
+
+def _defaults() -> bool:
+    """On a rank: known steps have the same bits with other defaults of PyTorch."""
+    cache, q = cache_on(dist.get_world_size()), query()
+    cache.append(*tokens(9, 0))
+    own = am.attend(q, *tokens(9, dist.get_rank()))
+    first = [(am.decode(q, cache), am.merge_across(own, dist.group.WORLD).out) for _ in range(2)]
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        with torch.device("meta"):
+            again = am.decode(q, cache), am.merge_across(own, dist.group.WORLD).out
+    finally:
+        torch.set_default_dtype(before)
+    return all(torch.equal(x, y) for pair in first for x, y in zip(pair, again, strict=True))
+
+
+@needs_library
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_defaults_of_pytorch_do_not_matter(ranks: int, pool: Pool) -> None:
+    assert pool.run(ranks, _defaults) == [True] * ranks
+
+
+@needs_library
+@pytest.mark.parametrize("kernel", ["native", "cpu", "auto"])
+def test_a_step_of_a_named_kernel_compiles_to_one_graph(kernel: str) -> None:
+    cache = cache_on(1)
+    cache.append(*tokens(10, 0))
+    step = torch.compile(lambda q: am.decode(q, cache, kernel=kernel), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(step(query()), am.decode(query(), cache, kernel=kernel))

@@ -1,0 +1,186 @@
+"""Steps over selected tokens: in a graph, with new tokens, and where indices are wrong or differ by rank."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import attnmesh as am
+from attnmesh.core.selection import NONE
+from attnmesh.decoding.index_search import top_k_tokens
+from attnmesh.errors import ShapeError
+from attnmesh.mesh.shapes import AXES, Shape
+from attnmesh.runtime.counters import counted
+from tests.support.mesh_problems import named_mesh
+from tests.support.pool import Pool
+
+HEADS, WIDTH, TOKENS = (4, 2), 8, 45
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def cache_of(ranks: int, values: str = "separate") -> am.KVCache:
+    mesh = named_mesh(Shape(1, 1, ranks), AXES) if ranks > 1 else None
+    sizes = {"batch": 2, "kv_heads": HEADS[1], "head_dim": WIDTH, "capacity": 64, "block": 4}
+    cache = am.KVCache(mesh, **sizes, dtype=torch.float32, values=values)
+    k, v = numbers(2, 2, HEADS[1], TOKENS, WIDTH)
+    cache.append(k, v if values == "separate" else None)
+    return cache
+
+
+def indices(rows: int, k: int, tokens: int = TOKENS, seed: int = 1) -> Tensor:
+    return numbers(2, HEADS[1], rows, tokens, seed=seed).argsort(-1)[..., :k].int()
+
+
+def all_tokens_and_parts(ranks: int) -> list[bool]:
+    """Return whether a selection of all tokens is causal attention, and two disjoint ones merge to their union."""
+    cache, q = cache_of(ranks), numbers(2, HEADS[0], 3, WIDTH, seed=2)
+    every = torch.arange(TOKENS).int().expand(2, 1, 3, -1)
+    whole = am.decode(q, cache)
+    right = [torch.allclose(am.decode(q, cache, selected=am.Selection(every)), whole, atol=1e-6)]
+    right.append(torch.allclose(am.decode(q, cache, selected=am.Selection(every[..., :12], block=4)), whole, atol=1e-6))
+    k, v = numbers(1, 2, HEADS[1], 1, WIDTH, seed=3)[0], numbers(1, 2, HEADS[1], 1, WIDTH, seed=4)[0]
+    new = am.Selection(torch.tensor([TOKENS, 3]).int().expand(2, 1, 1, -1))
+    step = am.decode(q[:, :, :1], cache, k=k, v=v, selected=new)
+    cache.truncate(TOKENS)
+    cache.append(k, v)
+    return [*right, torch.equal(step, am.decode(q[:, :, :1], cache, selected=new))]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
+def test_all_tokens_selected_is_causal_attention(pool: Pool, ranks: int) -> None:
+    for right in pool.run(ranks, all_tokens_and_parts, ranks):
+        assert all(right), right
+
+
+def test_disjoint_selections_merge_to_their_union() -> None:
+    q, (k, v), both = numbers(2, HEADS[0], 3, WIDTH), numbers(2, 2, HEADS[1], TOKENS, WIDTH), indices(3, 20)
+    options = {"mask": am.Causal(), "q_positions": torch.arange(TOKENS - 3, TOKENS)}
+    parts = [am.attend(q, k, v, selected=am.Selection(part), **options) for part in both.split([7, 13], -1)]
+    whole = am.attend(q, k, v, selected=am.Selection(both), **options)
+    for found, right in zip(am.merge(*parts), whole, strict=True):
+        torch.testing.assert_close(found, right)
+    cache = am.KVCache(None, batch=2, kv_heads=HEADS[1], head_dim=WIDTH, capacity=64, dtype=torch.float32)
+    cache.append(k, v)
+    torch.testing.assert_close(am.decode(q, cache, selected=am.Selection(both)), whole.out)
+
+
+def compiled_steps(ranks: int) -> list[bool]:
+    """Return whether compiled steps equal eager ones, with NaN for a faulty row alone."""
+    caches, q = [cache_of(ranks) for _ in range(2)], numbers(2, HEADS[0], 1, WIDTH, seed=2)
+
+    def step(cache: am.KVCache, k: Tensor, chosen: Tensor) -> Tensor:
+        cache.append(k, k)
+        return am.decode(q, cache, selected=am.Selection(chosen))
+
+    compiled = torch.compile(step, fullgraph=True, backend="eager")
+    right = []
+    with torch.no_grad():
+        for token in range(4):
+            given = numbers(2, HEADS[1], 1, WIDTH, seed=token), indices(1, 9, TOKENS + token + 1, seed=token)
+            right.append(torch.equal(step(caches[0], *given), compiled(caches[1], *given)))
+        for wrong in (-1, TOKENS + 5, int(given[1][0, 0, 0, 1])):
+            faulty = given[1].clone()
+            faulty[0, 0, 0, 0] = wrong
+            out = compiled(caches[1], given[0], faulty)
+            right.append(bool(out[0, :2].isnan().all()) and not out[0, 2:].isnan().any() and not out[1].isnan().any())
+            caches[1].truncate(TOKENS + 4)
+    return right
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_over_selected_tokens_is_one_graph(pool: Pool, ranks: int) -> None:
+    for right in pool.run(ranks, compiled_steps, ranks):
+        assert all(right), right
+
+
+def unchecked_differences() -> list[bool]:
+    """Return whether outputs are NaN where ranks that compare nothing select other tokens."""
+    cache, q = cache_of(2), numbers(2, HEADS[0], 1, WIDTH, seed=2)
+    selections = [am.Selection(indices(1, 9, seed=rank)) for rank in range(2)]
+    alike = am.decode(q, cache, selected=selections[0], checked=False)
+    differing = am.decode(q, cache, selected=selections[dist.get_rank()], checked=False)
+    return [not alike.isnan().any(), bool(differing.isnan().all())]
+
+
+def test_selections_that_differ_by_rank_are_nan_where_nothing_is_compared(pool: Pool) -> None:
+    assert pool.run(2, unchecked_differences) == [[True, True]] * 2
+
+
+def received(tokens: int) -> int:
+    cache, q = cache_of(4), numbers(2, HEADS[0], 1, WIDTH, seed=2)
+    chosen = am.Selection(indices(1, tokens))
+    with counted() as traffic:
+        am.decode(q, cache, selected=chosen, merge="tree")
+    return traffic.bytes
+
+
+def test_a_step_sends_what_one_over_all_tokens_sends(pool: Pool) -> None:
+    for tokens in (1, 40):
+        assert pool.run(4, received, tokens) == [2 * 4 * (2 + 2 * HEADS[0] * (1 + WIDTH))] * 4
+
+
+def test_an_empty_selection_gives_zeros() -> None:
+    cache, q = cache_of(1, "prefix"), numbers(2, HEADS[0], 2, WIDTH, seed=2)
+    nothing = am.Selection(torch.full((2, 1, 2, 3), NONE, dtype=torch.int32))
+    assert not am.decode(q, cache, selected=nothing).any()
+
+
+def score(keys: Tensor, operands: Sequence[Tensor]) -> Tensor:
+    q, weights = operands
+    return torch.einsum("bqh,bqhn->bqn", weights, (q @ keys[:, None].mT).relu())
+
+
+def best_tokens(ranks: int, padded: bool) -> list[Tensor]:
+    """Return the best tokens before and after a fork, of a cache with a sharded prefill, on this rank."""
+    mesh = named_mesh(Shape(1, 1, ranks), AXES) if ranks > 1 else None
+    sizes = {"batch": 2, "kv_heads": 1, "head_dim": WIDTH, "capacity": 200, "block": 4}
+    index = am.KVCache(mesh, **sizes, dtype=torch.float32, values="none")
+    keys, real = numbers(2, 1, TOKENS, WIDTH), numbers(2, TOKENS, seed=5) > -0.5
+    mine = am.Zigzag().positions(30, ranks, dist.get_rank())
+    index.append_shard(keys[:, :, mine], None, mine, token_mask=real[:, :30] if padded else None)
+    index.append(keys[:, :, 30:], token_mask=real[:, 30:] if padded else None)
+    operands = numbers(2, 3, 64, WIDTH, seed=6), numbers(2, 3, 64, seed=7)
+    options = {"k": 60, "mask": am.Causal()}
+    found = [top_k_tokens(index, score, operands, **options), top_k_tokens(index, score, operands, 4, block=5)]
+    return [*found, top_k_tokens(index.fork(), score, operands, **options)]
+
+
+def error_of_longer_index_keys() -> str:
+    """Return the error of a step that attends the best tokens of index keys with more tokens than the cache."""
+    mesh = named_mesh(Shape(1, 1, 2), AXES)
+    sizes = {"batch": 2, "kv_heads": 1, "head_dim": WIDTH, "capacity": 200, "block": 4}
+    index = am.KVCache(mesh, **sizes, dtype=torch.float32, values="none")
+    index.append(numbers(2, 1, TOKENS + 2, WIDTH))
+    operands = numbers(2, 1, 64, WIDTH, seed=6), numbers(2, 1, 64, seed=7)
+    found = top_k_tokens(index, score, operands, TOKENS + 2)
+    with pytest.raises(ShapeError) as raised:
+        am.decode(numbers(2, HEADS[0], 1, WIDTH), cache_of(2), selected=am.Selection(found[:, None]))
+    return str(raised.value)
+
+
+def test_index_keys_of_more_tokens_than_the_cache_raise_the_same_on_all_ranks(pool: Pool) -> None:
+    first, second = pool.run(2, error_of_longer_index_keys)
+    assert first == second
+    assert f"of {TOKENS} keys, given {TOKENS + 1}" in first
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_best_tokens_do_not_depend_on_the_ranks(pool: Pool, padded: bool) -> None:
+    (alone,) = pool.run(1, best_tokens, 1, padded)
+    for ranks in (2, 3, 4, 6):
+        for found in pool.run(ranks, best_tokens, ranks, padded):
+            assert all(map(torch.equal, found, alone))
+    keys, operands = numbers(2, 1, TOKENS, WIDTH)[:, 0], (numbers(2, 3, 64, WIDTH, seed=6), numbers(2, 3, 64, seed=7))
+    real = numbers(2, TOKENS, seed=5) > -0.5 if padded else torch.ones(2, TOKENS, dtype=torch.bool)
+    seen = am.Causal().visible(torch.arange(TOKENS - 3, TOKENS), torch.arange(TOKENS)) & real[:, None]
+    seen = seen & real[:, -3:, None]
+    order = score(keys, operands).masked_fill(~seen, -torch.inf).sort(-1, descending=True)
+    right = order.indices.masked_fill(order.values == -torch.inf, NONE)
+    assert torch.equal(alone[0][..., :TOKENS].long(), right)
+    assert (alone[0][..., TOKENS:] == NONE).all()
+    assert torch.equal(alone[0], alone[2])

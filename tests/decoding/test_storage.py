@@ -1,0 +1,279 @@
+"""A cache that stores 8 bits: attention is exact over the stored numbers, which no change of the cache changes."""
+
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import attnmesh as am
+from attnmesh import errors
+from attnmesh.core.storage import STORAGES, columns_of
+from attnmesh.decoding.index_search import top_k_tokens
+from attnmesh.kernels import stored
+from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.shapes import AXES, Shape
+from tests.support import histories
+from tests.support.dense import truth
+from tests.support.mesh_problems import named_mesh
+from tests.support.pool import Pool
+from tests.support.seeds import seeds
+
+HEADS, WIDTH, TOKENS = (4, 2), 8, 75
+
+each_storage = pytest.mark.parametrize("storage", STORAGES)
+
+
+def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def mesh_of(shape: Shape) -> Any:
+    return named_mesh(shape, AXES) if shape.ranks > 1 else None
+
+
+def empty(mesh: Any = None, **options: Any) -> am.KVCache:
+    sizes = {"batch": 2, "kv_heads": HEADS[1], "head_dim": WIDTH, "capacity": 160, "block": 4, "dtype": torch.float32}
+    return am.KVCache(mesh, **sizes | options)
+
+
+def rows(x: Tensor, storage: str) -> Tensor:
+    return STORAGES[storage].quantize(x).view(torch.int8)
+
+
+@pytest.mark.parametrize("seed", seeds(30, 300))
+def test_random_lives_agree_with_float64(pool: Pool, tmp_path: Path, seed: int) -> None:
+    drawn = replace(histories.draw(seed + 5000), storage=[*STORAGES][seed % 2])
+    histories.check(drawn, pool, tmp_path)
+
+
+def is_held(cache: am.KVCache, x: Tensor, storage: str) -> bool:
+    """Return whether this rank's rows are those of its tokens."""
+    held = cache.keys[:, :, : cache.used]
+    columns_of(held)
+    index = cache.shard.token_index[: cache.used]
+    return (
+        torch.equal(held.view(torch.int8), rows(x, storage)[:, cache.mesh.heads.share_of(HEADS[1])][:, :, index])
+        and columns_of(held) == x.shape[-1]
+    )
+
+
+def life(shape: tuple[int, ...], storage: str, values: str, folder: Path, lost: int) -> list[bool]:
+    """Fill, change, fork, save, load and recover a cache. Return whether it holds the rows of its tokens after each."""
+    mesh = mesh_of(Shape(*shape))
+    place, copies = Mesh.of(mesh), min(2, shape[1] * shape[2])
+    cache = empty(mesh, storage=storage, values=values, copies=copies)
+
+    def new(tokens: int, seed: int) -> tuple[Tensor, Tensor | None]:
+        k, v = numbers(2, 2, HEADS[1], tokens, WIDTH, seed=seed)
+        return k, v if values == "separate" else None
+
+    (keys, v), mine = new(37, 0), am.Zigzag().positions(37, place.shape.ranks, place.shard)
+    cache.append_shard(keys[:, :, mine], None if v is None else v[:, :, mine], mine)
+    right = [is_held(cache, keys, storage)]
+    for step, tokens in enumerate((9, 1, 1, 5)):
+        cache.append(*new(tokens, 1 + step))
+        keys = torch.cat((keys, new(tokens, 1 + step)[0]), 2)
+    right.append(is_held(cache, keys, storage))
+    cache.truncate(40)
+    cache.reserve(200)
+    cache.reorder(torch.tensor([1, 0]))
+    keys = keys[[1, 0], :, :40]
+    right.append(is_held(cache, keys, storage))
+    other, apart = cache.fork(), deepcopy(cache)
+    other.append(*new(3, 20))
+    other.truncate(41)
+    right.append(is_held(other, torch.cat((keys, new(3, 20)[0][:, :, :1]), 2), storage))
+    right += [is_held(apart, keys, storage), is_held(cache, keys, storage)]
+    cache.save(folder)
+    found = [am.KVCache.load(folder, mesh)]
+    if copies > 1:
+        found += am.recover(None if dist.get_rank() == lost else [cache], mesh)
+    return right + [each.sizes.storage == storage and is_held(each, keys, storage) for each in found]
+
+
+@each_storage
+@pytest.mark.parametrize("values", ["separate", "prefix", "none"])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 1, 3), (2, 1, 2)])
+def test_a_life_keeps_the_stored_rows(
+    pool: Pool, tmp_path: Path, shape: tuple[int, ...], storage: str, values: str
+) -> None:
+    for right in pool.run(Shape(*shape).ranks, life, shape, storage, values, tmp_path, Shape(*shape).ranks - 1):
+        assert all(right), right
+
+
+def bits(shape: tuple[int, ...], storage: str, values: str, block: int, pieces: tuple[int, ...]) -> list[Tensor]:
+    cache = empty(mesh_of(Shape(*shape)), storage=storage, values=values, block=block)
+    k, v = numbers(2, 2, HEADS[1], TOKENS, WIDTH)
+    q = numbers(2, HEADS[0], 2, WIDTH, seed=1)
+    for part in torch.arange(TOKENS).split(pieces):
+        cache.append(k[:, :, part], v[:, :, part] if values == "separate" else None)
+    return [
+        am.decode(q[:, :, :rows], cache, mask=mask, reproducible=True)
+        for rows in (1, 2)
+        for mask in (am.Causal(), am.Window(29))
+    ]
+
+
+@each_storage
+@pytest.mark.parametrize("values", ["separate", "prefix"])
+@pytest.mark.parametrize("block", [4, 16])
+def test_the_same_bits_on_any_ranks_and_in_any_pieces(pool: Pool, storage: str, values: str, block: int) -> None:
+    expected = pool.run(1, bits, (1, 1, 1), storage, values, block, (TOKENS,))[0]
+    shapes = [((1, 1, 1), (1, 30, 44)), ((1, 1, 2), (TOKENS,)), ((1, 2, 2), (60, 15)), ((1, 1, 8), (TOKENS,))]
+    shapes.append(((2, 1, 2), (TOKENS,)))
+    for shape, pieces in shapes:
+        for found in pool.run(Shape(*shape).ranks, bits, shape, storage, values, block, pieces):
+            assert all(map(torch.equal, found, expected)), shape
+
+
+def reloaded(shape: tuple[int, ...], storage: str, folder: Path) -> Tensor:
+    """Fill and save a cache on four ranks, or load it on others; append more. Return the rows of all tokens."""
+    mesh, saves = mesh_of(Shape(*shape)), shape[2] == 4
+    cache = empty(mesh, storage=storage) if saves else am.KVCache.load(folder, mesh)
+    k, v = numbers(2, 2, HEADS[1], TOKENS, WIDTH)
+    if saves:
+        cache.append(k, v)
+        cache.save(folder)
+    cache.append(k[:, :, :9], v[:, :, :9])
+    index = cache.shard.token_index[: cache.used]
+    held = torch.zeros(2, HEADS[1], TOKENS + 9, cache.keys.shape[-1] + cache.values.shape[-1], dtype=torch.int8)
+    held[:, :, index] = torch.cat((cache.keys, cache.values), -1)[:, :, : cache.used].view(torch.int8)
+    if mesh is not None:
+        dist.all_reduce(held)
+    return held
+
+
+@each_storage
+def test_saved_on_four_continues_on_three(pool: Pool, tmp_path: Path, storage: str) -> None:
+    expected = pool.run(4, reloaded, (1, 1, 4), storage, tmp_path)[0]
+    for found in pool.run(3, reloaded, (1, 1, 3), storage, tmp_path):
+        assert torch.equal(found, expected)
+
+
+@each_storage
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("widths", [(192, 128), (576, 512)])
+@pytest.mark.parametrize("kernel", ["auto", "cpu", "reference"])
+def test_wide_rows_and_many_tiles(
+    monkeypatch: pytest.MonkeyPatch, storage: str, dtype: torch.dtype, widths: tuple[int, int], kernel: str
+) -> None:
+    monkeypatch.setattr(stored, "TILE", 32)
+    values = "prefix" if widths[0] > 256 else "separate"
+    sizes = {"head_dim": widths[0], "value_dim": widths[1], "dtype": dtype, "values": values}
+    cache = empty(**sizes, storage=storage)
+    k, v = (numbers(2, HEADS[1], 150, width, seed=width, dtype=dtype) for width in widths)
+    q = numbers(2, HEADS[0], 3, widths[0], seed=1, dtype=dtype)
+    cache.append(k, v if values == "separate" else None)
+    k, v = (STORAGES[storage].dequantize(STORAGES[storage].quantize(x), torch.float64) for x in (k, v))
+    v = k[..., : widths[1]] if values == "prefix" else v
+    visible = am.Causal().visible(torch.arange(147, 150), torch.arange(150))
+    expected = truth([q, k, v], visible, widths[0] ** -0.5, torch.zeros(*q.shape[:-1], widths[1]))
+    expected.check("out", am.decode(q, cache, kernel=kernel))
+
+
+@each_storage
+def test_bytes_of_a_token(storage: str) -> None:
+    plain, held = (empty(head_dim=128, dtype=torch.bfloat16, storage=each) for each in (None, storage))
+    for cache in (plain, held):
+        cache.append(*numbers(2, 2, HEADS[1], TOKENS, 128, dtype=torch.bfloat16))
+    assert held.nbytes == held.shard.token_bytes == 2 * 2 * HEADS[1] * TOKENS * 130
+    assert held.nbytes < 0.53 * plain.nbytes
+
+
+@each_storage
+def test_what_is_not_finite_gives_nan(storage: str) -> None:
+    for fault in (torch.inf, torch.nan):
+        for place in (0, 1):
+            kv = numbers(2, 2, HEADS[1], TOKENS, WIDTH)
+            kv[place, 0, 1, 50, 3] = fault
+            cache = empty(storage=storage)
+            cache.append(*kv)
+            out = am.decode(numbers(2, HEADS[0], 1, WIDTH), cache)
+            assert bool(out[0, 2:].isnan().all())
+            assert bool(out[0, :2].isfinite().all())
+            assert bool(out[1].isfinite().all())
+
+
+@each_storage
+def test_pages_of_rows(storage: str) -> None:
+    cache, other = empty(storage=storage, block=25), empty(storage=storage, block=25)
+    cache.append(*numbers(2, 2, HEADS[1], TOKENS, WIDTH))
+    (pages,) = cache.pages()
+    other.append_pages(pages.keys, pages.values, pages.block_table)
+    q = numbers(2, HEADS[0], 1, WIDTH, seed=1)
+    assert torch.equal(*(am.decode(q, each, reproducible=True) for each in (cache, other)))
+    with pytest.raises(errors.DtypeError, match="append_pages keys"):
+        empty(storage=storage, block=25).append_pages(*numbers(2, 6, 25, HEADS[1], WIDTH + 2), pages.block_table)
+    wrong = pages.keys[..., :WIDTH]
+    with pytest.raises(errors.ShapeError, match="append_pages keys"):
+        empty(storage=storage, block=25).append_pages(wrong, wrong, pages.block_table)
+
+
+@each_storage
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_index_keys(storage: str, dtype: torch.dtype) -> None:
+    keys, q = numbers(2, 1, TOKENS, WIDTH, dtype=dtype), numbers(2, 3, WIDTH, seed=1, dtype=dtype)
+    read = STORAGES[storage].dequantize(rows(keys, storage).view(STORAGES[storage].dtype)).to(dtype)
+    caches = [empty(kv_heads=1, values="none", dtype=dtype, storage=each) for each in (storage, None)]
+    for cache, x in zip(caches, (keys, read), strict=True):
+        cache.append(x)
+    found = [top_k_tokens(cache, lambda k, operands: operands[0] @ k.mT, [q], 5) for cache in caches]
+    assert torch.equal(*found)
+
+
+def in_a_graph(storage: str) -> bool:
+    cache, q = empty(storage=storage), numbers(2, HEADS[0], 1, WIDTH, seed=1)
+    k, v = numbers(2, 2, HEADS[1], TOKENS, WIDTH)
+    cache.append(k, v)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        cache.append(k, v)
+        return am.decode(q, cache)
+
+    given = step(q, k[:, :, :1], v[:, :, :1])
+    return torch.equal(given, am.decode(q, cache))
+
+
+@each_storage
+def test_a_step_in_a_graph(storage: str) -> None:
+    assert in_a_graph(storage)
+
+
+def test_refusals() -> None:
+    with pytest.raises(errors.ArgumentError, match="KVCache storage: expected None or one of int8, fp8_e4m3"):
+        empty(storage="int4")
+    with pytest.raises(errors.ArgumentError, match="KVCache storage"):
+        empty(storage=8)
+    with pytest.raises(errors.ShapeError, match="KVCache head_dim: expected an even number"):
+        empty(head_dim=7, storage="int8")
+    with pytest.raises(errors.ShapeError, match="KVCache value_dim: expected an even number"):
+        empty(value_dim=5, storage="int8")
+    cache = empty(storage="int8")
+    with pytest.raises(errors.KernelError, match="gradients"):
+        cache.append(*numbers(2, 2, HEADS[1], 3, WIDTH).requires_grad_())
+    with pytest.raises(errors.DtypeError, match="append: expected one dtype"):
+        cache.append(*rows(numbers(2, 2, HEADS[1], 3, WIDTH), "int8"))
+
+
+def two_storages(folder: Path) -> list[str]:
+    """Return the errors of ranks whose caches are stored in two ways."""
+    mesh, found = mesh_of(Shape(1, 1, 2)), []
+    other = "int8" if dist.get_rank() else None
+    for call in (lambda: empty(mesh, storage=other), lambda: am.recover([empty(None, storage=other)], mesh)):
+        try:
+            call()
+        except errors.MeshError as error:
+            found.append(str(error))
+    return found
+
+
+def test_caches_of_two_storages_are_refused_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
+    for found in pool.run(2, two_storages, tmp_path):
+        assert len(found) == 2
+        assert "storage" in found[0]

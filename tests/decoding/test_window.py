@@ -1,0 +1,327 @@
+"""Caches that forget: the same results as caches that keep every token, in the memory of a window."""
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import attnmesh as am
+from attnmesh import errors
+from attnmesh.core.mask import Mask
+from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.shapes import AXES, Shape
+from attnmesh.store.checkpoint import load_layers
+from attnmesh.store.checkpoint_writer import save_layers
+from tests.support.mesh_problems import named_mesh
+from tests.support.pool import Pool
+
+SIZES: dict[str, Any] = {"batch": 2, "kv_heads": 2, "head_dim": 8, "capacity": 2000, "block": 4}
+MASKS = [am.Window(0), am.Window(37), am.Causal() & am.Chunks(50), am.Window(30) & am.Chunks(24)]
+
+
+def cache_of(shape: Shape, mask: Mask | None, keep: int = 0, **options: Any) -> am.KVCache:
+    mesh = named_mesh(shape, AXES) if shape.ranks > 1 else None
+    return am.KVCache(mesh, dtype=torch.float32, mask=mask, keep=keep, **{**SIZES, **options})
+
+
+def new(tokens: int, seed: int = 0) -> list[torch.Tensor]:
+    """Return q, k and v of new tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(2, heads, tokens, 8, generator=generator) for heads in (4, 2, 2)]
+
+
+# --- the same bits, and less memory ---
+
+
+def lives(shape: Shape, mask: Mask, keep: int) -> list[torch.Tensor]:
+    """Return outputs of a long life. Raise unless a cache that keeps every token gives the same bits."""
+    caches = [cache_of(shape, mask, keep), cache_of(shape, None)]
+    outs, random = [], torch.Generator().manual_seed(3)
+    for step in range(100):
+        tokens = {20: 9, 40: 130}.get(step, 1)
+        q, k, v = new(tokens, step)
+        for cache in caches:
+            cache.append(k, v)
+        both = [am.decode(q, cache, mask=mask, reproducible=True) for cache in caches]
+        assert torch.equal(*both), step
+        outs.append(both[0])
+        if keep and step % 7 == 6:
+            less = int(torch.randint(1, keep + 1, (1,), generator=random))
+            for cache in caches:
+                cache.truncate(cache.length - less)
+            both = [am.decode(q[:, :, -1:], cache, mask=mask, reproducible=True) for cache in caches]
+            assert torch.equal(*both), step
+    forgets, whole = caches
+    seen = min(mask.left + 1, *mask.chunks, 2000) + keep
+    slots = seen / forgets.tokens.size * 9 / 8 + 5 * 4 + 3
+    assert forgets.keys.shape[2] <= slots, (forgets, forgets.keys.shape, slots)
+    assert forgets.length == whole.length
+    assert forgets.used < whole.used
+    return outs
+
+
+def lives_of() -> list[Any]:
+    """Return masks and numbers of tokens that truncation may remove; one case is a sample, the others long tests."""
+    cases = [(mask, keep) for mask in MASKS for keep in (0, 6)]
+    return [pytest.param(*case, marks=[] if case == (MASKS[3], 6) else pytest.mark.long) for case in cases]
+
+
+@pytest.mark.parametrize(("mask", "keep"), lives_of())
+def test_same_bits_as_a_cache_that_keeps_every_token(pool: Pool, mask: Mask, keep: int) -> None:
+    (alone,) = pool.run(1, lives, Shape(1, 1, 1), mask, keep)
+    for shape in (Shape(1, 1, 2), Shape(2, 1, 2)):
+        for outs in pool.run(shape.ranks, lives, shape, mask, keep):
+            assert all(map(torch.equal, outs, alone)), shape
+
+
+def prefills(shape: Shape, layout: Any, padded: bool) -> tuple[float, int, int]:
+    """Return the worst error after a sharded prefill in two parts, and the slots in use and reserved."""
+    mask, place = am.Window(20), Mesh.of(named_mesh(shape, AXES) if shape.ranks > 1 else None)
+    caches = [cache_of(shape, mask, 3), cache_of(shape, None)]
+    worst = 0.0
+    for length, queries in ((700, 1), (90, 90), (400, 5)):
+        q, k, v = new(length)
+        real = torch.rand(2, length, generator=torch.Generator().manual_seed(1)) > 0.3 if padded else None
+        mine = layout.positions(length, place.shape.ranks, place.shard)
+        for cache in caches:
+            positions = cache.length + mine
+            cache.append_shard(k[:, :, mine], v[:, :, mine], positions, token_mask=real, queries=queries)
+        one, other = (am.decode(q[:, :, -queries:], cache, mask=mask) for cache in caches)
+        worst = max(worst, float((one - other).abs().max()))
+    most = caches[0].keys.shape[2]
+    for step in range(10):
+        q, k, v = new(1, step)
+        for cache in caches:
+            cache.append(k, v)
+        one, other = (am.decode(q, cache, mask=mask) for cache in caches)
+        worst = max(worst, float((one - other).abs().max()))
+    return worst, most, caches[0].keys.shape[2]
+
+
+@pytest.mark.parametrize(
+    ("layout", "padded"),
+    [
+        (am.Contiguous(), True),
+        pytest.param(am.Striped(4), False, marks=pytest.mark.long),
+        pytest.param(am.Striped(4), True, marks=pytest.mark.long),
+        pytest.param(am.Contiguous(), False, marks=pytest.mark.long),
+    ],
+)
+def test_a_sharded_prefill_keeps_the_window_alone(pool: Pool, layout: Any, padded: bool) -> None:
+    for shape in (Shape(1, 1, 1), Shape(1, 1, 3), Shape(2, 1, 2)):
+        for worst, most, after in pool.run(shape.ranks, prefills, shape, layout, padded):
+            assert worst < 1e-5
+            assert max(most, after) < 90, "of 1,190 tokens"
+
+
+def stays_apart() -> bool:
+    cache, mask = cache_of(Shape(1, 1, 2), am.Window(30), 2), am.Window(30)
+    cache.append(*new(200)[1:])
+    other, (q, k, v) = deepcopy(cache), new(1, 1)
+    other.append(k, v)
+    before = am.decode(q, other, mask=mask)
+    for step in range(80):
+        cache.append(*new(1, step)[1:])
+    return torch.equal(am.decode(q, other, mask=mask), before) and other.length == 201
+
+
+def test_a_copy_forgets_by_itself(pool: Pool) -> None:
+    assert pool.run(2, stays_apart) == [True] * 2
+
+
+# --- saving, loading and recovering ---
+
+LAYERS = am.Window(37), None, am.Window(37), am.Causal() & am.Chunks(64)
+
+
+def filled(shape: Shape, mask: Mask | None, padded: bool) -> am.KVCache:
+    cache = cache_of(shape, mask, keep=0 if mask is None else 4, copies=min(2, shape.queries * shape.keys))
+    real = torch.rand(2, 300, generator=torch.Generator().manual_seed(1)) > 0.3 if padded else None
+    cache.append(*new(300)[1:], token_mask=real)
+    for step in range(20):
+        cache.append(*new(1, step)[1:])
+    return cache
+
+
+def continued(caches: list[am.KVCache], masks: Any = LAYERS) -> list[torch.Tensor]:
+    """Return outputs after a truncation and more tokens."""
+    outs = []
+    for step in range(12):
+        q, k, v = new(1, 200 + step)
+        for cache, mask in zip(caches, masks, strict=True):
+            if step == 8:
+                cache.truncate(cache.length - 2)
+            cache.append(k, v)
+            outs.append(am.decode(q, cache, mask=mask or am.Causal()))
+    return outs
+
+
+def save_while_decoding(shape: Shape, padded: bool, path: Path) -> list[torch.Tensor]:
+    caches = [filled(shape, mask, padded) for mask in LAYERS]
+    save_layers(caches, path).wait()
+    saving = save_layers(caches, path, wait=False)
+    outs = continued(caches)
+    saving.wait()
+    return outs
+
+
+def load_and_continue(shape: Shape, path: Path) -> list[torch.Tensor]:
+    caches, _, _ = load_layers(am.KVCache, path, named_mesh(shape, AXES) if shape.ranks > 1 else None)
+    assert [cache.sizes.mask for cache in caches] == list(LAYERS)
+    return continued(caches)
+
+
+@pytest.mark.parametrize("padded", [pytest.param(False, marks=pytest.mark.long), True])
+def test_layers_of_several_windows_are_saved_and_loaded_on_other_ranks(
+    pool: Pool, tmp_path: Path, padded: bool
+) -> None:
+    expected = pool.run(2, save_while_decoding, Shape(1, 1, 2), padded, tmp_path)[0]
+    for shape in (Shape(1, 1, 1), Shape(1, 1, 3), Shape(2, 1, 2)):
+        for outs in pool.run(shape.ranks, load_and_continue, shape, tmp_path):
+            assert all(torch.allclose(*both, atol=1e-5) for both in zip(outs, expected, strict=True))
+
+
+def recover_and_continue(padded: bool, after: Shape, ahead: int) -> list[torch.Tensor] | str:
+    caches = [filled(Shape(1, 1, 3), mask, padded) for mask in LAYERS]
+    if dist.get_rank() == 2:  # steps ahead of the others
+        for cache in caches[:2]:
+            cache.checker.checked = False
+            for step in range(ahead):
+                cache.append(*new(1, step)[1:])
+    try:
+        found = am.recover(None if dist.get_rank() == 1 else caches, named_mesh(after, AXES), copies=2)
+    except errors.MeshError as error:
+        return str(error)
+    return continued(found)
+
+
+@pytest.mark.parametrize("padded", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_recovery(pool: Pool, padded: bool) -> None:
+    alone = continued([filled(Shape(1, 1, 1), mask, padded) for mask in LAYERS])
+    for after, ahead in ((Shape(1, 1, 3), 0), (Shape(1, 3, 1), 1)):
+        for outs in pool.run(3, recover_and_continue, padded, after, ahead):
+            assert not isinstance(outs, str), outs
+            assert all(torch.allclose(*both, atol=1e-5) for both in zip(outs, alone, strict=True))
+
+
+def test_ranks_too_far_apart_are_refused(pool: Pool) -> None:
+    messages = pool.run(3, recover_and_continue, False, Shape(1, 1, 3), 40)
+    assert len(set(messages)) == 1
+    assert str(messages[0]).startswith("recover: expected ranks as far as each other, given ranks that have forgotten")
+
+
+# --- bad input ---
+
+
+def run_bad_call(kind: str) -> None:
+    """Make a bad call on all ranks, or on rank 1 alone. The cache has to stay as it is."""
+    odd, mask, shape = dist.get_rank() == 1, am.Window(20), Shape(1, 1, 3)
+    cache = cache_of(shape, mask, keep=3)
+    for step in range(60):
+        cache.append(*new(3, step)[1:])
+    q, k, v = new(30)
+    before = am.decode(q[:, :, :1], cache, mask=mask)
+    try:
+        match kind:
+            case "deep":
+                cache.truncate(150)
+            case "deep on one rank":
+                cache.truncate(150 if odd else 178)
+            case "wide":
+                am.decode(q[:, :, :1], cache)
+            case "wide on one rank":
+                am.decode(q[:, :, :1], cache, mask=am.Window(21) if odd else mask)
+            case "queries":
+                am.decode(q[:, :, :30], cache, mask=mask)
+            case "queries of a shard":
+                cache.append_shard(k[:, :, :0], v[:, :, :0], torch.zeros(0, dtype=torch.long), queries=0 if odd else 1)
+            case "other queries":
+                cache.append_shard(k[:, :, :0], v[:, :, :0], torch.zeros(0, dtype=torch.long), queries=1 + odd)
+            case "graph":
+                torch.compile(lambda: cache.append(k, v), backend="eager")()
+            case "queries in a graph":
+                torch.compile(lambda: am.decode(q[:, :, :2], cache, mask=mask), backend="eager")()
+            case "keep":
+                cache_of(shape, mask, keep=-1 if odd else 3)
+            case "other keep":
+                cache_of(shape, mask, keep=4 if odd else 3)
+            case "keep alone":
+                cache_of(shape, None, keep=3)
+            case "no mask":
+                cache_of(shape, 20 if odd else mask)
+            case "documents":
+                cache_of(shape, am.Causal() & am.Documents([20]))
+    finally:
+        assert torch.equal(am.decode(q[:, :, :1], cache, mask=mask), before), "the cache has changed"
+
+
+BAD_CALLS = {
+    "deep": (
+        errors.ShapeError,
+        "truncate: expected 0, or at least 176: the cache has forgotten what earlier .* Fix: make",
+    ),
+    "deep on one rank": (errors.ShapeError, "truncate: expected 0, or at least 176: .*given 150 of 180 tokens"),
+    "wide": (errors.MaskError, r"decode mask: expected Window\(20\), by which .*given Causal\(\). Fix: pass mask="),
+    "wide on one rank": (errors.MaskError, r"decode mask: expected Window\(20\), by which .*given Window\(21\)"),
+    "queries": (
+        errors.ShapeError,
+        "decode q: expected queries of token 176 and later ones: .* given queries of the tokens from 150 to 179",
+    ),
+    "queries of a shard": (errors.ShapeError, "append_shard queries: expected a whole number, 1 or more, given 0"),
+    "other queries": (errors.MeshError, "append_shard: expected the same call on every rank"),
+    "graph": (errors.KernelError, "append: expected no graph around a cache that forgets"),
+    "queries in a graph": (errors.KernelError, "decode: expected no graph around a cache that forgets"),
+    "keep": (errors.ShapeError, "KVCache keep: expected a whole number, 0 or more, given -1"),
+    "other keep": (errors.MeshError, "KVCache: expected the same call on every rank"),
+    "keep alone": (errors.ShapeError, "KVCache keep: expected 0 without mask=, given 3"),
+    "no mask": (errors.MaskError, r"KVCache mask: expected Full\(\), Causal\(\), .* given int"),
+    "documents": (
+        errors.MaskError,
+        r"KVCache mask: expected a mask that does not depend on the length, given Causal\(\) & Documents",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_CALLS)
+def test_all_ranks_raise_alike_and_continue(pool: Pool, kind: str) -> None:
+    error, message = BAD_CALLS[kind]
+    results = pool.ask(3, run_bad_call, kind)
+    assert [type(result) for result in results] == [error] * 3
+    assert len({str(result) for result in results}) == 1
+    with pytest.raises(error, match=message):
+        raise results[0]
+
+
+def test_a_step_decodes_in_one_graph() -> None:
+    cache, mask = cache_of(Shape(1, 1, 1), am.Window(20)), am.Window(20)
+    step = torch.compile(lambda q: am.decode(q, cache, mask=mask), backend="eager", fullgraph=True)
+    for seed in range(40):
+        q, k, v = new(1, seed)
+        cache.append(k, v)
+        with torch.no_grad():
+            assert torch.equal(step(q), am.decode(q, cache, mask=mask))
+
+
+def test_an_empty_batch_with_padding_is_saved(tmp_path: Path) -> None:
+    cache = cache_of(Shape(1, 1, 1), am.Window(20))
+    cache.append(*new(30)[1:], token_mask=torch.arange(30).ge(9).expand(2, 30))
+    cache.truncate(0)
+    cache.save(tmp_path)
+    assert am.KVCache.load(tmp_path, None).length == 0
+
+
+def test_truncation_to_nothing_and_within_a_window() -> None:
+    cache, mask = cache_of(Shape(1, 1, 1), am.Window(20)), am.Window(20)
+    q, k, v = new(15)
+    cache.append(k, v)
+    cache.truncate(2)  # nothing has been forgotten
+    whole = am.attend(q, k, v, mask=mask).out
+    assert torch.allclose(am.decode(q[:, :, 1:2], cache, mask=mask), whole[:, :, 1:2], atol=1e-6)
+    for _ in range(5):
+        cache.append(k, v)
+    cache.truncate(0)
+    cache.append(k, v)
+    assert torch.allclose(am.decode(q, cache, mask=mask), whole, atol=1e-6)

@@ -1,0 +1,70 @@
+"""Latents: absorbed queries over latents give what expanded keys and values give."""
+
+import pytest
+import torch
+
+import attnmesh as am
+from attnmesh.core.band import Band
+from attnmesh.core.logits import Logits
+from attnmesh.kernels.driver import choose
+from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.shapes import AXES, Shape
+from attnmesh.mesh_attention import latents as latent
+from attnmesh.mesh_attention.attention import attend_shards
+from attnmesh.mesh_attention.call import Call, Options
+from attnmesh.mesh_attention.latents import Latents, Projection
+from attnmesh.runtime.counters import counted
+from tests.support.dense import dense
+from tests.support.mesh_problems import named_mesh
+from tests.support.pool import Pool
+
+HEADS, COLUMNS, VALUES, RANK, ROTATED, TOKENS = 6, 5, 3, 7, 2, 11
+
+
+def drawn() -> tuple[torch.Tensor, torch.Tensor, Projection]:
+    """Return queries, latents and a projection."""
+    q, latents = torch.randn(2, HEADS, TOKENS, COLUMNS + ROTATED), torch.randn(2, 1, TOKENS, RANK + ROTATED)
+    projection = Projection(torch.randn(HEADS, COLUMNS, RANK), torch.randn(HEADS, VALUES, RANK))
+    return q.double(), latents.double(), projection.to(torch.float64)
+
+
+def test_absorbed_queries_give_what_expanded_keys_give() -> None:
+    q, latents, projection = drawn()
+    visible = am.Causal().visible(torch.arange(TOKENS), torch.arange(TOKENS))
+    expected, lse, _ = dense(q, *projection.expand(latents), visible, 0.3)
+    sums, same_lse, _ = dense(projection.absorb(q), latents, latents[..., :RANK], visible, 0.3)
+    torch.testing.assert_close(projection.project(sums), expected)
+    torch.testing.assert_close(same_lse, lse)
+
+
+@pytest.mark.parametrize("size", [1, 2 * 11 * 10 * 8 * 4, 1 << 20])
+def test_heads_are_expanded_in_groups(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latent, "EXPANDED_BYTES", size)
+    q, latents, projection = drawn()
+    band = Band.of(am.Window(4), torch.arange(TOKENS), TOKENS)
+    visible = am.Window(4).visible(torch.arange(TOKENS), torch.arange(TOKENS))
+    expected, lse, _ = dense(q, *projection.expand(latents), visible, 0.3)
+    partial = projection.attend(choose("auto", q, *projection.expand(latents)), q, latents, band, Logits(0.3))
+    torch.testing.assert_close(partial.out, expected)
+    torch.testing.assert_close(partial.lse, lse)
+
+
+def received(shape: Shape) -> int:
+    """Return the elements that a rank receives, besides one value per row."""
+    mesh, n = named_mesh(shape, AXES), TOKENS
+    q, k, v = torch.randn(1, HEADS, n, COLUMNS + ROTATED), *torch.randn(2, 1, HEADS, n, COLUMNS + ROTATED)
+    projection = Projection(torch.randn(HEADS, COLUMNS, RANK), torch.randn(HEADS, VALUES, RANK))
+    options = Options(am.Full(), am.Zigzag(), am.Zigzag(), "bulk", "auto", None, None, *[n * shape.ranks] * 2, None)
+    tokens = torch.randn(1, 1, n, RANK + ROTATED)
+    with counted() as traffic:
+        attend_shards(
+            Call(q, k, v[..., :VALUES], None, None, options), Mesh.of(mesh), None, Latents(tokens, projection)
+        )
+    return traffic.vectors
+
+
+@pytest.mark.parametrize("shape", [Shape(1, 4, 1), Shape(1, 1, 4), Shape(1, 2, 2)])
+def test_latents_travel_along_columns_and_queries_along_rows(shape: Shape, pool: Pool) -> None:
+    latents = (shape.queries - 1) * TOKENS * (RANK + ROTATED)
+    queries = (shape.keys - 1) * TOKENS * HEADS * (COLUMNS + ROTATED + VALUES)
+    assert pool.run(4, received, shape) == [latents + queries] * 4

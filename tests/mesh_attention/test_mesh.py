@@ -1,0 +1,468 @@
+"""Attention on meshes of ranks, forward and gradients, against float64; and what else is asked of it."""
+
+import re
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import attnmesh as am
+from attnmesh import errors
+from attnmesh.comm import p2p
+from attnmesh.core.layout import Layout
+from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.shapes import AXES, Shape, elements
+from attnmesh.mesh_attention.auto_layout import chosen_layout
+from attnmesh.runtime.counters import Traffic, counted
+from tests.support.mesh_problems import MeshProblem, check, draw, named_mesh, run
+from tests.support.pool import Pool
+from tests.support.seeds import batches_by_ranks
+
+PER_WORLD = {1: (10, 10), 2: (20, 60), 3: (20, 60), 4: (40, 80), 6: (20, 80), 8: (40, 60)}
+"""Problems for each number of ranks: a sample that has each shape, exchange and dtype, and all."""
+
+
+def cases() -> list[Any]:
+    """Batches of problems, of which the first on few ranks are quick."""
+    quick = [f"{ranks}-0-9" for ranks in (1, 2, 4)]
+    every = batches_by_ranks(PER_WORLD)
+    return [each._replace(marks=[*each.marks, pytest.mark.quick]) if each.id in quick else each for each in every]
+
+
+SHAPES = [Shape(1, 4, 1), Shape(1, 1, 4), Shape(4, 1, 1), Shape(1, 2, 2), Shape(2, 1, 2), Shape(2, 2, 1)]
+
+
+def run_each(problems: list[MeshProblem]) -> list[list[Tensor]]:
+    return [run(problem) for problem in problems]
+
+
+@pytest.mark.parametrize(("ranks", "seeds"), cases())
+def test_random_problems_on_a_mesh_agree_with_float64(pool: Pool, ranks: int, seeds: range) -> None:
+    problems = [draw(seed * 100 + ranks, ranks) for seed in seeds]
+    for problem, results in zip(problems, zip(*pool.run(ranks, run_each, problems), strict=True), strict=True):
+        check(problem, list(results))
+
+
+def run_in_turn(problems: list[MeshProblem]) -> tuple[list[list[Tensor]], int]:
+    """Run problems with all messages sent by gloo, as between hosts, and taken for long ones. Count those in turn."""
+    turns, goes_by_gloo = list[bool](), p2p._goes_by_gloo
+
+    def counted(*message: Any) -> bool:
+        turns.append(goes_by_gloo(*message))
+        return turns[-1]
+
+    with (
+        mock.patch.object(p2p, "OUT_OF_TURN", 0),
+        mock.patch.object(p2p, "mailboxes_of", return_value=None),
+        mock.patch.object(p2p, "_goes_by_gloo", counted),
+    ):
+        return run_each(problems), sum(turns)
+
+
+@pytest.mark.parametrize(("ranks", "few"), [(4, range(10)), pytest.param(8, range(40), marks=pytest.mark.long)])
+def test_messages_may_be_sent_in_turn(pool: Pool, ranks: int, few: range) -> None:
+    problems = [problem for seed in few if max((problem := draw(seed * 100 + ranks, ranks)).shape) > 3]
+    results, turns = zip(*pool.run(ranks, run_in_turn, problems), strict=True)
+    assert all(turns)
+    for problem, found in zip(problems, zip(*results, strict=True), strict=True):
+        check(problem, list(found))
+
+
+@pytest.mark.quick
+def test_the_sample_has_each_shape_exchange_and_dtype() -> None:
+    for ranks, (few, many) in PER_WORLD.items():
+        some, every = ([draw(seed * 100 + ranks, ranks) for seed in range(count)] for count in (few, many))
+        for name in ("shape", "exchange", "dtype"):
+            assert {getattr(x, name) for x in some} == {getattr(x, name) for x in every}, (ranks, name)
+
+
+def mesh_of(shape: Shape):  # type: ignore[no-untyped-def]
+    return named_mesh(shape, AXES)
+
+
+PAIR = Shape(1, 2, 1)
+
+# --- shard and unshard ---
+
+
+def there_and_back(shape: Shape, layout: Layout, length: int) -> bool:
+    mesh = mesh_of(shape)
+    whole = torch.arange(2 * length * 3).view(2, length, 3)
+    mine = am.shard(whole, mesh, layout=layout, dim=1)
+    return torch.equal(am.unshard(mine, mesh, layout=layout, dim=1), whole)
+
+
+@pytest.mark.parametrize("shape", [Shape(1, 2, 3), Shape(6, 1, 1), Shape(3, 2, 1)])
+@pytest.mark.parametrize("layout", [am.Contiguous(), am.Zigzag(), am.Striped(2)])
+def test_unshard_is_the_inverse_of_shard(pool: Pool, shape: Shape, layout: Layout) -> None:
+    for length in (0, 5, 31):
+        assert pool.run(6, there_and_back, shape, layout, length) == [True] * 6
+
+
+def attend_packed(shape: Shape, documents: list[int]) -> tuple[bool, list[Tensor]]:
+    """Return whether `shard` and `attention` choose the same, and the gathered output and gradients of q, k and v."""
+    mesh, mask, length = mesh_of(shape), am.Causal() & am.Documents(documents), sum(documents)
+    torch.manual_seed(0)
+    where = {"layout": "auto", "mask": mask}
+    tensors = [am.shard(x, mesh, **where).requires_grad_() for x in torch.randn(4, 1, 2, length, 8)]
+
+    out = am.attention(*tensors[:3], mesh=mesh, length=length, key_length=length, **where)
+    results = out.detach(), *torch.autograd.grad(out, tensors[:3], tensors[3].detach())
+    chosen = chosen_layout("auto", mask, Mesh.of(mesh)).positions(length, shape.ranks, Mesh.of(mesh).shard)
+    same = torch.equal(am.shard(torch.arange(length), mesh, dim=0, **where), chosen)
+    return same, [am.unshard(x, mesh, **where) for x in results]
+
+
+@pytest.mark.parametrize("shape", [Shape(1, 1, 2), Shape(2, 1, 1), Shape(1, 2, 2), PAIR])
+def test_auto_layouts_are_exact(pool: Pool, shape: Shape) -> None:
+    documents = [200, 300, 20, 31, 150, 90, 61, 7, 1, 44]
+    length = sum(documents)
+    torch.manual_seed(0)
+    q, k, v, dout = torch.randn(4, 1, 2, length, 8).double().unbind()
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    visible = (am.Causal() & am.Documents(documents)).visible(torch.arange(length), torch.arange(length))
+    out = torch.nn.functional.scaled_dot_product_attention(*inputs, attn_mask=visible)
+    expected = [out, *torch.autograd.grad(out, inputs, dout)]
+    for same, results in pool.run(shape.ranks, attend_packed, shape, documents):
+        assert same
+        for given, exact in zip(results, expected, strict=True):
+            torch.testing.assert_close(given.double(), exact, atol=2e-5, rtol=1e-5)
+
+
+def compiled_over_documents() -> str:
+    mesh, mask = mesh_of(PAIR), am.Causal() & am.Documents([5, 11])
+
+    def layer(x: Tensor) -> Tensor:
+        return am.attention(x, x, x, mesh=mesh, length=16, key_length=16, layout="auto", mask=mask)
+
+    with pytest.raises(errors.LayoutError) as caught:
+        torch.compile(layer, backend="aot_eager")(torch.randn(1, 2, 8, 8))
+    return str(caught.value)
+
+
+def test_auto_layouts_of_documents_are_refused_in_a_graph(pool: Pool) -> None:
+    for text in pool.run(2, compiled_over_documents):
+        assert "a layout of documents in a compiled model" in text
+        assert "layout=am.Packed" in text
+
+
+# --- what travels ---
+
+
+def traffic_of(shape: Shape, exchange: str, n: int, heads: tuple[int, int]) -> tuple[Traffic, Traffic]:
+    mesh, ranks = mesh_of(shape), dist.get_world_size()
+    q = torch.randn(1, heads[0], n, 8, requires_grad=True)
+    k, v = (torch.randn(1, heads[1], n, 8, requires_grad=True) for _ in range(2))
+    with counted() as forward:
+        out = am.attention(q, k, v, mesh=mesh, layout=am.Zigzag(), mask=am.Full(), exchange=exchange, length=n * ranks)
+    with counted() as backward:
+        out.sum().backward()
+    return forward, backward
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, Shape(1, 4, 2), Shape(2, 2, 2), Shape(1, 8, 1), Shape(1, 3, 2)])
+@pytest.mark.parametrize("exchange", ["bulk", "pipelined", "ring"])
+def test_counted_elements_equal_the_formula(pool: Pool, shape: Shape, exchange: str) -> None:
+    n, (hq, hk), d = 12, (8, 4), 8
+    dq, dk = hq * d, hk * d
+    swapped = (shape.heads - 1) * n * (2 * dq + 2 * dk) // shape.heads
+    rows, columns = shape.keys - 1, shape.queries - 1
+    forward = n * (2 * rows * dq + 2 * columns * dk) + swapped
+    backward = n * (3 * rows * dq + 4 * columns * dk) + swapped
+    for there, back in pool.run(shape.ranks, traffic_of, shape, exchange, n, (hq, hk)):
+        assert (there.vectors, back.vectors) == (forward, backward)
+        scalars = n * rows * hq + (shape.heads - 1) * n * hq // shape.heads
+        assert (there.scalars, back.scalars) == (scalars, 2 * scalars)  # lse; lse and delta
+    assert forward + backward == n * d * sum(elements(shape, hq, hk))
+
+
+# --- agreement ---
+
+
+def attend_with(changes: list[dict[str, object]], shape: tuple[int, int, int] = (1, 2, 1)) -> None:
+    """A call that is fine but for what is changed on some ranks."""
+    options = {"layout": am.Contiguous(), "exchange": "bulk", "n": 5, "d": 4}
+    options |= changes[dist.get_rank()] if dist.get_rank() < len(changes) else {}
+    n, d = (options.pop(name) for name in ("n", "d"))
+    q, k = torch.randn(1, 2, n, d), torch.randn(1, 2, options.pop("keys", n), d)
+    am.attention(q, k, k, mesh=mesh_of(Shape(*shape)), **options)
+
+
+def fine() -> bool:
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    attend_with([])
+    return float(total) == dist.get_world_size()
+
+
+DISAGREEMENTS = [  # beside those of tests/guard/test_same_error.py
+    ([{"d": 6}], errors.MeshError, r"q .*\n    0      \[1, 2, 6\].*\n    1      \[1, 2, 4\]"),
+    (
+        [{"n": 3}],
+        errors.ShapeError,
+        r"of length 8: \[4, 4\] tokens by shard, given \[3, 5\], 8 in all. Fix: shard with",
+    ),
+    ([{"length": 11, "key_length": 10}] * 2, errors.ShapeError, r"length 11: \[6, 5\] tokens by shard, given \[5, 5\]"),
+    (
+        [{"mask": am.Full() & am.Documents((3, 4))}] * 2,
+        errors.MaskError,
+        "documents that add up to 10 tokens, given 7 tokens",
+    ),
+    ([{"kernel": "cuda"}, {}], errors.MeshError, "ranks  kernel\n    0      cuda\n    1      auto"),
+    ([{"keys": 7}] * 2, errors.ShapeError, r"given 10 queries, 14 keys and the default .* Fix: pass mask=am.Full\(\)"),
+    ([{"keys": 7, "key_length": 14}] * 2, errors.ShapeError, "given 10 queries, 14 keys and the default mask"),
+    ([{"keys": 7, "key_length": 14, "mask": am.Causal()}, {"keys": 7, "key_length": 14}], errors.MeshError, "  mask\n"),
+    (
+        [{"layout": None}] * 2,
+        errors.LayoutError,
+        r"attention layout: expected the layout of the shards of 2 ranks, given None\. Fix: pass layout=am.Zigzag\(\) "
+        r"if you sharded with am.shard\(..., layout=am.Zigzag\(\)\), am.Contiguous\(\) for consecutive shards\.",
+    ),
+    ([{"layout": "best"}, {}], errors.LayoutError, 'attention layout: expected "auto", Contiguous.*given .best.'),
+    ([{"layout": "auto", "mask": am.Full()}, {}], errors.MeshError, r"ranks  mask .*layout .*\n    0 .* auto "),
+    (
+        [{"layout": "auto"}, {}],
+        errors.LayoutError,
+        'attention layout: expected mask= beside layout="auto", given no mask',
+    ),
+    ([{"layout": None, "length": 10, "checked": False}] * 2, errors.LayoutError, "of the shards of 2 ranks"),
+]
+
+
+@pytest.mark.parametrize(("changes", "kind", "message"), DISAGREEMENTS)
+def test_all_ranks_raise_alike_and_go_on(pool: Pool, changes: list, kind: type[Exception], message: str) -> None:
+    answers = pool.ask(2, attend_with, changes)
+    assert [type(answer) for answer in answers] == [kind] * 2
+    assert str(answers[0]) == str(answers[1])
+    with pytest.raises(kind, match=message):
+        raise answers[0]
+    assert pool.run(2, fine) == [True] * 2
+
+
+def test_fewer_key_heads_than_ranks_of_the_heads_axis_are_refused(pool: Pool) -> None:
+    answers = pool.ask(3, attend_with, [], (3, 1, 1))
+    assert len({str(answer) for answer in answers}) == 1
+    expected = (
+        "one key head a rank of the heads axis, given 2 key heads and a heads axis of 3. Fix: shorten it to at most"
+    )
+    with pytest.raises(errors.ShapeError, match=expected):
+        raise answers[0]
+
+
+# --- meshes ---
+
+
+def meshes() -> list[object]:
+    said: list[object] = []
+    for names in (None, ("data", "model"), ("queries", "model")):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        try:
+            said.append(Mesh.of(mesh).shape)
+        except errors.MeshError as error:
+            said.append(str(error))
+    return said
+
+
+def test_meshes_with_other_axes_or_none(pool: Pool) -> None:
+    for unnamed, foreign, mixed in pool.run(4, meshes):
+        assert "one axis or more of heads, queries, keys, each once, given axes ()" in unnamed
+        assert "given axes ('data', 'model'). Fix: slice the axis that shares a sequence" in foreign
+        assert mixed == Shape(1, 2, 1)
+
+
+def from_tuples() -> list[object]:
+    made = [am.init_mesh((1, 2, 2)), am.init_mesh("cpu", [1, 2, 2], 8, 2)]
+    return [(Mesh.of(mesh).shape, mesh.device_type, mesh.mesh_dim_names) for mesh in made]
+
+
+def test_a_mesh_of_a_plain_tuple(pool: Pool) -> None:
+    ungrouped = Shape(1, 2, 2), "cpu", ("heads", "keys", "queries")  # keys and values weigh as much as queries
+    grouped = Shape(1, 2, 2), "cpu", ("heads", "queries", "keys")
+    assert pool.run(4, from_tuples) == [[ungrouped, grouped]] * 4
+
+
+def inside_a_bigger_mesh() -> bool:
+    whole = init_device_mesh("cpu", (2, 1, 2, 2), mesh_dim_names=("data", *AXES))
+    torch.manual_seed(whole.get_local_rank("data"))  # each replica has a batch of its own
+    q, k, v = torch.randn(3, 1, 2, 24, 8).unbind()
+    expected = am.attention(q, k, v, mesh=None)
+    for mesh in (whole, whole[AXES]):
+        mine = (am.shard(x, mesh, layout=am.Zigzag()) for x in (q, k, v))
+        out = am.unshard(am.attention(*mine, mesh=mesh, layout=am.Zigzag()), mesh, layout=am.Zigzag())
+        if not torch.allclose(out, expected, atol=1e-5):
+            return False
+    return True
+
+
+def test_in_a_bigger_mesh(pool: Pool) -> None:
+    assert pool.run(8, inside_a_bigger_mesh) == [True] * 8
+
+
+# --- composition ---
+
+
+def compiled_layer(shape: Shape, exchange: str) -> bool:
+    mesh, same = mesh_of(shape), []
+
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return am.attention(q * 2, k, v, mesh=mesh, layout=am.Zigzag(), exchange=exchange).sin()
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for heads in (5, 3):  # the second graph has symbols for sizes that differ
+        tensors = [torch.randn(1, h, 10, 8, requires_grad=True) for h in (2 * heads, heads, heads)]
+        outs = [function(*tensors) for function in (layer, compiled)]
+        eager, graph = [(out, *torch.autograd.grad(out.sum(), tensors)) for out in outs]
+        same += [torch.equal(a, b) for a, b in zip(eager, graph, strict=True)]
+    return all(same)
+
+
+PAIRS = [(PAIR, "ring"), (Shape(2, 1, 1), "pipelined"), (Shape(1, 1, 2), "pipelined")]
+
+
+@pytest.mark.parametrize(("shape", "exchange"), PAIRS)
+def test_compiles_to_one_graph(pool: Pool, shape: Shape, exchange: str) -> None:
+    assert pool.run(2, compiled_layer, shape, exchange) == [True] * 2
+
+
+def compiled_of_uneven_shards() -> list[str]:
+    mesh, where = mesh_of(PAIR), {"layout": am.Zigzag()}
+    whole = torch.randn(3, 1, 2, 103, 8, generator=torch.Generator().manual_seed(0))
+    shards = [am.shard(x, mesh, **where) for x in whole]
+
+    def layer(length: int | None) -> Tensor:
+        return am.attention(*shards, mesh=mesh, length=length, **where)
+
+    compiled, said = torch.compile(layer, fullgraph=True, backend="aot_eager"), []
+    broken = mock.patch(
+        "attnmesh.mesh_attention.mesh_op._attend", side_effect=errors.RankFailure([1], "gathering", "", "gone")
+    )
+    for length in (103, 109, None):
+        with broken if length is None else nullcontext():
+            try:
+                said.append(f"{float((compiled(length) - layer(103)).abs().max())}")
+            except (errors.ShapeError, errors.RankFailure) as error:
+                said.append(str(error))
+    return said
+
+
+def test_in_a_graph_of_uneven_shards_length_is_enough_and_errors_name_it(pool: Pool) -> None:
+    for rank, (difference, longer, unsaid) in enumerate(pool.run(2, compiled_of_uneven_shards)):
+        assert float(difference) == 0
+        assert re.search(rf"a shard of {55 - rank} queries of 109 .* Fix: .* or correct length and key_length", longer)
+        assert unsaid.endswith("gone; or shards are uneven: then pass length= to attention in torch.compile")
+
+
+def composed() -> bool:
+    mesh = mesh_of(Shape(1, 2, 1))
+    tensors = [torch.randn(1, 2, 10, 8, requires_grad=True) for _ in range(3)]
+
+    def layer(*x: Tensor) -> Tensor:
+        where = {"mesh": mesh, "layout": am.Zigzag()}
+        return am.attention(*x, **where) + am.attention(*x, **where, mask=am.Window(2))
+
+    plain = torch.autograd.grad(layer(*tensors).sum(), tensors)
+    again = torch.utils.checkpoint.checkpoint(layer, *tensors, use_reentrant=False)
+    recomputed = torch.autograd.grad(again.sum(), tensors)
+    for _ in range(2):
+        layer(*tensors).sum().backward()
+    again_the_same = all(torch.equal(*pair) for pair in zip(plain, recomputed, strict=True))
+    return again_the_same and all(torch.allclose(2 * p, x.grad) for p, x in zip(plain, tensors, strict=True))
+
+
+def test_calls_in_flight_checkpointing_and_accumulation(pool: Pool) -> None:
+    assert pool.run(2, composed) == [True] * 2
+
+
+# --- DTensor ---
+
+
+def second_gradient(shape: Shape) -> str:
+    q, k, v = (torch.randn(1, 2, 8, 4, requires_grad=True) for _ in range(3))
+    out = am.attention(q, k, v, mesh=mesh_of(shape), layout=am.Zigzag())
+    (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    try:
+        torch.autograd.grad(gradient.sum(), k)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("shape", [Shape(1, 2, 1), Shape(2, 1, 1)])
+def test_second_gradients_are_refused(pool: Pool, shape: Shape) -> None:
+    for text in pool.run(2, second_gradient, shape):
+        assert "given a gradient of a gradient. Fix: differentiate energy" in text
+
+
+def dtensors(length: int, sizes: tuple[int, ...], names: tuple[str, ...]) -> bool:
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    torch.manual_seed(0)
+    whole = [torch.randn(2, h, length, 8) for h in (4, 2, 2)]
+    placements = [Shard(2) if name in AXES else Shard(0) for name in names]
+    placed = [distribute_tensor(x, mesh, placements).requires_grad_() for x in whole]
+    out = am.attention(*placed, layout=am.Contiguous())
+    unsaid = am.attention(*placed)  # their placements say how they are sharded
+    gradients = torch.autograd.grad(out.sum(), placed)
+    plain = [x.requires_grad_() for x in whole]
+    expected = am.attention(*plain, mesh=None)
+    wanted = torch.autograd.grad(expected.sum(), plain)
+    if not torch.equal(unsaid.to_local(), out.to_local()):
+        return False
+    given = [x.full_tensor() for x in (out, *gradients)]
+    return out.placements == tuple(placements) and all(
+        torch.allclose(one, other, atol=1e-5) for one, other in zip(given, (expected, *wanted), strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("length", "sizes", "names"),
+    [
+        (13, (4,), ("queries",)),
+        (3, (4,), ("keys",)),
+        (24, (2, 2), ("queries", "keys")),
+        (24, (2, 2), ("data", "queries")),
+    ],
+)
+def test_dtensors_in_and_out(pool: Pool, length: int, sizes: tuple[int, ...], names: tuple[str, ...]) -> None:
+    assert pool.run(4, dtensors, length, sizes, names) == [True] * 4
+
+
+def refused_dtensors() -> list[str]:
+    row = init_device_mesh("cpu", (4,), mesh_dim_names=("queries",))
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("keys", "queries"))
+    x = torch.randn(1, 4, 24, 8)
+    good = distribute_tensor(x, row, [Shard(2)])
+    calls = [
+        lambda: am.attention(good, good, good, layout=am.Zigzag()),
+        lambda: am.attention(good, good, good, key_layout=am.Striped()),
+        lambda: am.attention(*[distribute_tensor(x, row, [Shard(1)])] * 3, layout=am.Contiguous()),
+        lambda: am.attention(good, good, x, layout=am.Contiguous()),
+        lambda: am.attention(*[distribute_tensor(x, square, [Shard(2)] * 2)] * 3, layout=am.Contiguous()),
+        lambda: am.attention(good, good, good, layout=am.Contiguous(), mesh=square),
+    ]
+    said = []
+    for call in calls:
+        try:
+            call()
+            said.append("nothing")
+        except ValueError as error:
+            said.append(f"{type(error).__name__} {error}")
+    return said
+
+
+def test_other_placements_are_refused_by_name(pool: Pool) -> None:
+    for zigzag, striped, heads, mixed, order, foreign in pool.run(4, refused_dtensors):
+        assert (
+            "LayoutError attention of DTensors: expected layout=Contiguous(), the layout of Shard(2), given Zig"
+            in zigzag
+        )
+        assert "expected key_layout=Contiguous(), the layout of Shard(2), given Striped(block=1). Fix: leave" in striped
+        assert "expected S(2) along axis queries, given S(1). Fix: redistribute" in heads
+        assert "expected q, k and v as DTensors of one mesh and one placement, given v Tensor" in mixed
+        assert "expected axes in the order heads, queries, keys" in order
+        assert "MeshError attention mesh: expected the DTensors' own mesh" in foreign

@@ -1,0 +1,261 @@
+"""Mistakes in the call of a model with what `hf.shard_batch` returned, or without it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, RwkvConfig
+
+import attnmesh as am
+import attnmesh.hf as hf
+from attnmesh import errors
+from tests.mistakes.table import Mistake
+from tests.support import families
+from tests.support.families import prompt
+
+IDS = prompt(12, batch=2)
+BATCH = {"input_ids": IDS, "labels": IDS}
+FORWARD = "forward all that hf.shard_batch returns to the model"
+POSITIONS = "attnmesh.hf position_ids: expected those of shard_batch, given"
+
+Part = dict[str, Any]
+
+
+def call(
+    what: str,
+    error: type[Exception],
+    says: str,
+    fix: str,
+    change: Callable[[Part], Part] = lambda part: part,
+    make: Callable[[], Any] | None = None,
+) -> Mistake:
+    """Return a row of a model, a tiny Llama unless `make` is given, that is called with a changed part of a batch."""
+
+    def act(mesh: DeviceMesh) -> Any:
+        model = families.model("llama", "attnmesh", num_hidden_layers=1) if make is None else make()
+        return model(**change(hf.shard_batch(BATCH, mesh)))
+
+    return Mistake(what, act, error, says, fix)
+
+
+def without(*names: str) -> Callable[[Part], Part]:
+    return lambda part: {name: x for name, x in part.items() if name not in names}
+
+
+def embedded(part: Part) -> Part:
+    model = families.model("llama", "attnmesh", num_hidden_layers=1)
+    return {"inputs_embeds": model.get_input_embeddings()(part["input_ids"])}
+
+
+def with_prompt(part: Part) -> Part:
+    embeddings = embedded(part)["inputs_embeds"]
+    return {"inputs_embeds": torch.cat((embeddings[:, :3].detach(), embeddings), 1)}
+
+
+def rows_of(part: Part) -> Part:
+    return {name: x[:1] for name, x in part.items() if isinstance(x, Tensor) and x.ndim == 2}
+
+
+def labels_beside(mesh: DeviceMesh) -> Any:
+    part = hf.shard_batch({"input_ids": IDS}, mesh)
+    return families.model("llama", "attnmesh")(labels=part["input_ids"], **part)
+
+
+def by_hand(mesh: DeviceMesh) -> Any:
+    ids, positions = (am.shard(x, mesh, layout=am.Zigzag(), dim=1) for x in (IDS, torch.arange(12)[None]))
+    return families.model("llama", "attnmesh")(ids, position_ids=positions)
+
+
+def changed_weights(name: str) -> Callable[[], Any]:
+    """Return what makes a model with a weight of this name that differs between ranks."""
+
+    def make() -> Any:
+        model = families.model("llama", "attnmesh")
+        with torch.no_grad():
+            model.get_submodule(name).weight.mul_(1 + dist.get_rank())
+        return model
+
+    return make
+
+
+def own_weights() -> Any:
+    torch.manual_seed(dist.get_rank())
+    return AutoModelForCausalLM.from_config(families.CONFIGS["llama"], attn_implementation="attnmesh")
+
+
+def of_classes() -> Any:
+    torch.manual_seed(0)
+    config = type(families.CONFIGS["llama"])(**families.SIZES)
+    return AutoModelForSequenceClassification.from_config(config, attn_implementation="attnmesh")
+
+
+def recurrent() -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(
+        RwkvConfig(vocab_size=97, hidden_size=16, num_hidden_layers=2, attention_hidden_size=16)
+    )
+
+
+def with_types(mesh: DeviceMesh) -> Any:
+    types = torch.ones(2, 12, dtype=torch.long)
+    return families.model("llama", "attnmesh")(**hf.shard_batch({"input_ids": IDS, "token_type_ids": types}, mesh))
+
+
+def dropping() -> nn.Module:
+    return families.model("llama", "attnmesh", attention_dropout=0.1).train()
+
+
+ROWS = [
+    call(
+        "wrap a model in a module that forwards `input_ids` alone",
+        errors.ArgumentError,
+        f"{POSITIONS} none",
+        FORWARD,
+        lambda part: {"input_ids": part["input_ids"]},
+    ),
+    call(
+        "embed `input_ids` in a wrapper that forwards the embeddings alone",
+        errors.ArgumentError,
+        f"{POSITIONS} none or others",
+        FORWARD,
+        embedded,
+    ),
+    call(
+        "put embeddings of a prompt before those of a shard",
+        errors.MaskError,
+        "attnmesh.hf attention_mask: expected those of shard_batch, given another one, or none, for 9 tokens where 6",
+        FORWARD,
+        with_prompt,
+    ),
+    call("drop `position_ids`", errors.ArgumentError, f"{POSITIONS} none", FORWARD, without("position_ids")),
+    call(
+        "pass `position_ids` of the shard's own count",
+        errors.ArgumentError,
+        f"{POSITIONS} others, which have no place on the mesh",
+        FORWARD,
+        lambda part: {**part, "position_ids": torch.arange(6)[None]},
+    ),
+    call(
+        "assign whole `position_ids` after `shard_batch`",
+        errors.ArgumentError,
+        f"{POSITIONS} others, which have no place on the mesh",
+        FORWARD,
+        lambda part: {**part, "position_ids": torch.arange(12)[None]},
+    ),
+    call(
+        "replace `attention_mask` by one of the shard's own padding",
+        errors.MaskError,
+        "attnmesh.hf attention_mask: expected those of shard_batch, given another one",
+        FORWARD,
+        lambda part: {**part, "attention_mask": torch.arange(6).expand(2, -1).lt(4).long()},
+    ),
+    call(
+        "slice rows of what `shard_batch` returned",
+        errors.ArgumentError,
+        "attnmesh.hf attention_mask: expected all rows of the batch, given some rows",
+        "call hf.shard_batch with these rows alone",
+        rows_of,
+    ),
+    Mistake(
+        "pass `labels=` to the model, and `input_ids` alone to `shard_batch`",
+        labels_beside,
+        errors.ArgumentError,
+        "attnmesh.hf labels: expected those of shard_batch, given others, which the model would shift inside of this",
+        "pass the labels of the whole batch to hf.shard_batch, beside input_ids",
+    ),
+    call(
+        "drop `shift_labels`",
+        errors.ArgumentError,
+        "attnmesh.hf shift_labels: expected those of shard_batch, given none beside its labels",
+        FORWARD,
+        without("shift_labels"),
+    ),
+    call(
+        "pass `use_cache=True` beside a shard",
+        errors.ArgumentError,
+        "attnmesh.hf use_cache: expected use_cache=False, as shard_batch returns it, given True",
+        "leave use_cache out",
+        lambda part: {**part, "use_cache": True},
+    ),
+    call(
+        "pass `output_attentions=True`",
+        errors.KernelError,
+        "attnmesh.hf output_attentions: expected outputs without attention weights, given True",
+        'call model.set_attn_implementation("eager")',
+        lambda part: {**part, "output_attentions": True},
+    ),
+    Mistake(
+        "cut `input_ids` and `position_ids` by hand",
+        by_hand,
+        errors.LayoutError,
+        "attnmesh.hf position_ids: expected positions of a whole sequence, given those of a chunk",
+        "pass the whole batch to hf.shard_batch(batch, mesh)",
+    ),
+    Mistake(
+        "call the model with a batch of one's own on several ranks, without `shard_batch`",
+        lambda mesh: families.model("llama", "attnmesh")(IDS),
+        UserWarning,
+        "attnmesh.hf: a model ran without a mesh in a process group of 2 ranks",
+        "To share sequences, call hf.generate with mesh=, hf.on_mesh, or the model with hf.shard_batch(batch, mesh)",
+    ),
+    call(
+        "load the model without `attn_implementation`",
+        errors.KernelError,
+        "attnmesh.hf: expected a model with attn_implementation 'attnmesh', given 'sdpa'",
+        'call model.set_attn_implementation("attnmesh")',
+        make=lambda: families.model("llama", "sdpa"),
+    ),
+    call(
+        "initialise other weights on each rank",
+        errors.MeshError,
+        "attnmesh.hf weights: expected the same call on every rank",
+        "the same weights",
+        make=own_weights,
+    ),
+    call(
+        "change a weight of an MLP on one rank",
+        errors.MeshError,
+        "model.layers.1.mlp.up_proj.weight",
+        "the same weights",
+        make=changed_weights("model.layers.1.mlp.up_proj"),
+    ),
+    call(
+        "train with dropout in attention",
+        errors.KernelError,
+        "attnmesh.hf dropout: expected attention without dropout, given dropout=0.1",
+        "load the model with attention_dropout=0",
+        make=dropping,
+    ),
+    call(
+        "balance routers on each shard",
+        errors.KernelError,
+        "attnmesh.hf output_router_logits: expected no router loss on shards, given True",
+        "set config.output_router_logits = False, or train with hf.on_mesh",
+        make=lambda: families.model("gpt-oss", "attnmesh", output_router_logits=True),
+    ),
+    call(
+        "pass a shard to a model of classes",
+        errors.KernelError,
+        "attnmesh.hf: expected a model with outputs of tokens, given LlamaForSequenceClassification",
+        "call hf.on_mesh or hf.prepare, which return whole outputs",
+        without("labels", "shift_labels", "num_items_in_batch"),
+        of_classes,
+    ),
+    call(
+        "train a recurrent model that is not in the list",
+        errors.KernelError,
+        "attnmesh.hf: expected a model whose layers all call attnmesh for attention, given one in which no layer does",
+        "use a family like Llama",
+        make=recurrent,
+    ),
+    Mistake(
+        "pass `token_type_ids` to a model of text",
+        with_types,
+        errors.KernelError,
+        "train images: expected a model that merges images",
+        "leave token_type_ids and images out",
+    ),
+]

@@ -1,0 +1,37 @@
+"""What users do wrong: no mistake is silent, and none hangs. Each raises on all ranks alike, and names its cause."""
+
+import pytest
+
+from attnmesh.mesh.shapes import AXES, Shape
+from tests.mistakes.table import PAGE, files, raised, rows_of, with_table
+from tests.support.mesh_problems import named_mesh
+from tests.support.pool import Pool
+
+
+def outcomes(file: str, ranks: int) -> list[tuple[str, str]]:
+    """Return what this rank raises for each row of a file that is for so many ranks."""
+    mesh = named_mesh(Shape(1, ranks, 1), AXES)
+    return [raised(row, mesh) for row in rows_of(file) if row.ranks == ranks]
+
+
+@pytest.mark.parametrize("file", files())
+def test_each_mistake_raises_on_all_ranks_alike(file: str, pool: Pool) -> None:
+    for ranks in sorted({row.ranks for row in rows_of(file)}):
+        rows = [row for row in rows_of(file) if row.ranks == ranks]
+        answers = pool.run(ranks, outcomes, file, ranks)
+        for row, *given in zip(rows, *answers, strict=True):
+            assert len(set(given)) == 1, (row.what, given)
+            name, message = given[0]
+            assert name == row.error.__name__, (row.what, given[0])
+            assert row.says in message, (row.what, message)
+            assert row.fix in message.split("Fix: ")[-1], (row.what, message)
+
+
+def test_there_are_many_rows_and_each_is_another_mistake() -> None:
+    rows = [row for file in files() for row in rows_of(file)]
+    assert len({row.what for row in rows}) == len(rows) >= 40
+
+
+def test_the_page_shows_the_rows() -> None:
+    """Write it anew by `python -m tests.mistakes.table`."""
+    assert with_table(PAGE.read_text()) == PAGE.read_text()

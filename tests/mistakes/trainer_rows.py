@@ -1,0 +1,141 @@
+"""Mistakes with trainers and accelerators on a mesh."""
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import Trainer, TrainingArguments
+
+import attnmesh.hf as hf
+from attnmesh import errors
+from tests.mistakes.table import Mistake
+from tests.support import families
+from tests.support.families import prompt
+from tests.support.trainers import collate, examples, launched, settings
+
+IDS = prompt(12, batch=2)
+
+
+class Wrapped(nn.Module):
+    """A head on a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = families.model("llama", "attnmesh")
+
+
+def served(package: str, name: str, note: str) -> Mistake:
+    """Return a row of a trainer that is not served."""
+    return Mistake(
+        f"put `{name}` on a mesh{note}",
+        lambda mesh: hf.on_mesh(getattr(import_module(package), name), mesh),
+        errors.KernelError,
+        f"SFTTrainer, DPOTrainer, RewardTrainer, or a subclass of one of them, given trl.{name}",
+        "train with one of these, or in a loop of your own with hf.shard_batch",
+    )
+
+
+def train(mesh: DeviceMesh, attention: str = "attnmesh", **options: Any) -> Any:
+    """Train a tiny Llama for a step."""
+    with launched():
+        given = settings(TrainingArguments, "/nonexistent", max_steps=1, **options)
+        rows = {"train_dataset": examples(4), "data_collator": collate}
+        trainer: Any = hf.on_mesh(Trainer, mesh)
+        return trainer(model=families.model("llama", attention), args=given, **rows).train()
+
+
+def called(mesh: DeviceMesh, model: Any, **arguments: Any) -> Any:
+    """Call a model as a trainer on this mesh does."""
+    calls: Any = hf.on_mesh(Trainer, mesh)
+    made = calls._make_calls(None)
+    with made.active(True, model):
+        return model(**arguments)
+
+
+def presharded(mesh: DeviceMesh) -> Any:
+    part = hf.shard_batch({"input_ids": IDS, "labels": IDS}, mesh)
+    return called(mesh, families.model("llama", "attnmesh"), **part)
+
+
+def prepared(mesh: DeviceMesh) -> Any:
+    from accelerate import Accelerator
+
+    with launched():
+        return hf.prepare(Accelerator(cpu=True), Wrapped(), mesh)
+
+
+def parallel(mesh: DeviceMesh) -> Any:
+    from accelerate import ParallelismConfig
+
+    return train(mesh, parallelism_config=ParallelismConfig(cp_size=2))
+
+
+ROWS = [
+    served("trl", "GRPOTrainer", ", which generates"),
+    served("trl", "RLOOTrainer", ", which generates"),
+    Mistake(
+        "put a module on a mesh that is no trainer",
+        lambda mesh: hf.on_mesh(nn.Linear, mesh),
+        errors.ArgumentError,
+        "on_mesh trainer_class: expected a subclass of transformers.Trainer",
+        "pass transformers.Trainer or a subclass of it",
+    ),
+    Mistake(
+        "put a trainer on a mesh twice",
+        lambda mesh: hf.on_mesh(hf.on_mesh(Trainer, mesh), mesh),
+        errors.ArgumentError,
+        "on_mesh trainer_class: expected a trainer without a mesh",
+        "call on_mesh once",
+    ),
+    Mistake(
+        "train a model that was loaded without `attn_implementation`",
+        lambda mesh: train(mesh, "sdpa"),
+        errors.KernelError,
+        "on_mesh: expected a model with attn_implementation 'attnmesh', given 'sdpa'",
+        'call model.set_attn_implementation("attnmesh")',
+    ),
+    Mistake(
+        "call `shard_batch` before a trainer on a mesh",
+        presharded,
+        errors.ArgumentError,
+        "shard_batch input_ids: expected the whole batch, given what shard_batch has returned",
+        "hf.on_mesh and hf.prepare call it themselves",
+    ),
+    Mistake(
+        "pass embeddings to a model of a trainer on a mesh",
+        lambda mesh: called(mesh, families.model("llama", "attnmesh"), inputs_embeds=torch.zeros(2, 12, 48)),
+        errors.ArgumentError,
+        "attnmesh.hf on_mesh inputs_embeds: expected text and images",
+        "shard it yourself and call the model with shard_batch",
+    ),
+    Mistake(
+        "pass a module around a model to `hf.prepare`",
+        prepared,
+        errors.KernelError,
+        "on_mesh: expected a model of transformers, or one in PEFT, DDP or a compiler, given Wrapped",
+        "pass the model inside, or call it with hf.shard_batch(batch, mesh)",
+    ),
+    Mistake(
+        "train with `torch_compile=True`",
+        lambda mesh: train(mesh, torch_compile=True),
+        errors.KernelError,
+        "on_mesh torch_compile: expected a model that is not compiled, given True",
+        "leave it out",
+    ),
+    Mistake(
+        "train with accelerate's own context parallelism",
+        parallel,
+        errors.KernelError,
+        "on_mesh: expected no ParallelismConfig(cp_size=) beside a mesh, given 2",
+        "leave it out: attnmesh shards the sequence",
+    ),
+    Mistake(
+        'pass `shape="1x2x1"`',
+        lambda mesh: hf.on_mesh(Trainer, mesh, shape="1x2x1"),
+        errors.ArgumentError,
+        "on_mesh shape: expected None or \"auto\", given '1x2x1'",
+        'pass shape="auto", or a mesh of that shape',
+    ),
+]

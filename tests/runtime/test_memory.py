@@ -1,0 +1,57 @@
+"""Free memory: of this machine, within the limits of the control groups that a process is in."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnmesh.runtime.memory import free_memory, host_memory
+
+KB, MB = 1 << 10, 1 << 20
+CPU = torch.device("cpu")
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+NONE = {"proc/meminfo": f"MemTotal: {900 * KB} kB\nMemAvailable: {500 * KB} kB\n", "proc/self/cgroup": ""}
+
+NESTED = {
+    "proc/self/cgroup": "0::/system.slice/serve.service\n",
+    "sys/fs/cgroup/system.slice/serve.service/memory.max": "max\n",
+    "sys/fs/cgroup/system.slice/memory.max": f"{200 * MB}\n",
+    "sys/fs/cgroup/system.slice/memory.current": f"{90 * MB}\n",
+    "sys/fs/cgroup/system.slice/memory.stat": f"anon 5\ninactive_file {40 * MB}\n",
+}
+
+CONTAINER = {  # whose own group is the root that it sees
+    "proc/self/cgroup": "0::/\n",
+    "sys/fs/cgroup/memory.max": f"{300 * MB}\n",
+    "sys/fs/cgroup/memory.current": f"{100 * MB}\n",
+}
+
+FIRST_VERSION = {
+    "proc/self/cgroup": "5:cpu,cpuacct:/docker/1f\n4:memory:/docker/1f\n",
+    "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{100 * MB}\n",
+    "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{30 * MB}\n",
+    "sys/fs/cgroup/memory/memory.stat": f"total_inactive_file {10 * MB}\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("group", "limit", "free"),
+    [({}, None, 500), (NESTED, 200, 150), (CONTAINER, 300, 200), (FIRST_VERSION, 100, 80)],
+    ids=["none", "nested", "container", "first version"],
+)
+def test_a_control_group_limits_memory(group: dict[str, str], limit: int | None, free: int, tmp_path: Path) -> None:
+    write(tmp_path, NONE | group)
+    assert free_memory(CPU, tmp_path) == free * MB
+    assert host_memory(tmp_path) == (host_memory(tmp_path / "nowhere") if limit is None else limit * MB)
+
+
+def test_a_machine_without_the_files_of_linux_has_memory(tmp_path: Path) -> None:
+    assert free_memory(CPU, tmp_path) > 0
+    assert 0 < free_memory(CPU) <= host_memory()

@@ -1,0 +1,140 @@
+"""Ranks that stop, or raise: the server says so, starts others, and open answers go on."""
+
+import json
+import os
+import threading
+from pathlib import Path
+from signal import SIGSTOP
+from typing import Any
+
+import pytest
+
+from attnmesh import errors
+from attnmesh.cli.generate_prompt import prepare_model
+from attnmesh.cli.output import Status
+from attnmesh.cli.serve_command import LocalRanks
+from attnmesh.cli.serve_worker import ServeSettings
+from attnmesh.hf.serving.engine import Engine
+from attnmesh.serve import supervisor as front
+from attnmesh.serve.rank_requests import RankRequests, serve_rank_0
+from attnmesh.serve.rank_socket import WIDTH
+from tests.support import families
+from tests.support.fake_engine import FakeEngine, ThreadWorld, byte_tokenizer, save_tiny
+from tests.support.served import NAME, Served, served, until
+
+NEW = 40
+ASKED: dict[str, Any] = {"model": NAME, "prompt": "Go on", "temperature": 1, "seed": 3, "max_tokens": NEW}
+
+
+def text_of(running: Served, into: list[str]) -> None:
+    code, said = running.ask("/v1/completions", ASKED)
+    into.append(said["choices"][0]["text"] if code == 200 else str(said))
+
+
+def test_a_stopped_rank_is_lost_after_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front, "LONGEST_PAUSE", 0.0)
+    found = prepare_model(save_tiny(tmp_path), 2, "keys=2", Status(""))
+    settings = ServeSettings(found.for_ranks, "auto", 1.0, {"max_rows": 4, "max_queue": 16, "max_model_len": 1024})
+    with served(LocalRanks(2, settings), tokenizer=found.tokenizer, max_restarts=50, deadline=1.0) as one:
+        undisturbed, texts, lines = list[str](), list[str](), list[str]()
+        one.front.log = lines.append
+        text_of(one, undisturbed)
+        for stopped in (0, 1):
+            os.kill(one.children.alive()[stopped].pid or 0, SIGSTOP)
+            until(lambda: one.ask("/health")[0] == 503)
+            until(lambda: one.ask("/health")[0] == 200)
+            text_of(one, texts)
+    assert texts == undisturbed * 2
+    assert sum("restart" in line for line in lines) >= 2, lines
+
+
+class Stalled(ThreadWorld):
+    """A world whose first engine ends no step, and sees no deadline."""
+
+    def __init__(self) -> None:
+        self.free = threading.Event()
+        super().__init__(step=self.step)
+
+    def step(self, going: bool) -> bool:
+        return self.free.wait() and going
+
+    def kill(self, *, again: bool = False) -> None:
+        self.free.set()
+        super().kill()
+
+
+def test_ranks_that_see_no_deadline_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front, "PATIENCE", 0.2)
+    with served(Stalled(), deadline=0.2) as one:
+        lines = list[str]()
+        one.front.log = lines.append
+        until(lambda: one.figure("attnmesh_restarts_total") == 1)
+        until(lambda: one.ask("/health")[0] == 200)
+    assert "the ranks ended no step within 0.2 s" in lines
+
+
+class Failing(ThreadWorld):
+    """A world of one rank with `hf.Engine`, whose model fails once."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self.model = families.model("llama", "attnmesh", vocab_size=len(byte_tokenizer()))
+        self.left, self.forward = after, self.model.forward
+        self.model.forward = self.fails
+        self.engine: Any = None
+
+    def fails(self, *arguments: Any, **options: Any) -> Any:
+        self.left -= 1
+        if not self.left:
+            raise MemoryError("5 GB")
+        return self.forward(*arguments, **options)
+
+    def run(self, address: str) -> None:
+        self.engine = Engine(self.model, None, max_rows=4)
+        serve_rank_0(self.engine, address, {"max_model_len": 1024})
+
+
+def test_an_error_on_rank_0_ends_no_answer() -> None:
+    with served(Failing(0)) as one:
+        undisturbed = list[str]()
+        text_of(one, undisturbed)
+    world, texts = Failing(10), list[str]()
+    with served(world) as one:
+        threads = [threading.Thread(target=text_of, args=(one, texts)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert one.figure("attnmesh_restarts_total") == 1
+    assert texts == undisturbed * 3
+
+
+class Collected:
+    """A link that keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.messages: list[Any] = []
+
+    def send(self, data: bytes) -> None:
+        self.messages.append(json.loads(data[WIDTH:]))
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (errors.ArgumentError("submit ids", "ints", "text", "pass ints"), 400, "submit ids"),
+        (errors.TooLong("submit ids", "at most 5 bytes a rank", "9", "shorten it"), 400, "at most 5 bytes a rank"),
+        (errors.Busy("submit", "room", "none", "wait"), 429, "submit"),
+        (errors.UnforeseenError("rank 1", "no error", "MemoryError at 0x7f", "read it"), 500, "The request failed"),
+        (errors.MeshError("decode", "one call", "two", "mend it"), 500, "The request failed"),
+        (errors.ModelError("Engine", "numbers", "NaN", "mend it"), 500, "The request failed"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_errors_of_ranks_are_not_the_clients(error: Exception, status: int, said: str) -> None:
+    link: Any = Collected()
+    RankRequests(FakeEngine(), link).refuse(7, error)  # type: ignore[arg-type]
+    ((kind, number, given, text, _),) = link.messages
+    assert (kind, number, given) == ("refused", 7, status)
+    assert said in text
+    assert "0x7f" not in text

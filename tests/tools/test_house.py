@@ -1,0 +1,54 @@
+"""Counts of what makes the package hard to hold in mind: none has grown, and each finds what it counts."""
+
+import ast
+
+import pytest
+from tools import house
+
+TREES = house.modules()
+
+
+@pytest.mark.parametrize("title", house.COUNTS)
+def test_no_count_has_grown(title: str) -> None:
+    count, bound = house.COUNTS[title]
+    assert len(count(TREES)) <= bound, "\n".join(count(TREES))
+
+
+LONG = f"def long({', '.join(f'x{n}' for n in range(house.MAX_PARAMETERS + 1))}): ..."
+WIDE = "\n".join(f"from attnmesh.core.part{n} import x" for n in range(house.MAX_IMPORTS + 1))
+FOUND = {
+    "classes": (
+        house.shared_classes,
+        {"core.one": "class Plan: ...", "comm.two": "class Plan: ..."},
+        "Plan: comm.two, core.one",
+    ),
+    "files": (house.shared_stems, {"core.plan": "", "comm.plan": ""}, "plan: comm.plan, core.plan"),
+    "signatures": (house.long_signatures, {"core.one": LONG}, f"core.one.long: {house.MAX_PARAMETERS + 1}"),
+    "imports": (house.wide_imports, {"core.one": WIDE}, f"core.one: {house.MAX_IMPORTS + 1}"),
+    "planner": (
+        house.engine_on_planner,
+        {"comm.one": "from attnmesh.planner.cost import cost"},
+        "comm.one: attnmesh.planner.cost",
+    ),
+    "rooms": (
+        house.shadowed_rooms,
+        {"__init__": "from attnmesh.decode.call import decode as decode", "decode.call": ""},
+        "decode",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_each_count_finds_what_it_counts(name: str) -> None:
+    count, files, found = FOUND[name]
+    assert count({file: ast.parse(text) for file, text in files.items()}) == [found]
+
+
+def test_each_file_can_be_imported_under_another_name() -> None:
+    import attnmesh.cache.cache as cache
+    import attnmesh.decoding.step_plan as step_plan
+    import attnmesh.mesh_attention.mesh_op as mesh_op
+
+    assert cache.KVCache.__module__ == "attnmesh.cache.cache"
+    assert step_plan.StepPlan.__module__ == "attnmesh.decoding.step_plan"
+    assert mesh_op.MeshPlan.__module__ == "attnmesh.mesh_attention.mesh_op"

@@ -1,0 +1,130 @@
+"""Count what makes the package hard to hold in mind, and fail where a count has grown: `python -m tools.house`.
+
+A word has one meaning, so a class and a file have names of their own. A value travels whole, so functions have few
+parameters. A room leans on few others. A count that falls is written down as the new bound.
+"""
+
+import ast
+import sys
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[1] / "src" / "attnmesh"
+MAX_PARAMETERS, MAX_IMPORTS = 8, 15
+PUBLIC = {
+    *("mesh_attention.attention", "mesh_attention.local", "decoding.decode_call", "decoding.rows", "cache.cache"),
+    *("hf.cache.sharded_cache", "hf.serving.engine", "engines.combine", "mesh_attention.context_parallel"),
+    *("cli.generate_command", "cli.plan_command", "cli.serve_command"),
+}
+"""Files whose signatures users call."""
+PROGRAMS = "kernels.programs."
+ENGINE = ("core", "runtime", "mesh", "kernels", "comm", "guard", "setup", "mesh_attention", "cache", "decoding")
+"""Rooms that need no prices before a run."""
+
+Found = list[str]
+
+
+def modules(source: Path = SOURCE) -> dict[str, ast.Module]:
+    """Return the syntax of each file by its dotted name."""
+    files = {file: file.relative_to(source).with_suffix("") for file in sorted(source.rglob("*.py"))}
+    return {".".join(name.parts): ast.parse(file.read_text()) for file, name in files.items()}
+
+
+def shared_classes(trees: dict[str, ast.Module]) -> Found:
+    """Return names of classes that stand in several files."""
+    places = defaultdict(set)
+    for name, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].add(name)
+    return _several(places)
+
+
+def shared_stems(trees: dict[str, ast.Module]) -> Found:
+    """Return names of files that stand in several rooms."""
+    places = defaultdict(set)
+    for name in trees:
+        stem = name.rpartition(".")[2]
+        if not stem.startswith("__"):
+            places[stem].add(name)
+    return _several(places)
+
+
+def long_signatures(trees: dict[str, ast.Module]) -> Found:
+    """Return functions behind the public edge that take too many parameters."""
+    found = []
+    for name, tree in trees.items():
+        if name in PUBLIC or name.startswith(PROGRAMS):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                given = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+                count = sum(one.arg not in ("self", "cls") for one in given)
+                found += [f"{name}.{node.name}: {count}"] * (count > MAX_PARAMETERS)
+    return found
+
+
+def wide_imports(trees: dict[str, ast.Module]) -> Found:
+    """Return files that import from too many others of the package. Fronts of packages are lists of names."""
+    counts = {name: len(_imported(tree)) for name, tree in trees.items() if not name.endswith("__init__")}
+    return [f"{name}: {count}" for name, count in counts.items() if count > MAX_IMPORTS]
+
+
+def engine_on_planner(trees: dict[str, ast.Module]) -> Found:
+    """Return files of engine rooms that import the planner."""
+    engine = {name: tree for name, tree in trees.items() if name.split(".")[0] in ENGINE}
+    return [
+        f"{name}: {module}"
+        for name, tree in engine.items()
+        for module in sorted(_imported(tree))
+        if module.startswith("attnmesh.planner")
+    ]
+
+
+def shadowed_rooms(trees: dict[str, ast.Module]) -> Found:
+    """Return rooms that a name of the package's front stands over: none of their files could be imported by `as`."""
+    rooms = {name.split(".")[0] for name in trees if "." in name}
+    front = {alias.asname or alias.name for node in trees["__init__"].body for alias in getattr(node, "names", ())}
+    return sorted(rooms & front)
+
+
+COUNTS = {
+    "classes of one name in several files": (shared_classes, 0),
+    "files of one name in several rooms": (shared_stems, 0),
+    "rooms under a public name": (shadowed_rooms, 0),
+    f"functions of more than {MAX_PARAMETERS} parameters behind the public edge": (long_signatures, 9),
+    f"files that import from more than {MAX_IMPORTS} others": (wide_imports, 10),
+    "imports of the planner in the engine": (engine_on_planner, 13),
+}
+"""Counts, and the bound of each: what was found when it was last counted. All of them are wanted at 0."""
+
+
+def _several(places: dict[str, set[str]]) -> Found:
+    return [f"{name}: {', '.join(sorted(some))}" for name, some in sorted(places.items()) if len(some) > 1]
+
+
+def _imported(tree: ast.Module) -> set[str]:
+    froms = (node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
+    return {module for module in froms if module.startswith("attnmesh.")}
+
+
+def table(trees: dict[str, ast.Module]) -> Iterable[tuple[str, Found, int]]:
+    """Yield each count: its title, what was found, and its bound."""
+    for title, (count, bound) in COUNTS.items():
+        yield title, count(trees), bound
+
+
+def main() -> None:
+    """Print all counts and what they count, and exit with 1 where one is over its bound."""
+    over = False
+    for title, found, bound in table(modules()):
+        print(f"{len(found):3} of {bound:2}  {title}")
+        if "-v" in sys.argv or len(found) > bound:
+            print(*(f"           {one}" for one in found), sep="\n")
+        over |= len(found) > bound
+    sys.exit(over)
+
+
+if __name__ == "__main__":
+    main()
