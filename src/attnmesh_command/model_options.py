@@ -25,6 +25,7 @@ from attnmesh_command.shared_options import (
     Model,
     Ranks,
     Reproducible,
+    Revision,
     Verbose,
     check_caches,
     check_deadline,
@@ -84,6 +85,7 @@ class GenerateOptions:
     """Generate text with a language model whose context is spread over ranks, and print what it took."""
 
     model: Model
+    revision: Revision = None
     prompt: Annotated[str, typer.Option(help="What to say; after the file's text, if both are given.")] = ""
     prompt_file: PromptFile = None
     image: Images = None
@@ -112,7 +114,7 @@ class GenerateOptions:
         check_deadline(self.deadline)
         self._check_sampling()
         self._check_checkpoint()
-        check_model(self.model)
+        check_model(self.model, self.revision)
         for file in self.image or ():
             check_option(file.is_file(), "--image", "a file with an image", f"{str(file)!r}", "name another")
         if str(self.prompt_file) != "-":  # standard input can be read once
@@ -143,6 +145,7 @@ class ServeOptions:
     """Serve a language model whose contexts are spread over ranks, over HTTP as OpenAI does."""
 
     model: Model
+    revision: Revision = None
     mesh: MeshOption = "auto"
     ranks: Ranks = None
     host: Host = "127.0.0.1"
@@ -172,7 +175,7 @@ class ServeOptions:
         check_deadline(self.deadline)
         check_named("--generation-config", self.generation_config, GENERATION_SOURCES)
         self.api_keys()
-        check_model(self.model)
+        check_model(self.model, self.revision)
         announce_model(self.model)
         print_note(f"importing PyTorch and transformers, to serve {self.model}")
 

@@ -72,8 +72,8 @@ def check_ranks_of_mesh(text: str, ranks: int) -> None:
 # --- models and prompts ---
 
 
-def check_model(name: str) -> None:
-    """Raise for the path of a model that does not exist."""
+def check_model(name: str, revision: str | None = None) -> None:
+    """Raise for the path of a model that does not exist, and for a revision of one that is not on the hub."""
     path = os.path.expanduser(name)  # Path.expanduser raises on an unknown user, and Path on a long name
     is_path = os.path.isabs(path) or name.startswith(("./", "../", "~")) or name.count("/") > 1
     names_file = name.endswith((".json", ".gguf"))
@@ -81,11 +81,18 @@ def check_model(name: str) -> None:
     fix = f"pass a folder that save_pretrained wrote, a GGUF file, a name on the hub, or {PACKAGED!r}"
     fits = not is_file and (os.path.exists(path) or not (is_path or names_file))
     check_option(fits, "--model", "a model", f"{name!r}, where there is none", fix)
+    fits, fix = revision is None or not is_here(name), "leave --revision out, or pass a name on the hub"
+    check_option(fits, "--revision", "a model on the hub", f"{name!r}, which is on this machine", fix)
+
+
+def is_here(name: str) -> bool:
+    """Return whether a model is on this machine, and not on the hub."""
+    return name == PACKAGED or os.path.exists(os.path.expanduser(name))
 
 
 def announce_model(name: str) -> None:
     """Say at once where a model will be looked for, if that takes the network."""
-    if name != PACKAGED and not os.path.exists(os.path.expanduser(name)):
+    if not is_here(name):
         hint = f" (did you mean {PACKAGED}, which is packaged?)" if nearest(name, (PACKAGED,)) else ""
         print_note(f"{name[:100]} is no folder or file here{hint}: asking the hub for it")
 

@@ -41,6 +41,9 @@ Model = Annotated[
     str,
     typer.Option(help="A folder, a GGUF file, a name on the hub, or smollm2, a small model of a Python package."),
 ]
+Revision = Annotated[
+    str | None, typer.Option(help="Branch, tag or commit of a model on the hub; its main branch by default.")
+]
 Ranks = Annotated[
     int | None,
     typer.Option(min=1, help="Ranks to start on this machine; those of --mesh by default, under torchrun its own."),

@@ -5,13 +5,20 @@ import os
 from collections.abc import Callable
 from errno import ENOSPC
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 
+from attnmesh.cli.generate_prompt import prepare_model
+from attnmesh.cli.output import Status
+from attnmesh.cli.serve_command import _ready
 from attnmesh.errors import ModelError
 from attnmesh.hf import load
+from attnmesh_command.messages import OptionError
+from attnmesh_command.option_texts import check_model
 from tests.support import families
 from tests.tools.generation import tokenizer
 
@@ -133,3 +140,45 @@ def test_a_family_of_transformers_is_loaded_without_the_code_beside_it(tmp_path:
     load.open_model(load.locate(str(tmp_path)), "auto", torch.device("cpu"))
     assert load.open_config(str(tmp_path)).model_type == "llama"
     assert not (tmp_path / "has run").exists()
+
+
+COMMITS = {"main": "a" * 40, "v1": "b" * 40}
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a tiny model that was fetched from the hub at two commits, whose layers differ in number."""
+    folder = tmp_path / "models--some--model"
+    (folder / "refs").mkdir(parents=True)
+    for layers, (branch, commit) in enumerate(COMMITS.items(), 1):
+        (folder / "refs" / branch).write_text(commit)
+        model = families.model("llama", "sdpa", num_hidden_layers=layers)
+        model.save_pretrained(folder / "snapshots" / commit)
+        tokenizer().save_pretrained(folder / "snapshots" / commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return "some/model"
+
+
+@pytest.mark.parametrize(("revision", "branch"), [(None, "main"), ("v1", "v1"), ("b" * 40, "v1")])
+def test_a_model_of_the_hub_is_that_of_its_commit(hub: str, revision: str | None, branch: str) -> None:
+    place = load.locate(hub, revision=revision)
+    assert place == f"{hub}@{COMMITS[branch]}"
+    assert load.locate(place) == place
+    layers = 1 + (branch == "v1")
+    assert load.open_config(place).num_hidden_layers == layers
+    assert len(load.open_tokenizer(place)) == len(tokenizer())
+    assert load.open_model(place, "auto", torch.device("cpu")).config.num_hidden_layers == layers
+    prepared = prepare_model(hub, 1, "auto", Status("test"), images=None, revision=revision)
+    app = SimpleNamespace(name=hub, defaults={})
+    assert f", mesh {prepared.mesh}, revision {COMMITS[branch]}" in _ready(app, "::1", 80, prepared, False, {})
+
+
+def test_a_revision_is_one_of_the_hub(hub: str, tmp_path: Path) -> None:
+    check_model(hub, "v9")
+    with pytest.raises(ModelError, match=r"given 'some/model@v9'"):
+        load.locate(hub, revision="v9")
+    with pytest.raises(
+        OptionError, match=r"^--revision: expected a model on the hub, given .* on this machine\. Fix: l"
+    ):
+        check_model(str(tmp_path), "main")

@@ -30,7 +30,8 @@ def generate(options: GenerateOptions) -> None:
     world = enter_world(options.ranks, options.mesh)
     with Status("reading the prompt") as status:
         asked = PromptOptions(options.prompt, options.prompt_file, options.raw, tuple(options.image or ()))
-        prepared = prepare(options.model, asked, options.max_new_tokens, world, options.mesh, status)
+        needed = options.model, asked, options.max_new_tokens, world, options.mesh, status
+        prepared = prepare(*needed, revision=options.revision)
         request = GenerateRequest(
             prompt=prepared if options.stop else prepared.for_ranks,  # ranks find stop strings with the tokenizer
             max_new_tokens=options.max_new_tokens,
@@ -49,8 +50,8 @@ def generate(options: GenerateOptions) -> None:
     if is_first_rank():
         text = display.end()
         if options.as_json:
-            place = {"mesh": str(prepared.mesh), "why": prepared.mesh.reason}
-            print_json({**asdict(result), "text": text, **place, "machine": machine()})
+            found = {"model": prepared.place, "mesh": str(prepared.mesh), "why": prepared.mesh.reason}
+            print_json({**asdict(result), "text": text, **found, "machine": machine()})
         else:
             _print_table(result, prepared, options.verbose)
 

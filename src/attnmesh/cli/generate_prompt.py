@@ -81,10 +81,12 @@ class Prepared(NamedTuple):
         return self._replace(tokenizer=None, processor=None)
 
 
-def prepare(model: str, prompt: PromptOptions, new: int, ranks: int, mesh: str, status: Status) -> Prepared:
+def prepare(
+    model: str, prompt: PromptOptions, new: int, ranks: int, mesh: str, status: Status, *, revision: str | None = None
+) -> Prepared:
     """Read the prompt, find the model, and choose the mesh."""
     text = prompt.read()
-    found = prepare_model(model, ranks, mesh, status, images=bool(prompt.images))
+    found = prepare_model(model, ranks, mesh, status, images=bool(prompt.images), revision=revision)
     if prompt.images:
         inputs = prompt.with_images(found.processor, text)
         inputs.pop("attention_mask", None)
@@ -96,7 +98,15 @@ def prepare(model: str, prompt: PromptOptions, new: int, ranks: int, mesh: str, 
     return found._replace(ids=tuple(ids))
 
 
-def prepare_model(model: str, ranks: int, mesh: str, status: Status, *, images: bool | None = False) -> Prepared:
+def prepare_model(
+    model: str,
+    ranks: int,
+    mesh: str,
+    status: Status,
+    *,
+    images: bool | None = False,
+    revision: str | None = None,
+) -> Prepared:
     """Find the model, and choose the mesh. It is one of images and text if `images`; None looks at the model."""
     from transformers.utils import logging
 
@@ -109,7 +119,7 @@ def prepare_model(model: str, ranks: int, mesh: str, status: Status, *, images: 
     if under_torchrun() and os.environ.get("LOCAL_RANK") != "0":
         dist.barrier()  # one rank of each host fetches and unpacks
     with leaving_tidily():  # it may write a folder
-        place = locate(model, status.update)
+        place = locate(model, status.update, revision)
     if under_torchrun() and os.environ.get("LOCAL_RANK") == "0":
         dist.barrier()
     given, fix = f"{model!r}, a configuration alone", "name the folder or the hub's model that it belongs to"

@@ -67,7 +67,7 @@ def _prepared(options: ServeOptions, world: int) -> tuple[Prepared, "ServeSettin
     from attnmesh.cli.serve_worker import ServeSettings
 
     with Status("looking for the model") as status:
-        prepared = prepare_model(options.model, world, options.mesh, status, images=None)
+        prepared = prepare_model(options.model, world, options.mesh, status, images=None, revision=options.revision)
     longest = _longest(options.max_model_len, prepared.longest)
     memory = options.cache_memory and round(options.cache_memory * 1e9)
     engine: dict[str, Any] = {"max_rows": options.max_rows, "max_queue": options.max_queue, "max_model_len": longest}
@@ -115,7 +115,11 @@ def _generation(source: str, prepared: Prepared) -> tuple[tuple[int, ...], dict[
 
 def _ready(app: Any, host: str, port: int, prepared: Prepared, on_hosts: bool, facts: dict[str, Any]) -> str:
     """Return what the command says when requests are served."""
-    place = f", front {os.getpid()} on {gethostname()}" if on_hosts else ""
+    from attnmesh.hf.load import pinned
+
+    commit = pinned(prepared.place)[1].get("revision")  # that ranks which are started again read, too
+    place = f", revision {printable(commit)}" if commit else ""
+    place += f", front {os.getpid()} on {gethostname()}" if on_hosts else ""
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     values = ", ".join(f"{name} {value}" for name, value in app.defaults.items())
     place += f", {facts.get('cache_bytes', 0) / 1e9:.1f} GB of caches a rank"

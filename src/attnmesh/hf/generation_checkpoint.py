@@ -115,6 +115,7 @@ class Checkpoint:
         if saved:
             capacity = None if cache.capacity is None else max(cache.capacity, saved)
             more, _ = cache.restore(self.folder, device=ids.device, capacity=capacity)
+            saved = cache.get_seq_length()  # of a newer save, if another process has published one meanwhile
             self.start_ids = run_agreed(place, lambda: _restore_state(ids, more, saved), "generate checkpoint")
             cache.tokens = more["tokens"][:, :saved].to(ids.device)
         return self.start_ids

