@@ -3,6 +3,7 @@
 import ast
 
 import pytest
+
 from tools import house
 
 TREES = house.modules()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools import limits
+from tools import limits
 
 LONG_FUNCTION = "def long():\n" + "    pass\n" * limits.MAX_FUNCTION
 MANY_PARAMETERS = f"def many({', '.join(f'x{n}' for n in range(limits.MAX_PARAMETERS + 1))}): ..."
