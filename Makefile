@@ -50,7 +50,7 @@ check: $(VENV)/ready           ## format, lint, types, sizes
 	$(RUN)/ruff format --check .
 	$(RUN)/ruff check .
 	$(RUN)/mypy
-	$(RUN)/python -m tools.limits
+	$(RUN)/python -m tools.house
 
 format: $(VENV)/ready
 	$(RUN)/ruff format .
