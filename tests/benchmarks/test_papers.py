@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import typer
-from benchmarks.papers import attention2d, baselines, llama, tree_attention
-from benchmarks.papers.report import Row, one
 from typer.testing import CliRunner
 
 import attnmesh as am
 from attnmesh.mesh.shapes import Shape
 from attnmesh.planner.cost import Candidate, cost
 from attnmesh.planner.hardware import Device, Link
+from benchmarks.papers import attention2d, baselines, llama, tree_attention
+from benchmarks.papers.report import Row, one
 
 BOTH = importlib.import_module("benchmarks.papers.__main__")
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "papers_model_2026-11-21.json"

@@ -3,7 +3,6 @@
 import sys
 
 import pytest
-from benchmarks import peers, prefill
 
 import attnmesh as am
 from attnmesh.mesh.schedule import EXCHANGES
@@ -11,6 +10,7 @@ from attnmesh.mesh.shapes import Shape
 from attnmesh.planner.auto import best_exchange
 from attnmesh.planner.candidate import Candidate, peak_activations
 from attnmesh.planner.cost import cost
+from benchmarks import peers, prefill
 from tests.support.live import LiveTensors
 from tests.support.pool import Pool
 
