@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 import attnmesh as am
 from attnmesh.errors import ArgumentError
-from attnmesh.planner.cluster import Cluster
+from attnmesh.mesh.cluster import Cluster
 from tests.benchmarks.test_netns import needs_hosts
 from tests.cli import test_app
 from tests.support.pool import Pool

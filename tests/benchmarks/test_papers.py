@@ -13,9 +13,10 @@ from benchmarks.papers.report import Row, one
 from typer.testing import CliRunner
 
 import attnmesh as am
+from attnmesh.mesh.prices import Candidate
+from attnmesh.mesh.rates import Device, Link
 from attnmesh.mesh.shapes import Shape
-from attnmesh.planner.cost import Candidate, cost
-from attnmesh.planner.hardware import Device, Link
+from attnmesh.planner.cost import cost
 
 BOTH = importlib.import_module("benchmarks.papers.__main__")
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "papers_model_2026-11-21.json"
