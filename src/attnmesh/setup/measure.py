@@ -26,9 +26,9 @@ from attnmesh.guard.checks import check_dtype
 from attnmesh.kernels.local_op import run_attend
 from attnmesh.kernels.local_plan import LocalPlan
 from attnmesh.mesh.axes import Axis, Mesh, device_of, flat_axis
+from attnmesh.mesh.cluster import Cluster
+from attnmesh.mesh.rates import NO_LINK, Device, Link
 from attnmesh.mesh.shapes import AXES
-from attnmesh.planner.cluster import Cluster
-from attnmesh.planner.hardware import NO_LINK, Device, Link
 
 ROUNDS = 5
 """Repetitions of each measurement. The result is the largest of the ranks' medians."""
