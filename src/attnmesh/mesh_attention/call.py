@@ -27,7 +27,7 @@ from attnmesh.guard.checks import (
     with_swap_hint,
 )
 from attnmesh.guard.consensus import describe_call, may_compare, run_agreed_with
-from attnmesh.kernels.driver import check_kernel
+from attnmesh.kernels.choice import check_kernel
 from attnmesh.kernels.local_plan import kind_of
 from attnmesh.mesh.axes import Axis, Mesh, flat_axis
 from attnmesh.mesh.schedule import Problem, check_exchange
