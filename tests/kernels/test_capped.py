@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from benchmarks.timing import peak_memory
 from torch import Tensor
 
 import attnmesh as am
@@ -12,6 +11,7 @@ from attnmesh.core.logits import Logits
 from attnmesh.errors import KernelError
 from attnmesh.kernels.blocks import Need
 from attnmesh.kernels.cuda import CUDA
+from benchmarks.timing import peak_memory
 from tests.support.dense import truth
 
 pytestmark = pytest.mark.quick

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.timing import peak_memory
 
 import attnmesh as am
 from attnmesh.core.band import Band
 from attnmesh.core.logits import Logits
 from attnmesh.kernels.blocks import Need, cut, tiles
 from attnmesh.kernels.choice import KERNELS, choose
+from benchmarks.timing import peak_memory
 from tests.support.dense import COARSE_EXPONENTIAL, truth
 from tests.support.problems import DTYPES, draw
 
