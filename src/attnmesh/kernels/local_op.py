@@ -16,8 +16,9 @@ from attnmesh.core.mask import FAR, Mask
 from attnmesh.core.partial import Partial, sum_dtype, with_sinks
 from attnmesh.core.selection import Selection
 from attnmesh.errors import LayoutError, MaskError
-from attnmesh.kernels.blocks import BackwardInputs
-from attnmesh.kernels.driver import backward, choose_for_places, forward, visible_counts
+from attnmesh.kernels.blocks import BackwardInputs, Need
+from attnmesh.kernels.choice import choose
+from attnmesh.kernels.driver import backward, forward, visible_counts
 from attnmesh.kernels.local_plan import LocalPlan, empty_length_major, length_major, whole_band
 from attnmesh.kernels.selected_keys import SelectedKeys
 from attnmesh.kernels.traced import Once, is_learned, needs_operator, once
@@ -56,7 +57,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *options: Any
     if plain and q.shape[-1] == k.shape[-1]:
         return LocalPlan.of(q, k, v, mask, logits, name).attend(q, k, v, sinks)
     band, counts, q_order, k_order = _band(q, k, q_positions, k_positions, key_lengths, mask, selected)
-    kernel = choose_for_places(name, q, k, v, logits, (q_positions, k_positions))
+    kernel = choose(Need.of(q, k, v, logits, (q_positions, k_positions)), name)
     qkv = _sort(q, q_order), _sort(k, k_order), _sort(v, k_order)
     out, lse = with_sinks(forward(kernel, *qkv, band, logits, counts), sinks)
     return Partial(length_major(_unsort(out, q_order), q.dtype), _unsort(lse, q_order).contiguous())
@@ -117,7 +118,7 @@ def _backward(
     band, counts, q_order, k_order = _band(q, k, q_positions, k_positions, key_lengths, mask, selected)
     saved = BackwardInputs(*(_sort(x, q_order) for x in (out, lse, dout)))
     qkv = _sort(q, q_order), _sort(k, k_order), _sort(v, k_order)
-    chosen = choose_for_places(kernel, q, k, v, logits, (q_positions, k_positions))
+    chosen = choose(Need.of(q, k, v, logits, (q_positions, k_positions)), kernel)
     gradients = backward(chosen, *qkv, saved, band, logits, counts)
     orders = (q_order, k_order, k_order)
     dq, dk, dv = (length_major(_unsort(dx, order), q.dtype) for dx, order in zip(gradients, orders, strict=True))

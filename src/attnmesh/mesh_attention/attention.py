@@ -70,7 +70,7 @@ def attention(
         softcap: Bound of the logits: each becomes `softcap * tanh(logit / softcap)`. None for no bound.
         key_lengths: Real keys of each sequence, int64, (batch,), equal on all ranks: keys at this position or later are
             invisible, as padding on the right under `Full()`.
-        kernel: Kernel of one device: "auto", or a name of `attnmesh.kernels.driver.NAMES`.
+        kernel: Kernel of one device: "auto", or the name of one of `attnmesh.kernels.choice.KERNELS`.
         sinks: One learned logit per query head. It takes a share of the softmax and adds nothing. Its gradient is that
             of this rank's tokens, as for any parameter.
         length: Tokens of the whole sequence. Ranks count them if it is left out, which compares every call.

@@ -21,8 +21,9 @@ from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial, merge_unchecked, sum_dtype
 from attnmesh.core.selection import Selection
 from attnmesh.errors import RankFailure, ShapeError
-from attnmesh.kernels.blocks import BackwardInputs
-from attnmesh.kernels.driver import choose_for_places, visible_counts
+from attnmesh.kernels.blocks import BackwardInputs, Need
+from attnmesh.kernels.choice import choose
+from attnmesh.kernels.driver import visible_counts
 from attnmesh.kernels.local_op import sink_gradient
 from attnmesh.kernels.local_plan import empty_length_major, length_major
 from attnmesh.kernels.selected_keys import SelectedKeys
@@ -126,8 +127,8 @@ class MeshPlan(NamedTuple):
         tokens = steps.chunk.queries, steps.chunk.keys, steps.chunk.keys
         whole = zip((q, k, v), tokens, strict=True)  # of the whole chunk
         q, k, v = (x.new_empty(1).expand(*x.shape[:2], count, x.shape[3]) for x, count in whole)
-        queries, choice = steps.query_step.positions, (self.kernel, q, k, v, self.logits)
-        kernels = [choose_for_places(*choice, (queries, x.positions)) for x in steps.key_steps]
+        queries, call = steps.query_step.positions, (q, k, v, self.logits)
+        kernels = [choose(Need.of(*call, (queries, x.positions)), self.kernel) for x in steps.key_steps]
         return Task(mesh, steps, groups, kernels, self.logits, [None] * len(steps.key_steps))
 
     def _selected(self, schedule: Schedule, key_lengths: Tensor | None, indices: Tensor) -> list[SelectedKeys]:
