@@ -21,7 +21,7 @@ import torch
 
 import attnmesh as am
 from attnmesh.cli.launch import run_on_ranks
-from attnmesh.comm import mailbox_queue as letters
+from attnmesh.comm import mailbox_queue
 
 PACKAGE = Path(am.__file__).parent
 WARM, TRACED = 5, 10
@@ -41,7 +41,7 @@ LEFT_OUT = ("core/", "mesh/", "runtime/", "kernels/traced", "kernels/blocks", "k
 MOST = {"attention, 1 rank": 50, "attention, 2 ranks": 200, "decode, 1 rank": 12, "decode, 2 ranks": 30}
 """Frames that calls may take at most, by how their names begin."""
 
-WAITS = {letters.finish_letter.__code__, letters._move.__code__}
+WAITS = {mailbox_queue.finish_letter.__code__, mailbox_queue._move.__code__}
 """Functions whose calls depend on when the other rank sends."""
 
 MOST_OF_GUARD = 0.15
