@@ -12,7 +12,7 @@ PURPOSES = {
     "runtime": "what one process owns",
     "mesh": "which rank holds and computes what, as values; nothing is sent",
     "kernels": "one device",
-    "planner": "the price of a shape before a run",
+    "planner": "every way to run a workload, priced before a run",
     "comm": "everything that crosses ranks",
     "guard": "ranks compare their calls, and fail alike",
     "setup": "what is made before any call: worlds, meshes, measured constants",
