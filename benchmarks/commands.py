@@ -15,7 +15,7 @@ from rich.table import Table
 
 from attnmesh.cli.generate_prompt import PromptOptions, prepare_prompt
 from attnmesh.cli.output import Status, console, pairs, titled
-from attnmesh.cli.plan_command import cluster_of
+from attnmesh.cli.plan_command import named_cluster
 from attnmesh.cli.probe_command import PROBE_EXPLAINED, described, measured
 from attnmesh.cli.proofs import devices
 from attnmesh.errors import ArgumentError, MeshError, require
@@ -518,7 +518,7 @@ def plot(
     """Draw what attnmesh plan predicts: time by devices and by tokens, a curve for each published scheme, and bytes."""
     from benchmarks.plan_figure import check_picture, write_plot
 
-    machines, work = cluster_of(cluster), Workload(*heads_of(heads), head_dim, length_of(length), phase=phase)
+    machines, work = named_cluster(cluster), Workload(*heads_of(heads), head_dim, length_of(length), phase=phase)
     check_picture(file)
     with Status("pricing") as status:
         write_plot(writable("--plot", file), work, machines, status.update)

@@ -105,7 +105,7 @@ def test_local_is_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert code == 0
     assert "local, 1 host of 2 ranks" in text
     assert "1x1x2" in text
-    assert plan_command.cluster_of("local:1x4").world == 4
+    assert plan_command.named_cluster("local:1x4").world == 4
 
 
 def test_tables_have_no_blank_lines_and_fit_80_columns() -> None:
