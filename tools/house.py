@@ -16,7 +16,7 @@ from pathlib import Path
 from tests.test_rooms import COMMAND, FILES, ROOMS
 
 SOURCE = Path(__file__).parents[1] / "src" / "attnmesh"
-MAX_PARAMETERS, MAX_IMPORTS, MAX_FILE, MAX_FUNCTION = 8, 15, 650, 60
+MAX_PARAMETERS, MAX_IMPORTS, MAX_FILE, MAX_FUNCTION, MAX_NAMESAKES = 8, 15, 650, 60, 3
 BLANK = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 PUBLIC = {
     *("mesh_attention.attention", "mesh_attention.local", "decoding.decode_call", "decoding.rows", "cache.cache"),
@@ -46,6 +46,16 @@ def shared_classes(trees: dict[str, ast.Module]) -> Found:
             if isinstance(node, ast.ClassDef):
                 places[node.name].add(name)
     return _several(places)
+
+
+def shared_functions(trees: dict[str, ast.Module]) -> Found:
+    """Return names of functions that stand in many files. That of a fake operator is no name."""
+    places = defaultdict(set)
+    for name, tree in trees.items():
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef) and node.name != "_":
+                places[node.name].add(name)
+    return _several(places, MAX_NAMESAKES)
 
 
 def shared_stems(trees: dict[str, ast.Module]) -> Found:
@@ -110,6 +120,7 @@ def shadowed_rooms(trees: dict[str, ast.Module]) -> Found:
 COUNTS = {
     f"files of more than {MAX_FILE} lines": (long_files, 0),
     f"functions of more than {MAX_FUNCTION} lines": (long_functions, 0),
+    f"functions of one name in more than {MAX_NAMESAKES} files": (shared_functions, 4),
     "classes of one name in several files": (shared_classes, 0),
     "files of one name in several rooms": (shared_stems, 0),
     "rooms under a public name": (shadowed_rooms, 0),
@@ -120,8 +131,8 @@ COUNTS = {
 """Counts, and the bound of each: what was found when it was last counted. All of them are wanted at 0."""
 
 
-def _several(places: dict[str, set[str]]) -> Found:
-    return [f"{name}: {', '.join(sorted(some))}" for name, some in sorted(places.items()) if len(some) > 1]
+def _several(places: dict[str, set[str]], most: int = 1) -> Found:
+    return [f"{name}: {', '.join(sorted(some))}" for name, some in sorted(places.items()) if len(some) > most]
 
 
 def _imported(tree: ast.Module) -> set[str]:

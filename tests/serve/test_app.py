@@ -13,8 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from attnmesh.hf.serving.engine import Engine
-from attnmesh.serve import body, reply, server
-from attnmesh.serve import routes as app
+from attnmesh.serve import body, reply, routes, server
 from attnmesh.serve.access import Limits
 from attnmesh.serve.chat import encode_text
 from attnmesh.serve.metrics import ENGINE
@@ -543,7 +542,7 @@ class Gate:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     made = Gate()
-    monkeypatch.setattr(app, "encode_text", made.encode)
+    monkeypatch.setattr(routes, "encode_text", made.encode)
     yield made
     made.open.set()
 

@@ -24,6 +24,11 @@ FOUND = {
         {"core.one": "class Plan: ...", "comm.two": "class Plan: ..."},
         "Plan: comm.two, core.one",
     ),
+    "namesakes": (
+        house.shared_functions,
+        {f"core.f{n}": "def plan(): ..." for n in range(house.MAX_NAMESAKES + 1)},
+        "plan: core.f0, core.f1, core.f2, core.f3",
+    ),
     "files": (house.shared_stems, {"core.plan": "", "comm.plan": ""}, "plan: comm.plan, core.plan"),
     "long files": (house.long_files, {"core.one": "x = 1\n" * (house.MAX_FILE + 1)}, "core.one: 651"),
     "functions": (house.long_functions, {"core.one": STEPS}, "core.one.long: 61"),
@@ -67,6 +72,8 @@ def test_code_is_counted_without_blank_lines_comments_and_docstrings() -> None:
 
 def test_a_count_over_its_bound_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(house, "COUNTS", {"wide": (lambda trees: ["core.one: 16"], 0)})
+    monkeypatch.setattr(house, "sizes", list)
+    monkeypatch.setattr(house, "modules", dict)
     with pytest.raises(SystemExit) as ended:
         house.main()
     assert ended.value.code

@@ -66,11 +66,11 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
     _, ctx.back, *ctx.numbers = inputs
 
 
-def _gradient(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+def _exchange_back(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     return heads_op(dout.contiguous(), not ctx.back, *ctx.numbers), *[None] * 5
 
 
-heads_op.register_autograd(_gradient, setup_context=_save_for_backward)
+heads_op.register_autograd(_exchange_back, setup_context=_save_for_backward)
 
 
 def own_tokens(rank: int, owners: Sequence[int], lengths: Sequence[int]) -> int:
