@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -16,17 +17,26 @@ import transformers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 import attnmesh.hf as hf
+import attnmesh.hf.families as room
 from attnmesh import errors
 from attnmesh.hf import models
 from attnmesh.hf import transformers_names as upstream
 from attnmesh.hf.families import pins
-from attnmesh.hf.families.family import LENGTH_DEPENDENT_ROPES, RECURRENT_STATES, families
+from attnmesh.hf.families.family import (
+    LENGTH_DEPENDENT_ROPES,
+    RECURRENT_STATES,
+    families,
+    family_of_class,
+    parts,
+    recurrences,
+)
 from attnmesh.hf.families.pins import FIELDS, Code, check_family
+from attnmesh.hf.recurrent.prepare_recurrent import RecurrentLayer
 from attnmesh.runtime.upstream import OPT_IN
 from tests.support.families import SIZES
 from tests.test_rooms import FILES
 from tests.tools.tiny_models import Case, tiny_config
-from tests.tools.upstream_records import code_of_type, configurations, differences
+from tests.tools.upstream_records import PAGE, code_of_type, configurations, differences, page
 from tests.tools.versions import ROOT
 
 INSTALLED, REQUIREMENT = upstream.TRANSFORMERS.installed, upstream.TRANSFORMERS.requirement
@@ -278,3 +288,51 @@ def test_a_layer_without_a_cache_needs_its_class(monkeypatch: pytest.MonkeyPatch
     assert "attnmesh.hf nemotron_h: " in refusal(configurations()["nemotron_h"])
     for kind in ("bamba", "llama"):
         check_family(configurations()[kind])
+
+
+def test_the_table_of_the_documentation_is_that_of_the_records() -> None:
+    assert PAGE.read_text() == page(), "write it anew: python -m tests.tools.upstream_records"
+
+
+@pytest.fixture
+def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Add a model type to transformers, and the file of its family from the documentation. Return its model class."""
+    folder, stock = tmp_path / "made_up", import_module("transformers.models.qwen3_next.modeling_qwen3_next")
+    folder.mkdir()
+    for name in ("modeling", "configuration"):
+        text = Path(str(stock.__file__)).with_name(f"{name}_qwen3_next.py").read_text()
+        text = text.replace("qwen3_next", "made_up").replace("Qwen3Next", "MadeUp")
+        (folder / f"{name}_made_up.py").write_text(text)
+    (folder / "__init__.py").write_text("")
+    records = tmp_path / "records"
+    records.mkdir()
+    (records / "made_up.py").write_text(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[0])
+    known, loaded = (families, recurrences, parts, family_of_class), {*sys.modules}
+    with monkeypatch.context() as patch:
+        patch.setattr(transformers.models, "__path__", [*transformers.models.__path__, str(tmp_path)])
+        patch.setattr(room, "__path__", [*room.__path__, str(records)])
+        for each in known:
+            each.cache_clear()
+        yield import_module("transformers.models.made_up.modeling_made_up").MadeUpForCausalLM
+    for name in {*sys.modules} - loaded:
+        if "made_up" in name:
+            del sys.modules[name]
+    for each in known:
+        each.cache_clear()
+
+
+def test_a_family_is_one_file(made_up: Any) -> None:
+    sizes = tiny_config(Case("qwen3_next", "qwen3_next")).to_dict()
+    config = made_up.config_class(**{name: value for name, value in sizes.items() if name != "model_type"})
+    config._experts_implementation, config._attn_implementation = "eager", "attnmesh"
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = made_up(config).double().eval()
+    model.generation_config.eos_token_id = None
+    ids = torch.arange(5, 45)[None]
+    tokens = hf.generate(model, ids, mesh=None, max_new_tokens=4)
+    loss = model(**hf.shard_batch({"input_ids": ids, "labels": ids}, None)).loss
+    assert any(isinstance(layer, RecurrentLayer) for layer in model.modules())
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(tokens, model.generate(ids, max_new_tokens=4, do_sample=False))
+    torch.testing.assert_close(loss, model(ids, labels=ids).loss)

@@ -3,14 +3,17 @@
     python -m tests.tools.upstream_records
 
 Run it for a new version of transformers, after the sweep. It writes `plain.json` anew, and prints what the files of
-families have to change. Which classes and functions a record names is written by hand.
+families have to change. Which classes and functions a record names is written by hand. The table of families in the
+documentation is written anew, too.
 """
 
 import json
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -24,6 +27,9 @@ from attnmesh.hf.families.family import CONFIGURATION, MODELING, Family, Pins, f
 from attnmesh.hf.families.pins import FIELDS, Code
 
 FILE = Path(family.__file__).with_name("plain.json")
+
+PAGE = Path(__file__).parents[2] / "docs" / "families.md"
+BEGIN, END = "<!-- families -->\n", "<!-- end of families -->"
 
 SHARED = [one for one in vars(family).values() if isinstance(one, Pins)]
 """What several families need."""
@@ -74,8 +80,23 @@ def differences() -> Iterator[str]:
                 yield f"{name}: {function} has the digest {now}"
 
 
+def page() -> str:
+    """Return the page on families, with the table of their files."""
+    lines = ["| file | types | what they have |", "|---|---|---|"]
+    for each in iter_modules([str(FILE.parent)]):
+        module = import_module(f"{families.__module__.rpartition('.')[0]}.{each.name}")
+        if hasattr(module, "FAMILIES"):
+            kinds = ", ".join(f"`{one.type}`" for one in module.FAMILIES)
+            lines.append(f"| `{each.name}.py` | {kinds} | {str(module.__doc__).splitlines()[0]} |")
+    plain = len(json.loads(FILE.read_text()))
+    lines.append(f"| `plain.json` | {plain} more | Attention alone, as their configurations say. |")
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    return before + BEGIN + "\n".join(lines) + "\n" + END + rest.partition(END)[2]
+
+
 def main() -> None:
-    """Write the fields of `plain.json` anew, and print what differs in other files."""
+    """Write the fields of `plain.json` and the table anew, and print what differs in other files."""
+    PAGE.write_text(page())
     entries = json.loads(FILE.read_text())
     for kind, config in configurations().items():
         if kind in entries or kind not in families():

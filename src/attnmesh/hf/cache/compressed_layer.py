@@ -15,7 +15,7 @@ from attnmesh.core.selection import Selection
 from attnmesh.decoding.index_search import top_k_tokens
 from attnmesh.errors import KernelError, MaskError, require
 from attnmesh.hf.cache.layer import PendingKV, StatefulLayer
-from attnmesh.hf.families.family import family_of_layer
+from attnmesh.hf.families.family import has_entries
 from attnmesh.hf.models import SUBJECT, check_implementation
 from attnmesh.hf.shards import Shards
 from attnmesh.hf.sparse.entries import UNPREPARED, IndexEntries
@@ -157,8 +157,7 @@ def check_entries(
     Without one the model joins them to its keys, and gives no mask of them: it has one for tensors alone. In training
     a shard's entries would be those of its own tokens.
     """
-    family = family_of_layer(module)
-    if not family.layers or not family.layer(getattr(module, "layer_type", "")).entries:
+    if not has_entries(module):
         return
     layer: Any = None if pending is None else pending.layer
     expected, given = "a ShardedCache, which keeps the entries of compressed tokens", "another cache, or none"

@@ -8,7 +8,7 @@ what is refused, is read from its record: no other file names one.
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
@@ -214,7 +214,7 @@ class Family:
         name = self.type.removesuffix("_text")
         return f"{MODELS}{name}{MODELING}{name}"
 
-    @cached_property
+    @property
     def compresses(self) -> bool:
         """Whether layers attend to entries of compressed tokens."""
         return any(layer.entries for layer in self.layers.values())
@@ -278,9 +278,20 @@ def family_of_class(config: type) -> Family:
     return known.get(own) or known.get(getattr(stock, "model_type", "")) or _unknown(own)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _constant(config: Any) -> Family:  # in a graph, too
+def has_entries(layer: Any) -> bool:
+    """Return whether a layer attends to entries of compressed tokens."""
+    found: bool = _has_entries(type(getattr(layer, "config", None)), getattr(layer, "layer_type", ""))
+    return found
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator] # a graph cannot look families up
+def _constant(config: Any) -> Family:
     return family_of_class(config)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_entries(config: Any, kind: str) -> bool:
+    return bool(family_of_class(config).layer(kind).entries)
 
 
 def _unknown(kind: str) -> Family:
