@@ -39,6 +39,11 @@ FOUND = {
         {"comm.one": "from attnmesh.planner.cost import cost"},
         "comm.one: attnmesh.planner.cost",
     ),
+    "families": (
+        house.named_families,
+        {"hf.one": "LAYERS = ('a mamba', 'head')\ndef of_mamba2_layers(): ...", "hf.families.two": "x = 'mamba'"},
+        "hf.one: of_mamba2_layers",
+    ),
     "rooms": (
         house.shadowed_rooms,
         {"__init__": "from attnmesh.decode.call import decode as decode", "decode.call": ""},
