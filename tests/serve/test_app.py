@@ -589,7 +589,7 @@ def test_a_prompt_is_not_encoded_for_a_client_that_has_gone(gate: Gate) -> None:
 def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(
     running: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("attnmesh.serve.chat._tokens", None)
+    monkeypatch.setattr("attnmesh.serve.chat._token_ids", None)
     longest = 5 * (LONGEST - 1)  # the longest token, "<end>", has five characters
     for path, sent in (("chat/completions", chat("x" * longest)), ("completions", {"prompt": "x" * (longest + 1)})):
         code, said = running.ask(f"/v1/{path}", {"model": NAME, **sent})
