@@ -26,6 +26,7 @@ from attnmesh.kernels.stacked_merge import by_residue, copy_into, merge_along_tr
 from attnmesh.kernels.stored import CacheKernel
 from attnmesh.kernels.triton_runtime import interpreted
 from attnmesh.mesh.axes import Axis, group_named
+from attnmesh.runtime.operators import operator
 from attnmesh.runtime.ranges import ATTENTION, is_profiled, named
 from attnmesh.runtime.world import cached_per_world, decode_cached
 
@@ -186,7 +187,12 @@ def highest_checksum(checksum: Tensor, axis: Axis) -> Tensor:
     return rows.view(checksum.dtype).amax(0)
 
 
-@torch.library.custom_op("attnmesh::decode", mutates_args=())
+def _fake_output(q: Tensor, *rest: Any) -> Tensor:
+    *_, names, numbers = rest
+    return q.new_empty(DecodeStep.decode(names, numbers).output_shape(q))
+
+
+@operator("decode", _fake_output)
 def decode_op(
     q: Tensor,
     cache: Sequence[Tensor],
@@ -201,12 +207,6 @@ def decode_op(
     call_number = crc32(f"{numbers[4:]} {names.split(',')[2:]}".encode())
     out, _ = run_step(q, [view], sinks, step, call_number, key_lengths, indices)
     return torch.where(view.state[0] <= step.capacity, out, torch.nan)
-
-
-@decode_op.register_fake
-def _(q: Tensor, *rest: Any) -> Tensor:
-    *_, names, numbers = rest
-    return q.new_empty(DecodeStep.decode(names, numbers).output_shape(q))
 
 
 def tensors_of(view: CacheView) -> list[Tensor]:
