@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm.message import PartialMessage, call_checksum, question_like
-from attnmesh.comm.p2p import all_to_all_bytes, swap_tokens
-from attnmesh.comm.rank_merge import merge_ranks
-from attnmesh.comm.shared_memory import DIFFERENT, CallsDifferError
+from attnmesh.comm.p2p import swap_tokens
+from attnmesh.comm.rank_merge import highest_checksum, merge_ranks
 from attnmesh.core.band import Band
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Mask
@@ -176,15 +175,6 @@ def _gather_heads(out: Tensor, checksum: Tensor, step: DecodeStep, heads: int) -
             return out.new_full((out.shape[0], heads, *out.shape[2:]), torch.nan), checksum
         out = torch.cat(swap_tokens([out] * axis.size, [out.shape[2]] * axis.size, axis), 1)
     return torch.where(checksum.sum() == 0, out, torch.nan), checksum
-
-
-def highest_checksum(checksum: Tensor, axis: Axis) -> Tensor:
-    """Return the maximum of the checksums of all ranks of an axis."""
-    try:
-        rows = all_to_all_bytes([checksum.view(torch.uint8)] * axis.size, axis)
-    except CallsDifferError:  # the ranks that compare their calls wait for this one
-        return torch.full_like(checksum, DIFFERENT)
-    return rows.view(checksum.dtype).amax(0)
 
 
 def _fake_output(q: Tensor, *rest: Any) -> Tensor:
