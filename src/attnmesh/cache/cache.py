@@ -21,7 +21,7 @@ from attnmesh.cache.new_tokens import append_known, kind_of_new
 from attnmesh.cache.pages import PagedCache
 from attnmesh.cache.replicas import LocalShards, check_copies
 from attnmesh.cache.saved_cache import SavedCache, SavedPieces
-from attnmesh.comm.topology import mailboxes_of, rounds
+from attnmesh.comm.transport import transport_of
 from attnmesh.core.digest import fingerprints, history_checksum
 from attnmesh.core.mask import Mask
 from attnmesh.errors import check_count
@@ -119,10 +119,8 @@ class KVCache(PagedCache, SavedCache):
         self.saved = SavedPieces()
         self.known_appends = Kinds[bool]()  # kinds of new tokens that this cache and its forks have checked
         self.step_plans = Kinds[Any]()  # of steps on this cache and its forks, which `decoding` makes
-        if self.tokens.size > 1:
-            rounds(self.tokens, False)  # exchanges the ranks' hosts now rather than in the first step
         for axis in (self.tokens, self.mesh.heads):
-            mailboxes_of(axis, self.device)
+            transport_of(axis, self.device)
         if self.tokens.size > 1 and self.device.type == "cpu":
             prepare_merges(self.tokens)
         shard = partial(CacheShard, sizes, self.mesh.heads, self.tokens.size, self.device)

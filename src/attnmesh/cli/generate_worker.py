@@ -17,7 +17,7 @@ from attnmesh.cli.generate_prompt import Prepared
 from attnmesh.cli.launch import Send
 from attnmesh.comm.failures import set_deadline
 from attnmesh.comm.topology import all_gather_ints
-from attnmesh.hf.chunks import CHUNK
+from attnmesh.hf.forward_passes import CHUNK
 from attnmesh.hf.images.inputs import on_model
 from attnmesh.hf.load import open_model
 from attnmesh.hf.options import GenerationSettings

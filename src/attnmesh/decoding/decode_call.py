@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
-from attnmesh.comm.rank_merge import send_poison
+from attnmesh.comm.rank_merge import highest_checksum, send_poison
 from attnmesh.core.digest import fingerprints
 from attnmesh.core.logits import Logits, with_distance_bias
 from attnmesh.core.mask import Causal, Mask
@@ -23,7 +23,6 @@ from attnmesh.decoding.step import (
     DecodeStep,
     ask_in_step,
     decode_op,
-    highest_checksum,
     reads_length_on_device,
     run_step,
     tensors_of,

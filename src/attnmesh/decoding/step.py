@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm.message import PartialMessage, call_checksum, question_like
-from attnmesh.comm.p2p import all_to_all_bytes, swap_tokens
-from attnmesh.comm.rank_merge import merge_ranks
-from attnmesh.comm.shared_memory import DIFFERENT, CallsDifferError
+from attnmesh.comm.p2p import swap_tokens
+from attnmesh.comm.rank_merge import highest_checksum, merge_ranks
 from attnmesh.core.band import Band
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Mask
@@ -26,6 +25,7 @@ from attnmesh.kernels.stacked_merge import by_residue, copy_into, merge_along_tr
 from attnmesh.kernels.stored import CacheKernel
 from attnmesh.kernels.triton_runtime import interpreted
 from attnmesh.mesh.axes import Axis, group_named
+from attnmesh.runtime.operators import operator
 from attnmesh.runtime.ranges import ATTENTION, is_profiled, named
 from attnmesh.runtime.world import cached_per_world, decode_cached
 
@@ -177,16 +177,12 @@ def _gather_heads(out: Tensor, checksum: Tensor, step: DecodeStep, heads: int) -
     return torch.where(checksum.sum() == 0, out, torch.nan), checksum
 
 
-def highest_checksum(checksum: Tensor, axis: Axis) -> Tensor:
-    """Return the maximum of the checksums of all ranks of an axis."""
-    try:
-        rows = all_to_all_bytes([checksum.view(torch.uint8)] * axis.size, axis)
-    except CallsDifferError:  # the ranks that compare their calls wait for this one
-        return torch.full_like(checksum, DIFFERENT)
-    return rows.view(checksum.dtype).amax(0)
+def _fake_output(q: Tensor, *rest: Any) -> Tensor:
+    *_, names, numbers = rest
+    return q.new_empty(DecodeStep.decode(names, numbers).output_shape(q))
 
 
-@torch.library.custom_op("attnmesh::decode", mutates_args=())
+@operator("decode", _fake_output)
 def decode_op(
     q: Tensor,
     cache: Sequence[Tensor],
@@ -201,12 +197,6 @@ def decode_op(
     call_number = crc32(f"{numbers[4:]} {names.split(',')[2:]}".encode())
     out, _ = run_step(q, [view], sinks, step, call_number, key_lengths, indices)
     return torch.where(view.state[0] <= step.capacity, out, torch.nan)
-
-
-@decode_op.register_fake
-def _(q: Tensor, *rest: Any) -> Tensor:
-    *_, names, numbers = rest
-    return q.new_empty(DecodeStep.decode(names, numbers).output_shape(q))
 
 
 def tensors_of(view: CacheView) -> list[Tensor]:

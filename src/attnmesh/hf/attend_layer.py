@@ -13,6 +13,7 @@ from attnmesh.cache.cache import KVCache
 from attnmesh.core.logits import Logits, check_scale, with_distance_bias
 from attnmesh.core.mask import Mask
 from attnmesh.core.selection import Selection
+from attnmesh.core.visible import Visible
 from attnmesh.decoding.decode_shard import decode_shard
 from attnmesh.errors import InputError, MaskError, require
 from attnmesh.hf.cache.layer import PendingKV, store_shard
@@ -151,5 +152,5 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, queries: Tensor, 
     """Return attention of queries to keys at these positions."""
     logits = Logits.of(SUBJECT, layer.scale, layer.softcap, q.shape[-1])
     q = with_distance_bias(q, layer.distance_bias)
-    options = {"sinks": layer.sinks, "q_positions": queries, "k_positions": keys}
-    return run_attend(q, k, v, layer.mask, logits, "auto", **options, selected=layer.selected).out
+    visible = Visible(layer.mask, queries, keys, selected=layer.selected)
+    return run_attend(q, k, v, visible, logits, "auto", layer.sinks).out

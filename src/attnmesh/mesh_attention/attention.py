@@ -10,6 +10,7 @@ from attnmesh.core.logits import with_distance_bias
 from attnmesh.core.mask import CAUSAL, FULL, Mask
 from attnmesh.core.partial import Partial, merge_unchecked
 from attnmesh.core.selection import Selection
+from attnmesh.core.visible import Visible
 from attnmesh.guard.checks import check_most_keys, warn_if_swapped, without_redundant
 from attnmesh.kernels.local_op import run_attend
 from attnmesh.kernels.local_plan import LocalPlan, kind_of
@@ -148,8 +149,8 @@ def attend_shards(
         q = with_distance_bias(q, call.distance_bias)
     with without_autocast(q):
         if mesh.ranks == 1:
-            kind = plan.problem.mask, plan.logits, plan.kernel
-            out, lse = run_attend(q, k, v, *kind, sinks=sinks, key_lengths=key_lengths, selected=selected)
+            visible = Visible(plan.problem.mask, key_lengths=key_lengths, selected=selected)
+            out, lse = run_attend(q, k, v, visible, plan.logits, plan.kernel, sinks)
             if further is not None:
                 out = merge_unchecked([Partial(out, lse), further]).out.to(q.dtype)
         else:

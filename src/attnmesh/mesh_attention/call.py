@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.comm.topology import share_numbers
+from attnmesh.comm.transport import share_numbers
 from attnmesh.core.digest import digest
 from attnmesh.core.layout import Contiguous, Layout, check_layout
 from attnmesh.core.logits import Logits

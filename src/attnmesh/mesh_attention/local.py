@@ -8,6 +8,7 @@ from attnmesh.core.logits import Logits, with_distance_bias
 from attnmesh.core.mask import FULL, Full, Mask, check_mask
 from attnmesh.core.partial import Partial
 from attnmesh.core.selection import Selection
+from attnmesh.core.visible import Visible
 from attnmesh.errors import MaskError, ShapeError
 from attnmesh.guard.checks import (
     check_distance_bias,
@@ -114,7 +115,7 @@ def attend(
     if kind is not None:
         return PLANS.keep(kind, LocalPlan.of(q, k, v, mask, logits, kernel)).attend(q, k, v, None)
     q = with_distance_bias(q, distance_bias)
-    places = {"q_positions": q_positions, "k_positions": k_positions, "key_lengths": key_lengths}
+    visible = Visible(mask, q_positions, k_positions, key_lengths, selected)
     with without_autocast(q):
-        out, lse = run_attend(q, k, v, mask, logits, kernel, **places, selected=selected)
+        out, lse = run_attend(q, k, v, visible, logits, kernel)
         return Partial(out if selected is None else without_faulty(out, selected), lse)

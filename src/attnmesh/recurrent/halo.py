@@ -22,6 +22,7 @@ from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.checks import check_tensor
 from attnmesh.mesh.axes import Axis, axis_of, group_named, mesh_of
 from attnmesh.recurrent.head_exchange import first_tokens, own_tokens
+from attnmesh.runtime.operators import operator
 
 Segment = tuple[int, int, int]
 """Consecutive tokens of one rank: the rank, the first of them, and their number."""
@@ -74,7 +75,20 @@ def halo_of_parts(
     return halos
 
 
-@torch.library.custom_op("attnmesh::halo", mutates_args=())
+def _fake_halos(x: Tensor, back: bool, size: int, dim: int, *numbers: Any) -> Tensor:
+    _, (_, index), owners, lengths = numbers
+    return _empty(x, back, size, dim, index, owners, lengths)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.back, *ctx.numbers = inputs
+
+
+def _gradient(ctx: Any, dout: Tensor) -> list[Tensor]:
+    return [halo_op(dout.contiguous(), not ctx.back, *ctx.numbers)]
+
+
+@operator("halo", _fake_halos, _save_for_backward, _gradient)
 def halo_op(
     x: Tensor,
     back: bool,
@@ -93,29 +107,12 @@ def halo_op(
     return out
 
 
-@halo_op.register_fake
-def _(x: Tensor, back: bool, size: int, dim: int, *numbers: Any) -> Tensor:
-    _, (_, index), owners, lengths = numbers
-    return _empty(x, back, size, dim, index, owners, lengths)
-
-
 def _empty(
     x: Tensor, back: bool, size: int, dim: int, index: int, owners: Sequence[int], lengths: Sequence[int]
 ) -> Tensor:
     """Return memory for a rank's tokens if `back`, else for its halos."""
     tokens = own_tokens(index, owners, lengths) if back else size * list(owners).count(index)
     return x.new_empty(*x.shape[:dim], tokens, *x.shape[dim + 1 :])
-
-
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.back, *ctx.numbers = inputs
-
-
-def _halo_back(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-    return halo_op(dout.contiguous(), not ctx.back, *ctx.numbers), *[None] * 7
-
-
-halo_op.register_autograd(_halo_back, setup_context=_save_for_backward)
 
 
 def _add_segments(x: Tensor, out: Tensor, segments: Iterable[tuple[Segment, Segment]], axis: Axis, dim: int) -> None:

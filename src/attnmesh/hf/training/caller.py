@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from attnmesh.errors import ArgumentError, InputError, KernelError, require
 from attnmesh.guard.agreement import Agreement, may_compare
-from attnmesh.hf.families.family import families, family_of
+from attnmesh.hf.families.family import family_of, prepared_code
 from attnmesh.hf.images.cut import prepare_text_model
 from attnmesh.hf.layer_checks import check_same_weights
 from attnmesh.hf.models import SUBJECT, check_implementation
@@ -44,7 +44,7 @@ def prepare_caller(shards: Shards) -> None:
     running = _running_calls()
     if shards.ranks > 1:
         _check_model(running, shards)
-    if any(one.needs_preparation and one.code in sys.modules for one in families().values()):
+    if any(name in sys.modules for name in prepared_code()):
         known: set[nn.Module] = set()
         for module, *_ in running:
             if module not in known:
