@@ -50,8 +50,8 @@ from attnmesh.cli import (
 from attnmesh.cli import proofs as proof
 from attnmesh.errors import InputError
 from attnmesh.hf import load
+from attnmesh.mesh.cluster import Cluster
 from attnmesh.planner import schemes
-from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.plan import MAX_RANKS, Plan
 from attnmesh.planner.workload import Workload
 from attnmesh.runtime.machine import machine

@@ -9,7 +9,6 @@ What a rank does while it waits for another, and to move letters that wait, is n
 """
 
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,11 +18,10 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import attnmesh as am
-from attnmesh.comm import mailbox_queue as letters
+from attnmesh.cli.launch import run_on_ranks
+from attnmesh.comm import mailbox_queue
 
 PACKAGE = Path(am.__file__).parent
 WARM, TRACED = 5, 10
@@ -37,13 +35,13 @@ DRAWN = {
     "attention, 2 ranks, keys": "Prefill and training: `attention` on two ranks of a keys axis, without gradients.",
     "decode, 2 ranks": "Decoding: a step on the CPUs of one host.",
 }
-LEFT_OUT = ("core/", "mesh/", "runtime/", "kernels/traced", "kernels/blocks", "kernels/native/digest")
+LEFT_OUT = ("core/", "mesh/", "runtime/", "kernels/traced", "kernels/blocks", "kernels/native/native_digest")
 """Files of values and of questions, whose functions a drawing leaves out."""
 
 MOST = {"attention, 1 rank": 50, "attention, 2 ranks": 200, "decode, 1 rank": 12, "decode, 2 ranks": 30}
 """Frames that calls may take at most, by how their names begin."""
 
-WAITS = {letters.finish_letter.__code__, letters._move.__code__}
+WAITS = {mailbox_queue.finish_letter.__code__, mailbox_queue._move.__code__}
 """Functions whose calls depend on when the other rank sends."""
 
 MOST_OF_GUARD = 0.15
@@ -76,10 +74,10 @@ class Stop:
     name: str
     sentence: str
 
-    def line(self, width: int = 118) -> str:
+    def line(self, width: int = 120) -> str:
         """Return the line of a drawing, with as much of the sentence as fits."""
-        start = f"{self.file:<25}{'  ' * self.depth}{self.name}"
-        line = f"{start:<61}{self.sentence}"
+        start = f"{self.file:<28} {'  ' * self.depth}{self.name}"
+        line = f"{start:<65}{self.sentence}"
         return line if len(line) <= width else f"{line[: width - 4].rsplit(' ', 1)[0].rstrip(',;:')} ..."
 
 
@@ -218,31 +216,12 @@ def walks_on_two() -> dict[str, Walk]:
     return {name: walk(make()) for name, make in ON_TWO.items()}
 
 
-def _rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    found = walks_on_two()
-    if rank == 0:
-        _show(found)
-    dist.destroy_process_group()
-
-
 def _show(walks: dict[str, Walk]) -> None:
     for name, found in walks.items():
         frames, files = len(found.files), len(set(found.files))
         most = ", ".join(f"{room} {count}" for room, count in found.lines.most_common(5))
         guard = f"{found.share('guard'):.0%}"
         print(f"{name:<28} {frames:>6} {most_frames(name):>5} {files:>5} {found.changes:>7} {guard:>6}  {most}")
-
-
-def _draw_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    drawn = drawings()
-    if rank == 0:
-        before, rest = PAGE.read_text().split(FIRST)
-        PAGE.write_text(before + FIRST + drawn + LAST + rest.split(LAST)[1])
-    dist.destroy_process_group()
 
 
 def drawings() -> str:
@@ -257,14 +236,13 @@ def drawings() -> str:
 def main() -> None:
     """Print the table of walks, or draw two of them into the page."""
     if sys.argv[1:] == ["--draw"]:
-        with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(_draw_rank, (folder,), 2)
+        before, rest = PAGE.read_text().split(FIRST)
+        PAGE.write_text(before + FIRST + run_on_ranks(2, drawings)[0] + LAST + rest.split(LAST)[1])
         return
     print(f"{'':<28} frames   max files changes  guard  lines by room")
     torch.set_num_threads(1)
     _show({name: walk(make()) for name, make in ALONE.items()})
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (folder,), 2)
+    _show(run_on_ranks(2, walks_on_two)[0])
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from attnmesh.cli.launch import RankError
 from attnmesh.comm.topology import host_numbers
 from attnmesh.errors import ClusterError
 from attnmesh.mesh.axes import Axis, Mesh
+from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.shapes import AXES
-from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.plan import Plan, plan
 from attnmesh.planner.workload import Workload
 from attnmesh_command.messages import OptionError

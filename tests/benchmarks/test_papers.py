@@ -11,9 +11,10 @@ import typer
 from typer.testing import CliRunner
 
 import attnmesh as am
+from attnmesh.mesh.prices import Candidate
+from attnmesh.mesh.rates import Device, Link
 from attnmesh.mesh.shapes import Shape
-from attnmesh.planner.cost import Candidate, cost
-from attnmesh.planner.hardware import Device, Link
+from attnmesh.planner.cost import cost
 from benchmarks.papers import attention2d, baselines, llama, tree_attention
 from benchmarks.papers.report import Row, one
 

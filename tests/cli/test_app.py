@@ -19,8 +19,8 @@ from attnmesh.hf import load
 from attnmesh.hf.serving import stream
 from attnmesh.kernels.native.build import library
 from attnmesh.mesh import merges
+from attnmesh.mesh.cluster import PRESETS
 from attnmesh.mesh.shapes import AXES
-from attnmesh.planner.cluster import PRESETS
 from attnmesh.planner.recurrent import TRANSITIONS
 from attnmesh.planner.workload import PHASES
 from attnmesh.planner.workload_presets import WORKLOADS

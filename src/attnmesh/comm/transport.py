@@ -130,7 +130,7 @@ class Gloo:
 
     def fastest(self) -> str:
         """Return the fastest merge, alike on all ranks. All ranks call it at once, the first time."""
-        return fastest_merge(self)
+        return fastest_by_time(self)
 
     def takes_turns(self, peer: int, message: Tensor) -> bool:
         """Return whether messages to several ranks go sooner one after the other.
@@ -310,7 +310,7 @@ def transport_of(axis: Axis, device: torch.device) -> Gloo:
 
 
 @cached_per_world()
-def fastest_merge(transport: Gloo) -> str:
+def fastest_by_time(transport: Gloo) -> str:
     """Return the fastest merge of a transport, measured at the first call, alike on all ranks.
 
     One is chosen for all sizes of messages: a rank that sends poison does not know the size of the others' messages. It

@@ -26,7 +26,7 @@ from attnmesh.guard.checks import (
     heads_and_length,
     with_swap_hint,
 )
-from attnmesh.kernels.driver import check_kernel
+from attnmesh.kernels.choice import check_kernel
 from attnmesh.kernels.local_plan import kind_of
 from attnmesh.mesh.axes import Axis, Mesh, flat_axis
 from attnmesh.mesh.schedule import Problem, check_exchange

@@ -20,15 +20,16 @@ from attnmesh.comm.topology import all_gather_ints, host_mailboxes, hosts
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import FULL
 from attnmesh.core.partial import Partial
+from attnmesh.core.visible import Visible
 from attnmesh.errors import ClusterError, require
 from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.checks import check_dtype
 from attnmesh.kernels.local_op import run_attend
 from attnmesh.kernels.local_plan import LocalPlan
 from attnmesh.mesh.axes import Axis, Mesh, device_of, flat_axis
+from attnmesh.mesh.cluster import Cluster
+from attnmesh.mesh.rates import NO_LINK, Device, Link
 from attnmesh.mesh.shapes import AXES
-from attnmesh.planner.cluster import Cluster
-from attnmesh.planner.hardware import NO_LINK, Device, Link
 
 ROUNDS = 5
 """Repetitions of each measurement. The result is the largest of the ranks' medians."""
@@ -109,7 +110,7 @@ def measure_device(world: MeasuredRanks, dtype: torch.dtype) -> Device:
         return partial(LocalPlan.of(q, k, v, FULL, logits, "auto").attend, q, k, v, None)
 
     def both() -> None:
-        out, _ = run_attend(learned[0], learned[1], learned[2], FULL, logits, "auto")
+        out, _ = run_attend(learned[0], learned[1], learned[2], Visible(FULL), logits, "auto")
         torch.autograd.grad(out.sum(), learned)
 
     with torch.no_grad():

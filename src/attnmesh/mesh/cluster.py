@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.errors import ClusterError, check_choice, check_count, require
-from attnmesh.planner.hardware import NO_LINK, Device, Link
+from attnmesh.mesh.rates import NO_LINK, Device, Link
 from attnmesh.runtime.supplied import Supplied
 
 
@@ -168,7 +168,7 @@ class Cluster:
 
 
 measured = Supplied[[DeviceMesh | None, torch.dtype | None], Cluster]()
-"""Measure the ranks of a mesh, which exchange messages: `comm.measure.measure`."""
+"""Measure the ranks of a mesh, which exchange messages: `setup.measure`."""
 
 NVLINK = "NCCL 2.28 src/graph/tuning.cc: base 8.4 us + ring step 3.4 us (Simple), 6.6 + 0.6 (LL) for short messages"
 NET = "NCCL 2.28 src/graph/tuning.cc: base 8.4 us + ring step 14 us (Simple), 6.6 + 2.7 (LL) for short messages"

@@ -1,4 +1,4 @@
-"""The choices behind `exchange="auto"` and `merge="auto"`, priced with the constants of this machine.
+"""The constants of this machine, with which exchanges and merges are priced: rates of its device and its links.
 
 `attnmesh probe` measures them and keeps them in a file. Without it, those of the preset most like this machine are
 taken. Callers pass which ranks share a host.
@@ -14,15 +14,9 @@ from pathlib import Path
 
 import torch
 
-from attnmesh.core.layout import Layout
 from attnmesh.errors import ClusterError, warn_once
-from attnmesh.mesh.schedule import EXCHANGES, Exchange
+from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.shapes import Shape
-from attnmesh.planner.candidate import Candidate
-from attnmesh.planner.cluster import Cluster
-from attnmesh.planner.cost import cost
-from attnmesh.planner.decode_cost import MergeGroup, Payload, merge_seconds
-from attnmesh.planner.workload import Workload
 from attnmesh.runtime.machine import cache_folder, cpu_name
 
 PRESET_OF_GPU = {
@@ -35,20 +29,6 @@ PRESET_OF_GPU = {
     "B200": "dgx-b200",
 }
 """Presets by a part of the GPU's name."""
-
-MEMORY_SHARE = 1 / 8
-"""Share of a rank's memory up to which the fastest exchange is taken, and not the one that needs least memory."""
-
-TYPICAL_PAYLOAD = Payload(128.0, 128)
-"""32 rows of 128 columns. The actual size does not count: a rank that raises takes part in the merge without it."""
-
-
-def best_exchange(cluster: Cluster, tile: Shape, shape: Shape, layout: Layout, workload: Workload) -> Exchange:
-    """Return the fastest exchange of those within `MEMORY_SHARE`, or else the one that needs least memory."""
-    costs = {name: cost(Candidate(shape, tile, layout, name), workload, cluster) for name in EXCHANGES}
-    fitting = [name for name in costs if costs[name].memory <= MEMORY_SHARE * cluster.device.memory]
-    fastest = min(fitting, key=lambda name: costs[name].seconds, default=None)
-    return EXCHANGES[fastest or min(costs, key=lambda name: costs[name].memory)]
 
 
 def preset_for(device: torch.device) -> str:
@@ -112,7 +92,7 @@ def share_of_cores(device: torch.device) -> float:
     return min(1.0, torch.get_num_threads() / cores) if device.type == "cpu" else 0.0
 
 
-def cluster_of(base: Cluster, hosts: int, ranks: int, preset: str, share: float = 0.0) -> Cluster:
+def cluster_of(hosts: int, ranks: int, base: Cluster, preset: str, share: float = 0.0) -> Cluster:
     """Return the base with these counts; the preset if the base has no links for them.
 
     A preset has a core for each thread. `share` is what a rank takes of its host's cores.
@@ -139,11 +119,4 @@ def cluster_and_tile(
     count = len(set(hosts))
     if count * tile.ranks != shape.ranks:
         count, tile = shape.ranks, Shape(1, 1, 1)
-    return cluster_of(base, count, tile.ranks, preset, share), tile
-
-
-def best_merge(ranks: int, near: int, base: Cluster, preset: str, share: float = 0.0) -> str:
-    """Return the fastest merge of short messages among `ranks` ranks, `near` of them on each host."""
-    cluster = cluster_of(base, ranks // near, near, preset, share)
-    times = {how: merge_seconds(how, MergeGroup(ranks, near), TYPICAL_PAYLOAD, cluster) for how in ("direct", "tree")}
-    return min(times, key=lambda how: times[how])
+    return cluster_of(count, tile.ranks, base, preset, share), tile
