@@ -28,7 +28,7 @@ from attnmesh.errors import check_count
 from attnmesh.guard.agreement import Agreement, CallRecord, prepare_merges
 from attnmesh.guard.checks import check_checked, check_positions
 from attnmesh.mesh.axes import Mesh, flat_axis
-from attnmesh.mesh_attention.shard_marks import check_equal_cuts
+from attnmesh.mesh_attention.shard_marks import check_equal_cuts, check_not_cut
 from attnmesh.runtime.caches import Kinds
 from attnmesh.setup.init_mesh import device_fault, device_for
 
@@ -194,6 +194,7 @@ class KVCache(PagedCache, SavedCache):
         new = {"k": k, "v": v, "token_mask": token_mask}
         with self.calls.agreement("append", lambda: fingerprints(new)):
             self.sizes.check_new("append", k, v, self.device)
+            check_not_cut("append", {"k": k, "v": v}, "call append_shard with its positions, on a cache of its mesh")
             self.sizes.check_token_mask("append", token_mask, k.shape[2])
             self.sizes.check_captured("append", token_mask, self.device)
             self.shards.check_fits("append", k.shape[2], self.shards.counts)
@@ -240,6 +241,8 @@ class KVCache(PagedCache, SavedCache):
             self.sizes.check_new("append_shard", k, v, self.device)
             check_positions("append_shard positions", positions, k.shape[2])
             check_equal_cuts("append_shard", {"k": k, "v": v, "positions": positions})
+            if self.mesh.ranks == 1:
+                check_not_cut("append_shard", {"k": k, "v": v}, "make the cache with the mesh of am.shard")
             self.sizes.check_token_mask("append_shard", token_mask, None)
             check_count("append_shard queries", queries, "count the last tokens to decode")
             block_cyclic = bool((self.shard.block_cyclic.owner(positions) == self.tokens.index).all())
