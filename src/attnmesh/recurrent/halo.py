@@ -53,7 +53,7 @@ def halo(x: Tensor, size: int, group: ProcessGroup | DeviceMesh | None, *, dim: 
     """
     axis = axis_of(group, "halo")
     with Agreement(mesh_of(axis), "halo") as agreement:
-        _check(x, size, dim)
+        _check_halo(x, size, dim)
         others = [n for other, n in enumerate(x.shape) if other != dim % x.ndim]
         learned = torch.is_grad_enabled() and x.requires_grad
         options = {"size": size, "dim": dim % x.ndim, "requires_grad": learned}
@@ -84,11 +84,11 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
     _, ctx.back, *ctx.numbers = inputs
 
 
-def _gradient(ctx: Any, dout: Tensor) -> list[Tensor]:
+def _halo_back(ctx: Any, dout: Tensor) -> list[Tensor]:
     return [halo_op(dout.contiguous(), not ctx.back, *ctx.numbers)]
 
 
-@operator("halo", _fake_halos, _save_for_backward, _gradient)
+@operator("halo", _fake_halos, _save_for_backward, _halo_back)
 def halo_op(
     x: Tensor,
     back: bool,
@@ -103,7 +103,7 @@ def halo_op(
     axis = Axis(place[0], place[1], group_named(group))
     out = _empty(x, back, size, dim, axis.index, owners, lengths).zero_()
     segments = _segments(size, owners, lengths)
-    _copy(x, out, (pair[::-1] for pair in segments) if back else segments, axis, dim)
+    _add_segments(x, out, (pair[::-1] for pair in segments) if back else segments, axis, dim)
     return out
 
 
@@ -115,7 +115,7 @@ def _empty(
     return x.new_empty(*x.shape[:dim], tokens, *x.shape[dim + 1 :])
 
 
-def _copy(x: Tensor, out: Tensor, segments: Iterable[tuple[Segment, Segment]], axis: Axis, dim: int) -> None:
+def _add_segments(x: Tensor, out: Tensor, segments: Iterable[tuple[Segment, Segment]], axis: Axis, dim: int) -> None:
     """Add the first segment of each pair, in `x` of its rank, to the second one, in `out` of its rank."""
     mine = axis.index
     sends: dict[int, tuple[Tensor, ...]] = {}
@@ -150,7 +150,7 @@ def _segments(size: int, owners: Sequence[int], lengths: Sequence[int]) -> Itera
                 yield (owners[earlier], index, stop - start), (target, place + start, stop - start)
 
 
-def _check(x: Tensor, size: int, dim: int) -> None:
+def _check_halo(x: Tensor, size: int, dim: int) -> None:
     check_tensor("halo x", x)
     fits, fix = x.is_floating_point(), "cast it with .float()"
     require(fits, DtypeError, "halo x", "a tensor of floats", x.dtype, fix)

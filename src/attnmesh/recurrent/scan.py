@@ -39,7 +39,7 @@ class AffineMap(NamedTuple):
     def __call__(self, state: Tensor) -> Tensor:
         """Return the mapped state. Autocast, which would round it, has no effect."""
         with without_autocast(self.bias):
-            return _times(self.linear, state) + self.bias
+            return _apply_linear(self.linear, state) + self.bias
 
     def after(self, first: "AffineMap") -> "AffineMap":
         """Return the composition: `first`, then this map."""
@@ -83,7 +83,7 @@ def scan_across(
     device = bias.device if isinstance(bias, Tensor) else torch.device(mesh_of(axis).kind)
     compares = axis.size > 1 and checked is not False and may_compare(device)
     with Agreement(mesh_of(axis), "scan_across", lambda: _fields(linear, bias, reverse), compares=compares):
-        _check(linear, bias, reverse, checked)
+        _check_maps(linear, bias, reverse, checked)
     dtype = torch.promote_types(sum_dtype(linear.dtype), sum_dtype(bias.dtype))
     order = range(axis.size)[:: -1 if reverse else 1]
     return scan(AffineMap(linear.to(dtype), bias.to(dtype)), axis, order)
@@ -116,7 +116,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
         ctx.mark_non_differentiable(output[0])
 
 
-def _gradients(ctx: Any, dlinear: Tensor | None, dbias: Tensor) -> tuple[Tensor | None, ...]:
+def _scan_back(ctx: Any, dlinear: Tensor | None, dbias: Tensor) -> tuple[Tensor | None, ...]:
     """Scan the gradients of the states from the last rank to the first.
 
     The state X = [bias | linear] of rank r becomes A X + [B | 0] on rank r + 1. So a gradient G of X on rank r adds to
@@ -138,7 +138,7 @@ def _gradients(ctx: Any, dlinear: Tensor | None, dbias: Tensor) -> tuple[Tensor 
     return dlinear, later[..., : prefix_bias.shape[-1]]
 
 
-@operator("scan_across", _fake_states, _save_for_backward, _gradients)
+@operator("scan_across", _fake_states, _save_for_backward, _scan_back)
 def scan_op(
     linear: Tensor, bias: Tensor, group: str, place: Sequence[int], whole: bool, resets: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
@@ -172,7 +172,7 @@ def scan_op(
     return prefix.linear.clone(), prefix.bias.clone()  # what has arrived shares the memory of one message
 
 
-def _times(linear: Tensor, state: Tensor) -> Tensor:
+def _apply_linear(linear: Tensor, state: Tensor) -> Tensor:
     """Return a linear map of a state (..., K, V). Factors and diagonals have fewer dims than matrices."""
     if linear.ndim == state.ndim:
         return linear @ state
@@ -192,7 +192,7 @@ def _fields(linear: Tensor, bias: Tensor, reverse: bool) -> dict[str, object]:
     return {**shapes, "reverse": reverse, "requires_grad": learned}
 
 
-def _check(linear: Tensor, bias: Tensor, reverse: bool, checked: bool | None) -> None:
+def _check_maps(linear: Tensor, bias: Tensor, reverse: bool, checked: bool | None) -> None:
     check_checked("scan_across", checked)
     for name, x in (("linear", linear), ("bias", bias)):
         check_tensor(f"scan_across {name}", x)
