@@ -9,8 +9,7 @@ from attnmesh.core.layout import Layout
 from attnmesh.core.logits import with_distance_bias
 from attnmesh.core.mask import CAUSAL, FULL, Mask
 from attnmesh.core.partial import Partial, merge_unchecked
-from attnmesh.core.selection import Selection
-from attnmesh.core.visible import Visible
+from attnmesh.core.selection import Selection, Visible
 from attnmesh.guard.checks import check_most_keys, warn_if_swapped, without_redundant
 from attnmesh.kernels.local_op import run_attend
 from attnmesh.kernels.local_plan import LocalPlan, kind_of

@@ -84,11 +84,11 @@ def _keep_numbers(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, ctx.back, *ctx.numbers = inputs
 
 
-def _gradient(ctx: Any, dout: Tensor) -> list[Tensor]:
+def _halo_back(ctx: Any, dout: Tensor) -> list[Tensor]:
     return [halo_op(dout.contiguous(), not ctx.back, *ctx.numbers)]
 
 
-@operator("halo", _fake_halos, _keep_numbers, _gradient)
+@operator("halo", _fake_halos, _keep_numbers, _halo_back)
 def halo_op(
     x: Tensor,
     back: bool,

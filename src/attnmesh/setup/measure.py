@@ -20,7 +20,7 @@ from attnmesh.comm.topology import all_gather_ints, host_mailboxes, hosts
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import FULL
 from attnmesh.core.partial import Partial
-from attnmesh.core.visible import Visible
+from attnmesh.core.selection import Visible
 from attnmesh.errors import ClusterError, require
 from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.checks import check_dtype
