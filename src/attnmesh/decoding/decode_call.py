@@ -168,7 +168,7 @@ def run_plan(
     """Return the output of a step that has a plan, as `_run_compared` does; None if a number is not finite."""
     merge, equal = plan.host_merge, True
     message = None if merge is None else merge.blank()
-    into = plan.kind.blank() if merge is None or message is None else merge.places(message)
+    into = plan.kernel.blank(q) if merge is None or message is None else merge.places(message)
     attend = named(ATTENTION, plan.attend) if is_profiled() else plan.attend
     try:
         partial = attend(q, caches, sinks, counts, into)

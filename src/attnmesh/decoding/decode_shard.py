@@ -18,8 +18,7 @@ from attnmesh.core.mask import Causal, Mask
 from attnmesh.core.partial import Partial, merge_unchecked, with_sinks
 from attnmesh.core.selection import Selection
 from attnmesh.decoding.decode_call import named_options, unchecked_step
-from attnmesh.decoding.selected_tokens import selection_of_rank
-from attnmesh.decoding.step import attend_views
+from attnmesh.decoding.step import attend_views, selection_of_rank
 from attnmesh.decoding.step_checks import StepInputs, check_bias, check_step
 from attnmesh.errors import ShapeError, require
 from attnmesh.guard.consensus import agree_on_call, describe_call
