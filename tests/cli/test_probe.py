@@ -7,7 +7,7 @@ import pytest
 
 from attnmesh.cli.probe_command import check_master
 from attnmesh.errors import ClusterError
-from attnmesh.planner.cluster import Cluster
+from attnmesh.mesh.cluster import Cluster
 from tests.cli.test_app import run
 
 

@@ -14,7 +14,7 @@ from fcntl import LOCK_EX, flock
 from pathlib import Path
 from threading import Event, Thread, current_thread
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ from attnmesh.store.checkpoint_writer import save_layers
 from attnmesh.store.tensor_file import TensorFile, link_or_write
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
-from tests.tools.fuzz_store import DamagedCache
+from tools.fuzz_store import DamagedCache
 
 
 def cache_of(tokens: int, ranks: int = 1, width: int = 8) -> am.KVCache:
@@ -353,7 +353,7 @@ def test_disk_without_links_gets_all_files_again(
 
 
 def test_damaged_files_raise_or_load_the_same(tmp_path: Path) -> None:
-    """Run 2,000 of the inputs of `python -m tests.tools.fuzz_store`."""
+    """Run 2,000 of the inputs of `python -m tools.fuzz_store`."""
     damaged = DamagedCache(tmp_path / "cache")
     results = [damaged.load(seed) if seed % 10 == 0 else damaged.read(seed) for seed in range(2000)]
     assert set(results) == {"read", "refused"}
@@ -663,7 +663,7 @@ def test_finished_save_keeps_no_tensors_alive(tmp_path: Path) -> None:
 def test_wait_raises_the_same_interruption_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saving = cache_of(20).save(tmp_path, wait=False)
     saving.finish_writing()
-    monkeypatch.setattr(saved_cache, "agree", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(saved_cache, "Agreement", Mock(side_effect=KeyboardInterrupt))
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             saving.wait()

@@ -15,7 +15,7 @@ from attnmesh.cli.plan_training import print_training
 from attnmesh.cli.plan_workload import enabling_code, recurrent_record, source_of
 from attnmesh.core.mask import Causal, Full, Mask, Window
 from attnmesh.errors import ClusterError
-from attnmesh.planner.cluster import Cluster
+from attnmesh.mesh.cluster import Cluster
 from attnmesh.planner.plan import STAGES, Plan, by
 from attnmesh.planner.plan import plan as plans_for
 from attnmesh.planner.recurrent import Recurrent

@@ -9,7 +9,7 @@ from rich.table import Table
 from attnmesh.cli.mesh_option import MeshChoice
 from attnmesh.cli.output import Status, command_line, console, numbered, print_json, print_message
 from attnmesh.errors import ClusterError
-from attnmesh.planner.cluster import Cluster
+from attnmesh.mesh.cluster import Cluster
 from attnmesh.planner.serving import Model, Serving, serving
 from attnmesh.planner.units import in_bytes, in_seconds
 from attnmesh_command.plan_options import PlanOptions

@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from attnmesh.comm import shared_memory
+from attnmesh.comm import machine_constants, shared_memory
 from attnmesh.comm.failures import collective, failure
 from attnmesh.comm.shared_memory import MOST_NUMBERS, Mailboxes, PeerLostError
 from attnmesh.kernels.native.build import library
 from attnmesh.mesh.axes import Axis, Mesh, backends
+from attnmesh.mesh.cluster import PRESETS, Cluster
+from attnmesh.mesh.merge_cost import MergeGroup, fastest_merge
 from attnmesh.mesh.reduction_tree import Round, bit_reversed, tree
 from attnmesh.mesh.shapes import Shape
-from attnmesh.planner import auto
-from attnmesh.planner.cluster import PRESETS, Cluster
 from attnmesh.runtime.world import WORLD, Process, cached_per_world
 
 
@@ -115,6 +115,14 @@ def share_numbers(numbers: Sequence[int], mesh: Mesh) -> list[list[int]]:
     return [flat[start : start + len(numbers)] for start in range(0, len(flat), len(numbers))]
 
 
+def share_texts(text: str, mesh: Mesh) -> list[str]:
+    """Return the texts of all ranks by shard. A text may be a path that no encoding has."""
+    encoded = text.encode(errors="backslashreplace")
+    lengths = [row[0] for row in share_numbers([len(encoded)], mesh)]
+    padded = [*encoded, *[0] * (max(lengths) - len(encoded))]
+    return [bytes(row[:n]).decode() for row, n in zip(share_numbers(padded, mesh), lengths, strict=True)]
+
+
 @cached_per_world()
 def _links(mesh: Mesh) -> list[tuple[Axis, Mailboxes | None]]:
     """Return the axes of several ranks, the innermost first, each with its mailboxes if these connect all its ranks."""
@@ -162,7 +170,7 @@ def host_numbers(axes: tuple[Axis, ...]) -> list[int]:
 @cached_per_world()  # all ranks make the first call at once: an unbounded cache forgets on none of them
 def surroundings(mesh: Mesh, device: torch.device) -> tuple[Cluster, Shape]:
     """Return the cluster that a mesh is on, and the tile of the mesh that one host holds."""
-    return auto.cluster_and_tile(mesh_hosts(mesh), mesh.shape, *_constants(mesh.axes, device))
+    return machine_constants.cluster_and_tile(mesh_hosts(mesh), mesh.shape, *_constants(mesh.axes, device))
 
 
 @cached_per_world()
@@ -170,7 +178,8 @@ def best_merge(axis: Axis, device: torch.device) -> str:
     """Return the fastest merge of short messages along an axis. All ranks call it at once, the first time."""
     found = hosts(axis)
     near = len(found[0]) if len({len(host) for host in found}) == 1 else 1
-    return auto.best_merge(axis.size, near, *_constants((axis,), device))
+    cluster = machine_constants.cluster_of(axis.size // near, near, *_constants((axis,), device))
+    return fastest_merge(MergeGroup(axis.size, near), cluster)
 
 
 def _constants(axes: Sequence[Axis], device: torch.device) -> tuple[Cluster, str, float]:
@@ -180,9 +189,9 @@ def _constants(axes: Sequence[Axis], device: torch.device) -> tuple[Cluster, str
     first, in the table's order, that any rank is like.
     """
     names = list(PRESETS)
-    measured = auto.measured_machine(device.type)
-    mine = [names.index(auto.preset_for(device)), 0 if measured is None else measured[1]]
-    rows = all_gather_ints([*mine, int(1e6 * auto.share_of_cores(device))], axes)
+    measured = machine_constants.measured_machine(device.type)
+    mine = [names.index(machine_constants.preset_for(device)), 0 if measured is None else measured[1]]
+    rows = all_gather_ints([*mine, int(1e6 * machine_constants.share_of_cores(device))], axes)
     presets, files, shares = zip(*rows, strict=True)
     preset = names[min(presets)]
     cluster = measured[0] if measured is not None and len(set(files)) == 1 else Cluster.preset(preset)

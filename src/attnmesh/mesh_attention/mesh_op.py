@@ -28,12 +28,11 @@ from attnmesh.kernels.local_plan import empty_length_major, length_major
 from attnmesh.kernels.selected_keys import SelectedKeys
 from attnmesh.kernels.traced import Once, is_learned, needs_operator, once
 from attnmesh.mesh.axes import Axis, Mesh
+from attnmesh.mesh.exchange_cost import LayerWork, fastest_exchange
 from attnmesh.mesh.schedule import EXCHANGES, ChunkSize, Exchange, Problem, Schedule, groups_of_heads, schedule
 from attnmesh.mesh_attention.executor import Task, backward, forward
 from attnmesh.mesh_attention.head_swap import empty_tokens
 from attnmesh.mesh_attention.latents import Latents
-from attnmesh.planner.auto import best_exchange
-from attnmesh.planner.workload import Workload
 from attnmesh.runtime.caches import Kinds, on_device
 from attnmesh.runtime.counters import Tensors
 from attnmesh.runtime.world import cached_per_world, decode_cached
@@ -171,28 +170,25 @@ def _fastest_exchange(
     problem: Problem,
     latent: Widths | None,
 ) -> Exchange:
-    """Return the planner's pick. It depends on values that are equal on all ranks."""
+    """Return the exchange that takes least. It depends on values that are equal on all ranks."""
     if 0 in (problem.length, problem.key_length, *sizes):
         return EXCHANGES["bulk"]
     cluster, tile = surroundings(mesh, device)
-    batch, q_heads, kv_heads, head_dim, value_dim = sizes
+    batch, *heads_and_widths = sizes
     cross = problem.key_length != problem.length  # priced as if every query saw every key
-    workload = Workload(
-        q_heads,
-        kv_heads,
-        head_dim,
-        max(problem.length, problem.key_length),
-        value_dim=value_dim,
-        batch=batch,
-        dtype=dtype,
+    work = LayerWork(
+        *heads_and_widths,
+        length=max(problem.length, problem.key_length),
+        item=dtype.itemsize,
         mask=Mask() if cross else problem.mask,
-        phase="training" if latent is None else "prefill",
+        batch=batch,
+        backward=latent is None,
         latent=latent,
     )
     # Sizes may be those of one part alone.
     cut = isinstance(problem.layout, Split) or (cross and isinstance(problem.layout, Packed))
     layout = Contiguous() if cut else problem.layout
-    return best_exchange(cluster, tile, problem.shape, layout, workload)
+    return fastest_exchange(cluster, tile, problem.shape, layout, work)
 
 
 # --- attention ---
