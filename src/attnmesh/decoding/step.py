@@ -1,31 +1,35 @@
-"""A decode step as an operator of PyTorch: the attention to the keys on this rank, and one merge across ranks."""
+"""A decode step: the attention to the keys on this rank, and one merge across ranks.
+
+What is chosen for a kind of steps is a plan: the kernel, what queries see, and the merge.
+"""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
-from zlib import crc32
 
 import torch
 from torch import Tensor
 
+from attnmesh.cache.cache import KVCache
+from attnmesh.cache.cache_config import Sizes
+from attnmesh.comm.host_merge import HostMerge, host_merge_for
 from attnmesh.comm.message import PartialMessage, call_checksum, question_like
 from attnmesh.comm.p2p import all_to_all_bytes, swap_tokens
-from attnmesh.comm.rank_merge import merge_ranks
+from attnmesh.comm.rank_merge import chosen_merge, merge_ranks
 from attnmesh.comm.shared_memory import DIFFERENT, CallsDifferError
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial, identity, merge_unchecked, sum_dtype, with_sinks
 from attnmesh.core.selection import Selection
 from attnmesh.core.storage import columns_of
-from attnmesh.decoding.runs import RunKernel, Visible, attend_caches
-from attnmesh.kernels.blocks import Kernel
-from attnmesh.kernels.cache_view import CacheView, DecodeQuery, Padding
+from attnmesh.decoding.runs import DeviceKernel, Held, RunKernel, Visible
+from attnmesh.kernels.cache_view import CacheView
 from attnmesh.kernels.driver import choose_for_view
+from attnmesh.kernels.native.native_digest import digest_on_host
 from attnmesh.kernels.stacked_merge import copy_into
+from attnmesh.kernels.traced import are_plain
 from attnmesh.kernels.triton import Triton
-from attnmesh.kernels.triton_runtime import interpreted
-from attnmesh.mesh.axes import Axis, group_named
-from attnmesh.runtime.ranges import ATTENTION, is_profiled, named
-from attnmesh.runtime.world import cached_per_world, decode_cached
+from attnmesh.mesh.axes import Axis
+from attnmesh.runtime.ranges import ATTENTION, MERGE, is_profiled, named
 
 
 class DecodeStep(NamedTuple):
@@ -49,19 +53,6 @@ class DecodeStep(NamedTuple):
         """The values that the caller passes, which are equal on all ranks."""
         return self[5:]
 
-    def encode(self) -> tuple[str, list[int]]:
-        """Return the step as names and numbers, which the schema of an operator can carry."""
-        names = [self.heads.group_name, self.tokens.group_name, self.merge, self.output, self.kernel]
-        axes = [self.heads.size, self.heads.index, self.tokens.size, self.tokens.index]
-        sizes = [self.block, self.capacity, self.value_dim]
-        numbers = [*axes, *sizes, int(self.reproducible), self.index_block or 0, *self.mask.encode()]
-        return ",".join([*names, *map(repr, self.logits)]), numbers
-
-    @staticmethod
-    def decode(names: str, numbers: Sequence[int]) -> "DecodeStep":
-        """Return the step that `encode` wrote."""
-        return decode_cached(_decode_step, names, numbers)
-
     def output_shape(self, q: Tensor) -> tuple[int, ...]:
         """Return the shape of the output on this rank."""
         heads = q.shape[1]
@@ -71,64 +62,145 @@ class DecodeStep(NamedTuple):
         return q.shape[0], heads, q.shape[2], self.value_dim
 
 
-@cached_per_world(1024)
-def _decode_step(names: str, numbers: tuple[int, ...]) -> DecodeStep:
-    heads, tokens, merge, output, kernel, scale, softcap = names.split(",")
-    axes = Axis(numbers[0], numbers[1], group_named(heads)), Axis(numbers[2], numbers[3], group_named(tokens))
-    block, capacity, value_dim, reproducible, index_block, *mask = numbers[4:]
-    logits = Logits(float(scale), float(softcap))
-    sizes, wanted = (block, capacity, value_dim), Mask.decode(mask)
-    return DecodeStep(*axes, *sizes, wanted, logits, merge, output, bool(reproducible), kernel, index_block or None)
+class Operands(NamedTuple):
+    """Tensors of a step: queries, what the cache holds here, or a cache for each row, and what a call may pass too."""
+
+    q: Tensor
+    held: Sequence[Any]  # as the kernel takes it
+    sinks: Tensor | None = None
+    key_lengths: Tensor | None = None
+    selection: Selection | None = None
+    further: Partial | None = None
 
 
-def run_step(
-    q: Tensor,
-    views: Sequence[CacheView],
-    sinks: Tensor | None,
-    step: DecodeStep,
-    call_number: int,
-    key_lengths: Tensor | None = None,
-    indices: Tensor | None = None,
-    further: Partial | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Return this rank's output, and the merged checksum of the call if there are other ranks.
+class StepPlan(NamedTuple):
+    """What was chosen for a kind of steps that were checked."""
 
-    `views` is the cache of all rows of q, or a cache for each row. `further` is the partial of keys that are not in the
-    cache. The output is NaN if the ranks' calls differ. The host reads nothing of a device.
+    step: DecodeStep
+    kernel: RunKernel | DeviceKernel
+    visible: Visible
+    is_alone: bool  # there are no other ranks
+    merge: HostMerge | None  # None on one rank, and where no native call merges
+    share: slice | None  # this rank's heads of the output of that merge, if they are not all
+    sizes: Sizes | None = None  # None in a graph
+    call: tuple[Any, ...] = ()  # the kind of the call, of which its number is made
+
+    @staticmethod
+    def of(step: DecodeStep, q: Tensor, view: CacheView) -> "StepPlan":
+        """Return the plan of a step. The first one along an axis of CPUs is collective."""
+        axis, merge = step.tokens, None
+        fits = q.device.type == "cpu" and sum_dtype(q.dtype) == torch.float32 and not step.reproducible
+        if axis.size > 1 and step.heads.size == 1 and fits:
+            how = chosen_merge(axis, step.merge, step.output, q.device)
+            merge = host_merge_for(axis, (*q.shape[:-1], step.value_dim), how)
+        share = None if merge is None else merge.heads(step.output)
+        return StepPlan(step, *kernel_of(step, q, view), axis.size == step.heads.size == 1, merge, share)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether later steps of the kind need no check but of their lengths."""
+        needs_checks = self.step.reproducible or self.step.mask.ends
+        return not needs_checks and (self.is_alone or self.merge is not None) and isinstance(self.kernel, RunKernel)
+
+
+def kernel_of(step: DecodeStep, q: Tensor, view: CacheView) -> tuple[RunKernel | DeviceKernel, Visible]:
+    """Return the kernel of a step, and what its queries see."""
+    is_selected = step.index_block is not None
+    kernel = choose_for_view("reference" if is_selected else step.kernel, q, view, step.logits.capped)
+    by_distance = q.shape[-1] != columns_of(view.keys)
+    visible = Visible.of(step.mask, q.shape[2], step.block if step.reproducible else None, by_distance)
+    if isinstance(kernel, Triton):
+        return DeviceKernel(kernel, step.logits, step.capacity), visible
+    own_q, alone = q[:, step.heads.share_of(q.shape[1])], step.tokens.size == 1
+    on_host = not is_selected or q.device.type == "cpu"  # few tokens are not worth a wait for a device
+    return RunKernel.of(kernel, own_q, view, step.logits, alone=alone, on_host=on_host), visible
+
+
+def find_plan(
+    q: Tensor, caches: Sequence[KVCache], sinks: Tensor | None, options: tuple[Any, ...]
+) -> tuple[StepPlan | None, Sequence[Held], tuple[Any, ...] | None]:
+    """Return the plan of a step, if its cache has one, what each cache holds, and the kind, if it may have a plan."""
+    if not (are_plain(q) if sinks is None else are_plain(q, sinks)):
+        return None, (), None
+    more = None if sinks is None else (sinks.shape, sinks.dtype, sinks.layout)
+    kind = q.shape, len(caches), q.dtype, more, *options, *map(type, options)  # equal options may differ in type
+    try:
+        plan: StepPlan | None = caches[0].step_plans.get(kind)
+    except TypeError:  # an option has no hash
+        return None, (), None
+    if plan is None or plan.sizes is None:
+        return None, (), kind
+    rows, sizes, alone, found = q.shape[2], plan.sizes, plan.step.tokens.size == 1, list[Held]()
+    for cache in caches:
+        shards = cache.shards
+        shard = shards.own
+        if sizes is not shard.sizes and (len(caches) == 1 or sizes.kind != shard.sizes.kind):
+            return None, (), kind
+        held = Held.of(shard, alone)
+        first = held.length - rows
+        if first < 0 or held.length > shard.sizes.capacity:
+            return None, (), kind
+        if sizes.mask is not None and first < shards.floor and not shards.serves(first):
+            return None, (), kind
+        found.append(held)
+    return plan, found, kind
+
+
+def run_step(plan: StepPlan, operands: Operands, number: int) -> tuple[Tensor, Tensor | bool | None]:
+    """Return this rank's output, and the merged checksum of the call, or whether it cancels; None without other ranks.
+
+    The output is NaN if the ranks' calls differ. The host reads nothing of a device.
     """
-    view, state, heads = views[0], _state_of(views), step.heads.share_of(q.shape[1])
-    rank_q, alone, block = q[:, heads], step.tokens.size == 1, step.block if step.reproducible else None
-    kernel = choose_for_view(step.kernel if indices is None else "reference", q, view, step.logits.capped)
-    shape, dtype = (*rank_q.shape[:-1], view.value_dim), sum_dtype(q.dtype)
-    message, checksum, into = None, None, None
-    if isinstance(kernel, Triton) and not alone:  # the kernel writes into the message
-        form = PartialMessage(shape, dtype, dtype)
+    q, held, sinks, key_lengths, selection, further = operands
+    step, merge, visible, message, into, checksum = plan.step, plan.merge, plan.visible, None, None, None
+    own_q, own_sinks, state = q, sinks, held[0].state
+    if step.heads.size > 1:
+        heads = step.heads.share_of(q.shape[1])
+        own_q, own_sinks = q[:, heads], None if sinks is None else sinks[heads]
+    if key_lengths is not None or selection is not None:
+        own = None if selection is None else selection_of_rank(selection, step.heads)
+        lengths = None if key_lengths is None else key_lengths.to(q.device)
+        visible = visible._replace(in_order=False, key_lengths=lengths, selection=own)
+    if merge is not None:
+        message = merge.blank()
+        into = merge.places(message)
+    elif step.tokens.size > 1 and isinstance(plan.kernel, DeviceKernel):  # it writes into the message
+        form = PartialMessage((*own_q.shape[:-1], step.value_dim), torch.float32, torch.float32)
         message = form.blank(q.device)
         checksum, into = form.places(message)
-    elif isinstance(kernel, Triton) and not step.reproducible:
-        into = Partial(q.new_empty(shape), q.new_empty(shape[:-1], dtype=dtype))
     # The first rank adds the sinks; a reproducible step adds them after the merge, on any number of ranks.
-    rank_sinks = sinks[heads] if sinks is not None and step.tokens.index == 0 and not step.reproducible else None
-    on_device = key_lengths is not None and key_lengths.device.type != "cpu"
-    key_lengths = None if key_lengths is None else key_lengths.to(q.device)
-    query = DecodeQuery(rank_q, step.mask, step.logits, step.capacity, rank_sinks, block, into, key_lengths)
-    some = None if indices is None else selection_of_rank(Selection(indices, step.index_block or 1), step.heads)
-    attend = named(ATTENTION, attend_views) if is_profiled() else attend_views
-    partial = attend(query, views, kernel, some)
+    first_sinks = own_sinks if step.tokens.index == 0 and not step.reproducible else None
+    attend = named(ATTENTION, plan.kernel.attend) if is_profiled() else plan.kernel.attend
+    partial = attend(own_q, held, visible, into, first_sinks)
     if further is not None:
         partial = copy_into(merge_unchecked([partial, further]), into)
-    if not alone or step.heads.size > 1:
-        counted = key_lengths if on_device else None  # else part of the number
-        tensors = [x for x in (q, sinks, counted, indices) if x is not None]
-        checksum = call_checksum(tensors, call_number, state, partial.lse, checksum)
-        partial, checksum = _merge(partial, checksum, step, message)
+    found: Tensor | bool | None = None
+    if merge is not None and message is not None:
+        for row, each in enumerate(held, 1):
+            number += row * each.length
+        for x in (q, sinks, None if selection is None else selection.indices):
+            number += 0 if x is None else digest_on_host(x)
+        merged = named(MERGE, merge.run) if is_profiled() else merge.run
+        found = merged(message, number)
+        if plan.share is not None:
+            partial = Partial(partial.out[:, plan.share], partial.lse[:, plan.share])
+    elif not plan.is_alone:
+        for row, each in enumerate(held[1:], 2):
+            state = state + row * each.state[:1]
+        counted = None if key_lengths is None or key_lengths.device.type == "cpu" else key_lengths  # else in the number
+        given = (q, sinks, counted, None if selection is None else selection.indices)
+        tensors = [x for x in given if x is not None]
+        checksum = call_checksum(tensors, number, state, partial.lse, checksum)
+        partial, found = _merge(partial, checksum, step, message)
     if step.reproducible:
-        partial = _finish_reproducible(partial, sinks if sinks is None else sinks[heads], step)
+        partial = _finish_reproducible(partial, own_sinks, step)
     out = partial.out.to(q.dtype).contiguous()
-    if key_lengths is not None:  # NaN where no such number of keys is cached
-        wrong = (key_lengths < 0) | (key_lengths > view.state[0])
+    if found is False:
+        out.fill_(torch.nan)
+    if visible.key_lengths is not None:  # NaN where no such number of keys is cached
+        wrong = (visible.key_lengths < 0) | (visible.key_lengths > held[0].state[0])
         out = out.masked_fill(wrong[:, None, None, None], torch.nan)
-    return (out, None) if checksum is None else _gather_heads(out, checksum, step, q.shape[1])
+    return _gather_heads(out, found, step, q.shape[1]) if isinstance(found, Tensor) else (out, found)
 
 
 def ask_in_step(step: DecodeStep, like: Tensor, shape: Sequence[int], value_dim: int) -> Tensor:
@@ -184,77 +256,6 @@ def highest_checksum(checksum: Tensor, axis: Axis) -> Tensor:
     return rows.view(checksum.dtype).amax(0)
 
 
-@torch.library.custom_op("attnmesh::decode", mutates_args=())
-def decode_op(
-    q: Tensor,
-    cache: Sequence[Tensor],
-    sinks: Tensor | None,
-    key_lengths: Tensor | None,
-    indices: Tensor | None,
-    names: str,
-    numbers: Sequence[int],
-) -> Tensor:
-    """Run a step inside a graph, which cannot raise: all ranks get NaN if their calls differ."""
-    view = view_of(cache, (step := DecodeStep.decode(names, numbers)).value_dim)
-    call_number = crc32(f"{numbers[4:]} {names.split(',')[2:]}".encode())
-    out, _ = run_step(q, [view], sinks, step, call_number, key_lengths, indices)
-    return torch.where(view.state[0] <= step.capacity, out, torch.nan)
-
-
-@decode_op.register_fake
-def _(q: Tensor, *rest: Any) -> Tensor:
-    *_, names, numbers = rest
-    return q.new_empty(DecodeStep.decode(names, numbers).output_shape(q))
-
-
-def tensors_of(view: CacheView) -> list[Tensor]:
-    """Return a view of a cache as the list of tensors that the operator takes."""
-    return [*view[:4], *(view.padding or ())]
-
-
-def view_of(tensors: Sequence[Tensor], value_dim: int) -> CacheView:
-    """Return the view that `tensors_of` took apart."""
-    keys, values, token_index, state, *padding = tensors
-    return CacheView(keys, values, token_index, state, Padding(*padding) if padding else None, value_dim)
-
-
-def attend_views(
-    query: DecodeQuery, views: Sequence[CacheView], kernel: Kernel, selected: Selection | None = None
-) -> Partial:
-    """Return the partial over one cache of all rows, or the tokens selected of it, or over a cache for each row."""
-    if isinstance(kernel, Triton):
-        rows = [query] if len(views) == 1 else map(query.row, range(len(views)))
-        parts = [_attend_on_device(row, view, kernel) for row, view in zip(rows, views, strict=True)]
-        return parts[0] if len(parts) == 1 else query.into or Partial(*(torch.cat(x) for x in zip(*parts, strict=True)))
-    view, q = views[0], query.q
-    by_distance = q.shape[-1] != columns_of(view.keys)
-    visible = Visible(query.mask, query.key_lengths, selected, query.block, by_distance)
-    run_kernel = RunKernel.of(kernel, q, (view.keys, view.values), query.logits, view.value_dim)
-    result = attend_caches(q, views, visible, run_kernel, run_kernel.blank(q))
-    return copy_into(with_sinks(result, query.sinks), query.into)
-
-
 def selection_of_rank(selection: Selection, heads: Axis) -> Selection:
     """Return the selection of the heads of a rank, its own where each head has one."""
     return selection.of_heads(heads.share_of(selection.heads)) if selection.heads > 1 else selection
-
-
-def _state_of(views: Sequence[CacheView]) -> Tensor:
-    """Return the lengths of caches as one number, which differs if two of them change places."""
-    return sum((row * view.state[:1] for row, view in enumerate(views[1:], 2)), start=views[0].state)
-
-
-def _attend_on_device(query: DecodeQuery, view: CacheView, kernel: Triton) -> Partial:
-    """Return the partial of the programs, which find the runs themselves: one launch for each piece of a cache."""
-    if not view.shared:
-        return kernel.attend_cache(query, view)
-    plain = query._replace(sinks=None, into=None)
-    result = merge_unchecked([kernel.attend_cache(plain, part) for part in (*view.shared, view)])
-    return copy_into(with_sinks(result, query.sinks), query.into)
-
-
-def reads_length_on_device(view: CacheView, kernel: str, dtype: torch.dtype) -> bool:
-    """Return whether the kernel reads the number of tokens on the device, so that the host does not wait."""
-    if view.keys.device.type == "cpu" and not interpreted():  # the common case, and every step comes here
-        return False
-    return isinstance(choose_for_view(kernel, view.attended(dtype)[0], view), Triton)
