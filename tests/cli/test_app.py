@@ -132,6 +132,15 @@ WRONG = {
     ("serve", "--model", "smollm2", "--mesh", "kyes=2"): "given 'kyes=2'. Fix: write keys=2.",
     ("serve", "--model", "./nowhere"): "--model: expected a model, given './nowhere', where there is none.",
     ("plan", "--cluster", "locl", "--heads", "8", "--length", "4k"): "given 'locl'. Fix: write --cluster local.",
+    (
+        "plan",
+        "--cluster",
+        "local",
+        "--heads",
+        "32/5",
+        "--length",
+        "4k",
+    ): "given '32/5'. Fix: pass the model's head counts.",
     ("probe", "--ranks", "9999"): "--ranks: expected 1 to 1,024 ranks on this machine, given 9,999.",
     ("check", "--fast"): "No such option: --fast",
 }

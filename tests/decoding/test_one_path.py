@@ -18,17 +18,9 @@ from tests.support.pool import Pool
 ROOM = str(Path(am.__file__).parent / "decoding")
 
 PATH = [
-    *(
-        "run_checked",
-        "agreement_on",
-        "StepPlan.of",
-        "kernel_of",
-        "Visible.of",
-        "RunKernel.of",
-        "StepInputs.kind",
-        "StepPlan.is_kept",
-    ),
-    *("RunKernel.hold", "Held.of", "run", "run_step", "RunKernel.attend"),
+    *("run_checked", "agreement_on", "StepPlan.of", "kernel_of", "SeenKeys.of", "RunKernel.of", "StepInputs.kind"),
+    *("StepInputs.indices", "DecodeStep.options", "StepPlan.is_kept", "RunKernel.hold", "Held.of", "run", "run_step"),
+    "RunKernel.attend",
 ]
 """Functions of a step once it is checked, up to the kernel."""
 

@@ -14,6 +14,7 @@ from attnmesh.decoding.runs import DeviceKernel, Held
 from attnmesh.decoding.step import DecodeStep, Operands, StepPlan, run_step
 from attnmesh.kernels.cache_view import CacheView, Padding
 from attnmesh.mesh.axes import Axis, group_named
+from attnmesh.runtime.operators import operator
 from attnmesh.runtime.world import cached_per_world, decode_cached
 
 
@@ -41,7 +42,12 @@ def _decode_step(names: str, numbers: tuple[int, ...]) -> DecodeStep:
     return DecodeStep(*axes, *sizes, wanted, logits, merge, output, bool(reproducible), kernel, index_block or None)
 
 
-@torch.library.custom_op("attnmesh::decode", mutates_args=())
+def _fake_output(q: Tensor, *rest: Any) -> Tensor:
+    *_, names, numbers = rest
+    return q.new_empty(decoded(names, numbers).output_shape(q))
+
+
+@operator("decode", _fake_output)
 def decode_op(
     q: Tensor,
     cache: Sequence[Tensor],
@@ -58,12 +64,6 @@ def decode_op(
     call_number = crc32(f"{numbers[4:]} {names.split(',')[2:]}".encode())
     out, _ = run_step(plan, Operands(q, [held], sinks, key_lengths, selection), call_number)
     return torch.where(view.state[0] <= step.capacity, out, torch.nan)
-
-
-@decode_op.register_fake
-def _(q: Tensor, *rest: Any) -> Tensor:
-    *_, names, numbers = rest
-    return q.new_empty(decoded(names, numbers).output_shape(q))
 
 
 def tensors_of(view: CacheView) -> list[Tensor]:

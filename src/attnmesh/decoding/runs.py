@@ -19,15 +19,11 @@ from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial, merge_unchecked, sum_dtype, with_sinks
 from attnmesh.core.selection import NONE, Selection
 from attnmesh.core.storage import Storage, storage_of
-from attnmesh.kernels.blocks import Kernel
+from attnmesh.kernels.blocks import Kernel, Launch
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery, Padding
-from attnmesh.kernels.driver import NATIVE
-from attnmesh.kernels.local_plan import is_one_launch
-from attnmesh.kernels.native.kernel import DTYPES, NativeKind
 from attnmesh.kernels.selected_keys import SelectedKeys, nan_where_faulty
 from attnmesh.kernels.stacked_merge import by_residue, copy_into, merge_along_tree, merge_stacked
 from attnmesh.kernels.stored import CacheKernel
-from attnmesh.kernels.triton import Triton
 
 
 class Slots(NamedTuple):
@@ -76,7 +72,7 @@ class Held(NamedTuple):
         return Held(pieces, view.state, length, view.padding, None, *gone)
 
 
-class Visible(NamedTuple):
+class SeenKeys(NamedTuple):
     """Which keys the last queries of a cache see."""
 
     mask: Mask
@@ -87,10 +83,10 @@ class Visible(NamedTuple):
     selection: Selection | None = None
 
     @staticmethod
-    def of(mask: Mask, rows: int, block: int | None, by_distance: bool) -> "Visible":
+    def of(mask: Mask, rows: int, block: int | None, by_distance: bool) -> "SeenKeys":
         """Return what so many queries see."""
         others = by_distance or block is not None or mask.spans or mask.ends or (rows > 1 and mask.chunks)
-        return Visible(mask, not others, block, by_distance)
+        return SeenKeys(mask, not others, block, by_distance)
 
 
 class Run(NamedTuple):
@@ -111,8 +107,8 @@ class RunKernel(NamedTuple):
     """A kernel that attends runs, of a kind of steps."""
 
     rows: CacheKernel
-    whole: NativeKind | None  # the native launch for all sequences, and for one, if the native kernel serves them so
-    single: NativeKind | None
+    whole: Launch | None  # the launch for all sequences, and for one, if one call serves them
+    single: Launch | None
     storage: Storage | None
     alone: bool  # no other rank holds tokens of the cache
     on_host: bool  # the host reads how many tokens are held
@@ -120,12 +116,10 @@ class RunKernel(NamedTuple):
     @staticmethod
     def of(kernel: Kernel, q: Tensor, view: CacheView, logits: Logits, *, alone: bool, on_host: bool) -> "RunKernel":
         """Return the kernel for queries of a cache."""
-        keys, values = numbers = view.numbers
+        keys, values = view.numbers
         rows, options = CacheKernel(kernel, logits, view.value_dim), (storage_of(view.keys), alone, on_host)
-        if kernel is not NATIVE or q.dtype not in DTYPES or not is_one_launch(q[: len(keys)], *numbers, logits):
-            return RunKernel(rows, None, None, *options)
-        single = NativeKind.of(q[:1], keys[:1], values[:1], logits)
-        return RunKernel(rows, NativeKind.of(q, keys, values, logits), single, *options)
+        single = kernel.launch_of(q[:1], keys[:1], values[:1], logits)
+        return RunKernel(rows, kernel.launch_of(q, keys, values, logits), single, *options)
 
     def hold(self, shards: Sequence[CacheShard]) -> list[Held]:
         """Return what shards hold."""
@@ -134,7 +128,7 @@ class RunKernel(NamedTuple):
         return [Held.of_view(shard.view, on_host=False) for shard in shards]
 
     def attend(
-        self, q: Tensor, held: Sequence[Any], visible: Visible, place: Partial | None, sinks: Tensor | None = None
+        self, q: Tensor, held: Sequence[Any], visible: SeenKeys, place: Partial | None, sinks: Tensor | None = None
     ) -> Partial:
         """Return the partial of the last queries over one cache, or of each row over a cache, at its place if given."""
         several, runs = len(held) > 1, list[Run]()
@@ -205,7 +199,7 @@ class RunKernel(NamedTuple):
 class DeviceKernel(NamedTuple):
     """The Triton programs, which find the runs themselves where the host reads nothing."""
 
-    kernel: Triton
+    kernel: Kernel
     logits: Logits
     capacity: int
 
@@ -214,7 +208,7 @@ class DeviceKernel(NamedTuple):
         return [shard.view for shard in shards]
 
     def attend(
-        self, q: Tensor, held: Sequence[Any], visible: Visible, place: Partial | None, sinks: Tensor | None = None
+        self, q: Tensor, held: Sequence[Any], visible: SeenKeys, place: Partial | None, sinks: Tensor | None = None
     ) -> Partial:
         """Return the partial of the last queries, as `RunKernel` does: a launch for each piece of a cache."""
         into = place
@@ -257,7 +251,7 @@ def _merge(stack: Partial, forgotten: int | None) -> Partial:
     return merge_along_tree(by_residue(stack, forgotten) if forgotten else stack)
 
 
-def runs_by_number(held: Held, visible: Visible, q: Tensor, sequence: int | None) -> list[Run]:
+def runs_by_number(held: Held, visible: SeenKeys, q: Tensor, sequence: int | None) -> list[Run]:
     """Return the runs that the last queries of a cache without padding see, where numbers of tokens tell."""
     mask, rows, length, at, runs = visible.mask, q.shape[2], held.length, held.at, list[Run]()
     first = 0 if mask.left >= length and not mask.chunks else mask.first_seen(length - rows)
@@ -273,7 +267,7 @@ def runs_by_number(held: Held, visible: Visible, q: Tensor, sequence: int | None
     return runs
 
 
-def runs_by_position(held: Held, visible: Visible, q: Tensor, sequence: int | None = None) -> list[Run]:
+def runs_by_position(held: Held, visible: SeenKeys, q: Tensor, sequence: int | None = None) -> list[Run]:
     """Return the runs that the last queries of any cache see. With a selection the host reads nothing of a device."""
     mask, length, rows, padding = visible.mask, held.length, q.shape[2], held.padding
     tokens = (length - rows + torch.arange(rows, device=held.state.device)).clamp(min=0)
@@ -306,7 +300,7 @@ def _bounds(mask: Mask, queries: range, tokens: Tensor, at: int | None, start: i
 
 
 def _seen_runs(
-    pieces: Sequence[Slots], visible: Visible, queries: tuple[Tensor, Tensor, Tensor], real: Tensor | None
+    pieces: Sequence[Slots], visible: SeenKeys, queries: tuple[Tensor, Tensor, Tensor], real: Tensor | None
 ) -> list[Run]:
     """Return runs of what queries at these positions see, from the first position up to the last. Others are hidden."""
     positions, first, last = queries
@@ -337,7 +331,7 @@ def _seen_runs(
     return runs
 
 
-def _selected_runs(held: Held, visible: Visible, seen: tuple[Tensor, Tensor]) -> list[Run]:
+def _selected_runs(held: Held, visible: SeenKeys, seen: tuple[Tensor, Tensor]) -> list[Run]:
     """Return runs of the selected keys. In a padded batch each sequence has positions of its own."""
     selection, lengths, (first, last), runs = visible.selection, visible.key_lengths, seen, list[Run]()
     assert selection is not None

@@ -13,21 +13,20 @@ from attnmesh.cache.cache import KVCache
 from attnmesh.cache.cache_config import Sizes
 from attnmesh.comm.host_merge import HostMerge, host_merge_for
 from attnmesh.comm.message import PartialMessage, call_checksum, question_like
-from attnmesh.comm.p2p import all_to_all_bytes, swap_tokens
-from attnmesh.comm.rank_merge import chosen_merge, merge_ranks
-from attnmesh.comm.shared_memory import DIFFERENT, CallsDifferError
+from attnmesh.comm.p2p import swap_tokens
+from attnmesh.comm.rank_merge import chosen_merge, highest_checksum, merge_ranks
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial, identity, merge_unchecked, sum_dtype, with_sinks
 from attnmesh.core.selection import Selection
 from attnmesh.core.storage import columns_of
-from attnmesh.decoding.runs import DeviceKernel, Held, RunKernel, Visible
+from attnmesh.decoding.runs import DeviceKernel, Held, RunKernel, SeenKeys
+from attnmesh.kernels.blocks import Need
 from attnmesh.kernels.cache_view import CacheView
-from attnmesh.kernels.driver import choose_for_view
+from attnmesh.kernels.choice import choose
 from attnmesh.kernels.native.native_digest import digest_on_host
 from attnmesh.kernels.stacked_merge import copy_into
 from attnmesh.kernels.traced import are_plain
-from attnmesh.kernels.triton import Triton
 from attnmesh.mesh.axes import Axis
 from attnmesh.runtime.ranges import ATTENTION, MERGE, is_profiled, named
 
@@ -78,7 +77,7 @@ class StepPlan(NamedTuple):
 
     step: DecodeStep
     kernel: RunKernel | DeviceKernel
-    visible: Visible
+    visible: SeenKeys
     is_alone: bool  # there are no other ranks
     merge: HostMerge | None  # None on one rank, and where no native call merges
     share: slice | None  # this rank's heads of the output of that merge, if they are not all
@@ -103,13 +102,13 @@ class StepPlan(NamedTuple):
         return not needs_checks and (self.is_alone or self.merge is not None) and isinstance(self.kernel, RunKernel)
 
 
-def kernel_of(step: DecodeStep, q: Tensor, view: CacheView) -> tuple[RunKernel | DeviceKernel, Visible]:
+def kernel_of(step: DecodeStep, q: Tensor, view: CacheView) -> tuple[RunKernel | DeviceKernel, SeenKeys]:
     """Return the kernel of a step, and what its queries see."""
     is_selected = step.index_block is not None
-    kernel = choose_for_view("reference" if is_selected else step.kernel, q, view, step.logits.capped)
+    kernel = choose(Need.of_cache(q, view, step.logits), "reference" if is_selected else step.kernel)
     by_distance = q.shape[-1] != columns_of(view.keys)
-    visible = Visible.of(step.mask, q.shape[2], step.block if step.reproducible else None, by_distance)
-    if isinstance(kernel, Triton):
+    visible = SeenKeys.of(step.mask, q.shape[2], step.block if step.reproducible else None, by_distance)
+    if kernel.reads_cache:
         return DeviceKernel(kernel, step.logits, step.capacity), visible
     own_q, alone = q[:, step.heads.share_of(q.shape[1])], step.tokens.size == 1
     on_host = not is_selected or q.device.type == "cpu"  # few tokens are not worth a wait for a device
@@ -245,15 +244,6 @@ def _gather_heads(out: Tensor, checksum: Tensor, step: DecodeStep, heads: int) -
             return out.new_full((out.shape[0], heads, *out.shape[2:]), torch.nan), checksum
         out = torch.cat(swap_tokens([out] * axis.size, [out.shape[2]] * axis.size, axis), 1)
     return torch.where(checksum.sum() == 0, out, torch.nan), checksum
-
-
-def highest_checksum(checksum: Tensor, axis: Axis) -> Tensor:
-    """Return the maximum of the checksums of all ranks of an axis."""
-    try:
-        rows = all_to_all_bytes([checksum.view(torch.uint8)] * axis.size, axis)
-    except CallsDifferError:  # the ranks that compare their calls wait for this one
-        return torch.full_like(checksum, DIFFERENT)
-    return rows.view(checksum.dtype).amax(0)
 
 
 def selection_of_rank(selection: Selection, heads: Axis) -> Selection:

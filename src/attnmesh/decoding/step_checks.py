@@ -37,9 +37,9 @@ from attnmesh.guard.checks import (
     check_unknown_options,
     swap_first,
 )
+from attnmesh.kernels.blocks import Need
 from attnmesh.kernels.cache_view import CacheView
-from attnmesh.kernels.driver import choose_for_view
-from attnmesh.kernels.triton import Triton
+from attnmesh.kernels.choice import choose
 from attnmesh.kernels.triton_runtime import interpreted
 
 
@@ -91,7 +91,7 @@ def check_step(inputs: StepInputs, step: DecodeStep, unsupported: Mapping[str, N
     check_merge("decode", step.merge, step.output)
     step = step._replace(logits=Logits.of("decode", *step.logits, q.shape[-1]))
     if step.kernel != "auto" and not torch.compiler.is_compiling():  # raises here, where all ranks can raise alike
-        choose_for_view(step.kernel, q, cache.shard.view, step.logits.capped)
+        choose(Need.of_cache(q, cache.shard.view, step.logits), step.kernel)
     check_sinks("decode sinks", sinks, q)
     on_device = isinstance(key_lengths, Tensor) and key_lengths.device.type == "cuda"
     check_key_lengths("decode key_lengths", key_lengths, sizes.batch, on_device=on_device)
@@ -213,4 +213,4 @@ def reads_length_on_device(view: CacheView, kernel: str, dtype: torch.dtype) -> 
     """Return whether the kernel reads the number of tokens on the device, so that the host does not wait."""
     if view.keys.device.type == "cpu" and not interpreted():  # the common case, and every step comes here
         return False
-    return isinstance(choose_for_view(kernel, view.attended(dtype)[0], view), Triton)
+    return choose(Need.of_cache(view.attended(dtype)[0], view, Logits(1.0)), kernel).reads_cache

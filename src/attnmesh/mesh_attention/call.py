@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.comm.topology import share_numbers
+from attnmesh.comm.transport import share_numbers
 from attnmesh.core.digest import digest
 from attnmesh.core.layout import Contiguous, Layout, check_layout
 from attnmesh.core.logits import Logits
@@ -26,7 +26,7 @@ from attnmesh.guard.checks import (
     heads_and_length,
     with_swap_hint,
 )
-from attnmesh.kernels.driver import check_kernel
+from attnmesh.kernels.choice import check_kernel
 from attnmesh.kernels.local_plan import kind_of
 from attnmesh.mesh.axes import Axis, Mesh, flat_axis
 from attnmesh.mesh.schedule import Problem, check_exchange

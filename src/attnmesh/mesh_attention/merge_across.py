@@ -13,12 +13,13 @@ from attnmesh.comm.host_merge import HostMerge, host_merge_for
 from attnmesh.comm.message import checksum_of, question_like
 from attnmesh.comm.rank_merge import chosen_merge, merge_ranks, send_poison
 from attnmesh.core.partial import Partial, sum_dtype
-from attnmesh.errors import DeviceError, DtypeError, KernelError, ShapeError, check_choice, require
+from attnmesh.errors import DeviceError, DtypeError, InputError, KernelError, ShapeError, check_choice, require
 from attnmesh.guard.agreement import Agreement, CallRecord, MergeAgreement, describe_call, number_of, prepare_merges
 from attnmesh.guard.checks import check_checked, check_dtype, check_merge, check_one_device, check_tensor
 from attnmesh.kernels.traced import are_plain
 from attnmesh.mesh.axes import Axis, axis_of, device_type_of, group_named, mesh_of
 from attnmesh.mesh.merges import MERGE_CHOICES, OUTPUTS
+from attnmesh.runtime.operators import operator
 from attnmesh.runtime.world import cached_per_world
 
 BASES = {"e": 1.0, "2": math.log(2.0)}
@@ -70,16 +71,19 @@ def merge_across(
         and (found := host_merge_and_text(axis, partial[0].shape, how, output)) is not None
     ):
         return merge_as_one_call(Partial(*partial), *found, output, compares=checked is not False)
-    with merge_agreement(partial, axis, how, output, checked) as agreement:
+    try:
         check_merge("merge_across", how, output)
         check_checked("merge_across", checked)
         check_partial(partial, wire, base)
+    except InputError as error:
+        merge_agreement(partial, axis, how, output, checked).fail(error)
     out, lse = partial
     natural = lse if base == "e" else lse * BASES[base]
     if torch.compiler.is_compiling():
         dtype = str(wire or "").removeprefix("torch.")
         out, lse = merge_op(out, natural, axis.group_name, [axis.size, axis.index], how, output, dtype)
     else:
+        agreement = merge_agreement(partial, axis, how, output, checked)
         out, lse = _merge(agreement, Partial(out, natural), axis, how, output, wire, base)
     return Partial(out, lse if base == "e" else lse / BASES[base])
 
@@ -113,7 +117,12 @@ def _poison(axis: Axis, how: str, output: str) -> None:
     send_poison(axis, how, output)
 
 
-@torch.library.custom_op("attnmesh::merge_across", mutates_args=())
+def _fake_merge(out: Tensor, lse: Tensor, group: str, place: Sequence[int], how: str, output: str, _: str) -> Partial:
+    heads = Axis(place[0], place[1]).share_of(out.shape[1]) if output == "heads" else slice(0, out.shape[1])
+    return Partial(*(x.new_empty(x[:, heads].shape) for x in (out, lse)))
+
+
+@operator("merge_across", _fake_merge)
 def merge_op(
     out: Tensor, lse: Tensor, group: str, place: Sequence[int], how: str, output: str, wire: str
 ) -> tuple[Tensor, Tensor]:
@@ -121,12 +130,6 @@ def merge_op(
     dtype = getattr(torch, wire) if wire else None
     partial, axis = Partial(out, lse), Axis(place[0], place[1], group_named(group))
     return _merge(merge_agreement(partial, axis, how, output), partial, axis, how, output, dtype)
-
-
-@merge_op.register_fake
-def _(out: Tensor, lse: Tensor, group: str, place: Sequence[int], how: str, output: str, _: str) -> Partial:
-    heads = Axis(place[0], place[1]).share_of(out.shape[1]) if output == "heads" else slice(0, out.shape[1])
-    return Partial(*(x.new_empty(x[:, heads].shape) for x in (out, lse)))
 
 
 def _merge(

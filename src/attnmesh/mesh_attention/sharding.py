@@ -10,13 +10,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.comm.p2p import swap_tokens
 from attnmesh.core.layout import Layout, check_layout
 from attnmesh.core.mask import FULL, Mask, check_mask
-from attnmesh.errors import KernelError, LayoutError, ShapeError, require
+from attnmesh.errors import KernelError, LayoutError, ShapeError, require, warn_once
 from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.checks import check_tensor
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import Shape
 from attnmesh.mesh_attention.auto_layout import check_auto, chosen_layout
 from attnmesh.mesh_attention.shard_marks import ShardMark, marked, shard_marks
+from attnmesh.runtime.operators import operator
 
 
 def shard(
@@ -108,6 +109,7 @@ def unshard(
     check_mask("unshard mask", seen, length)
     positions = _positions(chosen_layout(layout, seen, place), length, counts)
     whole = _gather_shards(x.movedim(dim, 0), place, counts)
+    _warn_if_whole(whole, counts)
     return torch.empty_like(whole).index_copy_(0, positions.to(x.device), whole).movedim(0, dim)
 
 
@@ -122,16 +124,7 @@ def unshard_runs(x: Tensor, place: Mesh, sizes: Sequence[int], dim: int) -> Tens
     return whole
 
 
-@torch.library.custom_op("attnmesh::unshard", mutates_args=())
-def unshard_op(x: Tensor, dim: int, groups: str, places: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """Gather runs of these sizes along `dim`."""
-    place = Mesh.named(places[:3], places[3:], groups.split(","))
-    whole = _gather_shards(x.movedim(dim, 0).contiguous(), place, list(sizes)).movedim(0, dim).contiguous()
-    return whole.clone() if place.ranks == 1 else whole
-
-
-@unshard_op.register_fake
-def _(x: Tensor, dim: int, groups: str, places: Sequence[int], sizes: Sequence[int]) -> Tensor:
+def _fake_whole(x: Tensor, dim: int, groups: str, places: Sequence[int], sizes: Sequence[int]) -> Tensor:
     return x.new_empty([sum(sizes) if other == dim else n for other, n in enumerate(x.shape)])
 
 
@@ -141,11 +134,16 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
     ctx.start, ctx.size = sum(sizes[:shard]), sizes[shard]
 
 
-def _gradient(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-    return dout.narrow(ctx.dim, ctx.start, ctx.size), None, None, None, None
+def _gradient(ctx: Any, dout: Tensor) -> list[Tensor]:
+    return [dout.narrow(ctx.dim, ctx.start, ctx.size)]
 
 
-unshard_op.register_autograd(_gradient, setup_context=_save_for_backward)
+@operator("unshard", _fake_whole, _save_for_backward, _gradient)
+def unshard_op(x: Tensor, dim: int, groups: str, places: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """Gather runs of these sizes along `dim`."""
+    place = Mesh.named(places[:3], places[3:], groups.split(","))
+    whole = _gather_shards(x.movedim(dim, 0).contiguous(), place, list(sizes)).movedim(0, dim).contiguous()
+    return whole.clone() if place.ranks == 1 else whole
 
 
 def _gather_shards(x: Tensor, place: Mesh, counts: list[int]) -> Tensor:
@@ -170,6 +168,17 @@ def _positions(layout: Layout, length: int, counts: list[int]) -> Tensor:
             "unshard", expected, f"{counts}", "pass the layout and the length that the tensor was sharded with"
         )
     return torch.cat(parts)
+
+
+def _warn_if_whole(x: Tensor, counts: list[int]) -> None:
+    """Warn once if all ranks passed the same tokens, which are not all alike: shards of one sequence differ."""
+    own, ranks = counts[0], len(counts)
+    if ranks == 1 or own < 2 or {*counts} != {own} or x.is_meta or x.numel() == 0:
+        return
+    some = x.view(ranks, own, -1)[:, :: max(1, own // 64)]
+    if bool((some == some[:1]).all()) and not bool((some == some[:, :1]).all()):
+        same = f"unshard: x is the same on all {ranks} ranks, and counts as {ranks} shards"
+        warn_once(f"{same}; leave unshard out if it is whole.")
 
 
 def _dim(subject: str, x: Tensor, dim: int) -> int:

@@ -15,26 +15,15 @@ from transformers import PreTrainedModel
 
 from attnmesh.errors import ArgumentError, InputError, KernelError, require
 from attnmesh.guard.agreement import Agreement, may_compare
+from attnmesh.hf.families.family import family_of, prepared_code
 from attnmesh.hf.images.cut import prepare_text_model
 from attnmesh.hf.layer_checks import check_same_weights
-from attnmesh.hf.models import (
-    COMPRESSED_MODELS,
-    INDEXED_MODELS,
-    RECURRENT_MODELS,
-    SUBJECT,
-    UNLISTED_LAYERS,
-    check_implementation,
-    is_recurrent,
-)
+from attnmesh.hf.models import SUBJECT, check_implementation
 from attnmesh.hf.recurrent.prepare_recurrent import prepare_layers
 from attnmesh.hf.shards import CALL, FORWARD_ALL, OF_SHARD_BATCH, PromptIds, ShardPositions, Shards, ShardTensor
 from attnmesh.hf.sparse.prepare_indexer import prepare_indexers
-from attnmesh.hf.training.labels import GuardedLabels
-from attnmesh.hf.transformers_names import code_of
+from attnmesh.hf.training.labels import GuardedLabels, ShardLabels
 from attnmesh.mesh.axes import Mesh
-
-CODE = {code_of(kind) for kind in (*RECURRENT_MODELS, *INDEXED_MODELS, *COMPRESSED_MODELS)}
-"""Modules of transformers with the code of models whose layers or indexers have to be prepared."""
 
 
 class RunningCall(NamedTuple):
@@ -55,7 +44,7 @@ def prepare_caller(shards: Shards) -> None:
     running = _running_calls()
     if shards.ranks > 1:
         _check_model(running, shards)
-    if any(name in sys.modules for name in CODE):
+    if any(name in sys.modules for name in prepared_code()):
         known: set[nn.Module] = set()
         for module, *_ in running:
             if module not in known:
@@ -97,8 +86,8 @@ def _has_shards(given: dict[str, Any]) -> bool:
 
 def _check_kind(model: PreTrainedModel) -> None:
     """Raise unless attnmesh is the model's attention, and its outputs are of tokens."""
-    without_attention = model.config.get_text_config(decoder=True).model_type in UNLISTED_LAYERS
-    if not (without_attention or is_recurrent(model.config)):
+    family = family_of(model.config)
+    if not (family.refused or family.recurrences):
         check_implementation(SUBJECT, model.config)
     name = type(model).__name__
     expected, fix = "a model with outputs of tokens", "call hf.on_mesh or hf.prepare, which return whole outputs"
@@ -118,7 +107,12 @@ def _check_arguments(given: dict[str, Any]) -> None:
     labels, fix = given.get("labels"), "pass the labels of the whole batch to hf.shard_batch, beside input_ids"
     is_own = isinstance(labels, Tensor) and not isinstance(labels, GuardedLabels)
     check("labels", not is_own, "others, which the model would shift inside of this rank's shard", fix)
-    is_alone = isinstance(labels, GuardedLabels) and given.get("shift_labels") is None
+    targets = given.get("shift_labels")
+    is_own = isinstance(targets, Tensor) and not isinstance(targets, ShardLabels)
+    check("shift_labels", not is_own, "others, which may be unshifted, or shifted inside of this rank's shard", fix)
+    cuts = [(x.shards.layout, x.shards.length) for x in given.values() if isinstance(x, ShardTensor)]
+    check("arguments", all(cut == cuts[0] for cut in cuts), "those of several calls")
+    is_alone = isinstance(labels, GuardedLabels) and targets is None
     check("shift_labels", not is_alone, "none beside its labels")
     expected, fix = "use_cache=False, as shard_batch returns it", "leave use_cache out; call hf.prefill to fill a cache"
     require(not given.get("use_cache"), ArgumentError, f"{SUBJECT} use_cache", expected, "True", fix)
