@@ -22,6 +22,7 @@ import torch.distributed as dist
 import attnmesh as am
 from attnmesh.cli.launch import Send
 from attnmesh.cli.probe_command import measured
+from attnmesh.comm.machine_constants import keep_machine, measured_machine
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import Mask
 from attnmesh.core.packing import pack
@@ -29,9 +30,8 @@ from attnmesh.errors import ArgumentError, require, short
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import Problem
 from attnmesh.mesh.shapes import Shape
+from attnmesh.mesh.traffic import count_tokens, divisors
 from attnmesh.mesh_attention.auto_layout import price
-from attnmesh.planner.auto import keep_machine, measured_machine
-from attnmesh.planner.traffic import count_tokens, divisors
 from benchmarks.netns import Hosts, World, run_on, send_rows
 from benchmarks.peers import PEERS, Case, inputs, wrong_gradients
 from benchmarks.prefill import Contender, attention_call, between_barriers, mesh_of

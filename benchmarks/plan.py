@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import attnmesh as am
 from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.shapes import Shape
-from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.plan import Plan, plan
 from attnmesh.planner.workload import Workload
 from benchmarks.netns import HEADERS, Hosts, Wire, World, run_on, send_rows, wires

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnmesh.errors import ArgumentError
-from attnmesh.planner.cluster import Cluster
-from attnmesh.planner.hardware import NO_LINK
+from attnmesh.mesh.cluster import Cluster
+from attnmesh.mesh.rates import NO_LINK
 from attnmesh.planner.plan import plan
 from attnmesh.planner.schemes import (
     SCHEMES,

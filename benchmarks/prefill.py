@@ -18,13 +18,14 @@ from torch.nn.functional import scaled_dot_product_attention
 import attnmesh as am
 from attnmesh.cli.launch import Send, run_on_ranks
 from attnmesh.errors import ArgumentError
+from attnmesh.mesh.cluster import Cluster
+from attnmesh.mesh.exchange_cost import peak_activations
+from attnmesh.mesh.prices import Candidate
+from attnmesh.mesh.rates import BOUNDLESS, Device, Link
 from attnmesh.mesh.schedule import EXCHANGES, Problem, Schedule, schedule
 from attnmesh.mesh.shapes import AXES, Shape, elements, mesh_shapes, rank_grid
-from attnmesh.planner.candidate import Candidate, peak_activations
-from attnmesh.planner.cluster import Cluster
+from attnmesh.mesh.traffic import tiles
 from attnmesh.planner.cost import cost
-from attnmesh.planner.hardware import BOUNDLESS, Device, Link
-from attnmesh.planner.traffic import tiles
 from attnmesh.planner.workload import Workload
 from attnmesh.runtime.counters import counted
 from benchmarks.netns import Hosts, World, ranks_of, run_on, send_rows

@@ -5,11 +5,11 @@ p ranks, on each a shard of S bytes of keys and values; `link` is the slowest cl
 
 from dataclasses import replace
 
-from attnmesh.planner.candidate import Candidate
-from attnmesh.planner.cluster import Cluster
+from attnmesh.mesh.cluster import Cluster
+from attnmesh.mesh.merge_cost import MergeGroup, Payload, merge_seconds
+from attnmesh.mesh.prices import Candidate
+from attnmesh.mesh.rates import BOUNDLESS, Link
 from attnmesh.planner.cost import cost
-from attnmesh.planner.decode_cost import MergeGroup, Payload, merge_seconds
-from attnmesh.planner.hardware import BOUNDLESS, Link
 from attnmesh.planner.workload import Workload
 
 HALF, FLOAT = 2, 4

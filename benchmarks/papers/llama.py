@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from math import ceil, log2
 
 import attnmesh as am
+from attnmesh.mesh.cluster import Cluster
+from attnmesh.mesh.prices import Candidate
 from attnmesh.mesh.shapes import Shape
-from attnmesh.planner.candidate import Candidate
-from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.cost import cost
 from attnmesh.planner.workload import Workload
 from benchmarks.papers.baselines import HALF, algorithm_3, crossed, ring_decode

@@ -10,11 +10,11 @@ from typing import Any
 import typer
 
 import attnmesh as am
+from attnmesh.mesh.cluster import Cluster
+from attnmesh.mesh.merge_cost import MergeGroup, Payload, merge_seconds
+from attnmesh.mesh.prices import Candidate
 from attnmesh.mesh.shapes import Shape
-from attnmesh.planner.candidate import Candidate
-from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.cost import cost
-from attnmesh.planner.decode_cost import MergeGroup, Payload, merge_seconds
 from attnmesh.planner.workload import Workload
 from attnmesh_command.shared_options import AsJson, OutFile
 from benchmarks.papers import baselines

@@ -20,6 +20,7 @@ from attnmesh.core.partial import Partial as Partial
 from attnmesh.core.selection import Selection as Selection
 from attnmesh.decoding.decode_call import decode as decode
 from attnmesh.decoding.rows import decode_rows as decode_rows
+from attnmesh.mesh.cluster import Cluster as Cluster
 from attnmesh.mesh.shapes import Shape as Shape
 from attnmesh.mesh.shapes import mesh_shape as mesh_shape
 
@@ -33,7 +34,6 @@ from attnmesh.mesh_attention.partials import merge as merge
 from attnmesh.mesh_attention.sharding import shard as shard
 from attnmesh.mesh_attention.sharding import unshard as unshard
 from attnmesh.mesh_attention.top_k_across import top_k_across as top_k_across
-from attnmesh.planner.cluster import Cluster as Cluster
 from attnmesh.planner.plan import Plan as Plan
 from attnmesh.planner.plan import plan as plan
 from attnmesh.planner.recurrent import Recurrent as Recurrent

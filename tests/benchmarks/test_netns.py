@@ -11,9 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from benchmarks import netns
-from benchmarks.netns import Hosts, run_on_hosts, script, world_of
-from benchmarks.plan import call_of, counted, crossing
 from torch.distributed.device_mesh import init_device_mesh
 
 import attnmesh as am
@@ -21,11 +18,14 @@ from attnmesh.cli.launch import RankError
 from attnmesh.comm.topology import host_numbers
 from attnmesh.errors import ClusterError
 from attnmesh.mesh.axes import Axis, Mesh
+from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.shapes import AXES
-from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.plan import Plan, plan
 from attnmesh.planner.workload import Workload
 from attnmesh_command.messages import OptionError
+from benchmarks import netns
+from benchmarks.netns import Hosts, run_on_hosts, script, world_of
+from benchmarks.plan import call_of, counted, crossing
 
 
 def needs_hosts() -> None:

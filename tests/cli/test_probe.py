@@ -10,7 +10,7 @@ from rich.console import Console
 from attnmesh.cli.output import pairs
 from attnmesh.cli.probe_command import check_master, described
 from attnmesh.errors import ClusterError
-from attnmesh.planner.cluster import Cluster
+from attnmesh.mesh.cluster import Cluster
 from tests.cli.test_app import run
 
 

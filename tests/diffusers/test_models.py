@@ -13,7 +13,7 @@ from attnmesh.diffusers import disable, enable
 from attnmesh.diffusers.tokens import run_sizes
 from attnmesh.mesh.schedule import EXCHANGES, Problem
 from attnmesh.mesh.shapes import AXES, Shape
-from attnmesh.planner.traffic import traffic
+from attnmesh.mesh.traffic import traffic
 from attnmesh.runtime.counters import counted
 from tests.support.diffusion import MODELS, PIPELINES, Inputs, pipeline_steps
 from tests.support.mesh_problems import named_mesh

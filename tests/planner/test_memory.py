@@ -3,14 +3,14 @@
 import sys
 
 import pytest
-from benchmarks import peers, prefill
 
 import attnmesh as am
+from attnmesh.mesh.exchange_cost import fastest_exchange, peak_activations
+from attnmesh.mesh.prices import Candidate
 from attnmesh.mesh.schedule import EXCHANGES
 from attnmesh.mesh.shapes import Shape
-from attnmesh.planner.auto import best_exchange
-from attnmesh.planner.candidate import Candidate, peak_activations
 from attnmesh.planner.cost import cost
+from benchmarks import peers, prefill
 from tests.support.live import LiveTensors
 from tests.support.pool import Pool
 
@@ -65,6 +65,6 @@ def test_auto_takes_the_fastest_exchange_within_the_memory_share(batch: int, by_
     workload = am.Workload(8, 8, 64, 4096, batch=batch, dtype="float32")
     cluster = am.Cluster.preset("local")
     costs = {name: cost(Candidate(shape, shape, am.Zigzag(), name), workload, cluster) for name in EXCHANGES}
-    picked = best_exchange(cluster, shape, shape, am.Zigzag(), workload)
+    picked = fastest_exchange(cluster, shape, shape, am.Zigzag(), workload.one_layer)
     first = min(costs, key=lambda name: costs[name].memory if by_memory else costs[name].seconds)
     assert picked == EXCHANGES[first]

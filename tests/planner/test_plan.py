@@ -13,16 +13,16 @@ from attnmesh.comm.topology import surroundings
 from attnmesh.core.mask import Mask
 from attnmesh.errors import ClusterError, DtypeError, KernelError, MaskError, ShapeError
 from attnmesh.mesh.axes import Axis, Mesh
+from attnmesh.mesh.cluster import PRESETS, Cluster
+from attnmesh.mesh.merge_cost import MergeGroup, Payload, merge_cost
 from attnmesh.mesh.merges import MERGES
+from attnmesh.mesh.prices import Candidate, Cost
+from attnmesh.mesh.rates import Device, Link
 from attnmesh.mesh.schedule import Problem, schedule
 from attnmesh.mesh.shapes import AXES, Shape, elements, rank_grid
-from attnmesh.planner.candidate import Candidate, Cost
-from attnmesh.planner.cluster import PRESETS, Cluster
+from attnmesh.mesh.traffic import FLOWS, tiles, traffic
 from attnmesh.planner.cost import cost
-from attnmesh.planner.decode_cost import MergeGroup, Payload, merge_cost
-from attnmesh.planner.hardware import Device, Link
 from attnmesh.planner.plan import candidates
-from attnmesh.planner.traffic import FLOWS, tiles, traffic
 from attnmesh.planner.workload import Workload
 from tests.support.pool import Pool
 

@@ -6,11 +6,11 @@ import pytest
 
 import attnmesh as am
 from attnmesh.errors import ClusterError, KernelError, ShapeError
+from attnmesh.mesh.cluster import Cluster
+from attnmesh.mesh.prices import Candidate, Cost
+from attnmesh.mesh.rates import Device, Link
 from attnmesh.mesh.shapes import Shape
-from attnmesh.planner.candidate import Candidate, Cost
-from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.cost import cost
-from attnmesh.planner.hardware import Device, Link
 from attnmesh.planner.recurrent_cost import RecurrentCost, recurrent_cost
 
 pytestmark = pytest.mark.quick

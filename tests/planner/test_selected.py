@@ -9,14 +9,14 @@ import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.decoding.index_search import top_k_tokens
 from attnmesh.hf.model_size import model_size
+from attnmesh.mesh.prices import Candidate
 from attnmesh.mesh.shapes import Shape
-from attnmesh.planner.candidate import Candidate
 from attnmesh.planner.cost import cost, index_cost
 from attnmesh.planner.serving import serving
 from attnmesh.runtime.counters import counted
 from tests.support.families import prompt
+from tests.support.models.tiny_models import Case, build
 from tests.support.pool import Pool
-from tests.tools.tiny_models import Case, build
 
 pytestmark = pytest.mark.quick
 

@@ -17,14 +17,14 @@ import pytest
 import attnmesh as am
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import Mask
+from attnmesh.mesh.cluster import Cluster
+from attnmesh.mesh.prices import Candidate
+from attnmesh.mesh.rates import Device, Link
 from attnmesh.mesh.reduction_tree import tree
 from attnmesh.mesh.schedule import EXCHANGES, Problem, Step, schedule
 from attnmesh.mesh.shapes import Shape, rank_grid
-from attnmesh.planner.candidate import Candidate
-from attnmesh.planner.cluster import Cluster
+from attnmesh.mesh.traffic import tiles
 from attnmesh.planner.cost import cost
-from attnmesh.planner.hardware import Device, Link
-from attnmesh.planner.traffic import tiles
 from attnmesh.planner.workload import Workload
 
 SCRIPT = Path(__file__).parents[1] / "support" / "simulated.py"

@@ -11,8 +11,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from attnmesh.planner.cluster import Cluster
-from attnmesh.planner.hardware import NO_LINK
+from attnmesh.mesh.cluster import Cluster
+from attnmesh.mesh.rates import NO_LINK
 from attnmesh.planner.plan import Plan
 from attnmesh.planner.schemes import SCHEMES, best_by_scheme, doubling, lengths
 from attnmesh.planner.workload import Workload

@@ -6,7 +6,7 @@ from typing import Any
 from attnmesh.cli.output import Status, console, numbered
 from attnmesh.cli.plan_model import config_of, print_record
 from attnmesh.errors import ClusterError
-from attnmesh.planner.cluster import Cluster
+from attnmesh.mesh.cluster import Cluster
 from attnmesh.planner.plan import by
 from attnmesh.planner.training import WEIGHT_BYTES, TrainedModel
 from attnmesh.planner.training import training as ways_to_train

@@ -11,12 +11,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from attnmesh.cli.launch import run_on_ranks
 from attnmesh.cli.output import Status, command_line, console, pairs, print_json
+from attnmesh.comm.machine_constants import keep_machine
 from attnmesh.errors import ClusterError
 from attnmesh.mesh.axes import device_type_of
+from attnmesh.mesh.cluster import Cluster
+from attnmesh.mesh.rates import NO_LINK
 from attnmesh.mesh.shapes import AXES
-from attnmesh.planner.auto import keep_machine
-from attnmesh.planner.cluster import Cluster
-from attnmesh.planner.hardware import NO_LINK
 from attnmesh.planner.units import in_seconds
 from attnmesh.runtime.machine import machine
 from attnmesh_command.plan_options import ProbeOptions

@@ -5,7 +5,6 @@ import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
-from itertools import chain
 from pathlib import Path
 from secrets import randbits
 
@@ -13,15 +12,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from attnmesh.comm import shared_memory
-from attnmesh.comm.failures import collective, failure
-from attnmesh.comm.shared_memory import MOST_NUMBERS, Mailboxes, PeerLostError
+from attnmesh.comm import machine_constants, shared_memory
+from attnmesh.comm.failures import collective
+from attnmesh.comm.shared_memory import Mailboxes
 from attnmesh.kernels.native.build import library
 from attnmesh.mesh.axes import Axis, Mesh, backends
+from attnmesh.mesh.cluster import PRESETS, Cluster
+from attnmesh.mesh.merge_cost import MergeGroup, fastest_merge
 from attnmesh.mesh.reduction_tree import Round, bit_reversed, tree
 from attnmesh.mesh.shapes import Shape
-from attnmesh.planner import auto
-from attnmesh.planner.cluster import PRESETS, Cluster
 from attnmesh.runtime.world import WORLD, Process, cached_per_world
 
 
@@ -61,11 +60,6 @@ def mesh_hosts(mesh: Mesh) -> list[int]:
     return host_numbers(tuple(axis for axis in mesh.axes if axis.size > 1))
 
 
-def mailboxes_of(axis: Axis, device: torch.device) -> Mailboxes | None:
-    """Return the mailboxes for tensors of a device. The first call along an axis is collective."""
-    return host_mailboxes(axis) if device.type == "cpu" else None
-
-
 @cached_per_world()
 def host_mailboxes(axis: Axis) -> Mailboxes | None:
     """Return the mailboxes of this rank's host, or None. All ranks of the axis make the first call at once.
@@ -95,31 +89,6 @@ def host_mailboxes(axis: Axis) -> Mailboxes | None:
     made = Mailboxes(memory, members, axis.index, processes, _timeout(axis))
     made.ranks = frozenset(dist.get_process_group_ranks(axis.group))
     return made
-
-
-def share_numbers(numbers: Sequence[int], mesh: Mesh) -> list[list[int]]:
-    """Return the int64 values of all ranks of a mesh by shard, as `all_gather_ints` does, and sooner inside a host.
-
-    All ranks make the first call at once.
-    """
-    flat = [*numbers]
-    for axis, mailboxes in _links(mesh):
-        if mailboxes is None or len(flat) > MOST_NUMBERS:
-            tables = all_gather_ints(flat, [axis])
-        else:
-            try:
-                tables = mailboxes.all_gather(flat)
-            except PeerLostError as error:
-                raise failure(axis, "comparing calls", error.peer, error) from error
-        flat = list(chain.from_iterable(tables))
-    return [flat[start : start + len(numbers)] for start in range(0, len(flat), len(numbers))]
-
-
-@cached_per_world()
-def _links(mesh: Mesh) -> list[tuple[Axis, Mailboxes | None]]:
-    """Return the axes of several ranks, the innermost first, each with its mailboxes if these connect all its ranks."""
-    mesh_hosts(mesh)  # cached now: after a failure the hosts of lost ranks cannot be found
-    return [(axis, whole_mailboxes(axis)) for axis in reversed(mesh.axes) if axis.size > 1]
 
 
 def whole_mailboxes(axis: Axis) -> Mailboxes | None:
@@ -162,7 +131,7 @@ def host_numbers(axes: tuple[Axis, ...]) -> list[int]:
 @cached_per_world()  # all ranks make the first call at once: an unbounded cache forgets on none of them
 def surroundings(mesh: Mesh, device: torch.device) -> tuple[Cluster, Shape]:
     """Return the cluster that a mesh is on, and the tile of the mesh that one host holds."""
-    return auto.cluster_and_tile(mesh_hosts(mesh), mesh.shape, *_constants(mesh.axes, device))
+    return machine_constants.cluster_and_tile(mesh_hosts(mesh), mesh.shape, *_constants(mesh.axes, device))
 
 
 @cached_per_world()
@@ -170,7 +139,8 @@ def best_merge(axis: Axis, device: torch.device) -> str:
     """Return the fastest merge of short messages along an axis. All ranks call it at once, the first time."""
     found = hosts(axis)
     near = len(found[0]) if len({len(host) for host in found}) == 1 else 1
-    return auto.best_merge(axis.size, near, *_constants((axis,), device))
+    cluster = machine_constants.cluster_of(axis.size // near, near, *_constants((axis,), device))
+    return fastest_merge(MergeGroup(axis.size, near), cluster)
 
 
 def _constants(axes: Sequence[Axis], device: torch.device) -> tuple[Cluster, str, float]:
@@ -180,9 +150,9 @@ def _constants(axes: Sequence[Axis], device: torch.device) -> tuple[Cluster, str
     first, in the table's order, that any rank is like.
     """
     names = list(PRESETS)
-    measured = auto.measured_machine(device.type)
-    mine = [names.index(auto.preset_for(device)), 0 if measured is None else measured[1]]
-    rows = all_gather_ints([*mine, int(1e6 * auto.share_of_cores(device))], axes)
+    measured = machine_constants.measured_machine(device.type)
+    mine = [names.index(machine_constants.preset_for(device)), 0 if measured is None else measured[1]]
+    rows = all_gather_ints([*mine, int(1e6 * machine_constants.share_of_cores(device))], axes)
     presets, files, shares = zip(*rows, strict=True)
     preset = names[min(presets)]
     cluster = measured[0] if measured is not None and len(set(files)) == 1 else Cluster.preset(preset)

@@ -13,7 +13,7 @@ from attnmesh.core.mask import Causal, Full
 from attnmesh.diffusers.diffusers_names import AttentionBackendName, BackendRegistry, dispatch_attention_fn
 from attnmesh.diffusers.tokens import Tokens
 from attnmesh.errors import KernelError, MaskError
-from attnmesh.guard.consensus import describe_call, run_agreed
+from attnmesh.guard.agreement import Agreement
 from attnmesh.mesh_attention.attention import attention
 
 SUBJECT = "attnmesh.diffusers attention"
@@ -60,7 +60,7 @@ def backend_of(mesh: DeviceMesh | None, tokens: Tokens, exchange: str, kernel: s
             out: Tensor = dispatch_attention_fn(query, key, value, *whole, backend=None)
             return out
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        _check(dropout_p, attn_mask, is_causal=is_causal, streams=len(tokens.lengths))
+        _check_call(dropout_p, attn_mask, is_causal=is_causal, streams=len(tokens.lengths))
         q_sizes, k_sizes = tokens.sizes(q.shape[2], k.shape[2])
         mask = Causal() if is_causal else Full()
         call = options | {"mask": mask, "layout": Split(q_sizes), "length": sum(q_sizes), "scale": scale}
@@ -73,7 +73,7 @@ def backend_of(mesh: DeviceMesh | None, tokens: Tokens, exchange: str, kernel: s
     return attend
 
 
-def _check(dropout: float, mask: Tensor | None, *, is_causal: bool, streams: int) -> None:
+def _check_call(dropout: float, mask: Tensor | None, *, is_causal: bool, streams: int) -> None:
     if dropout:
         raise KernelError(SUBJECT, "dropout_p=0: attention is exact", f"{dropout}", "set the model's dropout to 0")
     if mask is not None and is_causal:
@@ -91,8 +91,8 @@ def _attend_visible(
 
     Sequences with different masks are attended one after the other.
     """
-    text = describe_call(SUBJECT, mask=[attn_mask.ndim, attn_mask.dtype], batch=len(q))
-    visible = run_agreed(tokens.place, lambda: visible_keys(attn_mask, len(q), q.shape[2], k.shape[2]), text)
+    with Agreement(tokens.place, SUBJECT, {"mask": [attn_mask.ndim, attn_mask.dtype], "batch": len(q)}):
+        visible = visible_keys(attn_mask, len(q), q.shape[2], k.shape[2])
     alike = bool((visible == visible[:1]).all())
     table = all_gather_ints([alike, *visible.sum(1).tolist()], tokens.place.axes)
     rows = [slice(None)] if all(row[0] for row in table) else [slice(b, b + 1) for b in range(len(q))]

@@ -10,6 +10,7 @@ from attnmesh.core.logits import with_distance_bias
 from attnmesh.core.mask import CAUSAL, FULL, Mask
 from attnmesh.core.partial import Partial, merge_unchecked
 from attnmesh.core.selection import Selection
+from attnmesh.core.visible import Visible
 from attnmesh.guard.checks import check_most_keys, warn_if_swapped, without_redundant
 from attnmesh.kernels.local_op import run_attend
 from attnmesh.kernels.local_plan import LocalPlan, kind_of
@@ -70,7 +71,7 @@ def attention(
         softcap: Bound of the logits: each becomes `softcap * tanh(logit / softcap)`. None for no bound.
         key_lengths: Real keys of each sequence, int64, (batch,), equal on all ranks: keys at this position or later are
             invisible, as padding on the right under `Full()`.
-        kernel: Kernel of one device: "auto", or a name of `attnmesh.kernels.driver.NAMES`.
+        kernel: Kernel of one device: "auto", or the name of one of `attnmesh.kernels.choice.KERNELS`.
         sinks: One learned logit per query head. It takes a share of the softmax and adds nothing. Its gradient is that
             of this rank's tokens, as for any parameter.
         length: Tokens of the whole sequence. Ranks count them if it is left out, which compares every call.
@@ -148,8 +149,8 @@ def attend_shards(
         q = with_distance_bias(q, call.distance_bias)
     with without_autocast(q):
         if mesh.ranks == 1:
-            kind = plan.problem.mask, plan.logits, plan.kernel
-            out, lse = run_attend(q, k, v, *kind, sinks=sinks, key_lengths=key_lengths, selected=selected)
+            visible = Visible(plan.problem.mask, key_lengths=key_lengths, selected=selected)
+            out, lse = run_attend(q, k, v, visible, plan.logits, plan.kernel, sinks)
             if further is not None:
                 out = merge_unchecked([Partial(out, lse), further]).out.to(q.dtype)
         else:

@@ -11,11 +11,9 @@ from attnmesh.core.layout import Layout, Zigzag
 from attnmesh.core.mask import Mask
 from attnmesh.errors import LayoutError, require
 from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.exchange_cost import LayerWork, attention_seconds, balanced_layouts
+from attnmesh.mesh.prices import Candidate
 from attnmesh.mesh.schedule import EXCHANGES
-from attnmesh.planner.candidate import Candidate
-from attnmesh.planner.cost import cost
-from attnmesh.planner.plan import layouts_for
-from attnmesh.planner.workload import Workload
 from attnmesh.runtime.world import cached_per_world
 
 HEADS = (32, 8, 128)
@@ -66,12 +64,12 @@ def price(layout: Layout | str, mask: Mask, length: int, mesh: Mesh, heads: tupl
     q_heads, kv_heads, width = heads
     kv_heads = math.lcm(kv_heads, mesh.shape.heads)
     q_heads, dtype = math.lcm(q_heads, kv_heads), torch.bfloat16 if mesh.kind == "cuda" else torch.float32
-    workload = Workload(q_heads, kv_heads, width, length, dtype=dtype, mask=mask, phase="training")
+    work = LayerWork(q_heads, kv_heads, width, width, length=length, item=dtype.itemsize, mask=mask)
 
     def seconds(layout: Layout) -> float:
         candidates = (Candidate(mesh.shape, tile, layout, name) for name in EXCHANGES)
-        return min(cost(candidate, workload, cluster).seconds for candidate in candidates)
+        return min(attention_seconds(candidate, work, cluster) for candidate in candidates)
 
     with torch.device("cpu"), torch.inference_mode(False):
-        layouts = _filled(layouts_for(workload, mesh.shape), length, mesh) if isinstance(layout, str) else [layout]
+        layouts = _filled(balanced_layouts(mask, mesh.shape), length, mesh) if isinstance(layout, str) else [layout]
         return min((Price(seconds(one), one) for one in layouts), key=lambda found: found.seconds)

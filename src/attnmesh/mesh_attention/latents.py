@@ -21,7 +21,7 @@ from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.kernels.blocks import Kernel
 from attnmesh.kernels.driver import Counts, forward
 from attnmesh.kernels.selected_keys import SelectedKeys
-from attnmesh.planner.candidate import EXPANDED_BYTES
+from attnmesh.mesh.exchange_cost import EXPANDED_BYTES
 
 
 @dataclass(frozen=True)

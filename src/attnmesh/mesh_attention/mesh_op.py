@@ -4,7 +4,7 @@ A function of autograd runs a plan, and in a traced graph an operator. Between f
 shard's size are kept.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -21,21 +21,22 @@ from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial, merge_unchecked, sum_dtype
 from attnmesh.core.selection import Selection
 from attnmesh.errors import RankFailure, ShapeError
-from attnmesh.kernels.blocks import BackwardInputs
-from attnmesh.kernels.driver import choose_for_places, visible_counts
+from attnmesh.kernels.blocks import BackwardInputs, Need
+from attnmesh.kernels.choice import choose
+from attnmesh.kernels.driver import visible_counts
 from attnmesh.kernels.local_op import sink_gradient
 from attnmesh.kernels.local_plan import empty_length_major, length_major
 from attnmesh.kernels.selected_keys import SelectedKeys
 from attnmesh.kernels.traced import Once, is_learned, needs_operator, once
 from attnmesh.mesh.axes import Axis, Mesh
+from attnmesh.mesh.exchange_cost import LayerWork, fastest_exchange
 from attnmesh.mesh.schedule import EXCHANGES, ChunkSize, Exchange, Problem, Schedule, groups_of_heads, schedule
 from attnmesh.mesh_attention.executor import Task, backward, forward
 from attnmesh.mesh_attention.head_swap import empty_tokens
 from attnmesh.mesh_attention.latents import Latents
-from attnmesh.planner.auto import best_exchange
-from attnmesh.planner.workload import Workload
 from attnmesh.runtime.caches import Kinds, on_device
 from attnmesh.runtime.counters import Tensors
+from attnmesh.runtime.operators import operator, recorded
 from attnmesh.runtime.world import cached_per_world, decode_cached
 
 Widths = tuple[int, int]
@@ -127,8 +128,8 @@ class MeshPlan(NamedTuple):
         tokens = steps.chunk.queries, steps.chunk.keys, steps.chunk.keys
         whole = zip((q, k, v), tokens, strict=True)  # of the whole chunk
         q, k, v = (x.new_empty(1).expand(*x.shape[:2], count, x.shape[3]) for x, count in whole)
-        queries, choice = steps.query_step.positions, (self.kernel, q, k, v, self.logits)
-        kernels = [choose_for_places(*choice, (queries, x.positions)) for x in steps.key_steps]
+        queries, call = steps.query_step.positions, (q, k, v, self.logits)
+        kernels = [choose(Need.of(*call, (queries, x.positions)), self.kernel) for x in steps.key_steps]
         return Task(mesh, steps, groups, kernels, self.logits, [None] * len(steps.key_steps))
 
     def _selected(self, schedule: Schedule, key_lengths: Tensor | None, indices: Tensor) -> list[SelectedKeys]:
@@ -171,28 +172,25 @@ def _fastest_exchange(
     problem: Problem,
     latent: Widths | None,
 ) -> Exchange:
-    """Return the planner's pick. It depends on values that are equal on all ranks."""
+    """Return the exchange that takes least. It depends on values that are equal on all ranks."""
     if 0 in (problem.length, problem.key_length, *sizes):
         return EXCHANGES["bulk"]
     cluster, tile = surroundings(mesh, device)
-    batch, q_heads, kv_heads, head_dim, value_dim = sizes
+    batch, *heads_and_widths = sizes
     cross = problem.key_length != problem.length  # priced as if every query saw every key
-    workload = Workload(
-        q_heads,
-        kv_heads,
-        head_dim,
-        max(problem.length, problem.key_length),
-        value_dim=value_dim,
-        batch=batch,
-        dtype=dtype,
+    work = LayerWork(
+        *heads_and_widths,
+        length=max(problem.length, problem.key_length),
+        item=dtype.itemsize,
         mask=Mask() if cross else problem.mask,
-        phase="training" if latent is None else "prefill",
+        batch=batch,
+        backward=latent is None,
         latent=latent,
     )
     # Sizes may be those of one part alone.
     cut = isinstance(problem.layout, Split) or (cross and isinstance(problem.layout, Packed))
     layout = Contiguous() if cut else problem.layout
-    return best_exchange(cluster, tile, problem.shape, layout, workload)
+    return fastest_exchange(cluster, tile, problem.shape, layout, work)
 
 
 # --- attention ---
@@ -219,7 +217,8 @@ def attend(
             out: Tensor = mesh_op(q, k, v, sinks, key_lengths, indices, *plan.pack())[0]
             return out
         if is_learned(q, k, v, sinks):
-            return _attend_learned(q, k, v, sinks, key_lengths, indices, plan)[0]
+            out, *_ = _attend_learned(q, k, v, sinks, key_lengths, indices, plan)
+            return out
     with torch.no_grad():
         task = plan.task(q.shape[1], (q, k, v), key_lengths, indices, latents)
         found = forward(q, (k, v) if latents is None else (latents.tokens,), task, sinks)
@@ -228,9 +227,16 @@ def attend(
         return length_major(found.out, q.dtype)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *options: Any) -> tuple[Tensor, ...]:
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    key_lengths: Tensor | None,
+    indices: Tensor | None,
+    plan: MeshPlan,
+) -> tuple[Tensor, ...]:
     """Return (out, lse) of this rank's queries, and with a heads axis its heads of q, k and v."""
-    key_lengths, indices, plan = options
     task = plan.task(q.shape[1], (q, k, v), key_lengths, indices)
     share = _blank_share((q, k, v), task.schedule.chunk, plan.mesh.heads)
     out, lse = forward(q, (k, v), task, sinks, share)
@@ -288,24 +294,24 @@ def _gradients(ctx: Any, dout: Any, *_: None) -> tuple[Tensor | None, ...]:
         dq, dk, dv = once(_backward, *ctx.plan, key_lengths, indices, q, k, v, out, lse, dout)
         if sinks is not None:
             dsinks = once(sink_gradient, sinks, out, lse, dout)
-    return dq, dk, dv, dsinks, None, None, *[None] * len(ctx.plan)
+    return dq, dk, dv, dsinks
 
 
-class _MeshAttention(torch.autograd.Function):
-    """`_attend` with gradients, where PyTorch traces nothing."""
-
-    forward = staticmethod(_attend)
-    setup_context = staticmethod(_save_for_backward)
-    backward = staticmethod(_gradients)
-
-
-_attend_learned: Callable[..., tuple[Tensor, Tensor]] = _MeshAttention.apply
+_attend_learned = recorded(_attend, _save_for_backward, _gradients)
 
 
 # --- operators: a plan is packed into names and numbers ---
 
 
-@torch.library.custom_op("attnmesh::mesh_attention", mutates_args=())
+def _fake_outputs(q: Tensor, k: Tensor, v: Tensor, *plan: Any) -> list[Tensor]:
+    mesh, problem, *_ = MeshPlan.unpack(*plan[3:])
+    place = mesh.queries.index, mesh.keys.index
+    chunk = ChunkSize(problem.queries(*place).shape[0], problem.keys(*place).shape[0])
+    out, lse = empty_length_major(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=sum_dtype(q.dtype))
+    return [out, lse, *_blank_share((q, k, v), chunk, mesh.heads)]
+
+
+@operator("mesh_attention", _fake_outputs, _save_for_backward, _gradients)
 def mesh_op(
     q: Tensor,
     k: Tensor,
@@ -328,16 +334,17 @@ def mesh_op(
     return [out, *others]
 
 
-@mesh_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *plan: Any) -> list[Tensor]:
-    mesh, problem, *_ = MeshPlan.unpack(*plan[3:])
-    place = mesh.queries.index, mesh.keys.index
-    chunk = ChunkSize(problem.queries(*place).shape[0], problem.keys(*place).shape[0])
-    out, lse = empty_length_major(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=sum_dtype(q.dtype))
-    return [out, lse, *_blank_share((q, k, v), chunk, mesh.heads)]
+def _fake_gradients(
+    inputs: Sequence[Tensor], outputs: Sequence[Tensor], dout: Tensor, key_lengths: Any, indices: Any, *plan: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    (q, k, v), (mesh, problem, *_) = inputs, MeshPlan.unpack(*plan)
+    heads = dout.shape[1] * k.shape[1] // q.shape[1]
+    shard = problem.shard(mesh.shard)
+    tokens = problem.key_layout.positions(problem.key_length, problem.shape.ranks, shard).shape[0]
+    return empty_length_major(dout, q.shape[3]), empty_tokens(k, heads, tokens), empty_tokens(v, heads, tokens)
 
 
-@torch.library.custom_op("attnmesh::mesh_attention_backward", mutates_args=())
+@operator("mesh_attention_backward", _fake_gradients, backward=Once.backward)
 def mesh_backward_op(
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
@@ -349,18 +356,3 @@ def mesh_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of this rank's tokens from its (q, k, v) and (out, lse)."""
     return _backward(MeshPlan.unpack(names, numbers), key_lengths, indices, *inputs, *outputs, dout)
-
-
-@mesh_backward_op.register_fake
-def _(
-    inputs: Sequence[Tensor], outputs: Sequence[Tensor], dout: Tensor, key_lengths: Any, indices: Any, *plan: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    (q, k, v), (mesh, problem, *_) = inputs, MeshPlan.unpack(*plan)
-    heads = dout.shape[1] * k.shape[1] // q.shape[1]
-    shard = problem.shard(mesh.shard)
-    tokens = problem.key_layout.positions(problem.key_length, problem.shape.ranks, shard).shape[0]
-    return empty_length_major(dout, q.shape[3]), empty_tokens(k, heads, tokens), empty_tokens(v, heads, tokens)
-
-
-mesh_op.register_autograd(_gradients, setup_context=_save_for_backward)
-mesh_backward_op.register_autograd(Once.backward)

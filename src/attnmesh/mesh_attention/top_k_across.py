@@ -12,9 +12,10 @@ from attnmesh.core.candidates import best, pack, unpack
 from attnmesh.core.partial import DTYPES
 from attnmesh.core.selection import NONE
 from attnmesh.errors import ArgumentError, DtypeError, KernelError, ShapeError, check_count, require, type_and_shape
+from attnmesh.guard.agreement import Agreement, may_compare
 from attnmesh.guard.checks import check_one_device, check_tensor
-from attnmesh.guard.consensus import agree_on_call, describe_call, may_compare
 from attnmesh.mesh.axes import Axis, axis_of, group_named, mesh_of
+from attnmesh.runtime.operators import operator
 
 
 def top_k_across(
@@ -47,29 +48,21 @@ def top_k_across(
     """
     axis = axis_of(group, "top_k_across")
     device = scores.device if isinstance(scores, Tensor) else torch.device(mesh_of(axis).kind)
-    agree_on_call(
-        mesh_of(axis),
-        device,
-        None,
-        lambda: _check(scores, indices, k, unique),
-        lambda: describe_call("top_k_across", rows=list(scores.shape[:-1]), k=k, unique=unique),
-    )
+    compares = axis.size > 1 and may_compare(device)
+    with Agreement(mesh_of(axis), "top_k_across", compares=compares) as agreement:
+        _check(scores, indices, k, unique)
+        agreement.fields = {"rows": list(scores.shape[:-1]), "k": k, "unique": unique}
     wrong = (indices < 0) | (indices > NONE)
     candidates = pack(scores.masked_fill(wrong, torch.nan), indices.masked_fill(wrong, 0).expand_as(scores))
     found: Tensor = best_op(best(candidates, k, unique=unique), axis.group_name, [axis.size, axis.index], unique)
     return unpack(found)
 
 
-@torch.library.custom_op("attnmesh::best_across", mutates_args=())
+@operator("best_across", lambda candidates, *_: torch.empty_like(candidates))
 def best_op(candidates: Tensor, group: str, place: Sequence[int], unique: bool) -> Tensor:
     """Merge candidates as an operator, which is one node of a compiled graph."""
     found = best_across(candidates, Axis(place[0], place[1], group_named(group)), unique=unique)
     return found.clone() if found is candidates else found
-
-
-@best_op.register_fake
-def _(candidates: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(candidates)
 
 
 def _check(scores: Tensor, indices: Tensor, k: int, unique: bool) -> None:

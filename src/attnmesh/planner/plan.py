@@ -8,20 +8,21 @@ from typing import NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.core.layout import Contiguous, Layout, Packed, Striped, Zigzag
-from attnmesh.core.mask import FAR
+from attnmesh.core.layout import Layout, Packed, Striped
 from attnmesh.errors import ClusterError, require
+from attnmesh.mesh.cluster import Cluster
+from attnmesh.mesh.exchange_cost import balanced_layouts
 from attnmesh.mesh.merges import MERGES
+from attnmesh.mesh.prices import Candidate, Cost
 from attnmesh.mesh.schedule import EXCHANGES
 from attnmesh.mesh.shapes import Shape
-from attnmesh.planner.candidate import Candidate, Cost, min_memory
-from attnmesh.planner.cluster import Cluster
+from attnmesh.mesh.traffic import divisors, tiles
+from attnmesh.planner.candidate import min_memory
 from attnmesh.planner.cost import cost, index_cost
 from attnmesh.planner.recurrent_cost import RecurrentCost, recurrent_cost
-from attnmesh.planner.traffic import divisors, tiles
 from attnmesh.planner.units import in_bytes, in_seconds
 from attnmesh.planner.workload import Workload
-from attnmesh.runtime.supplied import Supplied
+from attnmesh.setup.init_mesh import init_plan_mesh
 
 MAX_RANKS = 2048
 """Most ranks that `plan` takes. Pricing all candidates takes half a minute there."""
@@ -136,7 +137,7 @@ class Plan:
         >>> best.init_mesh("cpu").shape  # doctest: +SKIP
         (1, 1, 1)
         """
-        return mesh_of_plan(device_type, self.shape, self.tile)
+        return init_plan_mesh(device_type, self.shape, self.tile)
 
     def explain(self) -> str:
         """Return, in plain words, what takes most of the time, and a comparison with the best plan of another shape.
@@ -235,10 +236,6 @@ STAGES = {
 """Descriptions of the stages in `Plan.parts`."""
 
 
-mesh_of_plan = Supplied[[str, Shape, Shape], DeviceMesh]()
-"""Make the mesh of a plan, for which all ranks compare their arguments: `comm.init_mesh.init_plan_mesh`."""
-
-
 def by(shape: Shape) -> str:
     """Return a shape as text, such as "1x4x2"."""
     return "x".join(map(str, shape))
@@ -313,15 +310,11 @@ def candidates(workload: Workload, cluster: Cluster) -> Iterator[Candidate]:
 
 
 def layouts_for(workload: Workload, shape: Shape) -> list[Layout]:
-    """Return balanced layouts for uneven masks and documents, and contiguous ones for masks that keep tokens near."""
+    """Return the layouts that are priced on a shape. A state passes through tokens in order."""
     if workload.phase == "decode":
         return [Striped(BLOCK)]
-    mask = workload.mask
-    uneven, local = mask.left != mask.right, min(mask.longest, mask.left, mask.right) < FAR
-    packed: list[Layout] = []
-    if len(mask.ends) > 1 and not workload.recurrent:
-        packed = [Packed(mask.documents, shape)]
-    return packed + [Zigzag()] * uneven + [Contiguous()] * (local or not uneven)
+    layouts = balanced_layouts(workload.mask, shape)
+    return [layout for layout in layouts if not (workload.recurrent and isinstance(layout, Packed))]
 
 
 def _exchanges(workload: Workload, shape: Shape) -> list[str]:

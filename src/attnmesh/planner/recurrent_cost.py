@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnmesh.mesh.cluster import Cluster
+from attnmesh.mesh.prices import Candidate, Cost
 from attnmesh.mesh.shapes import Shape, rank_grid
-from attnmesh.planner.candidate import Candidate, Cost
-from attnmesh.planner.cluster import Cluster
-from attnmesh.planner.traffic import Load
+from attnmesh.mesh.traffic import Load
 from attnmesh.planner.workload import Workload, runs_per_shard
 
 Messages = tuple[Load, Load]

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from attnmesh.errors import ClusterError
-from attnmesh.planner.cluster import Cluster
+from attnmesh.mesh.cluster import Cluster
 from attnmesh.planner.plan import Plan, plan
 from attnmesh.planner.workload import Workload
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from attnmesh.errors import ClusterError, require
+from attnmesh.mesh.cluster import Cluster
+from attnmesh.mesh.merge_cost import MergeGroup, all_reduce_seconds
 from attnmesh.mesh.shapes import Shape, share_evenly
-from attnmesh.planner.cluster import Cluster
+from attnmesh.mesh.traffic import divisors
 from attnmesh.planner.cost import cost
-from attnmesh.planner.decode_cost import MergeGroup, all_reduce_seconds
 from attnmesh.planner.plan import Plan, candidates, plan
-from attnmesh.planner.traffic import divisors
 from attnmesh.planner.workload import Workload
 
 ROOMY = 1e30

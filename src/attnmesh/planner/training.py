@@ -3,10 +3,10 @@
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from attnmesh.planner.cluster import Cluster
+from attnmesh.mesh.cluster import Cluster
+from attnmesh.mesh.traffic import divisors
 from attnmesh.planner.plan import Plan, plan
 from attnmesh.planner.serving import ROOMY
-from attnmesh.planner.traffic import divisors
 from attnmesh.planner.workload import Workload
 
 WEIGHT_BYTES = 4

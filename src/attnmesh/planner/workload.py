@@ -10,6 +10,7 @@ from attnmesh.core.mask import Causal, Full, Mask, check_mask
 from attnmesh.core.partial import DTYPES
 from attnmesh.core.storage import STORAGES
 from attnmesh.errors import ClusterError, DtypeError, ShapeError, check_choice, require, short
+from attnmesh.mesh.exchange_cost import LayerWork
 from attnmesh.planner.counts import MAX_COUNT, checked_count
 from attnmesh.planner.recurrent import Recurrent
 from attnmesh.planner.selected import Selected
@@ -139,6 +140,16 @@ class Workload:
     def wide(self) -> int:
         """Bytes of an element of partials and gradients, which are summed in float32 or wider."""
         return max(4, self.item)
+
+    @property
+    def one_layer(self) -> LayerWork:
+        """Attention of one layer, in training or prefill."""
+        widths, selected = (self.head_dim, self.values), None if self.selected is None else self.selected.tokens
+        sizes: dict[str, Any] = {"length": self.length, "item": self.item, "mask": self.mask, "batch": self.batch}
+        backward, latent = self.phase == "training", self.latent
+        return LayerWork(
+            self.q_heads, self.kv_heads, *widths, **sizes, backward=backward, latent=latent, selected=selected
+        )
 
     @property
     def kept(self) -> int:

@@ -37,20 +37,23 @@ def encode_chat(encoder: Any, fields: dict[str, Any], check: Check = bool) -> En
     `encoder` is a tokenizer, or the processor of a model of images and text. `check` raises on a text that is too long.
     """
     pictures: list[Any] | None = [] if hasattr(encoder, "image_processor") else None
-    messages = [read_message(f"messages[{i}]", one, pictures) for i, one in enumerate(fields["messages"])]
+    messages = [template_message(f"messages[{i}]", one, pictures) for i, one in enumerate(fields["messages"])]
     tools = fields["tools"] if fields["tool_choice"] != "none" else None
     if not encoder.chat_template:
         raise Refused(400, "messages: the model has no chat template. Use /v1/completions.", "messages")
     template = template_of(encoder, tools)
-    shapes = {role: shapes_of(encoder, template, role) for role in {message["role"] for message in messages}}
-    for message in messages:
-        message["content"] = _in_shape(message, shapes[message["role"]])
     if tools and not uses_tools(template):
         raise Refused(400, "tools: the model's chat template has no tools. Leave them out.", "tools")
     for i, message in enumerate(messages):
         if (message["role"] == "tool" or "tool_calls" in message) and not uses_tools(template):
             text = "the model's chat template has no tools. Leave out tool_calls, and messages of role tool."
             raise Refused(400, f"messages[{i}]: {text}", f"messages[{i}]")
+    shapes = {role: shapes_of(encoder, template, role, tools) for role in {message["role"] for message in messages}}
+    for i, message in enumerate(messages):
+        if not shapes[message["role"]]:
+            text = f"the model's chat template drops messages of role {message['role']}. Use another role."
+            raise Refused(400, f"messages[{i}]: {text}", f"messages[{i}]")
+        message["content"] = _in_shape(message, shapes[message["role"]])
     options = {"chat_template": template, "tools": tools or None, "add_generation_prompt": True}
     try:
         text = encoder.apply_chat_template(messages, tokenize=False, **options)
@@ -59,7 +62,7 @@ def encode_chat(encoder: Any, fields: dict[str, Any], check: Check = bool) -> En
         raise Refused(400, f"messages: the chat template refuses them: {line[:200]}", "messages") from None
     check(text)
     if pictures is None:
-        return Encoded(_tokens(encoder, text, add_special_tokens=False))
+        return Encoded(_token_ids(encoder, text, add_special_tokens=False))
     options |= {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
     found = dict(encoder.apply_chat_template(messages, **options))
     ids, _ = found.pop("input_ids")[0].tolist(), found.pop("attention_mask", None)
@@ -87,24 +90,44 @@ def template_of(encoder: Any, tools: list[dict[str, Any]] | None) -> str:
 
 
 PROBE = "attnmesh-probe"
-SHAPES: dict[str, Any] = {"text": PROBE, "parts": [{"type": "text", "text": PROBE}]}
+SHAPES: dict[str, Callable[[str], Any]] = {"text": str, "parts": lambda text: [{"type": "text", "text": text}]}
 """Content of a message in the shapes that templates take."""
 
+LISTED = re.compile(rf"""['"]text['"]: *['"]{PROBE}""")
+"""Parts that a template prints as a list."""
 
-def shapes_of(encoder: Any, template: str, role: str) -> tuple[str, ...]:
-    """Return the shapes of content that a template shows for a role; text alone where it shows neither."""
-    user = {"role": "user", "content": ""}
-    around = {"user": ([], []), "assistant": ([user], [user])}.get(role, ([], [user]))
-    found = []
-    for shape, content in SHAPES.items():
+
+def shapes_of(encoder: Any, template: str, role: str, tools: Any = None) -> tuple[str, ...]:
+    """Return the shapes of content that a template shows for a role: none if it drops them, text if it raises."""
+    shown = {
+        shape: _shows(encoder, {"chat_template": template, "tools": tools or None}, role, shape) for shape in SHAPES
+    }
+    raises = all(one is None for one in shown.values())
+    return ("text",) if raises else tuple(shape for shape in SHAPES if shown[shape])
+
+
+def _shows(encoder: Any, options: dict[str, Any], role: str, shape: str) -> bool | None:
+    """Return whether a template shows a message beside others, whose content has either shape; None if it raises."""
+    raises = True
+    for made in dict.fromkeys((SHAPES[shape], *SHAPES.values())):
+        user = {"role": "user", "content": made("a")}
+        before = {"assistant": [user], "tool": [user, CALLS | {"content": made("")}]}.get(role, [])
+        message = {"role": role, "content": SHAPES[shape](PROBE)} | (OF_TOOL if role == "tool" else {})
+        messages = [*before, message, *([] if role == "user" else [user])]
         try:
-            messages = [*around[0], {"role": role, "content": content}, *around[1]]
-            shown = encoder.apply_chat_template(messages, chat_template=template, tokenize=False)
+            shown = encoder.apply_chat_template(messages, tokenize=False, **options)
         except Exception:  # a template raises what it wants
             continue
-        if PROBE in shown and f"'{PROBE}'" not in shown and f'"{PROBE}"' not in shown:
-            found.append(shape)
-    return tuple(found) or ("text",)
+        raises = False
+        if PROBE in shown and not LISTED.search(shown):
+            return True
+    return None if raises else False
+
+
+CALL = {"id": "a12345678", "type": "function", "function": {"name": "f", "arguments": {}}}
+CALLS: dict[str, Any] = {"role": "assistant", "tool_calls": [CALL]}
+OF_TOOL = {"tool_call_id": CALL["id"], "name": "f"}
+"""A call that is before a message of a tool, with an id of nine signs, as some templates want, and what names it."""
 
 
 def _in_shape(message: dict[str, Any], shapes: tuple[str, ...]) -> Any:
@@ -128,7 +151,7 @@ def uses_tools(template: str) -> bool:
     return re.search(r"\{[{%][^}]*\btools\b", template) is not None
 
 
-def read_message(place: str, message: dict[str, Any], pictures: list[Any] | None = None) -> dict[str, Any]:
+def template_message(place: str, message: dict[str, Any], pictures: list[Any] | None = None) -> dict[str, Any]:
     """Return a message as templates take it: content as one text, arguments of tool calls as objects.
 
     With `pictures` content has parts: text, and pictures, which are added to the others of the request.
@@ -196,13 +219,13 @@ def encode_text(encoder: Any, fields: dict[str, Any], check: Check = bool) -> En
     one = prompt[0] if isinstance(prompt, list) and not isinstance(prompt[0], int) else prompt
     if isinstance(one, str):
         check(one)
-        ids, mark = _tokens(tokenizer, one), tokenizer.bos_token_id
+        ids, mark = _token_ids(tokenizer, one), tokenizer.bos_token_id
         return Encoded(ids[1:] if mark is not None and ids[:2] == [mark, mark] else ids)  # the text brings its own
     if not all(0 <= token < len(tokenizer) for token in one):
         raise Refused(400, f"prompt: expected token ids of 0 to {len(tokenizer) - 1}", "prompt")
     return Encoded([*one])
 
 
-def _tokens(tokenizer: Any, text: str, **options: Any) -> list[int]:
+def _token_ids(tokenizer: Any, text: str, **options: Any) -> list[int]:
     """Return the tokens of a text, and no masks, which are made while other threads wait."""
     return [*tokenizer(text, return_attention_mask=False, return_token_type_ids=False, **options)["input_ids"]]

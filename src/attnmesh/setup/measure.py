@@ -16,19 +16,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm.topology import all_gather_ints, hosts, mailboxes_of
+from attnmesh.comm.topology import all_gather_ints, host_mailboxes, hosts
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import FULL
 from attnmesh.core.partial import Partial
+from attnmesh.core.visible import Visible
 from attnmesh.errors import ClusterError, require
+from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.checks import check_dtype
-from attnmesh.guard.consensus import describe_call, run_agreed
 from attnmesh.kernels.local_op import run_attend
 from attnmesh.kernels.local_plan import LocalPlan
 from attnmesh.mesh.axes import Axis, Mesh, device_of, flat_axis
+from attnmesh.mesh.cluster import Cluster
+from attnmesh.mesh.rates import NO_LINK, Device, Link
 from attnmesh.mesh.shapes import AXES
-from attnmesh.planner.cluster import Cluster
-from attnmesh.planner.hardware import NO_LINK, Device, Link
 
 ROUNDS = 5
 """Repetitions of each measurement. The result is the largest of the ranks' medians."""
@@ -109,7 +110,7 @@ def measure_device(world: MeasuredRanks, dtype: torch.dtype) -> Device:
         return partial(LocalPlan.of(q, k, v, FULL, logits, "auto").attend, q, k, v, None)
 
     def both() -> None:
-        out, _ = run_attend(learned[0], learned[1], learned[2], FULL, logits, "auto")
+        out, _ = run_attend(learned[0], learned[1], learned[2], Visible(FULL), logits, "auto")
         torch.autograd.grad(out.sum(), learned)
 
     with torch.no_grad():
@@ -182,7 +183,7 @@ def _exchange(world: MeasuredRanks, line: Sequence[int], size: int, peers: int =
 
 def _swap_near(world: MeasuredRanks, line: Sequence[int]) -> None:
     """Send and receive a short message inside a host, as a merge does."""
-    mailboxes = mailboxes_of(world.axis, world.device)
+    mailboxes = host_mailboxes(world.axis) if world.device.type == "cpu" else None
     message = torch.empty(MERGE_BYTES, dtype=torch.uint8, device=world.device)
     if mailboxes is None or len(line) < 2:
         _exchange(world, line, MERGE_BYTES)
@@ -194,9 +195,8 @@ def _swap_near(world: MeasuredRanks, line: Sequence[int]) -> None:
 def measure(mesh: DeviceMesh | None, dtype: torch.dtype | None = None) -> Cluster:
     """Return the measured cluster of a mesh's ranks. Every rank of the mesh calls it."""
     place, device = Mesh.of(mesh), device_of(mesh)
-    fix = "pass the dtype of q, k and v, or leave it out"
-    check = partial(check_dtype, "Cluster.measure dtype", dtype, fix)
-    run_agreed(place, check, describe_call("Cluster.measure", dtype=dtype))
+    with Agreement(place, "Cluster.measure", {"dtype": dtype}):
+        check_dtype("Cluster.measure dtype", dtype, "pass the dtype of q, k and v, or leave it out")
     axis = flat_axis(mesh, AXES)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())

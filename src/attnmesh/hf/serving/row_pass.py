@@ -10,11 +10,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attnmesh.errors import ArgumentError, KernelError, MaskError, MeshError, ShapeError, require
-from attnmesh.guard.consensus import describe_call
 from attnmesh.hf.cache.sharded_cache import ShardedCache
-from attnmesh.hf.models import BIASED_MODELS, attends, check_rows, indexed_layers, is_compressed, rope_regime, unwrap
-from attnmesh.hf.options import run_agreed_with_peers
-from attnmesh.hf.prefill import prepare_model, run_model
+from attnmesh.hf.families.family import family_of
+from attnmesh.hf.forward_passes import run_model
+from attnmesh.hf.models import attends, check_rows, indexed_layers, is_compressed, rope_regime, unwrap
+from attnmesh.hf.options import agreement_with_peers
+from attnmesh.hf.prefill import prepare_model
 from attnmesh.hf.serving.rows_cache import RowsCache
 from attnmesh.mesh.axes import Mesh
 
@@ -98,8 +99,7 @@ def note_tokens(cache: ShardedCache, ids: Tensor, length: int) -> None:
 def _runs_rows(model: PreTrainedModel) -> bool:
     """Return whether a forward pass may have rows of several lengths: positions come from the caller alone."""
     config = model.config.get_text_config(decoder=True)
-    counts = getattr(config, "attn_temperature_tuning", False) or config.model_type in BIASED_MODELS
-    if counts or indexed_layers(config) or is_compressed(config):
+    if family_of(config).counts_tokens(config) or indexed_layers(config) or is_compressed(config):
         return False
     return "position_ids" in signature(model.forward).parameters or not attends(config)
 
@@ -107,13 +107,13 @@ def _runs_rows(model: PreTrainedModel) -> bool:
 def _agree(model: PreTrainedModel, tokens: Sequence[int], caches: Sequence[ShardedCache]) -> None:
     """Raise the same error on all ranks unless all make the same valid call."""
 
-    def describe(_: None) -> str:
-        lengths = [cache.get_seq_length() for cache in caches]
-        return describe_call(SUBJECT, tokens=[*map(int, tokens)], lengths=lengths)
+    def fields() -> dict[str, object]:
+        return {"tokens": [*map(int, tokens)], "lengths": [cache.get_seq_length() for cache in caches]}
 
     first = caches[0] if isinstance(caches, Sequence) and len(caches) else None
     place = first.mesh if isinstance(first, ShardedCache) else None
-    run_agreed_with_peers(Mesh.of(place), model, lambda: _check(model, tokens, caches), describe)
+    with agreement_with_peers(Mesh.of(place), model, SUBJECT, fields):
+        _check(model, tokens, caches)
 
 
 def _check(model: PreTrainedModel, tokens: Any, caches: Any) -> None:

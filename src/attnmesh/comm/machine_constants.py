@@ -1,0 +1,122 @@
+"""The constants of this machine, with which exchanges and merges are priced: rates of its device and its links.
+
+`attnmesh probe` measures them and keeps them in a file. Without it, those of the preset most like this machine are
+taken. Callers pass which ranks share a host.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+
+from attnmesh.errors import ClusterError, warn_once
+from attnmesh.mesh.cluster import Cluster
+from attnmesh.mesh.shapes import Shape
+from attnmesh.runtime.machine import cache_folder, cpu_name
+
+PRESET_OF_GPU = {
+    "H100": "dgx-h100",
+    "H200": "dgx-h200",
+    "A100": "a100x4",
+    "MI300": "mi300x",
+    "4090": "rtx4090",
+    "GB200": "gb200-nvl72",
+    "B200": "dgx-b200",
+}
+"""Presets by a part of the GPU's name."""
+
+
+def preset_for(device: torch.device) -> str:
+    """Return the name of the preset most like this rank's device."""
+    if device.type == "cpu":
+        return "local"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((preset for part, preset in PRESET_OF_GPU.items() if part in name), "dgx-h100")
+
+
+def machine_file(device_type: str) -> Path | None:
+    """Return the file of this machine's constants, or None where the user's folder is not known.
+
+    `ATTNMESH_MACHINE` names another file. If it is empty, there is none.
+    """
+    given = os.environ.get("ATTNMESH_MACHINE")
+    if given is not None:
+        return Path(given) if given else None
+    name = torch.cuda.get_device_name() if device_type == "cuda" else f"{cpu_name()} {os.cpu_count()}"
+    folder = cache_folder()
+    return None if folder is None else folder / f"machine-{sha256(name.encode()).hexdigest()[:12]}.json"
+
+
+def keep_machine(cluster: Cluster, device_type: str) -> Path | None:
+    """Write the constants that `auto` reads, and return their file; None where it cannot be written."""
+    file = machine_file(device_type)
+    if file is None:
+        return None
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        scratch = file.with_suffix(f".{os.getpid()}")
+        scratch.write_text(json.dumps({"device": device_type, "cluster": cluster.record()}, indent=1))
+        scratch.replace(file)  # at once: another process may read it
+    except OSError:
+        return None
+    return file
+
+
+@cache
+def measured_machine(device_type: str) -> tuple[Cluster, int] | None:
+    """Return the constants that `attnmesh probe` has kept, with a number of their file; None if there are none."""
+    file = machine_file(device_type)
+    if file is None or not file.is_file():
+        return None
+    try:
+        text = file.read_bytes()
+        record = json.loads(text)
+        if record["device"] != device_type:
+            return None
+        number = int.from_bytes(sha256(text).digest()[:7])
+        return Cluster.of_record(record["cluster"]), number
+    except (OSError, ValueError, KeyError, TypeError, ClusterError) as error:
+        why = " ".join(str(error).split())
+        warn_once(f"{file} is not read: {why}. Presets are used. Fix: run attnmesh probe, or remove the file.")
+        return None
+
+
+def share_of_cores(device: torch.device) -> float:
+    """Return the share of this host's cores that a rank's threads take; 0 for a rank with a GPU."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(1.0, torch.get_num_threads() / cores) if device.type == "cpu" else 0.0
+
+
+def cluster_of(hosts: int, ranks: int, base: Cluster, preset: str, share: float = 0.0) -> Cluster:
+    """Return the base with these counts; the preset if the base has no links for them.
+
+    A preset has a core for each thread. `share` is what a rank takes of its host's cores.
+    """
+    try:
+        found = base.sized(hosts, ranks)
+    except ClusterError:
+        found = Cluster.preset(preset).sized(hosts, ranks)
+    if found.name != preset or share * ranks <= 1:
+        return found
+    return replace(found, device=replace(found.device, alone=share * ranks))
+
+
+def cluster_and_tile(
+    hosts: Sequence[int], shape: Shape, base: Cluster, preset: str, share: float = 0.0
+) -> tuple[Cluster, Shape]:
+    """Return the cluster of a mesh, and the tile of the mesh that one host holds.
+
+    `hosts` has the host number of each shard. If hosts hold different tiles, each rank counts as a host.
+    """
+    where = torch.tensor([hosts.index(host) for host in hosts]).reshape(tuple(shape))
+    lines = (where[:, 0, 0], where[0, :, 0], where[0, 0, :])
+    tile = Shape(*(int((line == 0).sum()) for line in lines))
+    count = len(set(hosts))
+    if count * tile.ranks != shape.ranks:
+        count, tile = shape.ranks, Shape(1, 1, 1)
+    return cluster_of(count, tile.ranks, base, preset, share), tile

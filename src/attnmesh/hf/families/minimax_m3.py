@@ -1,0 +1,129 @@
+"""MiniMax-M3, whose indexer selects blocks of keys for each key head, and always the last ones.
+
+The model's indexer scores all keys before it knows their mask. A subclass returns `BlockScores` instead, from which the
+attention function selects when it has the mask.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnmesh.core.selection import NONE, Selection
+from attnmesh.errors import KernelError, MaskError, require
+from attnmesh.hf.families.family import ATTENTION_FIELDS, INDEXED, Family, Layer, Part
+from attnmesh.hf.models import SUBJECT, Opaque
+from attnmesh.hf.shards import ShardPositions
+from attnmesh.hf.sparse.select import ShardKeys
+from attnmesh.hf.transformers_names import rope_of
+from attnmesh.planner.selected import Selected
+
+
+class BlockScores(Opaque):
+    """Scores of an indexer's keys in blocks, before they are computed. They take the place of the selected blocks."""
+
+    whole = False
+    spec: Any = None
+    """The `MaskSpec` of the layer; None before it is known."""
+
+    def __init__(self, indexer: Any, q: Tensor, positions: Tensor, source: Any) -> None:
+        self.operands, self.positions, self.source = (q,), positions, source
+        self.k, self.block, self.local = indexer.topk_blocks, indexer.block_size, indexer.local_blocks
+
+    def run(self, keys: Tensor, operands: Sequence[Tensor]) -> Tensor:
+        """Return the scores of some keys for some queries, (batch, key heads, queries, keys)."""
+        return operands[0].transpose(1, 2).float() @ keys[:, None].float().mT
+
+    def selected(self, spec: Any) -> Selection:
+        """Return the best blocks of each query, of those that the mask of a layer shows."""
+        check_unpadded(spec)
+        self.spec = spec
+        found = self.source.select(self, self.k)
+        local = self.positions[..., None] // self.block - torch.arange(self.local, device=self.positions.device)
+        return Selection(_joined(local.clamp(min=0).to(found.dtype)[:, None], found), self.block)
+
+
+def check_unpadded(spec: Any) -> None:
+    """Raise for padding and packed sequences: the model counts them in its blocks, but not in its positions."""
+    masks = [spec.token_mask, *([] if spec.shards is None else [spec.shards.token_mask])]
+    packed = spec.shards is not None and bool(spec.shards.documents.ends)
+    fits, given = not packed and all(mask is None for mask in masks), "packed sequences" if packed else "padding"
+    expected, fix = "one sequence a row without padding, in a model that selects blocks", "pass sequences of one length"
+    require(fits, MaskError, f"{SUBJECT} attention_mask", expected, given, fix)
+
+
+def _joined(local: Tensor, found: Tensor) -> Tensor:
+    """Return as many blocks as were found, (batch, heads, queries, k), of which some are the local ones."""
+    again = (found[..., None] == local[..., None, :]).any(-1)
+    local = local.expand(*found.shape[:-1], -1)
+    repeated = (local[..., None] == local[..., None, :]).tril(-1).any(-1)
+    both = torch.cat((local.masked_fill(repeated, NONE), found.masked_fill(again, NONE)), -1)
+    order = (both == NONE).to(torch.int8).sort(dim=-1, stable=True).indices[..., : found.shape[-1]]
+    return both.gather(-1, order)
+
+
+class BlockIndexer:
+    """First base of a subclass of `MiniMaxM3VLIndexer`, whose keys are sharded."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator] # it waits for ranks
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: Any, past_key_values: Any, position_ids: Tensor
+    ) -> Any:
+        """Return the scores of its keys, and with a cache of transformers the selected blocks."""
+        indexer: Any = self
+        shards = position_ids.shards if isinstance(position_ids, ShardPositions) else None
+        layer = None if past_key_values is None else past_key_values.layers[indexer.layer_idx]
+        source: Any = ShardKeys(shards) if layer is None and shards is not None else layer
+        if not hasattr(source, "select"):
+            return super().forward(hidden_states, position_embeddings, past_key_values, position_ids)  # type: ignore[misc]
+        with torch.no_grad():
+            shape = (*hidden_states.shape[:2], -1, indexer.head_dim)
+            q = indexer.q_norm(indexer.q_proj(hidden_states).view(shape)).transpose(1, 2)
+            k = indexer.k_norm(indexer.k_proj(hidden_states).view(shape)).transpose(1, 2)
+            rope = rope_of(indexer)
+            q, k = rope(q, k, *(x[..., : indexer.head_dim] for x in position_embeddings))
+        source.new_index = k[:, 0]
+        positions = position_ids.plain() if isinstance(position_ids, ShardPositions) else position_ids
+        return BlockScores(indexer, q.transpose(1, 2), positions, source)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator] # it waits for ranks
+def selected_blocks(module: Any, blocks: Any, spec: Any) -> Selection:
+    """Return the selection of a layer, from `BlockScores`, or on one device from the blocks that the model selected."""
+    if isinstance(blocks, BlockScores):
+        return blocks.selected(spec)
+    expected, given = "an indexer that keeps its keys in the cache", "one that scores the keys of a shard alone"
+    fix = "call hf.generate, or update attnmesh"
+    require(spec.shards is None, KernelError, f"{SUBJECT} indexer", expected, given, fix)
+    check_unpadded(spec)
+    return Selection(blocks.masked_fill(blocks < 0, NONE).to(torch.int32), module.indexer.block_size)
+
+
+def _size(config: Any, counts: Mapping[str, int], kv_heads: int) -> Selected:
+    sizes = config.index_topk_blocks, config.index_n_heads, config.index_head_dim
+    return Selected(*sizes, block=config.index_block_size, heads=kv_heads, **counts)
+
+
+INDEXER = Part(
+    BlockIndexer,
+    ("self", "hidden_states", "position_embeddings", "past_key_values", "position_ids"),
+    (
+        *("q_proj", "k_proj", "q_norm", "k_norm", "head_dim", "block_size", "topk_blocks", "local_blocks"),
+        *("apply_rotary_pos_emb", "update_index"),
+    ),
+)
+
+FAMILIES = (
+    Family(
+        "minimax_m3_vl_text",
+        f"{ATTENTION_FIELDS} head_dim intermediate_size num_experts num_experts_per_tok num_local_experts "
+        "output_router_logits rope_parameters",
+        sources={"MiniMaxM3VLIndexer.forward": "eba1b211b25c"},
+        layers={**INDEXED, "minimax_m3_sparse": Layer(indexed=True)},
+        parts={"MiniMaxM3VLIndexer": INDEXER},
+        selects="block_indices",
+        selection=selected_blocks,
+        selected=_size,
+    ),
+)

@@ -1,0 +1,137 @@
+"""Checks of what a family needs of transformers. A type that lacks a part of it is refused alone.
+
+What attnmesh reads of a model with a default would be the default for every model after a renaming. So a record lists
+what its type must have, and the digests of the sources that are followed.
+"""
+
+import ast
+from collections.abc import Iterable
+from functools import cached_property
+from hashlib import sha256
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from attnmesh.errors import VersionError
+from attnmesh.hf.families.family import CONFIGURATION, MODELING, MODELS, Family, Pins, family_of_class
+from attnmesh.hf.transformers_names import TRANSFORMERS
+
+FIELDS = (
+    *("attention_chunk_size", "attn_temperature_tuning", "cross_attention_layers", "head_dim", "indexer_types"),
+    *("intermediate_size", "kv_lora_rank", "kv_sharing_modes", "layer_types", "max_position_embeddings"),
+    *("moe_intermediate_size", "n_routed_experts", "num_attention_heads", "num_experts", "num_experts_per_tok"),
+    *("num_hidden_layers", "num_key_value_heads", "num_kv_shared_layers", "num_local_experts"),
+    *("number_of_conv_states", "output_router_logits", "ple_layer_ids", "qk_rope_head_dim", "rope_parameters"),
+    *("sliding_window", "swa_head_dim", "time_step_limit"),
+)
+"""Fields of configurations that are read with a default, since some model types lack them."""
+
+CHECKED: set[object] = set()
+"""Configurations' classes and shared pins that have passed."""
+
+
+def check_family(config: Any) -> None:
+    """Raise unless the installed transformers has what a model and its text model need, as attnmesh knows it."""
+    for each in (config, config.get_text_config(decoder=True)):
+        if type(each) not in CHECKED:
+            _check_class(each)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator] # it reads files
+def _check_class(config: Any) -> None:
+    """Raise unless the record of a configuration's class holds. Classes of other packages have no record."""
+    stock: Any = next((one for one in type(config).__mro__ if one.__module__.startswith(MODELS)), None)
+    if stock is not None:
+        family = family_of_class(stock)
+        layer = config.per_layer_config[0] if config.is_heterogeneous else config
+        for name in family.fields.split():
+            if not hasattr(layer, name):
+                raise_lost(family.type, f"{stock.__name__}.{name}")
+        _check_family(family, stock.__module__.replace(CONFIGURATION, MODELING))
+    CHECKED.add(type(config))
+
+
+def _check_family(family: Family, module: str) -> None:
+    """Raise unless the code of a family, in a module, has what its record names."""
+    code = Code(module)
+    for part, names in family.stores.items():
+        for name in sorted({*names.split()} - code.stored(part)):
+            raise_lost(family.type, f"{part}.{name}")
+    _check_sources(family.type, code, family.sources.items())
+    for pins in family.uses:
+        _check_pins(pins, family.type)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator] # it reads files
+def check_pins(pins: Pins, kind: str) -> None:
+    """Raise unless shared pins hold, which models of a type need by their settings."""
+    if pins.name not in CHECKED:
+        _check_pins(pins, kind)
+        CHECKED.add(pins.name)
+
+
+def _check_pins(pins: Pins, kind: str) -> None:
+    for name in pins.names.split():
+        TRANSFORMERS.find(name, f"attnmesh.hf {kind}")
+    _check_sources(kind, Code(pins.code), pins.sources.items())
+
+
+def _check_sources(kind: str, code: "Code", digests: Iterable[tuple[str, str]]) -> None:
+    """Raise unless functions have the sources that are followed."""
+    for name, digest in digests:
+        found = code.digest(name)
+        if found is None:
+            raise_lost(kind, name)
+        if found != digest:
+            expected = f"{TRANSFORMERS.requirement} with the {name} that attnmesh follows"
+            TRANSFORMERS.refuse_untested(f"attnmesh.hf {kind}", expected, f"{TRANSFORMERS.installed} with another one")
+
+
+def raise_lost(kind: str, name: str) -> NoReturn:
+    """Raise for a part of transformers that a model type needs, and that the installed version does not have."""
+    expected, given = f"{TRANSFORMERS.requirement} with {name}", f"{TRANSFORMERS.installed} without it"
+    raise VersionError(f"attnmesh.hf {kind}", expected, given, TRANSFORMERS.fix)
+
+
+class Code:
+    """The code of a module, as its file has it: packages with faster kernels replace functions when they are loaded."""
+
+    def __init__(self, module: str) -> None:
+        self.module = module
+
+    @cached_property
+    def lines(self) -> list[str]:
+        """The lines of the file; none if there is no file."""
+        path = Path(import_module(self.module).__file__ or "")
+        return path.read_text().splitlines() if path.is_file() else []
+
+    @cached_property
+    def parts(self) -> dict[str, ast.AST]:
+        """Functions, classes and methods, by name."""
+        found: dict[str, ast.AST] = {}
+        for node in ast.parse("\n".join(self.lines)).body:
+            if isinstance(node, ast.ClassDef):
+                found |= {f"{node.name}.{one.name}": one for one in node.body if isinstance(one, ast.FunctionDef)}
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                found[node.name] = node
+        return found
+
+    def digest(self, name: str) -> str | None:
+        """Return a digest of the source of a function or method; None if there is none. Comments may change."""
+        node: Any = self.parts.get(name)
+        if node is None:
+            return None
+        first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+        comment = node.body[0] if ast.get_docstring(node, clean=False) is not None else None
+        skipped = range(0) if comment is None else range(comment.lineno, comment.end_lineno + 1)
+        numbers = (number for number in range(first, node.end_lineno + 1) if number not in skipped)
+        lines = [line for number in numbers if (line := self.lines[number - 1].strip()) and not line.startswith("#")]
+        return sha256("\n".join(lines).encode()).hexdigest()[:12]
+
+    def stored(self, name: str) -> set[str]:
+        """Return the attributes that a class sets on its instances."""
+        nodes = ast.walk(self.parts[name]) if name in self.parts else ()
+        targets = (node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
+        return {node.attr for node in targets if isinstance(node.value, ast.Name) and node.value.id == "self"}

@@ -1,0 +1,141 @@
+"""Qwen4-exp, whose indexer scores means of whole blocks of keys, and always selects the last keys.
+
+Blocks begin at a sequence's first token. The model scores each query in a loop over all keys. A subclass keeps, for
+each token, the mean of the block that would end with it. Scores of tokens that end no block are -inf.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnmesh.core.selection import NONE, Selection
+from attnmesh.hf.families.delta_rules import GATED_DELTA, GATED_DELTA_SOURCES
+from attnmesh.hf.families.family import (
+    ATTENTION_FIELDS,
+    EXPERT_FIELDS,
+    RECURRENT,
+    RECURRENT_STATES,
+    Family,
+    Layer,
+    Part,
+)
+from attnmesh.hf.sparse.select import ShardKeys
+from attnmesh.hf.traced_mask import LayerMask
+from attnmesh.hf.transformers_names import rope_of
+from attnmesh.planner.selected import Selected
+
+
+class PooledScores:
+    """Scores of the means of blocks, before they are computed."""
+
+    block, whole = 1, True
+
+    def __init__(self, q: Tensor, spec: Any) -> None:
+        self.operands, self.spec = (q,), spec
+
+    def run(self, keys: Tensor, operands: Sequence[Tensor]) -> Tensor:
+        """Return the scores of some means for some queries, (batch, queries, keys)."""
+        q, means, hidden = operands[0], keys[:, None, :, :-1], keys[:, None, :, -1]
+        scores = (q.transpose(1, 2).float() @ means.float().mT).relu().sum(1)
+        return scores / sqrt(q.shape[-1]) + hidden
+
+
+class PooledIndexer:
+    """First base of a subclass of `Qwen4ExpTextQSAIndexer`, whose keys are sharded."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator] # it waits for ranks
+    @torch.no_grad()
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, past_key_values: Any
+    ) -> Any:
+        """Return the tokens that each query selects."""
+        indexer: Any = self
+        ours, ratio = isinstance(attention_mask, LayerMask), indexer.compress_ratio  # else another attention is set
+        spec: Any = attention_mask.spec() if ours else None
+        layer = None if past_key_values is None else past_key_values.layers[indexer.layer_idx]
+        source: Any = ShardKeys(spec.shards) if ours and layer is None and spec.shards is not None else layer
+        if not (ours and hasattr(source, "with_earlier")):
+            args = hidden_states, position_embeddings, attention_mask, past_key_values
+            return super().forward(*args)  # type: ignore[misc]
+        attention_mask.allow_selection()
+        cos, sin = position_embeddings
+        heads = (indexer.index_n_heads, indexer.index_kv_heads)
+        q, keys = indexer.index_qk_proj(hidden_states).unflatten(-1, (sum(heads), -1)).split(heads, 2)
+        rope = rope_of(indexer)
+        q = rope(indexer.q_layernorm(q), cos=cos, sin=sin, unsqueeze_dim=2)
+        rows = torch.cat((keys.squeeze(2), cos, sin), -1)
+        rows = rows if spec.shards is None else spec.shards.all_tokens(rows)
+        places = _places(source.lengths, rows, spec)
+        keys, cos, sin = source.with_earlier(rows, ratio - 1).split((keys.shape[-1], *[cos.shape[-1]] * 2), -1)
+        means = keys.unfold(1, ratio, 1).float().mean(-1).to(keys.dtype)
+        first = slice(0, means.shape[1])  # a mean stands where its block begins
+        means = rope(indexer.k_layernorm(means)[:, :, None], cos=cos[:, first], sin=sin[:, first], unsqueeze_dim=2)
+        ends = (places >= 0) & ((places + 1) % ratio == 0)
+        hidden = torch.zeros_like(means[..., 0]).masked_fill(~ends[..., None], -torch.inf)
+        source.new_index = torch.cat((means[:, :, 0], hidden), -1)
+        found = source.select(PooledScores(q, spec), indexer.block_topk)
+        if spec.shards is None:
+            tokens, own = source.get_seq_length() + torch.arange(rows.shape[1]), places
+        else:
+            tokens = spec.shards.positions()
+            own = places[:, tokens - spec.shards.start]
+        return Selection(_tokens(found, tokens.to(found), own, ratio)[:, None])
+
+
+def _places(lengths: Tensor | int, rows: Tensor, spec: Any) -> Tensor:
+    """Return the position of each new token in its sequence or document, (batch, tokens), -1 for padding."""
+    mask = spec.token_mask if spec.shards is None else spec.shards.token_mask
+    real = (
+        rows.new_ones(rows.shape[:2], dtype=torch.bool) if mask is None else mask[:, -rows.shape[1] :].to(rows.device)
+    )
+    earlier = lengths[:, None].to(rows.device) if isinstance(lengths, Tensor) else lengths
+    places = (earlier + real.cumsum(1) - 1).masked_fill(~real, -1)
+    if spec.shards is None or not spec.shards.documents.ends:
+        return places
+    first, _ = spec.shards.documents.bounds(torch.arange(places.shape[1]))
+    alone: Tensor = places - first.to(places.device)
+    return alone
+
+
+def _tokens(ends: Tensor, queries: Tensor, places: Tensor, ratio: int) -> Tensor:
+    """Return the tokens of blocks, of which the last are given, and those of each query's incomplete block."""
+    back = torch.arange(ratio, dtype=ends.dtype, device=ends.device)
+    blocks = (ends[..., None] - back).masked_fill((ends == NONE)[..., None], NONE).flatten(-2)
+    tail = (queries[:, None] - back[:-1]).expand(*places.shape, -1)
+    tail = tail.masked_fill(back[:-1] >= (places[..., None] + 1) % ratio, NONE)
+    return torch.cat((blocks, tail), -1)
+
+
+def _size(config: Any, counts: Mapping[str, int], _: int) -> Selected:
+    ratio, width = config.indexer_compress_ratio, config.indexer_head_dim + 1  # whether the block is whole, too
+    return Selected(config.indexer_budget // ratio, config.indexer_n_heads, width, block=ratio, **counts)
+
+
+INDEXER = Part(
+    PooledIndexer,
+    ("self", "hidden_states", "position_embeddings", "attention_mask", "past_key_values"),
+    (
+        *("index_qk_proj", "index_n_heads", "index_kv_heads", "q_layernorm", "k_layernorm", "compress_ratio"),
+        *("block_topk", "token_budget", "apply_rotary_pos_emb", "update_indexer"),
+    ),
+)
+
+FAMILIES = (
+    Family(
+        "qwen4_exp_text",
+        f"{ATTENTION_FIELDS} {EXPERT_FIELDS} head_dim number_of_conv_states ple_layer_ids rope_parameters",
+        sources={
+            "Qwen4ExpTextGatedDeltaNet.forward": "3bb52a268f55",
+            **GATED_DELTA_SOURCES,
+            "Qwen4ExpTextQSAIndexer.forward": "40e885d5332b",
+        },
+        uses=(RECURRENT_STATES,),
+        layers={**RECURRENT, "indexed_attention": Layer(indexed=True, pooled=True)},
+        recurrences={"Qwen4ExpTextGatedDeltaNet": GATED_DELTA},
+        parts={"Qwen4ExpTextQSAIndexer": INDEXER},
+        selected=_size,
+    ),
+)

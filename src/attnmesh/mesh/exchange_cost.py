@@ -1,0 +1,421 @@
+"""Predicted cost of one layer of attention on a mesh, and the exchange that takes least: behind `exchange="auto"`.
+
+Seconds add up over *stages*, in the order of the executor. An exchange takes one latency, and then as long as its
+busiest rank or host link needs to send or to receive. An exchange beside a kernel costs what the kernel does not hide.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import KW_ONLY, dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from attnmesh.core.layout import Contiguous, Layout, Packed, Zigzag
+from attnmesh.core.mask import FAR, Mask
+from attnmesh.mesh.cluster import Cluster
+from attnmesh.mesh.merge_cost import agree_cost
+from attnmesh.mesh.prices import Candidate, Cost
+from attnmesh.mesh.rates import Device, Link
+from attnmesh.mesh.schedule import EXCHANGES, Exchange, Problem
+from attnmesh.mesh.shapes import Shape
+from attnmesh.mesh.traffic import SAMPLE, Flow, Load, Pairs, PlannedTraffic, traffic
+
+MEMORY_SHARE = 1 / 8
+"""Share of a rank's memory up to which the fastest exchange is taken, and not the one that needs least memory."""
+
+COPIES, SUM_COPIES = 4.0, 3.0
+"""Bytes read or written for each byte that a rank exchanges, and for each byte of a sum to which a ring step adds."""
+
+EXPANDED_BYTES = 1 << 28
+"""Bytes of keys and values that a rank expands from latents at once."""
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """Attention of one layer: heads, tokens and columns, of all ranks together.
+
+    `backward` is true where gradients follow. Then keys and values travel, and else `latent`, the columns of a latent
+    that are projected and its rotated ones. `selected` is the number of keys that each query selects.
+    """
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    _: KW_ONLY
+    length: int
+    item: int
+    """Bytes of an element of q, k and v."""
+    mask: Mask
+    batch: int = 1
+    backward: bool = True
+    latent: tuple[int, int] | None = None
+    selected: int | None = None
+
+    @property
+    def wide(self) -> int:
+        """Bytes of an element of partials and gradients, which are summed in float32 or wider."""
+        return max(4, self.item)
+
+    @property
+    def travelling(self) -> tuple[int, int]:
+        """Key heads that travel, and their columns, those of values included."""
+        if self.latent is None or self.backward:
+            return self.kv_heads, self.head_dim + self.value_dim
+        return 1, sum(self.latent)
+
+
+def fastest_exchange(cluster: Cluster, tile: Shape, shape: Shape, layout: Layout, work: LayerWork) -> Exchange:
+    """Return the fastest exchange of those within `MEMORY_SHARE`, or else the one that needs least memory."""
+    ways = {name: Candidate(shape, tile, layout, name) for name in EXCHANGES}
+    memory = {name: layer_memory(way, work) for name, way in ways.items()}
+    fitting = [name for name in ways if memory[name] <= MEMORY_SHARE * cluster.device.memory]
+    fastest = min(fitting, key=lambda name: attention_seconds(ways[name], work, cluster), default=None)
+    return EXCHANGES[fastest or min(ways, key=lambda name: memory[name])]
+
+
+def balanced_layouts(mask: Mask, shape: Shape) -> list[Layout]:
+    """Return balanced layouts for uneven masks and documents, and contiguous ones for masks that keep tokens near."""
+    uneven, local = mask.left != mask.right, min(mask.longest, mask.left, mask.right) < FAR
+    packed: list[Layout] = [Packed(mask.documents, shape)] if len(mask.ends) > 1 else []
+    return packed + [Zigzag()] * uneven + [Contiguous()] * (local or not uneven)
+
+
+def attention_seconds(candidate: Candidate, work: LayerWork, cluster: Cluster) -> float:
+    """Return the seconds of one layer, run as the candidate says."""
+    return sum(attention_cost(candidate, work, cluster).parts.values())
+
+
+def attention_cost(candidate: Candidate, work: LayerWork, cluster: Cluster) -> Cost:
+    """Return the cost of one layer, without its memory."""
+    job, total = LayerJob.of(candidate, work, cluster), Cost()
+    agree_cost(candidate, cluster, total)
+    if work.latent is not None and not work.backward:
+        total.add_stage("kernel", _expansion(candidate, work, cluster.device))
+    for one in _passes(work, cluster.device):
+        _add_pass(job, one, total)
+    return total
+
+
+def layer_memory(candidate: Candidate, work: LayerWork, key_layers: int = 1, query_layers: int = 1) -> float:
+    """Return the bytes per rank: keys and queries that so many layers keep, and the peak of one exchange.
+
+    The peak is that of the backward pass, which is an upper bound for the forward pass. Latents are expanded in parts.
+    """
+    tokens = work.batch * work.length / candidate.shape.ranks
+    q, (k, columns), width = work.q_heads, work.travelling, work.head_dim + work.value_dim
+    queries, keys = q * (width * work.item + work.wide), k * columns * work.item
+    peak = peak_activations(candidate.shape, q, k, EXCHANGES[candidate.exchange]) * work.wide * width / 2
+    expanded = EXPANDED_BYTES if work.latent is not None and not work.backward else 0
+    return tokens * (key_layers * keys + query_layers * queries + peak) + expanded
+
+
+class ExchangeTime(NamedTuple):
+    """Seconds of an exchange, and its parts that the cost model treats apart."""
+
+    seconds: float
+    on_cores: float  # latency, copies and transfers inside hosts: the work of a rank's own core, if it has no GPU
+    latency: float  # independent of the number of bytes
+    head_start: float  # how much sooner than the busiest rank an average rank is done
+
+    def of_group(self, groups: int) -> "ExchangeTime":
+        """Return the time of one of `groups` groups of heads."""
+        latency = self.latency
+        seconds, on_cores = (latency + (x - latency) / groups for x in (self.seconds, self.on_cores))
+        return ExchangeTime(seconds, on_cores, latency, self.head_start / groups)
+
+
+class Transfer(NamedTuple):
+    """An exchange of tokens of `size` bytes each, made `times` times."""
+
+    flow: Flow
+    size: float
+    times: int = 1
+
+
+class Pass(NamedTuple):
+    """Bytes per token of each exchange, of the swaps before and after attention first, and multiply-adds per pair."""
+
+    swaps: tuple[float, float]
+    rows: float
+    keys: float
+    keys_back: float
+    back: float
+    rate: float
+    products: int
+    columns: int  # of the result per query
+
+
+@dataclass(frozen=True)
+class LayerJob:
+    """A candidate on a cluster, where ranks may share processor cores.
+
+    With `alone` 1, as in all presets, computing and communicating overlap fully. Shared cores change two terms:
+
+    - Kernel: cores that one rank leaves idle speed up the others. So the average rank's work counts, not the busiest's.
+      Ranks that receive their tokens sooner also compute sooner.
+    - Waiting: the core work of an exchange slows the kernel beside it.
+
+    On 156 plans measured on shared cores (`benchmarks/results/plan-*.json`), 99% of the predicted times are within 25%.
+    Without these terms 77% are.
+    """
+
+    candidate: Candidate
+    work: LayerWork
+    cluster: Cluster
+    exchange: Exchange
+    traffic: PlannedTraffic
+
+    @staticmethod
+    def of(candidate: Candidate, work: LayerWork, cluster: Cluster) -> "LayerJob":
+        """Return the job of a layer, with its tokens counted."""
+        layout, length = candidate.layout, work.length
+        problem = Problem(work.mask, candidate.shape, layout, layout, length, length)
+        return LayerJob(candidate, work, cluster, EXCHANGES[candidate.exchange], traffic(problem, candidate.tile))
+
+    @property
+    def groups(self) -> int:
+        """Groups of heads, which run one after the other."""
+        return self.exchange.head_groups(self.candidate.shape, self.work.travelling[0])
+
+    @property
+    def copy_rate(self) -> float:
+        """Bytes/s that copies read and write."""
+        return self.cluster.device.copy_rate or self.cluster.device.memory_rate
+
+    def share(self, ranks: int = 1) -> float:
+        """Return the most heads that so many ranks along the heads axis have, of all. Shares may differ by one head."""
+        heads = self.work.travelling[0]
+        size, more = divmod(heads, self.candidate.shape.heads)
+        return (ranks * size + min(ranks, more)) / heads
+
+    @property
+    def swap(self) -> Flow:
+        """All-to-all of the heads axis: every other rank receives its heads of a rank's tokens."""
+        shape, tile = self.candidate.shape, self.candidate.tile
+        tokens = self.work.length / shape.ranks
+        lines, host_lines = shape.ranks / shape.heads, tile.ranks / tile.heads
+        inside, between = (
+            Load(peers * tokens * lines, peers * tokens, peers * tokens * host_lines, peers * lines)
+            for peers in (tile.heads - 1, shape.heads - tile.heads)
+        )
+        return Flow(inside, between, shape.heads - 1)
+
+    def kernel(self, pairs: Pairs, one: Pass, head_start: float = 0.0) -> float:
+        """Return the seconds of kernels and their launches. A zigzag shard has two runs of queries, so two kernels.
+
+        Each query reads the keys that it selects.
+        """
+        pair = 2 * one.products * self.work.batch * self.work.q_heads / one.rate
+        if self.work.selected is not None:
+            pair = max(pair, (one.keys + one.keys_back) / self.cluster.device.memory_rate)
+        pairs = self._attended(pairs)
+        blocks = 2 if isinstance(self.candidate.layout, Zigzag) else 1
+        shares = self.share(), 1 / self.candidate.shape.heads
+        most, mean = (pair * n * share for n, share in zip(pairs, shares, strict=True))
+        launches = self.groups * blocks * self.cluster.device.call + (blocks - 1) * self.sum(one.columns)
+        return max(mean - head_start, most / self.cluster.device.alone) + launches
+
+    def _attended(self, pairs: Pairs) -> Pairs:
+        """Return the pairs that remain where queries select their keys: per query no more than it selects."""
+        work = self.work
+        if work.selected is None:
+            return pairs
+        some = pairs.times(attended_share(work, work.selected))
+        most = work.length / self.candidate.shape.queries * work.selected
+        return some._replace(most=min(some.most, most))
+
+    def waiting(self, exchange: ExchangeTime, kernel: float) -> float:
+        """Return the seconds that an exchange adds to the kernel beside it."""
+        return max((1 - 1 / self.cluster.device.alone) * exchange.on_cores, exchange.seconds - kernel)
+
+    def sum(self, columns: int) -> float:
+        """Return the seconds of adding results of `columns` columns to a running sum."""
+        shape, work = self.candidate.shape, self.work
+        tokens = work.batch * work.length / shape.queries
+        return SUM_COPIES * tokens * work.q_heads * self.share() * columns * work.wide / self.copy_rate
+
+    def exchanged(self, transfers: Iterable[Transfer], total: Cost) -> ExchangeTime:
+        """Return the time of transfers that run together, and add their traffic to `total`."""
+        transfers = list(transfers)
+        for flow, size, times in transfers:
+            messages = flow.between.messages * self.candidate.shape.heads * self.groups * times
+            total.add_traffic(flow.inside.total * size * times, flow.between.total * size * times, messages)
+        peers = sum(flow.peers for flow, _, _ in transfers)
+        moved = latency = 0.0
+        busiest, evenly = [], []
+        for name in ("inside", "between"):
+            link = getattr(self.cluster, name)
+            loads = [(getattr(flow, name), flow.peers, size) for flow, size, _ in transfers]
+            busiest.append(self._transfer_time(link, loads))
+            evenly.append(
+                self._transfer_time(link, [(self._average(load), peers, size) for load, peers, size in loads])
+            )
+            if busiest[-1]:
+                latency = max(latency, link.latency + (peers - 1) * link.message)
+                moved += sum([load.rank * size for load, _, size in loads]) * self.share()
+        if moved:
+            latency += self.cluster.device.call  # packing and unpacking
+        core_work = latency + COPIES * moved / self.copy_rate
+        head_start = max(busiest) - max(evenly)
+        return ExchangeTime(core_work + max(busiest), core_work + busiest[0], latency, head_start)
+
+    def _average(self, load: Load) -> Load:
+        """Return the load of an average rank and an average host."""
+        shape, tile = self.candidate.shape, self.candidate.tile
+        lines = shape.queries * shape.keys
+        return load._replace(rank=load.total / lines, host=load.total / lines * tile.queries * tile.keys)
+
+    def _transfer_time(self, link: Link, loads: Iterable[tuple[Load, int, float]]) -> float:
+        """Return the seconds of the busiest rank, the busiest host or the busiest pair of ranks: the longest."""
+        rank = host = pair = 0.0
+        for load, peers, size in loads:
+            rank += load.rank * size * self.share()
+            host += load.host * size * self.share(self.candidate.tile.heads)
+            pair += load.rank * size * self.share() / max(1, peers)
+        return max(rank / link.rate, host / link.host_rate, pair / (link.peer_rate or link.rate))
+
+
+def _passes(work: LayerWork, device: Device) -> Iterator[Pass]:
+    """Yield the forward pass, and the backward pass in training. Partials and gradients are wide."""
+    q, k = work.batch * work.q_heads, work.batch * work.travelling[0] * work.travelling[1]
+    width = work.head_dim + work.value_dim
+    keys, values = k * work.item, q * work.value_dim * work.item
+    latent = None if work.selected is None or work.backward else work.latent  # whose queries are absorbed
+    yield Pass(
+        swaps=(q * work.head_dim * work.item + keys, values + q * work.wide),
+        rows=q * work.head_dim * work.item,
+        keys=keys,
+        keys_back=0,
+        back=q * (work.value_dim + 1) * work.wide,
+        rate=device.forward_rate,
+        products=width if latent is None else sum(latent) + latent[0],
+        columns=work.value_dim,
+    )
+    if work.backward:
+        yield Pass(
+            swaps=(values + 2 * q * work.wide, q * work.head_dim * work.item + keys),
+            rows=q * (width * work.item + 2 * work.wide),
+            keys=keys,
+            keys_back=k * work.wide,
+            back=q * work.head_dim * work.wide,
+            rate=device.backward_rate,
+            products=3 * work.head_dim + 2 * work.value_dim,
+            columns=work.head_dim,
+        )
+
+
+def _expansion(candidate: Candidate, work: LayerWork, device: Device) -> float:
+    """Return the seconds of projecting the latents of a column to keys and values, or queries that select latents."""
+    rank, rotated = work.latent or (0, 0)
+    tokens = work.batch * work.length / (candidate.shape.keys if work.selected is None else candidate.shape.queries)
+    return 2 * tokens * rank * work.q_heads * (work.head_dim - rotated + work.value_dim) / device.forward_rate
+
+
+@lru_cache(maxsize=256)
+def attended_share(work: LayerWork, selected: int) -> float:
+    """Return the keys that queries select over those that they see, counted on evenly spaced queries."""
+    count = min(work.length, SAMPLE)
+    first, last = work.mask.bounds(torch.arange(count) * work.length // count)
+    seen = (last.clamp(max=work.length - 1) - first + 1).double()
+    return float(seen.clamp(max=selected).sum() / seen.sum())
+
+
+def _add_pass(job: LayerJob, one: Pass, total: Cost) -> None:
+    """Add a pass: swap tokens for heads, queries along rows, keys along columns, the kernel, and all the way back.
+
+    Beside each group's kernel run the exchanges of other groups, of which each is counted once elsewhere.
+    """
+    moves, groups = job.traffic, job.groups
+    rows, back = Transfer(moves.rows, one.rows), Transfer(moves.rows, one.back)
+    keys, keys_back = Transfer(moves.columns, one.keys), Transfer(moves.columns, one.keys_back)
+    swaps = [Transfer(job.swap, size) for size in one.swaps]
+    total.add_stage("heads", sum(job.exchanged([each], total).of_group(groups).seconds for each in swaps))
+    if job.exchange.ring and job.candidate.shape.queries > 1:
+        _add_ring(job, one, rows, total)
+    else:
+        gather = job.exchanged([rows, keys], total).of_group(groups)
+        total.add_stage("gather", gather.seconds)
+        kernel = job.kernel(moves.pairs, one, gather.head_start)
+        total.add_stage("kernel", kernel)
+        both_ways = Transfer(moves.both_ways, (one.rows + one.back) / 2)
+        overlapped = job.exchanged([both_ways, keys, *swaps], Cost()).of_group(groups)
+        total.add_stage("waiting", (groups - 1) * job.waiting(overlapped, kernel / groups))
+        if one.keys_back:
+            total.add_stage("give back", job.exchanged([keys_back], total).seconds)
+    total.add_stage("give back", job.exchanged([back], total).of_group(groups).seconds)
+
+
+def _add_ring(job: LayerJob, one: Pass, rows: Transfer, total: Cost) -> None:
+    """Add a gather of queries and the steps of a ring, with one exchange beside each step.
+
+    Beside all steps of a group, other groups are swapped, and their queries and results travel along rows.
+    """
+    steps = [job.kernel(pairs, one) for pairs in job.traffic.steps]
+    steps = [steps[0], *(step + job.sum(one.columns) for step in steps[1:])]  # all but the first add to a running sum
+    further, groups = len(steps) - 1, job.groups
+    hops = [Transfer(job.traffic.hop, one.keys, further), Transfer(job.traffic.hop_back, one.keys_back, further)]
+    hops = hops if one.keys_back else hops[:1]
+    others = (1 - 1 / groups) / further
+    swaps, rows_both = sum(one.swaps) * others, (one.rows + one.back) / 2 * others
+    sides = [Transfer(job.swap, swaps), Transfer(job.traffic.both_ways, rows_both)]
+
+    def beside(transfers: list[Transfer]) -> ExchangeTime:
+        return job.exchanged([*transfers, *sides], Cost()).of_group(groups)
+
+    job.exchanged(hops, total)
+    keys_hop = beside(hops[:1])
+    overlapped, last = [keys_hop] * further, 0.0
+    if one.keys_back:
+        # Keys travel during each step but the last. The gradients of step 2 travel during step 3, and so on.
+        gradients_hop = beside(hops[1:])
+        overlapped = [keys_hop, keys_hop, *[beside(hops)] * (further - 2), gradients_hop]
+        overlapped, last = overlapped[: further + (further > 1)], gradients_hop.seconds
+    waits = (job.waiting(hop, step / groups) for hop, step in zip(overlapped, steps, strict=False))
+    total.add_stage("gather", job.exchanged([rows], total).of_group(groups).seconds)
+    total.add_stage("kernel", sum(steps))
+    total.add_stage("waiting", groups * sum(waits))
+    total.add_stage("give back", groups * last)
+
+
+def peak_activations(shape: Shape, q_heads: int, kv_heads: int, exchange: Exchange) -> float:
+    """Return the peak of the backward pass beyond its inputs, under a full mask, with values as wide as keys.
+
+    The unit is float32 elements per token of a rank's shard and per column of a head. Let f be the share of the heads
+    that are exchanged at once, q and k the head counts, C the ranks along keys and R the ranks along queries.
+    Each term is counted where its axis is longer than 1:
+
+        gradients of the shard                q + 2k, and f as many of the group, of 3 groups or more
+        rows: q, dout, out                    f 3C q      out alone without a keys axis
+        made by a kernel: dq, dk, dv          f (C q + 2R k)
+        gathered keys and values              f 2R k      while the kernel runs, and C q of dout masked
+        sent, received and kept of dk, dv     f (4R - 2) k    after the kernel
+        sent, received and kept of dq         f (2C - 1) q    after that, while the next group's kernel runs
+        the next group's gathers              f (2C q + 2R k)
+
+    Of 2 groups the one has no return beside it, and the other no gathers. Not counted: buffers of the heads axis, and
+    copies that put gathered tokens in order.
+    In a ring, R is 1 for the tensors that a kernel reads and writes. It also holds one chunk being sent, one being
+    received, and the same of their gradients, while dq is summed over the steps.
+    """
+    _, rows, columns = shape
+    q, k = q_heads, kv_heads  # a heads axis divides the heads and multiplies the tokens, so the product stays
+    groups = exchange.head_groups(shape, kv_heads)
+    share = 1 / groups
+    at_once = 1 if exchange.ring else rows
+    row = share * columns * q
+    standing = (q + 2 * k) * (1 + share * (groups > 2)) + row * (3 if columns > 1 else 1)
+    made, gathered = row + share * 2 * at_once * k, share * 2 * at_once * k if rows > 1 else 0
+    back = share * (2 * columns - 1) * q if columns > 1 else 0
+    coming = share * (2 * columns * q * (columns > 1) + 2 * rows * k * (rows > 1)) if groups > 1 else 0
+    in_flight = 0.0
+    if exchange.ring and rows > 1:
+        in_flight = row + share * (8 * k if rows > 2 else 2 * k)
+    both = {1: 0, 2: max(coming, back)}.get(groups, coming + back)
+    moments = (
+        standing + row + made + gathered + in_flight + both,
+        standing + made + coming + (share * (4 * rows - 2) * k if rows > 1 and not exchange.ring else 0),
+        standing + row + coming + back,
+    )
+    return max(moments)

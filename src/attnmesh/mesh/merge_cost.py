@@ -1,0 +1,151 @@
+"""Predicted cost of a merge across ranks, and of comparing their calls: behind `merge="auto"`."""
+
+from collections import Counter
+from functools import lru_cache
+from math import ceil, log2
+from typing import NamedTuple
+
+from attnmesh.core.digest import AGREEMENT_VALUES
+from attnmesh.mesh.cluster import Cluster
+from attnmesh.mesh.prices import Candidate, Cost
+from attnmesh.mesh.reduction_tree import tree
+
+
+class MergeGroup(NamedTuple):
+    """Ranks that merge with each other. `groups` of them merge at the same time."""
+
+    ranks: int
+    near: int  # ranks of the group on one host
+    groups: int = 1
+    groups_per_host: int = 1
+
+
+def agree_cost(candidate: Candidate, cluster: Cluster, total: Cost) -> None:
+    """Add the all-gathers that compare the calls of all ranks, one per mesh axis."""
+    size = 8.0 * AGREEMENT_VALUES
+    for ranks, near in reversed(tuple(zip(candidate.shape, candidate.tile, strict=True))):
+        if ranks > 1:
+            group = MergeGroup(ranks, near, candidate.shape.ranks // ranks, candidate.tile.ranks // near)
+            total.add_stage("agree", _collective(group, size, 1, cluster, total) + cluster.device.call)
+            size *= ranks
+
+
+CHECKSUM_BYTES = 8.0
+"""Bytes of the call checksum in each message."""
+
+SEGMENTS, ELEMENT = 2, 4
+"""gloo sends each part of a ring collective in 2 messages, none smaller than an element of 4 bytes."""
+
+
+class Payload(NamedTuple):
+    """The message of one partial: bytes of one element of all rows, and the columns of `out`."""
+
+    row: float
+    columns: int
+
+    @property
+    def size(self) -> float:
+        """Bytes of `out`, `lse` and the checksum."""
+        return self.row * (self.columns + 1) + CHECKSUM_BYTES
+
+
+TYPICAL_PAYLOAD = Payload(128.0, 128)
+"""32 rows of 128 columns. The actual size does not count: a rank that raises takes part in the merge without it."""
+
+
+def merge_cost(how: str, group: MergeGroup, payload: Payload, cluster: Cluster, total: Cost) -> None:
+    """Add one merge. Merging received partials is a few small operations, priced as one kernel launch."""
+    launch = cluster.device.call
+    if how == "tree":
+        add_tree("merge", group, payload.size, cluster, total)
+    elif how == "direct":
+        total.add_stage("merge", _direct(group, payload.size, cluster, total) + launch)
+    elif how == "gather":
+        total.add_stage("merge", _collective(group, payload.size, 1, cluster, total) + launch)
+    else:  # all-reduces of the maximum, the numerator and the denominator, each a reduce-scatter and an all-gather
+        for part in (payload.row + CHECKSUM_BYTES, payload.row * payload.columns, payload.row):
+            total.add_stage("merge", _collective(group, part / group.ranks, 2, cluster, total) + launch)
+
+
+def fastest_merge(group: MergeGroup, cluster: Cluster) -> str:
+    """Return the fastest merge of short messages."""
+    times = {how: merge_seconds(how, group, TYPICAL_PAYLOAD, cluster) for how in ("direct", "tree")}
+    return min(times, key=lambda how: times[how])
+
+
+def merge_seconds(how: str, group: MergeGroup, payload: Payload, cluster: Cluster) -> float:
+    """Return the seconds of one merge."""
+    total = Cost()
+    merge_cost(how, group, payload, cluster, total)
+    return total.seconds
+
+
+def all_reduce_seconds(group: MergeGroup, size: float, cluster: Cluster) -> float:
+    """Return the seconds of an all-reduce of `size` bytes."""
+    return _collective(group, size / group.ranks, 2, cluster, Cost()) + cluster.device.call
+
+
+def _direct(group: MergeGroup, size: float, cluster: Cluster, total: Cost) -> float:
+    """Return the seconds of a message from every rank to every other at once, and add its traffic."""
+    near, away, ranks = group.near - 1, group.ranks - group.near, group.groups * group.ranks
+    link = cluster.between if away else cluster.inside
+    total.add_traffic(ranks * near * size, ranks * away * size, ranks * away)
+    leaving = away * group.near * group.groups_per_host * size
+    transfer = max((away or near) * size / link.rate, leaving / link.host_rate)
+    return link.merge_latency + (group.ranks - 2) * link.message + transfer
+
+
+def _collective(group: MergeGroup, size: float, turns: int, cluster: Cluster, total: Cost) -> float:
+    """Return the seconds of a ring collective, and add its traffic.
+
+    Parts of `size` bytes go round the ring `turns` times: once in an all-gather, twice in an all-reduce.
+    The first link costs a latency, each further link a step. Some backends all-reduce short messages by a tree.
+    """
+    hosts = group.ranks // group.near
+    steps, crossing = turns * (group.ranks - 1), hosts if hosts > 1 else 0
+    link, inside = (cluster.between if crossing else cluster.inside), cluster.inside.collective_step
+    parts = group.groups * steps
+    messages = min(SEGMENTS, size / ELEMENT) * parts * crossing
+    total.add_traffic(parts * (group.ranks - crossing) * size, parts * crossing * size, messages)
+    by_tree = turns > 1 and cluster.short_collectives == "tree"
+    away = turns * (ceil(log2(hosts)) if by_tree else hosts - 1) * cluster.between.collective_step
+    near = turns * (group.near - 1) * (1 if by_tree else hosts) * inside
+    first = max(0.0, link.merge_latency - link.collective_step)
+    return first + away + near + steps * size / link.rate
+
+
+class TreeRound(NamedTuple):
+    """Messages of one round of a tree merge."""
+
+    most: int  # of the busiest rank
+    messages: int  # of all ranks
+    host: int  # out of the busiest host
+
+
+@lru_cache(maxsize=256)
+def tree_rounds(ranks: int, near: int) -> tuple[TreeRound, ...]:
+    """Return the rounds of the reduction tree of `ranks` ranks, `near` of them on each host."""
+    whole = tree([list(range(start, start + near)) for start in range(0, ranks, near)])
+    found = []
+    for index in range(max(map(len, whole.values()))):
+        sent = {rank: rounds[index].send for rank, rounds in whole.items() if index < len(rounds)}
+        leaving = Counter(a // near for a, peers in sent.items() for b in peers if a // near != b // near)
+        most, messages = max(map(len, sent.values())), sum(map(len, sent.values()))
+        found.append(TreeRound(most, messages, max(leaving.values(), default=0)))
+    return tuple(found)
+
+
+def _round(one: TreeRound, group: MergeGroup, size: float, cluster: Cluster, total: Cost) -> float:
+    """Return the seconds of one round of a tree merge, and add its traffic."""
+    link = cluster.between if one.host else cluster.inside
+    messages = group.groups * one.messages
+    inside, between = (0, messages) if one.host else (messages, 0)
+    total.add_traffic(inside * size, between * size, between)
+    transfer = max(one.most * size / link.rate, one.host * group.groups_per_host * size / link.host_rate)
+    return link.merge_latency + (one.most - 1) * link.message + transfer
+
+
+def add_tree(stage: str, group: MergeGroup, size: float, cluster: Cluster, total: Cost) -> None:
+    """Add a merge along the tree, of a message of `size` bytes in each round."""
+    for one in tree_rounds(group.ranks, group.near):
+        total.add_stage(stage, _round(one, group, size, cluster, total) + cluster.device.call)

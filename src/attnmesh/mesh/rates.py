@@ -1,0 +1,94 @@
+"""Rates of devices and links."""
+
+from dataclasses import KW_ONLY, dataclass, fields
+
+from attnmesh.errors import ClusterError
+
+BOUNDLESS, DAY = 1e30, 86_400
+"""The highest rate or size, and the longest time in seconds, that a device or a link takes."""
+
+SECONDS = ("call", "latency", "short", "step", "message")
+"""Fields in seconds. All others are rates or sizes."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """Device of one rank.
+
+    Args:
+        forward_rate: Flop/s of attention's forward pass.
+        backward_rate: Flop/s of attention's backward pass.
+        memory_rate: Bytes/s that attention reads.
+        memory: Bytes of memory.
+        copy_rate: Bytes/s that copies read and write. `memory_rate` by default.
+        call: Seconds to start a kernel.
+        alone: Speed of a rank while the other ranks rest, over its speed while all compute. 1 without shared cores.
+    """
+
+    forward_rate: float
+    backward_rate: float
+    memory_rate: float
+    memory: float
+    _: KW_ONLY
+    copy_rate: float | None = None
+    call: float = 0.0
+    alone: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_numbers(self)
+
+
+@dataclass(frozen=True)
+class Link:
+    """One class of links: those inside a host, or those between hosts.
+
+    Args:
+        latency: Seconds before the first byte of a message.
+        rate: Bytes/s of one rank.
+        host_rate: Bytes/s of all ranks of a host together.
+        short: Seconds before the first byte of a short message in a merge. `latency` by default.
+        step: Seconds of each further step of a collective. `short` by default.
+        message: Seconds of each further message that is sent at the same time.
+        peer_rate: Bytes/s from one rank to one other. `rate` by default.
+    """
+
+    latency: float
+    rate: float
+    host_rate: float
+    _: KW_ONLY
+    short: float | None = None
+    step: float | None = None
+    message: float = 0.0
+    peer_rate: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_numbers(self)
+
+    @property
+    def merge_latency(self) -> float:
+        """Seconds before the first byte of a short message in a merge."""
+        return self.latency if self.short is None else self.short
+
+    @property
+    def collective_step(self) -> float:
+        """Seconds of each further step of a collective."""
+        return self.merge_latency if self.step is None else self.step
+
+
+def _check_numbers(value: Device | Link) -> None:
+    """Raise unless each field is a number within its limits, or None where None is the default."""
+    for field in fields(value):
+        given, subject = getattr(value, field.name), f"{type(value).__name__} {field.name}"
+        if given is None and field.default is None:
+            continue
+        least, most, fix = 1.0, BOUNDLESS, "measure it with attnmesh probe"
+        expected = f"a rate or size of 1 to {most:.0e}"
+        if field.name in SECONDS:
+            least, most, fix = 0.0, DAY, f"{fix}, or leave it at 0"
+            expected = f"seconds, 0 to {most:,}"
+        if not isinstance(given, int | float) or isinstance(given, bool) or not least <= given <= most:
+            raise ClusterError(subject, expected, f"{given!r:.40}", fix)
+
+
+NO_LINK = Link(0.0, 1e18, 1e18)
+"""The links between hosts of a single host, and the links inside hosts of one rank each."""

@@ -1,0 +1,135 @@
+"""Exchanges under way through mailboxes: any number at once, finished in any order, and of any size."""
+
+from contextlib import suppress
+from random import Random
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import attnmesh as am
+from attnmesh.cli.launch import run_on_ranks
+from attnmesh.comm.p2p import exchange_messages
+from attnmesh.comm.shared_memory import SLOT
+from attnmesh.comm.transport import share_numbers
+from attnmesh.mesh.axes import Axis, Mesh
+from attnmesh.mesh.shapes import AXES, Shape
+from attnmesh.mesh_attention import executor
+from attnmesh.runtime.world import WORLD
+from tests.support.mesh_problems import named_mesh
+from tests.support.pool import Pool
+
+CPU = torch.device("cpu")
+
+
+def _message(number: int, source: int, target: int, size: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * number + 10 * source + target)
+    return torch.randint(256, (size,), generator=generator, dtype=torch.uint8)
+
+
+def _exchange_in_any_order(seed: int) -> tuple[int, int]:
+    """On a rank: messages that came wrong, of exchanges of which up to five are under way; and letters left."""
+    axis = Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
+    common, own = Random(seed), Random(f"{seed} {axis.index}")
+    under_way, wrong = [], 0
+    for number in range(30):
+        size = common.choice((0, 1, 100, 5000, SLOT, SLOT + 1, 2 * SLOT, 2 * SLOT + 1))
+        peers = [peer for peer in range(axis.size) if peer != axis.index and common.random() < 2]
+        sends = {peer: (_message(number, axis.index, peer, size),) for peer in peers}
+        wanted = {peer: (torch.empty(size, dtype=torch.uint8, device="meta"),) for peer in peers}
+        under_way.append((number, size, exchange_messages(sends, wanted, axis, CPU, "testing")))
+        own.shuffle(under_way)
+        while len(under_way) > own.randrange(1, 6) or (under_way and number == 29):
+            finished, length, finish = under_way.pop()
+            for peer, (x,) in finish().items():
+                wrong += not torch.equal(x, _message(finished, peer, axis.index, length))
+    return wrong, len(WORLD.letters)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_exchanges_end_in_any_order(ranks: int, pool: Pool) -> None:
+    for seed in range(3):
+        assert pool.run(ranks, _exchange_in_any_order, seed) == [(0, 0)] * ranks
+
+
+def _share() -> bool:
+    """On a rank of four: whether each knows the numbers of all, by shard, also if these do not fit on a board."""
+    mesh = Mesh.of(named_mesh(Shape(1, 2, 2), AXES))
+    right = True
+    for count in (1, 6, 3, SLOT // 64, SLOT // 16, 7) * 5:
+        table = share_numbers([mesh.shard * count + i for i in range(count)], mesh)
+        right &= table == [[shard * count + i for i in range(count)] for shard in range(4)]
+    return right
+
+
+def test_numbers_of_all_ranks_by_shard(pool: Pool) -> None:
+    assert pool.run(4, _share) == [True] * 4
+
+
+def _inputs(scale: float = 1.0) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """On a rank: its shards of q, k and v, and the output for its queries."""
+    whole = scale * torch.randn(3, 1, 2, 8 * dist.get_world_size(), 4, generator=torch.Generator().manual_seed(0))
+    own = slice(8 * dist.get_rank(), 8 * dist.get_rank() + 8)
+    expected = torch.nn.functional.scaled_dot_product_attention(*whole, is_causal=True)
+    return tuple(whole[:, :, :, own]), expected[:, :, own]
+
+
+def _attends(mesh: DeviceMesh, scale: float = 1.0, **options: Any) -> bool:
+    """On a rank: whether attention is right."""
+    parts, expected = _inputs(scale)
+    out = am.attention(*parts, mesh=mesh, layout=am.Contiguous(), exchange="ring", **options)
+    return torch.allclose(out, expected, atol=1e-5)
+
+
+def _attend_with_checks_of_one() -> list[str]:
+    """On a rank: what comes of calls of which the first is compared by rank 0 alone, and the others by all."""
+    mesh, found = named_mesh(Shape(1, 2, 1), AXES), list[str]()
+    for number in range(3):
+        checked = False if number == 1 and dist.get_rank() else None
+        try:
+            found.append(f"right: {_attends(mesh, 1.0 + number, length=16, checked=checked)}")
+        except am.errors.RankFailure as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_rank_that_compares_alone_is_noticed_and_nothing_wrong_comes_after() -> None:
+    one, other = run_on_ranks(2, _attend_with_checks_of_one)
+    assert one[0] == other[0] == "right: True"
+    assert "it compares its call, while this rank waits for a message of another call" in other[1], other
+    assert all("is lost" in text for text in (*one[1:], *other[2:])), (one, other)
+
+
+def _fail_and_go_on() -> tuple[bool, bool]:
+    """On a rank: whether a merge and attention are right after a call that failed on all ranks between exchanges."""
+    axis = Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
+    device_mesh = named_mesh(Shape(1, axis.size, 1), AXES)
+    assert _attends(device_mesh)
+    with mock.patch.object(executor, "kernel_forward", side_effect=MemoryError), suppress(MemoryError):
+        _attends(device_mesh, 2.0)
+    partial = am.Partial(torch.full((1, 2, 1, 4), float(axis.index)), torch.zeros(1, 2, 1))
+    merged = am.merge_across(partial, device_mesh.get_group("queries"), how="tree").out
+    right = torch.allclose(merged, torch.full_like(merged, (axis.size - 1) / 2))
+    return right, _attends(device_mesh, 3.0)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_calls_after_one_that_was_broken_off_are_right(ranks: int, pool: Pool) -> None:
+    assert pool.run(ranks, _fail_and_go_on) == [(True, True)] * ranks
+
+
+def _attend_without_tokens() -> bool:
+    """On a rank: attention along a new group, not compared, where the second rank has no token."""
+    sizes = 10, 0, 10
+    mesh = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=("queries",))
+    x = torch.ones(1, 2, sizes[dist.get_rank()], 8)
+    out = am.attention(x, x, x, mesh=mesh, layout=am.Split(sizes), length=20, key_length=20, checked=False)
+    dist.barrier()
+    return torch.allclose(out, x)
+
+
+def test_a_rank_without_tokens_meets_the_others(pool: Pool) -> None:
+    assert pool.run(3, _attend_without_tokens) == [True] * 3

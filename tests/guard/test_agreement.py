@@ -1,0 +1,345 @@
+"""Ranks whose calls differ: when they compare calls, the error that all raise, and NaN where nothing is compared."""
+
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from itertools import permutations, product
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import attnmesh as am
+from attnmesh.comm import transport
+from attnmesh.core.digest import digest
+from attnmesh.errors import InputError, MeshError, UnforeseenError
+from attnmesh.kernels.native.build import library
+from attnmesh.kernels.native.kernel import NativeKind
+from attnmesh.mesh.shapes import AXES, Shape
+from tests.support.interpreted import interpreting
+from tests.support.mesh_problems import named_mesh
+from tests.support.odd_rank import alert
+from tests.support.pool import Pool
+
+WIDTH, F32 = 16, torch.float32
+STEPS = {
+    "another query": lambda one: {"q": query() + one},
+    "another mask": lambda one: {"q": query(), "mask": am.Window(3) if one else am.Causal()},
+    "more queries": lambda one: {"q": query(2 if one else 1)},
+    "an error": lambda one: {"q": query(), "scale": "big" if one else None},
+}
+
+
+def query(rows: int = 1) -> Tensor:
+    return torch.ones(1, 4, rows, WIDTH)
+
+
+def cache_of(checked: bool | None, shape: tuple[int, int, int] = (1, 1, 2), *, filled: bool = True) -> am.KVCache:
+    mesh = named_mesh(Shape(*shape), AXES)
+    sizes = {"batch": 1, "kv_heads": 2, "head_dim": WIDTH, "capacity": 64}
+    cache = am.KVCache(mesh, **sizes, dtype=torch.float32, block=4, checked=checked)
+    if filled:
+        cache.append(*torch.randn(2, 1, 2, 20, WIDTH, generator=torch.Generator().manual_seed(0)).unbind())
+    return cache
+
+
+def outcome_of(act: Callable[[], Tensor]) -> str:
+    """Return the text of the error, "NaN" or "numbers"."""
+    try:
+        return "NaN" if bool(act().isnan().all()) else "numbers"
+    except InputError as error:
+        return str(error)
+
+
+def steps(kernel: str, checked: bool | None, shape: tuple[int, int, int]) -> list[str]:
+    """Return the outcome of each step that differs on one rank, each followed by one that is equal on all."""
+    one, found = dist.get_rank() == 1, []
+    with interpreting(kernel):
+        for step in STEPS.values():
+            cache = cache_of(checked, shape)
+            found.append(outcome_of(lambda step=step, cache=cache: am.decode(cache=cache, kernel=kernel, **step(one))))
+            found.append(outcome_of(lambda cache=cache: am.decode(query(), cache, kernel=kernel)))
+    return found
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 2), (2, 1, 2)])
+@pytest.mark.parametrize(("kernel", "checked"), [("cpu", None), ("cpu", True), ("triton", None), ("triton", True)])
+def test_a_step_that_differs_raises_the_same_on_all_ranks(
+    pool: Pool, kernel: str, checked: bool | None, shape: tuple[int, int, int]
+) -> None:
+    answers = pool.run(Shape(*shape).ranks, steps, kernel, checked, shape)
+    for step, texts in zip(STEPS, zip(*(answer[::2] for answer in answers), strict=True), strict=True):
+        assert len(set(texts)) == 1, (step, texts)
+        assert texts[0].startswith("decode"), (step, texts)
+        assert "\n    1  " in texts[0] or step == "an error" or Shape(*shape).ranks > 2, (step, texts)
+    assert {each for answer in answers for each in answer[1::2]} == {"numbers"}
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "triton"])
+def test_uncompared_steps_that_differ_give_nan(pool: Pool, kernel: str) -> None:
+    first, second = pool.run(2, steps, kernel, False, (1, 1, 2))
+    assert first == ["NaN", "numbers"] * len(STEPS)
+    assert second[:-2] == first[:-2]
+    assert second[-2].startswith("decode scale: expected")
+
+
+def later(checked: bool | None) -> str:
+    """Steps that stay on the device compare the first of each kind alone."""
+    with interpreting("triton"):
+        cache = cache_of(checked)
+        am.decode(query(), cache, kernel="triton")
+        return outcome_of(lambda: am.decode(query() + dist.get_rank(), cache, kernel="triton"))
+
+
+def test_checked_compares_every_step_of_a_kind(pool: Pool) -> None:
+    assert pool.run(2, later, None) == ["NaN"] * 2
+    one, other = pool.run(2, later, True)
+    assert one == other
+    assert "ranks  q\n    0      torch.float32 [1, 4, 1, 16] of digest" in one
+
+
+CALLS: dict[str, Callable[[am.KVCache, bool], Any]] = {
+    "append": lambda cache, one: cache.append(*torch.full((2, 1, 2, 1, WIDTH), float(one)).unbind()),
+    "truncate": lambda cache, one: cache.truncate(cache.length - 1 - one),
+    "reorder": lambda cache, one: cache.reorder(torch.tensor([0] * (1 + one))),
+    "reserve": lambda cache, one: cache.reserve(100 + one),
+}
+
+
+def call(name: str, checked: bool | None, times: int) -> list[str]:
+    cache, found = cache_of(checked, filled=name != "append"), []
+    for time in range(times):
+        unlike = dist.get_rank() == 1 and time == times - 1
+        found.append(outcome_of(lambda unlike=unlike: (CALLS[name](cache, unlike), torch.ones(1))[1]))
+    return found
+
+
+@pytest.mark.parametrize(("checked", "times"), [(None, 1), (True, 2)])
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_of_a_cache_are_compared(pool: Pool, name: str, checked: bool | None, times: int) -> None:
+    one, other = pool.run(2, call, name, checked, times)
+    assert one == other
+    assert one[:-1] == ["numbers"] * (times - 1)
+    assert one[-1].startswith(f"{name}: expected the same call on every rank, given:\n    ranks  ")
+
+
+def attended(checked: bool | None, length: int | None) -> list[Any]:
+    """Attention twice, and how often ranks compared; then with a mask of one rank's own."""
+    mesh = named_mesh(Shape(1, 2, 1), AXES)
+    x = torch.ones(1, 2, 5 - dist.get_rank(), WIDTH)
+    options = {"mesh": mesh, "layout": am.Zigzag(), "length": length, "checked": checked}
+    exchanges, share = [], transport.share_numbers
+    with mock.patch(
+        "attnmesh.guard.agreement.share_numbers", lambda *arguments: (exchanges.append(1), share(*arguments))[1]
+    ):
+        outs = [am.attention(x, x, x, **options) for _ in range(2)]
+        same = torch.equal(*outs)
+        count = len(exchanges)
+        mask = am.Window(dist.get_rank() + 1)
+        unlike = outcome_of(lambda: am.attention(x, x, x, mask=mask, **options))
+    return [same, count, unlike]
+
+
+@pytest.mark.parametrize(("checked", "length"), [(None, 9), (None, None), (True, 9), (False, None)])
+def test_attention_compares_each_call(pool: Pool, checked: bool | None, length: int | None) -> None:
+    one, other = pool.run(2, attended, checked, length)
+    assert one == other
+    assert one[:2] == [True, 2]
+    assert "ranks  mask\n    0      " in one[2]
+
+
+def uncompared() -> bool:
+    mesh = named_mesh(Shape(1, 2, 1), AXES)
+    x = torch.ones(1, 2, 5 - dist.get_rank(), WIDTH)
+    with mock.patch("attnmesh.guard.agreement.share_numbers", side_effect=AssertionError("they ask")):
+        out = am.attention(x, x, x, mesh=mesh, layout=am.Zigzag(), length=9, checked=False)
+    return torch.equal(out, am.attention(x, x, x, mesh=mesh, layout=am.Zigzag()))
+
+
+def unequal_keys() -> str:
+    """Without counting, keys of another sequence than the queries need `key_length`."""
+    mesh = named_mesh(Shape(1, 2, 1), AXES)
+    q, k = torch.ones(1, 2, 4, WIDTH), torch.ones(1, 2, 6, WIDTH)
+    options = {"mesh": mesh, "mask": am.Full(), "layout": am.Contiguous(), "length": 8, "checked": False}
+    return outcome_of(lambda: am.attention(q, k, k, **options))
+
+
+def test_shards_that_are_not_counted_have_the_sizes_of_their_layout(pool: Pool) -> None:
+    expected = "attention: expected a shard of 4 queries of 8 and 4 keys of 8, given 4 queries and 6 keys."
+    assert all(answer.startswith(expected) for answer in pool.run(2, unequal_keys))
+
+
+def test_unchecked_attention_compares_nothing(pool: Pool) -> None:
+    assert pool.run(2, uncompared) == [True] * 2
+
+
+def outcome_of_merge(checked: bool | None, how: str) -> str:
+    out = torch.ones(1, 2, 3 + (dist.get_rank() == 1), 4)
+    return outcome_of(
+        lambda: am.merge_across(am.Partial(out, out[..., 0]), dist.group.WORLD, how=how, checked=checked).out
+    )
+
+
+@pytest.mark.parametrize(("checked", "how"), [(None, "tree"), (True, "direct"), (None, "allreduce"), (False, "tree")])
+def test_merges_of_unlike_partials(pool: Pool, checked: bool | None, how: str) -> None:
+    one, two, three = pool.run(3, outcome_of_merge, checked, how)
+    assert one == two == three
+    expected = "ranks  out\n    0, 2   [1, 2, 3, 4]\n    1      [1, 2, 4, 4]\nFix"
+    assert one == "NaN" if checked is False else expected in one
+
+
+def test_values_that_mean_nothing_are_refused() -> None:
+    with pytest.raises(InputError, match="KVCache checked: expected None, True or False, given 'yes'"):
+        am.KVCache(None, batch=1, kv_heads=1, head_dim=1, capacity=1, dtype=torch.float32, checked="yes")  # type: ignore[arg-type]
+    x = torch.ones(1, 1, 1, 1)
+    with pytest.raises(InputError, match="attention checked: expected None, True or False, given 1"):
+        am.attention(x, x, x, checked=1)  # type: ignore[arg-type]
+
+
+def test_small_numbers_in_another_order_are_others() -> None:
+    """Masks of padding, orders of beams, prompts of two tokens: with weights of 1, 3, 5, ... many would be the same."""
+    orders = [torch.tensor(order) for order in permutations(range(7))]
+    masks = [torch.tensor(mask) for mask in product([False, True], repeat=10)]
+    pairs = [torch.tensor(pair) for pair in product(range(60), repeat=2)]
+    for kind in (orders, masks, pairs):
+        assert len({int(digest(x)) for x in kind}) == len(kind)
+
+
+def test_numbers_far_apart_that_change_places_are_others() -> None:
+    x = torch.arange(10_000.0, dtype=torch.float64)
+    for other in (1, 2048, 4096, 8192):
+        y = x.clone()
+        y[0], y[other] = x[other], x[0]
+        assert int(digest(x)) != int(digest(y))
+
+
+def different_history(kind: str) -> str:
+    """Return the outcome on two ranks with different padding, or another order of sequences."""
+    cache = am.KVCache(named_mesh(Shape(1, 1, 2), AXES), batch=4, kv_heads=2, head_dim=4, capacity=40, dtype=F32)
+    cache.append(*torch.ones(2, 4, 2, 4, 4).unbind())
+    cache.calls.checked = False
+    other = dist.get_rank() == 1
+    if kind == "padding":
+        real = torch.tensor([[False, True, True, False] if other else [True, False, False, True]]).expand(4, 4)
+        cache.append(*torch.ones(2, 4, 2, 4, 4).unbind(), token_mask=real)
+    else:
+        cache.reorder(torch.tensor([2, 0, 1, 3] if other else [0, 3, 1, 2]))
+    try:
+        am.decode(torch.ones(4, 2, 1, 4), cache, checked=True)
+    except MeshError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("kind", ["padding", "order"])
+def test_the_history_of_a_cache_is_compared(pool: Pool, kind: str) -> None:
+    one, other = pool.run(2, different_history, kind)
+    assert one == other
+    assert "padding and order" in one
+
+
+def scaled() -> tuple[int, ...]:
+    """By a whole number, which the second rank has used before as a float, alone."""
+    mesh = named_mesh(Shape(2, 1, 1), AXES)
+    cache = am.KVCache(mesh, batch=1, kv_heads=2, head_dim=4, capacity=40, dtype=F32)
+    cache.append(*torch.ones(2, 1, 2, 4, 4).unbind())
+    if dist.get_rank() == 1:
+        alone = am.KVCache(None, batch=1, kv_heads=2, head_dim=4, capacity=40, dtype=F32)
+        alone.append(*torch.ones(2, 1, 2, 4, 4).unbind())
+        am.decode(torch.ones(1, 4, 1, 4), alone, scale=1.0)
+    return tuple(am.decode(torch.ones(1, 4, 1, 4), cache, scale=1).shape)
+
+
+def test_a_scale_is_the_same_as_a_float(pool: Pool) -> None:
+    assert pool.run(2, scaled) == [(1, 4, 1, 4)] * 2
+
+
+def without_memory() -> str:
+    """The second rank has no room for a cache."""
+    room = mock.patch(
+        "attnmesh.cache.cache.CacheShard", side_effect=MemoryError("no more") if dist.get_rank() else None
+    )
+    try:
+        with room:
+            am.KVCache(named_mesh(Shape(1, 1, 2), AXES), batch=1, kv_heads=2, head_dim=4, capacity=40, dtype=F32)
+    except (MemoryError, UnforeseenError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "made"
+
+
+def test_an_unforeseen_error_is_raised_on_all_ranks(pool: Pool) -> None:
+    assert pool.run(2, without_memory) == [
+        "UnforeseenError: KVCache: expected what each rank can do, given MemoryError: no more. "
+        "Fix: see the error of the rank that raised.",
+        "MemoryError: no more",
+    ]
+
+
+def _step_without_memory(before: int, options: dict[str, Any]) -> list[str]:
+    """On a rank: a step whose kernel fails on the second rank after some others, and the step after it."""
+    cache = am.KVCache(named_mesh(Shape(1, 1, 2), AXES), batch=1, kv_heads=2, head_dim=4, capacity=40, dtype=F32)
+    cache.append(*torch.ones(2, 1, 2, 40, 4).unbind())
+    step = partial(am.decode, torch.ones(1, 4, 1, 4), cache, **options)
+    for _ in range(before):
+        step()
+    fails = mock.patch.object(NativeKind, "launch_at", side_effect=MemoryError("no more"))
+    try:
+        with fails if dist.get_rank() else nullcontext():
+            found = f"nan: {bool(step().isnan().all())}"
+    except (MemoryError, UnforeseenError) as error:
+        found = f"{type(error).__name__}: {error}"
+    return [found, f"right: {bool((step() == 1).all())}"]
+
+
+@pytest.mark.skipif(library().attend is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize("options", [{}, {"merge": "tree"}, {"checked": False}])
+def test_a_step_that_fails_on_one_rank_keeps_no_other_waiting(before: int, options: dict[str, Any], pool: Pool) -> None:
+    first, second = pool.run(2, _step_without_memory, before, options)
+    assert second == ["MemoryError: no more", "right: True"]
+    seen = "UnforeseenError: decode: expected what each rank can do, given MemoryError: no more. "
+    seen += "Fix: see the error of the rank that raised."
+    assert first == ["nan: True" if "checked" in options else seen, "right: True"]
+
+
+def _odd_dtype(odd: int) -> str:
+    """On a rank: the error of a call in which one rank of the world has another dtype."""
+    mesh = am.init_mesh((1, 2, 2))  # whose shards are not in the order of ranks
+    x = torch.randn(1, 2, 4, 8, dtype=torch.bfloat16 if dist.get_rank() == odd else torch.float32)
+    with pytest.raises(MeshError) as caught:
+        am.attention(x, x, x, mesh=mesh, layout=am.Zigzag())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("odd", [1, 2])
+def test_a_table_of_calls_names_ranks_of_the_world(odd: int, pool: Pool) -> None:
+    for message in pool.run(4, _odd_dtype, odd):
+        assert re.search(rf"\n    {odd}  +torch\.bfloat16", message), message
+
+
+def _differ_in_how(pairs: list[tuple[str, str]], odd: int) -> list[str]:
+    """On a rank: the errors of merges in which one rank has another `how`, each after a merge that is right."""
+    rank, ranks, messages = dist.get_rank(), dist.get_world_size(), []
+    group = dist.new_group()  # on which nothing was measured or merged yet
+    parts = [am.Partial(torch.full((1, 2, 1, 4), float(i)), torch.zeros(1, 2, 1)) for i in range(ranks)]
+    for one, others in pairs:
+        with pytest.raises(InputError) as caught, alert():
+            am.merge_across(parts[rank], group, how=one if rank == odd else others)
+        messages.append(str(caught.value))
+        for how in ("tree", "direct"):
+            out = am.merge_across(parts[rank], group, how=how).out
+            assert torch.allclose(out, torch.full_like(out, (ranks - 1) / 2)), (one, others, how)
+    return messages
+
+
+PAIRS = [*permutations(("tree", "direct", "gather", "allreduce"), 2), ("xx", "allreduce"), ("xx", "direct")]
+
+
+@pytest.mark.parametrize(("ranks", "odd"), [(2, 1), (3, 1), (4, 2)])
+def test_ranks_that_merge_in_other_ways_raise_alike_and_go_on(ranks: int, odd: int, pool: Pool) -> None:
+    first, *others = pool.run(ranks, _differ_in_how, PAIRS[:: 3 if ranks == 3 else 7], odd)
+    assert all(messages == first for messages in others)

@@ -1,0 +1,233 @@
+"""Ranks are lost: the front starts others, and open streams go on with the same text."""
+
+import asyncio
+import re
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from attnmesh.cli.launch import RankError, run_on_ranks
+from attnmesh.errors import ModelError
+from attnmesh.serve import supervisor
+from attnmesh.serve.chat import Encoded
+from attnmesh.serve.metrics import Metrics
+from attnmesh.serve.supervisor import Supervisor
+from tests.support.fake_engine import FakeEngine, Stream, ThreadWorld, answer, byte_tokenizer, fake_rank
+from tests.support.served import NAME, Children, Served, chat, served, until
+
+IDS = byte_tokenizer()("Go on")["input_ids"]
+NEW = 120
+
+
+class Ranks:
+    """A world of real ranks with a fake engine."""
+
+    def __init__(self, count: int = 2, rest: float = 0) -> None:
+        self.count, self.rest, self.started = count, rest, 0
+        self.children = Children()
+        self.modes: list[int] = []
+
+    def run(self, address: str) -> None:
+        time.sleep(self.rest if self.started else 0)
+        self.started += 1
+        self.modes.append(Path(address).parent.stat().st_mode)
+        run_on_ranks(self.count, fake_rank, address, 0.01, seconds=None)
+
+    def kill(self, *, again: bool = False) -> None:
+        for process in self.children.alive():
+            process.kill()
+
+
+@pytest.fixture
+def running() -> Iterator[Served]:
+    with served(Ranks(), max_restarts=5) as one:
+        yield one
+        world: Any = one.front.world
+    assert world.modes
+    assert not any(mode & 0o077 for mode in world.modes)  # other users cannot enter the folder of the socket
+    assert not one.children.alive()
+
+
+def stream(running: Served, into: list[str], **options: Any) -> None:
+    with openai.OpenAI(base_url=running.url + "/v1", api_key="none", max_retries=0, timeout=60) as client:
+        events = client.completions.create(model=NAME, prompt="Go on", max_tokens=NEW, stream=True, **options)
+        into.extend(one.choices[0].text for one in events)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_streams_outlive_a_lost_rank(lost: int, running: Served) -> None:
+    texts: list[list[str]] = [[], []]
+    options: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1, "seed": 3}]
+    pairs = zip(texts, options, strict=True)
+    threads = [threading.Thread(target=stream, args=(running, into), kwargs=given) for into, given in pairs]
+    for thread in threads:
+        thread.start()
+    until(lambda: all(len(into) > 20 for into in texts))
+    said_of_ranks: list[str] = []
+    running.front.log = said_of_ranks.append
+    running.kill(lost)
+    until(lambda: running.front.state == "restarting")
+    code, said = running.ask("/v1/chat/completions", chat())
+    assert (code, said["error"]["type"]) == (503, "server_error")
+    assert running.ask("/health")[0] == 503
+    until(lambda: running.front.state == "ready")
+    for thread in threads:
+        thread.join()
+    for into, given in zip(texts, options, strict=True):
+        assert "".join(into) == answer(IDS, given, NEW)
+    loss, back = said_of_ranks
+    assert loss == f"rank {lost} was ended by SIGKILL before it was done; restart 1 of 5, open requests: 2"
+    assert re.fullmatch(r"the ranks are back after \d+\.\d s, requests that go on: 2", back)
+    assert running.ask("/v1/chat/completions", chat())[0] == 200
+    assert running.figure("attnmesh_restarts_total") == 1
+    assert running.figure("attnmesh_tokens_total") == 2 * NEW + 20
+
+
+def test_a_request_that_leaves_while_ranks_are_lost_keeps_no_other_from_them() -> None:
+    async def cancel_between_worlds() -> list[Any]:
+        one, sent = Supervisor(ThreadWorld(), max_requests=2, max_restarts=3, metrics=Metrics()), list[Any]()
+        one._send = lambda message, images=None: sent.append(message)  # type: ignore[method-assign]
+        one._begin({"max_model_len": 9})
+        options = {"max_new_tokens": 5}
+        leaving, staying = one.submit(Encoded([1]), [options] * 2, lambda *_: None)
+        one._losses = [0.0]
+        one._lost()
+        one.cancel(leaving)
+        sent.clear()
+        one._begin({"max_model_len": 9})
+        assert staying.number in one.open
+        return sent
+
+    assert [message[:2] for message in asyncio.run(cancel_between_worlds())] == [["prompt", 0], ["submit", 2]]
+
+
+class Failing:
+    """A world that is lost whenever it has sent a few tokens."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error, self.started = error, 0
+
+    def run(self, address: str) -> None:
+        self.started += 1
+        if self.error is not None:
+            raise self.error
+        world = ThreadWorld()
+        thread = threading.Thread(target=world.run, args=(address,))
+        thread.start()
+        until(lambda: world.engine.tokens > 5 or world.engine.closed)
+        world.kill()
+        thread.join()
+        raise RankError("rank 1 was ended by SIGKILL before it was done")
+
+    def kill(self, *, again: bool = False) -> None:
+        """It ends when it is asked to."""
+
+
+def test_a_request_that_loses_each_world_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "REPLAYS", 1)
+    with served(Failing(), max_restarts=9) as one:
+        code, said = one.ask("/v1/chat/completions", chat(max_tokens=200))
+        assert (code, said["error"]["message"]) == (500, "Ranks were lost 2 times during this request.")
+        assert not one.front.open
+        until(lambda: one.front.state == "ready")
+
+
+class Poisoned(ThreadWorld):
+    """A world that is lost by one request, at one of its tokens. Later worlds have a smaller queue."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__(rows=8, waiting=8)
+        self.place = place
+
+    def advance(self, engine: FakeEngine, stream: Stream) -> None:
+        if stream.options["seed"] == 666 and len(stream.given) == self.place:
+            raise RuntimeError("poison")
+        FakeEngine.advance(engine, stream)
+
+    def made(self) -> FakeEngine:
+        engine = super().made()
+        self.options |= {"waiting": 0, "rows": 4}
+        engine.advance = lambda stream: self.advance(engine, stream)  # type: ignore[method-assign]
+        return engine
+
+
+@pytest.mark.parametrize("place", [0, 9])
+def test_a_request_that_loses_ranks_ends_alone(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "LONGEST_PAUSE", 0.0)
+    options: list[dict[str, Any]] = [{"temperature": 1, "seed": 3 + row} for row in range(5)]
+    with served(Poisoned(place), max_restarts=3, max_requests=12) as one:
+        texts: list[list[str]] = [[] for _ in options]
+        pairs = zip(texts, options, strict=True)
+        threads = [threading.Thread(target=stream, args=(one, into), kwargs=given) for into, given in pairs]
+        for thread in threads:
+            thread.start()
+        until(lambda: all(len(into) > 5 for into in texts))
+        body = chat(temperature=1, seed=666, max_tokens=NEW)
+        code, said = one.ask("/v1/chat/completions", body)
+        assert (code, said["error"]["message"]) == (500, "Ranks were lost 3 times during this request.")
+        for thread in threads:
+            thread.join()
+        assert ["".join(into) for into in texts] == [answer(IDS, given, NEW) for given in options]
+        assert one.front.state == "ready"
+
+
+@pytest.mark.parametrize(("times", "state"), [((2.4, 4.8, 9.2, 17.7), "stopping"), ((1.0, 1.5, 2.0, 2.5), "failed")])
+def test_losses_count_within_a_window(times: tuple[float, ...], state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "WINDOW", 3.0)
+    monkeypatch.setattr(supervisor, "LONGEST_PAUSE", 0.0)
+    one = Supervisor(ThreadWorld(), max_requests=1, max_restarts=3, metrics=Metrics())
+    one.facts, losses = {"max_model_len": 9}, iter(times)
+    loop = asyncio.new_event_loop()
+
+    async def lose() -> RankError:
+        time = next(losses, None)
+        if time is None:
+            one.state = "stopping"
+        else:
+            monkeypatch.setattr(loop, "time", lambda: time)
+        return RankError("rank 1 was ended by SIGKILL before it was done")
+
+    monkeypatch.setattr(one, "_run_world", lose)
+    loop.run_until_complete(one._live())
+    loop.close()
+    assert one.state == state
+
+
+def test_too_many_losses_end_the_server_with_their_error() -> None:
+    with served(Failing(), max_restarts=1) as one:
+        code, said = one.ask("/v1/chat/completions", chat(max_tokens=200))
+        assert (code, said["error"]["message"]) == (503, "Ranks were lost, and the server ends.")
+        one.thread.join(30)
+        assert isinstance(one.error, RankError)
+
+
+def test_a_world_that_cannot_start_is_not_tried_again() -> None:
+    world = Failing(ModelError("model", "a model", "none", "name one"))
+    with served(world, max_restarts=5) as one:
+        one.thread.join(30)
+        assert one.error is world.error
+    assert world.started == 1
+
+
+@pytest.mark.long
+def test_streams_outlive_twenty_losses_of_each_rank(running: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "WINDOW", 0.0)  # each loss is the first one
+    options: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1, "seed": 3}]
+    for lost in (0, 1) * 20:
+        texts: list[list[str]] = [[], []]
+        pairs = zip(texts, options, strict=True)
+        threads = [threading.Thread(target=stream, args=(running, into), kwargs=given) for into, given in pairs]
+        for thread in threads:
+            thread.start()
+        until(lambda texts=texts: all(len(into) > 5 for into in texts))
+        running.kill(lost)
+        for thread in threads:
+            thread.join()
+        assert ["".join(into) for into in texts] == [answer(IDS, given, NEW) for given in options]
+    assert running.figure("attnmesh_restarts_total") == 40
+    assert not running.front.open

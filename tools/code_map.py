@@ -1,0 +1,65 @@
+"""Draw the rooms of the code and their arrows in docs/code.md, from its imports: `python -m tools.code_map`."""
+
+from pathlib import Path
+
+from tests.test_rooms import FILES, PACKAGES, ROOMS, imports
+
+PAGE = Path(__file__).parents[1] / "docs" / "code.md"
+FIRST, LAST = "<!-- The map: make format -->\n", "<!-- The end of the map -->\n"
+PURPOSES = {
+    "errors": "the exceptions",
+    "core": "the mathematics, on tensors; no rank",
+    "runtime": "what one process owns",
+    "mesh": "which rank holds and computes what, as values; nothing is sent",
+    "kernels": "one device",
+    "comm": "everything that crosses ranks",
+    "guard": "ranks compare their calls, and fail alike",
+    "setup": "what is made before any call: worlds, meshes, measured constants",
+    "mesh_attention": "prefill and training",
+    "cache": "keys and values that ranks hold",
+    "decoding": "a step of decoding",
+    "recurrent": "what recurrent layers send",
+    "store": "caches on disk, and recovery",
+    "planner": "every way to run a workload, priced before a run",
+    "hf": "transformers",
+    "diffusers": "diffusion transformers",
+    "engines": "serving engines",
+    "serve": "an HTTP server of one model",
+    "cli": "the command",
+}
+
+
+def imported_rooms() -> dict[str, set[str]]:
+    """Return for each room the others that its files import from."""
+    found: dict[str, set[str]] = {room: set() for room in ROOMS}
+    for name, file in (FILES | PACKAGES).items():
+        found[name.split(".")[0]] |= {other.split(".")[0] for other in imports(file)}
+    return {room: others - {room} for room, others in found.items()}
+
+
+def arrows() -> dict[str, list[str]]:
+    """Return for each room those that it stands on, without those that these stand on."""
+    edges, below = imported_rooms(), dict[str, set[str]]()
+    for room in ROOMS:
+        below[room] = edges[room].union(*(below[other] for other in edges[room]))
+    return {
+        room: [other for other in ROOMS if other in edges[room] and not any(other in below[x] for x in edges[room])]
+        for room in ROOMS
+    }
+
+
+def drawing() -> str:
+    """Return the drawing: a line for each room, what it stands on, and what it is for."""
+    left = {room: f"{room:<14} {'→ ' + ', '.join(others) if others else ''}" for room, others in arrows().items()}
+    width = max(map(len, left.values()))
+    return "\n".join(f"{text:<{width}}  {PURPOSES[room]}" for room, text in left.items())
+
+
+def page() -> str:
+    """Return the page with the map as the code has it."""
+    before, rest = PAGE.read_text().split(FIRST)
+    return f"{before}{FIRST}\n```\n{drawing()}\n```\n\n{LAST}{rest.split(LAST)[1]}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
