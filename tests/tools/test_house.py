@@ -27,7 +27,7 @@ FOUND = {
     "namesakes": (
         house.shared_functions,
         {f"core.f{n}": "def plan(): ..." for n in range(house.MAX_NAMESAKES + 1)},
-        "plan: core.f0, core.f1, core.f2, core.f3",
+        "plan: core.f0, core.f1, core.f2, core.f3, core.f4",
     ),
     "files": (house.shared_stems, {"core.plan": "", "comm.plan": ""}, "plan: comm.plan, core.plan"),
     "long files": (house.long_files, {"core.one": "x = 1\n" * (house.MAX_FILE + 1)}, "core.one: 651"),

@@ -11,7 +11,7 @@ this along all axes of a mesh.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from statistics import median
 from time import perf_counter
@@ -130,7 +130,7 @@ class Gloo:
 
     def fastest(self) -> str:
         """Return the fastest merge, alike on all ranks. All ranks call it at once, the first time."""
-        return fastest_merge(self)
+        return fastest_by_time(self)
 
     def takes_turns(self, peer: int, message: Tensor) -> bool:
         """Return whether messages to several ranks go sooner one after the other.
@@ -281,14 +281,20 @@ class Nccl(Gloo):
         """Return the message's own length: NCCL accepts no other."""
         return len(message)
 
+    @cached_property
+    def memory(self) -> SymmetricMemory | None:
+        """The memory that all GPUs write to, if there is one. All ranks ask for it at once, the first time."""
+        return symmetric_memory_of(self.axis, self.device)
+
     def memory_for(self, form: PartialMessage) -> SymmetricMemory | None:
-        """Return the memory that all GPUs write to and that takes such messages, with `out` in float32."""
-        memory = symmetric_memory_of(self.axis, self.device) if form.lse == torch.float32 else None
-        return memory if memory is not None and replace(form, out=form.lse).size <= memory.longest else None
+        """Return the memory if it takes such messages, with `out` in float32."""
+        if form.lse != torch.float32 or self.memory is None:
+            return None
+        return self.memory if _wide(form).size <= self.memory.longest else None
 
     def form_of(self, form: PartialMessage, how: str) -> PartialMessage:
         """Return the form of symmetric memory, if that takes the message."""
-        return replace(form, out=form.lse) if how == "direct" and self.memory_for(form) is not None else form
+        return _wide(form) if how == "direct" and self.memory_for(form) is not None else form
 
     def merges_whole(self, form: PartialMessage) -> bool:
         """Return whether symmetric memory merges such messages."""
@@ -298,6 +304,11 @@ class Nccl(Gloo):
         """Merge all messages in one launch."""
         memory = self.memory_for(form)
         return super().direct(message, form) if memory is None else memory.merge(message, form.shape)
+
+
+def _wide(form: PartialMessage) -> PartialMessage:
+    """Return the form whose `out` has the dtype of lse."""
+    return form if form.out == form.lse else replace(form, out=form.lse)
 
 
 @cached_per_world()
@@ -310,7 +321,7 @@ def transport_of(axis: Axis, device: torch.device) -> Gloo:
 
 
 @cached_per_world()
-def fastest_merge(transport: Gloo) -> str:
+def fastest_by_time(transport: Gloo) -> str:
     """Return the fastest merge of a transport, measured at the first call, alike on all ranks.
 
     One is chosen for all sizes of messages: a rank that sends poison does not know the size of the others' messages. It
