@@ -44,18 +44,18 @@ long: $(VENV)/ready            ## what `make test` samples, in full: trainings o
 	CUDA_VISIBLE_DEVICES= $(RUN)/pytest -m long
 
 versions: $(VENV)/ready        ## the tests of transformers, trainers and diffusers on the oldest versions that are allowed, and on the pinned ones
-	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(RUN)/python -m tests.tools.versions --workers $(WORKERS)
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(RUN)/python -m tools.versions --workers $(WORKERS)
 
 check: $(VENV)/ready           ## format, lint, types, sizes
 	$(RUN)/ruff format --check .
 	$(RUN)/ruff check .
 	$(RUN)/mypy
-	$(RUN)/python -m tests.tools.limits
+	$(RUN)/python -m tools.house
 
 format: $(VENV)/ready
 	$(RUN)/ruff format .
 	$(RUN)/ruff check --fix .
-	$(RUN)/python -m tests.tools.code_map
+	$(RUN)/python -m tools.code_map
 
 docs: $(VENV)/ready            ## the documentation, in docs/_build
 	$(RUN)/python -m sphinx --fail-on-warning --keep-going --quiet docs docs/_build
@@ -66,7 +66,7 @@ wheel: $(VENV)/ready           ## a wheel of the package, in dist, and a test of
 
 release: $(VENV)/ready         ## wheels and an sdist for the package index, in dist, proved in clean environments (5 minutes; TORCH="2.11.0 2.14.1" for other versions)
 	PIP_CONSTRAINT=constraints.txt $(RUN)/pip install --quiet --disable-pip-version-check --editable '.[dev,release]'
-	PATH="$(abspath $(RUN)):$$PATH" $(RUN)/python -m tests.tools.release --torch $(TORCH)
+	PATH="$(abspath $(RUN)):$$PATH" $(RUN)/python -m tools.release --torch $(TORCH)
 
 figures: $(VENV)/ready         ## the figures of README and docs, in docs/figures
 	$(RUN)/python -m benchmarks.figures
@@ -76,15 +76,15 @@ bench: $(VENV)/ready           ## one device's kernels, beside PyTorch's SDPA an
 
 SECONDS ?= 60
 fuzz: $(VENV)/ready            ## new random problems against float64, for SECONDS each; damaged files, hostile command lines
-	$(RUN)/python -m tests.tools.fuzz --seconds $(SECONDS)
-	$(RUN)/python -m tests.tools.fuzz --seconds $(SECONDS) --caches
-	$(RUN)/python -m tests.tools.fuzz_store
-	$(RUN)/python -m tests.tools.fuzz_command
-	for ranks in 2 3 4 6 8; do $(RUN)/python -m tests.tools.fuzz --seconds $(SECONDS) --ranks $$ranks || exit; done
+	$(RUN)/python -m tools.fuzz --seconds $(SECONDS)
+	$(RUN)/python -m tools.fuzz --seconds $(SECONDS) --caches
+	$(RUN)/python -m tools.fuzz_store
+	$(RUN)/python -m tools.fuzz_command
+	for ranks in 2 3 4 6 8; do $(RUN)/python -m tools.fuzz --seconds $(SECONDS) --ranks $$ranks || exit; done
 
 RUNS ?= 240
 chaos: $(VENV)/ready           ## ranks, hosts, links, clocks and disks come to harm at random moments, RUNS times (5 minutes)
-	$(RUN)/python -m tests.tools.chaos --runs $(RUNS)
+	$(RUN)/python -m tools.chaos --runs $(RUNS)
 
 gpu: $(VENV)/ready             ## on one GPU: kernels proved, then measured, into a dated file; without one, what it would do
 	@$(RUN)/python -m benchmarks.gpu

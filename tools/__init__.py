@@ -1,1 +1,1 @@
-"""Programs on the code itself."""
+"""Programs on the code: counts of it, trouble for it, and its release."""

@@ -1,17 +1,23 @@
-"""Count what makes the package hard to hold in mind, and fail where a count has grown: `python -m tools.house`.
+"""Print the size of each room, and count what makes the package hard to hold in mind: `python -m tools.house`.
 
 A word has one meaning, so a class and a file have names of their own. A value travels whole, so functions have few
-parameters. A room leans on few others. A count that falls is written down as the new bound.
+parameters. A room leans on few others. A file holds one idea, and six small files of one idea are worse than one.
+It exits with 1 where a count has grown. One that falls is written down as the new bound; `-v` lists what is counted.
 """
 
 import ast
+import io
 import sys
+import tokenize
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
+from tests.test_rooms import COMMAND, FILES, ROOMS
+
 SOURCE = Path(__file__).parents[1] / "src" / "attnmesh"
-MAX_PARAMETERS, MAX_IMPORTS = 8, 15
+MAX_PARAMETERS, MAX_IMPORTS, MAX_FILE, MAX_FUNCTION = 8, 15, 650, 60
+BLANK = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 PUBLIC = {
     *("mesh_attention.attention", "mesh_attention.local", "decoding.decode_call", "decoding.rows", "cache.cache"),
     *("hf.cache.sharded_cache", "hf.serving.engine", "engines.combine", "mesh_attention.context_parallel"),
@@ -19,6 +25,7 @@ PUBLIC = {
 }
 """Files whose signatures users call."""
 PROGRAMS = "kernels.programs."
+"""Files of Triton programs, whose functions take as many parameters and lines as one launch does."""
 ENGINE = ("core", "runtime", "mesh", "kernels", "comm", "guard", "setup", "mesh_attention", "cache", "decoding")
 """Rooms that need no prices before a run."""
 
@@ -27,8 +34,8 @@ Found = list[str]
 
 def modules(source: Path = SOURCE) -> dict[str, ast.Module]:
     """Return the syntax of each file by its dotted name."""
-    files = {file: file.relative_to(source).with_suffix("") for file in sorted(source.rglob("*.py"))}
-    return {".".join(name.parts): ast.parse(file.read_text()) for file, name in files.items()}
+    files = {".".join(file.relative_to(source).with_suffix("").parts): file for file in sorted(source.rglob("*.py"))}
+    return {name: ast.parse(file.read_text()) for name, file in (files | COMMAND).items()}
 
 
 def shared_classes(trees: dict[str, ast.Module]) -> Found:
@@ -51,17 +58,28 @@ def shared_stems(trees: dict[str, ast.Module]) -> Found:
     return _several(places)
 
 
+def long_files(trees: dict[str, ast.Module]) -> Found:
+    """Return files of too many lines."""
+    lines = {name: tree.body[-1].end_lineno or 0 for name, tree in trees.items() if tree.body}
+    return [f"{name}: {count}" for name, count in lines.items() if count > MAX_FILE]
+
+
+def long_functions(trees: dict[str, ast.Module]) -> Found:
+    """Return functions of too many lines, without those of docstrings."""
+    found = []
+    for name, node in _functions(trees):
+        count = (node.end_lineno or 0) - node.lineno + 1 - len(_docstring_rows(node))
+        found += [f"{name}.{node.name}: {count}"] * (count > MAX_FUNCTION)
+    return found
+
+
 def long_signatures(trees: dict[str, ast.Module]) -> Found:
     """Return functions behind the public edge that take too many parameters."""
     found = []
-    for name, tree in trees.items():
-        if name in PUBLIC or name.startswith(PROGRAMS):
-            continue
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                given = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
-                count = sum(one.arg not in ("self", "cls") for one in given)
-                found += [f"{name}.{node.name}: {count}"] * (count > MAX_PARAMETERS)
+    for name, node in _functions({name: tree for name, tree in trees.items() if name not in PUBLIC}):
+        given = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+        count = sum(one.arg not in ("self", "cls") for one in given)
+        found += [f"{name}.{node.name}: {count}"] * (count > MAX_PARAMETERS)
     return found
 
 
@@ -90,6 +108,8 @@ def shadowed_rooms(trees: dict[str, ast.Module]) -> Found:
 
 
 COUNTS = {
+    f"files of more than {MAX_FILE} lines": (long_files, 0),
+    f"functions of more than {MAX_FUNCTION} lines": (long_functions, 0),
     "classes of one name in several files": (shared_classes, 0),
     "files of one name in several rooms": (shared_stems, 0),
     "rooms under a public name": (shadowed_rooms, 0),
@@ -109,6 +129,35 @@ def _imported(tree: ast.Module) -> set[str]:
     return {module for module in froms if module.startswith("attnmesh.")}
 
 
+def _functions(trees: dict[str, ast.Module]) -> Iterable[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    for name, tree in trees.items():
+        for node in () if name.startswith(PROGRAMS) else ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield name, node
+
+
+def _docstring_rows(node: ast.AST) -> set[int]:
+    """Return the rows of all docstrings inside a node, also of those below constants and fields."""
+    strings = (n for n in ast.walk(node) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))
+    return {row for n in strings if isinstance(n.value.value, str) for row in range(n.lineno, n.end_lineno + 1)}
+
+
+def code_lines(text: str) -> int:
+    """Return how many lines of a text are code: no blank lines, comments or docstrings."""
+    tokens = (t for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type not in BLANK)
+    rows = {row for t in tokens for row in range(t.start[0], t.end[0] + 1)}
+    return len(rows - _docstring_rows(ast.parse(text)))
+
+
+def sizes() -> Iterable[str]:
+    """Yield a line for each room, and one for the package."""
+    texts = {name: file.read_text() for name, file in FILES.items()}
+    for title in (*ROOMS, "package"):
+        own = [text for name, text in texts.items() if title in (name.split(".")[0], "package")]
+        lines, code = sum(len(text.splitlines()) for text in own), sum(map(code_lines, own))
+        yield f"{title:15} {len(own):3} files {lines:6,} lines {code:6,} of code"
+
+
 def table(trees: dict[str, ast.Module]) -> Iterable[tuple[str, Found, int]]:
     """Yield each count: its title, what was found, and its bound."""
     for title, (count, bound) in COUNTS.items():
@@ -116,7 +165,8 @@ def table(trees: dict[str, ast.Module]) -> Iterable[tuple[str, Found, int]]:
 
 
 def main() -> None:
-    """Print all counts and what they count, and exit with 1 where one is over its bound."""
+    """Print the sizes and all counts, and exit with 1 where a count is over its bound."""
+    print(*sizes(), sep="\n")
     over = False
     for title, found, bound in table(modules()):
         print(f"{len(found):3} of {bound:2}  {title}")

@@ -9,18 +9,18 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-import benchmarks.__main__
 import pytest
 import torch
 import torch.distributed as dist
-from benchmarks import bench, decode, gpu_kernels, kernel, peers, prefill
-from benchmarks.commands import app
-from benchmarks.timing import Comparison, Timing
 from typer.testing import CliRunner
 
 import attnmesh as am
+import benchmarks.__main__
 from attnmesh.errors import ArgumentError
 from attnmesh.mesh.cluster import Cluster
+from benchmarks import bench, decode, gpu_kernels, kernel, peers, prefill
+from benchmarks.commands import app
+from benchmarks.timing import Comparison, Timing
 from tests.benchmarks.test_netns import needs_hosts
 from tests.cli import test_app
 from tests.support.pool import Pool

@@ -3,11 +3,11 @@
 import json
 
 import pytest
+
+from attnmesh.mesh.shapes import Shape
 from benchmarks import diffusion
 from benchmarks.commands import app
 from benchmarks.netns import Hosts
-
-from attnmesh.mesh.shapes import Shape
 from tests.cli.test_app import run
 
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.figures import DOCUMENTS, FIGURES, draw_pages
-from benchmarks.mesh_figures import pairs_of_ranks
-from benchmarks.rank_figures import draw_shards, holders, owners
 
 import attnmesh as am
 from attnmesh.mesh.schedule import Problem
+from benchmarks.figures import DOCUMENTS, FIGURES, draw_pages
+from benchmarks.mesh_figures import pairs_of_ranks
+from benchmarks.rank_figures import draw_shards, holders, owners
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,7 +6,6 @@ import warnings
 import matplotlib
 import pytest
 import torch
-from benchmarks.mesh_figures import _colours, computed_blocks, draw_mesh, draw_tree, pairs_of_ranks, tree_messages
 from hypothesis import given, settings
 from torch import Tensor
 
@@ -15,6 +14,7 @@ from attnmesh import errors
 from attnmesh.core.layout import Layout
 from attnmesh.errors import InputError
 from attnmesh.mesh.schedule import Problem
+from benchmarks.mesh_figures import _colours, computed_blocks, draw_mesh, draw_tree, pairs_of_ranks, tree_messages
 from tests.mesh.test_schedule import problems
 
 MASKS = (am.Full(), am.Causal(), am.Window(5), am.Window(3, 4), am.Causal() & am.Documents([9, 1, 21]))

@@ -11,9 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from benchmarks import netns
-from benchmarks.netns import Hosts, run_on_hosts, script, world_of
-from benchmarks.plan import call_of, counted, crossing
 from torch.distributed.device_mesh import init_device_mesh
 
 import attnmesh as am
@@ -26,6 +23,9 @@ from attnmesh.mesh.shapes import AXES
 from attnmesh.planner.plan import Plan, plan
 from attnmesh.planner.workload import Workload
 from attnmesh_command.messages import OptionError
+from benchmarks import netns
+from benchmarks.netns import Hosts, run_on_hosts, script, world_of
+from benchmarks.plan import call_of, counted, crossing
 
 
 def needs_hosts() -> None:

@@ -5,10 +5,10 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from benchmarks.packed import contenders, corpora, count, draw
 
 import attnmesh as am
 from attnmesh import errors
+from benchmarks.packed import contenders, corpora, count, draw
 
 SHAPE = am.Shape(1, 1, 2)
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import typer
-from benchmarks.papers import attention2d, baselines, llama, tree_attention
-from benchmarks.papers.report import Row, one
 from typer.testing import CliRunner
 
 import attnmesh as am
@@ -17,6 +15,8 @@ from attnmesh.mesh.prices import Candidate
 from attnmesh.mesh.rates import Device, Link
 from attnmesh.mesh.shapes import Shape
 from attnmesh.planner.cost import cost
+from benchmarks.papers import attention2d, baselines, llama, tree_attention
+from benchmarks.papers.report import Row, one
 
 BOTH = importlib.import_module("benchmarks.papers.__main__")
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "papers_model_2026-11-21.json"

@@ -5,12 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from benchmarks.commands import app
-from benchmarks.plan_figure import curves, draw_plan, over_lengths, over_sizes, sizes
 
 import attnmesh as am
 from attnmesh.planner.schemes import SCHEMES, best_by_scheme
 from attnmesh_command import show_errors
+from benchmarks.commands import app
+from benchmarks.plan_figure import curves, draw_plan, over_lengths, over_sizes, sizes
 from tests.cli.test_app import run
 from tests.cli.test_plan import CLUSTER, SMALL
 

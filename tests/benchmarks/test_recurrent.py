@@ -4,11 +4,11 @@ import json
 
 import torch
 import torch.distributed as dist
-from benchmarks import recurrent
-from benchmarks.commands import app
 
 import attnmesh as am
 from attnmesh.setup.init_mesh import init_mesh
+from benchmarks import recurrent
+from benchmarks.commands import app
 from tests.cli.test_app import run
 from tests.support.pool import Pool
 

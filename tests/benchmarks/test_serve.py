@@ -4,7 +4,6 @@ import os
 
 from benchmarks import serve
 from benchmarks.timing import Timing
-
 from tests.support.fake_engine import ThreadWorld, answer, byte_tokenizer
 from tests.support.served import NAME, served
 

@@ -4,10 +4,10 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from benchmarks import storage as bench
 
 from attnmesh.core.storage import STORAGES
 from attnmesh.hf.load import PACKAGED, locate, open_tokenizer
+from benchmarks import storage as bench
 from tests.support import families
 from tests.support.families import prompt
 

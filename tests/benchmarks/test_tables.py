@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
+from rich.table import Table
+
 from benchmarks import (
     decode,
     diffusion,
@@ -23,8 +26,6 @@ from benchmarks import (
     tables,
 )
 from benchmarks.timing import Comparison, Timing
-from rich.console import Console
-from rich.table import Table
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 

@@ -1,8 +1,8 @@
 """The figure of a step's ranges: a bar for each range, and for each message under way."""
 
 import pytest
-from benchmarks.timelines import COLOURS, MESSAGE, draw_timelines, trace
 
+from benchmarks.timelines import COLOURS, MESSAGE, draw_timelines, trace
 from tests.support.pool import Pool
 
 

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+
 from benchmarks.timing import CLEAR_REFS, race
 
 

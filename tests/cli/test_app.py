@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import typer
-from benchmarks.timing import Comparison, Timing
 from typer.testing import CliRunner
 
 import attnmesh_command
@@ -26,6 +25,7 @@ from attnmesh.planner.recurrent import TRANSITIONS
 from attnmesh.planner.workload import PHASES
 from attnmesh.planner.workload_presets import WORKLOADS
 from attnmesh_command import app, choices
+from benchmarks.timing import Comparison, Timing
 from tests.support.scripts import run_script
 
 ROW = Comparison("decode", "SDPA", Timing(30.0, 29.0, 31.0), Timing(10.0, 9.0, 11.0), 2.5, 20.0, 0.5)

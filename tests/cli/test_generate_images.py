@@ -11,8 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 from tests.cli.test_generate import run
-from tests.hf.test_image_prompts import pictures, processor
-from tests.tools.image_models import build_images, image_case
+from tests.hf.images.test_image_prompts import pictures, processor
+from tests.support.models.image_models import build_images, image_case
 
 TEMPLATE = (
     "{% for message in messages %}{% for part in message.content %}"

@@ -15,7 +15,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from benchmarks import netns
 
 import attnmesh as am
 from attnmesh.cli.launch import run_on_ranks
@@ -23,10 +22,11 @@ from attnmesh.comm import failures
 from attnmesh.errors import ClusterError, MeshError, RankFailure
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.setup import rendezvous
+from benchmarks import netns
 from tests.benchmarks.test_netns import needs_hosts
 from tests.support.mesh_problems import named_mesh
-from tests.tools import chaos
-from tests.tools.chaos import FAULTS, Outcome, Scenario
+from tools import chaos
+from tools.chaos import FAULTS, Outcome, Scenario
 
 
 def drawn(ground: str, count: int) -> list[Scenario]:

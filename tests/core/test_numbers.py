@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.tools import numbers
+from tools import numbers
 
 pytestmark = pytest.mark.quick
 

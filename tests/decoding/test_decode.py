@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from benchmarks.timing import resident
 from torch import Tensor
 
 import attnmesh as am
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.runtime.counters import counted
+from benchmarks.timing import resident
 from tests.support import histories
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool

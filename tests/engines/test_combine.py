@@ -106,7 +106,7 @@ def test_tokens_beyond_the_last_sequence_are_ignored() -> None:
     assert _without_keys(4, lengths, None).tolist() == [True, False, False, False]
 
 
-# --- contracts: signatures that tests.tools.engine_signatures has read in the engines' sources ---
+# --- contracts: signatures that tools.engine_signatures has read in the engines' sources ---
 
 RECORD = json.loads((Path(__file__).parent / "signatures.json").read_text())
 OURS = {

@@ -25,8 +25,8 @@ from attnmesh.mesh.shapes import Shape
 from tests.support import families
 from tests.support.families import CONFIGS, FEW, SHAPES, STOCK, families_on_meshes, prompt
 from tests.support.mesh_problems import named_mesh
+from tests.support.models.tiny_models import Case, tiny_config
 from tests.support.pool import Pool
-from tests.tools.tiny_models import Case, tiny_config
 
 AXES = ("heads", "queries", "keys")
 

@@ -20,7 +20,7 @@ from attnmesh.hf import load
 from attnmesh_command.messages import OptionError
 from attnmesh_command.option_texts import check_model
 from tests.support import families
-from tests.tools.generation import tokenizer
+from tools.generation import tokenizer
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from attnmesh import errors
 from tests.support import families
 from tests.support.families import CONFIGS, STOCK, prompt
 from tests.support.seeds import rotated
-from tests.tools.generation import tokenizer
+from tools.generation import tokenizer
 
 PAIR = ("attnmesh", "stock")
 

@@ -11,10 +11,10 @@ from attnmesh.hf.models import key_heads
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support import families
 from tests.support.mesh_problems import named_mesh
+from tests.support.models.tiny_models import tiny_config
+from tests.support.models.variants import VARIANTS
 from tests.support.pool import Pool
 from tests.support.trainers import launched, settings
-from tests.tools.tiny_models import tiny_config
-from tests.tools.variants import VARIANTS
 
 GIVEN = "given 2 key heads and a heads axis of 3. Fix:"
 

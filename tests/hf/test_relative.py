@@ -9,9 +9,9 @@ import attnmesh.hf as hf
 from attnmesh.errors import KernelError
 from attnmesh.hf.recurrent.prepare_recurrent import prepare_layers
 from attnmesh.hf.relative import NearLogits
-from tests.tools.checks import DoublePrecision
-from tests.tools.sizes import VOCABULARY
-from tests.tools.tiny_models import Case, build
+from tests.support.models.checks import DoublePrecision
+from tests.support.models.sizes import VOCABULARY
+from tests.support.models.tiny_models import Case, build
 
 CASE = Case("inkling_text", "inkling_text")
 IDS = torch.randint(2, VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(0))

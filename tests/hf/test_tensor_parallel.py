@@ -17,8 +17,8 @@ from attnmesh import errors
 from attnmesh.hf.tensor_parallel import rank_weights
 from tests.support import families
 from tests.support.families import STOCK, prompt
+from tests.support.models.tiny_models import Case, build
 from tests.support.pool import Pool
-from tests.tools.tiny_models import Case, build
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3", "gpt-oss", "gemma2", "gemma4", "llama4")
 SIZES = {"num_attention_heads": 8, "hidden_size": 64}

@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
-from benchmarks.timing import peak_memory
 from torch import Tensor
 
 import attnmesh as am
 from attnmesh.errors import KernelError
 from attnmesh.kernels.cuda import CUDA
+from benchmarks.timing import peak_memory
 from tests.support.dense import truth
 
 pytestmark = pytest.mark.quick

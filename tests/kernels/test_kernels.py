@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.timing import peak_memory
 
 import attnmesh as am
 from attnmesh.core.band import Band
 from attnmesh.kernels.blocks import cut, tiles
 from attnmesh.kernels.driver import KERNELS, choose
+from benchmarks.timing import peak_memory
 from tests.support.dense import COARSE_EXPONENTIAL, truth
 from tests.support.problems import DTYPES, draw
 

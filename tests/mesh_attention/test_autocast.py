@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh.mesh.shapes import Shape
-from tests.hf.test_training import plain
+from tests.hf.training.test_training import plain
 from tests.support import families
 from tests.support.families import prompt
 from tests.support.mesh_problems import named_mesh

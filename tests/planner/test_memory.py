@@ -3,7 +3,6 @@
 import sys
 
 import pytest
-from benchmarks import peers, prefill
 
 import attnmesh as am
 from attnmesh.mesh.exchange_cost import fastest_exchange, peak_activations
@@ -11,6 +10,7 @@ from attnmesh.mesh.prices import Candidate
 from attnmesh.mesh.schedule import EXCHANGES
 from attnmesh.mesh.shapes import Shape
 from attnmesh.planner.cost import cost
+from benchmarks import peers, prefill
 from tests.support.live import LiveTensors
 from tests.support.pool import Pool
 

@@ -15,8 +15,8 @@ from attnmesh.planner.cost import cost, index_cost
 from attnmesh.planner.serving import serving
 from attnmesh.runtime.counters import counted
 from tests.support.families import prompt
+from tests.support.models.tiny_models import Case, build
 from tests.support.pool import Pool
-from tests.tools.tiny_models import Case, build
 
 pytestmark = pytest.mark.quick
 

@@ -11,7 +11,7 @@ from attnmesh.hf.model_size import model_size, other_layers
 from attnmesh.planner.serving import Model, Serving, serving
 from tests.support import families
 from tests.support.families import prompt
-from tests.tools.tiny_models import Case, build
+from tests.support.models.tiny_models import Case, build
 
 LLAMA_70B = LlamaConfig(
     vocab_size=128256,

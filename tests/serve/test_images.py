@@ -15,10 +15,10 @@ from attnmesh.serve import supervisor as front
 from attnmesh.serve.chat import encode_chat
 from attnmesh.serve.rank_requests import serve_rank_0
 from tests.cli.test_generate_images import TEMPLATE
-from tests.hf.test_image_prompts import pictures, processor
+from tests.hf.images.test_image_prompts import pictures, processor
 from tests.support.fake_engine import ThreadWorld
+from tests.support.models.image_models import build_images, image_case
 from tests.support.served import Served, chat, served, until
-from tests.tools.image_models import build_images, image_case
 
 
 class EngineWorld:

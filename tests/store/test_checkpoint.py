@@ -32,7 +32,7 @@ from attnmesh.store.checkpoint_writer import save_layers
 from attnmesh.store.tensor_file import TensorFile, link_or_write
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
-from tests.tools.fuzz_store import DamagedCache
+from tools.fuzz_store import DamagedCache
 
 
 def cache_of(tokens: int, ranks: int = 1, width: int = 8) -> am.KVCache:
@@ -353,7 +353,7 @@ def test_disk_without_links_gets_all_files_again(
 
 
 def test_damaged_files_raise_or_load_the_same(tmp_path: Path) -> None:
-    """Run 2,000 of the inputs of `python -m tests.tools.fuzz_store`."""
+    """Run 2,000 of the inputs of `python -m tools.fuzz_store`."""
     damaged = DamagedCache(tmp_path / "cache")
     results = [damaged.load(seed) if seed % 10 == 0 else damaged.read(seed) for seed in range(2000)]
     assert set(results) == {"read", "refused"}

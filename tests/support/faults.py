@@ -8,9 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 
-from benchmarks.netns import LINK, Hosts
-
 from attnmesh.store.checkpoint import FOLDER
+from benchmarks.netns import LINK, Hosts
 from tests.support.worlds import Ranks, Report
 
 OUTAGE = 0.5

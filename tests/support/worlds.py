@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from benchmarks.netns import FIRST, LINK, Hosts, address, links
 
 import attnmesh as am
 from attnmesh.cli.launch import _leave_with_parent
 from attnmesh.errors import RankFailure
 from attnmesh.mesh.shapes import AXES, Shape
+from benchmarks.netns import FIRST, LINK, Hosts, address, links
 from tests.support.mesh_problems import named_mesh
 from tests.support.workloads import WORKLOADS
 

@@ -1,1 +1,0 @@
-"""Tools that look for trouble for as long as they are asked to."""

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tests.support.pool import Pool
-from tests.tools.generation import EXAMPLES, compare_all, documented, table
+from tools.generation import EXAMPLES, compare_all, documented, table
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.tools import hostile
+from tools import hostile
 
 
 @pytest.mark.timeout(600)

@@ -3,6 +3,7 @@
 import ast
 
 import pytest
+
 from tools import house
 
 TREES = house.modules()
@@ -15,6 +16,7 @@ def test_no_count_has_grown(title: str) -> None:
 
 
 LONG = f"def long({', '.join(f'x{n}' for n in range(house.MAX_PARAMETERS + 1))}): ..."
+STEPS = "def long():\n" + "    pass\n" * house.MAX_FUNCTION
 WIDE = "\n".join(f"from attnmesh.core.part{n} import x" for n in range(house.MAX_IMPORTS + 1))
 FOUND = {
     "classes": (
@@ -23,6 +25,8 @@ FOUND = {
         "Plan: comm.two, core.one",
     ),
     "files": (house.shared_stems, {"core.plan": "", "comm.plan": ""}, "plan: comm.plan, core.plan"),
+    "long files": (house.long_files, {"core.one": "x = 1\n" * (house.MAX_FILE + 1)}, "core.one: 651"),
+    "functions": (house.long_functions, {"core.one": STEPS}, "core.one.long: 61"),
     "signatures": (house.long_signatures, {"core.one": LONG}, f"core.one.long: {house.MAX_PARAMETERS + 1}"),
     "imports": (house.wide_imports, {"core.one": WIDE}, f"core.one: {house.MAX_IMPORTS + 1}"),
     "planner": (
@@ -52,3 +56,17 @@ def test_each_file_can_be_imported_under_another_name() -> None:
     assert cache.KVCache.__module__ == "attnmesh.cache.cache"
     assert step_plan.StepPlan.__module__ == "attnmesh.decoding.step_plan"
     assert mesh_op.MeshPlan.__module__ == "attnmesh.mesh_attention.mesh_op"
+
+
+def test_code_is_counted_without_blank_lines_comments_and_docstrings() -> None:
+    file = '"""A file.\n\nIt has text.\n"""\n\n'
+    constant = 'SIZE = 3  # why\n"""A constant."""\n\n'
+    function = '# why\ndef f():\n    """Do."""\n    return 1\n'
+    assert house.code_lines(file + constant + function) == 3
+
+
+def test_a_count_over_its_bound_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(house, "COUNTS", {"wide": (lambda trees: ["core.one: 16"], 0)})
+    with pytest.raises(SystemExit) as ended:
+        house.main()
+    assert ended.value.code

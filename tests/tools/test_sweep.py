@@ -6,8 +6,8 @@ import pytest
 
 from attnmesh.mesh.shapes import Shape
 from tests.support.seeds import rotated
-from tests.tools.rows import Row
-from tests.tools.sweep import IMAGE_MESHES, MESHES, QUICK, Sweep, checks_of, chosen
+from tools.rows import Row
+from tools.sweep import IMAGE_MESHES, MESHES, QUICK, Sweep, checks_of, chosen
 
 CASES = {case.name: case for case in chosen(",".join(QUICK), quick=False)}
 

@@ -6,7 +6,7 @@ import pytest
 
 from attnmesh.kernels.native.build import library
 from tests.support.pool import Pool
-from tests.tools.walk import ALONE, FIRST, LAST, MOST_OF_GUARD, ON_TWO, PAGE, drawings, most_frames, walk, walks_on_two
+from tools.walk import ALONE, FIRST, LAST, MOST_OF_GUARD, ON_TWO, PAGE, drawings, most_frames, walk, walks_on_two
 
 pytestmark = pytest.mark.skipif(library().attend is None, reason="there is no C++ compiler")
 
@@ -39,4 +39,4 @@ def test_calls_on_two_ranks(world: Pool) -> None:
 
 def test_the_page_of_the_code_draws_the_walks(world: Pool) -> None:
     drawn = PAGE.read_text().split(FIRST)[1].split(LAST)[0]
-    assert world.run(2, drawings)[0] == drawn, "write it anew: python -m tests.tools.walk --draw"
+    assert world.run(2, drawings)[0] == drawn, "write it anew: python -m tools.walk --draw"

@@ -1,0 +1,283 @@
+"""Prompts with images, on one to three ranks, beside stock transformers on one device."""
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.llava.processing_llava import LlavaProcessor
+
+import attnmesh.hf as hf
+from attnmesh import errors
+from attnmesh.mesh.shapes import AXES, Shape
+from tests.hf.images.test_images import IMAGES, OPTIONS, logits, vision_model
+from tests.support.families import prompt
+from tests.support.mesh_problems import named_mesh
+from tests.support.models.image_models import build_images, image_case
+from tests.support.pool import Pool
+from tests.support.seeds import rotated
+
+SIZES = {"wide": (1, 4, 8), "high": (1, 6, 4), "large": (1, 8, 6)}
+"""Images by name, as patches along time, height and width. Four patches are a token."""
+
+Part = str | int
+"""Text of so many tokens, or an image by name."""
+
+FIRST: tuple[Part, ...] = (5, "wide", 9, "high", 26)
+SECOND: tuple[Part, ...] = (*FIRST, 3, "large", 17)
+SHAPES = (Shape(1, 1, 1), Shape(1, 1, 2), Shape(1, 3, 1))
+
+
+@lru_cache
+def pixels(name: str, seed: int = 0) -> Tensor:
+    """Random patches of an image."""
+    generator = torch.Generator().manual_seed(len(name) + 100 * seed)
+    return torch.randn(torch.tensor(SIZES[name]).prod(), 96, dtype=torch.float64, generator=generator)
+
+
+def inputs(*rows: tuple[Part, ...], seed: int = 0) -> dict[str, Tensor]:
+    """What a processor of Qwen returns for sequences of text and images, padded on the left."""
+    sequences, images = [], []
+    for number, row in enumerate(rows):
+        parts = []
+        for place, part in enumerate(row):
+            if isinstance(part, int):
+                parts.append(prompt(part, seed=10 * number + place)[0] % 80 + 5)
+            else:
+                tokens = int(torch.tensor(SIZES[part]).prod()) // 4
+                parts.append(torch.tensor([92, *[90] * tokens, 93]))
+                images.append(part)
+        sequences.append(torch.cat(parts))
+    length = max(map(len, sequences))
+    padded = [torch.cat((torch.zeros(length - len(ids), dtype=torch.long), ids)) for ids in sequences]
+    mask = [torch.arange(length) >= length - len(ids) for ids in sequences]
+    ids = torch.stack(padded)
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.stack(mask).long(),
+        "pixel_values": torch.cat([pixels(name, seed) for name in images]),
+        "image_grid_thw": torch.tensor([SIZES[name] for name in images]),
+        "mm_token_type_ids": (ids == 90).int(),
+    }
+
+
+def stock(kind: str, batch: dict[str, Tensor], **options: Any) -> Tensor:
+    """The logits of stock transformers."""
+    return logits(vision_model(kind, "sdpa").generate(**batch, **{**OPTIONS, **options}))
+
+
+def off(found: Any, expected: Tensor) -> float:
+    """How far the logits of an output are off."""
+    return float((logits(found) - expected).abs().max())
+
+
+def answer(kind: str, shape: Shape, batch: dict[str, Tensor], options: dict[str, Any]) -> Any:
+    """Return on a rank what a model generates, from blocks so small that all ranks have some."""
+    model = vision_model(kind, "attnmesh")
+    cache = hf.ShardedCache(model.config, named_mesh(shape, AXES), block=4)
+    return hf.generate(model, **batch, cache=cache, **{**OPTIONS, **options})
+
+
+PROMPTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "one": ((FIRST,), {}),
+    "padded": ((FIRST, (31, "large", 4), SECOND), {}),
+    "chunked": ((SECOND,), {"prefill_chunk_size": 16}),
+    "sampled": ((FIRST, (14, "large", 4)), {"num_return_sequences": 2, "do_sample": True, "top_k": 1}),
+}
+"""Sequences of text and images, and options. No number of ranks divides the tokens."""
+
+
+def answer_logits(*arguments: Any) -> Tensor:
+    return logits(answer(*arguments))
+
+
+@pytest.mark.parametrize(("kind", "name", "shape"), rotated([*IMAGES], [*PROMPTS], SHAPES, every=len(SHAPES)))
+def test_a_prompt_with_images(kind: str, name: str, shape: Shape, pool: Pool) -> None:
+    rows, options = PROMPTS[name]
+    batch = inputs(*rows)
+    whole = {key: value for key, value in options.items() if key != "prefill_chunk_size"}
+    expected = stock(kind, batch, **whole)
+    for found in pool.run(shape.ranks, answer_logits, kind, shape, batch, options):
+        assert float((found - expected).abs().max()) < 1e-5
+
+
+def beams(kind: str) -> float:
+    batch, shape = inputs(FIRST, (14, "large", 4)), Shape(1, 1, 3)
+    options: dict[str, Any] = {"num_beams": 3, "output_scores": True}
+    expected = vision_model(kind, "sdpa").generate(**batch, **{**OPTIONS, **options})
+    found = answer(kind, shape, batch, options)
+    assert torch.equal(found.sequences, expected.sequences)
+    return float((found.sequences_scores - expected.sequences_scores).abs().max())
+
+
+@pytest.mark.parametrize("kind", IMAGES)
+def test_beams_with_images(kind: str, pool: Pool) -> None:
+    assert max(pool.run(3, beams, kind)) < 1e-5
+
+
+def rows_after_images(kind: str, shape: Shape) -> float:
+    """Decode after two prompts with images and one without, in one forward pass, and return how far logits are off."""
+    model, mesh = vision_model(kind, "attnmesh"), named_mesh(shape, AXES)
+    batches = [inputs(FIRST), inputs(SECOND, seed=1), {"input_ids": prompt(21) % 80 + 5}]
+    expected = [logits(hf.generate(model, **batch, mesh=mesh, **OPTIONS))[:, 0] for batch in batches]
+    caches, wrong = [hf.ShardedCache(model.config, mesh, block=4) for _ in batches], 0.0
+    for batch, cache in zip(batches, caches, strict=True):
+        hf.prefill(model, batch["input_ids"], cache, **{n: x for n, x in batch.items() if n != "input_ids"})
+    tokens = [int(batch["input_ids"][0, -1]) for batch in batches]
+    for step in range(OPTIONS["max_new_tokens"]):
+        found = hf.decode_rows(model, tokens, caches)
+        tokens = found.argmax(-1).tolist()
+        wrong = max(wrong, *(float((row - one[step]).abs().max()) for row, one in zip(found, expected, strict=True)))
+    caches[0].crop(-35)
+    with pytest.raises(errors.ShapeError, match="caches whose images are whole"):
+        hf.decode_rows(model, tokens, caches)
+    return wrong
+
+
+@pytest.mark.parametrize(("kind", "shape"), rotated([*IMAGES], SHAPES[:2], every=2))
+def test_rows_after_images(kind: str, shape: Shape, pool: Pool) -> None:
+    assert max(pool.run(shape.ranks, rows_after_images, kind, shape)) < 1e-5
+
+
+def turns(kind: str) -> list[tuple[float, int]]:
+    """Return on a rank how far the logits of several turns are off, and the tokens that each took from the cache."""
+    model, taken = vision_model(kind, "attnmesh"), []
+    cache = hf.ShardedCache(model.config, named_mesh(Shape(1, 1, 2), AXES), block=4)
+    begin = cache.begin
+    cache.begin = lambda tokens: (taken.append(cache.get_seq_length()), begin(tokens))  # type: ignore[assignment]
+    errors = []
+    text = {"input_ids": inputs(FIRST)["input_ids"]}
+    for batch in (inputs(FIRST), inputs(SECOND), inputs(FIRST), inputs(FIRST, seed=1), text, inputs(FIRST)):
+        found = hf.generate(model, **batch, cache=cache, **OPTIONS)
+        errors.append(off(found, stock(kind, batch)))
+    return [*zip(errors, taken, strict=True)]
+
+
+@pytest.mark.parametrize("kind", IMAGES)
+def test_turns_keep_the_images_that_are_the_same(kind: str, pool: Pool) -> None:
+    first = inputs(FIRST)["input_ids"].shape[1]
+    for found in pool.run(2, turns, kind):
+        errors, taken = zip(*found, strict=True)
+        assert max(errors) < 1e-5
+        # A turn adds an image; one is taken back; other pixels; the placeholders as text; and the images again.
+        assert taken == (0, first, first - 1, 6, 6, 6)
+
+
+def of_one_text(kind: str) -> float:
+    """Return how far logits are off after a turn with one text and two images of which the other was kept."""
+    model, one, other = vision_model(kind, "attnmesh"), inputs(FIRST), inputs(FIRST, seed=1)
+    cache = hf.ShardedCache(model.config, named_mesh(Shape(1, 1, 2), AXES), block=4)
+    hf.generate(model, **{name: torch.cat((x, other[name])) for name, x in one.items()}, cache=cache, **OPTIONS)
+    cache.batch_select_indices(torch.tensor([1]))
+    return off(hf.generate(model, **one, cache=cache, **OPTIONS), stock(kind, one))
+
+
+def test_a_sequence_kept_of_a_batch_is_not_taken_for_another(pool: Pool) -> None:
+    assert max(pool.run(2, of_one_text, "qwen2_5_vl")) < 1e-5
+
+
+def prefilled(kind: str, shape: Shape) -> float:
+    model, batch = vision_model(kind, "attnmesh"), inputs(FIRST)
+    cache = hf.ShardedCache(model.config, named_mesh(shape, AXES), block=4)
+    hf.prefill(model, cache=cache, **batch)
+    assert cache.get_seq_length() == batch["input_ids"].shape[1] - 1
+    return off(hf.generate(model, **batch, cache=cache, **OPTIONS), stock(kind, batch))
+
+
+@pytest.mark.parametrize("shape", [Shape(2, 1, 1), Shape(1, 3, 1)], ids=str)
+def test_a_prefill_with_images_is_continued(shape: Shape, pool: Pool) -> None:
+    assert max(pool.run(shape.ranks, prefilled, "qwen3_vl", shape)) < 1e-5
+
+
+def processor(side: str) -> LlavaProcessor:
+    """Return the processor of LLaVA for images of 16 tokens, with padding on a side."""
+    words = {"<pad>": 0, "<image>": 90, **{f"w{number}": number for number in range(1, 80)}}
+    tokens = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    tokens.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokens, pad_token="<pad>", additional_special_tokens=["<image>"], padding_side=side
+    )
+    sides = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
+    options = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    return LlavaProcessor(CLIPImageProcessorPil(**sides), tokenizer, image_token="<image>", **options)
+
+
+def pictures() -> list[Image.Image]:
+    """Return three images of different sizes."""
+    generator = np.random.default_rng(0)
+    sizes = ((24, 40), (17, 19), (64, 33))
+    return [Image.fromarray(generator.integers(0, 255, (*size, 3), dtype=np.uint8)) for size in sizes]
+
+
+TEXTS = ("w3 <image> w4 w5 <image> w6 w7 w8", "w9 w10 w11 <image> w12 w13")
+
+
+def processed(side: str = "left") -> Any:
+    """Return what the processor of LLaVA makes of two texts and three images."""
+    batch = processor(side)(text=[*TEXTS], images=pictures(), padding=True, return_tensors="pt")
+    return {**batch, "pixel_values": batch["pixel_values"].double()}
+
+
+def answer_processed(shape: Shape) -> float:
+    ours, stock = (build_images(image_case("llava"), attention, torch.float64) for attention in ("attnmesh", "sdpa"))
+    expected = logits(stock.generate(**processed(), **OPTIONS))
+    found = hf.generate(ours, **processed(), mesh=named_mesh(shape, AXES), **OPTIONS)
+    return off(found, expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_what_a_processor_returns_is_what_generate_takes(shape: Shape, pool: Pool) -> None:
+    assert max(pool.run(shape.ranks, answer_processed, shape)) < 1e-5
+
+
+def refused(kind: str, case: str) -> str:
+    """Return the error of a rank for images that are not right."""
+    batch, options, mesh = inputs(FIRST), {"max_new_tokens": 2}, named_mesh(Shape(1, 1, 2), AXES)
+    model, rank = vision_model(kind, "attnmesh"), torch.distributed.get_rank()
+    if case == "other pixels":
+        batch["pixel_values"] = batch["pixel_values"] + rank
+    elif case == "one rank":
+        batch = batch if rank else {"input_ids": batch["input_ids"]}
+    elif case == "fewer images":
+        batch |= {"pixel_values": batch["pixel_values"][:32], "image_grid_thw": batch["image_grid_thw"][:1]}
+    elif case == "ends in an image":
+        batch = inputs((20, "wide", 1))
+        batch = {n: x[:, :-2] if x.shape == batch["input_ids"].shape else x for n, x in batch.items()}
+    elif case == "other shape":
+        batch["pixel_values"] = torch.zeros(1, 3, 28, 28)
+    elif case == "assisted":
+        options["prompt_lookup_num_tokens"] = 3
+    elif case == "audio":
+        options["input_features"] = torch.zeros(1, 8)  # type: ignore[assignment]
+    try:
+        hf.generate(model, **batch, mesh=mesh, **options)
+    except errors.InputError as error:
+        assert float(hf.generate(model, prompt(9), mesh=mesh, max_new_tokens=1).sum()) > 0  # ranks are in step
+        return str(error)
+    return ""
+
+
+REFUSED = {
+    "other pixels": "pixel_values",
+    "one rank": "pixel_values",
+    "fewer images": "images that fit the prompt",
+    "ends in an image": "1 tokens of text at the end of a prompt",
+    "other shape": "images that fit the prompt",
+    "assisted": "prompt_lookup_num_tokens",
+    "audio": "input_features",
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_images_that_do_not_fit_are_refused_on_all_ranks_alike(case: str, pool: Pool) -> None:
+    first, second = pool.run(2, refused, "qwen3_vl", case)
+    assert first == second
+    assert REFUSED[case] in first

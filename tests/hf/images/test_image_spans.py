@@ -1,0 +1,157 @@
+"""Images whose tokens see each other both ways, on one to three ranks, beside stock transformers."""
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForImageTextToText,
+    Gemma3Config,
+    GemmaConfig,
+    PaliGemmaConfig,
+    PreTrainedModel,
+    SiglipVisionConfig,
+)
+
+import attnmesh.hf as hf
+from attnmesh import errors
+from attnmesh.mesh.shapes import AXES, Shape
+from tests.hf.images.test_image_prompts import SHAPES
+from tests.hf.images.test_images import OPTIONS, logits
+from tests.support.families import prompt
+from tests.support.mesh_problems import named_mesh
+from tests.support.models.image_models import build_images, image_batch, image_case
+from tests.support.models.tiny_models import randomise
+from tests.support.models.video_models import video_batch
+from tests.support.pool import Pool
+from tests.support.seeds import rotated
+
+GEMMA_TEXT = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 96, "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+}  # fmt: skip
+VISION = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32,
+    "patch_size": 4,
+}  # fmt: skip
+"""Images of 64 patches, which are 16 tokens of Gemma 3: twice its window."""
+
+PALIGEMMA_TEXT = {name: value for name, value in GEMMA_TEXT.items() if name not in ("sliding_window", "layer_types")}
+KINDS = ("gemma3", "paligemma")
+
+
+@lru_cache
+def model_of(kind: str, attention: str) -> PreTrainedModel:
+    """A tiny model of text and images."""
+    config: Any
+    if kind == "gemma3":
+        names = {"image_token_index": 90, "boi_token_index": 91, "eoi_token_index": 92, "mm_tokens_per_image": 16}
+        config = Gemma3Config(text_config=GEMMA_TEXT, vision_config=VISION, **names)
+    else:
+        text = GemmaConfig(**PALIGEMMA_TEXT)
+        parts = {"text_config": text, "vision_config": SiglipVisionConfig(**VISION)}
+        config = PaliGemmaConfig(**parts, image_token_index=90, projection_dim=32)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = AutoModelForImageTextToText.from_config(config, attn_implementation=attention)
+    randomise(model.double())
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    model.generation_config.suppress_tokens = [90]
+    return model.eval()
+
+
+def inputs(kind: str, *texts: int, seed: int = 0, rows: int = 1) -> dict[str, Tensor]:
+    """What a processor returns for images with so many tokens of text between them."""
+    count = 16 if kind == "gemma3" else 64
+    text = [prompt(tokens, batch=rows, seed=at) % 80 + 5 for at, tokens in enumerate(texts)]
+    image = torch.full((rows, count), 90)
+    ids = torch.cat([part for words in text for part in (words, image)][:-1], 1)
+    images = rows * (len(texts) - 1)
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randn(10, 3, 32, 32, dtype=torch.float64, generator=generator)[:images]
+    types = (ids == 90).long() if kind == "gemma3" else torch.zeros_like(ids)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels, "token_type_ids": types}
+
+
+def stock(kind: str, batch: dict[str, Tensor]) -> Tensor:
+    """The logits of stock transformers."""
+    return logits(model_of(kind, "sdpa").generate(**batch, **OPTIONS))
+
+
+def answers(kind: str, shape: Shape, batches: list[dict[str, Tensor]], **options: Any) -> list[Tensor]:
+    """Return on a rank the logits of turns with one cache, of blocks so small that all ranks have some."""
+    model = model_of(kind, "attnmesh")
+    cache = hf.ShardedCache(model.config, named_mesh(shape, AXES), block=4)
+    return [logits(hf.generate(model, **batch, cache=cache, **{**OPTIONS, **options})) for batch in batches]
+
+
+def chunked(kind: str, shape: Shape, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+    return answers(kind, shape, batches, prefill_chunk_size=8)
+
+
+PROMPTS: dict[str, Any] = {
+    "one": [((7, 18), {})],
+    "several": [((3, 5, 26), {})],
+    "alike": [((9, 12), {"rows": 2})],
+    "turns": [((7, 18), {}), ((7, 18, 9), {}), ((7, 18), {}), ((7, 18), {"seed": 1})],
+}
+"""Turns of text with images between. No number of ranks divides the tokens."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "shape", "run"), rotated(KINDS, [*PROMPTS], SHAPES, [answers, chunked], every=len(SHAPES))
+)
+def test_image_tokens_see_each_other(kind: str, name: str, shape: Shape, run: Any, pool: Pool) -> None:
+    batches = [inputs(kind, *texts, **more) for texts, more in PROMPTS[name]]
+    expected = [stock(kind, batch) for batch in batches]
+    for found in pool.run(shape.ranks, run, kind, shape, batches):
+        for turn, logits_of_stock in zip(found, expected, strict=True):
+            assert float((turn - logits_of_stock).abs().max()) < 1e-5
+
+
+def rows_that_differ(kind: str) -> str:
+    batch = inputs(kind, 7, 18, rows=2)
+    batch["input_ids"][1] = batch["input_ids"][1].roll(2)
+    batch["token_type_ids"] = (batch["input_ids"] == 90).long()
+    with pytest.raises(errors.MaskError) as raised:
+        hf.generate(model_of(kind, "attnmesh"), **batch, mesh=named_mesh(Shape(1, 1, 2), AXES), max_new_tokens=2)
+    return str(raised.value)
+
+
+def test_spans_in_other_places_of_each_sequence_are_refused_by_name(pool: Pool) -> None:
+    first, second = pool.run(2, rows_that_differ, "gemma3")
+    assert first == second
+    assert "spans in the same places of all sequences" in first
+
+
+OTHER: dict[str, tuple[str, dict[str, Any], Any, str]] = {
+    "images": ("molmo2", {}, image_batch, "images whose tokens see those of later images. Fix: "),
+    "frames": ("molmo2", {}, video_batch, "images whose tokens see those of later images. Fix: "),
+    "long": ("gemma4_unified", {"sliding_window": 3}, image_batch, "a run of 16 image tokens that see each other"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_other_masks_of_images_are_refused_by_name(name: str) -> None:
+    kind, changes, batch_of, given = OTHER[name]
+    case = image_case(kind)
+    case = replace(case, changes=case.changes | {"text_config": case.changes["text_config"] | changes})
+    model: Any = build_images(case, "attnmesh", torch.float32)
+    batch = batch_of(model, torch.float32)
+    expected = "earlier tokens in the layer's window, and later ones of their own image alone, given"
+    with pytest.raises(errors.MaskError, match=f"{expected} {given}"):
+        hf.generate(model, **batch, mesh=None, max_new_tokens=2)
+    with pytest.raises(errors.MaskError, match=f"{expected} {given}"):
+        model(**hf.shard_batch({**batch, "labels": batch["input_ids"]}, None))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_device_reads_an_image_as_stock_transformers(kind: str) -> None:
+    batch = inputs(kind, 7, 18)
+    with torch.no_grad():
+        found, expected = (model_of(kind, attention)(**batch).logits for attention in ("attnmesh", "sdpa"))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)

@@ -1,0 +1,249 @@
+"""Rows of several requests in one forward pass give the tokens and logits that each gives alone."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import attnmesh.hf as hf
+from attnmesh import errors
+from attnmesh.mesh.shapes import AXES, Shape
+from attnmesh.runtime.counters import counted
+from tests.support import families
+from tests.support.families import CONFIGS, FEW, prompt
+from tests.support.mesh_problems import named_mesh
+from tests.support.models.checks import precisely
+from tests.support.models.tiny_models import Case, build
+from tests.support.pool import Pool
+from tests.support.seeds import seeds
+
+LENGTHS, NEW = (37, 2, 92, 1, 16), 6
+SHAPES = [Shape(1, 1, 1), Shape(1, 1, 2), Shape(1, 3, 1), Shape(2, 1, 2)]
+OTHERS = ("deepseek_v3", "qwen3_next", "mamba", "falcon_h1", "bart", "deepseek_v32", "gpt2")
+"""Model types with latents, recurrent states alone and beside keys, no position_ids, and indexers."""
+
+
+def alone(model: PreTrainedModel, ids: Tensor, new: int, **place: Any) -> Tensor:
+    """Return the logits of the new tokens, of `generate`. Some models force the last token, so tokens are not read."""
+    options: dict[str, Any] = {"return_dict_in_generate": True, "output_logits": True, "do_sample": False}
+    return torch.cat(hf.generate(model, ids, max_new_tokens=new, **options, **place).logits)
+
+
+def check_together(model: PreTrainedModel, mesh: Any, tolerance: float, **options: Any) -> None:
+    """Decode prompts together: one is a fork, one joins late, one leaves early."""
+    prompts = [prompt(length, seed=length) for length in LENGTHS]
+    caches = [hf.ShardedCache(model.config, mesh, **options) for _ in prompts]
+    wanted = [alone(model, ids, NEW, mesh=mesh) for ids in prompts]
+    given: list[list[int]] = [[] for _ in prompts]
+    for row, (ids, cache) in enumerate(zip(prompts, caches, strict=True)):
+        given[row].append(int(alone(model, ids, 1, cache=cache).argmax()))
+    if not caches[0].state_layers:
+        caches[2] = caches[2].fork()
+    for step in range(NEW + 1):
+        rows = [row for row in range(len(prompts)) if len(given[row]) < NEW - (row == 1) and (row != 4 or step > 1)]
+        if not rows:
+            break
+        logits = hf.decode_rows(model, [given[row][-1] for row in rows], [caches[row] for row in rows])
+        for row, scores in zip(rows, logits, strict=True):
+            expected = wanted[row][len(given[row])]
+            assert float((scores - expected).abs().max()) <= tolerance * float(expected.std())
+            given[row].append(int(scores.argmax()))
+    for row, expected in enumerate(wanted):
+        assert given[row] == expected.argmax(-1).tolist()[: len(given[row])]
+        text = torch.cat((prompts[row][0], torch.tensor(given[row][:-1])))
+        assert torch.equal(caches[row].tokens, text[None])
+
+
+def family_together(family: str, shape: Shape) -> None:
+    check_together(families.model(family, "attnmesh"), named_mesh(shape, AXES), 1e-3)
+
+
+@pytest.mark.parametrize("number", seeds({[*CONFIGS].index(family) for family in FEW}, len(CONFIGS)))
+def test_rows_give_what_each_gives_alone(number: int, pool: Pool) -> None:
+    shape = SHAPES[number % len(SHAPES)]
+    pool.run(shape.ranks, family_together, list(CONFIGS)[number], shape)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_rows_of_every_family_on_every_mesh(family: str, shape: Shape, pool: Pool) -> None:
+    pool.run(shape.ranks, family_together, family, shape)
+
+
+def type_together(name: str, shape: Shape) -> None:
+    model = build(Case(name, name), "attnmesh", torch.float64)
+    with precisely(model, torch.float64):
+        check_together(model, named_mesh(shape, AXES), 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"), [*((name, 2) for name in OTHERS if name not in ("falcon_h1", "gpt2")), ("mamba", 1)]
+)
+def test_rows_of_other_types_give_what_each_gives_alone(name: str, ranks: int, pool: Pool) -> None:
+    pool.run(ranks, type_together, name, Shape(1, 1, ranks))
+
+
+def with_options(shape: Shape, options: dict[str, Any]) -> None:
+    check_together(families.model("gemma3", "attnmesh"), named_mesh(shape, AXES), 1e-3, **options)
+
+
+@pytest.mark.parametrize(
+    "options", [{"reproducible": True}, {"merge": "gather"}, {"windows": False, "block": 4}, {"checked": False}]
+)
+def test_caches_with_options_give_the_same(options: dict[str, Any], pool: Pool) -> None:
+    pool.run(2, with_options, Shape(1, 1, 2), options)
+
+
+def sharing_weights(ranks: int) -> None:
+    """Compare rows on ranks that share weights and keys with rows on one rank."""
+    mesh = named_mesh(Shape(1, 1, ranks), AXES)
+    assert mesh is not None
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 2}
+    whole = families.model("llama", "attnmesh", **sizes)
+    shared = hf.tensor_parallel(families.model("llama", "attnmesh", **sizes), mesh["keys"], output="heads")
+    prompts, found = [prompt(length, seed=length) for length in LENGTHS], []
+    for model, place, output in ((whole, None, "replicated"), (shared, mesh, "heads")):
+        caches = [hf.ShardedCache(model.config, place, output=output) for _ in prompts]
+        tokens = [int(ids[0, -1]) for ids in prompts]
+        for ids, cache in zip(prompts, caches, strict=True):
+            hf.prefill(model, ids, cache)
+        steps = []
+        for _ in range(NEW):
+            steps.append(hf.decode_rows(model, tokens, caches))
+            tokens = steps[-1].argmax(-1).tolist()
+        found.append(torch.stack(steps))
+    torch.testing.assert_close(found[1], found[0], atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_that_share_weights_and_keys(ranks: int, pool: Pool) -> None:
+    pool.run(ranks, sharing_weights, ranks)
+
+
+def merges_of_a_step() -> tuple[int, int]:
+    """Return the merges of a step of one row, and of five."""
+    model, mesh = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, 2), AXES)
+    caches = [hf.ShardedCache(model.config, mesh) for _ in LENGTHS]
+    for length, cache in zip(LENGTHS, caches, strict=True):
+        hf.generate(model, prompt(length), cache=cache, max_new_tokens=2, do_sample=False)
+    found = []
+    for rows in (1, len(LENGTHS)):
+        hf.decode_rows(model, [3] * rows, caches[:rows])
+        with counted() as traffic:
+            hf.decode_rows(model, [3] * rows, caches[:rows])
+        found.append(len(traffic.merges))
+    return found[0], found[1]
+
+
+def test_a_layer_takes_one_merge_for_all_rows(pool: Pool) -> None:
+    assert pool.run(2, merges_of_a_step) == [(3, 3)] * 2
+
+
+# --- refusals ---
+
+Spoil = Callable[[PreTrainedModel, list[int], list[Any]], Any]
+"""Makes a call wrong, in place."""
+
+
+def unequal(_: Any, tokens: list[int], __: Any) -> None:
+    tokens.pop()
+
+
+def unknown_token(_: Any, tokens: list[int], __: Any) -> None:
+    tokens[0] = 97
+
+
+def twice(_: Any, __: Any, caches: list[Any]) -> None:
+    caches[1] = caches[0]
+
+
+def no_cache(_: Any, __: Any, caches: list[Any]) -> None:
+    caches[1] = None
+
+
+def padding(model: PreTrainedModel, _: Any, caches: list[Any]) -> None:
+    caches[1] = hf.ShardedCache(model.config, caches[0].mesh)
+    hf.prefill(model, prompt(9), caches[1], attention_mask=(torch.arange(9) > 3)[None].long())
+
+
+def batch(model: PreTrainedModel, _: Any, caches: list[Any]) -> None:
+    caches[1] = hf.ShardedCache(model.config, caches[0].mesh)
+    hf.prefill(model, prompt(9, batch=2), caches[1])
+
+
+def options(model: PreTrainedModel, _: Any, caches: list[Any]) -> None:
+    caches[1] = hf.ShardedCache(model.config, caches[0].mesh, kernel="reference")
+
+
+def other_token(_: Any, tokens: list[int], __: Any) -> None:
+    tokens[0] += 1
+
+
+ON_ALL: dict[Spoil, str] = {
+    unequal: "hf.decode_rows tokens: expected a list of 2 ints, given [3]. Fix: pass the next token of each request",
+    unknown_token: "hf.decode_rows tokens: expected tokens from 0 to 96, given [97]",
+    twice: "hf.decode_rows caches: expected each cache once, given one cache twice. Fix: pass cache.fork()",
+    no_cache: "hf.decode_rows caches: expected ShardedCaches, given NoneType",
+    padding: "hf.decode_rows caches: expected caches without padding, given padding",
+    batch: "hf.decode_rows caches: expected caches of one sequence, given one of 2",
+    options: "hf.decode_rows caches: expected caches of one model with the same options, given another kernel",
+}
+
+ON_ONE: dict[Spoil, str] = {
+    unequal: ON_ALL[unequal],
+    unknown_token: ON_ALL[unknown_token],
+    no_cache: ON_ALL[no_cache],
+    other_token: "hf.decode_rows: expected the same call on every rank",
+}
+
+
+def refusal(spoil: Spoil, on_all: bool) -> str:
+    model, mesh = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, 2), AXES)
+    caches: list[Any] = [hf.ShardedCache(model.config, mesh) for _ in range(2)]
+    for length, cache in zip((9, 30), caches, strict=True):
+        hf.prefill(model, prompt(length), cache)
+    tokens, given = [3, 4], [*caches]
+    if on_all or torch.distributed.get_rank() == 1:
+        spoil(model, tokens, given)
+    with pytest.raises(errors.InputError) as caught:
+        hf.decode_rows(model, tokens, given)
+    assert hf.decode_rows(model, [3, 4], caches).shape == (2, 97)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("spoil", ON_ALL, ids=lambda spoil: spoil.__name__)
+def test_wrong_calls_are_refused_alike(spoil: Spoil, pool: Pool) -> None:
+    answers = pool.run(2, refusal, spoil, True)
+    assert len(set(answers)) == 1
+    assert ON_ALL[spoil] in answers[0]
+
+
+@pytest.mark.parametrize("spoil", ON_ONE, ids=lambda spoil: spoil.__name__)
+def test_a_call_that_is_wrong_on_one_rank_is_refused_on_all(spoil: Spoil, pool: Pool) -> None:
+    answers = pool.run(2, refusal, spoil, False)
+    assert len(set(answers)) == 1
+    assert ON_ONE[spoil] in answers[0]
+
+
+def test_a_rope_that_would_change_is_refused() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    model = families.model("llama", "attnmesh", rope_parameters=rope, max_position_embeddings=32)
+    short, long = hf.ShardedCache(model.config), hf.ShardedCache(model.config)
+    hf.prefill(model, prompt(9), short)
+    hf.prefill(model, prompt(32), long)
+    hf.decode_rows(model, [3, 4], [short, long])
+    with pytest.raises(errors.ShapeError, match="a rope that stays the same, given 33 tokens, where it changes"):
+        hf.decode_rows(model, [3, 4], [short, long])
+
+
+def test_the_models_context_ends() -> None:
+    model = families.model("llama", "attnmesh", max_position_embeddings=16)
+    cache = hf.ShardedCache(model.config)
+    hf.prefill(model, prompt(16), cache)
+    hf.decode_rows(model, [3], [cache])
+    with pytest.raises(errors.ShapeError, match="at most 16 tokens, the model's context, given 17"):
+        hf.decode_rows(model, [3], [cache])

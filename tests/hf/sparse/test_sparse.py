@@ -1,0 +1,486 @@
+"""Models that select their keys: tokens and gradients of stock transformers, with the keys of indexers in shards."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
+from functools import lru_cache, partial
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import attnmesh as am
+import attnmesh.hf as hf
+from attnmesh import errors
+from attnmesh.core.layout import Layout
+from attnmesh.hf.sparse.scores import IndexScores
+from attnmesh.mesh.shapes import AXES, Shape
+from tests.support.families import prompt
+from tests.support.mesh_problems import named_mesh
+from tests.support.models.tiny_models import Case, build, tiny_config
+from tests.support.pool import Pool
+
+SHARED = {"num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]}
+"""Layers that select what an earlier layer has selected."""
+
+WIDTHS = {"swa_kv_lora_rank": 24, "swa_head_dim": 14, "swa_num_attention_heads": 2, "swa_num_key_value_heads": 2}
+"""Latents and heads of layers with windows, unlike those of the others, as in the released model."""
+
+BLOCKS = {
+    "layer_types": ["full_attention", *["minimax_m3_sparse"] * 2],
+    "index_block_size": 4,
+    "index_topk_blocks": 3,
+    "index_local_blocks": 2,
+}
+
+COMPRESSED = {
+    "layer_types": ["sliding_attention", *["compressed_sparse_attention", "heavily_compressed_attention"] * 2],
+    "mlp_layer_types": ["hash_moe", *["moe"] * 4],
+}
+
+CASES = {
+    "axk2": Case("axk2", "axk2"),
+    "deepseek_v32": Case("deepseek_v32", "deepseek_v32"),
+    "deepseek_v4": Case("deepseek_v4", "deepseek_v4", COMPRESSED),
+    "dots3": Case("dots3_note_text", "dots3_note_text", WIDTHS),
+    "glm": Case("glm_moe_dsa", "glm_moe_dsa", {**SHARED, "mlp_layer_types": ["dense", *["sparse"] * 3]}),
+    "hy_v4": Case("hy_v4", "hy_v4", {**SHARED, "mlp_layer_types": ["dense", *["sparse"] * 3]}),
+    "minimax_m3": Case("minimax_m3_vl_text", "minimax_m3_vl_text", BLOCKS),
+    "qwen4": Case("qwen4_exp_text", "qwen4_exp_text"),
+    "ties": Case("deepseek_v32+ties", "deepseek_v32", {"index_n_heads": 2}),
+}
+"""Indexers of 64 heads, whose scores never tie. With 2 heads many are 0, and the lowest index has to win."""
+
+SHAPES = (Shape(1, 1, 1), Shape(1, 2, 1), Shape(1, 1, 3), Shape(1, 2, 2))
+
+SAMPLED = {("ties", SHAPES[1]), ("deepseek_v32", SHAPES[3]), ("dots3", SHAPES[0])}
+SAMPLED |= {("minimax_m3", SHAPES[2]), ("qwen4", SHAPES[3]), ("deepseek_v4", SHAPES[2])}
+"""The cases of `make test`."""
+
+Generate = Callable[..., Tensor]
+
+
+@lru_cache(maxsize=4)
+def model(name: str, attention: str, dtype: torch.dtype) -> PreTrainedModel:
+    return build(CASES[name], attention, dtype)
+
+
+NEW = 6
+"""Tokens of a plain answer."""
+
+
+def plain(generate: Generate) -> list[Tensor]:
+    return [generate(prompt(61), max_new_tokens=NEW)]
+
+
+def chunked(generate: Generate) -> list[Tensor]:
+    return [generate(prompt(61, batch=2), max_new_tokens=4, prefill_chunk_size=24)]
+
+
+def beams(generate: Generate) -> list[Tensor]:
+    return [
+        generate(prompt(47, batch=2), max_new_tokens=4, num_beams=3),
+        generate(prompt(30), max_new_tokens=3, num_beams=2),
+    ]
+
+
+def turns(generate: Generate) -> list[Tensor]:
+    """Generate in three turns, the last of which goes back to an earlier one."""
+    first = generate(prompt(50), max_new_tokens=3)
+    second = generate(torch.cat((first, prompt(20, seed=1)), 1), max_new_tokens=3)
+    return [first, second, generate(torch.cat((second[:, :52], prompt(10, seed=2)), 1), max_new_tokens=3)]
+
+
+def lookup(generate: Generate) -> list[Tensor]:
+    """Generate from drafts, some of which are rejected."""
+    ids = prompt(61)
+    ids[:, 40:] = ids[:, 10:31]
+    return [generate(ids, max_new_tokens=6, prompt_lookup_num_tokens=3)]
+
+
+def padded(generate: Generate) -> list[Tensor]:
+    """Generate from a batch padded on the left."""
+    ids = prompt(50, batch=3)
+    mask = torch.ones_like(ids)
+    for row, count in enumerate((0, 20, 43)):
+        ids[row, :count], mask[row, :count] = 0, 0
+    return [generate(ids, attention_mask=mask, max_new_tokens=4)]
+
+
+DTYPES = dict.fromkeys((plain, chunked, beams, turns, lookup), torch.float64) | {padded: torch.float32}
+"""Checks, and the dtype of each: stock attention gives NaN for padding in float64."""
+
+
+Check = Callable[[Generate], list[Tensor]]
+
+
+def checks_of(name: str) -> list[tuple[Check, torch.dtype]]:
+    """Return the checks of a case."""
+    refused = {"deepseek_v4": (lookup, padded), "minimax_m3": (padded,), "qwen4": (lookup,)}.get(name, ())
+    return [each for each in DTYPES.items() if each[0] not in refused]
+
+
+def ours(name: str, shape: Shape) -> dict[str, Any]:
+    """Return the tokens of each check on a rank."""
+    mesh = named_mesh(shape, AXES)
+
+    def run(check: Check, dtype: torch.dtype) -> list[Any]:
+        small = model(name, "attnmesh", dtype)
+        cache = hf.ShardedCache(small.config, mesh, block=4)
+
+        def generate(ids: Tensor, **options: Any) -> Tensor:
+            used = cache if check is turns else hf.ShardedCache(small.config, mesh, block=4)
+            options = {"attention_mask": torch.ones_like(ids), **options}
+            return hf.generate(small, ids, cache=used, do_sample=False, **options)
+
+        return [tokens.tolist() for tokens in check(generate)]
+
+    return {check.__name__: run(check, dtype) for check, dtype in checks_of(name)}
+
+
+@contextmanager
+def lowest_index_first() -> Iterator[None]:
+    """Let `topk` return the lowest index of equal scores first, which on a CPU is any of them."""
+    stock = Tensor.topk
+
+    def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+        if type(x) is not Tensor or x.ndim != 3:  # a router's scores, or scores that are recorded
+            return stock(x, k, dim, largest, sorted)
+        ordered = x.sort(dim=dim, descending=True, stable=True)
+        return torch.return_types.topk((ordered.values[..., :k], ordered.indices[..., :k]))
+
+    with patch.object(Tensor, "topk", topk):
+        yield
+
+
+@lru_cache
+def stock(name: str) -> dict[str, Any]:
+    """Return the tokens of stock transformers."""
+
+    def run(check: Check, dtype: torch.dtype) -> list[Any]:
+        def generate(ids: Tensor, **options: Any) -> Tensor:
+            options = {"attention_mask": torch.ones_like(ids), "do_sample": False, **options}
+            options |= {"prefill_chunk_size": None, "prompt_lookup_num_tokens": None}
+            return model(name, "eager", dtype).generate(ids, **options)
+
+        with lowest_index_first() if name == "ties" else nullcontext():
+            return [tokens.tolist() for tokens in check(generate)]
+
+    return {check.__name__: run(check, dtype) for check, dtype in checks_of(name)}
+
+
+def cases_on_meshes() -> list[Any]:
+    """Return each case on each mesh; only `SAMPLED` without a mark."""
+    return [
+        pytest.param(
+            name,
+            shape,
+            id=f"{name}-{'x'.join(map(str, shape))}",
+            marks=[] if (name, shape) in SAMPLED else pytest.mark.long,
+        )
+        for name in CASES
+        for shape in SHAPES
+    ]
+
+
+@pytest.mark.parametrize(("name", "shape"), cases_on_meshes())
+def test_each_type_gives_the_tokens_of_stock_transformers(name: str, shape: Shape, pool: Pool) -> None:
+    for found in pool.run(shape.ranks, ours, name, shape):
+        assert found == stock(name)
+
+
+def own_best(shape: Shape) -> list[list[int]]:
+    """Return the tokens of a rank that keeps its own best keys, and does not merge them with those of other ranks."""
+    small = model("deepseek_v32", "attnmesh", torch.float64)
+    cache = hf.ShardedCache(small.config, named_mesh(shape, AXES), checked=False)
+    with patch("attnmesh.decoding.index_search.best_across", lambda found, *_, **__: found):
+        out: Tensor = hf.generate(small, prompt(61), cache=cache, max_new_tokens=6, do_sample=False)
+    return out.tolist()
+
+
+def test_candidates_that_are_not_merged_are_noticed(pool: Pool) -> None:
+    for found in pool.run(2, own_best, Shape(1, 1, 2)):
+        assert found != stock("deepseek_v32")["plain"][0]
+
+
+# --- training ---
+
+
+def batch(packed: bool) -> dict[str, Tensor]:
+    ids = prompt(61, batch=1 if packed else 2)
+    positions = {"position_ids": torch.cat((torch.arange(25), torch.arange(36)))[None]} if packed else {}
+    return {"input_ids": ids, "labels": ids, **positions}
+
+
+def trained(small: PreTrainedModel, arguments: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
+    small.train().zero_grad()
+    loss = small(**arguments).loss
+    loss.backward()
+    small.eval()
+    return loss.item(), {name: p.grad for name, p in small.named_parameters() if p.grad is not None}
+
+
+def train_on_shards(name: str, shape: Shape, layout: Layout, packed: bool, again: bool) -> Any:
+    small = build(CASES[name], "attnmesh", torch.float64)
+    if again:
+        small.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return trained(small, hf.shard_batch(batch(packed), named_mesh(shape, AXES), layout))
+
+
+TRAINING = [
+    ("deepseek_v32", Shape(1, 2, 1), am.Zigzag(), False, True),
+    ("glm", Shape(1, 1, 3), am.Zigzag(), False, True),
+    ("ties", Shape(1, 2, 2), am.Striped(4), False, False),
+    ("deepseek_v32", Shape(1, 4, 1), am.Contiguous(), True, False),
+    ("dots3", Shape(1, 3, 1), am.Zigzag(), False, False),
+    ("hy_v4", Shape(1, 1, 2), am.Zigzag(), True, True),
+    ("axk2", Shape(1, 2, 1), am.Contiguous(), False, True),
+    ("minimax_m3", Shape(1, 1, 3), am.Zigzag(), False, True),
+    ("minimax_m3", Shape(1, 2, 2), am.Contiguous(), False, False),
+    ("qwen4", Shape(1, 2, 1), am.Zigzag(), False, True),
+    ("qwen4", Shape(1, 1, 3), am.Contiguous(), False, False),
+]
+
+
+@pytest.mark.parametrize(("name", "shape", "layout", "packed", "again"), TRAINING)
+def test_gradients_are_those_of_one_device(
+    name: str, shape: Shape, layout: Layout, packed: bool, again: bool, pool: Pool
+) -> None:
+    """With `again`, layers are computed again for the backward pass."""
+    with lowest_index_first() if name == "ties" else nullcontext():
+        loss, gradients = trained(model(name, "eager", torch.float64), {**batch(packed), "use_cache": False})
+    results = pool.run(shape.ranks, train_on_shards, name, shape, layout, packed, again)
+    assert sum(found for found, _ in results) / len(results) == pytest.approx(loss, rel=1e-6)
+    largest = max(float(x.abs().max()) for x in gradients.values())
+    for weight, expected in gradients.items():  # transformers computes norms and losses in float32
+        found = torch.stack([each.get(weight, torch.zeros_like(expected)) for _, each in results]).mean(0)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * largest, msg=weight)
+
+
+def train_compiled(name: str) -> list[bool]:
+    """Return whether a compiled model has the loss and the gradients of one that is not."""
+    shape, results = Shape(1, 2, 1), []
+    for wrap in (lambda model: model, partial(torch.compile, backend="eager")):
+        small = build(CASES[name], "attnmesh", torch.float64).train()
+        loss = wrap(small)(**hf.shard_batch(batch(False), named_mesh(shape, AXES))).loss
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in small.parameters() if p.grad is not None)])
+    return [torch.allclose(some, other, rtol=1e-5, atol=1e-6) for some, other in zip(*results, strict=True)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["deepseek_v32", "minimax_m3", "qwen4"])
+def test_a_compiled_model_trains_as_one_that_is_not(name: str, pool: Pool) -> None:
+    for right in pool.run(2, train_compiled, name, deadline=60.0):
+        assert all(right)
+
+
+def test_blocks_begin_with_each_document(pool: Pool) -> None:
+    """Stock recurrent layers mix documents, so the reference has each alone."""
+    small, ids = model("qwen4", "eager", torch.float64), batch(True)["input_ids"]
+    parts = [trained(small, {"input_ids": x, "labels": x, "use_cache": False}) for x in (ids[:, :25], ids[:, 25:])]
+    found = pool.run(2, train_documents, "qwen4", Shape(1, 2, 1), am.Zigzag())
+    counts = 24, 35  # of labels
+    loss = sum(count * part[0] for count, part in zip(counts, parts, strict=True)) / sum(counts)
+    assert sum(each for each, _ in found) / len(found) == pytest.approx(loss, rel=1e-6)
+
+
+def train_documents(name: str, shape: Shape, layout: Layout) -> Any:
+    labels = batch(True)["input_ids"].clone()
+    labels[:, 25] = -100
+    shards = hf.shard_batch({**batch(True), "labels": labels}, named_mesh(shape, AXES), layout)
+    return trained(build(CASES[name], "attnmesh", torch.float64), shards)
+
+
+def refuse_documents() -> str:
+    shards = hf.shard_batch(batch(True), named_mesh(Shape(1, 2, 1), AXES))
+    with pytest.raises(errors.MaskError, match="packed sequences"):
+        build(CASES["minimax_m3"], "attnmesh", torch.float64)(**shards)
+    return "refused"
+
+
+def test_documents_in_blocks_that_count_all_tokens_are_refused(pool: Pool) -> None:
+    assert pool.run(2, refuse_documents) == ["refused"] * 2
+
+
+# --- the cache ---
+
+
+def saved(folder: Path) -> list[bool]:
+    """Save, restore and fork a cache with recurrent states. Return whether it then gives the tokens of a new one."""
+    small, mesh = model("qwen4", "attnmesh", torch.float64), named_mesh(Shape(1, 1, 2), AXES)
+    cache, restored = (hf.ShardedCache(small.config, mesh, block=4) for _ in range(2))
+
+    def tokens(used: hf.ShardedCache, prompted: Tensor) -> Tensor:
+        found: Tensor = hf.generate(small, prompted, cache=used, max_new_tokens=6, do_sample=False)
+        return found
+
+    later = torch.cat((tokens(cache, prompt(61)), prompt(7, seed=4)), 1)
+    cache.save(folder)
+    restored.restore(folder)
+    expected = tokens(hf.ShardedCache(small.config, None), later)
+    return [torch.equal(tokens(used, later), expected) for used in (restored, cache.fork(), cache)]
+
+
+def test_last_tokens_are_saved_and_forked(tmp_path: Path, pool: Pool) -> None:
+    for right in pool.run(2, saved, tmp_path):
+        assert right == [True] * 3
+
+
+def lives(folder: Path, lost: int) -> list[bool]:
+    """Fork, crop, copy, save, restore and recover a cache. Return whether it then gives the tokens of a new one."""
+    small, mesh = model("glm", "attnmesh", torch.float64), named_mesh(Shape(1, 1, 2), AXES)
+    cache = hf.ShardedCache(small.config, mesh, block=4, copies=2)
+    ids, options = prompt(61), {"max_new_tokens": 6, "do_sample": False}
+
+    def tokens(used: hf.ShardedCache, prompted: Tensor = ids) -> list[list[int]]:
+        return hf.generate(small, prompted, cache=used, **options).tolist()
+
+    expected, other = tokens(cache), torch.cat((ids[:, :40], prompt(21, seed=3)), 1)
+    forked, shorter = cache.fork(), prompt(61)[:, :50]
+    right = [tokens(forked, other) == tokens(hf.ShardedCache(small.config, mesh, block=4), other)]
+    right.append(tokens(cache) == expected)
+    cache.save(folder)
+    restored = hf.ShardedCache(small.config, mesh, block=4)
+    restored.restore(folder)
+    right += [[kv.length for kv in restored.kvs] == [66] * 6, tokens(restored) == expected]
+    kept = None if torch.distributed.get_rank() == lost else cache
+    recovered = hf.ShardedCache.recover(kept, small.config, mesh)
+    right += [len(recovered.kvs) == 6, tokens(recovered, shorter) == tokens(cache, shorter)]
+    cache.reset()
+    return [*right, not cache.kvs, tokens(cache) == expected]
+
+
+def test_a_life_of_a_cache(tmp_path: Path, pool: Pool) -> None:
+    for right in pool.run(2, lives, tmp_path, 1):
+        assert all(right), right
+
+
+# --- what is recorded, and what is refused ---
+
+
+class Source:
+    """Keys of an indexer, which count how many were asked for."""
+
+    def select(self, scores: IndexScores, k: int) -> Tensor:
+        return torch.tensor(k)
+
+
+def recorded(function: Callable[[IndexScores], Any]) -> Any:
+    return function(IndexScores.keys(torch.randn(2, 5, 8), Source()))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda keys: keys.softmax(-1),
+        lambda keys: keys.sum(1),
+        lambda keys: keys.cumsum(1),
+        lambda keys: keys[:, :3],
+        lambda keys: keys + 1,
+        lambda keys: keys.mT,
+        lambda keys: keys.topk(3),
+        lambda keys: keys.transpose(1, 2).masked_fill(torch.ones(1, dtype=torch.bool), -torch.inf),
+        lambda keys: torch.cat((keys, keys), 1),
+        lambda keys: keys.tolist(),
+    ],
+)
+def test_functions_that_do_not_score_each_key_by_itself_are_refused(function: Callable[[IndexScores], Any]) -> None:
+    with pytest.raises(errors.KernelError, match=r"attnmesh\.hf"):
+        recorded(function)
+
+
+def test_recorded_scores_are_those_of_the_same_functions() -> None:
+    q, weights, keys = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 4), torch.randn(2, 7, 8)
+
+    def scored(x: Any) -> Any:
+        products = torch.relu(torch.matmul(q, x.transpose(-1, -2).float().unsqueeze(1)) * 0.5)
+        return torch.matmul(weights.unsqueeze(-2), products).squeeze(-2)
+
+    scores = recorded(scored)
+    torch.testing.assert_close(scores.run(keys, scores.operands), scored(keys))
+    some = [x[:, 1:] for x in scores.operands]
+    torch.testing.assert_close(scores.run(keys[:, 2:5], some), scored(keys)[:, 1:, 2:5])
+
+
+def test_scores_of_other_shapes_are_refused() -> None:
+    q = torch.randn(2, 4, 3, 8)  # heads before queries
+    scores = recorded(lambda keys: torch.matmul(q, keys.transpose(-1, -2).unsqueeze(1)))
+    with pytest.raises(errors.KernelError, match="scores of shape"):
+        scores.run(torch.randn(2, 7, 8), scores.operands)
+
+
+def refused_mesh() -> str:
+    small = model("deepseek_v32", "attnmesh", torch.float64)
+    with pytest.raises(errors.ShapeError, match="heads axis"):
+        hf.generate(small, prompt(20), mesh=named_mesh(Shape(2, 1, 1), AXES), max_new_tokens=3)
+    return "refused"
+
+
+def test_a_heads_axis_is_refused(pool: Pool) -> None:
+    assert pool.run(2, refused_mesh) == ["refused"] * 2
+
+
+def test_embeddings_of_several_tokens_are_refused() -> None:
+    config = tiny_config(CASES["qwen4"])
+    config.ple_layer_ids = [1]
+    with pytest.raises(errors.KernelError, match="embeddings of several tokens"):
+        hf.ShardedCache(config, None)
+
+
+def train_without_hooks() -> float:
+    small = build(CASES["deepseek_v32"], "attnmesh", torch.float64)
+    shards = hf.shard_batch(batch(False), named_mesh(Shape(1, 2, 1), AXES))
+    with patch("attnmesh.hf.training.caller.prepare_indexers"):
+        return float(small(**shards).loss)
+
+
+def test_an_indexer_that_scores_a_shard_alone_is_refused(pool: Pool) -> None:
+    with pytest.raises(errors.KernelError, match="one that scores the keys of a shard alone"):
+        pool.run(2, train_without_hooks)
+
+
+def test_hooks_are_removed_with_the_rest() -> None:
+    small = build(CASES["deepseek_v32"], "attnmesh", torch.float64)
+    small(**hf.shard_batch(batch(False), None)).loss.backward()
+    hooks = [module._forward_pre_hooks for module in small.modules() if type(module).__name__.endswith("Indexer")]
+    assert all(hooks)
+    hf.restore(small)
+    assert not any(hooks)
+
+
+# --- one device ---
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "deepseek_v4", "minimax_m3", "qwen4"])
+def test_copies_and_other_attention_after_generation(name: str) -> None:
+    small, ids = build(CASES[name], "attnmesh", torch.float64), prompt(30)
+    options = {"max_new_tokens": 4, "do_sample": False}
+    tokens = hf.generate(small, ids, mesh=None, **options)
+    torch.save(small, file := BytesIO())
+    file.seek(0)
+    for other in (small, deepcopy(small), torch.load(file, weights_only=False)):
+        assert torch.equal(hf.generate(other, ids, mesh=None, **options), tokens)
+        other.set_attn_implementation("eager")
+        assert torch.equal(other.generate(ids, **options), tokens)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm", "dots3"])
+def test_one_device_with_caches_of_transformers(name: str) -> None:
+    small, expected = model(name, "attnmesh", torch.float64), stock(name)["plain"][0]
+    options = {"max_new_tokens": NEW, "do_sample": False}
+    static = {"cache_implementation": "static", "disable_compile": True}
+    for more in ({}, static, {"use_cache": False}):
+        assert small.generate(prompt(61), **options, **more).tolist() == expected
+
+
+def test_padding_on_one_device() -> None:
+    def generate(ids: Tensor, **options: Any) -> Tensor:
+        return model("deepseek_v32", "attnmesh", torch.float32).generate(ids, do_sample=False, **options)
+
+    assert [tokens.tolist() for tokens in padded(generate)] == stock("deepseek_v32")["padded"]

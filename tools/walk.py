@@ -1,0 +1,271 @@
+"""Walks of steady calls: the frames, files and lines of attnmesh that one call runs through, by room.
+
+    python -m tools.walk           the table
+    python -m tools.walk --draw    two walks, function by function, into docs/code.md
+
+A call is traced after it has been made a few times. A frame is a call of a Python function of the package. A change of
+file is a frame in another file than the one before. Lines are counted as they run, a loop's each time.
+What a rank does while it waits for another, and to move letters that wait, is not counted.
+"""
+
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import attnmesh as am
+from attnmesh.comm import mailbox_queue as letters
+
+PACKAGE = Path(am.__file__).parent
+WARM, TRACED = 5, 10
+"""Calls before those that are traced, and how many of these there are."""
+
+HEADS, KV_HEADS, DIM, TOKENS = 8, 2, 64, 64
+
+PAGE = Path(__file__).parents[1] / "docs" / "code.md"
+FIRST, LAST = "<!-- Two walks: python -m tools.walk --draw -->\n", "<!-- The end of the walks -->\n"
+DRAWN = {
+    "attention, 2 ranks, keys": "Prefill and training: `attention` on two ranks of a keys axis, without gradients.",
+    "decode, 2 ranks": "Decoding: a step on the CPUs of one host.",
+}
+LEFT_OUT = ("core/", "mesh/", "runtime/", "kernels/traced", "kernels/blocks", "kernels/native/digest")
+"""Files of values and of questions, whose functions a drawing leaves out."""
+
+MOST = {"attention, 1 rank": 50, "attention, 2 ranks": 200, "decode, 1 rank": 12, "decode, 2 ranks": 30}
+"""Frames that calls may take at most, by how their names begin."""
+
+WAITS = {letters.finish_letter.__code__, letters._move.__code__}
+"""Functions whose calls depend on when the other rank sends."""
+
+MOST_OF_GUARD = 0.15
+"""Share of the executed lines that the guard may have at most."""
+
+
+@dataclass
+class Walk:
+    """What one call ran through: the files of its frames in order, and its lines by room."""
+
+    files: list[str] = field(default_factory=list)
+    lines: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def changes(self) -> int:
+        """Frames in another file than the one before."""
+        return sum(one != other for one, other in pairwise(self.files))
+
+    def share(self, *rooms: str) -> float:
+        """Return the share of the lines that these rooms have."""
+        return sum(self.lines[room] for room in rooms) / max(1, self.lines.total())
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A function that a call runs through: how deep, its file, its name, and the first sentence of its docstring."""
+
+    depth: int
+    file: str
+    name: str
+    sentence: str
+
+    def line(self, width: int = 118) -> str:
+        """Return the line of a drawing, with as much of the sentence as fits."""
+        start = f"{self.file:<25}{'  ' * self.depth}{self.name}"
+        line = f"{start:<61}{self.sentence}"
+        return line if len(line) <= width else f"{line[: width - 4].rsplit(' ', 1)[0].rstrip(',;:')} ..."
+
+
+def walk(call: Callable[[], object]) -> Walk:
+    """Return the walk of a call that was made before: the shortest of some, as a rank that waits long looks around."""
+    for _ in range(WARM):
+        call()
+    return min((_traced(call) for _ in range(TRACED)), key=lambda found: len(found.files))
+
+
+def _traced(call: Callable[[], object]) -> Walk:
+    found = Walk()
+
+    def on_line(frame: FrameType, event: str, _: Any) -> Any:
+        if event == "line":
+            found.lines[_room(frame.f_code.co_filename)] += 1
+        return on_line
+
+    def on_call(frame: FrameType, event: str, _: Any) -> Any:
+        if event != "call" or not frame.f_code.co_filename.startswith(str(PACKAGE)) or _is_waiting(frame):
+            return None
+        found.files.append(frame.f_code.co_filename)
+        return on_line
+
+    sys.settrace(on_call)
+    try:
+        call()
+    finally:
+        sys.settrace(None)
+    return found
+
+
+def _is_waiting(frame: FrameType) -> bool:
+    """Return True for what a rank does to wait for letters or to move them: it depends on when others send."""
+    above = frame.f_back
+    while above is not None and above.f_code not in WAITS:
+        above = above.f_back
+    return above is not None
+
+
+def stops(call: Callable[[], object]) -> list[Stop]:
+    """Return what a call runs through, each function once: public ones, and private ones that lead to others.
+
+    What rooms do for themselves is left out: values (core, mesh, runtime), and what a function of comm calls in turn.
+    """
+    for _ in range(WARM):
+        call()
+    entered: list[tuple[str, str]] = []
+    found: dict[tuple[str, str], Stop] = {}
+    parents: dict[tuple[str, str], tuple[str, str] | None] = {}
+
+    def on_frame(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "return" and entered and entered[-1] == (code.co_filename, code.co_qualname):
+            entered.pop()
+        if event != "call" or not code.co_filename.startswith(str(PACKAGE)):
+            return
+        key, above = (code.co_filename, code.co_qualname), entered[-1] if entered else None
+        entered.append(key)
+        file, docstring = str(Path(code.co_filename).relative_to(PACKAGE)), next(iter(code.co_consts), None)
+        hidden = file.startswith(LEFT_OUT) or "<" in code.co_qualname or code.co_qualname.startswith("Call.")
+        inside = above is not None and _room(above[0]) == "comm" == _room(code.co_filename)
+        if key not in parents and isinstance(docstring, str) and not hidden and not inside:
+            parents[key] = next((other for other in reversed(entered[:-1]) if other in parents), None)
+            depth = sum(other in parents for other in entered[:-1])
+            found[key] = Stop(depth, file, code.co_qualname, docstring.split(". ")[0].splitlines()[0])
+
+    sys.setprofile(on_frame)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    leading = set(parents.values())
+    private = {key for key in found if key[1].split(".")[-1].startswith("_")}
+    return [stop for key, stop in found.items() if key not in private or key in leading]
+
+
+def most_frames(name: str) -> int:
+    """Return how many frames a call may take."""
+    return next(most for start, most in MOST.items() if name.startswith(start))
+
+
+def _room(file: str) -> str:
+    """Return the room of a file: its folder, or its own name at the top."""
+    parts = Path(file).relative_to(PACKAGE).parts
+    return parts[0] if len(parts) > 1 else Path(file).stem
+
+
+def attention_call(shape: tuple[int, int, int] | None) -> Callable[[], object]:
+    """Return a causal call of 64 tokens on a mesh, or on one rank."""
+    q = torch.randn(1, HEADS, TOKENS, DIM)
+    k, v = torch.randn(2, 1, KV_HEADS, TOKENS, DIM).unbind()
+    if shape is None:
+        return lambda: am.attention(q, k, v, mesh=None)
+    mesh, layout = am.init_mesh(shape), am.Zigzag()
+    parts = [am.shard(x, mesh, layout=layout) for x in (q, k, v)]
+    return lambda: am.attention(*parts, mesh=mesh, layout=layout, length=TOKENS)
+
+
+def decode_call(shape: tuple[int, int, int] | None, kind: str = "") -> Callable[[], object]:
+    """Return a step of one token of a kind on a cache of 64, on a mesh or on one rank."""
+    mesh, options = None if shape is None else am.init_mesh(shape), dict[str, Any]()
+    sizes: dict[str, Any] = {"batch": 1, "kv_heads": KV_HEADS, "head_dim": DIM, "capacity": 256}
+    if kind == "window":
+        sizes["mask"] = options["mask"] = am.Window(20)
+    torch.manual_seed(0)
+    cache = am.KVCache(mesh, **sizes, dtype=torch.float32)
+    real = torch.arange(TOKENS)[None] > 2 if kind == "padding" else None
+    cache.append(*torch.randn(2, 1, KV_HEADS, TOKENS, DIM).unbind(), token_mask=real)
+    if kind == "sinks":
+        options["sinks"] = torch.zeros(HEADS)
+    if kind == "heads":
+        options["output"] = "heads"
+    q = torch.randn(1, HEADS, 1, DIM)
+    return lambda: am.decode(q, cache, **options)
+
+
+ALONE: dict[str, Callable[[], Callable[[], object]]] = {
+    "attention, 1 rank": lambda: attention_call(None),
+    "decode, 1 rank": lambda: decode_call(None),
+}
+ON_TWO: dict[str, Callable[[], Callable[[], object]]] = {
+    "attention, 2 ranks, keys": lambda: attention_call((1, 1, 2)),
+    "attention, 2 ranks, queries": lambda: attention_call((1, 2, 1)),
+    "attention, 2 ranks, heads": lambda: attention_call((2, 1, 1)),
+    "decode, 2 ranks": lambda: decode_call((1, 1, 2)),
+    "decode, 2 ranks, sinks": lambda: decode_call((1, 1, 2), "sinks"),
+    "decode, 2 ranks, window": lambda: decode_call((1, 1, 2), "window"),
+    "decode, 2 ranks, heads": lambda: decode_call((1, 1, 2), "heads"),
+    "decode, 2 ranks, padding": lambda: decode_call((1, 1, 2), "padding"),
+}
+
+
+def walks_on_two() -> dict[str, Walk]:
+    """Return on a rank of two the walk of each call."""
+    return {name: walk(make()) for name, make in ON_TWO.items()}
+
+
+def _rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    found = walks_on_two()
+    if rank == 0:
+        _show(found)
+    dist.destroy_process_group()
+
+
+def _show(walks: dict[str, Walk]) -> None:
+    for name, found in walks.items():
+        frames, files = len(found.files), len(set(found.files))
+        most = ", ".join(f"{room} {count}" for room, count in found.lines.most_common(5))
+        guard = f"{found.share('guard'):.0%}"
+        print(f"{name:<28} {frames:>6} {most_frames(name):>5} {files:>5} {found.changes:>7} {guard:>6}  {most}")
+
+
+def _draw_rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    drawn = drawings()
+    if rank == 0:
+        before, rest = PAGE.read_text().split(FIRST)
+        PAGE.write_text(before + FIRST + drawn + LAST + rest.split(LAST)[1])
+    dist.destroy_process_group()
+
+
+def drawings() -> str:
+    """Return on a rank of two the drawing of two walks."""
+    parts = []
+    for name, title in DRAWN.items():
+        lines = "\n".join(stop.line() for stop in stops(ON_TWO[name]()))
+        parts.append(f"\n*{title}*\n\n```\n{lines}\n```\n")
+    return "".join(parts) + "\n"
+
+
+def main() -> None:
+    """Print the table of walks, or draw two of them into the page."""
+    if sys.argv[1:] == ["--draw"]:
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(_draw_rank, (folder,), 2)
+        return
+    print(f"{'':<28} frames   max files changes  guard  lines by room")
+    torch.set_num_threads(1)
+    _show({name: walk(make()) for name, make in ALONE.items()})
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank, (folder,), 2)
+
+
+if __name__ == "__main__":
+    main()
