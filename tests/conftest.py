@@ -7,7 +7,6 @@ os.environ["ATTNMESH_MACHINE"] = ""  # the choices of "auto" do not depend on wh
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # of two threads neither keeps a core from others while it waits
 
 import gc
-import multiprocessing as mp
 import signal
 
 import hypothesis
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 import tests.support.interpreted  # noqa: F401 (first of all)
-from attnmesh.cli.launch import _start_forkserver
+from attnmesh.cli.launch import Processes
 from attnmesh.kernels.native.build import library
 from attnmesh.runtime.world import WORLD
 from tests.support.browser import browser  # noqa: F401 (a fixture)
@@ -36,8 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
     library()  # compiled here, or the first rank to need it would be silent for some seconds
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         return  # of several workers each has its own, and whoever hands out the tests runs none
-    mp.get_context("forkserver").set_forkserver_preload(PRELOADED)
-    _start_forkserver()
+    Processes().preload(PRELOADED)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -70,9 +70,3 @@ def test_the_package_imports_nothing_that_is_in_a_checkout_alone() -> None:
     modules = {(name, str(n.module)) for name in nodes for n in nodes[name] if isinstance(n, ast.ImportFrom)}
     modules |= {(name, x.name) for name in nodes for n in nodes[name] if isinstance(n, ast.Import) for x in n.names}
     assert not [pair for pair in modules if pair[1].split(".")[0] in ("benchmarks", "tests", "tools")]
-
-
-def test_the_map_of_the_code_names_each_file() -> None:
-    from tools.code_map import PAGE, page  # it takes the rooms from here
-
-    assert PAGE.read_text() == page(), "write it anew: make format"

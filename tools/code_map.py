@@ -1,10 +1,8 @@
-"""Write the map of the code in docs/code.md from the first lines of its files: `python -m tools.code_map`."""
+"""Draw the rooms of the code and their arrows in docs/code.md, from its imports: `python -m tools.code_map`."""
 
-import ast
-from graphlib import TopologicalSorter
 from pathlib import Path
 
-from tests.test_rooms import COMMAND, FILES, ROOMS, imports
+from tests.test_rooms import FILES, PACKAGES, ROOMS, imports
 
 PAGE = Path(__file__).parents[1] / "docs" / "code.md"
 FIRST, LAST = "<!-- The map: make format -->\n", "<!-- The end of the map -->\n"
@@ -31,40 +29,36 @@ PURPOSES = {
 }
 
 
-def line_of(name: str) -> str:
-    """Return a file's line of the map: its path in the room, and the first line of its docstring."""
-    docstring = ast.get_docstring(ast.parse((FILES | COMMAND)[name].read_text()))
-    assert docstring is not None
-    return f"- `{'/'.join(name.split('.')[1:]) or name}`: {docstring.splitlines()[0]}"
+def imported_rooms() -> dict[str, set[str]]:
+    """Return for each room the others that its files import from."""
+    found: dict[str, set[str]] = {room: set() for room in ROOMS}
+    for name, file in (FILES | PACKAGES).items():
+        found[name.split(".")[0]] |= {other.split(".")[0] for other in imports(file)}
+    return {room: others - {room} for room, others in found.items()}
 
 
-def rooms() -> str:
-    """Return the map. In each room files come after those that they import."""
-    edges = {name: imports(file) & FILES.keys() for name, file in FILES.items()}
-    order = [name for batch in _batches(edges) for name in sorted(batch)]
-    parts = []
+def arrows() -> dict[str, list[str]]:
+    """Return for each room those that it stands on, without those that these stand on."""
+    edges, below = imported_rooms(), dict[str, set[str]]()
     for room in ROOMS:
-        lines = [line_of(name) for name in order if name.split(".")[0] == room]
-        parts += ["\n".join([f"### {room}: {PURPOSES[room]}\n", *lines, ""])] if lines else []
-    title = "### attnmesh_command: options of the command, beside the package and without PyTorch\n"
-    parts.append("\n".join([title, *map(line_of, COMMAND), ""]))
-    return "\n".join(parts)
+        below[room] = edges[room].union(*(below[other] for other in edges[room]))
+    return {
+        room: [other for other in ROOMS if other in edges[room] and not any(other in below[x] for x in edges[room])]
+        for room in ROOMS
+    }
 
 
-def _batches(edges: dict[str, set[str]]) -> list[tuple[str, ...]]:
-    """Return the files in batches that import only from earlier ones."""
-    sorter, found = TopologicalSorter(edges), []
-    sorter.prepare()
-    while sorter.is_active():
-        found.append(sorter.get_ready())
-        sorter.done(*found[-1])
-    return found
+def drawing() -> str:
+    """Return the drawing: a line for each room, what it stands on, and what it is for."""
+    left = {room: f"{room:<14} {'→ ' + ', '.join(others) if others else ''}" for room, others in arrows().items()}
+    width = max(map(len, left.values()))
+    return "\n".join(f"{text:<{width}}  {PURPOSES[room]}" for room, text in left.items())
 
 
 def page() -> str:
     """Return the page with the map as the code has it."""
     before, rest = PAGE.read_text().split(FIRST)
-    return before + FIRST + "\n" + rooms() + "\n" + LAST + rest.split(LAST)[1]
+    return f"{before}{FIRST}\n```\n{drawing()}\n```\n\n{LAST}{rest.split(LAST)[1]}"
 
 
 if __name__ == "__main__":

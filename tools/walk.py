@@ -9,7 +9,6 @@ What a rank does while it waits for another, and to move letters that wait, is n
 """
 
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,10 +18,9 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import attnmesh as am
+from attnmesh.cli.launch import run_on_ranks
 from attnmesh.comm import mailbox_queue as letters
 
 PACKAGE = Path(am.__file__).parent
@@ -218,31 +216,12 @@ def walks_on_two() -> dict[str, Walk]:
     return {name: walk(make()) for name, make in ON_TWO.items()}
 
 
-def _rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    found = walks_on_two()
-    if rank == 0:
-        _show(found)
-    dist.destroy_process_group()
-
-
 def _show(walks: dict[str, Walk]) -> None:
     for name, found in walks.items():
         frames, files = len(found.files), len(set(found.files))
         most = ", ".join(f"{room} {count}" for room, count in found.lines.most_common(5))
         guard = f"{found.share('guard'):.0%}"
         print(f"{name:<28} {frames:>6} {most_frames(name):>5} {files:>5} {found.changes:>7} {guard:>6}  {most}")
-
-
-def _draw_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    drawn = drawings()
-    if rank == 0:
-        before, rest = PAGE.read_text().split(FIRST)
-        PAGE.write_text(before + FIRST + drawn + LAST + rest.split(LAST)[1])
-    dist.destroy_process_group()
 
 
 def drawings() -> str:
@@ -257,14 +236,13 @@ def drawings() -> str:
 def main() -> None:
     """Print the table of walks, or draw two of them into the page."""
     if sys.argv[1:] == ["--draw"]:
-        with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(_draw_rank, (folder,), 2)
+        before, rest = PAGE.read_text().split(FIRST)
+        PAGE.write_text(before + FIRST + run_on_ranks(2, drawings)[0] + LAST + rest.split(LAST)[1])
         return
     print(f"{'':<28} frames   max files changes  guard  lines by room")
     torch.set_num_threads(1)
     _show({name: walk(make()) for name, make in ALONE.items()})
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (folder,), 2)
+    _show(run_on_ranks(2, walks_on_two)[0])
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from attnmesh.comm import shared_memory
 from attnmesh.comm.shared_memory import SLOT, Mailboxes
 from attnmesh.comm.topology import mailboxes_of
 from attnmesh.errors import MeshError
-from attnmesh.guard.consensus import agree
+from attnmesh.guard.agreement import Agreement
 from attnmesh.mesh.axes import Axis, mesh_of
 from attnmesh.runtime.processes import RunningProcess
 from tests.support.pool import Pool
@@ -124,7 +124,7 @@ def _talk_after_calls_that_differ() -> int:
     if axis.index == 0:
         own.send(1, _message(Random("lost"), 100))
     with pytest.raises(MeshError, match="the same call on every rank"):
-        agree(mesh_of(axis), f"call {axis.index == 0}")
+        Agreement(mesh_of(axis), f"call {axis.index == 0}").before()
     return _talk(10)
 
 

@@ -14,11 +14,12 @@ from tests.support.emulated_nccl import BACKENDS, world
 def events(gpu: EmulatedGPU, used: bool) -> list[str]:
     """Return in which order `init_mesh` sets the device, compares calls and makes groups."""
     found: list[str] = []
-    agree, make = module.run_agreed, module.init_device_mesh
+    make = module.init_device_mesh
 
-    def compare(mesh: object, check: object, call: object) -> object:
-        found.append("compare")
-        return agree(mesh, check, call)  # type: ignore[arg-type]
+    class Recorded(module.Agreement):
+        def __enter__(self) -> "Recorded":
+            found.append("compare")
+            return self
 
     def init(*arguments: object, **named: object) -> object:
         found.append("make groups")
@@ -29,7 +30,7 @@ def events(gpu: EmulatedGPU, used: bool) -> list[str]:
         "device_count": lambda: 2,
         "set_device": lambda number: found.append(f"set {number}"),
     }
-    order = patch.multiple(module, run_agreed=compare, init_device_mesh=init)
+    order = patch.multiple(module, Agreement=Recorded, init_device_mesh=init)
     with patch.multiple(torch.cuda, **device), order:
         am.init_mesh("cuda", (1, 1, 2))
     return found[: found.index("make groups") + 1]

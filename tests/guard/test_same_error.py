@@ -36,7 +36,7 @@ from attnmesh.errors import (
     ShapeError,
     StoreError,
 )
-from attnmesh.guard.consensus import agree
+from attnmesh.guard.agreement import Agreement
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.mesh_problems import named_mesh
@@ -1096,7 +1096,7 @@ def refused_by_one() -> str:
     mesh = named_mesh(Shape(2, 2, 2), AXES)
     try:
         if dist.get_rank() == 3:
-            agree(Mesh.of(mesh), ShapeError("forward", "this", "that", "pass this"))
+            Agreement(Mesh.of(mesh), "forward").fail(ShapeError("forward", "this", "that", "pass this"))
         am.KVCache(mesh, **SIZES)
     except ShapeError as error:
         return str(error)

@@ -14,7 +14,7 @@ from fcntl import LOCK_EX, flock
 from pathlib import Path
 from threading import Event, Thread, current_thread
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -663,7 +663,7 @@ def test_finished_save_keeps_no_tensors_alive(tmp_path: Path) -> None:
 def test_wait_raises_the_same_interruption_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saving = cache_of(20).save(tmp_path, wait=False)
     saving.finish_writing()
-    monkeypatch.setattr(saved_cache, "agree", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(saved_cache, "Agreement", Mock(side_effect=KeyboardInterrupt))
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             saving.wait()

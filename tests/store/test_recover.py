@@ -1,8 +1,6 @@
 """Recovery after lost ranks: surviving shards and copies move to another mesh, and nothing is computed again."""
 
-import multiprocessing as mp
 import os
-import signal
 import threading
 import time
 from pathlib import Path
@@ -15,7 +13,7 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh import hf
-from attnmesh.cli.launch import _leave_with_parent
+from attnmesh.cli.launch import Processes, leave_with_parent
 from attnmesh.errors import MeshError, RankFailure, UnforeseenError
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape
@@ -68,7 +66,7 @@ def recovery_error(
     caches = [filled(mesh, 2, padded, 100 * layer) for layer in range(layers)]
     if rank == 1:  # a step ahead of the others
         for cache in caches[:1]:
-            cache.checker.checked = False
+            cache.calls.checked = False
             cache.append(*new_tokens(1, 77))
     found = am.recover(None if rank in lost else caches, other, copies=min(2, Shape(*after).ranks // after[0]))
     worst = 0.0
@@ -188,7 +186,7 @@ def recover_uneven_layers(kind: str) -> float | str:
             caches[0].append(*new_tokens(3, 5))
             caches[0].truncate(37)
         case "padding ahead":
-            caches[0].checker.checked = False
+            caches[0].calls.checked = False
             if rank == 0:
                 caches[0].append(*new_tokens(1, 5), token_mask=torch.zeros(2, 1) > 0)
         case "recovered by some":
@@ -280,7 +278,7 @@ def prompt() -> Tensor:
 def run_rank(rank: int | None, place: int, ranks: int, folder: Path, pipe: Any) -> None:
     """Generate as `rank` of three, then recover and continue as rank `place` of `ranks`. A new rank has `rank` None."""
     torch.set_num_threads(1)
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    threading.Thread(target=leave_with_parent, daemon=True).start()
     store, model = dist.FileStore(str(folder / "store")), families.model("llama", "attnmesh")
     ids, cache = prompt(), None
     if rank is not None:
@@ -328,30 +326,23 @@ class TokenCounter:
 @pytest.mark.parametrize("replaced", [False, True])
 def test_generation_continues_after_a_rank_is_killed(tmp_path: Path, replaced: bool) -> None:
     """The other ranks continue from their shards and copies, without the killed rank or with a new one in its place."""
-    context: Any = mp.get_context("forkserver")
-    context.set_forkserver_preload(["tests.support.interpreted", "torch._dynamo", "tests.store.test_recover"])
+    processes = Processes()
+    processes.preload(["tests.support.interpreted", "torch._dynamo", "tests.store.test_recover"])
     victim, ranks = 1, 3 if replaced else 2
     places = {0: 0, 1: 1, 2: 2 if replaced else 1}
-    processes, pipes = [], []
-
-    def start(rank: int | None, place: int) -> None:
-        local, remote = context.Pipe()
-        processes.append(context.Process(target=run_rank, args=(rank, place, ranks, tmp_path, remote)))
-        processes[-1].start()
-        pipes.append(local)
-
+    pipes = processes.pipes
     try:
         for rank in range(3):
-            start(rank, places[rank])
+            processes.start(run_rank, rank, places[rank], ranks, tmp_path)
         for pipe in pipes:
             assert pipe.poll(60)
             assert pipe.recv() == ("writing",)
-        os.kill(processes[victim].pid, signal.SIGKILL)
+        processes.started[victim].kill()
         for rank in (0, 2):
             assert pipes[rank].poll(20)
             assert pipes[rank].recv() == ("lost", (victim,))
         if replaced:
-            start(None, victim)
+            processes.start(run_rank, None, victim, ranks, tmp_path)
         model = families.model("llama", "attnmesh")
         whole = hf.generate(model, prompt(), max_new_tokens=NEW_TOKENS, do_sample=False)[0].tolist()
         for pipe in (pipes[0], *pipes[2:]):
@@ -360,6 +351,4 @@ def test_generation_continues_after_a_rank_is_killed(tmp_path: Path, replaced: b
             assert made == whole
             assert seen <= left + 1, "only new tokens are computed"
     finally:
-        for process in processes:
-            process.kill()
-            process.join()
+        processes.end()

@@ -8,7 +8,6 @@ that each rank waits in. The function is one that ranks can import by the name o
 first, and returns tensors of the CPU alone.
 """
 
-import multiprocessing as mp
 import os
 import pickle
 import tempfile
@@ -26,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from attnmesh.cli.launch import Processes
 from tests.support.emulated_gpu import EmulatedGPU, EmulatedTensor, emulated_gpu
 from tests.support.emulated_switch import Communicator, Message, Outcome, Switch
 from tests.support.pool import PRELOADED
@@ -52,27 +52,15 @@ def world(
     size: int, function: Callable[..., Any], *arguments: Any, backend: str = "nccl", patience: float = PATIENCE
 ) -> Outcome:
     """Run a function on so many ranks, and return what became of them."""
-    context: Any = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    processes = Processes()
+    processes.preload(PRELOADED)
     with tempfile.TemporaryDirectory(prefix="attnmesh-emulated-") as folder:
-        connections, processes = [], []
         for rank in range(size):
-            ours, theirs = context.Pipe()
-            given = rank, size, BACKENDS[backend], Path(folder) / "store", theirs, function, arguments
-            processes.append(context.Process(target=_live, args=given, daemon=True))
-            processes[-1].start()
-            theirs.close()
-            connections.append(ours)
-        switch = Switch(connections, patience)
+            processes.start(_live, rank, size, BACKENDS[backend], Path(folder) / "store", function, arguments)
         try:
-            return switch.serve()
+            return Switch(processes.pipes, patience).serve()
         finally:
-            for connection in connections:
-                connection.close()
-            for process in processes:
-                process.join(timeout=0.5)
-                process.kill()
-                process.join()
+            processes.end()
 
 
 class Work:
@@ -203,7 +191,7 @@ def _write(x: Any, data: Tensor) -> None:
 
 
 def _live(
-    rank: int, size: int, config: str, store: Path, connection: Connection, function: Callable[..., Any], arguments: Any
+    rank: int, size: int, config: str, store: Path, function: Callable[..., Any], arguments: Any, connection: Connection
 ) -> None:
     """Live as a rank: join the world, answer, and end."""
     torch.set_num_threads(1)

@@ -9,7 +9,6 @@ The next test that asks for a world of that size gets a new one.
 
 import ctypes
 import faulthandler
-import multiprocessing as mp
 import os
 import pickle
 import signal
@@ -24,6 +23,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+from attnmesh.cli.launch import Processes
 
 PRELOADED = [
     "tests.support.interpreted",
@@ -68,21 +69,17 @@ class World:
     """A process group of `size` ranks, waiting for functions."""
 
     def __init__(self, size: int, backend: str) -> None:
-        context: Any = mp.get_context("spawn" if backend == "nccl" else "forkserver")
-        if backend != "nccl":
-            context.set_forkserver_preload(PRELOADED)
-        self.stops = backend != "nccl" and sys.platform == "linux"
+        self.processes = Processes("spawn" if backend == "nccl" else "forkserver")
+        if self.processes.forked:
+            self.processes.preload(PRELOADED)
+        self.stops = self.processes.forked and sys.platform == "linux"
         self.folder = tempfile.TemporaryDirectory(prefix="attnmesh-world-")
-        self.ranks = [self._start(context, rank, size, backend) for rank in range(size)]
+        self.ranks = [self._start(rank, size, backend) for rank in range(size)]
 
-    def _start(self, context: Any, rank: int, size: int, backend: str) -> Rank:
-        ours, theirs = context.Pipe()
-        stack = Path(self.folder.name) / f"stack-{rank}"
-        arguments = (rank, size, backend, theirs, stack, Path(self.folder.name) / "store")
-        process = context.Process(target=_serve, args=arguments, daemon=True)
-        process.start()
-        theirs.close()
-        return Rank(process, ours, stack)
+    def _start(self, rank: int, size: int, backend: str) -> Rank:
+        folder = Path(self.folder.name)
+        stack = folder / f"stack-{rank}"
+        return Rank(*self.processes.start(_serve, rank, size, backend, stack, folder / "store"), stack)
 
     def ask(self, function: Callable[..., Any], arguments: tuple[Any, ...], deadline: float) -> list[Any]:
         """Each rank's result, or the exception that it raised; the ranks are stopped before and after.
@@ -133,13 +130,7 @@ class World:
 
     def close(self) -> None:
         """End every process of the world."""
-        self._signal(signal.SIGCONT)
-        for rank in self.ranks:
-            rank.connection.close()  # a rank that waits for work sees the end of it and leaves
-        for rank in self.ranks:
-            rank.process.join(timeout=1)
-            rank.process.kill()
-            rank.process.join()
+        self.processes.end()
         self.folder.cleanup()
 
 
@@ -187,8 +178,8 @@ def _stack(rank: Rank) -> str:
     return "(no answer to the signal)"
 
 
-def _serve(rank: int, size: int, backend: str, connection: Connection, stack: Path, store: Path) -> None:
-    """A rank's life: join the group, then answer until the connection ends."""
+def _serve(rank: int, size: int, backend: str, stack: Path, store: Path, connection: Connection) -> None:
+    """A rank's life: join the group, then answer until the world is closed."""
     import torch
 
     if sys.platform == "linux":
@@ -201,13 +192,8 @@ def _serve(rank: int, size: int, backend: str, connection: Connection, stack: Pa
         patience = timedelta(minutes=10)  # the deadline is the pool's affair
         torch.distributed.init_process_group(backend, f"file://{store}", rank=rank, world_size=size, timeout=patience)
         while True:
-            try:
-                function, arguments = connection.recv()
-            except EOFError:
-                break
-            answer = _answer(rank, function, arguments)
+            answer = _answer(rank, *connection.recv())
             connection.send((torch.distributed.distributed_c10d._world.group_count, answer))
-    os._exit(0)  # the other ranks leave too: nothing is to be said to them
 
 
 def _answer(rank: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:

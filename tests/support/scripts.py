@@ -1,6 +1,5 @@
 """Scripts, run as `python` or `torchrun` runs them, by processes forked from one that has imported what they need."""
 
-import multiprocessing as mp
 import os
 import runpy
 import socket
@@ -8,8 +7,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+
+from attnmesh.cli.launch import Processes
 
 DEADLINE = 200.0
 """Seconds after which a script hangs."""
@@ -17,28 +18,23 @@ DEADLINE = 200.0
 
 def run_script(script: Path, *arguments: object, ranks: int = 1) -> subprocess.CompletedProcess[str]:
     """The output of all ranks, and the first exit code that is not 0; one rank has no environment of torchrun."""
-    context: Any = mp.get_context("forkserver")
-    words = [str(script), *map(str, arguments)]
+    processes, words = Processes(), [str(script), *map(str, arguments)]
     with tempfile.TemporaryDirectory(prefix="attnmesh-script-") as folder, socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         free.close()
         paths = [Path(folder) / name for name in ("out", "error")]
-        places = [_environment(rank, ranks, port) for rank in range(ranks)]
-        processes = [context.Process(target=_run, args=(words, place, *paths), daemon=True) for place in places]
         try:
-            for process in processes:
-                process.start()
-            end = time.monotonic() + DEADLINE
-            while any(process.is_alive() for process in processes) and time.monotonic() < end:
-                if any(process.exitcode for process in processes):
+            for rank in range(ranks):
+                processes.start(_run, words, _environment(rank, ranks, port), *paths)
+            end, started = time.monotonic() + DEADLINE, processes.started
+            while any(process.is_alive() for process in started) and time.monotonic() < end:
+                if any(process.exitcode for process in started):
                     break  # as torchrun does, end the others
-                next((process for process in processes if process.is_alive()), processes[0]).join(timeout=0.2)
+                next((process for process in started if process.is_alive()), started[0]).join(timeout=0.2)
         finally:
-            for process in processes:
-                process.kill()
-                process.join()
-        code = next((process.exitcode for process in processes if process.exitcode), 0)
+            processes.end()
+        code = next((process.exitcode for process in started if process.exitcode), 0)
         return subprocess.CompletedProcess(words, code, *(path.read_text() for path in paths))
 
 
@@ -48,7 +44,7 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     return {name: str(value) for name, value in place.items()} if ranks > 1 else {}
 
 
-def _run(words: list[str], environment: dict[str, str], out: Path, error: Path) -> None:
+def _run(words: list[str], environment: dict[str, str], out: Path, error: Path, _: Connection) -> None:
     os.environ.update(environment)
     for number, path in ((1, out), (2, error)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)

@@ -7,7 +7,6 @@ so that the process that started them can inject faults.
 
 import ctypes
 import datetime
-import multiprocessing as mp
 import os
 import signal
 import subprocess
@@ -24,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 import attnmesh as am
-from attnmesh.cli.launch import _leave_with_parent
+from attnmesh.cli.launch import Processes, leave_with_parent
 from attnmesh.errors import RankFailure
 from attnmesh.mesh.shapes import AXES, Shape
 from benchmarks.netns import FIRST, LINK, Hosts, address, links
@@ -63,7 +62,7 @@ class Testbed:
 
     def __init__(self, world: int | Hosts, agent: bool = True) -> None:
         self.world, self.agent, self.first, self.port = world, agent, None, 0
-        self._processes: list[Any] = []
+        self._processes = Processes()
         if isinstance(world, Hosts):
             lines = "\n".join([*links(world), "echo made", "exec sleep infinity"])
             self.first = subprocess.Popen(
@@ -85,10 +84,7 @@ class Testbed:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
+        self._processes.end()
         if self.first is not None:
             self.first.kill()  # ends the hosts too
             self.first.communicate()
@@ -104,15 +100,9 @@ class Testbed:
 
     def start(self, host: int, function: Callable[..., None], *arguments: Any) -> tuple[Any, Connection]:
         """Start a process on a host. Return it and a pipe, whose other end is the function's last argument."""
-        context: Any = mp.get_context("forkserver")
-        context.set_forkserver_preload(["tests.support.interpreted", "torch._dynamo", "tests.support.worlds"])
+        self._processes.preload(["tests.support.interpreted", "torch._dynamo", "tests.support.worlds"])
         network = "" if self.first is None else f"/proc/{self.first.pid}/root/run/netns/h{host}"
-        local, remote = context.Pipe()
-        process = context.Process(target=_run_in_network, args=(network, function, (*arguments, remote)))
-        process.start()
-        remote.close()
-        self._processes.append(process)
-        return process, local
+        return self._processes.start(_run_in_network, network, function, *arguments)
 
     def shell(self, *lines: str) -> None:
         """Run lines in a shell that has the switch's network and the hosts' names."""
@@ -169,7 +159,7 @@ class Ranks:
         return reports
 
 
-def _run_in_network(network: str, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+def _run_in_network(network: str, function: Callable[..., None], *arguments: Any) -> None:
     """Call the function in a network namespace and exit, at the latest when the parent process ends."""
     if network:
         with Path(network).open() as file:
@@ -177,7 +167,7 @@ def _run_in_network(network: str, function: Callable[..., None], arguments: tupl
                 raise OSError(ctypes.get_errno(), "setns")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # errors come as reports; gloo and the store would print them as well
     torch.set_num_threads(1)
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    threading.Thread(target=leave_with_parent, daemon=True).start()
     with suppress(OSError):  # the other end of the pipe may be closed
         function(*arguments)
     os._exit(0)

@@ -25,9 +25,8 @@ from attnmesh.comm.topology import mailboxes_of, rounds
 from attnmesh.core.digest import fingerprints, history_checksum
 from attnmesh.core.mask import Mask
 from attnmesh.errors import check_count
+from attnmesh.guard.agreement import Agreement, CallRecord, prepare_merges
 from attnmesh.guard.checks import check_checked, check_positions
-from attnmesh.guard.consensus import CallChecker, describe_call, run_agreed
-from attnmesh.guard.merge_checks import prepare_merges
 from attnmesh.mesh.axes import Mesh, flat_axis
 from attnmesh.mesh_attention.shard_marks import check_equal_cuts
 from attnmesh.runtime.caches import Kinds
@@ -106,18 +105,15 @@ class KVCache(PagedCache, SavedCache):
         widths = head_dim, columns if value_dim is None else value_dim
         sizes = Sizes(batch, kv_heads, *widths, capacity, block, dtype, values, mask, keep, storage)
         self.device_mesh, self.mesh, self.device = mesh, Mesh.of(mesh), device_for(mesh, device)
-
-        def check() -> None:
+        fields = {**vars(sizes), "device": self.device.type, "checked": checked, "copies": copies}
+        with Agreement(self.mesh, "KVCache", fields):
             check_checked("KVCache", checked)
             check_copies(copies, self.mesh.queries.size * self.mesh.keys.size)
             sizes.check(self.mesh.heads.size)
             if fault := device_fault("KVCache", self.device, device):
                 raise fault
-
-        call = describe_call("KVCache", **vars(sizes), device=self.device.type, checked=checked, copies=copies)
-        run_agreed(self.mesh, check, call)
         self.tokens = flat_axis(mesh, ("queries", "keys"))  # makes a group, which all ranks have to do together
-        self.checker = CallChecker(self.mesh, self.device, checked)
+        self.calls = CallRecord(self.mesh, self.device, checked)
         self.history_checksum = 0  # of padding and reorders so far
         self.changes = 0  # truncations and reorders so far: `recover` needs caches that have grown alike
         self.saved = SavedPieces()
@@ -130,8 +126,8 @@ class KVCache(PagedCache, SavedCache):
         if self.tokens.size > 1 and self.device.type == "cpu":
             prepare_merges(self.tokens)
         shard = partial(CacheShard, sizes, self.mesh.heads, self.tokens.size, self.device)
-        allocate = sizes.allocating()(partial(LocalShards, self.tokens, copies, shard))
-        self.shards = run_agreed(self.mesh, allocate, "KVCache")
+        with Agreement(self.mesh, "KVCache"):
+            self.shards = sizes.allocating()(partial(LocalShards, self.tokens, copies, shard))()
 
     def __repr__(self) -> str:
         """Return the sizes and how many tokens are cached."""
@@ -166,7 +162,8 @@ class KVCache(PagedCache, SavedCache):
         >>> cache.length, other.length
         (20, 23)
         """
-        self.checker.check("fork", self.saved.check_written, lambda: {"tokens": self.length})
+        with self.calls.agreement("fork", lambda: {"tokens": self.length}):
+            self.saved.check_written()
         other = copy(self)
         other.shards, other.saved = self.shards.fork(), SavedPieces()
         return other
@@ -193,17 +190,15 @@ class KVCache(PagedCache, SavedCache):
         tensor([2, 3])
         """
 
-        uncompared = token_mask is None and not self.checker.compares("append")
+        uncompared = token_mask is None and not self.calls.compares("append")
         if uncompared and append_known(self.known_appends, k, v, self.shards):
             return
-
-        def check() -> None:
+        new = {"k": k, "v": v, "token_mask": token_mask}
+        with self.calls.agreement("append", lambda: fingerprints(new)):
             self.sizes.check_new("append", k, v, self.device)
             self.sizes.check_token_mask("append", token_mask, k.shape[2])
             self.sizes.check_captured("append", token_mask, self.device)
             self.shards.check_fits("append", k.shape[2], self.shards.counts)
-
-        self.checker.check("append", check, lambda: fingerprints({"k": k, "v": v, "token_mask": token_mask}))
         self.record_padding(k.shape[2], token_mask)
         with torch.no_grad():
             self.shards.append(stored(k, v), token_mask)
@@ -237,22 +232,21 @@ class KVCache(PagedCache, SavedCache):
         """
         start = self.length
 
-        def check() -> tuple[int, int, int, bool]:
-            self.sizes.check_new("append_shard", k, v, self.device)
-            check_positions("append_shard positions", positions, k.shape[2])
-            check_equal_cuts("append_shard", {"k": k, "v": v, "positions": positions})
-            self.sizes.check_token_mask("append_shard", token_mask, None)
-            check_count("append_shard queries", queries, "count the last tokens to decode")
-            block_cyclic = bool((self.shard.block_cyclic.owner(positions) == self.tokens.index).all())
-            return len(positions), self.tokens.index, position_sum(positions), block_cyclic
-
         def fields() -> dict[str, object]:
             padding = None if token_mask is None else list(token_mask.shape)
             checksum = history_checksum(0, token_mask)
             sizes = {"tokens": start, "capacity": self.sizes.capacity, "queries": queries}
             return {**sizes, "padding": padding, "checksum": checksum}
 
-        table = self.checker.check("append_shard", check, fields, must=True)
+        with self.calls.agreement("append_shard", fields, must=True) as agreement:
+            self.sizes.check_new("append_shard", k, v, self.device)
+            check_positions("append_shard positions", positions, k.shape[2])
+            check_equal_cuts("append_shard", {"k": k, "v": v, "positions": positions})
+            self.sizes.check_token_mask("append_shard", token_mask, None)
+            check_count("append_shard queries", queries, "count the last tokens to decode")
+            block_cyclic = bool((self.shard.block_cyclic.owner(positions) == self.tokens.index).all())
+            agreement.numbers = len(positions), self.tokens.index, position_sum(positions), block_cyclic
+        table = agreement.table
         more = sum(count for count, *_ in table)
         check_cover(sum(total for _, _, total, _ in table), start, more)
         self.sizes.check_token_mask("append_shard", token_mask, more)
@@ -285,14 +279,11 @@ class KVCache(PagedCache, SavedCache):
         """
         self.saved.finish_writing()
         before = self.length
-
-        def check() -> tuple[int, int]:
-            self.shards.check_length(length, before)
-            return self.tokens.index, self.shard.count_before(length)
-
         must = not self.is_block_cyclic  # then only the other ranks know how many tokens they keep
-        table = self.checker.check("truncate", check, lambda: {"to": length, "tokens": before}, must=must)
-        self.shards.truncate(length, table)
+        with self.calls.agreement("truncate", {"to": length, "tokens": before}, must=must) as agreement:
+            self.shards.check_length(length, before)
+            agreement.numbers = self.tokens.index, self.shard.count_before(length)
+        self.shards.truncate(length, agreement.table)
         self.saved.forget(self.used)
         self.changes += 1
 
@@ -311,12 +302,11 @@ class KVCache(PagedCache, SavedCache):
         >>> cache.append(*torch.randn(2, 1, 2, 50, 4))
         """
         sizes = replace(self.sizes, capacity=capacity)
-        must = self.checker.checked is not False
-        self.checker.check(
-            "reserve", lambda: sizes.check(self.mesh.heads.size), lambda: {"capacity": capacity}, must=must
-        )
-        grow = sizes.allocating()(partial(self.shards.grow, sizes))
-        self.checker.check("reserve", grow, dict, must=must)
+        must = self.calls.checked is not False
+        with self.calls.agreement("reserve", {"capacity": capacity}, must=must):
+            sizes.check(self.mesh.heads.size)
+        with self.calls.agreement("reserve", must=must):
+            sizes.allocating()(partial(self.shards.grow, sizes))()
 
     @torch.no_grad()
     def reorder(self, batch_index: Tensor) -> None:
@@ -334,7 +324,8 @@ class KVCache(PagedCache, SavedCache):
         >>> cache.sizes.batch
         3
         """
-        self.checker.check("reorder", lambda: self.sizes.check_order(batch_index), lambda: {"to": batch_index.tolist()})
+        with self.calls.agreement("reorder", lambda: {"to": batch_index.tolist()}):
+            self.sizes.check_order(batch_index)
         self.saved.finish_writing()
         index = batch_index.to(self.device)
         for shard in self.shards.all:

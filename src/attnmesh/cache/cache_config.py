@@ -14,8 +14,8 @@ from attnmesh.core.mask import Mask
 from attnmesh.core.partial import DTYPES
 from attnmesh.core.storage import STORAGES, Storage
 from attnmesh.errors import ArgumentError, DtypeError, KernelError, ShapeError, check_choice, require
+from attnmesh.guard.agreement import is_capturing, may_compare
 from attnmesh.guard.checks import check_same_kind, swap_first
-from attnmesh.guard.consensus import is_capturing, may_compare
 from attnmesh.runtime.machine import is_out_of_memory
 
 NUMBERS = ("batch", "kv_heads", "head_dim", "value_dim", "capacity", "block")

@@ -10,8 +10,8 @@ from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.replicas import CacheProperties, LocalShards
 from attnmesh.cache.shared_blocks import SharedBlocks
 from attnmesh.errors import DtypeError, KernelError, ShapeError, require, type_and_shape
+from attnmesh.guard.agreement import CallRecord
 from attnmesh.guard.checks import check_tensor
-from attnmesh.guard.consensus import CallChecker
 
 
 class Pages(NamedTuple):
@@ -32,7 +32,7 @@ class Pages(NamedTuple):
 class PagedCache(CacheProperties):
     """A cache whose blocks an engine reads and provides."""
 
-    checker: CallChecker
+    calls: CallRecord
 
     def pages(self) -> list[Pages]:
         """Return this rank's blocks without copying them: those that forks share, if any, and then its own.
@@ -82,8 +82,7 @@ class PagedCache(CacheProperties):
         """
         pools = (keys,) if values is None else (keys, values)
         bytewise = self.sizes.storage is not None
-
-        def check() -> None:
+        with self.calls.agreement("append_pages", lambda: {"blocks": block_table.shape[1]}, must=True):
             _check(self.shard, pools, block_table)
             given, fix = "copies=2 or more", "append copies of the tokens with append"
             require(not self.shards.keepers, KernelError, "append_pages", "a cache without copies", given, fix)
@@ -92,8 +91,6 @@ class PagedCache(CacheProperties):
             require(keeps, KernelError, "append_pages", "a cache that keeps every token", given, fix)
             more = block_table.shape[1] * self.sizes.block * self.shards.axis.size
             self.shards.check_fits("append_pages", more, self.shards.counts)
-
-        self.checker.check("append_pages", check, lambda: {"blocks": block_table.shape[1]}, must=True)
         with torch.no_grad():
             rows = tuple(pool.view(torch.int8) for pool in pools) if bytewise else pools
             _append(self.shards, rows, block_table.long())

@@ -15,7 +15,7 @@ from attnmesh.comm.topology import all_gather_ints, hosts
 from attnmesh.core.digest import history_checksum
 from attnmesh.core.mask import Mask
 from attnmesh.errors import ShapeError
-from attnmesh.guard.consensus import may_compare
+from attnmesh.guard.agreement import may_compare
 from attnmesh.kernels.cache_view import Padding
 from attnmesh.mesh.axes import Axis
 from attnmesh.runtime.counters import Tensors

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm.topology import all_gather_ints
 from attnmesh.errors import StoreError, require
-from attnmesh.guard.consensus import agree
+from attnmesh.guard.agreement import Agreement
 from attnmesh.mesh.axes import Mesh
 from attnmesh.runtime.supplied import Supplied
 from attnmesh.runtime.world import WORLD
@@ -82,10 +82,10 @@ class Saving:
         if not self.concluded:
             self.concluded = True
             try:
-                agree(self._mesh, self._error or "save")
+                self._raise_any()
                 self._start(self._publish)
                 self.finish_writing()
-                agree(self._mesh, self._error or "save")
+                self._raise_any()
             except BaseException as error:
                 self._failure = error
                 self._end(failed=isinstance(error, StoreError))  # and not by the end of a rank: the next save goes on
@@ -93,6 +93,12 @@ class Saving:
             self._end(failed=False)
         elif self._failure is not None:
             raise self._failure
+
+    def _raise_any(self) -> None:
+        """Raise the error of a rank's thread on all ranks."""
+        with Agreement(self._mesh, "save"):
+            if self._error is not None:
+                raise self._error
 
 
 class SavedPieces(dict[tuple[int, int], Mapping[str, int]]):

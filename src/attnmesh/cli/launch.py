@@ -78,29 +78,23 @@ def run_on_ranks(
     """
     for name, size in MALLOC.items():  # for the ranks: this process has read them
         os.environ.setdefault(name, size)
-    context: Any = mp.get_context("spawn" if spawned or gpus or sys.platform != "linux" else "forkserver")
-    if context.get_start_method() == "forkserver":
+    processes = Processes("spawn" if spawned or gpus or sys.platform != "linux" else "forkserver")
+    if processes.forked:
         functions = [function, *(x for x in arguments if inspect.isfunction(x))]
-        context.set_forkserver_preload([x.__module__ for x in functions])  # imported once, not by each rank
-        _start_forkserver()
+        processes.preload([x.__module__ for x in functions])  # imported once, not by each rank
     with leaving_tidily(), tempfile.TemporaryDirectory(prefix="attnmesh-") as folder:
-        store, pipes, processes = Path(folder) / "store", list[Connection](), list[Any]()
-        leftovers = [folder] if context.get_start_method() == "spawn" else [folder, get_temp_dir()]
+        leftovers = [folder, get_temp_dir()] if processes.forked else [folder]
+        work = (function, arguments, on_message is not None)
         try:
-            with ThreadPoolExecutor(1) as starter:  # a rank whose start an interrupt cuts short would stay behind
+            with ThreadPoolExecutor(1) as starter:  # interrupts, which reach the main thread, cut no start short
                 for rank in range(ranks):
-                    ours, theirs = context.Pipe(duplex=False)
-                    place = (rank, ranks, threads, gpus, store, leftovers)
-                    work = (function, arguments, on_message is not None)
-                    process = context.Process(target=_rank, args=(theirs, place, work), daemon=True)
-                    starter.submit(_start, process, processes).result()
-                    theirs.close()
-                    pipes.append(ours)
-            found = results(pipes, lambda rank: _death(rank, processes[rank]), on_message, seconds)
+                    place = (rank, ranks, threads, gpus, Path(folder) / "store", leftovers)
+                    starter.submit(processes.start, _rank, place, work).result()
+            found = results(processes.pipes, lambda rank: _death(rank, processes.started[rank]), on_message, seconds)
         except BaseException:
-            _end(processes, 0)
+            processes.end()
             raise
-        _end(processes, 1)
+        processes.end(1)
         return found
 
 
@@ -110,6 +104,42 @@ def run_on_machine(
     """Return each rank's result. Ranks share this machine's threads, and have a GPU each if there are as many."""
     threads, gpus = max(1, torch.get_num_threads() // ranks), torch.cuda.device_count() >= ranks
     return run_on_ranks(ranks, function, *arguments, seconds=None, threads=threads, gpus=gpus, on_message=on_message)
+
+
+class Processes:
+    """Processes that are started one by one, each with a pipe, and that end together."""
+
+    def __init__(self, method: str = "forkserver") -> None:
+        self.context: Any = mp.get_context(method)
+        self.forked = method == "forkserver"
+        self.started: list[Any] = []
+        self.pipes: list[Connection] = []
+
+    def preload(self, modules: list[str]) -> None:
+        """Name what is imported once, by the process that others are forked from, and start that process."""
+        self.context.set_forkserver_preload(modules)
+        _start_forkserver()
+
+    def start(self, function: Callable[..., None], *arguments: Any) -> tuple[Any, Connection]:
+        """Start a process. Return it and a pipe to it, whose other end is the function's last argument."""
+        ours, theirs = self.context.Pipe()
+        process = self.context.Process(target=function, args=(*arguments, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        self.started.append(process)
+        self.pipes.append(ours)
+        return process, ours
+
+    def end(self, seconds: float = 0) -> None:
+        """Wait some seconds for processes that are done, then kill the others."""
+        end = time.monotonic() + seconds
+        for process in self.started:
+            process.join(timeout=max(0, end - time.monotonic()))
+        for process in self.started:
+            process.kill()
+            process.join()
+        for pipe in self.pipes:
+            pipe.close()
 
 
 def _start_forkserver() -> None:
@@ -148,12 +178,6 @@ def leaving_tidily() -> Iterator[None]:
     finally:
         for number in ending:
             signal.signal(number, signal.SIG_DFL)
-
-
-def _start(process: Any, processes: list[Any]) -> None:
-    """Start a rank in a thread that interrupts do not reach: Python handles them in the main thread."""
-    process.start()
-    processes.append(process)
 
 
 def results(
@@ -205,21 +229,11 @@ def _death(rank: int, process: Any) -> RankDeath:
     return RankDeath(f"rank {rank} {ending} before it was done")
 
 
-def _end(processes: list[Any], seconds: float) -> None:
-    """Wait some seconds for ranks that are done, then kill the others."""
-    end = time.monotonic() + seconds
-    for process in processes:
-        process.join(timeout=max(0, end - time.monotonic()))
-    for process in processes:
-        process.kill()
-        process.join()
-
-
-def _rank(pipe: Connection, place: tuple[int, int, int, bool, Path, list[str]], work: Work) -> None:
+def _rank(place: tuple[int, int, int, bool, Path, list[str]], work: Work, pipe: Connection) -> None:
     """Run the work as one rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one handles it, and ends this one
     rank, ranks, threads, gpus, store, leftovers = place
-    leaving, parent = threading.Thread(target=_leave_with_parent, args=(leftovers,), daemon=True), mp.parent_process()
+    leaving, parent = threading.Thread(target=leave_with_parent, args=(leftovers,), daemon=True), mp.parent_process()
     leaving.start()
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # listen on this machine only
@@ -263,7 +277,7 @@ def perform(pipe: Connection, enter: Callable[[], None], work: Work) -> None:
         pipe.send(("failed", error if known else RankError(f"on {place}:\n{traceback.format_exc()}")))
 
 
-def _leave_with_parent(leftovers: Sequence[str] = ()) -> None:
+def leave_with_parent(leftovers: Sequence[str] = ()) -> None:
     """End this process when the one that started it has ended, and remove the folders that a killed one leaves."""
     parent = mp.parent_process()
     if parent is not None:

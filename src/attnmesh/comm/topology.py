@@ -115,6 +115,14 @@ def share_numbers(numbers: Sequence[int], mesh: Mesh) -> list[list[int]]:
     return [flat[start : start + len(numbers)] for start in range(0, len(flat), len(numbers))]
 
 
+def share_texts(text: str, mesh: Mesh) -> list[str]:
+    """Return the texts of all ranks by shard. A text may be a path that no encoding has."""
+    encoded = text.encode(errors="backslashreplace")
+    lengths = [row[0] for row in share_numbers([len(encoded)], mesh)]
+    padded = [*encoded, *[0] * (max(lengths) - len(encoded))]
+    return [bytes(row[:n]).decode() for row, n in zip(share_numbers(padded, mesh), lengths, strict=True)]
+
+
 @cached_per_world()
 def _links(mesh: Mesh) -> list[tuple[Axis, Mailboxes | None]]:
     """Return the axes of several ranks, the innermost first, each with its mailboxes if these connect all its ranks."""

@@ -6,11 +6,8 @@ The blocks of a rank are one subtree.
 """
 
 import functools
-from collections.abc import Sequence
-from contextlib import suppress
-from functools import lru_cache
-from typing import Any, Never, NoReturn, cast
-from zlib import crc32
+from collections.abc import Mapping, Sequence
+from typing import Any, Never, cast
 
 import torch
 from torch import Tensor
@@ -33,10 +30,9 @@ from attnmesh.decoding.step import (
 )
 from attnmesh.decoding.step_checks import StepInputs, check_bias, check_further, check_step
 from attnmesh.decoding.step_plan import StepPlan, find_plan, learn_plan
-from attnmesh.errors import DtypeError, InputError, KernelError, RankFailure, UnforeseenError, require
+from attnmesh.errors import DtypeError, InputError, KernelError, require
+from attnmesh.guard.agreement import MergeAgreement, number_of
 from attnmesh.guard.checks import check_checked, warn_if_swapped
-from attnmesh.guard.consensus import describe_call, unforeseen
-from attnmesh.guard.merge_checks import MergeChecker, raise_unequal
 from attnmesh.kernels.native.native_digest import digest_on_host
 from attnmesh.mesh.merges import COLLECTIVE
 from attnmesh.runtime.ranges import ATTENTION, MERGE, is_profiled, named
@@ -111,13 +107,13 @@ def decode(
     """
     if not isinstance(cache, KVCache):
         raise DtypeError("decode cache", "a KVCache", type(cache).__name__, "make one with attnmesh.KVCache")
-    checked = cache.checker.checked if checked is None else checked
+    checked = cache.calls.checked if checked is None else checked
     options = mask, scale, softcap, merge, output, reproducible, kernel, checked
     if k is not None or v is not None:
         try:
             cache.append(cast(Tensor, k), v)
         except InputError as error:
-            report(error, cache, unchecked_step(cache, *options[:-1]), checked)
+            agreement_on((cache,), unchecked_step(cache, *options[:-1]), checked).fail(error)
     is_given = key_lengths is not None or selected is not None or partial is not None or distance_bias is not None
     plain = cache.mesh.heads.size == 1 and not is_given and not unsupported
     caches, compares = (cache,), checked is not False
@@ -126,13 +122,11 @@ def decode(
         return out
     step = unchecked_step(cache, *options[:-1])
     inputs = StepInputs(q, caches, sinks, key_lengths, selected, partial)
-    try:
+    with agreement_on(caches, step, checked):
         check_checked("decode", checked)
         step = check_step(inputs, step, unsupported)
         check_further(inputs, step)
         step = check_bias(inputs, distance_bias, step)
-    except InputError as error:
-        report(error, cache, step, checked)
     inputs = inputs._replace(q=with_distance_bias(q, distance_bias))
     if torch.compiler.is_compiling():
         given, fix = "a forked cache", "decode with copy.deepcopy(cache)"
@@ -173,7 +167,7 @@ def run_plan(
     try:
         partial = attend(q, caches, sinks, counts, into)
     except Exception as error:
-        report_failure(error, caches[0], plan.step, compares)
+        agreement_on(caches, plan.step, compares).fail(error)
     if partial is None:
         return None
     if merge is not None and message is not None:
@@ -181,11 +175,13 @@ def run_plan(
         for row, (cache, (length, _)) in enumerate(zip(caches, counts, strict=True), 1):
             number += row * length
             histories.append(cache.history_checksum)
-        number += _call_number(plan.call, *histories) + (0 if sinks is None else digest_on_host(sinks))
+        number += number_of(plan.call, (), *histories) + (0 if sinks is None else digest_on_host(sinks))
         merged = named(MERGE, merge.run) if is_profiled() else merge.run
         equal = merged(message, number)
         if not equal and compares:
-            raise_unequal(caches[0].mesh, _describe(StepInputs(q, caches, sinks), plan.step), "decode")
+            agreement = agreement_on(caches, plan.step, compares)
+            agreement.fields = functools.partial(_fields, StepInputs(q, caches, sinks), plan.step)
+            agreement.unequal()
     out = partial.out if plan.heads is None else partial.out[:, plan.heads]
     out = out.to(q.dtype).contiguous()
     return out if equal else out.fill_(torch.nan)
@@ -200,7 +196,7 @@ def run_checked(inputs: StepInputs, step: DecodeStep, options: tuple[Any, ...], 
     for cache in caches:
         if step.reproducible and cache.shards.forked and _stays_on_device(cache, step):
             cache.shards.unshare()  # the kernel merges the blocks of one tensor
-    if learn and learn_plan(caches[0].step_plans, q, caches, sinks, options, step, (*inputs.kind(step), ())):
+    if learn and learn_plan(caches[0].step_plans, q, caches, sinks, options, step, inputs.kind(step)):
         plan = find_plan(caches[0].step_plans, q, caches, sinks, options)
         out = None if plan is None else run_plan(q, caches, sinks, *plan, compares=checked is not False)
         if out is not None:
@@ -212,49 +208,33 @@ def run_checked(inputs: StepInputs, step: DecodeStep, options: tuple[Any, ...], 
 def _run_compared(inputs: StepInputs, step: DecodeStep, checked: bool | None) -> Tensor:
     """Return the output, or raise the same error on all ranks if their calls differ. Uncompared calls give NaN."""
     q, caches, sinks, key_lengths, _, further = inputs
-    first, kind, stays = caches[0], inputs.kind(step), all(_stays_on_device(cache, step) for cache in caches)
-    describe = functools.partial(_describe, inputs, step)
-    checker = MergeChecker(first.checker, first.device, step.merge, checked, describe, kind, stays)
-    if not checker.before():
-        return q.new_full(step.output_shape(q), torch.nan)
+    agreement = agreement_on(caches, step, checked)
+    agreement.kind, agreement.fields = inputs.kind(step), functools.partial(_fields, inputs, step)
     on_host = key_lengths is not None and key_lengths.device.type == "cpu"  # others would hold up the device
     values = tuple(key_lengths.tolist()) if key_lengths is not None and on_host else ()
-    number = _call_number((*kind, values), *[cache.history_checksum for cache in caches])
+    agreement.state = (values, *(cache.history_checksum for cache in caches))
+    if all(_stays_on_device(cache, step) for cache in caches):
+        like = q.new_empty(0), q.shape, caches[0].sizes.value_dim
+        agreement.ask = functools.partial(ask_in_step, step, *like)
     views = [cache.shard.view for cache in caches]
-    try:
-        out, checksum = run_step(q, views, sinks, step, number, key_lengths, inputs.indices, further)
-    except (InputError, RankFailure):
-        raise
-    except Exception as error:
-        report_failure(error, first, step, checked)
-    if checksum is not None:
-        ask = functools.partial(ask_in_step, step, q.new_empty(0), q.shape, first.sizes.value_dim)
-        checker.after(checksum, "decode", ask)
+    with agreement:
+        if not agreement.before():
+            return q.new_full(step.output_shape(q), torch.nan)
+        out, agreement.checksum = run_step(
+            q, views, sinks, step, agreement.number, key_lengths, inputs.indices, further
+        )
     return out
 
 
-def report(error: InputError, cache: KVCache, step: DecodeStep, checked: bool | None) -> NoReturn:
-    """Raise the error of this rank's step, on all ranks if they compare it. Else the others get NaN."""
-    checker = MergeChecker(cache.checker, cache.device, step.merge, checked)
-    checker.report(error, functools.partial(_send_poison, cache, step))
-    raise error
+def agreement_on(caches: Sequence[KVCache], step: DecodeStep, checked: bool | None) -> MergeAgreement:
+    """Return the agreement on a step, whose arguments may not be checked yet."""
+    first, name = caches[0], "decode" if len(caches) == 1 else "decode_rows"
+    poison = functools.partial(_send_poison, first, step)
+    return MergeAgreement(first.calls, first.device, step.merge, checked, name, poison)
 
 
-def report_failure(error: Exception, cache: KVCache, step: DecodeStep, checked: bool | None) -> NoReturn:
-    """Raise what this rank could not foresee, such as no memory, once the others do not wait for its message."""
-    with suppress(UnforeseenError):
-        report(unforeseen("decode", error), cache, step, checked)
-    raise error
-
-
-@lru_cache(maxsize=64)
-def _call_number(kind: tuple[Any, ...], *histories: int) -> int:
-    """Return a number of the call for its checksum, from its options, dtypes and shape, and its caches' histories."""
-    return crc32(f"{kind} {histories}".encode())
-
-
-def _describe(inputs: StepInputs, step: DecodeStep) -> str:
-    """Return the text of the call that ranks compare."""
+def _fields(inputs: StepInputs, step: DecodeStep) -> Mapping[str, object]:
+    """Return the arguments of the call that ranks compare."""
     q, caches, sinks, key_lengths, _, partial = inputs
     options = named_options(step) | step.logits._asdict()
     del options["logits"]
@@ -264,10 +244,10 @@ def _describe(inputs: StepInputs, step: DecodeStep) -> str:
     bias = q[..., width:] if q.shape[-1] > width else None  # with which the queries end
     tensors = {"q": q[..., :width], "distance_bias": bias, "sinks": sinks, "selected": inputs.indices}
     lengths, histories = [cache.length for cache in caches], [cache.history_checksum for cache in caches]
-    name, held = ("decode", "tokens in the cache") if len(caches) == 1 else ("decode_rows", "tokens in the caches")
+    held = "tokens in the cache" if len(caches) == 1 else "tokens in the caches"
     each = {held: lengths, "padding and order": histories}
     contents = {field: values[0] if len(values) == 1 else values for field, values in each.items()}
-    return describe_call(name, **options, **fingerprints(tensors), **contents)
+    return {**options, **fingerprints(tensors), **contents}
 
 
 def _stays_on_device(cache: KVCache, step: DecodeStep) -> bool:

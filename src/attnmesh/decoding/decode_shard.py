@@ -22,7 +22,7 @@ from attnmesh.decoding.selected_tokens import selection_of_rank
 from attnmesh.decoding.step import attend_views
 from attnmesh.decoding.step_checks import StepInputs, check_bias, check_step
 from attnmesh.errors import ShapeError, require
-from attnmesh.guard.consensus import agree_on_call, describe_call
+from attnmesh.guard.agreement import Agreement, may_compare
 from attnmesh.kernels.cache_view import DecodeQuery
 from attnmesh.kernels.driver import choose_for_view
 from attnmesh.mesh.axes import Axis, Mesh
@@ -67,22 +67,20 @@ def decode_shard(
     """
     step = unchecked_step(cache, mask, scale, softcap, "auto", "replicated", False, kernel)
 
-    def check() -> None:
-        nonlocal step
-        own = _places(cache.mesh, cache.tokens, layout, length).own[cache.mesh.heads.index]
-        given, fix = f"{q.shape[2]} queries of {own}", "pass the queries that the layout gives to this rank"
-        require(q.shape[2] == own, ShapeError, "decode_shard q", "a query for each token of the shard", given, fix)
+    def fields() -> dict[str, object]:
+        contents = {"tokens in the cache": cache.length, "padding and order": cache.history_checksum}
+        queries = {"dtype": q.dtype, "heads": q.shape[1], "layout": layout, "length": length}
+        return {**queries, **contents, **named_options(step)}
+
+    compares = cache.mesh.ranks > 1 and cache.calls.checked is not False and may_compare(q.device)
+    with Agreement(cache.mesh, "decode_shard", fields, compares=compares):
+        count = _places(cache.mesh, cache.tokens, layout, length).own[cache.mesh.heads.index]
+        given, fix = f"{q.shape[2]} queries of {count}", "pass the queries that the layout gives to this rank"
+        require(q.shape[2] == count, ShapeError, "decode_shard q", "a query for each token of the shard", given, fix)
         whole = q.new_empty(1).expand(*q.shape[:2], length, q.shape[3])
         inputs = StepInputs(q, (cache,), sinks, selected=selected)
         step = check_step(inputs._replace(q=whole) if selected is None else inputs, step, {})
         step = check_bias(inputs, distance_bias, step)
-
-    def describe() -> str:
-        contents = {"tokens in the cache": cache.length, "padding and order": cache.history_checksum}
-        queries = {"dtype": q.dtype, "heads": q.shape[1], "layout": layout, "length": length}
-        return describe_call("decode_shard", **queries, **contents, **named_options(step))
-
-    agree_on_call(cache.mesh, q.device, cache.checker.checked, check, describe)
     q = with_distance_bias(q, distance_bias)
     places = _places(cache.mesh, cache.tokens, layout, length)
     heads, tokens = cache.mesh.heads, cache.tokens

@@ -4,14 +4,13 @@ A step attends each row to its cache on this rank, and merges the partials of al
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, cast
 
 from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
 from attnmesh.core.mask import Causal, Mask
-from attnmesh.decoding.decode_call import report, run_checked, run_plan, unchecked_step
+from attnmesh.decoding.decode_call import agreement_on, run_checked, run_plan, unchecked_step
 from attnmesh.decoding.step import DecodeStep
 from attnmesh.decoding.step_checks import StepInputs, check_step
 from attnmesh.decoding.step_plan import find_plan
@@ -25,8 +24,8 @@ from attnmesh.errors import (
     ShapeError,
     require,
 )
+from attnmesh.guard.agreement import may_compare
 from attnmesh.guard.checks import check_checked, warn_if_swapped
-from attnmesh.guard.consensus import may_compare
 
 SUBJECT = "decode_rows"
 
@@ -84,24 +83,22 @@ def decode_rows(
     True
     """
     first = _first_of(caches)
-    checked = first.checker.checked if checked is None else checked
+    checked = first.calls.checked if checked is None else checked
     options = mask, scale, softcap, merge, output, reproducible, kernel, checked
-    step, sent = unchecked_step(first, *options[:-1]), partial(report, cache=first, checked=checked)
+    step = unchecked_step(first, *options[:-1])
     try:
         _check_caches(q, caches, k, v)
+        if k is not None or v is not None:
+            _append(k, v, caches)
     except InputError as error:
-        sent(error, step=step)
-    if k is not None or v is not None:
-        _append(k, v, caches, partial(sent, step=step))
+        agreement_on(caches, step, checked).fail(error)
     plain = first.mesh.heads.size == 1
     plan = find_plan(first.step_plans, q, caches, sinks, options) if plain else None
     if plan is not None and (out := run_plan(q, caches, sinks, *plan, compares=checked is not False)) is not None:
         return out
-    try:
+    with agreement_on(caches, step, checked):
         check_checked(SUBJECT, checked)
         step = _checked_step(q, caches, sinks, step)
-    except InputError as error:
-        sent(error, step=step)
     out = run_checked(StepInputs(q, caches, sinks), step, options, learn=plain and plan is None)
     warn_if_swapped(SUBJECT, q, first.sizes.kv_heads)
     return out
@@ -141,16 +138,11 @@ def _check_caches(q: Tensor, caches: Sequence[Any], k: Any, v: Any) -> None:
     require(may_compare(q.device), KernelError, SUBJECT, "no graph around rows of several caches", given, fix)
 
 
-def _append(k: Tensor | None, v: Tensor | None, caches: Sequence[KVCache], report_error: Any) -> None:
-    """Append row r to cache r. An error that ranks have not compared in `append` is reported."""
+def _append(k: Tensor | None, v: Tensor | None, caches: Sequence[KVCache]) -> None:
+    """Append row r to cache r."""
     for row, cache in enumerate(caches):
-        compares, one = cache.checker.compares("append"), slice(row, row + 1)
-        try:
-            cache.append(cast(Tensor, k if k is None else k[one]), v if v is None else v[one])
-        except InputError as error:
-            if not compares:
-                report_error(error)
-            raise
+        one = slice(row, row + 1)
+        cache.append(cast(Tensor, k if k is None else k[one]), v if v is None else v[one])
 
 
 def _checked_step(q: Tensor, caches: Sequence[KVCache], sinks: Tensor | None, step: DecodeStep) -> DecodeStep:

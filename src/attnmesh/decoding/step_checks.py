@@ -24,9 +24,11 @@ from attnmesh.errors import (
     ShapeError,
     require,
 )
+from attnmesh.guard.agreement import is_capturing, may_compare
 from attnmesh.guard.checks import (
     check_distance_bias,
     check_key_lengths,
+    check_merge,
     check_most_keys,
     check_one_device,
     check_same_kind,
@@ -35,8 +37,6 @@ from attnmesh.guard.checks import (
     check_unknown_options,
     swap_first,
 )
-from attnmesh.guard.consensus import is_capturing, may_compare
-from attnmesh.guard.merge_checks import check_merge
 from attnmesh.kernels.driver import choose_for_view
 
 

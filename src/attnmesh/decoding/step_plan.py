@@ -30,7 +30,7 @@ class StepPlan(NamedTuple):
     sequence: NativeKind  # a launch for one sequence of the batch
     step: DecodeStep
     sizes: Sizes
-    call: tuple[Any, ...]  # what the number of the call is made of: its kind, and no `key_lengths`
+    call: tuple[Any, ...]  # the kind of the call, of which its number is made
     host_merge: HostMerge | None  # None on one rank
     heads: slice | None  # of the output; None for all
 

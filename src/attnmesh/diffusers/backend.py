@@ -13,7 +13,7 @@ from attnmesh.core.mask import Causal, Full
 from attnmesh.diffusers.diffusers_names import AttentionBackendName, BackendRegistry, dispatch_attention_fn
 from attnmesh.diffusers.tokens import Tokens
 from attnmesh.errors import KernelError, MaskError
-from attnmesh.guard.consensus import describe_call, run_agreed
+from attnmesh.guard.agreement import Agreement
 from attnmesh.mesh_attention.attention import attention
 
 SUBJECT = "attnmesh.diffusers attention"
@@ -91,8 +91,8 @@ def _attend_visible(
 
     Sequences with different masks are attended one after the other.
     """
-    text = describe_call(SUBJECT, mask=[attn_mask.ndim, attn_mask.dtype], batch=len(q))
-    visible = run_agreed(tokens.place, lambda: visible_keys(attn_mask, len(q), q.shape[2], k.shape[2]), text)
+    with Agreement(tokens.place, SUBJECT, {"mask": [attn_mask.ndim, attn_mask.dtype], "batch": len(q)}):
+        visible = visible_keys(attn_mask, len(q), q.shape[2], k.shape[2])
     alike = bool((visible == visible[:1]).all())
     table = all_gather_ints([alike, *visible.sum(1).tolist()], tokens.place.axes)
     rows = [slice(None)] if all(row[0] for row in table) else [slice(b, b + 1) for b in range(len(q))]

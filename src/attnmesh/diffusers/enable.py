@@ -12,8 +12,8 @@ from attnmesh.diffusers.diffusers_names import unwrap_module
 from attnmesh.diffusers.family_plans import TokenPlan, plan_of
 from attnmesh.diffusers.state import MeshState, split_attention
 from attnmesh.errors import ModelError, require
+from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.checks import check_checked
-from attnmesh.guard.consensus import describe_call, run_agreed
 from attnmesh.kernels.driver import check_kernel
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import check_exchange
@@ -64,9 +64,8 @@ def enable(
     >>> disable(model)
     """
     model, place = unwrap_module(model), Mesh.of(mesh)
-    call = describe_call(SUBJECT, model=type(model).__name__, exchange=exchange, kernel=kernel, checked=checked)
-
-    def check() -> TokenPlan:
+    fields = {"model": type(model).__name__, "exchange": exchange, "kernel": kernel, "checked": checked}
+    with Agreement(place, SUBJECT, fields):
         check_exchange(f"{SUBJECT} exchange", exchange)
         check_kernel(kernel)
         check_checked(SUBJECT, checked)
@@ -75,9 +74,7 @@ def enable(
         _check_processors(model, plan)
         for module in split_attention(model, plan).values():
             check_heads_axis(f"{SUBJECT} mesh", place.shape, getattr(module, "heads", place.shape.heads))
-        return plan
-
-    state = MeshState(model, run_agreed(place, check, call), place, checked)
+    state = MeshState(model, plan, place, checked)
     backend = backend_of(mesh, state.tokens, exchange, kernel, checked)
     state.backend = register(f"attnmesh-{next(BACKEND_NUMBERS)}", backend)
     state.undo.append(partial(unregister, state.backend))

@@ -15,7 +15,7 @@ from attnmesh.diffusers.diffusers_names import Attention, AttentionModuleMixin, 
 from attnmesh.diffusers.family_plans import TokenPlan, TokenSplit, modules_named
 from attnmesh.diffusers.tokens import Tokens
 from attnmesh.errors import KernelError, ModelError, ShapeError
-from attnmesh.guard.consensus import CallChecker
+from attnmesh.guard.agreement import CallRecord
 from attnmesh.mesh.axes import Mesh
 
 SUBJECT = "attnmesh.diffusers forward"
@@ -41,7 +41,7 @@ class MeshState:
     def __init__(self, model: nn.Module, plan: TokenPlan, place: Mesh, checked: bool | None) -> None:
         device = torch.device(place.kind)
         self.plan, self.tokens = plan, Tokens(place)
-        self.checker = CallChecker(place, device, checked is not False)
+        self.calls = CallRecord(place, device, checked is not False)
         self.compares_values = checked is True or device.type == "cpu"  # elsewhere the host would wait for them
         self.processors: dict[Any, Any] = {module: module.processor for module in split_attention(model, plan).values()}
         self.modules = {name: modules_named(model, name) for name in (*plan.splits, *plan.gathers)}
@@ -84,8 +84,8 @@ class MeshState:
         others = {name: repr(x) for name, x in inputs.items() if isinstance(x, PLAIN)}
         shapes = [(name, x.dtype, tuple(x.shape)) for name, x in tensors.items()]
         found = fingerprints(tensors) if self.compares_values else {"shapes": shapes}
-        check = partial(self._check, model, list(tensors))
-        self.checker.check(f"{SUBJECT} of {type(model).__name__}", check, lambda: {**found, **others})
+        with self.calls.agreement(f"{SUBJECT} of {type(model).__name__}", {**found, **others}):
+            self._check(model, list(tensors))
 
     def _check(self, model: nn.Module, tensors: Sequence[str]) -> None:
         """Raise where the model has changed since it was put on the mesh, or cannot be served."""

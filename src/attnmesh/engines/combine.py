@@ -9,7 +9,7 @@ from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.errors import DtypeError, InputError, ShapeError, require, type_and_shape
 from attnmesh.guard.checks import check_tensor
 from attnmesh.mesh.axes import axis_of
-from attnmesh.mesh_attention.merge_across import merge_across, raise_alike
+from attnmesh.mesh_attention.merge_across import merge_across, merge_agreement
 
 SUBJECT = "combine"
 
@@ -59,7 +59,7 @@ def combine(
     try:
         _check(partial_output, partial_lse, seq_lens, query_start_loc)
     except InputError as error:
-        raise_alike(error, (partial_output, partial_lse), axis, how, output)
+        merge_agreement((partial_output, partial_lse), axis, how, output).fail(error)
     if axis.size == 1:
         return (partial_output, partial_lse) if return_lse else partial_output
     lse = partial_lse.to(sum_dtype(partial_output.dtype))

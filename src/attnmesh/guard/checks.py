@@ -17,10 +17,12 @@ from attnmesh.errors import (
     InputError,
     KernelError,
     ShapeError,
+    check_choice,
     require,
     short,
     warn_once,
 )
+from attnmesh.mesh.merges import MERGE_CHOICES, OUTPUTS
 
 SHAPE = "(batch, heads, length, dim)"
 
@@ -235,6 +237,12 @@ def check_distance_bias(
         (logits.scale > 0, "a positive scale", f"{logits.scale}"),
     ):
         require(fits, KernelError, subject, expected, given, "leave one of them out")
+
+
+def check_merge(subject: str, how: str, output: str) -> None:
+    """Raise unless `how` names a merge and `output` names an output."""
+    check_choice(f"{subject} {'how' if subject == 'merge_across' else 'merge'}", how, MERGE_CHOICES, 'use "auto"')
+    check_choice(f"{subject} output", output, OUTPUTS, 'use "replicated"')
 
 
 def check_dtype(subject: str, dtype: object, fix: str) -> None:

@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria
 from attnmesh.cache.saved_cache import Saving
 from attnmesh.core.digest import DIGEST_VALUES, digest
 from attnmesh.errors import ArgumentError, KernelError, StoreError, check_count, require, short, type_and_shape
-from attnmesh.guard.consensus import describe_call, run_agreed
+from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.options import ASSISTED_OPTIONS, GenerationSettings, describe_value
 from attnmesh.mesh.axes import Mesh
@@ -100,23 +100,19 @@ class Checkpoint:
             InputError: The folder is of another call, the call cannot be continued, or ranks differ.
         """
         place = Mesh.of(cache.mesh)
-
-        def check() -> int:
+        with Agreement(place, SUBJECT) as agreement:
             self._check_call(settings, ids, cache)
             check_writable(self.folder)
             self.note = _identify_call(model, ids, settings)
-            return self._saved_length() if os.path.lexists(self.folder / MANIFEST) else 0
-
-        def describe(saved: int) -> str:
-            return describe_call(SUBJECT, held=saved, **json.loads(self.note))
-
-        saved = run_agreed(place, check, describe)
+            saved = self._saved_length() if os.path.lexists(self.folder / MANIFEST) else 0
+            agreement.fields = {"held": saved, **json.loads(self.note)}
         self._saving, self.start_ids = None, ids
         if saved:
             capacity = None if cache.capacity is None else max(cache.capacity, saved)
             more, _ = cache.restore(self.folder, device=ids.device, capacity=capacity)
             saved = cache.get_seq_length()  # of a newer save, if another process has published one meanwhile
-            self.start_ids = run_agreed(place, lambda: _restore_state(ids, more, saved), "generate checkpoint")
+            with Agreement(place, "generate checkpoint"):
+                self.start_ids = _restore_state(ids, more, saved)
             cache.tokens = more["tokens"][:, :saved].to(ids.device)
         return self.start_ids
 

@@ -22,7 +22,7 @@ from attnmesh.errors import (
     short,
     warn_once,
 )
-from attnmesh.guard.consensus import agree, describe_call, may_compare
+from attnmesh.guard.agreement import Agreement, may_compare
 from attnmesh.hf.cache.compressed_layer import CompressedLayer
 from attnmesh.hf.cache.layer import PendingKV
 from attnmesh.hf.layer_mask import MaskSpec, check_left_padded
@@ -84,9 +84,8 @@ def _raise_agreed(error: InputError, query: Tensor, pending: PendingKV | None, s
         compares = None if shards is None else shards.has_prefix or checked is not False
         tokens = query.shape[2] if shards is None else shards.length
         pending.layer.raise_agreed(error, pending, tokens, compares=compares)
-    if shards is not None and may_compare(query.device):
-        agree(Mesh.of(shards.mesh), error)
-    raise error
+    compares = shards is not None and may_compare(query.device)
+    Agreement(Mesh.of(shards.mesh if shards is not None else None), SUBJECT, compares=compares).fail(error)
 
 
 def _check_exact(module: nn.Module, mask: Any, dropout: float, more: dict[str, Any]) -> None:
@@ -239,7 +238,8 @@ def check_same_weights(module: nn.Module, shards: Shards, device: torch.device) 
     named = {name: x for name, x in module.named_parameters() if x.ndim > 1 and not _is_part(x)}
     heads = {name: x.detach().flatten()[:DIGEST_VALUES] for name, x in named.items()}
     trained = {f"{name}.requires_grad": x.requires_grad for name, x in named.items()}
-    agree(mesh, describe_call(f"{SUBJECT} weights", module=type(module).__name__, **fingerprints(heads), **trained))
+    fields = {"module": type(module).__name__, **fingerprints(heads), **trained}
+    Agreement(mesh, f"{SUBJECT} weights", fields).before()
     _compared(mesh).update({module, *(one for one in module.modules() if not any(map(_is_part, one.parameters())))})
 
 

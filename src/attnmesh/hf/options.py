@@ -1,6 +1,7 @@
 """Checks of the options of `generate`. All ranks compare their calls before the model runs."""
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from numbers import Number
 from pathlib import Path
 from types import NoneType
@@ -22,7 +23,7 @@ from attnmesh.errors import (
     short,
     type_and_shape,
 )
-from attnmesh.guard.consensus import describe_call, run_agreed
+from attnmesh.guard.agreement import Agreement, Fields
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.images.inputs import IMAGE_INPUTS, OWN_PROCESSOR, image_inputs, split_images
 from attnmesh.hf.layer_mask import check_left_padded
@@ -117,7 +118,14 @@ def agree_on_call(
 ) -> None:
     """Raise the same error on all ranks unless all make the same valid call of `generate` or `prefill`."""
 
-    def check() -> None:
+    def fields() -> dict[str, object]:
+        prompt = fingerprints({"prompt": ids, "attention_mask": attention_mask})
+        held = 0 if cache is None else cache.get_seq_length()
+        named = {name: describe_value(value) for name, value in sorted(options.items()) if name != "streamer"}
+        config = {"model's generation_config": describe_value(model.generation_config)}
+        return {**prompt, "held": held, **named, **config}
+
+    with agreement_with_peers(place, model, "generate", fields):
         check_model(model)
         _check_prompt(model, ids, attention_mask)
         _check_options(model, options)
@@ -129,29 +137,17 @@ def agree_on_call(
         if "chunk_size" not in options:  # an option of `prefill`, which makes no new tokens
             check_rope_switch(model.config, ids.shape[1] - 1, GenerationSettings(model, options).total(ids.shape[1]))
 
-    def describe(_: None) -> str:
-        prompt = fingerprints({"prompt": ids, "attention_mask": attention_mask})
-        held = 0 if cache is None else cache.get_seq_length()
-        fields = {name: describe_value(value) for name, value in sorted(options.items()) if name != "streamer"}
-        config = {"model's generation_config": describe_value(model.generation_config)}
-        return describe_call("generate", **{**prompt, "held": held, **fields, **config})
 
-    run_agreed_with_peers(place, model, check, describe)
+@contextmanager
+def agreement_with_peers(place: Mesh, model: PreTrainedModel, name: str, fields: Fields) -> Iterator[None]:
+    """Agree on a call with the ranks of a mesh, and before with those that share the model's weights.
 
-
-def run_agreed_with_peers(
-    place: Mesh, model: PreTrainedModel, check: Callable[[], None], describe: Callable[[None], str]
-) -> None:
-    """Run a check as `run_agreed` does, first with the ranks that share the model's weights."""
-
-    def check_with_peers() -> None:  # whose error the other ranks of the mesh raise too
+    The other ranks of the mesh raise their error too.
+    """
+    with Agreement(place, name, fields):
         peers = sharing(model) if isinstance(model, PreTrainedModel) else None
-        if peers is None:
-            check()
-        else:
-            run_agreed(Mesh.of(peers), check, describe)
-
-    run_agreed(place, check_with_peers, describe)
+        with Agreement(Mesh.of(peers), name, fields, compares=peers is not None):
+            yield
 
 
 def describe_value(value: object) -> str:

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnmesh.core.layout import Contiguous, Layout, Striped
 from attnmesh.errors import KernelError, require
-from attnmesh.guard.consensus import run_agreed
+from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.images.image_merge import Merged, merge_images
 from attnmesh.hf.images.inputs import Pictures, shared_with_images, split_images, without_absent
@@ -124,7 +124,8 @@ def begin_prompt(
     if not images:
         return Prompt(ids, mask)
     left = left_to_decode(model.config)
-    merged = run_agreed(place, lambda: merge_images(model, ids, mask, images, left), "generate images")
+    with Agreement(place, "generate images"):
+        merged = merge_images(model, ids, mask, images, left)
     return Prompt(ids, mask, merged)
 
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnmesh.errors import KernelError, MeshError, ModelError, ShapeError, check_choice, require, short
-from attnmesh.guard.consensus import describe_call, run_agreed
+from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.latent_states import latent_widths
 from attnmesh.hf.models import check_model, indexed_layers, unwrap
 from attnmesh.hf.transformers_names import TENSOR_PARALLEL, apply_tensor_parallelism
@@ -64,7 +64,8 @@ def tensor_parallel(model: Any, mesh: DeviceMesh | None, *, output: str = "repli
     True
     """
     inner = unwrap(model)
-    run_agreed(everyone(), lambda: _check(inner, mesh, output), describe_call("tensor_parallel", output=output))
+    with Agreement(everyone(), "tensor_parallel", {"output": output}):
+        _check(inner, mesh, output)
     if mesh is None or mesh.size() == 1:
         return model
     plan, cut = _plan_for(inner, mesh.size(), output)

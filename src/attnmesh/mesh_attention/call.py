@@ -1,8 +1,7 @@
 """One call of `attention`: its arguments, their checks, and the plan on which all ranks agree."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from attnmesh.core.logits import Logits
 from attnmesh.core.mask import FAR, Causal, Mask, check_mask
 from attnmesh.core.selection import Selection
 from attnmesh.errors import KernelError, LayoutError, MaskError, ShapeError, require, warn_once
+from attnmesh.guard.agreement import Agreement, describe_call, may_compare
 from attnmesh.guard.checks import (
     check_checked,
     check_distance_bias,
@@ -26,7 +26,6 @@ from attnmesh.guard.checks import (
     heads_and_length,
     with_swap_hint,
 )
-from attnmesh.guard.consensus import describe_call, may_compare, run_agreed_with
 from attnmesh.kernels.driver import check_kernel
 from attnmesh.kernels.local_plan import kind_of
 from attnmesh.mesh.axes import Axis, Mesh, flat_axis
@@ -43,10 +42,6 @@ Pair = tuple[int, int]
 
 Sizes = tuple[int, int, int, int]
 """Heads of q and of k, their width, and keys per index of a selection, 0 without one."""
-
-
-text_of: Callable[[tuple[str, bool]], str] = itemgetter(0)
-"""Return the text of what `_checked_text` returned."""
 
 
 class Options(NamedTuple):
@@ -111,10 +106,6 @@ class Call(NamedTuple):
             return *self.tokens, -1
         return *self.tokens, self.selected.highest()
 
-    def numbers_of(self, found: tuple[str, bool]) -> tuple[int, ...]:
-        """Return the numbers that ranks compare beside a text: the first call of a kind has a digest of some keys."""
-        return (*self.numbers, _digest_of_some(self.k)) if found[1] else self.numbers
-
     def describe(self) -> str:
         """Return the text that ranks compare: all but the lengths of shards."""
         named = {"q": self.q, "k": self.k, "v": self.v} | ({} if self.sinks is None else {"sinks": self.sinks})
@@ -145,8 +136,10 @@ def agree_on_plan(mesh: Mesh, call: Call, checked: bool | None) -> MeshPlan:
         return plan
     device = call.q.device if isinstance(call.q, Tensor) else torch.device(mesh.kind)
     if options.length is None or (checked is not False and may_compare(device)):
-        _, rows = run_agreed_with(mesh, lambda: _checked_text(mesh, call, checked), text_of, call.numbers_of)
-        columns: list[tuple[int, ...]] = list(zip(*rows, strict=True))
+        with Agreement(mesh, "attention") as agreement:
+            agreement.text, is_new = _checked_text(mesh, call, checked)
+            agreement.numbers = (*call.numbers, _digest_of_some(call.k)) if is_new else call.numbers
+        columns: list[tuple[int, ...]] = list(zip(*agreement.table, strict=True))
         table, tokens = tuple(zip(*columns[:2], strict=True)), (sum(columns[0]), sum(columns[1]))
         plan = _known_plan(mesh, options, call.sizes, tokens, table)
         _check_highest(max(columns[2]), plan)

@@ -3,8 +3,6 @@
 import math
 from collections.abc import Sequence
 from functools import partial as partial_of
-from typing import NoReturn
-from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -15,10 +13,9 @@ from attnmesh.comm.host_merge import HostMerge, host_merge_for
 from attnmesh.comm.message import checksum_of, question_like
 from attnmesh.comm.rank_merge import chosen_merge, merge_ranks, send_poison
 from attnmesh.core.partial import Partial, sum_dtype
-from attnmesh.errors import DeviceError, DtypeError, InputError, KernelError, ShapeError, check_choice, require
-from attnmesh.guard.checks import check_checked, check_dtype, check_one_device, check_tensor
-from attnmesh.guard.consensus import CallChecker, describe_call
-from attnmesh.guard.merge_checks import MergeChecker, check_merge, prepare_merges, raise_unequal
+from attnmesh.errors import DeviceError, DtypeError, KernelError, ShapeError, check_choice, require
+from attnmesh.guard.agreement import Agreement, CallRecord, MergeAgreement, describe_call, number_of, prepare_merges
+from attnmesh.guard.checks import check_checked, check_dtype, check_merge, check_one_device, check_tensor
 from attnmesh.kernels.traced import are_plain
 from attnmesh.mesh.axes import Axis, axis_of, device_type_of, group_named, mesh_of
 from attnmesh.mesh.merges import MERGE_CHOICES, OUTPUTS
@@ -73,19 +70,17 @@ def merge_across(
         and (found := host_merge_and_text(axis, partial[0].shape, how, output)) is not None
     ):
         return merge_as_one_call(Partial(*partial), *found, output, compares=checked is not False)
-    try:
+    with merge_agreement(partial, axis, how, output, checked) as agreement:
         check_merge("merge_across", how, output)
         check_checked("merge_across", checked)
         check_partial(partial, wire, base)
-    except InputError as error:
-        raise_alike(error, partial, axis, how, output, checked)
     out, lse = partial
     natural = lse if base == "e" else lse * BASES[base]
     if torch.compiler.is_compiling():
         dtype = str(wire or "").removeprefix("torch.")
         out, lse = merge_op(out, natural, axis.group_name, [axis.size, axis.index], how, output, dtype)
     else:
-        out, lse = _merge(Partial(out, natural), axis, how, output, wire, checked, base)
+        out, lse = _merge(agreement, Partial(out, natural), axis, how, output, wire, base)
     return Partial(out, lse if base == "e" else lse / BASES[base])
 
 
@@ -102,15 +97,13 @@ def host_merge_and_text(axis: Axis, shape: tuple[int, ...], how: str, output: st
     return None if merge is None else (merge, call_text(shape, torch.float32, how, output))
 
 
-def raise_alike(
-    error: InputError, partial: object, axis: Axis, how: str, output: str, checked: bool | None = None
-) -> NoReturn:
-    """Raise this rank's error of a merge, on all ranks if they compare their calls."""
+def merge_agreement(partial: object, axis: Axis, how: str, output: str, checked: bool | None = None) -> MergeAgreement:
+    """Return the agreement on a merge, of a partial that is not checked yet."""
     given = {x.device.type for x in partial if isinstance(x, Tensor)} if isinstance(partial, tuple) else set()
     # The other ranks' tensors are where this rank's are, if one of these is where tensors can be merged.
     device = torch.device(next((x for x in ("cuda", "cpu") if x in given), device_type_of(axis.group)))
-    MergeChecker(_checker_of(axis), device, how, checked).report(error, partial_of(_poison, axis, how, output))
-    raise error
+    poison = partial_of(_poison, axis, how, output)
+    return MergeAgreement(_calls_along(axis), device, how, checked, "merge_across", poison)
 
 
 def _poison(axis: Axis, how: str, output: str) -> None:
@@ -126,7 +119,8 @@ def merge_op(
 ) -> tuple[Tensor, Tensor]:
     """Run the merge as an operator, which is one node of a compiled graph."""
     dtype = getattr(torch, wire) if wire else None
-    return _merge(Partial(out, lse), Axis(place[0], place[1], group_named(group)), how, output, dtype)
+    partial, axis = Partial(out, lse), Axis(place[0], place[1], group_named(group))
+    return _merge(merge_agreement(partial, axis, how, output), partial, axis, how, output, dtype)
 
 
 @merge_op.register_fake
@@ -136,38 +130,40 @@ def _(out: Tensor, lse: Tensor, group: str, place: Sequence[int], how: str, outp
 
 
 def _merge(
+    agreement: MergeAgreement,
     partial: Partial,
     axis: Axis,
     how: str,
     output: str,
     wire: torch.dtype | None,
-    checked: bool | None = None,
     base: str = "e",
 ) -> Partial:
     """Return the merge in new tensors."""
     device = partial.lse.device
     text = call_text(partial.out.shape, partial.out.dtype, how, output, wire, base, device.type)
-    checker = MergeChecker(_checker_of(axis), device, how, checked, lambda: text, text, how != "allreduce")
-    if not checker.before():
+    agreement.text = agreement.kind = text
+    if how != "allreduce":
+        like = partial.out.new_empty(0), partial.lse.new_empty(0), partial.out.shape
+        agreement.ask = partial_of(_ask, *like, axis, how, output, wire)
+    if not agreement.before():
         return _nan_like(partial, axis, output)
     if axis.size > 1 and device.type == "cpu":
         prepare_merges(axis)
-    checksum = checksum_of(crc32(text.encode()), partial.lse)
-    merged, checksum = merge_ranks(partial, checksum, axis, how, output, wire)
-    if axis.size > 1:
-        like = partial.out.new_empty(0), partial.lse.new_empty(0), partial.out.shape
-        checker.after(checksum, "merge_across", partial_of(_ask_in_merge, *like, axis, how, output, wire))
+    with agreement:
+        checksum = checksum_of(agreement.number, partial.lse)
+        merged, checksum = merge_ranks(partial, checksum, axis, how, output, wire)
+        agreement.checksum = checksum if axis.size > 1 else None
     pairs = zip(merged, partial, strict=True)
     return Partial(*(x.to(like.dtype, copy=True).contiguous() for x, like in pairs))
 
 
 @cached_per_world()
-def _checker_of(axis: Axis) -> CallChecker:
+def _calls_along(axis: Axis) -> CallRecord:
     """Return the record of the merges along an axis that no host looks at."""
-    return CallChecker(mesh_of(axis), torch.device(device_type_of(axis.group)), None)
+    return CallRecord(mesh_of(axis), torch.device(device_type_of(axis.group)), None)
 
 
-def _ask_in_merge(
+def _ask(
     out: Tensor, lse: Tensor, shape: Sequence[int], axis: Axis, how: str, output: str, wire: torch.dtype | None
 ) -> Tensor:
     """Take part in a merge with no keys, and a question for a checksum. Return the merged checksum."""
@@ -198,11 +194,12 @@ def merge_as_one_call(partial: Partial, merge: HostMerge, text: str, output: str
     place = merge.places(message)
     place.out.copy_(partial.out)
     place.lse.copy_(partial.lse)
-    if not merge.run(message, crc32(text.encode())):
-        if not compares:  # ranks whose calls differ get NaN
-            place.out.fill_(torch.nan)
-        else:
-            raise_unequal(mesh_of(merge.axis), text, "merge_across")
+    if not merge.run(message, number_of(text)):
+        if compares:
+            differs = Agreement(mesh_of(merge.axis), "merge_across")
+            differs.text = text
+            differs.unequal()
+        place.out.fill_(torch.nan)  # ranks whose calls differ get NaN
     heads = merge.heads(output)
     return place if heads is None else Partial(*(x[:, heads].contiguous() for x in place))
 

@@ -11,8 +11,8 @@ from attnmesh.comm.p2p import swap_tokens
 from attnmesh.core.layout import Layout, check_layout
 from attnmesh.core.mask import FULL, Mask, check_mask
 from attnmesh.errors import KernelError, LayoutError, ShapeError, require
+from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.checks import check_tensor
-from attnmesh.guard.consensus import describe_call, run_agreed, run_agreed_with
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import Shape
 from attnmesh.mesh_attention.auto_layout import check_auto, chosen_layout
@@ -43,21 +43,15 @@ def shard(
     tensor([0, 1, 2, 3, 4, 5])
     """
     place, seen = Mesh.of(mesh), FULL if mask is None else mask
-
-    def check() -> int:
+    chooses = isinstance(layout, str) and not torch.compiler.is_compiling()
+    with Agreement(place, "shard", compares=chooses) as agreement:
         check_layout("shard layout", layout, auto=True)
         check_mask("shard mask", seen)
         check_auto("shard", layout, mask, place.ranks)
-        along, mark = _dim("shard", x, dim), shard_marks().get(id(x))
-        fits, fix = mark is None or not mark.cuts_again(place, along), "cut the whole tensor once"
+        dim, mark = _dim("shard", x, dim), shard_marks().get(id(x))
+        fits, fix = mark is None or not mark.cuts_again(place, dim), "cut the whole tensor once"
         require(fits, LayoutError, "shard", "a whole tensor", "a shard of this mesh", fix)
-        return along
-
-    def call(dim: int) -> str:
-        return describe_call("shard", tokens=x.shape[dim], layout=layout, mask=mask)
-
-    chooses = isinstance(layout, str) and not torch.compiler.is_compiling()
-    dim = run_agreed(place, check, call) if chooses else check()
+        agreement.fields = {"tokens": x.shape[dim], "layout": layout, "mask": mask}
     check_mask("shard mask", seen, x.shape[dim])
     chosen = chosen_layout(layout, seen, place)
     part = x.index_select(dim, chosen.positions(x.shape[dim], place.ranks, place.shard).to(x.device))
@@ -95,27 +89,21 @@ def unshard(
     tensor([0, 1, 2, 3, 4, 5])
     """
     place, seen = Mesh.of(mesh), FULL if mask is None else mask
-
-    def check() -> int:
+    with Agreement(place, "unshard") as agreement:
         check_layout("unshard layout", layout, auto=True)
         check_mask("unshard mask", seen)
         check_auto("unshard", layout, mask, place.ranks)
-        along = _dim("unshard", x, dim)
+        dim = _dim("unshard", x, dim)
         if (mark := shard_marks().get(id(x))) is not None:
-            mark.check("unshard", layout, seen, place, along)
+            mark.check("unshard", layout, seen, place, dim)
         if x.requires_grad:
             given, fix = "one that asks for gradients", "call .detach() first, or keep the loss on the shards"
             raise KernelError("unshard", "a tensor without gradients", given, fix)
-        return along
-
-    def call(dim: int) -> str:
         others = [n for other, n in enumerate(x.shape) if other != dim]
-        return describe_call(
-            "unshard", dtype=x.dtype, other_dims=others, dim=dim, layout=layout, length=length, mask=mask
-        )
-
-    dim, table = run_agreed_with(place, check, call, lambda dim: [x.shape[dim]])
-    counts = [row[0] for row in table]
+        options = {"layout": layout, "length": length, "mask": mask}
+        agreement.fields = {"dtype": x.dtype, "other_dims": others, "dim": dim, **options}
+        agreement.numbers = [x.shape[dim]]
+    counts = [row[0] for row in agreement.table]
     length = sum(counts) if length is None else length
     check_mask("unshard mask", seen, length)
     positions = _positions(chosen_layout(layout, seen, place), length, counts)

@@ -12,8 +12,8 @@ from attnmesh.core.candidates import best, pack, unpack
 from attnmesh.core.partial import DTYPES
 from attnmesh.core.selection import NONE
 from attnmesh.errors import ArgumentError, DtypeError, KernelError, ShapeError, check_count, require, type_and_shape
+from attnmesh.guard.agreement import Agreement, may_compare
 from attnmesh.guard.checks import check_one_device, check_tensor
-from attnmesh.guard.consensus import agree_on_call, describe_call, may_compare
 from attnmesh.mesh.axes import Axis, axis_of, group_named, mesh_of
 
 
@@ -47,13 +47,10 @@ def top_k_across(
     """
     axis = axis_of(group, "top_k_across")
     device = scores.device if isinstance(scores, Tensor) else torch.device(mesh_of(axis).kind)
-    agree_on_call(
-        mesh_of(axis),
-        device,
-        None,
-        lambda: _check(scores, indices, k, unique),
-        lambda: describe_call("top_k_across", rows=list(scores.shape[:-1]), k=k, unique=unique),
-    )
+    compares = axis.size > 1 and may_compare(device)
+    with Agreement(mesh_of(axis), "top_k_across", compares=compares) as agreement:
+        _check(scores, indices, k, unique)
+        agreement.fields = {"rows": list(scores.shape[:-1]), "k": k, "unique": unique}
     wrong = (indices < 0) | (indices > NONE)
     candidates = pack(scores.masked_fill(wrong, torch.nan), indices.masked_fill(wrong, 0).expand_as(scores))
     found: Tensor = best_op(best(candidates, k, unique=unique), axis.group_name, [axis.size, axis.index], unique)

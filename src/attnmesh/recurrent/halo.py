@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm.p2p import exchange_messages
 from attnmesh.errors import DtypeError, ShapeError, check_count, require
+from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.checks import check_tensor
-from attnmesh.guard.consensus import describe_call, run_agreed_with
 from attnmesh.mesh.axes import Axis, axis_of, group_named, mesh_of
 from attnmesh.recurrent.head_exchange import first_tokens, own_tokens
 
@@ -51,14 +51,13 @@ def halo(x: Tensor, size: int, group: ProcessGroup | DeviceMesh | None, *, dim: 
     tensor([[0., 0., 1., 2., 3., 4., 5.]])
     """
     axis = axis_of(group, "halo")
-
-    def describe(_: None) -> str:
+    with Agreement(mesh_of(axis), "halo") as agreement:
+        _check(x, size, dim)
         others = [n for other, n in enumerate(x.shape) if other != dim % x.ndim]
         learned = torch.is_grad_enabled() and x.requires_grad
-        return describe_call("halo", others=others, dtype=x.dtype, size=size, dim=dim % x.ndim, requires_grad=learned)
-
-    _, table = run_agreed_with(mesh_of(axis), lambda: _check(x, size, dim), describe, lambda _: [x.shape[dim]])
-    return halo_of_parts(x, size, axis, range(axis.size), [row[0] for row in table], dim=dim)
+        options = {"size": size, "dim": dim % x.ndim, "requires_grad": learned}
+        agreement.fields, agreement.numbers = {"others": others, "dtype": x.dtype, **options}, [x.shape[dim]]
+    return halo_of_parts(x, size, axis, range(axis.size), [row[0] for row in agreement.table], dim=dim)
 
 
 def halo_of_parts(

@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.comm.p2p import exchange_messages
 from attnmesh.core.partial import sum_dtype
 from attnmesh.errors import ArgumentError, DtypeError, ShapeError, require
+from attnmesh.guard.agreement import Agreement, may_compare
 from attnmesh.guard.checks import check_checked, check_one_device, check_tensor
-from attnmesh.guard.consensus import agree_on_call, describe_call
 from attnmesh.kernels.traced import without_autocast
 from attnmesh.mesh.axes import Axis, axis_of, group_named, mesh_of
 
@@ -80,13 +80,9 @@ def scan_across(
     """
     axis = axis_of(group, "scan_across")
     device = bias.device if isinstance(bias, Tensor) else torch.device(mesh_of(axis).kind)
-    agree_on_call(
-        mesh_of(axis),
-        device,
-        checked,
-        lambda: _check(linear, bias, reverse, checked),
-        lambda: _describe(linear, bias, reverse),
-    )
+    compares = axis.size > 1 and checked is not False and may_compare(device)
+    with Agreement(mesh_of(axis), "scan_across", lambda: _fields(linear, bias, reverse), compares=compares):
+        _check(linear, bias, reverse, checked)
     dtype = torch.promote_types(sum_dtype(linear.dtype), sum_dtype(bias.dtype))
     order = range(axis.size)[:: -1 if reverse else 1]
     return scan(AffineMap(linear.to(dtype), bias.to(dtype)), axis, order)
@@ -193,10 +189,10 @@ def _identity(linear: Tensor, ndim: int) -> Tensor:
     return torch.ones_like(linear)
 
 
-def _describe(linear: Tensor, bias: Tensor, reverse: bool) -> str:
+def _fields(linear: Tensor, bias: Tensor, reverse: bool) -> dict[str, object]:
     learned = torch.is_grad_enabled() and (linear.requires_grad or bias.requires_grad)
     shapes = {"linear": list(linear.shape), "bias": list(bias.shape), "dtypes": f"{linear.dtype} {bias.dtype}"}
-    return describe_call("scan_across", **shapes, reverse=reverse, requires_grad=learned)
+    return {**shapes, "reverse": reverse, "requires_grad": learned}
 
 
 def _check(linear: Tensor, bias: Tensor, reverse: bool, checked: bool | None) -> None:

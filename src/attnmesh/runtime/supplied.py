@@ -10,9 +10,9 @@ R = TypeVar("R")
 class Supplied(Generic[P, R]):
     """A function that a later room supplies when it is imported.
 
-    `Cluster.measure` exchanges messages, and `KVCache.save` and `load` use files. Users find these methods at the
-    value. The value's room may not import the one that does the work, so it declares what it needs. `setup` and `store`
-    supply it, which `import attnmesh` imports.
+    `Cluster.measure` exchanges messages, and `KVCache.save` and `load` use files. Users find them at the value.
+    The value's room may not import the one that does the work, so it declares what it needs.
+    `setup` and `store` supply it, which `import attnmesh` imports.
 
     >>> twice = Supplied[[int], int]()
     >>> twice.supply(lambda x: 2 * x)

@@ -1,7 +1,7 @@
 """Device meshes over the ranks of a world, made after all ranks have compared their arguments."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from socket import gethostname
 from typing import cast
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from attnmesh.errors import DeviceError, MeshError, require
-from attnmesh.guard.consensus import HOST, agree, describe_call, run_agreed, run_agreed_with
+from attnmesh.guard.agreement import HOST, Agreement
 from attnmesh.mesh.axes import Axis, Mesh, device_of, device_type_of
 from attnmesh.mesh.shapes import AXES, Shape, check_heads, elements, mesh_shape, rank_grid
 
@@ -50,8 +50,8 @@ def init_mesh(
         device_type, shape = None, device_type
     device_type = world_device_type() if device_type is None else device_type
     kv_heads = q_heads if kv_heads is None else kv_heads
-
-    def check() -> Shape:
+    is_first = not dist.is_initialized()
+    with Agreement(everyone(), "init_mesh") as agreement:
         check_device_type("init_mesh", device_type)
         fits, fix = device_type != "cuda" or torch.cuda.is_available(), 'pass "cpu", or leave the device type out'
         require(fits, DeviceError, "init_mesh", "a device of this machine", "cuda, without a GPU", fix)
@@ -61,20 +61,14 @@ def init_mesh(
         given = "x".join(map(str, found))
         require(found.ranks <= world, MeshError, "init_mesh", f"at most the world's {world} ranks", given, fix)
         _set_gpu(device_type)
-        return found
-
-    def call(found: Shape) -> str:
         options = {"device_type": device_type, "shape": found, "q_heads": q_heads, "kv_heads": kv_heads}
-        return describe_mesh("init_mesh", **options)
-
-    is_first = not dist.is_initialized()
-    found = run_agreed(everyone(), check, call)
+        agreement.fields = with_versions(options)
     sent = elements(found, q_heads, kv_heads)._asdict()
     names = tuple(sorted(AXES, key=lambda name: sent[name]))
     sizes = tuple(getattr(found, name) for name in names)
     mesh = init_device_mesh(cast(str, device_type), sizes, mesh_dim_names=names)
     if is_first:  # before, there was nobody to compare with
-        agree(everyone(), call(found))
+        Agreement(everyone(), "init_mesh", with_versions(options)).before()
     return mesh
 
 
@@ -106,31 +100,26 @@ def split_mesh(
     split_mesh mesh: expected a DeviceMesh of one axis, given None
     """
     kv_heads = q_heads if kv_heads is None else kv_heads
-
-    def check() -> Shape:
+    with Agreement(everyone(), "split_mesh") as agreement:
         given = f"{mesh.ndim} axes" if isinstance(mesh, DeviceMesh) else repr(mesh)
         fits, fix = isinstance(mesh, DeviceMesh) and mesh.ndim == 1, 'slice one axis, as mesh["cp"]'
         require(fits, MeshError, "split_mesh mesh", "a DeviceMesh of one axis", given, fix)
         found = mesh_shape(mesh.size(), q_heads, kv_heads) if shape == "auto" else _checked_shape(shape, "split_mesh")
         fits, given, fix = found.ranks == mesh.size(), "x".join(map(str, found)), 'pass shape="auto"'
         require(fits, MeshError, "split_mesh shape", f"a shape of {mesh.size()} ranks", given, fix)
-        return found
-
-    def call(found: Shape) -> str:
-        return describe_mesh("split_mesh", shape=found, q_heads=q_heads, kv_heads=kv_heads)
-
-    found, table = run_agreed_with(everyone(), check, call, lambda _: mesh.mesh.flatten().tolist())
-    groups = check_groups("split_mesh mesh", table)
+        agreement.fields = with_versions({"shape": found, "q_heads": q_heads, "kv_heads": kv_heads})
+        agreement.numbers = mesh.mesh.flatten().tolist()
+    groups = check_groups("split_mesh mesh", agreement.table)
     grid = torch.tensor(groups).view(len(groups), *found)
     return DeviceMesh(mesh.device_type, grid, mesh_dim_names=("others", *AXES))[AXES]
 
 
-def describe_mesh(name: str, **fields: object) -> str:
-    """Return the text of a call that makes a mesh, with the versions of packages and the name of this host."""
+def with_versions(fields: Mapping[str, object]) -> Mapping[str, object]:
+    """Return the arguments of a call that makes a mesh, with the versions of packages and the name of this host."""
     import attnmesh  # the front of the package, which imports this file
 
     versions = f"attnmesh {attnmesh.__version__}, PyTorch {torch.__version__.partition('+')[0]}"
-    return describe_call(name, **fields, versions=versions) + HOST + gethostname()
+    return {**fields, "versions": versions, HOST: gethostname()}
 
 
 def check_groups(subject: str, table: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
@@ -184,15 +173,12 @@ def world_device_type() -> str:
 def init_plan_mesh(device_type: str, shape: Shape, tile: Shape) -> DeviceMesh:
     """Return the `DeviceMesh` of a plan: the ranks of one host share a tile of it. Every rank calls it."""
     ranks = shape.ranks
-
-    def check() -> None:
+    fields = with_versions({"device_type": device_type, "shape": shape, "tile": tile})
+    with Agreement(everyone(), "Plan.init_mesh", fields):
         check_device_type("Plan.init_mesh", device_type)
         world, fix = everyone().keys.size, f"start {ranks} ranks, or plan for as many as there are"
         require(world == ranks, MeshError, "Plan.init_mesh", f"a world of {ranks} ranks", world, fix)
         _set_gpu(device_type)
-
-    call = describe_mesh("Plan.init_mesh", device_type=device_type, shape=shape, tile=tile)
-    run_agreed(everyone(), check, call)
     return DeviceMesh(device_type, rank_grid(shape, tile), mesh_dim_names=AXES)
 
 

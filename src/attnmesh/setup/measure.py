@@ -21,8 +21,8 @@ from attnmesh.core.logits import Logits
 from attnmesh.core.mask import FULL
 from attnmesh.core.partial import Partial
 from attnmesh.errors import ClusterError, require
+from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.checks import check_dtype
-from attnmesh.guard.consensus import describe_call, run_agreed
 from attnmesh.kernels.local_op import run_attend
 from attnmesh.kernels.local_plan import LocalPlan
 from attnmesh.mesh.axes import Axis, Mesh, device_of, flat_axis
@@ -194,9 +194,8 @@ def _swap_near(world: MeasuredRanks, line: Sequence[int]) -> None:
 def measure(mesh: DeviceMesh | None, dtype: torch.dtype | None = None) -> Cluster:
     """Return the measured cluster of a mesh's ranks. Every rank of the mesh calls it."""
     place, device = Mesh.of(mesh), device_of(mesh)
-    fix = "pass the dtype of q, k and v, or leave it out"
-    check = partial(check_dtype, "Cluster.measure dtype", dtype, fix)
-    run_agreed(place, check, describe_call("Cluster.measure", dtype=dtype))
+    with Agreement(place, "Cluster.measure", {"dtype": dtype}):
+        check_dtype("Cluster.measure dtype", dtype, "pass the dtype of q, k and v, or leave it out")
     axis = flat_axis(mesh, AXES)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())

@@ -30,7 +30,7 @@ from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.replicas import LocalShards, check_copies
 from attnmesh.core.mask import FAR
 from attnmesh.errors import ShapeError, StoreError
-from attnmesh.guard.consensus import describe_call, run_agreed_with
+from attnmesh.guard.agreement import Agreement
 from attnmesh.mesh.axes import Axis, Mesh, overlap
 from attnmesh.runtime.memory import host_memory
 from attnmesh.setup.init_mesh import device_fault, device_for
@@ -225,20 +225,19 @@ def load_layers(
         return inspect(path, axes, target, layers, capacity, copies, tokens_per_key)
 
     def attempt(*, again: bool) -> tuple[list[Cache], dict[str, Tensor], str] | None:
-        found, names = run_agreed_with(
-            axes,
-            lambda: _unless_replaced(check, path, _name_of(path), again=again),
-            lambda found: describe_call("load", of=None if again or found is None else found[0], capacity=capacity),
-            lambda found: [0 if found is None else int(found[0].name, 16) >> 2],
-        )
-        if found is None or len({name for (name,) in names}) > 1:
+        with Agreement(axes, "load") as agreement:
+            found = _unless_replaced(check, path, _name_of(path), again=again)
+            agreement.fields = {"of": None if again or found is None else found[0], "capacity": capacity}
+            agreement.numbers = [0 if found is None else int(found[0].name, 16) >> 2]
+        if found is None or len({name for (name,) in agreement.table}) > 1:
             return None
         manifest, folder, sizes, token_mask, more = found
         caches = [make(mesh, **vars(each), device=device, checked=checked, copies=copies) for each in sizes]
         read = partial(fill, [cache.shards for cache in caches], folder, manifest)
         with torch.no_grad():
-            reading = partial(_unless_replaced, read, path, manifest.name, again=again)
-            if not all(done for (done,) in run_agreed_with(axes, reading, "load", lambda done: [bool(done)])[1]):
+            with Agreement(axes, "load") as agreement:
+                agreement.numbers = [bool(_unless_replaced(read, path, manifest.name, again=again))]
+            if not all(done for (done,) in agreement.table):
                 return None
             for layer, (cache, (first, _)) in enumerate(zip(caches, manifest.forgotten, strict=True)):
                 cache.shards.mark_present(manifest.length_of(layer), token_mask, first)

@@ -25,7 +25,7 @@ from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.replicas import LocalShards
 from attnmesh.cache.saved_cache import SavedPieces, Saving
 from attnmesh.errors import StoreError
-from attnmesh.guard.consensus import describe_call, run_agreed_with
+from attnmesh.guard.agreement import Agreement
 from attnmesh.store.checkpoint import (
     MANIFEST,
     MORE,
@@ -96,13 +96,11 @@ def save_layers(
     if saved.cache_ids != tuple(map(id, caches)) or any(cache.saved is not saved for cache in caches):
         saved = SavedPieces(caches)
     is_coordinator = mesh.shard == 0
-    (folder, manifest, tensors), names = run_agreed_with(
-        mesh,
-        lambda: _prepare(path, shards, more or {}, note, is_coordinator, lengths_differ),
-        lambda found: describe_call("save", saving=found[1].saving, note=note),
-        lambda _: [randbits(62)],
-    )
-    manifest = manifest._replace(name=f"{names[0][0]:016x}")
+    with Agreement(mesh, "save") as agreement:
+        prepared = _prepare(path, shards, more or {}, note, is_coordinator, lengths_differ)
+        folder, manifest, tensors = prepared
+        agreement.fields, agreement.numbers = {"saving": manifest.saving, "note": note}, [randbits(62)]
+    manifest = manifest._replace(name=f"{agreement.table[0][0]:016x}")
     own = [each.own for each in shards]
     groups = [SavedGroup.of(own, layers, manifest) for layers in manifest.groups.values()]
     place, lock = (own[0].heads.index, own[0].index), WriterLock()

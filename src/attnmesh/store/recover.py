@@ -17,10 +17,10 @@ from attnmesh.cache.cache import KVCache
 from attnmesh.cache.cache_config import Sizes
 from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.comm.p2p import meta_like, swap
-from attnmesh.comm.topology import all_gather_ints
+from attnmesh.comm.topology import all_gather_ints, share_texts
 from attnmesh.errors import DtypeError, MeshError, ShapeError
+from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.checks import check_unknown_options
-from attnmesh.guard.consensus import describe_call, run_agreed, texts
 from attnmesh.mesh.axes import Axis, Mesh, flat_axis, overlap
 from attnmesh.mesh.shapes import AXES
 
@@ -70,15 +70,12 @@ def recover(
     5
     """
     axes = Mesh.of(mesh)
-
-    def check() -> str:
+    with Agreement(axes, "recover", {"capacity": capacity, "checked": checked, "copies": copies}):
         _check(caches, more)
         for cache in caches or ():
             cache.shards.unshare()
-        return json.dumps(_describe(caches))
-
-    text = run_agreed(axes, check, describe_call("recover", capacity=capacity, checked=checked, copies=copies))
-    by_rank = [json.loads(description) for description in texts(axes, text)]
+        text = json.dumps(_describe(caches))
+    by_rank = [json.loads(description) for description in share_texts(text, axes)]
     found = [each for each in by_rank if each]
     length = min((each["length"] for each in found), default=0)
     # Per layer the first token that any rank needs, and the first query that all ranks can decode.
@@ -115,7 +112,7 @@ class _Moves:
         indices = [self.axis.index, self.mesh.heads.index, tokens.index]
         self.ranks = all_gather_ints(indices, self.mesh.axes)  # by rank: indices in the flat axis, heads and tokens
         counts = json.dumps([self._counts(layer) for layer in range(len(new))])
-        self.counts: list[list[dict[str, list[int]]]] = [json.loads(text) for text in texts(self.mesh, counts)]
+        self.counts: list[list[dict[str, list[int]]]] = [json.loads(text) for text in share_texts(counts, self.mesh)]
         for layer, first in enumerate(firsts):
             expected = len({heads for heads, _ in sources}) * position_sum(torch.arange(first, length))
             total = sum(counts.pop() for layers in self.counts for counts in layers[layer].values())

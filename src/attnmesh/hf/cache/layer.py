@@ -16,9 +16,8 @@ from attnmesh.core.mask import FAR, Mask, Window
 from attnmesh.core.partial import Partial
 from attnmesh.decoding.step_checks import check_reproducible
 from attnmesh.errors import InputError, KernelError, ShapeError, check_count, require
-from attnmesh.guard.checks import check_checked
-from attnmesh.guard.consensus import agree
-from attnmesh.guard.merge_checks import check_merge
+from attnmesh.guard.agreement import Agreement
+from attnmesh.guard.checks import check_checked, check_merge
 from attnmesh.hf.latent_states import check_projection, has_weight, latent_states, latent_widths, projection_of
 from attnmesh.hf.models import Opaque, check_implementation, check_keys, indexed_layers, is_compressed, key_heads
 from attnmesh.hf.shards import Shards
@@ -195,15 +194,11 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
 
         `compares` overrides the default: ranks compare when they allocate, else as `KVCache.append` does.
         """
-
-        def check() -> NoReturn:
-            raise error
-
         kv = _extended(self.kv, pending.k.shape[0])
         if kv is None or compares or (self.cache.checked is not False and self.must_grow(kv, tokens)):
-            agree(Mesh.of(self.cache.mesh), error)
+            Agreement(Mesh.of(self.cache.mesh), "append").fail(error)
         elif compares is None:
-            kv.checker.check("append", check, dict)
+            kv.calls.agreement("append").fail(error)
         raise error
 
     def further(self, q: Tensor, scale: float | None) -> Partial | None:
@@ -237,7 +232,8 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.kv is None:
             check()
             return
-        self.kv.checker.check("crop", check, lambda: {"by": tokens_to_remove})
+        with self.kv.calls.agreement("crop", {"by": tokens_to_remove}):
+            check()
         if tokens_to_remove < 0:
             for kv in self.kvs:
                 kv.truncate(max(0, kv.length + tokens_to_remove))

@@ -13,7 +13,7 @@ from attnmesh.cache.cache import KVCache
 from attnmesh.comm.topology import all_gather_ints
 from attnmesh.decoding.decode_call import decode
 from attnmesh.errors import KernelError, ShapeError, require
-from attnmesh.guard.consensus import describe_call, run_agreed
+from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.cache.layer import ShardedLayer, StatefulLayer, check_settings
 from attnmesh.hf.cache.state_layer import StateLayer, make_layers
 from attnmesh.hf.cache.stored_layers import StoredLayers
@@ -87,8 +87,8 @@ class ShardedCache(StoredLayers):
         options |= {"kernel": kernel, "exchange": exchange, "checked": checked, "copies": copies}
         options |= {"windows": windows, "keep": keep, "reproducible": reproducible}
         options |= {"storage": storage, "window_storage": window_storage}
-        call = describe_call("ShardedCache", **options)
-        run_agreed(place, lambda: check_settings(config, place.shape, options), call)
+        with Agreement(place, "ShardedCache", options):
+            check_settings(config, place.shape, options)
         self.config = config.get_text_config(decoder=True)
         self.stock_window = None if getattr(self.config, "layer_types", None) else window_of(config)
         """Tokens that the model's stock cache keeps in all layers; None if it keeps all, or differs by layer."""
@@ -284,7 +284,8 @@ class ShardedCache(StoredLayers):
             InputError: Tokens were lost with their ranks, or the cache is of another model.
         """
         recovered = cls(config, mesh, **options)
-        run_agreed(Mesh.of(mesh), lambda: _check_recoverable(cache, recovered), "ShardedCache.recover")
+        with Agreement(Mesh.of(mesh), "ShardedCache.recover"):
+            _check_recoverable(cache, recovered)
         kvs, tokens = ([], None) if cache is None else (cache.kvs, cache.tokens)
         left = len(kvs) == recovered.caches  # a prefill interrupted in its first chunk leaves layers without a cache
         recovered._fill(recover(kvs if left else None, mesh, device=device, **recovered._kv_options))

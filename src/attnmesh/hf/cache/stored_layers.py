@@ -12,7 +12,7 @@ from transformers import Cache, PreTrainedConfig
 from attnmesh.cache.cache import KVCache
 from attnmesh.cache.saved_cache import Saving
 from attnmesh.errors import KernelError, ShapeError, StoreError, require
-from attnmesh.guard.consensus import run_agreed
+from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.cache.compressed_layer import CompressedLayer
 from attnmesh.hf.cache.layer import ShardedLayer, StatefulLayer
 from attnmesh.hf.cache.state_layer import StateLayer
@@ -111,8 +111,7 @@ class StoredLayers(Cache):  # type: ignore[misc]
             InputError: A layer is empty, the folder cannot be written, or ranks differ.
         """
         kvs = self.kvs
-
-        def check() -> None:
+        with Agreement(Mesh.of(self.mesh), "save"):
             check_more({} if more is None else more)
             attends, given = bool(self.attention_layers), "recurrent states alone"
             expected, fix = "a cache with layers of attention", "prefill again instead"
@@ -127,8 +126,6 @@ class StoredLayers(Cache):  # type: ignore[misc]
             taken = [name for name in more or {} if name == "held" or name.startswith(STATES)]
             expected = f"names other than held and {STATES}*"
             require(not taken, StoreError, "save more", expected, ", ".join(taken), "rename it")
-
-        run_agreed(Mesh.of(self.mesh), check, "save")
         held = {"held": self.tokens.cpu()} if self.tokens is not None and kvs[0].length == self.tokens.shape[1] else {}
         states = {STATES + name: x.cpu().clone() for name, x in self.states.items()}
         tensors, differ = {**held, **states, **(more or {})}, self.tokens_per_key != [1] * self.caches

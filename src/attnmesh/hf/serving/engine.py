@@ -14,11 +14,10 @@ from transformers import PreTrainedModel
 
 from attnmesh.comm.topology import mesh_hosts, share_numbers
 from attnmesh.errors import ArgumentError, Busy, MeshError, ShapeError, TooLong, check_count, require, short
-from attnmesh.guard.consensus import describe_call
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.images.inputs import OWN_PROCESSOR, image_inputs, unless_text, without_absent
 from attnmesh.hf.models import check_rope_switch, check_rows, rope_regime, unwrap
-from attnmesh.hf.options import run_agreed_with_peers
+from attnmesh.hf.options import agreement_with_peers
 from attnmesh.hf.serving.footprint import SHARE, never_fits
 from attnmesh.hf.serving.plan_exchange import PlanExchange, can_be_sent
 from attnmesh.hf.serving.rank_worker import RankWorker
@@ -92,7 +91,7 @@ class Engine:
 
         context = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
-        def check() -> None:
+        with agreement_with_peers(place, self.model, SUBJECT, {**limits, "max_gap": max_gap}):
             check_rows(SUBJECT, self.model)
             for name, limit in limits.items():
                 if limit is not None or name in ("max_rows", "max_queue"):
@@ -102,8 +101,6 @@ class Engine:
             require(fits, ArgumentError, f"{SUBJECT} max_gap", "seconds above 0", repr(max_gap), fix)
             fits, expected = max_model_len is None or context is None or max_model_len <= context, f"at most {context}"
             require(fits, ArgumentError, f"{SUBJECT} max_model_len", expected, max_model_len, "leave it out")
-
-        run_agreed_with_peers(place, self.model, check, lambda _: describe_call(SUBJECT, **limits, max_gap=max_gap))
         ShardedCache(self.model.config, mesh, **cache_options)  # raises here, not at the first request
         longest = max_model_len, context, cache_options.get("capacity")
         self.longest = min((limit for limit in longest if limit is not None), default=None)

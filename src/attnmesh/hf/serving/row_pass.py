@@ -10,10 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attnmesh.errors import ArgumentError, KernelError, MaskError, MeshError, ShapeError, require
-from attnmesh.guard.consensus import describe_call
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.models import BIASED_MODELS, attends, check_rows, indexed_layers, is_compressed, rope_regime, unwrap
-from attnmesh.hf.options import run_agreed_with_peers
+from attnmesh.hf.options import agreement_with_peers
 from attnmesh.hf.prefill import prepare_model, run_model
 from attnmesh.hf.serving.rows_cache import RowsCache
 from attnmesh.mesh.axes import Mesh
@@ -107,13 +106,13 @@ def _runs_rows(model: PreTrainedModel) -> bool:
 def _agree(model: PreTrainedModel, tokens: Sequence[int], caches: Sequence[ShardedCache]) -> None:
     """Raise the same error on all ranks unless all make the same valid call."""
 
-    def describe(_: None) -> str:
-        lengths = [cache.get_seq_length() for cache in caches]
-        return describe_call(SUBJECT, tokens=[*map(int, tokens)], lengths=lengths)
+    def fields() -> dict[str, object]:
+        return {"tokens": [*map(int, tokens)], "lengths": [cache.get_seq_length() for cache in caches]}
 
     first = caches[0] if isinstance(caches, Sequence) and len(caches) else None
     place = first.mesh if isinstance(first, ShardedCache) else None
-    run_agreed_with_peers(Mesh.of(place), model, lambda: _check(model, tokens, caches), describe)
+    with agreement_with_peers(Mesh.of(place), model, SUBJECT, fields):
+        _check(model, tokens, caches)
 
 
 def _check(model: PreTrainedModel, tokens: Any, caches: Any) -> None:

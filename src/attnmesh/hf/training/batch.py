@@ -13,7 +13,7 @@ from attnmesh.core.digest import fingerprints
 from attnmesh.core.layout import Layout, Zigzag, check_layout
 from attnmesh.core.mask import Causal, Documents, Full, Mask
 from attnmesh.errors import ArgumentError, DtypeError, MaskError, ShapeError, require, short, type_and_shape
-from attnmesh.guard.consensus import describe_call, run_agreed
+from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.images.inputs import IMAGE_INPUTS, check_cross_mask
 from attnmesh.hf.options import USE_TOKENIZER, describe_value
 from attnmesh.hf.shards import PromptIds, PromptMask, ShardIds, ShardMask, ShardPositions, Shards, ShardTensor
@@ -120,8 +120,7 @@ def agree_on_batch(
 ) -> AgreedBatch:
     """Return the batch if all ranks pass the same valid one."""
     place = Mesh.of(mesh)
-
-    def check() -> AgreedBatch:
+    with Agreement(place, "shard_batch") as agreement:
         check_layout("shard_batch layout", layout, auto=True)
         known, expected = isinstance(exchange, str) and exchange in EXCHANGES, f"one of {', '.join(EXCHANGES)}"
         require(known, ArgumentError, "shard_batch exchange", expected, short(exchange), 'pass exchange="scan"')
@@ -132,15 +131,10 @@ def agree_on_batch(
         positions, documents = _positions(whole)
         _check_packing(whole, documents)
         check_cross_mask("shard_batch", whole["input_ids"], whole)
-        return AgreedBatch(whole, positions, documents)
-
-    def describe(checked: AgreedBatch) -> str:
-        tensors = {name: x for name, x in checked.entries.items() if isinstance(x, Tensor)}
-        others = {name: describe_value(x) for name, x in checked.entries.items() if name not in tensors}
-        named = {"layout": layout, "exchange": exchange, **fingerprints(tensors), **others}
-        return describe_call("shard_batch", **named)
-
-    return run_agreed(place, check, describe)
+        tensors = {name: x for name, x in whole.items() if isinstance(x, Tensor)}
+        others = {name: describe_value(x) for name, x in whole.items() if name not in tensors}
+        agreement.fields = {"layout": layout, "exchange": exchange, **fingerprints(tensors), **others}
+    return AgreedBatch(whole, positions, documents)
 
 
 def _shift_labels(batch: Mapping[str, Any]) -> Tensor | None:

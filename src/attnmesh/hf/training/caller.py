@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnmesh.errors import ArgumentError, InputError, KernelError, require
-from attnmesh.guard.consensus import agree, may_compare
+from attnmesh.guard.agreement import Agreement, may_compare
 from attnmesh.hf.images.cut import prepare_text_model
 from attnmesh.hf.layer_checks import check_same_weights
 from attnmesh.hf.models import (
@@ -86,9 +86,7 @@ def _check_model(running: list[RunningCall], shards: Shards) -> None:
         _check_kind(model)
         _check_arguments(given)
     except InputError as error:
-        if may_compare(device):
-            agree(Mesh.of(shards.mesh), error)
-        raise
+        Agreement(Mesh.of(shards.mesh), type(model).__name__, compares=may_compare(device)).fail(error)
     shards.forward_pass.has_positions = True
     check_same_weights(model, shards, device)
 

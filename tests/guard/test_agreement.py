@@ -134,7 +134,7 @@ def attended(checked: bool | None, length: int | None) -> list[Any]:
     options = {"mesh": mesh, "layout": am.Zigzag(), "length": length, "checked": checked}
     exchanges, share = [], topology.share_numbers
     with mock.patch(
-        "attnmesh.guard.consensus.share_numbers", lambda *arguments: (exchanges.append(1), share(*arguments))[1]
+        "attnmesh.guard.agreement.share_numbers", lambda *arguments: (exchanges.append(1), share(*arguments))[1]
     ):
         outs = [am.attention(x, x, x, **options) for _ in range(2)]
         same = torch.equal(*outs)
@@ -155,7 +155,7 @@ def test_attention_compares_each_call(pool: Pool, checked: bool | None, length: 
 def uncompared() -> bool:
     mesh = named_mesh(Shape(1, 2, 1), AXES)
     x = torch.ones(1, 2, 5 - dist.get_rank(), WIDTH)
-    with mock.patch("attnmesh.guard.consensus.share_numbers", side_effect=AssertionError("they ask")):
+    with mock.patch("attnmesh.guard.agreement.share_numbers", side_effect=AssertionError("they ask")):
         out = am.attention(x, x, x, mesh=mesh, layout=am.Zigzag(), length=9, checked=False)
     return torch.equal(out, am.attention(x, x, x, mesh=mesh, layout=am.Zigzag()))
 
@@ -221,7 +221,7 @@ def different_history(kind: str) -> str:
     """Return the outcome on two ranks with different padding, or another order of sequences."""
     cache = am.KVCache(named_mesh(Shape(1, 1, 2), AXES), batch=4, kv_heads=2, head_dim=4, capacity=40, dtype=F32)
     cache.append(*torch.ones(2, 4, 2, 4, 4).unbind())
-    cache.checker.checked = False
+    cache.calls.checked = False
     other = dist.get_rank() == 1
     if kind == "padding":
         real = torch.tensor([[False, True, True, False] if other else [True, False, False, True]]).expand(4, 4)

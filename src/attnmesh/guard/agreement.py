@@ -1,0 +1,357 @@
+"""The guard: ranks say what they call before one waits for another; unless all say the same, all raise the same error.
+
+What a rank says is a text, with a line for each argument that must be equal, or the error that it has found. A number
+of it is compared: in a small all-gather, or in the messages of a merge. Texts are exchanged where the numbers differ.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from itertools import chain
+from typing import NoReturn, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from attnmesh import errors
+from attnmesh.comm.rank_merge import fastest_merge
+from attnmesh.comm.shared_memory import Mailboxes
+from attnmesh.comm.topology import share_numbers, share_texts
+from attnmesh.core.digest import EXTRA_VALUES
+from attnmesh.errors import InputError, MeshError, RankFailure, UnforeseenError
+from attnmesh.kernels.triton_runtime import interpreted
+from attnmesh.mesh.axes import Axis, Mesh, mesh_of
+from attnmesh.mesh.merges import COLLECTIVE
+from attnmesh.runtime.caches import Kinds
+from attnmesh.runtime.world import WORLD, cached_per_world
+
+Fields = Mapping[str, object] | Callable[[], Mapping[str, object]]
+"""Arguments that must be equal, by name, or what returns them once they are checked."""
+
+SEPARATOR = "\x1f"
+
+HOST = "\x1ehost: "
+"""Name of a field that ends a text: a rank's host. Hosts may differ; they are shown where calls do."""
+
+VERSIONS = "versions: "
+"""Before the versions of packages, in a line of the texts that say them."""
+
+MOST_HOSTS = 3
+"""Hosts that a row of the table names."""
+
+
+def may_compare(device: torch.device) -> bool:
+    """Return whether ranks may compare calls now: not while a graph is compiled or captured."""
+    return not (torch.compiler.is_compiling() or is_capturing(device))
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Return whether a CUDA graph is being captured, which the host must not wait for."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+class Agreement:
+    """One call on which all ranks of a mesh agree, as a `with` around the work that may fail on one of them.
+
+    `before` compares the call now. `after`, at the end of the `with`, compares it once the work is done, and `fail`
+    compares the error that has ended the work: then all ranks raise it, or none does. `numbers` of this rank are
+    exchanged beside the call, and `table` has those of all ranks by shard. Without `compares` a rank is alone.
+    """
+
+    text = ""  # of the call, where it was made before
+    numbers: Sequence[int] = ()
+    table: Sequence[Sequence[int]] = ()
+    kinds: Kinds[bool] | None = None  # where the name is kept once all ranks agree
+    is_raised = False  # on all ranks
+
+    def __init__(self, mesh: Mesh, name: str, fields: Fields = dict, *, compares: bool = True) -> None:
+        self.mesh, self.name, self.fields, self.compares = mesh, name, fields, compares
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is None:
+            self.after()
+        elif isinstance(error, Exception) and not isinstance(error, RankFailure) and not self.is_raised:
+            self.fail(error)
+
+    @property
+    def number(self) -> int:
+        """The number of the call, which a merge carries."""
+        return number_of(self.described())
+
+    def described(self) -> str:
+        """Return the text of the call."""
+        return self.text or describe_call(self.name, **(self.fields() if callable(self.fields) else self.fields))
+
+    def before(self) -> bool:
+        """Compare the call now. Return True: the ranks make it."""
+        self.compare(self.described())
+        return True
+
+    def after(self) -> None:
+        """Compare the call, once this rank's work is done."""
+        if not self.compares:
+            self.table = [[*self.numbers]]
+            return
+        try:
+            text = self.text or self.described()
+        except Exception as error:
+            self.fail(error)
+        self.table = self.compare(text, self.numbers)
+        if self.kinds is not None:
+            self.kinds.keep(self.name, True)
+
+    def fail(self, error: Exception) -> NoReturn:
+        """Raise an error of this rank, on all ranks if they compare the call."""
+        if self.compares:
+            self.say(error)
+        raise error
+
+    def say(self, error: Exception) -> None:
+        """Compare an error of this rank, which another rank cannot say: raise the first that any rank has found.
+
+        What no check has found this rank raises itself, and the others as an `UnforeseenError`.
+        """
+        given, fix = " ".join(f"{type(error).__name__}: {error}".split()), "see the error of the rank that raised"
+        said = error
+        if not isinstance(error, InputError):
+            said = UnforeseenError(self.name, "what each rank can do", given, fix)
+        self.compare(SEPARATOR.join((type(said).__name__, *said.args)), error=error)
+
+    def compare(self, text: str, numbers: Sequence[int] = (), error: Exception | None = None) -> list[list[int]]:
+        """Return the numbers of all ranks by shard, if all say this text; else raise the same error on all."""
+        for mailboxes in _mailboxes_of(self.mesh):
+            mailboxes.enter_agreement()
+        padded = [*numbers, *[0] * (EXTRA_VALUES - len(numbers))]
+        table = share_numbers([number_of(text), error is not None, *padded], self.mesh)
+        all_numbers, failed, *_ = zip(*table, strict=True)
+        if any(failed) or len(set(all_numbers)) > 1:
+            self.is_raised = True
+            _realign(self.mesh)  # a merge along a tree sends other messages than one that is direct
+            texts = share_texts(text, self.mesh)
+            ranks = share_numbers([dist.get_rank() if dist.is_initialized() else 0], self.mesh)
+            if error is not None and not isinstance(error, InputError):
+                raise error
+            _raise(texts, failed, [rank for (rank,) in ranks])
+        return [row[2 : 2 + len(numbers)] for row in table]
+
+    def unequal(self) -> NoReturn:
+        """Raise on all ranks, whose merge has shown that their numbers differ."""
+        self.compare(self.described())
+        share_numbers([0], self.mesh)
+        _realign(self.mesh)  # messages of a call that some rank broke off
+        share_numbers([0], self.mesh)
+        given, fix = "different checksums of equal calls", "report this bug, with the arguments of each rank"
+        raise MeshError(self.name, "the same checksum on every rank", given, fix)
+
+
+class CallRecord:
+    """The calls on one object that its ranks have compared, by its `checked`: always, never, or when they are new.
+
+    On a GPU, ranks that know a call are already in its exchange, where a rank that compares alone would never meet
+    them. So there the first call on the object is compared at once, and a later one that ends in a merge by a question.
+    """
+
+    def __init__(self, mesh: Mesh, device: torch.device, checked: bool | None) -> None:
+        self.mesh, self.device, self.checked = mesh, device, checked
+        self.is_alone = mesh.ranks == 1
+        self.kinds = Kinds[bool]()  # kinds of calls that ranks have compared
+        self.last_kind: object = None  # of the last call that asked, or need not ask
+        self.last_exchange: Callable[[], Tensor] | None = None
+        """Repeats the last exchange that no host looked at, with `QUESTION` for a checksum. Returns the merged one."""
+
+    def compares(self, name: str, *, must: bool = False) -> bool:
+        """Return whether ranks compare the next call of this name."""
+        if self.is_alone:
+            return False
+        is_new = not self.kinds if self.device.type == "cuda" else name not in self.kinds
+        wanted = must or (is_new if self.checked is None else self.checked)
+        return wanted and may_compare(self.device)
+
+    def agreement(self, name: str, fields: Fields = dict, *, must: bool = False) -> Agreement:
+        """Return the agreement on the next call of this name."""
+        made = Agreement(self.mesh, name, fields, compares=self.compares(name, must=must))
+        made.kinds = self.kinds
+        return made
+
+
+class MergeAgreement(Agreement):
+    """An agreement on a call that ends in a merge, whose messages carry the number of the call at no cost.
+
+    On a CPU the merged checksum shows if calls differ; they are compared before collectives, which hang or crash on
+    messages of unequal sizes. On a GPU no host looks at the checksum. There a call of a kind that is known to its
+    `calls` is not compared, and ranks whose calls differ get NaN. A rank to which its call is new asks: it takes part
+    in the exchange that the others may be in. If they are, it gets NaN too; if all ask, they compare on the host.
+
+    `poison` takes part in the merge without a call, so that the other ranks find this rank's error. Known before it are
+    `kind`, by which calls are known, the `state` that changes between calls of a kind, and `ask`, which takes part with
+    a question, or None if a host looks at the messages. The `checksum` of all ranks is known after it.
+    """
+
+    kind: Hashable = None
+    state: tuple[Hashable, ...] = ()
+    ask: Callable[[], Tensor] | None = None
+    checksum: Tensor | None = None
+    is_compared = False
+
+    def __init__(
+        self,
+        calls: CallRecord,
+        device: torch.device,
+        merge: str,
+        checked: bool | None,
+        name: str,
+        poison: Callable[[], object],
+    ) -> None:
+        super().__init__(calls.mesh, name, compares=not calls.is_alone and may_compare(device))
+        self.calls, self.merge, self.checked, self.poison = calls, merge, checked, poison
+        self.asks = device.type != "cpu" or interpreted() or calls.last_exchange is not None
+
+    @property
+    def number(self) -> int:
+        """The number of the call, which its messages carry."""
+        return number_of(self.kind, *self.state)
+
+    def before(self) -> bool:
+        """Compare the call before messages that need it. Return False if some rank knows its own: all get NaN then."""
+        is_new = not (self.asks and self.ask is not None and self.kind in self.calls.kinds)
+        self.is_compared = self.compares and (is_new if self.checked is None else self.checked)
+        if self.is_compared and self.asks:
+            return self.is_new_to_all() and super().before()
+        if self.is_compared and self.merge in COLLECTIVE:
+            super().before()
+        return True
+
+    def is_new_to_all(self) -> bool:
+        """Return whether all ranks ask, in the exchange in which those that do not are. They look at nothing there."""
+        repeat = self.calls.last_exchange
+        return repeat is None or float(repeat().sum()) == 0
+
+    def after(self) -> None:
+        """Raise on all ranks if their numbers differ. Where ranks ask, keep how to repeat the messages instead."""
+        if self.checksum is None:
+            return
+        if not self.asks:
+            if self.is_compared and float(self.checksum.sum()) != 0:
+                self.unequal()
+        elif self.kind != self.calls.last_kind:
+            self.calls.kinds.keep(self.kind, True)
+            self.calls.last_kind, self.calls.last_exchange = self.kind, self.ask or self.calls.last_exchange
+
+    def fail(self, error: Exception) -> NoReturn:
+        """Raise an error of this rank, on all ranks if they compare their calls. Else the others get NaN.
+
+        Where ranks ask, it is raised on all if the call is new to all.
+        """
+        says = self.checked is not False
+        if self.compares and self.asks and says:
+            if self.is_new_to_all():
+                self.say(error)
+        elif self.compares and self.asks:
+            (self.calls.last_exchange or self.poison)()
+        elif self.compares:
+            if self.merge not in COLLECTIVE:
+                self.poison()
+            if says:
+                self.say(error)
+        raise error
+
+
+@cached_per_world()
+def prepare_merges(axis: Axis) -> None:
+    """Let the ranks of an axis of CPUs find out how they merge, before the first of them does.
+
+    They compare this first: else its exchanges could meet those of another call.
+    """
+    Agreement(mesh_of(axis), "the first merge along an axis").before()
+    fastest_merge(axis)
+
+
+def describe_call(name: str, /, **fields: object) -> str:
+    """Return the text of a call that ranks compare: a line for each argument that must be equal.
+
+    >>> describe_call("decode", tokens=60, mask=None)
+    'decode\\ntokens: 60'
+    """
+    host = f"{HOST}{fields.pop(HOST)}" if HOST in fields else ""
+    lines = [f"{field}: {'-' if value == '' else value}" for field, value in fields.items() if value is not None]
+    return "\n".join([name, *(" ".join(line.split()) for line in lines)]) + host
+
+
+@lru_cache(1024)
+def number_of(*said: object) -> int:
+    """Return the number of what a rank says, but for its host: of a text, or of values that have one."""
+    text = " ".join(map(str, said)).partition(HOST)[0]
+    return int.from_bytes(blake2b(text.encode(errors="backslashreplace"), digest_size=7).digest())
+
+
+def _realign(mesh: Mesh) -> None:
+    """Drop what stands in the mailboxes of a mesh, between two exchanges of numbers."""
+    for mailboxes in _mailboxes_of(mesh):
+        mailboxes.realign()
+
+
+def _mailboxes_of(mesh: Mesh) -> list[Mailboxes]:
+    """Return the mailboxes between ranks of the mesh: those of one of its axes, or of all its ranks."""
+    lines = _lines(mesh) if WORLD.mailboxes else []
+    return [boxes for boxes in tuple(WORLD.mailboxes) if boxes.ranks in lines or _are_all(boxes.ranks, mesh, lines)]
+
+
+@cached_per_world(1024)
+def _lines(mesh: Mesh) -> list[frozenset[int]]:
+    """Return the ranks of the world along each axis of this rank."""
+    return [frozenset(dist.get_process_group_ranks(axis.group)) for axis in mesh.axes if axis.group is not None]
+
+
+def _are_all(ranks: frozenset[int], mesh: Mesh, lines: Sequence[frozenset[int]]) -> bool:
+    return len(ranks) == mesh.ranks and all(line <= ranks for line in lines)
+
+
+def _raise(texts: Sequence[str], failed: Sequence[int], ranks: Sequence[int]) -> None:
+    """Raise the error of the first shard that failed, or else one with a table of the calls by rank."""
+    for text, is_error in zip(texts, failed, strict=True):
+        if is_error:
+            name, *parts = text.split(SEPARATOR)
+            raise getattr(errors, name)(*parts) from None
+    subject = texts[0].splitlines()[0]
+    fix = "call it alike on all ranks of the mesh"
+    if len({line for text in texts for line in [*text.splitlines(), ""] if line.startswith(VERSIONS)}) > 1:
+        fix = "install the same versions of attnmesh and PyTorch on all hosts"
+    if any(" of digest " in text for text in texts):
+        fix += ", with the same inputs and, in a model, the same weights"
+    raise MeshError(subject, "the same call on every rank", _table(texts, ranks), fix) from None
+
+
+def _table(texts: Sequence[str], ranks: Sequence[int]) -> str:
+    """Return a table of the calls: a row for all ranks with the same text, a column for each line that differs.
+
+    >>> print(_table(["decode\\ntokens: 60", "decode\\ntokens: 61", "decode\\ntokens: 60"], [0, 1, 2]))
+        ranks  tokens
+        0, 2   60
+        1      61
+    """
+    members = defaultdict[str, list[tuple[str, str]]](list)
+    for rank, text in sorted(zip(ranks, texts, strict=True)):
+        call, _, host = text.partition(HOST)
+        members[call].append((str(rank), host))
+    fields = []
+    for call, found in members.items():
+        name, *lines = call.splitlines()
+        hosts = [*dict.fromkeys(host for _, host in found if host)]
+        places = ", ".join(hosts[:MOST_HOSTS]) + f" and {len(hosts) - MOST_HOSTS} more" * (len(hosts) > MOST_HOSTS)
+        fields.append(
+            {"call": name, **dict(line.split(": ", 1) for line in lines), **({"hosts": places} if hosts else {})}
+        )
+    names = [name for name in dict.fromkeys(chain(*fields)) if len({each.get(name) for each in fields}) > 1]
+    rows = [["ranks", *names]]
+    rows += [
+        [", ".join(rank for rank, _ in found), *(each.get(name, "-") for name in names)]
+        for found, each in zip(members.values(), fields, strict=True)
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(f"    {line.rstrip()}" for line in lines)
