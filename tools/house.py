@@ -113,8 +113,8 @@ COUNTS = {
     "classes of one name in several files": (shared_classes, 0),
     "files of one name in several rooms": (shared_stems, 0),
     "rooms under a public name": (shadowed_rooms, 0),
-    f"functions of more than {MAX_PARAMETERS} parameters behind the public edge": (long_signatures, 9),
-    f"files that import from more than {MAX_IMPORTS} others": (wide_imports, 9),
+    f"functions of more than {MAX_PARAMETERS} parameters behind the public edge": (long_signatures, 8),
+    f"files that import from more than {MAX_IMPORTS} others": (wide_imports, 6),
     "imports of the planner in the engine": (engine_on_planner, 0),
 }
 """Counts, and the bound of each: what was found when it was last counted. All of them are wanted at 0."""

@@ -17,6 +17,7 @@ from attnmesh.kernels.blocks import Kernel
 from attnmesh.kernels.driver import NATIVE, choose, forward
 from attnmesh.kernels.native.kernel import MOST_ROWS, NativeKind
 from attnmesh.kernels.traced import PLAIN, are_plain, autocast_enabled, is_dense, is_learned, needs_operator
+from attnmesh.runtime.caches import Kinds
 
 Kind = tuple[Any, ...]
 
@@ -95,6 +96,10 @@ class LocalPlan(NamedTuple):
         partial = forward(self.kernel, q, k, v, band, self.logits)
         out, lse = partial if sinks is None else with_sinks(partial, sinks)
         return Partial(length_major(out, q.dtype), lse.contiguous())
+
+
+PLANS = Kinds[LocalPlan]()
+"""Plans of `attend`, and of `attention` on one rank. Their kinds differ in the number of options."""
 
 
 @lru_cache(maxsize=64)
