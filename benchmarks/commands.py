@@ -13,9 +13,9 @@ import torch
 import typer
 from rich.table import Table
 
-from attnmesh.cli.generate_prompt import PromptOptions, prepare
+from attnmesh.cli.generate_prompt import PromptOptions, prepare_prompt
 from attnmesh.cli.output import Status, console, pairs, titled
-from attnmesh.cli.plan_command import cluster_of
+from attnmesh.cli.plan_command import named_cluster
 from attnmesh.cli.probe_command import PROBE_EXPLAINED, described, measured
 from attnmesh.cli.proofs import devices
 from attnmesh.errors import ArgumentError, MeshError, require
@@ -216,7 +216,7 @@ def bench_model(
     run.step("reading the prompt")
     world = world_of(ranks, hosts)
     count = ranks_of(world)
-    prepared = prepare(model, PromptOptions(prompt, prompt_file), max_new_tokens, count, mesh, run.status)
+    prepared = prepare_prompt(model, PromptOptions(prompt, prompt_file), max_new_tokens, count, mesh, run.status)
     fits = prepared.mesh.tp == 1 and not prepared.mesh.is_shared
     require(fits, MeshError, "--mesh", "axes of attention, without tp", mesh, "use attnmesh generate for tp")
     run.step(f"{len(prepared.ids):,} tokens on one process, then on {count} ranks by tree, all-reduces and ring")
@@ -278,7 +278,7 @@ def bench_rows(
     from benchmarks import rows as rows_bench
 
     run.step("reading the model")
-    prepared = prepare(model, PromptOptions(pages()[: 12 * tokens], raw=True), 64, ranks, "auto", run.status)
+    prepared = prepare_prompt(model, PromptOptions(pages()[: 12 * tokens], raw=True), 64, ranks, "auto", run.status)
     counts = counts_of("--requests", requests)
     run.step(f"{requests} requests on {ranks} ranks")
     sizes = prepared.ids[: 4 * tokens // 3], prepared.mesh.shape, prepared.heads
@@ -337,7 +337,7 @@ def bench_faults(
 
     run.step("reading the model")
     world = ranks_of(world_of(ranks, None))
-    prepared = prepare(model, PromptOptions(" a" * tokens, raw=True), max_new_tokens, world, "auto", run.status)
+    prepared = prepare_prompt(model, PromptOptions(" a" * tokens, raw=True), max_new_tokens, world, "auto", run.status)
     ids = prepared.ids[:tokens]
     run.step(f"{len(ids):,} tokens on {ranks} ranks: a prefill, then steps, checkpoints and recoveries")
     request = faults_bench.Request(prepared.place, ids, max_new_tokens, prepared.mesh.shape, prepared.heads, rounds)
@@ -518,7 +518,7 @@ def plot(
     """Draw what attnmesh plan predicts: time by devices and by tokens, a curve for each published scheme, and bytes."""
     from benchmarks.plan_figure import check_picture, write_plot
 
-    machines, work = cluster_of(cluster), Workload(*heads_of(heads), head_dim, length_of(length), phase=phase)
+    machines, work = named_cluster(cluster), Workload(*heads_of(heads), head_dim, length_of(length), phase=phase)
     check_picture(file)
     with Status("pricing") as status:
         write_plot(writable("--plot", file), work, machines, status.update)

@@ -16,9 +16,9 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 import attnmesh as am
 from attnmesh.core.layout import Layout
 from attnmesh.core.logits import Logits
+from attnmesh.kernels.blocks import Need
 from attnmesh.kernels.cache_view import DecodeQuery
-from attnmesh.kernels.driver import choose_for_cache
-from attnmesh.kernels.triton import Triton
+from attnmesh.kernels.choice import choose
 from benchmarks.timing import Call, Comparison, Timing, race
 
 Q_HEADS, KV_HEADS, WIDTH = 32, 8, 128
@@ -107,12 +107,11 @@ def _overhead(device: torch.device, sizes: Sizes) -> Comparison:
     """Return a whole step beside its kernel alone, on so few keys that the overhead dominates."""
     cache = _filled(device, sizes, 1, 256)
     q = torch.randn(1, sizes.heads[0], 1, WIDTH, device=device, dtype=torch.bfloat16)
-    kernel = choose_for_cache("auto", q, cache.keys, cache.values)
+    logits = Logits(WIDTH**-0.5)
+    kernel = choose(Need.of_cache(q, cache.shard.view, logits))
     calls: dict[str, Call] = {"step": lambda: am.decode(q, cache)}
-    if isinstance(kernel, Triton):
-        calls["kernel"] = lambda: kernel.attend_cache(
-            DecodeQuery(q, am.Causal(), Logits(WIDTH**-0.5), 257), cache.shard.view
-        )
+    if kernel.reads_cache:
+        calls["kernel"] = lambda: kernel.attend_cache(DecodeQuery(q, am.Causal(), logits, 257), cache.shard.view)
     else:
         calls["kernel"] = lambda: am.attend(q, cache.keys[:, :, :256], cache.values[:, :, :256])
     timings = _raced(calls, device, sizes)

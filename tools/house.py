@@ -16,7 +16,7 @@ from pathlib import Path
 from tests.test_rooms import COMMAND, FILES, ROOMS
 
 SOURCE = Path(__file__).parents[1] / "src" / "attnmesh"
-MAX_PARAMETERS, MAX_IMPORTS, MAX_FILE, MAX_FUNCTION = 8, 15, 650, 60
+MAX_PARAMETERS, MAX_IMPORTS, MAX_FILE, MAX_FUNCTION, MAX_NAMESAKES = 8, 15, 650, 60, 3
 BLANK = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 PUBLIC = {
     *("mesh_attention.attention", "mesh_attention.local", "decoding.decode_call", "decoding.rows", "cache.cache"),
@@ -46,6 +46,16 @@ def shared_classes(trees: dict[str, ast.Module]) -> Found:
             if isinstance(node, ast.ClassDef):
                 places[node.name].add(name)
     return _several(places)
+
+
+def shared_functions(trees: dict[str, ast.Module]) -> Found:
+    """Return names of functions that stand in many files. That of a fake operator is no name."""
+    places = defaultdict(set)
+    for name, tree in trees.items():
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef) and node.name != "_":
+                places[node.name].add(name)
+    return _several(places, MAX_NAMESAKES)
 
 
 def shared_stems(trees: dict[str, ast.Module]) -> Found:
@@ -107,26 +117,62 @@ def shadowed_rooms(trees: dict[str, ast.Module]) -> Found:
     return sorted(rooms & front)
 
 
+WORDS = {"beam"}
+"""Types of models whose names are words of the field."""
+
+
+def named_families(trees: dict[str, ast.Module]) -> Found:
+    """Return names of model families in hf, outside of the room of their records.
+
+    A name is an identifier, or a string without spaces, that is a class of transformers which a record names, or that
+    has the words of a model type in a row. The text of messages and docstrings is none.
+    """
+    from attnmesh.hf.families.family import families
+
+    known = families().values()
+    types = {f"_{one.type.replace('-', '_')}_" for one in known if one.type not in WORDS}
+    classes = {name for one in known for name in (*one.recurrences, *one.parts, *one.stores)}
+    classes |= {name.partition(".")[0] for one in known for name in one.sources if "." in name}
+    own = ((name, tree) for name, tree in trees.items() if name.startswith("hf.") and "families" not in name)
+    found = {(name, word) for name, tree in own for word in _names(tree)}
+    return sorted(
+        f"{name}: {word}"
+        for name, word in found
+        if word in classes or any(kind in f"_{word.lower()}_" for kind in types)
+    )
+
+
 COUNTS = {
     f"files of more than {MAX_FILE} lines": (long_files, 0),
     f"functions of more than {MAX_FUNCTION} lines": (long_functions, 0),
+    f"functions of one name in more than {MAX_NAMESAKES} files": (shared_functions, 4),
     "classes of one name in several files": (shared_classes, 0),
     "files of one name in several rooms": (shared_stems, 0),
     "rooms under a public name": (shadowed_rooms, 0),
-    f"functions of more than {MAX_PARAMETERS} parameters behind the public edge": (long_signatures, 8),
-    f"files that import from more than {MAX_IMPORTS} others": (wide_imports, 6),
+    f"functions of more than {MAX_PARAMETERS} parameters behind the public edge": (long_signatures, 4),
+    f"files that import from more than {MAX_IMPORTS} others": (wide_imports, 7),
     "imports of the planner in the engine": (engine_on_planner, 0),
+    "names of model families in hf outside of their records": (named_families, 0),
 }
 """Counts, and the bound of each: what was found when it was last counted. All of them are wanted at 0."""
 
 
-def _several(places: dict[str, set[str]]) -> Found:
-    return [f"{name}: {', '.join(sorted(some))}" for name, some in sorted(places.items()) if len(some) > 1]
+def _several(places: dict[str, set[str]], most: int = 1) -> Found:
+    return [f"{name}: {', '.join(sorted(some))}" for name, some in sorted(places.items()) if len(some) > most]
 
 
 def _imported(tree: ast.Module) -> set[str]:
     froms = (node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
     return {module for module in froms if module.startswith("attnmesh.")}
+
+
+def _names(tree: ast.Module) -> set[str]:
+    """Return all identifiers of a file, and its strings that could be one."""
+    found = set()
+    for node in ast.walk(tree):
+        values = (getattr(node, name, None) for name in ("id", "attr", "arg", "name", "asname", "module", "value"))
+        found |= {part for value in values if isinstance(value, str) for part in value.split(".") if " " not in value}
+    return found
 
 
 def _functions(trees: dict[str, ast.Module]) -> Iterable[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:

@@ -1,17 +1,19 @@
-"""Fill in the records of model types from the installed transformers: fields of configurations, and digests.
+"""Compare the records of model families with the installed transformers: fields of configurations, digests of sources.
 
     python -m tools.upstream_records
 
-Which classes and functions a record names is written by hand. Run it for a new version of transformers, after the
-sweep, and read what changed.
+Run it for a new version of transformers, after the sweep. It writes `plain.json` anew, and prints what the files of
+families have to change. Which classes and functions a record names is written by hand. The table of families in the
+documentation is written anew, too.
 """
 
 import json
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from pkgutil import iter_modules
 
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -20,10 +22,17 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from attnmesh.hf.families import record
-from attnmesh.hf.families.record import CONFIGURATION, FIELDS, MODELING, RECORDS, Code
+from attnmesh.hf.families import family
+from attnmesh.hf.families.family import CONFIGURATION, MODELING, Family, Pins, families
+from attnmesh.hf.families.pins import FIELDS, Code
 
-FILE = Path(record.__file__).with_name("records.json")
+FILE = Path(family.__file__).with_name("plain.json")
+
+PAGE = Path(__file__).parents[2] / "docs" / "families.md"
+BEGIN, END = "<!-- families -->\n", "<!-- end of families -->"
+
+SHARED = [one for one in vars(family).values() if isinstance(one, Pins)]
+"""What several families need."""
 
 
 @cache
@@ -56,21 +65,46 @@ def code_of_type(kind: str) -> Code:
     return Code(type(configurations()[kind]).__module__.replace(CONFIGURATION, MODELING))
 
 
-def filled() -> dict[str, Any]:
-    """Return all records as the installed transformers has them."""
-    entries = {name: {**one._asdict()} for name, one in RECORDS.items() if one.code}
+def differences() -> Iterator[str]:
+    """Yield a line for each field and each digest of a record that is not as the installed transformers has it."""
     for kind, config in configurations().items():
-        one = RECORDS.get(kind, record.Record())
-        entries[kind] = {**one._asdict(), "fields": " ".join(fields_of(config))}
-    for name, entry in entries.items():
-        code = Code(entry["code"]) if entry["code"] else code_of_type(name)
-        entry["sources"] = {each: code.digest(each) for each in entry["sources"]}
-    return {name: {key: value for key, value in entry.items() if value} for name, entry in entries.items()}
+        known, found = {*families().get(kind, Family(kind)).fields.split()}, {*fields_of(config)}
+        for name in sorted(known ^ found):
+            yield f"{kind}: {name} is {'lost' if name in known else 'new'}"
+    for name, one, code in (
+        *((one.name, one, Code(one.code)) for one in SHARED),
+        *((kind, one, code_of_type(kind)) for kind, one in families().items() if one.sources),
+    ):
+        for function, digest in one.sources.items():
+            if (now := code.digest(function)) != digest:
+                yield f"{name}: {function} has the digest {now}"
+
+
+def page() -> str:
+    """Return the page on families, with the table of their files."""
+    lines = ["| file | types | what they have |", "|---|---|---|"]
+    for each in iter_modules([str(FILE.parent)]):
+        module = import_module(f"{families.__module__.rpartition('.')[0]}.{each.name}")
+        if hasattr(module, "FAMILIES"):
+            kinds = ", ".join(f"`{one.type}`" for one in module.FAMILIES)
+            lines.append(f"| `{each.name}.py` | {kinds} | {str(module.__doc__).splitlines()[0]} |")
+    plain = len(json.loads(FILE.read_text()))
+    lines.append(f"| `plain.json` | {plain} more | Attention alone, as their configurations say. |")
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    return before + BEGIN + "\n".join(lines) + "\n" + END + rest.partition(END)[2]
 
 
 def main() -> None:
-    """Write the records anew."""
-    FILE.write_text(json.dumps(filled(), indent=1) + "\n")
+    """Write the fields of `plain.json` and the table anew, and print what differs in other files."""
+    PAGE.write_text(page())
+    entries = json.loads(FILE.read_text())
+    for kind, config in configurations().items():
+        if kind in entries or kind not in families():
+            entries[kind] = {**entries.get(kind, {}), "fields": " ".join(fields_of(config))}
+    lines = (f" {json.dumps(kind)}: {json.dumps(entry)}" for kind, entry in sorted(entries.items()))
+    FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    families.cache_clear()
+    print(*differences(), sep="\n")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import torch
 
 import attnmesh as am
 from attnmesh.cli.launch import run_on_ranks
-from attnmesh.comm import mailbox_queue as letters
+from attnmesh.comm import mailbox_queue
 
 PACKAGE = Path(am.__file__).parent
 WARM, TRACED = 5, 10
@@ -35,13 +35,13 @@ DRAWN = {
     "attention, 2 ranks, keys": "Prefill and training: `attention` on two ranks of a keys axis, without gradients.",
     "decode, 2 ranks": "Decoding: a step on the CPUs of one host.",
 }
-LEFT_OUT = ("core/", "mesh/", "runtime/", "kernels/traced", "kernels/blocks", "kernels/native/digest")
+LEFT_OUT = ("core/", "mesh/", "runtime/", "kernels/traced", "kernels/blocks", "kernels/native/native_digest")
 """Files of values and of questions, whose functions a drawing leaves out."""
 
 MOST = {"attention, 1 rank": 50, "attention, 2 ranks": 200, "decode, 1 rank": 12, "decode, 2 ranks": 30}
 """Frames that calls may take at most, by how their names begin."""
 
-WAITS = {letters.finish_letter.__code__, letters._move.__code__}
+WAITS = {mailbox_queue.finish_letter.__code__, mailbox_queue._move.__code__}
 """Functions whose calls depend on when the other rank sends."""
 
 MOST_OF_GUARD = 0.15
@@ -74,10 +74,10 @@ class Stop:
     name: str
     sentence: str
 
-    def line(self, width: int = 118) -> str:
+    def line(self, width: int = 120) -> str:
         """Return the line of a drawing, with as much of the sentence as fits."""
-        start = f"{self.file:<25}{'  ' * self.depth}{self.name}"
-        line = f"{start:<61}{self.sentence}"
+        start = f"{self.file:<28} {'  ' * self.depth}{self.name}"
+        line = f"{start:<65}{self.sentence}"
         return line if len(line) <= width else f"{line[: width - 4].rsplit(' ', 1)[0].rstrip(',;:')} ..."
 
 

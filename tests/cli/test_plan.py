@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import attnmesh as am
-from attnmesh.cli import plan_command as plan
+from attnmesh.cli import plan_command
 from attnmesh.cli.plan_page import PagePoints, data, grid_of, page
 from attnmesh.planner.schemes import SCHEMES, best_by_scheme
 from attnmesh.planner.units import in_bytes, in_seconds
@@ -105,7 +105,7 @@ def test_local_is_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert code == 0
     assert "local, 1 host of 2 ranks" in text
     assert "1x1x2" in text
-    assert plan.cluster_of("local:1x4").world == 4
+    assert plan_command.named_cluster("local:1x4").world == 4
 
 
 def test_tables_have_no_blank_lines_and_fit_80_columns() -> None:
@@ -211,7 +211,7 @@ def test_a_name_is_no_markup(capsys: pytest.CaptureFixture[str], tmp_path: Path)
 def test_names_of_files_are_shown_as_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Brackets in names start no markup, and escapes reach no terminal, in the status and in the table."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(plan, "write_report", lambda file, work, machines, status: status(f"drawing {file}"))
+    monkeypatch.setattr(plan_command, "write_report", lambda file, work, machines, status: status(f"drawing {file}"))
     Path("[").mkdir()
     code, text = run(*arguments("rtx4090", "8/2", "8k", "--report", "[/]\x1b[31m.html"))
     assert code == 0

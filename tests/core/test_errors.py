@@ -78,7 +78,7 @@ BAD = [
     (
         attend(kernel="fast"),
         errors.KernelError,
-        r"kernel: expected one of auto, cpu, native, cuda, triton, reference, given 'fast'\. Fix",
+        r"kernel: expected one of auto, native, triton, cpu, cuda, reference, given 'fast'\. Fix",
     ),
     (attend(kernel="cuda"), errors.KernelError, r"kernel cuda: .*it runs on CUDA, the tensors are on cpu\. Fix: leave"),
     # masks

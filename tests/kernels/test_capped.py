@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 import attnmesh as am
+from attnmesh.core.logits import Logits
 from attnmesh.errors import KernelError
+from attnmesh.kernels.blocks import Need
 from attnmesh.kernels.cuda import CUDA
 from benchmarks.timing import peak_memory
 from tests.support.dense import truth
@@ -93,6 +95,6 @@ def test_memory_of_logits_is_that_of_one_tile(kernel: str) -> None:
 
 def test_operators_of_cuda_refuse_a_cap_by_name() -> None:
     x = torch.zeros(1, 1, 4, 8, device="meta")
-    assert CUDA().unsupported_reason(x, x, x, True) == "it runs on CUDA, the tensors are on meta"
+    assert CUDA().refusal(Need.of(x, x, x, Logits(1.0, 2.0))) == "it runs on CUDA, the tensors are on meta"
     with pytest.raises(KernelError, match="kernel cuda: expected tensors that it supports"):
         am.attend(*(torch.zeros(1, 1, 4, 8) for _ in range(3)), softcap=2.0, kernel="cuda")

@@ -13,7 +13,7 @@ from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial
 from attnmesh.kernels import cuda
-from attnmesh.kernels.blocks import BackwardInputs, Block, cut
+from attnmesh.kernels.blocks import BackwardInputs, Block, Need, cut
 from attnmesh.kernels.reference import Reference
 from tests.support.interpreted import interpreting
 from tests.support.problems import draw
@@ -99,7 +99,7 @@ def test_masked_and_many_blocks_are_one_launch_of_triton(mask: Mask) -> None:
     assert len(cuda.CUDA().cut(band, x, x, x)) > 1  # without Triton: as many calls as there are blocks
     with interpreting("triton"):
         (block,) = cuda.CUDA().cut(band, x, x, x)
-        assert cuda.operator_name(x, x, x, block) == "triton"
+        assert cuda.CUDA().operator_name(x, x, x, block) == "triton"
         short, tokens = Block(slice(0, 70), slice(0, 70), band=block.bounds().rows(0, 70, 0)), x[:, :, :70]
         ours = cuda.CUDA().attend(tokens, tokens, tokens, short, Logits(0.25))
     theirs = am.attend(tokens, tokens, tokens, mask=Mask(mask.left, mask.right), scale=0.25)
@@ -109,9 +109,9 @@ def test_masked_and_many_blocks_are_one_launch_of_triton(mask: Mask) -> None:
 def test_float64_and_other_devices_have_a_reason() -> None:
     with FakeTensorMode():
         x = torch.empty(1, 2, 100, 64, dtype=torch.float64, device="cuda")
-        assert "float64 of width 64" in str(cuda.CUDA().unsupported_reason(x, x, x))
+        assert "float64 of width 64" in str(cuda.CUDA().refusal(Need.of(x, x, x, Logits(1.0))))
     x = torch.empty(1, 2, 100, 64)
-    assert cuda.CUDA().unsupported_reason(x, x, x) == "it runs on CUDA, the tensors are on cpu"
+    assert cuda.CUDA().refusal(Need.of(x, x, x, Logits(1.0))) == "it runs on CUDA, the tensors are on cpu"
 
 
 @pytest.mark.gpu

@@ -10,15 +10,17 @@ import torch
 
 import attnmesh as am
 from attnmesh.core.band import Band
-from attnmesh.kernels.blocks import cut, tiles
-from attnmesh.kernels.driver import KERNELS, choose
+from attnmesh.core.logits import Logits
+from attnmesh.kernels.blocks import Need, cut, tiles
+from attnmesh.kernels.choice import KERNELS, choose
 from benchmarks.timing import peak_memory
 from tests.support.dense import COARSE_EXPONENTIAL, truth
 from tests.support.problems import DTYPES, draw
 
 pytestmark = pytest.mark.quick
 
-SUPPORTED = [kernel.name for kernel in KERNELS if kernel.unsupported_reason(*torch.zeros(3, 1, 1, 1, 8)) is None]
+NEED = Need.of(*torch.zeros(3, 1, 1, 1, 8), Logits(1.0))
+SUPPORTED = [kernel.name for kernel in KERNELS if kernel.refusal(NEED) is None]
 each_kernel = pytest.mark.parametrize("kernel", SUPPORTED)
 each_kind = pytest.mark.parametrize(
     ("kernel", "dtype"), [kind for kind in product(SUPPORTED, DTYPES) if kind != ("native", torch.float64)]
@@ -184,12 +186,12 @@ def test_few_queries_at_the_end_of_many_keys(dtype: torch.dtype, rows: int, mask
 
 
 def test_auto_takes_the_best_supported_kernel() -> None:
-    q, k, v = torch.zeros(3, 1, 1, 1, 8).unbind()
-    assert choose("auto", q, k, v).name == ("native" if "native" in SUPPORTED else "cpu")
-    assert choose("auto", *(x.expand(1, 1, 65, 8) for x in (q, k, v))).name == "cpu"
-    assert choose("auto", *(x.double() for x in (q, k, v))).name == "cpu"
-    assert choose("auto", *(x.to("meta") for x in (q, k, v))).name == "reference"
-    assert choose("reference", q, k, v).name == "reference"
+    assert choose(NEED).name == ("native" if "native" in SUPPORTED else "cpu")
+    assert choose(NEED._replace(rows=65)).name == "cpu"
+    assert choose(NEED._replace(dtype=torch.float64)).name == "cpu"
+    assert choose(NEED._replace(device=torch.device("meta"))).name == "reference"
+    assert choose(NEED._replace(biased=True)).name == "reference"
+    assert choose(NEED, "reference").name == "reference"
 
 
 def test_the_reference_never_holds_the_square() -> None:

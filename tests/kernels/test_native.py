@@ -21,8 +21,10 @@ import torch
 from torch import Tensor
 
 import attnmesh as am
+from attnmesh.core.logits import Logits
 from attnmesh.errors import KernelError
-from attnmesh.kernels.driver import choose
+from attnmesh.kernels.blocks import Need
+from attnmesh.kernels.choice import choose
 from attnmesh.kernels.native import build, kernel
 from attnmesh.kernels.native.build import SOURCES, library
 from attnmesh.mesh_attention import local as attend_module
@@ -226,7 +228,7 @@ def test_without_a_library_others_serve(change: dict[str, str], reason: str, mon
         monkeypatch.setenv(name, value)
     library.cache_clear()
     q, k, v = problem(keys=50)
-    assert choose("auto", q, k, v).name == "cpu"
+    assert choose(Need.of(q, k, v, Logits(1.0))).name == "cpu"
     torch.testing.assert_close(am.attend(q, k, v).out, am.attend(q, k, v, kernel="reference").out)
     with pytest.raises(KernelError) as raised:
         am.attend(q, k, v, kernel="native")

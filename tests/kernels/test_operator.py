@@ -20,10 +20,11 @@ def inputs(dtype: torch.dtype = torch.float32, grad: bool = True) -> list[Tensor
 MASK = (am.Causal() & am.Documents((30, 40))).encode()
 POSITIONS = torch.randperm(70)
 ARGUMENTS = [
-    (None, None, None, torch.tensor([70, 20]), am.Full().encode(), [0.3, 2.0], "auto"),
-    (None, None, None, None, MASK, [0.3, math.inf], "reference"),
-    (None, POSITIONS, POSITIONS, torch.tensor([0, 51]), MASK, [0.3, math.inf], "cpu"),
+    ([None, None, torch.tensor([70, 20]), None], [1, *am.Full().encode()], [0.3, 2.0], "auto"),
+    ([None] * 4, [1, *MASK], [0.3, math.inf], "reference"),
+    ([POSITIONS, POSITIONS, torch.tensor([0, 51]), None], [1, *MASK], [0.3, math.inf], "cpu"),
 ]
+"""The tensors of what is visible, and the rest of it as numbers, logits and kernel."""
 
 
 @pytest.mark.parametrize(
@@ -36,11 +37,11 @@ ARGUMENTS = [
 )
 def test_opcheck(rest: tuple[object, ...], sinks: bool, dtype: torch.dtype) -> None:
     logits = torch.randn(4, dtype=dtype, requires_grad=True) if sinks else None
-    checks = torch.library.opcheck(attend_op, (*inputs(dtype), logits, *rest[1:]))
+    checks = torch.library.opcheck(attend_op, (*inputs(dtype), logits, *rest))
     assert set(checks.values()) == {"SUCCESS"}
     q, k, v = inputs(dtype, grad=False)
-    out, lse = attend_op(q, k, v, None, *rest[1:])
-    checks = torch.library.opcheck(attend_backward_op, (q, k, v, out, lse, torch.randn_like(out), *rest[1:]))
+    out, lse = attend_op(q, k, v, None, *rest)
+    checks = torch.library.opcheck(attend_backward_op, (q, k, v, [out, lse, torch.randn_like(out)], *rest))
     assert set(checks.values()) == {"SUCCESS"}
 
 
@@ -50,7 +51,7 @@ def test_gradcheck(rest: tuple[object, ...], fast: bool) -> None:
     """Along random directions; element by element where there is time."""
     tensors = [x[:1, :, :, :3].detach().requires_grad_() for x in inputs(torch.float64)]
     sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda *x: attend_op(*x, *rest[1:]), (*tensors, sinks), fast_mode=fast)
+    assert torch.autograd.gradcheck(lambda *x: attend_op(*x, *rest), (*tensors, sinks), fast_mode=fast)
 
 
 @pytest.mark.parametrize("mask", [am.Causal(), am.Window(9) & am.Documents((30, 40))])

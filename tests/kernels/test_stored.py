@@ -15,9 +15,8 @@ from attnmesh.core.selection import Selection
 from attnmesh.core.storage import STORAGES
 from attnmesh.kernels import selected_keys as reads
 from attnmesh.kernels import stored
-from attnmesh.kernels.driver import NATIVE
 from attnmesh.kernels.native.build import library
-from attnmesh.kernels.native.kernel import NativeKind
+from attnmesh.kernels.native.kernel import NATIVE, NativeKind
 from attnmesh.kernels.reference import Reference
 from attnmesh.kernels.selected_keys import SelectedKeys
 from attnmesh.kernels.stored import CacheKernel
@@ -194,7 +193,7 @@ def test_triton_agrees_with_float64(
     told = numbers[..., :value_dim] if values == "prefix" else by.dequantize(by.quantize(v), torch.float64)
     given, some = Problem(q, k, v, numbers, told), torch.stack([torch.randperm(70)[:40] for _ in range(8)])
     chosen = Selection(some.view(2, 2, 2, 40).int())
-    monkeypatch.setattr(reads.NATIVE, "reads_rows", lambda *_: False)
+    monkeypatch.setattr(NATIVE, "reads_rows", False)
     calls: list[tuple[dict[str, Any], Tensor]] = [
         ({"kernel": "triton"}, given.truth(am.Causal()).out),
         ({"kernel": "triton", "reproducible": True}, given.truth(am.Causal()).out),

@@ -27,6 +27,7 @@ from attnmesh.kernels import stacked_merge as merging
 from attnmesh.kernels import triton as kernel
 from attnmesh.kernels import triton_runtime
 from attnmesh.kernels.blocks import Block
+from attnmesh.kernels.native.kernel import NATIVE
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support import histories
@@ -63,7 +64,7 @@ def refuse(*_: Any) -> None:
 
 @pytest.mark.parametrize("seed", seeds(10, 60))
 def test_selected_rows_are_read_in_place(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selected.NATIVE, "reads_rows", lambda *_: False)
+    monkeypatch.setattr(NATIVE, "reads_rows", False)
     monkeypatch.setattr(selected, "attend_rows", refuse)
     monkeypatch.setitem(selected.ELEMENTS, "cpu", 1 << 12)  # so few that queries and selected keys are cut
     drawn = replace(draw(seed, ("auto",), DTYPES, longest=7), scale=None, memory="plain")
@@ -269,9 +270,9 @@ def test_blocks_of_a_reproducible_step_have_the_same_bits_however_many_there_are
     q, (k, v) = torch.randn(1, 4, 1, 16), torch.randn(2, 1, 2, 80, 16).unbind()
     blocks = [x.unflatten(2, (5, 16))[0].transpose(0, 1) for x in (k, v)]
     block = Block(slice(0, 1), slice(0, 16))
-    five = kernel.Triton().attend(q.expand(5, -1, -1, -1), *blocks, block, Logits(0.25))
+    five = kernel.TRITON.attend(q.expand(5, -1, -1, -1), *blocks, block, Logits(0.25))
     for number in range(5):
-        one = kernel.Triton().attend(q, *(x[number : number + 1] for x in blocks), block, Logits(0.25))
+        one = kernel.TRITON.attend(q, *(x[number : number + 1] for x in blocks), block, Logits(0.25))
         assert torch.equal(one.out[0], five.out[number])
         assert torch.equal(one.lse[0], five.lse[number])
 

@@ -17,8 +17,9 @@ from attnmesh.core.logits import Logits
 from attnmesh.core.selection import NONE
 from attnmesh.errors import DtypeError, InputError, KernelError, LayoutError, ShapeError
 from attnmesh.kernels import selected_keys as kernel
-from attnmesh.kernels.blocks import BackwardInputs
-from attnmesh.kernels.driver import choose
+from attnmesh.kernels.blocks import BackwardInputs, Need
+from attnmesh.kernels.choice import choose
+from attnmesh.kernels.native.kernel import NATIVE
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.mesh_attention import latents as latent
 from tests.support import problems
@@ -135,7 +136,7 @@ def test_memory_does_not_grow_with_queries_times_keys(in_place: bool, monkeypatc
     n, heads, width, most = 512, 2, 16, 1 << 11
     monkeypatch.setitem(kernel.ELEMENTS, "cpu", most)
     monkeypatch.setattr(core, "ELEMENTS", most)
-    monkeypatch.setattr(kernel.NATIVE, "reads_rows", lambda *_: in_place)
+    monkeypatch.setattr(NATIVE, "reads_rows", in_place)
     q, k, v = torch.randn(3, 1, heads, n, width).unbind()
     indices = torch.stack([torch.randperm(n)[:64] for _ in range(n)]).int()[None, None]
     keys = kernel.SelectedKeys.of(am.Selection(indices), am.Causal(), torch.arange(n), None, None)
@@ -309,4 +310,4 @@ def test_absorbed_queries_attend_selected_latents(size: int, monkeypatch: pytest
     k, v = projection.expand(tokens)
     expected = am.attend(q, k, v, mask=am.Causal(), scale=0.3, selected=selected)
     keys = kernel.SelectedKeys.of(selected, am.Causal(), torch.arange(11), None, None)
-    close(projection.attend(choose("auto", q, k, v), q, tokens, keys, Logits(0.3)), expected)
+    close(projection.attend(choose(Need.of(q, k, v, Logits(0.3))), q, tokens, keys, Logits(0.3)), expected)

@@ -13,8 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from attnmesh.hf.serving.engine import Engine
-from attnmesh.serve import body, reply, server
-from attnmesh.serve import routes as app
+from attnmesh.serve import body, reply, routes, server
 from attnmesh.serve.access import Limits
 from attnmesh.serve.chat import encode_text
 from attnmesh.serve.metrics import ENGINE
@@ -543,7 +542,7 @@ class Gate:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     made = Gate()
-    monkeypatch.setattr(app, "encode_text", made.encode)
+    monkeypatch.setattr(routes, "encode_text", made.encode)
     yield made
     made.open.set()
 
@@ -590,7 +589,7 @@ def test_a_prompt_is_not_encoded_for_a_client_that_has_gone(gate: Gate) -> None:
 def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(
     running: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("attnmesh.serve.chat._tokens", None)
+    monkeypatch.setattr("attnmesh.serve.chat._token_ids", None)
     longest = 5 * (LONGEST - 1)  # the longest token, "<end>", has five characters
     for path, sent in (("chat/completions", chat("x" * longest)), ("completions", {"prompt": "x" * (longest + 1)})):
         code, said = running.ask(f"/v1/{path}", {"model": NAME, **sent})

@@ -10,8 +10,7 @@ import torch
 from PIL import Image
 
 from attnmesh.hf.serving.engine import Engine
-from attnmesh.serve import images
-from attnmesh.serve import supervisor as front
+from attnmesh.serve import images, supervisor
 from attnmesh.serve.chat import encode_chat
 from attnmesh.serve.rank_requests import serve_rank_0
 from tests.cli.test_generate_images import TEMPLATE
@@ -105,7 +104,7 @@ def test_what_is_no_image_is_refused(case: str, running: Served) -> None:
 
 
 def test_images_are_bounded(running: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front, "IMAGE_BYTES", 1000)
+    monkeypatch.setattr(supervisor, "IMAGE_BYTES", 1000)
     code, answer = running.ask("/v1/chat/completions", chat(shown("w4", SMALL)))
     assert (code, answer["error"]["message"].split(".")[0]) == (
         429,
@@ -135,13 +134,13 @@ def test_images_are_for_users_and_models_that_read_them(running: Served) -> None
 
 def test_images_are_sent_once_for_all_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[list[Any]] = []
-    whole = front.parts_of
+    whole = supervisor.message_parts
 
     def noted(message: list[Any], given: Any) -> Any:
         sent.append([message[0], sum(map(len, images.buffers_of(given or {})))])
         return whole(message, given)
 
-    monkeypatch.setattr(front, "parts_of", noted)
+    monkeypatch.setattr(supervisor, "message_parts", noted)
     encoder, picture = of_images(), pictures()[0]
     with served(EngineWorld(), tokenizer=encoder.tokenizer, processor=encoder) as one:
         fields = {"max_tokens": 8, "temperature": 0}
@@ -161,7 +160,7 @@ def test_images_of_open_requests_count_once_for_all_choices(running: Served, mon
     encoder = of_images()
     fields = {"messages": [{"role": "user", "content": shown(pictures()[0])}], "tools": None, "tool_choice": None}
     size = encode_chat(encoder, fields).nbytes
-    monkeypatch.setattr(front, "IMAGE_BYTES", size)
+    monkeypatch.setattr(supervisor, "IMAGE_BYTES", size)
     assert running.ask("/v1/chat/completions", chat(shown(pictures()[0]), n=4, max_tokens=4))[0] == 200
-    monkeypatch.setattr(front, "IMAGE_BYTES", size - 1)
+    monkeypatch.setattr(supervisor, "IMAGE_BYTES", size - 1)
     assert running.ask("/v1/chat/completions", chat(shown(pictures()[0]), n=4, max_tokens=4))[0] == 429

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from attnmesh import errors
-from attnmesh.cli.generate_prompt import prepare_model
+from attnmesh.cli.generate_prompt import find_model
 from attnmesh.cli.output import Status
 from attnmesh.cli.serve_command import LocalRanks
 from attnmesh.cli.serve_worker import ServeSettings
 from attnmesh.hf.serving.engine import Engine
-from attnmesh.serve import supervisor as front
+from attnmesh.serve import supervisor
 from attnmesh.serve.rank_requests import RankRequests, serve_rank_0
 from attnmesh.serve.rank_socket import WIDTH
 from tests.support import families
@@ -32,8 +32,8 @@ def text_of(running: Served, into: list[str]) -> None:
 
 
 def test_a_stopped_rank_is_lost_after_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front, "LONGEST_PAUSE", 0.0)
-    found = prepare_model(save_tiny(tmp_path), 2, "keys=2", Status(""))
+    monkeypatch.setattr(supervisor, "LONGEST_PAUSE", 0.0)
+    found = find_model(save_tiny(tmp_path), 2, "keys=2", Status(""))
     settings = ServeSettings(found.for_ranks, "auto", 1.0, {"max_rows": 4, "max_queue": 16, "max_model_len": 1024})
     with served(LocalRanks(2, settings), tokenizer=found.tokenizer, max_restarts=50, deadline=1.0) as one:
         undisturbed, texts, lines = list[str](), list[str](), list[str]()
@@ -64,7 +64,7 @@ class Stalled(ThreadWorld):
 
 
 def test_ranks_that_see_no_deadline_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front, "PATIENCE", 0.2)
+    monkeypatch.setattr(supervisor, "PATIENCE", 0.2)
     with served(Stalled(), deadline=0.2) as one:
         lines = list[str]()
         one.front.log = lines.append

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from attnmesh.serve.access import Limits
-from tests.serve.test_front import Ranks
+from tests.serve.test_supervisor import Ranks
 from tests.support.browser import Browser
 from tests.support.fake_engine import ThreadWorld, answer, byte_tokenizer
 from tests.support.served import Served, served, until

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnmesh.serve.chat import encode_chat, encode_text, read_message
+from attnmesh.serve.chat import encode_chat, encode_text, template_message
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.schema import CHAT, COMPLETION, Only, Schema, read_fields, table
 from tests.support.fake_engine import byte_tokenizer, sentencepiece_tokenizer
@@ -120,7 +120,7 @@ def test_any_value_is_read_or_refused(name: str, value: Any) -> None:
 @given(VALUES)
 def test_any_message_is_read_or_refused(value: Any) -> None:
     for message in ({"role": "user", "content": value}, {"role": "assistant", "content": "", "tool_calls": value}):
-        read, error = attempt(lambda: read_message("messages[0]", message))  # noqa: B023 (called at once)
+        read, error = attempt(lambda: template_message("messages[0]", message))  # noqa: B023 (called at once)
         assert error is None or error.status == 400
         assert error is not None or isinstance(read["content"], (str, list))
 

@@ -150,9 +150,9 @@ def test_interrupted_save_changes_nothing(tmp_path: Path) -> None:
 def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the names of files that are written rather than linked."""
     names: list[str] = []
-    original = tensor_file.write
+    original = tensor_file.write_tensors
     monkeypatch.setattr(
-        tensor_file, "write", lambda path, *arguments: (names.append(path.name), original(path, *arguments))
+        tensor_file, "write_tensors", lambda path, *arguments: (names.append(path.name), original(path, *arguments))
     )
     return names
 
@@ -178,7 +178,7 @@ def save_until_killed(cache: am.KVCache, path: Path, files: int) -> None:
     """Save in a child that ends once it has written so many files, and has begun another."""
     child = os.fork()
     if not child:
-        write, names = tensor_file.write, list[str]()
+        write, names = tensor_file.write_tensors, list[str]()
 
         def write_some(file: Path, *arguments: Any) -> None:
             names.append(file.name)
@@ -187,7 +187,7 @@ def save_until_killed(cache: am.KVCache, path: Path, files: int) -> None:
                 os._exit(0)
             write(file, *arguments)
 
-        tensor_file.write = write_some
+        tensor_file.write_tensors = write_some
         cache.save(path)
         os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
@@ -241,19 +241,19 @@ def test_a_save_that_fails_leaves_nothing(tmp_path: Path, files: int, monkeypatc
 def fail_on_one_rank(path: Path) -> bool:
     """Fill the disk of rank 1. Return whether all files of both are gone."""
     cache, count = cache_of(5000, 2), iter(range(1))
-    write = tensor_file.write
+    write = tensor_file.write_tensors
 
     def write_one(*arguments: Any) -> None:
         if dist.get_rank() and next(count, None) is None:
             raise OSError(28, "No space left on device")
         write(*arguments)
 
-    tensor_file.write = write_one
+    tensor_file.write_tensors = write_one
     try:
         with pytest.raises(StoreError, match="No space left on device"):
             cache.save(path)
     finally:
-        tensor_file.write = write
+        tensor_file.write_tensors = write
     dist.barrier()
     return files_in(path) == set()
 
@@ -541,7 +541,7 @@ def test_foreign_files_in_the_folder_stay(tmp_path: Path) -> None:
 
 def hold_first_save(monkeypatch: pytest.MonkeyPatch) -> tuple[Event, Event]:
     """Let the next save write one file. Return an event that it sets then, and one that it waits for."""
-    begun, go, first, original = Event(), Event(), list[Thread](), tensor_file.write
+    begun, go, first, original = Event(), Event(), list[Thread](), tensor_file.write_tensors
 
     def write(*arguments: Any) -> None:
         original(*arguments)
@@ -550,7 +550,7 @@ def hold_first_save(monkeypatch: pytest.MonkeyPatch) -> tuple[Event, Event]:
             begun.set()
             go.wait()
 
-    monkeypatch.setattr(tensor_file, "write", write)
+    monkeypatch.setattr(tensor_file, "write_tensors", write)
     return begun, go
 
 
@@ -615,7 +615,7 @@ def test_repeated_token_raises(tmp_path: Path) -> None:
     stored = TensorFile(file)
     tensors = {name: stored.read(name) for name in stored.entries}
     tensors["columns"][5] = 4
-    tensor_file.write(file, tensors, {name: int(digest(x)) for name, x in tensors.items()})
+    tensor_file.write_tensors(file, tensors, {name: int(digest(x)) for name, x in tensors.items()})
     with pytest.raises(StoreError, match="every token once, given some twice"):
         am.KVCache.load(tmp_path, None)
 

@@ -24,6 +24,11 @@ FOUND = {
         {"core.one": "class Plan: ...", "comm.two": "class Plan: ..."},
         "Plan: comm.two, core.one",
     ),
+    "namesakes": (
+        house.shared_functions,
+        {f"core.f{n}": "def plan(): ..." for n in range(house.MAX_NAMESAKES + 1)},
+        "plan: core.f0, core.f1, core.f2, core.f3",
+    ),
     "files": (house.shared_stems, {"core.plan": "", "comm.plan": ""}, "plan: comm.plan, core.plan"),
     "long files": (house.long_files, {"core.one": "x = 1\n" * (house.MAX_FILE + 1)}, "core.one: 651"),
     "functions": (house.long_functions, {"core.one": STEPS}, "core.one.long: 61"),
@@ -33,6 +38,11 @@ FOUND = {
         house.engine_on_planner,
         {"comm.one": "from attnmesh.planner.cost import cost"},
         "comm.one: attnmesh.planner.cost",
+    ),
+    "families": (
+        house.named_families,
+        {"hf.one": "LAYERS = ('a mamba', 'head')\ndef of_mamba2_layers(): ...", "hf.families.two": "x = 'mamba'"},
+        "hf.one: of_mamba2_layers",
     ),
     "rooms": (
         house.shadowed_rooms,
@@ -67,6 +77,8 @@ def test_code_is_counted_without_blank_lines_comments_and_docstrings() -> None:
 
 def test_a_count_over_its_bound_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(house, "COUNTS", {"wide": (lambda trees: ["core.one: 16"], 0)})
+    monkeypatch.setattr(house, "sizes", list)
+    monkeypatch.setattr(house, "modules", dict)
     with pytest.raises(SystemExit) as ended:
         house.main()
     assert ended.value.code

@@ -11,6 +11,7 @@ from attnmesh.cli import proofs
 from attnmesh.cli.output import Status, console, pairs, print_json, titled
 from attnmesh.cli.proofs import Proof
 from attnmesh.core.storage import STORAGES
+from attnmesh.kernels.choice import KERNELS
 from attnmesh.runtime.machine import machine
 from attnmesh_command.plan_options import CheckOptions
 
@@ -37,7 +38,8 @@ def check(options: CheckOptions) -> None:
             console.print(absence)
         console.print(f"The reference in float64 equals the energy's gradient, and gradients of that, to {law:.1e}.")
         if options.verbose:
-            console.print(CHECK_EXPLAINED)
+            made_for = "; ".join(f"{kernel.name} is made for {kernel.made_for}" for kernel in KERNELS)
+            console.print(CHECK_EXPLAINED.format(made_for=made_for))
         exact = "All kernels here are exact, to the rounding of their dtype."
         console.print(exact if sound else "[bold red]A kernel here is wrong: do not use it.")
     raise typer.Exit(0 if sound else 1)
@@ -46,7 +48,10 @@ def check(options: CheckOptions) -> None:
 CHECK_EXPLAINED = """\
 Each kernel runs forward and backward on 300 tokens, and on the last 3 queries of 300 keys. There are 6 query heads, 2
 key heads, and values of another width. Masks are none, causal, a window, and packed documents. An error is the largest
-difference from the reference in float64, relative to its largest value. kernel="auto" takes the first supported one.
+difference from the reference in float64, relative to its largest value.
+
+The kernels are in the order in which kernel="auto" takes them: the first that is made for a call, or else the first
+that serves it. {made_for}.
 
 int8 and fp8_e4m3 are decode steps on caches with that storage, beside float64 over the numbers that they store."""
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from attnmesh.cli.generate_prompt import Prepared, PromptOptions, prepare
+from attnmesh.cli.generate_prompt import Prepared, PromptOptions, prepare_prompt
 from attnmesh.cli.launch import Send, run_on_machine
 from attnmesh.cli.output import Status, console, pairs, print_json, print_message
 from attnmesh.comm.failures import set_deadline
@@ -31,7 +31,7 @@ def generate(options: GenerateOptions) -> None:
     with Status("reading the prompt") as status:
         asked = PromptOptions(options.prompt, options.prompt_file, options.raw, tuple(options.image or ()))
         needed = options.model, asked, options.max_new_tokens, world, options.mesh, status
-        prepared = prepare(*needed, revision=options.revision)
+        prepared = prepare_prompt(*needed, revision=options.revision)
         request = GenerateRequest(
             prompt=prepared if options.stop else prepared.for_ranks,  # ranks find stop strings with the tokenizer
             max_new_tokens=options.max_new_tokens,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from attnmesh.cli.launch import leaving_tidily
-from attnmesh.cli.mesh_option import MeshChoice, choose
+from attnmesh.cli.mesh_option import MeshChoice, choose_mesh
 from attnmesh.cli.output import Status
 from attnmesh.errors import ModelError, require
 from attnmesh_command.messages import under_torchrun
@@ -81,12 +81,12 @@ class Prepared(NamedTuple):
         return self._replace(tokenizer=None, processor=None)
 
 
-def prepare(
+def prepare_prompt(
     model: str, prompt: PromptOptions, new: int, ranks: int, mesh: str, status: Status, *, revision: str | None = None
 ) -> Prepared:
     """Read the prompt, find the model, and choose the mesh."""
     text = prompt.read()
-    found = prepare_model(model, ranks, mesh, status, images=bool(prompt.images), revision=revision)
+    found = find_model(model, ranks, mesh, status, images=bool(prompt.images), revision=revision)
     if prompt.images:
         inputs = prompt.with_images(found.processor, text)
         inputs.pop("attention_mask", None)
@@ -98,7 +98,7 @@ def prepare(
     return found._replace(ids=tuple(ids))
 
 
-def prepare_model(
+def find_model(
     model: str,
     ranks: int,
     mesh: str,
@@ -132,7 +132,7 @@ def prepare_model(
     if latent_widths(config) is not None:
         heads = config.num_attention_heads, 1  # latents have one head
     longest = getattr(config, "max_position_embeddings", None)
-    chosen = choose(mesh, ranks, *heads)
+    chosen = choose_mesh(mesh, ranks, *heads)
     return Prepared(place, (), heads, chosen, longest, tokenizer, processor, {} if images else None)
 
 

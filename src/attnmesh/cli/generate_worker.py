@@ -17,10 +17,10 @@ from attnmesh.cli.generate_prompt import Prepared
 from attnmesh.cli.launch import Send
 from attnmesh.comm.failures import set_deadline
 from attnmesh.comm.topology import all_gather_ints
+from attnmesh.hf.chunks import CHUNK
 from attnmesh.hf.images.inputs import on_model
 from attnmesh.hf.load import open_model
 from attnmesh.hf.options import GenerationSettings
-from attnmesh.hf.prefill import CHUNK
 from attnmesh.mesh.axes import device_type_of
 from attnmesh.mesh.shapes import AXES
 from attnmesh.runtime.counters import counted

@@ -35,7 +35,7 @@ class MeshChoice(NamedTuple):
         return ",".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "one rank"
 
 
-def choose(text: str, ranks: int, q_heads: int, kv_heads: int) -> MeshChoice:
+def choose_mesh(text: str, ranks: int, q_heads: int, kv_heads: int) -> MeshChoice:
     """Return the mesh of `--mesh`. Axes of attention that are not named are those that send least."""
     named = axes_of(text)
     check_ranks_of_mesh(text, ranks)

@@ -36,7 +36,7 @@ from attnmesh_command.plan_options import PlanOptions
 
 def plan(options: PlanOptions) -> None:
     """Predict the time of every way to run attention on a cluster, the fastest first."""
-    machines = cluster_of(options.cluster)
+    machines = named_cluster(options.cluster)
     common: dict[str, Any] = {"batch": options.batch, "q_len": options.q_len, "dtype": options.dtype}
     common |= {"phase": options.phase, "storage": None if options.kv == "auto" else options.kv}
     if options.length is not None:
@@ -51,7 +51,7 @@ def plan(options: PlanOptions) -> None:
             write_report(options.report, work, machines, status.update)
     shown = distinct(plans)[: options.top]
     if options.as_json:
-        print_record(options, machines, _record(work, shown) | source_of(options.workload, work.length))
+        print_record(options, machines, _plans_record(work, shown) | source_of(options.workload, work.length))
     else:
         _print(options.workload, shown, options.report, options.verbose)
 
@@ -79,10 +79,10 @@ def _workload(options: PlanOptions, common: dict[str, Any]) -> Workload:
     )
 
 
-def cluster_of(text: str) -> Cluster:
+def named_cluster(text: str) -> Cluster:
     """Return the cluster of `--cluster`: a preset or a file, and optionally hosts and ranks per host.
 
-    >>> cluster_of("dgx-h100:2x4").world
+    >>> named_cluster("dgx-h100:2x4").world
     8
     """
     name, hosts, ranks = cluster_size_of(text)
@@ -120,11 +120,11 @@ def distinct(plans: Sequence[Plan]) -> list[Plan]:
     return list(best.values())
 
 
-def code_of(plan: Plan) -> str:
+def code_to_run(plan: Plan) -> str:
     """Return the lines of Python that run a plan.
 
     >>> import attnmesh as am
-    >>> print(code_of(am.plan(am.Workload(8, 8, 128, 65536, phase="decode"), am.Cluster.preset("a100x4", 1))[0]))
+    >>> print(code_to_run(am.plan(am.Workload(8, 8, 128, 65536, phase="decode"), am.Cluster.preset("a100x4", 1))[0]))
       mesh = am.init_mesh((1, 1, 4))
       out = am.decode(q, cache, merge="direct")
     """
@@ -141,9 +141,9 @@ def _print(workload: str | None, shown: Sequence[Plan], report: Path | None, ver
     best, machines = shown[0], shown[0].cluster
     for name, value in source_of(workload, best.workload.length).items():
         console.print(f"{name}: {value}", highlight=False, markup=False)
-    console.print(_table(shown))
+    console.print(_plans_table(shown))
     console.print(best.explain(), highlight=False, markup=False)
-    code = code_of(best) if workload is None else enabling_code(best)
+    code = code_to_run(best) if workload is None else enabling_code(best)
     console.print(f"In Python:\n{code}", highlight=False, markup=False, soft_wrap=True)
     if verbose:
         times = {STAGES[name]: in_seconds(seconds) for name, seconds in best.parts if seconds}
@@ -153,7 +153,7 @@ def _print(workload: str | None, shown: Sequence[Plan], report: Path | None, ver
         console.print(f"Written: {printable(str(report))}", highlight=False, markup=False)
 
 
-def _table(shown: Sequence[Plan]) -> Table:
+def _plans_table(shown: Sequence[Plan]) -> Table:
     work, machines = shown[0].workload, shown[0].cluster
     words = {
         "heads x\nqueries x\nkeys": [by(one.shape) for one in shown],
@@ -179,7 +179,7 @@ Bytes are the sum over all ranks. Memory is that of attention, without
 weights: --model with --decode or --training counts them."""
 
 
-def _record(work: Workload, shown: Sequence[Plan]) -> dict[str, Any]:
+def _plans_record(work: Workload, shown: Sequence[Plan]) -> dict[str, Any]:
     return {
         "workload": asdict(work) | {"mask": repr(work.mask)},
         "plans": [_plan_record(one) for one in shown],

@@ -59,12 +59,12 @@ def print_serving(options: PlanOptions, machines: Cluster, workload: dict[str, A
     _check_fits(found, model, machines)
     warn_of_length(config, model.workload.length)
     if not options.as_json:
-        console.print(_table(found, model, machines))
+        console.print(_ways_table(found, model, machines))
         console.print(_text(found, model, left_out), highlight=False, markup=False)
         console.print(_commands(name, found[0], machines), highlight=False, markup=False, soft_wrap=True)
         return
     sizes = {"weights": model.weights(1, False), "windows": model.windows, "left_out": left_out}
-    print_record(options, machines, sizes | {"ways": [_record(one) for one in found]})
+    print_record(options, machines, sizes | {"ways": [_way_record(one) for one in found]})
 
 
 def _mesh(one: Serving) -> str:
@@ -86,7 +86,7 @@ def _check_fits(found: Sequence[Serving], model: Model, cluster: Cluster) -> Non
         )
 
 
-def _table(found: Sequence[Serving], model: Model, cluster: Cluster) -> Table:
+def _ways_table(found: Sequence[Serving], model: Model, cluster: Cluster) -> Table:
     """Return the ways to share weights and keys as a table."""
     columns = {
         "mesh": [_mesh(one) for one in found],
@@ -131,12 +131,12 @@ def _text(found: Sequence[Serving], model: Model, left_out: dict[str, int]) -> s
 def _commands(name: str, best: Serving, cluster: Cluster) -> str:
     """Return the commands that generate and serve in the best way."""
     each = "" if cluster.hosts == 1 else " on each host, where HEAD is the first one"
-    generate, serve = (_launch(command, name, best, cluster) for command in ("generate", "serve"))
+    generate, serve = (_launch_command(command, name, best, cluster) for command in ("generate", "serve"))
     door = " --host 0.0.0.0" if cluster.hosts > 1 else ""  # else this host alone reaches it
     return f"Type{each}:\n{generate} \\\n    --prompt-file FILE --max-new-tokens 500\nOr serve requests:\n{serve}{door}"
 
 
-def _launch(command: str, name: str, way: Serving, cluster: Cluster) -> str:
+def _launch_command(command: str, name: str, way: Serving, cluster: Cluster) -> str:
     """Return a command that runs a way; on several hosts, the one to type on each."""
     kv = "" if way.plan.workload.storage is None else f" --kv {way.plan.workload.storage}"
     start = "attnmesh"
@@ -149,7 +149,7 @@ def _launch(command: str, name: str, way: Serving, cluster: Cluster) -> str:
     return f"{start} {command} --model {model}{mesh}{kv}"
 
 
-def _record(one: Serving) -> dict[str, Any]:
+def _way_record(one: Serving) -> dict[str, Any]:
     """Return one way as JSON."""
     return {
         "mesh": _mesh(one),

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
 from attnmesh.core.band import Band
+from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Causal, Documents, Full, Mask, Window
 from attnmesh.core.storage import STORAGES, Storage
 from attnmesh.decoding.decode_call import decode
-from attnmesh.kernels.blocks import Kernel
-from attnmesh.kernels.cuda import CUDA, operator_name
-from attnmesh.kernels.driver import KERNELS, choose, choose_for_cache
+from attnmesh.kernels import choice
+from attnmesh.kernels.blocks import Kernel, Need
 from attnmesh.mesh_attention.local import attend
 from attnmesh.mesh_attention.partials import energy
 
@@ -21,6 +21,8 @@ CASES: tuple[Mask, ...] = (Full(), Causal(), Window(40, 7), Causal() & Documents
 """Masks on 300 tokens, and on their last 3 queries: 6 query heads, 2 key heads of 32, values of 24."""
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+LOGITS = Logits(1.0)
 
 
 LAW = 1e-14
@@ -63,7 +65,7 @@ def devices() -> list[torch.device]:
 def proofs() -> Iterator[Proof]:
     """Yield the proof of every kernel in every dtype on every device."""
     for device in devices():
-        for kernel in KERNELS:
+        for kernel in choice.KERNELS:
             yield from (_proof(kernel, device, dtype) for dtype in DTYPES)
             yield from (_stored_proof(kernel, device, storage) for storage in STORAGES.values())
 
@@ -91,16 +93,15 @@ def choices() -> Iterator[Choice]:
             q, k = (torch.zeros(1, heads, 256, 128, device=device, dtype=dtype) for heads in (4, 1))
             plain, masked = (_chosen(q, k, mask) for mask in (Causal(), Window(40)))
             name = str(dtype).removeprefix("torch.")
-            yield Choice(device.type, name, plain, masked, choose_for_cache("auto", q[:, :, -1:], k, k).name)
+            step = Need.of(q[:, :, -1:], k, k, LOGITS)._replace(cached=True)
+            yield Choice(device.type, name, plain, masked, choice.choose(step).name)
 
 
 def _chosen(q: Tensor, k: Tensor, mask: Mask) -> str:
     """Return the name of the kernel, or of PyTorch's CUDA operator."""
-    kernel = choose("auto", q, k, k)
-    if not isinstance(kernel, CUDA):
-        return kernel.name
+    kernel = choice.choose(Need.of(q, k, k, LOGITS))
     (block, *_) = kernel.cut(Band.of(mask, torch.arange(q.shape[2]), k.shape[2]), q, k, k)
-    return operator_name(q[:, :, block.queries], k[:, :, block.keys], k[:, :, block.keys], block)
+    return kernel.operator_name(*block.of(q, k, k), block)
 
 
 def law_error() -> float:
@@ -115,8 +116,7 @@ def law_error() -> float:
 def _proof(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> Proof:
     names = (kernel.name, device.type, str(dtype).removeprefix("torch."))
     q, k, v, _ = _problem(dtype, device, 300)
-    reason = kernel.unsupported_reason(q, k, v)
-    if reason is not None:
+    if (reason := kernel.refusal(Need.of(q, k, v, LOGITS))) is not None:
         return Proof(*names, absent=reason)
     errors = [_errors(kernel.name, device, dtype, mask, rows) for mask in CASES for rows in (300, 3)]
     # Half precision rounds the weights, the result and its copy for the backward pass. In float32 and float64 sums of
@@ -130,7 +130,7 @@ def _stored_proof(kernel: Kernel, device: torch.device, storage: Storage) -> Pro
     """Return the proof of decoding from a cache in 8 bits: attention in float64 over the numbers that it stores."""
     names = (kernel.name, device.type, storage.name)
     q, k, v, _ = (x.detach() for x in _problem(torch.float32, device, 3))
-    if (reason := kernel.unsupported_reason(q, k, v)) is not None:
+    if (reason := kernel.refusal(Need.of(q, k, v, LOGITS))) is not None:
         return Proof(*names, absent=reason)
     numbers = [storage.dequantize(storage.quantize(x.cpu()), torch.float64) for x in (k, v)]
     errors = []

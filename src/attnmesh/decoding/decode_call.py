@@ -77,7 +77,7 @@ def decode(
         output: "replicated": all heads on every rank; "heads": this rank's share of the heads.
         reproducible: True gives the same bits on any power of two of ranks. It needs a cache that was filled by
             `append`, and blocks of 128 tokens or more to be fast.
-        kernel: Kernel of one device: "auto", or a name of `attnmesh.kernels.driver.NAMES`.
+        kernel: Kernel of one device: "auto", or the name of one of `attnmesh.kernels.choice.KERNELS`.
         checked: When ranks compare their calls; the cache's own unless it is given: see `KVCache`. Ranks whose calls
             differ and are not compared get NaN, or wait for the deadline in "gather" and "allreduce".
         selected: The tokens that each query attends, of those that it sees, equal on all ranks. An

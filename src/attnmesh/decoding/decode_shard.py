@@ -23,8 +23,9 @@ from attnmesh.decoding.step import attend_views
 from attnmesh.decoding.step_checks import StepInputs, check_bias, check_step
 from attnmesh.errors import ShapeError, require
 from attnmesh.guard.agreement import Agreement, may_compare
+from attnmesh.kernels.blocks import Need
 from attnmesh.kernels.cache_view import DecodeQuery
-from attnmesh.kernels.driver import choose_for_view
+from attnmesh.kernels.choice import choose
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.mesh_attention.sharding import unshard
 from attnmesh.runtime.caches import on_device
@@ -91,7 +92,7 @@ def decode_shard(
         indices = unshard(selected.indices, cache.device_mesh, layout=layout, length=length)
         selected = selection_of_rank(Selection(indices, selected.block), heads)
     view, query = cache.shard.view, DecodeQuery(every, step.mask, step.logits, step.capacity)
-    chosen = choose_for_view(step.kernel if selected is None else "reference", every, view, step.logits.capped)
+    chosen = choose(Need.of_cache(every, view, step.logits), step.kernel if selected is None else "reference")
     attend = named(ATTENTION, attend_views) if is_profiled() else attend_views
     partial = attend(query, [view], chosen, selected)
     if (more := further(every)) is not None:

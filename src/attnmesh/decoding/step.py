@@ -18,14 +18,15 @@ from attnmesh.core.partial import Partial, identity, merge_unchecked, sum_dtype,
 from attnmesh.core.selection import Selection
 from attnmesh.core.storage import columns_of
 from attnmesh.decoding.selected_tokens import attend_selected, selection_of_rank
-from attnmesh.kernels.blocks import Kernel
+from attnmesh.kernels.blocks import Kernel, Need
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery, Padding
-from attnmesh.kernels.driver import choose_for_view, visible_counts
+from attnmesh.kernels.choice import choose
+from attnmesh.kernels.driver import visible_counts
 from attnmesh.kernels.stacked_merge import by_residue, copy_into, merge_along_tree
 from attnmesh.kernels.stored import CacheKernel
-from attnmesh.kernels.triton import Triton
 from attnmesh.kernels.triton_runtime import interpreted
 from attnmesh.mesh.axes import Axis, group_named
+from attnmesh.runtime.operators import operator
 from attnmesh.runtime.ranges import ATTENTION, is_profiled, named
 from attnmesh.runtime.world import cached_per_world, decode_cached
 
@@ -100,14 +101,14 @@ def run_step(
     """
     view, state, heads = views[0], _state_of(views), step.heads.share_of(q.shape[1])
     rank_q, alone, block = q[:, heads], step.tokens.size == 1, step.block if step.reproducible else None
-    kernel = choose_for_view(step.kernel if indices is None else "reference", q, view, step.logits.capped)
+    kernel = choose(Need.of_cache(q, view, step.logits), step.kernel if indices is None else "reference")
     shape, dtype = (*rank_q.shape[:-1], view.value_dim), sum_dtype(q.dtype)
     message, checksum, into = None, None, None
-    if isinstance(kernel, Triton) and not alone:  # the kernel writes into the message
+    if kernel.reads_cache and not alone:  # the kernel writes into the message
         form = PartialMessage(shape, dtype, dtype)
         message = form.blank(q.device)
         checksum, into = form.places(message)
-    elif isinstance(kernel, Triton) and not step.reproducible:
+    elif kernel.reads_cache and not step.reproducible:
         into = Partial(q.new_empty(shape), q.new_empty(shape[:-1], dtype=dtype))
     # The first rank adds the sinks; a reproducible step adds them after the merge, on any number of ranks.
     rank_sinks = sinks[heads] if sinks is not None and step.tokens.index == 0 and not step.reproducible else None
@@ -186,7 +187,12 @@ def highest_checksum(checksum: Tensor, axis: Axis) -> Tensor:
     return rows.view(checksum.dtype).amax(0)
 
 
-@torch.library.custom_op("attnmesh::decode", mutates_args=())
+def _fake_output(q: Tensor, *rest: Any) -> Tensor:
+    *_, names, numbers = rest
+    return q.new_empty(DecodeStep.decode(names, numbers).output_shape(q))
+
+
+@operator("decode", _fake_output)
 def decode_op(
     q: Tensor,
     cache: Sequence[Tensor],
@@ -201,12 +207,6 @@ def decode_op(
     call_number = crc32(f"{numbers[4:]} {names.split(',')[2:]}".encode())
     out, _ = run_step(q, [view], sinks, step, call_number, key_lengths, indices)
     return torch.where(view.state[0] <= step.capacity, out, torch.nan)
-
-
-@decode_op.register_fake
-def _(q: Tensor, *rest: Any) -> Tensor:
-    *_, names, numbers = rest
-    return q.new_empty(DecodeStep.decode(names, numbers).output_shape(q))
 
 
 def tensors_of(view: CacheView) -> list[Tensor]:
@@ -239,7 +239,7 @@ def _state_of(views: Sequence[CacheView]) -> Tensor:
 
 def attend_cache(query: DecodeQuery, view: CacheView, kernel: Kernel) -> Partial:
     """Return the partial in float32 or wider, written to `query.into` if that is given."""
-    if not isinstance(kernel, Triton):
+    if not kernel.reads_cache:
         run = CacheKernel(kernel, query.logits, view.value_dim)
         result = _merge_blocks([_attend_tokens(run, query, part) for part in (*view.shared, view)], query)
     elif view.shared:
@@ -262,7 +262,8 @@ def reads_length_on_device(view: CacheView, kernel: str, dtype: torch.dtype) -> 
     """Return whether the kernel reads the number of tokens on the device, so that the host does not wait."""
     if view.keys.device.type == "cpu" and not interpreted():  # the common case, and every step comes here
         return False
-    return isinstance(choose_for_view(kernel, view.attended(dtype)[0], view), Triton)
+    need = Need.of_cache(view.attended(dtype)[0], view, Logits(1.0))
+    return choose(need, kernel).reads_cache
 
 
 def _attend_tokens(run: CacheKernel, query: DecodeQuery, view: CacheView) -> Partial:

@@ -37,7 +37,8 @@ from attnmesh.guard.checks import (
     check_unknown_options,
     swap_first,
 )
-from attnmesh.kernels.driver import choose_for_view
+from attnmesh.kernels.blocks import Need
+from attnmesh.kernels.choice import choose
 
 
 class StepInputs(NamedTuple):
@@ -88,7 +89,7 @@ def check_step(inputs: StepInputs, step: DecodeStep, unsupported: Mapping[str, N
     check_merge("decode", step.merge, step.output)
     step = step._replace(logits=Logits.of("decode", *step.logits, q.shape[-1]))
     if step.kernel != "auto" and not torch.compiler.is_compiling():  # raises here, where all ranks can raise alike
-        choose_for_view(step.kernel, q, cache.shard.view, step.logits.capped)
+        choose(Need.of_cache(q, cache.shard.view, step.logits), step.kernel)
     check_sinks("decode sinks", sinks, q)
     on_device = isinstance(key_lengths, Tensor) and key_lengths.device.type == "cuda"
     check_key_lengths("decode key_lengths", key_lengths, sizes.batch, on_device=on_device)

@@ -15,9 +15,8 @@ from attnmesh.core.band import Band
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial, merge_unchecked, with_sinks
 from attnmesh.decoding.step import DecodeStep
-from attnmesh.kernels.driver import NATIVE, choose_for_view
-from attnmesh.kernels.local_plan import is_one_launch
-from attnmesh.kernels.native.kernel import NativeKind
+from attnmesh.kernels.blocks import Launch, Need
+from attnmesh.kernels.choice import choose
 from attnmesh.kernels.stacked_merge import copy_into
 from attnmesh.kernels.traced import are_plain
 from attnmesh.runtime.caches import Kinds
@@ -26,8 +25,8 @@ from attnmesh.runtime.caches import Kinds
 class StepPlan(NamedTuple):
     """The native launch and the native merge of ranks, for a kind of steps on caches of one size."""
 
-    kind: NativeKind
-    sequence: NativeKind  # a launch for one sequence of the batch
+    kind: Launch
+    sequence: Launch  # a launch for one sequence of the batch
     step: DecodeStep
     sizes: Sizes
     call: tuple[Any, ...]  # the kind of the call, of which its number is made
@@ -145,15 +144,15 @@ def learn_plan(
 ) -> bool:
     """Make the plan of a step that was checked. Return False if no launch serves it."""
     shard, mask, logits, axis, rows = caches[0].shards.own, step.mask, step.logits, step.tokens, q.shape[2]
-    sizes, cache_q = shard.sizes, q[: shard.sizes.batch]
+    sizes = shard.sizes
     if not (are_plain(q) if sinks is None else are_plain(q, sinks)):
         return False
     bounds = Mask(mask.left, mask.right, chunks=mask.chunks)  # what a launch knows of a mask
     if step.reproducible or mask != bounds or (rows > 1 and (mask.chunks or axis.size > 1)):
         return False
-    kernel = choose_for_view(step.kernel, q, shard.view, logits.capped)
-    keys, values = shard.view.numbers
-    if kernel is not NATIVE or not is_one_launch(cache_q, keys, values, logits):
+    kernel, (keys, values) = choose(Need.of_cache(q, shard.view, logits), step.kernel), shard.view.numbers
+    whole, one = kernel.launch_of(q, keys, values, logits), kernel.launch_of(q[:1], keys[:1], values[:1], logits)
+    if whole is None or one is None:
         return False
     host_merge = None
     if axis.size > 1:
@@ -161,9 +160,8 @@ def learn_plan(
         host_merge = host_merge_for(axis, (*q.shape[:-1], sizes.value_dim), how)
         if host_merge is None:
             return False
-    launches = NativeKind.of(q, keys, values, logits), NativeKind.of(q[:1], keys[:1], values[:1], logits)
     heads = None if host_merge is None else host_merge.heads(step.output)
-    kinds.keep(_kind(q, len(caches), sinks, options), StepPlan(*launches, step, sizes, call, host_merge, heads))
+    kinds.keep(_kind(q, len(caches), sinks, options), StepPlan(whole, one, step, sizes, call, host_merge, heads))
     return True
 
 

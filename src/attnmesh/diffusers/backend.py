@@ -60,7 +60,7 @@ def backend_of(mesh: DeviceMesh | None, tokens: Tokens, exchange: str, kernel: s
             out: Tensor = dispatch_attention_fn(query, key, value, *whole, backend=None)
             return out
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        _check(dropout_p, attn_mask, is_causal=is_causal, streams=len(tokens.lengths))
+        _check_call(dropout_p, attn_mask, is_causal=is_causal, streams=len(tokens.lengths))
         q_sizes, k_sizes = tokens.sizes(q.shape[2], k.shape[2])
         mask = Causal() if is_causal else Full()
         call = options | {"mask": mask, "layout": Split(q_sizes), "length": sum(q_sizes), "scale": scale}
@@ -73,7 +73,7 @@ def backend_of(mesh: DeviceMesh | None, tokens: Tokens, exchange: str, kernel: s
     return attend
 
 
-def _check(dropout: float, mask: Tensor | None, *, is_causal: bool, streams: int) -> None:
+def _check_call(dropout: float, mask: Tensor | None, *, is_causal: bool, streams: int) -> None:
     if dropout:
         raise KernelError(SUBJECT, "dropout_p=0: attention is exact", f"{dropout}", "set the model's dropout to 0")
     if mask is not None and is_causal:

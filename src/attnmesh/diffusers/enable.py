@@ -14,7 +14,7 @@ from attnmesh.diffusers.state import MeshState, split_attention
 from attnmesh.errors import ModelError, require
 from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.checks import check_checked
-from attnmesh.kernels.driver import check_kernel
+from attnmesh.kernels.choice import check_kernel
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import check_exchange
 from attnmesh.mesh.shapes import check_heads_axis

@@ -57,7 +57,7 @@ def combine(
     group = getattr(cp_group, "device_group", cp_group)
     axis = axis_of(group, SUBJECT)
     try:
-        _check(partial_output, partial_lse, seq_lens, query_start_loc)
+        _check_partials(partial_output, partial_lse, seq_lens, query_start_loc)
     except InputError as error:
         merge_agreement((partial_output, partial_lse), axis, how, output).fail(error)
     if axis.size == 1:
@@ -74,7 +74,7 @@ def combine(
     return (whole, merged.lse[0].T.contiguous().to(partial_lse.dtype)) if return_lse else whole
 
 
-def _check(out: Tensor, lse: Tensor, seq_lens: Tensor | None, query_start_loc: Tensor | None) -> None:
+def _check_partials(out: Tensor, lse: Tensor, seq_lens: Tensor | None, query_start_loc: Tensor | None) -> None:
     """Raise unless these are partials with tokens first, and lengths of whole numbers."""
     check_tensor(f"{SUBJECT} partial_output", out)
     check_tensor(f"{SUBJECT} partial_lse", lse)

@@ -23,12 +23,11 @@ from attnmesh.errors import (
     warn_once,
 )
 from attnmesh.guard.agreement import Agreement, may_compare
-from attnmesh.hf.cache.compressed_layer import CompressedLayer
+from attnmesh.hf.cache.compressed_layer import check_entries
 from attnmesh.hf.cache.layer import PendingKV
 from attnmesh.hf.layer_mask import MaskSpec, check_left_padded
-from attnmesh.hf.models import COMPRESSED_LAYERS, SUBJECT, is_recurrent, mixing_layers
+from attnmesh.hf.models import SUBJECT, is_recurrent, mixing_layers
 from attnmesh.hf.shards import FORWARD_ALL, OF_SHARD_BATCH, ShardPositions, Shards
-from attnmesh.hf.sparse.entries import UNPREPARED
 from attnmesh.hf.traced_mask import TracedMask
 from attnmesh.hf.training.labels import ItemCount
 from attnmesh.mesh.axes import Mesh
@@ -55,14 +54,14 @@ def checked_mask(
     if isinstance(attention_mask, TracedMask):
         _check_no_shard(more)
         _check_exact(module, attention_mask, dropout, more)
-        _check_entries(module, None, None, None)
+        check_entries(module, None, None, None)
         return attention_mask
     shards = attention_mask.shards if isinstance(attention_mask, MaskSpec) else None
     pending = key if isinstance(key, PendingKV) else None
     try:
         _check_exact(module, attention_mask, dropout, more)
         spec = _check_mask(attention_mask, sliding_window or None)  # some models pass 0 for no window
-        _check_entries(module, pending, shards, spec.token_mask if shards is None else shards.token_mask)
+        check_entries(module, pending, shards, spec.token_mask if shards is None else shards.token_mask)
         if shards is not None:
             _check_shards(module, query, key, more, shards)
         if pending is not None:
@@ -108,26 +107,6 @@ def _check_exact(module: nn.Module, mask: Any, dropout: float, more: dict[str, A
         if name not in NO_EFFECT and value is not None and value is not False:
             expected = "exact softmax attention under a mask of positions"
             raise KernelError(f"{SUBJECT} {name}", expected, f"{name}={short(value)}", "leave it out")
-
-
-def _check_entries(
-    module: nn.Module, pending: PendingKV | None, shards: Shards | None, token_mask: Tensor | None
-) -> None:
-    """Raise unless the entries of a layer that attends to compressed tokens are in a cache of shards.
-
-    Without one the model joins them to its keys, and gives no mask of them: it has one for tensors alone. In training
-    a shard's entries would be those of its own tokens.
-    """
-    if getattr(module, "layer_type", None) not in COMPRESSED_LAYERS:
-        return
-    layer: Any = None if pending is None else pending.layer
-    expected, given = "a ShardedCache, which keeps the entries of compressed tokens", "another cache, or none"
-    fix = 'call hf.generate; or call model.set_attn_implementation("eager"), to train too, on one device'
-    require(isinstance(layer, CompressedLayer), KernelError, f"{SUBJECT} past_key_values", expected, given, fix)
-    if layer.queries is None or layer.shards is not shards:
-        raise KernelError(*UNPREPARED)
-    expected, fix = "sequences without padding in a model that compresses tokens", "pass sequences of one length"
-    require(token_mask is None, MaskError, f"{SUBJECT} attention_mask", expected, "padding", fix)
 
 
 def _check_no_shard(more: dict[str, Any]) -> None:

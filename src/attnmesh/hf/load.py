@@ -31,7 +31,8 @@ from transformers import (
 )
 
 from attnmesh.errors import KernelError, ModelError, require
-from attnmesh.hf.models import NAME, USE_SUPPORTED, check_layers
+from attnmesh.hf.families.family import USE_SUPPORTED
+from attnmesh.hf.models import NAME, check_layers
 from attnmesh.hf.tensor_parallel import tensor_parallel
 from attnmesh.runtime.machine import is_out_of_memory
 

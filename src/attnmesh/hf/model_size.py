@@ -12,19 +12,15 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from attnmesh.core.mask import Window
 from attnmesh.errors import ModelError, require
 from attnmesh.hf.cache.layer import SHORT_WINDOW
+from attnmesh.hf.families.family import family_of
 from attnmesh.hf.latent_states import latent_widths
 from attnmesh.hf.load import as_model_error
 from attnmesh.hf.models import (
-    INDEXED_LAYERS,
-    INDEXED_MODELS,
     NAME,
-    RECURRENT_LAYERS,
-    WINDOWED_LAYERS,
-    WITHOUT_ATTENTION,
     cached_layers,
     indexed_layers,
     is_compressed,
-    layer_kinds,
+    layers_of,
     window_of,
 )
 from attnmesh.hf.tensor_parallel import rank_weights
@@ -100,16 +96,16 @@ def other_layers(config: PreTrainedConfig) -> dict[str, int]:
     """Return the layers that the workload of a model leaves out: those with windows, and recurrent ones."""
     config = config.get_text_config(decoder=True)
     whole, windows = _attention_layers(config)
-    recurrent = sum(kind in RECURRENT_LAYERS for kind in layer_kinds(config))
+    recurrent = sum(layer.recurrent for layer in layers_of(config))
     found = {"with windows": windows if whole else 0, "recurrent": recurrent}
     return {name: count for name, count in found.items() if count}
 
 
 def _attention_layers(config: PreTrainedConfig) -> tuple[int, int]:
     """Return the layers that keep keys of all tokens, and those that keep keys of a window or chunk."""
-    kinds = [kind for kind in layer_kinds(config)[: cached_layers(config)] if kind not in WITHOUT_ATTENTION]
-    windows = sum(kind in WINDOWED_LAYERS for kind in kinds)
-    return len(kinds) - windows, windows
+    layers = [layer for layer in layers_of(config)[: cached_layers(config)] if layer.attends]
+    windows = sum(layer.windowed for layer in layers)
+    return len(layers) - windows, windows
 
 
 def _unwindowed(config: PreTrainedConfig, layers: int, given: Mapping[str, Any]) -> Workload:
@@ -129,7 +125,7 @@ def _windowed(config: PreTrainedConfig, layers: int, given: Mapping[str, Any]) -
 def _widths(config: PreTrainedConfig, *, windowed: bool) -> dict[str, Any]:
     """Return heads and columns, as a workload names them, of the first layer that has a window, or that has none."""
     layers = config.per_layer_config if config.is_heterogeneous else None
-    numbers = [number for number, kind in enumerate(layer_kinds(config)) if (kind in WINDOWED_LAYERS) == windowed]
+    numbers = [number for number, layer in enumerate(layers_of(config)) if layer.windowed == windowed]
     one = layers[numbers[0]] if layers and numbers else config
     own = "swa_" if windowed and hasattr(one, "swa_head_dim") else ""  # of Inkling's layers with windows
     latent, q_heads = latent_widths(config, numbers[0] if numbers else 0), getattr(one, f"{own}num_attention_heads")
@@ -142,19 +138,13 @@ def _widths(config: PreTrainedConfig, *, windowed: bool) -> dict[str, Any]:
 
 def _selected(config: PreTrainedConfig, kv_heads: int) -> Selected | None:
     """Return what the layers with indexers select, or None without such layers."""
-    layers = sum(kind in INDEXED_LAYERS for kind in layer_kinds(config))
+    layers, size = sum(layer.indexed for layer in layers_of(config)), family_of(config).selected
     if not layers:
         return None
     given, fix = f"{config.model_type} with an indexer", "pass its sizes to am.Workload, with selected="
-    require(config.model_type in INDEXED_MODELS, ModelError, "plan model", "a known indexer", given, fix)
-    counts = {"layers": layers, "indexers": len(indexed_layers(config))}
-    if config.model_type == "qwen4_exp_text":  # a key is the mean of a block, and whether the block is whole
-        ratio, width = config.indexer_compress_ratio, config.indexer_head_dim + 1
-        return Selected(config.indexer_budget // ratio, config.indexer_n_heads, width, block=ratio, **counts)
-    sizes = config.index_n_heads, config.index_head_dim
-    if config.model_type == "minimax_m3_vl_text":
-        return Selected(config.index_topk_blocks, *sizes, block=config.index_block_size, heads=kv_heads, **counts)
-    return Selected(config.index_topk, *sizes, **counts)
+    if size is None:
+        raise ModelError("plan model", "a known indexer", given, fix)
+    return size(config, {"layers": layers, "indexers": len(indexed_layers(config))}, kv_heads)
 
 
 def _skeleton(config: PreTrainedConfig, dtype: str) -> PreTrainedModel:

@@ -14,7 +14,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnmesh.errors import KernelError, ShapeError, require
-from attnmesh.hf.families.record import check_family, check_shared, raise_lost
+from attnmesh.hf.families.family import ATTENDING, LENGTH_DEPENDENT_ROPES, USE_SUPPORTED, Layer, family_of
+from attnmesh.hf.families.pins import check_family, check_pins, raise_lost
 from attnmesh.hf.transformers_names import PEFT
 
 NAME = "attnmesh"
@@ -22,61 +23,6 @@ NAME = "attnmesh"
 
 SUBJECT = "attnmesh.hf"
 """First words of errors that a model raises inside its forward pass."""
-
-USE_SUPPORTED = "use a family like Llama, Qwen, Mistral, Gemma 3 or gpt-oss"
-"""Fix in errors about models that are not supported."""
-
-WINDOWED_LAYERS = ("sliding_attention", "chunked_attention", "hybrid_sliding")
-"""Values of `config.layer_types` for layers that keep the keys of a window or chunk."""
-
-SUPPORTED_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
-"""Supported values of `config.layer_types`. Other layers keep a state instead of keys, or attend by index."""
-
-UNLISTED_LAYERS = {
-    **dict.fromkeys(("rwkv", "xlstm"), "recurrent states"),
-    "inkling2_text": "convolutions whose weights differ by token",
-}
-"""What layers of model types have that are not supported, where `config.layer_types` does not say so."""
-
-INDEXED_LAYERS = ("indexed_attention", "minimax_m3_sparse")
-"""Values of `config.layer_types` for layers in which an indexer selects the keys of each query."""
-
-COMPRESSED_LAYERS = ("compressed_sparse_attention", "heavily_compressed_attention")
-"""Values of `config.layer_types` for layers that attend to a window of tokens and to entries of compressed tokens."""
-
-HYBRID_LAYERS = ("hybrid", "hybrid_sliding")
-"""Values of `config.layer_types` for layers that attend and keep a state."""
-
-RECURRENT_LAYERS = ("linear_attention", "conv", *HYBRID_LAYERS)
-"""Values of `config.layer_types` for layers that keep a state."""
-
-OTHER_LAYERS = ("mlp", "moe")
-"""Values of `config.layer_types` for layers that mix no tokens."""
-
-WITHOUT_ATTENTION = ("linear_attention", "conv", *OTHER_LAYERS)
-"""Values of `config.layer_types` for layers that do not attend."""
-
-RECURRENT_MODELS = (
-    *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "inkling_text", "jamba"),
-    *("kimi_linear", "lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid"),
-    *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp_text", "recurrent_gemma", "zamba"),
-    *("zamba2", "zaya"),
-)
-"""Model types whose recurrent layers can run on shards."""
-
-BIASED_MODELS = ("inkling_text",)
-"""Model types with a bias of logits by distance, for which they count cached tokens themselves."""
-
-INDEXED_MODELS = (
-    *("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4", "minimax_m3_vl_text", "qwen4_exp_text"),
-)
-"""Model types in which an indexer selects the keys of each query."""
-
-COMPRESSED_MODELS = ("deepseek_v4",)
-"""Model types whose layers attend to entries of compressed tokens."""
-
-REPEATED_KEYS = ("jetmoe",)
-"""Model types that repeat their key heads before attention."""
 
 
 class Opaque:
@@ -107,10 +53,6 @@ for _name in (
     setattr(Opaque, f"__{_name}__", lambda self, *_, name=_name: self._raise_read(name))
 
 
-OWN_CACHES = ("minimax", "recurrent_gemma")
-"""Model types that keep recurrent states in a cache of their own, or in their layers."""
-
-
 def check_model(model: PreTrainedModel) -> None:
     """Raise unless `generate` supports the model: causal, with a cache, and with attention set to attnmesh."""
     given = type(model).__name__
@@ -123,7 +65,7 @@ def check_model(model: PreTrainedModel) -> None:
     check_keys(model.config)
     kind = model.config.get_text_config(decoder=True).model_type
     expected, found = "a model whose cache holds its recurrent states", f"{kind}, which keeps them elsewhere"
-    require(kind not in OWN_CACHES, KernelError, "generate", expected, found, USE_SUPPORTED)
+    require(not family_of(model.config).keeps_states, KernelError, "generate", expected, found, USE_SUPPORTED)
     module = sys.modules.get(type(model).__module__)
     selectable = (
         model.is_backend_compatible() or hasattr(module, "ALL_ATTENTION_FUNCTIONS") or not attends(model.config)
@@ -159,22 +101,15 @@ def check_layers(config: PreTrainedConfig) -> None:
     """
     check_family(config)
     config = config.get_text_config(decoder=True)
-    layer_types = getattr(config, "layer_types", None) or ()
-    known = {*SUPPORTED_LAYERS}
-    if is_recurrent(config):
-        known |= {*RECURRENT_LAYERS, *OTHER_LAYERS}
-    if config.model_type in INDEXED_MODELS:
-        known |= {*INDEXED_LAYERS}
-    if is_compressed(config):
-        known |= {*COMPRESSED_LAYERS}
-    unsupported = sorted({*layer_types} - known)
+    family, layer_types = family_of(config), getattr(config, "layer_types", None) or ()
+    unsupported = sorted({*layer_types} - {*ATTENDING, *family.layers})
     if not layer_types and getattr(config, "attention_chunk_size", None):
         unsupported.append("chunks in unknown places")
     if getattr(config, "ple_layer_ids", None):
         unsupported.append("embeddings of several tokens")
-    if config.model_type in UNLISTED_LAYERS:
-        unsupported = [UNLISTED_LAYERS[config.model_type]]
-    expected = f"a model of layers of {', '.join(SUPPORTED_LAYERS)}"
+    if family.refused:
+        unsupported = [family.refused]
+    expected = f"a model of layers of {', '.join(ATTENDING)}"
     given = f"{config.model_type} with layers of {', '.join(unsupported)}"
     require(not unsupported, KernelError, SUBJECT, expected, given, USE_SUPPORTED)
 
@@ -191,6 +126,12 @@ def layer_kinds(config: PreTrainedConfig) -> list[str]:
     return list(getattr(config, "layer_types", None) or [alike] * getattr(config, "num_hidden_layers", 1))
 
 
+def layers_of(config: PreTrainedConfig) -> list[Layer]:
+    """Return what each layer does."""
+    family = family_of(config)
+    return [family.layer(kind) for kind in layer_kinds(config)]
+
+
 def window_of(config: PreTrainedConfig | None) -> int | None:
     """Return the tokens of a model's sliding window; None without one."""
     window: int | None = getattr(config and config.get_text_config(decoder=True), "sliding_window", None)
@@ -199,12 +140,12 @@ def window_of(config: PreTrainedConfig | None) -> int | None:
 
 def has_windows(config: PreTrainedConfig) -> bool:
     """Return whether layers attend to a sliding window or to chunks."""
-    return any(kind in WINDOWED_LAYERS for kind in layer_kinds(config))
+    return any(layer.windowed for layer in layers_of(config))
 
 
 def is_recurrent(config: PreTrainedConfig) -> bool:
     """Return whether the model has recurrent layers that can run on shards."""
-    return config.get_text_config(decoder=True).model_type in RECURRENT_MODELS
+    return bool(family_of(config).recurrences)
 
 
 def steps_differ(config: PreTrainedConfig) -> bool:
@@ -215,19 +156,19 @@ def steps_differ(config: PreTrainedConfig) -> bool:
 
 def is_compressed(config: PreTrainedConfig) -> bool:
     """Return whether the model has layers that attend to entries of compressed tokens."""
-    return config.get_text_config(decoder=True).model_type in COMPRESSED_MODELS
+    return family_of(config).compresses
 
 
 def attends(config: PreTrainedConfig) -> bool:
     """Return whether the model has layers of attention."""
-    return any(kind not in WITHOUT_ATTENTION for kind in layer_kinds(config))
+    return any(layer.attends for layer in layers_of(config))
 
 
 def key_heads(config: PreTrainedConfig) -> int | None:
     """Return the fewest key heads of a layer of attention; None without such layers, or where none are configured."""
     config = config.get_text_config(decoder=True)
     layers = config.per_layer_config if config.is_heterogeneous else [config]
-    names = ("num_key_value_heads", "num_attention_heads")[config.model_type in REPEATED_KEYS :]
+    names = ("num_key_value_heads", "num_attention_heads")[family_of(config).repeats_keys :]
     found = [next(filter(None, (getattr(one, name, None) for name in names)), None) for one in layers]
     counts = [heads for heads in found if isinstance(heads, int)]
     return min(counts) if counts and attends(config) else None
@@ -235,9 +176,9 @@ def key_heads(config: PreTrainedConfig) -> int | None:
 
 def mixing_layers(config: PreTrainedConfig) -> int:
     """Return the number of calls that mix tokens in one forward pass. A hybrid layer attends and keeps a state."""
-    kinds = layer_kinds(config)
-    kept = sum(kind not in OTHER_LAYERS for kind in kinds) - len(cross_layers(config))
-    return kept + _states(config) * sum(kind in HYBRID_LAYERS for kind in kinds)
+    layers = layers_of(config)
+    kept = sum(layer.attends or layer.recurrent for layer in layers) - len(cross_layers(config))
+    return kept + _states(config) * sum(layer.attends and layer.recurrent for layer in layers)
 
 
 def cross_layers(config: PreTrainedConfig) -> list[int]:
@@ -247,7 +188,7 @@ def cross_layers(config: PreTrainedConfig) -> list[int]:
 
 def recurrent_layers(config: PreTrainedConfig) -> int:
     """Return the number of layers that keep a state, in a model whose recurrent layers can run on shards."""
-    count = sum(kind in RECURRENT_LAYERS for kind in layer_kinds(config))
+    count = sum(layer.recurrent for layer in layers_of(config))
     return count * _states(config) if is_recurrent(config) else 0
 
 
@@ -273,9 +214,9 @@ def check_keys(config: PreTrainedConfig) -> None:
 def indexed_layers(config: PreTrainedConfig) -> list[int]:
     """Return the numbers of the layers with an indexer of their own. Others select what an earlier layer selected."""
     config = config.get_text_config(decoder=True)
-    kinds = layer_kinds(config)
-    own = getattr(config, "indexer_types", None) or ["full"] * len(kinds)
-    return [n for n, kind in enumerate(kinds) if kind in INDEXED_LAYERS and own[n] == "full"]
+    layers = layers_of(config)
+    own = getattr(config, "indexer_types", None) or ["full"] * len(layers)
+    return [n for n, layer in enumerate(layers) if layer.indexed and own[n] == "full"]
 
 
 def cached_layers(config: PreTrainedConfig) -> int:
@@ -369,6 +310,6 @@ def _length_dependent_ropes(config: PreTrainedConfig) -> list[tuple[dict[str, An
     ropes = [ropes] if "rope_type" in ropes else [rope for rope in ropes.values() if isinstance(rope, dict)]
     ropes = [rope for rope in ropes if rope.get("rope_type") in ("dynamic", "longrope")]
     if ropes:
-        check_shared("length_dependent_ropes", config.model_type)
+        check_pins(LENGTH_DEPENDENT_ROPES, config.model_type)
     longest: int = getattr(config, "max_position_embeddings", 0)
     return [(rope, int(rope.get("original_max_position_embeddings") or longest)) for rope in ropes]

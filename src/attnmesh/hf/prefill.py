@@ -4,38 +4,29 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from inspect import signature
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from attnmesh.core.layout import Contiguous, Layout, Striped
 from attnmesh.errors import KernelError, require
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.cache.sharded_cache import ShardedCache
+from attnmesh.hf.chunks import chunks_of, default_size, left_to_decode
+from attnmesh.hf.families.family import USE_SUPPORTED
 from attnmesh.hf.images.image_merge import Merged, merge_images
 from attnmesh.hf.images.inputs import Pictures, shared_with_images, split_images, without_absent
 from attnmesh.hf.images.spans import uncut
-from attnmesh.hf.latent_states import latent_widths
-from attnmesh.hf.models import USE_SUPPORTED, forget_images, is_recurrent, rope_growth, rope_regime, unwrap
+from attnmesh.hf.models import forget_images, is_recurrent, rope_growth, rope_regime, unwrap
 from attnmesh.hf.options import agree_on_call
 from attnmesh.hf.recurrent.prepare_recurrent import prepared
 from attnmesh.hf.shards import ShardMask, ShardPositions, Shards
 from attnmesh.hf.sparse.prepare_indexer import prepare_indexers
 from attnmesh.hf.transformers_names import cache_argument
 from attnmesh.mesh.axes import Mesh
-
-CHUNK = 8192
-"""Tokens per chunk after cached tokens or with padding. There, every rank attends the queries of all ranks."""
-
-MAMBA = ("falcon_mamba", "jamba", "mamba", "zamba")
-"""Model types whose rule for several tokens always begins with a state of zero."""
-
-LATENT_CHUNK = 1024
-"""The same in latent attention, whose queries of cached latents are wide."""
 
 
 def prefill(
@@ -139,7 +130,7 @@ def prefill_rest(
     """Compute the prompt after the cached tokens, chunk by chunk, in the cache's block-cyclic layout."""
     start, padded = cache.get_seq_length(), prompt.mask is not None and not bool(prompt.mask.all())
     if chunk_size is None and (start or padded or cache.shares > 1):
-        chunk_size = CHUNK if latent_widths(cache.config) is None else LATENT_CHUNK
+        chunk_size = default_size(cache.config)
     for stop in prefill_chunks(model, prompt, cache, lambda: chunk_size or prompt.ids.shape[1]):
         if after is not None:
             after(stop)
@@ -179,7 +170,7 @@ def prefill_chunks(
     layout: Layout = Contiguous() if recurrent else Striped(cache.block)
     while True:
         last_stop = end if stop_before is None or stop_before() < start + 2 else min(end, stop_before())
-        if not (chunks := uncut(_chunks(cache, start, last_stop, size()), spans)):
+        if not (chunks := uncut(chunks_of(cache, start, last_stop, size()), spans)):
             break
         first, stop, sharded = chunks[0]
         index = torch.arange(first, stop, device=ids.device)
@@ -207,59 +198,6 @@ def prefill_chunks(
         yield stop
     if left:
         cache.crop(-left)  # tokens that earlier ones see are computed here, and again where decoding begins
-
-
-def left_to_decode(config: PreTrainedConfig) -> int:
-    """Return the tokens of a prompt that are left to the first forward pass of decoding.
-
-    Two in models that compute one token by another rule than several: transformers bounds time steps in one of them.
-    """
-    return 2 if is_recurrent(config) and not _steps_alone(config) else 1
-
-
-def _steps_alone(config: PreTrainedConfig) -> bool:
-    return config.get_text_config(decoder=True).model_type in MAMBA
-
-
-def _chunks(cache: ShardedCache, start: int, stop: int, size: int) -> list[tuple[int, int, bool]]:
-    """Return chunks of a prompt (first, stop, sharded)."""
-    if cache.shares > 1:  # ranks that share weights compute the same tokens
-        return [(first, last, False) for first, last in pairwise([*range(start, stop, size), stop])]
-    if is_recurrent(cache.config):
-        return _split_evenly(start, stop, cache.ranks, size, _steps_alone(cache.config))
-    return _split_prompt(start, stop, cache.block * cache.ranks, size)
-
-
-def _split_evenly(start: int, stop: int, ranks: int, size: int, steps_alone: bool) -> list[tuple[int, int, bool]]:
-    """Return chunks with equally many tokens on each rank, and the rest, which all ranks compute.
-
-    The rest is one token at a time with `steps_alone`, and otherwise more than one: then a single token is left out.
-
-    >>> _split_evenly(0, 11, 4, 8, False), _split_evenly(0, 9, 4, 8, False), _split_evenly(0, 10, 4, 8, True)
-    ([(0, 8, True), (8, 11, False)], [(0, 4, True), (4, 9, False)], [(0, 8, True), (8, 9, False), (9, 10, False)])
-    """
-    even = (stop - start) // ranks * ranks
-    if not steps_alone and stop - start - even == 1:
-        even = max(even - ranks, 0)
-    size, edge = max(size // ranks, 1) * ranks, start + even
-    chunks = [(first, last, True) for first, last in pairwise([*range(start, edge, size), edge])]
-    if steps_alone:
-        return chunks + [(token, token + 1, False) for token in range(edge, stop)]
-    return chunks + [(edge, stop, False)] * (stop - edge > 1)
-
-
-def _split_prompt(start: int, stop: int, unit: int, size: int) -> list[tuple[int, int, bool]]:
-    """Return chunks (first, stop, sharded). Sharded chunks begin at multiples of `unit`, a full round of blocks.
-
-    >>> _split_prompt(0, 100, 32, 64), _split_prompt(20, 100, 32, 100)
-    ([(0, 64, True), (64, 100, True)], [(20, 32, False), (32, 100, True)])
-    """
-    aligned, size = -(-start // unit) * unit, max(size // unit, 1) * unit
-    if stop - aligned < unit:
-        return [(start, stop, False)] if stop > start else []
-    edges = [*range(aligned, stop - unit + 1, size), stop]
-    head = [(start, aligned, False)] if aligned > start else []
-    return head + [(first, last, True) for first, last in pairwise(edges)]
 
 
 def run_model(

@@ -30,7 +30,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import Full, Mask
 from attnmesh.errors import ArgumentError, KernelError, require
-from attnmesh.hf.models import SUBJECT, USE_SUPPORTED
+from attnmesh.hf.families.family import USE_SUPPORTED
+from attnmesh.hf.models import SUBJECT
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh_attention.sharding import unshard
 

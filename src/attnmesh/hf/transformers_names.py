@@ -1,15 +1,13 @@
 """Names that this room uses of transformers and accelerate beside their stable interfaces, with the versions tested.
 
 Importing this file checks the names that every model needs. What a family needs beside them is in its record, see
-`families`. `RECURRENT` is checked layer by layer, when a layer first runs on shards; `TENSOR_PARALLEL`, `TRAINER` and
-`ACCELERATE` when they are first used.
+`families`. `TENSOR_PARALLEL`, `TRAINER` and `ACCELERATE` are checked when they are first used.
 """
 
 from collections.abc import Container
 from functools import cache
-from inspect import signature, unwrap
 from sys import modules
-from typing import Any, NamedTuple
+from typing import Any
 
 from attnmesh.runtime.upstream import Upstream
 
@@ -96,16 +94,15 @@ def check_trainer(trainer: type) -> None:
         TRL.check()
 
 
-def code_of(kind: str) -> str:
-    """Return the module of transformers with the code of a model type."""
-    name = kind.removesuffix("_text")
-    return f"transformers.models.{name}.modeling_{name}"
-
-
 @cache
 def subclass(stock: type, base: type, **fields: Any) -> Any:
-    """Return a subclass of a class of transformers that has another first base. `__mro__[2]` is the class itself."""
+    """Return a subclass of a class of transformers that has another first base. See `stock_of`."""
     return type(stock.__name__, (base, stock), {"__module__": stock.__module__, **fields})
+
+
+def stock_of(module: Any) -> Any:
+    """Return the class that a module of such a subclass had before."""
+    return type(module).__bases__[1]
 
 
 def cache_argument(parameters: Container[str]) -> str:
@@ -113,158 +110,13 @@ def cache_argument(parameters: Container[str]) -> str:
     return "cache_params" if "cache_params" in parameters else "past_key_values"
 
 
-def is_indexer(module: Any) -> bool:
-    """Return whether a module scores keys that its cache returns: its `forward` calls `update_indexer`."""
-    if type(module).__name__ in INDEXERS:
-        return False
-    forward = unwrap(type(module).forward)
-    code = getattr(forward, "__code__", None)
-    return code is not None and "update_indexer" in code.co_names
-
-
 def rope_of(module: Any) -> Any:
     """Return the function that rotates queries and keys, of the code that a module is of."""
     return modules[type(module).__module__].apply_rotary_pos_emb
 
 
-COMPRESSES = ("self", "hidden_states", "q_residual", "position_ids", "past_key_values", "layer_idx")
-STORES = ("store_compression_weights", "update_compressor_states")
-
-INDEXERS = {
-    "DeepseekV4CSACompressor": (COMPRESSES, (*STORES, "update_overlap_state", "indexer", "new_full")),
-    "DeepseekV4HCACompressor": (COMPRESSES, STORES),
-    "DeepseekV4IndexerScorer": (("self", "q", "compressed_kv", "hidden_states"), ("weights_proj", "relu")),
-    "MiniMaxM3VLIndexer": (
-        ("self", "hidden_states", "position_embeddings", "past_key_values", "position_ids"),
-        (
-            *("q_proj", "k_proj", "q_norm", "k_norm", "head_dim", "block_size", "topk_blocks", "local_blocks"),
-            *("apply_rotary_pos_emb", "update_index"),
-        ),
-    ),
-    "Qwen4ExpTextQSAIndexer": (
-        ("self", "hidden_states", "position_embeddings", "attention_mask", "past_key_values"),
-        (
-            *("index_qk_proj", "index_n_heads", "index_kv_heads", "q_layernorm", "k_layernorm", "compress_ratio"),
-            *("block_topk", "token_budget", "apply_rotary_pos_emb", "update_indexer"),
-        ),
-    ),
-}
-"""Classes of indexers and compressors that run as subclasses: the arguments of `forward`, and names that it reads."""
-
-
-def is_known_indexer(module: Any) -> bool:
-    """Return whether a module is such an indexer, as attnmesh knows it. Another one is refused when it is called."""
-    kind, known = type(module), INDEXERS.get(type(module).__name__)
-    if known is None or not kind.__module__.startswith("transformers"):
-        return False
-    arguments, names = known
-    return {*names} <= {*kind.forward.__code__.co_names} and (*signature(kind.forward).parameters,) == arguments
-
-
-RELATIVE = ("self", "relative_states", "query_positions", "key_positions")
-"""Arguments of `InklingRelativeLogits`, whose biases depend on the distance alone."""
-
-
-def is_relative(module: Any) -> bool:
-    """Return whether a module adds Inkling's bias by distance to logits, as attnmesh knows it."""
-    known = (each for each in type(module).__mro__ if each.__name__ == "InklingRelativeLogits")
-    stock = next((each for each in known if each.__module__.startswith("transformers.models.inkling.modeling")), None)
-    forward = getattr(stock, "forward", None)
-    return forward is not None and (*signature(forward).parameters,) == RELATIVE
-
-
-class RecurrentKind(NamedTuple):
-    """Names that a class of recurrent layers must have to run on shards. All of them are replaced there."""
-
-    functions: tuple[str, ...] = ()
-    """Functions that its `forward` calls."""
-    reads: tuple[str, ...] = ()
-    """Attributes that its `forward` reads."""
-    convolution: str | None = None
-    """Name of its causal `nn.Conv1d`, if `forward` calls that instead of a function."""
-    outputs: int = 1
-    """Tensors of one value per token that it returns first."""
-
-
-CONVOLUTION = "causal_conv1d_fn"
-SHORT_CONVOLUTION = RecurrentKind((CONVOLUTION,))
-MAMBA1 = RecurrentKind((CONVOLUTION, "mamba_selective_scan"))
-FUSED_MAMBA1 = RecurrentKind((*MAMBA1.functions, "mamba_inner_fn"))
-MAMBA2 = RecurrentKind((CONVOLUTION, "mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined"))
-GATED_DELTA = RecurrentKind((CONVOLUTION, "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"))
-KIMI_DELTA = RecurrentKind((CONVOLUTION, "chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"))
-RGLRU = RecurrentKind(reads=("_rnn_scan",))
-LIGHTNING = RecurrentKind(
-    reads=(
-        *("qkv_proj", "act_fn", "num_attention_heads", "head_dim", "slope_rate", "norm", "output_gate", "out_proj"),
-        *("query_decay", "key_decay", "diagonal_decay"),
-    )
-)
-COMPRESSED = RecurrentKind(
-    ("repeat_kv",),
-    (
-        *("q_proj", "k_proj", "v_proj_current", "v_proj_delayed", "conv_qk_depthwise", "conv_qk_grouped"),
-        *("conv_kernel_size", "num_key_value_groups", "head_dim", "hidden_size"),
-    ),
-    outputs=3,
-)
-
-RECURRENT: dict[str, RecurrentKind] = {
-    "BailingHybridDeltaAttention": KIMI_DELTA,
-    "BambaMixer": MAMBA2,
-    "FalconH1Mixer": MAMBA2,
-    "FalconMambaMixer": FUSED_MAMBA1,
-    "GraniteMoeHybridMambaLayer": MAMBA2,
-    "InklingShortConvolution": SHORT_CONVOLUTION,
-    "JambaMambaMixer": MAMBA1,
-    "KimiLinearDeltaAttention": KIMI_DELTA,
-    "Lfm2MoeShortConv": SHORT_CONVOLUTION,
-    "Lfm2ShortConv": SHORT_CONVOLUTION,
-    "Lfm3ShortConv": SHORT_CONVOLUTION,
-    "Mamba2Mixer": MAMBA2,
-    "MambaMixer": FUSED_MAMBA1,
-    "MiniMaxLightningAttention": LIGHTNING,
-    "NemotronHMamba2Mixer": MAMBA2,
-    "OlmoHybridGatedDeltaNet": GATED_DELTA,
-    "Qwen3NextGatedDeltaNet": GATED_DELTA,
-    "Qwen3_5GatedDeltaNet": GATED_DELTA,
-    "Qwen3_5MoeGatedDeltaNet": GATED_DELTA,
-    "Qwen4ExpTextGatedDeltaNet": GATED_DELTA,
-    "RecurrentGemmaRecurrentBlock": RecurrentKind(reads=("rg_lru",), convolution="conv_1d"),
-    "RecurrentGemmaRglru": RGLRU,
-    "Zamba2MambaMixer": MAMBA2,
-    "ZambaMambaMixer": MAMBA1,
-    "ZayaCCAProjection": COMPRESSED,
-}
-"""Classes of recurrent layers, by name. The modules of transformers are loaded by the models that have them."""
-
-DELTA_INPUTS = ("query", "key", "value", "g", "beta")
-DELTA_STATES = ("initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
-
-PARAMETERS: dict[str, tuple[str, ...]] = {
-    "causal_conv1d_fn": ("hidden_states", "weight", "bias", "activation"),
-    "mamba_selective_scan": (
-        *("hidden_states", "dt", "A", "B", "C", "D", "z", "delta_bias", "delta_softplus", "return_last_state"),
-        *("use_mambapy", "use_associative_scan"),
-    ),
-    "mamba2_chunk_scan": (
-        *("hidden_states", "dt", "A", "B", "C", "chunk_size", "D", "dt_bias", "initial_states", "dt_softplus"),
-        *("dt_limit", "return_final_states"),
-    ),
-    **dict.fromkeys(
-        ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"), (*DELTA_INPUTS, "chunk_size", *DELTA_STATES)
-    ),
-    **dict.fromkeys(
-        ("torch_recurrent_gated_delta_rule", "recurrent_kimi_delta_attention"), (*DELTA_INPUTS, *DELTA_STATES)
-    ),
-}
-"""Parameters of the functions that are replaced by other code, before their `**kwargs`."""
-
-UNCHANGED = (
-    *("apply_mask_to_padding_states", "causal_conv1d_update"),
-    *("mamba_selective_state_update", "mamba2_selective_state_update"),
-)
-"""Functions that a recurrent layer may call as they are: none of them mixes the tokens of a shard."""
+UNCHANGED = ("apply_mask_to_padding_states", "causal_conv1d_update")
+"""Functions that any recurrent layer may call as they are: none of them mixes the tokens of a shard."""
 
 MASKS = ("attention_mask", "conv_mask")
 """Names of the padding among the arguments of recurrent layers."""

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attnmesh.core.band import Band
 from attnmesh.core.logits import Logits
 from attnmesh.core.partial import Partial
-from attnmesh.kernels.blocks import TILE, BackwardInputs, Block, Gradients, cut
+from attnmesh.kernels.blocks import TILE, BackwardInputs, Block, Gradients, Kernel, Need
 from attnmesh.kernels.reference import Reference
 
 MAX_PACKED_ROWS = 32
@@ -24,22 +23,18 @@ CACHE_BYTES = 1 << 21
 """Bytes of float32 keys that fit in the cache of a core."""
 
 
-class FlashCPU:
+class FlashCPU(Kernel):
     """`aten::_scaled_dot_product_flash_attention_for_cpu`, and the reference for soft-capped logits."""
 
     name = "cpu"
 
-    def unsupported_reason(self, q: Tensor, k: Tensor, v: Tensor, capped: bool = False) -> str | None:
+    def unsupported_reason(self, need: Need) -> str | None:
         """Return None on the CPU, where every dtype is supported."""
-        if q.device.type != "cpu":
-            return f"it runs on the CPU, the tensors are on {q.device.type}"
+        if need.device.type != "cpu":
+            return f"it runs on the CPU, the tensors are on {need.device.type}"
         if not hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"):
             return "this PyTorch has no flash attention for CPUs"
         return None
-
-    def cut(self, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Block]:
-        """Return the fewest blocks, since the operator has a causal form."""
-        return cut(band)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
         """Return the block's partial."""

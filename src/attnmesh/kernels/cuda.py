@@ -23,9 +23,9 @@ from torch.nn.functional import pad
 from attnmesh.core.band import Band
 from attnmesh.core.logits import Logits
 from attnmesh.core.partial import Partial
-from attnmesh.kernels.blocks import BackwardInputs, Block, Gradients, cut
+from attnmesh.kernels.blocks import BackwardInputs, Block, Gradients, Kernel, Need, cut
 from attnmesh.kernels.reference import Reference
-from attnmesh.kernels.triton import Triton
+from attnmesh.kernels.triton import TRITON, Triton
 
 ALIGNMENT = 8
 """Widths and biases are padded to multiples of this, which the operators need."""
@@ -36,6 +36,11 @@ MAX_CALLS = 16
 
 class Flash:
     """`aten::_scaled_dot_product_flash_attention`: half precision, full and causal blocks, grouped heads."""
+
+    @property
+    def name(self) -> str:
+        """The operator's name, or that of its replacement."""
+        return f"PyTorch's {flash_override() or 'flash'}"
 
     def takes(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> bool:
         """Return True for a plain block that PyTorch reports as supported."""
@@ -65,6 +70,8 @@ class Cudnn(Flash):
     Its backward operator cannot be called from Python. That of flash attention accepts the out and lse of any operator.
     """
 
+    name = "PyTorch's cudnn"
+
     def takes(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> bool:
         """Return True if PyTorch supports it and, once per device, its result is correct."""
         if q.device.type != "cuda" or not super().takes(q, k, v, block):
@@ -86,7 +93,7 @@ class Cudnn(Flash):
 class Efficient:
     """`aten::_scaled_dot_product_efficient_attention`: every kind of block, also in float32; no grouped heads."""
 
-    rows = 32  # lse is padded to whole warps of rows
+    name, rows = "PyTorch's efficient", 32  # lse is padded to whole warps of rows
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
         """Return the block's partial."""
@@ -108,33 +115,35 @@ class Efficient:
         return Gradients(dq, *(x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv)))
 
 
-CUDNN, FLASH, EFFICIENT, TRITON = Cudnn(), Flash(), Efficient(), Triton()
+CUDNN, FLASH, EFFICIENT = Cudnn(), Flash(), Efficient()
 
 Operator = Flash | Triton | Efficient
 """An attention operator, for q, k, v of one width, (batch, heads, length, dim)."""
 
 
-class CUDA:
+class CUDA(Kernel):
     """The best operator for a block; one launch of a Triton program for masked or many blocks."""
 
-    name = "cuda"
+    name, made_for, caps_logits = "cuda", "all but caches", False
 
-    def unsupported_reason(self, q: Tensor, k: Tensor, v: Tensor, capped: bool = False) -> str | None:
+    def unsupported_reason(self, need: Need) -> str | None:
         """Return None for CUDA tensors of a dtype and width that the efficient operator supports."""
-        if q.device.type != "cuda":
-            return f"it runs on CUDA, the tensors are on {q.device.type}"
-        if capped:
-            return "PyTorch's operators have no soft cap"
-        few = q.new_zeros(1, 1, ALIGNMENT, _width(q, v))
+        if need.device.type != "cuda":
+            return f"it runs on CUDA, the tensors are on {need.device.type}"
+        few = torch.zeros(1, 1, ALIGNMENT, need.width + -need.width % ALIGNMENT, dtype=need.dtype, device=need.device)
         if not can_use_efficient_attention(SDPAParams(few, few, few, None, 0.0, False, False)):
-            return f"PyTorch's operators do not take {q.dtype} of width {max(q.shape[-1], v.shape[-1])} on this device"
+            return f"PyTorch's operators do not take {need.dtype} of width {need.width} on this device"
         return None
+
+    def suits(self, need: Need) -> bool:
+        """Return False for caches, which it does not read in place."""
+        return not need.cached
 
     def cut(self, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Block]:
         """Return few plain blocks, or for the Triton kernel one block."""
         blocks = cut(band)
         plain = len(blocks) <= MAX_CALLS and all(block.band is None for block in blocks)
-        return blocks if plain or TRITON.unsupported_reason(q, k, v) is not None else TRITON.cut(band, q, k, v)
+        return blocks if plain or not _takes_masks(q, k, v) else TRITON.cut(band, q, k, v)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
         """Return the block's partial."""
@@ -151,21 +160,22 @@ class CUDA:
         gradients = operator.backward(rows, keys, values, BackwardInputs(out, saved.lse, dout), block, logits)
         return Gradients(*(dx[..., : x.shape[-1]] for dx, x in zip(gradients, (q, k, v), strict=True)))
 
-
-def operator_name(q: Tensor, k: Tensor, v: Tensor, block: Block) -> str:
-    """Return the name of the operator that computes a block of such tensors."""
-    q, k, v = _pad((q, k, v), _width(q, v))
-    operator = operator_of(q, k, v, block)
-    if isinstance(operator, Triton):
-        return operator.name
-    return f"PyTorch's {(isinstance(operator, Flash) and flash_override()) or type(operator).__name__.lower()}"
+    def operator_name(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> str:
+        """Return the name of the operator that computes a block of such tensors."""
+        rows, keys, values = _pad((q, k, v), _width(q, v))
+        return operator_of(rows, keys, values, block).name
 
 
 def operator_of(q: Tensor, k: Tensor, v: Tensor, block: Block) -> Operator:
     """Return the best operator for the block of these tensors: without a dense mask, if one supports it."""
     if block.band is not None:
-        return TRITON if TRITON.unsupported_reason(q, k, v) is None else EFFICIENT
+        return TRITON if _takes_masks(q, k, v) else EFFICIENT
     return next((operator for operator in (CUDNN, FLASH) if operator.takes(q, k, v, block)), EFFICIENT)
+
+
+def _takes_masks(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return whether the Triton kernel serves masked blocks of such tensors."""
+    return TRITON.refusal(Need.of(q, k, v, Logits(1.0))) is None
 
 
 def flash_override() -> str | None:

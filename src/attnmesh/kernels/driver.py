@@ -1,4 +1,4 @@
-"""The choice of a kernel, and the loop that runs it over the blocks of a problem, forward and backward.
+"""The loop that runs a kernel over the blocks of a problem, forward and backward.
 
 A kernel attends one block. The loop merges the partials and sums the gradients, in float32 or wider. So kernels do not
 depend on masks, layouts or positions.
@@ -15,83 +15,14 @@ from torch import Tensor
 from attnmesh.core.band import Band
 from attnmesh.core.logits import Logits
 from attnmesh.core.partial import Partial
-from attnmesh.core.storage import storage_of
-from attnmesh.errors import KernelError, check_choice
 from attnmesh.kernels.blocks import BackwardInputs, Block, Gradients, Kernel, attend_blocks, backward_blocks
-from attnmesh.kernels.cache_view import CacheView
-from attnmesh.kernels.cpu import FlashCPU
-from attnmesh.kernels.cuda import CUDA
-from attnmesh.kernels.native.kernel import Native
-from attnmesh.kernels.reference import Reference
 from attnmesh.kernels.selected_keys import SelectedKeys
 from attnmesh.kernels.selected_keys import backward as backward_selected
 from attnmesh.kernels.selected_keys import forward as attend_selected
 from attnmesh.kernels.traced import without_autocast
-from attnmesh.kernels.triton import Triton
 from attnmesh.runtime.caches import KEPT
 
 T = TypeVar("T")
-
-NATIVE, TRITON = Native(), Triton()
-
-KERNELS: tuple[Kernel, ...] = (FlashCPU(), NATIVE, CUDA(), TRITON, Reference())
-"""Best first for many rows; the last supports everything."""
-
-NAMES = ("auto", *(kernel.name for kernel in KERNELS))
-"""Values of `kernel=`."""
-
-
-def choose(name: str, q: Tensor, k: Tensor, v: Tensor, capped: bool = False) -> Kernel:
-    """Return the kernel of that name, or for "auto" the best that supports the tensors, with capped logits or not.
-
-    >>> import torch
-    >>> choose("auto", *torch.zeros(3, 1, 1, 100, 8)).name
-    'cpu'
-    """
-    check_kernel(name)
-    if name == "auto":
-        if NATIVE.is_best(q, k):
-            return NATIVE
-        return next(kernel for kernel in KERNELS if kernel.unsupported_reason(q, k, v, capped) is None)
-    kernel = next(kernel for kernel in KERNELS if kernel.name == name)
-    if (reason := kernel.unsupported_reason(q, k, v, capped)) is not None:
-        raise KernelError(f"kernel {name}", "tensors that it supports", f"others: {reason}", 'leave it at "auto"')
-    return kernel
-
-
-def choose_for_places(
-    name: str, q: Tensor, k: Tensor, v: Tensor, logits: Logits, places: tuple[Tensor | None, Tensor | None]
-) -> Kernel:
-    """Return the kernel of queries and keys at these positions, 0, 1, 2, ... if None, in any order.
-
-    For queries with a bias by distance it is the reference.
-    """
-    if q.shape[-1] == k.shape[-1]:
-        return choose(name, q, k, v, logits.capped)
-    queries, keys = (
-        torch.arange(x.shape[2]) if some is None else some.cpu().sort().values
-        for x, some in zip((q, k), places, strict=True)
-    )
-    return Reference((queries, keys))
-
-
-def choose_for_cache(name: str, q: Tensor, k: Tensor, v: Tensor, capped: bool = False) -> Kernel:
-    """Return the kernel of a decode step. On a GPU "auto" prefers Triton, which reads a cache in place."""
-    if name == "auto" and q.device.type != "cpu" and TRITON.unsupported_reason(q, k, v, capped) is None:
-        return TRITON
-    return choose(name, q, k, v, capped)
-
-
-def choose_for_view(name: str, q: Tensor, view: CacheView, capped: bool = False) -> Kernel:
-    """Return the kernel of a decode step on a view of a cache; `CacheKernel` reads rows in 8 bits for it."""
-    k, v = view.attended(q.dtype)
-    return choose_for_cache(name, q if storage_of(view.keys) is None else q.to(k.dtype), k, v, capped)
-
-
-def check_kernel(name: str) -> None:
-    """Raise unless name is "auto" or a kernel's."""
-    check_choice("kernel", name, NAMES)
-
 
 Counts = Sequence[int] | None
 """Number of leading keys that each sequence of a batch sees; None for all keys."""

@@ -4,7 +4,7 @@ It is differentiable, it can be traced by `torch.compile`, and it is the same on
 and positions into a band inside, where their values may be read without a graph break.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,148 +14,138 @@ from attnmesh.core.band import Band
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import FAR, Mask
 from attnmesh.core.partial import Partial, sum_dtype, with_sinks
-from attnmesh.core.selection import Selection
+from attnmesh.core.visible import Visible
 from attnmesh.errors import LayoutError, MaskError
-from attnmesh.kernels.blocks import BackwardInputs
-from attnmesh.kernels.driver import backward, choose_for_places, forward, visible_counts
+from attnmesh.kernels.blocks import BackwardInputs, Need
+from attnmesh.kernels.choice import choose
+from attnmesh.kernels.driver import backward, forward, visible_counts
 from attnmesh.kernels.local_plan import LocalPlan, empty_length_major, length_major, whole_band
 from attnmesh.kernels.selected_keys import SelectedKeys
 from attnmesh.kernels.traced import Once, is_learned, needs_operator, once
+from attnmesh.runtime.operators import operator, recorded
+
+Places = tuple[Tensor | None, ...]
+"""The tensors of `Visible`."""
+
+Rule = tuple[Mask, int]
+"""The rest of it; for an operator as numbers."""
 
 
 def run_attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    logits: Logits,
-    kernel: str,
-    *,
-    sinks: Tensor | None = None,
-    q_positions: Tensor | None = None,
-    k_positions: Tensor | None = None,
-    key_lengths: Tensor | None = None,
-    selected: Selection | None = None,
+    q: Tensor, k: Tensor, v: Tensor, visible: Visible, logits: Logits, kernel: str, sinks: Tensor | None = None
 ) -> Partial:
-    """Return attention of checked arguments, by an operator where PyTorch traces or transforms calls.
-
-    Positions are 0, 1, 2, ... if they are None.
-    """
-    tensors = q, k, v, sinks, q_positions, k_positions, key_lengths
-    selection = (None, 1) if selected is None else (selected.indices, selected.block)
+    """Return attention of checked arguments, by an operator where PyTorch traces or transforms calls."""
+    tensors, (mask, block) = (q, k, v, sinks, visible.tensors), visible.rule
     if needs_operator(q, k, v, sinks):
-        return Partial(*attend_op(*tensors, mask.encode(), logits, kernel, *selection))
+        return Partial(*attend_op(*tensors, [block, *mask.encode()], logits, kernel))
     attend = _attend_learned if is_learned(q, k, v, sinks) else _attend
-    return Partial(*attend(*tensors, mask, logits, kernel, *selection))
+    return Partial(*attend(*tensors, (mask, block), logits, kernel))
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *options: Any) -> Partial:
-    q_positions, k_positions, key_lengths, mask, logits, name, *selection = options
-    selected = _selection(*selection)
-    plain = q_positions is k_positions is key_lengths is None and selected is None
-    if plain and q.shape[-1] == k.shape[-1]:
-        return LocalPlan.of(q, k, v, mask, logits, name).attend(q, k, v, sinks)
-    band, counts, q_order, k_order = _band(q, k, q_positions, k_positions, key_lengths, mask, selected)
-    kernel = choose_for_places(name, q, k, v, logits, (q_positions, k_positions))
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, places: Places, rule: Rule, logits: Logits, kernel: str
+) -> Partial:
+    if all(x is None for x in places) and q.shape[-1] == k.shape[-1]:
+        return LocalPlan.of(q, k, v, rule[0], logits, kernel).attend(q, k, v, sinks)
+    visible = Visible.of(places, rule)
+    band, counts, q_order, k_order = _band(q, k, visible)
+    chosen = choose(Need.of(q, k, v, logits, visible[1:3]), kernel)
     qkv = _sort(q, q_order), _sort(k, k_order), _sort(v, k_order)
-    out, lse = with_sinks(forward(kernel, *qkv, band, logits, counts), sinks)
+    out, lse = with_sinks(forward(chosen, *qkv, band, logits, counts), sinks)
     return Partial(length_major(_unsort(out, q_order), q.dtype), _unsort(lse, q_order).contiguous())
 
 
-@torch.library.custom_op("attnmesh::attend", mutates_args=())
-def attend_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    q_positions: Tensor | None,
-    k_positions: Tensor | None,
-    key_lengths: Tensor | None,
-    mask: Sequence[int],
-    logits: Sequence[float],
-    kernel: str,
-    indices: Tensor | None = None,
-    block: int = 1,
-) -> tuple[Tensor, Tensor]:
-    """Return (out, lse)."""
-    options = q_positions, k_positions, key_lengths, Mask.decode(mask), Logits(*logits), kernel, indices, block
-    return _attend(q, k, v, sinks, *options)
-
-
-@attend_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return empty_length_major(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=sum_dtype(q.dtype))
-
-
-@torch.library.custom_op("attnmesh::attend_backward", mutates_args=())
-def attend_backward_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    q_positions: Tensor | None,
-    k_positions: Tensor | None,
-    key_lengths: Tensor | None,
-    mask: Sequence[int],
-    logits: Sequence[float],
-    kernel: str,
-    indices: Tensor | None = None,
-    block: int = 1,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv), given out and lse over all keys."""
-    options = q_positions, k_positions, key_lengths, Mask.decode(mask), Logits(*logits), kernel, indices, block
-    return _backward(q, k, v, out, lse, dout, *options)
-
-
 def _backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, *options: Any
+    q: Tensor, k: Tensor, v: Tensor, outputs: Sequence[Tensor], places: Places, rule: Rule, logits: Logits, kernel: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    q_positions, k_positions, key_lengths, mask, logits, kernel, *selection = options
-    selected = _selection(*selection)
-    band, counts, q_order, k_order = _band(q, k, q_positions, k_positions, key_lengths, mask, selected)
-    saved = BackwardInputs(*(_sort(x, q_order) for x in (out, lse, dout)))
+    """Return (dq, dk, dv), given out and lse over all keys, and the gradient of out."""
+    visible = Visible.of(places, rule)
+    band, counts, q_order, k_order = _band(q, k, visible)
+    saved = BackwardInputs(*(_sort(x, q_order) for x in outputs))
     qkv = _sort(q, q_order), _sort(k, k_order), _sort(v, k_order)
-    chosen = choose_for_places(kernel, q, k, v, logits, (q_positions, k_positions))
+    chosen = choose(Need.of(q, k, v, logits, visible[1:3]), kernel)
     gradients = backward(chosen, *qkv, saved, band, logits, counts)
     orders = (q_order, k_order, k_order)
     dq, dk, dv = (length_major(_unsort(dx, order), q.dtype) for dx, order in zip(gradients, orders, strict=True))
     return dq, dk, dv
 
 
-@attend_backward_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (empty_length_major(x, x.shape[-1]) for x in (q, k, v))
-    return dq, dk, dv
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, sinks, q_positions, k_positions, key_lengths, *ctx.options, indices, ctx.block = inputs
-    ctx.save_for_backward(q, k, v, sinks, q_positions, k_positions, key_lengths, indices, *output)
+    *tensors, places, ctx.rule, ctx.logits, ctx.kernel = inputs
+    ctx.save_for_backward(*tensors, *places, *output)
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, sinks, q_positions, k_positions, key_lengths, indices, out, lse = ctx.saved_tensors
-    options = (q_positions, k_positions, key_lengths, *ctx.options, indices, ctx.block)
+    q, k, v, sinks, *places, out, lse = ctx.saved_tensors
+    options = tuple(places), ctx.rule, ctx.logits, ctx.kernel
     dout = torch.zeros_like(out) if dout is None else dout
-    dq, dk, dv = _run_backward(q, k, v, out, lse, dout, *options)
+    dq, dk, dv = _run_backward(q, k, v, [out, lse, dout], *options)
     if dlse is not None:
         more_dq, more_dk = _lse_gradients(q, k, lse, dlse, *options)
         dq, dk = dq + more_dq, dk + more_dk
     dsinks = None
     if sinks is not None:
         given = sinks, out, lse, dout, dlse
-        dsinks = once(sink_gradient, *given) if isinstance(ctx.options[0], Mask) else sink_gradient(*given)
-    return dq, dk, dv, dsinks, *[None] * 8
+        dsinks = once(sink_gradient, *given) if _is_plain(ctx.rule) else sink_gradient(*given)
+    return dq, dk, dv, dsinks
 
 
-def _run_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+_attend_learned = recorded(_attend, _save, _gradients)
+
+
+def _fake_outputs(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return empty_length_major(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=sum_dtype(q.dtype))
+
+
+def _fake_gradients(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return tuple(empty_length_major(x, x.shape[-1]) for x in (q, k, v))
+
+
+@operator("attend", _fake_outputs, _save, _gradients)
+def attend_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    places: Sequence[Tensor | None],
+    rule: Sequence[int],
+    logits: Sequence[float],
+    kernel: str,
+) -> tuple[Tensor, Tensor]:
+    """Return (out, lse)."""
+    return _attend(q, k, v, sinks, tuple(places), _decoded(rule), Logits(*logits), kernel)
+
+
+@operator("attend_backward", _fake_gradients, backward=Once.backward)
+def attend_backward_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    outputs: Sequence[Tensor],
+    places: Sequence[Tensor | None],
+    rule: Sequence[int],
+    logits: Sequence[float],
+    kernel: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dq, dk, dv), given out and lse over all keys, and the gradient of out."""
+    return _backward(q, k, v, outputs, tuple(places), _decoded(rule), Logits(*logits), kernel)
+
+
+def _decoded(rule: Sequence[int]) -> Rule:
+    return Mask.decode(rule[1:]), rule[0]
+
+
+def _is_plain(rule: Rule | Sequence[int]) -> bool:
+    """Return whether a rule is that of a call that PyTorch does not trace: no list of numbers."""
+    return isinstance(rule[0], Mask)
+
+
+def _run_backward(q: Tensor, k: Tensor, v: Tensor, outputs: list[Tensor], *options: Any) -> tuple[Tensor, ...]:
     """Return (dq, dk, dv), by an operator where the forward pass was one."""
-    is_operator = not isinstance(arguments[-5], Mask)
-    dq, dk, dv = attend_backward_op(*arguments) if is_operator else once(_backward, *arguments)
-    return dq, dk, dv
+    inputs: Any = (q, k, v, outputs, *options)
+    found: tuple[Tensor, ...] = once(_backward, *inputs) if _is_plain(options[1]) else attend_backward_op(*inputs)
+    return found
 
 
 def _lse_gradients(q: Tensor, k: Tensor, lse: Tensor, dlse: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
@@ -163,7 +153,8 @@ def _lse_gradients(q: Tensor, k: Tensor, lse: Tensor, dlse: Tensor, *options: An
     dlse = dlse.masked_fill(lse == -torch.inf, 0.0)
     size = dlse.abs().amax().clamp(min=torch.finfo(dlse.dtype).tiny) if dlse.numel() else 1.0
     dout = (dlse / size).to(q.dtype).unsqueeze(-1)  # divided by size: a loss scale overflows half precision
-    dq, dk, _ = _run_backward(q, k, torch.ones_like(k[..., :1]), torch.zeros_like(dout), lse, dout, *options)
+    outputs = [torch.zeros_like(dout), lse, dout]
+    dq, dk, _ = _run_backward(q, k, torch.ones_like(k[..., :1]), outputs, *options)
     return (dq.to(dlse.dtype) * size).to(q.dtype), (dk.to(dlse.dtype) * size).to(k.dtype)
 
 
@@ -176,34 +167,14 @@ def sink_gradient(sinks: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: T
     return (weights * dlogit).sum((0, 2)).to(sinks.dtype)
 
 
-attend_op.register_autograd(_gradients, setup_context=_save)
-attend_backward_op.register_autograd(Once.backward)
-
-
-class _Attend(torch.autograd.Function):
-    """The operator's gradients where PyTorch traces nothing."""
-
-    forward = staticmethod(_attend)
-    setup_context = staticmethod(_save)
-    backward = staticmethod(_gradients)
-
-
-_attend_learned: Callable[..., tuple[Tensor, Tensor]] = _Attend.apply
-
-
 def _band(
-    q: Tensor,
-    k: Tensor,
-    q_positions: Tensor | None,
-    k_positions: Tensor | None,
-    key_lengths: Tensor | None,
-    mask: Mask,
-    selected: Selection | None,
+    q: Tensor, k: Tensor, visible: Visible
 ) -> tuple[Band | SelectedKeys, list[int] | None, Tensor | None, Tensor | None]:
     """Return the band over sorted tokens, the first keys per sequence, and the orders that sort queries and keys.
 
     Selected keys come instead of the band. They need no order of the queries.
     """
+    mask, q_positions, k_positions, key_lengths, selected = visible
     queries, q_order = _sort_positions("attend q_positions", q_positions, mask)
     keys, k_order = _sort_positions("attend k_positions", k_positions, mask)
     if selected is not None:
@@ -218,10 +189,6 @@ def _band(
         return whole_band(mask, q.shape[2], k.shape[2]), counts, q_order, k_order
     queries = torch.arange(q.shape[2]) if queries is None else queries
     return Band.of(mask, queries, k.shape[2] if keys is None else keys), counts, q_order, k_order
-
-
-def _selection(indices: Tensor | None, block: int) -> Selection | None:
-    return None if indices is None else Selection(indices, block)
 
 
 def _sort_positions(name: str, positions: Tensor | None, mask: Mask) -> tuple[Tensor | None, Tensor | None]:

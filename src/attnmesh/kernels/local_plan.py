@@ -13,9 +13,9 @@ from attnmesh.core.band import Band
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Full, Mask
 from attnmesh.core.partial import Partial, with_sinks
-from attnmesh.kernels.blocks import Kernel
-from attnmesh.kernels.driver import NATIVE, choose, forward
-from attnmesh.kernels.native.kernel import MOST_ROWS, NativeKind
+from attnmesh.kernels.blocks import Kernel, Launch, Need
+from attnmesh.kernels.choice import choose
+from attnmesh.kernels.driver import forward
 from attnmesh.kernels.traced import PLAIN, are_plain, autocast_enabled, is_dense, is_learned, needs_operator
 from attnmesh.runtime.caches import Kinds
 
@@ -58,40 +58,33 @@ def kind_of(
     return *tensors, *options, *map(type, options)
 
 
-def is_one_launch(q: Tensor, k: Tensor, v: Tensor, logits: Logits) -> bool:
-    """Return whether the native kernel serves such tensors in one launch."""
-    rows = q.shape[1] // max(1, k.shape[1]) * q.shape[2]
-    return rows <= MOST_ROWS and min(q.numel(), k.numel(), v.numel()) > 0 and logits.scale > 0
-
-
 class LocalPlan(NamedTuple):
     """A kernel, and the keys that each row sees, for a kind of calls whose tokens are in order."""
 
     kernel: Kernel
     logits: Logits
     band: Band | None  # None if every row sees every key
-    native: NativeKind | None  # the native kernel's launch, if one serves the whole call
+    launch: Launch | None  # the kernel's, if one serves the whole call
 
     @staticmethod
     def of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, logits: Logits, kernel: str) -> "LocalPlan":
         """Return the plan of a call that was checked."""
-        chosen, keys = choose(kernel, q, k, v, logits.capped), k.shape[2]
+        chosen, keys = choose(Need.of(q, k, v, logits), kernel), k.shape[2]
         sees_all = mask == Full() and q.shape[2] > 0 and keys > 0
         band = None if sees_all else whole_band(mask, q.shape[2], keys)
-        native = None
-        if chosen is NATIVE and is_one_launch(q, k, v, logits):
-            uses_all_keys = band is None or (int(band.low[0]), int(band.high[-1])) == (0, keys)
-            native = NativeKind.of(q, k, v, logits) if uses_all_keys else None
-        return LocalPlan(chosen, logits, band, native)
+        launch = chosen.launch_of(q, k, v, logits)
+        if band is not None and launch is not None and (int(band.low[0]), int(band.high[-1])) != (0, keys):
+            launch = None
+        return LocalPlan(chosen, logits, band, launch)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Partial:
         """Return the partial, with out in q's dtype."""
-        if self.native is not None and sinks is None:
-            partial = self.native.blank()
-            if self.native.launch(q, k, v, partial, self.band):
+        if self.launch is not None and sinks is None:
+            partial = self.launch.blank()
+            if self.launch.launch(q, k, v, partial, self.band):
                 return Partial(partial.out.to(q.dtype), partial.lse)
         band = self.band
-        if band is None and self.kernel is not NATIVE:
+        if band is None and self.launch is None:
             band = whole_band(Full(), q.shape[2], k.shape[2])
         partial = forward(self.kernel, q, k, v, band, self.logits)
         out, lse = partial if sinks is None else with_sinks(partial, sinks)

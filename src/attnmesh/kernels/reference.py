@@ -11,10 +11,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attnmesh.core.band import Band
 from attnmesh.core.logits import Logits
 from attnmesh.core.partial import Partial, sum_dtype
-from attnmesh.kernels.blocks import BackwardInputs, Block, Gradients, attend_blocks, backward_blocks, cut, tiles
+from attnmesh.kernels.blocks import (
+    BackwardInputs,
+    Block,
+    Gradients,
+    Kernel,
+    Need,
+    attend_blocks,
+    backward_blocks,
+    tiles,
+)
 
 HEADS = 8
 """Key heads of a tile, of one or several sequences. The number is fixed: a batch does not change the sizes of tiles."""
@@ -26,25 +34,29 @@ AREA = ROWS * 512
 """Logits of a tile per key head: fewer rows take more keys."""
 
 
-class Reference:
+class Reference(Kernel):
     """Dense within a tile: memory for logits does not grow with the problem.
 
     Queries wider than keys end with a bias by distance: column d is added to the logit of the key d positions before.
     Then `places` are the positions of queries and of keys.
     """
 
-    name = "reference"
+    name, made_for, adds_bias = "reference", "calls that no other serves", True
 
     def __init__(self, places: tuple[Tensor, Tensor] | None = None) -> None:
         self.places = places
 
-    def unsupported_reason(self, q: Tensor, k: Tensor, v: Tensor, capped: bool = False) -> str | None:
+    def unsupported_reason(self, need: Need) -> str | None:
         """Return None: all tensors are supported."""
         return None
 
-    def cut(self, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Block]:
-        """Return the fewest blocks, which the kernel cuts further into tiles."""
-        return cut(band)
+    def suits(self, need: Need) -> bool:
+        """Return False: others are faster."""
+        return False
+
+    def at(self, queries: Tensor, keys: Tensor) -> "Reference":
+        """Return the kernel for a bias by distance between these positions."""
+        return Reference((queries.cpu().sort().values, keys.cpu().sort().values))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
         """Return the block's partial, merged from those of its tiles."""

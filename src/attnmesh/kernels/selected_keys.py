@@ -1,7 +1,7 @@
 """Attention of each query to the keys that are selected for it.
 
-The native kernel and the Triton program read rows of keys and values in place. Elsewhere rows are gathered for a tile
-of queries, and attended by the formula of the reference kernel. Tiles have a bounded number of elements, so memory does
+Some kernels read rows of keys and values in place. Elsewhere rows are gathered for a tile of queries, and attended by
+the formula of the reference kernel. Tiles have a bounded number of elements, so memory does
 not grow with queries times selected keys. Query heads that share a key head share its rows. The backward pass gathers
 them, and adds their gradients to the keys.
 """
@@ -18,13 +18,10 @@ from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial, identity, merge_unchecked, sum_dtype
 from attnmesh.core.selection import Selection
 from attnmesh.core.storage import columns_of, storage_of
-from attnmesh.kernels.blocks import BackwardInputs, Gradients
-from attnmesh.kernels.native.kernel import Native
+from attnmesh.kernels.blocks import BackwardInputs, Gradients, Kernel, Need
+from attnmesh.kernels.choice import find
 from attnmesh.kernels.reference import attend_rows, backward_rows
-from attnmesh.kernels.triton import Triton
 from attnmesh.runtime.caches import on_device
-
-NATIVE, TRITON = Native(), Triton()
 
 ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
 """Elements of a tile's keys, values and logits: few enough for a CPU's cache, enough to fill a GPU."""
@@ -135,8 +132,9 @@ def forward(
     width = v.shape[-1] if value_dim is None else value_dim
     total = identity(q, width, sum_dtype(q.dtype))
     numbers = k[..., : columns_of(k)], v[..., :width]  # scales follow in memory
-    reader = next((each for each in (NATIVE, TRITON) if each.reads_rows(q, *numbers)), None)
-    if reader is not None and logits.scale > 0:
+    need = Need.of(q, *numbers, logits)._replace(dtype=q.dtype, scattered=True)
+    served = min(x.numel() for x in (q, *numbers)) > 0 and k.stride(-1) == v.stride(-1) == 1 and logits.scale > 0
+    if served and (reader := find(need)) is not None:
         tiles = _tiles(q, k, selected, _sizes_in_place(q, k, width))
         if all(_attend_in_place(reader, q, *numbers, tile, logits, total) for tile in tiles):
             return total
@@ -151,7 +149,7 @@ def forward(
 
 
 def _attend_in_place(
-    reader: Native | Triton, q: Tensor, k: Tensor, v: Tensor, tile: SelectedTile, logits: Logits, total: Partial
+    reader: Kernel, q: Tensor, k: Tensor, v: Tensor, tile: SelectedTile, logits: Logits, total: Partial
 ) -> bool:
     """Merge the tile's partial into the total, its queries being a batch of a kernel. Return False if not."""
     some_q = tile.view(q, k.shape[1]).transpose(0, 1).flatten(1, 2).unsqueeze(2)  # (queries, heads, 1, dim)

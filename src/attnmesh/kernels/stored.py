@@ -1,6 +1,6 @@
 """Attention to keys and values of a cache: plain ones at once, and those stored in 8 bits a tile at a time.
 
-The native kernel reads rows in 8 bits itself. For others a tile is read as numbers of float32 or wider, in which stored
+A kernel may read rows in 8 bits itself. For others a tile is read as numbers of float32 or wider, in which stored
 values are exact. Partials of tiles merge.
 """
 
@@ -14,9 +14,7 @@ from attnmesh.core.logits import Logits
 from attnmesh.core.partial import Partial, identity, merge_unchecked, sum_dtype
 from attnmesh.core.storage import Storage, columns_of, storage_of
 from attnmesh.kernels.blocks import Kernel
-from attnmesh.kernels.driver import NATIVE, Counts, choose_for_places, forward
-from attnmesh.kernels.local_plan import is_one_launch
-from attnmesh.kernels.native.kernel import DTYPES, NativeKind
+from attnmesh.kernels.driver import Counts, forward
 from attnmesh.kernels.selected_keys import SelectedKeys
 from attnmesh.kernels.selected_keys import forward as attend_selected
 from attnmesh.kernels.traced import without_autocast
@@ -62,10 +60,10 @@ class CacheKernel(NamedTuple):
         """Return the kernel for queries and keys at these positions, which those with a bias by distance need."""
         if q.shape[-1] == columns_of(keys):
             return self
-        return self._replace(kernel=choose_for_places(self.kernel.name, q, keys, keys, self.logits, places))
+        return self._replace(kernel=self.kernel.at(*places))
 
     def _launch(self, q: Tensor, keys: Tensor, values: Tensor, band: Band | None, counts: Counts) -> Partial | None:
-        """Return the native kernel's partial, or None if one launch does not serve it or a number is not finite."""
+        """Return the partial of the kernel's launch, or None if that does not serve it or a number is not finite."""
         if counts:
             assert band is not None
             some = [slice(row, row + 1) for row in range(len(q))]
@@ -76,12 +74,12 @@ class CacheKernel(NamedTuple):
             whole = [part for part in found if part is not None]
             return Partial(*map(torch.cat, zip(*whole, strict=True))) if len(whole) == len(found) else None
         numbers = keys[..., : columns_of(keys)], values[..., : self.value_dim]
-        if self.kernel is not NATIVE or q.dtype not in DTYPES or not is_one_launch(q, *numbers, self.logits):
+        launch = self.kernel.launch_of(q, *numbers, self.logits) if self.kernel.reads_8_bits else None
+        if launch is None:
             return None
         q = q if q.stride(-1) == 1 else q.contiguous()
-        kind = NativeKind.of(q, *numbers, self.logits)
-        into, bounds = kind.blank(), band and Band(band.low.contiguous(), band.high.contiguous())
-        return into if kind.launch(q, *numbers, into, bounds) else None
+        into, bounds = launch.blank(), band and Band(band.low.contiguous(), band.high.contiguous())
+        return into if launch.launch(q, *numbers, into, bounds) else None
 
     def _attend_tiles(self, q: Tensor, keys: Tensor, values: Tensor, band: Band | None, counts: Counts) -> Partial:
         """Return the merge of the partials of tiles of rows."""

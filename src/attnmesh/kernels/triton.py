@@ -13,7 +13,7 @@ from attnmesh.core.logits import Logits
 from attnmesh.core.mask import FAR
 from attnmesh.core.partial import Partial, with_sinks
 from attnmesh.core.storage import storage_of
-from attnmesh.kernels.blocks import BackwardInputs, Block, Gradients
+from attnmesh.kernels.blocks import BackwardInputs, Block, Gradients, Kernel, Need
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery
 from attnmesh.kernels.stacked_merge import (
     by_residue,
@@ -53,20 +53,25 @@ class ProgramTile(NamedTuple):
     stages: int = 2
 
 
-class Triton:
+class Triton(Kernel):
     """The programs of `kernels/programs`, on GPUs, and with `TRITON_INTERPRET=1` on the CPU."""
 
-    name = "triton"
+    name, made_for = "triton", "caches on GPUs"
+    reads_rows = reads_cache = True
 
-    def unsupported_reason(self, q: Tensor, k: Tensor, v: Tensor, capped: bool = False) -> str | None:
+    def unsupported_reason(self, need: Need) -> str | None:
         """Return None for float32, bfloat16 and float16 on GPUs with bfloat16 tensor cores."""
-        if (reason := unsupported_reason(q.device)) is not None:
+        if (reason := unsupported_reason(need.device)) is not None:
             return reason
-        if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            return f"it does not support {q.dtype}"
-        if max(q.shape[-1], v.shape[-1]) > MAX_WIDTH:
-            return f"heads are {max(q.shape[-1], v.shape[-1])} wide, of at most {MAX_WIDTH}"
-        return _fault(q.device) if q.device.type == "cuda" else None
+        if need.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return f"it does not support {need.dtype}"
+        if need.width > MAX_WIDTH:
+            return f"heads are {need.width} wide, of at most {MAX_WIDTH}"
+        return _fault(need.device) if need.device.type == "cuda" else None
+
+    def suits(self, need: Need) -> bool:
+        """Return True for caches on GPUs, which it reads in place."""
+        return need.cached and need.device.type != "cpu"
 
     def cut(self, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Block]:
         """Return one block of the keys that any row sees, or no block if there are none."""
@@ -93,11 +98,6 @@ class Triton:
             return copy_into(with_sinks(merge_along_tree(partials), sinks), into)
         return merge_stacked(partials, into, sinks=sinks)
 
-    def reads_rows(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Return whether it reads scattered rows of keys and values in place."""
-        served = self.unsupported_reason(q, k, v) is None and min(q.numel(), k.numel(), v.numel()) > 0
-        return served and k.stride(-1) == v.stride(-1) == 1
-
     def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, hidden: Tensor, logits: Logits) -> Partial:
         """Return the partial of the rows of keys of each sequence, (batch, keys), without those that are hidden."""
         places = rows.masked_fill(hidden, -1).to(torch.int32)
@@ -109,6 +109,9 @@ class Triton:
     ) -> Gradients:
         """Return the block's share of the gradients, in float32: one launch over queries, one over keys."""
         return _with_fitting_tile("backward", q, v, LARGE_ROWS, partial(_backward, q, k, v, saved, block, logits))
+
+
+TRITON = Triton()
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits, tile: ProgramTile) -> Partial:
@@ -307,7 +310,7 @@ def _fault(device: torch.device) -> str | None:
     values = torch.arange(16, dtype=torch.bfloat16, device=device).expand(1, 1, 16, 16).mT.contiguous()
     few = torch.zeros_like(values)
     try:
-        out, lse = Triton().attend(few, few, values, Block(slice(0, 16), slice(0, 16)), Logits(1.0))
+        out, lse = TRITON.attend(few, few, values, Block(slice(0, 16), slice(0, 16)), Logits(1.0))
     except Exception as error:  # a compiler may raise any exception
         return warn_unsupported(f"{type(error).__name__}: {error}".splitlines()[0])
     right = (out - 7.5).abs().amax() < 1e-5 and (lse - math.log(16)).abs().amax() < 1e-5

@@ -133,12 +133,12 @@ class Mesh:
 
     @property
     def row(self) -> Axis:
-        """The ranks of this row, along which queries travel: the keys axis."""
+        """The keys axis. Its ranks hold keys of their own and attend the same queries, which travel along it."""
         return self.keys
 
     @property
     def column(self) -> Axis:
-        """The ranks of this column, along which keys and values travel: the queries axis."""
+        """The queries axis. Its ranks hold queries of their own and attend the same keys, which travel along it."""
         return self.queries
 
     @property

@@ -68,7 +68,7 @@ def attention(
         softcap: Bound of the logits: each becomes `softcap * tanh(logit / softcap)`. None for no bound.
         key_lengths: Real keys of each sequence, int64, (batch,), equal on all ranks: keys at this position or later are
             invisible, as padding on the right under `Full()`.
-        kernel: Kernel of one device: "auto", or a name of `attnmesh.kernels.driver.NAMES`.
+        kernel: Kernel of one device: "auto", or the name of one of `attnmesh.kernels.choice.KERNELS`.
         sinks: One learned logit per query head. It takes a share of the softmax and adds nothing. Its gradient is that
             of this rank's tokens, as for any parameter.
         length: Tokens of the whole sequence. Ranks count them if it is left out, which compares every call.
@@ -160,7 +160,8 @@ def _attend(call: Call, prepared: PreparedCall, latents: Latents | None, further
             out: Tensor = mesh_op(q, k, v, sinks, key_lengths, indices, *plan.pack())[0]
             return out
         if is_learned(q, k, v, sinks):
-            return attend_learned(q, k, v, sinks, key_lengths, indices, plan)[0]
+            out, *_ = attend_learned(q, k, v, sinks, key_lengths, indices, plan)
+            return out
     with torch.no_grad():
         if task is None:
             widths = None if latents is None else latents.widths

@@ -22,11 +22,11 @@ from attnmesh.guard.checks import (
     heads_and_length,
     with_swap_hint,
 )
-from attnmesh.kernels.driver import check_kernel
+from attnmesh.kernels.choice import check_kernel
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import Problem, check_exchange
 from attnmesh.mesh.shapes import check_heads_axis
-from attnmesh.mesh_attention.auto_layout import check_auto, chosen_layout
+from attnmesh.mesh_attention.auto_choices import check_auto, chosen_layout
 
 Pair = tuple[int, int]
 """A count for the queries and one for the keys."""

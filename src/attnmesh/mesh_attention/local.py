@@ -8,6 +8,7 @@ from attnmesh.core.logits import Logits, with_distance_bias
 from attnmesh.core.mask import FULL, Full, Mask, check_mask
 from attnmesh.core.partial import Partial
 from attnmesh.core.selection import Selection
+from attnmesh.core.visible import Visible
 from attnmesh.errors import MaskError, ShapeError
 from attnmesh.guard.checks import (
     check_distance_bias,
@@ -22,7 +23,7 @@ from attnmesh.guard.checks import (
     with_swap_hint,
     without_redundant,
 )
-from attnmesh.kernels.driver import check_kernel
+from attnmesh.kernels.choice import check_kernel
 from attnmesh.kernels.local_op import run_attend
 from attnmesh.kernels.local_plan import PLANS, LocalPlan, kind_of
 from attnmesh.kernels.selected_keys import without_faulty
@@ -60,7 +61,7 @@ def attend(
         scale: Factor of the logits, 1/sqrt(dim) by default.
         softcap: Bound of the logits: each becomes `softcap * tanh(logit / softcap)`. None for no bound.
         key_lengths: Real keys of each sequence, int64, (batch,): keys at this position or later are invisible.
-        kernel: A name of `attnmesh.kernels.driver.NAMES`. "auto" takes the best that supports q, k and v.
+        kernel: "auto" for the best that serves the call, or the name of one of `attnmesh.kernels.choice.KERNELS`.
         selected: The keys that each query attends, of those that it sees under the mask: `Selection(indices)`, by
             position. Keys that are not in k add nothing, so partials of all parts of k merge. None for all keys.
         distance_bias: Numbers to add to the logits of near keys, (batch, heads, q_len, distances), differentiable.
@@ -110,7 +111,7 @@ def attend(
     if kind is not None:
         return PLANS.keep(kind, LocalPlan.of(q, k, v, mask, logits, kernel)).attend(q, k, v, None)
     q = with_distance_bias(q, distance_bias)
-    places = {"q_positions": q_positions, "k_positions": k_positions, "key_lengths": key_lengths}
+    visible = Visible(mask, q_positions, k_positions, key_lengths, selected)
     with without_autocast(q):
-        out, lse = run_attend(q, k, v, mask, logits, kernel, **places, selected=selected)
+        out, lse = run_attend(q, k, v, visible, logits, kernel)
         return Partial(out if selected is None else without_faulty(out, selected), lse)

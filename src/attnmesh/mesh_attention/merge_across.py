@@ -19,6 +19,7 @@ from attnmesh.guard.checks import check_checked, check_dtype, check_merge, check
 from attnmesh.kernels.traced import are_plain
 from attnmesh.mesh.axes import Axis, axis_of, device_type_of, group_named, mesh_of
 from attnmesh.mesh.merges import MERGE_CHOICES, OUTPUTS
+from attnmesh.runtime.operators import operator
 from attnmesh.runtime.world import cached_per_world
 
 BASES = {"e": 1.0, "2": math.log(2.0)}
@@ -113,7 +114,12 @@ def _poison(axis: Axis, how: str, output: str) -> None:
     send_poison(axis, how, output)
 
 
-@torch.library.custom_op("attnmesh::merge_across", mutates_args=())
+def _fake_merge(out: Tensor, lse: Tensor, group: str, place: Sequence[int], how: str, output: str, _: str) -> Partial:
+    heads = Axis(place[0], place[1]).share_of(out.shape[1]) if output == "heads" else slice(0, out.shape[1])
+    return Partial(*(x.new_empty(x[:, heads].shape) for x in (out, lse)))
+
+
+@operator("merge_across", _fake_merge)
 def merge_op(
     out: Tensor, lse: Tensor, group: str, place: Sequence[int], how: str, output: str, wire: str
 ) -> tuple[Tensor, Tensor]:
@@ -121,12 +127,6 @@ def merge_op(
     dtype = getattr(torch, wire) if wire else None
     partial, axis = Partial(out, lse), Axis(place[0], place[1], group_named(group))
     return _merge(merge_agreement(partial, axis, how, output), partial, axis, how, output, dtype)
-
-
-@merge_op.register_fake
-def _(out: Tensor, lse: Tensor, group: str, place: Sequence[int], how: str, output: str, _: str) -> Partial:
-    heads = Axis(place[0], place[1]).share_of(out.shape[1]) if output == "heads" else slice(0, out.shape[1])
-    return Partial(*(x.new_empty(x[:, heads].shape) for x in (out, lse)))
 
 
 def _merge(

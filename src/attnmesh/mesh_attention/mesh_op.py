@@ -4,7 +4,7 @@ A function of autograd runs a plan, and in a traced graph an operator. Between f
 shard's size are kept.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attnmesh.comm.failures import collective
 from attnmesh.core.partial import Partial, merge_unchecked, sum_dtype
+from attnmesh.core.visible import Visible
 from attnmesh.errors import RankFailure
 from attnmesh.kernels.blocks import BackwardInputs
 from attnmesh.kernels.local_op import run_attend, sink_gradient
@@ -24,21 +25,28 @@ from attnmesh.mesh_attention.call import Call
 from attnmesh.mesh_attention.executor import backward, empty_tokens, forward
 from attnmesh.mesh_attention.mesh_plan import MeshPlan
 from attnmesh.runtime.counters import Tensors
+from attnmesh.runtime.operators import operator, recorded
 
 # --- attention ---
 
 
 def attend_alone(call: Call, plan: MeshPlan, further: Partial | None = None) -> Tensor:
     """Return attention on one rank."""
-    kind = plan.problem.mask, plan.logits, plan.kernel
-    options: dict[str, Any] = {"sinks": call.sinks, "key_lengths": call.key_lengths, "selected": call.selected}
-    found = run_attend(call.q, call.k, call.v, *kind, **options)
-    return found.out if further is None else merge_unchecked([found, further]).out.to(call.q.dtype)
+    visible = Visible(plan.problem.mask, key_lengths=call.key_lengths, selected=call.selected)
+    found = run_attend(call.q, call.k, call.v, visible, plan.logits, plan.kernel, call.sinks)
+    return found.out if further is None else merge_unchecked([Partial(*found), further]).out.to(call.q.dtype)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *options: Any) -> tuple[Tensor, ...]:
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    key_lengths: Tensor | None,
+    indices: Tensor | None,
+    plan: MeshPlan,
+) -> tuple[Tensor, ...]:
     """Return (out, lse) of this rank's queries, and with a heads axis its heads of q, k and v."""
-    key_lengths, indices, plan = options
     task = plan.with_seen(plan.task(q.shape[1], (q, k, v)), key_lengths, indices)
     share = _blank_share((q, k, v), task.schedule.chunk, plan.mesh.heads)
     out, lse = forward(q, (k, v), task, sinks, share)
@@ -96,25 +104,25 @@ def _gradients(ctx: Any, dout: Any, *_: None) -> tuple[Tensor | None, ...]:
         dq, dk, dv = once(_backward, *ctx.plan, key_lengths, indices, q, k, v, out, lse, dout)
         if sinks is not None:
             dsinks = once(sink_gradient, sinks, out, lse, dout)
-    return dq, dk, dv, dsinks, None, None, *[None] * len(ctx.plan)
+    return dq, dk, dv, dsinks
 
 
-class _MeshAttention(torch.autograd.Function):
-    """`_attend` with gradients, where PyTorch traces nothing."""
-
-    forward = staticmethod(_attend)
-    setup_context = staticmethod(_save_for_backward)
-    backward = staticmethod(_gradients)
-
-
-attend_learned: Callable[..., tuple[Tensor, Tensor]] = _MeshAttention.apply
-"""Attention by a plan as a function of autograd, of the arguments of `mesh_op` with the plan itself."""
+attend_learned = recorded(_attend, _save_for_backward, _gradients)
+"""Attention by a plan, recorded by autograd."""
 
 
 # --- operators: a plan is packed into names and numbers ---
 
 
-@torch.library.custom_op("attnmesh::mesh_attention", mutates_args=())
+def _fake_outputs(q: Tensor, k: Tensor, v: Tensor, *plan: Any) -> list[Tensor]:
+    mesh, problem, *_ = MeshPlan.unpack(*plan[3:])
+    place = mesh.queries.index, mesh.keys.index
+    chunk = ChunkSize(problem.queries(*place).shape[0], problem.keys(*place).shape[0])
+    out, lse = empty_length_major(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=sum_dtype(q.dtype))
+    return [out, lse, *_blank_share((q, k, v), chunk, mesh.heads)]
+
+
+@operator("mesh_attention", _fake_outputs, _save_for_backward, _gradients)
 def mesh_op(
     q: Tensor,
     k: Tensor,
@@ -137,16 +145,17 @@ def mesh_op(
     return [out, *others]
 
 
-@mesh_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *plan: Any) -> list[Tensor]:
-    mesh, problem, *_ = MeshPlan.unpack(*plan[3:])
-    place = mesh.queries.index, mesh.keys.index
-    chunk = ChunkSize(problem.queries(*place).shape[0], problem.keys(*place).shape[0])
-    out, lse = empty_length_major(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=sum_dtype(q.dtype))
-    return [out, lse, *_blank_share((q, k, v), chunk, mesh.heads)]
+def _fake_gradients(
+    inputs: Sequence[Tensor], outputs: Sequence[Tensor], dout: Tensor, key_lengths: Any, indices: Any, *plan: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    (q, k, v), (mesh, problem, *_) = inputs, MeshPlan.unpack(*plan)
+    heads = dout.shape[1] * k.shape[1] // q.shape[1]
+    shard = problem.shard(mesh.shard)
+    tokens = problem.key_layout.positions(problem.key_length, problem.shape.ranks, shard).shape[0]
+    return empty_length_major(dout, q.shape[3]), empty_tokens(k, heads, tokens), empty_tokens(v, heads, tokens)
 
 
-@torch.library.custom_op("attnmesh::mesh_attention_backward", mutates_args=())
+@operator("mesh_attention_backward", _fake_gradients, backward=Once.backward)
 def mesh_backward_op(
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
@@ -158,18 +167,3 @@ def mesh_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of this rank's tokens from its (q, k, v) and (out, lse)."""
     return _backward(MeshPlan.unpack(names, numbers), key_lengths, indices, *inputs, *outputs, dout)
-
-
-@mesh_backward_op.register_fake
-def _(
-    inputs: Sequence[Tensor], outputs: Sequence[Tensor], dout: Tensor, key_lengths: Any, indices: Any, *plan: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    (q, k, v), (mesh, problem, *_) = inputs, MeshPlan.unpack(*plan)
-    heads = dout.shape[1] * k.shape[1] // q.shape[1]
-    shard = problem.shard(mesh.shard)
-    tokens = problem.key_layout.positions(problem.key_length, problem.shape.ranks, shard).shape[0]
-    return empty_length_major(dout, q.shape[3]), empty_tokens(k, heads, tokens), empty_tokens(v, heads, tokens)
-
-
-mesh_op.register_autograd(_gradients, setup_context=_save_for_backward)
-mesh_backward_op.register_autograd(Once.backward)

@@ -8,23 +8,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.comm.topology import surroundings
-from attnmesh.core.layout import Contiguous, Packed, Split
 from attnmesh.core.logits import Logits
-from attnmesh.core.mask import Mask
 from attnmesh.core.selection import Selection
 from attnmesh.errors import RankFailure, ShapeError
-from attnmesh.kernels.driver import choose_for_places, visible_counts
+from attnmesh.kernels.blocks import Need
+from attnmesh.kernels.choice import choose
+from attnmesh.kernels.driver import visible_counts
 from attnmesh.kernels.selected_keys import SelectedKeys
 from attnmesh.mesh.axes import Mesh
-from attnmesh.mesh.exchange_cost import LayerWork, fastest_exchange
-from attnmesh.mesh.schedule import EXCHANGES, Exchange, Problem, Schedule, groups_of_heads, schedule
+from attnmesh.mesh.schedule import EXCHANGES, Problem, Schedule, groups_of_heads, schedule
+from attnmesh.mesh_attention.auto_choices import Widths, chosen_exchange
 from attnmesh.mesh_attention.executor import Task
 from attnmesh.runtime.caches import Kinds, on_device
 from attnmesh.runtime.world import cached_per_world, decode_cached
-
-Widths = tuple[int, int]
-"""Columns of a latent that are projected, and its rotated ones."""
 
 
 class MeshPlan(NamedTuple):
@@ -99,7 +95,7 @@ class MeshPlan(NamedTuple):
         kv_heads = q_heads * k.shape[1] // q.shape[1]
         sizes = q.shape[0], q_heads, kv_heads, q.shape[3], v.shape[3]  # all but tokens, of which a rank may have 0
         if self.exchange == "auto":
-            exchange = _fastest_exchange(mesh, q.device, q.dtype, sizes, problem, latent)
+            exchange = chosen_exchange(mesh, q.device, q.dtype, sizes, problem, latent)
         else:
             exchange = EXCHANGES[self.exchange]
         steps = schedule(problem, mesh.queries.index, mesh.keys.index, exchange.ring)
@@ -108,8 +104,8 @@ class MeshPlan(NamedTuple):
         tokens = steps.chunk.queries, steps.chunk.keys, steps.chunk.keys
         whole = zip((q, k, v), tokens, strict=True)  # of the whole chunk
         q, k, v = (x.new_empty(1).expand(*x.shape[:2], count, x.shape[3]) for x, count in whole)
-        queries, choice = steps.query_step.positions, (self.kernel, q, k, v, self.logits)
-        kernels = [choose_for_places(*choice, (queries, x.positions)) for x in steps.key_steps]
+        queries, call = steps.query_step.positions, (q, k, v, self.logits)
+        kernels = [choose(Need.of(*call, (queries, x.positions)), self.kernel) for x in steps.key_steps]
         return Task(mesh, steps, groups, kernels, self.logits, [None] * len(steps.key_steps))
 
     def _selected(self, schedule: Schedule, key_lengths: Tensor | None, indices: Tensor) -> list[SelectedKeys]:
@@ -155,33 +151,3 @@ def _shard_sizes(problem: Problem, shard: int) -> tuple[int, int]:
     ranks = problem.shape.ranks
     queries = problem.layout.positions(problem.length, ranks, shard)
     return len(queries), len(problem.key_layout.positions(problem.key_length, ranks, shard))
-
-
-@cached_per_world(1024)
-def _fastest_exchange(
-    mesh: Mesh,
-    device: torch.device,
-    dtype: torch.dtype,
-    sizes: tuple[int, ...],
-    problem: Problem,
-    latent: Widths | None,
-) -> Exchange:
-    """Return the exchange that takes least. It depends on values that are equal on all ranks."""
-    if 0 in (problem.length, problem.key_length, *sizes):
-        return EXCHANGES["bulk"]
-    cluster, tile = surroundings(mesh, device)
-    batch, *heads_and_widths = sizes
-    cross = problem.key_length != problem.length  # priced as if every query saw every key
-    work = LayerWork(
-        *heads_and_widths,
-        length=max(problem.length, problem.key_length),
-        item=dtype.itemsize,
-        mask=Mask() if cross else problem.mask,
-        batch=batch,
-        backward=latent is None,
-        latent=latent,
-    )
-    # Sizes may be those of one part alone.
-    cut = isinstance(problem.layout, Split) or (cross and isinstance(problem.layout, Packed))
-    layout = Contiguous() if cut else problem.layout
-    return fastest_exchange(cluster, tile, problem.shape, layout, work)

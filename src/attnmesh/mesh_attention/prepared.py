@@ -18,13 +18,13 @@ from attnmesh.mesh.axes import Axis, Mesh, flat_axis
 from attnmesh.mesh.schedule import Problem
 from attnmesh.mesh.shapes import AXES
 from attnmesh.mesh_attention.call import Call, Options, Pair, Sizes, check_call
-from attnmesh.mesh_attention.mesh_plan import MeshPlan, Widths, known_calls
+from attnmesh.mesh_attention.mesh_plan import MeshPlan, known_calls
 from attnmesh.mesh_attention.mesh_plan import PreparedCall as PreparedCall
 from attnmesh.mesh_attention.shard_marks import shard_marks
 from attnmesh.runtime.world import cached_per_world
 
 
-def prepare(mesh: Mesh, call: Call, checked: bool | None, latent: Widths | None = None) -> PreparedCall:
+def prepare(mesh: Mesh, call: Call, checked: bool | None, latent: tuple[int, int] | None = None) -> PreparedCall:
     """Return what all ranks run together. Raise the same error on all ranks if the call cannot be served.
 
     `latent` are the columns of latents that travel instead of keys and values.

@@ -15,8 +15,9 @@ from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.checks import check_tensor
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import Shape
-from attnmesh.mesh_attention.auto_layout import check_auto, chosen_layout
+from attnmesh.mesh_attention.auto_choices import check_auto, chosen_layout
 from attnmesh.mesh_attention.shard_marks import ShardMark, marked, shard_marks
+from attnmesh.runtime.operators import operator
 
 
 def shard(
@@ -122,16 +123,7 @@ def unshard_runs(x: Tensor, place: Mesh, sizes: Sequence[int], dim: int) -> Tens
     return whole
 
 
-@torch.library.custom_op("attnmesh::unshard", mutates_args=())
-def unshard_op(x: Tensor, dim: int, groups: str, places: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """Gather runs of these sizes along `dim`."""
-    place = Mesh.named(places[:3], places[3:], groups.split(","))
-    whole = _gather_shards(x.movedim(dim, 0).contiguous(), place, list(sizes)).movedim(0, dim).contiguous()
-    return whole.clone() if place.ranks == 1 else whole
-
-
-@unshard_op.register_fake
-def _(x: Tensor, dim: int, groups: str, places: Sequence[int], sizes: Sequence[int]) -> Tensor:
+def _fake_whole(x: Tensor, dim: int, groups: str, places: Sequence[int], sizes: Sequence[int]) -> Tensor:
     return x.new_empty([sum(sizes) if other == dim else n for other, n in enumerate(x.shape)])
 
 
@@ -141,11 +133,16 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
     ctx.start, ctx.size = sum(sizes[:shard]), sizes[shard]
 
 
-def _gradient(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-    return dout.narrow(ctx.dim, ctx.start, ctx.size), None, None, None, None
+def _gradient(ctx: Any, dout: Tensor) -> list[Tensor]:
+    return [dout.narrow(ctx.dim, ctx.start, ctx.size)]
 
 
-unshard_op.register_autograd(_gradient, setup_context=_save_for_backward)
+@operator("unshard", _fake_whole, _save_for_backward, _gradient)
+def unshard_op(x: Tensor, dim: int, groups: str, places: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """Gather runs of these sizes along `dim`."""
+    place = Mesh.named(places[:3], places[3:], groups.split(","))
+    whole = _gather_shards(x.movedim(dim, 0).contiguous(), place, list(sizes)).movedim(0, dim).contiguous()
+    return whole.clone() if place.ranks == 1 else whole
 
 
 def _gather_shards(x: Tensor, place: Mesh, counts: list[int]) -> Tensor:

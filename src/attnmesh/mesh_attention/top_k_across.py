@@ -15,6 +15,7 @@ from attnmesh.errors import ArgumentError, DtypeError, KernelError, ShapeError, 
 from attnmesh.guard.agreement import Agreement, may_compare
 from attnmesh.guard.checks import check_one_device, check_tensor
 from attnmesh.mesh.axes import Axis, axis_of, group_named, mesh_of
+from attnmesh.runtime.operators import operator
 
 
 def top_k_across(
@@ -57,16 +58,11 @@ def top_k_across(
     return unpack(found)
 
 
-@torch.library.custom_op("attnmesh::best_across", mutates_args=())
+@operator("best_across", lambda candidates, *_: torch.empty_like(candidates))
 def best_op(candidates: Tensor, group: str, place: Sequence[int], unique: bool) -> Tensor:
     """Merge candidates as an operator, which is one node of a compiled graph."""
     found = best_across(candidates, Axis(place[0], place[1], group_named(group)), unique=unique)
     return found.clone() if found is candidates else found
-
-
-@best_op.register_fake
-def _(candidates: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(candidates)
 
 
 def _check(scores: Tensor, indices: Tensor, k: int, unique: bool) -> None:

@@ -22,6 +22,7 @@ from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.checks import check_tensor
 from attnmesh.mesh.axes import Axis, axis_of, group_named, mesh_of
 from attnmesh.recurrent.head_exchange import first_tokens, own_tokens
+from attnmesh.runtime.operators import operator
 
 Segment = tuple[int, int, int]
 """Consecutive tokens of one rank: the rank, the first of them, and their number."""
@@ -52,7 +53,7 @@ def halo(x: Tensor, size: int, group: ProcessGroup | DeviceMesh | None, *, dim: 
     """
     axis = axis_of(group, "halo")
     with Agreement(mesh_of(axis), "halo") as agreement:
-        _check(x, size, dim)
+        _check_halo(x, size, dim)
         others = [n for other, n in enumerate(x.shape) if other != dim % x.ndim]
         learned = torch.is_grad_enabled() and x.requires_grad
         options = {"size": size, "dim": dim % x.ndim, "requires_grad": learned}
@@ -74,7 +75,20 @@ def halo_of_parts(
     return halos
 
 
-@torch.library.custom_op("attnmesh::halo", mutates_args=())
+def _fake_halos(x: Tensor, back: bool, size: int, dim: int, *numbers: Any) -> Tensor:
+    _, (_, index), owners, lengths = numbers
+    return _empty(x, back, size, dim, index, owners, lengths)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.back, *ctx.numbers = inputs
+
+
+def _gradient(ctx: Any, dout: Tensor) -> list[Tensor]:
+    return [halo_op(dout.contiguous(), not ctx.back, *ctx.numbers)]
+
+
+@operator("halo", _fake_halos, _save_for_backward, _gradient)
 def halo_op(
     x: Tensor,
     back: bool,
@@ -89,14 +103,8 @@ def halo_op(
     axis = Axis(place[0], place[1], group_named(group))
     out = _empty(x, back, size, dim, axis.index, owners, lengths).zero_()
     segments = _segments(size, owners, lengths)
-    _copy(x, out, (pair[::-1] for pair in segments) if back else segments, axis, dim)
+    _add_segments(x, out, (pair[::-1] for pair in segments) if back else segments, axis, dim)
     return out
-
-
-@halo_op.register_fake
-def _(x: Tensor, back: bool, size: int, dim: int, *numbers: Any) -> Tensor:
-    _, (_, index), owners, lengths = numbers
-    return _empty(x, back, size, dim, index, owners, lengths)
 
 
 def _empty(
@@ -107,18 +115,7 @@ def _empty(
     return x.new_empty(*x.shape[:dim], tokens, *x.shape[dim + 1 :])
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.back, *ctx.numbers = inputs
-
-
-def _gradient(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-    return halo_op(dout.contiguous(), not ctx.back, *ctx.numbers), *[None] * 7
-
-
-halo_op.register_autograd(_gradient, setup_context=_save_for_backward)
-
-
-def _copy(x: Tensor, out: Tensor, segments: Iterable[tuple[Segment, Segment]], axis: Axis, dim: int) -> None:
+def _add_segments(x: Tensor, out: Tensor, segments: Iterable[tuple[Segment, Segment]], axis: Axis, dim: int) -> None:
     """Add the first segment of each pair, in `x` of its rank, to the second one, in `out` of its rank."""
     mine = axis.index
     sends: dict[int, tuple[Tensor, ...]] = {}
@@ -153,7 +150,7 @@ def _segments(size: int, owners: Sequence[int], lengths: Sequence[int]) -> Itera
                 yield (owners[earlier], index, stop - start), (target, place + start, stop - start)
 
 
-def _check(x: Tensor, size: int, dim: int) -> None:
+def _check_halo(x: Tensor, size: int, dim: int) -> None:
     check_tensor("halo x", x)
     fits, fix = x.is_floating_point(), "cast it with .float()"
     require(fits, DtypeError, "halo x", "a tensor of floats", x.dtype, fix)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from attnmesh.comm.p2p import swap_tokens
 from attnmesh.mesh.axes import Axis, group_named
+from attnmesh.runtime.operators import operator
 
 
 def tokens_to_heads(x: Tensor, axis: Axis, owners: Sequence[int], lengths: Sequence[int]) -> Tensor:
@@ -37,7 +38,23 @@ def heads_to_tokens(x: Tensor, axis: Axis, owners: Sequence[int], lengths: Seque
     return found
 
 
-@torch.library.custom_op("attnmesh::heads", mutates_args=())
+def _fake_heads(
+    x: Tensor, back: bool, _: str, place: Sequence[int], owners: Sequence[int], lengths: Sequence[int]
+) -> Tensor:
+    if back:
+        return x.new_empty(x.shape[0], own_tokens(place[1], owners, lengths), place[0], x.shape[2])
+    return x.new_empty(x.shape[0], sum(lengths), x.shape[3])
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.back, *ctx.numbers = inputs
+
+
+def _gradient(ctx: Any, dout: Tensor) -> list[Tensor]:
+    return [heads_op(dout.contiguous(), not ctx.back, *ctx.numbers)]
+
+
+@operator("heads", _fake_heads, _save_for_backward, _gradient)
 def heads_op(
     x: Tensor, back: bool, group: str, place: Sequence[int], owners: Sequence[int], lengths: Sequence[int]
 ) -> Tensor:
@@ -53,24 +70,6 @@ def heads_op(
     arrived = swap_tokens(x.unbind(2), own, axis, dim=1)
     runs = zip(owners, first_tokens(owners, lengths), lengths, strict=True)
     return torch.cat([arrived[owner].narrow(1, first, length) for owner, first, length in runs], 1)
-
-
-@heads_op.register_fake
-def _(x: Tensor, back: bool, _: str, place: Sequence[int], owners: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    if back:
-        return x.new_empty(x.shape[0], own_tokens(place[1], owners, lengths), place[0], x.shape[2])
-    return x.new_empty(x.shape[0], sum(lengths), x.shape[3])
-
-
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.back, *ctx.numbers = inputs
-
-
-def _gradient(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-    return heads_op(dout.contiguous(), not ctx.back, *ctx.numbers), *[None] * 5
-
-
-heads_op.register_autograd(_gradient, setup_context=_save_for_backward)
 
 
 def own_tokens(rank: int, owners: Sequence[int], lengths: Sequence[int]) -> int:

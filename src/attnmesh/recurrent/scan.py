@@ -27,6 +27,7 @@ from attnmesh.guard.agreement import Agreement, may_compare
 from attnmesh.guard.checks import check_checked, check_one_device, check_tensor
 from attnmesh.kernels.traced import without_autocast
 from attnmesh.mesh.axes import Axis, axis_of, group_named, mesh_of
+from attnmesh.runtime.operators import operator
 
 
 class AffineMap(NamedTuple):
@@ -38,7 +39,7 @@ class AffineMap(NamedTuple):
     def __call__(self, state: Tensor) -> Tensor:
         """Return the mapped state. Autocast, which would round it, has no effect."""
         with without_autocast(self.bias):
-            return _times(self.linear, state) + self.bias
+            return _apply_linear(self.linear, state) + self.bias
 
     def after(self, first: "AffineMap") -> "AffineMap":
         """Return the composition: `first`, then this map."""
@@ -82,7 +83,7 @@ def scan_across(
     device = bias.device if isinstance(bias, Tensor) else torch.device(mesh_of(axis).kind)
     compares = axis.size > 1 and checked is not False and may_compare(device)
     with Agreement(mesh_of(axis), "scan_across", lambda: _fields(linear, bias, reverse), compares=compares):
-        _check(linear, bias, reverse, checked)
+        _check_maps(linear, bias, reverse, checked)
     dtype = torch.promote_types(sum_dtype(linear.dtype), sum_dtype(bias.dtype))
     order = range(axis.size)[:: -1 if reverse else 1]
     return scan(AffineMap(linear.to(dtype), bias.to(dtype)), axis, order)
@@ -104,7 +105,40 @@ def scan(
     return AffineMap(linear[..., 0], bias.view(element.bias.shape)) if scalar else AffineMap(linear, bias)
 
 
-@torch.library.custom_op("attnmesh::scan_across", mutates_args=())
+def _fake_states(linear: Tensor, bias: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(linear), torch.empty_like(bias)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    linear, _, ctx.group, ctx.place, ctx.whole, ctx.resets = inputs
+    ctx.save_for_backward(linear, *output)
+    if not ctx.whole:
+        ctx.mark_non_differentiable(output[0])
+
+
+def _gradients(ctx: Any, dlinear: Tensor | None, dbias: Tensor) -> tuple[Tensor | None, ...]:
+    """Scan the gradients of the states from the last rank to the first.
+
+    The state X = [bias | linear] of rank r becomes A X + [B | 0] on rank r + 1. So a gradient G of X on rank r adds to
+    A' times the gradient of X on rank r + 1.
+    """
+    linear, prefix_linear, prefix_bias = ctx.saved_tensors
+    matrix = linear.ndim == prefix_bias.ndim
+    state, dstate = [prefix_bias], [dbias]
+    if ctx.whole:
+        state.append(prefix_linear if matrix else prefix_linear[..., None])
+        dstate.append(dlinear if matrix else dlinear[..., None])  # type: ignore[index, arg-type]
+    index, *order = ctx.place
+    transposed = linear.mT.contiguous() if matrix else linear
+    place = [index, *reversed(order)]
+    _, later = scan_op(transposed, torch.cat(dstate, -1), ctx.group, place, False, [*reversed(ctx.resets)])
+    whole = torch.cat(state, -1)
+    with without_autocast(later):
+        dlinear = later @ whole.mT if matrix else (later * whole).sum(-1)
+    return dlinear, later[..., : prefix_bias.shape[-1]]
+
+
+@operator("scan_across", _fake_states, _save_for_backward, _gradients)
 def scan_op(
     linear: Tensor, bias: Tensor, group: str, place: Sequence[int], whole: bool, resets: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
@@ -138,44 +172,7 @@ def scan_op(
     return prefix.linear.clone(), prefix.bias.clone()  # what has arrived shares the memory of one message
 
 
-@scan_op.register_fake
-def _(linear: Tensor, bias: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(linear), torch.empty_like(bias)
-
-
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    linear, _, ctx.group, ctx.place, ctx.whole, ctx.resets = inputs
-    ctx.save_for_backward(linear, *output)
-    if not ctx.whole:
-        ctx.mark_non_differentiable(output[0])
-
-
-def _gradients(ctx: Any, dlinear: Tensor | None, dbias: Tensor) -> tuple[Tensor | None, ...]:
-    """Scan the gradients of the states from the last rank to the first.
-
-    The state X = [bias | linear] of rank r becomes A X + [B | 0] on rank r + 1. So a gradient G of X on rank r adds to
-    A' times the gradient of X on rank r + 1.
-    """
-    linear, prefix_linear, prefix_bias = ctx.saved_tensors
-    matrix = linear.ndim == prefix_bias.ndim
-    state, dstate = [prefix_bias], [dbias]
-    if ctx.whole:
-        state.append(prefix_linear if matrix else prefix_linear[..., None])
-        dstate.append(dlinear if matrix else dlinear[..., None])  # type: ignore[index, arg-type]
-    index, *order = ctx.place
-    transposed = linear.mT.contiguous() if matrix else linear
-    place = [index, *reversed(order)]
-    _, later = scan_op(transposed, torch.cat(dstate, -1), ctx.group, place, False, [*reversed(ctx.resets)])
-    whole = torch.cat(state, -1)
-    with without_autocast(later):
-        dlinear = later @ whole.mT if matrix else (later * whole).sum(-1)
-    return dlinear, later[..., : prefix_bias.shape[-1]], *[None] * 4
-
-
-scan_op.register_autograd(_gradients, setup_context=_save_for_backward)
-
-
-def _times(linear: Tensor, state: Tensor) -> Tensor:
+def _apply_linear(linear: Tensor, state: Tensor) -> Tensor:
     """Return a linear map of a state (..., K, V). Factors and diagonals have fewer dims than matrices."""
     if linear.ndim == state.ndim:
         return linear @ state
@@ -195,7 +192,7 @@ def _fields(linear: Tensor, bias: Tensor, reverse: bool) -> dict[str, object]:
     return {**shapes, "reverse": reverse, "requires_grad": learned}
 
 
-def _check(linear: Tensor, bias: Tensor, reverse: bool, checked: bool | None) -> None:
+def _check_maps(linear: Tensor, bias: Tensor, reverse: bool, checked: bool | None) -> None:
     check_checked("scan_across", checked)
     for name, x in (("linear", linear), ("bias", bias)):
         check_tensor(f"scan_across {name}", x)

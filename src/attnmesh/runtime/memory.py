@@ -26,7 +26,7 @@ def free_memory(device: torch.device, root: Path = ROOT) -> int:
     if device.type == "cuda":
         reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + reserved
-    lines = _read(root / "proc/meminfo").splitlines()
+    lines = _text_of(root / "proc/meminfo").splitlines()
     free = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
     free = free or [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     return max(0, min([*free, *(limit - used for limit, used in _limits(root))]))
@@ -34,23 +34,22 @@ def free_memory(device: torch.device, root: Path = ROOT) -> int:
 
 def _limits(root: Path) -> Iterator[tuple[int, int]]:
     """Yield the limit and the use of each control group that this process is in."""
-    for line in _read(root / "proc/self/cgroup").splitlines():
+    for line in _text_of(root / "proc/self/cgroup").splitlines():
         _, names, place = line.split(":", 2)
         for name in names.split(","):
             if name in GROUPS:
                 folder, most, used, spare = GROUPS[name]
                 group = root / folder / place.lstrip("/")
                 while group != (root / folder).parent:
-                    limit = _read(group / most).strip()
+                    limit = _text_of(group / most).strip()
                     if limit.isdigit():  # else "max", or a group that this process cannot see
-                        freed = [
-                            x.split()[1] for x in _read(group / "memory.stat").splitlines() if x.startswith(f"{spare} ")
-                        ]
-                        yield int(limit), int(_read(group / used) or 0) - sum(map(int, freed))
+                        lines = _text_of(group / "memory.stat").splitlines()
+                        freed = [x.split()[1] for x in lines if x.startswith(f"{spare} ")]
+                        yield int(limit), int(_text_of(group / used) or 0) - sum(map(int, freed))
                     group = group.parent
 
 
-def _read(file: Path) -> str:
+def _text_of(file: Path) -> str:
     try:
         return file.read_text()
     except OSError:

@@ -70,7 +70,7 @@ class Upstream:
 
     def check(self) -> None:
         """Raise unless the installed version is tested, and all names exist."""
-        if not _numbers(self.floor) <= _numbers(self.version) < _numbers(self.ceiling):
+        if not _version_numbers(self.floor) <= _version_numbers(self.version) < _version_numbers(self.ceiling):
             self.refuse_untested(self.package, self.requirement, self.installed)
         for name in self.names:
             self.find(name)
@@ -82,7 +82,7 @@ class Upstream:
         warn_once(f"{subject}: tested with {expected}, and this is {given}. Fix: {self.fix}.")
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _version_numbers(text: str) -> tuple[int, ...]:
     """Return the numbers of a version, which compare as versions do: up to the first part that is not a number."""
     parts = text.split(".")
     count = next((place for place, part in enumerate(parts) if not part.isdigit()), len(parts))

@@ -37,7 +37,7 @@ def encode_chat(encoder: Any, fields: dict[str, Any], check: Check = bool) -> En
     `encoder` is a tokenizer, or the processor of a model of images and text. `check` raises on a text that is too long.
     """
     pictures: list[Any] | None = [] if hasattr(encoder, "image_processor") else None
-    messages = [read_message(f"messages[{i}]", one, pictures) for i, one in enumerate(fields["messages"])]
+    messages = [template_message(f"messages[{i}]", one, pictures) for i, one in enumerate(fields["messages"])]
     tools = fields["tools"] if fields["tool_choice"] != "none" else None
     if not encoder.chat_template:
         raise Refused(400, "messages: the model has no chat template. Use /v1/completions.", "messages")
@@ -59,7 +59,7 @@ def encode_chat(encoder: Any, fields: dict[str, Any], check: Check = bool) -> En
         raise Refused(400, f"messages: the chat template refuses them: {line[:200]}", "messages") from None
     check(text)
     if pictures is None:
-        return Encoded(_tokens(encoder, text, add_special_tokens=False))
+        return Encoded(_token_ids(encoder, text, add_special_tokens=False))
     options |= {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
     found = dict(encoder.apply_chat_template(messages, **options))
     ids, _ = found.pop("input_ids")[0].tolist(), found.pop("attention_mask", None)
@@ -128,7 +128,7 @@ def uses_tools(template: str) -> bool:
     return re.search(r"\{[{%][^}]*\btools\b", template) is not None
 
 
-def read_message(place: str, message: dict[str, Any], pictures: list[Any] | None = None) -> dict[str, Any]:
+def template_message(place: str, message: dict[str, Any], pictures: list[Any] | None = None) -> dict[str, Any]:
     """Return a message as templates take it: content as one text, arguments of tool calls as objects.
 
     With `pictures` content has parts: text, and pictures, which are added to the others of the request.
@@ -196,13 +196,13 @@ def encode_text(encoder: Any, fields: dict[str, Any], check: Check = bool) -> En
     one = prompt[0] if isinstance(prompt, list) and not isinstance(prompt[0], int) else prompt
     if isinstance(one, str):
         check(one)
-        ids, mark = _tokens(tokenizer, one), tokenizer.bos_token_id
+        ids, mark = _token_ids(tokenizer, one), tokenizer.bos_token_id
         return Encoded(ids[1:] if mark is not None and ids[:2] == [mark, mark] else ids)  # the text brings its own
     if not all(0 <= token < len(tokenizer) for token in one):
         raise Refused(400, f"prompt: expected token ids of 0 to {len(tokenizer) - 1}", "prompt")
     return Encoded([*one])
 
 
-def _tokens(tokenizer: Any, text: str, **options: Any) -> list[int]:
+def _token_ids(tokenizer: Any, text: str, **options: Any) -> list[int]:
     """Return the tokens of a text, and no masks, which are made while other threads wait."""
     return [*tokenizer(text, return_attention_mask=False, return_token_type_ids=False, **options)["input_ids"]]

@@ -54,10 +54,10 @@ def _opened(place: str, data: str, left: int) -> Any:
     return picture
 
 
-def described(images: Mapping[str, Any]) -> list[list[Any]]:
+def describe_images(images: Mapping[str, Any]) -> list[list[Any]]:
     """Return a processor's inputs for images as JSON can spell them, tensors by dtype, shape and bytes.
 
-    >>> described({"pixel_values": torch.zeros(1, 2, dtype=torch.uint8), "crops": [3]})
+    >>> describe_images({"pixel_values": torch.zeros(1, 2, dtype=torch.uint8), "crops": [3]})
     [['pixel_values', 'uint8', [1, 2], 2], ['crops', None, [3], 0]]
     """
     return [

@@ -131,12 +131,12 @@ class JsonReader:
         while True:
             part = self.text[self.at : self.at + size]
             is_last = self.at + size >= len(self.text)
-            part = part if is_last else part[: _whole(part)]
+            part = part if is_last else part[: _whole_escapes(part)]
             try:
                 found, end = scanstring(part + '"', 0, True)
             except ValueError:
                 self._fail("a string")
-            parts[-1:] = _joined(parts[-1], found)
+            parts[-1:] = _rejoined(parts[-1], found)
             if end <= len(part):
                 self.at += end
                 return "".join(parts)
@@ -145,18 +145,18 @@ class JsonReader:
             self.at, size = self.at + len(part), min(2 * size, LONG)
 
 
-def _whole(part: str) -> int:
+def _whole_escapes(part: str) -> int:
     """Return how much of a string's beginning has only whole escapes.
 
-    >>> _whole("ab"), _whole("ab\\\\n"), _whole("a" * 9 + "\\\\u00e"), _whole("a" * 9 + 4 * "\\\\")
-    (2, 2, 9, 13)
+    >>> [_whole_escapes(part) for part in ("ab", "ab\\\\n", "a" * 9 + "\\\\u00e", "a" * 9 + 4 * "\\\\")]
+    [2, 2, 9, 13]
     """
     last = part.rfind("\\", max(0, len(part) - 6))
     run = last + 1 - len(part[: last + 1].rstrip("\\"))
     return last if run % 2 else len(part)
 
 
-def _joined(before: str, after: str) -> list[str]:
+def _rejoined(before: str, after: str) -> list[str]:
     """Return two parts of a string, in which no character is cut in halves."""
     if HIGH[0] <= before[-1:] <= HIGH[1] and LOW[0] <= after[:1] <= LOW[1]:
         pair = (before[-1] + after[0]).encode("utf-16-le", "surrogatepass").decode("utf-16-le")

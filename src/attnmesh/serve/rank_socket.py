@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
-from attnmesh.serve.images import buffers_of, described, images_of
+from attnmesh.serve.images import buffers_of, describe_images, images_of
 
 WIDTH = 4
 """Bytes of a message's length."""
@@ -26,10 +26,10 @@ def packed(message: list[Any]) -> bytes:
     return len(body).to_bytes(WIDTH, "big") + body
 
 
-def parts_of(message: list[Any], images: Mapping[str, Any] | None) -> Iterator[memoryview]:
+def message_parts(message: list[Any], images: Mapping[str, Any] | None) -> Iterator[memoryview]:
     """Yield the bytes of a message in parts, of which those of images are no copies."""
-    described_images = [] if images is None else [described(images)]
-    for buffer in (memoryview(packed(message + described_images)), *buffers_of(images or {})):
+    images_text = [] if images is None else [describe_images(images)]
+    for buffer in (memoryview(packed(message + images_text)), *buffers_of(images or {})):
         for first in range(0, len(buffer), SLICE):
             yield buffer[first : first + SLICE]
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from attnmesh.serve.chat import Encoded
 from attnmesh.serve.metrics import Metrics
-from attnmesh.serve.rank_socket import parts_of, read_message
+from attnmesh.serve.rank_socket import message_parts, read_message
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.text import SentToken
 
@@ -213,7 +213,7 @@ class Supervisor:
         """Write messages in parts, each when rank 0 has read most of those before."""
         while True:
             message, images = await self._outgoing.get()
-            for part in parts_of(message, images):
+            for part in message_parts(message, images):
                 writer.write(part)
                 await writer.drain()
 

@@ -20,6 +20,7 @@ from attnmesh.comm.topology import all_gather_ints, hosts, mailboxes_of
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import FULL
 from attnmesh.core.partial import Partial
+from attnmesh.core.visible import Visible
 from attnmesh.errors import ClusterError, require
 from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.checks import check_dtype
@@ -109,7 +110,7 @@ def measure_device(world: MeasuredRanks, dtype: torch.dtype) -> Device:
         return partial(LocalPlan.of(q, k, v, FULL, logits, "auto").attend, q, k, v, None)
 
     def both() -> None:
-        out, _ = run_attend(learned[0], learned[1], learned[2], FULL, logits, "auto")
+        out, _ = run_attend(learned[0], learned[1], learned[2], Visible(FULL), logits, "auto")
         torch.autograd.grad(out.sum(), learned)
 
     with torch.no_grad():

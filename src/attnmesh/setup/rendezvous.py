@@ -63,45 +63,45 @@ def leave() -> None:
 def _name(store: Store, rank: int, ranks: int, seconds: float) -> str:
     """Return a name that the ranks of this world share, and no other world has."""
     mine, end = uuid4().hex, time.monotonic() + seconds
-    store.set(_key("word", rank), mine)
+    store.set(_word_key("word", rank), mine)
     while True:
         if rank == 0:
-            _publish(store, ranks)
+            _publish_words(store, ranks)
         words = _words(store)
         name = blake2b("".join(words).encode(), digest_size=8).hexdigest()
         if len(words) == ranks and words[rank] == mine:
-            store.set(_key("read", rank), name)
+            store.set(_word_key("read", rank), name)
             if rank == 0 and not _behind(store, ranks, name):
                 store.set("attnmesh begins", name)
-            if _read(store, "attnmesh begins") == name:
+            if _word_at(store, "attnmesh begins") == name:
                 return name
         if time.monotonic() > end:
-            missing = [other for other in range(ranks) if not _read(store, _key("word", other))]
+            missing = [other for other in range(ranks) if not _word_at(store, _word_key("word", other))]
             missing = missing or (_behind(store, ranks, name) if mine in words else [0])
             raise RankFailure(missing, "entering", "world", f"not all {ranks} ranks came within {seconds:.0f} s")
         time.sleep(POLL_INTERVAL)
 
 
-def _publish(store: Store, ranks: int) -> None:
+def _publish_words(store: Store, ranks: int) -> None:
     """Publish all words if there is a new one. Rank 0 calls it."""
-    words = [_read(store, _key("word", rank)) for rank in range(ranks)]
+    words = [_word_at(store, _word_key("word", rank)) for rank in range(ranks)]
     if all(words) and words != _words(store):
         store.set("attnmesh words", json.dumps(words))
 
 
 def _behind(store: Store, ranks: int, name: str) -> list[int]:
     """Return the ranks that have not read these words: their word was of another world."""
-    return [rank for rank in range(ranks) if _read(store, _key("read", rank)) != name]
+    return [rank for rank in range(ranks) if _word_at(store, _word_key("read", rank)) != name]
 
 
 def _words(store: Store) -> list[str]:
-    words: list[str] = json.loads(_read(store, "attnmesh words") or "[]")
+    words: list[str] = json.loads(_word_at(store, "attnmesh words") or "[]")
     return words
 
 
-def _read(store: Store, key: str) -> str:
+def _word_at(store: Store, key: str) -> str:
     return store.get(key).decode() if store.check([key]) else ""
 
 
-def _key(what: str, rank: int) -> str:
+def _word_key(what: str, rank: int) -> str:
     return f"attnmesh {what} {rank}"

@@ -344,7 +344,7 @@ def _fill_group(shards: Mapping[int, CacheShard], path: Path, manifest: Manifest
             raise StoreError("load", "every token once", f"some twice in {piece.path}", FIX)
         found[piece.heads, slots] = True
         for layer, shard in shards.items() if len(mine) else ():
-            _copy(shard, file, layer, Axis(manifest.heads, piece.heads), mine, slots, len(tokens))
+            _copy_heads(shard, file, layer, Axis(manifest.heads, piece.heads), mine, slots, len(tokens))
         first.token_index[slots.to(first.device)] = tokens[mine].to(first.device)
     for shard in shards.values():
         shared = [_shared_heads(shard, Axis(manifest.heads, h))[0] for h in range(manifest.heads)]
@@ -355,7 +355,7 @@ def _fill_group(shards: Mapping[int, CacheShard], path: Path, manifest: Manifest
         shard.token_index[:used] = first.token_index[:used]
 
 
-def _copy(
+def _copy_heads(
     shard: CacheShard, file: TensorFile, layer: int, saved: Axis, mine: Tensor, slots: Tensor, tokens: int
 ) -> None:
     """Copy this rank's heads and tokens of a file written at index `saved` along the heads axis."""

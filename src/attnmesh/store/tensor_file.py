@@ -77,7 +77,7 @@ def link_or_write(
                 os.link(other, path)
                 path.chmod(PRIVATE_FILE)  # it may be of an earlier version
                 return known
-    write(path, tensors, known)
+    write_tensors(path, tensors, known)
     return known
 
 
@@ -95,7 +95,7 @@ def _holds(path: Path, tensors: Mapping[str, Tensor], known: Mapping[str, int], 
     return True
 
 
-def write(path: Path, tensors: Mapping[str, Tensor], known: Mapping[str, int]) -> None:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], known: Mapping[str, int]) -> None:
     """Write tensors and their checksums. The file appears under its name only once the disk has all of it."""
     names = {dtype: name for name, dtype in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {name: str(number) for name, number in known.items()}}

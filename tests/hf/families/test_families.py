@@ -1,12 +1,12 @@
 """A family whose part of transformers has another name or another rule is refused alone, and by name."""
 
 import ast
-import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -17,27 +17,40 @@ import transformers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 import attnmesh.hf as hf
+import attnmesh.hf.families as room
 from attnmesh import errors
+from attnmesh.hf import models
 from attnmesh.hf import transformers_names as upstream
-from attnmesh.hf.families import record
-from attnmesh.hf.families.record import FIELDS, RECORDS, Code, check_family
-from attnmesh.hf.models import COMPRESSED_MODELS, RECURRENT_MODELS
+from attnmesh.hf.families import pins
+from attnmesh.hf.families.family import (
+    LENGTH_DEPENDENT_ROPES,
+    RECURRENT_STATES,
+    families,
+    family_of_class,
+    parts,
+    recurrences,
+)
+from attnmesh.hf.families.pins import FIELDS, Code, check_family
+from attnmesh.hf.recurrent.prepare_recurrent import RecurrentLayer
 from attnmesh.runtime.upstream import OPT_IN
 from tests.support.families import SIZES
 from tests.support.models.tiny_models import Case, tiny_config
 from tests.test_rooms import FILES
-from tools.upstream_records import FILE, code_of_type, configurations, filled
+from tools.upstream_records import PAGE, code_of_type, configurations, differences, page
 from tools.versions import ROOT
 
 INSTALLED, REQUIREMENT = upstream.TRANSFORMERS.installed, upstream.TRANSFORMERS.requirement
-OWN_CODE = [name for name, one in RECORDS.items() if not one.code]
 STORED = [
-    (kind, part, name) for kind in OWN_CODE for part, names in RECORDS[kind].stores.items() for name in names.split()
+    (kind, part, name)
+    for kind, one in families().items()
+    for part, names in one.stores.items()
+    for name in names.split()
 ]
-FOLLOWED = [kind for kind in OWN_CODE if RECORDS[kind].sources]
+FOLLOWED = [kind for kind, one in families().items() if one.sources]
 
 OPTIONAL = {
-    "of this package": "begin_entries select shards with_earlier",
+    "of this package": "begin_entries select shards with_earlier FAMILIES",
+    "of classes of configurations, and of layers without one": "model_type",
     "of PyTorch": "_orig_mod module num_embeddings shape __code__",
     "of a model, which is refused without it": "ALL_ATTENTION_FUNCTIONS forward kv_b_proj image_processor",
     "of a model that has been quantized, dispatched or adapted": "hf_device_map hf_quantizer peft_config",
@@ -53,7 +66,7 @@ OPTIONAL = {
 
 @pytest.fixture(autouse=True)
 def _unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record, "CHECKED", set())
+    monkeypatch.setattr(pins, "CHECKED", set())
     monkeypatch.delenv(OPT_IN, raising=False)
 
 
@@ -80,21 +93,18 @@ def renamed_in(kind: str, old: str, new: str, folder: Path, patch: pytest.Monkey
 
 
 def test_records_are_those_of_the_installed_version() -> None:
-    assert json.loads(FILE.read_text()) == filled(), "read what changed: python -m tools.upstream_records"
+    assert not [*differences()], "read what changed: python -m tools.upstream_records"
 
 
 def test_records_name_all_that_is_written_again() -> None:
-    for kind in RECURRENT_MODELS:
-        parts, one = code_of_type(kind).parts, RECORDS[kind]
-        layers = {name: upstream.RECURRENT[name] for name in parts.keys() & upstream.RECURRENT.keys()}
-        rules = {name for layer in layers.values() for name in layer.functions if name in upstream.PARAMETERS}
-        assert len(layers) > 0
-        assert {*rules, *(f"{name}.forward" for name in layers)} <= one.sources.keys()
-        assert "recurrent_states" in one.uses.split()
-    for kind in ("minimax_m3_vl_text", "qwen4_exp_text", *COMPRESSED_MODELS):
-        indexers = code_of_type(kind).parts.keys() & upstream.INDEXERS.keys()
-        assert len(indexers) > 0
-        assert {f"{name}.forward" for name in indexers} <= RECORDS[kind].sources.keys()
+    for kind, one in families().items():
+        followed = {f"{name}.forward" for name in (*one.recurrences, *one.parts)}
+        followed |= {
+            name for layer in one.recurrences.values() for name, given in layer.functions.items() if given is not None
+        }
+        assert followed <= one.sources.keys(), kind
+        assert not one.sources or {*one.recurrences, *one.parts} <= code_of_type(kind).parts.keys()
+        assert (RECURRENT_STATES in one.uses) == bool(one.recurrences)
 
 
 def defaults() -> Iterator[tuple[str, str]]:
@@ -129,11 +139,11 @@ def lacking(config: Any, lost: str) -> Any:
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_a_renamed_field_of_a_configuration_is_refused(name: str) -> None:
-    kinds = (kind for kind in OWN_CODE if name in RECORDS[kind].fields.split())
+    kinds = (kind for kind, one in families().items() if name in one.fields.split())
     kind = next(kind for kind in kinds if not configurations()[kind].is_heterogeneous)
     config = configurations()[kind]
     needs_it = {  # fields that are made of it come first
-        other for other in RECORDS[kind].fields.split() if not hasattr(lacking(config, name), other)
+        other for other in families()[kind].fields.split() if not hasattr(lacking(config, name), other)
     }
     found = re.match(f"attnmesh.hf {kind}: .* with {type(config).__name__}.(.*), given", refusal(lacking(config, name)))
     assert found is not None
@@ -164,8 +174,8 @@ def test_a_renamed_attribute_is_refused(
 def test_another_rule_is_refused_unless_it_is_allowed(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changed = [*RECORDS[kind].sources][-1].split(".")[-1]
-    first = next(name for name in RECORDS[kind].sources if name.split(".")[-1] == changed)
+    changed = [*families()[kind].sources][-1].split(".")[-1]
+    first = next(name for name in families()[kind].sources if name.split(".")[-1] == changed)
     renamed_in(kind, rf"(?m)^( *)(def {changed}\()", r"\1@changed\n\1\2", tmp_path, monkeypatch)
     assert refusal(configurations()[kind]) == (
         f"attnmesh.hf {kind}: expected {REQUIREMENT} with the {first} that attnmesh follows, given {INSTALLED} with "
@@ -226,8 +236,8 @@ def test_a_dynamic_rope_that_counts_in_another_field_is_refused() -> None:
 
 
 def test_another_rule_of_dynamic_ropes_is_refused_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
-    changed = RECORDS["length_dependent_ropes"]._replace(sources={"dynamic_rope_update": "another"})
-    monkeypatch.setitem(RECORDS, "length_dependent_ropes", changed)
+    changed = LENGTH_DEPENDENT_ROPES._replace(sources={"dynamic_rope_update": "another"})
+    monkeypatch.setattr(models, "LENGTH_DEPENDENT_ROPES", changed)
     generate(LlamaConfig(**SIZES), renamed=False)
     with pytest.raises(errors.VersionError, match=r"llama: .* with the dynamic_rope_update that attnmesh follows"):
         generate(LlamaConfig(**SIZES, rope_parameters=ROPE), renamed=False)
@@ -278,3 +288,51 @@ def test_a_layer_without_a_cache_needs_its_class(monkeypatch: pytest.MonkeyPatch
     assert "attnmesh.hf nemotron_h: " in refusal(configurations()["nemotron_h"])
     for kind in ("bamba", "llama"):
         check_family(configurations()[kind])
+
+
+def test_the_table_of_the_documentation_is_that_of_the_records() -> None:
+    assert PAGE.read_text() == page(), "write it anew: python -m tools.upstream_records"
+
+
+@pytest.fixture
+def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Add a model type to transformers, and the file of its family from the documentation. Return its model class."""
+    folder, stock = tmp_path / "made_up", import_module("transformers.models.qwen3_next.modeling_qwen3_next")
+    folder.mkdir()
+    for name in ("modeling", "configuration"):
+        text = Path(str(stock.__file__)).with_name(f"{name}_qwen3_next.py").read_text()
+        text = text.replace("qwen3_next", "made_up").replace("Qwen3Next", "MadeUp")
+        (folder / f"{name}_made_up.py").write_text(text)
+    (folder / "__init__.py").write_text("")
+    records = tmp_path / "records"
+    records.mkdir()
+    (records / "made_up.py").write_text(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[0])
+    known, loaded = (families, recurrences, parts, family_of_class), {*sys.modules}
+    with monkeypatch.context() as patch:
+        patch.setattr(transformers.models, "__path__", [*transformers.models.__path__, str(tmp_path)])
+        patch.setattr(room, "__path__", [*room.__path__, str(records)])
+        for each in known:
+            each.cache_clear()
+        yield import_module("transformers.models.made_up.modeling_made_up").MadeUpForCausalLM
+    for name in {*sys.modules} - loaded:
+        if "made_up" in name:
+            del sys.modules[name]
+    for each in known:
+        each.cache_clear()
+
+
+def test_a_family_is_one_file(made_up: Any) -> None:
+    sizes = tiny_config(Case("qwen3_next", "qwen3_next")).to_dict()
+    config = made_up.config_class(**{name: value for name, value in sizes.items() if name != "model_type"})
+    config._experts_implementation, config._attn_implementation = "eager", "attnmesh"
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = made_up(config).double().eval()
+    model.generation_config.eos_token_id = None
+    ids = torch.arange(5, 45)[None]
+    tokens = hf.generate(model, ids, mesh=None, max_new_tokens=4)
+    loss = model(**hf.shard_batch({"input_ids": ids, "labels": ids}, None)).loss
+    assert any(isinstance(layer, RecurrentLayer) for layer in model.modules())
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(tokens, model.generate(ids, max_new_tokens=4, do_sample=False))
+    torch.testing.assert_close(loss, model(ids, labels=ids).loss)

@@ -14,6 +14,7 @@ import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.hf import transformers_names as upstream
+from attnmesh.hf.families.family import recurrences
 from attnmesh.hf.recurrent.functions import kind_of
 from attnmesh.hf.recurrent.prepare_recurrent import RecurrentLayer, prepared
 from attnmesh.mesh.shapes import Shape
@@ -65,7 +66,7 @@ def test_each_name_that_a_release_might_change_is_missed(monkeypatch: pytest.Mon
     for model in map(model_of, FAMILIES):
         for layer in {type(x).__name__: x for x in model.modules() if kind_of(type(x))}.values():
             kind: Any = type(layer)
-            needed = upstream.RECURRENT[kind.__name__]
+            needed = recurrences()[kind.__name__]
             for name in (*needed.functions, *needed.reads):
                 with monkeypatch.context() as patch:
                     patch.setattr(kind, "forward", renamed(kind.forward, name, "another_name"))
@@ -77,7 +78,7 @@ def test_each_name_that_a_release_might_change_is_missed(monkeypatch: pytest.Mon
             seen.add(kind.__name__)
         with prepared(model):
             assert any(isinstance(x, RecurrentLayer) for x in model.modules())
-    assert seen == {*upstream.RECURRENT}
+    assert seen == {*recurrences()}
 
 
 def test_other_parameters_functions_and_arguments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +100,7 @@ def test_other_parameters_functions_and_arguments_are_refused(monkeypatch: pytes
         patch.setattr(kind, "forward", with_argument(stock, "cache_params", "cache"))
         assert f"expected a forward of known arguments, given {INSTALLED}, in which it takes cache." in refusal(model)
     with monkeypatch.context() as patch:
-        patch.delitem(upstream.RECURRENT, kind.__name__)
+        patch.delitem(recurrences(), kind.__name__)
         assert "expected recurrent layers of known classes, given 0 of 2 of them in the Qwen3NextFor" in refusal(model)
 
 
@@ -183,7 +184,7 @@ def losses_beside_kernels(family: str) -> tuple[float, float]:
     ids, losses = tokens(12), []
     kind: Any = type(layer_of(model_of(family)))
     method, stock = kind.forward, unwrap(kind.forward)
-    modules = {name: as_module(stock.__globals__[name]) for name in upstream.RECURRENT[kind.__name__].functions}
+    modules = {name: as_module(stock.__globals__[name]) for name in recurrences()[kind.__name__].functions}
     beside = FunctionType(stock.__code__, {**stock.__globals__, **modules}, "forward", stock.__defaults__)
     try:
         for forward in (method, beside):

@@ -15,8 +15,11 @@ from transformers import MiniMaxConfig
 from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention
 from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
 
+from attnmesh.hf.families.family import recurrences
+from attnmesh.hf.families.minimax import lightning_link
+from attnmesh.hf.families.recurrent_gemma import rg_lru_link
 from attnmesh.hf.recurrent import rules as recurrent_rules
-from attnmesh.hf.recurrent.rules import RULES, Rule, ShardOfStates, lightning_link, rg_lru_link
+from attnmesh.hf.recurrent.rules import Rule, ShardOfStates
 from tests.support.families import prompt
 from tests.support.models.tiny_models import Case, all_types, build
 
@@ -31,6 +34,9 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "recurrent_kimi_delta_attention": KIMI_DELTA,
     "mamba2_chunk_scan": MAMBA2,
     "mamba_selective_scan": MAMBA1,
+}
+RULES = {
+    name: rule for kind in recurrences().values() for name, rule in kind.functions.items() if isinstance(rule, Rule)
 }
 CUTS = (1, 37, 64, 1, 27)
 """Tokens per shard."""

@@ -1,11 +1,11 @@
 """A layer of a `ShardedCache` that attends to a window of tokens and, in the same softmax, to entries of older ones."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attnmesh.cache.cache import KVCache
 from attnmesh.core.candidates import unpack
@@ -13,18 +13,14 @@ from attnmesh.core.mask import Causal
 from attnmesh.core.partial import Partial, merge_unchecked
 from attnmesh.core.selection import Selection
 from attnmesh.decoding.index_search import top_k_tokens
+from attnmesh.errors import KernelError, MaskError, require
 from attnmesh.hf.cache.layer import PendingKV, StatefulLayer
-from attnmesh.hf.models import check_implementation
+from attnmesh.hf.families.family import has_entries
+from attnmesh.hf.models import SUBJECT, check_implementation
 from attnmesh.hf.shards import Shards
-from attnmesh.hf.sparse.entries import IndexEntries
+from attnmesh.hf.sparse.entries import UNPREPARED, IndexEntries
 from attnmesh.kernels.indexer import IndexKeys, Score, indexer_top_k
 from attnmesh.mesh_attention.local import attend
-
-ENTRIES = {
-    "compressed_sparse_attention": {"compressor": "prefix", "indexer": "none"},
-    "heavily_compressed_attention": {"compressor": "prefix"},
-}
-"""For each kind of layer the names of its entries, and the `values=` of their caches."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +44,10 @@ class JoinedKV(PendingKV):
 class CompressedLayer(StatefulLayer):
     """Keys of a window of tokens, and entries in caches of their own. What the next entries need is on all ranks."""
 
-    def __init__(self, cache: Any, config: Any, kind: str) -> None:
+    def __init__(self, cache: Any, kind: str, entries: Mapping[str, str]) -> None:
         super().__init__(cache)
-        self.formats, self.rate, self.k = ENTRIES[kind], int(config.compress_rates[kind]), int(config.index_topk)
+        self.formats, config = entries, cache.config
+        self.rate, self.k = int(config.compress_rates[kind]), int(config.index_topk)
         self.new: dict[str, Tensor] = {}
         """Entries of this forward pass, (batch, entries, dim)."""
         self.shards: Shards | None = None
@@ -150,3 +147,23 @@ class CompressedLayer(StatefulLayer):
         view = entries.shard.view
         parts = [(each, int(each.state[1])) for each in (*view.shared, view)]
         return [(each.keys[:, :, :used], each.token_index[:used].cpu()) for each, used in parts]
+
+
+def check_entries(
+    module: nn.Module, pending: PendingKV | None, shards: Shards | None, token_mask: Tensor | None
+) -> None:
+    """Raise unless the entries of a layer that attends to compressed tokens are in a cache of shards.
+
+    Without one the model joins them to its keys, and gives no mask of them: it has one for tensors alone. In training
+    a shard's entries would be those of its own tokens.
+    """
+    if not has_entries(module):
+        return
+    layer: Any = None if pending is None else pending.layer
+    expected, given = "a ShardedCache, which keeps the entries of compressed tokens", "another cache, or none"
+    fix = 'call hf.generate; or call model.set_attn_implementation("eager"), to train too, on one device'
+    require(isinstance(layer, CompressedLayer), KernelError, f"{SUBJECT} past_key_values", expected, given, fix)
+    if layer.queries is None or layer.shards is not shards:
+        raise KernelError(*UNPREPARED)
+    expected, fix = "sequences without padding in a model that compresses tokens", "pass sequences of one length"
+    require(token_mask is None, MaskError, f"{SUBJECT} attention_mask", expected, "padding", fix)

@@ -22,7 +22,7 @@ from attnmesh.hf.latent_states import check_projection, has_weight, latent_state
 from attnmesh.hf.models import Opaque, check_implementation, check_keys, indexed_layers, is_compressed, key_heads
 from attnmesh.hf.shards import Shards
 from attnmesh.hf.transformers_names import CacheLayerMixin
-from attnmesh.kernels.driver import check_kernel
+from attnmesh.kernels.choice import check_kernel
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import check_exchange
 from attnmesh.mesh.shapes import Shape

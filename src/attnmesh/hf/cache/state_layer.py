@@ -9,27 +9,11 @@ from attnmesh.errors import KernelError, require
 from attnmesh.hf.cache.compressed_layer import CompressedLayer
 from attnmesh.hf.cache.indexed_layer import IndexedLayer, PooledLayer
 from attnmesh.hf.cache.layer import ShardedLayer
+from attnmesh.hf.families.family import family_of
 from attnmesh.hf.images.cross import CrossLayer, SomeKeys
 from attnmesh.hf.latent_states import latent_widths
-from attnmesh.hf.models import (
-    COMPRESSED_LAYERS,
-    HYBRID_LAYERS,
-    OTHER_LAYERS,
-    RECURRENT_LAYERS,
-    cached_layers,
-    cross_layers,
-    indexed_layers,
-    is_compressed,
-    is_recurrent,
-    layer_kinds,
-)
+from attnmesh.hf.models import cached_layers, cross_layers, indexed_layers, layer_kinds
 from attnmesh.hf.transformers_names import DummyLayer, LinearAttentionLayer
-
-CROSS = "cross_attention"
-"""Kind of layers with the keys of images."""
-
-INDEXED = "indexed"
-"""Kind of layers with the keys of an indexer."""
 
 
 class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
@@ -93,28 +77,26 @@ class HybridLayer(StateLayer, ShardedLayer):
 
 def make_layers(config: PreTrainedConfig, cache: Any) -> list[Any]:
     """Return an empty layer of the cache for each layer of the model that keeps something."""
-    indexed, kinds = indexed_layers(config), layer_kinds(config)
-    if not indexed and not is_recurrent(config) and not is_compressed(config):
-        crossed = cross_layers(config)
-        kinds = [CROSS if n in crossed else "full_attention" for n in range(cached_layers(config))]
-    layers = [_make_layer(kind if n not in indexed else INDEXED, cache) for n, kind in enumerate(kinds)]
+    indexed, crossed = indexed_layers(config), cross_layers(config)
+    layers = [
+        CrossLayer() if number in crossed else _make_layer(kind, cache, indexed=number in indexed)
+        for number, kind in enumerate(layer_kinds(config)[: cached_layers(config)])
+    ]
     for number, layer in enumerate(layers):
         if isinstance(layer, ShardedLayer):
             layer.latent_widths = latent_widths(config, number)
-            if cross_layers(config):
+            if crossed:
                 layer.keys = layer.values = SomeKeys()
     return layers
 
 
-def _make_layer(kind: str, cache: Any) -> Any:
-    if kind == CROSS:
-        return CrossLayer()
-    if kind in OTHER_LAYERS:
+def _make_layer(kind: str, cache: Any, *, indexed: bool) -> Any:
+    """Return an empty layer of a kind, which may have an indexer of its own."""
+    layer = family_of(cache.config).layer(kind)
+    if layer.recurrent:
+        return HybridLayer(cache) if layer.attends else StateLayer()
+    if not layer.attends:
         return DummyLayer()
-    if kind == INDEXED:
-        return PooledLayer(cache) if is_recurrent(cache.config) else IndexedLayer(cache)
-    if kind in COMPRESSED_LAYERS:
-        return CompressedLayer(cache, cache.config, kind)
-    if kind not in RECURRENT_LAYERS:
-        return ShardedLayer(cache)
-    return HybridLayer(cache) if kind in HYBRID_LAYERS else StateLayer()
+    if indexed:
+        return PooledLayer(cache) if layer.pooled else IndexedLayer(cache)
+    return CompressedLayer(cache, kind, layer.entries) if layer.entries else ShardedLayer(cache)

@@ -1,6 +1,6 @@
 """Functions of recurrent layers that are replaced on shards. A layer that lacks one of them is refused.
 
-`upstream.RECURRENT` states what each class of layers must have.
+Records of families state what each class of layers must have.
 """
 
 from collections.abc import Callable, Iterator
@@ -9,36 +9,36 @@ from inspect import Parameter, isclass, signature, unwrap
 from types import CodeType, FunctionType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from attnmesh.errors import KernelError
 from attnmesh.hf import transformers_names as upstream
+from attnmesh.hf.families.family import Recurrence, recurrences
 from attnmesh.hf.models import SUBJECT
 from attnmesh.hf.recurrent.chain import HeadChain, current_chain
-from attnmesh.hf.recurrent.layers import compressed, lightning, run_links
-from attnmesh.hf.recurrent.rules import RULES
-from attnmesh.hf.transformers_names import RecurrentKind
+from attnmesh.hf.recurrent.convolution import Convolution
+from attnmesh.hf.recurrent.rules import Rule, run_links
 
-WHOLE: dict[RecurrentKind, Callable[..., Any]] = {upstream.LIGHTNING: lightning, upstream.COMPRESSED: compressed}
-"""Kinds of layers whose recurrence is no function, with the `forward` that replaces theirs."""
+NOTHING = Recurrence()
 
 
-def kind_of(layer: type) -> RecurrentKind | None:
+def kind_of(layer: type) -> Recurrence | None:
     """Return what a class of layers must have on shards; None if it is not recurrent.
 
     Subclasses of a class of transformers are of its kind. So are copies of one, as models with code of their own have.
     """
-    known = (each for each in layer.__mro__ if each.__name__ in upstream.RECURRENT)
-    return next((upstream.RECURRENT[x.__name__] for x in known if x.__module__.startswith("transformers")), None)
+    known = recurrences()
+    found = (each.__name__ for each in layer.__mro__ if each.__module__.startswith("transformers"))
+    return next((known[name] for name in found if name in known), None)
 
 
 def check_layer(layer: nn.Module) -> None:
     """Raise unless the layer has all that is replaced on shards, and nothing that is unknown."""
-    for expected, given, fix in _misfits(layer, kind_of(type(layer)) or RecurrentKind()):
+    for expected, given, fix in _misfits(layer, kind_of(type(layer)) or NOTHING):
         raise KernelError(f"{SUBJECT} {type(layer).__name__}", expected, given, fix)
 
 
-def _misfits(layer: nn.Module, kind: RecurrentKind) -> Iterator[tuple[str, str, str]]:
+def _misfits(layer: nn.Module, kind: Recurrence) -> Iterator[tuple[str, str, str]]:
     """Yield what was expected of a layer, what it has, and a fix."""
     installed, fix = upstream.TRANSFORMERS.installed, upstream.TRANSFORMERS.fix
     if "forward" in vars(layer):
@@ -53,15 +53,15 @@ def _misfits(layer: nn.Module, kind: RecurrentKind) -> Iterator[tuple[str, str, 
         yield f"a forward that calls {name}", f"{installed}, in which it does not", fix
     for name in (name for name in kind.reads if name not in names):
         yield f"a forward that reads {name}", f"{installed}, in which it does not", fix
-    for name in called.keys() & upstream.PARAMETERS.keys():
-        known, found = upstream.PARAMETERS[name], _parameters(called[name])
+    for name in (name for name, replacement in kind.functions.items() if replacement is not None):
+        known, found = kind.functions[name].parameters, _parameters(called[name])
         if found != known:
             yield f"{name}({', '.join(known)})", f"{installed} with {name}({', '.join(found)})", fix
-    for name in sorted(called.keys() - {*kind.functions, *upstream.UNCHANGED}):
+    for name in sorted(called.keys() - {*kind.functions, *kind.unchanged, *upstream.UNCHANGED}):
         yield "a forward of known functions", f"{installed}, in which it calls {name}", fix
     for name in sorted(signature(forward).parameters.keys() - {*upstream.ARGUMENTS}):
         yield "a forward of known arguments", f"{installed}, in which it takes {name}", fix
-    if kind in WHOLE:
+    if kind.forward is not None:
         for name in sorted({name for name, _ in layer.named_children()} - {*kind.reads}):
             yield "a layer of known parts", f"{installed}, in which it has {name}", fix
     if kind.convolution is not None and not _is_causal(getattr(layer, kind.convolution, None)):
@@ -102,40 +102,29 @@ def _is_causal(convolution: Any) -> bool:
 
 def forward_on_shards(layer: type) -> Callable[..., Any]:
     """Return the `forward` of a class of layers, with its convolutions and rules replaced."""
-    return _replaced(unwrap(layer.forward), kind_of(layer) or RecurrentKind())  # type: ignore[attr-defined]
+    return _replaced(unwrap(layer.forward), kind_of(layer) or NOTHING)  # type: ignore[attr-defined]
 
 
 @cache
-def _replaced(forward: FunctionType, kind: RecurrentKind) -> Callable[..., Any]:
-    if kind in WHOLE:
-        return WHOLE[kind]
-    names = forward.__globals__ | {name: _replacement(name, forward.__globals__[name]) for name in kind.functions}
+def _replaced(forward: FunctionType, kind: Recurrence) -> Callable[..., Any]:
+    if kind.forward is not None:
+        return kind.forward
+    replaced = {name: _replacement(given, forward.__globals__[name]) for name, given in kind.functions.items()}
+    names = forward.__globals__ | replaced
     copied = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     copied.__kwdefaults__ = forward.__kwdefaults__
     return copied
 
 
-def _replacement(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
-    if name == upstream.CONVOLUTION:
-        return _convolution(stock)
-    # The others join a convolution and a rule. They return None where there is no such kernel.
-    return _rule(name, stock) if name in RULES else lambda *_, **__: None
+def _replacement(given: Convolution | Rule | None, stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what replaces a function: one without a replacement returns None, as where there is no such kernel."""
+    if given is None:
+        return lambda *_, **__: None
+    return given.of(stock) if isinstance(given, Convolution) else _rule(given, stock)
 
 
-def _convolution(stock: Any) -> Callable[..., Any]:
-    """Return the convolution with a halo."""
-
-    def convolution(hidden_states: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
-        size = weight.shape[-1] - 1
-        valid = lambda x: stock(x, weight, *args, **kwargs)[:, :, size:]  # noqa: E731
-        return current_chain.get().convolve(hidden_states, size, valid)
-
-    return convolution
-
-
-def _rule(name: str, stock: Any) -> Callable[..., Any]:
+def _rule(rule: Rule, stock: Any) -> Callable[..., Any]:
     """Return the rule with the state that earlier parts leave, or by heads."""
-    rule = RULES[name]
 
     def run(*args: Any, **kwargs: Any) -> Any:
         chain = current_chain.get()

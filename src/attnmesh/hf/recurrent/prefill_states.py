@@ -5,7 +5,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import pad
 
 from attnmesh.comm.failures import collective
 from attnmesh.hf.recurrent.chain import Chain
@@ -24,9 +23,11 @@ class PrefillStates:
         """Return the cached states, in the order in which the layer reads them; None if there are none."""
         conv = self.cache.get_conv_state(self.layer.layer_idx, state_idx=self.index)
         state = self.cache.get_recurrent_state(self.layer.layer_idx, state_idx=self.index)
-        heads = getattr(self.layer, "n_mamba_heads", None)  # Zamba: the states of its heads are read one by one
-        states = [] if state is None else [state] if heads is None else [*state.unbind(1)]
-        return None if conv is None else [conv, *states]
+        return None if conv is None else [conv, *([] if state is None else self.read(state))]
+
+    def read(self, state: Tensor) -> list[Tensor]:
+        """Return a state as the layer reads it."""
+        return [state]
 
     def get_conv_state(self, *_: Any, **__: Any) -> None:
         """Return no state: the convolution takes a halo."""
@@ -50,33 +51,13 @@ class PrefillStates:
     def store(self, chain: Chain) -> None:
         """Store the states after the last part in the cache of every rank."""
         if self.conv is not None:
-            tail = _of_last_rank(chain.leaving[0], chain)
+            tail = of_last_rank(chain.leaving[0], chain)
             self.cache.update_conv_state(tail, self.layer.layer_idx, **self.conv)
         if self.state is not None:
-            self.cache.update_recurrent_state(_of_last_rank(self.state, chain), self.layer.layer_idx)
+            self.cache.update_recurrent_state(of_last_rank(self.state, chain), self.layer.layer_idx)
 
 
-class CompressedStates(PrefillStates):
-    """States of `ZayaCCAProjection`: as many tokens as its convolutions read, and the projection of the last token."""
-
-    def entering(self) -> list[Tensor] | None:
-        """Return the cached states, each after a token that nobody reads; None if there are none."""
-        conv = self.cache.get_conv_state(self.layer.layer_idx, state_idx=0)
-        last = self.cache.get_recurrent_state(self.layer.layer_idx, state_idx=0)
-        if conv is None:
-            return None
-        blank = self.layer.v_proj_delayed(last.new_zeros(1, self.layer.hidden_size))
-        return [pad(conv, (1, 0)), pad((last - blank)[..., None], (1, 0))]
-
-    def store(self, chain: Chain) -> None:
-        """Store the states after the last part in the cache of every rank."""
-        conv, last = (_of_last_rank(x[..., 1:], chain) for x in chain.leaving)
-        blank = self.layer.v_proj_delayed(last.new_zeros(1, self.layer.hidden_size))
-        self.cache.update_conv_state(conv, self.layer.layer_idx)
-        self.cache.update_recurrent_state(last[..., 0] + blank, self.layer.layer_idx)
-
-
-def _of_last_rank(x: Tensor, chain: Chain) -> Tensor:
+def of_last_rank(x: Tensor, chain: Chain) -> Tensor:
     """Return the tensor of the rank with the last part."""
     x = x.contiguous()
     if chain.axis.group is not None:

@@ -17,17 +17,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnmesh.errors import KernelError, require
-from attnmesh.hf.families.record import check_family
+from attnmesh.hf.families.family import Recurrence, families
+from attnmesh.hf.families.pins import check_family
 from attnmesh.hf.layer_checks import check_same_weights
 from attnmesh.hf.models import SUBJECT, mixing_layers, recurrent_layers
 from attnmesh.hf.recurrent.chain import Chain, HeadChain, parts_of, pieces_of, running
-from attnmesh.hf.recurrent.functions import check_layer, forward_on_shards, kind_of
-from attnmesh.hf.recurrent.layers import ShardedConv1d, ShardedRglru
-from attnmesh.hf.recurrent.prefill_states import CompressedStates, PrefillStates
-from attnmesh.hf.relative import prepare_relative, restore_relative
+from attnmesh.hf.recurrent.convolution import ShardedConv1d
+from attnmesh.hf.recurrent.functions import NOTHING, check_layer, forward_on_shards, kind_of
+from attnmesh.hf.recurrent.prefill_states import PrefillStates
 from attnmesh.hf.shards import ShardPositions, Shards, ShardTensor
 from attnmesh.hf.sparse.prepare_indexer import restore_indexer
-from attnmesh.hf.transformers_names import CACHES, COMPRESSED, MASKS, PER_TOKEN, RGLRU, TRANSFORMERS, subclass
+from attnmesh.hf.transformers_names import CACHES, MASKS, PER_TOKEN, TRANSFORMERS, stock_of, subclass
 
 
 class RecurrentLayer:
@@ -39,7 +39,7 @@ class RecurrentLayer:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer on this rank's part of each chain of the layout."""
         layer: Any = self
-        stock: Any = type(layer).__mro__[2]
+        stock = stock_of(layer)
         bound = signature(stock.forward).bind(layer, *args, **kwargs)
         named = {**bound.arguments, **bound.arguments.pop("kwargs", {})}
         named.pop("self")
@@ -81,7 +81,7 @@ class ModelCall:
 
 def _train(run: Callable[..., Any], layer: Any, named: dict[str, Any], shards: Shards) -> Any:
     """Return the layer's output for this rank's tokens: of a zigzag layout the early part, then the late one."""
-    entering, outputs, first, per_token = None, [], 0, _outputs_per_token(layer)
+    entering, outputs, first, per_token = None, [], 0, _kind(layer).outputs
     for parts in parts_of(shards.layout, shards.length, shards.mesh, shards.documents):
         with running(Chain(parts, entering)) as chain:
             outputs.append(_run_part(run, named, first, chain.tokens, per_token))
@@ -103,12 +103,11 @@ def _prefill(run: Callable[..., Any], layer: Any, named: dict[str, Any], shards:
     """Return the layer's output for this rank's tokens. Every rank's cache gets the state after the last one's."""
     (parts,) = parts_of(shards.layout, shards.length, shards.mesh)
     name = next(name for name in CACHES if name in named)
-    kind = kind_of(type(layer))
-    states = (CompressedStates if kind == COMPRESSED else PrefillStates)(named[name], layer)
+    states = (_kind(layer).states or PrefillStates)(named[name], layer)
     mask = None if shards.token_mask is None else shards.token_mask[:, shards.positions() - shards.start]
     named |= {name: states, _mask_name(named): mask}
     with running(Chain(parts, states.entering(), kept=1)) as chain:
-        out = _run_part(run, named, 0, chain.tokens, _outputs_per_token(layer))
+        out = _run_part(run, named, 0, chain.tokens, _kind(layer).outputs)
     states.store(chain)
     return out
 
@@ -130,10 +129,8 @@ def _mask_name(named: dict[str, Any]) -> str:
     return next((name for name in MASKS if name in named), MASKS[0])
 
 
-def _outputs_per_token(layer: Any) -> int:
-    """Return how many tensors of one value per token a layer returns."""
-    kind = kind_of(type(layer))
-    return 1 if kind is None else kind.outputs
+def _kind(layer: Any) -> Recurrence:
+    return kind_of(type(layer)) or NOTHING
 
 
 def _shards_of(value: object) -> Shards | None:
@@ -164,10 +161,10 @@ def _prepare_model(model: Any) -> ModelCall | None:
     if isinstance(model, PreTrainedModel):
         check_family(model.config)
     layers = [layer for layer in model.modules() if kind_of(type(layer))]
-    new = [layer for layer in layers if not isinstance(layer, (RecurrentLayer, ShardedRglru))]
+    new = [layer for layer in layers if not _is_prepared(layer)]
     for layer in new:
         check_layer(layer)
-    known = sum(kind_of(type(layer)) != RGLRU for layer in layers)
+    known = sum(_kind(layer).base is None for layer in layers)
     expected = recurrent_layers(model.config) if isinstance(model, PreTrainedModel) else 0
     given = f"{known} of {expected} of them in the {type(model).__name__} of {TRANSFORMERS.installed}"
     fits, fix = known >= expected, TRANSFORMERS.fix
@@ -176,15 +173,21 @@ def _prepare_model(model: Any) -> ModelCall | None:
         return None
     models = [x for x in model.modules() if x is model or isinstance(x, PreTrainedModel)]
     call = ModelCall(models, mixing_layers(model.config) if isinstance(model, PreTrainedModel) else 1)
-    prepare_relative(model)
+    for one in families().values():
+        if one.prepare is not None:
+            one.prepare(model)
     for layer in new:
         stock: type = type(layer)
-        kind: Any = kind_of(stock)
-        base: type = ShardedRglru if kind == RGLRU else RecurrentLayer
-        layer.__class__, layer.call = subclass(stock, base), call
+        kind = _kind(layer)
+        layer.__class__, layer.call = subclass(stock, kind.base or RecurrentLayer), call
         if kind.convolution is not None:
             getattr(layer, kind.convolution).__class__ = ShardedConv1d
     return call
+
+
+def _is_prepared(layer: Any) -> bool:
+    """Return whether a layer has a subclass that `prepare_layers` gave it."""
+    return isinstance(layer, _kind(layer).base or RecurrentLayer)
 
 
 def restore(model: nn.Module) -> None:
@@ -207,12 +210,14 @@ def restore(model: nn.Module) -> None:
 
 def _restore_layers(model: nn.Module) -> None:
     modules: list[Any] = [*model.modules()]
+    undo = [one.restore for one in families().values() if one.restore is not None]
     for module in modules:
-        restore_relative(module)
+        for restore_module in undo:
+            restore_module(module)
         if type(module) is ShardedConv1d:
             module.__class__ = nn.Conv1d  # type: ignore[assignment]
-        elif issubclass(type(module), (RecurrentLayer, ShardedRglru)):
-            module.__class__ = type(module).__mro__[2]
+        elif _is_prepared(module):
+            module.__class__ = stock_of(module)
             module.call.remove_hooks()
             del module.call
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from attnmesh.hf.cache.sharded_cache import ShardedCache
+from attnmesh.hf.chunks import left_to_decode
 from attnmesh.hf.images.inputs import IMAGE_MARK
 from attnmesh.hf.models import is_recurrent
-from attnmesh.hf.prefill import left_to_decode
 from attnmesh.hf.serving.rank_worker import RankWorker
 from attnmesh.hf.serving.stream import Stream
 

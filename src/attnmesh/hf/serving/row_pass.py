@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 from attnmesh.errors import ArgumentError, KernelError, MaskError, MeshError, ShapeError, require
 from attnmesh.hf.cache.sharded_cache import ShardedCache
-from attnmesh.hf.models import BIASED_MODELS, attends, check_rows, indexed_layers, is_compressed, rope_regime, unwrap
+from attnmesh.hf.families.family import family_of
+from attnmesh.hf.models import attends, check_rows, indexed_layers, is_compressed, rope_regime, unwrap
 from attnmesh.hf.options import agreement_with_peers
 from attnmesh.hf.prefill import prepare_model, run_model
 from attnmesh.hf.serving.rows_cache import RowsCache
@@ -97,8 +98,7 @@ def note_tokens(cache: ShardedCache, ids: Tensor, length: int) -> None:
 def _runs_rows(model: PreTrainedModel) -> bool:
     """Return whether a forward pass may have rows of several lengths: positions come from the caller alone."""
     config = model.config.get_text_config(decoder=True)
-    counts = getattr(config, "attn_temperature_tuning", False) or config.model_type in BIASED_MODELS
-    if counts or indexed_layers(config) or is_compressed(config):
+    if family_of(config).counts_tokens(config) or indexed_layers(config) or is_compressed(config):
         return False
     return "position_ids" in signature(model.forward).parameters or not attends(config)
 

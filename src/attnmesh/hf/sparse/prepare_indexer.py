@@ -1,26 +1,16 @@
 """Indexers of transformers models on shards: hooks and subclasses that `restore_indexer` undoes."""
 
+from inspect import signature, unwrap
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from attnmesh.hf.sparse.entries import EntryCompressor, EntryScorer
-from attnmesh.hf.sparse.key_blocks import BlockIndexer
-from attnmesh.hf.sparse.pooled import PooledIndexer
+from attnmesh.hf.families.family import Part, parts
 from attnmesh.hf.sparse.scores import IndexMask
 from attnmesh.hf.sparse.select import ShardKeys
-from attnmesh.hf.transformers_names import is_indexer, is_known_indexer, subclass
-
-BASES: dict[str, type] = {
-    "DeepseekV4CSACompressor": EntryCompressor,
-    "DeepseekV4HCACompressor": EntryCompressor,
-    "DeepseekV4IndexerScorer": EntryScorer,
-    "MiniMaxM3VLIndexer": BlockIndexer,
-    "Qwen4ExpTextQSAIndexer": PooledIndexer,
-}
-"""First bases of the subclasses of indexers and compressors, by name."""
+from attnmesh.hf.transformers_names import stock_of, subclass
 
 HOOKS: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
 """Hooks of the indexers that can run on shards."""
@@ -31,17 +21,17 @@ def prepare_indexers(model: nn.Module) -> None:
     for module in model.modules():
         if is_indexer(module) and module not in HOOKS:
             HOOKS[module] = module.register_forward_pre_hook(_before, with_kwargs=True)
-        elif is_known_indexer(module):
+        elif (part := known_part(module)) is not None:
             stock: type = type(module)
-            module.__class__ = subclass(stock, BASES[stock.__name__], __reduce_ex__=_reduce)
+            module.__class__ = subclass(stock, part.base, __reduce_ex__=_reduce)
 
 
 def restore_indexer(module: nn.Module) -> None:
     """Give an indexer back what it had."""
     if module in HOOKS:
         HOOKS.pop(module).remove()
-    if isinstance(module, (*BASES.values(),)):
-        module.__class__ = type(module).__mro__[2]
+    if isinstance(module, tuple(part.base for part in parts().values())):
+        module.__class__ = stock_of(module)
 
 
 def _before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -56,4 +46,21 @@ def _reduce(module: nn.Module, _: Any) -> tuple[Any, ...]:
     """Return how to copy or pickle an indexer: as one of the class that it had, which any process can import."""
     reduced: Any = nn.Module.__reduce_ex__(module, 1)  # later protocols compare the class with the module's
     make, (_, *arguments), state = reduced
-    return make, (type(module).__mro__[2], *arguments), state
+    return make, (stock_of(module), *arguments), state
+
+
+def is_indexer(module: Any) -> bool:
+    """Return whether a module scores keys that its cache returns: its `forward` calls `update_indexer`."""
+    if type(module).__name__ in parts():
+        return False
+    code = getattr(unwrap(type(module).forward), "__code__", None)
+    return code is not None and "update_indexer" in code.co_names
+
+
+def known_part(module: Any) -> Part | None:
+    """Return what a class that runs as a subclass must have; None unless it has that. It is refused when called."""
+    kind, part = type(module), parts().get(type(module).__name__)
+    if part is None or not kind.__module__.startswith("transformers"):
+        return None
+    reads = {*part.reads} <= {*kind.forward.__code__.co_names}
+    return part if reads and (*signature(kind.forward).parameters,) == part.arguments else None

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from attnmesh.errors import KernelError, require
-from attnmesh.hf.models import SUBJECT, USE_SUPPORTED, Opaque
+from attnmesh.hf.families.family import USE_SUPPORTED
+from attnmesh.hf.models import SUBJECT, Opaque
 from attnmesh.hf.shards import METADATA_FUNCTIONS, DispatchedTensor
 
 KEYS = 2**31

@@ -15,26 +15,15 @@ from transformers import PreTrainedModel
 
 from attnmesh.errors import ArgumentError, InputError, KernelError, require
 from attnmesh.guard.agreement import Agreement, may_compare
+from attnmesh.hf.families.family import families, family_of
 from attnmesh.hf.images.cut import prepare_text_model
 from attnmesh.hf.layer_checks import check_same_weights
-from attnmesh.hf.models import (
-    COMPRESSED_MODELS,
-    INDEXED_MODELS,
-    RECURRENT_MODELS,
-    SUBJECT,
-    UNLISTED_LAYERS,
-    check_implementation,
-    is_recurrent,
-)
+from attnmesh.hf.models import SUBJECT, check_implementation
 from attnmesh.hf.recurrent.prepare_recurrent import prepare_layers
 from attnmesh.hf.shards import CALL, FORWARD_ALL, OF_SHARD_BATCH, PromptIds, ShardPositions, Shards, ShardTensor
 from attnmesh.hf.sparse.prepare_indexer import prepare_indexers
 from attnmesh.hf.training.labels import GuardedLabels
-from attnmesh.hf.transformers_names import code_of
 from attnmesh.mesh.axes import Mesh
-
-CODE = {code_of(kind) for kind in (*RECURRENT_MODELS, *INDEXED_MODELS, *COMPRESSED_MODELS)}
-"""Modules of transformers with the code of models whose layers or indexers have to be prepared."""
 
 
 class RunningCall(NamedTuple):
@@ -55,7 +44,7 @@ def prepare_caller(shards: Shards) -> None:
     running = _running_calls()
     if shards.ranks > 1:
         _check_model(running, shards)
-    if any(name in sys.modules for name in CODE):
+    if any(one.needs_preparation and one.code in sys.modules for one in families().values()):
         known: set[nn.Module] = set()
         for module, *_ in running:
             if module not in known:
@@ -97,8 +86,8 @@ def _has_shards(given: dict[str, Any]) -> bool:
 
 def _check_kind(model: PreTrainedModel) -> None:
     """Raise unless attnmesh is the model's attention, and its outputs are of tokens."""
-    without_attention = model.config.get_text_config(decoder=True).model_type in UNLISTED_LAYERS
-    if not (without_attention or is_recurrent(model.config)):
+    family = family_of(model.config)
+    if not (family.refused or family.recurrences):
         check_implementation(SUBJECT, model.config)
     name = type(model).__name__
     expected, fix = "a model with outputs of tokens", "call hf.on_mesh or hf.prepare, which return whole outputs"

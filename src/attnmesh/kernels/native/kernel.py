@@ -14,7 +14,7 @@ from torch import Tensor
 from attnmesh.core.band import Band
 from attnmesh.core.logits import Logits
 from attnmesh.core.partial import Partial
-from attnmesh.kernels.blocks import BackwardInputs, Block, Gradients, cut
+from attnmesh.kernels.blocks import BackwardInputs, Block, Gradients, Kernel, Need, cut
 from attnmesh.kernels.cpu import FlashCPU
 from attnmesh.kernels.native.build import Function, library
 from attnmesh.kernels.reference import Reference
@@ -36,36 +36,34 @@ NO_MEMORY = -1
 FAILED = "the native kernel has failed: ATTNMESH_NATIVE=0 turns it off"
 
 
-class Native:
+class Native(Kernel):
     """`attend.cpp`; the reference for rows with numbers that are not finite, PyTorch's operator backward."""
 
-    name = "native"
+    name, made_for = "native", f"up to {MOST_ROWS} rows of queries a key head"
+    reads_rows = reads_8_bits = True
 
-    def unsupported_reason(self, q: Tensor, k: Tensor, v: Tensor, capped: bool = False) -> str | None:
+    def unsupported_reason(self, need: Need) -> str | None:
         """Return None on the CPU in float32 and narrower, if there is a library."""
-        if q.device.type != "cpu":
-            return f"it runs on the CPU, the tensors are on {q.device.type}"
-        if q.dtype not in DTYPES:
-            return f"it computes in float32, the tensors are {str(q.dtype).removeprefix('torch.')}"
+        if need.device.type != "cpu":
+            return f"it runs on the CPU, the tensors are on {need.device.type}"
+        if need.dtype not in DTYPES:
+            return f"it computes in float32, the tensors are {str(need.dtype).removeprefix('torch.')}"
         return library().reason
 
-    def is_best(self, q: Tensor, k: Tensor) -> bool:
+    def suits(self, need: Need) -> bool:
         """Return True for few rows, where reading the keys is the cost."""
-        few = q.device.type == "cpu" and q.shape[1] // max(1, k.shape[1]) * q.shape[2] <= MOST_ROWS
-        return few and q.dtype in DTYPES and library().attend is not None
+        return need.rows <= MOST_ROWS
 
-    def reads_rows(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Return whether it reads scattered rows of keys and values in place."""
-        served = self.unsupported_reason(q, k, v) is None and min(q.numel(), k.numel(), v.numel()) > 0
-        return served and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+    def launch_of(self, q: Tensor, k: Tensor, v: Tensor, logits: Logits) -> "NativeKind | None":
+        """Return the launch of few rows."""
+        few = q.dtype in DTYPES and q.shape[1] // max(1, k.shape[1]) * q.shape[2] <= MOST_ROWS
+        served = few and min(q.numel(), k.numel(), v.numel()) > 0 and logits.scale > 0
+        return NativeKind.of(q, k, v, logits) if served else None
 
     def attend_rows(
         self, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, hidden: Tensor, logits: Logits
     ) -> Partial | None:
-        """Return the partial of the rows of keys of each sequence, (batch, keys), those that are hidden last.
-
-        None if a number is not finite.
-        """
+        """Return the partial of the rows of keys of each sequence. None if a number is not finite."""
         kind, rows, counts = NativeKind.of(q, k, v, logits), rows.int(), (~hidden).sum(-1)
         into = kind.blank()
         addresses, read = (into.out.data_ptr(), into.lse.data_ptr()), (rows.data_ptr(), counts.data_ptr())
@@ -102,6 +100,9 @@ class Native:
         """Return the block's share of the gradients."""
         out = saved.out.to(q.dtype)
         return FlashCPU().backward(q, k, v, BackwardInputs(out, saved.lse, saved.dout), block, logits)
+
+
+NATIVE = Native()
 
 
 class NativeKind(NamedTuple):

@@ -1,10 +1,10 @@
-"""The indexer of Qwen4-exp on a mesh: it scores means of whole blocks of keys, and always selects the last keys.
+"""Qwen4-exp, whose indexer scores means of whole blocks of keys, and always selects the last keys.
 
 Blocks begin at a sequence's first token. The model scores each query in a loop over all keys. A subclass keeps, for
 each token, the mean of the block that would end with it. Scores of tokens that end no block are -inf.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import sqrt
 from typing import Any
 
@@ -12,9 +12,20 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.selection import NONE, Selection
+from attnmesh.hf.families.delta_rules import GATED_DELTA, GATED_DELTA_SOURCES
+from attnmesh.hf.families.family import (
+    ATTENTION_FIELDS,
+    EXPERT_FIELDS,
+    RECURRENT,
+    RECURRENT_STATES,
+    Family,
+    Layer,
+    Part,
+)
 from attnmesh.hf.sparse.select import ShardKeys
 from attnmesh.hf.traced_mask import LayerMask
 from attnmesh.hf.transformers_names import rope_of
+from attnmesh.planner.selected import Selected
 
 
 class PooledScores:
@@ -96,3 +107,35 @@ def _tokens(ends: Tensor, queries: Tensor, places: Tensor, ratio: int) -> Tensor
     tail = (queries[:, None] - back[:-1]).expand(*places.shape, -1)
     tail = tail.masked_fill(back[:-1] >= (places[..., None] + 1) % ratio, NONE)
     return torch.cat((blocks, tail), -1)
+
+
+def _size(config: Any, counts: Mapping[str, int], _: int) -> Selected:
+    ratio, width = config.indexer_compress_ratio, config.indexer_head_dim + 1  # whether the block is whole, too
+    return Selected(config.indexer_budget // ratio, config.indexer_n_heads, width, block=ratio, **counts)
+
+
+INDEXER = Part(
+    PooledIndexer,
+    ("self", "hidden_states", "position_embeddings", "attention_mask", "past_key_values"),
+    (
+        *("index_qk_proj", "index_n_heads", "index_kv_heads", "q_layernorm", "k_layernorm", "compress_ratio"),
+        *("block_topk", "token_budget", "apply_rotary_pos_emb", "update_indexer"),
+    ),
+)
+
+FAMILIES = (
+    Family(
+        "qwen4_exp_text",
+        f"{ATTENTION_FIELDS} {EXPERT_FIELDS} head_dim number_of_conv_states ple_layer_ids rope_parameters",
+        sources={
+            "Qwen4ExpTextGatedDeltaNet.forward": "3bb52a268f55",
+            **GATED_DELTA_SOURCES,
+            "Qwen4ExpTextQSAIndexer.forward": "40e885d5332b",
+        },
+        uses=(RECURRENT_STATES,),
+        layers={**RECURRENT, "indexed_attention": Layer(indexed=True, pooled=True)},
+        recurrences={"Qwen4ExpTextGatedDeltaNet": GATED_DELTA},
+        parts={"Qwen4ExpTextQSAIndexer": INDEXER},
+        selected=_size,
+    ),
+)

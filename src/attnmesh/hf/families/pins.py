@@ -1,25 +1,22 @@
-"""Records of model types: what of transformers each of them needs. A type that lacks a part of it is refused alone.
+"""Checks of what a family needs of transformers. A type that lacks a part of it is refused alone.
 
-`records.json` has a record by model type, and a few that several types share. What attnmesh reads of a model with a
-default would be the default for every model after a renaming. So a record lists what its type must have.
+What attnmesh reads of a model with a default would be the default for every model after a renaming. So a record lists
+what its type must have, and the digests of the sources that are followed.
 """
 
 import ast
-import json
-from collections.abc import Mapping
+from collections.abc import Iterable
 from functools import cached_property
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from attnmesh.errors import VersionError
+from attnmesh.hf.families.family import CONFIGURATION, MODELING, MODELS, Family, Pins, family_of_class
 from attnmesh.hf.transformers_names import TRANSFORMERS
-
-MODELS, CONFIGURATION, MODELING = "transformers.models.", ".configuration_", ".modeling_"
-"""Names of modules of transformers: all models, and of one its configuration and its code."""
 
 FIELDS = (
     *("attention_chunk_size", "attn_temperature_tuning", "cross_attention_layers", "head_dim", "indexer_types"),
@@ -31,31 +28,8 @@ FIELDS = (
 )
 """Fields of configurations that are read with a default, since some model types lack them."""
 
-
-class Record(NamedTuple):
-    """Parts of transformers that a model type needs. Lists of names are separated by spaces."""
-
-    fields: str = ""
-    """Those of `FIELDS` that its configuration has."""
-    names: str = ""
-    """Names that transformers must have, as "module:Class.attribute"."""
-    stores: Mapping[str, str] = {}
-    """Attributes that classes of its code set on their instances."""
-    sources: Mapping[str, str] = {}
-    """Functions of its code whose rule is written again here, or which run in parts: a digest of the source of each."""
-    uses: str = ""
-    """Shared records that hold for it too."""
-    code: str = ""
-    """Module with the code of a shared record."""
-
-
-RECORDS = {
-    name: Record(**entry) for name, entry in json.loads(Path(__file__).with_name("records.json").read_text()).items()
-}
-"""All records, by model type or by name."""
-
 CHECKED: set[object] = set()
-"""Configurations' classes and shared records that have passed."""
+"""Configurations' classes and shared pins that have passed."""
 
 
 def check_family(config: Any) -> None:
@@ -69,41 +43,50 @@ def check_family(config: Any) -> None:
 def _check_class(config: Any) -> None:
     """Raise unless the record of a configuration's class holds. Classes of other packages have no record."""
     stock: Any = next((one for one in type(config).__mro__ if one.__module__.startswith(MODELS)), None)
-    record = None if stock is None else RECORDS.get(stock.model_type)
-    if stock is not None and record is not None:
+    if stock is not None:
+        family = family_of_class(stock)
         layer = config.per_layer_config[0] if config.is_heterogeneous else config
-        for name in record.fields.split():
+        for name in family.fields.split():
             if not hasattr(layer, name):
-                raise_lost(stock.model_type, f"{stock.__name__}.{name}")
-        _check_record(stock.model_type, record, stock.__module__.replace(CONFIGURATION, MODELING))
+                raise_lost(family.type, f"{stock.__name__}.{name}")
+        _check_family(family, stock.__module__.replace(CONFIGURATION, MODELING))
     CHECKED.add(type(config))
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator] # it reads files
-def check_shared(name: str, kind: str) -> None:
-    """Raise unless a shared record holds, which models of a type need by their settings."""
-    if name not in CHECKED:
-        _check_record(kind, RECORDS[name], RECORDS[name].code)
-        CHECKED.add(name)
-
-
-def _check_record(kind: str, record: Record, module: str) -> None:
-    """Raise unless a record holds for the code in a module, and with it all that it uses."""
-    for name in record.names.split():
-        TRANSFORMERS.find(name, f"attnmesh.hf {kind}")
+def _check_family(family: Family, module: str) -> None:
+    """Raise unless the code of a family, in a module, has what its record names."""
     code = Code(module)
-    for part, names in record.stores.items():
+    for part, names in family.stores.items():
         for name in sorted({*names.split()} - code.stored(part)):
-            raise_lost(kind, f"{part}.{name}")
-    for name, digest in record.sources.items():
+            raise_lost(family.type, f"{part}.{name}")
+    _check_sources(family.type, code, family.sources.items())
+    for pins in family.uses:
+        _check_pins(pins, family.type)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator] # it reads files
+def check_pins(pins: Pins, kind: str) -> None:
+    """Raise unless shared pins hold, which models of a type need by their settings."""
+    if pins.name not in CHECKED:
+        _check_pins(pins, kind)
+        CHECKED.add(pins.name)
+
+
+def _check_pins(pins: Pins, kind: str) -> None:
+    for name in pins.names.split():
+        TRANSFORMERS.find(name, f"attnmesh.hf {kind}")
+    _check_sources(kind, Code(pins.code), pins.sources.items())
+
+
+def _check_sources(kind: str, code: "Code", digests: Iterable[tuple[str, str]]) -> None:
+    """Raise unless functions have the sources that are followed."""
+    for name, digest in digests:
         found = code.digest(name)
         if found is None:
             raise_lost(kind, name)
         if found != digest:
             expected = f"{TRANSFORMERS.requirement} with the {name} that attnmesh follows"
             TRANSFORMERS.refuse_untested(f"attnmesh.hf {kind}", expected, f"{TRANSFORMERS.installed} with another one")
-    for other in record.uses.split():
-        _check_record(kind, RECORDS[other], RECORDS[other].code)
 
 
 def raise_lost(kind: str, name: str) -> NoReturn:

@@ -7,8 +7,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 import attnmesh.hf as hf
 from attnmesh.errors import KernelError
+from attnmesh.hf.families.inkling import NearLogits
 from attnmesh.hf.recurrent.prepare_recurrent import prepare_layers
-from attnmesh.hf.relative import NearLogits
 from tests.support.models.checks import DoublePrecision
 from tests.support.models.sizes import VOCABULARY
 from tests.support.models.tiny_models import Case, build

@@ -13,7 +13,7 @@ import pytest
 
 from attnmesh.cli.launch import RankError, run_on_ranks
 from attnmesh.errors import ModelError
-from attnmesh.serve import supervisor as front
+from attnmesh.serve import supervisor
 from attnmesh.serve.chat import Encoded
 from attnmesh.serve.metrics import Metrics
 from attnmesh.serve.supervisor import Supervisor
@@ -129,7 +129,7 @@ class Failing:
 
 
 def test_a_request_that_loses_each_world_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front, "REPLAYS", 1)
+    monkeypatch.setattr(supervisor, "REPLAYS", 1)
     with served(Failing(), max_restarts=9) as one:
         code, said = one.ask("/v1/chat/completions", chat(max_tokens=200))
         assert (code, said["error"]["message"]) == (500, "Ranks were lost 2 times during this request.")
@@ -158,7 +158,7 @@ class Poisoned(ThreadWorld):
 
 @pytest.mark.parametrize("place", [0, 9])
 def test_a_request_that_loses_ranks_ends_alone(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front, "LONGEST_PAUSE", 0.0)
+    monkeypatch.setattr(supervisor, "LONGEST_PAUSE", 0.0)
     options: list[dict[str, Any]] = [{"temperature": 1, "seed": 3 + row} for row in range(5)]
     with served(Poisoned(place), max_restarts=3, max_requests=12) as one:
         texts: list[list[str]] = [[] for _ in options]
@@ -178,8 +178,8 @@ def test_a_request_that_loses_ranks_ends_alone(place: int, monkeypatch: pytest.M
 
 @pytest.mark.parametrize(("times", "state"), [((2.4, 4.8, 9.2, 17.7), "stopping"), ((1.0, 1.5, 2.0, 2.5), "failed")])
 def test_losses_count_within_a_window(times: tuple[float, ...], state: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front, "WINDOW", 3.0)
-    monkeypatch.setattr(front, "LONGEST_PAUSE", 0.0)
+    monkeypatch.setattr(supervisor, "WINDOW", 3.0)
+    monkeypatch.setattr(supervisor, "LONGEST_PAUSE", 0.0)
     one = Supervisor(ThreadWorld(), max_requests=1, max_restarts=3, metrics=Metrics())
     one.facts, losses = {"max_model_len": 9}, iter(times)
     loop = asyncio.new_event_loop()
@@ -216,7 +216,7 @@ def test_a_world_that_cannot_start_is_not_tried_again() -> None:
 
 @pytest.mark.long
 def test_streams_outlive_twenty_losses_of_each_rank(running: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front, "WINDOW", 0.0)  # each loss is the first one
+    monkeypatch.setattr(supervisor, "WINDOW", 0.0)  # each loss is the first one
     options: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1, "seed": 3}]
     for lost in (0, 1) * 20:
         texts: list[list[str]] = [[], []]

@@ -1,10 +1,10 @@
-"""The indexer of MiniMax-M3 on a mesh: for each key head it selects blocks of keys, and always the last ones.
+"""MiniMax-M3, whose indexer selects blocks of keys for each key head, and always the last ones.
 
 The model's indexer scores all keys before it knows their mask. A subclass returns `BlockScores` instead, from which the
 attention function selects when it has the mask.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,10 +12,12 @@ from torch import Tensor
 
 from attnmesh.core.selection import NONE, Selection
 from attnmesh.errors import KernelError, MaskError, require
+from attnmesh.hf.families.family import ATTENTION_FIELDS, INDEXED, Family, Layer, Part
 from attnmesh.hf.models import SUBJECT, Opaque
 from attnmesh.hf.shards import ShardPositions
 from attnmesh.hf.sparse.select import ShardKeys
 from attnmesh.hf.transformers_names import rope_of
+from attnmesh.planner.selected import Selected
 
 
 class BlockScores(Opaque):
@@ -96,3 +98,32 @@ def selected_blocks(module: Any, blocks: Any, spec: Any) -> Selection:
     require(spec.shards is None, KernelError, f"{SUBJECT} indexer", expected, given, fix)
     check_unpadded(spec)
     return Selection(blocks.masked_fill(blocks < 0, NONE).to(torch.int32), module.indexer.block_size)
+
+
+def _size(config: Any, counts: Mapping[str, int], kv_heads: int) -> Selected:
+    sizes = config.index_topk_blocks, config.index_n_heads, config.index_head_dim
+    return Selected(*sizes, block=config.index_block_size, heads=kv_heads, **counts)
+
+
+INDEXER = Part(
+    BlockIndexer,
+    ("self", "hidden_states", "position_embeddings", "past_key_values", "position_ids"),
+    (
+        *("q_proj", "k_proj", "q_norm", "k_norm", "head_dim", "block_size", "topk_blocks", "local_blocks"),
+        *("apply_rotary_pos_emb", "update_index"),
+    ),
+)
+
+FAMILIES = (
+    Family(
+        "minimax_m3_vl_text",
+        f"{ATTENTION_FIELDS} head_dim intermediate_size num_experts num_experts_per_tok num_local_experts "
+        "output_router_logits rope_parameters",
+        sources={"MiniMaxM3VLIndexer.forward": "eba1b211b25c"},
+        layers={**INDEXED, "minimax_m3_sparse": Layer(indexed=True)},
+        parts={"MiniMaxM3VLIndexer": INDEXER},
+        selects="block_indices",
+        selection=selected_blocks,
+        selected=_size,
+    ),
+)

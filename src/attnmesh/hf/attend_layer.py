@@ -1,0 +1,156 @@
+"""Attention of one layer by where its keys are: in shards, in a cache of shards, or on this device."""
+
+from dataclasses import replace
+from functools import partial
+from math import lcm
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from attnmesh.cache.cache import KVCache
+from attnmesh.core.logits import Logits, check_scale, with_distance_bias
+from attnmesh.core.mask import Mask
+from attnmesh.core.selection import Selection
+from attnmesh.core.visible import Visible
+from attnmesh.decoding.decode_shard import decode_shard
+from attnmesh.errors import InputError, MaskError, require
+from attnmesh.hf.cache.layer import PendingKV, store_shard
+from attnmesh.hf.layer_checks import check_cached_padding
+from attnmesh.hf.layer_mask import ONE_PROMPT, SAME_PLACES, MaskSpec, check_covers
+from attnmesh.hf.models import SUBJECT
+from attnmesh.hf.shards import Shards
+from attnmesh.kernels.local_op import run_attend
+from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh_attention.attention import attend_shards, attention
+from attnmesh.mesh_attention.call import Call, Options
+
+
+class LayerCall(NamedTuple):
+    """Arguments of a layer's attention besides queries, keys and values."""
+
+    mask: Mask
+    scale: float | None
+    sinks: Tensor | None
+    softcap: float | None
+    selected: Selection | None
+    distance_bias: Tensor | None = None
+
+
+def attend_new(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, spec: MaskSpec) -> Tensor:
+    """Return attention without a `ShardedCache`, a sequence at a time if their masks differ."""
+    if not spec.rows:
+        shards = spec.shards
+        return _attend_local(q, k, v, layer, spec) if shards is None else _attend_shards(q, k, v, layer, shards)
+    outs = []
+    for number, mask in enumerate(spec.rows):
+        row = slice(number, number + 1)
+        padding, left = (None if x is None else x[row] for x in (spec.token_mask, spec.left_padding))
+        one = replace(spec, mask=mask, rows=(), token_mask=padding, left_padding=left)
+        outs.append(attend_new(q[row], k[row], v[row], layer._replace(mask=mask), one))
+    return torch.cat(outs)
+
+
+def attend_cached(q: Tensor, pending: PendingKV, layer: LayerCall, spec: MaskSpec, is_new: bool) -> Tensor:
+    """Return attention with a `ShardedCache`, which stores new keys and values."""
+    given = "sequences with images in other places"
+    require(not spec.rows, MaskError, "attention mask", SAME_PLACES, given, ONE_PROMPT)
+    if spec.discarded:
+        return q.new_zeros(len(q), q.shape[1] // pending.layer.cache.shares, q.shape[2], pending.v.shape[3])
+    if spec.shards is not None:
+        return _prefill(q, pending, layer, spec.shards, is_new)
+    kv = _store(pending, layer.mask, spec, q.shape[2]) if is_new else pending.layer.cached
+    if kv.sizes.storage is not None and kv.length == pending.k.shape[2] and spec.token_mask is None:
+        # As in a sharded prefill, the first tokens attend each other before their keys are rounded.
+        out = _attend_local(q, pending.k, pending.v, layer, spec)
+        for axis in (kv.mesh.heads, kv.tokens) if pending.layer.cache.shares > 1 else ():
+            out = out[:, axis.share_of(out.shape[1])]
+        return out
+    return _attend_stored(q, pending, kv, layer, None)
+
+
+def _attend_stored(q: Tensor, pending: PendingKV, kv: KVCache, layer: LayerCall, shards: Shards | None) -> Tensor:
+    """Return attention of the last tokens, or of this rank's share of them, over all that are cached.
+
+    Queries of latents are absorbed.
+    """
+    latents, cache, further = pending.projected_latents, pending.layer.cache, pending.layer.further
+    if latents is not None:
+        layer = layer._replace(scale=check_scale(SUBJECT, layer.scale, q.shape[-1]))
+        q = latents.projection.absorb(q)
+    if shards is None:
+        out: Tensor = cache.attend(q, kv, partial=further(q, layer.scale), **layer._asdict())
+    else:
+        how = {"kernel": cache.kernel, "further": partial(further, scale=layer.scale), **layer._asdict()}
+        out = decode_shard(q, kv, shards.layout, shards.length, **how)
+    return out if latents is None else latents.projection.project(out)
+
+
+_attend_outside_graphs = torch.compiler.disable(attention)
+"""`attention` for selected keys. On several ranks it is refused inside a graph."""
+
+
+def _attend_shards(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, shards: Shards) -> Tensor:
+    """Return attention of this rank's tokens to the tokens of all ranks, with gradients."""
+    kind, length = layer._replace(mask=shards.mask_of(layer.mask))._asdict(), shards.length
+    attend: Any = attention if layer.selected is None else _attend_outside_graphs
+    out: Tensor = attend(q, k, v, mesh=shards.mesh, layout=shards.layout, length=length, key_length=length, **kind)
+    return out
+
+
+def _prefill(q: Tensor, pending: PendingKV, layer: LayerCall, shards: Shards, is_new: bool) -> Tensor:
+    """Return attention of this rank's tokens of a prompt. Each rank stores the keys that it computed."""
+    cache = pending.layer.cache
+    kv = pending.layer.reserve(pending, shards.length, layer.mask) if is_new else pending.layer.cached
+    if not shards.has_prefix:
+        how = cache.exchange, cache.kernel, layer.scale, layer.softcap, shards.length, shards.length, None
+        options = Options(shards.mask_of(layer.mask), shards.layout, shards.layout, *how)
+        call = Call(q, pending.k, pending.v, layer.sinks, None, options, layer.selected, layer.distance_bias)
+        further = pending.layer.further(q, layer.scale)
+        out = attend_shards(call, Mesh.of(shards.mesh), cache.checked, pending.projected_latents, further)
+    if is_new:
+        store_shard(kv, *pending.stored, shards)
+    return _attend_stored(q, pending, kv, layer, shards) if shards.has_prefix else out
+
+
+def _store(pending: PendingKV, mask: Mask, spec: MaskSpec, new: int) -> KVCache:
+    """Store tokens that all ranks compute, each rank those of its blocks. Return the layer's cache."""
+    kv = pending.layer.reserve(pending, new, mask)
+    try:
+        check_cached_padding(kv, spec.token_mask, new, mask)
+    except InputError as error:
+        pending.layer.raise_agreed(error, pending, 0)
+    kv.append(*pending.stored, token_mask=None if spec.token_mask is None else spec.token_mask[:, -new:])
+    return kv
+
+
+def _attend_local(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, spec: MaskSpec) -> Tensor:
+    """Return attention on one device, with keys of a transformers cache and padding if there are any."""
+    check_covers(spec.covered, spec.kv_offset + k.shape[2])
+    queries = torch.arange(q.shape[2]) + spec.q_offset
+    keys = torch.arange(k.shape[2]) + spec.kv_offset
+    first = spec.left_padding if layer.mask.chunks else None  # chunks begin at a sequence's first token
+    if spec.token_mask is None and (first is None or not bool(first.any())):
+        return _attend(q, k, v, layer, queries, keys)
+    token_mask = torch.ones(len(q), 0, dtype=torch.bool) if spec.token_mask is None else spec.token_mask
+    token_mask = pad(token_mask, (0, k.shape[2] - token_mask.shape[1]), value=spec.token_mask is None)
+    rows = []
+    for number, tokens in enumerate(token_mask):  # padding differs between sequences
+        kept = tokens.nonzero().flatten()
+        row = slice(number, number + 1)
+        selected = layer.selected and replace(layer.selected, indices=layer.selected.indices[row])
+        bias = None if layer.distance_bias is None else layer.distance_bias[row]
+        own = layer._replace(selected=selected, distance_bias=bias)
+        shift = 0 if first is None else -int(first[number]) % lcm(*layer.mask.chunks)
+        positions = queries + shift, keys[kept.cpu()] + shift
+        rows.append(_attend(q[row], k[row, :, kept], v[row, :, kept], own, *positions))
+    return torch.cat(rows)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, queries: Tensor, keys: Tensor) -> Tensor:
+    """Return attention of queries to keys at these positions."""
+    logits = Logits.of(SUBJECT, layer.scale, layer.softcap, q.shape[-1])
+    q = with_distance_bias(q, layer.distance_bias)
+    visible = Visible(layer.mask, queries, keys, selected=layer.selected)
+    return run_attend(q, k, v, visible, logits, "auto", layer.sinks).out

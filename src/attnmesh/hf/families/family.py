@@ -1,0 +1,308 @@
+"""Model families: what of transformers each needs, and what its layers do beside plain attention.
+
+A file of this folder is a family. Its `FAMILIES` are records, one for each model type that shares the file.
+`plain.json` has the types that need fields of their configuration, and nothing else. What is run for a family, and
+what is refused, is read from its record: no other file names one.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnmesh.core.selection import Selection
+from attnmesh.planner.selected import Selected
+
+MODELS, CONFIGURATION, MODELING = "transformers.models.", ".configuration_", ".modeling_"
+"""Names of modules of transformers: all models, and of one its configuration and its code."""
+
+USE_SUPPORTED = "use a family like Llama, Qwen, Mistral, Gemma 3 or gpt-oss"
+"""Fix in errors about models that are not supported."""
+
+ATTENTION_FIELDS = "layer_types max_position_embeddings num_attention_heads num_hidden_layers num_key_value_heads"
+EXPERT_FIELDS = "moe_intermediate_size num_experts num_experts_per_tok output_router_logits"
+LATENT_FIELDS = (
+    f"{ATTENTION_FIELDS} head_dim intermediate_size kv_lora_rank moe_intermediate_size "
+    "num_experts_per_tok num_local_experts output_router_logits qk_rope_head_dim"
+)
+"""Fields that the configurations of many types have: of attention, of experts, and of both with latents."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What the layers of a kind do and keep, where `config.layer_types` has its name."""
+
+    attends: bool = True
+    windowed: bool = False
+    """True if they keep the keys of a window or chunk."""
+    recurrent: bool = False
+    """True if they keep a state."""
+    indexed: bool = False
+    """True if an indexer selects the keys of each query."""
+    pooled: bool = False
+    """True if the keys of its indexer are means of blocks."""
+    entries: Mapping[str, str] = field(default_factory=dict)
+    """Names of the entries that stand for compressed tokens, and the `values=` of the cache of each."""
+
+
+ATTENDING = {
+    "full_attention": Layer(),
+    "sliding_attention": Layer(windowed=True),
+    "chunked_attention": Layer(windowed=True),
+}
+"""Kinds of layers that every family may have."""
+
+RECURRENT = {
+    "linear_attention": Layer(attends=False, recurrent=True),
+    "conv": Layer(attends=False, recurrent=True),
+    "hybrid": Layer(recurrent=True),
+    "hybrid_sliding": Layer(windowed=True, recurrent=True),
+    "mlp": Layer(attends=False),
+    "moe": Layer(attends=False),
+}
+"""Kinds of layers in families with recurrent ones. The last two mix no tokens."""
+
+INDEXED = {"indexed_attention": Layer(indexed=True)}
+"""Kinds of layers in families with indexers."""
+
+
+PLAIN = Layer()
+KNOWN: Mapping[str, Layer] = {**ATTENDING, **RECURRENT, **INDEXED}
+"""Kinds of layers that several families have."""
+
+
+class Pins(NamedTuple):
+    """Parts of a module of transformers that several families need."""
+
+    name: str
+    code: str
+    names: str = ""
+    sources: Mapping[str, str] = {}
+
+
+RECURRENT_STATES = Pins(
+    "recurrent_states",
+    "transformers.cache_utils",
+    "transformers:Cache.get_conv_state transformers:Cache.get_recurrent_state transformers:Cache.update_conv_state "
+    "transformers:Cache.update_recurrent_state transformers.cache_utils:LinearAttentionLayer",
+    {
+        "LinearAttentionLayer.lazy_initialization": "fbf2962d1e8c",
+        "LinearAttentionLayer.update_conv_state": "0f92f2c35a59",
+        "LinearAttentionLayer.update_recurrent_state": "90b53629cfe7",
+    },
+)
+"""What a cache of recurrent states needs."""
+
+LAYERS_WITHOUT_CACHE = Pins("layers_without_cache", "transformers.cache_utils", "transformers.cache_utils:DummyLayer")
+"""What layers that mix no tokens need."""
+
+LENGTH_DEPENDENT_ROPES = Pins(
+    "length_dependent_ropes", "transformers.modeling_rope_utils", sources={"dynamic_rope_update": "237c3e4cff31"}
+)
+"""What a model needs whose settings ask for such a rope."""
+
+
+@dataclass(frozen=True, eq=False)
+class Recurrence:
+    """What a class of recurrent layers must have to run on shards. All of it is replaced there."""
+
+    functions: Mapping[str, Any] = field(default_factory=dict)
+    """Functions that its `forward` calls, each with what replaces it: a convolution, a `Rule`, or None.
+
+    None is for functions that join a convolution and a rule. They return None where there is no such kernel.
+    """
+    unchanged: tuple[str, ...] = ()
+    """Further functions that it may call as they are: none of them mixes the tokens of a shard."""
+    reads: tuple[str, ...] = ()
+    """Attributes that its `forward` reads."""
+    convolution: str | None = None
+    """Name of its causal `nn.Conv1d`, if `forward` calls that instead of a function."""
+    outputs: int = 1
+    """Tensors of one value per token that it returns first."""
+    forward: Callable[..., Any] | None = None
+    """What replaces its `forward`, if its recurrence is no function."""
+    states: type | None = None
+    """Stand-in for the cache in a prefill, if it is another than `PrefillStates`."""
+    base: type | None = None
+    """First base of its subclass, if it is a part of another recurrent layer."""
+
+
+class Part(NamedTuple):
+    """A class of transformers that runs as a subclass, with its keys in shards."""
+
+    base: type
+    """First base of the subclass."""
+    arguments: tuple[str, ...]
+    """Arguments of its `forward`."""
+    reads: tuple[str, ...]
+    """Names that its `forward` reads."""
+
+
+def _selects_tokens(_layer: Any, indices: Tensor, _spec: Any) -> Selection:
+    """Return tokens that are selected for all heads."""
+    return Selection(indices[:, None])
+
+
+def _adds_no_bias(_layer: Any) -> bool:
+    return False
+
+
+def _never(_config: Any) -> bool:
+    return False
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """A model type of transformers: what it needs, and what its layers do beside plain attention."""
+
+    type: str
+    fields: str = ""
+    """Those of `FIELDS` that its configuration has, separated by spaces."""
+    stores: Mapping[str, str] = field(default_factory=dict)
+    """Attributes that classes of its code set on their instances."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Functions of its code whose rule is written again here, or which run in parts: a digest of the source of each."""
+    uses: tuple[Pins, ...] = ()
+    """What it needs beside its own code."""
+
+    layers: Mapping[str, Layer] = field(default_factory=dict)
+    """Kinds of layers that it may have beside `ATTENDING`."""
+    refused: str = ""
+    """What its layers have that is not supported, where `config.layer_types` does not say so."""
+    repeats_keys: bool = False
+    """True if it repeats its key heads before attention."""
+    counts_tokens: Callable[[Any], bool] = _never
+    """Return whether a model of a configuration counts cached tokens itself: rows of a step have one length then."""
+
+    recurrences: Mapping[str, Recurrence] = field(default_factory=dict)
+    """Its classes of recurrent layers, by name."""
+    begins_at_zero: bool = False
+    """True if the rule of several tokens always begins with a state of zero."""
+    keeps_states: bool = False
+    """True if it keeps recurrent states in a cache of its own, or in its layers."""
+
+    parts: Mapping[str, Part] = field(default_factory=dict)
+    """Its other classes that run as subclasses on a mesh, by name: indexers and compressors."""
+    selects: str = "indices"
+    """Argument of attention with what the indexer of a layer has selected."""
+    selection: Callable[[Any, Any, Any], Selection] = _selects_tokens
+    """Return what the queries of a layer select, of this argument and the layer's `MaskSpec`."""
+    selected: Callable[[Any, Mapping[str, int], int], Selected] | None = None
+    """Return what a planner has to know of its indexers, of its configuration, their numbers and its key heads."""
+
+    temperature: Callable[[Any, Any], Tensor | None] | None = None
+    """Return the scale of the queries of a layer and of `Shards`, beside that of a run of tokens; None without one."""
+    adds_bias: Callable[[Any], bool] = _adds_no_bias
+    """Return whether a layer adds a bias by distance to its logits, as it is known."""
+    near_bias: Callable[[Any, Tensor | None, Any], Tensor | None] = lambda _layer, bias, _shards: bias
+    """Return the bias of each query and distance of a layer, of what it passes to its attention and of `Shards`."""
+    prepare: Callable[[Any], None] | None = None
+    """Prepare further modules of a model with recurrent layers for shards."""
+    restore: Callable[[Any], None] | None = None
+    """Undo what `prepare` did to a module."""
+
+    @property
+    def code(self) -> str:
+        """The module of transformers with its code."""
+        name = self.type.removesuffix("_text")
+        return f"{MODELS}{name}{MODELING}{name}"
+
+    @property
+    def compresses(self) -> bool:
+        """Whether layers attend to entries of compressed tokens."""
+        return any(layer.entries for layer in self.layers.values())
+
+    @property
+    def needs_preparation(self) -> bool:
+        """Whether layers or indexers are changed before they run on shards."""
+        return bool(self.recurrences or self.layers)
+
+    def layer(self, kind: str) -> Layer:
+        """Return what the layers of a kind do, also of one that the family may not have."""
+        return self.layers.get(kind) or KNOWN.get(kind) or PLAIN
+
+
+@cache
+def families() -> Mapping[str, Family]:
+    """Return the record of each model type that has one."""
+    plain = json.loads(Path(__file__).with_name("plain.json").read_text())
+    found = {kind: Family(kind, **entry) for kind, entry in plain.items()}
+    for each in iter_modules(import_module(str(__package__)).__path__):
+        module = import_module(f"{__package__}.{each.name}")
+        found |= {one.type: one for one in getattr(module, "FAMILIES", ())}
+    return found
+
+
+@cache
+def recurrences() -> Mapping[str, Recurrence]:
+    """Return the known classes of recurrent layers, by name."""
+    return {name: kind for one in families().values() for name, kind in one.recurrences.items()}
+
+
+@cache
+def parts() -> Mapping[str, Part]:
+    """Return the known classes that run as subclasses on a mesh, by name."""
+    return {name: part for one in families().values() for name, part in one.parts.items()}
+
+
+def family_of(config: Any) -> Family:
+    """Return the family of a model, or of its text model.
+
+    >>> from transformers import LlamaConfig, MambaConfig
+    >>> family_of(LlamaConfig()).recurrences, [*family_of(MambaConfig()).recurrences]
+    ({}, ['MambaMixer'])
+    """
+    text: Any = type(config.get_text_config(decoder=True))
+    return family_of_class(text)
+
+
+def family_of_layer(layer: Any) -> Family:
+    """Return the family of a layer's configuration, which is that of a text model."""
+    family: Family = _constant(type(getattr(layer, "config", None)))
+    return family
+
+
+@cache
+def family_of_class(config: type) -> Family:
+    """Return the family of a class of configurations, or of the first class of transformers that it derives from."""
+    own = getattr(config, "model_type", "")
+    stock: Any = next((one for one in config.__mro__ if one.__module__.startswith(MODELS)), None)
+    known = families()
+    return known.get(own) or known.get(getattr(stock, "model_type", "")) or _unknown(own)
+
+
+def has_entries(layer: Any) -> bool:
+    """Return whether a layer attends to entries of compressed tokens."""
+    found: bool = _has_entries(type(getattr(layer, "config", None)), getattr(layer, "layer_type", ""))
+    return found
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator] # a graph cannot look families up
+def _constant(config: Any) -> Family:
+    return family_of_class(config)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_entries(config: Any, kind: str) -> bool:
+    return bool(family_of_class(config).layer(kind).entries)
+
+
+def _unknown(kind: str) -> Family:
+    """Return the record of a type without one: its layers may be copies of those that some family scales."""
+    scaling = [one.temperature for one in families().values() if one.temperature is not None]
+
+    def temperature(layer: Any, shards: Any) -> Tensor | None:
+        found = (each(layer, shards) for each in scaling)
+        return next((scale for scale in found if scale is not None), None)
+
+    def counts_tokens(config: Any) -> bool:
+        return any(one.counts_tokens(config) for one in families().values())
+
+    return Family(kind, temperature=temperature, counts_tokens=counts_tokens)

@@ -1,0 +1,37 @@
+"""Llama 4, whose queries have a temperature that grows with their positions, in layers without a rope."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnmesh.hf.families.family import ATTENTION_FIELDS, Family
+from attnmesh.hf.shards import Shards
+
+
+def temperature(layer: Any, shards: Shards) -> Tensor | None:
+    """Return the scale of queries by their positions, over that by their places in a run, (tokens,)."""
+    if not getattr(layer, "attn_temperature_tuning", False) or getattr(layer, "use_rope", True):
+        return None
+
+    def scale(positions: Tensor) -> Any:
+        grown = torch.log1p(torch.floor((positions + 1.0) / layer.floor_scale))
+        return (grown * layer.attn_scale + 1.0).double()  # of numbers in float32, as stock
+
+    places = shards.positions()
+    positions = places - shards.documents.bounds(places)[0]  # in each token's document
+    ratio: Tensor = scale(positions) / scale(shards.start + torch.arange(len(places)))
+    return ratio
+
+
+FAMILIES = (
+    Family(
+        "llama4_text",
+        f"{ATTENTION_FIELDS} attention_chunk_size attn_temperature_tuning head_dim intermediate_size "
+        "num_experts_per_tok num_local_experts output_router_logits rope_parameters",
+        stores={"Llama4TextAttention": "attn_scale attn_temperature_tuning floor_scale use_rope"},
+        sources={"Llama4TextAttention.forward": "3785af3f6590"},
+        counts_tokens=lambda config: getattr(config, "attn_temperature_tuning", False),
+        temperature=temperature,
+    ),
+)

@@ -1,0 +1,99 @@
+"""Families with layers of Mamba, whose states decay by a number for each channel and state."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from attnmesh.hf.families.family import ATTENTION_FIELDS, RECURRENT, RECURRENT_STATES, Family, Recurrence
+from attnmesh.hf.recurrent.convolution import CONVOLUTION, CONVOLUTION_SOURCE
+from attnmesh.hf.recurrent.prefill_states import PrefillStates
+from attnmesh.hf.recurrent.rules import Rule, ShardOfStates, Stock, step_sizes, steps_of
+from attnmesh.kernels.traced import without_autocast
+from attnmesh.recurrent.scan import AffineMap
+
+LOWEST = -87.0
+"""Logarithm of the smallest decay that outputs are corrected with. CPUs take 50 times longer for denormal results."""
+
+
+def selective_link(
+    stock: Stock, hidden_states: Tensor, dt: Tensor, rates: Tensor, writes: Tensor, reads: Tensor, **options: Any
+) -> ShardOfStates:
+    """Link of Mamba, its A diagonal. Its heads are channels, of (state size, 1).
+
+    The stock rule begins at zero. The entering state adds C_t . (exp(A (dt_1 + ... + dt_t)) S), gated by z.
+    """
+    outputs, last = stock(hidden_states, dt, rates, writes, reads, **options, return_last_state=True)
+    shift, z = options.get("delta_bias"), options.get("z")
+    steps = step_sizes(dt, None if shift is None else shift[:, None], bool(options.get("delta_softplus")))
+    elapsed, rates = steps.float().cumsum(-1), rates.float()
+    linear, bias = (rates * elapsed[..., -1:]).exp(), last.float().unsqueeze(-1)
+
+    def finish(entering: Tensor) -> tuple[Tensor, Tensor]:
+        state, added = entering.squeeze(-1)[:, :, None], []
+        for t in steps_of(outputs, outputs.shape[-1], "selective"):
+            states = (rates[None, :, None] * elapsed[:, :, t, None]).clamp(min=LOWEST).exp() * state
+            with without_autocast(states):
+                added.append(torch.einsum("bdtk,bkt->bdt", states, reads[:, :, t].float()))
+        correction = torch.cat(added, dim=-1) * (1 if z is None else silu(z.float()))
+        return (outputs + correction).to(outputs.dtype), linear.unsqueeze(-1) * entering + bias
+
+    return ShardOfStates(AffineMap(linear, bias), finish)
+
+
+class StatesOfHeads(PrefillStates):
+    """States of Zamba, which are read one head after another."""
+
+    def read(self, state: Tensor) -> list[Tensor]:
+        """Return the state of each head."""
+        return [*state.unbind(1)]
+
+
+SELECTIVE_SCAN = Rule(
+    selective_link,
+    "return_last_state",
+    None,
+    False,
+    lambda state: state.squeeze(-1),
+    lambda state: state.unsqueeze(-1),
+    parameters=(
+        *("hidden_states", "dt", "A", "B", "C", "D", "z", "delta_bias", "delta_softplus", "return_last_state"),
+        *("use_mambapy", "use_associative_scan"),
+    ),
+    dim=2,
+)
+_FUNCTIONS, _UNCHANGED = {**CONVOLUTION, "mamba_selective_scan": SELECTIVE_SCAN}, ("mamba_selective_state_update",)
+_PLAIN = Recurrence(_FUNCTIONS, _UNCHANGED)
+_FUSED = Recurrence({**_FUNCTIONS, "mamba_inner_fn": None}, _UNCHANGED)
+
+
+def _family(kind: str, layer: str, digest: str, fields: str, scan: str = "e095cfd16bc3", **more: Any) -> Family:
+    return Family(
+        kind,
+        fields,
+        sources={f"{layer}.forward": digest, **CONVOLUTION_SOURCE, "mamba_selective_scan": scan},
+        uses=(RECURRENT_STATES,),
+        layers=RECURRENT,
+        begins_at_zero=True,
+        **more,
+    )
+
+
+_ALONE = "intermediate_size layer_types num_hidden_layers"
+_BESIDE = f"{ATTENTION_FIELDS} intermediate_size"
+
+FAMILIES = (
+    _family("mamba", "MambaMixer", "280166732b90", _ALONE, recurrences={"MambaMixer": _FUSED}),
+    _family("falcon_mamba", "FalconMambaMixer", "781e9c23667d", _ALONE, recurrences={"FalconMambaMixer": _FUSED}),
+    _family(
+        *("jamba", "JambaMambaMixer", "ba941b60bdba"),
+        f"{_BESIDE} num_experts num_experts_per_tok num_local_experts output_router_logits",
+        recurrences={"JambaMambaMixer": _PLAIN},
+    ),
+    _family(
+        *("zamba", "ZambaMambaMixer", "6cc2e1fe444a", f"{_BESIDE} head_dim", "2e1476a2d28c"),
+        stores={"ZambaMambaMixer": "n_mamba_heads"},  # which has a state each
+        recurrences={"ZambaMambaMixer": Recurrence(_FUNCTIONS, _UNCHANGED, states=StatesOfHeads)},
+    ),
+)

@@ -1,0 +1,42 @@
+"""The kernels, and the choice of one for a call."""
+
+from attnmesh.errors import KernelError, check_choice
+from attnmesh.kernels.blocks import Kernel, Need
+from attnmesh.kernels.cpu import FlashCPU
+from attnmesh.kernels.cuda import CUDA
+from attnmesh.kernels.native.kernel import NATIVE
+from attnmesh.kernels.reference import Reference
+from attnmesh.kernels.triton import TRITON
+
+KERNELS: tuple[Kernel, ...] = (NATIVE, TRITON, FlashCPU(), CUDA(), Reference())
+"""In the order in which "auto" takes them. The last one serves all calls but those that read scattered rows."""
+
+
+def choose(need: Need, name: str = "auto") -> Kernel:
+    """Return the kernel of that name, or for "auto" the best one, or raise if it does not serve the call.
+
+    >>> import torch
+    >>> from attnmesh.core.logits import Logits
+    >>> choose(Need.of(*torch.zeros(3, 1, 1, 100, 8), Logits(1.0))).name
+    'cpu'
+    """
+    check_kernel(name)
+    kernel = find(need) if name == "auto" else next(kernel for kernel in KERNELS if kernel.name == name)
+    reason = "none does" if kernel is None else kernel.refusal(need)
+    if kernel is None or reason is not None:
+        raise KernelError(f"kernel {name}", "tensors that it supports", f"others: {reason}", 'leave it at "auto"')
+    return kernel if need.places is None else kernel.at(*need.places)
+
+
+def find(need: Need) -> Kernel | None:
+    """Return the first kernel that is made for such calls and serves them, else the first that serves them."""
+    for suits in (True, False):
+        for kernel in KERNELS:
+            if kernel.suits(need) == suits and kernel.refusal(need) is None:
+                return kernel
+    return None
+
+
+def check_kernel(name: str) -> None:
+    """Raise unless name is "auto" or a kernel's."""
+    check_choice("kernel", name, ("auto", *(kernel.name for kernel in KERNELS)))

@@ -1,0 +1,108 @@
+"""The choice of a kernel: by what a call needs, and of one that nothing else in the package knows."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import attnmesh as am
+from attnmesh.cli import proofs
+from attnmesh.core.logits import Logits
+from attnmesh.core.partial import Partial
+from attnmesh.errors import KernelError
+from attnmesh.kernels import choice
+from attnmesh.kernels.blocks import BackwardInputs, Block, Gradients, Kernel, Need
+from attnmesh.kernels.choice import KERNELS, choose, find
+from attnmesh.kernels.reference import Reference
+from tests.support.dense import dense
+
+pytestmark = pytest.mark.quick
+
+NEED = Need.of(*torch.zeros(3, 1, 2, 100, 8), Logits(1.0))
+
+
+class Dense(Kernel):
+    """All of what a kernel is asked, in the fewest lines; it counts its calls."""
+
+    name, made_for, caps_logits = "dense", "short calls", False
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def unsupported_reason(self, need: Need) -> str | None:
+        return "it is made for float32" if need.dtype != torch.float32 else None
+
+    def suits(self, need: Need) -> bool:
+        return need.rows <= 64
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
+        self.calls += 1
+        out, lse, _ = dense(q, k, v, block.visible(), logits.scale)
+        return Partial(out, lse)
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, logits: Logits
+    ) -> Gradients:
+        self.calls += 1
+        return Reference().backward(q, k, v, saved, block, logits)
+
+
+@pytest.fixture
+def made_up(monkeypatch: pytest.MonkeyPatch) -> Dense:
+    """A kernel whose name is in `KERNELS`, and nowhere else."""
+    kernel = Dense()
+    monkeypatch.setattr(choice, "KERNELS", (kernel, *KERNELS))
+    return kernel
+
+
+def test_a_kernel_is_added_in_one_place(made_up: Dense) -> None:
+    q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 2, 30, 8).unbind())
+    given = [am.attention(q, k, v), am.attend(q, k, v, mask=am.Causal()).out]
+    assert made_up.calls == 2
+    given.append(am.attention(q, k, v, kernel="reference"))
+    gradients = [torch.autograd.grad(out.square().sum(), (q, k, v)) for out in given]
+    for number in range(2):
+        torch.testing.assert_close(given[number], given[2])
+        torch.testing.assert_close(gradients[number], gradients[2])
+    assert made_up.calls == 4
+
+
+def test_it_decodes_from_a_cache_too(made_up: Dense) -> None:
+    for storage in (None, "int8"):
+        cache = am.KVCache(None, batch=1, kv_heads=2, head_dim=8, capacity=40, dtype=torch.float32, storage=storage)
+        cache.append(*torch.randn(2, 1, 2, 30, 8).unbind())
+        q = torch.randn(1, 4, 1, 8)
+        given, expected = am.decode(q, cache), am.decode(q, cache, kernel="reference")
+        torch.testing.assert_close(given, expected)
+    assert made_up.calls == 2
+
+
+def test_it_is_named_proved_and_refused_as_others_are(made_up: Dense) -> None:
+    x = torch.zeros(1, 1, 4, 8)
+    assert choose(NEED, "dense") is made_up
+    assert next(proofs.proofs()).kernel == "dense"
+    with pytest.raises(KernelError, match=r"kernel dense: .*others: it has no soft cap"):
+        am.attend(x, x, x, softcap=2.0, kernel="dense")
+    with pytest.raises(KernelError, match=r"kernel dense: .*others: it is made for float32"):
+        am.attend(x.double(), x.double(), x.double(), kernel="dense")
+    with pytest.raises(KernelError, match="one of auto, dense, native"):
+        am.attend(x, x, x, kernel="fast")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"rows": 64}, "dense"),
+        ({"rows": 65}, "cpu"),  # though the made-up kernel, which comes first, serves it
+        ({"rows": 65, "device": torch.device("meta")}, "dense"),  # for nothing is made for it
+        ({"rows": 65, "device": torch.device("meta"), "capped": True}, "reference"),
+        ({"biased": True}, "reference"),
+    ],
+)
+def test_the_first_that_is_made_for_a_call_is_taken(changes: dict[str, object], expected: str, made_up: Dense) -> None:
+    assert choose(NEED._replace(**changes)).name == expected  # type: ignore[arg-type]
+
+
+def test_a_call_that_no_kernel_serves() -> None:
+    assert find(NEED._replace(scattered=True, dtype=torch.float64)) is None
+    with pytest.raises(KernelError, match="none does"):
+        choose(NEED._replace(scattered=True, dtype=torch.float64))
