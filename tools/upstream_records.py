@@ -28,7 +28,7 @@ from attnmesh.hf.families.pins import FIELDS, Code
 
 FILE = Path(family.__file__).with_name("plain.json")
 
-PAGE = Path(__file__).parents[2] / "docs" / "families.md"
+PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 BEGIN, END = "<!-- families -->\n", "<!-- end of families -->"
 
 SHARED = [one for one in vars(family).values() if isinstance(one, Pins)]

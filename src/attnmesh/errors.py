@@ -7,7 +7,7 @@ All of them can be pickled, so that one rank can send its error to the others.
 import operator
 import sys
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from numbers import Number
 from types import NoneType
 
@@ -141,6 +141,16 @@ def require(fits: bool, error: type[InputError], subject: str, expected: str, gi
     """Raise the error unless the condition holds."""
     if not fits:
         raise error(subject, expected, str(given), fix)
+
+
+Check = tuple[bool, type[InputError], str, str, object, str]
+"""Arguments of `require`."""
+
+
+def require_all(checks: Iterable[Check]) -> None:
+    """Raise the error of the first condition that does not hold. Checks after it are not asked for."""
+    for check in checks:
+        require(*check)
 
 
 def short(value: object) -> str:

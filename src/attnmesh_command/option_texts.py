@@ -161,9 +161,11 @@ def heads_of(text: str) -> tuple[int, int]:
     >>> heads_of("32/8"), heads_of("16")
     ((32, 8), (16, 16))
     """
-    if re.fullmatch(COUNT, text):
-        return int(text), int(text)
-    return pair_of("--heads", "query heads / key heads", "32/8, or 32 for 32/32", text)
+    pair = f"{text}/{text}" if re.fullmatch(COUNT, text) else text
+    q_heads, kv_heads = pair_of("--heads", "query heads / key heads", "32/8, or 32 for 32/32", pair)
+    fits, fix = q_heads > 0 and kv_heads > 0 and q_heads % kv_heads == 0, "pass the model's head counts"
+    check_option(fits, "--heads", "whole groups of query heads / key heads", repr(text), fix)
+    return q_heads, kv_heads
 
 
 def pair_of(option: str, expected: str, example: str, text: str) -> tuple[int, int]:

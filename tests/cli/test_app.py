@@ -132,6 +132,15 @@ WRONG = {
     ("serve", "--model", "smollm2", "--mesh", "kyes=2"): "given 'kyes=2'. Fix: write keys=2.",
     ("serve", "--model", "./nowhere"): "--model: expected a model, given './nowhere', where there is none.",
     ("plan", "--cluster", "locl", "--heads", "8", "--length", "4k"): "given 'locl'. Fix: write --cluster local.",
+    (
+        "plan",
+        "--cluster",
+        "local",
+        "--heads",
+        "32/5",
+        "--length",
+        "4k",
+    ): "given '32/5'. Fix: pass the model's head counts.",
     ("probe", "--ranks", "9999"): "--ranks: expected 1 to 1,024 ranks on this machine, given 9,999.",
     ("check", "--fast"): "No such option: --fast",
 }
@@ -211,7 +220,7 @@ def test_version_and_unknown_options() -> None:
 @pytest.mark.parametrize("inputs", [40, pytest.param(1200, marks=pytest.mark.long)])
 def test_hostile_command_lines_end_as_they_should(inputs: int) -> None:
     """In a process of its own: what hears of all that a process does cannot be taken away again."""
-    done = run_script(Path(__file__).parents[1] / "tools" / "fuzz_command.py", "--inputs", inputs)
+    done = run_script(Path(__file__).parents[2] / "tools" / "fuzz_command.py", "--inputs", inputs)
     assert done.returncode == 0, done.stderr
     assert f"{inputs:,} inputs" in done.stdout
     assert all(f"'code {code}': " in done.stdout for code in (0, 1, 2)), done.stdout

@@ -127,8 +127,11 @@ INVALID = {
     ("strange.json",): "--cluster strange.json: expected the fields that probe writes, given 'device'",
     ("one.json:2",): "--cluster one.json: expected 1 of hosts, as in the measurement, given 2 hosts",
     ("dgx-h100", "32:8"): "--heads: expected query heads / key heads, given '32:8'. Fix: write 32/8",
-    ("dgx-h100", "32/5"): "Workload: expected whole groups of query heads, given 32 query heads on 5 key heads",
-    ("dgx-h100", "32/0"): "Workload kv_heads: expected a whole number, 1 or more, given 0",
+    (
+        "dgx-h100",
+        "32/5",
+    ): "--heads: expected whole groups of query heads / key heads, given '32/5'. Fix: pass the model's",
+    ("dgx-h100", "32/0"): "--heads: expected whole groups of query heads / key heads, given '32/0'",
     ("dgx-h100", "32/8", "5G"): "--length: expected tokens, as 4096, 128k, 5M, 128Ki or 1Mi, given '5G'",
     ("dgx-h100", "32/8", "0.3"): "--length: expected tokens",
     ("dgx-h100", "32/8", "0"): "--length: expected tokens, as 4096, 128k, 5M, 128Ki or 1Mi, given '0'",

@@ -1,11 +1,14 @@
 """`attnmesh probe`, from the keyboard to the file."""
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from attnmesh.cli.probe_command import check_master
+from attnmesh.cli.output import pairs
+from attnmesh.cli.probe_command import check_master, described
 from attnmesh.errors import ClusterError
 from attnmesh.mesh.cluster import Cluster
 from tests.cli.test_app import run
@@ -15,12 +18,21 @@ def test_what_probe_writes_is_what_plan_reads(tmp_path: Path) -> None:
     file = tmp_path / "here.json"
     code, text = run("probe", "--ranks", "2", "--out", str(file))
     assert code == 0
-    assert "1 hosts of 2 ranks" in text
+    assert "1 host of 2 ranks" in text
     record = json.loads(file.read_text())
     assert record["command"] == "attnmesh probe --ranks 2"
     assert Cluster.of_record(record["cluster"]).world == 2
     options = ["--heads", "4/2", "--length", "4096", "--dtype", "float32", "--json"]
     assert json.loads(run("plan", "--cluster", str(file), *options)[1])["cluster"] == record["cluster"]
+
+
+@pytest.mark.parametrize("name", ["dgx-h100", "local"])
+def test_the_table_has_one_line_a_figure_in_80_columns(name: str) -> None:
+    rows = described(Cluster.preset(name, 16, 8))
+    assert {"message inside a host", "rate between hosts"} < rows.keys()
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(pairs("", rows))
+    assert len(console.export_text().splitlines()) == len(rows) + 2  # and a rule above and below
 
 
 def test_a_host_that_cannot_be_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,9 @@ import attnmesh as am
 from attnmesh.comm import topology
 from attnmesh.comm.host_merge import host_merge_for
 from attnmesh.comm.message import call_checksum, checksum_of
-from attnmesh.comm.rank_merge import chosen_merge, fastest_merge, merge_ranks
-from attnmesh.comm.topology import mailboxes_of
+from attnmesh.comm.rank_merge import chosen_merge, merge_ranks
+from attnmesh.comm.topology import host_mailboxes
+from attnmesh.comm.transport import transport_of
 from attnmesh.core.digest import ROW, digest
 from attnmesh.errors import InputError, KernelError
 from attnmesh.kernels.native.build import Library, library
@@ -128,7 +129,7 @@ def _lacking(rank: int) -> tuple[bool, torch.Tensor]:
         topology.library = Library  # type: ignore[assignment]
     try:
         place = Axis(dist.get_world_size(), dist.get_rank(), group)
-        found = mailboxes_of(place, CPU)
+        found = host_mailboxes(place)
         own = partials(place.size, (1, 4, 1, 8), 9)[place.index]
         return found is not None, am.merge_across(own, group, how="tree").out
     finally:
@@ -144,7 +145,11 @@ def test_where_one_rank_has_no_library_none_uses_it(pool: Pool) -> None:
 
 def _chosen() -> tuple[str, str, str]:
     place = axis()
-    return fastest_merge(place), chosen_merge(place, "auto", "heads", CPU), chosen_merge(place, "gather", "heads", CPU)
+    return (
+        transport_of(place, CPU).fastest(),
+        chosen_merge(place, "auto", "heads", CPU),
+        chosen_merge(place, "gather", "heads", CPU),
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
@@ -171,7 +176,7 @@ def star() -> list[str]:
     said = []
     for dtype in (torch.float32, torch.float64):
         partial = am.Partial(torch.zeros(1, 2, 1, 4, dtype=dtype), torch.zeros(1, 2, 1, dtype=dtype))
-        with pytest.raises(KernelError, match="a merge that has a branch in merge_messages, given 'star'") as caught:
+        with pytest.raises(KernelError, match="a merge that a transport has, given 'star'") as caught:
             merge_ranks(partial, checksum_of(0, partial.lse), axis(), "star", "replicated")
         said.append(str(caught.value))
     return said

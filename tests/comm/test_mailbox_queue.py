@@ -14,7 +14,7 @@ import attnmesh as am
 from attnmesh.cli.launch import run_on_ranks
 from attnmesh.comm.p2p import exchange_messages
 from attnmesh.comm.shared_memory import SLOT
-from attnmesh.comm.topology import share_numbers
+from attnmesh.comm.transport import share_numbers
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.mesh_attention import executor

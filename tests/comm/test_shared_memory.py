@@ -17,7 +17,7 @@ import torch.distributed as dist
 import attnmesh as am
 from attnmesh.comm import shared_memory
 from attnmesh.comm.shared_memory import SLOT, Mailboxes
-from attnmesh.comm.topology import mailboxes_of
+from attnmesh.comm.topology import host_mailboxes
 from attnmesh.errors import MeshError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.mesh.axes import Axis, mesh_of
@@ -94,7 +94,7 @@ def test_a_silent_rank_is_lost_after_the_timeout_of_its_group() -> None:
 def _talk(rounds: int) -> int:
     """On a rank: with each other rank, so many messages of sizes that all know; how many came wrong."""
     axis = Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
-    own = mailboxes_of(axis, torch.device("cpu"))
+    own = host_mailboxes(axis)
     assert own is not None
     wrong = 0
     for number in range(rounds):
@@ -119,7 +119,7 @@ def test_all_ranks_talk_to_all(ranks: int, pool: Pool) -> None:
 def _talk_after_calls_that_differ() -> int:
     """On a rank: how many messages come wrong after a call of rank 0 whose message nobody has received."""
     axis = Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
-    own = mailboxes_of(axis, torch.device("cpu"))
+    own = host_mailboxes(axis)
     assert own is not None
     if axis.index == 0:
         own.send(1, _message(Random("lost"), 100))
@@ -142,7 +142,7 @@ def _without(lacking: int) -> tuple[bool, torch.Tensor]:
         shared_memory.FOLDER = Path("/nowhere")
     try:
         axis = Axis(dist.get_world_size(), dist.get_rank(), group)
-        found = mailboxes_of(axis, torch.device("cpu"))
+        found = host_mailboxes(axis)
         partial = am.Partial(torch.full((1, 2, 1, 4), float(axis.index)), torch.zeros(1, 2, 1))
         return found is None, am.merge_across(partial, group, how="tree").out
     finally:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import attnmesh as am
-from attnmesh.comm import topology
+from attnmesh.comm import transport
 from attnmesh.core.digest import digest
 from attnmesh.errors import InputError, MeshError, UnforeseenError
 from attnmesh.kernels.native.build import library
@@ -132,7 +132,7 @@ def attended(checked: bool | None, length: int | None) -> list[Any]:
     mesh = named_mesh(Shape(1, 2, 1), AXES)
     x = torch.ones(1, 2, 5 - dist.get_rank(), WIDTH)
     options = {"mesh": mesh, "layout": am.Zigzag(), "length": length, "checked": checked}
-    exchanges, share = [], topology.share_numbers
+    exchanges, share = [], transport.share_numbers
     with mock.patch(
         "attnmesh.guard.agreement.share_numbers", lambda *arguments: (exchanges.append(1), share(*arguments))[1]
     ):

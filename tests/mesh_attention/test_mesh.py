@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import attnmesh as am
 from attnmesh import errors
 from attnmesh.comm import p2p
+from attnmesh.comm.transport import Gloo
 from attnmesh.core.layout import Layout
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape, elements
@@ -51,16 +52,16 @@ def test_random_problems_on_a_mesh_agree_with_float64(pool: Pool, ranks: int, se
 
 def run_in_turn(problems: list[MeshProblem]) -> tuple[list[list[Tensor]], int]:
     """Run problems with all messages sent by gloo, as between hosts, and taken for long ones. Count those in turn."""
-    turns, goes_by_gloo = list[bool](), p2p._goes_by_gloo
+    turns, takes_turns = list[bool](), Gloo.takes_turns
 
     def counted(*message: Any) -> bool:
-        turns.append(goes_by_gloo(*message))
+        turns.append(takes_turns(*message))
         return turns[-1]
 
     with (
         mock.patch.object(p2p, "OUT_OF_TURN", 0),
-        mock.patch.object(p2p, "mailboxes_of", return_value=None),
-        mock.patch.object(p2p, "_goes_by_gloo", counted),
+        mock.patch.object(p2p, "transport_of", Gloo),
+        mock.patch.object(Gloo, "takes_turns", counted),
     ):
         return run_each(problems), sum(turns)
 

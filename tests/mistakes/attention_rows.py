@@ -33,7 +33,7 @@ def attend_transposed(mesh: DeviceMesh) -> None:
     attend(mesh, [am.shard(x, mesh, layout=ZIGZAG, dim=1).clone() for x in swapped])
 
 
-def cache(mesh: DeviceMesh, tokens: int = 0, **options: Any) -> am.KVCache:
+def cache(mesh: DeviceMesh | None, tokens: int = 0, **options: Any) -> am.KVCache:
     sizes: dict[str, Any] = {"batch": 1, "kv_heads": 2, "head_dim": 8, "capacity": 64, "dtype": torch.float32}
     made = am.KVCache(mesh, **sizes | options)
     if tokens:
@@ -194,9 +194,37 @@ ROWS: list[Mistake] = [
     Mistake(
         "appends its shard as if it were the next tokens",
         lambda mesh: cache(mesh).append(*parts(mesh)[1:]),
-        MeshError,
-        "append: expected the same call on every rank",
-        "with the same inputs",
+        LayoutError,
+        "append k: expected all tokens, given a shard of 2 ranks",
+        "call append_shard with its positions",
+    ),
+    Mistake(
+        "appends shards to a cache without the mesh",
+        lambda mesh: cache(None).append(*parts(mesh)[1:]),
+        LayoutError,
+        "append k: expected all tokens, given a shard of 2 ranks",
+        "call append_shard with its positions, on a cache of its mesh",
+    ),
+    Mistake(
+        "appends shards and their positions to a cache without the mesh",
+        lambda mesh: cache(None).append_shard(*parts(mesh)[1:], torch.arange(TOKENS // 2)),
+        LayoutError,
+        "append_shard k: expected all tokens, given a shard of 2 ranks",
+        "make the cache with the mesh of am.shard",
+    ),
+    Mistake(
+        "passes whole q, k and v, or calls am.attention in code that has no am.shard",
+        lambda mesh: attend(mesh, whole(26)),
+        UserWarning,
+        "attention: k is the same on all 2 ranks, and counts as 2 shards",
+        "pass this rank's shard, as am.shard(k, mesh, layout=layout), if this is the whole sequence",
+    ),
+    Mistake(
+        "gathers a tensor that was not cut",
+        lambda mesh: am.unshard(whole()[0], mesh, layout=ZIGZAG),
+        UserWarning,
+        "unshard: x is the same on all 2 ranks, and counts as 2 shards",
+        "leave unshard out if it is whole",
     ),
     Mistake(
         "appends a shard with the positions of another layout",

@@ -90,6 +90,20 @@ ROWS = [
         shift_labels=IDS,
     ),
     row(
+        "number packed documents in `attention_mask`",
+        errors.MaskError,
+        "shard_batch attention_mask: expected 1 for tokens, 0 for padding, given other numbers",
+        "give packed documents by position_ids",
+        attention_mask=1 + (torch.arange(LENGTH) > 4)[None].long(),
+    ),
+    row(
+        "pass an additive mask, of 0 and minus infinity",
+        errors.MaskError,
+        "shard_batch attention_mask: expected 1 for tokens, 0 for padding, given other numbers",
+        "give packed documents by position_ids",
+        attention_mask=torch.where(PADDED.bool(), 0.0, -torch.inf),
+    ),
+    row(
         "pad on the left",
         errors.MaskError,
         "shard_batch attention_mask: expected padding on the right, if any, given padding before a token",

@@ -19,6 +19,7 @@ from tests.support.families import prompt
 IDS = prompt(12, batch=2)
 BATCH = {"input_ids": IDS, "labels": IDS}
 FORWARD = "forward all that hf.shard_batch returns to the model"
+TARGETS = "attnmesh.hf shift_labels: expected those of shard_batch, given others, which may be unshifted"
 POSITIONS = "attnmesh.hf position_ids: expected those of shard_batch, given"
 
 Part = dict[str, Any]
@@ -62,6 +63,21 @@ def rows_of(part: Part) -> Part:
 def labels_beside(mesh: DeviceMesh) -> Any:
     part = hf.shard_batch({"input_ids": IDS}, mesh)
     return families.model("llama", "attnmesh")(labels=part["input_ids"], **part)
+
+
+def cut_labels(mesh: DeviceMesh, labels: Tensor) -> Any:
+    return families.model("llama", "attnmesh")(**{**hf.shard_batch(BATCH, mesh), "shift_labels": labels})
+
+
+def of_two_calls(mesh: DeviceMesh) -> Any:
+    part, other = hf.shard_batch(BATCH, mesh), hf.shard_batch(BATCH, mesh, am.Contiguous())
+    return families.model("llama", "attnmesh")(**{**part, "input_ids": other["input_ids"]})
+
+
+def own_count(mesh: DeviceMesh) -> Any:
+    part = hf.shard_batch(BATCH, mesh)
+    count = int((part["shift_labels"] != -100).sum())
+    return families.model("llama", "attnmesh")(**{**part, "num_items_in_batch": count})
 
 
 def by_hand(mesh: DeviceMesh) -> Any:
@@ -186,6 +202,41 @@ ROWS = [
         errors.ArgumentError,
         "attnmesh.hf labels: expected those of shard_batch, given others, which the model would shift inside of this",
         "pass the labels of the whole batch to hf.shard_batch, beside input_ids",
+    ),
+    Mistake(
+        "put a shard of the labels in place of `shift_labels`",
+        lambda mesh: cut_labels(mesh, am.shard(IDS, mesh, layout=am.Zigzag(), dim=1)),
+        errors.ArgumentError,
+        TARGETS,
+        "pass the labels of the whole batch to hf.shard_batch",
+    ),
+    call(
+        "put the shard's `input_ids` in place of `shift_labels`",
+        errors.ArgumentError,
+        TARGETS,
+        "pass the labels of the whole batch to hf.shard_batch",
+        lambda part: {**part, "shift_labels": part["input_ids"]},
+    ),
+    Mistake(
+        "put whole labels in place of `shift_labels`",
+        lambda mesh: cut_labels(mesh, IDS),
+        errors.ArgumentError,
+        TARGETS,
+        "pass the labels of the whole batch to hf.shard_batch",
+    ),
+    Mistake(
+        "join what two calls of `shard_batch` with other layouts returned",
+        of_two_calls,
+        errors.ArgumentError,
+        "attnmesh.hf arguments: expected those of shard_batch, given those of several calls",
+        FORWARD,
+    ),
+    Mistake(
+        "pass the number of one rank's labels as the model's `num_items_in_batch`",
+        own_count,
+        errors.KernelError,
+        "attnmesh.hf num_items_in_batch: expected the count of the batch, given the labels of one rank",
+        "divide their sum by the batch's num_items_in_batch",
     ),
     call(
         "drop `shift_labels`",

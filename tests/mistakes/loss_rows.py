@@ -125,6 +125,13 @@ ROWS = [
         lambda logits, part: (losses(logits, part).sum(-1) / learned(part).sum(-1)).mean(),
         errors.KernelError,
     ),
+    row(
+        "leave the mesh out of `mean_over_mesh`",
+        "mean_over_mesh mesh: expected one of 2 ranks, as of the values, given one of 1",
+        "pass the mesh of shard_batch",
+        lambda logits, part: hf.mean_over_mesh(losses(logits, part), learned(part), None),
+        errors.MeshError,
+    ),
     Mistake(
         "pass the labels to `mean_over_mesh` as the mask",
         lambda mesh: hf.mean_over_mesh(torch.zeros(1, 6), am.shard(LABELS, mesh, layout=am.Zigzag(), dim=1), mesh),

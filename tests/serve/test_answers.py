@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from attnmesh.serve.answers import Answers, encoded
-from attnmesh.serve.spelling import Spelling, tokens_without_text
+from attnmesh.serve.spelling import Spelling
 from attnmesh.serve.text import Piece, SentToken, Text
 from tests.support.fake_engine import byte_tokenizer, sentencepiece_tokenizer
 
@@ -58,7 +58,7 @@ def placed(*signs: str) -> list[SentToken]:
 
 def completed(tokens: list[SentToken], is_chat: bool = False, top: int = 3) -> dict[str, Any]:
     """Return the choice of an answer after "The capital is"."""
-    spelling = Spelling(PIECES, tokens_without_text(PIECES))
+    spelling = Spelling(PIECES)
     answers = Answers(spelling, "m", is_chat, top)
     text = Text(spelling, (), PIECES("The capital is")["input_ids"])
     found = [*map(text.add, tokens), text.end()]

@@ -138,3 +138,11 @@ def test_errors_of_ranks_are_not_the_clients(error: Exception, status: int, said
     assert (kind, number, given) == ("refused", 7, status)
     assert said in text
     assert "0x7f" not in text
+
+
+@pytest.mark.parametrize(("kind", "status"), [(errors.TooLong, 400), (errors.MaskError, 500)])
+def test_once_an_answer_has_begun_only_its_length_is_the_clients_fault(kind: Any, status: int) -> None:
+    """Nothing else of a request is looked at again."""
+    link: Any = Collected()
+    RankRequests(FakeEngine(), link).refuse(7, kind("decode", "one", "two", "mend it"), has_begun=True)  # type: ignore[arg-type]
+    assert link.messages[0][2] == status

@@ -173,7 +173,7 @@ def test_templates_by_name_need_a_default() -> None:
     fields = read_fields(LEAST["chat"], CHAT)
     with pytest.raises(Refused, match="none is named default"):
         encode_chat(byte_tokenizer({"rag": "x", "tool_use": "y"}), fields)  # type: ignore[arg-type]
-    assert encode_chat(byte_tokenizer({"default": "a", "tool_use": "{{ tools }}"}), fields).ids  # type: ignore[arg-type]
+    assert encode_chat(byte_tokenizer({"default": PRINTS, "tool_use": "{{ tools }}"}), fields).ids  # type: ignore[arg-type]
 
 
 def test_a_completion_that_begins_with_the_mark_of_a_text_has_it_once() -> None:

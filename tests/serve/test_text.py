@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnmesh.serve.spelling import Spelling, tokens_without_text
+from attnmesh.serve.spelling import Spelling
 from attnmesh.serve.text import Piece, SentToken, Text
 from tests.support.fake_engine import byte_tokenizer, sentencepiece_tokenizer
 
@@ -81,7 +81,7 @@ class Counting:
     """A tokenizer that counts the tokens that it decodes."""
 
     decoded = 0
-    all_special_ids, added_tokens_decoder = TOKENIZER.all_special_ids, TOKENIZER.added_tokens_decoder
+    bos_token_id, eos_token_id, pad_token_id = None, TOKENIZER.eos_token_id, None
 
     def decode(self, ids: list[int], **options: Any) -> str:
         self.decoded += len(ids)
@@ -128,13 +128,9 @@ KINDS = {"bytes": byte_tokenizer(), "pieces": PIECES}
 SAID = st.text("ab é😀TPris.", min_size=1, max_size=12)
 
 
-def spelling_of(tokenizer: Any) -> Spelling:
-    return Spelling(tokenizer, tokens_without_text(tokenizer))
-
-
 def said_after(tokenizer: Any, prompt: list[int], ids: list[int]) -> tuple[str, list[tuple[int, SentToken]]]:
     """Return the text of an answer after a prompt, and its tokens with their places."""
-    text, found = Text(spelling_of(tokenizer), (), prompt), list[Piece]()
+    text, found = Text(Spelling(tokenizer), (), prompt), list[Piece]()
     for id in ids:
         found.append(text.add(SentToken(id)))
     found.append(text.end())
@@ -155,7 +151,7 @@ def test_marks_that_a_model_writes_stay_and_stop() -> None:
     mark, pad = (PIECES.convert_tokens_to_ids(sign) for sign in ("<|channel|>", "<pad>"))
     word = PIECES.convert_tokens_to_ids("▁a")
     assert said_after(PIECES, [], [mark, word, pad, mark, word])[0] == "<|channel|> a<|channel|> a"
-    text = Text(spelling_of(PIECES), ("<|channel|>",))
+    text = Text(Spelling(PIECES), ("<|channel|>",))
     assert [text.add(SentToken(id)).text for id in (word, word, mark)] == ["a", " a", ""]
     assert text.stopped
 
@@ -169,7 +165,7 @@ def test_places_and_bytes_are_those_of_the_text(kind: str, prompt: str, answer: 
         return  # a token of both
     text, tokens = said_after(tokenizer, before, ids)
     assert text == answer
-    spelled = [spelling_of(tokenizer).bytes_of(token.id) for _, token in tokens]
+    spelled = [Spelling(tokenizer).bytes_of(token.id) for _, token in tokens]
     assert b"".join(spelled) == answer.encode()
     whole = [b"".join(spelled[:count]) for count in range(len(spelled))]
     assert [place for place, _ in tokens] == [len(some.decode(errors="ignore")) for some in whole]

@@ -291,8 +291,8 @@ def test_what_is_saved_is_private(tmp_path: Path) -> None:
         save_layers([cache], tmp_path / "new" / "save", more={"tokens": torch.arange(3)})
     finally:
         os.umask(umask)
-    kept = [tmp_path / "new" / "save", *(tmp_path / "new" / "save").rglob("*")]
-    assert len(kept) == 9
+    kept = [tmp_path / "new", tmp_path / "new" / "save", *(tmp_path / "new" / "save").rglob("*")]
+    assert len(kept) == 10
     assert {(file.is_dir(), file.stat().st_mode & 0o777) for file in kept} == {(True, 0o700), (False, 0o600)}
 
 

@@ -97,7 +97,7 @@ def interpreting(kernel: str) -> Iterator[None]:
         return
     os.environ["TRITON_INTERPRET"] = "1"
     try:
-        with patch.multiple("attnmesh.comm.rank_merge", TRIAL_BATCHES=(1,), TRIALS=2, TRIAL_CALLS=1):
+        with patch.multiple("attnmesh.comm.transport", TRIAL_BATCHES=(1,), TRIALS=2, TRIAL_CALLS=1):
             yield
     finally:
         del os.environ["TRITON_INTERPRET"]

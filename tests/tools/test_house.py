@@ -27,7 +27,7 @@ FOUND = {
     "namesakes": (
         house.shared_functions,
         {f"core.f{n}": "def plan(): ..." for n in range(house.MAX_NAMESAKES + 1)},
-        "plan: core.f0, core.f1, core.f2, core.f3",
+        "plan: core.f0, core.f1, core.f2, core.f3, core.f4",
     ),
     "files": (house.shared_stems, {"core.plan": "", "comm.plan": ""}, "plan: comm.plan, core.plan"),
     "long files": (house.long_files, {"core.one": "x = 1\n" * (house.MAX_FILE + 1)}, "core.one: 651"),
@@ -60,11 +60,11 @@ def test_each_count_finds_what_it_counts(name: str) -> None:
 
 def test_each_file_can_be_imported_under_another_name() -> None:
     import attnmesh.cache.cache as cache
-    import attnmesh.decoding.step_plan as step_plan
+    import attnmesh.decoding.step as step
     import attnmesh.mesh_attention.mesh_plan as mesh_plan
 
     assert cache.KVCache.__module__ == "attnmesh.cache.cache"
-    assert step_plan.StepPlan.__module__ == "attnmesh.decoding.step_plan"
+    assert step.StepPlan.__module__ == "attnmesh.decoding.step"
     assert mesh_plan.MeshPlan.__module__ == "attnmesh.mesh_attention.mesh_plan"
 
 

@@ -21,14 +21,14 @@ from attnmesh.cache.new_tokens import append_known, kind_of_new
 from attnmesh.cache.pages import PagedCache
 from attnmesh.cache.replicas import LocalShards, check_copies
 from attnmesh.cache.saved_cache import SavedCache, SavedPieces
-from attnmesh.comm.topology import mailboxes_of, rounds
+from attnmesh.comm.transport import transport_of
 from attnmesh.core.digest import fingerprints, history_checksum
 from attnmesh.core.mask import Mask
 from attnmesh.errors import check_count
 from attnmesh.guard.agreement import Agreement, CallRecord, prepare_merges
 from attnmesh.guard.checks import check_checked, check_positions
 from attnmesh.mesh.axes import Mesh, flat_axis
-from attnmesh.mesh_attention.shard_marks import check_equal_cuts
+from attnmesh.mesh_attention.shard_marks import check_equal_cuts, check_not_cut
 from attnmesh.runtime.caches import Kinds
 from attnmesh.setup.init_mesh import device_fault, device_for
 
@@ -119,10 +119,8 @@ class KVCache(PagedCache, SavedCache):
         self.saved = SavedPieces()
         self.known_appends = Kinds[bool]()  # kinds of new tokens that this cache and its forks have checked
         self.step_plans = Kinds[Any]()  # of steps on this cache and its forks, which `decoding` makes
-        if self.tokens.size > 1:
-            rounds(self.tokens, False)  # exchanges the ranks' hosts now rather than in the first step
         for axis in (self.tokens, self.mesh.heads):
-            mailboxes_of(axis, self.device)
+            transport_of(axis, self.device)
         if self.tokens.size > 1 and self.device.type == "cpu":
             prepare_merges(self.tokens)
         shard = partial(CacheShard, sizes, self.mesh.heads, self.tokens.size, self.device)
@@ -196,6 +194,7 @@ class KVCache(PagedCache, SavedCache):
         new = {"k": k, "v": v, "token_mask": token_mask}
         with self.calls.agreement("append", lambda: fingerprints(new)):
             self.sizes.check_new("append", k, v, self.device)
+            check_not_cut("append", {"k": k, "v": v}, "call append_shard with its positions, on a cache of its mesh")
             self.sizes.check_token_mask("append", token_mask, k.shape[2])
             self.sizes.check_captured("append", token_mask, self.device)
             self.shards.check_fits("append", k.shape[2], self.shards.counts)
@@ -242,6 +241,8 @@ class KVCache(PagedCache, SavedCache):
             self.sizes.check_new("append_shard", k, v, self.device)
             check_positions("append_shard positions", positions, k.shape[2])
             check_equal_cuts("append_shard", {"k": k, "v": v, "positions": positions})
+            if self.mesh.ranks == 1:
+                check_not_cut("append_shard", {"k": k, "v": v}, "make the cache with the mesh of am.shard")
             self.sizes.check_token_mask("append_shard", token_mask, None)
             check_count("append_shard queries", queries, "count the last tokens to decode")
             block_cyclic = bool((self.shard.block_cyclic.owner(positions) == self.tokens.index).all())

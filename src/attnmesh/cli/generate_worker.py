@@ -17,7 +17,7 @@ from attnmesh.cli.generate_prompt import Prepared
 from attnmesh.cli.launch import Send
 from attnmesh.comm.failures import set_deadline
 from attnmesh.comm.topology import all_gather_ints
-from attnmesh.hf.chunks import CHUNK
+from attnmesh.hf.forward_passes import CHUNK
 from attnmesh.hf.images.inputs import on_model
 from attnmesh.hf.load import open_model
 from attnmesh.hf.options import GenerationSettings
@@ -70,15 +70,16 @@ class Result:
 
 
 class _TokenSender(BaseStreamer):  # type: ignore[misc]
-    """Sends each new token that transformers streams."""
+    """Sends each new token that transformers streams, but for those that end answers: no text shows them."""
 
-    def __init__(self, send: Send, prompt_tokens: int) -> None:
-        self.send, self.skip = send, prompt_tokens
+    def __init__(self, send: Send, prompt_tokens: int, ends: list[int]) -> None:
+        self.send, self.skip, self.ends = send, prompt_tokens, ends
 
     def put(self, value: Tensor) -> None:
         """Send tokens; the first call has the prompt, and new tokens of a checkpoint."""
         for token in value.flatten().tolist()[self.skip :]:
-            self.send(("token", token))
+            if token not in self.ends:
+                self.send(("token", token))
         self.skip = 0
 
     def end(self) -> None:
@@ -108,7 +109,8 @@ def run_request(send: Send, request: GenerateRequest) -> Result:
     first = dist.get_rank() == 0
     generation = _Generation(send if first else lambda _: None, request)
     prefill_seconds = generation.prefill()
-    return generation.decode(prefill_seconds, _TokenSender(send, len(request.prompt.ids)) if first else None)
+    streamer = _TokenSender(send, len(request.prompt.ids), generation.ends) if first else None
+    return generation.decode(prefill_seconds, streamer)
 
 
 class _Generation:
@@ -177,12 +179,16 @@ class _Generation:
             bytes_per_token=[row[2] for row in table],
         )
 
+    @property
+    def ends(self) -> list[int]:
+        """The tokens that end answers."""
+        ends = self.model.generation_config.eos_token_id
+        return ends if isinstance(ends, list) else [ends]
+
     def stopped(self, tokens: list[int]) -> bool:
         """Return whether new tokens end with one that ends answers, or with a stop string."""
-        ends = self.model.generation_config.eos_token_id
-        ends = ends if isinstance(ends, list) else [ends]
         criteria = self.options.get("stopping_criteria", ())
-        return tokens[-1] in ends or any(criterion.text.stopped for criterion in criteria)
+        return tokens[-1] in self.ends or any(criterion.text.stopped for criterion in criteria)
 
 
 def load_model(prompt: Prepared, dtype: str) -> tuple[PreTrainedModel, DeviceMesh | None]:

@@ -76,6 +76,6 @@ Weights, and gradients and AdamW of the adapter, in float32, sharded over
 all ranks (FSDP2)."""
 
 CAPTION = """\
-Gradient checkpointing. Memory is an upper bound; ! marks what does not fit.
-Attention is that of one sequence. What fits comes first, then what takes
-all ranks the least time."""
+Gradient checkpointing. Memory is an upper bound; ! marks what does not
+fit. Attention is that of one sequence. What fits comes first, then what
+takes all ranks the least time."""

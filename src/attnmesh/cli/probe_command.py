@@ -46,7 +46,7 @@ def probe(options: ProbeOptions) -> None:
     if options.as_json:
         print_json(report)
         return
-    console.print(pairs(f"{found.hosts} hosts of {found.ranks} ranks", described(found)))
+    console.print(pairs(found.title, described(found)))
     if kept is not None:
         console.print(f'exchange="auto" reads them from {kept}')
     if options.verbose:
@@ -81,16 +81,16 @@ def check_master() -> None:
 def described(cluster: Cluster) -> dict[str, Any]:
     """Return the constants of a cluster as text with units."""
     device = cluster.device
+    copied = "" if device.copy_rate is None else f", copied {device.copy_rate / 1e9:,.2f} GB/s"
     rows = {
         "attention": f"{device.forward_rate / 1e9:,.1f} GFLOP/s forward, {device.backward_rate / 1e9:,.1f} backward",
-        "keys read": f"{device.memory_rate / 1e9:,.2f} GB/s, copied {(device.copy_rate or 0) / 1e9:,.2f} GB/s",
+        "keys read": f"{device.memory_rate / 1e9:,.2f} GB/s" + copied,
         "memory": f"{device.memory / 1e9:,.1f} GB a rank",
         "a call": in_seconds(device.call, 3),
     }
     for name, link in (("inside a host", cluster.inside), ("between hosts", cluster.between)):
         if link != NO_LINK:
-            latency = f"{in_seconds(link.latency, 3)}, in a merge {in_seconds(link.merge_latency, 3)}"
-            further = f"each further {in_seconds(link.message, 3)}"
-            rates = f"{link.rate / 1e6:,.1f} MB/s a rank, {link.host_rate / 1e6:,.1f} a host"
-            rows[name] = f"a message {latency}, {further}; {rates}"
+            first, further, merge = (in_seconds(x, 3) for x in (link.latency, link.message, link.merge_latency))
+            rows[f"message {name}"] = f"{first}, each further {further}, in a merge {merge}"
+            rows[f"rate {name}"] = f"{link.rate / 1e6:,.1f} MB/s a rank, {link.host_rate / 1e6:,.1f} a host"
     return rows

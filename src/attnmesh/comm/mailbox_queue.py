@@ -5,30 +5,38 @@ not only the awaited one: two ranks that each wait to send the next letter would
 for its process group, a thread moves them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from threading import Event, Thread
 from time import monotonic
 
 from torch import Tensor
 
-from attnmesh.comm.shared_memory import CHECK_INTERVAL, CallsDifferError, Mailboxes
+from attnmesh.comm.shared_memory import CHECK_INTERVAL, CallsDifferError, Mailboxes, PeerLostError
 from attnmesh.runtime.world import WORLD
 
 NAP = 0.0002
 """Seconds of a wait at most while other letters may move."""
 
 
+@dataclass(eq=False)
 class Letter:
     """A message of bytes to a peer, or memory for the next one from it. Letters of one `line` move in order.
 
-    With `exact`, one of another size than `message` is of another call.
+    With `exact`, one of another size than `message` is of another call. `failure` returns the error for a lost peer.
     """
 
-    def __init__(self, mailboxes: Mailboxes, peer: int, message: Tensor, *, sends: bool, exact: bool = False) -> None:
-        self.mailboxes, self.peer, self.message, self.sends, self.exact = mailboxes, peer, message, sends, exact
-        self.line = id(mailboxes), peer, sends
-        self.differs = False
+    mailboxes: Mailboxes
+    peer: int
+    message: Tensor
+    failure: Callable[[int, RuntimeError], Exception]
+    sends: bool
+    exact: bool = False
+    differs: bool = False
+
+    def __post_init__(self) -> None:
+        self.line = id(self.mailboxes), self.peer, self.sends
 
 
 def begin_letters(letters: Sequence[Letter]) -> None:
@@ -40,6 +48,13 @@ def begin_letters(letters: Sequence[Letter]) -> None:
 
 def finish_letter(letter: Letter) -> None:
     """Wait for a letter. Raise `CallsDifferError` if its peer makes another call, or has begun to compare calls."""
+    try:
+        _wait_for(letter)
+    except PeerLostError as error:
+        raise letter.failure(error.peer, error) from error
+
+
+def _wait_for(letter: Letter) -> None:
     mailboxes, peer, sends, began = letter.mailboxes, letter.peer, letter.sends, monotonic()
     behind, since = None, began  # agreements of this rank where the peer is ahead of it, and since when
     while letter in WORLD.letters:

@@ -124,10 +124,6 @@ class Mailboxes:
         """Ranks of the world along the axis, for which `topology` made these boxes."""
         WORLD.mailboxes.add(self)
 
-    def serves(self, peer: int, size: int, letters: int = 1) -> bool:
-        """Return whether a message of that size, to or from a rank, goes through these mailboxes in so many letters."""
-        return size <= letters * SLOT and peer in self.members
-
     def holds(self, step: Round) -> bool:
         """Return whether all ranks of a round are members."""
         return step.recv in self.members and all(peer in self.members for peer in step.send)

@@ -5,7 +5,6 @@ import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
-from itertools import chain
 from pathlib import Path
 from secrets import randbits
 
@@ -14,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from attnmesh.comm import machine_constants, shared_memory
-from attnmesh.comm.failures import collective, failure
-from attnmesh.comm.shared_memory import MOST_NUMBERS, Mailboxes, PeerLostError
+from attnmesh.comm.failures import collective
+from attnmesh.comm.shared_memory import Mailboxes
 from attnmesh.kernels.native.build import library
 from attnmesh.mesh.axes import Axis, Mesh, backends
 from attnmesh.mesh.cluster import PRESETS, Cluster
@@ -61,11 +60,6 @@ def mesh_hosts(mesh: Mesh) -> list[int]:
     return host_numbers(tuple(axis for axis in mesh.axes if axis.size > 1))
 
 
-def mailboxes_of(axis: Axis, device: torch.device) -> Mailboxes | None:
-    """Return the mailboxes for tensors of a device. The first call along an axis is collective."""
-    return host_mailboxes(axis) if device.type == "cpu" else None
-
-
 @cached_per_world()
 def host_mailboxes(axis: Axis) -> Mailboxes | None:
     """Return the mailboxes of this rank's host, or None. All ranks of the axis make the first call at once.
@@ -95,39 +89,6 @@ def host_mailboxes(axis: Axis) -> Mailboxes | None:
     made = Mailboxes(memory, members, axis.index, processes, _timeout(axis))
     made.ranks = frozenset(dist.get_process_group_ranks(axis.group))
     return made
-
-
-def share_numbers(numbers: Sequence[int], mesh: Mesh) -> list[list[int]]:
-    """Return the int64 values of all ranks of a mesh by shard, as `all_gather_ints` does, and sooner inside a host.
-
-    All ranks make the first call at once.
-    """
-    flat = [*numbers]
-    for axis, mailboxes in _links(mesh):
-        if mailboxes is None or len(flat) > MOST_NUMBERS:
-            tables = all_gather_ints(flat, [axis])
-        else:
-            try:
-                tables = mailboxes.all_gather(flat)
-            except PeerLostError as error:
-                raise failure(axis, "comparing calls", error.peer, error) from error
-        flat = list(chain.from_iterable(tables))
-    return [flat[start : start + len(numbers)] for start in range(0, len(flat), len(numbers))]
-
-
-def share_texts(text: str, mesh: Mesh) -> list[str]:
-    """Return the texts of all ranks by shard. A text may be a path that no encoding has."""
-    encoded = text.encode(errors="backslashreplace")
-    lengths = [row[0] for row in share_numbers([len(encoded)], mesh)]
-    padded = [*encoded, *[0] * (max(lengths) - len(encoded))]
-    return [bytes(row[:n]).decode() for row, n in zip(share_numbers(padded, mesh), lengths, strict=True)]
-
-
-@cached_per_world()
-def _links(mesh: Mesh) -> list[tuple[Axis, Mailboxes | None]]:
-    """Return the axes of several ranks, the innermost first, each with its mailboxes if these connect all its ranks."""
-    mesh_hosts(mesh)  # cached now: after a failure the hosts of lost ranks cannot be found
-    return [(axis, whole_mailboxes(axis)) for axis in reversed(mesh.axes) if axis.size > 1]
 
 
 def whole_mailboxes(axis: Axis) -> Mailboxes | None:

@@ -16,16 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attnmesh import errors
-from attnmesh.comm.rank_merge import fastest_merge
-from attnmesh.comm.shared_memory import Mailboxes
-from attnmesh.comm.topology import share_numbers, share_texts
+from attnmesh.comm.transport import enter_agreement, realign, share_numbers, share_texts, transport_of
 from attnmesh.core.digest import EXTRA_VALUES
 from attnmesh.errors import InputError, MeshError, RankFailure, UnforeseenError
 from attnmesh.kernels.triton_runtime import interpreted
 from attnmesh.mesh.axes import Axis, Mesh, mesh_of
 from attnmesh.mesh.merges import COLLECTIVE
 from attnmesh.runtime.caches import Kinds
-from attnmesh.runtime.world import WORLD, cached_per_world
+from attnmesh.runtime.world import cached_per_world
 
 Fields = Mapping[str, object] | Callable[[], Mapping[str, object]]
 """Arguments that must be equal, by name, or what returns them once they are checked."""
@@ -124,14 +122,13 @@ class Agreement:
 
     def compare(self, text: str, numbers: Sequence[int] = (), error: Exception | None = None) -> list[list[int]]:
         """Return the numbers of all ranks by shard, if all say this text; else raise the same error on all."""
-        for mailboxes in _mailboxes_of(self.mesh):
-            mailboxes.enter_agreement()
+        enter_agreement(self.mesh)
         padded = [*numbers, *[0] * (EXTRA_VALUES - len(numbers))]
         table = share_numbers([number_of(text), error is not None, *padded], self.mesh)
         all_numbers, failed, *_ = zip(*table, strict=True)
         if any(failed) or len(set(all_numbers)) > 1:
             self.is_raised = True
-            _realign(self.mesh)  # a merge along a tree sends other messages than one that is direct
+            realign(self.mesh)  # a merge along a tree sends other messages than one that is direct
             texts = share_texts(text, self.mesh)
             ranks = share_numbers([dist.get_rank() if dist.is_initialized() else 0], self.mesh)
             if error is not None and not isinstance(error, InputError):
@@ -143,7 +140,7 @@ class Agreement:
         """Raise on all ranks, whose merge has shown that their numbers differ."""
         self.compare(self.described())
         share_numbers([0], self.mesh)
-        _realign(self.mesh)  # messages of a call that some rank broke off
+        realign(self.mesh)  # messages of a call that some rank broke off
         share_numbers([0], self.mesh)
         given, fix = "different checksums of equal calls", "report this bug, with the arguments of each rank"
         raise MeshError(self.name, "the same checksum on every rank", given, fix)
@@ -268,7 +265,7 @@ def prepare_merges(axis: Axis) -> None:
     They compare this first: else its exchanges could meet those of another call.
     """
     Agreement(mesh_of(axis), "the first merge along an axis").before()
-    fastest_merge(axis)
+    transport_of(axis, torch.device("cpu")).fastest()
 
 
 def describe_call(name: str, /, **fields: object) -> str:
@@ -287,28 +284,6 @@ def number_of(*said: object) -> int:
     """Return the number of what a rank says, but for its host: of a text, or of values that have one."""
     text = " ".join(map(str, said)).partition(HOST)[0]
     return int.from_bytes(blake2b(text.encode(errors="backslashreplace"), digest_size=7).digest())
-
-
-def _realign(mesh: Mesh) -> None:
-    """Drop what stands in the mailboxes of a mesh, between two exchanges of numbers."""
-    for mailboxes in _mailboxes_of(mesh):
-        mailboxes.realign()
-
-
-def _mailboxes_of(mesh: Mesh) -> list[Mailboxes]:
-    """Return the mailboxes between ranks of the mesh: those of one of its axes, or of all its ranks."""
-    lines = _lines(mesh) if WORLD.mailboxes else []
-    return [boxes for boxes in tuple(WORLD.mailboxes) if boxes.ranks in lines or _are_all(boxes.ranks, mesh, lines)]
-
-
-@cached_per_world(1024)
-def _lines(mesh: Mesh) -> list[frozenset[int]]:
-    """Return the ranks of the world along each axis of this rank."""
-    return [frozenset(dist.get_process_group_ranks(axis.group)) for axis in mesh.axes if axis.group is not None]
-
-
-def _are_all(ranks: frozenset[int], mesh: Mesh, lines: Sequence[frozenset[int]]) -> bool:
-    return len(ranks) == mesh.ranks and all(line <= ranks for line in lines)
 
 
 def _raise(texts: Sequence[str], failed: Sequence[int], ranks: Sequence[int]) -> None:

@@ -12,8 +12,7 @@ from torch.nn.functional import pad
 from attnmesh.cache.cache import KVCache
 from attnmesh.core.logits import Logits, check_scale, with_distance_bias
 from attnmesh.core.mask import Mask
-from attnmesh.core.selection import Selection
-from attnmesh.core.visible import Visible
+from attnmesh.core.selection import Selection, Visible
 from attnmesh.decoding.decode_shard import decode_shard
 from attnmesh.errors import InputError, MaskError, require
 from attnmesh.hf.cache.layer import PendingKV, store_shard
@@ -132,7 +131,7 @@ def _attend_local(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, spec: MaskS
     keys = torch.arange(k.shape[2]) + spec.kv_offset
     first = spec.left_padding if layer.mask.chunks else None  # chunks begin at a sequence's first token
     if spec.token_mask is None and (first is None or not bool(first.any())):
-        return _attend(q, k, v, layer, queries, keys)
+        return _attend_at(q, k, v, layer, queries, keys)
     token_mask = torch.ones(len(q), 0, dtype=torch.bool) if spec.token_mask is None else spec.token_mask
     token_mask = pad(token_mask, (0, k.shape[2] - token_mask.shape[1]), value=spec.token_mask is None)
     rows = []
@@ -144,11 +143,11 @@ def _attend_local(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, spec: MaskS
         own = layer._replace(selected=selected, distance_bias=bias)
         shift = 0 if first is None else -int(first[number]) % lcm(*layer.mask.chunks)
         positions = queries + shift, keys[kept.cpu()] + shift
-        rows.append(_attend(q[row], k[row, :, kept], v[row, :, kept], own, *positions))
+        rows.append(_attend_at(q[row], k[row, :, kept], v[row, :, kept], own, *positions))
     return torch.cat(rows)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, queries: Tensor, keys: Tensor) -> Tensor:
+def _attend_at(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, queries: Tensor, keys: Tensor) -> Tensor:
     """Return attention of queries to keys at these positions."""
     logits = Logits.of(SUBJECT, layer.scale, layer.softcap, q.shape[-1])
     q = with_distance_bias(q, layer.distance_bias)

@@ -19,14 +19,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from attnmesh.comm.topology import all_gather_ints
 from attnmesh.errors import KernelError, MaskError, require
 from attnmesh.hf.cache.sharded_cache import ShardedCache
-from attnmesh.hf.chunks import CHUNK
 from attnmesh.hf.finite import NanWatch
+from attnmesh.hf.forward_passes import CHUNK, Prompt
 from attnmesh.hf.generation_checkpoint import SUBJECT as CHECKPOINT
 from attnmesh.hf.generation_checkpoint import Checkpoint, TokenCallback, random_state, set_random_state
 from attnmesh.hf.images.inputs import split_images, without_absent
 from attnmesh.hf.models import rope_regime, unwrap
 from attnmesh.hf.options import ASSISTED_OPTIONS, CheckpointSpec, GenerationSettings, agree_on_call, check_padding
-from attnmesh.hf.prefill import Prompt, begin_prompt, crop_to_shared_prefix, prefill_rest
+from attnmesh.hf.prefill import begin_prompt, crop_to_shared_prefix, prefill_rest
 from attnmesh.hf.tensor_parallel import sharing
 from attnmesh.hf.transformers_names import cache_argument
 from attnmesh.mesh.axes import Mesh, NotGiven, given_mesh

@@ -176,13 +176,12 @@ def mask_spec(
     config: PreTrainedConfig,
     q_offset: int = 0,
     kv_offset: int = 0,
-    mask_function: IndexFunction = causal_mask_function,
     attention_mask: Tensor | None = None,
-    local_size: int | None = None,
-    use_vmap: bool = False,
-    **_: Any,
+    **more: Any,
 ) -> MaskSpec:
     """Return the mask as positions, from the arguments that transformers describes it with."""
+    function: IndexFunction = more.get("mask_function", causal_mask_function)
+    local_size: int | None = more.get("local_size")
     shards = attention_mask.shards if isinstance(attention_mask, ShardMask | PromptMask) else None
     token_mask = covered = left_padding = None
     if shards is not None:
@@ -192,7 +191,7 @@ def mask_spec(
         left_padding = (attention_mask.bool().cumsum(1) == 0).sum(1)
         covered = attention_mask.shape[1] if attention_mask.shape[1] < q_offset + q_length else None
     first = torch.zeros(batch_size, dtype=torch.long) if left_padding is None else left_padding.cpu()
-    given = DescribedMask(mask_function, config, (q_offset, q_length), (kv_offset, kv_length), first)
+    given = DescribedMask(function, config, (q_offset, q_length), (kv_offset, kv_length), first)
     rows = () if isinstance(attention_mask, ShardMask) else _with_spans(given)
     mask = rows[0] if rows else None
     if mask is None and q_length == 1 and local_size is None:
@@ -201,7 +200,7 @@ def mask_spec(
         check_unpadded(rows, attention_mask.plain().bool())
     if mask is None:
         expected, found = "a causal mask, a sliding window, chunks or spans", "a mask function of the model's own"
-        require(not use_vmap, MaskError, "attention mask", expected, found, UNTYPED)
+        require(not more.get("use_vmap"), MaskError, "attention mask", expected, found, UNTYPED)
         mask = _recognise(given, local_size)
     differ = rows if len({*rows}) > 1 else ()
     return MaskSpec(mask, q_length, q_offset, kv_offset, token_mask, shards, covered, left_padding, rows=differ)

@@ -14,12 +14,14 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from attnmesh.core.digest import fingerprints
 from attnmesh.errors import (
     ArgumentError,
+    Check,
     DtypeError,
     KernelError,
     MaskError,
     ShapeError,
     check_count,
     require,
+    require_all,
     short,
     type_and_shape,
 )
@@ -38,6 +40,8 @@ SEARCHES = ("penalty_alpha", "dola_layers", "constraints", "force_words_ids", "d
 """Options of ways of searching that transformers loads from the hub."""
 
 ON_HUB = "leave it out: its code is on the hub, not in transformers"
+
+TEXT_ALONE = "leave it out: prefill takes only token ids, attention_mask and images"
 
 SECOND_PROMPT = "leave it out: it runs the model on a second prompt"
 
@@ -127,13 +131,13 @@ def agree_on_call(
 
     with agreement_with_peers(place, model, "generate", fields):
         check_model(model)
-        _check_prompt(model, ids, attention_mask)
-        _check_options(model, options)
+        require_all(_prompt_checks(model, ids, attention_mask))
+        require_all(_option_checks(model, options))
         for name in ("chunk_size", "prefill_chunk_size"):
             if options.get(name) is not None:
                 check_count(f"{name}", options[name], "count the tokens of a chunk, or leave it out")
         if cache is not None:
-            _check_cache(cache, ids)
+            require_all(_cache_checks(cache, ids))
         if "chunk_size" not in options:  # an option of `prefill`, which makes no new tokens
             check_rope_switch(model.config, ids.shape[1] - 1, GenerationSettings(model, options).total(ids.shape[1]))
 
@@ -167,8 +171,8 @@ def describe_value(value: object) -> str:
     return repr(value) if isinstance(value, (Number, str, Path, NoneType, torch.dtype)) else type(value).__name__
 
 
-def _check_options(model: PreTrainedModel, options: dict[str, Any]) -> None:
-    """Raise for options that `generate` does not support, and for unknown ones."""
+def _option_checks(model: PreTrainedModel, options: dict[str, Any]) -> Iterator[Check]:
+    """Yield what holds of options that `generate` supports."""
     settings = GenerationSettings(model, options)
     for name, fix in UNSUPPORTED.items():
         value = options.get(name) if name in OVERRIDDEN else settings[name]
@@ -176,27 +180,25 @@ def _check_options(model: PreTrainedModel, options: dict[str, Any]) -> None:
         given = f"{name}={describe_value(value)}"
         if not neutral and settings.is_default(name):
             given, fix = f"{given} in model.generation_config", f"set model.generation_config.{name} = None"
-        require(neutral, ArgumentError, "generate", "options that work on a mesh", given, fix)
+        yield neutral, ArgumentError, "generate", "options that work on a mesh", given, fix
     strings = settings["stop_strings"]
-    complete = not strings or options.get("tokenizer") is not None
-    given = f"stop_strings={describe_value(strings)} alone"
-    require(complete, ArgumentError, "generate", "a tokenizer beside stop strings", given, "pass tokenizer=")
+    complete, given = not strings or options.get("tokenizer") is not None, f"stop_strings={describe_value(strings)}"
+    yield complete, ArgumentError, "generate", "a tokenizer beside stop strings", f"{given} alone", "pass tokenizer="
     goes_back = not (is_recurrent(model.config) or is_compressed(model.config))
-    assisted = [name for name in ASSISTED_OPTIONS if settings[name] and not goes_back]
+    assisted = ", ".join(name for name in ASSISTED_OPTIONS if settings[name] and not goes_back)
     expected, fix = "options that work on states", "leave it out: states cannot go back"
-    require(not assisted, ArgumentError, "generate", expected, ", ".join(assisted), fix)
-    checkpoint, fix = options.get("checkpoint"), "pass hf.Checkpoint(path)"
+    yield not assisted, ArgumentError, "generate", expected, assisted, fix
+    checkpoint = options.get("checkpoint")
     is_spec, given = isinstance(checkpoint, (NoneType, CheckpointSpec)), type(checkpoint).__name__
-    require(is_spec, ArgumentError, "generate checkpoint", "an hf.Checkpoint", given, fix)
+    yield is_spec, ArgumentError, "generate checkpoint", "an hf.Checkpoint", given, "pass hf.Checkpoint(path)"
     images, _ = split_images(model, options)
-    refused = [name for name in ("checkpoint", *ASSISTED_OPTIONS) if images and settings[name]]
+    refused = ", ".join(name for name in ("checkpoint", *ASSISTED_OPTIONS) if images and settings[name])
     expected, fix = "images without these options", "leave them out, or generate from text"
-    require(not refused, ArgumentError, "generate images", expected, ", ".join(refused), fix)
-    text_fix, image_fix = "leave it out: prefill takes only token ids, attention_mask and images", OWN_PROCESSOR
+    yield not refused, ArgumentError, "generate images", expected, refused, fix
     for name, value in options.items():
         known = name in ACCEPTED or name == "chunk_size" or name in image_inputs(model)
-        given, fix = f"{name}={short(value)}", image_fix if name in IMAGE_INPUTS else text_fix
-        require(known, ArgumentError, "generate", "options of transformers' generation", given, fix)
+        fix = OWN_PROCESSOR if name in IMAGE_INPUTS else TEXT_ALONE
+        yield known, ArgumentError, "generate", "options of transformers' generation", f"{name}={short(value)}", fix
 
 
 def check_padding(config: PreTrainedConfig, attention_mask: Tensor) -> None:
@@ -208,37 +210,34 @@ def check_padding(config: PreTrainedConfig, attention_mask: Tensor) -> None:
         check_left_padded(subject, attention_mask)
 
 
-def _check_cache(cache: ShardedCache, ids: Tensor) -> None:
-    """Raise unless it is a cache for this batch."""
-    given, fix = type(cache).__name__, "pass attnmesh.hf.ShardedCache(model.config, mesh)"
-    require(isinstance(cache, ShardedCache), KernelError, "generate cache", "a ShardedCache", given, fix)
+def _cache_checks(cache: ShardedCache, ids: Tensor) -> Iterator[Check]:
+    """Yield what holds of a cache for this batch."""
+    is_cache, fix = isinstance(cache, ShardedCache), "pass attnmesh.hf.ShardedCache(model.config, mesh)"
+    yield is_cache, KernelError, "generate cache", "a ShardedCache", type(cache).__name__, fix
     cached = cache.batch_size if cache.get_seq_length() else len(ids)
     given, expected = f"{len(ids)} and {cached} in the cache", "as many sequences as the cache holds"
-    require(cached == len(ids), ShapeError, "generate", expected, given, "pass a new cache")
+    yield cached == len(ids), ShapeError, "generate", expected, given, "pass a new cache"
 
 
-def _check_prompt(model: PreTrainedModel, ids: Tensor, attention_mask: Tensor | None) -> None:
-    """Raise unless these are token ids that fit the model, with a matching mask."""
-    config = model.config.get_text_config(decoder=True)
-    subject, expected, given = "generate input_ids", "int64 token ids (batch, length)", type_and_shape(ids)
+def _prompt_checks(model: PreTrainedModel, ids: Tensor, attention_mask: Tensor | None) -> Iterator[Check]:
+    """Yield what holds of token ids that fit the model, and of a matching mask."""
+    config, subject = model.config.get_text_config(decoder=True), "generate input_ids"
     valid = isinstance(ids, Tensor) and ids.ndim == 2 and ids.dtype == torch.int64
-    require(valid, DtypeError, subject, expected, given, USE_TOKENIZER)
-    length = ids.shape[1]
-    require(ids.numel() > 0, ShapeError, subject, "at least one token", "an empty prompt", "begin with a token")
+    yield valid, DtypeError, subject, "int64 token ids (batch, length)", type_and_shape(ids), USE_TOKENIZER
+    yield ids.numel() > 0, ShapeError, subject, "at least one token", "an empty prompt", "begin with a token"
     words = getattr(model.get_input_embeddings(), "num_embeddings", config.vocab_size)
     first, last = (int(end) for end in ids.aminmax())
-    expected, given = f"tokens from 0 to {words - 1}, the model's vocabulary", f"{first if first < 0 else last}"
-    fits, fix = first >= 0 and last < words, "use the tokenizer of this model"
-    require(fits, ArgumentError, subject, expected, given, fix)
+    expected, fits = f"tokens from 0 to {words - 1}, the model's vocabulary", first >= 0 and last < words
+    yield fits, ArgumentError, subject, expected, first if first < 0 else last, "use the tokenizer of this model"
     longest = None if rope_regime(config, 0) else getattr(config, "max_position_embeddings", None)
-    expected = f"at most {longest} tokens, the model's context"
-    fix = "shorten the prompt, or use a model with a longer context"
-    require(longest is None or length <= longest, ShapeError, subject, expected, length, fix)
+    expected, length = f"at most {longest} tokens, the model's context", ids.shape[1]
+    fits, fix = longest is None or length <= longest, "shorten the prompt, or use a model with a longer context"
+    yield fits, ShapeError, subject, expected, length, fix
     if attention_mask is None:
         return
     subject, fix = "generate attention_mask", "pass the tokenizer's 2D mask; 4D and additive masks are not supported"
-    given = type(attention_mask).__name__
-    require(isinstance(attention_mask, Tensor), DtypeError, subject, "a tensor", given, fix)
+    is_tensor = isinstance(attention_mask, Tensor)
+    yield is_tensor, DtypeError, subject, "a tensor", type(attention_mask).__name__, fix
     shape = tuple(attention_mask.shape)
-    require(shape == ids.shape, ShapeError, subject, f"2D, {tuple(ids.shape)}", shape, fix)
+    yield shape == ids.shape, ShapeError, subject, f"2D, {tuple(ids.shape)}", shape, fix
     check_padding(config, attention_mask)

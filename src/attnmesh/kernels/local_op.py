@@ -14,7 +14,7 @@ from attnmesh.core.band import Band
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import FAR, Mask
 from attnmesh.core.partial import Partial, sum_dtype, with_sinks
-from attnmesh.core.visible import Visible
+from attnmesh.core.selection import Visible
 from attnmesh.errors import LayoutError, MaskError
 from attnmesh.kernels.blocks import BackwardInputs, Need
 from attnmesh.kernels.choice import choose
@@ -38,11 +38,11 @@ def run_attend(
     tensors, (mask, block) = (q, k, v, sinks, visible.tensors), visible.rule
     if needs_operator(q, k, v, sinks):
         return Partial(*attend_op(*tensors, [block, *mask.encode()], logits, kernel))
-    attend = _attend_learned if is_learned(q, k, v, sinks) else _attend
+    attend = _attend_learned if is_learned(q, k, v, sinks) else _attend_visible
     return Partial(*attend(*tensors, (mask, block), logits, kernel))
 
 
-def _attend(
+def _attend_visible(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, places: Places, rule: Rule, logits: Logits, kernel: str
 ) -> Partial:
     if all(x is None for x in places) and q.shape[-1] == k.shape[-1]:
@@ -91,7 +91,7 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tens
     return dq, dk, dv, dsinks
 
 
-_attend_learned = recorded(_attend, _save, _gradients)
+_attend_learned = recorded(_attend_visible, _save, _gradients)
 
 
 def _fake_outputs(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -114,7 +114,7 @@ def attend_op(
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse)."""
-    return _attend(q, k, v, sinks, tuple(places), _decoded(rule), Logits(*logits), kernel)
+    return _attend_visible(q, k, v, sinks, tuple(places), _decoded(rule), Logits(*logits), kernel)
 
 
 @operator("attend_backward", _fake_gradients, backward=Once.backward)

@@ -7,8 +7,7 @@ from torch import Tensor
 from attnmesh.core.logits import Logits, with_distance_bias
 from attnmesh.core.mask import FULL, Full, Mask, check_mask
 from attnmesh.core.partial import Partial
-from attnmesh.core.selection import Selection
-from attnmesh.core.visible import Visible
+from attnmesh.core.selection import Selection, Visible
 from attnmesh.errors import MaskError, ShapeError
 from attnmesh.guard.checks import (
     check_distance_bias,

@@ -13,7 +13,7 @@ from attnmesh.comm.host_merge import HostMerge, host_merge_for
 from attnmesh.comm.message import checksum_of, question_like
 from attnmesh.comm.rank_merge import chosen_merge, merge_ranks, send_poison
 from attnmesh.core.partial import Partial, sum_dtype
-from attnmesh.errors import DeviceError, DtypeError, KernelError, ShapeError, check_choice, require
+from attnmesh.errors import DeviceError, DtypeError, InputError, KernelError, ShapeError, check_choice, require
 from attnmesh.guard.agreement import Agreement, CallRecord, MergeAgreement, describe_call, number_of, prepare_merges
 from attnmesh.guard.checks import check_checked, check_dtype, check_merge, check_one_device, check_tensor
 from attnmesh.kernels.traced import are_plain
@@ -71,16 +71,19 @@ def merge_across(
         and (found := host_merge_and_text(axis, partial[0].shape, how, output)) is not None
     ):
         return merge_as_one_call(Partial(*partial), *found, output, compares=checked is not False)
-    with merge_agreement(partial, axis, how, output, checked) as agreement:
+    try:
         check_merge("merge_across", how, output)
         check_checked("merge_across", checked)
         check_partial(partial, wire, base)
+    except InputError as error:
+        merge_agreement(partial, axis, how, output, checked).fail(error)
     out, lse = partial
     natural = lse if base == "e" else lse * BASES[base]
     if torch.compiler.is_compiling():
         dtype = str(wire or "").removeprefix("torch.")
         out, lse = merge_op(out, natural, axis.group_name, [axis.size, axis.index], how, output, dtype)
     else:
+        agreement = merge_agreement(partial, axis, how, output, checked)
         out, lse = _merge(agreement, Partial(out, natural), axis, how, output, wire, base)
     return Partial(out, lse if base == "e" else lse / BASES[base])
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnmesh.comm.failures import collective
 from attnmesh.core.partial import Partial, merge_unchecked, sum_dtype
-from attnmesh.core.visible import Visible
+from attnmesh.core.selection import Visible
 from attnmesh.errors import RankFailure
 from attnmesh.kernels.blocks import BackwardInputs
 from attnmesh.kernels.local_op import run_attend, sink_gradient

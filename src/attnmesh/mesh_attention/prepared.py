@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attnmesh.comm.topology import share_numbers
+from attnmesh.comm.transport import share_numbers
 from attnmesh.core.digest import digest
 from attnmesh.core.mask import FAR, check_mask
 from attnmesh.errors import MaskError, ShapeError, require, warn_once

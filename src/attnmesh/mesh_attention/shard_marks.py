@@ -64,9 +64,23 @@ def _forget(key: int) -> None:
     shard_marks().pop(key, None)
 
 
+def check_not_cut(subject: str, named: Mapping[str, object], fix: str) -> None:
+    """Raise if one of these is a shard of several ranks."""
+    for name, mark in _marks(named).items():
+        given = f"a shard of {mark.place.ranks} ranks"
+        require(mark.place.ranks == 1, LayoutError, f"{subject} {name}", "all tokens", given, fix)
+
+
 def check_equal_cuts(subject: str, named: Mapping[str, object]) -> None:
     """Raise if these are shards of several layouts."""
-    marks = {name: mark for name, x in named.items() if (mark := shard_marks().get(id(x))) is not None}
+    marks = _marks(named)
     given = ", ".join(f"{name} of {mark.layout}" for name, mark in marks.items())
     fits, fix = len({mark.layout for mark in marks.values()}) < 2, "cut them with one layout"
     require(fits, LayoutError, subject, "shards of one layout", given, fix)
+
+
+def _marks(named: Mapping[str, object]) -> dict[str, ShardMark]:
+    """Return the marks of those that are shards; none in a graph."""
+    if torch.compiler.is_compiling():
+        return {}
+    return {name: mark for name, x in named.items() if (mark := shard_marks().get(id(x))) is not None}

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.comm.p2p import swap_tokens
 from attnmesh.core.layout import Layout, check_layout
 from attnmesh.core.mask import FULL, Mask, check_mask
-from attnmesh.errors import KernelError, LayoutError, ShapeError, require
+from attnmesh.errors import KernelError, LayoutError, ShapeError, require, warn_once
 from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.checks import check_tensor
 from attnmesh.mesh.axes import Mesh
@@ -109,6 +109,7 @@ def unshard(
     check_mask("unshard mask", seen, length)
     positions = _positions(chosen_layout(layout, seen, place), length, counts)
     whole = _gather_shards(x.movedim(dim, 0), place, counts)
+    _warn_if_whole(whole, counts)
     return torch.empty_like(whole).index_copy_(0, positions.to(x.device), whole).movedim(0, dim)
 
 
@@ -167,6 +168,17 @@ def _positions(layout: Layout, length: int, counts: list[int]) -> Tensor:
             "unshard", expected, f"{counts}", "pass the layout and the length that the tensor was sharded with"
         )
     return torch.cat(parts)
+
+
+def _warn_if_whole(x: Tensor, counts: list[int]) -> None:
+    """Warn once if all ranks passed the same tokens, which are not all alike: shards of one sequence differ."""
+    own, ranks = counts[0], len(counts)
+    if ranks == 1 or own < 2 or {*counts} != {own} or x.is_meta or x.numel() == 0:
+        return
+    some = x.view(ranks, own, -1)[:, :: max(1, own // 64)]
+    if bool((some == some[:1]).all()) and not bool((some == some[:, :1]).all()):
+        same = f"unshard: x is the same on all {ranks} ranks, and counts as {ranks} shards"
+        warn_once(f"{same}; leave unshard out if it is whole.")
 
 
 def _dim(subject: str, x: Tensor, dim: int) -> int:

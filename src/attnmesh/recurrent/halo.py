@@ -80,15 +80,15 @@ def _fake_halos(x: Tensor, back: bool, size: int, dim: int, *numbers: Any) -> Te
     return _empty(x, back, size, dim, index, owners, lengths)
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _keep_numbers(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, ctx.back, *ctx.numbers = inputs
 
 
-def _gradient(ctx: Any, dout: Tensor) -> list[Tensor]:
+def _halo_back(ctx: Any, dout: Tensor) -> list[Tensor]:
     return [halo_op(dout.contiguous(), not ctx.back, *ctx.numbers)]
 
 
-@operator("halo", _fake_halos, _save_for_backward, _gradient)
+@operator("halo", _fake_halos, _keep_numbers, _halo_back)
 def halo_op(
     x: Tensor,
     back: bool,

@@ -46,15 +46,15 @@ def _fake_heads(
     return x.new_empty(x.shape[0], sum(lengths), x.shape[3])
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _keep_numbers(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, ctx.back, *ctx.numbers = inputs
 
 
-def _gradient(ctx: Any, dout: Tensor) -> list[Tensor]:
+def _exchange_back(ctx: Any, dout: Tensor) -> list[Tensor]:
     return [heads_op(dout.contiguous(), not ctx.back, *ctx.numbers)]
 
 
-@operator("heads", _fake_heads, _save_for_backward, _gradient)
+@operator("heads", _fake_heads, _keep_numbers, _exchange_back)
 def heads_op(
     x: Tensor, back: bool, group: str, place: Sequence[int], owners: Sequence[int], lengths: Sequence[int]
 ) -> Tensor:

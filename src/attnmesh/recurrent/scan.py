@@ -116,7 +116,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
         ctx.mark_non_differentiable(output[0])
 
 
-def _gradients(ctx: Any, dlinear: Tensor | None, dbias: Tensor) -> tuple[Tensor | None, ...]:
+def _scan_back(ctx: Any, dlinear: Tensor | None, dbias: Tensor) -> tuple[Tensor | None, ...]:
     """Scan the gradients of the states from the last rank to the first.
 
     The state X = [bias | linear] of rank r becomes A X + [B | 0] on rank r + 1. So a gradient G of X on rank r adds to
@@ -138,7 +138,7 @@ def _gradients(ctx: Any, dlinear: Tensor | None, dbias: Tensor) -> tuple[Tensor 
     return dlinear, later[..., : prefix_bias.shape[-1]]
 
 
-@operator("scan_across", _fake_states, _save_for_backward, _gradients)
+@operator("scan_across", _fake_states, _save_for_backward, _scan_back)
 def scan_op(
     linear: Tensor, bias: Tensor, group: str, place: Sequence[int], whole: bool, resets: Sequence[int]
 ) -> tuple[Tensor, Tensor]:

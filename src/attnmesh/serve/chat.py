@@ -42,15 +42,18 @@ def encode_chat(encoder: Any, fields: dict[str, Any], check: Check = bool) -> En
     if not encoder.chat_template:
         raise Refused(400, "messages: the model has no chat template. Use /v1/completions.", "messages")
     template = template_of(encoder, tools)
-    shapes = {role: shapes_of(encoder, template, role) for role in {message["role"] for message in messages}}
-    for message in messages:
-        message["content"] = _in_shape(message, shapes[message["role"]])
     if tools and not uses_tools(template):
         raise Refused(400, "tools: the model's chat template has no tools. Leave them out.", "tools")
     for i, message in enumerate(messages):
         if (message["role"] == "tool" or "tool_calls" in message) and not uses_tools(template):
             text = "the model's chat template has no tools. Leave out tool_calls, and messages of role tool."
             raise Refused(400, f"messages[{i}]: {text}", f"messages[{i}]")
+    shapes = {role: shapes_of(encoder, template, role, tools) for role in {message["role"] for message in messages}}
+    for i, message in enumerate(messages):
+        if not shapes[message["role"]]:
+            text = f"the model's chat template drops messages of role {message['role']}. Use another role."
+            raise Refused(400, f"messages[{i}]: {text}", f"messages[{i}]")
+        message["content"] = _in_shape(message, shapes[message["role"]])
     options = {"chat_template": template, "tools": tools or None, "add_generation_prompt": True}
     try:
         text = encoder.apply_chat_template(messages, tokenize=False, **options)
@@ -87,24 +90,44 @@ def template_of(encoder: Any, tools: list[dict[str, Any]] | None) -> str:
 
 
 PROBE = "attnmesh-probe"
-SHAPES: dict[str, Any] = {"text": PROBE, "parts": [{"type": "text", "text": PROBE}]}
+SHAPES: dict[str, Callable[[str], Any]] = {"text": str, "parts": lambda text: [{"type": "text", "text": text}]}
 """Content of a message in the shapes that templates take."""
 
+LISTED = re.compile(rf"""['"]text['"]: *['"]{PROBE}""")
+"""Parts that a template prints as a list."""
 
-def shapes_of(encoder: Any, template: str, role: str) -> tuple[str, ...]:
-    """Return the shapes of content that a template shows for a role; text alone where it shows neither."""
-    user = {"role": "user", "content": ""}
-    around = {"user": ([], []), "assistant": ([user], [user])}.get(role, ([], [user]))
-    found = []
-    for shape, content in SHAPES.items():
+
+def shapes_of(encoder: Any, template: str, role: str, tools: Any = None) -> tuple[str, ...]:
+    """Return the shapes of content that a template shows for a role: none if it drops them, text if it raises."""
+    shown = {
+        shape: _shows(encoder, {"chat_template": template, "tools": tools or None}, role, shape) for shape in SHAPES
+    }
+    raises = all(one is None for one in shown.values())
+    return ("text",) if raises else tuple(shape for shape in SHAPES if shown[shape])
+
+
+def _shows(encoder: Any, options: dict[str, Any], role: str, shape: str) -> bool | None:
+    """Return whether a template shows a message beside others, whose content has either shape; None if it raises."""
+    raises = True
+    for made in dict.fromkeys((SHAPES[shape], *SHAPES.values())):
+        user = {"role": "user", "content": made("a")}
+        before = {"assistant": [user], "tool": [user, CALLS | {"content": made("")}]}.get(role, [])
+        message = {"role": role, "content": SHAPES[shape](PROBE)} | (OF_TOOL if role == "tool" else {})
+        messages = [*before, message, *([] if role == "user" else [user])]
         try:
-            messages = [*around[0], {"role": role, "content": content}, *around[1]]
-            shown = encoder.apply_chat_template(messages, chat_template=template, tokenize=False)
+            shown = encoder.apply_chat_template(messages, tokenize=False, **options)
         except Exception:  # a template raises what it wants
             continue
-        if PROBE in shown and f"'{PROBE}'" not in shown and f'"{PROBE}"' not in shown:
-            found.append(shape)
-    return tuple(found) or ("text",)
+        raises = False
+        if PROBE in shown and not LISTED.search(shown):
+            return True
+    return None if raises else False
+
+
+CALL = {"id": "a12345678", "type": "function", "function": {"name": "f", "arguments": {}}}
+CALLS: dict[str, Any] = {"role": "assistant", "tool_calls": [CALL]}
+OF_TOOL = {"tool_call_id": CALL["id"], "name": "f"}
+"""A call that is before a message of a tool, with an id of nine signs, as some templates want, and what names it."""
 
 
 def _in_shape(message: dict[str, Any], shapes: tuple[str, ...]) -> Any:

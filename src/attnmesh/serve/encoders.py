@@ -50,7 +50,7 @@ class Encoders:
 def too_long(given: str, longest: int) -> Refused:
     """Return the refusal of a prompt that does not fit."""
     text = f"The prompt has {given} and the server's longest context is {longest} tokens with the answer."
-    return Refused(413, text, None, "context_length_exceeded")
+    return Refused(400, text, None, "context_length_exceeded")
 
 
 def characters_a_token(tokenizer: Any) -> int | None:

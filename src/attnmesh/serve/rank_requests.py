@@ -82,7 +82,7 @@ class RankRequests:
 
     def forward(self, number: int, stream: Stream) -> None:
         """Send the tokens of one request."""
-        tokens = iter(stream)
+        tokens, first = iter(stream), None
         try:
             first = next(tokens, None)
             self.send("begin", number, stream.cached_tokens)  # an empty answer has used a prefix, too
@@ -93,12 +93,15 @@ class RankRequests:
             else:  # cancelled, for a front that has gone on, or with the engine
                 self.send("refused", number, 503, "The server ends.", None)
         except Exception as error:
-            self.refuse(number, error)
+            self.refuse(number, error, has_begun=first is not None)
         finally:
             self.streams.pop(number, None)
 
-    def refuse(self, number: int, error: Exception) -> None:
-        """Send the error of one request, which ends it alone. At one that ends the engine the front replays."""
+    def refuse(self, number: int, error: Exception, *, has_begun: bool = False) -> None:
+        """Send the error of one request, which ends it alone. At one that ends the engine the front replays.
+
+        Once an answer has begun, only its length can be the client's fault.
+        """
         if error is self.engine.error:
             return
         match error:
@@ -106,7 +109,7 @@ class RankRequests:
                 self.send("refused", number, 429, str(error), None)
             case TooLong():
                 self.send("refused", number, 400, str(error), "context_length_exceeded")
-            case InputError() if not isinstance(error, OF_RANKS):
+            case InputError() if not (has_begun or isinstance(error, OF_RANKS)):
                 self.send("refused", number, 400, str(error), None)
             case _:
                 self.send("refused", number, 500, "The request failed on the ranks.", None)

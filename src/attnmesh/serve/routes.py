@@ -27,7 +27,7 @@ from attnmesh.serve.encoders import LONG, Encoders, too_long
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.reply import EventStream, Gone, Reply, while_there
 from attnmesh.serve.schema import CHAT, COMPLETION, Schema, read_fields, shown
-from attnmesh.serve.spelling import Spelling, tokens_without_text
+from attnmesh.serve.spelling import Spelling
 from attnmesh.serve.supervisor import Supervisor
 
 NEW_OF_CHAT, NEW_OF_COMPLETION = 2048, 16
@@ -50,7 +50,7 @@ class App:
         defaults: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.front, self.name, self.limits, self.defaults = front, name, limits, defaults
-        self.spelling = Spelling(tokenizer, tokens_without_text(tokenizer))
+        self.spelling = Spelling(tokenizer)
         self._bodies = Bodies(limits.max_body)
         self._encoders = Encoders(processor or tokenizer)  # copies: one decodes here meanwhile
         self._page = files("attnmesh.serve").joinpath("page.html").read_text()

@@ -165,7 +165,9 @@ SAMPLING: Schema = {
     "top_k": Served(is_whole(0, 1 << 31), "a whole number", 0, f"0 is all; {NOT_OPENAI}"),
     "min_p": Served(is_number(0, 1), "0 to 1", 0.0, f"share of the likeliest token's probability; {NOT_OPENAI}"),
     "repetition_penalty": Served(is_number(0.01, 100), "0.01 to 100", 1.0, f"1 is none; {NOT_OPENAI}"),
-    "seed": Served(is_whole(-(1 << 63), (1 << 63) - 1), "a number of 64 bits", None, "choice i draws with seed + i"),
+    "seed": Served(
+        is_whole(-(1 << 63), (1 << 63) - 1), "-2^63 to 2^63 - 1", None, "choice i draws by seed + i, modulo 2^63"
+    ),
     "n": Served(is_whole(1, MAX_CHOICES), f"1 to {MAX_CHOICES}", 1),
     "stop": Served(is_stop, f"a string of 1 to {MAX_STOP} characters, or up to {MAX_STOPS} of them", None),
     "stream": Served(is_flag, "true or false", False),

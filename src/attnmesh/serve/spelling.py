@@ -1,8 +1,8 @@
-"""Tokens as they are spelled within a text: the bytes of each, and which special ones no text shows."""
+"""Tokens as they are spelled within a text: the bytes of each, and which no text shows."""
 
 import re
 from codecs import getincrementaldecoder
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -15,35 +15,29 @@ SIGNS |= {chr(256 + place): byte for place, byte in enumerate(sorted({*range(256
 BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 """Token of one byte, as SentencePiece writes it."""
 
+OPTIONS = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+"""Options by which a tokenizer's `decode` shows what a model writes."""
+
 
 class Spelling:
     """The decoding side of a tokenizer. Tokens are kept, so that each is spelled once.
 
-    Args:
-        tokenizer: A tokenizer of transformers.
-        dropped: Tokens without text; None drops every special one.
+    The beginning, end and padding have no text: a model does not say anything by them.
     """
 
-    def __init__(self, tokenizer: Any, dropped: Collection[int] | None = None) -> None:
-        self.tokenizer, self.dropped = tokenizer, dropped
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.dropped = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
         self._known: dict[int, bytes] = {}
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens."""
-        skipped = self.dropped is None
-        kept = ids if skipped else [id for id in ids if not self.drops(id)]
-        text: str = self.tokenizer.decode(kept, skip_special_tokens=skipped, clean_up_tokenization_spaces=False)
+        text: str = self.tokenizer.decode([id for id in ids if not self.drops(id)], **OPTIONS)
         return text
 
     def drops(self, id: int) -> bool:
         """Return whether a token is one of those without text."""
-        return id in (self._special if self.dropped is None else self.dropped)
-
-    @cached_property
-    def _special(self) -> frozenset[int]:
-        """All special tokens, which the tokenizer itself can skip."""
-        added = self.tokenizer.added_tokens_decoder
-        return frozenset(self.tokenizer.all_special_ids) | {id for id, token in added.items() if token.special}
+        return id in self.dropped
 
     def bytes_of(self, id: int) -> bytes:
         """Return the bytes of a token, those of half a character too, with the space that it begins with."""
@@ -57,8 +51,7 @@ class Spelling:
         return [*self.tokenizer("a", add_special_tokens=False)["input_ids"][-1:]]
 
     def _spell(self, id: int) -> bytes:
-        options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-        before, both = (self.tokenizer.decode([*self.between_words, *more], **options) for more in ([], [id]))
+        before, both = (self.tokenizer.decode([*self.between_words, *more], **OPTIONS) for more in ([], [id]))
         if "\ufffd" not in both:
             return str(both[len(before) :]).encode()
         sign = str(self.tokenizer.convert_ids_to_tokens(id))
@@ -71,12 +64,6 @@ class Spelling:
         """Return a token as responses write it: its text, or its bytes where they are not whole characters."""
         data = self.bytes_of(id)
         return data.decode() if is_whole(data) else escape + "".join(f"\\x{byte:02x}" for byte in data)
-
-
-def tokens_without_text(tokenizer: Any) -> frozenset[int]:
-    """Return the beginning, end and padding of a tokenizer: a model does not say anything by them."""
-    marks = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
-    return frozenset(mark for mark in marks if mark is not None)
 
 
 def is_whole(data: bytes) -> bool:

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm.topology import all_gather_ints, hosts, mailboxes_of
+from attnmesh.comm.topology import all_gather_ints, host_mailboxes, hosts
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import FULL
 from attnmesh.core.partial import Partial
-from attnmesh.core.visible import Visible
+from attnmesh.core.selection import Visible
 from attnmesh.errors import ClusterError, require
 from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.checks import check_dtype
@@ -183,7 +183,7 @@ def _exchange(world: MeasuredRanks, line: Sequence[int], size: int, peers: int =
 
 def _swap_near(world: MeasuredRanks, line: Sequence[int]) -> None:
     """Send and receive a short message inside a host, as a merge does."""
-    mailboxes = mailboxes_of(world.axis, world.device)
+    mailboxes = host_mailboxes(world.axis) if world.device.type == "cpu" else None
     message = torch.empty(MERGE_BYTES, dtype=torch.uint8, device=world.device)
     if mailboxes is None or len(line) < 2:
         _exchange(world, line, MERGE_BYTES)

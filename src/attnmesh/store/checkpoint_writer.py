@@ -147,9 +147,15 @@ def _prepare(
 def check_writable(path: Path) -> None:
     """Make a folder if it is missing. Raise unless it can be written to."""
     with _store_errors(path):
-        path.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
+        _make_private(path)
         if not os.access(path, os.W_OK | os.X_OK):
             raise PermissionError(EACCES, "Permission denied")
+
+
+def _make_private(path: Path) -> None:
+    """Make a folder if it is missing, and those that it is in, each for its owner alone."""
+    for each in (*reversed(path.parents), path):
+        each.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
 
 
 def _next_number(path: Path) -> int:
@@ -249,7 +255,7 @@ def _write(
     folder = path / manifest.folder
     with _store_errors(path):
         for each in (path, folder):
-            each.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
+            _make_private(each)
         lock.take(folder)
         with suppress(StoreError):
             _sweep(path, manifest, wholly=False)

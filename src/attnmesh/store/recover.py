@@ -17,7 +17,8 @@ from attnmesh.cache.cache import KVCache
 from attnmesh.cache.cache_config import Sizes
 from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.comm.p2p import meta_like, swap
-from attnmesh.comm.topology import all_gather_ints, share_texts
+from attnmesh.comm.topology import all_gather_ints
+from attnmesh.comm.transport import share_texts
 from attnmesh.errors import DtypeError, MeshError, ShapeError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.checks import check_unknown_options

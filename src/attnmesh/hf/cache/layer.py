@@ -5,27 +5,19 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 
 from attnmesh.cache.cache import KVCache
-from attnmesh.cache.cache_config import check_key_heads, check_storage
-from attnmesh.cache.replicas import check_copies
 from attnmesh.cache.window import longest_row
 from attnmesh.core.layout import Striped
 from attnmesh.core.mask import FAR, Mask, Window
 from attnmesh.core.partial import Partial
-from attnmesh.decoding.step_checks import check_reproducible
-from attnmesh.errors import InputError, KernelError, ShapeError, check_count, require
+from attnmesh.errors import InputError, ShapeError, require
 from attnmesh.guard.agreement import Agreement
-from attnmesh.guard.checks import check_checked, check_merge
-from attnmesh.hf.latent_states import check_projection, has_weight, latent_states, latent_widths, projection_of
-from attnmesh.hf.models import Opaque, check_implementation, check_keys, indexed_layers, is_compressed, key_heads
+from attnmesh.hf.latent_states import check_projection, has_weight, latent_states, projection_of
+from attnmesh.hf.models import Opaque, check_implementation
 from attnmesh.hf.shards import Shards
 from attnmesh.hf.transformers_names import CacheLayerMixin
-from attnmesh.kernels.choice import check_kernel
 from attnmesh.mesh.axes import Mesh
-from attnmesh.mesh.schedule import check_exchange
-from attnmesh.mesh.shapes import Shape
 from attnmesh.mesh_attention.latents import Latents, Projection
 from attnmesh.mesh_attention.sharding import unshard
 
@@ -285,41 +277,3 @@ def store_shard(kv: KVCache, k: Tensor, v: Tensor | None, shards: Shards) -> Non
 def growth_capacity(tokens: int) -> int:
     """Return a quarter more tokens, so that a cache is seldom copied to grow."""
     return tokens + tokens // 4 + 128
-
-
-def check_settings(config: Any, shape: Shape, options: Mapping[str, Any]) -> None:
-    """Raise unless the arguments of `ShardedCache` are valid on a mesh of this shape."""
-    given, expected = type(config).__name__, "a configuration of transformers"
-    is_config = isinstance(config, PreTrainedConfig)
-    require(is_config, KernelError, "ShardedCache config", expected, given, "pass model.config")
-    check_keys(config)
-    one_head = latent_widths(config) is not None or bool(indexed_layers(config)) or is_compressed(config)
-    fits, fix = not one_head or shape.heads == 1, "give its ranks to the keys axis"
-    expected = "a mesh without a heads axis for latents, index keys or entries, which have one head"
-    given = f"a heads axis of {shape.heads}"
-    require(fits, ShapeError, "ShardedCache mesh", expected, given, fix)
-    if not one_head and (heads := key_heads(config)) is not None:
-        check_key_heads("ShardedCache mesh", heads, shape.heads)
-    check_merge("ShardedCache", options["merge"], options["output"])
-    fits, fix = options["output"] == "replicated" or not one_head, 'pass output="replicated"'
-    kind = "entries" if is_compressed(config) else "index keys" if latent_widths(config) is None else "latents"
-    given = f"{kind}, which have none"
-    require(fits, KernelError, "ShardedCache output", "keys and values with heads", given, fix)
-    check_kernel(options["kernel"])
-    check_exchange("ShardedCache exchange", options["exchange"])
-    check_checked("ShardedCache", options["checked"])
-    given, is_bool = repr(options["windows"]), isinstance(options["windows"], bool)
-    require(is_bool, KernelError, "ShardedCache windows", "True or False", given, "leave it at True")
-    check_count("ShardedCache keep", options["keep"], "count the tokens that crop may remove", least=0)
-    for name in ("storage", "window_storage"):
-        check_storage(f"ShardedCache {name}", options[name])
-    if options["capacity"] is not None:
-        check_count("ShardedCache capacity", options["capacity"], "count prompt and new tokens, or leave it out")
-    if options["block"] is not None:
-        check_count("ShardedCache block", options["block"], "leave it out")
-    ranks = shape.queries * shape.keys
-    check_copies(options["copies"], ranks)
-    for name in ("reproducible", "storage", "window_storage") if is_compressed(config) else ():
-        given, expected = repr(options[name]), "none for a model that compresses tokens"
-        require(not options[name], KernelError, f"ShardedCache {name}", expected, given, "leave it out")
-    check_reproducible("ShardedCache reproducible", options["reproducible"], ranks, options["merge"])

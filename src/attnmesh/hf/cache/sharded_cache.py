@@ -14,7 +14,8 @@ from attnmesh.comm.topology import all_gather_ints
 from attnmesh.decoding.decode_call import decode
 from attnmesh.errors import KernelError, ShapeError, require
 from attnmesh.guard.agreement import Agreement
-from attnmesh.hf.cache.layer import ShardedLayer, StatefulLayer, check_settings
+from attnmesh.hf.cache.layer import ShardedLayer, StatefulLayer
+from attnmesh.hf.cache.settings import check_settings
 from attnmesh.hf.cache.state_layer import StateLayer, make_layers
 from attnmesh.hf.cache.stored_layers import StoredLayers
 from attnmesh.hf.images.inputs import shift_of

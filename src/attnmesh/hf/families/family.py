@@ -219,11 +219,6 @@ class Family:
         """Whether layers attend to entries of compressed tokens."""
         return any(layer.entries for layer in self.layers.values())
 
-    @property
-    def needs_preparation(self) -> bool:
-        """Whether layers or indexers are changed before they run on shards."""
-        return bool(self.recurrences or self.layers)
-
     def layer(self, kind: str) -> Layer:
         """Return what the layers of a kind do, also of one that the family may not have."""
         return self.layers.get(kind) or KNOWN.get(kind) or PLAIN
@@ -250,6 +245,12 @@ def recurrences() -> Mapping[str, Recurrence]:
 def parts() -> Mapping[str, Part]:
     """Return the known classes that run as subclasses on a mesh, by name."""
     return {name: part for one in families().values() for name, part in one.parts.items()}
+
+
+@cache
+def prepared_code() -> frozenset[str]:
+    """Return modules of transformers with layers or indexers that are changed before they run on shards."""
+    return frozenset(one.code for one in families().values() if one.layers)
 
 
 def family_of(config: Any) -> Family:

@@ -187,7 +187,7 @@ def _prepare_model(model: Any) -> ModelCall | None:
 
 def _is_prepared(layer: Any) -> bool:
     """Return whether a layer has a subclass that `prepare_layers` gave it."""
-    return isinstance(layer, _kind(layer).base or RecurrentLayer)
+    return isinstance(vars(layer).get("call"), ModelCall)
 
 
 def restore(model: nn.Module) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attnmesh.comm.failures import collective
-from attnmesh.comm.topology import share_numbers
+from attnmesh.comm.transport import share_numbers
 from attnmesh.mesh.axes import Mesh
 
 Spec = Sequence[Any]

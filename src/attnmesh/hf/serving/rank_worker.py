@@ -11,10 +11,11 @@ from transformers import PreTrainedModel
 
 from attnmesh.errors import InputError
 from attnmesh.hf.cache.sharded_cache import ShardedCache
+from attnmesh.hf.forward_passes import prefill_chunks, run_model
 from attnmesh.hf.images.inputs import on_model
 from attnmesh.hf.models import steps_differ
 from attnmesh.hf.options import agree_on_call
-from attnmesh.hf.prefill import begin_prompt, crop_to_shared_prefix, prefill_chunks, run_model
+from attnmesh.hf.prefill import begin_prompt, crop_to_shared_prefix
 from attnmesh.hf.serving.row_pass import decode_rows, note_tokens
 from attnmesh.mesh.axes import Mesh
 

@@ -12,9 +12,10 @@ from transformers import PreTrainedModel
 from attnmesh.errors import ArgumentError, KernelError, MaskError, MeshError, ShapeError, require
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.families.family import family_of
+from attnmesh.hf.forward_passes import run_model
 from attnmesh.hf.models import attends, check_rows, indexed_layers, is_compressed, rope_regime, unwrap
 from attnmesh.hf.options import agreement_with_peers
-from attnmesh.hf.prefill import prepare_model, run_model
+from attnmesh.hf.prefill import prepare_model
 from attnmesh.hf.serving.rows_cache import RowsCache
 from attnmesh.mesh.axes import Mesh
 

@@ -235,7 +235,11 @@ def _repeats(labels: Tensor, ids: Tensor) -> bool:
 def _check_padding(batch: Mapping[str, Any]) -> None:
     """Raise unless padding is on the right and without labels. A causal mask hides such padding from all tokens."""
     mask = batch.get("attention_mask")
-    if mask is None or bool(mask.all()):
+    if mask is None:
+        return
+    expected, given, fix = "1 for tokens, 0 for padding", "other numbers", "give packed documents by position_ids"
+    require(bool((mask == mask.bool()).all()), MaskError, "shard_batch attention_mask", expected, given, fix)
+    if bool(mask.all()):
         return
     mask, labels = mask.bool(), _shift_labels(batch)
     on_the_right = not bool((mask.diff() & mask[:, 1:]).any())

@@ -15,14 +15,14 @@ from transformers import PreTrainedModel
 
 from attnmesh.errors import ArgumentError, InputError, KernelError, require
 from attnmesh.guard.agreement import Agreement, may_compare
-from attnmesh.hf.families.family import families, family_of
+from attnmesh.hf.families.family import family_of, prepared_code
 from attnmesh.hf.images.cut import prepare_text_model
 from attnmesh.hf.layer_checks import check_same_weights
 from attnmesh.hf.models import SUBJECT, check_implementation
 from attnmesh.hf.recurrent.prepare_recurrent import prepare_layers
 from attnmesh.hf.shards import CALL, FORWARD_ALL, OF_SHARD_BATCH, PromptIds, ShardPositions, Shards, ShardTensor
 from attnmesh.hf.sparse.prepare_indexer import prepare_indexers
-from attnmesh.hf.training.labels import GuardedLabels
+from attnmesh.hf.training.labels import GuardedLabels, ShardLabels
 from attnmesh.mesh.axes import Mesh
 
 
@@ -44,7 +44,7 @@ def prepare_caller(shards: Shards) -> None:
     running = _running_calls()
     if shards.ranks > 1:
         _check_model(running, shards)
-    if any(one.needs_preparation and one.code in sys.modules for one in families().values()):
+    if any(name in sys.modules for name in prepared_code()):
         known: set[nn.Module] = set()
         for module, *_ in running:
             if module not in known:
@@ -107,7 +107,12 @@ def _check_arguments(given: dict[str, Any]) -> None:
     labels, fix = given.get("labels"), "pass the labels of the whole batch to hf.shard_batch, beside input_ids"
     is_own = isinstance(labels, Tensor) and not isinstance(labels, GuardedLabels)
     check("labels", not is_own, "others, which the model would shift inside of this rank's shard", fix)
-    is_alone = isinstance(labels, GuardedLabels) and given.get("shift_labels") is None
+    targets = given.get("shift_labels")
+    is_own = isinstance(targets, Tensor) and not isinstance(targets, ShardLabels)
+    check("shift_labels", not is_own, "others, which may be unshifted, or shifted inside of this rank's shard", fix)
+    cuts = [(x.shards.layout, x.shards.length) for x in given.values() if isinstance(x, ShardTensor)]
+    check("arguments", all(cut == cuts[0] for cut in cuts), "those of several calls")
+    is_alone = isinstance(labels, GuardedLabels) and targets is None
     check("shift_labels", not is_alone, "none beside its labels")
     expected, fix = "use_cache=False, as shard_batch returns it", "leave use_cache out; call hf.prefill to fill a cache"
     require(not given.get("use_cache"), ArgumentError, f"{SUBJECT} use_cache", expected, "True", fix)

@@ -88,9 +88,16 @@ class LossSum(ShardTensor):
         divisor, count = args[1], self.shards.forward_pass.item_count
         comparable = isinstance(divisor, Tensor | Real) and isinstance(count, Tensor | Real)
         if divisor is count or (comparable and bool(divisor == count)):
+            self._check_own_count(divisor)
             return call().mul_(self.shards.ranks)
         self._check_divisor(divisor)
         return call()
+
+    def _check_own_count(self, count: Any) -> None:
+        """Raise for a count that was passed to the model, if it is of one rank's labels."""
+        learned, expected = self.shards.learned, "the count of the batch"
+        fits, given = count >= sum(learned) or count not in learned, "the labels of one rank"
+        require(fits, KernelError, f"{SUBJECT} num_items_in_batch", expected, given, COUNT_ALL)
 
     def _check_divisor(self, divisor: Any) -> None:
         """Raise for a count of labels that is not the batch's: this rank's, or one of all ranks that is not shared."""

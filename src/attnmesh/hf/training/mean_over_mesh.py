@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.core.layout import Contiguous
 from attnmesh.core.partial import sum_dtype
-from attnmesh.errors import ArgumentError, DtypeError, ShapeError, require, type_and_shape
+from attnmesh.errors import ArgumentError, DtypeError, MeshError, ShapeError, require, type_and_shape
 from attnmesh.hf.shards import ShardTensor
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh_attention.sharding import unshard
@@ -41,6 +41,10 @@ def mean_over_mesh(values: Tensor, mask: Tensor | None, mesh: DeviceMesh | None)
     fits, fix = isinstance(counts, Tensor) and counts.shape == values.shape, "pass one value for each token"
     given, expected = type_and_shape(counts), f"a tensor of shape {tuple(values.shape)}"
     require(fits, ShapeError, "mean_over_mesh mask", expected, given, fix)
+    ranks = values.shards.ranks if isinstance(values, ShardTensor) else Mesh.of(mesh).ranks
+    given, fix = f"one of {Mesh.of(mesh).ranks}", "pass the mesh of shard_batch"
+    fits = Mesh.of(mesh).ranks == ranks
+    require(fits, MeshError, "mean_over_mesh mesh", f"one of {ranks} ranks, as of the values", given, fix)
     values, counts = (x.plain() if isinstance(x, ShardTensor) else x for x in (values, counts))
     total = values.to(sum_dtype(values.dtype)).masked_fill(~counts.bool(), 0.0).sum()
     others = (counts != counts.bool()).sum()

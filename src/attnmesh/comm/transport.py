@@ -1,0 +1,403 @@
+"""Transports: how messages travel along an axis. One is chosen for an axis and a device, and nobody else asks which.
+
+`Gloo`          sockets
+`SharedMemory`  mailboxes for short messages inside a host, and sockets for all others
+`Nccl`          GPUs; a merge is one launch where these see each other's memory
+
+A transport posts messages, gathers them, merges partials, and agrees on numbers that hosts hold. `share_numbers` does
+this along all axes of a mesh.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from itertools import chain
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from attnmesh.comm.failures import awaited, collective, failure
+from attnmesh.comm.host_merge import merge_in_host
+from attnmesh.comm.mailbox_queue import Letter, begin_letters, finish_letter
+from attnmesh.comm.message import PartialMessage
+from attnmesh.comm.shared_memory import MOST_NUMBERS, SLOT, Mailboxes, PeerLostError
+from attnmesh.comm.symmetric_memory import SymmetricMemory, symmetric_memory_of
+from attnmesh.comm.topology import all_gather_ints, best_merge, host_mailboxes, hosts, mesh_hosts, rounds
+from attnmesh.core.partial import Partial
+from attnmesh.errors import KernelError
+from attnmesh.mesh.axes import Axis, Mesh, backends
+from attnmesh.mesh.reduction_tree import Round
+from attnmesh.runtime.counters import count_messages, current_traffic
+from attnmesh.runtime.world import WORLD, cached_per_world
+
+HOST = torch.device("cpu")
+
+PIECES = 2
+"""Letters of a message at most: 512 kB, which 256 tokens of a small model take."""
+
+TRIAL_BATCHES = (1, 8)
+"""Batches of 32 heads of 128, in float32, whose merges are timed before "auto" chooses one."""
+
+TRIALS, TRIAL_CALLS = 5, 5
+"""Times that each merge is timed, of which the first is not counted, and its calls in a row inside one host."""
+
+Wait = Callable[[], None]
+"""Waits until a message has come or gone, and raises RankFailure at the deadline."""
+
+Post = tuple[Callable[..., Any], int, Tensor]
+"""`dist.isend` or `dist.irecv`, the peer, and the tensor."""
+
+Merged = tuple[Tensor, Partial]
+"""The maximum of the checksums of all ranks, and the merge of their partials."""
+
+
+class Gloo:
+    """Messages along an axis by its process group. Others are like it where they say nothing else."""
+
+    posts_ahead = True
+    """Whether receives may be posted before the messages of earlier rounds have come: in half the time."""
+
+    most_unequal: float = SLOT
+    """Bytes of the longest message that a rank also receives where it expects one of another size."""
+
+    def __init__(self, axis: Axis, device: torch.device) -> None:
+        self.axis, self.device = axis, device
+        if axis.size > 1:
+            hosts(axis)  # exchanged now rather than in the first merge
+
+    def post(self, posts: Sequence[Post], what: str, *, exact: bool = False) -> list[Wait]:
+        """Post messages all at once. Return their waits, which have a deadline; one wait for all with NCCL.
+
+        With `exact` a message of another size is one of another call; else its checksum shows that.
+        """
+        posts = [post for post in posts if post[2].numel()]
+        if not posts:
+            return []
+        peers: list[int | None] = [peer for _, peer, _ in posts]
+        try:
+            works = dist.batch_isend_irecv(
+                [dist.P2POp(post, x, group=self.axis.group, group_peer=peer) for post, peer, x in posts]
+            )
+        except RuntimeError as error:
+            raise failure(self.axis, what, peers[0], error) from error
+        pairs = zip(works, peers if len(works) == len(peers) else [None], strict=True)
+        return [partial(awaited, work, self.device.type, self.axis, what, peer) for work, peer in pairs]
+
+    def gather(self, message: Tensor) -> Tensor:
+        """Return the messages of all ranks as rows, by a collective."""
+        rows = list(message.new_empty(self.axis.size, len(message)))
+        collective(self.axis, "merging", dist.all_gather, rows, message)
+        count_messages(self.axis.size - 1, len(message))
+        return torch.stack(rows)
+
+    def agree(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the int64 values of all ranks, which hosts hold."""
+        return all_gather_ints(numbers, [self.axis])
+
+    def merge(self, message: Tensor, form: PartialMessage, how: str, canonical: bool = False) -> Merged:
+        """Merge the messages of all ranks. This rank's may be changed in place.
+
+        The bits of "tree" do not depend on which of two messages comes first.
+        """
+        if how == "gather":
+            return form.merge(self.gather(message))
+        if how == "direct":
+            return self.direct(message, form)
+        if how == "tree":
+            return self.tree(message, form, rounds(self.axis, canonical)[self.axis.index], canonical)
+        raise KernelError("merge", "a merge that a transport has", repr(how), "write one")
+
+    def direct(self, message: Tensor, form: PartialMessage) -> Merged:
+        """Send a message to every other rank, and merge all at once."""
+        return form.merge(self.swap([message] * self.axis.size))
+
+    def tree(self, message: Tensor, form: PartialMessage, steps: Sequence[Round], canonical: bool) -> Merged:
+        """Merge two messages in each round of a tree."""
+        return form.partial(self.reduce(message, steps, form.merge_messages))
+
+    def form_of(self, form: PartialMessage, how: str) -> PartialMessage:
+        """Return the form in which a partial travels."""
+        return form
+
+    def merges_whole(self, form: PartialMessage) -> bool:
+        """Return whether one call merges all heads directly, sooner than each rank its own."""
+        return False
+
+    def fastest(self) -> str:
+        """Return the fastest merge, alike on all ranks. All ranks call it at once, the first time."""
+        return fastest_by_time(self)
+
+    def takes_turns(self, peer: int, message: Tensor) -> bool:
+        """Return whether messages to several ranks go sooner one after the other.
+
+        With gloo what a rank acknowledges waits behind all that it sends.
+        """
+        return True
+
+    def room(self, peer: int, message: Tensor) -> int:
+        """Return the bytes to reserve for a peer's message that should be as long as this rank's.
+
+        Gloo accepts any message that fits. With room for a `SLOT`, ranks with messages of different sizes still receive
+        each other's first bytes, and compare checksums.
+        """
+        return max(len(message), SLOT)
+
+    def reduce(self, message: Tensor, steps: Sequence[Round], merge: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the merge of all messages: each round merges this rank's message with one that it receives.
+
+        `merge` takes the two messages as rows of bytes and returns one message of the same size.
+        """
+        size = len(message)
+        buffers = [message.new_empty(2, self.room(each.recv, message)) for each in steps]
+        receives: list[Post] = [(dist.irecv, each.recv, into[1]) for each, into in zip(steps, buffers, strict=True)]
+        arrivals = [self.post([receive], "merging") for receive in receives] if self.posts_ahead else []
+        sent: list[tuple[Tensor, list[Wait]]] = []  # a message has to live until it is sent
+        for index, (each, buffer) in enumerate(zip(steps, buffers, strict=True)):
+            buffer[0, :size] = message
+            posts: list[Post] = [(dist.isend, peer, message) for peer in each.send]
+            waits = self.post(posts if self.posts_ahead else [receives[index], *posts], "merging")
+            sent.append((message, waits))
+            for wait in arrivals[index] if self.posts_ahead else waits:
+                wait()
+            message = merge(buffer[:, :size])
+        for _, waits in sent if self.posts_ahead else []:
+            for wait in waits:
+                wait()
+        count_messages(len(steps), size)
+        return message
+
+    def swap(self, messages: Sequence[Tensor]) -> Tensor:
+        """Send `messages[p]` to each rank p. Return what comes from rank p in row p, as long as this rank's own."""
+        index, mine = self.axis.index, messages[self.axis.index]
+        rooms = {peer: self.room(peer, mine) for peer in range(self.axis.size) if peer != index}
+        rows = mine.new_empty(self.axis.size, max([len(mine), *rooms.values()]))
+        posts: list[Post] = [(dist.irecv, peer, rows[peer, :room]) for peer, room in rooms.items()]
+        posts += [(dist.isend, peer, messages[peer]) for peer in rooms]
+        waits = self.post(posts, "merging")
+        rows[index, : len(mine)] = mine
+        for wait in waits:
+            wait()
+        count_messages(len(rooms), len(mine))
+        return rows[:, : len(mine)]
+
+
+class SharedMemory(Gloo):
+    """Short messages inside a host by its mailboxes, others by sockets. Messages in float32 merge in native calls."""
+
+    def __init__(self, axis: Axis, device: torch.device, mailboxes: Mailboxes) -> None:
+        super().__init__(axis, device)
+        self.mailboxes, self.is_whole = mailboxes, len(mailboxes.members) == axis.size
+
+    def serves(self, peer: int, size: int, letters: int = 1) -> bool:
+        """Return whether a message of that size, to or from a rank, goes through the mailboxes in so many letters."""
+        return size <= letters * SLOT and peer in self.mailboxes.members
+
+    def post(self, posts: Sequence[Post], what: str, *, exact: bool = False) -> list[Wait]:
+        """Post messages all at once. With `exact` longer ones are cut in up to `PIECES` letters."""
+        most, far, letters = PIECES if exact else 1, list[Post](), list[Letter]()
+        lost = partial(failure, self.axis, what)
+        for call, peer, x in posts:
+            if not self.serves(peer, x.nbytes, most):
+                far.append((call, peer, x))
+            elif x.numel():
+                for part in x.split(SLOT) if x.nbytes > SLOT else (x,):
+                    letters.append(Letter(self.mailboxes, peer, part, lost, sends=call is dist.isend, exact=exact))
+        waits = super().post(far, what) if far else []
+        if letters:
+            try:
+                begin_letters(letters)
+            except PeerLostError as error:
+                raise lost(error.peer, error) from error
+        for letter in letters:
+            waits.append(partial(finish_letter, letter))
+        return waits
+
+    def agree(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the values of all ranks, by the boards of one host."""
+        if not self.is_whole or len(numbers) > MOST_NUMBERS:
+            return super().agree(numbers)
+        try:
+            return self.mailboxes.all_gather(numbers)
+        except PeerLostError as error:
+            raise failure(self.axis, "comparing calls", error.peer, error) from error
+
+    def direct(self, message: Tensor, form: PartialMessage) -> Merged:
+        """Merge all messages of a host in one native call."""
+        if not self.merges_whole(form):
+            return super().direct(message, form)
+        merge_in_host(message, *form.sizes, self.axis, self.mailboxes, None)
+        return form.partial(message)
+
+    def tree(self, message: Tensor, form: PartialMessage, steps: Sequence[Round], canonical: bool) -> Merged:
+        """Merge messages by the rounds inside the host, which come first, in one native call."""
+        if form.is_native and not canonical:
+            inside = next((i for i, step in enumerate(steps) if not self.mailboxes.holds(step)), len(steps))
+            merge_in_host(message, *form.sizes, self.axis, self.mailboxes, steps[:inside])
+            steps = steps[inside:]
+        return super().tree(message, form, steps, canonical)
+
+    def merges_whole(self, form: PartialMessage) -> bool:
+        """Return whether all ranks share the host, and the native library merges such messages."""
+        return self.is_whole and form.is_native
+
+    def takes_turns(self, peer: int, message: Tensor) -> bool:
+        """Return whether a message goes by sockets."""
+        return not self.serves(peer, message.nbytes, PIECES)
+
+    def room(self, peer: int, message: Tensor) -> int:
+        """Return the message's own length in a mailbox, which has room for every message that it takes."""
+        return len(message) if self.serves(peer, message.nbytes) else super().room(peer, message)
+
+
+class Nccl(Gloo):
+    """Messages between GPUs, also by gloo where there is no NCCL. All ranks make it at once, and join NCCL's group.
+
+    Else messages between some of them would wait for the others, which exchange nothing yet.
+    """
+
+    posts_ahead = False  # NCCL would wait for all of them in the first round
+    most_unequal = math.inf
+
+    def __init__(self, axis: Axis, device: torch.device) -> None:
+        super().__init__(axis, device)
+        if axis.group is not None and backends(axis.group).get(device.type) == "nccl":
+            mine = torch.zeros(1, device=device)
+            collective(axis, "connecting", dist.all_gather, [torch.empty_like(mine) for _ in range(axis.size)], mine)
+
+    def fastest(self) -> str:
+        """Return the fastest merge by the constants of the ranks' machines."""
+        return best_merge(self.axis, self.device)
+
+    def takes_turns(self, peer: int, message: Tensor) -> bool:
+        """Return False: messages are posted at once."""
+        return False
+
+    def room(self, peer: int, message: Tensor) -> int:
+        """Return the message's own length: NCCL accepts no other."""
+        return len(message)
+
+    @cached_property
+    def memory(self) -> SymmetricMemory | None:
+        """The memory that all GPUs write to, if there is one. All ranks ask for it at once, the first time."""
+        return symmetric_memory_of(self.axis, self.device)
+
+    def memory_for(self, form: PartialMessage) -> SymmetricMemory | None:
+        """Return the memory if it takes such messages, with `out` in float32."""
+        if form.lse != torch.float32 or self.memory is None:
+            return None
+        return self.memory if _wide(form).size <= self.memory.longest else None
+
+    def form_of(self, form: PartialMessage, how: str) -> PartialMessage:
+        """Return the form of symmetric memory, if that takes the message."""
+        return _wide(form) if how == "direct" and self.memory_for(form) is not None else form
+
+    def merges_whole(self, form: PartialMessage) -> bool:
+        """Return whether symmetric memory merges such messages."""
+        return self.memory_for(form) is not None
+
+    def direct(self, message: Tensor, form: PartialMessage) -> Merged:
+        """Merge all messages in one launch."""
+        memory = self.memory_for(form)
+        return super().direct(message, form) if memory is None else memory.merge(message, form.shape)
+
+
+def _wide(form: PartialMessage) -> PartialMessage:
+    """Return the form whose `out` has the dtype of lse."""
+    return form if form.out == form.lse else replace(form, out=form.lse)
+
+
+@cached_per_world()
+def transport_of(axis: Axis, device: torch.device) -> Gloo:
+    """Return the transport of an axis for tensors of a device. All ranks of the axis make the first call at once."""
+    if device.type != "cpu":
+        return Nccl(axis, device)
+    mailboxes = host_mailboxes(axis)
+    return Gloo(axis, device) if mailboxes is None else SharedMemory(axis, device, mailboxes)
+
+
+@cached_per_world()
+def fastest_by_time(transport: Gloo) -> str:
+    """Return the fastest merge of a transport, measured at the first call, alike on all ranks.
+
+    One is chosen for all sizes of messages: a rank that sends poison does not know the size of the others' messages. It
+    is the one that loses least to the other, over short and long messages. Ranks that do not all share a host time
+    short ones alone, once a turn.
+    """
+    forms = [PartialMessage((batch, 32, 1, 128), torch.float32, torch.float32) for batch in TRIAL_BATCHES]
+    near, losses = transport.merges_whole(forms[0]), []
+    for form in forms if near else forms[:1]:
+        own = _time_merges(transport, form, TRIAL_CALLS if near else 1)
+        slowest = [max(column) for column in zip(*all_gather_ints(own, [transport.axis]), strict=True)]
+        losses.append([count / min(slowest) for count in slowest])
+    tree, direct = (max(column) for column in zip(*losses, strict=True))
+    return "direct" if direct < tree else "tree"
+
+
+def _time_merges(transport: Gloo, form: PartialMessage, calls: int) -> list[int]:
+    """Return this rank's median nanoseconds of a merge by tree, and direct, which take turns of so many calls."""
+    nanoseconds: dict[str, list[float]] = {"tree": [], "direct": []}
+    token = current_traffic.set(None)
+    try:
+        for _ in range(TRIALS):
+            for how, times in nanoseconds.items():
+                start = perf_counter()
+                for _ in range(calls):
+                    transport.merge(torch.zeros(form.size, dtype=torch.uint8, device="cpu"), form, how)
+                times.append(1e9 * (perf_counter() - start) / calls)
+    finally:
+        current_traffic.reset(token)
+    return [int(median(times[1:])) for times in nanoseconds.values()]
+
+
+def share_numbers(numbers: Sequence[int], mesh: Mesh) -> list[list[int]]:
+    """Return the int64 values of all ranks of a mesh by shard, as `all_gather_ints` does, and sooner inside a host.
+
+    All ranks make the first call at once.
+    """
+    flat = [*numbers]
+    for transport in _transports(mesh):
+        flat = list(chain.from_iterable(transport.agree(flat)))
+    return [flat[start : start + len(numbers)] for start in range(0, len(flat), len(numbers))]
+
+
+def share_texts(text: str, mesh: Mesh) -> list[str]:
+    """Return the texts of all ranks by shard. A text may be a path that no encoding has."""
+    encoded = text.encode(errors="backslashreplace")
+    lengths = [row[0] for row in share_numbers([len(encoded)], mesh)]
+    padded = [*encoded, *[0] * (max(lengths) - len(encoded))]
+    return [bytes(row[:n]).decode() for row, n in zip(share_numbers(padded, mesh), lengths, strict=True)]
+
+
+@cached_per_world()
+def _transports(mesh: Mesh) -> list[Gloo]:
+    """Return the transports along the axes of several ranks, the innermost first."""
+    mesh_hosts(mesh)  # cached now: after a failure the hosts of lost ranks cannot be found
+    return [transport_of(axis, HOST) for axis in reversed(mesh.axes) if axis.size > 1]
+
+
+def enter_agreement(mesh: Mesh) -> None:
+    """Let ranks of the mesh that wait for a message of another call know that this one begins to compare its own."""
+    for mailboxes in _mailboxes_of(mesh, len(WORLD.mailboxes)):
+        mailboxes.enter_agreement()
+
+
+def realign(mesh: Mesh) -> None:
+    """Drop the messages that no call has received, between two exchanges of numbers."""
+    for mailboxes in _mailboxes_of(mesh, len(WORLD.mailboxes)):
+        mailboxes.realign()
+
+
+@cached_per_world(1024)
+def _mailboxes_of(mesh: Mesh, _: int) -> list[Mailboxes]:
+    """Return the mailboxes between ranks of the mesh, of so many: those of one of its axes, or of all its ranks."""
+    lines = [frozenset(dist.get_process_group_ranks(axis.group)) for axis in mesh.axes if axis.group is not None]
+    return [boxes for boxes in tuple(WORLD.mailboxes) if boxes.ranks in lines or _are_all(boxes.ranks, mesh, lines)]
+
+
+def _are_all(ranks: frozenset[int], mesh: Mesh, lines: Sequence[frozenset[int]]) -> bool:
+    return len(ranks) == mesh.ranks and all(line <= ranks for line in lines)

@@ -1,0 +1,64 @@
+"""Checks of the arguments of a `ShardedCache`."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from attnmesh.cache.cache_config import check_key_heads, check_storage
+from attnmesh.cache.replicas import check_copies
+from attnmesh.decoding.step_checks import check_reproducible
+from attnmesh.errors import Check, KernelError, ShapeError, check_count, require_all
+from attnmesh.guard.checks import check_checked, check_merge
+from attnmesh.hf.latent_states import latent_widths
+from attnmesh.hf.models import check_keys, indexed_layers, is_compressed, key_heads
+from attnmesh.kernels.choice import check_kernel
+from attnmesh.mesh.schedule import check_exchange
+from attnmesh.mesh.shapes import Shape
+
+
+def check_settings(config: Any, shape: Shape, options: Mapping[str, Any]) -> None:
+    """Raise unless the arguments of `ShardedCache` are valid on a mesh of this shape."""
+    require_all(_checks(config, shape, options))
+
+
+def _checks(config: Any, shape: Shape, options: Mapping[str, Any]) -> Iterator[Check]:
+    """Yield what holds of valid arguments, each with the error where it does not."""
+    is_config, given = isinstance(config, PreTrainedConfig), type(config).__name__
+    yield is_config, KernelError, "ShardedCache config", "a configuration of transformers", given, "pass model.config"
+    check_keys(config)
+    latents, entries = latent_widths(config) is not None, is_compressed(config)
+    one_head = latents or entries or bool(indexed_layers(config))
+    yield (
+        *(not one_head or shape.heads == 1, ShapeError, "ShardedCache mesh"),
+        "a mesh without a heads axis for latents, index keys or entries, which have one head",
+        *(f"a heads axis of {shape.heads}", "give its ranks to the keys axis"),
+    )
+    if not one_head and (heads := key_heads(config)) is not None:
+        check_key_heads("ShardedCache mesh", heads, shape.heads)
+    check_merge("ShardedCache", options["merge"], options["output"])
+    yield (
+        *(options["output"] == "replicated" or not one_head, KernelError, "ShardedCache output"),
+        "keys and values with heads",
+        f"{'entries' if entries else 'latents' if latents else 'index keys'}, which have none",
+        'pass output="replicated"',
+    )
+    check_kernel(options["kernel"])
+    check_exchange("ShardedCache exchange", options["exchange"])
+    check_checked("ShardedCache", options["checked"])
+    windows = options["windows"]
+    is_bool, fix = isinstance(windows, bool), "leave it at True"
+    yield is_bool, KernelError, "ShardedCache windows", "True or False", repr(windows), fix
+    check_count("ShardedCache keep", options["keep"], "count the tokens that crop may remove", least=0)
+    for name in ("storage", "window_storage"):
+        check_storage(f"ShardedCache {name}", options[name])
+    if options["capacity"] is not None:
+        check_count("ShardedCache capacity", options["capacity"], "count prompt and new tokens, or leave it out")
+    if options["block"] is not None:
+        check_count("ShardedCache block", options["block"], "leave it out")
+    ranks = shape.queries * shape.keys
+    check_copies(options["copies"], ranks)
+    for name in ("reproducible", "storage", "window_storage") if entries else ():
+        subject, expected = f"ShardedCache {name}", "none for a model that compresses tokens"
+        yield not options[name], KernelError, subject, expected, repr(options[name]), "leave it out"
+    check_reproducible("ShardedCache reproducible", options["reproducible"], ranks, options["merge"])

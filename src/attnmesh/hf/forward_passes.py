@@ -1,0 +1,227 @@
+"""Forward passes that fill a cache with a prompt: one chunk of tokens after another, each shared by the ranks."""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from inspect import signature
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from attnmesh.core.layout import Contiguous, Layout, Striped
+from attnmesh.errors import KernelError, require
+from attnmesh.hf.cache.sharded_cache import ShardedCache
+from attnmesh.hf.families.family import USE_SUPPORTED, family_of
+from attnmesh.hf.images.image_merge import Merged
+from attnmesh.hf.images.inputs import Pictures
+from attnmesh.hf.images.spans import Chunk, uncut
+from attnmesh.hf.latent_states import latent_widths
+from attnmesh.hf.models import is_recurrent
+from attnmesh.hf.recurrent.prepare_recurrent import prepared
+from attnmesh.hf.shards import ShardMask, ShardPositions, Shards
+from attnmesh.hf.transformers_names import cache_argument
+
+CHUNK = 8192
+"""Tokens per chunk after cached tokens or with padding. There, every rank attends the queries of all ranks."""
+
+LATENT_CHUNK = 1024
+"""The same in latent attention, whose queries of cached latents are wide."""
+
+
+def default_size(config: PreTrainedConfig) -> int:
+    """Return the tokens of such a chunk of a model."""
+    return CHUNK if latent_widths(config) is None else LATENT_CHUNK
+
+
+def left_to_decode(config: PreTrainedConfig) -> int:
+    """Return the tokens of a prompt that are left to the first forward pass of decoding.
+
+    Two in models that compute one token by another rule than several: transformers bounds time steps in one of them.
+    """
+    family = family_of(config)
+    return 2 if family.recurrences and not family.begins_at_zero else 1
+
+
+def chunks_of(cache: ShardedCache, start: int, stop: int, size: int) -> list[Chunk]:
+    """Return chunks of a prompt (first, stop, sharded)."""
+    if cache.shares > 1:  # ranks that share weights compute the same tokens
+        return [(first, last, False) for first, last in pairwise([*range(start, stop, size), stop])]
+    if is_recurrent(cache.config):
+        return _split_evenly(start, stop, cache.ranks, size, family_of(cache.config).begins_at_zero)
+    return _split_prompt(start, stop, cache.block * cache.ranks, size)
+
+
+def _split_evenly(start: int, stop: int, ranks: int, size: int, steps_alone: bool) -> list[Chunk]:
+    """Return chunks with equally many tokens on each rank, and the rest, which all ranks compute.
+
+    The rest is one token at a time with `steps_alone`, and otherwise more than one: then a single token is left out.
+
+    >>> _split_evenly(0, 11, 4, 8, False), _split_evenly(0, 9, 4, 8, False), _split_evenly(0, 10, 4, 8, True)
+    ([(0, 8, True), (8, 11, False)], [(0, 4, True), (4, 9, False)], [(0, 8, True), (8, 9, False), (9, 10, False)])
+    """
+    even = (stop - start) // ranks * ranks
+    if not steps_alone and stop - start - even == 1:
+        even = max(even - ranks, 0)
+    size, edge = max(size // ranks, 1) * ranks, start + even
+    chunks = [(first, last, True) for first, last in pairwise([*range(start, edge, size), edge])]
+    if steps_alone:
+        return chunks + [(token, token + 1, False) for token in range(edge, stop)]
+    return chunks + [(edge, stop, False)] * (stop - edge > 1)
+
+
+def _split_prompt(start: int, stop: int, unit: int, size: int) -> list[Chunk]:
+    """Return chunks (first, stop, sharded). Sharded chunks begin at multiples of `unit`, a full round of blocks.
+
+    >>> _split_prompt(0, 100, 32, 64), _split_prompt(20, 100, 32, 100)
+    ([(0, 64, True), (64, 100, True)], [(20, 32, False), (32, 100, True)])
+    """
+    aligned, size = -(-start // unit) * unit, max(size // unit, 1) * unit
+    if stop - aligned < unit:
+        return [(start, stop, False)] if stop > start else []
+    edges = [*range(aligned, stop - unit + 1, size), stop]
+    head = [(start, aligned, False)] if aligned > start else []
+    return head + [(first, last, True) for first, last in pairwise(edges)]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The prompts of a call."""
+
+    ids: Tensor
+    mask: Tensor | None = None
+    """Zeros for padding; None without padding."""
+    merged: Merged | None = None
+    """The same with images merged; None without images."""
+
+    @property
+    def pictures(self) -> Pictures | None:
+        """Places and digests of the images."""
+        return None if self.merged is None else self.merged.pictures
+
+    def mark(self, sequences: Tensor) -> Tensor:
+        """Return token ids of the prompts and of new tokens, with -1 for padding, and with marks for image tokens.
+
+        Each prompt may have several sequences.
+        """
+        marked = sequences.clone() if self.pictures is None else self.pictures.mark(sequences)
+        if self.mask is None:
+            return marked
+        mask = self.mask.repeat_interleave(len(sequences) // len(self.mask), 0)
+        return marked.masked_fill(pad(mask, (0, sequences.shape[1] - mask.shape[1]), value=1) == 0, -1)
+
+
+def prefill_chunks(
+    model: PreTrainedModel,
+    prompt: Prompt,
+    cache: ShardedCache,
+    size: Callable[[], int],
+    stop_before: Callable[[], int] | None = None,
+) -> Iterator[int]:
+    """Compute the prompt after the cached tokens, and yield the number of cached tokens after each chunk.
+
+    `size` is asked for the tokens of each chunk, and `stop_before` for a token before which it has to end, if more than
+    one is left to that. All ranks compute the tokens before the first full round of blocks,
+    and every token if the model takes no position_ids or the ranks share its weights. Models with recurrent layers,
+    which need runs of tokens, compute in the contiguous layout.
+    """
+    passes = ForwardPasses(model, prompt, cache)
+    while (chunk := passes.next_chunk(size(), None if stop_before is None else stop_before())) is not None:
+        passes.run(chunk)
+        yield chunk[1]
+    passes.finish()
+
+
+class ForwardPasses:
+    """The forward passes that fill a cache with a prompt."""
+
+    def __init__(self, model: PreTrainedModel, prompt: Prompt, cache: ShardedCache) -> None:
+        self.model, self.prompt, self.cache = model, prompt, cache
+        ids, merged = prompt.ids, prompt.merged
+        self.start, end = cache.get_seq_length(), max(ids.shape[1] - left_to_decode(cache.config), 0)
+        self.again = ids.shape[1] - end if merged is not None and merged.reaches_end else 0
+        """Tokens that earlier ones see: they are computed here, and again where decoding begins."""
+        self.end = end + self.again
+        self.token_mask = None if prompt.mask is None or bool(prompt.mask.all()) else prompt.mask.bool()
+        self.positions = self._positions()
+        self.last = int(self.positions.max())
+        self.recurrent = is_recurrent(cache.config)
+        decoder = model if merged is None else merged.decoder
+        self.in_shards = self.recurrent or "position_ids" in signature(decoder.forward).parameters
+        cache.begin(self.end)
+        cache.images = None if merged is None else merged.pictures.fingerprints
+        cache.shift = (0, 0) if merged is None else merged.shift
+        self.layout: Layout = Contiguous() if self.recurrent else Striped(cache.block)
+
+    def _positions(self) -> Tensor:
+        """Return the position of each token, as the model counts them."""
+        ids, merged = self.prompt.ids, self.prompt.merged
+        if merged is not None and merged.positions is not None:
+            return merged.positions
+        if self.token_mask is not None:
+            return (self.token_mask.long().cumsum(1) - 1).masked_fill(~self.token_mask, 0)
+        return torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+
+    def next_chunk(self, size: int, before: int | None) -> Chunk | None:
+        """Return the next chunk of a size, which ends before a token if more than one is left to that; None if none."""
+        stop = self.end if before is None or before < self.start + 2 else min(self.end, before)
+        spans = [] if self.prompt.merged is None else self.prompt.merged.spans
+        chunks = uncut(chunks_of(self.cache, self.start, stop, size), spans)
+        return chunks[0] if chunks else None
+
+    def run(self, chunk: Chunk) -> None:
+        """Run the model on a chunk, and record its tokens in the cache."""
+        first, stop, sharded = chunk
+        padding = None if self.token_mask is None else self.token_mask[:, first:stop]
+        shards = Shards(self.cache.mesh, self.layout, stop - first, start=first, token_mask=padding, cached=True)
+        self.cache.intact = False
+        with torch.no_grad(), prepared(self.model) if self.recurrent else nullcontext():
+            self._call(shards, sharded=sharded and self.in_shards)
+        self._record(stop)
+
+    def _call(self, shards: Shards, *, sharded: bool) -> None:
+        """Call the model, or its text model, with the tokens of this rank."""
+        ids, merged, stop = self.prompt.ids, self.prompt.merged, shards.start + shards.length
+        index = shards.positions() if sharded else torch.arange(shards.start, stop)
+        index = index.to(ids.device)
+        mask: Any = None if self.token_mask is None else self.token_mask[:, :stop].long()
+        if sharded:
+            mask = ShardMask.of(torch.ones_like(ids[:, index]), shards=shards)
+        places = ShardPositions.of(self.positions[..., index], shards=shards, last=self.last, whole=not sharded)
+        if merged is None:
+            run_model(self.model, ids[:, index], places, self.cache, mask)
+            return
+        mask = merged.mask(len(index), shards.start, shards if sharded else None) if merged.spans else mask
+        merged.run(index, attention_mask=mask, position_ids=places, past_key_values=self.cache)
+
+    def _record(self, stop: int) -> None:
+        """Record that the cache holds the tokens before one. Raise if some layer does not."""
+        kept = all(layer.get_seq_length() == stop for layer in self.cache.attention_layers)
+        given = f"{type(self.model).__name__}, in which some layers cache no keys"
+        require(kept, KernelError, "generate", "a model whose layers all cache their keys", given, USE_SUPPORTED)
+        self.cache.count(stop)
+        self.cache.tokens = self.prompt.mark(self.prompt.ids)[:, :stop]  # to continue from if a rank is lost
+        self.cache.intact, self.start = True, stop
+
+    def finish(self) -> None:
+        """Drop the tokens that are computed again."""
+        if self.again:
+            self.cache.crop(-self.again)
+
+
+def run_model(
+    model: PreTrainedModel, ids: Tensor, positions: Tensor, cache: ShardedCache, mask: Tensor | None = None
+) -> Tensor:
+    """Run the model on new tokens, and return the logits of the last of each row. It computes as few as it can."""
+    parameters = signature(model.forward).parameters
+    name = cache_argument(parameters)
+    if name == "cache_params" and mask is not None:  # Mamba takes the mask of the new tokens
+        mask = mask[:, -ids.shape[1] :]
+    optional = {"logits_to_keep": 1, "position_ids": positions}
+    optional = {key: value for key, value in optional.items() if key in parameters}
+    output = model(input_ids=ids, attention_mask=mask, use_cache=True, **{name: cache}, **optional)
+    logits: Tensor = output.logits[:, -1]
+    return logits
