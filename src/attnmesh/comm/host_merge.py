@@ -96,5 +96,4 @@ def merge_in_host(
             mailboxes.merge_along_tree(message, steps, rows, width)
     except PeerLostError as error:
         raise failure(axis, "merging", error.peer, error) from error
-    if current_traffic.get() is not None:
-        count_messages(axis.size - 1 if steps is None else len(steps), message.nbytes)
+    count_messages(axis.size - 1 if steps is None else len(steps), message.nbytes)

@@ -5,9 +5,8 @@ Partials are merged along one tree over block numbers: even against odd at the t
 The blocks of a rank are one subtree.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
-from functools import partial as bound
-from operator import attrgetter
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any, Never, cast
 
 import torch
@@ -20,23 +19,22 @@ from attnmesh.core.logits import Logits, with_distance_bias
 from attnmesh.core.mask import Causal, Mask
 from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.core.selection import Selection
-from attnmesh.decoding.decode_op import decode_op, encode, tensors_of
-from attnmesh.decoding.runs import DeviceKernel
 from attnmesh.decoding.step import (
     DecodeStep,
-    Operands,
-    StepPlan,
     ask_in_step,
-    find_plan,
+    decode_op,
+    reads_length_on_device,
     run_step,
+    tensors_of,
 )
 from attnmesh.decoding.step_checks import StepInputs, check_bias, check_further, check_step
-from attnmesh.errors import DtypeError, InputError, KernelError, RankFailure, require
+from attnmesh.decoding.step_plan import StepPlan, find_plan, learn_plan
+from attnmesh.errors import DtypeError, InputError, KernelError, require
 from attnmesh.guard.agreement import MergeAgreement, number_of
 from attnmesh.guard.checks import check_checked, warn_if_swapped
+from attnmesh.kernels.native.native_digest import digest_on_host
 from attnmesh.mesh.merges import COLLECTIVE
-
-HISTORY = attrgetter("history_checksum")
+from attnmesh.runtime.ranges import ATTENTION, MERGE, is_profiled, named
 
 
 def decode(
@@ -110,19 +108,19 @@ def decode(
         raise DtypeError("decode cache", "a KVCache", type(cache).__name__, "make one with attnmesh.KVCache")
     checked = cache.calls.checked if checked is None else checked
     options = mask, scale, softcap, merge, output, reproducible, kernel, checked
-    caches = (cache,)
     if k is not None or v is not None:
         try:
             cache.append(cast(Tensor, k), v)
         except InputError as error:
-            agreement_on(caches, unchecked_step(cache, *options[:-1]), checked).fail(error)
-    inputs = StepInputs(q, caches, sinks, key_lengths, selected, partial)
+            agreement_on((cache,), unchecked_step(cache, *options[:-1]), checked).fail(error)
     is_given = key_lengths is not None or selected is not None or partial is not None or distance_bias is not None
     plain = cache.mesh.heads.size == 1 and not is_given and not unsupported
-    plan, held, kind = find_plan(q, caches, sinks, options) if plain else (None, (), None)
-    if plan is not None:
-        return run(plan, inputs, held, checked)
+    caches, compares = (cache,), checked is not False
+    plan = find_plan(cache.step_plans, q, caches, sinks, options) if plain else None
+    if plan is not None and (out := run_plan(q, caches, sinks, *plan, compares=compares)) is not None:
+        return out
     step = unchecked_step(cache, *options[:-1])
+    inputs = StepInputs(q, caches, sinks, key_lengths, selected, partial)
     with agreement_on(caches, step, checked):
         check_checked("decode", checked)
         step = check_step(inputs, step, unsupported)
@@ -133,8 +131,8 @@ def decode(
         given, fix = "a forked cache", "decode with copy.deepcopy(cache)"
         require(not cache.shards.forked, KernelError, "decode", "a cache of one piece in a graph", given, fix)
         tensors = inputs.q, tensors_of(cache.shard.view), sinks, key_lengths, inputs.indices
-        return cast(Tensor, decode_op(*tensors, *encode(step)))
-    out = run_checked(inputs, step, checked, kind)
+        return cast(Tensor, decode_op(*tensors, *step.encode()))
+    out = run_checked(inputs, step, options, learn=plain and plan is None)
     warn_if_swapped("decode", q, cache.sizes.kv_heads)
     return out
 
@@ -151,65 +149,86 @@ def named_options(step: DecodeStep) -> dict[str, Any]:
     return dict(zip(step._fields[-len(step.options) :], step.options, strict=True))
 
 
-@torch.no_grad()
-def run_checked(inputs: StepInputs, step: DecodeStep, checked: bool | None, kind: Hashable = None) -> Tensor:
-    """Return the output of a step that was checked. Its plan is kept for its kind, unless that is None."""
-    q, caches, *_ = inputs
-    with agreement_on(caches, step, checked):
-        plan = StepPlan.of(step, q, caches[0].shard.view)
-    plan = plan._replace(sizes=caches[0].sizes, call=inputs.kind(step))
-    if plan.is_kept and kind is not None:
-        caches[0].step_plans.keep(kind, plan)
-    for cache in caches:
-        if step.reproducible and cache.shards.forked and isinstance(plan.kernel, DeviceKernel):
-            cache.shards.unshare()  # the kernel merges the blocks of one tensor
-    return run(plan, inputs, plan.kernel.hold([cache.shard for cache in caches]), checked)
-
-
-def run(plan: StepPlan, inputs: StepInputs, held: Sequence[Any], checked: bool | None) -> Tensor:
-    """Return the output, or raise the same error on all ranks if their calls differ. Uncompared calls give NaN."""
-    q, caches, sinks, key_lengths, selected, further = inputs
-    is_given = key_lengths is not None and key_lengths.device.type == "cpu"  # others would hold up the device
-    state = tuple(cast(Tensor, key_lengths).tolist()) if is_given else (), *map(HISTORY, caches)
-    operands = Operands(q, held, sinks, key_lengths, selected, further)
-    if plan.merge is None and not plan.is_alone:
-        return _run_compared(plan, inputs, operands, state, checked)
+def run_plan(
+    q: Tensor,
+    caches: Sequence[KVCache],
+    sinks: Tensor | None,
+    plan: StepPlan,
+    counts: Sequence[tuple[int, int]],
+    *,
+    compares: bool,
+) -> Tensor | None:
+    """Return the output of a step that has a plan, as `_run_compared` does; None if a number is not finite."""
+    merge, equal = plan.host_merge, True
+    message = None if merge is None else merge.blank()
+    into = plan.kind.blank() if merge is None or message is None else merge.places(message)
+    attend = named(ATTENTION, plan.attend) if is_profiled() else plan.attend
     try:
-        out, equal = run_step(plan, operands, number_of(plan.call, *state))
-    except RankFailure:
-        raise
+        partial = attend(q, caches, sinks, counts, into)
     except Exception as error:
-        agreement_on(caches, plan.step, checked).fail(error)
-    if equal is False and checked is not False:
-        agreement = agreement_on(caches, plan.step, checked)
-        agreement.fields = bound(_fields, inputs, plan.step)
-        agreement.unequal()
-    return out
+        agreement_on(caches, plan.step, compares).fail(error)
+    if partial is None:
+        return None
+    if merge is not None and message is not None:
+        number, histories = digest_on_host(q), []
+        for row, (cache, (length, _)) in enumerate(zip(caches, counts, strict=True), 1):
+            number += row * length
+            histories.append(cache.history_checksum)
+        number += number_of(plan.call, (), *histories) + (0 if sinks is None else digest_on_host(sinks))
+        merged = named(MERGE, merge.run) if is_profiled() else merge.run
+        equal = merged(message, number)
+        if not equal and compares:
+            agreement = agreement_on(caches, plan.step, compares)
+            agreement.fields = functools.partial(_fields, StepInputs(q, caches, sinks), plan.step)
+            agreement.unequal()
+    out = partial.out if plan.heads is None else partial.out[:, plan.heads]
+    out = out.to(q.dtype).contiguous()
+    return out if equal else out.fill_(torch.nan)
 
 
-def _run_compared(
-    plan: StepPlan, inputs: StepInputs, operands: Operands, state: tuple[Hashable, ...], checked: bool | None
-) -> Tensor:
-    """Return the output of a step whose messages a host may not look at."""
-    q, caches, *_ = inputs
-    step, on_device = plan.step, isinstance(plan.kernel, DeviceKernel)
+def run_checked(inputs: StepInputs, step: DecodeStep, options: tuple[Any, ...], *, learn: bool) -> Tensor:
+    """Return the output of a step that was checked. Make its plan with `learn`, if a launch serves it.
+
+    The last option is `checked`.
+    """
+    (q, caches, sinks, *_), checked = inputs, options[-1]
+    for cache in caches:
+        if step.reproducible and cache.shards.forked and _stays_on_device(cache, step):
+            cache.shards.unshare()  # the kernel merges the blocks of one tensor
+    if learn and learn_plan(caches[0].step_plans, q, caches, sinks, options, step, inputs.kind(step)):
+        plan = find_plan(caches[0].step_plans, q, caches, sinks, options)
+        out = None if plan is None else run_plan(q, caches, sinks, *plan, compares=checked is not False)
+        if out is not None:
+            return out
+    with torch.no_grad():
+        return _run_compared(inputs, step, checked)
+
+
+def _run_compared(inputs: StepInputs, step: DecodeStep, checked: bool | None) -> Tensor:
+    """Return the output, or raise the same error on all ranks if their calls differ. Uncompared calls give NaN."""
+    q, caches, sinks, key_lengths, _, further = inputs
     agreement = agreement_on(caches, step, checked)
-    agreement.kind, agreement.state, agreement.fields = plan.call, state, bound(_fields, inputs, step)
-    stays = q.device.type != "cpu" if step.index_block is not None else on_device
-    if stays and step.merge not in COLLECTIVE:
-        agreement.ask = bound(ask_in_step, step, q.new_empty(0), q.shape, step.value_dim)
+    agreement.kind, agreement.fields = inputs.kind(step), functools.partial(_fields, inputs, step)
+    on_host = key_lengths is not None and key_lengths.device.type == "cpu"  # others would hold up the device
+    values = tuple(key_lengths.tolist()) if key_lengths is not None and on_host else ()
+    agreement.state = (values, *(cache.history_checksum for cache in caches))
+    if all(_stays_on_device(cache, step) for cache in caches):
+        like = q.new_empty(0), q.shape, caches[0].sizes.value_dim
+        agreement.ask = functools.partial(ask_in_step, step, *like)
+    views = [cache.shard.view for cache in caches]
     with agreement:
         if not agreement.before():
             return q.new_full(step.output_shape(q), torch.nan)
-        out, found = run_step(plan, operands, agreement.number)
-        agreement.checksum = cast(Tensor, found)
+        out, agreement.checksum = run_step(
+            q, views, sinks, step, agreement.number, key_lengths, inputs.indices, further
+        )
     return out
 
 
 def agreement_on(caches: Sequence[KVCache], step: DecodeStep, checked: bool | None) -> MergeAgreement:
     """Return the agreement on a step, whose arguments may not be checked yet."""
     first, name = caches[0], "decode" if len(caches) == 1 else "decode_rows"
-    poison = bound(_send_poison, first, step)
+    poison = functools.partial(_send_poison, first, step)
     return MergeAgreement(first.calls, first.device, step.merge, checked, name, poison)
 
 
@@ -228,6 +247,17 @@ def _fields(inputs: StepInputs, step: DecodeStep) -> Mapping[str, object]:
     each = {held: lengths, "padding and order": histories}
     contents = {field: values[0] if len(values) == 1 else values for field, values in each.items()}
     return {**options, **fingerprints(tensors), **contents}
+
+
+def _stays_on_device(cache: KVCache, step: DecodeStep) -> bool:
+    """Return whether the host reads nothing of the device during the step; of a wrong kernel, as with "auto"."""
+    if step.index_block is not None:
+        return cache.device.type != "cpu" and step.merge not in COLLECTIVE
+    try:
+        on_device = reads_length_on_device(cache.shard.view, step.kernel, cache.sizes.dtype)
+    except InputError:
+        on_device = reads_length_on_device(cache.shard.view, "auto", cache.sizes.dtype)
+    return on_device and step.merge not in COLLECTIVE
 
 
 def _send_poison(cache: KVCache, step: DecodeStep) -> None:

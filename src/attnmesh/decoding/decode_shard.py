@@ -18,10 +18,14 @@ from attnmesh.core.mask import Causal, Mask
 from attnmesh.core.partial import Partial, merge_unchecked, with_sinks
 from attnmesh.core.selection import Selection
 from attnmesh.decoding.decode_call import named_options, unchecked_step
-from attnmesh.decoding.step import kernel_of, selection_of_rank
+from attnmesh.decoding.selected_tokens import selection_of_rank
+from attnmesh.decoding.step import attend_views
 from attnmesh.decoding.step_checks import StepInputs, check_bias, check_step
 from attnmesh.errors import ShapeError, require
 from attnmesh.guard.agreement import Agreement, may_compare
+from attnmesh.kernels.blocks import Need
+from attnmesh.kernels.cache_view import DecodeQuery
+from attnmesh.kernels.choice import choose
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.mesh_attention.sharding import unshard
 from attnmesh.runtime.caches import on_device
@@ -87,10 +91,10 @@ def decode_shard(
     if selected is not None:
         indices = unshard(selected.indices, cache.device_mesh, layout=layout, length=length)
         selected = selection_of_rank(Selection(indices, selected.block), heads)
-    chosen, visible = kernel_of(step, every, cache.shard.view)
-    visible = visible if selected is None else visible._replace(in_order=False, selection=selected)
-    attend = named(ATTENTION, chosen.attend) if is_profiled() else chosen.attend
-    partial = attend(every, chosen.hold([cache.shard]), visible, None)
+    view, query = cache.shard.view, DecodeQuery(every, step.mask, step.logits, step.capacity)
+    chosen = choose(Need.of_cache(every, view, step.logits), step.kernel if selected is None else "reference")
+    attend = named(ATTENTION, attend_views) if is_profiled() else attend_views
+    partial = attend(query, [view], chosen, selected)
     if (more := further(every)) is not None:
         partial = merge_unchecked([partial, more])
     returned = [tuple(x.index_select(2, on_device(chunk, x.device)) for x in partial) for chunk in places.chunks]

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
 from attnmesh.core.mask import Causal, Mask
-from attnmesh.decoding.decode_call import agreement_on, run, run_checked, unchecked_step
-from attnmesh.decoding.step import DecodeStep, find_plan
+from attnmesh.decoding.decode_call import agreement_on, run_checked, run_plan, unchecked_step
+from attnmesh.decoding.step import DecodeStep
 from attnmesh.decoding.step_checks import StepInputs, check_step
+from attnmesh.decoding.step_plan import find_plan
 from attnmesh.errors import (
     ArgumentError,
     DtypeError,
@@ -92,14 +93,13 @@ def decode_rows(
     except InputError as error:
         agreement_on(caches, step, checked).fail(error)
     plain = first.mesh.heads.size == 1
-    plan, held, kind = find_plan(q, caches, sinks, options) if plain else (None, (), None)
-    inputs = StepInputs(q, caches, sinks)
-    if plan is not None:
-        return run(plan, inputs, held, checked)
+    plan = find_plan(first.step_plans, q, caches, sinks, options) if plain else None
+    if plan is not None and (out := run_plan(q, caches, sinks, *plan, compares=checked is not False)) is not None:
+        return out
     with agreement_on(caches, step, checked):
         check_checked(SUBJECT, checked)
         step = _checked_step(q, caches, sinks, step)
-    out = run_checked(inputs, step, checked, kind)
+    out = run_checked(StepInputs(q, caches, sinks), step, options, learn=plain and plan is None)
     warn_if_swapped(SUBJECT, q, first.sizes.kv_heads)
     return out
 

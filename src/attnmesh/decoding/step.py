@@ -1,34 +1,33 @@
-"""A decode step: the attention to the keys on this rank, and one merge across ranks.
-
-What is chosen for a kind of steps is a plan: the kernel, what queries see, and the merge.
-"""
+"""A decode step as an operator of PyTorch: the attention to the keys on this rank, and one merge across ranks."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from attnmesh.cache.cache import KVCache
-from attnmesh.cache.cache_config import Sizes
-from attnmesh.comm.host_merge import HostMerge, host_merge_for
 from attnmesh.comm.message import PartialMessage, call_checksum, question_like
 from attnmesh.comm.p2p import swap_tokens
-from attnmesh.comm.rank_merge import chosen_merge, highest_checksum, merge_ranks
+from attnmesh.comm.rank_merge import highest_checksum, merge_ranks
+from attnmesh.core.band import Band
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial, identity, merge_unchecked, sum_dtype, with_sinks
 from attnmesh.core.selection import Selection
 from attnmesh.core.storage import columns_of
-from attnmesh.decoding.runs import DeviceKernel, Held, RunKernel, SeenKeys
-from attnmesh.kernels.blocks import Need
-from attnmesh.kernels.cache_view import CacheView
+from attnmesh.decoding.selected_tokens import attend_selected, selection_of_rank
+from attnmesh.kernels.blocks import Kernel, Need
+from attnmesh.kernels.cache_view import CacheView, DecodeQuery, Padding
 from attnmesh.kernels.choice import choose
-from attnmesh.kernels.native.native_digest import digest_on_host
-from attnmesh.kernels.stacked_merge import copy_into
-from attnmesh.kernels.traced import are_plain
-from attnmesh.mesh.axes import Axis
-from attnmesh.runtime.ranges import ATTENTION, MERGE, is_profiled, named
+from attnmesh.kernels.driver import visible_counts
+from attnmesh.kernels.stacked_merge import by_residue, copy_into, merge_along_tree
+from attnmesh.kernels.stored import CacheKernel
+from attnmesh.kernels.triton_runtime import interpreted
+from attnmesh.mesh.axes import Axis, group_named
+from attnmesh.runtime.operators import operator
+from attnmesh.runtime.ranges import ATTENTION, is_profiled, named
+from attnmesh.runtime.world import cached_per_world, decode_cached
 
 
 class DecodeStep(NamedTuple):
@@ -52,6 +51,19 @@ class DecodeStep(NamedTuple):
         """The values that the caller passes, which are equal on all ranks."""
         return self[5:]
 
+    def encode(self) -> tuple[str, list[int]]:
+        """Return the step as names and numbers, which the schema of an operator can carry."""
+        names = [self.heads.group_name, self.tokens.group_name, self.merge, self.output, self.kernel]
+        axes = [self.heads.size, self.heads.index, self.tokens.size, self.tokens.index]
+        sizes = [self.block, self.capacity, self.value_dim]
+        numbers = [*axes, *sizes, int(self.reproducible), self.index_block or 0, *self.mask.encode()]
+        return ",".join([*names, *map(repr, self.logits)]), numbers
+
+    @staticmethod
+    def decode(names: str, numbers: Sequence[int]) -> "DecodeStep":
+        """Return the step that `encode` wrote."""
+        return decode_cached(_decode_step, names, numbers)
+
     def output_shape(self, q: Tensor) -> tuple[int, ...]:
         """Return the shape of the output on this rank."""
         heads = q.shape[1]
@@ -61,145 +73,64 @@ class DecodeStep(NamedTuple):
         return q.shape[0], heads, q.shape[2], self.value_dim
 
 
-class Operands(NamedTuple):
-    """Tensors of a step: queries, what the cache holds here, or a cache for each row, and what a call may pass too."""
-
-    q: Tensor
-    held: Sequence[Any]  # as the kernel takes it
-    sinks: Tensor | None = None
-    key_lengths: Tensor | None = None
-    selection: Selection | None = None
-    further: Partial | None = None
-
-
-class StepPlan(NamedTuple):
-    """What was chosen for a kind of steps that were checked."""
-
-    step: DecodeStep
-    kernel: RunKernel | DeviceKernel
-    visible: SeenKeys
-    is_alone: bool  # there are no other ranks
-    merge: HostMerge | None  # None on one rank, and where no native call merges
-    share: slice | None  # this rank's heads of the output of that merge, if they are not all
-    sizes: Sizes | None = None  # None in a graph
-    call: tuple[Any, ...] = ()  # the kind of the call, of which its number is made
-
-    @staticmethod
-    def of(step: DecodeStep, q: Tensor, view: CacheView) -> "StepPlan":
-        """Return the plan of a step. The first one along an axis of CPUs is collective."""
-        axis, merge = step.tokens, None
-        fits = q.device.type == "cpu" and sum_dtype(q.dtype) == torch.float32 and not step.reproducible
-        if axis.size > 1 and step.heads.size == 1 and fits:
-            how = chosen_merge(axis, step.merge, step.output, q.device)
-            merge = host_merge_for(axis, (*q.shape[:-1], step.value_dim), how)
-        share = None if merge is None else merge.heads(step.output)
-        return StepPlan(step, *kernel_of(step, q, view), axis.size == step.heads.size == 1, merge, share)
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether later steps of the kind need no check but of their lengths."""
-        needs_checks = self.step.reproducible or self.step.mask.ends
-        return not needs_checks and (self.is_alone or self.merge is not None) and isinstance(self.kernel, RunKernel)
+@cached_per_world(1024)
+def _decode_step(names: str, numbers: tuple[int, ...]) -> DecodeStep:
+    heads, tokens, merge, output, kernel, scale, softcap = names.split(",")
+    axes = Axis(numbers[0], numbers[1], group_named(heads)), Axis(numbers[2], numbers[3], group_named(tokens))
+    block, capacity, value_dim, reproducible, index_block, *mask = numbers[4:]
+    logits = Logits(float(scale), float(softcap))
+    sizes, wanted = (block, capacity, value_dim), Mask.decode(mask)
+    return DecodeStep(*axes, *sizes, wanted, logits, merge, output, bool(reproducible), kernel, index_block or None)
 
 
-def kernel_of(step: DecodeStep, q: Tensor, view: CacheView) -> tuple[RunKernel | DeviceKernel, SeenKeys]:
-    """Return the kernel of a step, and what its queries see."""
-    is_selected = step.index_block is not None
-    kernel = choose(Need.of_cache(q, view, step.logits), "reference" if is_selected else step.kernel)
-    by_distance = q.shape[-1] != columns_of(view.keys)
-    visible = SeenKeys.of(step.mask, q.shape[2], step.block if step.reproducible else None, by_distance)
-    if kernel.reads_cache:
-        return DeviceKernel(kernel, step.logits, step.capacity), visible
-    own_q, alone = q[:, step.heads.share_of(q.shape[1])], step.tokens.size == 1
-    on_host = not is_selected or q.device.type == "cpu"  # few tokens are not worth a wait for a device
-    return RunKernel.of(kernel, own_q, view, step.logits, alone=alone, on_host=on_host), visible
+def run_step(
+    q: Tensor,
+    views: Sequence[CacheView],
+    sinks: Tensor | None,
+    step: DecodeStep,
+    call_number: int,
+    key_lengths: Tensor | None = None,
+    indices: Tensor | None = None,
+    further: Partial | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return this rank's output, and the merged checksum of the call if there are other ranks.
 
-
-def find_plan(
-    q: Tensor, caches: Sequence[KVCache], sinks: Tensor | None, options: tuple[Any, ...]
-) -> tuple[StepPlan | None, Sequence[Held], tuple[Any, ...] | None]:
-    """Return the plan of a step, if its cache has one, what each cache holds, and the kind, if it may have a plan."""
-    if not (are_plain(q) if sinks is None else are_plain(q, sinks)):
-        return None, (), None
-    more = None if sinks is None else (sinks.shape, sinks.dtype, sinks.layout)
-    kind = q.shape, len(caches), q.dtype, more, *options, *map(type, options)  # equal options may differ in type
-    try:
-        plan: StepPlan | None = caches[0].step_plans.get(kind)
-    except TypeError:  # an option has no hash
-        return None, (), None
-    if plan is None or plan.sizes is None:
-        return None, (), kind
-    rows, sizes, alone, found = q.shape[2], plan.sizes, plan.step.tokens.size == 1, list[Held]()
-    for cache in caches:
-        shards = cache.shards
-        shard = shards.own
-        if sizes is not shard.sizes and (len(caches) == 1 or sizes.kind != shard.sizes.kind):
-            return None, (), kind
-        held = Held.of(shard, alone)
-        first = held.length - rows
-        if first < 0 or held.length > shard.sizes.capacity:
-            return None, (), kind
-        if sizes.mask is not None and first < shards.floor and not shards.serves(first):
-            return None, (), kind
-        found.append(held)
-    return plan, found, kind
-
-
-def run_step(plan: StepPlan, operands: Operands, number: int) -> tuple[Tensor, Tensor | bool | None]:
-    """Return this rank's output, and the merged checksum of the call, or whether it cancels; None without other ranks.
-
-    The output is NaN if the ranks' calls differ. The host reads nothing of a device.
+    `views` is the cache of all rows of q, or a cache for each row. `further` is the partial of keys that are not in the
+    cache. The output is NaN if the ranks' calls differ. The host reads nothing of a device.
     """
-    q, held, sinks, key_lengths, selection, further = operands
-    step, merge, visible, message, into, checksum = plan.step, plan.merge, plan.visible, None, None, None
-    own_q, own_sinks, state = q, sinks, held[0].state
-    if step.heads.size > 1:
-        heads = step.heads.share_of(q.shape[1])
-        own_q, own_sinks = q[:, heads], None if sinks is None else sinks[heads]
-    if key_lengths is not None or selection is not None:
-        own = None if selection is None else selection_of_rank(selection, step.heads)
-        lengths = None if key_lengths is None else key_lengths.to(q.device)
-        visible = visible._replace(in_order=False, key_lengths=lengths, selection=own)
-    if merge is not None:
-        message = merge.blank()
-        into = merge.places(message)
-    elif step.tokens.size > 1 and isinstance(plan.kernel, DeviceKernel):  # it writes into the message
-        form = PartialMessage((*own_q.shape[:-1], step.value_dim), torch.float32, torch.float32)
+    view, state, heads = views[0], _state_of(views), step.heads.share_of(q.shape[1])
+    rank_q, alone, block = q[:, heads], step.tokens.size == 1, step.block if step.reproducible else None
+    kernel = choose(Need.of_cache(q, view, step.logits), step.kernel if indices is None else "reference")
+    shape, dtype = (*rank_q.shape[:-1], view.value_dim), sum_dtype(q.dtype)
+    message, checksum, into = None, None, None
+    if kernel.reads_cache and not alone:  # the kernel writes into the message
+        form = PartialMessage(shape, dtype, dtype)
         message = form.blank(q.device)
         checksum, into = form.places(message)
+    elif kernel.reads_cache and not step.reproducible:
+        into = Partial(q.new_empty(shape), q.new_empty(shape[:-1], dtype=dtype))
     # The first rank adds the sinks; a reproducible step adds them after the merge, on any number of ranks.
-    first_sinks = own_sinks if step.tokens.index == 0 and not step.reproducible else None
-    attend = named(ATTENTION, plan.kernel.attend) if is_profiled() else plan.kernel.attend
-    partial = attend(own_q, held, visible, into, first_sinks)
+    rank_sinks = sinks[heads] if sinks is not None and step.tokens.index == 0 and not step.reproducible else None
+    on_device = key_lengths is not None and key_lengths.device.type != "cpu"
+    key_lengths = None if key_lengths is None else key_lengths.to(q.device)
+    query = DecodeQuery(rank_q, step.mask, step.logits, step.capacity, rank_sinks, block, into, key_lengths)
+    some = None if indices is None else selection_of_rank(Selection(indices, step.index_block or 1), step.heads)
+    attend = named(ATTENTION, attend_views) if is_profiled() else attend_views
+    partial = attend(query, views, kernel, some)
     if further is not None:
         partial = copy_into(merge_unchecked([partial, further]), into)
-    found: Tensor | bool | None = None
-    if merge is not None and message is not None:
-        for row, each in enumerate(held, 1):
-            number += row * each.length
-        for x in (q, sinks, None if selection is None else selection.indices):
-            number += 0 if x is None else digest_on_host(x)
-        merged = named(MERGE, merge.run) if is_profiled() else merge.run
-        found = merged(message, number)
-        if plan.share is not None:
-            partial = Partial(partial.out[:, plan.share], partial.lse[:, plan.share])
-    elif not plan.is_alone:
-        for row, each in enumerate(held[1:], 2):
-            state = state + row * each.state[:1]
-        counted = None if key_lengths is None or key_lengths.device.type == "cpu" else key_lengths  # else in the number
-        given = (q, sinks, counted, None if selection is None else selection.indices)
-        tensors = [x for x in given if x is not None]
-        checksum = call_checksum(tensors, number, state, partial.lse, checksum)
-        partial, found = _merge(partial, checksum, step, message)
+    if not alone or step.heads.size > 1:
+        counted = key_lengths if on_device else None  # else part of the number
+        tensors = [x for x in (q, sinks, counted, indices) if x is not None]
+        checksum = call_checksum(tensors, call_number, state, partial.lse, checksum)
+        partial, checksum = _merge(partial, checksum, step, message)
     if step.reproducible:
-        partial = _finish_reproducible(partial, own_sinks, step)
+        partial = _finish_reproducible(partial, sinks if sinks is None else sinks[heads], step)
     out = partial.out.to(q.dtype).contiguous()
-    if found is False:
-        out.fill_(torch.nan)
-    if visible.key_lengths is not None:  # NaN where no such number of keys is cached
-        wrong = (visible.key_lengths < 0) | (visible.key_lengths > held[0].state[0])
+    if key_lengths is not None:  # NaN where no such number of keys is cached
+        wrong = (key_lengths < 0) | (key_lengths > view.state[0])
         out = out.masked_fill(wrong[:, None, None, None], torch.nan)
-    return _gather_heads(out, found, step, q.shape[1]) if isinstance(found, Tensor) else (out, found)
+    return (out, None) if checksum is None else _gather_heads(out, checksum, step, q.shape[1])
 
 
 def ask_in_step(step: DecodeStep, like: Tensor, shape: Sequence[int], value_dim: int) -> Tensor:
@@ -246,6 +177,158 @@ def _gather_heads(out: Tensor, checksum: Tensor, step: DecodeStep, heads: int) -
     return torch.where(checksum.sum() == 0, out, torch.nan), checksum
 
 
-def selection_of_rank(selection: Selection, heads: Axis) -> Selection:
-    """Return the selection of the heads of a rank, its own where each head has one."""
-    return selection.of_heads(heads.share_of(selection.heads)) if selection.heads > 1 else selection
+def _fake_output(q: Tensor, *rest: Any) -> Tensor:
+    *_, names, numbers = rest
+    return q.new_empty(DecodeStep.decode(names, numbers).output_shape(q))
+
+
+@operator("decode", _fake_output)
+def decode_op(
+    q: Tensor,
+    cache: Sequence[Tensor],
+    sinks: Tensor | None,
+    key_lengths: Tensor | None,
+    indices: Tensor | None,
+    names: str,
+    numbers: Sequence[int],
+) -> Tensor:
+    """Run a step inside a graph, which cannot raise: all ranks get NaN if their calls differ."""
+    view = view_of(cache, (step := DecodeStep.decode(names, numbers)).value_dim)
+    call_number = crc32(f"{numbers[4:]} {names.split(',')[2:]}".encode())
+    out, _ = run_step(q, [view], sinks, step, call_number, key_lengths, indices)
+    return torch.where(view.state[0] <= step.capacity, out, torch.nan)
+
+
+def tensors_of(view: CacheView) -> list[Tensor]:
+    """Return a view of a cache as the list of tensors that the operator takes."""
+    return [*view[:4], *(view.padding or ())]
+
+
+def view_of(tensors: Sequence[Tensor], value_dim: int) -> CacheView:
+    """Return the view that `tensors_of` took apart."""
+    keys, values, token_index, state, *padding = tensors
+    return CacheView(keys, values, token_index, state, Padding(*padding) if padding else None, value_dim)
+
+
+def attend_views(
+    query: DecodeQuery, views: Sequence[CacheView], kernel: Kernel, selected: Selection | None = None
+) -> Partial:
+    """Return the partial over one cache of all rows, or the tokens selected of it, or over a cache for each row."""
+    if selected is not None:
+        return attend_selected(query, views[0], selected, kernel)
+    if len(views) == 1:
+        return attend_cache(query, views[0], kernel)
+    rows = [attend_cache(query.row(number), view, kernel) for number, view in enumerate(views)]
+    return query.into or Partial(*(torch.cat(x) for x in zip(*rows, strict=True)))
+
+
+def _state_of(views: Sequence[CacheView]) -> Tensor:
+    """Return the lengths of caches as one number, which differs if two of them change places."""
+    return sum((row * view.state[:1] for row, view in enumerate(views[1:], 2)), start=views[0].state)
+
+
+def attend_cache(query: DecodeQuery, view: CacheView, kernel: Kernel) -> Partial:
+    """Return the partial in float32 or wider, written to `query.into` if that is given."""
+    if not kernel.reads_cache:
+        run = CacheKernel(kernel, query.logits, view.value_dim)
+        result = _merge_blocks([_attend_tokens(run, query, part) for part in (*view.shared, view)], query)
+    elif view.shared:
+        plain = query._replace(sinks=None, into=None)
+        result = merge_unchecked([kernel.attend_cache(plain, part) for part in (*view.shared, view)])
+    else:
+        return kernel.attend_cache(query, view)
+    return copy_into(with_sinks(result, query.sinks), query.into)
+
+
+def _merge_blocks(stacks: Sequence[Partial], query: DecodeQuery) -> Partial:
+    """Return the merge of the parts of a cache: along the tree over blocks, if each part is a stack of blocks."""
+    if query.block is None:
+        return stacks[0] if len(stacks) == 1 else merge_unchecked(stacks)
+    out, lse = (torch.cat(x) for x in zip(*stacks, strict=True))
+    return merge_along_tree(Partial(out, lse)) if len(lse) else identity(query.q, out.shape[-1], lse.dtype)
+
+
+def reads_length_on_device(view: CacheView, kernel: str, dtype: torch.dtype) -> bool:
+    """Return whether the kernel reads the number of tokens on the device, so that the host does not wait."""
+    if view.keys.device.type == "cpu" and not interpreted():  # the common case, and every step comes here
+        return False
+    need = Need.of_cache(view.attended(dtype)[0], view, Logits(1.0))
+    return choose(need, kernel).reads_cache
+
+
+def _attend_tokens(run: CacheKernel, query: DecodeQuery, view: CacheView) -> Partial:
+    """Return the partial of a kernel that takes the number of tokens from the host; with `block` a stack of them."""
+    q, mask, block = query.q, query.mask, query.block
+    length, used, *forgotten = view.state.tolist()
+    keys, values = (x.narrow(2, 0, used) for x in (view.keys, view.values))
+    if view.padding is not None:
+        return _attend_padded(run, query, keys, values, view.padding, length)
+    if not used and block is None:
+        return identity(q, run.value_dim, sum_dtype(q.dtype))
+    sees_all = mask.left >= length - 1 and mask.longest >= length and query.key_lengths is None
+    if sees_all and q.shape[2] == 1 and block is None and q.shape[-1] == columns_of(keys):
+        return _widen(run(q, keys, values, None))
+    queries, whole = torch.arange(length - q.shape[2], length), used == length
+    own_positions = torch.arange(used) if whole else view.token_index[:used].cpu()
+    run, band = run.at(q, keys, (queries, own_positions)), Band.of(mask, queries, used if whole else own_positions)
+    if block is not None:
+        return _attend_blocks(run, q, keys, values, band, block, *forgotten)
+    return _widen(run(q, keys, values, band, counts=visible_counts(own_positions, query.key_lengths)))
+
+
+def _attend_padded(
+    run: CacheKernel, query: DecodeQuery, keys: Tensor, values: Tensor, padding: Padding, length: int
+) -> Partial:
+    """Attend each sequence by itself. Padding cuts its keys into runs, mostly one, with positions of their own."""
+    q, lengths = query.q, query.key_lengths
+    token_mask, q_positions = padding.last(torch.arange(length - q.shape[2], length, device=q.device))
+    q_positions, partials = q_positions.cpu(), list[Partial]()
+    for row in range(q.shape[0]):
+        only, k_positions = slice(row, row + 1), padding.places[row, : keys.shape[2]].cpu()
+        total = identity(q[only], run.value_dim, sum_dtype(q.dtype))
+        for start, stop in _runs(k_positions >= 0):
+            band = Band.of(query.mask, q_positions[row], k_positions[start:stop])
+            counts = None if lengths is None else visible_counts(k_positions[start:stop], lengths[only])
+            some_keys, some_values = (x[only, :, start:stop] for x in (keys, values))
+            here = run.at(q, some_keys, (q_positions[row], k_positions[start:stop]))
+            total = merge_unchecked([total, _widen(here(q[only], some_keys, some_values, band, counts=counts))])
+        partials.append(total)
+    out, lse = (torch.cat(x) for x in zip(*partials, strict=True))
+    blind = ~token_mask[:, None]
+    return Partial(out.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, -torch.inf))
+
+
+def _runs(flags: Tensor) -> list[tuple[int, int]]:
+    """Return (start, stop) of each run of True."""
+    edges = torch.nn.functional.pad(flags.long(), (1, 1)).diff().nonzero().flatten().tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def _attend_blocks(
+    run: CacheKernel, q: Tensor, keys: Tensor, values: Tensor, band: Band, block: int, forgotten: int = 0
+) -> Partial:
+    """Return a stack of one partial per block. Blocks that every row sees whole take one call."""
+    used, rows = keys.shape[2], q.shape[2]
+    count = -(-used // block)
+    out = q.new_zeros((count, *q.shape[:-1], run.value_dim), dtype=sum_dtype(q.dtype))
+    lse = q.new_full((count, *q.shape[:-1]), -torch.inf, dtype=sum_dtype(q.dtype))
+    first, last = -(-int(band.low[-1]) // block), int(band.high[0]) // block
+    whole = range(first, max(first, last))
+    full = Band(torch.zeros(rows, dtype=torch.long), torch.full((rows,), block))
+    for row in range(q.shape[0] if whole else 0):
+        # A view: (blocks, heads, tokens of a block, dim). One call for all sequences would have to copy the keys.
+        some_keys, some_values = (
+            x[row, :, first * block : last * block].unflatten(1, (-1, block)).transpose(0, 1) for x in (keys, values)
+        )
+        row_q = q[row].expand(len(whole), *q.shape[1:])
+        out[first:last, row], lse[first:last, row] = run(row_q, some_keys, some_values, full)
+    for number in set(range(int(band.low[0]) // block, min(count, -(-int(band.high[-1]) // block)))) - set(whole):
+        start, stop = number * block, min(used, (number + 1) * block)
+        inside = Band(*((bound - start).clamp(0, stop - start) for bound in (band.low, band.high)))
+        out[number], lse[number] = run(q, keys[:, :, start:stop], values[:, :, start:stop], inside)
+    partials = Partial(out, lse)
+    return by_residue(partials, forgotten) if forgotten and count else partials
+
+
+def _widen(partial: Partial) -> Partial:
+    return Partial(partial.out.to(partial.lse.dtype), partial.lse)

@@ -13,7 +13,7 @@ from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Mask, check_mask
 from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.core.selection import Selection
-from attnmesh.decoding.step import DecodeStep
+from attnmesh.decoding.step import DecodeStep, reads_length_on_device
 from attnmesh.errors import (
     ArgumentError,
     DeviceError,
@@ -38,9 +38,7 @@ from attnmesh.guard.checks import (
     swap_first,
 )
 from attnmesh.kernels.blocks import Need
-from attnmesh.kernels.cache_view import CacheView
 from attnmesh.kernels.choice import choose
-from attnmesh.kernels.triton_runtime import interpreted
 
 
 class StepInputs(NamedTuple):
@@ -207,10 +205,3 @@ def check_reproducible(subject: str, reproducible: object, ranks: int, merge: st
         expected = "1, 2, 4, 8, ... ranks along queries and keys, and a tree"
         fix = 'use a power of two of ranks and merge="auto", or leave it out'
         raise KernelError(subject, expected, f"{ranks} ranks and merge {merge!r}", fix)
-
-
-def reads_length_on_device(view: CacheView, kernel: str, dtype: torch.dtype) -> bool:
-    """Return whether the kernel reads the number of tokens on the device, so that the host does not wait."""
-    if view.keys.device.type == "cpu" and not interpreted():  # the common case, and every step comes here
-        return False
-    return choose(Need.of_cache(view.attended(dtype)[0], view, Logits(1.0)), kernel).reads_cache

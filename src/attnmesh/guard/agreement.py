@@ -156,7 +156,7 @@ class CallRecord:
     def __init__(self, mesh: Mesh, device: torch.device, checked: bool | None) -> None:
         self.mesh, self.device, self.checked = mesh, device, checked
         self.is_alone = mesh.ranks == 1
-        self.kinds = Kinds[bool]()  # kinds of calls that ranks have compared
+        self.kinds: Kinds[bool] = Kinds()  # kinds of calls that ranks have compared
         self.last_kind: object = None  # of the last call that asked, or need not ask
         self.last_exchange: Callable[[], Tensor] | None = None
         """Repeats the last exchange that no host looked at, with `QUESTION` for a checksum. Returns the merged one."""

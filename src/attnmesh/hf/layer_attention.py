@@ -55,7 +55,7 @@ def attention_function(
         attention_mask = attention_mask.spec()
     family = family_of_layer(module)
     given = {name: more.pop(name) for name in (*ARGUMENTS, family.selects) if name in more}
-    if isinstance(attention_mask, TracedMask) or not family.adds_bias(module):
+    if isinstance(attention_mask, TracedMask) or family.adds_bias is None or not family.adds_bias(module):
         more["position_bias"] = given.get("position_bias")  # which is refused
     spec = checked_mask(module, query, key, attention_mask, dropout, sliding_window, more)
     selected = spec.selected if isinstance(spec, MaskSpec) else None
@@ -69,7 +69,9 @@ def attention_function(
             visible = spec.visible if selected is None else spec.visible & _picked(selected, q.shape[1], k.shape[2])
             out = attend_traced(q, k, v, visible, Logits.of(SUBJECT, scaling, softcap, q.shape[-1]), sinks)
         return out.transpose(1, 2).contiguous(), None
-    bias = family.near_bias(module, given.get("position_bias"), spec.shards)
+    bias = given.get("position_bias")
+    if family.near_bias is not None:
+        bias = family.near_bias(module, bias, spec.shards)
     if spec.shards is not None:
         if not spec.shards.cached:
             check_same_weights(module, spec.shards, query.device)

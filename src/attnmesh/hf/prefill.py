@@ -44,6 +44,7 @@ def prefill(
     Raises:
         InputError: The model or an argument is not supported, or ranks differ in an argument.
 
+    >>> import torch
     >>> from transformers import AutoModelForCausalLM, LlamaConfig
     >>> sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     >>> config = LlamaConfig(vocab_size=97, eos_token_id=None, **sizes)

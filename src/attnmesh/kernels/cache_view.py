@@ -109,31 +109,25 @@ class CacheView(NamedTuple):
         like = torch.empty(1, dtype=sum_dtype(dtype), device=self.keys.device)
         return like.expand(*shape, columns_of(self.keys)), like.expand(*shape, self.value_dim)
 
-    def held(self, *, on_host: bool = False) -> "CacheView":
+    def held(self) -> "CacheView":
         """Return the slots that hold tokens, without those of `shared`.
 
-        On a device all slots stay, for the host does not read how many hold tokens: the others are at `NOWHERE`. With
-        `on_host` it does, and gets the places of tokens too.
+        On a device all slots stay, for the host does not read how many hold tokens: the others are at `NOWHERE`.
         """
-        if on_host or self.state.device.type == "cpu":
+        if self.state.device.type == "cpu":
             used = int(self.state.tolist()[1])
-            padding = self.padding and self.padding._replace(places=self.padding.places[:, :used].cpu())
-            tensors = self.keys[:, :, :used], self.values[:, :, :used], self.token_index[:used].cpu()
+            padding = self.padding and self.padding._replace(places=self.padding.places[:, :used])
+            tensors = self.keys[:, :, :used], self.values[:, :, :used], self.token_index[:used]
             return CacheView(*tensors, self.state, padding, self.value_dim)
         held = torch.arange(self.keys.shape[2], device=self.state.device) < self.state[1]
         padding = self.padding and self.padding._replace(places=self.padding.places.where(held, NOWHERE))
         return self._replace(token_index=self.token_index.where(held, NOWHERE), padding=padding, shared=())
 
-    def last(self, rows: int) -> tuple[Tensor, Tensor | None]:
-        """Return the positions of the last tokens, (1 or batch, rows), and which are real if some may be padding."""
-        tokens = (self.state[0] - rows + torch.arange(rows, device=self.state.device)).clamp(min=0)
-        if self.padding is None:
-            return tokens[None], None
-        real, places = self.padding.last(tokens)
-        return places, real
-
     def bounds(self, rows: int, mask: Mask) -> tuple[Tensor, Tensor]:
         """Return the first and the last position that each of the last `rows` queries sees, (1 or batch, rows)."""
-        places, real = self.last(rows)
+        tokens = (self.state[0] - rows + torch.arange(rows, device=self.state.device)).clamp(min=0)
+        if self.padding is None:
+            return mask.bounds(tokens[None])
+        real, places = self.padding.last(tokens)
         first, last = mask.bounds(places)
-        return first, last if real is None else last.masked_fill(~real, -1)
+        return first, last.masked_fill(~real, -1)

@@ -150,10 +150,6 @@ def _selects_tokens(_layer: Any, indices: Tensor, _spec: Any) -> Selection:
     return Selection(indices[:, None])
 
 
-def _adds_no_bias(_layer: Any) -> bool:
-    return False
-
-
 def _never(_config: Any) -> bool:
     return False
 
@@ -199,9 +195,9 @@ class Family:
 
     temperature: Callable[[Any, Any], Tensor | None] | None = None
     """Return the scale of the queries of a layer and of `Shards`, beside that of a run of tokens; None without one."""
-    adds_bias: Callable[[Any], bool] = _adds_no_bias
-    """Return whether a layer adds a bias by distance to its logits, as it is known."""
-    near_bias: Callable[[Any, Tensor | None, Any], Tensor | None] = lambda _layer, bias, _shards: bias
+    adds_bias: Callable[[Any], bool] | None = None
+    """Return whether a layer adds a bias by distance to its logits, as it is known. None if no layer does."""
+    near_bias: Callable[[Any, Tensor | None, Any], Tensor | None] | None = None
     """Return the bias of each query and distance of a layer, of what it passes to its attention and of `Shards`."""
     prepare: Callable[[Any], None] | None = None
     """Prepare further modules of a model with recurrent layers for shards."""
