@@ -169,13 +169,15 @@ def run_checked(inputs: StepInputs, step: DecodeStep, checked: bool | None, kind
 def run(plan: StepPlan, inputs: StepInputs, held: Sequence[Any], checked: bool | None) -> Tensor:
     """Return the output, or raise the same error on all ranks if their calls differ. Uncompared calls give NaN."""
     q, caches, sinks, key_lengths, selected, further = inputs
-    is_given = key_lengths is not None and key_lengths.device.type == "cpu"  # others would hold up the device
-    state = tuple(cast(Tensor, key_lengths).tolist()) if is_given else (), *map(HISTORY, caches)
     operands = Operands(q, held, sinks, key_lengths, selected, further)
-    if plan.merge is None and not plan.is_alone:
-        return _run_compared(plan, inputs, operands, state, checked)
+    state: tuple[Hashable, ...] = ()
+    if not plan.is_alone:
+        is_given = key_lengths is not None and key_lengths.device.type == "cpu"  # others would hold up the device
+        state = tuple(cast(Tensor, key_lengths).tolist()) if is_given else (), *map(HISTORY, caches)
+        if plan.merge is None:
+            return _run_compared(plan, inputs, operands, state, checked)
     try:
-        out, equal = run_step(plan, operands, number_of(plan.call, *state))
+        out, equal = run_step(plan, operands, number_of(plan.call, *state) if state else 0)
     except RankFailure:
         raise
     except Exception as error:

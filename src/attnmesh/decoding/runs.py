@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.core.band import Band
@@ -51,8 +50,10 @@ class Held(NamedTuple):
     def of(shard: CacheShard, alone: bool) -> "Held":
         """Return what a shard holds. With `alone` no other rank holds tokens between."""
         stored, padding, (length, used, *gone) = shard.stored, shard.padding, shard.state.tolist()
-        places = None if padding is None else padding.places.cpu()
-        pieces, at = [Slots(stored[0], stored[-1], shard.token_index.cpu(), used, places)], length - used
+        tokens, places = shard.token_index, None if padding is None else padding.places
+        if not tokens.is_cpu:
+            tokens, places = tokens.cpu(), None if places is None else places.cpu()
+        pieces, at = [Slots(stored[0], stored[-1], tokens, used, places)], length - used
         if shard.shared:
             pieces[:0] = [Slots(x.stored[0], x.stored[-1], x.token_index.cpu(), x.used, x.places) for x in shard.shared]
             at -= shard.shared_tokens
@@ -261,7 +262,7 @@ def runs_by_number(held: Held, visible: SeenKeys, q: Tensor, sequence: int | Non
         if first:
             start = min(max(0, first - at), used) if at is not None else int(torch.searchsorted(tokens[:used], first))
         if several:
-            bounds = _bounds(mask, range(length - rows, length), tokens[:used], at, start)
+            bounds = _bounds(mask, range(length - rows, length), (tokens, used), at, start)
         runs.append(Run(keys, values, start, used, sequence, part, bounds))
         at = None if at is None else at + used
     return runs
@@ -288,15 +289,17 @@ def runs_by_position(held: Held, visible: SeenKeys, q: Tensor, sequence: int | N
     return runs if sequence is None else [run._replace(sequence=sequence) for run in runs]
 
 
-def _bounds(mask: Mask, queries: range, tokens: Tensor, at: int | None, start: int) -> Band:
+def _bounds(mask: Mask, queries: range, held: tuple[Tensor, int], at: int | None, start: int) -> Band:
     """Return the slots after `start` that each query sees. Slot 0 holds token `at`, if tokens follow each other."""
-    low = torch.tensor([max(0, query - mask.left) for query in queries], device="cpu")
-    high = torch.tensor([min(queries.stop, query + mask.right + 1) for query in queries], device="cpu")
+    tokens, used = held
+    low = [max(0, query - mask.left) for query in queries]
+    high = [min(queries.stop, query + mask.right + 1) for query in queries]
     if at is None:
-        low, high = torch.searchsorted(tokens, low), torch.searchsorted(tokens, high)
-    else:
-        low, high = (low - at).clamp(min=0), (high - at).clamp(0, len(tokens))
-    return Band(low - start, high - start)
+        tokens = tokens[:used]
+        return Band(*(torch.searchsorted(tokens, torch.tensor(bounds, device="cpu")) - start for bounds in (low, high)))
+    first, count = at + start, used - start
+    some = ([min(max(0, bound - first), count) for bound in bounds] for bounds in (low, high))
+    return Band(*(torch.tensor(bounds, device="cpu") for bounds in some))
 
 
 def _seen_runs(
@@ -311,8 +314,9 @@ def _seen_runs(
     runs, parts = list[Run](), [0] * sequences
     for keys, values, tokens, used, places in pieces:
         places = tokens[None, :used] if places is None else places[:, :used]
-        seen = ((places >= first[:, :1]) & (places <= last[:, -1:])).to(torch.int8)
-        edges = pad(seen, (1, 1)).diff().nonzero().tolist()
+        seen = torch.zeros(sequences, used + 2, dtype=torch.bool, device="cpu")
+        torch.logical_and(places >= first[:, :1], places <= last[:, -1:], out=seen[:, 1:-1])
+        edges = (seen[:, 1:] != seen[:, :-1]).nonzero().tolist()
         for (number, start), (_, stop) in zip(edges[::2], edges[1::2], strict=True):
             one, bounds, hidden, where = slice(number, number + 1), None, None, None
             if rows > 1 or visible.by_distance:

@@ -152,12 +152,12 @@ def run_step(plan: StepPlan, operands: Operands, number: int) -> tuple[Tensor, T
     """
     q, held, sinks, key_lengths, selection, further = operands
     step, merge, visible, message, into, checksum = plan.step, plan.merge, plan.visible, None, None, None
-    own_q, own_sinks, state = q, sinks, held[0].state
+    own_q, own_sinks, own, state = q, sinks, selection, held[0].state
     if step.heads.size > 1:
         heads = step.heads.share_of(q.shape[1])
         own_q, own_sinks = q[:, heads], None if sinks is None else sinks[heads]
-    if key_lengths is not None or selection is not None:
         own = None if selection is None else selection_of_rank(selection, step.heads)
+    if key_lengths is not None or selection is not None:
         lengths = None if key_lengths is None else key_lengths.to(q.device)
         visible = visible._replace(in_order=False, key_lengths=lengths, selection=own)
     if merge is not None:
