@@ -1,10 +1,12 @@
 """Messages through shared memory: in order, whole, and no rank waits for one that is gone."""
 
+import fcntl
 import mmap
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -94,6 +96,19 @@ def test_a_silent_rank_is_lost_after_the_timeout_of_its_group() -> None:
 def _talk(rounds: int) -> int:
     """On a rank: with each other rank, so many messages of sizes that all know; how many came wrong."""
     axis = Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
+    return _talk_along(axis, rounds)
+
+
+def _talk_in(folder: Path, rounds: int) -> int:
+    """On a rank: the same in a new group, whose memory has a folder of its own."""
+    before, shared_memory.FOLDER = shared_memory.FOLDER, folder
+    try:
+        return _talk_along(Axis(dist.get_world_size(), dist.get_rank(), dist.new_group()), rounds)
+    finally:
+        shared_memory.FOLDER = before
+
+
+def _talk_along(axis: Axis, rounds: int) -> int:
     own = host_mailboxes(axis)
     assert own is not None
     wrong = 0
@@ -112,8 +127,29 @@ def _talk(rounds: int) -> int:
 @here
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_all_ranks_talk_to_all(ranks: int, pool: Pool) -> None:
-    assert pool.run(ranks, _talk, 80 // ranks) == [0] * ranks
-    assert not list(shared_memory.FOLDER.glob("attnmesh-*"))  # no names are left, only memory that is in use
+    with tempfile.TemporaryDirectory(dir=shared_memory.FOLDER) as folder:
+        assert pool.run(ranks, _talk_in, Path(folder), 80 // ranks) == [0] * ranks
+        assert not list(Path(folder).iterdir())  # no names are left, only memory that is in use
+
+
+@here
+def test_names_that_killed_ranks_left_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "FOLDER", tmp_path)
+    left, young, used = (tmp_path / f"attnmesh-{name}" for name in ("left", "young", "used"))
+    for path in (left, young, used):
+        path.touch()
+    for path in (left, used):
+        os.utime(path, (0, 0))
+    with used.open() as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        memory = shared_memory.opened(1, 4096, new=True)
+    assert memory is not None
+    assert not left.exists()
+    assert young.exists()  # its rank may be about to lock it
+    assert used.exists()
+    os.utime(tmp_path / "attnmesh-0000000000000001", (0, 0))
+    assert shared_memory.opened(2, 4096, new=True) is not None
+    assert shared_memory.opened(1, 4096, new=False) is not None  # `memory` holds its lock
 
 
 def _talk_after_calls_that_differ() -> int:

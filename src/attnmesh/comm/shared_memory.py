@@ -8,14 +8,16 @@ A message, or a whole merge, is one call of the native library. A rank that wait
 use sockets where one of a host has no library, where memory cannot be shared, and on processors of another kind.
 """
 
+import fcntl
 import mmap
 import os
 import platform
 import struct
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from time import monotonic
+from time import monotonic, time
 from typing import cast
 
 import torch
@@ -54,6 +56,7 @@ CHECK_INTERVAL = 0.5
 """Seconds between two checks that the other process is alive."""
 
 FOLDER = Path("/dev/shm")
+SECONDS_TO_LOCK = 60.0  # between the making of a name and its lock, at most
 
 MOST_NUMBERS = SLOT // 16
 """Numbers of an exchange by the boards at most: half of a board."""
@@ -287,12 +290,27 @@ def opened(name: int, size: int, *, new: bool) -> mmap.mmap | None:
         return None
     try:
         if new:
+            fcntl.flock(file, fcntl.LOCK_SH)  # for as long as the mapping lives, which keeps a duplicate of `file`
+            _remove_names_of_the_dead()
             os.posix_fallocate(file, 0, size)  # without it a write to a full /dev/shm kills the process
         return mmap.mmap(file, size)
     except (OSError, ValueError):
         return None
     finally:
         os.close(file)
+
+
+def _remove_names_of_the_dead() -> None:
+    """Remove names whose ranks were killed before they could: no process holds the lock of such memory."""
+    for path in FOLDER.glob("attnmesh-*"):
+        with suppress(OSError):
+            file = os.open(path, os.O_RDWR)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if time() - os.fstat(file).st_mtime > SECONDS_TO_LOCK:
+                    path.unlink()
+            finally:
+                os.close(file)
 
 
 def unlink(name: int) -> None:
