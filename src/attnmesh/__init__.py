@@ -23,9 +23,6 @@ from attnmesh.decoding.rows import decode_rows as decode_rows
 from attnmesh.mesh.cluster import Cluster as Cluster
 from attnmesh.mesh.shapes import Shape as Shape
 from attnmesh.mesh.shapes import mesh_shape as mesh_shape
-
-# `attention` and `decode` are also the names of packages. Python sets a package as an attribute of its parent once,
-# when it is first imported; each line below imports the package first and then binds the function over it.
 from attnmesh.mesh_attention.attention import attention as attention
 from attnmesh.mesh_attention.local import attend as attend
 from attnmesh.mesh_attention.merge_across import merge_across as merge_across

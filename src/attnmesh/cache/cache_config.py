@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnmesh.cache.window import check_whole, check_window, longest_row
+from attnmesh.cache.window import check_whole, check_window
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import DTYPES
 from attnmesh.core.storage import STORAGES, Storage
@@ -48,7 +48,7 @@ class Sizes:
         """Most tokens on all ranks that have to be in memory."""
         if self.mask is None:
             return self.capacity
-        return min(self.capacity, longest_row(self.mask, self.capacity) + self.keep)
+        return min(self.capacity, self.mask.longest_row(self.capacity) + self.keep)
 
     @cached_property
     def kind(self) -> "Sizes":

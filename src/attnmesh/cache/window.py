@@ -7,7 +7,7 @@ are left to new memory with some slots to spare, about eight moves per token.
 
 from torch import Tensor
 
-from attnmesh.core.mask import FAR, Mask, check_mask
+from attnmesh.core.mask import Mask, check_mask
 from attnmesh.errors import MaskError, ShapeError, require
 
 
@@ -29,25 +29,6 @@ def check_whole(subject: str, number: int, least: int, fix: str) -> int:
     whole = type(number) is int and number >= least
     require(whole, ShapeError, subject, f"a whole number, {least} or more", repr(number), fix)
     return number
-
-
-def is_within(mask: Mask, widest: Mask) -> bool:
-    """Return whether queries under a mask see no earlier token than under the widest mask.
-
-    >>> import attnmesh as am
-    >>> is_within(am.Window(3, 2), am.Window(4)), is_within(am.Chunks(5), am.Window(4))
-    (True, True)
-    >>> is_within(am.Causal(), am.Window(4)), is_within(am.Window(4), am.Chunks(5))
-    (False, False)
-    """
-    chunks = (any(size % smaller == 0 for smaller in mask.chunks) for size in widest.chunks)
-    return longest_row(mask, FAR) <= longest_row(widest, FAR) and all(chunks)
-
-
-def longest_row(mask: Mask, capacity: int) -> int:
-    """Return how many of `capacity` tokens a query sees at most, up to its own."""
-    documents = [mask.longest] if mask.ends else []  # else a graph could not trace it
-    return min(capacity, mask.left + 1, *mask.chunks, *documents)
 
 
 def first_needed(mask: Mask, query: int, block: int, token_mask: Tensor | None) -> int:

@@ -16,9 +16,9 @@ intersection of masks is again a mask, but for some with spans, which raise.
         # # # # # # # #   . . . . . # # #   . . . # # # # #     . . . # # # # #                . . . . . . # #
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate, chain, pairwise
 
 import torch
@@ -104,6 +104,51 @@ class Mask:
     def reach(self) -> int:
         """Distance to the farthest key that a query sees."""
         return min(max(self.left, self.right), self.longest)
+
+    @cached_property
+    def is_window(self) -> bool:
+        """Whether `left` and `right` alone say what a query sees."""
+        return self == Mask(self.left, self.right)
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether no query sees a later token."""
+        return self.right == 0 and not self.spans
+
+    def longest_row(self, length: int) -> int:
+        """Return how many of `length` tokens a query sees at most, up to its own.
+
+        >>> import attnmesh as am
+        >>> (am.Window(5) & am.Chunks(4)).longest_row(100), am.Causal().longest_row(100)
+        (4, 100)
+        """
+        documents = [self.longest] if self.ends else []  # else a graph could not trace it
+        return min(length, self.left + 1, *self.chunks, *documents)
+
+    def is_within(self, widest: "Mask") -> bool:
+        """Return whether queries see no earlier token than under the widest mask.
+
+        >>> import attnmesh as am
+        >>> am.Window(3, 2).is_within(am.Window(4)), am.Chunks(5).is_within(am.Window(4))
+        (True, True)
+        >>> am.Causal().is_within(am.Window(4)), am.Window(4).is_within(am.Chunks(5))
+        (False, False)
+        """
+        chunks = (any(size % smaller == 0 for smaller in self.chunks) for size in widest.chunks)
+        return self.longest_row(FAR) <= widest.longest_row(FAR) and all(chunks)
+
+    def scaled(self, tokens: Callable[[int], int]) -> "Mask":
+        """Return the mask of a shorter problem, of which `tokens` gives the new number of so many tokens.
+
+        >>> import attnmesh as am
+        >>> (am.Window(8) & am.Documents((10, 30))).scaled(lambda tokens: tokens // 5)
+        Window(1) & Documents([2, 6])
+        """
+        ends, chunks = (sorted({max(1, tokens(edge)) for edge in edges}) for edges in (self.ends, self.chunks))
+        pairs = ((tokens(start), tokens(stop)) for start, stop in zip(self.spans[::2], self.spans[1::2], strict=True))
+        spans = chain(*(pair for pair in pairs if pair[0] < pair[1]))
+        left, right = tokens(self.left), tokens(self.right)
+        return Mask(left, right, tuple(ends), tuple(chunks), tuple(spans), self.directed)
 
     def bounds(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the first and the last position that each query sees. Neither decreases along ascending positions.

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
 from attnmesh.cache.cache_config import check_no_gradients
-from attnmesh.cache.window import is_within
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Mask, check_mask
 from attnmesh.core.partial import Partial, sum_dtype
@@ -83,7 +82,7 @@ def check_step(inputs: StepInputs, step: DecodeStep, unsupported: Mapping[str, N
         raise ShapeError("decode q", "query heads a multiple of key heads", given, fix)
     sizes.check_dtype("decode q", q, cache.device)
     check_mask("decode mask", step.mask)
-    if sizes.mask is not None and not is_within(step.mask, sizes.mask):
+    if sizes.mask is not None and not step.mask.is_within(sizes.mask):
         expected = f"{sizes.mask}, by which the cache forgets tokens, or a narrower mask"
         raise MaskError("decode mask", expected, f"{step.mask}", "pass mask=cache.sizes.mask")
     check_merge("decode", step.merge, step.output)

@@ -279,7 +279,7 @@ def without_redundant(options: Mapping[str, object], mask: Mask) -> dict[str, ob
 
     Heads are grouped by their numbers, whatever `enable_gqa` says.
     """
-    causal = isinstance(mask, Mask) and mask.right == 0 and not mask.spans
+    causal = isinstance(mask, Mask) and mask.is_causal
     redundant = {"is_causal": (causal,), "enable_gqa": (True, False)}
     return {name: x for name, x in options.items() if type(x) is not bool or x not in redundant.get(name, ())}
 

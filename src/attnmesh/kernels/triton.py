@@ -133,7 +133,7 @@ def _attend_cache(query: DecodeQuery, view: CacheView, tile: ProgramTile) -> Par
     tiles = -(-rows // tile.rows)
     count = -(-slots // (block or _span(slots, heads * tiles, MIN_SPAN_TILES * tile.keys, q.device)))
     partials = _empty_partials(q, count, view.value_dim)
-    bounded = view.padding is not None or mask.longest < FAR or bool(mask.spans) or query.key_lengths is not None
+    bounded = view.padding is not None or not mask.is_window or query.key_lengths is not None
     places = view.places()
     first, last = view.bounds(q.shape[2], mask) if bounded else (places, places)  # unused if not bounded
     if query.key_lengths is not None:

@@ -6,6 +6,7 @@ from math import ceil, log2
 from typing import NamedTuple
 
 from attnmesh.core.digest import AGREEMENT_VALUES
+from attnmesh.errors import KernelError
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.prices import Candidate, Cost
 from attnmesh.mesh.reduction_tree import tree
@@ -62,9 +63,11 @@ def merge_cost(how: str, group: MergeGroup, payload: Payload, cluster: Cluster, 
         total.add_stage("merge", _direct(group, payload.size, cluster, total) + launch)
     elif how == "gather":
         total.add_stage("merge", _collective(group, payload.size, 1, cluster, total) + launch)
-    else:  # all-reduces of the maximum, the numerator and the denominator, each a reduce-scatter and an all-gather
+    elif how == "allreduce":  # of the maximum, numerator and denominator, each a reduce-scatter and an all-gather
         for part in (payload.row + CHECKSUM_BYTES, payload.row * payload.columns, payload.row):
             total.add_stage("merge", _collective(group, part / group.ranks, 2, cluster, total) + launch)
+    else:
+        raise KernelError("merge_cost", "a merge that has a price", repr(how), "write one")
 
 
 def fastest_merge(group: MergeGroup, cluster: Cluster) -> str:

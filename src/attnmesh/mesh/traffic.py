@@ -176,12 +176,9 @@ def downscaled(problem: Problem) -> tuple[Problem, float]:
         edges = [shorter(end) for end in accumulate(layout.documents, initial=0)]
         return replace(layout, documents=tuple(stop - start for start, stop in pairwise(edges)))
 
-    ends = sorted({max(1, shorter(end)) for end in problem.mask.ends})
-    chunks = sorted({max(1, shorter(size)) for size in problem.mask.chunks})
-    mask = Mask(shorter(problem.mask.left), shorter(problem.mask.right), tuple(ends), tuple(chunks))
     length, key_length = shorter(problem.length), shorter(problem.key_length)
     layout, key_layout = packed(problem.layout), packed(problem.key_layout)
-    return Problem(mask, problem.shape, layout, key_layout, length, key_length), scale
+    return Problem(problem.mask.scaled(shorter), problem.shape, layout, key_layout, length, key_length), scale
 
 
 @lru_cache(maxsize=512)

@@ -7,7 +7,6 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from attnmesh.cache.cache import KVCache
-from attnmesh.cache.window import longest_row
 from attnmesh.core.layout import Striped
 from attnmesh.core.mask import FAR, Mask, Window
 from attnmesh.core.partial import Partial
@@ -104,7 +103,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         k, v = pending.stored
         kv = _extended(self.kv, k.shape[0])
         if kv is None:
-            row = longest_row(mask, FAR)
+            row = mask.longest_row(FAR)
             storage = self.cache.storage if row > SHORT_WINDOW else self.cache.window_storage
             options: dict[str, Any] = {"storage": storage}
             if v is not None:
