@@ -31,7 +31,7 @@ from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import Problem
 from attnmesh.mesh.shapes import Shape
 from attnmesh.mesh.traffic import count_tokens, divisors
-from attnmesh.mesh_attention.auto_layout import price
+from attnmesh.mesh_attention.auto_choices import price
 from benchmarks.netns import Hosts, World, run_on, send_rows
 from benchmarks.peers import PEERS, Case, inputs, wrong_gradients
 from benchmarks.prefill import Contender, attention_call, between_barriers, mesh_of

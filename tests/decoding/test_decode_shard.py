@@ -9,8 +9,10 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh import errors
-from attnmesh.core.selection import Selection
+from attnmesh.core.logits import Scores
+from attnmesh.core.selection import Selection, Visible
 from attnmesh.decoding.decode_shard import decode_shard
+from attnmesh.decoding.query_shard import QueryShard
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.runtime.counters import counted
@@ -19,6 +21,7 @@ from tests.support.pool import Pool
 
 HEADS, WIDTH, CACHED, NEW, BLOCK = (4, 2), 8, 29, 27, 4
 HOW: dict[str, Any] = {"scale": 0.5, "softcap": 3.0, "kernel": "auto"}
+SCORES = Scores(0.5, 3.0)
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -49,16 +52,15 @@ def differences(shape: Shape) -> list[float]:
         others = [(cache, whole), (cache.fork(), whole)] if not padded and forgets is None else [(cache, whole)]
         own = am.shard(q, mesh, layout=layout)
         for held, one in others:
-            out = decode_shard(own, held, layout, NEW, mask=mask, sinks=sinks, **HOW)
+            out = decode_shard(QueryShard(own, layout, NEW), held, Visible(mask), SCORES, sinks=sinks)
             expected = am.decode(q, one, mask=mask, sinks=sinks, **HOW)
             found.append(float((out - am.shard(expected, mesh, layout=layout)).abs().max()))
     indices = torch.stack([torch.randperm(CACHED, generator=torch.Generator().manual_seed(n))[:5] for n in range(NEW)])
     selected, layout = indices.int().expand(2, 1, -1, -1), am.Striped(BLOCK)
     cache, whole = cache_of(mesh), cache_of(None)
     own = Selection(am.shard(selected, mesh, layout=layout))
-    out = decode_shard(
-        am.shard(q, mesh, layout=layout), cache, layout, NEW, mask=am.Causal(), sinks=None, selected=own, **HOW
-    )
+    shard, visible = QueryShard(am.shard(q, mesh, layout=layout), layout, NEW), Visible(am.Causal(), selected=own)
+    out = decode_shard(shard, cache, visible, SCORES)
     expected = am.decode(q, whole, selected=Selection(selected), **HOW)
     return [*found, float((out - am.shard(expected, mesh, layout=layout)).abs().max())]
 
@@ -75,7 +77,7 @@ def received(_: int) -> tuple[int, int]:
     q, cache = numbers(2, HEADS[0], NEW, WIDTH, seed=2), cache_of(mesh)
     own = am.shard(q, mesh, layout=layout)
     with counted() as shards:
-        decode_shard(own, cache, layout, NEW, mask=am.Causal(), sinks=None, **HOW)
+        decode_shard(QueryShard(own, layout, NEW), cache, Visible(am.Causal()), SCORES)
     with counted() as whole:
         am.decode(am.unshard(own, mesh, layout=layout), cache, **HOW)
     return shards.bytes, whole.bytes
@@ -95,7 +97,7 @@ def refused(layout: bool) -> str:
     own = am.shard(numbers(2, HEADS[0], NEW, WIDTH), mesh, layout=given)
     own = own if layout or not rank else own.float()
     with pytest.raises(errors.InputError) as raised:
-        decode_shard(own, cache, given, NEW, mask=am.Causal(), sinks=None, **HOW)
+        decode_shard(QueryShard(own, given, NEW), cache, Visible(am.Causal()), SCORES)
     assert Mesh.of(mesh).shard == rank
     return str(raised.value)
 
@@ -108,7 +110,7 @@ def miscounted(_: int) -> str:
     messages = []
     for q, length in ((short, NEW), (am.shard(numbers(2, HEADS[0], 2 * NEW, WIDTH), mesh, layout=layout), 2 * NEW)):
         with pytest.raises(errors.InputError) as raised:
-            decode_shard(q, cache, layout, length, mask=am.Window(6), **HOW)
+            decode_shard(QueryShard(q, layout, length), cache, Visible(am.Window(6)), SCORES)
         messages.append(str(raised.value))
     return messages[0]
 
@@ -126,7 +128,8 @@ def heads_that_select(_: int) -> float:
     shape = 2, HEADS[1], NEW, 5
     selected = torch.rand(*shape[:3], CACHED, generator=generator).topk(5).indices.int()
     own = Selection(am.shard(selected, mesh, layout=layout))
-    out = decode_shard(am.shard(q, mesh, layout=layout), cache_of(mesh), layout, NEW, selected=own, **HOW)
+    shard, visible = QueryShard(am.shard(q, mesh, layout=layout), layout, NEW), Visible(am.Causal(), selected=own)
+    out = decode_shard(shard, cache_of(mesh), visible, SCORES)
     expected = am.decode(q, cache_of(None), selected=Selection(selected), **HOW)
     return float((out - am.shard(expected, mesh, layout=layout)).abs().max())
 

@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import attnmesh as am
 from attnmesh.errors import DtypeError, InputError, KernelError, ShapeError
+from attnmesh.kernels.local_plan import LocalPlan
 from attnmesh.kernels.native.build import library
 from attnmesh.mesh_attention import attention as attention_module
 from attnmesh.mesh_attention import local as attend_module
@@ -23,8 +24,9 @@ pytestmark = pytest.mark.skipif(library().attend is None, reason="there is no C+
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Begin without known kinds."""
-    monkeypatch.setattr(attend_module, "PLANS", Kinds())
-    monkeypatch.setattr(attention_module, "PLANS", Kinds())
+    plans = Kinds[LocalPlan]()
+    for module in (attend_module, attention_module):
+        monkeypatch.setattr(module, "PLANS", plans)
 
 
 def problem(dtype: torch.dtype = torch.float32, keys: int = 40, rows: int = 1) -> tuple[Tensor, Tensor, Tensor]:
@@ -41,7 +43,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 
 def known() -> int:
-    return len(attend_module.PLANS) + len(attention_module.PLANS)
+    return len(attend_module.PLANS)
 
 
 @pytest.mark.parametrize("call", [attend, attention])

@@ -20,7 +20,8 @@ from attnmesh.core.digest import digest
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial, merge_stack, with_sinks
-from attnmesh.decoding.step import DecodeStep, run_step
+from attnmesh.decoding.decode_step import DecodeStep
+from attnmesh.decoding.step import run_step
 from attnmesh.errors import KernelError
 from attnmesh.kernels import selected_keys as selected
 from attnmesh.kernels import stacked_merge as merging

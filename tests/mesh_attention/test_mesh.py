@@ -19,7 +19,7 @@ from attnmesh.comm.transport import Gloo
 from attnmesh.core.layout import Layout
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape, elements
-from attnmesh.mesh_attention.auto_layout import chosen_layout
+from attnmesh.mesh_attention.auto_choices import chosen_layout
 from attnmesh.runtime.counters import Traffic, counted
 from tests.support.mesh_problems import MeshProblem, check, draw, named_mesh, run
 from tests.support.pool import Pool

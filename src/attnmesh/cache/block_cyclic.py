@@ -39,6 +39,10 @@ class BlockCyclic:
         rounds, rest = divmod(length, self.block * self.ranks)
         return rounds * self.block + min(max(rest - rank * self.block, 0), self.block)
 
+    def numbers_of(self, rank: int, tokens: Tensor) -> tuple[int, int, int, bool]:
+        """Return what a rank says of its new tokens: count, rank, position sum, and whether they are block-cyclic."""
+        return len(tokens), rank, position_sum(tokens), bool((self.owner(tokens) == rank).all())
+
 
 @dataclass(frozen=True)
 class TokenCounts:
@@ -58,13 +62,18 @@ class TokenCounts:
         return [n + count(rank, length) - count(rank, self.start) for rank, n in enumerate(self.initial)]
 
     def with_shards(self, length: int, table: Sequence[Sequence[int]]) -> "TokenCounts":
-        """Return the counts after `append_shard` to `length` tokens; rows are (tokens, rank, _, block-cyclic)."""
+        """Return the counts after `append_shard` to `length` tokens, by the `numbers_of` each rank.
+
+        Raise unless all tokens together continue the sequence, each on exactly one rank.
+        """
+        more = sum(count for count, *_ in table)
+        _check_cover(sum(total for _, _, total, _ in table), length, more)
         if not self.start and all(block_cyclic for *_, block_cyclic in table):
             return self
         counts = self.counts(length)
         for count, rank, *_ in table:
             counts[rank] += count
-        return TokenCounts(self.block_cyclic, length + sum(row[0] for row in table), tuple(counts))
+        return TokenCounts(self.block_cyclic, length + more, tuple(counts))
 
     def check(self, subject: str, length: int, slots: int) -> None:
         """Raise unless the fullest rank holds `length` tokens in `slots`; block-cyclic tokens always fit."""
@@ -75,7 +84,7 @@ class TokenCounts:
             raise ShapeError(subject, "tokens spread evenly over the ranks", given, fix)
 
 
-def check_cover(total: int, start: int, more: int) -> None:
+def _check_cover(total: int, start: int, more: int) -> None:
     """Raise unless `total` is the position sum of `start` to `start + more - 1`, each on exactly one rank."""
     if (total - position_sum(torch.arange(start, start + more))) % 2**64:
         expected = f"positions from {start} to {start + more - 1}, each on one rank"

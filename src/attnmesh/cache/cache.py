@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.cache.block_cyclic import check_cover, position_sum
 from attnmesh.cache.cache_config import Sizes
 from attnmesh.cache.cache_shard import CacheShard, stored, swap_tokens_for_heads
-from attnmesh.cache.new_tokens import append_known, kind_of_new
+from attnmesh.cache.new_tokens import NewTokens, append_known, kind_of_new
 from attnmesh.cache.pages import PagedCache
 from attnmesh.cache.replicas import LocalShards, check_copies
 from attnmesh.cache.saved_cache import SavedCache, SavedPieces
@@ -26,9 +25,8 @@ from attnmesh.core.digest import fingerprints, history_checksum
 from attnmesh.core.mask import Mask
 from attnmesh.errors import check_count
 from attnmesh.guard.agreement import Agreement, CallRecord, prepare_merges
-from attnmesh.guard.checks import check_checked, check_positions
+from attnmesh.guard.checks import check_checked
 from attnmesh.mesh.axes import Mesh, flat_axis
-from attnmesh.mesh_attention.shard_marks import check_equal_cuts, check_not_cut
 from attnmesh.runtime.caches import Kinds
 from attnmesh.setup.init_mesh import device_fault, device_for
 
@@ -191,12 +189,9 @@ class KVCache(PagedCache, SavedCache):
         uncompared = token_mask is None and not self.calls.compares("append")
         if uncompared and append_known(self.known_appends, k, v, self.shards):
             return
-        new = {"k": k, "v": v, "token_mask": token_mask}
-        with self.calls.agreement("append", lambda: fingerprints(new)):
-            self.sizes.check_new("append", k, v, self.device)
-            check_not_cut("append", {"k": k, "v": v}, "call append_shard with its positions, on a cache of its mesh")
-            self.sizes.check_token_mask("append", token_mask, k.shape[2])
-            self.sizes.check_captured("append", token_mask, self.device)
+        new = NewTokens(k, v, token_mask)
+        with self.calls.agreement("append", lambda: fingerprints(new._asdict())):
+            new.check(self.sizes, self.device)
             self.shards.check_fits("append", k.shape[2], self.shards.counts)
         self.record_padding(k.shape[2], token_mask)
         with torch.no_grad():
@@ -238,20 +233,12 @@ class KVCache(PagedCache, SavedCache):
             return {**sizes, "padding": padding, "checksum": checksum}
 
         with self.calls.agreement("append_shard", fields, must=True) as agreement:
-            self.sizes.check_new("append_shard", k, v, self.device)
-            check_positions("append_shard positions", positions, k.shape[2])
-            check_equal_cuts("append_shard", {"k": k, "v": v, "positions": positions})
-            if self.mesh.ranks == 1:
-                check_not_cut("append_shard", {"k": k, "v": v}, "make the cache with the mesh of am.shard")
-            self.sizes.check_token_mask("append_shard", token_mask, None)
+            NewTokens(k, v, token_mask).check_shard(self.sizes, self.device, positions, self.mesh.ranks)
             check_count("append_shard queries", queries, "count the last tokens to decode")
-            block_cyclic = bool((self.shard.block_cyclic.owner(positions) == self.tokens.index).all())
-            agreement.numbers = len(positions), self.tokens.index, position_sum(positions), block_cyclic
+            agreement.numbers = self.shard.block_cyclic.numbers_of(self.tokens.index, positions)
         table = agreement.table
-        more = sum(count for count, *_ in table)
-        check_cover(sum(total for _, _, total, _ in table), start, more)
+        counts, more = self.shards.counts.with_shards(start, table), sum(count for count, *_ in table)
         self.sizes.check_token_mask("append_shard", token_mask, more)
-        counts = self.shards.counts.with_shards(start, table)
         self.shards.check_fits("append_shard", more, counts)
         self.shards.counts = counts
         self.record_padding(more, token_mask)

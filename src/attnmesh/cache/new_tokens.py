@@ -1,14 +1,43 @@
-"""Kinds of new tokens that were checked before, which are appended in one native call."""
+"""New tokens of a cache: their checks, and kinds that were checked before, which are appended in one native call."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from attnmesh.cache.cache_config import Sizes
 from attnmesh.cache.cache_shard import stored
 from attnmesh.cache.replicas import LocalShards
+from attnmesh.guard.checks import check_positions
 from attnmesh.kernels.traced import are_plain
+from attnmesh.mesh_attention.shard_marks import check_equal_cuts, check_not_cut
 from attnmesh.runtime.caches import Kinds
+
+
+class NewTokens(NamedTuple):
+    """Keys and values of new tokens, without values where they are not stored, and False for padding."""
+
+    k: Tensor
+    v: Tensor | None
+    token_mask: Tensor | None
+
+    def check(self, sizes: Sizes, device: torch.device) -> None:
+        """Raise unless they are all new tokens, for every rank of a cache to keep its share."""
+        k, v, token_mask = self
+        sizes.check_new("append", k, v, device)
+        check_not_cut("append", {"k": k, "v": v}, "call append_shard with its positions, on a cache of its mesh")
+        sizes.check_token_mask("append", token_mask, k.shape[2])
+        sizes.check_captured("append", token_mask, device)
+
+    def check_shard(self, sizes: Sizes, device: torch.device, positions: Tensor, ranks: int) -> None:
+        """Raise unless they are the new tokens of one of so many ranks, at these positions."""
+        k, v, token_mask = self
+        sizes.check_new("append_shard", k, v, device)
+        check_positions("append_shard positions", positions, k.shape[2])
+        check_equal_cuts("append_shard", {"k": k, "v": v, "positions": positions})
+        if ranks == 1:
+            check_not_cut("append_shard", {"k": k, "v": v}, "make the cache with the mesh of am.shard")
+        sizes.check_token_mask("append_shard", token_mask, None)
 
 
 def append_known(kinds: Kinds[bool], k: Tensor, v: Tensor | None, shards: LocalShards) -> bool:

@@ -83,7 +83,7 @@ class PagedCache(CacheProperties):
         pools = (keys,) if values is None else (keys, values)
         bytewise = self.sizes.storage is not None
         with self.calls.agreement("append_pages", lambda: {"blocks": block_table.shape[1]}, must=True):
-            _check(self.shard, pools, block_table)
+            _check_pools(self.shard, pools, block_table)
             given, fix = "copies=2 or more", "append copies of the tokens with append"
             require(not self.shards.keepers, KernelError, "append_pages", "a cache without copies", given, fix)
             given, fix = f"a cache with mask={self.sizes.mask}", "leave mask= out"
@@ -143,7 +143,7 @@ def _rows(pool: Tensor, table: Tensor) -> Tensor:
     return pool[table].flatten(1, 2).transpose(1, 2)
 
 
-def _check(shard: CacheShard, pools: tuple[Tensor, ...], table: Tensor) -> None:
+def _check_pools(shard: CacheShard, pools: tuple[Tensor, ...], table: Tensor) -> None:
     sizes, heads = shard.sizes, shard.sizes.kv_heads // shard.heads.size
     fix = "append the pages first, or make a new cache"
     require(not shard.length, ShapeError, "append_pages", "an empty cache", f"{shard.length} tokens", fix)

@@ -1,14 +1,16 @@
 """`save` and `load` of a `KVCache`, and what a cache knows of its saves. `store` supplies the work on files."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from attnmesh.cache.cache_config import Sizes
 from attnmesh.comm.topology import all_gather_ints
 from attnmesh.errors import StoreError, require
 from attnmesh.guard.agreement import Agreement
@@ -130,6 +132,23 @@ class SavedPieces(dict[tuple[int, int], Mapping[str, int]]):
             self.last.finish_writing()
 
 
+class LayersToLoad(NamedTuple):
+    """How many layers a folder should have, None for any number, and the room to make for their tokens."""
+
+    layers: int | None = None
+    capacity: int | None = None
+    """Tokens to reserve memory for; None for the saved capacity."""
+    tokens_per_key: Sequence[int] | None = None
+    """Tokens that a key of each layer stands for; None where each is one."""
+
+    def sizes(self, saved: tuple[Sizes, ...]) -> tuple[Sizes, ...]:
+        """Return the sizes of the saved layers, with this room."""
+        if self.capacity is None:
+            return saved
+        each = zip(saved, self.tokens_per_key or [1] * len(saved), strict=True)
+        return tuple(replace(sizes, capacity=-(-self.capacity // tokens)) for sizes, tokens in each)
+
+
 save_caches = Supplied[..., Saving]()
 """Write caches to a folder: `store.checkpoint_writer.save_layers`."""
 
@@ -200,7 +219,6 @@ class SavedCache:
         5
         """
         caches: list[Self]
-        caches, _, _ = load_caches(
-            cls, path, mesh, layers=1, capacity=capacity, device=device, checked=checked, copies=copies
-        )
+        wanted = LayersToLoad(1, capacity)
+        caches, _, _ = load_caches(cls, path, mesh, wanted, device=device, checked=checked, copies=copies)
         return caches[0]

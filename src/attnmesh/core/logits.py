@@ -37,6 +37,27 @@ class Logits(NamedTuple):
         return self.softcap * torch.tanh(products / self.softcap) if self.capped else products
 
 
+class Scores(NamedTuple):
+    """What a caller asks of the products q.k: a scale and a soft cap, None for the default ones, and a bias."""
+
+    scale: float | None = None
+    softcap: float | None = None
+    distance_bias: Tensor | None = None
+    """Numbers to add to the logits of near keys, of each query."""
+
+    def logits(self, subject: str, dim: int) -> Logits:
+        """Return the logits of queries of this width, or raise."""
+        return Logits.of(subject, self.scale, self.softcap, dim)
+
+    def widened(self, q: Tensor) -> Tensor:
+        """Return queries that end with their bias."""
+        return with_distance_bias(q, self.distance_bias)
+
+    def of_rows(self, rows: slice) -> "Scores":
+        """Return the scores of some sequences of a batch."""
+        return self._replace(distance_bias=None if self.distance_bias is None else self.distance_bias[rows])
+
+
 def with_distance_bias(q: Tensor, bias: Tensor | None) -> Tensor:
     """Return queries that end with their bias, which so travels and has gradients as they do; rounded to their dtype.
 

@@ -6,34 +6,26 @@ The blocks of a rank are one subtree.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Never, cast
 
 import torch
 from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
-from attnmesh.comm.rank_merge import highest_checksum, send_poison
-from attnmesh.core.digest import fingerprints
-from attnmesh.core.logits import Logits, with_distance_bias
+from attnmesh.core.logits import with_distance_bias
 from attnmesh.core.mask import Causal, Mask
-from attnmesh.core.partial import Partial, sum_dtype
+from attnmesh.core.partial import Partial
 from attnmesh.core.selection import Selection
-from attnmesh.decoding.step import (
-    DecodeStep,
-    ask_in_step,
-    decode_op,
-    reads_length_on_device,
-    run_step,
-    tensors_of,
-)
+from attnmesh.decoding.decode_step import DecodeStep, unchecked_step
+from attnmesh.decoding.step import ask_in_step, decode_op, run_step, tensors_of
+from attnmesh.decoding.step_agreement import agreement_on, compared_fields, stays_on_device
 from attnmesh.decoding.step_checks import StepInputs, check_bias, check_further, check_step
 from attnmesh.decoding.step_plan import StepPlan, find_plan, learn_plan
 from attnmesh.errors import DtypeError, InputError, KernelError, require
-from attnmesh.guard.agreement import MergeAgreement, number_of
+from attnmesh.guard.agreement import number_of
 from attnmesh.guard.checks import check_checked, warn_if_swapped
 from attnmesh.kernels.native.native_digest import digest_on_host
-from attnmesh.mesh.merges import COLLECTIVE
 from attnmesh.runtime.ranges import ATTENTION, MERGE, is_profiled, named
 
 
@@ -137,18 +129,6 @@ def decode(
     return out
 
 
-def unchecked_step(cache: KVCache, mask: Mask, scale: float | None, softcap: float | None, *options: Any) -> DecodeStep:
-    """Return the step of a call, whose scale and cap may be None until they are checked."""
-    sizes = cache.sizes
-    placement = cache.mesh.heads, cache.tokens, sizes.block, sizes.capacity, sizes.value_dim
-    return DecodeStep(*placement, mask, Logits(cast(float, scale), cast(float, softcap)), *options)
-
-
-def named_options(step: DecodeStep) -> dict[str, Any]:
-    """Return the values of a step that its caller passes, by name."""
-    return dict(zip(step._fields[-len(step.options) :], step.options, strict=True))
-
-
 def run_plan(
     q: Tensor,
     caches: Sequence[KVCache],
@@ -179,7 +159,7 @@ def run_plan(
         equal = merged(message, number)
         if not equal and compares:
             agreement = agreement_on(caches, plan.step, compares)
-            agreement.fields = functools.partial(_fields, StepInputs(q, caches, sinks), plan.step)
+            agreement.fields = functools.partial(compared_fields, StepInputs(q, caches, sinks), plan.step)
             agreement.unequal()
     out = partial.out if plan.heads is None else partial.out[:, plan.heads]
     out = out.to(q.dtype).contiguous()
@@ -193,7 +173,7 @@ def run_checked(inputs: StepInputs, step: DecodeStep, options: tuple[Any, ...], 
     """
     (q, caches, sinks, *_), checked = inputs, options[-1]
     for cache in caches:
-        if step.reproducible and cache.shards.forked and _stays_on_device(cache, step):
+        if step.reproducible and cache.shards.forked and stays_on_device(cache, step):
             cache.shards.unshare()  # the kernel merges the blocks of one tensor
     if learn and learn_plan(caches[0].step_plans, q, caches, sinks, options, step, inputs.kind(step)):
         plan = find_plan(caches[0].step_plans, q, caches, sinks, options)
@@ -208,11 +188,11 @@ def _run_compared(inputs: StepInputs, step: DecodeStep, checked: bool | None) ->
     """Return the output, or raise the same error on all ranks if their calls differ. Uncompared calls give NaN."""
     q, caches, sinks, key_lengths, _, further = inputs
     agreement = agreement_on(caches, step, checked)
-    agreement.kind, agreement.fields = inputs.kind(step), functools.partial(_fields, inputs, step)
+    agreement.kind, agreement.fields = inputs.kind(step), functools.partial(compared_fields, inputs, step)
     on_host = key_lengths is not None and key_lengths.device.type == "cpu"  # others would hold up the device
     values = tuple(key_lengths.tolist()) if key_lengths is not None and on_host else ()
     agreement.state = (values, *(cache.history_checksum for cache in caches))
-    if all(_stays_on_device(cache, step) for cache in caches):
+    if all(stays_on_device(cache, step) for cache in caches):
         like = q.new_empty(0), q.shape, caches[0].sizes.value_dim
         agreement.ask = functools.partial(ask_in_step, step, *like)
     views = [cache.shard.view for cache in caches]
@@ -223,48 +203,3 @@ def _run_compared(inputs: StepInputs, step: DecodeStep, checked: bool | None) ->
             q, views, sinks, step, agreement.number, key_lengths, inputs.indices, further
         )
     return out
-
-
-def agreement_on(caches: Sequence[KVCache], step: DecodeStep, checked: bool | None) -> MergeAgreement:
-    """Return the agreement on a step, whose arguments may not be checked yet."""
-    first, name = caches[0], "decode" if len(caches) == 1 else "decode_rows"
-    poison = functools.partial(_send_poison, first, step)
-    return MergeAgreement(first.calls, first.device, step.merge, checked, name, poison)
-
-
-def _fields(inputs: StepInputs, step: DecodeStep) -> Mapping[str, object]:
-    """Return the arguments of the call that ranks compare."""
-    q, caches, sinks, key_lengths, _, partial = inputs
-    options = named_options(step) | step.logits._asdict()
-    del options["logits"]
-    options["key_lengths"] = None if key_lengths is None else key_lengths.tolist()
-    options |= {} if partial is None else {"partial": True}
-    width = caches[0].sizes.head_dim
-    bias = q[..., width:] if q.shape[-1] > width else None  # with which the queries end
-    tensors = {"q": q[..., :width], "distance_bias": bias, "sinks": sinks, "selected": inputs.indices}
-    lengths, histories = [cache.length for cache in caches], [cache.history_checksum for cache in caches]
-    held = "tokens in the cache" if len(caches) == 1 else "tokens in the caches"
-    each = {held: lengths, "padding and order": histories}
-    contents = {field: values[0] if len(values) == 1 else values for field, values in each.items()}
-    return {**options, **fingerprints(tensors), **contents}
-
-
-def _stays_on_device(cache: KVCache, step: DecodeStep) -> bool:
-    """Return whether the host reads nothing of the device during the step; of a wrong kernel, as with "auto"."""
-    if step.index_block is not None:
-        return cache.device.type != "cpu" and step.merge not in COLLECTIVE
-    try:
-        on_device = reads_length_on_device(cache.shard.view, step.kernel, cache.sizes.dtype)
-    except InputError:
-        on_device = reads_length_on_device(cache.shard.view, "auto", cache.sizes.dtype)
-    return on_device and step.merge not in COLLECTIVE
-
-
-def _send_poison(cache: KVCache, step: DecodeStep) -> None:
-    """Run the exchanges of a step whose arguments are wrong on this rank, so that the others detect it."""
-    ranks, reproducible = cache.tokens.size, step.reproducible is True  # other values are invalid on other ranks too
-    merge, canonical = "tree" if reproducible else step.merge, reproducible and not ranks & (ranks - 1)
-    like = torch.empty(0, dtype=sum_dtype(cache.sizes.dtype), device=cache.device)
-    checksum = send_poison(cache.tokens, merge, step.output, like, canonical=canonical)
-    if cache.mesh.heads.size > 1:
-        highest_checksum(checksum, cache.mesh.heads)

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
 from attnmesh.core.mask import Causal, Mask
-from attnmesh.decoding.decode_call import agreement_on, run_checked, run_plan, unchecked_step
-from attnmesh.decoding.step import DecodeStep
+from attnmesh.decoding.decode_call import run_checked, run_plan
+from attnmesh.decoding.decode_step import DecodeStep, unchecked_step
+from attnmesh.decoding.step_agreement import agreement_on
 from attnmesh.decoding.step_checks import StepInputs, check_step
 from attnmesh.decoding.step_plan import find_plan
 from attnmesh.errors import (

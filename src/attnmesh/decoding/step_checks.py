@@ -12,7 +12,8 @@ from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Mask, check_mask
 from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.core.selection import Selection
-from attnmesh.decoding.step import DecodeStep, reads_length_on_device
+from attnmesh.decoding.attend_views import reads_length_on_device
+from attnmesh.decoding.decode_step import DecodeStep
 from attnmesh.errors import (
     ArgumentError,
     DeviceError,

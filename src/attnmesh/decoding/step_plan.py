@@ -14,7 +14,7 @@ from attnmesh.comm.rank_merge import chosen_merge
 from attnmesh.core.band import Band
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial, merge_unchecked, with_sinks
-from attnmesh.decoding.step import DecodeStep
+from attnmesh.decoding.decode_step import DecodeStep
 from attnmesh.kernels.blocks import Launch, Need
 from attnmesh.kernels.choice import choose
 from attnmesh.kernels.stacked_merge import copy_into

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attnmesh.cache.cache import KVCache
-from attnmesh.core.logits import Logits, check_scale, with_distance_bias
+from attnmesh.core.logits import Scores, check_scale
 from attnmesh.core.mask import Mask
 from attnmesh.core.selection import Selection, Visible
 from attnmesh.decoding.decode_shard import decode_shard
@@ -30,11 +30,14 @@ class LayerCall(NamedTuple):
     """Arguments of a layer's attention besides queries, keys and values."""
 
     mask: Mask
-    scale: float | None
+    scores: Scores
     sinks: Tensor | None
-    softcap: float | None
     selected: Selection | None
-    distance_bias: Tensor | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of a public function, by name."""
+        return {"mask": self.mask, "sinks": self.sinks, "selected": self.selected, **self.scores._asdict()}
 
 
 def attend_new(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, spec: MaskSpec) -> Tensor:
@@ -76,13 +79,15 @@ def _attend_stored(q: Tensor, pending: PendingKV, kv: KVCache, layer: LayerCall,
     """
     latents, cache, further = pending.projected_latents, pending.layer.cache, pending.layer.further
     if latents is not None:
-        layer = layer._replace(scale=check_scale(SUBJECT, layer.scale, q.shape[-1]))
+        scale = check_scale(SUBJECT, layer.scores.scale, q.shape[-1])
+        layer = layer._replace(scores=layer.scores._replace(scale=scale))
         q = latents.projection.absorb(q)
+    mask, scores, sinks, selected = layer
     if shards is None:
-        out: Tensor = cache.attend(q, kv, partial=further(q, layer.scale), **layer._asdict())
+        out: Tensor = cache.attend(q, kv, partial=further(q, scores.scale), **layer.options)
     else:
-        how = {"kernel": cache.kernel, "further": partial(further, scale=layer.scale), **layer._asdict()}
-        out = decode_shard(q, kv, shards.layout, shards.length, **how)
+        visible, more = Visible(mask, selected=selected), partial(further, scale=scores.scale)
+        out = decode_shard(shards.queries(q), kv, visible, scores, sinks=sinks, kernel=cache.kernel, further=more)
     return out if latents is None else latents.projection.project(out)
 
 
@@ -92,7 +97,7 @@ _attend_outside_graphs = torch.compiler.disable(attention)
 
 def _attend_shards(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, shards: Shards) -> Tensor:
     """Return attention of this rank's tokens to the tokens of all ranks, with gradients."""
-    kind, length = layer._replace(mask=shards.mask_of(layer.mask))._asdict(), shards.length
+    kind, length = layer._replace(mask=shards.mask_of(layer.mask)).options, shards.length
     attend: Any = attention if layer.selected is None else _attend_outside_graphs
     out: Tensor = attend(q, k, v, mesh=shards.mesh, layout=shards.layout, length=length, key_length=length, **kind)
     return out
@@ -103,10 +108,11 @@ def _prefill(q: Tensor, pending: PendingKV, layer: LayerCall, shards: Shards, is
     cache = pending.layer.cache
     kv = pending.layer.reserve(pending, shards.length, layer.mask) if is_new else pending.layer.cached
     if not shards.has_prefix:
-        how = cache.exchange, cache.kernel, layer.scale, layer.softcap, shards.length, shards.length, None
+        scale, softcap, bias = layer.scores
+        how = cache.exchange, cache.kernel, scale, softcap, shards.length, shards.length, None
         options = Options(shards.mask_of(layer.mask), shards.layout, shards.layout, *how)
-        call = Call(q, pending.k, pending.v, layer.sinks, None, options, layer.selected, layer.distance_bias)
-        further = pending.layer.further(q, layer.scale)
+        call = Call(q, pending.k, pending.v, layer.sinks, None, options, layer.selected, bias)
+        further = pending.layer.further(q, scale)
         out = attend_shards(call, Mesh.of(shards.mesh), cache.checked, pending.projected_latents, further)
     if is_new:
         store_shard(kv, *pending.stored, shards)
@@ -139,8 +145,7 @@ def _attend_local(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, spec: MaskS
         kept = tokens.nonzero().flatten()
         row = slice(number, number + 1)
         selected = layer.selected and replace(layer.selected, indices=layer.selected.indices[row])
-        bias = None if layer.distance_bias is None else layer.distance_bias[row]
-        own = layer._replace(selected=selected, distance_bias=bias)
+        own = layer._replace(selected=selected, scores=layer.scores.of_rows(row))
         shift = 0 if first is None else -int(first[number]) % lcm(*layer.mask.chunks)
         positions = queries + shift, keys[kept.cpu()] + shift
         rows.append(_attend_at(q[row], k[row, :, kept], v[row, :, kept], own, *positions))
@@ -149,7 +154,6 @@ def _attend_local(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, spec: MaskS
 
 def _attend_at(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, queries: Tensor, keys: Tensor) -> Tensor:
     """Return attention of queries to keys at these positions."""
-    logits = Logits.of(SUBJECT, layer.scale, layer.softcap, q.shape[-1])
-    q = with_distance_bias(q, layer.distance_bias)
+    logits = layer.scores.logits(SUBJECT, q.shape[-1])
     visible = Visible(layer.mask, queries, keys, selected=layer.selected)
-    return run_attend(q, k, v, visible, logits, "auto", layer.sinks).out
+    return run_attend(layer.scores.widened(q), k, v, visible, logits, "auto", layer.sinks).out

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnmesh.core.logits import Logits
+from attnmesh.core.logits import Scores
 from attnmesh.core.selection import Selection
 from attnmesh.hf.attend_layer import LayerCall, attend_cached, attend_new
 from attnmesh.hf.cache.layer import PendingKV
@@ -67,7 +67,7 @@ def attention_function(
     if isinstance(spec, TracedMask):
         with without_autocast(q):
             visible = spec.visible if selected is None else spec.visible & _picked(selected, q.shape[1], k.shape[2])
-            out = attend_traced(q, k, v, visible, Logits.of(SUBJECT, scaling, softcap, q.shape[-1]), sinks)
+            out = attend_traced(q, k, v, visible, Scores(scaling, softcap).logits(SUBJECT, q.shape[-1]), sinks)
         return out.transpose(1, 2).contiguous(), None
     bias = given.get("position_bias")
     if family.near_bias is not None:
@@ -76,7 +76,7 @@ def attention_function(
         if not spec.shards.cached:
             check_same_weights(module, spec.shards, query.device)
         q, bias = _tempered(family, module, spec.shards, q, bias)
-    layer = LayerCall(spec.mask, scaling, sinks, softcap, selected, bias)
+    layer = LayerCall(spec.mask, Scores(scaling, softcap, bias), sinks, selected)
     with without_autocast(q):
         if isinstance(key, PendingKV):
             is_new = not getattr(module, "is_kv_shared_layer", False)  # else an earlier layer has stored the keys

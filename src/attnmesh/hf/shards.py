@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import Full, Mask
+from attnmesh.decoding.query_shard import QueryShard
 from attnmesh.errors import ArgumentError, KernelError, require
 from attnmesh.hf.families.family import USE_SUPPORTED
 from attnmesh.hf.models import SUBJECT
@@ -147,6 +148,10 @@ class Shards:
     def all_tokens(self, x: Tensor) -> Tensor:
         """Return a tensor of this rank's tokens, along dim 1, as one of all ranks' tokens."""
         return unshard(x, self.mesh, layout=self.layout, length=self.length, dim=1)
+
+    def queries(self, q: Tensor) -> QueryShard:
+        """Return the queries of this rank's tokens, the last ones of a cache."""
+        return QueryShard(q, self.layout, self.length)
 
     def mask_of(self, mask: Mask) -> Mask:
         """Return a layer's mask inside each document. Chunks begin anew with a document."""

@@ -65,7 +65,7 @@ def tensor_parallel(model: Any, mesh: DeviceMesh | None, *, output: str = "repli
     """
     inner = unwrap(model)
     with Agreement(everyone(), "tensor_parallel", {"output": output}):
-        _check(inner, mesh, output)
+        _check_heads(inner, mesh, output)
     if mesh is None or mesh.size() == 1:
         return model
     plan, cut = _plan_for(inner, mesh.size(), output)
@@ -118,7 +118,7 @@ def _attentions(model: PreTrainedModel, rules: dict[str, str]) -> list[_Attentio
     return found
 
 
-def _check(model: Any, mesh: DeviceMesh | None, output: str) -> None:
+def _check_heads(model: Any, mesh: DeviceMesh | None, output: str) -> None:
     """Raise unless the model's heads can be shared by the ranks of the mesh."""
     check_choice(f"{SUBJECT} output", output, OUTPUTS, 'use "replicated"')
     fits, fix = mesh is None or (isinstance(mesh, DeviceMesh) and mesh.ndim == 1), 'slice one axis, as whole["tp"]'

@@ -17,6 +17,7 @@ from attnmesh.kernels.blocks import Kernel, Launch, Need
 from attnmesh.kernels.choice import choose
 from attnmesh.kernels.driver import forward
 from attnmesh.kernels.traced import PLAIN, are_plain, autocast_enabled, is_dense, is_learned, needs_operator
+from attnmesh.runtime.caches import Kinds
 
 Kind = tuple[Any, ...]
 
@@ -88,6 +89,10 @@ class LocalPlan(NamedTuple):
         partial = forward(self.kernel, q, k, v, band, self.logits)
         out, lse = partial if sinks is None else with_sinks(partial, sinks)
         return Partial(length_major(out, q.dtype), lse.contiguous())
+
+
+PLANS = Kinds[LocalPlan]()
+"""Plans of `attend`, and of `attention` on one rank. Their kinds differ in the number of options."""
 
 
 @lru_cache(maxsize=64)

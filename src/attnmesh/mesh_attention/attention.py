@@ -1,30 +1,28 @@
 """Attention over a mesh of devices: a rank passes its shards of q, k and v, and gets its shard of the output."""
 
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.core.layout import Layout
-from attnmesh.core.logits import with_distance_bias
 from attnmesh.core.mask import CAUSAL, FULL, Mask
 from attnmesh.core.partial import Partial, merge_unchecked
-from attnmesh.core.selection import Selection, Visible
-from attnmesh.guard.checks import check_most_keys, warn_if_swapped, without_redundant
-from attnmesh.kernels.local_op import run_attend
-from attnmesh.kernels.local_plan import LocalPlan, kind_of
+from attnmesh.core.selection import Selection
+from attnmesh.guard.checks import MAX_HEADS, check_most_keys, warn_if_swapped, without_redundant
+from attnmesh.kernels.local_plan import PLANS, LocalPlan, kind_of, length_major
 from attnmesh.kernels.selected_keys import without_faulty
-from attnmesh.kernels.traced import autocast, without_autocast
+from attnmesh.kernels.traced import autocast, is_learned, needs_operator, without_autocast
 from attnmesh.mesh.axes import Mesh, NotGiven, given_mesh
-from attnmesh.mesh_attention.call import Call, Options, agree_on_plan
+from attnmesh.mesh_attention.call import Call, Options
+from attnmesh.mesh_attention.executor import forward
 from attnmesh.mesh_attention.latents import Latents
-from attnmesh.mesh_attention.mesh_op import attend
-from attnmesh.runtime.caches import Kinds
+from attnmesh.mesh_attention.mesh_op import attend_alone, attend_learned, mesh_op
+from attnmesh.mesh_attention.prepared import PreparedCall, prepare
 
 ALONE = "each rank attends to its own tokens only. Pass mesh= for attention over the tokens of all ranks"
-
-PLANS = Kinds[LocalPlan]()
-"""Plans of `attention` on one rank."""
 
 
 def attention(
@@ -121,10 +119,11 @@ def attention(
         if kind is None:
             out = attend_shards(call, Mesh.of(mesh), checked)
         else:
-            whole = agree_on_plan(Mesh.of(None), call, checked)
+            whole = prepare(Mesh.of(None), call, checked).plan
             plan = LocalPlan.of(q, k, v, whole.problem.mask, whole.logits, kernel)
             out = plan.attend(q, k, v, sinks).out
-    warn_if_swapped("attention", q, k.shape[2])  # last: where warnings are errors, one rank alone would raise
+    if q.shape[1] > MAX_HEADS:
+        warn_if_swapped("attention", q, k.shape[2])  # last: where warnings are errors, one rank alone would raise
     if kind is not None:
         PLANS.keep(kind, plan)
     return out
@@ -138,20 +137,38 @@ def attend_shards(
     With `latents`, these travel instead of the keys and values that are expanded from them. `further` is the partial of
     this rank's queries over keys that do not travel. With either there are no gradients.
     """
-    sinks, key_lengths, selected = call.sinks, call.key_lengths, call.selected
     q, k, v = autocast(call.q, call.k, call.v)
     call = call._replace(q=q, k=k, v=v)
-    plan = agree_on_plan(mesh, call, checked)
-    check_most_keys("attention key_lengths", key_lengths, plan.problem.key_length)
-    indices = None if selected is None else selected.indices
+    prepared = prepare(mesh, call, checked, None if latents is None else latents.widths)
+    plan, selected = prepared.plan, call.selected
+    if call.key_lengths is not None:
+        check_most_keys("attention key_lengths", call.key_lengths, plan.problem.key_length)
     if call.distance_bias is not None:
-        q = with_distance_bias(q, call.distance_bias)
+        call = call.with_wide_queries()
     with without_autocast(q):
-        if mesh.ranks == 1:
-            visible = Visible(plan.problem.mask, key_lengths=key_lengths, selected=selected)
-            out, lse = run_attend(q, k, v, visible, plan.logits, plan.kernel, sinks)
-            if further is not None:
-                out = merge_unchecked([Partial(out, lse), further]).out.to(q.dtype)
-        else:
-            out = attend(q, k, v, sinks, key_lengths, indices, plan, latents, further)
+        out = attend_alone(call, plan, further) if mesh.ranks == 1 else _attend(call, prepared, latents, further)
     return out if selected is None else without_faulty(out, selected, plan.problem.key_length)
+
+
+def _attend(call: Call, prepared: PreparedCall, latents: Latents | None, further: Partial | None) -> Tensor:
+    """Return attention over all ranks, by an operator where PyTorch traces or transforms calls."""
+    q, k, v, sinks, key_lengths, _, selected, _ = call
+    plan, task = prepared.plan, prepared.task
+    indices = None if selected is None else selected.indices
+    if task is None and latents is None and further is None:
+        if needs_operator(q, k, v, sinks):
+            out: Tensor = mesh_op(q, k, v, sinks, key_lengths, indices, *plan.pack())[0]
+            return out
+        if is_learned(q, k, v, sinks):
+            out, *_ = attend_learned(q, k, v, sinks, key_lengths, indices, plan)
+            return out
+    with torch.no_grad():
+        if task is None:
+            widths = None if latents is None else latents.widths
+            task = plan.with_seen(plan.task(q.shape[1], (q, k, v), widths), key_lengths, indices)
+        if latents is not None:  # which are expanded where they are attended
+            task = replace(task, projection=latents.projection)
+        found = forward(q, (k, v) if latents is None else (latents.tokens,), task, sinks)
+        if further is not None:
+            found = merge_unchecked([found, further])
+        return length_major(found.out, q.dtype)

@@ -1,20 +1,16 @@
-"""One call of `attention`: its arguments, their checks, and the plan on which all ranks agree."""
+"""One call of `attention`: its arguments, and their checks."""
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from attnmesh.comm.transport import share_numbers
-from attnmesh.core.digest import digest
 from attnmesh.core.layout import Contiguous, Layout, check_layout
-from attnmesh.core.logits import Logits
-from attnmesh.core.mask import FAR, Causal, Mask, check_mask
+from attnmesh.core.logits import Logits, with_distance_bias
+from attnmesh.core.mask import Causal, Mask, check_mask
 from attnmesh.core.selection import Selection
-from attnmesh.errors import KernelError, LayoutError, MaskError, ShapeError, require, warn_once
-from attnmesh.guard.agreement import Agreement, describe_call, may_compare
+from attnmesh.errors import KernelError, LayoutError, MaskError, ShapeError
+from attnmesh.guard.agreement import describe_call
 from attnmesh.guard.checks import (
     check_checked,
     check_distance_bias,
@@ -27,15 +23,10 @@ from attnmesh.guard.checks import (
     with_swap_hint,
 )
 from attnmesh.kernels.choice import check_kernel
-from attnmesh.kernels.local_plan import kind_of
-from attnmesh.mesh.axes import Axis, Mesh, flat_axis
+from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import Problem, check_exchange
-from attnmesh.mesh.shapes import AXES, check_heads_axis
-from attnmesh.mesh_attention.auto_layout import check_auto, chosen_layout
-from attnmesh.mesh_attention.mesh_op import MeshPlan
-from attnmesh.mesh_attention.shard_marks import shard_marks
-from attnmesh.runtime.caches import Kinds
-from attnmesh.runtime.world import cached_per_world
+from attnmesh.mesh.shapes import check_heads_axis
+from attnmesh.mesh_attention.auto_choices import check_auto, chosen_layout
 
 Pair = tuple[int, int]
 """A count for the queries and one for the keys."""
@@ -88,6 +79,10 @@ class Call(NamedTuple):
     selected: Selection | None = None
     distance_bias: Tensor | None = None
 
+    def with_wide_queries(self) -> "Call":
+        """Return the call with its bias by distance in the last columns of its queries."""
+        return self._replace(q=with_distance_bias(self.q, self.distance_bias))
+
     @property
     def sizes(self) -> Sizes:
         """Sizes that all ranks have, but for lengths."""
@@ -106,6 +101,11 @@ class Call(NamedTuple):
             return *self.tokens, -1
         return *self.tokens, self.selected.highest()
 
+    def checked_text(self, mesh: Mesh, checked: bool | None) -> str:
+        """Return the text that ranks compare, or raise unless each argument can be served on this mesh."""
+        check_call(mesh, self, checked)
+        return self.describe()
+
     def describe(self) -> str:
         """Return the text that ranks compare: all but the lengths of shards."""
         named = {"q": self.q, "k": self.k, "v": self.v} | ({} if self.sinks is None else {"sinks": self.sinks})
@@ -120,121 +120,6 @@ class Call(NamedTuple):
             _, own, _, k = self.selected.indices.shape
             fields["selected"] = f"{k} blocks of {self.selected.block} for {own} key heads"
         return describe_call("attention", **fields, gradients=learned)
-
-
-def agree_on_plan(mesh: Mesh, call: Call, checked: bool | None) -> MeshPlan:
-    """Return the plan that all ranks follow together. Raise the same error on all ranks if there is none."""
-    options, ranks = call.options, mesh.ranks
-    if ranks == 1 or torch.compiler.is_compiling():  # ranks are compiled apart: their shards count as even
-        check_call(mesh, call, checked)
-        queries, keys, highest = call.numbers
-        tokens = queries * ranks, keys * ranks
-        if options.length is not None and queries == keys:  # keys of the queries' sequence
-            tokens = options.length, options.length
-        plan = _make_plan(mesh, options, call.sizes, tokens)._replace(even=options.length is None)
-        _check_highest(highest, plan)
-        return plan
-    device = call.q.device if isinstance(call.q, Tensor) else torch.device(mesh.kind)
-    if options.length is None or (checked is not False and may_compare(device)):
-        with Agreement(mesh, "attention") as agreement:
-            agreement.text, is_new = _checked_text(mesh, call, checked)
-            agreement.numbers = (*call.numbers, _digest_of_some(call.k)) if is_new else call.numbers
-        columns: list[tuple[int, ...]] = list(zip(*agreement.table, strict=True))
-        table, tokens = tuple(zip(*columns[:2], strict=True)), (sum(columns[0]), sum(columns[1]))
-        plan = _known_plan(mesh, options, call.sizes, tokens, table)
-        _check_highest(max(columns[2]), plan)
-        if len(columns) > 3:
-            _warn_if_whole(columns[3])
-        return plan
-    if call.key_lengths is None:
-        _checked_text(mesh, call, checked)
-    else:  # a text would have their numbers, which a device may hold
-        check_call(mesh, call, checked)
-        _check_marks(mesh, call)
-    plan = _known_plan(mesh, options, call.sizes, (options.length, options.length))
-    _check_highest(call.numbers[2], plan)
-    try:
-        plan.check_own_shard(*call.tokens)  # nothing is counted: other shards are not known
-    except ShapeError as error:
-        raise with_swap_hint(error, heads_and_length(call.q), heads_and_length(call.k)) from None
-    return plan
-
-
-@cached_per_world()
-def _texts(mesh: Mesh) -> Kinds[str]:
-    """Return the texts of checked calls on a mesh. No check is made twice."""
-    return Kinds()
-
-
-def _checked_text(mesh: Mesh, call: Call, checked: bool | None) -> tuple[str, bool]:
-    """Return the text of a call that ranks compare, and True for a new kind, or raise unless it can be served."""
-    q, k, v, sinks, key_lengths, options, selected, distance_bias = call
-    texts, kind, text = _texts(mesh), None, None
-    if key_lengths is distance_bias is None and selected is None and not options.unsupported:
-        kind = kind_of(q, k, v, sinks, (*options, checked))
-        text = None if kind is None else texts.find(kind)
-    is_new = text is None
-    if text is None:
-        check_call(mesh, call, checked)
-        text = call.describe() if kind is None else texts.keep(kind, call.describe())
-    if (marks := shard_marks()) and (id(q) in marks or id(k) in marks or id(v) in marks):
-        _check_marks(mesh, call)
-    return text, is_new and kind is not None
-
-
-def _check_marks(mesh: Mesh, call: Call) -> None:
-    """Raise for a shard that `shard` cut by another layout than the one named, for another mesh, or by another dim."""
-    options, marks = call.options, shard_marks()
-    layouts = options.layout, options.key_layout, options.key_layout
-    for name, x, layout in zip("qkv", call[:3], layouts, strict=True):
-        if (mark := marks.get(id(x))) is None or layout is None:
-            continue
-        if mark.layout is not layout or mark.place is not mesh or mark.dim != 2:
-            mark.check(f"attention {name}", layout, options.applied_mask, mesh, 2)
-
-
-def _digest_of_some(k: Tensor) -> int:
-    """Return a digest of some keys of the first head; 0 if they are all alike."""
-    some = k[:1, :1, :: max(1, k.shape[2] // 64)]
-    return 0 if k.is_meta or bool((some == some[:, :, :1]).all()) else int(digest(some))
-
-
-def _warn_if_whole(digests: Sequence[int]) -> None:
-    """Warn once if all ranks passed the same keys, by their digests: shards of one sequence differ."""
-    if digests[0] and len({*digests}) == 1:
-        fix = "pass this rank's shard, as am.shard(k, mesh, layout=layout), if this is the whole sequence"
-        warn_once(f"attention: k is the same on all {len(digests)} ranks, and counts as {len(digests)} shards; {fix}.")
-
-
-def _make_plan(mesh: Mesh, options: Options, sizes: Sizes, tokens: Pair, table: Sequence[Pair] = ()) -> MeshPlan:
-    """Return the plan, or raise where its mask, lengths and shards do not fit. All ranks pass the same values.
-
-    Where keys are selected, in blocks, queries stay on their rank: all ranks are one column, along which keys travel.
-    """
-    problem, (q_heads, k_heads, dim, block) = options.problem(mesh, tokens), sizes
-    try:
-        _check_shards(problem, table)
-        check_mask("attention mask", problem.mask, problem.length, problem.key_length)
-        _check_cross(options, problem.length, problem.key_length, mesh.ranks)
-    except (MaskError, ShapeError) as error:
-        raise with_swap_hint(error, (q_heads, tokens[0]), (k_heads, tokens[1]), first=True) from None
-    exchange = "bulk" if block and options.exchange == "auto" else options.exchange
-    if block and mesh.ranks > 1:
-        mesh, order = _one_column(mesh)
-        problem = replace(problem, shape=mesh.shape, order=order)
-    return MeshPlan(mesh, problem, exchange, options.kernel, options.logits(dim), block)
-
-
-_known_plan = cached_per_world(1024)(_make_plan)
-
-
-@cached_per_world()
-def _one_column(mesh: Mesh) -> tuple[Mesh, tuple[int, ...]]:
-    """Return all ranks of a mesh as one column, and the shard of each. All ranks make the first call at once."""
-    long = [axis for axis in mesh.axes if axis.size > 1]
-    axis = long[0] if len(long) == 1 else flat_axis(mesh.device_mesh, AXES)
-    places = [place for (place,) in share_numbers([axis.index], mesh)]  # by shard
-    return Mesh(Axis(), axis, Axis()), tuple(sorted(range(len(places)), key=places.__getitem__))
 
 
 def check_call(mesh: Mesh, call: Call, checked: bool | None) -> None:
@@ -272,15 +157,6 @@ def _check_uncompiled(mesh: Mesh) -> None:
         raise KernelError("attention selected", "a call outside of compiled graphs on several ranks", "one inside", fix)
 
 
-def _check_highest(highest: int, plan: MeshPlan) -> None:
-    """Raise if a query selects a key beyond the sequence; -1 for none."""
-    if highest >= 0:
-        blocks = -(-plan.problem.key_length // plan.block)
-        expected = f"indices below {blocks}, of {plan.problem.key_length} keys in blocks of {plan.block}"
-        fix = "count keys of the whole sequence, or blocks of them, and fill rows up with 2**31 - 1, for none"
-        require(highest < blocks, ShapeError, "attention selected indices", expected, str(highest), fix)
-
-
 def _check_layouts(options: Options, ranks: int) -> None:
     """Raise unless the layout is known: shards of another layout may have the same lengths."""
     if options.layout is None and ranks > 1:
@@ -302,39 +178,3 @@ def _check_lengths(call: Call, ranks: int) -> None:
         if ranks == 1 and length not in (None, tokens):
             given, fix = f"{name}={length!r} with {tokens} tokens", f"leave {name} out on one device"
             raise ShapeError("attention", f"{name} to count the tokens given", given, fix)
-
-
-def _check_cross(options: Options, length: int, key_length: int, ranks: int) -> None:
-    """Raise where the keys that a query sees cannot be known.
-
-    Queries and keys of unequal lengths may belong to two sequences, or the queries may be the last tokens of the keys.
-    `key_length` alone does not select the causal mask, which is rarely meant over another sequence.
-    """
-    mask = options.applied_mask
-    explicit = options.key_length is not None and options.mask is not None
-    if length == key_length or explicit or min(mask.left, mask.right) >= FAR:
-        return
-    given = f"{length} queries, {key_length} keys and the {'default ' * (options.mask is None)}mask {mask}"
-    fixes = ["pass mask=am.Full() for cross-attention"]
-    if ranks > 1 and key_length == ranks * length:
-        fixes.insert(0, "shard k and v as q, if they are the whole sequence")
-    if length < key_length:
-        positions = f"torch.arange({key_length - length}, {key_length})"
-        fixes.append(f"call am.attend with q_positions={positions} for the last queries of a longer sequence")
-    named = "mask=am.Causal(), " * (options.mask is None)
-    fixes.append(f"pass {named}key_length={key_length} for {mask} over another sequence")
-    raise ShapeError("attention", "as many queries as keys under a mask of positions", given, "; ".join(fixes))
-
-
-def _check_shards(problem: Problem, table: Sequence[Sequence[int]]) -> None:
-    """Raise unless every rank holds as many tokens as its layout gives it."""
-    named = (("length", problem.layout, problem.length), ("key_length", problem.key_layout, problem.key_length))
-    for column, (name, layout, length) in enumerate(named):
-        expected = [len(layout.positions(length, len(table), shard)) for shard in range(len(table))]
-        given = [row[column] for row in table]
-        if given != expected:
-            fix = f"shard with am.shard and this layout, or correct {name}"
-            counts = f"{given}, {sum(given)} in all"
-            raise ShapeError(
-                "attention", f"shards of {layout} of {name} {length}: {expected} tokens by shard", counts, fix
-            )

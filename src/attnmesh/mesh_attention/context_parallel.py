@@ -20,7 +20,7 @@ from attnmesh.core.mask import Causal, Full, Mask, check_mask
 from attnmesh.errors import ArgumentError, KernelError, MaskError, require, short
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh_attention.attention import attention
-from attnmesh.mesh_attention.auto_layout import check_auto
+from attnmesh.mesh_attention.auto_choices import check_auto
 from attnmesh.setup.init_mesh import split_mesh
 
 SUBJECT = "ContextParallel"

@@ -24,13 +24,9 @@ from attnmesh.guard.checks import (
 )
 from attnmesh.kernels.choice import check_kernel
 from attnmesh.kernels.local_op import run_attend
-from attnmesh.kernels.local_plan import LocalPlan, kind_of
+from attnmesh.kernels.local_plan import PLANS, LocalPlan, kind_of
 from attnmesh.kernels.selected_keys import without_faulty
 from attnmesh.kernels.traced import autocast, without_autocast
-from attnmesh.runtime.caches import Kinds
-
-PLANS = Kinds[LocalPlan]()
-"""Plans of `attend`."""
 
 
 def attend(

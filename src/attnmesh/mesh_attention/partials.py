@@ -31,7 +31,7 @@ def merge(*partials: Partial) -> Partial:
     >>> torch.allclose(am.merge(left, right).out, am.attend(q, k, v).out, atol=1e-6)
     True
     """
-    _check(partials)
+    _check_partials(partials)
     lses = torch.broadcast_tensors(*(lse for _, lse in partials))
     # Rows that are empty in every partial are filled in afterwards: a softmax over -inf has no gradient.
     empty = torch.stack(lses).detach().amax(0) == -torch.inf
@@ -41,7 +41,7 @@ def merge(*partials: Partial) -> Partial:
     return Partial(joined.out.masked_fill(empty.unsqueeze(-1), 0.0), joined.lse.masked_fill(empty, -torch.inf))
 
 
-def _check(partials: tuple[Partial, ...]) -> None:
+def _check_partials(partials: tuple[Partial, ...]) -> None:
     if not partials:
         raise ShapeError("merge", "at least one partial", "none", "pass the identity Partial(zeros, -inf) for no keys")
     if not all(isinstance(p, tuple) and len(p) == 2 and all(isinstance(x, Tensor) for x in p) for p in partials):

@@ -15,7 +15,7 @@ from attnmesh.core.layout import Layout
 from attnmesh.core.mask import Mask
 from attnmesh.errors import LayoutError, require
 from attnmesh.mesh.axes import Mesh
-from attnmesh.mesh_attention.auto_layout import unpriced_layout
+from attnmesh.mesh_attention.auto_choices import unpriced_layout
 from attnmesh.runtime.world import cached_per_world
 
 

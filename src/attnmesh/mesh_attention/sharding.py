@@ -15,7 +15,7 @@ from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.checks import check_tensor
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import Shape
-from attnmesh.mesh_attention.auto_layout import check_auto, chosen_layout
+from attnmesh.mesh_attention.auto_choices import check_auto, chosen_layout
 from attnmesh.mesh_attention.shard_marks import ShardMark, marked, shard_marks
 from attnmesh.runtime.operators import operator
 

@@ -50,7 +50,7 @@ def top_k_across(
     device = scores.device if isinstance(scores, Tensor) else torch.device(mesh_of(axis).kind)
     compares = axis.size > 1 and may_compare(device)
     with Agreement(mesh_of(axis), "top_k_across", compares=compares) as agreement:
-        _check(scores, indices, k, unique)
+        _check_candidates(scores, indices, k, unique)
         agreement.fields = {"rows": list(scores.shape[:-1]), "k": k, "unique": unique}
     wrong = (indices < 0) | (indices > NONE)
     candidates = pack(scores.masked_fill(wrong, torch.nan), indices.masked_fill(wrong, 0).expand_as(scores))
@@ -65,7 +65,7 @@ def best_op(candidates: Tensor, group: str, place: Sequence[int], unique: bool) 
     return found.clone() if found is candidates else found
 
 
-def _check(scores: Tensor, indices: Tensor, k: int, unique: bool) -> None:
+def _check_candidates(scores: Tensor, indices: Tensor, k: int, unique: bool) -> None:
     """Raise unless `top_k_across` serves these arguments."""
     check_tensor("top_k_across scores", scores)
     dtype, fix = str(scores.dtype).removeprefix("torch."), "pass the scores of this rank's keys, (..., n)"

@@ -15,7 +15,6 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -28,6 +27,7 @@ from attnmesh.cache.cache import KVCache
 from attnmesh.cache.cache_config import Sizes
 from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.replicas import LocalShards, check_copies
+from attnmesh.cache.saved_cache import LayersToLoad
 from attnmesh.core.mask import FAR
 from attnmesh.errors import ShapeError, StoreError
 from attnmesh.guard.agreement import Agreement
@@ -191,6 +191,9 @@ def piece_files(path: Path, manifest: Manifest) -> Iterator[PieceFile]:
                 yield PieceFile(heads, tokens, start, stop, group, folder / name)
 
 
+ALL_LAYERS = LayersToLoad()
+"""All layers of a folder, with the capacity that was saved."""
+
 T = TypeVar("T")
 
 Cache = TypeVar("Cache", bound=KVCache)
@@ -203,18 +206,15 @@ def load_layers(
     make: Callable[..., Cache],
     path: str | Path,
     mesh: DeviceMesh | None,
+    wanted: LayersToLoad = ALL_LAYERS,
     *,
-    layers: int | None = None,
-    capacity: int | None = None,
     device: torch.device | str | None = None,
     checked: bool | None = None,
     copies: int = 1,
-    tokens_per_key: Sequence[int] | None = None,
 ) -> tuple[list[Cache], dict[str, Tensor], str]:
     """Return the caches that `save_layers` wrote, on any number of ranks, with its `more` and its `note`.
 
     Every rank calls it. A save that is replaced while it is read gives way to the newer one. `make` is `KVCache`.
-    `tokens_per_key` are those of each layer, if not 1: `capacity` counts tokens.
     """
     axes, target = Mesh.of(mesh), device_for(mesh, device)
 
@@ -222,12 +222,12 @@ def load_layers(
         if fault := device_fault("load", target, device):
             raise fault
         check_copies(copies, axes.queries.size * axes.keys.size)
-        return inspect(path, axes, target, layers, capacity, copies, tokens_per_key)
+        return inspect(path, axes, target, wanted, copies)
 
     def attempt(*, again: bool) -> tuple[list[Cache], dict[str, Tensor], str] | None:
         with Agreement(axes, "load") as agreement:
             found = _unless_replaced(check, path, _name_of(path), again=again)
-            agreement.fields = {"of": None if again or found is None else found[0], "capacity": capacity}
+            agreement.fields = {"of": None if again or found is None else found[0], "capacity": wanted.capacity}
             agreement.numbers = [0 if found is None else int(found[0].name, 16) >> 2]
         if found is None or len({name for (name,) in agreement.table}) > 1:
             return None
@@ -271,21 +271,16 @@ def inspect(
     path: object,
     mesh: Mesh,
     device: torch.device,
-    layers: int | None,
-    capacity: int | None,
+    wanted: LayersToLoad,
     copies: int,
-    tokens_per_key: Sequence[int] | None,
 ) -> Inspected:
     """Return the saved layers of a folder. Raise if they cannot be loaded onto this mesh and device."""
     folder = check_folder("load", path)
     manifest = read_manifest(folder)
-    if layers not in (None, len(manifest.sizes)):
+    if wanted.layers not in (None, len(manifest.sizes)):
         given, fix = f"{len(manifest.sizes)} in {folder}", "call hf.ShardedCache(config, mesh).restore(path)"
-        raise StoreError("load", f"a cache of {layers} layer{'s' * (layers != 1)}", given, fix)
-    sizes = manifest.sizes
-    if capacity is not None:
-        per = tokens_per_key or [1] * len(sizes)
-        sizes = tuple(replace(each, capacity=-(-capacity // n)) for each, n in zip(sizes, per, strict=True))
+        raise StoreError("load", f"a cache of {wanted.layers} layer{'s' * (wanted.layers != 1)}", given, fix)
+    sizes = wanted.sizes(manifest.sizes)
     for layer, each in enumerate(sizes):
         each.check(mesh.heads.size)
         if manifest.length_of(layer) > each.capacity:

@@ -72,7 +72,7 @@ def recover(
     """
     axes = Mesh.of(mesh)
     with Agreement(axes, "recover", {"capacity": capacity, "checked": checked, "copies": copies}):
-        _check(caches, more)
+        _check_caches(caches, more)
         for cache in caches or ():
             cache.shards.unshare()
         text = json.dumps(_describe(caches))
@@ -220,7 +220,7 @@ def _first_padding(cache: KVCache) -> int:
     return int(padded[0]) if len(padded) else cache.length
 
 
-def _check(caches: object, more: dict[str, Never]) -> None:
+def _check_caches(caches: object, more: dict[str, Never]) -> None:
     """Raise unless `caches` are caches of one mesh, or None."""
     if caches is not None and not (
         isinstance(caches, (list, tuple)) and caches and all(isinstance(cache, KVCache) for cache in caches)

@@ -12,7 +12,7 @@ from attnmesh.hf.cache.layer import ShardedLayer, StatefulLayer, store_shard
 from attnmesh.hf.models import SUBJECT
 from attnmesh.hf.shards import Shards
 from attnmesh.hf.sparse.scores import IndexScores
-from attnmesh.hf.sparse.select import Scores, select_in_shards
+from attnmesh.hf.sparse.select import KeyScores, select_in_shards
 from attnmesh.mesh_attention.sharding import shard
 
 
@@ -38,7 +38,7 @@ class IndexedLayer(ShardedLayer):
         raise KernelError(f"{SUBJECT} indexer", expected, given, "call hf.generate or hf.prefill with the cache")
 
     @torch.no_grad()
-    def select(self, scores: Scores, k: int) -> Tensor:
+    def select(self, scores: KeyScores, k: int) -> Tensor:
         """Store the new keys of the indexer. Return the best k tokens of each query, (batch, queries, k).
 
         Each rank scores its own keys for the queries of all ranks. In a prompt without earlier tokens the keys travel.
@@ -61,7 +61,7 @@ class IndexedLayer(ShardedLayer):
         operands = [shards.all_tokens(x) for x in scores.operands]
         return shard(self._best(scores, operands, k), shards.mesh, layout=shards.layout, dim=-2)
 
-    def _best(self, scores: Scores, operands: Sequence[Tensor], k: int) -> Tensor:
+    def _best(self, scores: KeyScores, operands: Sequence[Tensor], k: int) -> Tensor:
         """Return the best k stored tokens of each query, of the operands of the last tokens."""
         return top_k_tokens(self.others["index"], scores.run, operands, k, mask=scores.spec.mask, block=scores.block)
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import Cache, PreTrainedConfig
 
 from attnmesh.cache.cache import KVCache
-from attnmesh.cache.saved_cache import Saving
+from attnmesh.cache.saved_cache import LayersToLoad, Saving
 from attnmesh.errors import KernelError, ShapeError, StoreError, require
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.cache.compressed_layer import CompressedLayer
@@ -147,15 +147,16 @@ class StoredLayers(Cache):  # type: ignore[misc]
         Raises:
             InputError: The folder has no complete save of such a cache, or ranks differ.
         """
-        options = self._kv_options | ({} if capacity is None else {"capacity": capacity})
-        options |= {"tokens_per_key": self.tokens_per_key, "device": device, "layers": self.caches}
-        kvs, more, note = load_layers(KVCache, path, self.mesh, **options)
+        options, capacity = self._kv_options, self.capacity if capacity is None else capacity
+        del options["capacity"]
+        wanted = LayersToLoad(self.caches, capacity, self.tokens_per_key)
+        kvs, more, note = load_layers(KVCache, path, self.mesh, wanted, device=device, **options)
         self._fill(kvs)
         for number, layer in self._stateful:
             prefix, device = f"{STATES}{number}.", kvs[0].device
             own = [name for name in more if name.startswith(prefix)]
             layer.set_tensors({name.removeprefix(prefix): more.pop(name).to(device) for name in own})
-        self.capacity = options["capacity"]
+        self.capacity = capacity
         self.tokens, self.images = more.pop("held", None), None
         self.shift = shift_of(self.tokens, self.config)
         return more, note

@@ -113,10 +113,10 @@ def _agree(model: PreTrainedModel, tokens: Sequence[int], caches: Sequence[Shard
     first = caches[0] if isinstance(caches, Sequence) and len(caches) else None
     place = first.mesh if isinstance(first, ShardedCache) else None
     with agreement_with_peers(Mesh.of(place), model, SUBJECT, fields):
-        _check(model, tokens, caches)
+        _check_rows(model, tokens, caches)
 
 
-def _check(model: PreTrainedModel, tokens: Any, caches: Any) -> None:
+def _check_rows(model: PreTrainedModel, tokens: Any, caches: Any) -> None:
     """Raise unless each request has a token and a cache of its own, and one forward pass serves them."""
     check_rows(SUBJECT, model)
     given, fix = type(caches).__name__, "pass a list of hf.ShardedCache"

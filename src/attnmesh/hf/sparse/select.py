@@ -13,7 +13,7 @@ from attnmesh.hf.sparse.scores import IndexScores
 from attnmesh.kernels.indexer import IndexKeys, indexer_top_k
 
 
-class Scores(Protocol):
+class KeyScores(Protocol):
     """Scores of an indexer's keys, before they are computed."""
 
     operands: tuple[Tensor, ...]
@@ -27,7 +27,7 @@ class Scores(Protocol):
 
 
 @torch.no_grad()
-def select_in_shards(scores: Scores, new: Tensor, shards: Shards, k: int) -> Tensor:
+def select_in_shards(scores: KeyScores, new: Tensor, shards: Shards, k: int) -> Tensor:
     """Return the best k keys of this rank's queries. The keys of all ranks, (batch, tokens, dim), come to them."""
     keys, device = new if scores.whole else shards.all_tokens(new), new.device
     tokens = torch.arange(shards.length, device=device)
@@ -55,7 +55,7 @@ class ShardKeys:
         """Return rows of all tokens (batch, tokens, width) after those of so many tokens before them: zeros."""
         return pad(rows, (0, 0, count, 0))
 
-    def select(self, scores: Scores, k: int) -> Tensor:
+    def select(self, scores: KeyScores, k: int) -> Tensor:
         """Return the best k keys of this rank's queries, (batch, queries, k)."""
         assert self.new_index is not None
         return select_in_shards(scores, self.new_index, self.shards, k)

@@ -20,7 +20,7 @@ from attnmesh.hf.shards import PromptIds, PromptMask, ShardIds, ShardMask, Shard
 from attnmesh.hf.training.caller import prepare_caller, prepare_caller_with_images
 from attnmesh.hf.training.labels import GuardedLabels, ItemCount, ShardLabels
 from attnmesh.mesh.axes import Mesh
-from attnmesh.mesh_attention.auto_layout import chosen_layout
+from attnmesh.mesh_attention.auto_choices import chosen_layout
 from attnmesh.mesh_attention.sharding import shard
 
 IGNORE_INDEX = -100

@@ -11,7 +11,7 @@ from attnmesh.hf.models import indexed_layers, is_recurrent, key_heads
 from attnmesh.hf.training.batch import AgreedBatch
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import Shape, check_heads_axis, mesh_shapes
-from attnmesh.mesh_attention.auto_layout import chosen_layout, price
+from attnmesh.mesh_attention.auto_choices import chosen_layout, price
 from attnmesh.setup.init_mesh import split_mesh
 
 Heads = tuple[int, int, int]

@@ -1,4 +1,4 @@
-"""The choice behind `layout="auto"`. It depends on the mask and the mesh alone, and is equal on all ranks."""
+"""The choices behind `layout="auto"` and `exchange="auto"`. They depend on values that are equal on all ranks."""
 
 import math
 from collections.abc import Sequence
@@ -7,14 +7,17 @@ from typing import NamedTuple
 import torch
 
 from attnmesh.comm.topology import surroundings
-from attnmesh.core.layout import Layout, Zigzag
+from attnmesh.core.layout import Contiguous, Layout, Packed, Split, Zigzag
 from attnmesh.core.mask import Mask
 from attnmesh.errors import LayoutError, require
 from attnmesh.mesh.axes import Mesh
-from attnmesh.mesh.exchange_cost import LayerWork, attention_seconds, balanced_layouts
+from attnmesh.mesh.exchange_cost import LayerWork, attention_seconds, balanced_layouts, fastest_exchange
 from attnmesh.mesh.prices import Candidate
-from attnmesh.mesh.schedule import EXCHANGES
+from attnmesh.mesh.schedule import EXCHANGES, Exchange, Problem
 from attnmesh.runtime.world import cached_per_world
+
+Widths = tuple[int, int]
+"""Columns of a latent that are projected, and its rotated ones."""
 
 HEADS = (32, 8, 128)
 """Query heads, key heads and columns for which layouts are priced. `shard` knows no model, and has to choose alike."""
@@ -73,3 +76,33 @@ def price(layout: Layout | str, mask: Mask, length: int, mesh: Mesh, heads: tupl
     with torch.device("cpu"), torch.inference_mode(False):
         layouts = _filled(balanced_layouts(mask, mesh.shape), length, mesh) if isinstance(layout, str) else [layout]
         return min((Price(seconds(one), one) for one in layouts), key=lambda found: found.seconds)
+
+
+@cached_per_world(1024)
+def chosen_exchange(
+    mesh: Mesh,
+    device: torch.device,
+    dtype: torch.dtype,
+    sizes: tuple[int, ...],
+    problem: Problem,
+    latent: Widths | None,
+) -> Exchange:
+    """Return the exchange that takes least. It depends on values that are equal on all ranks."""
+    if 0 in (problem.length, problem.key_length, *sizes):
+        return EXCHANGES["bulk"]
+    cluster, tile = surroundings(mesh, device)
+    batch, *heads_and_widths = sizes
+    cross = problem.key_length != problem.length  # priced as if every query saw every key
+    work = LayerWork(
+        *heads_and_widths,
+        length=max(problem.length, problem.key_length),
+        item=dtype.itemsize,
+        mask=Mask() if cross else problem.mask,
+        batch=batch,
+        backward=latent is None,
+        latent=latent,
+    )
+    # Sizes may be those of one part alone.
+    cut = isinstance(problem.layout, Split) or (cross and isinstance(problem.layout, Packed))
+    layout = Contiguous() if cut else problem.layout
+    return fastest_exchange(cluster, tile, problem.shape, layout, work)

@@ -1,0 +1,77 @@
+"""The options of a step of decoding, with the axes and sizes of its cache: one value, which an operator can carry."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+from torch import Tensor
+
+from attnmesh.cache.cache import KVCache
+from attnmesh.core.logits import Logits
+from attnmesh.core.mask import Mask
+from attnmesh.mesh.axes import Axis, group_named
+from attnmesh.runtime.world import cached_per_world, decode_cached
+
+
+class DecodeStep(NamedTuple):
+    """Options of one step, and the axes and sizes of its cache."""
+
+    heads: Axis
+    tokens: Axis
+    block: int
+    capacity: int
+    value_dim: int
+    mask: Mask
+    logits: Logits
+    merge: str
+    output: str
+    reproducible: bool
+    kernel: str
+    index_block: int | None = None  # tokens that an index selects; None if nothing is selected
+
+    @property
+    def options(self) -> tuple[Any, ...]:
+        """The values that the caller passes, which are equal on all ranks."""
+        return self[5:]
+
+    def encode(self) -> tuple[str, list[int]]:
+        """Return the step as names and numbers, which the schema of an operator can carry."""
+        names = [self.heads.group_name, self.tokens.group_name, self.merge, self.output, self.kernel]
+        axes = [self.heads.size, self.heads.index, self.tokens.size, self.tokens.index]
+        sizes = [self.block, self.capacity, self.value_dim]
+        numbers = [*axes, *sizes, int(self.reproducible), self.index_block or 0, *self.mask.encode()]
+        return ",".join([*names, *map(repr, self.logits)]), numbers
+
+    @staticmethod
+    def decode(names: str, numbers: Sequence[int]) -> "DecodeStep":
+        """Return the step that `encode` wrote."""
+        return decode_cached(_decode_step, names, numbers)
+
+    def output_shape(self, q: Tensor) -> tuple[int, ...]:
+        """Return the shape of the output on this rank."""
+        heads = q.shape[1]
+        for axis in (self.heads, self.tokens) if self.output == "heads" else ():
+            share = axis.share_of(heads)
+            heads = share.stop - share.start
+        return q.shape[0], heads, q.shape[2], self.value_dim
+
+
+@cached_per_world(1024)
+def _decode_step(names: str, numbers: tuple[int, ...]) -> DecodeStep:
+    heads, tokens, merge, output, kernel, scale, softcap = names.split(",")
+    axes = Axis(numbers[0], numbers[1], group_named(heads)), Axis(numbers[2], numbers[3], group_named(tokens))
+    block, capacity, value_dim, reproducible, index_block, *mask = numbers[4:]
+    logits = Logits(float(scale), float(softcap))
+    sizes, wanted = (block, capacity, value_dim), Mask.decode(mask)
+    return DecodeStep(*axes, *sizes, wanted, logits, merge, output, bool(reproducible), kernel, index_block or None)
+
+
+def unchecked_step(cache: KVCache, mask: Mask, scale: float | None, softcap: float | None, *options: Any) -> DecodeStep:
+    """Return the step of a call, whose scale and cap may be None until they are checked."""
+    sizes = cache.sizes
+    placement = cache.mesh.heads, cache.tokens, sizes.block, sizes.capacity, sizes.value_dim
+    return DecodeStep(*placement, mask, Logits(cast(float, scale), cast(float, softcap)), *options)
+
+
+def named_options(step: DecodeStep) -> dict[str, Any]:
+    """Return the values of a step that its caller passes, by name."""
+    return dict(zip(step._fields[-len(step.options) :], step.options, strict=True))

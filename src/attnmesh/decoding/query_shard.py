@@ -1,0 +1,79 @@
+"""Queries of a cache's last tokens, in shards: all queries go to each rank's keys, and partials return to their owners.
+
+A merge on all ranks would send each partial to every rank.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnmesh.comm.p2p import meta_like, swap, swap_tokens
+from attnmesh.core.layout import Layout
+from attnmesh.core.partial import Partial, merge_unchecked
+from attnmesh.errors import ShapeError, require
+from attnmesh.mesh.axes import Axis, Mesh
+from attnmesh.runtime.caches import on_device
+from attnmesh.runtime.ranges import MERGE, is_profiled, named
+from attnmesh.runtime.world import cached_per_world
+
+
+class QueryShard(NamedTuple):
+    """This rank's queries, (batch, heads, tokens of this rank, dim), that a layout gives it of the last tokens."""
+
+    q: Tensor
+    layout: Layout
+    length: int
+    """Last tokens of the cache, of all ranks."""
+
+    def places(self, mesh: Mesh, tokens: Axis) -> "Places":
+        """Return where the queries of all ranks are, or raise unless this rank has those of its shard."""
+        places = _places(mesh, tokens, self.layout, self.length)
+        count, given = places.own[mesh.heads.index], self.q.shape[2]
+        fix = "pass the queries that the layout gives to this rank"
+        fits, subject = given == count, "decode_shard q"
+        require(fits, ShapeError, subject, "a query for each token of the shard", f"{given} queries of {count}", fix)
+        return places
+
+
+class Places(NamedTuple):
+    """Places of each rank's queries among all; `order` sorts those of all ranks."""
+
+    heads: Axis
+    tokens: Axis
+    own: tuple[int, ...]  # tokens of each rank along the heads axis, in this rank's chunk
+    chunks: tuple[Tensor, ...]  # of each rank along the axis of tokens, those of its chunk
+    order: Tensor
+
+    def bring(self, q: Tensor) -> Tensor:
+        """Return the queries of all tokens, of this rank's heads, from those of this rank's tokens."""
+        if self.heads.size > 1:
+            q = torch.cat(swap_tokens(q.chunk(self.heads.size, 1), self.own, self.heads), 2)
+        q = torch.cat(swap_tokens([q] * self.tokens.size, [*map(len, self.chunks)], self.tokens), 2)
+        return q.index_select(2, on_device(self.order, q.device))
+
+    def merge_at_owners(self, partial: Partial) -> Partial:
+        """Return the merge of all ranks' partials, for the tokens of this rank's chunk."""
+        returned = [tuple(x.index_select(2, on_device(chunk, x.device)) for x in partial) for chunk in self.chunks]
+        own = tuple(meta_like(x, sum(self.own)) for x in partial)
+        merge = named(MERGE, merge_unchecked) if is_profiled() else merge_unchecked
+        return merge([Partial(*part) for part in swap(returned, [own] * self.tokens.size, self.tokens)])
+
+    def all_heads(self, out: Tensor) -> Tensor:
+        """Return the outputs of all heads for this rank's tokens, from those of its heads for its chunk."""
+        if self.heads.size == 1:
+            return out
+        count = self.own[self.heads.index]
+        return torch.cat(swap_tokens(out.split(self.own, 2), [count] * self.heads.size, self.heads), 1)
+
+
+@cached_per_world(1024)
+def _places(mesh: Mesh, tokens: Axis, layout: Layout, length: int) -> Places:
+    """Return the places of so many queries in a layout."""
+    shape, chunks = mesh.shape, []
+    for place in range(tokens.size):
+        row, column = divmod(place, shape.keys)
+        shards = [shape.shard(head, row, column) for head in range(shape.heads)]
+        chunks.append([layout.positions(length, shape.ranks, shard) for shard in shards])
+    whole = [torch.cat(chunk) for chunk in chunks]
+    return Places(mesh.heads, tokens, tuple(map(len, chunks[tokens.index])), tuple(whole), torch.cat(whole).argsort())

@@ -1,0 +1,62 @@
+"""What ranks say of a step of decoding to each other, and how one that cannot run it lets the others know."""
+
+import functools
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from attnmesh.cache.cache import KVCache
+from attnmesh.comm.rank_merge import highest_checksum, send_poison
+from attnmesh.core.digest import fingerprints
+from attnmesh.core.partial import sum_dtype
+from attnmesh.decoding.attend_views import reads_length_on_device
+from attnmesh.decoding.decode_step import DecodeStep, named_options
+from attnmesh.decoding.step_checks import StepInputs
+from attnmesh.errors import InputError
+from attnmesh.guard.agreement import MergeAgreement
+from attnmesh.mesh.merges import COLLECTIVE
+
+
+def agreement_on(caches: Sequence[KVCache], step: DecodeStep, checked: bool | None) -> MergeAgreement:
+    """Return the agreement on a step, whose arguments may not be checked yet."""
+    first, name = caches[0], "decode" if len(caches) == 1 else "decode_rows"
+    poison = functools.partial(_send_poison, first, step)
+    return MergeAgreement(first.calls, first.device, step.merge, checked, name, poison)
+
+
+def compared_fields(inputs: StepInputs, step: DecodeStep) -> Mapping[str, object]:
+    """Return the arguments of the call that ranks compare."""
+    q, caches, sinks, key_lengths, _, partial = inputs
+    options = named_options(step) | step.logits._asdict()
+    del options["logits"]
+    options["key_lengths"] = None if key_lengths is None else key_lengths.tolist()
+    options |= {} if partial is None else {"partial": True}
+    width = caches[0].sizes.head_dim
+    bias = q[..., width:] if q.shape[-1] > width else None  # with which the queries end
+    tensors = {"q": q[..., :width], "distance_bias": bias, "sinks": sinks, "selected": inputs.indices}
+    lengths, histories = [cache.length for cache in caches], [cache.history_checksum for cache in caches]
+    held = "tokens in the cache" if len(caches) == 1 else "tokens in the caches"
+    each = {held: lengths, "padding and order": histories}
+    contents = {field: values[0] if len(values) == 1 else values for field, values in each.items()}
+    return {**options, **fingerprints(tensors), **contents}
+
+
+def stays_on_device(cache: KVCache, step: DecodeStep) -> bool:
+    """Return whether the host reads nothing of the device during the step; of a wrong kernel, as with "auto"."""
+    if step.index_block is not None:
+        return cache.device.type != "cpu" and step.merge not in COLLECTIVE
+    try:
+        on_device = reads_length_on_device(cache.shard.view, step.kernel, cache.sizes.dtype)
+    except InputError:
+        on_device = reads_length_on_device(cache.shard.view, "auto", cache.sizes.dtype)
+    return on_device and step.merge not in COLLECTIVE
+
+
+def _send_poison(cache: KVCache, step: DecodeStep) -> None:
+    """Run the exchanges of a step whose arguments are wrong on this rank, so that the others detect it."""
+    ranks, reproducible = cache.tokens.size, step.reproducible is True  # other values are invalid on other ranks too
+    merge, canonical = "tree" if reproducible else step.merge, reproducible and not ranks & (ranks - 1)
+    like = torch.empty(0, dtype=sum_dtype(cache.sizes.dtype), device=cache.device)
+    checksum = send_poison(cache.tokens, merge, step.output, like, canonical=canonical)
+    if cache.mesh.heads.size > 1:
+        highest_checksum(checksum, cache.mesh.heads)

@@ -1,0 +1,153 @@
+"""Plans: a problem on a mesh and how it is solved, and all that is settled for a kind of calls, in one table."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnmesh.core.logits import Logits
+from attnmesh.core.selection import Selection
+from attnmesh.errors import RankFailure, ShapeError
+from attnmesh.kernels.blocks import Need
+from attnmesh.kernels.choice import choose
+from attnmesh.kernels.driver import visible_counts
+from attnmesh.kernels.selected_keys import SelectedKeys
+from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.schedule import EXCHANGES, Problem, Schedule, groups_of_heads, schedule
+from attnmesh.mesh_attention.auto_choices import Widths, chosen_exchange
+from attnmesh.mesh_attention.executor import Task
+from attnmesh.runtime.caches import Kinds, on_device
+from attnmesh.runtime.world import cached_per_world, decode_cached
+
+
+class MeshPlan(NamedTuple):
+    """A problem on a mesh and how it is solved, the same on all ranks, with this rank's place."""
+
+    mesh: Mesh
+    problem: Problem
+    exchange: str
+    kernel: str
+    logits: Logits
+    block: int = 0
+    """Keys per index of a selection; 0 if there is none."""
+    even: bool = False
+    """True where nobody counted the tokens of other shards: in a graph without `length`."""
+
+    def check_own_shard(self, queries: int, keys: int) -> None:
+        """Raise unless this rank holds as many tokens as its layout gives it."""
+        problem, expected = self.problem, _shard_sizes(self.problem, self.problem.shard(self.mesh.shard))
+        if (queries, keys) != expected:
+            given = f"{queries} queries and {keys} keys"
+            shape = (
+                f"a shard of {expected[0]} queries of {problem.length} and {expected[1]} keys of {problem.key_length}"
+            )
+            fix = "shard with am.shard and this layout, or correct length and key_length"
+            raise ShapeError("attention", shape, given, fix)
+
+    def explained(self, failure: RankFailure) -> RankFailure:
+        """Return the failure of an exchange, with the cause that it may have in a graph."""
+        ranks, step, axis, why = failure.args
+        cause = "; or shards are uneven: then pass length= to attention in torch.compile" * self.even
+        return RankFailure(ranks, step, axis, why + cause)
+
+    def pack(self) -> tuple[str, list[int]]:
+        """Return the plan as names and numbers, which compiled graphs keep as constants."""
+        names = [
+            *self.mesh.group_names,
+            self.exchange,
+            self.kernel,
+            *map(repr, (*self.logits, self.block, int(self.even))),
+        ]
+        places = [*self.mesh.shape, *(axis.index for axis in self.mesh.axes)]
+        return ",".join(names), [*places, *self.problem.encode()]
+
+    @staticmethod
+    def unpack(names: str, numbers: Sequence[int]) -> "MeshPlan":
+        """Return the plan that `pack` wrote."""
+        return decode_cached(_unpack, names, numbers)
+
+    def task(self, q_heads: int, qkv: tuple[Tensor, ...], latent: Widths | None = None) -> Task:
+        """Return this rank's part for so many query heads of all ranks, made once a kind of tensors.
+
+        The tensors may have this rank's share of the heads alone.
+        """
+        q, k, v = qkv
+        kind = self, q_heads, q.shape, k.shape, v.shape, q.dtype, q.device, latent
+        if (known := known_calls().get(kind)) is None:
+            with torch.device("cpu"), torch.inference_mode(False):  # it is kept for later calls, in any mode
+                known = known_calls().keep(kind, PreparedCall(self, self._new_task(q_heads, q, k, v, latent)))
+        assert known.task is not None
+        return known.task
+
+    def with_seen(self, task: Task, key_lengths: Tensor | None, indices: Tensor | None) -> Task:
+        """Return the task with the keys of each step that are real, and of these the ones that are selected."""
+        if indices is not None:
+            return replace(task, selected=self._selected(task.schedule, key_lengths, indices))
+        if key_lengths is None:
+            return task
+        return replace(task, counts=[visible_counts(step.positions, key_lengths) for step in task.schedule.key_steps])
+
+    def _new_task(self, q_heads: int, q: Tensor, k: Tensor, v: Tensor, latent: Widths | None) -> Task:
+        mesh, problem = self.mesh, self.problem
+        kv_heads = q_heads * k.shape[1] // q.shape[1]
+        sizes = q.shape[0], q_heads, kv_heads, q.shape[3], v.shape[3]  # all but tokens, of which a rank may have 0
+        if self.exchange == "auto":
+            exchange = chosen_exchange(mesh, q.device, q.dtype, sizes, problem, latent)
+        else:
+            exchange = EXCHANGES[self.exchange]
+        steps = schedule(problem, mesh.queries.index, mesh.keys.index, exchange.ring)
+        number = 1 if latent else exchange.head_groups(mesh.shape, kv_heads)
+        groups = groups_of_heads(q_heads, kv_heads, mesh.shape.heads, number)
+        tokens = steps.chunk.queries, steps.chunk.keys, steps.chunk.keys
+        whole = zip((q, k, v), tokens, strict=True)  # of the whole chunk
+        q, k, v = (x.new_empty(1).expand(*x.shape[:2], count, x.shape[3]) for x, count in whole)
+        queries, call = steps.query_step.positions, (q, k, v, self.logits)
+        kernels = [choose(Need.of(*call, (queries, x.positions)), self.kernel) for x in steps.key_steps]
+        return Task(mesh, steps, groups, kernels, self.logits, [None] * len(steps.key_steps))
+
+    def _selected(self, schedule: Schedule, key_lengths: Tensor | None, indices: Tensor) -> list[SelectedKeys]:
+        """Return the keys of each step that this rank's queries select."""
+        queries, selection = schedule.query_step, Selection(indices, self.block)
+        if len(queries.keep) < schedule.chunk.queries:  # the others see no key
+            selection = selection.of_queries(on_device(queries.keep, indices.device))
+        mask, places = self.problem.mask, queries.positions
+        return [SelectedKeys.of(selection, mask, places, step.positions, key_lengths) for step in schedule.key_steps]
+
+
+class PreparedCall(NamedTuple):
+    """What is settled for a kind of calls: no later call of the kind checks, chooses or makes it anew."""
+
+    plan: MeshPlan
+    task: Task | None = None
+    """This rank's part, where no other is needed to run a call of the kind."""
+    text: str = ""
+    """What ranks compare."""
+    numbers: tuple[int, ...] = ()
+    """What this rank says beside the text: its tokens."""
+    rows: Sequence[Sequence[int]] = ()
+    """What all ranks have said."""
+
+
+@cached_per_world()
+def known_calls() -> Kinds[PreparedCall]:
+    """Return what is prepared: by kind of call, by the arguments of a plan, and by a plan and kinds of tensors."""
+    return Kinds(4096)
+
+
+@cached_per_world(1024)
+def _unpack(names: str, numbers: tuple[int, ...]) -> MeshPlan:
+    *groups, exchange, kernel, scale, softcap, block, even = names.split(",")
+    mesh = Mesh.named(numbers[:3], numbers[3:6], groups)
+    logits = Logits(float(scale), float(softcap))
+    return MeshPlan(mesh, Problem.decode(mesh.shape, numbers[6:]), exchange, kernel, logits, int(block), even == "1")
+
+
+@lru_cache(maxsize=1024)
+def _shard_sizes(problem: Problem, shard: int) -> tuple[int, int]:
+    """Return the tokens of queries and of keys in a shard."""
+    ranks = problem.shape.ranks
+    queries = problem.layout.positions(problem.length, ranks, shard)
+    return len(queries), len(problem.key_layout.positions(problem.key_length, ranks, shard))

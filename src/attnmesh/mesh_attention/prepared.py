@@ -1,0 +1,200 @@
+"""What is prepared for a call of `attention` on a mesh, once all ranks agree on it: its checks, its plan, its task."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from attnmesh.comm.transport import share_numbers
+from attnmesh.core.digest import digest
+from attnmesh.core.mask import FAR, check_mask
+from attnmesh.errors import MaskError, ShapeError, require, warn_once
+from attnmesh.guard.agreement import Agreement, may_compare
+from attnmesh.guard.checks import heads_and_length, with_swap_hint
+from attnmesh.kernels.local_plan import kind_of
+from attnmesh.kernels.traced import is_learned
+from attnmesh.mesh.axes import Axis, Mesh, flat_axis
+from attnmesh.mesh.schedule import Problem
+from attnmesh.mesh.shapes import AXES
+from attnmesh.mesh_attention.call import Call, Options, Pair, Sizes, check_call
+from attnmesh.mesh_attention.mesh_plan import MeshPlan, known_calls
+from attnmesh.mesh_attention.mesh_plan import PreparedCall as PreparedCall
+from attnmesh.mesh_attention.shard_marks import shard_marks
+from attnmesh.runtime.world import cached_per_world
+
+
+def prepare(mesh: Mesh, call: Call, checked: bool | None, latent: tuple[int, int] | None = None) -> PreparedCall:
+    """Return what all ranks run together. Raise the same error on all ranks if the call cannot be served.
+
+    `latent` are the columns of latents that travel instead of keys and values.
+    """
+    if mesh.ranks == 1 or torch.compiler.is_compiling():
+        return PreparedCall(_even_plan(mesh, call, checked))
+    q, k, v, sinks, key_lengths, options, selected, distance_bias = call
+    kind = None
+    if key_lengths is distance_bias is None and selected is None and not options.unsupported:
+        kind = kind_of(q, k, v, sinks, (mesh, latent, *options, checked))
+    known = known_calls().find(kind)
+    device = q.device if isinstance(q, Tensor) else torch.device(mesh.kind)
+    if options.length is not None and (checked is False or not may_compare(device)):
+        if known is None:
+            check_call(mesh, call, checked)
+        _check_marks(mesh, call)
+        found = _uncompared(mesh, call) if known is None else known
+    else:
+        with Agreement(mesh, "attention") as agreement:
+            agreement.text = call.checked_text(mesh, checked) if known is None else known.text
+            _check_marks(mesh, call)
+            agreement.numbers = call.numbers if known is None else known.numbers
+            if known is None and kind is not None:
+                agreement.numbers = (*agreement.numbers, _digest_of_some(k))
+        found = known if known is not None and known.rows == agreement.table else _compared(mesh, call, agreement)
+    if found is known or kind is None:
+        return found
+    task = None if is_learned(q, k, v, sinks) else found.plan.task(q.shape[1], (q, k, v), latent)
+    return known_calls().keep(kind, found._replace(task=task))
+
+
+def _compared(mesh: Mesh, call: Call, agreement: Agreement) -> PreparedCall:
+    """Return what is prepared for a call that ranks have compared."""
+    columns: list[tuple[int, ...]] = list(zip(*agreement.table, strict=True))
+    table, tokens = tuple(zip(*columns[:2], strict=True)), (sum(columns[0]), sum(columns[1]))
+    plan = _known_plan(mesh, call, tokens, table)
+    _check_highest(max(columns[2]), plan)
+    if len(columns) > 3:
+        _warn_if_whole(columns[3])
+    return PreparedCall(plan, None, agreement.text, call.numbers, [row[:3] for row in agreement.table])
+
+
+def _uncompared(mesh: Mesh, call: Call) -> PreparedCall:
+    """Return what is prepared for a call that ranks do not compare. Nothing is counted: other shards are not known."""
+    length = call.options.length
+    assert length is not None
+    plan = _known_plan(mesh, call, (length, length))
+    _check_highest(call.numbers[2], plan)
+    try:
+        plan.check_own_shard(*call.tokens)
+    except ShapeError as error:
+        raise with_swap_hint(error, heads_and_length(call.q), heads_and_length(call.k)) from None
+    # The text would have the numbers of `key_lengths`, which a device may hold.
+    return PreparedCall(plan, None, "" if call.key_lengths is not None else call.describe(), call.numbers)
+
+
+def _even_plan(mesh: Mesh, call: Call, checked: bool | None) -> MeshPlan:
+    """Return the plan of one rank, or of a graph: ranks are compiled apart, so their shards count as even."""
+    check_call(mesh, call, checked)
+    (queries, keys, highest), options = call.numbers, call.options
+    tokens = queries * mesh.ranks, keys * mesh.ranks
+    if options.length is not None and queries == keys:  # keys of the queries' sequence
+        tokens = options.length, options.length
+    plan = _make_plan(mesh, options, call.sizes, tokens)._replace(even=options.length is None)
+    _check_highest(highest, plan)
+    return plan
+
+
+def _known_plan(mesh: Mesh, call: Call, tokens: Pair, table: tuple[Pair, ...] = ()) -> MeshPlan:
+    """Return the plan of so many tokens, of all ranks by `table`, made now if it is not known."""
+    arguments = mesh, call.options, call.sizes, tokens, table
+    if (known := known_calls().get(arguments)) is None:
+        known = known_calls().keep(arguments, PreparedCall(_make_plan(*arguments)))
+    return known.plan
+
+
+def _check_marks(mesh: Mesh, call: Call) -> None:
+    """Raise for a shard that `shard` cut by another layout than the one named, for another mesh, or by another dim."""
+    options, marks = call.options, shard_marks()
+    if not marks or not (id(call.q) in marks or id(call.k) in marks or id(call.v) in marks):
+        return
+    layouts = options.layout, options.key_layout, options.key_layout
+    for name, x, layout in zip("qkv", call[:3], layouts, strict=True):
+        if (mark := marks.get(id(x))) is None or layout is None:
+            continue
+        if mark.layout is not layout or mark.place is not mesh or mark.dim != 2:
+            mark.check(f"attention {name}", layout, options.applied_mask, mesh, 2)
+
+
+def _digest_of_some(k: Tensor) -> int:
+    """Return a digest of some keys of the first head; 0 if they are all alike."""
+    some = k[:1, :1, :: max(1, k.shape[2] // 64)]
+    return 0 if k.is_meta or bool((some == some[:, :, :1]).all()) else int(digest(some))
+
+
+def _warn_if_whole(digests: Sequence[int]) -> None:
+    """Warn once if all ranks passed the same keys, by their digests: shards of one sequence differ."""
+    if digests[0] and len({*digests}) == 1:
+        fix = "pass this rank's shard, as am.shard(k, mesh, layout=layout), if this is the whole sequence"
+        warn_once(f"attention: k is the same on all {len(digests)} ranks, and counts as {len(digests)} shards; {fix}.")
+
+
+def _make_plan(mesh: Mesh, options: Options, sizes: Sizes, tokens: Pair, table: Sequence[Pair] = ()) -> MeshPlan:
+    """Return the plan, or raise where its mask, lengths and shards do not fit. All ranks pass the same values.
+
+    Where keys are selected, in blocks, queries stay on their rank: all ranks are one column, along which keys travel.
+    """
+    problem, (q_heads, k_heads, dim, block) = options.problem(mesh, tokens), sizes
+    try:
+        _check_shards(problem, table)
+        check_mask("attention mask", problem.mask, problem.length, problem.key_length)
+        _check_cross(options, problem.length, problem.key_length, mesh.ranks)
+    except (MaskError, ShapeError) as error:
+        raise with_swap_hint(error, (q_heads, tokens[0]), (k_heads, tokens[1]), first=True) from None
+    exchange = "bulk" if block and options.exchange == "auto" else options.exchange
+    if block and mesh.ranks > 1:
+        mesh, order = _one_column(mesh)
+        problem = replace(problem, shape=mesh.shape, order=order)
+    return MeshPlan(mesh, problem, exchange, options.kernel, options.logits(dim), block)
+
+
+@cached_per_world()
+def _one_column(mesh: Mesh) -> tuple[Mesh, tuple[int, ...]]:
+    """Return all ranks of a mesh as one column, and the shard of each. All ranks make the first call at once."""
+    long = [axis for axis in mesh.axes if axis.size > 1]
+    axis = long[0] if len(long) == 1 else flat_axis(mesh.device_mesh, AXES)
+    places = [place for (place,) in share_numbers([axis.index], mesh)]  # by shard
+    return Mesh(Axis(), axis, Axis()), tuple(sorted(range(len(places)), key=places.__getitem__))
+
+
+def _check_highest(highest: int, plan: MeshPlan) -> None:
+    """Raise if a query selects a key beyond the sequence; -1 for none."""
+    if highest >= 0:
+        blocks = -(-plan.problem.key_length // plan.block)
+        expected = f"indices below {blocks}, of {plan.problem.key_length} keys in blocks of {plan.block}"
+        fix = "count keys of the whole sequence, or blocks of them, and fill rows up with 2**31 - 1, for none"
+        require(highest < blocks, ShapeError, "attention selected indices", expected, str(highest), fix)
+
+
+def _check_cross(options: Options, length: int, key_length: int, ranks: int) -> None:
+    """Raise where the keys that a query sees cannot be known.
+
+    Queries and keys of unequal lengths may belong to two sequences, or the queries may be the last tokens of the keys.
+    `key_length` alone does not select the causal mask, which is rarely meant over another sequence.
+    """
+    mask = options.applied_mask
+    explicit = options.key_length is not None and options.mask is not None
+    if length == key_length or explicit or min(mask.left, mask.right) >= FAR:
+        return
+    given = f"{length} queries, {key_length} keys and the {'default ' * (options.mask is None)}mask {mask}"
+    fixes = ["pass mask=am.Full() for cross-attention"]
+    if ranks > 1 and key_length == ranks * length:
+        fixes.insert(0, "shard k and v as q, if they are the whole sequence")
+    if length < key_length:
+        positions = f"torch.arange({key_length - length}, {key_length})"
+        fixes.append(f"call am.attend with q_positions={positions} for the last queries of a longer sequence")
+    named = "mask=am.Causal(), " * (options.mask is None)
+    fixes.append(f"pass {named}key_length={key_length} for {mask} over another sequence")
+    raise ShapeError("attention", "as many queries as keys under a mask of positions", given, "; ".join(fixes))
+
+
+def _check_shards(problem: Problem, table: Sequence[Sequence[int]]) -> None:
+    """Raise unless every rank holds as many tokens as its layout gives it."""
+    named = (("length", problem.layout, problem.length), ("key_length", problem.key_layout, problem.key_length))
+    for column, (name, layout, length) in enumerate(named):
+        expected = [len(layout.positions(length, len(table), shard)) for shard in range(len(table))]
+        given = [row[column] for row in table]
+        if given != expected:
+            fix = f"shard with am.shard and this layout, or correct {name}"
+            counts = f"{given}, {sum(given)} in all"
+            raise ShapeError(
+                "attention", f"shards of {layout} of {name} {length}: {expected} tokens by shard", counts, fix
+            )
