@@ -54,7 +54,7 @@ ServedName = Annotated[str | None, typer.Option(help="Name of the model in reque
 MaxGap = Annotated[
     float | None,
     typer.Option(
-        min=0.001, help="Seconds that running answers may pause while a new prompt is read; a step's by default."
+        min=0.001, help="Seconds that running answers may pause while a new prompt is read; two steps by default."
     ),
 ]
 MaxRestarts = Annotated[int, typer.Option(min=0, help="Times that lost ranks are started again in 10 minutes.")]

@@ -81,6 +81,9 @@ def check_model(name: str, revision: str | None = None) -> None:
     fix = f"pass a folder that save_pretrained wrote, a GGUF file, a name on the hub, or {PACKAGED!r}"
     fits = not is_file and (os.path.exists(path) or not (is_path or names_file))
     check_option(fits, "--model", "a model", f"{name!r}, where there is none", fix)
+    fits = is_here(name) or "/" in name or not nearest(name, (PACKAGED,))
+    fix = f"write {PACKAGED}, which is packaged; a model on the hub has an owner, as owner/{name}"
+    check_option(fits, "--model", "a folder, a file, or a packaged model", repr(name), fix)
     fits, fix = revision is None or not is_here(name), "leave --revision out, or pass a name on the hub"
     check_option(fits, "--revision", "a model on the hub", f"{name!r}, which is on this machine", fix)
 
@@ -93,8 +96,7 @@ def is_here(name: str) -> bool:
 def announce_model(name: str) -> None:
     """Say at once where a model will be looked for, if that takes the network."""
     if not is_here(name):
-        hint = f" (did you mean {PACKAGED}, which is packaged?)" if nearest(name, (PACKAGED,)) else ""
-        print_note(f"{name[:100]} is no folder or file here{hint}: asking the hub for it")
+        print_note(f"{name[:100]} is no folder or file here: asking the hub for it")
 
 
 def read_prompt(prompt: str, file: Path | None) -> str:

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 
 from attnmesh.errors import ArgumentError
 from attnmesh_command import app, show_errors
+from attnmesh_command.messages import OptionError
 from attnmesh_command.model_options import GenerateOptions
 from tests.support.fake_engine import answer, byte_tokenizer, save_tiny
 from tests.support.served import until
@@ -252,9 +253,14 @@ def test_a_taken_port_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_model_that_is_nowhere_here_is_said_before_the_hub_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    for name, hint in (("smolm2", " (did you mean smollm2, which is packaged?)"), ("Qwen/Qwen3-4B", "")):
+    for name in ("gpt2", "Qwen/Qwen3-4B", "owner/smolm2"):
         GenerateOptions(model=name, prompt="a")
-        assert capsys.readouterr().err == f"{name} is no folder or file here{hint}: asking the hub for it\n"
+        assert capsys.readouterr().err == f"{name} is no folder or file here: asking the hub for it\n"
+
+
+def test_a_misspelt_packaged_model_is_refused_without_asking_the_hub() -> None:
+    with pytest.raises(OptionError, match=r"given 'smolm2'\. Fix: write smollm2, which is packaged"):
+        GenerateOptions(model="smolm2", prompt="a")
 
 
 def test_keys_are_stored_as_asked_and_silent_ranks_are_lost_after_a_minute(

@@ -189,14 +189,14 @@ def test_the_limit_of_new_tokens_is_named(running: Served) -> None:
 
 
 def test_unknown_paths_name_the_known_ones(running: Served) -> None:
-    known = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models, GET /v1/models/{name:path}, GET /health"
-    for sent, status, given in (
-        (("/v1/embeddings", {}), 404, "POST /v1/embeddings"),
-        (("/v1/completions",), 405, "GET /v1/completions"),
+    known = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models, GET /v1/models/NAME, GET /health"
+    for sent, status, what, given in (
+        (("/v1/embeddings", {}), 404, "path", "POST /v1/embeddings"),
+        (("/v1/completions",), 405, "method", "GET /v1/completions"),
     ):
         code, said = running.ask(*sent)
         assert code == status
-        assert said["error"]["message"] == f'path: expected one of {known}, GET /metrics, GET /, given "{given}"'
+        assert said["error"]["message"] == f'{what}: expected one of {known}, GET /metrics, GET /, given "{given}"'
         assert said["error"]["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
 
 
@@ -274,6 +274,47 @@ def test_a_server_that_ends_says_so_until_its_open_requests_have_ended(world: Th
         one.thread.join(30)
         with pytest.raises(ConnectionError):
             raw(one)
+
+
+def test_an_answer_that_the_end_of_the_server_cuts_short_is_an_error() -> None:
+    slow, lines = ThreadWorld(pause=0.05), []
+    with served(slow, drain=0.1) as one:
+        one.front.log = lines.append
+        with closing(raw(one)) as client:
+            client.sendall(posted(chat(max_tokens=300, stream=True)))
+            got = b""
+            while b"content" not in got:
+                got += client.recv(1 << 16)
+            one.front.on_failure()  # ends the server, as a signal does
+            while more := client.recv(1 << 16):
+                got += more
+    last = got.split(b"data: ")[-1]
+    assert b"The server ended before this answer did." in last
+    assert lines == [
+        "the server ends; open requests, which have 0.1 s to end: 1",
+        "requests that the end of the server cut off: 1",
+    ]
+
+
+def test_an_error_of_the_server_s_own_is_logged_without_its_text(
+    running: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise KeyError("what a client sent")
+
+    lines: list[str] = []
+    monkeypatch.setattr(running.front, "log", lines.append)
+    monkeypatch.setattr("attnmesh.serve.routes.Answers", fail)
+    code, said = running.ask("/v1/chat/completions", chat())
+    assert (code, said["error"]["message"]) == (500, "The server failed on this request.")
+    assert [line.split(":")[:2] for line in lines] == [["a request failed", " KeyError at test_app.py"]]
+
+
+def test_more_choices_than_may_ever_wait_are_refused_for_good() -> None:
+    with served(ThreadWorld(), max_requests=3) as one:
+        code, said = one.ask("/v1/chat/completions", chat(n=4))
+        assert (code, said["error"]["param"]) == (400, "n")
+        assert one.ask("/v1/chat/completions", chat(n=3))[0] == 200
 
 
 def test_an_answer_that_the_end_of_the_engine_cuts_short_is_an_error() -> None:

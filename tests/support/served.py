@@ -38,8 +38,16 @@ class Served:
     """A running server."""
 
     def __init__(
-        self, world: RankWorld, encoders: tuple[Any, Any], *, limits: Limits, defaults: Any, **of_front: Any
+        self,
+        world: RankWorld,
+        encoders: tuple[Any, Any],
+        *,
+        limits: Limits,
+        defaults: Any,
+        drain: float = 5,
+        **of_front: Any,
     ) -> None:
+        self.drain = drain
         self.children = Children()
         listening = listen("127.0.0.1", 0)
         self.port = listening.getsockname()[1]
@@ -53,7 +61,7 @@ class Served:
 
     def _serve(self, listening: socket.socket) -> None:
         try:
-            run(self.app, listening, drain=5)
+            run(self.app, listening, self.drain)
         except BaseException as error:
             self.error = error
 
@@ -100,10 +108,11 @@ def served(
     max_restarts: int = 3,
     deadline: float | None = None,
     defaults: Any = MappingProxyType({}),
+    drain: float = 5,
 ) -> Iterator[Served]:
     """Serve in a thread while the block runs."""
     given: dict[str, Any] = {"max_requests": max_requests, "max_restarts": max_restarts, "deadline": deadline}
-    server = Served(world, (tokenizer, processor), limits=limits or Limits(), defaults=defaults, **given)
+    server = Served(world, (tokenizer, processor), limits=limits or Limits(), defaults=defaults, drain=drain, **given)
     try:
         yield server
     finally:

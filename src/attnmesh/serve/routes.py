@@ -8,7 +8,9 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib.resources import files
+from pathlib import Path
 from secrets import randbits
+from traceback import extract_tb
 from types import MappingProxyType
 from typing import Any
 
@@ -67,7 +69,7 @@ class App:
             Route("/metrics", self.metrics),
             Route("/", self.page),
         ]
-        handlers: Any = {Refused: refuse, HTTPException: refuse_http, Gone: leave, Exception: refuse_unforeseen}
+        handlers: Any = {Refused: refuse, HTTPException: refuse_http, Gone: leave, Exception: self.refuse_unforeseen}
         app = Starlette(routes=routes, exception_handlers=handlers, lifespan=self.lifespan)
         return Door(app, self.limits, self.front.metrics)
 
@@ -80,6 +82,12 @@ class App:
         finally:
             await self.front.close()
             self._encoders.close()
+
+    async def refuse_unforeseen(self, _: HttpRequest, error: Exception) -> Response:
+        """Return an error of the server's own, and log its kind and place: its text may hold parts of requests."""
+        place = extract_tb(error.__traceback__)[-1]
+        self.front.log(f"a request failed: {type(error).__name__} at {Path(place.filename).name}:{place.lineno}")
+        return JSONResponse(Refused(500, "The server failed on this request.").body, 500)
 
     # --- routes ---
 
@@ -208,16 +216,13 @@ async def refuse(_: HttpRequest, error: Exception) -> Response:
 async def refuse_http(http: HttpRequest, error: Exception) -> Response:
     """Return an unknown path or method in OpenAI's shape, with those that are known."""
     assert isinstance(error, HTTPException)
-    known = [f"{min(route.methods - {'HEAD'})} {route.path}" for route in http.app.routes]
+    known = [
+        f"{min(route.methods - {'HEAD'})} {route.path.replace('{name:path}', 'NAME')}" for route in http.app.routes
+    ]
     given = shown(f"{http.method} {http.url.path}")
-    text = f"path: expected one of {', '.join(known)}, given {given}"
+    text = f"{'path' if error.status_code == 404 else 'method'}: expected one of {', '.join(known)}, given {given}"
     text = text if error.status_code in (404, 405) else error.detail
     return JSONResponse(Refused(error.status_code, text).body, error.status_code, error.headers)
-
-
-async def refuse_unforeseen(_: HttpRequest, error: Exception) -> Response:
-    """Return an error of the server's own without its text, which may hold parts of requests."""
-    return JSONResponse(Refused(500, "The server failed on this request.").body, 500)
 
 
 async def leave(_: HttpRequest, error: Exception) -> Response:

@@ -109,12 +109,16 @@ class DrainingServer(uvicorn.Server):
         self.front, self.drain = front, drain
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Wait for open requests, then close."""
+        """Wait for open requests, end with an error those that take too long, then close."""
         self.front.draining = True
         left = self.drain
+        if self.front.open:
+            self.front.log(f"the server ends; open requests, which have {left:g} s to end: {len(self.front.open)}")
         while (self.front.open or self.front.coming) and left > 0 and not self.force_exit:
             await asyncio.sleep(STEP)
             left -= STEP
+        if cut := self.front.cut_off("The server ended before this answer did."):
+            self.front.log(f"requests that the end of the server cut off: {cut}")
         self.config.timeout_graceful_shutdown = max(1, round(left))
         await super().shutdown(sockets)
 

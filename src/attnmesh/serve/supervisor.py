@@ -159,6 +159,8 @@ class Supervisor:
     def _check_room(self, choices: int) -> None:
         """Raise unless so many more requests can be taken."""
         self.check_ready()
+        if choices > self.max_requests:
+            raise Refused(400, f"n: expected at most {self.max_requests}, the requests that may run or wait", "n")
         if len(self.open) + self.coming + choices > self.max_requests:
             given = len(self.open) + self.coming
             raise Refused(429, f"{given} requests run or wait, of {self.max_requests}. Ask again.")
@@ -321,9 +323,16 @@ class Supervisor:
 
     def _fail(self, error: BaseException) -> None:
         self.state, self.failure = "failed", error
-        for request in [*self.open.values()]:
-            self._drop(request, Refused(503, "Ranks were lost, and the server ends."))
+        self.cut_off("Ranks were lost, and the server ends.")
         self.on_failure()
+
+    def cut_off(self, why: str) -> int:
+        """End all open requests with an error, and return how many."""
+        cut = [*self.open.values()]
+        for request in cut:
+            self._send(["cancel", request.number])
+            self._drop(request, Refused(503, why))
+        return len(cut)
 
     def _drop(self, request: OpenRequest, event: Event) -> None:
         self.open.pop(request.number, None)
