@@ -4,6 +4,9 @@ VENV := .venv
 TRITON := 3.7.1
 RUN := $(VENV)/bin
 
+# Each process of a test would compile the package anew where this is set.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo serve quick test long versions check format docs figures wheel release bench fuzz chaos gpu packages clean
 .DEFAULT_GOAL := test
 

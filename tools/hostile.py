@@ -42,6 +42,8 @@ MOST_MEGABYTES = 400
 """More memory than in the first quiet turn: 8 bodies of 1 MB while they are parsed, and kept prefixes."""
 SLOWER = 3.0
 """An honest client's gap, at most, as a multiple of the one in quiet."""
+ROUND = 1.0
+"""Seconds after which honest clients begin texts together, or a multiple of them: between rounds the server may rest."""
 PATIENCE = 120.0
 """Seconds after which a client gives up waiting."""
 
@@ -361,6 +363,7 @@ class Honest:
         """Stream until the end."""
         random = Random(client)
         while not self.ended:
+            time.sleep(-time.monotonic() % ROUND)
             number = random.randrange(len(self.requests))
             try:
                 text = self.stream(self.requests[number])
@@ -474,7 +477,7 @@ class Outcome:
 @contextmanager
 def hostile_process(port: int, seed: int) -> Iterator[tuple[Any, Any]]:
     """Run hostile clients in a process. Yield what lets them go, and what they have seen."""
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")
     going, ended, seen = context.Event(), context.Event(), context.Queue()
     process = context.Process(target=harass, args=(port, seed, going, ended, seen), daemon=True)
     process.start()

@@ -12,6 +12,8 @@ from tests.emulated.waits import random
 from tests.support.emulated_gpu import EmulatedGPU
 from tests.support.emulated_nccl import BACKENDS, world
 
+pytestmark = pytest.mark.early
+
 INDICES = torch.tensor([[3, 22, 7], [19, 0, 2**31 - 1]], dtype=torch.int32)[:, None, None]
 
 
