@@ -43,7 +43,7 @@ MOST_MEGABYTES = 400
 SLOWER = 3.0
 """An honest client's gap, at most, as a multiple of the one in quiet."""
 ROUND = 1.0
-"""Seconds after which honest clients begin texts together, or a multiple of them: between rounds the server may rest."""
+"""Seconds between the beginnings of honest texts, or a multiple of them: the server may rest in between."""
 PATIENCE = 120.0
 """Seconds after which a client gives up waiting."""
 

@@ -10,7 +10,6 @@ from inspect import getmembers
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
 
 
@@ -54,19 +53,18 @@ def _describe_types_once() -> None:
     interpreter: Any = importlib.import_module("triton.runtime.interpreter")
     core, numpy_dtype_of = interpreter.tl.core, interpreter._get_np_dtype
     make_block, make_tensor = core.block_type.__init__, core.tensor.__init__
-    blocks, tensors, dtypes, known = (dict[Any, Any]() for _ in range(4))
+    blocks, tensors, dtypes = (dict[Any, Any]() for _ in range(3))
 
     def block(self: Any, element_ty: Any, shape: Any) -> None:
-        sizes = known.get(id(shape)) or tuple(x.value if isinstance(x, core.constexpr) else x for x in shape)
+        sizes = tuple(x.value if isinstance(x, core.constexpr) else x for x in shape)
         key = element_ty.name, getattr(element_ty, "const", None), getattr(element_ty, "address_space", None), sizes
         if key not in blocks:
             make_block(self, element_ty, shape)
-            blocks[key] = {**self.__dict__, "sizes": sizes}
-            known[id(self.shape)] = sizes
+            blocks[key] = dict(self.__dict__)
         self.__dict__.update(blocks[key])
 
     def tensor(self: Any, handle: Any, type: Any) -> None:
-        key = type.sizes if type.is_block() else ()
+        key = tuple(type.shape) if type.is_block() else ()
         if key not in tensors:
             make_tensor(self, handle, type)
             tensors[key] = self.numel, self.shape
@@ -82,54 +80,6 @@ def _describe_types_once() -> None:
     core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype = block, tensor, numpy_dtype
 
 
-def _check_operands_once() -> None:
-    """Let binary operators find the dtype and the shape of a result once.
-
-    Sums and products of integers are checked by numpy. The interpreter looks for an overflow with six operations of its
-    own, and says nothing of what it finds.
-    """
-    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
-    core, semantic = interpreter.tl.core, interpreter.interpreter_semantic
-    check_types, dtype_of = semantic.binary_op_type_checking_impl, semantic.computation_type_impl
-    spread = semantic.broadcast_impl_value
-    integers = frozenset(core.dtype.SINT_TYPES + core.dtype.UINT_TYPES)
-    exact, dtypes = {"add": np.add, "sub": np.subtract, "mul": np.multiply}, dict[Any, Any]()
-
-    def types(lhs: Any, rhs: Any, *pointers: bool, **options: bool) -> Any:
-        if not options and isinstance(lhs, core.tensor) and isinstance(rhs, core.tensor):
-            if lhs.dtype.name == rhs.dtype.name and not lhs.dtype.is_ptr() and lhs.shape == rhs.shape:
-                return lhs, rhs
-        return check_types(lhs, rhs, *pointers, **options)
-
-    def broadcast(lhs: Any, rhs: Any) -> Any:
-        sizes = [getattr(x.type, "sizes", None) for x in (lhs, rhs)]
-        if sizes[0] == sizes[1]:
-            return lhs, rhs
-        if None in sizes or len(sizes[0]) != len(sizes[1]):
-            return spread(lhs, rhs)
-        shape = np.broadcast_shapes(*sizes)
-        return tuple(x if size == shape else widened(x, shape) for x, size in zip((lhs, rhs), sizes, strict=True))
-
-    def widened(x: Any, shape: tuple[int, ...]) -> Any:
-        return core.tensor(semantic.builder.create_broadcast(x.handle, shape), core.block_type(x.dtype, shape))
-
-    def dtype(a: Any, a_is_scalar: bool, b: Any, b_is_scalar: bool, div_or_mod: bool) -> Any:
-        key = a.name, a_is_scalar, b.name, b_is_scalar, div_or_mod
-        if key not in dtypes:
-            dtypes[key] = dtype_of(a, a_is_scalar, b, b_is_scalar, div_or_mod)
-        return dtypes[key]
-
-    def sanitize(lhs: Any, rhs: Any, operator: Any) -> None:
-        if lhs.dtype.int_bitwidth < 64:
-            wide = exact[operator.__name__](*(x.handle.data.astype(np.int64) for x in (lhs, rhs)))
-            least, most = lhs.dtype.get_int_min_value(), lhs.dtype.get_int_max_value()
-            assert wide.min() >= least and wide.max() <= most, f"{lhs.dtype} overflows in {operator.__name__}"
-
-    core.dtype.is_int = lambda self: self.name in integers
-    semantic.binary_op_type_checking_impl, semantic.computation_type_impl = types, dtype
-    semantic.broadcast_impl_value, semantic.binary_op_sanitize_overflow_impl = broadcast, sanitize
-
-
 if find_spec("triton") and not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     for name in ("attend", "decode", "peers"):
@@ -137,7 +87,6 @@ if find_spec("triton") and not torch.cuda.is_available():
     del os.environ["TRITON_INTERPRET"]
     _patch_once_a_launch()
     _describe_types_once()
-    _check_operands_once()
 
 
 @contextmanager
