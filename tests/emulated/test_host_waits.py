@@ -40,7 +40,7 @@ def test_steps_and_merges(backend: str, shape: tuple[int, int, int]):
     ("backend", "shape"),
     [
         ("nccl", (1, 1, 2)),
-        ("cpu:gloo,cuda:nccl", (1, 2, 1)),
+        pytest.param("cpu:gloo,cuda:nccl", (1, 2, 1), marks=pytest.mark.long),
         pytest.param("nccl", (2, 1, 1), marks=pytest.mark.long),
     ],
 )

@@ -17,7 +17,7 @@ from tests.support.mesh_problems import MeshProblem, check, draw, draw_selected
 SIZES = 2, 3, 4
 SAMPLE = 1, 2, 3, 4, 6  # short ones
 ALL = [seed for seed in range(120) if seed not in SAMPLE]
-SELECTIONS = 2, 3, 4, 7, 8, 9, 13, 14
+SELECTIONS = 2, 3, 7, 9, 14
 MORE_SELECTIONS = [seed for seed in range(120) if seed not in SELECTIONS]
 
 

@@ -71,7 +71,7 @@ def _decode_on_gpu(gpu: EmulatedGPU, *arguments: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("backend", "shape", "options", "before"),
-    [(*STEPS[0], 0), (*STEPS[1], 2), *(pytest.param(*STEPS[step], 2, marks=pytest.mark.long) for step in (0, 2))],
+    [(*STEPS[0], 0), *(pytest.param(*STEPS[step], 2, marks=pytest.mark.long) for step in range(3))],
 )
 def test_steps_on_gpus(backend: str, shape: tuple[int, int, int], options: dict[str, Any], before: int) -> None:
     """First steps are compared by the hosts, as those of `test_steps` are."""
@@ -86,7 +86,10 @@ def _attend_on_gpu(gpu: EmulatedGPU, *arguments: Any) -> dict[str, Any]:
         return attention_outcomes("cuda", *arguments)
 
 
-@pytest.mark.parametrize(("backend", "shape", "before"), [("nccl", (1, 3, 1), 2), ("cpu:gloo,cuda:nccl", (2, 1, 2), 0)])
+@pytest.mark.parametrize(
+    ("backend", "shape", "before"),
+    [("nccl", (1, 3, 1), 2), pytest.param("cpu:gloo,cuda:nccl", (2, 1, 2), 0, marks=pytest.mark.long)],
+)
 def test_attention_on_gpus(backend: str, shape: tuple[int, int, int], before: int) -> None:
     """Hosts compare every call, except `key_lengths` that are on a device."""
     found = world(shape[0] * shape[1] * shape[2], _attend_on_gpu, shape, before, backend=backend)
@@ -99,6 +102,9 @@ def _merge_on_gpu(gpu: EmulatedGPU, *arguments: Any) -> dict[str, Any]:
         return merge_outcomes("cuda", 3, *arguments)
 
 
-@pytest.mark.parametrize(("backend", "how", "before"), [("nccl", "tree", 2), ("cpu:gloo,cuda:nccl", "direct", 0)])
+@pytest.mark.parametrize(
+    ("backend", "how", "before"),
+    [pytest.param("nccl", "tree", 2, marks=pytest.mark.long), ("cpu:gloo,cuda:nccl", "direct", 0)],
+)
 def test_merges_on_gpus(backend: str, how: str, before: int) -> None:
     check(world(3, _merge_on_gpu, before, how, backend=backend).results(), before, compares_all=False)

@@ -397,7 +397,7 @@ def life(shape: Shape, seed: int, requests: int) -> None:
         assert (engine.worker.filling, engine.worker.prompts) == ({}, {})
 
 
-@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[0], pytest.param(SHAPES[1], marks=pytest.mark.long)], ids=str)
 def test_a_random_life_ends_within_its_memory(shape: Shape, pool: Pool) -> None:
     pool.run(shape.ranks, life, shape, 0, 50)
 
