@@ -106,7 +106,8 @@ def read_prompt(prompt: str, file: Path | None) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError("--prompt-file", "a file of text", f"{file}: {error}", "name another") from None
     text = "\n\n".join(part for part in (begin, prompt) if part.strip())
-    check_option(bool(text), "prompt", "some text", "an empty prompt", "pass --prompt TEXT or --prompt-file FILE")
+    given = "an empty one" if prompt or file else "none"
+    check_option(bool(text), "prompt", "some text", given, "pass --prompt TEXT or --prompt-file FILE")
     try:
         text.encode()
     except UnicodeEncodeError as error:  # invalid bytes of a command line arrive as lone surrogates

@@ -118,7 +118,7 @@ def test_the_help_of_a_subcommand_imports_no_torch(name: str) -> None:
 
 
 WRONG = {
-    ("generate", "--model", "smollm2"): "prompt: expected some text, given an empty prompt. Fix: pass --prompt TEXT or",
+    ("generate", "--model", "smollm2"): "prompt: expected some text, given none. Fix: pass --prompt TEXT or",
     ("generate", "--model", "smollm2", "--prompt", "a", "--kv", "int3"): "given 'int3'. Fix: write --kv int8.",
     (
         "generate",

@@ -164,8 +164,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 WRONG = {
-    "no prompt": (("--model", PACKAGED), "prompt: expected some text, given an empty prompt"),
-    "blank prompt": (("--model", PACKAGED, "--prompt", " "), "prompt: expected some text, given an empty prompt"),
+    "no prompt": (("--model", PACKAGED), "prompt: expected some text, given none"),
+    "blank prompt": (("--model", PACKAGED, "--prompt", " "), "prompt: expected some text, given an empty one"),
     "no file": (
         ("--model", PACKAGED, "--prompt-file", "nowhere"),
         "--prompt-file: expected a file of text, given nowh",
@@ -327,7 +327,7 @@ def test_the_shape_that_sends_least_is_chosen() -> None:
     assert choose_mesh("auto", 4, 9, 3).shape == (1, 4, 1)
     assert choose_mesh("auto", 3, 9, 3).shape == (1, 3, 1)
     assert choose_mesh("tp=3", 12, 9, 3)[:3] == ((1, 4, 1), 3, False)
-    assert choose_mesh("keys=4", 4, 9, 3) == ((1, 1, 4), 1, False, "it was asked for")
+    assert choose_mesh("keys=4", 4, 9, 3) == ((1, 1, 4), 1, False, "as --mesh says")
     assert choose_mesh("tp=9,keys=2", 18, 9, 3)[:3] == ((1, 1, 2), 9, False)
     assert choose_mesh("keys=tp=9", 9, 9, 3)[:3] == ((1, 1, 9), 1, True)
     reason = "a prompt sends least so; with keys=2 it sends 3.0 times as much. New tokens alone send least with keys=2"

@@ -154,7 +154,7 @@ def _print_table(result: Any, prepared: Prepared, verbose: bool) -> None:
         "keys of a layer, by rank": ", ".join(f"{n:,}" for n in result.keys),
         "keys and values, MB by rank": ", ".join(f"{n / 1e6:.1f}" for n in result.cache_bytes),
         "received per token, kB by rank": ", ".join(f"{n / 1e3:.1f}" for n in result.bytes_per_token),
-        "mesh": f"{prepared.mesh}: {prepared.mesh.reason}",
+        "mesh": ": ".join(filter(None, (str(prepared.mesh), prepared.mesh.reason))),
     }
     table = pairs("", figures)
     if verbose:

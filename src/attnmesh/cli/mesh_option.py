@@ -40,7 +40,7 @@ def choose_mesh(text: str, ranks: int, q_heads: int, kv_heads: int) -> MeshChoic
     named = axes_of(text)
     check_ranks_of_mesh(text, ranks)
     if shared := named.get(f"{TP}=keys"):
-        return MeshChoice(Shape(1, 1, shared), 1, shared > 1, "it was asked for")
+        return MeshChoice(Shape(1, 1, shared), 1, shared > 1, "as --mesh says")
     tp = named.get(TP, 1)
     fits = ranks % tp == 0 and q_heads % tp == 0 and share_evenly(kv_heads, tp)
     given = f"{text} on {ranks} ranks, with {q_heads}/{kv_heads} heads"
@@ -52,7 +52,7 @@ def choose_mesh(text: str, ranks: int, q_heads: int, kv_heads: int) -> MeshChoic
         fits, expected = heads[1] % shape.heads == 0, f"a heads axis that divides {heads[1]} key heads"
         given, fix = f"{text}, with {heads[0]}/{heads[1]} heads on a rank", "give its ranks to another axis"
         require(fits, MeshError, "--mesh", expected, given, fix)
-        return MeshChoice(shape, tp, False, "it was asked for")
+        return MeshChoice(shape, tp, False, "as --mesh says")
     return MeshChoice(*_best(ranks // tp, tp, *heads))
 
 
@@ -60,7 +60,7 @@ def _best(ranks: int, tp: int, q_heads: int, kv_heads: int) -> tuple[Shape, int,
     """Return the mesh that sends least in prefill, and the reason."""
     shapes = mesh_shapes(ranks, q_heads, kv_heads, training=False)
     if len(shapes) == 1:
-        reason = "one rank" if tp == 1 else "it was asked for"
+        reason = "" if tp == 1 else "as --mesh says"
         return shapes[0], tp, False, reason if ranks == 1 else f"no other shape serves {q_heads}/{kv_heads} heads"
     sent = [sum(elements(shape, q_heads, kv_heads, training=False)) for shape in shapes]
     other, keys = MeshChoice(shapes[1], tp, False, ""), Shape(1, 1, ranks)
