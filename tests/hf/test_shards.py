@@ -5,6 +5,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from attnmesh import errors
 from attnmesh.core.mask import Causal
 from attnmesh.hf.layer_mask import MaskSpec
 from attnmesh.hf.models import Opaque
-from attnmesh.hf.shards import ShardMask, ShardPositions
+from attnmesh.hf.shards import BegunPass, ShardMask, ShardPositions
 from attnmesh.hf.training.labels import ItemCount
 from attnmesh.mesh.shapes import Shape
 from tests.support import families
@@ -338,3 +339,17 @@ def test_generate_unwraps_the_model() -> None:
         hf.generate(Adapters(model, True), prompt(20), **options)
     with pytest.raises(errors.KernelError, match="expected a causal language model of transformers, given Line"):
         hf.generate(Wrapped(nn.Linear(2, 2)), prompt(20), **options)
+
+
+def test_a_pass_whose_batch_is_gone_waits_for_no_mask() -> None:
+    class Gone:
+        """What a batch holds, of a pass that was broken off."""
+
+    begun, first, second = BegunPass(), Gone(), Gone()
+    waits: Any = ref(first, begun.forget)
+    begun.shards = waits
+    del first
+    assert begun.shards is None
+    begun.shards = others = ref(second, begun.forget)  # type: ignore[assignment]
+    begun.forget(waits)  # of an earlier batch
+    assert begun.shards is others

@@ -211,9 +211,7 @@ def test_other_paths_methods_and_types_are_refused(running: Served) -> None:
         assert said["error"]["message"]
 
 
-def test_a_full_server_says_429_and_when_to_ask_again(world: ThreadWorld, running: Served) -> None:
-    many = {**chat(), "n": 9}
-    assert running.ask("/v1/chat/completions", many)[1]["error"]["type"] == "rate_limit_error"
+def test_a_full_server_says_429_and_when_to_ask_again() -> None:
     tiny = ThreadWorld(rows=1, waiting=1)
     with served(tiny) as small:  # its engine is full before its front is
         code, said = small.ask("/v1/chat/completions", {**chat(), "n": 3})

@@ -139,7 +139,7 @@ class Shards:
         """Begin a forward pass of these tokens."""
         self.forward_pass.begin()
         self.forward_pass.on_begin(self)
-        BEGUN.shards, BEGUN.thread = ref(self), get_ident()
+        BEGUN.shards, BEGUN.thread = ref(self, BEGUN.forget), get_ident()
 
     def positions(self) -> Tensor:
         """Return the positions of this rank's tokens in the whole sequence, cached tokens included."""
@@ -202,6 +202,11 @@ class BegunPass:
     """Return the shards, while the batch exists; None if no pass waits for its mask."""
     thread = 0
     """Thread that began it."""
+
+    def forget(self, shards: Callable[[], Shards | None]) -> None:
+        """Wait for no mask of a batch that is gone: its pass was broken off."""
+        if self.shards is shards:
+            self.shards = None
 
     def of_this_thread(self) -> Shards | None:
         """Return the shards of the pass, if this thread began it."""
