@@ -1,7 +1,5 @@
 import os
-from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it, and a table takes its width once, when it is imported
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a process that has asked CUDA itself cannot be forked any more
@@ -34,27 +32,15 @@ def pytest_configure(config: pytest.Config) -> None:
     Interrupts are heard, also by what tests start, where a shell runs the tests in the background and ignores them.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if hasattr(config.option, "loadscopereorder"):
-        config.option.loadscopereorder = False  # workers take files as `pytest_collection_modifyitems` orders them
     library()  # compiled here, or the first rank to need it would be silent for some seconds
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         return  # of several workers each has its own, and whoever hands out the tests runs none
     Processes().preload(PRELOADED)
 
 
-@pytest.hookimpl(trylast=True)  # after those that are not run are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put long files first: a worker takes whole files, and one that began a long file last would end alone.
-
-    Files with an `early` mark come first, then those of most tests; in a file, what needs no world of ranks.
-    """
-    tests = Counter(item.path for item in items)
-    early = {item.path for item in items if item.get_closest_marker("early")}
-
-    def place(item: pytest.Item) -> tuple[bool, int, Path, bool]:
-        return item.path not in early, -tests[item.path], item.path, "pool" in getattr(item, "fixturenames", ())
-
-    items.sort(key=place)
+    """Worlds of ranks that wait for work keep a small machine busy: what needs none of them comes first."""
+    items.sort(key=lambda item: "pool" in getattr(item, "fixturenames", ()))
 
 
 def pytest_collection_finish() -> None:

@@ -42,8 +42,6 @@ MOST_MEGABYTES = 400
 """More memory than in the first quiet turn: 8 bodies of 1 MB while they are parsed, and kept prefixes."""
 SLOWER = 3.0
 """An honest client's gap, at most, as a multiple of the one in quiet."""
-ROUND = 1.0
-"""Seconds between the beginnings of honest texts, or a multiple of them: the server may rest in between."""
 PATIENCE = 120.0
 """Seconds after which a client gives up waiting."""
 
@@ -363,7 +361,6 @@ class Honest:
         """Stream until the end."""
         random = Random(client)
         while not self.ended:
-            time.sleep(-time.monotonic() % ROUND)
             number = random.randrange(len(self.requests))
             try:
                 text = self.stream(self.requests[number])
@@ -477,7 +474,7 @@ class Outcome:
 @contextmanager
 def hostile_process(port: int, seed: int) -> Iterator[tuple[Any, Any]]:
     """Run hostile clients in a process. Yield what lets them go, and what they have seen."""
-    context = mp.get_context("forkserver")
+    context = mp.get_context("spawn")
     going, ended, seen = context.Event(), context.Event(), context.Queue()
     process = context.Process(target=harass, args=(port, seed, going, ended, seen), daemon=True)
     process.start()

@@ -22,8 +22,6 @@ from attnmesh.runtime.world import WORLD
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
 
-pytestmark = pytest.mark.early
-
 CPU = torch.device("cpu")
 
 

@@ -10,8 +10,6 @@ from tests.support.diffusion import MODELS
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
 
-pytestmark = pytest.mark.early
-
 ROWS = (4, 5)
 
 

@@ -14,8 +14,6 @@ from tests.emulated.waits import filled_cache, random
 from tests.support.emulated_gpu import EmulatedGPU
 from tests.support.emulated_nccl import world
 
-pytestmark = pytest.mark.early
-
 CAPTURED = {
     "plain": {},
     "a window": {"mask": am.Window(5)},

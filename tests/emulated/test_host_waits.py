@@ -10,8 +10,6 @@ import pytest
 from tests.emulated.waits import measure, model_waits
 from tests.support.emulated_nccl import world
 
-pytestmark = pytest.mark.early
-
 DECODING = {
     "decode, key_lengths on the host": ["copy"],
     "decode, documents": ["copy"],  # of a new mask; each step needs one, as documents cover all tokens

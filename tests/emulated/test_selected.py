@@ -11,11 +11,7 @@ from attnmesh.mesh.shapes import AXES
 from tests.emulated.waits import random
 from tests.support.emulated_gpu import EmulatedGPU
 from tests.support.emulated_nccl import BACKENDS, world
-
-pytestmark = pytest.mark.early
-
-PAIRS = [((b, p), (backend, p == 1)) for b, backend in enumerate(BACKENDS) for p in range(2)]
-"""Backends, without padding and with it, and the numbers of both."""
+from tests.support.seeds import pairs
 
 INDICES = torch.tensor([[3, 22, 7], [19, 0, 2**31 - 1]], dtype=torch.int32)[:, None, None]
 
@@ -38,10 +34,7 @@ def steps(gpu: EmulatedGPU, ranks: int, padded: bool) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("backend", "padded"),
-    [pytest.param(*pair, marks=pytest.mark.long if sum(n) % 2 else []) for n, pair in PAIRS],
-)
+@pytest.mark.parametrize(("backend", "padded"), pairs([*BACKENDS], [False, True]))
 def test_selected_tokens_on_gpus(backend: str, padded: bool) -> None:
     real = torch.tensor([True, True, False, True]).repeat(2, 6) if padded else torch.ones(2, 24, dtype=torch.bool)
     q, k, v = (

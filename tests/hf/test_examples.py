@@ -8,8 +8,6 @@ from tests.support import families
 from tests.support.scripts import run_script
 from tests.support.trainers import tokenizer
 
-pytestmark = pytest.mark.early
-
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 

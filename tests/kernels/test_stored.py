@@ -1,7 +1,6 @@
 """Kernels that read rows in 8 bits: the native one and Triton's, beside float64 over the stored numbers."""
 
 import math
-from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,6 +21,7 @@ from attnmesh.kernels.reference import Reference
 from attnmesh.kernels.selected_keys import SelectedKeys
 from attnmesh.kernels.stored import CacheKernel
 from tests.support.interpreted import interpreting
+from tests.support.seeds import rotated
 
 needs_library = pytest.mark.skipif(library().attend is None, reason="there is no C++ compiler")
 
@@ -182,20 +182,14 @@ WIDTHS = [("separate", 8, 8), ("separate", 192, 130), ("prefix", 20, 16)]
 """How values lie, and the columns of keys and of values."""
 
 
-def _of_each_width() -> list[Any]:
-    """Return each width with each dtype and storage, of which a third has each value once."""
-    every = product(enumerate(WIDTHS), enumerate((torch.float32, torch.bfloat16)), enumerate(STORAGES))
-    return [
-        pytest.param(*widths, dtype, storage, marks=pytest.mark.long if (w + d + s) % 3 else [])
-        for (w, widths), (d, dtype), (s, storage) in every
-    ]
-
-
-@pytest.mark.parametrize(("values", "dim", "value_dim", "dtype", "storage"), _of_each_width())
+@pytest.mark.parametrize(
+    ("widths", "dtype", "storage"), rotated(WIDTHS, (torch.float32, torch.bfloat16), STORAGES, every=3)
+)
 def test_triton_agrees_with_float64(
-    storage: str, dtype: torch.dtype, values: str, dim: int, value_dim: int, monkeypatch: pytest.MonkeyPatch
+    widths: tuple[str, int, int], dtype: torch.dtype, storage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
+    values, dim, value_dim = widths
     sizes = {"batch": 2, "kv_heads": 2, "head_dim": dim, "value_dim": value_dim, "capacity": 100, "values": values}
     by, k, v = STORAGES[storage], torch.randn(2, 2, 70, dim).to(dtype), torch.randn(2, 2, 70, value_dim).to(dtype)
     q = torch.randn(2, 4, 2, dim).to(dtype)

@@ -20,8 +20,6 @@ from tests.support.mesh_problems import run as run_problem
 from tests.support.pool import SIZES, Pool
 from tests.support.tiny import Decoder, sequences, summed_loss
 
-pytestmark = pytest.mark.early
-
 LENGTH = 47
 """A prime: no number of ranks divides it, so shards are uneven."""
 

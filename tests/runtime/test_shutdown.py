@@ -13,8 +13,6 @@ import pytest
 from attnmesh.runtime import shutdown
 from attnmesh.runtime.shutdown import wait_until_idle
 
-pytestmark = pytest.mark.early
-
 LATE = """
 import hashlib, sys, threading, time, weakref
 import torch

@@ -29,8 +29,6 @@ from tests.support import families
 from tests.support.fake_engine import byte_tokenizer, sentencepiece_tokenizer
 from tests.support.served import NAME, Served, served
 
-pytestmark = pytest.mark.early
-
 KINDS = {"pieces": sentencepiece_tokenizer, "bytes": byte_tokenizer}
 
 DEFAULTS: dict[str, dict[str, Any]] = {

@@ -1,7 +1,6 @@
 """The event loop is never held up for long: another client's requests go on beside each of these."""
 
 import asyncio
-import gc
 import json
 import threading
 import time
@@ -24,10 +23,7 @@ def running() -> Iterator[Served]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fake_engine, "LONGEST", 4000)
         with served(ThreadWorld(pause=0)) as one:
-            gc.collect()
-            gc.freeze()  # a process of tests has many more objects than a front, and looks through all of them at once
             yield one
-            gc.unfreeze()
 
 
 def unit() -> float:

@@ -22,8 +22,6 @@ from tests.support import families
 from tests.support.fake_engine import FakeEngine, ThreadWorld, byte_tokenizer, save_tiny
 from tests.support.served import NAME, Served, served, until
 
-pytestmark = pytest.mark.early
-
 NEW = 40
 ASKED: dict[str, Any] = {"model": NAME, "prompt": "Go on", "temperature": 1, "seed": 3, "max_tokens": NEW}
 

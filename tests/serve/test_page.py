@@ -12,8 +12,6 @@ from tests.support.browser import Browser
 from tests.support.fake_engine import ThreadWorld, answer, byte_tokenizer
 from tests.support.served import Served, served, until
 
-pytestmark = pytest.mark.early
-
 CONTROLS = """
 const targets = [...document.querySelectorAll("button, textarea")].map(one => one.getBoundingClientRect().height);
 return [document.documentElement.scrollWidth, Math.min(...targets)];

@@ -4,8 +4,6 @@ import pytest
 
 from tools import hostile
 
-pytestmark = pytest.mark.early
-
 
 @pytest.mark.timeout(600)
 def test_honest_clients_are_served_beside_hostile_ones() -> None:

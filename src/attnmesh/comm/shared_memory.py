@@ -56,7 +56,9 @@ CHECK_INTERVAL = 0.5
 """Seconds between two checks that the other process is alive."""
 
 FOLDER = Path("/dev/shm")
-SECONDS_TO_LOCK = 60.0  # between the making of a name and its lock, at most
+
+SECONDS_TO_LOCK = 60.0
+"""Seconds between the making of a name and its lock, at most."""
 
 MOST_NUMBERS = SLOT // 16
 """Numbers of an exchange by the boards at most: half of a board."""
@@ -304,7 +306,7 @@ def _remove_names_of_the_dead() -> None:
     """Remove names whose ranks were killed before they could: no process holds the lock of such memory."""
     for path in FOLDER.glob("attnmesh-*"):
         with suppress(OSError):
-            file = os.open(path, os.O_RDWR)
+            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # others may make names there, too
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if time() - os.fstat(file).st_mtime > SECONDS_TO_LOCK:

@@ -38,7 +38,7 @@ class Logits(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What a caller asks of the products q.k: a scale and a soft cap, None for the default ones, and a bias."""
+    """Scale, soft cap and bias that a caller asks for the products q.k; None for the default ones."""
 
     scale: float | None = None
     softcap: float | None = None

@@ -9,18 +9,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import CAUSAL, FULL, Mask
-from attnmesh.core.partial import Partial, merge_unchecked
+from attnmesh.core.partial import Partial
 from attnmesh.core.selection import Selection
-from attnmesh.guard.checks import MAX_HEADS, check_most_keys, warn_if_swapped, without_redundant
-from attnmesh.kernels.local_plan import PLANS, LocalPlan, kind_of, length_major
+from attnmesh.guard.checks import check_most_keys, warn_if_swapped, without_redundant
+from attnmesh.kernels.local_plan import PLANS, LocalPlan, kind_of
 from attnmesh.kernels.selected_keys import without_faulty
 from attnmesh.kernels.traced import autocast, is_learned, needs_operator, without_autocast
 from attnmesh.mesh.axes import Mesh, NotGiven, given_mesh
 from attnmesh.mesh_attention.call import Call, Options
-from attnmesh.mesh_attention.executor import forward
 from attnmesh.mesh_attention.latents import Latents
-from attnmesh.mesh_attention.mesh_op import attend_alone, attend_learned, mesh_op
-from attnmesh.mesh_attention.prepared import PreparedCall, prepare
+from attnmesh.mesh_attention.mesh_op import attend_alone, attend_by_task, attend_learned, mesh_op
+from attnmesh.mesh_attention.mesh_plan import PreparedCall
+from attnmesh.mesh_attention.prepared import prepare
 
 ALONE = "each rank attends to its own tokens only. Pass mesh= for attention over the tokens of all ranks"
 
@@ -122,8 +122,7 @@ def attention(
             whole = prepare(Mesh.of(None), call, checked).plan
             plan = LocalPlan.of(q, k, v, whole.problem.mask, whole.logits, kernel)
             out = plan.attend(q, k, v, sinks).out
-    if q.shape[1] > MAX_HEADS:
-        warn_if_swapped("attention", q, k.shape[2])  # last: where warnings are errors, one rank alone would raise
+    warn_if_swapped("attention", q, k.shape[2])  # last: where warnings are errors, one rank alone would raise
     if kind is not None:
         PLANS.keep(kind, plan)
     return out
@@ -168,7 +167,4 @@ def _attend(call: Call, prepared: PreparedCall, latents: Latents | None, further
             task = plan.with_seen(plan.task(q.shape[1], (q, k, v), widths), key_lengths, indices)
         if latents is not None:  # which are expanded where they are attended
             task = replace(task, projection=latents.projection)
-        found = forward(q, (k, v) if latents is None else (latents.tokens,), task, sinks)
-        if further is not None:
-            found = merge_unchecked([found, further])
-        return length_major(found.out, q.dtype)
+        return attend_by_task(q, (k, v) if latents is None else (latents.tokens,), task, sinks, further)

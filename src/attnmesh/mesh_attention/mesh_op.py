@@ -22,7 +22,7 @@ from attnmesh.kernels.traced import Once, once
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.mesh.schedule import ChunkSize
 from attnmesh.mesh_attention.call import Call
-from attnmesh.mesh_attention.executor import backward, empty_tokens, forward
+from attnmesh.mesh_attention.executor import Task, backward, empty_tokens, forward
 from attnmesh.mesh_attention.mesh_plan import MeshPlan
 from attnmesh.runtime.counters import Tensors
 from attnmesh.runtime.operators import operator, recorded
@@ -35,6 +35,14 @@ def attend_alone(call: Call, plan: MeshPlan, further: Partial | None = None) -> 
     visible = Visible(plan.problem.mask, key_lengths=call.key_lengths, selected=call.selected)
     found = run_attend(call.q, call.k, call.v, visible, plan.logits, plan.kernel, call.sinks)
     return found.out if further is None else merge_unchecked([Partial(*found), further]).out.to(call.q.dtype)
+
+
+def attend_by_task(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None, further: Partial | None = None) -> Tensor:
+    """Return attention of this rank's queries over all ranks, without gradients."""
+    found = forward(q, kv, task, sinks)
+    if further is not None:
+        found = merge_unchecked([found, further])
+    return length_major(found.out, q.dtype)
 
 
 def _attend(

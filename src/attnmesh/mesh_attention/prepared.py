@@ -18,8 +18,7 @@ from attnmesh.mesh.axes import Axis, Mesh, flat_axis
 from attnmesh.mesh.schedule import Problem
 from attnmesh.mesh.shapes import AXES
 from attnmesh.mesh_attention.call import Call, Options, Pair, Sizes, check_call
-from attnmesh.mesh_attention.mesh_plan import MeshPlan, known_calls
-from attnmesh.mesh_attention.mesh_plan import PreparedCall as PreparedCall
+from attnmesh.mesh_attention.mesh_plan import MeshPlan, PreparedCall, known_calls
 from attnmesh.mesh_attention.shard_marks import shard_marks
 from attnmesh.runtime.world import cached_per_world
 

@@ -1,6 +1,7 @@
 """Uvicorn with limits on connections, headers and clients that do not read, and the life of the server."""
 
 import asyncio
+import gc
 import json
 import socket
 from errno import EACCES, EADDRINUSE
@@ -166,9 +167,12 @@ def run(app: App, listening: socket.socket, drain: float) -> None:
         server.should_exit = True
 
     app.front.on_failure = fail
+    gc.collect()
+    gc.freeze()  # else a full collection looks through all modules, and holds up the event loop for 0.3 s
     try:
         server.run(sockets=[listening])
     finally:
+        gc.unfreeze()
         app.front.abandon()
     if app.front.failure is not None:
         raise app.front.failure

@@ -18,8 +18,6 @@ from tests.support.families import prompt
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
 
-pytestmark = pytest.mark.early
-
 NEW = 6
 
 

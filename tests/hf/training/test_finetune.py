@@ -17,8 +17,6 @@ from tests.support.pool import Pool
 from tests.support.scripts import run_script
 from tests.support.trainers import fsdp_on_cpus, launched
 
-pytestmark = pytest.mark.early
-
 SCRIPT = Path(__file__).parents[3] / "examples" / "finetune.py"
 
 SMALL = ("--steps", 2, "--save-every", 1, "--length", 900, "--packs", 2)

@@ -16,8 +16,6 @@ from tests.support import families
 from tests.support.pool import Pool
 from tests.support.trainers import FSDP, collate, examples, fsdp_on_cpus, launched, mesh_of, on_rank
 
-pytestmark = pytest.mark.early
-
 PAIR = Shape(1, 1, 2)
 
 SAVES: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "no", "max_steps": 3}
