@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from random import Random
 from statistics import median, quantiles
@@ -260,7 +261,8 @@ def ordinary(port: int, random: Random) -> Status:
     return ask(port, json.dumps(completion(random, **fields)).encode())
 
 
-ACTS: dict[Callable[[int, Random], Status], tuple[Status, ...]] = {
+Act = Callable[[int, Random], Status]
+ACTS: dict[Act, tuple[Status, ...]] = {
     many_names: (400, 413, 503),
     same_names: (400, 413, 503),
     deep_body: (400, 413, 503),
@@ -283,21 +285,23 @@ ACTS: dict[Callable[[int, Random], Status], tuple[Status, ...]] = {
 
 
 def harass(port: int, seed: int, going: Any, ended: Any, seen: Any) -> None:
-    """Act at random while it is going; runs in a process of its own."""
+    """Act while it is going, first each act once, then at random; runs in a process of its own."""
     os.nice(5)  # clients stand for other machines: they should not take the processor from the server
-    randoms = [Random(f"{seed}-{client}") for client in range(HOSTILE)]
-    threads = [threading.Thread(target=_harass_alone, args=(port, one, going, ended, seen)) for one in randoms]
+    order = Random(seed).sample([*ACTS], len(ACTS))
+    clients = [(Random(f"{seed}-{client}"), order[client::HOSTILE]) for client in range(HOSTILE)]
+    threads = [threading.Thread(target=_harass_alone, args=(port, *one, going, ended, seen)) for one in clients]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
 
 
-def _harass_alone(port: int, random: Random, going: Any, ended: Any, seen: Any) -> None:
+def _harass_alone(port: int, random: Random, first: list[Act], going: Any, ended: Any, seen: Any) -> None:
+    acts = chain(first, iter(lambda: random.choice([*ACTS]), None))
     while not ended.is_set():
         if not going.wait(0.2):
             continue
-        act = random.choice([*ACTS])
+        act = next(acts)
         try:
             status: Status = act(port, random)
         except OSError:
