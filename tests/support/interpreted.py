@@ -2,11 +2,13 @@
 
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from dataclasses import replace
+from functools import cache, wraps
 from importlib.util import find_spec
 from inspect import getmembers
+from numbers import Number
 from typing import Any
 from unittest.mock import patch
 
@@ -52,7 +54,7 @@ def _describe_types_once() -> None:
     """Let tensors of a shape and a dtype share their description, which the interpreter makes anew for each value."""
     interpreter: Any = importlib.import_module("triton.runtime.interpreter")
     core, numpy_dtype_of = interpreter.tl.core, interpreter._get_np_dtype
-    make_block, make_tensor = core.block_type.__init__, core.tensor.__init__
+    make_block, make_tensor, equal = core.block_type.__init__, core.tensor.__init__, core.dtype.__eq__
     blocks, tensors, dtypes = (dict[Any, Any]() for _ in range(3))
 
     def block(self: Any, element_ty: Any, shape: Any) -> None:
@@ -78,6 +80,74 @@ def _describe_types_once() -> None:
         return dtypes[name]
 
     core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype = block, tensor, numpy_dtype
+    core.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
+
+
+def _leave_out_checks_of_no_effect() -> None:
+    """Turn off sums and products in 64 bits beside each one in 32, whose overflow the interpreter asserts to nobody."""
+    builder: Any = importlib.import_module("triton.runtime.interpreter").interpreter_builder
+    assert not builder.options.debug
+    builder.options = replace(builder.options, sanitize_overflow=False)
+
+
+Change = Callable[[Any, Any], Any]
+"""Makes an operand what its operator takes, given Triton's semantic."""
+
+
+def _change(given: Any, found: Any) -> Change:
+    """Return how an operand was changed: a number into a constant, a tensor by a cast and a broadcast."""
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    tensor, handle = interpreter.tl.core.tensor, interpreter.TensorHandle
+    kind = found.type
+    if found is given:
+        return lambda _, x: x
+    if type(given) is not tensor:
+        numbers, dtype = found.handle.data.copy(), found.handle.dtype
+        numbers.flags.writeable = False
+        return lambda *_: tensor(handle(numbers, dtype), kind)
+    casts, was_block = given.type.scalar != kind.scalar, given.type.is_block()
+    shape = [*kind.shape] if kind.is_block() else []
+    fits = shape == ([*given.type.shape] if was_block else [])
+
+    def changed(semantic: Any, x: Any) -> Any:
+        x = semantic.cast(x, kind.scalar) if casts else x
+        if fits:
+            return x
+        builder = semantic.builder
+        spread = builder.create_broadcast(x.handle, shape) if was_block else builder.create_splat(kind, x.handle)
+        return tensor(spread, kind)
+
+    return changed
+
+
+def _remember_operands() -> None:
+    """Let operands be cast and broadcast as those of the same types were before, and numbers as the same numbers."""
+    core: Any = importlib.import_module("triton.runtime.interpreter").tl.core
+    semantic: Any = importlib.import_module("triton.language.semantic").TritonSemantic
+
+    def remembering(stock: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
+        known = dict[Any, tuple[Change, Change]]()
+
+        @wraps(stock)
+        def changed(self: Any, lhs: Any, rhs: Any, *flags: bool, **named: bool) -> tuple[Any, Any]:
+            key = kind_of(lhs), kind_of(rhs), flags, *named.items()
+            if None in key or key not in known:
+                found = stock(self, lhs, rhs, *flags, **named)
+                known[key] = _change(lhs, found[0]), _change(rhs, found[1])
+                return found
+            one, other = known[key]
+            return one(self, lhs), other(self, rhs)
+
+        return changed
+
+    def kind_of(x: Any) -> Any:
+        """Return what decides how an operand is changed; None for what has to be looked at."""
+        if type(x) is core.tensor:
+            return x.type.name
+        return (type(x), x) if isinstance(x, Number) and x == x else None
+
+    for name in ("binary_op_type_checking_impl", "broadcast_impl_value"):
+        setattr(semantic, name, remembering(getattr(semantic, name)))
 
 
 if find_spec("triton") and not torch.cuda.is_available():
@@ -87,6 +157,8 @@ if find_spec("triton") and not torch.cuda.is_available():
     del os.environ["TRITON_INTERPRET"]
     _patch_once_a_launch()
     _describe_types_once()
+    _leave_out_checks_of_no_effect()
+    _remember_operands()
 
 
 @contextmanager
