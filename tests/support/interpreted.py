@@ -161,15 +161,20 @@ if find_spec("triton") and not torch.cuda.is_available():
     _remember_operands()
 
 
+def _times_by_size(transport: Any, *_: Any) -> list[int]:
+    """Return the times of a merge by tree, and direct, in place of an interpreter's: a tree is faster on even sizes."""
+    return [1, 2] if transport.axis.size % 2 == 0 else [2, 1]
+
+
 @contextmanager
 def interpreting(kernel: str) -> Iterator[None]:
-    """Triton's kernel runs on the CPU while the block does, and merges are timed once, on short messages."""
+    """Triton's kernel runs on the CPU while the block does, and merges are not timed."""
     if kernel != "triton" or torch.cuda.is_available():
         yield
         return
     os.environ["TRITON_INTERPRET"] = "1"
     try:
-        with patch.multiple("attnmesh.comm.transport", TRIAL_BATCHES=(1,), TRIALS=2, TRIAL_CALLS=1):
+        with patch("attnmesh.comm.transport._time_merges", _times_by_size):
             yield
     finally:
         del os.environ["TRITON_INTERPRET"]
