@@ -26,8 +26,10 @@ CPU = torch.device("cpu")
 
 
 def _message(number: int, source: int, target: int, size: int) -> torch.Tensor:
+    """Return random bytes, which come again after so many that no part of a message is like another in its place."""
     generator = torch.Generator().manual_seed(1000 * number + 10 * source + target)
-    return torch.randint(256, (size,), generator=generator, dtype=torch.uint8)
+    few = torch.randint(256, (4093,), generator=generator, dtype=torch.uint8)
+    return few.repeat(-(-size // len(few)))[:size]
 
 
 def _exchange_in_any_order(seed: int) -> tuple[int, int]:
