@@ -6,7 +6,7 @@ busiest rank or host link needs to send or to receive. An exchange beside a kern
 
 from collections.abc import Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -174,7 +174,7 @@ class LayerJob:
         problem = Problem(work.mask, candidate.shape, layout, layout, length, length)
         return LayerJob(candidate, work, cluster, EXCHANGES[candidate.exchange], traffic(problem, candidate.tile))
 
-    @property
+    @cached_property
     def groups(self) -> int:
         """Groups of heads, which run one after the other."""
         return self.exchange.head_groups(self.candidate.shape, self.work.travelling[0])
@@ -190,7 +190,7 @@ class LayerJob:
         size, more = divmod(heads, self.candidate.shape.heads)
         return (ranks * size + min(ranks, more)) / heads
 
-    @property
+    @cached_property
     def swap(self) -> Flow:
         """All-to-all of the heads axis: every other rank receives its heads of a rank's tokens."""
         shape, tile = self.candidate.shape, self.candidate.tile
@@ -265,15 +265,17 @@ class LayerJob:
         """Return the load of an average rank and an average host."""
         shape, tile = self.candidate.shape, self.candidate.tile
         lines = shape.queries * shape.keys
-        return load._replace(rank=load.total / lines, host=load.total / lines * tile.queries * tile.keys)
+        mean = load.total / lines
+        return Load(load.total, mean, mean * tile.queries * tile.keys, load.messages)
 
     def _transfer_time(self, link: Link, loads: Iterable[tuple[Load, int, float]]) -> float:
         """Return the seconds of the busiest rank, the busiest host or the busiest pair of ranks: the longest."""
         rank = host = pair = 0.0
+        of_rank, of_host = self.share(), self.share(self.candidate.tile.heads)
         for load, peers, size in loads:
-            rank += load.rank * size * self.share()
-            host += load.host * size * self.share(self.candidate.tile.heads)
-            pair += load.rank * size * self.share() / max(1, peers)
+            rank += load.rank * size * of_rank
+            host += load.host * size * of_host
+            pair += load.rank * size * of_rank / max(1, peers)
         return max(rank / link.rate, host / link.host_rate, pair / (link.peer_rate or link.rate))
 
 
