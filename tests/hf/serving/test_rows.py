@@ -20,7 +20,7 @@ from tests.support.models.tiny_models import Case, build
 from tests.support.pool import Pool
 from tests.support.seeds import seeds
 
-LENGTHS, NEW = (37, 2, 92, 1, 16), 6
+LENGTHS, NEW = (37, 2, 92, 1, 16), 4
 SHAPES = [Shape(1, 1, 1), Shape(1, 1, 2), Shape(1, 3, 1), Shape(2, 1, 2)]
 OTHERS = ("deepseek_v3", "qwen3_next", "mamba", "falcon_h1", "bart", "deepseek_v32", "gpt2")
 """Model types with latents, recurrent states alone and beside keys, no position_ids, and indexers."""

@@ -60,7 +60,7 @@ SHAPES = (Shape(1, 1, 1), Shape(1, 2, 1), Shape(1, 1, 3), Shape(1, 2, 2))
 
 SAMPLED = {("ties", SHAPES[1]), ("deepseek_v32", SHAPES[3]), ("dots3", SHAPES[2])}
 SAMPLED |= {("minimax_m3", SHAPES[2]), ("qwen4", SHAPES[3]), ("deepseek_v4", SHAPES[0])}
-"""The cases of `make test`."""
+"""The cases of `make test`, each with every second check."""
 
 Generate = Callable[..., Tensor]
 
@@ -119,14 +119,14 @@ DTYPES = dict.fromkeys((plain, chunked, beams, turns, lookup), torch.float64) | 
 Check = Callable[[Generate], list[Tensor]]
 
 
-def checks_of(name: str) -> list[tuple[Check, torch.dtype]]:
-    """Return the checks of a case."""
+def checks_of(name: str, every: int) -> list[Check]:
+    """Return the checks of a case, or every second one: the others are those of the next case."""
     refused = {"deepseek_v4": (lookup, padded), "minimax_m3": (padded,), "qwen4": (lookup,)}.get(name, ())
-    return [each for each in DTYPES.items() if each[0] not in refused]
+    return [check for check in [*DTYPES][[*CASES].index(name) % every :: every] if check not in refused]
 
 
-def ours(name: str, shape: Shape) -> dict[str, Any]:
-    """Return the tokens of each check on a rank."""
+def ours(name: str, shape: Shape, every: int) -> dict[str, Any]:
+    """Return the tokens of some checks on a rank."""
     mesh = named_mesh(shape, AXES)
 
     def run(check: Check, dtype: torch.dtype) -> list[Any]:
@@ -140,7 +140,7 @@ def ours(name: str, shape: Shape) -> dict[str, Any]:
 
         return [tokens.tolist() for tokens in check(generate)]
 
-    return {check.__name__: run(check, dtype) for check, dtype in checks_of(name)}
+    return {check.__name__: run(check, DTYPES[check]) for check in checks_of(name, every)}
 
 
 @contextmanager
@@ -159,39 +159,38 @@ def lowest_index_first() -> Iterator[None]:
 
 
 @lru_cache
-def stock(name: str) -> dict[str, Any]:
-    """Return the tokens of stock transformers."""
+def stock(name: str, check: Check) -> list[Any]:
+    """Return the tokens of stock transformers in a check."""
 
-    def run(check: Check, dtype: torch.dtype) -> list[Any]:
-        def generate(ids: Tensor, **options: Any) -> Tensor:
-            options = {"attention_mask": torch.ones_like(ids), "do_sample": False, **options}
-            options |= {"prefill_chunk_size": None, "prompt_lookup_num_tokens": None}
-            return model(name, "eager", dtype).generate(ids, **options)
+    def generate(ids: Tensor, **options: Any) -> Tensor:
+        options = {"attention_mask": torch.ones_like(ids), "do_sample": False, **options}
+        options |= {"prefill_chunk_size": None, "prompt_lookup_num_tokens": None}
+        return model(name, "eager", DTYPES[check]).generate(ids, **options)
 
-        with lowest_index_first() if name == "ties" else nullcontext():
-            return [tokens.tolist() for tokens in check(generate)]
-
-    return {check.__name__: run(check, dtype) for check, dtype in checks_of(name)}
+    with lowest_index_first() if name == "ties" else nullcontext():
+        return [tokens.tolist() for tokens in check(generate)]
 
 
 def cases_on_meshes() -> list[Any]:
-    """Return each case on each mesh; only `SAMPLED` without a mark."""
+    """Return each case on each mesh, which are long, and those of `SAMPLED` with every second check."""
     return [
-        pytest.param(
-            name,
-            shape,
-            id=f"{name}-{'x'.join(map(str, shape))}",
-            marks=[] if (name, shape) in SAMPLED else pytest.mark.long,
-        )
+        pytest.param(name, shape, every, id=f"{name}-{'x'.join(map(str, shape))}{'-some' * (every - 1)}", marks=marks)
         for name in CASES
         for shape in SHAPES
+        for every, marks in ((1, [pytest.mark.long]), (2, []))
+        if every == 1 or (name, shape) in SAMPLED
     ]
 
 
-@pytest.mark.parametrize(("name", "shape"), cases_on_meshes())
-def test_each_type_gives_the_tokens_of_stock_transformers(name: str, shape: Shape, pool: Pool) -> None:
-    for found in pool.run(shape.ranks, ours, name, shape):
-        assert found == stock(name)
+@pytest.mark.parametrize(("name", "shape", "every"), cases_on_meshes())
+def test_each_type_gives_the_tokens_of_stock_transformers(name: str, shape: Shape, every: int, pool: Pool) -> None:
+    expected = {check.__name__: stock(name, check) for check in checks_of(name, every)}
+    for found in pool.run(shape.ranks, ours, name, shape, every):
+        assert found == expected
+
+
+def test_each_check_is_in_the_sample() -> None:
+    assert {check for name, _ in SAMPLED for check in checks_of(name, 2)} == {*DTYPES}
 
 
 def own_best(shape: Shape) -> list[list[int]]:
@@ -205,7 +204,7 @@ def own_best(shape: Shape) -> list[list[int]]:
 
 def test_candidates_that_are_not_merged_are_noticed(pool: Pool) -> None:
     for found in pool.run(2, own_best, Shape(1, 1, 2)):
-        assert found != stock("deepseek_v32")["plain"][0]
+        assert found != stock("deepseek_v32", plain)[0]
 
 
 # --- training ---
@@ -472,7 +471,7 @@ def test_copies_and_other_attention_after_generation(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm", "dots3"])
 def test_one_device_with_caches_of_transformers(name: str) -> None:
-    small, expected = model(name, "attnmesh", torch.float64), stock(name)["plain"][0]
+    small, expected = model(name, "attnmesh", torch.float64), stock(name, plain)[0]
     options = {"max_new_tokens": NEW, "do_sample": False}
     static = {"cache_implementation": "static", "disable_compile": True}
     for more in ({}, static, {"use_cache": False}):
@@ -483,4 +482,4 @@ def test_padding_on_one_device() -> None:
     def generate(ids: Tensor, **options: Any) -> Tensor:
         return model("deepseek_v32", "attnmesh", torch.float32).generate(ids, do_sample=False, **options)
 
-    assert [tokens.tolist() for tokens in padded(generate)] == stock("deepseek_v32")["padded"]
+    assert [tokens.tolist() for tokens in padded(generate)] == stock("deepseek_v32", padded)
