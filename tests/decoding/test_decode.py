@@ -45,7 +45,7 @@ def history_seeds() -> list[Any]:
     few = [seed for seed in range(24) if {phase.shape.ranks for phase in histories.draw(seed).phases} <= {1, 2, 4}]
     return [
         pytest.param(*one.values, marks=[*one.marks, *[pytest.mark.quick] * (one.values[0] in few)])
-        for one in seeds(60, 200)
+        for one in seeds(40, 200)
     ]
 
 

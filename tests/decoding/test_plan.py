@@ -14,6 +14,7 @@ from attnmesh.errors import InputError
 from attnmesh.kernels.native.build import library
 from attnmesh.runtime.caches import Kinds
 from tests.support.pool import Pool
+from tests.support.seeds import pairs
 
 needs_library = pytest.mark.skipif(library().attend is None, reason="there is no C++ compiler")
 
@@ -79,8 +80,7 @@ def _life(dtype: torch.dtype) -> list[bool]:
     return same
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(("ranks", "dtype"), pairs([1, 2, 3, 4], [torch.float32, torch.bfloat16]))
 def test_a_known_kind_has_the_bits_of_its_first_step(ranks: int, dtype: torch.dtype, pool: Pool) -> None:
     for same in pool.run(ranks, _life, dtype):
         assert len(same) > 60
