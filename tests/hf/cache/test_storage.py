@@ -20,7 +20,7 @@ from tests.support import families
 from tests.support.families import STOCK, prompt
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
-from tests.support.seeds import pairs
+from tests.support.seeds import pairs, rotated
 
 AXES = ("heads", "queries", "keys")
 
@@ -154,8 +154,7 @@ def stored_and_recovered(shape: Shape, storage: str, folder: Path) -> tuple[list
     return tokens, found
 
 
-@each_storage
-@pytest.mark.parametrize("shape", SHAPES[1:4], ids=str)
+@pytest.mark.parametrize(("shape", "storage"), rotated(SHAPES[1:4], [*STORAGES], every=2))
 def test_a_cache_is_saved_restored_and_recovered(pool: Pool, tmp_path: Path, shape: Shape, storage: str) -> None:
     for tokens, found in pool.run(shape.ranks, stored_and_recovered, shape, storage, tmp_path):
         assert tokens == [tokens[0]] * 4

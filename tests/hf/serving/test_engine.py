@@ -26,7 +26,7 @@ from tests.support.families import prompt
 from tests.support.mesh_problems import named_mesh
 from tests.support.models.tiny_models import Case, build
 from tests.support.pool import Pool
-from tests.support.seeds import pairs
+from tests.support.seeds import pairs, rotated
 
 SHAPES = [Shape(1, 1, 1), Shape(1, 1, 2), Shape(2, 1, 1)]
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "seed": 5}
@@ -121,8 +121,7 @@ def recurrent_together(name: str, ranks: int) -> None:
         assert (tokens(stream), stream.cached_tokens) == (after, len(prompts[0]) + 8)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "deepseek_v3"])
+@pytest.mark.parametrize(("name", "ranks"), rotated(["qwen3_next", "falcon_h1", "deepseek_v3"], [1, 2], every=2))
 def test_recurrent_states_and_latents(name: str, ranks: int, pool: Pool) -> None:
     pool.run(ranks, recurrent_together, name, ranks)
 
@@ -145,7 +144,10 @@ def sharing_weights(keys: int, tp: int) -> None:
             engine.submit([-1], max_new_tokens=9)
 
 
-@pytest.mark.parametrize(("keys", "tp"), [pytest.param(2, 0, marks=pytest.mark.long), (3, 0), (1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    ("keys", "tp"),
+    [pytest.param(2, 0, marks=pytest.mark.long), (3, 0), pytest.param(1, 2, marks=pytest.mark.long), (2, 2)],
+)
 def test_ranks_that_share_weights(keys: int, tp: int, pool: Pool) -> None:
     pool.run(keys * max(tp, 1), sharing_weights, keys, tp)
 
