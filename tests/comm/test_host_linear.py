@@ -65,7 +65,7 @@ def outputs(columns: int, sizes: tuple[int, ...], dtype: torch.dtype, rows: tupl
 def test_outputs_are_exact(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     columns, *layers = sizes
     for rows, found in zip(
-        (1, 2, 5, MOST_ROWS), outputs(columns, tuple(layers), dtype, (1, 2, 5, MOST_ROWS)), strict=True
+        (1, 2, 5, MOST_ROWS[dtype]), outputs(columns, tuple(layers), dtype, (1, 2, 5, MOST_ROWS[dtype])), strict=True
     ):
         x = given(rows, columns, dtype).double()
         for (weight, bias), out in zip(weights(columns, *layers, dtype=dtype), found, strict=True):

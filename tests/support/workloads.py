@@ -12,7 +12,7 @@ import attnmesh as am
 from attnmesh.comm.host_linear import HostLinear
 from attnmesh.comm.topology import whole_mailboxes
 from attnmesh.errors import StoreError
-from attnmesh.mesh.axes import Axis, Mesh
+from attnmesh.mesh.axes import Mesh
 from attnmesh.store import checkpoint
 
 LENGTHS = 2000, 2050, 2300
@@ -48,13 +48,13 @@ def _decoding(mesh: Any, _: Path, __: dict[str, Any]) -> Step:
 
 
 def _sharing(mesh: Any, _: Path, __: dict[str, Any]) -> Step:
-    """Compute layers that the ranks of an axis share, if one host holds them all."""
+    """Compute layers that the ranks of an axis share; decode where these are on several hosts."""
     axis = max(Mesh.of(mesh).axes, key=lambda one: one.size)
-    boxes = whole_mailboxes(axis)
+    if (boxes := whole_mailboxes(axis)) is None:
+        return _decoding(mesh, _, __)
     noise = torch.Generator().manual_seed(2)
     layers = [(torch.randn(outputs, 64, generator=noise), None) for outputs in (300, 7, 90000)]
-    along = Axis() if boxes is None else axis
-    calls = [HostLinear(0, layers[:2], along, boxes), HostLinear(1, layers[2:], along, boxes)]
+    calls = [HostLinear(0, layers[:2], axis, boxes), HostLinear(1, layers[2:], axis, boxes)]
     x = torch.randn(2, 64, generator=noise)
     return lambda: [out for call in calls for out in call.run(x)]
 

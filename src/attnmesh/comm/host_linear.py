@@ -28,7 +28,7 @@ from attnmesh.runtime.world import WORLD
 CALL, KIND, LAYER = struct.Struct("2P4q"), struct.Struct("P10q"), struct.Struct("2P2q")
 """Fields of `Linear` in `linear.cpp`: those of each call, those of all calls of the layers, and those of each layer."""
 
-MOST_ROWS = 32
+MOST_ROWS = {torch.float32: 32, torch.bfloat16: 16, torch.float16: 16}
 """Rows of a call at most. PyTorch multiplies more of them sooner."""
 
 COLUMNS = 32
@@ -36,6 +36,9 @@ COLUMNS = 32
 
 HALF, TAG_BYTES = SLOT // 2, 64
 """Bytes of a half of a board, and those before its outputs."""
+
+ROWS = 64
+"""Number of rows that no call has, by which the tags of calls differ."""
 
 DIFFERENT = -3
 """Code of a call if another rank has made another one. Other codes below 0 are of exceptions in C++."""
@@ -72,7 +75,7 @@ class HostLinear:
         return whole and alike and weight.dtype in DTYPES and weight.shape[1] % COLUMNS == 0 and weight.numel() > 0
 
     def run(self, x: Tensor) -> Sequence[Tensor]:
-        """Return the outputs of each layer for a contiguous input of at most `MOST_ROWS` rows.
+        """Return the outputs of each layer for a contiguous input of at most `MOST_ROWS`.
 
         Raise `CallsDifferError` if other ranks have called other layers, or of another number of rows.
         """
@@ -80,7 +83,7 @@ class HostLinear:
         out = x.new_empty(rows * self.outputs)
         if mailboxes is not None:
             pieces = -(-self.outputs // (self.axis.size * ((HALF - TAG_BYTES) // 4 // rows)))
-        tag, before = self.number * MOST_ROWS + rows - 1, 0 if mailboxes is None else mailboxes.pieces
+        tag, before = self.number * ROWS + rows, 0 if mailboxes is None else mailboxes.pieces
         fields = CALL.pack(x.data_ptr(), out.data_ptr(), rows, tag, before, torch.get_num_threads()) + self.kind
         function = partial(cast(Exchange, library().linear), fields)
         code = function(0) if mailboxes is None else self._share(mailboxes, function, pieces)

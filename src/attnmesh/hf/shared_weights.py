@@ -25,6 +25,7 @@ from attnmesh.hf.models import check_model, unwrap
 from attnmesh.hf.shards import ShardMask
 from attnmesh.kernels.native.build import library
 from attnmesh.mesh.axes import Axis, Mesh
+from attnmesh.runtime.memory import mapped_files
 
 SUBJECT = "share_weights"
 
@@ -43,9 +44,9 @@ def share_weights(model: Any, mesh: DeviceMesh | None) -> Any:
         model = hf.share_weights(AutoModelForCausalLM.from_pretrained(name, attn_implementation="attnmesh"), mesh)
         tokens = hf.generate(model, ids, mesh=mesh)
 
-    A step of one to 32 tokens takes as many products in all as on one rank. Layers of other kinds, of quantized weights
-    and of experts are computed by every rank, as without this. So is all that runs without a `ShardedCache` on this
-    mesh, and with gradients. The ranks share along the longest axis of the mesh.
+    A step of at most 32 tokens, 16 in narrow dtypes, takes as many products in all as on one rank. Layers of other
+    kinds, of quantized weights and of experts are computed by every rank, as without this. So is all that runs without
+    a `ShardedCache` on this mesh, and with gradients. The ranks share along the longest axis of the mesh.
 
     Args:
         model: A causal language model with `attn_implementation="attnmesh"`, with equal weights on all ranks.
@@ -79,9 +80,15 @@ def share_weights(model: Any, mesh: DeviceMesh | None) -> Any:
     return model
 
 
-def shares_weights(model: Any) -> bool:
-    """Return whether ranks share the weights of a model."""
-    return "shared_steps" in vars(unwrap(model))
+def weights_in_memory(model: nn.Module) -> int:
+    """Return the bytes of a model's weights that this rank holds: its share of pages of a file that ranks map."""
+    sizes: dict[int, int] = {}
+    for weight in model.parameters():
+        own = weight.to_local() if isinstance(weight, DTensor) else weight
+        storage = own.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+    mapped = mapped_files(sizes)
+    return sum(mapped.get(place, size) for place, size in sizes.items())
 
 
 def shared_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
@@ -175,7 +182,7 @@ class SharedSteps:
 
     def run(self, layer: SharedLinear, x: Tensor) -> Tensor:
         """Return the outputs of a layer, from all ranks if the rows are few."""
-        if not 0 < x.numel() <= MOST_ROWS * layer.in_features or x.dtype != layer.weight.dtype or x.is_inference():
+        if not self._takes(layer, x):
             return nn.Linear.forward(layer, x)
         if x is not self.input or x._version != self.version:
             self.first, self.input, self.version = layer, x, x._version
@@ -188,6 +195,12 @@ class SharedSteps:
         if layer not in group and len(group) < MOST_LAYERS:
             group.append(layer)  # from the next step on
         return self._compute([layer], x)[0]
+
+    @staticmethod
+    def _takes(layer: SharedLinear, x: Tensor) -> bool:
+        """Return whether a call takes this input. The versions of inference tensors are not counted."""
+        few = 0 < x.numel() <= MOST_ROWS.get(x.dtype, 0) * layer.in_features
+        return few and x.dtype == layer.weight.dtype and not x.is_inference()
 
     def _compute(self, layers: Sequence[SharedLinear], x: Tensor) -> Sequence[Tensor]:
         """Return the outputs of layers, each from one rank."""
