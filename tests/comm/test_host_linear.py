@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attnmesh.comm.host_linear import MOST_ROWS, HostLinear
+from attnmesh.comm.host_merge import host_merge_for
 from attnmesh.comm.shared_memory import CallsDifferError
 from attnmesh.comm.topology import whole_mailboxes
 from attnmesh.errors import InputError
@@ -150,6 +151,14 @@ def mixed(mistake: str) -> list[str]:
             (other if last else one).run(given(1, 64))
         elif mistake == "other rows":
             one.run(given(2 if last else 1, 64))
+        elif mistake == "a merge" and last:
+            merge = host_merge_for(along, (1, 2, 1, 8), "tree")
+            assert merge is not None
+            message = merge.blank()
+            merge.places(message).out.zero_()
+            merge.places(message).lse.zero_()
+            if not merge.run(message, 7):
+                raise CallsDifferError(0)
         elif last:
             Agreement(mesh_of(along), "an error elsewhere").say(ValueError("broken"))
         else:
@@ -167,7 +176,7 @@ def mixed(mistake: str) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("mistake", ["another layer", "other rows", "an error"])
+@pytest.mark.parametrize("mistake", ["another layer", "other rows", "an error", "a merge"])
 def test_calls_that_differ_are_found_and_forgotten(mistake: str, pool: Pool) -> None:
     expected = ["UnforeseenError", "UnforeseenError", "ValueError"] if mistake == "an error" else ["MeshError"] * 3
     assert pool.run(3, mixed, mistake) == [[name] for name in expected]

@@ -13,6 +13,7 @@ from attnmesh.comm.mailbox_queue import finish_letters_of
 from attnmesh.comm.shared_memory import (
     CHECK_INTERVAL,
     HEAD,
+    LAYERS,
     SLOT,
     CallsDifferError,
     Exchange,
@@ -101,7 +102,7 @@ class HostLinear:
         try:
             if WORLD.letters:
                 finish_letters_of(mailboxes)
-            code = mailboxes.perform(function, pieces * turns, lambda done: max(done % turns - 1, 0))
+            code = mailboxes.perform(function, pieces * turns, lambda done: max(done % turns - 1, 0), LAYERS)
         except PeerLostError as error:
             raise failure(self.axis, "sharing a layer", error.peer, error) from error
         mailboxes.pieces += pieces

@@ -42,8 +42,12 @@ HEAD = 128
 SIZE, RECEIVED = 2, 8
 """Words of a box after the first, which counts messages sent: the bytes of the last one, and messages received."""
 
-LEFT, AGREEMENTS = 2, 8
-"""Words of a board: 1 if its rank has lost another and left, and the comparisons of calls that it has begun."""
+LEFT, AGREEMENTS, AWAITED = 2, 8, 9
+"""Words of a board: 1 if its rank has lost another and left; the comparisons of calls that it has begun; and the member
+that it waits for since long ago, times 4, and what of: `MESSAGES` or `LAYERS`."""
+
+NUMBERS, MESSAGES, LAYERS = range(3)
+"""What ranks wait for: numbers on boards, by which they compare their calls, messages, and outputs of a layer."""
 
 DIFFERENT = 1e38
 """Checksum of a message of another call. It is larger than others, and finite, since poison is infinite."""
@@ -229,35 +233,42 @@ class Mailboxes:
             fields += STEP.pack(kind, box, count)
         function = partial(cast(Exchange, library().exchange), fields)
         if nap is None:
-            self.perform(function, len(steps), lambda done: steps[done][1], lambda done: steps[done][0] != FULL)
+            kind = NUMBERS if any(step[0] == FULL for step in steps) else MESSAGES
+            self.perform(function, len(steps), lambda done: steps[done][1], kind)
         else:
             self._check_left(steps[0][1])
             function(0)
 
-    def perform(
-        self,
-        function: Callable[[int], int],
-        steps: int,
-        awaited: Callable[[int], int],
-        compares: Callable[[int], bool] = lambda _: True,
-    ) -> int:
+    def perform(self, function: Callable[[int], int], steps: int, awaited: Callable[[int], int], kind: int) -> int:
         """Call a native function, which goes on after the steps that are done, until all are. Return what it returns.
 
-        It returns now and then to look after silent ranks: `awaited` is the one that a step waits for. `compares` says
-        whether that may compare its call meanwhile: numbers on boards are themselves the comparison.
+        It returns now and then to look after silent ranks: `awaited` is the one that a step waits for. Raise if that
+        compares its call meanwhile, or waits for this one with a call of another kind, at two looks.
         """
-        done, blocked, since, was_ahead = 0, -1, 0.0, False
+        done, blocked, since, differs = 0, -1, 0.0, False
         if self.has_left:
             self._check_left(awaited(0))
-        while 0 <= (done := function(done)) < steps:
-            peer = awaited(done)
-            if done != blocked:
-                blocked, since, was_ahead = done, monotonic(), False
-            if was_ahead:  # before the last wait, which would have found its message
-                raise CallsDifferError(peer)
-            was_ahead = compares(done) and self.is_ahead(peer)
-            self._check_alive(peer, since)
+        place = self.boards[self.index] // 8 + AWAITED
+        try:
+            while 0 <= (done := function(done)) < steps:
+                peer = awaited(done)
+                if done != blocked:
+                    blocked, since, differs = done, monotonic(), False
+                if differs:  # before the last wait, which would have found its message
+                    raise CallsDifferError(peer)
+                if kind != NUMBERS:  # which are themselves the comparison
+                    self.words[place] = 4 * peer + kind
+                    differs = self.is_ahead(peer) or self._crosses(peer, kind)
+                self._check_alive(peer, since)
+        finally:
+            if blocked >= 0:
+                self.words[place] = 0
         return done
+
+    def _crosses(self, peer: int, kind: int) -> bool:
+        """Return whether a member waits for this one with a call of another kind: neither would ever go on."""
+        found = self.words[self.boards[peer] // 8 + AWAITED]
+        return found % 4 not in (NUMBERS, kind) and found // 4 == self.index
 
     def _check_left(self, peer: int) -> None:
         if self.has_left:  # its messages are out of step with those of the others

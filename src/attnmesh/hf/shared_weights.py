@@ -21,6 +21,7 @@ from attnmesh.comm.topology import whole_mailboxes
 from attnmesh.errors import KernelError, ModelError, require
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.cache.sharded_cache import ShardedCache
+from attnmesh.hf.families.family import family_of
 from attnmesh.hf.models import check_model, unwrap
 from attnmesh.hf.shards import ShardMask
 from attnmesh.kernels.native.build import library
@@ -93,8 +94,12 @@ def weights_in_memory(model: nn.Module) -> int:
 
 def shared_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
     """Return the layers of a model that ranks can share, by name: those of its decoder, and its head."""
-    head = model.get_output_embeddings()
-    found = {name: module for name, module in model.get_decoder().named_modules() if _is_shared(module)}
+    head, parts = model.get_output_embeddings(), family_of(model.config).parts
+    alone = {name for name, part in parts.items() if part.is_alone}
+    apart = [one for one in model.modules() if alone.intersection(kind.__name__ for kind in type(one).__mro__)]
+    without = {id(inner) for one in apart for inner in one.modules()}
+    modules = model.get_decoder().named_modules()
+    found = {name: one for name, one in modules if id(one) not in without and _is_shared(one)}
     return {**found, "head": head} if _is_shared(head) else found
 
 
