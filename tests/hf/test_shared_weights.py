@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,17 @@ def on_ranks(folder: str, ranks: int) -> tuple[list[list[Any]], set[int]]:
     return found, set(calls)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("family", FAMILIES)
+QUICK = {("llama", 2), ("gpt-oss", 3), ("gemma4", 4), ("qwen3", 1)}
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks"),
+    [
+        pytest.param(family, ranks, marks=[] if (family, ranks) in QUICK else pytest.mark.long)
+        for family in FAMILIES
+        for ranks in (1, 2, 3, 4)
+    ],
+)
 def test_tokens_are_those_of_stock(family: str, ranks: int, pool: Pool, tmp_path: Path) -> None:
     stock = families.model(family, STOCK[family], **SIZES)
     stock.save_pretrained(tmp_path)
@@ -214,6 +224,20 @@ def test_what_cannot_be_shared_is_refused_on_all_ranks(how: str, said: str, pool
     found = pool.run(2, refused, str(tmp_path), how)
     assert found[0] == found[1]
     assert found[0].startswith(said)
+
+
+def test_a_model_is_restored_before_it_is_copied() -> None:
+    plain = families.model("llama", "attnmesh", **SIZES)
+    with counted_calls() as calls, torch.no_grad():
+        model = hf.share_weights(plain, None)
+        with pytest.raises(errors.ModelError, match=r"call hf\.restore"):
+            deepcopy(model)
+        hf.restore(model)
+        assert not any(isinstance(module, SharedLinear) for module in model.modules())
+        model(prompt(1), past_key_values=hf.ShardedCache(model.config, None))
+        deepcopy(model)
+        hf.restore(model)
+        assert not calls
 
 
 def test_more_rows_than_a_call_takes_are_computed_by_each_rank() -> None:

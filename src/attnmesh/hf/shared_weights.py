@@ -7,7 +7,7 @@ weights: ranks of a host that load one file map the same memory.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -73,12 +73,17 @@ def share_weights(model: Any, mesh: DeviceMesh | None) -> Any:
     mailboxes = whole_mailboxes(axis)
     with Agreement(place, SUBJECT):
         _check_host(axis, mailboxes)
-    before: SharedSteps | None = vars(inner).get("shared_steps")
-    if before is not None:
-        before.end()
+    restore_shared(inner)
     steps = SharedSteps(place, axis, mailboxes)
     steps.begin(inner, layers)
     return model
+
+
+def restore_shared(model: nn.Module) -> None:
+    """Let each rank compute the layers of a model on its own again."""
+    steps: SharedSteps | None = vars(unwrap(model)).pop("shared_steps", None)
+    if steps is not None:
+        steps.end()
 
 
 def weights_in_memory(model: nn.Module) -> int:
@@ -184,6 +189,11 @@ class SharedSteps:
             hook.remove()
         for layer in self.numbers:
             layer.__class__ = nn.Linear  # type: ignore[assignment]
+            del vars(layer)["steps"]
+
+    def __reduce__(self) -> NoReturn:
+        expected, given = "a model that shares no weights", "one that does"
+        raise ModelError("copying or pickling a model", expected, given, "call hf.restore(model) before")
 
     def run(self, layer: SharedLinear, x: Tensor) -> Tensor:
         """Return the outputs of a layer, from all ranks if the rows are few."""
