@@ -1,7 +1,7 @@
 """Linear layers of one input of few rows, whose outputs the ranks of a host share, as one native call."""
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import cast
 
@@ -58,7 +58,7 @@ class HostLinear:
         self.number, self.layers, self.axis, self.mailboxes = number, layers, axis, mailboxes
         weight, _ = layers[0]
         self.sizes, self.places = [len(weight) for weight, _ in layers], [weight.data_ptr() for weight, _ in layers]
-        self.outputs = sum(self.sizes)
+        self.outputs, self.function = sum(self.sizes), cast(Exchange, library().linear)
         board, spin = 0, 0
         if mailboxes is not None:
             board, spin = mailboxes.start + min(mailboxes.outputs.values()), mailboxes.spin
@@ -80,14 +80,12 @@ class HostLinear:
 
         Raise `CallsDifferError` if other ranks have called other layers, or of another number of rows.
         """
-        rows, mailboxes, pieces = x.numel() // x.shape[-1], self.mailboxes, 0
+        rows, mailboxes = x.numel() // x.shape[-1], self.mailboxes
         out = x.new_empty(rows * self.outputs)
-        if mailboxes is not None:
-            pieces = -(-self.outputs // (self.axis.size * ((HALF - TAG_BYTES) // 4 // rows)))
-        tag, before = self.number * ROWS + rows, 0 if mailboxes is None else mailboxes.pieces
-        fields = CALL.pack(x.data_ptr(), out.data_ptr(), rows, tag, before, torch.get_num_threads()) + self.kind
-        function = partial(cast(Exchange, library().linear), fields)
-        code = function(0) if mailboxes is None else self._share(mailboxes, function, pieces)
+        before = 0 if mailboxes is None else mailboxes.pieces
+        tag, threads = self.number * ROWS + rows, torch.get_num_threads()
+        fields = CALL.pack(x.data_ptr(), out.data_ptr(), rows, tag, before, threads) + self.kind
+        code = self.function(fields, 0) if mailboxes is None else self._share(mailboxes, fields, rows)
         if code < 0:
             raise MemoryError("the native kernel gets no memory") if code == NO_MEMORY else RuntimeError(FAILED)
         count_messages(self.axis.size - 1, 4 * rows * self.outputs // self.axis.size)
@@ -96,13 +94,16 @@ class HostLinear:
         parts = out.split([rows * size for size in self.sizes])
         return [part.view(*x.shape[:-1], size) for part, size in zip(parts, self.sizes, strict=True)]
 
-    def _share(self, mailboxes: Mailboxes, function: Callable[[int], int], pieces: int) -> int:
-        """Compute and exchange so many pieces of the outputs. Return what the native call returns."""
+    def _share(self, mailboxes: Mailboxes, fields: bytes, rows: int) -> int:
+        """Compute and exchange the outputs piece by piece. Return what the native call returns."""
+        pieces = -(-self.outputs // (self.axis.size * ((HALF - TAG_BYTES) // 4 // rows)))
         turns = self.axis.size + 1
         try:
             if WORLD.letters:
                 finish_letters_of(mailboxes)
-            code = mailboxes.perform(function, pieces * turns, lambda done: max(done % turns - 1, 0), LAYERS)
+            code = mailboxes.perform(
+                partial(self.function, fields), pieces * turns, lambda done: max(done % turns - 1, 0), LAYERS
+            )
         except PeerLostError as error:
             raise failure(self.axis, "sharing a layer", error.peer, error) from error
         mailboxes.pieces += pieces

@@ -214,8 +214,9 @@ class SharedSteps:
     @staticmethod
     def _takes(layer: SharedLinear, x: Tensor) -> bool:
         """Return whether a call takes this input. The versions of inference tensors are not counted."""
-        few = 0 < x.numel() <= MOST_ROWS.get(x.dtype, 0) * layer.in_features
-        return few and x.dtype == layer.weight.dtype and not x.is_inference()
+        dtype = x.dtype
+        few = 0 < x.numel() <= MOST_ROWS.get(dtype, 0) * layer.in_features
+        return few and dtype == layer.weight.dtype and not x.is_inference()
 
     def _compute(self, layers: Sequence[SharedLinear], x: Tensor) -> Sequence[Tensor]:
         """Return the outputs of layers, each from one rank."""
