@@ -192,7 +192,8 @@ def bench_decode(
 
 MODEL_EXPLAINED = """\
 Times are those of one token of the whole model on rank 0, medians with quartiles. All contenders on ranks continue one
-prefilled cache. Memory is that of the largest process; weights that ranks share are counted in each."""
+prefilled cache. Weights are a rank's share of the pages that ranks map. All memory is that of the largest process, with
+the pages that others map too."""
 
 
 @bench_command(app, "model", "A whole model: stock on one process, and its context over ranks.", MODEL_EXPLAINED)
@@ -209,6 +210,7 @@ def bench_model(
         bool, typer.Option("--alone", help="Also attnmesh on one process, and stock transformers on one thread.")
     ] = False,
     chunk: Annotated[int | None, typer.Option(min=1, help="Also read the prompt in chunks of so many tokens.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of one process and of the ranks.")] = 1,
 ) -> list[Table | str]:
     """One process with stock transformers beside ranks by tree, three all-reduces and ring: the same tokens?"""
     from benchmarks import model as model_bench
@@ -219,11 +221,11 @@ def bench_model(
     prepared = prepare_prompt(model, PromptOptions(prompt, prompt_file), max_new_tokens, count, mesh, run.status)
     fits = prepared.mesh.tp == 1 and not prepared.mesh.is_shared
     require(fits, MeshError, "--mesh", "axes of attention, without tp", mesh, "use attnmesh generate for tp")
-    run.step(f"{len(prepared.ids):,} tokens on one process, then on {count} ranks by tree, all-reduces and ring")
+    run.step(f"{len(prepared.ids):,} tokens on one process, then on {count} ranks by several merges")
     run.report.set(prompt_tokens=len(prepared.ids))
     sizes = prepared.mesh.shape, prepared.heads, chunk
     request = model_bench.Request(prepared.place, prepared.ids, max_new_tokens, *sizes)
-    model_bench.rows(request, torch.get_num_threads(), world, run.table("rows"), alone=alone)
+    model_bench.rows(request, torch.get_num_threads(), world, run.table("rows"), rounds, alone=alone)
     rows = run.tables["rows"]
     same = all(row.tokens == rows[0].tokens for row in rows)
     run.report.set(same_tokens=same)

@@ -1,14 +1,16 @@
 """`python -m benchmarks model`: a whole model on one process with stock transformers, and over ranks.
 
 All return the same tokens. The ranks decode from one prefilled cache by tree, by the three all-reduces of the Tree
-Attention paper, and by a ring that passes keys and values on.
+Attention paper, by a ring that passes keys and values on, and by tree with weights that they share. One process and the
+ranks take turns.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,7 +24,9 @@ from attnmesh.cache.cache import KVCache
 from attnmesh.cli.launch import Send, run_on_ranks
 from attnmesh.comm.topology import all_gather_ints
 from attnmesh.core.partial import with_sinks
+from attnmesh.errors import InputError
 from attnmesh.hf.load import open_model
+from attnmesh.hf.shared_weights import weights_in_memory
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import Shape
 from attnmesh.setup.init_mesh import init_mesh
@@ -43,7 +47,20 @@ class Row:
     cache_megabytes: float
     """Keys and values on the fullest rank."""
     resident_megabytes: float
-    """Resident memory of the largest process, shared weights included."""
+    """Resident memory of the largest process, pages included that others map too."""
+    weight_megabytes: float = 0.0
+    """Weights in the memory of a rank, its share of pages that ranks map."""
+
+
+class Measured(NamedTuple):
+    """One turn of one way."""
+
+    contender: str
+    tokens: list[int]
+    seconds: list[float]
+    prefill_seconds: float
+    bytes: tuple[int, int, int]
+    """Of keys and values, of the process, and of weights."""
 
 
 @dataclass(frozen=True)
@@ -59,20 +76,37 @@ class Request:
     """Tokens at a time of a prompt that is read once more, in chunks."""
 
 
-ROUNDS = 4
+TURNS = 4
 """Turns of stock transformers and attnmesh on one process."""
 
 
-def rows(request: Request, threads: int, world: World, add: Send, *, alone: bool = False) -> None:
-    """Measure one process with all threads, then ranks that share them; ranks on hosts have one thread each.
+def rows(request: Request, threads: int, world: World, add: Send, rounds: int, *, alone: bool = False) -> None:
+    """Measure one process with all threads and ranks that share them in turns; ranks on hosts have one thread each.
 
     With `alone`, attnmesh on that process takes turns with stock transformers, and one process has one thread.
     """
-    run_on_ranks(1, send_rows, _one_process, request, "1 process", alone, threads=threads, on_message=add)
-    if alone:
-        run_on_ranks(1, send_rows, _one_process, request, "1 thread", False, threads=1, on_message=add)
-    share = max(1, threads // request.shape.ranks)
-    run_on(world, send_rows, _ranks, request, threads=share, on_message=add)
+    found: dict[str, list[Measured]] = {}
+
+    def note(measured: Measured) -> None:
+        found.setdefault(measured.contender, []).append(measured)
+
+    for _ in range(rounds):
+        run_on_ranks(1, send_rows, _one_process, request, "1 process", alone, threads=threads, on_message=note)
+        if alone:
+            run_on_ranks(1, send_rows, _one_process, request, "1 thread", False, threads=1, on_message=note)
+        share = max(1, threads // request.shape.ranks)
+        run_on(world, send_rows, _ranks, request, threads=share, on_message=note)
+    for turns in found.values():
+        add(_row_of(turns))
+
+
+def _row_of(turns: list[Measured]) -> Row:
+    """Return the row of a way from its turns. Tokens that differ between turns are none of any other way."""
+    same = all(turn.tokens == turns[0].tokens for turn in turns)
+    timing = Timing.of([second for turn in turns for second in turn.seconds])
+    prefill = round(median(turn.prefill_seconds for turn in turns), 2)
+    held, resident, weights = (max(sizes) / 1e6 for sizes in zip(*(turn.bytes for turn in turns), strict=True))
+    return Row(turns[0].contender, turns[0].tokens if same else [], timing, prefill, held, resident, weights)
 
 
 class Times(BaseStreamer):  # type: ignore[misc]
@@ -94,8 +128,8 @@ class Times(BaseStreamer):  # type: ignore[misc]
         return [later - earlier for earlier, later in zip(self.times[1:], self.times[2:], strict=False)]
 
 
-def _one_process(request: Request, title: str, both: bool) -> list[Row]:
-    """Return the row of stock transformers, and with `both` that of attnmesh, which takes turns with it."""
+def _one_process(request: Request, title: str, both: bool) -> list[Measured]:
+    """Return the turn of stock transformers, and with `both` that of attnmesh, which takes turns with it."""
     logging.disable_progress_bar()
     ids = torch.tensor([request.ids])
     models = {"stock transformers": AutoModelForCausalLM.from_pretrained(request.model).eval()}
@@ -111,7 +145,7 @@ def _one_process(request: Request, title: str, both: bool) -> list[Row]:
         prefills[name] = round(perf_counter() - start, 2)
     seconds: dict[str, list[float]] = {name: [] for name in models}
     tokens: dict[str, list[int]] = {}
-    for _ in range(ROUNDS if both else 1):
+    for _ in range(TURNS if both else 1):
         for name, model in models.items():
             cache, times = caches[name], Times()
             options = {"max_new_tokens": request.new, "do_sample": False, "streamer": times}
@@ -119,9 +153,15 @@ def _one_process(request: Request, title: str, both: bool) -> list[Row]:
             tokens[name] = made[0, ids.shape[1] :].tolist()
             seconds[name] += times.seconds
             cache.crop(ids.shape[1] - 1 - cache.get_seq_length())
-    held = 2 * sum(x.nbytes for x in [layer.keys for layer in caches["stock transformers"].layers]) / 1e6
+    held = 2 * sum(x.nbytes for x in [layer.keys for layer in caches["stock transformers"].layers])
     return [
-        Row(f"{title}, {name}", tokens[name], Timing.of(found), prefills[name], held, resident("VmRSS") / 1e6)
+        Measured(
+            f"{title}, {name}",
+            tokens[name],
+            found,
+            prefills[name],
+            (held, resident("VmRSS"), weights_in_memory(models[name])),
+        )
         for name, found in seconds.items()
     ]
 
@@ -137,7 +177,7 @@ class _RingCache(hf.ShardedCache):
         return with_sinks(ring(q, held, counts), layer["sinks"]).out.to(q.dtype)
 
 
-def _ranks(request: Request) -> Iterator[Row]:
+def _ranks(request: Request) -> Iterator[Measured]:
     logging.disable_progress_bar()
     device, ids = torch.device("cpu"), torch.tensor([request.ids])
     ranks, shape = request.shape.ranks, request.shape
@@ -156,6 +196,8 @@ def _ranks(request: Request) -> Iterator[Row]:
     chunked = f"{ranks} ranks, tree, read in chunks of {request.chunk}"
     if request.chunk is not None:
         caches[chunked] = lambda: hf.ShardedCache(model.config, mesh, capacity=capacity, checked=False)
+    shared = f"{ranks} ranks, tree, shared weights"
+    caches[shared] = partial(hf.ShardedCache, model.config, mesh, capacity=capacity, checked=False)
     prefill, first = 0.0, None
     for name, make in caches.items():
         cache = make()
@@ -171,13 +213,19 @@ def _ranks(request: Request) -> Iterator[Row]:
             for layer in cache.layers:
                 layer.cache = cache
         first, times = cache, Times()
+        if name == shared and not _shares(model, mesh):
+            continue
         dist.barrier()
         made = hf.generate(model, ids, cache=cache, max_new_tokens=request.new, do_sample=False, streamer=times)
-        timing = Timing.of(times.seconds)
-        held, most = _largest(mesh, cache.held_bytes, resident("VmRSS"))
-        tokens = made[0, ids.shape[1] :].tolist()
-        yield Row(name, tokens, timing, round(prefill, 2), held / 1e6, most / 1e6)
+        sizes = cache.held_bytes, resident("VmRSS"), weights_in_memory(model)
+        held, most, weights = map(max, zip(*all_gather_ints(sizes, Mesh.of(mesh).axes), strict=True))
+        yield Measured(name, made[0, ids.shape[1] :].tolist(), times.seconds, round(prefill, 2), (held, most, weights))
 
 
-def _largest(mesh: Any, *numbers: int) -> list[int]:
-    return [max(column) for column in zip(*all_gather_ints(numbers, Mesh.of(mesh).axes), strict=True)]
+def _shares(model: Any, mesh: Any) -> bool:
+    """Let the ranks share the model's weights. Return False where they cannot, as on several hosts."""
+    try:
+        hf.share_weights(model, mesh)
+    except InputError:
+        return False
+    return True

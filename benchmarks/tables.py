@@ -103,10 +103,11 @@ def memory_table(memories: "Iterable[kernel.Memory]") -> Table:
 def model_table(rows: "list[model.Row]", prompt_tokens: int) -> Table:
     """Return the times and memory of a whole model."""
     title = f"{prompt_tokens:,} tokens of context, on {torch.get_num_threads()} threads in all"
-    columns = ("keys and values,\nMB per rank", "all memory,\nMB per rank", "prefill s")
+    columns = ("keys,\nMB a rank", "weights,\nMB a rank", "all,\nMB a rank", "prefill s")
     table = titled(title, "decoding", "ms per token", figures=columns)
     for row in rows:
-        figures = (f"{row.cache_megabytes:.1f}", f"{row.resident_megabytes:.0f}", f"{row.prefill_seconds:.1f}")
+        sizes = row.cache_megabytes, row.weight_megabytes, row.resident_megabytes
+        figures = (f"{sizes[0]:.1f}", f"{sizes[1]:.0f}", f"{sizes[2]:.0f}", f"{row.prefill_seconds:.1f}")
         table.add_row(row.contender, row.timing.in_two_lines, *figures)
     return table
 

@@ -12,7 +12,7 @@ WORST = ("crashed", "wrong", "refused", "right", "stock-fails")
 """Order of severity: a type counts as the first of these that one of its checks has."""
 
 
-KINDS = ("generation", "rows", "images", "training", "videos")
+KINDS = ("generation", "rows", "shared", "images", "training", "videos")
 """Kinds of checks, each a column of the table. Generation has several checks."""
 
 

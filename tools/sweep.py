@@ -53,6 +53,7 @@ MESHES: dict[str, Shape | None] = {
     "turns": Shape(1, 2, 1),
     "beams": Shape(1, 1, 2),
     "rows": Shape(1, 1, 2),
+    "shared": Shape(1, 1, 2),
     "training": Shape(1, 2, 1),
 }
 IMAGE_MESHES: dict[str, Shape | None] = {
@@ -174,7 +175,7 @@ class Sweep:
     def _run_stock(self, function: Callable[..., Result], case: Case, *arguments: Any) -> Result | Row:
         """Return the result of stock transformers in the first dtype that works."""
         failed: Row | None = None
-        for dtype in DTYPES:
+        for dtype in DTYPES[-1:] if "shared" in arguments else DTYPES:  # layers in float64 are not shared
             results = self._run_on_ranks(1, function, case, *arguments, dtype)
             if not isinstance(results, Row):
                 result: Result = results[0]

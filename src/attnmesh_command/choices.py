@@ -9,6 +9,9 @@ STORAGES = ("int8", "fp8_e4m3")
 MERGE_CHOICES = ("auto", "tree", "direct", "gather", "allreduce")
 """Merges across ranks."""
 
+WEIGHTS = ("auto", "shared", "whole")
+"""How ranks of a host compute layers: together, or each on its own."""
+
 AXES = ("heads", "queries", "keys")
 """Axes of a mesh of attention."""
 

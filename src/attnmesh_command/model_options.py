@@ -27,9 +27,11 @@ from attnmesh_command.shared_options import (
     Reproducible,
     Revision,
     Verbose,
+    WeightsOption,
     check_caches,
     check_deadline,
     check_ranks,
+    check_weights,
 )
 
 PromptFile = Annotated[
@@ -105,6 +107,7 @@ class GenerateOptions:
     deadline: Deadline = None
     dtype: Dtype = "auto"
     kv: KvOption = "auto"
+    weights: WeightsOption = "auto"
     as_json: AsJson = False
     verbose: Verbose = False
 
@@ -112,6 +115,7 @@ class GenerateOptions:
         check_world(self.mesh, self.ranks)
         check_caches(self.dtype, self.merge, self.reproducible, self.kv, self.mesh)
         check_deadline(self.deadline)
+        check_weights(self.weights, self.mesh)
         self._check_sampling()
         self._check_checkpoint()
         check_model(self.model, self.revision)
@@ -167,12 +171,14 @@ class ServeOptions:
     reproducible: Reproducible = False
     dtype: Dtype = "auto"
     kv: KvOption = "auto"
+    weights: WeightsOption = "auto"
     verbose: Verbose = False
 
     def __post_init__(self) -> None:
         check_world(self.mesh, self.ranks)
         check_caches(self.dtype, self.merge, self.reproducible, self.kv, self.mesh)
         check_deadline(self.deadline)
+        check_weights(self.weights, self.mesh)
         check_named("--generation-config", self.generation_config, GENERATION_SOURCES)
         self.api_keys()
         check_model(self.model, self.revision)

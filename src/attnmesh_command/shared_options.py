@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from attnmesh_command.choices import DTYPES, MAX_DEADLINE, MAX_RANKS, MERGE_CHOICES, STORAGES
+from attnmesh_command.choices import DTYPES, MAX_DEADLINE, MAX_RANKS, MERGE_CHOICES, STORAGES, WEIGHTS
 from attnmesh_command.messages import OptionError, check_named, check_option
-from attnmesh_command.option_texts import axes_of
+from attnmesh_command.option_texts import TP, axes_of
 
 
 def writable(option: str, file: Path) -> Path:
@@ -56,6 +56,13 @@ MeshOption = Annotated[
     ),
 ]
 Merge = Annotated[str, typer.Option(help=f"How ranks merge: {', '.join(MERGE_CHOICES)}.")]
+WeightsOption = Annotated[
+    str,
+    typer.Option(
+        "--weights",
+        help="shared: ranks of a host compute each layer together; whole: each computes all; auto: shared if possible.",
+    ),
+]
 Reproducible = Annotated[bool, typer.Option("--reproducible", help="The same bits on 1, 2, 4, 8, ... ranks.")]
 Deadline = Annotated[float | None, typer.Option(help="Seconds of silence after which a rank counts as failed.")]
 Dtype = Annotated[str, typer.Option(help=f"auto, or one of {', '.join(DTYPES)}.")]
@@ -64,6 +71,13 @@ Dtype = Annotated[str, typer.Option(help=f"auto, or one of {', '.join(DTYPES)}."
 def check_kv(kv: str) -> None:
     """Raise on a storage that there is not."""
     check_named("--kv", kv, ("auto", *STORAGES))
+
+
+def check_weights(weights: str, mesh: str) -> None:
+    """Raise on a way to compute layers that there is not, or beside ranks that share weights by tp."""
+    check_named("--weights", weights, WEIGHTS)
+    tp = weights == "shared" and any(name.startswith(TP) for name in axes_of(mesh))
+    check_option(not tp, "--weights shared", "a mesh without tp, which shares weights itself", mesh, "leave one out")
 
 
 def check_ranks(ranks: int) -> int:

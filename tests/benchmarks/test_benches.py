@@ -266,7 +266,7 @@ def test_the_bench_of_a_model_finds_the_same_tokens_by_all_ways() -> None:
     assert code == 0
     report = json.loads(text)
     assert report["same_tokens"]
-    ways = ["tree", "three all-reduces", "ring", "tree, read in chunks of 4"]
+    ways = ["tree", "three all-reduces", "ring", "tree, read in chunks of 4", "tree, shared weights"]
     names = ["1 process, stock transformers", *(f"2 ranks, {way}" for way in ways)]
     assert [row["contender"] for row in report["rows"]] == names
 

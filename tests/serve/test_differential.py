@@ -314,7 +314,7 @@ def running(
     found = find_model(str(folder), 2, "keys=2", Status(""))
     config = open_generation_config(found.place)
     engine = {"max_rows": 8, "max_queue": 32, "tokens_end": tokens_that_end(config, found.tokenizer)}
-    settings = ServeSettings(found.for_ranks, "auto", 60.0, engine | {"max_model_len": 2048})
+    settings = ServeSettings(found.for_ranks, "auto", "auto", 60.0, engine | {"max_model_len": 2048})
     defaults = read_model_defaults(config)
     with served(LocalRanks(2, settings), tokenizer=found.tokenizer, max_requests=40, defaults=defaults) as one:
         yield one, Reference(request.param, folder, found.tokenizer)

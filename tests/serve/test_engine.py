@@ -48,7 +48,7 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     place = save_tiny(tmp_path_factory.mktemp("model")) if model == TINY else model
     found: Prepared = find_model(place, ranks, mesh, Status(""))
     engine = {"max_rows": 4, "max_queue": 16, "max_model_len": 1024}
-    settings = ServeSettings(found.for_ranks, "auto", 60.0, engine)
+    settings = ServeSettings(found.for_ranks, "auto", "auto", 60.0, engine)
     with served(LocalRanks(ranks, settings), tokenizer=found.tokenizer, max_requests=20) as one:
         yield one
 

@@ -34,7 +34,9 @@ def text_of(running: Served, into: list[str]) -> None:
 def test_a_stopped_rank_is_lost_after_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "LONGEST_PAUSE", 0.0)
     found = find_model(save_tiny(tmp_path), 2, "keys=2", Status(""))
-    settings = ServeSettings(found.for_ranks, "auto", 1.0, {"max_rows": 4, "max_queue": 16, "max_model_len": 1024})
+    settings = ServeSettings(
+        found.for_ranks, "auto", "auto", 1.0, {"max_rows": 4, "max_queue": 16, "max_model_len": 1024}
+    )
     with served(LocalRanks(2, settings), tokenizer=found.tokenizer, max_restarts=50, deadline=1.0) as one:
         undisturbed, texts, lines = list[str](), list[str](), list[str]()
         one.front.log = lines.append

@@ -32,7 +32,7 @@ class Fault:
     mute: bool = False  # the victim sends no report
     on_hosts: bool = False  # needs the link of a host
     whole: bool = False  # affects all ranks of the victim's host
-    workloads: tuple[str, ...] = ("prefill", "training", "decoding", "saving")
+    workloads: tuple[str, ...] = ("prefill", "training", "decoding", "sharing", "saving")
     refused: bool = False  # saves raise, alike on all ranks
     late: bool = False  # the victim begins late
     delay: float = 0.0  # further seconds for messages, each within the deadline
@@ -100,7 +100,7 @@ def _start_second_job(ranks: Ranks, victim: int) -> Ranks:
 
 
 FAULTS = {
-    "killed": Fault(_kill, lost=True, mute=True, workloads=("prefill", "training", "decoding")),
+    "killed": Fault(_kill, lost=True, mute=True, workloads=("prefill", "training", "decoding", "sharing")),
     "killed while it writes": Fault(_kill_while_writing, lost=True, mute=True, workloads=("saving",)),
     "stopped": Fault(_stop, lost=True, mute=True),
     "cut off": Fault(_cut_off, lost=True, on_hosts=True, whole=True),

@@ -9,7 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import attnmesh as am
+from attnmesh.comm.host_linear import HostLinear
+from attnmesh.comm.topology import whole_mailboxes
 from attnmesh.errors import StoreError
+from attnmesh.mesh.axes import Mesh
 from attnmesh.store import checkpoint
 
 LENGTHS = 2000, 2050, 2300
@@ -44,6 +47,18 @@ def _decoding(mesh: Any, _: Path, __: dict[str, Any]) -> Step:
     return lambda: [am.decode(_query(), cache, merge=merge) for merge in ("tree", "direct", "gather")]
 
 
+def _sharing(mesh: Any, _: Path, __: dict[str, Any]) -> Step:
+    """Compute layers that the ranks of an axis share; decode where these are on several hosts."""
+    axis = max(Mesh.of(mesh).axes, key=lambda one: one.size)
+    if (boxes := whole_mailboxes(axis)) is None:
+        return _decoding(mesh, _, __)
+    noise = torch.Generator().manual_seed(2)
+    layers = [(torch.randn(outputs, 64, generator=noise), None) for outputs in (300, 7, 90000)]
+    calls = [HostLinear(0, layers[:2], axis, boxes), HostLinear(1, layers[2:], axis, boxes)]
+    x = torch.randn(2, 64, generator=noise)
+    return lambda: [out for call in calls for out in call.run(x)]
+
+
 def _saving(mesh: Any, folder: Path, progress: dict[str, Any]) -> Step:
     """Decode and save in turn. After a refused save, the previous save is loaded and has to be correct."""
     cache, outputs, last = _filled_cache(mesh, LENGTHS[0]), {}, [0]
@@ -76,7 +91,14 @@ def _loading(mesh: Any, folder: Path, progress: dict[str, Any]) -> Step:
     return lambda: [am.decode(_query(), caches.pop(0) if len(caches) > 1 else caches[0])]
 
 
-WORKLOADS = {"prefill": _prefill, "training": _training, "decoding": _decoding, "saving": _saving, "loading": _loading}
+WORKLOADS = {
+    "prefill": _prefill,
+    "training": _training,
+    "decoding": _decoding,
+    "sharing": _sharing,
+    "saving": _saving,
+    "loading": _loading,
+}
 
 
 def length_of_save(number: int) -> int:

@@ -36,6 +36,7 @@ def generate(options: GenerateOptions) -> None:
             prompt=prepared if options.stop else prepared.for_ranks,  # ranks find stop strings with the tokenizer
             max_new_tokens=options.max_new_tokens,
             dtype=options.dtype,
+            weights=options.weights,
             seed=options.seed,
             checkpoint=None if options.checkpoint is None else str(options.checkpoint),
             every=options.every,
@@ -153,6 +154,7 @@ def _print_table(result: Any, prepared: Prepared, verbose: bool) -> None:
         "time per token": f"{1e3 * result.seconds_per_token:.1f} ms, of which merging {result.merging_share:.0%}",
         "keys of a layer, by rank": ", ".join(f"{n:,}" for n in result.keys),
         "keys and values, MB by rank": ", ".join(f"{n / 1e6:.1f}" for n in result.cache_bytes),
+        "weights": f"{result.weights}, MB by rank: " + ", ".join(f"{n / 1e6:.1f}" for n in result.weight_bytes),
         "received per token, kB by rank": ", ".join(f"{n / 1e3:.1f}" for n in result.bytes_per_token),
         "mesh": ": ".join(filter(None, (str(prepared.mesh), prepared.mesh.reason))),
     }
@@ -168,4 +170,5 @@ ENDED = {"stop": "to the end of the answer", "length": "as many as --max-new-tok
 EXPLAINED = """\
 Prefill is the whole prompt but its last token, cut over the ranks. The time per token is that of the whole model, the
 first tokens included. Merging counts, for each merge, the shortest time of any rank: the other ranks also wait there
-for a slower rank's work. Received bytes are those of attention: what tp sends beside it is not counted."""
+for a slower rank's work. Weights in memory are a rank's share of the file's pages that ranks of a host map together.
+Received bytes are those of attention and of shared layers: what tp sends beside it is not counted."""

@@ -7,27 +7,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
-from transformers.utils import logging
 
 from attnmesh import hf
 from attnmesh.cli.generate_prompt import Prepared
 from attnmesh.cli.launch import Send
+from attnmesh.cli.rank_model import load_model
 from attnmesh.comm.failures import set_deadline
 from attnmesh.comm.topology import all_gather_ints
 from attnmesh.hf.forward_passes import CHUNK
 from attnmesh.hf.images.inputs import on_model
-from attnmesh.hf.load import open_model
 from attnmesh.hf.options import GenerationSettings
-from attnmesh.mesh.axes import device_type_of
-from attnmesh.mesh.shapes import AXES
+from attnmesh.hf.shared_weights import weights_in_memory
 from attnmesh.runtime.counters import counted
 from attnmesh.serve.spelling import Spelling
 from attnmesh.serve.text import SentToken, Text
-from attnmesh.setup.init_mesh import everyone, init_mesh
-from attnmesh_command.option_texts import TP
+from attnmesh.setup.init_mesh import everyone
 
 
 @dataclass(frozen=True)
@@ -37,6 +33,7 @@ class GenerateRequest:
     prompt: Prepared
     max_new_tokens: int
     dtype: str = "auto"
+    weights: str = "auto"
     seed: int = 0
     checkpoint: str | None = None
     every: int = 64
@@ -65,6 +62,10 @@ class Result:
     keys: list[int]
     """Tokens of each layer with keys and values on a rank; with a heads axis, of its share of the heads."""
     cache_bytes: list[int]
+    weights: str
+    """Who computes the linear layers."""
+    weight_bytes: list[int]
+    """Bytes of weights in the memory of a rank."""
     bytes_per_token: list[int]
     """Bytes that a rank receives per new token."""
 
@@ -119,7 +120,9 @@ class _Generation:
     def __init__(self, send: Send, request: GenerateRequest) -> None:
         """Load the model, and the state of a checkpoint."""
         start = perf_counter()
-        self.send, (self.model, mesh) = send, load_model(request.prompt, request.dtype)
+        reproducible = bool(request.cache.get("reproducible"))
+        self.send, loaded = send, load_model(request.prompt, request.dtype, request.weights, reproducible=reproducible)
+        self.model, mesh, self.weights = loaded
         self.load_seconds = perf_counter() - start
         send(("loaded", self.load_seconds))
         self.ids = self.reached = torch.tensor([request.prompt.ids], device=self.model.device)
@@ -164,7 +167,8 @@ class _Generation:
         tokens = output[0, ids.shape[1] :].tolist()
         new = max(1, output.shape[1] - self.reached.shape[1])
         axes = everyone().axes
-        table = all_gather_ints([cache.held, cache.held_bytes, traffic.bytes // new], axes)
+        held = cache.held, cache.held_bytes, traffic.bytes // new, weights_in_memory(self.model)
+        table = all_gather_ints(held, axes)
         merges = all_gather_ints([int(1e9 * merge) for merge in traffic.merges], axes)
         return Result(
             tokens=tokens,
@@ -176,6 +180,8 @@ class _Generation:
             merging_share=sum(map(min, zip(*merges, strict=True))) / 1e9 / seconds,
             keys=[row[0] for row in table],
             cache_bytes=[row[1] for row in table],
+            weights=self.weights,
+            weight_bytes=[row[3] for row in table],
             bytes_per_token=[row[2] for row in table],
         )
 
@@ -189,24 +195,3 @@ class _Generation:
         """Return whether new tokens end with one that ends answers, or with a stop string."""
         criteria = self.options.get("stopping_criteria", ())
         return tokens[-1] in self.ends or any(criterion.text.stopped for criterion in criteria)
-
-
-def load_model(prompt: Prepared, dtype: str) -> tuple[PreTrainedModel, DeviceMesh | None]:
-    """Return the model on this rank's device, and the mesh that shares the tokens."""
-    kind = device_type_of(dist.group.WORLD)
-    device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
-    mesh, sharing = _meshes(device.type, prompt)
-    logging.disable_progress_bar()  # each rank would show one
-    logging.set_verbosity_error()
-    images = prompt.images is not None
-    return open_model(prompt.place, dtype, device, sharing, prompt.mesh.output, images=images), mesh
-
-
-def _meshes(device_type: str, prompt: Prepared) -> tuple[DeviceMesh | None, DeviceMesh | None]:
-    """Return the mesh that shares the tokens, and the mesh that shares the weights."""
-    shape, tp, is_shared, _ = prompt.mesh
-    if tp > 1:  # they exchange most, and lie next to each other
-        whole = init_device_mesh(device_type, (*shape, tp), mesh_dim_names=(*AXES, TP))
-        return whole[AXES], whole[TP]
-    mesh = init_mesh(device_type, shape, *prompt.heads) if shape.ranks > 1 else None
-    return mesh, mesh["keys"] if mesh is not None and is_shared else None

@@ -73,7 +73,11 @@ def _prepared(options: ServeOptions, world: int) -> tuple[Prepared, "ServeSettin
     engine: dict[str, Any] = {"max_rows": options.max_rows, "max_queue": options.max_queue, "max_model_len": longest}
     engine |= {"max_gap": options.max_gap, "cache_memory": memory, **cache_options(options, prepared)}
     engine["tokens_end"], defaults = _generation(options.generation_config, prepared)
-    return prepared, ServeSettings(prepared.for_ranks, options.dtype, options.deadline, engine), defaults
+    return (
+        prepared,
+        ServeSettings(prepared.for_ranks, options.dtype, options.weights, options.deadline, engine),
+        defaults,
+    )
 
 
 def _serve(

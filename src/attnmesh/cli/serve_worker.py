@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from attnmesh import hf
 from attnmesh.cli.generate_prompt import Prepared
-from attnmesh.cli.generate_worker import load_model
 from attnmesh.cli.output import print_message
+from attnmesh.cli.rank_model import load_model
 from attnmesh.comm.failures import set_deadline
 from attnmesh.hf.models import rope_switches
 from attnmesh.serve.rank_requests import serve_rank_0
@@ -24,6 +24,7 @@ class ServeSettings:
 
     model: Prepared
     dtype: str
+    weights: str
     deadline: float
     engine: dict[str, Any]
     """Options of `hf.Engine`."""
@@ -35,11 +36,12 @@ def serve_rank(settings: ServeSettings, address: str) -> None:
     first, start = dist.get_rank() == 0, perf_counter()
     if first:
         print_message("loading weights")
-    model, mesh = load_model(settings.model, settings.dtype)
+    reproducible = bool(settings.engine.get("reproducible"))
+    model, mesh, weights = load_model(settings.model, settings.dtype, settings.weights, reproducible=reproducible)
     engine = hf.Engine(model, mesh, output=settings.model.mesh.output, **settings.engine)
     set_deadline(settings.deadline)
     if first:
-        print_message(f"weights loaded in {perf_counter() - start:.1f} s")
+        print_message(f"weights loaded in {perf_counter() - start:.1f} s, layers {weights}")
         facts = {"max_model_len": engine.longest, "cache_bytes": engine.schedule.memory}
         serve_rank_0(engine, address, facts | {"rope_switches": rope_switches(model.config)})
     else:

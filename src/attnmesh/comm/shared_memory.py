@@ -2,10 +2,11 @@
 
 Each ordered pair of ranks has one box with two counters: messages sent, which the sender alone raises, and messages
 received, which the receiver alone raises. The box is empty where they are equal. A rank's box to itself is its board:
-what it writes there all others read.
+what it writes there all others read. Outputs of layers that ranks share have boards of their own, after the boxes.
 
-A message, or a whole merge, is one call of the native library. A rank that waits sleeps until another wakes it. Ranks
-use sockets where one of a host has no library, where memory cannot be shared, and on processors of another kind.
+A message, a whole merge, or a shared layer is one call of the native library. A rank that waits sleeps until another
+wakes it. Ranks use sockets where one of a host has no library, where memory cannot be shared, and on processors of
+another kind.
 """
 
 import fcntl
@@ -16,6 +17,7 @@ import struct
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from time import monotonic, time
 from typing import cast
@@ -40,8 +42,12 @@ HEAD = 128
 SIZE, RECEIVED = 2, 8
 """Words of a box after the first, which counts messages sent: the bytes of the last one, and messages received."""
 
-LEFT, AGREEMENTS = 2, 8
-"""Words of a board: 1 if its rank has lost another and left, and the comparisons of calls that it has begun."""
+LEFT, AGREEMENTS, AWAITED = 2, 8, 9
+"""Words of a board: 1 if its rank has lost another and left; the comparisons of calls that it has begun; and the member
+that it waits for since long ago, times 4, and what of: `MESSAGES` or `LAYERS`."""
+
+NUMBERS, MESSAGES, LAYERS = range(3)
+"""What ranks wait for: numbers on boards, by which they compare their calls, messages, and outputs of a layer."""
 
 DIFFERENT = 1e38
 """Checksum of a message of another call. It is larger than others, and finite, since poison is infinite."""
@@ -112,6 +118,8 @@ class Mailboxes:
         self.boxes_to = {rank: (mine * count + place) * size for place, rank in enumerate(members)}
         self.boxes_from = {rank: (place * count + mine) * size for place, rank in enumerate(members)}
         self.boards = {rank: (place * count + place) * size for place, rank in enumerate(members)}
+        self.outputs = {rank: (count * count + place) * size for place, rank in enumerate(members)}
+        """Boards of the outputs of layers."""
         self.words, self.memory = memoryview(memory).cast("q"), torch.frombuffer(memory, dtype=torch.uint8)
         self.start = self.memory.data_ptr()
         self.sent, self.received = (dict.fromkeys(members, 0) for _ in range(2))
@@ -125,6 +133,8 @@ class Mailboxes:
         """True once this rank has lost another one."""
         self.gathers = 0
         """Exchanges of numbers by the boards."""
+        self.pieces = 0
+        """Pieces of outputs of layers that ranks have exchanged."""
         self.ranks = frozenset[int]()
         """Ranks of the world along the axis, for which `topology` made these boxes."""
         WORLD.mailboxes.add(self)
@@ -216,22 +226,53 @@ class Mailboxes:
 
         With `nap`, wait for no longer than so many seconds.
         """
-        if self.has_left:  # its messages are out of step with those of the others
-            raise PeerLostError(steps[0][1], "this rank has lost a rank before: start the ranks again")
         place = (self.start, 0) if message is None else (message.data_ptr(), message.nbytes)
         longest = int((CHECK_INTERVAL if nap is None else nap) * 1e9)
         fields = FIELDS.pack(self.start, *place, rows, width, self.spin, longest, len(steps))
         for kind, _, box, count in steps:
             fields += STEP.pack(kind, box, count)
-        function, done, blocked, since, was_ahead = cast(Exchange, library().exchange), 0, -1, 0.0, False
-        while (done := function(fields, done)) < len(steps) and nap is None:
-            kind, peer, *_ = steps[done]
-            if done != blocked:
-                blocked, since, was_ahead = done, monotonic(), False
-            if was_ahead:  # before the last wait, which would have found its message
-                raise CallsDifferError(peer)
-            was_ahead = kind != FULL and self.is_ahead(peer)  # numbers on boards are themselves the comparison
-            self._check_alive(peer, since)
+        function = partial(cast(Exchange, library().exchange), fields)
+        if nap is None:
+            kind = NUMBERS if any(step[0] == FULL for step in steps) else MESSAGES
+            self.perform(function, len(steps), lambda done: steps[done][1], kind)
+        else:
+            self._check_left(steps[0][1])
+            function(0)
+
+    def perform(self, function: Callable[[int], int], steps: int, awaited: Callable[[int], int], kind: int) -> int:
+        """Call a native function, which goes on after the steps that are done, until all are. Return what it returns.
+
+        It returns now and then to look after silent ranks: `awaited` is the one that a step waits for. Raise if that
+        compares its call meanwhile, or waits for this one with a call of another kind, at two looks.
+        """
+        done, blocked, since, differs = 0, -1, 0.0, False
+        if self.has_left:
+            self._check_left(awaited(0))
+        place = self.boards[self.index] // 8 + AWAITED
+        try:
+            while 0 <= (done := function(done)) < steps:
+                peer = awaited(done)
+                if done != blocked:
+                    blocked, since, differs = done, monotonic(), False
+                if differs:  # before the last wait, which would have found its message
+                    raise CallsDifferError(peer)
+                if kind != NUMBERS:  # which are themselves the comparison
+                    self.words[place] = 4 * peer + kind
+                    differs = self.is_ahead(peer) or self._crosses(peer, kind)
+                self._check_alive(peer, since)
+        finally:
+            if blocked >= 0:
+                self.words[place] = 0
+        return done
+
+    def _crosses(self, peer: int, kind: int) -> bool:
+        """Return whether a member waits for this one with a call of another kind: neither would ever go on."""
+        found = self.words[self.boards[peer] // 8 + AWAITED]
+        return found % 4 not in (NUMBERS, kind) and found // 4 == self.index
+
+    def _check_left(self, peer: int) -> None:
+        if self.has_left:  # its messages are out of step with those of the others
+            raise PeerLostError(peer, "this rank has lost a rank before: start the ranks again")
 
     def is_ahead(self, peer: int) -> bool:
         """Return whether a member has begun a comparison of calls that this rank has not."""
@@ -269,6 +310,8 @@ class Mailboxes:
                 box = self.boxes_from[peer] // 8
                 self.received[peer] = self.words[box + RECEIVED] = self.words[box]
                 self.sent[peer] = self.words[self.boxes_to[peer] // 8]
+        self.pieces = max(self.words[board // 8] for board in self.outputs.values())
+        self.words[self.outputs[self.index] // 8] = self.pieces
 
     def abort(self) -> None:
         """Make every rank that waits for this one raise, and this one if it goes on."""
@@ -278,7 +321,7 @@ class Mailboxes:
 
 def size_of(ranks: int) -> int:
     """Return the bytes of the mailboxes of so many ranks; 0 where there can be none."""
-    size = ranks * ranks * (HEAD + SLOT)
+    size = ranks * (ranks + 1) * (HEAD + SLOT)
     able = platform.machine() in PROCESSORS and FOLDER.is_dir() and hasattr(os, "posix_fallocate")
     return size if able and ranks > 1 and size <= MAX_MEMORY else 0
 

@@ -21,6 +21,7 @@ from attnmesh.hf.recurrent.prepare_recurrent import restore as restore
 from attnmesh.hf.serving.engine import Engine as Engine
 from attnmesh.hf.serving.row_pass import decode_rows as decode_rows
 from attnmesh.hf.shards import Shards as Shards
+from attnmesh.hf.shared_weights import share_weights as share_weights
 from attnmesh.hf.tensor_parallel import tensor_parallel as tensor_parallel
 from attnmesh.hf.training.accelerator import prepare as prepare
 from attnmesh.hf.training.batch import shard_batch as shard_batch

@@ -1,7 +1,7 @@
 """Memory of this machine: what there is, and what is free, within the limits of containers and services."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -30,6 +30,24 @@ def free_memory(device: torch.device, root: Path = ROOT) -> int:
     free = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
     free = free or [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     return max(0, min([*free, *(limit - used for limit, used in _limits(root))]))
+
+
+def mapped_files(places: Iterable[int]) -> dict[int, int]:
+    """Return the bytes of each file that is mapped at some of these addresses, by the first address in it.
+
+    A page that several processes map counts for each as its share, as Linux has it. Others in the file count 0.
+    """
+    found: dict[int, int] = {}
+    inside: list[int] = []
+    for line in _text_of(ROOT / "proc/self/smaps").splitlines():
+        name, *rest = line.split()
+        if not name.endswith(":"):
+            first, stop = (int(end, 16) for end in name.split("-"))
+            inside = [place for place in places if first <= place < stop] if len(rest) > 4 and rest[4][0] == "/" else []
+            found |= dict.fromkeys(inside, 0)
+        elif name == "Pss:" and inside:
+            found[inside[0]] = int(rest[0]) << 10
+    return found
 
 
 def _limits(root: Path) -> Iterator[tuple[int, int]]:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from io import StringIO
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import attnmesh.hf as hf
 from attnmesh.errors import InputError
+from attnmesh.hf import shared_weights
 from attnmesh.hf.models import is_recurrent
 from attnmesh.mesh.shapes import Shape
 from tests.support.mesh_problems import named_mesh
@@ -136,6 +138,8 @@ GENERATIONS: dict[str, Callable[[Generate], list[Any]]] = {
     check.__name__: check for check in (plain, padded, chunked, turns, beams, rows)
 }
 
+GENERATIONS["shared"] = plain
+
 WITH_CACHE = dict.fromkeys(("chunked", "turns"), ("fresh", "alike", "uncached"))
 
 REFERENCES = {**dict.fromkeys(GENERATIONS, ("fresh", "uncached")), **WITH_CACHE}
@@ -182,7 +186,8 @@ def stock_generation(case: Case, check: str, reference: str, dtype: torch.dtype)
 @guarded
 def our_generation(case: Case, check: str, dtype: torch.dtype, shape: Shape | None) -> Result:
     """Return what attnmesh generates on this rank."""
-    model, mesh = _model(case, "attnmesh", dtype), None if shape is None else named_mesh(shape, AXES)
+    mesh = None if shape is None else named_mesh(shape, AXES)
+    model = _shared_model(case, dtype, mesh) if check == "shared" else _model(case, "attnmesh", dtype)
     if check == "rows":
         with precisely(model, dtype):
             return _decode_rows(model, mesh, dtype)
@@ -195,6 +200,12 @@ def our_generation(case: Case, check: str, dtype: torch.dtype, shape: Shape | No
 
     with precisely(model, dtype):
         return _run_generation(check, generate, dtype)
+
+
+def _shared_model(case: Case, dtype: torch.dtype, mesh: Any) -> PreTrainedModel:
+    """A model whose layers the ranks share, the smallest too."""
+    with patch.object(shared_weights, "LEAST_BYTES", 0):
+        return hf.share_weights(build(case, "attnmesh", dtype), mesh)  # type: ignore[no-any-return]
 
 
 @torch.no_grad()

@@ -75,7 +75,7 @@ FAMILIES = (
             ),
             "DeepseekV4HCACompressor": Part(EntryCompressor, _COMPRESSES, _STORES),
             "DeepseekV4IndexerScorer": Part(
-                EntryScorer, ("self", "q", "compressed_kv", "hidden_states"), ("weights_proj", "relu")
+                EntryScorer, ("self", "q", "compressed_kv", "hidden_states"), ("weights_proj", "relu"), is_alone=True
             ),
         },
     ),

@@ -143,6 +143,8 @@ class Part(NamedTuple):
     """Arguments of its `forward`."""
     reads: tuple[str, ...]
     """Names that its `forward` reads."""
+    is_alone: bool = False
+    """True if a rank calls it for its own keys alone: ranks share none of its layers."""
 
 
 def _selects_tokens(_layer: Any, indices: Tensor, _spec: Any) -> Selection:

@@ -26,6 +26,7 @@ from attnmesh.hf.recurrent.convolution import ShardedConv1d
 from attnmesh.hf.recurrent.functions import NOTHING, check_layer, forward_on_shards, kind_of
 from attnmesh.hf.recurrent.prefill_states import PrefillStates
 from attnmesh.hf.shards import ShardPositions, Shards, ShardTensor
+from attnmesh.hf.shared_weights import restore_shared
 from attnmesh.hf.sparse.prepare_indexer import restore_indexer
 from attnmesh.hf.transformers_names import CACHES, MASKS, PER_TOKEN, TRANSFORMERS, stock_of, subclass
 
@@ -191,13 +192,13 @@ def _is_prepared(layer: Any) -> bool:
 
 
 def restore(model: nn.Module) -> None:
-    """Give the recurrent layers and the indexers of a model their own classes back.
+    """Give the recurrent layers, the indexers and the shared layers of a model their own classes back.
 
-    A forward pass on shards gives them subclasses, which behave as before on tokens that are no shards, or hooks. Call
-    this before the whole model is pickled.
+    A forward pass on shards gives them subclasses, which behave as before on tokens that are no shards, or hooks; so
+    does `share_weights`. Call this before the whole model is copied or pickled.
 
     Args:
-        model: A model that was called with a batch of `shard_batch`, or by `generate`.
+        model: A model that was called with a batch of `shard_batch`, by `generate`, or by `share_weights`.
 
     >>> from transformers import AutoModelForCausalLM, MambaConfig
     >>> model = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1))
@@ -205,6 +206,7 @@ def restore(model: nn.Module) -> None:
     """
     for module in model.modules():
         restore_indexer(module)
+    restore_shared(model)
     _restore_layers(model)
 
 

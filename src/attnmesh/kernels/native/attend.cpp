@@ -9,57 +9,14 @@
 // products of a group take its scale once they are sums, and its values are weighted by weight times scale. Queries of
 // bfloat16 are multiplied as such, two columns in one operation, where the processor has it: no product is rounded.
 
-#include <algorithm>
 #include <atomic>
-#include <bit>
 #include <cmath>
-#include <condition_variable>
-#include <csignal>
-#include <cstdint>
-#include <cstring>
-#include <dlfcn.h>
-#include <mutex>
-#include <new>
-#include <stdexcept>
-#include <thread>
-#include <type_traits>
-#include <unistd.h>
-#include <vector>
 
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
-
-#if defined(__AVX512F__)
-#define WIDTH 16
-#elif defined(__AVX__)
-#define WIDTH 8
-#else
-#define WIDTH 4
-#endif
-
-#if defined(__AVX512F__) || defined(__aarch64__)
-#define REGISTERS 32
-#else
-#define REGISTERS 16
-#endif
-
-#if defined(__AVX512F__)
-#define KEEP(x) asm("" : "+v"(x))  // keeps a vector in its register, or it is read again for each use
-#elif defined(__x86_64__)
-#define KEEP(x) asm("" : "+x"(x))
-#else
-#define KEEP(x)
-#endif
-
-#define UNROLL _Pragma("GCC unroll 16")
-#define ALONE __attribute__((noinline))  // inside of another loop, GCC keeps fewer vectors in registers
+#include "products.h"
+#include "workers.h"
 
 namespace {
 
-constexpr int W = WIDTH;
-constexpr int PAIR = 2 * W;              // columns that are read at a time
-constexpr int STREAMS = 4;               // keys that are read at a time
 constexpr int64_t AHEAD = 8;              // rows that are fetched before they are read, where they are scattered
 constexpr int64_t RUN = 2048;            // keys of a task
 constexpr int64_t GROUP = 128;           // columns of a scale, in rows that are stored in 8 bits
@@ -68,181 +25,7 @@ constexpr int64_t MOST_KEYS = 256;       // of a tile
 constexpr int64_t NEAR_BYTES = 1 << 15;  // values of a tile that stay in the nearest cache for all rows
 constexpr int64_t THREADED_BYTES = 1 << 19;  // keys and values that one thread reads sooner than several begin
 constexpr float NONE = -INFINITY;
-constexpr int NOT_FINITE = 1, NO_MEMORY = -1, FAILED = -2;  // what a call returns, if not 0
-
-#if defined(__aarch64__)
-typedef __fp16 Float16;  // GCC 12 has no _Float16 there
-#else
-typedef _Float16 Float16;
-#endif
-typedef float Floats __attribute__((vector_size(4 * W)));
-typedef int32_t Ints __attribute__((vector_size(4 * W)));
-typedef uint32_t Words __attribute__((vector_size(4 * W)));
-typedef Float16 Float16s __attribute__((vector_size(2 * W)));
-typedef int16_t Shorts __attribute__((vector_size(2 * PAIR)));
-typedef int8_t Bytes __attribute__((vector_size(PAIR)));
-
-enum Dtype { FLOAT32, BFLOAT16, FLOAT16, INT8, FLOAT8 };
-
-struct BFloat16 {
-    uint16_t bits;
-};
-struct Int8 {
-    int8_t bits;
-};
-struct Float8 {  // e4m3: a sign, 4 bits of exponent, 3 of mantissa
-    int8_t bits;
-};
-
-template <class T>
-struct Dotted {  // a number of 8 bits that is read as bfloat16
-    T number;
-};
-
-template <class T>
-constexpr bool STORED = sizeof(T) == 1;
-template <class T>
-constexpr bool DOTTED = false;
-template <class T>
-constexpr bool DOTTED<Dotted<T>> = true;
-template <class T>
-constexpr bool SPLIT = std::is_same_v<T, BFloat16>;  // in even and odd columns
-template <class T>
-constexpr float UNIT = std::is_same_v<T, Float8> || std::is_same_v<T, Dotted<Float8>> ? 256.0f : 1.0f;  // by which loaded numbers are too small
-
-inline Floats load(const float* x) {
-    Floats out;
-    std::memcpy(&out, x, sizeof(out));
-    return out;
-}
-
-// Two vectors of consecutive numbers. Those of bfloat16 are the even and the odd ones, which takes fewer operations.
-struct Pair {
-    Floats a, b;
-};
-
-inline Pair load_pair(const float* x) { return {load(x), load(x + W)}; }
-
-inline Pair load_pair(const BFloat16* x) {
-    Words two;
-    std::memcpy(&two, x, sizeof(two));
-    return {(Floats)(two << 16), (Floats)(two & 0xffff0000u)};
-}
-
-// Numbers of float16. GCC converts one at a time, unless the operation is named.
-inline Floats widen(Float16s x) {
-#if defined(__AVX512F__)
-    return (Floats)_mm512_cvtph_ps((__m256i)x);
-#elif defined(__AVX2__) && defined(__F16C__)
-    return (Floats)_mm256_cvtph_ps((__m128i)x);
-#else
-    return __builtin_convertvector(x, Floats);
-#endif
-}
-
-inline Pair load_pair(const Float16* x) {
-    Float16s half[2];
-    std::memcpy(half, x, sizeof(half));
-    return {widen(half[0]), widen(half[1])};
-}
-
-// Bytes as numbers of 16 bits, in one operation: GCC takes five for vectors of this width.
-inline Shorts load_bytes(const void* x) {
-#if defined(__AVX512BW__)
-    return (Shorts)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)x));
-#elif defined(__AVX2__) && WIDTH == 8
-    return (Shorts)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)x));
-#else
-    Bytes bytes;
-    std::memcpy(&bytes, x, sizeof(bytes));
-    return __builtin_convertvector(bytes, Shorts);
-#endif
-}
-
-inline Floats widen(const BFloat16* x) {
-    typedef uint16_t Bits __attribute__((vector_size(2 * W)));
-    Bits bits;
-    std::memcpy(&bits, x, sizeof(bits));
-    return (Floats)(__builtin_convertvector(bits, Words) << 16);
-}
-
-inline Floats widen(const Int8* x) {
-#if defined(__AVX512F__)
-    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)x)));
-#elif defined(__AVX2__)
-    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)x)));
-#else
-    typedef int8_t Numbers __attribute__((vector_size(W)));
-    Numbers numbers;
-    std::memcpy(&numbers, x, sizeof(numbers));
-    return __builtin_convertvector(numbers, Floats);
-#endif
-}
-
-inline Pair load_pair(const Int8* x) { return {widen(x), widen(x + W)}; }
-
-// The bits of e4m3 are among those of float16, whose exponent is 8 more.
-inline Pair load_pair(const Float8* x) {
-    Shorts bits = load_bytes(x) << 7 & (int16_t)0xbfff;
-    return load_pair((const Float16*)&bits);
-}
-
-#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
-#define DOTS
-struct Halves {
-    __m512bh a, b;
-};
-
-// The low or the high bytes of the numbers 0, 1, ..., 127 in bfloat16. They are given by their bits.
-template <class T>
-struct Table {
-    alignas(64) uint8_t low[128] = {}, high[128] = {};
-
-    constexpr Table() {
-        for (int i = 0; i < 128; i++) {
-            float x = std::is_same_v<T, Int8> ? i : i < 8 ? i * 0x1p-9f : (8 + i % 8) * 0x1p-10f;
-            for (int power = 8; std::is_same_v<T, Float8> && power <= i; power += 8) x *= 2;
-            uint32_t bits = std::bit_cast<uint32_t>(x);
-            low[i] = bits >> 16, high[i] = bits >> 24;
-        }
-    }
-};
-
-// 64 numbers, looked up. Of each 16 the first 8 are in `a` and the last 8 in `b`.
-template <class T>
-inline Halves look_up(__m512i bytes) {
-    static constexpr Table<T> table;
-    auto find = [](const uint8_t* from, __m512i at) { return _mm512_permutex2var_epi8(_mm512_load_si512(from), at, _mm512_load_si512(from + 64)); };
-    __m512i at = std::is_same_v<T, Int8> ? _mm512_abs_epi8(bytes) : bytes;
-    __m512i low = find(table.low, at), high = find(table.high, at) | (bytes & _mm512_set1_epi8((char)0x80));
-    return {(__m512bh)_mm512_unpacklo_epi8(low, high), (__m512bh)_mm512_unpackhi_epi8(low, high)};
-}
-
-template <class T>
-inline Pair load_pair(const Dotted<T>* x) {
-    return load_pair((const T*)x);
-}
-#endif
-
-// The place of column d among numbers as they are loaded.
-template <class T>
-inline int64_t place_of(int64_t d) {
-    return SPLIT<T> ? d / PAIR * PAIR + d % 2 * W + d % PAIR / 2 : d;
-}
-
-inline float value(float x) { return x; }
-inline float value(Float16 x) { return (float)x; }
-inline float value(BFloat16 x) {
-    uint32_t bits = (uint32_t)x.bits << 16;
-    float out;
-    std::memcpy(&out, &bits, 4);
-    return out;
-}
-
-inline void store(float* x, Floats y) { std::memcpy(x, &y, sizeof(y)); }
-inline Floats all(float x) { return x - Floats{}; }
-inline Floats pick(Ints where, Floats yes, Floats no) { return where ? yes : no; }
-inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+constexpr int NOT_FINITE = 1;  // what a call returns, beside the codes of errors
 
 // e^x for x <= 0, to 2 units in the last place; 0 below -87.
 inline Floats exponential(Floats x) {
@@ -267,43 +50,6 @@ inline Floats tanh_of(Floats x) {
     Floats out = pick(size < 0.1f, near, far);
     return pick(x < 0.0f, -out, out);
 }
-
-// Each function halves two vectors, or four, and adds the halves: after log2(W) levels W vectors are one vector of sums.
-#define ADD(a, b, low, high) (__builtin_shufflevector(a, b, low) + __builtin_shufflevector(a, b, high))
-#define INDEX(...) __VA_ARGS__
-#if WIDTH == 16
-inline Floats halves(Floats a, Floats b) {
-    return ADD(a, b, INDEX(0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23), INDEX(8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31));
-}
-inline Floats to_lanes(const Floats* x) {
-    Floats a = halves(x[0], x[1]), b = halves(x[2], x[3]);
-    return ADD(a, b, INDEX(0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27), INDEX(4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31));
-}
-inline Floats to_pairs(Floats a, Floats b) {
-    return ADD(a, b, INDEX(0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29), INDEX(2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31));
-}
-inline Floats to_singles(Floats a, Floats b) {
-    return ADD(a, b, INDEX(0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30), INDEX(1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31));
-}
-#elif WIDTH == 8
-inline Floats to_lanes(const Floats* x) { return ADD(x[0], x[1], INDEX(0, 1, 2, 3, 8, 9, 10, 11), INDEX(4, 5, 6, 7, 12, 13, 14, 15)); }
-inline Floats to_pairs(Floats a, Floats b) { return ADD(a, b, INDEX(0, 1, 8, 9, 4, 5, 12, 13), INDEX(2, 3, 10, 11, 6, 7, 14, 15)); }
-inline Floats to_singles(Floats a, Floats b) { return ADD(a, b, INDEX(0, 2, 8, 10, 4, 6, 12, 14), INDEX(1, 3, 9, 11, 5, 7, 13, 15)); }
-#else
-inline Floats to_lanes(const Floats* x) { return x[0]; }
-inline Floats to_pairs(Floats a, Floats b) { return ADD(a, b, INDEX(0, 1, 4, 5), INDEX(2, 3, 6, 7)); }
-inline Floats to_singles(Floats a, Floats b) { return ADD(a, b, INDEX(0, 2, 4, 6), INDEX(1, 3, 5, 7)); }
-#endif
-
-constexpr int LANES = W / 4;
-
-// The sums of W vectors. out[i] is that of x[vector_of(i)].
-inline void sums(const Floats* x, float* out) {
-    Floats first = to_pairs(to_lanes(x), to_lanes(x + LANES)), last = to_pairs(to_lanes(x + 2 * LANES), to_lanes(x + 3 * LANES));
-    store(out, to_singles(first, last));
-}
-
-constexpr int vector_of(int i) { return i / W * W + i % 4 * LANES + i % W / 4; }
 
 }  // namespace
 
@@ -341,18 +87,6 @@ Shape shape_of(const Problem& p) {
     return s;
 }
 
-// Numbers at the start of a cache line: vectors that cross lines take twice as long to load.
-class Lines {
-  public:
-    float* fit(int64_t count) {
-        if ((int64_t)memory.size() < count + 16) memory.resize(count + 16);
-        return (float*)(((uintptr_t)memory.data() + 63) & ~(uintptr_t)63);
-    }
-
-  private:
-    std::vector<float> memory;
-};
-
 // Memory of a thread.
 struct Memory {
     Lines lines[6];
@@ -363,55 +97,6 @@ struct Memory {
         if (s.packs) keys = lines[4].fit(s.tile * s.dim), values = lines[5].fit(s.tile * s.value_dim);
     }
 };
-
-// The products of some columns of some rows, which are `width` numbers apart, with some keys. Rows of `out` are
-// `tile` numbers apart, and keys `step`.
-template <class T, int ROWS, int KEYS>
-ALONE void products(const float* q, int64_t width, const T* const* keys, int64_t columns, float* out, int64_t tile, int64_t step) {
-    constexpr int ALL = ROWS * KEYS;
-    constexpr int PADDED = (ALL + W - 1) / W * W;
-    Floats total[PADDED] = {};
-    auto add = [&](const float* query, const Floats* key) __attribute__((always_inline)) {
-        for (int i = 0; i < ROWS; i++) {
-            Floats x = load(query + i * width);
-            KEEP(x);
-            for (int j = 0; j < KEYS; j++) total[vector_of(i * KEYS + j)] += x * key[j];
-        }
-    };
-    for (int64_t d = 0; d < columns; d += PAIR, q += PAIR) {
-        Floats first[KEYS], second[KEYS];
-        for (int j = 0; j < KEYS; j++) {
-            Pair key = load_pair(keys[j] + d);
-            first[j] = key.a, second[j] = key.b;
-        }
-        for (int j = 0; j < KEYS; j++) KEEP(first[j]);
-        add(q, first);
-        for (int j = 0; j < KEYS; j++) KEEP(second[j]);
-        add(q + W, second);
-    }
-    float sum[PADDED];
-    for (int at = 0; at < PADDED; at += W) sums(total + at, sum + at);
-    for (int i = 0; i < ROWS; i++)
-        for (int j = 0; j < KEYS; j++) out[i * tile + j * step] = sum[i * KEYS + j];
-}
-
-// Rows of memory that are read later.
-struct Rows {
-    const char* first;
-    int64_t stride, bytes;
-
-    Rows at(int64_t row, int64_t byte) const { return {first + row * stride + byte, stride, std::max<int64_t>(0, bytes - byte)}; }
-    // Numbers of float32 are too long for the nearest cache.
-    template <class T>
-    void prefetch(int64_t row, int64_t most) const {
-        for (int64_t at = 0; at < std::min(bytes, most); at += 64) __builtin_prefetch(first + row * stride + at, 0, sizeof(T) < 4 ? 3 : 2);
-    }
-};
-
-template <class T>
-Rows rows_of(const T* first, int64_t stride, int64_t dim) {
-    return {(const char*)first, stride * (int64_t)sizeof(T), dim * (int64_t)sizeof(T)};
-}
 
 // Adds the weighted values of some keys to some rows, in `PAIRS` pairs of vectors.
 template <class T, int ROWS, int PAIRS>
@@ -469,33 +154,6 @@ void pack(const T* x, const int32_t* rows, int64_t stride, int64_t scales, int64
     }
 }
 
-// Calls `work` with a constant number of rows and the first of them: 4 at a time, then 1.
-template <class Work>
-inline void by_rows(int64_t rows, Work work) {
-    int64_t r = 0;
-    for (; rows - r >= 4; r += 4) work(std::integral_constant<int, 4>(), r);
-    for (; r < rows; r++) work(std::integral_constant<int, 1>(), r);
-}
-
-// The products of all rows with the keys of a tile, while the lines of the values are fetched.
-template <class T>
-void all_products(const Shape& s, const float* q, const T* k, int64_t columns, int64_t stride, int64_t n, Rows values, float* logits) {
-    int64_t step = (n + STREAMS - 1) / STREAMS;
-    for (int64_t t = 0; t < step; t++) {
-        const T* keys[STREAMS];
-        for (int j = 0; j < STREAMS; j++) {
-            int64_t place = std::min(t + j * step, n - 1);
-            keys[j] = k + place * stride;
-            values.prefetch<T>(place, values.bytes);
-        }
-        by_rows(s.rows, [&](auto count, int64_t r) __attribute__((always_inline)) {
-            constexpr int ROWS = count, KEYS = ROWS == 1 || REGISTERS == 32 ? STREAMS : 2;
-            for (int j = 0; j < STREAMS; j += KEYS)  // logits after the last of a tile are of no key
-                products<T, ROWS, KEYS>(q + r * s.dim, s.dim, keys + j, columns, logits + r * s.tile + t + j * step, s.tile, step);
-        });
-    }
-}
-
 template <class T>
 void all_values(const Shape& s, const float* weights, const T* v, int64_t columns, int64_t stride, int64_t n, Rows next, float* out) {
     int64_t some = std::max<int64_t>(16, NEAR_BYTES / (int64_t)sizeof(T) / s.value_dim);
@@ -529,7 +187,7 @@ template <class T>
 void stored_products(const Problem& p, const Shape& s, const T* k, int64_t n, Rows values, const Memory& m) {
     by_groups(k, s.dim, p.k_strides[2], p.k_scales, n, UNIT<T>, m.scales, [&](int64_t d, int64_t columns) {
         float* found = d ? m.some : m.logits;
-        all_products(s, m.q + d, k + d, columns, p.k_strides[2], n, d ? Rows() : values, found);
+        all_products({m.q + d, s.rows, s.dim}, k + d, columns, p.k_strides[2], n, d ? Rows() : values, found, s.tile);
         by_vectors(s, n, m.scales, [&](int64_t at, Floats scale) {
             Floats x = load(found + at) * scale;
             store(m.logits + at, d ? load(m.logits + at) + x : x);
@@ -680,6 +338,7 @@ bool run_task(const Problem& p, const Shape& s, int64_t task, Memory& memory, fl
         first = std::max(first, least / s.tile * s.tile), stop = std::min(stop, last);
     }
     const int32_t* rows = p.rows ? p.rows + row * p.keys : nullptr;
+    Queries queries{memory.q, s.rows, s.dim};
     if (rows) stop = std::min(stop, p.counts[row]);
     for (int64_t at = first; at < stop; at += s.tile) {
         int64_t n = std::min(s.tile, stop - at);
@@ -693,11 +352,11 @@ bool run_task(const Problem& p, const Shape& s, int64_t task, Memory& memory, fl
             const int32_t* some = rows ? rows + at : nullptr;
             pack(keys, some, p.k_strides[2], p.k_scales, n, p.dim, s.dim, memory.keys);
             pack(values, some, p.v_strides[2], p.v_scales, n, p.value_dim, s.value_dim, memory.values);
-            all_products(s, memory.q, memory.keys, s.dim, s.dim, n, Rows(), memory.logits);
+            all_products(queries, memory.keys, s.dim, s.dim, n, Rows(), memory.logits, s.tile);
         } else if (STORED<T>) {
             stored_products(p, s, keys, n, next, memory);
         } else {
-            all_products(s, memory.q, keys, s.dim, p.k_strides[2], n, next, memory.logits);
+            all_products(queries, keys, s.dim, p.k_strides[2], n, next, memory.logits, s.tile);
         }
         for (int64_t r = 0; r < s.rows; r++) {
             int64_t i = r % p.length, low = p.low ? p.low[i] - at : 0, high = p.low ? p.high[i] - at : n;
@@ -740,114 +399,6 @@ bool finish(const Problem& p, const Shape& s, int64_t head, float* partials, int
     }
     return bad == 0;
 }
-
-// The code of the exception that is being handled. None may leave the library, or the process would end.
-int code_of_exception() noexcept {
-    try {
-        throw;
-    } catch (const std::bad_alloc&) {
-        return NO_MEMORY;
-    } catch (const std::length_error&) {  // more than any memory has
-        return NO_MEMORY;
-    } catch (...) {
-        return FAILED;
-    }
-}
-
-// Holds signals back, which are for the threads of Python, from threads that start meanwhile.
-class SignalsHeld {
-  public:
-    SignalsHeld() {
-        sigset_t every;
-        sigfillset(&every);
-        pthread_sigmask(SIG_SETMASK, &every, &before);
-    }
-    ~SignalsHeld() { pthread_sigmask(SIG_SETMASK, &before, nullptr); }
-
-  private:
-    sigset_t before;
-};
-
-const pid_t LOADER = getpid();  // the process that has loaded this library
-
-// Threads that wait for work: those of PyTorch's OpenMP where there is one, which would spin beside others for a while.
-// A forked child has none of its parent's, and makes its own. Where no more can start, those that there are do the work.
-class Workers {
-  public:
-    template <class Work>
-    static void run(int64_t threads, Work& work) {
-        if (threads <= 1) return work();
-        run_on(threads, [](void* context) { (*(Work*)context)(); }, &work);
-    }
-
-  private:
-    using Function = void (*)(void*);
-
-    static void run_on(int64_t threads, Function call, void* work) {  // no template, or each type had threads of its own
-        static const auto openmp = (void (*)(Function, void*, unsigned, unsigned))dlsym(RTLD_DEFAULT, "GOMP_parallel");
-        if (openmp && getpid() == LOADER) return may_start(threads) ? openmp(call, work, threads, 0) : call(work);
-        static std::mutex one;  // a second caller works alone
-        std::unique_lock<std::mutex> mine(one, std::try_to_lock);
-        if (!mine.owns_lock()) return call(work);
-        static Workers* workers = nullptr;
-        if (!workers || workers->process != getpid()) workers = new Workers();
-        workers->share(threads - 1, call, work);
-    }
-
-    // OpenMP ends the process where a thread cannot start. So as many threads are tried before it first makes them.
-    static bool may_start(int64_t threads) {
-        static thread_local int64_t tried = 1;
-        if (threads <= tried) return true;
-        std::atomic<bool> done{false};
-        std::vector<std::thread> trial;
-        bool started = true;
-        try {
-            SignalsHeld held;
-            trial.reserve(threads);
-            while ((int64_t)trial.size() < threads - tried) trial.emplace_back([&] { done.wait(false); });
-        } catch (...) {
-            started = false;
-        }
-        done = true, done.notify_all();
-        for (std::thread& thread : trial) thread.join();
-        return started && (tried = threads);
-    }
-
-    void share(int helpers, Function function, void* given) {
-        try {
-            SignalsHeld held;
-            for (; count < helpers; count++) std::thread([this, number = count] { serve(number); }).detach();
-        } catch (...) {
-            helpers = count;
-        }
-        {
-            std::lock_guard<std::mutex> hold(lock);
-            call = function, context = given, wanted = helpers, busy = helpers, round++;
-        }
-        wake.notify_all();
-        function(given);
-        for (int left = busy.load(); left; left = busy.load()) busy.wait(left);
-    }
-
-    void serve(int number) {
-        for (uint64_t seen = 0;;) {
-            std::unique_lock<std::mutex> hold(lock);
-            wake.wait(hold, [&] { return round != seen && (seen = round, number < wanted); });
-            hold.unlock();
-            call(context);
-            if (--busy == 0) busy.notify_one();
-        }
-    }
-
-    const pid_t process = getpid();
-    std::mutex lock;
-    std::condition_variable wake;
-    std::atomic<int> busy{0};
-    Function call = nullptr;
-    void* context = nullptr;
-    int wanted = 0, count = 0;
-    uint64_t round = 0;
-};
 
 template <class T>
 int attend(const Problem& p) {

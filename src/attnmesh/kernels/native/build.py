@@ -24,6 +24,8 @@ from attnmesh.runtime.machine import cache_folder, cpu_facts
 
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 
+HEADERS = sorted(Path(__file__).parent.glob("*.h"))
+
 FLAGS = ("-std=c++20", "-O3", "-fno-math-errno", "-fPIC", "-shared", "-pthread", "-ldl")
 
 SECONDS = 120
@@ -45,6 +47,7 @@ class Library(NamedTuple):
     attend: Function | None = None
     append: Function | None = None
     exchange: Callable[[bytes, int], int] | None = None
+    linear: Callable[[bytes, int], int] | None = None
     digest: Callable[[int, int, int, int], int] | None = None
     reason: str | None = None
 
@@ -61,12 +64,12 @@ def library() -> Library:
     except OSError as error:
         return Library(reason=f"the library does not load: {_line(str(error))}")
     fields, pointer, number = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64
-    attend, append, exchange, digest = (getattr(loaded, f"attnmesh_{name}") for name in Library._fields[:4])
-    attend.argtypes = append.argtypes = [fields]
-    exchange.argtypes, digest.argtypes = [fields, number], [pointer, number, number, pointer]
-    for function in (attend, append, exchange, digest):
-        function.restype = number
-    return Library(attend, append, exchange, digest)
+    functions = {name: getattr(loaded, f"attnmesh_{name}") for name in Library._fields[:-1]}
+    for function in functions.values():
+        function.argtypes, function.restype = [fields], number
+    functions["exchange"].argtypes = functions["linear"].argtypes = [fields, number]
+    functions["digest"].argtypes = [pointer, number, number, pointer]
+    return Library(**functions)
 
 
 class _MissingError(Exception):
@@ -87,7 +90,7 @@ def _built() -> Path:
     if compiler is None:
         raise _MissingError("there is no C++ compiler: install g++ or clang++")
     version = _output([compiler, "--version"])
-    sources = [source.read_bytes() for source in SOURCES]
+    sources = [source.read_bytes() for source in (*SOURCES, *HEADERS)]
     processor = cpu_facts("model name", "flags", "Features", "CPU part") or [platform.processor()]
     facts = [version, "\n".join(processor), " ".join(FLAGS), *platform.libc_ver()]  # these decide what is compiled
     key = sha256(b"\0".join([*sources, *(fact.encode() for fact in facts)])).hexdigest()[:16]

@@ -1,7 +1,5 @@
 // Messages between the ranks of a host through shared memory, and the merge of the partials in them.
 //
-// A box is of one writer and one reader. Its head has the number of messages sent and the number received. The box is
-// empty where they are equal. A rank that waits spins for a moment, and then sleeps until the other rank wakes it.
 // A message of another size than expected is of another call. It becomes one whose checksum fits none.
 
 #include <algorithm>
@@ -9,12 +7,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <ctime>
-#if defined(__linux__)
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
+
+#include "boxes.h"
 
 #if defined(__clang__)
 #pragma STDC FP_CONTRACT OFF  // a merge gives the same bits whichever of two messages comes first
@@ -25,75 +19,6 @@
 namespace {
 
 constexpr int64_t MOST_RANKS = 64;
-
-struct alignas(64) Counter {
-    int64_t messages;
-    int32_t sleepers;
-    int64_t size;  // bytes of the last message sent
-};
-
-struct Box {
-    Counter sent, received;
-    char message[];
-};
-
-int64_t nanoseconds() {
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1000000000L + now.tv_nsec;
-}
-
-void relax() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
-
-// The low half of a counter, which a rank sleeps on.
-int32_t* word_of(Counter& counter) {
-#if __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
-    return (int32_t*)&counter.messages + 1;
-#else
-    return (int32_t*)&counter.messages;
-#endif
-}
-
-void sleep_on(Counter& counter, int32_t seen, int64_t longest) {
-#if defined(__linux__)
-    timespec limit = {longest / 1000000000L, longest % 1000000000L};
-    syscall(SYS_futex, word_of(counter), FUTEX_WAIT, seen, &limit, nullptr, 0);
-#else
-    timespec nap = {0, 200000};
-    nanosleep(&nap, nullptr);
-#endif
-}
-
-// Raises the counter, and wakes the ranks that sleep on it.
-void raise_to(Counter& counter, int64_t count) {
-    __atomic_store_n(&counter.messages, count, __ATOMIC_SEQ_CST);
-#if defined(__linux__)
-    if (__atomic_load_n(&counter.sleepers, __ATOMIC_SEQ_CST)) syscall(SYS_futex, word_of(counter), FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
-#endif
-}
-
-bool has(Counter& counter, int64_t count) { return __atomic_load_n(&counter.messages, __ATOMIC_SEQ_CST) >= count; }
-
-// Waits for `spin` nanoseconds awake and then asleep. Returns whether the counter has reached the count.
-bool reached(Counter& counter, int64_t count, int64_t spin, int64_t sleep) {
-    if (has(counter, count)) return true;
-    for (int64_t end = spin ? nanoseconds() + spin : 0; spin && nanoseconds() < end;)
-        for (int i = 0; i < 50; i++) {
-            if (has(counter, count)) return true;
-            relax();
-        }
-    __atomic_fetch_add(&counter.sleepers, 1, __ATOMIC_SEQ_CST);
-    int32_t seen = __atomic_load_n(word_of(counter), __ATOMIC_SEQ_CST);
-    if (!has(counter, count)) sleep_on(counter, seen, sleep);
-    __atomic_fetch_sub(&counter.sleepers, 1, __ATOMIC_SEQ_CST);
-    return has(counter, count);
-}
 
 // Marks a message whose sender has another call, unless it is poison, whose checksum is infinite. The mark fits no call in
 // float32 or float64: it is larger than others, and finite.

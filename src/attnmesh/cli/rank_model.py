@@ -1,0 +1,60 @@
+"""The model of `attnmesh generate` and `attnmesh serve` on a rank: its mesh, and who computes its layers."""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from attnmesh import hf
+from attnmesh.cli.generate_prompt import Prepared
+from attnmesh.errors import InputError
+from attnmesh.hf.load import open_model
+from attnmesh.mesh.axes import device_type_of
+from attnmesh.mesh.shapes import AXES
+from attnmesh.setup.init_mesh import init_mesh
+from attnmesh_command.option_texts import TP
+
+WHOLE = "whole on each rank"
+
+
+class Loaded(NamedTuple):
+    """A model on this rank's device, the mesh that shares the tokens, and who computes the layers."""
+
+    model: PreTrainedModel
+    mesh: DeviceMesh | None
+    weights: str
+
+
+def load_model(prompt: Prepared, dtype: str, weights: str, *, reproducible: bool) -> Loaded:
+    """Load the model on all ranks. Where `weights` is "auto" ranks share its layers if they can."""
+    kind = device_type_of(dist.group.WORLD)
+    device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
+    mesh, sharing = _meshes(device.type, prompt)
+    logging.disable_progress_bar()  # each rank would show one
+    logging.set_verbosity_error()
+    images = prompt.images is not None
+    model = open_model(prompt.place, dtype, device, sharing, prompt.mesh.output, images=images)
+    if sharing is not None:
+        return Loaded(model, mesh, "shared along tp")
+    if weights == "whole" or (weights == "auto" and mesh is None and not reproducible):
+        return Loaded(model, mesh, WHOLE)
+    try:
+        hf.share_weights(model, mesh)
+    except InputError as error:
+        if weights == "shared":
+            raise
+        return Loaded(model, mesh, f"{WHOLE} ({error.args[2]})")
+    return Loaded(model, mesh, f"shared by {1 if mesh is None else max(mesh.shape)} ranks")
+
+
+def _meshes(device_type: str, prompt: Prepared) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+    """Return the mesh that shares the tokens, and the mesh that shares the weights."""
+    shape, tp, is_shared, _ = prompt.mesh
+    if tp > 1:  # they exchange most, and lie next to each other
+        whole = init_device_mesh(device_type, (*shape, tp), mesh_dim_names=(*AXES, TP))
+        return whole[AXES], whole[TP]
+    mesh = init_mesh(device_type, shape, *prompt.heads) if shape.ranks > 1 else None
+    return mesh, mesh["keys"] if mesh is not None and is_shared else None

@@ -1,0 +1,112 @@
+"""Linear layers of one input of few rows, whose outputs the ranks of a host share, as one native call."""
+
+import struct
+from collections.abc import Sequence
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from attnmesh.comm.failures import failure
+from attnmesh.comm.mailbox_queue import finish_letters_of
+from attnmesh.comm.shared_memory import (
+    CHECK_INTERVAL,
+    HEAD,
+    LAYERS,
+    SLOT,
+    CallsDifferError,
+    Exchange,
+    Mailboxes,
+    PeerLostError,
+)
+from attnmesh.kernels.native.build import library
+from attnmesh.kernels.native.kernel import DTYPES, FAILED, NO_MEMORY
+from attnmesh.mesh.axes import Axis
+from attnmesh.runtime.counters import count_messages
+from attnmesh.runtime.world import WORLD
+
+CALL, KIND, LAYER = struct.Struct("2P4q"), struct.Struct("P10q"), struct.Struct("2P2q")
+"""Fields of `Linear` in `linear.cpp`: those of each call, those of all calls of the layers, and those of each layer."""
+
+MOST_ROWS = {torch.float32: 32, torch.bfloat16: 16, torch.float16: 16}
+"""Rows of a call at most. PyTorch multiplies more of them sooner."""
+
+COLUMNS = 32
+"""Divides the columns of a weight: the widest vectors hold so many numbers of two loads."""
+
+HALF, TAG_BYTES = SLOT // 2, 64
+"""Bytes of a half of a board, and those before its outputs."""
+
+ROWS = 64
+"""Number of rows that no call has, by which the tags of calls differ."""
+
+DIFFERENT = -3
+"""Code of a call if another rank has made another one. Other codes below 0 are of exceptions in C++."""
+
+Weights = tuple[Tensor, Tensor | None]
+"""Weight and bias of a layer."""
+
+
+class HostLinear:
+    """Layers of one input. `number` tells them from the others that the ranks of the axis share.
+
+    The ranks of the axis have the same weights, and call the same layers with the same input in the same order.
+    """
+
+    def __init__(self, number: int, layers: Sequence[Weights], axis: Axis, mailboxes: Mailboxes | None) -> None:
+        self.number, self.layers, self.axis, self.mailboxes = number, layers, axis, mailboxes
+        weight, _ = layers[0]
+        self.sizes, self.places = [len(weight) for weight, _ in layers], [weight.data_ptr() for weight, _ in layers]
+        self.outputs, self.function = sum(self.sizes), cast(Exchange, library().linear)
+        board, spin = 0, 0
+        if mailboxes is not None:
+            board, spin = mailboxes.start + min(mailboxes.outputs.values()), mailboxes.spin
+        boards = HEAD + SLOT, HALF, axis.size, axis.index, spin, int(CHECK_INTERVAL * 1e9)
+        self.kind = KIND.pack(board, DTYPES[weight.dtype], weight.shape[1], *boards, self.outputs, len(layers))
+        for weight, bias in layers:
+            first = 0 if bias is None else bias.data_ptr()
+            self.kind += LAYER.pack(weight.data_ptr(), first, len(weight), weight.stride(0))
+
+    @staticmethod
+    def takes(weight: Tensor, bias: Tensor | None) -> bool:
+        """Return whether the native call takes a layer of these weights."""
+        alike = bias is None or (bias.dtype == weight.dtype and bias.is_contiguous())
+        whole = type(weight.data) is Tensor and weight.is_cpu and weight.stride(1) == 1
+        return whole and alike and weight.dtype in DTYPES and weight.shape[1] % COLUMNS == 0 and weight.numel() > 0
+
+    def run(self, x: Tensor) -> Sequence[Tensor]:
+        """Return the outputs of each layer for a contiguous input of at most `MOST_ROWS`.
+
+        Raise `CallsDifferError` if other ranks have called other layers, or of another number of rows.
+        """
+        rows, mailboxes = x.numel() // x.shape[-1], self.mailboxes
+        out = x.new_empty(rows * self.outputs)
+        before = 0 if mailboxes is None else mailboxes.pieces
+        tag, threads = self.number * ROWS + rows, torch.get_num_threads()
+        fields = CALL.pack(x.data_ptr(), out.data_ptr(), rows, tag, before, threads) + self.kind
+        code = self.function(fields, 0) if mailboxes is None else self._share(mailboxes, fields, rows)
+        if code < 0:
+            raise MemoryError("the native kernel gets no memory") if code == NO_MEMORY else RuntimeError(FAILED)
+        count_messages(self.axis.size - 1, 4 * rows * self.outputs // self.axis.size)
+        if len(self.sizes) == 1:
+            return [out.view(*x.shape[:-1], self.outputs)]
+        parts = out.split([rows * size for size in self.sizes])
+        return [part.view(*x.shape[:-1], size) for part, size in zip(parts, self.sizes, strict=True)]
+
+    def _share(self, mailboxes: Mailboxes, fields: bytes, rows: int) -> int:
+        """Compute and exchange the outputs piece by piece. Return what the native call returns."""
+        pieces = -(-self.outputs // (self.axis.size * ((HALF - TAG_BYTES) // 4 // rows)))
+        turns = self.axis.size + 1
+        try:
+            if WORLD.letters:
+                finish_letters_of(mailboxes)
+            code = mailboxes.perform(
+                partial(self.function, fields), pieces * turns, lambda done: max(done % turns - 1, 0), LAYERS
+            )
+        except PeerLostError as error:
+            raise failure(self.axis, "sharing a layer", error.peer, error) from error
+        mailboxes.pieces += pieces
+        if code == DIFFERENT:
+            raise CallsDifferError(self.axis.index)
+        return code

@@ -1,0 +1,246 @@
+"""Weights shared by the ranks of a host: in a step of decoding, each rank computes some outputs of each linear layer.
+
+Ranks along the keys of a mesh would each compute every layer whole. Here each reads its rows of a weight alone, and the
+ranks exchange the outputs through shared memory. One rank computes an output whole, by a sum of one order, so the
+numbers do not depend on how many ranks there are. A prompt, whose tokens the ranks divide, is computed from whole
+weights: ranks of a host that load one file map the same memory.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from attnmesh.comm.host_linear import MOST_ROWS, HostLinear
+from attnmesh.comm.shared_memory import CallsDifferError, Mailboxes
+from attnmesh.comm.topology import whole_mailboxes
+from attnmesh.errors import KernelError, ModelError, require
+from attnmesh.guard.agreement import Agreement
+from attnmesh.hf.cache.sharded_cache import ShardedCache
+from attnmesh.hf.families.family import family_of
+from attnmesh.hf.models import check_model, unwrap
+from attnmesh.hf.shards import ShardMask
+from attnmesh.kernels.native.build import library
+from attnmesh.mesh.axes import Axis, Mesh
+from attnmesh.runtime.memory import mapped_files
+
+SUBJECT = "share_weights"
+
+LEAST_BYTES = 1 << 17
+"""Bytes of a weight that is shared: a smaller one is read sooner than its outputs are exchanged."""
+
+
+MOST_LAYERS = 8
+"""Layers of one input that are one call, at most."""
+
+
+def share_weights(model: Any, mesh: DeviceMesh | None) -> Any:
+    """Let the ranks of a mesh compute the linear layers of a model together, in the steps of `generate` and `Engine`.
+
+        mesh = am.init_mesh((1, 1, 4))
+        model = hf.share_weights(AutoModelForCausalLM.from_pretrained(name, attn_implementation="attnmesh"), mesh)
+        tokens = hf.generate(model, ids, mesh=mesh)
+
+    A step of at most 32 tokens, 16 in narrow dtypes, takes as many products in all as on one rank. Layers of other
+    kinds, of quantized weights and of experts are computed by every rank, as without this. So is all that runs without
+    a `ShardedCache` on this mesh, and with gradients. The ranks share along the longest axis of the mesh.
+
+    Args:
+        model: A causal language model with `attn_implementation="attnmesh"`, with equal weights on all ranks.
+        mesh: The mesh of the caches; None for one device, which gets the same numbers as ranks that share.
+
+    Returns:
+        The model, changed in place. A second call changes the mesh.
+
+    Raises:
+        InputError: The ranks are on several hosts or on GPUs, there is no native library, or the weights are sharded.
+
+    >>> from transformers import AutoModelForCausalLM, LlamaConfig
+    >>> sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    >>> model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=97, **sizes), attn_implementation="attnmesh")
+    >>> share_weights(model, None) is model
+    True
+    """
+    inner, place = unwrap(model), Mesh.of(mesh)
+    layers = shared_layers(inner) if isinstance(inner, PreTrainedModel) else {}
+    with Agreement(place, SUBJECT, lambda: {"layers": _described(layers)}):
+        _check(inner)
+    axis = max(place.axes, key=lambda one: one.size)
+    mailboxes = whole_mailboxes(axis)
+    with Agreement(place, SUBJECT):
+        _check_host(axis, mailboxes)
+    restore_shared(inner)
+    steps = SharedSteps(place, axis, mailboxes)
+    steps.begin(inner, layers)
+    return model
+
+
+def restore_shared(model: nn.Module) -> None:
+    """Let each rank compute the layers of a model on its own again."""
+    steps: SharedSteps | None = vars(unwrap(model)).pop("shared_steps", None)
+    if steps is not None:
+        steps.end()
+
+
+def weights_in_memory(model: nn.Module) -> int:
+    """Return the bytes of a model's weights that this rank holds: its share of pages of a file that ranks map."""
+    sizes: dict[int, int] = {}
+    for weight in model.parameters():
+        own = weight.to_local() if isinstance(weight, DTensor) else weight
+        storage = own.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+    mapped = mapped_files(sizes)
+    return sum(mapped.get(place, size) for place, size in sizes.items())
+
+
+def shared_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """Return the layers of a model that ranks can share, by name: those of its decoder, and its head."""
+    head, parts = model.get_output_embeddings(), family_of(model.config).parts
+    alone = {name for name, part in parts.items() if part.is_alone}
+    apart = [one for one in model.modules() if alone.intersection(kind.__name__ for kind in type(one).__mro__)]
+    without = {id(inner) for one in apart for inner in one.modules()}
+    modules = model.get_decoder().named_modules()
+    found = {name: one for name, one in modules if id(one) not in without and _is_shared(one)}
+    return {**found, "head": head} if _is_shared(head) else found
+
+
+def _is_shared(module: Any) -> bool:
+    plain = type(module) in (nn.Linear, SharedLinear) and "forward" not in vars(module)
+    return plain and module.weight.nbytes >= LEAST_BYTES and HostLinear.takes(module.weight, module.bias)
+
+
+def _described(layers: Mapping[str, nn.Linear]) -> str:
+    return f"{len(layers)} of {sum(layer.weight.numel() for layer in layers.values())} weights"
+
+
+def _check(model: Any) -> None:
+    """Raise unless the model decodes over a mesh, and has whole weights on the CPU."""
+    check_model(model)
+    sharded = any(isinstance(weight, DTensor) for weight in model.parameters())
+    require(not sharded, ModelError, SUBJECT, "whole weights", "sharded ones", "load the model without sharding it")
+    device = next(model.parameters()).device.type
+    require(device == "cpu", KernelError, SUBJECT, "a model on CPUs", f"one on {device}", "use hf.tensor_parallel")
+    fix = "install a C++ compiler, or leave share_weights out"
+    require(library().reason is None, KernelError, SUBJECT, "the native library", library().reason, fix)
+
+
+def _check_host(axis: Axis, mailboxes: Mailboxes | None) -> None:
+    """Raise unless all ranks of the axis are on one host."""
+    fits, given = axis.size == 1 or mailboxes is not None, f"{axis.size} that share none"
+    fix = "use hf.tensor_parallel, or leave share_weights out"
+    require(fits, KernelError, SUBJECT, "ranks of one host, which share memory", given, fix)
+
+
+class SharedLinear(nn.Linear):
+    """A linear layer that ranks share in steps of decoding."""
+
+    steps: "SharedSteps"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what `nn.Linear` returns."""
+        if not self.steps.is_open or torch.compiler.is_compiling():
+            return super().forward(x)
+        return self.steps.run(self, x)
+
+
+class SharedSteps:
+    """The steps of decoding in which the ranks of an axis share the layers of one model.
+
+    Layers that are called one after the other with one input, as those of queries, keys and values, are one call: the
+    first of them computes the outputs of all. Which these are is learned from the calls, which are alike on all ranks.
+    """
+
+    is_open = False
+    """True while the model runs such a step: all ranks compute the same tokens, with a cache on the mesh."""
+    first: SharedLinear
+    """The layer that the last call began with."""
+    input: Tensor | None = None  # of that call
+    version = 0  # of the input
+
+    def __init__(self, mesh: Mesh, axis: Axis, mailboxes: Mailboxes | None) -> None:
+        self.mesh, self.axis, self.mailboxes = mesh, axis, mailboxes
+        self.hooks: list[Any] = []
+        self.numbers: dict[SharedLinear, int] = {}
+        self.groups: dict[SharedLinear, list[SharedLinear]] = {}
+        """The layers that a call computes, by the first of them."""
+        self.calls: dict[tuple[SharedLinear, int], HostLinear] = {}
+        """The call of so many layers of a group."""
+        self.ahead: dict[SharedLinear, Tensor] = {}
+        """Outputs that the last call has computed for layers after its first."""
+
+    def begin(self, model: PreTrainedModel, layers: Mapping[str, nn.Linear]) -> None:
+        """Share these layers of a model from its next forward pass on."""
+        for number, layer in enumerate(layers.values()):
+            layer.__class__ = SharedLinear
+            shared: Any = layer
+            shared.steps, self.numbers[shared], self.groups[shared] = self, number, [shared]
+        before = model.register_forward_pre_hook(self._enter, with_kwargs=True)
+        after = model.register_forward_hook(self._leave, always_call=True)
+        self.hooks = [before, after]
+        vars(model)["shared_steps"] = self
+
+    def end(self) -> None:
+        """Share no longer."""
+        for hook in self.hooks:
+            hook.remove()
+        for layer in self.numbers:
+            layer.__class__ = nn.Linear  # type: ignore[assignment]
+            del vars(layer)["steps"]
+
+    def __reduce__(self) -> NoReturn:
+        expected, given = "a model that shares no weights", "one that does"
+        raise ModelError("copying or pickling a model", expected, given, "call hf.restore(model) before")
+
+    def run(self, layer: SharedLinear, x: Tensor) -> Tensor:
+        """Return the outputs of a layer, from all ranks if the rows are few."""
+        if not self._takes(layer, x):
+            return nn.Linear.forward(layer, x)
+        if x is not self.input or x._version != self.version:
+            self.first, self.input, self.version = layer, x, x._version
+            out, *others = self._compute(self.groups[layer], x)
+            self.ahead = dict(zip(self.groups[layer][1:], others, strict=True))
+            return out
+        if (found := self.ahead.pop(layer, None)) is not None:
+            return found
+        group = self.groups[self.first]
+        if layer not in group and len(group) < MOST_LAYERS:
+            group.append(layer)  # from the next step on
+        return self._compute([layer], x)[0]
+
+    @staticmethod
+    def _takes(layer: SharedLinear, x: Tensor) -> bool:
+        """Return whether a call takes this input. The versions of inference tensors are not counted."""
+        dtype = x.dtype
+        few = 0 < x.numel() <= MOST_ROWS.get(dtype, 0) * layer.in_features
+        return few and dtype == layer.weight.dtype and not x.is_inference()
+
+    def _compute(self, layers: Sequence[SharedLinear], x: Tensor) -> Sequence[Tensor]:
+        """Return the outputs of layers, each from one rank."""
+        kind = layers[0], len(layers)
+        call = self.calls.get(kind)
+        if call is None or call.places != [layer.weight.data_ptr() for layer in layers]:  # or a weight has moved
+            weights = [(layer.weight.detach(), None if layer.bias is None else layer.bias.detach()) for layer in layers]
+            number = self.numbers[layers[0]] * MOST_LAYERS + len(layers) - 1
+            call = self.calls[kind] = HostLinear(number, weights, self.axis, self.mailboxes)
+        try:
+            return call.run(x.contiguous())
+        except CallsDifferError:
+            names = {"layer": self.numbers[layers[0]], "layers": len(layers), "input": tuple(x.shape)}
+            Agreement(self.mesh, "a layer of shared weights", names).unequal()
+
+    def _enter(self, _: nn.Module, args: tuple[Any, ...], arguments: dict[str, Any]) -> None:
+        """Begin a step, if the ranks compute the same tokens with a cache on this mesh."""
+        given = [*args, *arguments.values()]
+        cache = next((x for x in given if isinstance(x, ShardedCache)), None)
+        same = (
+            cache is not None and Mesh.of(cache.mesh) == self.mesh and not any(isinstance(x, ShardMask) for x in given)
+        )
+        self.is_open = same and not torch.is_grad_enabled()
+
+    def _leave(self, *_: Any) -> None:
+        self.is_open, self.input = False, None
+        self.ahead.clear()

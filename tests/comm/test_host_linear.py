@@ -1,0 +1,199 @@
+"""Linear layers whose outputs ranks of a host share: exact, of the same bits on all numbers of ranks, never stuck."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from attnmesh.comm.host_linear import MOST_ROWS, HostLinear
+from attnmesh.comm.host_merge import host_merge_for
+from attnmesh.comm.shared_memory import CallsDifferError
+from attnmesh.comm.topology import whole_mailboxes
+from attnmesh.errors import InputError
+from attnmesh.guard.agreement import Agreement
+from attnmesh.kernels.native.build import library
+from attnmesh.mesh.axes import Axis, mesh_of
+from attnmesh.mesh.shapes import Shape
+from attnmesh.runtime.counters import counted
+from tests.support import worlds
+from tests.support.pool import Pool
+from tests.support.worlds import START_TIMEOUT, Job, Ranks
+
+pytestmark = pytest.mark.skipif(library().reason is not None, reason="there is no native library")
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+LAYERS = ((64, 1), (64, 7, 3, 129), (32, 5), (1536, 576, 192, 192))
+"""Columns and the outputs of layers of one input."""
+
+SECONDS_TO_NAME = 10.0
+"""Seconds in which a lost rank is named, on a machine that does other work: half of one is the look after it."""
+
+LARGE = 128, 3 * 2**15 + 1
+"""A layer whose outputs go in several pieces."""
+
+
+def weights(
+    columns: int, *outputs: int, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> list[tuple[Tensor, Tensor | None]]:
+    """Layers, of which every other one has a bias."""
+    noise = torch.Generator().manual_seed(seed)
+    made = [(torch.randn(n, columns, generator=noise), torch.randn(n, generator=noise)) for n in outputs]
+    return [(weight.to(dtype), bias.to(dtype) if i % 2 else None) for i, (weight, bias) in enumerate(made)]
+
+
+def given(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)).to(dtype)
+
+
+def axis() -> Axis:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return Axis()
+    return Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
+
+
+def outputs(columns: int, sizes: tuple[int, ...], dtype: torch.dtype, rows: tuple[int, ...]) -> list[list[Tensor]]:
+    along = axis()
+    call = HostLinear(3, weights(columns, *sizes, dtype=dtype), along, whole_mailboxes(along))
+    return [[out.clone() for out in call.run(given(count, columns, dtype))] for count in rows]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", LAYERS, ids=str)
+def test_outputs_are_exact(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    columns, *layers = sizes
+    for rows, found in zip(
+        (1, 2, 5, MOST_ROWS[dtype]), outputs(columns, tuple(layers), dtype, (1, 2, 5, MOST_ROWS[dtype])), strict=True
+    ):
+        x = given(rows, columns, dtype).double()
+        for (weight, bias), out in zip(weights(columns, *layers, dtype=dtype), found, strict=True):
+            exact = x @ weight.double().T + (0 if bias is None else bias.double())
+            size = x.abs() @ weight.double().abs().T + 1  # a sum of n numbers rounds to n units of their sizes at most
+            unit = torch.finfo(dtype).eps
+            error = (out.double() - exact).abs()
+            assert bool((error <= size * columns * torch.finfo(torch.float32).eps + exact.abs() * unit).all())
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_bits_depend_on_neither_rows_nor_threads(threads: int) -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        (alone,) = outputs(512, (700,), torch.float32, (1,))[0]
+        call = HostLinear(0, weights(512, 700), Axis(), None)
+        several = call.run(torch.cat([given(1, 512), given(6, 512)]))[0]
+        assert torch.equal(several[:1], alone)
+        torch.set_num_threads(3 - threads)
+        assert torch.equal(call.run(given(1, 512))[0], alone)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_ranks_have_the_bits_of_one(ranks: int, pool: Pool) -> None:
+    for dtype in DTYPES:
+        for columns, *layers in LAYERS:
+            arguments = columns, tuple(layers), dtype, (1, 3)
+            expected = outputs(*arguments)
+            for found in pool.run(ranks, outputs, *arguments):
+                assert all(
+                    torch.equal(a, b)
+                    for one, other in zip(found, expected, strict=True)
+                    for a, b in zip(one, other, strict=True)
+                )
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_many_outputs_go_in_pieces(ranks: int, pool: Pool) -> None:
+    arguments = LARGE[0], LARGE[1:], torch.float32, (1, 7)
+    expected = outputs(*arguments)
+    for found in pool.run(ranks, outputs, *arguments):
+        assert all(torch.equal(a[0], b[0]) for a, b in zip(found, expected, strict=True))
+
+
+def not_finite() -> list[Tensor]:
+    along, x = axis(), given(2, 64)
+    x[1, 5] = torch.nan
+    weight = weights(64, 40)
+    weight[0][0][7, 3] = torch.inf
+    return [HostLinear(0, weight, along, whole_mailboxes(along)).run(x)[0]]
+
+
+def test_numbers_that_are_not_finite_pass(pool: Pool) -> None:
+    for (found,) in pool.run(2, not_finite):
+        assert bool(found[1].isnan().all())
+        assert bool(found[0, 7].isinf())
+        assert bool(found[0, :7].isfinite().all())
+
+
+def bytes_received() -> int:
+    along = axis()
+    call = HostLinear(0, weights(64, 600), along, whole_mailboxes(along))
+    with counted() as traffic:
+        call.run(given(2, 64))
+    return traffic.bytes
+
+
+def test_outputs_of_others_are_counted(pool: Pool) -> None:
+    assert pool.run(3, bytes_received) == [2 * 4 * 2 * 600 // 3] * 3
+
+
+def mixed(mistake: str) -> list[str]:
+    """A call that differs on the last rank, and then one on which all agree again."""
+    along = axis()
+    boxes, last, said = whole_mailboxes(along), axis().index == axis().size - 1, []
+    one, other = (HostLinear(number, weights(64, 40), along, boxes) for number in (0, 1))
+    try:
+        if mistake == "another layer":
+            (other if last else one).run(given(1, 64))
+        elif mistake == "other rows":
+            one.run(given(2 if last else 1, 64))
+        elif mistake == "a merge" and last:
+            merge = host_merge_for(along, (1, 2, 1, 8), "tree")
+            assert merge is not None
+            message = merge.blank()
+            merge.places(message).out.zero_()
+            merge.places(message).lse.zero_()
+            if not merge.run(message, 7):
+                raise CallsDifferError(0)
+        elif last:
+            Agreement(mesh_of(along), "an error elsewhere").say(ValueError("broken"))
+        else:
+            one.run(given(1, 64))
+    except CallsDifferError:
+        try:
+            Agreement(mesh_of(along), "a layer", {"index": along.index}).unequal()
+        except InputError as error:
+            said.append(type(error).__name__)
+    except ValueError as error:
+        said.append(type(error).__name__)
+    for rows in (1, 2, 1):
+        exact = given(rows, 64) @ weights(64, 40)[0][0].T
+        torch.testing.assert_close(one.run(given(rows, 64))[0], exact)
+    return said
+
+
+@pytest.mark.parametrize("mistake", ["another layer", "other rows", "an error", "a merge"])
+def test_calls_that_differ_are_found_and_forgotten(mistake: str, pool: Pool) -> None:
+    expected = ["UnforeseenError", "UnforeseenError", "ValueError"] if mistake == "an error" else ["MeshError"] * 3
+    assert pool.run(3, mixed, mistake) == [[name] for name in expected]
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_lost_rank_is_named_by_all_others(victim: int, tmp_path: Path) -> None:
+    others = [rank for rank in range(3) if rank != victim]
+    with worlds.Testbed(3) as testbed:
+        ranks = Ranks(testbed, Job(Shape(1, 1, 3), "sharing", tmp_path, 30.0))
+        began = ranks.receive(range(3), START_TIMEOUT)
+        assert [report.kind for report in began.values()] == ["at work"] * 3
+        ranks.kill(victim)
+        start = time.monotonic()
+        reports = ranks.receive(others, 30.0)
+    assert {rank: (report.kind, report.ranks) for rank, report in reports.items()} == dict.fromkeys(
+        others, ("RankFailure", (victim,))
+    )
+    assert {report.step for report in reports.values()} == {"sharing a layer"}
+    assert max(report.seconds for report in reports.values()) - start < SECONDS_TO_NAME

@@ -1,0 +1,253 @@
+"""Weights that ranks of a host share: tokens are those of stock transformers, bits do not depend on the ranks."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoModelForCausalLM
+
+import attnmesh as am
+import attnmesh.hf as hf
+from attnmesh import errors
+from attnmesh.comm.host_linear import MOST_ROWS, HostLinear
+from attnmesh.hf import shared_weights
+from attnmesh.hf.shared_weights import SharedLinear
+from attnmesh.kernels.native.build import library
+from tests.support import families
+from tests.support.families import STOCK, prompt
+from tests.support.pool import Pool
+
+pytestmark = pytest.mark.skipif(library().reason is not None, reason="there is no native library")
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3", "gpt-oss", "gemma2", "gemma4", "llama4")
+SIZES = {"num_attention_heads": 6, "hidden_size": 96}
+
+
+@contextmanager
+def counted_calls() -> Iterator[list[int]]:
+    """Share small weights too, and note the layers of each call."""
+    run, least, calls = HostLinear.run, shared_weights.LEAST_BYTES, list[int]()
+
+    def noted(call: HostLinear, x: Tensor) -> Any:
+        calls.append(len(call.sizes))
+        return run(call, x)
+
+    HostLinear.run, shared_weights.LEAST_BYTES = noted, 0  # type: ignore[method-assign]
+    try:
+        yield calls
+    finally:
+        HostLinear.run, shared_weights.LEAST_BYTES = run, least  # type: ignore[method-assign]
+
+
+def load(folder: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="attnmesh").eval()
+
+
+def mesh_of(ranks: int) -> Any:
+    return am.init_mesh((1, 1, ranks)) if ranks > 1 else None
+
+
+def answers(model: Any, call: Any) -> list[list[Any]]:
+    """Tokens of one prompt, of a padded batch, sampled ones, and those of beams."""
+    ids, mask = prompt(50, batch=2, seed=2), torch.ones(2, 50, dtype=torch.long)
+    mask[0, :9] = 0
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
+    first = call(model, prompt(70), **options)
+    padded = call(model, ids.masked_fill(mask == 0, 0), attention_mask=mask, **options)
+    torch.manual_seed(7)
+    sampled = call(model, prompt(33), max_new_tokens=5, do_sample=True, top_k=5)
+    beams = call(model, prompt(21), num_beams=3, **options)
+    return [x.tolist() for x in (first, padded, sampled, beams)]
+
+
+def on_ranks(folder: str, ranks: int) -> tuple[list[list[Any]], set[int]]:
+    mesh = mesh_of(ranks)
+    with counted_calls() as calls:
+        model = hf.share_weights(load(folder), mesh)
+        found = answers(model, lambda model, ids, **options: hf.generate(model, ids, mesh=mesh, **options))
+    return found, set(calls)
+
+
+QUICK = {("llama", 2), ("gpt-oss", 3), ("gemma4", 4), ("qwen3", 1)}
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks"),
+    [
+        pytest.param(family, ranks, marks=[] if (family, ranks) in QUICK else pytest.mark.long)
+        for family in FAMILIES
+        for ranks in (1, 2, 3, 4)
+    ],
+)
+def test_tokens_are_those_of_stock(family: str, ranks: int, pool: Pool, tmp_path: Path) -> None:
+    stock = families.model(family, STOCK[family], **SIZES)
+    stock.save_pretrained(tmp_path)
+    expected = answers(stock, lambda model, ids, **options: model.generate(ids, **options))
+    for found, calls in pool.run(ranks, on_ranks, str(tmp_path), ranks):
+        assert found == expected
+        assert max(calls) == 3  # queries, keys and values are one call
+        assert 1 in calls
+
+
+def logits_of_steps(folder: str, ranks: int, dtype: torch.dtype) -> Tensor:
+    """Logits of an answer that is computed token by token."""
+    mesh = mesh_of(ranks)
+    with counted_calls():
+        model = hf.share_weights(load(folder).to(dtype), mesh)
+        cache = hf.ShardedCache(model.config, mesh, block=4, reproducible=True)
+        options: dict[str, Any] = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+        made = hf.generate(model, prompt(2), cache=cache, max_new_tokens=20, **options)
+    return torch.stack(made.logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_logits_have_the_same_bits_on_any_number_of_ranks(dtype: torch.dtype, pool: Pool, tmp_path: Path) -> None:
+    families.model("llama", STOCK["llama"], **SIZES).save_pretrained(tmp_path)
+    first, *others = (pool.run(ranks, logits_of_steps, str(tmp_path), ranks, dtype) for ranks in (1, 2, 4))
+    for found in (logits for ranks in others for logits in ranks):
+        assert torch.equal(found, first[0])
+
+
+def one_model(folder: str) -> list[bool]:
+    """What stays as it was on ranks that share: passes without a cache, with gradients, and with another mesh."""
+    ids = prompt(8)
+    plain, mesh = load(folder), mesh_of(2)
+    with counted_calls() as calls:
+        model = hf.share_weights(load(folder), mesh)
+        assert isinstance(model.lm_head, SharedLinear)
+        same = [torch.equal(model(ids).logits, plain(ids).logits)]
+        model(ids, labels=ids).loss.backward()
+        plain(ids, labels=ids).loss.backward()
+        gradients = [(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True)]
+        same.append(all(torch.equal(a, b) for a, b in gradients if a is not None))
+        with torch.no_grad():
+            alone = hf.ShardedCache(model.config, None)
+            same.append(torch.equal(model(ids[:, :1], past_key_values=alone).logits, plain(ids[:, :1]).logits))
+        same.append(not calls)
+        hf.generate(model, ids, mesh=mesh, max_new_tokens=2, do_sample=False)
+        same.append(bool(calls))
+    return same
+
+
+def test_other_passes_are_as_without(pool: Pool, tmp_path: Path) -> None:
+    families.model("llama", STOCK["llama"], **SIZES).save_pretrained(tmp_path)
+    assert pool.run(2, one_model, str(tmp_path)) == [[True] * 5] * 2
+
+
+def changed(folder: str, change: str) -> tuple[list[list[int]], int, int]:
+    """Tokens after a change of the model that shares, and the calls before it and after."""
+    mesh, ids = mesh_of(2), prompt(30)
+    with counted_calls() as calls:
+        model = hf.share_weights(load(folder), mesh)
+        hf.generate(model, ids, mesh=mesh, max_new_tokens=3, do_sample=False)
+        before = len(calls)
+        if change == "moved weights":
+            for weight in model.parameters():
+                weight.data = weight.data.flip(0).contiguous().flip(0).clone()
+        elif change == "another mesh":
+            hf.share_weights(model, mesh := init_device_mesh("cpu", (1, 2), mesh_dim_names=("queries", "keys")))
+        elif change == "a copy":
+            model = load(folder)
+            model.load_state_dict(hf.share_weights(load(folder), mesh).state_dict())
+            hf.share_weights(model, mesh)
+        tokens = hf.generate(model, ids, mesh=mesh, max_new_tokens=5, do_sample=False)
+    return tokens.tolist(), before, len(calls) - before
+
+
+@pytest.mark.parametrize("change", ["moved weights", "another mesh", "a copy"])
+def test_a_model_may_change(change: str, pool: Pool, tmp_path: Path) -> None:
+    stock = families.model("llama", STOCK["llama"], **SIZES)
+    stock.save_pretrained(tmp_path)
+    expected = stock.generate(prompt(30), max_new_tokens=5, do_sample=False).tolist()
+    for tokens, before, after in pool.run(2, changed, str(tmp_path), change):
+        assert tokens == expected
+        assert min(before, after) > 0
+
+
+def rows_of(folder: str) -> list[int]:
+    """The next token of three requests of unlike lengths, which are rows of one pass."""
+    mesh, lengths = mesh_of(2), (9, 30, 44)
+    with counted_calls() as calls:
+        model = hf.share_weights(load(folder), mesh)
+        caches = [hf.ShardedCache(model.config, mesh) for _ in lengths]
+        for n, cache in zip(lengths, caches, strict=True):
+            hf.prefill(model, prompt(n, seed=n), cache)
+        calls.clear()
+        logits = hf.decode_rows(model, [int(prompt(n, seed=n)[0, -1]) for n in lengths], caches)
+        assert calls
+    return logits.argmax(-1).tolist()
+
+
+def test_rows_of_an_engine_are_shared(pool: Pool, tmp_path: Path) -> None:
+    stock = families.model("llama", STOCK["llama"], **SIZES)
+    stock.save_pretrained(tmp_path)
+    expected = [int(stock(prompt(n, seed=n)).logits[0, -1].argmax()) for n in (9, 30, 44)]
+    assert pool.run(2, rows_of, str(tmp_path)) == [expected] * 2
+
+
+def refused(folder: str, how: str) -> str:
+    mesh = mesh_of(2)
+    model = load(folder)
+    if how == "another model" and dist.get_rank():
+        model.lm_head = torch.nn.Linear(96, 33, bias=False)
+    if how == "sharded":
+        hf.tensor_parallel(model, mesh["keys"])
+    if how == "no library":
+        shared_weights.library = lambda: library()._replace(reason="there is no C++ compiler")  # type: ignore[assignment]
+    try:
+        with counted_calls():
+            hf.share_weights(model, mesh)
+    except errors.InputError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        shared_weights.library = library
+    return "shared"
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("another model", "MeshError: share_weights: expected the same call on every rank"),
+        ("sharded", "ModelError: share_weights: expected whole weights"),
+        ("no library", "KernelError: share_weights: expected the native library, given there is no C++ compiler"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_on_all_ranks(how: str, said: str, pool: Pool, tmp_path: Path) -> None:
+    families.model("llama", STOCK["llama"], **SIZES).save_pretrained(tmp_path)
+    found = pool.run(2, refused, str(tmp_path), how)
+    assert found[0] == found[1]
+    assert found[0].startswith(said)
+
+
+def test_a_model_is_restored_before_it_is_copied() -> None:
+    plain = families.model("llama", "attnmesh", **SIZES)
+    with counted_calls() as calls, torch.no_grad():
+        model = hf.share_weights(plain, None)
+        with pytest.raises(errors.ModelError, match=r"call hf\.restore"):
+            deepcopy(model)
+        hf.restore(model)
+        assert not any(isinstance(module, SharedLinear) for module in model.modules())
+        model(prompt(1), past_key_values=hf.ShardedCache(model.config, None))
+        deepcopy(model)
+        hf.restore(model)
+        assert not calls
+
+
+def test_more_rows_than_a_call_takes_are_computed_by_each_rank() -> None:
+    with counted_calls() as calls, torch.no_grad():
+        model = hf.share_weights(families.model("llama", "attnmesh", **SIZES), None)
+        cache = hf.ShardedCache(model.config, None)
+        model(prompt(MOST_ROWS[torch.float32] + 1), past_key_values=cache)
+        assert not calls
+        model(prompt(MOST_ROWS[torch.float32]), past_key_values=cache)
+        assert set(calls) == {1}  # which layers share an input is not known yet
+        calls.clear()
+        model(prompt(1), past_key_values=cache)
+        assert set(calls) == {1, 2, 3}
