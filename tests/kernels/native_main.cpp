@@ -2,6 +2,7 @@
 
 #include "attend.cpp"
 #include "cache.cpp"
+#include "linear.cpp"
 #include "mailbox.cpp"
 
 #include <cstdio>
@@ -121,7 +122,42 @@ bool appends() {
     return state[0] == 7 + slots && token_index[slots - 1] == 6 + slots;
 }
 
+// One rank of a host: computes its outputs of two layers many times, in pieces, since boards are small.
+template <class T>
+void share(char* boards, int64_t rank, int64_t ranks, const std::vector<T>* weights, const std::vector<T>* x, int64_t rows, int64_t columns, std::vector<T>* found) {
+    int64_t first = weights[0].size() / columns, second = weights[1].size() / columns, half = TAG_BYTES + 4 * rows * 8;
+    std::vector<int64_t> fields((sizeof(Linear) + 2 * sizeof(Layer)) / 8);
+    auto* l = (Linear*)fields.data();
+    found->resize(rows * (first + second));
+    int64_t size = ranks * 8, pieces = (first + second + size - 1) / size, dtype = sizeof(T) == 4 ? IN_FLOAT32 : std::is_same_v<T, BFloat16> ? IN_BFLOAT16 : IN_FLOAT16;
+    *l = {x->data(), found->data(), rows, 9, 0, 1 + rank % 2, ranks > 1 ? boards : nullptr, dtype, columns,
+          (int64_t)sizeof(Box) + 2 * half, half, ranks, rank, rank % 2 ? 20000 : 0, 1000000, first + second, 2};
+    l->layer[0] = {weights[0].data(), nullptr, first, columns}, l->layer[1] = {weights[1].data(), weights[0].data(), second, columns};
+    for (int64_t round = 0; round < 20; round++, l->exchanges += pieces)
+        for (int64_t done = 0; ranks > 1 && (done = attnmesh_linear(l, done)) < pieces * (ranks + 1);)
+            if (done < 0) return found->clear();
+    if (ranks == 1 && attnmesh_linear(l, 0) != 1) found->clear();
+}
+
+template <class T>
+bool linears(int64_t ranks) {
+    int64_t rows = draw(1, 9), columns = PAIR * draw(1, 4);
+    std::vector<T> weights[2] = {numbers<T>(columns * draw(1, 90)), numbers<T>(columns * draw(1, columns))}, x = numbers<T>(rows * columns);
+    std::vector<std::vector<T>> found(ranks + 1);
+    std::vector<std::thread> threads;
+    std::vector<Counter> boards(ranks * (2 + (TAG_BYTES + 4 * rows * 8) / 32));
+    for (int64_t rank = 0; rank < ranks; rank++) threads.emplace_back(share<T>, (char*)boards.data(), rank, ranks, weights, &x, rows, columns, &found[rank]);
+    for (auto& thread : threads) thread.join();
+    share<T>(nullptr, 0, 1, weights, &x, rows, columns, &found[ranks]);
+    for (auto& each : found)
+        if (each.empty() || std::memcmp(each.data(), found[ranks].data(), each.size() * sizeof(T))) return false;  // the same bits on all ranks
+    return true;
+}
+
 int main() {
+    for (int64_t ranks = 1; ranks <= 5; ranks++)
+        for (int i = 0; i < 4; i++)
+            if (!linears<float>(ranks) || !linears<BFloat16>(ranks) || !linears<Float16>(ranks)) return printf("linears of %d ranks\n", (int)ranks), 1;
     for (int64_t ranks = 2; ranks <= 5; ranks++)
         if (!merges(ranks)) return printf("merges of %d ranks\n", (int)ranks), 1;
     for (int i = 0; i < 20; i++)

@@ -99,11 +99,14 @@ class HostLinear:
         pieces = -(-self.outputs // (self.axis.size * ((HALF - TAG_BYTES) // 4 // rows)))
         turns = self.axis.size + 1
         try:
+            if mailboxes.has_left:
+                raise mailboxes.left(mailboxes.members[mailboxes.members[0] == self.axis.index])
             if WORLD.letters:
                 finish_letters_of(mailboxes)
-            code = mailboxes.perform(
-                partial(self.function, fields), pieces * turns, lambda done: max(done % turns - 1, 0), LAYERS
-            )
+            code = self.function(fields, 0)
+            if 0 <= code < pieces * turns:
+                function = partial(self.function, fields)
+                code = mailboxes.go_on(function, code, pieces * turns, lambda done: max(done % turns - 1, 0), LAYERS)
         except PeerLostError as error:
             raise failure(self.axis, "sharing a layer", error.peer, error) from error
         mailboxes.pieces += pieces

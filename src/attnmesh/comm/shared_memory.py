@@ -226,31 +226,30 @@ class Mailboxes:
 
         With `nap`, wait for no longer than so many seconds.
         """
+        if self.has_left:
+            raise self.left(steps[0][1])
         place = (self.start, 0) if message is None else (message.data_ptr(), message.nbytes)
         longest = int((CHECK_INTERVAL if nap is None else nap) * 1e9)
         fields = FIELDS.pack(self.start, *place, rows, width, self.spin, longest, len(steps))
         for kind, _, box, count in steps:
             fields += STEP.pack(kind, box, count)
-        function = partial(cast(Exchange, library().exchange), fields)
-        if nap is None:
+        function = cast(Exchange, library().exchange)
+        done = function(fields, 0)
+        if done < len(steps) and nap is None:
             kind = NUMBERS if any(step[0] == FULL for step in steps) else MESSAGES
-            self.perform(function, len(steps), lambda done: steps[done][1], kind)
-        else:
-            self._check_left(steps[0][1])
-            function(0)
+            self.go_on(partial(function, fields), done, len(steps), lambda done: steps[done][1], kind)
 
-    def perform(self, function: Callable[[int], int], steps: int, awaited: Callable[[int], int], kind: int) -> int:
+    def go_on(
+        self, function: Callable[[int], int], done: int, steps: int, awaited: Callable[[int], int], kind: int
+    ) -> int:
         """Call a native function, which goes on after the steps that are done, until all are. Return what it returns.
 
         It returns now and then to look after silent ranks: `awaited` is the one that a step waits for. Raise if that
         compares its call meanwhile, or waits for this one with a call of another kind, at two looks.
         """
-        done, blocked, since, differs = 0, -1, 0.0, False
-        if self.has_left:
-            self._check_left(awaited(0))
-        place = self.boards[self.index] // 8 + AWAITED
+        blocked, since, differs, place = -1, 0.0, False, self.boards[self.index] // 8 + AWAITED
         try:
-            while 0 <= (done := function(done)) < steps:
+            while 0 <= done < steps:
                 peer = awaited(done)
                 if done != blocked:
                     blocked, since, differs = done, monotonic(), False
@@ -260,19 +259,19 @@ class Mailboxes:
                     self.words[place] = 4 * peer + kind
                     differs = self.is_ahead(peer) or self._crosses(peer, kind)
                 self._check_alive(peer, since)
+                done = function(done)
         finally:
-            if blocked >= 0:
-                self.words[place] = 0
+            self.words[place] = 0
         return done
+
+    def left(self, peer: int) -> PeerLostError:
+        """Return the error of a rank that has lost another: its messages are out of step with those of the others."""
+        return PeerLostError(peer, "this rank has lost a rank before: start the ranks again")
 
     def _crosses(self, peer: int, kind: int) -> bool:
         """Return whether a member waits for this one with a call of another kind: neither would ever go on."""
         found = self.words[self.boards[peer] // 8 + AWAITED]
         return found % 4 not in (NUMBERS, kind) and found // 4 == self.index
-
-    def _check_left(self, peer: int) -> None:
-        if self.has_left:  # its messages are out of step with those of the others
-            raise PeerLostError(peer, "this rank has lost a rank before: start the ranks again")
 
     def is_ahead(self, peer: int) -> bool:
         """Return whether a member has begun a comparison of calls that this rank has not."""
