@@ -171,6 +171,92 @@ def test_a_model_may_change(change: str, pool: Pool, tmp_path: Path) -> None:
         assert min(before, after) > 0
 
 
+def step_of(model: Any) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = model(prompt(1), past_key_values=hf.ShardedCache(model.config, None)).logits
+    return logits
+
+
+def assert_same_step(shared: Any, plain: Any) -> None:
+    """Float32 rounds a sum of another order differently, by little of the largest logit."""
+    found, expected = step_of(shared), step_of(plain)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
+def change_layer(layer: Any, change: str) -> None:
+    numbers = torch.randn(layer.out_features, generator=torch.Generator().manual_seed(0))
+    weight = layer.weight
+    if change == "a bias":
+        layer.bias = torch.nn.Parameter(numbers)
+    elif change == "another bias":
+        layer.bias.data = numbers
+    elif change == "no bias":
+        layer.bias = None
+    elif change == "strides":
+        weight.data = weight.data.as_strided(weight.shape, (1, len(weight)))
+    elif change == "fewer outputs":
+        weight.data = weight.data[:48]
+    elif change == "a subclass":
+        layer.weight = Scaled(2 * weight.data)
+
+
+class Scaled(torch.nn.Parameter):
+    """A weight that only functions of PyTorch may read, as quantized ones are."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.linear:
+            x, weight, bias = args
+            return func(x, weight.as_subclass(Tensor) / 2, bias)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+CHANGES = ("a bias", "another bias", "no bias", "strides", "fewer outputs", "a subclass")
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_layer_may_change_in_place(change: str) -> None:
+    """Its weight stays where it was, or is none that a call takes."""
+    plain, shared = (families.model("llama", "attnmesh", **SIZES) for _ in range(2))
+    if "bias" in change and change != "a bias":
+        for model in (plain, shared):
+            model.lm_head.bias = torch.nn.Parameter(torch.ones(97))
+    with counted_calls() as calls:
+        hf.share_weights(shared, None)
+        step_of(shared)
+        assert calls
+        for model in (plain, shared):
+            change_layer(model.lm_head, change)
+        assert_same_step(shared, plain)
+
+
+def test_layers_of_one_input_may_change_apart() -> None:
+    plain, shared = (families.model("llama", "attnmesh", **SIZES) for _ in range(2))
+    with counted_calls() as calls:
+        hf.share_weights(shared, None)
+        step_of(shared)
+        step_of(shared)
+        assert max(calls) == 3
+        for model in (plain, shared):
+            change_layer(model.model.layers[0].self_attn.v_proj, "strides")
+        for _ in range(2):
+            assert_same_step(shared, plain)
+
+
+def test_an_input_that_does_not_fit_is_refused_as_without() -> None:
+    with counted_calls():
+        model = hf.share_weights(families.model("llama", "attnmesh", **SIZES), None)
+        model.lm_head.register_forward_pre_hook(lambda _, args: (args[0].flatten()[:, None],))
+        with pytest.raises(RuntimeError, match="cannot be multiplied"):
+            step_of(model)
+
+
+def test_autocast_is_as_without() -> None:
+    plain, shared = (families.model("llama", "attnmesh", **SIZES) for _ in range(2))
+    with counted_calls(), torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(step_of(hf.share_weights(shared, None)), step_of(plain))
+
+
 def rows_of(folder: str) -> list[int]:
     """The next token of three requests of unlike lengths, which are rows of one pass."""
     mesh, lengths = mesh_of(2), (9, 30, 44)

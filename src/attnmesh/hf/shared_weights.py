@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from attnmesh.comm.host_linear import MOST_ROWS, HostLinear
+from attnmesh.comm.host_linear import MOST_ROWS, HostLinear, place_of
 from attnmesh.comm.shared_memory import CallsDifferError, Mailboxes
 from attnmesh.comm.topology import whole_mailboxes
 from attnmesh.errors import KernelError, ModelError, require
@@ -214,14 +214,26 @@ class SharedSteps:
     @staticmethod
     def _takes(layer: SharedLinear, x: Tensor) -> bool:
         """Return whether a call takes this input. The versions of inference tensors are not counted."""
-        few = 0 < x.numel() <= MOST_ROWS.get(x.dtype, 0) * layer.in_features
-        return few and x.dtype == layer.weight.dtype and not x.is_inference()
+        few = 0 < x.numel() <= MOST_ROWS.get(x.dtype, 0) * layer.in_features and x.shape[-1] == layer.in_features
+        plain = type(x) is Tensor and x.is_cpu and not x.is_inference() and not torch.is_autocast_enabled("cpu")
+        return few and plain and x.dtype == layer.weight.dtype
+
+    @staticmethod
+    def _fits(layer: SharedLinear, x: Tensor) -> bool:
+        """Return whether a call takes the weights that a layer has now, for this input."""
+        weight = layer.weight
+        return HostLinear.takes(weight, layer.bias) and weight.dtype == x.dtype and weight.shape[1] == x.shape[-1]
 
     def _compute(self, layers: Sequence[SharedLinear], x: Tensor) -> Sequence[Tensor]:
         """Return the outputs of layers, each from one rank."""
         kind = layers[0], len(layers)
         call = self.calls.get(kind)
-        if call is None or call.places != [layer.weight.data_ptr() for layer in layers]:  # or a weight has moved
+        if call is None or call.places != [
+            place_of(layer.weight, layer.bias) for layer in layers
+        ]:  # or one has changed
+            if not all(self._fits(layer, x) for layer in layers):
+                self.groups[layers[0]] = [layers[0]]
+                return [nn.Linear.forward(layers[0], x)] if len(layers) == 1 else self._compute(layers[:1], x)
             weights = [(layer.weight.detach(), None if layer.bias is None else layer.bias.detach()) for layer in layers]
             number = self.numbers[layers[0]] * MOST_LAYERS + len(layers) - 1
             call = self.calls[kind] = HostLinear(number, weights, self.axis, self.mailboxes)
