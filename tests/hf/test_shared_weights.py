@@ -1,5 +1,6 @@
 """Weights that ranks of a host share: tokens are those of stock transformers, bits do not depend on the ranks."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -255,6 +256,38 @@ def test_autocast_is_as_without() -> None:
     plain, shared = (families.model("llama", "attnmesh", **SIZES) for _ in range(2))
     with counted_calls(), torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(step_of(hf.share_weights(shared, None)), step_of(plain))
+
+
+def beside_a_thread(folder: str) -> list[list[int]]:
+    """Tokens of ranks of which one calls the model in another thread, without a cache, within each step."""
+    mesh = mesh_of(2)
+    with counted_calls():
+        model = hf.share_weights(load(folder), mesh)
+        expected = torch.equal(model(prompt(2)).logits, load(folder)(prompt(2)).logits)
+        layer, alike = model.model.layers[0].mlp, [expected]
+
+        def call() -> None:
+            with torch.no_grad():
+                alike.append(torch.equal(model(prompt(2)).logits, load(folder)(prompt(2)).logits))
+
+        def hook(_: Any, args: Any) -> None:
+            if main == threading.get_ident() and args[0].shape[1] == 1 and dist.get_rank():
+                thread = threading.Thread(target=call)
+                thread.start()
+                thread.join()
+
+        main = threading.get_ident()
+        layer.register_forward_pre_hook(hook)
+        tokens = hf.generate(model, prompt(30), mesh=mesh, max_new_tokens=3, do_sample=False)
+    assert all(alike)
+    return tokens.tolist()
+
+
+def test_another_thread_computes_alone(pool: Pool, tmp_path: Path) -> None:
+    stock = families.model("llama", STOCK["llama"], **SIZES)
+    stock.save_pretrained(tmp_path)
+    expected = stock.generate(prompt(30), max_new_tokens=3, do_sample=False).tolist()
+    assert pool.run(2, beside_a_thread, str(tmp_path)) == [expected] * 2
 
 
 def rows_of(folder: str) -> list[int]:

@@ -7,6 +7,7 @@ weights: ranks of a host that load one file map the same memory.
 """
 
 from collections.abc import Mapping, Sequence
+from threading import get_ident
 from typing import Any, NoReturn
 
 import torch
@@ -142,7 +143,7 @@ class SharedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return what `nn.Linear` returns."""
-        if not self.steps.is_open or torch.compiler.is_compiling():
+        if self.steps.thread != get_ident() or torch.compiler.is_compiling():
             return super().forward(x)
         return self.steps.run(self, x)
 
@@ -154,8 +155,8 @@ class SharedSteps:
     first of them computes the outputs of all. Which these are is learned from the calls, which are alike on all ranks.
     """
 
-    is_open = False
-    """True while the model runs such a step: all ranks compute the same tokens, with a cache on the mesh."""
+    thread: int | None = None
+    """The thread that runs such a step: all ranks compute the same tokens, with a cache on the mesh."""
     first: SharedLinear
     """The layer that the last call began with."""
     input: Tensor | None = None  # of that call
@@ -244,14 +245,18 @@ class SharedSteps:
             Agreement(self.mesh, "a layer of shared weights", names).unequal()
 
     def _enter(self, _: nn.Module, args: tuple[Any, ...], arguments: dict[str, Any]) -> None:
-        """Begin a step, if the ranks compute the same tokens with a cache on this mesh."""
+        """Begin a step, if the ranks compute the same tokens with a cache on this mesh. Other threads compute alone."""
         given = [*args, *arguments.values()]
         cache = next((x for x in given if isinstance(x, ShardedCache)), None)
         same = (
             cache is not None and Mesh.of(cache.mesh) == self.mesh and not any(isinstance(x, ShardMask) for x in given)
         )
-        self.is_open = same and not torch.is_grad_enabled()
+        if same and not torch.is_grad_enabled():
+            self.thread = get_ident()
+        elif self.thread == get_ident():
+            self._leave()
 
     def _leave(self, *_: Any) -> None:
-        self.is_open, self.input = False, None
-        self.ahead.clear()
+        if self.thread == get_ident():
+            self.thread, self.input = None, None
+            self.ahead.clear()
