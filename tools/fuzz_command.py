@@ -459,7 +459,10 @@ def stand_in(sandbox: Sandbox) -> None:
         memory=lambda ranks, add: add(decode_bench.Memory("step", "tree", 1.0)),
     )
     row = whole_model.Row("tree", [1, 2], TIME, 1.0, 1.0, 1.0)
-    replace(whole_model, rows=lambda request, threads, world, add, alone: [add(each) for each in on(world, [row, row])])
+    replace(
+        whole_model,
+        rows=lambda request, threads, world, add, rounds, alone: [add(each) for each in on(world, [row, row])],
+    )
     replace(faults, rows=lambda request, threads, add: add(on(request.shape.ranks, compared)))
     step = latent_bench.Row("stock", TIME, 1.0, 1)
     replace(latent_bench, rows=lambda request, ranks, threads, add: add(on(ranks, step)))

@@ -1,5 +1,6 @@
 """Weights that ranks of a host share: tokens are those of stock transformers, bits do not depend on the ranks."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -171,6 +172,124 @@ def test_a_model_may_change(change: str, pool: Pool, tmp_path: Path) -> None:
         assert min(before, after) > 0
 
 
+def step_of(model: Any) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = model(prompt(1), past_key_values=hf.ShardedCache(model.config, None)).logits
+    return logits
+
+
+def assert_same_step(shared: Any, plain: Any) -> None:
+    """Float32 rounds a sum of another order differently, by little of the largest logit."""
+    found, expected = step_of(shared), step_of(plain)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
+def change_layer(layer: Any, change: str) -> None:
+    numbers = torch.randn(layer.out_features, generator=torch.Generator().manual_seed(0))
+    weight = layer.weight
+    if change == "a bias":
+        layer.bias = torch.nn.Parameter(numbers)
+    elif change == "another bias":
+        layer.bias.data = numbers
+    elif change == "no bias":
+        layer.bias = None
+    elif change == "strides":
+        weight.data = weight.data.as_strided(weight.shape, (1, len(weight)))
+    elif change == "fewer outputs":
+        weight.data = weight.data[:48]
+    elif change == "a subclass":
+        layer.weight = Scaled(2 * weight.data)
+
+
+class Scaled(torch.nn.Parameter):
+    """A weight that only functions of PyTorch may read, as quantized ones are."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.linear:
+            x, weight, bias = args
+            return func(x, weight.as_subclass(Tensor) / 2, bias)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+CHANGES = ("a bias", "another bias", "no bias", "strides", "fewer outputs", "a subclass")
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_layer_may_change_in_place(change: str) -> None:
+    """Its weight stays where it was, or is none that a call takes."""
+    plain, shared = (families.model("llama", "attnmesh", **SIZES) for _ in range(2))
+    if "bias" in change and change != "a bias":
+        for model in (plain, shared):
+            model.lm_head.bias = torch.nn.Parameter(torch.ones(97))
+    with counted_calls() as calls:
+        hf.share_weights(shared, None)
+        step_of(shared)
+        assert calls
+        for model in (plain, shared):
+            change_layer(model.lm_head, change)
+        assert_same_step(shared, plain)
+
+
+def test_layers_of_one_input_may_change_apart() -> None:
+    plain, shared = (families.model("llama", "attnmesh", **SIZES) for _ in range(2))
+    with counted_calls() as calls:
+        hf.share_weights(shared, None)
+        step_of(shared)
+        step_of(shared)
+        assert max(calls) == 3
+        for model in (plain, shared):
+            change_layer(model.model.layers[0].self_attn.v_proj, "strides")
+        for _ in range(2):
+            assert_same_step(shared, plain)
+
+
+def test_an_input_that_does_not_fit_is_refused_as_without() -> None:
+    with counted_calls():
+        model = hf.share_weights(families.model("llama", "attnmesh", **SIZES), None)
+        model.lm_head.register_forward_pre_hook(lambda _, args: (args[0].flatten()[:, None],))
+        with pytest.raises(RuntimeError, match="cannot be multiplied"):
+            step_of(model)
+
+
+def test_autocast_is_as_without() -> None:
+    plain, shared = (families.model("llama", "attnmesh", **SIZES) for _ in range(2))
+    with counted_calls(), torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(step_of(hf.share_weights(shared, None)), step_of(plain))
+
+
+def beside_a_thread(folder: str) -> list[list[int]]:
+    """Tokens of ranks of which one calls the model in another thread, without a cache, within each step."""
+    mesh = mesh_of(2)
+    with counted_calls():
+        model = hf.share_weights(load(folder), mesh)
+        expected = torch.equal(model(prompt(2)).logits, load(folder)(prompt(2)).logits)
+        layer, alike = model.model.layers[0].mlp, [expected]
+
+        def call() -> None:
+            with torch.no_grad():
+                alike.append(torch.equal(model(prompt(2)).logits, load(folder)(prompt(2)).logits))
+
+        def hook(_: Any, args: Any) -> None:
+            if main == threading.get_ident() and args[0].shape[1] == 1 and dist.get_rank():
+                thread = threading.Thread(target=call)
+                thread.start()
+                thread.join()
+
+        main = threading.get_ident()
+        layer.register_forward_pre_hook(hook)
+        tokens = hf.generate(model, prompt(30), mesh=mesh, max_new_tokens=3, do_sample=False)
+    assert all(alike)
+    return tokens.tolist()
+
+
+def test_another_thread_computes_alone(pool: Pool, tmp_path: Path) -> None:
+    stock = families.model("llama", STOCK["llama"], **SIZES)
+    stock.save_pretrained(tmp_path)
+    expected = stock.generate(prompt(30), max_new_tokens=3, do_sample=False).tolist()
+    assert pool.run(2, beside_a_thread, str(tmp_path)) == [expected] * 2
+
+
 def rows_of(folder: str) -> list[int]:
     """The next token of three requests of unlike lengths, which are rows of one pass."""
     mesh, lengths = mesh_of(2), (9, 30, 44)
@@ -197,6 +316,8 @@ def refused(folder: str, how: str) -> str:
     model = load(folder)
     if how == "another model" and dist.get_rank():
         model.lm_head = torch.nn.Linear(96, 33, bias=False)
+    if how == "other weights" and dist.get_rank():
+        model.lm_head.weight.data.neg_()
     if how == "sharded":
         hf.tensor_parallel(model, mesh["keys"])
     if how == "no library":
@@ -215,6 +336,7 @@ def refused(folder: str, how: str) -> str:
     ("how", "said"),
     [
         ("another model", "MeshError: share_weights: expected the same call on every rank"),
+        ("other weights", "MeshError: share_weights: expected the same call on every rank"),
         ("sharded", "ModelError: share_weights: expected whole weights"),
         ("no library", "KernelError: share_weights: expected the native library, given there is no C++ compiler"),
     ],

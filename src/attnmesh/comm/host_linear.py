@@ -7,6 +7,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from attnmesh.comm.failures import failure
 from attnmesh.comm.mailbox_queue import finish_letters_of
@@ -48,6 +49,12 @@ Weights = tuple[Tensor, Tensor | None]
 """Weight and bias of a layer."""
 
 
+def place_of(weight: Tensor, bias: Tensor | None) -> tuple[object, ...]:
+    """Return where the numbers of a layer are, and of what kind: a call reads them there."""
+    place = weight.data_ptr(), weight.shape, weight.stride(), weight.dtype
+    return place if bias is None else (*place, bias.data_ptr(), bias.shape, bias.stride(), bias.dtype)
+
+
 class HostLinear:
     """Layers of one input. `number` tells them from the others that the ranks of the axis share.
 
@@ -57,7 +64,7 @@ class HostLinear:
     def __init__(self, number: int, layers: Sequence[Weights], axis: Axis, mailboxes: Mailboxes | None) -> None:
         self.number, self.layers, self.axis, self.mailboxes = number, layers, axis, mailboxes
         weight, _ = layers[0]
-        self.sizes, self.places = [len(weight) for weight, _ in layers], [weight.data_ptr() for weight, _ in layers]
+        self.sizes, self.places = [len(weight) for weight, _ in layers], [place_of(*layer) for layer in layers]
         self.outputs, self.function = sum(self.sizes), cast(Exchange, library().linear)
         board, spin = 0, 0
         if mailboxes is not None:
@@ -71,8 +78,9 @@ class HostLinear:
     @staticmethod
     def takes(weight: Tensor, bias: Tensor | None) -> bool:
         """Return whether the native call takes a layer of these weights."""
-        alike = bias is None or (bias.dtype == weight.dtype and bias.is_contiguous())
-        whole = type(weight.data) is Tensor and weight.is_cpu and weight.stride(1) == 1
+        given = [weight] if bias is None else [weight, bias]
+        whole = all(type(one) in (Tensor, Parameter) and one.is_cpu and one.stride(-1) == 1 for one in given)
+        alike = bias is None or (bias.dtype == weight.dtype and bias.shape == weight.shape[:1])
         return whole and alike and weight.dtype in DTYPES and weight.shape[1] % COLUMNS == 0 and weight.numel() > 0
 
     def run(self, x: Tensor) -> Sequence[Tensor]:

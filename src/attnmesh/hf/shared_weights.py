@@ -7,6 +7,7 @@ weights: ranks of a host that load one file map the same memory.
 """
 
 from collections.abc import Mapping, Sequence
+from threading import get_ident
 from typing import Any, NoReturn
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from attnmesh.comm.host_linear import MOST_ROWS, HostLinear
+from attnmesh.comm.host_linear import MOST_ROWS, HostLinear, place_of
 from attnmesh.comm.shared_memory import CallsDifferError, Mailboxes
 from attnmesh.comm.topology import whole_mailboxes
 from attnmesh.errors import KernelError, ModelError, require
@@ -25,6 +26,7 @@ from attnmesh.hf.families.family import family_of
 from attnmesh.hf.models import check_model, unwrap
 from attnmesh.hf.shards import ShardMask
 from attnmesh.kernels.native.build import library
+from attnmesh.kernels.native.native_digest import digest_on_host
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.runtime.memory import mapped_files
 
@@ -114,7 +116,11 @@ def _is_shared(module: Any) -> bool:
 
 
 def _described(layers: Mapping[str, nn.Linear]) -> str:
-    return f"{len(layers)} of {sum(layer.weight.numel() for layer in layers.values())} weights"
+    """Return what ranks compare of layers: their sizes, their dtypes, and a digest of the first row of each."""
+    weights = [layer.weight.detach() for layer in layers.values()]
+    rows = sum(number * digest_on_host(weight[0]) for number, weight in enumerate(weights, 1)) % 2**64
+    dtypes = sorted({str(weight.dtype) for weight in weights})
+    return f"{len(weights)} of {sum(map(torch.numel, weights))} weights in {', '.join(dtypes)}, of digest {rows}"
 
 
 def _check(model: Any) -> None:
@@ -142,7 +148,7 @@ class SharedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return what `nn.Linear` returns."""
-        if not self.steps.is_open or torch.compiler.is_compiling():
+        if self.steps.thread != get_ident() or torch.compiler.is_compiling():
             return super().forward(x)
         return self.steps.run(self, x)
 
@@ -154,8 +160,8 @@ class SharedSteps:
     first of them computes the outputs of all. Which these are is learned from the calls, which are alike on all ranks.
     """
 
-    is_open = False
-    """True while the model runs such a step: all ranks compute the same tokens, with a cache on the mesh."""
+    thread: int | None = None
+    """The thread that runs such a step: all ranks compute the same tokens, with a cache on the mesh."""
     first: SharedLinear
     """The layer that the last call began with."""
     input: Tensor | None = None  # of that call
@@ -188,8 +194,9 @@ class SharedSteps:
         for hook in self.hooks:
             hook.remove()
         for layer in self.numbers:
-            layer.__class__ = nn.Linear  # type: ignore[assignment]
-            del vars(layer)["steps"]
+            if type(layer) is SharedLinear and layer.steps is self:  # and none of another model around it
+                layer.__class__ = nn.Linear  # type: ignore[assignment]
+                del vars(layer)["steps"]
 
     def __reduce__(self) -> NoReturn:
         expected, given = "a model that shares no weights", "one that does"
@@ -214,15 +221,26 @@ class SharedSteps:
     @staticmethod
     def _takes(layer: SharedLinear, x: Tensor) -> bool:
         """Return whether a call takes this input. The versions of inference tensors are not counted."""
-        dtype = x.dtype
-        few = 0 < x.numel() <= MOST_ROWS.get(dtype, 0) * layer.in_features
-        return few and dtype == layer.weight.dtype and not x.is_inference()
+        few = 0 < x.numel() <= MOST_ROWS.get(x.dtype, 0) * layer.in_features and x.shape[-1] == layer.in_features
+        plain = type(x) is Tensor and x.is_cpu and not x.is_inference() and not torch.is_autocast_enabled("cpu")
+        return few and plain and x.dtype == layer.weight.dtype
+
+    @staticmethod
+    def _fits(layer: SharedLinear, x: Tensor) -> bool:
+        """Return whether a call takes the weights that a layer has now, for this input."""
+        weight = layer.weight
+        return HostLinear.takes(weight, layer.bias) and weight.dtype == x.dtype and weight.shape[1] == x.shape[-1]
 
     def _compute(self, layers: Sequence[SharedLinear], x: Tensor) -> Sequence[Tensor]:
         """Return the outputs of layers, each from one rank."""
         kind = layers[0], len(layers)
         call = self.calls.get(kind)
-        if call is None or call.places != [layer.weight.data_ptr() for layer in layers]:  # or a weight has moved
+        if call is None or call.places != [
+            place_of(layer.weight, layer.bias) for layer in layers
+        ]:  # or one has changed
+            if not all(self._fits(layer, x) for layer in layers):
+                self.groups[layers[0]] = [layers[0]]
+                return [nn.Linear.forward(layers[0], x)] if len(layers) == 1 else self._compute(layers[:1], x)
             weights = [(layer.weight.detach(), None if layer.bias is None else layer.bias.detach()) for layer in layers]
             number = self.numbers[layers[0]] * MOST_LAYERS + len(layers) - 1
             call = self.calls[kind] = HostLinear(number, weights, self.axis, self.mailboxes)
@@ -233,14 +251,18 @@ class SharedSteps:
             Agreement(self.mesh, "a layer of shared weights", names).unequal()
 
     def _enter(self, _: nn.Module, args: tuple[Any, ...], arguments: dict[str, Any]) -> None:
-        """Begin a step, if the ranks compute the same tokens with a cache on this mesh."""
+        """Begin a step, if the ranks compute the same tokens with a cache on this mesh. Other threads compute alone."""
         given = [*args, *arguments.values()]
         cache = next((x for x in given if isinstance(x, ShardedCache)), None)
         same = (
             cache is not None and Mesh.of(cache.mesh) == self.mesh and not any(isinstance(x, ShardMask) for x in given)
         )
-        self.is_open = same and not torch.is_grad_enabled()
+        if same and not torch.is_grad_enabled():
+            self.thread = get_ident()
+        elif self.thread == get_ident():
+            self._leave()
 
     def _leave(self, *_: Any) -> None:
-        self.is_open, self.input = False, None
-        self.ahead.clear()
+        if self.thread == get_ident():
+            self.thread, self.input = None, None
+            self.ahead.clear()

@@ -19,6 +19,7 @@ from attnmesh.errors import KernelError, MeshError, ModelError, ShapeError, chec
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.latent_states import latent_widths
 from attnmesh.hf.models import check_model, indexed_layers, unwrap
+from attnmesh.hf.shared_weights import restore_shared
 from attnmesh.hf.transformers_names import TENSOR_PARALLEL, apply_tensor_parallelism
 from attnmesh.mesh.merges import OUTPUTS
 from attnmesh.mesh.shapes import share_evenly
@@ -68,6 +69,7 @@ def tensor_parallel(model: Any, mesh: DeviceMesh | None, *, output: str = "repli
         _check_heads(inner, mesh, output)
     if mesh is None or mesh.size() == 1:
         return model
+    restore_shared(inner)  # its layers would go on with the whole weights
     plan, cut = _plan_for(inner, mesh.size(), output)
     for attention in cut:
         _keep_own_key_heads(attention, mesh)
