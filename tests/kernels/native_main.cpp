@@ -129,7 +129,7 @@ void share(char* boards, int64_t rank, int64_t ranks, const std::vector<T>* weig
     std::vector<int64_t> fields((sizeof(Linear) + 2 * sizeof(Layer)) / 8);
     auto* l = (Linear*)fields.data();
     found->resize(rows * (first + second));
-    int64_t size = ranks * 8, pieces = (first + second + size - 1) / size, dtype = sizeof(T) == 4 ? IN_FLOAT32 : std::is_same_v<T, BFloat16> ? IN_BFLOAT16 : IN_FLOAT16;
+    int64_t size = ranks * 8, pieces = (first + second + size - 1) / size, dtype = sizeof(T) == 4 ? FLOAT32 : std::is_same_v<T, BFloat16> ? BFLOAT16 : FLOAT16;
     *l = {x->data(), found->data(), rows, 9, 0, 1 + rank % 2, ranks > 1 ? boards : nullptr, dtype, columns,
           (int64_t)sizeof(Box) + 2 * half, half, ranks, rank, rank % 2 ? 20000 : 0, 1000000, first + second, 2};
     l->layer[0] = {weights[0].data(), nullptr, first, columns}, l->layer[1] = {weights[1].data(), weights[0].data(), second, columns};

@@ -144,7 +144,7 @@ def _remember_operands() -> None:
         """Return what decides how an operand is changed; None for what has to be looked at."""
         if type(x) is core.tensor:
             return x.type.name
-        return (type(x), x) if isinstance(x, Number) and x == x else None
+        return (type(x), repr(x)) if isinstance(x, Number) else None  # 0.0 is no -0.0
 
     for name in ("binary_op_type_checking_impl", "broadcast_impl_value"):
         setattr(semantic, name, remembering(getattr(semantic, name)))

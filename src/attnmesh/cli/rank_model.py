@@ -47,7 +47,7 @@ def load_model(prompt: Prepared, dtype: str, weights: str, *, reproducible: bool
         if weights == "shared":
             raise
         return Loaded(model, mesh, f"{WHOLE} ({error.args[2]})")
-    return Loaded(model, mesh, f"shared by {1 if mesh is None else max(mesh.shape)} ranks")
+    return Loaded(model, mesh, WHOLE if mesh is None else f"shared by {max(mesh.shape)} ranks")
 
 
 def _meshes(device_type: str, prompt: Prepared) -> tuple[DeviceMesh | None, DeviceMesh | None]:

@@ -117,7 +117,6 @@ class HostLinear:
                 code = mailboxes.go_on(function, code, pieces * turns, lambda done: max(done % turns - 1, 0), LAYERS)
         except PeerLostError as error:
             raise failure(self.axis, "sharing a layer", error.peer, error) from error
-        mailboxes.pieces += pieces
         if code == DIFFERENT:
             raise CallsDifferError(self.axis.index)
         return code

@@ -133,8 +133,6 @@ class Mailboxes:
         """True once this rank has lost another one."""
         self.gathers = 0
         """Exchanges of numbers by the boards."""
-        self.pieces = 0
-        """Pieces of outputs of layers that ranks have exchanged."""
         self.ranks = frozenset[int]()
         """Ranks of the world along the axis, for which `topology` made these boxes."""
         WORLD.mailboxes.add(self)
@@ -264,6 +262,11 @@ class Mailboxes:
             self.words[place] = 0
         return done
 
+    @property
+    def pieces(self) -> int:
+        """Pieces of outputs of layers that this rank has told the others: none is told twice after an interrupt."""
+        return self.words[self.outputs[self.index] // 8]
+
     def left(self, peer: int) -> PeerLostError:
         """Return the error of a rank that has lost another: its messages are out of step with those of the others."""
         return PeerLostError(peer, "this rank has lost a rank before: start the ranks again")
@@ -309,8 +312,7 @@ class Mailboxes:
                 box = self.boxes_from[peer] // 8
                 self.received[peer] = self.words[box + RECEIVED] = self.words[box]
                 self.sent[peer] = self.words[self.boxes_to[peer] // 8]
-        self.pieces = max(self.words[board // 8] for board in self.outputs.values())
-        self.words[self.outputs[self.index] // 8] = self.pieces
+        self.words[self.outputs[self.index] // 8] = max(self.words[board // 8] for board in self.outputs.values())
 
     def abort(self) -> None:
         """Make every rank that waits for this one raise, and this one if it goes on."""

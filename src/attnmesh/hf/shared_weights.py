@@ -35,7 +35,6 @@ SUBJECT = "share_weights"
 LEAST_BYTES = 1 << 17
 """Bytes of a weight that is shared: a smaller one is read sooner than its outputs are exchanged."""
 
-
 MOST_LAYERS = 8
 """Layers of one input that are one call, at most."""
 

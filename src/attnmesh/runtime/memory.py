@@ -1,7 +1,7 @@
 """Memory of this machine: what there is, and what is free, within the limits of containers and services."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -32,7 +32,7 @@ def free_memory(device: torch.device, root: Path = ROOT) -> int:
     return max(0, min([*free, *(limit - used for limit, used in _limits(root))]))
 
 
-def mapped_files(places: Iterable[int]) -> dict[int, int]:
+def mapped_files(places: Collection[int]) -> dict[int, int]:
     """Return the bytes of each file that is mapped at some of these addresses, by the first address in it.
 
     A page that several processes map counts for each as its share, as Linux has it. Others in the file count 0.

@@ -23,7 +23,6 @@ constexpr int64_t GROUP = 128;           // columns of a scale, in rows that are
 constexpr int64_t TILE_BYTES = 1 << 18;  // keys and values of a tile, in float32; those in 8 bits are half as many
 constexpr int64_t MOST_KEYS = 256;       // of a tile
 constexpr int64_t NEAR_BYTES = 1 << 15;  // values of a tile that stay in the nearest cache for all rows
-constexpr int64_t THREADED_BYTES = 1 << 19;  // keys and values that one thread reads sooner than several begin
 constexpr float NONE = -INFINITY;
 constexpr int NOT_FINITE = 1;  // what a call returns, beside the codes of errors
 

@@ -12,11 +12,8 @@
 
 namespace {
 
-constexpr int64_t TAG_BYTES = 64;            // before the outputs on a half: the call that they are of
-constexpr int64_t SHARED_BYTES = 1 << 18;    // weights that one thread reads sooner than several begin
-constexpr int64_t DIFFERENT = -3;            // what a call returns if another rank has made another one
-
-enum NumberType { IN_FLOAT32, IN_BFLOAT16, IN_FLOAT16 };
+constexpr int64_t TAG_BYTES = 64;  // before the outputs on a half: the call that they are of
+constexpr int64_t DIFFERENT = -3;  // what a call returns if another rank has made another one
 
 struct Layer {
     const void *weight, *bias;  // (outputs, columns) and (outputs); bias may be null
@@ -78,7 +75,7 @@ void read(const Linear& l, float* x) {
 // Computes outputs of a layer in float32. Rows of `into` are `width` numbers apart.
 template <class T>
 void compute(const Linear& l, const Layer& layer, const float* x, int64_t first, int64_t stop, float* into, int64_t width) {
-    int64_t bytes = (stop - first) * l.columns * (int64_t)sizeof(T), threads = bytes < SHARED_BYTES ? 1 : l.threads;
+    int64_t bytes = (stop - first) * l.columns * (int64_t)sizeof(T), threads = bytes < THREADED_BYTES ? 1 : l.threads;
     int64_t some = (stop - first + threads - 1) / threads;
     std::atomic<int64_t> next{first};
     std::atomic<int> code{0};
@@ -161,7 +158,7 @@ int64_t run(const Linear& l, int64_t done) {
 // are fewer than all if a wait was long; or a code.
 extern "C" int64_t attnmesh_linear(const Linear* linear, int64_t done) {
     try {
-        return linear->dtype == IN_FLOAT32 ? run<float>(*linear, done) : linear->dtype == IN_BFLOAT16 ? run<BFloat16>(*linear, done) : run<Float16>(*linear, done);
+        return linear->dtype == FLOAT32 ? run<float>(*linear, done) : linear->dtype == BFLOAT16 ? run<BFloat16>(*linear, done) : run<Float16>(*linear, done);
     } catch (int code) {
         return code;
     } catch (...) {

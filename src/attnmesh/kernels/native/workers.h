@@ -17,6 +17,7 @@
 namespace attnmesh {  // one pool of threads for all files
 
 constexpr int NO_MEMORY = -1, FAILED = -2;  // what a call returns that raised
+constexpr int64_t THREADED_BYTES = 1 << 19;  // what one thread reads sooner than several begin
 
 // The code of the exception that is being handled. None may leave the library, or the process would end.
 inline int code_of_exception() noexcept {
