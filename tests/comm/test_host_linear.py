@@ -12,6 +12,7 @@ from attnmesh.comm.host_linear import MOST_ROWS, HostLinear
 from attnmesh.comm.host_merge import host_merge_for
 from attnmesh.comm.shared_memory import CallsDifferError
 from attnmesh.comm.topology import whole_mailboxes
+from attnmesh.comm.transport import transport_of
 from attnmesh.errors import InputError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.kernels.native.build import library
@@ -159,6 +160,10 @@ def mixed(mistake: str) -> list[str]:
             merge.places(message).lse.zero_()
             if not merge.run(message, 7):
                 raise CallsDifferError(0)
+        elif mistake == "a letter" and last:
+            transport = transport_of(along, torch.device("cpu"))
+            for wait in transport.post([(dist.irecv, 0, torch.empty(5, dtype=torch.uint8))], "exchanging"):
+                wait()
         elif last:
             Agreement(mesh_of(along), "an error elsewhere").say(ValueError("broken"))
         else:
@@ -176,7 +181,7 @@ def mixed(mistake: str) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("mistake", ["another layer", "other rows", "an error", "a merge"])
+@pytest.mark.parametrize("mistake", ["another layer", "other rows", "an error", "a merge", "a letter"])
 def test_calls_that_differ_are_found_and_forgotten(mistake: str, pool: Pool) -> None:
     expected = ["UnforeseenError", "UnforeseenError", "ValueError"] if mistake == "an error" else ["MeshError"] * 3
     assert pool.run(3, mixed, mistake) == [[name] for name in expected]

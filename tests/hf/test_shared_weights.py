@@ -252,6 +252,43 @@ def test_an_input_that_does_not_fit_is_refused_as_without() -> None:
             step_of(model)
 
 
+def double_the_input(_: Any, args: Any, __: Any) -> None:
+    args[0].mul_(2)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_an_input_that_changes_between_layers_is_read_again(inference: bool) -> None:
+    plain, shared = (families.model("llama", "attnmesh", **SIZES) for _ in range(2))
+    with counted_calls() as calls, torch.inference_mode(inference):
+        hf.share_weights(shared, None)
+        step_of(shared)
+        step_of(shared)
+        for model in (plain, shared):
+            first = model.model.layers[0].self_attn.q_proj
+            first.register_forward_hook(double_the_input)
+        before = len(calls)
+        assert_same_step(shared, plain)
+    assert len(calls) > before
+
+
+def of_one_in_inference_mode(folder: str) -> tuple[list[list[int]], list[int]]:
+    mesh = am.init_mesh((1, 2, 2))
+    with counted_calls() as calls, torch.inference_mode(dist.get_rank() == 0):
+        model = hf.share_weights(load(folder), mesh)
+        tokens = hf.generate(model, prompt(30), mesh=mesh, max_new_tokens=4, do_sample=False)
+    return tokens.tolist(), calls
+
+
+def test_inference_mode_of_one_rank_changes_nothing(pool: Pool, tmp_path: Path) -> None:
+    stock = families.model("llama", STOCK["llama"], **SIZES)
+    stock.save_pretrained(tmp_path)
+    expected = stock.generate(prompt(30), max_new_tokens=4, do_sample=False).tolist()
+    (tokens, calls), *others = pool.run(4, of_one_in_inference_mode, str(tmp_path))
+    assert tokens == expected
+    assert calls
+    assert others == [(tokens, calls)] * 3
+
+
 def test_autocast_is_as_without() -> None:
     plain, shared = (families.model("llama", "attnmesh", **SIZES) for _ in range(2))
     with counted_calls(), torch.autocast("cpu", torch.bfloat16):

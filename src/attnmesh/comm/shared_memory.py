@@ -243,23 +243,23 @@ class Mailboxes:
         """Call a native function, which goes on after the steps that are done, until all are. Return what it returns.
 
         It returns now and then to look after silent ranks: `awaited` is the one that a step waits for. Raise if that
-        compares its call meanwhile, or waits for this one with a call of another kind, at two looks.
+        makes another call at two looks: a wait between them would have found its message.
         """
-        blocked, since, differs, place = -1, 0.0, False, self.boards[self.index] // 8 + AWAITED
+        blocked, since, differed = -1, 0.0, False
         try:
             while 0 <= done < steps:
                 peer = awaited(done)
                 if done != blocked:
-                    blocked, since, differs = done, monotonic(), False
-                if differs:  # before the last wait, which would have found its message
-                    raise CallsDifferError(peer)
+                    blocked, since, differed = done, monotonic(), False
                 if kind != NUMBERS:  # which are themselves the comparison
-                    self.words[place] = 4 * peer + kind
-                    differs = self.is_ahead(peer) or self._crosses(peer, kind)
+                    differs = self.differs(peer, kind)
+                    if differs and differed:
+                        raise CallsDifferError(peer)
+                    differed = differs
                 self._check_alive(peer, since)
                 done = function(done)
         finally:
-            self.words[place] = 0
+            self.say_awaited()
         return done
 
     @property
@@ -271,10 +271,18 @@ class Mailboxes:
         """Return the error of a rank that has lost another: its messages are out of step with those of the others."""
         return PeerLostError(peer, "this rank has lost a rank before: start the ranks again")
 
-    def _crosses(self, peer: int, kind: int) -> bool:
-        """Return whether a member waits for this one with a call of another kind: neither would ever go on."""
+    def differs(self, peer: int, kind: int) -> bool:
+        """Say that this rank waits for a member. Return whether that makes another call.
+
+        It compares its call with those of others, or waits for this rank with a call of another kind.
+        """
+        self.say_awaited(peer, kind)
         found = self.words[self.boards[peer] // 8 + AWAITED]
-        return found % 4 not in (NUMBERS, kind) and found // 4 == self.index
+        return self.is_ahead(peer) or (found % 4 not in (NUMBERS, kind) and found // 4 == self.index)
+
+    def say_awaited(self, peer: int = 0, kind: int = NUMBERS) -> None:
+        """Publish which member this rank waits for, and what of; by default none."""
+        self.words[self.boards[self.index] // 8 + AWAITED] = 4 * peer + kind
 
     def is_ahead(self, peer: int) -> bool:
         """Return whether a member has begun a comparison of calls that this rank has not."""

@@ -164,7 +164,8 @@ class SharedSteps:
     first: SharedLinear
     """The layer that the last call began with."""
     input: Tensor | None = None  # of that call
-    version = 0  # of the input
+    version: int | Tensor = 0
+    """How often the input was changed in place, or what it was: changes of inference tensors are not counted."""
 
     def __init__(self, mesh: Mesh, axis: Axis, mailboxes: Mailboxes | None) -> None:
         self.mesh, self.axis, self.mailboxes = mesh, axis, mailboxes
@@ -205,8 +206,8 @@ class SharedSteps:
         """Return the outputs of a layer, from all ranks if the rows are few."""
         if not self._takes(layer, x):
             return nn.Linear.forward(layer, x)
-        if x is not self.input or x._version != self.version:
-            self.first, self.input, self.version = layer, x, x._version
+        if not self._is_last_input(x):
+            self.first, self.input, self.version = layer, x, x.clone() if x.is_inference() else x._version
             out, *others = self._compute(self.groups[layer], x)
             self.ahead = dict(zip(self.groups[layer][1:], others, strict=True))
             return out
@@ -217,11 +218,17 @@ class SharedSteps:
             group.append(layer)  # from the next step on
         return self._compute([layer], x)[0]
 
+    def _is_last_input(self, x: Tensor) -> bool:
+        """Return whether the last call had this input, of the same numbers."""
+        if x is not self.input:
+            return False
+        return torch.equal(x, self.version) if isinstance(self.version, Tensor) else x._version == self.version
+
     @staticmethod
     def _takes(layer: SharedLinear, x: Tensor) -> bool:
-        """Return whether a call takes this input. The versions of inference tensors are not counted."""
+        """Return whether a call takes this input."""
         few = 0 < x.numel() <= MOST_ROWS.get(x.dtype, 0) * layer.in_features and x.shape[-1] == layer.in_features
-        plain = type(x) is Tensor and x.is_cpu and not x.is_inference() and not torch.is_autocast_enabled("cpu")
+        plain = type(x) is Tensor and x.is_cpu and not torch.is_autocast_enabled("cpu")
         return few and plain and x.dtype == layer.weight.dtype
 
     @staticmethod
@@ -263,5 +270,5 @@ class SharedSteps:
 
     def _leave(self, *_: Any) -> None:
         if self.thread == get_ident():
-            self.thread, self.input = None, None
+            self.thread, self.input, self.version = None, None, 0
             self.ahead.clear()
