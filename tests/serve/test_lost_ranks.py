@@ -4,7 +4,7 @@ import json
 import os
 import threading
 from pathlib import Path
-from signal import SIGSTOP
+from signal import SIGKILL, SIGSTOP
 from typing import Any
 
 import pytest
@@ -22,32 +22,37 @@ from tests.support import families
 from tests.support.fake_engine import FakeEngine, ThreadWorld, byte_tokenizer, save_tiny
 from tests.support.served import NAME, Served, served, until
 
-NEW = 40
-ASKED: dict[str, Any] = {"model": NAME, "prompt": "Go on", "temperature": 1, "seed": 3, "max_tokens": NEW}
+NEW, MANY = 40, 300
+"""Tokens of an answer, and of one that is not yet whole when a rank is lost."""
+ASKED: dict[str, Any] = {"model": NAME, "prompt": "Go on", "temperature": 1, "seed": 3}
 
 
-def text_of(running: Served, into: list[str]) -> None:
-    code, said = running.ask("/v1/completions", ASKED)
+def text_of(running: Served, into: list[str], tokens: int = NEW) -> None:
+    code, said = running.ask("/v1/completions", ASKED | {"max_tokens": tokens})
     into.append(said["choices"][0]["text"] if code == 200 else str(said))
 
 
-def test_a_stopped_rank_is_lost_after_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_share_layers_are_lost_while_they_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is killed is lost at once, one that is stopped after the deadline."""
     monkeypatch.setattr(supervisor, "LONGEST_PAUSE", 0.0)
-    found = find_model(save_tiny(tmp_path), 2, "keys=2", Status(""))
-    settings = ServeSettings(
-        found.for_ranks, "auto", "auto", 1.0, {"max_rows": 4, "max_queue": 16, "max_model_len": 1024}
-    )
+    found = find_model(save_tiny(tmp_path, hidden_size=288), 2, "keys=2", Status(""))
+    options = {"max_rows": 4, "max_queue": 16, "max_model_len": 1024}
+    settings = ServeSettings(found.for_ranks, "auto", "shared", 1.0, options)
     with served(LocalRanks(2, settings), tokenizer=found.tokenizer, max_restarts=50, deadline=1.0) as one:
         undisturbed, texts, lines = list[str](), list[str](), list[str]()
         one.front.log = lines.append
-        text_of(one, undisturbed)
-        for stopped in (0, 1):
-            os.kill(one.children.alive()[stopped].pid or 0, SIGSTOP)
+        text_of(one, undisturbed, MANY)
+        for rank, number in ((0, SIGSTOP), (1, SIGSTOP), (0, SIGKILL), (1, SIGKILL)):
+            answering = threading.Thread(target=text_of, args=(one, texts, MANY))
+            tokens = one.figure("attnmesh_tokens_total")
+            answering.start()
+            until(lambda tokens=tokens: one.figure("attnmesh_tokens_total") > tokens)
+            os.kill(one.children.alive()[rank].pid or 0, number)
             until(lambda: one.ask("/health")[0] == 503)
             until(lambda: one.ask("/health")[0] == 200)
-            text_of(one, texts)
-    assert texts == undisturbed * 2
-    assert sum("restart" in line for line in lines) >= 2, lines
+            answering.join()
+    assert texts == undisturbed * 4
+    assert sum("restart" in line for line in lines) >= 4, lines
 
 
 class Stalled(ThreadWorld):

@@ -43,12 +43,12 @@ def byte_tokenizer(template: str | None = TEMPLATE) -> Any:
     return tokenizer
 
 
-def save_tiny(folder: Path, template: str | None = TEMPLATE) -> str:
+def save_tiny(folder: Path, template: str | None = TEMPLATE, **sizes: int) -> str:
     """Save a small model with random weights, and its tokenizer. Return the folder."""
     from tests.support import families  # which ranks without a model need not import
 
     tokenizer = byte_tokenizer(template)
-    families.model("llama", "sdpa", vocab_size=len(tokenizer)).save_pretrained(folder)
+    families.model("llama", "sdpa", vocab_size=len(tokenizer), **sizes).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 

@@ -21,6 +21,8 @@ from attnmesh.serve.supervisor import RankWorld, Supervisor
 from tests.support.fake_engine import byte_tokenizer
 
 NAME = "fake"
+PATIENCE = 300
+"""Seconds that a client waits. A request of many beside it takes a minute on a busy machine."""
 
 
 class Children:
@@ -75,7 +77,7 @@ class Served:
         names = {name.replace("_", "-"): value for name, value in headers.items()}
         request = Request(self.url + path, data, {"content-type": "application/json", **names})
         try:
-            with urlopen(request, timeout=60) as answer:
+            with urlopen(request, timeout=PATIENCE) as answer:
                 status, text = answer.status, answer.read()
         except HTTPError as error:
             status, text = error.code, error.read()
