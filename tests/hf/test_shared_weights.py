@@ -97,21 +97,33 @@ def test_tokens_are_those_of_stock(family: str, ranks: int, pool: Pool, tmp_path
         assert 1 in calls
 
 
-def logits_of_steps(folder: str, ranks: int, dtype: torch.dtype) -> Tensor:
-    """Logits of an answer that is computed token by token."""
+def logits_of_steps(folder: str, ranks: int, dtype: torch.dtype, length: int) -> Tensor:
+    """Logits of the answer to a prompt, whose tokens all ranks compute."""
     mesh = mesh_of(ranks)
     with counted_calls():
         model = hf.share_weights(load(folder).to(dtype), mesh)
         cache = hf.ShardedCache(model.config, mesh, block=4, reproducible=True)
         options: dict[str, Any] = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-        made = hf.generate(model, prompt(2), cache=cache, max_new_tokens=20, **options)
+        made = hf.generate(model, prompt(length), cache=cache, max_new_tokens=12, **options)
     return torch.stack(made.logits)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_logits_have_the_same_bits_on_any_number_of_ranks(dtype: torch.dtype, pool: Pool, tmp_path: Path) -> None:
-    families.model("llama", STOCK["llama"], **SIZES).save_pretrained(tmp_path)
-    first, *others = (pool.run(ranks, logits_of_steps, str(tmp_path), ranks, dtype) for ranks in (1, 2, 4))
+@pytest.mark.parametrize(
+    ("family", "dtype", "length"),
+    [
+        ("llama", torch.float32, 2),
+        ("llama", torch.bfloat16, 66),
+        ("gpt-oss", torch.float32, 90),
+        pytest.param("gemma3", torch.float32, 200, marks=pytest.mark.long),
+        pytest.param("llama4", torch.bfloat16, 131, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_logits_have_the_same_bits_on_any_number_of_ranks(
+    family: str, dtype: torch.dtype, length: int, pool: Pool, tmp_path: Path
+) -> None:
+    families.model(family, STOCK[family], **SIZES).save_pretrained(tmp_path)
+    first, *others = (pool.run(ranks, logits_of_steps, str(tmp_path), ranks, dtype, length) for ranks in (1, 2, 4))
     for found in (logits for ranks in others for logits in ranks):
         assert torch.equal(found, first[0])
 

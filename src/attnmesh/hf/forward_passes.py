@@ -31,6 +31,9 @@ CHUNK = 8192
 LATENT_CHUNK = 1024
 """The same in latent attention, whose queries of cached latents are wide."""
 
+SAME_TOKENS = 16
+"""Tokens of all sequences per chunk, if bits shall not depend on the ranks: the most that shared layers always take."""
+
 
 def default_size(config: PreTrainedConfig) -> int:
     """Return the tokens of such a chunk of a model."""
@@ -48,11 +51,25 @@ def left_to_decode(config: PreTrainedConfig) -> int:
 
 def chunks_of(cache: ShardedCache, start: int, stop: int, size: int) -> list[Chunk]:
     """Return chunks of a prompt (first, stop, sharded)."""
-    if cache.shares > 1:  # ranks that share weights compute the same tokens
-        return [(first, last, False) for first, last in pairwise([*range(start, stop, size), stop])]
-    if is_recurrent(cache.config):
-        return _split_evenly(start, stop, cache.ranks, size, family_of(cache.config).begins_at_zero)
+    recurrent, steps_alone = is_recurrent(cache.config), family_of(cache.config).begins_at_zero
+    if cache.reproducible or cache.shares > 1:  # ranks compute the same tokens
+        chunks = _split_whole(start, stop, 1 if recurrent and steps_alone else size)
+        return [] if recurrent and not steps_alone and stop - start == 1 else chunks
+    if recurrent:
+        return _split_evenly(start, stop, cache.ranks, size, steps_alone)
     return _split_prompt(start, stop, cache.block * cache.ranks, size)
+
+
+def _split_whole(start: int, stop: int, size: int) -> list[Chunk]:
+    """Return chunks which all ranks compute. None but the only one has a single token, unless `size` is one.
+
+    >>> _split_whole(0, 9, 4), _split_whole(8, 9, 4)
+    ([(0, 4, False), (4, 7, False), (7, 9, False)], [(8, 9, False)])
+    """
+    edges = [*range(start, stop, size), stop]
+    if size > 2 and len(edges) > 2 and stop - edges[-2] == 1:
+        edges[-2] -= 1
+    return [(first, last, False) for first, last in pairwise(edges)]
 
 
 def _split_evenly(start: int, stop: int, ranks: int, size: int, steps_alone: bool) -> list[Chunk]:
@@ -169,6 +186,7 @@ class ForwardPasses:
         """Return the next chunk of a size, which ends before a token if more than one is left to that; None if none."""
         stop = self.end if before is None or before < self.start + 2 else min(self.end, before)
         spans = [] if self.prompt.merged is None else self.prompt.merged.spans
+        size = min(size, max(SAME_TOKENS // len(self.prompt.ids), 1)) if self.cache.reproducible else size
         chunks = uncut(chunks_of(self.cache, self.start, stop, size), spans)
         return chunks[0] if chunks else None
 

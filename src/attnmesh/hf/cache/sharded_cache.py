@@ -43,7 +43,8 @@ class ShardedCache(StoredLayers):
             tokens attend faster.
         merge: How `attnmesh.decode` merges partial results of ranks.
         output: "heads" if the same ranks share weights by `tensor_parallel(output="heads")`.
-        reproducible: True for results that do not depend on the number of ranks, in `attnmesh.decode`.
+        reproducible: True for bits that do not depend on the number of ranks, as in `attnmesh.decode`. All ranks read
+            a prompt together, 16 tokens at a time.
         kernel: The kernel of `attnmesh.decode` and `attnmesh.attention`.
         exchange: How `attnmesh.attention` exchanges keys in prefill.
         checked: When ranks compare their calls, as in `attnmesh.attention`.
