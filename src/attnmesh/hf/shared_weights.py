@@ -25,6 +25,7 @@ from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.families.family import family_of
 from attnmesh.hf.models import check_model, unwrap
 from attnmesh.hf.shards import ShardMask
+from attnmesh.hf.shared_experts import SharedExperts, experts_of
 from attnmesh.kernels.native.build import library
 from attnmesh.kernels.native.native_digest import digest_on_host
 from attnmesh.mesh.axes import Axis, Mesh
@@ -46,9 +47,10 @@ def share_weights(model: Any, mesh: DeviceMesh | None) -> Any:
         model = hf.share_weights(AutoModelForCausalLM.from_pretrained(name, attn_implementation="attnmesh"), mesh)
         tokens = hf.generate(model, ids, mesh=mesh)
 
-    A step of at most 32 tokens, 16 in narrow dtypes, takes as many products in all as on one rank. Layers of other
-    kinds, of quantized weights and of experts are computed by every rank, as without this. So is all that runs without
-    a `ShardedCache` on this mesh, and with gradients. The ranks share along the longest axis of the mesh.
+    A step of at most 32 tokens, 16 in narrow dtypes, takes as many products in all as on one rank. Of the experts that
+    tokens choose each rank computes some. Layers of other kinds and of quantized weights are computed by every rank, as
+    without this. So is all that runs without a `ShardedCache` on this mesh, and with gradients. The ranks share along
+    the longest axis of the mesh.
 
     Args:
         model: A causal language model with `attn_implementation="attnmesh"`, with equal weights on all ranks.
@@ -67,8 +69,8 @@ def share_weights(model: Any, mesh: DeviceMesh | None) -> Any:
     True
     """
     inner, place = unwrap(model), Mesh.of(mesh)
-    layers = shared_layers(inner) if isinstance(inner, PreTrainedModel) else {}
-    with Agreement(place, SUBJECT, lambda: {"layers": _described(layers)}):
+    layers, experts = shared_layers(inner) if isinstance(inner, PreTrainedModel) else ({}, [])
+    with Agreement(place, SUBJECT, lambda: {"layers": _described(layers), "experts": _sizes(experts)}):
         _check(inner)
     axis = max(place.axes, key=lambda one: one.size)
     mailboxes = whole_mailboxes(axis)
@@ -76,7 +78,7 @@ def share_weights(model: Any, mesh: DeviceMesh | None) -> Any:
         _check_host(axis, mailboxes)
     restore_shared(inner)
     steps = SharedSteps(place, axis, mailboxes)
-    steps.begin(inner, layers)
+    steps.begin(inner, layers, experts)
     return model
 
 
@@ -98,15 +100,15 @@ def weights_in_memory(model: nn.Module) -> int:
     return sum(mapped.get(place, size) for place, size in sizes.items())
 
 
-def shared_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """Return the layers of a model that ranks can share, by name: those of its decoder, and its head."""
+def shared_layers(model: PreTrainedModel) -> tuple[dict[str, nn.Linear], list[nn.Module]]:
+    """Return what ranks can share of a model: layers of its decoder, and its head, by name, and its experts."""
     head, parts = model.get_output_embeddings(), family_of(model.config).parts
     alone = {name for name, part in parts.items() if part.is_alone}
     apart = [one for one in model.modules() if alone.intersection(kind.__name__ for kind in type(one).__mro__)]
     without = {id(inner) for one in apart for inner in one.modules()}
-    modules = model.get_decoder().named_modules()
-    found = {name: one for name, one in modules if id(one) not in without and _is_shared(one)}
-    return {**found, "head": head} if _is_shared(head) else found
+    modules = {name: one for name, one in model.get_decoder().named_modules() if id(one) not in without}
+    found = {name: one for name, one in modules.items() if _is_shared(one)}
+    return {**found, "head": head} if _is_shared(head) else found, experts_of(modules.values())
 
 
 def _is_shared(module: Any) -> bool:
@@ -120,6 +122,11 @@ def _described(layers: Mapping[str, nn.Linear]) -> str:
     rows = sum(number * digest_on_host(weight[0]) for number, weight in enumerate(weights, 1)) % 2**64
     dtypes = sorted({str(weight.dtype) for weight in weights})
     return f"{len(weights)} of {sum(map(torch.numel, weights))} weights in {', '.join(dtypes)}, of digest {rows}"
+
+
+def _sizes(experts: Sequence[nn.Module]) -> list[int]:
+    """Return what ranks compare of experts: the weights of each layer."""
+    return [sum(weight.numel() for weight in one.parameters()) for one in experts]
 
 
 def _check(model: Any) -> None:
@@ -147,7 +154,7 @@ class SharedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return what `nn.Linear` returns."""
-        if self.steps.thread != get_ident() or torch.compiler.is_compiling():
+        if not self.steps.is_within() or torch.compiler.is_compiling():
             return super().forward(x)
         return self.steps.run(self, x)
 
@@ -170,6 +177,7 @@ class SharedSteps:
     def __init__(self, mesh: Mesh, axis: Axis, mailboxes: Mailboxes | None) -> None:
         self.mesh, self.axis, self.mailboxes = mesh, axis, mailboxes
         self.hooks: list[Any] = []
+        self.experts: Sequence[nn.Module] = ()
         self.numbers: dict[SharedLinear, int] = {}
         self.groups: dict[SharedLinear, list[SharedLinear]] = {}
         """The layers that a call computes, by the first of them."""
@@ -178,12 +186,15 @@ class SharedSteps:
         self.ahead: dict[SharedLinear, Tensor] = {}
         """Outputs that the last call has computed for layers after its first."""
 
-    def begin(self, model: PreTrainedModel, layers: Mapping[str, nn.Linear]) -> None:
-        """Share these layers of a model from its next forward pass on."""
+    def begin(self, model: PreTrainedModel, layers: Mapping[str, nn.Linear], experts: Sequence[nn.Module]) -> None:
+        """Share these layers and experts of a model from its next forward pass on."""
         for number, layer in enumerate(layers.values()):
             layer.__class__ = SharedLinear
             shared: Any = layer
             shared.steps, self.numbers[shared], self.groups[shared] = self, number, [shared]
+        self.experts = experts
+        for one in experts:
+            vars(one)["forward"] = SharedExperts(one.forward, self.axis, self.is_within)
         before = model.register_forward_pre_hook(self._enter, with_kwargs=True)
         after = model.register_forward_hook(self._leave, always_call=True)
         self.hooks = [before, after]
@@ -197,10 +208,18 @@ class SharedSteps:
             if type(layer) is SharedLinear and layer.steps is self:  # and none of another model around it
                 layer.__class__ = nn.Linear  # type: ignore[assignment]
                 del vars(layer)["steps"]
+        for one in self.experts:
+            forward = vars(one).get("forward")
+            if isinstance(forward, SharedExperts) and forward.shares == self.is_within:
+                del vars(one)["forward"]
 
     def __reduce__(self) -> NoReturn:
         expected, given = "a model that shares no weights", "one that does"
         raise ModelError("copying or pickling a model", expected, given, "call hf.restore(model) before")
+
+    def is_within(self) -> bool:
+        """Return whether this thread runs a step that the ranks share."""
+        return self.thread == get_ident()
 
     def run(self, layer: SharedLinear, x: Tensor) -> Tensor:
         """Return the outputs of a layer, from all ranks if the rows are few."""

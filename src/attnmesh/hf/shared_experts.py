@@ -1,0 +1,62 @@
+"""Experts shared by the ranks of a host: in a step of decoding, each rank computes some of those that tokens choose.
+
+One rank computes all tokens of an expert, whose weights no other one reads. A result is of one token and one expert.
+The ranks exchange these, and each adds those of a token in the order of its choices, whatever the number of ranks.
+"""
+
+from collections.abc import Callable, Iterable
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from attnmesh.comm.p2p import swap_tokens
+from attnmesh.mesh.axes import Axis
+
+LEAST_BYTES = 1 << 20
+"""Bytes of an expert that is shared: a smaller one is read sooner than its results are exchanged."""
+
+GIVEN = "hidden_states top_k_index top_k_weights", "hidden_states router_indices routing_weights"
+"""Arguments of experts in transformers: tokens, the experts that each has chosen, and their weights."""
+
+
+def experts_of(modules: Iterable[Any]) -> list[nn.Module]:
+    """Return the experts that ranks can share among some modules."""
+    return [one for one in modules if hasattr(one, "_is_expert_parallel") and _is_shared(one)]
+
+
+def _is_shared(experts: Any) -> bool:
+    if " ".join(signature(experts.forward).parameters) not in GIVEN:
+        return False
+    weights = list(experts.parameters())
+    plain = all(type(one) is Parameter and one.is_cpu and one.is_floating_point() for one in weights)
+    whole = plain and not experts._is_expert_parallel and "forward" not in vars(experts)
+    return whole and sum(one.nbytes for one in weights) >= LEAST_BYTES * experts.num_experts
+
+
+class SharedExperts:
+    """The forward function of experts, in place of `forward`, which computes them on one rank."""
+
+    def __init__(self, forward: Callable[..., Tensor], axis: Axis, shares: Callable[[], bool]) -> None:
+        self.forward, self.axis, self.shares = forward, axis, shares
+
+    def __call__(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Return the sum of what the chosen experts make of each token."""
+        if not self.shares() or tokens.dim() != 2 or torch.compiler.is_compiling():
+            return self.forward(tokens, chosen, weights)
+        experts, order = chosen.flatten().sort(stable=True)
+        _, choices = experts.unique_consecutive(return_counts=True)
+        edges = [0, *choices.cumsum(0).tolist()]
+        shares = [Axis(self.axis.size, rank).share_of(len(choices)) for rank in range(self.axis.size)]
+        counts, own = [edges[one.stop] - edges[one.start] for one in shares], shares[self.axis.index]
+        mine = order[edges[own.start] : edges[own.stop]]
+        results = tokens.new_empty(0, tokens.shape[1])
+        if len(mine):  # each choice as a token of its own
+            choice = (x.flatten()[mine, None] for x in (chosen, weights))
+            results = self.forward(tokens[mine // chosen.shape[1]], *choice)
+        if self.axis.size > 1:
+            results = torch.cat(swap_tokens([results] * self.axis.size, counts, self.axis, 0))
+        by_choice = torch.empty_like(results).index_copy_(0, order, results)
+        return by_choice.view(*chosen.shape, -1).sum(1)

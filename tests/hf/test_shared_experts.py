@@ -1,0 +1,108 @@
+"""Experts that ranks of a host share: tokens of stock transformers, the bits of one rank, each expert on one rank."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import attnmesh as am
+import attnmesh.hf as hf
+from attnmesh.hf import shared_experts
+from attnmesh.hf.shared_experts import SharedExperts
+from attnmesh.kernels.native.build import library
+from attnmesh.mesh.axes import Axis
+from tests.support.models.tiny_models import Case, build
+from tests.support.pool import Pool
+
+pytestmark = pytest.mark.skipif(library().reason is not None, reason="there is no native library")
+
+FAMILIES = ("mixtral", "gpt_oss", "deepseek_v3", "qwen3_next", "jamba")
+"""Plain experts, transposed ones with biases, groups of experts beside a shared one, and recurrent layers."""
+
+PROMPT = torch.randint(2, 90, (1, 37), generator=torch.Generator().manual_seed(0))
+
+
+def shared_model(folder: str, mesh: Any) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="attnmesh").eval()
+    shared_experts.LEAST_BYTES = 0
+    return hf.share_weights(model, mesh)
+
+
+def answers(folder: str, ranks: int) -> tuple[list[int], Tensor | None, int]:
+    """Tokens, the logits with reproducible bits, and the experts that this rank has computed for these."""
+    mesh, computed = am.init_mesh((1, 1, ranks)) if ranks > 1 else None, 0
+    model = shared_model(folder, mesh)
+
+    def count(forward: Any) -> Any:
+        def counted(tokens: Tensor, chosen: Tensor, weights: Tensor) -> Any:
+            nonlocal computed
+            computed += len(chosen.unique()) if chosen.shape[1] == 1 else 0
+            return forward(tokens, chosen, weights)
+
+        return counted
+
+    for module in model.modules():
+        if isinstance(shared := vars(module).get("forward"), SharedExperts):
+            shared.forward = count(shared.forward)
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+    tokens = hf.generate(model, PROMPT, mesh=mesh, **options)[0].tolist()
+    computed, logits = 0, None
+    if not ranks & (ranks - 1):
+        cache = hf.ShardedCache(model.config, mesh, block=4, reproducible=True)
+        options |= {"return_dict_in_generate": True, "output_logits": True}
+        logits = torch.stack(hf.generate(model, PROMPT, cache=cache, **options).logits)
+    hf.restore(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+    return tokens, logits, computed
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks"),
+    [
+        pytest.param(family, ranks, marks=[] if ranks == 2 + place % 3 or place == 0 else pytest.mark.long)
+        for place, family in enumerate(FAMILIES)
+        for ranks in (2, 3, 4)
+    ],
+)
+def test_each_expert_is_computed_by_one_rank(family: str, ranks: int, pool: Pool, tmp_path: Path) -> None:
+    stock = build(Case(family, family), "eager", torch.float32)
+    stock.save_pretrained(tmp_path)
+    expected = stock.generate(PROMPT, max_new_tokens=6, do_sample=False)[0].tolist()
+    found, alone = pool.run(ranks, answers, str(tmp_path), ranks), pool.run(1, answers, str(tmp_path), 1)
+    assert [tokens for tokens, _, _ in found] == [expected] * ranks
+    ((_, bits, every),) = alone
+    if ranks == 3:  # which have no bits in common with one
+        return
+    assert sum(own for _, _, own in found) == every > 0
+    assert max(own for _, _, own in found) < every
+    for _, logits, _ in found:
+        assert torch.equal(logits, bits)
+
+
+def choices(given: tuple[list[list[int]], bool]) -> Tensor:
+    """The results of experts that multiply by their number, on the ranks or on one."""
+    chosen, is_shared = given
+
+    def forward(tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return tokens * ((index + 1) * weights).sum(1, keepdim=True)
+
+    tokens, index = torch.arange(3 * len(chosen), dtype=torch.float64).view(-1, 3), torch.tensor(chosen)
+    weights = torch.linspace(1, 2, index.numel(), dtype=torch.float64).view(index.shape)
+    axis = Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
+    return SharedExperts(forward, axis, lambda: is_shared)(tokens, index, weights)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [[[5]], [[0, 1]], [[7, 2, 4, 0]], [[3, 1], [1, 3], [3, 0]], [[2, 2], [2, 2]], [[n % 8, 7] for n in range(40)]],
+)
+def test_any_choice_gives_the_sum_of_one_rank(chosen: list[list[int]], pool: Pool) -> None:
+    """Also where fewer experts are chosen than there are ranks, and one expert twice."""
+    (expected, *_), shared = (pool.run(3, choices, (chosen, is_shared)) for is_shared in (False, True))
+    for found in shared:
+        torch.testing.assert_close(found, expected, rtol=1e-15, atol=0)
+        assert torch.equal(found, shared[0])
