@@ -528,16 +528,23 @@ def _take_turns(
                     time.sleep(1.0)
                     memory.append(server.megabytes())
                     faults += [] if server.healthy() else ["/health did not say 200"]
+                faults += _count(seen, acts)  # a process whose queue is full does not end
             print(f"\r{max(0, end - time.monotonic()):.0f} s left, {honest.texts} texts", end="", file=sys.stderr)
         print(file=sys.stderr)
         honest.ended = True
         for thread in threads:
             thread.join(PATIENCE)
+    return acts, memory, [*faults, *_count(seen, acts)]
+
+
+def _count(seen: Any, acts: dict[str, Counter[str]]) -> list[str]:
+    """Count what hostile clients have seen. Return the statuses that an act may not get."""
+    faults = []
     while not seen.empty():
         act, status, fits = seen.get()
         acts[act][str(status)] += 1
         faults += [] if fits else [f"{act} got {status}"]
-    return acts, memory, faults
+    return faults
 
 
 def _outcome(
