@@ -218,7 +218,7 @@ class LayerJob:
 
     @cached_property
     def runs(self) -> int:
-        """Runs of consecutive tokens in a shard. Each is a kernel, whose results are merged with those of keys before."""
+        """Runs of consecutive tokens in a shard. Each is a kernel, and its results are merged with others."""
         if isinstance(self.candidate.layout, Striped):
             return -(-self.work.length // (self.candidate.shape.ranks * max(self.candidate.layout.block, SHORT_RUN)))
         return 2 if isinstance(self.candidate.layout, Zigzag) else 1
