@@ -64,7 +64,7 @@ def attended(problem: MeshProblem, way: str) -> tuple[Tensor, Chosen]:
 
     with torch.no_grad(), mock.patch.object(prompt, "chosen_way", noted):
         some = None if latents is None else Latents(latents.tokens[:, :, mine], latents.projection)
-        return attend_prompt(call, Mesh.of(mesh), None, some), chosen[0] if chosen else (problem.shape, "alone")
+        return attend_prompt(call, mesh, None, some), chosen[0] if chosen else (problem.shape, "alone")
 
 
 def in_each_way(problems: list[MeshProblem]) -> list[dict[str, tuple[Tensor, Chosen]]]:

@@ -254,7 +254,7 @@ def _is_step(last: Block, block: Block) -> bool:
 def _tall_blocks(steps: Sequence[Block], first: int) -> Iterator[Block]:
     """Yield as many blocks as a staircase has steps, and the same pairs from key `first` on.
 
-    The later half of the rows is one block of the keys that all of them see, and so on. Kernels attend many rows faster.
+    The later half of the rows is one block of the keys that all of them see, and so on: many rows are attended faster.
     """
     if not steps:
         return

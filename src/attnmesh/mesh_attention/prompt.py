@@ -9,6 +9,7 @@ from itertools import product
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm.topology import surroundings
 from attnmesh.core.partial import Partial
@@ -25,9 +26,14 @@ from attnmesh.runtime.world import cached_per_world
 
 
 def attend_prompt(
-    call: Call, mesh: Mesh, checked: bool | None, latents: Latents | None = None, further: Partial | None = None
+    call: Call,
+    device_mesh: DeviceMesh | None,
+    checked: bool | None,
+    latents: Latents | None = None,
+    further: Partial | None = None,
 ) -> Tensor:
     """Return attention of one rank's shards as `attend_shards` does, without gradients, in the way that takes least."""
+    mesh = Mesh.of(device_mesh)
     q, k, v, *_, options, selected, _ = call
     if mesh.keys.size > 1 and mesh.queries.size == 1 and selected is None:
         sizes = q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3]
