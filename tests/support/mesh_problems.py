@@ -210,13 +210,13 @@ def check(problem: MeshProblem, results: list[list[Tensor]]) -> dict[str, float]
     places = _places(problem)
     shares = {}
     columns = {"out": 0, "dq": 0, "dk": 1, "dv": 1}
-    for number, (name, column) in enumerate([*columns.items()][: 1 if problem.latent else None]):
+    for number, (name, column) in enumerate([*columns.items()][: len(results[0])]):
         layout, length = problem.layouts[column], problem.lengths[column]
         given = torch.empty_like(expected.values[name], dtype=problem.dtype)
         for rank in range(ranks):
             given[:, :, layout.positions(length, ranks, places[rank])] = results[rank][number]
         shares[name] = expected.check(name, given, problem)
-    if sinks and not problem.latent:
+    if len(results[0]) > 4:
         shares["dsinks"] = expected.check("dsinks", sum(result[4].double() for result in results), problem)
     return shares
 

@@ -57,6 +57,13 @@ def merge_unchecked(partials: Sequence[Partial]) -> Partial:
     return Partial(out.to(reduce(torch.promote_types, [out.dtype for out, _ in partials])), lse)
 
 
+def merge_into(total: Partial, part: Partial) -> None:
+    """Merge a partial into one that nobody else holds, whose `out` is in float32 or wider."""
+    weights, lse = _weights(torch.stack((total.lse, part.lse)))
+    total.out.mul_(weights[0]).addcmul_(part.out.to(total.out.dtype), weights[1])
+    total.lse.copy_(lse)
+
+
 def merge_stack(stacked: Partial) -> Partial:
     """Return the merge of partials stacked along a first dim, in float32 or wider.
 

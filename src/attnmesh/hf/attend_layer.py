@@ -21,9 +21,9 @@ from attnmesh.hf.layer_mask import ONE_PROMPT, SAME_PLACES, MaskSpec, check_cove
 from attnmesh.hf.models import SUBJECT
 from attnmesh.hf.shards import Shards
 from attnmesh.kernels.local_op import run_attend
-from attnmesh.mesh.axes import Mesh
-from attnmesh.mesh_attention.attention import attend_shards, attention
+from attnmesh.mesh_attention.attention import attention
 from attnmesh.mesh_attention.call import Call, Options
+from attnmesh.mesh_attention.prompt import attend_prompt
 
 
 class LayerCall(NamedTuple):
@@ -113,7 +113,7 @@ def _prefill(q: Tensor, pending: PendingKV, layer: LayerCall, shards: Shards, is
         options = Options(shards.mask_of(layer.mask), shards.layout, shards.layout, *how)
         call = Call(q, pending.k, pending.v, layer.sinks, None, options, layer.selected, bias)
         further = pending.layer.further(q, scale)
-        out = attend_shards(call, Mesh.of(shards.mesh), cache.checked, pending.projected_latents, further)
+        out = attend_prompt(call, shards.mesh, cache.checked, pending.projected_latents, further)
     if is_new:
         store_shard(kv, *pending.stored, shards)
     return _attend_stored(q, pending, kv, layer, shards) if shards.has_prefix else out

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from attnmesh.core.band import Band
 from attnmesh.core.logits import Logits
-from attnmesh.core.partial import Partial, identity, merge_unchecked, sum_dtype
+from attnmesh.core.partial import Partial, identity, merge_into, sum_dtype
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery
 
 TILE = 128
@@ -232,7 +232,38 @@ def cut(band: Band) -> list[Block]:
     >>> [(b.queries, b.keys) for b in cut(Band.of(am.Documents((100, 200)), torch.arange(300), 300))]
     [(slice(0, 100, None), slice(0, 100, None)), (slice(100, 300, None), slice(100, 300, None))]
     """
-    return [block for kind, start, stop in _runs(band) for block in _CUT[kind](band, start, stop)]
+    found, stairs = list[Block](), list[list[Block]]()
+    for kind, start, stop in _runs(band):
+        for block in _CUT[kind](band, start, stop):
+            if block.causal or block.band is not None:
+                found.append(block)
+            elif stairs and _is_step(stairs[-1][-1], block):
+                stairs[-1].append(block)
+            else:
+                stairs.append([block])
+    for steps in stairs:
+        found += _tall_blocks(steps, steps[0].keys.start)
+    return sorted(found, key=lambda block: (block.queries.start, -block.queries.stop))
+
+
+def _is_step(last: Block, block: Block) -> bool:
+    """Return whether the next rows see the keys that the last ones see, and more."""
+    return (last.queries.stop, last.keys.start) == (block.queries.start, block.keys.start)
+
+
+def _tall_blocks(steps: Sequence[Block], first: int) -> Iterator[Block]:
+    """Yield as many blocks as a staircase has steps, and the same pairs from key `first` on.
+
+    The later half of the rows is one block of the keys that all of them see, and so on: many rows are attended faster.
+    """
+    if not steps:
+        return
+    middle = len(steps) // 2
+    stop = steps[middle].keys.stop
+    if first < stop:
+        yield Block(slice(steps[middle].queries.start, steps[-1].queries.stop), slice(first, stop))
+    yield from _tall_blocks(steps[:middle], first)
+    yield from _tall_blocks(steps[middle + 1 :], stop)
 
 
 def tiles(band: Band, rows: int, keys: int) -> list[Block]:
@@ -251,7 +282,10 @@ def tiles(band: Band, rows: int, keys: int) -> list[Block]:
 def attend_blocks(
     attend: Callable[[Tensor, Tensor, Tensor, Block], Partial], q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Block]
 ) -> Partial:
-    """Return the merge of the partials of blocks in order of their first row, with out in q's dtype or wider."""
+    """Return the merge of the partials of blocks, with out in q's dtype or wider.
+
+    Blocks come in order of their first row. The rows of a block are all new, or have partials already.
+    """
     overlap = any(after.queries.start < before.queries.stop for before, after in pairwise(blocks))
     total = identity(q, v.shape[-1], sum_dtype(q.dtype) if overlap else q.dtype)
     done = 0  # rows from here on have no partial yet
@@ -259,9 +293,10 @@ def attend_blocks(
         rows = Partial(*(x[:, :, block.queries] for x in total))
         partial = attend(*block.of(q, k, v), block)
         if block.queries.start < done:
-            partial = merge_unchecked([rows, partial])
-        rows.out.copy_(partial.out)
-        rows.lse.copy_(partial.lse)
+            merge_into(rows, partial)
+        else:
+            rows.out.copy_(partial.out)
+            rows.lse.copy_(partial.lse)
         done = max(done, block.queries.stop)
     return total
 

@@ -5,6 +5,7 @@ in half precision, out 0 for an infinite logit. With grouped heads it reads the 
 fails on empty inputs and on a negative scale, which `driver` avoids for every kernel.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -15,9 +16,13 @@ from attnmesh.core.logits import Logits
 from attnmesh.core.partial import Partial
 from attnmesh.kernels.blocks import TILE, BackwardInputs, Block, Gradients, Kernel, Need
 from attnmesh.kernels.reference import Reference
+from attnmesh.runtime.caches import KEPT
 
 MAX_PACKED_ROWS = 32
 """Queries up to which reading the keys is the cost. The heads that share a key head are then packed into one."""
+
+MOST_KEPT = 1 << 18
+"""Elements of a mask that is kept for the layers of a forward pass and for later ones."""
 
 CACHE_BYTES = 1 << 21
 """Bytes of float32 keys that fit in the cache of a core."""
@@ -96,10 +101,22 @@ def _arguments(rows: Tensor, block: Block, packed: bool) -> dict[str, object]:
     causal = block.causal and not packed
     mask = None
     if (block.causal and packed) or block.band is not None:
-        visible = block.visible()
-        mask = torch.zeros(visible.shape, dtype=rows.dtype).masked_fill_(~visible, -torch.inf)
+        mask = _mask(block, rows.dtype)
         mask = mask.repeat(rows.shape[2] // mask.shape[0], 1)
     return {"dropout_p": 0.0, "is_causal": causal, "attn_mask": mask}
+
+
+def _mask(block: Block, dtype: torch.dtype) -> Tensor:
+    """Return what to add to the logits of a block, made once as long as its bounds live if it is small."""
+
+    def make() -> Tensor:
+        visible = block.visible()
+        return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)
+
+    if block.band is None or len(block.band.low) * (block.keys.stop - block.keys.start) > MOST_KEPT:
+        return make()
+    name = "mask", id(block.band.low), block.keys.stop - block.keys.start, dtype
+    return KEPT.find(block.band.high, name, make, lambda mask: mask.nbytes)
 
 
 def _width(q: Tensor, v: Tensor) -> int:
@@ -121,8 +138,10 @@ def _recompute_doubtful(partial: Partial, q: Tensor, k: Tensor, v: Tensor, block
 
     An lse of 0 may be that of an empty row, and one that is not finite may come from a key that the row does not see.
     """
+    if bool(partial.lse.all()) and math.isfinite(partial.lse.sum()):
+        return partial
     doubtful = (partial.lse == 0) | ~partial.lse.isfinite()
-    if not bool(doubtful.any()):
+    if not bool(doubtful.any()):  # the sum alone is not finite
         return partial
     out, lse = partial.out.clone(), partial.lse.clone()
     rows = doubtful.any(0).any(0).nonzero().flatten()

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from attnmesh.core.layout import Contiguous, Layout, Packed, Zigzag
+from attnmesh.core.layout import Contiguous, Layout, Packed, Striped, Zigzag
 from attnmesh.core.mask import FAR, Mask
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.merge_cost import agree_cost
@@ -26,6 +26,9 @@ MEMORY_SHARE = 1 / 8
 
 COPIES, SUM_COPIES = 4.0, 3.0
 """Bytes read or written for each byte that a rank exchanges, and for each byte of a sum to which a ring step adds."""
+
+SHORT_RUN = 128
+"""Tokens up to which runs are attended several at once."""
 
 EXPANDED_BYTES = 1 << 28
 """Bytes of keys and values that a rank expands from latents at once."""
@@ -66,13 +69,12 @@ class LayerWork:
         return 1, sum(self.latent)
 
 
-def fastest_exchange(cluster: Cluster, tile: Shape, shape: Shape, layout: Layout, work: LayerWork) -> Exchange:
-    """Return the fastest exchange of those within `MEMORY_SHARE`, or else the one that needs least memory."""
-    ways = {name: Candidate(shape, tile, layout, name) for name in EXCHANGES}
-    memory = {name: layer_memory(way, work) for name, way in ways.items()}
-    fitting = [name for name in ways if memory[name] <= MEMORY_SHARE * cluster.device.memory]
-    fastest = min(fitting, key=lambda name: attention_seconds(ways[name], work, cluster), default=None)
-    return EXCHANGES[fastest or min(ways, key=lambda name: memory[name])]
+def fastest_way(ways: Iterable[Candidate], work: LayerWork, cluster: Cluster) -> Candidate:
+    """Return the fastest way of those within `MEMORY_SHARE`, or else the one that needs least memory."""
+    memory = {way: layer_memory(way, work) for way in ways}
+    fitting = [way for way in memory if memory[way] <= MEMORY_SHARE * cluster.device.memory]
+    fastest = min(fitting, key=lambda way: attention_seconds(way, work, cluster), default=None)
+    return fastest or min(memory, key=lambda way: memory[way])
 
 
 def balanced_layouts(mask: Mask, shape: Shape) -> list[Layout]:
@@ -203,19 +205,23 @@ class LayerJob:
         return Flow(inside, between, shape.heads - 1)
 
     def kernel(self, pairs: Pairs, one: Pass, head_start: float = 0.0) -> float:
-        """Return the seconds of kernels and their launches. A zigzag shard has two runs of queries, so two kernels.
-
-        Each query reads the keys that it selects.
-        """
+        """Return the seconds of kernels and their launches. Each query reads the keys that it selects."""
         pair = 2 * one.products * self.work.batch * self.work.q_heads / one.rate
         if self.work.selected is not None:
             pair = max(pair, (one.keys + one.keys_back) / self.cluster.device.memory_rate)
         pairs = self._attended(pairs)
-        blocks = 2 if isinstance(self.candidate.layout, Zigzag) else 1
         shares = self.share(), 1 / self.candidate.shape.heads
         most, mean = (pair * n * share for n, share in zip(pairs, shares, strict=True))
-        launches = self.groups * blocks * self.cluster.device.call + (blocks - 1) * self.sum(one.columns)
-        return max(mean - head_start, most / self.cluster.device.alone) + launches
+        device, further = self.cluster.device, self.runs - 1
+        launches = self.groups * (device.call + further * (device.call if device.run is None else device.run))
+        return max(mean - head_start, most / device.alone) + launches + min(1, further) * self.sum(one.columns)
+
+    @cached_property
+    def runs(self) -> int:
+        """Runs of consecutive tokens in a shard. Each is a kernel, and its results are merged with others."""
+        if isinstance(self.candidate.layout, Striped):
+            return -(-self.work.length // (self.candidate.shape.ranks * max(self.candidate.layout.block, SHORT_RUN)))
+        return 2 if isinstance(self.candidate.layout, Zigzag) else 1
 
     def _attended(self, pairs: Pairs) -> Pairs:
         """Return the pairs that remain where queries select their keys: per query no more than it selects."""

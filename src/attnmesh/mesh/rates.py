@@ -7,7 +7,7 @@ from attnmesh.errors import ClusterError
 BOUNDLESS, DAY = 1e30, 86_400
 """The highest rate or size, and the longest time in seconds, that a device or a link takes."""
 
-SECONDS = ("call", "latency", "short", "step", "message")
+SECONDS = ("call", "run", "latency", "short", "step", "message")
 """Fields in seconds. All others are rates or sizes."""
 
 
@@ -22,6 +22,7 @@ class Device:
         memory: Bytes of memory.
         copy_rate: Bytes/s that copies read and write. `memory_rate` by default.
         call: Seconds to start a kernel.
+        run: Seconds of each further run of tokens, which a kernel attends by itself. `call` by default.
         alone: Speed of a rank while the other ranks rest, over its speed while all compute. 1 without shared cores.
     """
 
@@ -32,6 +33,7 @@ class Device:
     _: KW_ONLY
     copy_rate: float | None = None
     call: float = 0.0
+    run: float | None = None
     alone: float = 1.0
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ from attnmesh.core.layout import Contiguous, Layout, Packed, Split, Zigzag
 from attnmesh.core.mask import Mask
 from attnmesh.errors import LayoutError, require
 from attnmesh.mesh.axes import Mesh
-from attnmesh.mesh.exchange_cost import LayerWork, attention_seconds, balanced_layouts, fastest_exchange
+from attnmesh.mesh.exchange_cost import LayerWork, attention_seconds, balanced_layouts, fastest_way
 from attnmesh.mesh.prices import Candidate
 from attnmesh.mesh.schedule import EXCHANGES, Exchange, Problem
 from attnmesh.runtime.world import cached_per_world
@@ -91,6 +91,15 @@ def chosen_exchange(
     if 0 in (problem.length, problem.key_length, *sizes):
         return EXCHANGES["bulk"]
     cluster, tile = surroundings(mesh, device)
+    layout, work = priced(dtype, sizes, problem, latent, backward=latent is None)
+    ways = [Candidate(problem.shape, tile, layout, name) for name in EXCHANGES]
+    return EXCHANGES[fastest_way(ways, work, cluster).exchange]
+
+
+def priced(
+    dtype: torch.dtype, sizes: tuple[int, ...], problem: Problem, latent: Widths | None, *, backward: bool
+) -> tuple[Layout, LayerWork]:
+    """Return the layout and the work that stand for a problem in prices."""
     batch, *heads_and_widths = sizes
     cross = problem.key_length != problem.length  # priced as if every query saw every key
     work = LayerWork(
@@ -99,10 +108,9 @@ def chosen_exchange(
         item=dtype.itemsize,
         mask=Mask() if cross else problem.mask,
         batch=batch,
-        backward=latent is None,
+        backward=backward,
         latent=latent,
     )
     # Sizes may be those of one part alone.
     cut = isinstance(problem.layout, Split) or (cross and isinstance(problem.layout, Packed))
-    layout = Contiguous() if cut else problem.layout
-    return fastest_exchange(cluster, tile, problem.shape, layout, work)
+    return Contiguous() if cut else problem.layout, work

@@ -15,7 +15,7 @@ from torch import Tensor
 from attnmesh.comm.p2p import begin_swap, gather, meta_like, return_to_owners, taken
 from attnmesh.core.band import Band
 from attnmesh.core.logits import Logits
-from attnmesh.core.partial import Partial, identity, merge_unchecked, sum_dtype, with_sinks
+from attnmesh.core.partial import Partial, identity, merge_into, sum_dtype, with_sinks
 from attnmesh.kernels.blocks import BackwardInputs, Gradients, Kernel
 from attnmesh.kernels.driver import Counts
 from attnmesh.kernels.driver import backward as kernel_backward
@@ -131,13 +131,16 @@ def _attend_heads(arrivals: Arrivals, task: Task) -> Partial:
     (q,) = arrivals.queries()
     total: Partial | None = None
     attend = named(ATTENTION, task.attend) if is_profiled() else task.attend
-    merge = named(MERGE, merge_unchecked) if is_profiled() else merge_unchecked
+    merge = named(MERGE, merge_into) if is_profiled() else merge_into
     for kernel, band, counts in zip(task.kernels, task.bands(arrivals.group), task.counts, strict=True):
         kv = next(arrivals.kv_by_step)
         out, lse = attend(kernel, q, kv, band, counts)
         del kv  # else it would live until the next keys have arrived
         partial = Partial(out.to(lse.dtype), lse)
-        total = partial if total is None else merge([total, partial])
+        if total is None:
+            total = partial
+        else:
+            merge(total, partial)
     assert total is not None  # every schedule has a step
     return total
 
@@ -284,10 +287,11 @@ def _kv_by_step(kv: Tensors, task: Task) -> Iterator[Tensors]:
 def _merge_in(parts: Returned, total: Tensors) -> None:
     """Merge partials of some of this rank's queries into the partial of all of them."""
     for tokens, part in parts:
-        places = on_device(tokens, part[0].device)
-        merged = merge_unchecked([Partial(*(x.index_select(2, places) for x in total)), Partial(*part)])
+        merged = taken(total, tokens)
+        merge_into(Partial(*merged), Partial(*part))
         for whole, some in zip(total, merged, strict=True):
-            whole.index_copy_(2, places, some)
+            if some is not whole and some._base is None:  # no view of the tokens, which are not consecutive
+                whole.index_copy_(2, on_device(tokens, some.device), some)
 
 
 def _add_in(parts: Returned, totals: Tensors) -> None:

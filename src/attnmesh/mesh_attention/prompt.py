@@ -1,0 +1,78 @@
+"""Attention of a prompt among its own tokens, whose keys stay where a cache wants them.
+
+Tokens that a keys axis shares may be attended there: queries travel, and results are merged. Or the same ranks are
+taken for a queries axis: keys travel, and each rank attends its own queries once. Both give the same result, of the
+same shards. With grouped heads keys are fewer bytes than queries and results, but they take memory on each rank.
+"""
+
+from itertools import product
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from attnmesh.comm.topology import surroundings
+from attnmesh.core.partial import Partial
+from attnmesh.mesh.axes import Axis, Mesh
+from attnmesh.mesh.exchange_cost import fastest_way
+from attnmesh.mesh.prices import Candidate
+from attnmesh.mesh.schedule import EXCHANGES, Problem
+from attnmesh.mesh.shapes import Shape
+from attnmesh.mesh_attention.attention import attend_shards
+from attnmesh.mesh_attention.auto_choices import Widths, priced
+from attnmesh.mesh_attention.call import Call
+from attnmesh.mesh_attention.latents import Latents
+from attnmesh.runtime.world import cached_per_world
+
+
+def attend_prompt(
+    call: Call,
+    device_mesh: DeviceMesh | None,
+    checked: bool | None,
+    latents: Latents | None = None,
+    further: Partial | None = None,
+) -> Tensor:
+    """Return attention of one rank's shards as `attend_shards` does, without gradients, in the way that takes least."""
+    mesh = Mesh.of(device_mesh)
+    q, k, v, *_, options, selected, _ = call
+    if mesh.keys.size > 1 and mesh.queries.size == 1 and selected is None:
+        sizes = q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3]
+        problem = options.problem(mesh, call.tokens)
+        widths = None if latents is None else latents.widths
+        mesh, exchange = chosen_way(mesh, q.device, q.dtype, sizes, problem, widths, options.exchange)
+        call = call._replace(options=options._replace(exchange=exchange))
+    return attend_shards(call, mesh, checked, latents, further)
+
+
+@cached_per_world(1024)
+def chosen_way(
+    mesh: Mesh,
+    device: torch.device,
+    dtype: torch.dtype,
+    sizes: tuple[int, ...],
+    problem: Problem,
+    latent: Widths | None,
+    exchange: str,
+) -> tuple[Mesh, str]:
+    """Return the mesh and the exchange that take least: this mesh or the turned one, and a given exchange or any.
+
+    The choice depends on values that are equal on all ranks, which make the first call at once.
+    """
+    if 0 in (problem.length, *sizes):
+        return mesh, exchange
+    cluster, tile = surroundings(mesh, device)
+    layout, work = priced(dtype, sizes, problem, latent, backward=False)
+    names = EXCHANGES if exchange == "auto" else (exchange,)
+    shapes = (mesh.shape, tile), (_turned(mesh.shape), _turned(tile))
+    ways = [Candidate(*shape, layout, name) for shape, name in product(shapes, names)]
+    found = fastest_way(ways, work, cluster)
+    return mesh if found.shape == mesh.shape else turned(mesh), found.exchange
+
+
+def turned(mesh: Mesh) -> Mesh:
+    """Return a mesh of the same ranks and shards with its keys axis for a queries axis, which has one rank."""
+    return Mesh(mesh.heads, mesh.keys, Axis(), mesh.device_mesh)
+
+
+def _turned(shape: Shape) -> Shape:
+    return Shape(shape.heads, shape.keys, shape.queries)

@@ -1,0 +1,107 @@
+"""Prompts: all ranks choose one way to attend their tokens, and each way gives what dense attention gives."""
+
+from dataclasses import replace
+from random import Random
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import attnmesh as am
+from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.shapes import AXES, Shape
+from attnmesh.mesh_attention import prompt
+from attnmesh.mesh_attention.call import Call, Options
+from attnmesh.mesh_attention.latents import Latents
+from attnmesh.mesh_attention.prompt import attend_prompt, chosen_way
+from tests.support.mesh_problems import MeshProblem, check, draw, named_mesh, shard_positions
+from tests.support.pool import Pool
+
+LAYOUTS = (am.Striped(1), am.Striped(4), am.Striped(128), am.Contiguous())
+"""Layouts of prompts, with blocks of a size that a user may set."""
+
+LENGTHS = (1, 5, 63, 130, 257, 1031)
+
+Chosen = tuple[Shape, str]
+"""Shape of the mesh and exchange of a call."""
+
+
+def drawn(seed: int, ranks: int) -> MeshProblem:
+    """Return a random prompt, whose tokens a keys axis shares, beside a heads axis if the ranks are even."""
+    random, shape = Random(seed), Shape(1, 1, ranks)
+    problem = draw(seed * 100 + ranks, ranks)
+    if ranks % 2 == 0 and seed % 4 == 3:
+        shape, problem = Shape(2, 1, ranks // 2), replace(problem, heads=(8, 4), latent=False)
+    length, layout = random.choice(LENGTHS), random.choice(LAYOUTS)
+    mask = random.choice((am.Causal(), am.Window(50), am.Causal() & am.Documents((length // 3, length - length // 3))))
+    same = {"lengths": (length, length), "layouts": (layout, layout), "mask": mask, "axes": AXES, "shape": shape}
+    return replace(problem, key_lengths=None, **same)
+
+
+def attended(problem: MeshProblem, way: str) -> tuple[Tensor, Chosen]:
+    """Return this rank's tokens of a prompt, attended in a way, with the way that was chosen."""
+    mesh = named_mesh(problem.shape, problem.axes)
+    mine, chosen = shard_positions(problem, mesh)[0], list[Chosen]()
+    q, k, v, _, *sinks = problem.whole()
+    rest = problem.exchange, "auto", problem.scale, problem.softcap, *problem.lengths, None
+    call = Call(
+        q[:, :, mine],
+        k[:, :, mine],
+        v[:, :, mine],
+        *(sinks or [None]),
+        None,
+        Options(problem.mask, *problem.layouts, *rest),
+    )
+    latents = problem.latents() if problem.latent else None
+
+    def noted(place: Mesh, *arguments: object) -> tuple[Mesh, str]:
+        found, exchange = chosen_way(place, *arguments)
+        if way != "chosen":
+            found = place if way == "keys" else prompt.turned(place)
+        chosen.append((found.shape, exchange))
+        return found, exchange
+
+    with torch.no_grad(), mock.patch.object(prompt, "chosen_way", noted):
+        some = None if latents is None else Latents(latents.tokens[:, :, mine], latents.projection)
+        return attend_prompt(call, mesh, None, some), chosen[0] if chosen else (problem.shape, "alone")
+
+
+def in_each_way(problems: list[MeshProblem]) -> list[dict[str, tuple[Tensor, Chosen]]]:
+    return [{way: attended(problem, way) for way in ("keys", "queries", "chosen")} for problem in problems]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_each_way_gives_dense_attention_and_ranks_choose_alike(ranks: int, pool: Pool) -> None:
+    problems = [drawn(seed, ranks) for seed in range(16)]
+    taken = set()
+    for problem, found in zip(problems, zip(*pool.run(ranks, in_each_way, problems), strict=True), strict=True):
+        for way in found[0]:
+            outs, chosen = zip(*(answer[way] for answer in found), strict=True)
+            assert len({*chosen}) == 1, problem
+            check(problem, [[out] for out in outs])
+            taken.add((way, chosen[0][0].queries > 1))
+    assert ranks == 1 or {("keys", False), ("queries", True)} <= taken
+
+
+def ways(heads: tuple[int, int], length: int, exchange: str) -> Chosen:
+    """Return the way that a rank takes for a long prompt of so many heads."""
+    mesh = Mesh.of(named_mesh(Shape(1, 1, 4), AXES))
+    options = Options(am.Causal(), *[am.Striped(128)] * 2, exchange, "auto", None, None, length, length, None)
+    problem = options.problem(mesh, (length, length))
+    found, how = chosen_way(mesh, torch.device("cpu"), torch.float32, (1, *heads, 64, 64), problem, None, exchange)
+    return found.shape, how
+
+
+@pytest.mark.parametrize(
+    ("heads", "length", "exchange", "expected"),
+    [
+        ((9, 3), 4093, "auto", (Shape(1, 4, 1), "bulk")),
+        ((9, 3), 4093, "ring", (Shape(1, 4, 1), "ring")),
+        ((9, 3), 0, "ring", (Shape(1, 1, 4), "ring")),
+    ],
+)
+def test_grouped_keys_are_gathered(
+    heads: tuple[int, int], length: int, exchange: str, expected: Chosen, pool: Pool
+) -> None:
+    assert pool.run(4, ways, heads, length, exchange) == [expected] * 4
