@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, GPT2Config, T5C
 
 from attnmesh import __main__
 from attnmesh.cli.generate_prompt import PromptOptions, prepare_prompt
-from attnmesh.cli.mesh_option import choose_mesh
+from attnmesh.cli.mesh_option import MeshOptions, choose_mesh
 from attnmesh.errors import MeshError
 from attnmesh.hf.load import PACKAGED, locate, open_tokenizer
 from attnmesh_command.messages import OptionError
@@ -339,10 +339,10 @@ def test_the_shape_that_sends_least_is_chosen() -> None:
 def test_latents_have_one_head_that_no_axis_splits(tmp_path: Path) -> None:
     open_tokenizer(locate(PACKAGED)).save_pretrained(tmp_path)
     DeepseekV3Config(num_hidden_layers=1).save_pretrained(tmp_path)
-    prepared = prepare_prompt(str(tmp_path), PromptOptions("a prompt of some tokens"), 4, 4, "auto", mock.Mock())
+    prepared = prepare_prompt(str(tmp_path), PromptOptions("a prompt of some tokens"), 4, 4, MeshOptions(), mock.Mock())
     assert (prepared.heads, prepared.mesh.shape.heads) == ((128, 1), 1)
     with pytest.raises(MeshError, match="a heads axis that divides 1 key heads"):
-        prepare_prompt(str(tmp_path), PromptOptions("a prompt of some tokens"), 4, 4, "heads=2,queries=2", mock.Mock())
+        prepare_prompt(str(tmp_path), PromptOptions("a prompt of some tokens"), 4, 4, MeshOptions("heads=2,queries=2"), mock.Mock())
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ import pytest
 
 from attnmesh import errors
 from attnmesh.cli.generate_prompt import find_model
+from attnmesh.cli.mesh_option import MeshOptions
 from attnmesh.cli.output import Status
 from attnmesh.cli.serve_command import LocalRanks
 from attnmesh.cli.serve_worker import ServeSettings
@@ -33,7 +34,7 @@ def text_of(running: Served, into: list[str]) -> None:
 
 def test_a_stopped_rank_is_lost_after_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "LONGEST_PAUSE", 0.0)
-    found = find_model(save_tiny(tmp_path), 2, "keys=2", Status(""))
+    found = find_model(save_tiny(tmp_path), 2, MeshOptions("keys=2"), Status(""))
     settings = ServeSettings(
         found.for_ranks, "auto", "auto", 1.0, {"max_rows": 4, "max_queue": 16, "max_model_len": 1024}
     )

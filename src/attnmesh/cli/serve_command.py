@@ -13,6 +13,7 @@ from rich.markup import escape
 from attnmesh.cli.generate_command import cache_options, enter_world
 from attnmesh.cli.generate_prompt import Prepared, find_model
 from attnmesh.cli.launch import leaving_tidily, run_on_machine
+from attnmesh.cli.mesh_option import MeshOptions
 from attnmesh.cli.output import Status, print_message
 from attnmesh.cli.serve_hosts import TorchrunRanks, serve_under_torchrun
 from attnmesh.comm.failures import set_deadline
@@ -67,7 +68,8 @@ def _prepared(options: ServeOptions, world: int) -> tuple[Prepared, "ServeSettin
     from attnmesh.cli.serve_worker import ServeSettings
 
     with Status("looking for the model") as status:
-        prepared = find_model(options.model, world, options.mesh, status, images=None, revision=options.revision)
+        mesh = MeshOptions(options.mesh, options.weights, options.dtype)
+        prepared = find_model(options.model, world, mesh, status, images=None, revision=options.revision)
     longest = _longest(options.max_model_len, prepared.longest)
     memory = options.cache_memory and round(options.cache_memory * 1e9)
     engine: dict[str, Any] = {"max_rows": options.max_rows, "max_queue": options.max_queue, "max_model_len": longest}
