@@ -219,7 +219,9 @@ def bench_model(
     run.step("reading the prompt")
     world = world_of(ranks, hosts)
     count = ranks_of(world)
-    prepared = prepare_prompt(model, PromptOptions(prompt, prompt_file), max_new_tokens, count, MeshOptions(mesh), run.status)
+    prepared = prepare_prompt(
+        model, PromptOptions(prompt, prompt_file), max_new_tokens, count, MeshOptions(mesh), run.status
+    )
     fits = prepared.mesh.tp == 1 and not prepared.mesh.is_shared
     require(fits, MeshError, "--mesh", "axes of attention, without tp", mesh, "use attnmesh generate for tp")
     run.step(f"{len(prepared.ids):,} tokens on one process, then on {count} ranks by several merges")
@@ -281,7 +283,9 @@ def bench_rows(
     from benchmarks import rows as rows_bench
 
     run.step("reading the model")
-    prepared = prepare_prompt(model, PromptOptions(pages()[: 12 * tokens], raw=True), 64, ranks, MeshOptions(), run.status)
+    prepared = prepare_prompt(
+        model, PromptOptions(pages()[: 12 * tokens], raw=True), 64, ranks, MeshOptions(), run.status
+    )
     counts = counts_of("--requests", requests)
     run.step(f"{requests} requests on {ranks} ranks")
     sizes = prepared.ids[: 4 * tokens // 3], prepared.mesh.shape, prepared.heads
@@ -340,7 +344,9 @@ def bench_faults(
 
     run.step("reading the model")
     world = ranks_of(world_of(ranks, None))
-    prepared = prepare_prompt(model, PromptOptions(" a" * tokens, raw=True), max_new_tokens, world, MeshOptions(), run.status)
+    prepared = prepare_prompt(
+        model, PromptOptions(" a" * tokens, raw=True), max_new_tokens, world, MeshOptions(), run.status
+    )
     ids = prepared.ids[:tokens]
     run.step(f"{len(ids):,} tokens on {ranks} ranks: a prefill, then steps, checkpoints and recoveries")
     request = faults_bench.Request(prepared.place, ids, max_new_tokens, prepared.mesh.shape, prepared.heads, rounds)

@@ -132,8 +132,7 @@ def test_ranks_that_divide_no_heads_are_refused() -> None:
     work = am.Workload(7, 7, 64, 1000, phase="decode")
     model = Model(work, 448, 2, lambda ranks, _: 1000 // ranks)
     found = serving(model, am.Cluster.preset("dgx-h100", 1))
-    assert [one.tp for one in found] == [1]
-    assert found[0].plan.shape == (1, 1, 8)
+    assert {one.tp: one.plan.shape for one in found if one.ranks == 8} == {1: (1, 1, 8)}
     wide = serving(model, am.Cluster.preset("dgx-h100", 1, 7))
     assert {one[:2] for one in wide} == {(1, False), (7, False), (7, True)}
 

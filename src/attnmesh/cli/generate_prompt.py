@@ -17,7 +17,6 @@ from attnmesh.planner.serving import Model
 from attnmesh_command.messages import under_torchrun
 from attnmesh_command.option_texts import read_prompt
 
-
 TYPICAL = 4096
 """Tokens of a context for which a mesh is chosen before there is a prompt."""
 

@@ -126,9 +126,7 @@ def _priced(
     return found, LayersChoice(found.sharing > 1, f"{one} a token by the planner, {words} {other}")
 
 
-def _best(
-    ranks: int, tp: int, heads: tuple[int, int], found: Serving | None
-) -> tuple[Shape, int, bool, str]:
+def _best(ranks: int, tp: int, heads: tuple[int, int], found: Serving | None) -> tuple[Shape, int, bool, str]:
     """Return the mesh of the planner's way, or else the one that sends least in prefill, and the reason."""
     shapes = mesh_shapes(ranks, *heads, training=False)
     shape = shapes[0] if found is None else found.shape

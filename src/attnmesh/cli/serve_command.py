@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
-from attnmesh.cli.generate_command import cache_options, enter_world
+from attnmesh.cli.generate_command import cache_options, enter_world, mesh_options
 from attnmesh.cli.generate_prompt import Prepared, find_model
 from attnmesh.cli.launch import leaving_tidily, run_on_machine
-from attnmesh.cli.mesh_option import MeshOptions
 from attnmesh.cli.output import Status, print_message
 from attnmesh.cli.serve_hosts import TorchrunRanks, serve_under_torchrun
 from attnmesh.comm.failures import set_deadline
@@ -68,7 +67,7 @@ def _prepared(options: ServeOptions, world: int) -> tuple[Prepared, "ServeSettin
     from attnmesh.cli.serve_worker import ServeSettings
 
     with Status("looking for the model") as status:
-        mesh = MeshOptions(options.mesh, options.weights, options.dtype)
+        mesh = mesh_options(options)
         prepared = find_model(options.model, world, mesh, status, images=None, revision=options.revision)
     longest = _longest(options.max_model_len, prepared.longest)
     memory = options.cache_memory and round(options.cache_memory * 1e9)

@@ -182,9 +182,7 @@ def _serving(model: Model, cluster: Cluster, way: Way, shape: Shape | None) -> S
     return Serving(tp, is_shared, best, weights, keys, tokens, seconds, first, fits, shape, sharing, read, parts)
 
 
-def _layers_cost(
-    model: Model, cluster: Cluster, group: MergeGroup, weights: int, sharing: int
-) -> tuple[Cost, float]:
+def _layers_cost(model: Model, cluster: Cluster, group: MergeGroup, weights: int, sharing: int) -> tuple[Cost, float]:
     """Return the cost of the layers of a step beside attention, and the bytes of weights that a rank reads."""
     total, read, rows, item = Cost(), float(weights), model.rows, model.workload.item
     if sharing > 1 and model.shared is not None:
@@ -199,7 +197,7 @@ def _layers_cost(
 
 
 def _shape_of_prompts(work: Workload, step: Shape, line: bool) -> Shape:
-    """Return the shape in which a prompt sends least, of those with the heads axis of a step, and on a line if asked."""
+    """Return the shape in which a prompt sends least, of those with the heads axis of a step; on `line`, of one axis."""
     kv_heads, others = work.travelling[0], step.queries * step.keys
     shapes = [Shape(step.heads, queries, others // queries) for queries in divisors(others)]
     if line:
