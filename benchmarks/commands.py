@@ -193,8 +193,9 @@ def bench_decode(
 
 MODEL_EXPLAINED = """\
 Times are those of one token of the whole model on rank 0, medians with quartiles. All contenders on ranks continue one
-prefilled cache. Weights are a rank's share of the pages that ranks map. All memory is that of the largest process, with
-the pages that others map too."""
+prefilled cache. Foretold is what the planner says, from constants that are measured on the same ranks. Weights are a
+rank's share of the pages that ranks map. All memory is that of the largest process, with the pages that others map
+too."""
 
 
 @bench_command(app, "model", "A whole model: stock on one process, and its context over ranks.", MODEL_EXPLAINED)

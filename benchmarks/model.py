@@ -2,7 +2,8 @@
 
 All return the same tokens. The ranks decode from one prefilled cache by tree, by the three all-reduces of the Tree
 Attention paper, by a ring that passes keys and values on, and by tree with weights that they share. One process and the
-ranks take turns.
+ranks take turns. Beside the times by tree and by all-reduces are those that the planner foretells, from constants that
+are measured on the same ranks before.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,9 +27,13 @@ from attnmesh.comm.topology import all_gather_ints
 from attnmesh.core.partial import with_sinks
 from attnmesh.errors import InputError
 from attnmesh.hf.load import open_model
+from attnmesh.hf.model_size import model_size
 from attnmesh.hf.shared_weights import weights_in_memory
 from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.shapes import Shape
+from attnmesh.planner.plan import plan
+from attnmesh.planner.serving import Model, chosen, serving, why_whole
 from attnmesh.setup.init_mesh import init_mesh
 from benchmarks.decode import ring
 from benchmarks.netns import World, run_on, send_rows
@@ -50,6 +55,8 @@ class Row:
     """Resident memory of the largest process, pages included that others map too."""
     weight_megabytes: float = 0.0
     """Weights in the memory of a rank, its share of pages that ranks map."""
+    foretold_ms: float | None = None
+    """Milliseconds per token by the planner, from constants of these ranks; None where it has no price."""
 
 
 class Measured(NamedTuple):
@@ -61,6 +68,8 @@ class Measured(NamedTuple):
     prefill_seconds: float
     bytes: tuple[int, int, int]
     """Of keys and values, of the process, and of weights."""
+    foretold: float | None = None
+    """Seconds of a token by the planner."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +115,8 @@ def _row_of(turns: list[Measured]) -> Row:
     timing = Timing.of([second for turn in turns for second in turn.seconds])
     prefill = round(median(turn.prefill_seconds for turn in turns), 2)
     held, resident, weights = (max(sizes) / 1e6 for sizes in zip(*(turn.bytes for turn in turns), strict=True))
-    return Row(turns[0].contender, turns[0].tokens if same else [], timing, prefill, held, resident, weights)
+    foretold = None if turns[0].foretold is None else round(1e3 * median(turn.foretold or 0.0 for turn in turns), 1)
+    return Row(turns[0].contender, turns[0].tokens if same else [], timing, prefill, held, resident, weights, foretold)
 
 
 class Times(BaseStreamer):  # type: ignore[misc]
@@ -197,6 +207,10 @@ def _ranks(request: Request) -> Iterator[Measured]:
     if request.chunk is not None:
         caches[chunked] = lambda: hf.ShardedCache(model.config, mesh, capacity=capacity, checked=False)
     shared = f"{ranks} ranks, tree, shared weights"
+    cluster, length = Cluster.measure(mesh), ids.shape[1] + request.new // 2
+    size = model_size(model.config, str(model.dtype).removeprefix("torch."), length=length, phase="decode")
+    prices = {f"{ranks} ranks, {name}": foretold(size, cluster, shape, merge, False) for name, merge in merges.items()}
+    prices[shared] = foretold(size, cluster, shape, "tree", True)
     caches[shared] = partial(hf.ShardedCache, model.config, mesh, capacity=capacity, checked=False)
     prefill, first = 0.0, None
     for name, make in caches.items():
@@ -219,7 +233,17 @@ def _ranks(request: Request) -> Iterator[Measured]:
         made = hf.generate(model, ids, cache=cache, max_new_tokens=request.new, do_sample=False, streamer=times)
         sizes = cache.held_bytes, resident("VmRSS"), weights_in_memory(model)
         held, most, weights = map(max, zip(*all_gather_ints(sizes, Mesh.of(mesh).axes), strict=True))
-        yield Measured(name, made[0, ids.shape[1] :].tolist(), times.seconds, round(prefill, 2), (held, most, weights))
+        tokens, found = made[0, ids.shape[1] :].tolist(), (held, most, weights)
+        yield Measured(name, tokens, times.seconds, round(prefill, 2), found, prices.get(name))
+
+
+def foretold(model: Model, cluster: Cluster, shape: Shape, merge: str, shares_layers: bool) -> float | None:
+    """Return the seconds of a token by the planner, with this merge; None where ranks cannot share layers."""
+    if shares_layers and why_whole(model, cluster) is not None:
+        return None
+    way = chosen(serving(model, cluster, shape), shape.ranks, shares_layers=shares_layers)
+    steps = [one for one in plan(way.plan.workload, cluster) if one.shape.heads == shape.heads]
+    return way.seconds - way.plan.seconds + next((one for one in steps if one.exchange == merge), way.plan).seconds
 
 
 def _shares(model: Any, mesh: Any) -> bool:

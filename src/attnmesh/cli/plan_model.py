@@ -103,14 +103,15 @@ def _ways_table(found: Sequence[Serving], model: Model, cluster: Cluster) -> Tab
 
 
 CAPTION = """\
-tp: ranks that share the weights; heads, queries, keys: ranks that share the keys; tp=keys: the same ranks share both.
+tp: ranks that share the weights; heads, queries, keys: ranks that share the keys;
+tp=keys: the same ranks share both.
 First token: products with the weights at attention's rate, attention, and the all-reduces of tp.
 A token: attention, reading the weights once, and the all-reduces of tp. Activations are not counted.
 Times are predictions."""
 
 ON_CPUS = """
-Layers: shared, ranks of a host each compute a part of each layer and read their part of its weights; whole, each rank
-computes all. A token on CPUs counts the exchanges of shared outputs, and the small calls of a layer."""
+Layers: shared, each rank computes a part of each layer; whole, each computes all.
+Weights read: by a rank for a token. On CPUs its small calls and exchanges count."""
 
 
 def _layers(one: Serving) -> str:

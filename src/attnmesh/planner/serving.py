@@ -197,7 +197,7 @@ def _layers_cost(model: Model, cluster: Cluster, group: MergeGroup, weights: int
 
 
 def _shape_of_prompts(work: Workload, step: Shape, line: bool) -> Shape:
-    """Return the shape in which a prompt sends least, of those with the heads axis of a step; on `line`, of one axis."""
+    """Return the shape in which a prompt sends least, of those with a step's heads axis; on `line`, of one axis."""
     kv_heads, others = work.travelling[0], step.queries * step.keys
     shapes = [Shape(step.heads, queries, others // queries) for queries in divisors(others)]
     if line:
