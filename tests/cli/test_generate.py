@@ -19,10 +19,9 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, GPT2Config, T5C
 
 from attnmesh import __main__
 from attnmesh.cli.generate_prompt import PromptOptions, prepare_prompt
-from attnmesh.cli.mesh_option import MeshChoice, MeshOptions, choose_mesh
+from attnmesh.cli.mesh_option import MeshOptions
 from attnmesh.errors import MeshError
 from attnmesh.hf.load import PACKAGED, locate, open_tokenizer
-from attnmesh_command.messages import OptionError
 from tests.support import families
 from tests.support.fake_engine import save_tiny
 
@@ -321,21 +320,6 @@ def _members(group: int) -> list[int]:
         if int(member) == group and state != "Z":
             found.append(int(stat.parent.name))
     return found
-
-
-def test_the_shape_that_sends_least_is_chosen() -> None:
-    def chosen(text: str, ranks: int) -> MeshChoice:
-        return choose_mesh(MeshOptions(text), ranks, 9, 3)[0]
-
-    assert chosen("auto", 4).shape == (1, 4, 1)
-    assert chosen("auto", 3).shape == (1, 3, 1)
-    assert chosen("tp=3", 12)[:3] == ((1, 4, 1), 3, False)
-    assert chosen("keys=4", 4) == ((1, 1, 4), 1, False, "as --mesh says")
-    assert chosen("tp=9,keys=2", 18)[:3] == ((1, 1, 2), 9, False)
-    assert chosen("keys=tp=9", 9)[:3] == ((1, 1, 9), 1, True)
-    assert chosen("auto", 2).reason == "a prompt sends least so; with keys=2 it sends 3.0 times as much"
-    with pytest.raises(OptionError, match="expected 4 ranks, given queries=2,keys=3, which is 6"):
-        chosen("queries=2,keys=3", 4)
 
 
 def test_latents_have_one_head_that_no_axis_splits(tmp_path: Path) -> None:
