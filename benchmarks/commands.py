@@ -229,7 +229,8 @@ def bench_model(
     run.report.set(prompt_tokens=len(prepared.ids))
     sizes = prepared.mesh.shape, prepared.heads, chunk
     request = model_bench.Request(prepared.place, prepared.ids, max_new_tokens, *sizes)
-    model_bench.rows(request, torch.get_num_threads(), world, run.table("rows"), rounds, alone=alone)
+    cluster = model_bench.rows(request, torch.get_num_threads(), world, run.table("rows"), rounds, alone=alone)
+    run.report.set(cluster=cluster.record())
     rows = run.tables["rows"]
     same = all(row.tokens == rows[0].tokens for row in rows)
     run.report.set(same_tokens=same)

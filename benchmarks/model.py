@@ -6,7 +6,7 @@ ranks take turns. Beside the times by tree and by all-reduces are those that the
 are measured on the same ranks before.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -24,16 +24,18 @@ from attnmesh import hf
 from attnmesh.cache.cache import KVCache
 from attnmesh.cli.launch import Send, run_on_ranks
 from attnmesh.comm.topology import all_gather_ints
+from attnmesh.comm.transport import transport_of
 from attnmesh.core.partial import with_sinks
 from attnmesh.errors import InputError
 from attnmesh.hf.load import open_model
 from attnmesh.hf.model_size import model_size
 from attnmesh.hf.shared_weights import weights_in_memory
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.shapes import Shape
+from attnmesh.planner.decode_cost import OUTPUT_BYTES
 from attnmesh.planner.plan import plan
-from attnmesh.planner.serving import Model, chosen, serving, why_whole
+from attnmesh.planner.serving import Model, chosen, over_hosts, serving, why_whole
 from attnmesh.setup.init_mesh import init_mesh
 from benchmarks.decode import ring
 from benchmarks.netns import World, run_on, send_rows
@@ -89,15 +91,22 @@ TURNS = 4
 """Turns of stock transformers and attnmesh on one process."""
 
 
-def rows(request: Request, threads: int, world: World, add: Send, rounds: int, *, alone: bool = False) -> None:
+def rows(request: Request, threads: int, world: World, add: Send, rounds: int, *, alone: bool = False) -> Cluster:
     """Measure one process with all threads and ranks that share them in turns; ranks on hosts have one thread each.
+
+    Return the constants of the ranks.
 
     With `alone`, attnmesh on that process takes turns with stock transformers, and one process has one thread.
     """
     found: dict[str, list[Measured]] = {}
 
-    def note(measured: Measured) -> None:
-        found.setdefault(measured.contender, []).append(measured)
+    clusters: list[Cluster] = []
+
+    def note(measured: Measured | Cluster) -> None:
+        if isinstance(measured, Cluster):
+            clusters.append(measured)
+        else:
+            found.setdefault(measured.contender, []).append(measured)
 
     for _ in range(rounds):
         run_on_ranks(1, send_rows, _one_process, request, "1 process", alone, threads=threads, on_message=note)
@@ -107,6 +116,7 @@ def rows(request: Request, threads: int, world: World, add: Send, rounds: int, *
         run_on(world, send_rows, _ranks, request, threads=share, on_message=note)
     for turns in found.values():
         add(_row_of(turns))
+    return clusters[-1]
 
 
 def _row_of(turns: list[Measured]) -> Row:
@@ -187,7 +197,7 @@ class _RingCache(hf.ShardedCache):
         return with_sinks(ring(q, held, counts), layer["sinks"]).out.to(q.dtype)
 
 
-def _ranks(request: Request) -> Iterator[Measured]:
+def _ranks(request: Request) -> Iterator[Measured | Cluster]:
     logging.disable_progress_bar()
     device, ids = torch.device("cpu"), torch.tensor([request.ids])
     ranks, shape = request.shape.ranks, request.shape
@@ -208,6 +218,7 @@ def _ranks(request: Request) -> Iterator[Measured]:
         caches[chunked] = lambda: hf.ShardedCache(model.config, mesh, capacity=capacity, checked=False)
     shared = f"{ranks} ranks, tree, shared weights"
     cluster, length = Cluster.measure(mesh), ids.shape[1] + request.new // 2
+    yield cluster
     size = model_size(model.config, str(model.dtype).removeprefix("torch."), length=length, phase="decode")
     prices = {f"{ranks} ranks, {name}": foretold(size, cluster, shape, merge, False) for name, merge in merges.items()}
     prices[shared] = foretold(size, cluster, shape, "tree", True)
@@ -235,6 +246,24 @@ def _ranks(request: Request) -> Iterator[Measured]:
         held, most, weights = map(max, zip(*all_gather_ints(sizes, Mesh.of(mesh).axes), strict=True))
         tokens, found = made[0, ids.shape[1] :].tolist(), (held, most, weights)
         yield Measured(name, tokens, times.seconds, round(prefill, 2), found, prices.get(name))
+    away = over_hosts(size, cluster)
+    if away is not None and size.shared is not None:
+        name, price = f"{ranks} ranks, outputs of shared layers sent alone", dict(away.parts)["outputs"]
+        seconds = _outputs_sent(size.shared.outputs, max(Mesh.of(mesh).axes, key=lambda one: one.size), request.new)
+        yield Measured(name, tokens, seconds, round(prefill, 2), found, price)
+
+
+def _outputs_sent(outputs: Sequence[int], axis: Axis, turns: int) -> list[float]:
+    """Return the seconds in which ranks send each other the outputs of each call of a step, in so many turns."""
+    transport, found = transport_of(axis, torch.device("cpu")), []
+    messages = [torch.zeros(-(-count // axis.size) * OUTPUT_BYTES, dtype=torch.uint8) for count in outputs]
+    for _ in range(turns):
+        dist.barrier()
+        start = perf_counter()
+        for message in messages:
+            transport.swap([message] * axis.size)
+        found.append(perf_counter() - start)
+    return found
 
 
 def foretold(model: Model, cluster: Cluster, shape: Shape, merge: str, shares_layers: bool) -> float | None:

@@ -40,6 +40,7 @@ def test_the_mesh_and_who_computes_are_those_of_the_plan(monkeypatch: pytest.Mon
         assert layers.reason == f"{times[0]} a token by the planner, {'whole' if shared else 'shared'} {times[1]}"
     mesh, layers = choose_mesh(MeshOptions("queries=2,keys=2", "whole"), 4, 9, 3, lambda: model)
     assert (mesh.shape, mesh.reason, layers.shared) == ((1, 2, 2), "as --mesh says", False)
+    monkeypatch.setattr("attnmesh.cli.mesh_option.this_machine", lambda *_: cpus(ranks=6))
     assert not choose_mesh(MeshOptions("tp=3,keys=2"), 6, 9, 3, lambda: model)[1].shared
     assert choose_mesh(MeshOptions(), 1, 9, 3, lambda: model)[0].shape == (1, 1, 1)
 

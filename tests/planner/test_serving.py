@@ -12,7 +12,7 @@ from attnmesh.errors import ClusterError, KernelError, ShapeError
 from attnmesh.hf.model_size import model_size, other_layers
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.planner.decode_cost import SharedLayers
-from attnmesh.planner.serving import Model, Serving, chosen, serving, why_whole
+from attnmesh.planner.serving import Model, Serving, chosen, over_hosts, serving, why_whole
 from tests.support import families
 from tests.support.families import prompt
 from tests.support.models.tiny_models import Case, build
@@ -217,6 +217,20 @@ def test_where_ranks_share_no_layers(rows: int, cluster: Cluster, why: str | Non
     assert why_whole(model, cluster) == why
     assert any(way.sharing > 1 for way in serving(model, cluster)) == (why is None)
     assert why_whole(replace(model, shared=None), cpus()) == "none of them is a linear layer that ranks can share"
+
+
+def test_what_sharing_over_hosts_would_take() -> None:
+    """An exchange sends a rank's outputs and a tag to each other host at once."""
+    model, hosts = model_of_cpus(), cpus(4, 1)
+    way = over_hosts(model, hosts)
+    assert way is not None
+    link, outputs = hosts.between, sum(LAYERS.outputs)
+    sent = 3 * (outputs * 4 / 4 + 8 * len(LAYERS.outputs)) / link.rate
+    waits = len(LAYERS.outputs) * (link.merge_latency + 2 * link.message + hosts.device.call)
+    assert dict(way.parts)["outputs"] == pytest.approx(waits + sent)
+    assert way.read == 51 * 10**6
+    assert over_hosts(model, cpus()) is None
+    assert over_hosts(replace(model, shared=None), hosts) is None
 
 
 def test_more_ranks_than_cores_read_from_one_memory() -> None:

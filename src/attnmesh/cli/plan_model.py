@@ -10,7 +10,7 @@ from attnmesh.cli.mesh_option import MeshChoice
 from attnmesh.cli.output import Status, command_line, console, numbered, print_json, print_message
 from attnmesh.errors import ClusterError
 from attnmesh.mesh.cluster import Cluster
-from attnmesh.planner.serving import Model, Serving, chosen, serving, why_whole
+from attnmesh.planner.serving import Model, Serving, chosen, over_hosts, serving, why_whole
 from attnmesh.planner.units import in_bytes, in_seconds
 from attnmesh_command.plan_options import PlanOptions
 
@@ -122,7 +122,9 @@ def _layers(one: Serving) -> str:
 def _of_layers(found: Sequence[Serving], model: Model, cluster: Cluster) -> str:
     """Return in a sentence what shared layers save, or why ranks share none."""
     if why := why_whole(model, cluster):
-        return f"The ranks do not share layers: {why}."
+        away, whole = over_hosts(model, cluster), in_seconds(chosen(found, cluster.world).seconds)
+        times = "" if away is None else f" By sockets a token would take {in_seconds(away.seconds)}, and not {whole}."
+        return f"The ranks do not share layers: {why}.{times}"
     together, apart = (chosen(found, cluster.world, shares_layers=shares) for shares in (True, False))
     sizes, times = (
         [show(getattr(one, name)) for one in (together, apart)]

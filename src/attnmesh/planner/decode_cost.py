@@ -67,7 +67,15 @@ def add_small_calls(layers: int, cluster: Cluster, total: Cost) -> None:
 
 
 def add_outputs(shared: SharedLayers, ranks: int, rows: int, cluster: Cluster, total: Cost) -> None:
-    """Add the exchanges of outputs between the ranks of a host, which read those of the others from shared memory."""
+    """Add the exchanges of outputs. Ranks of a host read those of the others from shared memory; hosts send them."""
+    if cluster.hosts > 1:
+        for outputs in shared.outputs:
+            one = Cost()
+            message = Payload(OUTPUT_BYTES * rows * outputs / ranks, 0)
+            merge_cost("direct", MergeGroup(ranks, cluster.ranks), message, cluster, one)
+            total.add_stage("outputs", one.seconds)
+            total.add_traffic(one.inside, one.between, one.messages)
+        return
     exchanges, device = shared.exchanges(ranks, rows), cluster.device
     received = OUTPUT_BYTES * rows * sum(shared.outputs) * (ranks - 1) / ranks
     waits = exchanges * cluster.inside.merge_latency

@@ -147,6 +147,17 @@ def why_whole(model: Model, cluster: Cluster) -> str | None:
     return f"steps of at most {shared.most_rows} rows are shared" if rows > shared.most_rows else None
 
 
+def over_hosts(model: Model, cluster: Cluster) -> Serving | None:
+    """Return what a step would take if the ranks of several hosts shared layers over the network, which they do not.
+
+    None for ranks that cannot for another reason, or do.
+    """
+    together = replace(cluster, hosts=1, inside=cluster.between)
+    if cluster.hosts == 1 or why_whole(model, together) is not None:
+        return None
+    return _serving(model, cluster, Way(1, shares_layers=True), None)
+
+
 def _one_rank(cluster: Cluster) -> Cluster:
     """Return one rank of a host; on CPUs it has all cores and the memory."""
     device = cluster.device
