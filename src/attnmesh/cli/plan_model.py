@@ -123,8 +123,8 @@ def _of_layers(found: Sequence[Serving], model: Model, cluster: Cluster) -> str:
     """Return in a sentence what shared layers save, or why ranks share none."""
     if why := why_whole(model, cluster):
         away, whole = over_hosts(model, cluster), in_seconds(chosen(found, cluster.world).seconds)
-        times = "" if away is None else f" By sockets a token would take {in_seconds(away.seconds)}, and not {whole}."
-        return f"The ranks do not share layers: {why}.{times}"
+        more = "" if away is None else f" By sockets a token would take {in_seconds(away.seconds)}, and not {whole}."
+        return f"The ranks do not share layers: {why}.{more}"
     together, apart = (chosen(found, cluster.world, shares_layers=shares) for shares in (True, False))
     sizes, times = (
         [show(getattr(one, name)) for one in (together, apart)]
