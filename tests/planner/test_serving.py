@@ -11,6 +11,7 @@ import attnmesh.hf as hf
 from attnmesh.errors import ClusterError, KernelError, ShapeError
 from attnmesh.hf.model_size import model_size, other_layers
 from attnmesh.mesh.cluster import Cluster
+from attnmesh.mesh.rates import NO_LINK
 from attnmesh.planner.decode_cost import SharedLayers
 from attnmesh.planner.serving import Model, Serving, chosen, over_hosts, serving, why_whole
 from tests.support import families
@@ -230,6 +231,7 @@ def test_what_sharing_over_hosts_would_take() -> None:
     assert dict(way.parts)["outputs"] == pytest.approx(waits + sent)
     assert way.read == 51 * 10**6
     assert over_hosts(model, cpus()) is None
+    assert over_hosts(model, replace(cpus(), between=NO_LINK)) is None
     assert over_hosts(replace(model, shared=None), hosts) is None
 
 

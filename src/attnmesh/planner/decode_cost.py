@@ -23,8 +23,8 @@ CANDIDATE_BYTES = 8
 OUTPUT_BYTES = 4
 """Bytes of an output that ranks exchange, in float32."""
 
-SMALL_CALLS = 36
-"""Calls of a layer on a CPU beside linear layers and attention: norms, rotations, activations and sums."""
+SMALL_CALLS = 29
+"""Operations of a layer of Llama beside linear layers and attention: norms, rotations, an activation, sums."""
 
 FLOPS = 2
 """Operations of a weight and a token."""

@@ -152,8 +152,7 @@ def over_hosts(model: Model, cluster: Cluster) -> Serving | None:
 
     None for ranks that cannot for another reason, or do.
     """
-    together = replace(cluster, hosts=1, inside=cluster.between)
-    if cluster.hosts == 1 or why_whole(model, together) is not None:
+    if cluster.hosts == 1 or why_whole(model, replace(cluster, hosts=1, inside=cluster.between)) is not None:
         return None
     return _serving(model, cluster, Way(1, shares_layers=True), None)
 
