@@ -14,6 +14,7 @@ import typer
 from rich.table import Table
 
 from attnmesh.cli.generate_prompt import PromptOptions, prepare_prompt
+from attnmesh.cli.mesh_option import MeshOptions
 from attnmesh.cli.output import Status, console, pairs, titled
 from attnmesh.cli.plan_command import named_cluster
 from attnmesh.cli.probe_command import PROBE_EXPLAINED, described, measured
@@ -192,8 +193,9 @@ def bench_decode(
 
 MODEL_EXPLAINED = """\
 Times are those of one token of the whole model on rank 0, medians with quartiles. All contenders on ranks continue one
-prefilled cache. Weights are a rank's share of the pages that ranks map. All memory is that of the largest process, with
-the pages that others map too."""
+prefilled cache. Foretold is what the planner says, from constants that are measured on the same ranks. Weights are a
+rank's share of the pages that ranks map. All memory is that of the largest process, with the pages that others map
+too."""
 
 
 @bench_command(app, "model", "A whole model: stock on one process, and its context over ranks.", MODEL_EXPLAINED)
@@ -218,14 +220,17 @@ def bench_model(
     run.step("reading the prompt")
     world = world_of(ranks, hosts)
     count = ranks_of(world)
-    prepared = prepare_prompt(model, PromptOptions(prompt, prompt_file), max_new_tokens, count, mesh, run.status)
+    prepared = prepare_prompt(
+        model, PromptOptions(prompt, prompt_file), max_new_tokens, count, MeshOptions(mesh), run.status
+    )
     fits = prepared.mesh.tp == 1 and not prepared.mesh.is_shared
     require(fits, MeshError, "--mesh", "axes of attention, without tp", mesh, "use attnmesh generate for tp")
     run.step(f"{len(prepared.ids):,} tokens on one process, then on {count} ranks by several merges")
     run.report.set(prompt_tokens=len(prepared.ids))
     sizes = prepared.mesh.shape, prepared.heads, chunk
     request = model_bench.Request(prepared.place, prepared.ids, max_new_tokens, *sizes)
-    model_bench.rows(request, torch.get_num_threads(), world, run.table("rows"), rounds, alone=alone)
+    cluster = model_bench.rows(request, torch.get_num_threads(), world, run.table("rows"), rounds, alone=alone)
+    run.report.set(cluster=cluster.record())
     rows = run.tables["rows"]
     same = all(row.tokens == rows[0].tokens for row in rows)
     run.report.set(same_tokens=same)
@@ -280,7 +285,9 @@ def bench_rows(
     from benchmarks import rows as rows_bench
 
     run.step("reading the model")
-    prepared = prepare_prompt(model, PromptOptions(pages()[: 12 * tokens], raw=True), 64, ranks, "auto", run.status)
+    prepared = prepare_prompt(
+        model, PromptOptions(pages()[: 12 * tokens], raw=True), 64, ranks, MeshOptions(), run.status
+    )
     counts = counts_of("--requests", requests)
     run.step(f"{requests} requests on {ranks} ranks")
     sizes = prepared.ids[: 4 * tokens // 3], prepared.mesh.shape, prepared.heads
@@ -339,7 +346,9 @@ def bench_faults(
 
     run.step("reading the model")
     world = ranks_of(world_of(ranks, None))
-    prepared = prepare_prompt(model, PromptOptions(" a" * tokens, raw=True), max_new_tokens, world, "auto", run.status)
+    prepared = prepare_prompt(
+        model, PromptOptions(" a" * tokens, raw=True), max_new_tokens, world, MeshOptions(), run.status
+    )
     ids = prepared.ids[:tokens]
     run.step(f"{len(ids):,} tokens on {ranks} ranks: a prefill, then steps, checkpoints and recoveries")
     request = faults_bench.Request(prepared.place, ids, max_new_tokens, prepared.mesh.shape, prepared.heads, rounds)

@@ -2,10 +2,11 @@
 
 All return the same tokens. The ranks decode from one prefilled cache by tree, by the three all-reduces of the Tree
 Attention paper, by a ring that passes keys and values on, and by tree with weights that they share. One process and the
-ranks take turns.
+ranks take turns. Beside the times by tree and by all-reduces are those that the planner foretells, from constants that
+are measured on the same ranks before.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -23,12 +24,18 @@ from attnmesh import hf
 from attnmesh.cache.cache import KVCache
 from attnmesh.cli.launch import Send, run_on_ranks
 from attnmesh.comm.topology import all_gather_ints
+from attnmesh.comm.transport import transport_of
 from attnmesh.core.partial import with_sinks
 from attnmesh.errors import InputError
 from attnmesh.hf.load import open_model
+from attnmesh.hf.model_size import model_size
 from attnmesh.hf.shared_weights import weights_in_memory
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import Axis, Mesh
+from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.shapes import Shape
+from attnmesh.planner.decode_cost import OUTPUT_BYTES
+from attnmesh.planner.plan import plan
+from attnmesh.planner.serving import Model, chosen, over_hosts, serving, why_whole
 from attnmesh.setup.init_mesh import init_mesh
 from benchmarks.decode import ring
 from benchmarks.netns import World, run_on, send_rows
@@ -50,6 +57,8 @@ class Row:
     """Resident memory of the largest process, pages included that others map too."""
     weight_megabytes: float = 0.0
     """Weights in the memory of a rank, its share of pages that ranks map."""
+    foretold_ms: float | None = None
+    """Milliseconds per token by the planner, from constants of these ranks; None where it has no price."""
 
 
 class Measured(NamedTuple):
@@ -61,6 +70,8 @@ class Measured(NamedTuple):
     prefill_seconds: float
     bytes: tuple[int, int, int]
     """Of keys and values, of the process, and of weights."""
+    foretold: float | None = None
+    """Seconds of a token by the planner."""
 
 
 @dataclass(frozen=True)
@@ -80,15 +91,22 @@ TURNS = 4
 """Turns of stock transformers and attnmesh on one process."""
 
 
-def rows(request: Request, threads: int, world: World, add: Send, rounds: int, *, alone: bool = False) -> None:
+def rows(request: Request, threads: int, world: World, add: Send, rounds: int, *, alone: bool = False) -> Cluster:
     """Measure one process with all threads and ranks that share them in turns; ranks on hosts have one thread each.
+
+    Return the constants of the ranks.
 
     With `alone`, attnmesh on that process takes turns with stock transformers, and one process has one thread.
     """
     found: dict[str, list[Measured]] = {}
 
-    def note(measured: Measured) -> None:
-        found.setdefault(measured.contender, []).append(measured)
+    clusters: list[Cluster] = []
+
+    def note(measured: Measured | Cluster) -> None:
+        if isinstance(measured, Cluster):
+            clusters.append(measured)
+        else:
+            found.setdefault(measured.contender, []).append(measured)
 
     for _ in range(rounds):
         run_on_ranks(1, send_rows, _one_process, request, "1 process", alone, threads=threads, on_message=note)
@@ -98,6 +116,7 @@ def rows(request: Request, threads: int, world: World, add: Send, rounds: int, *
         run_on(world, send_rows, _ranks, request, threads=share, on_message=note)
     for turns in found.values():
         add(_row_of(turns))
+    return clusters[-1]
 
 
 def _row_of(turns: list[Measured]) -> Row:
@@ -106,7 +125,8 @@ def _row_of(turns: list[Measured]) -> Row:
     timing = Timing.of([second for turn in turns for second in turn.seconds])
     prefill = round(median(turn.prefill_seconds for turn in turns), 2)
     held, resident, weights = (max(sizes) / 1e6 for sizes in zip(*(turn.bytes for turn in turns), strict=True))
-    return Row(turns[0].contender, turns[0].tokens if same else [], timing, prefill, held, resident, weights)
+    foretold = None if turns[0].foretold is None else round(1e3 * median(turn.foretold or 0.0 for turn in turns), 1)
+    return Row(turns[0].contender, turns[0].tokens if same else [], timing, prefill, held, resident, weights, foretold)
 
 
 class Times(BaseStreamer):  # type: ignore[misc]
@@ -177,7 +197,7 @@ class _RingCache(hf.ShardedCache):
         return with_sinks(ring(q, held, counts), layer["sinks"]).out.to(q.dtype)
 
 
-def _ranks(request: Request) -> Iterator[Measured]:
+def _ranks(request: Request) -> Iterator[Measured | Cluster]:
     logging.disable_progress_bar()
     device, ids = torch.device("cpu"), torch.tensor([request.ids])
     ranks, shape = request.shape.ranks, request.shape
@@ -197,6 +217,11 @@ def _ranks(request: Request) -> Iterator[Measured]:
     if request.chunk is not None:
         caches[chunked] = lambda: hf.ShardedCache(model.config, mesh, capacity=capacity, checked=False)
     shared = f"{ranks} ranks, tree, shared weights"
+    cluster, length = Cluster.measure(mesh), ids.shape[1] + request.new // 2
+    yield cluster
+    size = model_size(model.config, str(model.dtype).removeprefix("torch."), length=length, phase="decode")
+    prices = {f"{ranks} ranks, {name}": foretold(size, cluster, shape, merge, False) for name, merge in merges.items()}
+    prices[shared] = foretold(size, cluster, shape, "tree", True)
     caches[shared] = partial(hf.ShardedCache, model.config, mesh, capacity=capacity, checked=False)
     prefill, first = 0.0, None
     for name, make in caches.items():
@@ -219,7 +244,35 @@ def _ranks(request: Request) -> Iterator[Measured]:
         made = hf.generate(model, ids, cache=cache, max_new_tokens=request.new, do_sample=False, streamer=times)
         sizes = cache.held_bytes, resident("VmRSS"), weights_in_memory(model)
         held, most, weights = map(max, zip(*all_gather_ints(sizes, Mesh.of(mesh).axes), strict=True))
-        yield Measured(name, made[0, ids.shape[1] :].tolist(), times.seconds, round(prefill, 2), (held, most, weights))
+        tokens, found = made[0, ids.shape[1] :].tolist(), (held, most, weights)
+        yield Measured(name, tokens, times.seconds, round(prefill, 2), found, prices.get(name))
+    away = over_hosts(size, cluster)
+    if away is not None and size.shared is not None:
+        name, price = f"{ranks} ranks, outputs of shared layers sent alone", dict(away.parts)["outputs"]
+        seconds = _outputs_sent(size.shared.outputs, max(Mesh.of(mesh).axes, key=lambda one: one.size), request.new)
+        yield Measured(name, tokens, seconds, round(prefill, 2), found, price)
+
+
+def _outputs_sent(outputs: Sequence[int], axis: Axis, turns: int) -> list[float]:
+    """Return the seconds in which ranks send each other the outputs of each call of a step, in so many turns."""
+    transport, found = transport_of(axis, torch.device("cpu")), []
+    messages = [torch.zeros(-(-count // axis.size) * OUTPUT_BYTES, dtype=torch.uint8) for count in outputs]
+    for _ in range(turns):
+        dist.barrier()
+        start = perf_counter()
+        for message in messages:
+            transport.swap([message] * axis.size)
+        found.append(perf_counter() - start)
+    return found
+
+
+def foretold(model: Model, cluster: Cluster, shape: Shape, merge: str, shares_layers: bool) -> float | None:
+    """Return the seconds of a token by the planner, with this merge; None where ranks cannot share layers."""
+    if shares_layers and why_whole(model, cluster) is not None:
+        return None
+    way = chosen(serving(model, cluster, shape), shape.ranks, shares_layers=shares_layers)
+    steps = [one for one in plan(way.plan.workload, cluster) if one.shape.heads == shape.heads]
+    return way.seconds - way.plan.seconds + next((one for one in steps if one.exchange == merge), way.plan).seconds
 
 
 def _shares(model: Any, mesh: Any) -> bool:

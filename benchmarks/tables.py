@@ -104,11 +104,12 @@ def model_table(rows: "list[model.Row]", prompt_tokens: int) -> Table:
     """Return the times and memory of a whole model."""
     title = f"{prompt_tokens:,} tokens of context, on {torch.get_num_threads()} threads in all"
     columns = ("keys,\nMB a rank", "weights,\nMB a rank", "all,\nMB a rank", "prefill s")
-    table = titled(title, "decoding", "ms per token", figures=columns)
+    table = titled(title, "decoding", "ms per token", figures=("ms\nforetold", *columns))
     for row in rows:
+        price = "" if row.foretold_ms is None else f"{row.foretold_ms:.0f}"
         sizes = row.cache_megabytes, row.weight_megabytes, row.resident_megabytes
         figures = (f"{sizes[0]:.1f}", f"{sizes[1]:.0f}", f"{sizes[2]:.0f}", f"{row.prefill_seconds:.1f}")
-        table.add_row(row.contender, row.timing.in_two_lines, *figures)
+        table.add_row(row.contender, row.timing.in_two_lines, price, *figures)
     return table
 
 

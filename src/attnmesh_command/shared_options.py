@@ -60,7 +60,7 @@ WeightsOption = Annotated[
     str,
     typer.Option(
         "--weights",
-        help="shared: ranks of a host compute each layer together; whole: each computes all; auto: shared if possible.",
+        help="shared: ranks of a host compute each layer together; whole: each computes all; auto: as is faster.",
     ),
 ]
 Reproducible = Annotated[bool, typer.Option("--reproducible", help="The same bits on 1, 2, 4, 8, ... ranks.")]

@@ -19,10 +19,9 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, GPT2Config, T5C
 
 from attnmesh import __main__
 from attnmesh.cli.generate_prompt import PromptOptions, prepare_prompt
-from attnmesh.cli.mesh_option import choose_mesh
+from attnmesh.cli.mesh_option import MeshOptions
 from attnmesh.errors import MeshError
 from attnmesh.hf.load import PACKAGED, locate, open_tokenizer
-from attnmesh_command.messages import OptionError
 from tests.support import families
 from tests.support.fake_engine import save_tiny
 
@@ -323,26 +322,16 @@ def _members(group: int) -> list[int]:
     return found
 
 
-def test_the_shape_that_sends_least_is_chosen() -> None:
-    assert choose_mesh("auto", 4, 9, 3).shape == (1, 4, 1)
-    assert choose_mesh("auto", 3, 9, 3).shape == (1, 3, 1)
-    assert choose_mesh("tp=3", 12, 9, 3)[:3] == ((1, 4, 1), 3, False)
-    assert choose_mesh("keys=4", 4, 9, 3) == ((1, 1, 4), 1, False, "as --mesh says")
-    assert choose_mesh("tp=9,keys=2", 18, 9, 3)[:3] == ((1, 1, 2), 9, False)
-    assert choose_mesh("keys=tp=9", 9, 9, 3)[:3] == ((1, 1, 9), 1, True)
-    reason = "a prompt sends least so; with keys=2 it sends 3.0 times as much. New tokens alone send least with keys=2"
-    assert choose_mesh("auto", 2, 9, 3).reason == reason
-    with pytest.raises(OptionError, match="expected 4 ranks, given queries=2,keys=3, which is 6"):
-        choose_mesh("queries=2,keys=3", 4, 9, 3)
-
-
 def test_latents_have_one_head_that_no_axis_splits(tmp_path: Path) -> None:
     open_tokenizer(locate(PACKAGED)).save_pretrained(tmp_path)
     DeepseekV3Config(num_hidden_layers=1).save_pretrained(tmp_path)
-    prepared = prepare_prompt(str(tmp_path), PromptOptions("a prompt of some tokens"), 4, 4, "auto", mock.Mock())
+    asked = str(tmp_path), PromptOptions("a prompt of some tokens"), 4, 4
+    prepared = prepare_prompt(*asked, MeshOptions(), mock.Mock())
     assert (prepared.heads, prepared.mesh.shape.heads) == ((128, 1), 1)
     with pytest.raises(MeshError, match="a heads axis that divides 1 key heads"):
-        prepare_prompt(str(tmp_path), PromptOptions("a prompt of some tokens"), 4, 4, "heads=2,queries=2", mock.Mock())
+        prepare_prompt(
+            str(tmp_path), PromptOptions("a prompt of some tokens"), 4, 4, MeshOptions("heads=2,queries=2"), mock.Mock()
+        )
 
 
 @pytest.mark.gpu

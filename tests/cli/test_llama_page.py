@@ -61,13 +61,15 @@ def test_the_plans_are_made(words: list[str], monkeypatch: pytest.MonkeyPatch) -
     if "int8" in words:
         assert "166 kB of keys and values" in done.stdout
     if "8" in words:
-        assert re.search(r"^1 tp=8,keys=2 .* 17 ms *$", done.stdout, re.MULTILINE)
+        assert re.search(r"^1 tp=8,queries=2 .* 17 ms *$", done.stdout, re.MULTILINE)
 
 
 def test_the_table_of_the_page_is_the_planner_s_and_its_first_row_is_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     rows = [
-        row.strip("| ").split(" | ") for row in PAGE.splitlines() if re.match(r"\| `(tp|keys)=.* \|.* \|.* \|", row)
+        row.strip("| ").split(" | ")
+        for row in PAGE.splitlines()
+        if re.match(r"\| `(tp|queries|keys)=.* \|.* \|.* \|", row)
     ]
     shown = CliRunner().invoke(app, PLANS[0], env={"COLUMNS": "120"}).stdout
     table = [line.split(maxsplit=1)[1].split() for line in shown.splitlines() if re.match(r"\d ", line)]

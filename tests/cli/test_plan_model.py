@@ -35,7 +35,7 @@ def test_the_table_has_weights_keys_and_tokens(folder: Path) -> None:
     code, text = run(*HOSTS, "--model", str(folder / "llama"), "--decode")
     assert code == 0
     assert "141 GB of weights; a token of a sequence has 328 kB of keys and values." in text
-    assert "tp=8,keys=2" in text
+    assert "tp=8,queries=2" in text
     assert text.splitlines()[-1].endswith(f" serve --model {folder / 'llama'} --mesh tp=keys=16 --host 0.0.0.0")
     assert max(map(len, text.splitlines())) <= 160
     _, text = run("--cluster", "dgx-h100:2", "--length", "9k", "--model", str(folder / "llama/config.json"), "--decode")
@@ -44,7 +44,7 @@ def test_the_table_has_weights_keys_and_tokens(folder: Path) -> None:
 
 def test_rows_that_do_not_fit_have_no_times_and_one_is_typed(folder: Path) -> None:
     _, text = run(*HOSTS, "--model", str(folder / "llama"), "--decode", "--kv", "int8")
-    (row,) = [line for line in text.splitlines() if " keys=16 " in line]
+    (row,) = [line for line in text.splitlines() if " queries=8,keys=2 " in line]
     assert row.split()[-6:] == ["none", "-", "-", "does", "not", "fit"]
     first = next(line.split()[1] for line in text.splitlines() if line.startswith("1 "))
     assert f"Recommended is {first}: of the ways that fit" in text
@@ -70,7 +70,7 @@ def test_the_json_plans_again(folder: Path) -> None:
     code, text = run(*HOSTS, "--model", str(folder / "llama"), "--decode", "--batch", "2", "--json")
     assert code == 0
     report = json.loads(text)
-    assert {one["mesh"] for one in report["ways"]} >= {"keys=16", "tp=8,keys=2", "tp=keys=16"}
+    assert {one["mesh"] for one in report["ways"]} >= {"queries=8,keys=2", "tp=8,queries=2", "tp=keys=16"}
     assert json.loads(run(*report["command"].split()[2:], "--json")[1]) == report
 
 

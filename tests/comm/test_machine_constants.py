@@ -89,8 +89,23 @@ def test_ranks_of_a_preset_share_the_cores_of_their_host() -> None:
     preset = Cluster.preset("local")
     assert machine_constants.cluster_of(1, 8, preset, "local", share=0.5).device.alone == 4.0
     assert machine_constants.cluster_of(8, 2, preset, "local", share=0.5) == preset.sized(8, 2)
-    measured = replace(cluster(), device=replace(cluster().device, alone=1.5))
-    assert machine_constants.cluster_of(1, 8, measured, "local", share=0.5).device.alone == 1.5
+    crowded, alone = (machine_constants.cluster_of(1, ranks, preset, "local", share=0.5).device for ranks in (8, 2))
+    assert (crowded.memory_rate, crowded.call) == (alone.memory_rate / 4, alone.call * 4)
+    measured = replace(cluster(), device=replace(cluster().device, alone=2.0))  # by 4 ranks on 2 cores
+    device = machine_constants.cluster_of(1, 8, measured, "local", share=0.5).device
+    assert (device.alone, device.memory_rate) == (4.0, measured.device.memory_rate / 2)
+    device = machine_constants.cluster_of(1, 2, measured, "local", share=0.5).device
+    assert (device.alone, device.memory_rate) == (1.0, measured.device.memory_rate * 2)
+    assert machine_constants.cluster_of(3, 4, measured, "local", share=0.5).device == measured.device
+
+
+def test_ranks_of_this_machine_share_its_cores_and_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNMESH_MACHINE", "")
+    monkeypatch.setattr(machine_constants, "cores_here", lambda: 2)
+    machine_constants.measured_machine.cache_clear()
+    whole, half, quarter = (machine_constants.this_machine(ranks).device for ranks in (1, 2, 4))
+    assert (half.memory_rate, quarter.memory_rate) == (whole.memory_rate, whole.memory_rate / 2)
+    assert (half.memory, quarter.memory) == (whole.memory / 2, whole.memory / 4)
 
 
 def test_a_rank_takes_its_threads_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import torch
 from huggingface_hub import constants
 
 from attnmesh.cli.generate_prompt import find_model
+from attnmesh.cli.mesh_option import MeshOptions
 from attnmesh.cli.output import Status
 from attnmesh.cli.serve_command import _ready
 from attnmesh.errors import ModelError
@@ -169,7 +170,7 @@ def test_a_model_of_the_hub_is_that_of_its_commit(hub: str, revision: str | None
     assert load.open_config(place).num_hidden_layers == layers
     assert len(load.open_tokenizer(place)) == len(tokenizer())
     assert load.open_model(place, "auto", torch.device("cpu")).config.num_hidden_layers == layers
-    prepared = find_model(hub, 1, "auto", Status("test"), images=None, revision=revision)
+    prepared = find_model(hub, 1, MeshOptions(), Status("test"), images=None, revision=revision)
     app = SimpleNamespace(name=hub, defaults={})
     assert f", mesh {prepared.mesh}, revision {COMMITS[branch]}" in _ready(app, "::1", 80, prepared, False, {})
 

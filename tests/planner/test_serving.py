@@ -1,5 +1,7 @@
 """Ways to share a model's weights and keys: bytes by hand, and those of a cache that runs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import Gemma3TextConfig, GptOssConfig, LlamaConfig
@@ -8,7 +10,10 @@ import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh.errors import ClusterError, KernelError, ShapeError
 from attnmesh.hf.model_size import model_size, other_layers
-from attnmesh.planner.serving import Model, Serving, serving
+from attnmesh.mesh.cluster import Cluster
+from attnmesh.mesh.rates import NO_LINK
+from attnmesh.planner.decode_cost import SharedLayers
+from attnmesh.planner.serving import Model, Serving, chosen, over_hosts, serving, why_whole
 from tests.support import families
 from tests.support.families import prompt
 from tests.support.models.tiny_models import Case, build
@@ -132,8 +137,7 @@ def test_ranks_that_divide_no_heads_are_refused() -> None:
     work = am.Workload(7, 7, 64, 1000, phase="decode")
     model = Model(work, 448, 2, lambda ranks, _: 1000 // ranks)
     found = serving(model, am.Cluster.preset("dgx-h100", 1))
-    assert [one.tp for one in found] == [1]
-    assert found[0].plan.shape == (1, 1, 8)
+    assert {one.tp: one.plan.shape for one in found if one.ranks == 8} == {1: (1, 1, 8)}
     wide = serving(model, am.Cluster.preset("dgx-h100", 1, 7))
     assert {one[:2] for one in wide} == {(1, False), (7, False), (7, True)}
 
@@ -143,3 +147,120 @@ def test_weights_that_do_not_fit_leave_no_token() -> None:
     assert {one.tokens for one in serving(model, am.Cluster.preset("dgx-h100", 1))} == {0}
     with pytest.raises(ClusterError):
         am.plan(am.Workload(8, 8, 64, 10**12, phase="decode"), am.Cluster.preset("dgx-h100", 1))
+
+
+LAYERS = SharedLayers(2 * 10**8, (960, 576, 3072, 576) * 30 + (49152,), most_rows=32, most_ranks=15, board=131_008)
+
+
+def model_of_cpus(rows: int = 1) -> Model:
+    """Return a model whose 200 MB of weights in float32 ranks can share, and 1 MB that they cannot."""
+    work = am.Workload(9, 3, 64, 4000, layers=30, dtype="float32", phase="decode", batch=rows)
+    return Model(work, 576, 30, lambda ranks, _: 201 * 10**6 // ranks, active=5 * 10**7, shared=LAYERS)
+
+
+def cpus(hosts: int = 1, ranks: int = 2) -> Cluster:
+    return am.Cluster.preset("local", hosts, ranks)
+
+
+def test_ranks_that_share_layers_read_their_part_and_exchange_outputs() -> None:
+    ways = serving(model_of_cpus(), cpus())
+    together, apart = (chosen(ways, 2, shares_layers=shares) for shares in (True, False))
+    assert (together.read, apart.read) == (101 * 10**6, 201 * 10**6)
+    assert together.weights == apart.weights  # a prompt is computed from whole weights
+    parts, others = dict(together.parts), dict(apart.parts)
+    assert parts["weights"] == pytest.approx(101e6 / 8e9)
+    assert others["weights"] == pytest.approx(201e6 / 8e9)
+    outputs = 30 * (960 + 576 + 3072 + 576) + 49152
+    assert parts["outputs"] == pytest.approx(121 * 1e-4 + outputs * 4 / 2 / 4e9)
+    assert "outputs" not in others
+    for way in ways:
+        assert way.seconds == pytest.approx(sum(seconds for _, seconds in way.parts))
+    assert {name: parts[name] for name in ("kernel", "merge", "rest")} == pytest.approx(
+        {name: others[name] for name in ("kernel", "merge", "rest")}
+    )
+
+
+def test_outputs_that_do_not_fit_the_boards_are_exchanged_in_pieces() -> None:
+    assert LAYERS.exchanges(2, 1) == 121
+    assert LAYERS.exchanges(2, 32) == 30 * (1 + 1 + 2 + 1) + 25  # 2,046 outputs of a piece
+
+
+def test_many_rows_take_as_long_as_their_products() -> None:
+    for rows, seconds in ((1, 201e6 / 8e9), (64, 2 * 64 * 201e6 / 4 / 2.7e10)):
+        way = chosen(serving(model_of_cpus(rows), cpus()), 2, shares_layers=False)
+        assert dict(way.parts)["weights"] == pytest.approx(seconds)
+
+
+def test_the_fastest_way_is_chosen_and_it_depends_on_the_price_of_an_exchange() -> None:
+    slow = replace(cpus(), inside=replace(cpus().inside, short=1e-3))
+    for cluster, sharing in ((cpus(), 2), (slow, 1)):
+        ways = serving(model_of_cpus(), cluster)
+        found = chosen(ways, 2)
+        assert found.sharing == sharing
+        assert found.seconds == min(way.seconds for way in ways if way.ranks == 2 and way.tp == 1)
+        assert chosen(ways, 2, shares_layers=False).sharing == 1
+        assert found.shape == (1, 2, 1)  # a prompt sends its keys, which are fewer than its queries
+
+
+@pytest.mark.parametrize(
+    ("rows", "cluster", "why"),
+    [
+        (1, cpus(), None),
+        (32, cpus(), None),
+        (33, cpus(), "steps of at most 32 rows are shared"),
+        (1, cpus(ranks=16), "at most 15 ranks of a host share memory"),
+        (1, cpus(2, 1), "ranks of several hosts share no memory"),
+        (1, am.Cluster.preset("dgx-h100", 1), "GPUs share weights by tp"),
+    ],
+)
+def test_where_ranks_share_no_layers(rows: int, cluster: Cluster, why: str | None) -> None:
+    model = model_of_cpus(rows)
+    assert why_whole(model, cluster) == why
+    assert any(way.sharing > 1 for way in serving(model, cluster)) == (why is None)
+    assert why_whole(replace(model, shared=None), cpus()) == "none of them is a linear layer that ranks can share"
+
+
+def test_what_sharing_over_hosts_would_take() -> None:
+    """An exchange sends a rank's outputs and a tag to each other host at once."""
+    model, hosts = model_of_cpus(), cpus(4, 1)
+    way = over_hosts(model, hosts)
+    assert way is not None
+    link, outputs = hosts.between, sum(LAYERS.outputs)
+    sent = 3 * (outputs * 4 / 4 + 8 * len(LAYERS.outputs)) / link.rate
+    waits = len(LAYERS.outputs) * (link.merge_latency + 2 * link.message + hosts.device.call)
+    assert dict(way.parts)["outputs"] == pytest.approx(waits + sent)
+    assert way.read == 51 * 10**6
+    assert over_hosts(model, cpus()) is None
+    assert over_hosts(model, replace(cpus(), between=NO_LINK)) is None
+    assert over_hosts(replace(model, shared=None), hosts) is None
+
+
+def test_more_ranks_than_cores_read_from_one_memory() -> None:
+    """Two cores read as much, by two ranks or by four; one rank with all cores is one of the ways."""
+    crowded = replace(cpus(ranks=4), device=cpus().device.of_cores(0.5))
+    two, four = serving(model_of_cpus(), cpus()), serving(model_of_cpus(), crowded)
+    weights = {way.ranks: dict(way.parts)["weights"] for way in (*two, *four) if way.sharing == 1}
+    assert weights[4] == pytest.approx(2 * weights[2])
+    assert weights[1] == pytest.approx(weights[2] / 2)
+    alone = [next(way for way in ways if way.ranks == 1) for ways in (two, four)]
+    assert alone[0].seconds == pytest.approx(alone[1].seconds)
+    shared = [dict(chosen(ways, ranks, shares_layers=True).parts)["weights"] for ways, ranks in ((two, 2), (four, 4))]
+    assert shared[0] == pytest.approx(shared[1], rel=0.01)
+
+
+def test_a_given_shape_is_priced_alone() -> None:
+    for shape, sharing in (((1, 2, 2), 2), ((1, 1, 4), 4)):
+        found = serving(model_of_cpus(), cpus(ranks=4), am.Shape(*shape))
+        assert {one.shape for one in found} == {shape}
+        assert {one.sharing for one in found} == {1, sharing}
+
+
+def test_the_shared_layers_of_a_model_are_those_of_its_steps() -> None:
+    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 4}
+    config = LlamaConfig(vocab_size=4096, num_hidden_layers=2, tie_word_embeddings=False, **sizes)
+    shared = model_size(config, "float32", length=1000, phase="decode").shared
+    assert shared is not None
+    assert shared.outputs == (1024 + 2 * 256, 1024, 2 * 2048, 1024) * 2 + (4096,)
+    assert shared.weights == 4 * 1024 * (2 * (2 * 1024 + 2 * 256 + 3 * 2048) + 4096)
+    small = LlamaConfig(vocab_size=96, num_hidden_layers=2, hidden_size=64, num_attention_heads=4)
+    assert model_size(small, "bfloat16", length=1000, phase="decode").shared is not None  # its inner layers are large

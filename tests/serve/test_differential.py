@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from attnmesh.cli.generate_prompt import find_model
+from attnmesh.cli.mesh_option import MeshOptions
 from attnmesh.cli.output import Status
 from attnmesh.cli.serve_command import LocalRanks
 from attnmesh.cli.serve_worker import ServeSettings
@@ -311,7 +312,7 @@ def running(
 ) -> Iterator[tuple[Served, Reference]]:
     folder = tmp_path_factory.mktemp("model")
     save(request.param, folder)
-    found = find_model(str(folder), 2, "keys=2", Status(""))
+    found = find_model(str(folder), 2, MeshOptions("keys=2"), Status(""))
     config = open_generation_config(found.place)
     engine = {"max_rows": 8, "max_queue": 32, "tokens_end": tokens_that_end(config, found.tokenizer)}
     settings = ServeSettings(found.for_ranks, "auto", "auto", 60.0, engine | {"max_model_len": 2048})

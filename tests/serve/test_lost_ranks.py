@@ -11,6 +11,7 @@ import pytest
 
 from attnmesh import errors
 from attnmesh.cli.generate_prompt import find_model
+from attnmesh.cli.mesh_option import MeshOptions
 from attnmesh.cli.output import Status
 from attnmesh.cli.serve_command import LocalRanks
 from attnmesh.cli.serve_worker import ServeSettings
@@ -35,7 +36,7 @@ def text_of(running: Served, into: list[str], tokens: int = NEW) -> None:
 def test_ranks_that_share_layers_are_lost_while_they_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is killed is lost at once, one that is stopped after the deadline."""
     monkeypatch.setattr(supervisor, "LONGEST_PAUSE", 0.0)
-    found = find_model(save_tiny(tmp_path, hidden_size=288), 2, "keys=2", Status(""))
+    found = find_model(save_tiny(tmp_path, hidden_size=288), 2, MeshOptions("keys=2"), Status(""))
     options = {"max_rows": 4, "max_queue": 16, "max_model_len": 1024}
     settings = ServeSettings(found.for_ranks, "auto", "shared", 1.0, options)
     with served(LocalRanks(2, settings), tokenizer=found.tokenizer, max_restarts=50, deadline=1.0) as one:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from attnmesh.cli.generate_prompt import Prepared, PromptOptions, prepare_prompt
 from attnmesh.cli.launch import Send, run_on_machine
+from attnmesh.cli.mesh_option import MeshOptions
 from attnmesh.cli.output import Status, console, pairs, print_json, print_message
 from attnmesh.comm.failures import set_deadline
 from attnmesh.decoding.step_checks import check_reproducible
@@ -30,7 +31,7 @@ def generate(options: GenerateOptions) -> None:
     world = enter_world(options.ranks, options.mesh)
     with Status("reading the prompt") as status:
         asked = PromptOptions(options.prompt, options.prompt_file, options.raw, tuple(options.image or ()))
-        needed = options.model, asked, options.max_new_tokens, world, options.mesh, status
+        needed = options.model, asked, options.max_new_tokens, world, mesh_options(options), status
         prepared = prepare_prompt(*needed, revision=options.revision)
         request = GenerateRequest(
             prompt=prepared if options.stop else prepared.for_ranks,  # ranks find stop strings with the tokenizer
@@ -55,6 +56,11 @@ def generate(options: GenerateOptions) -> None:
             print_json({**asdict(result), "text": text, **found, "machine": machine()})
         else:
             _print_table(result, prepared, options.verbose)
+
+
+def mesh_options(options: GenerateOptions | ServeOptions) -> MeshOptions:
+    """Return the options by which a mesh is chosen, and who computes the layers."""
+    return MeshOptions(options.mesh, options.weights, options.dtype)
 
 
 def cache_options(options: GenerateOptions | ServeOptions, prepared: Prepared) -> dict[str, Any]:

@@ -9,11 +9,16 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from attnmesh.cli.launch import leaving_tidily
-from attnmesh.cli.mesh_option import MeshChoice, choose_mesh
+from attnmesh.cli.mesh_option import LayersChoice, MeshChoice, MeshOptions, choose_mesh
 from attnmesh.cli.output import Status
 from attnmesh.errors import ModelError, require
+from attnmesh.mesh.shapes import Shape
+from attnmesh.planner.serving import Model
 from attnmesh_command.messages import under_torchrun
 from attnmesh_command.option_texts import read_prompt
+
+TYPICAL = 4096
+"""Tokens of a context for which a mesh is chosen before there is a prompt."""
 
 
 class PromptOptions(NamedTuple):
@@ -74,6 +79,7 @@ class Prepared(NamedTuple):
     """That of a model of images; None on ranks."""
     images: dict[str, Any] | None = None
     """Inputs for images; None for a model of text."""
+    layers: LayersChoice = LayersChoice()
 
     @property
     def for_ranks(self) -> "Prepared":
@@ -82,11 +88,18 @@ class Prepared(NamedTuple):
 
 
 def prepare_prompt(
-    model: str, prompt: PromptOptions, new: int, ranks: int, mesh: str, status: Status, *, revision: str | None = None
+    model: str,
+    prompt: PromptOptions,
+    new: int,
+    ranks: int,
+    mesh: MeshOptions,
+    status: Status,
+    *,
+    revision: str | None = None,
 ) -> Prepared:
     """Read the prompt, find the model, and choose the mesh."""
     text = prompt.read()
-    found = find_model(model, ranks, mesh, status, images=bool(prompt.images), revision=revision)
+    found, config = _found(model, status, images=bool(prompt.images), revision=revision)
     if prompt.images:
         inputs = prompt.with_images(found.processor, text)
         inputs.pop("attention_mask", None)
@@ -95,19 +108,25 @@ def prepare_prompt(
     else:
         ids = prompt.ids(found.tokenizer, text)
     _check_length(len(ids), new, found.longest)
-    return found._replace(ids=tuple(ids))
+    return _on_mesh(found, config, mesh, ranks, len(ids) + new)._replace(ids=tuple(ids))
 
 
 def find_model(
     model: str,
     ranks: int,
-    mesh: str,
+    mesh: MeshOptions,
     status: Status,
     *,
     images: bool | None = False,
     revision: str | None = None,
 ) -> Prepared:
     """Find the model, and choose the mesh. It is one of images and text if `images`; None looks at the model."""
+    found, config = _found(model, status, images=images, revision=revision)
+    return _on_mesh(found, config, mesh, ranks, min(found.longest or TYPICAL, TYPICAL))
+
+
+def _found(model: str, status: Status, *, images: bool | None, revision: str | None) -> tuple[Prepared, Any]:
+    """Return the place of a model, on one rank so far, and its configuration."""
     from transformers.utils import logging
 
     from attnmesh.hf.latent_states import latent_widths
@@ -131,9 +150,21 @@ def find_model(
     heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if latent_widths(config) is not None:
         heads = config.num_attention_heads, 1  # latents have one head
-    longest = getattr(config, "max_position_embeddings", None)
-    chosen = choose_mesh(mesh, ranks, *heads)
-    return Prepared(place, (), heads, chosen, longest, tokenizer, processor, {} if images else None)
+    longest, alone = getattr(config, "max_position_embeddings", None), MeshChoice(Shape(1, 1, 1), 1, False, "")
+    return Prepared(place, (), heads, alone, longest, tokenizer, processor, {} if images else None), config
+
+
+def _on_mesh(found: Prepared, config: Any, options: MeshOptions, ranks: int, length: int) -> Prepared:
+    """Choose the mesh, and who computes the layers, for contexts of this length."""
+
+    def sized() -> Model:
+        from attnmesh.hf.model_size import model_size
+
+        dtype = str(getattr(config, "dtype", None) or "float32") if options.dtype == "auto" else options.dtype
+        return model_size(config, dtype.removeprefix("torch."), length=length, phase="decode")
+
+    mesh, layers = choose_mesh(options, ranks, *found.heads, sized)
+    return found._replace(mesh=mesh, layers=layers)
 
 
 def _check_length(tokens: int, new: int, longest: int | None) -> None:

@@ -1,9 +1,21 @@
-"""The mesh of `--mesh` for a model: the axes that were named, or those that send least."""
+"""The mesh of `--mesh` for a model, and who computes its layers: as they are named, or as the planner chooses."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
-from attnmesh.errors import MeshError, require
+import torch
+import torch.distributed as dist
+
+from attnmesh.comm.machine_constants import this_machine
+from attnmesh.comm.topology import surroundings
+from attnmesh.errors import InputError, MeshError, require
+from attnmesh.mesh.axes import device_type_of
+from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.shapes import AXES, Shape, elements, mesh_shapes, share_evenly
+from attnmesh.planner.serving import Model, Serving, chosen, serving, why_whole
+from attnmesh.planner.units import in_seconds
+from attnmesh.setup.init_mesh import everyone
+from attnmesh_command.messages import under_torchrun
 from attnmesh_command.option_texts import TP, axes_of, check_ranks_of_mesh
 
 
@@ -35,35 +47,95 @@ class MeshChoice(NamedTuple):
         return ",".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "one rank"
 
 
-def choose_mesh(text: str, ranks: int, q_heads: int, kv_heads: int) -> MeshChoice:
-    """Return the mesh of `--mesh`. Axes of attention that are not named are those that send least."""
-    named = axes_of(text)
+class LayersChoice(NamedTuple):
+    """Whether ranks of a host compute the layers of a step together, if they can, and why."""
+
+    shared: bool = True
+    reason: str = ""
+
+
+class MeshOptions(NamedTuple):
+    """The options `--mesh`, `--weights` and `--dtype`."""
+
+    mesh: str = "auto"
+    weights: str = "auto"
+    dtype: str = "auto"
+
+    @property
+    def shares_layers(self) -> bool | None:
+        """Whether ranks are to share layers; None where the planner chooses."""
+        return None if self.weights == "auto" else self.weights == "shared"
+
+
+def choose_mesh(
+    options: MeshOptions, ranks: int, q_heads: int, kv_heads: int, sized: Callable[[], Model] | None = None
+) -> tuple[MeshChoice, LayersChoice]:
+    """Return the mesh of `--mesh`, and who computes the layers.
+
+    Axes of attention that are not named, and who computes, are those of the planner's first way that keeps whole
+    weights, or the named share of them by tp, on every rank. Without the sizes of the model a prompt sends least.
+    """
+    text, named = options.mesh, axes_of(options.mesh)
     check_ranks_of_mesh(text, ranks)
     if shared := named.get(f"{TP}=keys"):
-        return MeshChoice(Shape(1, 1, shared), 1, shared > 1, "as --mesh says")
+        return MeshChoice(Shape(1, 1, shared), 1, shared > 1, "as --mesh says"), LayersChoice()
     tp = named.get(TP, 1)
     fits = ranks % tp == 0 and q_heads % tp == 0 and share_evenly(kv_heads, tp)
     given = f"{text} on {ranks} ranks, with {q_heads}/{kv_heads} heads"
     fix = "take another number, or give the ranks to the keys axis"
     require(fits, MeshError, "--mesh", "a tp that divides the ranks and the heads", given, fix)
-    heads = q_heads // tp, max(1, kv_heads // tp)
+    heads, shape = (q_heads // tp, max(1, kv_heads // tp)), None
     if len(named) > (TP in named):
         shape = Shape(*(named.get(name, 1) for name in AXES))
         fits, expected = heads[1] % shape.heads == 0, f"a heads axis that divides {heads[1]} key heads"
         given, fix = f"{text}, with {heads[0]}/{heads[1]} heads on a rank", "give its ranks to another axis"
         require(fits, MeshError, "--mesh", expected, given, fix)
-        return MeshChoice(shape, tp, False, "as --mesh says")
-    return MeshChoice(*_best(ranks // tp, tp, *heads))
+    priced = None if ranks == 1 or sized is None else _priced(options, ranks, sized, tp, shape)
+    found, layers = (None, LayersChoice()) if priced is None else priced
+    if shape is not None:
+        return MeshChoice(shape, tp, False, "as --mesh says"), layers
+    return MeshChoice(*_best(ranks // tp, tp, heads, found)), layers
 
 
-def _best(ranks: int, tp: int, q_heads: int, kv_heads: int) -> tuple[Shape, int, bool, str]:
-    """Return the mesh that sends least in prefill, and the reason."""
-    shapes = mesh_shapes(ranks, q_heads, kv_heads, training=False)
-    if len(shapes) == 1:
+def cluster_here(ranks: int) -> Cluster:
+    """Return the cluster of the ranks that torchrun has started, or of so many to be started on this machine."""
+    if under_torchrun() and dist.is_initialized():
+        return surroundings(everyone(), torch.device(device_type_of(dist.group.WORLD)))[0]
+    return this_machine(ranks, "cuda" if torch.cuda.device_count() >= ranks else "cpu")
+
+
+def _priced(
+    options: MeshOptions, ranks: int, sized: Callable[[], Model], tp: int, shape: Shape | None
+) -> tuple[Serving, LayersChoice] | None:
+    """Return the way that the planner chooses, and who computes the layers; None for a model without a price."""
+    cluster = cluster_here(ranks)
+    try:
+        model = sized()
+        ways = serving(model, cluster, shape)
+        found = chosen(ways, ranks, tp, options.shares_layers)
+    except InputError:
+        return None
+    if tp > 1:
+        return found, LayersChoice(shared=False)
+    why = why_whole(model, cluster)
+    if why is not None:
+        return found, LayersChoice(shared=False, reason=why)
+    together, apart = (in_seconds(chosen(ways, ranks, tp, shared).seconds) for shared in (True, False))
+    one, other = (together, apart) if found.sharing > 1 else (apart, together)
+    words = "whole" if found.sharing > 1 else "shared"
+    return found, LayersChoice(found.sharing > 1, f"{one} a token by the planner, {words} {other}")
+
+
+def _best(ranks: int, tp: int, heads: tuple[int, int], found: Serving | None) -> tuple[Shape, int, bool, str]:
+    """Return the mesh of the planner's way, or else the one that sends least in prefill, and the reason."""
+    shapes = mesh_shapes(ranks, *heads, training=False)
+    shape = shapes[0] if found is None else found.shape
+    others = [one for one in shapes if one != shape]
+    if not others:
         reason = "" if tp == 1 else "as --mesh says"
-        return shapes[0], tp, False, reason if ranks == 1 else f"no other shape serves {q_heads}/{kv_heads} heads"
-    sent = [sum(elements(shape, q_heads, kv_heads, training=False)) for shape in shapes]
-    other, keys = MeshChoice(shapes[1], tp, False, ""), Shape(1, 1, ranks)
-    reason = f"a prompt sends least so; with {other} it sends {sent[1] / sent[0]:.1f} times as much"
-    decoding = f". New tokens alone send least with {MeshChoice(keys, tp, False, '')}"
-    return shapes[0], tp, False, reason + decoding * (shapes[0] != keys)
+        return shape, tp, False, reason if ranks == 1 else f"no other shape serves {heads[0]}/{heads[1]} heads"
+    sent, least = (sum(elements(one, *heads, training=False)) for one in (shape, others[0]))
+    other = MeshChoice(others[0], tp, False, "")
+    if sent > least:
+        return shape, tp, False, f"a new token takes least time so; a prompt sends least with {other}"
+    return shape, tp, False, f"a prompt sends least so; with {other} it sends {least / sent:.1f} times as much"

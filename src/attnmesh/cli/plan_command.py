@@ -13,6 +13,7 @@ from attnmesh.cli.plan_model import model_of, print_record, print_serving, warn_
 from attnmesh.cli.plan_page import write_report
 from attnmesh.cli.plan_training import print_training
 from attnmesh.cli.plan_workload import enabling_code, recurrent_record, source_of
+from attnmesh.comm.machine_constants import this_machine
 from attnmesh.core.mask import Causal, Full, Mask, Window
 from attnmesh.errors import ClusterError
 from attnmesh.mesh.cluster import Cluster
@@ -80,12 +81,14 @@ def _workload(options: PlanOptions, common: dict[str, Any]) -> Workload:
 
 
 def named_cluster(text: str) -> Cluster:
-    """Return the cluster of `--cluster`: a preset or a file, and optionally hosts and ranks per host.
+    """Return the cluster of `--cluster`: a preset, a file or this machine, and optionally hosts and ranks per host.
 
     >>> named_cluster("dgx-h100:2x4").world
     8
     """
     name, hosts, ranks = cluster_size_of(text)
+    if name == "local" and not os.path.isfile(name):
+        return this_machine(ranks or 1, hosts=hosts or 1)
     if not os.path.isfile(name):
         return Cluster.preset(name, hosts, ranks)
     found = _measured(name)

@@ -10,7 +10,7 @@ from attnmesh.cli.mesh_option import MeshChoice
 from attnmesh.cli.output import Status, command_line, console, numbered, print_json, print_message
 from attnmesh.errors import ClusterError
 from attnmesh.mesh.cluster import Cluster
-from attnmesh.planner.serving import Model, Serving, serving
+from attnmesh.planner.serving import Model, Serving, chosen, over_hosts, serving, why_whole
 from attnmesh.planner.units import in_bytes, in_seconds
 from attnmesh_command.plan_options import PlanOptions
 
@@ -60,7 +60,7 @@ def print_serving(options: PlanOptions, machines: Cluster, workload: dict[str, A
     warn_of_length(config, model.workload.length)
     if not options.as_json:
         console.print(_ways_table(found, model, machines))
-        console.print(_text(found, model, left_out), highlight=False, markup=False)
+        console.print(_text(found, model, machines, left_out), highlight=False, markup=False)
         console.print(_commands(name, found[0], machines), highlight=False, markup=False, soft_wrap=True)
         return
     sizes = {"weights": model.weights(1, False), "windows": model.windows, "left_out": left_out}
@@ -69,7 +69,7 @@ def print_serving(options: PlanOptions, machines: Cluster, workload: dict[str, A
 
 def _mesh(one: Serving) -> str:
     """Return the text of `--mesh` for a way to share weights and keys."""
-    return str(MeshChoice(one.plan.shape, 1 if one.is_shared else one.tp, one.is_shared, ""))
+    return str(MeshChoice(one.shape, 1 if one.is_shared else one.tp, one.is_shared, ""))
 
 
 def _check_fits(found: Sequence[Serving], model: Model, cluster: Cluster) -> None:
@@ -88,26 +88,55 @@ def _check_fits(found: Sequence[Serving], model: Model, cluster: Cluster) -> Non
 
 def _ways_table(found: Sequence[Serving], model: Model, cluster: Cluster) -> Table:
     """Return the ways to share weights and keys as a table."""
+    layers = {"layers": [_layers(one) for one in found], "weights\nread": [in_bytes(one.read) for one in found]}
     columns = {
         "mesh": [_mesh(one) for one in found],
-        "weights\na rank": [in_bytes(one.weights) for one in found],
+        **(layers if cluster.on_cpus else {"weights\na rank": [in_bytes(one.weights) for one in found]}),
         "keys\na rank": [in_bytes(one.keys) for one in found],
         "tokens\nthat fit": [f"{one.tokens:,}" if one.tokens else "none" for one in found],
         "first\ntoken": [in_seconds(one.first) if one.fits and one.first else "-" for one in found],
         "attention": [in_seconds(one.plan.seconds) if one.fits else "-" for one in found],
         "a token": [in_seconds(one.seconds) if one.fits else "does not fit" for one in found],
     }
-    return numbered(f"{model.workload.title}; {cluster.title}", columns, ["mesh"], CAPTION)
+    caption = CAPTION + ON_CPUS * cluster.on_cpus
+    return numbered(f"{model.workload.title}; {cluster.title}", columns, ["mesh", "layers"], caption)
 
 
 CAPTION = """\
-tp: ranks that share the weights; heads, keys: ranks that share the keys; tp=keys: the same ranks share both.
+tp: ranks that share the weights; heads, queries, keys: ranks that share the keys;
+tp=keys: the same ranks share both.
 First token: products with the weights at attention's rate, attention, and the all-reduces of tp.
 A token: attention, reading the weights once, and the all-reduces of tp. Activations are not counted.
 Times are predictions."""
 
+ON_CPUS = """
+Layers: shared, each rank computes a part of each layer; whole, each computes all.
+Weights read: by a rank for a token. On CPUs its small calls and exchanges count."""
 
-def _text(found: Sequence[Serving], model: Model, left_out: dict[str, int]) -> str:
+
+def _layers(one: Serving) -> str:
+    """Return who computes the layers of a step."""
+    return "shared" if one.sharing > 1 else "by tp" if one.tp > 1 else "whole"
+
+
+def _of_layers(found: Sequence[Serving], model: Model, cluster: Cluster) -> str:
+    """Return in a sentence what shared layers save, or why ranks share none."""
+    if why := why_whole(model, cluster):
+        away, whole = over_hosts(model, cluster), in_seconds(chosen(found, cluster.world).seconds)
+        more = "" if away is None else f" By sockets a token would take {in_seconds(away.seconds)}, and not {whole}."
+        return f"The ranks do not share layers: {why}.{more}"
+    together, apart = (chosen(found, cluster.world, shares_layers=shares) for shares in (True, False))
+    sizes, times = (
+        [show(getattr(one, name)) for one in (together, apart)]
+        for show, name in ((in_bytes, "read"), (in_seconds, "seconds"))
+    )
+    return (
+        f"Where the ranks share layers, each reads {sizes[0]} of weights for a token, and not {sizes[1]}: "
+        f"a token takes {times[0]}, and not {times[1]}."
+    )
+
+
+def _text(found: Sequence[Serving], model: Model, cluster: Cluster, left_out: dict[str, int]) -> str:
     """Return the best way in words."""
     best, work = found[0], model.workload
     token, index = (in_bytes(size / work.kept / work.batch) for size in (work.kept_bytes, work.index_bytes))
@@ -117,6 +146,8 @@ def _text(found: Sequence[Serving], model: Model, left_out: dict[str, int]) -> s
         f"Recommended is {_mesh(best)}: of the ways that fit, a token takes least time. A rank holds "
         f"{in_bytes(best.weights)} of weights and {in_bytes(best.keys)} of keys.",
     ]
+    if cluster.on_cpus and cluster.world > 1:
+        lines.append(_of_layers(found, model, cluster))
     if windowed := left_out.get("with windows"):
         kept = in_bytes(model.windows)
         lines.append(f"Left out is the time of {windowed} layers with windows, which keep {kept} of keys on all ranks.")
@@ -140,12 +171,12 @@ def _launch_command(command: str, name: str, way: Serving, cluster: Cluster) -> 
     """Return a command that runs a way; on several hosts, the one to type on each."""
     kv = "" if way.plan.workload.storage is None else f" --kv {way.plan.workload.storage}"
     start = "attnmesh"
-    if cluster.hosts > 1:
+    if way.ranks > cluster.ranks:
         ranks = f"--nnodes {cluster.hosts} --nproc-per-node {cluster.ranks}"
         restarts = " --max-restarts 3" if command == "serve" else ""
         start = f"torchrun {ranks} --rdzv-backend c10d --rdzv-endpoint HEAD:29500{restarts} \\\n    -m attnmesh"
     model = "MODEL" if name.endswith(".json") else name
-    mesh = f" --mesh {_mesh(way)}" if cluster.world > 1 else ""
+    mesh = f" --mesh {_mesh(way)}" if way.ranks > 1 else ""
     return f"{start} {command} --model {model}{mesh}{kv}"
 
 
@@ -155,12 +186,15 @@ def _way_record(one: Serving) -> dict[str, Any]:
         "mesh": _mesh(one),
         "tp": one.tp,
         "shared": one.is_shared,
-        "shape": list(one.plan.shape),
+        "shape": list(one.shape),
+        "sharing": one.sharing,
         "weights": one.weights,
+        "weights_read": one.read,
         "keys": one.keys,
         "tokens": one.tokens,
         "attention_seconds": one.plan.seconds,
         "seconds": one.seconds,
+        "parts": dict(one.parts),
         "first_token_seconds": one.first,
         "fits": one.fits,
     }

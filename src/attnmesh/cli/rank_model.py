@@ -29,7 +29,10 @@ class Loaded(NamedTuple):
 
 
 def load_model(prompt: Prepared, dtype: str, weights: str, *, reproducible: bool) -> Loaded:
-    """Load the model on all ranks. Where `weights` is "auto" ranks share its layers if they can."""
+    """Load the model on all ranks. Where `weights` is "auto" ranks share its layers if that was chosen, and they can.
+
+    A reproducible run shares them on any number of ranks: its bits must not depend on their number.
+    """
     kind = device_type_of(dist.group.WORLD)
     device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
     mesh, sharing = _meshes(device.type, prompt)
@@ -39,15 +42,20 @@ def load_model(prompt: Prepared, dtype: str, weights: str, *, reproducible: bool
     model = open_model(prompt.place, dtype, device, sharing, prompt.mesh.output, images=images)
     if sharing is not None:
         return Loaded(model, mesh, "shared along tp")
-    if weights == "whole" or (weights == "auto" and mesh is None and not reproducible):
-        return Loaded(model, mesh, WHOLE)
+    alone, (shared, why) = mesh is None, prompt.layers
+    if weights == "whole" or (weights == "auto" and not reproducible and (alone or not shared)):
+        return Loaded(model, mesh, _said(WHOLE, "" if alone else why))
     try:
         hf.share_weights(model, mesh)
     except InputError as error:
         if weights == "shared":
             raise
-        return Loaded(model, mesh, f"{WHOLE} ({error.args[2]})")
-    return Loaded(model, mesh, WHOLE if mesh is None else f"shared by {max(mesh.shape)} ranks")
+        return Loaded(model, mesh, _said(WHOLE, error.args[2]))
+    return Loaded(model, mesh, WHOLE if mesh is None else _said(f"shared by {max(mesh.shape)} ranks", why))
+
+
+def _said(what: str, why: str) -> str:
+    return f"{what} ({why})" if why else what
 
 
 def _meshes(device_type: str, prompt: Prepared) -> tuple[DeviceMesh | None, DeviceMesh | None]:

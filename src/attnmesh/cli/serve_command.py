@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
-from attnmesh.cli.generate_command import cache_options, enter_world
+from attnmesh.cli.generate_command import cache_options, enter_world, mesh_options
 from attnmesh.cli.generate_prompt import Prepared, find_model
 from attnmesh.cli.launch import leaving_tidily, run_on_machine
 from attnmesh.cli.output import Status, print_message
@@ -67,7 +67,8 @@ def _prepared(options: ServeOptions, world: int) -> tuple[Prepared, "ServeSettin
     from attnmesh.cli.serve_worker import ServeSettings
 
     with Status("looking for the model") as status:
-        prepared = find_model(options.model, world, options.mesh, status, images=None, revision=options.revision)
+        mesh = mesh_options(options)
+        prepared = find_model(options.model, world, mesh, status, images=None, revision=options.revision)
     longest = _longest(options.max_model_len, prepared.longest)
     memory = options.cache_memory and round(options.cache_memory * 1e9)
     engine: dict[str, Any] = {"max_rows": options.max_rows, "max_queue": options.max_queue, "max_model_len": longest}

@@ -39,6 +39,9 @@ COLUMNS = 32
 HALF, TAG_BYTES = SLOT // 2, 64
 """Bytes of a half of a board, and those before its outputs."""
 
+BOARD_BYTES = HALF - TAG_BYTES
+"""Bytes of outputs that a rank writes between two exchanges, at most."""
+
 ROWS = 64
 """Number of rows that no call has, by which the tags of calls differ."""
 
@@ -78,8 +81,13 @@ class HostLinear:
     @staticmethod
     def takes(weight: Tensor, bias: Tensor | None) -> bool:
         """Return whether the native call takes a layer of these weights."""
+        return weight.is_cpu and (bias is None or bias.is_cpu) and HostLinear.would_take(weight, bias)
+
+    @staticmethod
+    def would_take(weight: Tensor, bias: Tensor | None) -> bool:
+        """Return whether the native call takes a layer of such weights on a CPU."""
         given = [weight] if bias is None else [weight, bias]
-        whole = all(type(one) in (Tensor, Parameter) and one.is_cpu and one.stride(-1) == 1 for one in given)
+        whole = all(type(one) in (Tensor, Parameter) and one.stride(-1) == 1 for one in given)
         alike = bias is None or (bias.dtype == weight.dtype and bias.shape == weight.shape[:1])
         return whole and alike and weight.dtype in DTYPES and weight.shape[1] % COLUMNS == 0 and weight.numel() > 0
 
@@ -104,7 +112,7 @@ class HostLinear:
 
     def _share(self, mailboxes: Mailboxes, fields: bytes, rows: int) -> int:
         """Compute and exchange the outputs piece by piece. Return what the native call returns."""
-        pieces = -(-self.outputs // (self.axis.size * ((HALF - TAG_BYTES) // 4 // rows)))
+        pieces = -(-self.outputs // (self.axis.size * (BOARD_BYTES // 4 // rows)))
         turns = self.axis.size + 1
         try:
             if mailboxes.has_left:

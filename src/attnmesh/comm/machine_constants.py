@@ -17,7 +17,8 @@ import torch
 from attnmesh.errors import ClusterError, warn_once
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.shapes import Shape
-from attnmesh.runtime.machine import cache_folder, cpu_name
+from attnmesh.runtime.machine import cache_folder, cores_here, cpu_name
+from attnmesh.runtime.memory import host_memory
 
 PRESET_OF_GPU = {
     "H100": "dgx-h100",
@@ -88,22 +89,37 @@ def measured_machine(device_type: str) -> tuple[Cluster, int] | None:
 
 def share_of_cores(device: torch.device) -> float:
     """Return the share of this host's cores that a rank's threads take; 0 for a rank with a GPU."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(1.0, torch.get_num_threads() / cores) if device.type == "cpu" else 0.0
+    return min(1.0, torch.get_num_threads() / cores_here()) if device.type == "cpu" else 0.0
 
 
 def cluster_of(hosts: int, ranks: int, base: Cluster, preset: str, share: float = 0.0) -> Cluster:
     """Return the base with these counts; the preset if the base has no links for them.
 
-    A preset has a core for each thread. `share` is what a rank takes of its host's cores.
+    `share` is what a rank takes of its host's cores. A rank of a preset has the cores that it takes. Ranks that were
+    measured had to share them, as many as they were.
     """
+    measured = True
     try:
         found = base.sized(hosts, ranks)
     except ClusterError:
         found = Cluster.preset(preset).sized(hosts, ranks)
-    if found.name != preset or share * ranks <= 1:
-        return found
-    return replace(found, device=replace(found.device, alone=share * ranks))
+        measured = False
+    before = max(1.0, share * base.ranks) if measured and base.name != preset else 1.0
+    now = max(1.0, share * ranks)
+    return found if now == before else replace(found, device=found.device.of_cores(before / now))
+
+
+def this_machine(ranks: int, device_type: str = "cpu", hosts: int = 1) -> Cluster:
+    """Return so many ranks of this machine, or of hosts like it: the constants that `attnmesh probe` has kept, or else
+    those of the preset most like it. Ranks on CPUs share the cores and the memory.
+    """
+    preset, measured = preset_for(torch.device(device_type)), measured_machine(device_type)
+    base = Cluster.preset(preset) if measured is None else measured[0]
+    if device_type != "cpu":
+        return cluster_of(hosts, ranks, base, preset)
+    cores = cores_here()
+    found = cluster_of(hosts, ranks, base, preset, max(1, cores // ranks) / cores)
+    return replace(found, device=replace(found.device, memory=host_memory() / ranks))
 
 
 def cluster_and_tile(

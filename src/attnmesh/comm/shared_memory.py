@@ -34,10 +34,13 @@ SLOT = 1 << 18
 """Bytes of the longest message. Receivers have room for as many, also where they expect fewer."""
 
 MAX_MEMORY = 1 << 26
-"""Bytes of the mailboxes of a host at most. More than 15 ranks a host use sockets."""
+"""Bytes of the mailboxes of a host at most."""
 
 HEAD = 128
 """Bytes before a message: one cache line for each counter."""
+
+MOST_RANKS = max(ranks for ranks in range(64) if ranks * (ranks + 1) * (HEAD + SLOT) <= MAX_MEMORY)
+"""Ranks of a host at most, 15. More of them use sockets."""
 
 SIZE, RECEIVED = 2, 8
 """Words of a box after the first, which counts messages sent: the bytes of the last one, and messages received."""

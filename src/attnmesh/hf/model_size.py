@@ -23,6 +23,7 @@ from attnmesh.hf.models import (
     layers_of,
     window_of,
 )
+from attnmesh.hf.shared_weights import sizes_of_shared
 from attnmesh.hf.tensor_parallel import rank_weights
 from attnmesh.hf.transformers_names import Conv1D
 from attnmesh.planner.selected import Selected
@@ -59,7 +60,8 @@ def model_size(config: PreTrainedConfig, dtype: str = "bfloat16", **workload: An
     assert work is not None
     kept = small.kept_bytes if whole and small else 0
     weights = cache(lambda ranks, is_shared: rank_weights(skeleton, ranks, "heads" if is_shared else "replicated"))
-    return Model(work, config.hidden_size, config.num_hidden_layers, weights, kept, _active(skeleton))
+    sizes = config.hidden_size, config.num_hidden_layers
+    return Model(work, *sizes, weights, kept, _active(skeleton), sizes_of_shared(skeleton))
 
 
 def training_size(config: PreTrainedConfig, lora: int = 0, **workload: Any) -> TrainedModel:

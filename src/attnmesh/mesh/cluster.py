@@ -73,6 +73,11 @@ class Cluster:
         return self.hosts * self.ranks
 
     @property
+    def on_cpus(self) -> bool:
+        """True if ranks compute on the CPUs of their hosts, whose cores and memory they share: gloo connects them."""
+        return self.short_collectives == "ring"
+
+    @property
     def title(self) -> str:
         """The name and the numbers of hosts and ranks.
 

@@ -1,6 +1,6 @@
 """Rates of devices and links."""
 
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields, replace
 
 from attnmesh.errors import ClusterError
 
@@ -38,6 +38,18 @@ class Device:
 
     def __post_init__(self) -> None:
         _check_numbers(self)
+
+    def of_cores(self, times: float) -> "Device":
+        """Return the device of a rank that has so many times as much of its host's cores.
+
+        >>> device = Device(4e9, 4e9, 8e9, 1e9, call=1e-4, alone=2.0)
+        >>> device.of_cores(2).memory_rate, device.of_cores(2).alone
+        (16000000000.0, 1.0)
+        """
+        copy = None if self.copy_rate is None else times * self.copy_rate
+        rates = {name: times * getattr(self, name) for name in ("forward_rate", "backward_rate", "memory_rate")}
+        alone = max(1.0, self.alone / times)
+        return replace(self, **rates, copy_rate=copy, call=self.call * alone / self.alone, alone=alone)
 
 
 @dataclass(frozen=True)

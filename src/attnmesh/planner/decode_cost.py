@@ -1,6 +1,11 @@
-"""Predicted cost of a decode step: attention of each rank, one merge, and an all-gather of split heads."""
+"""Predicted cost of a decode step: attention of each rank, one merge, and an all-gather of split heads.
+
+Beside attention, of all layers: their weights, which each rank reads whole or in part, and the outputs that ranks with
+a part of them exchange.
+"""
 
 from math import ceil
+from typing import NamedTuple
 
 import torch
 
@@ -14,6 +19,68 @@ from attnmesh.planner.workload import Workload
 
 CANDIDATE_BYTES = 8
 """Bytes of a candidate: its score and its index."""
+
+OUTPUT_BYTES = 4
+"""Bytes of an output that ranks exchange, in float32."""
+
+SMALL_CALLS = 29
+"""Operations of a layer of Llama beside linear layers and attention: norms, rotations, an activation, sums."""
+
+FLOPS = 2
+"""Operations of a weight and a token."""
+
+
+class SharedLayers(NamedTuple):
+    """The linear layers of a model that the ranks of a host can compute together, in steps of few rows."""
+
+    weights: int
+    """Bytes of their weights."""
+    outputs: tuple[int, ...]
+    """Outputs of each call. Layers of one input are one call."""
+    most_rows: int
+    """Rows of a step at most."""
+    most_ranks: int
+    """Ranks of a host at most."""
+    board: int
+    """Bytes of outputs that a rank writes between two exchanges, at most."""
+
+    def exchanges(self, ranks: int, rows: int) -> int:
+        """Return the exchanges of a step. Outputs that do not fit the boards go piece by piece.
+
+        >>> SharedLayers(0, (100, 4000), 32, 15, 4096).exchanges(2, 1)
+        3
+        """
+        piece = ranks * (self.board // OUTPUT_BYTES // rows)
+        return sum(ceil(outputs / piece) for outputs in self.outputs)
+
+
+def add_weights(read: float, rows: int, item: int, cluster: Cluster, total: Cost) -> None:
+    """Add the time of so many bytes of weights: they are read once, or multiplied with many rows."""
+    products = FLOPS * rows * read / item / cluster.device.forward_rate
+    total.add_stage("weights", max(read / cluster.device.memory_rate, products))
+
+
+def add_small_calls(layers: int, cluster: Cluster, total: Cost) -> None:
+    """Add the time of what else a layer computes, on CPUs. On GPUs it depends on who launches it, and is left out."""
+    if cluster.on_cpus:
+        total.add_stage("rest", layers * SMALL_CALLS * cluster.device.call)
+
+
+def add_outputs(shared: SharedLayers, ranks: int, rows: int, cluster: Cluster, total: Cost) -> None:
+    """Add the exchanges of outputs. Ranks of a host read those of the others from shared memory; hosts send them."""
+    if cluster.hosts > 1:
+        for outputs in shared.outputs:
+            one = Cost()
+            message = Payload(OUTPUT_BYTES * rows * outputs / ranks, 0)
+            merge_cost("direct", MergeGroup(ranks, cluster.ranks), message, cluster, one)
+            total.add_stage("outputs", one.seconds)
+            total.add_traffic(one.inside, one.between, one.messages)
+        return
+    exchanges, device = shared.exchanges(ranks, rows), cluster.device
+    received = OUTPUT_BYTES * rows * sum(shared.outputs) * (ranks - 1) / ranks
+    waits = exchanges * cluster.inside.merge_latency
+    total.add_stage("outputs", waits + received / (device.copy_rate or device.memory_rate))
+    total.add_traffic(ranks * received, 0, 0)
 
 
 def decode_cost(candidate: Candidate, workload: Workload, cluster: Cluster) -> Cost:

@@ -19,6 +19,11 @@ def cache_folder() -> Path | None:
         return None
 
 
+def cores_here() -> int:
+    """Return the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def cpu_facts(*names: str) -> list[str]:
     """Return the lines of these names that the system has on its processors, each once; none where it has no list."""
     try:

@@ -119,7 +119,7 @@ def measure_device(world: MeasuredRanks, dtype: torch.dtype) -> Device:
         one = world.median(lambda: whole() if world.axis.index == 0 else None, until_all=True)
         few = [x[:, :, :8].contiguous() for x in (q, k, v)]
         call = world.short(planned(*few))
-        keys = torch.randn(2, 1, 8, 2**20 if gpu else 2**13, width, device=world.device, dtype=dtype)
+        keys = torch.randn(2, 1, 8, 2**20 if gpu else 2**15, width, device=world.device, dtype=dtype)
         read = world.median(planned(few[0][:, :, :1], *keys.unbind()))
         copy = world.median(keys.clone)
     backward = max(world.median(both, until_all=True) - forward, forward)
