@@ -13,6 +13,7 @@ import hypothesis
 import pytest
 import torch
 
+import tests.support.garbage
 import tests.support.interpreted  # noqa: F401 (first of all)
 from attnmesh.cli.launch import Processes
 from attnmesh.kernels.native.build import library

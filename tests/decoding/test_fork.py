@@ -14,6 +14,7 @@ from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
+from tests.support.seeds import rotated
 
 SHAPES = [Shape(1, 1, 1), Shape(1, 1, 2), Shape(1, 3, 1), Shape(1, 2, 2), Shape(2, 1, 2)]
 
@@ -68,9 +69,9 @@ def continued(shape: Shape, batch: int, padded: bool, reproducible: bool) -> Non
     change(lambda cache, n: cache.reserve(300))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(("batch", "padded"), [(1, False), (3, False), (2, True)])
-def test_forks_continue_as_copies_do(shape: Shape, batch: int, padded: bool, pool: Pool) -> None:
+@pytest.mark.parametrize(("shape", "rows"), rotated(SHAPES, [(1, False), (3, False), (2, True)], every=2))
+def test_forks_continue_as_copies_do(shape: Shape, rows: tuple[int, bool], pool: Pool) -> None:
+    batch, padded = rows
     pool.run(shape.ranks, continued, shape, batch, padded, False)
     if not padded and shape.queries * shape.keys != 3:
         pool.run(shape.ranks, continued, shape, batch, padded, True)

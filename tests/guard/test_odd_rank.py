@@ -45,8 +45,7 @@ def _attend(*arguments: Any) -> dict[str, Any]:
         return attention_outcomes("cpu", *arguments)
 
 
-@pytest.mark.parametrize("before", BEFORE)
-@pytest.mark.parametrize("shape", [(1, 3, 1), (1, 1, 3), (2, 2, 1)])
+@pytest.mark.parametrize(("shape", "before"), rotated([(1, 3, 1), (1, 1, 3), (2, 2, 1)], BEFORE, every=2))
 def test_attention(shape: tuple[int, int, int], before: int, pool: Pool) -> None:
     check(pool.run(shape[0] * shape[1] * shape[2], _attend, shape, before), before, compares_all=True)
 
@@ -57,9 +56,11 @@ def _merge(kernel: str, *arguments: Any) -> dict[str, Any]:
         return merge_outcomes("cpu", 3, *arguments)
 
 
-@pytest.mark.parametrize("before", BEFORE)
-@pytest.mark.parametrize(("kernel", "how"), [("triton", "tree"), ("auto", "tree"), ("auto", "direct")])
-def test_merges(kernel: str, how: str, before: int, pool: Pool) -> None:
+@pytest.mark.parametrize(
+    ("way", "before"), rotated([("triton", "tree"), ("auto", "tree"), ("auto", "direct")], BEFORE, every=2)
+)
+def test_merges(way: tuple[str, str], before: int, pool: Pool) -> None:
+    kernel, how = way
     check(pool.run(3, _merge, kernel, before, how), before, compares_all=kernel == "auto")
 
 

@@ -1,6 +1,7 @@
 """Attention on meshes of ranks, forward and gradients, against float64; and what else is asked of it."""
 
 import re
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -308,14 +309,14 @@ def test_in_a_bigger_mesh(pool: Pool) -> None:
 # --- composition ---
 
 
-def compiled_layer(shape: Shape, exchange: str) -> bool:
+def compiled_layer(shape: Shape, exchange: str, sizes: Sequence[int]) -> bool:
     mesh, same = mesh_of(shape), []
 
     def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return am.attention(q * 2, k, v, mesh=mesh, layout=am.Zigzag(), exchange=exchange).sin()
 
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    for heads in (5, 3):  # the second graph has symbols for sizes that differ
+    for heads in sizes:  # a second graph has symbols for sizes that differ
         tensors = [torch.randn(1, h, 10, 8, requires_grad=True) for h in (2 * heads, heads, heads)]
         outs = [function(*tensors) for function in (layer, compiled)]
         eager, graph = [(out, *torch.autograd.grad(out.sum(), tensors)) for out in outs]
@@ -323,12 +324,16 @@ def compiled_layer(shape: Shape, exchange: str) -> bool:
     return all(same)
 
 
-PAIRS = [(PAIR, "ring"), (Shape(2, 1, 1), "pipelined"), (Shape(1, 1, 2), "pipelined")]
+COMPILED = [
+    (PAIR, "ring", (5, 3)),
+    *((shape, "pipelined", (5,)) for shape in (Shape(2, 1, 1), Shape(1, 1, 2))),
+    *(pytest.param(shape, "pipelined", (5, 3), marks=pytest.mark.long) for shape in (Shape(2, 1, 1), Shape(1, 1, 2))),
+]
 
 
-@pytest.mark.parametrize(("shape", "exchange"), PAIRS)
-def test_compiles_to_one_graph(pool: Pool, shape: Shape, exchange: str) -> None:
-    assert pool.run(2, compiled_layer, shape, exchange) == [True] * 2
+@pytest.mark.parametrize(("shape", "exchange", "sizes"), COMPILED)
+def test_compiles_to_one_graph(pool: Pool, shape: Shape, exchange: str, sizes: Sequence[int]) -> None:
+    assert pool.run(2, compiled_layer, shape, exchange, sizes) == [True] * 2
 
 
 def compiled_of_uneven_shards() -> list[str]:

@@ -27,6 +27,7 @@ from typing import Any
 from attnmesh.cli.launch import Processes
 
 PRELOADED = [
+    "tests.support.garbage",
     "tests.support.interpreted",
     "torch._dynamo",
     "torch.distributed.fsdp",

@@ -1,8 +1,8 @@
 """Preparations that each rank would make for itself, made once in the process that ranks are forked from.
 
-PyTorch's compiler imports most of its parts with the first graph. What stands frozen is not searched for garbage again
-in any rank, which would also copy the memory that it shares with the others. Triton's interpreter compiles a program
-with its first launch.
+PyTorch's compiler imports most of its parts with the first graph, and others with its first gradient. What stands
+frozen is not searched for garbage again in any rank, which would also copy the memory that it shares with the others.
+Triton's interpreter compiles a program with its first launch.
 """
 
 import gc
@@ -19,7 +19,7 @@ if find_spec("triton") and not torch.cuda.is_available():
         if isinstance(program, InterpretedFunction):
             program.rewrite()
 
-torch.compile(torch.neg, backend="aot_eager")(torch.ones(2))
+torch.compile(torch.neg, backend="aot_eager")(torch.ones(2, requires_grad=True)).sum().backward()
 torch._dynamo.reset()
 gc.collect()
 gc.freeze()

@@ -91,11 +91,19 @@ def turns(generate: Generate) -> list[Tensor]:
 CHECKS = (plain, padded, chunked, beams, turns)
 
 
-def ours(kind: str, shape: Shape) -> dict[str, Any]:
+Check = Callable[[Generate], list[Tensor]]
+
+
+def checks_of(kind: str, every: int) -> list[Check]:
+    """Return the checks of a type, or every second one: the others are those of the next type."""
+    return [*CHECKS[[*TYPES].index(kind) % every :: every]]
+
+
+def ours(kind: str, shape: Shape, checks: list[Check]) -> dict[str, Any]:
     """Return the tokens of each check on a rank."""
     small, mesh = model(kind, "attnmesh"), named_mesh(shape, AXES)
     found = {}
-    for check in CHECKS:
+    for check in checks:
         cache = hf.ShardedCache(small.config, mesh, block=4)
 
         def generate(ids: Tensor, cache: hf.ShardedCache = cache, **options: Any) -> Tensor:
@@ -106,34 +114,36 @@ def ours(kind: str, shape: Shape) -> dict[str, Any]:
 
 
 @lru_cache
-def stock(kind: str) -> dict[str, Any]:
-    """Return the tokens of stock transformers."""
+def stock(kind: str, check: Check) -> list[Any]:
+    """Return the tokens of stock transformers in a check."""
 
     def generate(ids: Tensor, **options: Any) -> Tensor:
         options = {"attention_mask": torch.ones_like(ids), **options, "prefill_chunk_size": None}
         return model(kind, "sdpa").generate(ids, do_sample=False, **options)
 
-    return {check.__name__: [tokens.tolist() for tokens in check(generate)] for check in CHECKS}
+    return [tokens.tolist() for tokens in check(generate)]
 
 
 def types_on_meshes() -> list[Any]:
-    """Return each type on each mesh; only `SAMPLED` without a mark."""
+    """Return each type on each mesh, which are long, and those of `SAMPLED` with every second check."""
     return [
-        pytest.param(
-            kind,
-            shape,
-            id=f"{kind}-{'x'.join(map(str, shape))}",
-            marks=[] if SAMPLED.get(kind) == shape else pytest.mark.long,
-        )
+        pytest.param(kind, shape, every, id=f"{kind}-{'x'.join(map(str, shape))}{'-some' * (every > 1)}", marks=marks)
         for kind in TYPES
         for shape in SHAPES
+        for every, marks in ((1, [pytest.mark.long]), (2, []))
+        if every == 1 or SAMPLED.get(kind) == shape
     ]
 
 
-@pytest.mark.parametrize(("kind", "shape"), types_on_meshes())
-def test_each_type_gives_the_tokens_of_stock_transformers(kind: str, shape: Shape, pool: Pool) -> None:
-    for found in pool.run(shape.ranks, ours, kind, shape):
-        assert found == stock(kind)
+@pytest.mark.parametrize(("kind", "shape", "every"), types_on_meshes())
+def test_each_type_gives_the_tokens_of_stock_transformers(kind: str, shape: Shape, every: int, pool: Pool) -> None:
+    checks = checks_of(kind, every)
+    for found in pool.run(shape.ranks, ours, kind, shape, checks):
+        assert found == {check.__name__: stock(kind, check) for check in checks}
+
+
+def test_each_check_is_in_the_sample() -> None:
+    assert {check for kind in SAMPLED for check in checks_of(kind, 2)} == {*CHECKS}
 
 
 # --- what is kept, computed and sent ---

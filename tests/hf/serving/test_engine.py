@@ -86,17 +86,17 @@ def streams_together(shape: Shape, family: str) -> None:
     """Compare streams that join as others run with `generate`, sampled ones with what it draws."""
     model, mesh = families.model(family, "attnmesh"), named_mesh(shape, AXES)
     prompts = [ids(length, seed=length) for length in (150, 1, 37, 5, 90, 3)]
-    wanted = [greedy(model, text, 8 + row, mesh=mesh) for row, text in enumerate(prompts)]
-    alone = [sampled(model, text, 12, mesh=mesh, **SAMPLED) for text in prompts[:3]]
+    wanted = [greedy(model, text, 4 + row, mesh=mesh) for row, text in enumerate(prompts)]
+    alone = [sampled(model, text, 7, mesh=mesh, **SAMPLED) for text in prompts[:3]]
     with running(model, mesh, max_rows=4, max_gap=0.01) as engine:
         if engine is None:
             return
-        streams = [engine.submit(text, max_new_tokens=8 + row) for row, text in enumerate(prompts)]
-        drawn = [engine.submit(text, max_new_tokens=12, **SAMPLED) for text in prompts[:3]]
+        streams = [engine.submit(text, max_new_tokens=4 + row) for row, text in enumerate(prompts)]
+        drawn = [engine.submit(text, max_new_tokens=7, **SAMPLED) for text in prompts[:3]]
         assert [tokens(stream) for stream in streams] == wanted
         assert [tokens(stream) for stream in drawn] == alone
         assert {stream.finish_reason for stream in streams + drawn} == {"length"}
-        other = engine.submit(prompts[0], max_new_tokens=12, **(SAMPLED | {"seed": 6}))
+        other = engine.submit(prompts[0], max_new_tokens=7, **(SAMPLED | {"seed": 6}))
         assert tokens(other) != alone[0]
 
 
