@@ -72,6 +72,14 @@ def test_shards_of_a_causal_problem_are_few_plain_blocks(layout: Layout) -> None
             assert all(block.band is None for block in blocks)
 
 
+def test_most_pairs_of_many_runs_are_in_blocks_of_many_rows() -> None:
+    blocks = cut(Band.of(am.Causal(), am.Striped(128).positions(8192, 2, 1), 8192))
+    assert len(blocks) == 2 * 8192 // (2 * 128)  # as many as if each run attended all earlier keys
+    rows = {2048: 1, 1024: 2, 512: 4, 256: 8}
+    for size, count in rows.items():
+        assert [block.queries.stop - block.queries.start for block in blocks].count(size) == count
+
+
 @pytest.mark.parametrize("mask", [am.Window(256), am.Causal() & am.Documents([4096] * 16)])
 def test_work_and_masks_grow_with_the_length_alone(mask: Mask) -> None:
     blocks = cut(band(mask, 65536))

@@ -1,11 +1,12 @@
 """Predicted memory beside the tensors that live during a backward pass."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 
 import attnmesh as am
-from attnmesh.mesh.exchange_cost import fastest_way, peak_activations
+from attnmesh.mesh.exchange_cost import LayerWork, attention_seconds, fastest_way, peak_activations
 from attnmesh.mesh.prices import Candidate
 from attnmesh.mesh.schedule import EXCHANGES
 from attnmesh.mesh.shapes import Shape
@@ -57,6 +58,19 @@ def test_pipelined_holds_about_what_a_ring_does(heads: tuple[int, int]) -> None:
             peak_activations(Shape(1, ranks, 1), *heads, EXCHANGES[name]) for name in ("pipelined", "ring")
         )
         assert pipelined <= 1.3 * ring
+
+
+def test_each_group_of_heads_pays_for_each_further_run() -> None:
+    shape, device = Shape(1, 2, 1), replace(am.Cluster.preset("local").device, run=7.0)
+    cluster = replace(am.Cluster.preset("local", ranks=2), device=device)
+    work = LayerWork(8, 4, 64, 64, length=2048, item=4, mask=am.Causal(), backward=False)
+    seconds = {
+        (block, name): attention_seconds(Candidate(shape, shape, am.Striped(block), name), work, cluster)
+        for block in (128, 256)
+        for name in ("bulk", "pipelined")
+    }
+    further = [seconds[128, name] - seconds[256, name] for name in ("bulk", "pipelined")]
+    assert further == pytest.approx([4 * device.run, 4 * 4 * device.run], rel=1e-3)
 
 
 @pytest.mark.parametrize(("batch", "by_memory"), [(1, False), (4096, True)])

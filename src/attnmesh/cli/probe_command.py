@@ -87,6 +87,7 @@ def described(cluster: Cluster) -> dict[str, Any]:
         "keys read": f"{device.memory_rate / 1e9:,.2f} GB/s" + copied,
         "memory": f"{device.memory / 1e9:,.1f} GB a rank",
         "a call": in_seconds(device.call, 3),
+        "a run": in_seconds(device.call if device.run is None else device.run, 3),
     }
     for name, link in (("inside a host", cluster.inside), ("between hosts", cluster.between)):
         if link != NO_LINK:
