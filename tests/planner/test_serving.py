@@ -11,7 +11,7 @@ import attnmesh.hf as hf
 from attnmesh.errors import ClusterError, KernelError, ShapeError
 from attnmesh.hf.model_size import model_size, other_layers
 from attnmesh.mesh.cluster import Cluster
-from attnmesh.mesh.rates import NO_LINK
+from attnmesh.mesh.rates import NO_LINK, Device, Link
 from attnmesh.planner.decode_cost import SharedLayers
 from attnmesh.planner.serving import Model, Serving, chosen, over_hosts, serving, why_whole
 from tests.support import families
@@ -159,7 +159,9 @@ def model_of_cpus(rows: int = 1) -> Model:
 
 
 def cpus(hosts: int = 1, ranks: int = 2) -> Cluster:
-    return am.Cluster.preset("local", hosts, ranks)
+    device = Device(2.7e10, 3e10, 8e9, 6e9, copy_rate=4e9, call=4e-4)
+    links = Link(5e-4, 5e8, 2e9, short=1e-4), Link(5e-4, 1.18e8, 1.18e8, message=4e-4)
+    return Cluster("cpus", hosts, ranks, device, *links, short_collectives="ring")
 
 
 def test_ranks_that_share_layers_read_their_part_and_exchange_outputs() -> None:

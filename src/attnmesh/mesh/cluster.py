@@ -278,11 +278,11 @@ CLUSTERS = (
         "local",
         1,
         4,
-        Device(2.7e10, 3.0e10, 8e9, 6e9, copy_rate=4e9, call=4e-4),
-        Link(5e-4, 5e8, 2e9, short=1e-4, step=5e-4, message=1.5e-4),
-        Link(5e-4, 1.18e8, 1.18e8, message=4e-4),
+        Device(1.0e11, 1.0e11, 1.27e10, 6e9, copy_rate=4.8e9, call=2.7e-5),
+        Link(7.7e-5, 1.1e9, 2.2e9, short=1e-5, step=1.15e-4, message=6e-6),
+        Link(1e-4, 1.18e8, 1.18e8, step=1.3e-4, message=7e-6),
         short_collectives="ring",
-        sources=(("all", "attnmesh probe on 2 cores of an AMD EPYC, 4 ranks; between hosts 1 Gbit/s Ethernet"),),
+        sources=(("all", "attnmesh probe on 2 cores of an Intel Xeon, 2 ranks; between hosts 1 Gbit/s Ethernet"),),
     ),
 )
 
