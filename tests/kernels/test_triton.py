@@ -25,10 +25,10 @@ from attnmesh.decoding.step import run_step
 from attnmesh.errors import KernelError
 from attnmesh.kernels import selected_keys as selected
 from attnmesh.kernels import stacked_merge as merging
-from attnmesh.kernels import triton as kernel
 from attnmesh.kernels import triton_runtime
 from attnmesh.kernels.blocks import Block
-from attnmesh.kernels.native.kernel import NATIVE
+from attnmesh.kernels.implementations import triton as kernel
+from attnmesh.kernels.implementations.native import NATIVE
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support import histories

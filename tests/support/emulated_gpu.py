@@ -307,7 +307,7 @@ def _patch_package(gpu: EmulatedGPU, stack: ExitStack) -> None:
         "can_use_efficient_attention": lambda q: q.dtype != torch.float64,
         "can_use_cudnn_attention": lambda q: False,
     }
-    stack.enter_context(patch.multiple("attnmesh.kernels.cuda", **takes))
+    stack.enter_context(patch.multiple("attnmesh.kernels.implementations.cuda", **takes))
 
 
 def on_host(x: Any) -> Any:

@@ -20,7 +20,7 @@ from attnmesh.core.selection import Selection
 from attnmesh.core.storage import columns_of, storage_of
 from attnmesh.kernels.blocks import BackwardInputs, Gradients, Kernel, Need
 from attnmesh.kernels.choice import find
-from attnmesh.kernels.reference import attend_rows, backward_rows
+from attnmesh.kernels.implementations.reference import attend_rows, backward_rows
 from attnmesh.runtime.caches import on_device
 
 ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
