@@ -100,16 +100,10 @@ class Gloo:
         """Send a message to every other rank, and merge all at once."""
         return form.merge(self.swap([message] * self.axis.size))
 
-    def tree(self, message: Tensor, form: PartialMessage, canonical: bool) -> Merged:
-        """Merge two messages in each round of a tree. The bits do not depend on which of them comes first."""
-        steps = self.inside_host(message, form, rounds(self.axis, canonical)[self.axis.index], canonical)
-        return form.partial(self.reduce(message, steps, form.merge_messages))
-
-    def inside_host(
-        self, message: Tensor, form: PartialMessage, steps: Sequence[Round], canonical: bool
-    ) -> Sequence[Round]:
-        """Merge in place by the rounds inside the host, which come first, if one call can. Return the other rounds."""
-        return steps
+    def tree(self, message: Tensor, form: PartialMessage, canonical: bool, done: int = 0) -> Merged:
+        """Merge two messages in each round of a tree that is not done. Which comes first makes no difference."""
+        steps = rounds(self.axis, canonical)[self.axis.index]
+        return form.partial(self.reduce(message, steps[done:], form.merge_messages))
 
     def all_reduce(self, message: Tensor, form: PartialMessage) -> Merged:
         """Merge by three all-reduces, as Algorithm 3 of Tree Attention does: maximum, numerator and denominator."""
@@ -239,15 +233,13 @@ class SharedMemory(Gloo):
         merge_in_host(message, *form.sizes, self.axis, self.mailboxes, None)
         return form.partial(message)
 
-    def inside_host(
-        self, message: Tensor, form: PartialMessage, steps: Sequence[Round], canonical: bool
-    ) -> Sequence[Round]:
-        """Merge messages of float32 in one native call."""
-        if not form.is_native or canonical:
-            return steps
-        inside = next((i for i, step in enumerate(steps) if not self.mailboxes.holds(step)), len(steps))
-        merge_in_host(message, *form.sizes, self.axis, self.mailboxes, steps[:inside])
-        return steps[inside:]
+    def tree(self, message: Tensor, form: PartialMessage, canonical: bool, done: int = 0) -> Merged:
+        """Merge messages by the rounds inside the host, which come first, in one native call."""
+        if form.is_native and not canonical:
+            steps = rounds(self.axis, canonical)[self.axis.index]
+            done = next((i for i, step in enumerate(steps) if not self.mailboxes.holds(step)), len(steps))
+            merge_in_host(message, *form.sizes, self.axis, self.mailboxes, steps[:done])
+        return super().tree(message, form, canonical, done)
 
     def merges_whole(self, form: PartialMessage) -> bool:
         """Return whether all ranks share the host, and the native library merges such messages."""

@@ -4,8 +4,7 @@ A merge sends messages of a size that does not depend on the context. A new one 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -30,25 +29,21 @@ Merged = tuple[Tensor, Partial]
 """The maximum of the checksums of all ranks, and the merge of their partials."""
 
 
-@dataclass(frozen=True)
-class Merge:
-    """One way to merge the partials of all ranks of an axis."""
+class Merge(NamedTuple):
+    """One way to merge the partials of all ranks of an axis.
+
+    `run` merges this rank's message by a transport, given its form, and whether even ranks merge with odd ranks last.
+    `price` adds the predicted cost of that.
+    """
 
     name: str
     run: Callable[[Any, Tensor, Any, bool], Merged]
-    """Merges by a transport this rank's message, of a form, with even ranks and odd ranks last if it is canonical."""
     price: Callable[[MergeGroup, Payload, Cluster, Cost], None]
-    """Adds the predicted cost of one merge."""
-    known_as: str = "gathered partials"
-    """The published scheme of decoding with it."""
-    in_rounds: bool = False
-    """Whether two messages merge in each round of a tree: the canonical order gives the same bits on any ranks."""
-    at_once: bool = False
-    """Whether each rank sends to every other. Then it can send each the heads that this one wants."""
-    is_collective: bool = False
-    """Whether the backend merges. It cannot detect a wrong message, so ranks compare their calls first."""
-    is_packed: bool = True
-    """Whether messages travel as they are. Else all numbers in them are summed, in the dtype of lse."""
+    known_as: str = "gathered partials"  # the published scheme of decoding with it
+    in_rounds: bool = False  # along a tree, whose canonical order gives the same bits on 1, 2, 4, 8, ... ranks
+    at_once: bool = False  # each rank sends to every other, and can send it that rank's heads alone
+    is_collective: bool = False  # of the backend, which cannot detect a wrong message: ranks compare calls first
+    is_packed: bool = True  # messages travel as they are; else the numbers in them are summed, in the dtype of lse
 
     @property
     def is_native(self) -> bool:
@@ -123,4 +118,4 @@ def native_merges() -> list[Merge]:
 
 def fastest_merge(group: MergeGroup, cluster: Cluster) -> Merge:
     """Return the fastest merge of short messages, of equal ones the last."""
-    return min(reversed(native_merges()), key=lambda merge: merge.seconds(group, TYPICAL_PAYLOAD, cluster))
+    return min(native_merges()[::-1], key=lambda merge: merge.seconds(group, TYPICAL_PAYLOAD, cluster))
