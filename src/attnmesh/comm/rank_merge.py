@@ -11,9 +11,10 @@ from attnmesh.comm.topology import rounds
 from attnmesh.comm.transport import transport_of
 from attnmesh.core.candidates import best
 from attnmesh.core.partial import Partial, sum_dtype
+from attnmesh.errors import KernelError, require
 from attnmesh.kernels.stacked_merge import use_triton
 from attnmesh.mesh.axes import Axis, device_type_of
-from attnmesh.mesh.merges import MERGES, OUTPUTS, Merge, merge_named
+from attnmesh.mesh.merges import MERGES, OUTPUTS, Merge
 from attnmesh.runtime.counters import timed_merge
 
 
@@ -95,7 +96,8 @@ def chosen_merge(axis: Axis, how: str, output: str, device: torch.device, *, can
     if canonical and not (how in MERGES and MERGES[how].in_rounds):
         return next(merge for merge in MERGES.values() if merge.in_rounds)
     if how != "auto":
-        return merge_named(how)
+        require(how in MERGES, KernelError, "merge", "a merge that a transport has", repr(how), "write one")
+        return MERGES[how]
     return next(merge for merge in MERGES.values() if merge.at_once) if output == "heads" else fastest
 
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from attnmesh.core.partial import Partial
-from attnmesh.errors import KernelError
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.merge_cost import (
     CHECKSUM_BYTES,
@@ -97,13 +96,6 @@ MERGES = {
     )
 }
 """All merges by name."""
-
-
-def merge_named(name: str) -> Merge:
-    """Return the merge of that name, or raise."""
-    if name not in MERGES:
-        raise KernelError("merge", "a merge that a transport has", repr(name), "write one")
-    return MERGES[name]
 
 
 def is_collective(name: object) -> bool:
