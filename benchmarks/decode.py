@@ -19,7 +19,7 @@ import attnmesh as am
 from attnmesh.cli.launch import Send, run_on_ranks
 from attnmesh.core.partial import Partial, merge_unchecked
 from attnmesh.core.storage import STORAGES
-from attnmesh.mesh.merges import MERGE_CHOICES
+from attnmesh.mesh.merges import MERGES
 from benchmarks.netns import World, run_on, send_rows
 from benchmarks.timing import Call, Timing, exact_memory, peak_memory, race
 
@@ -98,7 +98,7 @@ def _merges() -> Iterator[Row]:
 
 def _merge(batch: int) -> list[Row]:
     own, group = Partial(torch.randn(batch, 32, 1, WIDTH), torch.randn(batch, 32, 1)), dist.group.WORLD
-    options: dict[str, dict[str, Any]] = {how: {"how": how} for how in MERGE_CHOICES}
+    options: dict[str, dict[str, Any]] = {how: {"how": how} for how in ("auto", *MERGES)}
     options["tree, out in bfloat16"] = {"how": "tree", "wire": torch.bfloat16}
     options["to each its heads (Helix: one all-to-all)"] = {"output": "heads"}
     contenders: dict[str, Call] = {

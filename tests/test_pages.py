@@ -105,10 +105,12 @@ PACKAGES = ("attnmesh", "attnmesh.hf", "attnmesh.diffusers", "attnmesh.engines")
 
 
 def public_names(package: str) -> list[str]:
-    """Names that a package exports as `X as X`."""
+    """Names that a package exports: as `X as X`, and all that the file of masks does."""
     tree = ast.parse((ROOT / "src" / package.replace(".", "/") / "__init__.py").read_text())
     lines = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    return [f"{package}.{name.name}" for line in lines for name in line.names if name.asname == name.name]
+    names = [name.name for line in lines for name in line.names if name.asname == name.name]
+    names += [name for line in lines if line.names[0].name == "*" for name in import_module(str(line.module)).__all__]
+    return [f"{package}.{name}" for name in names]
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -9,13 +9,7 @@ from attnmesh.core.layout import Packed as Packed
 from attnmesh.core.layout import Split as Split
 from attnmesh.core.layout import Striped as Striped
 from attnmesh.core.layout import Zigzag as Zigzag
-from attnmesh.core.mask import Causal as Causal
-from attnmesh.core.mask import Chunks as Chunks
-from attnmesh.core.mask import Documents as Documents
-from attnmesh.core.mask import Full as Full
-from attnmesh.core.mask import Mask as Mask
-from attnmesh.core.mask import Spans as Spans
-from attnmesh.core.mask import Window as Window
+from attnmesh.core.mask import *
 from attnmesh.core.partial import Partial as Partial
 from attnmesh.core.selection import Selection as Selection
 from attnmesh.decoding.decode_call import decode as decode

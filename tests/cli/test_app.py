@@ -155,7 +155,7 @@ def test_wrong_options_are_refused_before_torch_is_imported(given: tuple[str, ..
 def test_the_names_of_options_are_those_of_the_library() -> None:
     assert choices.DTYPES == partial.DTYPES
     assert (*STORAGES,) == choices.STORAGES
-    assert choices.MERGE_CHOICES == merges.MERGE_CHOICES
+    assert ("auto", *merges.MERGES) == choices.MERGE_CHOICES
     assert (choices.AXES, choices.PHASES, choices.TRANSITIONS) == (AXES, PHASES, TRANSITIONS)
     assert {name: (one.hosts, one.ranks) for name, one in PRESETS.items() if name != "local"} == choices.CLUSTERS
     assert (*WORKLOADS,) == choices.WORKLOADS

@@ -17,6 +17,7 @@ from attnmesh.errors import InputError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.kernels.native.build import library
 from attnmesh.mesh.axes import Axis, mesh_of
+from attnmesh.mesh.merges import MERGES
 from attnmesh.mesh.shapes import Shape
 from attnmesh.runtime.counters import counted
 from tests.support import worlds
@@ -153,7 +154,7 @@ def mixed(mistake: str) -> list[str]:
         elif mistake == "other rows":
             one.run(given(2 if last else 1, 64))
         elif mistake == "a merge" and last:
-            merge = host_merge_for(along, (1, 2, 1, 8), "tree")
+            merge = host_merge_for(along, (1, 2, 1, 8), MERGES["tree"])
             assert merge is not None
             message = merge.blank()
             merge.places(message).out.zero_()

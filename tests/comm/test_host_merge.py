@@ -18,6 +18,7 @@ from attnmesh.errors import InputError, KernelError
 from attnmesh.kernels.native.build import Library, library
 from attnmesh.kernels.native.native_digest import digest_on_host, wrapped
 from attnmesh.mesh.axes import Axis
+from attnmesh.mesh.merges import MERGES
 from tests.support.pool import Pool
 
 CPU = torch.device("cpu")
@@ -69,7 +70,7 @@ def test_merges_are_exact_and_alike(ranks: int, how: str, pool: Pool) -> None:
 
 
 def _is_native(shape: tuple[int, ...]) -> bool:
-    return host_merge_for(axis(), shape, "tree") is not None
+    return host_merge_for(axis(), shape, MERGES["tree"]) is not None
 
 
 @needs_library
@@ -146,9 +147,9 @@ def test_where_one_rank_has_no_library_none_uses_it(pool: Pool) -> None:
 def _chosen() -> tuple[str, str, str]:
     place = axis()
     return (
-        transport_of(place, CPU).fastest(),
-        chosen_merge(place, "auto", "heads", CPU),
-        chosen_merge(place, "gather", "heads", CPU),
+        transport_of(place, CPU).fastest().name,
+        chosen_merge(place, "auto", "heads", CPU).name,
+        chosen_merge(place, "gather", "heads", CPU).name,
     )
 
 

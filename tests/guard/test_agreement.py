@@ -17,8 +17,8 @@ import attnmesh as am
 from attnmesh.comm import transport
 from attnmesh.core.digest import digest
 from attnmesh.errors import InputError, MeshError, UnforeseenError
+from attnmesh.kernels.implementations.native import NativeKind
 from attnmesh.kernels.native.build import library
-from attnmesh.kernels.native.kernel import NativeKind
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.interpreted import interpreting
 from tests.support.mesh_problems import named_mesh

@@ -10,7 +10,7 @@ import attnmesh as am
 from attnmesh.core.logits import Logits
 from attnmesh.errors import KernelError
 from attnmesh.kernels.blocks import Need
-from attnmesh.kernels.cuda import CUDA
+from attnmesh.kernels.implementations.cuda import CUDA
 from benchmarks.timing import peak_memory
 from tests.support.dense import truth
 

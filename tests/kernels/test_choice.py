@@ -12,7 +12,7 @@ from attnmesh.errors import KernelError
 from attnmesh.kernels import choice
 from attnmesh.kernels.blocks import BackwardInputs, Block, Gradients, Kernel, Need
 from attnmesh.kernels.choice import KERNELS, choose, find
-from attnmesh.kernels.reference import Reference
+from attnmesh.kernels.implementations.reference import Reference
 from tests.support.dense import dense
 
 pytestmark = pytest.mark.quick

@@ -12,9 +12,9 @@ from attnmesh.core.band import Band
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial
-from attnmesh.kernels import cuda
 from attnmesh.kernels.blocks import BackwardInputs, Block, Need, cut
-from attnmesh.kernels.reference import Reference
+from attnmesh.kernels.implementations import cuda
+from attnmesh.kernels.implementations.reference import Reference
 from tests.support.interpreted import interpreting
 from tests.support.problems import draw
 

@@ -25,7 +25,8 @@ from attnmesh.core.logits import Logits
 from attnmesh.errors import KernelError
 from attnmesh.kernels.blocks import Need
 from attnmesh.kernels.choice import choose
-from attnmesh.kernels.native import build, kernel
+from attnmesh.kernels.implementations import native as kernel
+from attnmesh.kernels.native import build
 from attnmesh.kernels.native.build import SOURCES, library
 from attnmesh.mesh_attention import local as attend_module
 from attnmesh.runtime.caches import Kinds

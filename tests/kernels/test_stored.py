@@ -15,9 +15,9 @@ from attnmesh.core.selection import Selection
 from attnmesh.core.storage import STORAGES
 from attnmesh.kernels import selected_keys as reads
 from attnmesh.kernels import stored
+from attnmesh.kernels.implementations.native import NATIVE, NativeKind
+from attnmesh.kernels.implementations.reference import Reference
 from attnmesh.kernels.native.build import library
-from attnmesh.kernels.native.kernel import NATIVE, NativeKind
-from attnmesh.kernels.reference import Reference
 from attnmesh.kernels.selected_keys import SelectedKeys
 from attnmesh.kernels.stored import CacheKernel
 from tests.support.interpreted import interpreting

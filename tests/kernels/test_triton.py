@@ -25,10 +25,10 @@ from attnmesh.decoding.step import run_step
 from attnmesh.errors import KernelError
 from attnmesh.kernels import selected_keys as selected
 from attnmesh.kernels import stacked_merge as merging
-from attnmesh.kernels import triton as kernel
 from attnmesh.kernels import triton_runtime
 from attnmesh.kernels.blocks import Block
-from attnmesh.kernels.native.kernel import NATIVE
+from attnmesh.kernels.implementations import triton as kernel
+from attnmesh.kernels.implementations.native import NATIVE
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support import histories
@@ -66,7 +66,7 @@ def refuse(*_: Any) -> None:
 @pytest.mark.parametrize("seed", seeds(10, 60))
 def test_selected_rows_are_read_in_place(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NATIVE, "reads_rows", False)
-    monkeypatch.setattr(selected, "attend_rows", refuse)
+    monkeypatch.setattr(selected, "attend_dense", refuse)
     monkeypatch.setitem(selected.ELEMENTS, "cpu", 1 << 12)  # so few that queries and selected keys are cut
     drawn = replace(draw(seed, ("auto",), DTYPES, longest=7), scale=None, memory="plain")
     places = range(drawn.lengths[1]) if drawn.k_positions is None else drawn.k_positions.tolist()

@@ -11,7 +11,7 @@ import attnmesh as am
 from attnmesh import errors
 from attnmesh.comm.topology import hosts
 from attnmesh.mesh.axes import Axis
-from attnmesh.mesh.merges import MERGE_CHOICES
+from attnmesh.mesh.merges import MERGES
 from attnmesh.runtime.counters import counted
 from tests.support.pool import Pool
 
@@ -47,7 +47,7 @@ def merge_among(ranks: int, dtype: torch.dtype, options: dict[str, object]) -> a
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("how", MERGE_CHOICES)
+@pytest.mark.parametrize("how", ["auto", *MERGES])
 @pytest.mark.parametrize("ranks", range(1, 9))
 def test_all_ranks_hold_the_merge_and_the_same_bits(pool: Pool, ranks: int, how: str, dtype: torch.dtype) -> None:
     results = [x for x in pool.run(8, merge_among, ranks, dtype, {"how": how}) if x is not None]
@@ -66,7 +66,7 @@ def test_all_ranks_hold_the_merge_and_the_same_bits(pool: Pool, ranks: int, how:
         assert (out[:, :, -1] == 0).all()
 
 
-@pytest.mark.parametrize("how", MERGE_CHOICES)
+@pytest.mark.parametrize("how", ["auto", *MERGES])
 @pytest.mark.parametrize("ranks", [1, 2, 4, 7])
 def test_each_rank_keeps_its_heads(pool: Pool, ranks: int, how: str) -> None:
     shares = pool.run(8, merge_among, ranks, torch.float32, {"how": how, "output": "heads"})[:ranks]
@@ -111,7 +111,7 @@ def with_nan(how: str) -> Tensor:
     return am.merge_across(am.Partial(out, lse), dist.group.WORLD, how=how).out
 
 
-@pytest.mark.parametrize("how", MERGE_CHOICES)
+@pytest.mark.parametrize("how", ["auto", *MERGES])
 def test_nan_on_one_rank_is_nan_on_all(pool: Pool, how: str) -> None:
     for out in pool.run(4, with_nan, how):
         assert out[:, :, :-1].isnan().all()

@@ -19,7 +19,7 @@ from attnmesh.errors import DtypeError, InputError, KernelError, LayoutError, Sh
 from attnmesh.kernels import selected_keys as kernel
 from attnmesh.kernels.blocks import BackwardInputs, Need
 from attnmesh.kernels.choice import choose
-from attnmesh.kernels.native.kernel import NATIVE
+from attnmesh.kernels.implementations.native import NATIVE
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.mesh_attention import latents as latent
 from tests.support import problems
@@ -146,10 +146,10 @@ def test_memory_does_not_grow_with_queries_times_keys(in_place: bool, monkeypatc
         assert not keys.selection.faulty(n).any()
     assert live.most < tiles
     with LiveTensors() as live:
-        partial = kernel.forward(q, k, v, keys, Logits(0.25))
+        partial = kernel.attend_selected(q, k, v, keys, Logits(0.25))
     assert live.most < outputs + tiles
     with LiveTensors() as live:
-        kernel.backward(q, k, v, BackwardInputs(*partial, torch.randn_like(partial.out)), keys, Logits(0.25))
+        kernel.backward_selected(q, k, v, BackwardInputs(*partial, torch.randn_like(partial.out)), keys, Logits(0.25))
     assert live.most < 4 * outputs + tiles
 
 

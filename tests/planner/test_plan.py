@@ -14,9 +14,9 @@ from attnmesh.core.mask import Mask
 from attnmesh.errors import ClusterError, DtypeError, KernelError, MaskError, ShapeError
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.mesh.cluster import PRESETS, Cluster
-from attnmesh.mesh.merge_cost import MergeGroup, Payload, merge_cost
+from attnmesh.mesh.merge_cost import MergeGroup, Payload
 from attnmesh.mesh.merges import MERGES
-from attnmesh.mesh.prices import Candidate, Cost
+from attnmesh.mesh.prices import Candidate
 from attnmesh.mesh.rates import Device, Link
 from attnmesh.mesh.schedule import Problem, schedule
 from attnmesh.mesh.shapes import AXES, Shape, elements, rank_grid
@@ -221,9 +221,7 @@ def test_on_slow_links_the_fastest_placement_sends_little_between_hosts() -> Non
 def test_merges_cost_more_on_more_ranks(how: str) -> None:
     cluster, seconds = am.Cluster.preset("dgx-h100"), []
     for ranks in (2, 8, 16, 64, 128):
-        total = Cost()
-        merge_cost(how, MergeGroup(ranks, min(8, ranks)), Payload(128.0, 128), cluster, total)
-        seconds.append(total.seconds)
+        seconds.append(MERGES[how].seconds(MergeGroup(ranks, min(8, ranks)), Payload(128.0, 128), cluster))
     assert seconds == sorted(seconds)
 
 

@@ -33,7 +33,12 @@ DEVICE = torch.device("cuda", 0)
 MEMORY = 80 << 30
 DeviceType = torch._C._autograd.DeviceType
 LAST_DEVICE_TYPE = int(DeviceType.PrivateUse1)
-LAUNCHERS = ("kernels.triton_runtime", "kernels.triton", "kernels.stacked_merge", "comm.symmetric_memory")
+LAUNCHERS = (
+    "kernels.triton_runtime",
+    "kernels.implementations.triton",
+    "kernels.stacked_merge",
+    "comm.symmetric_memory",
+)
 """Modules of the package that launch Triton programs."""
 
 TAKES_HOST_INDICES = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
@@ -307,7 +312,7 @@ def _patch_package(gpu: EmulatedGPU, stack: ExitStack) -> None:
         "can_use_efficient_attention": lambda q: q.dtype != torch.float64,
         "can_use_cudnn_attention": lambda q: False,
     }
-    stack.enter_context(patch.multiple("attnmesh.kernels.cuda", **takes))
+    stack.enter_context(patch.multiple("attnmesh.kernels.implementations.cuda", **takes))
 
 
 def on_host(x: Any) -> Any:

@@ -21,8 +21,8 @@ from attnmesh.comm.shared_memory import (
     Mailboxes,
     PeerLostError,
 )
+from attnmesh.kernels.implementations.native import DTYPES, FAILED, NO_MEMORY
 from attnmesh.kernels.native.build import library
-from attnmesh.kernels.native.kernel import DTYPES, FAILED, NO_MEMORY
 from attnmesh.mesh.axes import Axis
 from attnmesh.runtime.counters import count_messages
 from attnmesh.runtime.world import WORLD

@@ -18,6 +18,7 @@ from attnmesh.comm.topology import rounds, whole_mailboxes
 from attnmesh.core.partial import Partial
 from attnmesh.kernels.native.native_digest import wrapped
 from attnmesh.mesh.axes import Axis
+from attnmesh.mesh.merges import Merge
 from attnmesh.mesh.reduction_tree import Round
 from attnmesh.runtime.counters import count_messages, current_traffic
 from attnmesh.runtime.world import WORLD, cached_per_world
@@ -31,10 +32,10 @@ ALIGNMENT = 16
 class HostMerge:
     """The merge of partials of one shape in float32, along an axis whose ranks share a host and the native library."""
 
-    def __init__(self, axis: Axis, shape: tuple[int, ...], how: str, mailboxes: Mailboxes) -> None:
+    def __init__(self, axis: Axis, shape: tuple[int, ...], how: Merge, mailboxes: Mailboxes) -> None:
         self.axis, self.shape, self.mailboxes = axis, shape, mailboxes
         self.rows, self.width = math.prod(shape[:-1]), shape[-1]
-        self.rounds = rounds(axis, False)[axis.index] if how == "tree" else None
+        self.rounds = rounds(axis, False)[axis.index] if how.in_rounds else None
 
     def blank(self) -> Tensor:
         """Return memory for a message: the checksum, the lse of each row, and the rows of out.
@@ -72,13 +73,13 @@ class HostMerge:
 
 
 @cached_per_world(1024)
-def host_merge_for(axis: Axis, shape: tuple[int, ...], how: str) -> HostMerge | None:
+def host_merge_for(axis: Axis, shape: tuple[int, ...], how: Merge) -> HostMerge | None:
     """Return the merge of float32 partials of this shape, or None if one native call cannot do it.
 
     The first call along an axis is collective.
     """
     mailboxes, form = whole_mailboxes(axis), PartialMessage(shape, torch.float32, torch.float32)
-    if mailboxes is None or not form.is_native or how not in ("tree", "direct"):
+    if mailboxes is None or not form.is_native or not how.is_native:
         return None
     return HostMerge(axis, shape, how, mailboxes)
 

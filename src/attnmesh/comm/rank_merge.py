@@ -1,30 +1,21 @@
-"""Merge partials across ranks, once the ranks have checked their calls.
-
-A merge sends one message a step, of a size that does not depend on the context.
-
-"tree"         halves exchange what they hold, inside hosts first: ceil(log2 p) exchanges
-"direct"       every rank sends to every other: one exchange and one merge; one launch on GPUs of one host
-"gather"       the same by an all-gather
-"allreduce"    maximum, numerator and denominator by three all-reduces: the paper's Algorithm 3, a baseline
-"""
+"""Merge partials across ranks, once the ranks have checked their calls: by a record of `mesh/merges.py`."""
 
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from attnmesh.comm.failures import collective
 from attnmesh.comm.message import PartialMessage
 from attnmesh.comm.shared_memory import DIFFERENT, CallsDifferError
 from attnmesh.comm.topology import rounds
 from attnmesh.comm.transport import transport_of
 from attnmesh.core.candidates import best
 from attnmesh.core.partial import Partial, sum_dtype
+from attnmesh.errors import KernelError, require
 from attnmesh.kernels.stacked_merge import use_triton
 from attnmesh.mesh.axes import Axis, device_type_of
-from attnmesh.mesh.merges import COLLECTIVE, MERGE_CHOICES, OUTPUTS
-from attnmesh.runtime.counters import count_messages, timed_merge
+from attnmesh.mesh.merges import MERGES, OUTPUTS, Merge
+from attnmesh.runtime.counters import timed_merge
 
 
 def merge_ranks(
@@ -54,30 +45,27 @@ def merge_ranks(
     heads = axis.share_of(partial.out.shape[1]) if output == "heads" else slice(None)
     own = Partial(*(x[:, heads] for x in partial))
     dtype = sum_dtype(partial.out.dtype)
-    form = PartialMessage(tuple(partial.out.shape), dtype, wire or dtype)
     transport = transport_of(axis, checksum.device)
     try:
-        how = chosen_merge(axis, how, output, checksum.device)
+        merge = chosen_merge(axis, how, output, checksum.device, canonical=canonical)
+        form = PartialMessage(tuple(partial.out.shape), dtype, wire if wire and merge.is_packed else dtype)
         # A rank that expects a shorter message cannot receive this one: compare checksums in a short message first.
-        if how not in COLLECTIVE and form.size > transport.most_unequal:
+        if not merge.is_collective and form.size > transport.most_unequal:
             compared = exchange_checksums(axis, how, output, checksum, canonical=canonical)
             if float(compared.sum()) != 0:
                 return nan_unless_equal(own, compared), compared
         with timed_merge():
-            form = transport.form_of(form, how)
-            if how == "direct" and output == "heads" and not transport.merges_whole(form):
+            form = transport.form_of(form, merge)
+            if merge.at_once and output == "heads" and not transport.merges_whole(form):
                 own, checksum = send_heads(partial, checksum, form, axis)
                 return nan_unless_equal(own, checksum), checksum
-            if how == "allreduce":
-                checksum, whole = merge_by_allreduce(partial, checksum, form, axis)
-            else:
-                message = form.message(checksum, partial) if message is None else message
-                checksum, whole = transport.merge(message, form, how, canonical=canonical)
+            message = form.message(checksum, partial) if message is None else message
+            checksum, whole = merge.run(transport, message, form, canonical)
     except CallsDifferError:  # the ranks that compare their calls wait for this one
         checksum = torch.full_like(checksum, DIFFERENT)
         return nan_unless_equal(own, checksum), checksum
     merged = Partial(*(x[:, heads] for x in whole))
-    has_nan_already = use_triton(merged.lse) and how != "allreduce"
+    has_nan_already = use_triton(merged.lse) and merge.is_packed
     return (merged if has_nan_already else nan_unless_equal(merged, checksum)), checksum
 
 
@@ -98,14 +86,19 @@ def send_poison(axis: Axis, how: str, output: str, like: Tensor | None = None, *
     The other ranks then detect this rank's error instead of hanging. `like` has the device and dtype of checksums.
     """
     like = torch.empty(0, device=device_type_of(axis.group)) if like is None else like
-    how, output = (given if given in known else "auto" for given, known in ((how, MERGE_CHOICES), (output, OUTPUTS)))
+    how, output = (given if given in known else "auto" for given, known in ((how, [*MERGES]), (output, OUTPUTS)))
     return exchange_checksums(axis, how, output, like.new_full((2,), torch.inf), canonical=canonical)
 
 
-def chosen_merge(axis: Axis, how: str, output: str, device: torch.device) -> str:
+def chosen_merge(axis: Axis, how: str, output: str, device: torch.device, *, canonical: bool = False) -> Merge:
     """Return the merge that `how` stands for. The first call along an axis is collective, for any `how`."""
     fastest = transport_of(axis, device).fastest()
-    return how if how != "auto" else "direct" if output == "heads" else fastest
+    if canonical and not (how in MERGES and MERGES[how].in_rounds):
+        return next(merge for merge in MERGES.values() if merge.in_rounds)
+    if how != "auto":
+        require(how in MERGES, KernelError, "merge", "a merge that a transport has", repr(how), "write one")
+        return MERGES[how]
+    return next(merge for merge in MERGES.values() if merge.at_once) if output == "heads" else fastest
 
 
 def send_heads(partial: Partial, checksum: Tensor, form: PartialMessage, axis: Axis) -> tuple[Partial, Tensor]:
@@ -125,23 +118,6 @@ def highest_checksum(checksum: Tensor, axis: Axis) -> Tensor:
     except CallsDifferError:  # the ranks that compare their calls wait for this one
         return torch.full_like(checksum, DIFFERENT)
     return rows.view(checksum.dtype).amax(0)
-
-
-def merge_by_allreduce(partial: Partial, checksum: Tensor, form: PartialMessage, axis: Axis) -> tuple[Tensor, Partial]:
-    """Merge by three all-reduces, as Algorithm 3 of Tree Attention does."""
-    peaks = torch.cat([checksum, partial.lse.flatten()])
-    collective(axis, "merging", dist.all_reduce, peaks, dist.ReduceOp.MAX)
-    peak = peaks[2:].view(partial.lse.shape)
-    weight = torch.exp(partial.lse - peak.masked_fill(peak == -torch.inf, 0.0))
-    # Collectives add memory to memory, so all ranks' tensors need the same strides.
-    numerator = (partial.out.to(form.lse) * weight.unsqueeze(-1)).contiguous()
-    denominator = weight.clone(memory_format=torch.contiguous_format)
-    collective(axis, "merging", dist.all_reduce, numerator)
-    collective(axis, "merging", dist.all_reduce, denominator)
-    sent = sum(x.numel() * x.element_size() for x in (peaks, numerator, denominator))
-    count_messages(1, 2 * (axis.size - 1) * sent // axis.size)  # of a bandwidth-optimal all-reduce
-    out = numerator / denominator.masked_fill(denominator == 0, 1.0).unsqueeze(-1)
-    return peaks[:2], Partial(out, peak + denominator.log())
 
 
 def best_across(candidates: Tensor, axis: Axis, *, unique: bool = False) -> Tensor:

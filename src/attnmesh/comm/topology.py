@@ -18,7 +18,8 @@ from attnmesh.comm.shared_memory import Mailboxes
 from attnmesh.kernels.native.build import library
 from attnmesh.mesh.axes import Axis, Mesh, backends
 from attnmesh.mesh.cluster import PRESETS, Cluster
-from attnmesh.mesh.merge_cost import MergeGroup, fastest_merge
+from attnmesh.mesh.merge_cost import MergeGroup
+from attnmesh.mesh.merges import Merge, fastest_merge
 from attnmesh.mesh.reduction_tree import Round, bit_reversed, tree
 from attnmesh.mesh.shapes import Shape
 from attnmesh.runtime.world import WORLD, Process, cached_per_world
@@ -135,7 +136,7 @@ def surroundings(mesh: Mesh, device: torch.device) -> tuple[Cluster, Shape]:
 
 
 @cached_per_world()
-def best_merge(axis: Axis, device: torch.device) -> str:
+def best_merge(axis: Axis, device: torch.device) -> Merge:
     """Return the fastest merge of short messages along an axis. All ranks call it at once, the first time."""
     found = hosts(axis)
     near = len(found[0]) if len({len(host) for host in found}) == 1 else 1

@@ -29,8 +29,8 @@ from attnmesh.comm.shared_memory import MOST_NUMBERS, SLOT, Mailboxes, PeerLostE
 from attnmesh.comm.symmetric_memory import SymmetricMemory, symmetric_memory_of
 from attnmesh.comm.topology import all_gather_ints, best_merge, host_mailboxes, hosts, mesh_hosts, rounds
 from attnmesh.core.partial import Partial
-from attnmesh.errors import KernelError
 from attnmesh.mesh.axes import Axis, Mesh, backends
+from attnmesh.mesh.merges import Merge, Merged, native_merges
 from attnmesh.mesh.reduction_tree import Round
 from attnmesh.runtime.counters import count_messages, current_traffic
 from attnmesh.runtime.world import WORLD, cached_per_world
@@ -51,9 +51,6 @@ Wait = Callable[[], None]
 
 Post = tuple[Callable[..., Any], int, Tensor]
 """`dist.isend` or `dist.irecv`, the peer, and the tensor."""
-
-Merged = tuple[Tensor, Partial]
-"""The maximum of the checksums of all ranks, and the merge of their partials."""
 
 
 class Gloo:
@@ -99,28 +96,31 @@ class Gloo:
         """Return the int64 values of all ranks, which hosts hold."""
         return all_gather_ints(numbers, [self.axis])
 
-    def merge(self, message: Tensor, form: PartialMessage, how: str, canonical: bool = False) -> Merged:
-        """Merge the messages of all ranks. This rank's may be changed in place.
-
-        The bits of "tree" do not depend on which of two messages comes first.
-        """
-        if how == "gather":
-            return form.merge(self.gather(message))
-        if how == "direct":
-            return self.direct(message, form)
-        if how == "tree":
-            return self.tree(message, form, rounds(self.axis, canonical)[self.axis.index], canonical)
-        raise KernelError("merge", "a merge that a transport has", repr(how), "write one")
-
     def direct(self, message: Tensor, form: PartialMessage) -> Merged:
         """Send a message to every other rank, and merge all at once."""
         return form.merge(self.swap([message] * self.axis.size))
 
-    def tree(self, message: Tensor, form: PartialMessage, steps: Sequence[Round], canonical: bool) -> Merged:
-        """Merge two messages in each round of a tree."""
-        return form.partial(self.reduce(message, steps, form.merge_messages))
+    def tree(self, message: Tensor, form: PartialMessage, canonical: bool, done: int = 0) -> Merged:
+        """Merge two messages in each round of a tree that is not done. Which comes first makes no difference."""
+        steps = rounds(self.axis, canonical)[self.axis.index]
+        return form.partial(self.reduce(message, steps[done:], form.merge_messages))
 
-    def form_of(self, form: PartialMessage, how: str) -> PartialMessage:
+    def all_reduce(self, message: Tensor, form: PartialMessage) -> Merged:
+        """Merge by three all-reduces, as Algorithm 3 of Tree Attention does: maximum, numerator and denominator."""
+        checksum, (out, lse) = form.partial(message)
+        peaks = torch.cat((checksum, lse.flatten()))
+        collective(self.axis, "merging", dist.all_reduce, peaks, dist.ReduceOp.MAX)
+        peak = peaks[2:].view(lse.shape)
+        denominator = torch.exp(lse - peak.masked_fill(peak == -torch.inf, 0.0))
+        numerator = out * denominator.unsqueeze(-1)
+        collective(self.axis, "merging", dist.all_reduce, numerator)
+        collective(self.axis, "merging", dist.all_reduce, denominator)
+        sent = sum(x.numel() * x.element_size() for x in (peaks, numerator, denominator))
+        count_messages(1, 2 * (self.axis.size - 1) * sent // self.axis.size)  # of a bandwidth-optimal all-reduce
+        out = numerator / denominator.masked_fill(denominator == 0, 1.0).unsqueeze(-1)
+        return peaks[:2], Partial(out, peak + denominator.log())
+
+    def form_of(self, form: PartialMessage, how: Merge) -> PartialMessage:
         """Return the form in which a partial travels."""
         return form
 
@@ -128,7 +128,7 @@ class Gloo:
         """Return whether one call merges all heads directly, sooner than each rank its own."""
         return False
 
-    def fastest(self) -> str:
+    def fastest(self) -> Merge:
         """Return the fastest merge, alike on all ranks. All ranks call it at once, the first time."""
         return fastest_by_time(self)
 
@@ -233,13 +233,13 @@ class SharedMemory(Gloo):
         merge_in_host(message, *form.sizes, self.axis, self.mailboxes, None)
         return form.partial(message)
 
-    def tree(self, message: Tensor, form: PartialMessage, steps: Sequence[Round], canonical: bool) -> Merged:
+    def tree(self, message: Tensor, form: PartialMessage, canonical: bool, done: int = 0) -> Merged:
         """Merge messages by the rounds inside the host, which come first, in one native call."""
         if form.is_native and not canonical:
-            inside = next((i for i, step in enumerate(steps) if not self.mailboxes.holds(step)), len(steps))
-            merge_in_host(message, *form.sizes, self.axis, self.mailboxes, steps[:inside])
-            steps = steps[inside:]
-        return super().tree(message, form, steps, canonical)
+            steps = rounds(self.axis, canonical)[self.axis.index]
+            done = next((i for i, step in enumerate(steps) if not self.mailboxes.holds(step)), len(steps))
+            merge_in_host(message, *form.sizes, self.axis, self.mailboxes, steps[:done])
+        return super().tree(message, form, canonical, done)
 
     def merges_whole(self, form: PartialMessage) -> bool:
         """Return whether all ranks share the host, and the native library merges such messages."""
@@ -269,7 +269,7 @@ class Nccl(Gloo):
             mine = torch.zeros(1, device=device)
             collective(axis, "connecting", dist.all_gather, [torch.empty_like(mine) for _ in range(axis.size)], mine)
 
-    def fastest(self) -> str:
+    def fastest(self) -> Merge:
         """Return the fastest merge by the constants of the ranks' machines."""
         return best_merge(self.axis, self.device)
 
@@ -292,9 +292,9 @@ class Nccl(Gloo):
             return None
         return self.memory if _wide(form).size <= self.memory.longest else None
 
-    def form_of(self, form: PartialMessage, how: str) -> PartialMessage:
+    def form_of(self, form: PartialMessage, how: Merge) -> PartialMessage:
         """Return the form of symmetric memory, if that takes the message."""
-        return _wide(form) if how == "direct" and self.memory_for(form) is not None else form
+        return _wide(form) if how.at_once and self.memory_for(form) is not None else form
 
     def merges_whole(self, form: PartialMessage) -> bool:
         """Return whether symmetric memory merges such messages."""
@@ -321,7 +321,7 @@ def transport_of(axis: Axis, device: torch.device) -> Gloo:
 
 
 @cached_per_world()
-def fastest_by_time(transport: Gloo) -> str:
+def fastest_by_time(transport: Gloo) -> Merge:
     """Return the fastest merge of a transport, measured at the first call, alike on all ranks.
 
     One is chosen for all sizes of messages: a rank that sends poison does not know the size of the others' messages. It
@@ -334,20 +334,20 @@ def fastest_by_time(transport: Gloo) -> str:
         own = _time_merges(transport, form, TRIAL_CALLS if near else 1)
         slowest = [max(column) for column in zip(*all_gather_ints(own, [transport.axis]), strict=True)]
         losses.append([count / min(slowest) for count in slowest])
-    tree, direct = (max(column) for column in zip(*losses, strict=True))
-    return "direct" if direct < tree else "tree"
+    most = dict(zip(native_merges(), map(max, zip(*losses, strict=True)), strict=True))
+    return min(most, key=lambda merge: most[merge])
 
 
 def _time_merges(transport: Gloo, form: PartialMessage, calls: int) -> list[int]:
-    """Return this rank's median nanoseconds of a merge by tree, and direct, which take turns of so many calls."""
-    nanoseconds: dict[str, list[float]] = {"tree": [], "direct": []}
+    """Return this rank's median nanoseconds of each native merge. They take turns of so many calls."""
+    nanoseconds: dict[Merge, list[float]] = {merge: [] for merge in native_merges()}
     token = current_traffic.set(None)
     try:
         for _ in range(TRIALS):
-            for how, times in nanoseconds.items():
+            for merge, times in nanoseconds.items():
                 start = perf_counter()
                 for _ in range(calls):
-                    transport.merge(torch.zeros(form.size, dtype=torch.uint8, device="cpu"), form, how)
+                    merge.run(transport, torch.zeros(form.size, dtype=torch.uint8, device="cpu"), form, False)
                 times.append(1e9 * (perf_counter() - start) / calls)
     finally:
         current_traffic.reset(token)

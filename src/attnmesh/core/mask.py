@@ -28,6 +28,8 @@ from attnmesh.core.layout import Layout
 from attnmesh.core.mask_drawing import drawn
 from attnmesh.errors import MaskError, check_count, warn_once
 
+__all__ = ["Mask", "Full", "Causal", "Window", "Documents", "Chunks", "Spans"]
+
 FAR = 1 << 60
 """A distance beyond every position: no bound on that side."""
 

@@ -11,7 +11,7 @@ from attnmesh.core.partial import Partial, identity, merge_unchecked, sum_dtype,
 from attnmesh.core.selection import Selection
 from attnmesh.core.storage import columns_of
 from attnmesh.decoding.decode_step import DecodeStep
-from attnmesh.decoding.selected_tokens import attend_selected
+from attnmesh.decoding.selected_tokens import attend_selection
 from attnmesh.kernels.blocks import Kernel, Need
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery, Padding
 from attnmesh.kernels.choice import choose
@@ -31,7 +31,7 @@ def attend_views(
 ) -> Partial:
     """Return the partial over one cache of all rows, or the tokens selected of it, or over a cache for each row."""
     if selected is not None:
-        return attend_selected(query, views[0], selected, kernel)
+        return attend_selection(query, views[0], selected, kernel)
     if len(views) == 1:
         return attend_cache(query, views[0], kernel)
     rows = [attend_cache(query.row(number), view, kernel) for number, view in enumerate(views)]

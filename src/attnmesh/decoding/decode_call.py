@@ -21,7 +21,7 @@ from attnmesh.decoding.decode_step import DecodeStep, unchecked_step
 from attnmesh.decoding.step import ask_in_step, decode_op, run_step, tensors_of
 from attnmesh.decoding.step_agreement import agreement_on, compared_fields, stays_on_device
 from attnmesh.decoding.step_checks import StepInputs, check_bias, check_further, check_step
-from attnmesh.decoding.step_plan import StepPlan, find_plan, learn_plan
+from attnmesh.decoding.step_plan import find_plan, learn_plan
 from attnmesh.errors import DtypeError, InputError, KernelError, require
 from attnmesh.guard.agreement import number_of
 from attnmesh.guard.checks import check_checked, warn_if_swapped
@@ -107,9 +107,8 @@ def decode(
             agreement_on((cache,), unchecked_step(cache, *options[:-1]), checked).fail(error)
     is_given = key_lengths is not None or selected is not None or partial is not None or distance_bias is not None
     plain = cache.mesh.heads.size == 1 and not is_given and not unsupported
-    caches, compares = (cache,), checked is not False
-    plan = find_plan(cache.step_plans, q, caches, sinks, options) if plain else None
-    if plan is not None and (out := run_plan(q, caches, sinks, *plan, compares=compares)) is not None:
+    caches = (cache,)
+    if plain and (out := run_plan(q, caches, sinks, options)) is not None:
         return out
     step = unchecked_step(cache, *options[:-1])
     inputs = StepInputs(q, caches, sinks, key_lengths, selected, partial)
@@ -124,22 +123,17 @@ def decode(
         require(not cache.shards.forked, KernelError, "decode", "a cache of one piece in a graph", given, fix)
         tensors = inputs.q, tensors_of(cache.shard.view), sinks, key_lengths, inputs.indices
         return cast(Tensor, decode_op(*tensors, *step.encode()))
-    out = run_checked(inputs, step, options, learn=plain and plan is None)
+    out = run_checked(inputs, step, options, learn=plain)
     warn_if_swapped("decode", q, cache.sizes.kv_heads)
     return out
 
 
-def run_plan(
-    q: Tensor,
-    caches: Sequence[KVCache],
-    sinks: Tensor | None,
-    plan: StepPlan,
-    counts: Sequence[tuple[int, int]],
-    *,
-    compares: bool,
-) -> Tensor | None:
-    """Return the output of a step that has a plan, as `_run_compared` does; None if a number is not finite."""
-    merge, equal = plan.host_merge, True
+def run_plan(q: Tensor, caches: Sequence[KVCache], sinks: Tensor | None, options: tuple[Any, ...]) -> Tensor | None:
+    """Return the output of a step as `_run_compared` does; None if it has no plan, or a number is not finite."""
+    if (known := find_plan(caches[0].step_plans, q, caches, sinks, options)) is None:
+        return None
+    plan, counts = known
+    merge, equal, compares = plan.host_merge, True, options[-1] is not False
     message = None if merge is None else merge.blank()
     into = plan.kind.blank() if merge is None or message is None else merge.places(message)
     attend = named(ATTENTION, plan.attend) if is_profiled() else plan.attend
@@ -175,11 +169,9 @@ def run_checked(inputs: StepInputs, step: DecodeStep, options: tuple[Any, ...], 
     for cache in caches:
         if step.reproducible and cache.shards.forked and stays_on_device(cache, step):
             cache.shards.unshare()  # the kernel merges the blocks of one tensor
-    if learn and learn_plan(caches[0].step_plans, q, caches, sinks, options, step, inputs.kind(step)):
-        plan = find_plan(caches[0].step_plans, q, caches, sinks, options)
-        out = None if plan is None else run_plan(q, caches, sinks, *plan, compares=checked is not False)
-        if out is not None:
-            return out
+    learned = learn and learn_plan(caches[0].step_plans, q, caches, sinks, options, step, inputs.kind(step))
+    if learned and (out := run_plan(q, caches, sinks, options)) is not None:
+        return out
     with torch.no_grad():
         return _run_compared(inputs, step, checked)
 

@@ -14,7 +14,6 @@ from attnmesh.decoding.decode_call import run_checked, run_plan
 from attnmesh.decoding.decode_step import DecodeStep, unchecked_step
 from attnmesh.decoding.step_agreement import agreement_on
 from attnmesh.decoding.step_checks import StepInputs, check_step
-from attnmesh.decoding.step_plan import find_plan
 from attnmesh.errors import (
     ArgumentError,
     DtypeError,
@@ -94,13 +93,12 @@ def decode_rows(
     except InputError as error:
         agreement_on(caches, step, checked).fail(error)
     plain = first.mesh.heads.size == 1
-    plan = find_plan(first.step_plans, q, caches, sinks, options) if plain else None
-    if plan is not None and (out := run_plan(q, caches, sinks, *plan, compares=checked is not False)) is not None:
+    if plain and (out := run_plan(q, caches, sinks, options)) is not None:
         return out
     with agreement_on(caches, step, checked):
         check_checked(SUBJECT, checked)
         step = _checked_step(q, caches, sinks, step)
-    out = run_checked(StepInputs(q, caches, sinks), step, options, learn=plain and plan is None)
+    out = run_checked(StepInputs(q, caches, sinks), step, options, learn=plain)
     warn_if_swapped(SUBJECT, q, first.sizes.kv_heads)
     return out
 

@@ -17,7 +17,7 @@ def selection_of_rank(selection: Selection, heads: Axis) -> Selection:
     return selection.of_heads(heads.share_of(selection.heads)) if selection.heads > 1 else selection
 
 
-def attend_selected(query: DecodeQuery, view: CacheView, selection: Selection, kernel: Kernel) -> Partial:
+def attend_selection(query: DecodeQuery, view: CacheView, selection: Selection, kernel: Kernel) -> Partial:
     """Return the partial of the selected tokens, in float32 or wider. The host reads nothing of a device.
 
     Rows of indices that are faulty give NaN. Tokens are selected by their number in the cache, padding included; masks

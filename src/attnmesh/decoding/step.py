@@ -87,8 +87,8 @@ def _merge(
     partial: Partial, checksum: Tensor, step: DecodeStep, message: Tensor | None = None
 ) -> tuple[Partial, Tensor]:
     """Return the merge of the partials of all ranks, and the maximum of their checksums."""
-    how, canonical = "tree" if step.reproducible else step.merge, step.reproducible
-    return merge_ranks(partial, checksum, step.tokens, how, step.output, canonical=canonical, message=message)
+    how = step.tokens, step.merge, step.output
+    return merge_ranks(partial, checksum, *how, canonical=step.reproducible, message=message)
 
 
 def _finish_reproducible(partial: Partial, sinks: Tensor | None, step: DecodeStep) -> Partial:

@@ -14,7 +14,7 @@ from attnmesh.decoding.decode_step import DecodeStep, named_options
 from attnmesh.decoding.step_checks import StepInputs
 from attnmesh.errors import InputError
 from attnmesh.guard.agreement import MergeAgreement
-from attnmesh.mesh.merges import COLLECTIVE
+from attnmesh.mesh.merges import is_collective
 
 
 def agreement_on(caches: Sequence[KVCache], step: DecodeStep, checked: bool | None) -> MergeAgreement:
@@ -44,19 +44,19 @@ def compared_fields(inputs: StepInputs, step: DecodeStep) -> Mapping[str, object
 def stays_on_device(cache: KVCache, step: DecodeStep) -> bool:
     """Return whether the host reads nothing of the device during the step; of a wrong kernel, as with "auto"."""
     if step.index_block is not None:
-        return cache.device.type != "cpu" and step.merge not in COLLECTIVE
+        return cache.device.type != "cpu" and not is_collective(step.merge)
     try:
         on_device = reads_length_on_device(cache.shard.view, step.kernel, cache.sizes.dtype)
     except InputError:
         on_device = reads_length_on_device(cache.shard.view, "auto", cache.sizes.dtype)
-    return on_device and step.merge not in COLLECTIVE
+    return on_device and not is_collective(step.merge)
 
 
 def _send_poison(cache: KVCache, step: DecodeStep) -> None:
     """Run the exchanges of a step whose arguments are wrong on this rank, so that the others detect it."""
     ranks, reproducible = cache.tokens.size, step.reproducible is True  # other values are invalid on other ranks too
-    merge, canonical = "tree" if reproducible else step.merge, reproducible and not ranks & (ranks - 1)
+    canonical = reproducible and not ranks & (ranks - 1)
     like = torch.empty(0, dtype=sum_dtype(cache.sizes.dtype), device=cache.device)
-    checksum = send_poison(cache.tokens, merge, step.output, like, canonical=canonical)
+    checksum = send_poison(cache.tokens, step.merge, step.output, like, canonical=canonical)
     if cache.mesh.heads.size > 1:
         highest_checksum(checksum, cache.mesh.heads)

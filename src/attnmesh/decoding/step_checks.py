@@ -39,6 +39,7 @@ from attnmesh.guard.checks import (
 )
 from attnmesh.kernels.blocks import Need
 from attnmesh.kernels.choice import choose
+from attnmesh.mesh.merges import MERGES
 
 
 class StepInputs(NamedTuple):
@@ -201,7 +202,7 @@ def check_reproducible(subject: str, reproducible: object, ranks: int, merge: st
     """Raise unless the result can have the same bits on any number of ranks, where that is wanted."""
     if not isinstance(reproducible, bool):
         raise KernelError(subject, "True or False", repr(reproducible), "pass True or False")
-    if reproducible and (ranks & (ranks - 1) or merge not in ("auto", "tree")):
+    if reproducible and (ranks & (ranks - 1) or (merge != "auto" and not MERGES[merge].in_rounds)):
         expected = "1, 2, 4, 8, ... ranks along queries and keys, and a tree"
         fix = 'use a power of two of ranks and merge="auto", or leave it out'
         raise KernelError(subject, expected, f"{ranks} ranks and merge {merge!r}", fix)

@@ -142,10 +142,13 @@ def learn_plan(
     step: DecodeStep,
     call: tuple[Any, ...],
 ) -> bool:
-    """Make the plan of a step that was checked. Return False if no launch serves it."""
+    """Make the plan of a step that was checked. Return False if no launch serves it, or it has one, which does not."""
     shard, mask, logits, axis, rows = caches[0].shards.own, step.mask, step.logits, step.tokens, q.shape[2]
     sizes = shard.sizes
     if not (are_plain(q) if sinks is None else are_plain(q, sinks)):
+        return False
+    kind = _kind(q, len(caches), sinks, options)
+    if (known := kinds.find(kind)) and (known.sizes is sizes or (len(caches) > 1 and known.sizes.kind == sizes.kind)):
         return False
     bounds = Mask(mask.left, mask.right, chunks=mask.chunks)  # what a launch knows of a mask
     if step.reproducible or mask != bounds or (rows > 1 and (mask.chunks or axis.size > 1)):
@@ -161,7 +164,7 @@ def learn_plan(
         if host_merge is None:
             return False
     heads = None if host_merge is None else host_merge.heads(step.output)
-    kinds.keep(_kind(q, len(caches), sinks, options), StepPlan(whole, one, step, sizes, call, host_merge, heads))
+    kinds.keep(kind, StepPlan(whole, one, step, sizes, call, host_merge, heads))
     return True
 
 

@@ -21,7 +21,7 @@ from attnmesh.core.digest import EXTRA_VALUES
 from attnmesh.errors import InputError, MeshError, RankFailure, UnforeseenError
 from attnmesh.kernels.triton_runtime import interpreted
 from attnmesh.mesh.axes import Axis, Mesh, mesh_of
-from attnmesh.mesh.merges import COLLECTIVE
+from attnmesh.mesh.merges import is_collective
 from attnmesh.runtime.caches import Kinds
 from attnmesh.runtime.world import cached_per_world
 
@@ -219,7 +219,7 @@ class MergeAgreement(Agreement):
         self.is_compared = self.compares and (is_new if self.checked is None else self.checked)
         if self.is_compared and self.asks:
             return self.is_new_to_all() and super().before()
-        if self.is_compared and self.merge in COLLECTIVE:
+        if self.is_compared and is_collective(self.merge):
             super().before()
         return True
 
@@ -251,7 +251,7 @@ class MergeAgreement(Agreement):
         elif self.compares and self.asks:
             (self.calls.last_exchange or self.poison)()
         elif self.compares:
-            if self.merge not in COLLECTIVE:
+            if not is_collective(self.merge):
                 self.poison()
             if says:
                 self.say(error)

@@ -22,7 +22,7 @@ from attnmesh.errors import (
     short,
     warn_once,
 )
-from attnmesh.mesh.merges import MERGE_CHOICES, OUTPUTS
+from attnmesh.mesh.merges import MERGES, OUTPUTS
 
 SHAPE = "(batch, heads, length, dim)"
 
@@ -241,7 +241,7 @@ def check_distance_bias(
 
 def check_merge(subject: str, how: str, output: str) -> None:
     """Raise unless `how` names a merge and `output` names an output."""
-    check_choice(f"{subject} {'how' if subject == 'merge_across' else 'merge'}", how, MERGE_CHOICES, 'use "auto"')
+    check_choice(f"{subject} {'how' if subject == 'merge_across' else 'merge'}", how, ("auto", *MERGES), 'use "auto"')
     check_choice(f"{subject} output", output, OUTPUTS, 'use "replicated"')
 
 

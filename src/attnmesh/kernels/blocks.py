@@ -148,14 +148,15 @@ class Launch(Protocol):
 class Kernel:
     """Attention over one block on one device. q, k and v are those of the block; heads may be grouped.
 
-    What a kernel can do beyond that, it says in its fields. A new one is a class in a file of its own, and a name in
-    `choice.KERNELS`.
+    What a kernel can do beyond that, it says in its fields. A new one is a file of `implementations`, with a `KERNEL`.
     """
 
     name: str
     """The kernel's name, as in `kernel=`."""
     made_for = "all calls"
     """The calls for which "auto" takes it, as `suits` decides."""
+    order = 1
+    """Its place among the kernels that "auto" asks: those of a lower order come first."""
     caps_logits = True
     """Whether logits may have a soft cap."""
     adds_bias = False

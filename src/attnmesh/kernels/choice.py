@@ -1,14 +1,15 @@
 """The kernels, and the choice of one for a call."""
 
-from attnmesh.errors import KernelError, check_choice
-from attnmesh.kernels.blocks import Kernel, Need
-from attnmesh.kernels.cpu import FlashCPU
-from attnmesh.kernels.cuda import CUDA
-from attnmesh.kernels.native.kernel import NATIVE
-from attnmesh.kernels.reference import Reference
-from attnmesh.kernels.triton import TRITON
+from importlib import import_module
+from pkgutil import iter_modules
 
-KERNELS: tuple[Kernel, ...] = (NATIVE, TRITON, FlashCPU(), CUDA(), Reference())
+from attnmesh.errors import KernelError, check_choice
+from attnmesh.kernels import implementations
+from attnmesh.kernels.blocks import Kernel, Need
+
+_FILES = [import_module(f"{implementations.__name__}.{file.name}") for file in iter_modules(implementations.__path__)]
+
+KERNELS: tuple[Kernel, ...] = tuple(sorted((file.KERNEL for file in _FILES), key=lambda kernel: kernel.order))
 """In the order in which "auto" takes them. The last one serves all calls but those that read scattered rows."""
 
 

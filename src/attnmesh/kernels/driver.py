@@ -16,9 +16,7 @@ from attnmesh.core.band import Band
 from attnmesh.core.logits import Logits
 from attnmesh.core.partial import Partial
 from attnmesh.kernels.blocks import BackwardInputs, Block, Gradients, Kernel, attend_blocks, backward_blocks
-from attnmesh.kernels.selected_keys import SelectedKeys
-from attnmesh.kernels.selected_keys import backward as backward_selected
-from attnmesh.kernels.selected_keys import forward as attend_selected
+from attnmesh.kernels.selected_keys import SelectedKeys, attend_selected, backward_selected
 from attnmesh.kernels.traced import without_autocast
 from attnmesh.runtime.caches import KEPT
 

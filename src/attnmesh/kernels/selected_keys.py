@@ -20,7 +20,7 @@ from attnmesh.core.selection import Selection
 from attnmesh.core.storage import columns_of, storage_of
 from attnmesh.kernels.blocks import BackwardInputs, Gradients, Kernel, Need
 from attnmesh.kernels.choice import find
-from attnmesh.kernels.reference import attend_rows, backward_rows
+from attnmesh.kernels.implementations.reference import attend_dense, backward_dense
 from attnmesh.runtime.caches import on_device
 
 ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
@@ -122,7 +122,7 @@ class SelectedTile(NamedTuple):
         return self.hidden.repeat(self.heads.stop - self.heads.start, 1).unsqueeze(1)
 
 
-def forward(
+def attend_selected(
     q: Tensor, k: Tensor, v: Tensor, selected: SelectedKeys, logits: Logits, value_dim: int | None = None
 ) -> Partial:
     """Return attention over the selected keys, in float32 or wider; empty rows give the identity `(0, -inf)`.
@@ -142,7 +142,7 @@ def forward(
     for tile in _tiles(q, k, selected, _sizes(q, k, v)):
         keys = _numbers(tile.gather(k), q.dtype)
         values = keys[..., :width] if _is_part(v, k) else _numbers(tile.gather(v), q.dtype)
-        out, lse = attend_rows(tile.take(q, k.shape[1]), keys, values, tile.mask(), logits)
+        out, lse = attend_dense(tile.take(q, k.shape[1]), keys, values, tile.mask(), logits)
         out.masked_fill_(lse == -torch.inf, 0.0)
         tile.merge(Partial(out, lse.squeeze(-1)), total, k.shape[1])
     return total
@@ -162,7 +162,7 @@ def _attend_in_place(
     return True
 
 
-def backward(
+def backward_selected(
     q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, selected: SelectedKeys, logits: Logits
 ) -> Gradients:
     """Return the gradients over the selected keys, in float32 or wider. Empty rows have lse +inf and dout 0."""
@@ -173,7 +173,7 @@ def backward(
     for tile in _tiles(q, k, selected, _sizes(q, k, v)):
         more = [tile.take(x, kv_heads) for x in (saved.lse.unsqueeze(-1), saved.dout, delta)]
         hidden = tile.mask()
-        part = backward_rows(tile.take(q, kv_heads), tile.gather(k), tile.gather(v), more, hidden, logits)
+        part = backward_dense(tile.take(q, kv_heads), tile.gather(k), tile.gather(v), more, hidden, logits)
         nothing = hidden.all(-1, keepdim=True)  # such a query has rows of any key, with any numbers
         part.q.masked_fill_(nothing, 0.0)
         part.k.masked_fill_(nothing, 0.0)

@@ -15,8 +15,7 @@ from attnmesh.core.partial import Partial, identity, merge_unchecked, sum_dtype
 from attnmesh.core.storage import Storage, columns_of, storage_of
 from attnmesh.kernels.blocks import Kernel
 from attnmesh.kernels.driver import Counts, forward
-from attnmesh.kernels.selected_keys import SelectedKeys
-from attnmesh.kernels.selected_keys import forward as attend_selected
+from attnmesh.kernels.selected_keys import SelectedKeys, attend_selected
 from attnmesh.kernels.traced import without_autocast
 
 TILE = 512

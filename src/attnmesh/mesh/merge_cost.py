@@ -1,4 +1,4 @@
-"""Predicted cost of a merge across ranks, and of comparing their calls: behind `merge="auto"`."""
+"""Predicted cost of what merges are made of, and of comparing the calls of ranks."""
 
 from collections import Counter
 from functools import lru_cache
@@ -6,7 +6,6 @@ from math import ceil, log2
 from typing import NamedTuple
 
 from attnmesh.core.digest import AGREEMENT_VALUES
-from attnmesh.errors import KernelError
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.prices import Candidate, Cost
 from attnmesh.mesh.reduction_tree import tree
@@ -27,7 +26,7 @@ def agree_cost(candidate: Candidate, cluster: Cluster, total: Cost) -> None:
     for ranks, near in reversed(tuple(zip(candidate.shape, candidate.tile, strict=True))):
         if ranks > 1:
             group = MergeGroup(ranks, near, candidate.shape.ranks // ranks, candidate.tile.ranks // near)
-            total.add_stage("agree", _collective(group, size, 1, cluster, total) + cluster.device.call)
+            add_collective("agree", group, size, 1, cluster, total)
             size *= ranks
 
 
@@ -54,52 +53,26 @@ TYPICAL_PAYLOAD = Payload(128.0, 128)
 """32 rows of 128 columns. The actual size does not count: a rank that raises takes part in the merge without it."""
 
 
-def merge_cost(how: str, group: MergeGroup, payload: Payload, cluster: Cluster, total: Cost) -> None:
-    """Add one merge. Merging received partials is a few small operations, priced as one kernel launch."""
-    launch = cluster.device.call
-    if how == "tree":
-        add_tree("merge", group, payload.size, cluster, total)
-    elif how == "direct":
-        total.add_stage("merge", _direct(group, payload.size, cluster, total) + launch)
-    elif how == "gather":
-        total.add_stage("merge", _collective(group, payload.size, 1, cluster, total) + launch)
-    elif how == "allreduce":  # of the maximum, numerator and denominator, each a reduce-scatter and an all-gather
-        for part in (payload.row + CHECKSUM_BYTES, payload.row * payload.columns, payload.row):
-            total.add_stage("merge", _collective(group, part / group.ranks, 2, cluster, total) + launch)
-    else:
-        raise KernelError("merge_cost", "a merge that has a price", repr(how), "write one")
-
-
-def fastest_merge(group: MergeGroup, cluster: Cluster) -> str:
-    """Return the fastest merge of short messages."""
-    times = {how: merge_seconds(how, group, TYPICAL_PAYLOAD, cluster) for how in ("direct", "tree")}
-    return min(times, key=lambda how: times[how])
-
-
-def merge_seconds(how: str, group: MergeGroup, payload: Payload, cluster: Cluster) -> float:
-    """Return the seconds of one merge."""
+def all_reduce_seconds(group: MergeGroup, size: float, cluster: Cluster) -> float:
+    """Return the seconds of an all-reduce of `size` bytes."""
     total = Cost()
-    merge_cost(how, group, payload, cluster, total)
+    add_collective("all-reduce", group, size / group.ranks, 2, cluster, total)
     return total.seconds
 
 
-def all_reduce_seconds(group: MergeGroup, size: float, cluster: Cluster) -> float:
-    """Return the seconds of an all-reduce of `size` bytes."""
-    return _collective(group, size / group.ranks, 2, cluster, Cost()) + cluster.device.call
-
-
-def _direct(group: MergeGroup, size: float, cluster: Cluster, total: Cost) -> float:
-    """Return the seconds of a message from every rank to every other at once, and add its traffic."""
+def add_swap(stage: str, group: MergeGroup, size: float, cluster: Cluster, total: Cost) -> None:
+    """Add a merge of messages of `size` bytes from every rank to every other at once."""
     near, away, ranks = group.near - 1, group.ranks - group.near, group.groups * group.ranks
     link = cluster.between if away else cluster.inside
     total.add_traffic(ranks * near * size, ranks * away * size, ranks * away)
     leaving = away * group.near * group.groups_per_host * size
     transfer = max((away or near) * size / link.rate, leaving / link.host_rate)
-    return link.merge_latency + (group.ranks - 2) * link.message + transfer
+    waits = link.merge_latency + (group.ranks - 2) * link.message
+    total.add_stage(stage, waits + transfer + cluster.device.call)
 
 
-def _collective(group: MergeGroup, size: float, turns: int, cluster: Cluster, total: Cost) -> float:
-    """Return the seconds of a ring collective, and add its traffic.
+def add_collective(stage: str, group: MergeGroup, size: float, turns: int, cluster: Cluster, total: Cost) -> None:
+    """Add a ring collective.
 
     Parts of `size` bytes go round the ring `turns` times: once in an all-gather, twice in an all-reduce.
     The first link costs a latency, each further link a step. Some backends all-reduce short messages by a tree.
@@ -114,7 +87,7 @@ def _collective(group: MergeGroup, size: float, turns: int, cluster: Cluster, to
     away = turns * (ceil(log2(hosts)) if by_tree else hosts - 1) * cluster.between.collective_step
     near = turns * (group.near - 1) * (1 if by_tree else hosts) * inside
     first = max(0.0, link.merge_latency - link.collective_step)
-    return first + away + near + steps * size / link.rate
+    total.add_stage(stage, first + away + near + steps * size / link.rate + cluster.device.call)
 
 
 class TreeRound(NamedTuple):

@@ -1,10 +1,113 @@
-"""Names of the merges across ranks, and of what they return."""
+"""Merges across ranks: a record of each says what ranks send to each other, what that costs, and what it can do.
 
-COLLECTIVE = ("gather", "allreduce")
-"""Merges by collectives of the backend. They cannot detect a wrong message, so ranks compare their calls first."""
+A merge sends messages of a size that does not depend on the context. A new one is a record in `MERGES`.
+"""
 
-MERGES = ("tree", "direct", *COLLECTIVE)
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-MERGE_CHOICES = ("auto", *MERGES)
+from torch import Tensor
+
+from attnmesh.core.partial import Partial
+from attnmesh.mesh.cluster import Cluster
+from attnmesh.mesh.merge_cost import (
+    CHECKSUM_BYTES,
+    TYPICAL_PAYLOAD,
+    MergeGroup,
+    Payload,
+    add_collective,
+    add_swap,
+    add_tree,
+)
+from attnmesh.mesh.prices import Cost
 
 OUTPUTS = ("replicated", "heads")
+"""What a merge returns: all heads on every rank, or each rank's share of them."""
+
+Merged = tuple[Tensor, Partial]
+"""The maximum of the checksums of all ranks, and the merge of their partials."""
+
+
+class Merge(NamedTuple):
+    """One way to merge the partials of all ranks of an axis.
+
+    `run` merges this rank's message by a transport, given its form, and whether even ranks merge with odd ranks last.
+    `price` adds the predicted cost of that.
+    """
+
+    name: str
+    run: Callable[[Any, Tensor, Any, bool], Merged]
+    price: Callable[[MergeGroup, Payload, Cluster, Cost], None]
+    known_as: str = "gathered partials"  # the published scheme of decoding with it
+    in_rounds: bool = False  # along a tree, whose canonical order gives the same bits on 1, 2, 4, 8, ... ranks
+    at_once: bool = False  # each rank sends to every other, and can send it that rank's heads alone
+    is_collective: bool = False  # of the backend, which cannot detect a wrong message: ranks compare calls first
+    is_packed: bool = True  # messages travel as they are; else the numbers in them are summed, in the dtype of lse
+
+    @property
+    def is_native(self) -> bool:
+        """Whether one native call of a host, or one launch, may do it."""
+        return self.in_rounds or self.at_once
+
+    def seconds(self, group: MergeGroup, payload: Payload, cluster: Cluster) -> float:
+        """Return the predicted seconds of one merge."""
+        total = Cost()
+        self.price(group, payload, cluster, total)
+        return total.seconds
+
+
+def _price_allreduce(group: MergeGroup, payload: Payload, cluster: Cluster, total: Cost) -> None:
+    """Add the maximum, numerator and denominator, each a reduce-scatter and an all-gather."""
+    for part in (payload.row + CHECKSUM_BYTES, payload.row * payload.columns, payload.row):
+        add_collective("merge", group, part / group.ranks, 2, cluster, total)
+
+
+MERGES = {
+    merge.name: merge
+    for merge in (
+        Merge(  # halves exchange what they hold, inside hosts first: ceil(log2 p) exchanges
+            "tree",
+            lambda ranks, message, form, canonical: ranks.tree(message, form, canonical),
+            lambda group, payload, *to: add_tree("merge", group, payload.size, *to),
+            "Tree Attention",
+            in_rounds=True,
+        ),
+        Merge(  # one exchange and one merge; one launch on GPUs of one host
+            "direct",
+            lambda ranks, message, form, _: ranks.direct(message, form),
+            lambda group, payload, *to: add_swap("merge", group, payload.size, *to),
+            "Helix, DCP",
+            at_once=True,
+        ),
+        Merge(  # the same by an all-gather
+            "gather",
+            lambda ranks, message, form, _: form.merge(ranks.gather(message)),
+            lambda group, payload, *to: add_collective("merge", group, payload.size, 1, *to),
+            is_collective=True,
+        ),
+        Merge(  # maximum, numerator and denominator: the paper's Algorithm 3, a baseline
+            "allreduce",
+            lambda ranks, message, form, _: ranks.all_reduce(message, form),
+            _price_allreduce,
+            "Tree Attention by all-reduces",
+            is_collective=True,
+            is_packed=False,
+        ),
+    )
+}
+"""All merges by name."""
+
+
+def is_collective(name: object) -> bool:
+    """Return whether a collective merges by this name, which may be that of no merge."""
+    return any(merge.name == name and merge.is_collective for merge in MERGES.values())
+
+
+def native_merges() -> list[Merge]:
+    """Return the merges of which the fastest is "auto"."""
+    return [merge for merge in MERGES.values() if merge.is_native]
+
+
+def fastest_merge(group: MergeGroup, cluster: Cluster) -> Merge:
+    """Return the fastest merge of short messages, of equal ones the last."""
+    return min(native_merges()[::-1], key=lambda merge: merge.seconds(group, TYPICAL_PAYLOAD, cluster))

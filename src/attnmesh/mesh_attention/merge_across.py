@@ -18,7 +18,7 @@ from attnmesh.guard.agreement import Agreement, CallRecord, MergeAgreement, desc
 from attnmesh.guard.checks import check_checked, check_dtype, check_merge, check_one_device, check_tensor
 from attnmesh.kernels.traced import are_plain
 from attnmesh.mesh.axes import Axis, axis_of, device_type_of, group_named, mesh_of
-from attnmesh.mesh.merges import MERGE_CHOICES, OUTPUTS
+from attnmesh.mesh.merges import MERGES, OUTPUTS
 from attnmesh.runtime.operators import operator
 from attnmesh.runtime.world import cached_per_world
 
@@ -94,7 +94,7 @@ def host_merge_and_text(axis: Axis, shape: tuple[int, ...], how: str, output: st
 
     The first call along an axis is collective.
     """
-    if axis.size == 1 or how not in MERGE_CHOICES:
+    if axis.size == 1 or how not in ("auto", *MERGES):
         return None
     prepare_merges(axis)
     merge = host_merge_for(axis, tuple(shape), chosen_merge(axis, how, output, torch.device("cpu")))
@@ -145,7 +145,7 @@ def _merge(
     device = partial.lse.device
     text = call_text(partial.out.shape, partial.out.dtype, how, output, wire, base, device.type)
     agreement.text = agreement.kind = text
-    if how != "allreduce":
+    if how == "auto" or MERGES[how].is_packed:
         like = partial.out.new_empty(0), partial.lse.new_empty(0), partial.out.shape
         agreement.ask = partial_of(_ask, *like, axis, how, output, wire)
     if not agreement.before():

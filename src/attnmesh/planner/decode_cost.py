@@ -11,8 +11,8 @@ import torch
 
 from attnmesh.core.layout import Striped
 from attnmesh.mesh.cluster import Cluster
-from attnmesh.mesh.merge_cost import MergeGroup, Payload, add_tree, agree_cost, merge_cost
-from attnmesh.mesh.merges import COLLECTIVE
+from attnmesh.mesh.merge_cost import MergeGroup, Payload, add_tree, agree_cost
+from attnmesh.mesh.merges import MERGES
 from attnmesh.mesh.prices import Candidate, Cost
 from attnmesh.planner.selected import Selected
 from attnmesh.planner.workload import Workload
@@ -96,10 +96,11 @@ def decode_cost(candidate: Candidate, workload: Workload, cluster: Cluster) -> C
     read = reads * seen / workload.kept * workload.kept_bytes / workload.layers / shape.heads / device.memory_rate
     products = 2 * rows * seen * sum(workload.decoded) / device.forward_rate
     total.add_stage("kernel", device.call + max(read, products))
-    if candidate.exchange in COLLECTIVE:
+    merge = MERGES[candidate.exchange]
+    if merge.is_collective:
         agree_cost(candidate, cluster, total)
     if group.ranks > 1:
-        merge_cost(candidate.exchange, group, Payload(rows * workload.wide, workload.decoded[1]), cluster, total)
+        merge.price(group, Payload(rows * workload.wide, workload.decoded[1]), cluster, total)
     if shape.heads > 1:
         _gather_heads(candidate, rows * workload.values * workload.item, cluster, total)
     return total

@@ -106,8 +106,7 @@ class Plan:
         """
         heads, queries, keys = self.shape
         if self.exchange in MERGES:
-            names = {"tree": "Tree Attention", "allreduce": "Tree Attention by all-reduces", "direct": "Helix, DCP"}
-            return names.get(self.exchange, "gathered partials") + (" with split heads" if heads > 1 else "")
+            return MERGES[self.exchange].known_as + (" with split heads" if heads > 1 else "")
         if self.shape.ranks == 1:
             return "one device"
         if heads == self.shape.ranks:
@@ -320,7 +319,7 @@ def layouts_for(workload: Workload, shape: Shape) -> list[Layout]:
 def _exchanges(workload: Workload, shape: Shape) -> list[str]:
     """Return the exchanges that differ on this shape."""
     if workload.phase == "decode":
-        return ["tree"] if shape.queries * shape.keys == 1 else list(MERGES)
+        return list(MERGES)[: 1 if shape.queries * shape.keys == 1 else None]
     found = ["bulk"]
     if EXCHANGES["pipelined"].head_groups(shape, workload.travelling[0]) > 1 and shape.ranks > 1:
         found.append("pipelined")

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from attnmesh.core.logits import Logits
 from attnmesh.core.partial import Partial
 from attnmesh.kernels.blocks import TILE, BackwardInputs, Block, Gradients, Kernel, Need
-from attnmesh.kernels.reference import Reference
+from attnmesh.kernels.implementations.reference import Reference
 from attnmesh.runtime.caches import KEPT
 
 MAX_PACKED_ROWS = 32
@@ -68,6 +68,9 @@ class FlashCPU(Kernel):
             dout, *qkv, out, saved.lse, **_arguments(qkv[0], block, packed=False), scale=logits.scale
         )
         return Gradients(dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]])
+
+
+KERNEL = FlashCPU()
 
 
 def _use_tiles(q: Tensor, k: Tensor, v: Tensor, block: Block) -> bool:

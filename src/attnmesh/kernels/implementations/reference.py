@@ -41,7 +41,7 @@ class Reference(Kernel):
     Then `places` are the positions of queries and of keys.
     """
 
-    name, made_for, adds_bias = "reference", "calls that no other serves", True
+    name, made_for, order, adds_bias = "reference", "calls that no other serves", 2, True
 
     def __init__(self, places: tuple[Tensor, Tensor] | None = None) -> None:
         self.places = places
@@ -64,7 +64,7 @@ class Reference(Kernel):
         def attend_tile(q: Tensor, k: Tensor, v: Tensor, tile: Block) -> Partial:
             hidden, columns = _hidden(tile, q, k), self._columns(block, tile, q, k)
             heads = zip(*(x.split(HEADS) for x in (_pack(q, k), k.flatten(0, 1), v.flatten(0, 1))), strict=True)
-            partials = [attend_rows(rows, keys, values, hidden, logits, columns) for rows, keys, values in heads]
+            partials = [attend_dense(rows, keys, values, hidden, logits, columns) for rows, keys, values in heads]
             out, lse = (torch.cat(x) for x in zip(*partials, strict=True))
             return Partial(out.reshape(*q.shape[:-1], -1), lse.reshape(q.shape[:-1]))
 
@@ -80,7 +80,7 @@ class Reference(Kernel):
             of_rows = (_pack(x, k) for x in (q, saved.lse.unsqueeze(-1), saved.dout, delta[:, :, tile.queries]))
             heads = zip(*(x.split(HEADS) for x in (k.flatten(0, 1), v.flatten(0, 1), *of_rows)), strict=True)
             parts = [
-                backward_rows(rows, keys, values, more, hidden, logits, columns) for keys, values, rows, *more in heads
+                backward_dense(rows, keys, values, more, hidden, logits, columns) for keys, values, rows, *more in heads
             ]
             gradients = (torch.cat(x) for x in zip(*parts, strict=True))
             return Gradients(*(dx.reshape(x.shape) for dx, x in zip(gradients, (q, k, v), strict=True)))
@@ -107,7 +107,10 @@ class Reference(Kernel):
         return distance.where(near, none).repeat(q.shape[1] // k.shape[1], 1).to(q.device)
 
 
-def attend_rows(
+KERNEL = Reference()
+
+
+def attend_dense(
     rows: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -133,7 +136,7 @@ def attend_rows(
     return Partial(out, peak.add_(total.log()))
 
 
-def backward_rows(
+def backward_dense(
     rows: Tensor,
     keys: Tensor,
     values: Tensor,

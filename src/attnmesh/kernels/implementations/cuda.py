@@ -24,8 +24,8 @@ from attnmesh.core.band import Band
 from attnmesh.core.logits import Logits
 from attnmesh.core.partial import Partial
 from attnmesh.kernels.blocks import BackwardInputs, Block, Gradients, Kernel, Need, cut
-from attnmesh.kernels.reference import Reference
-from attnmesh.kernels.triton import TRITON, Triton
+from attnmesh.kernels.implementations.reference import Reference
+from attnmesh.kernels.implementations.triton import TRITON, Triton
 
 ALIGNMENT = 8
 """Widths and biases are padded to multiples of this, which the operators need."""
@@ -164,6 +164,9 @@ class CUDA(Kernel):
         """Return the name of the operator that computes a block of such tensors."""
         rows, keys, values = _pad((q, k, v), _width(q, v))
         return operator_of(rows, keys, values, block).name
+
+
+KERNEL = CUDA()
 
 
 def operator_of(q: Tensor, k: Tensor, v: Tensor, block: Block) -> Operator:

@@ -15,9 +15,9 @@ from attnmesh.core.band import Band
 from attnmesh.core.logits import Logits
 from attnmesh.core.partial import Partial
 from attnmesh.kernels.blocks import BackwardInputs, Block, Gradients, Kernel, Need, cut
-from attnmesh.kernels.cpu import FlashCPU
+from attnmesh.kernels.implementations.cpu import FlashCPU
+from attnmesh.kernels.implementations.reference import Reference
 from attnmesh.kernels.native.build import Function, library
-from attnmesh.kernels.reference import Reference
 
 MOST_ROWS = 64
 """Query rows of a key head up to which a block is one call, and the kernel is the choice of "auto"."""
@@ -39,7 +39,7 @@ FAILED = "the native kernel has failed: ATTNMESH_NATIVE=0 turns it off"
 class Native(Kernel):
     """`attend.cpp`; the reference for rows with numbers that are not finite, PyTorch's operator backward."""
 
-    name, made_for = "native", f"up to {MOST_ROWS} rows of queries a key head"
+    name, made_for, order = "native", f"up to {MOST_ROWS} rows of queries a key head", 0
     reads_rows = reads_8_bits = True
 
     def unsupported_reason(self, need: Need) -> str | None:
@@ -102,7 +102,7 @@ class Native(Kernel):
         return FlashCPU().backward(q, k, v, BackwardInputs(out, saved.lse, saved.dout), block, logits)
 
 
-NATIVE = Native()
+KERNEL = NATIVE = Native()
 
 
 class NativeKind(NamedTuple):

@@ -56,7 +56,7 @@ class ProgramTile(NamedTuple):
 class Triton(Kernel):
     """The programs of `kernels/programs`, on GPUs, and with `TRITON_INTERPRET=1` on the CPU."""
 
-    name, made_for = "triton", "caches on GPUs"
+    name, made_for, order = "triton", "caches on GPUs", 0
     reads_rows = reads_cache = True
 
     def unsupported_reason(self, need: Need) -> str | None:
@@ -111,7 +111,7 @@ class Triton(Kernel):
         return _with_fitting_tile("backward", q, v, LARGE_ROWS, partial(_backward, q, k, v, saved, block, logits))
 
 
-TRITON = Triton()
+KERNEL = TRITON = Triton()
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits, tile: ProgramTile) -> Partial:

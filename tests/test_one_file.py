@@ -1,0 +1,136 @@
+"""A new mask, kernel, merge or family is one value, in one place: each is made here, and nothing else knows it.
+
+In the package a mask would be a function of `core/mask.py`, a kernel a file of `kernels/implementations`, a merge a
+record of `mesh/merges.py`, and a family a file of `hf/families`, as `test_a_family_is_one_file` adds one.
+"""
+
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import attnmesh as am
+from attnmesh.comm.message import PartialMessage
+from attnmesh.comm.transport import Gloo
+from attnmesh.core.logits import Logits
+from attnmesh.core.mask import Mask
+from attnmesh.core.partial import Partial
+from attnmesh.kernels import choice
+from attnmesh.kernels.blocks import BackwardInputs, Block, Gradients, Kernel, Need
+from attnmesh.mesh.merge_cost import add_swap
+from attnmesh.mesh.merges import MERGES, Merge, Merged
+from attnmesh.mesh.shapes import AXES, Shape
+from tests.support.dense import dense
+from tests.support.mesh_problems import named_mesh
+from tests.support.pool import Pool
+
+TOKENS, WIDTH, PREFIX = 24, 8, 7
+
+
+def Prefix(tokens: int) -> Mask:
+    """Return a made-up mask: a prompt whose tokens see each other both ways, and causal tokens after it."""
+    return Mask(right=0, spans=(0, tokens))
+
+
+class Dense(Kernel):
+    """A made-up kernel: the formula, with the gradients of autograd. It counts its calls."""
+
+    name, calls = "dense", 0
+
+    def unsupported_reason(self, need: Need) -> str | None:
+        return None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
+        self.calls += 1
+        return Partial(*dense(q, k, v, block.visible(), logits.scale)[:2])
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, logits: Logits
+    ) -> Gradients:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        weights = (q @ k.mT * logits.scale).masked_fill(~block.visible(), -torch.inf)
+        weights = torch.exp(weights - saved.lse.unsqueeze(-1))
+        delta = (saved.out * saved.dout).sum(-1, keepdim=True)
+        dlogits = weights * (saved.dout @ v.mT - delta) * logits.scale
+        dk, dv = (x.unflatten(1, (2, -1)).sum(2) for x in (dlogits.mT @ q, weights.mT @ saved.dout))
+        return Gradients(dlogits @ k, dk, dv)
+
+
+def around(ranks: Gloo, message: Tensor, form: PartialMessage, _: bool) -> Merged:
+    """Send on what came, to the next rank of a ring, until all have all messages."""
+    (size, rank), rows = (ranks.axis.size, ranks.axis.index), [message]
+    for _step in range(1, size):
+        into, ring = torch.empty_like(message), ((rank + 1) % size, (rank - 1) % size)
+        for wait in ranks.post([(dist.isend, ring[0], rows[-1]), (dist.irecv, ring[1], into)], "merging"):
+            wait()
+        rows.append(into)
+    return form.merge(torch.stack([rows[(rank - other) % size] for other in range(size)]))
+
+
+RING = Merge(
+    "ring", around, lambda group, payload, *to: add_swap("merge", group, (group.ranks - 1) * payload.size, *to)
+)
+"""A made-up merge. It is as dear as a swap of all that goes round."""
+
+
+def given(heads: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(heads)
+    return [*torch.randn(2 if heads == 2 else 1, 1, heads, TOKENS, WIDTH, generator=generator).unbind()]
+
+
+def run(mask: Mask, kernel: str, merge: str) -> tuple[list[Tensor], Tensor, int]:
+    """On a rank: attention of shards with its gradients, a decode step, and the calls of the made-up kernel."""
+    made_up, stack = Dense(), ExitStack()
+    stack.enter_context(patch.object(choice, "KERNELS", (*choice.KERNELS, made_up)))
+    stack.enter_context(patch.dict(MERGES, {RING.name: RING}))
+    with stack:
+        mesh, layout = named_mesh(Shape(1, 1, dist.get_world_size()), AXES), am.Contiguous()
+        cache = am.KVCache(mesh, batch=1, kv_heads=2, head_dim=WIDTH, capacity=TOKENS, dtype=torch.float32, block=4)
+        (q,), (k, v) = given(4), given(2)
+        cache.append(k, v)
+        step = am.decode(q[:, :, -15:], cache, mask=mask, kernel=kernel, merge=merge)
+        shards = [am.shard(x, mesh, layout=layout).requires_grad_() for x in (q, k, v)]
+        out = am.attention(*shards, mesh=mesh, layout=layout, mask=mask, kernel=kernel)
+        found = [out.detach(), *torch.autograd.grad(out.square().sum(), shards)]
+        return [am.unshard(x, mesh, layout=layout, length=TOKENS) for x in found], step, made_up.calls
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("mask", "kernel", "merge"),
+    [
+        (Prefix(PREFIX), "auto", "auto"),
+        (Prefix(PREFIX), "reference", "tree"),
+        (am.Causal(), "dense", "auto"),
+        (am.Causal(), "auto", "ring"),
+        (Prefix(PREFIX), "dense", "ring"),
+    ],
+)
+def test_attention_and_decoding_are_exact_with_a_new(
+    ranks: int, mask: Mask, kernel: str, merge: str, pool: Pool
+) -> None:
+    at = torch.arange(TOKENS)
+    visible = at <= at[:, None]
+    if mask != am.Causal():
+        visible |= (at < PREFIX) & (at[:, None] < PREFIX)
+    assert torch.equal(mask.visible(at, at), visible)
+    assert Mask.decode(mask.encode()) == mask
+    exact = [x.double().requires_grad_() for x in (*given(4), *given(2))]
+    out = dense(*exact, visible, WIDTH**-0.5)[0]
+    expected: list[Any] = [out.detach(), *torch.autograd.grad(out.square().sum(), exact)]
+    for found, step, calls in pool.run(ranks, run, mask, kernel, merge):
+        torch.testing.assert_close([*found, step], [*expected, expected[0][:, :, -15:]], check_dtype=False)
+        assert (calls > 0) == (kernel == "dense")
+
+
+def test_a_new_merge_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    work, cluster = am.Workload(32, 8, 128, 1_000_000, phase="decode"), am.Cluster.preset("h100x1", hosts=4)
+    assert "ring" not in {one.exchange for one in am.plan(work, cluster)}
+    monkeypatch.setitem(MERGES, "ring", RING)
+    plans = {one.exchange: one for one in reversed(am.plan(work, cluster))}
+    assert plans["ring"].seconds > plans["direct"].seconds
+    assert plans["ring"].known_as == "gathered partials"
