@@ -72,7 +72,7 @@ def add_outputs(shared: SharedLayers, ranks: int, rows: int, cluster: Cluster, t
         for outputs in shared.outputs:
             one = Cost()
             message = Payload(OUTPUT_BYTES * rows * outputs / ranks, 0)
-            merge_cost("direct", MergeGroup(ranks, cluster.ranks), message, cluster, one)
+            MERGES["direct"].price(MergeGroup(ranks, cluster.ranks), message, cluster, one)
             total.add_stage("outputs", one.seconds)
             total.add_traffic(one.inside, one.between, one.messages)
         return

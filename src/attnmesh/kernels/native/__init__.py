@@ -1,1 +1,1 @@
-"""The native kernel for CPUs: its C++ sources, their library (`build`), and the kernel that calls it (`kernel`)."""
+"""The native kernel for CPUs: its C++ sources, and their library (`build`), whose kernel is `implementations.native`."""
