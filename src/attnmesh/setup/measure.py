@@ -17,18 +17,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm.topology import all_gather_ints, host_mailboxes, hosts
-from attnmesh.core.band import Band
-from attnmesh.core.layout import Striped
 from attnmesh.core.logits import Logits
-from attnmesh.core.mask import CAUSAL, FULL
+from attnmesh.core.mask import FULL, Documents, Mask
 from attnmesh.core.partial import Partial
 from attnmesh.core.selection import Visible
 from attnmesh.errors import ClusterError, require
 from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.checks import check_dtype
-from attnmesh.kernels.blocks import Need
-from attnmesh.kernels.choice import choose
-from attnmesh.kernels.driver import forward
 from attnmesh.kernels.local_op import run_attend
 from attnmesh.kernels.local_plan import LocalPlan
 from attnmesh.mesh.axes import Axis, Mesh, device_of, flat_axis
@@ -43,7 +38,7 @@ MERGE_BYTES = 16384
 """Bytes of a short message, such as a merge sends."""
 
 RUNS = 8
-"""Runs of queries that are timed beside one run of as many."""
+"""Runs of tokens that are timed beside one call of as many pairs."""
 
 IN_A_ROW = 6
 """Short calls that are timed together: ranks do not begin at quite the same time."""
@@ -114,8 +109,8 @@ def measure_device(world: MeasuredRanks, dtype: torch.dtype) -> Device:
     flops = 4 * 8 * tokens * tokens * width
     learned, logits = [x.clone().requires_grad_() for x in (q, k, v)], Logits(width**-0.5)
 
-    def planned(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Partial]:
-        return partial(LocalPlan.of(q, k, v, FULL, logits, "auto").attend, q, k, v, None)
+    def planned(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask = FULL) -> Callable[[], Partial]:
+        return partial(LocalPlan.of(q, k, v, mask, logits, "auto").attend, q, k, v, None)
 
     def both() -> None:
         out, _ = run_attend(learned[0], learned[1], learned[2], Visible(FULL), logits, "auto")
@@ -123,32 +118,23 @@ def measure_device(world: MeasuredRanks, dtype: torch.dtype) -> Device:
 
     with torch.no_grad():
         whole = planned(q, k, v)
-        took = world.median(whole, until_all=True)
+        forward = world.median(whole, until_all=True)
         one = world.median(lambda: whole() if world.axis.index == 0 else None, until_all=True)
         few = [x[:, :, :8].contiguous() for x in (q, k, v)]
         call = world.short(planned(*few))
+        head, block = [x[:, :1] for x in (q, k, v)], tokens // RUNS
+        at_once = planned(head[0], *(x[:, :, :block] for x in head[1:]))
+        in_runs = planned(*head, mask=FULL & Documents([block] * RUNS))
+        each = max(0.0, world.short(in_runs) - world.short(at_once)) / (RUNS - 1)
         keys = torch.randn(2, 1, 8, 2**20 if gpu else 2**15, width, device=world.device, dtype=dtype)
         read = world.median(planned(few[0][:, :, :1], *keys.unbind()))
         copy = world.median(keys.clone)
-    backward = max(world.median(both, until_all=True) - took, took)
+    backward = max(world.median(both, until_all=True) - forward, forward)
     bytes_read = keys.numel() * keys.element_size()
-    rates = flops / took, 2.5 * flops / backward, bytes_read / max(read - call, 1e-9)
-    speed_up = max(1.0, took / one)  # of a rank that works alone
-    run = _further_run(world, q[:, :1], k[:, :1], v[:, :1], logits)
-    return Device(*rates, _memory(world), copy_rate=2 * bytes_read / copy, call=call, run=run, alone=speed_up)
-
-
-@torch.no_grad()
-def _further_run(world: MeasuredRanks, q: Tensor, k: Tensor, v: Tensor, logits: Logits) -> float:
-    """Return the seconds of each further run of queries, beyond those of as many pairs in one run."""
-    tokens, kernel = q.shape[2], choose(Need.of(q, k, v, logits))
-    every = torch.arange(tokens)
-    apart = Striped(tokens // RUNS).positions(2 * tokens, 2, 0)
-    bands = Band.of(FULL, every, tokens), Band.of(CAUSAL, apart, 2 * tokens)
-    longer = [(k, v), (torch.cat((k, k), 2), torch.cat((v, v), 2))]
-    calls = [partial(forward, kernel, q, *kv, band, logits) for kv, band in zip(longer, bands, strict=True)]
-    one, several = map(world.short, calls)
-    return max(0.0, several - one) / (RUNS - 1)
+    rates = flops / forward, 2.5 * flops / backward, bytes_read / max(read - call, 1e-9)
+    speed_up = max(1.0, forward / one)  # of a rank that works alone
+    # A run is two calls: of its own keys, and of those before.
+    return Device(*rates, _memory(world), copy_rate=2 * bytes_read / copy, call=call, run=2 * each, alone=speed_up)
 
 
 def measure_link(world: MeasuredRanks, *, between: bool) -> Link:
