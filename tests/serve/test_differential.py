@@ -288,9 +288,12 @@ def compare(found: Answer, wanted: Answer) -> None:
     assert (found.text, found.reason) == (wanted.text, wanted.reason)
     assert (found.data, found.places) == (wanted.data, wanted.places)
     assert found.logprobs == pytest.approx(wanted.logprobs, abs=ROUNDING)
-    assert [one.keys() for one in found.top] == [one.keys() for one in wanted.top]
     for one, other in zip(found.top, wanted.top, strict=True):
-        assert one == pytest.approx(other, abs=ROUNDING)
+        both = one.keys() & other.keys()
+        assert {token: one[token] for token in both} == pytest.approx({t: other[t] for t in both}, abs=ROUNDING)
+        # Either of two tokens that are as likely to rounding may be the last that is listed.
+        ties = [sorted(top[token] for token in top.keys() - both) for top in (one, other)]
+        assert ties[0] == pytest.approx(ties[1], abs=ROUNDING)
 
 
 def prompts(count: int) -> list[str]:

@@ -1,1 +1,1 @@
-"""The native kernel for CPUs: its C++ sources, and their library (`build`), whose kernel is `implementations.native`."""
+"""The C++ sources of the native kernel, and their library (`build`). The kernel is `implementations.native`."""
