@@ -237,6 +237,17 @@ def test_what_sharing_over_hosts_would_take() -> None:
     assert over_hosts(replace(model, shared=None), hosts) is None
 
 
+def test_a_merge_of_hosts_is_many_small_calls_on_cpus() -> None:
+    """A native call merges in a host, and one launch on GPUs."""
+    shape, call = am.Shape(1, 1, 2), cpus().device.call
+    for cluster, calls in ((cpus(2, 1), 16), (cpus(), 1), (replace(cpus(2, 1), short_collectives="tree"), 1)):
+        (one,) = [way for way in serving(model_of_cpus(), cluster, shape) if way.sharing == 1]
+        link = cluster.between if cluster.hosts > 1 else cluster.inside
+        size = 9 * 65 * 4 + 8
+        seconds = 30 * (link.merge_latency + size / link.rate + calls * call)
+        assert dict(one.parts)["merge"] == pytest.approx(seconds)
+
+
 def test_more_ranks_than_cores_read_from_one_memory() -> None:
     """Two cores read as much, by two ranks or by four; one rank with all cores is one of the ways."""
     crowded = replace(cpus(ranks=4), device=cpus().device.of_cores(0.5))

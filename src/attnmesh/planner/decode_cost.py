@@ -11,7 +11,7 @@ import torch
 
 from attnmesh.core.layout import Striped
 from attnmesh.mesh.cluster import Cluster
-from attnmesh.mesh.merge_cost import MergeGroup, Payload, add_tree, agree_cost
+from attnmesh.mesh.merge_cost import MergeGroup, Payload, add_tree, agree_cost, tree_rounds
 from attnmesh.mesh.merges import MERGES
 from attnmesh.mesh.prices import Candidate, Cost
 from attnmesh.planner.selected import Selected
@@ -25,6 +25,9 @@ OUTPUT_BYTES = 4
 
 SMALL_CALLS = 29
 """Operations of a layer of Llama beside linear layers and attention: norms, rotations, an activation, sums."""
+
+MERGE_CALLS = 16
+"""Operations that write, read and merge messages of hosts on CPUs. Inside a host one native call does."""
 
 FLOPS = 2
 """Operations of a weight and a token."""
@@ -101,6 +104,9 @@ def decode_cost(candidate: Candidate, workload: Workload, cluster: Cluster) -> C
         agree_cost(candidate, cluster, total)
     if group.ranks > 1:
         merge.price(group, Payload(rows * workload.wide, workload.decoded[1]), cluster, total)
+        if cluster.on_cpus and group.ranks > group.near:
+            times = len(tree_rounds(group.ranks, group.near)) if merge.in_rounds else 1
+            total.add_stage("merge", times * (MERGE_CALLS - 1) * device.call)
     if shape.heads > 1:
         _gather_heads(candidate, rows * workload.values * workload.item, cluster, total)
     return total
