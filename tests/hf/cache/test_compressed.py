@@ -79,7 +79,7 @@ FAULTS: dict[str, Callable[..., Any]] = {
 def logits_with(fault: str | None) -> Any:
     small = model("attnmesh", {"index_topk": 1})
     cache = hf.ShardedCache(small.config, named_mesh(Shape(1, 1, 2), AXES), block=4, checked=False)
-    options = {**NEW, "output_logits": True, "return_dict_in_generate": True}
+    options = {**NEW, "max_new_tokens": 8, "output_logits": True, "return_dict_in_generate": True}
     with nullcontext() if fault is None else patch(fault, FAULTS[fault]):
         return torch.stack(hf.generate(small, prompt(61), cache=cache, **options).logits).numpy()
 
