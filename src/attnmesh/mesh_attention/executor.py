@@ -290,7 +290,7 @@ def _merge_in(parts: Returned, total: Tensors) -> None:
         merged = taken(total, tokens)
         merge_into(Partial(*merged), Partial(*part))
         for whole, some in zip(total, merged, strict=True):
-            if some is not whole and some._base is None:  # no view of the tokens, which are not consecutive
+            if some.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():  # no view, but a copy
                 whole.index_copy_(2, on_device(tokens, some.device), some)
 
 
