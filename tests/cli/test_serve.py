@@ -61,9 +61,20 @@ class Command:
 
     def __init__(self, folder: Path, *options: str) -> None:
         self.folder = folder
-        name, *planned_words = planned(save_tiny(folder / "model"), "local:1x2")
+        name, *planned_words = planned(save_tiny(folder / "model"), "local:1x1")
         assert name == "attnmesh"
-        words = [sys.executable, "-c", COMMAND, *planned_words, "--port", "0", "--served-name", "small"]
+        words = [
+            sys.executable,
+            "-c",
+            COMMAND,
+            *planned_words,
+            "--mesh",
+            "keys=2",
+            "--port",
+            "0",
+            "--served-name",
+            "small",
+        ]
         environment = {**os.environ, "TMPDIR": str(folder)}
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         self.process = subprocess.Popen([*words, *options], env=environment, **pipes)

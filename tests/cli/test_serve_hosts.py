@@ -60,7 +60,7 @@ class Hosts:
 
     def started(self) -> tuple[str, int]:
         """Return the address and the process of the front."""
-        pattern = r"serving smollm2 on (http://\S+), mesh keys=2, front (\d+) on "
+        pattern = r"serving smollm2 on (http://\S+), mesh queries=2, front (\d+) on "
         until(lambda: re.search(pattern, self.text) or all(agent.poll() is not None for agent in self.agents))
         found = re.search(pattern, self.text)
         assert found, self.text
