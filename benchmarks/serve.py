@@ -76,7 +76,7 @@ Turn = tuple[list[Answer], float]
 
 
 def commands(request: Request, port: int) -> dict[str, list[str]]:
-    """Return the command of each server. Both have the cores of this machine, and weights in float32."""
+    """Return the command of each server. All have the cores of this machine, and weights in float32."""
     bin, model = Path(sys.executable).parent, request.model
     most = max(request.clients)
     own = ["serve", "--model", model, "--mesh", f"keys={request.ranks}", "--dtype", "float32", "--port", str(port)]
@@ -94,8 +94,10 @@ def commands(request: Request, port: int) -> dict[str, list[str]]:
         "--port",
         str(port),
     ]
+    ranks = [str(bin / "attnmesh"), *own, "--max-rows", str(most)]
     return {
-        f"attnmesh, {request.ranks} ranks": [str(bin / "attnmesh"), *own, "--max-rows", str(most)],
+        f"attnmesh, {request.ranks} ranks": ranks,
+        f"attnmesh, {request.ranks} ranks, whole weights": [*ranks, "--weights", "whole"],
         "transformers": [str(bin / "transformers"), *stock, "--continuous-batching", *paged],
     }
 

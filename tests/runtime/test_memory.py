@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnmesh.runtime.memory import free_memory, host_memory
+import attnmesh as am
+from attnmesh.runtime.memory import HUGE_RUN, free_memory, host_memory
 
 KB, MB = 1 << 10, 1 << 20
 CPU = torch.device("cpu")
@@ -55,3 +56,31 @@ def test_a_control_group_limits_memory(group: dict[str, str], limit: int | None,
 def test_a_machine_without_the_files_of_linux_has_memory(tmp_path: Path) -> None:
     assert free_memory(CPU, tmp_path) > 0
     assert 0 < free_memory(CPU) <= host_memory()
+
+
+def kilobytes_in_huge_pages(x: torch.Tensor) -> int:
+    """Those of the mapping that holds the middle of a tensor, once all of it is written."""
+    x.zero_()
+    inside, middle = False, x.data_ptr() + x.nbytes // 2
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *rest = line.split()
+        if not name.endswith(":"):
+            inside = int(name.split("-")[0], 16) <= middle < int(name.split("-")[1], 16)
+        elif inside and name == "AnonHugePages:":
+            return int(rest[0])
+    raise AssertionError("no mapping holds it")
+
+
+def test_keys_of_long_caches_are_in_huge_pages() -> None:
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not setting.exists() or "[madvise]" not in setting.read_text():
+        pytest.skip("this machine gives huge pages to all memory, or to none")
+    sizes = {"batch": 1, "kv_heads": 2, "head_dim": 64, "dtype": torch.float32}
+    tokens = HUGE_RUN // (4 * 64)
+    short, long = (am.KVCache(None, capacity=count, **sizes) for count in (tokens // 2, tokens))
+    grown = am.KVCache(None, capacity=tokens // 4, **sizes)
+    grown.append(*torch.zeros(2, 1, 2, 8, 64))
+    grown.reserve(tokens)
+    found = [kilobytes_in_huge_pages(cache.shard.view.keys) for cache in (short, long, grown)]
+    assert found[0] == 0
+    assert min(found[1:]) > HUGE_RUN >> 11  # a half at least, since others may hold what there is

@@ -19,6 +19,7 @@ from attnmesh.kernels.cache_view import CacheView, Padding
 from attnmesh.kernels.native.append import append
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.runtime.counters import Tensors
+from attnmesh.runtime.memory import with_huge_pages
 
 
 def stored(k: Tensor, v: Tensor | None) -> Tensors:
@@ -84,7 +85,7 @@ class CacheShard:
         shape = sizes.batch, sizes.kv_heads // heads.size, rows
         with torch.inference_mode(False):  # tensors that can be written to in any mode
             make = partial(torch.empty, dtype=sizes.row_dtype, device=device)
-            self.stored = [make(*shape, width) for width in sizes.row_widths]
+            self.stored = [with_huge_pages(make(*shape, width), 2) for width in sizes.row_widths]
             self.token_index = torch.zeros(rows, dtype=torch.int64, device=device)  # the token in each slot
             # Tokens on all ranks, tokens on this rank, and blocks of this rank forgotten if the cache forgets any.
             self.state = torch.zeros(2 if sizes.mask is None else 3, dtype=torch.int64, device=device)

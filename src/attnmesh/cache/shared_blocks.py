@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnmesh.runtime.memory import with_huge_pages
+
 
 class SharedBlocks(NamedTuple):
     """Whole blocks of slots that several caches read and none writes. One more slot follows, as kernels expect."""
@@ -54,6 +56,6 @@ def joined(parts: Sequence[Tensor], dim: int, rows: int) -> Tensor:
     """Return memory of so many rows along `dim`, of which the first are those of the parts."""
     shape, used = [*parts[0].shape], sum(part.shape[dim] for part in parts)
     shape[dim] = rows
-    new = parts[0].new_empty(shape)
+    new = with_huge_pages(parts[0].new_empty(shape), dim)
     torch.cat([*parts], dim, out=new.narrow(dim, 0, used))
     return new
