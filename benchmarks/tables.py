@@ -103,8 +103,8 @@ def memory_table(memories: "Iterable[kernel.Memory]") -> Table:
 def model_table(rows: "list[model.Row]", prompt_tokens: int) -> Table:
     """Return the times and memory of a whole model."""
     title = f"{prompt_tokens:,} tokens of context, on {torch.get_num_threads()} threads in all"
-    columns = ("keys,\nMB a rank", "weights,\nMB a rank", "all,\nMB a rank", "prefill s")
-    table = titled(title, "decoding", "ms per token", figures=("ms\nforetold", *columns))
+    columns = ("ms fore-\ntold", "keys,\nMB", "weights,\nMB", "all,\nMB", "prefill\ns")
+    table = titled(title + "; memory of a rank", "decoding", "ms per token", figures=columns)
     for row in rows:
         price = "" if row.foretold_ms is None else f"{row.foretold_ms:.0f}"
         sizes = row.cache_megabytes, row.weight_megabytes, row.resident_megabytes

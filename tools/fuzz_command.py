@@ -461,7 +461,7 @@ def stand_in(sandbox: Sandbox) -> None:
     row = whole_model.Row("tree", [1, 2], TIME, 1.0, 1.0, 1.0)
     replace(
         whole_model,
-        rows=lambda request, threads, world, add, rounds, alone: [add(each) for each in on(world, [row, row])],
+        rows=lambda request, threads, world, add, rounds, alone: [add(each) for each in on(world, [row] * 2)] and LOCAL,
     )
     replace(faults, rows=lambda request, threads, add: add(on(request.shape.ranks, compared)))
     step = latent_bench.Row("stock", TIME, 1.0, 1)

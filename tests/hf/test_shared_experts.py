@@ -28,7 +28,7 @@ PROMPT = torch.randint(2, 90, (1, 37), generator=torch.Generator().manual_seed(0
 
 def shared_model(folder: str, mesh: Any) -> Any:
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="attnmesh").eval()
-    shared_experts.LEAST_BYTES = 0
+    shared_experts.LEAST_EXPERT_BYTES = 0
     return hf.share_weights(model, mesh)
 
 
@@ -106,3 +106,9 @@ def test_any_choice_gives_the_sum_of_one_rank(chosen: list[list[int]], pool: Poo
     for found in shared:
         torch.testing.assert_close(found, expected, rtol=1e-15, atol=0)
         assert torch.equal(found, shared[0])
+
+
+def test_experts_are_shared_again_by_a_second_call(tmp_path: Path) -> None:
+    build(Case("mixtral", "mixtral"), "eager", torch.float32).save_pretrained(tmp_path)
+    model = hf.share_weights(shared_model(str(tmp_path), None), None)
+    assert any(isinstance(vars(module).get("forward"), SharedExperts) for module in model.modules())

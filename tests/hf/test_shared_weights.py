@@ -34,17 +34,17 @@ SIZES = {"num_attention_heads": 6, "hidden_size": 96}
 @contextmanager
 def counted_calls() -> Iterator[list[int]]:
     """Share small weights too, and note the layers of each call."""
-    run, least, calls = HostLinear.run, shared_weights.LEAST_BYTES, list[int]()
+    run, least, calls = HostLinear.run, shared_weights.LEAST_LAYER_BYTES, list[int]()
 
     def noted(call: HostLinear, x: Tensor) -> Any:
         calls.append(len(call.sizes))
         return run(call, x)
 
-    HostLinear.run, shared_weights.LEAST_BYTES = noted, 0  # type: ignore[method-assign]
+    HostLinear.run, shared_weights.LEAST_LAYER_BYTES = noted, 0  # type: ignore[method-assign]
     try:
         yield calls
     finally:
-        HostLinear.run, shared_weights.LEAST_BYTES = run, least  # type: ignore[method-assign]
+        HostLinear.run, shared_weights.LEAST_LAYER_BYTES = run, least  # type: ignore[method-assign]
 
 
 def load(folder: str) -> Any:

@@ -45,7 +45,7 @@ BOARD_BYTES = HALF - TAG_BYTES
 ROWS = 64
 """Number of rows that no call has, by which the tags of calls differ."""
 
-DIFFERENT = -3
+DIFFERENT_CALL = -3
 """Code of a call if another rank has made another one. Other codes below 0 are of exceptions in C++."""
 
 Weights = tuple[Tensor, Tensor | None]
@@ -116,7 +116,7 @@ class HostLinear:
         turns = self.axis.size + 1
         try:
             if mailboxes.has_left:
-                raise mailboxes.left(mailboxes.members[mailboxes.members[0] == self.axis.index])
+                raise mailboxes.left(next(one for one in mailboxes.members if one != self.axis.index))
             if WORLD.letters:
                 finish_letters_of(mailboxes)
             code = self.function(fields, 0)
@@ -125,6 +125,6 @@ class HostLinear:
                 code = mailboxes.go_on(function, code, pieces * turns, lambda done: max(done % turns - 1, 0), LAYERS)
         except PeerLostError as error:
             raise failure(self.axis, "sharing a layer", error.peer, error) from error
-        if code == DIFFERENT:
+        if code == DIFFERENT_CALL:
             raise CallsDifferError(self.axis.index)
         return code

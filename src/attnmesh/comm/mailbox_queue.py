@@ -13,7 +13,7 @@ from time import monotonic
 
 from torch import Tensor
 
-from attnmesh.comm.shared_memory import CHECK_INTERVAL, MESSAGES, CallsDifferError, Mailboxes, PeerLostError
+from attnmesh.comm.shared_memory import CHECK_INTERVAL, MESSAGES, CallsDifferError, Mailboxes, PeerLostError, Watch
 from attnmesh.runtime.world import WORLD
 
 NAP = 0.0002
@@ -56,17 +56,13 @@ def finish_letter(letter: Letter) -> None:
 
 def _wait_for(letter: Letter) -> None:
     mailboxes, peer, sends, began = letter.mailboxes, letter.peer, letter.sends, monotonic()
-    behind, since = None, began  # agreements of this rank while the peer makes another call, and since when
+    watch = Watch(mailboxes, MESSAGES)
     try:
         while letter in WORLD.letters:
             if _move():
                 continue
-            now, agreements = monotonic(), mailboxes.agreements
-            if not mailboxes.differs(peer, MESSAGES) or behind != agreements:  # another thread may compare its calls
-                behind, since = agreements, now
+            watch.look(peer)
             mailboxes.wait(peer, sends=sends, seconds=CHECK_INTERVAL if len(WORLD.letters) == 1 else NAP, since=began)
-            if now - since >= CHECK_INTERVAL and not mailboxes.is_ready(peer, sends=sends):
-                raise CallsDifferError(peer)
     finally:
         mailboxes.say_awaited()
     if letter.differs:

@@ -89,7 +89,8 @@ def swap(parts: Sequence[Tensors], wanted: Sequence[Tensors], axis: Axis) -> lis
 def swap_tokens(parts: Sequence[Tensor], counts: Sequence[int], axis: Axis, dim: int = 2) -> list[Tensor]:
     """Send `parts[p]` to each rank p. Return what comes from rank p: `counts[p]` tokens, else like this rank's own."""
     wanted = [(meta_like(parts[axis.index], count, dim),) for count in counts]
-    return [x for (x,) in swap([(part,) for part in parts], wanted, axis)]
+    messages = {id(part): (part,) for part in parts}  # the same for several ranks is packed once
+    return [x for (x,) in swap([messages[id(part)] for part in parts], wanted, axis)]
 
 
 def begin_swap(

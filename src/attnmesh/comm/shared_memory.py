@@ -134,8 +134,10 @@ class Mailboxes:
         """Comparisons of calls that this rank has begun with the other members."""
         self.has_left = False
         """True once this rank has lost another one."""
-        self.gathers = 0
-        """Exchanges of numbers by the boards."""
+        self.gathers, self.realigned = 0, 0
+        """Exchanges of numbers by the boards, and how often the ranks have dropped messages of calls that differ."""
+        self.layers = 0
+        """Layers that ranks share by these boards, of all models: each has a number of its own."""
         self.ranks = frozenset[int]()
         """Ranks of the world along the axis, for which `topology` made these boxes."""
         WORLD.mailboxes.add(self)
@@ -246,19 +248,16 @@ class Mailboxes:
         """Call a native function, which goes on after the steps that are done, until all are. Return what it returns.
 
         It returns now and then to look after silent ranks: `awaited` is the one that a step waits for. Raise if that
-        makes another call at two looks: a wait between them would have found its message.
+        makes another call.
         """
-        blocked, since, differed = -1, 0.0, False
+        blocked, since, watch = -1, 0.0, Watch(self, kind)
         try:
             while 0 <= done < steps:
                 peer = awaited(done)
                 if done != blocked:
-                    blocked, since, differed = done, monotonic(), False
+                    blocked, since, watch = done, monotonic(), Watch(self, kind)
                 if kind != NUMBERS:  # which are themselves the comparison
-                    differs = self.differs(peer, kind)
-                    if differs and differed:
-                        raise CallsDifferError(peer)
-                    differed = differs
+                    watch.look(peer)
                 self._check_alive(peer, since)
                 done = function(done)
         finally:
@@ -274,14 +273,10 @@ class Mailboxes:
         """Return the error of a rank that has lost another: its messages are out of step with those of the others."""
         return PeerLostError(peer, "this rank has lost a rank before: start the ranks again")
 
-    def differs(self, peer: int, kind: int) -> bool:
-        """Say that this rank waits for a member. Return whether that makes another call.
-
-        It compares its call with those of others, or waits for this rank with a call of another kind.
-        """
-        self.say_awaited(peer, kind)
+    def crosses(self, peer: int, kind: int) -> bool:
+        """Return whether a member waits for this one with a call of another kind: neither would ever go on."""
         found = self.words[self.boards[peer] // 8 + AWAITED]
-        return self.is_ahead(peer) or (found % 4 not in (NUMBERS, kind) and found // 4 == self.index)
+        return found % 4 not in (NUMBERS, kind) and found // 4 == self.index
 
     def say_awaited(self, peer: int = 0, kind: int = NUMBERS) -> None:
         """Publish which member this rank waits for, and what of; by default none."""
@@ -316,6 +311,7 @@ class Mailboxes:
         No rank sends meanwhile: all ranks are between two exchanges of their agreement. Of a call that was broken off,
         only the messages in the boxes were sent.
         """
+        self.realigned += 1
         with WORLD.lock:
             WORLD.letters[:] = [letter for letter in WORLD.letters if letter.mailboxes is not self]
         for peer in self.members:
@@ -329,6 +325,32 @@ class Mailboxes:
         """Make every rank that waits for this one raise, and this one if it goes on."""
         self.has_left = True
         self.words[self.boards[self.index] // 8 + LEFT] = 1
+
+
+class Watch:
+    """Looks of a rank at a member that it waits for with a call of one kind. Does that make another call?
+
+    A member that compares its call with others' does, and one that waits for this rank with a call of another kind.
+    """
+
+    def __init__(self, mailboxes: Mailboxes, kind: int) -> None:
+        self.mailboxes, self.kind = mailboxes, kind
+        self.agreements: int | None = None  # of this rank, while the member makes another call
+        self.since = 0.0
+
+    def look(self, peer: int) -> None:
+        """Say that this rank waits. Raise if the member has made another call since `CHECK_INTERVAL` ago.
+
+        A wait between two looks would have found its message. Another thread may compare this rank's calls meanwhile.
+        """
+        boxes, now = self.mailboxes, monotonic()
+        boxes.say_awaited(peer, self.kind)
+        if not (boxes.is_ahead(peer) or boxes.crosses(peer, self.kind)):
+            self.agreements = None
+        elif self.agreements != boxes.agreements:
+            self.agreements, self.since = boxes.agreements, now
+        elif now - self.since >= CHECK_INTERVAL:
+            raise CallsDifferError(peer)
 
 
 def size_of(ranks: int) -> int:

@@ -61,7 +61,7 @@ def chunks_of(cache: ShardedCache, start: int, stop: int, size: int) -> list[Chu
 
 
 def _split_whole(start: int, stop: int, size: int) -> list[Chunk]:
-    """Return chunks which all ranks compute. None but the only one has a single token, unless `size` is one.
+    """Return chunks which all ranks compute. With a size of 3 or more, none but the only one has a single token.
 
     >>> _split_whole(0, 9, 4), _split_whole(8, 9, 4)
     ([(0, 4, False), (4, 7, False), (7, 9, False)], [(8, 9, False)])
@@ -141,9 +141,9 @@ def prefill_chunks(
     """Compute the prompt after the cached tokens, and yield the number of cached tokens after each chunk.
 
     `size` is asked for the tokens of each chunk, and `stop_before` for a token before which it has to end, if more than
-    one is left to that. All ranks compute the tokens before the first full round of blocks,
-    and every token if the model takes no position_ids or the ranks share its weights. Models with recurrent layers,
-    which need runs of tokens, compute in the contiguous layout.
+    one is left to that. All ranks compute the tokens before the first full round of blocks, and every token if the
+    model takes no position_ids, the cache is reproducible, or ranks share heads. Models with recurrent layers, which
+    need runs of tokens, compute in the contiguous layout.
     """
     passes = ForwardPasses(model, prompt, cache)
     while (chunk := passes.next_chunk(size(), None if stop_before is None else stop_before())) is not None:
@@ -186,7 +186,8 @@ class ForwardPasses:
         """Return the next chunk of a size, which ends before a token if more than one is left to that; None if none."""
         stop = self.end if before is None or before < self.start + 2 else min(self.end, before)
         spans = [] if self.prompt.merged is None else self.prompt.merged.spans
-        size = min(size, max(SAME_TOKENS // len(self.prompt.ids), 1)) if self.cache.reproducible else size
+        if self.cache.reproducible:  # models with recurrent layers compute one token by another rule than several
+            size = min(size, max(SAME_TOKENS // len(self.prompt.ids), 3 if self.recurrent else 1))
         chunks = uncut(chunks_of(self.cache, self.start, stop, size), spans)
         return chunks[0] if chunks else None
 

@@ -13,6 +13,7 @@ from attnmesh.hf.images.image_merge import merge_images
 from attnmesh.hf.images.inputs import shared_with_images, split_images, without_absent
 from attnmesh.hf.models import forget_images, rope_growth, rope_regime, unwrap
 from attnmesh.hf.options import agree_on_call
+from attnmesh.hf.shared_weights import end_step
 from attnmesh.hf.sparse.prepare_indexer import prepare_indexers
 from attnmesh.mesh.axes import Mesh
 
@@ -65,6 +66,7 @@ def prefill(
 
 def prepare_model(model: PreTrainedModel) -> None:
     """Prepare a model for a cache of shards, and for tokens that may follow other images than its last ones."""
+    end_step(model)
     forget_images(model)
     prepare_indexers(model)
 

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from attnmesh.comm.p2p import swap_tokens
 from attnmesh.mesh.axes import Axis
 
-LEAST_BYTES = 1 << 20
+LEAST_EXPERT_BYTES = 1 << 20
 """Bytes of an expert that is shared: a smaller one is read sooner than its results are exchanged."""
 
 GIVEN = "hidden_states top_k_index top_k_weights", "hidden_states router_indices routing_weights"
@@ -33,7 +33,7 @@ def _is_shared(experts: Any) -> bool:
     weights = list(experts.parameters())
     plain = all(type(one) is Parameter and one.is_cpu and one.is_floating_point() for one in weights)
     whole = plain and not experts._is_expert_parallel and "forward" not in vars(experts)
-    return whole and sum(one.nbytes for one in weights) >= LEAST_BYTES * experts.num_experts
+    return whole and sum(one.nbytes for one in weights) >= LEAST_EXPERT_BYTES * experts.num_experts
 
 
 class SharedExperts:
@@ -59,4 +59,4 @@ class SharedExperts:
         if self.axis.size > 1:
             results = torch.cat(swap_tokens([results] * self.axis.size, counts, self.axis, 0))
         by_choice = torch.empty_like(results).index_copy_(0, order, results)
-        return by_choice.view(*chosen.shape, -1).sum(1)
+        return by_choice.view(*chosen.shape, tokens.shape[1]).sum(1)

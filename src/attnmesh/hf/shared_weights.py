@@ -24,7 +24,7 @@ from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.families.family import family_of
 from attnmesh.hf.models import check_model, unwrap
-from attnmesh.hf.shards import ShardMask
+from attnmesh.hf.shards import ShardMask, ShardPositions
 from attnmesh.hf.shared_experts import SharedExperts, experts_of
 from attnmesh.kernels.native.build import library
 from attnmesh.kernels.native.native_digest import digest_on_host
@@ -34,7 +34,7 @@ from attnmesh.runtime.memory import mapped_files
 
 SUBJECT = "share_weights"
 
-LEAST_BYTES = 1 << 17
+LEAST_LAYER_BYTES = 1 << 17
 """Bytes of a weight that is shared: a smaller one is read sooner than its outputs are exchanged."""
 
 MOST_LAYERS = 8
@@ -70,6 +70,8 @@ def share_weights(model: Any, mesh: DeviceMesh | None) -> Any:
     True
     """
     inner, place = unwrap(model), Mesh.of(mesh)
+    if isinstance(inner, PreTrainedModel):
+        restore_shared(inner)
     layers, experts = shared_layers(inner) if isinstance(inner, PreTrainedModel) else ({}, [])
     with Agreement(place, SUBJECT, lambda: {"layers": _described(layers), "experts": _sizes(experts)}):
         _check(inner)
@@ -77,7 +79,6 @@ def share_weights(model: Any, mesh: DeviceMesh | None) -> Any:
     mailboxes = whole_mailboxes(axis)
     with Agreement(place, SUBJECT):
         _check_host(axis, mailboxes)
-    restore_shared(inner)
     steps = SharedSteps(place, axis, mailboxes)
     steps.begin(inner, layers, experts)
     return model
@@ -88,6 +89,13 @@ def restore_shared(model: nn.Module) -> None:
     steps: SharedSteps | None = vars(unwrap(model)).pop("shared_steps", None)
     if steps is not None:
         steps.end()
+
+
+def end_step(model: nn.Module) -> None:
+    """End a step that an interrupt has broken off: PyTorch calls no hook then."""
+    steps: SharedSteps | None = vars(model).get("shared_steps")
+    if steps is not None:
+        steps.leave()
 
 
 def weights_in_memory(model: nn.Module) -> int:
@@ -117,7 +125,7 @@ def shared_layers(model: PreTrainedModel) -> tuple[dict[str, nn.Linear], list[nn
 
 def _is_shared(module: Any) -> bool:
     plain = type(module) in (nn.Linear, SharedLinear) and "forward" not in vars(module)
-    if not plain or module.weight.nbytes < LEAST_BYTES:
+    if not plain or module.weight.nbytes < LEAST_LAYER_BYTES:
         return False
     takes = HostLinear.would_take if module.weight.is_meta else HostLinear.takes
     return takes(module.weight, module.bias)
@@ -203,6 +211,8 @@ class SharedSteps:
 
     thread: int | None = None
     """The thread that runs such a step: all ranks compute the same tokens, with a cache on the mesh."""
+    outermost: nn.Module | None = None
+    """The module whose forward pass is the step: the model, or its decoder if that is called alone."""
     first: SharedLinear
     """The layer that the last call began with."""
     input: Tensor | None = None  # of that call
@@ -211,6 +221,8 @@ class SharedSteps:
 
     def __init__(self, mesh: Mesh, axis: Axis, mailboxes: Mailboxes | None) -> None:
         self.mesh, self.axis, self.mailboxes = mesh, axis, mailboxes
+        self.first_number = 0 if mailboxes is None else mailboxes.layers
+        self.realigned = 0 if mailboxes is None else mailboxes.realigned
         self.hooks: list[Any] = []
         self.experts: Sequence[nn.Module] = ()
         self.numbers: dict[SharedLinear, int] = {}
@@ -223,6 +235,8 @@ class SharedSteps:
 
     def begin(self, model: PreTrainedModel, layers: Mapping[str, nn.Linear], experts: Sequence[nn.Module]) -> None:
         """Share these layers and experts of a model from its next forward pass on."""
+        if self.mailboxes is not None:
+            self.mailboxes.layers += MOST_LAYERS * len(layers)
         for number, layer in enumerate(layers.values()):
             layer.__class__ = SharedLinear
             shared: Any = layer
@@ -230,9 +244,9 @@ class SharedSteps:
         self.experts = experts
         for one in experts:
             vars(one)["forward"] = SharedExperts(one.forward, self.axis, self.is_within)
-        before = model.register_forward_pre_hook(self._enter, with_kwargs=True)
-        after = model.register_forward_hook(self._leave, always_call=True)
-        self.hooks = [before, after]
+        for module in {model, model.get_decoder()}:  # of a prompt with images the decoder alone is called
+            self.hooks.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+            self.hooks.append(module.register_forward_hook(self._exit, always_call=True))
         vars(model)["shared_steps"] = self
 
     def end(self) -> None:
@@ -276,7 +290,9 @@ class SharedSteps:
         """Return whether the last call had this input, of the same numbers."""
         if x is not self.input:
             return False
-        return torch.equal(x, self.version) if isinstance(self.version, Tensor) else x._version == self.version
+        if not isinstance(self.version, Tensor):
+            return x._version == self.version
+        return torch.equal(x, self.version) or torch.allclose(x, self.version, 0, 0, equal_nan=True)
 
     @staticmethod
     def _takes(layer: SharedLinear, x: Tensor) -> bool:
@@ -295,14 +311,15 @@ class SharedSteps:
         """Return the outputs of layers, each from one rank."""
         kind = layers[0], len(layers)
         call = self.calls.get(kind)
-        if call is None or call.places != [
-            place_of(layer.weight, layer.bias) for layer in layers
-        ]:  # or one has changed
+        if call is not None and call.places != [place_of(layer.weight, layer.bias) for layer in layers]:
+            self.calls.clear()  # weights have changed, and calls would keep the former ones
+            call = None
+        if call is None:
             if not all(self._fits(layer, x) for layer in layers):
                 self.groups[layers[0]] = [layers[0]]
                 return [nn.Linear.forward(layers[0], x)] if len(layers) == 1 else self._compute(layers[:1], x)
             weights = [(layer.weight.detach(), None if layer.bias is None else layer.bias.detach()) for layer in layers]
-            number = self.numbers[layers[0]] * MOST_LAYERS + len(layers) - 1
+            number = self.first_number + self.numbers[layers[0]] * MOST_LAYERS + len(layers) - 1
             call = self.calls[kind] = HostLinear(number, weights, self.axis, self.mailboxes)
         try:
             return call.run(x.contiguous())
@@ -310,19 +327,31 @@ class SharedSteps:
             names = {"layer": self.numbers[layers[0]], "layers": len(layers), "input": tuple(x.shape)}
             Agreement(self.mesh, "a layer of shared weights", names).unequal()
 
-    def _enter(self, _: nn.Module, args: tuple[Any, ...], arguments: dict[str, Any]) -> None:
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], arguments: dict[str, Any]) -> None:
         """Begin a step, if the ranks compute the same tokens with a cache on this mesh. Other threads compute alone."""
         given = [*args, *arguments.values()]
         cache = next((x for x in given if isinstance(x, ShardedCache)), None)
-        same = (
-            cache is not None and Mesh.of(cache.mesh) == self.mesh and not any(isinstance(x, ShardMask) for x in given)
-        )
-        if same and not torch.is_grad_enabled():
-            self.thread = get_ident()
-        elif self.thread == get_ident():
-            self._leave()
+        in_parts = any(isinstance(x, ShardMask) or (isinstance(x, ShardPositions) and not x.whole) for x in given)
+        same = cache is not None and Mesh.of(cache.mesh) == self.mesh and not in_parts
+        if not same or torch.is_grad_enabled():
+            self.leave()
+        elif self.thread != get_ident():
+            self.thread, self.outermost = get_ident(), module
+            if self.mailboxes is not None and self.realigned != self.mailboxes.realigned:
+                self._learn_anew()
 
-    def _leave(self, *_: Any) -> None:
+    def _learn_anew(self) -> None:
+        """Forget what was learned: ranks whose calls have differed may have learned other groups."""
+        assert self.mailboxes is not None
+        self.realigned, self.groups = self.mailboxes.realigned, {layer: [layer] for layer in self.numbers}
+        self.calls.clear()
+
+    def _exit(self, module: nn.Module, *_: Any) -> None:
+        if module is self.outermost:
+            self.leave()
+
+    def leave(self) -> None:
+        """End the step of this thread, if there is one."""
         if self.thread == get_ident():
             self.thread, self.input, self.version = None, None, 0
             self.ahead.clear()

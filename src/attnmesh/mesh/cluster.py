@@ -278,7 +278,7 @@ CLUSTERS = (
         "local",
         1,
         4,
-        Device(1.0e11, 1.0e11, 1.27e10, 6e9, copy_rate=4.8e9, call=2.7e-5),
+        Device(1.0e11, 1.0e11, 1.27e10, 6e9, copy_rate=4.8e9, call=2.7e-5, run=1.3e-4),
         Link(7.7e-5, 1.1e9, 2.2e9, short=1e-5, step=1.15e-4, message=6e-6),
         Link(1e-4, 1.18e8, 1.18e8, step=1.3e-4, message=7e-6),
         short_collectives="ring",

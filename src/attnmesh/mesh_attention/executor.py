@@ -289,9 +289,10 @@ def _merge_in(parts: Returned, total: Tensors) -> None:
     for tokens, part in parts:
         merged = taken(total, tokens)
         merge_into(Partial(*merged), Partial(*part))
+        if len(tokens) and int(tokens[-1]) - int(tokens[0]) == len(tokens) - 1:
+            continue  # they were taken as views
         for whole, some in zip(total, merged, strict=True):
-            if some.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():  # no view, but a copy
-                whole.index_copy_(2, on_device(tokens, some.device), some)
+            whole.index_copy_(2, on_device(tokens, some.device), some)
 
 
 def _add_in(parts: Returned, totals: Tensors) -> None:

@@ -105,7 +105,8 @@ def decode_cost(candidate: Candidate, workload: Workload, cluster: Cluster) -> C
     if group.ranks > 1:
         merge.price(group, Payload(rows * workload.wide, workload.decoded[1]), cluster, total)
         if cluster.on_cpus and group.ranks > group.near:
-            times = len(tree_rounds(group.ranks, group.near)) if merge.in_rounds else 1
+            rounds = tree_rounds(group.ranks, group.near)
+            times = sum(one.host > 0 for one in rounds) if merge.in_rounds else 1
             total.add_stage("merge", times * (MERGE_CALLS - 1) * device.call)
     if shape.heads > 1:
         _gather_heads(candidate, rows * workload.values * workload.item, cluster, total)

@@ -126,7 +126,7 @@ def serving(model: Model, cluster: Cluster, shape: Shape | None = None) -> list[
 def chosen(ways: Sequence[Serving], ranks: int, tp: int = 1, shares_layers: bool | None = None) -> Serving:
     """Return the way that is taken for so many ranks: of those with this `tp` the first, which fits and is fastest.
 
-    `shares_layers` leaves those alone in which ranks share layers, or do not.
+    `shares_layers` takes those alone in which ranks share layers, or do not, if there are any.
     """
     fitting = [one for one in ways if (one.ranks, one.tp, one.is_shared) == (ranks, tp, False)]
     wanted = [one for one in fitting if shares_layers in (None, one.sharing > 1)]
@@ -177,7 +177,7 @@ def _serving(model: Model, cluster: Cluster, way: Way, shape: Shape | None) -> S
         inside, between = (replace(link, host_rate=link.host_rate / near) for link in (cluster.inside, cluster.between))
         others = replace(cluster, hosts=hosts, ranks=cluster.ranks // near, inside=inside, between=between)
     line = is_shared or shares_layers  # on one axis, along which all ranks share
-    heads = 1 if line else None if shape is None else shape.heads
+    heads = shape.heads if shape is not None else 1 if line else None
     best = _fastest(work, others, heads)
     shape = shape or (best.shape if is_shared else _shape_of_prompts(work, best.shape, line))
     sharing = max(shape) if shares_layers else 1

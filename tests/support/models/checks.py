@@ -204,7 +204,7 @@ def our_generation(case: Case, check: str, dtype: torch.dtype, shape: Shape | No
 
 def _shared_model(case: Case, dtype: torch.dtype, mesh: Any) -> PreTrainedModel:
     """A model whose layers the ranks share, the smallest too."""
-    with patch.object(shared_weights, "LEAST_BYTES", 0):
+    with patch.object(shared_weights, "LEAST_LAYER_BYTES", 0):
         return hf.share_weights(build(case, "attnmesh", dtype), mesh)  # type: ignore[no-any-return]
 
 
