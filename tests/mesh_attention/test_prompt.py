@@ -97,12 +97,15 @@ def ways(heads: tuple[int, int], length: int, exchange: str) -> Chosen:
 @pytest.mark.parametrize(
     ("heads", "length", "exchange", "expected"),
     [
-        ((9, 3), 4093, "auto", (Shape(1, 4, 1), "bulk")),
-        ((9, 3), 4093, "ring", (Shape(1, 4, 1), "ring")),
-        ((9, 3), 0, "ring", (Shape(1, 1, 4), "ring")),
+        ((9, 3), 4093, "auto", (Shape(1, 4, 1), ("bulk", "pipelined"))),  # by the prices of this machine
+        ((9, 3), 4093, "ring", (Shape(1, 4, 1), ("ring",))),
+        ((9, 3), 0, "ring", (Shape(1, 1, 4), ("ring",))),
     ],
 )
 def test_grouped_keys_are_gathered(
-    heads: tuple[int, int], length: int, exchange: str, expected: Chosen, pool: Pool
+    heads: tuple[int, int], length: int, exchange: str, expected: tuple[Shape, tuple[str, ...]], pool: Pool
 ) -> None:
-    assert pool.run(4, ways, heads, length, exchange) == [expected] * 4
+    first, *others = pool.run(4, ways, heads, length, exchange)
+    assert first[0] == expected[0]
+    assert first[1] in expected[1]
+    assert others == [first] * 3
