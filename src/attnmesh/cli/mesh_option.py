@@ -48,7 +48,7 @@ class MeshChoice(NamedTuple):
 
 
 class LayersChoice(NamedTuple):
-    """Whether ranks of a host compute the layers of a step together, if they can, and why."""
+    """Choice of who computes the layers of a step: the ranks of a host together, or each of them; and the reason."""
 
     shared: bool = True
     reason: str = ""
@@ -63,7 +63,7 @@ class MeshOptions(NamedTuple):
 
     @property
     def shares_layers(self) -> bool | None:
-        """Whether ranks are to share layers; None where the planner chooses."""
+        """True if ranks are to share layers; None where the planner chooses."""
         return None if self.weights == "auto" else self.weights == "shared"
 
 

@@ -47,7 +47,7 @@ SIZE, RECEIVED = 2, 8
 
 LEFT, AGREEMENTS, AWAITED = 2, 8, 9
 """Words of a board: 1 if its rank has lost another and left; the comparisons of calls that it has begun; and the member
-that it waits for since long ago, times 4, and what of: `MESSAGES` or `LAYERS`."""
+that it waits for, times 4, and what of: `MESSAGES` or `LAYERS`."""
 
 NUMBERS, MESSAGES, LAYERS = range(3)
 """What ranks wait for: numbers on boards, by which they compare their calls, messages, and outputs of a layer."""
@@ -266,7 +266,7 @@ class Mailboxes:
 
     @property
     def pieces(self) -> int:
-        """Pieces of outputs of layers that this rank has told the others: none is told twice after an interrupt."""
+        """Pieces of outputs of layers that this rank has published: none is published twice after an interrupt."""
         return self.words[self.outputs[self.index] // 8]
 
     def left(self, peer: int) -> PeerLostError:
@@ -357,7 +357,7 @@ def size_of(ranks: int) -> int:
     """Return the bytes of the mailboxes of so many ranks; 0 where there can be none."""
     size = ranks * (ranks + 1) * (HEAD + SLOT)
     able = platform.machine() in PROCESSORS and FOLDER.is_dir() and hasattr(os, "posix_fallocate")
-    return size if able and ranks > 1 and size <= MAX_MEMORY else 0
+    return size if able and 1 < ranks <= MOST_RANKS else 0
 
 
 def opened(name: int, size: int, *, new: bool) -> mmap.mmap | None:

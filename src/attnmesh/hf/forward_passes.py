@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from attnmesh.comm.host_linear import MOST_ROWS
 from attnmesh.core.layout import Contiguous, Layout, Striped
 from attnmesh.errors import KernelError, require
 from attnmesh.hf.cache.sharded_cache import ShardedCache
@@ -31,7 +32,7 @@ CHUNK = 8192
 LATENT_CHUNK = 1024
 """The same in latent attention, whose queries of cached latents are wide."""
 
-SAME_TOKENS = 16
+SAME_TOKENS = min(MOST_ROWS.values())
 """Tokens of all sequences per chunk, if bits shall not depend on the ranks: the most that shared layers always take."""
 
 

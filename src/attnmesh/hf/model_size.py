@@ -23,7 +23,7 @@ from attnmesh.hf.models import (
     layers_of,
     window_of,
 )
-from attnmesh.hf.shared_weights import sizes_of_shared
+from attnmesh.hf.shared_sizes import sizes_of_shared
 from attnmesh.hf.tensor_parallel import rank_weights
 from attnmesh.hf.transformers_names import Conv1D
 from attnmesh.planner.selected import Selected

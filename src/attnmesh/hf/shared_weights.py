@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from attnmesh.comm.host_linear import BOARD_BYTES, MOST_ROWS, HostLinear, place_of
-from attnmesh.comm.shared_memory import MOST_RANKS, CallsDifferError, Mailboxes
+from attnmesh.comm.host_linear import MOST_ROWS, HostLinear, place_of
+from attnmesh.comm.shared_memory import CallsDifferError, Mailboxes
 from attnmesh.comm.topology import whole_mailboxes
 from attnmesh.errors import KernelError, ModelError, require
 from attnmesh.guard.agreement import Agreement
@@ -29,7 +29,6 @@ from attnmesh.hf.shared_experts import SharedExperts, experts_of
 from attnmesh.kernels.native.build import library
 from attnmesh.kernels.native.native_digest import digest_on_host
 from attnmesh.mesh.axes import Axis, Mesh
-from attnmesh.planner.decode_cost import SharedLayers
 from attnmesh.runtime.memory import mapped_files
 
 SUBJECT = "share_weights"
@@ -70,9 +69,10 @@ def share_weights(model: Any, mesh: DeviceMesh | None) -> Any:
     True
     """
     inner, place = unwrap(model), Mesh.of(mesh)
+    layers, experts = dict[str, nn.Linear](), list[nn.Module]()
     if isinstance(inner, PreTrainedModel):
         restore_shared(inner)
-    layers, experts = shared_layers(inner) if isinstance(inner, PreTrainedModel) else ({}, [])
+        layers, experts = shared_layers(inner)
     with Agreement(place, SUBJECT, lambda: {"layers": _described(layers), "experts": _sizes(experts)}):
         _check(inner)
     axis = max(place.axes, key=lambda one: one.size)
@@ -129,34 +129,6 @@ def _is_shared(module: Any) -> bool:
         return False
     takes = HostLinear.would_take if module.weight.is_meta else HostLinear.takes
     return takes(module.weight, module.bias)
-
-
-def sizes_of_shared(model: PreTrainedModel) -> SharedLayers | None:
-    """Return the sizes of the layers that ranks of a host can share, for the planner; None without any."""
-    layers, _ = shared_layers(model)
-    if not layers:
-        return None
-    weights = sum(layer.weight.nbytes for layer in layers.values())
-    rows = min(MOST_ROWS[layer.weight.dtype] for layer in layers.values())
-    return SharedLayers(weights, tuple(_outputs_of_calls(layers)), rows, MOST_RANKS, BOARD_BYTES)
-
-
-def _outputs_of_calls(layers: Mapping[str, nn.Linear]) -> list[int]:
-    """Return the outputs of each call of a step, as they are expected before one.
-
-    Layers of one module that take as many columns are one call, but for its last, which takes what the others make.
-    """
-    found: list[int] = []
-    last, before = {name.rpartition(".")[0]: name for name in layers}, None
-    for name, layer in layers.items():
-        module = name.rpartition(".")[0]
-        kind = module, layer.in_features, name == last[module]
-        if kind == before:
-            found[-1] += layer.out_features
-        else:
-            found.append(layer.out_features)
-        before = kind
-    return found
 
 
 def _described(layers: Mapping[str, nn.Linear]) -> str:

@@ -22,7 +22,7 @@ from attnmesh.mesh.merge_cost import (
 from attnmesh.mesh.prices import Cost
 
 OUTPUTS = ("replicated", "heads")
-"""What a merge returns: all heads on every rank, or each rank's share of them."""
+"""Results of a merge: all heads on every rank, or each rank's share of them."""
 
 Merged = tuple[Tensor, Partial]
 """The maximum of the checksums of all ranks, and the merge of their partials."""
@@ -46,7 +46,7 @@ class Merge(NamedTuple):
 
     @property
     def is_native(self) -> bool:
-        """Whether one native call of a host, or one launch, may do it."""
+        """True if one native call of a host, or one launch, may do it."""
         return self.in_rounds or self.at_once
 
     def seconds(self, group: MergeGroup, payload: Payload, cluster: Cluster) -> float:

@@ -91,7 +91,7 @@ class Serving(NamedTuple):
 
 
 class Way(NamedTuple):
-    """Who shares what: `tp` ranks the weights, which are those of the keys or not, and whether ranks share layers."""
+    """Shares: `tp` ranks share the weights, which are those of the keys or not, and ranks share layers or not."""
 
     tp: int
     is_shared: bool = False
