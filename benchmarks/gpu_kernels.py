@@ -107,7 +107,7 @@ def _rivals(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Call]:
         "SDPA": lambda: sdpa(q, k, v, enable_gqa=True),
         "SDPA, groups as rows": lambda: sdpa(groups, k, v),
     }
-    if q.device.type == "cuda":
+    if q.device.type == "cuda" and k.shape[2] >= 65_536:  # each shape is compiled, for seconds
         calls["FlexAttention"] = lambda: _flex()(q, k, v, enable_gqa=True)
     if find_spec("flash_attn"):
         turned = [x.transpose(1, 2) for x in (q, k, v)]
