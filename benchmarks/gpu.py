@@ -1,6 +1,7 @@
 """`make gpu`: prove and measure every kernel on one GPU, into a dated file; without one, print the commands."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -12,22 +13,28 @@ import torch
 
 from attnmesh.runtime.machine import machine
 
+TESTS = ["tests/kernels", "tests/cli/test_generate.py"]
+"""Where tests need a GPU."""
+
+WORKERS = str(min(12, os.cpu_count() or 1))
+"""Most of the time is Triton's compiler, on the CPU."""
+
 RESULTS = Path(__file__).parent / "results"
 
 
 def steps() -> dict[str, tuple[str, list[str]]]:
     """Return the purpose and the command of each step, by its name in the file."""
     return {
+        "tests": (
+            "the tests that need a GPU: random problems, a world of one rank, graphs, ranks that share the GPU",
+            [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-n", WORKERS, "--dist", "worksteal", *TESTS],
+        ),
         "check": (
             "every kernel in every dtype against attention in float64, and which one serves what",
             [sys.executable, "-m", "attnmesh", "check", "--json"],
         ),
-        "tests": (
-            "the tests that need a GPU: random problems, a world of one rank, graphs, ranks that share the GPU",
-            [sys.executable, "-m", "pytest", "-q", "-m", "gpu"],
-        ),
         "bench": (
-            "decoding, prefill and a step's overhead beside PyTorch's, FlexAttention, and the rate of memory",
+            "decoding, prefill and a token of a model beside PyTorch's, FlexAttention, and the rate of memory",
             [sys.executable, "-m", "benchmarks", "gpu-kernels", "--json"],
         ),
     }

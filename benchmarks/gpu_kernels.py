@@ -1,5 +1,6 @@
 """`python -m benchmarks gpu-kernels`: decoding and prefill on one GPU beside its fastest rivals and the read rate."""
 
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,16 +13,22 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import attnmesh as am
+from attnmesh import hf
 from attnmesh.core.layout import Layout
 from attnmesh.core.logits import Logits
+from attnmesh.core.storage import STORAGES
 from attnmesh.kernels.blocks import Need
 from attnmesh.kernels.cache_view import DecodeQuery
 from attnmesh.kernels.choice import choose
+from benchmarks.model import Times
 from benchmarks.timing import Call, Comparison, Timing, race
 
 Q_HEADS, KV_HEADS, WIDTH = 32, 8, 128
+IN_8_BITS = (100, 65_536)
+"""Numbers of keys that are also stored in 8 bits."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +36,14 @@ class Sizes:
     """Sizes of the cases: the defaults are for a GPU, smaller ones for tests."""
 
     decoding: tuple[tuple[int, int], ...] = (  # (batch, keys)
-        (1, 8_192), (1, 65_536), (1, 262_144), (1, 1_048_576), (8, 8_192), (8, 65_536), (64, 8_192), (64, 65_536),
+        (1, 8_192), (1, 65_536), (1, 1_048_576), (8, 8_192), (8, 65_536), (64, 8_192),
     )  # fmt: skip
-    prefill: tuple[int, ...] = (8_192, 16_384, 32_768, 65_536)
+    prefill: tuple[int, ...] = (8_192, 32_768)
     shards: int = 4
     heads: tuple[int, int] = (Q_HEADS, KV_HEADS)
-    seconds: float = 1.0
+    seconds: float = 0.3
+    layers: int = 32
+    prompt: int = 16_384
 
 
 def rows(device: torch.device, sizes: Sizes = Sizes()) -> Iterator[Comparison]:
@@ -44,6 +53,7 @@ def rows(device: torch.device, sizes: Sizes = Sizes()) -> Iterator[Comparison]:
     for length in sizes.prefill:
         yield from _prefill(device, sizes, length)
     yield _overhead(device, sizes)
+    yield from _tokens(device, sizes)
 
 
 # --- decoding ---
@@ -54,6 +64,8 @@ def _decoding(device: torch.device, sizes: Sizes, batch: int, keys: int) -> Iter
     case = f"decode bfloat16: batch {batch}, {sizes.heads[0]}/{sizes.heads[1]} heads of {WIDTH}, {keys:,} keys"
     cache = _filled(device, sizes, batch, keys)
     q = torch.randn(batch, sizes.heads[0], 1, WIDTH, device=device, dtype=torch.bfloat16)
+    if keys in IN_8_BITS:
+        yield from _in_8_bits(device, sizes, q, cache)
     k, v = (x[:, :, :keys] for x in (cache.keys, cache.values))
     calls = {"ours": lambda: am.decode(q, cache), "reading them": lambda: (k.amax(), v.amax())} | _rivals(q, k, v)
     timings = _raced(calls, device, sizes)
@@ -67,9 +79,20 @@ def _decoding(device: torch.device, sizes: Sizes, batch: int, keys: int) -> Iter
         yield Comparison(case, rival, theirs, ours, 1.0, reached, share)
 
 
-def _filled(device: torch.device, sizes: Sizes, batch: int, keys: int) -> am.KVCache:
-    heads, dtype = sizes.heads[1], torch.bfloat16
-    cache = am.KVCache(None, batch=batch, kv_heads=heads, head_dim=WIDTH, capacity=keys + 1, dtype=dtype, device=device)
+def _in_8_bits(device: torch.device, sizes: Sizes, q: Tensor, cache: am.KVCache) -> Iterator[Comparison]:
+    """Yield decoding over keys and values in 8 bits beside bfloat16 ones."""
+    batch, keys = len(q), cache.length
+    for storage in STORAGES:
+        stored = _filled(device, sizes, batch, keys, storage)
+        calls: dict[str, Call] = {"ours": partial(am.decode, q, stored), "bfloat16": partial(am.decode, q, cache)}
+        timings = _raced(calls, device, sizes)
+        case = f"decode {storage}: batch {batch}, {sizes.heads[0]}/{sizes.heads[1]} heads of {WIDTH}, {keys:,} keys"
+        yield Comparison(case, "ours in bfloat16", timings["bfloat16"], timings["ours"], 1.0)
+
+
+def _filled(device: torch.device, sizes: Sizes, batch: int, keys: int, storage: str | None = None) -> am.KVCache:
+    shape: dict[str, Any] = {"batch": batch, "kv_heads": sizes.heads[1], "head_dim": WIDTH, "capacity": keys + 1}
+    cache = am.KVCache(None, **shape, dtype=torch.bfloat16, device=device, storage=storage)
     step = 8_192
     for start in range(0, keys, step):
         more = min(step, keys - start)
@@ -84,7 +107,7 @@ def _rivals(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Call]:
         "SDPA": lambda: sdpa(q, k, v, enable_gqa=True),
         "SDPA, groups as rows": lambda: sdpa(groups, k, v),
     }
-    if q.device.type == "cuda":
+    if q.device.type == "cuda" and k.shape[2] >= 65_536:  # each shape is compiled, for seconds
         calls["FlexAttention"] = lambda: _flex()(q, k, v, enable_gqa=True)
     if find_spec("flash_attn"):
         turned = [x.transpose(1, 2) for x in (q, k, v)]
@@ -183,6 +206,36 @@ def _with(call: Callable[[], Tensor], heads: tuple[Tensor, Tensor, Tensor], grad
         return torch.no_grad()(call)
     dout = torch.randn(*heads[0].shape, device=heads[0].device, dtype=heads[0].dtype)
     return lambda: torch.autograd.grad(call(), heads, dout)
+
+
+# --- a token of a model ---
+
+
+def _tokens(device: torch.device, sizes: Sizes) -> Iterator[Comparison]:
+    """Yield a token and a prompt of a Llama with random weights in bfloat16, beside stock transformers with SDPA."""
+    heads = {"num_attention_heads": sizes.heads[0], "num_key_value_heads": sizes.heads[1], "head_dim": WIDTH}
+    width = sizes.heads[0] * WIDTH
+    shape = {"hidden_size": width, "intermediate_size": 7 * width // 2, "num_hidden_layers": sizes.layers, **heads}
+    config = LlamaConfig(vocab_size=32_000, max_position_embeddings=1 << 17, eos_token_id=None, **shape)
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        ids = torch.randint(3, config.vocab_size, (1, sizes.prompt))
+    steps: dict[str, list[float]] = {"sdpa": [], "attnmesh": []}
+    prompts: dict[str, list[float]] = {"sdpa": [], "attnmesh": []}
+    for turn in range(4):
+        for name in steps:
+            model.set_attn_implementation(name)
+            times = Times()
+            options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "streamer": times}
+            began = time.perf_counter()
+            model.generate(ids, **options) if name == "sdpa" else hf.generate(model, ids, mesh=None, **options)
+            if turn:  # the first one compiles
+                steps[name] += times.seconds
+                prompts[name].append(times.times[1] - began)
+    size = f"a Llama of {sizes.layers} layers of {width}, {sizes.prompt:,} tokens"
+    for what, found in (("token", steps), ("prompt", prompts)):
+        theirs, ours = (Timing.of(found[name]) for name in ("sdpa", "attnmesh"))
+        yield Comparison(f"{what} of {size}", "transformers with SDPA", theirs, ours, 0.95)
 
 
 # --- how it is measured ---

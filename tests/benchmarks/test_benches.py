@@ -178,10 +178,11 @@ def merges_of_a_step() -> list[str]:
 
 def test_what_is_measured_on_a_gpu_runs_here_in_small() -> None:
     """All of it but the graphs and the kernels: a mistake should not cost an hour of somebody's GPU."""
-    small = gpu_kernels.Sizes(decoding=((1, 64), (2, 100)), prefill=(64,), heads=(4, 2), seconds=0.01)
+    decoding = ((1, 64), (2, 100))
+    small = gpu_kernels.Sizes(decoding, prefill=(64,), heads=(4, 2), seconds=0.01, layers=1, prompt=20)
     rows = list(gpu_kernels.rows(torch.device("cpu"), small))
-    assert {row.case.split(" ")[0] for row in rows} == {"decode", "causal", "shard"}
-    assert len(rows) == 13
+    assert {row.case.split(" ")[0] for row in rows} == {"decode", "causal", "shard", "token", "prompt"}
+    assert len(rows) == 17
     assert all(row.ours.median > 0 and row.theirs.median > 0 for row in rows)
 
 

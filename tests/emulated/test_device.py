@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import attnmesh as am
+from attnmesh.core.storage import STORAGES
 from attnmesh.setup import init_mesh as module
 from tests.support.emulated_gpu import EmulatedGPU
 from tests.support.emulated_nccl import BACKENDS, world
@@ -44,3 +45,28 @@ def test_init_mesh_sets_the_device_first(backend: str):
 
 def test_init_mesh_leaves_a_device_that_is_in_use():
     assert world(2, events, True).results() == [["compare", "make groups"]] * 2
+
+
+def distances(gpu: EmulatedGPU, storage: str) -> list[list[int]]:
+    """Return the bytes from row to row of keys and values: of a new cache, a grown one, and one of another batch."""
+    sizes = {"batch": 2, "kv_heads": 2, "head_dim": 64, "value_dim": 32, "capacity": 16, "dtype": torch.bfloat16}
+    cache, found = am.KVCache(None, device="cuda", storage=storage, **sizes), []
+
+    def note() -> None:
+        found.append([x.stride(2) for x in cache.shard.stored])
+
+    note()
+    cache.append(*(torch.randn(2, 2, 5, width, dtype=torch.bfloat16).cuda() for width in (64, 32)))
+    cache.reserve(400)
+    note()
+    cache.reorder(torch.tensor([1, 0, 1]).cuda())
+    note()
+    return found
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_rows_of_bytes_begin_where_a_gpu_loads_wide_words(storage: str) -> None:
+    """A row of 64 numbers and a scale has 66 bytes, which would be loaded one by one."""
+    assert world(1, distances, storage).results() == [[[80, 48]] * 3]
+    cache = am.KVCache(None, batch=1, kv_heads=1, head_dim=64, capacity=16, dtype=torch.float32, storage=storage)
+    assert [x.stride(2) for x in cache.shard.stored] == [66, 66]

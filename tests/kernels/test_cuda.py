@@ -115,7 +115,7 @@ def test_float64_and_other_devices_have_a_reason() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(120))
 @pytest.mark.parametrize("kernel", ["auto", "triton", "reference"])
 def test_random_problems_agree_with_float64_on_the_gpu(seed: int, kernel: str) -> None:
     draw(seed, kernels=(kernel,), kinds=KINDS).check("cuda")
@@ -141,5 +141,5 @@ def test_special_inputs_on_the_gpu(dtype: torch.dtype) -> None:
 def test_without_a_gpu_make_gpu_prints_its_commands() -> None:
     done = subprocess.run([sys.executable, "-m", "benchmarks.gpu"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("PyTorch sees no GPU here. On one, this would run:\n")
-    assert [line.split(" ")[1] for line in done.stdout.splitlines()[1:]] == ["every", "the", "decoding,", "all"]
+    assert [line.split(" ")[1] for line in done.stdout.splitlines()[1:]] == ["the", "every", "decoding,", "all"]
     assert "benchmarks/results/gpu_name-of-the-gpu_20" in done.stdout

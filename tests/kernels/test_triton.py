@@ -227,7 +227,7 @@ def test_random_decode_steps_agree_with_float64(seed: int) -> None:
 
 def test_a_step_over_many_keys_is_split() -> None:
     q, (k, v) = torch.randn(1, 2, 1, 16), torch.randn(2, 1, 2, 500, 16).unbind()
-    spans = -(-500 // kernel._span(500, 2, 64, q.device))
+    spans = -(-500 // kernel._span(500, 2, kernel.ProgramTile(16, 16), q.device))
     assert spans > 1
     whole = am.attend(q, k, v, kernel="triton")
     assert torch.allclose(whole.out, am.attend(q, k, v, kernel="reference").out, atol=1e-6)
@@ -356,7 +356,7 @@ POINTERS |= dict.fromkeys(("q", "k", "v", "dout"), "*bf16")
 POINTERS |= dict.fromkeys(("out", "lse", "delta", "dq", "dk", "dv", "outs", "lses"), "*fp32")
 POINTERS |= dict.fromkeys(("checksum", "checksums", "sinks"), "*fp32") | dict.fromkeys(("scale", "softcap"), "fp32")
 POINTERS["left"] = "i64"
-TILE = {"ROWS": 64, "KEYS": 64, "PRECISION": "ieee", "Q_0": 128, "Q_1": 64, "V_0": 128, "V_1": 0}
+TILE = {"ROWS": 64, "KEYS": 64, "PRECISION": "tf32x3", "Q_0": 128, "Q_1": 64, "V_0": 128, "V_1": 0}
 POINTERS |= {"message": "*fp32", "memories": "*i64", "counter": "*i32"}
 DECODE = {"ROWS": 16, "WIDE": 1024, "MODULUS": 16777213, "SEND": True, "RECEIVE": True}
 PLAIN = {"K_ROW": 0, "V_ROW": 0, "FLOAT8": False}

@@ -15,6 +15,7 @@ from attnmesh.cache.block_cyclic import BlockCyclic
 from attnmesh.cache.cache_config import Sizes
 from attnmesh.cache.shared_blocks import SharedBlocks, joined
 from attnmesh.comm.p2p import meta_like, swap
+from attnmesh.core.storage import empty_rows, width_in_memory
 from attnmesh.kernels.cache_view import CacheView, Padding
 from attnmesh.kernels.native.append import append
 from attnmesh.mesh.axes import Axis, Mesh
@@ -60,10 +61,11 @@ def rows_of_slots(slots: int, block: int) -> int:
     return -(-(slots + 1) // block) * block
 
 
-def shard_bytes(sizes: Sizes, ranks: int, heads: int) -> int:
+def shard_bytes(sizes: Sizes, ranks: int, heads: int, device: torch.device) -> int:
     """Return the bytes of keys and values that a shard of these sizes takes on one of so many ranks."""
-    rows = rows_of_slots(usual_slots(sizes, ranks), sizes.block)
-    return rows * sizes.batch * (sizes.kv_heads // heads) * sum(sizes.row_widths) * sizes.row_dtype.itemsize
+    rows, dtype = rows_of_slots(usual_slots(sizes, ranks), sizes.block), sizes.row_dtype
+    width = sum(width_in_memory(width, dtype, device) for width in sizes.row_widths)
+    return rows * sizes.batch * (sizes.kv_heads // heads) * width * dtype.itemsize
 
 
 class CacheShard:
@@ -84,8 +86,8 @@ class CacheShard:
         rows = self._rows(self.slots)
         shape = sizes.batch, sizes.kv_heads // heads.size, rows
         with torch.inference_mode(False):  # tensors that can be written to in any mode
-            make = partial(torch.empty, dtype=sizes.row_dtype, device=device)
-            self.stored = [with_huge_pages(make(*shape, width), 2) for width in sizes.row_widths]
+            make = partial(empty_rows, dtype=sizes.row_dtype, device=device)
+            self.stored = [with_huge_pages(make((*shape, width)), 2) for width in sizes.row_widths]
             self.token_index = torch.zeros(rows, dtype=torch.int64, device=device)  # the token in each slot
             # Tokens on all ranks, tokens on this rank, and blocks of this rank forgotten if the cache forgets any.
             self.state = torch.zeros(2 if sizes.mask is None else 3, dtype=torch.int64, device=device)
@@ -269,7 +271,10 @@ class CacheShard:
         used = self.used
         if len(index) != self.sizes.batch:
             with torch.inference_mode(False):
-                self.stored = [x.index_select(0, index) for x in self.stored]
+                blank = (empty_rows((len(index), *x.shape[1:]), x.dtype, x.device) for x in self.stored)
+                self.stored = [
+                    torch.index_select(x, 0, index, out=new) for x, new in zip(self.stored, blank, strict=True)
+                ]
             self.sizes = replace(self.sizes, batch=len(index))
         else:
             for head in range(self.stored[0].shape[1]):  # the temporary copy is one head

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnmesh.core.storage import empty_rows
 from attnmesh.runtime.memory import with_huge_pages
 
 
@@ -56,6 +57,6 @@ def joined(parts: Sequence[Tensor], dim: int, rows: int) -> Tensor:
     """Return memory of so many rows along `dim`, of which the first are those of the parts."""
     shape, used = [*parts[0].shape], sum(part.shape[dim] for part in parts)
     shape[dim] = rows
-    new = with_huge_pages(parts[0].new_empty(shape), dim)
+    new = with_huge_pages(empty_rows(shape, parts[0].dtype, parts[0].device), dim)
     torch.cat([*parts], dim, out=new.narrow(dim, 0, used))
     return new

@@ -118,7 +118,7 @@ def hosts(axis: Axis) -> list[list[int]]:
     return [[rank for rank, other in enumerate(numbers) if other == host] for host in dict.fromkeys(numbers)]
 
 
-@cached_per_world()  # by axes of several ranks, so that ranks whose first calls differ know the same
+@cached_per_world()  # by axes, which meshes share: where one rank finds them known, all do
 def host_numbers(axes: tuple[Axis, ...]) -> list[int]:
     """Return the host's number of each shard: a digest of its name and network. The first call is an all-gather."""
     name = f"{socket.gethostname()} {_inode(Path('/proc/self/ns/net'))}"

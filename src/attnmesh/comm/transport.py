@@ -54,13 +54,13 @@ Post = tuple[Callable[..., Any], int, Tensor]
 
 
 class Gloo:
-    """Messages along an axis by its process group. Others are like it where they say nothing else."""
+    """Messages along an axis by its process group. The other transports take what they do not override from it."""
 
     posts_ahead = True
     """Whether receives may be posted before the messages of earlier rounds have come: in half the time."""
 
     most_unequal: float = SLOT
-    """Bytes of the longest message that a rank also receives where it expects one of another size."""
+    """Bytes up to which a message of another size than is expected still arrives, and its checksum tells."""
 
     def __init__(self, axis: Axis, device: torch.device) -> None:
         self.axis, self.device = axis, device

@@ -4,6 +4,7 @@ A row of `columns` numbers has one bfloat16 scale for each 128 of them. A number
 exact in float32. Rows depend on nothing but themselves, so appending in any pieces gives the same bits.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,9 @@ from attnmesh.errors import ShapeError, require
 
 GROUP = 128
 """Columns of a row that share a scale."""
+
+ALIGNMENT = 16
+"""Bytes of the widest load of a GPU. Rows of bytes begin at multiples of it there, or each byte is a load."""
 
 LEAST_SCALE = torch.finfo(torch.bfloat16).tiny
 """Groups of smaller numbers have this scale: no scale is 0."""
@@ -82,6 +86,17 @@ def columns_of(x: Tensor) -> int:
     fits = columns > 0 and columns % 2 == 0 and columns + 2 * -(-columns // GROUP) == width
     require(fits, ShapeError, "stored rows", "numbers and then scales", f"{width} bytes", "pass whole rows")
     return columns
+
+
+def empty_rows(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return new memory for rows of keys or values, the last dim."""
+    *more, width = shape
+    return torch.empty(*more, width_in_memory(width, dtype, device), dtype=dtype, device=device)[..., :width]
+
+
+def width_in_memory(width: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Return the elements from one row of `empty_rows` to the next."""
+    return width + -width % ALIGNMENT if dtype in _BY_DTYPE and device.type == "cuda" else width
 
 
 _BY_DTYPE = {storage.dtype: storage for storage in STORAGES.values()}

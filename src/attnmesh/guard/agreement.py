@@ -110,9 +110,10 @@ class Agreement:
         raise error
 
     def say(self, error: Exception) -> None:
-        """Compare an error of this rank, which another rank cannot say: raise the first that any rank has found.
+        """Compare an error of this rank in place of its call. No text of a call equals it, so all ranks raise.
 
-        What no check has found this rank raises itself, and the others as an `UnforeseenError`.
+        They raise the error of the first shard that has one. What no check has found this rank raises as it is, and the
+        others as an `UnforeseenError`.
         """
         given, fix = " ".join(f"{type(error).__name__}: {error}".split()), "see the error of the rank that raised"
         said = error
@@ -149,8 +150,9 @@ class Agreement:
 class CallRecord:
     """The calls on one object that its ranks have compared, by its `checked`: always, never, or when they are new.
 
-    On a GPU, ranks that know a call are already in its exchange, where a rank that compares alone would never meet
-    them. So there the first call on the object is compared at once, and a later one that ends in a merge by a question.
+    On a GPU, ranks that know a call begin its exchange without a comparison, and a rank to which it is new would wait
+    for them in vain. So there the first call on the object is compared at once. A later one that ends in a merge joins
+    the exchange of the others first, with a question: see `MergeAgreement`.
     """
 
     def __init__(self, mesh: Mesh, device: torch.device, checked: bool | None) -> None:
@@ -179,14 +181,16 @@ class CallRecord:
 class MergeAgreement(Agreement):
     """An agreement on a call that ends in a merge, whose messages carry the number of the call at no cost.
 
-    On a CPU the merged checksum shows if calls differ; they are compared before collectives, which hang or crash on
-    messages of unequal sizes. On a GPU no host looks at the checksum. There a call of a kind that is known to its
-    `calls` is not compared, and ranks whose calls differ get NaN. A rank to which its call is new asks: it takes part
-    in the exchange that the others may be in. If they are, it gets NaN too; if all ask, they compare on the host.
+            the kind of the call is known to this rank      it is new
+        CPU the host reads the merged checksum: where calls differ, ranks exchange texts and raise
+        GPU no host reads it: calls that differ get NaN     ask: repeat the last exchange, with a question
 
-    `poison` takes part in the merge without a call, so that the other ranks find this rank's error. Known before it are
-    `kind`, by which calls are known, the `state` that changes between calls of a kind, and `ask`, which takes part with
-    a question, or None if a host looks at the messages. The `checksum` of all ranks is known after it.
+    If all ranks ask, they compare on the host. Else some rank is in a call that it knows: all get NaN. Merges by a
+    collective, which hang or crash on messages of unequal sizes, are compared before, on CPUs too.
+
+    `poison` takes part in the merge without a call, so that the other ranks find this rank's error. The call sets
+    `kind` and the `state` that changes between calls of a kind; `ask`, which takes part with a question, is None where
+    a host reads the messages. The merge sets the `checksum` of all ranks.
     """
 
     kind: Hashable = None
@@ -214,7 +218,7 @@ class MergeAgreement(Agreement):
         return number_of(self.kind, *self.state)
 
     def before(self) -> bool:
-        """Compare the call before messages that need it. Return False if some rank knows its own: all get NaN then."""
+        """Compare the call before messages that need it. Return False if this rank asked and not all ranks did."""
         is_new = not (self.asks and self.ask is not None and self.kind in self.calls.kinds)
         self.is_compared = self.compares and (is_new if self.checked is None else self.checked)
         if self.is_compared and self.asks:
@@ -224,7 +228,7 @@ class MergeAgreement(Agreement):
         return True
 
     def is_new_to_all(self) -> bool:
-        """Return whether all ranks ask, in the exchange in which those that do not are. They look at nothing there."""
+        """Ask: repeat the last exchange, which ranks that know their call are in. Return whether all ranks ask."""
         repeat = self.calls.last_exchange
         return repeat is None or float(repeat().sum()) == 0
 

@@ -92,7 +92,7 @@ class LocalPlan(NamedTuple):
 
 
 PLANS = Kinds[LocalPlan]()
-"""Plans of `attend`, and of `attention` on one rank. Their kinds differ in the number of options."""
+"""Plans of `attend`, and of `attention` on one rank. Kinds of one never equal those of the other: they are longer."""
 
 
 @lru_cache(maxsize=64)

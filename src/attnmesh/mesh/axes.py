@@ -132,16 +132,6 @@ class Mesh:
         return Mesh(heads, queries, keys)
 
     @property
-    def row(self) -> Axis:
-        """The keys axis. Its ranks hold keys of their own and attend the same queries, which travel along it."""
-        return self.keys
-
-    @property
-    def column(self) -> Axis:
-        """The queries axis. Its ranks hold queries of their own and attend the same keys, which travel along it."""
-        return self.queries
-
-    @property
     def group_names(self) -> list[str]:
         """Names of the axes' groups, for `named`."""
         return [axis.group_name for axis in self.axes]

@@ -53,7 +53,7 @@ class Task:
 
     @cached_property
     def in_turn(self) -> bool:
-        """True if heads go in one group. Then exchanges along an axis follow each other, but a ring's have one peer."""
+        """True if heads go in one group. Then no two exchanges along an axis are under way at once, but a ring's."""
         return len(self.groups) == 1
 
     @cached_property
@@ -102,7 +102,7 @@ def forward(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None = None, sha
         return task.swaps.to_heads((q, *kv), 1, group, into)
 
     value_dim = kv[-1].shape[-1] if task.projection is None else task.projection.value_dim
-    schedule, row, dtype = task.schedule, task.mesh.row, sum_dtype(q.dtype)
+    schedule, dtype = task.schedule, sum_dtype(q.dtype)
     # Memory for results is taken when the first are complete.
     total = cache(lambda: Partial(empty_length_major(q, value_dim), q.new_empty(q.shape[:-1], dtype=dtype)))
 
@@ -116,10 +116,12 @@ def forward(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None = None, sha
     for arrivals in _arrivals(swap_in, task):
         mine = partial = _attend_heads(arrivals, task)
         returning: Iterable[None] = ()
-        if row.size > 1 or len(schedule.query_step.keep) < schedule.chunk.queries:  # or some queries see no key here
+        if (
+            task.mesh.keys.size > 1 or len(schedule.query_step.keep) < schedule.chunk.queries
+        ):  # or some queries see no key here
             (batch, heads, _), width = partial.lse.shape, partial.out.shape[3]
             mine = identity(q.new_empty(batch, heads, schedule.chunk.queries, 0), width, dtype)
-            returning = _return(partial, schedule.query_step, row, _merge_in, mine, task.in_turn)
+            returning = _return(partial, schedule.query_step, task.mesh.keys, _merge_in, mine, task.in_turn)
         returns.add(chain(returning, swap_back(mine, arrivals.group)))
         del mine, partial, returning
     returns.finish()
@@ -179,7 +181,7 @@ def backward(share: Tensors, saved: BackwardInputs, task: Task) -> Gradients:
     for arrivals in _arrivals(swap_in, task):
         own = Gradients(*(torch.zeros_like(x, dtype=delta.dtype) for x in task.heads_of(arrivals.group, share)))
         dq = _backward_heads(arrivals, task, returns, own[1:])
-        returning = _return((dq,), schedule.query_step, task.mesh.row, _add_in, own[:1], task.in_turn)
+        returning = _return((dq,), schedule.query_step, task.mesh.keys, _add_in, own[:1], task.in_turn)
         returns.add(chain(returning, swap_back(own, arrivals.group)))
         del dq, own, returning
     returns.finish()
@@ -208,8 +210,8 @@ def _backward_heads(arrivals: Arrivals, task: Task, returns: "PendingReturns", m
         del part
         if coming is not None:
             _add(made, coming())
-        returns.add(_return(made, step, task.mesh.column, _add_in, mine, task.in_turn))
-        coming = None if onward is None else gather(made, onward, task.mesh.column)
+        returns.add(_return(made, step, task.mesh.queries, _add_in, mine, task.in_turn))
+        coming = None if onward is None else gather(made, onward, task.mesh.queries)
         del made
     assert dq is not None  # every schedule has a step
     return dq
@@ -236,8 +238,7 @@ def _arrivals(swap_in: Callable[[HeadGroup], Callable[[], Tensors]], task: Task)
 
     A group is swapped in while one before it is gathered, and the one before that is attended.
     """
-    row, column, swaps = task.mesh.row, task.mesh.column, task.mesh.heads.size > 1
-    gathers = row.size * column.size > 1
+    swaps, gathers = task.mesh.heads.size > 1, task.mesh.queries.size * task.mesh.keys.size > 1
 
     def bring(group: HeadGroup) -> Iterator[Arrivals | None]:
         swapped = swap_in(group)
@@ -245,7 +246,7 @@ def _arrivals(swap_in: Callable[[HeadGroup], Callable[[], Tensors]], task: Task)
             yield None
         tensors = swapped()
         queries = len(tensors) - (2 if task.projection is None else 1)
-        coming = gather(tensors[:queries], task.schedule.query_step, row, in_turn=task.in_turn)
+        coming = gather(tensors[:queries], task.schedule.query_step, task.mesh.keys, in_turn=task.in_turn)
         kv_by_step = _kv_by_step(tensors[queries:], task)
         del swapped, tensors
         if gathers:
@@ -268,7 +269,7 @@ def _kv_by_step(kv: Tensors, task: Task) -> Iterator[Tensors]:
 
     A ring's first step is this rank's own keys, so its first exchange is that of the second step.
     """
-    steps, axis = task.schedule.key_steps, task.mesh.column
+    steps, axis = task.schedule.key_steps, task.mesh.queries
     first = gather(kv, steps[0], axis, in_turn=task.in_turn)
 
     def arrivals() -> Iterator[Tensors]:

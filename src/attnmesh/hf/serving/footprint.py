@@ -2,12 +2,17 @@
 
 from dataclasses import dataclass, replace
 
+import torch
+
 from attnmesh.cache.cache import KVCache
 from attnmesh.cache.cache_config import Sizes
 from attnmesh.cache.cache_shard import shard_bytes
 from attnmesh.errors import TooLong
 from attnmesh.hf.cache.layer import growth_capacity
 from attnmesh.hf.cache.sharded_cache import ShardedCache
+
+Place = tuple[int, int, torch.device]
+"""Ranks that share the tokens of a cache, those that share its heads, and its device."""
 
 SHARE = 0.75
 """Share of the free memory that caches take, if no other limit is given. Prefill takes the rest."""
@@ -17,8 +22,8 @@ SHARE = 0.75
 class Footprint:
     """Bytes of a request's cache on one rank, as the first cache of the model shows them."""
 
-    layers: list[tuple[Sizes, int, int, int]]
-    """Sizes of each cache, the ranks that share its tokens and heads, and the tokens that a key stands for."""
+    layers: list[tuple[Sizes, Place, int]]
+    """Sizes of each cache, where it is, and the tokens that a key stands for."""
     states: int
     grows: bool
 
@@ -26,26 +31,25 @@ class Footprint:
     def of(cache: ShardedCache) -> "Footprint":
         """Return the footprint of caches like this one."""
         rates = cache.tokens_per_key
-        layers = [(kv.sizes, *_ranks(kv), rate) for kv, rate in zip(cache.kvs, rates, strict=False)]
+        layers = [(kv.sizes, _place(kv), rate) for kv, rate in zip(cache.kvs, rates, strict=False)]
         states = sum(x.numel() * x.element_size() for x in cache.states.values())
         return Footprint(layers, states, cache.capacity is None)
 
     def __call__(self, tokens: int, *, shared: int = 0) -> int:
         """Return the bytes for so many tokens, of which the first are in memory that another cache has."""
         total = self.states
-        for sizes, ranks, heads, rate in self.layers:
+        for sizes, place, rate in self.layers:
             keys = -(-tokens // rate)
             whole = replace(sizes, capacity=growth_capacity(keys) if self.grows else sizes.capacity)
-            total += shard_bytes(whole, ranks, heads)
+            total += shard_bytes(whole, *place)
             if shared >= rate and sizes.mask is None:  # else the window is copied
-                total -= shard_bytes(replace(sizes, capacity=shared // rate), ranks, heads)
+                total -= shard_bytes(replace(sizes, capacity=shared // rate), *place)
         return total
 
     def of_chunk(self, tokens: int) -> int:
         """Return the bytes that layers with a window hold of a chunk beside their window."""
-        windows = ((sizes, ranks, heads) for sizes, ranks, heads, _ in self.layers if sizes.mask is not None)
-        whole = ((replace(sizes, capacity=tokens, mask=None), ranks, heads) for sizes, ranks, heads in windows)
-        return sum(shard_bytes(*one) for one in whole)
+        windows = ((sizes, place) for sizes, place, _ in self.layers if sizes.mask is not None)
+        return sum(shard_bytes(replace(sizes, capacity=tokens, mask=None), *place) for sizes, place in windows)
 
 
 def growth(cache: ShardedCache, tokens: int) -> int:
@@ -58,7 +62,7 @@ def growth(cache: ShardedCache, tokens: int) -> int:
             keys = -(-tokens // rate)
             if layer.must_grow(kv, keys):
                 larger = replace(kv.sizes, capacity=growth_capacity(kv.length + keys))
-                total += shard_bytes(larger, *_ranks(kv)) - shard_bytes(kv.sizes, *_ranks(kv))
+                total += shard_bytes(larger, *_place(kv)) - shard_bytes(kv.sizes, *_place(kv))
     return total
 
 
@@ -68,5 +72,5 @@ def never_fits(needed: int, memory: int) -> TooLong:
     return TooLong("submit ids", f"caches of at most {memory:,} bytes a rank", given, fix)
 
 
-def _ranks(kv: KVCache) -> tuple[int, int]:
-    return kv.tokens.size, kv.mesh.heads.size
+def _place(kv: KVCache) -> Place:
+    return kv.tokens.size, kv.mesh.heads.size, kv.device

@@ -45,13 +45,21 @@ MIN_TILE = 16
 """Rows or keys of the smallest tile that can be multiplied."""
 
 
+FEW_ROWS = 32
+"""Rows of a tile up to which reading the keys is the cost: more keys are then on their way at once."""
+
+LARGE_TILE = 1 << 15
+"""Bytes of the keys of a tile of which a multiprocessor holds one at a time, with the values and those on their way."""
+
+
 class ProgramTile(NamedTuple):
-    """Rows and keys that a program instance holds at once, and its warps and stages."""
+    """Rows and keys that a program instance holds at once, its warps and stages, and instances on a multiprocessor."""
 
     rows: int
     keys: int
     warps: int = 4
     stages: int = 2
+    at_once: int = 2
 
 
 class Triton(Kernel):
@@ -115,7 +123,7 @@ KERNEL = TRITON = Triton()
 def _attend(q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits, tile: ProgramTile) -> Partial:
     arguments = _block_arguments(q, k, v, block, logits, tile)
     heads, tiles = k.shape[0] * k.shape[1], -(-arguments["rows"] // tile.rows)
-    span = _span(arguments["keys"], heads * tiles, MIN_SPAN_TILES * tile.keys, q.device)
+    span = _span(arguments["keys"], heads * tiles, tile, q.device)
     spans = -(-arguments["keys"] // span)
     partials = _empty_partials(q, spans, v.shape[-1])
     out, lse = partials
@@ -176,7 +184,7 @@ class TritonSteps:
         q, mask, block, first = tensors["q"], query.mask, query.block, tensors["firsts"]
         heads, rows = q.shape[0] * view.keys.shape[1], q.shape[2] * q.shape[1] // view.keys.shape[1]
         tiles, slots = -(-rows // tile.rows), view.keys.shape[2] - 1
-        span = block or _span(slots, heads * tiles, MIN_SPAN_TILES * tile.keys, q.device)
+        span = block or _span(slots, heads * tiles, tile, q.device)
         bounded = first is not tensors["places"]
         arguments = _cache_arguments(q, *view.numbers, query.logits, tile) | {
             "places_batch": 0 if view.padding is None else _batch_stride(view.padding.places),
@@ -203,7 +211,7 @@ def _launch_cache(grid: tuple[int, ...], arguments: dict[str, Any], tensors: dic
 def _attend_rows(q: Tensor, k: Tensor, v: Tensor, places: Tensor, logits: Logits, tile: ProgramTile) -> Partial:
     """Return stacked partials, one per part of the places, which are those of the rows to read."""
     heads, tiles, keys = q.shape[0] * k.shape[1], -(-q.shape[1] // k.shape[1] // tile.rows), places.shape[1]
-    count = -(-keys // _span(keys, heads * tiles, MIN_SPAN_TILES * tile.keys, q.device))
+    count = -(-keys // _span(keys, heads * tiles, tile, q.device))
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     numbers = (x if storage_of(x) is None else x.view(torch.int8) for x in (k, v))
     tensors = {"q": q, **dict(zip("kv", numbers, strict=True)), "state": torch.full((2,), keys, device=q.device)}
@@ -301,7 +309,7 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor, tile: ProgramTile) -> dict[str, Any]
         "Q_1": q_parts[1],
         "V_0": v_parts[0],
         "V_1": v_parts[1],
-        "PRECISION": "widened" if interpreted() else "ieee",  # full float32, not TF32
+        "PRECISION": "widened" if interpreted() else "tf32x3" if torch.version.hip is None else "ieee",  # full float32
     }
 
 
@@ -327,17 +335,24 @@ def _with_fitting_tile(name: str, q: Tensor, v: Tensor, rows: int, run: Callable
 
 
 def _tile(q: Tensor, v: Tensor, rows: int) -> ProgramTile:
-    """Return a tile whose sums stay in registers: smaller for wide heads and for float32."""
-    width = max(q.shape[-1], v.shape[-1])
-    size = 16 if interpreted() else (128 if width <= 128 else 64 if width <= 256 else 16) // (q.element_size() // 2)
-    tile_rows = max(16, min(size, 1 << (rows - 1).bit_length()))
-    return ProgramTile(tile_rows, max(16, min(size, 64)), warps=8 if tile_rows * width >= 128 * 128 else 4)
+    """Return a tile whose sums stay in registers: smaller for wide heads and for float32. Measured on an H200."""
+    width, shrink = max(q.shape[-1], v.shape[-1]), q.element_size() // 2
+    if interpreted():
+        return ProgramTile(MIN_TILE, MIN_TILE)
+    most = (128 if 64 < width <= 128 else 64) // shrink
+    tile_rows = max(MIN_TILE, min(most, 1 << (rows - 1).bit_length()))
+    if tile_rows <= FEW_ROWS and width <= 256:
+        keys, warps, stages = (128, 4, 3) if width <= 128 else (64, 8, 3)
+    else:
+        keys, warps, stages = 64 if width <= 256 else 32, 8 if tile_rows * width >= 128 * 128 else 4, 2
+    keys //= shrink
+    return ProgramTile(tile_rows, keys, warps, stages, 1 if keys * width * q.element_size() >= LARGE_TILE else 2)
 
 
-def _span(keys: int, programs: int, least: int, device: torch.device) -> int:
-    """Return the keys per program instance, at least `least`, with which a launch fills the chip twice."""
-    wanted = max(1, 2 * _processors(device) // programs)
-    return max(least, -(-keys // wanted))
+def _span(keys: int, programs: int, tile: ProgramTile, device: torch.device) -> int:
+    """Return the keys per program instance, at least some tiles, with which all instances of a launch run at once."""
+    wanted = max(1, tile.at_once * _processors(device) // programs)
+    return max(MIN_SPAN_TILES * tile.keys, -(-keys // wanted))
 
 
 def _batch_stride(x: Tensor) -> int:

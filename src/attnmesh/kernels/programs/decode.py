@@ -81,8 +81,6 @@ def attend_cache_program(
     v += batch * v_batch + head * v_head
     places += batch * places_batch
     q_0, q_1 = read(q, member * q_head + query * q_row, valid, width, Q_0, Q_1)
-    if K_ROW > 0:
-        q_0, q_1 = q_0.to(tl.float32), q_1.to(tl.float32)
     peak = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     sum_0, sum_1 = zeros(ROWS, V_0, V_1)

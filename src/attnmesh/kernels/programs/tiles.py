@@ -40,31 +40,6 @@ def read(base, offsets, valid, width, FIRST: tl.constexpr, SECOND: tl.constexpr)
 
 
 @triton.jit
-def _numbers_part(x, base, offsets, valid, row, START: tl.constexpr, FLOAT8: tl.constexpr, PART: tl.constexpr):
-    """Return the values of bytes: each number times the scale of its GROUP columns, a bfloat16 after the row."""
-    number = x.to(tl.float32)
-    if FLOAT8:  # the bits of e4m3 are among those of float32, whose exponent is 120 more
-        bits = x.to(tl.int32)
-        number = ((bits & 0x7F) << 20 | (bits & 0x80) << 24).to(tl.float32, bitcast=True) * 1.329227995784916e36
-    columns = START + tl.arange(0, PART)
-    at = (base + offsets[:, None] + row).to(tl.pointer_type(tl.bfloat16), bitcast=True) + columns // GROUP
-    return number * tl.load(at, mask=valid[:, None] & (columns < row), other=0.0).to(tl.float32)
-
-
-@triton.jit
-def read_stored(
-    base, offsets, valid, width, FIRST: tl.constexpr, SECOND: tl.constexpr, ROW: tl.constexpr, FLOAT8: tl.constexpr
-):
-    """Return the first columns of keys or values, in float32 if a row has ROW numbers in 8 bits, and not 0."""
-    x_0, x_1 = read(base, offsets, valid, width, FIRST, SECOND)
-    if ROW > 0:
-        x_0 = _numbers_part(x_0, base, offsets, valid, ROW, 0, FLOAT8, FIRST)
-        if SECOND > 0:
-            x_1 = _numbers_part(x_1, base, offsets, valid, ROW, FIRST, FLOAT8, SECOND)
-    return x_0, x_1
-
-
-@triton.jit
 def _write_part(base, offsets, valid, width, x, START: tl.constexpr, PART: tl.constexpr):
     columns = START + tl.arange(0, PART)
     tl.store(base + offsets[:, None] + columns, x.to(base.dtype.element_ty), mask=valid[:, None] & (columns < width))
@@ -114,6 +89,73 @@ def add_weighted(sum_0, sum_1, weights, x_0, x_1, SECOND: tl.constexpr, PRECISIO
     return sum_0, sum_1
 
 
+# --- rows stored in 8 bits: numbers, and then a scale for each GROUP of them ---
+
+
+@triton.jit
+def _numbers(x, FLOAT8: tl.constexpr):
+    """Return the numbers of bytes in bfloat16, which has all of them."""
+    number = x.to(tl.float32)
+    if FLOAT8:  # the bits of e4m3 are among those of float32, whose exponent is 120 more
+        bits = x.to(tl.int32)
+        number = ((bits & 0x7F) << 20 | (bits & 0x80) << 24).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    return number.to(tl.bfloat16)
+
+
+@triton.jit
+def _scales(base, offsets, valid, row, START: tl.constexpr):
+    """Return the scale of each row for the GROUP that begins at a column."""
+    at = (base + offsets + row).to(tl.pointer_type(tl.bfloat16), bitcast=True) + START // GROUP
+    return tl.load(at, mask=valid, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _scaled(x, base, offsets, valid, row, START: tl.constexpr, FLOAT8: tl.constexpr, PART: tl.constexpr):
+    """Return the values of bytes of several groups, in float32."""
+    columns = START + tl.arange(0, PART)
+    at = (base + offsets[:, None] + row).to(tl.pointer_type(tl.bfloat16), bitcast=True) + columns // GROUP
+    scales = tl.load(at, mask=valid[:, None] & (columns < row), other=0.0).to(tl.float32)
+    return _numbers(x, FLOAT8).to(tl.float32) * scales
+
+
+@triton.jit
+def _exact_dot(a, numbers, PRECISION: tl.constexpr):
+    """Return a product with numbers that bfloat16 has. A float32 is the sum of three bfloat16."""
+    if PRECISION == "widened" or a.dtype == tl.bfloat16:
+        return _dot(a, numbers, PRECISION)
+    a = a.to(tl.float32)
+    high = a.to(tl.bfloat16)
+    rest = a - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+    return tl.dot(high, numbers) + (tl.dot(middle, numbers) + tl.dot(low, numbers))
+
+
+@triton.jit
+def _stored_products(
+    q, base, offsets, valid, width,
+    START: tl.constexpr, PART: tl.constexpr, ROW: tl.constexpr, FLOAT8: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return the dot products of a part of the columns of q with that of stored rows."""
+    x = _read_part(base, offsets, valid, width, START, PART)
+    if PART > GROUP:
+        values = _scaled(x, base, offsets, valid, ROW, START, FLOAT8, PART)
+        return _dot(q.to(tl.float32), tl.trans(values), PRECISION)
+    return _exact_dot(q, tl.trans(_numbers(x, FLOAT8)), PRECISION) * _scales(base, offsets, valid, ROW, START)[None, :]
+
+
+@triton.jit
+def _stored_sum(
+    weights, base, offsets, valid, width,
+    START: tl.constexpr, PART: tl.constexpr, ROW: tl.constexpr, FLOAT8: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return the weighted sum of a part of the columns of stored rows."""
+    x = _read_part(base, offsets, valid, width, START, PART)
+    if PART > GROUP:
+        return _dot(weights, _scaled(x, base, offsets, valid, ROW, START, FLOAT8, PART), PRECISION)
+    return _exact_dot(weights * _scales(base, offsets, valid, ROW, START)[None, :], _numbers(x, FLOAT8), PRECISION)
+
+
 # --- attention, one step after another ---
 
 
@@ -123,9 +165,17 @@ def logits_of(
     Q_0: tl.constexpr, Q_1: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
     ROW: tl.constexpr = 0, FLOAT8: tl.constexpr = False,
 ):  # fmt: skip
-    """Return the logits of a tile of rows over some keys, times LOG2E, for powers of 2."""
-    k_0, k_1 = read_stored(k, key * k_row, valid_keys, width, Q_0, Q_1, ROW, FLOAT8)
-    products = row_products(q_0, q_1, k_0, k_1, Q_1, PRECISION)
+    """Return the logits of a tile of rows over some keys, times LOG2E, for powers of 2.
+
+    Keys that are stored in 8 bits have ROW numbers, and ROW is 0 for plain ones.
+    """
+    if ROW > 0:
+        products = _stored_products(q_0, k, key * k_row, valid_keys, width, 0, Q_0, ROW, FLOAT8, PRECISION)
+        if Q_1 > 0:
+            products += _stored_products(q_1, k, key * k_row, valid_keys, width, Q_0, Q_1, ROW, FLOAT8, PRECISION)
+    else:
+        k_0, k_1 = read(k, key * k_row, valid_keys, width, Q_0, Q_1)
+        products = row_products(q_0, q_1, k_0, k_1, Q_1, PRECISION)
     if CAPPED:
         return tanh(products * (scale / softcap)) * (softcap * LOG2E)
     return products * (scale * LOG2E)
@@ -153,8 +203,13 @@ def accumulate(
     sum_0 *= decay[:, None]
     if V_1 > 0:
         sum_1 *= decay[:, None]
-    v_0, v_1 = read_stored(v, key * v_row, valid_keys, values, V_0, V_1, ROW, FLOAT8)
-    sum_0, sum_1 = add_weighted(sum_0, sum_1, weights.to(v_0.dtype), v_0, v_1, V_1, PRECISION)
+    if ROW > 0:
+        sum_0 += _stored_sum(weights, v, key * v_row, valid_keys, values, 0, V_0, ROW, FLOAT8, PRECISION)
+        if V_1 > 0:
+            sum_1 += _stored_sum(weights, v, key * v_row, valid_keys, values, V_0, V_1, ROW, FLOAT8, PRECISION)
+    else:
+        v_0, v_1 = read(v, key * v_row, valid_keys, values, V_0, V_1)
+        sum_0, sum_1 = add_weighted(sum_0, sum_1, weights.to(v_0.dtype), v_0, v_1, V_1, PRECISION)
     return new_peak, total, sum_0, sum_1
 
 
