@@ -213,7 +213,7 @@ def _disagree(kind: str, odd: int, checked: bool | None) -> str:
     if dist.get_rank() == odd:
         q = q + 1 if kind == "query" else q
         if kind == "length":
-            cache.shard.append(tokens(1, 3), None)
+            cache.shard.append(tokens(1, 3), None, None)
             cache.shards.known_length += 1
     try:
         out = am.decode(q, cache, checked=checked)

@@ -299,6 +299,7 @@ def _cuda(gpu: EmulatedGPU) -> dict[str, Any]:
 
 def _patch_package(gpu: EmulatedGPU, stack: ExitStack) -> None:
     """Interpret Triton's launches, and say which of PyTorch's attention operators take a call."""
+    from attnmesh.kernels import traced
     from attnmesh.kernels.triton_runtime import launch
 
     def interpreted(*place: Any, **arguments: Any) -> None:
@@ -313,6 +314,9 @@ def _patch_package(gpu: EmulatedGPU, stack: ExitStack) -> None:
         "can_use_cudnn_attention": lambda q: False,
     }
     stack.enter_context(patch.multiple("attnmesh.kernels.implementations.cuda", **takes))
+    # Calls of a known kind check nothing, of emulated tensors too.
+    plain = {*traced.PLAIN, EmulatedTensor}
+    stack.enter_context(patch.multiple(traced, PLAIN=plain, modes=lambda: 0))
 
 
 def on_host(x: Any) -> Any:

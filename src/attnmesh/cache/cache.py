@@ -196,7 +196,7 @@ class KVCache(PagedCache, SavedCache):
         self.record_padding(k.shape[2], token_mask)
         with torch.no_grad():
             self.shards.append(stored(k, v), token_mask)
-        if (kind := kind_of_new(k, v, self.sizes)) is not None and k.shape[2]:
+        if (kind := kind_of_new(k, v, self.shard)) is not None and k.shape[2]:
             self.known_appends.keep(kind, True)
 
     def append_shard(

@@ -185,13 +185,14 @@ class CacheShard:
         """Mask of the tokens on all ranks, False for padding, (batch, length); None without padding."""
         return None if self.padding is None else self.padding.token_mask[:, : self.length]
 
-    def append(self, new: Tensors, token_mask: Tensor | None) -> None:
-        """Add this rank's share of the new tokens; `new` has all tokens and heads."""
+    def append(self, new: Tensors, token_mask: Tensor | None, held: tuple[int, int] | None) -> None:
+        """Add this rank's share of the new tokens; `new` has all tokens and heads.
+
+        `held` are the tokens so far, on all ranks and on this one; None where the device alone knows them.
+        """
         more = new[0].shape[2]
-        # Every rank records padding. In a graph and on a GPU, the host does not know where the new tokens go.
-        on_host = self.device.type != "cuda" and not torch.compiler.is_compiling()
-        plain = more and on_host and self.padding is None and token_mask is None
-        if plain and self.append_run(new, more, *self.state[:2].tolist()):
+        plain = more and held is not None and self.padding is None and token_mask is None  # all ranks record padding
+        if plain and held is not None and self.append_run(new, more, *held):
             return
         length, used = self.state[:2].unbind()
         tokens = length + torch.arange(more, device=self.device)
@@ -311,18 +312,18 @@ class CacheShard:
         if length + more > self.sizes.capacity or (ranks > 1 and first != last):
             return False
         if first % ranks != self.index:
-            self.state[0] += more
+            self.state[:1].add_(more)
             return True
         if stop > self.slots:
             return False
         own = new if self.heads.size == 1 else [x.chunk(self.heads.size, 1)[self.heads.index] for x in new]
         if self.sizes.storage is not None:
             own = [*map(self.sizes.rows_of, own)]
-        if not append(self.stored, own, self.token_index, self.state):
+        if self.device.type == "cuda" or not append(self.stored, own, self.token_index, self.state):
             for x, tensor in zip(self.stored, own, strict=True):
                 x[:, :, used:stop] = tensor
-            self.token_index[used:stop] = torch.arange(length, length + more)
-            self.state[:2] += more
+            torch.arange(length, length + more, out=self.token_index[used:stop])
+            self.state[:2].add_(more)
         return True
 
     def _write(self, new: Sequence[Tensor], tokens: Tensor, slots: Tensor) -> None:

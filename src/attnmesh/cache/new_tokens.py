@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.cache.cache_config import Sizes
-from attnmesh.cache.cache_shard import stored
+from attnmesh.cache.cache_shard import CacheShard, stored
 from attnmesh.cache.replicas import LocalShards
 from attnmesh.guard.checks import check_positions
 from attnmesh.kernels.traced import are_plain
@@ -43,19 +43,23 @@ class NewTokens(NamedTuple):
 def append_known(kinds: Kinds[bool], k: Tensor, v: Tensor | None, shards: LocalShards) -> bool:
     """Append tokens of a kind that was checked before, if they fit and one rank owns them. Return False for others."""
     shard = shards.own
-    if not kinds or kind_of_new(k, v, shard.sizes) not in kinds:
+    if not kinds or kind_of_new(k, v, shard) not in kinds:
         return False
-    if shard.padding is not None or shards.copies or shards.counts.start or shards.forgets is not None:
+    held, more = shards.held(shard), k.shape[2]
+    if held is None or held[0] + more > shard.sizes.capacity or shard.padding is not None or shards.counts.start:
         return False
-    (length, used), more = shard.state.tolist(), k.shape[2]
-    if not shard.append_run(stored(k, v), more, length, used):
+    if shards.copies or shards.forgets is not None:
+        shards.append(stored(k, v), None)
+        return True
+    if not shard.append_run(stored(k, v), more, *held):
         return False
-    shards.known_length = length + more
+    shards.known_length = held[0] + more
     return True
 
 
-def kind_of_new(k: Tensor, v: Tensor | None, sizes: Sizes) -> tuple[Any, ...] | None:
+def kind_of_new(k: Tensor, v: Tensor | None, shard: CacheShard) -> tuple[Any, ...] | None:
     """Return all that the checks of new tokens depend on; None for tensors that PyTorch has to know of."""
+    sizes, on_gpu = shard.sizes, shard.device.type == "cuda"
     if v is None:
-        return (k.shape, k.dtype, sizes) if are_plain(k) else None
-    return (k.shape, v.shape, k.dtype, v.dtype, sizes) if are_plain(k, v) else None
+        return (k.shape, k.dtype, sizes) if are_plain(k, on_gpu=on_gpu) else None
+    return (k.shape, v.shape, k.dtype, v.dtype, sizes) if are_plain(k, v, on_gpu=on_gpu) else None

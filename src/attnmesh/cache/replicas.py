@@ -15,7 +15,7 @@ from attnmesh.comm.topology import all_gather_ints, hosts
 from attnmesh.core.digest import history_checksum
 from attnmesh.core.mask import Mask
 from attnmesh.errors import ShapeError
-from attnmesh.guard.agreement import may_compare
+from attnmesh.guard.agreement import is_capturing, may_compare
 from attnmesh.kernels.cache_view import Padding
 from attnmesh.mesh.axes import Axis
 from attnmesh.runtime.counters import Tensors
@@ -72,6 +72,22 @@ class LocalShards:
     def length(self) -> int:
         """Cached tokens on all ranks. The host counts them where it would wait for a GPU, unless a graph appends."""
         return self.own.length if self.own.device.type != "cuda" or self.in_graphs else self.known_length
+
+    def held(self, shard: CacheShard, more: int = 0) -> tuple[int, int] | None:
+        """Return the tokens of all ranks and those in the memory of a shard; None where the device alone knows them.
+
+        A shard that forgets may have room for `more`.
+        """
+        if torch.compiler.is_compiling():
+            return None
+        if shard.device.type != "cuda":
+            length, used, *_ = shard.state.tolist()
+            return length, used
+        if self.in_graphs or is_capturing(shard.device):
+            return None
+        if self.forgets is not None:
+            return self.known_length, shard.filled - more
+        return self.known_length, self.counts.counts(self.known_length)[shard.index] - shard.shared_tokens
 
     def holds(self, tokens: int) -> bool:
         """Return True if at least `tokens` are cached within the capacity. Wait for the GPU only if unsure."""
@@ -132,15 +148,15 @@ class LocalShards:
 
     def append(self, new: Tensors, token_mask: Tensor | None) -> None:
         """Add new tokens that are the same on every rank."""
-        more = new[0].shape[2]
+        more, start, count = new[0].shape[2], self.known_length, self.own.block_cyclic.count
         if self.forgets is not None:
             self._raise_floor(more, more)
-            start, count = self.known_length, self.own.block_cyclic.count
-            for shard in self.all:
-                shard.make_room(count(shard.index, start + more) - count(shard.index, start), self.first)
-        self._advance(more)
         for shard in self.all:
-            shard.append(new, token_mask)
+            own = 0 if self.forgets is None else count(shard.index, start + more) - count(shard.index, start)
+            if self.forgets is not None:
+                shard.make_room(own, self.first)
+            shard.append(new, token_mask, self.held(shard, own))
+        self._advance(more)
 
     def append_at(self, new: Tensors, tokens: Tensor, more: int, token_mask: Tensor | None, queries: int) -> None:
         """Add this rank's tokens with its heads, and send copies; all ranks together add `more`.

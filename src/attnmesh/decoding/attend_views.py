@@ -12,7 +12,7 @@ from attnmesh.core.selection import Selection
 from attnmesh.core.storage import columns_of
 from attnmesh.decoding.decode_step import DecodeStep
 from attnmesh.decoding.selected_tokens import attend_selection
-from attnmesh.kernels.blocks import Kernel, Need
+from attnmesh.kernels.blocks import CacheLaunch, Kernel, Need
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery, Padding
 from attnmesh.kernels.choice import choose
 from attnmesh.kernels.driver import visible_counts
@@ -27,10 +27,10 @@ def chosen_kernel(q: Tensor, view: CacheView, step: DecodeStep) -> Kernel:
 
 
 def attend_views(
-    query: DecodeQuery, views: Sequence[CacheView], kernel: Kernel, selected: Selection | None = None
+    query: DecodeQuery, views: Sequence[CacheView], kernel: CacheLaunch, selected: Selection | None = None
 ) -> Partial:
     """Return the partial over one cache of all rows, or the tokens selected of it, or over a cache for each row."""
-    if selected is not None:
+    if selected is not None and isinstance(kernel, Kernel):
         return attend_selection(query, views[0], selected, kernel)
     if len(views) == 1:
         return attend_cache(query, views[0], kernel)
@@ -38,9 +38,9 @@ def attend_views(
     return query.into or Partial(*(torch.cat(x) for x in zip(*rows, strict=True)))
 
 
-def attend_cache(query: DecodeQuery, view: CacheView, kernel: Kernel) -> Partial:
+def attend_cache(query: DecodeQuery, view: CacheView, kernel: CacheLaunch) -> Partial:
     """Return the partial in float32 or wider, written to `query.into` if that is given."""
-    if not kernel.reads_cache:
+    if isinstance(kernel, Kernel) and not kernel.reads_cache:
         run = CacheKernel(kernel, query.logits, view.value_dim)
         result = _merge_blocks([_attend_tokens(run, query, part) for part in (*view.shared, view)], query)
     elif view.shared:

@@ -16,12 +16,12 @@ from attnmesh.cache.cache import KVCache
 from attnmesh.core.logits import with_distance_bias
 from attnmesh.core.mask import Causal, Mask
 from attnmesh.core.partial import Partial
-from attnmesh.core.selection import Selection
+from attnmesh.core.selection import Selection, Visible
 from attnmesh.decoding.decode_step import DecodeStep, unchecked_step
 from attnmesh.decoding.step import ask_in_step, decode_op, run_step, tensors_of
 from attnmesh.decoding.step_agreement import agreement_on, compared_fields, stays_on_device
 from attnmesh.decoding.step_checks import StepInputs, check_bias, check_further, check_step
-from attnmesh.decoding.step_plan import find_plan, learn_plan
+from attnmesh.decoding.step_plan import DevicePlan, find_plan, learn_plan
 from attnmesh.errors import DtypeError, InputError, KernelError, require
 from attnmesh.guard.agreement import number_of
 from attnmesh.guard.checks import check_checked, warn_if_swapped
@@ -133,6 +133,9 @@ def run_plan(q: Tensor, caches: Sequence[KVCache], sinks: Tensor | None, options
     if (known := find_plan(caches[0].step_plans, q, caches, sinks, options)) is None:
         return None
     plan, counts = known
+    if isinstance(plan, DevicePlan):
+        with torch.no_grad():
+            return _run_compared(StepInputs(q, caches, sinks), plan.step, options[-1], plan)
     merge, equal, compares = plan.host_merge, True, options[-1] is not False
     message = None if merge is None else merge.blank()
     into = plan.kind.blank() if merge is None or message is None else merge.places(message)
@@ -176,22 +179,26 @@ def run_checked(inputs: StepInputs, step: DecodeStep, options: tuple[Any, ...], 
         return _run_compared(inputs, step, checked)
 
 
-def _run_compared(inputs: StepInputs, step: DecodeStep, checked: bool | None) -> Tensor:
-    """Return the output, or raise the same error on all ranks if their calls differ. Uncompared calls give NaN."""
+def _run_compared(inputs: StepInputs, step: DecodeStep, checked: bool | None, plan: DevicePlan | None = None) -> Tensor:
+    """Return the output, or raise the same error on all ranks if their calls differ. Uncompared calls give NaN.
+
+    `plan` is that of a known kind.
+    """
     q, caches, sinks, key_lengths, _, further = inputs
+    views, visible = [cache.shard.view for cache in caches], Visible(step.mask, None, None, *inputs[3:5])
+    if plan is not None and caches[0].calls.is_alone:
+        return run_step(q, views, sinks, step, 0, visible, launch=plan.launch)[0]
     agreement = agreement_on(caches, step, checked)
     agreement.kind, agreement.fields = inputs.kind(step), functools.partial(compared_fields, inputs, step)
     on_host = key_lengths is not None and key_lengths.device.type == "cpu"  # others would hold up the device
     values = tuple(key_lengths.tolist()) if key_lengths is not None and on_host else ()
     agreement.state = (values, *(cache.history_checksum for cache in caches))
-    if all(stays_on_device(cache, step) for cache in caches):
+    if plan is not None or all(stays_on_device(cache, step) for cache in caches):
         like = q.new_empty(0), q.shape, caches[0].sizes.value_dim
         agreement.ask = functools.partial(ask_in_step, step, *like)
-    views = [cache.shard.view for cache in caches]
     with agreement:
         if not agreement.before():
             return q.new_full(step.output_shape(q), torch.nan)
-        out, agreement.checksum = run_step(
-            q, views, sinks, step, agreement.number, key_lengths, inputs.indices, further
-        )
+        launch = None if plan is None else plan.launch
+        out, agreement.checksum = run_step(q, views, sinks, step, agreement.number, visible, further, launch)
     return out

@@ -11,10 +11,11 @@ from attnmesh.comm.message import PartialMessage, call_checksum, question_like
 from attnmesh.comm.p2p import swap_tokens
 from attnmesh.comm.rank_merge import highest_checksum, merge_ranks
 from attnmesh.core.partial import Partial, identity, merge_unchecked, sum_dtype, with_sinks
-from attnmesh.core.selection import Selection
+from attnmesh.core.selection import Selection, Visible
 from attnmesh.decoding.attend_views import attend_views, chosen_kernel
 from attnmesh.decoding.decode_step import DecodeStep
 from attnmesh.decoding.selected_tokens import selection_of_rank
+from attnmesh.kernels.blocks import CacheLaunch, Kernel
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery, Padding
 from attnmesh.kernels.stacked_merge import copy_into
 from attnmesh.runtime.operators import operator
@@ -27,38 +28,42 @@ def run_step(
     sinks: Tensor | None,
     step: DecodeStep,
     call_number: int,
-    key_lengths: Tensor | None = None,
-    indices: Tensor | None = None,
+    visible: Visible | None = None,
     further: Partial | None = None,
+    launch: CacheLaunch | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return this rank's output, and the merged checksum of the call if there are other ranks.
 
     `views` is the cache of all rows of q, or a cache for each row. `further` is the partial of keys that are not in the
-    cache. The output is NaN if the ranks' calls differ. The host reads nothing of a device.
+    cache. `launch` is that of a known kind. The output is NaN if the ranks' calls differ. The host reads nothing of a
+    device.
     """
+    key_lengths, selected = (None, None) if visible is None else visible[3:]
     view, state, heads = views[0], _state_of(views), step.heads.share_of(q.shape[1])
     rank_q, alone, block = q[:, heads], step.tokens.size == 1, step.block if step.reproducible else None
-    kernel = chosen_kernel(q, view, step)
+    kernel = chosen_kernel(q, view, step) if launch is None else launch
     shape, dtype = (*rank_q.shape[:-1], view.value_dim), sum_dtype(q.dtype)
     message, checksum, into = None, None, None
-    if kernel.reads_cache and not alone:  # the kernel writes into the message
+    in_place = not isinstance(kernel, Kernel) or kernel.reads_cache
+    if in_place and not alone:  # the kernel writes into the message
         form = PartialMessage(shape, dtype, dtype)
         message = form.blank(q.device)
         checksum, into = form.places(message)
-    elif kernel.reads_cache and not step.reproducible:
+    elif in_place and not step.reproducible:
         into = Partial(q.new_empty(shape), q.new_empty(shape[:-1], dtype=dtype))
     # The first rank adds the sinks; a reproducible step adds them after the merge, on any number of ranks.
     rank_sinks = sinks[heads] if sinks is not None and step.tokens.index == 0 and not step.reproducible else None
     on_device = key_lengths is not None and key_lengths.device.type != "cpu"
     key_lengths = None if key_lengths is None else key_lengths.to(q.device)
     query = DecodeQuery(rank_q, step.mask, step.logits, step.capacity, rank_sinks, block, into, key_lengths)
-    some = None if indices is None else selection_of_rank(Selection(indices, step.index_block or 1), step.heads)
+    some = None if selected is None else selection_of_rank(selected, step.heads)
     attend = named(ATTENTION, attend_views) if is_profiled() else attend_views
     partial = attend(query, views, kernel, some)
     if further is not None:
         partial = copy_into(merge_unchecked([partial, further]), into)
     if not alone or step.heads.size > 1:
         counted = key_lengths if on_device else None  # else part of the number
+        indices = None if selected is None else selected.indices
         tensors = [x for x in (q, sinks, counted, indices) if x is not None]
         checksum = call_checksum(tensors, call_number, state, partial.lse, checksum)
         partial, checksum = _merge(partial, checksum, step, message)
@@ -133,7 +138,9 @@ def decode_op(
     """Run a step inside a graph, which cannot raise: all ranks get NaN if their calls differ."""
     view = view_of(cache, (step := DecodeStep.decode(names, numbers)).value_dim)
     call_number = crc32(f"{numbers[4:]} {names.split(',')[2:]}".encode())
-    out, _ = run_step(q, [view], sinks, step, call_number, key_lengths, indices)
+    selected = None if indices is None else Selection(indices, step.index_block or 1)
+    visible = Visible(step.mask, key_lengths=key_lengths, selected=selected)
+    out, _ = run_step(q, [view], sinks, step, call_number, visible)
     return torch.where(view.state[0] <= step.capacity, out, torch.nan)
 
 

@@ -15,11 +15,20 @@ from attnmesh.core.band import Band
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial, merge_unchecked, with_sinks
 from attnmesh.decoding.decode_step import DecodeStep
-from attnmesh.kernels.blocks import Launch, Need
+from attnmesh.kernels.blocks import CacheLaunch, Launch, Need
 from attnmesh.kernels.choice import choose
 from attnmesh.kernels.stacked_merge import copy_into
 from attnmesh.kernels.traced import are_plain
+from attnmesh.mesh.merges import is_collective
 from attnmesh.runtime.caches import Kinds
+
+
+class DevicePlan(NamedTuple):
+    """The launch of a kernel that reads caches in place, for a kind of steps on caches of one size."""
+
+    launch: CacheLaunch
+    step: DecodeStep
+    sizes: Sizes
 
 
 class StepPlan(NamedTuple):
@@ -110,10 +119,15 @@ class StepPlan(NamedTuple):
 
 
 def find_plan(
-    kinds: Kinds[StepPlan], q: Tensor, caches: Sequence[CacheProperties], sinks: Tensor | None, options: tuple[Any, ...]
-) -> tuple[StepPlan, list[tuple[int, int]]] | None:
+    kinds: Kinds[StepPlan | DevicePlan],
+    q: Tensor,
+    caches: Sequence[CacheProperties],
+    sinks: Tensor | None,
+    options: tuple[Any, ...],
+) -> tuple[StepPlan | DevicePlan, list[tuple[int, int]]] | None:
     """Return the plan of a step, if its cache has one, and the tokens of all ranks and this one in each cache."""
-    if not kinds or not (are_plain(q) if sinks is None else are_plain(q, sinks)):
+    on_gpu = caches[0].shards.own.device.type == "cuda"
+    if not kinds or not (are_plain(q, on_gpu=on_gpu) if sinks is None else are_plain(q, sinks, on_gpu=on_gpu)):
         return None
     plan, counts = kinds.find(_kind(q, len(caches), sinks, options)), []
     if plan is None:
@@ -122,10 +136,12 @@ def find_plan(
         shard, sizes = cache.shards.own, plan.sizes
         if sizes is not shard.sizes and (len(caches) == 1 or sizes.kind != shard.sizes.kind):
             return None
-        length, used = shard.state.tolist()[:2]
+        length, used = (cache.shards.known_length, 0) if on_gpu else shard.state.tolist()[:2]
         if not q.shape[2] <= length <= shard.sizes.capacity:
             return None
-        if shard.padding is not None and (shard.shared or q.shape[2] > 1):
+        if shard.padding is not None and not on_gpu and (shard.shared or q.shape[2] > 1):
+            return None
+        if on_gpu and shard.sizes.capacity > plan.step.capacity:
             return None
         if sizes.mask is not None and not cache.shards.serves(length - q.shape[2]):
             return None
@@ -134,7 +150,7 @@ def find_plan(
 
 
 def learn_plan(
-    kinds: Kinds[StepPlan],
+    kinds: Kinds[StepPlan | DevicePlan],
     q: Tensor,
     caches: Sequence[CacheProperties],
     sinks: Tensor | None,
@@ -145,15 +161,23 @@ def learn_plan(
     """Make the plan of a step that was checked. Return False if no launch serves it, or it has one, which does not."""
     shard, mask, logits, axis, rows = caches[0].shards.own, step.mask, step.logits, step.tokens, q.shape[2]
     sizes = shard.sizes
-    if not (are_plain(q) if sinks is None else are_plain(q, sinks)):
+    on_gpu = shard.device.type == "cuda"
+    if not (are_plain(q, on_gpu=on_gpu) if sinks is None else are_plain(q, sinks, on_gpu=on_gpu)):
         return False
     kind = _kind(q, len(caches), sinks, options)
     if (known := kinds.find(kind)) and (known.sizes is sizes or (len(caches) > 1 and known.sizes.kind == sizes.kind)):
         return False
     bounds = Mask(mask.left, mask.right, chunks=mask.chunks)  # what a launch knows of a mask
-    if step.reproducible or mask != bounds or (rows > 1 and (mask.chunks or axis.size > 1)):
+    if step.reproducible or mask != bounds:
         return False
     kernel, (keys, values) = choose(Need.of_cache(q, shard.view, logits), step.kernel), shard.view.numbers
+    if kernel.reads_cache:
+        if is_collective(step.merge):
+            return False
+        kinds.keep(kind, DevicePlan(kernel.launch_of_cache(), step, sizes))
+        return True
+    if rows > 1 and (mask.chunks or axis.size > 1):
+        return False
     whole, one = kernel.launch_of(q, keys, values, logits), kernel.launch_of(q[:1], keys[:1], values[:1], logits)
     if whole is None or one is None:
         return False

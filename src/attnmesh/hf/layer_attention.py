@@ -80,8 +80,10 @@ def attention_function(
     with without_autocast(q):
         if isinstance(key, PendingKV):
             is_new = not getattr(module, "is_kv_shared_layer", False)  # else an earlier layer has stored the keys
-            latents = None if key.latents is None else key.latents.to(k.dtype)
-            out = attend_cached(q, replace(key, k=k, v=v, latents=latents), layer, spec, is_new)
+            if k is not key.k or v is not key.v or key.latents is not None:  # else autocast has cast nothing
+                latents = None if key.latents is None else key.latents.to(k.dtype)
+                key = replace(key, k=k, v=v, latents=latents)
+            out = attend_cached(q, key, layer, spec, is_new)
         else:
             out = attend_new(q, k, v, layer, spec)
     return out.transpose(1, 2).contiguous(), None

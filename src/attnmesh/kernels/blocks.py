@@ -145,6 +145,14 @@ class Launch(Protocol):
         ...
 
 
+class CacheLaunch(Protocol):
+    """The steps of one kind of a kernel that reads a cache in place."""
+
+    def attend_cache(self, query: DecodeQuery, view: CacheView) -> Partial:
+        """Return the partial of the last queries over a cache, merged from one partial per block if there are some."""
+        ...
+
+
 class Kernel:
     """Attention over one block on one device. q, k and v are those of the block; heads may be grouped.
 
@@ -212,6 +220,10 @@ class Kernel:
     def attend_cache(self, query: DecodeQuery, view: CacheView) -> Partial:
         """Return the partial of the last queries over a cache, merged from one partial per block if there are some."""
         raise NotImplementedError
+
+    def launch_of_cache(self) -> "CacheLaunch":
+        """Return what serves all steps that differ in their tensors alone: of one mask, capacity, block and logits."""
+        return self
 
     def launch_of(self, q: Tensor, k: Tensor, v: Tensor, logits: Logits) -> Launch | None:
         """Return the launch that serves all calls of this kind, or None if there is none."""

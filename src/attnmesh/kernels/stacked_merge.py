@@ -3,9 +3,11 @@
 Blocks of one rank and messages of several ranks are merged by the same arithmetic, so that they give the same bits.
 """
 
+import math
 import warnings
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +35,17 @@ def merge_stacked(
     """
     if not use_triton(stacked.lse):
         return copy_into(with_sinks(merge_stack(stacked), sinks), into)
+    return merge_launched(stacked, into, sinks, checksums, checksum)
+
+
+def merge_launched(
+    stacked: Partial,
+    into: Partial | None,
+    sinks: Tensor | None,
+    checksums: Tensor | None = None,
+    checksum: Tensor | None = None,
+) -> Partial:
+    """Return the merge of partials on a device that Triton supports, as `merge_stacked` does."""
     if into is None:
         shape = stacked.out.shape[1:]
         out = stacked.out.new_empty(shape, dtype=sum_dtype(stacked.out.dtype))
@@ -138,13 +151,12 @@ def _launch(
     stacked: Partial, into: Partial, sinks: Tensor | None, checksums: Tensor | None, checksum: Tensor | None
 ) -> None:
     """Launch the merge. An argument that is None is replaced by another tensor, which is not read."""
-    outs, lses = (x if x[0].is_contiguous() else x.contiguous() for x in stacked)
-    splits, *shape, values = outs.shape
-    rows, (first, second) = lses[0].numel(), parts(values)
+    outs, lses = (x if x.is_contiguous() or x[0].is_contiguous() else x.contiguous() for x in stacked)
+    grid, sizes = _sizes(outs.shape)
     launch(
         "decode",
         "merge",
-        (-(-rows // ROWS),),
+        grid,
         outs.device,
         outs=outs,
         lses=lses,
@@ -153,18 +165,21 @@ def _launch(
         out=into.out,
         lse=into.lse,
         checksum=into.lse if checksum is None else checksum,
-        splits=splits,
         outs_split=outs.stride(0),
         lses_split=lses.stride(0),
         checksums_split=0 if checksums is None else checksums.stride(0),
-        rows=rows,
-        queries=shape[-1],
-        heads=shape[-2] if len(shape) > 1 else 1,
-        values=values,
-        ROWS=ROWS,
-        V_0=first,
-        V_1=second,
+        **sizes,
         HAS_SINKS=sinks is not None,
         HAS_CHECKSUMS=checksums is not None and checksum is not None,
-        enable_fp_fusion=False,  # with fusion the bits would depend on the order of the partials
     )
+
+
+@lru_cache(maxsize=1024)
+def _sizes(outs: tuple[int, ...]) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """Return the grid of a merge of outs of this shape, and its arguments that depend on nothing else."""
+    splits, *shape, values = outs
+    rows, (first, second) = math.prod(shape), parts(values)
+    named = {"splits": splits, "rows": rows, "queries": shape[-1], "heads": shape[-2] if len(shape) > 1 else 1}
+    constants = {"values": values, "ROWS": ROWS, "V_0": first, "V_1": second}
+    # With fusion the bits would depend on the order of the partials.
+    return (-(-rows // ROWS),), {**named, **constants, "enable_fp_fusion": False}

@@ -14,6 +14,9 @@ from attnmesh.errors import KernelError
 PLAIN = {Tensor, Parameter}
 """Types of tensors that PyTorch itself computes with."""
 
+modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""Return how many modes look at operators."""
+
 PLAIN_OR_NONE = {*PLAIN, type(None)}
 """These, and that of a tensor that is left out."""
 
@@ -67,13 +70,13 @@ once: Callable[..., Any] = Once.apply
 """Run a backward pass."""
 
 
-def are_plain(*tensors: Any) -> bool:
-    """Return True for dense CPU tensors without gradients, outside traces, modes and autocast."""
-    if is_traced() or torch._C._len_torch_dispatch_stack() or torch.is_autocast_enabled("cpu"):
+def are_plain(*tensors: Any, on_gpu: bool = False) -> bool:
+    """Return True for dense tensors on the CPU, or a GPU, without gradients, outside traces, modes and autocast."""
+    if is_traced() or modes() or torch.is_autocast_enabled("cuda" if on_gpu else "cpu"):
         return False
     graded = torch.is_grad_enabled()
     for x in tensors:
-        if type(x) is not Tensor or not x.is_cpu or (graded and x.requires_grad):
+        if type(x) not in PLAIN or not (x.is_cuda if on_gpu else x.is_cpu) or (graded and x.requires_grad):
             return False
         if x.layout is not torch.strided or x.is_nested or x.is_neg():  # `is_dense`, on the path of every step
             return False

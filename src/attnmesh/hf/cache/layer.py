@@ -82,7 +82,8 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
         """Return the new keys and values, or latents, with their layer, for the attention function to store."""
-        check_implementation("ShardedCache", self.cache.config)
+        if self.kv is None:  # each look at a configuration takes long; another attention later raises at what it gets
+            check_implementation("ShardedCache", self.cache.config)
         if (key_states.shape[3], value_states.shape[3]) == self.latent_widths:
             return latent_states(key_states, value_states, self)
         pending = PendingKV(key_states, value_states, self)

@@ -19,6 +19,7 @@ from attnmesh.kernels.stacked_merge import (
     by_residue,
     copy_into,
     merge_along_tree,
+    merge_launched,
     merge_stacked,
     unsupported_reason,
     warn_unsupported,
@@ -97,14 +98,11 @@ class Triton(Kernel):
 
     def attend_cache(self, query: DecodeQuery, view: CacheView) -> Partial:
         """Return the partial of the last queries, merged from one partial per block or per program instance."""
-        q, sinks, into = query.q, query.sinks, query.into
-        rows = q.shape[2] * q.shape[1] // view.keys.shape[1]
-        partials = _with_fitting_tile("attend_cache", q, view.values, rows, partial(_attend_cache, query, view))
-        if query.block is not None:
-            if len(view.state) > 2:  # the cache forgets blocks
-                partials = by_residue(partials, view.state[2])
-            return copy_into(with_sinks(merge_along_tree(partials), sinks), into)
-        return merge_stacked(partials, into, sinks=sinks)
+        return self.launch_of_cache().attend_cache(query, view)
+
+    def launch_of_cache(self) -> "TritonSteps":
+        """Return the launch of steps whose queries differ in their tensors alone."""
+        return TritonSteps()
 
     def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, hidden: Tensor, logits: Logits) -> Partial:
         """Return the partial of the rows of keys of each sequence, (batch, keys), without those that are hidden."""
@@ -133,34 +131,80 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits, tile:
     return Partial(out[0], lse[0]) if spans == 1 else merge_stacked(partials)
 
 
-def _attend_cache(query: DecodeQuery, view: CacheView, tile: ProgramTile) -> Partial:
-    """Return stacked partials, one per part of the slots."""
-    q, mask, block = query.q, query.mask, query.block
-    heads, rows = q.shape[0] * view.keys.shape[1], q.shape[2] * q.shape[1] // view.keys.shape[1]
-    slots = view.keys.shape[2] - 1
-    tiles = -(-rows // tile.rows)
-    count = -(-slots // (block or _span(slots, heads * tiles, tile, q.device)))
-    partials = _empty_partials(q, count, view.value_dim)
-    bounded = view.padding is not None or not mask.is_window or query.key_lengths is not None
-    places = view.places()
-    first, last = view.bounds(q.shape[2], mask) if bounded else (places, places)  # unused if not bounded
-    if query.key_lengths is not None:
-        last = torch.minimum(last, query.key_lengths.to(q.device)[:, None] - 1)
-        first = first.expand_as(last).contiguous()
-    arguments = _cache_arguments(q, *view.numbers, query.logits, tile, places, partials) | {
-        "token_index": view.token_index,
-        "state": view.state,
-        "firsts": first,
-        "lasts": last,
-        "bounds_batch": _batch_stride(first),
-        "block": block or 0,
-        "capacity": query.capacity,
-        "left": min(mask.left, MAX_REACH),
-        "right": min(mask.right, MAX_REACH),
-        "BOUNDED": bounded,
-        "NEAR": min(mask.left, mask.longest) < FAR,
-    }
-    launch("decode", "attend_cache", (count, tiles, heads), q.device, **arguments)
+class TritonSteps:
+    """Attention of steps of one kind to a cache, in two launches: all their arguments but tensors are prepared once.
+
+    The steps have one mask, capacity, block and logits.
+    """
+
+    def __init__(self) -> None:
+        self.prepared: dict[tuple[Any, ...], tuple[tuple[int, ...], dict[str, Any]]] = {}  # by layout of the tensors
+
+    def attend_cache(self, query: DecodeQuery, view: CacheView) -> Partial:
+        """Return the partial of the last queries, merged from one partial per block or per program instance."""
+        q = query.q if query.q.stride(-1) == 1 else query.q.contiguous()
+        keys, values = view.keys, view.values
+        if storage_of(keys) is not None:  # bytes, which all GPUs read
+            keys, values = keys.view(torch.int8), values.view(torch.int8)
+        places = view.token_index if view.padding is None else view.padding.places
+        bounds = self._bounds(query, view) or (places, places)  # not read if they are the places
+        tensors = {"q": q, "k": keys, "v": values, "places": places, "token_index": view.token_index}
+        tensors |= {"state": view.state, "firsts": bounds[0], "lasts": bounds[1]}
+        kind = q.shape, q.stride(), keys.shape, keys.stride(), values.stride(), places.ndim, bounds[0].shape
+        known = self.prepared.get(kind)
+        if known is None:
+            rows, run = q.shape[2] * q.shape[1] // keys.shape[1], partial(self._prepare, query, view, tensors)
+            known, partials = _with_fitting_tile("attend_cache", q, view.values, rows, run)
+            self.prepared[kind] = known
+        else:
+            partials = _launch_cache(*known, tensors, view.value_dim)
+        if query.block is None:
+            return merge_launched(partials, query.into, query.sinks)
+        if len(view.state) > 2:  # the cache forgets blocks
+            partials = by_residue(partials, view.state[2])
+        return copy_into(with_sinks(merge_along_tree(partials), query.sinks), query.into)
+
+    @staticmethod
+    def _bounds(query: DecodeQuery, view: CacheView) -> tuple[Tensor, Tensor] | None:
+        """Return the first and last position that each row sees, or None if the mask's two reaches say it."""
+        mask, lengths = query.mask, query.key_lengths
+        if view.padding is None and mask.is_window and lengths is None:
+            return None
+        first, last = view.bounds(query.q.shape[2], mask)
+        if lengths is not None:
+            last = torch.minimum(last, lengths.to(last.device)[:, None] - 1)
+            first = first.expand_as(last).contiguous()
+        return first, last
+
+    @staticmethod
+    def _prepare(
+        query: DecodeQuery, view: CacheView, tensors: dict[str, Tensor], tile: ProgramTile
+    ) -> tuple[tuple[tuple[int, ...], dict[str, Any]], Partial]:
+        """Return the grid and the arguments of a launch but for tensors, and the partials of the first one."""
+        q, mask, block, first = tensors["q"], query.mask, query.block, tensors["firsts"]
+        heads, rows = q.shape[0] * view.keys.shape[1], q.shape[2] * q.shape[1] // view.keys.shape[1]
+        tiles, slots = -(-rows // tile.rows), view.keys.shape[2] - 1
+        span = block or _span(slots, heads * tiles, tile, q.device)
+        bounded = first is not tensors["places"]
+        arguments = _cache_arguments(q, *view.numbers, query.logits, tile) | {
+            "places_batch": 0 if view.padding is None else _batch_stride(view.padding.places),
+            "bounds_batch": _batch_stride(first) if bounded else 0,
+            "block": block or 0,
+            "capacity": query.capacity,
+            "left": min(mask.left, MAX_REACH),
+            "right": min(mask.right, MAX_REACH),
+            "BOUNDED": bounded,
+            "NEAR": min(mask.left, mask.longest) < FAR,
+        }
+        prepared = (max(1, -(-slots // span)), tiles, heads), arguments
+        return prepared, _launch_cache(*prepared, tensors, view.value_dim)
+
+
+def _launch_cache(grid: tuple[int, ...], arguments: dict[str, Any], tensors: dict[str, Tensor], width: int) -> Partial:
+    """Return stacked partials, one per part of the slots or places."""
+    q = tensors["q"]
+    out, lse = partials = _empty_partials(q, grid[0], width)
+    launch("decode", "attend_cache", grid, q.device, **arguments, **tensors, out=out, lse=lse)
     return partials
 
 
@@ -168,29 +212,24 @@ def _attend_rows(q: Tensor, k: Tensor, v: Tensor, places: Tensor, logits: Logits
     """Return stacked partials, one per part of the places, which are those of the rows to read."""
     heads, tiles, keys = q.shape[0] * k.shape[1], -(-q.shape[1] // k.shape[1] // tile.rows), places.shape[1]
     count = -(-keys // _span(keys, heads * tiles, tile, q.device))
-    partials = _empty_partials(q, count, v.shape[-1])
-    arguments = _cache_arguments(q, k, v, logits, tile, places, partials)
-    arguments |= {"state": torch.full((2,), keys, device=q.device), "capacity": keys, "SELECTED": True}
-    launch("decode", "attend_cache", (count, tiles, heads), q.device, **arguments)
-    return partials
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    numbers = (x if storage_of(x) is None else x.view(torch.int8) for x in (k, v))
+    tensors = {"q": q, **dict(zip("kv", numbers, strict=True)), "state": torch.full((2,), keys, device=q.device)}
+    tensors |= dict.fromkeys(("places", "token_index", "firsts", "lasts"), places)
+    arguments = _cache_arguments(q, k, v, logits, tile)
+    arguments |= {"places_batch": _batch_stride(places), "capacity": keys, "SELECTED": True}
+    return _launch_cache((count, tiles, heads), arguments, tensors, v.shape[-1])
 
 
-def _cache_arguments(
-    q: Tensor, keys: Tensor, values: Tensor, logits: Logits, tile: ProgramTile, places: Tensor, partials: Partial
-) -> dict[str, Any]:
-    """Return the arguments that all launches over a cache share, and those of one whose rows all see all places."""
-    stored, float8 = storage_of(keys) is not None, keys.dtype == torch.float8_e4m3fn
+def _cache_arguments(q: Tensor, keys: Tensor, values: Tensor, logits: Logits, tile: ProgramTile) -> dict[str, Any]:
+    """Return the arguments but for tensors of a launch over a cache whose rows all see all places."""
     is_prefix = values.data_ptr() == keys.data_ptr()  # then values have the scales of the keys
     rows = {"K_ROW": keys.shape[-1], "V_ROW": (keys if is_prefix else values).shape[-1]}
-    if stored:  # bytes, which all GPUs read
-        keys, values = keys.view(torch.int8), values.view(torch.int8)
-    else:
+    if storage_of(keys) is None:
         rows = dict.fromkeys(rows, 0)
-    into = {"places": places, "places_batch": _batch_stride(places), "out": partials.out, "lse": partials.lse}
-    unread = {"token_index": places, "firsts": places, "lasts": places, "bounds_batch": 0, "block": 0}
-    all_seen = {"left": MAX_REACH, "right": MAX_REACH, "BOUNDED": False, "NEAR": False, "SELECTED": False}
-    kind = {**into, **rows, "FLOAT8": float8, **unread, **all_seen}
-    return {**_arguments(q, keys, values, tile), **_logit_arguments(logits), **kind}
+    unbounded = {"left": MAX_REACH, "right": MAX_REACH, "bounds_batch": 0, "block": 0}
+    all_seen = {"BOUNDED": False, "NEAR": False, "SELECTED": False, "FLOAT8": keys.dtype == torch.float8_e4m3fn}
+    return {**_sizes(q, keys, values, tile), **_logit_arguments(logits), **rows, **unbounded, **all_seen}
 
 
 def _backward(
@@ -247,13 +286,15 @@ def _logit_arguments(logits: Logits) -> dict[str, Any]:
 def _arguments(q: Tensor, k: Tensor, v: Tensor, tile: ProgramTile) -> dict[str, Any]:
     """Return q, k and v, their strides and shapes, and the constants of compilation."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    return {"q": q, "k": k, "v": v, **_sizes(q, k, v, tile)}
+
+
+def _sizes(q: Tensor, k: Tensor, v: Tensor, tile: ProgramTile) -> dict[str, Any]:
+    """Return the strides and shapes of q, k and v, and the constants of compilation."""
     dims = ("batch", "head", "row")
     strides = {f"{name}_{dim}": x.stride(i) for name, x in (("q", q), ("k", k), ("v", v)) for i, dim in enumerate(dims)}
     group, q_parts, v_parts = q.shape[1] // k.shape[1], parts(q.shape[-1]), parts(v.shape[-1])
     return {
-        "q": q,
-        "k": k,
-        "v": v,
         **strides,
         "rows": q.shape[2] * group,
         "group": group,
