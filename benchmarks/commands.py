@@ -538,7 +538,7 @@ def plot(
 
 GPU_EXPLAINED = """\
 Times are medians with quartiles of calls that take turns, by CUDA events, as CUDA graphs where a call can be captured.
-The L2 cache is emptied before each call. The read rate is that of a maximum over the same keys and values."""
+The L2 cache is emptied before each call. The limit is half the time of a copy of the same keys and values."""
 
 
 @bench_command(app, "gpu-kernels", "Decoding and prefill on one GPU beside rivals.", GPU_EXPLAINED)
