@@ -54,6 +54,7 @@ def attend_new(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, spec: MaskSpec
     return torch.cat(outs)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator] # it waits for ranks
 def attend_cached(q: Tensor, pending: PendingKV, layer: LayerCall, spec: MaskSpec, is_new: bool) -> Tensor:
     """Return attention with a `ShardedCache`, which stores new keys and values."""
     given = "sequences with images in other places"

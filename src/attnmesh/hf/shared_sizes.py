@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from attnmesh.comm.host_linear import BOARD_BYTES, MOST_ROWS
 from attnmesh.comm.shared_memory import MOST_RANKS
-from attnmesh.hf.shared_weights import shared_layers
+from attnmesh.hf.shared_weights import shared_layers, weights_of
 from attnmesh.planner.decode_cost import SharedLayers
 
 
@@ -21,7 +21,7 @@ def sizes_of_shared(model: PreTrainedModel) -> SharedLayers | None:
     return SharedLayers(weights, tuple(_outputs_of_calls(layers)), rows, MOST_RANKS, BOARD_BYTES)
 
 
-def _outputs_of_calls(layers: Mapping[str, nn.Linear]) -> list[int]:
+def _outputs_of_calls(layers: Mapping[str, nn.Module]) -> list[int]:
     """Return the outputs of each call of a step, as they are expected before one.
 
     Layers of one module that take as many columns are one call, but for its last, which takes what the others make.
@@ -30,10 +30,11 @@ def _outputs_of_calls(layers: Mapping[str, nn.Linear]) -> list[int]:
     last, before = {name.rpartition(".")[0]: name for name in layers}, None
     for name, layer in layers.items():
         module = name.rpartition(".")[0]
-        kind = module, layer.in_features, name == last[module]
+        outputs, columns = weights_of(layer)[0].shape
+        kind = module, columns, name == last[module]
         if kind == before:
-            found[-1] += layer.out_features
+            found[-1] += outputs
         else:
-            found.append(layer.out_features)
+            found.append(outputs)
         before = kind
     return found
