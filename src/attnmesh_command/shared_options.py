@@ -51,8 +51,8 @@ Ranks = Annotated[
 MeshOption = Annotated[
     str,
     typer.Option(
-        help="Ranks along named axes: heads, queries, keys, and tp for ranks that share weights; as queries=2,keys=2 "
-        "or tp=2,keys=4. tp=keys=8: the same ranks share both."
+        help="Ranks along named axes: heads, queries, keys, and tp for ranks that split weights; as queries=2,keys=2 "
+        "or tp=2,keys=4. tp=keys=8: the same ranks do both."
     ),
 ]
 Merge = Annotated[str, typer.Option(help=f"How ranks merge: {', '.join(MERGE_CHOICES)}.")]

@@ -31,7 +31,7 @@ def _is_shared(experts: Any) -> bool:
     if " ".join(signature(experts.forward).parameters) not in GIVEN:
         return False
     weights = list(experts.parameters())
-    plain = all(type(one) is Parameter and one.is_cpu and one.is_floating_point() for one in weights)
+    plain = all(type(one) is Parameter and (one.is_cpu or one.is_meta) and one.is_floating_point() for one in weights)
     whole = plain and not experts._is_expert_parallel and "forward" not in vars(experts)
     return whole and sum(one.nbytes for one in weights) >= LEAST_EXPERT_BYTES * experts.num_experts
 
