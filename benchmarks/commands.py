@@ -223,7 +223,7 @@ def bench_model(
     prepared = prepare_prompt(
         model, PromptOptions(prompt, prompt_file), max_new_tokens, count, MeshOptions(mesh), run.status
     )
-    fits = prepared.mesh.tp == 1 and not prepared.mesh.is_shared
+    fits = prepared.mesh.tp == 1 and not prepared.mesh.is_joint
     require(fits, MeshError, "--mesh", "axes of attention, without tp", mesh, "use attnmesh generate for tp")
     run.step(f"{len(prepared.ids):,} tokens on one process, then on {count} ranks by several merges")
     run.report.set(prompt_tokens=len(prepared.ids))
