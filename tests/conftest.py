@@ -1,13 +1,13 @@
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it, and a table takes its width once, when it is imported
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a process that has asked CUDA itself cannot be forked any more
 os.environ["ATTNMESH_MACHINE"] = ""  # the choices of "auto" do not depend on what was measured here
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # of two threads neither keeps a core from others while it waits
-START = str(Path(__file__).parent / "support" / "start")  # what each process imports that a test starts
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (START, os.environ.get("PYTHONPATH"))))
+os.environ["PYTHONPATH"] = os.pathsep.join(  # what each process imports that a test starts
+    filter(None, (os.path.join(os.path.dirname(__file__), "support", "start"), os.environ.get("PYTHONPATH")))
+)
 
 import gc
 import signal
