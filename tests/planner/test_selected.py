@@ -9,7 +9,7 @@ import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.decoding.index_search import top_k_tokens
 from attnmesh.hf.model_size import model_size
-from attnmesh.mesh.prices import Candidate
+from attnmesh.mesh.candidate import Candidate
 from attnmesh.mesh.shapes import Shape
 from attnmesh.planner.cost import cost, index_cost
 from attnmesh.planner.serving import serving

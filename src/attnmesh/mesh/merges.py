@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from attnmesh.core.partial import Partial
+from attnmesh.mesh.candidate import Cost
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.merge_cost import (
     CHECKSUM_BYTES,
@@ -19,7 +20,6 @@ from attnmesh.mesh.merge_cost import (
     add_swap,
     add_tree,
 )
-from attnmesh.mesh.prices import Cost
 
 OUTPUTS = ("replicated", "heads")
 """Results of a merge: all heads on every rank, or each rank's share of them."""

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 
 from attnmesh.core.layout import Striped
+from attnmesh.mesh.candidate import Candidate, Cost
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.merge_cost import MergeGroup, Payload, add_tree, agree_cost, tree_rounds
 from attnmesh.mesh.merges import MERGES
-from attnmesh.mesh.prices import Candidate, Cost
 from attnmesh.planner.selected import Selected
 from attnmesh.planner.workload import Workload
 

@@ -9,9 +9,9 @@ from math import ceil
 from typing import NamedTuple
 
 from attnmesh.errors import ClusterError, require
+from attnmesh.mesh.candidate import Cost
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.merge_cost import MergeGroup, all_reduce_seconds
-from attnmesh.mesh.prices import Cost
 from attnmesh.mesh.shapes import Shape, elements, share_evenly
 from attnmesh.mesh.traffic import divisors
 from attnmesh.planner.cost import cost
