@@ -252,6 +252,7 @@ class SharedSteps:
 
     def end(self) -> None:
         """Share no longer."""
+        self.leave()
         for hook in self.hooks:
             hook.remove()
         for layer in self.numbers:

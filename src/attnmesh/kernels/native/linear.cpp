@@ -12,7 +12,8 @@
 
 namespace {
 
-constexpr int64_t BLOCK = 4096;    // sums that stay in the nearest cache
+constexpr int64_t BLOCK = 16384;   // sums of a turned weight that stay in a near cache
+constexpr int TURNED = 16;         // columns of one that are read at a time
 constexpr int64_t TAG_BYTES = 64;  // before the outputs on a half: the call that they are of
 constexpr int64_t DIFFERENT_CALL = -3;  // what a call returns if another rank has made another one
 
@@ -82,15 +83,15 @@ void turned_products(Queries q, const T* weight, int64_t stride, int64_t n, floa
     int64_t block = std::max<int64_t>(1, BLOCK / W / q.rows) * W;
     for (int64_t first = 0; first < n; first += block) {
         int64_t stop = std::min(n, first + block), whole = stop / W * W;
-        for (int64_t d = 0; d < q.width; d += STREAMS) {
-            T rest[STREAMS][W] = {};
-            for (int j = 0; j < STREAMS; j++) std::memcpy(rest[j], weight + (d + j) * stride + whole, (stop - whole) * sizeof(T));
+        for (int64_t d = 0; d < q.width; d += TURNED) {
+            T rest[TURNED][W] = {};
+            for (int j = 0; j < TURNED; j++) std::memcpy(rest[j], weight + (d + j) * stride + whole, (stop - whole) * sizeof(T));
             for (int64_t i = first; i < stop; i += W) {
-                Floats read[STREAMS];
-                for (int j = 0; j < STREAMS; j++) read[j] = load_one(i < whole ? weight + (d + j) * stride + i : rest[j]);
+                Floats read[TURNED];
+                for (int j = 0; j < TURNED; j++) read[j] = load_one(i < whole ? weight + (d + j) * stride + i : rest[j]);
                 for (int64_t r = 0; r < q.rows; r++) {
                     Floats sum = load(out + r * tile + i);
-                    for (int j = 0; j < STREAMS; j++) sum += q.first[r * q.width + place_of<T>(d + j)] * read[j];
+                    for (int j = 0; j < TURNED; j++) sum += q.first[r * q.width + place_of<T>(d + j)] * read[j];
                     store(out + r * tile + i, sum);
                 }
             }
