@@ -16,7 +16,7 @@ import hypothesis
 import pytest
 import torch
 
-import tests.support.compiler
+import tests.support.economy
 import tests.support.garbage
 import tests.support.interpreted  # noqa: F401 (first of all)
 from attnmesh.cli.launch import Processes
