@@ -122,7 +122,9 @@ def shared_layers(model: PreTrainedModel) -> tuple[dict[str, Any], list[nn.Modul
     without = {id(inner) for one in apart for inner in one.modules()}
     modules = {name: one for name, one in model.get_decoder().named_modules() if id(one) not in without}
     found = {name: one for name, one in modules.items() if _is_shared(one)}
-    return {**found, "head": head} if _is_shared(head) else found, experts_of(modules.values())
+    if _is_shared(head) and all(layer is not head for layer in found.values()):  # of Llama 4 the decoder has the head
+        found["head"] = head
+    return found, experts_of(modules.values())
 
 
 def weights_of(layer: Any) -> Weights:
