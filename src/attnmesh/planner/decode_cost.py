@@ -115,11 +115,12 @@ def add_outputs(shared: SharedLayers, ranks: int, rows: int, cluster: Cluster, t
 
 def add_results(experts: Experts, ranks: int, size: float, cluster: Cluster, total: Cost) -> None:
     """Add the exchanges of results of experts, of so many bytes a layer: letters, which take many small calls."""
-    waits = MERGE_CALLS * cluster.device.call + cluster.inside.merge_latency
-    received = size * (ranks - 1) / ranks
-    copies = received / (cluster.device.copy_rate or cluster.device.memory_rate)
-    total.add_stage("results", experts.shared_layers * (waits + copies))
-    total.add_traffic(experts.shared_layers * ranks * received, 0, 0)
+    device, layers, received = cluster.device, experts.shared_layers, size * (ranks - 1) / ranks
+    link = cluster.inside if cluster.hosts == 1 else cluster.between
+    rate = (device.copy_rate or device.memory_rate) if cluster.hosts == 1 else link.rate
+    total.add_stage("results", layers * (MERGE_CALLS * device.call + link.merge_latency + received / rate))
+    sent = layers * ranks * received
+    total.add_traffic(sent * (cluster.hosts == 1), sent * (cluster.hosts > 1), 0)
 
 
 def decode_cost(candidate: Candidate, workload: Workload, cluster: Cluster) -> Cost:

@@ -187,7 +187,8 @@ def _serving(model: Model, cluster: Cluster, way: Way, shape: Shape | None) -> S
     attention = _attention(model.workload, cluster, way, shape)
     shape = shape or _shape_of_prompts(attention, way)
     step, read = _layers_cost(model, cluster, way, max(shape) if way.together else 1)
-    weights, (keys, tokens) = _held(model, cluster, way), _room(model, cluster, way, attention)
+    weights = _held(model, cluster, way)
+    keys, tokens = _room(model, cluster.device.memory - weights, attention)
     seconds, parts = attention.seconds + step.seconds, (*attention.parts, *step.parts.items())
     first = _first_seconds(model, cluster, way, attention, shape)
     return Serving(way, shape, attention, weights, read, keys, tokens, seconds, parts, first)
@@ -218,11 +219,11 @@ def _held(model: Model, cluster: Cluster, way: Way) -> int:
     return ceil(model.weights(way.tp, way.is_joint) / (cluster.ranks if maps else 1))
 
 
-def _room(model: Model, cluster: Cluster, way: Way, attention: Plan) -> tuple[float, int]:
-    """Return the bytes of keys on a rank, and the most tokens of each sequence that fit beside the weights."""
+def _room(model: Model, memory: float, attention: Plan) -> tuple[float, int]:
+    """Return the bytes of keys on a rank, and the most tokens of each sequence that fit in what weights leave."""
     work, ranks = attention.workload, attention.shape.ranks
     keys = (work.kept_bytes + work.index_bytes) / ranks
-    free = cluster.device.memory - _held(model, cluster, way) - model.windows / ranks - work.state_bytes
+    free = memory - model.windows / ranks - work.state_bytes
     return keys, max(0, int(free * work.kept / keys))
 
 
@@ -235,8 +236,7 @@ def _layers_cost(model: Model, cluster: Cluster, way: Way, together: int) -> tup
     read = used = float(model.weights(way.tp, way.is_joint))
     split = read / model.weights(1, False)  # a rank's part of the experts, too
     if together > 1 and model.shared is not None:
-        read -= model.shared.weights * (together - 1) / together
-        used -= model.shared.weights * (together - 1) / together
+        read = used = read - model.shared.weights * (together - 1) / together
         add_outputs(model.shared, together, rows, cluster, total)
     if (experts := model.experts) is not None:
         ranks = together if experts.shared_layers else 1

@@ -12,8 +12,8 @@
 
 namespace {
 
-constexpr int64_t BLOCK = 16384;   // sums of a turned weight that stay in a near cache
-constexpr int TURNED = 16;         // columns of one that are read at a time
+constexpr int64_t BLOCK = 16384;  // sums of a turned weight that stay in a near cache
+constexpr int TURNED = std::min(16, PAIR);  // columns of one that are read at a time
 constexpr int64_t TAG_BYTES = 64;  // before the outputs on a half: the call that they are of
 constexpr int64_t DIFFERENT_CALL = -3;  // what a call returns if another rank has made another one
 
