@@ -77,6 +77,7 @@ class CacheShard:
 
     stored: list[Tensor]
     shared: tuple[SharedBlocks, ...] = ()
+    _viewed: tuple[list[Tensor], tuple[SharedBlocks, ...], CacheView | None] = [], (), None
 
     def __init__(self, sizes: Sizes, heads: Axis, ranks: int, device: torch.device, index: int) -> None:
         self.sizes, self.heads, self.index, self.device = sizes, heads, index, device
@@ -118,9 +119,23 @@ class CacheShard:
 
     @property
     def view(self) -> CacheView:
-        """View of this shard for kernels."""
-        shared, rows = tuple(map(self._view, self.shared)), self.sizes.keys_and_values(self.stored)
-        return CacheView(*rows, self.token_index, self.state, self.padding, self.sizes.value_dim, shared)
+        """View of this shard for kernels, made anew once the memory is another."""
+        stored, shared, view = self._viewed
+        fits = stored is self.stored and shared is self.shared
+        if view is None or not fits or view.token_index is not self.token_index or view.padding is not self.padding:
+            view = self.new_view()
+            self._viewed = self.stored, self.shared, view
+        elif view.state is not self.state:
+            view = view._replace(state=self.state)
+            self._viewed = self.stored, self.shared, view
+        for piece in view.shared:
+            piece.state[:1].copy_(self.state[:1])
+        return view
+
+    def new_view(self) -> CacheView:
+        """Return the view, for a graph, which cannot keep one."""
+        rows, pieces = self.sizes.keys_and_values(self.stored), tuple(map(self._view, self.shared))
+        return CacheView(*rows, self.token_index, self.state, self.padding, self.sizes.value_dim, pieces)
 
     def _view(self, blocks: SharedBlocks) -> CacheView:
         """Return the view of shared blocks. Their queries are the last ones of this cache."""
@@ -128,7 +143,8 @@ class CacheShard:
         if self.padding is not None:
             places = blocks.token_index.expand(self.sizes.batch, -1) if blocks.places is None else blocks.places
             padding = self.padding._replace(places=places)
-        state = torch.stack((self.state[0], torch.full_like(self.state[0], blocks.used)))
+        with torch.inference_mode(False):
+            state = torch.stack((self.state[0], torch.full_like(self.state[0], blocks.used)))
         return CacheView(*rows, blocks.token_index, state, padding, self.sizes.value_dim)
 
     def fork(self) -> "CacheShard":

@@ -16,7 +16,7 @@ from attnmesh.comm.message import MODULUS, PartialMessage
 from attnmesh.comm.shared_memory import UNEQUAL_CHECKSUM, CallsDifferError, Mailboxes, PeerLostError
 from attnmesh.comm.topology import rounds, whole_mailboxes
 from attnmesh.core.partial import Partial
-from attnmesh.kernels.native.native_digest import wrapped
+from attnmesh.kernels.native.native_digest import digest_on_host, wrapped
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.merges import Merge
 from attnmesh.mesh.reduction_tree import Round
@@ -56,8 +56,10 @@ class HostMerge:
         """Return this rank's share of the heads, or None for all."""
         return self.axis.share_of(self.shape[1]) if output == "heads" else None
 
-    def run(self, message: Tensor, number: int) -> bool:
-        """Merge the messages of all ranks in place. Return whether the numbers of their calls are equal."""
+    def run(self, message: Tensor, number: int, tensors: Sequence[Tensor] = ()) -> bool:
+        """Merge the messages of all ranks in place. Return whether their numbers, and bits of tensors, are equal."""
+        for x in tensors:
+            number += digest_on_host(x)
         start, number = message.data_ptr(), wrapped(number) % MODULUS
         memmove(start, CHECKSUM.pack(number, -number), CHECKSUM.size)
         traffic, began = current_traffic.get(), perf_counter()

@@ -99,6 +99,13 @@ class PartialMessage:
         return checksum, merge_stacked(partials, checksums=checksums, checksum=checksum)
 
 
+def blank_message(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Partial]:
+    """Return memory for a message, and views of the checksum and the partial in it."""
+    form = PartialMessage(shape, dtype, dtype)
+    message = form.blank(device)
+    return message, *form.places(message)
+
+
 def call_checksum(tensors: Sequence[Tensor], call: int, state: Tensor, like: Tensor, into: Tensor | None) -> Tensor:
     """Return the checksum of a call on a cache, whose length is on the device, and of the bits of its tensors."""
     fits = len(tensors) <= 2 and sum(x.numel() for x in tensors) <= ROW  # one program is faster than PyTorch

@@ -9,12 +9,11 @@ from attnmesh.cache.cache import KVCache
 from attnmesh.core.logits import Scores
 from attnmesh.core.partial import Partial, merge_unchecked, with_sinks
 from attnmesh.core.selection import Selection, Visible
-from attnmesh.decoding.attend_views import attend_views, chosen_kernel
-from attnmesh.decoding.decode_step import named_options, unchecked_step
+from attnmesh.decoding.decode_step import named_options, selection_of_rank, unchecked_step
 from attnmesh.decoding.query_shard import QueryShard
-from attnmesh.decoding.selected_tokens import selection_of_rank
 from attnmesh.decoding.step_checks import StepInputs, check_bias, check_step
 from attnmesh.guard.agreement import Agreement, may_compare
+from attnmesh.kernels.cache_runs import CacheSteps
 from attnmesh.kernels.cache_view import DecodeQuery
 from attnmesh.mesh_attention.sharding import unshard
 from attnmesh.runtime.ranges import ATTENTION, is_profiled, named
@@ -60,8 +59,9 @@ def decode_shard(
         indices = unshard(selected.indices, cache.device_mesh, layout=layout, length=length)
         selected = selection_of_rank(Selection(indices, selected.block), heads)
     view, query = cache.shard.view, DecodeQuery(every, step.mask, step.logits, step.capacity)
-    attend = named(ATTENTION, attend_views) if is_profiled() else attend_views
-    partial = attend(query, [view], chosen_kernel(every, view, step), selected)
+    steps = CacheSteps(step.kernel_for(every, view), step.logits, step.value_dim)
+    attend = named(ATTENTION, steps.attend) if is_profiled() else steps.attend
+    partial = attend(query, [view], selected)
     if (more := further(every)) is not None:
         partial = merge_unchecked([partial, more])
     merged = places.merge_at_owners(partial)

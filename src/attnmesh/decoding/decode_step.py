@@ -3,11 +3,18 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
+from attnmesh.comm.p2p import swap_tokens
+from attnmesh.comm.rank_merge import highest_checksum
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Mask
+from attnmesh.core.selection import Selection
+from attnmesh.kernels.blocks import Kernel, Need
+from attnmesh.kernels.cache_view import CacheView
+from attnmesh.kernels.choice import choose
 from attnmesh.mesh.axes import Axis, group_named
 from attnmesh.runtime.world import cached_per_world, decode_cached
 
@@ -46,6 +53,10 @@ class DecodeStep(NamedTuple):
         """Return the step that `encode` wrote."""
         return decode_cached(_decode_step, names, numbers)
 
+    def kernel_for(self, q: Tensor, view: CacheView) -> Kernel:
+        """Return the kernel. That of selected tokens is the reference."""
+        return choose(Need.of_cache(q, view, self.logits), self.kernel if self.index_block is None else "reference")
+
     def output_shape(self, q: Tensor) -> tuple[int, ...]:
         """Return the shape of the output on this rank."""
         heads = q.shape[1]
@@ -75,3 +86,21 @@ def unchecked_step(cache: KVCache, mask: Mask, scale: float | None, softcap: flo
 def named_options(step: DecodeStep) -> dict[str, Any]:
     """Return the values of a step that its caller passes, by name."""
     return dict(zip(step._fields[-len(step.options) :], step.options, strict=True))
+
+
+def selection_of_rank(selection: Selection, heads: Axis) -> Selection:
+    """Return the selection of the heads of a rank, its own where each head has one."""
+    return selection.of_heads(heads.share_of(selection.heads)) if selection.heads > 1 else selection
+
+
+def gather_heads(out: Tensor, checksum: Tensor, step: DecodeStep, heads: int) -> tuple[Tensor, Tensor]:
+    """Return the output with the heads of all ranks along the heads axis, or NaN if their calls differ."""
+    axis = step.heads
+    if axis.size == 1:
+        return out, checksum
+    checksum = highest_checksum(checksum, axis)
+    if step.output != "heads":
+        if out.device.type == "cpu" and float(checksum.sum()) != 0:  # shares may have other sizes, too
+            return out.new_full((out.shape[0], heads, *out.shape[2:]), torch.nan), checksum
+        out = torch.cat(swap_tokens([out] * axis.size, [out.shape[2]] * axis.size, axis), 1)
+    return torch.where(checksum.sum() == 0, out, torch.nan), checksum

@@ -6,12 +6,13 @@ A step attends each row to its cache on this rank, and merges the partials of al
 from collections.abc import Sequence
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
 from attnmesh.core.mask import Causal, Mask
-from attnmesh.decoding.decode_call import run_checked, run_plan
 from attnmesh.decoding.decode_step import DecodeStep, unchecked_step
+from attnmesh.decoding.prepared_step import find_step, prepare_step
 from attnmesh.decoding.step_agreement import agreement_on
 from attnmesh.decoding.step_checks import StepInputs, check_step
 from attnmesh.errors import (
@@ -85,20 +86,22 @@ def decode_rows(
     first = _first_of(caches)
     checked = first.calls.checked if checked is None else checked
     options = mask, scale, softcap, merge, output, reproducible, kernel, checked
-    step = unchecked_step(first, *options[:-1])
     try:
         _check_caches(q, caches, k, v)
         if k is not None or v is not None:
             _append(k, v, caches)
     except InputError as error:
-        agreement_on(caches, step, checked).fail(error)
-    plain = first.mesh.heads.size == 1
-    if plain and (out := run_plan(q, caches, sinks, options)) is not None:
-        return out
+        agreement_on(caches, unchecked_step(first, *options[:-1]), checked).fail(error)
+    inputs = StepInputs(q, caches, sinks)
+    kind, known = find_step(inputs, options)
+    if known is not None:
+        return known.run(inputs, checked)
+    step = unchecked_step(first, *options[:-1])
     with agreement_on(caches, step, checked):
         check_checked(SUBJECT, checked)
         step = _checked_step(q, caches, sinks, step)
-    out = run_checked(StepInputs(q, caches, sinks), step, options, learn=plain)
+    with torch.no_grad():
+        out = prepare_step(inputs, step, kind).run(inputs, checked)
     warn_if_swapped(SUBJECT, q, first.sizes.kv_heads)
     return out
 

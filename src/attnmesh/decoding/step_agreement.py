@@ -4,14 +4,15 @@ import functools
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
-from attnmesh.comm.rank_merge import highest_checksum, send_poison
+from attnmesh.comm.message import question_like
+from attnmesh.comm.rank_merge import highest_checksum, merge_ranks, send_poison
 from attnmesh.core.digest import fingerprints
-from attnmesh.core.partial import sum_dtype
-from attnmesh.decoding.attend_views import reads_length_on_device
-from attnmesh.decoding.decode_step import DecodeStep, named_options
-from attnmesh.decoding.step_checks import StepInputs
+from attnmesh.core.partial import identity, sum_dtype
+from attnmesh.decoding.decode_step import DecodeStep, gather_heads, named_options
+from attnmesh.decoding.step_checks import StepInputs, reads_length_on_device
 from attnmesh.errors import InputError
 from attnmesh.guard.agreement import MergeAgreement
 from attnmesh.mesh.merges import is_collective
@@ -50,6 +51,18 @@ def stays_on_device(cache: KVCache, step: DecodeStep) -> bool:
     except InputError:
         on_device = reads_length_on_device(cache.shard.view, "auto", cache.sizes.dtype)
     return on_device and not is_collective(step.merge)
+
+
+def ask_in_step(step: DecodeStep, like: Tensor, shape: Sequence[int], value_dim: int) -> Tensor:
+    """Take part in a step with nothing to attend to, and a question for a checksum. Return the merged checksum.
+
+    `like` and `shape` are those of the step's queries. The messages have the sizes that the other ranks expect.
+    """
+    heads = step.heads.share_of(shape[1])
+    q = like.new_empty(1).expand(shape)[:, heads]
+    nothing, how = identity(q, value_dim, sum_dtype(q.dtype)), (step.tokens, step.merge, step.output)
+    partial, checksum = merge_ranks(nothing, question_like(nothing.lse), *how, canonical=step.reproducible)
+    return gather_heads(partial.out.to(q.dtype).contiguous(), checksum, step, shape[1])[1]
 
 
 def _send_poison(cache: KVCache, step: DecodeStep) -> None:

@@ -12,7 +12,6 @@ from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Mask, check_mask
 from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.core.selection import Selection
-from attnmesh.decoding.attend_views import reads_length_on_device
 from attnmesh.decoding.decode_step import DecodeStep
 from attnmesh.errors import (
     ArgumentError,
@@ -38,7 +37,9 @@ from attnmesh.guard.checks import (
     swap_first,
 )
 from attnmesh.kernels.blocks import Need
+from attnmesh.kernels.cache_view import CacheView
 from attnmesh.kernels.choice import choose
+from attnmesh.kernels.triton_runtime import interpreted
 from attnmesh.mesh.merges import MERGES
 
 
@@ -165,6 +166,14 @@ def check_bias(inputs: StepInputs, bias: Tensor | None, step: DecodeStep) -> Dec
     ):
         require(fits, KernelError, "decode distance_bias", expected, given, "leave one of them out")
     return step._replace(kernel="reference")
+
+
+def reads_length_on_device(view: CacheView, kernel: str, dtype: torch.dtype) -> bool:
+    """Return whether the kernel reads the number of tokens on the device, so that the host does not wait."""
+    if view.keys.device.type == "cpu" and not interpreted():  # the common case
+        return False
+    need = Need.of_cache(view.attended(dtype)[0], view, Logits(1.0))
+    return choose(need, kernel).reads_cache
 
 
 def _check_captured(cache: KVCache, step: DecodeStep, *, on_host: bool) -> None:

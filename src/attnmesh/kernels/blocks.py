@@ -134,14 +134,20 @@ class Launch(Protocol):
         """Return memory for a partial."""
         ...
 
-    def launch(self, q: Tensor, k: Tensor, v: Tensor, into: Partial, bounds: Band | None = None) -> bool:
-        """Write the partial of all keys, or of those between each row's bounds. Return False if it is not served."""
-        ...
-
-    def launch_at(
-        self, q: Tensor, k: Tensor, v: Tensor, into: tuple[int, int], bounds: Band | None, first: int, keys: int
+    def launch(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        into: Partial,
+        bounds: Band | None = None,
+        first: int = 0,
+        keys: int | None = None,
     ) -> bool:
-        """Write the partial of `keys` keys, from index `first` on, to addresses of `out` and `lse`."""
+        """Write the partial of `keys` keys, by default all, from index `first` on, or of those in each row's bounds.
+
+        Bounds count from `first`. Return False if the call is not served.
+        """
         ...
 
 

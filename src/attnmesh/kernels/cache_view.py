@@ -73,6 +73,7 @@ class DecodeQuery(NamedTuple):
     block: int | None = None  # slots per block; each block gives one partial, and these are merged along a tree
     into: Partial | None = None  # tensors for the result
     key_lengths: Tensor | None = None  # (batch,), real keys per sequence
+    further: Partial | None = None  # of keys that are not in the cache
 
     def row(self, number: int) -> "DecodeQuery":
         """Return the query of one row, which has a cache of its own."""

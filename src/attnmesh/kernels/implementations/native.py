@@ -26,8 +26,8 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 STORED = {torch.int8: 3, torch.float8_e4m3fn: 4}
 """Dtypes of numbers of rows in 8 bits. A kernel takes them without the scales, which follow them in memory."""
 
-CALL, KIND = struct.Struct("9P14q"), struct.Struct("16q2d")
-"""Fields of `Problem` in `attend.cpp`: those of each call, and those of all calls of a kind."""
+CALL, KIND, STRIDES = struct.Struct("9P14q"), struct.Struct("16q2d"), struct.Struct("3q")
+"""Fields of `Problem` in `attend.cpp`: of each call, of all calls of a kind, and strides of `out` in the latter."""
 
 
 NO_MEMORY = -1
@@ -66,8 +66,8 @@ class Native(Kernel):
         """Return the partial of the rows of keys of each sequence. None if a number is not finite."""
         kind, rows, counts = NativeKind.of(q, k, v, logits), rows.int(), (~hidden).sum(-1)
         into = kind.blank()
-        addresses, read = (into.out.data_ptr(), into.lse.data_ptr()), (rows.data_ptr(), counts.data_ptr())
-        return into if kind.launch_at(q, k, v, addresses, None, 0, rows.shape[1], read) else None
+        read = rows.data_ptr(), counts.data_ptr()
+        return into if kind.launch(q, k, v, into, None, 0, rows.shape[1], read) else None
 
     def cut(self, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Block]:
         """Return the fewest blocks: rows may see different runs of keys."""
@@ -125,29 +125,24 @@ class NativeKind(NamedTuple):
         out = torch.empty_strided(self.out, self.out_strides, dtype=torch.float32, device="cpu")
         return Partial(out, torch.empty(self.lse, dtype=torch.float32, device="cpu"))
 
-    def launch(self, q: Tensor, k: Tensor, v: Tensor, into: Partial, bounds: Band | None = None) -> bool:
-        """Write the partial. Return False if a number is not finite, or the last stride of a tensor is not 1.
-
-        Rows see all keys, or those between their bounds.
-        """
-        return self.launch_at(q, k, v, (into.out.data_ptr(), into.lse.data_ptr()), bounds, 0, k.shape[2])
-
-    def launch_at(
+    def launch(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        into: tuple[int, int],
-        bounds: Band | None,
-        first: int,
-        keys: int,
+        into: Partial,
+        bounds: Band | None = None,
+        first: int = 0,
+        keys: int | None = None,
         rows: tuple[int, int] = (0, 0),
     ) -> bool:
-        """Write the partial of `keys` keys, from index `first` on, to addresses of `out` and `lse`.
+        """Write the partial of `keys` keys, by default all, from index `first` on.
 
-        Bounds count from `first`. `rows` are the addresses of rows of keys and of their counts, if not all are read.
+        Rows see all of them, or those between their bounds, which count from `first`. `rows` are the addresses of rows
+        of keys and of their counts, if not all are read. Return False if a number is not finite, or the last stride of
+        a tensor is not 1.
         """
-        q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
+        q_strides, k_strides, v_strides, strides = q.stride(), k.stride(), v.stride(), into.out.stride()
         if not q_strides[3] == k_strides[3] == v_strides[3] == 1:
             return False
         size, (low, high) = k.itemsize, (0, 0) if bounds is None else (bounds.low.data_ptr(), bounds.high.data_ptr())
@@ -155,17 +150,21 @@ class NativeKind(NamedTuple):
             q.data_ptr(),
             k.data_ptr() + first * k_strides[2] * size,
             v.data_ptr() + first * v_strides[2] * size,
-            *into,
+            into.out.data_ptr(),
+            into.lse.data_ptr(),
             low,
             high,
             *rows,
             *q_strides,
             *k_strides,
             *v_strides,
-            keys,
+            k.shape[2] if keys is None else keys,
             torch.get_num_threads(),
         )
-        code = cast(Function, library().attend)(call + self.fields)
+        fields = self.fields
+        if strides != self.out_strides:
+            fields = fields[: 10 * 8] + STRIDES.pack(*strides[:3]) + fields[13 * 8 :]
+        code = cast(Function, library().attend)(call + fields)
         if code < 0:
             raise MemoryError("the native kernel gets no memory") if code == NO_MEMORY else RuntimeError(FAILED)
         return code == 0

@@ -25,7 +25,7 @@ from attnmesh.kernels.stacked_merge import (
     warn_unsupported,
 )
 from attnmesh.kernels.triton_runtime import interpreted, launch, parts
-from attnmesh.runtime.caches import KEPT
+from attnmesh.runtime.caches import KEPT, Kinds
 
 Result = TypeVar("Result")
 
@@ -138,7 +138,7 @@ class TritonSteps:
     """
 
     def __init__(self) -> None:
-        self.prepared: dict[tuple[Any, ...], tuple[tuple[int, ...], dict[str, Any]]] = {}  # by layout of the tensors
+        self.prepared = Kinds[tuple[tuple[int, ...], dict[str, Any]]](most=64)  # by layout of the tensors
 
     def attend_cache(self, query: DecodeQuery, view: CacheView) -> Partial:
         """Return the partial of the last queries, merged from one partial per block or per program instance."""
@@ -155,7 +155,7 @@ class TritonSteps:
         if known is None:
             rows, run = q.shape[2] * q.shape[1] // keys.shape[1], partial(self._prepare, query, view, tensors)
             known, partials = _with_fitting_tile("attend_cache", q, view.values, rows, run)
-            self.prepared[kind] = known
+            self.prepared.keep(kind, known)
         else:
             partials = _launch_cache(*known, tensors, view.value_dim)
         if query.block is None:

@@ -1,0 +1,207 @@
+"""Prepared steps: what was checked and chosen for a kind of steps, and the one way in which all of them run."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnmesh.cache.cache_config import Sizes
+from attnmesh.comm.host_merge import HostMerge, host_merge_for
+from attnmesh.comm.message import blank_message, call_checksum
+from attnmesh.comm.rank_merge import chosen_merge, merge_ranks
+from attnmesh.core.partial import Partial, sum_dtype, with_sinks
+from attnmesh.core.selection import Selection
+from attnmesh.decoding.decode_step import DecodeStep, gather_heads, selection_of_rank
+from attnmesh.decoding.step_agreement import agreement_on, ask_in_step, compared_fields, stays_on_device
+from attnmesh.decoding.step_checks import StepInputs
+from attnmesh.errors import RankFailure
+from attnmesh.guard.agreement import number_of
+from attnmesh.kernels.cache_runs import CacheSteps
+from attnmesh.kernels.cache_view import CacheView, DecodeQuery
+from attnmesh.kernels.traced import are_plain
+from attnmesh.runtime.ranges import ATTENTION, MERGE, is_profiled, named
+
+
+class PreparedStep(NamedTuple):
+    """Steps of one kind on caches of one size: what was checked, the launches of a kernel, and the merge of ranks."""
+
+    step: DecodeStep
+    steps: CacheSteps
+    host_merge: HostMerge | None  # None unless all ranks share a host whose native library merges
+    heads: slice | None  # of the output of that merge; None for all
+    alone: bool  # there are no other ranks
+    sizes: Sizes | None = None
+    on_device: bool = False  # the host reads nothing of a device
+    call: tuple[Any, ...] = ()  # the kind of the call, of which its number is made
+
+    def run(self, inputs: StepInputs, checked: bool | None) -> Tensor:
+        """Return the output, or raise the same error on all ranks if their calls differ. Uncompared calls give NaN."""
+        q, caches, sinks, key_lengths, selected, further = inputs
+        step, views, values = self.step, [], []
+        for cache in caches:
+            views.append(cache.shards.own.view)
+            values.append(cache.history_checksum)
+        if self.alone:
+            return self.compute(q, views, sinks, 0, key_lengths, selected, further)[0]
+        if key_lengths is not None and key_lengths.device.type == "cpu":  # others would hold up the device
+            values += key_lengths.tolist()
+        if self.host_merge is None:
+            agreement = agreement_on(caches, step, checked)
+            agreement.kind, agreement.state = self.call, tuple(values)
+            agreement.fields = functools.partial(compared_fields, inputs, step)
+            if self.on_device:
+                like = q.new_empty(0), q.shape, caches[0].sizes.value_dim
+                agreement.ask = functools.partial(ask_in_step, step, *like)
+            with agreement:
+                if not agreement.before():
+                    return q.new_full(step.output_shape(q), torch.nan)
+                number = agreement.number
+                out, agreement.checksum = self.compute(q, views, sinks, number, key_lengths, selected, further)
+            return out
+        try:
+            number = number_of(self.call, *values)
+            out, checksum = self.compute(q, views, sinks, number, key_lengths, selected, further)
+        except RankFailure:
+            raise
+        except Exception as error:
+            agreement_on(caches, step, checked).fail(error)
+        if checksum is not None and checked is not False:  # it shows that calls differ
+            agreement = agreement_on(caches, step, checked)
+            agreement.fields = functools.partial(compared_fields, inputs, step)
+            agreement.unequal()
+        return out
+
+    def compute(
+        self,
+        q: Tensor,
+        views: Sequence[CacheView],
+        sinks: Tensor | None,
+        number: int,
+        key_lengths: Tensor | None = None,
+        selected: Selection | None = None,
+        further: Partial | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return this rank's output, and the merged checksum of the call; None for equal calls if a host has looked.
+
+        `views` is the cache of all rows of q, or a cache for each row. `further` is the partial of keys that are not in
+        the cache. The output is NaN if the ranks' calls differ. The host reads nothing of a device.
+        """
+        step, host, message, checksum, into = self.step, self.host_merge, None, None, None
+        rank_q, rank_sinks, own = q, sinks, selected
+        if step.heads.size > 1:
+            heads = step.heads.share_of(q.shape[1])
+            rank_q, rank_sinks = q[:, heads], None if sinks is None else sinks[heads]
+            own = selected and selection_of_rank(selected, step.heads)
+        if host is not None:
+            message = host.blank()
+            into = host.places(message)
+        elif self.steps.in_place is not None:
+            shape, dtype = (*rank_q.shape[:-1], step.value_dim), sum_dtype(q.dtype)
+            into = Partial(q.new_empty(shape), q.new_empty(shape[:-1], dtype=dtype)) if not step.reproducible else None
+            if step.tokens.size > 1:  # the kernel writes into the message
+                message, checksum, into = blank_message(shape, dtype, q.device)
+        # The first rank adds the sinks; a reproducible step adds them after the merge, on any number of ranks.
+        added = rank_sinks if step.tokens.index == 0 and not step.reproducible else None
+        block = step.block if step.reproducible else None
+        lengths = None if key_lengths is None else key_lengths.to(q.device)
+        query = DecodeQuery(rank_q, step.mask, step.logits, step.capacity, added, block, into, lengths, further)
+        attend = named(ATTENTION, self.steps.attend) if is_profiled() else self.steps.attend
+        partial = attend(query, views, own)
+        if not self.alone:
+            tensors, state = [q] if sinks is None else [q, sinks], views[0].state
+            if key_lengths is not None and key_lengths.device.type != "cpu":
+                tensors.append(key_lengths)  # else part of the number
+            if selected is not None:
+                tensors.append(selected.indices)
+            for row, view in enumerate(views[1:], 2):
+                state = state + row * view.state[:1]
+            if host is not None and message is not None:
+                merge = named(MERGE, host.run) if is_profiled() else host.run
+                if not merge(message, number + state.tolist()[0], tensors):
+                    checksum = partial.out.fill_(torch.nan)
+            else:
+                checksum = call_checksum(tensors, number, state, partial.lse, checksum)
+                how = step.tokens, step.merge, step.output
+                partial, checksum = merge_ranks(partial, checksum, *how, canonical=step.reproducible, message=message)
+        out = partial.out if self.heads is None else partial.out[:, self.heads]
+        if step.reproducible:
+            if rank_sinks is not None and step.output == "heads":
+                rank_sinks = rank_sinks[step.tokens.share_of(len(rank_sinks))]
+            # Merging with an empty partial turns -0.0 into 0.0, and more ranks mean more empty partials.
+            out = with_sinks(partial, rank_sinks).out + 0.0
+        out = out.to(q.dtype).contiguous()
+        if lengths is not None:  # NaN where no such number of keys is cached
+            wrong = (lengths < 0) | (lengths > views[0].state[0])
+            out = out.masked_fill(wrong[:, None, None, None], torch.nan)
+        if checksum is not None and step.heads.size > 1:
+            return gather_heads(out, checksum, step, q.shape[1])
+        return out, checksum
+
+
+def find_step(inputs: StepInputs, options: tuple[Any, ...]) -> tuple[tuple[Any, ...] | None, PreparedStep | None]:
+    """Return the kind of a call, all that its checks depend on but for its caches, and its step if it is prepared.
+
+    The kind is None for calls that are checked each time.
+    """
+    q, caches, sinks, key_lengths, selected, further = inputs
+    first = caches[0]
+    if key_lengths is not None or selected is not None or further is not None:
+        return None, None
+    on_gpu, count = first.device.type == "cuda", len(caches)
+    if not (are_plain(q, on_gpu=on_gpu) if sinks is None else are_plain(q, sinks, on_gpu=on_gpu)):
+        return None, None
+    more = None if sinks is None else (sinks.shape, sinks.dtype)
+    kind = q.shape, count, q.dtype, more, *options, *map(type, options)  # options of equal values may differ in type
+    try:
+        found = first.step_plans.get(kind)
+    except TypeError:  # an option has no hash
+        return None, None
+    if found is None:
+        return kind, None
+    step, sizes, rows = found.step, found.sizes, q.shape[2]
+    for cache in caches:
+        shards, own = cache.shards, cache.shards.own
+        if sizes is not own.sizes and (count == 1 or sizes is None or sizes.kind != own.sizes.kind):
+            return kind, None
+        length = shards.known_length if on_gpu else own.state.tolist()[0]
+        if not rows <= length <= own.sizes.capacity <= step.capacity:
+            return kind, None
+        if own.sizes.mask is not None and not shards.serves(length - rows):
+            return kind, None
+        if step.reproducible and (own.padding is not None or shards.counts.start or shards.forked):
+            return kind, None
+    return kind, found
+
+
+def prepare_step(inputs: StepInputs, step: DecodeStep, kind: tuple[Any, ...] | None) -> PreparedStep:
+    """Return the prepared step of a call that was checked, which the first cache keeps if its kind is known."""
+    q, caches, *_ = inputs
+    first = caches[0]
+    on_device = stays_on_device(first, step)
+    if step.reproducible:
+        for cache in caches:
+            if cache.shards.forked and on_device:
+                cache.shards.unshare()  # the kernel merges the blocks of one tensor
+    made = prepared(q, first.shard.view, step)
+    made = made._replace(sizes=first.sizes, on_device=on_device, call=inputs.kind(step))
+    if kind is not None and not step.mask.ends:
+        first.step_plans.keep(kind, made)
+    return made
+
+
+def prepared(q: Tensor, view: CacheView, step: DecodeStep) -> PreparedStep:
+    """Return what steps with such queries run: the launches of a kernel, and the merge."""
+    steps, axis, host, heads = (
+        CacheSteps(step.kernel_for(q, view), step.logits, step.value_dim),
+        step.tokens,
+        None,
+        None,
+    )
+    one_host = axis.size > 1 and step.heads.size == 1 and q.device.type == "cpu" and not step.reproducible
+    if one_host and steps.in_place is None and sum_dtype(q.dtype) == torch.float32:
+        how = chosen_merge(axis, step.merge, step.output, q.device)
+        host = host_merge_for(axis, (*q.shape[:-1], step.value_dim), how)
+        heads = None if host is None else host.heads(step.output)
+    return PreparedStep(step, steps, host, heads, alone=axis.size == step.heads.size == 1)

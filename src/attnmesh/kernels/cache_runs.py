@@ -1,0 +1,314 @@
+"""Attention of the last tokens to a cache, by runs: row r sees the slots from `start` up to `stop` of piece p.
+
+`runs_of` makes the runs of a cache, of its forks, its padding, a window or a selection. `CacheSteps` attends them: in
+one launch where a kernel takes them at once, in a loop elsewhere. A kernel that reads a cache in place finds the slots
+on its device, where no host may look.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnmesh.core.band import Band
+from attnmesh.core.logits import Logits
+from attnmesh.core.partial import Partial, merge_unchecked, sum_dtype, with_sinks
+from attnmesh.core.selection import NONE, Selection
+from attnmesh.core.storage import storage_of
+from attnmesh.kernels.blocks import Kernel, Launch
+from attnmesh.kernels.cache_view import CacheView, DecodeQuery, Padding
+from attnmesh.kernels.driver import visible_counts
+from attnmesh.kernels.selected_keys import SelectedKeys, nan_where_faulty
+from attnmesh.kernels.stacked_merge import by_residue, copy_into, merge_along_tree
+from attnmesh.kernels.stored import CacheKernel
+
+ALL = slice(None)
+"""The rows of all sequences of a batch."""
+
+
+class Run(NamedTuple):
+    """Queries of some sequences, and the slots of one piece of a cache that they see."""
+
+    rows: slice
+    piece: CacheView  # of these sequences
+    start: int = 0
+    stop: int = 0
+    seen: Band | SelectedKeys | None = None  # of each query, counted from `start`; None for all
+    places: tuple[Tensor, Tensor] | None = None  # positions of queries and slots, for a bias by distance
+    hidden: Tensor | None = None  # queries that are padding; None if there are none
+
+
+def runs_of(
+    query: DecodeQuery, views: Sequence[CacheView], selected: Selection | None = None, *, in_place: bool = False
+) -> list[Run]:
+    """Return the runs of a cache of all rows, or of a cache for each row. A run `in_place` has all slots of a piece."""
+    runs, q, mask = list[Run](), query.q, query.mask
+    alone = q.shape[2] == 1 and query.key_lengths is None and query.block is None and not mask.ends
+    for number, view in enumerate(views):
+        rows = slice(number, number + 1) if len(views) > 1 else ALL
+        for piece in (*view.shared, view):
+            if in_place:
+                runs.append(Run(rows, piece))
+            elif selected is not None:
+                runs += _selected(query, view, piece, selected)
+            elif piece.padding is not None:
+                runs += _of_sequences(query, piece, piece.padding)
+            elif not alone or q.shape[3] > piece.keys.shape[3]:
+                runs += _of_tokens(query, rows, piece)
+            else:  # the last token sees all from its first one on
+                length, used, *_ = piece.state.tolist()
+                start = 0 if mask.left >= length and not mask.chunks else mask.first_seen(length - 1)
+                if start and used < length:
+                    start = int(torch.searchsorted(piece.token_index[:used], start))
+                if start < used:
+                    runs.append(Run(rows, piece, start, used))
+    return runs
+
+
+def _of_tokens(query: DecodeQuery, rows: slice, piece: CacheView) -> list[Run]:
+    """Return the runs of a piece without padding; with `block` all its slots, which a kernel takes block by block."""
+    length, used, *_ = piece.state.tolist()
+    if not used:
+        return []
+    queries = torch.arange(length - query.q.shape[2], length, device="cpu")
+    places = piece.token_index[:used].cpu()
+    band = Band.of(query.mask, queries, used if used == length else places)
+    if query.block is not None:
+        return [Run(rows, piece, 0, used, band)]
+    counts = visible_counts(places, query.key_lengths)
+    at = (queries, places) if query.q.shape[3] > piece.keys.shape[3] else None
+    if counts is None:
+        return _trimmed(Run(rows, piece, 0, 0, band, at))
+    runs = list[Run]()
+    for row, count in enumerate(counts):
+        runs += _trimmed(Run(slice(row, row + 1), _sequence(piece, row), 0, 0, band.first(count), at))
+    return runs
+
+
+def _of_sequences(query: DecodeQuery, piece: CacheView, padding: Padding) -> list[Run]:
+    """Return the runs of each sequence of a padded batch. Padding cuts its keys into runs, mostly one."""
+    length, used, *_ = piece.state.tolist()
+    device, rows = padding.places.device, query.q.shape[2]
+    real, queries = padding.last(torch.arange(length - rows, length, device=device))
+    real, queries, places = real.cpu(), queries.cpu(), padding.places[:, :used].cpu()
+    (first, last), wide, runs = query.mask.bounds(queries), query.q.shape[3] > piece.keys.shape[3], list[Run]()
+    seen, simple = places >= first[:, :1], rows == 1 and query.key_lengths is None
+    if query.key_lengths is not None:
+        last = torch.minimum(last, query.key_lengths.cpu()[:, None] - 1)
+    seen = (seen & real if simple else seen & (places <= last[:, -1:]) & real.any(1, True)).int()
+    counts = seen.sum(1)
+    ends = (seen.argmax(1), used - seen.flip(1).argmax(1)) if used else (counts, counts)
+    for row, (count, start, stop) in enumerate(torch.stack((counts, *ends), 1).tolist()):
+        some, own = (ALL, piece) if len(real) == 1 else (slice(row, row + 1), _sequence(piece, row))
+        for begin, end in ([(start, stop)] if stop - start == count else _spans(seen[row])) if count else []:
+            if simple and not wide:
+                runs.append(Run(some, own, begin, end))
+                continue
+            here = places[row, begin:end]
+            band = Band(*(torch.searchsorted(here, bound) for bound in (first[row], last[row] + 1)))
+            at, hidden = (queries[row], here) if wide else None, None if bool(real[row].all()) else ~real[row]
+            runs += _trimmed(Run(some, own, begin, end, band, at, hidden))
+    return runs
+
+
+def _trimmed(run: Run) -> list[Run]:
+    """Return the run of the slots in its band, which counts from its start; none if no query sees any."""
+    band = run.seen
+    assert isinstance(band, Band)
+    low, high = band.low.tolist(), band.high.tolist()
+    start, stop = low[0], high[-1]
+    if start >= stop:
+        return []
+    if low[-1] <= start and high[0] >= stop:
+        band = None
+    elif start:
+        band = Band(band.low - start, band.high - start)
+    at = None if run.places is None else (run.places[0], run.places[1][start:stop])
+    return [Run(run.rows, run.piece, run.start + start, run.start + stop, band, at, run.hidden)]
+
+
+def _selected(query: DecodeQuery, view: CacheView, piece: CacheView, selection: Selection) -> Iterator[Run]:
+    """Yield the runs of the selected tokens of a piece, each of all its slots. The host reads nothing of a device.
+
+    Tokens are selected by their number in the cache, padding included; masks and `key_lengths` count the real ones.
+    """
+    first, last = view.bounds(query.q.shape[2], query.mask)
+    here, lengths = piece.held(), query.key_lengths
+    slots = here.keys.shape[2]
+    if here.padding is None or view.padding is None:
+        keys = SelectedKeys(selection, first[0], last[0], here.token_index, lengths)
+        yield Run(ALL, here, 0, slots, keys)
+        return
+    wanted = _positions(selection, view.padding)
+    places = here.padding.places.cummax(1).values  # a search finds the token before that has this position, not padding
+    for row in range(len(query.q)):
+        one = slice(row, row + 1)
+        counts = None if lengths is None else lengths[one]
+        keys = SelectedKeys(Selection(wanted.indices[one]), first[row], last[row], places[row], counts)
+        yield Run(one, _sequence(here, row), 0, slots, keys)
+
+
+def _sequence(piece: CacheView, row: int) -> CacheView:
+    """Return a piece of one sequence of the batch."""
+    one = slice(row, row + 1)
+    return CacheView(piece.keys[one], piece.values[one], *piece[2:6])
+
+
+def _spans(flags: Tensor) -> list[tuple[int, int]]:
+    """Return (start, stop) of each run of True."""
+    edges = torch.nn.functional.pad(flags.long(), (1, 1)).diff().nonzero().flatten().tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def _positions(selection: Selection, padding: Padding) -> Selection:
+    """Return the selection by position in each sequence instead of by token, without padding."""
+    tokens = selection.positions(selection.indices, slice(0, selection.indices.shape[-1] * selection.block))
+    real = padding.token_mask
+    positions = (real.cumsum(1) - 1).masked_fill(~real, NONE).to(torch.int32)
+    inside = (tokens >= 0) & (tokens < positions.shape[1])
+    found = positions[:, None, None].expand(*tokens.shape[:3], -1).gather(-1, tokens.where(inside, 0))
+    return Selection(found.where(inside, NONE))
+
+
+class CacheSteps:
+    """Steps of one kind with one kernel: their launches are found once for each shape of queries."""
+
+    def __init__(self, kernel: Kernel, logits: Logits, value_dim: int) -> None:
+        self.in_place = kernel.launch_of_cache() if kernel.reads_cache else None
+        self.kernel = CacheKernel(kernel, logits, value_dim)
+        self.launches: dict[tuple[int, ...], Launch | None] = {}
+
+    def attend(self, query: DecodeQuery, views: Sequence[CacheView], selected: Selection | None = None) -> Partial:
+        """Return the partial of one cache of all rows, or of a cache for each row; in `query.into` if that is given."""
+        if self.in_place is not None:
+            total = self._attend_in_place(query, runs_of(query, views, in_place=True))
+            return total if query.further is None else copy_into(merge_unchecked([total, query.further]), query.into)
+        q = query.q if query.q.stride(-1) == 1 else query.q.contiguous()
+        runs, launch = runs_of(query, views, selected), self.launches.get(q.shape) or self._launch(q, views[0])
+        total = query.into or (self._blank(q) if launch is None else launch.blank())
+        if len(runs) == 1 and query.block is None and runs[0].rows is ALL and runs[0].hidden is None:
+            _, piece, start, stop, seen, *_ = run = runs[0]
+            if (
+                launch is None
+                or isinstance(seen, SelectedKeys)
+                or not launch.launch(q, piece.keys, piece.values, total, seen, start, stop - start)
+            ):
+                self._compute(q, run, total)
+        else:
+            self._attend_groups(query._replace(q=q), runs, total)
+        if selected is not None:
+            total.out.copy_(nan_where_faulty(total.out, selected, views[0].state[0]))
+        if query.sinks is not None:
+            total = copy_into(with_sinks(total, query.sinks), query.into)
+        return total if query.further is None else copy_into(merge_unchecked([total, query.further]), query.into)
+
+    def _attend_in_place(self, query: DecodeQuery, runs: Sequence[Run]) -> Partial:
+        """Return the partial of runs of all slots of pieces."""
+        assert self.in_place is not None
+        found = []
+        for group in _by_rows(runs):
+            own = query if group[0].rows is ALL else query.row(group[0].rows.start)
+            if len(group) == 1:
+                found.append(self.in_place.attend_cache(own, group[0].piece))
+                continue
+            plain = own._replace(sinks=None, into=None)
+            merged = merge_unchecked([self.in_place.attend_cache(plain, run.piece) for run in group])
+            found.append(copy_into(with_sinks(merged, own.sinks), own.into))
+        if len(found) == 1:
+            return found[0]
+        return query.into or Partial(*(torch.cat(x) for x in zip(*found, strict=True)))
+
+    def _attend_groups(self, query: DecodeQuery, runs: Sequence[Run], total: Partial) -> None:
+        """Write the merge of the runs of each sequence, and the identity of those that see nothing."""
+        groups = _by_rows(runs)
+        if len(groups) < len(query.q):
+            total.out.zero_()
+            total.lse.fill_(-torch.inf)
+        for group in groups:
+            rows, hidden = group[0].rows, group[0].hidden
+            q, into = query.q[rows], Partial(total.out[rows], total.lse[rows])
+            if query.block is not None:
+                copy_into(self._attend_blocks(q, group, query.block), into)
+            elif len(group) == 1:
+                self._attend(q, group[0], into)
+            else:
+                parts = [self._blank(q) for _ in group]
+                for run, part in zip(group, parts, strict=True):
+                    self._attend(q, run, part)
+                copy_into(merge_unchecked(parts), into)
+            if hidden is not None:
+                into.out.masked_fill_(hidden[:, None].to(q.device), 0.0)
+                into.lse.masked_fill_(hidden.to(q.device), -torch.inf)
+
+    def _attend(self, q: Tensor, run: Run, into: Partial) -> None:
+        """Write the partial of a run by one launch, or by the kernel's blocks if no launch serves it."""
+        _, piece, start, stop, seen, *_ = run
+        launch = self._launch(q, piece)
+        if (
+            launch is None
+            or isinstance(seen, SelectedKeys)
+            or not launch.launch(q, piece.keys, piece.values, into, seen, start, stop - start)
+        ):
+            self._compute(q, run, into)
+
+    def _compute(self, q: Tensor, run: Run, into: Partial) -> None:
+        """Write the partial of a run by the kernel's blocks."""
+        keys, values = (x[:, :, run.start : run.stop] for x in (run.piece.keys, run.piece.values))
+        kernel = self.kernel if run.places is None else self.kernel.at(q, keys, run.places)
+        copy_into(kernel(q, keys, values, run.seen), into)
+
+    def _attend_blocks(self, q: Tensor, group: Sequence[Run], block: int) -> Partial:
+        """Return the merge along the tree over blocks of one partial per block."""
+        stacks = []
+        for run in group:
+            keys, values = (x[:, :, : run.stop] for x in (run.piece.keys, run.piece.values))
+            assert isinstance(run.seen, Band)
+            stack = _blocks(self.kernel, q, keys, values, run.seen, block)
+            forgotten = run.piece.state.tolist()[2:]
+            stacks.append(by_residue(stack, *forgotten) if any(forgotten) else stack)
+        return merge_along_tree(Partial(*(torch.cat(x) for x in zip(*stacks, strict=True))))
+
+    def _launch(self, q: Tensor, view: CacheView) -> Launch | None:
+        """Return the launch of queries of this shape."""
+        if q.shape not in self.launches:
+            kernel, plain = self.kernel.kernel, storage_of(view.keys) is None
+            served = plain or kernel.reads_8_bits
+            self.launches[q.shape] = kernel.launch_of(q, *view.numbers, self.kernel.logits) if served else None
+        return self.launches[q.shape]
+
+    def _blank(self, q: Tensor) -> Partial:
+        """Return memory for a partial."""
+        dtype, shape = sum_dtype(q.dtype), q.shape[:-1]
+        return Partial(q.new_empty((*shape, self.kernel.value_dim), dtype=dtype), q.new_empty(shape, dtype=dtype))
+
+
+def _by_rows(runs: Sequence[Run]) -> list[list[Run]]:
+    """Return the runs of each group of sequences."""
+    groups = dict[int | None, list[Run]]()
+    for run in runs:
+        groups.setdefault(run.rows.start, []).append(run)
+    return [*groups.values()]
+
+
+def _blocks(run: CacheKernel, q: Tensor, keys: Tensor, values: Tensor, band: Band, block: int) -> Partial:
+    """Return a stack of one partial per block. Blocks that every row sees whole take one call."""
+    used, rows = keys.shape[2], q.shape[2]
+    count = -(-used // block)
+    out = q.new_zeros((count, *q.shape[:-1], run.value_dim), dtype=sum_dtype(q.dtype))
+    lse = q.new_full((count, *q.shape[:-1]), -torch.inf, dtype=sum_dtype(q.dtype))
+    first, last = -(-int(band.low[-1]) // block), int(band.high[0]) // block
+    whole = range(first, max(first, last))
+    full = Band(torch.zeros(rows, dtype=torch.long), torch.full((rows,), block))
+    for row in range(q.shape[0] if whole else 0):
+        # A view: (blocks, heads, tokens of a block, dim). One call for all sequences would have to copy the keys.
+        some_keys, some_values = (
+            x[row, :, first * block : last * block].unflatten(1, (-1, block)).transpose(0, 1) for x in (keys, values)
+        )
+        row_q = q[row].expand(len(whole), *q.shape[1:])
+        out[first:last, row], lse[first:last, row] = run(row_q, some_keys, some_values, full)
+    for number in set(range(int(band.low[0]) // block, min(count, -(-int(band.high[-1]) // block)))) - set(whole):
+        start, stop = number * block, min(used, (number + 1) * block)
+        inside = Band(*((bound - start).clamp(0, stop - start) for bound in (band.low, band.high)))
+        out[number], lse[number] = run(q, keys[:, :, start:stop], values[:, :, start:stop], inside)
+    return Partial(out, lse)
