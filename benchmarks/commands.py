@@ -223,7 +223,7 @@ def bench_model(
     prepared = prepare_prompt(
         model, PromptOptions(prompt, prompt_file), max_new_tokens, count, MeshOptions(mesh), run.status
     )
-    fits = prepared.mesh.tp == 1 and not prepared.mesh.is_shared
+    fits = prepared.mesh.tp == 1 and not prepared.mesh.is_joint
     require(fits, MeshError, "--mesh", "axes of attention, without tp", mesh, "use attnmesh generate for tp")
     run.step(f"{len(prepared.ids):,} tokens on one process, then on {count} ranks by several merges")
     run.report.set(prompt_tokens=len(prepared.ids))
@@ -538,7 +538,7 @@ def plot(
 
 GPU_EXPLAINED = """\
 Times are medians with quartiles of calls that take turns, by CUDA events, as CUDA graphs where a call can be captured.
-The L2 cache is emptied before each call. The read rate is that of a maximum over the same keys and values."""
+The L2 cache is emptied before each call. The limit is half the time of a copy of the same keys and values."""
 
 
 @bench_command(app, "gpu-kernels", "Decoding and prefill on one GPU beside rivals.", GPU_EXPLAINED)

@@ -21,7 +21,7 @@ from attnmesh.cli.launch import Send
 from attnmesh.diffusers.tokens import run_sizes
 from attnmesh.errors import ArgumentError
 from attnmesh.mesh.axes import Mesh
-from attnmesh.mesh.prices import Candidate
+from attnmesh.mesh.candidate import Candidate
 from attnmesh.mesh.shapes import Shape
 from attnmesh.planner.plan import plan
 from attnmesh.planner.workload import Workload

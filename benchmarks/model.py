@@ -266,11 +266,11 @@ def _outputs_sent(outputs: Sequence[int], axis: Axis, turns: int) -> list[float]
     return found
 
 
-def foretold(model: Model, cluster: Cluster, shape: Shape, merge: str, shares_layers: bool) -> float | None:
+def foretold(model: Model, cluster: Cluster, shape: Shape, merge: str, together: bool) -> float | None:
     """Return the seconds of a token by the planner, with this merge; None where ranks cannot share layers."""
-    if shares_layers and why_whole(model, cluster) is not None:
+    if together and why_whole(model, cluster) is not None:
         return None
-    way = chosen(serving(model, cluster, shape), shape.ranks, shares_layers=shares_layers)
+    way = chosen(serving(model, cluster, shape), shape.ranks, together=together)
     steps = [one for one in plan(way.plan.workload, cluster) if one.shape.heads == shape.heads]
     return way.seconds - way.plan.seconds + next((one for one in steps if one.exchange == merge), way.plan).seconds
 

@@ -18,9 +18,9 @@ from torch.nn.functional import scaled_dot_product_attention
 import attnmesh as am
 from attnmesh.cli.launch import Send, run_on_ranks
 from attnmesh.errors import ArgumentError
+from attnmesh.mesh.candidate import Candidate
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.exchange_cost import peak_activations
-from attnmesh.mesh.prices import Candidate
 from attnmesh.mesh.rates import BOUNDLESS, Device, Link
 from attnmesh.mesh.schedule import EXCHANGES, Problem, Schedule, schedule
 from attnmesh.mesh.shapes import AXES, Shape, elements, mesh_shapes, rank_grid

@@ -41,6 +41,7 @@ def rows_table(rows: Iterable[Comparison], title: str = "kernel bench, milliseco
     """Return the table of comparisons with rivals."""
     columns = ("rival", "attnmesh", "times faster\n(goal)", "share of\nthe limit")
     table = titled(title, "case, and its rival", figures=columns)
+    table.columns[0].overflow = "fold"
     for row in rows:
         goal = "" if row.goal is None else f"\n({row.goal}{'' if row.met else ', missed'})"
         share = "" if row.share_of_limit is None else f"{row.share_of_limit:.2f}"

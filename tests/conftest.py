@@ -5,6 +5,9 @@ os.environ.pop("COLUMNS", None)  # pytest-xdist sets it, and a table takes its w
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a process that has asked CUDA itself cannot be forked any more
 os.environ["ATTNMESH_MACHINE"] = ""  # the choices of "auto" do not depend on what was measured here
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # of two threads neither keeps a core from others while it waits
+os.environ["PYTHONPATH"] = os.pathsep.join(  # what each process imports that a test starts
+    filter(None, (os.path.join(os.path.dirname(__file__), "support", "start"), os.environ.get("PYTHONPATH")))
+)
 
 import gc
 import signal
@@ -13,6 +16,7 @@ import hypothesis
 import pytest
 import torch
 
+import tests.support.economy
 import tests.support.garbage
 import tests.support.interpreted  # noqa: F401 (first of all)
 from attnmesh.cli.launch import Processes

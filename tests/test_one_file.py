@@ -15,7 +15,7 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh.comm.message import PartialMessage
-from attnmesh.comm.transport import Gloo
+from attnmesh.comm.transport import Transport
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial
@@ -60,7 +60,7 @@ class Dense(Kernel):
         return Gradients(dlogits @ k, dk, dv)
 
 
-def around(ranks: Gloo, message: Tensor, form: PartialMessage, _: bool) -> Merged:
+def around(ranks: Transport, message: Tensor, form: PartialMessage, _: bool) -> Merged:
     """Send on what came, to the next rank of a ring, until all have all messages."""
     (size, rank), rows = (ranks.axis.size, ranks.axis.index), [message]
     for _step in range(1, size):

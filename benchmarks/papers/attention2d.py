@@ -10,8 +10,8 @@ from typing import Any
 import typer
 
 import attnmesh as am
+from attnmesh.mesh.candidate import Candidate
 from attnmesh.mesh.cluster import Cluster
-from attnmesh.mesh.prices import Candidate
 from attnmesh.mesh.shapes import Shape
 from attnmesh.planner.cost import cost
 from attnmesh.planner.workload import Workload

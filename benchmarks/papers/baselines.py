@@ -5,10 +5,10 @@ p ranks, on each a shard of S bytes of keys and values; `link` is the slowest cl
 
 from dataclasses import replace
 
+from attnmesh.mesh.candidate import Candidate
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.merge_cost import MergeGroup, Payload
 from attnmesh.mesh.merges import MERGES
-from attnmesh.mesh.prices import Candidate
 from attnmesh.mesh.rates import BOUNDLESS, Link
 from attnmesh.planner.cost import cost
 from attnmesh.planner.workload import Workload

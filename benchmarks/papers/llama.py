@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from math import ceil, log2
 
 import attnmesh as am
+from attnmesh.mesh.candidate import Candidate
 from attnmesh.mesh.cluster import Cluster
-from attnmesh.mesh.prices import Candidate
 from attnmesh.mesh.shapes import Shape
 from attnmesh.planner.cost import cost
 from attnmesh.planner.workload import Workload

@@ -10,10 +10,10 @@ from typing import Any
 import typer
 
 import attnmesh as am
+from attnmesh.mesh.candidate import Candidate
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.merge_cost import MergeGroup, Payload
 from attnmesh.mesh.merges import MERGES
-from attnmesh.mesh.prices import Candidate
 from attnmesh.mesh.shapes import Shape
 from attnmesh.planner.cost import cost
 from attnmesh.planner.workload import Workload

@@ -1,12 +1,23 @@
 """Names and limits of options, as the library has them, which takes seconds to import; a test compares both."""
 
+import ast
+from pathlib import Path
+
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 """Names of dtypes."""
 
 STORAGES = ("int8", "fp8_e4m3")
 """How keys and values can be stored in 8 bits."""
 
-MERGE_CHOICES = ("auto", "tree", "direct", "gather", "allreduce")
+
+def _merges() -> list[str]:
+    """Return the names of the records of merges, which are read from their file and not imported."""
+    tree = ast.parse((Path(__file__).parents[1] / "attnmesh" / "mesh" / "merges.py").read_text())
+    calls = (one for one in ast.walk(tree) if isinstance(one, ast.Call) and ast.unparse(one.func) == "Merge")
+    return [ast.literal_eval(call.args[0]) for call in calls]
+
+
+MERGE_CHOICES = ("auto", *_merges())
 """Merges across ranks."""
 
 WEIGHTS = ("auto", "shared", "whole")

@@ -51,8 +51,8 @@ Ranks = Annotated[
 MeshOption = Annotated[
     str,
     typer.Option(
-        help="Ranks along named axes: heads, queries, keys, and tp for ranks that share weights; as queries=2,keys=2 "
-        "or tp=2,keys=4. tp=keys=8: the same ranks share both."
+        help="Ranks along named axes: heads, queries, keys, and tp for ranks that split weights; as queries=2,keys=2 "
+        "or tp=2,keys=4. tp=keys=8: the same ranks do both."
     ),
 ]
 Merge = Annotated[str, typer.Option(help=f"How ranks merge: {', '.join(MERGE_CHOICES)}.")]
@@ -93,10 +93,15 @@ def check_caches(dtype: str, merge: str, reproducible: bool, kv: str, mesh: str)
     check_named("--merge", merge, MERGE_CHOICES)
     check_kv(kv)
     named = axes_of(mesh)
-    ranks = named.get("queries", 1) * named.get("keys", named.get("tp=keys", 1))
+    check_reproducible(reproducible, named.get("queries", 1) * named.get("keys", named.get("tp=keys", 1)), merge)
+
+
+def check_reproducible(reproducible: bool, ranks: int, merge: str) -> None:
+    """Raise unless the bits can be the same on any number of ranks along queries and keys, where that is wanted."""
     fits = not reproducible or (not ranks & (ranks - 1) and merge in ("auto", "tree"))
     expected = "1, 2, 4, 8, ... ranks along queries and keys, and a tree"
-    fix = "use a power of two of ranks and --merge auto, or leave --reproducible out"
+    fewer = 1 << ranks.bit_length() - 1
+    fix = f"give these axes {fewer} or {2 * fewer} ranks, with --merge auto, or leave --reproducible out"
     check_option(fits, "--reproducible", expected, f"{ranks} ranks and merge {merge!r}", fix)
 
 

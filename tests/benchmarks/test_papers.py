@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 import attnmesh as am
-from attnmesh.mesh.prices import Candidate
+from attnmesh.mesh.candidate import Candidate
 from attnmesh.mesh.rates import Device, Link
 from attnmesh.mesh.shapes import Shape
 from attnmesh.planner.cost import cost

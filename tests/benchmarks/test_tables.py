@@ -51,6 +51,7 @@ FILES = sorted(
 REQUEST = recurrent.Request(8192, 8, 128, 3)
 TABLES: dict[str, tuple[type, Callable[[list[Any]], list[Table]]]] = {
     "kernel": (Comparison, lambda rows: [tables.rows_table(rows)]),
+    "gpu": (Comparison, lambda rows: [tables.rows_table(rows)]),
     "faults": (Comparison, lambda rows: [tables.rows_table(rows)]),
     "prefill": (prefill.Row, lambda rows: tables.by_case(tables.prefill_table, rows)),
     "decode": (decode.Row, lambda rows: tables.by_case(partial(tables.decode_table, 16), rows)),
@@ -71,6 +72,7 @@ def test_the_tables_of_results_fit_a_terminal_of_80(file: Path) -> None:
     if name == "plan":
         shown = [table for world in record["worlds"] for table in plan_tables(world)]
     elif name in TABLES:
+        record = record["bench"]["said"] if name == "gpu" else record
         kind, make = TABLES[name]
         shown = make([row_of(kind, row) for row in record["rows"]])
     else:

@@ -261,6 +261,10 @@ WRONG = {
         ("--model", PACKAGED, "--prompt", "a", "--ranks", "3", "--mesh", "queries=3", "--reproducible"),
         "--reproducible: expected 1, 2, 4, 8, ... ranks along queries and keys, and a tree, given 3 ranks",
     ),
+    "three ranks, on a mesh that is chosen": (
+        ("--model", PACKAGED, "--prompt", "a", "--ranks", "3", "--reproducible"),
+        "given 3 ranks and merge 'auto'. Fix: give these axes 2 or 4 ranks, with --merge auto, or leave --repro",
+    ),
     "no stop": (("--model", PACKAGED, "--prompt", "a", "--stop", ""), "--stop: expected some text, given an empty one"),
     "stop of a saved state": (
         ("--model", PACKAGED, "--prompt", "a", "--stop", "END", "--checkpoint", "saved"),

@@ -32,9 +32,11 @@ def test_the_mesh_and_who_computes_are_those_of_the_plan(monkeypatch: pytest.Mon
     for ranks, short, shared in ((2, 1e-4, True), (2, 1e-3, False), (4, 1e-4, True)):
         machine = replace(cpus(ranks=ranks), inside=replace(cpus().inside, short=short))
         monkeypatch.setattr("attnmesh.cli.mesh_option.this_machine", lambda *_, found=machine: found)
-        plans = [way for way in serving(model, machine) if way.ranks == ranks and way.tp == 1 and not way.is_shared]
+        plans = [
+            way for way in serving(model, machine) if way.ranks == ranks and way.way.tp == 1 and not way.way.is_joint
+        ]
         mesh, layers = choose_mesh(MeshOptions(), ranks, 9, 3, lambda: model)
-        assert (mesh.shape, mesh.tp, layers.shared) == (plans[0].shape, 1, plans[0].sharing > 1)
+        assert (mesh.shape, mesh.tp, layers.shared) == (plans[0].shape, 1, plans[0].way.together)
         assert layers.shared == shared
         times = [in_seconds(way.seconds) for way in plans[:2]]
         assert layers.reason == f"{times[0]} a token by the planner, {'whole' if shared else 'shared'} {times[1]}"

@@ -41,7 +41,8 @@ class Hosts:
         words = [small.get(word, word) for word in planned("smollm2", "local:2x1")]
         words.remove("-m")  # before the name of the package, in whose place is a script
         words = [sys.executable, "-m", *words, "--port", "0"]
-        environment = {**os.environ, "TMPDIR": str(folder), "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+        python_path = os.pathsep.join((str(ROOT), os.environ["PYTHONPATH"]))
+        environment = {**os.environ, "TMPDIR": str(folder), "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": python_path}
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         self.agents = [subprocess.Popen(words, env=environment, **pipes) for _ in range(2)]
         self.lines: list[str] = []

@@ -1,7 +1,10 @@
 """Linear layers whose outputs ranks of a host share: exact, of the same bits on all numbers of ranks, never stuck."""
 
+import os
+import signal
 import time
 from pathlib import Path
+from threading import Timer
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from torch import Tensor
 
 from attnmesh.comm.host_linear import MOST_ROWS, HostLinear
 from attnmesh.comm.host_merge import host_merge_for
-from attnmesh.comm.shared_memory import CallsDifferError
+from attnmesh.comm.shared_memory import CHECK_INTERVAL, CallsDifferError
 from attnmesh.comm.topology import whole_mailboxes
 from attnmesh.comm.transport import transport_of
 from attnmesh.errors import InputError
@@ -41,10 +44,12 @@ LARGE = 128, 3 * 2**15 + 1
 def weights(
     columns: int, *outputs: int, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> list[tuple[Tensor, Tensor | None]]:
-    """Layers, of which every other one has a bias."""
+    """Layers, of which every other one has a bias, and a weight whose outputs lie in a row."""
     noise = torch.Generator().manual_seed(seed)
     made = [(torch.randn(n, columns, generator=noise), torch.randn(n, generator=noise)) for n in outputs]
-    return [(weight.to(dtype), bias.to(dtype) if i % 2 else None) for i, (weight, bias) in enumerate(made)]
+    layers: list[tuple[Tensor, Tensor | None]] = [(weight.to(dtype), None) for weight, _ in made]
+    layers[1::2] = [(weight.to(dtype).t().contiguous().t(), bias.to(dtype)) for weight, bias in made[1::2]]
+    return layers
 
 
 def given(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -84,12 +89,12 @@ def test_bits_depend_on_neither_rows_nor_threads(threads: int) -> None:
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        (alone,) = outputs(512, (700,), torch.float32, (1,))[0]
-        call = HostLinear(0, weights(512, 700), Axis(), None)
-        several = call.run(torch.cat([given(1, 512), given(6, 512)]))[0]
-        assert torch.equal(several[:1], alone)
+        (alone,) = outputs(512, (700, 701), torch.float32, (1,))
+        call = HostLinear(0, weights(512, 700, 701), Axis(), None)
+        several = call.run(torch.cat([given(1, 512), given(6, 512)]))
+        assert all(torch.equal(some[:1], one) for some, one in zip(several, alone, strict=True))
         torch.set_num_threads(3 - threads)
-        assert torch.equal(call.run(given(1, 512))[0], alone)
+        assert all(torch.equal(some, one) for some, one in zip(call.run(given(1, 512)), alone, strict=True))
     finally:
         torch.set_num_threads(before)
 
@@ -186,6 +191,29 @@ def mixed(mistake: str) -> list[str]:
 def test_calls_that_differ_are_found_and_forgotten(mistake: str, pool: Pool) -> None:
     expected = ["UnforeseenError", "UnforeseenError", "ValueError"] if mistake == "an error" else ["MeshError"] * 3
     assert pool.run(3, mixed, mistake) == [[name] for name in expected]
+
+
+def beside_a_stopped_rank() -> bool:
+    """A layer after a merge in which rank 1 waited for rank 0, and is stopped before it finds the message."""
+    along = axis()
+    boxes, merge = whole_mailboxes(along), host_merge_for(along, (1, 2, 1, 8), MERGES["tree"])
+    assert boxes is not None
+    assert merge is not None
+    message = merge.blank()
+    message.zero_()
+    if along.index == 0:
+        peer = boxes.processes[1]
+        assert peer is not None
+        time.sleep(1.5 * CHECK_INTERVAL)  # by now rank 1 says that it waits
+        os.kill(peer.number, signal.SIGSTOP)
+        Timer(4 * CHECK_INTERVAL, os.kill, (peer.number, signal.SIGCONT)).start()
+    merge.run(message, 7)
+    found = HostLinear(0, weights(64, 40), along, boxes).run(given(1, 64))[0]
+    return torch.allclose(found, given(1, 64) @ weights(64, 40)[0][0].T, rtol=1e-5, atol=1e-5)
+
+
+def test_a_rank_that_stalls_makes_no_other_call(pool: Pool) -> None:
+    assert pool.run(2, beside_a_stopped_rank) == [True, True]
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])

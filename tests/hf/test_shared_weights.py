@@ -1,6 +1,7 @@
 """Weights that ranks of a host share: tokens are those of stock transformers, bits do not depend on the ranks."""
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -19,15 +20,20 @@ import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.comm.host_linear import MOST_ROWS, HostLinear
 from attnmesh.hf import shared_weights
-from attnmesh.hf.shared_weights import SharedLinear
+from attnmesh.hf.shared_weights import SharedConv1D, SharedLinear
+from attnmesh.hf.transformers_names import Conv1D
+from attnmesh.kernels.implementations.native import NO_MEMORY
 from attnmesh.kernels.native.build import library
 from tests.support import families
 from tests.support.families import STOCK, prompt
+from tests.support.models.tiny_models import Case, build
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.skipif(library().reason is not None, reason="there is no native library")
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3", "gpt-oss", "gemma2", "gemma4", "llama4")
+SECONDS_TO_NAME = 2.0
+"""Seconds of a call in which another rank fails: ranks that wait look twice, half a second apart."""
 SIZES = {"num_attention_heads": 6, "hidden_size": 96}
 
 
@@ -95,6 +101,35 @@ def test_tokens_are_those_of_stock(family: str, ranks: int, pool: Pool, tmp_path
         assert found == expected
         assert max(calls) == 3  # queries, keys and values are one call
         assert 1 in calls
+
+
+@pytest.mark.parametrize(
+    ("ranks", "variant"),
+    [(2, {}), (3, {"tie_word_embeddings": False}), pytest.param(1, {}, marks=pytest.mark.long)],
+)
+def test_layers_of_gpt2_are_shared(ranks: int, variant: dict[str, Any], pool: Pool, tmp_path: Path) -> None:
+    stock = build(Case("gpt2", "gpt2", variant), "eager", torch.float32)
+    stock.save_pretrained(tmp_path)
+    expected = answers(stock, lambda model, ids, **options: model.generate(ids, **options))
+    for found, calls in pool.run(ranks, on_ranks, str(tmp_path), ranks):
+        assert found == expected
+        assert calls
+
+
+def test_a_model_of_gpt2_is_restored() -> None:
+    model = build(Case("gpt2", "gpt2"), "attnmesh", torch.float32)
+    with counted_calls() as calls:
+        plain = step_of(model)
+        hf.share_weights(model, None)
+        shared = [one for one in model.modules() if isinstance(one, SharedConv1D)]
+        assert len(shared) == 4 * model.config.n_layer
+        torch.testing.assert_close(step_of(model), plain, rtol=0, atol=1e-5 * float(plain.abs().max()))
+        count = len(calls)
+        assert count == 4 * model.config.n_layer + 1
+        hf.restore(model)
+        assert all(type(one) is Conv1D for one in shared)
+        assert torch.equal(step_of(model), plain)
+        assert len(calls) == count
 
 
 def logits_of_steps(folder: str, ranks: int, dtype: torch.dtype, length: int) -> Tensor:
@@ -337,6 +372,115 @@ def test_another_thread_computes_alone(pool: Pool, tmp_path: Path) -> None:
     stock.save_pretrained(tmp_path)
     expected = stock.generate(prompt(30), max_new_tokens=3, do_sample=False).tolist()
     assert pool.run(2, beside_a_thread, str(tmp_path)) == [expected] * 2
+
+
+def beside_a_thread_with_a_cache(folder: str) -> tuple[list[list[int]], set[str]]:
+    """Tokens of a rank, and what a thread is told that calls the model with a cache on the mesh within each step."""
+    mesh, told, main = mesh_of(2), set[str](), threading.get_ident()
+    with counted_calls():
+        model = hf.share_weights(load(folder), mesh)
+        cache = hf.ShardedCache(model.config, mesh)
+
+        def call() -> None:
+            try:
+                with torch.no_grad():
+                    model(prompt(1), past_key_values=cache)
+            except errors.InputError as error:
+                told.add(f"{type(error).__name__}: {error}")
+
+        def hook(_: Any, args: Any) -> None:
+            if main == threading.get_ident() and args[0].shape[1] == 1:
+                thread = threading.Thread(target=call)
+                thread.start()
+                thread.join()
+
+        model.model.layers[0].mlp.register_forward_pre_hook(hook)
+        tokens = hf.generate(model, prompt(30), mesh=mesh, max_new_tokens=3, do_sample=False)
+        alone = threading.Thread(target=call)  # which shares the next step
+        alone.start()
+        alone.join()
+    assert cache.get_seq_length() == 1
+    return tokens.tolist(), told
+
+
+def test_a_second_thread_with_a_cache_is_refused(pool: Pool, tmp_path: Path) -> None:
+    stock = families.model("llama", STOCK["llama"], **SIZES)
+    stock.save_pretrained(tmp_path)
+    expected = stock.generate(prompt(30), max_new_tokens=3, do_sample=False).tolist()
+    for tokens, told in pool.run(2, beside_a_thread_with_a_cache, str(tmp_path)):
+        assert tokens == expected
+        assert len(told) == 1
+        assert told.pop().startswith("MeshError: share_weights: expected steps of one thread at a time")
+
+
+def without_memory(folder: str, where: str) -> tuple[str, float, list[list[int]]]:
+    """What a rank is told when the last one gets no memory in a shared layer, the seconds to it, and later tokens."""
+    mesh, run, left = mesh_of(dist.get_world_size()), HostLinear.run, [5]
+
+    def fail(call: HostLinear, x: Tensor) -> Any:
+        left[0] -= 1
+        if left[0] == 0 and where == "native":
+            call.function = lambda *_: NO_MEMORY
+        if left[0] == 0 and where == "PyTorch":
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return run(call, x)
+
+    said, began = "nothing", 0.0
+    with counted_calls():
+        model = hf.share_weights(load(folder), mesh)
+        hf.generate(model, prompt(30), mesh=mesh, max_new_tokens=2, do_sample=False)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            HostLinear.run = fail  # type: ignore[method-assign]
+        began = time.monotonic()
+        try:
+            hf.generate(model, prompt(30), mesh=mesh, max_new_tokens=3, do_sample=False)
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+        seconds = time.monotonic() - began
+        HostLinear.run = run  # type: ignore[method-assign]
+        tokens = hf.generate(model, prompt(30), mesh=mesh, max_new_tokens=3, do_sample=False)
+    return said, seconds, tokens.tolist()
+
+
+@pytest.mark.parametrize(("ranks", "where"), [(2, "native"), (3, "PyTorch")])
+def test_a_rank_without_memory_is_named_by_all(ranks: int, where: str, pool: Pool, tmp_path: Path) -> None:
+    stock = families.model("llama", STOCK["llama"], **SIZES)
+    stock.save_pretrained(tmp_path)
+    expected = stock.generate(prompt(30), max_new_tokens=3, do_sample=False).tolist()
+    own = {"native": "MemoryError: ", "PyTorch": "RuntimeError: DefaultCPUAllocator"}[where]
+    *others, (last, _, _) = found = pool.run(ranks, without_memory, str(tmp_path), where)
+    assert last.startswith(own)
+    assert len({said for said, _, _ in others}) == 1
+    assert others[0][0].startswith("UnforeseenError: a layer of shared weights: expected what each rank can do, given")
+    assert own.partition(":")[0] in others[0][0]
+    for _, seconds, tokens in found:
+        assert seconds < SECONDS_TO_NAME
+        assert tokens == expected
+
+
+def compiled(folder: str, ranks: int, how: str) -> list[list[int]]:
+    """Tokens of a model that is compiled after its weights are shared."""
+    mesh = mesh_of(ranks)
+    with counted_calls():
+        model = hf.share_weights(load(folder), mesh)
+        if how == "forward":
+            model.forward = torch.compile(model.forward, backend="eager")
+        else:
+            {"model": model, "decoder": model.model, "layer": model.model.layers[0]}[how].compile(backend="eager")
+        tokens: list[list[int]] = hf.generate(model, prompt(20), mesh=mesh, max_new_tokens=3, do_sample=False).tolist()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()  # else a later failure of this rank is blamed on its compiler
+    return tokens
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["forward", "model", "decoder", "layer"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_model_that_is_compiled_has_the_tokens_of_stock(ranks: int, how: str, pool: Pool, tmp_path: Path) -> None:
+    stock = families.model("llama", STOCK["llama"], **SIZES)
+    stock.save_pretrained(tmp_path)
+    expected = stock.generate(prompt(20), max_new_tokens=3, do_sample=False).tolist()
+    assert pool.run(ranks, compiled, str(tmp_path), ranks, how) == [expected] * ranks
 
 
 def rows_of(folder: str) -> list[int]:

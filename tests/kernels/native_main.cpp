@@ -122,7 +122,7 @@ bool appends() {
     return state[0] == 7 + slots && token_index[slots - 1] == 6 + slots;
 }
 
-// One rank of a host: computes its outputs of two layers many times, in pieces, since boards are small.
+// One rank of a host: computes its outputs of two layers, of which one is turned, many times in pieces: boards are small.
 template <class T>
 void share(char* boards, int64_t rank, int64_t ranks, const std::vector<T>* weights, const std::vector<T>* x, int64_t rows, int64_t columns, std::vector<T>* found) {
     int64_t first = weights[0].size() / columns, second = weights[1].size() / columns, half = TAG_BYTES + 4 * rows * 8;
@@ -132,7 +132,7 @@ void share(char* boards, int64_t rank, int64_t ranks, const std::vector<T>* weig
     int64_t size = ranks * 8, pieces = (first + second + size - 1) / size, dtype = sizeof(T) == 4 ? FLOAT32 : std::is_same_v<T, BFloat16> ? BFLOAT16 : FLOAT16;
     *l = {x->data(), found->data(), rows, 9, 0, 1 + rank % 2, ranks > 1 ? boards : nullptr, dtype, columns,
           (int64_t)sizeof(Box) + 2 * half, half, ranks, rank, rank % 2 ? 20000 : 0, 1000000, first + second, 2};
-    l->layer[0] = {weights[0].data(), nullptr, first, columns}, l->layer[1] = {weights[1].data(), weights[0].data(), second, columns};
+    l->layer[0] = {weights[0].data(), nullptr, first, columns, false}, l->layer[1] = {weights[1].data(), weights[0].data(), second, second, true};
     for (int64_t round = 0; round < 20; round++, l->exchanges += pieces)
         for (int64_t done = 0; ranks > 1 && (done = attnmesh_linear(l, done)) < pieces * (ranks + 1);)
             if (done < 0) return found->clear();

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import attnmesh as am
 from attnmesh import errors
 from attnmesh.comm import p2p
-from attnmesh.comm.transport import Gloo
+from attnmesh.comm.transport import Transport
 from attnmesh.core.layout import Layout
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape, elements
@@ -53,7 +53,7 @@ def test_random_problems_on_a_mesh_agree_with_float64(pool: Pool, ranks: int, se
 
 def run_in_turn(problems: list[MeshProblem]) -> tuple[list[list[Tensor]], int]:
     """Run problems with all messages sent by gloo, as between hosts, and taken for long ones. Count those in turn."""
-    turns, takes_turns = list[bool](), Gloo.takes_turns
+    turns, takes_turns = list[bool](), Transport.takes_turns
 
     def counted(*message: Any) -> bool:
         turns.append(takes_turns(*message))
@@ -61,8 +61,8 @@ def run_in_turn(problems: list[MeshProblem]) -> tuple[list[list[Tensor]], int]:
 
     with (
         mock.patch.object(p2p, "OUT_OF_TURN", 0),
-        mock.patch.object(p2p, "transport_of", Gloo),
-        mock.patch.object(Gloo, "takes_turns", counted),
+        mock.patch.object(p2p, "transport_of", Transport),
+        mock.patch.object(Transport, "takes_turns", counted),
     ):
         return run_each(problems), sum(turns)
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 import attnmesh as am
+from attnmesh.mesh.candidate import Candidate
 from attnmesh.mesh.exchange_cost import LayerWork, attention_seconds, fastest_way, peak_activations
-from attnmesh.mesh.prices import Candidate
 from attnmesh.mesh.schedule import EXCHANGES
 from attnmesh.mesh.shapes import Shape
 from attnmesh.planner.cost import cost

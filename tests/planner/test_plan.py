@@ -13,10 +13,10 @@ from attnmesh.comm.topology import surroundings
 from attnmesh.core.mask import Mask
 from attnmesh.errors import ClusterError, DtypeError, KernelError, MaskError, ShapeError
 from attnmesh.mesh.axes import Axis, Mesh
+from attnmesh.mesh.candidate import Candidate
 from attnmesh.mesh.cluster import PRESETS, Cluster
 from attnmesh.mesh.merge_cost import MergeGroup, Payload
 from attnmesh.mesh.merges import MERGES
-from attnmesh.mesh.prices import Candidate
 from attnmesh.mesh.rates import Device, Link
 from attnmesh.mesh.schedule import Problem, schedule
 from attnmesh.mesh.shapes import AXES, Shape, elements, rank_grid

@@ -6,8 +6,8 @@ import pytest
 
 import attnmesh as am
 from attnmesh.errors import ClusterError, KernelError, ShapeError
+from attnmesh.mesh.candidate import Candidate, Cost
 from attnmesh.mesh.cluster import Cluster
-from attnmesh.mesh.prices import Candidate, Cost
 from attnmesh.mesh.rates import Device, Link
 from attnmesh.mesh.shapes import Shape
 from attnmesh.planner.cost import cost

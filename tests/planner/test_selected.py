@@ -9,7 +9,7 @@ import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.decoding.index_search import top_k_tokens
 from attnmesh.hf.model_size import model_size
-from attnmesh.mesh.prices import Candidate
+from attnmesh.mesh.candidate import Candidate
 from attnmesh.mesh.shapes import Shape
 from attnmesh.planner.cost import cost, index_cost
 from attnmesh.planner.serving import serving
@@ -132,7 +132,7 @@ def test_tokens_that_fit_leave_room_for_index_keys() -> None:
     assert model.workload.selected == am.Selected(2048, 64, 128, layers=61, indexers=61)
     token = 61 * (512 + 64 + 128) * 2
     for one in serving(model, am.Cluster.preset("dgx-h100", 4)):
-        ranks = 32 // one.tp  # that share the keys
+        ranks = 32 // one.way.tp  # that share the keys
         assert one.keys == pytest.approx(MILLION * token / ranks)
         assert one.tokens == max(0, int((80e9 - one.weights) * ranks / token))
 

@@ -12,7 +12,7 @@ from attnmesh.errors import ClusterError, KernelError, ShapeError
 from attnmesh.hf.model_size import model_size, other_layers
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.rates import NO_LINK, Device, Link
-from attnmesh.planner.decode_cost import SharedLayers
+from attnmesh.planner.decode_cost import Experts, SharedLayers
 from attnmesh.planner.serving import Model, Serving, chosen, over_hosts, serving, why_whole
 from tests.support import families
 from tests.support.families import prompt
@@ -32,7 +32,7 @@ LLAMA_70B = LlamaConfig(
 def ways(length: int = 1_000_000, hosts: int = 2) -> dict[tuple[int, bool], Serving]:
     """Return the ways to serve Llama 3 70B by the ranks that share its weights."""
     model = model_size(LLAMA_70B, length=length, phase="decode")
-    return {one[:2]: one for one in serving(model, am.Cluster.preset("dgx-h100", hosts))}
+    return {(one.way.tp, one.way.is_joint): one for one in serving(model, am.Cluster.preset("dgx-h100", hosts))}
 
 
 def test_weights_and_keys_are_those_of_the_sizes() -> None:
@@ -56,7 +56,7 @@ def test_ways_that_fit_come_first_and_the_fastest_of_them() -> None:
     assert fitting == sorted(fitting, reverse=True)
     times = [one.seconds for one, fits in zip(found, fitting, strict=True) if fits]
     assert times == sorted(times)
-    assert found[0].is_shared
+    assert found[0].way.is_joint
 
 
 def test_the_first_token_takes_products_attention_and_all_reduces() -> None:
@@ -76,6 +76,11 @@ def test_a_token_is_multiplied_by_the_experts_that_it_takes() -> None:
     few, many = (GptOssConfig(**sizes, num_local_experts=count) for count in (2, 8))
     active = [model_size(config, length=1000, phase="decode").active for config in (few, many)]
     assert active[1] - active[0] == 2 * 6 * (64 + 1)  # rows of routers
+    experts = model_size(many, "float32", length=1000, phase="decode").experts
+    assert experts is not None
+    assert (experts.each, experts.chosen, experts.shared_layers) == (8, 2, 2)
+    one = 64 * 2 * 2880 + 2 * 2880 + 2880 * 64 + 64  # two matrices in one, a third, and their biases
+    assert experts.weights == 4 * 2 * 8 * one
 
 
 def test_windows_are_kept_but_do_not_grow() -> None:
@@ -118,7 +123,10 @@ def test_twice_as_many_tokens_fit_in_8_bits() -> None:
         serving(model_size(LLAMA_70B, length=10**6, phase="decode", storage=storage), am.Cluster.preset("dgx-h100", 2))
         for storage in (None, "int8")
     )
-    tokens, keys = ([{one[:2]: one[field] for one in found} for found in (plain, stored)] for field in (5, 4))
+    tokens, keys = (
+        [{(one.way.tp, one.way.is_joint): getattr(one, field) for one in found} for found in (plain, stored)]
+        for field in ("tokens", "keys")
+    )
     for way in tokens[0]:
         assert keys[1][way] == pytest.approx(keys[0][way] * 130 / 256)
         assert tokens[1][way] == pytest.approx(tokens[0][way] * 256 / 130, abs=2)
@@ -137,9 +145,9 @@ def test_ranks_that_divide_no_heads_are_refused() -> None:
     work = am.Workload(7, 7, 64, 1000, phase="decode")
     model = Model(work, 448, 2, lambda ranks, _: 1000 // ranks)
     found = serving(model, am.Cluster.preset("dgx-h100", 1))
-    assert {one.tp: one.plan.shape for one in found if one.ranks == 8} == {1: (1, 1, 8)}
+    assert {one.way.tp: one.plan.shape for one in found if one.ranks == 8} == {1: (1, 1, 8)}
     wide = serving(model, am.Cluster.preset("dgx-h100", 1, 7))
-    assert {one[:2] for one in wide} == {(1, False), (7, False), (7, True)}
+    assert {(one.way.tp, one.way.is_joint) for one in wide} == {(1, False), (7, False), (7, True)}
 
 
 def test_weights_that_do_not_fit_leave_no_token() -> None:
@@ -166,9 +174,13 @@ def cpus(hosts: int = 1, ranks: int = 2) -> Cluster:
 
 def test_ranks_that_share_layers_read_their_part_and_exchange_outputs() -> None:
     ways = serving(model_of_cpus(), cpus())
-    together, apart = (chosen(ways, 2, shares_layers=shares) for shares in (True, False))
+    together, apart = (chosen(ways, 2, together=wanted) for wanted in (True, False))
     assert (together.read, apart.read) == (101 * 10**6, 201 * 10**6)
-    assert together.weights == apart.weights  # a prompt is computed from whole weights
+    assert together.weights == apart.weights == 100_500_000  # both map the pages of one file
+    (alone,) = [way for way in ways if way.ranks == 1]
+    assert alone.weights == 201 * 10**6
+    for way in (together, apart):
+        assert way.tokens == pytest.approx((6e9 - 100.5e6) / (30 * 3 * 128 * 4 / 2), abs=1)
     parts, others = dict(together.parts), dict(apart.parts)
     assert parts["weights"] == pytest.approx(101e6 / 8e9)
     assert others["weights"] == pytest.approx(201e6 / 8e9)
@@ -182,6 +194,37 @@ def test_ranks_that_share_layers_read_their_part_and_exchange_outputs() -> None:
     )
 
 
+def test_ranks_of_a_host_hold_its_pages_once_and_those_of_gpus_hold_copies() -> None:
+    whole = model_of_cpus().weights(1, False)
+    for cluster, held in ((cpus(2, 2), whole / 2), (cpus(2, 1), whole), (am.Cluster.preset("dgx-h100", 1), whole)):
+        assert {way.weights for way in serving(model_of_cpus(), cluster) if way.way.tp == 1} == {held}
+    split = [way for way in serving(model_of_cpus(), cpus(ranks=3)) if way.way.tp == 3]
+    assert {way.weights for way in split} == {whole // 3}
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 40])
+def test_rows_read_the_experts_that_they_choose(rows: int) -> None:
+    noise, experts = torch.Generator().manual_seed(0), Experts(16 * 10**6, 16, 3)
+    draws = torch.rand(2000, rows, 16, generator=noise).topk(3).indices.flatten(1)
+    distinct = sum(len(draw.unique()) for draw in draws) / len(draws)
+    assert experts.read(rows) == pytest.approx(1e6 * distinct, rel=0.01)
+    model = replace(model_of_cpus(rows), experts=experts)
+    (apart,) = [way for way in serving(model, cpus(), am.Shape(1, 1, 2)) if way.together == 1]
+    assert apart.read == pytest.approx(201e6 - 16e6 + experts.read(rows))
+    used = 201e6 - 16e6 + 3e6  # of which each row is multiplied by its own
+    assert dict(apart.parts)["weights"] == pytest.approx(max(apart.read / 8e9, 2 * rows * used / 4 / 2.7e10))
+    joined = [way.read for way in serving(model, cpus(), am.Shape(1, 1, 2)) if way.together == 2]
+    assert joined == ([] if rows > 32 else [pytest.approx(apart.read - 1e8)])  # experts are read by every rank
+
+
+def test_ranks_that_share_experts_read_their_part_and_exchange_results() -> None:
+    experts = Experts(16 * 10**6, 16, 3, shared_layers=4)
+    model = replace(model_of_cpus(), experts=experts)
+    (joined,) = [way for way in serving(model, cpus(), am.Shape(1, 1, 2)) if way.together == 2]
+    assert joined.read == pytest.approx(101e6 - 16e6 + 2e6)  # the busiest rank computes two of three
+    assert dict(joined.parts)["results"] == pytest.approx(4 * (16 * 4e-4 + 1e-4 + 3 * 576 * 4 / 2 / 4e9))
+
+
 def test_outputs_that_do_not_fit_the_boards_are_exchanged_in_pieces() -> None:
     assert LAYERS.exchanges(2, 1) == 121
     assert LAYERS.exchanges(2, 32) == 30 * (1 + 1 + 2 + 1) + 25  # 2,046 outputs of a piece
@@ -189,18 +232,18 @@ def test_outputs_that_do_not_fit_the_boards_are_exchanged_in_pieces() -> None:
 
 def test_many_rows_take_as_long_as_their_products() -> None:
     for rows, seconds in ((1, 201e6 / 8e9), (64, 2 * 64 * 201e6 / 4 / 2.7e10)):
-        way = chosen(serving(model_of_cpus(rows), cpus()), 2, shares_layers=False)
+        way = chosen(serving(model_of_cpus(rows), cpus()), 2, together=False)
         assert dict(way.parts)["weights"] == pytest.approx(seconds)
 
 
 def test_the_fastest_way_is_chosen_and_it_depends_on_the_price_of_an_exchange() -> None:
     slow = replace(cpus(), inside=replace(cpus().inside, short=1e-3))
-    for cluster, sharing in ((cpus(), 2), (slow, 1)):
+    for cluster, together in ((cpus(), 2), (slow, 1)):
         ways = serving(model_of_cpus(), cluster)
         found = chosen(ways, 2)
-        assert found.sharing == sharing
-        assert found.seconds == min(way.seconds for way in ways if way.ranks == 2 and way.tp == 1)
-        assert chosen(ways, 2, shares_layers=False).sharing == 1
+        assert found.together == together
+        assert found.seconds == min(way.seconds for way in ways if way.ranks == 2 and way.way.tp == 1)
+        assert chosen(ways, 2, together=False).together == 1
         assert found.shape == (1, 2, 1)  # a prompt sends its keys, which are fewer than its queries
 
 
@@ -212,13 +255,13 @@ def test_the_fastest_way_is_chosen_and_it_depends_on_the_price_of_an_exchange() 
         (33, cpus(), "steps of at most 32 rows are shared"),
         (1, cpus(ranks=16), "at most 15 ranks of a host share memory"),
         (1, cpus(2, 1), "ranks of several hosts share no memory"),
-        (1, am.Cluster.preset("dgx-h100", 1), "GPUs share weights by tp"),
+        (1, am.Cluster.preset("dgx-h100", 1), "GPUs split weights by tp"),
     ],
 )
 def test_where_ranks_share_no_layers(rows: int, cluster: Cluster, why: str | None) -> None:
     model = model_of_cpus(rows)
     assert why_whole(model, cluster) == why
-    assert any(way.sharing > 1 for way in serving(model, cluster)) == (why is None)
+    assert any(way.way.together for way in serving(model, cluster)) == (why is None)
     assert why_whole(replace(model, shared=None), cpus()) == "none of them is a linear layer that ranks can share"
 
 
@@ -241,7 +284,7 @@ def test_a_merge_of_hosts_is_many_small_calls_on_cpus() -> None:
     """A native call merges in a host, and one launch on GPUs."""
     shape, call = am.Shape(1, 1, 2), cpus().device.call
     for cluster, calls in ((cpus(2, 1), 16), (cpus(), 1), (replace(cpus(2, 1), short_collectives="tree"), 1)):
-        (one,) = [way for way in serving(model_of_cpus(), cluster, shape) if way.sharing == 1]
+        (one,) = [way for way in serving(model_of_cpus(), cluster, shape) if way.together == 1]
         link = cluster.between if cluster.hosts > 1 else cluster.inside
         size = 9 * 65 * 4 + 8
         seconds = 30 * (link.merge_latency + size / link.rate + calls * call)
@@ -252,20 +295,20 @@ def test_more_ranks_than_cores_read_from_one_memory() -> None:
     """Two cores read as much, by two ranks or by four; one rank with all cores is one of the ways."""
     crowded = replace(cpus(ranks=4), device=cpus().device.of_cores(0.5))
     two, four = serving(model_of_cpus(), cpus()), serving(model_of_cpus(), crowded)
-    weights = {way.ranks: dict(way.parts)["weights"] for way in (*two, *four) if way.sharing == 1}
+    weights = {way.ranks: dict(way.parts)["weights"] for way in (*two, *four) if way.together == 1}
     assert weights[4] == pytest.approx(2 * weights[2])
     assert weights[1] == pytest.approx(weights[2] / 2)
     alone = [next(way for way in ways if way.ranks == 1) for ways in (two, four)]
     assert alone[0].seconds == pytest.approx(alone[1].seconds)
-    shared = [dict(chosen(ways, ranks, shares_layers=True).parts)["weights"] for ways, ranks in ((two, 2), (four, 4))]
+    shared = [dict(chosen(ways, ranks, together=True).parts)["weights"] for ways, ranks in ((two, 2), (four, 4))]
     assert shared[0] == pytest.approx(shared[1], rel=0.01)
 
 
 def test_a_given_shape_is_priced_alone() -> None:
-    for shape, sharing in (((1, 2, 2), 2), ((1, 1, 4), 4)):
+    for shape, together in (((1, 2, 2), 2), ((1, 1, 4), 4)):
         found = serving(model_of_cpus(), cpus(ranks=4), am.Shape(*shape))
         assert {one.shape for one in found} == {shape}
-        assert {one.sharing for one in found} == {1, sharing}
+        assert {one.together for one in found} == {1, together}
 
 
 def test_the_shared_layers_of_a_model_are_those_of_its_steps() -> None:

@@ -17,8 +17,8 @@ import pytest
 import attnmesh as am
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import Mask
+from attnmesh.mesh.candidate import Candidate
 from attnmesh.mesh.cluster import Cluster
-from attnmesh.mesh.prices import Candidate
 from attnmesh.mesh.rates import Device, Link
 from attnmesh.mesh.reduction_tree import tree
 from attnmesh.mesh.schedule import EXCHANGES, Problem, Step, schedule

@@ -23,7 +23,7 @@ from tests.support import families
 from tests.support.fake_engine import FakeEngine, ThreadWorld, byte_tokenizer, save_tiny
 from tests.support.served import NAME, Served, served, until
 
-NEW, MANY = 40, 300
+NEW, MANY = 40, 120
 """Tokens of an answer, and of one that is not yet whole when a rank is lost."""
 ASKED: dict[str, Any] = {"model": NAME, "prompt": "Go on", "temperature": 1, "seed": 3}
 

@@ -28,6 +28,7 @@ from attnmesh.cli.launch import Processes
 
 PRELOADED = [
     "tests.support.garbage",
+    "tests.support.economy",
     "tests.support.interpreted",
     "torch._dynamo",
     "torch.distributed.fsdp",

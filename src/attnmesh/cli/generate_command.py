@@ -12,7 +12,6 @@ from attnmesh.cli.launch import Send, run_on_machine
 from attnmesh.cli.mesh_option import MeshOptions
 from attnmesh.cli.output import Status, console, pairs, print_json, print_message
 from attnmesh.comm.failures import set_deadline
-from attnmesh.decoding.step_checks import check_reproducible
 from attnmesh.errors import MeshError
 from attnmesh.runtime.machine import machine
 from attnmesh.serve.spelling import Spelling
@@ -21,6 +20,7 @@ from attnmesh.setup.rendezvous import enter
 from attnmesh_command.messages import is_first_rank, under_torchrun
 from attnmesh_command.model_options import GenerateOptions, ServeOptions
 from attnmesh_command.option_texts import ranks_of_axes
+from attnmesh_command.shared_options import check_reproducible
 
 
 def generate(options: GenerateOptions) -> None:
@@ -66,7 +66,7 @@ def mesh_options(options: GenerateOptions | ServeOptions) -> MeshOptions:
 def cache_options(options: GenerateOptions | ServeOptions, prepared: Prepared) -> dict[str, Any]:
     """Return the options of caches, or raise if the mesh that was chosen cannot be reproducible."""
     shape, reproducible = prepared.mesh.shape, options.reproducible
-    check_reproducible("--reproducible", reproducible, shape.queries * shape.keys, options.merge)
+    check_reproducible(reproducible, shape.queries * shape.keys, options.merge)
     block, storage = 128 if reproducible else None, None if options.kv == "auto" else options.kv
     return {"merge": options.merge, "reproducible": reproducible, "block": block, "storage": storage}
 

@@ -20,20 +20,20 @@ from attnmesh_command.option_texts import TP, axes_of, check_ranks_of_mesh
 
 
 class MeshChoice(NamedTuple):
-    """A mesh of attention, and the ranks that share weights beside it or within it."""
+    """A mesh of attention, and the ranks that split weights beside it or within it."""
 
     shape: Shape
     """Ranks along the axes of attention."""
     tp: int
-    """Ranks that share weights and heads, beside those of attention."""
-    is_shared: bool
-    """True if the ranks along the keys axis also share the weights."""
+    """Ranks that split weights and heads, beside those of attention."""
+    is_joint: bool
+    """True if the ranks along the keys axis also split the weights."""
     reason: str
 
     @property
     def output(self) -> str:
-        """Heads that attention returns on a rank: its share where it also has a share of the weights, or all."""
-        return "heads" if self.is_shared else "replicated"
+        """Heads that attention returns on a rank: its part where it also has a part of the weights, or all."""
+        return "heads" if self.is_joint else "replicated"
 
     def __str__(self) -> str:
         """Return the text of `--mesh`.
@@ -41,7 +41,7 @@ class MeshChoice(NamedTuple):
         >>> print(MeshChoice(Shape(1, 1, 4), 2, False, ""), MeshChoice(Shape(1, 1, 8), 1, True, ""))
         tp=2,keys=4 tp=keys=8
         """
-        if self.is_shared:
+        if self.is_joint:
             return f"{TP}=keys={self.shape.keys}"
         sizes = {TP: self.tp, **self.shape._asdict()}
         return ",".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "one rank"
@@ -62,7 +62,7 @@ class MeshOptions(NamedTuple):
     dtype: str = "auto"
 
     @property
-    def shares_layers(self) -> bool | None:
+    def together(self) -> bool | None:
         """True if ranks are to share layers; None where the planner chooses."""
         return None if self.weights == "auto" else self.weights == "shared"
 
@@ -73,12 +73,12 @@ def choose_mesh(
     """Return the mesh of `--mesh`, and who computes the layers.
 
     Axes of attention that are not named, and who computes, are those of the planner's first way that keeps whole
-    weights, or the named share of them by tp, on every rank. Without the sizes of the model a prompt sends least.
+    weights, or the named part of them by tp, on every rank. Without the sizes of the model a prompt sends least.
     """
     text, named = options.mesh, axes_of(options.mesh)
     check_ranks_of_mesh(text, ranks)
-    if shared := named.get(f"{TP}=keys"):
-        return MeshChoice(Shape(1, 1, shared), 1, shared > 1, "as --mesh says"), LayersChoice()
+    if joint := named.get(f"{TP}=keys"):
+        return MeshChoice(Shape(1, 1, joint), 1, joint > 1, "as --mesh says"), LayersChoice()
     tp = named.get(TP, 1)
     fits = ranks % tp == 0 and q_heads % tp == 0 and share_evenly(kv_heads, tp)
     given = f"{text} on {ranks} ranks, with {q_heads}/{kv_heads} heads"
@@ -112,7 +112,7 @@ def _priced(
     try:
         model = sized()
         ways = serving(model, cluster, shape)
-        found = chosen(ways, ranks, tp, options.shares_layers)
+        found = chosen(ways, ranks, tp, options.together)
     except InputError:
         return None
     if tp > 1:
@@ -120,10 +120,10 @@ def _priced(
     why = why_whole(model, cluster)
     if why is not None:
         return found, LayersChoice(shared=False, reason=why)
-    together, apart = (in_seconds(chosen(ways, ranks, tp, shared).seconds) for shared in (True, False))
-    one, other = (together, apart) if found.sharing > 1 else (apart, together)
-    words = "whole" if found.sharing > 1 else "shared"
-    return found, LayersChoice(found.sharing > 1, f"{one} a token by the planner, {words} {other}")
+    joined, apart = (in_seconds(chosen(ways, ranks, tp, together).seconds) for together in (True, False))
+    one, other = (joined, apart) if found.way.together else (apart, joined)
+    words = "whole" if found.way.together else "shared"
+    return found, LayersChoice(found.way.together, f"{one} a token by the planner, {words} {other}")
 
 
 def _best(ranks: int, tp: int, heads: tuple[int, int], found: Serving | None) -> tuple[Shape, int, bool, str]:

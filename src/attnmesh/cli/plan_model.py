@@ -1,4 +1,4 @@
-"""The option `--model` of `attnmesh plan`: sizes from a configuration, and how weights and keys share the memory."""
+"""The option `--model` of `attnmesh plan`: sizes from a configuration, and what a rank holds of weights and keys."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -48,7 +48,7 @@ def warn_of_length(config: Any, length: int) -> None:
 
 
 def print_serving(options: PlanOptions, machines: Cluster, workload: dict[str, Any]) -> None:
-    """Print the ways to share a model's weights and keys. Raise if the tokens fit in none."""
+    """Print the ways to spread a model's weights and keys. Raise if the tokens fit in none."""
     from attnmesh.hf.model_size import other_layers
 
     name = options.model or ""
@@ -68,8 +68,8 @@ def print_serving(options: PlanOptions, machines: Cluster, workload: dict[str, A
 
 
 def _mesh(one: Serving) -> str:
-    """Return the text of `--mesh` for a way to share weights and keys."""
-    return str(MeshChoice(one.shape, 1 if one.is_shared else one.tp, one.is_shared, ""))
+    """Return the text of `--mesh` for a way to spread weights and keys."""
+    return str(MeshChoice(one.shape, 1 if one.way.is_joint else one.way.tp, one.way.is_joint, ""))
 
 
 def _check_fits(found: Sequence[Serving], model: Model, cluster: Cluster) -> None:
@@ -80,14 +80,14 @@ def _check_fits(found: Sequence[Serving], model: Model, cluster: Cluster) -> Non
         weights = f"{in_bytes(least)} of weights or more on each rank of {in_bytes(cluster.device.memory)}"
         fix = "take fewer tokens, or more hosts" if most else "take more hosts"
         if 2 * least > model.weights(1, False):
-            fix = "take devices with more memory: the model's plan in transformers does not share its weights"
+            fix = "take devices with more memory: the model's plan in transformers does not split its weights"
         raise ClusterError(
             "plan for decode", f"at most {most:,} tokens of each sequence", f"{length:,}, beside {weights}", fix
         )
 
 
 def _ways_table(found: Sequence[Serving], model: Model, cluster: Cluster) -> Table:
-    """Return the ways to share weights and keys as a table."""
+    """Return the ways to spread weights and keys as a table."""
     layers = {"layers": [_layers(one) for one in found], "weights\nread": [in_bytes(one.read) for one in found]}
     columns = {
         "mesh": [_mesh(one) for one in found],
@@ -103,8 +103,8 @@ def _ways_table(found: Sequence[Serving], model: Model, cluster: Cluster) -> Tab
 
 
 CAPTION = """\
-tp: ranks that share the weights; heads, queries, keys: ranks that share the keys;
-tp=keys: the same ranks share both.
+tp: ranks that split the weights; heads, queries, keys: ranks that divide the keys;
+tp=keys: the same ranks do both.
 First token: products with the weights at attention's rate, attention, and the all-reduces of tp.
 A token: attention, reading the weights once, and the all-reduces of tp. Activations are not counted.
 Times are predictions."""
@@ -116,7 +116,7 @@ Weights read: by a rank for a token. On CPUs its small calls and exchanges count
 
 def _layers(one: Serving) -> str:
     """Return who computes the layers of a step."""
-    return "shared" if one.sharing > 1 else "by tp" if one.tp > 1 else "whole"
+    return "shared" if one.way.together else "by tp" if one.way.tp > 1 else "whole"
 
 
 def _of_layers(found: Sequence[Serving], model: Model, cluster: Cluster) -> str:
@@ -125,9 +125,9 @@ def _of_layers(found: Sequence[Serving], model: Model, cluster: Cluster) -> str:
         away, whole = over_hosts(model, cluster), in_seconds(chosen(found, cluster.world).seconds)
         more = "" if away is None else f" By sockets a token would take {in_seconds(away.seconds)}, and not {whole}."
         return f"The ranks do not share layers: {why}.{more}"
-    together, apart = (chosen(found, cluster.world, shares_layers=shares) for shares in (True, False))
+    joined, apart = (chosen(found, cluster.world, together=wanted) for wanted in (True, False))
     sizes, times = (
-        [show(getattr(one, name)) for one in (together, apart)]
+        [show(getattr(one, name)) for one in (joined, apart)]
         for show, name in ((in_bytes, "read"), (in_seconds, "seconds"))
     )
     return (
@@ -184,10 +184,10 @@ def _way_record(one: Serving) -> dict[str, Any]:
     """Return one way as JSON."""
     return {
         "mesh": _mesh(one),
-        "tp": one.tp,
-        "shared": one.is_shared,
+        "tp": one.way.tp,
+        "shared": one.way.is_joint,
         "shape": list(one.shape),
-        "sharing": one.sharing,
+        "sharing": one.together,
         "weights": one.weights,
         "weights_read": one.read,
         "keys": one.keys,

@@ -21,7 +21,7 @@ WHOLE = "whole on each rank"
 
 
 class Loaded(NamedTuple):
-    """A model on this rank's device, the mesh that shares the tokens, and who computes the layers."""
+    """A model on this rank's device, the mesh that divides the tokens, and who computes the layers."""
 
     model: PreTrainedModel
     mesh: DeviceMesh | None
@@ -35,12 +35,12 @@ def load_model(prompt: Prepared, dtype: str, weights: str, *, reproducible: bool
     """
     kind = device_type_of(dist.group.WORLD)
     device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
-    mesh, sharing = _meshes(device.type, prompt)
+    mesh, tp_mesh = _meshes(device.type, prompt)
     logging.disable_progress_bar()  # each rank would show one
     logging.set_verbosity_error()
     images = prompt.images is not None
-    model = open_model(prompt.place, dtype, device, sharing, prompt.mesh.output, images=images)
-    if sharing is not None:
+    model = open_model(prompt.place, dtype, device, tp_mesh, prompt.mesh.output, images=images)
+    if tp_mesh is not None:
         return Loaded(model, mesh, "shared along tp")
     alone, (shared, why) = mesh is None, prompt.layers
     if weights == "whole" or (weights == "auto" and not reproducible and (alone or not shared)):
@@ -59,10 +59,10 @@ def _said(what: str, why: str) -> str:
 
 
 def _meshes(device_type: str, prompt: Prepared) -> tuple[DeviceMesh | None, DeviceMesh | None]:
-    """Return the mesh that shares the tokens, and the mesh that shares the weights."""
-    shape, tp, is_shared, _ = prompt.mesh
+    """Return the mesh that divides the tokens, and the mesh that splits the weights."""
+    shape, tp, is_joint, _ = prompt.mesh
     if tp > 1:  # they exchange most, and lie next to each other
         whole = init_device_mesh(device_type, (*shape, tp), mesh_dim_names=(*AXES, TP))
         return whole[AXES], whole[TP]
     mesh = init_mesh(device_type, shape, *prompt.heads) if shape.ranks > 1 else None
-    return mesh, mesh["keys"] if mesh is not None and is_shared else None
+    return mesh, mesh["keys"] if mesh is not None and is_joint else None

@@ -3,6 +3,7 @@
 import struct
 from collections.abc import Sequence
 from functools import partial
+from threading import RLock
 from typing import cast
 
 import torch
@@ -14,20 +15,21 @@ from attnmesh.comm.mailbox_queue import finish_letters_of
 from attnmesh.comm.shared_memory import (
     CHECK_INTERVAL,
     HEAD,
-    LAYERS,
     SLOT,
+    Awaited,
     CallsDifferError,
     Exchange,
     Mailboxes,
     PeerLostError,
 )
+from attnmesh.comm.topology import whole_mailboxes
 from attnmesh.kernels.implementations.native import DTYPES, FAILED, NO_MEMORY
 from attnmesh.kernels.native.build import library
 from attnmesh.mesh.axes import Axis
 from attnmesh.runtime.counters import count_messages
-from attnmesh.runtime.world import WORLD
+from attnmesh.runtime.world import WORLD, cached_per_world
 
-CALL, KIND, LAYER = struct.Struct("2P4q"), struct.Struct("P10q"), struct.Struct("2P2q")
+CALL, KIND, LAYER = struct.Struct("2P4q"), struct.Struct("P10q"), struct.Struct("2P3q")
 """Fields of `Linear` in `linear.cpp`: those of each call, those of all calls of the layers, and those of each layer."""
 
 MOST_ROWS = {torch.float32: 32, torch.bfloat16: 16, torch.float16: 16}
@@ -49,13 +51,44 @@ DIFFERENT_CALL = -3
 """Code of a call if another rank has made another one. Other codes below 0 are of exceptions in C++."""
 
 Weights = tuple[Tensor, Tensor | None]
-"""Weight and bias of a layer."""
+"""Weight, (outputs, columns) in either order of memory, and bias of a layer."""
 
 
 def place_of(weight: Tensor, bias: Tensor | None) -> tuple[object, ...]:
     """Return where the numbers of a layer are, and of what kind: a call reads them there."""
     place = weight.data_ptr(), weight.shape, weight.stride(), weight.dtype
     return place if bias is None else (*place, bias.data_ptr(), bias.shape, bias.stride(), bias.dtype)
+
+
+class LayerBoards:
+    """Where ranks of an axis write outputs of the layers that they share, of all models; nowhere for one rank."""
+
+    def __init__(self, axis: Axis, mailboxes: Mailboxes | None) -> None:
+        self.axis, self.mailboxes = axis, mailboxes
+        self.lock = RLock()
+        """Held by the thread whose step the ranks share."""
+        self.taken = 0
+
+    @property
+    def realigned(self) -> int:
+        """How often the ranks have dropped messages of calls that differ."""
+        return 0 if self.mailboxes is None else self.mailboxes.realigned
+
+    def take_numbers(self, count: int) -> int:
+        """Return the first of so many numbers of layers that no other layer has."""
+        self.taken += count
+        return self.taken - count
+
+
+def layer_boards(axis: Axis) -> LayerBoards | None:
+    """Return the boards of an axis, or None if its ranks are not on one host. The first call is collective."""
+    return LayerBoards(axis, None) if axis.size == 1 else _boards_of_ranks(axis)
+
+
+@cached_per_world()
+def _boards_of_ranks(axis: Axis) -> LayerBoards | None:
+    mailboxes = whole_mailboxes(axis)
+    return None if mailboxes is None else LayerBoards(axis, mailboxes)
 
 
 class HostLinear:
@@ -76,7 +109,8 @@ class HostLinear:
         self.kind = KIND.pack(board, DTYPES[weight.dtype], weight.shape[1], *boards, self.outputs, len(layers))
         for weight, bias in layers:
             first = 0 if bias is None else bias.data_ptr()
-            self.kind += LAYER.pack(weight.data_ptr(), first, len(weight), weight.stride(0))
+            turned = weight.stride(1) != 1
+            self.kind += LAYER.pack(weight.data_ptr(), first, len(weight), weight.stride(int(turned)), turned)
 
     @staticmethod
     def takes(weight: Tensor, bias: Tensor | None) -> bool:
@@ -85,9 +119,9 @@ class HostLinear:
 
     @staticmethod
     def would_take(weight: Tensor, bias: Tensor | None) -> bool:
-        """Return whether the native call takes a layer of such weights on a CPU."""
+        """Return whether the native call takes a layer of such weights on a CPU: of outputs or columns in a row."""
         given = [weight] if bias is None else [weight, bias]
-        whole = all(type(one) in (Tensor, Parameter) and one.stride(-1) == 1 for one in given)
+        whole = all(type(one) in (Tensor, Parameter) and 1 in one.stride() for one in given)
         alike = bias is None or (bias.dtype == weight.dtype and bias.shape == weight.shape[:1])
         return whole and alike and weight.dtype in DTYPES and weight.shape[1] % COLUMNS == 0 and weight.numel() > 0
 
@@ -101,7 +135,7 @@ class HostLinear:
         before = 0 if mailboxes is None else mailboxes.pieces
         tag, threads = self.number * ROWS + rows, torch.get_num_threads()
         fields = CALL.pack(x.data_ptr(), out.data_ptr(), rows, tag, before, threads) + self.kind
-        code = self.function(fields, 0) if mailboxes is None else self._share(mailboxes, fields, rows)
+        code = self.function(fields, 0) if mailboxes is None else self._share(mailboxes, fields, rows, before)
         if code < 0:
             raise MemoryError("the native kernel gets no memory") if code == NO_MEMORY else RuntimeError(FAILED)
         count_messages(self.axis.size - 1, 4 * rows * self.outputs // self.axis.size)
@@ -110,7 +144,7 @@ class HostLinear:
         parts = out.split([rows * size for size in self.sizes])
         return [part.view(*x.shape[:-1], size) for part, size in zip(parts, self.sizes, strict=True)]
 
-    def _share(self, mailboxes: Mailboxes, fields: bytes, rows: int) -> int:
+    def _share(self, mailboxes: Mailboxes, fields: bytes, rows: int, before: int) -> int:
         """Compute and exchange the outputs piece by piece. Return what the native call returns."""
         pieces = -(-self.outputs // (self.axis.size * (BOARD_BYTES // 4 // rows)))
         turns = self.axis.size + 1
@@ -121,8 +155,12 @@ class HostLinear:
                 finish_letters_of(mailboxes)
             code = self.function(fields, 0)
             if 0 <= code < pieces * turns:
-                function = partial(self.function, fields)
-                code = mailboxes.go_on(function, code, pieces * turns, lambda done: max(done % turns - 1, 0), LAYERS)
+
+                def awaited(done: int) -> Awaited:  # of each piece the first turn computes, and waits for no rank
+                    piece, turn = divmod(done, turns)
+                    return Awaited(turn - 1, mailboxes.outputs[turn - 1] // 8, before + piece + 1)
+
+                code = mailboxes.go_on(partial(self.function, fields), code, pieces * turns, awaited)
         except PeerLostError as error:
             raise failure(self.axis, "sharing a layer", error.peer, error) from error
         if code == DIFFERENT_CALL:

@@ -13,7 +13,7 @@ from torch import Tensor
 from attnmesh.comm.failures import failure
 from attnmesh.comm.mailbox_queue import finish_letters_of
 from attnmesh.comm.message import MODULUS, PartialMessage
-from attnmesh.comm.shared_memory import DIFFERENT, CallsDifferError, Mailboxes, PeerLostError
+from attnmesh.comm.shared_memory import UNEQUAL_CHECKSUM, CallsDifferError, Mailboxes, PeerLostError
 from attnmesh.comm.topology import rounds, whole_mailboxes
 from attnmesh.core.partial import Partial
 from attnmesh.kernels.native.native_digest import digest_on_host, wrapped
@@ -68,7 +68,7 @@ class HostMerge:
             if traffic is not None:
                 traffic.merges.append(perf_counter() - began)
         except CallsDifferError:  # the ranks that compare their calls wait for this one
-            message[:2] = DIFFERENT
+            message[:2] = UNEQUAL_CHECKSUM
             return False
         first, second = cast(tuple[float, float], CHECKSUM.unpack(string_at(start, CHECKSUM.size)))
         return first + second == 0

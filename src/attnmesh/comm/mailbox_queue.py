@@ -13,7 +13,7 @@ from time import monotonic
 
 from torch import Tensor
 
-from attnmesh.comm.shared_memory import CHECK_INTERVAL, MESSAGES, CallsDifferError, Mailboxes, PeerLostError, Watch
+from attnmesh.comm.shared_memory import CHECK_INTERVAL, CallsDifferError, Mailboxes, PeerLostError, Watch
 from attnmesh.runtime.world import WORLD
 
 NAP = 0.0002
@@ -56,12 +56,12 @@ def finish_letter(letter: Letter) -> None:
 
 def _wait_for(letter: Letter) -> None:
     mailboxes, peer, sends, began = letter.mailboxes, letter.peer, letter.sends, monotonic()
-    watch = Watch(mailboxes, MESSAGES)
+    watch = Watch(mailboxes)
     try:
         while letter in WORLD.letters:
             if _move():
                 continue
-            watch.look(peer)
+            watch.look(mailboxes.awaited(peer, sends=sends))
             mailboxes.wait(peer, sends=sends, seconds=CHECK_INTERVAL if len(WORLD.letters) == 1 else NAP, since=began)
     finally:
         mailboxes.say_awaited()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm.message import PartialMessage
-from attnmesh.comm.shared_memory import DIFFERENT, CallsDifferError
+from attnmesh.comm.shared_memory import UNEQUAL_CHECKSUM, CallsDifferError
 from attnmesh.comm.topology import rounds
 from attnmesh.comm.transport import transport_of
 from attnmesh.core.candidates import best
@@ -62,7 +62,7 @@ def merge_ranks(
             message = form.message(checksum, partial) if message is None else message
             checksum, whole = merge.run(transport, message, form, canonical)
     except CallsDifferError:  # the ranks that compare their calls wait for this one
-        checksum = torch.full_like(checksum, DIFFERENT)
+        checksum = torch.full_like(checksum, UNEQUAL_CHECKSUM)
         return nan_unless_equal(own, checksum), checksum
     merged = Partial(*(x[:, heads] for x in whole))
     has_nan_already = use_triton(merged.lse) and merge.is_packed
@@ -116,7 +116,7 @@ def highest_checksum(checksum: Tensor, axis: Axis) -> Tensor:
     try:
         rows = transport_of(axis, checksum.device).swap([checksum.view(torch.uint8)] * axis.size)
     except CallsDifferError:  # the ranks that compare their calls wait for this one
-        return torch.full_like(checksum, DIFFERENT)
+        return torch.full_like(checksum, UNEQUAL_CHECKSUM)
     return rows.view(checksum.dtype).amax(0)
 
 

@@ -20,7 +20,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from time import monotonic, time
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -46,13 +46,13 @@ SIZE, RECEIVED = 2, 8
 """Words of a box after the first, which counts messages sent: the bytes of the last one, and messages received."""
 
 LEFT, AGREEMENTS, AWAITED = 2, 8, 9
-"""Words of a board: 1 if its rank has lost another and left; the comparisons of calls that it has begun; and the member
-that it waits for, times 4, and what of: `MESSAGES` or `LAYERS`."""
+"""Words of a board: 1 if its rank has lost another and left; the comparisons of calls that it has begun; and the
+counter that it waits for, with the count times `WORDS`."""
 
-NUMBERS, MESSAGES, LAYERS = range(3)
-"""What ranks wait for: numbers on boards, by which they compare their calls, messages, and outputs of a layer."""
+WORDS = MAX_MEMORY // 8
+"""Words of the mailboxes of a host at most."""
 
-DIFFERENT = 1e38
+UNEQUAL_CHECKSUM = 1e38
 """Checksum of a message of another call. It is larger than others, and finite, since poison is infinite."""
 
 PROCESSORS = ("x86_64", "amd64", "AMD64")
@@ -83,6 +83,14 @@ FIELDS, STEP = struct.Struct("2P6q"), struct.Struct("3q")
 SEND, COPY, MERGE, AWAIT, OWN, TELL, FULL, EMPTY = range(8)
 """Kinds of steps, as there: send; take a message, alone or merged into the own; wait for one of many that are merged at
 the end, and the own among these; count what was written on the board; wait until a box has a message, or has none."""
+
+
+class Awaited(NamedTuple):
+    """What a rank waits for: that a member's messages reach a count, as one word of the memory says."""
+
+    peer: int
+    counter: int
+    messages: int
 
 
 class CallsDifferError(Exception):
@@ -136,8 +144,6 @@ class Mailboxes:
         """True once this rank has lost another one."""
         self.gathers, self.realigned = 0, 0
         """Exchanges of numbers by the boards, and how often the ranks have dropped messages of calls that differ."""
-        self.layers = 0
-        """Layers that ranks share by these boards, of all models: each has a number of its own."""
         self.ranks = frozenset[int]()
         """Ranks of the world along the axis, for which `topology` made these boxes."""
         WORLD.mailboxes.add(self)
@@ -167,7 +173,7 @@ class Mailboxes:
         self._exchange([self._sending(peer)], message)
 
     def recv(self, peer: int, into: Tensor) -> None:
-        """Wait for the next message of a peer, and copy it. The checksum of one of another size becomes `DIFFERENT`."""
+        """Wait for the next message of a peer, and copy it. One of another size gets `UNEQUAL_CHECKSUM`."""
         self._exchange([self._receiving(COPY, peer)], into)
 
     def all_gather(self, numbers: Sequence[int]) -> list[list[int]]:
@@ -205,6 +211,11 @@ class Mailboxes:
         """Return the box of the next message to a peer, or from it, and the count that it waits for."""
         return (self.boxes_to[peer], self.sent[peer]) if sends else (self.boxes_from[peer], self.received[peer] + 1)
 
+    def awaited(self, peer: int, *, sends: bool) -> Awaited:
+        """Return what the next message to a peer, or from it, waits for."""
+        box, count = self._next(peer, sends=sends)
+        return Awaited(peer, box // 8 + RECEIVED * sends, count)
+
     def _sending(self, peer: int) -> StepOfPeer:
         """Return the step that sends the next message to a peer."""
         step = SEND, peer, *self._next(peer, sends=True)
@@ -239,26 +250,27 @@ class Mailboxes:
         function = cast(Exchange, library().exchange)
         done = function(fields, 0)
         if done < len(steps) and nap is None:
-            kind = NUMBERS if any(step[0] == FULL for step in steps) else MESSAGES
-            self.go_on(partial(function, fields), done, len(steps), lambda done: steps[done][1], kind)
 
-    def go_on(
-        self, function: Callable[[int], int], done: int, steps: int, awaited: Callable[[int], int], kind: int
-    ) -> int:
+            def awaited(done: int) -> Awaited:
+                kind, peer, box, count = steps[done]
+                return Awaited(peer, box // 8 + RECEIVED * (kind in (SEND, EMPTY)), count)
+
+            self.go_on(partial(function, fields), done, len(steps), awaited)
+
+    def go_on(self, function: Callable[[int], int], done: int, steps: int, awaited: Callable[[int], Awaited]) -> int:
         """Call a native function, which goes on after the steps that are done, until all are. Return what it returns.
 
-        It returns now and then to look after silent ranks: `awaited` is the one that a step waits for. Raise if that
-        makes another call.
+        It returns now and then to look after silent ranks: `awaited` is what a step waits for. Raise if that rank makes
+        another call.
         """
-        blocked, since, watch = -1, 0.0, Watch(self, kind)
+        blocked, since, watch = -1, 0.0, Watch(self)
         try:
             while 0 <= done < steps:
-                peer = awaited(done)
                 if done != blocked:
-                    blocked, since, watch = done, monotonic(), Watch(self, kind)
-                if kind != NUMBERS:  # which are themselves the comparison
-                    watch.look(peer)
-                self._check_alive(peer, since)
+                    blocked, since, watch = done, monotonic(), Watch(self)
+                found = awaited(done)
+                watch.look(found)
+                self._check_alive(found.peer, since)
                 done = function(done)
         finally:
             self.say_awaited()
@@ -273,14 +285,20 @@ class Mailboxes:
         """Return the error of a rank that has lost another: its messages are out of step with those of the others."""
         return PeerLostError(peer, "this rank has lost a rank before: start the ranks again")
 
-    def crosses(self, peer: int, kind: int) -> bool:
-        """Return whether a member waits for this one with a call of another kind: neither would ever go on."""
-        found = self.words[self.boards[peer] // 8 + AWAITED]
-        return found % 4 not in (NUMBERS, kind) and found // 4 == self.index
+    def crosses(self, awaited: Awaited) -> bool:
+        """Return whether that member waits for this rank with a call of another kind: neither would ever go on.
 
-    def say_awaited(self, peer: int = 0, kind: int = NUMBERS) -> None:
-        """Publish which member this rank waits for, and what of; by default none."""
-        self.words[self.boards[self.index] // 8 + AWAITED] = 4 * peer + kind
+        What a member says that it waits for may have come since.
+        """
+        peer, own = awaited.peer, self.outputs[self.index] // 8
+        expected, counter = divmod(self.words[self.boards[peer] // 8 + AWAITED], WORDS)
+        messages = self.boxes_to[peer] // 8, self.boxes_from[peer] // 8 + RECEIVED
+        others = messages if awaited.counter == self.outputs[peer] // 8 else (own,)
+        return counter in others and bool(self.words[counter] < expected)
+
+    def say_awaited(self, counter: int = 0, messages: int = 0) -> None:
+        """Publish which counter this rank waits for; by default none."""
+        self.words[self.boards[self.index] // 8 + AWAITED] = messages * WORDS + counter
 
     def is_ahead(self, peer: int) -> bool:
         """Return whether a member has begun a comparison of calls that this rank has not."""
@@ -328,29 +346,31 @@ class Mailboxes:
 
 
 class Watch:
-    """Looks of a rank at a member that it waits for with a call of one kind. Does that make another call?
+    """Looks of a rank at a member that it waits for. Does that make another call?
 
     A member that compares its call with others' does, and one that waits for this rank with a call of another kind.
     """
 
-    def __init__(self, mailboxes: Mailboxes, kind: int) -> None:
-        self.mailboxes, self.kind = mailboxes, kind
+    def __init__(self, mailboxes: Mailboxes) -> None:
+        self.mailboxes = mailboxes
         self.agreements: int | None = None  # of this rank, while the member makes another call
         self.since = 0.0
 
-    def look(self, peer: int) -> None:
+    def look(self, awaited: Awaited) -> None:
         """Say that this rank waits. Raise if the member has made another call since `CHECK_INTERVAL` ago.
 
         A wait between two looks would have found its message. Another thread may compare this rank's calls meanwhile.
         """
         boxes, now = self.mailboxes, monotonic()
-        boxes.say_awaited(peer, self.kind)
-        if not (boxes.is_ahead(peer) or boxes.crosses(peer, self.kind)):
+        if awaited.counter == boxes.boards[awaited.peer] // 8:
+            return  # the numbers of a comparison
+        boxes.say_awaited(awaited.counter, awaited.messages)
+        if not (boxes.is_ahead(awaited.peer) or boxes.crosses(awaited)):
             self.agreements = None
         elif self.agreements != boxes.agreements:
             self.agreements, self.since = boxes.agreements, now
         elif now - self.since >= CHECK_INTERVAL:
-            raise CallsDifferError(peer)
+            raise CallsDifferError(awaited.peer)
 
 
 def size_of(ranks: int) -> int:

@@ -1,6 +1,6 @@
 """Transports: how messages travel along an axis. One is chosen for an axis and a device, and nobody else asks which.
 
-`Gloo`          sockets
+`Transport`     the process group, over sockets with gloo
 `SharedMemory`  mailboxes for short messages inside a host, and sockets for all others
 `Nccl`          GPUs; a merge is one launch where these see each other's memory
 
@@ -53,7 +53,7 @@ Post = tuple[Callable[..., Any], int, Tensor]
 """`dist.isend` or `dist.irecv`, the peer, and the tensor."""
 
 
-class Gloo:
+class Transport:
     """Messages along an axis by its process group. The other transports take what they do not override from it."""
 
     posts_ahead = True
@@ -186,7 +186,7 @@ class Gloo:
         return rows[:, : len(mine)]
 
 
-class SharedMemory(Gloo):
+class SharedMemory(Transport):
     """Short messages inside a host by its mailboxes, others by sockets. Messages in float32 merge in native calls."""
 
     def __init__(self, axis: Axis, device: torch.device, mailboxes: Mailboxes) -> None:
@@ -254,7 +254,7 @@ class SharedMemory(Gloo):
         return len(message) if self.serves(peer, message.nbytes) else super().room(peer, message)
 
 
-class Nccl(Gloo):
+class Nccl(Transport):
     """Messages between GPUs, also by gloo where there is no NCCL. All ranks make it at once, and join NCCL's group.
 
     Else messages between some of them would wait for the others, which exchange nothing yet.
@@ -312,16 +312,16 @@ def _wide(form: PartialMessage) -> PartialMessage:
 
 
 @cached_per_world()
-def transport_of(axis: Axis, device: torch.device) -> Gloo:
+def transport_of(axis: Axis, device: torch.device) -> Transport:
     """Return the transport of an axis for tensors of a device. All ranks of the axis make the first call at once."""
     if device.type != "cpu":
         return Nccl(axis, device)
     mailboxes = host_mailboxes(axis)
-    return Gloo(axis, device) if mailboxes is None else SharedMemory(axis, device, mailboxes)
+    return Transport(axis, device) if mailboxes is None else SharedMemory(axis, device, mailboxes)
 
 
 @cached_per_world()
-def fastest_by_time(transport: Gloo) -> Merge:
+def fastest_by_time(transport: Transport) -> Merge:
     """Return the fastest merge of a transport, measured at the first call, alike on all ranks.
 
     One is chosen for all sizes of messages: a rank that sends poison does not know the size of the others' messages. It
@@ -338,7 +338,7 @@ def fastest_by_time(transport: Gloo) -> Merge:
     return min(most, key=lambda merge: most[merge])
 
 
-def _time_merges(transport: Gloo, form: PartialMessage, calls: int) -> list[int]:
+def _time_merges(transport: Transport, form: PartialMessage, calls: int) -> list[int]:
     """Return this rank's median nanoseconds of each native merge. They take turns of so many calls."""
     nanoseconds: dict[Merge, list[float]] = {merge: [] for merge in native_merges()}
     token = current_traffic.set(None)
@@ -374,7 +374,7 @@ def share_texts(text: str, mesh: Mesh) -> list[str]:
 
 
 @cached_per_world()
-def _transports(mesh: Mesh) -> list[Gloo]:
+def _transports(mesh: Mesh) -> list[Transport]:
     """Return the transports along the axes of several ranks, the innermost first."""
     mesh_hosts(mesh)  # cached now: after a failure the hosts of lost ranks cannot be found
     return [transport_of(axis, HOST) for axis in reversed(mesh.axes) if axis.size > 1]

@@ -54,19 +54,20 @@ def attend_new(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, spec: MaskSpec
     return torch.cat(outs)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator] # it waits for ranks
 def attend_cached(q: Tensor, pending: PendingKV, layer: LayerCall, spec: MaskSpec, is_new: bool) -> Tensor:
     """Return attention with a `ShardedCache`, which stores new keys and values."""
     given = "sequences with images in other places"
     require(not spec.rows, MaskError, "attention mask", SAME_PLACES, given, ONE_PROMPT)
     if spec.discarded:
-        return q.new_zeros(len(q), q.shape[1] // pending.layer.cache.shares, q.shape[2], pending.v.shape[3])
+        return q.new_zeros(len(q), q.shape[1] // pending.layer.cache.head_ranks, q.shape[2], pending.v.shape[3])
     if spec.shards is not None:
         return _prefill(q, pending, layer, spec.shards, is_new)
     kv = _store(pending, layer.mask, spec, q.shape[2]) if is_new else pending.layer.cached
     if kv.sizes.storage is not None and kv.length == pending.k.shape[2] and spec.token_mask is None:
         # As in a sharded prefill, the first tokens attend each other before their keys are rounded.
         out = _attend_local(q, pending.k, pending.v, layer, spec)
-        for axis in (kv.mesh.heads, kv.tokens) if pending.layer.cache.shares > 1 else ():
+        for axis in (kv.mesh.heads, kv.tokens) if pending.layer.cache.head_ranks > 1 else ():
             out = out[:, axis.share_of(out.shape[1])]
         return out
     return _attend_stored(q, pending, kv, layer, None)

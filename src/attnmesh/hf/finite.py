@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel
 
-from attnmesh.hf.tensor_parallel import sharing
+from attnmesh.hf.tensor_parallel import tp_mesh
 
 PROBE = 16
 """Tokens of the forward pass that looks for the layer."""
@@ -41,7 +41,7 @@ def find_nan(model: PreTrainedModel, ids: Tensor) -> str:
     damaged = next((name for name, x in model.named_parameters() if not bool(x.isfinite().all())), None)
     if damaged is not None:
         return f"The weights {damaged} are not finite. Fix: load the model again, or download it again."
-    layer = None if sharing(model) is not None else _first_layer(model, ids)
+    layer = None if tp_mesh(model) is not None else _first_layer(model, ids)
     if layer is not None:
         return f"They begin in the output of {layer}. Fix: use a dtype of a wider range, such as bfloat16."
     return "No layer makes them from the first tokens alone. Fix: use a dtype of a wider range, such as bfloat16."

@@ -53,7 +53,7 @@ def left_to_decode(config: PreTrainedConfig) -> int:
 def chunks_of(cache: ShardedCache, start: int, stop: int, size: int) -> list[Chunk]:
     """Return chunks of a prompt (first, stop, sharded)."""
     recurrent, steps_alone = is_recurrent(cache.config), family_of(cache.config).begins_at_zero
-    if cache.reproducible or cache.shares > 1:  # ranks compute the same tokens
+    if cache.reproducible or cache.head_ranks > 1:  # ranks compute the same tokens
         chunks = _split_whole(start, stop, 1 if recurrent and steps_alone else size)
         return [] if recurrent and not steps_alone and stop - start == 1 else chunks
     if recurrent:

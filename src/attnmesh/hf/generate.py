@@ -27,7 +27,7 @@ from attnmesh.hf.images.inputs import split_images, without_absent
 from attnmesh.hf.models import rope_regime, unwrap
 from attnmesh.hf.options import ASSISTED_OPTIONS, CheckpointSpec, GenerationSettings, agree_on_call, check_padding
 from attnmesh.hf.prefill import begin_prompt, crop_to_shared_prefix, prefill_rest
-from attnmesh.hf.tensor_parallel import sharing
+from attnmesh.hf.tensor_parallel import tp_mesh
 from attnmesh.hf.transformers_names import cache_argument
 from attnmesh.mesh.axes import Mesh, NotGiven, given_mesh
 
@@ -215,7 +215,7 @@ def _infer_padding(config: PreTrainedConfig, ids: Tensor, settings: GenerationSe
 
 def _synchronize_generators(model: PreTrainedModel, cache: ShardedCache, device: torch.device) -> None:
     """Set the random generators of all ranks to the state of the first, so that all sample the same tokens."""
-    for place in (Mesh.of(cache.mesh), Mesh.of(sharing(model))):
+    for place in (Mesh.of(cache.mesh), Mesh.of(tp_mesh(model))):
         if place.ranks == 1:
             continue
         for source in dict.fromkeys((torch.device("cpu"), device)):

@@ -159,14 +159,14 @@ def open_model(
     name_or_path: str,
     dtype: str,
     device: torch.device,
-    sharing: DeviceMesh | None = None,
+    tp_mesh: DeviceMesh | None = None,
     output: str = "replicated",
     *,
     images: bool = False,
 ) -> PreTrainedModel:
     """Return the model in evaluation mode, with attention of attnmesh. Ranks on one host map the same files.
 
-    The ranks of the mesh share its weights, as in `tensor_parallel`.
+    The ranks of `tp_mesh` split its weights, as in `tensor_parallel`.
     """
     weights_dtype = "auto" if dtype == "auto" else getattr(torch, dtype)
     fix = "check its files, or download them again"
@@ -174,7 +174,7 @@ def open_model(
         kind: Any = AutoModelForImageTextToText if images else AutoModelForCausalLM
         source, at = pinned(name_or_path)
         model = kind.from_pretrained(source, **at, attn_implementation=NAME, dtype=weights_dtype, **NO_CODE)
-    shared: Any = tensor_parallel(model, sharing, output=output)
+    shared: Any = tensor_parallel(model, tp_mesh, output=output)
     with as_model_error("model", "weights that fit the device", name_or_path, fix):
         on_device: PreTrainedModel = shared.to(device).eval()
     return on_device

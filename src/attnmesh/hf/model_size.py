@@ -23,7 +23,7 @@ from attnmesh.hf.models import (
     layers_of,
     window_of,
 )
-from attnmesh.hf.shared_sizes import sizes_of_shared
+from attnmesh.hf.shared_sizes import active_weights, sizes_of_experts, sizes_of_shared
 from attnmesh.hf.tensor_parallel import rank_weights
 from attnmesh.hf.transformers_names import Conv1D
 from attnmesh.planner.selected import Selected
@@ -59,9 +59,10 @@ def model_size(config: PreTrainedConfig, dtype: str = "bfloat16", **workload: An
     work = _unwindowed(config, whole, workload) if whole else small
     assert work is not None
     kept = small.kept_bytes if whole and small else 0
-    weights = cache(lambda ranks, is_shared: rank_weights(skeleton, ranks, "heads" if is_shared else "replicated"))
+    weights = cache(lambda ranks, is_joint: rank_weights(skeleton, ranks, "heads" if is_joint else "replicated"))
     sizes = config.hidden_size, config.num_hidden_layers
-    return Model(work, *sizes, weights, kept, _active(skeleton), sizes_of_shared(skeleton))
+    experts = sizes_of_experts(skeleton)
+    return Model(work, *sizes, weights, kept, active_weights(skeleton, experts), sizes_of_shared(skeleton), experts)
 
 
 def training_size(config: PreTrainedConfig, lora: int = 0, **workload: Any) -> TrainedModel:
@@ -155,20 +156,3 @@ def _skeleton(config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
     with torch.device("meta"), as_model_error("plan model", "a configuration", config.model_type, "use another model"):
         made: PreTrainedModel = AutoModelForCausalLM.from_config(config, **kind)
     return made
-
-
-def _active(skeleton: PreTrainedModel) -> int | None:
-    """Return the weights that one token of a prompt is multiplied by; None if the experts that it takes are unknown.
-
-    The output head is left out: it multiplies the last token alone.
-    """
-    config = skeleton.config.get_text_config(decoder=True)
-    ends = {id(part.weight) for part in (skeleton.get_input_embeddings(), skeleton.get_output_embeddings()) if part}
-    sizes: dict[str, int] = {name: one.numel() for name, one in skeleton.named_parameters() if id(one) not in ends}
-    experts = sum(size for name, size in sizes.items() if ".experts." in name)
-    if not experts:
-        return sum(sizes.values())
-    counts = (getattr(config, name, None) for name in ("num_local_experts", "n_routed_experts", "num_experts"))
-    taken: int | None = getattr(config, "num_experts_per_tok", None)
-    count: int | None = next(filter(None, counts), None)
-    return None if not taken or not count else sum(sizes.values()) - experts + experts * taken // count

@@ -30,7 +30,7 @@ from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.images.inputs import IMAGE_INPUTS, OWN_PROCESSOR, image_inputs, split_images
 from attnmesh.hf.layer_mask import check_left_padded
 from attnmesh.hf.models import check_model, check_rope_switch, has_windows, is_compressed, is_recurrent, rope_regime
-from attnmesh.hf.tensor_parallel import sharing
+from attnmesh.hf.tensor_parallel import tp_mesh
 from attnmesh.mesh.axes import Mesh
 
 USE_TOKENIZER = 'pass tokenizer(text, return_tensors="pt")["input_ids"]'
@@ -149,7 +149,7 @@ def agreement_with_peers(place: Mesh, model: PreTrainedModel, name: str, fields:
     The other ranks of the mesh raise their error too.
     """
     with Agreement(place, name, fields):
-        peers = sharing(model) if isinstance(model, PreTrainedModel) else None
+        peers = tp_mesh(model) if isinstance(model, PreTrainedModel) else None
         with Agreement(Mesh.of(peers), name, fields, compares=peers is not None):
             yield
 

@@ -31,7 +31,7 @@ def _is_shared(experts: Any) -> bool:
     if " ".join(signature(experts.forward).parameters) not in GIVEN:
         return False
     weights = list(experts.parameters())
-    plain = all(type(one) is Parameter and one.is_cpu and one.is_floating_point() for one in weights)
+    plain = all(type(one) is Parameter and (one.is_cpu or one.is_meta) and one.is_floating_point() for one in weights)
     whole = plain and not experts._is_expert_parallel and "forward" not in vars(experts)
     return whole and sum(one.nbytes for one in weights) >= LEAST_EXPERT_BYTES * experts.num_experts
 
@@ -39,18 +39,18 @@ def _is_shared(experts: Any) -> bool:
 class SharedExperts:
     """The forward function of experts, in place of `forward`, which computes them on one rank."""
 
-    def __init__(self, forward: Callable[..., Tensor], axis: Axis, shares: Callable[[], bool]) -> None:
-        self.forward, self.axis, self.shares = forward, axis, shares
+    def __init__(self, forward: Callable[..., Tensor], axis: Axis, is_within: Callable[[], bool]) -> None:
+        self.forward, self.axis, self.is_within = forward, axis, is_within
 
     def __call__(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return the sum of what the chosen experts make of each token."""
-        if not self.shares() or tokens.dim() != 2 or torch.compiler.is_compiling():
+        if not self.is_within() or tokens.dim() != 2 or torch.compiler.is_compiling():
             return self.forward(tokens, chosen, weights)
         experts, order = chosen.flatten().sort(stable=True)
         _, choices = experts.unique_consecutive(return_counts=True)
         edges = [0, *choices.cumsum(0).tolist()]
-        shares = [Axis(self.axis.size, rank).share_of(len(choices)) for rank in range(self.axis.size)]
-        counts, own = [edges[one.stop] - edges[one.start] for one in shares], shares[self.axis.index]
+        parts = [Axis(self.axis.size, rank).share_of(len(choices)) for rank in range(self.axis.size)]
+        counts, own = [edges[one.stop] - edges[one.start] for one in parts], parts[self.axis.index]
         mine = order[edges[own.start] : edges[own.stop]]
         results = tokens.new_empty(0, tokens.shape[1])
         if len(mine):  # each choice as a token of its own

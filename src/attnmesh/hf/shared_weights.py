@@ -8,27 +8,28 @@ weights: ranks of a host that load one file map the same memory.
 
 from collections.abc import Mapping, Sequence
 from threading import get_ident
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
 from transformers import PreTrainedModel
 
-from attnmesh.comm.host_linear import MOST_ROWS, HostLinear, place_of
-from attnmesh.comm.shared_memory import CallsDifferError, Mailboxes
-from attnmesh.comm.topology import whole_mailboxes
-from attnmesh.errors import KernelError, ModelError, require
+from attnmesh.comm.host_linear import MOST_ROWS, HostLinear, LayerBoards, Weights, layer_boards, place_of
+from attnmesh.comm.shared_memory import CallsDifferError
+from attnmesh.errors import InputError, KernelError, MeshError, ModelError, RankFailure, require
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.families.family import family_of
 from attnmesh.hf.models import check_model, unwrap
 from attnmesh.hf.shards import ShardMask, ShardPositions
 from attnmesh.hf.shared_experts import SharedExperts, experts_of
+from attnmesh.hf.transformers_names import Conv1D
 from attnmesh.kernels.native.build import library
 from attnmesh.kernels.native.native_digest import digest_on_host
-from attnmesh.mesh.axes import Axis, Mesh
+from attnmesh.mesh.axes import Mesh
 from attnmesh.runtime.memory import mapped_files
 
 SUBJECT = "share_weights"
@@ -69,18 +70,19 @@ def share_weights(model: Any, mesh: DeviceMesh | None) -> Any:
     True
     """
     inner, place = unwrap(model), Mesh.of(mesh)
-    layers, experts = dict[str, nn.Linear](), list[nn.Module]()
+    layers, experts = dict[str, nn.Module](), list[nn.Module]()
     if isinstance(inner, PreTrainedModel):
         restore_shared(inner)
         layers, experts = shared_layers(inner)
     with Agreement(place, SUBJECT, lambda: {"layers": _described(layers), "experts": _sizes(experts)}):
         _check(inner)
     axis = max(place.axes, key=lambda one: one.size)
-    mailboxes = whole_mailboxes(axis)
+    boards = layer_boards(axis)
     with Agreement(place, SUBJECT):
-        _check_host(axis, mailboxes)
-    steps = SharedSteps(place, axis, mailboxes)
-    steps.begin(inner, layers, experts)
+        given, fix = f"{axis.size} that share none", "use hf.tensor_parallel, or leave share_weights out"
+        if boards is None:
+            raise KernelError(SUBJECT, "ranks of one host, which share memory", given, fix)
+    SharedSteps(place, boards).begin(inner, layers, experts)
     return model
 
 
@@ -109,7 +111,7 @@ def weights_in_memory(model: nn.Module) -> int:
     return sum(mapped.get(place, size) for place, size in sizes.items())
 
 
-def shared_layers(model: PreTrainedModel) -> tuple[dict[str, nn.Linear], list[nn.Module]]:
+def shared_layers(model: PreTrainedModel) -> tuple[dict[str, Any], list[nn.Module]]:
     """Return what ranks can share of a model: layers of its decoder, and its head, by name, and its experts.
 
     Weights on the meta device count as weights on a CPU.
@@ -120,18 +122,27 @@ def shared_layers(model: PreTrainedModel) -> tuple[dict[str, nn.Linear], list[nn
     without = {id(inner) for one in apart for inner in one.modules()}
     modules = {name: one for name, one in model.get_decoder().named_modules() if id(one) not in without}
     found = {name: one for name, one in modules.items() if _is_shared(one)}
-    return {**found, "head": head} if _is_shared(head) else found, experts_of(modules.values())
+    if _is_shared(head) and all(layer is not head for layer in found.values()):  # of Llama 4 the decoder has the head
+        found["head"] = head
+    return found, experts_of(modules.values())
+
+
+def weights_of(layer: Any) -> Weights:
+    """Return the weight, (outputs, columns), and bias of a layer."""
+    weight = layer.weight
+    turns = isinstance(layer, Conv1D) and type(weight) in (Tensor, Parameter)  # else a call takes it in no order
+    return (weight.t() if turns else weight), layer.bias
 
 
 def _is_shared(module: Any) -> bool:
-    plain = type(module) in (nn.Linear, SharedLinear) and "forward" not in vars(module)
+    plain = type(module) in SHARED and "forward" not in vars(module)
     if not plain or module.weight.nbytes < LEAST_LAYER_BYTES:
         return False
     takes = HostLinear.would_take if module.weight.is_meta else HostLinear.takes
-    return takes(module.weight, module.bias)
+    return takes(*weights_of(module))
 
 
-def _described(layers: Mapping[str, nn.Linear]) -> str:
+def _described(layers: Mapping[str, Any]) -> str:
     """Return what ranks compare of layers: their sizes, their dtypes, and a digest of the first row of each."""
     weights = [layer.weight.detach() for layer in layers.values()]
     rows = sum(number * digest_on_host(weight[0]) for number, weight in enumerate(weights, 1)) % 2**64
@@ -155,23 +166,52 @@ def _check(model: Any) -> None:
     require(library().reason is None, KernelError, SUBJECT, "the native library", library().reason, fix)
 
 
-def _check_host(axis: Axis, mailboxes: Mailboxes | None) -> None:
-    """Raise unless all ranks of the axis are on one host."""
-    fits, given = axis.size == 1 or mailboxes is not None, f"{axis.size} that share none"
-    fix = "use hf.tensor_parallel, or leave share_weights out"
-    require(fits, KernelError, SUBJECT, "ranks of one host, which share memory", given, fix)
-
-
-class SharedLinear(nn.Linear):
+class SharedLayer(nn.Module):
     """A linear layer that ranks share in steps of decoding."""
 
     steps: "SharedSteps"
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what `nn.Linear` returns."""
+        """Return what the layer returns on one rank."""
         if not self.steps.is_within() or torch.compiler.is_compiling():
-            return super().forward(x)
+            return self.alone(x)
         return self.steps.run(self, x)
+
+    def alone(self, x: Tensor) -> Tensor:
+        """Return the outputs, computed by this rank."""
+        out: Tensor = super().forward(x)
+        return out
+
+
+class SharedLinear(SharedLayer, nn.Linear):
+    """A layer of PyTorch that ranks share."""
+
+
+class SharedConv1D(SharedLayer, Conv1D):  # type: ignore[misc]
+    """A layer of GPT-2 that ranks share, whose weight is (columns, outputs)."""
+
+
+SHARED = {nn.Linear: SharedLinear, Conv1D: SharedConv1D}
+"""Layers that ranks can share, and what they are while they do."""
+
+
+class LastCall(NamedTuple):
+    """The last call of a step."""
+
+    first: SharedLayer
+    input: Tensor
+    version: int | Tensor
+    """How often the input was changed in place, or what it was: changes of inference tensors are not counted."""
+    ahead: dict[SharedLayer, Tensor]
+    """Outputs for layers after its first."""
+
+    def is_of(self, x: Tensor) -> bool:
+        """Return whether the call had this input, of the same numbers."""
+        if x is not self.input:
+            return False
+        if not isinstance(self.version, Tensor):
+            return x._version == self.version
+        return torch.equal(x, self.version) or torch.allclose(x, self.version, 0, 0, equal_nan=True)
 
 
 class SharedSteps:
@@ -185,37 +225,28 @@ class SharedSteps:
     """The thread that runs such a step: all ranks compute the same tokens, with a cache on the mesh."""
     outermost: nn.Module | None = None
     """The module whose forward pass is the step: the model, or its decoder if that is called alone."""
-    first: SharedLinear
-    """The layer that the last call began with."""
-    input: Tensor | None = None  # of that call
-    version: int | Tensor = 0
-    """How often the input was changed in place, or what it was: changes of inference tensors are not counted."""
+    last: LastCall | None = None
 
-    def __init__(self, mesh: Mesh, axis: Axis, mailboxes: Mailboxes | None) -> None:
-        self.mesh, self.axis, self.mailboxes = mesh, axis, mailboxes
-        self.first_number = 0 if mailboxes is None else mailboxes.layers
-        self.realigned = 0 if mailboxes is None else mailboxes.realigned
+    def __init__(self, mesh: Mesh, boards: LayerBoards) -> None:
+        self.mesh, self.boards, self.realigned = mesh, boards, boards.realigned
         self.hooks: list[Any] = []
         self.experts: Sequence[nn.Module] = ()
-        self.numbers: dict[SharedLinear, int] = {}
-        self.groups: dict[SharedLinear, list[SharedLinear]] = {}
+        self.numbers: dict[SharedLayer, int] = {}
+        self.groups: dict[SharedLayer, list[SharedLayer]] = {}
         """The layers that a call computes, by the first of them."""
-        self.calls: dict[tuple[SharedLinear, int], HostLinear] = {}
+        self.calls: dict[tuple[SharedLayer, int], HostLinear] = {}
         """The call of so many layers of a group."""
-        self.ahead: dict[SharedLinear, Tensor] = {}
-        """Outputs that the last call has computed for layers after its first."""
 
-    def begin(self, model: PreTrainedModel, layers: Mapping[str, nn.Linear], experts: Sequence[nn.Module]) -> None:
+    def begin(self, model: PreTrainedModel, layers: Mapping[str, nn.Module], experts: Sequence[nn.Module]) -> None:
         """Share these layers and experts of a model from its next forward pass on."""
-        if self.mailboxes is not None:
-            self.mailboxes.layers += MOST_LAYERS * len(layers)
-        for number, layer in enumerate(layers.values()):
-            layer.__class__ = SharedLinear
+        first = self.boards.take_numbers(MOST_LAYERS * len(layers))
+        for place, layer in enumerate(layers.values()):
+            layer.__class__ = SHARED[type(layer)]
             shared: Any = layer
-            shared.steps, self.numbers[shared], self.groups[shared] = self, number, [shared]
+            shared.steps, self.numbers[shared], self.groups[shared] = self, first + place * MOST_LAYERS, [shared]
         self.experts = experts
         for one in experts:
-            vars(one)["forward"] = SharedExperts(one.forward, self.axis, self.is_within)
+            vars(one)["forward"] = SharedExperts(one.forward, self.boards.axis, self.is_within)
         for module in {model, model.get_decoder()}:  # of a prompt with images the decoder alone is called
             self.hooks.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
             self.hooks.append(module.register_forward_hook(self._exit, always_call=True))
@@ -223,15 +254,16 @@ class SharedSteps:
 
     def end(self) -> None:
         """Share no longer."""
+        self.leave()
         for hook in self.hooks:
             hook.remove()
         for layer in self.numbers:
-            if type(layer) is SharedLinear and layer.steps is self:  # and none of another model around it
-                layer.__class__ = nn.Linear  # type: ignore[assignment]
+            if isinstance(layer, SharedLayer) and layer.steps is self:  # and none of another model around it
+                layer.__class__ = type(layer).__mro__[2]
                 del vars(layer)["steps"]
         for one in self.experts:
             forward = vars(one).get("forward")
-            if isinstance(forward, SharedExperts) and forward.shares == self.is_within:
+            if isinstance(forward, SharedExperts) and forward.is_within == self.is_within:
                 del vars(one)["forward"]
 
     def __reduce__(self) -> NoReturn:
@@ -242,80 +274,88 @@ class SharedSteps:
         """Return whether this thread runs a step that the ranks share."""
         return self.thread == get_ident()
 
-    def run(self, layer: SharedLinear, x: Tensor) -> Tensor:
-        """Return the outputs of a layer, from all ranks if the rows are few."""
+    def run(self, layer: SharedLayer, x: Tensor) -> Tensor:
+        """Return the outputs of a layer, from all ranks if the rows are few. An error of one rank all ranks raise."""
         if not self._takes(layer, x):
-            return nn.Linear.forward(layer, x)
-        if not self._is_last_input(x):
-            self.first, self.input, self.version = layer, x, x.clone() if x.is_inference() else x._version
+            return layer.alone(x)
+        try:
+            return self._run(layer, x)
+        except CallsDifferError:
+            self._agreement(layer, x).unequal()
+        except (InputError, RankFailure):
+            raise
+        except Exception as error:
+            self._agreement(layer, x).fail(error)
+
+    def _agreement(self, layer: SharedLayer, x: Tensor) -> Agreement:
+        names = {"layer": self.numbers[layer], "layers": len(self.groups[layer]), "input": tuple(x.shape)}
+        return Agreement(self.mesh, "a layer of shared weights", names)
+
+    @staticmethod
+    def _takes(layer: SharedLayer, x: Tensor) -> bool:
+        """Return whether a call takes this input."""
+        weight, _ = weights_of(layer)
+        columns = weight.shape[1]
+        few = 0 < x.numel() <= MOST_ROWS.get(x.dtype, 0) * columns and x.shape[-1] == columns
+        plain = type(x) is Tensor and x.is_cpu and not torch.is_autocast_enabled("cpu")
+        return few and plain and x.dtype == weight.dtype
+
+    def _run(self, layer: SharedLayer, x: Tensor) -> Tensor:
+        if self.last is None or not self.last.is_of(x):
+            version = x.clone() if x.is_inference() else x._version
             out, *others = self._compute(self.groups[layer], x)
-            self.ahead = dict(zip(self.groups[layer][1:], others, strict=True))
+            self.last = LastCall(layer, x, version, dict(zip(self.groups[layer][1:], others, strict=True)))
             return out
-        if (found := self.ahead.pop(layer, None)) is not None:
+        if (found := self.last.ahead.pop(layer, None)) is not None:
             return found
-        group = self.groups[self.first]
+        group = self.groups[self.last.first]
         if layer not in group and len(group) < MOST_LAYERS:
             group.append(layer)  # from the next step on
         return self._compute([layer], x)[0]
 
-    def _is_last_input(self, x: Tensor) -> bool:
-        """Return whether the last call had this input, of the same numbers."""
-        if x is not self.input:
-            return False
-        if not isinstance(self.version, Tensor):
-            return x._version == self.version
-        return torch.equal(x, self.version) or torch.allclose(x, self.version, 0, 0, equal_nan=True)
-
-    @staticmethod
-    def _takes(layer: SharedLinear, x: Tensor) -> bool:
-        """Return whether a call takes this input."""
-        few = 0 < x.numel() <= MOST_ROWS.get(x.dtype, 0) * layer.in_features and x.shape[-1] == layer.in_features
-        plain = type(x) is Tensor and x.is_cpu and not torch.is_autocast_enabled("cpu")
-        return few and plain and x.dtype == layer.weight.dtype
-
-    @staticmethod
-    def _fits(layer: SharedLinear, x: Tensor) -> bool:
-        """Return whether a call takes the weights that a layer has now, for this input."""
-        weight = layer.weight
-        return HostLinear.takes(weight, layer.bias) and weight.dtype == x.dtype and weight.shape[1] == x.shape[-1]
-
-    def _compute(self, layers: Sequence[SharedLinear], x: Tensor) -> Sequence[Tensor]:
+    def _compute(self, layers: Sequence[SharedLayer], x: Tensor) -> Sequence[Tensor]:
         """Return the outputs of layers, each from one rank."""
-        kind = layers[0], len(layers)
+        kind, weights = (layers[0], len(layers)), [weights_of(layer) for layer in layers]
         call = self.calls.get(kind)
-        if call is not None and call.places != [place_of(layer.weight, layer.bias) for layer in layers]:
+        if call is not None and call.places != [place_of(*one) for one in weights]:
             self.calls.clear()  # weights have changed, and calls would keep the former ones
             call = None
         if call is None:
-            if not all(self._fits(layer, x) for layer in layers):
+            if not all(self._fits(*one, x) for one in weights):
                 self.groups[layers[0]] = [layers[0]]
-                return [nn.Linear.forward(layers[0], x)] if len(layers) == 1 else self._compute(layers[:1], x)
-            weights = [(layer.weight.detach(), None if layer.bias is None else layer.bias.detach()) for layer in layers]
-            number = self.first_number + self.numbers[layers[0]] * MOST_LAYERS + len(layers) - 1
-            call = self.calls[kind] = HostLinear(number, weights, self.axis, self.mailboxes)
-        try:
-            return call.run(x.contiguous())
-        except CallsDifferError:
-            names = {"layer": self.numbers[layers[0]], "layers": len(layers), "input": tuple(x.shape)}
-            Agreement(self.mesh, "a layer of shared weights", names).unequal()
+                return [layers[0].alone(x)] if len(layers) == 1 else self._compute(layers[:1], x)
+            number = self.numbers[layers[0]] + len(layers) - 1
+            given = [(weight.detach(), None if bias is None else bias.detach()) for weight, bias in weights]
+            call = self.calls[kind] = HostLinear(number, given, self.boards.axis, self.boards.mailboxes)
+        return call.run(x.contiguous())
+
+    @staticmethod
+    def _fits(weight: Tensor, bias: Tensor | None, x: Tensor) -> bool:
+        """Return whether a call takes the weights that a layer has now, for this input."""
+        return HostLinear.takes(weight, bias) and weight.dtype == x.dtype and weight.shape[1] == x.shape[-1]
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], arguments: dict[str, Any]) -> None:
-        """Begin a step, if the ranks compute the same tokens with a cache on this mesh. Other threads compute alone."""
+        """Begin a step, if the ranks compute the same tokens with a cache on this mesh.
+
+        Other threads compute alone, and raise with such a cache: ranks could take their steps in another order.
+        """
         given = [*args, *arguments.values()]
         cache = next((x for x in given if isinstance(x, ShardedCache)), None)
         in_parts = any(isinstance(x, ShardMask) or (isinstance(x, ShardPositions) and not x.whole) for x in given)
         same = cache is not None and Mesh.of(cache.mesh) == self.mesh and not in_parts
         if not same or torch.is_grad_enabled():
             self.leave()
-        elif self.thread != get_ident():
+        elif not self.is_within():
+            if not self.boards.lock.acquire(blocking=False):
+                expected, second = "steps of one thread at a time", "one of a second thread within another"
+                raise MeshError(SUBJECT, expected, second, "wait for the first, or give each thread a mesh of its own")
             self.thread, self.outermost = get_ident(), module
-            if self.mailboxes is not None and self.realigned != self.mailboxes.realigned:
+            if self.realigned != self.boards.realigned:
                 self._learn_anew()
 
     def _learn_anew(self) -> None:
         """Forget what was learned: ranks whose calls have differed may have learned other groups."""
-        assert self.mailboxes is not None
-        self.realigned, self.groups = self.mailboxes.realigned, {layer: [layer] for layer in self.numbers}
+        self.realigned, self.groups = self.boards.realigned, {layer: [layer] for layer in self.numbers}
         self.calls.clear()
 
     def _exit(self, module: nn.Module, *_: Any) -> None:
@@ -324,6 +364,6 @@ class SharedSteps:
 
     def leave(self) -> None:
         """End the step of this thread, if there is one."""
-        if self.thread == get_ident():
-            self.thread, self.input, self.version = None, None, 0
-            self.ahead.clear()
+        if self.is_within():
+            self.thread = self.last = None
+            self.boards.lock.release()

@@ -228,8 +228,8 @@ def _keep_own_key_heads(attention: _Attention, mesh: DeviceMesh) -> None:
             setattr(projection, name, nn.Parameter(own, requires_grad=whole.requires_grad))
 
 
-def sharing(model: PreTrainedModel) -> DeviceMesh | None:
-    """Return the mesh of the ranks that share this model's weights by tensor parallelism, by whomever it was set up."""
+def tp_mesh(model: PreTrainedModel) -> DeviceMesh | None:
+    """Return the mesh of the ranks that split this model's weights by tensor parallelism, by whomever it was set up."""
     for weight in model.parameters():
         if isinstance(weight, DTensor):
             names = weight.device_mesh.mesh_dim_names or ()

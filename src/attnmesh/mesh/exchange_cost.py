@@ -13,9 +13,9 @@ import torch
 
 from attnmesh.core.layout import Contiguous, Layout, Packed, Striped, Zigzag
 from attnmesh.core.mask import FAR, Mask
+from attnmesh.mesh.candidate import Candidate, Cost
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.merge_cost import agree_cost
-from attnmesh.mesh.prices import Candidate, Cost
 from attnmesh.mesh.rates import Device, Link
 from attnmesh.mesh.schedule import EXCHANGES, Exchange, Problem
 from attnmesh.mesh.shapes import Shape

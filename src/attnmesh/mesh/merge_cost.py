@@ -6,8 +6,8 @@ from math import ceil, log2
 from typing import NamedTuple
 
 from attnmesh.core.digest import AGREEMENT_VALUES
+from attnmesh.mesh.candidate import Candidate, Cost
 from attnmesh.mesh.cluster import Cluster
-from attnmesh.mesh.prices import Candidate, Cost
 from attnmesh.mesh.reduction_tree import tree
 
 

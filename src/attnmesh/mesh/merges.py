@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from attnmesh.core.partial import Partial
+from attnmesh.mesh.candidate import Cost
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.merge_cost import (
     CHECKSUM_BYTES,
@@ -19,7 +20,6 @@ from attnmesh.mesh.merge_cost import (
     add_swap,
     add_tree,
 )
-from attnmesh.mesh.prices import Cost
 
 OUTPUTS = ("replicated", "heads")
 """Results of a merge: all heads on every rank, or each rank's share of them."""
@@ -67,27 +67,27 @@ MERGES = {
     for merge in (
         Merge(  # halves exchange what they hold, inside hosts first: ceil(log2 p) exchanges
             "tree",
-            lambda ranks, message, form, canonical: ranks.tree(message, form, canonical),
+            lambda transport, message, form, canonical: transport.tree(message, form, canonical),
             lambda group, payload, *to: add_tree("merge", group, payload.size, *to),
             "Tree Attention",
             in_rounds=True,
         ),
         Merge(  # one exchange and one merge; one launch on GPUs of one host
             "direct",
-            lambda ranks, message, form, _: ranks.direct(message, form),
+            lambda transport, message, form, _: transport.direct(message, form),
             lambda group, payload, *to: add_swap("merge", group, payload.size, *to),
             "Helix, DCP",
             at_once=True,
         ),
         Merge(  # the same by an all-gather
             "gather",
-            lambda ranks, message, form, _: form.merge(ranks.gather(message)),
+            lambda transport, message, form, _: form.merge(transport.gather(message)),
             lambda group, payload, *to: add_collective("merge", group, payload.size, 1, *to),
             is_collective=True,
         ),
         Merge(  # maximum, numerator and denominator: the paper's Algorithm 3, a baseline
             "allreduce",
-            lambda ranks, message, form, _: ranks.all_reduce(message, form),
+            lambda transport, message, form, _: transport.all_reduce(message, form),
             _price_allreduce,
             "Tree Attention by all-reduces",
             is_collective=True,

@@ -11,8 +11,8 @@ from attnmesh.core.layout import Contiguous, Layout, Packed, Split, Zigzag
 from attnmesh.core.mask import Mask
 from attnmesh.errors import LayoutError, require
 from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.candidate import Candidate
 from attnmesh.mesh.exchange_cost import LayerWork, attention_seconds, balanced_layouts, fastest_way
-from attnmesh.mesh.prices import Candidate
 from attnmesh.mesh.schedule import EXCHANGES, Exchange, Problem
 from attnmesh.runtime.world import cached_per_world
 

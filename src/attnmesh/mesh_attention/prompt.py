@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.comm.topology import surroundings
 from attnmesh.core.partial import Partial
 from attnmesh.mesh.axes import Axis, Mesh
+from attnmesh.mesh.candidate import Candidate
 from attnmesh.mesh.exchange_cost import fastest_way
-from attnmesh.mesh.prices import Candidate
 from attnmesh.mesh.schedule import EXCHANGES, Problem
 from attnmesh.mesh.shapes import Shape
 from attnmesh.mesh_attention.attention import attend_shards

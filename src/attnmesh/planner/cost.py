@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 from attnmesh.core.mask import Full
+from attnmesh.mesh.candidate import Candidate, Cost
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.exchange_cost import LayerJob, Transfer, attention_cost
-from attnmesh.mesh.prices import Candidate, Cost
-from attnmesh.planner.candidate import index_memory, rank_memory
 from attnmesh.planner.decode_cost import decode_cost, selection_cost
+from attnmesh.planner.rank_bytes import index_memory, rank_memory
 from attnmesh.planner.recurrent_cost import recurrent_cost
 from attnmesh.planner.workload import Workload
 

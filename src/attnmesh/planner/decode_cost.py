@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 
 from attnmesh.core.layout import Striped
+from attnmesh.mesh.candidate import Candidate, Cost
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.merge_cost import MergeGroup, Payload, add_tree, agree_cost, tree_rounds
 from attnmesh.mesh.merges import MERGES
-from attnmesh.mesh.prices import Candidate, Cost
 from attnmesh.planner.selected import Selected
 from attnmesh.planner.workload import Workload
 
@@ -57,9 +57,36 @@ class SharedLayers(NamedTuple):
         return sum(ceil(outputs / piece) for outputs in self.outputs)
 
 
-def add_weights(read: float, rows: int, item: int, cluster: Cluster, total: Cost) -> None:
-    """Add the time of so many bytes of weights: they are read once, or multiplied with many rows."""
-    products = FLOPS * rows * read / item / cluster.device.forward_rate
+class Experts(NamedTuple):
+    """The experts of a model, of which a token reads those that it chooses."""
+
+    weights: int
+    """Bytes of all experts."""
+    each: int
+    """Experts of a layer."""
+    chosen: int
+    """Experts of a layer that a token chooses."""
+    shared_layers: int = 0
+    """Layers whose experts the ranks of a host can compute together."""
+
+    @property
+    def used(self) -> float:
+        """Bytes of the experts that one token chooses."""
+        return self.weights * self.chosen / self.each
+
+    def read(self, rows: int, ranks: int = 1) -> float:
+        """Return the bytes that the busiest of some ranks reads, as is expected of rows that choose at random.
+
+        >>> Experts(800, 8, 2).read(1), Experts(800, 8, 2).read(2), Experts(800, 8, 2).read(2, 2)
+        (200.0, 350.0, 200.0)
+        """
+        distinct = round(self.each * (1 - (1 - self.chosen / self.each) ** rows), 9)
+        return self.weights / self.each * (distinct if ranks == 1 else ceil(distinct / ranks))
+
+
+def add_weights(read: float, used: float, rows: int, item: int, cluster: Cluster, total: Cost) -> None:
+    """Add the time of weights: bytes are read once, and those that each row uses are multiplied with all rows."""
+    products = FLOPS * rows * used / item / cluster.device.forward_rate
     total.add_stage("weights", max(read / cluster.device.memory_rate, products))
 
 
@@ -84,6 +111,15 @@ def add_outputs(shared: SharedLayers, ranks: int, rows: int, cluster: Cluster, t
     waits = exchanges * cluster.inside.merge_latency
     total.add_stage("outputs", waits + received / (device.copy_rate or device.memory_rate))
     total.add_traffic(ranks * received, 0, 0)
+
+
+def add_results(experts: Experts, ranks: int, size: float, cluster: Cluster, total: Cost) -> None:
+    """Add the exchanges of results of experts, of so many bytes a layer: letters, which take many small calls."""
+    waits = MERGE_CALLS * cluster.device.call + cluster.inside.merge_latency
+    received = size * (ranks - 1) / ranks
+    copies = received / (cluster.device.copy_rate or cluster.device.memory_rate)
+    total.add_stage("results", experts.shared_layers * (waits + copies))
+    total.add_traffic(experts.shared_layers * ranks * received, 0, 0)
 
 
 def decode_cost(candidate: Candidate, workload: Workload, cluster: Cluster) -> Cost:

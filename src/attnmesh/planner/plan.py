@@ -10,15 +10,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.core.layout import Layout, Packed, Striped
 from attnmesh.errors import ClusterError, require
+from attnmesh.mesh.candidate import Candidate, Cost
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.exchange_cost import balanced_layouts
 from attnmesh.mesh.merges import MERGES
-from attnmesh.mesh.prices import Candidate, Cost
 from attnmesh.mesh.schedule import EXCHANGES
 from attnmesh.mesh.shapes import Shape
 from attnmesh.mesh.traffic import divisors, tiles
-from attnmesh.planner.candidate import min_memory
 from attnmesh.planner.cost import cost, index_cost
+from attnmesh.planner.rank_bytes import min_memory
 from attnmesh.planner.recurrent_cost import RecurrentCost, recurrent_cost
 from attnmesh.planner.units import in_bytes, in_seconds
 from attnmesh.planner.workload import Workload

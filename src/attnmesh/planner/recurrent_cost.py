@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnmesh.mesh.candidate import Candidate, Cost
 from attnmesh.mesh.cluster import Cluster
-from attnmesh.mesh.prices import Candidate, Cost
 from attnmesh.mesh.shapes import Shape, rank_grid
 from attnmesh.mesh.traffic import Load
 from attnmesh.planner.workload import Workload, runs_per_shard

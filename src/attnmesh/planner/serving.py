@@ -1,20 +1,29 @@
-"""Ways to share a model's weights and keys over the ranks of a cluster in decoding: memory, tokens, seconds.
+"""Ways to spread a model's weights and keys over the ranks of a cluster in decoding: memory, tokens, seconds.
 
 `attnmesh plan --decode` prints them, and `--mesh auto` and `--weights auto` take the first that they may.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import NamedTuple
 
 from attnmesh.errors import ClusterError, require
+from attnmesh.mesh.candidate import Cost
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.merge_cost import MergeGroup, all_reduce_seconds
-from attnmesh.mesh.prices import Cost
 from attnmesh.mesh.shapes import Shape, elements, share_evenly
 from attnmesh.mesh.traffic import divisors
 from attnmesh.planner.cost import cost
-from attnmesh.planner.decode_cost import FLOPS, SharedLayers, add_outputs, add_small_calls, add_weights
+from attnmesh.planner.decode_cost import (
+    FLOPS,
+    Experts,
+    SharedLayers,
+    add_outputs,
+    add_results,
+    add_small_calls,
+    add_weights,
+)
 from attnmesh.planner.plan import Plan, candidates, plan
 from attnmesh.planner.workload import Workload
 
@@ -22,7 +31,7 @@ ROOMY = 1e30
 """Bytes of memory that any plan fits."""
 
 ALL_REDUCES = 2
-"""All-reduces of a layer whose weights are shared by tp: after attention and after the feed-forward network."""
+"""All-reduces of a layer whose weights are split by tp: after attention and after the feed-forward network."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +42,12 @@ class Model:
         workload: The decode step of its attention layers, all heads. Its length is the number of cached tokens.
         hidden: Columns of a token between layers.
         layers: All layers.
-        weights: Returns the bytes of weights on a rank, from the ranks that share them, and whether these are the ranks
-            that share the keys.
+        weights: Returns the bytes of weights of a rank, from the ranks that split them, and whether these are the ranks
+            that divide the keys.
         windows: Bytes that layers with windows keep, on all ranks together. They do not grow with the length.
         active: Weights that one token of a prompt is multiplied by; None if it is not known.
         shared: The layers that ranks of a host can compute together; None without any.
+        experts: The experts of its layers; None without any, or if it is not known how many a token takes.
     """
 
     workload: Workload
@@ -47,6 +57,7 @@ class Model:
     windows: int = 0
     active: int | None = None
     shared: SharedLayers | None = None
+    experts: Experts | None = None
 
     @property
     def rows(self) -> int:
@@ -54,52 +65,58 @@ class Model:
         return self.workload.batch * (self.workload.q_len or 1)
 
 
-class Serving(NamedTuple):
-    """One way to share weights and keys."""
+class Way(NamedTuple):
+    """Who holds weights, and who computes the layers of a step."""
 
     tp: int
-    """Ranks that share the weights."""
-    is_shared: bool
-    """True if the same ranks share the keys."""
+    """Ranks that split the weights."""
+    is_joint: bool = False
+    """True if the same ranks divide the keys."""
+    together: bool = False
+    """True if the ranks of a host share layers: they compute each one together."""
+
+
+class Serving(NamedTuple):
+    """One way to spread weights and keys over ranks."""
+
+    way: Way
+    shape: Shape
+    """Ranks along the axes of attention. A step is the same along queries and keys, a prompt is not."""
     plan: Plan
-    """Attention of the ranks that share the keys."""
+    """Attention of the ranks that divide the keys."""
     weights: int
-    """Bytes of weights of a rank."""
+    """Bytes of weights that a rank holds: of pages of a file that several map, its part."""
+    read: float
+    """Bytes of weights that a rank reads in a step."""
     keys: float
     """Bytes of keys, values and index keys of a rank, at the length that is planned for."""
     tokens: int
     """Most tokens of each sequence whose keys fit beside the weights; 0 if the weights alone are too large."""
     seconds: float
     """Predicted seconds of a step: the sum of `parts`."""
-    first: float | None
-    """Predicted seconds to the first token of prompts of this length, or None if the active weights are not known."""
-    fits: bool
-    """True if the planned length fits."""
-    shape: Shape
-    """Ranks along the axes of attention. A step is the same along queries and keys, a prompt is not."""
-    sharing: int
-    """Ranks that compute each layer of a step together, by `hf.share_weights`; 1 where each computes it whole."""
-    read: float
-    """Bytes of weights that a rank reads in a step."""
     parts: tuple[tuple[str, float], ...]
     """Pairs of a stage of a step and its seconds, those of attention and of `layers` apart."""
+    first: float | None
+    """Predicted seconds to the first token of prompts of this length, or None if the active weights are not known."""
 
     @property
     def ranks(self) -> int:
         """All ranks."""
-        return self.shape.ranks * (1 if self.is_shared else self.tp)
+        return self.shape.ranks * (1 if self.way.is_joint else self.way.tp)
 
+    @property
+    def together(self) -> int:
+        """Ranks that compute each layer of a step together, by `hf.share_weights`; 1 where each computes it whole."""
+        return max(self.shape) if self.way.together else 1
 
-class Way(NamedTuple):
-    """Shares: `tp` ranks share the weights, which are those of the keys or not, and ranks share layers or not."""
-
-    tp: int
-    is_shared: bool = False
-    shares_layers: bool = False
+    @property
+    def fits(self) -> bool:
+        """True if the planned length fits."""
+        return self.tokens >= self.plan.workload.length
 
 
 def serving(model: Model, cluster: Cluster, shape: Shape | None = None) -> list[Serving]:
-    """Return all ways to share weights and keys, those that fit the planned length first, then the fastest first.
+    """Return all ways to spread weights and keys, those that fit the planned length first, then the fastest first.
 
     With a shape, the ways of attention on this shape alone. Left out are activations, and the time of layers with
     windows and of recurrent layers, which are the same in each.
@@ -109,12 +126,12 @@ def serving(model: Model, cluster: Cluster, shape: Shape | None = None) -> list[
     """
     world, q_heads, kv_heads = cluster.world, model.workload.q_heads, model.workload.kv_heads
     ways = [Way(tp) for tp in divisors(world) if q_heads % tp == 0 and share_evenly(kv_heads, tp)]
-    ways += [Way(world, is_shared=True)] * (world > 1 and q_heads % world == 0 and model.workload.latent is None)
-    ways += [Way(1, shares_layers=True)] * (world > 1 and why_whole(model, cluster) is None)
-    # The ranks that share weights are a part of each host, or whole hosts.
+    ways += [Way(world, is_joint=True)] * (world > 1 and q_heads % world == 0 and model.workload.latent is None)
+    ways += [Way(1, together=True)] * (world > 1 and why_whole(model, cluster) is None)
+    # The ranks that split weights are a part of each host, or whole hosts.
     ways = [way for way in ways if share_evenly(cluster.ranks, way.tp)]
     if shape is not None:
-        ways = [way for way in ways if shape.ranks * way.tp == world and not way.is_shared]
+        ways = [way for way in ways if shape.ranks * way.tp == world and not way.is_joint]
     found = [_serving(model, cluster, way, shape) for way in ways]
     given = f"{q_heads}/{kv_heads} heads on {world}"
     require(bool(found), ClusterError, "plan", "ranks that divide the heads", given, "take another number of ranks")
@@ -123,13 +140,13 @@ def serving(model: Model, cluster: Cluster, shape: Shape | None = None) -> list[
     return sorted(found, key=lambda one: (not one.fits, one.seconds, one.first or 0.0, -one.ranks))
 
 
-def chosen(ways: Sequence[Serving], ranks: int, tp: int = 1, shares_layers: bool | None = None) -> Serving:
+def chosen(ways: Sequence[Serving], ranks: int, tp: int = 1, together: bool | None = None) -> Serving:
     """Return the way that is taken for so many ranks: of those with this `tp` the first, which fits and is fastest.
 
-    `shares_layers` takes those alone in which ranks share layers, or do not, if there are any.
+    `together` takes those alone in which ranks share layers, or do not, if there are any.
     """
-    fitting = [one for one in ways if (one.ranks, one.tp, one.is_shared) == (ranks, tp, False)]
-    wanted = [one for one in fitting if shares_layers in (None, one.sharing > 1)]
+    fitting = [one for one in ways if (one.ranks, one.way.tp, one.way.is_joint) == (ranks, tp, False)]
+    wanted = [one for one in fitting if together in (None, one.way.together)]
     return (wanted or fitting)[0]
 
 
@@ -137,7 +154,7 @@ def why_whole(model: Model, cluster: Cluster) -> str | None:
     """Return why ranks cannot share the layers of a step, or None if they can."""
     shared, rows = model.shared, model.rows
     if not cluster.on_cpus:
-        return "GPUs share weights by tp"
+        return "GPUs split weights by tp"
     if shared is None:
         return "none of them is a linear layer that ranks can share"
     if cluster.hosts > 1:
@@ -154,7 +171,7 @@ def over_hosts(model: Model, cluster: Cluster) -> Serving | None:
     """
     if cluster.hosts == 1 or why_whole(model, replace(cluster, hosts=1, inside=cluster.between)) is not None:
         return None
-    return _serving(model, cluster, Way(1, shares_layers=True), None)
+    return _serving(model, cluster, Way(1, together=True), None)
 
 
 def _one_rank(cluster: Cluster) -> Cluster:
@@ -166,58 +183,95 @@ def _one_rank(cluster: Cluster) -> Cluster:
 
 
 def _serving(model: Model, cluster: Cluster, way: Way, shape: Shape | None) -> Serving:
-    tp, is_shared, shares_layers = way
-    work, near = model.workload, min(tp, cluster.ranks)
-    if is_shared:
-        others = cluster
-    else:  # the other ranks, each of which competes for its host's links with the ranks that it shares weights with
+    """Return a way with its price, on this shape of attention or on the best."""
+    attention = _attention(model.workload, cluster, way, shape)
+    shape = shape or _shape_of_prompts(attention, way)
+    step, read = _layers_cost(model, cluster, way, max(shape) if way.together else 1)
+    weights, (keys, tokens) = _held(model, cluster, way), _room(model, cluster, way, attention)
+    seconds, parts = attention.seconds + step.seconds, (*attention.parts, *step.parts.items())
+    first = _first_seconds(model, cluster, way, attention, shape)
+    return Serving(way, shape, attention, weights, read, keys, tokens, seconds, parts, first)
+
+
+def _attention(work: Workload, cluster: Cluster, way: Way, shape: Shape | None) -> Plan:
+    """Return the fastest attention of the ranks that divide the keys, also where the planned length does not fit."""
+    heads = shape.heads if shape is not None else 1 if _on_one_axis(way) else None
+    if not way.is_joint:  # each competes for its host's links with the ranks that it splits weights with
         if work.latent is None:  # else each rank computes all heads
-            work = _with_heads(work, work.q_heads // tp, max(1, work.kv_heads // tp))
-        hosts = cluster.hosts if tp <= cluster.ranks else cluster.world // tp
+            work = _with_heads(work, work.q_heads // way.tp, max(1, work.kv_heads // way.tp))
+        near = min(way.tp, cluster.ranks)
+        hosts = cluster.hosts if way.tp <= cluster.ranks else cluster.world // way.tp
         inside, between = (replace(link, host_rate=link.host_rate / near) for link in (cluster.inside, cluster.between))
-        others = replace(cluster, hosts=hosts, ranks=cluster.ranks // near, inside=inside, between=between)
-    line = is_shared or shares_layers  # on one axis, along which all ranks share
-    heads = shape.heads if shape is not None else 1 if line else None
-    best = _fastest(work, others, heads)
-    shape = shape or (best.shape if is_shared else _shape_of_prompts(work, best.shape, line))
-    sharing = max(shape) if shares_layers else 1
-    weights, group = model.weights(tp, is_shared), MergeGroup(tp, near)
-    keys = (work.kept_bytes + work.index_bytes) / best.shape.ranks
-    free = cluster.device.memory - weights - (model.windows / best.shape.ranks) - work.state_bytes
-    step, read = _layers_cost(model, cluster, group, weights, sharing)
-    tokens = max(0, int(free * work.kept / keys))
-    first = _first_seconds(model, cluster, group, best, shape)
-    seconds, parts = best.seconds + step.seconds, (*best.parts, *step.parts.items())
-    fits = tokens >= work.length
-    return Serving(tp, is_shared, best, weights, keys, tokens, seconds, first, fits, shape, sharing, read, parts)
+        cluster = replace(cluster, hosts=hosts, ranks=cluster.ranks // near, inside=inside, between=between)
+    roomy = replace(cluster, device=replace(cluster.device, memory=ROOMY))
+    return next(one for one in plan(work, roomy) if heads in (None, one.shape.heads))
 
 
-def _layers_cost(model: Model, cluster: Cluster, group: MergeGroup, weights: int, sharing: int) -> tuple[Cost, float]:
-    """Return the cost of the layers of a step beside attention, and the bytes of weights that a rank reads."""
-    total, read, rows, item = Cost(), float(weights), model.rows, model.workload.item
-    if sharing > 1 and model.shared is not None:
-        read -= model.shared.weights * (sharing - 1) / sharing
-        add_outputs(model.shared, sharing, rows, cluster, total)
-    add_weights(read, rows, item, cluster, total)
+def _on_one_axis(way: Way) -> bool:
+    """Return whether all ranks are along one axis of attention."""
+    return way.is_joint or way.together
+
+
+def _held(model: Model, cluster: Cluster, way: Way) -> int:
+    """Return the bytes of weights that a rank holds. Ranks of CPUs that load whole weights map the same pages."""
+    maps = cluster.on_cpus and way.tp == 1
+    return ceil(model.weights(way.tp, way.is_joint) / (cluster.ranks if maps else 1))
+
+
+def _room(model: Model, cluster: Cluster, way: Way, attention: Plan) -> tuple[float, int]:
+    """Return the bytes of keys on a rank, and the most tokens of each sequence that fit beside the weights."""
+    work, ranks = attention.workload, attention.shape.ranks
+    keys = (work.kept_bytes + work.index_bytes) / ranks
+    free = cluster.device.memory - _held(model, cluster, way) - model.windows / ranks - work.state_bytes
+    return keys, max(0, int(free * work.kept / keys))
+
+
+def _layers_cost(model: Model, cluster: Cluster, way: Way, together: int) -> tuple[Cost, float]:
+    """Return the cost of the layers of a step beside attention, and the bytes of weights that a rank reads.
+
+    So many ranks compute each layer together.
+    """
+    total, rows, item = Cost(), model.rows, model.workload.item
+    read = used = float(model.weights(way.tp, way.is_joint))
+    split = read / model.weights(1, False)  # a rank's part of the experts, too
+    if together > 1 and model.shared is not None:
+        read -= model.shared.weights * (together - 1) / together
+        used -= model.shared.weights * (together - 1) / together
+        add_outputs(model.shared, together, rows, cluster, total)
+    if (experts := model.experts) is not None:
+        ranks = together if experts.shared_layers else 1
+        read -= (experts.weights - experts.read(rows, ranks)) * split
+        used -= (experts.weights - experts.used / ranks) * split
+        if ranks > 1:
+            add_results(experts, ranks, rows * experts.chosen * model.hidden * item, cluster, total)
+    add_weights(read, used, rows, item, cluster, total)
     add_small_calls(model.layers, cluster, total)
-    if group.ranks > 1:
-        reduced = rows * model.hidden * item
+    if way.tp > 1:
+        reduced, group = rows * model.hidden * item, _group(way, cluster)
         total.add_stage("all-reduces", ALL_REDUCES * model.layers * all_reduce_seconds(group, reduced, cluster))
     return total, read
 
 
-def _shape_of_prompts(work: Workload, step: Shape, line: bool) -> Shape:
-    """Return the shape in which a prompt sends least, of those with a step's heads axis; on `line`, of one axis."""
+def _group(way: Way, cluster: Cluster) -> MergeGroup:
+    """Return the ranks that split the weights."""
+    return MergeGroup(way.tp, min(way.tp, cluster.ranks))
+
+
+def _shape_of_prompts(attention: Plan, way: Way) -> Shape:
+    """Return the shape in which a prompt sends least, of those with a step's heads axis."""
+    work, step = attention.workload, attention.shape
+    if way.is_joint:
+        return step
     kv_heads, others = work.travelling[0], step.queries * step.keys
     shapes = [Shape(step.heads, queries, others // queries) for queries in divisors(others)]
-    if line:
+    if _on_one_axis(way):
         shapes = [one for one in shapes if max(one) == others]
     if work.selected is not None:
         shapes = [one for one in shapes if one.keys == 1]
     return min(shapes, key=lambda one: sum(elements(one, work.q_heads, kv_heads, training=False)))
 
 
-def _first_seconds(model: Model, cluster: Cluster, group: MergeGroup, step: Plan, shape: Shape) -> float | None:
+def _first_seconds(model: Model, cluster: Cluster, way: Way, step: Plan, shape: Shape) -> float | None:
     """Return the seconds of a prompt: products with weights at attention's rate, attention, and all-reduces."""
     if model.active is None or step.workload.selected is not None:
         return None
@@ -226,7 +280,8 @@ def _first_seconds(model: Model, cluster: Cluster, group: MergeGroup, step: Plan
     ways = [one for one in candidates(work, step.cluster) if one.shape == shape]
     seconds = min(cost(one, work, step.cluster).seconds for one in ways)
     seconds += FLOPS * model.active * tokens / world / cluster.device.forward_rate
-    if group.ranks > 1:
+    if way.tp > 1:
+        group = _group(way, cluster)
         links = (cluster.inside.rate, cluster.between.host_rate)  # a long message leaves by all cards of a host
         rate = links[0] if group.ranks <= cluster.ranks else links[1] if group.near == 1 else min(links)
         sent = 2 * (group.ranks - 1) / world * tokens * model.hidden * work.item / rate
@@ -239,9 +294,3 @@ def _with_heads(work: Workload, q_heads: int, kv_heads: int) -> Workload:
     if selected is not None:
         selected = replace(selected, heads=min(selected.heads, kv_heads))
     return replace(work, q_heads=q_heads, kv_heads=kv_heads, selected=selected)
-
-
-def _fastest(work: Workload, cluster: Cluster, heads: int | None) -> Plan:
-    """Return the fastest plan, of one heads axis if it is given, also where the planned length does not fit."""
-    roomy = replace(cluster, device=replace(cluster.device, memory=ROOMY))
-    return next(one for one in plan(work, roomy) if heads in (None, one.shape.heads))

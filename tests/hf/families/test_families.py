@@ -273,7 +273,7 @@ attempt(lambda: rank_weights(llama, 2))
 def test_names_of_few_families_turn_off_no_other(tmp_path: Path) -> None:
     (tmp_path / "without.py").write_text(WITHOUT)
     words = [sys.executable, str(tmp_path / "without.py")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ["PYTHONPATH"]))}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
     assert not done.returncode, done.stderr
     llama, recurrent, sharing = done.stdout.splitlines()

@@ -134,8 +134,8 @@ class ShardedCache(StoredLayers):
         return (layer if isinstance(layer, ShardedLayer) else layers[0]).get_seq_length()
 
     @property
-    def shares(self) -> int:
-        """Ranks that share the heads of an output; 1 if each rank gets those of its queries."""
+    def head_ranks(self) -> int:
+        """Ranks that split the heads of an output; 1 if each rank gets those of its queries."""
         return self.ranks if self.output == "heads" else 1
 
     def begin(self, tokens: int) -> None:
@@ -156,7 +156,7 @@ class ShardedCache(StoredLayers):
 
     def decode_options(self, q: Tensor) -> dict[str, Any]:
         """Return the options of `decode` that the cache sets. Raise if ranks share heads and q has not all of them."""
-        if self.shares > 1:
+        if self.head_ranks > 1:
             heads, fix = self.config.num_attention_heads, 'shard the model by tensor_parallel(output="heads")'
             given, fits = f"{q.shape[1]}", q.shape[1] == heads
             require(fits, ShapeError, 'ShardedCache output="heads"', f"queries of all {heads} heads", given, fix)

@@ -23,7 +23,7 @@ from attnmesh.hf.serving.plan_exchange import PlanExchange, can_be_sent
 from attnmesh.hf.serving.rank_worker import RankWorker
 from attnmesh.hf.serving.request_queue import RequestQueue
 from attnmesh.hf.serving.stream import Sampling, Stream
-from attnmesh.hf.tensor_parallel import sharing
+from attnmesh.hf.tensor_parallel import tp_mesh
 from attnmesh.mesh.axes import Mesh
 from attnmesh.runtime.counters import counted
 from attnmesh.runtime.memory import free_memory
@@ -106,7 +106,7 @@ class Engine:
         self.longest = min((limit for limit in longest if limit is not None), default=None)
         ends = self.model.generation_config.eos_token_id if tokens_end is None else tokens_end
         self.ends = frozenset(() if ends is None else (ends,) if isinstance(ends, int) else ends)
-        peers = None if cache_options.get("output") == "heads" else sharing(self.model)  # else the ranks of the mesh
+        peers = None if cache_options.get("output") == "heads" else tp_mesh(self.model)  # else the ranks of the mesh
         self.link, self.worker = PlanExchange(place, Mesh.of(peers)), RankWorker(self.model, mesh, cache_options)
         memory = int(cache_memory or self._memory_share())
         self.schedule = RequestQueue(self.worker, max_rows, memory, max_gap)

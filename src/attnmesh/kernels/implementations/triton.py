@@ -48,8 +48,8 @@ MIN_TILE = 16
 FEW_ROWS = 32
 """Rows of a tile up to which reading the keys is the cost: more keys are then on their way at once."""
 
-LARGE_TILE = 1 << 15
-"""Bytes of the keys of a tile of which a multiprocessor holds one at a time, with the values and those on their way."""
+LARGE_TILE = 1 << 16
+"""Bytes of keys on their way from which on a multiprocessor holds one instance at a time."""
 
 
 class ProgramTile(NamedTuple):
@@ -341,12 +341,12 @@ def _tile(q: Tensor, v: Tensor, rows: int) -> ProgramTile:
         return ProgramTile(MIN_TILE, MIN_TILE)
     most = (128 if 64 < width <= 128 else 64) // shrink
     tile_rows = max(MIN_TILE, min(most, 1 << (rows - 1).bit_length()))
-    if tile_rows <= FEW_ROWS and width <= 256:
-        keys, warps, stages = (128, 4, 3) if width <= 128 else (64, 8, 3)
-    else:
-        keys, warps, stages = 64 if width <= 256 else 32, 8 if tile_rows * width >= 128 * 128 else 4, 2
-    keys //= shrink
-    return ProgramTile(tile_rows, keys, warps, stages, 1 if keys * width * q.element_size() >= LARGE_TILE else 2)
+    if tile_rows > FEW_ROWS or width > 256:
+        keys, warps = 64 if width <= 256 else 32, 8 if tile_rows * width >= 128 * 128 else 4
+        return ProgramTile(tile_rows, keys // shrink, warps, at_once=2 if width <= 256 else 1)
+    keys, warps, stages = (128 if width <= 128 else 64) // shrink, 4 if width <= 128 else 8, 3 if shrink == 1 else 2
+    on_their_way = (stages - 1) * keys * width * min(q.element_size(), v.element_size())
+    return ProgramTile(tile_rows, keys, warps, stages, at_once=1 if on_their_way >= LARGE_TILE else 2)
 
 
 def _span(keys: int, programs: int, tile: ProgramTile, device: torch.device) -> int:

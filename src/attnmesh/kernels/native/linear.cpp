@@ -12,12 +12,14 @@
 
 namespace {
 
+constexpr int64_t BLOCK = 16384;   // sums of a turned weight that stay in a near cache
+constexpr int TURNED = 16;         // columns of one that are read at a time
 constexpr int64_t TAG_BYTES = 64;  // before the outputs on a half: the call that they are of
-constexpr int64_t DIFFERENT = -3;  // what a call returns if another rank has made another one
+constexpr int64_t DIFFERENT_CALL = -3;  // what a call returns if another rank has made another one
 
 struct Layer {
-    const void *weight, *bias;  // (outputs, columns) and (outputs); bias may be null
-    int64_t outputs, stride;    // `stride` is between rows of the weight
+    const void *weight, *bias;         // (outputs, columns), or (columns, outputs) if it is turned; bias may be null
+    int64_t outputs, stride, turned;  // `stride` is between rows of the weight
 };
 
 struct Linear {
@@ -65,6 +67,38 @@ void by_layers(const Linear& l, int64_t first, int64_t stop, Work work) {
     }
 }
 
+inline Floats load_one(const float* x) { return load(x); }
+inline Floats load_one(const BFloat16* x) { return widen(x); }
+inline Floats load_one(const Float16* x) {
+    Float16s half;
+    std::memcpy(&half, x, sizeof(half));
+    return widen(half);
+}
+
+// The products of all rows with n outputs of a turned weight. Each is a sum in the order of the columns, whatever n is: the
+// outputs after the last whole vector are copied to one. Rows of `out` are `tile` numbers apart, n in whole vectors at least.
+template <class T>
+void turned_products(Queries q, const T* weight, int64_t stride, int64_t n, float* out, int64_t tile) {
+    std::fill(out, out + q.rows * tile, 0.0f);
+    int64_t block = std::max<int64_t>(1, BLOCK / W / q.rows) * W;
+    for (int64_t first = 0; first < n; first += block) {
+        int64_t stop = std::min(n, first + block), whole = stop / W * W;
+        for (int64_t d = 0; d < q.width; d += TURNED) {
+            T rest[TURNED][W] = {};
+            for (int j = 0; j < TURNED; j++) std::memcpy(rest[j], weight + (d + j) * stride + whole, (stop - whole) * sizeof(T));
+            for (int64_t i = first; i < stop; i += W) {
+                Floats read[TURNED];
+                for (int j = 0; j < TURNED; j++) read[j] = load_one(i < whole ? weight + (d + j) * stride + i : rest[j]);
+                for (int64_t r = 0; r < q.rows; r++) {
+                    Floats sum = load(out + r * tile + i);
+                    for (int j = 0; j < TURNED; j++) sum += q.first[r * q.width + place_of<T>(d + j)] * read[j];
+                    store(out + r * tile + i, sum);
+                }
+            }
+        }
+    }
+}
+
 // Reads the input, with its columns in the order of loaded weights.
 template <class T>
 void read(const Linear& l, float* x) {
@@ -83,9 +117,13 @@ void compute(const Linear& l, const Layer& layer, const float* x, int64_t first,
         static thread_local Lines own;
         try {
             for (int64_t at; !code && (at = next.fetch_add(some)) < stop;) {
-                int64_t n = std::min(some, stop - at), tile = (n + STREAMS - 1) / STREAMS * STREAMS;
+                int64_t n = std::min(some, stop - at), tile = (n + W - 1) / W * W;
                 float* found = own.fit(l.rows * tile);
-                all_products<T>({x, l.rows, l.columns}, (const T*)layer.weight + at * layer.stride, l.columns, layer.stride, n, Rows(), found, tile);
+                const T* weight = (const T*)layer.weight + at * (layer.turned ? 1 : layer.stride);
+                if (layer.turned)
+                    turned_products<T>({x, l.rows, l.columns}, weight, layer.stride, n, found, tile);
+                else
+                    all_products<T>({x, l.rows, l.columns}, weight, l.columns, layer.stride, n, Rows(), found, tile);
                 for (int64_t r = 0; r < l.rows; r++)
                     for (int64_t i = 0; i < n; i++)
                         into[r * width + at - first + i] = found[r * tile + i] + (layer.bias ? value(((const T*)layer.bias)[at + i]) : 0.0f);
@@ -145,7 +183,7 @@ int64_t run(const Linear& l, int64_t done) {
                 return piece * turns + 1 + rank;
         for (int64_t rank = 0; rank < l.ranks; rank++) {
             Half half = half_of(l, rank, exchange);
-            if (*half.tag != l.tag) return DIFFERENT;
+            if (*half.tag != l.tag) return DIFFERENT_CALL;
             put<T>(l, from(rank), from(rank + 1), half.outputs);
         }
     }

@@ -2,9 +2,9 @@
 
 from attnmesh.core.layout import Zigzag
 from attnmesh.core.mask import Full
+from attnmesh.mesh.candidate import Candidate
 from attnmesh.mesh.exchange_cost import layer_memory
 from attnmesh.mesh.exchange_cost import peak_activations as peak_activations
-from attnmesh.mesh.prices import Candidate
 from attnmesh.mesh.shapes import Shape
 from attnmesh.planner.workload import Workload
 
