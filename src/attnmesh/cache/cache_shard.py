@@ -68,6 +68,10 @@ def shard_bytes(sizes: Sizes, ranks: int, heads: int, device: torch.device) -> i
     return rows * sizes.batch * (sizes.kv_heads // heads) * width * dtype.itemsize
 
 
+NOT_VIEWED: tuple[list[Tensor], tuple[SharedBlocks, ...], None] = [], (), None
+"""What a shard keeps of its view before it is asked for one."""
+
+
 class CacheShard:
     """Keys and values of one rank's tokens and heads; `index` is the rank's index along the tokens axis.
 
@@ -77,7 +81,7 @@ class CacheShard:
 
     stored: list[Tensor]
     shared: tuple[SharedBlocks, ...] = ()
-    _viewed: tuple[list[Tensor], tuple[SharedBlocks, ...], CacheView | None] = [], (), None
+    _viewed: tuple[list[Tensor], tuple[SharedBlocks, ...], CacheView | None] = NOT_VIEWED
 
     def __init__(self, sizes: Sizes, heads: Axis, ranks: int, device: torch.device, index: int) -> None:
         self.sizes, self.heads, self.index, self.device = sizes, heads, index, device
@@ -266,6 +270,7 @@ class CacheShard:
         A save may read the old memory.
         """
         used, rows = self.used, self._rows(slots)
+        self._viewed = NOT_VIEWED  # it would keep the old memory
         with torch.inference_mode(False):
             token_index = joined([*(x.token_index[:-1] for x in before), self.token_index[gone:used]], 0, rows)
             padding, state = self.padding, self.state.clone()
@@ -284,7 +289,7 @@ class CacheShard:
 
     def reorder(self, index: Tensor) -> None:
         """Replace sequence b by sequence `index[b]`; the batch may change."""
-        used = self.used
+        used, self._viewed = self.used, NOT_VIEWED
         if len(index) != self.sizes.batch:
             with torch.inference_mode(False):
                 blank = (empty_rows((len(index), *x.shape[1:]), x.dtype, x.device) for x in self.stored)
