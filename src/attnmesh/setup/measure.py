@@ -43,12 +43,6 @@ RUNS = 8
 IN_A_ROW = 6
 """Short calls that are timed together: ranks do not begin at quite the same time."""
 
-CROWDED = 1.3
-"""Speed of a rank alone, over that among others, from which on ranks wait for a core after a message has come."""
-
-WORKED_KEYS = 2048
-"""Keys that a rank of a crowded host attends before each short message: about a millisecond."""
-
 TIMEOUT = 0.12
 """Seconds that one long message should take at most."""
 
@@ -143,45 +137,28 @@ def measure_device(world: MeasuredRanks, dtype: torch.dtype) -> Device:
     return Device(*rates, _memory(world), copy_rate=2 * bytes_read / copy, call=call, run=2 * each, alone=speed_up)
 
 
-def measure_link(world: MeasuredRanks, device: Device, *, between: bool) -> Link:
-    """Return the rates of the links inside hosts or between them, if there are any.
-
-    Where ranks share cores, a rank that waits for a message gets a core some time after it has come. So there short
-    messages are sent between pieces of work.
-    """
+def measure_link(world: MeasuredRanks, *, between: bool) -> Link:
+    """Return the rates of the links inside hosts or between them, if there are any."""
     host, place = world.place
     lines, most = world.lines(between=between), max(map(len, world.hosts))
     if max(map(len, lines)) < 2:
         return NO_LINK
     mine, at = (lines[place], host) if between else (lines[host], place)
     line = [*mine[at:], *mine[:at]]
-    work = _work(world) if device.alone > CROWDED else None
-    alone = 0.0 if work is None else world.short(work)
-
-    def short(call: Callable[[], Any]) -> float:
-        return world.short(call) if work is None else max(0.0, world.short(lambda: (work(), call())) - alone)
-
-    latency = short(lambda: _exchange(world, line, MERGE_BYTES))
+    latency = world.short(lambda: _exchange(world, line, MERGE_BYTES))
     several = min(15, len(line) - 1)
-    many = short(lambda: _exchange(world, line, MERGE_BYTES, several))
+    many = world.short(lambda: _exchange(world, line, MERGE_BYTES, several))
     bytes_ = 1 << 18
     once = world.median(lambda: _exchange(world, line, bytes_), 2)
     bytes_ = int(min(1 << 24, max(1 << 18, bytes_ * TIMEOUT / once)))
     together = world.median(lambda: _exchange(world, line, bytes_), 3)
-    one = world.median(lambda: _exchange(world, line if place == 0 or not between else [], bytes_), 3)
-    idle = latency if work is None else world.short(lambda: _exchange(world, line, MERGE_BYTES))
-    host_rate = most * bytes_ / max(together - idle, 1e-9)
-    first = latency if between else short(lambda: _swap_near(world, line))
-    rank_rate = bytes_ / max((one if between else together) - idle, 1e-9)
+    alone = world.median(lambda: _exchange(world, line if place == 0 or not between else [], bytes_), 3)
+    host_rate = most * bytes_ / max(together - latency, 1e-9)
+    short = latency if between else world.short(lambda: _swap_near(world, line))
+    rank_rate = bytes_ / max((alone if between else together) - latency, 1e-9)
     message = max(0.0, (many - latency) / max(1, several - 1))
-    step = _step(world, lines, first)
-    return Link(latency, rank_rate, max(host_rate, rank_rate), short=first, step=step, message=message)
-
-
-def _work(world: MeasuredRanks) -> Callable[[], Any]:
-    """Return a piece of work, as a rank does between two messages of a step."""
-    q, k, v = torch.randn(3, 1, 8, WORKED_KEYS, 64, device=world.device).unbind()
-    return partial(LocalPlan.of(q[:, :, :1], k, v, FULL, Logits(0.125), "auto").attend, q[:, :, :1], k, v, None)
+    step = _step(world, lines, short)
+    return Link(latency, rank_rate, max(host_rate, rank_rate), short=short, step=step, message=message)
 
 
 def _step(world: MeasuredRanks, lines: list[list[int]], first: float) -> float:
@@ -237,7 +214,7 @@ def measure(mesh: DeviceMesh | None, dtype: torch.dtype | None = None) -> Cluste
     require(len(sizes) == 1, ClusterError, "Cluster.measure", expected, f"hosts of {sorted(sizes)}", fix)
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
     device_rates = measure_device(world, dtype)
-    inside, between = (measure_link(world, device_rates, between=between) for between in (False, True))
+    inside, between = measure_link(world, between=False), measure_link(world, between=True)
     ranks = sizes.pop()
     how = "ring" if device.type == "cpu" else "tree"
     source = (("all", f"measured on {world.axis.size} ranks in {dtype}, all at work, torch {torch.__version__}"),)
