@@ -69,7 +69,7 @@ def shard_bytes(sizes: Sizes, ranks: int, heads: int, device: torch.device) -> i
 
 
 NOT_VIEWED: tuple[list[Tensor], tuple[SharedBlocks, ...], None] = [], (), None
-"""What a shard keeps of its view before it is asked for one."""
+"""Kept of the view of a shard that has not been asked for one."""
 
 
 class CacheShard:
@@ -211,8 +211,8 @@ class CacheShard:
         `held` are the tokens so far, on all ranks and on this one; None where the device alone knows them.
         """
         more = new[0].shape[2]
-        plain = more and held is not None and self.padding is None and token_mask is None  # all ranks record padding
-        if plain and held is not None and self.append_run(new, more, *held):
+        plain = more > 0 and self.padding is None and token_mask is None  # all ranks record padding
+        if held is not None and plain and self.append_run(new, more, *held):
             return
         length, used = self.state[:2].unbind()
         tokens = length + torch.arange(more, device=self.device)

@@ -152,8 +152,9 @@ class LocalShards:
         if self.forgets is not None:
             self._raise_floor(more, more)
         for shard in self.all:
-            own = 0 if self.forgets is None else count(shard.index, start + more) - count(shard.index, start)
+            own = 0
             if self.forgets is not None:
+                own = count(shard.index, start + more) - count(shard.index, start)
                 shard.make_room(own, self.first)
             shard.append(new, token_mask, self.held(shard, own))
         self._advance(more)

@@ -61,7 +61,7 @@ def place_of(weight: Tensor, bias: Tensor | None) -> tuple[object, ...]:
 
 
 class LayerBoards:
-    """Where ranks of an axis write outputs of the layers that they share, of all models; nowhere for one rank."""
+    """Boards for the outputs of layers that ranks of an axis share, of all models; none for one rank."""
 
     def __init__(self, axis: Axis, mailboxes: Mailboxes | None) -> None:
         self.axis, self.mailboxes = axis, mailboxes

@@ -86,7 +86,7 @@ the end, and the own among these; count what was written on the board; wait unti
 
 
 class Awaited(NamedTuple):
-    """What a rank waits for: that a member's messages reach a count, as one word of the memory says."""
+    """A wait of a rank: until a member's messages reach a count, as one word of the memory says."""
 
     peer: int
     counter: int

@@ -193,12 +193,8 @@ def prepare_step(inputs: StepInputs, step: DecodeStep, kind: tuple[Any, ...] | N
 
 def prepared(q: Tensor, view: CacheView, step: DecodeStep) -> PreparedStep:
     """Return what steps with such queries run: the launches of a kernel, and the merge."""
-    steps, axis, host, heads = (
-        CacheSteps(step.kernel_for(q, view), step.logits, step.value_dim),
-        step.tokens,
-        None,
-        None,
-    )
+    steps, axis = CacheSteps(step.kernel_for(q, view), step.logits, step.value_dim), step.tokens
+    host, heads = None, None
     one_host = axis.size > 1 and step.heads.size == 1 and q.device.type == "cpu" and not step.reproducible
     if one_host and steps.in_place is None and sum_dtype(q.dtype) == torch.float32:
         how = chosen_merge(axis, step.merge, step.output, q.device)
