@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import attnmesh as am
 from attnmesh import hf
 from attnmesh.core.layout import Layout
-from attnmesh.core.logits import Logits
+from attnmesh.core.scaling import Scaling
 from attnmesh.core.storage import STORAGES
-from attnmesh.kernels.blocks import Need
 from attnmesh.kernels.cache_view import DecodeQuery
 from attnmesh.kernels.choice import choose
+from attnmesh.kernels.rectangles import Need
 from benchmarks.model import Times
 from benchmarks.timing import Call, Comparison, Timing, race
 
@@ -132,11 +132,11 @@ def _overhead(device: torch.device, sizes: Sizes) -> Comparison:
     """Return a whole step beside its kernel alone, on so few keys that the overhead dominates."""
     cache = _filled(device, sizes, 1, 256)
     q = torch.randn(1, sizes.heads[0], 1, WIDTH, device=device, dtype=torch.bfloat16)
-    logits = Logits(WIDTH**-0.5)
-    kernel = choose(Need.of_cache(q, cache.shard.view, logits))
+    scaling = Scaling(WIDTH**-0.5)
+    kernel = choose(Need.of_cache(q, cache.shard.view, scaling))
     calls: dict[str, Call] = {"step": lambda: am.decode(q, cache)}
     if kernel.reads_cache:
-        calls["kernel"] = lambda: kernel.attend_cache(DecodeQuery(q, am.Causal(), logits, 257), cache.shard.view)
+        calls["kernel"] = lambda: kernel.attend_cache(DecodeQuery(q, am.Causal(), scaling, 257), cache.shard.view)
     else:
         calls["kernel"] = lambda: am.attend(q, cache.keys[:, :, :256], cache.values[:, :, :256])
     timings = _raced(calls, device, sizes)

@@ -23,7 +23,7 @@ from transformers.utils import logging
 from attnmesh import hf
 from attnmesh.cache.cache import KVCache
 from attnmesh.cli.launch import Send, run_on_ranks
-from attnmesh.comm.topology import all_gather_ints
+from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.comm.transport import transport_of
 from attnmesh.core.partial import with_sinks
 from attnmesh.errors import InputError
@@ -243,7 +243,7 @@ def _ranks(request: Request) -> Iterator[Measured | Cluster]:
         dist.barrier()
         made = hf.generate(model, ids, cache=cache, max_new_tokens=request.new, do_sample=False, streamer=times)
         sizes = cache.held_bytes, resident("VmRSS"), weights_in_memory(model)
-        held, most, weights = map(max, zip(*all_gather_ints(sizes, Mesh.of(mesh).axes), strict=True))
+        held, most, weights = map(max, zip(*dist_all_gather_ints(sizes, Mesh.of(mesh).axes), strict=True))
         tokens, found = made[0, ids.shape[1] :].tolist(), (held, most, weights)
         yield Measured(name, tokens, times.seconds, round(prefill, 2), found, prices.get(name))
     away = over_hosts(size, cluster)

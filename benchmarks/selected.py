@@ -18,7 +18,7 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32At
 
 from attnmesh.cache.cache import KVCache
 from attnmesh.cli.launch import Send, run_on_ranks
-from attnmesh.comm.topology import all_gather_ints
+from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.core.selection import Selection
 from attnmesh.decoding.decode_call import decode
 from attnmesh.decoding.index_search import top_k_tokens
@@ -169,11 +169,11 @@ def _row(layer: _Layer | _Stock, contender: str, extra: float | None) -> Row:
     """Return the row of one way to decode, whose extra memory is known."""
     times, step, axes = list[tuple[int, ...]](), layer.contenders[contender], layer.mesh.axes
     for _ in range(layer.steps + 1):
-        table = all_gather_ints(step(), axes)
+        table = dist_all_gather_ints(step(), axes)
         times.append(tuple(map(max, zip(*table, strict=True))))
     with counted() as traffic:
         step()
-    most = max(count for (count,) in all_gather_ints([traffic.bytes], axes))
+    most = max(count for (count,) in dist_all_gather_ints([traffic.bytes], axes))
     whole, selecting = (Timing.of([1e-9 * x for x in column]) for column in zip(*times[1:], strict=True))
     return Row(layer.tokens, contender, whole, selecting.median, most / 1e3, extra)
 

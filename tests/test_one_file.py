@@ -16,13 +16,13 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh.comm.message import PartialMessage
 from attnmesh.comm.transport import Transport
-from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial
+from attnmesh.core.scaling import Scaling
 from attnmesh.kernels import choice
-from attnmesh.kernels.blocks import BackwardInputs, Block, Gradients, Kernel, Need
+from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Kernel, Need, Rectangle
 from attnmesh.mesh.merge_cost import add_swap
-from attnmesh.mesh.merges import MERGES, Merge, Merged
+from attnmesh.mesh.merges import MERGES, CheckedPartial, Merge
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.dense import dense
 from tests.support.mesh_problems import named_mesh
@@ -44,23 +44,23 @@ class Dense(Kernel):
     def unsupported_reason(self, need: Need) -> str | None:
         return None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Rectangle, scaling: Scaling) -> Partial:
         self.calls += 1
-        return Partial(*dense(q, k, v, block.visible(), logits.scale)[:2])
+        return Partial(*dense(q, k, v, block.visible(), scaling.scale)[:2])
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, logits: Logits
+        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Rectangle, scaling: Scaling
     ) -> Gradients:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        weights = (q @ k.mT * logits.scale).masked_fill(~block.visible(), -torch.inf)
+        weights = (q @ k.mT * scaling.scale).masked_fill(~block.visible(), -torch.inf)
         weights = torch.exp(weights - saved.lse.unsqueeze(-1))
         delta = (saved.out * saved.dout).sum(-1, keepdim=True)
-        dlogits = weights * (saved.dout @ v.mT - delta) * logits.scale
+        dlogits = weights * (saved.dout @ v.mT - delta) * scaling.scale
         dk, dv = (x.unflatten(1, (2, -1)).sum(2) for x in (dlogits.mT @ q, weights.mT @ saved.dout))
         return Gradients(dlogits @ k, dk, dv)
 
 
-def around(ranks: Transport, message: Tensor, form: PartialMessage, _: bool) -> Merged:
+def around(ranks: Transport, message: Tensor, form: PartialMessage, _: bool) -> CheckedPartial:
     """Send on what came, to the next rank of a ring, until all have all messages."""
     (size, rank), rows = (ranks.axis.size, ranks.axis.index), [message]
     for _step in range(1, size):

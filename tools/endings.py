@@ -139,7 +139,7 @@ del late_tensor
 begun.wait(60)
 """
 
-KEPT = """
+TENSOR_MEMO = """
 class Kept:
     pass
 kept = Kept()
@@ -151,8 +151,8 @@ ENDS = {
     "destroy": "dist.destroy_process_group()",
     "barrier": "dist.barrier()",
     "barrier, destroy": "dist.barrier()\ndist.destroy_process_group()",
-    "a cycle": KEPT,
-    "a cycle, destroy": KEPT + "dist.destroy_process_group()",
+    "a cycle": TENSOR_MEMO,
+    "a cycle, destroy": TENSOR_MEMO + "dist.destroy_process_group()",
     "sys.exit(3)": "sys.exit(3)",
     "an error": "raise ValueError('no')",
     "an error of one": "if dist.get_rank() == 1:\n    raise ValueError('no')",

@@ -41,32 +41,32 @@ def modules(source: Path = SOURCE) -> dict[str, ast.Module]:
 
 def shared_classes(trees: dict[str, ast.Module]) -> Found:
     """Return names of classes that stand in several files."""
-    places = defaultdict(set)
+    positions = defaultdict(set)
     for name, tree in trees.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
-                places[node.name].add(name)
-    return _several(places)
+                positions[node.name].add(name)
+    return _several(positions)
 
 
 def shared_functions(trees: dict[str, ast.Module]) -> Found:
     """Return names of functions that stand in many files. That of a fake operator is no name."""
-    places = defaultdict(set)
+    positions = defaultdict(set)
     for name, tree in trees.items():
         for node in tree.body:
             if isinstance(node, ast.FunctionDef) and node.name != "_":
-                places[node.name].add(name)
-    return _several(places, MAX_NAMESAKES)
+                positions[node.name].add(name)
+    return _several(positions, MAX_NAMESAKES)
 
 
 def shared_stems(trees: dict[str, ast.Module]) -> Found:
     """Return names of files that stand in several rooms."""
-    places = defaultdict(set)
+    positions = defaultdict(set)
     for name in trees:
         stem = name.rpartition(".")[2]
         if not stem.startswith("__"):
-            places[stem].add(name)
-    return _several(places)
+            positions[stem].add(name)
+    return _several(positions)
 
 
 def long_files(trees: dict[str, ast.Module]) -> Found:
@@ -158,8 +158,8 @@ COUNTS = {
 """Counts, and the bound of each: what was found when it was last counted. All of them are wanted at 0."""
 
 
-def _several(places: dict[str, set[str]], most: int = 1) -> Found:
-    return [f"{name}: {', '.join(sorted(some))}" for name, some in sorted(places.items()) if len(some) > most]
+def _several(positions: dict[str, set[str]], most: int = 1) -> Found:
+    return [f"{name}: {', '.join(sorted(some))}" for name, some in sorted(positions.items()) if len(some) > most]
 
 
 def _imported(tree: ast.Module) -> set[str]:

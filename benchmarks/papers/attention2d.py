@@ -16,7 +16,7 @@ from attnmesh.mesh.shapes import Shape
 from attnmesh.planner.cost import cost
 from attnmesh.planner.workload import Workload
 from attnmesh_command.shared_options import AsJson, OutFile
-from benchmarks.papers.baselines import in_turn
+from benchmarks.papers.baselines import sequential
 from benchmarks.papers.report import Report, Row, Span, one, published, span
 
 MODELS = {"760M": (24, 16, 96), "2.7B": (32, 32, 80), "13B": (40, 40, 128)}
@@ -97,7 +97,7 @@ def _training(gpus: str, model: str, length: int) -> dict[str, Any]:
         "bulk": cost(Candidate(mesh, row, am.Zigzag(), "bulk"), workload, cluster).seconds,
         "pipelined": cost(Candidate(mesh, row, am.Zigzag(), "pipelined"), workload, cluster).seconds,
         "ring": cost(ring, workload, cluster).seconds,
-        "ring in turn": in_turn(ring, workload, cluster),
+        "ring in turn": sequential(ring, workload, cluster),
         "best": best.seconds,
         "plan": best.name,
     }

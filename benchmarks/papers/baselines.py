@@ -59,7 +59,7 @@ def tree_volume(ranks: int, hidden: int, heads: int) -> float:
     return HALF * 2 * (ranks - 1) / ranks * (hidden + 2 * heads)
 
 
-def in_turn(way: Candidate, workload: Workload, cluster: Cluster) -> float:
+def sequential(way: Candidate, workload: Workload, cluster: Cluster) -> float:
     """A ring that computes, then sends: seconds of its kernels, and of all else on devices that compute in no time."""
     at_once = replace(cluster.device, forward_rate=BOUNDLESS, backward_rate=BOUNDLESS, call=0.0)
     sent = cost(way, workload, replace(cluster, device=at_once)).seconds

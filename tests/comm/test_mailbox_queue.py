@@ -14,7 +14,7 @@ import attnmesh as am
 from attnmesh.cli.launch import run_on_ranks
 from attnmesh.comm.p2p import exchange_messages
 from attnmesh.comm.shared_memory import SLOT
-from attnmesh.comm.transport import share_numbers
+from attnmesh.comm.transport import all_gather_ints
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.mesh_attention import executor
@@ -62,7 +62,7 @@ def _share() -> bool:
     mesh = Mesh.of(named_mesh(Shape(1, 2, 2), AXES))
     right = True
     for count in (1, 6, 3, SLOT // 64, SLOT // 16, 7) * 5:
-        table = share_numbers([mesh.shard * count + i for i in range(count)], mesh)
+        table = all_gather_ints([mesh.shard * count + i for i in range(count)], mesh)
         right &= table == [[shard * count + i for i in range(count)] for shard in range(4)]
     return right
 

@@ -207,10 +207,10 @@ def test_traffic_is_independent_of_length_and_shards_are_even(pool: Pool) -> Non
 
 def append_keeps_addresses() -> bool:
     cache = cache_of((1, 1, 2), 30)
-    places = [x.data_ptr() for x in (cache.keys, cache.values, cache.shard.token_index, cache.shard.state)]
+    positions = [x.data_ptr() for x in (cache.keys, cache.values, cache.shard.token_index, cache.shard.state)]
     for _ in range(20):
         cache.append(*torch.randn(2, 1, HEADS[1], 1, WIDTH).unbind())
-    return places == [x.data_ptr() for x in (cache.keys, cache.values, cache.shard.token_index, cache.shard.state)]
+    return positions == [x.data_ptr() for x in (cache.keys, cache.values, cache.shard.token_index, cache.shard.state)]
 
 
 def test_append_writes_in_place(pool: Pool) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh import errors
-from attnmesh.core.logits import Scores
+from attnmesh.core.scaling import Scores
 from attnmesh.core.selection import Selection, Visible
 from attnmesh.decoding.decode_shard import decode_shard
 from attnmesh.decoding.query_shard import QueryShard

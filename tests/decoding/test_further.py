@@ -54,11 +54,11 @@ def differences(ranks: int) -> list[float]:
         k, v = numbers(2, 2, HEADS[1], TOKENS, WIDTH)
         more = numbers(2, 2, HEADS[1], MORE, WIDTH, seed=5)
         keys, values = (torch.cat(x, 2).repeat_interleave(2, 1) for x in zip((k, v), more, strict=True))
-        logits = 0.5 * q @ keys.mT
+        scaling = 0.5 * q @ keys.mT
         seen = mask.visible(torch.arange(TOKENS - rows, TOKENS), torch.arange(TOKENS))
-        logits[..., :TOKENS].masked_fill_(~seen, -torch.inf)
+        scaling[..., :TOKENS].masked_fill_(~seen, -torch.inf)
         sink = sinks[:, None, None].expand(2, -1, rows, 1)
-        expected = torch.cat((logits, sink), -1).softmax(-1)[..., :-1] @ values
+        expected = torch.cat((scaling, sink), -1).softmax(-1)[..., :-1] @ values
         own = torch.arange(HEADS[0]).tensor_split(ranks)[rank] if output == "heads" else slice(None)
         found.append(float((out - expected[:, own]).abs().max()))
     return found
@@ -70,9 +70,9 @@ def test_one_softmax_covers_the_cache_further_keys_and_sinks(pool: Pool, ranks: 
         assert max(found) < 1e-14, found
 
 
-def received(further: bool) -> int:
+def received(other_keys: bool) -> int:
     cache, q = cache_of(4, None, torch.float32), numbers(2, HEADS[0], 1, WIDTH, seed=2, dtype=torch.float32)
-    partial = part_of(q, dist.get_rank(), 4) if further else None
+    partial = part_of(q, dist.get_rank(), 4) if other_keys else None
     with counted() as traffic:
         am.decode(q, cache, partial=partial, merge="tree")
     return traffic.bytes

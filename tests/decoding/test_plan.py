@@ -13,7 +13,7 @@ import attnmesh as am
 from attnmesh.errors import InputError
 from attnmesh.kernels.cache_runs import CacheSteps
 from attnmesh.kernels.native.build import library
-from attnmesh.runtime.caches import Kinds
+from attnmesh.runtime.memo import Memo
 from tests.support.pool import Pool
 from tests.support.seeds import pairs
 
@@ -38,7 +38,7 @@ def cache_on(ranks: int, dtype: torch.dtype = torch.float32, **options: object) 
 
 def _forget(cache: am.KVCache) -> None:
     """Forget the kinds, so that the next call takes the usual way."""
-    cache.step_plans, cache.known_appends = Kinds(), Kinds()
+    cache.step_plans, cache.known_appends = Memo(), Memo()
 
 
 def _equal_twice(cache: am.KVCache, q: Tensor, **options: object) -> bool:

@@ -58,13 +58,13 @@ class Rows:
             one = slice(row, row + 1)
             self.kept[row] = tuple(torch.cat((x, new[one]), 2) for x, new in zip(self.kept[row], (k, v), strict=True))
             keys, values = (x.double() for x in self.kept[row])
-            places = torch.arange(keys.shape[2])
+            positions = torch.arange(keys.shape[2])
             if "sinks" in how:
                 how["sinks"] = how["sinks"].double()
             sinks = how.get("sinks")
             plain = {name: x for name, x in how.items() if name != "sinks"} | {"mask": how.get("mask", am.Causal())}
             partial = am.attend(
-                q[one].double(), keys, values, q_positions=places[-queries:], kernel="reference", **plain
+                q[one].double(), keys, values, q_positions=positions[-queries:], kernel="reference", **plain
             )
             if sinks is not None:
                 lse = sinks[None, :, None].expand(1, -1, queries)

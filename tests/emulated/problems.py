@@ -38,7 +38,7 @@ def run(gpu: EmulatedGPU, problem: MeshProblem, kernel: str, checked: bool | Non
     mesh = named_mesh(problem.shape, problem.axes)
     q, k, v, dout, *sinks = problem.whole()
     queries, keys = shard_positions(problem, mesh)
-    shards = [x[:, :, places].cuda() for x, places in ((q, queries), (k, keys), (v, keys))]
+    shards = [x[:, :, positions].cuda() for x, positions in ((q, queries), (k, keys), (v, keys))]
     sink = sinks[0].cuda() if sinks else None
     whole = problem.selected
     selected = None if whole is None else am.Selection(whole.indices[:, :, queries].cuda(), whole.block)

@@ -17,7 +17,7 @@ import attnmesh as am
 from attnmesh.comm import transport
 from attnmesh.core.digest import digest
 from attnmesh.errors import InputError, MeshError, UnforeseenError
-from attnmesh.kernels.implementations.native import NativeKind
+from attnmesh.kernels.implementations.native import NativeLaunch
 from attnmesh.kernels.native.build import library
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.interpreted import interpreting
@@ -132,9 +132,9 @@ def attended(checked: bool | None, length: int | None) -> list[Any]:
     mesh = named_mesh(Shape(1, 2, 1), AXES)
     x = torch.ones(1, 2, 5 - dist.get_rank(), WIDTH)
     options = {"mesh": mesh, "layout": am.Zigzag(), "length": length, "checked": checked}
-    exchanges, share = [], transport.share_numbers
+    exchanges, share = [], transport.all_gather_ints
     with mock.patch(
-        "attnmesh.guard.agreement.share_numbers", lambda *arguments: (exchanges.append(1), share(*arguments))[1]
+        "attnmesh.guard.agreement.all_gather_ints", lambda *arguments: (exchanges.append(1), share(*arguments))[1]
     ):
         outs = [am.attention(x, x, x, **options) for _ in range(2)]
         same = torch.equal(*outs)
@@ -155,7 +155,7 @@ def test_attention_compares_each_call(pool: Pool, checked: bool | None, length: 
 def uncompared() -> bool:
     mesh = named_mesh(Shape(1, 2, 1), AXES)
     x = torch.ones(1, 2, 5 - dist.get_rank(), WIDTH)
-    with mock.patch("attnmesh.guard.agreement.share_numbers", side_effect=AssertionError("they ask")):
+    with mock.patch("attnmesh.guard.agreement.all_gather_ints", side_effect=AssertionError("they ask")):
         out = am.attention(x, x, x, mesh=mesh, layout=am.Zigzag(), length=9, checked=False)
     return torch.equal(out, am.attention(x, x, x, mesh=mesh, layout=am.Zigzag()))
 
@@ -286,7 +286,7 @@ def _step_without_memory(before: int, options: dict[str, Any]) -> list[str]:
     step = partial(am.decode, torch.ones(1, 4, 1, 4), cache, **options)
     for _ in range(before):
         step()
-    fails = mock.patch.object(NativeKind, "launch", side_effect=MemoryError("no more"))
+    fails = mock.patch.object(NativeLaunch, "launch", side_effect=MemoryError("no more"))
     try:
         with fails if dist.get_rank() else nullcontext():
             found = f"nan: {bool(step().isnan().all())}"

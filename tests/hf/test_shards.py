@@ -145,9 +145,9 @@ def custom_losses() -> list[float]:
     labels = part["shift_labels"]
     with torch.no_grad():
         logits = families.model("llama", "attnmesh")(**part).logits[0]
-    learned = int((labels != -100).sum())
+    label_counts = int((labels != -100).sum())
     total = nn.functional.cross_entropy(logits, labels[0], reduction="sum")
-    return [float(total), float(total / float(part["num_items_in_batch"])), float(total / learned)]
+    return [float(total), float(total / float(part["num_items_in_batch"])), float(total / label_counts)]
 
 
 def test_a_custom_loss_keeps_its_divisor(pool: Pool) -> None:

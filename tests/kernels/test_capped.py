@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 import attnmesh as am
-from attnmesh.core.logits import Logits
+from attnmesh.core.scaling import Scaling
 from attnmesh.errors import KernelError
-from attnmesh.kernels.blocks import Need
 from attnmesh.kernels.implementations.cuda import CUDA
+from attnmesh.kernels.rectangles import Need
 from benchmarks.timing import peak_memory
 from tests.support.dense import truth
 
@@ -81,8 +81,8 @@ def test_infinite_and_invalid_inputs() -> None:
     q, k, v = (torch.full((1, 1, 3, 8), x) for x in (1.0, 1.0, 2.0))
     k[:, :, 1], k[:, :, 2] = math.inf, -math.inf
     out, lse = am.attend(q, k, v, softcap=5.0)
-    logits = torch.tensor([5.0 * math.tanh(math.sqrt(8.0) / 5.0), 5.0, -5.0])
-    assert torch.allclose(lse, logits.logsumexp(0).expand_as(lse))
+    scaling = torch.tensor([5.0 * math.tanh(math.sqrt(8.0) / 5.0), 5.0, -5.0])
+    assert torch.allclose(lse, scaling.logsumexp(0).expand_as(lse))
     assert torch.allclose(out, torch.full_like(out, 2.0))
     k[:, :, 0] = math.nan
     assert am.attend(q, k, v, softcap=5.0).out.isnan().all()
@@ -100,6 +100,6 @@ def test_memory_of_logits_is_that_of_one_tile(kernel: str) -> None:
 
 def test_operators_of_cuda_refuse_a_cap_by_name() -> None:
     x = torch.zeros(1, 1, 4, 8, device="meta")
-    assert CUDA().refusal(Need.of(x, x, x, Logits(1.0, 2.0))) == "it runs on CUDA, the tensors are on meta"
+    assert CUDA().refusal(Need.of(x, x, x, Scaling(1.0, 2.0))) == "it runs on CUDA, the tensors are on meta"
     with pytest.raises(KernelError, match="kernel cuda: expected tensors that it supports"):
         am.attend(*(torch.zeros(1, 1, 4, 8) for _ in range(3)), softcap=2.0, kernel="cuda")

@@ -6,18 +6,18 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh.cli import proofs
-from attnmesh.core.logits import Logits
 from attnmesh.core.partial import Partial
+from attnmesh.core.scaling import Scaling
 from attnmesh.errors import KernelError
 from attnmesh.kernels import choice
-from attnmesh.kernels.blocks import BackwardInputs, Block, Gradients, Kernel, Need
 from attnmesh.kernels.choice import KERNELS, choose, find
 from attnmesh.kernels.implementations.reference import Reference
+from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Kernel, Need, Rectangle
 from tests.support.dense import dense
 
 pytestmark = pytest.mark.quick
 
-NEED = Need.of(*torch.zeros(3, 1, 2, 100, 8), Logits(1.0))
+NEED = Need.of(*torch.zeros(3, 1, 2, 100, 8), Scaling(1.0))
 
 
 class Dense(Kernel):
@@ -34,16 +34,16 @@ class Dense(Kernel):
     def suits(self, need: Need) -> bool:
         return need.rows <= 64
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Rectangle, scaling: Scaling) -> Partial:
         self.calls += 1
-        out, lse, _ = dense(q, k, v, block.visible(), logits.scale)
+        out, lse, _ = dense(q, k, v, block.visible(), scaling.scale)
         return Partial(out, lse)
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, logits: Logits
+        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Rectangle, scaling: Scaling
     ) -> Gradients:
         self.calls += 1
-        return Reference().backward(q, k, v, saved, block, logits)
+        return Reference().backward(q, k, v, saved, block, scaling)
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attnmesh as am
 from attnmesh.core.band import Band
-from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial
-from attnmesh.kernels.blocks import BackwardInputs, Block, Need, cut
+from attnmesh.core.scaling import Scaling
 from attnmesh.kernels.implementations import cuda
 from attnmesh.kernels.implementations.reference import Reference
+from attnmesh.kernels.rectangles import BackwardInputs, Need, Rectangle, cut
 from tests.support.interpreted import interpreting
 from tests.support.problems import draw
 
@@ -44,14 +44,14 @@ def eager_operators(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", BLOCKS)
 @pytest.mark.parametrize("width", [20, 64])
 def test_the_operators_are_called_as_declared(dtype: torch.dtype, kind: str, width: int) -> None:
-    block = cut(Band.of(BLOCKS[kind], torch.arange(100), 100))[-1]
-    rows, keys = (part.stop - part.start for part in (block.queries, block.keys))
+    rectangle = cut(Band.of(BLOCKS[kind], torch.arange(100), 100))[-1]
+    rows, keys = (part.stop - part.start for part in (rectangle.queries, rectangle.keys))
     q = torch.empty(2, 6, rows, 64, dtype=dtype, device="meta")
     k, v = (torch.empty(2, 2, keys, w, dtype=dtype, device="meta") for w in (64, width))
-    out, lse = cuda.CUDA().attend(q, k, v, block, Logits(0.1))
+    out, lse = cuda.CUDA().attend(q, k, v, rectangle, Scaling(0.1))
     assert (out.shape, out.dtype) == ((2, 6, rows, width), dtype)
     assert (lse.shape, lse.dtype) == ((2, 6, rows), torch.float32)
-    gradients = cuda.CUDA().backward(q, k, v, BackwardInputs(out, lse, out), block, Logits(0.1))
+    gradients = cuda.CUDA().backward(q, k, v, BackwardInputs(out, lse, out), rectangle, Scaling(0.1))
     assert [(g.shape, g.dtype) for g in gradients] == [(x.shape, dtype) for x in (q, k, v)]
 
 
@@ -60,31 +60,31 @@ def test_plain_blocks_of_half_precision_go_to_flash_and_the_rest_to_efficient() 
     full, causal, masked = (cut(Band.of(mask, torch.arange(100), 100))[0] for mask in BLOCKS.values())
     half, single = (torch.empty(1, 2, 100, 64, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
     taken = [
-        type(cuda.operator_of(x, x, x, block))
-        for x, block in ((half, full), (half, causal), (half, masked), (single, full), (single, causal))
+        type(cuda.operator_of(x, x, x, rectangle))
+        for x, rectangle in ((half, full), (half, causal), (half, masked), (single, full), (single, causal))
     ]
     assert taken == [cuda.Flash, cuda.Flash, cuda.Efficient, cuda.Efficient, cuda.Efficient]
 
 
 @pytest.mark.usefixtures("eager_operators")
 def test_cudnn_is_called_as_declared_and_leaves_gradients_to_flash() -> None:
-    block = cut(Band.of(am.Causal(), torch.arange(100), 100))[0]
+    rectangle = cut(Band.of(am.Causal(), torch.arange(100), 100))[0]
     q, k, v = (torch.empty(2, heads, 100, 64, dtype=torch.bfloat16, device="meta") for heads in (6, 2, 2))
-    out, lse = cuda.Cudnn().attend(q, k, v, block, Logits(0.1))
+    out, lse = cuda.Cudnn().attend(q, k, v, rectangle, Scaling(0.1))
     assert (out.shape, lse.shape) == (q.shape, q.shape[:-1])
-    assert not cuda.Cudnn().takes(q, k, v, block)  # on recent GPUs only, once checked
-    gradients = cuda.Cudnn().backward(q, k, v, BackwardInputs(out, lse, out), block, Logits(0.1))
+    assert not cuda.Cudnn().takes(q, k, v, rectangle)  # on recent GPUs only, once checked
+    gradients = cuda.Cudnn().backward(q, k, v, BackwardInputs(out, lse, out), rectangle, Scaling(0.1))
     assert [g.shape for g in gradients] == [x.shape for x in (q, k, v)]
 
 
 def test_a_wrong_operator_is_not_used_and_warned_about() -> None:
     class Wrong(cuda.Cudnn):
-        def attend(self, q, k, v, block, logits):  # type: ignore[no-untyped-def]
+        def attend(self, q, k, v, rectangle, scaling):  # type: ignore[no-untyped-def]
             return Partial(q, q[..., 0].float())
 
     class Right(cuda.Cudnn):
-        def attend(self, q, k, v, block, logits):  # type: ignore[no-untyped-def]
-            return Reference().attend(q, k, v, block, logits)
+        def attend(self, q, k, v, rectangle, scaling):  # type: ignore[no-untyped-def]
+            return Reference().attend(q, k, v, rectangle, scaling)
 
     where = torch.device("cpu"), torch.bfloat16, 64, True, True
     with pytest.warns(UserWarning, match="does not use PyTorch's wrong operator for torch.bfloat16"):
@@ -98,10 +98,10 @@ def test_masked_and_many_blocks_are_one_launch_of_triton(mask: Mask) -> None:
     band = Band.of(mask, torch.arange(1400), 1400)
     assert len(cuda.CUDA().cut(band, x, x, x)) > 1  # without Triton: as many calls as there are blocks
     with interpreting("triton"):
-        (block,) = cuda.CUDA().cut(band, x, x, x)
-        assert cuda.CUDA().operator_name(x, x, x, block) == "triton"
-        short, tokens = Block(slice(0, 70), slice(0, 70), band=block.bounds().rows(0, 70, 0)), x[:, :, :70]
-        ours = cuda.CUDA().attend(tokens, tokens, tokens, short, Logits(0.25))
+        (rectangle,) = cuda.CUDA().cut(band, x, x, x)
+        assert cuda.CUDA().operator_name(x, x, x, rectangle) == "triton"
+        short, tokens = Rectangle(slice(0, 70), slice(0, 70), band=rectangle.bounds().rows(0, 70, 0)), x[:, :, :70]
+        ours = cuda.CUDA().attend(tokens, tokens, tokens, short, Scaling(0.25))
     theirs = am.attend(tokens, tokens, tokens, mask=Mask(mask.left, mask.right), scale=0.25)
     assert torch.allclose(ours.out, theirs.out, atol=1e-6)
 
@@ -109,9 +109,9 @@ def test_masked_and_many_blocks_are_one_launch_of_triton(mask: Mask) -> None:
 def test_float64_and_other_devices_have_a_reason() -> None:
     with FakeTensorMode():
         x = torch.empty(1, 2, 100, 64, dtype=torch.float64, device="cuda")
-        assert "float64 of width 64" in str(cuda.CUDA().refusal(Need.of(x, x, x, Logits(1.0))))
+        assert "float64 of width 64" in str(cuda.CUDA().refusal(Need.of(x, x, x, Scaling(1.0))))
     x = torch.empty(1, 2, 100, 64)
-    assert cuda.CUDA().refusal(Need.of(x, x, x, Logits(1.0))) == "it runs on CUDA, the tensors are on cpu"
+    assert cuda.CUDA().refusal(Need.of(x, x, x, Scaling(1.0))) == "it runs on CUDA, the tensors are on cpu"
 
 
 @pytest.mark.gpu

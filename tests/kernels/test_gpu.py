@@ -12,7 +12,7 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh.cli.launch import run_on_ranks
 from attnmesh.comm.symmetric_memory import SymmetricMemory, symmetric_memory_of
-from attnmesh.comm.topology import all_gather_ints
+from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.core.partial import Partial, merge_stack
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh_attention import merge_across as merge
@@ -43,7 +43,7 @@ def test_random_histories_of_a_cache(nccl: Pool, tmp_path: Path, dtype: torch.dt
 
 
 def gathered() -> list[list[int]]:
-    return all_gather_ints([3, 4], [Axis(1, 0, dist.group.WORLD)])
+    return dist_all_gather_ints([3, 4], [Axis(1, 0, dist.group.WORLD)])
 
 
 def test_nccl_gathers_ints(nccl: Pool) -> None:

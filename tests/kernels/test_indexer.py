@@ -62,11 +62,11 @@ def test_tiles_give_the_top_k_of_dense_scores(
     operands, function = ([q], score_heads) if by_head else ([q, weights], score)
     tokens, queries = torch.arange(40), torch.arange(40 - rows, 40)
     padding = torch.rand(batch, 40, generator=generator) < 0.2
-    places = tokens.expand(batch, -1).masked_fill(padding, -1)
+    positions = tokens.expand(batch, -1).masked_fill(padding, -1)
     first, last = mask.bounds(queries[None])
     tile, at_once = elements
     with mock.patch.dict(indexer.ELEMENTS, {"cpu": tile}), mock.patch.dict(indexer.AT_ONCE, {"cpu": at_once}):
-        found = unpack(indexer_top_k(function, operands, IndexKeys(keys, tokens, places), first, last, k, block))
+        found = unpack(indexer_top_k(function, operands, IndexKeys(keys, tokens, positions), first, last, k, block))
     right = dense(function(keys, operands), mask.visible(queries, tokens) & ~padding[:, None], k, block)
     torch.testing.assert_close(found[0], right[0])
     agree = found[1] == right[1]  # the products of a tile may round otherwise

@@ -10,16 +10,16 @@ import torch
 
 import attnmesh as am
 from attnmesh.core.band import Band
-from attnmesh.core.logits import Logits
-from attnmesh.kernels.blocks import Need, cut, tiles
+from attnmesh.core.scaling import Scaling
 from attnmesh.kernels.choice import KERNELS, choose
+from attnmesh.kernels.rectangles import Need, cut, tiles
 from benchmarks.timing import peak_memory
 from tests.support.dense import COARSE_EXPONENTIAL, truth
 from tests.support.problems import DTYPES, draw
 
 pytestmark = pytest.mark.quick
 
-NEED = Need.of(*torch.zeros(3, 1, 1, 1, 8), Logits(1.0))
+NEED = Need.of(*torch.zeros(3, 1, 1, 1, 8), Scaling(1.0))
 SUPPORTED = [kernel.name for kernel in KERNELS if kernel.refusal(NEED) is None]
 each_kernel = pytest.mark.parametrize("kernel", SUPPORTED)
 each_kind = pytest.mark.parametrize(

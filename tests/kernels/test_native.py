@@ -21,15 +21,15 @@ import torch
 from torch import Tensor
 
 import attnmesh as am
-from attnmesh.core.logits import Logits
+from attnmesh.core.scaling import Scaling
 from attnmesh.errors import KernelError
-from attnmesh.kernels.blocks import Need
 from attnmesh.kernels.choice import choose
 from attnmesh.kernels.implementations import native as kernel
 from attnmesh.kernels.native import build
 from attnmesh.kernels.native.build import SOURCES, library
+from attnmesh.kernels.rectangles import Need
 from attnmesh.mesh_attention import local as attend_module
-from attnmesh.runtime.caches import Kinds
+from attnmesh.runtime.memo import Memo
 
 HERE = Path(__file__).parent
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
@@ -39,7 +39,7 @@ needs_library = pytest.mark.skipif(library().attend is None, reason="there is no
 @pytest.fixture(autouse=True)
 def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Restore the number of threads, find the library again, and know no kinds of calls that need it."""
-    monkeypatch.setattr(attend_module, "PLANS", Kinds())
+    monkeypatch.setattr(attend_module, "PLANS", Memo())
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -229,7 +229,7 @@ def test_without_a_library_others_serve(change: dict[str, str], reason: str, mon
         monkeypatch.setenv(name, value)
     library.cache_clear()
     q, k, v = problem(keys=50)
-    assert choose(Need.of(q, k, v, Logits(1.0))).name == "cpu"
+    assert choose(Need.of(q, k, v, Scaling(1.0))).name == "cpu"
     torch.testing.assert_close(am.attend(q, k, v).out, am.attend(q, k, v, kernel="reference").out)
     with pytest.raises(KernelError) as raised:
         am.attend(q, k, v, kernel="native")

@@ -36,8 +36,8 @@ ARGUMENTS = [
     ],
 )
 def test_opcheck(rest: tuple[object, ...], sinks: bool, dtype: torch.dtype) -> None:
-    logits = torch.randn(4, dtype=dtype, requires_grad=True) if sinks else None
-    checks = torch.library.opcheck(attend_op, (*inputs(dtype), logits, *rest))
+    scaling = torch.randn(4, dtype=dtype, requires_grad=True) if sinks else None
+    checks = torch.library.opcheck(attend_op, (*inputs(dtype), scaling, *rest))
     assert set(checks.values()) == {"SUCCESS"}
     q, k, v = inputs(dtype, grad=False)
     out, lse = attend_op(q, k, v, None, *rest)

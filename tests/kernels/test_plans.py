@@ -16,7 +16,7 @@ from attnmesh.kernels.local_plan import LocalPlan
 from attnmesh.kernels.native.build import library
 from attnmesh.mesh_attention import attention as attention_module
 from attnmesh.mesh_attention import local as attend_module
-from attnmesh.runtime.caches import Kinds
+from attnmesh.runtime.memo import Memo
 
 pytestmark = pytest.mark.skipif(library().attend is None, reason="there is no C++ compiler")
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(library().attend is None, reason="there is no C+
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Begin without known kinds."""
-    plans = Kinds[LocalPlan]()
+    plans = Memo[LocalPlan]()
     for module in (attend_module, attention_module):
         monkeypatch.setattr(module, "PLANS", plans)
 

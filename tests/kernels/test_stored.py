@@ -9,13 +9,13 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh.core.band import Band
-from attnmesh.core.logits import Logits
 from attnmesh.core.partial import Partial
+from attnmesh.core.scaling import Scaling
 from attnmesh.core.selection import Selection
 from attnmesh.core.storage import STORAGES
 from attnmesh.kernels import selected_keys as reads
 from attnmesh.kernels import stored
-from attnmesh.kernels.implementations.native import NATIVE, NativeKind
+from attnmesh.kernels.implementations.native import NATIVE, NativeLaunch
 from attnmesh.kernels.implementations.reference import Reference
 from attnmesh.kernels.native.build import library
 from attnmesh.kernels.selected_keys import SelectedKeys
@@ -39,13 +39,13 @@ class Problem(NamedTuple):
 
     def truth(self, mask: am.Mask = am.Full(), selected: Selection | None = None) -> Partial:  # noqa: B008
         """Return attention in float64 of the last queries of the keys."""
-        places = torch.arange(self.k.shape[2])
-        order = {"q_positions": places[-self.q.shape[2] :], "k_positions": places, "kernel": "reference"}
+        positions = torch.arange(self.k.shape[2])
+        order = {"q_positions": positions[-self.q.shape[2] :], "k_positions": positions, "kernel": "reference"}
         return am.attend(self.q.double(), self.k, self.v, mask=mask, selected=selected, **order)
 
     def run(self, band: Band | SelectedKeys | None = None, counts: list[int] | None = None) -> Partial:
         """Return the native kernel's partial."""
-        kernel = CacheKernel(NATIVE, Logits(self.q.shape[-1] ** -0.5), self.v.shape[-1])
+        kernel = CacheKernel(NATIVE, Scaling(self.q.shape[-1] ** -0.5), self.v.shape[-1])
         return kernel(self.q, self.keys, self.values, band, counts)
 
 
@@ -79,9 +79,9 @@ def test_stored_rows_agree_with_float64(
     monkeypatch.setattr(CacheKernel, "_attend_tiles", refuse)
     for heads in ((8, 2, 1), (3, 3, 2), (12, 2, 3)):
         given = problem(storage, dtype, *size, heads)
-        places = torch.arange(given.k.shape[2])
+        positions = torch.arange(given.k.shape[2])
         for mask in (am.Causal(), am.Window(300)):
-            band = Band.of(mask, places[-heads[2] :], len(places))
+            band = Band.of(mask, positions[-heads[2] :], len(positions))
             for found, right in zip(given.run(band), given.truth(mask), strict=True):
                 torch.testing.assert_close(found.double(), right, rtol=1e-4, atol=1e-5)
 
@@ -160,13 +160,13 @@ def test_a_known_step_is_one_launch(storage: str, dtype: torch.dtype, monkeypatc
     k, v = torch.randn(2, 2, 2, 500, 64).to(dtype)
     cache.append(k, v)
     q = torch.randn(2, 8, 1, 64).to(dtype)
-    expected, launches, launch = am.decode(q, cache), [], NativeKind.launch
+    expected, launches, launch = am.decode(q, cache), [], NativeLaunch.launch
 
     def count(*arguments: Any) -> bool:
         launches.append(arguments)
         return launch(*arguments)
 
-    monkeypatch.setattr(NativeKind, "launch", count)
+    monkeypatch.setattr(NativeLaunch, "launch", count)
     monkeypatch.setattr(CacheKernel, "__call__", refuse)
     assert torch.equal(am.decode(q, cache), expected)
     assert len(launches) == 1
@@ -174,7 +174,7 @@ def test_a_known_step_is_one_launch(storage: str, dtype: torch.dtype, monkeypatc
 
 def test_the_reference_reads_tiles() -> None:
     given = problem("int8", torch.float32, 64, 64, keys=1200)
-    run = CacheKernel(Reference(), Logits(1 / math.sqrt(64)), 64)
+    run = CacheKernel(Reference(), Scaling(1 / math.sqrt(64)), 64)
     torch.testing.assert_close(run(given.q, given.keys, given.values, None).out.double(), given.truth().out)
 
 

@@ -17,18 +17,18 @@ import attnmesh as am
 from attnmesh.comm import symmetric_memory
 from attnmesh.comm.message import MODULUS, PartialMessage, checksum_of
 from attnmesh.core.digest import digest
-from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial, merge_stack, with_sinks
+from attnmesh.core.scaling import Scaling
 from attnmesh.decoding.decode_step import DecodeStep
 from attnmesh.decoding.prepared_step import prepared
 from attnmesh.errors import KernelError
 from attnmesh.kernels import selected_keys as selected
 from attnmesh.kernels import stacked_merge as merging
 from attnmesh.kernels import triton_runtime
-from attnmesh.kernels.blocks import Block
 from attnmesh.kernels.implementations import triton as kernel
 from attnmesh.kernels.implementations.native import NATIVE
+from attnmesh.kernels.rectangles import Rectangle
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support import histories
@@ -69,8 +69,8 @@ def test_selected_rows_are_read_in_place(seed: int, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(selected, "attend_dense", refuse)
     monkeypatch.setitem(selected.ELEMENTS, "cpu", 1 << 12)  # so few that queries and selected keys are cut
     drawn = replace(draw(seed, ("auto",), DTYPES, longest=7), scale=None, memory="plain")
-    places = range(drawn.lengths[1]) if drawn.k_positions is None else drawn.k_positions.tolist()
-    sizes = (drawn.batch, drawn.heads[1]), drawn.lengths[0], max(places, default=-1) + 1
+    positions = range(drawn.lengths[1]) if drawn.k_positions is None else drawn.k_positions.tolist()
+    sizes = (drawn.batch, drawn.heads[1]), drawn.lengths[0], max(positions, default=-1) + 1
     replace(drawn, selected=selection(Random(seed), *sizes)).check()
 
 
@@ -138,7 +138,7 @@ def test_a_step_reads_nothing_from_the_device(mask: Mask, padded: bool, reproduc
     options = {"mask": mask, "sinks": sinks, "reproducible": reproducible, "kernel": "triton"}
     expected = am.decode(q, cache, **options)
     held, where = cache.shard.view, (Axis(), Axis(), 16, 150, 8)
-    step = DecodeStep(*where, mask, Logits(8**-0.5), "auto", "replicated", reproducible, "triton")
+    step = DecodeStep(*where, mask, Scaling(8**-0.5), "auto", "replicated", reproducible, "triton")
     with NoHostReads():
         given, _ = prepared(q, held, step).compute(q, [held], sinks, 0)
     assert torch.equal(given, expected)
@@ -253,7 +253,7 @@ def test_random_merges_agree_with_float64(seed: int) -> None:
         rows = torch.zeros(shape[0], form.size + 12, dtype=torch.uint8)
         for row, number, out, lse in zip(rows, numbers, *partials, strict=True):
             row[: form.size] = form.message(torch.tensor([number, -number]), Partial(out, lse))
-        checksum, whole = form.places(form.merge_messages(rows[:, : form.size]))
+        checksum, whole = form.partial_in(form.merge_messages(rows[:, : form.size]))
         assert checksum.tolist() == [max(numbers), -min(numbers)]
         if min(numbers) < max(numbers):
             assert whole.out.isnan().all()
@@ -270,10 +270,10 @@ def test_random_merges_agree_with_float64(seed: int) -> None:
 def test_blocks_of_a_reproducible_step_have_the_same_bits_however_many_there_are() -> None:
     q, (k, v) = torch.randn(1, 4, 1, 16), torch.randn(2, 1, 2, 80, 16).unbind()
     blocks = [x.unflatten(2, (5, 16))[0].transpose(0, 1) for x in (k, v)]
-    block = Block(slice(0, 1), slice(0, 16))
-    five = kernel.TRITON.attend(q.expand(5, -1, -1, -1), *blocks, block, Logits(0.25))
+    block = Rectangle(slice(0, 1), slice(0, 16))
+    five = kernel.TRITON.attend(q.expand(5, -1, -1, -1), *blocks, block, Scaling(0.25))
     for number in range(5):
-        one = kernel.TRITON.attend(q, *(x[number : number + 1] for x in blocks), block, Logits(0.25))
+        one = kernel.TRITON.attend(q, *(x[number : number + 1] for x in blocks), block, Scaling(0.25))
         assert torch.equal(one.out[0], five.out[number])
         assert torch.equal(one.lse[0], five.lse[number])
 
@@ -351,7 +351,7 @@ from triton.compiler import ASTSource
 from attnmesh.kernels.programs import attend, decode, peers
 
 POINTERS = {"low": "*i32", "high": "*i32", "begin": "*i32", "finish": "*i32", "bits": "*i16", "more": "*i16"}
-POINTERS |= dict.fromkeys(("places", "token_index", "state", "firsts", "lasts"), "*i64")
+POINTERS |= dict.fromkeys(("positions", "token_index", "state", "firsts", "lasts"), "*i64")
 POINTERS |= dict.fromkeys(("q", "k", "v", "dout"), "*bf16")
 POINTERS |= dict.fromkeys(("out", "lse", "delta", "dq", "dk", "dv", "outs", "lses"), "*fp32")
 POINTERS |= dict.fromkeys(("checksum", "checksums", "sinks"), "*fp32") | dict.fromkeys(("scale", "softcap"), "fp32")
@@ -405,7 +405,9 @@ def test_the_programs_compile_for_other_gpus(capability: int, flag: bool) -> Non
 def test_each_program_is_given_all_its_arguments() -> None:
     """A compiled program refuses other arguments, which the interpreter lets pass."""
     q, k, v = torch.randn(1, 2, 5, 16), torch.randn(1, 1, 7, 16), torch.randn(1, 1, 7, 16)
-    call = kernel._block_arguments(q, k, v, Block(slice(0, 5), slice(0, 7)), Logits(0.25), kernel.ProgramTile(16, 16))
+    call = kernel._rectangle_arguments(
+        q, k, v, Rectangle(slice(0, 5), slice(0, 7)), Scaling(0.25), kernel.ProgramTile(16, 16)
+    )
     backward = {"dout", "delta", "lse"}
     own = {
         "attend_program": {"out", "lse", "span"},

@@ -13,13 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import attnmesh as am
 from attnmesh.core import selection as core
-from attnmesh.core.logits import Logits
+from attnmesh.core.scaling import Scaling
 from attnmesh.core.selection import NONE
 from attnmesh.errors import DtypeError, InputError, KernelError, LayoutError, ShapeError
 from attnmesh.kernels import selected_keys as kernel
-from attnmesh.kernels.blocks import BackwardInputs, Need
 from attnmesh.kernels.choice import choose
 from attnmesh.kernels.implementations.native import NATIVE
+from attnmesh.kernels.rectangles import BackwardInputs, Need
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.mesh_attention import latents as latent
 from tests.support import problems
@@ -146,10 +146,10 @@ def test_memory_does_not_grow_with_queries_times_keys(in_place: bool, monkeypatc
         assert not keys.selection.faulty(n).any()
     assert live.most < tiles
     with LiveTensors() as live:
-        partial = kernel.attend_selected(q, k, v, keys, Logits(0.25))
+        partial = kernel.attend_selected(q, k, v, keys, Scaling(0.25))
     assert live.most < outputs + tiles
     with LiveTensors() as live:
-        kernel.backward_selected(q, k, v, BackwardInputs(*partial, torch.randn_like(partial.out)), keys, Logits(0.25))
+        kernel.backward_selected(q, k, v, BackwardInputs(*partial, torch.randn_like(partial.out)), keys, Scaling(0.25))
     assert live.most < 4 * outputs + tiles
 
 
@@ -310,4 +310,4 @@ def test_absorbed_queries_attend_selected_latents(size: int, monkeypatch: pytest
     k, v = projection.expand(tokens)
     expected = am.attend(q, k, v, mask=am.Causal(), scale=0.3, selected=selected)
     keys = kernel.SelectedKeys.of(selected, am.Causal(), torch.arange(11), None, None)
-    close(projection.attend(choose(Need.of(q, k, v, Logits(0.3))), q, tokens, keys, Logits(0.3)), expected)
+    close(projection.attend(choose(Need.of(q, k, v, Scaling(0.3))), q, tokens, keys, Scaling(0.3)), expected)

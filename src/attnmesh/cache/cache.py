@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.cache.cache_config import Sizes
 from attnmesh.cache.cache_shard import CacheShard, stored, swap_tokens_for_heads
-from attnmesh.cache.new_tokens import NewTokens, append_known, kind_of_new
+from attnmesh.cache.new_tokens import NewTokens, append_known, append_signature
 from attnmesh.cache.pages import PagedCache
 from attnmesh.cache.replicas import LocalShards, check_copies
 from attnmesh.cache.saved_cache import SavedCache, SavedPieces
@@ -25,9 +25,9 @@ from attnmesh.core.digest import fingerprints, history_checksum
 from attnmesh.core.mask import Mask
 from attnmesh.errors import check_count
 from attnmesh.guard.agreement import Agreement, CallRecord, prepare_merges
-from attnmesh.guard.checks import check_checked
+from attnmesh.guard.argument_checks import check_checked
 from attnmesh.mesh.axes import Mesh, flat_axis
-from attnmesh.runtime.caches import Kinds
+from attnmesh.runtime.memo import Memo
 from attnmesh.setup.init_mesh import device_fault, device_for
 
 
@@ -115,8 +115,8 @@ class KVCache(PagedCache, SavedCache):
         self.history_checksum = 0  # of padding and reorders so far
         self.changes = 0  # truncations and reorders so far: `recover` needs caches that have grown alike
         self.saved = SavedPieces()
-        self.known_appends = Kinds[bool]()  # kinds of new tokens that this cache and its forks have checked
-        self.step_plans = Kinds[Any]()  # of steps on this cache and its forks, which `decoding` makes
+        self.known_appends = Memo[bool]()  # kinds of new tokens that this cache and its forks have checked
+        self.step_plans = Memo[Any]()  # of steps on this cache and its forks, which `decoding` makes
         for axis in (self.tokens, self.mesh.heads):
             transport_of(axis, self.device)
         if self.tokens.size > 1 and self.device.type == "cpu":
@@ -186,7 +186,7 @@ class KVCache(PagedCache, SavedCache):
         tensor([2, 3])
         """
 
-        uncompared = token_mask is None and not self.calls.compares("append")
+        uncompared = token_mask is None and not self.calls.is_compared("append")
         if uncompared and append_known(self.known_appends, k, v, self.shards):
             return
         new = NewTokens(k, v, token_mask)
@@ -196,8 +196,8 @@ class KVCache(PagedCache, SavedCache):
         self.record_padding(k.shape[2], token_mask)
         with torch.no_grad():
             self.shards.append(stored(k, v), token_mask)
-        if (kind := kind_of_new(k, v, self.shard)) is not None and k.shape[2]:
-            self.known_appends.keep(kind, True)
+        if (signature := append_signature(k, v, self.shard)) is not None and k.shape[2]:
+            self.known_appends.keep(signature, True)
 
     def append_shard(
         self, k: Tensor, v: Tensor | None, positions: Tensor, *, token_mask: Tensor | None = None, queries: int = 1
@@ -232,7 +232,7 @@ class KVCache(PagedCache, SavedCache):
             sizes = {"tokens": start, "capacity": self.sizes.capacity, "queries": queries}
             return {**sizes, "padding": padding, "checksum": checksum}
 
-        with self.calls.agreement("append_shard", fields, must=True) as agreement:
+        with self.calls.agreement("append_shard", fields, always=True) as agreement:
             NewTokens(k, v, token_mask).check_shard(self.sizes, self.device, positions, self.mesh.ranks)
             check_count("append_shard queries", queries, "count the last tokens to decode")
             agreement.numbers = self.shard.block_cyclic.numbers_of(self.tokens.index, positions)
@@ -267,8 +267,8 @@ class KVCache(PagedCache, SavedCache):
         """
         self.saved.finish_writing()
         before = self.length
-        must = not self.is_block_cyclic  # then only the other ranks know how many tokens they keep
-        with self.calls.agreement("truncate", {"to": length, "tokens": before}, must=must) as agreement:
+        always = not self.is_block_cyclic  # then only the other ranks know how many tokens they keep
+        with self.calls.agreement("truncate", {"to": length, "tokens": before}, always=always) as agreement:
             self.shards.check_length(length, before)
             agreement.numbers = self.tokens.index, self.shard.count_before(length)
         self.shards.truncate(length, agreement.table)
@@ -290,10 +290,10 @@ class KVCache(PagedCache, SavedCache):
         >>> cache.append(*torch.randn(2, 1, 2, 50, 4))
         """
         sizes = replace(self.sizes, capacity=capacity)
-        must = self.calls.checked is not False
-        with self.calls.agreement("reserve", {"capacity": capacity}, must=must):
+        always = self.calls.checked is not False
+        with self.calls.agreement("reserve", {"capacity": capacity}, always=always):
             sizes.check(self.mesh.heads.size)
-        with self.calls.agreement("reserve", must=must):
+        with self.calls.agreement("reserve", always=always):
             sizes.allocating()(partial(self.shards.grow, sizes))()
 
     @torch.no_grad()

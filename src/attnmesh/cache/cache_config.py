@@ -15,7 +15,7 @@ from attnmesh.core.partial import DTYPES
 from attnmesh.core.storage import STORAGES, Storage
 from attnmesh.errors import ArgumentError, DtypeError, KernelError, ShapeError, check_choice, require
 from attnmesh.guard.agreement import is_capturing, may_compare
-from attnmesh.guard.checks import check_same_kind, swap_first
+from attnmesh.guard.argument_checks import check_same_kind, swap_first
 from attnmesh.runtime.machine import is_out_of_memory
 
 NUMBERS = ("batch", "kv_heads", "head_dim", "value_dim", "capacity", "block")
@@ -51,7 +51,7 @@ class Sizes:
         return min(self.capacity, self.mask.longest_row(self.capacity) + self.keep)
 
     @cached_property
-    def kind(self) -> "Sizes":
+    def layer_sizes(self) -> "Sizes":
         """The sizes without those that caches in one call may differ in."""
         return replace(self, capacity=1, block=1, keep=0)
 

@@ -145,8 +145,10 @@ class CacheShard:
         """Return the view of shared blocks. Their queries are the last ones of this cache."""
         rows, padding = self.sizes.keys_and_values(blocks.stored), None
         if self.padding is not None:
-            places = blocks.token_index.expand(self.sizes.batch, -1) if blocks.places is None else blocks.places
-            padding = self.padding._replace(places=places)
+            positions = (
+                blocks.token_index.expand(self.sizes.batch, -1) if blocks.positions is None else blocks.positions
+            )
+            padding = self.padding._replace(positions=positions)
         with torch.inference_mode(False):
             state = torch.stack((self.state[0], torch.full_like(self.state[0], blocks.used)))
         return CacheView(*rows, blocks.token_index, state, padding, self.sizes.value_dim)
@@ -177,10 +179,10 @@ class CacheShard:
         whole = self.used // self.sizes.block * self.sizes.block
         if not whole:
             return
-        places = None if self.padding is None else self.padding.places
-        self.shared = (*self.shared, SharedBlocks(self.stored, self.token_index, places).part(0, whole))
+        positions = None if self.padding is None else self.padding.positions
+        self.shared = (*self.shared, SharedBlocks(self.stored, self.token_index, positions).part(0, whole))
         self.stored, self.token_index = [x[:, :, whole:] for x in self.stored], self.token_index[whole:]
-        self.padding = self.padding and self.padding._replace(places=self.padding.places[:, whole:])
+        self.padding = self.padding and self.padding._replace(positions=self.padding.positions[:, whole:])
         self.slots -= whole
         with torch.inference_mode(False):
             self.state = self.state - torch.tensor([0, whole], device=self.device)
@@ -275,8 +277,10 @@ class CacheShard:
             token_index = joined([*(x.token_index[:-1] for x in before), self.token_index[gone:used]], 0, rows)
             padding, state = self.padding, self.state.clone()
             if padding is not None:
-                places = [self._view(blocks).places()[:, :-1] for blocks in before]
-                padding = padding.resized(sizes.capacity, joined([*places, padding.places[:, gone:used]], 1, rows))
+                positions = [self._view(blocks).positions()[:, :-1] for blocks in before]
+                padding = padding.resized(
+                    sizes.capacity, joined([*positions, padding.positions[:, gone:used]], 1, rows)
+                )
             stored = [*self.stored] if gone or before else self.stored
             for number, old in enumerate(self.stored):
                 parts = [blocks.stored[number][:, :, :-1] for blocks in before]

@@ -8,10 +8,10 @@ from torch import Tensor
 from attnmesh.cache.cache_config import Sizes
 from attnmesh.cache.cache_shard import CacheShard, stored
 from attnmesh.cache.replicas import LocalShards
-from attnmesh.guard.checks import check_positions
+from attnmesh.guard.argument_checks import check_positions
 from attnmesh.kernels.traced import are_plain
 from attnmesh.mesh_attention.shard_marks import check_equal_cuts, check_not_cut
-from attnmesh.runtime.caches import Kinds
+from attnmesh.runtime.memo import Memo
 
 
 class NewTokens(NamedTuple):
@@ -40,10 +40,10 @@ class NewTokens(NamedTuple):
         sizes.check_token_mask("append_shard", token_mask, None)
 
 
-def append_known(kinds: Kinds[bool], k: Tensor, v: Tensor | None, shards: LocalShards) -> bool:
+def append_known(known: Memo[bool], k: Tensor, v: Tensor | None, shards: LocalShards) -> bool:
     """Append tokens of a kind that was checked before, if they fit and one rank owns them. Return False for others."""
     shard = shards.own
-    if not kinds or kind_of_new(k, v, shard) not in kinds:
+    if not known or append_signature(k, v, shard) not in known:
         return False
     held, more = shards.held(shard), k.shape[2]
     if held is None or held[0] + more > shard.sizes.capacity or shard.padding is not None or shards.counts.start:
@@ -57,7 +57,7 @@ def append_known(kinds: Kinds[bool], k: Tensor, v: Tensor | None, shards: LocalS
     return True
 
 
-def kind_of_new(k: Tensor, v: Tensor | None, shard: CacheShard) -> tuple[Any, ...] | None:
+def append_signature(k: Tensor, v: Tensor | None, shard: CacheShard) -> tuple[Any, ...] | None:
     """Return all that the checks of new tokens depend on; None for tensors that PyTorch has to know of."""
     sizes, on_gpu = shard.sizes, shard.device.type == "cuda"
     if v is None:

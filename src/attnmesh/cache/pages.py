@@ -11,7 +11,7 @@ from attnmesh.cache.replicas import CacheProperties, LocalShards
 from attnmesh.cache.shared_blocks import SharedBlocks
 from attnmesh.errors import DtypeError, KernelError, ShapeError, require, type_and_shape
 from attnmesh.guard.agreement import CallRecord
-from attnmesh.guard.checks import check_tensor
+from attnmesh.guard.argument_checks import check_tensor
 
 
 class Pages(NamedTuple):
@@ -82,7 +82,7 @@ class PagedCache(CacheProperties):
         """
         pools = (keys,) if values is None else (keys, values)
         bytewise = self.sizes.storage is not None
-        with self.calls.agreement("append_pages", lambda: {"blocks": block_table.shape[1]}, must=True):
+        with self.calls.agreement("append_pages", lambda: {"blocks": block_table.shape[1]}, always=True):
             _check_pools(self.shard, pools, block_table)
             given, fix = "copies=2 or more", "append copies of the tokens with append"
             require(not self.shards.keepers, KernelError, "append_pages", "a cache without copies", given, fix)

@@ -11,7 +11,7 @@ from attnmesh.cache.cache_config import Sizes
 from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.window import first_needed
 from attnmesh.comm.p2p import exchange_messages, meta_like
-from attnmesh.comm.topology import all_gather_ints, hosts
+from attnmesh.comm.topology import dist_all_gather_ints, hosts
 from attnmesh.core.digest import history_checksum
 from attnmesh.core.mask import Mask
 from attnmesh.errors import ShapeError
@@ -219,7 +219,7 @@ class LocalShards:
         """Send this rank's new tokens to its keepers, and add the tokens received to the copies."""
         if not self.keepers and not self.copies:
             return
-        counts = [row[0] for row in all_gather_ints([len(tokens)], [self.axis])]
+        counts = [row[0] for row in dist_all_gather_ints([len(tokens)], [self.axis])]
         sends = dict.fromkeys(self.keepers, (*new, tokens))
         wanted = {
             index: (*(meta_like(x, counts[index]) for x in new), meta_like(tokens, counts[index], 0))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.cache.cache_config import Sizes
-from attnmesh.comm.topology import all_gather_ints
+from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.errors import StoreError, require
 from attnmesh.guard.agreement import Agreement
 from attnmesh.mesh.axes import Mesh
@@ -72,7 +72,9 @@ class Saving:
         """
         while not self._all_done:
             self._thread.join(min(POLL_INTERVAL, (WORLD.deadline or POLL_INTERVAL) / 4))
-            self._all_done = all(done for (done,) in all_gather_ints([not self._thread.is_alive()], self._mesh.axes))
+            self._all_done = all(
+                done for (done,) in dist_all_gather_ints([not self._thread.is_alive()], self._mesh.axes)
+            )
 
     def wait(self) -> None:
         """Wait until all ranks have written and this save is the current one. Every rank calls it.

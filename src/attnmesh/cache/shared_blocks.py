@@ -15,7 +15,7 @@ class SharedBlocks(NamedTuple):
 
     stored: list[Tensor]
     token_index: Tensor
-    places: Tensor | None
+    positions: Tensor | None
     """Position of each token in its sequence, as in `Padding`; None if the batch had no padding."""
 
     @property
@@ -30,9 +30,9 @@ class SharedBlocks(NamedTuple):
 
     def part(self, start: int, stop: int) -> "SharedBlocks":
         """Return the tokens from `start` up to `stop`."""
-        places = None if self.places is None else self.places[:, start : stop + 1]
+        positions = None if self.positions is None else self.positions[:, start : stop + 1]
         stored = [x[:, :, start : stop + 1] for x in self.stored]
-        return SharedBlocks(stored, self.token_index[start : stop + 1], places)
+        return SharedBlocks(stored, self.token_index[start : stop + 1], positions)
 
     def reordered(self, index: Tensor, block: int) -> "SharedBlocks":
         """Return the blocks with sequence `index[b]` in place of b: a view of one sequence, a copy of several.
@@ -49,8 +49,8 @@ class SharedBlocks(NamedTuple):
                 return x[:1].expand(len(index), *x.shape[1:])
             return joined([x.index_select(0, index)], dim, -(-rows // block) * block).narrow(dim, 0, rows)
 
-        places = None if self.places is None else select(self.places, 1)
-        return SharedBlocks([select(x, 2) for x in self.stored], self.token_index, places)
+        positions = None if self.positions is None else select(self.positions, 1)
+        return SharedBlocks([select(x, 2) for x in self.stored], self.token_index, positions)
 
 
 def joined(parts: Sequence[Tensor], dim: int, rows: int) -> Tensor:

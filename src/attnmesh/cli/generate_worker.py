@@ -15,7 +15,7 @@ from attnmesh.cli.generate_prompt import Prepared
 from attnmesh.cli.launch import Send
 from attnmesh.cli.rank_model import load_model
 from attnmesh.comm.failures import set_deadline
-from attnmesh.comm.topology import all_gather_ints
+from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.hf.forward_passes import CHUNK
 from attnmesh.hf.images.inputs import on_model
 from attnmesh.hf.options import GenerationSettings
@@ -168,8 +168,8 @@ class _Generation:
         new = max(1, output.shape[1] - self.reached.shape[1])
         axes = everyone().axes
         held = cache.held, cache.held_bytes, traffic.bytes // new, weights_in_memory(self.model)
-        table = all_gather_ints(held, axes)
-        merges = all_gather_ints([int(1e9 * merge) for merge in traffic.merges], axes)
+        table = dist_all_gather_ints(held, axes)
+        merges = dist_all_gather_ints([int(1e9 * merge) for merge in traffic.merges], axes)
         return Result(
             tokens=tokens,
             ended="length" if len(tokens) == self.options["max_new_tokens"] and not self.stopped(tokens) else "stop",

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
 from attnmesh.core.band import Band
-from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Causal, Documents, Full, Mask, Window
+from attnmesh.core.scaling import Scaling
 from attnmesh.core.storage import STORAGES, Storage
 from attnmesh.decoding.decode_call import decode
 from attnmesh.kernels import choice
-from attnmesh.kernels.blocks import Kernel, Need
+from attnmesh.kernels.rectangles import Kernel, Need
 from attnmesh.mesh_attention.local import attend
 from attnmesh.mesh_attention.partials import energy
 
@@ -22,7 +22,7 @@ CASES: tuple[Mask, ...] = (Full(), Causal(), Window(40, 7), Causal() & Documents
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-LOGITS = Logits(1.0)
+LOGITS = Scaling(1.0)
 
 
 LAW = 1e-14

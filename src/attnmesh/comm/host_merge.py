@@ -47,7 +47,7 @@ class HostMerge:
         before = -head % ALIGNMENT
         return torch.empty(before + head + self.rows * self.width, dtype=torch.float32, device="cpu")[before:]
 
-    def places(self, message: Tensor) -> Partial:
+    def partial_in(self, message: Tensor) -> Partial:
         """Return views of the partial in a message."""
         stop = 2 + self.rows
         return Partial(message[stop:].view(self.shape), message[2:stop].view(self.shape[:-1]))

@@ -53,14 +53,14 @@ class PartialMessage:
         """Return memory for one message."""
         return torch.empty(self.size, dtype=torch.uint8, device=device)
 
-    def places(self, message: Tensor) -> tuple[Tensor, Partial]:
+    def partial_in(self, message: Tensor) -> tuple[Tensor, Partial]:
         """Return views of the checksum and the partial inside a message, to be written."""
         checksum, (out, lse) = self.read(message[None])
         return checksum[0], Partial(out[0], lse[0])
 
     def partial(self, message: Tensor) -> tuple[Tensor, Partial]:
         """Return the checksum and the partial of a message, with `out` in the dtype of lse."""
-        checksum, (out, lse) = self.places(message)
+        checksum, (out, lse) = self.partial_in(message)
         return checksum, Partial(out.to(self.lse), lse)
 
     def message(self, checksum: Tensor, partial: Partial) -> Tensor:
@@ -86,7 +86,7 @@ class PartialMessage:
         if not use_triton(partials.lse):
             return self.message(checksums.amax(0), merge_stack(partials))
         message = self.blank(rows.device)
-        checksum, place = self.places(message)
+        checksum, place = self.partial_in(message)
         merge_stacked(partials, place, checksums=checksums, checksum=checksum)
         return message
 
@@ -103,7 +103,7 @@ def blank_message(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
     """Return memory for a message, and views of the checksum and the partial in it."""
     form = PartialMessage(shape, dtype, dtype)
     message = form.blank(device)
-    return message, *form.places(message)
+    return message, *form.partial_in(message)
 
 
 def call_checksum(tensors: Sequence[Tensor], call: int, state: Tensor, like: Tensor, into: Tensor | None) -> Tensor:

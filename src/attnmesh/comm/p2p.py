@@ -16,15 +16,15 @@ from attnmesh.comm.shared_memory import CallsDifferError
 from attnmesh.comm.transport import Post, transport_of
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.schedule import Step
-from attnmesh.runtime.caches import on_device
 from attnmesh.runtime.counters import Tensors, bytes_of, count_received
+from attnmesh.runtime.memo import on_device
 from attnmesh.runtime.ranges import EXCHANGE, is_profiled, named
 
 OUT_OF_TURN = 1 << 15
 """Bytes of a message up to which it does not wait for its turn."""
 
 
-def gather(tensors: Tensors, step: Step, axis: Axis, *, in_turn: bool = False) -> Callable[[], Tensors]:
+def gather(tensors: Tensors, step: Step, axis: Axis, *, sequential: bool = False) -> Callable[[], Tensors]:
     """Begin to gather the tokens of a step. The result has the tokens kept and received, in order of position."""
     if not step.send and not step.receive:
         transport_of(axis, tensors[0].device)
@@ -36,7 +36,7 @@ def gather(tensors: Tensors, step: Step, axis: Axis, *, in_turn: bool = False) -
             parts[id(tokens)] = taken(tensors, tokens)
     wanted = {peer: tuple(map(meta_like, tensors, repeat(count))) for peer, count in step.receive}
     sends = {peer: parts[id(tokens)] for peer, tokens in step.send}
-    finish = exchange_messages(sends, wanted, axis, tensors[0].device, "gathering", in_turn=in_turn)
+    finish = exchange_messages(sends, wanted, axis, tensors[0].device, "gathering", sequential=sequential)
     source = [tensors] if len(step.keep) or not wanted else []  # else memory is freed before the messages arrive
 
     def finished() -> Tensors:
@@ -55,7 +55,7 @@ def _joined(pieces: tuple[Tensor, ...]) -> Tensor:
 
 
 def return_to_owners(
-    tensors: Tensors, step: Step, axis: Axis, *, in_turn: bool = False
+    tensors: Tensors, step: Step, axis: Axis, *, sequential: bool = False
 ) -> Callable[[], list[tuple[Tensor, Tensors]]]:
     """Begin to send results back to the ranks that own their tokens.
 
@@ -70,7 +70,7 @@ def return_to_owners(
         for peer, tokens in step.return_from
         if peer != axis.index
     }
-    finish = exchange_messages(shares, wanted, axis, tensors[0].device, "returning results", in_turn=in_turn)
+    finish = exchange_messages(shares, wanted, axis, tensors[0].device, "returning results", sequential=sequential)
 
     def finished() -> list[tuple[Tensor, Tensors]]:
         arrived = finish()
@@ -83,7 +83,7 @@ def return_to_owners(
 
 def swap(parts: Sequence[Tensors], wanted: Sequence[Tensors], axis: Axis) -> list[Tensors]:
     """Send `parts[p]` to each rank p. Return what comes from rank p, shaped like `wanted[p]`."""
-    return begin_swap(parts, wanted, axis, in_turn=True)()
+    return begin_swap(parts, wanted, axis, sequential=True)()
 
 
 def swap_tokens(parts: Sequence[Tensor], counts: Sequence[int], axis: Axis, dim: int = 2) -> list[Tensor]:
@@ -94,12 +94,12 @@ def swap_tokens(parts: Sequence[Tensor], counts: Sequence[int], axis: Axis, dim:
 
 
 def begin_swap(
-    parts: Sequence[Tensors], wanted: Sequence[Tensors], axis: Axis, *, in_turn: bool = False
+    parts: Sequence[Tensors], wanted: Sequence[Tensors], axis: Axis, *, sequential: bool = False
 ) -> Callable[[], list[Tensors]]:
     """Begin to send `parts[p]` to each rank p. The result lists what comes from rank p, shaped like `wanted[p]`."""
     sends, receives = dict(enumerate(parts)), dict(enumerate(wanted))
     mine, _ = sends.pop(axis.index), receives.pop(axis.index)
-    finish = exchange_messages(sends, receives, axis, mine[0].device, "swapping", in_turn=in_turn)
+    finish = exchange_messages(sends, receives, axis, mine[0].device, "swapping", sequential=sequential)
 
     def finished() -> list[Tensors]:
         arrived = finish()
@@ -129,14 +129,14 @@ def exchange_messages(
     device: torch.device,
     what: str,
     *,
-    in_turn: bool = False,
+    sequential: bool = False,
 ) -> Callable[[], dict[int, Tensors]]:
     """Begin to send and receive one message per peer. `wanted` are shaped like the tensors to receive.
 
     Receives are posted first. Gloo announces a receive on the connection that carries this rank's own message; behind
     that message the announcement would wait, and the link would serve one direction at a time.
 
-    With `in_turn` long messages to three or more ranks may be sent one after the other when the exchange is finished:
+    With `sequential` long messages to three or more ranks may be sent one after the other when the exchange is finished:
     to the next rank, to the one after it, and so on. Each link then carries one message each way at a time. No other
     exchange along the axis may begin before.
     """
@@ -150,7 +150,7 @@ def exchange_messages(
         if id(tensors) not in packed:  # the same for several peers is packed once
             packed[id(tensors)] = _pack(tensors)
         message = packed[id(tensors)]
-        is_long = in_turn and len(sends) > 2 and message.nbytes > OUT_OF_TURN
+        is_long = sequential and len(sends) > 2 and message.nbytes > OUT_OF_TURN
         waits_its_turn = is_long and transport.takes_turns(peer, message)
         (turns if waits_its_turn else posts).append((dist.isend, peer, message))
     packed.clear()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnmesh.comm.topology import all_gather_ints, hosts
+from attnmesh.comm.topology import dist_all_gather_ints, hosts
 from attnmesh.core.partial import Partial
 from attnmesh.kernels.stacked_merge import supports
 from attnmesh.kernels.triton_runtime import launch, parts
@@ -123,4 +123,4 @@ def _allocate(numbers: int, device: torch.device) -> Tensor | None:
 
 
 def _on_all_ranks(flag: bool, axis: Axis) -> bool:
-    return all(row[0] for row in all_gather_ints([flag], [axis]))
+    return all(row[0] for row in dist_all_gather_ints([flag], [axis]))

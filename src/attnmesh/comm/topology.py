@@ -25,7 +25,7 @@ from attnmesh.mesh.shapes import Shape
 from attnmesh.runtime.world import WORLD, Process, cached_per_world
 
 
-def all_gather_ints(numbers: Sequence[int], axes: Sequence[Axis]) -> list[list[int]]:
+def dist_all_gather_ints(numbers: Sequence[int], axes: Sequence[Axis]) -> list[list[int]]:
     """Return the int64 values of all ranks, by number of shard. `axes` go from the outermost to the innermost."""
     table = torch.tensor([numbers], dtype=torch.int64, device="cpu")
     for axis in reversed(axes):
@@ -75,12 +75,12 @@ def host_mailboxes(axis: Axis) -> Mailboxes | None:
     name = randbits(63)
     memory = shared_memory.opened(name, size, new=True) if size and new else None
     try:
-        names = [row[0] for row in all_gather_ints([name], [axis])]
+        names = [row[0] for row in dist_all_gather_ints([name], [axis])]
         name = names[members[0]]
         if size and not new:
             memory = shared_memory.opened(name, size, new=False)
         space = _inode(Path("/proc/self/ns/pid"))
-        rows = all_gather_ints([memory is not None, os.getpid(), space, library().exchange is not None], [axis])
+        rows = dist_all_gather_ints([memory is not None, os.getpid(), space, library().exchange is not None], [axis])
     finally:
         if new and size:
             shared_memory.unlink(name)
@@ -124,7 +124,7 @@ def host_numbers(axes: tuple[Axis, ...]) -> list[int]:
     name = f"{socket.gethostname()} {_inode(Path('/proc/self/ns/net'))}"
     number = int.from_bytes(blake2b(name.encode(), digest_size=7).digest())
     rank = dist.get_rank() if any(axis.group is not None for axis in axes) else 0
-    rows = all_gather_ints([number, rank, WORLD.number], axes)
+    rows = dist_all_gather_ints([number, rank, WORLD.number], axes)
     WORLD.processes.update({rank: Process(host, number) for host, rank, number in rows})
     return [host for host, *_ in rows]
 
@@ -153,7 +153,7 @@ def _constants(axes: Sequence[Axis], device: torch.device) -> tuple[Cluster, str
     names = list(PRESETS)
     measured = machine_constants.measured_machine(device.type)
     mine = [names.index(machine_constants.preset_for(device)), 0 if measured is None else measured[1]]
-    rows = all_gather_ints([*mine, int(1e6 * machine_constants.share_of_cores(device))], axes)
+    rows = dist_all_gather_ints([*mine, int(1e6 * machine_constants.share_of_cores(device))], axes)
     presets, files, shares = zip(*rows, strict=True)
     preset = names[min(presets)]
     cluster = measured[0] if measured is not None and len(set(files)) == 1 else Cluster.preset(preset)

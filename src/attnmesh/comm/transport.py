@@ -4,7 +4,7 @@
 `SharedMemory`  mailboxes for short messages inside a host, and sockets for all others
 `Nccl`          GPUs; a merge is one launch where these see each other's memory
 
-A transport posts messages, gathers them, merges partials, and agrees on numbers that hosts hold. `share_numbers` does
+A transport posts messages, gathers them, merges partials, and agrees on numbers that hosts hold. `all_gather_ints` does
 this along all axes of a mesh.
 """
 
@@ -27,10 +27,10 @@ from attnmesh.comm.mailbox_queue import Letter, begin_letters, finish_letter
 from attnmesh.comm.message import PartialMessage
 from attnmesh.comm.shared_memory import MOST_NUMBERS, SLOT, Mailboxes, PeerLostError
 from attnmesh.comm.symmetric_memory import SymmetricMemory, symmetric_memory_of
-from attnmesh.comm.topology import all_gather_ints, best_merge, host_mailboxes, hosts, mesh_hosts, rounds
+from attnmesh.comm.topology import best_merge, dist_all_gather_ints, host_mailboxes, hosts, mesh_hosts, rounds
 from attnmesh.core.partial import Partial
 from attnmesh.mesh.axes import Axis, Mesh, backends
-from attnmesh.mesh.merges import Merge, Merged, native_merges
+from attnmesh.mesh.merges import CheckedPartial, Merge, native_merges
 from attnmesh.mesh.reduction_tree import Round
 from attnmesh.runtime.counters import count_messages, current_traffic
 from attnmesh.runtime.world import WORLD, cached_per_world
@@ -92,20 +92,20 @@ class Transport:
         count_messages(self.axis.size - 1, len(message))
         return torch.stack(rows)
 
-    def agree(self, numbers: Sequence[int]) -> list[list[int]]:
+    def all_gather_ints(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the int64 values of all ranks, which hosts hold."""
-        return all_gather_ints(numbers, [self.axis])
+        return dist_all_gather_ints(numbers, [self.axis])
 
-    def direct(self, message: Tensor, form: PartialMessage) -> Merged:
+    def direct(self, message: Tensor, form: PartialMessage) -> CheckedPartial:
         """Send a message to every other rank, and merge all at once."""
         return form.merge(self.swap([message] * self.axis.size))
 
-    def tree(self, message: Tensor, form: PartialMessage, canonical: bool, done: int = 0) -> Merged:
+    def tree(self, message: Tensor, form: PartialMessage, canonical: bool, done: int = 0) -> CheckedPartial:
         """Merge two messages in each round of a tree that is not done. Which comes first makes no difference."""
         steps = rounds(self.axis, canonical)[self.axis.index]
         return form.partial(self.reduce(message, steps[done:], form.merge_messages))
 
-    def all_reduce(self, message: Tensor, form: PartialMessage) -> Merged:
+    def all_reduce(self, message: Tensor, form: PartialMessage) -> CheckedPartial:
         """Merge by three all-reduces, as Algorithm 3 of Tree Attention does: maximum, numerator and denominator."""
         checksum, (out, lse) = form.partial(message)
         peaks = torch.cat((checksum, lse.flatten()))
@@ -217,23 +217,23 @@ class SharedMemory(Transport):
             waits.append(partial(finish_letter, letter))
         return waits
 
-    def agree(self, numbers: Sequence[int]) -> list[list[int]]:
+    def all_gather_ints(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the values of all ranks, by the boards of one host."""
         if not self.is_whole or len(numbers) > MOST_NUMBERS:
-            return super().agree(numbers)
+            return super().all_gather_ints(numbers)
         try:
             return self.mailboxes.all_gather(numbers)
         except PeerLostError as error:
             raise failure(self.axis, "comparing calls", error.peer, error) from error
 
-    def direct(self, message: Tensor, form: PartialMessage) -> Merged:
+    def direct(self, message: Tensor, form: PartialMessage) -> CheckedPartial:
         """Merge all messages of a host in one native call."""
         if not self.merges_whole(form):
             return super().direct(message, form)
         merge_in_host(message, *form.sizes, self.axis, self.mailboxes, None)
         return form.partial(message)
 
-    def tree(self, message: Tensor, form: PartialMessage, canonical: bool, done: int = 0) -> Merged:
+    def tree(self, message: Tensor, form: PartialMessage, canonical: bool, done: int = 0) -> CheckedPartial:
         """Merge messages by the rounds inside the host, which come first, in one native call."""
         if form.is_native and not canonical:
             steps = rounds(self.axis, canonical)[self.axis.index]
@@ -300,7 +300,7 @@ class Nccl(Transport):
         """Return whether symmetric memory merges such messages."""
         return self.memory_for(form) is not None
 
-    def direct(self, message: Tensor, form: PartialMessage) -> Merged:
+    def direct(self, message: Tensor, form: PartialMessage) -> CheckedPartial:
         """Merge all messages in one launch."""
         memory = self.memory_for(form)
         return super().direct(message, form) if memory is None else memory.merge(message, form.shape)
@@ -332,7 +332,7 @@ def fastest_by_time(transport: Transport) -> Merge:
     near, losses = transport.merges_whole(forms[0]), []
     for form in forms if near else forms[:1]:
         own = _time_merges(transport, form, TRIAL_CALLS if near else 1)
-        slowest = [max(column) for column in zip(*all_gather_ints(own, [transport.axis]), strict=True)]
+        slowest = [max(column) for column in zip(*dist_all_gather_ints(own, [transport.axis]), strict=True)]
         losses.append([count / min(slowest) for count in slowest])
     most = dict(zip(native_merges(), map(max, zip(*losses, strict=True)), strict=True))
     return min(most, key=lambda merge: most[merge])
@@ -354,23 +354,23 @@ def _time_merges(transport: Transport, form: PartialMessage, calls: int) -> list
     return [int(median(times[1:])) for times in nanoseconds.values()]
 
 
-def share_numbers(numbers: Sequence[int], mesh: Mesh) -> list[list[int]]:
-    """Return the int64 values of all ranks of a mesh by shard, as `all_gather_ints` does, and sooner inside a host.
+def all_gather_ints(numbers: Sequence[int], mesh: Mesh) -> list[list[int]]:
+    """Return the int64 values of all ranks of a mesh by shard, as `dist_all_gather_ints` does, and sooner inside a host.
 
     All ranks make the first call at once.
     """
     flat = [*numbers]
     for transport in _transports(mesh):
-        flat = list(chain.from_iterable(transport.agree(flat)))
+        flat = list(chain.from_iterable(transport.all_gather_ints(flat)))
     return [flat[start : start + len(numbers)] for start in range(0, len(flat), len(numbers))]
 
 
-def share_texts(text: str, mesh: Mesh) -> list[str]:
+def all_gather_texts(text: str, mesh: Mesh) -> list[str]:
     """Return the texts of all ranks by shard. A text may be a path that no encoding has."""
     encoded = text.encode(errors="backslashreplace")
-    lengths = [row[0] for row in share_numbers([len(encoded)], mesh)]
+    lengths = [row[0] for row in all_gather_ints([len(encoded)], mesh)]
     padded = [*encoded, *[0] * (max(lengths) - len(encoded))]
-    return [bytes(row[:n]).decode() for row, n in zip(share_numbers(padded, mesh), lengths, strict=True)]
+    return [bytes(row[:n]).decode() for row, n in zip(all_gather_ints(padded, mesh), lengths, strict=True)]
 
 
 @cached_per_world()

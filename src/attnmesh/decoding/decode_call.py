@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
-from attnmesh.core.logits import with_distance_bias
 from attnmesh.core.mask import Causal, Mask
 from attnmesh.core.partial import Partial
+from attnmesh.core.scaling import with_distance_bias
 from attnmesh.core.selection import Selection
 from attnmesh.decoding.decode_step import unchecked_step
 from attnmesh.decoding.prepared_step import find_step, prepare_step
 from attnmesh.decoding.step import decode_op, tensors_of
 from attnmesh.decoding.step_agreement import agreement_on
-from attnmesh.decoding.step_checks import StepInputs, check_bias, check_further, check_step
+from attnmesh.decoding.step_checks import StepInputs, check_bias, check_other_keys, check_step
 from attnmesh.errors import DtypeError, InputError, KernelError, require
-from attnmesh.guard.checks import check_checked, warn_if_swapped
+from attnmesh.guard.argument_checks import check_checked, warn_if_swapped
 
 
 def decode(
@@ -100,17 +100,17 @@ def decode(
             cache.append(cast(Tensor, k), v)
         except InputError as error:
             agreement_on((cache,), unchecked_step(cache, *options[:-1]), checked).fail(error)
-    caches, kind, known = (cache,), None, None
+    caches, signature, known = (cache,), None, None
     inputs = StepInputs(q, caches, sinks, key_lengths, selected, partial)
     if distance_bias is None and not unsupported:
-        kind, known = find_step(inputs, options)
+        signature, known = find_step(inputs, options)
     if known is not None:
         return known.run(inputs, checked)
     step = unchecked_step(cache, *options[:-1])
     with agreement_on(caches, step, checked):
         check_checked("decode", checked)
         step = check_step(inputs, step, unsupported)
-        check_further(inputs, step)
+        check_other_keys(inputs, step)
         step = check_bias(inputs, distance_bias, step)
     inputs = inputs._replace(q=with_distance_bias(q, distance_bias))
     if torch.compiler.is_compiling():
@@ -119,6 +119,6 @@ def decode(
         tensors = inputs.q, tensors_of(cache.shard.new_view()), sinks, key_lengths, inputs.indices
         return cast(Tensor, decode_op(*tensors, *step.encode()))
     with torch.no_grad():
-        out = prepare_step(inputs, step, kind).run(inputs, checked)
+        out = prepare_step(inputs, step, signature).run(inputs, checked)
     warn_if_swapped("decode", q, cache.sizes.kv_heads)
     return out

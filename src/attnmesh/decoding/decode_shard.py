@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
-from attnmesh.core.logits import Scores
 from attnmesh.core.partial import Partial, merge_unchecked, with_sinks
+from attnmesh.core.scaling import Scores
 from attnmesh.core.selection import Selection, Visible
 from attnmesh.decoding.decode_step import named_options, selection_of_rank, unchecked_step
 from attnmesh.decoding.query_shard import QueryShard
@@ -31,7 +31,7 @@ def decode_shard(
     *,
     sinks: Tensor | None = None,
     kernel: str = "auto",
-    further: Further = lambda _: None,
+    other_keys: Further = lambda _: None,
 ) -> Tensor:
     """Return attention of this rank's queries, (batch, heads, tokens of this rank, dim), over the whole cache.
 
@@ -47,23 +47,23 @@ def decode_shard(
         own = {"dtype": q.dtype, "heads": q.shape[1], "layout": layout, "length": length}
         return {**own, **contents, **named_options(step)}
 
-    compares = cache.mesh.ranks > 1 and cache.calls.checked is not False and may_compare(q.device)
-    with Agreement(cache.mesh, "decode_shard", fields, compares=compares):
-        places = queries.places(cache.mesh, cache.tokens)
+    is_compared = cache.mesh.ranks > 1 and cache.calls.checked is not False and may_compare(q.device)
+    with Agreement(cache.mesh, "decode_shard", fields, is_compared=is_compared):
+        owners = queries.owners(cache.mesh, cache.tokens)
         whole = q.new_empty(1).expand(*q.shape[:2], length, q.shape[3])
         inputs = StepInputs(q, (cache,), sinks, selected=selected)
         step = check_step(inputs._replace(q=whole) if selected is None else inputs, step, {})
         step = check_bias(inputs, scores.distance_bias, step)
-    heads, every = cache.mesh.heads, places.bring(scores.widened(q))
+    heads, every = cache.mesh.heads, owners.bring(scores.widened(q))
     if selected is not None:
         indices = unshard(selected.indices, cache.device_mesh, layout=layout, length=length)
         selected = selection_of_rank(Selection(indices, selected.block), heads)
-    view, query = cache.shard.view, DecodeQuery(every, step.mask, step.logits, step.capacity)
-    steps = CacheSteps(step.kernel_for(every, view), step.logits, step.value_dim)
+    view, query = cache.shard.view, DecodeQuery(every, step.mask, step.scaling, step.capacity)
+    steps = CacheSteps(step.kernel_for(every, view), step.scaling, step.value_dim)
     attend = named(ATTENTION, steps.attend) if is_profiled() else steps.attend
     partial = attend(query, [view], selected)
-    if (more := further(every)) is not None:
+    if (more := other_keys(every)) is not None:
         partial = merge_unchecked([partial, more])
-    merged = places.merge_at_owners(partial)
+    merged = owners.merge_at_owners(partial)
     rank_sinks = None if sinks is None else sinks[heads.share_of(q.shape[1])]
-    return places.all_heads(with_sinks(merged, rank_sinks).out.to(q.dtype))
+    return owners.all_heads(with_sinks(merged, rank_sinks).out.to(q.dtype))

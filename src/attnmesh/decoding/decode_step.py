@@ -9,12 +9,12 @@ from torch import Tensor
 from attnmesh.cache.cache import KVCache
 from attnmesh.comm.p2p import swap_tokens
 from attnmesh.comm.rank_merge import highest_checksum
-from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Mask
+from attnmesh.core.scaling import Scaling
 from attnmesh.core.selection import Selection
-from attnmesh.kernels.blocks import Kernel, Need
 from attnmesh.kernels.cache_view import CacheView
 from attnmesh.kernels.choice import choose
+from attnmesh.kernels.rectangles import Kernel, Need
 from attnmesh.mesh.axes import Axis, group_named
 from attnmesh.runtime.world import cached_per_world, decode_cached
 
@@ -28,7 +28,7 @@ class DecodeStep(NamedTuple):
     capacity: int
     value_dim: int
     mask: Mask
-    logits: Logits
+    scaling: Scaling
     merge: str
     output: str
     reproducible: bool
@@ -46,7 +46,7 @@ class DecodeStep(NamedTuple):
         axes = [self.heads.size, self.heads.index, self.tokens.size, self.tokens.index]
         sizes = [self.block, self.capacity, self.value_dim]
         numbers = [*axes, *sizes, int(self.reproducible), self.index_block or 0, *self.mask.encode()]
-        return ",".join([*names, *map(repr, self.logits)]), numbers
+        return ",".join([*names, *map(repr, self.scaling)]), numbers
 
     @staticmethod
     def decode(names: str, numbers: Sequence[int]) -> "DecodeStep":
@@ -55,7 +55,7 @@ class DecodeStep(NamedTuple):
 
     def kernel_for(self, q: Tensor, view: CacheView) -> Kernel:
         """Return the kernel. That of selected tokens is the reference."""
-        return choose(Need.of_cache(q, view, self.logits), self.kernel if self.index_block is None else "reference")
+        return choose(Need.of_cache(q, view, self.scaling), self.kernel if self.index_block is None else "reference")
 
     def output_shape(self, q: Tensor) -> tuple[int, ...]:
         """Return the shape of the output on this rank."""
@@ -71,16 +71,16 @@ def _decode_step(names: str, numbers: tuple[int, ...]) -> DecodeStep:
     heads, tokens, merge, output, kernel, scale, softcap = names.split(",")
     axes = Axis(numbers[0], numbers[1], group_named(heads)), Axis(numbers[2], numbers[3], group_named(tokens))
     block, capacity, value_dim, reproducible, index_block, *mask = numbers[4:]
-    logits = Logits(float(scale), float(softcap))
+    scaling = Scaling(float(scale), float(softcap))
     sizes, wanted = (block, capacity, value_dim), Mask.decode(mask)
-    return DecodeStep(*axes, *sizes, wanted, logits, merge, output, bool(reproducible), kernel, index_block or None)
+    return DecodeStep(*axes, *sizes, wanted, scaling, merge, output, bool(reproducible), kernel, index_block or None)
 
 
 def unchecked_step(cache: KVCache, mask: Mask, scale: float | None, softcap: float | None, *options: Any) -> DecodeStep:
     """Return the step of a call, whose scale and cap may be None until they are checked."""
     sizes = cache.sizes
     placement = cache.mesh.heads, cache.tokens, sizes.block, sizes.capacity, sizes.value_dim
-    return DecodeStep(*placement, mask, Logits(cast(float, scale), cast(float, softcap)), *options)
+    return DecodeStep(*placement, mask, Scaling(cast(float, scale), cast(float, softcap)), *options)
 
 
 def named_options(step: DecodeStep) -> dict[str, Any]:

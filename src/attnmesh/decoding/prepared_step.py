@@ -17,7 +17,7 @@ from attnmesh.decoding.decode_step import DecodeStep, gather_heads, selection_of
 from attnmesh.decoding.step_agreement import agreement_on, ask_in_step, compared_fields, stays_on_device
 from attnmesh.decoding.step_checks import StepInputs
 from attnmesh.errors import RankFailure
-from attnmesh.guard.agreement import number_of
+from attnmesh.guard.agreement import hash_of_call
 from attnmesh.kernels.cache_runs import CacheSteps
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery
 from attnmesh.kernels.traced import are_plain
@@ -38,18 +38,18 @@ class PreparedStep(NamedTuple):
 
     def run(self, inputs: StepInputs, checked: bool | None) -> Tensor:
         """Return the output, or raise the same error on all ranks if their calls differ. Uncompared calls give NaN."""
-        q, caches, sinks, key_lengths, selected, further = inputs
+        q, caches, sinks, key_lengths, selected, other_keys = inputs
         step, views, values = self.step, [], []
         for cache in caches:
             views.append(cache.shards.own.view)
             values.append(cache.history_checksum)
         if self.alone:
-            return self.compute(q, views, sinks, 0, key_lengths, selected, further)[0]
+            return self.compute(q, views, sinks, 0, key_lengths, selected, other_keys)[0]
         if key_lengths is not None and key_lengths.device.type == "cpu":  # others would hold up the device
             values += key_lengths.tolist()
         if self.host_merge is None:
             agreement = agreement_on(caches, step, checked)
-            agreement.kind, agreement.state = self.call, tuple(values)
+            agreement.signature, agreement.state = self.call, tuple(values)
             agreement.fields = functools.partial(compared_fields, inputs, step)
             if self.on_device:
                 like = q.new_empty(0), q.shape, caches[0].sizes.value_dim
@@ -57,12 +57,12 @@ class PreparedStep(NamedTuple):
             with agreement:
                 if not agreement.before():
                     return q.new_full(step.output_shape(q), torch.nan)
-                number = agreement.number
-                out, agreement.checksum = self.compute(q, views, sinks, number, key_lengths, selected, further)
+                call_hash = agreement.call_hash
+                out, agreement.checksum = self.compute(q, views, sinks, call_hash, key_lengths, selected, other_keys)
             return out
         try:
-            number = number_of(self.call, *values)
-            out, checksum = self.compute(q, views, sinks, number, key_lengths, selected, further)
+            call_hash = hash_of_call(self.call, *values)
+            out, checksum = self.compute(q, views, sinks, call_hash, key_lengths, selected, other_keys)
         except RankFailure:
             raise
         except Exception as error:
@@ -78,14 +78,14 @@ class PreparedStep(NamedTuple):
         q: Tensor,
         views: Sequence[CacheView],
         sinks: Tensor | None,
-        number: int,
+        call_hash: int,
         key_lengths: Tensor | None = None,
         selected: Selection | None = None,
-        further: Partial | None = None,
+        other_keys: Partial | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return this rank's output, and the merged checksum of the call; None for equal calls if a host has looked.
 
-        `views` is the cache of all rows of q, or a cache for each row. `further` is the partial of keys that are not in
+        `views` is the cache of all rows of q, or a cache for each row. `other_keys` is the partial of keys that are not in
         the cache. The output is NaN if the ranks' calls differ. The host reads nothing of a device.
         """
         step, host, message, checksum, into = self.step, self.host_merge, None, None, None
@@ -96,7 +96,7 @@ class PreparedStep(NamedTuple):
             own = selected and selection_of_rank(selected, step.heads)
         if host is not None:
             message = host.blank()
-            into = host.places(message)
+            into = host.partial_in(message)
         elif self.steps.in_place is not None:
             shape, dtype = (*rank_q.shape[:-1], step.value_dim), sum_dtype(q.dtype)
             into = Partial(q.new_empty(shape), q.new_empty(shape[:-1], dtype=dtype)) if not step.reproducible else None
@@ -106,7 +106,7 @@ class PreparedStep(NamedTuple):
         added = rank_sinks if step.tokens.index == 0 and not step.reproducible else None
         block = step.block if step.reproducible else None
         lengths = None if key_lengths is None else key_lengths.to(q.device)
-        query = DecodeQuery(rank_q, step.mask, step.logits, step.capacity, added, block, into, lengths, further)
+        query = DecodeQuery(rank_q, step.mask, step.scaling, step.capacity, added, block, into, lengths, other_keys)
         attend = named(ATTENTION, self.steps.attend) if is_profiled() else self.steps.attend
         partial = attend(query, views, own)
         if not self.alone:
@@ -119,10 +119,10 @@ class PreparedStep(NamedTuple):
                 state = state + row * view.state[:1]
             if host is not None and message is not None:
                 merge = named(MERGE, host.run) if is_profiled() else host.run
-                if not merge(message, number + state.tolist()[0], tensors):
+                if not merge(message, call_hash + state.tolist()[0], tensors):
                     checksum = partial.out.fill_(torch.nan)
             else:
-                checksum = call_checksum(tensors, number, state, partial.lse, checksum)
+                checksum = call_checksum(tensors, call_hash, state, partial.lse, checksum)
                 how = step.tokens, step.merge, step.output
                 partial, checksum = merge_ranks(partial, checksum, *how, canonical=step.reproducible, message=message)
         out = partial.out if self.heads is None else partial.out[:, self.heads]
@@ -145,37 +145,44 @@ def find_step(inputs: StepInputs, options: tuple[Any, ...]) -> tuple[tuple[Any, 
 
     The kind is None for calls that are checked each time.
     """
-    q, caches, sinks, key_lengths, selected, further = inputs
+    q, caches, sinks, key_lengths, selected, other_keys = inputs
     first = caches[0]
-    if key_lengths is not None or selected is not None or further is not None:
+    if key_lengths is not None or selected is not None or other_keys is not None:
         return None, None
     on_gpu, count = first.device.type == "cuda", len(caches)
     if not (are_plain(q, on_gpu=on_gpu) if sinks is None else are_plain(q, sinks, on_gpu=on_gpu)):
         return None, None
     more = None if sinks is None else (sinks.shape, sinks.dtype)
-    kind = q.shape, count, q.dtype, more, *options, *map(type, options)  # options of equal values may differ in type
+    signature = (
+        q.shape,
+        count,
+        q.dtype,
+        more,
+        *options,
+        *map(type, options),
+    )  # options of equal values may differ in type
     try:
-        found = first.step_plans.get(kind)
+        found = first.step_plans.get(signature)
     except TypeError:  # an option has no hash
         return None, None
     if found is None:
-        return kind, None
+        return signature, None
     step, sizes, rows = found.step, found.sizes, q.shape[2]
     for cache in caches:
         shards, own = cache.shards, cache.shards.own
-        if sizes is not own.sizes and (count == 1 or sizes is None or sizes.kind != own.sizes.kind):
-            return kind, None
+        if sizes is not own.sizes and (count == 1 or sizes is None or sizes.layer_sizes != own.sizes.layer_sizes):
+            return signature, None
         length = shards.known_length if on_gpu else own.state.tolist()[0]
         if not rows <= length <= own.sizes.capacity <= step.capacity:
-            return kind, None
+            return signature, None
         if own.sizes.mask is not None and not shards.serves(length - rows):
-            return kind, None
+            return signature, None
         if step.reproducible and (own.padding is not None or shards.counts.start or shards.forked):
-            return kind, None
-    return kind, found
+            return signature, None
+    return signature, found
 
 
-def prepare_step(inputs: StepInputs, step: DecodeStep, kind: tuple[Any, ...] | None) -> PreparedStep:
+def prepare_step(inputs: StepInputs, step: DecodeStep, signature: tuple[Any, ...] | None) -> PreparedStep:
     """Return the prepared step of a call that was checked, which the first cache keeps if its kind is known."""
     q, caches, *_ = inputs
     first = caches[0]
@@ -185,15 +192,15 @@ def prepare_step(inputs: StepInputs, step: DecodeStep, kind: tuple[Any, ...] | N
             if cache.shards.forked and on_device:
                 cache.shards.unshare()  # the kernel merges the blocks of one tensor
     made = prepared(q, first.shard.view, step)
-    made = made._replace(sizes=first.sizes, on_device=on_device, call=inputs.kind(step))
-    if kind is not None and not step.mask.ends:
-        first.step_plans.keep(kind, made)
+    made = made._replace(sizes=first.sizes, on_device=on_device, call=inputs.signature(step))
+    if signature is not None and not step.mask.ends:
+        first.step_plans.keep(signature, made)
     return made
 
 
 def prepared(q: Tensor, view: CacheView, step: DecodeStep) -> PreparedStep:
     """Return what steps with such queries run: the launches of a kernel, and the merge."""
-    steps, axis = CacheSteps(step.kernel_for(q, view), step.logits, step.value_dim), step.tokens
+    steps, axis = CacheSteps(step.kernel_for(q, view), step.scaling, step.value_dim), step.tokens
     host, heads = None, None
     one_host = axis.size > 1 and step.heads.size == 1 and q.device.type == "cpu" and not step.reproducible
     if one_host and steps.in_place is None and sum_dtype(q.dtype) == torch.float32:

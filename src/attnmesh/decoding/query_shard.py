@@ -13,7 +13,7 @@ from attnmesh.core.layout import Layout
 from attnmesh.core.partial import Partial, merge_unchecked
 from attnmesh.errors import ShapeError, require
 from attnmesh.mesh.axes import Axis, Mesh
-from attnmesh.runtime.caches import on_device
+from attnmesh.runtime.memo import on_device
 from attnmesh.runtime.ranges import MERGE, is_profiled, named
 from attnmesh.runtime.world import cached_per_world
 
@@ -26,17 +26,17 @@ class QueryShard(NamedTuple):
     length: int
     """Last tokens of the cache, of all ranks."""
 
-    def places(self, mesh: Mesh, tokens: Axis) -> "Places":
+    def owners(self, mesh: Mesh, tokens: Axis) -> "QueryOwners":
         """Return where the queries of all ranks are, or raise unless this rank has those of its shard."""
-        places = _places(mesh, tokens, self.layout, self.length)
-        count, given = places.own[mesh.heads.index], self.q.shape[2]
+        owners = _owners(mesh, tokens, self.layout, self.length)
+        count, given = owners.own[mesh.heads.index], self.q.shape[2]
         fix = "pass the queries that the layout gives to this rank"
         fits, subject = given == count, "decode_shard q"
         require(fits, ShapeError, subject, "a query for each token of the shard", f"{given} queries of {count}", fix)
-        return places
+        return owners
 
 
-class Places(NamedTuple):
+class QueryOwners(NamedTuple):
     """Places of each rank's queries among all; `order` sorts those of all ranks."""
 
     heads: Axis
@@ -68,7 +68,7 @@ class Places(NamedTuple):
 
 
 @cached_per_world(1024)
-def _places(mesh: Mesh, tokens: Axis, layout: Layout, length: int) -> Places:
+def _owners(mesh: Mesh, tokens: Axis, layout: Layout, length: int) -> QueryOwners:
     """Return the places of so many queries in a layout."""
     shape, chunks = mesh.shape, []
     for place in range(tokens.size):
@@ -76,4 +76,6 @@ def _places(mesh: Mesh, tokens: Axis, layout: Layout, length: int) -> Places:
         shards = [shape.shard(head, row, column) for head in range(shape.heads)]
         chunks.append([layout.positions(length, shape.ranks, shard) for shard in shards])
     whole = [torch.cat(chunk) for chunk in chunks]
-    return Places(mesh.heads, tokens, tuple(map(len, chunks[tokens.index])), tuple(whole), torch.cat(whole).argsort())
+    return QueryOwners(
+        mesh.heads, tokens, tuple(map(len, chunks[tokens.index])), tuple(whole), torch.cat(whole).argsort()
+    )

@@ -26,7 +26,7 @@ from attnmesh.errors import (
     require,
 )
 from attnmesh.guard.agreement import may_compare
-from attnmesh.guard.checks import check_checked, warn_if_swapped
+from attnmesh.guard.argument_checks import check_checked, warn_if_swapped
 
 SUBJECT = "decode_rows"
 
@@ -93,7 +93,7 @@ def decode_rows(
     except InputError as error:
         agreement_on(caches, unchecked_step(first, *options[:-1]), checked).fail(error)
     inputs = StepInputs(q, caches, sinks)
-    kind, known = find_step(inputs, options)
+    signature, known = find_step(inputs, options)
     if known is not None:
         return known.run(inputs, checked)
     step = unchecked_step(first, *options[:-1])
@@ -101,7 +101,7 @@ def decode_rows(
         check_checked(SUBJECT, checked)
         step = _checked_step(q, caches, sinks, step)
     with torch.no_grad():
-        out = prepare_step(inputs, step, kind).run(inputs, checked)
+        out = prepare_step(inputs, step, signature).run(inputs, checked)
     warn_if_swapped(SUBJECT, q, first.sizes.kv_heads)
     return out
 
@@ -125,7 +125,7 @@ def _check_caches(q: Tensor, caches: Sequence[Any], k: Any, v: Any) -> None:
         same = (cache.tokens, cache.mesh.heads) == (first.tokens, first.mesh.heads)
         fix = "make all caches on one mesh"
         require(same, MeshError, subject, "caches on one mesh", "caches on several", fix)
-        alike = cache.sizes.kind == first.sizes.kind and cache.device == first.device
+        alike = cache.sizes.layer_sizes == first.sizes.layer_sizes and cache.device == first.device
         given, fix = f"{cache.sizes} beside {first.sizes}", "decode rows of one model and layer together"
         require(alike, ShapeError, subject, "caches of equal heads, widths, dtypes and masks", given, fix)
     once = len({id(cache) for cache in caches}) == len(caches)

@@ -28,7 +28,7 @@ def agreement_on(caches: Sequence[KVCache], step: DecodeStep, checked: bool | No
 def compared_fields(inputs: StepInputs, step: DecodeStep) -> Mapping[str, object]:
     """Return the arguments of the call that ranks compare."""
     q, caches, sinks, key_lengths, _, partial = inputs
-    options = named_options(step) | step.logits._asdict()
+    options = named_options(step) | step.scaling._asdict()
     del options["logits"]
     options["key_lengths"] = None if key_lengths is None else key_lengths.tolist()
     options |= {} if partial is None else {"partial": True}

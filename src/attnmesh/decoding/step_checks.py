@@ -8,9 +8,9 @@ from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
 from attnmesh.cache.cache_config import check_no_gradients
-from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Mask, check_mask
 from attnmesh.core.partial import Partial, sum_dtype
+from attnmesh.core.scaling import Scaling
 from attnmesh.core.selection import Selection
 from attnmesh.decoding.decode_step import DecodeStep
 from attnmesh.errors import (
@@ -24,7 +24,7 @@ from attnmesh.errors import (
     require,
 )
 from attnmesh.guard.agreement import is_capturing, may_compare
-from attnmesh.guard.checks import (
+from attnmesh.guard.argument_checks import (
     check_distance_bias,
     check_key_lengths,
     check_merge,
@@ -36,9 +36,9 @@ from attnmesh.guard.checks import (
     check_unknown_options,
     swap_first,
 )
-from attnmesh.kernels.blocks import Need
 from attnmesh.kernels.cache_view import CacheView
 from attnmesh.kernels.choice import choose
+from attnmesh.kernels.rectangles import Need
 from attnmesh.kernels.triton_runtime import interpreted
 from attnmesh.mesh.merges import MERGES
 
@@ -58,7 +58,7 @@ class StepInputs(NamedTuple):
         """Indices of the selected tokens."""
         return None if self.selected is None else self.selected.indices
 
-    def kind(self, step: DecodeStep) -> tuple[Any, ...]:
+    def signature(self, step: DecodeStep) -> tuple[Any, ...]:
         """Return the options of a step, and the dtypes and shapes of its tensors, of which ranks compare a number."""
         sinks = None if self.sinks is None else self.sinks.dtype
         indices = None if self.indices is None else self.indices.shape
@@ -89,9 +89,9 @@ def check_step(inputs: StepInputs, step: DecodeStep, unsupported: Mapping[str, N
         expected = f"{sizes.mask}, by which the cache forgets tokens, or a narrower mask"
         raise MaskError("decode mask", expected, f"{step.mask}", "pass mask=cache.sizes.mask")
     check_merge("decode", step.merge, step.output)
-    step = step._replace(logits=Logits.of("decode", *step.logits, q.shape[-1]))
+    step = step._replace(scaling=Scaling.of("decode", *step.scaling, q.shape[-1]))
     if step.kernel != "auto" and not torch.compiler.is_compiling():  # raises here, where all ranks can raise alike
-        choose(Need.of_cache(q, cache.shard.view, step.logits), step.kernel)
+        choose(Need.of_cache(q, cache.shard.view, step.scaling), step.kernel)
     check_sinks("decode sinks", sinks, q)
     on_device = isinstance(key_lengths, Tensor) and key_lengths.device.type == "cuda"
     check_key_lengths("decode key_lengths", key_lengths, sizes.batch, on_device=on_device)
@@ -129,7 +129,7 @@ def _with_selection(q: Tensor, cache: KVCache, selected: Selection, step: Decode
     return step._replace(index_block=selected.block)
 
 
-def check_further(inputs: StepInputs, step: DecodeStep) -> None:
+def check_other_keys(inputs: StepInputs, step: DecodeStep) -> None:
     """Raise unless the partial of further keys is None or fits the queries of a checked step."""
     q, (cache,), *_, partial = inputs
     if partial is None:
@@ -157,7 +157,7 @@ def check_bias(inputs: StepInputs, bias: Tensor | None, step: DecodeStep) -> Dec
     """Return the checked step with the kernel of a bias by distance, or raise unless bias is None or can be served."""
     if bias is None:
         return step
-    check_distance_bias("decode", bias, inputs.q, step.logits, step.kernel, inputs.selected)
+    check_distance_bias("decode", bias, inputs.q, step.scaling, step.kernel, inputs.selected)
     check_no_gradients("decode", {"distance_bias": bias})
     storage = inputs.caches[0].sizes.storage
     for fits, expected, given in (
@@ -172,7 +172,7 @@ def reads_length_on_device(view: CacheView, kernel: str, dtype: torch.dtype) -> 
     """Return whether the kernel reads the number of tokens on the device, so that the host does not wait."""
     if view.keys.device.type == "cpu" and not interpreted():  # the common case
         return False
-    need = Need.of_cache(view.attended(dtype)[0], view, Logits(1.0))
+    need = Need.of_cache(view.attended(dtype)[0], view, Scaling(1.0))
     return choose(need, kernel).reads_cache
 
 

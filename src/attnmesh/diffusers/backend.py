@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm.topology import all_gather_ints
+from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.core.layout import Split
 from attnmesh.core.mask import Causal, Full
 from attnmesh.diffusers.diffusers_names import AttentionBackendName, BackendRegistry, dispatch_attention_fn
@@ -94,7 +94,7 @@ def _attend_visible(
     with Agreement(tokens.place, SUBJECT, {"mask": [attn_mask.ndim, attn_mask.dtype], "batch": len(q)}):
         visible = visible_keys(attn_mask, len(q), q.shape[2], k.shape[2])
     alike = bool((visible == visible[:1]).all())
-    table = all_gather_ints([alike, *visible.sum(1).tolist()], tokens.place.axes)
+    table = dist_all_gather_ints([alike, *visible.sum(1).tolist()], tokens.place.axes)
     rows = [slice(None)] if all(row[0] for row in table) else [slice(b, b + 1) for b in range(len(q))]
     parts = []
     for number, row in enumerate(rows):

@@ -13,7 +13,7 @@ from attnmesh.diffusers.family_plans import TokenPlan, plan_of
 from attnmesh.diffusers.state import MeshState, split_attention
 from attnmesh.errors import ModelError, require
 from attnmesh.guard.agreement import Agreement
-from attnmesh.guard.checks import check_checked
+from attnmesh.guard.argument_checks import check_checked
 from attnmesh.kernels.choice import check_kernel
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import check_exchange

@@ -39,7 +39,7 @@ class MeshState:
     context_parallel_config = tensor_parallel_config = None  # diffusers reads these, for example to save a model
 
     def __init__(self, model: nn.Module, plan: TokenPlan, place: Mesh, checked: bool | None) -> None:
-        device = torch.device(place.kind)
+        device = torch.device(place.device_type)
         self.plan, self.tokens = plan, Tokens(place)
         self.calls = CallRecord(place, device, checked is not False)
         self.compares_values = checked is True or device.type == "cpu"  # elsewhere the host would wait for them

@@ -7,7 +7,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from attnmesh.comm.topology import all_gather_ints
+from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.errors import MeshError, ShapeError
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh_attention.sharding import unshard_runs
@@ -98,7 +98,7 @@ class Tokens:
                 given = f"streams of {sorted(self.lengths.values())} tokens on {ranks} ranks"
                 raise MeshError("attnmesh.diffusers", "streams with different numbers of tokens", given, fix)
         elif self.sizes_by_own is None or _is_in_backward():
-            table = all_gather_ints(own, self.place.axes)
+            table = dist_all_gather_ints(own, self.place.axes)
             return [tuple(column) for column in zip(*table, strict=True)]
         own = tuple(map(operator.index, own))
         for tokens in own:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.errors import DtypeError, InputError, ShapeError, require, type_and_shape
-from attnmesh.guard.checks import check_tensor
+from attnmesh.guard.argument_checks import check_tensor
 from attnmesh.mesh.axes import axis_of
 from attnmesh.mesh_attention.merge_across import merge_across, merge_agreement
 

@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attnmesh import errors
-from attnmesh.comm.transport import enter_agreement, realign, share_numbers, share_texts, transport_of
+from attnmesh.comm.transport import all_gather_ints, all_gather_texts, enter_agreement, realign, transport_of
 from attnmesh.core.digest import EXTRA_VALUES
 from attnmesh.errors import InputError, MeshError, RankFailure, UnforeseenError
 from attnmesh.kernels.triton_runtime import interpreted
 from attnmesh.mesh.axes import Axis, Mesh, mesh_of
 from attnmesh.mesh.merges import is_collective
-from attnmesh.runtime.caches import Kinds
+from attnmesh.runtime.memo import Memo
 from attnmesh.runtime.world import cached_per_world
 
 Fields = Mapping[str, object] | Callable[[], Mapping[str, object]]
@@ -55,17 +55,17 @@ class Agreement:
 
     `before` compares the call now. `after`, at the end of the `with`, compares it once the work is done, and `fail`
     compares the error that has ended the work: then all ranks raise it, or none does. `numbers` of this rank are
-    exchanged beside the call, and `table` has those of all ranks by shard. Without `compares` a rank is alone.
+    exchanged beside the call, and `table` has those of all ranks by shard. Without `is_compared` a rank is alone.
     """
 
     text = ""  # of the call, where it was made before
     numbers: Sequence[int] = ()
     table: Sequence[Sequence[int]] = ()
-    kinds: Kinds[bool] | None = None  # where the name is kept once all ranks agree
+    known: Memo[bool] | None = None  # where the name is kept once all ranks agree
     is_raised = False  # on all ranks
 
-    def __init__(self, mesh: Mesh, name: str, fields: Fields = dict, *, compares: bool = True) -> None:
-        self.mesh, self.name, self.fields, self.compares = mesh, name, fields, compares
+    def __init__(self, mesh: Mesh, name: str, fields: Fields = dict, *, is_compared: bool = True) -> None:
+        self.mesh, self.name, self.fields, self.is_compared = mesh, name, fields, is_compared
 
     def __enter__(self) -> Self:
         return self
@@ -77,9 +77,9 @@ class Agreement:
             self.fail(error)
 
     @property
-    def number(self) -> int:
+    def call_hash(self) -> int:
         """The number of the call, which a merge carries."""
-        return number_of(self.described())
+        return hash_of_call(self.described())
 
     def described(self) -> str:
         """Return the text of the call."""
@@ -92,7 +92,7 @@ class Agreement:
 
     def after(self) -> None:
         """Compare the call, once this rank's work is done."""
-        if not self.compares:
+        if not self.is_compared:
             self.table = [[*self.numbers]]
             return
         try:
@@ -100,16 +100,16 @@ class Agreement:
         except Exception as error:
             self.fail(error)
         self.table = self.compare(text, self.numbers)
-        if self.kinds is not None:
-            self.kinds.keep(self.name, True)
+        if self.known is not None:
+            self.known.keep(self.name, True)
 
     def fail(self, error: Exception) -> NoReturn:
         """Raise an error of this rank, on all ranks if they compare the call."""
-        if self.compares:
-            self.say(error)
+        if self.is_compared:
+            self.share_error(error)
         raise error
 
-    def say(self, error: Exception) -> None:
+    def share_error(self, error: Exception) -> None:
         """Compare an error of this rank in place of its call. No text of a call equals it, so all ranks raise.
 
         They raise the error of the first shard that has one. What no check has found this rank raises as it is, and the
@@ -125,13 +125,13 @@ class Agreement:
         """Return the numbers of all ranks by shard, if all say this text; else raise the same error on all."""
         enter_agreement(self.mesh)
         padded = [*numbers, *[0] * (EXTRA_VALUES - len(numbers))]
-        table = share_numbers([number_of(text), error is not None, *padded], self.mesh)
+        table = all_gather_ints([hash_of_call(text), error is not None, *padded], self.mesh)
         all_numbers, failed, *_ = zip(*table, strict=True)
         if any(failed) or len(set(all_numbers)) > 1:
             self.is_raised = True
             realign(self.mesh)  # a merge along a tree sends other messages than one that is direct
-            texts = share_texts(text, self.mesh)
-            ranks = share_numbers([dist.get_rank() if dist.is_initialized() else 0], self.mesh)
+            texts = all_gather_texts(text, self.mesh)
+            ranks = all_gather_ints([dist.get_rank() if dist.is_initialized() else 0], self.mesh)
             if error is not None and not isinstance(error, InputError):
                 raise error
             _raise(texts, failed, [rank for (rank,) in ranks])
@@ -140,9 +140,9 @@ class Agreement:
     def unequal(self) -> NoReturn:
         """Raise on all ranks, whose merge has shown that their numbers differ."""
         self.compare(self.described())
-        share_numbers([0], self.mesh)
+        all_gather_ints([0], self.mesh)
         realign(self.mesh)  # messages of a call that some rank broke off
-        share_numbers([0], self.mesh)
+        all_gather_ints([0], self.mesh)
         given, fix = "different checksums of equal calls", "report this bug, with the arguments of each rank"
         raise MeshError(self.name, "the same checksum on every rank", given, fix)
 
@@ -158,23 +158,23 @@ class CallRecord:
     def __init__(self, mesh: Mesh, device: torch.device, checked: bool | None) -> None:
         self.mesh, self.device, self.checked = mesh, device, checked
         self.is_alone = mesh.ranks == 1
-        self.kinds: Kinds[bool] = Kinds()  # kinds of calls that ranks have compared
-        self.last_kind: object = None  # of the last call that asked, or need not ask
+        self.known: Memo[bool] = Memo()  # kinds of calls that ranks have compared
+        self.last_signature: object = None  # of the last call that asked, or need not ask
         self.last_exchange: Callable[[], Tensor] | None = None
         """Repeats the last exchange that no host looked at, with `QUESTION` for a checksum. Returns the merged one."""
 
-    def compares(self, name: str, *, must: bool = False) -> bool:
+    def is_compared(self, name: str, *, always: bool = False) -> bool:
         """Return whether ranks compare the next call of this name."""
         if self.is_alone:
             return False
-        is_new = not self.kinds if self.device.type == "cuda" else name not in self.kinds
-        wanted = must or (is_new if self.checked is None else self.checked)
+        is_new = not self.known if self.device.type == "cuda" else name not in self.known
+        wanted = always or (is_new if self.checked is None else self.checked)
         return wanted and may_compare(self.device)
 
-    def agreement(self, name: str, fields: Fields = dict, *, must: bool = False) -> Agreement:
+    def agreement(self, name: str, fields: Fields = dict, *, always: bool = False) -> Agreement:
         """Return the agreement on the next call of this name."""
-        made = Agreement(self.mesh, name, fields, compares=self.compares(name, must=must))
-        made.kinds = self.kinds
+        made = Agreement(self.mesh, name, fields, is_compared=self.is_compared(name, always=always))
+        made.known = self.known
         return made
 
 
@@ -189,15 +189,15 @@ class MergeAgreement(Agreement):
     collective, which hang or crash on messages of unequal sizes, are compared before, on CPUs too.
 
     `poison` takes part in the merge without a call, so that the other ranks find this rank's error. The call sets
-    `kind` and the `state` that changes between calls of a kind; `ask`, which takes part with a question, is None where
+    `signature` and the `state` that changes between calls of a kind; `ask`, which takes part with a question, is None where
     a host reads the messages. The merge sets the `checksum` of all ranks.
     """
 
-    kind: Hashable = None
+    signature: Hashable = None
     state: tuple[Hashable, ...] = ()
     ask: Callable[[], Tensor] | None = None
     checksum: Tensor | None = None
-    is_compared = False
+    is_compared_before = False
 
     def __init__(
         self,
@@ -208,22 +208,22 @@ class MergeAgreement(Agreement):
         name: str,
         poison: Callable[[], object],
     ) -> None:
-        super().__init__(calls.mesh, name, compares=not calls.is_alone and may_compare(device))
+        super().__init__(calls.mesh, name, is_compared=not calls.is_alone and may_compare(device))
         self.calls, self.merge, self.checked, self.poison = calls, merge, checked, poison
         self.asks = device.type != "cpu" or interpreted() or calls.last_exchange is not None
 
     @property
-    def number(self) -> int:
+    def call_hash(self) -> int:
         """The number of the call, which its messages carry."""
-        return number_of(self.kind, *self.state)
+        return hash_of_call(self.signature, *self.state)
 
     def before(self) -> bool:
         """Compare the call before messages that need it. Return False if this rank asked and not all ranks did."""
-        is_new = not (self.asks and self.ask is not None and self.kind in self.calls.kinds)
-        self.is_compared = self.compares and (is_new if self.checked is None else self.checked)
-        if self.is_compared and self.asks:
+        is_new = not (self.asks and self.ask is not None and self.signature in self.calls.known)
+        self.is_compared_before = self.is_compared and (is_new if self.checked is None else self.checked)
+        if self.is_compared_before and self.asks:
             return self.is_new_to_all() and super().before()
-        if self.is_compared and is_collective(self.merge):
+        if self.is_compared_before and is_collective(self.merge):
             super().before()
         return True
 
@@ -237,28 +237,28 @@ class MergeAgreement(Agreement):
         if self.checksum is None:
             return
         if not self.asks:
-            if self.is_compared and float(self.checksum.sum()) != 0:
+            if self.is_compared_before and float(self.checksum.sum()) != 0:
                 self.unequal()
-        elif self.kind != self.calls.last_kind:
-            self.calls.kinds.keep(self.kind, True)
-            self.calls.last_kind, self.calls.last_exchange = self.kind, self.ask or self.calls.last_exchange
+        elif self.signature != self.calls.last_signature:
+            self.calls.known.keep(self.signature, True)
+            self.calls.last_signature, self.calls.last_exchange = self.signature, self.ask or self.calls.last_exchange
 
     def fail(self, error: Exception) -> NoReturn:
         """Raise an error of this rank, on all ranks if they compare their calls. Else the others get NaN.
 
         Where ranks ask, it is raised on all if the call is new to all.
         """
-        says = self.checked is not False
-        if self.compares and self.asks and says:
+        tells_others = self.checked is not False
+        if self.is_compared and self.asks and tells_others:
             if self.is_new_to_all():
-                self.say(error)
-        elif self.compares and self.asks:
+                self.share_error(error)
+        elif self.is_compared and self.asks:
             (self.calls.last_exchange or self.poison)()
-        elif self.compares:
+        elif self.is_compared:
             if not is_collective(self.merge):
                 self.poison()
-            if says:
-                self.say(error)
+            if tells_others:
+                self.share_error(error)
         raise error
 
 
@@ -284,7 +284,7 @@ def describe_call(name: str, /, **fields: object) -> str:
 
 
 @lru_cache(1024)
-def number_of(*said: object) -> int:
+def hash_of_call(*said: object) -> int:
     """Return the number of what a rank says, but for its host: of a text, or of values that have one."""
     text = " ".join(map(str, said)).partition(HOST)[0]
     return int.from_bytes(blake2b(text.encode(errors="backslashreplace"), digest_size=7).digest())

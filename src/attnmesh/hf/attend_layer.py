@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attnmesh.cache.cache import KVCache
-from attnmesh.core.logits import Scores, check_scale
 from attnmesh.core.mask import Mask
+from attnmesh.core.scaling import Scores, check_scale
 from attnmesh.core.selection import Selection, Visible
 from attnmesh.decoding.decode_shard import decode_shard
 from attnmesh.errors import InputError, MaskError, require
@@ -78,17 +78,17 @@ def _attend_stored(q: Tensor, pending: PendingKV, kv: KVCache, layer: LayerCall,
 
     Queries of latents are absorbed.
     """
-    latents, cache, further = pending.projected_latents, pending.layer.cache, pending.layer.further
+    latents, cache, other_keys = pending.projected_latents, pending.layer.cache, pending.layer.other_keys
     if latents is not None:
         scale = check_scale(SUBJECT, layer.scores.scale, q.shape[-1])
         layer = layer._replace(scores=layer.scores._replace(scale=scale))
         q = latents.projection.absorb(q)
     mask, scores, sinks, selected = layer
     if shards is None:
-        out: Tensor = cache.attend(q, kv, partial=further(q, scores.scale), **layer.options)
+        out: Tensor = cache.attend(q, kv, partial=other_keys(q, scores.scale), **layer.options)
     else:
-        visible, more = Visible(mask, selected=selected), partial(further, scale=scores.scale)
-        out = decode_shard(shards.queries(q), kv, visible, scores, sinks=sinks, kernel=cache.kernel, further=more)
+        visible, more = Visible(mask, selected=selected), partial(other_keys, scale=scores.scale)
+        out = decode_shard(shards.queries(q), kv, visible, scores, sinks=sinks, kernel=cache.kernel, other_keys=more)
     return out if latents is None else latents.projection.project(out)
 
 
@@ -113,8 +113,8 @@ def _prefill(q: Tensor, pending: PendingKV, layer: LayerCall, shards: Shards, is
         how = cache.exchange, cache.kernel, scale, softcap, shards.length, shards.length, None
         options = Options(shards.mask_of(layer.mask), shards.layout, shards.layout, *how)
         call = Call(q, pending.k, pending.v, layer.sinks, None, options, layer.selected, bias)
-        further = pending.layer.further(q, scale)
-        out = attend_prompt(call, shards.mesh, cache.checked, pending.projected_latents, further)
+        other_keys = pending.layer.other_keys(q, scale)
+        out = attend_prompt(call, shards.mesh, cache.checked, pending.projected_latents, other_keys)
     if is_new:
         store_shard(kv, *pending.stored, shards)
     return _attend_stored(q, pending, kv, layer, shards) if shards.has_prefix else out

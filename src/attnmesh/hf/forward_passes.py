@@ -17,7 +17,7 @@ from attnmesh.core.layout import Contiguous, Layout, Striped
 from attnmesh.errors import KernelError, require
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.families.family import USE_SUPPORTED, family_of
-from attnmesh.hf.images.image_merge import Merged
+from attnmesh.hf.images.image_merge import MergedPrompt
 from attnmesh.hf.images.inputs import Pictures
 from attnmesh.hf.images.spans import Chunk, uncut
 from attnmesh.hf.latent_states import latent_widths
@@ -112,7 +112,7 @@ class Prompt:
     ids: Tensor
     mask: Tensor | None = None
     """Zeros for padding; None without padding."""
-    merged: Merged | None = None
+    merged: MergedPrompt | None = None
     """The same with images merged; None without images."""
 
     @property

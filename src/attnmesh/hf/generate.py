@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from attnmesh.comm.topology import all_gather_ints
+from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.errors import KernelError, MaskError, require
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.finite import NanWatch
@@ -219,5 +219,5 @@ def _synchronize_generators(model: PreTrainedModel, cache: ShardedCache, device:
         if place.ranks == 1:
             continue
         for source in dict.fromkeys((torch.device("cpu"), device)):
-            state = all_gather_ints(random_state(source).tolist(), place.axes)[0]
+            state = dist_all_gather_ints(random_state(source).tolist(), place.axes)[0]
             set_random_state(source, torch.tensor(state, dtype=torch.uint8))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnmesh.core.logits import Scores
+from attnmesh.core.scaling import Scores
 from attnmesh.core.selection import Selection
 from attnmesh.hf.attend_layer import LayerCall, attend_cached, attend_new
 from attnmesh.hf.cache.layer import PendingKV

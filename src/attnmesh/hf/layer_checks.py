@@ -80,11 +80,11 @@ def _raise_agreed(error: InputError, query: Tensor, pending: PendingKV | None, s
     """Raise the error on all ranks if they compare their calls at this point, else on this rank."""
     if pending is not None:
         checked = pending.layer.cache.checked
-        compares = None if shards is None else shards.has_prefix or checked is not False
+        is_compared = None if shards is None else shards.has_prefix or checked is not False
         tokens = query.shape[2] if shards is None else shards.length
-        pending.layer.raise_agreed(error, pending, tokens, compares=compares)
-    compares = shards is not None and may_compare(query.device)
-    Agreement(Mesh.of(shards.mesh if shards is not None else None), SUBJECT, compares=compares).fail(error)
+        pending.layer.raise_agreed(error, pending, tokens, is_compared=is_compared)
+    is_compared = shards is not None and may_compare(query.device)
+    Agreement(Mesh.of(shards.mesh if shards is not None else None), SUBJECT, is_compared=is_compared).fail(error)
 
 
 def _check_exact(module: nn.Module, mask: Any, dropout: float, more: dict[str, Any]) -> None:

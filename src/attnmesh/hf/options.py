@@ -150,7 +150,7 @@ def agreement_with_peers(place: Mesh, model: PreTrainedModel, name: str, fields:
     """
     with Agreement(place, name, fields):
         peers = tp_mesh(model) if isinstance(model, PreTrainedModel) else None
-        with Agreement(Mesh.of(peers), name, fields, compares=peers is not None):
+        with Agreement(Mesh.of(peers), name, fields, is_compared=peers is not None):
             yield
 
 

@@ -121,7 +121,7 @@ class Shards:
     start: int = 0
     token_mask: Tensor | None = None
     cached: bool = False
-    learned: tuple[int, ...] = ()
+    label_counts: tuple[int, ...] = ()
     exchange: str = "scan"
     forward_pass: ForwardPass = field(default_factory=ForwardPass, compare=False)
 
@@ -133,7 +133,7 @@ class Shards:
     @property
     def even(self) -> bool:
         """True if all ranks have equally many labels to learn."""
-        return len({*self.learned}) < 2
+        return len({*self.label_counts}) < 2
 
     def begin(self) -> None:
         """Begin a forward pass of these tokens."""

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from attnmesh.core.logits import Logits
 from attnmesh.core.partial import sum_dtype
+from attnmesh.core.scaling import Scaling
 from attnmesh.core.selection import Selection
 from attnmesh.hf.models import Opaque
 from attnmesh.hf.shards import Shards
@@ -102,7 +102,7 @@ def needs_tensor(arguments: dict[str, Any]) -> bool:
     return in_static_step or isinstance(arguments.get("q_offset"), Tensor) or in_trace(arguments)
 
 
-def attend_traced(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, logits: Logits, sinks: Tensor | None) -> Tensor:
+def attend_traced(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, logits: Scaling, sinks: Tensor | None) -> Tensor:
     """Return attention of q to k where it is visible. A query that sees no key has output 0."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     has_rules = torch.compiler.is_compiling() or not is_traced()  # none for forward gradients or gradients twice

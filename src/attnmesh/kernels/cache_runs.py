@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.band import Band
-from attnmesh.core.logits import Logits
 from attnmesh.core.partial import Partial, merge_unchecked, sum_dtype, with_sinks
+from attnmesh.core.scaling import Scaling
 from attnmesh.core.selection import NONE, Selection
 from attnmesh.core.storage import storage_of
-from attnmesh.kernels.blocks import Kernel, Launch
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery, Padding
 from attnmesh.kernels.driver import visible_counts
+from attnmesh.kernels.rectangles import Kernel, Launch
 from attnmesh.kernels.selected_keys import SelectedKeys, nan_where_faulty
 from attnmesh.kernels.stacked_merge import by_residue, copy_into, merge_along_tree
 from attnmesh.kernels.stored import CacheKernel
@@ -35,7 +35,7 @@ class Run(NamedTuple):
     start: int = 0
     stop: int = 0
     seen: Band | SelectedKeys | None = None  # of each query, counted from `start`; None for all
-    places: tuple[Tensor, Tensor] | None = None  # positions of queries and slots, for a bias by distance
+    positions: tuple[Tensor, Tensor] | None = None  # positions of queries and slots, for a bias by distance
     hidden: Tensor | None = None  # queries that are padding; None if there are none
 
 
@@ -72,12 +72,12 @@ def _of_tokens(query: DecodeQuery, rows: slice, piece: CacheView) -> list[Run]:
     if not used:
         return []
     queries = torch.arange(length - query.q.shape[2], length, device="cpu")
-    places = piece.token_index[:used].cpu()
-    band = Band.of(query.mask, queries, used if used == length else places)
+    positions = piece.token_index[:used].cpu()
+    band = Band.of(query.mask, queries, used if used == length else positions)
     if query.block is not None:
         return [Run(rows, piece, 0, used, band)]
-    counts = visible_counts(places, query.key_lengths)
-    at = (queries, places) if query.q.shape[3] > piece.keys.shape[3] else None
+    counts = visible_counts(positions, query.key_lengths)
+    at = (queries, positions) if query.q.shape[3] > piece.keys.shape[3] else None
     if counts is None:
         return _trimmed(Run(rows, piece, 0, 0, band, at))
     runs = list[Run]()
@@ -89,14 +89,14 @@ def _of_tokens(query: DecodeQuery, rows: slice, piece: CacheView) -> list[Run]:
 def _of_sequences(query: DecodeQuery, piece: CacheView, padding: Padding) -> list[Run]:
     """Return the runs of each sequence of a padded batch. Padding cuts its keys into runs, mostly one."""
     length, used, *_ = piece.state.tolist()
-    device, rows = padding.places.device, query.q.shape[2]
+    device, rows = padding.positions.device, query.q.shape[2]
     real, queries = padding.last(torch.arange(length - rows, length, device=device))
-    real, queries, places = real.cpu(), queries.cpu(), padding.places[:, :used].cpu()
+    real, queries, positions = real.cpu(), queries.cpu(), padding.positions[:, :used].cpu()
     (first, last), wide, runs = query.mask.bounds(queries), query.q.shape[3] > piece.keys.shape[3], list[Run]()
-    seen, simple = places >= first[:, :1], rows == 1 and query.key_lengths is None
+    seen, simple = positions >= first[:, :1], rows == 1 and query.key_lengths is None
     if query.key_lengths is not None:
         last = torch.minimum(last, query.key_lengths.cpu()[:, None] - 1)
-    seen = (seen & real if simple else seen & (places <= last[:, -1:]) & real.any(1, True)).int()
+    seen = (seen & real if simple else seen & (positions <= last[:, -1:]) & real.any(1, True)).int()
     counts = seen.sum(1)
     ends = (seen.argmax(1), used - seen.flip(1).argmax(1)) if used else (counts, counts)
     for row, (count, start, stop) in enumerate(torch.stack((counts, *ends), 1).tolist()):
@@ -105,7 +105,7 @@ def _of_sequences(query: DecodeQuery, piece: CacheView, padding: Padding) -> lis
             if simple and not wide:
                 runs.append(Run(some, own, begin, end))
                 continue
-            here = places[row, begin:end]
+            here = positions[row, begin:end]
             band = Band(*(torch.searchsorted(here, bound) for bound in (first[row], last[row] + 1)))
             at, hidden = (queries[row], here) if wide else None, None if bool(real[row].all()) else ~real[row]
             runs += _trimmed(Run(some, own, begin, end, band, at, hidden))
@@ -124,7 +124,7 @@ def _trimmed(run: Run) -> list[Run]:
         band = None
     elif start:
         band = Band(band.low - start, band.high - start)
-    at = None if run.places is None else (run.places[0], run.places[1][start:stop])
+    at = None if run.positions is None else (run.positions[0], run.positions[1][start:stop])
     return [Run(run.rows, run.piece, run.start + start, run.start + stop, band, at, run.hidden)]
 
 
@@ -141,11 +141,13 @@ def _selected(query: DecodeQuery, view: CacheView, piece: CacheView, selection: 
         yield Run(ALL, here, 0, slots, keys)
         return
     wanted = _positions(selection, view.padding)
-    places = here.padding.places.cummax(1).values  # a search finds the token before that has this position, not padding
+    positions = here.padding.positions.cummax(
+        1
+    ).values  # a search finds the token before that has this position, not padding
     for row in range(len(query.q)):
         one = slice(row, row + 1)
         counts = None if lengths is None else lengths[one]
-        keys = SelectedKeys(Selection(wanted.indices[one]), first[row], last[row], places[row], counts)
+        keys = SelectedKeys(Selection(wanted.indices[one]), first[row], last[row], positions[row], counts)
         yield Run(one, _sequence(here, row), 0, slots, keys)
 
 
@@ -174,16 +176,18 @@ def _positions(selection: Selection, padding: Padding) -> Selection:
 class CacheSteps:
     """Steps of one kind with one kernel: their launches are found once for each shape of queries."""
 
-    def __init__(self, kernel: Kernel, logits: Logits, value_dim: int) -> None:
+    def __init__(self, kernel: Kernel, scaling: Scaling, value_dim: int) -> None:
         self.in_place = kernel.launch_of_cache() if kernel.reads_cache else None
-        self.kernel = CacheKernel(kernel, logits, value_dim)
+        self.kernel = CacheKernel(kernel, scaling, value_dim)
         self.launches: dict[tuple[int, ...], Launch | None] = {}
 
     def attend(self, query: DecodeQuery, views: Sequence[CacheView], selected: Selection | None = None) -> Partial:
         """Return the partial of one cache of all rows, or of a cache for each row; in `query.into` if that is given."""
         if self.in_place is not None:
             total = self._attend_in_place(query, runs_of(query, views, in_place=True))
-            return total if query.further is None else copy_into(merge_unchecked([total, query.further]), query.into)
+            return (
+                total if query.other_keys is None else copy_into(merge_unchecked([total, query.other_keys]), query.into)
+            )
         q = query.q if query.q.stride(-1) == 1 else query.q.contiguous()
         runs, launch = runs_of(query, views, selected), self.launches.get(q.shape) or self._launch(q, views[0])
         total = query.into or (self._blank(q) if launch is None else launch.blank())
@@ -201,7 +205,7 @@ class CacheSteps:
             total.out.copy_(nan_where_faulty(total.out, selected, views[0].state[0]))
         if query.sinks is not None:
             total = copy_into(with_sinks(total, query.sinks), query.into)
-        return total if query.further is None else copy_into(merge_unchecked([total, query.further]), query.into)
+        return total if query.other_keys is None else copy_into(merge_unchecked([total, query.other_keys]), query.into)
 
     def _attend_in_place(self, query: DecodeQuery, runs: Sequence[Run]) -> Partial:
         """Return the partial of runs of all slots of pieces."""
@@ -255,7 +259,7 @@ class CacheSteps:
     def _compute(self, q: Tensor, run: Run, into: Partial) -> None:
         """Write the partial of a run by the kernel's blocks."""
         keys, values = (x[:, :, run.start : run.stop] for x in (run.piece.keys, run.piece.values))
-        kernel = self.kernel if run.places is None else self.kernel.at(q, keys, run.places)
+        kernel = self.kernel if run.positions is None else self.kernel.at(q, keys, run.positions)
         copy_into(kernel(q, keys, values, run.seen), into)
 
     def _attend_blocks(self, q: Tensor, group: Sequence[Run], block: int) -> Partial:
@@ -274,7 +278,7 @@ class CacheSteps:
         if q.shape not in self.launches:
             kernel, plain = self.kernel.kernel, storage_of(view.keys) is None
             served = plain or kernel.reads_8_bits
-            self.launches[q.shape] = kernel.launch_of(q, *view.numbers, self.kernel.logits) if served else None
+            self.launches[q.shape] = kernel.launch_of(q, *view.numbers, self.kernel.scaling) if served else None
         return self.launches[q.shape]
 
     def _blank(self, q: Tensor) -> Partial:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial, sum_dtype
+from attnmesh.core.scaling import Scaling
 from attnmesh.core.storage import columns_of, storage_of
 
 NOWHERE = 2**63 - 1
@@ -22,7 +22,7 @@ class Padding(NamedTuple):
     """Padding of a batch: which tokens are real, and their positions. Updated in place as the cache grows."""
 
     token_mask: Tensor  # (batch, capacity), True for real tokens, of all ranks
-    places: Tensor  # (batch, slots), position of each slot's token in its sequence, -1 for padding
+    positions: Tensor  # (batch, slots), position of each slot's token in its sequence, -1 for padding
     lengths: Tensor  # (batch,), real tokens per sequence
 
     @staticmethod
@@ -36,8 +36,8 @@ class Padding(NamedTuple):
         """Add tokens from `start` on, with their mask `real`; the tokens `new` among them are in `slots`."""
         tokens = start + torch.arange(real.shape[1], device=real.device)
         self.token_mask.index_copy_(1, tokens, real)
-        places = torch.where(real, self.lengths[:, None] + real.cumsum(1) - 1, -1)
-        self.places.index_copy_(1, slots, places.index_select(1, new))
+        positions = torch.where(real, self.lengths[:, None] + real.cumsum(1) - 1, -1)
+        self.positions.index_copy_(1, slots, positions.index_select(1, new))
         self.lengths.add_(real.sum(1))
 
     def last(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,10 +56,10 @@ class Padding(NamedTuple):
         with torch.inference_mode(False):
             return Padding(*(each.index_select(0, index) for each in self))
 
-    def resized(self, capacity: int, places: Tensor) -> "Padding":
+    def resized(self, capacity: int, positions: Tensor) -> "Padding":
         """Return the padding with another capacity and other slots."""
         real = pad(self.token_mask, (0, capacity - self.token_mask.shape[1]), value=True)
-        return Padding(real, places, self.lengths)
+        return Padding(real, positions, self.lengths)
 
 
 class DecodeQuery(NamedTuple):
@@ -67,13 +67,13 @@ class DecodeQuery(NamedTuple):
 
     q: Tensor
     mask: Mask
-    logits: Logits
+    scaling: Scaling
     capacity: int
     sinks: Tensor | None = None
     block: int | None = None  # slots per block; each block gives one partial, and these are merged along a tree
     into: Partial | None = None  # tensors for the result
     key_lengths: Tensor | None = None  # (batch,), real keys per sequence
-    further: Partial | None = None  # of keys that are not in the cache
+    other_keys: Partial | None = None  # of keys that are not in the cache
 
     def row(self, number: int) -> "DecodeQuery":
         """Return the query of one row, which has a cache of its own."""
@@ -93,9 +93,9 @@ class CacheView(NamedTuple):
     value_dim: int
     shared: "tuple[CacheView, ...]" = ()  # earlier tokens of this rank, in memory that other caches read too
 
-    def places(self) -> Tensor:
+    def positions(self) -> Tensor:
         """Return the position of each slot's token in its sequence, (1 or batch, slots), -1 for padding."""
-        return self.token_index[None] if self.padding is None else self.padding.places
+        return self.token_index[None] if self.padding is None else self.padding.positions
 
     @property
     def numbers(self) -> tuple[Tensor, Tensor]:
@@ -117,11 +117,11 @@ class CacheView(NamedTuple):
         """
         if self.state.device.type == "cpu":
             used = int(self.state.tolist()[1])
-            padding = self.padding and self.padding._replace(places=self.padding.places[:, :used])
+            padding = self.padding and self.padding._replace(positions=self.padding.positions[:, :used])
             tensors = self.keys[:, :, :used], self.values[:, :, :used], self.token_index[:used]
             return CacheView(*tensors, self.state, padding, self.value_dim)
         held = torch.arange(self.keys.shape[2], device=self.state.device) < self.state[1]
-        padding = self.padding and self.padding._replace(places=self.padding.places.where(held, NOWHERE))
+        padding = self.padding and self.padding._replace(positions=self.padding.positions.where(held, NOWHERE))
         return self._replace(token_index=self.token_index.where(held, NOWHERE), padding=padding, shared=())
 
     def bounds(self, rows: int, mask: Mask) -> tuple[Tensor, Tensor]:
@@ -129,6 +129,6 @@ class CacheView(NamedTuple):
         tokens = (self.state[0] - rows + torch.arange(rows, device=self.state.device)).clamp(min=0)
         if self.padding is None:
             return mask.bounds(tokens[None])
-        real, places = self.padding.last(tokens)
-        first, last = mask.bounds(places)
+        real, positions = self.padding.last(tokens)
+        first, last = mask.bounds(positions)
         return first, last.masked_fill(~real, -1)

@@ -5,7 +5,7 @@ from pkgutil import iter_modules
 
 from attnmesh.errors import KernelError, check_choice
 from attnmesh.kernels import implementations
-from attnmesh.kernels.blocks import Kernel, Need
+from attnmesh.kernels.rectangles import Kernel, Need
 
 _FILES = [import_module(f"{implementations.__name__}.{file.name}") for file in iter_modules(implementations.__path__)]
 
@@ -17,8 +17,8 @@ def choose(need: Need, name: str = "auto") -> Kernel:
     """Return the kernel of that name, or for "auto" the best one, or raise if it does not serve the call.
 
     >>> import torch
-    >>> from attnmesh.core.logits import Logits
-    >>> choose(Need.of(*torch.zeros(3, 1, 1, 100, 8), Logits(1.0))).name
+    >>> from attnmesh.core.scaling import Scaling
+    >>> choose(Need.of(*torch.zeros(3, 1, 1, 100, 8), Scaling(1.0))).name
     'cpu'
     """
     check_kernel(name)
@@ -26,7 +26,7 @@ def choose(need: Need, name: str = "auto") -> Kernel:
     reason = "none does" if kernel is None else kernel.refusal(need)
     if kernel is None or reason is not None:
         raise KernelError(f"kernel {name}", "tensors that it supports", f"others: {reason}", 'leave it at "auto"')
-    return kernel if need.places is None else kernel.at(*need.places)
+    return kernel if need.positions is None else kernel.at(*need.positions)
 
 
 def find(need: Need) -> Kernel | None:

@@ -13,16 +13,23 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.band import Band
-from attnmesh.core.logits import Logits
 from attnmesh.core.partial import Partial
-from attnmesh.kernels.blocks import BackwardInputs, Block, Gradients, Kernel, attend_blocks, backward_blocks
+from attnmesh.core.scaling import Scaling
+from attnmesh.kernels.rectangles import (
+    BackwardInputs,
+    Gradients,
+    Kernel,
+    Rectangle,
+    attend_rectangles,
+    backward_rectangles,
+)
 from attnmesh.kernels.selected_keys import SelectedKeys, attend_selected, backward_selected
 from attnmesh.kernels.traced import without_autocast
-from attnmesh.runtime.caches import KEPT
+from attnmesh.runtime.memo import TENSOR_MEMO
 
 T = TypeVar("T")
 
-Counts = Sequence[int] | None
+KeyCounts = Sequence[int] | None
 """Number of leading keys that each sequence of a batch sees; None for all keys."""
 
 
@@ -46,8 +53,8 @@ def forward(
     k: Tensor,
     v: Tensor,
     band: Band | SelectedKeys | None,
-    logits: Logits,
-    counts: Counts = None,
+    scaling: Scaling,
+    counts: KeyCounts = None,
 ) -> Partial:
     """Return attention over the band, in q's dtype or wider; empty rows give the identity `(0, -inf)`.
 
@@ -55,21 +62,21 @@ def forward(
     """
     if isinstance(band, SelectedKeys):
         with without_autocast(q):
-            return attend_selected(q, k, v, band, logits)
+            return attend_selected(q, k, v, band, scaling)
     if counts:
         assert band is not None
         parts = [
-            forward(kernel, q[some], k[some], v[some], band.first(count), logits) for some, count in _sequences(counts)
+            forward(kernel, q[some], k[some], v[some], band.first(count), scaling) for some, count in _sequences(counts)
         ]
         return parts[0] if len(parts) == 1 else Partial(*(torch.cat(x) for x in zip(*parts, strict=True)))
-    whole = Block(slice(0, q.shape[2]), slice(0, k.shape[2]))
-    blocks = _cut(kernel, band, q, k, v) if band is not None else [whole] if q.shape[0] else []
-    sign, logits = logits.positive()  # kernels need a positive scale: they scale after adding -inf
+    whole = Rectangle(slice(0, q.shape[2]), slice(0, k.shape[2]))
+    rectangles = _cut(kernel, band, q, k, v) if band is not None else [whole] if q.shape[0] else []
+    sign, scaling = scaling.positive()  # kernels need a positive scale: they scale after adding -inf
     q = q if sign == 1 else q * sign
     with without_autocast(q):
-        if _is_one_block(blocks, q, k):
-            return _attend(kernel, q, k, v, blocks[0], logits)
-        return attend_blocks(partial(_attend, kernel, logits=logits), q, k, v, blocks)
+        if _is_one_rectangle(rectangles, q, k):
+            return _attend(kernel, q, k, v, rectangles[0], scaling)
+        return attend_rectangles(partial(_attend, kernel, scaling=scaling), q, k, v, rectangles)
 
 
 def backward(
@@ -79,28 +86,28 @@ def backward(
     v: Tensor,
     saved: BackwardInputs,
     band: Band | SelectedKeys,
-    logits: Logits,
-    counts: Counts = None,
+    scaling: Scaling,
+    counts: KeyCounts = None,
 ) -> Gradients:
     """Return the gradients over the band, in the inputs' dtype or wider."""
     if isinstance(band, SelectedKeys):
         with without_autocast(q):
-            return backward_selected(q, k, v, _without_empty_rows(saved), band, logits)
+            return backward_selected(q, k, v, _without_empty_rows(saved), band, scaling)
     if counts:
         parts = [
-            backward(kernel, q[some], k[some], v[some], saved.sequences(some), band.first(count), logits)
+            backward(kernel, q[some], k[some], v[some], saved.sequences(some), band.first(count), scaling)
             for some, count in _sequences(counts)
         ]
         return parts[0] if len(parts) == 1 else Gradients(*(torch.cat(x) for x in zip(*parts, strict=True)))
-    blocks = _cut(kernel, band, q, k, v)
-    sign, logits = logits.positive()  # kernels need a positive scale: they scale after adding -inf
+    rectangles = _cut(kernel, band, q, k, v)
+    sign, scaling = scaling.positive()  # kernels need a positive scale: they scale after adding -inf
     q = q if sign == 1 else q * sign
     saved = _without_empty_rows(saved)
     with without_autocast(q):
-        if _is_one_block(blocks, q, k):
-            dq, dk, dv = kernel.backward(q, k, v, saved, blocks[0], logits)
+        if _is_one_rectangle(rectangles, q, k):
+            dq, dk, dv = kernel.backward(q, k, v, saved, rectangles[0], scaling)
         else:
-            dq, dk, dv = backward_blocks(partial(kernel.backward, logits=logits), q, k, v, saved, blocks)
+            dq, dk, dv = backward_rectangles(partial(kernel.backward, scaling=scaling), q, k, v, saved, rectangles)
     return Gradients(dq if sign == 1 else dq * sign, dk, dv)
 
 
@@ -111,47 +118,49 @@ def _without_empty_rows(saved: BackwardInputs) -> BackwardInputs:
     return BackwardInputs(saved.out, lse, dout)
 
 
-def _attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
+def _attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, scaling: Scaling) -> Partial:
     """Return the block's partial, with the identity in empty rows, for which kernels differ."""
-    out, lse = kernel.attend(q, k, v, block, logits)
-    empty = _empty_rows(block, out.device)
+    out, lse = kernel.attend(q, k, v, rectangle, scaling)
+    empty = _empty_rows(rectangle, out.device)
     if len(empty):
         out, lse = out.index_fill(2, empty, 0.0), lse.index_fill(2, empty, -torch.inf)
     return Partial(out, lse)
 
 
-def _empty_rows(block: Block, device: torch.device) -> Tensor:
+def _empty_rows(rectangle: Rectangle, device: torch.device) -> Tensor:
     """Return the indices of rows that see no key of the block, copied to a GPU once as long as its bounds live."""
-    if block.band is None or device.type == "cpu":
-        return block.empty_rows().to(device)
-    name = "empty rows", block.keys.stop - block.keys.start, device
-    return _kept(block.band, name, lambda: block.empty_rows().to(device), lambda x: x.nbytes)
+    if rectangle.band is None or device.type == "cpu":
+        return rectangle.empty_rows().to(device)
+    name = "empty rows", rectangle.keys.stop - rectangle.keys.start, device
+    return _memoized(rectangle.band, name, lambda: rectangle.empty_rows().to(device), lambda x: x.nbytes)
 
 
-def _cut(kernel: Kernel, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Block]:
+def _cut(kernel: Kernel, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Rectangle]:
     """Return the blocks of a band, cut once as long as it lives. So a GPU gets their bounds once."""
     if 0 in q.shape[:2]:
         return []
-    kinds = kernel.name, q.shape, k.shape, v.shape, q.dtype, q.device
-    return _kept(band, kinds, lambda: kernel.cut(band, q, k, v), _bytes)
+    signature = kernel.name, q.shape, k.shape, v.shape, q.dtype, q.device
+    return _memoized(band, signature, lambda: kernel.cut(band, q, k, v), _bytes)
 
 
-def _kept(band: Band, name: Hashable, make: Callable[[], T], size: Callable[[T], int]) -> T:
+def _memoized(band: Band, name: Hashable, make: Callable[[], T], size: Callable[[T], int]) -> T:
     """Return what was made of a band, now or at an earlier call."""
 
     def with_low() -> tuple[Tensor, T]:  # which then lives on, so that no other tensor gets its id
         return band.low, make()
 
-    return KEPT.find(band.high, (id(band.low), name), with_low, lambda found: size(found[1]))[1]
+    return TENSOR_MEMO.find(band.high, (id(band.low), name), with_low, lambda found: size(found[1]))[1]
 
 
-def _bytes(blocks: Sequence[Block]) -> int:
-    return sum(block.band.low.nbytes + block.band.high.nbytes for block in blocks if block.band is not None)
+def _bytes(rectangles: Sequence[Rectangle]) -> int:
+    return sum(
+        rectangle.band.low.nbytes + rectangle.band.high.nbytes for rectangle in rectangles if rectangle.band is not None
+    )
 
 
-def _is_one_block(blocks: Sequence[Block], q: Tensor, k: Tensor) -> bool:
+def _is_one_rectangle(rectangles: Sequence[Rectangle], q: Tensor, k: Tensor) -> bool:
     """Return True if one block is the whole problem, so that nothing is copied, merged or summed."""
-    if len(blocks) != 1:
+    if len(rectangles) != 1:
         return False
-    rows, keys = blocks[0].queries, blocks[0].keys
+    rows, keys = rectangles[0].queries, rectangles[0].keys
     return (rows.start, rows.stop, keys.start, keys.stop) == (0, q.shape[2], 0, k.shape[2])

@@ -32,7 +32,7 @@ class IndexKeys(NamedTuple):
 
     keys: Tensor  # (batch, keys, dim)
     tokens: Tensor  # (keys,), number of each in the whole sequence
-    places: Tensor  # (1 or batch, keys), position of each in its sequence, -1 for padding
+    positions: Tensor  # (1 or batch, keys), position of each in its sequence, -1 for padding
     dtype: torch.dtype | None = None  # in which a score takes keys that are rows in 8 bits
 
     def read(self, some: slice) -> Tensor:
@@ -61,9 +61,9 @@ def indexer_top_k(
     ...     q, weights = operands
     ...     return torch.einsum("bqh,bhqn->bqn", weights, (q.transpose(1, 2) @ keys[:, None].mT).relu())
     >>> q, weights, keys, index = torch.randn(1, 3, 2, 4), torch.rand(1, 3, 2), torch.randn(1, 9, 4), torch.arange(9)
-    >>> places = torch.arange(6, 9)[None]
-    >>> found = indexer_top_k(score, (q, weights), IndexKeys(keys, index, index[None]), 0 * places, places, 2)
-    >>> hidden = index > places[..., None]
+    >>> positions = torch.arange(6, 9)[None]
+    >>> found = indexer_top_k(score, (q, weights), IndexKeys(keys, index, index[None]), 0 * positions, positions, 2)
+    >>> hidden = index > positions[..., None]
     >>> right = score(keys, (q, weights)).masked_fill(hidden, -torch.inf).topk(2)
     >>> torch.allclose(unpack(found)[0], right.values)
     True
@@ -76,8 +76,8 @@ def indexer_top_k(
         given = [x[:, some] for x in operands]
         for column in range(0, max(count, 1), columns):
             part = slice(column, column + columns)
-            places = keys.places[:, None, part]
-            hidden = (places < first[:, some, None]) | (places > last[:, some, None])
+            positions = keys.positions[:, None, part]
+            hidden = (positions < first[:, some, None]) | (positions > last[:, some, None])
             if tiles and hidden.device.type == "cpu" and bool(hidden.all()):
                 continue
             scores = torch.cat([score(some_keys, given) for some_keys in keys.read(part).split(at_once, 1)], -1)

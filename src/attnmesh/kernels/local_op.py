@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.band import Band
-from attnmesh.core.logits import Logits
 from attnmesh.core.mask import FAR, Mask
 from attnmesh.core.partial import Partial, sum_dtype, with_sinks
+from attnmesh.core.scaling import Scaling
 from attnmesh.core.selection import Visible
 from attnmesh.errors import LayoutError, MaskError
-from attnmesh.kernels.blocks import BackwardInputs, Need
 from attnmesh.kernels.choice import choose
 from attnmesh.kernels.driver import backward, forward, visible_counts
 from attnmesh.kernels.local_plan import LocalPlan, empty_length_major, length_major, whole_band
+from attnmesh.kernels.rectangles import BackwardInputs, Need
 from attnmesh.kernels.selected_keys import SelectedKeys
-from attnmesh.kernels.traced import Once, is_learned, needs_operator, once
+from attnmesh.kernels.traced import Once, needs_grad, needs_operator, once
 from attnmesh.runtime.operators import operator, recorded
 
-Places = tuple[Tensor | None, ...]
+VisibleTensors = tuple[Tensor | None, ...]
 """The tensors of `Visible`."""
 
 Rule = tuple[Mask, int]
@@ -32,53 +32,67 @@ Rule = tuple[Mask, int]
 
 
 def run_attend(
-    q: Tensor, k: Tensor, v: Tensor, visible: Visible, logits: Logits, kernel: str, sinks: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, visible: Visible, scaling: Scaling, kernel: str, sinks: Tensor | None = None
 ) -> Partial:
     """Return attention of checked arguments, by an operator where PyTorch traces or transforms calls."""
     tensors, (mask, block) = (q, k, v, sinks, visible.tensors), visible.rule
     if needs_operator(q, k, v, sinks):
-        return Partial(*attend_op(*tensors, [block, *mask.encode()], logits, kernel))
-    attend = _attend_learned if is_learned(q, k, v, sinks) else _attend_visible
-    return Partial(*attend(*tensors, (mask, block), logits, kernel))
+        return Partial(*attend_op(*tensors, [block, *mask.encode()], scaling, kernel))
+    attend = _attend_with_grad if needs_grad(q, k, v, sinks) else _attend_visible
+    return Partial(*attend(*tensors, (mask, block), scaling, kernel))
 
 
 def _attend_visible(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, places: Places, rule: Rule, logits: Logits, kernel: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    positions: VisibleTensors,
+    rule: Rule,
+    scaling: Scaling,
+    kernel: str,
 ) -> Partial:
-    if all(x is None for x in places) and q.shape[-1] == k.shape[-1]:
-        return LocalPlan.of(q, k, v, rule[0], logits, kernel).attend(q, k, v, sinks)
-    visible = Visible.of(places, rule)
+    if all(x is None for x in positions) and q.shape[-1] == k.shape[-1]:
+        return LocalPlan.of(q, k, v, rule[0], scaling, kernel).attend(q, k, v, sinks)
+    visible = Visible.of(positions, rule)
     band, counts, q_order, k_order = _band(q, k, visible)
-    chosen = choose(Need.of(q, k, v, logits, visible[1:3]), kernel)
+    chosen = choose(Need.of(q, k, v, scaling, visible[1:3]), kernel)
     qkv = _sort(q, q_order), _sort(k, k_order), _sort(v, k_order)
-    out, lse = with_sinks(forward(chosen, *qkv, band, logits, counts), sinks)
+    out, lse = with_sinks(forward(chosen, *qkv, band, scaling, counts), sinks)
     return Partial(length_major(_unsort(out, q_order), q.dtype), _unsort(lse, q_order).contiguous())
 
 
 def _backward(
-    q: Tensor, k: Tensor, v: Tensor, outputs: Sequence[Tensor], places: Places, rule: Rule, logits: Logits, kernel: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    outputs: Sequence[Tensor],
+    positions: VisibleTensors,
+    rule: Rule,
+    scaling: Scaling,
+    kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv), given out and lse over all keys, and the gradient of out."""
-    visible = Visible.of(places, rule)
+    visible = Visible.of(positions, rule)
     band, counts, q_order, k_order = _band(q, k, visible)
     saved = BackwardInputs(*(_sort(x, q_order) for x in outputs))
     qkv = _sort(q, q_order), _sort(k, k_order), _sort(v, k_order)
-    chosen = choose(Need.of(q, k, v, logits, visible[1:3]), kernel)
-    gradients = backward(chosen, *qkv, saved, band, logits, counts)
+    chosen = choose(Need.of(q, k, v, scaling, visible[1:3]), kernel)
+    gradients = backward(chosen, *qkv, saved, band, scaling, counts)
     orders = (q_order, k_order, k_order)
     dq, dk, dv = (length_major(_unsort(dx, order), q.dtype) for dx, order in zip(gradients, orders, strict=True))
     return dq, dk, dv
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, places, ctx.rule, ctx.logits, ctx.kernel = inputs
-    ctx.save_for_backward(*tensors, *places, *output)
+    *tensors, positions, ctx.rule, ctx.scaling, ctx.kernel = inputs
+    ctx.save_for_backward(*tensors, *positions, *output)
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, sinks, *places, out, lse = ctx.saved_tensors
-    options = tuple(places), ctx.rule, ctx.logits, ctx.kernel
+    q, k, v, sinks, *positions, out, lse = ctx.saved_tensors
+    options = tuple(positions), ctx.rule, ctx.scaling, ctx.kernel
     dout = torch.zeros_like(out) if dout is None else dout
     dq, dk, dv = _run_backward(q, k, v, [out, lse, dout], *options)
     if dlse is not None:
@@ -91,7 +105,7 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tens
     return dq, dk, dv, dsinks
 
 
-_attend_learned = recorded(_attend_visible, _save, _gradients)
+_attend_with_grad = recorded(_attend_visible, _save, _gradients)
 
 
 def _fake_outputs(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -108,13 +122,13 @@ def attend_op(
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
-    places: Sequence[Tensor | None],
+    positions: Sequence[Tensor | None],
     rule: Sequence[int],
-    logits: Sequence[float],
+    scaling: Sequence[float],
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse)."""
-    return _attend_visible(q, k, v, sinks, tuple(places), _decoded(rule), Logits(*logits), kernel)
+    return _attend_visible(q, k, v, sinks, tuple(positions), _decoded(rule), Scaling(*scaling), kernel)
 
 
 @operator("attend_backward", _fake_gradients, backward=Once.backward)
@@ -123,13 +137,13 @@ def attend_backward_op(
     k: Tensor,
     v: Tensor,
     outputs: Sequence[Tensor],
-    places: Sequence[Tensor | None],
+    positions: Sequence[Tensor | None],
     rule: Sequence[int],
-    logits: Sequence[float],
+    scaling: Sequence[float],
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv), given out and lse over all keys, and the gradient of out."""
-    return _backward(q, k, v, outputs, tuple(places), _decoded(rule), Logits(*logits), kernel)
+    return _backward(q, k, v, outputs, tuple(positions), _decoded(rule), Scaling(*scaling), kernel)
 
 
 def _decoded(rule: Sequence[int]) -> Rule:
@@ -181,8 +195,8 @@ def _band(
         if keys is not None and bool((keys.diff() == 0).any()):
             fix = "pass each key once, or selections without k_positions"
             raise LayoutError("attend k_positions", "each position once, for selected keys", "one twice", fix)
-        places = torch.arange(q.shape[2], device=q.device) if q_positions is None else q_positions
-        return SelectedKeys.of(selected, mask, places, keys, key_lengths), None, None, k_order
+        positions = torch.arange(q.shape[2], device=q.device) if q_positions is None else q_positions
+        return SelectedKeys.of(selected, mask, positions, keys, key_lengths), None, None, k_order
     positions = torch.arange(k.shape[2]) if keys is None and key_lengths is not None else keys
     counts = None if positions is None else visible_counts(positions, key_lengths)
     if queries is None and keys is None:

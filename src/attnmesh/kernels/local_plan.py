@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.band import Band
-from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Full, Mask
 from attnmesh.core.partial import Partial, with_sinks
-from attnmesh.kernels.blocks import Kernel, Launch, Need
+from attnmesh.core.scaling import Scaling
 from attnmesh.kernels.choice import choose
 from attnmesh.kernels.driver import forward
-from attnmesh.kernels.traced import PLAIN, are_plain, autocast_enabled, is_dense, is_learned, needs_operator
-from attnmesh.runtime.caches import Kinds
+from attnmesh.kernels.rectangles import Kernel, Launch, Need
+from attnmesh.kernels.traced import PLAIN, are_plain, autocast_enabled, is_dense, needs_grad, needs_operator
+from attnmesh.runtime.memo import Memo
 
-Kind = tuple[Any, ...]
+Signature = tuple[Any, ...]
 
 
-def kind_of(
+def signature_of(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -30,15 +30,15 @@ def kind_of(
     options: tuple[Any, ...],
     *,
     any_keys: bool = False,
-    learned: bool = True,
-) -> Kind | None:
+    with_grad: bool = True,
+) -> Signature | None:
     """Return all that the checks of a call depend on, or None for a call that is checked each time.
 
     With `any_keys` calls on a CPU with any number of keys, 1 or more, are of one kind. Calls that autograd records have
-    kinds only if they are `learned`.
+    kinds only if they are `with_grad`.
     """
     if are_plain(q, k, v) if sinks is None else are_plain(q, k, v, sinks):
-        tensors: Kind = q.shape, q.dtype, k.dtype, v.dtype
+        tensors: Signature = q.shape, q.dtype, k.dtype, v.dtype
         if any_keys and k.ndim == v.ndim == 4:
             (batch, heads, keys, dim), (value_batch, value_heads, values, width) = k.shape, v.shape
             tensors += batch, heads, dim, value_batch, value_heads, width, keys == values != 0 or (keys, values)
@@ -48,7 +48,7 @@ def kind_of(
         given = (q, k, v) if sinks is None else (q, k, v, sinks)
         if not PLAIN.issuperset(map(type, given)) or needs_operator(*given) or not all(map(is_dense, given)):
             return None
-        if autocast_enabled(q) or (not learned and is_learned(*given)):
+        if autocast_enabled(q) or (not with_grad and needs_grad(*given)):
             return None
         graded = torch.is_grad_enabled()
         tensors = tuple((x.shape, x.dtype, x.device, graded and x.requires_grad) for x in given)
@@ -62,20 +62,20 @@ class LocalPlan(NamedTuple):
     """A kernel, and the keys that each row sees, for a kind of calls whose tokens are in order."""
 
     kernel: Kernel
-    logits: Logits
+    scaling: Scaling
     band: Band | None  # None if every row sees every key
     launch: Launch | None  # the kernel's, if one serves the whole call
 
     @staticmethod
-    def of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, logits: Logits, kernel: str) -> "LocalPlan":
+    def of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scaling: Scaling, kernel: str) -> "LocalPlan":
         """Return the plan of a call that was checked."""
-        chosen, keys = choose(Need.of(q, k, v, logits), kernel), k.shape[2]
+        chosen, keys = choose(Need.of(q, k, v, scaling), kernel), k.shape[2]
         sees_all = mask == Full() and q.shape[2] > 0 and keys > 0
         band = None if sees_all else whole_band(mask, q.shape[2], keys)
-        launch = chosen.launch_of(q, k, v, logits)
+        launch = chosen.launch_of(q, k, v, scaling)
         if band is not None and launch is not None and (int(band.low[0]), int(band.high[-1])) != (0, keys):
             launch = None
-        return LocalPlan(chosen, logits, band, launch)
+        return LocalPlan(chosen, scaling, band, launch)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Partial:
         """Return the partial, with out in q's dtype."""
@@ -86,12 +86,12 @@ class LocalPlan(NamedTuple):
         band = self.band
         if band is None and self.launch is None:
             band = whole_band(Full(), q.shape[2], k.shape[2])
-        partial = forward(self.kernel, q, k, v, band, self.logits)
+        partial = forward(self.kernel, q, k, v, band, self.scaling)
         out, lse = partial if sinks is None else with_sinks(partial, sinks)
         return Partial(length_major(out, q.dtype), lse.contiguous())
 
 
-PLANS = Kinds[LocalPlan]()
+PLANS = Memo[LocalPlan]()
 """Plans of `attend`, and of `attention` on one rank. Kinds of one never equal those of the other: they are longer."""
 
 

@@ -13,15 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial, identity, merge_unchecked, sum_dtype
+from attnmesh.core.scaling import Scaling
 from attnmesh.core.selection import Selection
 from attnmesh.core.storage import columns_of, storage_of
-from attnmesh.kernels.blocks import BackwardInputs, Gradients, Kernel, Need
 from attnmesh.kernels.choice import find
 from attnmesh.kernels.implementations.reference import attend_dense, backward_dense
-from attnmesh.runtime.caches import on_device
+from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Kernel, Need
+from attnmesh.runtime.memo import on_device
 
 ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
 """Elements of a tile's keys, values and logits: few enough for a CPU's cache, enough to fill a GPU."""
@@ -51,8 +51,8 @@ class SelectedKeys:
         device = selection.indices.device
         first, last = mask.bounds(on_device(queries, device))
         in_order = keys is None or not len(keys) or int(keys[-1]) == len(keys) - 1
-        places = None if keys is None or in_order else on_device(keys, device)
-        return SelectedKeys(selection, first, last, places, None if key_lengths is None else key_lengths.to(device))
+        positions = None if keys is None or in_order else on_device(keys, device)
+        return SelectedKeys(selection, first, last, positions, None if key_lengths is None else key_lengths.to(device))
 
     def of_heads(self, heads: slice) -> "SelectedKeys":
         """Return the selected keys of some key heads."""
@@ -123,7 +123,7 @@ class SelectedTile(NamedTuple):
 
 
 def attend_selected(
-    q: Tensor, k: Tensor, v: Tensor, selected: SelectedKeys, logits: Logits, value_dim: int | None = None
+    q: Tensor, k: Tensor, v: Tensor, selected: SelectedKeys, scaling: Scaling, value_dim: int | None = None
 ) -> Partial:
     """Return attention over the selected keys, in float32 or wider; empty rows give the identity `(0, -inf)`.
 
@@ -132,29 +132,29 @@ def attend_selected(
     width = v.shape[-1] if value_dim is None else value_dim
     total = identity(q, width, sum_dtype(q.dtype))
     numbers = k[..., : columns_of(k)], v[..., :width]  # scales follow in memory
-    need = Need.of(q, *numbers, logits)._replace(dtype=q.dtype, scattered=True)
-    served = min(x.numel() for x in (q, *numbers)) > 0 and k.stride(-1) == v.stride(-1) == 1 and logits.scale > 0
+    need = Need.of(q, *numbers, scaling)._replace(dtype=q.dtype, scattered=True)
+    served = min(x.numel() for x in (q, *numbers)) > 0 and k.stride(-1) == v.stride(-1) == 1 and scaling.scale > 0
     if served and (reader := find(need)) is not None:
         tiles = _tiles(q, k, selected, _sizes_in_place(q, k, width))
-        if all(_attend_in_place(reader, q, *numbers, tile, logits, total) for tile in tiles):
+        if all(_attend_in_place(reader, q, *numbers, tile, scaling, total) for tile in tiles):
             return total
         total = identity(q, width, sum_dtype(q.dtype))  # anew: some number is not finite
     for tile in _tiles(q, k, selected, _sizes(q, k, v)):
         keys = _numbers(tile.gather(k), q.dtype)
         values = keys[..., :width] if _is_part(v, k) else _numbers(tile.gather(v), q.dtype)
-        out, lse = attend_dense(tile.take(q, k.shape[1]), keys, values, tile.mask(), logits)
+        out, lse = attend_dense(tile.take(q, k.shape[1]), keys, values, tile.mask(), scaling)
         out.masked_fill_(lse == -torch.inf, 0.0)
         tile.merge(Partial(out, lse.squeeze(-1)), total, k.shape[1])
     return total
 
 
 def _attend_in_place(
-    reader: Kernel, q: Tensor, k: Tensor, v: Tensor, tile: SelectedTile, logits: Logits, total: Partial
+    reader: Kernel, q: Tensor, k: Tensor, v: Tensor, tile: SelectedTile, scaling: Scaling, total: Partial
 ) -> bool:
     """Merge the tile's partial into the total, its queries being a batch of a kernel. Return False if not."""
     some_q = tile.view(q, k.shape[1]).transpose(0, 1).flatten(1, 2).unsqueeze(2)  # (queries, heads, 1, dim)
     keys, values = (x[tile.sequence, tile.heads].expand(len(some_q), -1, -1, -1) for x in (k, v))
-    part = reader.attend_rows(some_q, keys, values, tile.rows, tile.hidden, logits)
+    part = reader.attend_rows(some_q, keys, values, tile.rows, tile.hidden, scaling)
     if part is None:
         return False
     heads = len(keys[0]), -1
@@ -163,7 +163,7 @@ def _attend_in_place(
 
 
 def backward_selected(
-    q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, selected: SelectedKeys, logits: Logits
+    q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, selected: SelectedKeys, scaling: Scaling
 ) -> Gradients:
     """Return the gradients over the selected keys, in float32 or wider. Empty rows have lse +inf and dout 0."""
     # Rows are added to memory in order: with other strides that takes ten times as long.
@@ -173,7 +173,7 @@ def backward_selected(
     for tile in _tiles(q, k, selected, _sizes(q, k, v)):
         more = [tile.take(x, kv_heads) for x in (saved.lse.unsqueeze(-1), saved.dout, delta)]
         hidden = tile.mask()
-        part = backward_dense(tile.take(q, kv_heads), tile.gather(k), tile.gather(v), more, hidden, logits)
+        part = backward_dense(tile.take(q, kv_heads), tile.gather(k), tile.gather(v), more, hidden, scaling)
         nothing = hidden.all(-1, keepdim=True)  # such a query has rows of any key, with any numbers
         part.q.masked_fill_(nothing, 0.0)
         part.k.masked_fill_(nothing, 0.0)

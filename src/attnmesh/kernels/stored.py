@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.band import Band
-from attnmesh.core.logits import Logits
 from attnmesh.core.partial import Partial, identity, merge_unchecked, sum_dtype
+from attnmesh.core.scaling import Scaling
 from attnmesh.core.storage import Storage, columns_of, storage_of
-from attnmesh.kernels.blocks import Kernel
-from attnmesh.kernels.driver import Counts, forward
+from attnmesh.kernels.driver import KeyCounts, forward
+from attnmesh.kernels.rectangles import Kernel
 from attnmesh.kernels.selected_keys import SelectedKeys, attend_selected
 from attnmesh.kernels.traced import without_autocast
 
@@ -29,22 +29,22 @@ class CacheKernel(NamedTuple):
     """A kernel with its logits, for keys and values of a cache."""
 
     kernel: Kernel
-    logits: Logits
+    scaling: Scaling
     value_dim: int
 
     def __call__(
-        self, q: Tensor, keys: Tensor, values: Tensor, band: Band | SelectedKeys | None, counts: Counts = None
+        self, q: Tensor, keys: Tensor, values: Tensor, band: Band | SelectedKeys | None, counts: KeyCounts = None
     ) -> Partial:
         """Return the partial of the band, as `driver.forward` does; of rows in 8 bits in float32 or wider."""
         storage = storage_of(keys)
         if storage is None:
-            return forward(self.kernel, q, keys, values, band, self.logits, counts)
+            return forward(self.kernel, q, keys, values, band, self.scaling, counts)
         if isinstance(band, Band | None) and (found := self._launch(q, keys, values, band, counts)) is not None:
             return found
         q = q.to(sum_dtype(q.dtype))
         if isinstance(band, SelectedKeys):
             with without_autocast(q):
-                return attend_selected(q, keys, values, band, self.logits, self.value_dim)
+                return attend_selected(q, keys, values, band, self.scaling, self.value_dim)
         elements = keys.shape[1] * min(TILE, keys.shape[2]) * (columns_of(keys) + self.value_dim)
         most = max(1, ELEMENTS.get(q.device.type, ELEMENTS["cuda"]) // max(1, elements))
         total = identity(q, self.value_dim, q.dtype)
@@ -55,13 +55,13 @@ class CacheKernel(NamedTuple):
                 into[some] = x
         return total
 
-    def at(self, q: Tensor, keys: Tensor, places: tuple[Tensor, Tensor]) -> "CacheKernel":
+    def at(self, q: Tensor, keys: Tensor, positions: tuple[Tensor, Tensor]) -> "CacheKernel":
         """Return the kernel for queries and keys at these positions, which those with a bias by distance need."""
         if q.shape[-1] == columns_of(keys):
             return self
-        return self._replace(kernel=self.kernel.at(*places))
+        return self._replace(kernel=self.kernel.at(*positions))
 
-    def _launch(self, q: Tensor, keys: Tensor, values: Tensor, band: Band | None, counts: Counts) -> Partial | None:
+    def _launch(self, q: Tensor, keys: Tensor, values: Tensor, band: Band | None, counts: KeyCounts) -> Partial | None:
         """Return the partial of the kernel's launch, or None if that does not serve it or a number is not finite."""
         if counts:
             assert band is not None
@@ -73,14 +73,14 @@ class CacheKernel(NamedTuple):
             whole = [part for part in found if part is not None]
             return Partial(*map(torch.cat, zip(*whole, strict=True))) if len(whole) == len(found) else None
         numbers = keys[..., : columns_of(keys)], values[..., : self.value_dim]
-        launch = self.kernel.launch_of(q, *numbers, self.logits) if self.kernel.reads_8_bits else None
+        launch = self.kernel.launch_of(q, *numbers, self.scaling) if self.kernel.reads_8_bits else None
         if launch is None:
             return None
         q = q if q.stride(-1) == 1 else q.contiguous()
         into, bounds = launch.blank(), band and Band(band.low.contiguous(), band.high.contiguous())
         return into if launch.launch(q, *numbers, into, bounds) else None
 
-    def _attend_tiles(self, q: Tensor, keys: Tensor, values: Tensor, band: Band | None, counts: Counts) -> Partial:
+    def _attend_tiles(self, q: Tensor, keys: Tensor, values: Tensor, band: Band | None, counts: KeyCounts) -> Partial:
         """Return the merge of the partials of tiles of rows."""
         total, storage = None, storage_of(keys)
         assert storage is not None
@@ -92,7 +92,7 @@ class CacheKernel(NamedTuple):
                     continue
             tile = _read(storage, keys[:, :, start:stop], values[:, :, start:stop], q.dtype, self.value_dim)
             seen = counts and [min(max(count - start, 0), stop - start) for count in counts]
-            part = forward(self.kernel, q, *tile, inside, self.logits, seen)
+            part = forward(self.kernel, q, *tile, inside, self.scaling, seen)
             total = part if total is None else merge_unchecked([total, part])
         return identity(q, self.value_dim, q.dtype) if total is None else total
 

@@ -42,7 +42,7 @@ def needs_operator(*tensors: Tensor | None) -> bool:
     return seen or not PLAIN_OR_NONE.issuperset(map(type, tensors))
 
 
-def is_learned(*tensors: Tensor | None) -> bool:
+def needs_grad(*tensors: Tensor | None) -> bool:
     """Return True if autograd records a call of these tensors."""
     if torch.is_grad_enabled():
         for x in tensors:

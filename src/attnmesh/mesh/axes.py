@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.errors import MeshError, warn_once
 from attnmesh.mesh.shapes import AXES, Shape, share
-from attnmesh.runtime.caches import Kinds
+from attnmesh.runtime.memo import Memo
 from attnmesh.runtime.world import cached_per_world
 
 
@@ -106,7 +106,7 @@ class Mesh:
     """The mesh of PyTorch, where it is known."""
 
     @property
-    def kind(self) -> str:
+    def device_type(self) -> str:
         """Type of device that the groups were made for."""
         return next((device_type_of(axis.group) for axis in self.axes if axis.group is not None), "cpu")
 
@@ -167,9 +167,9 @@ def mesh_of(axis: Axis) -> Mesh:
 
 
 @cached_per_world()
-def _places() -> Kinds[tuple[DeviceMesh, Mesh]]:
+def _places() -> Memo[tuple[DeviceMesh, Mesh]]:
     """Return this rank's places, by the meshes themselves: equal ones may have groups of their own."""
-    return Kinds(64)
+    return Memo(64)
 
 
 def _place_in(device_mesh: DeviceMesh) -> Mesh:

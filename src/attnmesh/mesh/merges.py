@@ -24,7 +24,7 @@ from attnmesh.mesh.merge_cost import (
 OUTPUTS = ("replicated", "heads")
 """Results of a merge: all heads on every rank, or each rank's share of them."""
 
-Merged = tuple[Tensor, Partial]
+CheckedPartial = tuple[Tensor, Partial]
 """The maximum of the checksums of all ranks, and the merge of their partials."""
 
 
@@ -36,7 +36,7 @@ class Merge(NamedTuple):
     """
 
     name: str
-    run: Callable[[Any, Tensor, Any, bool], Merged]
+    run: Callable[[Any, Tensor, Any, bool], CheckedPartial]
     price: Callable[[MergeGroup, Payload, Cluster, Cost], None]
     known_as: str = "gathered partials"  # the published scheme of decoding with it
     in_rounds: bool = False  # along a tree, whose canonical order gives the same bits on 1, 2, 4, 8, ... ranks

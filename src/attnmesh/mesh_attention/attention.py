@@ -11,14 +11,14 @@ from attnmesh.core.layout import Layout
 from attnmesh.core.mask import CAUSAL, FULL, Mask
 from attnmesh.core.partial import Partial
 from attnmesh.core.selection import Selection
-from attnmesh.guard.checks import check_most_keys, warn_if_swapped, without_redundant
-from attnmesh.kernels.local_plan import PLANS, LocalPlan, kind_of
+from attnmesh.guard.argument_checks import check_most_keys, warn_if_swapped, without_redundant
+from attnmesh.kernels.local_plan import PLANS, LocalPlan, signature_of
 from attnmesh.kernels.selected_keys import without_faulty
-from attnmesh.kernels.traced import autocast, is_learned, needs_operator, without_autocast
+from attnmesh.kernels.traced import autocast, needs_grad, needs_operator, without_autocast
 from attnmesh.mesh.axes import Mesh, NotGiven, given_mesh
 from attnmesh.mesh_attention.call import Call, Options
 from attnmesh.mesh_attention.latents import Latents
-from attnmesh.mesh_attention.mesh_op import attend_alone, attend_by_task, attend_learned, mesh_op
+from attnmesh.mesh_attention.mesh_op import attend_alone, attend_by_task, attend_with_grad, mesh_op
 from attnmesh.mesh_attention.mesh_plan import PreparedCall
 from attnmesh.mesh_attention.prepared import prepare
 
@@ -104,7 +104,7 @@ def attention(
     key_layout = layout if key_layout is None else key_layout
     layouts, lengths = (layout, key_layout), (length, key_length)
     options = Options(mask, *layouts, exchange, kernel, scale, softcap, *lengths, others or None)
-    call, kind = Call(q, k, v, sinks, key_lengths, options, selected, distance_bias), None
+    call, signature = Call(q, k, v, sinks, key_lengths, options, selected, distance_bias), None
     if "DTensor" in (type(q).__name__, type(k).__name__, type(v).__name__):
         from attnmesh.mesh_attention.dtensor import attend_dtensors  # DTensor is slow to import, and seldom used
 
@@ -113,18 +113,18 @@ def attention(
         mesh = given_mesh("attention", mesh, ALONE)
         if mesh is None and key_lengths is distance_bias is None and selected is None and not others:
             any_keys = mask is FULL and length is None and key_length is None
-            kind = kind_of(q, k, v, sinks, (*options, checked), any_keys=any_keys, learned=False)
-            if (known := PLANS.find(kind)) is not None:
+            signature = signature_of(q, k, v, sinks, (*options, checked), any_keys=any_keys, with_grad=False)
+            if (known := PLANS.find(signature)) is not None:
                 return known.attend(q, k, v, sinks).out
-        if kind is None:
+        if signature is None:
             out = attend_shards(call, Mesh.of(mesh), checked)
         else:
             whole = prepare(Mesh.of(None), call, checked).plan
-            plan = LocalPlan.of(q, k, v, whole.problem.mask, whole.logits, kernel)
+            plan = LocalPlan.of(q, k, v, whole.problem.mask, whole.scaling, kernel)
             out = plan.attend(q, k, v, sinks).out
     warn_if_swapped("attention", q, k.shape[2])  # last: where warnings are errors, one rank alone would raise
-    if kind is not None:
-        PLANS.keep(kind, plan)
+    if signature is not None:
+        PLANS.keep(signature, plan)
     return out
 
 
@@ -158,8 +158,8 @@ def _attend(call: Call, prepared: PreparedCall, latents: Latents | None, further
         if needs_operator(q, k, v, sinks):
             out: Tensor = mesh_op(q, k, v, sinks, key_lengths, indices, *plan.pack())[0]
             return out
-        if is_learned(q, k, v, sinks):
-            out, *_ = attend_learned(q, k, v, sinks, key_lengths, indices, plan)
+        if needs_grad(q, k, v, sinks):
+            out, *_ = attend_with_grad(q, k, v, sinks, key_lengths, indices, plan)
             return out
     with torch.no_grad():
         if task is None:

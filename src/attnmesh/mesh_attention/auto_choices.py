@@ -63,10 +63,10 @@ class Price(NamedTuple):
 @cached_per_world(1024)
 def price(layout: Layout | str, mask: Mask, length: int, mesh: Mesh, heads: tuple[int, int, int]) -> Price:
     """Return the price of a layout on a mesh, or for "auto" that of the best. Ranks call it together the first time."""
-    cluster, tile = surroundings(mesh, torch.device(mesh.kind))
+    cluster, tile = surroundings(mesh, torch.device(mesh.device_type))
     q_heads, kv_heads, width = heads
     kv_heads = math.lcm(kv_heads, mesh.shape.heads)
-    q_heads, dtype = math.lcm(q_heads, kv_heads), torch.bfloat16 if mesh.kind == "cuda" else torch.float32
+    q_heads, dtype = math.lcm(q_heads, kv_heads), torch.bfloat16 if mesh.device_type == "cuda" else torch.float32
     work = LayerWork(q_heads, kv_heads, width, width, length=length, item=dtype.itemsize, mask=mask)
 
     def seconds(layout: Layout) -> float:

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.layout import Contiguous, Layout, check_layout
-from attnmesh.core.logits import Logits, with_distance_bias
 from attnmesh.core.mask import Causal, Mask, check_mask
+from attnmesh.core.scaling import Scaling, with_distance_bias
 from attnmesh.core.selection import Selection
 from attnmesh.errors import KernelError, LayoutError, MaskError, ShapeError
 from attnmesh.guard.agreement import describe_call
-from attnmesh.guard.checks import (
+from attnmesh.guard.argument_checks import (
     check_checked,
     check_distance_bias,
     check_key_lengths,
@@ -54,9 +54,9 @@ class Options(NamedTuple):
         """The mask given, or the causal one."""
         return Causal() if self.mask is None else self.mask
 
-    def logits(self, dim: int) -> Logits:
+    def scaling(self, dim: int) -> Scaling:
         """Return the scale of the logits, 1/sqrt(dim) unless it was given, and their soft cap."""
-        return Logits.of("attention", self.scale, self.softcap, dim)
+        return Scaling.of("attention", self.scale, self.softcap, dim)
 
     def problem(self, mesh: Mesh, tokens: Pair) -> Problem:
         """Return the problem of so many queries and keys on all ranks."""
@@ -110,7 +110,7 @@ class Call(NamedTuple):
         """Return the text that ranks compare: all but the lengths of shards."""
         named = {"q": self.q, "k": self.k, "v": self.v} | ({} if self.sinks is None else {"sinks": self.sinks})
         shapes = {name: [n for dim, n in enumerate(x.shape) if dim != 2] for name, x in named.items()}
-        learned = [name for name, x in named.items() if x.requires_grad and torch.is_grad_enabled()]
+        requires_grad = [name for name, x in named.items() if x.requires_grad and torch.is_grad_enabled()]
         fields = {"device": self.q.device.type, "dtype": self.q.dtype, **shapes, **self.options._asdict()}
         if self.key_lengths is not None:
             fields["key_lengths"] = self.key_lengths.tolist()
@@ -119,7 +119,7 @@ class Call(NamedTuple):
         if self.selected is not None:
             _, own, _, k = self.selected.indices.shape
             fields["selected"] = f"{k} blocks of {self.selected.block} for {own} key heads"
-        return describe_call("attention", **fields, gradients=learned)
+        return describe_call("attention", **fields, gradients=requires_grad)
 
 
 def check_call(mesh: Mesh, call: Call, checked: bool | None) -> None:
@@ -134,9 +134,9 @@ def check_call(mesh: Mesh, call: Call, checked: bool | None) -> None:
         check_exchange("attention exchange", options.exchange)
         _check_lengths(call, mesh.ranks)
         check_kernel(options.kernel)
-        logits = options.logits(q.shape[-1])
+        scaling = options.scaling(q.shape[-1])
         check_sinks("attention sinks", sinks, q)
-        check_distance_bias("attention", distance_bias, q, logits, options.kernel, selected)
+        check_distance_bias("attention", distance_bias, q, scaling, options.kernel, selected)
         check_key_lengths("attention key_lengths", key_lengths, q.shape[0])
         check_selection("attention selected", selected, q, k.shape[1], options.kernel)
         if selected is not None:

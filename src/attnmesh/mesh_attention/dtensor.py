@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from attnmesh.core.layout import Contiguous
 from attnmesh.errors import InputError, LayoutError, MeshError
 from attnmesh.guard.agreement import Agreement
-from attnmesh.guard.checks import swap_first
+from attnmesh.guard.argument_checks import swap_first
 from attnmesh.mesh.axes import Mesh, attention_dims
 from attnmesh.mesh.shapes import AXES
 from attnmesh.mesh_attention.call import Call
@@ -29,8 +29,8 @@ def attend_dtensors(
     try:
         q, k, v = _checked_dtensors(call, first, mesh)
     except InputError as error:
-        compares = checked is not False and not torch.compiler.is_compiling()
-        Agreement(place, "attention", compares=compares).fail(error)
+        is_compared = checked is not False and not torch.compiler.is_compiling()
+        Agreement(place, "attention", is_compared=is_compared).fail(error)
     options = call.options._replace(
         layout=Contiguous(), key_layout=Contiguous(), length=q.shape[2], key_length=k.shape[2]
     )

@@ -14,19 +14,19 @@ from torch import Tensor
 
 from attnmesh.comm.p2p import begin_swap, gather, meta_like, return_to_owners, taken
 from attnmesh.core.band import Band
-from attnmesh.core.logits import Logits
 from attnmesh.core.partial import Partial, identity, merge_into, sum_dtype, with_sinks
-from attnmesh.kernels.blocks import BackwardInputs, Gradients, Kernel
-from attnmesh.kernels.driver import Counts
+from attnmesh.core.scaling import Scaling
+from attnmesh.kernels.driver import KeyCounts
 from attnmesh.kernels.driver import backward as kernel_backward
 from attnmesh.kernels.driver import forward as kernel_forward
 from attnmesh.kernels.local_plan import empty_length_major
+from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Kernel
 from attnmesh.kernels.selected_keys import SelectedKeys
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.mesh.schedule import HeadGroup, Heads, Schedule, Step
 from attnmesh.mesh_attention.latents import Projection
-from attnmesh.runtime.caches import on_device
 from attnmesh.runtime.counters import Tensors
+from attnmesh.runtime.memo import on_device
 from attnmesh.runtime.ranges import ATTENTION, MERGE, is_profiled, named
 
 Returned = list[tuple[Tensor, Tensors]]
@@ -44,22 +44,22 @@ class Task:
     schedule: Schedule
     groups: Sequence[HeadGroup]
     kernels: Sequence[Kernel]
-    logits: Logits
-    counts: Sequence[Counts]  # of the keys of each step
+    scaling: Scaling
+    counts: Sequence[KeyCounts]  # of the keys of each step
     projection: Projection | None = None
     """Projection of latents, where these travel instead of keys and values."""
     selected: Sequence[SelectedKeys] = ()
     """Selected keys of each step, where queries do not attend to all that they see."""
 
     @cached_property
-    def in_turn(self) -> bool:
+    def sequential(self) -> bool:
         """True if heads go in one group. Then no two exchanges along an axis are under way at once, but a ring's."""
         return len(self.groups) == 1
 
     @cached_property
     def swaps(self) -> "HeadSwaps":
         """Swaps of tokens for heads, and back."""
-        return HeadSwaps(self.mesh.heads, self.schedule, self.in_turn)
+        return HeadSwaps(self.mesh.heads, self.schedule, self.sequential)
 
     def bands(self, group: HeadGroup) -> Sequence[Band | SelectedKeys]:
         """Return the keys of each step that the row's queries attend, in a group of heads."""
@@ -68,11 +68,11 @@ class Task:
         heads = group[self.mesh.heads.index].keys
         return [keys.of_heads(heads) for keys in self.selected]
 
-    def attend(self, kernel: Kernel, q: Tensor, kv: Tensors, band: Band | SelectedKeys, counts: Counts) -> Partial:
+    def attend(self, kernel: Kernel, q: Tensor, kv: Tensors, band: Band | SelectedKeys, counts: KeyCounts) -> Partial:
         """Return the partial of queries over keys and values, or over latents."""
         if self.projection is not None:
-            return self.projection.attend(kernel, q, kv[0], band, self.logits, counts)
-        return kernel_forward(kernel, q, kv[0], kv[1], band, self.logits, counts)
+            return self.projection.attend(kernel, q, kv[0], band, self.scaling, counts)
+        return kernel_forward(kernel, q, kv[0], kv[1], band, self.scaling, counts)
 
     def heads_of(self, group: HeadGroup, share: Tensors) -> Tensors:
         """Return a group's heads of q, k and v, of which `share` has this rank's heads of all groups, as views."""
@@ -121,7 +121,7 @@ def forward(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None = None, sha
         ):  # or some queries see no key here
             (batch, heads, _), width = partial.lse.shape, partial.out.shape[3]
             mine = identity(q.new_empty(batch, heads, schedule.chunk.queries, 0), width, dtype)
-            returning = _return(partial, schedule.query_step, task.mesh.keys, _merge_in, mine, task.in_turn)
+            returning = _return(partial, schedule.query_step, task.mesh.keys, _merge_in, mine, task.sequential)
         returns.add(chain(returning, swap_back(mine, arrivals.group)))
         del mine, partial, returning
     returns.finish()
@@ -147,9 +147,9 @@ def _attend_heads(arrivals: Arrivals, task: Task) -> Partial:
     return total
 
 
-def _return(made: Tensors, step: Step, axis: Axis, put: Put, own: Tensors, in_turn: bool) -> Iterator[None]:
+def _return(made: Tensors, step: Step, axis: Axis, put: Put, own: Tensors, sequential: bool) -> Iterator[None]:
     """Return results to their owners. Results for this rank's tokens are put into `own` when they arrive."""
-    coming = return_to_owners(made, step, axis, in_turn=in_turn)
+    coming = return_to_owners(made, step, axis, sequential=sequential)
     del made
     if axis.size > 1:
         yield
@@ -181,7 +181,7 @@ def backward(share: Tensors, saved: BackwardInputs, task: Task) -> Gradients:
     for arrivals in _arrivals(swap_in, task):
         own = Gradients(*(torch.zeros_like(x, dtype=delta.dtype) for x in task.heads_of(arrivals.group, share)))
         dq = _backward_heads(arrivals, task, returns, own[1:])
-        returning = _return((dq,), schedule.query_step, task.mesh.keys, _add_in, own[:1], task.in_turn)
+        returning = _return((dq,), schedule.query_step, task.mesh.keys, _add_in, own[:1], task.sequential)
         returns.add(chain(returning, swap_back(own, arrivals.group)))
         del dq, own, returning
     returns.finish()
@@ -203,14 +203,14 @@ def _backward_heads(arrivals: Arrivals, task: Task, returns: "PendingReturns", m
     steps = zip(task.kernels, bands, task.counts, schedule.key_steps, schedule.gradient_steps, strict=True)
     for kernel, band, counts, step, onward in steps:
         keys, values = next(arrivals.kv_by_step)
-        part = attend(kernel, q, keys, values, saved, band, task.logits, counts)
+        part = attend(kernel, q, keys, values, saved, band, task.scaling, counts)
         del keys, values  # else they would live until the next keys have arrived
         dq = part.q.to(delta.dtype) if dq is None else dq.add_(part.q)
         made = part.k.to(dq.dtype), part.v.to(dq.dtype)
         del part
         if coming is not None:
             _add(made, coming())
-        returns.add(_return(made, step, task.mesh.queries, _add_in, mine, task.in_turn))
+        returns.add(_return(made, step, task.mesh.queries, _add_in, mine, task.sequential))
         coming = None if onward is None else gather(made, onward, task.mesh.queries)
         del made
     assert dq is not None  # every schedule has a step
@@ -246,7 +246,7 @@ def _arrivals(swap_in: Callable[[HeadGroup], Callable[[], Tensors]], task: Task)
             yield None
         tensors = swapped()
         queries = len(tensors) - (2 if task.projection is None else 1)
-        coming = gather(tensors[:queries], task.schedule.query_step, task.mesh.keys, in_turn=task.in_turn)
+        coming = gather(tensors[:queries], task.schedule.query_step, task.mesh.keys, sequential=task.sequential)
         kv_by_step = _kv_by_step(tensors[queries:], task)
         del swapped, tensors
         if gathers:
@@ -270,7 +270,7 @@ def _kv_by_step(kv: Tensors, task: Task) -> Iterator[Tensors]:
     A ring's first step is this rank's own keys, so its first exchange is that of the second step.
     """
     steps, axis = task.schedule.key_steps, task.mesh.queries
-    first = gather(kv, steps[0], axis, in_turn=task.in_turn)
+    first = gather(kv, steps[0], axis, sequential=task.sequential)
 
     def arrivals() -> Iterator[Tensors]:
         finish = first
@@ -334,11 +334,11 @@ def some_heads(tensors: Tensors, queries: int, heads: Heads) -> Tensors:
 
 @dataclass(frozen=True)
 class HeadSwaps:
-    """Swaps along the heads axis. With `in_turn` no other exchange along it begins before one has ended."""
+    """Swaps along the heads axis. With `sequential` no other exchange along it begins before one has ended."""
 
     axis: Axis
     schedule: Schedule
-    in_turn: bool
+    sequential: bool
 
     def to_heads(self, tensors: Tensors, queries: int, group: HeadGroup, into: Tensors = ()) -> Callable[[], Tensors]:
         """Begin to swap tokens for this rank's heads of a group. The result is in `into`, or else in new memory."""
@@ -348,7 +348,7 @@ class HeadSwaps:
         shares = [self.schedule.query_shares] * queries + [self.schedule.key_shares] * (len(tensors) - queries)
         wanted = [tuple(map(meta_like, mine, map(len, places))) for places in zip(*shares, strict=True)]  # by rank
         parts = [some_heads(tensors, queries, heads) for heads in group]
-        finish = begin_swap(parts, wanted, self.axis, in_turn=self.in_turn)
+        finish = begin_swap(parts, wanted, self.axis, sequential=self.sequential)
 
         def finished() -> Tensors:
             whole = into or tuple(
@@ -373,7 +373,7 @@ class HeadSwaps:
             for q_tokens, k_tokens in zip(self.schedule.query_shares, self.schedule.key_shares, strict=True):
                 keys = taken(made[queries:], k_tokens) if len(made) > queries else ()
                 parts.append(taken(made[:queries], q_tokens) + keys)
-            finish = begin_swap(parts, places, self.axis, in_turn=self.in_turn)
+            finish = begin_swap(parts, places, self.axis, sequential=self.sequential)
             del made, arrived, parts
             yield
             arrived = finish()

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.band import Band
-from attnmesh.core.logits import Logits
 from attnmesh.core.partial import Partial, sum_dtype
-from attnmesh.kernels.blocks import Kernel
-from attnmesh.kernels.driver import Counts, forward
+from attnmesh.core.scaling import Scaling
+from attnmesh.kernels.driver import KeyCounts, forward
+from attnmesh.kernels.rectangles import Kernel
 from attnmesh.kernels.selected_keys import SelectedKeys
 from attnmesh.mesh.exchange_cost import EXPANDED_BYTES
 
@@ -68,19 +68,19 @@ class Projection:
         q: Tensor,
         latents: Tensor,
         band: Band | SelectedKeys,
-        logits: Logits,
-        counts: Counts = None,
+        scaling: Scaling,
+        counts: KeyCounts = None,
     ) -> Partial:
         """Return attention over a band of latents, which are expanded for a few heads at a time."""
         if isinstance(band, SelectedKeys):
-            return self._attend_selected(kernel, q, latents, band, logits)
+            return self._attend_selected(kernel, q, latents, band, scaling)
         parts = []
         for heads in self._groups(q, latents):
-            parts.append(forward(kernel, q[:, heads], *self.expand(latents, heads), band, logits, counts))
+            parts.append(forward(kernel, q[:, heads], *self.expand(latents, heads), band, scaling, counts))
         return Partial(*(torch.cat(x, 1) for x in zip(*parts, strict=True)))
 
     def _attend_selected(
-        self, kernel: Kernel, q: Tensor, latents: Tensor, selected: SelectedKeys, logits: Logits
+        self, kernel: Kernel, q: Tensor, latents: Tensor, selected: SelectedKeys, scaling: Scaling
     ) -> Partial:
         """Return attention over selected latents, read once for all heads, by a few absorbed queries at a time."""
         parts = []
@@ -89,7 +89,7 @@ class Projection:
         for start in range(0, max(1, q.shape[2]), size):
             some = slice(start, start + size)
             absorbed, keys, values = self.absorb(q[:, :, some]), selected.of_queries(some), latents[..., : self.rank]
-            out, lse = forward(kernel, absorbed, latents, values, keys, logits)
+            out, lse = forward(kernel, absorbed, latents, values, keys, scaling)
             parts.append(Partial(self.to(out.dtype).project(out), lse))
         return Partial(*(torch.cat(x, 2) for x in zip(*parts, strict=True)))
 

@@ -4,12 +4,12 @@ from typing import Any
 
 from torch import Tensor
 
-from attnmesh.core.logits import Logits, with_distance_bias
 from attnmesh.core.mask import FULL, Full, Mask, check_mask
 from attnmesh.core.partial import Partial
+from attnmesh.core.scaling import Scaling, with_distance_bias
 from attnmesh.core.selection import Selection, Visible
 from attnmesh.errors import MaskError, ShapeError
-from attnmesh.guard.checks import (
+from attnmesh.guard.argument_checks import (
     check_distance_bias,
     check_key_lengths,
     check_most_keys,
@@ -24,7 +24,7 @@ from attnmesh.guard.checks import (
 )
 from attnmesh.kernels.choice import check_kernel
 from attnmesh.kernels.local_op import run_attend
-from attnmesh.kernels.local_plan import PLANS, LocalPlan, kind_of
+from attnmesh.kernels.local_plan import PLANS, LocalPlan, signature_of
 from attnmesh.kernels.selected_keys import without_faulty
 from attnmesh.kernels.traced import autocast, without_autocast
 
@@ -83,10 +83,10 @@ def attend(
     if others:
         others = without_redundant(others, mask)
     plain = q_positions is k_positions is key_lengths is distance_bias is None and selected is None and not others
-    options, kind = (mask, scale, softcap, kernel), None
+    options, signature = (mask, scale, softcap, kernel), None
     if plain:
-        kind = kind_of(q, k, v, None, options, any_keys=mask is FULL, learned=False)
-    if (plan := PLANS.find(kind)) is not None:
+        signature = signature_of(q, k, v, None, options, any_keys=mask is FULL, with_grad=False)
+    if (plan := PLANS.find(signature)) is not None:
         return plan.attend(q, k, v, None)
     check_unknown_options("attend", others)
     q, k, v = autocast(q, k, v)
@@ -103,14 +103,14 @@ def attend(
             check_most_keys("attend key_lengths", key_lengths, k.shape[2])
     except (MaskError, ShapeError) as error:
         raise with_swap_hint(error, heads_and_length(q), heads_and_length(k)) from None
-    logits = Logits.of("attend", scale, softcap, q.shape[-1])
+    scaling = Scaling.of("attend", scale, softcap, q.shape[-1])
     check_kernel(kernel)
-    check_distance_bias("attend", distance_bias, q, logits, kernel, selected)
+    check_distance_bias("attend", distance_bias, q, scaling, kernel, selected)
     warn_if_swapped("attend", q, k.shape[2])
-    if kind is not None:
-        return PLANS.keep(kind, LocalPlan.of(q, k, v, mask, logits, kernel)).attend(q, k, v, None)
+    if signature is not None:
+        return PLANS.keep(signature, LocalPlan.of(q, k, v, mask, scaling, kernel)).attend(q, k, v, None)
     q = with_distance_bias(q, distance_bias)
     visible = Visible(mask, q_positions, k_positions, key_lengths, selected)
     with without_autocast(q):
-        out, lse = run_attend(q, k, v, visible, logits, kernel)
+        out, lse = run_attend(q, k, v, visible, scaling, kernel)
         return Partial(out if selected is None else without_faulty(out, selected), lse)

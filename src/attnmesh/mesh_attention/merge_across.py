@@ -14,8 +14,8 @@ from attnmesh.comm.message import checksum_of, question_like
 from attnmesh.comm.rank_merge import chosen_merge, merge_ranks, send_poison
 from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.errors import DeviceError, DtypeError, InputError, KernelError, ShapeError, check_choice, require
-from attnmesh.guard.agreement import Agreement, CallRecord, MergeAgreement, describe_call, number_of, prepare_merges
-from attnmesh.guard.checks import check_checked, check_dtype, check_merge, check_one_device, check_tensor
+from attnmesh.guard.agreement import Agreement, CallRecord, MergeAgreement, describe_call, hash_of_call, prepare_merges
+from attnmesh.guard.argument_checks import check_checked, check_dtype, check_merge, check_one_device, check_tensor
 from attnmesh.kernels.traced import are_plain
 from attnmesh.mesh.axes import Axis, axis_of, device_type_of, group_named, mesh_of
 from attnmesh.mesh.merges import MERGES, OUTPUTS
@@ -70,7 +70,7 @@ def merge_across(
         is_plain(partial, how, output, wire, base, checked)
         and (found := host_merge_and_text(axis, partial[0].shape, how, output)) is not None
     ):
-        return merge_as_one_call(Partial(*partial), *found, output, compares=checked is not False)
+        return merge_as_one_call(Partial(*partial), *found, output, is_compared=checked is not False)
     try:
         check_merge("merge_across", how, output)
         check_checked("merge_across", checked)
@@ -144,7 +144,7 @@ def _merge(
     """Return the merge in new tensors."""
     device = partial.lse.device
     text = call_text(partial.out.shape, partial.out.dtype, how, output, wire, base, device.type)
-    agreement.text = agreement.kind = text
+    agreement.text = agreement.signature = text
     if how == "auto" or MERGES[how].is_packed:
         like = partial.out.new_empty(0), partial.lse.new_empty(0), partial.out.shape
         agreement.ask = partial_of(_ask, *like, axis, how, output, wire)
@@ -153,7 +153,7 @@ def _merge(
     if axis.size > 1 and device.type == "cpu":
         prepare_merges(axis)
     with agreement:
-        checksum = checksum_of(agreement.number, partial.lse)
+        checksum = checksum_of(agreement.call_hash, partial.lse)
         merged, checksum = merge_ranks(partial, checksum, axis, how, output, wire)
         agreement.checksum = checksum if axis.size > 1 else None
     pairs = zip(merged, partial, strict=True)
@@ -191,14 +191,14 @@ def is_plain(partial: object, how: object, output: object, wire: object, base: o
     return fits
 
 
-def merge_as_one_call(partial: Partial, merge: HostMerge, text: str, output: str, *, compares: bool) -> Partial:
+def merge_as_one_call(partial: Partial, merge: HostMerge, text: str, output: str, *, is_compared: bool) -> Partial:
     """Return the merge in new tensors, as one native call. `text` is what ranks compare."""
     message = merge.blank()
-    place = merge.places(message)
+    place = merge.partial_in(message)
     place.out.copy_(partial.out)
     place.lse.copy_(partial.lse)
-    if not merge.run(message, number_of(text)):
-        if compares:
+    if not merge.run(message, hash_of_call(text)):
+        if is_compared:
             differs = Agreement(mesh_of(merge.axis), "merge_across")
             differs.text = text
             differs.unequal()
@@ -224,8 +224,11 @@ def check_partial(partial: Partial, wire: torch.dtype | None, base: str) -> None
     if out.ndim != 4 or lse.shape != out.shape[:-1]:
         expected, given = "out (batch, heads, length, dim) and its lse", f"{tuple(out.shape)} and {tuple(lse.shape)}"
         raise ShapeError("merge_across", expected, given, "put the heads before the length")
-    learned, fix = out.requires_grad or lse.requires_grad, "call it under torch.no_grad(), or train with attention"
-    fits = not (torch.is_grad_enabled() and learned)
+    requires_grad, fix = (
+        out.requires_grad or lse.requires_grad,
+        "call it under torch.no_grad(), or train with attention",
+    )
+    fits = not (torch.is_grad_enabled() and requires_grad)
     require(fits, KernelError, "merge_across", "a partial without gradients", "one with requires_grad=True", fix)
     check_dtype("merge_across wire", wire, "leave it out for float32")
     check_choice("merge_across base", base, BASES, 'pass "2" if the engine took base-2 logarithms')

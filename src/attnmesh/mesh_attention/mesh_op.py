@@ -15,9 +15,9 @@ from attnmesh.comm.failures import collective
 from attnmesh.core.partial import Partial, merge_unchecked, sum_dtype
 from attnmesh.core.selection import Visible
 from attnmesh.errors import RankFailure
-from attnmesh.kernels.blocks import BackwardInputs
 from attnmesh.kernels.local_op import run_attend, sink_gradient
 from attnmesh.kernels.local_plan import empty_length_major, length_major
+from attnmesh.kernels.rectangles import BackwardInputs
 from attnmesh.kernels.traced import Once, once
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.mesh.schedule import ChunkSize
@@ -33,7 +33,7 @@ from attnmesh.runtime.operators import operator, recorded
 def attend_alone(call: Call, plan: MeshPlan, further: Partial | None = None) -> Tensor:
     """Return attention on one rank."""
     visible = Visible(plan.problem.mask, key_lengths=call.key_lengths, selected=call.selected)
-    found = run_attend(call.q, call.k, call.v, visible, plan.logits, plan.kernel, call.sinks)
+    found = run_attend(call.q, call.k, call.v, visible, plan.scaling, plan.kernel, call.sinks)
     return found.out if further is None else merge_unchecked([Partial(*found), further]).out.to(call.q.dtype)
 
 
@@ -115,7 +115,7 @@ def _gradients(ctx: Any, dout: Any, *_: None) -> tuple[Tensor | None, ...]:
     return dq, dk, dv, dsinks
 
 
-attend_learned = recorded(_attend, _save_for_backward, _gradients)
+attend_with_grad = recorded(_attend, _save_for_backward, _gradients)
 """Attention by a plan, recorded by autograd."""
 
 

@@ -8,18 +8,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.core.logits import Logits
+from attnmesh.core.scaling import Scaling
 from attnmesh.core.selection import Selection
 from attnmesh.errors import RankFailure, ShapeError
-from attnmesh.kernels.blocks import Need
 from attnmesh.kernels.choice import choose
 from attnmesh.kernels.driver import visible_counts
+from attnmesh.kernels.rectangles import Need
 from attnmesh.kernels.selected_keys import SelectedKeys
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import EXCHANGES, Problem, Schedule, groups_of_heads, schedule
 from attnmesh.mesh_attention.auto_choices import Widths, chosen_exchange
 from attnmesh.mesh_attention.executor import Task
-from attnmesh.runtime.caches import Kinds, on_device
+from attnmesh.runtime.memo import Memo, on_device
 from attnmesh.runtime.world import cached_per_world, decode_cached
 
 
@@ -30,7 +30,7 @@ class MeshPlan(NamedTuple):
     problem: Problem
     exchange: str
     kernel: str
-    logits: Logits
+    scaling: Scaling
     block: int = 0
     """Keys per index of a selection; 0 if there is none."""
     even: bool = False
@@ -59,7 +59,7 @@ class MeshPlan(NamedTuple):
             *self.mesh.group_names,
             self.exchange,
             self.kernel,
-            *map(repr, (*self.logits, self.block, int(self.even))),
+            *map(repr, (*self.scaling, self.block, int(self.even))),
         ]
         places = [*self.mesh.shape, *(axis.index for axis in self.mesh.axes)]
         return ",".join(names), [*places, *self.problem.encode()]
@@ -75,10 +75,10 @@ class MeshPlan(NamedTuple):
         The tensors may have this rank's share of the heads alone.
         """
         q, k, v = qkv
-        kind = self, q_heads, q.shape, k.shape, v.shape, q.dtype, q.device, latent
-        if (known := known_calls().get(kind)) is None:
+        signature = self, q_heads, q.shape, k.shape, v.shape, q.dtype, q.device, latent
+        if (known := known_calls().get(signature)) is None:
             with torch.device("cpu"), torch.inference_mode(False):  # it is kept for later calls, in any mode
-                known = known_calls().keep(kind, PreparedCall(self, self._new_task(q_heads, q, k, v, latent)))
+                known = known_calls().keep(signature, PreparedCall(self, self._new_task(q_heads, q, k, v, latent)))
         assert known.task is not None
         return known.task
 
@@ -104,9 +104,9 @@ class MeshPlan(NamedTuple):
         tokens = steps.chunk.queries, steps.chunk.keys, steps.chunk.keys
         whole = zip((q, k, v), tokens, strict=True)  # of the whole chunk
         q, k, v = (x.new_empty(1).expand(*x.shape[:2], count, x.shape[3]) for x, count in whole)
-        queries, call = steps.query_step.positions, (q, k, v, self.logits)
+        queries, call = steps.query_step.positions, (q, k, v, self.scaling)
         kernels = [choose(Need.of(*call, (queries, x.positions)), self.kernel) for x in steps.key_steps]
-        return Task(mesh, steps, groups, kernels, self.logits, [None] * len(steps.key_steps))
+        return Task(mesh, steps, groups, kernels, self.scaling, [None] * len(steps.key_steps))
 
     def _selected(self, schedule: Schedule, key_lengths: Tensor | None, indices: Tensor) -> list[SelectedKeys]:
         """Return the keys of each step that this rank's queries select."""
@@ -132,17 +132,17 @@ class PreparedCall(NamedTuple):
 
 
 @cached_per_world()
-def known_calls() -> Kinds[PreparedCall]:
+def known_calls() -> Memo[PreparedCall]:
     """Return what is prepared: by kind of call, by the arguments of a plan, and by a plan and kinds of tensors."""
-    return Kinds(4096)
+    return Memo(4096)
 
 
 @cached_per_world(1024)
 def _unpack(names: str, numbers: tuple[int, ...]) -> MeshPlan:
     *groups, exchange, kernel, scale, softcap, block, even = names.split(",")
     mesh = Mesh.named(numbers[:3], numbers[3:6], groups)
-    logits = Logits(float(scale), float(softcap))
-    return MeshPlan(mesh, Problem.decode(mesh.shape, numbers[6:]), exchange, kernel, logits, int(block), even == "1")
+    scaling = Scaling(float(scale), float(softcap))
+    return MeshPlan(mesh, Problem.decode(mesh.shape, numbers[6:]), exchange, kernel, scaling, int(block), even == "1")
 
 
 @lru_cache(maxsize=1024)

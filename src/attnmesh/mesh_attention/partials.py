@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from attnmesh.core.logits import Logits
 from attnmesh.core.partial import Partial, merge_unchecked, sum_dtype
+from attnmesh.core.scaling import Scaling
 from attnmesh.errors import DtypeError, ShapeError
-from attnmesh.guard.checks import check_one_device, check_qkv, check_same_kind
+from attnmesh.guard.argument_checks import check_one_device, check_qkv, check_same_kind
 
 
 def merge(*partials: Partial) -> Partial:
@@ -98,7 +98,7 @@ def energy(
         fix = f"use torch.zeros{shape}"
         raise ShapeError("energy", f"source of the output's shape {shape}", str(tuple(source.shape)), fix)
     group = q.shape[1] // k.shape[1]
-    kind = Logits.of("energy", scale, softcap, q.shape[-1])
+    kind = Scaling.of("energy", scale, softcap, q.shape[-1])
     keys, values = (x.to(sum_dtype(x.dtype)).repeat_interleave(group, dim=1).transpose(-1, -2) for x in (k, v))
     with torch.autocast(q.device.type, enabled=False):
         logits = q.to(keys.dtype) @ keys * kind.scale

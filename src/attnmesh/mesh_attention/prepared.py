@@ -6,14 +6,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attnmesh.comm.transport import share_numbers
+from attnmesh.comm.transport import all_gather_ints
 from attnmesh.core.digest import digest
 from attnmesh.core.mask import FAR, check_mask
 from attnmesh.errors import MaskError, ShapeError, require, warn_once
 from attnmesh.guard.agreement import Agreement, may_compare
-from attnmesh.guard.checks import heads_and_length, with_swap_hint
-from attnmesh.kernels.local_plan import kind_of
-from attnmesh.kernels.traced import is_learned
+from attnmesh.guard.argument_checks import heads_and_length, with_swap_hint
+from attnmesh.kernels.local_plan import signature_of
+from attnmesh.kernels.traced import needs_grad
 from attnmesh.mesh.axes import Axis, Mesh, flat_axis
 from attnmesh.mesh.schedule import Problem
 from attnmesh.mesh.shapes import AXES
@@ -31,11 +31,11 @@ def prepare(mesh: Mesh, call: Call, checked: bool | None, latent: tuple[int, int
     if mesh.ranks == 1 or torch.compiler.is_compiling():
         return PreparedCall(_even_plan(mesh, call, checked))
     q, k, v, sinks, key_lengths, options, selected, distance_bias = call
-    kind = None
+    signature = None
     if key_lengths is distance_bias is None and selected is None and not options.unsupported:
-        kind = kind_of(q, k, v, sinks, (mesh, latent, *options, checked))
-    known = known_calls().find(kind)
-    device = q.device if isinstance(q, Tensor) else torch.device(mesh.kind)
+        signature = signature_of(q, k, v, sinks, (mesh, latent, *options, checked))
+    known = known_calls().find(signature)
+    device = q.device if isinstance(q, Tensor) else torch.device(mesh.device_type)
     if options.length is not None and (checked is False or not may_compare(device)):
         if known is None:
             check_call(mesh, call, checked)
@@ -46,13 +46,13 @@ def prepare(mesh: Mesh, call: Call, checked: bool | None, latent: tuple[int, int
             agreement.text = call.checked_text(mesh, checked) if known is None else known.text
             _check_marks(mesh, call)
             agreement.numbers = call.numbers if known is None else known.numbers
-            if known is None and kind is not None:
+            if known is None and signature is not None:
                 agreement.numbers = (*agreement.numbers, _digest_of_some(k))
         found = known if known is not None and known.rows == agreement.table else _compared(mesh, call, agreement)
-    if found is known or kind is None:
+    if found is known or signature is None:
         return found
-    task = None if is_learned(q, k, v, sinks) else found.plan.task(q.shape[1], (q, k, v), latent)
-    return known_calls().keep(kind, found._replace(task=task))
+    task = None if needs_grad(q, k, v, sinks) else found.plan.task(q.shape[1], (q, k, v), latent)
+    return known_calls().keep(signature, found._replace(task=task))
 
 
 def _compared(mesh: Mesh, call: Call, agreement: Agreement) -> PreparedCall:
@@ -142,7 +142,7 @@ def _make_plan(mesh: Mesh, options: Options, sizes: Sizes, tokens: Pair, table: 
     if block and mesh.ranks > 1:
         mesh, order = _one_column(mesh)
         problem = replace(problem, shape=mesh.shape, order=order)
-    return MeshPlan(mesh, problem, exchange, options.kernel, options.logits(dim), block)
+    return MeshPlan(mesh, problem, exchange, options.kernel, options.scaling(dim), block)
 
 
 @cached_per_world()
@@ -150,7 +150,7 @@ def _one_column(mesh: Mesh) -> tuple[Mesh, tuple[int, ...]]:
     """Return all ranks of a mesh as one column, and the shard of each. All ranks make the first call at once."""
     long = [axis for axis in mesh.axes if axis.size > 1]
     axis = long[0] if len(long) == 1 else flat_axis(mesh.device_mesh, AXES)
-    places = [place for (place,) in share_numbers([axis.index], mesh)]  # by shard
+    places = [place for (place,) in all_gather_ints([axis.index], mesh)]  # by shard
     return Mesh(Axis(), axis, Axis()), tuple(sorted(range(len(places)), key=places.__getitem__))
 
 

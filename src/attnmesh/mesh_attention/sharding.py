@@ -12,7 +12,7 @@ from attnmesh.core.layout import Layout, check_layout
 from attnmesh.core.mask import FULL, Mask, check_mask
 from attnmesh.errors import KernelError, LayoutError, ShapeError, require, warn_once
 from attnmesh.guard.agreement import Agreement
-from attnmesh.guard.checks import check_tensor
+from attnmesh.guard.argument_checks import check_tensor
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import Shape
 from attnmesh.mesh_attention.auto_choices import check_auto, chosen_layout
@@ -45,7 +45,7 @@ def shard(
     """
     place, seen = Mesh.of(mesh), FULL if mask is None else mask
     chooses = isinstance(layout, str) and not torch.compiler.is_compiling()
-    with Agreement(place, "shard", compares=chooses) as agreement:
+    with Agreement(place, "shard", is_compared=chooses) as agreement:
         check_layout("shard layout", layout, auto=True)
         check_mask("shard mask", seen)
         check_auto("shard", layout, mask, place.ranks)

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.comm.p2p import exchange_messages
 from attnmesh.errors import DtypeError, ShapeError, check_count, require
 from attnmesh.guard.agreement import Agreement
-from attnmesh.guard.checks import check_tensor
+from attnmesh.guard.argument_checks import check_tensor
 from attnmesh.mesh.axes import Axis, axis_of, group_named, mesh_of
 from attnmesh.recurrent.head_exchange import first_tokens, own_tokens
 from attnmesh.runtime.operators import operator
@@ -55,8 +55,8 @@ def halo(x: Tensor, size: int, group: ProcessGroup | DeviceMesh | None, *, dim: 
     with Agreement(mesh_of(axis), "halo") as agreement:
         _check_halo(x, size, dim)
         others = [n for other, n in enumerate(x.shape) if other != dim % x.ndim]
-        learned = torch.is_grad_enabled() and x.requires_grad
-        options = {"size": size, "dim": dim % x.ndim, "requires_grad": learned}
+        requires_grad = torch.is_grad_enabled() and x.requires_grad
+        options = {"size": size, "dim": dim % x.ndim, "requires_grad": requires_grad}
         agreement.fields, agreement.numbers = {"others": others, "dtype": x.dtype, **options}, [x.shape[dim]]
     return halo_of_parts(x, size, axis, range(axis.size), [row[0] for row in agreement.table], dim=dim)
 

@@ -24,7 +24,7 @@ from attnmesh.comm.p2p import exchange_messages
 from attnmesh.core.partial import sum_dtype
 from attnmesh.errors import ArgumentError, DtypeError, ShapeError, require
 from attnmesh.guard.agreement import Agreement, may_compare
-from attnmesh.guard.checks import check_checked, check_one_device, check_tensor
+from attnmesh.guard.argument_checks import check_checked, check_one_device, check_tensor
 from attnmesh.kernels.traced import without_autocast
 from attnmesh.mesh.axes import Axis, axis_of, group_named, mesh_of
 from attnmesh.runtime.operators import operator
@@ -80,9 +80,9 @@ def scan_across(
     tensor(0.)
     """
     axis = axis_of(group, "scan_across")
-    device = bias.device if isinstance(bias, Tensor) else torch.device(mesh_of(axis).kind)
-    compares = axis.size > 1 and checked is not False and may_compare(device)
-    with Agreement(mesh_of(axis), "scan_across", lambda: _fields(linear, bias, reverse), compares=compares):
+    device = bias.device if isinstance(bias, Tensor) else torch.device(mesh_of(axis).device_type)
+    is_compared = axis.size > 1 and checked is not False and may_compare(device)
+    with Agreement(mesh_of(axis), "scan_across", lambda: _fields(linear, bias, reverse), is_compared=is_compared):
         _check_maps(linear, bias, reverse, checked)
     dtype = torch.promote_types(sum_dtype(linear.dtype), sum_dtype(bias.dtype))
     order = range(axis.size)[:: -1 if reverse else 1]
@@ -187,9 +187,9 @@ def _identity(linear: Tensor, ndim: int) -> Tensor:
 
 
 def _fields(linear: Tensor, bias: Tensor, reverse: bool) -> dict[str, object]:
-    learned = torch.is_grad_enabled() and (linear.requires_grad or bias.requires_grad)
+    requires_grad = torch.is_grad_enabled() and (linear.requires_grad or bias.requires_grad)
     shapes = {"linear": list(linear.shape), "bias": list(bias.shape), "dtypes": f"{linear.dtype} {bias.dtype}"}
-    return {**shapes, "reverse": reverse, "requires_grad": learned}
+    return {**shapes, "reverse": reverse, "requires_grad": requires_grad}
 
 
 def _check_maps(linear: Tensor, bias: Tensor, reverse: bool, checked: bool | None) -> None:

@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm.topology import all_gather_ints, host_mailboxes, hosts
-from attnmesh.core.logits import Logits
+from attnmesh.comm.topology import dist_all_gather_ints, host_mailboxes, hosts
 from attnmesh.core.mask import FULL, Documents, Mask
 from attnmesh.core.partial import Partial
+from attnmesh.core.scaling import Scaling
 from attnmesh.core.selection import Visible
 from attnmesh.errors import ClusterError, require
 from attnmesh.guard.agreement import Agreement
-from attnmesh.guard.checks import check_dtype
+from attnmesh.guard.argument_checks import check_dtype
 from attnmesh.kernels.local_op import run_attend
 from attnmesh.kernels.local_plan import LocalPlan
 from attnmesh.mesh.axes import Axis, Mesh, device_of, flat_axis
@@ -87,7 +87,7 @@ class MeasuredRanks:
         seconds = statistics.median(times[1:])
         if self.axis.group is None:
             return seconds
-        return max(row[0] for row in all_gather_ints([int(seconds * 1e9)], [self.axis])) / 1e9
+        return max(row[0] for row in dist_all_gather_ints([int(seconds * 1e9)], [self.axis])) / 1e9
 
     def short(self, call: Callable[[], Any]) -> float:
         """Return the median seconds of a short call, measured over several in a row."""
@@ -107,13 +107,13 @@ def measure_device(world: MeasuredRanks, dtype: torch.dtype) -> Device:
     tokens, width = (8192, 128) if gpu else (512, 64)
     q, k, v = torch.randn(3, 1, 8, tokens, width, device=world.device, dtype=dtype).unbind()
     flops = 4 * 8 * tokens * tokens * width
-    learned, logits = [x.clone().requires_grad_() for x in (q, k, v)], Logits(width**-0.5)
+    learned, scaling = [x.clone().requires_grad_() for x in (q, k, v)], Scaling(width**-0.5)
 
     def planned(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask = FULL) -> Callable[[], Partial]:
-        return partial(LocalPlan.of(q, k, v, mask, logits, "auto").attend, q, k, v, None)
+        return partial(LocalPlan.of(q, k, v, mask, scaling, "auto").attend, q, k, v, None)
 
     def both() -> None:
-        out, _ = run_attend(learned[0], learned[1], learned[2], Visible(FULL), logits, "auto")
+        out, _ = run_attend(learned[0], learned[1], learned[2], Visible(FULL), scaling, "auto")
         torch.autograd.grad(out.sum(), learned)
 
     with torch.no_grad():

@@ -17,11 +17,11 @@ from attnmesh.cache.cache import KVCache
 from attnmesh.cache.cache_config import Sizes
 from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.comm.p2p import meta_like, swap
-from attnmesh.comm.topology import all_gather_ints
-from attnmesh.comm.transport import share_texts
+from attnmesh.comm.topology import dist_all_gather_ints
+from attnmesh.comm.transport import all_gather_texts
 from attnmesh.errors import DtypeError, MeshError, ShapeError
 from attnmesh.guard.agreement import Agreement
-from attnmesh.guard.checks import check_unknown_options
+from attnmesh.guard.argument_checks import check_unknown_options
 from attnmesh.mesh.axes import Axis, Mesh, flat_axis, overlap
 from attnmesh.mesh.shapes import AXES
 
@@ -76,7 +76,7 @@ def recover(
         for cache in caches or ():
             cache.shards.unshare()
         text = json.dumps(_describe(caches))
-    by_rank = [json.loads(description) for description in share_texts(text, axes)]
+    by_rank = [json.loads(description) for description in all_gather_texts(text, axes)]
     found = [each for each in by_rank if each]
     length = min((each["length"] for each in found), default=0)
     # Per layer the first token that any rank needs, and the first query that all ranks can decode.
@@ -111,9 +111,13 @@ class _Moves:
         self.mesh, tokens = new[0].mesh, new[0].tokens
         self.axis = flat_axis(new[0].device_mesh, AXES)
         indices = [self.axis.index, self.mesh.heads.index, tokens.index]
-        self.ranks = all_gather_ints(indices, self.mesh.axes)  # by rank: indices in the flat axis, heads and tokens
+        self.ranks = dist_all_gather_ints(
+            indices, self.mesh.axes
+        )  # by rank: indices in the flat axis, heads and tokens
         counts = json.dumps([self._counts(layer) for layer in range(len(new))])
-        self.counts: list[list[dict[str, list[int]]]] = [json.loads(text) for text in share_texts(counts, self.mesh)]
+        self.counts: list[list[dict[str, list[int]]]] = [
+            json.loads(text) for text in all_gather_texts(counts, self.mesh)
+        ]
         for layer, first in enumerate(firsts):
             expected = len({heads for heads, _ in sources}) * position_sum(torch.arange(first, length))
             total = sum(counts.pop() for layers in self.counts for counts in layers[layer].values())

@@ -69,7 +69,7 @@ def test_logits_are_those_of_stock_transformers(pool: Pool, changes: dict[str, A
 
 
 FAULTS: dict[str, Callable[..., Any]] = {
-    "attnmesh.hf.cache.compressed_layer.CompressedLayer.further": lambda *_: None,
+    "attnmesh.hf.cache.compressed_layer.CompressedLayer.other_keys": lambda *_: None,
     "attnmesh.hf.cache.compressed_layer.CompressedLayer.update_overlap_state": lambda *_: (None, None),
     "attnmesh.decoding.index_search.best_across": lambda found, *_, **__: found,
 }

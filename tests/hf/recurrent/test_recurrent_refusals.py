@@ -15,7 +15,7 @@ import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.hf import transformers_names as upstream
 from attnmesh.hf.families.family import recurrences
-from attnmesh.hf.recurrent.functions import kind_of
+from attnmesh.hf.recurrent.functions import recurrence_of
 from attnmesh.hf.recurrent.prepare_recurrent import RecurrentLayer, prepared
 from attnmesh.mesh.shapes import Shape
 from tests.hf.recurrent.test_recurrent import FAMILIES, model_of, tokens
@@ -28,7 +28,7 @@ INSTALLED = upstream.TRANSFORMERS.installed
 
 def layer_of(model: PreTrainedModel, name: str = "") -> Any:
     """Return the first recurrent layer of a model, or the first of a class."""
-    return next(x for x in model.modules() if (type(x).__name__ == name if name else kind_of(type(x))))
+    return next(x for x in model.modules() if (type(x).__name__ == name if name else recurrence_of(type(x))))
 
 
 def renamed(method: Any, old: str, new: str) -> FunctionType:
@@ -64,7 +64,7 @@ def refusal(model: PreTrainedModel) -> str:
 def test_each_name_that_a_release_might_change_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = set()
     for model in map(model_of, FAMILIES):
-        for layer in {type(x).__name__: x for x in model.modules() if kind_of(type(x))}.values():
+        for layer in {type(x).__name__: x for x in model.modules() if recurrence_of(type(x))}.values():
             kind: Any = type(layer)
             needed = recurrences()[kind.__name__]
             for name in (*needed.functions, *needed.reads):

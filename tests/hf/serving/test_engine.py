@@ -543,7 +543,7 @@ def test_a_row_that_cannot_go_on_ends_alone(pool: Pool) -> None:
 # --- waiting ---
 
 
-def in_turn(_: int) -> None:
+def sequential(_: int) -> None:
     """Read the plans while a long prompt is computed beside short ones: these are done first, and it goes on."""
     model = families.model("llama", "attnmesh", max_position_embeddings=8192)
     engine, plans = Engine(model, None), list[list[Any]]()
@@ -562,7 +562,7 @@ def in_turn(_: int) -> None:
 
 
 def test_several_prompts_are_computed_in_turn(pool: Pool) -> None:
-    pool.run(1, in_turn, 0)
+    pool.run(1, sequential, 0)
 
 
 def waits_in_steps(ranks: int) -> None:

@@ -22,7 +22,7 @@ LABELS = IDS.masked_fill(torch.arange(30) < 20, -100)  # the last of three ranks
 Part = dict[str, Any]
 
 
-def learned(part: Part) -> Tensor:
+def label_counts(part: Part) -> Tensor:
     return part["shift_labels"] != -100
 
 
@@ -41,18 +41,18 @@ def divergence(logits: Tensor, part: Part) -> Tensor:
 
 
 LOSSES: dict[str, Callable[[Tensor, Part, Any], Tensor]] = {
-    "mean of losses": lambda logits, part, mesh: hf.mean_over_mesh(losses(logits, part), learned(part), mesh),
+    "mean of losses": lambda logits, part, mesh: hf.mean_over_mesh(losses(logits, part), label_counts(part), mesh),
     "mean of chosen losses": lambda logits, part, mesh: hf.mean_over_mesh(
-        losses(logits, part)[learned(part)], None, mesh
+        losses(logits, part)[label_counts(part)], None, mesh
     ),
     "mean of log-probabilities": lambda logits, part, mesh: (
-        -hf.mean_over_mesh(log_probabilities(logits, part), learned(part), mesh)
+        -hf.mean_over_mesh(log_probabilities(logits, part), label_counts(part), mesh)
     ),
     "mean of divergences": lambda logits, part, mesh: hf.mean_over_mesh(divergence(logits, part), None, mesh),
     "sum over the batch's count": lambda logits, part, mesh: losses(logits, part).sum() / part["num_items_in_batch"],
     "sum over a number": lambda logits, part, mesh: losses(logits, part).sum() / float(part["num_items_in_batch"]),
     "sum of log-probabilities": lambda logits, part, mesh: (
-        -(log_probabilities(logits, part) * learned(part)).sum() / part["num_items_in_batch"]
+        -(log_probabilities(logits, part) * label_counts(part)).sum() / part["num_items_in_batch"]
     ),
 }
 

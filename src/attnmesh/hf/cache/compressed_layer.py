@@ -109,9 +109,9 @@ class CompressedLayer(StatefulLayer):
         if not k:
             return
         if self.stays:
-            keys, places = self.new["indexer"], torch.arange(index.length, device=last.device)
+            keys, positions = self.new["indexer"], torch.arange(index.length, device=last.device)
             bounds = torch.zeros_like(last)[None], last[None]
-            best = indexer_top_k(score, operands, IndexKeys(keys, places, places[None]), *bounds, k)
+            best = indexer_top_k(score, operands, IndexKeys(keys, positions, positions[None]), *bounds, k)
             found = unpack(best)[1]
         else:
             given = operands if self.shards is None else [self.shards.all_tokens(x) for x in operands]
@@ -123,7 +123,7 @@ class CompressedLayer(StatefulLayer):
         assert self.queries is not None
         return (self.queries + 1) // self.rate
 
-    def further(self, q: Tensor, scale: float | None) -> Partial | None:
+    def other_keys(self, q: Tensor, scale: float | None) -> Partial | None:
         """Return attention of the queries over the entries on this rank; None if there are no entries yet."""
         entries = self.others["compressor"]
         parts = [self._attend(q, *held, scale) for held in self._held(entries)] if entries.length else []
@@ -135,9 +135,9 @@ class CompressedLayer(StatefulLayer):
         keys = keys.to(q.dtype)
         if self.selected is not None:
             return attend(q, keys, keys, k_positions=numbers, scale=scale, selected=self.selected)
-        seen, places = self._seen(), numbers + 1  # from 1 on: a query may see none
+        seen, positions = self._seen(), numbers + 1  # from 1 on: a query may see none
         kernel: str = self.cache.kernel
-        return attend(q, keys, keys, mask=Causal(), q_positions=seen, k_positions=places, scale=scale, kernel=kernel)
+        return attend(q, keys, keys, mask=Causal(), q_positions=seen, k_positions=positions, scale=scale, kernel=kernel)
 
     def _held(self, entries: KVCache) -> list[tuple[Tensor, Tensor]]:
         """Return the entries that this rank attends to, (batch, 1, entries, dim), and their numbers, in parts."""

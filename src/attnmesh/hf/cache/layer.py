@@ -180,20 +180,20 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.cache.capacity is None and kv.length + tokens > kv.sizes.capacity
 
     def raise_agreed(
-        self, error: InputError, pending: PendingKV, tokens: int, *, compares: bool | None = None
+        self, error: InputError, pending: PendingKV, tokens: int, *, is_compared: bool | None = None
     ) -> NoReturn:
         """Raise this rank's error on all ranks, if ranks compare their calls when these tokens are stored.
 
-        `compares` overrides the default: ranks compare when they allocate, else as `KVCache.append` does.
+        `is_compared` overrides the default: ranks compare when they allocate, else as `KVCache.append` does.
         """
         kv = _extended(self.kv, pending.k.shape[0])
-        if kv is None or compares or (self.cache.checked is not False and self.must_grow(kv, tokens)):
+        if kv is None or is_compared or (self.cache.checked is not False and self.must_grow(kv, tokens)):
             Agreement(Mesh.of(self.cache.mesh), "append").fail(error)
-        elif compares is None:
+        elif is_compared is None:
             kv.calls.agreement("append").fail(error)
         raise error
 
-    def further(self, q: Tensor, scale: float | None) -> Partial | None:
+    def other_keys(self, q: Tensor, scale: float | None) -> Partial | None:
         """Return attention of the queries over keys of this rank that are no tokens'; None if there are none."""
         return None
 

@@ -9,7 +9,7 @@ from attnmesh.cache.cache_config import check_key_heads, check_storage
 from attnmesh.cache.replicas import check_copies
 from attnmesh.decoding.step_checks import check_reproducible
 from attnmesh.errors import Check, KernelError, ShapeError, check_count, require_all
-from attnmesh.guard.checks import check_checked, check_merge
+from attnmesh.guard.argument_checks import check_checked, check_merge
 from attnmesh.hf.latent_states import latent_widths
 from attnmesh.hf.models import check_keys, indexed_layers, is_compressed, key_heads
 from attnmesh.kernels.choice import check_kernel

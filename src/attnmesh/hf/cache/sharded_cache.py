@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig
 
 from attnmesh.cache.cache import KVCache
-from attnmesh.comm.topology import all_gather_ints
+from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.decoding.decode_call import decode
 from attnmesh.errors import KernelError, ShapeError, require
 from attnmesh.guard.agreement import Agreement
@@ -347,11 +347,11 @@ def _gather_tokens(tokens: Tensor | None, kv: KVCache) -> Tensor | None:
     Ranks may differ by the newest token, so the ids are cut to the shortest.
     """
     known = tokens if tokens is not None and len(tokens) == kv.sizes.batch else torch.empty(0, 0, dtype=torch.int64)
-    lengths = [row[0] for row in all_gather_ints([known.shape[1]], kv.mesh.axes)]
+    lengths = [row[0] for row in dist_all_gather_ints([known.shape[1]], kv.mesh.axes)]
     length = min((n for n in lengths if n), default=0)
     if not length or length < kv.length:
         return None
     known = known[:, :length] if len(known) else torch.zeros(kv.sizes.batch, length, dtype=torch.int64)
-    rows = all_gather_ints(known.flatten().tolist(), kv.mesh.axes)
+    rows = dist_all_gather_ints(known.flatten().tolist(), kv.mesh.axes)
     ids = next(row for row, n in zip(rows, lengths, strict=True) if n)
     return torch.tensor(ids).view(kv.sizes.batch, length).to(kv.device)

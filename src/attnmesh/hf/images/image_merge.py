@@ -52,7 +52,7 @@ class _Reached(Exception):
 
 
 @dataclass(frozen=True)
-class Merged:
+class MergedPrompt:
     """A prompt whose images are merged into its embeddings: the arguments of a text model, for the whole sequence."""
 
     decoder: nn.Module
@@ -97,7 +97,7 @@ class Merged:
 
 def merge_images(
     model: PreTrainedModel, ids: Tensor, mask: Tensor | None, images: Mapping[str, Any], left: int
-) -> Merged:
+) -> MergedPrompt:
     """Return the prompt with its images merged.
 
     Raises if the images do not fit the prompt, if the model does not merge them into its embeddings, or if one of the
@@ -113,7 +113,7 @@ def merge_images(
         places = torch.ones_like(ids, dtype=torch.bool)
         seen = {name: x for name, x in images.items() if name in PER_QUERY}
         pictures = Pictures(places, fingerprints_of(ids, images))
-        return Merged(decoder, kept, arguments.get("position_ids"), pictures, {}, [], seen)
+        return MergedPrompt(decoder, kept, arguments.get("position_ids"), pictures, {}, [], seen)
     embeds = kept["inputs_embeds"]
     places = (embeds != model.get_input_embeddings()(ids).to(embeds.dtype)).any(-1) & mask.bool()
     ends = not bool(places[:, -left:].any())
@@ -125,7 +125,7 @@ def merge_images(
     for start, stop in spans:
         places[:, start:stop] = True
     fingerprints = fingerprints_of(ids, {**images, "spans": torch.tensor(spans).view(-1, 2)})
-    return Merged(decoder, kept, arguments.get("position_ids"), Pictures(places, fingerprints), masks, spans, {})
+    return MergedPrompt(decoder, kept, arguments.get("position_ids"), Pictures(places, fingerprints), masks, spans, {})
 
 
 def _go_on_from_last(model: PreTrainedModel, positions: Tensor | None) -> None:

@@ -22,7 +22,7 @@ from attnmesh.hf.recurrent.rules import Rule, run_links
 NOTHING = Recurrence()
 
 
-def kind_of(layer: type) -> Recurrence | None:
+def recurrence_of(layer: type) -> Recurrence | None:
     """Return what a class of layers must have on shards; None if it is not recurrent.
 
     Subclasses of a class of transformers are of its kind. So are copies of one, as models with code of their own have.
@@ -34,7 +34,7 @@ def kind_of(layer: type) -> Recurrence | None:
 
 def check_layer(layer: nn.Module) -> None:
     """Raise unless the layer has all that is replaced on shards, and nothing that is unknown."""
-    for expected, given, fix in _misfits(layer, kind_of(type(layer)) or NOTHING):
+    for expected, given, fix in _misfits(layer, recurrence_of(type(layer)) or NOTHING):
         raise KernelError(f"{SUBJECT} {type(layer).__name__}", expected, given, fix)
 
 
@@ -102,7 +102,7 @@ def _is_causal(convolution: Any) -> bool:
 
 def forward_on_shards(layer: type) -> Callable[..., Any]:
     """Return the `forward` of a class of layers, with its convolutions and rules replaced."""
-    return _replaced(unwrap(layer.forward), kind_of(layer) or NOTHING)  # type: ignore[attr-defined]
+    return _replaced(unwrap(layer.forward), recurrence_of(layer) or NOTHING)  # type: ignore[attr-defined]
 
 
 @cache

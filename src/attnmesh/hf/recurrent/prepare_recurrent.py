@@ -23,7 +23,7 @@ from attnmesh.hf.layer_checks import check_same_weights
 from attnmesh.hf.models import SUBJECT, mixing_layers, recurrent_layers
 from attnmesh.hf.recurrent.chain import Chain, HeadChain, parts_of, pieces_of, running
 from attnmesh.hf.recurrent.convolution import ShardedConv1d
-from attnmesh.hf.recurrent.functions import NOTHING, check_layer, forward_on_shards, kind_of
+from attnmesh.hf.recurrent.functions import NOTHING, check_layer, forward_on_shards, recurrence_of
 from attnmesh.hf.recurrent.prefill_states import PrefillStates
 from attnmesh.hf.shards import ShardPositions, Shards, ShardTensor
 from attnmesh.hf.shared_weights import restore_shared
@@ -131,7 +131,7 @@ def _mask_name(named: dict[str, Any]) -> str:
 
 
 def _kind(layer: Any) -> Recurrence:
-    return kind_of(type(layer)) or NOTHING
+    return recurrence_of(type(layer)) or NOTHING
 
 
 def _shards_of(value: object) -> Shards | None:
@@ -161,7 +161,7 @@ def prepare_layers(model: nn.Module) -> list[ModelCall]:
 def _prepare_model(model: Any) -> ModelCall | None:
     if isinstance(model, PreTrainedModel):
         check_family(model.config)
-    layers = [layer for layer in model.modules() if kind_of(type(layer))]
+    layers = [layer for layer in model.modules() if recurrence_of(type(layer))]
     new = [layer for layer in layers if not _is_prepared(layer)]
     for layer in new:
         check_layer(layer)

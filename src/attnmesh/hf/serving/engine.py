@@ -12,7 +12,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from attnmesh.comm.topology import all_gather_ints, mesh_hosts
+from attnmesh.comm.topology import dist_all_gather_ints, mesh_hosts
 from attnmesh.errors import ArgumentError, Busy, MeshError, ShapeError, TooLong, check_count, require, short
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.images.inputs import OWN_PROCESSOR, image_inputs, unless_text, without_absent
@@ -185,9 +185,9 @@ class Engine:
         place = -1 if device.type == "cpu" else device.index or 0
         free = free_memory(device)
         for mesh in self.link.meshes:
-            near = [*zip(mesh_hosts(mesh), all_gather_ints([place], mesh.axes), strict=True)]
+            near = [*zip(mesh_hosts(mesh), dist_all_gather_ints([place], mesh.axes), strict=True)]
             share = free // near.count(near[mesh.shard])
-            free = min(row[0] for row in all_gather_ints([share], mesh.axes))
+            free = min(row[0] for row in dist_all_gather_ints([share], mesh.axes))
         return max(1, int(SHARE * free))
 
     def _check(self, stream: Stream) -> None:

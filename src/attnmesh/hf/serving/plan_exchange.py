@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attnmesh.comm.failures import collective
-from attnmesh.comm.transport import share_numbers
+from attnmesh.comm.transport import all_gather_ints
 from attnmesh.mesh.axes import Mesh
 
 Spec = Sequence[Any]
@@ -45,7 +45,7 @@ class PlanExchange:
         """Return the leader's code, and the numbers by shard."""
         table = [[number]]
         for mesh in self.meshes:
-            table = share_numbers([number, *code], mesh)
+            table = all_gather_ints([number, *code], mesh)
             code = table[0][1:]
         return code, [row[0] for row in table]
 

@@ -57,10 +57,10 @@ class RowsLayer(ShardedLayer):
         return self.cached
 
     def raise_agreed(
-        self, error: InputError, pending: PendingKV, tokens: int, *, compares: bool | None = None
+        self, error: InputError, pending: PendingKV, tokens: int, *, is_compared: bool | None = None
     ) -> NoReturn:
         """Raise this rank's error on all ranks, as the first row does."""
-        self.rows[0].raise_agreed(error, pending, tokens, compares=compares)
+        self.rows[0].raise_agreed(error, pending, tokens, is_compared=is_compared)
 
 
 class RowsStates(StateLayer):

@@ -75,7 +75,7 @@ def _check_model(running: list[RunningCall], shards: Shards) -> None:
         _check_kind(model)
         _check_arguments(given)
     except InputError as error:
-        Agreement(Mesh.of(shards.mesh), type(model).__name__, compares=may_compare(device)).fail(error)
+        Agreement(Mesh.of(shards.mesh), type(model).__name__, is_compared=may_compare(device)).fail(error)
     shards.forward_pass.has_positions = True
     check_same_weights(model, shards, device)
 

@@ -95,18 +95,18 @@ class LossSum(ShardTensor):
 
     def _check_own_count(self, count: Any) -> None:
         """Raise for a count that was passed to the model, if it is of one rank's labels."""
-        learned, expected = self.shards.learned, "the count of the batch"
-        fits, given = count >= sum(learned) or count not in learned, "the labels of one rank"
+        label_counts, expected = self.shards.label_counts, "the count of the batch"
+        fits, given = count >= sum(label_counts) or count not in label_counts, "the labels of one rank"
         require(fits, KernelError, f"{SUBJECT} num_items_in_batch", expected, given, COUNT_ALL)
 
     def _check_divisor(self, divisor: Any) -> None:
         """Raise for a count of labels that is not the batch's: this rank's, or one of all ranks that is not shared."""
-        learned, given = self.shards.learned, ""
+        label_counts, given = self.shards.label_counts, ""
         if isinstance(divisor, Tensor):
             given = "" if isinstance(divisor, ItemCount) else "another tensor"
-        elif divisor == sum(learned):
+        elif divisor == sum(label_counts):
             given = "the labels of all ranks, though gradients are averaged over them"
-        elif divisor in learned and divisor * len(learned) != sum(learned):
+        elif divisor in label_counts and divisor * len(label_counts) != sum(label_counts):
             given = "the labels of one rank"
         # Not an ArgumentError: where an operator raises a TypeError, PyTorch computes it in another way.
         require(not given, KernelError, f"{SUBJECT} num_items_in_batch", "the count of the batch", given, COUNT_ALL)

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attnmesh.core.logits import Logits
 from attnmesh.core.partial import Partial
-from attnmesh.kernels.blocks import TILE, BackwardInputs, Block, Gradients, Kernel, Need
+from attnmesh.core.scaling import Scaling
 from attnmesh.kernels.implementations.reference import Reference
-from attnmesh.runtime.caches import KEPT
+from attnmesh.kernels.rectangles import TILE, BackwardInputs, Gradients, Kernel, Need, Rectangle
+from attnmesh.runtime.memo import TENSOR_MEMO
 
 MAX_PACKED_ROWS = 32
 """Queries up to which reading the keys is the cost. The heads that share a key head are then packed into one."""
@@ -41,31 +41,31 @@ class FlashCPU(Kernel):
             return "this PyTorch has no flash attention for CPUs"
         return None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, logits: Scaling) -> Partial:
         """Return the block's partial."""
         if logits.capped:
-            return Reference().attend(q, k, v, block, logits)
-        if _use_tiles(q, k, v, block):
-            return _recompute_doubtful(_attend_tiles(q, k, v, logits.scale), q, k, v, block, logits)
+            return Reference().attend(q, k, v, rectangle, logits)
+        if _use_tiles(q, k, v, rectangle):
+            return _recompute_doubtful(_attend_tiles(q, k, v, logits.scale), q, k, v, rectangle, logits)
         packed = q.shape[1] > k.shape[1] and q.shape[2] <= MAX_PACKED_ROWS
         queries = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3) if packed else q  # (batch, kv_heads, group * length)
         rows, keys, values = _convert((queries, k, v), _width(q, v))
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            rows, keys, values, **_arguments(rows, block, packed), scale=logits.scale
+            rows, keys, values, **_arguments(rows, rectangle, packed), scale=logits.scale
         )
         shape = q.shape[:-1]
         partial = Partial(out[..., : v.shape[-1]].reshape(*shape, -1), lse.reshape(shape))
-        return _recompute_doubtful(partial, q, k, v, block, logits)
+        return _recompute_doubtful(partial, q, k, v, rectangle, logits)
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, logits: Logits
+        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, rectangle: Rectangle, logits: Scaling
     ) -> Gradients:
         """Return the block's share of the gradients."""
         if logits.capped:
-            return Reference().backward(q, k, v, saved, block, logits)
+            return Reference().backward(q, k, v, saved, rectangle, logits)
         dout, *qkv, out = _convert((saved.dout, q, k, v, saved.out), _width(q, v))
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, *qkv, out, saved.lse, **_arguments(qkv[0], block, packed=False), scale=logits.scale
+            dout, *qkv, out, saved.lse, **_arguments(qkv[0], rectangle, packed=False), scale=logits.scale
         )
         return Gradients(dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]])
 
@@ -73,9 +73,9 @@ class FlashCPU(Kernel):
 KERNEL = FlashCPU()
 
 
-def _use_tiles(q: Tensor, k: Tensor, v: Tensor, block: Block) -> bool:
+def _use_tiles(q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle) -> bool:
     """Return True for few rows if the operator needs a copy of all keys, or is slow, as with one row per head."""
-    if block.causal or block.band is not None or q.shape[2] > MAX_PACKED_ROWS or q.dtype == torch.float64:
+    if rectangle.causal or rectangle.band is not None or q.shape[2] > MAX_PACKED_ROWS or q.dtype == torch.float64:
         return False
     copied = q.dtype == torch.float16 or q.shape[3] != v.shape[3]
     return copied or (q.dtype == torch.bfloat16 and q.shape[1] * q.shape[2] == k.shape[1])
@@ -99,27 +99,27 @@ def _attend_tiles(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
     return Partial(out.to(q.dtype).reshape(*q.shape[:3], -1), torch.logsumexp(logits, -1).reshape(q.shape[:3]))
 
 
-def _arguments(rows: Tensor, block: Block, packed: bool) -> dict[str, object]:
+def _arguments(rows: Tensor, rectangle: Rectangle, packed: bool) -> dict[str, object]:
     """Return the operator's arguments for the block: causal, an additive mask, or neither."""
-    causal = block.causal and not packed
+    causal = rectangle.causal and not packed
     mask = None
-    if (block.causal and packed) or block.band is not None:
-        mask = _mask(block, rows.dtype)
+    if (rectangle.causal and packed) or rectangle.band is not None:
+        mask = _mask(rectangle, rows.dtype)
         mask = mask.repeat(rows.shape[2] // mask.shape[0], 1)
     return {"dropout_p": 0.0, "is_causal": causal, "attn_mask": mask}
 
 
-def _mask(block: Block, dtype: torch.dtype) -> Tensor:
+def _mask(rectangle: Rectangle, dtype: torch.dtype) -> Tensor:
     """Return what to add to the logits of a block, made once as long as its bounds live if it is small."""
 
     def make() -> Tensor:
-        visible = block.visible()
+        visible = rectangle.visible()
         return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)
 
-    if block.band is None or len(block.band.low) * (block.keys.stop - block.keys.start) > MOST_KEPT:
+    if rectangle.band is None or len(rectangle.band.low) * (rectangle.keys.stop - rectangle.keys.start) > MOST_KEPT:
         return make()
-    name = "mask", id(block.band.low), block.keys.stop - block.keys.start, dtype
-    return KEPT.find(block.band.high, name, make, lambda mask: mask.nbytes)
+    name = "mask", id(rectangle.band.low), rectangle.keys.stop - rectangle.keys.start, dtype
+    return TENSOR_MEMO.find(rectangle.band.high, name, make, lambda mask: mask.nbytes)
 
 
 def _width(q: Tensor, v: Tensor) -> int:
@@ -136,7 +136,9 @@ def _convert(tensors: Sequence[Tensor], width: int) -> list[Tensor]:
     return [x if x.stride(-1) == 1 else x.contiguous() for x in wider]
 
 
-def _recompute_doubtful(partial: Partial, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
+def _recompute_doubtful(
+    partial: Partial, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, logits: Scaling
+) -> Partial:
     """Return the partial with doubtful rows from the reference.
 
     An lse of 0 may be that of an empty row, and one that is not finite may come from a key that the row does not see.
@@ -148,7 +150,7 @@ def _recompute_doubtful(partial: Partial, q: Tensor, k: Tensor, v: Tensor, block
         return partial
     out, lse = partial.out.clone(), partial.lse.clone()
     rows = doubtful.any(0).any(0).nonzero().flatten()
-    exact = Reference().attend(q[:, :, rows], k, v, block.select(rows), logits)
+    exact = Reference().attend(q[:, :, rows], k, v, rectangle.select(rows), logits)
     out.index_copy_(2, rows, exact.out.to(out.dtype))
     lse.index_copy_(2, rows, exact.lse)
     return Partial(out, lse)

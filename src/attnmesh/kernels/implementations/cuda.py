@@ -21,11 +21,11 @@ from torch.backends.cuda import (
 from torch.nn.functional import pad
 
 from attnmesh.core.band import Band
-from attnmesh.core.logits import Logits
 from attnmesh.core.partial import Partial
-from attnmesh.kernels.blocks import BackwardInputs, Block, Gradients, Kernel, Need, cut
+from attnmesh.core.scaling import Scaling
 from attnmesh.kernels.implementations.reference import Reference
 from attnmesh.kernels.implementations.triton import TRITON, Triton
+from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Kernel, Need, Rectangle, cut
 
 ALIGNMENT = 8
 """Widths and biases are padded to multiples of this, which the operators need."""
@@ -42,26 +42,26 @@ class Flash:
         """The operator's name, or that of its replacement."""
         return f"PyTorch's {flash_override() or 'flash'}"
 
-    def takes(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> bool:
+    def takes(self, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle) -> bool:
         """Return True for a plain block that PyTorch reports as supported."""
         grouped = q.shape[1] != k.shape[1]
-        return bool(can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, block.causal, grouped)))
+        return bool(can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, rectangle.causal, grouped)))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, scaling: Scaling) -> Partial:
         """Return the block's partial. For rows of -inf logits the operator returns out 0 and lse +inf."""
         flash = torch.ops.aten._scaled_dot_product_flash_attention
-        out, lse = flash(q, k, v, 0.0, block.causal, False, scale=logits.scale)[:2]
+        out, lse = flash(q, k, v, 0.0, rectangle.causal, False, scale=scaling.scale)[:2]
         return Partial(out, lse.masked_fill(lse.isposinf() & (out == 0).all(-1), -torch.inf))
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, logits: Logits
+        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, rectangle: Rectangle, scaling: Scaling
     ) -> Gradients:
         """Return the block's gradients. The random state is unused without dropout."""
         unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        options = (None, None, q.shape[2], k.shape[2], 0.0, block.causal, unused, unused)
+        options = (None, None, q.shape[2], k.shape[2], 0.0, rectangle.causal, unused, unused)
         flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
         lse = saved.lse.contiguous()
-        return Gradients(*flash_backward(saved.dout, q, k, v, saved.out, lse, *options, scale=logits.scale))
+        return Gradients(*flash_backward(saved.dout, q, k, v, saved.out, lse, *options, scale=scaling.scale))
 
 
 class Cudnn(Flash):
@@ -72,21 +72,21 @@ class Cudnn(Flash):
 
     name = "PyTorch's cudnn"
 
-    def takes(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> bool:
+    def takes(self, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle) -> bool:
         """Return True if PyTorch supports it and, once per device, its result is correct."""
-        if q.device.type != "cuda" or not super().takes(q, k, v, block):
+        if q.device.type != "cuda" or not super().takes(q, k, v, rectangle):
             return False
         if torch.cuda.get_device_capability(q.device) < (9, 0) or flash_override() is not None:
             return False
         grouped = q.shape[1] != k.shape[1]
-        if not can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, block.causal, grouped)):
+        if not can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, rectangle.causal, grouped)):
             return False
-        return _is_correct(self, q.device, q.dtype, q.shape[-1], grouped, block.causal)
+        return _is_correct(self, q.device, q.dtype, q.shape[-1], grouped, rectangle.causal)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, scaling: Scaling) -> Partial:
         """Return the block's partial."""
         cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
-        out, lse = cudnn(q, k, v, None, True, 0.0, block.causal, False, scale=logits.scale)[:2]
+        out, lse = cudnn(q, k, v, None, True, 0.0, rectangle.causal, False, scale=scaling.scale)[:2]
         return Partial(out, lse.reshape(q.shape[:-1]))
 
 
@@ -95,23 +95,23 @@ class Efficient:
 
     name, rows = "PyTorch's efficient", 32  # lse is padded to whole warps of rows
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, scaling: Scaling) -> Partial:
         """Return the block's partial."""
         efficient = torch.ops.aten._scaled_dot_product_efficient_attention
         k, v = (_repeat_heads(x, q) for x in (k, v))
-        out, lse, *_ = efficient(q, k, v, _bias(q, block), True, 0.0, block.causal, scale=logits.scale)
+        out, lse, *_ = efficient(q, k, v, _bias(q, rectangle), True, 0.0, rectangle.causal, scale=scaling.scale)
         return Partial(out, lse[..., : q.shape[2]])
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, logits: Logits
+        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, rectangle: Rectangle, scaling: Scaling
     ) -> Gradients:
         """Return the block's gradients. The random state is unused without dropout."""
         unused = torch.zeros((), dtype=torch.int64, device=q.device)
         lse = pad(saved.lse, (0, -q.shape[2] % self.rows), value=torch.inf)
         efficient_backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
-        inputs = (q, _repeat_heads(k, q), _repeat_heads(v, q), _bias(q, block))
-        options = (unused, unused, 0.0, [True, True, True, False], block.causal)
-        dq, dk, dv, _ = efficient_backward(saved.dout, *inputs, saved.out, lse, *options, scale=logits.scale)
+        inputs = (q, _repeat_heads(k, q), _repeat_heads(v, q), _bias(q, rectangle))
+        options = (unused, unused, 0.0, [True, True, True, False], rectangle.causal)
+        dq, dk, dv, _ = efficient_backward(saved.dout, *inputs, saved.out, lse, *options, scale=scaling.scale)
         return Gradients(dq, *(x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv)))
 
 
@@ -139,46 +139,46 @@ class CUDA(Kernel):
         """Return False for caches, which it does not read in place."""
         return not need.cached
 
-    def cut(self, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Block]:
+    def cut(self, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Rectangle]:
         """Return few plain blocks, or for the Triton kernel one block."""
-        blocks = cut(band)
-        plain = len(blocks) <= MAX_CALLS and all(block.band is None for block in blocks)
-        return blocks if plain or not _takes_masks(q, k, v) else TRITON.cut(band, q, k, v)
+        rectangles = cut(band)
+        plain = len(rectangles) <= MAX_CALLS and all(rectangle.band is None for rectangle in rectangles)
+        return rectangles if plain or not _takes_masks(q, k, v) else TRITON.cut(band, q, k, v)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, scaling: Scaling) -> Partial:
         """Return the block's partial."""
         rows, keys, values = _pad((q, k, v), _width(q, v))
-        out, lse = operator_of(rows, keys, values, block).attend(rows, keys, values, block, logits)
+        out, lse = operator_of(rows, keys, values, rectangle).attend(rows, keys, values, rectangle, scaling)
         return Partial(out[..., : v.shape[-1]], lse)
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, logits: Logits
+        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, rectangle: Rectangle, scaling: Scaling
     ) -> Gradients:
         """Return the block's share of the gradients."""
         rows, keys, values, out, dout = _pad((q, k, v, saved.out, saved.dout), _width(q, v))
-        operator = operator_of(rows, keys, values, block)
-        gradients = operator.backward(rows, keys, values, BackwardInputs(out, saved.lse, dout), block, logits)
+        operator = operator_of(rows, keys, values, rectangle)
+        gradients = operator.backward(rows, keys, values, BackwardInputs(out, saved.lse, dout), rectangle, scaling)
         return Gradients(*(dx[..., : x.shape[-1]] for dx, x in zip(gradients, (q, k, v), strict=True)))
 
-    def operator_name(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> str:
+    def operator_name(self, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle) -> str:
         """Return the name of the operator that computes a block of such tensors."""
         rows, keys, values = _pad((q, k, v), _width(q, v))
-        return operator_of(rows, keys, values, block).name
+        return operator_of(rows, keys, values, rectangle).name
 
 
 KERNEL = CUDA()
 
 
-def operator_of(q: Tensor, k: Tensor, v: Tensor, block: Block) -> Operator:
+def operator_of(q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle) -> Operator:
     """Return the best operator for the block of these tensors: without a dense mask, if one supports it."""
-    if block.band is not None:
+    if rectangle.band is not None:
         return TRITON if _takes_masks(q, k, v) else EFFICIENT
-    return next((operator for operator in (CUDNN, FLASH) if operator.takes(q, k, v, block)), EFFICIENT)
+    return next((operator for operator in (CUDNN, FLASH) if operator.takes(q, k, v, rectangle)), EFFICIENT)
 
 
 def _takes_masks(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return whether the Triton kernel serves masked blocks of such tensors."""
-    return TRITON.refusal(Need.of(q, k, v, Logits(1.0))) is None
+    return TRITON.refusal(Need.of(q, k, v, Scaling(1.0))) is None
 
 
 def flash_override() -> str | None:
@@ -197,10 +197,10 @@ def _is_correct(
         torch.randn(2, heads, 96, width, device=device, generator=generator).to(dtype)
         for heads in (4, 2 if grouped else 4, 2 if grouped else 4)
     )
-    block, name = Block(slice(0, 96), slice(0, 96), causal=causal), type(operator).__name__.lower()
-    out, lse = Reference().attend(q.float(), k.float(), v.float(), block, Logits(0.125))
+    rectangle, name = Rectangle(slice(0, 96), slice(0, 96), causal=causal), type(operator).__name__.lower()
+    out, lse = Reference().attend(q.float(), k.float(), v.float(), rectangle, Scaling(0.125))
     try:
-        partial = operator.attend(q, k, v, block, Logits(0.125))
+        partial = operator.attend(q, k, v, rectangle, Scaling(0.125))
         errors = (partial.out.float() - out).abs().amax() / out.abs().amax(), (partial.lse - lse).abs().amax()
         right = float(errors[0]) < 4 * torch.finfo(dtype).eps and float(errors[1]) < 1e-3
         reason = None if right else f"off by {errors}"
@@ -226,11 +226,11 @@ def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:
     return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
-def _bias(q: Tensor, block: Block) -> Any:
+def _bias(q: Tensor, rectangle: Rectangle) -> Any:
     """Return the block's additive mask, with rows of aligned length, or None for a plain block."""
-    if block.band is None:
+    if rectangle.band is None:
         return None
-    visible = block.visible()
+    visible = rectangle.visible()
     keys = visible.shape[1]
     bias = torch.zeros(visible.shape[0], keys + -keys % ALIGNMENT, dtype=q.dtype, device=q.device)
     bias[:, :keys].masked_fill_(~visible.to(q.device), -torch.inf)

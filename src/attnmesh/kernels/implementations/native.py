@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.band import Band
-from attnmesh.core.logits import Logits
 from attnmesh.core.partial import Partial
-from attnmesh.kernels.blocks import BackwardInputs, Block, Gradients, Kernel, Need, cut
+from attnmesh.core.scaling import Scaling
 from attnmesh.kernels.implementations.cpu import FlashCPU
 from attnmesh.kernels.implementations.reference import Reference
 from attnmesh.kernels.native.build import Function, library
+from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Kernel, Need, Rectangle, cut
 
 MOST_ROWS = 64
 """Query rows of a key head up to which a block is one call, and the kernel is the choice of "auto"."""
@@ -54,58 +54,58 @@ class Native(Kernel):
         """Return True for few rows, where reading the keys is the cost."""
         return need.rows <= MOST_ROWS
 
-    def launch_of(self, q: Tensor, k: Tensor, v: Tensor, logits: Logits) -> "NativeKind | None":
+    def launch_of(self, q: Tensor, k: Tensor, v: Tensor, scaling: Scaling) -> "NativeLaunch | None":
         """Return the launch of few rows."""
         few = q.dtype in DTYPES and q.shape[1] // max(1, k.shape[1]) * q.shape[2] <= MOST_ROWS
-        served = few and min(q.numel(), k.numel(), v.numel()) > 0 and logits.scale > 0
-        return NativeKind.of(q, k, v, logits) if served else None
+        served = few and min(q.numel(), k.numel(), v.numel()) > 0 and scaling.scale > 0
+        return NativeLaunch.of(q, k, v, scaling) if served else None
 
     def attend_rows(
-        self, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, hidden: Tensor, logits: Logits
+        self, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, hidden: Tensor, scaling: Scaling
     ) -> Partial | None:
         """Return the partial of the rows of keys of each sequence. None if a number is not finite."""
-        kind, rows, counts = NativeKind.of(q, k, v, logits), rows.int(), (~hidden).sum(-1)
+        kind, rows, counts = NativeLaunch.of(q, k, v, scaling), rows.int(), (~hidden).sum(-1)
         into = kind.blank()
         read = rows.data_ptr(), counts.data_ptr()
         return into if kind.launch(q, k, v, into, None, 0, rows.shape[1], read) else None
 
-    def cut(self, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Block]:
+    def cut(self, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Rectangle]:
         """Return the fewest blocks: rows may see different runs of keys."""
         if len(band.low) * q.shape[1] // max(1, k.shape[1]) > MOST_ROWS:
             return cut(band)
         count = len(band.low)
         low, high = (int(band.low[0]), int(band.high[-1])) if count else (0, 0)
-        return [Block(slice(0, count), slice(low, high), band=band.rows(0, count, low))] if low < high else []
+        return [Rectangle(slice(0, count), slice(low, high), band=band.rows(0, count, low))] if low < high else []
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, scaling: Scaling) -> Partial:
         """Return the block's partial, in float32."""
-        band = block.bounds() if block.causal or block.band is not None else None
+        band = rectangle.bounds() if rectangle.causal or rectangle.band is not None else None
         rows = max(1, MOST_ROWS * k.shape[1] // q.shape[1])
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        out, lse = NativeKind.of(q, k, v, logits).blank()
+        out, lse = NativeLaunch.of(q, k, v, scaling).blank()
         for start in range(0, q.shape[2], rows):
             some = slice(start, start + rows)
             bounds = None if band is None else Band(band.low[some].contiguous(), band.high[some].contiguous())
             some_q, into = q[:, :, some], Partial(out[:, :, some], lse[:, :, some])
-            if not NativeKind.of(some_q, k, v, logits, q.shape[2]).launch(some_q, k, v, into, bounds):
+            if not NativeLaunch.of(some_q, k, v, scaling, q.shape[2]).launch(some_q, k, v, into, bounds):
                 rows_of_block = torch.arange(start, min(start + rows, q.shape[2]))
-                exact = Reference().attend(some_q, k, v, block.select(rows_of_block), logits)
+                exact = Reference().attend(some_q, k, v, rectangle.select(rows_of_block), scaling)
                 into.out.copy_(exact.out)
                 into.lse.copy_(exact.lse)
         return Partial(out, lse)
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, logits: Logits
+        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, rectangle: Rectangle, scaling: Scaling
     ) -> Gradients:
         """Return the block's share of the gradients."""
         out = saved.out.to(q.dtype)
-        return FlashCPU().backward(q, k, v, BackwardInputs(out, saved.lse, saved.dout), block, logits)
+        return FlashCPU().backward(q, k, v, BackwardInputs(out, saved.lse, saved.dout), rectangle, scaling)
 
 
 KERNEL = NATIVE = Native()
 
 
-class NativeKind(NamedTuple):
+class NativeLaunch(NamedTuple):
     """Calls of one kind: all but the memory of their tensors, the number of keys, and the keys that a row sees."""
 
     fields: bytes
@@ -114,11 +114,11 @@ class NativeKind(NamedTuple):
     lse: tuple[int, ...]
 
     @staticmethod
-    def of(q: Tensor, k: Tensor, v: Tensor, logits: Logits, tokens: int | None = None) -> "NativeKind":
+    def of(q: Tensor, k: Tensor, v: Tensor, scaling: Scaling, tokens: int | None = None) -> "NativeLaunch":
         """Return the kind of a call. Its rows are part of a partial of so many tokens, or all of it."""
         tokens = q.shape[2] if tokens is None else tokens
         is_prefix = v.data_ptr() == k.data_ptr()  # then values have the scales of the keys
-        return _kind(tuple(q.shape), k.shape[1], v.shape[3], (q.dtype, k.dtype), is_prefix, logits, tokens)
+        return _kind(tuple(q.shape), k.shape[1], v.shape[3], (q.dtype, k.dtype), is_prefix, scaling, tokens)
 
     def blank(self) -> Partial:
         """Return memory for a partial, `out` in the order that an output projection reads."""
@@ -177,13 +177,13 @@ def _kind(
     width: int,
     dtypes: tuple[torch.dtype, torch.dtype],
     is_prefix: bool,
-    logits: Logits,
+    scaling: Scaling,
     tokens: int,
-) -> NativeKind:
+) -> NativeLaunch:
     batch, heads, rows, dim = shape
     strides, lse = (tokens * heads * width, width, heads * width, 1), (batch, heads, tokens)
     codes, scales = [(DTYPES | STORED)[dtype] for dtype in dtypes], (dim, dim if is_prefix else width)
     sizes = batch, kv_heads, heads // kv_heads, rows, dim, width, *codes, *scales
-    cap = logits.softcap if logits.capped else 0.0
-    fields = KIND.pack(*sizes, *strides[:3], heads * tokens, tokens, 1, logits.scale, cap)
-    return NativeKind(fields, (batch, heads, tokens, width), strides, lse)
+    cap = scaling.softcap if scaling.capped else 0.0
+    fields = KIND.pack(*sizes, *strides[:3], heads * tokens, tokens, 1, scaling.scale, cap)
+    return NativeLaunch(fields, (batch, heads, tokens, width), strides, lse)

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attnmesh.core.logits import Logits
 from attnmesh.core.partial import Partial, sum_dtype
-from attnmesh.kernels.blocks import (
+from attnmesh.core.scaling import Scaling
+from attnmesh.kernels.rectangles import (
     BackwardInputs,
-    Block,
     Gradients,
     Kernel,
     Need,
-    attend_blocks,
-    backward_blocks,
+    Rectangle,
+    attend_rectangles,
+    backward_rectangles,
     tiles,
 )
 
@@ -38,13 +38,13 @@ class Reference(Kernel):
     """Dense within a tile: memory for logits does not grow with the problem.
 
     Queries wider than keys end with a bias by distance: column d is added to the logit of the key d positions before.
-    Then `places` are the positions of queries and of keys.
+    Then `positions` are the positions of queries and of keys.
     """
 
     name, made_for, order, adds_bias = "reference", "calls that no other serves", 2, True
 
-    def __init__(self, places: tuple[Tensor, Tensor] | None = None) -> None:
-        self.places = places
+    def __init__(self, positions: tuple[Tensor, Tensor] | None = None) -> None:
+        self.positions = positions
 
     def unsupported_reason(self, need: Need) -> str | None:
         """Return None: all tensors are supported."""
@@ -58,47 +58,48 @@ class Reference(Kernel):
         """Return the kernel for a bias by distance between these positions."""
         return Reference((queries.cpu().sort().values, keys.cpu().sort().values))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, scaling: Scaling) -> Partial:
         """Return the block's partial, merged from those of its tiles."""
 
-        def attend_tile(q: Tensor, k: Tensor, v: Tensor, tile: Block) -> Partial:
-            hidden, columns = _hidden(tile, q, k), self._columns(block, tile, q, k)
+        def attend_tile(q: Tensor, k: Tensor, v: Tensor, tile: Rectangle) -> Partial:
+            hidden, columns = _hidden(tile, q, k), self._columns(rectangle, tile, q, k)
             heads = zip(*(x.split(HEADS) for x in (_pack(q, k), k.flatten(0, 1), v.flatten(0, 1))), strict=True)
-            partials = [attend_dense(rows, keys, values, hidden, logits, columns) for rows, keys, values in heads]
+            partials = [attend_dense(rows, keys, values, hidden, scaling, columns) for rows, keys, values in heads]
             out, lse = (torch.cat(x) for x in zip(*partials, strict=True))
             return Partial(out.reshape(*q.shape[:-1], -1), lse.reshape(q.shape[:-1]))
 
-        return attend_blocks(attend_tile, q, k, v, _tiles(block, q, k))
+        return attend_rectangles(attend_tile, q, k, v, _tiles(rectangle, q, k))
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, logits: Logits
+        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, rectangle: Rectangle, scaling: Scaling
     ) -> Gradients:
         """Return the gradients, summed over the block's tiles."""
 
-        def backward_tile(q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, tile: Block) -> Gradients:
-            hidden, columns = _hidden(tile, q, k), self._columns(block, tile, q, k)
+        def backward_tile(q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, tile: Rectangle) -> Gradients:
+            hidden, columns = _hidden(tile, q, k), self._columns(rectangle, tile, q, k)
             of_rows = (_pack(x, k) for x in (q, saved.lse.unsqueeze(-1), saved.dout, delta[:, :, tile.queries]))
             heads = zip(*(x.split(HEADS) for x in (k.flatten(0, 1), v.flatten(0, 1), *of_rows)), strict=True)
             parts = [
-                backward_dense(rows, keys, values, more, hidden, logits, columns) for keys, values, rows, *more in heads
+                backward_dense(rows, keys, values, more, hidden, scaling, columns)
+                for keys, values, rows, *more in heads
             ]
             gradients = (torch.cat(x) for x in zip(*parts, strict=True))
             return Gradients(*(dx.reshape(x.shape) for dx, x in zip(gradients, (q, k, v), strict=True)))
 
         delta = (saved.out.to(sum_dtype(q.dtype)) * saved.dout).sum(-1, keepdim=True)
-        return backward_blocks(backward_tile, q, k, v, saved, _tiles(block, q, k))
+        return backward_rectangles(backward_tile, q, k, v, saved, _tiles(rectangle, q, k))
 
-    def _columns(self, block: Block, tile: Block, q: Tensor, k: Tensor) -> Tensor | None:
+    def _columns(self, rectangle: Rectangle, tile: Rectangle, q: Tensor, k: Tensor) -> Tensor | None:
         """Return the column of the bias that each key of a tile takes, (rows, keys), the one after the last for none.
 
         None for all keys, or without a bias.
         """
-        if self.places is None:
+        if self.positions is None:
             return None
-        starts, parts = (block.queries.start, block.keys.start), (tile.queries, tile.keys)
+        starts, parts = (rectangle.queries.start, rectangle.keys.start), (tile.queries, tile.keys)
         queries, keys = (
-            places[start + part.start : start + part.stop]
-            for places, start, part in zip(self.places, starts, parts, strict=True)
+            positions[start + part.start : start + part.stop]
+            for positions, start, part in zip(self.positions, starts, parts, strict=True)
         )
         distance, none = queries[:, None] - keys, q.shape[-1] - k.shape[-1]
         near = (distance >= 0) & (distance < none)
@@ -115,14 +116,14 @@ def attend_dense(
     keys: Tensor,
     values: Tensor,
     hidden: Tensor | None,
-    logits: Logits,
+    scaling: Scaling,
     columns: Tensor | None = None,
 ) -> Partial:
     """Return `lse = log sum_a w_a` and `out = sum_a w_a v_a / sum_a w_a`, with weights `w_a = e^logit_a`."""
     rows, biases = _without_bias(rows, keys)
-    weights = _logits(rows, _widen(keys), logits)
-    if logits.capped:
-        weights.mul_(logits.softcap)
+    weights = _logits(rows, _widen(keys), scaling)
+    if scaling.capped:
+        weights.mul_(scaling.softcap)
     if columns is not None:
         weights.add_(pad(biases, (0, 1)).gather(-1, columns.expand(len(biases), -1, -1)))
     if hidden is not None:
@@ -142,7 +143,7 @@ def backward_dense(
     values: Tensor,
     saved: Sequence[Tensor],
     hidden: Tensor | None,
-    logits: Logits,
+    scaling: Scaling,
     columns: Tensor | None = None,
 ) -> Gradients:
     """Return the gradients: `dv = w'dout` and `dlogit = w (dout v' - delta)`, with `delta = sum(out * dout)`.
@@ -150,8 +151,8 @@ def backward_dense(
     Under a soft cap `dlogit` has the factor `1 - tanh^2` more. That of a bias is the sum of its logits' gradients.
     """
     (lse, dout, delta), keys, (rows, biases) = saved, _widen(keys), _without_bias(rows, keys)
-    products = _logits(rows, keys, logits)
-    weights = torch.add(-lse, products, alpha=logits.softcap if logits.capped else 1.0)
+    products = _logits(rows, keys, scaling)
+    weights = torch.add(-lse, products, alpha=scaling.softcap if scaling.capped else 1.0)
     dbiases = biases.new_zeros(*biases.shape[:-1], biases.shape[-1] + 1)
     if columns is not None:
         columns = columns.expand(len(biases), -1, -1)
@@ -160,11 +161,11 @@ def backward_dense(
         weights.masked_fill_(hidden, -torch.inf)
     weights.exp_()
     dlogits = (dout @ _widen(values).mT).sub_(delta).mul_(weights)
-    if logits.capped:
+    if scaling.capped:
         torch.ops.aten.tanh_backward.grad_input(dlogits, products, grad_input=dlogits)
     if columns is not None:
         dbiases.scatter_add_(-1, columns, dlogits)
-    dlogits.mul_(logits.scale)
+    dlogits.mul_(scaling.scale)
     dq = torch.cat((dlogits @ keys, dbiases[..., :-1]), -1) if biases.shape[-1] else dlogits @ keys
     return Gradients(dq, dlogits.mT @ rows, weights.mT @ dout)
 
@@ -174,20 +175,20 @@ def _without_bias(rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     return rows[..., : keys.shape[-1]], rows[..., keys.shape[-1] :]
 
 
-def _logits(rows: Tensor, keys: Tensor, logits: Logits) -> Tensor:
+def _logits(rows: Tensor, keys: Tensor, scaling: Scaling) -> Tensor:
     """Return the logits; under a soft cap tanh, by which it is multiplied."""
-    if logits.capped:
-        return (rows * (logits.scale / logits.softcap) @ keys.mT).tanh_()
-    return rows * logits.scale @ keys.mT
+    if scaling.capped:
+        return (rows * (scaling.scale / scaling.softcap) @ keys.mT).tanh_()
+    return rows * scaling.scale @ keys.mT
 
 
-def _tiles(block: Block, q: Tensor, k: Tensor) -> list[Block]:
+def _tiles(rectangle: Rectangle, q: Tensor, k: Tensor) -> list[Rectangle]:
     group = q.shape[1] // k.shape[1]
     queries = max(1, ROWS // group)
-    return tiles(block.bounds(), queries, max(1, AREA // (group * min(queries, q.shape[2]))))
+    return tiles(rectangle.bounds(), queries, max(1, AREA // (group * min(queries, q.shape[2]))))
 
 
-def _hidden(tile: Block, q: Tensor, k: Tensor) -> Tensor | None:
+def _hidden(tile: Rectangle, q: Tensor, k: Tensor) -> Tensor | None:
     """Return which pairs of row and key are not visible; None if all are visible."""
     if tile.band is None:
         return None

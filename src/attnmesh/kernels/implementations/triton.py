@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.band import Band
-from attnmesh.core.logits import Logits
 from attnmesh.core.mask import FAR
 from attnmesh.core.partial import Partial, with_sinks
+from attnmesh.core.scaling import Scaling
 from attnmesh.core.storage import storage_of
-from attnmesh.kernels.blocks import BackwardInputs, Block, Gradients, Kernel, Need
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery
+from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Kernel, Need, Rectangle
 from attnmesh.kernels.stacked_merge import (
     by_residue,
     copy_into,
@@ -25,7 +25,7 @@ from attnmesh.kernels.stacked_merge import (
     warn_unsupported,
 )
 from attnmesh.kernels.triton_runtime import interpreted, launch, parts
-from attnmesh.runtime.caches import KEPT, Kinds
+from attnmesh.runtime.memo import TENSOR_MEMO, Memo
 
 Result = TypeVar("Result")
 
@@ -82,19 +82,19 @@ class Triton(Kernel):
         """Return True for caches on GPUs, which it reads in place."""
         return need.cached and need.device.type != "cpu"
 
-    def cut(self, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Block]:
+    def cut(self, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Rectangle]:
         """Return one block of the keys that any row sees, or no block if there are none."""
         rows = (band.low < band.high).nonzero().flatten()
         if not len(rows):
             return []
         first, last = int(rows[0]), int(rows[-1])
         start, stop = int(band.low[first]), int(band.high[last])
-        return [Block(slice(first, last + 1), slice(start, stop), band=band.rows(first, last + 1, start))]
+        return [Rectangle(slice(first, last + 1), slice(start, stop), band=band.rows(first, last + 1, start))]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Rectangle, scaling: Scaling) -> Partial:
         """Return the block's partial, in float32."""
         rows = q.shape[2] * q.shape[1] // k.shape[1]
-        return _with_fitting_tile("attend", q, v, rows, partial(_attend, q, k, v, block, logits))
+        return _with_fitting_tile("attend", q, v, rows, partial(_attend, q, k, v, block, scaling))
 
     def attend_cache(self, query: DecodeQuery, view: CacheView) -> Partial:
         """Return the partial of the last queries, merged from one partial per block or per program instance."""
@@ -104,24 +104,24 @@ class Triton(Kernel):
         """Return the launch of steps whose queries differ in their tensors alone."""
         return TritonSteps()
 
-    def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, hidden: Tensor, logits: Logits) -> Partial:
+    def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, hidden: Tensor, scaling: Scaling) -> Partial:
         """Return the partial of the rows of keys of each sequence, (batch, keys), without those that are hidden."""
-        places = rows.masked_fill(hidden, -1).to(torch.int32)
-        run = partial(_attend_rows, q, k, v, places, logits)
+        positions = rows.masked_fill(hidden, -1).to(torch.int32)
+        run = partial(_attend_rows, q, k, v, positions, scaling)
         return merge_stacked(_with_fitting_tile("attend_cache", q, v, q.shape[1] // k.shape[1], run))
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, logits: Logits
+        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Rectangle, scaling: Scaling
     ) -> Gradients:
         """Return the block's share of the gradients, in float32: one launch over queries, one over keys."""
-        return _with_fitting_tile("backward", q, v, LARGE_ROWS, partial(_backward, q, k, v, saved, block, logits))
+        return _with_fitting_tile("backward", q, v, LARGE_ROWS, partial(_backward, q, k, v, saved, block, scaling))
 
 
 KERNEL = TRITON = Triton()
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits, tile: ProgramTile) -> Partial:
-    arguments = _block_arguments(q, k, v, block, logits, tile)
+def _attend(q: Tensor, k: Tensor, v: Tensor, block: Rectangle, scaling: Scaling, tile: ProgramTile) -> Partial:
+    arguments = _rectangle_arguments(q, k, v, block, scaling, tile)
     heads, tiles = k.shape[0] * k.shape[1], -(-arguments["rows"] // tile.rows)
     span = _span(arguments["keys"], heads * tiles, tile, q.device)
     spans = -(-arguments["keys"] // span)
@@ -138,7 +138,7 @@ class TritonSteps:
     """
 
     def __init__(self) -> None:
-        self.prepared = Kinds[tuple[tuple[int, ...], dict[str, Any]]](most=64)  # by layout of the tensors
+        self.prepared = Memo[tuple[tuple[int, ...], dict[str, Any]]](most=64)  # by layout of the tensors
 
     def attend_cache(self, query: DecodeQuery, view: CacheView) -> Partial:
         """Return the partial of the last queries, merged from one partial per block or per program instance."""
@@ -146,11 +146,11 @@ class TritonSteps:
         keys, values = view.keys, view.values
         if storage_of(keys) is not None:  # bytes, which all GPUs read
             keys, values = keys.view(torch.int8), values.view(torch.int8)
-        places = view.token_index if view.padding is None else view.padding.places
-        bounds = self._bounds(query, view) or (places, places)  # not read if they are the places
-        tensors = {"q": q, "k": keys, "v": values, "places": places, "token_index": view.token_index}
+        positions = view.token_index if view.padding is None else view.padding.positions
+        bounds = self._bounds(query, view) or (positions, positions)  # not read if they are the places
+        tensors = {"q": q, "k": keys, "v": values, "positions": positions, "token_index": view.token_index}
         tensors |= {"state": view.state, "firsts": bounds[0], "lasts": bounds[1]}
-        kind = q.shape, q.stride(), keys.shape, keys.stride(), values.stride(), places.ndim, bounds[0].shape
+        kind = q.shape, q.stride(), keys.shape, keys.stride(), values.stride(), positions.ndim, bounds[0].shape
         known = self.prepared.get(kind)
         if known is None:
             rows, run = q.shape[2] * q.shape[1] // keys.shape[1], partial(self._prepare, query, view, tensors)
@@ -185,9 +185,9 @@ class TritonSteps:
         heads, rows = q.shape[0] * view.keys.shape[1], q.shape[2] * q.shape[1] // view.keys.shape[1]
         tiles, slots = -(-rows // tile.rows), view.keys.shape[2] - 1
         span = block or _span(slots, heads * tiles, tile, q.device)
-        bounded = first is not tensors["places"]
-        arguments = _cache_arguments(q, *view.numbers, query.logits, tile) | {
-            "places_batch": 0 if view.padding is None else _batch_stride(view.padding.places),
+        bounded = first is not tensors["positions"]
+        arguments = _cache_arguments(q, *view.numbers, query.scaling, tile) | {
+            "positions_batch": 0 if view.padding is None else _batch_stride(view.padding.positions),
             "bounds_batch": _batch_stride(first) if bounded else 0,
             "block": block or 0,
             "capacity": query.capacity,
@@ -208,20 +208,20 @@ def _launch_cache(grid: tuple[int, ...], arguments: dict[str, Any], tensors: dic
     return partials
 
 
-def _attend_rows(q: Tensor, k: Tensor, v: Tensor, places: Tensor, logits: Logits, tile: ProgramTile) -> Partial:
+def _attend_rows(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scaling: Scaling, tile: ProgramTile) -> Partial:
     """Return stacked partials, one per part of the places, which are those of the rows to read."""
-    heads, tiles, keys = q.shape[0] * k.shape[1], -(-q.shape[1] // k.shape[1] // tile.rows), places.shape[1]
+    heads, tiles, keys = q.shape[0] * k.shape[1], -(-q.shape[1] // k.shape[1] // tile.rows), positions.shape[1]
     count = -(-keys // _span(keys, heads * tiles, tile, q.device))
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     numbers = (x if storage_of(x) is None else x.view(torch.int8) for x in (k, v))
     tensors = {"q": q, **dict(zip("kv", numbers, strict=True)), "state": torch.full((2,), keys, device=q.device)}
-    tensors |= dict.fromkeys(("places", "token_index", "firsts", "lasts"), places)
-    arguments = _cache_arguments(q, k, v, logits, tile)
-    arguments |= {"places_batch": _batch_stride(places), "capacity": keys, "SELECTED": True}
+    tensors |= dict.fromkeys(("positions", "token_index", "firsts", "lasts"), positions)
+    arguments = _cache_arguments(q, k, v, scaling, tile)
+    arguments |= {"positions_batch": _batch_stride(positions), "capacity": keys, "SELECTED": True}
     return _launch_cache((count, tiles, heads), arguments, tensors, v.shape[-1])
 
 
-def _cache_arguments(q: Tensor, keys: Tensor, values: Tensor, logits: Logits, tile: ProgramTile) -> dict[str, Any]:
+def _cache_arguments(q: Tensor, keys: Tensor, values: Tensor, scaling: Scaling, tile: ProgramTile) -> dict[str, Any]:
     """Return the arguments but for tensors of a launch over a cache whose rows all see all places."""
     is_prefix = values.data_ptr() == keys.data_ptr()  # then values have the scales of the keys
     rows = {"K_ROW": keys.shape[-1], "V_ROW": (keys if is_prefix else values).shape[-1]}
@@ -229,15 +229,15 @@ def _cache_arguments(q: Tensor, keys: Tensor, values: Tensor, logits: Logits, ti
         rows = dict.fromkeys(rows, 0)
     unbounded = {"left": MAX_REACH, "right": MAX_REACH, "bounds_batch": 0, "block": 0}
     all_seen = {"BOUNDED": False, "NEAR": False, "SELECTED": False, "FLOAT8": keys.dtype == torch.float8_e4m3fn}
-    return {**_sizes(q, keys, values, tile), **_logit_arguments(logits), **rows, **unbounded, **all_seen}
+    return {**_sizes(q, keys, values, tile), **_logit_arguments(scaling), **rows, **unbounded, **all_seen}
 
 
 def _backward(
-    q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, logits: Logits, tile: ProgramTile
+    q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Rectangle, scaling: Scaling, tile: ProgramTile
 ) -> Gradients:
     dout = saved.dout.to(q.dtype).contiguous()
     delta = (saved.out.float() * saved.dout.float()).sum(-1)
-    arguments = _block_arguments(q, k, v, block, logits, tile)
+    arguments = _rectangle_arguments(q, k, v, block, scaling, tile)
     arguments |= {"dout": dout, "lse": saved.lse.contiguous(), "delta": delta}
     heads, tiles = k.shape[0] * k.shape[1], -(-arguments["keys"] // tile.keys)
     dq, dk, dv = (x.new_empty(x.shape, dtype=torch.float32) for x in (q, k, v))
@@ -257,8 +257,8 @@ def _empty_partials(q: Tensor, count: int, width: int) -> Partial:
     return Partial(*(q.new_empty(size, dtype=torch.float32) for size in ((*shape, width), shape)))
 
 
-def _block_arguments(
-    q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits, tile: ProgramTile
+def _rectangle_arguments(
+    q: Tensor, k: Tensor, v: Tensor, block: Rectangle, scaling: Scaling, tile: ProgramTile
 ) -> dict[str, Any]:
     """Return the arguments that all programs over a block share."""
     keys = k.shape[2]
@@ -267,7 +267,7 @@ def _block_arguments(
     else:
         bounds = block.bounds()
         low, high = (_bounds_on_device(x, keys, q.device) for x in (bounds.low, bounds.high))
-    return {**_arguments(q, k, v, tile), "low": low, "high": high, "keys": keys, **_logit_arguments(logits)}
+    return {**_arguments(q, k, v, tile), "low": low, "high": high, "keys": keys, **_logit_arguments(scaling)}
 
 
 def _bounds_on_device(bounds: Tensor, keys: int, device: torch.device) -> Tensor:
@@ -276,11 +276,11 @@ def _bounds_on_device(bounds: Tensor, keys: int, device: torch.device) -> Tensor
     def copy() -> Tensor:
         return bounds.clamp(0, keys).to(device, torch.int32)
 
-    return copy() if device.type == "cpu" else KEPT.find(bounds, (device, keys), copy, lambda x: x.nbytes)
+    return copy() if device.type == "cpu" else TENSOR_MEMO.find(bounds, (device, keys), copy, lambda x: x.nbytes)
 
 
-def _logit_arguments(logits: Logits) -> dict[str, Any]:
-    return {"scale": logits.scale, "softcap": logits.softcap, "CAPPED": logits.capped}
+def _logit_arguments(scaling: Scaling) -> dict[str, Any]:
+    return {"scale": scaling.scale, "softcap": scaling.softcap, "CAPPED": scaling.capped}
 
 
 def _arguments(q: Tensor, k: Tensor, v: Tensor, tile: ProgramTile) -> dict[str, Any]:
@@ -366,7 +366,7 @@ def _fault(device: torch.device) -> str | None:
     values = torch.arange(16, dtype=torch.bfloat16, device=device).expand(1, 1, 16, 16).mT.contiguous()
     few = torch.zeros_like(values)
     try:
-        out, lse = TRITON.attend(few, few, values, Block(slice(0, 16), slice(0, 16)), Logits(1.0))
+        out, lse = TRITON.attend(few, few, values, Rectangle(slice(0, 16), slice(0, 16)), Scaling(1.0))
     except Exception as error:  # a compiler may raise any exception
         return warn_unsupported(f"{type(error).__name__}: {error}".splitlines()[0])
     right = (out - 7.5).abs().amax() < 1e-5 and (lse - math.log(16)).abs().amax() < 1e-5

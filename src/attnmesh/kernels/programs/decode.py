@@ -38,8 +38,8 @@ def _count_below(numbers, count, target, WIDE: tl.constexpr):
 
 @program()
 def attend_cache_program(
-    q, k, v, places, token_index, state, firsts, lasts, out, lse,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, places_batch, bounds_batch,
+    q, k, v, positions, token_index, state, firsts, lasts, out, lse,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, positions_batch, bounds_batch,
     rows, group, kv_heads, block, capacity, left, right, width, values, scale, softcap,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
     Q_0: tl.constexpr, Q_1: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
@@ -79,7 +79,7 @@ def attend_cache_program(
     q += batch * q_batch + head * group * q_head
     k += batch * k_batch + head * k_head
     v += batch * v_batch + head * v_head
-    places += batch * places_batch
+    positions += batch * positions_batch
     q_0, q_1 = read(q, member * q_head + query * q_row, valid, width, Q_0, Q_1)
     peak = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -87,13 +87,13 @@ def attend_cache_program(
     for step in range(begin, end, KEYS):
         slot = step + tl.arange(0, KEYS).to(tl.int64)
         valid_keys = slot < end
-        place = tl.load(places + slot, mask=valid_keys, other=-1)  # position, -1 for padding
+        position = tl.load(positions + slot, mask=valid_keys, other=-1)  # position, -1 for padding
         if SELECTED:
-            slot, valid_keys = place.to(tl.int64), place >= 0
+            slot, valid_keys = position.to(tl.int64), position >= 0
         logits = logits_of(
             q_0, q_1, k, slot, valid_keys, k_row, width, scale, softcap, Q_0, Q_1, CAPPED, PRECISION, K_ROW, FLOAT8
         )
-        visible = (first[:, None] <= place) & (place <= last[:, None]) & (place >= 0)
+        visible = (first[:, None] <= position) & (position <= last[:, None]) & (position >= 0)
         logits = tl.where(visible, logits, -float("inf"))
         peak, total, sum_0, sum_1 = accumulate(
             peak, total, sum_0, sum_1, logits, v, slot, valid_keys, v_row, values, V_0, V_1, PRECISION, V_ROW, FLOAT8

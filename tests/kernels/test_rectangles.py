@@ -7,17 +7,17 @@ import attnmesh as am
 from attnmesh.core.band import Band
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import Mask
-from attnmesh.kernels.blocks import TILE, Block, cut, tiles
+from attnmesh.kernels.rectangles import TILE, Rectangle, cut, tiles
 from tests.support.problems import draw
 
 pytestmark = pytest.mark.quick
 
 
-def covered(blocks: list[Block], rows: int, keys: int) -> torch.Tensor:
+def covered(rectangles: list[Rectangle], rows: int, keys: int) -> torch.Tensor:
     """How often each pair is in a block."""
     count = torch.zeros(rows, keys, dtype=torch.long)
-    for block in blocks:
-        count[block.queries, block.keys] += block.visible()
+    for rectangle in rectangles:
+        count[rectangle.queries, rectangle.keys] += rectangle.visible()
     return count
 
 
@@ -33,9 +33,9 @@ def test_every_visible_pair_is_in_one_block_and_no_other_pair(seed: int) -> None
         for p, n in zip((problem.q_positions, problem.k_positions), problem.lengths, strict=True)
     ]
     one = Band.of(problem.mask, *total)
-    for blocks in (cut(one), tiles(one, 128, 64), tiles(one, 3, 5)):
-        assert torch.equal(covered(blocks, *map(len, total)), problem.mask.visible(*total).long())
-        assert [b.queries.start for b in blocks] == sorted(b.queries.start for b in blocks)
+    for rectangles in (cut(one), tiles(one, 128, 64), tiles(one, 3, 5)):
+        assert torch.equal(covered(rectangles, *map(len, total)), problem.mask.visible(*total).long())
+        assert [b.queries.start for b in rectangles] == sorted(b.queries.start for b in rectangles)
 
 
 def test_keys_in_order_need_no_positions() -> None:
@@ -56,35 +56,37 @@ def test_keys_in_order_need_no_positions() -> None:
     ],
 )
 def test_a_plain_problem_is_few_plain_blocks(mask: Mask, kinds: list[str]) -> None:
-    assert [kind(block) for block in cut(band(mask, 1024))] == kinds
+    assert [kind(rectangle) for rectangle in cut(band(mask, 1024))] == kinds
 
 
-def kind(block: Block) -> str:
-    return "causal" if block.causal else "full" if block.band is None else "masked"
+def kind(rectangle: Rectangle) -> str:
+    return "causal" if rectangle.causal else "full" if rectangle.band is None else "masked"
 
 
 @pytest.mark.parametrize("layout", [am.Contiguous(), am.Zigzag(), am.Striped()])
 def test_shards_of_a_causal_problem_are_few_plain_blocks(layout: Layout) -> None:
     for q in range(4):
         for k in range(4):
-            blocks = cut(band(am.Causal(), 4096, 4, q, k, layout))
-            assert len(blocks) <= 4
-            assert all(block.band is None for block in blocks)
+            rectangles = cut(band(am.Causal(), 4096, 4, q, k, layout))
+            assert len(rectangles) <= 4
+            assert all(rectangle.band is None for rectangle in rectangles)
 
 
 def test_most_pairs_of_many_runs_are_in_blocks_of_many_rows() -> None:
-    blocks = cut(Band.of(am.Causal(), am.Striped(128).positions(8192, 2, 1), 8192))
-    assert len(blocks) == 2 * 8192 // (2 * 128)  # as many as if each run attended all earlier keys
+    rectangles = cut(Band.of(am.Causal(), am.Striped(128).positions(8192, 2, 1), 8192))
+    assert len(rectangles) == 2 * 8192 // (2 * 128)  # as many as if each run attended all earlier keys
     rows = {2048: 1, 1024: 2, 512: 4, 256: 8}
     for size, count in rows.items():
-        assert [block.queries.stop - block.queries.start for block in blocks].count(size) == count
+        assert [rectangle.queries.stop - rectangle.queries.start for rectangle in rectangles].count(size) == count
 
 
 @pytest.mark.parametrize("mask", [am.Window(256), am.Causal() & am.Documents([4096] * 16)])
 def test_work_and_masks_grow_with_the_length_alone(mask: Mask) -> None:
-    blocks = cut(band(mask, 65536))
-    assert sum((b.queries.stop - b.queries.start) * (b.keys.stop - b.keys.start) for b in blocks) <= 65536 * 4096
-    masked = [(b.queries.stop - b.queries.start) * (b.keys.stop - b.keys.start) for b in blocks if b.band is not None]
+    rectangles = cut(band(mask, 65536))
+    assert sum((b.queries.stop - b.queries.start) * (b.keys.stop - b.keys.start) for b in rectangles) <= 65536 * 4096
+    masked = [
+        (b.queries.stop - b.queries.start) * (b.keys.stop - b.keys.start) for b in rectangles if b.band is not None
+    ]
     assert max(masked, default=0) <= TILE * (TILE + 256)
 
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.band import Band
-from attnmesh.core.logits import Logits
 from attnmesh.core.partial import Partial, identity, merge_into, sum_dtype
+from attnmesh.core.scaling import Scaling
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery
 
 TILE = 128
@@ -34,7 +34,7 @@ FULL, CAUSAL, MASKED = range(3)
 
 
 @dataclass(frozen=True)
-class Block:
+class Rectangle:
     """A rectangle of queries and keys to attend in one call."""
 
     queries: slice
@@ -65,10 +65,10 @@ class Block:
         """Return the block's queries, keys and values."""
         return q[:, :, self.queries], k[:, :, self.keys], v[:, :, self.keys]
 
-    def select(self, rows: Tensor) -> "Block":
+    def select(self, rows: Tensor) -> "Rectangle":
         """Return a block of some of the rows, over the same keys."""
         bounds = self.bounds()
-        return Block(slice(0, len(rows)), self.keys, band=Band(bounds.low[rows], bounds.high[rows]))
+        return Rectangle(slice(0, len(rows)), self.keys, band=Band(bounds.low[rows], bounds.high[rows]))
 
 
 class Gradients(NamedTuple):
@@ -107,24 +107,26 @@ class Need(NamedTuple):
     biased: bool = False  # queries end with a bias by distance
     cached: bool = False  # keys and values are the slots of a cache
     scattered: bool = False  # some rows of keys and values are read, in any order
-    places: tuple[Tensor, Tensor] | None = None  # positions of queries and keys, for a bias
+    positions: tuple[Tensor, Tensor] | None = None  # positions of queries and keys, for a bias
 
     @staticmethod
     def of(
-        q: Tensor, k: Tensor, v: Tensor, logits: Logits, places: tuple[Tensor | None, Tensor | None] | None = None
+        q: Tensor, k: Tensor, v: Tensor, scaling: Scaling, positions: tuple[Tensor | None, Tensor | None] | None = None
     ) -> "Need":
-        """Return the need of such tensors. Positions are 0, 1, 2, ... if one of `places` is None."""
+        """Return the need of such tensors. Positions are 0, 1, 2, ... if one of `positions` is None."""
         rows, width = q.shape[1] // max(1, k.shape[1]) * q.shape[2], max(q.shape[3], v.shape[3])
-        need = Need(q.device, k.dtype, rows, width, logits.capped, q.shape[3] != k.shape[3])
-        if places is None or not need.biased:
+        need = Need(q.device, k.dtype, rows, width, scaling.capped, q.shape[3] != k.shape[3])
+        if positions is None or not need.biased:
             return need
-        queries, keys = (torch.arange(x.shape[2]) if at is None else at for x, at in zip((q, k), places, strict=True))
-        return need._replace(places=(queries, keys))
+        queries, keys = (
+            torch.arange(x.shape[2]) if at is None else at for x, at in zip((q, k), positions, strict=True)
+        )
+        return need._replace(positions=(queries, keys))
 
     @staticmethod
-    def of_cache(q: Tensor, view: CacheView, logits: Logits) -> "Need":
+    def of_cache(q: Tensor, view: CacheView, scaling: Scaling) -> "Need":
         """Return the need of a decode step on a view of a cache."""
-        return Need.of(q, *view.attended(q.dtype), logits)._replace(cached=True)
+        return Need.of(q, *view.attended(q.dtype), scaling)._replace(cached=True)
 
 
 class Launch(Protocol):
@@ -200,22 +202,22 @@ class Kernel:
         """Return whether the kernel is made for such calls."""
         return True
 
-    def cut(self, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Block]:
+    def cut(self, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Rectangle]:
         """Return the blocks into which such a problem is cut for this kernel: the fewest."""
         return cut(band)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, scaling: Scaling) -> Partial:
         """Return the block's partial."""
         raise NotImplementedError
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, logits: Logits
+        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, rectangle: Rectangle, scaling: Scaling
     ) -> Gradients:
         """Return the block's share of the gradients. Weights are `e^(logit - lse)`, with the lse over all keys."""
         raise NotImplementedError
 
     def attend_rows(
-        self, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, hidden: Tensor, logits: Logits
+        self, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, hidden: Tensor, scaling: Scaling
     ) -> Partial | None:
         """Return the partial of the rows of keys of each sequence, (batch, keys), those that are hidden last.
 
@@ -231,7 +233,7 @@ class Kernel:
         """Return what serves all steps that differ in their tensors alone: of one mask, capacity, block and logits."""
         return self
 
-    def launch_of(self, q: Tensor, k: Tensor, v: Tensor, logits: Logits) -> Launch | None:
+    def launch_of(self, q: Tensor, k: Tensor, v: Tensor, scaling: Scaling) -> Launch | None:
         """Return the launch that serves all calls of this kind, or None if there is none."""
         return None
 
@@ -239,38 +241,38 @@ class Kernel:
         """Return the kernel for a bias by distance between queries and keys at these positions, in any order."""
         raise NotImplementedError
 
-    def operator_name(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> str:
+    def operator_name(self, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle) -> str:
         """Return the name of what computes a block of such tensors."""
         return self.name
 
 
-def cut(band: Band) -> list[Block]:
+def cut(band: Band) -> list[Rectangle]:
     """Return blocks that contain every visible pair of the band exactly once.
 
     >>> import attnmesh as am
     >>> [(b.queries, b.keys) for b in cut(Band.of(am.Documents((100, 200)), torch.arange(300), 300))]
     [(slice(0, 100, None), slice(0, 100, None)), (slice(100, 300, None), slice(100, 300, None))]
     """
-    found, stairs = list[Block](), list[list[Block]]()
+    found, stairs = list[Rectangle](), list[list[Rectangle]]()
     for kind, start, stop in _runs(band):
-        for block in _CUT[kind](band, start, stop):
-            if block.causal or block.band is not None:
-                found.append(block)
-            elif stairs and _is_step(stairs[-1][-1], block):
-                stairs[-1].append(block)
+        for rectangle in _CUT[kind](band, start, stop):
+            if rectangle.causal or rectangle.band is not None:
+                found.append(rectangle)
+            elif stairs and _is_step(stairs[-1][-1], rectangle):
+                stairs[-1].append(rectangle)
             else:
-                stairs.append([block])
+                stairs.append([rectangle])
     for steps in stairs:
-        found += _tall_blocks(steps, steps[0].keys.start)
-    return sorted(found, key=lambda block: (block.queries.start, -block.queries.stop))
+        found += _tall_rectangles(steps, steps[0].keys.start)
+    return sorted(found, key=lambda rectangle: (rectangle.queries.start, -rectangle.queries.stop))
 
 
-def _is_step(last: Block, block: Block) -> bool:
+def _is_step(last: Rectangle, rectangle: Rectangle) -> bool:
     """Return whether the next rows see the keys that the last ones see, and more."""
-    return (last.queries.stop, last.keys.start) == (block.queries.start, block.keys.start)
+    return (last.queries.stop, last.keys.start) == (rectangle.queries.start, rectangle.keys.start)
 
 
-def _tall_blocks(steps: Sequence[Block], first: int) -> Iterator[Block]:
+def _tall_rectangles(steps: Sequence[Rectangle], first: int) -> Iterator[Rectangle]:
     """Yield as many blocks as a staircase has steps, and the same pairs from key `first` on.
 
     The later half of the rows is one block of the keys that all of them see, and so on: many rows are attended faster.
@@ -280,12 +282,12 @@ def _tall_blocks(steps: Sequence[Block], first: int) -> Iterator[Block]:
     middle = len(steps) // 2
     stop = steps[middle].keys.stop
     if first < stop:
-        yield Block(slice(steps[middle].queries.start, steps[-1].queries.stop), slice(first, stop))
-    yield from _tall_blocks(steps[:middle], first)
-    yield from _tall_blocks(steps[middle + 1 :], stop)
+        yield Rectangle(slice(steps[middle].queries.start, steps[-1].queries.stop), slice(first, stop))
+    yield from _tall_rectangles(steps[:middle], first)
+    yield from _tall_rectangles(steps[middle + 1 :], stop)
 
 
-def tiles(band: Band, rows: int, keys: int) -> list[Block]:
+def tiles(band: Band, rows: int, keys: int) -> list[Rectangle]:
     """Return the same pairs in tiles of few rows and keys, for a kernel that needs memory for the area of a block."""
     found = []
     for tile in _tiles(band, 0, len(band.low), rows):
@@ -294,45 +296,49 @@ def tiles(band: Band, rows: int, keys: int) -> list[Block]:
             stop = min(start + keys, width)
             full = bounds.low[-1] <= start and stop <= bounds.high[0]
             run = slice(tile.keys.start + start, tile.keys.start + stop)
-            found.append(Block(tile.queries, run, band=None if full else bounds.rows(0, len(bounds.low), start)))
+            found.append(Rectangle(tile.queries, run, band=None if full else bounds.rows(0, len(bounds.low), start)))
     return found
 
 
-def attend_blocks(
-    attend: Callable[[Tensor, Tensor, Tensor, Block], Partial], q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Block]
+def attend_rectangles(
+    attend: Callable[[Tensor, Tensor, Tensor, Rectangle], Partial],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rectangles: Sequence[Rectangle],
 ) -> Partial:
     """Return the merge of the partials of blocks, with out in q's dtype or wider.
 
     Blocks come in order of their first row. The rows of a block are all new, or have partials already.
     """
-    overlap = any(after.queries.start < before.queries.stop for before, after in pairwise(blocks))
+    overlap = any(after.queries.start < before.queries.stop for before, after in pairwise(rectangles))
     total = identity(q, v.shape[-1], sum_dtype(q.dtype) if overlap else q.dtype)
     done = 0  # rows from here on have no partial yet
-    for block in blocks:
-        rows = Partial(*(x[:, :, block.queries] for x in total))
-        partial = attend(*block.of(q, k, v), block)
-        if block.queries.start < done:
+    for rectangle in rectangles:
+        rows = Partial(*(x[:, :, rectangle.queries] for x in total))
+        partial = attend(*rectangle.of(q, k, v), rectangle)
+        if rectangle.queries.start < done:
             merge_into(rows, partial)
         else:
             rows.out.copy_(partial.out)
             rows.lse.copy_(partial.lse)
-        done = max(done, block.queries.stop)
+        done = max(done, rectangle.queries.stop)
     return total
 
 
-def backward_blocks(
-    backward: Callable[[Tensor, Tensor, Tensor, BackwardInputs, Block], Gradients],
+def backward_rectangles(
+    backward: Callable[[Tensor, Tensor, Tensor, BackwardInputs, Rectangle], Gradients],
     q: Tensor,
     k: Tensor,
     v: Tensor,
     saved: BackwardInputs,
-    blocks: Sequence[Block],
+    rectangles: Sequence[Rectangle],
 ) -> Gradients:
     """Return the sum of the gradients of blocks, in float32 or wider."""
     total = Gradients(*(torch.zeros_like(x, dtype=sum_dtype(x.dtype)) for x in (q, k, v)))
-    for block in blocks:
-        part = backward(*block.of(q, k, v), saved.rows(block.queries), block)
-        for gradient, share in zip(block.of(*total), part, strict=True):
+    for rectangle in rectangles:
+        part = backward(*rectangle.of(q, k, v), saved.rows(rectangle.queries), rectangle)
+        for gradient, share in zip(rectangle.of(*total), part, strict=True):
             gradient.add_(share)
     return total
 
@@ -365,28 +371,28 @@ def _links(band: Band) -> tuple[list[int], list[int]]:
     return kinds.tolist(), counts.tolist()
 
 
-def _full(band: Band, start: int, stop: int) -> Iterator[Block]:
+def _full(band: Band, start: int, stop: int) -> Iterator[Rectangle]:
     low, high = int(band.low[start]), int(band.high[start])
     if low < high:
-        yield Block(slice(start, stop), slice(low, high))
+        yield Rectangle(slice(start, stop), slice(low, high))
 
 
-def _causal(band: Band, start: int, stop: int) -> Iterator[Block]:
+def _causal(band: Band, start: int, stop: int) -> Iterator[Rectangle]:
     low, high = int(band.low[start]), int(band.high[start])
     empty = max(low + 1 - high, 0)  # the first rows may see no key
     start, high = start + empty, high + empty
     if start < stop:
         if low < high - 1:
-            yield Block(slice(start, stop), slice(low, high - 1))
-        yield Block(slice(start, stop), slice(high - 1, high - 1 + stop - start), causal=True)
+            yield Rectangle(slice(start, stop), slice(low, high - 1))
+        yield Rectangle(slice(start, stop), slice(high - 1, high - 1 + stop - start), causal=True)
 
 
-def _tiles(band: Band, start: int, stop: int, rows: int = TILE) -> Iterator[Block]:
+def _tiles(band: Band, start: int, stop: int, rows: int = TILE) -> Iterator[Rectangle]:
     for row in range(start, stop, rows):
         end = min(row + rows, stop)
         low, high = int(band.low[row]), int(band.high[end - 1])
         if low < high:
-            yield Block(slice(row, end), slice(low, high), band=band.rows(row, end, low))
+            yield Rectangle(slice(row, end), slice(low, high), band=band.rows(row, end, low))
 
 
 _CUT = {FULL: _full, CAUSAL: _causal, MASKED: _tiles}

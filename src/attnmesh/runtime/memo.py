@@ -15,33 +15,33 @@ MOST_BYTES = 1 << 27
 """Bytes that are kept on all devices together: 128 MiB, the indices of some dozens of kinds of calls."""
 
 
-class Kinds(dict[Hashable, T]):
+class Memo(dict[Hashable, T]):
     """Values of up to `most` kinds. Beyond them all are settled anew.
 
-    >>> kinds = Kinds[str](most=2)
-    >>> kinds.keep("one", "first"), kinds.find("one"), kinds.find([])
+    >>> memo = Memo[str](most=2)
+    >>> memo.keep("one", "first"), memo.find("one"), memo.find([])
     ('first', 'first', None)
     """
 
     def __init__(self, most: int = 1024) -> None:
         self.most = most
 
-    def find(self, kind: Any) -> T | None:
+    def find(self, signature: Any) -> T | None:
         """Return the value of a kind; None if there is none, or an option in it has no hash."""
         try:
-            return self.get(kind)
+            return self.get(signature)
         except TypeError:
             return None
 
-    def keep(self, kind: Hashable, value: T) -> T:
+    def keep(self, signature: Hashable, value: T) -> T:
         """Keep a value, and return it."""
         if len(self) >= self.most:
             self.clear()
-        self[kind] = value
+        self[signature] = value
         return value
 
 
-class Kept:
+class TensorMemo:
     """Values by the tensor that they were made of, such as its copy on a GPU, for which the host would wait.
 
     They go with that tensor, or when others were used more lately.
@@ -83,7 +83,7 @@ class Kept:
             self.size -= self.values.pop(key, (None, 0))[1]
 
 
-KEPT = Kept()
+TENSOR_MEMO = TensorMemo()
 
 
 def on_device(index: Tensor, device: torch.device) -> Tensor:
@@ -95,4 +95,4 @@ def on_device(index: Tensor, device: torch.device) -> Tensor:
     """
     if index.device.type == device.type:
         return index
-    return KEPT.find(index, device, lambda: index.to(device), lambda copy: copy.nbytes)
+    return TENSOR_MEMO.find(index, device, lambda: index.to(device), lambda copy: copy.nbytes)

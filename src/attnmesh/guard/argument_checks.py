@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
-from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import DTYPES
+from attnmesh.core.scaling import Scaling
 from attnmesh.core.selection import Selection
 from attnmesh.errors import (
     ArgumentError,
@@ -213,7 +213,7 @@ def check_selection(
 
 
 def check_distance_bias(
-    subject: str, bias: Tensor | None, q: Tensor, logits: Logits, kernel: str, selected: Selection | None = None
+    subject: str, bias: Tensor | None, q: Tensor, scaling: Scaling, kernel: str, selected: Selection | None = None
 ) -> None:
     """Raise unless bias is None or has a row for each query, and nothing else changes the logits."""
     if bias is None:
@@ -233,8 +233,8 @@ def check_distance_bias(
     for fits, expected, given in (
         (kernel in ("auto", "reference"), 'kernel="auto" or "reference"', f"kernel={kernel!r}"),
         (selected is None, "no selected= beside it", "a Selection"),
-        (not logits.capped, "no softcap= beside it", f"softcap={logits.softcap}"),
-        (logits.scale > 0, "a positive scale", f"{logits.scale}"),
+        (not scaling.capped, "no softcap= beside it", f"softcap={scaling.softcap}"),
+        (scaling.scale > 0, "a positive scale", f"{scaling.scale}"),
     ):
         require(fits, KernelError, subject, expected, given, "leave one of them out")
 

@@ -2,7 +2,7 @@ import gc
 
 import torch
 
-from attnmesh.runtime.caches import Kept
+from attnmesh.runtime.memo import TensorMemo
 
 
 def nbytes(x: torch.Tensor) -> int:
@@ -10,7 +10,7 @@ def nbytes(x: torch.Tensor) -> int:
 
 
 def test_a_value_is_made_once_as_long_as_its_tensor_lives():
-    kept, owner = Kept(), torch.arange(4)
+    kept, owner = TensorMemo(), torch.arange(4)
     double = owner.double()
     first, again = (kept.find(owner, "double", double.clone, nbytes) for _ in range(2))
     assert first is again
@@ -22,7 +22,7 @@ def test_a_value_is_made_once_as_long_as_its_tensor_lives():
 
 
 def test_what_was_used_least_lately_goes_first():
-    kept = Kept(most=64)
+    kept = TensorMemo(most=64)
     owners = [torch.arange(4) for _ in range(3)]
     for number in (0, 1, 0, 2):
         kept.find(owners[number], "double", owners[number].double, nbytes)
@@ -31,6 +31,6 @@ def test_what_was_used_least_lately_goes_first():
 
 
 def test_a_value_that_is_too_large_is_not_kept():
-    kept, owner = Kept(most=8), torch.arange(4)
+    kept, owner = TensorMemo(most=8), torch.arange(4)
     assert torch.equal(kept.find(owner, "same", owner.clone, nbytes), owner)
     assert (len(kept.values), kept.size) == (0, 0)

@@ -10,23 +10,23 @@ from torch import Tensor
 from attnmesh.errors import DtypeError
 
 
-class Logits(NamedTuple):
+class Scaling(NamedTuple):
     """Logits `x = q.k * scale`; under a finite soft cap `softcap * tanh(x / softcap)`."""
 
     scale: float
     softcap: float = math.inf
 
     @staticmethod
-    def of(subject: str, scale: float | None, softcap: float | None, dim: int) -> "Logits":
+    def of(subject: str, scale: float | None, softcap: float | None, dim: int) -> "Scaling":
         """Return the logits that a caller asks for, of queries of this width, or raise."""
-        return Logits(check_scale(subject, scale, dim), check_softcap(subject, softcap))
+        return Scaling(check_scale(subject, scale, dim), check_softcap(subject, softcap))
 
     @property
     def capped(self) -> bool:
         """True if the logits have a soft cap."""
         return self.softcap < math.inf
 
-    def positive(self) -> tuple[int, "Logits"]:
+    def positive(self) -> tuple[int, "Scaling"]:
         """Return a sign for q, and logits with a positive scale. The sign is 0 for a scale of 0."""
         if self.scale == 0:
             return 0, self._replace(scale=1.0)
@@ -45,9 +45,9 @@ class Scores(NamedTuple):
     distance_bias: Tensor | None = None
     """Numbers to add to the logits of near keys, of each query."""
 
-    def logits(self, subject: str, dim: int) -> Logits:
+    def scaling(self, subject: str, dim: int) -> Scaling:
         """Return the logits of queries of this width, or raise."""
-        return Logits.of(subject, self.scale, self.softcap, dim)
+        return Scaling.of(subject, self.scale, self.softcap, dim)
 
     def widened(self, q: Tensor) -> Tensor:
         """Return queries that end with their bias."""
