@@ -63,7 +63,7 @@ def test_pipelined_holds_about_what_a_ring_does(heads: tuple[int, int]) -> None:
 def test_each_group_of_heads_pays_for_each_further_run() -> None:
     shape, device = Shape(1, 2, 1), replace(am.Cluster.preset("local").device, run=7.0)
     cluster = replace(am.Cluster.preset("local", ranks=2), device=device)
-    work = LayerWork(8, 4, 64, 64, length=2048, item=4, mask=am.Causal(), backward=False)
+    work = LayerWork(8, 4, 64, 64, length=2048, itemsize=4, mask=am.Causal(), backward=False)
     seconds = {
         (block, name): attention_seconds(Candidate(shape, shape, am.Striped(block), name), work, cluster)
         for block in (128, 256)

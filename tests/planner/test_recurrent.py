@@ -76,9 +76,9 @@ def test_bytes_are_those_of_a_scan_run_by_hand(ranks: int, phase: str) -> None:
 def test_messages_have_the_linear_map_and_the_bias(transition: str, numbers: int) -> None:
     work = replace(WORK, recurrent=replace(DELTANET, transition=transition))
     assert work.scan_bytes(5, am.Contiguous()) == 3 * 3 * 2 * 4 * 4 * (numbers + 16 * 8)
-    wide = replace(work, dtype="float64")
-    assert wide.scan_bytes(5, am.Contiguous()) == 2 * work.scan_bytes(5, am.Contiguous())
-    assert wide.halo_bytes(5, am.Zigzag()) == 4 * work.halo_bytes(5, am.Zigzag())
+    sum_itemsize = replace(work, dtype="float64")
+    assert sum_itemsize.scan_bytes(5, am.Contiguous()) == 2 * work.scan_bytes(5, am.Contiguous())
+    assert sum_itemsize.halo_bytes(5, am.Zigzag()) == 4 * work.halo_bytes(5, am.Zigzag())
 
 
 def test_nothing_depends_on_the_length_and_kinds_add_up() -> None:

@@ -146,8 +146,8 @@ def test_ranks_that_divide_no_heads_are_refused() -> None:
     model = Model(work, 448, 2, lambda ranks, _: 1000 // ranks)
     found = serving(model, am.Cluster.preset("dgx-h100", 1))
     assert {one.way.tp: one.plan.shape for one in found if one.ranks == 8} == {1: (1, 1, 8)}
-    wide = serving(model, am.Cluster.preset("dgx-h100", 1, 7))
-    assert {(one.way.tp, one.way.is_joint) for one in wide} == {(1, False), (7, False), (7, True)}
+    sum_itemsize = serving(model, am.Cluster.preset("dgx-h100", 1, 7))
+    assert {(one.way.tp, one.way.is_joint) for one in sum_itemsize} == {(1, False), (7, False), (7, True)}
 
 
 def test_weights_that_do_not_fit_leave_no_token() -> None:

@@ -110,15 +110,15 @@ def stages(candidate: Candidate, work: Workload) -> list[list[Message]]:
         return on_columns(t, gradients, back=True) + (on_columns(t + 1, gradients) if t + 1 < len(steps) else [])
 
     wide, columns = 4.0, 2 * k * width
-    sent, returned_size = q * width * work.item, q * (width + 1) * wide
-    backward, gradients = q * (2 * width * work.item + 2 * wide), columns * wide
+    sent, returned_size = q * width * work.itemsize, q * (width + 1) * wide
+    backward, gradients = q * (2 * width * work.itemsize + 2 * wide), columns * wide
     if not ring:
-        forward = [on_rows(sent) + on_columns(0, columns * work.item), on_rows(returned_size, back=True)]
-        gather = on_rows(backward) + on_columns(0, columns * work.item)
+        forward = [on_rows(sent) + on_columns(0, columns * work.itemsize), on_rows(returned_size, back=True)]
+        gather = on_rows(backward) + on_columns(0, columns * work.itemsize)
         return [*forward, gather, on_columns(0, gradients, back=True), on_rows(q * width * wide, back=True)]
-    found = [on_rows(sent)] + [on_columns(t, columns * work.item) for t in range(1, len(steps))]
+    found = [on_rows(sent)] + [on_columns(t, columns * work.itemsize) for t in range(1, len(steps))]
     found += [on_rows(returned_size, back=True), on_rows(backward)]
-    found += [on_columns(t, columns * work.item) + returned(t) for t in range(1, len(steps))]
+    found += [on_columns(t, columns * work.itemsize) + returned(t) for t in range(1, len(steps))]
     return [*found, on_rows(q * width * wide, back=True)]
 
 

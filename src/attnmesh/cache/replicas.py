@@ -313,7 +313,7 @@ def keepers_by_rank(hosts: Sequence[Sequence[int]], copies: int) -> dict[int, li
     keepers: dict[int, list[int]] = {}
     for number, group in enumerate(groups):
         others = [groups[(number + step) % len(groups)] for step in range(1, copies)]
-        keepers |= {rank: [other[place % len(other)] for other in others] for place, rank in enumerate(group)}
+        keepers |= {rank: [other[index % len(other)] for other in others] for index, rank in enumerate(group)}
     return keepers
 
 

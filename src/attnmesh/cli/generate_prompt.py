@@ -67,7 +67,7 @@ def _open_image(path: Path) -> Any:
 class Prepared(NamedTuple):
     """A model's place and mesh, and a checked prompt for it."""
 
-    place: str
+    path: str
     ids: tuple[int, ...]
     heads: tuple[int, int]
     mesh: MeshChoice
@@ -138,20 +138,20 @@ def _found(model: str, status: Status, *, images: bool | None, revision: str | N
     if under_torchrun() and os.environ.get("LOCAL_RANK") != "0":
         dist.barrier()  # one rank of each host fetches and unpacks
     with leaving_tidily():  # it may write a folder
-        place = locate(model, status.update, revision)
+        path = locate(model, status.update, revision)
     if under_torchrun() and os.environ.get("LOCAL_RANK") == "0":
         dist.barrier()
     given, fix = f"{model!r}, a configuration alone", "name the folder or the hub's model that it belongs to"
-    require(not place.endswith(".json"), ModelError, "--model", "weights and a tokenizer", given, fix)
-    images = reads_images(place) if images is None else images
-    config = open_config(place, images=images).get_text_config(decoder=True)
-    processor = open_processor(place) if images else None
-    tokenizer = open_tokenizer(place) if processor is None else processor.tokenizer
+    require(not path.endswith(".json"), ModelError, "--model", "weights and a tokenizer", given, fix)
+    images = reads_images(path) if images is None else images
+    config = open_config(path, images=images).get_text_config(decoder=True)
+    processor = open_processor(path) if images else None
+    tokenizer = open_tokenizer(path) if processor is None else processor.tokenizer
     heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if latent_widths(config) is not None:
         heads = config.num_attention_heads, 1  # latents have one head
     longest, alone = getattr(config, "max_position_embeddings", None), MeshChoice(Shape(1, 1, 1), 1, False, "")
-    return Prepared(place, (), heads, alone, longest, tokenizer, processor, {} if images else None), config
+    return Prepared(path, (), heads, alone, longest, tokenizer, processor, {} if images else None), config
 
 
 def _on_mesh(found: Prepared, config: Any, options: MeshOptions, ranks: int, length: int) -> Prepared:

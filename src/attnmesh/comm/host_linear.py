@@ -29,7 +29,7 @@ from attnmesh.mesh.axes import Axis
 from attnmesh.runtime.counters import count_messages
 from attnmesh.runtime.world import WORLD, cached_per_world
 
-CALL, KIND, LAYER = struct.Struct("2P4q"), struct.Struct("P10q"), struct.Struct("2P3q")
+CALL, FIXED, LAYER = struct.Struct("2P4q"), struct.Struct("P10q"), struct.Struct("2P3q")
 """Fields of `Linear` in `linear.cpp`: those of each call, those of all calls of the layers, and those of each layer."""
 
 MOST_ROWS = {torch.float32: 32, torch.bfloat16: 16, torch.float16: 16}
@@ -54,10 +54,10 @@ Weights = tuple[Tensor, Tensor | None]
 """Weight, (outputs, columns) in either order of memory, and bias of a layer."""
 
 
-def place_of(weight: Tensor, bias: Tensor | None) -> tuple[object, ...]:
+def memory_of(weight: Tensor, bias: Tensor | None) -> tuple[object, ...]:
     """Return where the numbers of a layer are, and of what kind: a call reads them there."""
-    place = weight.data_ptr(), weight.shape, weight.stride(), weight.dtype
-    return place if bias is None else (*place, bias.data_ptr(), bias.shape, bias.stride(), bias.dtype)
+    memory = weight.data_ptr(), weight.shape, weight.stride(), weight.dtype
+    return memory if bias is None else (*memory, bias.data_ptr(), bias.shape, bias.stride(), bias.dtype)
 
 
 class LayerBoards:
@@ -100,17 +100,17 @@ class HostLinear:
     def __init__(self, number: int, layers: Sequence[Weights], axis: Axis, mailboxes: Mailboxes | None) -> None:
         self.number, self.layers, self.axis, self.mailboxes = number, layers, axis, mailboxes
         weight, _ = layers[0]
-        self.sizes, self.places = [len(weight) for weight, _ in layers], [place_of(*layer) for layer in layers]
+        self.sizes, self.memories = [len(weight) for weight, _ in layers], [memory_of(*layer) for layer in layers]
         self.outputs, self.function = sum(self.sizes), cast(Exchange, library().linear)
         board, spin = 0, 0
         if mailboxes is not None:
             board, spin = mailboxes.start + min(mailboxes.outputs.values()), mailboxes.spin
         boards = HEAD + SLOT, HALF, axis.size, axis.index, spin, int(CHECK_INTERVAL * 1e9)
-        self.kind = KIND.pack(board, DTYPES[weight.dtype], weight.shape[1], *boards, self.outputs, len(layers))
+        self.fixed_fields = FIXED.pack(board, DTYPES[weight.dtype], weight.shape[1], *boards, self.outputs, len(layers))
         for weight, bias in layers:
             first = 0 if bias is None else bias.data_ptr()
             turned = weight.stride(1) != 1
-            self.kind += LAYER.pack(weight.data_ptr(), first, len(weight), weight.stride(int(turned)), turned)
+            self.fixed_fields += LAYER.pack(weight.data_ptr(), first, len(weight), weight.stride(int(turned)), turned)
 
     @staticmethod
     def takes(weight: Tensor, bias: Tensor | None) -> bool:
@@ -134,7 +134,7 @@ class HostLinear:
         out = x.new_empty(rows * self.outputs)
         before = 0 if mailboxes is None else mailboxes.pieces
         tag, threads = self.number * ROWS + rows, torch.get_num_threads()
-        fields = CALL.pack(x.data_ptr(), out.data_ptr(), rows, tag, before, threads) + self.kind
+        fields = CALL.pack(x.data_ptr(), out.data_ptr(), rows, tag, before, threads) + self.fixed_fields
         code = self.function(fields, 0) if mailboxes is None else self._share(mailboxes, fields, rows, before)
         if code < 0:
             raise MemoryError("the native kernel gets no memory") if code == NO_MEMORY else RuntimeError(FAILED)

@@ -86,8 +86,8 @@ class PartialMessage:
         if not use_triton(partials.lse):
             return self.message(checksums.amax(0), merge_stack(partials))
         message = self.blank(rows.device)
-        checksum, place = self.partial_in(message)
-        merge_stacked(partials, place, checksums=checksums, checksum=checksum)
+        checksum, partial = self.partial_in(message)
+        merge_stacked(partials, partial, checksums=checksums, checksum=checksum)
         return message
 
     def merge(self, rows: Tensor) -> tuple[Tensor, Partial]:

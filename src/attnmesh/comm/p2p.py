@@ -136,8 +136,8 @@ def exchange_messages(
     Receives are posted first. Gloo announces a receive on the connection that carries this rank's own message; behind
     that message the announcement would wait, and the link would serve one direction at a time.
 
-    With `sequential` long messages to three or more ranks may be sent one after the other when the exchange is finished:
-    to the next rank, to the one after it, and so on. Each link then carries one message each way at a time. No other
+    With `sequential` long messages to three or more ranks may be sent one after the other when the exchange is
+    finished: to the next rank, to the one after it, and so on. Each link then carries one message each way at a time. No other
     exchange along the axis may begin before.
     """
     transport = transport_of(axis, device)
@@ -188,20 +188,20 @@ def _pack(tensors: Tensors) -> Tensor:
     else:
         return torch.cat(flat).view(torch.uint8)
     message = torch.empty(bytes_of(tensors), dtype=torch.uint8, device=tensors[0].device)
-    for place, x in zip(_unpack(message, tensors), tensors, strict=True):
-        place.copy_(x)
+    for view, x in zip(_unpack(message, tensors), tensors, strict=True):
+        view.copy_(x)
     return message
 
 
 def _unpack(message: Tensor, shapes: Tensors) -> Tensors:
     """Return the tensors of a message as views. The widest dtype comes first, so that each is aligned."""
-    sizes, places, start = [-x.itemsize for x in shapes], [message] * len(shapes), 0
+    sizes, views, start = [-x.itemsize for x in shapes], [message] * len(shapes), 0
     for index in sorted(range(len(shapes)), key=sizes.__getitem__):
         x = shapes[index]
         stop = start + x.nbytes
-        places[index] = message[start:stop].view(x.dtype).view(x.shape)
+        views[index] = message[start:stop].view(x.dtype).view(x.shape)
         start = stop
-    return tuple(places)
+    return tuple(views)
 
 
 def meta_like(x: Tensor, tokens: int, dim: int = 2) -> Tensor:

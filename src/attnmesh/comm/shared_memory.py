@@ -126,10 +126,10 @@ class Mailboxes:
     ) -> None:
         count, size, mine = len(members), HEAD + SLOT, list(members).index(index)
         self.members, self.index = tuple(members), index
-        self.boxes_to = {rank: (mine * count + place) * size for place, rank in enumerate(members)}
-        self.boxes_from = {rank: (place * count + mine) * size for place, rank in enumerate(members)}
-        self.boards = {rank: (place * count + place) * size for place, rank in enumerate(members)}
-        self.outputs = {rank: (count * count + place) * size for place, rank in enumerate(members)}
+        self.boxes_to = {rank: (mine * count + index) * size for index, rank in enumerate(members)}
+        self.boxes_from = {rank: (index * count + mine) * size for index, rank in enumerate(members)}
+        self.boards = {rank: (index * count + index) * size for index, rank in enumerate(members)}
+        self.outputs = {rank: (count * count + index) * size for index, rank in enumerate(members)}
         """Boards of the outputs of layers."""
         self.words, self.memory = memoryview(memory).cast("q"), torch.frombuffer(memory, dtype=torch.uint8)
         self.start = self.memory.data_ptr()
@@ -242,9 +242,9 @@ class Mailboxes:
         """
         if self.has_left:
             raise self.left(steps[0][1])
-        place = (self.start, 0) if message is None else (message.data_ptr(), message.nbytes)
+        buffer = (self.start, 0) if message is None else (message.data_ptr(), message.nbytes)
         longest = int((CHECK_INTERVAL if nap is None else nap) * 1e9)
-        fields = FIELDS.pack(self.start, *place, rows, width, self.spin, longest, len(steps))
+        fields = FIELDS.pack(self.start, *buffer, rows, width, self.spin, longest, len(steps))
         for kind, _, box, count in steps:
             fields += STEP.pack(kind, box, count)
         function = cast(Exchange, library().exchange)

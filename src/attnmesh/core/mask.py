@@ -163,8 +163,8 @@ class Mask:
         edges_of = _cached_edges if type(positions) is Tensor and positions.device.type == "cuda" else _edges
         if self.spans:
             edges = edges_of(self.spans, positions.device)
-            place = torch.searchsorted(edges[1:-1], positions, right=True)  # odd inside a span
-            last = torch.where(place % 2 == 1, torch.maximum(last, edges[place + 1] - 1), last)
+            edge = torch.searchsorted(edges[1:-1], positions, right=True)  # odd inside a span
+            last = torch.where(edge % 2 == 1, torch.maximum(last, edges[edge + 1] - 1), last)
         if self.ends:
             edges = edges_of(self.ends, positions.device)
             document = torch.searchsorted(edges[1:-1], positions, right=True)

@@ -107,12 +107,12 @@ class Grid:
             if tokens_left * length / 2 <= FILLING * total:
                 filling += documents[placed:]
                 break
-            if not self.place(start, length, share):
+            if not self.assign(start, length, share):
                 filling.append((start, length))
             tokens_left -= length
         self.fill(filling)
 
-    def place(self, start: int, length: int, share: float) -> bool:
+    def assign(self, start: int, length: int, share: float) -> bool:
         """Place a document whole, or else on the smallest block that can take it. The whole grid takes any.
 
         Return False for a small document that no cell can take whole.

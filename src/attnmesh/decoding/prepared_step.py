@@ -34,7 +34,7 @@ class PreparedStep(NamedTuple):
     alone: bool  # there are no other ranks
     sizes: Sizes | None = None
     on_device: bool = False  # the host reads nothing of a device
-    call: tuple[Any, ...] = ()  # the kind of the call, of which its number is made
+    signature: tuple[Any, ...] = ()  # the kind of the call, of which its number is made
 
     def run(self, inputs: StepInputs, checked: bool | None) -> Tensor:
         """Return the output, or raise the same error on all ranks if their calls differ. Uncompared calls give NaN."""
@@ -49,7 +49,7 @@ class PreparedStep(NamedTuple):
             values += key_lengths.tolist()
         if self.host_merge is None:
             agreement = agreement_on(caches, step, checked)
-            agreement.signature, agreement.state = self.call, tuple(values)
+            agreement.signature, agreement.state = self.signature, tuple(values)
             agreement.fields = functools.partial(compared_fields, inputs, step)
             if self.on_device:
                 like = q.new_empty(0), q.shape, caches[0].sizes.value_dim
@@ -61,7 +61,7 @@ class PreparedStep(NamedTuple):
                 out, agreement.checksum = self.compute(q, views, sinks, call_hash, key_lengths, selected, other_keys)
             return out
         try:
-            call_hash = hash_of_call(self.call, *values)
+            call_hash = hash_of_call(self.signature, *values)
             out, checksum = self.compute(q, views, sinks, call_hash, key_lengths, selected, other_keys)
         except RankFailure:
             raise
@@ -85,7 +85,7 @@ class PreparedStep(NamedTuple):
     ) -> tuple[Tensor, Tensor | None]:
         """Return this rank's output, and the merged checksum of the call; None for equal calls if a host has looked.
 
-        `views` is the cache of all rows of q, or a cache for each row. `other_keys` is the partial of keys that are not in
+        `views` is the cache of all rows of q, or a cache for each row. `other_keys` is the partial of keys outside of
         the cache. The output is NaN if the ranks' calls differ. The host reads nothing of a device.
         """
         step, host, message, checksum, into = self.step, self.host_merge, None, None, None
@@ -153,14 +153,8 @@ def find_step(inputs: StepInputs, options: tuple[Any, ...]) -> tuple[tuple[Any, 
     if not (are_plain(q, on_gpu=on_gpu) if sinks is None else are_plain(q, sinks, on_gpu=on_gpu)):
         return None, None
     more = None if sinks is None else (sinks.shape, sinks.dtype)
-    signature = (
-        q.shape,
-        count,
-        q.dtype,
-        more,
-        *options,
-        *map(type, options),
-    )  # options of equal values may differ in type
+    # Options of equal values may differ in type.
+    signature = q.shape, count, q.dtype, more, *options, *map(type, options)
     try:
         found = first.step_plans.get(signature)
     except TypeError:  # an option has no hash
@@ -191,14 +185,14 @@ def prepare_step(inputs: StepInputs, step: DecodeStep, signature: tuple[Any, ...
         for cache in caches:
             if cache.shards.forked and on_device:
                 cache.shards.unshare()  # the kernel merges the blocks of one tensor
-    made = prepared(q, first.shard.view, step)
-    made = made._replace(sizes=first.sizes, on_device=on_device, call=inputs.signature(step))
+    made = new_prepared_step(q, first.shard.view, step)
+    made = made._replace(sizes=first.sizes, on_device=on_device, signature=inputs.signature(step))
     if signature is not None and not step.mask.ends:
         first.step_plans.keep(signature, made)
     return made
 
 
-def prepared(q: Tensor, view: CacheView, step: DecodeStep) -> PreparedStep:
+def new_prepared_step(q: Tensor, view: CacheView, step: DecodeStep) -> PreparedStep:
     """Return what steps with such queries run: the launches of a kernel, and the merge."""
     steps, axis = CacheSteps(step.kernel_for(q, view), step.scaling, step.value_dim), step.tokens
     host, heads = None, None

@@ -189,8 +189,8 @@ class MergeAgreement(Agreement):
     collective, which hang or crash on messages of unequal sizes, are compared before, on CPUs too.
 
     `poison` takes part in the merge without a call, so that the other ranks find this rank's error. The call sets
-    `signature` and the `state` that changes between calls of a kind; `ask`, which takes part with a question, is None where
-    a host reads the messages. The merge sets the `checksum` of all ranks.
+    `signature` and the `state` that changes between calls of one signature; `ask`, which takes part with a question, is
+    None where a host reads the messages. The merge sets the `checksum` of all ranks.
     """
 
     signature: Hashable = None

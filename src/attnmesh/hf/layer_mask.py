@@ -80,9 +80,9 @@ class MaskSpec(LayerMask):
 
     def seen(self, keys: int) -> Tensor:
         """Return which keys each query sees on one device, (1 or batch, queries, keys)."""
-        places = torch.arange(keys) + self.kv_offset
+        positions = torch.arange(keys) + self.kv_offset
         queries = torch.arange(self.q_length) + self.q_offset
-        seen = torch.stack([mask.visible(queries, places) for mask in self.rows or (self.mask,)])
+        seen = torch.stack([mask.visible(queries, positions) for mask in self.rows or (self.mask,)])
         if self.token_mask is None:
             return seen
         return seen.to(self.token_mask.device) & pad(self.token_mask, (0, keys - self.token_mask.shape[1]))[:, None]
@@ -254,8 +254,8 @@ def _with_spans(given: DescribedMask) -> tuple[Mask, ...]:
         spans = spans_of(sees_next, given.queries[0])
         edges = torch.tensor([edge + near for edge in chain(*spans) for near in (-1, 0, 1)], dtype=torch.long)
         queries, keys = (  # the function may look tokens up in a table
-            torch.cat((places, edges)).clamp(start, start + length - 1).unique()
-            for places, (start, length) in zip(sampled, (given.queries, given.keys), strict=True)
+            torch.cat((positions, edges)).clamp(start, start + length - 1).unique()
+            for positions, (start, length) in zip(sampled, (given.queries, given.keys), strict=True)
         )
         known = Spans(spans), Spans(spans, window - 1)
         mask = next((mask for mask in known if _equals(given, mask, queries, keys, 0, row)), None)

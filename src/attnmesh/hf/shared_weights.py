@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
-from attnmesh.comm.host_linear import MOST_ROWS, HostLinear, LayerBoards, Weights, layer_boards, place_of
+from attnmesh.comm.host_linear import MOST_ROWS, HostLinear, LayerBoards, Weights, layer_boards, memory_of
 from attnmesh.comm.shared_memory import CallsDifferError
 from attnmesh.errors import InputError, KernelError, MeshError, ModelError, RankFailure, require
 from attnmesh.guard.agreement import Agreement
@@ -317,7 +317,7 @@ class SharedSteps:
         """Return the outputs of layers, each from one rank."""
         kind, weights = (layers[0], len(layers)), [weights_of(layer) for layer in layers]
         call = self.calls.get(kind)
-        if call is not None and call.places != [place_of(*one) for one in weights]:
+        if call is not None and call.memories != [memory_of(*one) for one in weights]:
             self.calls.clear()  # weights have changed, and calls would keep the former ones
             call = None
         if call is None:

@@ -35,7 +35,7 @@ class Run(NamedTuple):
     start: int = 0
     stop: int = 0
     seen: Band | SelectedKeys | None = None  # of each query, counted from `start`; None for all
-    positions: tuple[Tensor, Tensor] | None = None  # positions of queries and slots, for a bias by distance
+    bias_positions: tuple[Tensor, Tensor] | None = None  # positions of queries and slots, for a bias by distance
     hidden: Tensor | None = None  # queries that are padding; None if there are none
 
 
@@ -77,12 +77,12 @@ def _of_tokens(query: DecodeQuery, rows: slice, piece: CacheView) -> list[Run]:
     if query.block is not None:
         return [Run(rows, piece, 0, used, band)]
     counts = visible_counts(positions, query.key_lengths)
-    at = (queries, positions) if query.q.shape[3] > piece.keys.shape[3] else None
+    bias_positions = (queries, positions) if query.q.shape[3] > piece.keys.shape[3] else None
     if counts is None:
-        return _trimmed(Run(rows, piece, 0, 0, band, at))
+        return _trimmed(Run(rows, piece, 0, 0, band, bias_positions))
     runs = list[Run]()
     for row, count in enumerate(counts):
-        runs += _trimmed(Run(slice(row, row + 1), _sequence(piece, row), 0, 0, band.first(count), at))
+        runs += _trimmed(Run(slice(row, row + 1), _sequence(piece, row), 0, 0, band.first(count), bias_positions))
     return runs
 
 
@@ -92,7 +92,7 @@ def _of_sequences(query: DecodeQuery, piece: CacheView, padding: Padding) -> lis
     device, rows = padding.positions.device, query.q.shape[2]
     real, queries = padding.last(torch.arange(length - rows, length, device=device))
     real, queries, positions = real.cpu(), queries.cpu(), padding.positions[:, :used].cpu()
-    (first, last), wide, runs = query.mask.bounds(queries), query.q.shape[3] > piece.keys.shape[3], list[Run]()
+    (first, last), is_biased, runs = query.mask.bounds(queries), query.q.shape[3] > piece.keys.shape[3], list[Run]()
     seen, simple = positions >= first[:, :1], rows == 1 and query.key_lengths is None
     if query.key_lengths is not None:
         last = torch.minimum(last, query.key_lengths.cpu()[:, None] - 1)
@@ -102,13 +102,16 @@ def _of_sequences(query: DecodeQuery, piece: CacheView, padding: Padding) -> lis
     for row, (count, start, stop) in enumerate(torch.stack((counts, *ends), 1).tolist()):
         some, own = (ALL, piece) if len(real) == 1 else (slice(row, row + 1), _sequence(piece, row))
         for begin, end in ([(start, stop)] if stop - start == count else _spans(seen[row])) if count else []:
-            if simple and not wide:
+            if simple and not is_biased:
                 runs.append(Run(some, own, begin, end))
                 continue
             here = positions[row, begin:end]
             band = Band(*(torch.searchsorted(here, bound) for bound in (first[row], last[row] + 1)))
-            at, hidden = (queries[row], here) if wide else None, None if bool(real[row].all()) else ~real[row]
-            runs += _trimmed(Run(some, own, begin, end, band, at, hidden))
+            bias_positions, hidden = (
+                (queries[row], here) if is_biased else None,
+                None if bool(real[row].all()) else ~real[row],
+            )
+            runs += _trimmed(Run(some, own, begin, end, band, bias_positions, hidden))
     return runs
 
 
@@ -124,8 +127,8 @@ def _trimmed(run: Run) -> list[Run]:
         band = None
     elif start:
         band = Band(band.low - start, band.high - start)
-    at = None if run.positions is None else (run.positions[0], run.positions[1][start:stop])
-    return [Run(run.rows, run.piece, run.start + start, run.start + stop, band, at, run.hidden)]
+    bias_positions = None if run.bias_positions is None else (run.bias_positions[0], run.bias_positions[1][start:stop])
+    return [Run(run.rows, run.piece, run.start + start, run.start + stop, band, bias_positions, run.hidden)]
 
 
 def _selected(query: DecodeQuery, view: CacheView, piece: CacheView, selection: Selection) -> Iterator[Run]:
@@ -259,7 +262,7 @@ class CacheSteps:
     def _compute(self, q: Tensor, run: Run, into: Partial) -> None:
         """Write the partial of a run by the kernel's blocks."""
         keys, values = (x[:, :, run.start : run.stop] for x in (run.piece.keys, run.piece.values))
-        kernel = self.kernel if run.positions is None else self.kernel.at(q, keys, run.positions)
+        kernel = self.kernel if run.bias_positions is None else self.kernel.at(q, keys, run.bias_positions)
         copy_into(kernel(q, keys, values, run.seen), into)
 
     def _attend_blocks(self, q: Tensor, group: Sequence[Run], block: int) -> Partial:

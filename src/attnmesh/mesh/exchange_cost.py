@@ -48,7 +48,7 @@ class LayerWork:
     value_dim: int
     _: KW_ONLY
     length: int
-    item: int
+    itemsize: int
     """Bytes of an element of q, k and v."""
     mask: Mask
     batch: int = 1
@@ -57,9 +57,9 @@ class LayerWork:
     selected: int | None = None
 
     @property
-    def wide(self) -> int:
+    def sum_itemsize(self) -> int:
         """Bytes of an element of partials and gradients, which are summed in float32 or wider."""
-        return max(4, self.item)
+        return max(4, self.itemsize)
 
     @property
     def travelling(self) -> tuple[int, int]:
@@ -107,8 +107,8 @@ def layer_memory(candidate: Candidate, work: LayerWork, key_layers: int = 1, que
     """
     tokens = work.batch * work.length / candidate.shape.ranks
     q, (k, columns), width = work.q_heads, work.travelling, work.head_dim + work.value_dim
-    queries, keys = q * (width * work.item + work.wide), k * columns * work.item
-    peak = peak_activations(candidate.shape, q, k, EXCHANGES[candidate.exchange]) * work.wide * width / 2
+    queries, keys = q * (width * work.itemsize + work.sum_itemsize), k * columns * work.itemsize
+    peak = peak_activations(candidate.shape, q, k, EXCHANGES[candidate.exchange]) * work.sum_itemsize * width / 2
     expanded = EXPANDED_BYTES if work.latent is not None and not work.backward else 0
     return tokens * (key_layers * keys + query_layers * queries + peak) + expanded
 
@@ -240,7 +240,7 @@ class LayerJob:
         """Return the seconds of adding results of `columns` columns to a running sum."""
         shape, work = self.candidate.shape, self.work
         tokens = work.batch * work.length / shape.queries
-        return SUM_COPIES * tokens * work.q_heads * self.share() * columns * work.wide / self.copy_rate
+        return SUM_COPIES * tokens * work.q_heads * self.share() * columns * work.sum_itemsize / self.copy_rate
 
     def exchanged(self, transfers: Iterable[Transfer], total: Cost) -> ExchangeTime:
         """Return the time of transfers that run together, and add their traffic to `total`."""
@@ -289,25 +289,25 @@ def _passes(work: LayerWork, device: Device) -> Iterator[Pass]:
     """Yield the forward pass, and the backward pass in training. Partials and gradients are wide."""
     q, k = work.batch * work.q_heads, work.batch * work.travelling[0] * work.travelling[1]
     width = work.head_dim + work.value_dim
-    keys, values = k * work.item, q * work.value_dim * work.item
+    keys, values = k * work.itemsize, q * work.value_dim * work.itemsize
     latent = None if work.selected is None or work.backward else work.latent  # whose queries are absorbed
     yield Pass(
-        swaps=(q * work.head_dim * work.item + keys, values + q * work.wide),
-        rows=q * work.head_dim * work.item,
+        swaps=(q * work.head_dim * work.itemsize + keys, values + q * work.sum_itemsize),
+        rows=q * work.head_dim * work.itemsize,
         keys=keys,
         keys_back=0,
-        back=q * (work.value_dim + 1) * work.wide,
+        back=q * (work.value_dim + 1) * work.sum_itemsize,
         rate=device.forward_rate,
         products=width if latent is None else sum(latent) + latent[0],
         columns=work.value_dim,
     )
     if work.backward:
         yield Pass(
-            swaps=(values + 2 * q * work.wide, q * work.head_dim * work.item + keys),
-            rows=q * (width * work.item + 2 * work.wide),
+            swaps=(values + 2 * q * work.sum_itemsize, q * work.head_dim * work.itemsize + keys),
+            rows=q * (width * work.itemsize + 2 * work.sum_itemsize),
             keys=keys,
-            keys_back=k * work.wide,
-            back=q * work.head_dim * work.wide,
+            keys_back=k * work.sum_itemsize,
+            back=q * work.head_dim * work.sum_itemsize,
             rate=device.backward_rate,
             products=3 * work.head_dim + 2 * work.value_dim,
             columns=work.head_dim,

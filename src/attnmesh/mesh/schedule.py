@@ -137,7 +137,7 @@ class Problem:
     length: int
     key_length: int
     order: tuple[int, ...] = ()
-    """Shard that each rank holds, in order of place; empty if rank i holds shard i."""
+    """Shard that each rank holds, in order of their index; empty if rank i holds shard i."""
 
     def encode(self) -> list[int]:
         """Return all but the shape as integers, for the schema of an operator."""
@@ -152,9 +152,9 @@ class Problem:
         mask, order = Mask.decode(rest[count:]), tuple(rest[:count])
         return Problem(mask, shape, layout, key_layout, length, key_length, order)
 
-    def shard(self, place: int) -> int:
-        """Return the shard of a rank at a place of the mesh, places being counted as shards are."""
-        return self.order[place] if self.order else place
+    def shard(self, index: int) -> int:
+        """Return the shard of the rank at an index of the mesh, counted as shards are."""
+        return self.order[index] if self.order else index
 
     def queries(self, r: int, c: int) -> Tensor:
         """Return the positions of the query chunk at (r, c), ascending."""
@@ -191,8 +191,8 @@ def schedule(problem: Problem, r: int, c: int, ring: bool) -> Schedule:
 
 def _shares(shards: list[Tensor]) -> tuple[Tensor, ...]:
     """Return where the positions of each shard stand among those of all, in order."""
-    places: tuple[Tensor, ...] = torch.cat(shards).argsort().argsort().split([len(shard) for shard in shards])
-    return places
+    columns: tuple[Tensor, ...] = torch.cat(shards).argsort().argsort().split([len(shard) for shard in shards])
+    return columns
 
 
 def _query_step(problem: Problem, r: int, c: int) -> Step:

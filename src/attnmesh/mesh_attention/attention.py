@@ -20,7 +20,7 @@ from attnmesh.mesh_attention.call import Call, Options
 from attnmesh.mesh_attention.latents import Latents
 from attnmesh.mesh_attention.mesh_op import attend_alone, attend_by_task, attend_with_grad, mesh_op
 from attnmesh.mesh_attention.mesh_plan import PreparedCall
-from attnmesh.mesh_attention.prepared import prepare
+from attnmesh.mesh_attention.prepare_call import prepare_call
 
 ALONE = "each rank attends to its own tokens only. Pass mesh= for attention over the tokens of all ranks"
 
@@ -119,7 +119,7 @@ def attention(
         if signature is None:
             out = attend_shards(call, Mesh.of(mesh), checked)
         else:
-            whole = prepare(Mesh.of(None), call, checked).plan
+            whole = prepare_call(Mesh.of(None), call, checked).plan
             plan = LocalPlan.of(q, k, v, whole.problem.mask, whole.scaling, kernel)
             out = plan.attend(q, k, v, sinks).out
     warn_if_swapped("attention", q, k.shape[2])  # last: where warnings are errors, one rank alone would raise
@@ -138,7 +138,7 @@ def attend_shards(
     """
     q, k, v = autocast(call.q, call.k, call.v)
     call = call._replace(q=q, k=k, v=v)
-    prepared = prepare(mesh, call, checked, None if latents is None else latents.widths)
+    prepared = prepare_call(mesh, call, checked, None if latents is None else latents.widths)
     plan, selected = prepared.plan, call.selected
     if call.key_lengths is not None:
         check_most_keys("attention key_lengths", call.key_lengths, plan.problem.key_length)

@@ -67,7 +67,7 @@ def price(layout: Layout | str, mask: Mask, length: int, mesh: Mesh, heads: tupl
     q_heads, kv_heads, width = heads
     kv_heads = math.lcm(kv_heads, mesh.shape.heads)
     q_heads, dtype = math.lcm(q_heads, kv_heads), torch.bfloat16 if mesh.device_type == "cuda" else torch.float32
-    work = LayerWork(q_heads, kv_heads, width, width, length=length, item=dtype.itemsize, mask=mask)
+    work = LayerWork(q_heads, kv_heads, width, width, length=length, itemsize=dtype.itemsize, mask=mask)
 
     def seconds(layout: Layout) -> float:
         candidates = (Candidate(mesh.shape, tile, layout, name) for name in EXCHANGES)
@@ -105,7 +105,7 @@ def priced(
     work = LayerWork(
         *heads_and_widths,
         length=max(problem.length, problem.key_length),
-        item=dtype.itemsize,
+        itemsize=dtype.itemsize,
         mask=Mask() if cross else problem.mask,
         batch=batch,
         backward=backward,

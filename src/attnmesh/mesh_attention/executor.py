@@ -346,17 +346,17 @@ class HeadSwaps:
         if self.axis.size == 1:
             return lambda: mine
         shares = [self.schedule.query_shares] * queries + [self.schedule.key_shares] * (len(tensors) - queries)
-        wanted = [tuple(map(meta_like, mine, map(len, places))) for places in zip(*shares, strict=True)]  # by rank
+        wanted = [tuple(map(meta_like, mine, map(len, slices))) for slices in zip(*shares, strict=True)]  # by rank
         parts = [some_heads(tensors, queries, heads) for heads in group]
         finish = begin_swap(parts, wanted, self.axis, sequential=self.sequential)
 
         def finished() -> Tensors:
             whole = into or tuple(
-                empty_tokens(x, x.shape[1], sum(map(len, places))) for x, places in zip(mine, shares, strict=True)
+                empty_tokens(x, x.shape[1], sum(map(len, slices))) for x, slices in zip(mine, shares, strict=True)
             )
             for rank, pieces in enumerate(finish()):
-                for x, places, piece in zip(whole, shares, pieces, strict=True):
-                    x.index_copy_(2, on_device(places[rank], x.device), piece)
+                for x, slices, piece in zip(whole, shares, pieces, strict=True):
+                    x.index_copy_(2, on_device(slices[rank], x.device), piece)
             return whole
 
         return finished
@@ -366,18 +366,18 @@ class HeadSwaps:
 
         It yields while the exchange is under way.
         """
-        places = [some_heads(results, queries, heads) for heads in group]  # by rank
+        views = [some_heads(results, queries, heads) for heads in group]  # by rank
         arrived = [made]
         if self.axis.size > 1:
             parts = []
             for q_tokens, k_tokens in zip(self.schedule.query_shares, self.schedule.key_shares, strict=True):
                 keys = taken(made[queries:], k_tokens) if len(made) > queries else ()
                 parts.append(taken(made[:queries], q_tokens) + keys)
-            finish = begin_swap(parts, places, self.axis, sequential=self.sequential)
+            finish = begin_swap(parts, views, self.axis, sequential=self.sequential)
             del made, arrived, parts
             yield
             arrived = finish()
-        for mine, pieces in zip(places, arrived, strict=True):
+        for mine, pieces in zip(views, arrived, strict=True):
             for x, piece in zip(mine, pieces, strict=True):
                 x.copy_(piece)
 

@@ -194,17 +194,17 @@ def is_plain(partial: object, how: object, output: object, wire: object, base: o
 def merge_as_one_call(partial: Partial, merge: HostMerge, text: str, output: str, *, is_compared: bool) -> Partial:
     """Return the merge in new tensors, as one native call. `text` is what ranks compare."""
     message = merge.blank()
-    place = merge.partial_in(message)
-    place.out.copy_(partial.out)
-    place.lse.copy_(partial.lse)
+    merged = merge.partial_in(message)
+    merged.out.copy_(partial.out)
+    merged.lse.copy_(partial.lse)
     if not merge.run(message, hash_of_call(text)):
         if is_compared:
             differs = Agreement(mesh_of(merge.axis), "merge_across")
             differs.text = text
             differs.unequal()
-        place.out.fill_(torch.nan)  # ranks whose calls differ get NaN
+        merged.out.fill_(torch.nan)  # ranks whose calls differ get NaN
     heads = merge.heads(output)
-    return place if heads is None else Partial(*(x[:, heads].contiguous() for x in place))
+    return merged if heads is None else Partial(*(x[:, heads].contiguous() for x in merged))
 
 
 def check_partial(partial: Partial, wire: torch.dtype | None, base: str) -> None:

@@ -84,9 +84,9 @@ class Experts(NamedTuple):
         return self.weights / self.each * (distinct if ranks == 1 else ceil(distinct / ranks))
 
 
-def add_weights(read: float, used: float, rows: int, item: int, cluster: Cluster, total: Cost) -> None:
+def add_weights(read: float, used: float, rows: int, itemsize: int, cluster: Cluster, total: Cost) -> None:
     """Add the time of weights: bytes are read once, and those that each row uses are multiplied with all rows."""
-    products = FLOPS * rows * used / item / cluster.device.forward_rate
+    products = FLOPS * rows * used / itemsize / cluster.device.forward_rate
     total.add_stage("weights", max(read / cluster.device.memory_rate, products))
 
 
@@ -140,13 +140,13 @@ def decode_cost(candidate: Candidate, workload: Workload, cluster: Cluster) -> C
     if merge.is_collective:
         agree_cost(candidate, cluster, total)
     if group.ranks > 1:
-        merge.price(group, Payload(rows * workload.wide, workload.decoded[1]), cluster, total)
+        merge.price(group, Payload(rows * workload.sum_itemsize, workload.decoded[1]), cluster, total)
         if cluster.on_cpus and group.ranks > group.near:
             rounds = tree_rounds(group.ranks, group.near)
             times = sum(one.host > 0 for one in rounds) if merge.in_rounds else 1
             total.add_stage("merge", times * (MERGE_CALLS - 1) * device.call)
     if shape.heads > 1:
-        _gather_heads(candidate, rows * workload.values * workload.item, cluster, total)
+        _gather_heads(candidate, rows * workload.values * workload.itemsize, cluster, total)
     return total
 
 
@@ -155,7 +155,7 @@ def selection_cost(candidate: Candidate, workload: Workload, selected: Selected,
     group = MergeGroup(candidate.shape.ranks, candidate.tile.ranks)
     total, device, queries = Cost(), cluster.device, workload.q_len or 1
     keys = workload.batch * _most_seen(candidate, workload, queries, group.ranks)
-    read = keys * selected.index_dim * workload.item / device.memory_rate
+    read = keys * selected.index_dim * workload.itemsize / device.memory_rate
     products = 2 * queries * selected.index_heads * keys * selected.index_dim / device.forward_rate
     total.add_stage("score", device.call + max(read, products))
     message = workload.batch * queries * selected.heads * selected.k * CANDIDATE_BYTES

@@ -34,7 +34,7 @@ def index_memory(shape: Shape, workload: Workload) -> float:
     kept = 0.0 if phase == "training" else workload.index_bytes / shape.ranks
     if phase == "decode":
         return kept
-    arriving = workload.batch * workload.length * selected.index_dim * workload.item
+    arriving = workload.batch * workload.length * selected.index_dim * workload.itemsize
     indices = workload.batch * workload.length / shape.ranks * selected.heads * selected.k * INDEX_BYTES
     return kept + arriving + indices * (workload.indexers if phase == "training" else 1)
 

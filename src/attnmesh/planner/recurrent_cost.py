@@ -50,9 +50,11 @@ def recurrent_cost(candidate: Candidate, workload: Workload, cluster: Cluster) -
         scans = [one for reverse in directions for one in _scan_rounds(candidate.shape, candidate.tile, reverse)]
         halos = [_halo(candidate.shape, candidate.tile, directions)]
         for kind in workload.recurrent_kinds:
-            map_bytes = workload.batch * kind.map_numbers * workload.wide
+            map_bytes = workload.batch * kind.map_numbers * workload.sum_itemsize
             _add_exchanges(scans, map_bytes, kind.layers, cluster, cost.scan)
-            _add_exchanges(halos, workload.batch * kind.halo_numbers * workload.item, kind.layers, cluster, cost.halo)
+            _add_exchanges(
+                halos, workload.batch * kind.halo_numbers * workload.itemsize, kind.layers, cluster, cost.halo
+            )
     return cost
 
 

@@ -232,7 +232,7 @@ def _layers_cost(model: Model, cluster: Cluster, way: Way, together: int) -> tup
 
     So many ranks compute each layer together.
     """
-    total, rows, item = Cost(), model.rows, model.workload.item
+    total, rows, itemsize = Cost(), model.rows, model.workload.itemsize
     read = used = float(model.weights(way.tp, way.is_joint))
     split = read / model.weights(1, False)  # a rank's part of the experts, too
     if together > 1 and model.shared is not None:
@@ -243,11 +243,11 @@ def _layers_cost(model: Model, cluster: Cluster, way: Way, together: int) -> tup
         read -= (experts.weights - experts.read(rows, ranks)) * split
         used -= (experts.weights - experts.used / ranks) * split
         if ranks > 1:
-            add_results(experts, ranks, rows * experts.chosen * model.hidden * item, cluster, total)
-    add_weights(read, used, rows, item, cluster, total)
+            add_results(experts, ranks, rows * experts.chosen * model.hidden * itemsize, cluster, total)
+    add_weights(read, used, rows, itemsize, cluster, total)
     add_small_calls(model.layers, cluster, total)
     if way.tp > 1:
-        reduced, group = rows * model.hidden * item, _group(way, cluster)
+        reduced, group = rows * model.hidden * itemsize, _group(way, cluster)
         total.add_stage("all-reduces", ALL_REDUCES * model.layers * all_reduce_seconds(group, reduced, cluster))
     return total, read
 
@@ -284,7 +284,7 @@ def _first_seconds(model: Model, cluster: Cluster, way: Way, step: Plan, shape: 
         group = _group(way, cluster)
         links = (cluster.inside.rate, cluster.between.host_rate)  # a long message leaves by all cards of a host
         rate = links[0] if group.ranks <= cluster.ranks else links[1] if group.near == 1 else min(links)
-        sent = 2 * (group.ranks - 1) / world * tokens * model.hidden * work.item / rate
+        sent = 2 * (group.ranks - 1) / world * tokens * model.hidden * work.itemsize / rate
         seconds += ALL_REDUCES * model.layers * (sent + all_reduce_seconds(group, 0, cluster))
     return seconds
 

@@ -108,16 +108,16 @@ def _places(cluster: Cluster, context: int) -> bool:
 
 
 def _way(model: TrainedModel, cluster: Cluster, context: int) -> Training:
-    work, item = model.workload, model.workload.item
+    work, itemsize = model.workload, model.workload.itemsize
     hosts = max(1, context // cluster.ranks)
     part = replace(cluster.sized(hosts, context // hosts), device=replace(cluster.device, memory=ROOMY))
     best = plan(work, part)[0]
     again = min(one.memory for one in plan(replace(work, layers=1), part) if one.shape == best.shape)
     tokens = work.batch * work.length / context
-    gathered = item * (2 * model.parameters / model.layers + 2 * model.vocabulary * model.hidden)
+    gathered = itemsize * (2 * model.parameters / model.layers + 2 * model.vocabulary * model.hidden)
     states = model.state_bytes / cluster.world + gathered
-    inputs = tokens * model.layers * model.hidden * item
-    layer = again + tokens * (INNER_VALUES * model.inner * item + HIDDEN_BYTES * model.hidden)
+    inputs = tokens * model.layers * model.hidden * itemsize
+    layer = again + tokens * (INNER_VALUES * model.inner * itemsize + HIDDEN_BYTES * model.hidden)
     logits = tokens * model.vocabulary * LOGIT_BYTES
     free = cluster.device.memory - states
     most = max(0, int(work.length * free / (inputs + layer + logits)))

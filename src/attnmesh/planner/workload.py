@@ -132,20 +132,25 @@ class Workload:
         return self.head_dim if self.value_dim is None else self.value_dim
 
     @property
-    def item(self) -> int:
+    def itemsize(self) -> int:
         """Bytes of an element of q, k and v."""
         return int(getattr(torch, str(self.dtype)).itemsize)
 
     @property
-    def wide(self) -> int:
+    def sum_itemsize(self) -> int:
         """Bytes of an element of partials and gradients, which are summed in float32 or wider."""
-        return max(4, self.item)
+        return max(4, self.itemsize)
 
     @property
     def one_layer(self) -> LayerWork:
         """Attention of one layer, in training or prefill."""
         widths, selected = (self.head_dim, self.values), None if self.selected is None else self.selected.tokens
-        sizes: dict[str, Any] = {"length": self.length, "item": self.item, "mask": self.mask, "batch": self.batch}
+        sizes: dict[str, Any] = {
+            "length": self.length,
+            "itemsize": self.itemsize,
+            "mask": self.mask,
+            "batch": self.batch,
+        }
         backward, latent = self.phase == "training", self.latent
         return LayerWork(
             self.q_heads, self.kv_heads, *widths, **sizes, backward=backward, latent=latent, selected=selected
@@ -174,7 +179,7 @@ class Workload:
     def kept_bytes(self) -> int:
         """Bytes of the keys and values, or latents, that are kept in all layers."""
         heads, columns = self.travelling
-        row = columns * self.item
+        row = columns * self.itemsize
         if self.storage is not None:
             parts = (self.head_dim, self.values) if self.latent is None else (sum(self.latent),)
             row = sum(map(STORAGES[self.storage].row_width, parts))
@@ -195,7 +200,7 @@ class Workload:
         """Bytes of the index keys that are kept in all layers."""
         columns = 0 if self.selected is None else self.selected.index_dim
         is_stored = self.storage is not None and columns % 2 == 0  # the scales of others would not be aligned
-        row = STORAGES[self.storage].row_width(columns) if self.storage and is_stored else columns * self.item
+        row = STORAGES[self.storage].row_width(columns) if self.storage and is_stored else columns * self.itemsize
         return self.indexers * self.batch * self.kept * row
 
     @property
@@ -212,7 +217,7 @@ class Workload:
     def state_bytes(self) -> int:
         """Bytes of the states of all recurrent layers and their convolutions. Every rank holds all of them."""
         return self.batch * sum(
-            kind.layers * (kind.state_numbers * self.wide + kind.halo_numbers * self.item)
+            kind.layers * (kind.state_numbers * self.sum_itemsize + kind.halo_numbers * self.itemsize)
             for kind in self.recurrent_kinds
         )
 
@@ -235,7 +240,7 @@ class Workload:
         """
         rounds = (checked_count("scan_bytes ranks", ranks) - 1).bit_length()
         numbers = sum(kind.layers * kind.map_numbers for kind in self.recurrent_kinds)
-        return self.passes * runs_per_shard("scan_bytes", layout) * rounds * self.batch * numbers * self.wide
+        return self.passes * runs_per_shard("scan_bytes", layout) * rounds * self.batch * numbers * self.sum_itemsize
 
     def halo_bytes(self, ranks: int, layout: Layout) -> int:
         """Return the most bytes that a rank sends in the halos of all convolutions.
@@ -254,7 +259,7 @@ class Workload:
         """
         peers = min(runs_per_shard("halo_bytes", layout), checked_count("halo_bytes ranks", ranks) - 1)
         numbers = sum(kind.layers * kind.halo_numbers for kind in self.recurrent_kinds)
-        return self.passes * peers * self.batch * numbers * self.item
+        return self.passes * peers * self.batch * numbers * self.itemsize
 
     @property
     def title(self) -> str:

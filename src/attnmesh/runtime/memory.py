@@ -40,7 +40,7 @@ def free_memory(device: torch.device, root: Path = ROOT) -> int:
     return max(0, min([*free, *(limit - used for limit, used in _limits(root))]))
 
 
-def mapped_files(places: Collection[int]) -> dict[int, int]:
+def mapped_files(addresses: Collection[int]) -> dict[int, int]:
     """Return the bytes of each file that is mapped at some of these addresses, by the first address in it.
 
     A page that several processes map counts for each as its share, as Linux has it. Others in the file count 0.
@@ -51,7 +51,11 @@ def mapped_files(places: Collection[int]) -> dict[int, int]:
         name, *rest = line.split()
         if not name.endswith(":"):
             first, stop = (int(end, 16) for end in name.split("-"))
-            inside = [place for place in places if first <= place < stop] if len(rest) > 4 and rest[4][0] == "/" else []
+            inside = (
+                [address for address in addresses if first <= address < stop]
+                if len(rest) > 4 and rest[4][0] == "/"
+                else []
+            )
             found |= dict.fromkeys(inside, 0)
         elif name == "Pss:" and inside:
             found[inside[0]] = int(rest[0]) << 10
@@ -62,9 +66,9 @@ def with_huge_pages(x: Tensor, dim: int) -> Tensor:
     """Return new memory, on Linux in huge pages if it is long along `dim`: they are read a sixth faster."""
     plain = type(x) is Tensor and x.is_cpu and hasattr(mmap, "MADV_HUGEPAGE")
     if plain and x[(slice(0, 1),) * dim].nbytes >= HUGE_RUN:
-        page, place = mmap.PAGESIZE, x.data_ptr()
-        first = -(-place // page) * page
-        size = (place + x.nbytes) // page * page - first
+        page, address = mmap.PAGESIZE, x.data_ptr()
+        first = -(-address // page) * page
+        size = (address + x.nbytes) // page * page - first
         _libc().madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)  # which may be refused
     return x
 
@@ -77,11 +81,11 @@ def _libc() -> Any:
 def _limits(root: Path) -> Iterator[tuple[int, int]]:
     """Yield the limit and the use of each control group that this process is in."""
     for line in _text_of(root / "proc/self/cgroup").splitlines():
-        _, names, place = line.split(":", 2)
+        _, names, path = line.split(":", 2)
         for name in names.split(","):
             if name in GROUPS:
                 folder, most, used, spare = GROUPS[name]
-                group = root / folder / place.lstrip("/")
+                group = root / folder / path.lstrip("/")
                 while group != (root / folder).parent:
                     limit = _text_of(group / most).strip()
                     if limit.isdigit():  # else "max", or a group that this process cannot see

@@ -85,5 +85,5 @@ class Upstream:
 def _version_numbers(text: str) -> tuple[int, ...]:
     """Return the numbers of a version, which compare as versions do: up to the first part that is not a number."""
     parts = text.split(".")
-    count = next((place for place, part in enumerate(parts) if not part.isdigit()), len(parts))
+    count = next((index for index, part in enumerate(parts) if not part.isdigit()), len(parts))
     return tuple(map(int, parts[:count]))

@@ -80,7 +80,7 @@ class Answers:
             "tokens": [self.spelling.written(token.id, RAW) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
             "top_logprobs": [self._top(token) for token in tokens],
-            "text_offset": [place for place, _ in piece.tokens],
+            "text_offset": [index for index, _ in piece.tokens],
         }
 
     def _top(self, token: SentToken) -> dict[str, float | None]:
@@ -134,13 +134,13 @@ def json_parts(value: Any) -> Iterator[str]:
     True
     """
     if isinstance(value, dict):
-        for place, (name, item) in enumerate(value.items()):
-            yield f"{',' if place else '{'}{dumped(name)}:"
+        for number, (name, item) in enumerate(value.items()):
+            yield f"{',' if number else '{'}{dumped(name)}:"
             yield from json_parts(item)
         yield "}" if value else "{}"
     elif isinstance(value, list) and len(value) <= SLICE:
-        for place, item in enumerate(value):
-            yield "," if place else "["
+        for index, item in enumerate(value):
+            yield "," if index else "["
             yield from json_parts(item)
         yield "]" if value else "[]"
     elif isinstance(value, list):

@@ -151,33 +151,33 @@ def uses_tools(template: str) -> bool:
     return re.search(r"\{[{%][^}]*\btools\b", template) is not None
 
 
-def template_message(place: str, message: dict[str, Any], pictures: list[Any] | None = None) -> dict[str, Any]:
+def template_message(param: str, message: dict[str, Any], pictures: list[Any] | None = None) -> dict[str, Any]:
     """Return a message as templates take it: content as one text, arguments of tool calls as objects.
 
     With `pictures` content has parts: text, and pictures, which are added to the others of the request.
     """
     for field in message:
         if field not in MESSAGE or (field in MESSAGE[5:] and message[field] is not None):
-            raise Refused(400, f"{place}: unsupported field {shown(field)}. Leave it out.", place)
+            raise Refused(400, f"{param}: unsupported field {shown(field)}. Leave it out.", param)
     role, name = message.get("role"), message.get("name")
     calls, answers = message.get("tool_calls") or [], message.get("tool_call_id")
     if role not in ROLES:
-        raise Refused(400, f"{place}.role: expected one of {', '.join(ROLES)}, given {shown(role)}", place)
+        raise Refused(400, f"{param}.role: expected one of {', '.join(ROLES)}, given {shown(role)}", param)
     if name is not None and (role != "tool" or not is_text(name)):
-        raise Refused(400, f"{place}.name: expected a name in messages of role tool alone. Leave it out.", place)
+        raise Refused(400, f"{param}.name: expected a name in messages of role tool alone. Leave it out.", param)
     fits = not calls or (role == "assistant" and isinstance(calls, list))
     if not fits or (answers is not None and not (role == "tool" and is_text(answers))):
-        raise Refused(400, f"{place}: expected tool_calls of assistants, and the tool_call_id of tools alone", place)
+        raise Refused(400, f"{param}: expected tool_calls of assistants, and the tool_call_id of tools alone", param)
     content, optional = message.get("content"), bool(calls)
     shows = pictures if role == "user" else None
-    parts = read_parts(f"{place}.content", content, shows, optional=optional)
+    parts = read_parts(f"{param}.content", content, shows, optional=optional)
     text = "\n".join(part["text"] for part in parts if part["type"] == "text")
     read = {"role": role, "content": parts if isinstance(content, list) else text}
-    read |= {"tool_calls": [read_call(f"{place}.tool_calls[{i}]", one) for i, one in enumerate(calls)]} if calls else {}
+    read |= {"tool_calls": [read_call(f"{param}.tool_calls[{i}]", one) for i, one in enumerate(calls)]} if calls else {}
     return read | {key: value for key, value in (("name", name), ("tool_call_id", answers)) if value is not None}
 
 
-def read_parts(place: str, content: Any, pictures: list[Any] | None, *, optional: bool) -> list[dict[str, Any]]:
+def read_parts(param: str, content: Any, pictures: list[Any] | None, *, optional: bool) -> list[dict[str, Any]]:
     """Return the parts of a message's content: text, and pictures where they may be."""
     if content is None and optional:
         return []
@@ -185,31 +185,31 @@ def read_parts(place: str, content: Any, pictures: list[Any] | None, *, optional
     read: list[dict[str, Any]] = []
     for part in content if isinstance(content, list) and content else [{"type": "text", "text": content}]:
         if pictures is not None and isinstance(part, dict) and part.get("type") == "image_url":
-            pictures.append(read_image(place, part, pictures))
+            pictures.append(read_image(param, part, pictures))
             read.append({"type": "image", "image": pictures[-1]})
             continue
         if not isinstance(part, dict) or part.keys() != {"type", "text"} or part["type"] != "text":
-            raise Refused(400, f"{place}: expected {expected}, given {shown(part)}", place)
+            raise Refused(400, f"{param}: expected {expected}, given {shown(part)}", param)
         if not is_text(part["text"]):
-            raise Refused(400, f"{place}: expected text in UTF-8, given {shown(part['text'])}", place)
+            raise Refused(400, f"{param}: expected text in UTF-8, given {shown(part['text'])}", param)
         read.append(part)
     return read
 
 
-def read_call(place: str, call: Any) -> dict[str, Any]:
+def read_call(param: str, call: Any) -> dict[str, Any]:
     """Return a tool call of an earlier answer, its arguments as an object."""
     call = call if isinstance(call, dict) else {}
     function = call.get("function") if isinstance(call.get("function"), dict) else {}
     known = call.get("type") == "function" and is_text(function.get("name")) and is_text(call.get("id", ""))
     if not known or call.keys() - {"id", "type", "function"}:
-        raise Refused(400, f"{place}: expected id, type function, and function with name and arguments", place)
+        raise Refused(400, f"{param}: expected id, type function, and function with name and arguments", param)
     text = function.get("arguments") or "{}"
     try:
         arguments = JsonReader(text, VALUES).read() if isinstance(text, str) else None
     except Refused:
-        raise Refused(400, f"{place}.function.arguments: expected JSON", place) from None
+        raise Refused(400, f"{param}.function.arguments: expected JSON", param) from None
     if not isinstance(arguments, dict) or function.keys() - {"name", "arguments"}:
-        raise Refused(400, f"{place}.function: expected a name, and arguments as a JSON object", place)
+        raise Refused(400, f"{param}.function: expected a name, and arguments as a JSON object", param)
     return {"id": call.get("id"), "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 

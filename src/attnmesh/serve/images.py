@@ -21,23 +21,23 @@ MOST, PIXELS = 32, 1 << 24
 """Images of a request, and pixels of all of them together, at most."""
 
 
-def read_image(place: str, part: dict[str, Any], before: list[Any]) -> Any:
+def read_image(param: str, part: dict[str, Any], before: list[Any]) -> Any:
     """Return the picture of a message's part, after others of the request. No URL is ever fetched."""
     given = part["image_url"] if isinstance(part.get("image_url"), dict) else {}
     url = given.get("url")
     fits = part.keys() == {"type", "image_url"} and given.keys() <= {"url", "detail"}
     if not isinstance(url, str) or not fits or given.get("detail", "auto") != "auto":
-        raise Refused(400, f"{place}: expected image_url with a url, and detail auto, given {shown(part)}", place)
+        raise Refused(400, f"{param}: expected image_url with a url, and detail auto, given {shown(part)}", param)
     head, found, data = url.partition(";base64,")
     if not found or not head.startswith("data:image/"):
-        raise Refused(400, f"{place}: expected a data URL, as data:image/png;base64,..., given {shown(url)}", place)
+        raise Refused(400, f"{param}: expected a data URL, as data:image/png;base64,..., given {shown(url)}", param)
     if len(before) >= MOST:
-        raise Refused(400, f"{place}: expected at most {MOST} images in a request", place)
+        raise Refused(400, f"{param}: expected at most {MOST} images in a request", param)
     left = PIXELS - sum(picture.width * picture.height for picture in before)
-    return _opened(place, data, left)
+    return _opened(param, data, left)
 
 
-def _opened(place: str, data: str, left: int) -> Any:
+def _opened(param: str, data: str, left: int) -> Any:
     """Return the picture in base64, of so many pixels at most."""
     from PIL import Image
 
@@ -48,9 +48,9 @@ def _opened(place: str, data: str, left: int) -> Any:
             picture = found.convert("RGB") if found.width * found.height <= left else None
     except (OSError, ValueError, SyntaxError, EOFError, binascii.Error, Image.DecompressionBombError) as error:
         said = f"{type(error).__name__}"
-        raise Refused(400, f"{place}: expected an image of {', '.join(FORMATS)} in base64: {said}", place) from None
+        raise Refused(400, f"{param}: expected an image of {', '.join(FORMATS)} in base64: {said}", param) from None
     if picture is None:
-        raise Refused(400, f"{place}: expected images of at most {PIXELS:,} pixels together", place)
+        raise Refused(400, f"{param}: expected images of at most {PIXELS:,} pixels together", param)
     return picture
 
 
@@ -78,13 +78,13 @@ def images_of(descriptions: list[list[Any]], data: bytes) -> dict[str, Any]:
     >>> images_of([["pixel_values", "uint8", [1, 2], 2], ["crops", None, [3], 0]], b"ab")
     {'pixel_values': tensor([[97, 98]], dtype=torch.uint8), 'crops': [3]}
     """
-    found, place = {}, 0
+    found, offset = {}, 0
     for name, dtype, value, size in descriptions:
         part = (
-            torch.frombuffer(bytearray(data[place : place + size]), dtype=torch.uint8)
+            torch.frombuffer(bytearray(data[offset : offset + size]), dtype=torch.uint8)
             if size
             else torch.empty(0, dtype=torch.uint8)
         )
         found[name] = value if dtype is None else part.view(getattr(torch, dtype)).view(value)
-        place += size
+        offset += size
     return found

@@ -85,8 +85,8 @@ class App:
 
     async def refuse_unforeseen(self, _: HttpRequest, error: Exception) -> Response:
         """Return an error of the server's own, and log its kind and place: its text may hold parts of requests."""
-        place = extract_tb(error.__traceback__)[-1]
-        self.front.log(f"a request failed: {type(error).__name__} at {Path(place.filename).name}:{place.lineno}")
+        frame = extract_tb(error.__traceback__)[-1]
+        self.front.log(f"a request failed: {type(error).__name__} at {Path(frame.filename).name}:{frame.lineno}")
         return JSONResponse(Refused(500, "The server failed on this request.").body, 500)
 
     # --- routes ---

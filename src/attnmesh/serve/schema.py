@@ -72,7 +72,7 @@ class Only:
     @property
     def row(self) -> str:
         """The text of a table."""
-        values = [json.dumps(one) for place, one in enumerate(self.neutral) if one not in self.neutral[:place]]
+        values = [json.dumps(one) for index, one in enumerate(self.neutral) if one not in self.neutral[:index]]
         return f"refused, unless it is {' or '.join(values)}" if values else "refused"
 
 

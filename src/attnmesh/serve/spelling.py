@@ -10,7 +10,7 @@ PRINTED = (*range(33, 127), *range(161, 173), *range(174, 256))
 """Bytes that byte-level tokenizers write as the character of that number; others are characters from 256 on."""
 
 SIGNS = {chr(byte): byte for byte in PRINTED}
-SIGNS |= {chr(256 + place): byte for place, byte in enumerate(sorted({*range(256)} - {*PRINTED}))}
+SIGNS |= {chr(256 + index): byte for index, byte in enumerate(sorted({*range(256)} - {*PRINTED}))}
 
 BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 """Token of one byte, as SentencePiece writes it."""

@@ -56,7 +56,7 @@ class Text:
         """Return the held and the new text as far as no stop string may begin in it."""
         self.held += text
         self.made += len(text)
-        found = [place for stop in self.stops if (place := self.held.find(stop)) >= 0]
+        found = [index for stop in self.stops if (index := self.held.find(stop)) >= 0]
         if found:
             self.stopped = True
             return self._send(self.held[: min(found)])

@@ -103,10 +103,10 @@ def save_layers(
     manifest = manifest._replace(name=f"{agreement.table[0][0]:016x}")
     own = [each.own for each in shards]
     groups = [SavedGroup.of(own, layers, manifest) for layers in manifest.groups.values()]
-    place, lock = (own[0].heads.index, own[0].index), WriterLock()
-    write = partial(_write, folder, manifest, place, groups, saved, tensors, lock)
+    coordinates, lock = (own[0].heads.index, own[0].index), WriterLock()
+    write = partial(_write, folder, manifest, coordinates, groups, saved, tensors, lock)
     publish = partial(_publish, folder, manifest) if is_coordinator else lambda: None
-    saved.last = Saving(mesh, write, publish, partial(_end, folder, manifest, place, lock))
+    saved.last = Saving(mesh, write, publish, partial(_end, folder, manifest, coordinates, lock))
     for cache in caches:
         cache.saved = saved
     if wait:
@@ -227,14 +227,14 @@ def _current(path: Path) -> str | None:
     return read_manifest(path).folder if os.path.lexists(path / MANIFEST) else None
 
 
-def _end(path: Path, manifest: Manifest, place: tuple[int, int], lock: WriterLock, *, failed: bool) -> None:
+def _end(path: Path, manifest: Manifest, coordinates: tuple[int, int], lock: WriterLock, *, failed: bool) -> None:
     """Leave the folder of a save. Remove this rank's files there if it has failed, and what is left of others."""
     folder = path / manifest.folder
     with suppress(OSError, StoreError):  # a manifest that cannot be read may be of this save
         if failed and _current(path) != folder.name:
-            for file in folder.glob("{}.{}.*".format(*place)):
+            for file in folder.glob("{}.{}.*".format(*coordinates)):
                 file.unlink(missing_ok=True)
-            if place == (0, 0):
+            if coordinates == (0, 0):
                 (folder / MORE).unlink(missing_ok=True)
             with suppress(OSError):  # other ranks' files are still there
                 folder.rmdir()
@@ -245,7 +245,7 @@ def _end(path: Path, manifest: Manifest, place: tuple[int, int], lock: WriterLoc
 def _write(
     path: Path,
     manifest: Manifest,
-    place: tuple[int, int],
+    coordinates: tuple[int, int],
     groups: Sequence[SavedGroup],
     saved: SavedPieces,
     more: Mapping[str, Tensor],
@@ -265,7 +265,7 @@ def _write(
             tensors = {"columns": group.token_index[start:stop]}
             tensors |= {name: x[:, :, start:stop] for name, x in group.tensors.items()}
             suffix = f".{group.leader}" if group.leader else ""
-            name = "{}.{}.{}-{}{}.safetensors".format(*place, start, stop, suffix)
+            name = "{}.{}.{}-{}{}.safetensors".format(*coordinates, start, stop, suffix)
             if group.is_rewritten:
                 link_or_write(folder / name, tensors)
                 continue

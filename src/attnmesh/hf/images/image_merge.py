@@ -69,16 +69,16 @@ class MergedPrompt:
     @property
     def reaches_end(self) -> bool:
         """Return whether the last token is in a span: earlier tokens see it."""
-        return bool(self.spans) and self.spans[-1][1] == self.pictures.places.shape[1]
+        return bool(self.spans) and self.spans[-1][1] == self.pictures.is_image.shape[1]
 
     @property
     def shift(self) -> tuple[int, int] | None:
         """The `shift` of a cache after this prompt; None for several sequences, and where new tokens see images."""
-        if len(self.pictures.places) > 1 or FEATURES in self.arguments:
+        if len(self.pictures.is_image) > 1 or FEATURES in self.arguments:
             return None
-        length = self.pictures.places.shape[1]
+        length = self.pictures.is_image.shape[1]
         last = length - 1 if self.positions is None else int(self.positions[..., -1].max())
-        pictures = self.pictures.places.nonzero()
+        pictures = self.pictures.is_image.nonzero()
         return int(pictures[-1, 1]) + 1 if len(pictures) else 0, last + 1 - length
 
     def mask(self, tokens: int, first: int, shards: Shards | None) -> Any:
@@ -110,22 +110,24 @@ def merge_images(
     _go_on_from_last(model, arguments.get("position_ids"))
     kept = text_arguments(SUBJECT, type(model).__name__, decoder, arguments)
     if FEATURES in kept:
-        places = torch.ones_like(ids, dtype=torch.bool)
+        is_image = torch.ones_like(ids, dtype=torch.bool)
         seen = {name: x for name, x in images.items() if name in PER_QUERY}
-        pictures = Pictures(places, fingerprints_of(ids, images))
+        pictures = Pictures(is_image, fingerprints_of(ids, images))
         return MergedPrompt(decoder, kept, arguments.get("position_ids"), pictures, {}, [], seen)
     embeds = kept["inputs_embeds"]
-    places = (embeds != model.get_input_embeddings()(ids).to(embeds.dtype)).any(-1) & mask.bool()
-    ends = not bool(places[:, -left:].any())
+    is_image = (embeds != model.get_input_embeddings()(ids).to(embeds.dtype)).any(-1) & mask.bool()
+    ends = not bool(is_image[:, -left:].any())
     expected, fix = f"{left} tokens of text at the end of a prompt", "add text after the image"
     require(ends, ShapeError, SUBJECT, expected, "an image token", fix)
     masks = _masks_with_spans(arguments.get("attention_mask"))
     edges = next((mask.mask.spans for mask in masks.values() if mask.mask.spans), ())
     spans = [*zip(edges[::2], edges[1::2], strict=True)]
     for start, stop in spans:
-        places[:, start:stop] = True
+        is_image[:, start:stop] = True
     fingerprints = fingerprints_of(ids, {**images, "spans": torch.tensor(spans).view(-1, 2)})
-    return MergedPrompt(decoder, kept, arguments.get("position_ids"), Pictures(places, fingerprints), masks, spans, {})
+    return MergedPrompt(
+        decoder, kept, arguments.get("position_ids"), Pictures(is_image, fingerprints), masks, spans, {}
+    )
 
 
 def _go_on_from_last(model: PreTrainedModel, positions: Tensor | None) -> None:

@@ -39,17 +39,17 @@ IMAGE_MARK = -2
 class Pictures(NamedTuple):
     """Places of images in a prompt, and their digests."""
 
-    places: Tensor
+    is_image: Tensor
     """(batch, length), True for tokens with features of images."""
     fingerprints: dict[str, Tensor]
     """Digests of each input, in the order of images or tokens."""
 
     def mark(self, ids: Tensor) -> Tensor:
         """Return token ids of the prompt and of what follows it, with marks for image tokens."""
-        columns = slice(self.places.shape[1])
+        columns = slice(self.is_image.shape[1])
         marked = ids.clone()
-        places = self.places.repeat_interleave(len(ids) // len(self.places), 0)[:, : ids.shape[1]]
-        marked[:, columns] = ids[:, columns].where(~places, IMAGE_MARK - ids[:, columns])
+        is_image = self.is_image.repeat_interleave(len(ids) // len(self.is_image), 0)[:, : ids.shape[1]]
+        marked[:, columns] = ids[:, columns].where(~is_image, IMAGE_MARK - ids[:, columns])
         return marked
 
 
@@ -142,7 +142,7 @@ def shared_with_images(
     if not inside:
         return shared
     assert pictures is not None  # or no token of the prompt would have a mark
-    whole = inside in (int(marked.sum()), int(pictures.places.sum()))
+    whole = inside in (int(marked.sum()), int(pictures.is_image.sum()))
     if held is not None and whole and _are_first(held, pictures.fingerprints, exactly=len(tokens) > 1):
         return shared
     return min(shared, int(marked.any(0).long().argmax()))

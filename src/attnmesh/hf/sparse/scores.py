@@ -95,10 +95,10 @@ class IndexScores(DispatchedTensor):
         if name not in KEYWISE or any(isinstance(x, Tensor) for x in kwargs.values()):
             Opaque._raise_read(name.strip("_"))
         result = call(*(x.plain() if isinstance(x, IndexScores) else _described(x) for x in args))
-        operands, places = _operands(args, result)
+        operands, slots = _operands(args, result)
 
         def recorded(keys: Tensor, given: Sequence[Tensor]) -> Any:
-            return call(*(_argument(x, place, keys, given) for x, place in zip(args, places, strict=True)))
+            return call(*(_argument(x, slot, keys, given) for x, slot in zip(args, slots, strict=True)))
 
         return self.of(result, **{**vars(self), "operands": operands, "recorded": recorded})
 
@@ -127,22 +127,22 @@ def _operands(args: Sequence[Any], result: Tensor) -> tuple[tuple[Tensor, ...], 
     Queries are dim 1 of the function's result, and so of an argument of as many dims.
     """
     operands: list[Tensor] = []
-    places: list[slice | int | None] = []
+    slots: list[slice | int | None] = []
     for x in args:
         first = len(operands)
         if isinstance(x, IndexScores):
             operands += x.operands
-            places.append(slice(first, len(operands)))
+            slots.append(slice(first, len(operands)))
         elif isinstance(x, Tensor) and x.ndim == result.ndim == 4 and x.shape[1] == result.shape[1]:
             operands.append(x)
-            places.append(first)
+            slots.append(first)
         else:
-            places.append(None)
-    return tuple(operands), places
+            slots.append(None)
+    return tuple(operands), slots
 
 
-def _argument(x: Any, place: slice | int | None, keys: Tensor, given: Sequence[Tensor]) -> Any:
+def _argument(x: Any, slot: slice | int | None, keys: Tensor, given: Sequence[Tensor]) -> Any:
     """Return an argument of a recorded function for some keys and queries. Those of queries have places in `given`."""
-    if place is None:
+    if slot is None:
         return x
-    return x.recorded(keys, given[place]) if isinstance(place, slice) else given[place]
+    return x.recorded(keys, given[slot]) if isinstance(slot, slice) else given[slot]

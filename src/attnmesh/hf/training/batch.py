@@ -87,13 +87,13 @@ def shard_agreed(agreed: AgreedBatch, mesh: DeviceMesh | None, layout: Layout, e
     """Return this rank's share of a batch, or raise on all ranks."""
     batch, positions, documents = agreed
     ids, labels, ranks = batch["input_ids"], _shift_labels(batch), Mesh.of(mesh).ranks
-    places = [layout.positions(ids.shape[1], ranks, rank) for rank in range(ranks)]
+    tokens_of_ranks = [layout.positions(ids.shape[1], ranks, rank) for rank in range(ranks)]
     given, expected = f"{ids.shape[1]} tokens in {layout} on {ranks} ranks", "at least one token per rank"
     fix = "use longer sequences, fewer ranks or layout=am.Striped()"  # models of transformers cannot compute none
-    require(min(map(len, places)) > 0, ShapeError, "shard_batch input_ids", expected, given, fix)
+    require(min(map(len, tokens_of_ranks)) > 0, ShapeError, "shard_batch input_ids", expected, given, fix)
     counts = None if labels is None else (labels != IGNORE_INDEX).sum(0).cpu()
-    learned = () if counts is None else tuple(int(counts[place].sum()) for place in places)
-    shards = Shards(mesh, layout, ids.shape[1], documents, learned=learned, exchange=exchange)
+    label_counts = () if counts is None else tuple(int(counts[tokens].sum()) for tokens in tokens_of_ranks)
+    shards = Shards(mesh, layout, ids.shape[1], documents, label_counts=label_counts, exchange=exchange)
     images = {name: x for name, x in batch.items() if name in IMAGE_INPUTS and x is not None}
     shards.forward_pass.on_begin = prepare_caller_with_images if images else prepare_caller
 
@@ -228,8 +228,8 @@ def _check_shifts(batch: Mapping[str, Any]) -> None:
 
 def _repeats(labels: Tensor, ids: Tensor) -> bool:
     """Return whether all labels to learn, of which there are some, are the ids in the same places."""
-    learned = labels != IGNORE_INDEX
-    return bool(learned.any()) and torch.equal(labels[learned], ids[learned])
+    counted = labels != IGNORE_INDEX
+    return bool(counted.any()) and torch.equal(labels[counted], ids[counted])
 
 
 def _check_padding(batch: Mapping[str, Any]) -> None:
@@ -246,9 +246,9 @@ def _check_padding(batch: Mapping[str, Any]) -> None:
     given = "padding before a token"
     fix = "set the tokenizer's padding_side to 'right', or pack sequences by position_ids"
     require(on_the_right, MaskError, "shard_batch attention_mask", "padding on the right, if any", given, fix)
-    learned = labels is not None and bool(((labels != IGNORE_INDEX) & ~mask).any())
+    labelled = labels is not None and bool(((labels != IGNORE_INDEX) & ~mask).any())
     fix = f"set them with labels.masked_fill(attention_mask == 0, {IGNORE_INDEX})"
-    require(not learned, MaskError, "shard_batch labels", f"{IGNORE_INDEX} at padding", "labels of padding", fix)
+    require(not labelled, MaskError, "shard_batch labels", f"{IGNORE_INDEX} at padding", "labels of padding", fix)
 
 
 def _check_packing(batch: Mapping[str, Any], documents: Mask) -> None:

@@ -23,7 +23,7 @@ from attnmesh.mesh_attention.shard_marks import shard_marks
 from attnmesh.runtime.world import cached_per_world
 
 
-def prepare(mesh: Mesh, call: Call, checked: bool | None, latent: tuple[int, int] | None = None) -> PreparedCall:
+def prepare_call(mesh: Mesh, call: Call, checked: bool | None, latent: tuple[int, int] | None = None) -> PreparedCall:
     """Return what all ranks run together. Raise the same error on all ranks if the call cannot be served.
 
     `latent` are the columns of latents that travel instead of keys and values.
