@@ -22,7 +22,7 @@ from attnmesh.core.scaling import Scaling
 from attnmesh.core.storage import STORAGES
 from attnmesh.kernels.cache_view import DecodeQuery
 from attnmesh.kernels.choice import choose
-from attnmesh.kernels.rectangles import Need
+from attnmesh.kernels.kernel import Need
 from benchmarks.model import Times
 from benchmarks.timing import Call, Comparison, Timing, race
 

@@ -20,7 +20,8 @@ from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial
 from attnmesh.core.scaling import Scaling
 from attnmesh.kernels import choice
-from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Kernel, Need, Rectangle
+from attnmesh.kernels.kernel import Kernel, Need
+from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Rectangle
 from attnmesh.mesh.merge_cost import add_swap
 from attnmesh.mesh.merges import MERGES, CheckedPartial, Merge
 from attnmesh.mesh.shapes import AXES, Shape

@@ -35,7 +35,7 @@ DRAWN = {
     "attention, 2 ranks, keys": "Prefill and training: `attention` on two ranks of a keys axis, without gradients.",
     "decode, 2 ranks": "Decoding: a step on the CPUs of one host.",
 }
-LEFT_OUT = ("core/", "mesh/", "runtime/", "kernels/traced", "kernels/blocks", "kernels/native/native_digest")
+LEFT_OUT = ("core/", "mesh/", "runtime/", "kernels/traced", "kernels/rectangles", "kernels/native/native_digest")
 """Files of values and of questions, whose functions a drawing leaves out."""
 
 MOST = {"attention, 1 rank": 50, "attention, 2 ranks": 200, "decode, 1 rank": 12, "decode, 2 ranks": 30}

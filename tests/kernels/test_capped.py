@@ -10,7 +10,7 @@ import attnmesh as am
 from attnmesh.core.scaling import Scaling
 from attnmesh.errors import KernelError
 from attnmesh.kernels.implementations.cuda import CUDA
-from attnmesh.kernels.rectangles import Need
+from attnmesh.kernels.kernel import Need
 from benchmarks.timing import peak_memory
 from tests.support.dense import truth
 

@@ -12,7 +12,8 @@ from attnmesh.errors import KernelError
 from attnmesh.kernels import choice
 from attnmesh.kernels.choice import KERNELS, choose, find
 from attnmesh.kernels.implementations.reference import Reference
-from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Kernel, Need, Rectangle
+from attnmesh.kernels.kernel import Kernel, Need
+from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Rectangle
 from tests.support.dense import dense
 
 pytestmark = pytest.mark.quick

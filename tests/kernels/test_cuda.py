@@ -14,7 +14,8 @@ from attnmesh.core.partial import Partial
 from attnmesh.core.scaling import Scaling
 from attnmesh.kernels.implementations import cuda
 from attnmesh.kernels.implementations.reference import Reference
-from attnmesh.kernels.rectangles import BackwardInputs, Need, Rectangle, cut
+from attnmesh.kernels.kernel import Need
+from attnmesh.kernels.rectangles import BackwardInputs, Rectangle, cut
 from tests.support.interpreted import interpreting
 from tests.support.problems import draw
 

@@ -12,7 +12,8 @@ import attnmesh as am
 from attnmesh.core.band import Band
 from attnmesh.core.scaling import Scaling
 from attnmesh.kernels.choice import KERNELS, choose
-from attnmesh.kernels.rectangles import Need, cut, tiles
+from attnmesh.kernels.kernel import Need
+from attnmesh.kernels.rectangles import cut, tiles
 from benchmarks.timing import peak_memory
 from tests.support.dense import COARSE_EXPONENTIAL, truth
 from tests.support.problems import DTYPES, draw

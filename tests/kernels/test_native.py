@@ -25,9 +25,9 @@ from attnmesh.core.scaling import Scaling
 from attnmesh.errors import KernelError
 from attnmesh.kernels.choice import choose
 from attnmesh.kernels.implementations import native as kernel
+from attnmesh.kernels.kernel import Need
 from attnmesh.kernels.native import build
 from attnmesh.kernels.native.build import SOURCES, library
-from attnmesh.kernels.rectangles import Need
 from attnmesh.mesh_attention import local as attend_module
 from attnmesh.runtime.memo import Memo
 

@@ -7,7 +7,7 @@ import attnmesh as am
 from attnmesh.core.band import Band
 from attnmesh.core.scaling import Scaling
 from attnmesh.kernels.choice import choose
-from attnmesh.kernels.rectangles import Need
+from attnmesh.kernels.kernel import Need
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.mesh_attention import latents as latent

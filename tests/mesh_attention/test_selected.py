@@ -19,7 +19,8 @@ from attnmesh.errors import DtypeError, InputError, KernelError, LayoutError, Sh
 from attnmesh.kernels import selected_keys as kernel
 from attnmesh.kernels.choice import choose
 from attnmesh.kernels.implementations.native import NATIVE
-from attnmesh.kernels.rectangles import BackwardInputs, Need
+from attnmesh.kernels.kernel import Need
+from attnmesh.kernels.rectangles import BackwardInputs
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.mesh_attention import latents as latent
 from tests.support import problems

@@ -1,4 +1,4 @@
-"""New tokens of a cache: their checks, and kinds that were checked before, which are appended in one native call."""
+"""New tokens of a cache: their checks, and those of a known signature, which are appended in one native call."""
 
 from typing import Any, NamedTuple
 
@@ -41,7 +41,7 @@ class NewTokens(NamedTuple):
 
 
 def append_known(known: Memo[bool], k: Tensor, v: Tensor | None, shards: LocalShards) -> bool:
-    """Append tokens of a kind that was checked before, if they fit and one rank owns them. Return False for others."""
+    """Append tokens of a known signature, if they fit and one rank owns them. Return False for others."""
     shard = shards.own
     if not known or append_signature(k, v, shard) not in known:
         return False

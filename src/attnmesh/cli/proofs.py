@@ -13,7 +13,7 @@ from attnmesh.core.scaling import Scaling
 from attnmesh.core.storage import STORAGES, Storage
 from attnmesh.decoding.decode_call import decode
 from attnmesh.kernels import choice
-from attnmesh.kernels.rectangles import Kernel, Need
+from attnmesh.kernels.kernel import Kernel, Need
 from attnmesh.mesh_attention.local import attend
 from attnmesh.mesh_attention.partials import energy
 

@@ -62,12 +62,12 @@ def is_timeout(seconds: object) -> bool:
     return isinstance(seconds, (int, float)) and not isinstance(seconds, bool) and 0 < seconds < MAX_DEADLINE
 
 
-def awaited(work: Any, kind: str, axis: Axis, step: str, peer: int | None = None) -> None:
-    """Wait for a message or a collective on devices of this kind, until the deadline at most.
+def awaited(work: Any, device_type: str, axis: Axis, step: str, peer: int | None = None) -> None:
+    """Wait for a message or a collective on devices of this type, until the deadline at most.
 
     NCCL keeps the timeout of its process group: a deadline here would block the host.
     """
-    seconds = WORLD.deadline if axis.group is None or backends(axis.group)[kind] == "gloo" else None
+    seconds = WORLD.deadline if axis.group is None or backends(axis.group)[device_type] == "gloo" else None
     try:
         with moved_by_thread() if WORLD.letters else nullcontext():
             work.wait(*() if seconds is None else (timedelta(seconds=seconds),))
@@ -81,10 +81,10 @@ def collective(axis: Axis, step: str, call: Any, *arguments: Any) -> None:
         work = call(*arguments, group=axis.group, async_op=True)
     except RuntimeError as error:
         raise failure(axis, step, None, error) from error
-    kind = "cpu"
+    device_type = "cpu"
     for x in arguments:
-        kind = x.device.type if isinstance(x, torch.Tensor) else kind
-    awaited(work, kind, axis, step)
+        device_type = x.device.type if isinstance(x, torch.Tensor) else device_type
+    awaited(work, device_type, axis, step)
 
 
 def failure(axis: Axis, step: str, peer: int | None, error: RuntimeError) -> RankFailure:

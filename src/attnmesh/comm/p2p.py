@@ -137,8 +137,8 @@ def exchange_messages(
     that message the announcement would wait, and the link would serve one direction at a time.
 
     With `sequential` long messages to three or more ranks may be sent one after the other when the exchange is
-    finished: to the next rank, to the one after it, and so on. Each link then carries one message each way at a time. No other
-    exchange along the axis may begin before.
+    finished: to the next rank, to the one after it, and so on. Each link then carries one message each way at a time.
+    No other exchange along the axis may begin before.
     """
     transport = transport_of(axis, device)
     posts: list[Post] = []

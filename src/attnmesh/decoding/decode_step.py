@@ -14,7 +14,7 @@ from attnmesh.core.scaling import Scaling
 from attnmesh.core.selection import Selection
 from attnmesh.kernels.cache_view import CacheView
 from attnmesh.kernels.choice import choose
-from attnmesh.kernels.rectangles import Kernel, Need
+from attnmesh.kernels.kernel import Kernel, Need
 from attnmesh.mesh.axes import Axis, group_named
 from attnmesh.runtime.world import cached_per_world, decode_cached
 

@@ -1,4 +1,4 @@
-"""Prepared steps: what was checked and chosen for a kind of steps, and the one way in which all of them run."""
+"""Prepared steps: what was checked and chosen for steps of one signature, and the one way in which all of them run."""
 
 import functools
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from attnmesh.runtime.ranges import ATTENTION, MERGE, is_profiled, named
 
 
 class PreparedStep(NamedTuple):
-    """Steps of one kind on caches of one size: what was checked, the launches of a kernel, and the merge of ranks."""
+    """Steps of one signature on caches of one size: their options, the launches of a kernel, and the merge of ranks."""
 
     step: DecodeStep
     steps: CacheSteps
@@ -34,7 +34,7 @@ class PreparedStep(NamedTuple):
     alone: bool  # there are no other ranks
     sizes: Sizes | None = None
     on_device: bool = False  # the host reads nothing of a device
-    signature: tuple[Any, ...] = ()  # the kind of the call, of which its number is made
+    signature: tuple[Any, ...] = ()  # of the call, of which its hash is made
 
     def run(self, inputs: StepInputs, checked: bool | None) -> Tensor:
         """Return the output, or raise the same error on all ranks if their calls differ. Uncompared calls give NaN."""
@@ -112,7 +112,7 @@ class PreparedStep(NamedTuple):
         if not self.alone:
             tensors, state = [q] if sinks is None else [q, sinks], views[0].state
             if key_lengths is not None and key_lengths.device.type != "cpu":
-                tensors.append(key_lengths)  # else part of the number
+                tensors.append(key_lengths)  # else part of the hash
             if selected is not None:
                 tensors.append(selected.indices)
             for row, view in enumerate(views[1:], 2):
@@ -141,9 +141,9 @@ class PreparedStep(NamedTuple):
 
 
 def find_step(inputs: StepInputs, options: tuple[Any, ...]) -> tuple[tuple[Any, ...] | None, PreparedStep | None]:
-    """Return the kind of a call, all that its checks depend on but for its caches, and its step if it is prepared.
+    """Return the signature of a call, all that its checks depend on but for its caches, and its step if it is prepared.
 
-    The kind is None for calls that are checked each time.
+    The signature is None for calls that are checked each time.
     """
     q, caches, sinks, key_lengths, selected, other_keys = inputs
     first = caches[0]
@@ -177,7 +177,7 @@ def find_step(inputs: StepInputs, options: tuple[Any, ...]) -> tuple[tuple[Any, 
 
 
 def prepare_step(inputs: StepInputs, step: DecodeStep, signature: tuple[Any, ...] | None) -> PreparedStep:
-    """Return the prepared step of a call that was checked, which the first cache keeps if its kind is known."""
+    """Return the prepared step of a call that was checked, which the first cache keeps if its signature is known."""
     q, caches, *_ = inputs
     first = caches[0]
     on_device = stays_on_device(first, step)

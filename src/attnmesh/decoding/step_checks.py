@@ -38,7 +38,7 @@ from attnmesh.guard.argument_checks import (
 )
 from attnmesh.kernels.cache_view import CacheView
 from attnmesh.kernels.choice import choose
-from attnmesh.kernels.rectangles import Need
+from attnmesh.kernels.kernel import Need
 from attnmesh.kernels.triton_runtime import interpreted
 from attnmesh.mesh.merges import MERGES
 
@@ -59,7 +59,7 @@ class StepInputs(NamedTuple):
         return None if self.selected is None else self.selected.indices
 
     def signature(self, step: DecodeStep) -> tuple[Any, ...]:
-        """Return the options of a step, and the dtypes and shapes of its tensors, of which ranks compare a number."""
+        """Return the options of a step, and the dtypes and shapes of its tensors, of which ranks compare a hash."""
         sinks = None if self.sinks is None else self.sinks.dtype
         indices = None if self.indices is None else self.indices.shape
         more = () if self.partial is None else ("partial",)

@@ -21,12 +21,12 @@ def cp_lse_ag_out_rs(
     query_start_loc: Tensor | None = None,
 ) -> Any:
     """Return this rank's heads of the merge. See `combine`; `ctx` is not used."""
-    kind: dict[str, Any] = {
+    options: dict[str, Any] = {
         "is_lse_base_on_e": is_lse_base_on_e,
         "seq_lens": seq_lens,
         "query_start_loc": query_start_loc,
     }
-    return combine(cp_attn_out, cp_attn_lse, cp_group=cp_group, return_lse=return_lse, **kind)
+    return combine(cp_attn_out, cp_attn_lse, cp_group=cp_group, return_lse=return_lse, **options)
 
 
 def cp_lse_ag_out_ar(
@@ -40,9 +40,9 @@ def cp_lse_ag_out_ar(
     query_start_loc: Tensor | None = None,
 ) -> Any:
     """Return all heads of the merge on every rank. See `combine`; `ctx` is not used."""
-    kind: dict[str, Any] = {
+    options: dict[str, Any] = {
         "is_lse_base_on_e": is_lse_base_on_e,
         "seq_lens": seq_lens,
         "query_start_loc": query_start_loc,
     }
-    return combine(cp_attn_out, cp_attn_lse, cp_group=cp_group, return_lse=return_lse, output="replicated", **kind)
+    return combine(cp_attn_out, cp_attn_lse, cp_group=cp_group, return_lse=return_lse, output="replicated", **options)

@@ -1,6 +1,6 @@
 """The guard: ranks say what they call before one waits for another; unless all say the same, all raise the same error.
 
-What a rank says is a text, with a line for each argument that must be equal, or the error that it has found. A number
+What a rank says is a text, with a line for each argument that must be equal, or the error that it has found. A hash
 of it is compared: in a small all-gather, or in the messages of a merge. Texts are exchanged where the numbers differ.
 """
 
@@ -78,7 +78,7 @@ class Agreement:
 
     @property
     def call_hash(self) -> int:
-        """The number of the call, which a merge carries."""
+        """The hash of the call, which a merge carries."""
         return hash_of_call(self.described())
 
     def described(self) -> str:
@@ -158,7 +158,7 @@ class CallRecord:
     def __init__(self, mesh: Mesh, device: torch.device, checked: bool | None) -> None:
         self.mesh, self.device, self.checked = mesh, device, checked
         self.is_alone = mesh.ranks == 1
-        self.known: Memo[bool] = Memo()  # kinds of calls that ranks have compared
+        self.known: Memo[bool] = Memo()  # signatures of calls that ranks have compared
         self.last_signature: object = None  # of the last call that asked, or need not ask
         self.last_exchange: Callable[[], Tensor] | None = None
         """Repeats the last exchange that no host looked at, with `QUESTION` for a checksum. Returns the merged one."""
@@ -179,9 +179,9 @@ class CallRecord:
 
 
 class MergeAgreement(Agreement):
-    """An agreement on a call that ends in a merge, whose messages carry the number of the call at no cost.
+    """An agreement on a call that ends in a merge, whose messages carry the hash of the call at no cost.
 
-            the kind of the call is known to this rank      it is new
+            the call's signature is known to this rank      it is new
         CPU the host reads the merged checksum: where calls differ, ranks exchange texts and raise
         GPU no host reads it: calls that differ get NaN     ask: repeat the last exchange, with a question
 
@@ -214,7 +214,7 @@ class MergeAgreement(Agreement):
 
     @property
     def call_hash(self) -> int:
-        """The number of the call, which its messages carry."""
+        """The hash of the call, which its messages carry."""
         return hash_of_call(self.signature, *self.state)
 
     def before(self) -> bool:
@@ -284,9 +284,9 @@ def describe_call(name: str, /, **fields: object) -> str:
 
 
 @lru_cache(1024)
-def hash_of_call(*said: object) -> int:
-    """Return the number of what a rank says, but for its host: of a text, or of values that have one."""
-    text = " ".join(map(str, said)).partition(HOST)[0]
+def hash_of_call(*values: object) -> int:
+    """Return a hash of what a rank says, but for its host: of a text, or of values that have one."""
+    text = " ".join(map(str, values)).partition(HOST)[0]
     return int.from_bytes(blake2b(text.encode(errors="backslashreplace"), digest_size=7).digest())
 
 

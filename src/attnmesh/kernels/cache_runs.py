@@ -18,7 +18,7 @@ from attnmesh.core.selection import NONE, Selection
 from attnmesh.core.storage import storage_of
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery, Padding
 from attnmesh.kernels.driver import visible_counts
-from attnmesh.kernels.rectangles import Kernel, Launch
+from attnmesh.kernels.kernel import Kernel, Launch
 from attnmesh.kernels.selected_keys import SelectedKeys, nan_where_faulty
 from attnmesh.kernels.stacked_merge import by_residue, copy_into, merge_along_tree
 from attnmesh.kernels.stored import CacheKernel
@@ -177,7 +177,7 @@ def _positions(selection: Selection, padding: Padding) -> Selection:
 
 
 class CacheSteps:
-    """Steps of one kind with one kernel: their launches are found once for each shape of queries."""
+    """Steps of one signature with one kernel: their launches are found once for each shape of queries."""
 
     def __init__(self, kernel: Kernel, scaling: Scaling, value_dim: int) -> None:
         self.in_place = kernel.launch_of_cache() if kernel.reads_cache else None

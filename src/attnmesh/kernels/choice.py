@@ -5,7 +5,7 @@ from pkgutil import iter_modules
 
 from attnmesh.errors import KernelError, check_choice
 from attnmesh.kernels import implementations
-from attnmesh.kernels.rectangles import Kernel, Need
+from attnmesh.kernels.kernel import Kernel, Need
 
 _FILES = [import_module(f"{implementations.__name__}.{file.name}") for file in iter_modules(implementations.__path__)]
 

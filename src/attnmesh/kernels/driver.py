@@ -15,14 +15,8 @@ from torch import Tensor
 from attnmesh.core.band import Band
 from attnmesh.core.partial import Partial
 from attnmesh.core.scaling import Scaling
-from attnmesh.kernels.rectangles import (
-    BackwardInputs,
-    Gradients,
-    Kernel,
-    Rectangle,
-    attend_rectangles,
-    backward_rectangles,
-)
+from attnmesh.kernels.kernel import Kernel
+from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Rectangle, attend_rectangles, backward_rectangles
 from attnmesh.kernels.selected_keys import SelectedKeys, attend_selected, backward_selected
 from attnmesh.kernels.traced import without_autocast
 from attnmesh.runtime.memo import TENSOR_MEMO

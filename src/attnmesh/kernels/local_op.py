@@ -18,8 +18,9 @@ from attnmesh.core.selection import Visible
 from attnmesh.errors import LayoutError, MaskError
 from attnmesh.kernels.choice import choose
 from attnmesh.kernels.driver import backward, forward, visible_counts
+from attnmesh.kernels.kernel import Need
 from attnmesh.kernels.local_plan import LocalPlan, empty_length_major, length_major, whole_band
-from attnmesh.kernels.rectangles import BackwardInputs, Need
+from attnmesh.kernels.rectangles import BackwardInputs
 from attnmesh.kernels.selected_keys import SelectedKeys
 from attnmesh.kernels.traced import Once, needs_grad, needs_operator, once
 from attnmesh.runtime.operators import operator, recorded

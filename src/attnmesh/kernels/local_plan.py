@@ -1,6 +1,6 @@
-"""Plans of one device, made once a kind of calls. Later calls of the kind check and choose nothing.
+"""Plans of one device, made once for calls of one signature. Later calls of it check and choose nothing.
 
-A kind is everything that checks depend on: shapes, dtypes, devices and options.
+A signature is everything that checks depend on: shapes, dtypes, devices and options.
 """
 
 from functools import lru_cache
@@ -15,7 +15,7 @@ from attnmesh.core.partial import Partial, with_sinks
 from attnmesh.core.scaling import Scaling
 from attnmesh.kernels.choice import choose
 from attnmesh.kernels.driver import forward
-from attnmesh.kernels.rectangles import Kernel, Launch, Need
+from attnmesh.kernels.kernel import Kernel, Launch, Need
 from attnmesh.kernels.traced import PLAIN, are_plain, autocast_enabled, is_dense, needs_grad, needs_operator
 from attnmesh.runtime.memo import Memo
 
@@ -34,8 +34,8 @@ def signature_of(
 ) -> Signature | None:
     """Return all that the checks of a call depend on, or None for a call that is checked each time.
 
-    With `any_keys` calls on a CPU with any number of keys, 1 or more, are of one kind. Calls that autograd records have
-    kinds only if they are `with_grad`.
+    With `any_keys` calls on a CPU with any number of keys, 1 or more, have one signature. Calls that autograd records
+    have one only `with_grad`.
     """
     if are_plain(q, k, v) if sinks is None else are_plain(q, k, v, sinks):
         tensors: Signature = q.shape, q.dtype, k.dtype, v.dtype
@@ -59,7 +59,7 @@ def signature_of(
 
 
 class LocalPlan(NamedTuple):
-    """A kernel, and the keys that each row sees, for a kind of calls whose tokens are in order."""
+    """A kernel, and the keys that each row sees, for calls of one signature whose tokens are in order."""
 
     kernel: Kernel
     scaling: Scaling
@@ -92,7 +92,7 @@ class LocalPlan(NamedTuple):
 
 
 PLANS = Memo[LocalPlan]()
-"""Plans of `attend`, and of `attention` on one rank. Kinds of one never equal those of the other: they are longer."""
+"""Plans of `attend`, and of `attention` on one rank. Those of one are longer: they never equal the other's."""
 
 
 @lru_cache(maxsize=64)

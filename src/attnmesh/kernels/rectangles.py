@@ -1,34 +1,32 @@
-"""Blocks: a local problem, in any layout and under any mask, cut into few rectangles, and the interface of a kernel.
+"""Rectangles: a local problem, in any layout and under any mask, cut into few of them.
 
 Queries and keys are sorted by position. Query i then sees one run of keys, from `low[i]` up to `high[i]`, and both
-bounds only move forward: a `Band`. Consecutive rows of one kind become one block, of any length:
+bounds only move forward: a `Band`. Consecutive rows of one kind become one rectangle, of any length:
 
-        full     every row sees every key of the block
-        causal   a square block whose row i sees its keys 0..i
+        full     every row sees every key of it
+        causal   a square whose row i sees its keys 0..i
         masked   a tile of few rows, with bounds per row
 
 A causal square is one call, packed documents are one call each, and a window is tiles along its diagonal. Invisible
-keys are in no block. A dense mask is never larger than one tile's rows by their visible keys.
+keys are in no rectangle. A dense mask is never larger than one tile's rows by their visible keys.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnmesh.core.band import Band
 from attnmesh.core.partial import Partial, identity, merge_into, sum_dtype
-from attnmesh.core.scaling import Scaling
-from attnmesh.kernels.cache_view import CacheView, DecodeQuery
 
 TILE = 128
 """Rows of a masked tile: enough for an efficient matrix product, few enough to waste little along a window's edges."""
 
 MIN_RUN = 64
-"""Rows of one kind that are worth a block. Shorter runs go into tiles."""
+"""Rows of one kind that are worth a rectangle. Shorter runs go into tiles."""
 
 FULL, CAUSAL, MASKED = range(3)
 
@@ -40,10 +38,10 @@ class Rectangle:
     queries: slice
     keys: slice
     causal: bool = False
-    band: Band | None = None  # bounds per row within the block; None if full or causal
+    band: Band | None = None  # bounds per row within it; None if full or causal
 
     def bounds(self) -> Band:
-        """Return the bounds of each row within the block, for any kind of block."""
+        """Return the bounds of each row within the rectangle, for any kind of rectangle."""
         if self.band is not None:
             return self.band
         rows, keys = (part.stop - part.start for part in (self.queries, self.keys))
@@ -55,18 +53,18 @@ class Rectangle:
         return self.bounds().visible(self.keys.stop - self.keys.start)
 
     def empty_rows(self) -> Tensor:
-        """Return the indices of rows that see no key of the block."""
+        """Return the indices of rows that see no key of the rectangle."""
         if self.band is None:
             return torch.empty(0, dtype=torch.long)
         keys = self.keys.stop - self.keys.start
         return (self.band.high.clamp(max=keys) <= self.band.low.clamp(min=0)).nonzero().flatten()
 
     def of(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the block's queries, keys and values."""
+        """Return the rectangle's queries, keys and values."""
         return q[:, :, self.queries], k[:, :, self.keys], v[:, :, self.keys]
 
     def select(self, rows: Tensor) -> "Rectangle":
-        """Return a block of some of the rows, over the same keys."""
+        """Return a rectangle of some of the rows, over the same keys."""
         bounds = self.bounds()
         return Rectangle(slice(0, len(rows)), self.keys, band=Band(bounds.low[rows], bounds.high[rows]))
 
@@ -96,158 +94,8 @@ class BackwardInputs:
         return BackwardInputs(*(x[some] for x in (self.out, self.lse, self.dout)))
 
 
-class Need(NamedTuple):
-    """What a call asks of a kernel: all that its choice depends on."""
-
-    device: torch.device
-    dtype: torch.dtype
-    rows: int  # queries times the query heads that share a key head
-    width: int  # columns of the widest head
-    capped: bool = False  # logits have a soft cap
-    biased: bool = False  # queries end with a bias by distance
-    cached: bool = False  # keys and values are the slots of a cache
-    scattered: bool = False  # some rows of keys and values are read, in any order
-    positions: tuple[Tensor, Tensor] | None = None  # positions of queries and keys, for a bias
-
-    @staticmethod
-    def of(
-        q: Tensor, k: Tensor, v: Tensor, scaling: Scaling, positions: tuple[Tensor | None, Tensor | None] | None = None
-    ) -> "Need":
-        """Return the need of such tensors. Positions are 0, 1, 2, ... if one of `positions` is None."""
-        rows, width = q.shape[1] // max(1, k.shape[1]) * q.shape[2], max(q.shape[3], v.shape[3])
-        need = Need(q.device, k.dtype, rows, width, scaling.capped, q.shape[3] != k.shape[3])
-        if positions is None or not need.biased:
-            return need
-        queries, keys = (
-            torch.arange(x.shape[2]) if at is None else at for x, at in zip((q, k), positions, strict=True)
-        )
-        return need._replace(positions=(queries, keys))
-
-    @staticmethod
-    def of_cache(q: Tensor, view: CacheView, scaling: Scaling) -> "Need":
-        """Return the need of a decode step on a view of a cache."""
-        return Need.of(q, *view.attended(q.dtype), scaling)._replace(cached=True)
-
-
-class Launch(Protocol):
-    """One call of a kernel for rows that see a run of keys each; of all calls that differ in their memory alone."""
-
-    def blank(self) -> Partial:
-        """Return memory for a partial."""
-        ...
-
-    def launch(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        into: Partial,
-        bounds: Band | None = None,
-        first: int = 0,
-        keys: int | None = None,
-    ) -> bool:
-        """Write the partial of `keys` keys, by default all, from index `first` on, or of those in each row's bounds.
-
-        Bounds count from `first`. Return False if the call is not served.
-        """
-        ...
-
-
-class CacheLaunch(Protocol):
-    """The steps of one kind of a kernel that reads a cache in place."""
-
-    def attend_cache(self, query: DecodeQuery, view: CacheView) -> Partial:
-        """Return the partial of the last queries over a cache, merged from one partial per block if there are some."""
-        ...
-
-
-class Kernel:
-    """Attention over one block on one device. q, k and v are those of the block; heads may be grouped.
-
-    What a kernel can do beyond that, it says in its fields. A new one is a file of `implementations`, with a `KERNEL`.
-    """
-
-    name: str
-    """The kernel's name, as in `kernel=`."""
-    made_for = "all calls"
-    """The calls for which "auto" takes it, as `suits` decides."""
-    order = 1
-    """Its place among the kernels that "auto" asks: those of a lower order come first."""
-    caps_logits = True
-    """Whether logits may have a soft cap."""
-    adds_bias = False
-    """Whether queries may end with a bias by distance, at the positions that `at` is given."""
-    reads_rows = False
-    """Whether `attend_rows` reads scattered rows of keys and values in place."""
-    reads_8_bits = False
-    """Whether the launches of `launch_of` read keys and values that are stored in 8 bits."""
-    reads_cache = False
-    """Whether `attend_cache` reads a cache in place, and on the device how many tokens it holds."""
-
-    def unsupported_reason(self, need: Need) -> str | None:
-        """Return why the kernel does not support such tensors, or None if it does."""
-        raise NotImplementedError
-
-    def refusal(self, need: Need) -> str | None:
-        """Return why the kernel does not serve a call, or None if it does."""
-        if (reason := self.unsupported_reason(need)) is not None:
-            return reason
-        if need.capped and not self.caps_logits:
-            return "it has no soft cap"
-        if need.biased and not self.adds_bias:
-            return "it adds no bias by distance"
-        return "it reads no scattered rows" if need.scattered and not self.reads_rows else None
-
-    def suits(self, need: Need) -> bool:
-        """Return whether the kernel is made for such calls."""
-        return True
-
-    def cut(self, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Rectangle]:
-        """Return the blocks into which such a problem is cut for this kernel: the fewest."""
-        return cut(band)
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, scaling: Scaling) -> Partial:
-        """Return the block's partial."""
-        raise NotImplementedError
-
-    def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, rectangle: Rectangle, scaling: Scaling
-    ) -> Gradients:
-        """Return the block's share of the gradients. Weights are `e^(logit - lse)`, with the lse over all keys."""
-        raise NotImplementedError
-
-    def attend_rows(
-        self, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, hidden: Tensor, scaling: Scaling
-    ) -> Partial | None:
-        """Return the partial of the rows of keys of each sequence, (batch, keys), those that are hidden last.
-
-        None if a number is not finite.
-        """
-        raise NotImplementedError
-
-    def attend_cache(self, query: DecodeQuery, view: CacheView) -> Partial:
-        """Return the partial of the last queries over a cache, merged from one partial per block if there are some."""
-        raise NotImplementedError
-
-    def launch_of_cache(self) -> "CacheLaunch":
-        """Return what serves all steps that differ in their tensors alone: of one mask, capacity, block and logits."""
-        return self
-
-    def launch_of(self, q: Tensor, k: Tensor, v: Tensor, scaling: Scaling) -> Launch | None:
-        """Return the launch that serves all calls of this kind, or None if there is none."""
-        return None
-
-    def at(self, queries: Tensor, keys: Tensor) -> "Kernel":
-        """Return the kernel for a bias by distance between queries and keys at these positions, in any order."""
-        raise NotImplementedError
-
-    def operator_name(self, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle) -> str:
-        """Return the name of what computes a block of such tensors."""
-        return self.name
-
-
 def cut(band: Band) -> list[Rectangle]:
-    """Return blocks that contain every visible pair of the band exactly once.
+    """Return rectangles that contain every visible pair of the band exactly once.
 
     >>> import attnmesh as am
     >>> [(b.queries, b.keys) for b in cut(Band.of(am.Documents((100, 200)), torch.arange(300), 300))]
@@ -273,9 +121,9 @@ def _is_step(last: Rectangle, rectangle: Rectangle) -> bool:
 
 
 def _tall_rectangles(steps: Sequence[Rectangle], first: int) -> Iterator[Rectangle]:
-    """Yield as many blocks as a staircase has steps, and the same pairs from key `first` on.
+    """Yield as many rectangles as a staircase has steps, and the same pairs from key `first` on.
 
-    The later half of the rows is one block of the keys that all of them see, and so on: many rows are attended faster.
+    The later half of the rows is one rectangle of the keys that all of them see, and so on: many rows are faster.
     """
     if not steps:
         return
@@ -288,7 +136,7 @@ def _tall_rectangles(steps: Sequence[Rectangle], first: int) -> Iterator[Rectang
 
 
 def tiles(band: Band, rows: int, keys: int) -> list[Rectangle]:
-    """Return the same pairs in tiles of few rows and keys, for a kernel that needs memory for the area of a block."""
+    """Return the same pairs in tiles of few rows and keys, for a kernel that needs memory for each pair."""
     found = []
     for tile in _tiles(band, 0, len(band.low), rows):
         bounds, width = tile.bounds(), tile.keys.stop - tile.keys.start
@@ -307,9 +155,9 @@ def attend_rectangles(
     v: Tensor,
     rectangles: Sequence[Rectangle],
 ) -> Partial:
-    """Return the merge of the partials of blocks, with out in q's dtype or wider.
+    """Return the merge of the partials of rectangles, with out in q's dtype or wider.
 
-    Blocks come in order of their first row. The rows of a block are all new, or have partials already.
+    Blocks come in order of their first row. The rows of a rectangle are all new, or have partials already.
     """
     overlap = any(after.queries.start < before.queries.stop for before, after in pairwise(rectangles))
     total = identity(q, v.shape[-1], sum_dtype(q.dtype) if overlap else q.dtype)
@@ -334,7 +182,7 @@ def backward_rectangles(
     saved: BackwardInputs,
     rectangles: Sequence[Rectangle],
 ) -> Gradients:
-    """Return the sum of the gradients of blocks, in float32 or wider."""
+    """Return the sum of the gradients of rectangles, in float32 or wider."""
     total = Gradients(*(torch.zeros_like(x, dtype=sum_dtype(x.dtype)) for x in (q, k, v)))
     for rectangle in rectangles:
         part = backward(*rectangle.of(q, k, v), saved.rows(rectangle.queries), rectangle)

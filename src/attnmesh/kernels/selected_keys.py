@@ -20,7 +20,8 @@ from attnmesh.core.selection import Selection
 from attnmesh.core.storage import columns_of, storage_of
 from attnmesh.kernels.choice import find
 from attnmesh.kernels.implementations.reference import attend_dense, backward_dense
-from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Kernel, Need
+from attnmesh.kernels.kernel import Kernel, Need
+from attnmesh.kernels.rectangles import BackwardInputs, Gradients
 from attnmesh.runtime.memo import on_device
 
 ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}

@@ -14,7 +14,7 @@ from attnmesh.core.partial import Partial, identity, merge_unchecked, sum_dtype
 from attnmesh.core.scaling import Scaling
 from attnmesh.core.storage import Storage, columns_of, storage_of
 from attnmesh.kernels.driver import KeyCounts, forward
-from attnmesh.kernels.rectangles import Kernel
+from attnmesh.kernels.kernel import Kernel
 from attnmesh.kernels.selected_keys import SelectedKeys, attend_selected
 from attnmesh.kernels.traced import without_autocast
 

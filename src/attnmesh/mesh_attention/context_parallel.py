@@ -118,8 +118,8 @@ class ContextParallel(ParallelStyle):
         fits = enable_gqa or not grouped
         require(fits, ArgumentError, SUBJECT, "as many key heads as query heads without enable_gqa", given, fix)
         mask = (Causal() if is_causal else Full()) if self.mask is None else self.mask
-        kind: dict[str, Any] = {"mask": mask, "layout": self.layout, "exchange": self.exchange, "scale": scale}
-        return attention(query, key, value, mesh=mesh, length=self.length, key_length=self.length, **kind)
+        options: dict[str, Any] = {"mask": mask, "layout": self.layout, "exchange": self.exchange, "scale": scale}
+        return attention(query, key, value, mesh=mesh, length=self.length, key_length=self.length, **options)
 
 
 class _AttentionMode(TorchFunctionMode):

@@ -19,8 +19,9 @@ from attnmesh.core.scaling import Scaling
 from attnmesh.kernels.driver import KeyCounts
 from attnmesh.kernels.driver import backward as kernel_backward
 from attnmesh.kernels.driver import forward as kernel_forward
+from attnmesh.kernels.kernel import Kernel
 from attnmesh.kernels.local_plan import empty_length_major
-from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Kernel
+from attnmesh.kernels.rectangles import BackwardInputs, Gradients
 from attnmesh.kernels.selected_keys import SelectedKeys
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.mesh.schedule import HeadGroup, Heads, Schedule, Step

@@ -19,7 +19,7 @@ from attnmesh.core.band import Band
 from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.core.scaling import Scaling
 from attnmesh.kernels.driver import KeyCounts, forward
-from attnmesh.kernels.rectangles import Kernel
+from attnmesh.kernels.kernel import Kernel
 from attnmesh.kernels.selected_keys import SelectedKeys
 from attnmesh.mesh.exchange_cost import EXPANDED_BYTES
 

@@ -39,7 +39,7 @@ def merge_across(
     """Return the merge of the partials of all ranks: attention over the keys of all of them, for any engine.
 
     Partials have no gradients here. Ranks whose calls differ all raise the same error, or get NaN where calls are not
-    compared: with `checked=False`, and by default on GPUs after the first call of a kind.
+    compared: with `checked=False`, and by default on GPUs after the first call of a signature.
 
     Args:
         partial: `out` (batch, heads, length, dim) and `lse` (batch, heads, length) of this rank's keys.
@@ -50,7 +50,7 @@ def merge_across(
         wire: Dtype in which `out` travels: float32 or wider unless it is given.
         base: Base of the logarithm of `lse`, "e" or "2", for the partial and the result.
         checked: When ranks compare their calls: True always, False never, None always on CPUs, and on GPUs at the first
-            call of each kind.
+            call of each signature.
 
     Returns:
         The merged partial, with `out` in the dtype in which it came.

@@ -1,4 +1,4 @@
-"""Plans: a problem on a mesh and how it is solved, and all that is settled for a kind of calls, in one table."""
+"""Plans: a problem on a mesh and how it is solved, and all that is settled for calls of one signature, in one table."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +13,7 @@ from attnmesh.core.selection import Selection
 from attnmesh.errors import RankFailure, ShapeError
 from attnmesh.kernels.choice import choose
 from attnmesh.kernels.driver import visible_counts
-from attnmesh.kernels.rectangles import Need
+from attnmesh.kernels.kernel import Need
 from attnmesh.kernels.selected_keys import SelectedKeys
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import EXCHANGES, Problem, Schedule, groups_of_heads, schedule
@@ -70,7 +70,7 @@ class MeshPlan(NamedTuple):
         return decode_cached(_unpack, names, numbers)
 
     def task(self, q_heads: int, qkv: tuple[Tensor, ...], latent: Widths | None = None) -> Task:
-        """Return this rank's part for so many query heads of all ranks, made once a kind of tensors.
+        """Return this rank's part for so many query heads of all ranks, made once for tensors of these shapes.
 
         The tensors may have this rank's share of the heads alone.
         """
@@ -118,11 +118,11 @@ class MeshPlan(NamedTuple):
 
 
 class PreparedCall(NamedTuple):
-    """What is settled for a kind of calls: no later call of the kind checks, chooses or makes it anew."""
+    """What is settled for calls of one signature: no later one checks, chooses or makes it anew."""
 
     plan: MeshPlan
     task: Task | None = None
-    """This rank's part, where no other is needed to run a call of the kind."""
+    """This rank's part, where no other is needed to run a call of the signature."""
     text: str = ""
     """What ranks compare."""
     numbers: tuple[int, ...] = ()
@@ -133,7 +133,7 @@ class PreparedCall(NamedTuple):
 
 @cached_per_world()
 def known_calls() -> Memo[PreparedCall]:
-    """Return what is prepared: by kind of call, by the arguments of a plan, and by a plan and kinds of tensors."""
+    """Return what is prepared: by the signature of a call, the arguments of a plan, or a plan and shapes of tensors."""
     return Memo(4096)
 
 

@@ -98,9 +98,9 @@ def energy(
         fix = f"use torch.zeros{shape}"
         raise ShapeError("energy", f"source of the output's shape {shape}", str(tuple(source.shape)), fix)
     group = q.shape[1] // k.shape[1]
-    kind = Scaling.of("energy", scale, softcap, q.shape[-1])
+    scaling = Scaling.of("energy", scale, softcap, q.shape[-1])
     keys, values = (x.to(sum_dtype(x.dtype)).repeat_interleave(group, dim=1).transpose(-1, -2) for x in (k, v))
     with torch.autocast(q.device.type, enabled=False):
-        logits = q.to(keys.dtype) @ keys * kind.scale
-        logits = kind.cap(logits) + source.to(keys.dtype) @ values
+        logits = q.to(keys.dtype) @ keys * scaling.scale
+        logits = scaling.cap(logits) + source.to(keys.dtype) @ values
     return torch.logsumexp(logits, dim=-1)

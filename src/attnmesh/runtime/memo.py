@@ -1,4 +1,4 @@
-"""Values that are kept, so that no call makes them anew: by kind of call, or by the index tensor they were made of."""
+"""Memos: values that no call makes anew, by the signature of a call or by the index tensor that they were made of."""
 
 import weakref
 from collections import OrderedDict
@@ -12,11 +12,11 @@ from torch import Tensor
 T = TypeVar("T")
 
 MOST_BYTES = 1 << 27
-"""Bytes that are kept on all devices together: 128 MiB, the indices of some dozens of kinds of calls."""
+"""Bytes that are kept on all devices together: 128 MiB, the indices of calls of some dozens of signatures."""
 
 
 class Memo(dict[Hashable, T]):
-    """Values of up to `most` kinds. Beyond them all are settled anew.
+    """Values by the signatures of calls, of up to `most` of them. Beyond that all are made anew.
 
     >>> memo = Memo[str](most=2)
     >>> memo.keep("one", "first"), memo.find("one"), memo.find([])
@@ -27,7 +27,7 @@ class Memo(dict[Hashable, T]):
         self.most = most
 
     def find(self, signature: Any) -> T | None:
-        """Return the value of a kind; None if there is none, or an option in it has no hash."""
+        """Return the value of a signature; None if there is none, or an option in it has no hash."""
         try:
             return self.get(signature)
         except TypeError:

@@ -15,7 +15,8 @@ from torch.nn.functional import pad
 from attnmesh.core.partial import Partial
 from attnmesh.core.scaling import Scaling
 from attnmesh.kernels.implementations.reference import Reference
-from attnmesh.kernels.rectangles import TILE, BackwardInputs, Gradients, Kernel, Need, Rectangle
+from attnmesh.kernels.kernel import Kernel, Need
+from attnmesh.kernels.rectangles import TILE, BackwardInputs, Gradients, Rectangle
 from attnmesh.runtime.memo import TENSOR_MEMO
 
 MAX_PACKED_ROWS = 32

@@ -25,7 +25,8 @@ from attnmesh.core.partial import Partial
 from attnmesh.core.scaling import Scaling
 from attnmesh.kernels.implementations.reference import Reference
 from attnmesh.kernels.implementations.triton import TRITON, Triton
-from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Kernel, Need, Rectangle, cut
+from attnmesh.kernels.kernel import Kernel, Need
+from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Rectangle, cut
 
 ALIGNMENT = 8
 """Widths and biases are padded to multiples of this, which the operators need."""

@@ -16,8 +16,9 @@ from attnmesh.core.partial import Partial
 from attnmesh.core.scaling import Scaling
 from attnmesh.kernels.implementations.cpu import FlashCPU
 from attnmesh.kernels.implementations.reference import Reference
+from attnmesh.kernels.kernel import Kernel, Need
 from attnmesh.kernels.native.build import Function, library
-from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Kernel, Need, Rectangle, cut
+from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Rectangle, cut
 
 MOST_ROWS = 64
 """Query rows of a key head up to which a block is one call, and the kernel is the choice of "auto"."""
@@ -26,8 +27,8 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 STORED = {torch.int8: 3, torch.float8_e4m3fn: 4}
 """Dtypes of numbers of rows in 8 bits. A kernel takes them without the scales, which follow them in memory."""
 
-CALL, KIND, STRIDES = struct.Struct("9P14q"), struct.Struct("16q2d"), struct.Struct("3q")
-"""Fields of `Problem` in `attend.cpp`: of each call, of all calls of a kind, and strides of `out` in the latter."""
+CALL, FIXED, STRIDES = struct.Struct("9P14q"), struct.Struct("16q2d"), struct.Struct("3q")
+"""Fields of `Problem` in `attend.cpp`: of each call, of all calls of one launch, and strides of `out` in the latter."""
 
 
 NO_MEMORY = -1
@@ -64,10 +65,10 @@ class Native(Kernel):
         self, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, hidden: Tensor, scaling: Scaling
     ) -> Partial | None:
         """Return the partial of the rows of keys of each sequence. None if a number is not finite."""
-        kind, rows, counts = NativeLaunch.of(q, k, v, scaling), rows.int(), (~hidden).sum(-1)
-        into = kind.blank()
+        launch, rows, counts = NativeLaunch.of(q, k, v, scaling), rows.int(), (~hidden).sum(-1)
+        into = launch.blank()
         read = rows.data_ptr(), counts.data_ptr()
-        return into if kind.launch(q, k, v, into, None, 0, rows.shape[1], read) else None
+        return into if launch.launch(q, k, v, into, None, 0, rows.shape[1], read) else None
 
     def cut(self, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Rectangle]:
         """Return the fewest blocks: rows may see different runs of keys."""
@@ -106,7 +107,7 @@ KERNEL = NATIVE = Native()
 
 
 class NativeLaunch(NamedTuple):
-    """Calls of one kind: all but the memory of their tensors, the number of keys, and the keys that a row sees."""
+    """A launch of the native kernel, for calls that differ in their memory, their keys and what a row sees alone."""
 
     fields: bytes
     out: tuple[int, ...]  # shapes and strides of the partial
@@ -115,10 +116,10 @@ class NativeLaunch(NamedTuple):
 
     @staticmethod
     def of(q: Tensor, k: Tensor, v: Tensor, scaling: Scaling, tokens: int | None = None) -> "NativeLaunch":
-        """Return the kind of a call. Its rows are part of a partial of so many tokens, or all of it."""
+        """Return the launch of a call. Its rows are part of a partial of so many tokens, or all of it."""
         tokens = q.shape[2] if tokens is None else tokens
         is_prefix = v.data_ptr() == k.data_ptr()  # then values have the scales of the keys
-        return _kind(tuple(q.shape), k.shape[1], v.shape[3], (q.dtype, k.dtype), is_prefix, scaling, tokens)
+        return _launch_for(tuple(q.shape), k.shape[1], v.shape[3], (q.dtype, k.dtype), is_prefix, scaling, tokens)
 
     def blank(self) -> Partial:
         """Return memory for a partial, `out` in the order that an output projection reads."""
@@ -171,7 +172,7 @@ class NativeLaunch(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _kind(
+def _launch_for(
     shape: tuple[int, ...],
     kv_heads: int,
     width: int,
@@ -185,5 +186,5 @@ def _kind(
     codes, scales = [(DTYPES | STORED)[dtype] for dtype in dtypes], (dim, dim if is_prefix else width)
     sizes = batch, kv_heads, heads // kv_heads, rows, dim, width, *codes, *scales
     cap = scaling.softcap if scaling.capped else 0.0
-    fields = KIND.pack(*sizes, *strides[:3], heads * tokens, tokens, 1, scaling.scale, cap)
+    fields = FIXED.pack(*sizes, *strides[:3], heads * tokens, tokens, 1, scaling.scale, cap)
     return NativeLaunch(fields, (batch, heads, tokens, width), strides, lse)

@@ -13,11 +13,10 @@ from torch.nn.functional import pad
 
 from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.core.scaling import Scaling
+from attnmesh.kernels.kernel import Kernel, Need
 from attnmesh.kernels.rectangles import (
     BackwardInputs,
     Gradients,
-    Kernel,
-    Need,
     Rectangle,
     attend_rectangles,
     backward_rectangles,

@@ -14,7 +14,8 @@ from attnmesh.core.partial import Partial, with_sinks
 from attnmesh.core.scaling import Scaling
 from attnmesh.core.storage import storage_of
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery
-from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Kernel, Need, Rectangle
+from attnmesh.kernels.kernel import Kernel, Need
+from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Rectangle
 from attnmesh.kernels.stacked_merge import (
     by_residue,
     copy_into,
@@ -132,7 +133,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, block: Rectangle, scaling: Scaling,
 
 
 class TritonSteps:
-    """Attention of steps of one kind to a cache, in two launches: all their arguments but tensors are prepared once.
+    """Attention of steps of one signature to a cache, in two launches, whose arguments but for tensors are made once.
 
     The steps have one mask, capacity, block and logits.
     """
@@ -150,12 +151,12 @@ class TritonSteps:
         bounds = self._bounds(query, view) or (positions, positions)  # not read if they are the places
         tensors = {"q": q, "k": keys, "v": values, "positions": positions, "token_index": view.token_index}
         tensors |= {"state": view.state, "firsts": bounds[0], "lasts": bounds[1]}
-        kind = q.shape, q.stride(), keys.shape, keys.stride(), values.stride(), positions.ndim, bounds[0].shape
-        known = self.prepared.get(kind)
+        signature = q.shape, q.stride(), keys.shape, keys.stride(), values.stride(), positions.ndim, bounds[0].shape
+        known = self.prepared.get(signature)
         if known is None:
             rows, run = q.shape[2] * q.shape[1] // keys.shape[1], partial(self._prepare, query, view, tensors)
             known, partials = _with_fitting_tile("attend_cache", q, view.values, rows, run)
-            self.prepared.keep(kind, known)
+            self.prepared.keep(signature, known)
         else:
             partials = _launch_cache(*known, tensors, view.value_dim)
         if query.block is None:

@@ -1,0 +1,162 @@
+"""The interface of a kernel: what a problem needs, what a kernel can do, and what it computes for a rectangle."""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from attnmesh.core.band import Band
+from attnmesh.core.partial import Partial
+from attnmesh.core.scaling import Scaling
+from attnmesh.kernels.cache_view import CacheView, DecodeQuery
+from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Rectangle, cut
+
+
+class Need(NamedTuple):
+    """What a call asks of a kernel: all that its choice depends on."""
+
+    device: torch.device
+    dtype: torch.dtype
+    rows: int  # queries times the query heads that share a key head
+    width: int  # columns of the widest head
+    capped: bool = False  # logits have a soft cap
+    biased: bool = False  # queries end with a bias by distance
+    cached: bool = False  # keys and values are the slots of a cache
+    scattered: bool = False  # some rows of keys and values are read, in any order
+    positions: tuple[Tensor, Tensor] | None = None  # positions of queries and keys, for a bias
+
+    @staticmethod
+    def of(
+        q: Tensor, k: Tensor, v: Tensor, scaling: Scaling, positions: tuple[Tensor | None, Tensor | None] | None = None
+    ) -> "Need":
+        """Return the need of such tensors. Positions are 0, 1, 2, ... if one of `positions` is None."""
+        rows, width = q.shape[1] // max(1, k.shape[1]) * q.shape[2], max(q.shape[3], v.shape[3])
+        need = Need(q.device, k.dtype, rows, width, scaling.capped, q.shape[3] != k.shape[3])
+        if positions is None or not need.biased:
+            return need
+        queries, keys = (
+            torch.arange(x.shape[2]) if at is None else at for x, at in zip((q, k), positions, strict=True)
+        )
+        return need._replace(positions=(queries, keys))
+
+    @staticmethod
+    def of_cache(q: Tensor, view: CacheView, scaling: Scaling) -> "Need":
+        """Return the need of a decode step on a view of a cache."""
+        return Need.of(q, *view.attended(q.dtype), scaling)._replace(cached=True)
+
+
+class Launch(Protocol):
+    """One call of a kernel for rows that see a run of keys each; of all calls that differ in their memory alone."""
+
+    def blank(self) -> Partial:
+        """Return memory for a partial."""
+        ...
+
+    def launch(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        into: Partial,
+        bounds: Band | None = None,
+        first: int = 0,
+        keys: int | None = None,
+    ) -> bool:
+        """Write the partial of `keys` keys, by default all, from index `first` on, or of those in each row's bounds.
+
+        Bounds count from `first`. Return False if the call is not served.
+        """
+        ...
+
+
+class CacheLaunch(Protocol):
+    """The launch of a kernel that reads a cache in place."""
+
+    def attend_cache(self, query: DecodeQuery, view: CacheView) -> Partial:
+        """Return the partial of the last queries over a cache, merged from one partial per block if there are some."""
+        ...
+
+
+class Kernel:
+    """Attention over one block on one device. q, k and v are those of the block; heads may be grouped.
+
+    What a kernel can do beyond that, it says in its fields. A new one is a file of `implementations`, with a `KERNEL`.
+    """
+
+    name: str
+    """The kernel's name, as in `kernel=`."""
+    made_for = "all calls"
+    """The calls for which "auto" takes it, as `suits` decides."""
+    order = 1
+    """Its place among the kernels that "auto" asks: those of a lower order come first."""
+    caps_logits = True
+    """Whether logits may have a soft cap."""
+    adds_bias = False
+    """Whether queries may end with a bias by distance, at the positions that `at` is given."""
+    reads_rows = False
+    """Whether `attend_rows` reads scattered rows of keys and values in place."""
+    reads_8_bits = False
+    """Whether the launches of `launch_of` read keys and values that are stored in 8 bits."""
+    reads_cache = False
+    """Whether `attend_cache` reads a cache in place, and on the device how many tokens it holds."""
+
+    def unsupported_reason(self, need: Need) -> str | None:
+        """Return why the kernel does not support such tensors, or None if it does."""
+        raise NotImplementedError
+
+    def refusal(self, need: Need) -> str | None:
+        """Return why the kernel does not serve a call, or None if it does."""
+        if (reason := self.unsupported_reason(need)) is not None:
+            return reason
+        if need.capped and not self.caps_logits:
+            return "it has no soft cap"
+        if need.biased and not self.adds_bias:
+            return "it adds no bias by distance"
+        return "it reads no scattered rows" if need.scattered and not self.reads_rows else None
+
+    def suits(self, need: Need) -> bool:
+        """Return whether the kernel is made for such calls."""
+        return True
+
+    def cut(self, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Rectangle]:
+        """Return the blocks into which such a problem is cut for this kernel: the fewest."""
+        return cut(band)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, scaling: Scaling) -> Partial:
+        """Return the block's partial."""
+        raise NotImplementedError
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, rectangle: Rectangle, scaling: Scaling
+    ) -> Gradients:
+        """Return the block's share of the gradients. Weights are `e^(logit - lse)`, with the lse over all keys."""
+        raise NotImplementedError
+
+    def attend_rows(
+        self, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, hidden: Tensor, scaling: Scaling
+    ) -> Partial | None:
+        """Return the partial of the rows of keys of each sequence, (batch, keys), those that are hidden last.
+
+        None if a number is not finite.
+        """
+        raise NotImplementedError
+
+    def attend_cache(self, query: DecodeQuery, view: CacheView) -> Partial:
+        """Return the partial of the last queries over a cache, merged from one partial per block if there are some."""
+        raise NotImplementedError
+
+    def launch_of_cache(self) -> "CacheLaunch":
+        """Return what serves all steps that differ in their tensors alone: of one mask, capacity, block and logits."""
+        return self
+
+    def launch_of(self, q: Tensor, k: Tensor, v: Tensor, scaling: Scaling) -> Launch | None:
+        """Return the launch that serves all calls with tensors of these shapes, or None if there is none."""
+        return None
+
+    def at(self, queries: Tensor, keys: Tensor) -> "Kernel":
+        """Return the kernel for a bias by distance between queries and keys at these positions, in any order."""
+        raise NotImplementedError
+
+    def operator_name(self, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle) -> str:
+        """Return the name of what computes a block of such tensors."""
+        return self.name
