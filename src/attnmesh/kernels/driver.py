@@ -1,6 +1,6 @@
-"""The loop that runs a kernel over the blocks of a problem, forward and backward.
+"""The loop that runs a kernel over the rectangles of a problem, forward and backward.
 
-A kernel attends one block. The loop merges the partials and sums the gradients, in float32 or wider. So kernels do not
+A kernel attends one. The loop merges the partials and sums the gradients, in float32 or wider. So kernels do not
 depend on masks, layouts or positions.
 """
 
@@ -113,7 +113,7 @@ def _without_empty_rows(saved: BackwardInputs) -> BackwardInputs:
 
 
 def _attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, scaling: Scaling) -> Partial:
-    """Return the block's partial, with the identity in empty rows, for which kernels differ."""
+    """Return the rectangle's partial, with the identity in empty rows, for which kernels differ."""
     out, lse = kernel.attend(q, k, v, rectangle, scaling)
     empty = _empty_rows(rectangle, out.device)
     if len(empty):
@@ -122,7 +122,7 @@ def _attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangl
 
 
 def _empty_rows(rectangle: Rectangle, device: torch.device) -> Tensor:
-    """Return the indices of rows that see no key of the block, copied to a GPU once as long as its bounds live."""
+    """Return the indices of rows that see no key of the rectangle, copied to a GPU once as long as its bounds live."""
     if rectangle.band is None or device.type == "cpu":
         return rectangle.empty_rows().to(device)
     name = "empty rows", rectangle.keys.stop - rectangle.keys.start, device
@@ -130,7 +130,7 @@ def _empty_rows(rectangle: Rectangle, device: torch.device) -> Tensor:
 
 
 def _cut(kernel: Kernel, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Rectangle]:
-    """Return the blocks of a band, cut once as long as it lives. So a GPU gets their bounds once."""
+    """Return the rectangles of a band, cut once as long as it lives. So a GPU gets their bounds once."""
     if 0 in q.shape[:2]:
         return []
     signature = kernel.name, q.shape, k.shape, v.shape, q.dtype, q.device
@@ -153,7 +153,7 @@ def _bytes(rectangles: Sequence[Rectangle]) -> int:
 
 
 def _is_one_rectangle(rectangles: Sequence[Rectangle], q: Tensor, k: Tensor) -> bool:
-    """Return True if one block is the whole problem, so that nothing is copied, merged or summed."""
+    """Return True if one rectangle is the whole problem, so that nothing is copied, merged or summed."""
     if len(rectangles) != 1:
         return False
     rows, keys = rectangles[0].queries, rectangles[0].keys

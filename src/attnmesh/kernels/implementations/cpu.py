@@ -43,7 +43,7 @@ class FlashCPU(Kernel):
         return None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, logits: Scaling) -> Partial:
-        """Return the block's partial."""
+        """Return the rectangle's partial."""
         if logits.capped:
             return Reference().attend(q, k, v, rectangle, logits)
         if _use_tiles(q, k, v, rectangle):
@@ -61,7 +61,7 @@ class FlashCPU(Kernel):
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, rectangle: Rectangle, logits: Scaling
     ) -> Gradients:
-        """Return the block's share of the gradients."""
+        """Return the rectangle's share of the gradients."""
         if logits.capped:
             return Reference().backward(q, k, v, saved, rectangle, logits)
         dout, *qkv, out = _convert((saved.dout, q, k, v, saved.out), _width(q, v))
@@ -101,7 +101,7 @@ def _attend_tiles(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
 
 
 def _arguments(rows: Tensor, rectangle: Rectangle, packed: bool) -> dict[str, object]:
-    """Return the operator's arguments for the block: causal, an additive mask, or neither."""
+    """Return the operator's arguments for the rectangle: causal, an additive mask, or neither."""
     causal = rectangle.causal and not packed
     mask = None
     if (rectangle.causal and packed) or rectangle.band is not None:
@@ -111,7 +111,7 @@ def _arguments(rows: Tensor, rectangle: Rectangle, packed: bool) -> dict[str, ob
 
 
 def _mask(rectangle: Rectangle, dtype: torch.dtype) -> Tensor:
-    """Return what to add to the logits of a block, made once as long as its bounds live if it is small."""
+    """Return what to add to the logits of a rectangle, made once as long as its bounds live if it is small."""
 
     def make() -> Tensor:
         visible = rectangle.visible()

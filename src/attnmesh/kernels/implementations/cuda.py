@@ -1,4 +1,4 @@
-"""The CUDA kernel: PyTorch's attention operators for plain blocks, and Triton programs for masked ones.
+"""The CUDA kernel: PyTorch's attention operators for plain rectangles, and Triton programs for masked ones.
 
 PyTorch reports which operator supports the tensors; version numbers are not compared. A less tested operator (cuDNN) is
 compared with the reference on the device before its first use. FlashAttention 3 or 4 replaces PyTorch's flash attention
@@ -32,11 +32,11 @@ ALIGNMENT = 8
 """Widths and biases are padded to multiples of this, which the operators need."""
 
 MAX_CALLS = 16
-"""Plain blocks that are worth one operator call each. More blocks are one launch of a Triton program."""
+"""Plain rectangles that are worth one operator call each. More are one launch of a Triton program."""
 
 
 class Flash:
-    """`aten::_scaled_dot_product_flash_attention`: half precision, full and causal blocks, grouped heads."""
+    """`aten::_scaled_dot_product_flash_attention`: half precision, full and causal rectangles, grouped heads."""
 
     @property
     def name(self) -> str:
@@ -44,12 +44,12 @@ class Flash:
         return f"PyTorch's {flash_override() or 'flash'}"
 
     def takes(self, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle) -> bool:
-        """Return True for a plain block that PyTorch reports as supported."""
+        """Return True for a plain rectangle that PyTorch reports as supported."""
         grouped = q.shape[1] != k.shape[1]
         return bool(can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, rectangle.causal, grouped)))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, scaling: Scaling) -> Partial:
-        """Return the block's partial. For rows of -inf logits the operator returns out 0 and lse +inf."""
+        """Return the rectangle's partial. For rows of -inf logits the operator returns out 0 and lse +inf."""
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         out, lse = flash(q, k, v, 0.0, rectangle.causal, False, scale=scaling.scale)[:2]
         return Partial(out, lse.masked_fill(lse.isposinf() & (out == 0).all(-1), -torch.inf))
@@ -57,7 +57,7 @@ class Flash:
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, rectangle: Rectangle, scaling: Scaling
     ) -> Gradients:
-        """Return the block's gradients. The random state is unused without dropout."""
+        """Return the rectangle's gradients. The random state is unused without dropout."""
         unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
         options = (None, None, q.shape[2], k.shape[2], 0.0, rectangle.causal, unused, unused)
         flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
@@ -85,19 +85,19 @@ class Cudnn(Flash):
         return _is_correct(self, q.device, q.dtype, q.shape[-1], grouped, rectangle.causal)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, scaling: Scaling) -> Partial:
-        """Return the block's partial."""
+        """Return the rectangle's partial."""
         cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
         out, lse = cudnn(q, k, v, None, True, 0.0, rectangle.causal, False, scale=scaling.scale)[:2]
         return Partial(out, lse.reshape(q.shape[:-1]))
 
 
 class Efficient:
-    """`aten::_scaled_dot_product_efficient_attention`: every kind of block, also in float32; no grouped heads."""
+    """`aten::_scaled_dot_product_efficient_attention`: every kind of rectangle, also in float32; no grouped heads."""
 
     name, rows = "PyTorch's efficient", 32  # lse is padded to whole warps of rows
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, scaling: Scaling) -> Partial:
-        """Return the block's partial."""
+        """Return the rectangle's partial."""
         efficient = torch.ops.aten._scaled_dot_product_efficient_attention
         k, v = (_repeat_heads(x, q) for x in (k, v))
         out, lse, *_ = efficient(q, k, v, _bias(q, rectangle), True, 0.0, rectangle.causal, scale=scaling.scale)
@@ -106,7 +106,7 @@ class Efficient:
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, rectangle: Rectangle, scaling: Scaling
     ) -> Gradients:
-        """Return the block's gradients. The random state is unused without dropout."""
+        """Return the rectangle's gradients. The random state is unused without dropout."""
         unused = torch.zeros((), dtype=torch.int64, device=q.device)
         lse = pad(saved.lse, (0, -q.shape[2] % self.rows), value=torch.inf)
         efficient_backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
@@ -123,7 +123,7 @@ Operator = Flash | Triton | Efficient
 
 
 class CUDA(Kernel):
-    """The best operator for a block; one launch of a Triton program for masked or many blocks."""
+    """The best operator for a rectangle; one launch of a Triton program for masked or many rectangles."""
 
     name, made_for, caps_logits = "cuda", "all but caches", False
 
@@ -141,13 +141,13 @@ class CUDA(Kernel):
         return not need.cached
 
     def cut(self, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Rectangle]:
-        """Return few plain blocks, or for the Triton kernel one block."""
+        """Return few plain rectangles, or for the Triton kernel one."""
         rectangles = cut(band)
         plain = len(rectangles) <= MAX_CALLS and all(rectangle.band is None for rectangle in rectangles)
         return rectangles if plain or not _takes_masks(q, k, v) else TRITON.cut(band, q, k, v)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, scaling: Scaling) -> Partial:
-        """Return the block's partial."""
+        """Return the rectangle's partial."""
         rows, keys, values = _pad((q, k, v), _width(q, v))
         out, lse = operator_of(rows, keys, values, rectangle).attend(rows, keys, values, rectangle, scaling)
         return Partial(out[..., : v.shape[-1]], lse)
@@ -155,14 +155,14 @@ class CUDA(Kernel):
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, rectangle: Rectangle, scaling: Scaling
     ) -> Gradients:
-        """Return the block's share of the gradients."""
+        """Return the rectangle's share of the gradients."""
         rows, keys, values, out, dout = _pad((q, k, v, saved.out, saved.dout), _width(q, v))
         operator = operator_of(rows, keys, values, rectangle)
         gradients = operator.backward(rows, keys, values, BackwardInputs(out, saved.lse, dout), rectangle, scaling)
         return Gradients(*(dx[..., : x.shape[-1]] for dx, x in zip(gradients, (q, k, v), strict=True)))
 
     def operator_name(self, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle) -> str:
-        """Return the name of the operator that computes a block of such tensors."""
+        """Return the name of the operator that computes a rectangle of such tensors."""
         rows, keys, values = _pad((q, k, v), _width(q, v))
         return operator_of(rows, keys, values, rectangle).name
 
@@ -171,14 +171,14 @@ KERNEL = CUDA()
 
 
 def operator_of(q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle) -> Operator:
-    """Return the best operator for the block of these tensors: without a dense mask, if one supports it."""
+    """Return the best operator for the rectangle of these tensors: without a dense mask, if one supports it."""
     if rectangle.band is not None:
         return TRITON if _takes_masks(q, k, v) else EFFICIENT
     return next((operator for operator in (CUDNN, FLASH) if operator.takes(q, k, v, rectangle)), EFFICIENT)
 
 
 def _takes_masks(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether the Triton kernel serves masked blocks of such tensors."""
+    """Return whether the Triton kernel serves masked rectangles of such tensors."""
     return TRITON.refusal(Need.of(q, k, v, Scaling(1.0))) is None
 
 
@@ -228,7 +228,7 @@ def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:
 
 
 def _bias(q: Tensor, rectangle: Rectangle) -> Any:
-    """Return the block's additive mask, with rows of aligned length, or None for a plain block."""
+    """Return the rectangle's additive mask, with rows of aligned length, or None for a plain rectangle."""
     if rectangle.band is None:
         return None
     visible = rectangle.visible()

@@ -21,7 +21,7 @@ from attnmesh.kernels.native.build import Function, library
 from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Rectangle, cut
 
 MOST_ROWS = 64
-"""Query rows of a key head up to which a block is one call, and the kernel is the choice of "auto"."""
+"""Query rows of a key head up to which a rectangle is one call, and the kernel is the choice of "auto"."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 STORED = {torch.int8: 3, torch.float8_e4m3fn: 4}
@@ -71,7 +71,7 @@ class Native(Kernel):
         return into if launch.launch(q, k, v, into, None, 0, rows.shape[1], read) else None
 
     def cut(self, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Rectangle]:
-        """Return the fewest blocks: rows may see different runs of keys."""
+        """Return the fewest rectangles: rows may see different runs of keys."""
         if len(band.low) * q.shape[1] // max(1, k.shape[1]) > MOST_ROWS:
             return cut(band)
         count = len(band.low)
@@ -79,7 +79,7 @@ class Native(Kernel):
         return [Rectangle(slice(0, count), slice(low, high), band=band.rows(0, count, low))] if low < high else []
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, scaling: Scaling) -> Partial:
-        """Return the block's partial, in float32."""
+        """Return the rectangle's partial, in float32."""
         band = rectangle.bounds() if rectangle.causal or rectangle.band is not None else None
         rows = max(1, MOST_ROWS * k.shape[1] // q.shape[1])
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
@@ -98,7 +98,7 @@ class Native(Kernel):
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, rectangle: Rectangle, scaling: Scaling
     ) -> Gradients:
-        """Return the block's share of the gradients."""
+        """Return the rectangle's share of the gradients."""
         out = saved.out.to(q.dtype)
         return FlashCPU().backward(q, k, v, BackwardInputs(out, saved.lse, saved.dout), rectangle, scaling)
 

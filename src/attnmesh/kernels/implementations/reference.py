@@ -58,7 +58,7 @@ class Reference(Kernel):
         return Reference((queries.cpu().sort().values, keys.cpu().sort().values))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, scaling: Scaling) -> Partial:
-        """Return the block's partial, merged from those of its tiles."""
+        """Return the rectangle's partial, merged from those of its tiles."""
 
         def attend_tile(q: Tensor, k: Tensor, v: Tensor, tile: Rectangle) -> Partial:
             hidden, columns = _hidden(tile, q, k), self._columns(rectangle, tile, q, k)
@@ -72,7 +72,7 @@ class Reference(Kernel):
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, rectangle: Rectangle, scaling: Scaling
     ) -> Gradients:
-        """Return the gradients, summed over the block's tiles."""
+        """Return the gradients, summed over the rectangle's tiles."""
 
         def backward_tile(q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, tile: Rectangle) -> Gradients:
             hidden, columns = _hidden(tile, q, k), self._columns(rectangle, tile, q, k)

@@ -84,7 +84,7 @@ class Triton(Kernel):
         return need.cached and need.device.type != "cpu"
 
     def cut(self, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Rectangle]:
-        """Return one block of the keys that any row sees, or no block if there are none."""
+        """Return one rectangle of the keys that any row sees, or none if there are none."""
         rows = (band.low < band.high).nonzero().flatten()
         if not len(rows):
             return []
@@ -92,10 +92,10 @@ class Triton(Kernel):
         start, stop = int(band.low[first]), int(band.high[last])
         return [Rectangle(slice(first, last + 1), slice(start, stop), band=band.rows(first, last + 1, start))]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Rectangle, scaling: Scaling) -> Partial:
-        """Return the block's partial, in float32."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, scaling: Scaling) -> Partial:
+        """Return the rectangle's partial, in float32."""
         rows = q.shape[2] * q.shape[1] // k.shape[1]
-        return _with_fitting_tile("attend", q, v, rows, partial(_attend, q, k, v, block, scaling))
+        return _with_fitting_tile("attend", q, v, rows, partial(_attend, q, k, v, rectangle, scaling))
 
     def attend_cache(self, query: DecodeQuery, view: CacheView) -> Partial:
         """Return the partial of the last queries, merged from one partial per block or per program instance."""
@@ -112,17 +112,17 @@ class Triton(Kernel):
         return merge_stacked(_with_fitting_tile("attend_cache", q, v, q.shape[1] // k.shape[1], run))
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Rectangle, scaling: Scaling
+        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, rectangle: Rectangle, scaling: Scaling
     ) -> Gradients:
-        """Return the block's share of the gradients, in float32: one launch over queries, one over keys."""
-        return _with_fitting_tile("backward", q, v, LARGE_ROWS, partial(_backward, q, k, v, saved, block, scaling))
+        """Return the rectangle's share of the gradients, in float32: one launch over queries, one over keys."""
+        return _with_fitting_tile("backward", q, v, LARGE_ROWS, partial(_backward, q, k, v, saved, rectangle, scaling))
 
 
 KERNEL = TRITON = Triton()
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, block: Rectangle, scaling: Scaling, tile: ProgramTile) -> Partial:
-    arguments = _rectangle_arguments(q, k, v, block, scaling, tile)
+def _attend(q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, scaling: Scaling, tile: ProgramTile) -> Partial:
+    arguments = _rectangle_arguments(q, k, v, rectangle, scaling, tile)
     heads, tiles = k.shape[0] * k.shape[1], -(-arguments["rows"] // tile.rows)
     span = _span(arguments["keys"], heads * tiles, tile, q.device)
     spans = -(-arguments["keys"] // span)
@@ -234,11 +234,11 @@ def _cache_arguments(q: Tensor, keys: Tensor, values: Tensor, scaling: Scaling, 
 
 
 def _backward(
-    q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Rectangle, scaling: Scaling, tile: ProgramTile
+    q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, rectangle: Rectangle, scaling: Scaling, tile: ProgramTile
 ) -> Gradients:
     dout = saved.dout.to(q.dtype).contiguous()
     delta = (saved.out.float() * saved.dout.float()).sum(-1)
-    arguments = _rectangle_arguments(q, k, v, block, scaling, tile)
+    arguments = _rectangle_arguments(q, k, v, rectangle, scaling, tile)
     arguments |= {"dout": dout, "lse": saved.lse.contiguous(), "delta": delta}
     heads, tiles = k.shape[0] * k.shape[1], -(-arguments["keys"] // tile.keys)
     dq, dk, dv = (x.new_empty(x.shape, dtype=torch.float32) for x in (q, k, v))
@@ -259,14 +259,14 @@ def _empty_partials(q: Tensor, count: int, width: int) -> Partial:
 
 
 def _rectangle_arguments(
-    q: Tensor, k: Tensor, v: Tensor, block: Rectangle, scaling: Scaling, tile: ProgramTile
+    q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, scaling: Scaling, tile: ProgramTile
 ) -> dict[str, Any]:
-    """Return the arguments that all programs over a block share."""
+    """Return the arguments that all programs over a rectangle share."""
     keys = k.shape[2]
-    if block.band is None and not block.causal:  # created on the device, without a copy from the host
+    if rectangle.band is None and not rectangle.causal:  # created on the device, without a copy from the host
         low, high = (torch.full((q.shape[2],), n, dtype=torch.int32, device=q.device) for n in (0, keys))
     else:
-        bounds = block.bounds()
+        bounds = rectangle.bounds()
         low, high = (_bounds_on_device(x, keys, q.device) for x in (bounds.low, bounds.high))
     return {**_arguments(q, k, v, tile), "low": low, "high": high, "keys": keys, **_logit_arguments(scaling)}
 
