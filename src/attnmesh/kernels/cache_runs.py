@@ -1,4 +1,4 @@
-"""Attention of the last tokens to a cache, by runs: row r sees the slots from `start` up to `stop` of piece p.
+"""Attention of the last tokens to a cache, by runs: some sequences see the slots `start` to `stop` of a piece.
 
 `runs_of` makes the runs of a cache, of its forks, its padding, a window or a selection. `CacheSteps` attends them: in
 one launch where a kernel takes them at once, in a loop elsewhere. A kernel that reads a cache in place finds the slots
@@ -24,13 +24,13 @@ from attnmesh.kernels.stacked_merge import by_residue, copy_into, merge_along_tr
 from attnmesh.kernels.stored import CacheKernel
 
 ALL = slice(None)
-"""The rows of all sequences of a batch."""
+"""All sequences of a batch."""
 
 
 class Run(NamedTuple):
     """Queries of some sequences, and the slots of one piece of a cache that they see."""
 
-    rows: slice
+    sequences: slice  # of the batch
     piece: CacheView  # of these sequences
     start: int = 0
     stop: int = 0
@@ -44,29 +44,29 @@ def runs_of(
 ) -> list[Run]:
     """Return the runs of a cache of all rows, or of a cache for each row. A run `in_place` has all slots of a piece."""
     runs, q, mask = list[Run](), query.q, query.mask
-    alone = q.shape[2] == 1 and query.key_lengths is None and query.block is None and not mask.ends
-    for number, view in enumerate(views):
-        rows = slice(number, number + 1) if len(views) > 1 else ALL
+    is_one = q.shape[2] == 1 and query.key_lengths is None and query.block is None and not mask.ends
+    for index, view in enumerate(views):
+        sequences = slice(index, index + 1) if len(views) > 1 else ALL
         for piece in (*view.shared, view):
             if in_place:
-                runs.append(Run(rows, piece))
+                runs.append(Run(sequences, piece))
             elif selected is not None:
                 runs += _selected(query, view, piece, selected)
             elif piece.padding is not None:
                 runs += _of_sequences(query, piece, piece.padding)
-            elif not alone or q.shape[3] > piece.keys.shape[3]:
-                runs += _of_tokens(query, rows, piece)
+            elif not is_one or q.shape[3] > piece.keys.shape[3]:
+                runs += _of_tokens(query, sequences, piece)
             else:  # the last token sees all from its first one on
                 length, used, *_ = piece.state.tolist()
                 start = 0 if mask.left >= length and not mask.chunks else mask.first_seen(length - 1)
                 if start and used < length:
                     start = int(torch.searchsorted(piece.token_index[:used], start))
                 if start < used:
-                    runs.append(Run(rows, piece, start, used))
+                    runs.append(Run(sequences, piece, start, used))
     return runs
 
 
-def _of_tokens(query: DecodeQuery, rows: slice, piece: CacheView) -> list[Run]:
+def _of_tokens(query: DecodeQuery, sequences: slice, piece: CacheView) -> list[Run]:
     """Return the runs of a piece without padding; with `block` all its slots, which a kernel takes block by block."""
     length, used, *_ = piece.state.tolist()
     if not used:
@@ -75,43 +75,43 @@ def _of_tokens(query: DecodeQuery, rows: slice, piece: CacheView) -> list[Run]:
     positions = piece.token_index[:used].cpu()
     band = Band.of(query.mask, queries, used if used == length else positions)
     if query.block is not None:
-        return [Run(rows, piece, 0, used, band)]
+        return [Run(sequences, piece, 0, used, band)]
     counts = visible_counts(positions, query.key_lengths)
     bias_positions = (queries, positions) if query.q.shape[3] > piece.keys.shape[3] else None
     if counts is None:
-        return _trimmed(Run(rows, piece, 0, 0, band, bias_positions))
+        return _trimmed(Run(sequences, piece, 0, 0, band, bias_positions))
     runs = list[Run]()
-    for row, count in enumerate(counts):
-        runs += _trimmed(Run(slice(row, row + 1), _sequence(piece, row), 0, 0, band.first(count), bias_positions))
+    for index, count in enumerate(counts):
+        one = slice(index, index + 1)
+        runs += _trimmed(Run(one, _sequence(piece, index), 0, 0, band.first(count), bias_positions))
     return runs
 
 
 def _of_sequences(query: DecodeQuery, piece: CacheView, padding: Padding) -> list[Run]:
     """Return the runs of each sequence of a padded batch. Padding cuts its keys into runs, mostly one."""
     length, used, *_ = piece.state.tolist()
-    device, rows = padding.positions.device, query.q.shape[2]
-    real, queries = padding.last(torch.arange(length - rows, length, device=device))
-    real, queries, positions = real.cpu(), queries.cpu(), padding.positions[:, :used].cpu()
-    (first, last), is_biased, runs = query.mask.bounds(queries), query.q.shape[3] > piece.keys.shape[3], list[Run]()
-    seen, simple = positions >= first[:, :1], rows == 1 and query.key_lengths is None
+    tokens = torch.arange(length - query.q.shape[2], length, device=padding.positions.device)
+    real, queries = (x.cpu() for x in padding.last(tokens))
+    positions, runs = padding.positions[:, :used].cpu(), list[Run]()
+    first, last = query.mask.bounds(queries)
+    is_one, is_biased = len(tokens) == 1 and query.key_lengths is None, query.q.shape[3] > piece.keys.shape[3]
     if query.key_lengths is not None:
         last = torch.minimum(last, query.key_lengths.cpu()[:, None] - 1)
-    seen = (seen & real if simple else seen & (positions <= last[:, -1:]) & real.any(1, True)).int()
+    seen = positions >= first[:, :1]
+    seen = (seen & real if is_one else seen & (positions <= last[:, -1:]) & real.any(1, True)).int()
     counts = seen.sum(1)
     ends = (seen.argmax(1), used - seen.flip(1).argmax(1)) if used else (counts, counts)
-    for row, (count, start, stop) in enumerate(torch.stack((counts, *ends), 1).tolist()):
-        some, own = (ALL, piece) if len(real) == 1 else (slice(row, row + 1), _sequence(piece, row))
-        for begin, end in ([(start, stop)] if stop - start == count else _spans(seen[row])) if count else []:
-            if simple and not is_biased:
-                runs.append(Run(some, own, begin, end))
+    for index, (count, start, stop) in enumerate(torch.stack((counts, *ends), 1).tolist()):
+        one, own = (ALL, piece) if len(real) == 1 else (slice(index, index + 1), _sequence(piece, index))
+        for begin, end in ([(start, stop)] if stop - start == count else _spans(seen[index])) if count else []:
+            if is_one and not is_biased:
+                runs.append(Run(one, own, begin, end))
                 continue
-            here = positions[row, begin:end]
-            band = Band(*(torch.searchsorted(here, bound) for bound in (first[row], last[row] + 1)))
-            bias_positions, hidden = (
-                (queries[row], here) if is_biased else None,
-                None if bool(real[row].all()) else ~real[row],
-            )
-            runs += _trimmed(Run(some, own, begin, end, band, bias_positions, hidden))
+            keys = positions[index, begin:end]
+            band = Band(*(torch.searchsorted(keys, bound) for bound in (first[index], last[index] + 1)))
+            bias_positions = (queries[index], keys) if is_biased else None
+            hidden = None if bool(real[index].all()) else ~real[index]
+            runs += _trimmed(Run(one, own, begin, end, band, bias_positions, hidden))
     return runs
 
 
@@ -128,7 +128,7 @@ def _trimmed(run: Run) -> list[Run]:
     elif start:
         band = Band(band.low - start, band.high - start)
     bias_positions = None if run.bias_positions is None else (run.bias_positions[0], run.bias_positions[1][start:stop])
-    return [Run(run.rows, run.piece, run.start + start, run.start + stop, band, bias_positions, run.hidden)]
+    return [Run(run.sequences, run.piece, run.start + start, run.start + stop, band, bias_positions, run.hidden)]
 
 
 def _selected(query: DecodeQuery, view: CacheView, piece: CacheView, selection: Selection) -> Iterator[Run]:
@@ -147,16 +147,16 @@ def _selected(query: DecodeQuery, view: CacheView, piece: CacheView, selection: 
     positions = here.padding.positions.cummax(
         1
     ).values  # a search finds the token before that has this position, not padding
-    for row in range(len(query.q)):
-        one = slice(row, row + 1)
+    for index in range(len(query.q)):
+        one = slice(index, index + 1)
         counts = None if lengths is None else lengths[one]
-        keys = SelectedKeys(Selection(wanted.indices[one]), first[row], last[row], positions[row], counts)
-        yield Run(one, _sequence(here, row), 0, slots, keys)
+        keys = SelectedKeys(Selection(wanted.indices[one]), first[index], last[index], positions[index], counts)
+        yield Run(one, _sequence(here, index), 0, slots, keys)
 
 
-def _sequence(piece: CacheView, row: int) -> CacheView:
+def _sequence(piece: CacheView, index: int) -> CacheView:
     """Return a piece of one sequence of the batch."""
-    one = slice(row, row + 1)
+    one = slice(index, index + 1)
     return CacheView(piece.keys[one], piece.values[one], *piece[2:6])
 
 
@@ -194,7 +194,7 @@ class CacheSteps:
         q = query.q if query.q.stride(-1) == 1 else query.q.contiguous()
         runs, launch = runs_of(query, views, selected), self.launches.get(q.shape) or self._launch(q, views[0])
         total = query.into or (self._blank(q) if launch is None else launch.blank())
-        if len(runs) == 1 and query.block is None and runs[0].rows is ALL and runs[0].hidden is None:
+        if len(runs) == 1 and query.block is None and runs[0].sequences is ALL and runs[0].hidden is None:
             _, piece, start, stop, seen, *_ = run = runs[0]
             if (
                 launch is None
@@ -214,8 +214,8 @@ class CacheSteps:
         """Return the partial of runs of all slots of pieces."""
         assert self.in_place is not None
         found = []
-        for group in _by_rows(runs):
-            own = query if group[0].rows is ALL else query.row(group[0].rows.start)
+        for group in _by_sequences(runs):
+            own = query if group[0].sequences is ALL else query.sequence(group[0].sequences.start)
             if len(group) == 1:
                 found.append(self.in_place.attend_cache(own, group[0].piece))
                 continue
@@ -228,13 +228,13 @@ class CacheSteps:
 
     def _attend_groups(self, query: DecodeQuery, runs: Sequence[Run], total: Partial) -> None:
         """Write the merge of the runs of each sequence, and the identity of those that see nothing."""
-        groups = _by_rows(runs)
+        groups = _by_sequences(runs)
         if len(groups) < len(query.q):
             total.out.zero_()
             total.lse.fill_(-torch.inf)
         for group in groups:
-            rows, hidden = group[0].rows, group[0].hidden
-            q, into = query.q[rows], Partial(total.out[rows], total.lse[rows])
+            sequences, hidden = group[0].sequences, group[0].hidden
+            q, into = query.q[sequences], Partial(total.out[sequences], total.lse[sequences])
             if query.block is not None:
                 copy_into(self._attend_blocks(q, group, query.block), into)
             elif len(group) == 1:
@@ -290,11 +290,11 @@ class CacheSteps:
         return Partial(q.new_empty((*shape, self.kernel.value_dim), dtype=dtype), q.new_empty(shape, dtype=dtype))
 
 
-def _by_rows(runs: Sequence[Run]) -> list[list[Run]]:
+def _by_sequences(runs: Sequence[Run]) -> list[list[Run]]:
     """Return the runs of each group of sequences."""
     groups = dict[int | None, list[Run]]()
     for run in runs:
-        groups.setdefault(run.rows.start, []).append(run)
+        groups.setdefault(run.sequences.start, []).append(run)
     return [*groups.values()]
 
 
@@ -314,8 +314,8 @@ def _blocks(run: CacheKernel, q: Tensor, keys: Tensor, values: Tensor, band: Ban
         )
         row_q = q[row].expand(len(whole), *q.shape[1:])
         out[first:last, row], lse[first:last, row] = run(row_q, some_keys, some_values, full)
-    for number in set(range(int(band.low[0]) // block, min(count, -(-int(band.high[-1]) // block)))) - set(whole):
-        start, stop = number * block, min(used, (number + 1) * block)
+    for index in set(range(int(band.low[0]) // block, min(count, -(-int(band.high[-1]) // block)))) - set(whole):
+        start, stop = index * block, min(used, (index + 1) * block)
         inside = Band(*((bound - start).clamp(0, stop - start) for bound in (band.low, band.high)))
-        out[number], lse[number] = run(q, keys[:, :, start:stop], values[:, :, start:stop], inside)
+        out[index], lse[index] = run(q, keys[:, :, start:stop], values[:, :, start:stop], inside)
     return Partial(out, lse)

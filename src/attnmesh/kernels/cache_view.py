@@ -75,9 +75,9 @@ class DecodeQuery(NamedTuple):
     key_lengths: Tensor | None = None  # (batch,), real keys per sequence
     other_keys: Partial | None = None  # of keys that are not in the cache
 
-    def row(self, number: int) -> "DecodeQuery":
-        """Return the query of one row, which has a cache of its own."""
-        one = slice(number, number + 1)
+    def sequence(self, index: int) -> "DecodeQuery":
+        """Return the query of one sequence, which has a cache of its own."""
+        one = slice(index, index + 1)
         into = None if self.into is None else Partial(*(x[one] for x in self.into))
         return self._replace(q=self.q[one], into=into)
 
