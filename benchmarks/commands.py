@@ -228,7 +228,7 @@ def bench_model(
     run.step(f"{len(prepared.ids):,} tokens on one process, then on {count} ranks by several merges")
     run.report.set(prompt_tokens=len(prepared.ids))
     sizes = prepared.mesh.shape, prepared.heads, chunk
-    request = model_bench.Request(prepared.place, prepared.ids, max_new_tokens, *sizes)
+    request = model_bench.Request(prepared.path, prepared.ids, max_new_tokens, *sizes)
     cluster = model_bench.rows(request, torch.get_num_threads(), world, run.table("rows"), rounds, alone=alone)
     run.report.set(cluster=cluster.record())
     rows = run.tables["rows"]
@@ -291,7 +291,7 @@ def bench_rows(
     counts = counts_of("--requests", requests)
     run.step(f"{requests} requests on {ranks} ranks")
     sizes = prepared.ids[: 4 * tokens // 3], prepared.mesh.shape, prepared.heads
-    request = rows_bench.Request(prepared.place, *sizes, counts, rounds)
+    request = rows_bench.Request(prepared.path, *sizes, counts, rounds)
     rows_bench.rows(request, torch.get_num_threads(), run.table("rows"))
     rows = run.tables["rows"]
     same = all(row.same_tokens for row in rows)
@@ -351,7 +351,7 @@ def bench_faults(
     )
     ids = prepared.ids[:tokens]
     run.step(f"{len(ids):,} tokens on {ranks} ranks: a prefill, then steps, checkpoints and recoveries")
-    request = faults_bench.Request(prepared.place, ids, max_new_tokens, prepared.mesh.shape, prepared.heads, rounds)
+    request = faults_bench.Request(prepared.path, ids, max_new_tokens, prepared.mesh.shape, prepared.heads, rounds)
     faults_bench.rows(request, torch.get_num_threads(), run.table("rows"))
     return [rows_table(run.tables["rows"], f"{ranks} ranks, milliseconds: median [quartiles]")]
 

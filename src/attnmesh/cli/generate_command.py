@@ -52,7 +52,7 @@ def generate(options: GenerateOptions) -> None:
     if is_first_rank():
         text = display.end()
         if options.as_json:
-            found = {"model": prepared.place, "mesh": str(prepared.mesh), "why": prepared.mesh.reason}
+            found = {"model": prepared.path, "mesh": str(prepared.mesh), "why": prepared.mesh.reason}
             print_json({**asdict(result), "text": text, **found, "machine": machine()})
         else:
             _print_table(result, prepared, options.verbose)

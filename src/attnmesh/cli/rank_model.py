@@ -39,7 +39,7 @@ def load_model(prompt: Prepared, dtype: str, weights: str, *, reproducible: bool
     logging.disable_progress_bar()  # each rank would show one
     logging.set_verbosity_error()
     images = prompt.images is not None
-    model = open_model(prompt.place, dtype, device, tp_mesh, prompt.mesh.output, images=images)
+    model = open_model(prompt.path, dtype, device, tp_mesh, prompt.mesh.output, images=images)
     if tp_mesh is not None:
         return Loaded(model, mesh, "shared along tp")
     alone, (shared, why) = mesh is None, prompt.layers

@@ -114,7 +114,7 @@ def _generation(source: str, prepared: Prepared) -> tuple[tuple[int, ...], dict[
     from attnmesh.hf.load import open_generation_config
     from attnmesh.serve.model_defaults import read_model_defaults, tokens_that_end
 
-    config = open_generation_config(prepared.place)
+    config = open_generation_config(prepared.path)
     return tokens_that_end(config, prepared.tokenizer), read_model_defaults(config) if source == "auto" else {}
 
 
@@ -122,7 +122,7 @@ def _ready(app: Any, host: str, port: int, prepared: Prepared, on_hosts: bool, f
     """Return what the command says when requests are served."""
     from attnmesh.hf.load import pinned
 
-    commit = pinned(prepared.place)[1].get("revision")  # that ranks which are started again read, too
+    commit = pinned(prepared.path)[1].get("revision")  # that ranks which are started again read, too
     place = f", revision {printable(commit)}" if commit else ""
     place += f", front {os.getpid()} on {gethostname()}" if on_hosts else ""
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"

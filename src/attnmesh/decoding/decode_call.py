@@ -17,9 +17,9 @@ from attnmesh.core.scaling import with_distance_bias
 from attnmesh.core.selection import Selection
 from attnmesh.decoding.decode_step import unchecked_step
 from attnmesh.decoding.prepared_step import find_step, prepare_step
-from attnmesh.decoding.step import decode_op, tensors_of
 from attnmesh.decoding.step_agreement import agreement_on
 from attnmesh.decoding.step_checks import StepInputs, check_bias, check_other_keys, check_step
+from attnmesh.decoding.step_op import decode_op, tensors_of
 from attnmesh.errors import DtypeError, InputError, KernelError, require
 from attnmesh.guard.argument_checks import check_checked, warn_if_swapped
 

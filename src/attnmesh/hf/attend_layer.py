@@ -155,6 +155,6 @@ def _attend_local(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, spec: MaskS
 
 def _attend_at(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, queries: Tensor, keys: Tensor) -> Tensor:
     """Return attention of queries to keys at these positions."""
-    logits = layer.scores.logits(SUBJECT, q.shape[-1])
+    scaling = layer.scores.scaling(SUBJECT, q.shape[-1])
     visible = Visible(layer.mask, queries, keys, selected=layer.selected)
-    return run_attend(layer.scores.widened(q), k, v, visible, logits, "auto", layer.sinks).out
+    return run_attend(layer.scores.widened(q), k, v, visible, scaling, "auto", layer.sinks).out

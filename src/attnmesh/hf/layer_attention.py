@@ -67,7 +67,7 @@ def attention_function(
     if isinstance(spec, TracedMask):
         with without_autocast(q):
             visible = spec.visible if selected is None else spec.visible & _picked(selected, q.shape[1], k.shape[2])
-            out = attend_traced(q, k, v, visible, Scores(scaling, softcap).logits(SUBJECT, q.shape[-1]), sinks)
+            out = attend_traced(q, k, v, visible, Scores(scaling, softcap).scaling(SUBJECT, q.shape[-1]), sinks)
         return out.transpose(1, 2).contiguous(), None
     bias = given.get("position_bias")
     if family.near_bias is not None:

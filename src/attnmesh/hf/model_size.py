@@ -80,7 +80,7 @@ def training_size(config: PreTrainedConfig, lora: int = 0, **workload: Any) -> T
     experts = getattr(config, "num_experts_per_tok", None) or 1
     widths = (getattr(config, name, None) for name in ("moe_intermediate_size", "intermediate_size"))
     inner = experts * next(filter(None, widths), 4 * config.hidden_size)
-    parameters = model.weights(1, False) // model.workload.item
+    parameters = model.weights(1, False) // model.workload.itemsize
     fits, fix = lora <= config.hidden_size, "take a smaller one, such as 16"
     require(fits, ModelError, "lora", f"a rank up to the model's width, {config.hidden_size}", f"{lora:,}", fix)
     sizes = model.layers, model.hidden, inner, config.vocab_size, parameters

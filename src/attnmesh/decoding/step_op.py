@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnmesh.core.selection import Selection
 from attnmesh.decoding.decode_step import DecodeStep
-from attnmesh.decoding.prepared_step import prepared
+from attnmesh.decoding.prepared_step import new_prepared_step
 from attnmesh.kernels.cache_view import CacheView, Padding
 from attnmesh.runtime.operators import operator
 
@@ -31,9 +31,9 @@ def decode_op(
 ) -> Tensor:
     """Run a step inside a graph, which cannot raise: all ranks get NaN if their calls differ."""
     view = view_of(cache, (step := DecodeStep.decode(names, numbers)).value_dim)
-    call_number = crc32(f"{numbers[4:]} {names.split(',')[2:]}".encode())
+    call_hash = crc32(f"{numbers[4:]} {names.split(',')[2:]}".encode())
     selected = None if indices is None else Selection(indices, step.index_block or 1)
-    out, _ = prepared(q, view, step).compute(q, [view], sinks, call_number, key_lengths, selected)
+    out, _ = new_prepared_step(q, view, step).compute(q, [view], sinks, call_hash, key_lengths, selected)
     return torch.where(view.state[0] <= step.capacity, out, torch.nan)
 
 
