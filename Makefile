@@ -34,7 +34,7 @@ demo: $(VENV)/ready            ## a real model reads 4,000 tokens on 4 ranks and
 serve: $(VENV)/ready           ## a server with a page at http://127.0.0.1:8000: SmolLM2 on 2 ranks
 	$(RUN)/attnmesh serve --model smollm2 --mesh keys=2
 
-QUICK := tests/core tests/kernels tests/mesh tests/planner tests/mesh_attention tests/decoding
+QUICK := tests/core tests/kernels tests/mesh tests/planner tests/mesh_attention tests/cache tests/decoding
 quick: $(VENV)/ready           ## laws, kernels, the planner, and meshes of 1, 2 and 4 ranks (about 1 minute on 2 cores)
 	CUDA_VISIBLE_DEVICES= $(RUN)/pytest -m 'quick and not gpu and not long' $(QUICK)
 

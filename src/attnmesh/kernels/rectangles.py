@@ -59,7 +59,7 @@ class Rectangle:
         keys = self.keys.stop - self.keys.start
         return (self.band.high.clamp(max=keys) <= self.band.low.clamp(min=0)).nonzero().flatten()
 
-    def of(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def slices(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the rectangle's queries, keys and values."""
         return q[:, :, self.queries], k[:, :, self.keys], v[:, :, self.keys]
 
@@ -164,7 +164,7 @@ def attend_rectangles(
     done = 0  # rows from here on have no partial yet
     for rectangle in rectangles:
         rows = Partial(*(x[:, :, rectangle.queries] for x in total))
-        partial = attend(*rectangle.of(q, k, v), rectangle)
+        partial = attend(*rectangle.slices(q, k, v), rectangle)
         if rectangle.queries.start < done:
             merge_into(rows, partial)
         else:
@@ -185,8 +185,8 @@ def backward_rectangles(
     """Return the sum of the gradients of rectangles, in float32 or wider."""
     total = Gradients(*(torch.zeros_like(x, dtype=sum_dtype(x.dtype)) for x in (q, k, v)))
     for rectangle in rectangles:
-        part = backward(*rectangle.of(q, k, v), saved.rows(rectangle.queries), rectangle)
-        for gradient, share in zip(rectangle.of(*total), part, strict=True):
+        part = backward(*rectangle.slices(q, k, v), saved.rows(rectangle.queries), rectangle)
+        for gradient, share in zip(rectangle.slices(*total), part, strict=True):
             gradient.add_(share)
     return total
 

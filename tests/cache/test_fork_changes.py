@@ -11,7 +11,7 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh import errors, hf
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.decoding.test_fork import random
+from tests.cache.test_fork import random
 from tests.support import families
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
