@@ -132,12 +132,12 @@ def code_to_run(plan: Plan) -> str:
       out = am.decode(q, cache, merge="direct")
     """
     mesh = f"  mesh = am.init_mesh({tuple(plan.shape)})"
-    how = f'"{plan.exchange}"' + ("" if plan.workload.selected is None else ", selected=am.Selection(indices)")
+    exchange = f'"{plan.exchange}"' + ("" if plan.workload.selected is None else ", selected=am.Selection(indices)")
     if plan.workload.phase == "decode":
-        return f"{mesh}\n  out = am.decode(q, cache, merge={how})"
+        return f"{mesh}\n  out = am.decode(q, cache, merge={exchange})"
     if plan.workload.latent is not None and plan.workload.phase == "prefill":
         return f'{mesh}\n  cache = hf.ShardedCache(model.config, mesh, exchange="{plan.exchange}")'
-    return f"{mesh}\n  out = am.attention(q, k, v, mesh=mesh, layout=am.{plan.layout}, exchange={how})"
+    return f"{mesh}\n  out = am.attention(q, k, v, mesh=mesh, layout=am.{plan.layout}, exchange={exchange})"
 
 
 def _print(workload: str | None, shown: Sequence[Plan], report: Path | None, verbose: bool) -> None:

@@ -32,10 +32,10 @@ ALIGNMENT = 16
 class HostMerge:
     """The merge of partials of one shape in float32, along an axis whose ranks share a host and the native library."""
 
-    def __init__(self, axis: Axis, shape: tuple[int, ...], how: Merge, mailboxes: Mailboxes) -> None:
+    def __init__(self, axis: Axis, shape: tuple[int, ...], merge: Merge, mailboxes: Mailboxes) -> None:
         self.axis, self.shape, self.mailboxes = axis, shape, mailboxes
         self.rows, self.width = math.prod(shape[:-1]), shape[-1]
-        self.rounds = rounds(axis, False)[axis.index] if how.in_rounds else None
+        self.rounds = rounds(axis, False)[axis.index] if merge.in_rounds else None
 
     def blank(self) -> Tensor:
         """Return memory for a message: the checksum, the lse of each row, and the rows of out.
@@ -75,15 +75,15 @@ class HostMerge:
 
 
 @cached_per_world(1024)
-def host_merge_for(axis: Axis, shape: tuple[int, ...], how: Merge) -> HostMerge | None:
+def host_merge_for(axis: Axis, shape: tuple[int, ...], merge: Merge) -> HostMerge | None:
     """Return the merge of float32 partials of this shape, or None if one native call cannot do it.
 
     The first call along an axis is collective.
     """
     mailboxes, form = whole_mailboxes(axis), PartialMessage(shape, torch.float32, torch.float32)
-    if mailboxes is None or not form.is_native or not how.is_native:
+    if mailboxes is None or not form.is_native or not merge.is_native:
         return None
-    return HostMerge(axis, shape, how, mailboxes)
+    return HostMerge(axis, shape, merge, mailboxes)
 
 
 def merge_in_host(

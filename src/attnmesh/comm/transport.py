@@ -120,7 +120,7 @@ class Transport:
         out = numerator / denominator.masked_fill(denominator == 0, 1.0).unsqueeze(-1)
         return peaks[:2], Partial(out, peak + denominator.log())
 
-    def form_of(self, form: PartialMessage, how: Merge) -> PartialMessage:
+    def form_of(self, form: PartialMessage, merge: Merge) -> PartialMessage:
         """Return the form in which a partial travels."""
         return form
 
@@ -292,9 +292,9 @@ class Nccl(Transport):
             return None
         return self.memory if _wide(form).size <= self.memory.longest else None
 
-    def form_of(self, form: PartialMessage, how: Merge) -> PartialMessage:
+    def form_of(self, form: PartialMessage, merge: Merge) -> PartialMessage:
         """Return the form of symmetric memory, if that takes the message."""
-        return _wide(form) if how.at_once and self.memory_for(form) is not None else form
+        return _wide(form) if merge.at_once and self.memory_for(form) is not None else form
 
     def merges_whole(self, form: PartialMessage) -> bool:
         """Return whether symmetric memory merges such messages."""

@@ -89,48 +89,40 @@ class PreparedStep(NamedTuple):
         the cache. The output is NaN if the ranks' calls differ. The host reads nothing of a device.
         """
         step, host, message, checksum, into = self.step, self.host_merge, None, None, None
-        rank_q, rank_sinks, own = q, sinks, selected
+        own_q, own_sinks, own_selected = q, sinks, selected  # of this rank's heads
         if step.heads.size > 1:
-            heads = step.heads.share_of(q.shape[1])
-            rank_q, rank_sinks = q[:, heads], None if sinks is None else sinks[heads]
-            own = selected and selection_of_rank(selected, step.heads)
+            own_q, own_sinks, own_selected = self._of_own_heads(q, sinks, selected)
         if host is not None:
             message = host.blank()
             into = host.partial_in(message)
         elif self.steps.in_place is not None:
-            shape, dtype = (*rank_q.shape[:-1], step.value_dim), sum_dtype(q.dtype)
-            into = Partial(q.new_empty(shape), q.new_empty(shape[:-1], dtype=dtype)) if not step.reproducible else None
-            if step.tokens.size > 1:  # the kernel writes into the message
-                message, checksum, into = blank_message(shape, dtype, q.device)
+            message, checksum, into = self._message(own_q)
         # The first rank adds the sinks; a reproducible step adds them after the merge, on any number of ranks.
-        added = rank_sinks if step.tokens.index == 0 and not step.reproducible else None
+        added = own_sinks if step.tokens.index == 0 and not step.reproducible else None
         block = step.block if step.reproducible else None
         lengths = None if key_lengths is None else key_lengths.to(q.device)
-        query = DecodeQuery(rank_q, step.mask, step.scaling, step.capacity, added, block, into, lengths, other_keys)
+        query = DecodeQuery(own_q, step.mask, step.scaling, step.capacity, added, block, into, lengths, other_keys)
         attend = named(ATTENTION, self.steps.attend) if is_profiled() else self.steps.attend
-        partial = attend(query, views, own)
+        partial = attend(query, views, own_selected)
         if not self.alone:
             tensors, state = [q] if sinks is None else [q, sinks], views[0].state
             if key_lengths is not None and key_lengths.device.type != "cpu":
                 tensors.append(key_lengths)  # else part of the hash
             if selected is not None:
                 tensors.append(selected.indices)
-            for row, view in enumerate(views[1:], 2):
-                state = state + row * view.state[:1]
+            for factor, view in enumerate(views[1:], 2):
+                state = state + factor * view.state[:1]
             if host is not None and message is not None:
                 merge = named(MERGE, host.run) if is_profiled() else host.run
                 if not merge(message, call_hash + state.tolist()[0], tensors):
                     checksum = partial.out.fill_(torch.nan)
             else:
                 checksum = call_checksum(tensors, call_hash, state, partial.lse, checksum)
-                how = step.tokens, step.merge, step.output
-                partial, checksum = merge_ranks(partial, checksum, *how, canonical=step.reproducible, message=message)
+                along = step.tokens, step.merge, step.output
+                partial, checksum = merge_ranks(partial, checksum, *along, canonical=step.reproducible, message=message)
         out = partial.out if self.heads is None else partial.out[:, self.heads]
         if step.reproducible:
-            if rank_sinks is not None and step.output == "heads":
-                rank_sinks = rank_sinks[step.tokens.share_of(len(rank_sinks))]
-            # Merging with an empty partial turns -0.0 into 0.0, and more ranks mean more empty partials.
-            out = with_sinks(partial, rank_sinks).out + 0.0
+            out = self._with_sinks(partial, own_sinks)
         out = out.to(q.dtype).contiguous()
         if lengths is not None:  # NaN where no such number of keys is cached
             wrong = (lengths < 0) | (lengths > views[0].state[0])
@@ -138,6 +130,33 @@ class PreparedStep(NamedTuple):
         if checksum is not None and step.heads.size > 1:
             return gather_heads(out, checksum, step, q.shape[1])
         return out, checksum
+
+    def _of_own_heads(
+        self, q: Tensor, sinks: Tensor | None, selected: Selection | None
+    ) -> tuple[Tensor, Tensor | None, Selection | None]:
+        """Return the queries, sinks and selection of this rank's heads."""
+        heads = self.step.heads.share_of(q.shape[1])
+        own_sinks = None if sinks is None else sinks[heads]
+        return q[:, heads], own_sinks, selected and selection_of_rank(selected, self.step.heads)
+
+    def _message(self, q: Tensor) -> tuple[Tensor | None, Tensor | None, Partial | None]:
+        """Return a message with its checksum and the partial in it, which a kernel that reads the cache writes.
+
+        One rank has the partial alone; a reproducible one merges into new memory.
+        """
+        shape, dtype = (*q.shape[:-1], self.step.value_dim), sum_dtype(q.dtype)
+        if self.step.tokens.size > 1:
+            return blank_message(shape, dtype, q.device)
+        if self.step.reproducible:
+            return None, None, None
+        return None, None, Partial(q.new_empty(shape), q.new_empty(shape[:-1], dtype=dtype))
+
+    def _with_sinks(self, partial: Partial, sinks: Tensor | None) -> Tensor:
+        """Return the output with sinks, with the same bits on any number of ranks."""
+        if sinks is not None and self.step.output == "heads":
+            sinks = sinks[self.step.tokens.share_of(len(sinks))]
+        # Merging with an empty partial turns -0.0 into 0.0, and more ranks mean more empty partials.
+        return with_sinks(partial, sinks).out + 0.0
 
 
 def find_step(inputs: StepInputs, options: tuple[Any, ...]) -> tuple[tuple[Any, ...] | None, PreparedStep | None]:
@@ -198,7 +217,7 @@ def new_prepared_step(q: Tensor, view: CacheView, step: DecodeStep) -> PreparedS
     host, heads = None, None
     one_host = axis.size > 1 and step.heads.size == 1 and q.device.type == "cpu" and not step.reproducible
     if one_host and steps.in_place is None and sum_dtype(q.dtype) == torch.float32:
-        how = chosen_merge(axis, step.merge, step.output, q.device)
-        host = host_merge_for(axis, (*q.shape[:-1], step.value_dim), how)
+        merge = chosen_merge(axis, step.merge, step.output, q.device)
+        host = host_merge_for(axis, (*q.shape[:-1], step.value_dim), merge)
         heads = None if host is None else host.heads(step.output)
     return PreparedStep(step, steps, host, heads, alone=axis.size == step.heads.size == 1)

@@ -60,8 +60,8 @@ def ask_in_step(step: DecodeStep, like: Tensor, shape: Sequence[int], value_dim:
     """
     heads = step.heads.share_of(shape[1])
     q = like.new_empty(1).expand(shape)[:, heads]
-    nothing, how = identity(q, value_dim, sum_dtype(q.dtype)), (step.tokens, step.merge, step.output)
-    partial, checksum = merge_ranks(nothing, question_like(nothing.lse), *how, canonical=step.reproducible)
+    nothing, along = identity(q, value_dim, sum_dtype(q.dtype)), (step.tokens, step.merge, step.output)
+    partial, checksum = merge_ranks(nothing, question_like(nothing.lse), *along, canonical=step.reproducible)
     return gather_heads(partial.out.to(q.dtype).contiguous(), checksum, step, shape[1])[1]
 
 

@@ -110,8 +110,8 @@ def _prefill(q: Tensor, pending: PendingKV, layer: LayerCall, shards: Shards, is
     kv = pending.layer.reserve(pending, shards.length, layer.mask) if is_new else pending.layer.cached
     if not shards.has_prefix:
         scale, softcap, bias = layer.scores
-        how = cache.exchange, cache.kernel, scale, softcap, shards.length, shards.length, None
-        options = Options(shards.mask_of(layer.mask), shards.layout, shards.layout, *how)
+        rest = cache.exchange, cache.kernel, scale, softcap, shards.length, shards.length, None
+        options = Options(shards.mask_of(layer.mask), shards.layout, shards.layout, *rest)
         call = Call(q, pending.k, pending.v, layer.sinks, None, options, layer.selected, bias)
         other_keys = pending.layer.other_keys(q, scale)
         out = attend_prompt(call, shards.mesh, cache.checked, pending.projected_latents, other_keys)

@@ -91,8 +91,8 @@ def _of_sequences(query: DecodeQuery, piece: CacheView, padding: Padding) -> lis
     """Return the runs of each sequence of a padded batch. Padding cuts its keys into runs, mostly one."""
     length, used, *_ = piece.state.tolist()
     tokens = torch.arange(length - query.q.shape[2], length, device=padding.positions.device)
-    real, queries = (x.cpu() for x in padding.last(tokens))
-    positions, runs = padding.positions[:, :used].cpu(), list[Run]()
+    real, queries = padding.last(tokens)
+    real, queries, positions, runs = real.cpu(), queries.cpu(), padding.positions[:, :used].cpu(), list[Run]()
     first, last = query.mask.bounds(queries)
     is_one, is_biased = len(tokens) == 1 and query.key_lengths is None, query.q.shape[3] > piece.keys.shape[3]
     if query.key_lengths is not None:

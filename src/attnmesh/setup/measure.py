@@ -216,10 +216,12 @@ def measure(mesh: DeviceMesh | None, dtype: torch.dtype | None = None) -> Cluste
     device_rates = measure_device(world, dtype)
     inside, between = measure_link(world, between=False), measure_link(world, between=True)
     ranks = sizes.pop()
-    how = "ring" if device.type == "cpu" else "tree"
+    collectives = "ring" if device.type == "cpu" else "tree"
     source = (("all", f"measured on {world.axis.size} ranks in {dtype}, all at work, torch {torch.__version__}"),)
     name = f"measured {len(world.hosts)}x{ranks}"
-    return Cluster(name, len(world.hosts), ranks, device_rates, inside, between, short_collectives=how, sources=source)
+    return Cluster(
+        name, len(world.hosts), ranks, device_rates, inside, between, short_collectives=collectives, sources=source
+    )
 
 
 def _memory(world: MeasuredRanks) -> float:
