@@ -100,8 +100,8 @@ def choices() -> Iterator[Choice]:
 def _chosen(q: Tensor, k: Tensor, mask: Mask) -> str:
     """Return the name of the kernel, or of PyTorch's CUDA operator."""
     kernel = choice.choose(Need.of(q, k, k, LOGITS))
-    (block, *_) = kernel.cut(Band.of(mask, torch.arange(q.shape[2]), k.shape[2]), q, k, k)
-    return kernel.operator_name(*block.of(q, k, k), block)
+    (rectangle, *_) = kernel.cut(Band.of(mask, torch.arange(q.shape[2]), k.shape[2]), q, k, k)
+    return kernel.operator_name(*rectangle.slices(q, k, k), rectangle)
 
 
 def law_error() -> float:
