@@ -1,10 +1,12 @@
 """The best plan of each published scheme."""
 
 from collections.abc import Iterable, Mapping
+from itertools import cycle
 from typing import NamedTuple
 
 from attnmesh.errors import ClusterError
 from attnmesh.mesh.cluster import Cluster
+from attnmesh.mesh.merges import MERGES
 from attnmesh.planner.plan import Plan, plan
 from attnmesh.planner.workload import Workload
 
@@ -16,12 +18,10 @@ class CurveStyle(NamedTuple):
     dashed: bool = False
 
 
-MERGED = {
-    "Tree Attention": "#3b7dd8",
-    "Helix, DCP": "#e07b2a",
-    "gathered partials": "#2e9e6b",
-    "Tree Attention by all-reduces": "#c2408f",
-}
+COLOURS = ("#3b7dd8", "#e07b2a", "#2e9e6b", "#c2408f")
+"""Colours of the merges' schemes, in order of their records; further ones take them again."""
+
+MERGED = dict(zip(dict.fromkeys(merge.known_as for merge in MERGES.values()), cycle(COLOURS), strict=False))
 
 SCHEMES = {
     "one device": CurveStyle("#8a8f98"),
