@@ -176,7 +176,7 @@ def mixed(mistake: str) -> list[str]:
             one.run(given(1, 64))
     except CallsDifferError:
         try:
-            Agreement(mesh_of(along), "a layer", {"index": along.index}).unequal()
+            Agreement(mesh_of(along), "a layer", {"index": along.index}).raise_unequal()
         except InputError as error:
             said.append(type(error).__name__)
     except ValueError as error:

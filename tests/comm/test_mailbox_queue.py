@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import attnmesh as am
 from attnmesh.cli.launch import run_on_ranks
 from attnmesh.comm.p2p import exchange_messages
-from attnmesh.comm.shared_memory import SLOT
+from attnmesh.comm.shared_memory import MESSAGE_BYTES
 from attnmesh.comm.transport import all_gather_ints
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.mesh.shapes import AXES, Shape
@@ -38,7 +38,9 @@ def _exchange_in_any_order(seed: int) -> tuple[int, int]:
     common, own = Random(seed), Random(f"{seed} {axis.index}")
     under_way, wrong = [], 0
     for number in range(30):
-        size = common.choice((0, 1, 100, 5000, SLOT, SLOT + 1, 2 * SLOT, 2 * SLOT + 1))
+        size = common.choice(
+            (0, 1, 100, 5000, MESSAGE_BYTES, MESSAGE_BYTES + 1, 2 * MESSAGE_BYTES, 2 * MESSAGE_BYTES + 1)
+        )
         peers = [peer for peer in range(axis.size) if peer != axis.index and common.random() < 2]
         sends = {peer: (_message(number, axis.index, peer, size),) for peer in peers}
         wanted = {peer: (torch.empty(size, dtype=torch.uint8, device="meta"),) for peer in peers}
@@ -61,7 +63,7 @@ def _share() -> bool:
     """On a rank of four: whether each knows the numbers of all, by shard, also if these do not fit on a board."""
     mesh = Mesh.of(named_mesh(Shape(1, 2, 2), AXES))
     right = True
-    for count in (1, 6, 3, SLOT // 64, SLOT // 16, 7) * 5:
+    for count in (1, 6, 3, MESSAGE_BYTES // 64, MESSAGE_BYTES // 16, 7) * 5:
         table = all_gather_ints([mesh.shard * count + i for i in range(count)], mesh)
         right &= table == [[shard * count + i for i in range(count)] for shard in range(4)]
     return right

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import attnmesh as am
 from attnmesh.comm import shared_memory
-from attnmesh.comm.shared_memory import SLOT, Mailboxes
+from attnmesh.comm.shared_memory import MESSAGE_BYTES, Mailboxes
 from attnmesh.comm.topology import host_mailboxes
 from attnmesh.errors import MeshError
 from attnmesh.guard.agreement import Agreement
@@ -41,7 +41,7 @@ def _boards(ranks: int, processes: list[int], timeout: float = 2.0) -> list[Mail
 @here
 def test_messages_come_whole_and_in_order() -> None:
     one, other = _boards(2, [0, 0])
-    sizes = Random(0).choices((1, 7, 64, 1000, SLOT), k=500)
+    sizes = Random(0).choices((1, 7, 64, 1000, MESSAGE_BYTES), k=500)
 
     def write() -> None:
         for number, size in enumerate(sizes):
@@ -113,7 +113,7 @@ def _talk_along(axis: Axis, rounds: int) -> int:
     assert own is not None
     wrong = 0
     for number in range(rounds):
-        size = Random(number).choice((1, 100, 5000, SLOT))
+        size = Random(number).choice((1, 100, 5000, MESSAGE_BYTES))
         others = [rank for rank in range(axis.size) if rank != axis.index]
         for peer in others:
             own.send(peer, _message(Random(f"{number} {axis.index} {peer}"), size))
@@ -205,7 +205,7 @@ def _on_two_hosts(size: int) -> bool:
         socket.gethostname = name
 
 
-@pytest.mark.parametrize("size", [10, SLOT // 16, 1 << 17])
+@pytest.mark.parametrize("size", [10, MESSAGE_BYTES // 16, 1 << 17])
 def test_hosts_with_and_without_a_board_merge_messages_of_any_length(size: int, pool: Pool) -> None:
     assert pool.run(3, _on_two_hosts, size) == [True] * 3
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import attnmesh as am
 from attnmesh.errors import InputError
-from attnmesh.kernels.cache_runs import CacheSteps
+from attnmesh.kernels.cache_runs import CachedAttention
 from attnmesh.kernels.native.build import library
 from attnmesh.runtime.memo import Memo
 from tests.support.pool import Pool
@@ -244,7 +244,9 @@ def _infinite(odd: int) -> tuple[bool, Tensor]:
         am.decode(q, cache)
     if dist.get_rank() == odd:
         cache.values[0, 0, 0] = torch.nan
-    with mock.patch.object(CacheSteps, "_compute", autospec=True, side_effect=CacheSteps._compute) as computed:
+    with mock.patch.object(
+        CachedAttention, "_compute", autospec=True, side_effect=CachedAttention._compute
+    ) as computed:
         out = am.decode(q, cache)
     return computed.called, out
 

@@ -15,7 +15,7 @@ from attnmesh.core.selection import Selection
 from attnmesh.core.storage import STORAGES
 from attnmesh.kernels import selected_keys as reads
 from attnmesh.kernels import stored
-from attnmesh.kernels.implementations.native import NATIVE, NativeLaunch
+from attnmesh.kernels.implementations.native import NATIVE, BoundNative
 from attnmesh.kernels.implementations.reference import Reference
 from attnmesh.kernels.native.build import library
 from attnmesh.kernels.selected_keys import SelectedKeys
@@ -160,13 +160,13 @@ def test_a_known_step_is_one_launch(storage: str, dtype: torch.dtype, monkeypatc
     k, v = torch.randn(2, 2, 2, 500, 64).to(dtype)
     cache.append(k, v)
     q = torch.randn(2, 8, 1, 64).to(dtype)
-    expected, launches, launch = am.decode(q, cache), [], NativeLaunch.launch
+    expected, launches, launch = am.decode(q, cache), [], BoundNative.launch
 
     def count(*arguments: Any) -> bool:
         launches.append(arguments)
         return launch(*arguments)
 
-    monkeypatch.setattr(NativeLaunch, "launch", count)
+    monkeypatch.setattr(BoundNative, "launch", count)
     monkeypatch.setattr(CacheKernel, "__call__", refuse)
     assert torch.equal(am.decode(q, cache), expected)
     assert len(launches) == 1

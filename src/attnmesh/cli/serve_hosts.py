@@ -74,7 +74,7 @@ class TorchrunRanks:
             if again:
                 os.kill(int((self.folder / "rank").read_text()), SIGKILL)
             elif self.agent.is_alive():
-                os.kill(self.agent.number, SIGTERM)
+                os.kill(self.agent.pid, SIGTERM)
 
 
 def serve_under_torchrun(settings: Any) -> None:

@@ -15,7 +15,7 @@ from attnmesh.comm.mailbox_queue import finish_letters_of
 from attnmesh.comm.shared_memory import (
     CHECK_INTERVAL,
     HEAD,
-    SLOT,
+    MESSAGE_BYTES,
     Awaited,
     CallsDifferError,
     Exchange,
@@ -38,7 +38,7 @@ MOST_ROWS = {torch.float32: 32, torch.bfloat16: 16, torch.float16: 16}
 COLUMNS = 32
 """Divides the columns of a weight: the widest vectors hold so many numbers of two loads."""
 
-HALF, TAG_BYTES = SLOT // 2, 64
+HALF, TAG_BYTES = MESSAGE_BYTES // 2, 64
 """Bytes of a half of a board, and those before its outputs."""
 
 BOARD_BYTES = HALF - TAG_BYTES
@@ -101,12 +101,14 @@ class HostLinear:
         self.number, self.layers, self.axis, self.mailboxes = number, layers, axis, mailboxes
         weight, _ = layers[0]
         self.sizes, self.memories = [len(weight) for weight, _ in layers], [memory_of(*layer) for layer in layers]
-        self.outputs, self.function = sum(self.sizes), cast(Exchange, library().linear)
+        self.out_features, self.function = sum(self.sizes), cast(Exchange, library().linear)
         board, spin = 0, 0
         if mailboxes is not None:
-            board, spin = mailboxes.start + min(mailboxes.outputs.values()), mailboxes.spin
-        boards = HEAD + SLOT, HALF, axis.size, axis.index, spin, int(CHECK_INTERVAL * 1e9)
-        self.fixed_fields = FIXED.pack(board, DTYPES[weight.dtype], weight.shape[1], *boards, self.outputs, len(layers))
+            board, spin = mailboxes.start + min(mailboxes.output_boards.values()), mailboxes.spin
+        boards = HEAD + MESSAGE_BYTES, HALF, axis.size, axis.index, spin, int(CHECK_INTERVAL * 1e9)
+        self.fixed_fields = FIXED.pack(
+            board, DTYPES[weight.dtype], weight.shape[1], *boards, self.out_features, len(layers)
+        )
         for weight, bias in layers:
             first = 0 if bias is None else bias.data_ptr()
             turned = weight.stride(1) != 1
@@ -131,36 +133,36 @@ class HostLinear:
         Raise `CallsDifferError` if other ranks have called other layers, or of another number of rows.
         """
         rows, mailboxes = x.numel() // x.shape[-1], self.mailboxes
-        out = x.new_empty(rows * self.outputs)
-        before = 0 if mailboxes is None else mailboxes.pieces
+        out = x.new_empty(rows * self.out_features)
+        before = 0 if mailboxes is None else mailboxes.published
         tag, threads = self.number * ROWS + rows, torch.get_num_threads()
         fields = CALL.pack(x.data_ptr(), out.data_ptr(), rows, tag, before, threads) + self.fixed_fields
         code = self.function(fields, 0) if mailboxes is None else self._share(mailboxes, fields, rows, before)
         if code < 0:
             raise MemoryError("the native kernel gets no memory") if code == NO_MEMORY else RuntimeError(FAILED)
-        count_messages(self.axis.size - 1, 4 * rows * self.outputs // self.axis.size)
+        count_messages(self.axis.size - 1, 4 * rows * self.out_features // self.axis.size)
         if len(self.sizes) == 1:
-            return [out.view(*x.shape[:-1], self.outputs)]
+            return [out.view(*x.shape[:-1], self.out_features)]
         parts = out.split([rows * size for size in self.sizes])
         return [part.view(*x.shape[:-1], size) for part, size in zip(parts, self.sizes, strict=True)]
 
     def _share(self, mailboxes: Mailboxes, fields: bytes, rows: int, before: int) -> int:
         """Compute and exchange the outputs piece by piece. Return what the native call returns."""
-        pieces = -(-self.outputs // (self.axis.size * (BOARD_BYTES // 4 // rows)))
+        published = -(-self.out_features // (self.axis.size * (BOARD_BYTES // 4 // rows)))
         turns = self.axis.size + 1
         try:
             if mailboxes.has_left:
-                raise mailboxes.left(next(one for one in mailboxes.members if one != self.axis.index))
+                raise mailboxes.error_after_loss(next(one for one in mailboxes.members if one != self.axis.index))
             if WORLD.letters:
                 finish_letters_of(mailboxes)
             code = self.function(fields, 0)
-            if 0 <= code < pieces * turns:
+            if 0 <= code < published * turns:
 
                 def awaited(done: int) -> Awaited:  # of each piece the first turn computes, and waits for no rank
                     piece, turn = divmod(done, turns)
-                    return Awaited(turn - 1, mailboxes.outputs[turn - 1] // 8, before + piece + 1)
+                    return Awaited(turn - 1, mailboxes.output_boards[turn - 1] // 8, before + piece + 1)
 
-                code = mailboxes.go_on(partial(self.function, fields), code, pieces * turns, awaited)
+                code = mailboxes.go_on(partial(self.function, fields), code, published * turns, awaited)
         except PeerLostError as error:
             raise failure(self.axis, "sharing a layer", error.peer, error) from error
         if code == DIFFERENT_CALL:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnmesh.comm.failures import failure
 from attnmesh.comm.mailbox_queue import finish_letters_of
-from attnmesh.comm.message import MODULUS, PartialMessage
+from attnmesh.comm.message import MODULUS, MessageLayout
 from attnmesh.comm.shared_memory import UNEQUAL_CHECKSUM, CallsDifferError, Mailboxes, PeerLostError
 from attnmesh.comm.topology import rounds, whole_mailboxes
 from attnmesh.core.partial import Partial
@@ -56,12 +56,12 @@ class HostMerge:
         """Return this rank's share of the heads, or None for all."""
         return self.axis.share_of(self.shape[1]) if output == "heads" else None
 
-    def run(self, message: Tensor, number: int, tensors: Sequence[Tensor] = ()) -> bool:
+    def run(self, message: Tensor, call_hash: int, tensors: Sequence[Tensor] = ()) -> bool:
         """Merge the messages of all ranks in place. Return whether their numbers, and bits of tensors, are equal."""
         for x in tensors:
-            number += digest_on_host(x)
-        start, number = message.data_ptr(), wrapped(number) % MODULUS
-        memmove(start, CHECKSUM.pack(number, -number), CHECKSUM.size)
+            call_hash += digest_on_host(x)
+        start, call_hash = message.data_ptr(), wrapped(call_hash) % MODULUS
+        memmove(start, CHECKSUM.pack(call_hash, -call_hash), CHECKSUM.size)
         traffic, began = current_traffic.get(), perf_counter()
         try:
             merge_in_host(message, self.rows, self.width, self.axis, self.mailboxes, self.rounds)
@@ -80,8 +80,8 @@ def host_merge_for(axis: Axis, shape: tuple[int, ...], merge: Merge) -> HostMerg
 
     The first call along an axis is collective.
     """
-    mailboxes, form = whole_mailboxes(axis), PartialMessage(shape, torch.float32, torch.float32)
-    if mailboxes is None or not form.is_native or not merge.is_native:
+    mailboxes, layout = whole_mailboxes(axis), MessageLayout(shape, torch.float32, torch.float32)
+    if mailboxes is None or not layout.is_native or not merge.is_native:
         return None
     return HostMerge(axis, shape, merge, mailboxes)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnmesh.comm.shared_memory import SLOT
+from attnmesh.comm.shared_memory import MESSAGE_BYTES
 from attnmesh.core.digest import ROW, digest
 from attnmesh.core.partial import Partial, merge_stack
 from attnmesh.kernels.native.native_digest import digest_on_host, wrapped
@@ -25,12 +25,12 @@ QUESTION = float(MODULUS)
 
 
 @dataclass(frozen=True)
-class PartialMessage:
+class MessageLayout:
     """Layout of a message of bytes: (checksum, lse, out), the checksum in the dtype of lse."""
 
     shape: tuple[int, ...]
-    lse: torch.dtype
-    out: torch.dtype
+    lse_dtype: torch.dtype
+    out_dtype: torch.dtype
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -41,13 +41,14 @@ class PartialMessage:
     def size(self) -> int:
         """Bytes of a message."""
         rows, width = self.sizes
-        head, out = (2 + rows) * self.lse.itemsize, rows * width * self.out.itemsize
-        return head + -(-out // self.lse.itemsize) * self.lse.itemsize  # whole numbers of lse's dtype, to be viewed so
+        head, out = (2 + rows) * self.lse_dtype.itemsize, rows * width * self.out_dtype.itemsize
+        # A whole count of numbers in the dtype of lse, as which a message is viewed.
+        return head + -(-out // self.lse_dtype.itemsize) * self.lse_dtype.itemsize
 
     @property
     def is_native(self) -> bool:
         """True for messages that the native library merges through mailboxes: short ones, all in float32."""
-        return self.lse == self.out == torch.float32 and self.size <= SLOT and not interpreted()
+        return self.lse_dtype == self.out_dtype == torch.float32 and self.size <= MESSAGE_BYTES and not interpreted()
 
     def blank(self, device: torch.device) -> Tensor:
         """Return memory for one message."""
@@ -61,12 +62,12 @@ class PartialMessage:
     def partial(self, message: Tensor) -> tuple[Tensor, Partial]:
         """Return the checksum and the partial of a message, with `out` in the dtype of lse."""
         checksum, (out, lse) = self.partial_in(message)
-        return checksum, Partial(out.to(self.lse), lse)
+        return checksum, Partial(out.to(self.lse_dtype), lse)
 
     def message(self, checksum: Tensor, partial: Partial) -> Tensor:
         """Return the message of one rank."""
-        out = partial.out.to(self.out).reshape(-1)
-        if self.out == self.lse:
+        out = partial.out.to(self.out_dtype).reshape(-1)
+        if self.out_dtype == self.lse_dtype:
             return torch.cat((checksum, partial.lse.reshape(-1), out)).view(torch.uint8)
         head = torch.cat((checksum, partial.lse.reshape(-1))).view(torch.uint8)
         padding = head.new_zeros(self.size - head.nbytes - out.nbytes)
@@ -74,11 +75,11 @@ class PartialMessage:
 
     def read(self, rows: Tensor) -> tuple[Tensor, Partial]:
         """Return the checksums and the partials of several messages, stacked."""
-        size, first, count = self.lse.itemsize, 2 * self.lse.itemsize, math.prod(self.shape[:-1])
+        size, first, count = self.lse_dtype.itemsize, 2 * self.lse_dtype.itemsize, math.prod(self.shape[:-1])
         middle = first + count * size
-        lse = rows[:, first:middle].view(self.lse).view(len(rows), *self.shape[:-1])
-        out = rows[:, middle : middle + count * self.shape[-1] * self.out.itemsize].view(self.out)
-        return rows[:, :first].view(self.lse), Partial(out.view(len(rows), *self.shape), lse)
+        lse = rows[:, first:middle].view(self.lse_dtype).view(len(rows), *self.shape[:-1])
+        out = rows[:, middle : middle + count * self.shape[-1] * self.out_dtype.itemsize].view(self.out_dtype)
+        return rows[:, :first].view(self.lse_dtype), Partial(out.view(len(rows), *self.shape), lse)
 
     def merge_messages(self, rows: Tensor) -> Tensor:
         """Return the merge of several messages as one message."""
@@ -101,9 +102,9 @@ class PartialMessage:
 
 def blank_message(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Partial]:
     """Return memory for a message, and views of the checksum and the partial in it."""
-    form = PartialMessage(shape, dtype, dtype)
-    message = form.blank(device)
-    return message, *form.partial_in(message)
+    layout = MessageLayout(shape, dtype, dtype)
+    message = layout.blank(device)
+    return message, *layout.partial_in(message)
 
 
 def call_checksum(tensors: Sequence[Tensor], call: int, state: Tensor, like: Tensor, into: Tensor | None) -> Tensor:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attnmesh.comm.message import PartialMessage
+from attnmesh.comm.message import MessageLayout
 from attnmesh.comm.shared_memory import UNEQUAL_CHECKSUM, CallsDifferError
 from attnmesh.comm.topology import rounds
 from attnmesh.comm.transport import transport_of
@@ -26,7 +26,7 @@ def merge_ranks(
     output: str,
     wire: torch.dtype | None = None,
     *,
-    canonical: bool = False,
+    reproducible: bool = False,
     message: Tensor | None = None,
 ) -> tuple[Partial, Tensor]:
     """Return the merge of the partials of all ranks, and the maximum of their checksums. `out` is NaN if these differ.
@@ -47,20 +47,20 @@ def merge_ranks(
     dtype = sum_dtype(partial.out.dtype)
     transport = transport_of(axis, checksum.device)
     try:
-        merge = chosen_merge(axis, how, output, checksum.device, canonical=canonical)
-        form = PartialMessage(tuple(partial.out.shape), dtype, wire if wire and merge.is_packed else dtype)
+        merge = chosen_merge(axis, how, output, checksum.device, reproducible=reproducible)
+        layout = MessageLayout(tuple(partial.out.shape), dtype, wire if wire and merge.is_packed else dtype)
         # A rank that expects a shorter message cannot receive this one: compare checksums in a short message first.
-        if not merge.is_collective and form.size > transport.most_unequal:
-            compared = exchange_checksums(axis, how, output, checksum, canonical=canonical)
+        if not merge.is_collective and layout.size > transport.most_unequal:
+            compared = exchange_checksums(axis, how, output, checksum, reproducible=reproducible)
             if float(compared.sum()) != 0:
                 return nan_unless_equal(own, compared), compared
         with timed_merge():
-            form = transport.form_of(form, merge)
-            if merge.at_once and output == "heads" and not transport.merges_whole(form):
-                own, checksum = send_heads(partial, checksum, form, axis)
+            layout = transport.layout_of(layout, merge)
+            if merge.at_once and output == "heads" and not transport.merges_whole(layout):
+                own, checksum = send_heads(partial, checksum, layout, axis)
                 return nan_unless_equal(own, checksum), checksum
-            message = form.message(checksum, partial) if message is None else message
-            checksum, whole = merge.run(transport, message, form, canonical)
+            message = layout.message(checksum, partial) if message is None else message
+            checksum, whole = merge.run(transport, message, layout, reproducible)
     except CallsDifferError:  # the ranks that compare their calls wait for this one
         checksum = torch.full_like(checksum, UNEQUAL_CHECKSUM)
         return nan_unless_equal(own, checksum), checksum
@@ -74,26 +74,26 @@ def nan_unless_equal(partial: Partial, checksum: Tensor) -> Partial:
     return Partial(torch.where(checksum.sum() == 0, partial.out, torch.nan), partial.lse)
 
 
-def exchange_checksums(axis: Axis, how: str, output: str, checksum: Tensor, *, canonical: bool = False) -> Tensor:
+def exchange_checksums(axis: Axis, how: str, output: str, checksum: Tensor, *, reproducible: bool = False) -> Tensor:
     """Merge empty partials, and return the maximum of the checksums of all ranks."""
     nothing = Partial(checksum.new_zeros(1, 0, 0, 1), checksum.new_zeros(1, 0, 0))
-    return merge_ranks(nothing, checksum, axis, how, output, canonical=canonical)[1]
+    return merge_ranks(nothing, checksum, axis, how, output, reproducible=reproducible)[1]
 
 
-def send_poison(axis: Axis, how: str, output: str, like: Tensor | None = None, *, canonical: bool = False) -> Tensor:
+def send_poison(axis: Axis, how: str, output: str, like: Tensor | None = None, *, reproducible: bool = False) -> Tensor:
     """Run the merge with an empty partial and an invalid checksum, and return the checksum.
 
     The other ranks then detect this rank's error instead of hanging. `like` has the device and dtype of checksums.
     """
     like = torch.empty(0, device=device_type_of(axis.group)) if like is None else like
     how, output = (given if given in known else "auto" for given, known in ((how, [*MERGES]), (output, OUTPUTS)))
-    return exchange_checksums(axis, how, output, like.new_full((2,), torch.inf), canonical=canonical)
+    return exchange_checksums(axis, how, output, like.new_full((2,), torch.inf), reproducible=reproducible)
 
 
-def chosen_merge(axis: Axis, how: str, output: str, device: torch.device, *, canonical: bool = False) -> Merge:
+def chosen_merge(axis: Axis, how: str, output: str, device: torch.device, *, reproducible: bool = False) -> Merge:
     """Return the merge that `how` stands for. The first call along an axis is collective, for any `how`."""
     fastest = transport_of(axis, device).fastest()
-    if canonical and not (how in MERGES and MERGES[how].in_rounds):
+    if reproducible and not (how in MERGES and MERGES[how].in_rounds):
         return next(merge for merge in MERGES.values() if merge.in_rounds)
     if how != "auto":
         require(how in MERGES, KernelError, "merge", "a merge that a transport has", repr(how), "write one")
@@ -101,13 +101,13 @@ def chosen_merge(axis: Axis, how: str, output: str, device: torch.device, *, can
     return next(merge for merge in MERGES.values() if merge.at_once) if output == "heads" else fastest
 
 
-def send_heads(partial: Partial, checksum: Tensor, form: PartialMessage, axis: Axis) -> tuple[Partial, Tensor]:
+def send_heads(partial: Partial, checksum: Tensor, layout: MessageLayout, axis: Axis) -> tuple[Partial, Tensor]:
     """Send each rank the partials of its own heads."""
-    shares = [Axis(axis.size, rank).share_of(form.shape[1]) for rank in range(axis.size)]
-    messages = [form.message(checksum, Partial(*(x[:, heads] for x in partial))) for heads in shares]
+    shares = [Axis(axis.size, rank).share_of(layout.shape[1]) for rank in range(axis.size)]
+    messages = [layout.message(checksum, Partial(*(x[:, heads] for x in partial))) for heads in shares]
     mine = shares[axis.index]
-    form = replace(form, shape=(form.shape[0], mine.stop - mine.start, *form.shape[2:]))
-    checksum, partial = form.merge(transport_of(axis, checksum.device).swap(messages))
+    layout = replace(layout, shape=(layout.shape[0], mine.stop - mine.start, *layout.shape[2:]))
+    checksum, partial = layout.merge(transport_of(axis, checksum.device).swap(messages))
     return partial, checksum
 
 

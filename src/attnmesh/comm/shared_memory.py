@@ -30,7 +30,7 @@ from attnmesh.mesh.reduction_tree import Round
 from attnmesh.runtime.processes import RunningProcess
 from attnmesh.runtime.world import WORLD
 
-SLOT = 1 << 18
+MESSAGE_BYTES = 1 << 18
 """Bytes of the longest message. Receivers have room for as many, also where they expect fewer."""
 
 MAX_MEMORY = 1 << 26
@@ -39,13 +39,13 @@ MAX_MEMORY = 1 << 26
 HEAD = 128
 """Bytes before a message: one cache line for each counter."""
 
-MOST_RANKS = max(ranks for ranks in range(64) if ranks * (ranks + 1) * (HEAD + SLOT) <= MAX_MEMORY)
+MOST_RANKS = max(ranks for ranks in range(64) if ranks * (ranks + 1) * (HEAD + MESSAGE_BYTES) <= MAX_MEMORY)
 """Ranks of a host at most, 15. More of them use sockets."""
 
-SIZE, RECEIVED = 2, 8
+SIZE_WORD, RECEIVED_WORD = 2, 8
 """Words of a box after the first, which counts messages sent: the bytes of the last one, and messages received."""
 
-LEFT, AGREEMENTS, AWAITED = 2, 8, 9
+LEFT_WORD, AGREEMENTS_WORD, AWAITED_WORD = 2, 8, 9
 """Words of a board: 1 if its rank has lost another and left; the comparisons of calls that it has begun; and the
 counter that it waits for, with the count times `WORDS`."""
 
@@ -69,7 +69,7 @@ FOLDER = Path("/dev/shm")
 SECONDS_TO_LOCK = 60.0
 """Seconds between the making of a name and its lock, at most."""
 
-MOST_NUMBERS = SLOT // 16
+MOST_NUMBERS = MESSAGE_BYTES // 16
 """Numbers of an exchange by the boards at most: half of a board."""
 
 Exchange = Callable[[bytes, int], int]
@@ -124,17 +124,17 @@ class Mailboxes:
         processes: Sequence[int],
         timeout: float,
     ) -> None:
-        count, size, mine = len(members), HEAD + SLOT, list(members).index(index)
+        count, size, mine = len(members), HEAD + MESSAGE_BYTES, list(members).index(index)
         self.members, self.index = tuple(members), index
         self.boxes_to = {rank: (mine * count + index) * size for index, rank in enumerate(members)}
         self.boxes_from = {rank: (index * count + mine) * size for index, rank in enumerate(members)}
         self.boards = {rank: (index * count + index) * size for index, rank in enumerate(members)}
-        self.outputs = {rank: (count * count + index) * size for index, rank in enumerate(members)}
+        self.output_boards = {rank: (count * count + index) * size for index, rank in enumerate(members)}
         """Boards of the outputs of layers."""
         self.words, self.memory = memoryview(memory).cast("q"), torch.frombuffer(memory, dtype=torch.uint8)
         self.start = self.memory.data_ptr()
         self.sent, self.received = (dict.fromkeys(members, 0) for _ in range(2))
-        running = (RunningProcess.of(number) if number else None for number in processes)
+        running = (RunningProcess.of(pid) if pid else None for pid in processes)
         self.processes = dict(zip(members, running, strict=True))
         self.timeout = timeout
         self.spin = int(SPIN * 1e9) if len(members) <= len(os.sched_getaffinity(0)) else 0
@@ -155,12 +155,12 @@ class Mailboxes:
     def is_ready(self, peer: int, *, sends: bool) -> bool:
         """Return whether the next message to a peer, or from it, would not wait."""
         if sends:
-            return bool(self.words[self.boxes_to[peer] // 8 + RECEIVED] >= self.sent[peer])
+            return bool(self.words[self.boxes_to[peer] // 8 + RECEIVED_WORD] >= self.sent[peer])
         return bool(self.words[self.boxes_from[peer] // 8] > self.received[peer])
 
     def size_of_next(self, peer: int) -> int:
         """Return the bytes of the message from a peer that is ready."""
-        return self.words[self.boxes_from[peer] // 8 + SIZE]
+        return self.words[self.boxes_from[peer] // 8 + SIZE_WORD]
 
     def wait(self, peer: int, *, sends: bool, seconds: float, since: float) -> None:
         """Wait so long until `is_ready`, at most. Raise if the peer is lost, or has not answered since long ago."""
@@ -214,7 +214,7 @@ class Mailboxes:
     def awaited(self, peer: int, *, sends: bool) -> Awaited:
         """Return what the next message to a peer, or from it, waits for."""
         box, count = self._next(peer, sends=sends)
-        return Awaited(peer, box // 8 + RECEIVED * sends, count)
+        return Awaited(peer, box // 8 + RECEIVED_WORD * sends, count)
 
     def _sending(self, peer: int) -> StepOfPeer:
         """Return the step that sends the next message to a peer."""
@@ -241,7 +241,7 @@ class Mailboxes:
         With `nap`, wait for no longer than so many seconds.
         """
         if self.has_left:
-            raise self.left(steps[0][1])
+            raise self.error_after_loss(steps[0][1])
         buffer = (self.start, 0) if message is None else (message.data_ptr(), message.nbytes)
         longest = int((CHECK_INTERVAL if nap is None else nap) * 1e9)
         fields = FIELDS.pack(self.start, *buffer, rows, width, self.spin, longest, len(steps))
@@ -253,7 +253,7 @@ class Mailboxes:
 
             def awaited(done: int) -> Awaited:
                 kind, peer, box, count = steps[done]
-                return Awaited(peer, box // 8 + RECEIVED * (kind in (SEND, EMPTY)), count)
+                return Awaited(peer, box // 8 + RECEIVED_WORD * (kind in (SEND, EMPTY)), count)
 
             self.go_on(partial(function, fields), done, len(steps), awaited)
 
@@ -277,11 +277,11 @@ class Mailboxes:
         return done
 
     @property
-    def pieces(self) -> int:
+    def published(self) -> int:
         """Pieces of outputs of layers that this rank has published: none is published twice after an interrupt."""
-        return self.words[self.outputs[self.index] // 8]
+        return self.words[self.output_boards[self.index] // 8]
 
-    def left(self, peer: int) -> PeerLostError:
+    def error_after_loss(self, peer: int) -> PeerLostError:
         """Return the error of a rank that has lost another: its messages are out of step with those of the others."""
         return PeerLostError(peer, "this rank has lost a rank before: start the ranks again")
 
@@ -290,25 +290,25 @@ class Mailboxes:
 
         What a member says that it waits for may have come since.
         """
-        peer, own = awaited.peer, self.outputs[self.index] // 8
-        expected, counter = divmod(self.words[self.boards[peer] // 8 + AWAITED], WORDS)
-        messages = self.boxes_to[peer] // 8, self.boxes_from[peer] // 8 + RECEIVED
-        others = messages if awaited.counter == self.outputs[peer] // 8 else (own,)
+        peer, own = awaited.peer, self.output_boards[self.index] // 8
+        expected, counter = divmod(self.words[self.boards[peer] // 8 + AWAITED_WORD], WORDS)
+        messages = self.boxes_to[peer] // 8, self.boxes_from[peer] // 8 + RECEIVED_WORD
+        others = messages if awaited.counter == self.output_boards[peer] // 8 else (own,)
         return counter in others and bool(self.words[counter] < expected)
 
     def say_awaited(self, counter: int = 0, messages: int = 0) -> None:
         """Publish which counter this rank waits for; by default none."""
-        self.words[self.boards[self.index] // 8 + AWAITED] = messages * WORDS + counter
+        self.words[self.boards[self.index] // 8 + AWAITED_WORD] = messages * WORDS + counter
 
     def is_ahead(self, peer: int) -> bool:
         """Return whether a member has begun a comparison of calls that this rank has not."""
-        return bool(self.words[self.boards[peer] // 8 + AGREEMENTS] > self.agreements)
+        return bool(self.words[self.boards[peer] // 8 + AGREEMENTS_WORD] > self.agreements)
 
     def _check_alive(self, peer: int, since: float) -> None:
         process = self.processes[peer]
         if process is not None and not process.is_alive():
-            raise PeerLostError(peer, f"its process {process.number} has ended")
-        if self.words[self.boards[peer] // 8 + LEFT]:
+            raise PeerLostError(peer, f"its process {process.pid} has ended")
+        if self.words[self.boards[peer] // 8 + LEFT_WORD]:
             raise PeerLostError(peer, "it has lost a rank itself, and left")
         timeout = WORLD.deadline or self.timeout
         if monotonic() - since > timeout:
@@ -321,7 +321,7 @@ class Mailboxes:
         """
         with WORLD.lock:  # threads may compare calls at the same time
             self.agreements += 1
-            self.words[self.boards[self.index] // 8 + AGREEMENTS] = self.agreements
+            self.words[self.boards[self.index] // 8 + AGREEMENTS_WORD] = self.agreements
 
     def realign(self) -> None:
         """Drop the messages that no call of this rank has received, after ranks have made calls that differ.
@@ -335,14 +335,16 @@ class Mailboxes:
         for peer in self.members:
             if peer != self.index:
                 box = self.boxes_from[peer] // 8
-                self.received[peer] = self.words[box + RECEIVED] = self.words[box]
+                self.received[peer] = self.words[box + RECEIVED_WORD] = self.words[box]
                 self.sent[peer] = self.words[self.boxes_to[peer] // 8]
-        self.words[self.outputs[self.index] // 8] = max(self.words[board // 8] for board in self.outputs.values())
+        self.words[self.output_boards[self.index] // 8] = max(
+            self.words[board // 8] for board in self.output_boards.values()
+        )
 
     def abort(self) -> None:
         """Make every rank that waits for this one raise, and this one if it goes on."""
         self.has_left = True
-        self.words[self.boards[self.index] // 8 + LEFT] = 1
+        self.words[self.boards[self.index] // 8 + LEFT_WORD] = 1
 
 
 class Watch:
@@ -375,7 +377,7 @@ class Watch:
 
 def size_of(ranks: int) -> int:
     """Return the bytes of the mailboxes of so many ranks; 0 where there can be none."""
-    size = ranks * (ranks + 1) * (HEAD + SLOT)
+    size = ranks * (ranks + 1) * (HEAD + MESSAGE_BYTES)
     able = platform.machine() in PROCESSORS and FOLDER.is_dir() and hasattr(os, "posix_fallocate")
     return size if able and 1 < ranks <= MOST_RANKS else 0
 

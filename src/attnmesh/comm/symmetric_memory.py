@@ -25,7 +25,7 @@ ROWS = 8
 FLAGS = ROOM // ROWS
 """Programs of the longest message."""
 
-TIMEOUT = 1 << 26
+MAX_POLLS = 1 << 26
 """Polls of a flag until a rank counts as lost: half a minute at half a microsecond per poll."""
 
 
@@ -70,7 +70,7 @@ class SymmetricMemory:
             box_size=ROOM,
             rows=rows,
             values=shape[-1],
-            max_polls=TIMEOUT,
+            max_polls=MAX_POLLS,
             ROWS=ROWS,
             V_0=first,
             V_1=second,

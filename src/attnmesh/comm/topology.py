@@ -51,9 +51,9 @@ def with_host_group(axis: Axis) -> Axis:
 
 
 @cached_per_world()  # all ranks make the first call at once: an unbounded cache forgets on none of them
-def rounds(axis: Axis, canonical: bool) -> dict[int, list[Round]]:
+def rounds(axis: Axis, reproducible: bool) -> dict[int, list[Round]]:
     """Return the rounds of an axis' tree by rank. The first call is an all-gather of hosts."""
-    return tree([bit_reversed(axis.size)] if canonical else hosts(axis))
+    return tree([bit_reversed(axis.size)] if reproducible else hosts(axis))
 
 
 def mesh_hosts(mesh: Mesh) -> list[int]:

@@ -24,8 +24,8 @@ from torch import Tensor
 from attnmesh.comm.failures import awaited, collective, failure
 from attnmesh.comm.host_merge import merge_in_host
 from attnmesh.comm.mailbox_queue import Letter, begin_letters, finish_letter
-from attnmesh.comm.message import PartialMessage
-from attnmesh.comm.shared_memory import MOST_NUMBERS, SLOT, Mailboxes, PeerLostError
+from attnmesh.comm.message import MessageLayout
+from attnmesh.comm.shared_memory import MESSAGE_BYTES, MOST_NUMBERS, Mailboxes, PeerLostError
 from attnmesh.comm.symmetric_memory import SymmetricMemory, symmetric_memory_of
 from attnmesh.comm.topology import best_merge, dist_all_gather_ints, host_mailboxes, hosts, mesh_hosts, rounds
 from attnmesh.core.partial import Partial
@@ -59,7 +59,7 @@ class Transport:
     posts_ahead = True
     """Whether receives may be posted before the messages of earlier rounds have come: in half the time."""
 
-    most_unequal: float = SLOT
+    most_unequal: float = MESSAGE_BYTES
     """Bytes up to which a message of another size than is expected still arrives, and its checksum tells."""
 
     def __init__(self, axis: Axis, device: torch.device) -> None:
@@ -96,18 +96,18 @@ class Transport:
         """Return the int64 values of all ranks, which hosts hold."""
         return dist_all_gather_ints(numbers, [self.axis])
 
-    def direct(self, message: Tensor, form: PartialMessage) -> CheckedPartial:
+    def direct(self, message: Tensor, layout: MessageLayout) -> CheckedPartial:
         """Send a message to every other rank, and merge all at once."""
-        return form.merge(self.swap([message] * self.axis.size))
+        return layout.merge(self.swap([message] * self.axis.size))
 
-    def tree(self, message: Tensor, form: PartialMessage, canonical: bool, done: int = 0) -> CheckedPartial:
+    def tree(self, message: Tensor, layout: MessageLayout, reproducible: bool, done: int = 0) -> CheckedPartial:
         """Merge two messages in each round of a tree that is not done. Which comes first makes no difference."""
-        steps = rounds(self.axis, canonical)[self.axis.index]
-        return form.partial(self.reduce(message, steps[done:], form.merge_messages))
+        steps = rounds(self.axis, reproducible)[self.axis.index]
+        return layout.partial(self.reduce(message, steps[done:], layout.merge_messages))
 
-    def all_reduce(self, message: Tensor, form: PartialMessage) -> CheckedPartial:
+    def all_reduce(self, message: Tensor, layout: MessageLayout) -> CheckedPartial:
         """Merge by three all-reduces, as Algorithm 3 of Tree Attention does: maximum, numerator and denominator."""
-        checksum, (out, lse) = form.partial(message)
+        checksum, (out, lse) = layout.partial(message)
         peaks = torch.cat((checksum, lse.flatten()))
         collective(self.axis, "merging", dist.all_reduce, peaks, dist.ReduceOp.MAX)
         peak = peaks[2:].view(lse.shape)
@@ -120,11 +120,11 @@ class Transport:
         out = numerator / denominator.masked_fill(denominator == 0, 1.0).unsqueeze(-1)
         return peaks[:2], Partial(out, peak + denominator.log())
 
-    def form_of(self, form: PartialMessage, merge: Merge) -> PartialMessage:
+    def layout_of(self, layout: MessageLayout, merge: Merge) -> MessageLayout:
         """Return the form in which a partial travels."""
-        return form
+        return layout
 
-    def merges_whole(self, form: PartialMessage) -> bool:
+    def merges_whole(self, layout: MessageLayout) -> bool:
         """Return whether one call merges all heads directly, sooner than each rank its own."""
         return False
 
@@ -142,10 +142,10 @@ class Transport:
     def room(self, peer: int, message: Tensor) -> int:
         """Return the bytes to reserve for a peer's message that should be as long as this rank's.
 
-        Gloo accepts any message that fits. With room for a `SLOT`, ranks with messages of different sizes still receive
-        each other's first bytes, and compare checksums.
+        Gloo accepts any message that fits. With room for `MESSAGE_BYTES`, ranks with messages of different sizes still
+        receive each other's first bytes, and compare checksums.
         """
-        return max(len(message), SLOT)
+        return max(len(message), MESSAGE_BYTES)
 
     def reduce(self, message: Tensor, steps: Sequence[Round], merge: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the merge of all messages: each round merges this rank's message with one that it receives.
@@ -195,7 +195,7 @@ class SharedMemory(Transport):
 
     def serves(self, peer: int, size: int, letters: int = 1) -> bool:
         """Return whether a message of that size, to or from a rank, goes through the mailboxes in so many letters."""
-        return size <= letters * SLOT and peer in self.mailboxes.members
+        return size <= letters * MESSAGE_BYTES and peer in self.mailboxes.members
 
     def post(self, posts: Sequence[Post], what: str, *, exact: bool = False) -> list[Wait]:
         """Post messages all at once. With `exact` longer ones are cut in up to `PIECES` letters."""
@@ -205,7 +205,7 @@ class SharedMemory(Transport):
             if not self.serves(peer, x.nbytes, most):
                 far.append((call, peer, x))
             elif x.numel():
-                for part in x.split(SLOT) if x.nbytes > SLOT else (x,):
+                for part in x.split(MESSAGE_BYTES) if x.nbytes > MESSAGE_BYTES else (x,):
                     letters.append(Letter(self.mailboxes, peer, part, lost, sends=call is dist.isend, exact=exact))
         waits = super().post(far, what) if far else []
         if letters:
@@ -226,24 +226,24 @@ class SharedMemory(Transport):
         except PeerLostError as error:
             raise failure(self.axis, "comparing calls", error.peer, error) from error
 
-    def direct(self, message: Tensor, form: PartialMessage) -> CheckedPartial:
+    def direct(self, message: Tensor, layout: MessageLayout) -> CheckedPartial:
         """Merge all messages of a host in one native call."""
-        if not self.merges_whole(form):
-            return super().direct(message, form)
-        merge_in_host(message, *form.sizes, self.axis, self.mailboxes, None)
-        return form.partial(message)
+        if not self.merges_whole(layout):
+            return super().direct(message, layout)
+        merge_in_host(message, *layout.sizes, self.axis, self.mailboxes, None)
+        return layout.partial(message)
 
-    def tree(self, message: Tensor, form: PartialMessage, canonical: bool, done: int = 0) -> CheckedPartial:
+    def tree(self, message: Tensor, layout: MessageLayout, reproducible: bool, done: int = 0) -> CheckedPartial:
         """Merge messages by the rounds inside the host, which come first, in one native call."""
-        if form.is_native and not canonical:
-            steps = rounds(self.axis, canonical)[self.axis.index]
+        if layout.is_native and not reproducible:
+            steps = rounds(self.axis, reproducible)[self.axis.index]
             done = next((i for i, step in enumerate(steps) if not self.mailboxes.holds(step)), len(steps))
-            merge_in_host(message, *form.sizes, self.axis, self.mailboxes, steps[:done])
-        return super().tree(message, form, canonical, done)
+            merge_in_host(message, *layout.sizes, self.axis, self.mailboxes, steps[:done])
+        return super().tree(message, layout, reproducible, done)
 
-    def merges_whole(self, form: PartialMessage) -> bool:
+    def merges_whole(self, layout: MessageLayout) -> bool:
         """Return whether all ranks share the host, and the native library merges such messages."""
-        return self.is_whole and form.is_native
+        return self.is_whole and layout.is_native
 
     def takes_turns(self, peer: int, message: Tensor) -> bool:
         """Return whether a message goes by sockets."""
@@ -286,29 +286,29 @@ class Nccl(Transport):
         """The memory that all GPUs write to, if there is one. All ranks ask for it at once, the first time."""
         return symmetric_memory_of(self.axis, self.device)
 
-    def memory_for(self, form: PartialMessage) -> SymmetricMemory | None:
+    def memory_for(self, layout: MessageLayout) -> SymmetricMemory | None:
         """Return the memory if it takes such messages, with `out` in float32."""
-        if form.lse != torch.float32 or self.memory is None:
+        if layout.lse_dtype != torch.float32 or self.memory is None:
             return None
-        return self.memory if _wide(form).size <= self.memory.longest else None
+        return self.memory if _wide(layout).size <= self.memory.longest else None
 
-    def form_of(self, form: PartialMessage, merge: Merge) -> PartialMessage:
+    def layout_of(self, layout: MessageLayout, merge: Merge) -> MessageLayout:
         """Return the form of symmetric memory, if that takes the message."""
-        return _wide(form) if merge.at_once and self.memory_for(form) is not None else form
+        return _wide(layout) if merge.at_once and self.memory_for(layout) is not None else layout
 
-    def merges_whole(self, form: PartialMessage) -> bool:
+    def merges_whole(self, layout: MessageLayout) -> bool:
         """Return whether symmetric memory merges such messages."""
-        return self.memory_for(form) is not None
+        return self.memory_for(layout) is not None
 
-    def direct(self, message: Tensor, form: PartialMessage) -> CheckedPartial:
+    def direct(self, message: Tensor, layout: MessageLayout) -> CheckedPartial:
         """Merge all messages in one launch."""
-        memory = self.memory_for(form)
-        return super().direct(message, form) if memory is None else memory.merge(message, form.shape)
+        memory = self.memory_for(layout)
+        return super().direct(message, layout) if memory is None else memory.merge(message, layout.shape)
 
 
-def _wide(form: PartialMessage) -> PartialMessage:
+def _wide(layout: MessageLayout) -> MessageLayout:
     """Return the form whose `out` has the dtype of lse."""
-    return form if form.out == form.lse else replace(form, out=form.lse)
+    return layout if layout.out_dtype == layout.lse_dtype else replace(layout, out_dtype=layout.lse_dtype)
 
 
 @cached_per_world()
@@ -328,17 +328,17 @@ def fastest_by_time(transport: Transport) -> Merge:
     is the one that loses least to the other, over short and long messages. Ranks that do not all share a host time
     short ones alone, once a turn.
     """
-    forms = [PartialMessage((batch, 32, 1, 128), torch.float32, torch.float32) for batch in TRIAL_BATCHES]
+    forms = [MessageLayout((batch, 32, 1, 128), torch.float32, torch.float32) for batch in TRIAL_BATCHES]
     near, losses = transport.merges_whole(forms[0]), []
-    for form in forms if near else forms[:1]:
-        own = _time_merges(transport, form, TRIAL_CALLS if near else 1)
+    for layout in forms if near else forms[:1]:
+        own = _time_merges(transport, layout, TRIAL_CALLS if near else 1)
         slowest = [max(column) for column in zip(*dist_all_gather_ints(own, [transport.axis]), strict=True)]
         losses.append([count / min(slowest) for count in slowest])
     most = dict(zip(native_merges(), map(max, zip(*losses, strict=True)), strict=True))
     return min(most, key=lambda merge: most[merge])
 
 
-def _time_merges(transport: Transport, form: PartialMessage, calls: int) -> list[int]:
+def _time_merges(transport: Transport, layout: MessageLayout, calls: int) -> list[int]:
     """Return this rank's median nanoseconds of each native merge. They take turns of so many calls."""
     nanoseconds: dict[Merge, list[float]] = {merge: [] for merge in native_merges()}
     token = current_traffic.set(None)
@@ -347,7 +347,7 @@ def _time_merges(transport: Transport, form: PartialMessage, calls: int) -> list
             for merge, times in nanoseconds.items():
                 start = perf_counter()
                 for _ in range(calls):
-                    merge.run(transport, torch.zeros(form.size, dtype=torch.uint8, device="cpu"), form, False)
+                    merge.run(transport, torch.zeros(layout.size, dtype=torch.uint8, device="cpu"), layout, False)
                 times.append(1e9 * (perf_counter() - start) / calls)
     finally:
         current_traffic.reset(token)

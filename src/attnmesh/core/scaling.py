@@ -18,7 +18,7 @@ class Scaling(NamedTuple):
 
     @staticmethod
     def of(subject: str, scale: float | None, softcap: float | None, dim: int) -> "Scaling":
-        """Return the logits that a caller asks for, of queries of this width, or raise."""
+        """Return the checked scale and soft cap of queries of this width, or raise."""
         return Scaling(check_scale(subject, scale, dim), check_softcap(subject, softcap))
 
     @property
@@ -27,7 +27,7 @@ class Scaling(NamedTuple):
         return self.softcap < math.inf
 
     def positive(self) -> tuple[int, "Scaling"]:
-        """Return a sign for q, and logits with a positive scale. The sign is 0 for a scale of 0."""
+        """Return a sign for q, and the same with a positive scale. The sign is 0 for a scale of 0."""
         if self.scale == 0:
             return 0, self._replace(scale=1.0)
         return (1 if self.scale > 0 else -1), self._replace(scale=abs(self.scale))
@@ -46,7 +46,7 @@ class Scores(NamedTuple):
     """Numbers to add to the logits of near keys, of each query."""
 
     def scaling(self, subject: str, dim: int) -> Scaling:
-        """Return the logits of queries of this width, or raise."""
+        """Return the checked scale and soft cap of queries of this width, or raise."""
         return Scaling.of(subject, self.scale, self.softcap, dim)
 
     def widened(self, q: Tensor) -> Tensor:

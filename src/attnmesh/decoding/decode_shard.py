@@ -13,12 +13,12 @@ from attnmesh.decoding.decode_step import named_options, selection_of_rank, unch
 from attnmesh.decoding.query_shard import QueryShard
 from attnmesh.decoding.step_checks import StepInputs, check_bias, check_step
 from attnmesh.guard.agreement import Agreement, may_compare
-from attnmesh.kernels.cache_runs import CacheSteps
+from attnmesh.kernels.cache_runs import CachedAttention
 from attnmesh.kernels.cache_view import DecodeQuery
 from attnmesh.mesh_attention.sharding import unshard
 from attnmesh.runtime.ranges import ATTENTION, is_profiled, named
 
-Further = Callable[[Tensor], Partial | None]
+AttendOtherKeys = Callable[[Tensor], Partial | None]
 """Returns attention of all queries over further keys of this rank."""
 
 
@@ -31,7 +31,7 @@ def decode_shard(
     *,
     sinks: Tensor | None = None,
     kernel: str = "auto",
-    other_keys: Further = lambda _: None,
+    attend_other_keys: AttendOtherKeys = lambda _: None,
 ) -> Tensor:
     """Return attention of this rank's queries, (batch, heads, tokens of this rank, dim), over the whole cache.
 
@@ -59,11 +59,11 @@ def decode_shard(
         indices = unshard(selected.indices, cache.device_mesh, layout=layout, length=length)
         selected = selection_of_rank(Selection(indices, selected.block), heads)
     view, query = cache.shard.view, DecodeQuery(every, step.mask, step.scaling, step.capacity)
-    steps = CacheSteps(step.kernel_for(every, view), step.scaling, step.value_dim)
+    steps = CachedAttention(step.kernel_for(every, view), step.scaling, step.value_dim)
     attend = named(ATTENTION, steps.attend) if is_profiled() else steps.attend
     partial = attend(query, [view], selected)
-    if (more := other_keys(every)) is not None:
-        partial = merge_unchecked([partial, more])
+    if (other_keys := attend_other_keys(every)) is not None:
+        partial = merge_unchecked([partial, other_keys])
     merged = owners.merge_at_owners(partial)
     rank_sinks = None if sinks is None else sinks[heads.share_of(q.shape[1])]
     return owners.all_heads(with_sinks(merged, rank_sinks).out.to(q.dtype))

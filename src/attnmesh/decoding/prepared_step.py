@@ -18,7 +18,7 @@ from attnmesh.decoding.step_agreement import agreement_on, ask_in_step, compared
 from attnmesh.decoding.step_checks import StepInputs
 from attnmesh.errors import RankFailure
 from attnmesh.guard.agreement import hash_of_call
-from attnmesh.kernels.cache_runs import CacheSteps
+from attnmesh.kernels.cache_runs import CachedAttention
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery
 from attnmesh.kernels.traced import are_plain
 from attnmesh.runtime.ranges import ATTENTION, MERGE, is_profiled, named
@@ -28,7 +28,7 @@ class PreparedStep(NamedTuple):
     """Steps of one signature on caches of one size: their options, the launches of a kernel, and the merge of ranks."""
 
     step: DecodeStep
-    steps: CacheSteps
+    steps: CachedAttention
     host_merge: HostMerge | None  # None unless all ranks share a host whose native library merges
     heads: slice | None  # of the output of that merge; None for all
     alone: bool  # there are no other ranks
@@ -70,7 +70,7 @@ class PreparedStep(NamedTuple):
         if checksum is not None and checked is not False:  # it shows that calls differ
             agreement = agreement_on(caches, step, checked)
             agreement.fields = functools.partial(compared_fields, inputs, step)
-            agreement.unequal()
+            agreement.raise_unequal()
         return out
 
     def compute(
@@ -119,7 +119,9 @@ class PreparedStep(NamedTuple):
             else:
                 checksum = call_checksum(tensors, call_hash, state, partial.lse, checksum)
                 along = step.tokens, step.merge, step.output
-                partial, checksum = merge_ranks(partial, checksum, *along, canonical=step.reproducible, message=message)
+                partial, checksum = merge_ranks(
+                    partial, checksum, *along, reproducible=step.reproducible, message=message
+                )
         out = partial.out if self.heads is None else partial.out[:, self.heads]
         if step.reproducible:
             out = self._with_sinks(partial, own_sinks)
@@ -213,7 +215,7 @@ def prepare_step(inputs: StepInputs, step: DecodeStep, signature: tuple[Any, ...
 
 def new_prepared_step(q: Tensor, view: CacheView, step: DecodeStep) -> PreparedStep:
     """Return what steps with such queries run: the launches of a kernel, and the merge."""
-    steps, axis = CacheSteps(step.kernel_for(q, view), step.scaling, step.value_dim), step.tokens
+    steps, axis = CachedAttention(step.kernel_for(q, view), step.scaling, step.value_dim), step.tokens
     host, heads = None, None
     one_host = axis.size > 1 and step.heads.size == 1 and q.device.type == "cpu" and not step.reproducible
     if one_host and steps.in_place is None and sum_dtype(q.dtype) == torch.float32:

@@ -29,7 +29,7 @@ def compared_fields(inputs: StepInputs, step: DecodeStep) -> Mapping[str, object
     """Return the arguments of the call that ranks compare."""
     q, caches, sinks, key_lengths, _, partial = inputs
     options = named_options(step) | step.scaling._asdict()
-    del options["logits"]
+    del options["scaling"]
     options["key_lengths"] = None if key_lengths is None else key_lengths.tolist()
     options |= {} if partial is None else {"partial": True}
     width = caches[0].sizes.head_dim
@@ -43,7 +43,7 @@ def compared_fields(inputs: StepInputs, step: DecodeStep) -> Mapping[str, object
 
 
 def stays_on_device(cache: KVCache, step: DecodeStep) -> bool:
-    """Return whether the host reads nothing of the device during the step; of a wrong kernel, as with "auto"."""
+    """Return whether the host waits for nothing of the device during the step. A wrong kernel counts as "auto"."""
     if step.index_block is not None:
         return cache.device.type != "cpu" and not is_collective(step.merge)
     try:
@@ -61,15 +61,15 @@ def ask_in_step(step: DecodeStep, like: Tensor, shape: Sequence[int], value_dim:
     heads = step.heads.share_of(shape[1])
     q = like.new_empty(1).expand(shape)[:, heads]
     nothing, along = identity(q, value_dim, sum_dtype(q.dtype)), (step.tokens, step.merge, step.output)
-    partial, checksum = merge_ranks(nothing, question_like(nothing.lse), *along, canonical=step.reproducible)
+    partial, checksum = merge_ranks(nothing, question_like(nothing.lse), *along, reproducible=step.reproducible)
     return gather_heads(partial.out.to(q.dtype).contiguous(), checksum, step, shape[1])[1]
 
 
 def _send_poison(cache: KVCache, step: DecodeStep) -> None:
     """Run the exchanges of a step whose arguments are wrong on this rank, so that the others detect it."""
     ranks, reproducible = cache.tokens.size, step.reproducible is True  # other values are invalid on other ranks too
-    canonical = reproducible and not ranks & (ranks - 1)
+    reproducible = reproducible and not ranks & (ranks - 1)
     like = torch.empty(0, dtype=sum_dtype(cache.sizes.dtype), device=cache.device)
-    checksum = send_poison(cache.tokens, step.merge, step.output, like, canonical=canonical)
+    checksum = send_poison(cache.tokens, step.merge, step.output, like, reproducible=reproducible)
     if cache.mesh.heads.size > 1:
         highest_checksum(checksum, cache.mesh.heads)

@@ -137,7 +137,7 @@ class Agreement:
             _raise(texts, failed, [rank for (rank,) in ranks])
         return [row[2 : 2 + len(numbers)] for row in table]
 
-    def unequal(self) -> NoReturn:
+    def raise_unequal(self) -> NoReturn:
         """Raise on all ranks, whose merge has shown that their numbers differ."""
         self.compare(self.described())
         all_gather_ints([0], self.mesh)
@@ -210,7 +210,7 @@ class MergeAgreement(Agreement):
     ) -> None:
         super().__init__(calls.mesh, name, is_compared=not calls.is_alone and may_compare(device))
         self.calls, self.merge, self.checked, self.poison = calls, merge, checked, poison
-        self.asks = device.type != "cpu" or interpreted() or calls.last_exchange is not None
+        self.can_ask = device.type != "cpu" or interpreted() or calls.last_exchange is not None
 
     @property
     def call_hash(self) -> int:
@@ -219,9 +219,9 @@ class MergeAgreement(Agreement):
 
     def before(self) -> bool:
         """Compare the call before messages that need it. Return False if this rank asked and not all ranks did."""
-        is_new = not (self.asks and self.ask is not None and self.signature in self.calls.known)
+        is_new = not (self.can_ask and self.ask is not None and self.signature in self.calls.known)
         self.is_compared_before = self.is_compared and (is_new if self.checked is None else self.checked)
-        if self.is_compared_before and self.asks:
+        if self.is_compared_before and self.can_ask:
             return self.is_new_to_all() and super().before()
         if self.is_compared_before and is_collective(self.merge):
             super().before()
@@ -236,9 +236,9 @@ class MergeAgreement(Agreement):
         """Raise on all ranks if their numbers differ. Where ranks ask, keep how to repeat the messages instead."""
         if self.checksum is None:
             return
-        if not self.asks:
+        if not self.can_ask:
             if self.is_compared_before and float(self.checksum.sum()) != 0:
-                self.unequal()
+                self.raise_unequal()
         elif self.signature != self.calls.last_signature:
             self.calls.known.keep(self.signature, True)
             self.calls.last_signature, self.calls.last_exchange = self.signature, self.ask or self.calls.last_exchange
@@ -249,10 +249,10 @@ class MergeAgreement(Agreement):
         Where ranks ask, it is raised on all if the call is new to all.
         """
         tells_others = self.checked is not False
-        if self.is_compared and self.asks and tells_others:
+        if self.is_compared and self.can_ask and tells_others:
             if self.is_new_to_all():
                 self.share_error(error)
-        elif self.is_compared and self.asks:
+        elif self.is_compared and self.can_ask:
             (self.calls.last_exchange or self.poison)()
         elif self.is_compared:
             if not is_collective(self.merge):

@@ -281,7 +281,7 @@ class SharedSteps:
         try:
             return self._run(layer, x)
         except CallsDifferError:
-            self._agreement(layer, x).unequal()
+            self._agreement(layer, x).raise_unequal()
         except (InputError, RankFailure):
             raise
         except Exception as error:

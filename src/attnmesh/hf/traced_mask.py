@@ -102,14 +102,14 @@ def needs_tensor(arguments: dict[str, Any]) -> bool:
     return in_static_step or isinstance(arguments.get("q_offset"), Tensor) or in_trace(arguments)
 
 
-def attend_traced(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, logits: Scaling, sinks: Tensor | None) -> Tensor:
+def attend_traced(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scaling: Scaling, sinks: Tensor | None) -> Tensor:
     """Return attention of q to k where it is visible. A query that sees no key has output 0."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     has_rules = torch.compiler.is_compiling() or not is_traced()  # none for forward gradients or gradients twice
-    if sinks is None and not logits.capped and has_rules:
-        return scaled_dot_product_attention(q, k, v, visible, scale=logits.scale)
+    if sinks is None and not scaling.capped and has_rules:
+        return scaled_dot_product_attention(q, k, v, visible, scale=scaling.scale)
     wide = sum_dtype(q.dtype)
-    products = logits.cap((q.to(wide) * logits.scale) @ k.to(wide).transpose(-1, -2))
+    products = scaling.cap((q.to(wide) * scaling.scale) @ k.to(wide).transpose(-1, -2))
     empty = ~visible.any(-1, keepdim=True)
     products = products.masked_fill(~(visible | empty), -torch.inf)  # a row of -inf would have NaN as gradients
     if sinks is not None:

@@ -1,8 +1,8 @@
 """Attention of the last tokens to a cache, by runs: some sequences see the slots `start` to `stop` of a piece.
 
-`runs_of` makes the runs of a cache, of its forks, its padding, a window or a selection. `CacheSteps` attends them: in
-one launch where a kernel takes them at once, in a loop elsewhere. A kernel that reads a cache in place finds the slots
-on its device, where no host may look.
+`runs_of` makes the runs of a cache, of its forks, its padding, a window or a selection. `CachedAttention` attends them:
+in one launch where a kernel takes them at once, in a loop elsewhere. A kernel that reads a cache in place finds the
+slots on its device, where no host may look.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ from attnmesh.core.selection import NONE, Selection
 from attnmesh.core.storage import storage_of
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery, Padding
 from attnmesh.kernels.driver import visible_counts
-from attnmesh.kernels.kernel import Kernel, Launch
+from attnmesh.kernels.kernel import BoundKernel, Kernel
 from attnmesh.kernels.selected_keys import SelectedKeys, nan_where_faulty
 from attnmesh.kernels.stacked_merge import by_residue, copy_into, merge_along_tree
 from attnmesh.kernels.stored import CacheKernel
@@ -176,13 +176,13 @@ def _positions(selection: Selection, padding: Padding) -> Selection:
     return Selection(found.where(inside, NONE))
 
 
-class CacheSteps:
+class CachedAttention:
     """Steps of one signature with one kernel: their launches are found once for each shape of queries."""
 
     def __init__(self, kernel: Kernel, scaling: Scaling, value_dim: int) -> None:
-        self.in_place = kernel.launch_of_cache() if kernel.reads_cache else None
+        self.in_place = kernel.bind_cache() if kernel.reads_cache else None
         self.kernel = CacheKernel(kernel, scaling, value_dim)
-        self.launches: dict[tuple[int, ...], Launch | None] = {}
+        self.bound_kernels: dict[tuple[int, ...], BoundKernel | None] = {}
 
     def attend(self, query: DecodeQuery, views: Sequence[CacheView], selected: Selection | None = None) -> Partial:
         """Return the partial of one cache of all rows, or of a cache for each row; in `query.into` if that is given."""
@@ -192,14 +192,14 @@ class CacheSteps:
                 total if query.other_keys is None else copy_into(merge_unchecked([total, query.other_keys]), query.into)
             )
         q = query.q if query.q.stride(-1) == 1 else query.q.contiguous()
-        runs, launch = runs_of(query, views, selected), self.launches.get(q.shape) or self._launch(q, views[0])
-        total = query.into or (self._blank(q) if launch is None else launch.blank())
+        runs, bound = runs_of(query, views, selected), self.bound_kernels.get(q.shape) or self._bound(q, views[0])
+        total = query.into or (self._blank(q) if bound is None else bound.blank())
         if len(runs) == 1 and query.block is None and runs[0].sequences is ALL and runs[0].hidden is None:
             _, piece, start, stop, seen, *_ = run = runs[0]
             if (
-                launch is None
+                bound is None
                 or isinstance(seen, SelectedKeys)
-                or not launch.launch(q, piece.keys, piece.values, total, seen, start, stop - start)
+                or not bound.run(q, piece.keys, piece.values, total, seen, start, stop - start)
             ):
                 self._compute(q, run, total)
         else:
@@ -251,18 +251,18 @@ class CacheSteps:
     def _attend(self, q: Tensor, run: Run, into: Partial) -> None:
         """Write the partial of a run by one launch, or by the kernel's blocks if no launch serves it."""
         _, piece, start, stop, seen, *_ = run
-        launch = self._launch(q, piece)
+        bound = self._bound(q, piece)
         if (
-            launch is None
+            bound is None
             or isinstance(seen, SelectedKeys)
-            or not launch.launch(q, piece.keys, piece.values, into, seen, start, stop - start)
+            or not bound.run(q, piece.keys, piece.values, into, seen, start, stop - start)
         ):
             self._compute(q, run, into)
 
     def _compute(self, q: Tensor, run: Run, into: Partial) -> None:
         """Write the partial of a run by the kernel's blocks."""
         keys, values = (x[:, :, run.start : run.stop] for x in (run.piece.keys, run.piece.values))
-        kernel = self.kernel if run.bias_positions is None else self.kernel.at(q, keys, run.bias_positions)
+        kernel = self.kernel if run.bias_positions is None else self.kernel.with_positions(q, keys, run.bias_positions)
         copy_into(kernel(q, keys, values, run.seen), into)
 
     def _attend_blocks(self, q: Tensor, group: Sequence[Run], block: int) -> Partial:
@@ -276,13 +276,13 @@ class CacheSteps:
             stacks.append(by_residue(stack, *forgotten) if any(forgotten) else stack)
         return merge_along_tree(Partial(*(torch.cat(x) for x in zip(*stacks, strict=True))))
 
-    def _launch(self, q: Tensor, view: CacheView) -> Launch | None:
+    def _bound(self, q: Tensor, view: CacheView) -> BoundKernel | None:
         """Return the launch of queries of this shape."""
-        if q.shape not in self.launches:
+        if q.shape not in self.bound_kernels:
             kernel, plain = self.kernel.kernel, storage_of(view.keys) is None
             served = plain or kernel.reads_8_bits
-            self.launches[q.shape] = kernel.launch_of(q, *view.numbers, self.kernel.scaling) if served else None
-        return self.launches[q.shape]
+            self.bound_kernels[q.shape] = kernel.bind(q, *view.numbers, self.kernel.scaling) if served else None
+        return self.bound_kernels[q.shape]
 
     def _blank(self, q: Tensor) -> Partial:
         """Return memory for a partial."""

@@ -26,7 +26,7 @@ def choose(need: Need, name: str = "auto") -> Kernel:
     reason = "none does" if kernel is None else kernel.refusal(need)
     if kernel is None or reason is not None:
         raise KernelError(f"kernel {name}", "tensors that it supports", f"others: {reason}", 'leave it at "auto"')
-    return kernel if need.positions is None else kernel.at(*need.positions)
+    return kernel if need.positions is None else kernel.with_positions(*need.positions)
 
 
 def find(need: Need) -> Kernel | None:

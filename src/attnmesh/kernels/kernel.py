@@ -45,14 +45,14 @@ class Need(NamedTuple):
         return Need.of(q, *view.attended(q.dtype), scaling)._replace(cached=True)
 
 
-class Launch(Protocol):
+class BoundKernel(Protocol):
     """One call of a kernel for rows that see a run of keys each; of all calls that differ in their memory alone."""
 
     def blank(self) -> Partial:
         """Return memory for a partial."""
         ...
 
-    def launch(
+    def run(
         self,
         q: Tensor,
         k: Tensor,
@@ -69,7 +69,7 @@ class Launch(Protocol):
         ...
 
 
-class CacheLaunch(Protocol):
+class BoundCacheKernel(Protocol):
     """The launch of a kernel that reads a cache in place."""
 
     def attend_cache(self, query: DecodeQuery, view: CacheView) -> Partial:
@@ -78,7 +78,7 @@ class CacheLaunch(Protocol):
 
 
 class Kernel:
-    """Attention over one block on one device. q, k and v are those of the block; heads may be grouped.
+    """Attention over one rectangle on one device. q, k and v are those of the rectangle; heads may be grouped.
 
     What a kernel can do beyond that, it says in its fields. A new one is a file of `implementations`, with a `KERNEL`.
     """
@@ -96,7 +96,7 @@ class Kernel:
     reads_rows = False
     """Whether `attend_rows` reads scattered rows of keys and values in place."""
     reads_8_bits = False
-    """Whether the launches of `launch_of` read keys and values that are stored in 8 bits."""
+    """Whether the launches of `bind` read keys and values that are stored in 8 bits."""
     reads_cache = False
     """Whether `attend_cache` reads a cache in place, and on the device how many tokens it holds."""
 
@@ -119,17 +119,17 @@ class Kernel:
         return True
 
     def cut(self, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Rectangle]:
-        """Return the blocks into which such a problem is cut for this kernel: the fewest."""
+        """Return the rectangles into which such a problem is cut for this kernel: the fewest."""
         return cut(band)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, scaling: Scaling) -> Partial:
-        """Return the block's partial."""
+        """Return `(out, lse)` of the rectangle's queries over its keys."""
         raise NotImplementedError
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, rectangle: Rectangle, scaling: Scaling
     ) -> Gradients:
-        """Return the block's share of the gradients. Weights are `e^(logit - lse)`, with the lse over all keys."""
+        """Return the rectangle's share of the gradients. Weights are `e^(logit - lse)`, with the lse over all keys."""
         raise NotImplementedError
 
     def attend_rows(
@@ -145,18 +145,18 @@ class Kernel:
         """Return the partial of the last queries over a cache, merged from one partial per block if there are some."""
         raise NotImplementedError
 
-    def launch_of_cache(self) -> "CacheLaunch":
-        """Return what serves all steps that differ in their tensors alone: of one mask, capacity, block and logits."""
+    def bind_cache(self) -> "BoundCacheKernel":
+        """Return what serves all steps that differ in their tensors alone: of one mask, capacity, block and scaling."""
         return self
 
-    def launch_of(self, q: Tensor, k: Tensor, v: Tensor, scaling: Scaling) -> Launch | None:
+    def bind(self, q: Tensor, k: Tensor, v: Tensor, scaling: Scaling) -> BoundKernel | None:
         """Return the launch that serves all calls with tensors of these shapes, or None if there is none."""
         return None
 
-    def at(self, queries: Tensor, keys: Tensor) -> "Kernel":
+    def with_positions(self, queries: Tensor, keys: Tensor) -> "Kernel":
         """Return the kernel for a bias by distance between queries and keys at these positions, in any order."""
         raise NotImplementedError
 
     def operator_name(self, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle) -> str:
-        """Return the name of what computes a block of such tensors."""
+        """Return the name of what computes a rectangle of such tensors."""
         return self.name

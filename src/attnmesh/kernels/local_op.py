@@ -22,7 +22,7 @@ from attnmesh.kernels.kernel import Need
 from attnmesh.kernels.local_plan import LocalPlan, empty_length_major, length_major, whole_band
 from attnmesh.kernels.rectangles import BackwardInputs
 from attnmesh.kernels.selected_keys import SelectedKeys
-from attnmesh.kernels.traced import Once, needs_grad, needs_operator, once
+from attnmesh.kernels.traced import OnceDifferentiable, needs_grad, needs_operator, once_differentiable
 from attnmesh.runtime.operators import operator, recorded
 
 VisibleTensors = tuple[Tensor | None, ...]
@@ -102,7 +102,7 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tens
     dsinks = None
     if sinks is not None:
         given = sinks, out, lse, dout, dlse
-        dsinks = once(sink_gradient, *given) if _is_plain(ctx.rule) else sink_gradient(*given)
+        dsinks = once_differentiable(sink_gradient, *given) if _is_plain(ctx.rule) else sink_gradient(*given)
     return dq, dk, dv, dsinks
 
 
@@ -132,7 +132,7 @@ def attend_op(
     return _attend_visible(q, k, v, sinks, tuple(positions), _decoded(rule), Scaling(*scaling), kernel)
 
 
-@operator("attend_backward", _fake_gradients, backward=Once.backward)
+@operator("attend_backward", _fake_gradients, backward=OnceDifferentiable.backward)
 def attend_backward_op(
     q: Tensor,
     k: Tensor,
@@ -159,7 +159,9 @@ def _is_plain(rule: Rule | Sequence[int]) -> bool:
 def _run_backward(q: Tensor, k: Tensor, v: Tensor, outputs: list[Tensor], *options: Any) -> tuple[Tensor, ...]:
     """Return (dq, dk, dv), by an operator where the forward pass was one."""
     inputs: Any = (q, k, v, outputs, *options)
-    found: tuple[Tensor, ...] = once(_backward, *inputs) if _is_plain(options[1]) else attend_backward_op(*inputs)
+    found: tuple[Tensor, ...] = (
+        once_differentiable(_backward, *inputs) if _is_plain(options[1]) else attend_backward_op(*inputs)
+    )
     return found
 
 

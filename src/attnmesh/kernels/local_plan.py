@@ -15,7 +15,7 @@ from attnmesh.core.partial import Partial, with_sinks
 from attnmesh.core.scaling import Scaling
 from attnmesh.kernels.choice import choose
 from attnmesh.kernels.driver import forward
-from attnmesh.kernels.kernel import Kernel, Launch, Need
+from attnmesh.kernels.kernel import BoundKernel, Kernel, Need
 from attnmesh.kernels.traced import PLAIN, are_plain, autocast_enabled, is_dense, needs_grad, needs_operator
 from attnmesh.runtime.memo import Memo
 
@@ -64,7 +64,7 @@ class LocalPlan(NamedTuple):
     kernel: Kernel
     scaling: Scaling
     band: Band | None  # None if every row sees every key
-    launch: Launch | None  # the kernel's, if one serves the whole call
+    bound: BoundKernel | None  # the kernel's, if one serves the whole call
 
     @staticmethod
     def of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scaling: Scaling, kernel: str) -> "LocalPlan":
@@ -72,19 +72,19 @@ class LocalPlan(NamedTuple):
         chosen, keys = choose(Need.of(q, k, v, scaling), kernel), k.shape[2]
         sees_all = mask == Full() and q.shape[2] > 0 and keys > 0
         band = None if sees_all else whole_band(mask, q.shape[2], keys)
-        launch = chosen.launch_of(q, k, v, scaling)
-        if band is not None and launch is not None and (int(band.low[0]), int(band.high[-1])) != (0, keys):
-            launch = None
-        return LocalPlan(chosen, scaling, band, launch)
+        bound = chosen.bind(q, k, v, scaling)
+        if band is not None and bound is not None and (int(band.low[0]), int(band.high[-1])) != (0, keys):
+            bound = None
+        return LocalPlan(chosen, scaling, band, bound)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Partial:
         """Return the partial, with out in q's dtype."""
-        if self.launch is not None and sinks is None:
-            partial = self.launch.blank()
-            if self.launch.launch(q, k, v, partial, self.band):
+        if self.bound is not None and sinks is None:
+            partial = self.bound.blank()
+            if self.bound.run(q, k, v, partial, self.band):
                 return Partial(partial.out.to(q.dtype), partial.lse)
         band = self.band
-        if band is None and self.launch is None:
+        if band is None and self.bound is None:
             band = whole_band(Full(), q.shape[2], k.shape[2])
         partial = forward(self.kernel, q, k, v, band, self.scaling)
         out, lse = partial if sinks is None else with_sinks(partial, sinks)
@@ -92,7 +92,7 @@ class LocalPlan(NamedTuple):
 
 
 PLANS = Memo[LocalPlan]()
-"""Plans of `attend`, and of `attention` on one rank. Those of one are longer: they never equal the other's."""
+"""Plans of `attend`, and of `attention` on one rank. `attention`'s signatures have more fields than `attend`'s."""
 
 
 @lru_cache(maxsize=64)

@@ -54,7 +54,7 @@ def merge_launched(
     return into
 
 
-def launch_checksum(tensors: Sequence[Tensor], number: int, state: Tensor, modulus: int, checksum: Tensor) -> Tensor:
+def launch_checksum(tensors: Sequence[Tensor], call_hash: int, state: Tensor, modulus: int, checksum: Tensor) -> Tensor:
     """Write the checksum of a call and its negative: of a number, one or two tensors, and the length of a cache."""
     patterns = [bits(x) for x in tensors]
     counts = [len(x) for x in patterns]
@@ -68,7 +68,7 @@ def launch_checksum(tensors: Sequence[Tensor], number: int, state: Tensor, modul
         more=patterns[-1],
         more_count=sum(counts[1:]),
         state=state,
-        number=number % modulus,
+        call_hash=call_hash % modulus,
         checksum=checksum,
         MODULUS=modulus,
         WIDE=1024,

@@ -55,11 +55,11 @@ class CacheKernel(NamedTuple):
                 into[some] = x
         return total
 
-    def at(self, q: Tensor, keys: Tensor, positions: tuple[Tensor, Tensor]) -> "CacheKernel":
+    def with_positions(self, q: Tensor, keys: Tensor, positions: tuple[Tensor, Tensor]) -> "CacheKernel":
         """Return the kernel for queries and keys at these positions, which those with a bias by distance need."""
         if q.shape[-1] == columns_of(keys):
             return self
-        return self._replace(kernel=self.kernel.at(*positions))
+        return self._replace(kernel=self.kernel.with_positions(*positions))
 
     def _launch(self, q: Tensor, keys: Tensor, values: Tensor, band: Band | None, counts: KeyCounts) -> Partial | None:
         """Return the partial of the kernel's launch, or None if that does not serve it or a number is not finite."""
@@ -73,12 +73,12 @@ class CacheKernel(NamedTuple):
             whole = [part for part in found if part is not None]
             return Partial(*map(torch.cat, zip(*whole, strict=True))) if len(whole) == len(found) else None
         numbers = keys[..., : columns_of(keys)], values[..., : self.value_dim]
-        launch = self.kernel.launch_of(q, *numbers, self.scaling) if self.kernel.reads_8_bits else None
-        if launch is None:
+        bound = self.kernel.bind(q, *numbers, self.scaling) if self.kernel.reads_8_bits else None
+        if bound is None:
             return None
         q = q if q.stride(-1) == 1 else q.contiguous()
-        into, bounds = launch.blank(), band and Band(band.low.contiguous(), band.high.contiguous())
-        return into if launch.launch(q, *numbers, into, bounds) else None
+        into, bounds = bound.blank(), band and Band(band.low.contiguous(), band.high.contiguous())
+        return into if bound.run(q, *numbers, into, bounds) else None
 
     def _attend_tiles(self, q: Tensor, keys: Tensor, values: Tensor, band: Band | None, counts: KeyCounts) -> Partial:
         """Return the merge of the partials of tiles of rows."""

@@ -51,7 +51,7 @@ def needs_grad(*tensors: Tensor | None) -> bool:
     return False
 
 
-class Once(torch.autograd.Function):
+class OnceDifferentiable(torch.autograd.Function):
     """A backward pass, which has no gradients of its own."""
 
     @staticmethod
@@ -66,7 +66,7 @@ class Once(torch.autograd.Function):
         raise KernelError("attention", expected, "a gradient of a gradient", fix)
 
 
-once: Callable[..., Any] = Once.apply
+once_differentiable: Callable[..., Any] = OnceDifferentiable.apply
 """Run a backward pass."""
 
 

@@ -137,15 +137,15 @@ class Transfer(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """Bytes per token of each exchange, of the swaps before and after attention first, and multiply-adds per pair."""
+    """One pass of a layer: what it sends for each token, and what it computes for each pair."""
 
-    swaps: tuple[float, float]
-    rows: float
-    keys: float
-    keys_back: float
-    back: float
-    rate: float
-    products: int
+    swaps: tuple[float, float]  # bytes that change ranks along the heads axis, before and after attention
+    rows: float  # bytes of queries
+    keys: float  # bytes of keys and values
+    keys_back: float  # bytes of their gradients, which return to their owners
+    back: float  # bytes of results, which return to theirs
+    rate: float  # operations a second
+    products: int  # multiply-adds for each pair
     columns: int  # of the result per query
 
 

@@ -50,7 +50,7 @@ class Payload(NamedTuple):
 
 
 TYPICAL_PAYLOAD = Payload(128.0, 128)
-"""32 rows of 128 columns. The actual size does not count: a rank that raises takes part in the merge without it."""
+"""32 rows of 128 columns, by which "auto" chooses: a rank whose call fails does not know the real size."""
 
 
 def all_reduce_seconds(group: MergeGroup, size: float, cluster: Cluster) -> float:

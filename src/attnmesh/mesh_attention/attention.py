@@ -129,12 +129,12 @@ def attention(
 
 
 def attend_shards(
-    call: Call, mesh: Mesh, checked: bool | None, latents: Latents | None = None, further: Partial | None = None
+    call: Call, mesh: Mesh, checked: bool | None, latents: Latents | None = None, other_keys: Partial | None = None
 ) -> Tensor:
     """Return attention of one rank's shards.
 
-    With `latents`, these travel instead of the keys and values that are expanded from them. `further` is the partial of
-    this rank's queries over keys that do not travel. With either there are no gradients.
+    With `latents`, these travel instead of the keys and values that are expanded from them. `other_keys` is the partial
+    of this rank's queries over keys that do not travel. With either there are no gradients.
     """
     q, k, v = autocast(call.q, call.k, call.v)
     call = call._replace(q=q, k=k, v=v)
@@ -145,16 +145,16 @@ def attend_shards(
     if call.distance_bias is not None:
         call = call.with_wide_queries()
     with without_autocast(q):
-        out = attend_alone(call, plan, further) if mesh.ranks == 1 else _attend(call, prepared, latents, further)
+        out = attend_alone(call, plan, other_keys) if mesh.ranks == 1 else _attend(call, prepared, latents, other_keys)
     return out if selected is None else without_faulty(out, selected, plan.problem.key_length)
 
 
-def _attend(call: Call, prepared: PreparedCall, latents: Latents | None, further: Partial | None) -> Tensor:
+def _attend(call: Call, prepared: PreparedCall, latents: Latents | None, other_keys: Partial | None) -> Tensor:
     """Return attention over all ranks, by an operator where PyTorch traces or transforms calls."""
     q, k, v, sinks, key_lengths, _, selected, _ = call
     plan, task = prepared.plan, prepared.task
     indices = None if selected is None else selected.indices
-    if task is None and latents is None and further is None:
+    if task is None and latents is None and other_keys is None:
         if needs_operator(q, k, v, sinks):
             out: Tensor = mesh_op(q, k, v, sinks, key_lengths, indices, *plan.pack())[0]
             return out
@@ -167,4 +167,4 @@ def _attend(call: Call, prepared: PreparedCall, latents: Latents | None, further
             task = plan.with_seen(plan.task(q.shape[1], (q, k, v), widths), key_lengths, indices)
         if latents is not None:  # which are expanded where they are attended
             task = replace(task, projection=latents.projection)
-        return attend_by_task(q, (k, v) if latents is None else (latents.tokens,), task, sinks, further)
+        return attend_by_task(q, (k, v) if latents is None else (latents.tokens,), task, sinks, other_keys)

@@ -91,12 +91,12 @@ def chosen_exchange(
     if 0 in (problem.length, problem.key_length, *sizes):
         return EXCHANGES["bulk"]
     cluster, tile = surroundings(mesh, device)
-    layout, work = priced(dtype, sizes, problem, latent, backward=latent is None)
+    layout, work = costing_inputs(dtype, sizes, problem, latent, backward=latent is None)
     ways = [Candidate(problem.shape, tile, layout, name) for name in EXCHANGES]
     return EXCHANGES[fastest_way(ways, work, cluster).exchange]
 
 
-def priced(
+def costing_inputs(
     dtype: torch.dtype, sizes: tuple[int, ...], problem: Problem, latent: Widths | None, *, backward: bool
 ) -> tuple[Layout, LayerWork]:
     """Return the layout and the work that stand for a problem in prices."""

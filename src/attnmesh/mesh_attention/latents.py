@@ -1,8 +1,8 @@
 """Multi-head latent attention: one latent per token, from which every head's key and value are projected.
 
-A latent is a row `[c, r]`: `rank` columns to project, and rotated columns that all heads share. Head h has the key
-`[K_h c, r]` and the value `V_h c`. So a query `[p, s]` has the logit `p.K_h c + s.r = [K_h' p, s].[c, r]`. Attention of
-the *absorbed* query `[K_h' p, s]` over latents gives a sum of `c`, which `V_h` projects to the output.
+A latent is a row `[c, r]`: `latent_width` columns to project, and rotated columns that all heads share. Head h has the
+key `[K_h c, r]` and the value `V_h c`. So a query `[p, s]` has the logit `p.K_h c + s.r = [K_h' p, s].[c, r]`.
+Attention of the *absorbed* query `[K_h' p, s]` over latents gives a sum of `c`, which `V_h` projects to the output.
 
 Absorbed queries suit decoding: they read one latent per token instead of a key and a value per head. With many queries
 expanded keys take less work, for they are narrower.
@@ -34,7 +34,7 @@ class Projection:
     """(heads, value columns, rank)."""
 
     @property
-    def rank(self) -> int:
+    def latent_width(self) -> int:
         """Columns of a latent that are projected."""
         return self.keys.shape[2]
 
@@ -58,7 +58,7 @@ class Projection:
 
     def expand(self, latents: Tensor, heads: slice = slice(None)) -> tuple[Tensor, Tensor]:
         """Return keys and values of some heads from latents, (batch, 1, tokens, rank + rotated columns)."""
-        plain, rotated = latents[:, 0].tensor_split([self.rank], dim=-1)
+        plain, rotated = latents[:, 0].tensor_split([self.latent_width], dim=-1)
         k, v = (torch.einsum("bnl,hdl->bhnd", plain, matrix[heads]) for matrix in (self.keys, self.values))
         return torch.cat((k, rotated.unsqueeze(1).expand(-1, k.shape[1], -1, -1)), -1), v
 
@@ -84,11 +84,15 @@ class Projection:
     ) -> Partial:
         """Return attention over selected latents, read once for all heads, by a few absorbed queries at a time."""
         parts = []
-        per_query = q.shape[0] * q.shape[1] * (latents.shape[3] + self.rank) * sum_dtype(q.dtype).itemsize
+        per_query = q.shape[0] * q.shape[1] * (latents.shape[3] + self.latent_width) * sum_dtype(q.dtype).itemsize
         size = max(1, EXPANDED_BYTES // max(1, per_query))
         for start in range(0, max(1, q.shape[2]), size):
             some = slice(start, start + size)
-            absorbed, keys, values = self.absorb(q[:, :, some]), selected.of_queries(some), latents[..., : self.rank]
+            absorbed, keys, values = (
+                self.absorb(q[:, :, some]),
+                selected.of_queries(some),
+                latents[..., : self.latent_width],
+            )
             out, lse = forward(kernel, absorbed, latents, values, keys, scaling)
             parts.append(Partial(self.to(out.dtype).project(out), lse))
         return Partial(*(torch.cat(x, 2) for x in zip(*parts, strict=True)))
@@ -111,4 +115,4 @@ class Latents(NamedTuple):
     @property
     def widths(self) -> tuple[int, int]:
         """Columns that are projected, and rotated columns."""
-        return self.projection.rank, self.tokens.shape[3] - self.projection.rank
+        return self.projection.latent_width, self.tokens.shape[3] - self.projection.latent_width

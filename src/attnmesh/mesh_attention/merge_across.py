@@ -201,7 +201,7 @@ def merge_as_one_call(partial: Partial, merge: HostMerge, text: str, output: str
         if is_compared:
             differs = Agreement(mesh_of(merge.axis), "merge_across")
             differs.text = text
-            differs.unequal()
+            differs.raise_unequal()
         merged.out.fill_(torch.nan)  # ranks whose calls differ get NaN
     heads = merge.heads(output)
     return merged if heads is None else Partial(*(x[:, heads].contiguous() for x in merged))

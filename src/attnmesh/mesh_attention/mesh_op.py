@@ -18,7 +18,7 @@ from attnmesh.errors import RankFailure
 from attnmesh.kernels.local_op import run_attend, sink_gradient
 from attnmesh.kernels.local_plan import empty_length_major, length_major
 from attnmesh.kernels.rectangles import BackwardInputs
-from attnmesh.kernels.traced import Once, once
+from attnmesh.kernels.traced import OnceDifferentiable, once_differentiable
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.mesh.schedule import ChunkSize
 from attnmesh.mesh_attention.call import Call
@@ -109,9 +109,9 @@ def _gradients(ctx: Any, dout: Any, *_: None) -> tuple[Tensor | None, ...]:
         if sinks is not None:
             dsinks = sink_gradient(sinks, out, lse, dout)
     else:
-        dq, dk, dv = once(_backward, *ctx.plan, key_lengths, indices, q, k, v, out, lse, dout)
+        dq, dk, dv = once_differentiable(_backward, *ctx.plan, key_lengths, indices, q, k, v, out, lse, dout)
         if sinks is not None:
-            dsinks = once(sink_gradient, sinks, out, lse, dout)
+            dsinks = once_differentiable(sink_gradient, sinks, out, lse, dout)
     return dq, dk, dv, dsinks
 
 
@@ -163,7 +163,7 @@ def _fake_gradients(
     return empty_length_major(dout, q.shape[3]), empty_tokens(k, heads, tokens), empty_tokens(v, heads, tokens)
 
 
-@operator("mesh_attention_backward", _fake_gradients, backward=Once.backward)
+@operator("mesh_attention_backward", _fake_gradients, backward=OnceDifferentiable.backward)
 def mesh_backward_op(
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],

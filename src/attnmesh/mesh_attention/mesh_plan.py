@@ -76,9 +76,9 @@ class MeshPlan(NamedTuple):
         """
         q, k, v = qkv
         signature = self, q_heads, q.shape, k.shape, v.shape, q.dtype, q.device, latent
-        if (known := known_calls().get(signature)) is None:
+        if (known := prepared_calls().get(signature)) is None:
             with torch.device("cpu"), torch.inference_mode(False):  # it is kept for later calls, in any mode
-                known = known_calls().keep(signature, PreparedCall(self, self._new_task(q_heads, q, k, v, latent)))
+                known = prepared_calls().keep(signature, PreparedCall(self, self._new_task(q_heads, q, k, v, latent)))
         assert known.task is not None
         return known.task
 
@@ -127,12 +127,12 @@ class PreparedCall(NamedTuple):
     """What ranks compare."""
     numbers: tuple[int, ...] = ()
     """What this rank says beside the text: its tokens."""
-    rows: Sequence[Sequence[int]] = ()
+    agreed_numbers: Sequence[Sequence[int]] = ()
     """What all ranks have said."""
 
 
 @cached_per_world()
-def known_calls() -> Memo[PreparedCall]:
+def prepared_calls() -> Memo[PreparedCall]:
     """Return what is prepared: by the signature of a call, the arguments of a plan, or a plan and shapes of tensors."""
     return Memo(4096)
 

@@ -18,13 +18,13 @@ from attnmesh.mesh.axes import Axis, Mesh, flat_axis
 from attnmesh.mesh.schedule import Problem
 from attnmesh.mesh.shapes import AXES
 from attnmesh.mesh_attention.call import Call, Options, Pair, Sizes, check_call
-from attnmesh.mesh_attention.mesh_plan import MeshPlan, PreparedCall, known_calls
+from attnmesh.mesh_attention.mesh_plan import MeshPlan, PreparedCall, prepared_calls
 from attnmesh.mesh_attention.shard_marks import shard_marks
 from attnmesh.runtime.world import cached_per_world
 
 
 def prepare_call(mesh: Mesh, call: Call, checked: bool | None, latent: tuple[int, int] | None = None) -> PreparedCall:
-    """Return what all ranks run together. Raise the same error on all ranks if the call cannot be served.
+    """Check a call, compare it across ranks, and return what is prepared for it. Raise the same error on all ranks.
 
     `latent` are the columns of latents that travel instead of keys and values.
     """
@@ -34,7 +34,7 @@ def prepare_call(mesh: Mesh, call: Call, checked: bool | None, latent: tuple[int
     signature = None
     if key_lengths is distance_bias is None and selected is None and not options.unsupported:
         signature = signature_of(q, k, v, sinks, (mesh, latent, *options, checked))
-    known = known_calls().find(signature)
+    known = prepared_calls().find(signature)
     device = q.device if isinstance(q, Tensor) else torch.device(mesh.device_type)
     if options.length is not None and (checked is False or not may_compare(device)):
         if known is None:
@@ -48,11 +48,13 @@ def prepare_call(mesh: Mesh, call: Call, checked: bool | None, latent: tuple[int
             agreement.numbers = call.numbers if known is None else known.numbers
             if known is None and signature is not None:
                 agreement.numbers = (*agreement.numbers, _digest_of_some(k))
-        found = known if known is not None and known.rows == agreement.table else _compared(mesh, call, agreement)
+        found = (
+            known if known is not None and known.agreed_numbers == agreement.table else _compared(mesh, call, agreement)
+        )
     if found is known or signature is None:
         return found
     task = None if needs_grad(q, k, v, sinks) else found.plan.task(q.shape[1], (q, k, v), latent)
-    return known_calls().keep(signature, found._replace(task=task))
+    return prepared_calls().keep(signature, found._replace(task=task))
 
 
 def _compared(mesh: Mesh, call: Call, agreement: Agreement) -> PreparedCall:
@@ -95,8 +97,8 @@ def _even_plan(mesh: Mesh, call: Call, checked: bool | None) -> MeshPlan:
 def _known_plan(mesh: Mesh, call: Call, tokens: Pair, table: tuple[Pair, ...] = ()) -> MeshPlan:
     """Return the plan of so many tokens, of all ranks by `table`, made now if it is not known."""
     arguments = mesh, call.options, call.sizes, tokens, table
-    if (known := known_calls().get(arguments)) is None:
-        known = known_calls().keep(arguments, PreparedCall(_make_plan(*arguments)))
+    if (known := prepared_calls().get(arguments)) is None:
+        known = prepared_calls().keep(arguments, PreparedCall(_make_plan(*arguments)))
     return known.plan
 
 

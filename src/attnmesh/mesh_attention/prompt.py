@@ -19,7 +19,7 @@ from attnmesh.mesh.exchange_cost import fastest_way
 from attnmesh.mesh.schedule import EXCHANGES, Problem
 from attnmesh.mesh.shapes import Shape
 from attnmesh.mesh_attention.attention import attend_shards
-from attnmesh.mesh_attention.auto_choices import Widths, priced
+from attnmesh.mesh_attention.auto_choices import Widths, costing_inputs
 from attnmesh.mesh_attention.call import Call
 from attnmesh.mesh_attention.latents import Latents
 from attnmesh.runtime.world import cached_per_world
@@ -30,7 +30,7 @@ def attend_prompt(
     device_mesh: DeviceMesh | None,
     checked: bool | None,
     latents: Latents | None = None,
-    further: Partial | None = None,
+    other_keys: Partial | None = None,
 ) -> Tensor:
     """Return attention of one rank's shards as `attend_shards` does, without gradients, in the way that takes least."""
     mesh = Mesh.of(device_mesh)
@@ -41,7 +41,7 @@ def attend_prompt(
         widths = None if latents is None else latents.widths
         mesh, exchange = chosen_way(mesh, q.device, q.dtype, sizes, problem, widths, options.exchange)
         call = call._replace(options=options._replace(exchange=exchange))
-    return attend_shards(call, mesh, checked, latents, further)
+    return attend_shards(call, mesh, checked, latents, other_keys)
 
 
 @cached_per_world(1024)
@@ -61,7 +61,7 @@ def chosen_way(
     if 0 in (problem.length, *sizes):
         return mesh, exchange
     cluster, tile = surroundings(mesh, device)
-    layout, work = priced(dtype, sizes, problem, latent, backward=False)
+    layout, work = costing_inputs(dtype, sizes, problem, latent, backward=False)
     names = EXCHANGES if exchange == "auto" else (exchange,)
     shapes = (mesh.shape, tile), (_turned(mesh.shape), _turned(tile))
     ways = [Candidate(*shape, layout, name) for shape, name in product(shapes, names)]

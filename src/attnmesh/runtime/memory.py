@@ -14,7 +14,7 @@ from torch import Tensor
 ROOT = Path("/")
 
 HUGE_RUN = 1 << 24
-"""Bytes of a run that is filled from its start, for huge pages: the one of 2 MB that is filled in part is an eighth."""
+"""Bytes from which memory is in huge pages: the last one of 2 MB, used in part, then wastes an eighth at most."""
 
 GROUPS = {
     "": ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),

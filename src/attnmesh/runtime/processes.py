@@ -8,27 +8,27 @@ from typing import NamedTuple
 class RunningProcess(NamedTuple):
     """A process, by its number and the clock ticks from the start of the host to its own; 0 for one that has ended."""
 
-    number: int
+    pid: int
     start: int
 
     @staticmethod
-    def of(number: int | None = None) -> "RunningProcess":
+    def of(pid: int | None = None) -> "RunningProcess":
         """Return the process of that number, this one by default. A zombie has ended."""
-        number = os.getpid() if number is None else number
+        pid = os.getpid() if pid is None else pid
         try:
-            state, *fields = Path(f"/proc/{number}/stat").read_text().rsplit(")", 1)[1].split()
+            state, *fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
         except OSError:
-            return RunningProcess(number, 0)
-        return RunningProcess(number, 0 if state in "ZX" else int(fields[18]))  # field 22 of proc(5)
+            return RunningProcess(pid, 0)
+        return RunningProcess(pid, 0 if state in "ZX" else int(fields[18]))  # field 22 of proc(5)
 
     @staticmethod
     def parse(text: str) -> "RunningProcess":
         """Return the process that `str` wrote."""
-        number, start = text.split("-")
-        return RunningProcess(int(number), int(start))
+        pid, start = text.split("-")
+        return RunningProcess(int(pid), int(start))
 
     def __str__(self) -> str:
-        return f"{self.number}-{self.start}"
+        return f"{self.pid}-{self.start}"
 
     def is_alive(self) -> bool:
         """Return whether the process runs, and is no later one of the same number.
@@ -36,4 +36,4 @@ class RunningProcess(NamedTuple):
         >>> RunningProcess.of().is_alive(), RunningProcess(os.getpid(), start=1).is_alive()
         (True, False)
         """
-        return self.start != 0 and RunningProcess.of(self.number) == self
+        return self.start != 0 and RunningProcess.of(self.pid) == self

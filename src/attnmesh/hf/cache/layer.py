@@ -110,7 +110,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
             if v is not None:
                 options["value_dim"] = v.shape[3]
             else:
-                columns = k.shape[3] if self.projection is None else self.projection.rank
+                columns = k.shape[3] if self.projection is None else self.projection.latent_width
                 options |= {"value_dim": columns, "values": "prefix"}
             if self.cache.windows and row < FAR:
                 # Where a chunk ends it equals a window, and transformers has one function for both.

@@ -42,31 +42,31 @@ class FlashCPU(Kernel):
             return "this PyTorch has no flash attention for CPUs"
         return None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, logits: Scaling) -> Partial:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, scaling: Scaling) -> Partial:
         """Return the rectangle's partial."""
-        if logits.capped:
-            return Reference().attend(q, k, v, rectangle, logits)
+        if scaling.capped:
+            return Reference().attend(q, k, v, rectangle, scaling)
         if _use_tiles(q, k, v, rectangle):
-            return _recompute_doubtful(_attend_tiles(q, k, v, logits.scale), q, k, v, rectangle, logits)
+            return _recompute_doubtful(_attend_tiles(q, k, v, scaling.scale), q, k, v, rectangle, scaling)
         packed = q.shape[1] > k.shape[1] and q.shape[2] <= MAX_PACKED_ROWS
         queries = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3) if packed else q  # (batch, kv_heads, group * length)
         rows, keys, values = _convert((queries, k, v), _width(q, v))
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            rows, keys, values, **_arguments(rows, rectangle, packed), scale=logits.scale
+            rows, keys, values, **_arguments(rows, rectangle, packed), scale=scaling.scale
         )
         shape = q.shape[:-1]
         partial = Partial(out[..., : v.shape[-1]].reshape(*shape, -1), lse.reshape(shape))
-        return _recompute_doubtful(partial, q, k, v, rectangle, logits)
+        return _recompute_doubtful(partial, q, k, v, rectangle, scaling)
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, rectangle: Rectangle, logits: Scaling
+        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, rectangle: Rectangle, scaling: Scaling
     ) -> Gradients:
         """Return the rectangle's share of the gradients."""
-        if logits.capped:
-            return Reference().backward(q, k, v, saved, rectangle, logits)
+        if scaling.capped:
+            return Reference().backward(q, k, v, saved, rectangle, scaling)
         dout, *qkv, out = _convert((saved.dout, q, k, v, saved.out), _width(q, v))
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, *qkv, out, saved.lse, **_arguments(qkv[0], rectangle, packed=False), scale=logits.scale
+            dout, *qkv, out, saved.lse, **_arguments(qkv[0], rectangle, packed=False), scale=scaling.scale
         )
         return Gradients(dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]])
 
@@ -138,7 +138,7 @@ def _convert(tensors: Sequence[Tensor], width: int) -> list[Tensor]:
 
 
 def _recompute_doubtful(
-    partial: Partial, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, logits: Scaling
+    partial: Partial, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, scaling: Scaling
 ) -> Partial:
     """Return the partial with doubtful rows from the reference.
 
@@ -151,7 +151,7 @@ def _recompute_doubtful(
         return partial
     out, lse = partial.out.clone(), partial.lse.clone()
     rows = doubtful.any(0).any(0).nonzero().flatten()
-    exact = Reference().attend(q[:, :, rows], k, v, rectangle.select(rows), logits)
+    exact = Reference().attend(q[:, :, rows], k, v, rectangle.select(rows), scaling)
     out.index_copy_(2, rows, exact.out.to(out.dtype))
     lse.index_copy_(2, rows, exact.lse)
     return Partial(out, lse)

@@ -55,20 +55,20 @@ class Native(Kernel):
         """Return True for few rows, where reading the keys is the cost."""
         return need.rows <= MOST_ROWS
 
-    def launch_of(self, q: Tensor, k: Tensor, v: Tensor, scaling: Scaling) -> "NativeLaunch | None":
+    def bind(self, q: Tensor, k: Tensor, v: Tensor, scaling: Scaling) -> "BoundNative | None":
         """Return the launch of few rows."""
         few = q.dtype in DTYPES and q.shape[1] // max(1, k.shape[1]) * q.shape[2] <= MOST_ROWS
         served = few and min(q.numel(), k.numel(), v.numel()) > 0 and scaling.scale > 0
-        return NativeLaunch.of(q, k, v, scaling) if served else None
+        return BoundNative.of(q, k, v, scaling) if served else None
 
     def attend_rows(
         self, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, hidden: Tensor, scaling: Scaling
     ) -> Partial | None:
         """Return the partial of the rows of keys of each sequence. None if a number is not finite."""
-        launch, rows, counts = NativeLaunch.of(q, k, v, scaling), rows.int(), (~hidden).sum(-1)
-        into = launch.blank()
+        bound, rows, counts = BoundNative.of(q, k, v, scaling), rows.int(), (~hidden).sum(-1)
+        into = bound.blank()
         read = rows.data_ptr(), counts.data_ptr()
-        return into if launch.launch(q, k, v, into, None, 0, rows.shape[1], read) else None
+        return into if bound.run(q, k, v, into, None, 0, rows.shape[1], read) else None
 
     def cut(self, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Rectangle]:
         """Return the fewest rectangles: rows may see different runs of keys."""
@@ -83,12 +83,12 @@ class Native(Kernel):
         band = rectangle.bounds() if rectangle.causal or rectangle.band is not None else None
         rows = max(1, MOST_ROWS * k.shape[1] // q.shape[1])
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        out, lse = NativeLaunch.of(q, k, v, scaling).blank()
+        out, lse = BoundNative.of(q, k, v, scaling).blank()
         for start in range(0, q.shape[2], rows):
             some = slice(start, start + rows)
             bounds = None if band is None else Band(band.low[some].contiguous(), band.high[some].contiguous())
             some_q, into = q[:, :, some], Partial(out[:, :, some], lse[:, :, some])
-            if not NativeLaunch.of(some_q, k, v, scaling, q.shape[2]).launch(some_q, k, v, into, bounds):
+            if not BoundNative.of(some_q, k, v, scaling, q.shape[2]).run(some_q, k, v, into, bounds):
                 rows_of_block = torch.arange(start, min(start + rows, q.shape[2]))
                 exact = Reference().attend(some_q, k, v, rectangle.select(rows_of_block), scaling)
                 into.out.copy_(exact.out)
@@ -106,7 +106,7 @@ class Native(Kernel):
 KERNEL = NATIVE = Native()
 
 
-class NativeLaunch(NamedTuple):
+class BoundNative(NamedTuple):
     """A launch of the native kernel, for calls that differ in their memory, their keys and what a row sees alone."""
 
     fields: bytes
@@ -115,18 +115,18 @@ class NativeLaunch(NamedTuple):
     lse: tuple[int, ...]
 
     @staticmethod
-    def of(q: Tensor, k: Tensor, v: Tensor, scaling: Scaling, tokens: int | None = None) -> "NativeLaunch":
+    def of(q: Tensor, k: Tensor, v: Tensor, scaling: Scaling, tokens: int | None = None) -> "BoundNative":
         """Return the launch of a call. Its rows are part of a partial of so many tokens, or all of it."""
         tokens = q.shape[2] if tokens is None else tokens
         is_prefix = v.data_ptr() == k.data_ptr()  # then values have the scales of the keys
-        return _launch_for(tuple(q.shape), k.shape[1], v.shape[3], (q.dtype, k.dtype), is_prefix, scaling, tokens)
+        return _bound_to(tuple(q.shape), k.shape[1], v.shape[3], (q.dtype, k.dtype), is_prefix, scaling, tokens)
 
     def blank(self) -> Partial:
         """Return memory for a partial, `out` in the order that an output projection reads."""
         out = torch.empty_strided(self.out, self.out_strides, dtype=torch.float32, device="cpu")
         return Partial(out, torch.empty(self.lse, dtype=torch.float32, device="cpu"))
 
-    def launch(
+    def run(
         self,
         q: Tensor,
         k: Tensor,
@@ -172,7 +172,7 @@ class NativeLaunch(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _launch_for(
+def _bound_to(
     shape: tuple[int, ...],
     kv_heads: int,
     width: int,
@@ -180,11 +180,11 @@ def _launch_for(
     is_prefix: bool,
     scaling: Scaling,
     tokens: int,
-) -> NativeLaunch:
+) -> BoundNative:
     batch, heads, rows, dim = shape
     strides, lse = (tokens * heads * width, width, heads * width, 1), (batch, heads, tokens)
     codes, scales = [(DTYPES | STORED)[dtype] for dtype in dtypes], (dim, dim if is_prefix else width)
     sizes = batch, kv_heads, heads // kv_heads, rows, dim, width, *codes, *scales
     cap = scaling.softcap if scaling.capped else 0.0
     fields = FIXED.pack(*sizes, *strides[:3], heads * tokens, tokens, 1, scaling.scale, cap)
-    return NativeLaunch(fields, (batch, heads, tokens, width), strides, lse)
+    return BoundNative(fields, (batch, heads, tokens, width), strides, lse)

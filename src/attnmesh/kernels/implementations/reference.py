@@ -53,7 +53,7 @@ class Reference(Kernel):
         """Return False: others are faster."""
         return False
 
-    def at(self, queries: Tensor, keys: Tensor) -> "Reference":
+    def with_positions(self, queries: Tensor, keys: Tensor) -> "Reference":
         """Return the kernel for a bias by distance between these positions."""
         return Reference((queries.cpu().sort().values, keys.cpu().sort().values))
 

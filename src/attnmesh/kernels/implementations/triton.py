@@ -99,11 +99,11 @@ class Triton(Kernel):
 
     def attend_cache(self, query: DecodeQuery, view: CacheView) -> Partial:
         """Return the partial of the last queries, merged from one partial per block or per program instance."""
-        return self.launch_of_cache().attend_cache(query, view)
+        return self.bind_cache().attend_cache(query, view)
 
-    def launch_of_cache(self) -> "TritonSteps":
+    def bind_cache(self) -> "TritonCachedAttention":
         """Return the launch of steps whose queries differ in their tensors alone."""
-        return TritonSteps()
+        return TritonCachedAttention()
 
     def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, hidden: Tensor, scaling: Scaling) -> Partial:
         """Return the partial of the rows of keys of each sequence, (batch, keys), without those that are hidden."""
@@ -132,7 +132,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, scaling: Scal
     return Partial(out[0], lse[0]) if spans == 1 else merge_stacked(partials)
 
 
-class TritonSteps:
+class TritonCachedAttention:
     """Attention of steps of one signature to a cache, in two launches, whose arguments but for tensors are made once.
 
     The steps have one mask, capacity, block and logits.
