@@ -14,6 +14,7 @@ from attnmesh.core.candidates import best, pack, unpack
 from attnmesh.core.mask import Mask
 from attnmesh.kernels import indexer
 from attnmesh.kernels.indexer import IndexKeys, indexer_top_k
+from attnmesh.kernels.rectangles import TILE_ELEMENTS
 from tests.support.live import LiveTensors
 
 HEADS, WIDTH = 4, 8
@@ -65,7 +66,7 @@ def test_tiles_give_the_top_k_of_dense_scores(
     positions = tokens.expand(batch, -1).masked_fill(padding, -1)
     first, last = mask.bounds(queries[None])
     tile, at_once = elements
-    with mock.patch.dict(indexer.ELEMENTS, {"cpu": tile}), mock.patch.dict(indexer.AT_ONCE, {"cpu": at_once}):
+    with mock.patch.dict(TILE_ELEMENTS, {"cpu": tile}), mock.patch.dict(indexer.AT_ONCE, {"cpu": at_once}):
         found = unpack(indexer_top_k(function, operands, IndexKeys(keys, tokens, positions), first, last, k, block))
     right = dense(function(keys, operands), mask.visible(queries, tokens) & ~padding[:, None], k, block)
     torch.testing.assert_close(found[0], right[0])
@@ -95,6 +96,6 @@ def test_tiles_are_small_and_hidden_ones_are_left_out() -> None:
     with LiveTensors() as live:
         indexer_top_k(measured, operands, keys, *bounds, 8)
     candidates = 2 * 4096 * 8 * 8  # those of tiles, and joined
-    assert live.most < candidates + 12 * 4 * indexer.ELEMENTS["cpu"] < 4096**2 * 4
-    assert max(sizes) <= indexer.ELEMENTS["cpu"]
+    assert live.most < candidates + 12 * 4 * TILE_ELEMENTS["cpu"] < 4096**2 * 4
+    assert max(sizes) <= TILE_ELEMENTS["cpu"]
     assert sum(sizes) < 0.7 * HEADS * 4096**2, "tiles that no query sees are left out"

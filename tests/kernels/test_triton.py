@@ -28,7 +28,7 @@ from attnmesh.kernels import stacked_merge as merging
 from attnmesh.kernels import triton_runtime
 from attnmesh.kernels.implementations import triton as kernel
 from attnmesh.kernels.implementations.native import NATIVE
-from attnmesh.kernels.rectangles import Rectangle
+from attnmesh.kernels.rectangles import TILE_ELEMENTS, Rectangle
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support import histories
@@ -67,7 +67,7 @@ def refuse(*_: Any) -> None:
 def test_selected_rows_are_read_in_place(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NATIVE, "reads_rows", False)
     monkeypatch.setattr(selected, "attend_dense", refuse)
-    monkeypatch.setitem(selected.ELEMENTS, "cpu", 1 << 12)  # so few that queries and selected keys are cut
+    monkeypatch.setitem(TILE_ELEMENTS, "cpu", 1 << 12)  # so few that queries and selected keys are cut
     drawn = replace(draw(seed, ("auto",), DTYPES, longest=7), scale=None, memory="plain")
     positions = range(drawn.lengths[1]) if drawn.k_positions is None else drawn.k_positions.tolist()
     sizes = (drawn.batch, drawn.heads[1]), drawn.lengths[0], max(positions, default=-1) + 1

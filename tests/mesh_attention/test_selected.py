@@ -20,7 +20,7 @@ from attnmesh.kernels import selected_keys as kernel
 from attnmesh.kernels.choice import choose
 from attnmesh.kernels.implementations.native import NATIVE
 from attnmesh.kernels.kernel import Need
-from attnmesh.kernels.rectangles import BackwardInputs
+from attnmesh.kernels.rectangles import TILE_ELEMENTS, BackwardInputs
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.mesh_attention import latents as latent
 from tests.support import problems
@@ -46,7 +46,7 @@ def test_random_problems_agree_with_float64(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", seeds(30, 200))
 def test_small_tiles_agree_with_float64(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(kernel.ELEMENTS, "cpu", 200)  # so few that queries, key heads and selected keys are all cut
+    monkeypatch.setitem(TILE_ELEMENTS, "cpu", 200)  # so few that queries, key heads and selected keys are all cut
     monkeypatch.setattr(core, "ELEMENTS", 50)
     check_alone(seed, 33)
 
@@ -135,7 +135,7 @@ def test_a_graph_gives_the_same_and_nan_where_indices_are_faulty() -> None:
 @pytest.mark.parametrize("in_place", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_memory_does_not_grow_with_queries_times_keys(in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     n, heads, width, most = 512, 2, 16, 1 << 11
-    monkeypatch.setitem(kernel.ELEMENTS, "cpu", most)
+    monkeypatch.setitem(TILE_ELEMENTS, "cpu", most)
     monkeypatch.setattr(core, "ELEMENTS", most)
     monkeypatch.setattr(NATIVE, "reads_rows", in_place)
     q, k, v = torch.randn(3, 1, heads, n, width).unbind()

@@ -27,6 +27,10 @@ class Band:
         """Return the band of the queries from start to stop, with key indices relative to `key`."""
         return Band(self.low[start:stop] - key, self.high[start:stop] - key)
 
+    def within(self, start: int, stop: int) -> "Band":
+        """Return the band over the keys from start to stop alone, which count from 0."""
+        return Band((self.low - start).clamp(0, stop - start), (self.high - start).clamp(0, stop - start))
+
     def first(self, keys: int) -> "Band":
         """Return the band over the first keys alone."""
         return Band(self.low, self.high.clamp(max=keys))

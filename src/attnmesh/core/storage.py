@@ -77,6 +77,11 @@ def storage_of(x: Tensor) -> Storage | None:
     return _BY_DTYPE.get(x.dtype)
 
 
+def is_prefix(values: Tensor, keys: Tensor) -> bool:
+    """Return whether values are the first columns of keys, as those of latents: then they have the keys' scales."""
+    return values.data_ptr() == keys.data_ptr()
+
+
 def columns_of(x: Tensor) -> int:
     """Return the columns of keys or values, stored or plain: the width of a row tells where its scales begin."""
     width = x.shape[-1]

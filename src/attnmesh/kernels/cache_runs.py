@@ -316,6 +316,6 @@ def _blocks(run: CacheKernel, q: Tensor, keys: Tensor, values: Tensor, band: Ban
         out[first:last, row], lse[first:last, row] = run(row_q, some_keys, some_values, full)
     for index in set(range(int(band.low[0]) // block, min(count, -(-int(band.high[-1]) // block)))) - set(whole):
         start, stop = index * block, min(used, (index + 1) * block)
-        inside = Band(*((bound - start).clamp(0, stop - start) for bound in (band.low, band.high)))
-        out[index], lse[index] = run(q, keys[:, :, start:stop], values[:, :, start:stop], inside)
+        seen = band.within(start, stop)
+        out[index], lse[index] = run(q, keys[:, :, start:stop], values[:, :, start:stop], seen)
     return Partial(out, lse)

@@ -13,9 +13,7 @@ from torch import Tensor
 
 from attnmesh.core.candidates import best, pack
 from attnmesh.core.storage import columns_of, storage_of
-
-ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
-"""Scores of a tile, over all heads: few enough for a CPU's cache, enough to fill a GPU."""
+from attnmesh.kernels.rectangles import tile_elements
 
 AT_ONCE = {"cpu": 1 << 17, "cuda": 1 << 27}
 """Scores of a tile that are computed at once: on a CPU those that its second cache holds."""
@@ -95,10 +93,8 @@ def _tile(operands: Sequence[Tensor], keys: Tensor, rows: int, k: int) -> tuple[
     Fewer keys than k would make the merges dear.
     """
     heads = max(1, *(x.shape[2:].numel() // columns_of(keys) for x in operands))
-    area, at_once = (
-        max(1, sizes.get(keys.device.type, sizes["cuda"]) // (heads * max(1, len(keys))))
-        for sizes in (ELEMENTS, AT_ONCE)
-    )
+    limits = tile_elements(keys.device), tile_elements(keys.device, AT_ONCE)
+    area, at_once = (max(1, scores // (heads * max(1, len(keys)))) for scores in limits)
     queries = max(1, min(rows, isqrt(area)))
     columns = max(1, min(keys.shape[1], max(area // queries, 2 * k)))
     queries = max(1, area // columns)

@@ -11,7 +11,7 @@ A causal square is one call, packed documents are one call each, and a window is
 keys are in no rectangle. A dense mask is never larger than one tile's rows by their visible keys.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -25,10 +25,18 @@ from attnmesh.core.partial import Partial, identity, merge_into, sum_dtype
 TILE = 128
 """Rows of a masked tile: enough for an efficient matrix product, few enough to waste little along a window's edges."""
 
+TILE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
+"""Elements of a tile at most: few enough for a CPU's cache, enough to fill a GPU."""
+
 MIN_RUN = 64
 """Rows of one kind that are worth a rectangle. Shorter runs go into tiles."""
 
 FULL, CAUSAL, MASKED = range(3)
+
+
+def tile_elements(device: torch.device, most: Mapping[str, int] = TILE_ELEMENTS) -> int:
+    """Return the elements of a tile on a device at most."""
+    return most.get(device.type, most["cuda"])
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,8 @@ from attnmesh.core.storage import columns_of, storage_of
 from attnmesh.kernels.choice import find
 from attnmesh.kernels.implementations.reference import attend_dense, backward_dense
 from attnmesh.kernels.kernel import Kernel, Need
-from attnmesh.kernels.rectangles import BackwardInputs, Gradients
+from attnmesh.kernels.rectangles import BackwardInputs, Gradients, tile_elements
 from attnmesh.runtime.memo import on_device
-
-ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
-"""Elements of a tile's keys, values and logits: few enough for a CPU's cache, enough to fill a GPU."""
 
 MOST_PROGRAMS = (1 << 16) - 1
 """Queries times key heads of a launch on a GPU at most."""
@@ -206,19 +203,15 @@ def nan_where_faulty(out: Tensor, selected: Selection, length: int | Tensor | No
 
 def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int]:
     """Return the most queries, heads, and queries times heads times keys of a tile whose rows are gathered."""
-    most = _elements(q) // (k.shape[-1] + v.shape[-1] + q.shape[1] // k.shape[1])
+    most = tile_elements(q.device) // (k.shape[-1] + v.shape[-1] + q.shape[1] // k.shape[1])
     return most, most, max(1, most)
 
 
 def _sizes_in_place(q: Tensor, k: Tensor, width: int) -> tuple[int, int, int]:
     """Return the most queries, heads, and queries times heads times keys of a tile whose rows are read in place."""
-    most = _elements(q)
+    most = tile_elements(q.device)
     queries = min(most // (q.shape[1] * width), MOST_PROGRAMS // k.shape[1])  # their outputs are no more elements
     return queries, k.shape[1], most if q.device.type == "cpu" else most // width  # rows and their search take memory
-
-
-def _elements(q: Tensor) -> int:
-    return ELEMENTS.get(q.device.type, ELEMENTS["cuda"])
 
 
 def _tiles(q: Tensor, k: Tensor, selected: SelectedKeys, sizes: tuple[int, int, int]) -> Iterator[SelectedTile]:

@@ -12,17 +12,15 @@ from torch import Tensor
 from attnmesh.core.band import Band
 from attnmesh.core.partial import Partial, identity, merge_unchecked, sum_dtype
 from attnmesh.core.scaling import Scaling
-from attnmesh.core.storage import Storage, columns_of, storage_of
+from attnmesh.core.storage import Storage, columns_of, is_prefix, storage_of
 from attnmesh.kernels.driver import KeyCounts, forward
 from attnmesh.kernels.kernel import Kernel
+from attnmesh.kernels.rectangles import tile_elements
 from attnmesh.kernels.selected_keys import SelectedKeys, attend_selected
 from attnmesh.kernels.traced import without_autocast
 
 TILE = 512
 """Keys of a tile. It is the same for any number of heads and ranks, so that bits are."""
-
-ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
-"""Elements of the keys and values of a tile, unless one sequence has more."""
 
 
 class CacheKernel(NamedTuple):
@@ -46,7 +44,7 @@ class CacheKernel(NamedTuple):
             with without_autocast(q):
                 return attend_selected(q, keys, values, band, self.scaling, self.value_dim)
         elements = keys.shape[1] * min(TILE, keys.shape[2]) * (columns_of(keys) + self.value_dim)
-        most = max(1, ELEMENTS.get(q.device.type, ELEMENTS["cuda"]) // max(1, elements))
+        most = max(1, tile_elements(q.device) // max(1, elements))
         total = identity(q, self.value_dim, q.dtype)
         for start in range(0, len(q), most):
             some = slice(start, start + most)
@@ -87,7 +85,7 @@ class CacheKernel(NamedTuple):
         for start in range(0, keys.shape[2], TILE):
             stop, inside = min(start + TILE, keys.shape[2]), None
             if band is not None:
-                inside = Band(*((bound - start).clamp(0, stop - start) for bound in (band.low, band.high)))
+                inside = band.within(start, stop)
                 if not bool((inside.low < inside.high).any()):
                     continue
             tile = _read(storage, keys[:, :, start:stop], values[:, :, start:stop], q.dtype, self.value_dim)
@@ -100,5 +98,4 @@ class CacheKernel(NamedTuple):
 def _read(storage: Storage, keys: Tensor, values: Tensor, dtype: torch.dtype, value_dim: int) -> tuple[Tensor, Tensor]:
     """Return the numbers of rows; values that are the rows of keys are a prefix of them."""
     read = storage.dequantize(keys, dtype)
-    alike = values.data_ptr() == keys.data_ptr()
-    return read, read[..., :value_dim] if alike else storage.dequantize(values, dtype)
+    return read, read[..., :value_dim] if is_prefix(values, keys) else storage.dequantize(values, dtype)

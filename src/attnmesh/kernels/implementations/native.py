@@ -14,6 +14,7 @@ from torch import Tensor
 from attnmesh.core.band import Band
 from attnmesh.core.partial import Partial
 from attnmesh.core.scaling import Scaling
+from attnmesh.core.storage import is_prefix
 from attnmesh.kernels.implementations.cpu import FlashCPU
 from attnmesh.kernels.implementations.reference import Reference
 from attnmesh.kernels.kernel import Kernel, Need
@@ -118,8 +119,7 @@ class BoundNative(NamedTuple):
     def of(q: Tensor, k: Tensor, v: Tensor, scaling: Scaling, tokens: int | None = None) -> "BoundNative":
         """Return the launch of a call. Its rows are part of a partial of so many tokens, or all of it."""
         tokens = q.shape[2] if tokens is None else tokens
-        is_prefix = v.data_ptr() == k.data_ptr()  # then values have the scales of the keys
-        return _bound_to(tuple(q.shape), k.shape[1], v.shape[3], (q.dtype, k.dtype), is_prefix, scaling, tokens)
+        return _bound_to(tuple(q.shape), k.shape[1], v.shape[3], (q.dtype, k.dtype), is_prefix(v, k), scaling, tokens)
 
     def blank(self) -> Partial:
         """Return memory for a partial, `out` in the order that an output projection reads."""

@@ -12,7 +12,7 @@ from attnmesh.core.band import Band
 from attnmesh.core.mask import FAR
 from attnmesh.core.partial import Partial, with_sinks
 from attnmesh.core.scaling import Scaling
-from attnmesh.core.storage import storage_of
+from attnmesh.core.storage import is_prefix, storage_of
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery
 from attnmesh.kernels.kernel import Kernel, Need
 from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Rectangle
@@ -224,8 +224,7 @@ def _attend_rows(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scaling: Sc
 
 def _cache_arguments(q: Tensor, keys: Tensor, values: Tensor, scaling: Scaling, tile: ProgramTile) -> dict[str, Any]:
     """Return the arguments but for tensors of a launch over a cache whose rows all see all places."""
-    is_prefix = values.data_ptr() == keys.data_ptr()  # then values have the scales of the keys
-    rows = {"K_ROW": keys.shape[-1], "V_ROW": (keys if is_prefix else values).shape[-1]}
+    rows = {"K_ROW": keys.shape[-1], "V_ROW": (keys if is_prefix(values, keys) else values).shape[-1]}
     if storage_of(keys) is None:
         rows = dict.fromkeys(rows, 0)
     unbounded = {"left": MAX_REACH, "right": MAX_REACH, "bounds_batch": 0, "block": 0}
