@@ -150,7 +150,7 @@ def test_random_messages_are_merged_in_one_launch(seed: int, monkeypatch: pytest
     """One process plays all ranks: each sends its message to all, then each receives."""
     monkeypatch.setattr(symmetric_memory, "FLAGS", 3)
     monkeypatch.setattr(symmetric_memory, "ROOM", 1 << 12)
-    monkeypatch.setattr(symmetric_memory, "TIMEOUT", 3)
+    monkeypatch.setattr(symmetric_memory, "MAX_POLLS", 3)
     random = Random(seed)
     torch.manual_seed(seed)
     ranks = random.choice((2, 2, 3, 5))

@@ -68,7 +68,7 @@ def launch_checksum(tensors: Sequence[Tensor], call_hash: int, state: Tensor, mo
         more=patterns[-1],
         more_count=sum(counts[1:]),
         state=state,
-        call_hash=call_hash % modulus,
+        number=call_hash % modulus,
         checksum=checksum,
         MODULUS=modulus,
         WIDE=1024,

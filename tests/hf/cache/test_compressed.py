@@ -129,7 +129,7 @@ def lives() -> list[bool]:
     alike = [torch.equal(x, y) for x, y in zip(found, right, strict=True)]
     cache.reset()
     alike.append(torch.equal(tokens(cache, prompt(50)), first))
-    with patch.object(CompressedLayer, "further", side_effect=RuntimeError), pytest.raises(RuntimeError):
+    with patch.object(CompressedLayer, "other_keys", side_effect=RuntimeError), pytest.raises(RuntimeError):
         tokens(cache, turns[0])
     return [*alike, torch.equal(tokens(cache, turns[0]), right[0])]
 
