@@ -160,7 +160,7 @@ def test_a_known_step_is_one_launch(storage: str, dtype: torch.dtype, monkeypatc
     k, v = torch.randn(2, 2, 2, 500, 64).to(dtype)
     cache.append(k, v)
     q = torch.randn(2, 8, 1, 64).to(dtype)
-    expected, launches, launch = am.decode(q, cache), [], BoundNative.launch
+    expected, launches, launch = am.decode(q, cache), [], BoundNative.run
 
     def count(*arguments: Any) -> bool:
         launches.append(arguments)
