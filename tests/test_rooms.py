@@ -57,7 +57,7 @@ def test_rooms_import_only_from_above() -> None:
         room, above = name.split(".")[0], other.split(".")[0]
         assert ROOMS.index(above) <= ROOMS.index(room), f"{name} imports {other}"
         assert (room, above) not in APART, f"{name} imports {other}"
-    TopologicalSorter({name: {b for a, b in edges if a == name} for name in FILES}).prepare_call()  # raises on a circle
+    TopologicalSorter({name: {b for a, b in edges if a == name} for name in FILES}).prepare()  # raises on a circle
 
 
 def test_the_options_of_the_command_import_nothing_of_the_package() -> None:

@@ -259,7 +259,7 @@ def test_random_merges_agree_with_float64(seed: int) -> None:
             assert whole.out.isnan().all()
             return
         given, sinks, exact = whole, None, merge_stack(Partial(*(x.double() for x in partials)))
-        rounding = 2**-8 if layout.out == torch.bfloat16 else 1e-6
+        rounding = 2**-8 if layout.out_dtype == torch.bfloat16 else 1e-6
     else:
         given, rounding = merging.merge_stacked(partials, sinks=sinks), 1e-6
     largest = partials.out.abs().max().item()
