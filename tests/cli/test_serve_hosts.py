@@ -195,7 +195,7 @@ def test_a_folder_that_is_not_of_this_user_alone_is_refused(tmp_path: Path) -> N
 def test_a_process_of_a_number_that_is_used_again_is_another_one(tmp_path: Path) -> None:
     """The rank has ended, and its number is that of this process now."""
     agent = RunningProcess.of()
-    ranks, taken = TorchrunRanks(tmp_path, agent, 2), RunningProcess(agent.number, agent.start - 1)
+    ranks, taken = TorchrunRanks(tmp_path, agent, 2), RunningProcess(agent.pid, agent.start - 1)
     replace(tmp_path / "front", str(taken))
     with pytest.raises(ClusterError, match="serve: expected a front that listens within 120 s, given none"):
         _address(tmp_path)

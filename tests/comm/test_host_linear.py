@@ -162,8 +162,8 @@ def mixed(mistake: str) -> list[str]:
             merge = host_merge_for(along, (1, 2, 1, 8), MERGES["tree"])
             assert merge is not None
             message = merge.blank()
-            merge.places(message).out.zero_()
-            merge.places(message).lse.zero_()
+            merge.partial_in(message).out.zero_()
+            merge.partial_in(message).lse.zero_()
             if not merge.run(message, 7):
                 raise CallsDifferError(0)
         elif mistake == "a letter" and last:
@@ -171,7 +171,7 @@ def mixed(mistake: str) -> list[str]:
             for wait in transport.post([(dist.irecv, 0, torch.empty(5, dtype=torch.uint8))], "exchanging"):
                 wait()
         elif last:
-            Agreement(mesh_of(along), "an error elsewhere").say(ValueError("broken"))
+            Agreement(mesh_of(along), "an error elsewhere").share_error(ValueError("broken"))
         else:
             one.run(given(1, 64))
     except CallsDifferError:
@@ -205,8 +205,8 @@ def beside_a_stopped_rank() -> bool:
         peer = boxes.processes[1]
         assert peer is not None
         time.sleep(1.5 * CHECK_INTERVAL)  # by now rank 1 says that it waits
-        os.kill(peer.number, signal.SIGSTOP)
-        Timer(4 * CHECK_INTERVAL, os.kill, (peer.number, signal.SIGCONT)).start()
+        os.kill(peer.pid, signal.SIGSTOP)
+        Timer(4 * CHECK_INTERVAL, os.kill, (peer.pid, signal.SIGCONT)).start()
     merge.run(message, 7)
     found = HostLinear(0, weights(64, 40), along, boxes).run(given(1, 64))[0]
     return torch.allclose(found, given(1, 64) @ weights(64, 40)[0][0].T, rtol=1e-5, atol=1e-5)

@@ -124,7 +124,10 @@ class PreparedStep(NamedTuple):
                 )
         out = partial.out if self.heads is None else partial.out[:, self.heads]
         if step.reproducible:
-            out = self._with_sinks(partial, own_sinks)
+            if own_sinks is not None and step.output == "heads":
+                own_sinks = own_sinks[step.tokens.share_of(len(own_sinks))]
+            # Merging with an empty partial turns -0.0 into 0.0, and more ranks mean more empty partials.
+            out = with_sinks(partial, own_sinks).out + 0.0
         out = out.to(q.dtype).contiguous()
         if lengths is not None:  # NaN where no such number of keys is cached
             wrong = (lengths < 0) | (lengths > views[0].state[0])
@@ -152,13 +155,6 @@ class PreparedStep(NamedTuple):
         if self.step.reproducible:
             return None, None, None
         return None, None, Partial(q.new_empty(shape), q.new_empty(shape[:-1], dtype=dtype))
-
-    def _with_sinks(self, partial: Partial, sinks: Tensor | None) -> Tensor:
-        """Return the output with sinks, with the same bits on any number of ranks."""
-        if sinks is not None and self.step.output == "heads":
-            sinks = sinks[self.step.tokens.share_of(len(sinks))]
-        # Merging with an empty partial turns -0.0 into 0.0, and more ranks mean more empty partials.
-        return with_sinks(partial, sinks).out + 0.0
 
 
 def find_step(inputs: StepInputs, options: tuple[Any, ...]) -> tuple[tuple[Any, ...] | None, PreparedStep | None]:
