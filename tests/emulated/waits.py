@@ -144,10 +144,10 @@ def model_waits(gpu: EmulatedGPU, capacity: int | None) -> dict[str, list[str]]:
     model = on_gpu(tiny_model())
     cache = hf.ShardedCache(model.config, mesh, capacity=capacity, block=4)
     ids = torch.randint(64, (1, 40), generator=torch.Generator().manual_seed(1)).cuda()
-    positions = iter(range(20, 40))
+    starts = iter(range(20, 40))
 
     def token() -> object:
-        place = next(positions)
+        place = next(starts)
         return model(ids[:, place : place + 1], past_key_values=cache, position_ids=positions[:, place : place + 1])
 
     positions = torch.arange(40).cuda()[None]

@@ -126,10 +126,10 @@ class Mailboxes:
     ) -> None:
         count, size, mine = len(members), HEAD + MESSAGE_BYTES, list(members).index(index)
         self.members, self.index = tuple(members), index
-        self.boxes_to = {rank: (mine * count + index) * size for index, rank in enumerate(members)}
-        self.boxes_from = {rank: (index * count + mine) * size for index, rank in enumerate(members)}
-        self.boards = {rank: (index * count + index) * size for index, rank in enumerate(members)}
-        self.output_boards = {rank: (count * count + index) * size for index, rank in enumerate(members)}
+        self.boxes_to = {rank: (mine * count + member) * size for member, rank in enumerate(members)}
+        self.boxes_from = {rank: (member * count + mine) * size for member, rank in enumerate(members)}
+        self.boards = {rank: (member * count + member) * size for member, rank in enumerate(members)}
+        self.output_boards = {rank: (count * count + member) * size for member, rank in enumerate(members)}
         """Boards of the outputs of layers."""
         self.words, self.memory = memoryview(memory).cast("q"), torch.frombuffer(memory, dtype=torch.uint8)
         self.start = self.memory.data_ptr()

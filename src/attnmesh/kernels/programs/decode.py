@@ -51,7 +51,7 @@ def attend_cache_program(
     A part is `block` slots, or if that is 0 an equal share of the slots that any row can see. The positions that a row
     sees are read from firsts and lasts if BOUNDED, else computed from the mask's left and right. NEAR masks skip old
     slots. Rows in 8 bits have K_ROW and V_ROW numbers, and then their scales; both are 0 for plain keys and values. If
-    SELECTED, the places are those of the rows to read, -1 for none, and not positions of all slots in order. The result
+    SELECTED, the positions are those of the rows to read, -1 for none, and not positions of all slots in order. The result
     is NaN if there are more tokens than capacity, or fewer than queries.
     """
     part, tile, batch_head = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -87,13 +87,13 @@ def attend_cache_program(
     for step in range(begin, end, KEYS):
         slot = step + tl.arange(0, KEYS).to(tl.int64)
         valid_keys = slot < end
-        position = tl.load(positions + slot, mask=valid_keys, other=-1)  # position, -1 for padding
+        key_position = tl.load(positions + slot, mask=valid_keys, other=-1)  # -1 for padding
         if SELECTED:
-            slot, valid_keys = position.to(tl.int64), position >= 0
+            slot, valid_keys = key_position.to(tl.int64), key_position >= 0
         logits = logits_of(
             q_0, q_1, k, slot, valid_keys, k_row, width, scale, softcap, Q_0, Q_1, CAPPED, PRECISION, K_ROW, FLOAT8
         )
-        visible = (first[:, None] <= position) & (position <= last[:, None]) & (position >= 0)
+        visible = (first[:, None] <= key_position) & (key_position <= last[:, None]) & (key_position >= 0)
         logits = tl.where(visible, logits, -float("inf"))
         peak, total, sum_0, sum_1 = accumulate(
             peak, total, sum_0, sum_1, logits, v, slot, valid_keys, v_row, values, V_0, V_1, PRECISION, V_ROW, FLOAT8
