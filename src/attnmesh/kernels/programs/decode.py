@@ -51,7 +51,7 @@ def attend_cache_program(
     A part is `block` slots, or if that is 0 an equal share of the slots that any row can see. The positions that a row
     sees are read from firsts and lasts if BOUNDED, else computed from the mask's left and right. NEAR masks skip old
     slots. Rows in 8 bits have K_ROW and V_ROW numbers, and then their scales; both are 0 for plain keys and values. If
-    SELECTED, the positions are those of the rows to read, -1 for none, and not positions of all slots in order. The result
+    SELECTED, the positions are those of the rows to read, -1 for none, not of all slots in order. The result
     is NaN if there are more tokens than capacity, or fewer than queries.
     """
     part, tile, batch_head = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
