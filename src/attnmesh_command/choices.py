@@ -20,6 +20,17 @@ def _merges() -> list[str]:
 MERGE_CHOICES = ("auto", *_merges())
 """Merges across ranks."""
 
+
+def _tool_formats() -> list[str]:
+    """Return the names of the formats of calls, in the same way."""
+    tree = ast.parse((Path(__file__).parents[1] / "attnmesh" / "serve" / "tool_formats.py").read_text())
+    tables = [one.value for one in tree.body if isinstance(one, ast.AnnAssign) and ast.unparse(one.target) == "FORMATS"]
+    return [ast.literal_eval(key) for table in tables if isinstance(table, ast.Dict) for key in table.keys if key]
+
+
+TOOL_FORMATS = ("auto", "none", *_tool_formats())
+"""How a model writes calls of tools."""
+
 WEIGHTS = ("auto", "shared", "whole")
 """How ranks of a host compute layers: together, or each on its own."""
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from attnmesh_command.choices import COLDEST, HOTTEST
+from attnmesh_command.choices import COLDEST, HOTTEST, TOOL_FORMATS
 from attnmesh_command.messages import OptionError, check_named, check_option, print_note, under_torchrun
 from attnmesh_command.option_texts import (
     announce_model,
@@ -52,7 +52,13 @@ CheckpointFolder = Annotated[
     typer.Option(help="Save the state to this folder, and resume from a state saved there.", file_okay=False),
 ]
 Host = Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 is any, and lets other machines in.")]
-ServedName = Annotated[str | None, typer.Option(help="Name of the model in requests; that of --model by default.")]
+ServedName = Annotated[
+    list[str] | None,
+    typer.Option(help="Name of the model in requests; again for each further one. That of --model by default."),
+]
+ToolFormat = Annotated[
+    str, typer.Option(help="How the model writes calls of tools; auto looks at the chat template, none leaves text.")
+]
 MaxGap = Annotated[
     float | None,
     typer.Option(
@@ -163,6 +169,7 @@ class ServeOptions:
     max_gap: MaxGap = None
     max_model_len: Annotated[int | None, typer.Option(min=2, help="Longest context; the model's by default.")] = None
     generation_config: GenerationSource = "auto"
+    tool_format: ToolFormat = "auto"
     max_body: Annotated[int, typer.Option(min=1, help="MB of a request's body.")] = 32
     max_restarts: MaxRestarts = 3
     drain: Annotated[float, typer.Option(min=1, help="Seconds that open requests get to end at SIGTERM.")] = 30
@@ -180,6 +187,7 @@ class ServeOptions:
         check_deadline(self.deadline)
         check_weights(self.weights, self.mesh)
         check_named("--generation-config", self.generation_config, GENERATION_SOURCES)
+        check_named("--tool-format", self.tool_format, TOOL_FORMATS)
         self.api_keys()
         check_model(self.model, self.revision)
         announce_model(self.model)

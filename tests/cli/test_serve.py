@@ -221,6 +221,7 @@ INVALID = {
     ): "--api-key-file: expected a file with a key on each line, given /now",
     ("--model", TINY, "--api-key-file", "/dev/null"): "--api-key-file: expected printable ASCII",
     ("--model", TINY, "--max-model-len", "99999"): "--max-model-len: expected at most 2048, given 99999",
+    ("--model", TINY, "--tool-format", "herms"): "write --tool-format hermes",
     ("--model", TINY, "--generation-config", "vllm"): "--generation-config: expected one of auto, none",
     ("--model", TINY, "--host", "192.0.2.1"): "Cannot assign requested address",
 }

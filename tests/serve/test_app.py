@@ -20,7 +20,7 @@ from attnmesh.serve.metrics import ENGINE
 from attnmesh.serve.schema import CHAT
 from tests.support import families
 from tests.support.fake_engine import LONGEST, POISON, ThreadWorld, answer, byte_tokenizer
-from tests.support.served import NAME, Served, chat, served, until
+from tests.support.served import NAME, OTHER_NAME, Served, chat, served, until
 
 GREEDY = {"temperature": 0}
 TOKENIZER = byte_tokenizer()
@@ -136,10 +136,34 @@ def test_an_empty_answer_says_what_was_cached(client: openai.OpenAI, world: Thre
 
 
 def test_the_model_is_described(client: openai.OpenAI, running: Served) -> None:
-    assert [one.id for one in client.models.list()] == [NAME]
+    assert [one.id for one in client.models.list()] == [NAME, OTHER_NAME]
+    assert client.models.retrieve(OTHER_NAME).id == OTHER_NAME
+    assert running.ask("/v1/chat/completions", chat() | {"model": OTHER_NAME})[1]["model"] == NAME
     assert client.models.retrieve(NAME).model_dump()["max_model_len"] == LONGEST
     assert running.ask("/v1/models/other")[0] == 404
     assert running.ask("/health") == (200, {"status": "ready"})
+
+
+def test_texts_become_tokens_and_tokens_texts(running: Served) -> None:
+    ids = TOKENIZER("é <end>!")["input_ids"]
+    whole = {"count": len(ids), "max_model_len": LONGEST, "tokens": ids, "token_strs": None}
+    assert running.ask("/tokenize", {"prompt": "é <end>!"}) == (200, whole)
+    shown = running.ask("/tokenize", {"model": NAME, "prompt": "a b", "return_token_strs": True})[1]
+    assert shown["token_strs"] == ["a", "Ġ", "b"]
+    messages = running.ask("/tokenize", {"messages": [{"role": "user", "content": "Hi"}]})[1]
+    assert messages["tokens"] == TOKENIZER("<user>Hi<assistant>")["input_ids"]
+    assert running.ask("/tokenize", {"prompt": ""})[1]["tokens"] == []
+    assert running.ask("/detokenize", {"tokens": ids}) == (200, {"prompt": "é <end>!"})
+    for path, sent, field in (
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "Hi"}]}, "prompt"),
+        ("/tokenize", {"prompt": "a", "add_generation_prompt": False}, "add_generation_prompt"),
+        ("/detokenize", {"tokens": [len(TOKENIZER)]}, "tokens"),
+        ("/detokenize", {"tokens": ["a"]}, "tokens"),
+        ("/detokenize", {"tokens": [1], "model": "other"}, "model"),
+    ):
+        code, said = running.ask(path, sent)
+        assert (code, said["error"]["param"]) == (404 if field == "model" else 400, field), said
 
 
 # --- what is refused ---
@@ -155,7 +179,10 @@ REFUSED: dict[str, tuple[str, Any, int, str | None]] = {
     "digits": ("chat", b'{"n": ' + b"9" * 5000 + b"}", 400, None),
     "another model": ("chat", {**chat(), "model": "gpt-4"}, 404, "model"),
     "unknown field": ("chat", {**chat(), "top_h": 0.1}, 400, "top_h"),
-    "penalty": ("chat", {**chat(), "presence_penalty": 0.5}, 400, "presence_penalty"),
+    "penalty": ("chat", {**chat(), "presence_penalty": 2.5}, 400, "presence_penalty"),
+    "biased words": ("chat", {**chat(), "logit_bias": {"the": 1}}, 400, "logit_bias"),
+    "biases of foreign ids": ("", {"model": NAME, "prompt": "Hi", "logit_bias": {"9999": 1}}, 400, "logit_bias"),
+    "required tools": ("chat", {**chat(), "tool_choice": "required"}, 400, "tool_choice"),
     "stream_options": ("chat", {**chat(), "stream_options": {}}, 400, "stream_options"),
     "top_logprobs": ("chat", {**chat(), "top_logprobs": 3}, 400, "top_logprobs"),
     "two limits": ("chat", {**chat(), "max_completion_tokens": 3}, 400, "max_tokens"),
@@ -189,7 +216,8 @@ def test_the_limit_of_new_tokens_is_named(running: Served) -> None:
 
 
 def test_unknown_paths_name_the_known_ones(running: Served) -> None:
-    known = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models, GET /v1/models/NAME, GET /health"
+    known = "POST /v1/chat/completions, POST /v1/completions, POST /tokenize, POST /detokenize"
+    known += ", GET /v1/models, GET /v1/models/NAME, GET /health"
     for sent, status, what, given in (
         (("/v1/embeddings", {}), 404, "path", "POST /v1/embeddings"),
         (("/v1/completions",), 405, "method", "GET /v1/completions"),

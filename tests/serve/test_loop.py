@@ -22,7 +22,7 @@ TRIES = 8
 def running() -> Iterator[Served]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fake_engine, "LONGEST", 4000)
-        with served(ThreadWorld(pause=0)) as one:
+        with served(ThreadWorld(pause=0), tool_format="hermes") as one:
             yield one
 
 
@@ -60,6 +60,33 @@ def post(body: bytes, status: int) -> Callable[[Served], Any]:
     return work
 
 
+def scripted(text: str) -> Callable[[Served], Any]:
+    """Ask with a tool, where the model says a text."""
+
+    def work(running: Served) -> None:
+        world: Any = running.front.world
+        world.engine.scripts.append(text)
+        post(json.dumps(chat(tools=[function()], max_tokens=3900)).encode(), 200)(running)
+
+    return work
+
+
+def function(name: str = "f", **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object"}} | fields}
+
+
+def with_tools(*tools: Any) -> bytes:
+    return json.dumps(chat(tools=tools)).encode()
+
+
+def posted_to(path: str, body: dict[str, Any], status: int) -> Callable[[Served], Any]:
+    def work(running: Served) -> None:
+        code, said = running.ask(path, body)
+        assert code == status, said
+
+    return work
+
+
 def message(content: str) -> bytes:
     return json.dumps(chat(content), ensure_ascii=False).encode()
 
@@ -71,6 +98,18 @@ WORK: dict[str, Callable[[Served], Any]] = {
     "many names": post(b"{" + b",".join(b'"%d":1' % i for i in range(60_000)) + b"}", 400),
     "many lists": post(b"[" + b"[]," * 60_000 + b"1]", 400),
     "a long value that is refused": post(json.dumps(chat(n={"x": "y" * 8 * MB})).encode(), 400),
+    "thousands of tools": post(with_tools(*(function(f"f{i}", description="x" * 1000) for i in range(5000))), 400),
+    "many tools": post(with_tools(*(function(f"f{i}", description="x" * 1000) for i in range(1000))), 200),
+    "a tool with a huge description": post(with_tools(function(description="x" * 8 * MB)), 400),
+    "a tool with a huge schema": post(
+        with_tools(function(parameters={"properties": {f"x{i}": {"enum": [0] * 10} for i in range(4000)}})), 200
+    ),
+    "a call with long arguments": scripted(
+        f'<tool_call>{{"name": "f", "arguments": {{"x": "{"y" * 3500}"}}}}</tool_call>'
+    ),
+    "text in which calls begin": scripted('<tool_call>{"name": "' * 180),
+    "a text to be made tokens": posted_to("/tokenize", {"prompt": "x" * 8 * MB}, 400),
+    "tokens to be made text": posted_to("/detokenize", {"tokens": [65] * 60_000}, 200),
     "an answer with many log-probabilities": post(
         json.dumps(chat(max_tokens=1500, logprobs=True, top_logprobs=20, seed=1)).encode(), 200
     ),

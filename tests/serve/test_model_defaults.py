@@ -72,7 +72,8 @@ def test_defaults_are_those_of_the_model_until_a_request_names_others() -> None:
         submit = one.front.submit
         one.front.submit = lambda prompt, choices, put: options.extend(choices) or submit(prompt, choices, put)  # type: ignore[method-assign]
         body = {name: value for name, value in chat().items() if name != "max_tokens"}
-        assert sent("/v1/chat/completions", **body) == OWN | {"max_new_tokens": 300, "seed": 7, "logprobs": 0}
+        plain = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "logit_bias": [], "seed": 7, "logprobs": 0}
+        assert sent("/v1/chat/completions", **body) == OWN | plain | {"max_new_tokens": 300}
         given = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1}
         assert sent("/v1/chat/completions", **body, **given, max_tokens=9).items() >= given.items()
         assert sent("/v1/chat/completions", **body, temperature=None, max_tokens=9)["temperature"] == 0.6

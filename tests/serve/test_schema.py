@@ -34,7 +34,7 @@ def test_each_field_of_openai_is_in_the_schemas() -> None:
     chats = pytest.importorskip("openai.types.chat.completion_create_params")
     texts = pytest.importorskip("openai.types.completion_create_params")
     ours = {"stream", "top_k", "min_p", "repetition_penalty", "cache_salt"}
-    assert CHAT.keys() == chats.CompletionCreateParamsBase.__annotations__.keys() | ours
+    assert CHAT.keys() == chats.CompletionCreateParamsBase.__annotations__.keys() | ours | {"chat_template_kwargs"}
     assert COMPLETION.keys() == texts.CompletionCreateParamsBase.__annotations__.keys() | ours
 
 
@@ -79,6 +79,11 @@ INVALID: dict[str, list[Any]] = {
     "tools": [{}, ["x"]],
     "tool_choice": ["required", {"type": "function"}],
     "user": [1, "\udfff"],
+    "frequency_penalty": [-2.1, "1", True],
+    "logit_bias": [[], {"the": 1}, {"1": 101}, {"1": "1"}, {"-1": 1}, {str(i): 1 for i in range(1025)}],
+    "reasoning_effort": ["most", 1],
+    "chat_template_kwargs": [[], "x"],
+    "parallel_tool_calls": [1, "no"],
     "unknown": [None, 1],
 }
 

@@ -66,6 +66,8 @@ class Stream:
     options: dict[str, Any]
     given: list[int]
     """Tokens so far, those that are replayed among them."""
+    script: list[int] | None = None
+    """All tokens of the answer, after which it ends by itself."""
     out: "queue.Queue[Token | BaseException | None]" = field(default_factory=queue.Queue)
     cached_tokens: int = 0
     finish_reason: str | None = None
@@ -96,18 +98,22 @@ class FakeEngine:
         self.step, self.rows, self.waiting, self.pause = step, rows, waiting, pause
         self.text: list[int] = byte_tokenizer()(SAID)["input_ids"]
         self.streams: list[Stream] = []
+        self.scripts: list[str] = []
+        """Texts of the next answers, each of which ends by itself."""
         self.lock, self.closed = threading.Lock(), False
         self.tokens, self.steps = 0, 0
         self.error: BaseException | None = None
 
     def submit(self, ids: list[int], *, replay: list[int] | None = None, **options: Any) -> Stream:
-        assert options.keys() == {*SAMPLED, "max_new_tokens", "seed", "logprobs", "salt"}
+        assert options.keys() == {*SAMPLED, "logit_bias", "max_new_tokens", "seed", "logprobs", "salt"}
         if len(ids) + options["max_new_tokens"] > LONGEST:
             raise TooLong("prompt", f"at most {LONGEST} tokens", str(len(ids)), "shorten it")
         with self.lock:
             if replay is None and len(self.streams) >= self.rows + self.waiting:
                 raise Busy("submit", "a queue with room", "a full one", "submit later")
-            self.streams.append(Stream(ids, options, [*(replay or ())], cached_tokens=len(ids) // 2))
+            stream = Stream(ids, options, [*(replay or ())], cached_tokens=len(ids) // 2)
+            stream.script = byte_tokenizer()(self.scripts.pop(0))["input_ids"] if self.scripts else None
+            self.streams.append(stream)
             return self.streams[-1]
 
     def run(self) -> None:
@@ -131,7 +137,12 @@ class FakeEngine:
             stream.finish_reason = "cancelled" if stream.cancelled else "length"
             stream.out.put(None)
             return
-        id = said(stream.ids, stream.options, self.text)(place)
+        if stream.script is not None and place == len(stream.script):
+            stream.finish_reason = "stop"
+            stream.out.put(None)
+            return
+        script = stream.script
+        id = script[place] if script is not None else said(stream.ids, stream.options, self.text)(place)
         stream.given.append(id)
         count = stream.options["logprobs"]
         stream.out.put(Token(id, -0.5 if count else None, [((id + n) % 256, -0.5 - n) for n in range(count)]))

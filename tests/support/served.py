@@ -20,7 +20,7 @@ from attnmesh.serve.server import listen, run
 from attnmesh.serve.supervisor import RankWorld, Supervisor
 from tests.support.fake_engine import byte_tokenizer
 
-NAME = "fake"
+NAME, OTHER_NAME = "fake", "org/fake"
 PATIENCE = 300
 """Seconds that a client waits. A request of many beside it takes a minute on a busy machine."""
 
@@ -47,6 +47,7 @@ class Served:
         limits: Limits,
         defaults: Any,
         drain: float = 5,
+        tool_format: str = "auto",
         **of_front: Any,
     ) -> None:
         self.drain = drain
@@ -55,7 +56,9 @@ class Served:
         self.port = listening.getsockname()[1]
         self.front = Supervisor(world, **of_front, metrics=Metrics())
         tokenizer, processor = encoders
-        self.app = App(self.front, tokenizer or byte_tokenizer(), NAME, limits, processor, defaults)
+        self.app = App(
+            self.front, tokenizer or byte_tokenizer(), (NAME, OTHER_NAME), limits, processor, defaults, tool_format
+        )
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._serve, args=(listening,))
         self.thread.start()
@@ -111,10 +114,12 @@ def served(
     deadline: float | None = None,
     defaults: Any = MappingProxyType({}),
     drain: float = 5,
+    tool_format: str = "auto",
 ) -> Iterator[Served]:
     """Serve in a thread while the block runs."""
     given: dict[str, Any] = {"max_requests": max_requests, "max_restarts": max_restarts, "deadline": deadline}
-    server = Served(world, (tokenizer, processor), limits=limits or Limits(), defaults=defaults, drain=drain, **given)
+    given |= {"defaults": defaults, "drain": drain, "tool_format": tool_format}
+    server = Served(world, (tokenizer, processor), limits=limits or Limits(), **given)
     try:
         yield server
     finally:

@@ -102,8 +102,8 @@ def _serve(
     limits = Limits(options.api_keys(), options.host in (*LOCAL, "::1"), options.max_body << 20)
     if not limits.local and not limits.api_keys:
         print_message("all who reach this machine can ask: --api-key keeps others out")
-    name = options.served_name or options.model
-    app = App(front, prepared.tokenizer, name, limits, prepared.processor, defaults)
+    names = options.served_name or [options.model]
+    app = App(front, prepared.tokenizer, names, limits, prepared.processor, defaults, options.tool_format)
     port, on_hosts = listening.getsockname()[1], isinstance(ranks, TorchrunRanks)
     front.on_ready = lambda facts: print_message(_ready(app, options.host, port, prepared, on_hosts, facts))
     run(app, listening, options.drain)
@@ -128,8 +128,9 @@ def _ready(app: Any, host: str, port: int, prepared: Prepared, on_hosts: bool, f
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     values = ", ".join(f"{name} {value}" for name, value in app.defaults.items())
     place += f", {facts.get('cache_bytes', 0) / 1e9:.1f} GB of caches a rank"
+    place += f"; {app.formats}" if str(app.formats) else ""
     place += f"; defaults of the model: {values}" if values else ""
-    return str(escape(f"serving {printable(app.name)} on {url}, mesh {prepared.mesh}{place}"))
+    return str(escape(f"serving {printable(', '.join(app.names))} on {url}, mesh {prepared.mesh}{place}"))
 
 
 def _longest(asked: int | None, of_model: int | None) -> int:

@@ -4,13 +4,15 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+from attnmesh.serve.answer_parts import AnswerPart, AnswerParts
 from attnmesh.serve.spelling import Spelling
 from attnmesh.serve.text import Piece, SentToken
+from attnmesh.serve.tool_formats import ContentText, ReasoningText, ToolCall
 
 RAW = "bytes:"
 """Beginning of a token that is no whole characters, in completions."""
@@ -25,6 +27,10 @@ class Answers:
     is_chat: bool
     top: int | None
     """Alternatives of each token that are shown; None without log-probabilities."""
+    split: Callable[[], AnswerParts] | None = None
+    """Makes what takes the text of a choice apart; None for content alone."""
+    parallel: bool = True
+    """An answer may have several calls; else the first one ends it."""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -45,8 +51,18 @@ class Answers:
         delta = {"role": "assistant", "content": "", "refusal": None}
         return self.chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
 
-    def choice(self, index: int, piece: Piece, reason: str | None) -> dict[str, Any]:
-        """Return a choice with new text."""
+    def choices(
+        self, index: int, piece: Piece, parts: Sequence[AnswerPart], reason: str | None
+    ) -> list[dict[str, Any]]:
+        """Return a choice for each new part: the first has the log-probabilities, the last the reason."""
+        deltas = [delta for part in parts for delta in deltas_of(part)] or [{}]
+        pieces, reasons = [piece] + [Piece("")] * (len(deltas) - 1), [None] * (len(deltas) - 1) + [reason]
+        return [self.choice(index, *one) for one in zip(pieces, reasons, deltas, strict=True)]
+
+    def choice(
+        self, index: int, piece: Piece, reason: str | None, delta: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return a choice with new text, or with a delta of a chat."""
         shared = {"index": index, "finish_reason": reason}
         if not self.is_chat:
             shown = None if self.top is None else self._completion_logprobs(piece)
@@ -54,7 +70,8 @@ class Answers:
         shown = (
             None if self.top is None else {"content": [self._logprob(one) for _, one in piece.tokens], "refusal": None}
         )
-        return {**shared, "delta": {"content": piece.text} if piece.text else {}, "logprobs": shown}
+        delta = ({"content": piece.text} if piece.text else {}) if delta is None else delta
+        return {**shared, "delta": delta, "logprobs": shown}
 
     def joined(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
         """Return a choice with all text, from those of a stream."""
@@ -62,8 +79,7 @@ class Answers:
         shown = None if self.top is None else joined_lists([part["logprobs"] for part in parts])
         if not self.is_chat:
             return {**shared, "text": "".join(part["text"] for part in parts), "logprobs": shown}
-        content = "".join(part["delta"].get("content", "") for part in parts)
-        message = {"role": "assistant", "content": content, "refusal": None}
+        message = {"role": "assistant", **joined_deltas([part["delta"] for part in parts]), "refusal": None}
         return {**shared, "message": message, "logprobs": shown}
 
     def _logprob(self, token: SentToken) -> dict[str, Any]:
@@ -94,6 +110,43 @@ class Answers:
         return found
 
 
+def deltas_of(part: AnswerPart) -> Iterator[dict[str, Any]]:
+    """Yield the deltas of a part: of a call first its name, then its arguments in pieces."""
+    match part:
+        case ContentText(text):
+            yield {"content": text}
+        case ReasoningText(text):
+            yield {"reasoning_content": text}
+        case ToolCall(name, arguments, id, index):
+            begun = {"index": index, "id": id, "type": "function", "function": {"name": name, "arguments": ""}}
+            yield {"tool_calls": [begun]}
+            for first in range(0, len(arguments), ARGUMENTS):
+                piece = {"arguments": arguments[first : first + ARGUMENTS]}
+                yield {"tool_calls": [{"index": index, "function": piece}]}
+
+
+def joined_deltas(deltas: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return what a message has of the deltas of a stream.
+
+    >>> joined_deltas([{"content": "a"}, {"content": "b"}])
+    {'content': 'ab'}
+    >>> joined_deltas([*deltas_of(ToolCall("f", "{}", "7"))])
+    {'content': None, 'tool_calls': [{'id': '7', 'type': 'function', 'function': {'name': 'f', 'arguments': '{}'}}]}
+    """
+    content = "".join(delta.get("content", "") for delta in deltas)
+    thought = "".join(delta.get("reasoning_content", "") for delta in deltas)
+    calls: list[dict[str, Any]] = []
+    for delta in deltas:
+        for one in delta.get("tool_calls", ()):
+            if "id" in one:
+                shown = {key: value for key, value in one.items() if key != "index"}
+                calls.append({**shown, "function": {**one["function"]}})
+            else:
+                calls[one["index"]]["function"]["arguments"] += one["function"]["arguments"]
+    message: dict[str, Any] = {"content": content or (None if calls else "")}
+    return message | ({"reasoning_content": thought} if thought else {}) | ({"tool_calls": calls} if calls else {})
+
+
 def joined_lists(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """Return one object, whose lists are those of all parts.
 
@@ -106,11 +159,11 @@ def joined_lists(parts: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def usage_of(prompt: int, completion: int, cached: int) -> dict[str, Any]:
-    """Return the counts of tokens of a request."""
-    details = {"cached_tokens": cached}
+def usage_of(prompt: int, cached: int, completion: int, thought: int) -> dict[str, Any]:
+    """Return the counts of a request's tokens, of those that were cached, and of those that a model thinks."""
     counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-    return {**counts, "prompt_tokens_details": details}
+    details = {"prompt_tokens_details": {"cached_tokens": cached}}
+    return counts | details | {"completion_tokens_details": {"reasoning_tokens": thought}}
 
 
 async def encoded(value: Any) -> bytes:
@@ -163,6 +216,9 @@ def event(value: dict[str, Any]) -> bytes:
 
 SLICE, PIECE = 64, 1 << 16
 """Items of a list, and characters of JSON, that are written before other work may run."""
+
+ARGUMENTS = 256
+"""Characters of a call's arguments in one event."""
 
 DONE = b"data: [DONE]\n\n"
 """The last event of a stream."""

@@ -2,19 +2,36 @@
 
 import re
 from collections.abc import Callable
+from inspect import signature
 from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
 
 from attnmesh.serve.images import buffers_of, read_image
 from attnmesh.serve.json_reader import VALUES, JsonReader
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.schema import is_text, shown
+from attnmesh.serve.spelling import OPTIONS
+from attnmesh.serve.tool_schemas import check_tools
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles of messages. The chat template decides on what a model knows."""
 
-MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", "refusal", "audio", "function_call")
-"""Fields of messages; the last three have to be null."""
+MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+"""Fields of messages."""
 
+OF_ANSWERS = ("refusal", "audio", "function_call", "annotations")
+"""Further ones, which answers have, and which hold nothing."""
+
+THOUGHTS = ("reasoning_content", "thinking")
+"""Names by which chat templates know what a model thought before an earlier answer."""
+
+RESERVED = {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages", "reasoning_effort"}
+"""Names that no request gives a chat template a value of."""
+
+
+END = 64
+"""Characters of a prompt's end, in which an answer may have begun."""
 
 Check = Callable[[str], Any]
 
@@ -24,6 +41,8 @@ class Encoded(NamedTuple):
 
     ids: list[int]
     images: dict[str, Any] | None = None
+    end: str = ""
+    """The last characters of the prompt of a chat."""
 
     @property
     def nbytes(self) -> int:
@@ -38,7 +57,8 @@ def encode_chat(encoder: Any, fields: dict[str, Any], check: Check = bool) -> En
     """
     pictures: list[Any] | None = [] if hasattr(encoder, "image_processor") else None
     messages = [template_message(f"messages[{i}]", one, pictures) for i, one in enumerate(fields["messages"])]
-    tools = fields["tools"] if fields["tool_choice"] != "none" else None
+    check_tools(fields["tools"] or [])
+    tools = offered_tools(fields)
     if not encoder.chat_template:
         raise Refused(400, "messages: the model has no chat template. Use /v1/completions.", "messages")
     template = template_of(encoder, tools)
@@ -54,24 +74,58 @@ def encode_chat(encoder: Any, fields: dict[str, Any], check: Check = bool) -> En
             text = f"the model's chat template drops messages of role {message['role']}. Use another role."
             raise Refused(400, f"messages[{i}]: {text}", f"messages[{i}]")
         message["content"] = _in_shape(message, shapes[message["role"]])
+    _shape_arguments(encoder, template, messages)
+    _name_results(messages)
+    for message in messages:
+        _name_thought(template, message)
     options = {"chat_template": template, "tools": tools or None, "add_generation_prompt": True}
+    options |= _values_of(template, fields)
     try:
         text = encoder.apply_chat_template(messages, tokenize=False, **options)
     except Exception as error:  # a template raises what it wants, and on types that it does not expect
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise Refused(400, f"messages: the chat template refuses them: {line[:200]}", "messages") from None
+        field = "tools" if tools and _renders(encoder, messages, options | {"tools": None}) else "messages"
+        raise Refused(400, f"{field}: the chat template refuses them: {line[:200]}", field) from None
+    if not is_text(text):
+        raise Refused(400, "messages: expected arguments of calls in UTF-8", "messages")
     check(text)
     if pictures is None:
-        return Encoded(_token_ids(encoder, text, add_special_tokens=False))
+        return Encoded(_token_ids(encoder, text, add_special_tokens=False), None, text[-END:])
     options |= {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
     found = dict(encoder.apply_chat_template(messages, **options))
     ids, _ = found.pop("input_ids")[0].tolist(), found.pop("attention_mask", None)
-    return Encoded(ids, found if pictures else None)
+    return Encoded(ids, found if pictures else None, text[-END:])
+
+
+def _values_of(template: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the values that a request gives the chat template, or raise on one that the template does not take."""
+    values: dict[str, Any] = {}
+    for name, value in (fields.get("chat_template_kwargs") or {}).items():
+        field = f"chat_template_kwargs.{name[:60]}"
+        if not is_text(name) or name in RESERVED or not _uses(template, name):
+            field = field if is_text(field) else "chat_template_kwargs"
+            raise Refused(400, f"{field}: the model's chat template takes no such value. Leave it out.", field)
+        values[name] = value
+    if (effort := fields.get("reasoning_effort")) is not None:
+        if not _uses(template, "reasoning_effort"):
+            text = "reasoning_effort: the model's chat template takes none. Leave it out."
+            raise Refused(400, text, "reasoning_effort", "unsupported_parameter")
+        values["reasoning_effort"] = effort
+    return values
+
+
+def _uses(template: str, name: str) -> bool:
+    return name.isidentifier() and re.search(rf"\b{name}\b", template) is not None
+
+
+def offered_tools(fields: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """Return the tools that a model may call; None if there are none."""
+    return fields["tools"] or None if fields["tool_choice"] != "none" else None
 
 
 def has_images(fields: dict[str, Any]) -> bool:
     """Return whether a part of a message is an image."""
-    contents = [message.get("content") for message in fields.get("messages", ())]
+    contents = [message.get("content") for message in fields.get("messages") or ()]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     return any(isinstance(part, dict) and part.get("type") == "image_url" for part in parts)
 
@@ -124,6 +178,58 @@ def _shows(encoder: Any, options: dict[str, Any], role: str, shape: str) -> bool
     return None if raises else False
 
 
+def _renders(encoder: Any, messages: list[dict[str, Any]], options: dict[str, Any]) -> str | None:
+    """Return what a template makes of messages; None if it raises."""
+    try:
+        return str(encoder.apply_chat_template(messages, tokenize=False, **options))
+    except Exception:  # a template raises what it wants
+        return None
+
+
+def _shape_arguments(encoder: Any, template: str, messages: list[dict[str, Any]]) -> None:
+    """Give the arguments of calls the shape that the template takes.
+
+    Objects suit most templates. One that shows text as it shows the same object gets the text that the model wrote, so
+    that the prompt goes on as the answer did. One that raises on objects takes text alone.
+    """
+    calls = [call["function"] for message in messages for call in message.get("tool_calls", ())]
+    if not calls:
+        return
+    as_object, as_text = (_shown_arguments(encoder, template, one) for one in ({PROBE: 1}, f'{{"{PROBE}": 1}}'))
+    if as_text is None or (as_object is not None and as_object != as_text):
+        for function in calls:
+            function["arguments"] = JsonReader(function["arguments"], VALUES).read()
+
+
+def _name_results(messages: list[dict[str, Any]]) -> None:
+    """Give results of tools the name of the tool that their call names, which some templates show."""
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    names = {call["id"]: call["function"]["name"] for call in calls}
+    for message in messages:
+        if message["role"] == "tool" and "name" not in message and message.get("tool_call_id") in names:
+            message["name"] = names[message["tool_call_id"]]
+
+
+def _name_thought(template: str, message: dict[str, Any]) -> None:
+    """Give what a model thought the names that the template knows it by."""
+    thought = message.pop("reasoning_content", None)
+    for name in THOUGHTS if thought else ():
+        refused = name == "thinking" and message["content"] and "tool_calls" in message  # by the template of gpt-oss
+        if _uses(template, name) and not refused:
+            message[name] = thought
+
+
+def _shown_arguments(encoder: Any, template: str, arguments: Any) -> str | None:
+    """Return what a template makes of a call; None if it raises."""
+    call = CALL | {"function": {"name": "f", "arguments": arguments}}
+    shown = [
+        _renders(encoder, [user, CALLS | {"content": made(""), "tool_calls": [call]}], {"chat_template": template})
+        for made in SHAPES.values()
+        for user in [{"role": "user", "content": made("a")}]
+    ]
+    return next((one for one in shown if one is not None and PROBE in one), None)
+
+
 CALL = {"id": "a12345678", "type": "function", "function": {"name": "f", "arguments": {}}}
 CALLS: dict[str, Any] = {"role": "assistant", "tool_calls": [CALL]}
 OF_TOOL = {"tool_call_id": CALL["id"], "name": "f"}
@@ -152,12 +258,12 @@ def uses_tools(template: str) -> bool:
 
 
 def template_message(param: str, message: dict[str, Any], pictures: list[Any] | None = None) -> dict[str, Any]:
-    """Return a message as templates take it: content as one text, arguments of tool calls as objects.
+    """Return a message as templates take it: content as one text, arguments of tool calls as text.
 
     With `pictures` content has parts: text, and pictures, which are added to the others of the request.
     """
     for field in message:
-        if field not in MESSAGE or (field in MESSAGE[5:] and message[field] is not None):
+        if field not in MESSAGE and (field not in OF_ANSWERS or message[field] not in (None, [])):
             raise Refused(400, f"{param}: unsupported field {shown(field)}. Leave it out.", param)
     role, name = message.get("role"), message.get("name")
     calls, answers = message.get("tool_calls") or [], message.get("tool_call_id")
@@ -168,13 +274,17 @@ def template_message(param: str, message: dict[str, Any], pictures: list[Any] | 
     fits = not calls or (role == "assistant" and isinstance(calls, list))
     if not fits or (answers is not None and not (role == "tool" and is_text(answers))):
         raise Refused(400, f"{param}: expected tool_calls of assistants, and the tool_call_id of tools alone", param)
-    content, optional = message.get("content"), bool(calls)
+    thought = message.get("reasoning_content")
+    if thought is not None and (role != "assistant" or not is_text(thought)):
+        raise Refused(400, f"{param}.reasoning_content: expected text, of assistants alone", param)
+    content, optional = message.get("content"), bool(calls or thought)
     shows = pictures if role == "user" else None
     parts = read_parts(f"{param}.content", content, shows, optional=optional)
     text = "\n".join(part["text"] for part in parts if part["type"] == "text")
     read = {"role": role, "content": parts if isinstance(content, list) else text}
     read |= {"tool_calls": [read_call(f"{param}.tool_calls[{i}]", one) for i, one in enumerate(calls)]} if calls else {}
-    return read | {key: value for key, value in (("name", name), ("tool_call_id", answers)) if value is not None}
+    more = {"name": name, "tool_call_id": answers, "reasoning_content": thought}
+    return read | {key: value for key, value in more.items() if value is not None}
 
 
 def read_parts(param: str, content: Any, pictures: list[Any] | None, *, optional: bool) -> list[dict[str, Any]]:
@@ -197,7 +307,7 @@ def read_parts(param: str, content: Any, pictures: list[Any] | None, *, optional
 
 
 def read_call(param: str, call: Any) -> dict[str, Any]:
-    """Return a tool call of an earlier answer, its arguments as an object."""
+    """Return a tool call of an earlier answer, its arguments as text of an object."""
     call = call if isinstance(call, dict) else {}
     function = call.get("function") if isinstance(call.get("function"), dict) else {}
     known = call.get("type") == "function" and is_text(function.get("name")) and is_text(call.get("id", ""))
@@ -205,12 +315,12 @@ def read_call(param: str, call: Any) -> dict[str, Any]:
         raise Refused(400, f"{param}: expected id, type function, and function with name and arguments", param)
     text = function.get("arguments") or "{}"
     try:
-        arguments = JsonReader(text, VALUES).read() if isinstance(text, str) else None
+        arguments = JsonReader(text, VALUES).read() if is_text(text) else None
     except Refused:
         raise Refused(400, f"{param}.function.arguments: expected JSON", param) from None
     if not isinstance(arguments, dict) or function.keys() - {"name", "arguments"}:
         raise Refused(400, f"{param}.function: expected a name, and arguments as a JSON object", param)
-    return {"id": call.get("id"), "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    return {"id": call.get("id"), "type": "function", "function": {"name": function["name"], "arguments": text}}
 
 
 def encode_text(encoder: Any, fields: dict[str, Any], check: Check = bool) -> Encoded:
@@ -224,6 +334,25 @@ def encode_text(encoder: Any, fields: dict[str, Any], check: Check = bool) -> En
     if not all(0 <= token < len(tokenizer) for token in one):
         raise Refused(400, f"prompt: expected token ids of 0 to {len(tokenizer) - 1}", "prompt")
     return Encoded([*one])
+
+
+def encode_either(encoder: Any, fields: dict[str, Any], check: Check = bool) -> tuple[list[int], list[str] | None]:
+    """Return the tokens of messages or of a text, and what the vocabulary has for each if that is asked for."""
+    tokenizer = getattr(encoder, "tokenizer", encoder)
+    if fields["messages"] is not None:
+        ids = encode_chat(encoder, fields, check).ids
+    else:
+        check(fields["prompt"])
+        ids = _token_ids(tokenizer, fields["prompt"], add_special_tokens=fields["add_special_tokens"])
+    return ids, [*tokenizer.convert_ids_to_tokens(ids)] if fields["return_token_strs"] else None
+
+
+def decode_tokens(encoder: Any, fields: dict[str, Any], _: Check = bool) -> str:
+    """Return the text of tokens, with special ones, or raise on tokens that are none."""
+    tokenizer = getattr(encoder, "tokenizer", encoder)
+    if not all(0 <= token < len(tokenizer) for token in fields["tokens"]):
+        raise Refused(400, f"tokens: expected token ids of 0 to {len(tokenizer) - 1}", "tokens")
+    return str(tokenizer.decode(fields["tokens"], **OPTIONS))
 
 
 def _token_ids(tokenizer: Any, text: str, **options: Any) -> list[int]:

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from attnmesh.serve.chat import Encoded
 from attnmesh.serve.refused import Refused
+
+T = TypeVar("T")
 
 LONG = 1 << 16
 """Bytes of a body from which on its prompt counts as long. One with images does, too."""
@@ -31,7 +32,7 @@ class Encoders:
         self.characters = characters_a_token(getattr(encoder, "tokenizer", encoder))
         self._lanes = [(ThreadPoolExecutor(1), deepcopy(encoder)) for _ in ("short", "long")]
 
-    async def run(self, encode: Callable[..., Encoded], value: Any, is_long: bool, longest: int) -> Encoded:
+    async def run(self, encode: Callable[..., T], value: Any, is_long: bool, longest: int) -> T:
         """Return what `encode` makes of a value; raise on a text that has `longest` tokens or more for certain."""
         pool, encoder = self._lanes[is_long]
         check = partial(self._check, longest)

@@ -7,11 +7,13 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from attnmesh.serve.answer_parts import AnswerPart
 from attnmesh.serve.answers import DONE, Answers, encoded, event, usage_of
 from attnmesh.serve.chat import Encoded
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.supervisor import Accepted, End, Event, Supervisor
 from attnmesh.serve.text import Piece, SentToken, Text
+from attnmesh.serve.tool_formats import ContentText, ToolCall
 
 T = TypeVar("T")
 
@@ -38,7 +40,9 @@ class Reply:
         self.front, self.answers, self.prompt_tokens = front, answers, len(prompt.ids)
         before = () if answers.is_chat else prompt.ids  # the answer of a chat is a message of its own
         self.texts = [Text(answers.spelling, stops, before) for _ in choices]
-        self.counts = [0] * len(choices)
+        self.splits = [None if answers.split is None else answers.split() for _ in choices]
+        self.counts, self.thoughts = [0] * len(choices), [0] * len(choices)
+        """Tokens of each choice, and those of what the model thinks."""
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._early: list[tuple[int, Event]] = []
         self.requests = front.submit(prompt, choices, lambda index, event: self._events.put_nowait((index, event)))
@@ -69,35 +73,57 @@ class Reply:
             else:
                 self._early.append((index, found))
 
-    async def pieces(self) -> AsyncIterator[tuple[int, Piece, str | None]]:
-        """Yield a choice's index, its new text, and the reason if it is the last."""
+    async def choices(self) -> AsyncIterator[dict[str, Any]]:
+        """Yield a choice for each of its new parts; the last has the reason of its end."""
         running = set(range(len(self.requests)))
         while running:
             index, found = self._early.pop(0) if self._early else await self._events.get()
-            text = self.texts[index]
+            if isinstance(found, Refused):
+                raise found
+            if index not in running:
+                continue  # tokens that came before ranks knew of the end
+            text, was_thinking = self.texts[index], self._is_thinking(index)
             piece, reason = Piece(""), None
             match found:
-                case Refused():
-                    raise found
-                case End() if index in running:
+                case End():
                     piece = text.end()
                     reason = "stop" if text.stopped else found.reason
-                case SentToken() if index in running:
+                case SentToken():
                     self.counts[index] += 1
                     piece = text.add(found)
                     reason = "stop" if text.stopped else None
+            parts, reason = self._parts(index, piece, reason)
+            if isinstance(found, SentToken):
+                self.thoughts[index] += was_thinking or self._is_thinking(index)
             if reason is not None:
                 self.front.cancel(self.requests[index])  # of a stop string, which ranks do not know
                 running.discard(index)
-            if piece.text or piece.tokens or reason is not None:
-                yield index, piece, reason
+            if parts or (piece.tokens and self.answers.top is not None) or reason is not None:
+                for choice in self.answers.choices(index, piece, parts, reason):
+                    yield choice
             await asyncio.sleep(0)  # many tokens may be there at once, and other requests want to go on
+
+    def _is_thinking(self, index: int) -> bool:
+        split = self.splits[index]
+        return split is not None and split.is_thinking
+
+    def _parts(self, index: int, piece: Piece, reason: str | None) -> tuple[list[AnswerPart], str | None]:
+        """Return the parts that a piece of text makes certain, and the reason if they are the last."""
+        split = self.splits[index]
+        if split is None:
+            return [ContentText(piece.text)] if piece.text else [], reason
+        parts = split.add(piece.text)
+        parts += split.end() if reason is not None else []
+        calls = [place for place, part in enumerate(parts) if isinstance(part, ToolCall)]
+        if calls and not self.answers.parallel:
+            return parts[: calls[0] + 1], "tool_calls"
+        return parts, "tool_calls" if reason == "stop" and split.calls else reason
 
     async def whole(self) -> bytes:
         """Return the response with all choices, as JSON."""
         parts: list[list[dict[str, Any]]] = [[] for _ in self.requests]
-        async for index, piece, reason in self.pieces():
-            parts[index].append(self.answers.choice(index, piece, reason))
+        async for choice in self.choices():
+            parts[choice["index"]].append(choice)
         return await encoded(self.answers.whole([*map(self.answers.joined, parts)], self.usage()))
 
     async def events(self, include_usage: bool) -> AsyncIterator[bytes]:
@@ -105,8 +131,7 @@ class Reply:
         try:
             for index in range(len(self.requests)) if self.answers.is_chat else ():
                 yield event(self.answers.begin(index))
-            async for index, piece, reason in self.pieces():
-                choice = self.answers.choice(index, piece, reason)
+            async for choice in self.choices():
                 yield event(self.answers.chunk([choice]))
             if include_usage:
                 yield event(self.answers.chunk([], self.usage()))
@@ -117,7 +142,7 @@ class Reply:
     def usage(self) -> dict[str, Any]:
         """Return the counts of tokens so far."""
         cached = max(request.cached_tokens for request in self.requests)
-        return usage_of(self.prompt_tokens, sum(self.counts), cached)
+        return usage_of(self.prompt_tokens, cached, sum(self.counts), sum(self.thoughts))
 
 
 class EventStream(Response):

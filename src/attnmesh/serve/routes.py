@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 from base64 import b64encode
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib.resources import files
@@ -12,7 +12,7 @@ from pathlib import Path
 from secrets import randbits
 from traceback import extract_tb
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -22,36 +22,52 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from attnmesh.serve.access import Door, Limits
-from attnmesh.serve.answers import Answers
+from attnmesh.serve.answer_parts import find_formats
+from attnmesh.serve.answers import Answers, encoded
 from attnmesh.serve.body import Bodies
-from attnmesh.serve.chat import Encoded, encode_chat, encode_text, has_images
+from attnmesh.serve.chat import (
+    Encoded,
+    decode_tokens,
+    encode_chat,
+    encode_either,
+    encode_text,
+    has_images,
+    offered_tools,
+)
 from attnmesh.serve.encoders import LONG, Encoders, too_long
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.reply import EventStream, Gone, Reply, while_there
-from attnmesh.serve.schema import CHAT, COMPLETION, Schema, read_fields, shown
+from attnmesh.serve.schema import CHAT, COMPLETION, DETOKENIZE, TOKENIZE, Schema, read_fields, shown
 from attnmesh.serve.spelling import Spelling
 from attnmesh.serve.supervisor import Supervisor
+
+T = TypeVar("T")
 
 NEW_OF_CHAT, NEW_OF_COMPLETION = 2048, 16
 """New tokens of requests that name no limit, if they fit."""
 
-SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 """Fields that say how the ranks draw tokens."""
 
 
 class App:
-    """The server of one model. A `processor` reads images; `defaults` are those of the model's generation_config."""
+    """The server of one model, of whose names responses have the first.
+
+    A `processor` reads images; `defaults` are those of the model's generation_config.
+    """
 
     def __init__(
         self,
         front: Supervisor,
         tokenizer: Any,
-        name: str,
+        names: Sequence[str],
         limits: Limits,
         processor: Any = None,
         defaults: Mapping[str, Any] = MappingProxyType({}),
+        tool_format: str = "auto",
     ) -> None:
-        self.front, self.name, self.limits, self.defaults = front, name, limits, defaults
+        self.front, self.names, self.limits, self.defaults = front, tuple(names), limits, defaults
+        self.formats = find_formats(tokenizer, tool_format)
         self.spelling = Spelling(tokenizer)
         self._bodies = Bodies(limits.max_body)
         self._encoders = Encoders(processor or tokenizer)  # copies: one decodes here meanwhile
@@ -63,6 +79,8 @@ class App:
         routes = [
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.model),
             Route("/health", self.health),
@@ -98,23 +116,37 @@ class App:
         default = self.defaults.get("max_new_tokens", NEW_OF_CHAT)
         top = (fields["top_logprobs"] or 0) if fields["logprobs"] else None
         new = new or self._default_new(len(prompt.ids), default)
-        return await self._answer(http, fields, prompt, new, Answers(self.spelling, self.name, True, top))
+        split, parallel = self.formats.parts(offered_tools(fields), prompt.end), fields["parallel_tool_calls"]
+        answers = Answers(self.spelling, self.names[0], True, top, split, parallel)
+        return await self._answer(http, fields, prompt, new, answers)
 
     async def completions(self, http: HttpRequest) -> Response:
         """Go on with a prompt."""
         fields, prompt = await self._read(http, COMPLETION, encode_text)
-        answers = Answers(self.spelling, self.name, False, fields["logprobs"])
+        answers = Answers(self.spelling, self.names[0], False, fields["logprobs"])
         new = fields["max_tokens"] or self._default_new(len(prompt.ids), NEW_OF_COMPLETION)
         return await self._answer(http, fields, prompt, new, answers)
 
+    async def tokenize(self, http: HttpRequest) -> Response:
+        """Return the tokens of a text, or of messages."""
+        _, (ids, texts) = await self._read_and_run(http, TOKENIZE, encode_either)
+        longest = self.front.facts["max_model_len"]
+        found = {"count": len(ids), "max_model_len": longest, "tokens": ids, "token_strs": texts}
+        return Response(await encoded(found), media_type="application/json")
+
+    async def detokenize(self, http: HttpRequest) -> Response:
+        """Return the text of tokens."""
+        _, text = await self._read_and_run(http, DETOKENIZE, decode_tokens)
+        return Response(await encoded({"prompt": text}), media_type="application/json")
+
     async def models(self, _: HttpRequest) -> Response:
-        """List the one model."""
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        """List the one model by each of its names."""
+        return JSONResponse({"object": "list", "data": [*map(self._model, self.names)]})
 
     async def model(self, http: HttpRequest) -> Response:
         """Describe the model."""
         self._check_model(http.path_params["name"], "name")
-        return JSONResponse(self._model())
+        return JSONResponse(self._model(http.path_params["name"]))
 
     async def health(self, _: HttpRequest) -> Response:
         """Return 200 if requests are served."""
@@ -130,37 +162,53 @@ class App:
 
     # --- a request ---
 
-    def _model(self) -> dict[str, Any]:
+    def _model(self, name: str) -> dict[str, Any]:
         facts = {"max_model_len": self.front.facts.get("max_model_len")}
-        return {"id": self.name, "object": "model", "created": 0, "owned_by": "attnmesh", **facts}
+        return {"id": name, "object": "model", "created": 0, "owned_by": "attnmesh", **facts}
 
     def _check_model(self, name: str, param: str) -> None:
-        if name != self.name:
-            raise Refused(404, f"model: expected {self.name!r}, given {shown(name)}", param, "model_not_found")
+        if name not in self.names:
+            expected = " or ".join(map(repr, self.names))
+            raise Refused(404, f"model: expected {expected}, given {shown(name)}", param, "model_not_found")
 
     async def _read(
         self, http: HttpRequest, schema: Schema, encode: Callable[..., Encoded]
     ) -> tuple[dict[str, Any], Encoded]:
         """Return the fields of a request, tested, and the tokens of its prompt, which fits."""
-        self.front.check_ready()
-        longest, read = self.front.facts["max_model_len"], partial(read_fields, schema=schema, defaults=self.defaults)
-        async with self._bodies.read(http, longest, read) as (fields, nbytes):
-            self._check_model(fields["model"], "model")
-            with self.front.room(fields["n"]):
-                is_long = nbytes > LONG or has_images(fields)
-                encoding = self._encoders.run(encode, fields, is_long, longest)
-                prompt = await while_there(http.receive, encoding)
+        fields, prompt = await self._read_and_run(http, schema, encode)
+        longest = self.front.facts["max_model_len"]
         if not prompt.ids:
             raise Refused(400, "prompt: expected at least one token", "prompt")
         if len(prompt.ids) >= longest:
             raise too_long(f"{len(prompt.ids)} tokens,", longest)
         return fields, prompt
 
+    async def _read_and_run(
+        self, http: HttpRequest, schema: Schema, convert: Callable[..., T]
+    ) -> tuple[dict[str, Any], T]:
+        """Return the fields of a request, tested, and what a thread makes of them."""
+        self.front.check_ready()
+        longest, read = self.front.facts["max_model_len"], partial(read_fields, schema=schema, defaults=self.defaults)
+        async with self._bodies.read(http, longest, read) as (fields, nbytes):
+            if fields["model"] is not None:
+                self._check_model(fields["model"], "model")
+            with self.front.room(fields.get("n", 1)):
+                is_long = nbytes > LONG or has_images(fields)
+                work = self._encoders.run(convert, fields, is_long, longest)
+                return fields, await while_there(http.receive, work)
+
     def _default_new(self, prompt: int, most: int) -> int:
         """Return how many new tokens fit, and stay on the prompt's side of lengths at which ropes change."""
         sides = [switch for switch in self.front.facts.get("rope_switches", ()) if prompt < switch]
         limit: int = min(self.front.facts["max_model_len"], *sides, prompt + most)
         return limit - prompt
+
+    def _biases(self, given: dict[str, float] | None) -> list[tuple[int, float]]:
+        """Return the tokens of a bias with their numbers, or raise on one that the tokenizer has not got."""
+        tokens, biases = len(self.spelling.tokenizer), {int(name): value for name, value in (given or {}).items()}
+        if unknown := [token for token in biases if token >= tokens]:
+            raise Refused(400, f"logit_bias: expected token ids of 0 to {tokens - 1}, given {unknown[0]}", "logit_bias")
+        return sorted(biases.items())
 
     async def _answer(
         self, http: HttpRequest, fields: dict[str, Any], prompt: Encoded, new: int, answers: Answers
@@ -173,7 +221,7 @@ class App:
             left = f"what the context of {longest} tokens leaves beside a prompt of {len(prompt.ids)}"
             raise Refused(400, f"{name}: expected 1 to {room}, {left}, given {new}", name)
         seed = randbits(63) if fields["seed"] is None else fields["seed"]  # replayed requests need the same
-        options = {name: fields[name] for name in SAMPLED}
+        options = {name: fields[name] for name in SAMPLED} | {"logit_bias": self._biases(fields["logit_bias"])}
         options |= {"max_new_tokens": new, "logprobs": 0 if answers.top is None else max(1, answers.top)}
         options["salt"] = salt_of(http.scope["api_key"], fields["cache_salt"])
         choices = [options | {"seed": (seed + index) % (1 << 63)} for index in range(fields["n"])]

@@ -15,6 +15,9 @@ from attnmesh.serve.refused import Refused
 MAX_CHOICES, MAX_STOPS, MAX_STOP = 16, 4, 256
 """Choices a request, its stop strings, and the characters of one."""
 
+MAX_BIASES = 1024
+"""Tokens whose logits a request biases."""
+
 NEW = "1 to what the context leaves beside the prompt"
 """Limit of new tokens, which depends on the model and the prompt."""
 
@@ -150,11 +153,29 @@ def is_prompt(value: Any) -> bool:
     return (is_text(one) and one != "") or is_list_of(int)(one)
 
 
+def is_bias(value: Any) -> bool:
+    """Return whether a value is an object of token ids and numbers.
+
+    >>> is_bias({"50256": -100}), is_bias({"the": 1})
+    (True, False)
+    """
+    if not isinstance(value, dict) or len(value) > MAX_BIASES:
+        return False
+    fits = is_number(-100, 100)
+    return all(name.isascii() and name.isdecimal() and len(name) < 10 and fits(one) for name, one in value.items())
+
+
 def is_stream_options(value: Any) -> bool:
     """Return whether a value is an object of stream options; obfuscation is not served."""
     known = isinstance(value, dict) and value.keys() <= {"include_usage", "include_obfuscation"}
     return known and all(is_flag(one) for one in value.values()) and value.get("include_obfuscation") is not True
 
+
+FORCED = 'none leaves tools out; "required" and a function by name need a grammar'
+"""Note of the choice of tools."""
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+"""How long a model may think."""
 
 NOT_OPENAI = "not a field of OpenAI's"
 
@@ -174,15 +195,17 @@ SAMPLING: Schema = {
     "stream_options": Served(is_stream_options, "{include_usage: true or false}", None, "with stream alone"),
     "cache_salt": Served(is_name, "text of one character or more", None, SALT),
     "user": Served(is_text, "text", None, "has no effect, by its definition"),
-    "frequency_penalty": Only((0, 0.0)),
-    "presence_penalty": Only((0, 0.0)),
-    "logit_bias": Only(({},)),
+    "frequency_penalty": Served(is_number(-2, 2), "-2 to 2", 0.0, "for each time that a token is in the answer"),
+    "presence_penalty": Served(is_number(-2, 2), "-2 to 2", 0.0, "for tokens of the answer"),
+    "logit_bias": Served(
+        is_bias, f"an object of up to {MAX_BIASES} token ids with -100 to 100 each", None, "added before penalties"
+    ),
 }
 """Fields that both kinds of requests have."""
 
 REFUSED = (
     *("audio", "function_call", "functions", "moderation", "prediction", "prompt_cache_options"),
-    *("prompt_cache_retention", "reasoning_effort", "verbosity", "web_search_options"),
+    *("prompt_cache_retention", "verbosity", "web_search_options"),
 )
 """Fields of chat completions that are refused whatever their value."""
 
@@ -198,11 +221,19 @@ CHAT: Schema = {
     "max_tokens": Served(is_whole(1, 1 << 31), NEW, None, "an older name of max_completion_tokens"),
     "logprobs": Served(is_flag, "true or false", False),
     "top_logprobs": Served(is_whole(0, 20), "0 to 20", None, "with logprobs alone"),
-    "tools": Served(is_list_of(dict, 0), "a list of tools", None, "passed to the chat template; calls stay in content"),
-    "tool_choice": Served(lambda value: value in ("auto", "none"), '"auto" or "none"', None, "none leaves tools out"),
+    "tools": Served(
+        is_list_of(dict, 0), "a list of functions", None, "the chat template shows them; calls come as tool_calls"
+    ),
+    "tool_choice": Served(lambda value: value in ("auto", "none"), '"auto" or "none"', None, FORCED),
+    "reasoning_effort": Served(
+        lambda value: value in EFFORTS, " or ".join(EFFORTS), None, "where the chat template takes it"
+    ),
+    "chat_template_kwargs": Served(
+        lambda value: isinstance(value, dict), "an object", None, f"values that the chat template takes; {NOT_OPENAI}"
+    ),
     "response_format": Only(({"type": "text"},)),
     "modalities": Only((["text"],)),
-    "parallel_tool_calls": Only((True,)),
+    "parallel_tool_calls": Served(is_flag, "true or false", True, "with false the first call ends the answer"),
     "service_tier": Only(("auto", "default")),
     "store": Only((False,)),
     "metadata": Only(({},)),
@@ -224,6 +255,27 @@ COMPLETION: Schema = {
 """Fields of /v1/completions."""
 
 
+NAMED = Served(is_text, "the name that the server gives its model", None)
+
+TOKENIZE: Schema = {
+    "model": NAMED,
+    "prompt": Served(is_text, "text", None, "it or messages"),
+    "messages": Served(is_list_of(dict), "a list of one message or more", None, "in the model's chat template"),
+    "add_special_tokens": Served(is_flag, "true or false", True, "of a prompt; those of messages are the template's"),
+    "return_token_strs": Served(is_flag, "true or false", False),
+    "add_generation_prompt": Only((True,)),
+    "continue_final_message": Only((False,)),
+    **{name: CHAT[name] for name in ("tools", "tool_choice", "reasoning_effort", "chat_template_kwargs")},
+}
+"""Fields of /tokenize."""
+
+DETOKENIZE: Schema = {
+    "model": NAMED,
+    "tokens": Served(is_list_of(int, 0), "a list of token ids", REQUIRED),
+}
+"""Fields of /detokenize."""
+
+
 def read_fields(body: Any, schema: Schema, defaults: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
     """Return the value of each field of a schema, or raise on a field that is unknown or refused.
 
@@ -243,11 +295,13 @@ def read_fields(body: Any, schema: Schema, defaults: Mapping[str, Any] = Mapping
 
 def _check_together(fields: dict[str, Any]) -> None:
     """Raise on fields that need another one, or exclude it."""
-    if fields["stream_options"] is not None and not fields["stream"]:
+    if "prompt" in fields and "messages" in fields and (fields["prompt"] is None) == (fields["messages"] is None):
+        raise Refused(400, "prompt: expected it or messages, given both or none", "prompt")
+    if fields.get("stream_options") is not None and not fields["stream"]:
         raise Refused(400, "stream_options: expected stream true beside it", "stream_options")
     if fields.get("top_logprobs") is not None and not fields["logprobs"]:
         raise Refused(400, "top_logprobs: expected logprobs true beside it", "top_logprobs")
-    if None not in (fields["max_tokens"], fields.get("max_completion_tokens")):
+    if None not in (fields.get("max_tokens"), fields.get("max_completion_tokens")):
         raise Refused(400, "max_tokens: expected it or max_completion_tokens, given both", "max_tokens")
 
 

@@ -236,6 +236,47 @@ def penalized(_: int) -> None:
             assert tokens(engine.submit(text, max_new_tokens=20, replay=wanted[:7], **options)) == wanted[7:]
 
 
+SHAPED: list[dict[str, Any]] = [
+    {"logit_bias": {7: 3.0, 11: -100}},
+    {"frequency_penalty": 1.5},
+    {"presence_penalty": -2.0},
+    {"logit_bias": [[5, 2.5]], "frequency_penalty": 0.7, "presence_penalty": 0.4, "repetition_penalty": 1.2},
+]
+
+
+def shaped(_: int) -> None:
+    """Compare the likeliest tokens with those of the formulas in float64, and drawn ones with those of a replay."""
+    model, text = families.model("llama", "attnmesh"), ids(40)
+    with running(model, None) as engine, torch.no_grad():
+        assert engine is not None
+        plain = tokens(engine.submit(text, max_new_tokens=20))
+        for options in SHAPED:
+            wanted: list[int] = []
+            for _ in range(20):
+                scores = model(torch.tensor([text + wanted])).logits[0, -1].double()
+                for token, value in dict(options.get("logit_bias", {})).items():
+                    scores[token] += value
+                for token in {*text, *wanted}:
+                    ratio = options.get("repetition_penalty", 1.0)
+                    scores[token] = scores[token] / ratio if scores[token] > 0 else scores[token] * ratio
+                for token in {*wanted}:
+                    scores[token] -= options.get("frequency_penalty", 0) * wanted.count(token)
+                    scores[token] -= options.get("presence_penalty", 0)
+                wanted.append(int(scores.argmax()))
+            assert wanted != plain
+            assert tokens(engine.submit(text, max_new_tokens=20, **options)) == wanted
+        drawn = tokens(engine.submit(text, max_new_tokens=20, temperature=1.2, seed=6, **options))
+        again = engine.submit(text, max_new_tokens=20, temperature=1.2, seed=6, replay=drawn[:5], **options)
+        assert tokens(again) == drawn[5:]
+        one = next(iter(engine.submit(text, max_new_tokens=1, logprobs=1, **options)))
+        logprobs = model(torch.tensor([text])).logits[0, -1].log_softmax(-1)
+        assert one.logprob == pytest.approx(float(logprobs[one.id]), abs=1e-4)
+
+
+def test_biases_and_penalties_of_the_answer_shape_tokens_and_no_log_probabilities(pool: Pool) -> None:
+    pool.run(1, shaped, 0)
+
+
 def test_penalties_are_those_of_transformers(pool: Pool) -> None:
     pool.run(1, penalized, 0)
 
@@ -614,6 +655,8 @@ def refused(_: int) -> None:
         "submit seed": ([3], {"seed": -1}),
         "submit min_p": ([3], {"min_p": 1.5}),
         "submit repetition_penalty": ([3], {"repetition_penalty": 0}),
+        "submit frequency_penalty": ([3], {"frequency_penalty": 2.5}),
+        "submit presence_penalty": ([3], {"presence_penalty": True}),
         "submit stop_ids: expected a list of ints": ([3], {"stop_ids": (token for token in "x")}),
         "submit max_new_tokens": ([3], {"max_new_tokens": 0}),
     }

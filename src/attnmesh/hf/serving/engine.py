@@ -127,6 +127,9 @@ class Engine:
         top_k: int = 0,
         min_p: float = 0.0,
         repetition_penalty: float = 1.0,
+        frequency_penalty: float = 0.0,
+        presence_penalty: float = 0.0,
+        logit_bias: Mapping[int, float] | Iterable[tuple[int, float]] = (),
         seed: int | None = None,
         stop_ids: Iterable[int] = (),
         logprobs: int = 0,
@@ -144,6 +147,9 @@ class Engine:
             top_k: Tokens that are drawn from; 0 for all.
             min_p: Share of the likeliest token's probability that a token needs to be drawn.
             repetition_penalty: Number above 1 to make tokens of the prompt and the answer less likely; 1 for none.
+            frequency_penalty: Number that each time that a token is in the answer takes off its logit.
+            presence_penalty: Number that is taken off the logit of each token of the answer.
+            logit_bias: Numbers from -100 to 100 that are added to the logits of some tokens, before all penalties.
             seed: Seed of the draws: the same seed draws the same tokens, whatever else runs. None for a random one.
             stop_ids: More tokens that end the answer.
             logprobs: Most likely tokens to return with each token.
@@ -163,7 +169,8 @@ class Engine:
         if self.error is not None or self.closing:
             raise self.error or Busy("submit", "an engine that runs", "one that is closing", "submit to another")
         seed = randbits(62) if seed is None else seed
-        sampling = Sampling(temperature, top_p, top_k, min_p, repetition_penalty, seed, logprobs)
+        shaping = top_p, top_k, min_p, repetition_penalty, frequency_penalty, presence_penalty
+        sampling = Sampling(temperature, *shaping, tuple(dict(logit_bias).items()), seed, logprobs)
         sampling.check()
         stops = [*stop_ids]
         known, given, fix = all(type(token) is int for token in stops), short(repr(stops)), "pass tokens.tolist()"
@@ -198,6 +205,9 @@ class Engine:
         known = all(type(token) is int and 0 <= token < words for token in stream.ids)
         expected, fix = f"tokens from 0 to {words - 1}, as ints", "use this model's tokenizer, and tokens.tolist()"
         require(known and len(stream.prompt) > 0, ArgumentError, "submit ids", expected, "others, or none", fix)
+        biased = [token for token, _ in stream.sampling.logit_bias]
+        known = all(type(token) is int and 0 <= token < words for token in biased)
+        require(known, ArgumentError, "submit logit_bias", expected, "others", fix)
         prompt = len(stream.prompt)
         total, fix = prompt + stream.max_new_tokens, "shorten the prompt, or pass a smaller max_new_tokens"
         fits = self.longest is None or total <= self.longest

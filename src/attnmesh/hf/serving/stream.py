@@ -16,8 +16,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from attnmesh.errors import ArgumentError, ModelError, require
+from attnmesh.errors import ArgumentError, ModelError, require, short
 from attnmesh.hf.serving.draws import generator_after
+
+MOST_BIAS = 100
+"""Largest bias of a logit, as of OpenAI."""
 
 COLDEST, HOTTEST = 1e-5, 1e6
 """Temperatures at which tokens are drawn. Below them the likeliest token has all of the probability, and is taken."""
@@ -43,18 +46,29 @@ class Sampling:
     """Share of the likeliest token's probability that others need."""
     repetition_penalty: float = 1.0
     """Divisor of the positive logits of tokens that were there before, and factor of their negative ones."""
+    frequency_penalty: float = 0.0
+    """What is taken off the logit of a token for each time that it is in the answer."""
+    presence_penalty: float = 0.0
+    """What is taken off the logit of each token of the answer."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Tokens, and what is added to the logit of each."""
     seed: int = 0
     logprobs: int = 0
 
     def check(self) -> None:
         """Raise unless each value is possible."""
         limits: dict[str, tuple[float, float]] = {"temperature": (0.0, HOTTEST), "repetition_penalty": (0.01, 100.0)}
+        limits |= {"frequency_penalty": (-2.0, 2.0), "presence_penalty": (-2.0, 2.0)}
         limits |= {"top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "top_k": (0, 2**31), "logprobs": (0, 1000)}
         for name, (least, most) in limits.items():
             value = getattr(self, name)
             kinds = (int,) if isinstance(least, int) else (int, float)
             fits = isinstance(value, kinds) and not isinstance(value, bool) and least <= value <= most
             require(fits, ArgumentError, f"submit {name}", f"{least} to {most}", repr(value), "pass such a number")
+        biases = [value for _, value in self.logit_bias]
+        fits = all(type(value) in (int, float) and abs(value) <= MOST_BIAS for value in biases)
+        expected, fix = f"numbers from -{MOST_BIAS} to {MOST_BIAS}", "pass such numbers"
+        require(fits, ArgumentError, "submit logit_bias", expected, short(repr(biases)), fix)
         fits = type(self.seed) is int and 0 <= self.seed < 2**63
         require(fits, ArgumentError, "submit seed", "an int from 0 to 2^63 - 1", repr(self.seed), "pass one, or None")
 
@@ -67,20 +81,38 @@ class Sampling:
         """Return the generator after so many tokens were drawn."""
         return generator_after(self.seed, 0 if self.greedy else tokens, vocabulary)
 
-    def draw(self, logits: Tensor, generator: torch.Generator, before: Tensor | None = None) -> DrawnToken:
-        """Return the next token, from the model's logits, (vocabulary,), and from the tokens `before`, in any order."""
+    def draw(
+        self,
+        logits: Tensor,
+        generator: torch.Generator,
+        before: Tensor | None = None,
+        counts: Tensor | None = None,
+    ) -> DrawnToken:
+        """Return the next token, from the model's logits, (vocabulary,).
+
+        `before` has the tokens so far, in any order, and `counts`, (vocabulary,), how often each is in the answer.
+        """
         scores = logits.float().cpu()
         given, fix = "NaN", "check the model's weights and dtype"
         require(not bool(scores.isnan().any()), ModelError, "Engine", "logits that are numbers", given, fix)
-        penalized = scores[None]
-        if before is not None and self.repetition_penalty != 1:
-            penalized = RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty))(before[None], penalized)
+        penalized = self._penalized(scores[None], before, counts)
         chosen = int(penalized.argmax()) if self.greedy else self._sampled(penalized, generator)
         if not self.logprobs:
             return DrawnToken(chosen)
         logprobs = scores.log_softmax(-1)
         values, ids = logprobs.topk(min(self.logprobs, len(logprobs)))
         return DrawnToken(chosen, float(logprobs[chosen]), [*zip(ids.tolist(), values.tolist(), strict=True)])
+
+    def _penalized(self, scores: Tensor, before: Tensor | None, counts: Tensor | None) -> Tensor:
+        """Return the scores with the biases, and then with the penalties."""
+        if self.logit_bias:
+            ids, values = zip(*self.logit_bias, strict=True)
+            scores = scores.index_add(1, torch.tensor(ids), torch.tensor([values], dtype=scores.dtype))
+        if before is not None and self.repetition_penalty != 1:
+            scores = RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty))(before[None], scores)
+        if counts is not None:
+            scores = scores - self.frequency_penalty * counts - self.presence_penalty * (counts > 0)
+        return scores
 
     def _sampled(self, scores: Tensor, generator: torch.Generator) -> int:
         scores = TemperatureLogitsWarper(float(self.temperature))(None, scores)
@@ -127,6 +159,8 @@ class Stream:
     """Draws the next token; None before the first."""
     before: Tensor | None = None
     """The tokens so far, each at least once; None before the first draw, and where no penalty needs them."""
+    counts: Tensor | None = None
+    """How often each token is in the answer; None like these."""
     look: bytes | None = None
     """A digest of the images."""
     _ids: Tensor | None = None
@@ -171,12 +205,16 @@ class Stream:
             self.generator = self.sampling.generator(len(self.answer), len(logits))
         if self.before is None and self.sampling.repetition_penalty != 1:
             self.before = torch.tensor(self.ids).unique()
-        token = self.sampling.draw(logits, self.generator, self.before)
+        if self.counts is None and (self.sampling.frequency_penalty or self.sampling.presence_penalty):
+            self.counts = torch.bincount(torch.tensor(self.answer, dtype=torch.int64), minlength=len(logits)).float()
+        token = self.sampling.draw(logits, self.generator, self.before, self.counts)
         if token.id in self.ends:
             return self.end("stop")
         self.answer.append(token.id)
         if self.before is not None:
             self.before = torch.cat((self.before, torch.tensor([token.id])))
+        if self.counts is not None:
+            self.counts[token.id] += 1
         self.tokens.put(token)
         return len(self.answer) >= self.max_new_tokens and self.end("length")
 

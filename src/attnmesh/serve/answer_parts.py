@@ -1,0 +1,200 @@
+"""The parts of an answer: what a model thinks, its content and its calls of tools, taken out of text that grows."""
+
+import re
+import secrets
+import string
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from attnmesh.serve.growing_text import GrowingText, NoMatch, Steps, begun
+from attnmesh.serve.tool_formats import (
+    FORMATS,
+    ContentText,
+    ReasoningText,
+    ToolCall,
+    ToolFormat,
+    Tools,
+    find_format,
+    read_text,
+)
+from attnmesh.serve.tool_schemas import properties_of
+
+AnswerPart = ContentText | ReasoningText | ToolCall
+
+RESCANNED = 4096
+"""Characters that were read as a call and are none, in which another call is looked for. In more of them none is."""
+
+ID_SIGNS, ID_LENGTH = string.ascii_letters + string.digits, 9
+"""What ids of calls are made of: Mistral's chat templates take no others."""
+
+
+class ReasoningMarks(NamedTuple):
+    """Marks between which a model thinks, before it answers."""
+
+    begin: str
+    end: str
+
+
+@dataclass
+class Edges:
+    """Space at the end of a text that grows, which is held back until more text follows."""
+
+    held: str = ""
+    has_text: bool = False
+
+    def add(self, text: str, keep: bool) -> str:
+        """Return what can be sent; `keep` says whether space at the beginning is part of the text."""
+        text = self.held + text
+        end = len(text.rstrip())
+        self.held = text[end:]
+        sent = text[:end] if keep or self.has_text else text[:end].lstrip()
+        self.has_text = self.has_text or bool(sent)
+        return sent
+
+
+REASONING = (
+    ReasoningMarks("<think>", "</think>"),
+    ReasoningMarks("<seed:think>", "</seed:think>"),
+    ReasoningMarks("[THINK]", "[/THINK]"),
+    ReasoningMarks("<|START_THINKING|>", "<|END_THINKING|>"),
+    ReasoningMarks("<|channel>thought", "<channel|>"),
+    ReasoningMarks("\u25c1think\u25b7", "\u25c1/think\u25b7"),
+)
+"""Marks of models. A chat template that has the second one is of such a model."""
+
+
+@dataclass(frozen=True)
+class AnswerFormats:
+    """How a model writes calls, and what it thinks; None where that stays text."""
+
+    calls: ToolFormat | None = None
+    thought: ReasoningMarks | None = None
+
+    def __str__(self) -> str:
+        names = [f"calls as {name}" for name, one in FORMATS.items() if one is self.calls]
+        return ", ".join([*names, *([f"thoughts in {self.thought.begin}"] if self.thought else [])])
+
+    def parts(self, tools: list[dict[str, Any]] | None, prompt_end: str) -> "Callable[[], AnswerParts] | None":
+        """Return what makes the parts of a choice after a prompt; None if all is content."""
+        calls = self.calls if tools or (self.calls and self.calls.has_thoughts) else None
+        if calls is None and self.thought is None:
+            return None
+        is_thinking = self.thought is not None and prompt_end.rstrip().endswith(self.thought.begin)
+        return partial(AnswerParts, calls, properties_of(tools or []), self.thought, is_thinking=is_thinking)
+
+
+def find_formats(tokenizer: Any, tool_format: str = "auto") -> AnswerFormats:
+    """Return the formats of a model by its chat templates. That of calls may be named; none leaves all text."""
+    if tool_format == "none":
+        return AnswerFormats()
+    several = tokenizer.chat_template or ""
+    template = several if isinstance(several, str) else "".join(several.values())
+    calls = find_format(template) if tool_format == "auto" else FORMATS[tool_format]
+    return AnswerFormats(calls, next((marks for marks in REASONING if marks.end in template), None))
+
+
+class AnswerParts:
+    """Takes the text of one choice apart, as it comes. Without a part that is a call or a thought, all is content."""
+
+    def __init__(
+        self,
+        calls: ToolFormat | None,
+        tools: Tools,
+        thought: ReasoningMarks | None = None,
+        *,
+        is_thinking: bool = False,
+    ) -> None:
+        self.format, self.tools = calls, tools
+        self.text = GrowingText()
+        self.calls, self.has_thought = 0, False
+        self.text.is_thought = is_thinking
+        self.content, self.thought = Edges(), Edges()
+        self._start: Steps[None] | None = None if thought is None else self._think(thought, is_thinking)
+        """Reads a thought at the beginning of the answer."""
+        self._reader: Steps[None] | None = self._start
+
+    @property
+    def is_thinking(self) -> bool:
+        """True while what comes is what the model thinks."""
+        return self.text.is_thought
+
+    def add(self, text: str) -> list[AnswerPart]:
+        """Return the parts that more text makes certain."""
+        self.text.text += text
+        return [*self._with_edges(self._parts())]
+
+    def end(self) -> list[AnswerPart]:
+        """Return the rest, after all text."""
+        self.text.ended = True
+        parts = self.add("")
+        held = "" if self.calls or self.has_thought else self.content.held
+        return [*parts, ContentText(held)] if held else parts
+
+    def _think(self, marks: ReasoningMarks, is_thinking: bool) -> Steps[None]:
+        if not is_thinking:
+            yield from self.text.space()
+            yield from self.text.take(marks.begin)
+        yield from read_text(self.text, True, marks.end)
+
+    def _parts(self) -> Iterator[AnswerPart]:
+        while self._reader is not None or (yield from self._find()):
+            try:
+                assert self._reader is not None
+                part = next(self._reader)
+            except StopIteration:
+                self.text.cut(self.text.at)
+                self._reader = None
+            except NoMatch:
+                yield from self._give_up()
+            else:
+                if part is None:
+                    return
+                self.text.cut(self.text.at)
+                yield part
+
+    def _find(self) -> Steps[bool]:
+        """Yield content up to where a call may begin. Return whether one may."""
+        text = self.text.text
+        marks = self.format.begins if self.format else ()
+        places = [place for mark in marks if (place := text.find(mark)) >= 0]
+        if self.format and self.format.is_bare and not self.content.has_text:
+            first = re.match(r"\s*(?=\{)", text)
+            places += [first.end()] if first else []
+        content = self.text.cut(min(places) if places else len(text) - (0 if self.text.ended else begun(text, marks)))
+        if content:
+            yield ContentText(content)
+        if places and self.format:
+            self._reader = self.format.read(self.text, self.tools)
+        return bool(places)
+
+    def _give_up(self) -> Iterator[AnswerPart]:
+        """Yield as content what was read as a call, or its first character, after which another may begin."""
+        is_start, read, self._reader, self.text.at = self._reader is self._start, self.text.at, None, 0
+        if not is_start and self.format is not None:
+            yield ContentText(self.text.cut(1 if self.format.rescans and read <= RESCANNED else max(1, read)))
+
+    def _with_edges(self, parts: Iterator[AnswerPart]) -> Iterator[AnswerPart]:
+        """Yield parts without the space between thoughts, content and calls, and calls with their numbers and ids."""
+        for part in parts:
+            match part:
+                case ToolCall():
+                    yield replace(part, index=self.calls, id=part.id or new_id())
+                    self.calls += 1
+                case ReasoningText():
+                    self.has_thought = True
+                    if text := self.thought.add(part.text, keep=False):
+                        yield ReasoningText(text)
+                case ContentText():
+                    if text := self.content.add(part.text, keep=not (self.calls or self.has_thought)):
+                        yield ContentText(text)
+
+
+def new_id() -> str:
+    """Return an id of a call.
+
+    >>> len(new_id())
+    9
+    """
+    return "".join(secrets.choice(ID_SIGNS) for _ in range(ID_LENGTH))

@@ -1,0 +1,192 @@
+"""A text that grows while it is read: readers are generators, which yield None where they need more of it."""
+
+import json
+import re
+from collections.abc import Generator
+from typing import Any, NoReturn, TypeVar
+
+T = TypeVar("T")
+
+Steps = Generator[Any, None, T]
+"""Steps of a reader: None where it needs more text, else a part of an answer that is certain."""
+
+DEPTH = 64
+"""Lists and objects inside each other, at most, as in bodies of requests."""
+
+SPACE, WORD = re.compile(r"\s*"), re.compile(r"[\w.:/-]*", re.ASCII)
+BRACKET, QUOTE, PLAIN = re.compile(r'["{}\[\]]'), re.compile(r'["\\]'), re.compile(r"[-+.\w]*", re.ASCII)
+
+
+class NoMatch(Exception):
+    """Raised when a text is not what a reader reads."""
+
+
+class GrowingText:
+    """A text, and the place in it up to which it was read."""
+
+    def __init__(self) -> None:
+        self.text, self.at, self.ended = "", 0, False
+        self.is_thought = False
+        """True while what comes is what a model thinks."""
+
+    def cut(self, count: int) -> str:
+        """Take some of the first characters away, and read on from the beginning of the rest."""
+        taken, self.text, self.at = self.text[:count], self.text[count:], 0
+        return taken
+
+    def more(self) -> Steps[None]:
+        """Wait for more text, or raise at the end."""
+        if self.ended:
+            raise NoMatch
+        yield None
+
+    def has(self, mark: str) -> Steps[bool]:
+        """Return whether the text goes on with a mark, and pass it then."""
+        while not self.ended and len(self.text) - self.at < len(mark) and mark.startswith(self.text[self.at :]):
+            yield None
+        found = self.text.startswith(mark, self.at)
+        self.at += len(mark) if found else 0
+        return found
+
+    def take(self, *marks: str) -> Steps[str]:
+        """Pass one of several marks and return it, or raise."""
+        for mark in marks:
+            if (yield from self.has(mark)):
+                return mark
+        raise NoMatch
+
+    def close(self, mark: str) -> Steps[None]:
+        """Pass space, and a mark or the end of the text."""
+        yield from self.space()
+        if not (yield from self.has(mark)) and not (self.ended and self.at == len(self.text)):
+            raise NoMatch
+
+    def space(self) -> Steps[None]:
+        """Pass space."""
+        yield from self._run(SPACE)
+
+    def word(self) -> Steps[str]:
+        """Pass the name of a function, or an id, and return it."""
+        found = yield from self._run(WORD)
+        if not found:
+            raise NoMatch
+        return found
+
+    def _run(self, pattern: re.Pattern[str]) -> Steps[str]:
+        """Pass characters as long as they match."""
+        start = self.at
+        while (end := pattern.match(self.text, self.at).end()) == len(self.text) and not self.ended:  # type: ignore[union-attr]
+            self.at = end
+            yield None
+        self.at = end
+        return self.text[start:end]
+
+    def until(self, mark: str) -> Steps[str]:
+        """Return the text before a mark, and pass both."""
+        start = self.at
+        while (place := self.text.find(mark, self.at)) < 0:
+            self.at = max(start, len(self.text) - len(mark) + 1)
+            yield from self.more()
+        self.at = place + len(mark)
+        return self.text[start:place]
+
+    def pieces(self, *marks: str) -> Steps[None]:
+        """Yield the text before the first of some marks as it comes, or all of it, and pass the mark."""
+        while True:
+            found = [(place, mark) for mark in marks if (place := self.text.find(mark, self.at)) >= 0]
+            held = 0 if self.ended else begun(self.text[self.at :], marks)
+            place, mark = min(found, default=(len(self.text) - held, ""))
+            piece, self.at = self.text[self.at : place], place + len(mark)
+            if piece:
+                yield piece
+            if mark or self.ended:
+                return
+            yield None
+
+    # --- JSON ---
+
+    def json_text(self) -> Steps[str]:
+        """Pass a value of JSON and return its text, of which brackets and strings are known to end."""
+        start, depth = self.at, 0
+        while self.at == len(self.text):
+            yield from self.more()
+        if self.text[self.at] not in '"{[':
+            return (yield from self._run(PLAIN))
+        while True:
+            match (yield from self._sign(BRACKET)):
+                case '"':
+                    while (yield from self._sign(QUOTE)) == "\\":
+                        while self.at == len(self.text):
+                            yield from self.more()
+                        self.at += 1
+                case "{" | "[":
+                    depth += 1
+                case _:
+                    depth -= 1
+            if depth > DEPTH:
+                raise NoMatch
+            if depth <= 0:
+                return self.text[start : self.at]
+
+    def _sign(self, pattern: re.Pattern[str]) -> Steps[str]:
+        """Pass the next of some signs and return it."""
+        while (found := pattern.search(self.text, self.at)) is None:
+            self.at = len(self.text)
+            yield from self.more()
+        self.at = found.end()
+        return found[0]
+
+    def members(self, names: frozenset[str]) -> Steps[dict[str, str]]:
+        """Pass an object of JSON that has no other names, and return the text of each value."""
+        found: dict[str, str] = {}
+        yield from self.take("{")
+        while True:
+            yield from self.space()
+            yield from self.take('"')
+            name = yield from self.word()
+            if name in found or name not in names:
+                raise NoMatch
+            yield from self.take('"')
+            yield from self.space()
+            yield from self.take(":")
+            yield from self.space()
+            found[name] = yield from self.json_text()
+            yield from self.space()
+            if (yield from self.take(",", "}")) == "}":
+                return found
+
+
+def begun(text: str, marks: tuple[str, ...]) -> int:
+    """Return how many of a text's last characters may begin a mark.
+
+    >>> begun("a <to", ("<tool>", "</think>")), begun("a", ("<tool>",))
+    (3, 0)
+    """
+    return max((n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n])), default=0)
+
+
+def read_json(text: str) -> Any:
+    """Return a value of JSON, or raise on a text that the server would not read."""
+    try:
+        return json.loads(text, parse_constant=_refuse, object_pairs_hook=_unlike)
+    except (ValueError, RecursionError):
+        raise NoMatch from None
+
+
+def read_object(text: str) -> dict[str, Any]:
+    """Return an object of JSON, or raise."""
+    value = read_json(text)
+    if not isinstance(value, dict):
+        raise NoMatch
+    return value
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ValueError(name)
+
+
+def _unlike(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("two names that are alike")
+    return found

@@ -1,0 +1,373 @@
+"""Formats in which models write calls of tools: where a call begins, and how its end, name and arguments are read.
+
+A format is one entry of `FORMATS`. Its reader gets the text from a beginning on, yields each call once it is whole,
+and raises `NoMatch` on a text that is no call.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+from attnmesh.serve.growing_text import GrowingText, NoMatch, Steps, read_json, read_object
+
+
+class ContentText(NamedTuple):
+    """Text of an answer."""
+
+    text: str
+
+
+class ReasoningText(NamedTuple):
+    """Text that a model thinks before it answers."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call: `arguments` is an object of JSON. A format may name the call's id."""
+
+    name: str
+    arguments: str
+    id: str = ""
+    index: int = 0
+
+
+def read_text(text: GrowingText, is_thought: bool, *ends: str) -> Steps[None]:
+    """Read what a model thinks, or its content, up to a mark or the end."""
+    text.is_thought, kind = is_thought, ReasoningText if is_thought else ContentText
+    for piece in text.pieces(*ends):
+        yield piece if piece is None else kind(piece)
+    text.is_thought = False
+
+
+Tools = Mapping[str, Mapping[str, Any]]
+"""The properties of each tool's parameters."""
+
+KEYS = frozenset(("name", "arguments", "parameters", "id", "type", "tool_name", "tool_call_id"))
+"""Names in objects of JSON that are calls."""
+
+
+def call_object(text: GrowingText) -> Steps[ToolCall]:
+    """Read an object of JSON that has the name and the arguments of a call."""
+    found = yield from text.members(KEYS)
+    names = [found[key] for key in ("name", "tool_name") if key in found]
+    name = read_json(names[0]) if names else None
+    if not isinstance(name, str) or not name:
+        raise NoMatch
+    arguments = found.get("arguments", found.get("parameters", "{}"))
+    read_object(arguments)
+    id = read_json(found.get("id", '""'))
+    return ToolCall(name, arguments, id if isinstance(id, str) else "")
+
+
+def call_list(text: GrowingText) -> Steps[None]:
+    """Read a list of such objects."""
+    yield from text.take("[")
+    while True:
+        yield from text.space()
+        yield (yield from call_object(text))
+        yield from text.space()
+        if (yield from text.take(",", "]")) == "]":
+            return
+
+
+def of_type(tools: Tools, name: str, key: str, value: str) -> Any:
+    """Return an argument that is written without quotes: text where the tool wants text, else JSON if it is some."""
+    wanted = tools.get(name, {}).get(key, {})
+    types = wanted.get("type") if isinstance(wanted, dict) else None
+    if types == "string" or (isinstance(types, list) and "string" in types):
+        return value
+    try:
+        return read_json(value)
+    except NoMatch:
+        return value
+
+
+def written(arguments: Mapping[str, Any]) -> str:
+    """Return arguments as JSON."""
+    return json.dumps(arguments, ensure_ascii=False)
+
+
+# --- readers ---
+
+
+def read_object_between(begin: str, end: str, text: GrowingText, _: Tools) -> Steps[None]:
+    """Read one object between marks."""
+    yield from text.take(begin)
+    yield from text.space()
+    call = yield from call_object(text)
+    yield from text.close(end)
+    yield call
+
+
+def read_list_between(begin: str, end: str, text: GrowingText, _: Tools) -> Steps[None]:
+    """Read a list of objects between marks."""
+    yield from text.take(begin)
+    yield from text.space()
+    yield from call_list(text)
+    yield from text.close(end)
+
+
+def read_llama(text: GrowingText, tools: Tools) -> Steps[None]:
+    """Read objects after a tag, or the first ones of an answer if they name tools, with semicolons between them."""
+    tagged = (yield from text.has("<|python_tag|>")) or (yield from text.has("<|python_start|>"))
+    while True:
+        yield from text.space()
+        call = yield from call_object(text)
+        if not tagged and call.name not in tools:
+            raise NoMatch
+        yield call
+        yield from text.space()
+        if not (yield from text.has(";")):
+            break
+    yield from text.has("<|python_end|>")
+
+
+def read_mistral(text: GrowingText, _: Tools) -> Steps[None]:
+    """Read a list of objects, or a name and its arguments."""
+    yield from text.take("[TOOL_CALLS]")
+    yield from text.space()
+    if text.text[text.at : text.at + 1] in ("[", ""):
+        yield from call_list(text)
+        return
+    name, id = (yield from text.word()), ""
+    if (yield from text.has("[CALL_ID]")):
+        id = yield from text.word()
+    yield from text.has("[ARGS]")
+    yield from text.space()
+    arguments = yield from text.json_text()
+    read_object(arguments)
+    yield ToolCall(name, arguments, id)
+
+
+BAR = "\uff5c"
+"""The wide bar of DeepSeek's marks."""
+
+
+def read_deepseek(text: GrowingText, _: Tools) -> Steps[None]:
+    """Read names with their arguments, in a block of code after a type, or alone."""
+    yield from text.take(deepseek("calls▁begin"))
+    while True:
+        yield from text.space()
+        yield from text.take(deepseek("call▁begin"))
+        name = yield from text.word()
+        yield from text.take(deepseek("sep"))
+        yield from text.space()
+        is_code = name == "function" and not (yield from starts(text, "{"))
+        if is_code:
+            name = yield from text.word()
+            yield from text.space()
+            yield from text.take("```json")
+            yield from text.space()
+        arguments = yield from text.json_text()
+        read_object(arguments)
+        yield from text.space()
+        if is_code:
+            yield from text.take("```")
+        yield from text.close(deepseek("call▁end"))
+        yield ToolCall(name, arguments)
+        yield from text.space()
+        if (yield from text.has(deepseek("calls▁end"))):
+            return
+
+
+def deepseek(name: str) -> str:
+    """Return a mark of DeepSeek's."""
+    return f"<{BAR}tool▁{name}{BAR}>"
+
+
+def starts(text: GrowingText, mark: str) -> Steps[bool]:
+    """Return whether the text goes on with a mark, which is not passed."""
+    at = text.at
+    found = yield from text.has(mark)
+    text.at = at
+    return found
+
+
+def read_kimi(text: GrowingText, _: Tools) -> Steps[None]:
+    """Read ids, which hold the names, with their arguments."""
+    yield from text.take("<|tool_calls_section_begin|>")
+    while True:
+        yield from text.space()
+        yield from text.take("<|tool_call_begin|>")
+        yield from text.space()
+        id = yield from text.word()
+        yield from text.space()
+        yield from text.take("<|tool_call_argument_begin|>")
+        yield from text.space()
+        arguments = yield from text.json_text()
+        read_object(arguments)
+        yield from text.close("<|tool_call_end|>")
+        yield ToolCall(id.removeprefix("functions.").rsplit(":", 1)[0], arguments, id)
+        yield from text.space()
+        if (yield from text.has("<|tool_calls_section_end|>")):
+            return
+
+
+def read_glm(text: GrowingText, tools: Tools) -> Steps[None]:
+    """Read a name, and pairs of keys and values."""
+    yield from text.take("<tool_call>")
+    yield from text.space()
+    name, found = (yield from text.word()), dict[str, Any]()
+    while True:
+        yield from text.space()
+        if (yield from text.take("<arg_key>", "</tool_call>")) == "</tool_call>":
+            yield ToolCall(name, written(found))
+            return
+        key = (yield from text.until("</arg_key>")).strip()
+        yield from text.space()
+        yield from text.take("<arg_value>")
+        found[key] = of_type(tools, name, key, (yield from text.until("</arg_value>")))
+
+
+def read_qwen_coder(text: GrowingText, tools: Tools) -> Steps[None]:
+    """Read a function's mark, and those of its parameters, whose values stand on lines of their own."""
+    yield from text.take("<tool_call>")
+    yield from text.space()
+    yield from text.take("<function=")
+    name, found = (yield from text.word()), dict[str, Any]()
+    yield from text.take(">")
+    while True:
+        yield from text.space()
+        if (yield from text.take("<parameter=", "</function>")) == "</function>":
+            break
+        key = yield from text.until(">")
+        value = yield from text.until("</parameter>")
+        found[key] = of_type(tools, name, key, value.removeprefix("\n").removesuffix("\n"))
+    yield from text.close("</tool_call>")
+    yield ToolCall(name, written(found))
+
+
+def read_invokes(begin: str, end: str, space: str, text: GrowingText, tools: Tools) -> Steps[None]:
+    """Read marks with a name each, in a namespace, of calls and their parameters."""
+    invoke, parameter = f'<{space}invoke name="', f'<{space}parameter name="'
+    yield from text.take(begin)
+    yield from text.space()
+    yield from text.take(invoke)
+    while True:
+        name, found = (yield from text.word()), dict[str, Any]()
+        yield from text.take('">')
+        while True:
+            yield from text.space()
+            if (yield from text.take(parameter, f"</{space}invoke>")) != parameter:
+                break
+            key = yield from text.until('"')
+            kind = yield from text.until(">")
+            value = yield from text.until(f"</{space}parameter>")
+            found[key] = value if 'string="true"' in kind else of_type(tools, name, key, value)
+        yield ToolCall(name, written(found))
+        yield from text.space()
+        if (yield from text.take(invoke, end)) == end:
+            return
+
+
+QUOTES = {"<|tool_call>": ("<tool_call|>", '<|"|>'), "<start_function_call>": ("<end_function_call>", "<escape>")}
+"""Where calls of Gemma begin and end, and what stands at both ends of its strings."""
+
+NAMED = re.compile(r"([{,]\s*)([^\s{}\[\],:\"]+)\s*:")
+"""A name in Gemma's objects, which has no quotes."""
+
+
+def read_gemma(text: GrowingText, _: Tools) -> Steps[None]:
+    """Read a name, and an object whose names have no quotes and whose strings have marks for them."""
+    end, quote = QUOTES[(yield from text.take(*QUOTES))]
+    yield from text.take("call:")
+    name = yield from text.word()
+    yield from starts(text, "{")
+    inside = (yield from text.until(end)).split(quote)
+    parts = [json.dumps(part, ensure_ascii=False) if place % 2 else part for place, part in enumerate(inside)]
+    parts[::2] = [NAMED.sub(r'\1"\2":', part) for part in parts[::2]]
+    yield ToolCall(name, written(read_object("".join(parts))))
+
+
+HARMONY = ("<|channel|>", "<|start|>")
+"""Where messages within an answer begin: the first one's beginning is in the prompt."""
+
+HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+
+
+def read_harmony(text: GrowingText, tools: Tools) -> Steps[None]:
+    """Read a message within an answer: its header names a channel, and a recipient if it is a call."""
+    yield from text.take(*HARMONY)
+    header = yield from text.until("<|message|>")
+    to = re.search(r"to=([\w.:/-]+)", header)
+    if to is None:
+        yield from read_text(text, "analysis" in header, *HARMONY_ENDS)
+        return
+    if not tools:
+        raise NoMatch
+    yield from text.space()
+    arguments = yield from text.json_text()
+    read_object(arguments)
+    yield from text.space()
+    if text.at < len(text.text):
+        yield from text.take(*HARMONY_ENDS)
+    yield ToolCall(to[1].removeprefix("functions."), arguments)
+
+
+# --- formats ---
+
+DSML = f"{BAR}DSML{BAR}"
+"""The namespace of DeepSeek's later marks."""
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How models of some families write calls."""
+
+    begins: tuple[str, ...]
+    """Marks at which calls may begin."""
+    read: Callable[[GrowingText, Tools], Steps[None]]
+    in_template: tuple[str, ...]
+    """Texts that a chat template of these families has, all of them."""
+    is_bare: bool = False
+    """An answer may also begin with an object of JSON that is a call."""
+    rescans: bool = True
+    """A call may begin within a text that began like one."""
+    has_thoughts: bool = False
+    """It has marks of what a model thinks, and of content, too."""
+
+
+def between(read: Callable[..., Steps[None]], begin: str, end: str, in_template: str = "") -> ToolFormat:
+    """Return a format whose calls stand between two marks."""
+    return ToolFormat((begin,), partial(read, begin, end), (in_template or begin,))
+
+
+def invokes(begin: str, end: str, space: str) -> ToolFormat:
+    """Return a format whose calls have marks in a namespace."""
+    return ToolFormat((begin,), partial(read_invokes, begin, end, space), (begin,))
+
+
+FORMATS: dict[str, ToolFormat] = {
+    "harmony": ToolFormat(HARMONY, read_harmony, ("<|channel|>", "<|message|>"), rescans=False, has_thoughts=True),
+    "kimi": ToolFormat(("<|tool_calls_section_begin|>",), read_kimi, ("<|tool_calls_section_begin|>",)),
+    "deepseek": ToolFormat((deepseek("calls▁begin"),), read_deepseek, (deepseek("calls▁begin"),)),
+    "deepseek_v32": invokes(f"<{DSML}function_calls>", f"</{DSML}function_calls>", DSML),
+    "minimax": invokes("<minimax:tool_call>", "</minimax:tool_call>", ""),
+    "glm": ToolFormat(("<tool_call>",), read_glm, ("<arg_key>",)),
+    "qwen_coder": ToolFormat(("<tool_call>",), read_qwen_coder, ("<function=",)),
+    "mistral": ToolFormat(("[TOOL_CALLS]",), read_mistral, ("[TOOL_CALLS]",)),
+    "gemma": ToolFormat(("<|tool_call>",), read_gemma, ("<|tool_call>call:",)),
+    "function_gemma": ToolFormat(("<start_function_call>",), read_gemma, ("<start_function_call>",)),
+    "command": between(read_list_between, "<|START_ACTION|>", "<|END_ACTION|>"),
+    "nemotron": between(read_list_between, "<TOOLCALL>", "</TOOLCALL>"),
+    "jamba": between(read_list_between, "<tool_calls>", "</tool_calls>"),
+    "granite": between(read_list_between, "<|tool_call|>", "<|/tool_call|>"),
+    "hermes": between(read_object_between, "<tool_call>", "</tool_call>"),
+    "llama": ToolFormat(("<|python_tag|>", "<|python_start|>"), read_llama, ("header_", '"parameters"'), is_bare=True),
+}
+"""Formats by name. Of those that a chat template has the texts of, the first one counts."""
+
+
+def find_format(template: str) -> ToolFormat | None:
+    """Return the format of the calls that a chat template writes; None if none is known.
+
+    >>> find_format("{{ '<tool_call>' + (call | tojson) }}") is FORMATS["hermes"], find_format("{{ messages }}")
+    (True, None)
+    """
+    found = (one for one in FORMATS.values() if all(text in template for text in one.in_template))
+    return next(found, None)

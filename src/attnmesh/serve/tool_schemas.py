@@ -1,0 +1,118 @@
+"""The tools of a request: functions with a name, a description and a schema of parameters, or they are refused."""
+
+import re
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from attnmesh.serve.refused import Refused
+from attnmesh.serve.schema import is_text, shown
+from attnmesh.serve.tool_formats import Tools
+
+MAX_TOOLS, MAX_CHARACTERS, DEPTH = 1024, 1 << 20, 32
+"""Tools of a request, the characters of all of them, and schemas inside each other, at most."""
+
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+"""Names of functions: OpenAI's, and points."""
+
+TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
+OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords whose value has schemas by name."""
+LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+SINGLE = ("items", "additionalProperties", "not", "contains", "propertyNames", "if", "then", "else")
+
+
+def check_tools(tools: list[dict[str, Any]]) -> None:
+    """Raise on the first field of a tool that is not served."""
+    if len(tools) > MAX_TOOLS:
+        raise Refused(400, f"tools: expected at most {MAX_TOOLS} tools, given {len(tools)}", "tools")
+    names, characters = set[str](), 0
+    for i, tool in enumerate(tools):
+        field = f"tools[{i}]"
+        function = tool.get("function")
+        if tool.get("type") != "function" or not isinstance(function, dict) or tool.keys() - {"type", "function"}:
+            _fail(field, "type function, and function with a name and parameters", tool)
+        if more := function.keys() - {"name", "description", "parameters", "strict"}:
+            _fail(f"{field}.function", "name, description, parameters and strict alone", sorted(more))
+        name, description = function.get("name"), function.get("description")
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            _fail(f"{field}.function.name", "1 to 64 of letters, digits, underscores, dashes and points", name)
+        if name in names:
+            _fail(f"{field}.function.name", "a name that no other tool has", name)
+        names.add(name)
+        if description is not None and not is_text(description):
+            _fail(f"{field}.function.description", "text in UTF-8", description)
+        if function.get("strict") not in (None, False):
+            _fail(f"{field}.function.strict", "false: a grammar is not served", function["strict"])
+        parameters = function.get("parameters")
+        if parameters is not None:
+            if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
+                _fail(f"{field}.function.parameters", "a schema of type object", parameters)
+            _check_schema(f"{field}.function.parameters", parameters, DEPTH)
+        for place, text in _texts(function, f"{field}.function"):
+            characters += len(text)
+            if characters > MAX_CHARACTERS:
+                _fail(place, f"at most {MAX_CHARACTERS:,} characters of all tools", text)
+
+
+def properties_of(tools: list[dict[str, Any]]) -> Tools:
+    """Return the properties of each tool's parameters."""
+    functions = [tool["function"] for tool in tools]
+    return {one["name"]: (one.get("parameters") or {}).get("properties") or {} for one in functions}
+
+
+def _fail(field: str, expected: str, given: Any) -> NoReturn:
+    raise Refused(400, f"{field}: expected {expected}, given {shown(given)}", field)
+
+
+def _check_schema(field: str, schema: Any, depth: int) -> None:
+    """Raise unless a value is a schema, as far as chat templates read it."""
+    if isinstance(schema, bool):
+        return
+    if not isinstance(schema, dict) or not depth:
+        _fail(field, f"a schema of at most {DEPTH} inside each other", schema)
+    types = schema.get("type", [])
+    for one in types if isinstance(types, list) else [types]:
+        if one not in TYPES:
+            _fail(f"{field}.type", f"one of {', '.join(TYPES)}, or a list of them", types)
+    for keyword, kind in (("required", list), ("enum", list), ("description", str), ("title", str)):
+        value = schema.get(keyword)
+        if value is not None and (not isinstance(value, kind) or (keyword == "required" and not _are_names(value))):
+            _fail(f"{field}.{keyword}", {"required": "a list of names", "enum": "a list"}.get(keyword, "text"), value)
+    for place, inner in _inner(field, schema):
+        _check_schema(place, inner, depth - 1)
+
+
+def _are_names(values: Any) -> bool:
+    return all(isinstance(one, str) for one in values)
+
+
+def _inner(field: str, schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the schemas within one."""
+    for keyword, value in schema.items():
+        place = f"{field}.{keyword}"
+        if keyword in OF_SCHEMAS:
+            if not isinstance(value, dict):
+                _fail(place, "an object of schemas", value)
+            yield from ((f"{place}.{name[:60]}", one) for name, one in value.items())
+        elif keyword in LISTS:
+            if not isinstance(value, list):
+                _fail(place, "a list of schemas", value)
+            yield from ((f"{place}[{i}]", one) for i, one in enumerate(value))
+        elif keyword in SINGLE:
+            several = isinstance(value, list) and keyword == "items"
+            yield from ((f"{place}[{i}]", one) for i, one in enumerate(value)) if several else [(place, value)]
+
+
+def _texts(value: Any, place: str) -> Iterator[tuple[str, str]]:
+    """Yield each text within a value, with the field that it is in; raise on one that is no UTF-8."""
+    if isinstance(value, str):
+        if not is_text(value):
+            _fail(place, "text in UTF-8", value)
+        yield place, value
+    elif isinstance(value, dict):
+        for name, one in value.items():
+            yield from _texts(name, place)
+            yield from _texts(one, f"{place}.{name[:60]}" if is_text(name) else place)
+    elif isinstance(value, list):
+        for i, one in enumerate(value):
+            yield from _texts(one, f"{place}[{i}]")

@@ -1,0 +1,302 @@
+"""Conversations with tools: the client of OpenAI beside scripted answers, and the prefixes that they share."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from attnmesh.hf.serving.engine import Engine
+from attnmesh.hf.serving.stream import DrawnToken, Sampling
+from attnmesh.serve.answer_parts import find_formats
+from attnmesh.serve.chat import encode_chat
+from attnmesh.serve.rank_requests import serve_rank_0
+from attnmesh.serve.refused import Refused
+from attnmesh.serve.schema import CHAT, read_fields
+from attnmesh.serve.tool_formats import FORMATS
+from attnmesh.serve.tool_schemas import MAX_CHARACTERS, MAX_TOOLS
+from attnmesh_command.choices import TOOL_FORMATS
+from tests.support import fake_engine, families
+from tests.support.fake_engine import ThreadWorld, byte_tokenizer
+from tests.support.served import NAME, Served, chat, served
+
+CALLS_OF_QWEN = (
+    "{% for c in m.tool_calls or [] %}{% if not loop.first or m.content %}{{ '\\n' }}{% endif %}"
+    '<tool_call>\n{"name": "{{ c.function.name }}", "arguments": '
+    "{% if c.function.arguments is string %}{{ c.function.arguments }}"
+    "{% else %}{{ c.function.arguments | tojson }}{% endif %}}\n</tool_call>{% endfor %}"
+)
+HERMES = (
+    "{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools>{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}<|tool|>{{ m.content }}<|end|>\n"
+    "{% else %}<|{{ m.role }}|>{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
+    "{{ m.content }}" + CALLS_OF_QWEN + "<|end|>\n{% endif %}{% endfor %}<|assistant|>"
+)
+"""A template in the style of Qwen's."""
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+TOOLS: list[Any] = [WEATHER]
+ARGUMENTS = ('{"city":"Zürich"}', '{"city": "Bern", "note": "' + "x" * 700 + '"}')
+TWO = "I look.\n" + "\n".join(
+    f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>' for arguments in ARGUMENTS
+)
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[ThreadWorld]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fake_engine, "LONGEST", 4000)
+        yield ThreadWorld({"max_model_len": 4000}, pause=0)
+
+
+@pytest.fixture(scope="module")
+def running(world: ThreadWorld) -> Iterator[Served]:
+    with served(world, tokenizer=byte_tokenizer(HERMES)) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def client(running: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=running.url + "/v1", api_key="none", max_retries=0, timeout=60) as one:
+        yield one
+
+
+def ask(client: openai.OpenAI, world: ThreadWorld, script: str, **fields: Any) -> Any:
+    world.engine.scripts.append(script)
+    fields = {"messages": [{"role": "user", "content": "Hi"}], "tools": TOOLS, "max_tokens": 2000} | fields
+    return client.chat.completions.create(model=NAME, **fields)
+
+
+def streamed(client: openai.OpenAI, world: ThreadWorld, script: str, **fields: Any) -> tuple[Any, list[Any]]:
+    """Return the message that the client's helper makes of a stream, and the deltas."""
+    world.engine.scripts.append(script)
+    fields = {"messages": [{"role": "user", "content": "Hi"}], "tools": TOOLS, "max_tokens": 2000} | fields
+    with client.chat.completions.stream(model=NAME, **fields) as stream:
+        chunks = [event.chunk.choices[0] for event in stream if event.type == "chunk" and event.chunk.choices]
+        return stream.get_final_completion().choices[0], [chunk.delta for chunk in chunks]
+
+
+def test_calls_come_whole_and_in_a_stream(client: openai.OpenAI, world: ThreadWorld) -> None:
+    whole = ask(client, world, TWO).choices[0]
+    assert whole.finish_reason == "tool_calls"
+    assert whole.message.content == "I look."
+    assert [one.function.name for one in whole.message.tool_calls] == ["weather"] * 2
+    assert [one.function.arguments for one in whole.message.tool_calls] == [*ARGUMENTS]
+    choice, deltas = streamed(client, world, TWO)
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "I look."
+    assert [one.function.arguments for one in choice.message.tool_calls] == [*ARGUMENTS]
+    calls = [call for delta in deltas for call in delta.tool_calls or []]
+    assert [one.index for one in calls if one.id] == [0, 1]
+    for first in (one for one in calls if one.id):
+        assert (first.type, first.function.name, first.function.arguments) == ("function", "weather", "")
+    assert all(len(one.function.arguments) <= 256 and one.function.name is None for one in calls if not one.id)
+    assert sum(one.index == 1 for one in calls) == 4
+
+
+def test_an_answer_without_calls_is_text(client: openai.OpenAI, world: ThreadWorld) -> None:
+    for text in ("Warm.", '<tool_call>\n{"name": "weather", "arguments": {"city": }}\n</tool_call>\n', "<tool_ca"):
+        whole = ask(client, world, text).choices[0]
+        assert (whole.finish_reason, whole.message.content, whole.message.tool_calls) == ("stop", text, None)
+        choice, _ = streamed(client, world, text)
+        assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("stop", text, None)
+
+
+def test_a_call_that_the_limit_cuts_short_is_text(client: openai.OpenAI, world: ThreadWorld) -> None:
+    whole = ask(client, world, TWO, max_tokens=60).choices[0]
+    assert (whole.finish_reason, whole.message.content) == ("length", TWO.encode()[:60].decode(errors="replace"))
+
+
+def test_the_first_call_ends_the_answer_where_several_are_not_wanted(client: openai.OpenAI, world: ThreadWorld) -> None:
+    whole = ask(client, world, TWO, parallel_tool_calls=False)
+    assert whole.choices[0].finish_reason == "tool_calls"
+    assert [one.function.arguments for one in whole.choices[0].message.tool_calls] == [ARGUMENTS[0]]
+    assert whole.usage.completion_tokens < len(TWO.encode()) // 2
+    world.engine.scripts.append(f"{'Let me see. ' * 20}{TWO}")
+    chunks = [*ask(client, world, TWO, parallel_tool_calls=False, stream=True, n=2)]
+    for index in range(2):
+        choices = [one.choices[0] for one in chunks if one.choices[0].index == index]
+        assert [one.finish_reason for one in choices if one.finish_reason] == ["tool_calls"]
+        assert sum(call.id is not None for one in choices for call in one.delta.tool_calls or []) == 1
+
+
+def test_tools_that_must_not_be_called_leave_text(client: openai.OpenAI, world: ThreadWorld) -> None:
+    for fields in ({"tool_choice": "none"}, {"tools": openai.NOT_GIVEN}):
+        whole = ask(client, world, TWO, **fields).choices[0]
+        assert (whole.finish_reason, whole.message.content) == ("stop", TWO)
+
+
+def test_log_probabilities_are_those_of_all_tokens(client: openai.OpenAI, world: ThreadWorld) -> None:
+    for stream in (False, True):
+        found = ask(client, world, TWO, logprobs=True, stream=stream)
+        choices = [chunk.choices[0] for chunk in found] if stream else found.choices
+        tokens = [one for choice in choices if choice.logprobs for one in choice.logprobs.content or []]
+        assert b"".join(bytes(one.bytes) for one in tokens).decode() == TWO
+
+
+def test_the_format_is_found_or_named() -> None:
+    assert ("auto", "none", *FORMATS) == TOOL_FORMATS
+    assert find_formats(byte_tokenizer(HERMES)).calls is FORMATS["hermes"]
+    assert find_formats(byte_tokenizer(HERMES), "none").calls is None
+    for name in FORMATS:
+        assert find_formats(byte_tokenizer(), name).calls is FORMATS[name]
+    named: Any = {"default": "{{ messages }}", "tool_use": HERMES}
+    assert find_formats(byte_tokenizer(named)).calls is FORMATS["hermes"]
+
+
+def function(**fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": {}} | fields}
+
+
+def parameters(**properties: Any) -> dict[str, Any]:
+    return function(parameters={"type": "object", "properties": properties})
+
+
+DEEP: dict[str, Any] = {}
+for _ in range(40):
+    DEEP = {"items": DEEP}
+
+BAD: dict[str, tuple[list[Any], str]] = {
+    "type": ([{"type": "custom"}], "tools[0]"),
+    "no function": ([WEATHER, {"type": "function", "function": "f"}], "tools[1]"),
+    "name with quotes": ([function(name='f"} {{ x }}')], "tools[0].function.name"),
+    "no name": ([{"type": "function", "function": {}}], "tools[0].function.name"),
+    "long name": ([function(name="f" * 65)], "tools[0].function.name"),
+    "twice": ([function(), function()], "tools[1].function.name"),
+    "unknown": ([function(returns={})], "tools[0].function"),
+    "description": ([function(description=["x"])], "tools[0].function.description"),
+    "half a character": ([function(description="\ud800")], "tools[0].function.description"),
+    "half a character within": (
+        [parameters(x={"enum": ["\ud800"]})],
+        "tools[0].function.parameters.properties.x.enum[0]",
+    ),
+    "strict": ([function(strict=True)], "tools[0].function.strict"),
+    "parameters": ([function(parameters=[])], "tools[0].function.parameters"),
+    "another type": ([function(parameters={"type": "array"})], "tools[0].function.parameters"),
+    "properties": ([function(parameters={"properties": []})], "tools[0].function.parameters.properties"),
+    "a property": ([parameters(x=1)], "tools[0].function.parameters.properties.x"),
+    "type of a property": ([parameters(x={"type": "text"})], "tools[0].function.parameters.properties.x.type"),
+    "required": ([function(parameters={"required": [1]})], "tools[0].function.parameters.required"),
+    "any": ([parameters(x={"anyOf": {}})], "tools[0].function.parameters.properties.x.anyOf"),
+    "deep": ([parameters(x=DEEP)], "tools[0].function.parameters.properties.x" + 31 * ".items"),
+    "many": ([function(name=f"f{i}") for i in range(MAX_TOOLS + 1)], "tools"),
+    "huge": ([function(description="x" * (MAX_CHARACTERS + 1))], "tools[0].function.description"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_tool_that_is_none_is_refused_by_its_field(name: str) -> None:
+    tools, field = BAD[name]
+    fields = read_fields(chat(tools=tools), CHAT)
+    with pytest.raises(Refused) as raised:
+        encode_chat(byte_tokenizer(HERMES), fields)
+    assert (raised.value.status, raised.value.param) == (400, field)
+    assert str(raised.value).startswith(f"{field}: expected ")
+
+
+def test_schemas_of_frameworks_are_taken() -> None:
+    made = {
+        "$defs": {"Unit": {"enum": ["C", "F"], "title": "Unit", "type": "string"}},
+        "additionalProperties": False,
+        "properties": {
+            "unit": {"anyOf": [{"$ref": "#/$defs/Unit"}, {"type": "null"}], "default": None},
+            "days": {"items": {"type": ["integer", "string"], "minimum": 0}, "type": "array"},
+            "any": True,
+        },
+        "type": "object",
+    }
+    tools = [
+        function(parameters=made, description=None, strict=False),
+        function(name="no.parameters-1", parameters=None),
+    ]
+    encode_chat(byte_tokenizer(HERMES), read_fields(chat(tools=tools), CHAT))
+
+
+def test_a_template_that_breaks_on_tools_names_them() -> None:
+    template = "{% if tools %}{{ raise_exception('no such tools') }}{% endif %}{{ messages[0].content }}"
+    with pytest.raises(Refused, match="tools: the chat template refuses them: no such tools") as raised:
+        encode_chat(byte_tokenizer(template), read_fields(chat(tools=TOOLS), CHAT))
+    assert raised.value.param == "tools"
+
+
+SAID = [{"role": "user", "content": "Hi"}]
+RESULTS = [
+    {"role": "assistant", "content": None, "tool_calls": [
+        {"id": "a1", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Bern"}'}}
+    ]},
+    {"role": "tool", "tool_call_id": "a1", "content": "warm"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("shown", "text"),
+    [
+        ("{{ c.function.arguments | tojson }}", '{"city": "Bern"}'),
+        ("{{ c.function | tojson }}", '{"name": "weather", "arguments": {"city": "Bern"}}'),
+        ("{{ 'f' + c.function.arguments }}", 'f{"city":"Bern"}'),
+        ("{% if c.function.arguments is string %}{{ c.function.arguments }}{% else %}"
+         "{{ c.function.arguments | tojson }}{% endif %}", '{"city":"Bern"}'),
+        ("{% for k, v in c.function.arguments.items() %}{{ k }}:{{ v }}{% endfor %}", "city:Bern"),
+        ("{ {%- if c.function.arguments is string %}{{ c.function.arguments }}{% else %}"
+         "{% for k, v in c.function.arguments.items() %}{{ k }}:{{ v }}{% endfor %}{% endif %}}", "{city:Bern}"),
+    ],
+)  # fmt: skip
+def test_arguments_have_the_shape_that_the_template_takes(shown: str, text: str) -> None:
+    template = (
+        "{% if tools %}{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ m.name }}"
+        f"{{% for c in m.tool_calls or [] %}}{shown}{{% endfor %}}{{% endfor %}}"
+    )
+    tokenizer = byte_tokenizer(template)
+    fields = read_fields(chat(tools=TOOLS) | {"messages": SAID + RESULTS}, CHAT)
+    said = tokenizer.decode(encode_chat(tokenizer, fields).ids)
+    assert said == f"<user>Hi<assistant>{text}<tool>warmweather"
+
+
+class Scripted(ThreadWorld):
+    """A world of one rank with `hf.Engine`, whose model says what a script has."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, scripts: list[str]) -> None:
+        super().__init__({"max_model_len": 4096})
+        tokenizer = byte_tokenizer(HERMES)
+        self.model = families.model("llama", "attnmesh", vocab_size=len(tokenizer), max_position_embeddings=4096)
+        tokens = [id for text in scripts for id in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
+        self.end, left = tokenizer.eos_token_id, iter(tokens)
+        patch.setattr(Sampling, "draw", lambda *_: DrawnToken(next(left)))
+
+    def run(self, address: str) -> None:
+        self.engine: Any = Engine(self.model, None, max_rows=2, tokens_end=[self.end])
+        serve_rank_0(self.engine, address, self.facts)
+
+
+def test_a_conversation_goes_on_from_the_keys_of_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt after a result begins with the tokens of the prompt before, and of the answer."""
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city":"Zürich"}}\n</tool_call>'
+    scripts = [f"I look.\n{call}\n{call}", f"<think>\né.\n</think>\n\nSo?\n{call}", "Warm."]
+    messages: list[Any] = [{"role": "system", "content": "Be brief. " * 10}, {"role": "user", "content": "And?"}]
+    world = Scripted(monkeypatch, scripts)
+    with (
+        served(world, tokenizer=byte_tokenizer(HERMES)) as one,
+        openai.OpenAI(base_url=one.url + "/v1", api_key="none", max_retries=0, timeout=60) as client,
+    ):
+        known = 0
+        for turn in range(len(scripts)):
+            said = client.chat.completions.create(model=NAME, messages=messages, tools=TOOLS, max_tokens=2000)
+            message, usage = said.choices[0].message, said.usage
+            assert usage is not None
+            assert usage.prompt_tokens_details is not None
+            if turn:
+                assert (usage.prompt_tokens_details.cached_tokens or 0) >= 0.99 * known
+            known = usage.prompt_tokens + usage.completion_tokens
+            messages.append(message)
+            for call in message.tool_calls or []:
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": json.dumps({"degrees": 20})})
+        assert message.content == "Warm."
+        assert said.choices[0].finish_reason == "stop"
