@@ -316,7 +316,7 @@ def running(
     folder = tmp_path_factory.mktemp("model")
     save(request.param, folder)
     found = find_model(str(folder), 2, MeshOptions("keys=2"), Status(""))
-    config = open_generation_config(found.place)
+    config = open_generation_config(found.path)
     engine = {"max_rows": 8, "max_queue": 32, "tokens_end": tokens_that_end(config, found.tokenizer)}
     settings = ServeSettings(found.for_ranks, "auto", "auto", 60.0, engine | {"max_model_len": 2048})
     defaults = read_model_defaults(config)

@@ -31,7 +31,7 @@ SIZES: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 48,
     "intermediate_size": 64,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "head_dim": 8,
@@ -43,7 +43,7 @@ SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
-MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+MIXED = ["sliding_attention", "full_attention"]
 
 CAPPED: dict[str, Any] = {"sliding_window": 16, "layer_types": MIXED, "query_pre_attn_scalar": 8}
 
@@ -66,7 +66,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "gemma4": Gemma4TextConfig(
         **{**SIZES, "num_hidden_layers": 4},
         sliding_window=16,
-        layer_types=["sliding_attention", "full_attention"] * 2,
+        layer_types=MIXED * 2,  # layers that share, and several of a kind
         num_kv_shared_layers=2,
         global_head_dim=16,
         hidden_size_per_layer_input=8,
@@ -77,8 +77,8 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         intermediate_size_mlp=64,
         num_local_experts=2,
         attention_chunk_size=24,
-        layer_types=["chunked_attention", "full_attention", "chunked_attention"],
-        no_rope_layers=[1, 0, 1],
+        layer_types=["chunked_attention", "full_attention"],
+        no_rope_layers=[1, 0],
         floor_scale=32,  # temperatures that differ between tokens
     ),
 }

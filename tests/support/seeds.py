@@ -13,6 +13,15 @@ def seeds(few: int | Collection[int], many: int) -> list[Any]:
     return [pytest.param(seed, marks=[] if seed in chosen else pytest.mark.long) for seed in range(many)]
 
 
+def some(values: Sequence[Any], *short: Any) -> list[Any]:
+    """Return each value, of which all but some are long."""
+    return [
+        pytest.param(value, id="x".join(map(str, value)) if isinstance(value, tuple) else str(value), marks=marks)
+        for value in values
+        for marks in ([[]] if value in short else [pytest.mark.long])
+    ]
+
+
 def batches(few: int, many: int, size: int) -> list[Any]:
     """The same numbers, `size` at a time: a world of ranks is called once for all of a batch."""
     starts = [*range(0, few, size), *range(few, many, size)]
@@ -32,9 +41,9 @@ def batches_by_ranks(per_world: Mapping[int, tuple[int, int]]) -> list[Any]:
     ]
 
 
-def pairs(one: Sequence[Any], other: Sequence[Any]) -> list[Any]:
-    """Return each pair, of which as many as the longer list has, with each value of both, are not long."""
-    count = max(len(one), len(other))
+def pairs(one: Sequence[Any], other: Sequence[Any], count: int | None = None) -> list[Any]:
+    """Return each pair, of which as many as the longer list has, or `count`, in turn through both, are not long."""
+    count = count or max(len(one), len(other))
     chosen = {(number % len(one), number % len(other)) for number in range(count)}
     return [
         pytest.param(first, second, id=f"{first}-{second}", marks=[] if (i, j) in chosen else pytest.mark.long)

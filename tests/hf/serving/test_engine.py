@@ -79,6 +79,13 @@ def sampled(model: PreTrainedModel, text: list[int], new: int, seed: int, **opti
     return greedy(model, text, new, do_sample=True, **options)
 
 
+def assert_greedy(model: PreTrainedModel, text: list[int], new: list[int]) -> None:
+    """Assert that each new token is the likeliest one after those before it, all in one forward pass."""
+    with torch.no_grad():
+        logits = model(torch.tensor([text + new[:-1]])).logits[0, len(text) - 1 :]
+    assert logits.argmax(-1).tolist() == new
+
+
 # --- tokens ---
 
 
@@ -411,7 +418,7 @@ def until(condition: Callable[[], bool]) -> None:
 def life(shape: Shape, seed: int, requests: int) -> None:
     """Send random requests, of which some are cancelled, with memory for few of them."""
     model, mesh, random = families.model("llama", "attnmesh"), named_mesh(shape, AXES), Random(seed)
-    memory = 320_000 // shape.ranks  # one of the longest requests takes 135,000 bytes on each of two ranks
+    memory = 213_000 // shape.ranks  # one of the longest requests takes 90,000 bytes on each of two ranks
     texts = [ids(random.randint(1, 120), seed=n) for n in range(8)]
     wanted = {n: greedy(model, text, 16, mesh=mesh) for n, text in enumerate(texts)}
     with running(model, mesh, max_rows=6, max_queue=requests, cache_memory=memory, max_gap=0.01) as engine:
@@ -487,19 +494,21 @@ def test_questions_on_documents_end_within_their_memory(name: str, changes: dict
 
 
 def preempted(_: int) -> int:
-    model = families.model("llama", "attnmesh")
+    model, stock = families.model("llama", "attnmesh"), families.model("llama", "sdpa")
     texts = [ids(40, seed=seed) for seed in range(4)]
-    wanted = [greedy(model, text, 150, mesh=None) for text in texts]
-    engine = Engine(model, None, cache_memory=250_000, max_gap=60.0)  # prompts come whole, on a slow machine too
+    engine = Engine(model, None, cache_memory=166_000, max_gap=60.0)  # prompts come whole, on a slow machine too
     streams = [engine.submit(text, max_new_tokens=150) for text in texts]  # all wait, however slow this thread is
     with started(engine):
-        assert [tokens(stream) for stream in streams] == wanted
+        given = [tokens(stream) for stream in streams]
         with pytest.raises(errors.TooLong, match="bytes for one request"):
             tokens(engine.submit(ids(1500), max_new_tokens=10))
-        assert tokens(engine.submit(texts[0], max_new_tokens=5)) == wanted[0][:5]
+        assert tokens(engine.submit(texts[0], max_new_tokens=5)) == given[0][:5]
         count = engine.metrics()["preempted"]
-        assert isinstance(count, int)
-        return count
+    for text, new in zip(texts, given, strict=True):
+        assert len(new) == 150
+        assert_greedy(stock, text, new)
+    assert isinstance(count, int)
+    return count
 
 
 def test_the_youngest_request_is_computed_again(pool: Pool) -> None:
@@ -508,9 +517,9 @@ def test_the_youngest_request_is_computed_again(pool: Pool) -> None:
 
 def within_memory(ranks: int) -> None:
     """Watch the bytes of caches after each step: growth counts before it is allocated."""
-    model, mesh, limit = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, ranks), AXES), 400_000 // ranks
+    model, mesh, limit = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, ranks), AXES), 185_000 // ranks
     texts = [ids(length, seed=length) for length in (90, 60, 30, 120, 45, 75)]
-    wanted = [greedy(model, text, 120, mesh=mesh) for text in texts]
+    stock = families.model("llama", "sdpa")
     most, run = list[int](), RankWorker.run
 
     def watched(worker: RankWorker, plan: Any) -> Any:
@@ -522,8 +531,12 @@ def within_memory(ranks: int) -> None:
         patch.setattr(RankWorker, "run", watched)
         with running(model, mesh, cache_memory=limit) as engine:
             if engine is not None:
-                streams = [engine.submit(text, max_new_tokens=120) for text in texts]
-                assert [tokens(stream) for stream in streams] == wanted
+                streams = [engine.submit(text, max_new_tokens=60) for text in texts]
+                for text, stream in zip(texts, streams, strict=True):
+                    given = tokens(stream)
+                    assert len(given) == 60
+                    assert_greedy(stock, text, given)
+                assert engine.metrics()["preempted"] or engine.metrics()["evicted"]
                 expected = rf"at most {limit:,} bytes a rank, given .* bytes for one request"
                 with pytest.raises(errors.TooLong, match=expected):
                     engine.submit(ids(1500), max_new_tokens=10)

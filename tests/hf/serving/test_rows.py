@@ -92,7 +92,7 @@ def with_options(shape: Shape, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"reproducible": True}, {"merge": "gather"}, {"windows": False, "block": 4}, {"checked": False}]
+    "options", [{"reproducible": True}, {"merge": "gather", "windows": False, "block": 4, "checked": False}]
 )
 def test_caches_with_options_give_the_same(options: dict[str, Any], pool: Pool) -> None:
     pool.run(2, with_options, Shape(1, 1, 2), options)

@@ -18,7 +18,7 @@ from tests.support.trainers import FSDP, collate, examples, fsdp_on_cpus, launch
 
 PAIR = Shape(1, 1, 2)
 
-SAVES: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "no", "max_steps": 3}
+SAVES: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "no", "max_steps": 2}
 """A step after the save has its loss by the weights and its weights by the optimizer's state."""
 
 
@@ -57,7 +57,7 @@ def test_a_resumed_training_continues_as_if_it_had_not_stopped(name: str, pool: 
     kind, data, options = RESUMED[name]
     call = on_rank, kind, "llama", data, PAIR
     whole = pool.run(data * 2, *call, str(tmp_path), options)
-    resumed = {**options, "resume": str(tmp_path / "checkpoint-2")}
+    resumed = {**options, "resume": str(tmp_path / "checkpoint-1")}
     check_equal(pool.run(data * 2, *call, str(tmp_path / "again"), resumed), whole, 0)
 
 
@@ -93,14 +93,14 @@ def test_checkpoints_pass_between_meshes_and_stock_transformers(
     whole = trained("stock", "stock")
     check_equal(trained("meshes", "meshes"), whole, 1e-5)
     for saved, name in passes:
-        resumed = trained(name, f"{name} from {saved}", resume=str(tmp_path / saved / "checkpoint-2"))
+        resumed = trained(name, f"{name} from {saved}", resume=str(tmp_path / saved / "checkpoint-1"))
         check_equal(resumed, whole, 1e-5)
 
 
 @pytest.mark.long
 def test_the_best_model_is_loaded_at_the_end_and_saved_whole(pool: Pool, tmp_path: Path) -> None:
     best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}  # the first
-    best |= {"eval_strategy": "steps", "eval_steps": 2, "learning_rate": 0.3, "max_steps": 5}
+    best |= {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "learning_rate": 0.3, "max_steps": 5}
     for kind in ("FULL", "SHARDED"):
         options = {**saves_of(kind), **best, "final": str(tmp_path / kind / "final")}
         answers = pool.run(4, on_rank, "Trainer", "llama", 2, PAIR, str(tmp_path / kind), options)

@@ -15,7 +15,7 @@ from attnmesh import errors
 from attnmesh.core.layout import Layout
 from attnmesh.mesh.shapes import Shape
 from tests.support import families
-from tests.support.families import STOCK, families_on_meshes, prompt
+from tests.support.families import FEW, STOCK, families_on_meshes, prompt
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
 
@@ -77,7 +77,10 @@ def on_ranks(family: str, shape: Shape, layout: Layout) -> dict[str, tuple[float
     return results
 
 
-@pytest.mark.parametrize(("family", "shape"), families_on_meshes())
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [one if one.values[0] in FEW else one._replace(marks=[pytest.mark.long]) for one in families_on_meshes()],
+)
 def test_loss_and_gradients_are_those_of_one_device(family: str, shape: Shape, pool: Pool) -> None:
     layout = am.Zigzag() if len(family) % 2 else am.Striped(4)
     answers = pool.run(shape.ranks, on_ranks, family, shape, layout)
