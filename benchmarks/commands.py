@@ -301,6 +301,27 @@ def bench_rows(
     return [tables.requests_table(rows, ranks), verdict]
 
 
+UNEQUAL_EXPLAINED = """\
+Times are those of a step on rank 0, medians with quartiles; even shares and "auto" take turns. Rank 1 is in a control
+group of Linux, and each rank has a core of its own. Rates are measured between the steps, while both ranks read. The
+bound is the bytes of the cache at the sum of both rates. Memory is limited by the address space of each process."""
+
+
+@bench_command(app, "unequal", "Ranks of unequal cores or memory, with even shares and others.", UNEQUAL_EXPLAINED)
+def bench_unequal(
+    run: Bench,
+    tokens: Annotated[int, typer.Option(min=1024, help="Tokens of the cache, of 4 kB each.")] = 131_072,
+    part: Annotated[float, typer.Option(min=0.01, max=1, help="Part of a core that rank 1 has.")] = 0.25,
+    rounds: Annotated[int, typer.Option(min=2, help="Turns that are timed.")] = 8,
+) -> list[Table]:
+    """Decode steps on two ranks, one with a part of a core, then with a third of the memory (1 minute, root, Linux)."""
+    from benchmarks import unequal as unequal_bench
+
+    run.step("measuring steps on 2 unequal ranks")
+    unequal_bench.rows(tokens, part, rounds, run.table("rows"))
+    return [pairs("this machine", machine()), tables.unequal_table(run.tables["rows"])]
+
+
 SERVE_EXPLAINED = """\
 Tokens a second are those of all clients while each has a stream. A first token comes after the prompt, which other
 prompts may precede. The memory is that of all processes of a server; pages that they share are counted once. Each

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         recurrent,
         selected,
         storage,
+        unequal,
     )
     from benchmarks import rows as requests
     from benchmarks import serve as served
@@ -179,6 +180,19 @@ def selected_table(rows: "list[selected.Row]") -> Table:
         extra = "" if row.extra_megabytes is None else f"{row.extra_megabytes:.1f}"
         cells = (f"{row.tokens:,}", row.timing.in_two_lines, f"{row.selecting:.1f}", f"{row.kilobytes:.1f}", extra)
         table.add_row(row.contender, *cells)
+    return table
+
+
+def unequal_table(rows: "list[unequal.Row]") -> Table:
+    """Return the steps of unequal ranks by their shares."""
+    table = titled("steps on 2 unequal ranks, milliseconds", "ranks", figures=("shares", "tokens", "step", "of bound"))
+    for row in rows:
+        tokens, step = (
+            "\n".join(f"{count:,}" for count in row.tokens),
+            "" if row.step is None else row.step.in_two_lines,
+        )
+        beside = "does not fit" if row.step is None else "" if row.beside is None else f"{row.beside:.2f}"
+        table.add_row(row.case, row.shares, tokens, step, beside)
     return table
 
 

@@ -26,12 +26,14 @@ from attnmesh_command.shared_options import (
     Ranks,
     Reproducible,
     Revision,
+    Shares,
     Verbose,
     WeightsOption,
     check_caches,
     check_deadline,
     check_ranks,
     check_weights,
+    mesh_of_shares,
 )
 
 PromptFile = Annotated[
@@ -99,6 +101,7 @@ class GenerateOptions:
     image: Images = None
     ranks: Ranks = None
     mesh: MeshOption = "auto"
+    shares: Shares = None
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at the most.")] = 64
     temperature: Annotated[float | None, typer.Option(min=0, help="Sample, at this temperature; 0 is greedy.")] = None
     top_k: Annotated[int | None, typer.Option(min=1, help="Sample among so many of the likeliest tokens.")] = None
@@ -118,8 +121,9 @@ class GenerateOptions:
     verbose: Verbose = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "mesh", mesh_of_shares(self.mesh, self.shares, self.ranks))
         check_world(self.mesh, self.ranks)
-        check_caches(self.dtype, self.merge, self.reproducible, self.kv, self.mesh)
+        check_caches(self.dtype, self.merge, self.reproducible, self.kv, self.mesh, self.shares)
         check_deadline(self.deadline)
         check_weights(self.weights, self.mesh)
         self._check_sampling()
@@ -158,6 +162,7 @@ class ServeOptions:
     revision: Revision = None
     mesh: MeshOption = "auto"
     ranks: Ranks = None
+    shares: Shares = None
     host: Host = "127.0.0.1"
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0 takes a free one.")] = 8000
     served_name: ServedName = None
@@ -182,8 +187,9 @@ class ServeOptions:
     verbose: Verbose = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "mesh", mesh_of_shares(self.mesh, self.shares, self.ranks))
         check_world(self.mesh, self.ranks)
-        check_caches(self.dtype, self.merge, self.reproducible, self.kv, self.mesh)
+        check_caches(self.dtype, self.merge, self.reproducible, self.kv, self.mesh, self.shares)
         check_deadline(self.deadline)
         check_weights(self.weights, self.mesh)
         check_named("--generation-config", self.generation_config, GENERATION_SOURCES)

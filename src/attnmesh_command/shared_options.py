@@ -2,13 +2,14 @@
 
 import os
 from errno import EACCES
+from math import isfinite
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from attnmesh_command.choices import DTYPES, MAX_DEADLINE, MAX_RANKS, MERGE_CHOICES, STORAGES, WEIGHTS
-from attnmesh_command.messages import OptionError, check_named, check_option
+from attnmesh_command.messages import OptionError, check_named, check_option, under_torchrun
 from attnmesh_command.option_texts import TP, axes_of
 
 
@@ -55,6 +56,13 @@ MeshOption = Annotated[
         "or tp=2,keys=4. tp=keys=8: the same ranks do both."
     ),
 ]
+Shares = Annotated[
+    str | None,
+    typer.Option(
+        help="Ratios of the tokens of each rank, as 3,1, for ranks of unequal speed or memory; auto to measure them. "
+        "All ranks are along the keys axis, unless --mesh says more."
+    ),
+]
 Merge = Annotated[str, typer.Option(help=f"How ranks merge: {', '.join(MERGE_CHOICES)}.")]
 WeightsOption = Annotated[
     str,
@@ -87,8 +95,11 @@ def check_ranks(ranks: int) -> int:
     return ranks
 
 
-def check_caches(dtype: str, merge: str, reproducible: bool, kv: str, mesh: str) -> None:
+def check_caches(dtype: str, merge: str, reproducible: bool, kv: str, mesh: str, shares: str | None) -> None:
     """Raise on options of caches that there are not, or that do not go together."""
+    given, fix = f"--shares {shares}", "leave one of them out"
+    even = shares is None or (shares != "auto" and len({*(shares_of(shares) or ())}) == 1)
+    check_option(not reproducible or even, "--reproducible", "even shares", given, fix)
     check_named("--dtype", dtype, ("auto", *DTYPES))
     check_named("--merge", merge, MERGE_CHOICES)
     check_kv(kv)
@@ -103,6 +114,38 @@ def check_reproducible(reproducible: bool, ranks: int, merge: str) -> None:
     fewer = 1 << ranks.bit_length() - 1
     fix = f"give these axes {fewer} or {2 * fewer} ranks, with --merge auto, or leave --reproducible out"
     check_option(fits, "--reproducible", expected, f"{ranks} ranks and merge {merge!r}", fix)
+
+
+def shares_of(text: str | None) -> tuple[float, ...] | str | None:
+    """Return the ratios that are named, "auto", or None without any.
+
+    >>> shares_of("3,1"), shares_of("auto"), shares_of(None)
+    ((3.0, 1.0), 'auto', None)
+    """
+    if text is None or text == "auto":
+        return text
+    try:
+        found = tuple(map(float, text.split(",")))
+    except ValueError:
+        found = ()
+    fits = bool(found) and all(isfinite(share) and share > 0 for share in found)
+    check_option(fits, "--shares", "auto, or a number above 0 for each rank", repr(text), "write one as 3,1")
+    return found
+
+
+def mesh_of_shares(mesh: str, shares: str | None, ranks: int | None) -> str:
+    """Return the mesh that goes with `--shares`: a keys axis, unless one is named. Raise on other numbers of ranks."""
+    given = shares_of(shares)
+    if given is None:
+        return mesh
+    if mesh == "auto":
+        started = int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
+        mesh = f"keys={ranks or started or (1 if isinstance(given, str) else len(given))}"
+    named = axes_of(mesh)
+    holding = named.get("queries", 1) * named.get("keys", named.get("tp=keys", 1))
+    fits, fix = isinstance(given, str) or len(given) == holding, "name one for each rank along queries and keys"
+    check_option(fits, "--shares", f"{holding} of them, for {mesh}", repr(shares), fix)
+    return mesh
 
 
 def check_deadline(seconds: float | None) -> None:

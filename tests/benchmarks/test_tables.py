@@ -24,6 +24,7 @@ from benchmarks import (
     serve,
     storage,
     tables,
+    unequal,
 )
 from benchmarks.timing import Comparison, Timing
 
@@ -62,6 +63,7 @@ TABLES: dict[str, tuple[type, Callable[[list[Any]], list[Table]]]] = {
     "model": (model.Row, lambda rows: [tables.model_table(rows, 4093)]),
     "recurrent": (recurrent.Row, lambda rows: tables.by_case(partial(tables.recurrent_table, REQUEST), rows)),
     "packed": (packed.Row, lambda rows: tables.by_case(tables.packed_table, rows)),
+    "unequal": (unequal.Row, lambda rows: [tables.unequal_table(rows)]),
     "diffusion": (diffusion.Row, lambda rows: tables.by_case(tables.diffusion_table, rows)),
 }
 

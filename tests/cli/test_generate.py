@@ -83,9 +83,11 @@ def test_the_json_has_the_tokens_of_stock_transformers(
     assert 0 <= report["merging_share"] < 1
 
 
-def test_a_cache_in_8_bits_holds_a_quarter_of_float32() -> None:
-    report = json.loads(run(*ASK, "--mesh", "keys=2", "--kv", "int8", "--json").stdout)
+def test_a_cache_in_8_bits_on_unequal_shares_holds_a_quarter_of_float32() -> None:
+    report = json.loads(run(*ASK, "--shares", "3,1", "--kv", "int8", "--json").stdout)
     assert "Paris" in report["text"]
+    assert report["mesh"] == "keys=2"
+    assert report["keys"][0] > 2 * report["keys"][1] > 0
     layers, heads, row = 30, 3, 64 + 2  # a byte for each column, and a scale
     assert sum(report["cache_bytes"]) == sum(report["keys"]) * layers * heads * 2 * row
     assert "error: --kv: expected one of auto, int8, fp8_e4m3, given 'int4'" in run(*ASK, "--kv", "int4").stderr
@@ -264,6 +266,18 @@ WRONG = {
     "three ranks, on a mesh that is chosen": (
         ("--model", PACKAGED, "--prompt", "a", "--ranks", "3", "--reproducible"),
         "given 3 ranks and merge 'auto'. Fix: give these axes 2 or 4 ranks, with --merge auto, or leave --repro",
+    ),
+    "shares": (
+        ("--model", PACKAGED, "--prompt", "a", "--shares", "3,-1"),
+        "--shares: expected auto, or a number above 0 for each rank, given '3,-1'. Fix: write one as 3,1",
+    ),
+    "shares of other ranks": (
+        ("--model", PACKAGED, "--prompt", "a", "--ranks", "3", "--shares", "3,1"),
+        "--shares: expected 3 of them, for keys=3, given '3,1'",
+    ),
+    "shares and the same bits": (
+        ("--model", PACKAGED, "--prompt", "a", "--shares", "auto", "--ranks", "2", "--reproducible"),
+        "--reproducible: expected even shares, given --shares auto",
     ),
     "no stop": (("--model", PACKAGED, "--prompt", "a", "--stop", ""), "--stop: expected some text, given an empty one"),
     "stop of a saved state": (

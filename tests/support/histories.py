@@ -42,6 +42,14 @@ class Phase:
 
     shape: Shape
     events: tuple[Event, ...]
+    shares: tuple[float, ...] | None = None
+
+    @staticmethod
+    def draw_shares(random: Random, shape: Shape) -> tuple[float, ...] | None:
+        """Return shares of the ranks that hold tokens, some of them small; None in three of five."""
+        ranks = shape.queries * shape.keys
+        shares = tuple(random.choice((1, 1, 2, 3, 0.3, 0.04)) for _ in range(ranks))
+        return shares if random.random() < 0.4 else None
 
 
 @dataclass(frozen=True)
@@ -118,7 +126,7 @@ def draw(
     most: int = 40,
 ) -> History:
     """Return the history of a seed. Two of five are of a cache that forgets."""
-    random, window = Random(seed), Forgetting.draw(Random(~seed))
+    random, window, shares = Random(seed), Forgetting.draw(Random(~seed)), Random(seed + 0.5)
     kv_heads = random.choice((1, 2, 2, 4, 6))
     width = random.choice((4, 8, 16))
     padded = random.random() < 0.25
@@ -143,7 +151,7 @@ def draw(
             )
             rows = event.number if event.kind == "reorder" else rows
             events.append(event)
-        phases.append(Phase(shape, tuple(events)))
+        phases.append(Phase(shape, tuple(events), Phase.draw_shares(shares, shape)))
     heads = (kv_heads * random.choice((1, 2, 4)), kv_heads)
     value_width = random.choice((width, width, 4, 16))
     return History(
@@ -275,13 +283,15 @@ def run(history: History, phase: Phase, load_from: Path | None, save_to: Path | 
             keep=history.keep,
             storage=history.storage,
             values="prefix" if history.prefix else "separate",
+            shares=phase.shares,
         )
     else:
-        cache = am.KVCache.load(load_from, mesh)
+        cache = am.KVCache.load(load_from, mesh, shares=phase.shares)
     outs = []
     for event in phase.events:
         if (history.grows and event.kind == "append") or event.kind == "shard":
-            cache.reserve(2 * (cache.length + event.number) + 64)  # shards may be uneven
+            uneven = 1 if phase.shares is None else 100
+            cache.reserve(uneven * (2 * (cache.length + event.number) + 64))  # shards may be uneven
         match event.kind:
             case "append":
                 k, v, token_mask = history.tokens(event)
@@ -304,10 +314,8 @@ def run(history: History, phase: Phase, load_from: Path | None, save_to: Path | 
                     if (selected := history.selection(event, cache.length)) is not None:
                         options["selected"] = am.Selection(selected.indices.to(device()), selected.block)
                     outs.append(am.decode(q, cache, mask=event.mask, sinks=sinks, **options).cpu())
-    assert (
-        cache.used <= -(-cache.length // cache.tokens.size) + cache.sizes.block + len(phase.events) + 2
-        or not cache.is_block_cyclic
-    )
+    turn = cache.shard.turn
+    assert cache.used <= turn.share(cache.length) + turn.width + len(phase.events) + 2 or not cache.is_block_cyclic
     if save_to is not None:
         cache.save(save_to)
     return outs
@@ -328,6 +336,8 @@ def _append_shard(history: History, cache: am.KVCache, event: Event) -> None:
     k, v, token_mask = history.tokens(event)
     options = dict(event.options)
     layout = options.pop("layout")
+    if cache.shares is not None and event.seed % 2:
+        layout = cache.layout
     mine = layout.positions(event.number, cache.mesh.shape.ranks, cache.mesh.shard)
     mine = mine[torch.randperm(len(mine), generator=torch.Generator().manual_seed(event.seed))]
     new = on_device(history, k[:, :, mine], v[:, :, mine])

@@ -1,34 +1,46 @@
 """Block-cyclic assignment of tokens to ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from attnmesh.core.digest import hash_each
+from attnmesh.core.layout import Striped
+from attnmesh.core.turns import Turn, widths_of
 from attnmesh.errors import LayoutError, ShapeError
 
 
 @dataclass(frozen=True)
 class BlockCyclic:
-    """Assignment of blocks of `block` tokens to `ranks` ranks, round robin."""
+    """Assignment of blocks of `block` tokens to `ranks` ranks, round robin. Blocks are as long as the ranks' shares."""
 
-    block: int
+    block: int | tuple[int, ...]
     ranks: int
+    shares: tuple[float, ...] | None = None
 
-    def owner(self, tokens: Tensor) -> Tensor:
-        """Return the rank of each token.
+    @staticmethod
+    def of(block: int, ranks: int, shares: Sequence[float] | None) -> "BlockCyclic":
+        """Return the assignment by shares, whose blocks have about `block` tokens on average.
 
-        >>> import torch
-        >>> BlockCyclic(block=2, ranks=2).owner(torch.arange(7))
-        tensor([0, 0, 1, 1, 0, 0, 1])
+        >>> BlockCyclic.of(16, 2, (3, 1)).block
+        (24, 8)
         """
-        return tokens // self.block % self.ranks
+        if shares is None:
+            return BlockCyclic(block, ranks)
+        return BlockCyclic(widths_of(tuple(shares), block), ranks, tuple(shares))
 
-    def slot(self, tokens: Tensor) -> Tensor:
-        """Return each token's slot in the shard of its rank."""
-        return tokens // (self.block * self.ranks) * self.block + tokens % self.block
+    @cached_property
+    def turns(self) -> tuple[Turn, ...]:
+        """Turn of each rank."""
+        return Striped(self.block).turns(self.ranks)
+
+    @cached_property
+    def is_even(self) -> bool:
+        """True if all ranks get as many tokens."""
+        return len({turn.width for turn in self.turns}) == 1
 
     def count(self, rank: int, length: int) -> int:
         """Return how many of the first `length` tokens a rank holds.
@@ -36,12 +48,11 @@ class BlockCyclic:
         >>> [BlockCyclic(block=2, ranks=2).count(rank, 7) for rank in range(2)]
         [4, 3]
         """
-        rounds, rest = divmod(length, self.block * self.ranks)
-        return rounds * self.block + min(max(rest - rank * self.block, 0), self.block)
+        return self.turns[rank].count(length)
 
     def numbers_of(self, rank: int, tokens: Tensor) -> tuple[int, int, int, bool]:
         """Return what a rank says of its new tokens: count, rank, position sum, and whether they are block-cyclic."""
-        return len(tokens), rank, position_sum(tokens), bool((self.owner(tokens) == rank).all())
+        return len(tokens), rank, position_sum(tokens), bool(self.turns[rank].holds(tokens).all())
 
 
 @dataclass(frozen=True)
@@ -75,13 +86,18 @@ class TokenCounts:
             counts[rank] += count
         return TokenCounts(self.block_cyclic, length + more, tuple(counts))
 
-    def check(self, subject: str, length: int, slots: int) -> None:
-        """Raise unless the fullest rank holds `length` tokens in `slots`; block-cyclic tokens always fit."""
-        fullest = max(self.counts(length)) if self.start else 0
-        if fullest > slots:
-            given = f"{fullest} tokens on a rank of {slots} slots"
-            fix = f"call cache.reserve({fullest * len(self.initial)}) on every rank, or prefill in even shards"
-            raise ShapeError(subject, "tokens spread evenly over the ranks", given, fix)
+    def check(self, subject: str, length: int, slots: Callable[[int], int]) -> None:
+        """Raise unless each rank holds its tokens of `length` in its `slots`; block-cyclic tokens always fit."""
+        if not self.start:
+            return
+        over = {rank: count for rank, count in enumerate(self.counts(length)) if count > slots(rank)}
+        if over:
+            turns = self.block_cyclic.turns
+            needed = {rank: -(-count * turns[rank].size // turns[rank].width) for rank, count in over.items()}
+            worst = max(needed, key=lambda rank: needed[rank])
+            given = f"{over[worst]} tokens on a rank of {slots(worst)} slots"
+            fix = f"call cache.reserve({needed[worst]}) on every rank, or prefill in cache.layout"
+            raise ShapeError(subject, "tokens spread over the ranks as their shares are", given, fix)
 
 
 def _check_cover(total: int, start: int, more: int) -> None:

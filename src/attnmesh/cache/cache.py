@@ -1,10 +1,12 @@
 """Keys and values of a growing sequence, sharded over the ranks of a mesh.
 
-Blocks of tokens go to ranks round robin (block-cyclic), so shards stay even as the cache grows. After a sharded prefill
+Blocks of tokens go to ranks round robin (block-cyclic), so shards stay even as the cache grows, or in the ratio of
+unequal `shares`. After a sharded prefill
 tokens stay on the rank that computed them: each slot records its token index, so nothing moves. Memory is reserved once
 and lengths live on the device: a step neither copies the cache nor waits for the device.
 """
 
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -15,10 +17,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.cache.cache_config import Sizes
-from attnmesh.cache.cache_shard import CacheShard, stored, swap_tokens_for_heads
+from attnmesh.cache.cache_shard import CacheShard, assigned, stored, swap_tokens_for_heads
 from attnmesh.cache.new_tokens import NewTokens, append_known, append_signature
 from attnmesh.cache.pages import PagedCache
-from attnmesh.cache.replicas import LocalShards, check_copies
+from attnmesh.cache.replicas import LocalShards, check_placement
 from attnmesh.cache.saved_cache import SavedCache, SavedPieces
 from attnmesh.comm.transport import transport_of
 from attnmesh.core.digest import fingerprints, history_checksum
@@ -61,11 +63,14 @@ class KVCache(PagedCache, SavedCache):
         keep: Tokens that `truncate` may remove from a cache that forgets, counted from its longest length so far.
         storage: "int8" or "fp8_e4m3" to store keys and values in 8 bits, with a scale for each 128 columns of a token's
             head. Attention is exact over the stored numbers. `dtype` is that of new keys, and of queries.
+        shares: Ratios of the tokens of each rank along queries and keys, such as (3, 1), for ranks of unequal speed or
+            memory; "auto" to measure them, in half a second. Ranks take turns of about `block` tokens, long or short as
+            their shares, which are kept within 1%. None for even shares.
 
     Raises:
         ArgumentError: `values` or `storage` is none of them.
-        ShapeError: A size is no positive integer, or odd with `storage`, the heads axis does not divide `kv_heads`, or
-            `copies` do not fit.
+        ShapeError: A size is no positive integer, or odd with `storage`, the heads axis does not divide `kv_heads`,
+            `copies` do not fit, or `shares` are not one positive number a rank.
         MaskError: `mask` is no mask, or has documents.
         DtypeError: The dtype is not supported.
         DeviceError: The device does not exist.
@@ -98,15 +103,17 @@ class KVCache(PagedCache, SavedCache):
         mask: Mask | None = None,
         keep: int = 0,
         storage: str | None = None,
+        shares: Sequence[float] | str | None = None,
     ) -> None:
         columns = 0 if values == "none" else head_dim
         widths = head_dim, columns if value_dim is None else value_dim
         sizes = Sizes(batch, kv_heads, *widths, capacity, block, dtype, values, mask, keep, storage)
         self.device_mesh, self.mesh, self.device = mesh, Mesh.of(mesh), device_for(mesh, device)
         fields = {**vars(sizes), "device": self.device.type, "checked": checked, "copies": copies}
-        with Agreement(self.mesh, "KVCache", fields):
+        ranks = self.mesh.queries.size * self.mesh.keys.size
+        with Agreement(self.mesh, "KVCache", {**fields, "shares": shares}):
             check_checked("KVCache", checked)
-            check_copies(copies, self.mesh.queries.size * self.mesh.keys.size)
+            check_placement(copies, shares, ranks)
             sizes.check(self.mesh.heads.size)
             if fault := device_fault("KVCache", self.device, device):
                 raise fault
@@ -121,7 +128,9 @@ class KVCache(PagedCache, SavedCache):
             transport_of(axis, self.device)
         if self.tokens.size > 1 and self.device.type == "cpu":
             prepare_merges(self.tokens)
-        shard = partial(CacheShard, sizes, self.mesh.heads, self.tokens.size, self.device)
+        shard = partial(
+            CacheShard, sizes, self.mesh.heads, assigned(sizes, self.mesh, self.device, shares), self.device
+        )
         with Agreement(self.mesh, "KVCache"):
             self.shards = sizes.allocating()(partial(LocalShards, self.tokens, copies, shard))()
 

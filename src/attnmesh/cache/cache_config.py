@@ -76,6 +76,11 @@ class Sizes:
         """How numbers are stored in 8 bits; None if they are stored in `dtype`."""
         return None if self.storage is None else STORAGES[self.storage]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tokens that have to be in memory on all ranks."""
+        return self.kept * self.batch * self.kv_heads * sum(self.row_widths) * self.row_dtype.itemsize
+
     def rows_of(self, x: Tensor) -> Tensor:
         """Return new keys or values as rows in memory."""
         stored = self.stored_by

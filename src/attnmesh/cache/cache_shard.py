@@ -16,11 +16,13 @@ from attnmesh.cache.cache_config import Sizes
 from attnmesh.cache.shared_blocks import SharedBlocks, joined
 from attnmesh.comm.p2p import meta_like, swap
 from attnmesh.core.storage import empty_rows, width_in_memory
+from attnmesh.core.turns import Turn
 from attnmesh.kernels.cache_view import CacheView, Padding
 from attnmesh.kernels.native.append import append
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.runtime.counters import Tensors
 from attnmesh.runtime.memory import with_huge_pages
+from attnmesh.setup.measure_shares import measured_shares
 
 
 def stored(k: Tensor, v: Tensor | None) -> Tensors:
@@ -45,15 +47,15 @@ SLACK = 2
 """Tokens by which a prefill shard may exceed an even share: each of a zigzag's two chunks is rounded up."""
 
 
-def usual_slots(sizes: Sizes, ranks: int) -> int:
-    """Return the slots per rank for tokens that are spread evenly."""
-    share = -(-sizes.kept // ranks) + sizes.block + SLACK
-    return min(sizes.capacity, share if sizes.mask is None else share + sizes.block + spare_slots(sizes, ranks))
+def usual_slots(sizes: Sizes, turn: Turn) -> int:
+    """Return the slots of a rank for tokens that are spread as the ranks' shares."""
+    share = turn.share(sizes.kept) + turn.width + SLACK
+    return min(sizes.capacity, share if sizes.mask is None else share + turn.width + spare_slots(sizes, turn))
 
 
-def spare_slots(sizes: Sizes, ranks: int) -> int:
+def spare_slots(sizes: Sizes, turn: Turn) -> int:
     """Return the slots that are free after tokens were forgotten, so that few tokens are moved per new one."""
-    return max(sizes.block, sizes.kept // ranks // 8)
+    return max(turn.width, sizes.kept * turn.width // turn.size // 8)
 
 
 def rows_of_slots(slots: int, block: int) -> int:
@@ -61,11 +63,17 @@ def rows_of_slots(slots: int, block: int) -> int:
     return -(-(slots + 1) // block) * block
 
 
-def shard_bytes(sizes: Sizes, ranks: int, heads: int, device: torch.device) -> int:
-    """Return the bytes of keys and values that a shard of these sizes takes on one of so many ranks."""
-    rows, dtype = rows_of_slots(usual_slots(sizes, ranks), sizes.block), sizes.row_dtype
+def shard_bytes(sizes: Sizes, turn: Turn, heads: int, device: torch.device) -> int:
+    """Return the bytes of keys and values that a shard of these sizes takes on a rank."""
+    rows, dtype = rows_of_slots(usual_slots(sizes, turn), sizes.block), sizes.row_dtype
     width = sum(width_in_memory(width, dtype, device) for width in sizes.row_widths)
     return rows * sizes.batch * (sizes.kv_heads // heads) * width * dtype.itemsize
+
+
+def assigned(sizes: Sizes, mesh: Mesh, device: torch.device, shares: Sequence[float] | str | None) -> BlockCyclic:
+    """Return the assignment of tokens to ranks. All ranks call it at once: "auto" measures their shares."""
+    found = measured_shares(mesh, device, sizes.nbytes) if isinstance(shares, str) else shares
+    return BlockCyclic.of(sizes.block, mesh.queries.size * mesh.keys.size, found)
 
 
 NOT_VIEWED: tuple[list[Tensor], tuple[SharedBlocks, ...], None] = [], (), None
@@ -83,9 +91,9 @@ class CacheShard:
     shared: tuple[SharedBlocks, ...] = ()
     _viewed: tuple[list[Tensor], tuple[SharedBlocks, ...], CacheView | None] = NOT_VIEWED
 
-    def __init__(self, sizes: Sizes, heads: Axis, ranks: int, device: torch.device, index: int) -> None:
+    def __init__(self, sizes: Sizes, heads: Axis, block_cyclic: BlockCyclic, device: torch.device, index: int) -> None:
         self.sizes, self.heads, self.index, self.device = sizes, heads, index, device
-        self.block_cyclic = BlockCyclic(sizes.block, ranks)
+        self.block_cyclic, self.turn = block_cyclic, block_cyclic.turns[index]
         self.slots = self._usual_slots(sizes)
         # The extra slot takes writes of other ranks' tokens, so that no step asks the device which rank owns a token.
         rows = self._rows(self.slots)
@@ -218,7 +226,7 @@ class CacheShard:
             return
         length, used = self.state[:2].unbind()
         tokens = length + torch.arange(more, device=self.device)
-        mine = (self.block_cyclic.owner(tokens) == self.index) & (tokens < self.sizes.capacity)
+        mine = self.turn.holds(tokens) & (tokens < self.sizes.capacity)
         slots = torch.where(mine, used + mine.cumsum(0) - 1, self.slots).clamp(max=self.slots)
         own = [self.sizes.rows_of(x.chunk(self.heads.size, 1)[self.heads.index]) for x in new]
         self._write(own, tokens, slots)
@@ -260,10 +268,10 @@ class CacheShard:
             start = first()
             gone = self.count_before(start)
             needed, usual = self.used - gone + more, self._usual_slots(self.sizes)
-            spare = spare_slots(self.sizes, self.block_cyclic.ranks)
+            spare = spare_slots(self.sizes, self.turn)
             self.resize(self.sizes, usual if needed <= usual else needed + spare, gone)
             self.has_spare = self.slots > usual and more > spare
-            self.state[2:].fill_(self.block_cyclic.count(self.index, start) // self.sizes.block)
+            self.state[2:].fill_(self.turn.count(start) // self.sizes.block)
         self.filled += more
 
     def resize(self, sizes: Sizes, slots: int, gone: int = 0, before: Sequence[SharedBlocks] = ()) -> None:
@@ -311,8 +319,8 @@ class CacheShard:
 
     def mark_present(self, length: int, token_mask: Tensor | None, first: int) -> int:
         """Mark the tokens from `first` up to `length` as present. Return how many of them this rank holds."""
-        gone = self.block_cyclic.count(self.index, first)
-        used = self.filled = self.block_cyclic.count(self.index, length) - gone
+        gone = self.turn.count(first)
+        used = self.filled = self.turn.count(length) - gone
         self.state.copy_(torch.tensor([length, used, gone // self.sizes.block][: len(self.state)]))
         if token_mask is not None:
             zero, slots = torch.zeros_like(self.state[0]), torch.arange(used, device=self.device)
@@ -321,25 +329,24 @@ class CacheShard:
         return used
 
     def _usual_slots(self, sizes: Sizes) -> int:
-        """Return the slots per rank for tokens that are spread evenly."""
-        return usual_slots(sizes, self.block_cyclic.ranks)
+        return usual_slots(sizes, self.turn)
 
     def _rows(self, slots: int) -> int:
         return rows_of_slots(slots, self.sizes.block)
 
     def append_run(self, new: Tensors, more: int, length: int, used: int) -> bool:
-        """Add new tokens that fit and that one rank owns, in one copy for each tensor; else return False.
+        """Add new tokens that fit, of which this rank owns all or none, in one copy for each tensor; else return False.
 
         `length` and `used` are the tokens so far, on all ranks and on this one.
         """
-        ranks, stop = self.block_cyclic.ranks, used + more
-        first, last = length // self.sizes.block, (length + more - 1) // self.sizes.block
-        if length + more > self.sizes.capacity or (ranks > 1 and first != last):
+        (start, width, size), stop = self.turn, used + more
+        end = (length - start) % size + more  # of the new tokens, counted from this rank's first one of a round
+        if length + more > self.sizes.capacity:
             return False
-        if first % ranks != self.index:
+        if end - more >= width and end <= size:
             self.state[:1].add_(more)
             return True
-        if stop > self.slots:
+        if (end > width and width < size) or stop > self.slots:
             return False
         own = new if self.heads.size == 1 else [x.chunk(self.heads.size, 1)[self.heads.index] for x in new]
         if self.sizes.storage is not None:

@@ -72,7 +72,7 @@ class PagedCache(CacheProperties):
             ShapeError: The cache is not empty, a shape does not fit, a block is not in the pool, or they exceed the
                 capacity.
             DtypeError: A dtype or a device is not the cache's.
-            KernelError: The cache has copies or a mask, or a pool requires gradients.
+            KernelError: The cache has copies, a mask or unequal shares, or a pool requires gradients.
 
         >>> import attnmesh as am
         >>> cache = am.KVCache(None, batch=1, kv_heads=1, head_dim=4, capacity=64, dtype=torch.float32)
@@ -86,6 +86,9 @@ class PagedCache(CacheProperties):
             _check_pools(self.shard, pools, block_table)
             given, fix = "copies=2 or more", "append copies of the tokens with append"
             require(not self.shards.keepers, KernelError, "append_pages", "a cache without copies", given, fix)
+            given, fix = f"shares={self.shares}", "leave shares= out, or copy the tokens with append"
+            even = self.shards.own.block_cyclic.is_even
+            require(even, KernelError, "append_pages", "as many blocks on every rank", given, fix)
             given, fix = f"a cache with mask={self.sizes.mask}", "leave mask= out"
             keeps = self.sizes.mask is None
             require(keeps, KernelError, "append_pages", "a cache that keeps every token", given, fix)

@@ -8,16 +8,18 @@ from torch import Tensor
 
 from attnmesh.cache.block_cyclic import TokenCounts
 from attnmesh.cache.cache_config import Sizes
-from attnmesh.cache.cache_shard import CacheShard
+from attnmesh.cache.cache_shard import CacheShard, usual_slots
 from attnmesh.cache.window import first_needed
 from attnmesh.comm.p2p import exchange_messages, meta_like
 from attnmesh.comm.topology import dist_all_gather_ints, hosts
 from attnmesh.core.digest import history_checksum
+from attnmesh.core.layout import Striped
 from attnmesh.core.mask import Mask
 from attnmesh.errors import ShapeError
 from attnmesh.guard.agreement import is_capturing, may_compare
 from attnmesh.kernels.cache_view import Padding
 from attnmesh.mesh.axes import Axis
+from attnmesh.mesh.shares import check_shares
 from attnmesh.runtime.counters import Tensors
 
 
@@ -108,7 +110,11 @@ class LocalShards:
             fix = f"call cache.reserve({self.known_length + more}) on every rank"
             raise ShapeError(subject, "room for the new tokens", given, fix)
         if self.forgets is None:  # else shards grow
-            counts.check(subject, self.known_length + more, self.own.slots + self.own.shared_tokens)
+            counts.check(subject, self.known_length + more, self._slots)
+
+    def _slots(self, rank: int) -> int:
+        """Return the slots of a rank of a cache that keeps every token, shared ones included."""
+        return usual_slots(self.own.sizes, self.own.block_cyclic.turns[rank])
 
     @property
     def forgets(self) -> Mask | None:
@@ -148,13 +154,13 @@ class LocalShards:
 
     def append(self, new: Tensors, token_mask: Tensor | None) -> None:
         """Add new tokens that are the same on every rank."""
-        more, start, count = new[0].shape[2], self.known_length, self.own.block_cyclic.count
+        more, start = new[0].shape[2], self.known_length
         if self.forgets is not None:
             self._raise_floor(more, more)
         for shard in self.all:
             own = 0
             if self.forgets is not None:
-                own = count(shard.index, start + more) - count(shard.index, start)
+                own = shard.turn.count(start + more) - shard.turn.count(start)
                 shard.make_room(own, self.first)
             shard.append(new, token_mask, self.held(shard, own))
         self._advance(more)
@@ -193,9 +199,9 @@ class LocalShards:
 
     def prepare(self, length: int, first: int, floor: int) -> None:
         """Make room for the tokens from `first` up to `length`, to be written at their block-cyclic slots."""
-        self.floor, count = floor, self.own.block_cyclic.count
+        self.floor, count = floor, self.own.turn.count
         if self.forgets is not None:
-            self.own.make_room(count(self.own.index, length) - count(self.own.index, first), lambda: first)
+            self.own.make_room(count(length) - count(first), lambda: first)
 
     def mark_present(self, length: int, token_mask: Tensor | None, first: int = 0) -> None:
         """Mark the tokens that `prepare` made room for as present, once written, and send copies."""
@@ -292,6 +298,16 @@ class CacheProperties:
         return (length if self.padding is None else self.padding.lengths).clone()
 
     @property
+    def shares(self) -> tuple[float, ...] | None:
+        """Ratios of the tokens of each rank; None for even shares."""
+        return self.shard.block_cyclic.shares
+
+    @property
+    def layout(self) -> Striped:
+        """Layout of a sharded prefill of an empty cache, after which its tokens are block-cyclic."""
+        return Striped(self.shard.block_cyclic.block)
+
+    @property
     def is_block_cyclic(self) -> bool:
         """True if all tokens lie where the block-cyclic layout puts them, as after `append` alone."""
         return self.shards.counts.start == 0
@@ -315,6 +331,12 @@ def keepers_by_rank(hosts: Sequence[Sequence[int]], copies: int) -> dict[int, li
         others = [groups[(number + step) % len(groups)] for step in range(1, copies)]
         keepers |= {rank: [other[index % len(other)] for other in others] for index, rank in enumerate(group)}
     return keepers
+
+
+def check_placement(copies: object, shares: object, ranks: int) -> None:
+    """Raise unless tokens can be placed on so many ranks."""
+    check_copies(copies, ranks)
+    check_shares("KVCache", shares, ranks)
 
 
 def check_copies(copies: object, ranks: int) -> None:

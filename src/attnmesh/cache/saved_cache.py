@@ -193,6 +193,7 @@ class SavedCache:
         device: torch.device | str | None = None,
         checked: bool | None = None,
         copies: int = 1,
+        shares: Sequence[float] | str | None = None,
     ) -> Self:
         """Return a saved cache on any number of ranks, its tokens block-cyclic. Every rank calls it.
 
@@ -203,6 +204,7 @@ class SavedCache:
             device: As in `KVCache`.
             checked: As in `KVCache`.
             copies: As in `KVCache`.
+            shares: As in `KVCache`; those of the cache that was saved need not be the same.
 
         Returns:
             The cache.
@@ -222,5 +224,6 @@ class SavedCache:
         """
         caches: list[Self]
         wanted = LayersToLoad(1, capacity)
-        caches, _, _ = load_caches(cls, path, mesh, wanted, device=device, checked=checked, copies=copies)
+        options = {"checked": checked, "copies": copies, "shares": shares}
+        caches, _, _ = load_caches(cls, path, mesh, wanted, device=device, **options)
         return caches[0]

@@ -20,7 +20,7 @@ from attnmesh.setup.rendezvous import enter
 from attnmesh_command.messages import is_first_rank, under_torchrun
 from attnmesh_command.model_options import GenerateOptions, ServeOptions
 from attnmesh_command.option_texts import ranks_of_axes
-from attnmesh_command.shared_options import check_reproducible
+from attnmesh_command.shared_options import check_reproducible, shares_of
 
 
 def generate(options: GenerateOptions) -> None:
@@ -68,7 +68,8 @@ def cache_options(options: GenerateOptions | ServeOptions, prepared: Prepared) -
     shape, reproducible = prepared.mesh.shape, options.reproducible
     check_reproducible(reproducible, shape.queries * shape.keys, options.merge)
     block, storage = 128 if reproducible else None, None if options.kv == "auto" else options.kv
-    return {"merge": options.merge, "reproducible": reproducible, "block": block, "storage": storage}
+    caches = {"block": block, "storage": storage, "shares": shares_of(options.shares)}
+    return {"merge": options.merge, "reproducible": reproducible, **caches}
 
 
 def _sampling(temperature: float | None, top_k: int | None, top_p: float | None) -> dict[str, Any]:

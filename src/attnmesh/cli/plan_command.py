@@ -116,10 +116,10 @@ def _mask(window: int | None, full: bool) -> Mask:
 
 
 def distinct(plans: Sequence[Plan]) -> list[Plan]:
-    """Return the best placement on hosts of each shape and exchange."""
+    """Return the best placement on hosts of each shape, exchange and shares."""
     best: dict[object, Plan] = {}
     for one in plans:
-        best.setdefault((one.shape, one.exchange), one)
+        best.setdefault((one.shape, one.exchange, one.shares), one)
     return list(best.values())
 
 
@@ -134,7 +134,8 @@ def code_to_run(plan: Plan) -> str:
     mesh = f"  mesh = am.init_mesh({tuple(plan.shape)})"
     exchange = f'"{plan.exchange}"' + ("" if plan.workload.selected is None else ", selected=am.Selection(indices)")
     if plan.workload.phase == "decode":
-        return f"{mesh}\n  out = am.decode(q, cache, merge={exchange})"
+        made = "" if plan.shares is None else f"\n  cache = am.KVCache(mesh, ..., shares={plan.shares})"
+        return f"{mesh}{made}\n  out = am.decode(q, cache, merge={exchange})"
     if plan.workload.latent is not None and plan.workload.phase == "prefill":
         return f'{mesh}\n  cache = hf.ShardedCache(model.config, mesh, exchange="{plan.exchange}")'
     return f"{mesh}\n  out = am.attention(q, k, v, mesh=mesh, layout=am.{plan.layout}, exchange={exchange})"
@@ -162,7 +163,7 @@ def _plans_table(shown: Sequence[Plan]) -> Table:
         "heads x\nqueries x\nkeys": [by(one.shape) for one in shown],
         "known as": [one.known_as for one in shown],
         "exchange": [one.exchange for one in shown],
-        "layout": [type(one.layout).__name__.lower() for one in shown],
+        "layout": [_layout(one) for one in shown],
     }
     figures = {
         "tile\na host": [by(one.tile) for one in shown],
@@ -174,6 +175,12 @@ def _plans_table(shown: Sequence[Plan]) -> Table:
     if 1 in (machines.hosts, machines.ranks):  # one class of links only
         del figures["tile\na host"], figures["between\nhosts" if machines.hosts == 1 else "inside\nhosts"]
     return numbered(f"{work.title}; {machines.title}", words | figures, words, CAPTION)
+
+
+def _layout(one: Plan) -> str:
+    """Return the name of a layout, with the shares of unequal ranks."""
+    shares = () if one.shares is None else (f"{share}" for share in one.shares)
+    return f"{type(one.layout).__name__.lower()} {':'.join(shares)}".rstrip()
 
 
 CAPTION = """\

@@ -177,7 +177,8 @@ def _launch_command(command: str, name: str, way: Serving, cluster: Cluster) -> 
         start = f"torchrun {ranks} --rdzv-backend c10d --rdzv-endpoint HEAD:29500{restarts} \\\n    -m attnmesh"
     model = "MODEL" if name.endswith(".json") else name
     mesh = f" --mesh {_mesh(way)}" if way.ranks > 1 else ""
-    return f"{start} {command} --model {model}{mesh}{kv}"
+    shares = "" if way.plan.shares is None else f" --shares {','.join(map(str, way.plan.shares))}"
+    return f"{start} {command} --model {model}{mesh}{shares}{kv}"
 
 
 def _way_record(one: Serving) -> dict[str, Any]:

@@ -54,9 +54,10 @@ def probe(options: ProbeOptions) -> None:
 
 
 PROBE_EXPLAINED = """\
-Figures are medians of a few rounds on the slowest rank. All ranks work at once, so each has its share of cores, memory
-and links, as in a run. Attention has 8 heads over 512 tokens (8,192 on a GPU). Reading is one query over keys larger
-than a CPU's cache. A message has 16 kB. In a merge, ranks of one host may use shared memory."""
+Figures are medians of a few rounds on the slowest rank, but for those of unequal ranks. All ranks work at once, so each
+has its share of cores, memory and links, as in a run. Attention has 8 heads over 512 tokens (8,192 on a GPU). Reading
+is one query over keys larger than a CPU's cache. A message has 16 kB. In a merge, ranks of one host may use shared
+memory."""
 
 
 def measured() -> Cluster:
@@ -89,6 +90,10 @@ def described(cluster: Cluster) -> dict[str, Any]:
         "a call": in_seconds(device.call, 3),
         "a run": in_seconds(device.call if device.run is None else device.run, 3),
     }
+    if cluster.rates:
+        rows["each rank reads"] = ", ".join(f"{rate / 1e9:,.2f}" for rate in cluster.rates) + " GB/s"
+        rows["each has free"] = ", ".join(f"{free / 1e9:,.1f}" for free in cluster.memories) + " GB"
+        rows["unequal ranks"] = f"generate and serve --shares {','.join(map(str, cluster.shares()))}"
     for name, link in (("inside a host", cluster.inside), ("between hosts", cluster.between)):
         if link != NO_LINK:
             first, further, merge = (in_seconds(x, 3) for x in (link.latency, link.message, link.merge_latency))

@@ -5,6 +5,7 @@ The layout decides how the work is balanced. Under a causal mask, 16 tokens over
         Contiguous()         0000111122223333  the last shard sees every key, the first almost none
         Zigzag()             0011223333221100  each shard holds an early and a late chunk: equal work
         Striped()            0123012301230123  each shard holds every 4th token: equal work, finer
+        Striped((5, 1, 1, 1))  0000012300000123  shard 0 holds five times as many tokens: unequal devices
         Split((7, 3, 3, 3))  0000000111222333  runs of any length, for shards that something else has cut
 
 For one batch of documents and one mesh there is a layout of its own, here for documents of 8, 2, 2, 2 and 2 tokens:
@@ -25,7 +26,8 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.packing import pack
-from attnmesh.errors import LayoutError, check_count
+from attnmesh.core.turns import Turn, turns
+from attnmesh.errors import LayoutError, check_count, require
 
 
 class Layout(Hashable, Protocol):
@@ -86,29 +88,47 @@ class Striped:
     """Block-cyclic: blocks of tokens go to the shards in turn.
 
     Args:
-        block: Tokens per block.
+        block: Tokens per block; or a tuple, for shards of unequal shares, with the tokens of each shard's blocks. Fewer
+            numbers than shards are repeated.
 
     Raises:
-        LayoutError: If `block` is not a whole number, 1 or more.
+        LayoutError: If `block` is not a whole number, 1 or more, or a tuple of some.
 
     >>> import attnmesh as am
     >>> [am.Striped(block=2).positions(10, 2, index).tolist() for index in range(2)]
     [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7]]
+    >>> [am.Striped(block=(3, 1)).positions(10, 2, index).tolist() for index in range(2)]
+    [[0, 1, 2, 4, 5, 6, 8, 9], [3, 7]]
     """
 
-    block: int = 1
+    block: int | tuple[int, ...] = 1
 
     def __post_init__(self) -> None:
         fix = "use Striped() for blocks of 1 token, or a larger block"
-        object.__setattr__(self, "block", check_count("Striped block", self.block, fix, error=LayoutError))
+        if not isinstance(self.block, (tuple, list)):
+            object.__setattr__(self, "block", check_count("Striped block", self.block, fix, error=LayoutError))
+            return
+        widths = _counts("Striped block", self.block, "one a shard")
+        require(0 not in widths, LayoutError, "Striped block", "a whole number, 1 or more", repr(self.block), fix)
+        object.__setattr__(self, "block", widths)
+
+    def turns(self, shards: int) -> tuple[Turn, ...]:
+        """Return the turn of each of so many shards.
+
+        Raises:
+            LayoutError: If there are shards without a block.
+        """
+        if not isinstance(self.block, tuple):
+            return turns((self.block,) * shards)
+        expected, fix = f"a multiple of {len(self.block)} shards", "give each shard a block, as shares of a cache are"
+        fits = shards % len(self.block) == 0
+        require(fits, LayoutError, f"layout {self}", expected, f"{shards} shards", fix)
+        return turns(self.block * (shards // len(self.block)))
 
     def positions(self, length: int, shards: int, index: int) -> Tensor:
         """Return the blocks of shard `index`; see `Layout.positions`."""
         length, shards, index = _check_range(length, shards, index)
-        block = min(self.block, max(length, 1))
-        starts = torch.arange(index * block, max(length, index * block), shards * block)
-        tokens = (starts[:, None] + torch.arange(block)).flatten()
-        return tokens[tokens < length]
+        return self.turns(shards)[index].positions(length)
 
 
 @dataclass(frozen=True)
@@ -179,7 +199,7 @@ def encode_layout(layout: Layout) -> list[int]:
     """Return a layout as integers, for the schema of an operator: its type, how many numbers it has, and these."""
     match layout:
         case Striped(block):
-            numbers = [block]
+            numbers = [*block] if isinstance(block, tuple) else [block]
         case Split(sizes):
             numbers = [*sizes]
         case Packed(documents, shape):
@@ -196,7 +216,8 @@ def decode_layout(code: Sequence[int]) -> tuple[Layout, Sequence[int]]:
     if make is Packed:
         heads, rows, columns, *documents = numbers
         return Packed(tuple(documents), (heads, rows, columns)), rest[count:]
-    layout: Layout = make(numbers) if make is Split else cast(Callable[..., Layout], make)(*numbers)
+    in_parts = make is Split or (make is Striped and len(numbers) > 1)
+    layout: Layout = cast(Callable[..., Layout], make)(*((numbers,) if in_parts else numbers))
     return layout, rest[count:]
 
 

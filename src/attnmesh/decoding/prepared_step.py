@@ -190,6 +190,8 @@ def find_step(inputs: StepInputs, options: tuple[Any, ...]) -> tuple[tuple[Any, 
             return signature, None
         if step.reproducible and (own.padding is not None or shards.counts.start or shards.forked):
             return signature, None
+        if step.reproducible and not own.block_cyclic.is_even:
+            return signature, None
     return signature, found
 
 

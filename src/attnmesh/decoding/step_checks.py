@@ -103,8 +103,10 @@ def check_step(inputs: StepInputs, step: DecodeStep, unsupported: Mapping[str, N
     check_reproducible("decode reproducible", step.reproducible, step.tokens.size, step.merge)
     if step.reproducible and (cache.padding is not None or not cache.is_block_cyclic):
         given = "a padded batch" if cache.padding is not None else "tokens in the layout of a sharded prefill"
-        fix = "fill it with append, or prefill in Striped(cache.sizes.block)"
+        fix = "fill it with append, or prefill in cache.layout"
         raise LayoutError("decode reproducible", "a cache with block-cyclic tokens", given, fix)
+    if step.reproducible:
+        check_even_shares("decode reproducible", cache.shares, even=cache.shard.block_cyclic.is_even)
     if step.reproducible and key_lengths is not None:
         expected, fix = "no key_lengths= beside reproducible=True", "leave one of them out"
         raise KernelError("decode reproducible", expected, f"key_lengths of {len(key_lengths)} sequences", fix)
@@ -205,6 +207,12 @@ def _check_lengths(q: Tensor, cache: KVCache, mask: Mask) -> None:
         raise ShapeError("decode q", expected, f"queries of the tokens from {first} to {cache.length - 1}", fix)
     if mask.ends:
         mask.check_length("decode mask", cache.length)
+
+
+def check_even_shares(subject: str, shares: object, *, even: bool) -> None:
+    """Raise unless each rank holds every n-th block, so that its blocks are one subtree of the tree over blocks."""
+    fix = "leave shares= out, or reproducible=True"
+    require(even, KernelError, subject, "even shares, whose blocks are subtrees of one tree", f"shares={shares}", fix)
 
 
 def check_reproducible(subject: str, reproducible: object, ranks: int, merge: str) -> None:

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnmesh.comm.host_linear import MOST_ROWS
-from attnmesh.core.layout import Contiguous, Layout, Striped
+from attnmesh.core.layout import Contiguous, Layout, Split
 from attnmesh.errors import KernelError, require
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.families.family import USE_SUPPORTED, family_of
@@ -57,8 +57,9 @@ def chunks_of(cache: ShardedCache, start: int, stop: int, size: int) -> list[Chu
         chunks = _split_whole(start, stop, 1 if recurrent and steps_alone else size)
         return [] if recurrent and not steps_alone and stop - start == 1 else chunks
     if recurrent:
-        return _split_evenly(start, stop, cache.ranks, size, steps_alone)
-    return _split_prompt(start, stop, cache.block * cache.ranks, size)
+        unit = cache.ranks if cache.shares is None else cache.round
+        return _split_evenly(start, stop, unit, size, steps_alone)
+    return _split_prompt(start, stop, cache.round, size)
 
 
 def _split_whole(start: int, stop: int, size: int) -> list[Chunk]:
@@ -73,18 +74,19 @@ def _split_whole(start: int, stop: int, size: int) -> list[Chunk]:
     return [(first, last, False) for first, last in pairwise(edges)]
 
 
-def _split_evenly(start: int, stop: int, ranks: int, size: int, steps_alone: bool) -> list[Chunk]:
-    """Return chunks with equally many tokens on each rank, and the rest, which all ranks compute.
+def _split_evenly(start: int, stop: int, unit: int, size: int, steps_alone: bool) -> list[Chunk]:
+    """Return chunks that ranks share, of whole units, and the rest, which all ranks compute.
 
+    A unit is one token on each rank, or as many as shares of ranks give whole numbers of tokens.
     The rest is one token at a time with `steps_alone`, and otherwise more than one: then a single token is left out.
 
     >>> _split_evenly(0, 11, 4, 8, False), _split_evenly(0, 9, 4, 8, False), _split_evenly(0, 10, 4, 8, True)
     ([(0, 8, True), (8, 11, False)], [(0, 4, True), (4, 9, False)], [(0, 8, True), (8, 9, False), (9, 10, False)])
     """
-    even = (stop - start) // ranks * ranks
+    even = (stop - start) // unit * unit
     if not steps_alone and stop - start - even == 1:
-        even = max(even - ranks, 0)
-    size, edge = max(size // ranks, 1) * ranks, start + even
+        even = max(even - unit, 0)
+    size, edge = max(size // unit, 1) * unit, start + even
     chunks = [(first, last, True) for first, last in pairwise([*range(start, edge, size), edge])]
     if steps_alone:
         return chunks + [(token, token + 1, False) for token in range(edge, stop)]
@@ -144,7 +146,7 @@ def prefill_chunks(
     `size` is asked for the tokens of each chunk, and `stop_before` for a token before which it has to end, if more than
     one is left to that. All ranks compute the tokens before the first full round of blocks, and every token if the
     model takes no position_ids, the cache is reproducible, or ranks share heads. Models with recurrent layers, which
-    need runs of tokens, compute in the contiguous layout.
+    need runs of tokens, compute in the contiguous layout, or with unequal shares in a split one.
     """
     passes = ForwardPasses(model, prompt, cache)
     while (chunk := passes.next_chunk(size(), None if stop_before is None else stop_before())) is not None:
@@ -172,7 +174,6 @@ class ForwardPasses:
         cache.begin(self.end)
         cache.images = None if merged is None else merged.pictures.fingerprints
         cache.shift = (0, 0) if merged is None else merged.shift
-        self.layout: Layout = Contiguous() if self.recurrent else Striped(cache.block)
 
     def _positions(self) -> Tensor:
         """Return the position of each token, as the model counts them."""
@@ -196,11 +197,20 @@ class ForwardPasses:
         """Run the model on a chunk, and record its tokens in the cache."""
         first, stop, sharded = chunk
         padding = None if self.token_mask is None else self.token_mask[:, first:stop]
-        shards = Shards(self.cache.mesh, self.layout, stop - first, start=first, token_mask=padding, cached=True)
+        layout = self._layout(stop - first)
+        shards = Shards(self.cache.mesh, layout, stop - first, start=first, token_mask=padding, cached=True)
         self.cache.intact = False
         with torch.no_grad(), prepared(self.model) if self.recurrent else nullcontext():
             self._call(shards, sharded=sharded and self.in_shards)
         self._record(stop)
+
+    def _layout(self, tokens: int) -> Layout:
+        """Return the layout of a chunk, in which each rank computes its share. Recurrent layers need runs of tokens."""
+        if not self.recurrent:
+            return self.cache.layout
+        turns = self.cache.layout.turns(self.cache.ranks)
+        whole = self.cache.shares is not None and tokens % turns[0].size == 0  # else all ranks compute all tokens
+        return Split(tuple(turn.count(tokens) for turn in turns)) if whole else Contiguous()
 
     def _call(self, shards: Shards, *, sharded: bool) -> None:
         """Call the model, or its text model, with the tokens of this rank."""

@@ -9,7 +9,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.errors import ClusterError, check_choice, check_count, require
-from attnmesh.mesh.rates import NO_LINK, Device, Link
+from attnmesh.mesh.rates import BOUNDLESS, NO_LINK, Device, Link
+from attnmesh.mesh.shares import recommended_shares
 from attnmesh.runtime.supplied import Supplied
 
 
@@ -26,6 +27,8 @@ class Cluster:
         between: The links between hosts.
         short_collectives: How the backend all-reduces a short message: "tree" (NCCL) or "ring" (gloo).
         sources: Pairs of a constant's name and its source.
+        rates: Bytes/s that each rank reads, if ranks are unequal; `device` is then that of the slowest.
+        memories: Free bytes of each rank, if ranks are unequal.
 
     Raises:
         ClusterError: A field is of a wrong type, a count is below 1, or links are missing.
@@ -44,6 +47,8 @@ class Cluster:
     _: KW_ONLY
     short_collectives: str = "tree"
     sources: tuple[tuple[str, str], ...] = ()
+    rates: tuple[float, ...] = ()
+    memories: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         pairs = isinstance(self.sources, tuple) and all(isinstance(x, tuple) and len(x) == 2 for x in self.sources)
@@ -66,6 +71,28 @@ class Cluster:
         given, fix = repr(self.short_collectives), 'pass "ring" for gloo, "tree" for NCCL'
         fits = self.short_collectives in ("tree", "ring")
         require(fits, ClusterError, "Cluster short_collectives", "tree or ring", given, fix)
+
+        for name in ("rates", "memories"):
+            numbers = getattr(self, name)
+            numbers = tuple(numbers) if isinstance(numbers, (tuple, list)) else (0,)
+            object.__setattr__(self, name, numbers)
+            fits = not numbers or (len(numbers) == self.world and all(_is_positive(one) for one in numbers))
+            expected, fix = f"a positive number of each of {self.world} ranks, or none", "measure with attnmesh probe"
+            require(fits, ClusterError, f"Cluster {name}", expected, f"{numbers!r:.60}", fix)
+
+    def shares(self, needed: float = 0.0) -> tuple[int, ...]:
+        """Return the ratios of tokens with which ranks of these rates are done at once; equal ones for equal ranks.
+
+        Args:
+            needed: Bytes of keys and values on all ranks. What a rank has no memory for goes to the others.
+
+        >>> from dataclasses import replace
+        >>> replace(Cluster.preset("local", ranks=2), rates=(4e9, 1e9)).shares()
+        (4, 1)
+        """
+        if not self.rates:
+            return (1,) * self.world
+        return recommended_shares(self.rates, self.memories, needed)
 
     @property
     def world(self) -> int:
@@ -100,7 +127,9 @@ class Cluster:
         >>> Cluster.preset("dgx-h100").sized(2, 4).world
         8
         """
-        return replace(self, hosts=hosts, ranks=ranks)
+        same = hosts == self.hosts and ranks == self.ranks  # else rates would be those of other ranks
+        rates, memories = (self.rates, self.memories) if same else ((), ())
+        return replace(self, hosts=hosts, ranks=ranks, rates=rates, memories=memories)
 
     @staticmethod
     def preset(name: str, hosts: int | None = None, ranks: int | None = None) -> "Cluster":
@@ -170,6 +199,11 @@ class Cluster:
             raise
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             raise ClusterError("Cluster file", "the fields that probe writes", str(error), fix) from None
+
+
+def _is_positive(number: object) -> bool:
+    """Return whether a value is a number above 0."""
+    return isinstance(number, int | float) and not isinstance(number, bool) and 0 < number < BOUNDLESS
 
 
 measured = Supplied[[DeviceMesh | None, torch.dtype | None], Cluster]()

@@ -220,7 +220,8 @@ class LayerJob:
     def runs(self) -> int:
         """Runs of consecutive tokens in a shard. Each is a kernel, and its results are merged with others."""
         if isinstance(self.candidate.layout, Striped):
-            return -(-self.work.length // (self.candidate.shape.ranks * max(self.candidate.layout.block, SHORT_RUN)))
+            ranks = self.candidate.shape.ranks
+            return -(-self.work.length // max(self.candidate.layout.turns(ranks)[0].size, ranks * SHORT_RUN))
         return 2 if isinstance(self.candidate.layout, Zigzag) else 1
 
     def _attended(self, pairs: Pairs) -> Pairs:

@@ -7,7 +7,7 @@ from attnmesh.mesh.candidate import Candidate, Cost
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.exchange_cost import LayerJob, Transfer, attention_cost
 from attnmesh.planner.decode_cost import decode_cost, selection_cost
-from attnmesh.planner.rank_bytes import index_memory, rank_memory
+from attnmesh.planner.rank_bytes import cached_bytes, index_memory, rank_memory
 from attnmesh.planner.recurrent_cost import recurrent_cost
 from attnmesh.planner.workload import Workload
 
@@ -15,7 +15,7 @@ from attnmesh.planner.workload import Workload
 def cost(candidate: Candidate, workload: Workload, cluster: Cluster) -> Cost:
     """Return the cost of all layers of a workload, run as the candidate says."""
     decodes, selecting = workload.phase == "decode", workload.selecting
-    total = Cost(memory=workload.kept_bytes / candidate.shape.ranks if decodes else rank_memory(candidate, workload))
+    total = Cost(memory=max(cached_bytes(candidate, workload)) if decodes else rank_memory(candidate, workload))
     if selecting:
         total.add(_one_layer(candidate, workload, cluster).of_layers(selecting))
         total.add(index_cost(candidate, workload, cluster))

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import torch
 
-from attnmesh.core.layout import Striped
 from attnmesh.mesh.candidate import Candidate, Cost
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.merge_cost import MergeGroup, Payload, add_tree, agree_cost, tree_rounds
 from attnmesh.mesh.merges import MERGES
+from attnmesh.planner.rank_bytes import turns_of
 from attnmesh.planner.selected import Selected
 from attnmesh.planner.workload import Workload
 
@@ -130,7 +130,7 @@ def decode_cost(candidate: Candidate, workload: Workload, cluster: Cluster) -> C
     queries = workload.q_len or 1
     rows = queries * workload.batch * workload.q_heads / shape.heads
     total = Cost()
-    seen, reads = _most_seen(candidate, workload, queries, group.ranks), 1
+    seen, reads = _most_seen(candidate, workload, cluster), 1
     if workload.selected is not None:  # each query reads its own
         seen, reads = min(seen, ceil(workload.selected.tokens / group.ranks)), queries
     read = reads * seen / workload.kept * workload.kept_bytes / workload.layers / shape.heads / device.memory_rate
@@ -154,7 +154,7 @@ def selection_cost(candidate: Candidate, workload: Workload, selected: Selected,
     """Return the cost of one indexer's step: each rank scores its index keys, and candidates merge along the tree."""
     group = MergeGroup(candidate.shape.ranks, candidate.tile.ranks)
     total, device, queries = Cost(), cluster.device, workload.q_len or 1
-    keys = workload.batch * _most_seen(candidate, workload, queries, group.ranks)
+    keys = workload.batch * _most_seen(candidate, workload, cluster)
     read = keys * selected.index_dim * workload.itemsize / device.memory_rate
     products = 2 * queries * selected.index_heads * keys * selected.index_dim / device.forward_rate
     total.add_stage("score", device.call + max(read, products))
@@ -163,11 +163,14 @@ def selection_cost(candidate: Candidate, workload: Workload, selected: Selected,
     return total
 
 
-def _most_seen(candidate: Candidate, workload: Workload, queries: int, ranks: int) -> int:
-    """Return the most tokens of one rank that the new queries see. The cache is block-cyclic."""
-    first, _ = workload.mask.bounds(torch.tensor([max(0, workload.length - queries)]))
-    seen, block = workload.length - int(first), candidate.layout.block if isinstance(candidate.layout, Striped) else 1
-    return min(seen, ceil(ceil(seen / block) / ranks) * block)
+def _most_seen(candidate: Candidate, workload: Workload, cluster: Cluster) -> int:
+    """Return the tokens that the new queries see on the rank that takes longest, at the rate of the slowest rank."""
+    first, _ = workload.mask.bounds(torch.tensor([max(0, workload.length - (workload.q_len or 1))]))
+    seen, shape = workload.length - int(first), candidate.shape
+    turns = turns_of(candidate)
+    slower = [min(cluster.rates) / rate for rate in cluster.rates] if shape.heads == 1 and cluster.rates else []
+    each = zip(turns, slower or [1.0] * len(turns), strict=True)
+    return ceil(max(min(seen, ceil(seen / turn.size) * turn.width) * times for turn, times in each))
 
 
 def _gather_heads(candidate: Candidate, size: float, cluster: Cluster, total: Cost) -> None:

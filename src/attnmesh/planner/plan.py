@@ -18,7 +18,7 @@ from attnmesh.mesh.schedule import EXCHANGES
 from attnmesh.mesh.shapes import Shape
 from attnmesh.mesh.traffic import divisors, tiles
 from attnmesh.planner.cost import cost, index_cost
-from attnmesh.planner.rank_bytes import min_memory
+from attnmesh.planner.rank_bytes import cache_layouts, cached_bytes, min_memory
 from attnmesh.planner.recurrent_cost import RecurrentCost, recurrent_cost
 from attnmesh.planner.units import in_bytes, in_seconds
 from attnmesh.planner.workload import Workload
@@ -95,6 +95,19 @@ class Plan:
         """
         tile = f", {by(self.tile)} a host" if 1 < self.cluster.ranks < self.shape.ranks else ""
         return f"{by(self.shape)} {self.exchange}{tile}"
+
+    @property
+    def shares(self) -> tuple[int, ...] | None:
+        """Ratios of the tokens of each rank, for `KVCache`; None for even shares.
+
+        >>> from dataclasses import replace
+        >>> import attnmesh as am
+        >>> unequal = replace(am.Cluster.preset("local", ranks=2), rates=(4e9, 1e9))
+        >>> am.plan(am.Workload(8, 8, 128, 65536, phase="decode"), unequal)[0].shares
+        (4, 1)
+        """
+        block = self.layout.block if isinstance(self.layout, Striped) else 1
+        return tuple(width // gcd(*block) for width in block) if isinstance(block, tuple) else None
 
     @property
     def known_as(self) -> str:
@@ -282,7 +295,7 @@ def plan(workload: Workload, cluster: Cluster, *, progress: Callable[[int, int],
         plans.append(Plan(shape, exchange, layout, tile, *figures, workload, cluster))
         if progress is not None:
             progress(number, len(found))
-    fitting = [one for one in plans if one.memory <= cluster.device.memory]
+    fitting = [one for one in plans if _fits(one)]
     if not fitting:
         raise _memory_error(min(one.memory for one in plans), workload, cluster)
     best, *others = sorted(fitting, key=lambda one: (one.seconds, one.bytes.between, one.memory))
@@ -304,16 +317,30 @@ def candidates(workload: Workload, cluster: Cluster) -> Iterator[Candidate]:
             shape = Shape(heads, queries, world // heads // queries)
             if (decodes and queries > 1) or (selects and not decodes and shape.keys > 1):
                 continue  # a decode step has few queries: all ranks beyond the heads axis hold keys
-            choices = product(tiles(shape, cluster.ranks), layouts_for(workload, shape), _exchanges(workload, shape))
+            layouts = layouts_for(workload, shape, cluster)
+            choices = product(tiles(shape, cluster.ranks), layouts, _exchanges(workload, shape))
             yield from (Candidate(shape, *choice) for choice in choices)
 
 
-def layouts_for(workload: Workload, shape: Shape) -> list[Layout]:
-    """Return the layouts that are priced on a shape. A state passes through tokens in order."""
+def layouts_for(workload: Workload, shape: Shape, cluster: Cluster) -> list[Layout]:
+    """Return the layouts that are priced on a shape. A state passes through tokens in order.
+
+    Of unequal ranks, all of which are along the keys axis, a cache may have unequal shares.
+    """
     if workload.phase == "decode":
-        return [Striped(BLOCK)]
+        shares = cluster.shares(workload.kept_bytes) if shape.keys == cluster.world else ()
+        return [*cache_layouts(BLOCK, shares)]
     layouts = balanced_layouts(workload.mask, shape)
     return [layout for layout in layouts if not (workload.recurrent and isinstance(layout, Packed))]
+
+
+def _fits(one: Plan) -> bool:
+    """Return whether each rank has the memory that it needs."""
+    cluster, fits = one.cluster, one.memory <= one.cluster.device.memory
+    if one.workload.phase != "decode" or not cluster.memories or one.shape.keys < cluster.world:
+        return fits
+    held = cached_bytes(Candidate(one.shape, one.tile, one.layout, one.exchange), one.workload)
+    return all(needed <= free for needed, free in zip(held, cluster.memories, strict=True))
 
 
 def _exchanges(workload: Workload, shape: Shape) -> list[str]:

@@ -1,7 +1,8 @@
 """Bytes of memory that a rank needs for a candidate."""
 
-from attnmesh.core.layout import Zigzag
+from attnmesh.core.layout import Striped, Zigzag
 from attnmesh.core.mask import Full
+from attnmesh.core.turns import Turn, widths_of
 from attnmesh.mesh.candidate import Candidate
 from attnmesh.mesh.exchange_cost import layer_memory
 from attnmesh.mesh.exchange_cost import peak_activations as peak_activations
@@ -21,6 +22,27 @@ def rank_memory(candidate: Candidate, workload: Workload) -> float:
     key_layers = 1 if workload.phase == "prefill" and workload.mask == Full() else workload.layers
     query_layers = workload.layers if workload.phase == "training" else 1
     return layer_memory(candidate, workload.one_layer, key_layers, query_layers)
+
+
+def cache_layouts(block: int, shares: tuple[int, ...]) -> list[Striped]:
+    """Return the layouts of a cache: even shares, and those given if they are unequal.
+
+    >>> cache_layouts(16, (3, 1))
+    [Striped(block=16), Striped(block=(24, 8))]
+    """
+    return [Striped(block), *([Striped(widths_of(shares, block))] if len({*shares}) > 1 else [])]
+
+
+def turns_of(candidate: Candidate) -> tuple[Turn, ...]:
+    """Return the turn of each rank that holds tokens of a cache, which is block-cyclic."""
+    layout, ranks = candidate.layout, candidate.shape.queries * candidate.shape.keys
+    return (layout if isinstance(layout, Striped) else Striped()).turns(ranks)
+
+
+def cached_bytes(candidate: Candidate, workload: Workload) -> list[float]:
+    """Return the bytes of keys and values on each rank that holds tokens, by their shares."""
+    kept = workload.kept_bytes / candidate.shape.heads
+    return [kept * turn.width / turn.size for turn in turns_of(candidate)]
 
 
 def index_memory(shape: Shape, workload: Workload) -> float:

@@ -169,7 +169,10 @@ def over_hosts(model: Model, cluster: Cluster) -> Serving | None:
 
     None for ranks that cannot for another reason, or do.
     """
-    if cluster.hosts == 1 or why_whole(model, replace(cluster, hosts=1, inside=cluster.between)) is not None:
+    if cluster.hosts == 1:
+        return None
+    one_host = replace(cluster.sized(1, cluster.ranks), inside=cluster.between)
+    if why_whole(model, one_host) is not None:
         return None
     return _serving(model, cluster, Way(1, together=True), None)
 
@@ -179,7 +182,7 @@ def _one_rank(cluster: Cluster) -> Cluster:
     device = cluster.device
     if cluster.on_cpus:
         device = replace(device.of_cores(cluster.ranks), memory=device.memory * cluster.ranks)
-    return replace(cluster, hosts=1, ranks=1, device=device)
+    return replace(cluster.sized(1, 1), device=device)
 
 
 def _serving(model: Model, cluster: Cluster, way: Way, shape: Shape | None) -> Serving:
@@ -203,8 +206,8 @@ def _attention(work: Workload, cluster: Cluster, way: Way, shape: Shape | None) 
         near = min(way.tp, cluster.ranks)
         hosts = cluster.hosts if way.tp <= cluster.ranks else cluster.world // way.tp
         inside, between = (replace(link, host_rate=link.host_rate / near) for link in (cluster.inside, cluster.between))
-        cluster = replace(cluster, hosts=hosts, ranks=cluster.ranks // near, inside=inside, between=between)
-    roomy = replace(cluster, device=replace(cluster.device, memory=ROOMY))
+        cluster = replace(cluster.sized(hosts, cluster.ranks // near), inside=inside, between=between)
+    roomy = replace(cluster, device=replace(cluster.device, memory=ROOMY), memories=())
     return next(one for one in plan(work, roomy) if heads in (None, one.shape.heads))
 
 

@@ -30,6 +30,7 @@ from attnmesh.mesh.axes import Axis, Mesh, device_of, flat_axis
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.rates import NO_LINK, Device, Link
 from attnmesh.mesh.shapes import AXES
+from attnmesh.setup.measure_shares import with_rates
 
 ROUNDS = 5
 """Repetitions of each measurement. The result is the largest of the ranks' medians."""
@@ -219,9 +220,10 @@ def measure(mesh: DeviceMesh | None, dtype: torch.dtype | None = None) -> Cluste
     collectives = "ring" if device.type == "cpu" else "tree"
     source = (("all", f"measured on {world.axis.size} ranks in {dtype}, all at work, torch {torch.__version__}"),)
     name = f"measured {len(world.hosts)}x{ranks}"
-    return Cluster(
+    found = Cluster(
         name, len(world.hosts), ranks, device_rates, inside, between, short_collectives=collectives, sources=source
     )
+    return found if axis.size == 1 else with_rates(found, place, device)
 
 
 def _memory(world: MeasuredRanks) -> float:

@@ -16,8 +16,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from math import ceil
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ from attnmesh.core.mask import FAR
 from attnmesh.errors import ShapeError, StoreError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.mesh.axes import Axis, Mesh, overlap
+from attnmesh.mesh.shares import check_shares
 from attnmesh.runtime.memory import host_memory
 from attnmesh.setup.init_mesh import device_fault, device_for
 from attnmesh.store.tensor_file import FIX, TensorFile, check_size
@@ -211,6 +213,7 @@ def load_layers(
     device: torch.device | str | None = None,
     checked: bool | None = None,
     copies: int = 1,
+    shares: Sequence[float] | str | None = None,
 ) -> tuple[list[Cache], dict[str, Tensor], str]:
     """Return the caches that `save_layers` wrote, on any number of ranks, with its `more` and its `note`.
 
@@ -222,17 +225,20 @@ def load_layers(
         if fault := device_fault("load", target, device):
             raise fault
         check_copies(copies, axes.queries.size * axes.keys.size)
-        return inspect(path, axes, target, wanted, copies)
+        given = check_shares("load", shares, axes.queries.size * axes.keys.size)
+        own = 0.0 if shares == "auto" else part_of(given, axes)
+        return inspect(path, axes, target, wanted, copies * own)
 
     def attempt(*, again: bool) -> tuple[list[Cache], dict[str, Tensor], str] | None:
         with Agreement(axes, "load") as agreement:
             found = _unless_replaced(check, path, _name_of(path), again=again)
-            agreement.fields = {"of": None if again or found is None else found[0], "capacity": wanted.capacity}
+            name = None if again or found is None else found[0]
+            agreement.fields = {"of": name, "capacity": wanted.capacity, "shares": shares}
             agreement.numbers = [0 if found is None else int(found[0].name, 16) >> 2]
         if found is None or len({name for (name,) in agreement.table}) > 1:
             return None
         manifest, folder, sizes, token_mask, more = found
-        caches = [make(mesh, **vars(each), device=device, checked=checked, copies=copies) for each in sizes]
+        caches = make_alike(make, mesh, sizes, device=device, checked=checked, copies=copies, shares=shares)
         read = partial(fill, [cache.shards for cache in caches], folder, manifest)
         with torch.no_grad():
             with Agreement(axes, "load") as agreement:
@@ -244,6 +250,17 @@ def load_layers(
         return caches, more, manifest.note
 
     return next(loaded for left in reversed(range(LOOKS)) if (loaded := attempt(again=left > 0)) is not None)
+
+
+def make_alike(
+    make: Callable[..., Cache], mesh: DeviceMesh | None, layers: Sequence[Sizes], **options: Any
+) -> list[Cache]:
+    """Return a cache for each of these sizes. Shares that are measured are those of the first for all."""
+    caches: list[Cache] = []
+    for sizes in layers:
+        caches.append(make(mesh, **vars(sizes), **options))
+        options["shares"] = caches[0].shares
+    return caches
 
 
 def _unless_replaced(read: Callable[[], T], path: object, name: str | None, *, again: bool) -> T | None:
@@ -272,9 +289,12 @@ def inspect(
     mesh: Mesh,
     device: torch.device,
     wanted: LayersToLoad,
-    copies: int,
+    part: float,
 ) -> Inspected:
-    """Return the saved layers of a folder. Raise if they cannot be loaded onto this mesh and device."""
+    """Return the saved layers of a folder. Raise if they cannot be loaded onto this mesh and device.
+
+    `part` is the part of the tokens that this rank holds, copies included.
+    """
     folder = check_folder("load", path)
     manifest = read_manifest(folder)
     if wanted.layers not in (None, len(manifest.sizes)):
@@ -286,7 +306,7 @@ def inspect(
         if manifest.length_of(layer) > each.capacity:
             given, fix = f"{manifest.length} in a capacity of {each.capacity}", f"pass capacity={manifest.length}"
             raise ShapeError("load", "room for the tokens that were saved", given, fix)
-    _check_memory(sizes, mesh, device, copies, padded=manifest.padded)
+    _check_memory(sizes, mesh, device, part, padded=manifest.padded)
     if not manifest.more:
         return manifest, folder, sizes, None, {}
     file = TensorFile(folder / manifest.folder / MORE)
@@ -296,15 +316,22 @@ def inspect(
     return manifest, folder, sizes, token_mask, more
 
 
-def _check_memory(layers: Sequence[Sizes], mesh: Mesh, device: torch.device, copies: int, *, padded: bool) -> None:
+def part_of(shares: Sequence[float] | None, mesh: Mesh) -> float:
+    """Return the part of all tokens that this rank's shard holds."""
+    if shares is None:
+        return 1 / (mesh.queries.size * mesh.keys.size)
+    return shares[mesh.queries.index * mesh.keys.size + mesh.keys.index] / sum(shares)
+
+
+def _check_memory(layers: Sequence[Sizes], mesh: Mesh, device: torch.device, part: float, *, padded: bool) -> None:
     """Raise if the device could not hold the layers: a damaged manifest may give any capacity."""
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host_memory()
     needed = 0
     for sizes in layers:
-        tokens = -(-sizes.kept // (mesh.queries.size * mesh.keys.size)) + sizes.block
+        tokens = ceil(part * sizes.kept)
         elements = sizes.batch * sizes.kv_heads // mesh.heads.size * sum(sizes.row_widths)
-        needed += copies * tokens * (elements * sizes.row_dtype.itemsize + 8)
-        needed += copies * sizes.batch * (sizes.capacity + 8 * tokens) if padded else 0
+        needed += tokens * (elements * sizes.row_dtype.itemsize + 8)
+        needed += sizes.batch * (sizes.capacity + 8 * tokens) if padded else 0
     if needed > memory:
         given = f"{needed / 1e9:,.1f} GB for a capacity of {layers[0].capacity:,}"
         raise StoreError("load", f"at most this device's {memory / 1e9:,.1f} GB", given, "pass a smaller capacity=")
@@ -325,14 +352,14 @@ def _fill_group(shards: Mapping[int, CacheShard], path: Path, manifest: Manifest
     """Write this rank's tokens into its shards of layers that keep the same tokens."""
     leader, first = next(iter(shards.items()))
     start, end = manifest.forgotten[leader][0], manifest.length_of(leader)
-    gone = first.block_cyclic.count(first.index, start)
-    used = first.block_cyclic.count(first.index, end) - gone
+    gone = first.turn.count(start)
+    used = first.turn.count(end) - gone
     found = torch.zeros(manifest.heads, used, dtype=torch.bool)  # tokens read, by their file's index along heads
     for piece in pieces:
         file = TensorFile(piece.path)
         tokens = file.read("columns", torch.int64, (piece.stop - piece.start,))
-        mine = (first.block_cyclic.owner(tokens) == first.index).nonzero().flatten()
-        slots = first.block_cyclic.slot(tokens[mine]) - gone
+        mine = first.turn.holds(tokens).nonzero().flatten()
+        slots = first.turn.slot(tokens[mine]) - gone
         if len(tokens) and (int(tokens.min()) < start or int(tokens.max()) >= end):
             raise StoreError("load", "every token once", f"tokens beyond the last in {piece.path}", FIX)
         if bool(found[piece.heads, slots].any()) or len(slots.unique()) < len(slots):

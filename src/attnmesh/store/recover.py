@@ -24,6 +24,7 @@ from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.argument_checks import check_unknown_options
 from attnmesh.mesh.axes import Axis, Mesh, flat_axis, overlap
 from attnmesh.mesh.shapes import AXES
+from attnmesh.store.checkpoint import make_alike
 
 OldShard = tuple[int, int]
 """A shard's indices in the old mesh, along heads and along tokens."""
@@ -39,6 +40,7 @@ def recover(
     device: torch.device | str | None = None,
     checked: bool | None = None,
     copies: int = 1,
+    shares: Sequence[float] | str | None = None,
     **more: Never,
 ) -> list[KVCache]:
     """Return the layers' caches on another mesh, from the shards and copies that its ranks still hold.
@@ -53,6 +55,7 @@ def recover(
         device: As in `KVCache`.
         checked: As in `KVCache`.
         copies: As in `KVCache`.
+        shares: As in `KVCache`; those of the old caches need not be the same.
         **more: Unknown arguments, which raise on all ranks.
 
     Returns:
@@ -71,7 +74,7 @@ def recover(
     5
     """
     axes = Mesh.of(mesh)
-    with Agreement(axes, "recover", {"capacity": capacity, "checked": checked, "copies": copies}):
+    with Agreement(axes, "recover", {"capacity": capacity, "checked": checked, "copies": copies, "shares": shares}):
         _check_caches(caches, more)
         for cache in caches or ():
             cache.shards.unshare()
@@ -85,7 +88,7 @@ def recover(
     _check_alike(found, capacity, length, starts)  # raises the same on all ranks: all have the same texts
     capacity = max(each["capacity"] for each in found) if capacity is None else capacity
     sizes = [replace(Sizes.decode(code), capacity=capacity) for code in found[0]["sizes"]]
-    new = [KVCache(mesh, **vars(each), device=device, checked=checked, copies=copies) for each in sizes]
+    new = make_alike(KVCache, mesh, sizes, device=device, checked=checked, copies=copies, shares=shares)
     for cache, (first, floor) in zip(new, starts, strict=True):
         cache.shards.prepare(length, first, min(floor, length))
     moves = _Moves(caches or (), new, length, _sources(by_rank), [first for first, _ in starts])
@@ -131,9 +134,8 @@ class _Moves:
         for old in self._sent_by(self.mesh.shard):
             shard = _shard(self.old[layer], old)
             tokens = shard.token_index[self._slots(layer, shard)]
-            owners = self.new[layer].shard.block_cyclic.owner(tokens)
-            counts = torch.bincount(owners, minlength=self.new[layer].tokens.size)
-            found[str(old)] = [*counts.tolist(), position_sum(tokens)]
+            counts = [int(turn.holds(tokens).sum()) for turn in self.new[layer].shard.block_cyclic.turns]
+            found[str(old)] = [*counts, position_sum(tokens)]
         return found
 
     def _slots(self, layer: int, shard: CacheShard) -> slice:
@@ -166,7 +168,7 @@ class _Moves:
                 shard = _shard(self.old[layer], old)
                 saved = self._slots(layer, shard)
                 tokens = shard.token_index[saved]
-                slots = (own.block_cyclic.owner(tokens) == index).nonzero().flatten()
+                slots = own.block_cyclic.turns[index].holds(tokens).nonzero().flatten()
                 kv = (x[:, source, saved].index_select(2, slots) for x in shard.stored)
                 sends[peer] += tokens[slots], *kv
             for old, _, target in self._shared(layer, rank, self.mesh.heads.index):
@@ -174,12 +176,12 @@ class _Moves:
                 kv = (meta_like(x[:, target], count) for x in own.stored)
                 wanted[peer] += meta_like(own.token_index, count, 0), *kv
         received = swap(sends, wanted, self.axis)
-        gone = own.block_cyclic.count(own.index, self.firsts[layer])
+        gone = own.turn.count(self.firsts[layer])
         for rank, (peer, _, _) in enumerate(self.ranks):
             arrived = iter(received[peer][1:])
             for _, _, target in self._shared(layer, rank, self.mesh.heads.index):
                 tokens = next(arrived)
-                slots = own.block_cyclic.slot(tokens) - gone
+                slots = own.turn.slot(tokens) - gone
                 own.token_index.index_copy_(0, slots, tokens)
                 for x in own.stored:
                     x[:, target].index_copy_(2, slots, next(arrived))

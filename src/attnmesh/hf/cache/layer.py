@@ -136,7 +136,8 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         options["capacity"] = growth_capacity(keys) if limit is None else -(-limit // per)
         options |= {"batch": new.shape[0], "kv_heads": new.shape[1], "head_dim": new.shape[3]}
         options |= {"dtype": new.dtype, "device": new.device, "block": self.cache.block}
-        return KVCache(self.cache.mesh, checked=self.cache.checked, copies=self.cache.copies, **options)
+        options |= {"checked": self.cache.checked, "copies": self.cache.copies, "shares": self.cache.shares}
+        return KVCache(self.cache.mesh, **options)
 
     def _with_room(self, kv: KVCache, keys: int) -> KVCache:
         """Return a cache that has grown if it may, and has no space for more keys."""

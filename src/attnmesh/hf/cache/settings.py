@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig
 
 from attnmesh.cache.cache_config import check_key_heads, check_storage
 from attnmesh.cache.replicas import check_copies
-from attnmesh.decoding.step_checks import check_reproducible
+from attnmesh.decoding.step_checks import check_even_shares, check_reproducible
 from attnmesh.errors import Check, KernelError, ShapeError, check_count, require_all
 from attnmesh.guard.argument_checks import check_checked, check_merge
 from attnmesh.hf.latent_states import latent_widths
@@ -15,6 +15,7 @@ from attnmesh.hf.models import check_keys, indexed_layers, is_compressed, key_he
 from attnmesh.kernels.choice import check_kernel
 from attnmesh.mesh.schedule import check_exchange
 from attnmesh.mesh.shapes import Shape
+from attnmesh.mesh.shares import check_shares
 
 
 def check_settings(config: Any, shape: Shape, options: Mapping[str, Any]) -> None:
@@ -62,3 +63,7 @@ def _checks(config: Any, shape: Shape, options: Mapping[str, Any]) -> Iterator[C
         subject, expected = f"ShardedCache {name}", "none for a model that compresses tokens"
         yield not options[name], KernelError, subject, expected, repr(options[name]), "leave it out"
     check_reproducible("ShardedCache reproducible", options["reproducible"], ranks, options["merge"])
+    shares = check_shares("ShardedCache", options["shares"], ranks)
+    if options["reproducible"]:
+        even = options["shares"] is None or (shares is not None and len({*shares}) == 1)
+        check_even_shares("ShardedCache reproducible", options["shares"], even=even)

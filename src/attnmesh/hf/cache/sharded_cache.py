@@ -1,6 +1,6 @@
 """Cache of transformers whose keys and values are sharded over the ranks of a mesh, one `KVCache` per layer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy, deepcopy
 from typing import Any
 
@@ -11,10 +11,12 @@ from transformers import PreTrainedConfig
 
 from attnmesh.cache.cache import KVCache
 from attnmesh.comm.topology import dist_all_gather_ints
+from attnmesh.core.layout import Striped
 from attnmesh.decoding.decode_call import decode
 from attnmesh.errors import KernelError, ShapeError, require
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.cache.layer import ShardedLayer, StatefulLayer
+from attnmesh.hf.cache.rank_shares import prompt_layout, shares_of
 from attnmesh.hf.cache.settings import check_settings
 from attnmesh.hf.cache.state_layer import StateLayer, make_layers
 from attnmesh.hf.cache.stored_layers import StoredLayers
@@ -55,6 +57,9 @@ class ShardedCache(StoredLayers):
         storage: "int8" or "fp8_e4m3" to store keys and values in 8 bits, as in `attnmesh.KVCache`. The first forward
             pass attends its own keys before they are rounded; later tokens attend the stored ones.
         window_storage: The same of layers with a window of 1,024 tokens or less: they lose most and hold least.
+        shares: Ratios of the tokens of each rank along queries and keys, as in `attnmesh.KVCache`; "auto" to measure
+            them. A prompt's tokens are computed in this ratio too. With `capacity`, "auto" gives no rank more keys than
+            its memory holds.
 
     Raises:
         InputError: A layer of the model is not supported, or ranks differ in an argument.
@@ -83,12 +88,13 @@ class ShardedCache(StoredLayers):
         keep: int = 0,
         storage: str | None = None,
         window_storage: str | None = None,
+        shares: Sequence[float] | str | None = None,
     ) -> None:
         place = Mesh.of(mesh)
-        options = {"capacity": capacity, "block": block, "merge": merge, "output": output}
+        options: dict[str, Any] = {"capacity": capacity, "block": block, "merge": merge, "output": output}
         options |= {"kernel": kernel, "exchange": exchange, "checked": checked, "copies": copies}
         options |= {"windows": windows, "keep": keep, "reproducible": reproducible}
-        options |= {"storage": storage, "window_storage": window_storage}
+        options |= {"storage": storage, "window_storage": window_storage, "shares": shares}
         with Agreement(place, "ShardedCache", options):
             check_settings(config, place.shape, options)
         self.config = config.get_text_config(decoder=True)
@@ -101,6 +107,8 @@ class ShardedCache(StoredLayers):
         self.kernel, self.exchange = kernel, exchange
         self.checked, self.copies, self.windows, self.keep = checked, copies, windows, keep
         self.storage, self.window_storage = storage, window_storage
+        self.shares = shares_of(config, mesh, shares, self.capacity, storage)
+        """Ratios of the tokens of each rank; None for even shares."""
         self.tokens: Tensor | None = None
         """Ids of the cached tokens, with -1 for padding and -2 - id for image tokens. After an interrupted generation,
         the ids to continue from. None if the tokens were not cached by `attnmesh.hf.generate`."""
@@ -137,6 +145,16 @@ class ShardedCache(StoredLayers):
     def head_ranks(self) -> int:
         """Ranks that split the heads of an output; 1 if each rank gets those of its queries."""
         return self.ranks if self.output == "heads" else 1
+
+    @property
+    def layout(self) -> Striped:
+        """Layout of a prompt, in which each rank keeps the keys that it computes."""
+        return prompt_layout(self.block, self.ranks, self.shares)
+
+    @property
+    def round(self) -> int:
+        """Tokens that all ranks compute in turn before the first one computes again."""
+        return self.layout.turns(self.ranks)[0].size
 
     def begin(self, tokens: int) -> None:
         """Set the block, if it was not given, by the length of the first prompt."""

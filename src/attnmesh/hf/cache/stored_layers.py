@@ -37,6 +37,7 @@ class StoredLayers(Cache):  # type: ignore[misc]
     block: int
     checked: bool | None
     copies: int
+    shares: tuple[float, ...] | None
     storage: str | None
     window_storage: str | None
     tokens: Tensor | None
@@ -164,7 +165,8 @@ class StoredLayers(Cache):  # type: ignore[misc]
     @property
     def _kv_options(self) -> dict[str, Any]:
         """Options of the `KVCache` of each layer."""
-        return {"capacity": self.capacity, "checked": self.checked, "copies": self.copies}
+        options = {"checked": self.checked, "copies": self.copies, "shares": self.shares}
+        return {"capacity": self.capacity, **options}
 
     def _fill(self, kvs: Sequence[KVCache]) -> None:
         """Set the `KVCache` of each layer. Raise if they are stored in another way than the cache's."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
-from attnmesh.core.layout import Contiguous, Layout, Zigzag
+from attnmesh.core.layout import Contiguous, Layout, Split, Zigzag
 from attnmesh.core.mask import FAR, Full, Mask
 from attnmesh.errors import KernelError, LayoutError, ShapeError, require
 from attnmesh.mesh.axes import Axis, Mesh, attention_dims, flat_axis
@@ -240,7 +240,7 @@ def _chains(layout: Layout, length: int, mesh: DeviceMesh | None) -> list[tuple[
     """Return the axis, owners and lengths of each chain of a layout."""
     axis, order = _chain_axis(mesh)
     counts = [len(layout.positions(length, axis.size, shard)) for shard in range(axis.size)]
-    if isinstance(layout, Contiguous) or axis.size == 1:
+    if isinstance(layout, Contiguous | Split) or axis.size == 1:
         return [(axis, order, counts)]
     expected = "a layout whose shards are runs of tokens, for a model with recurrent layers"
     runs, fix = isinstance(layout, Zigzag), "pass layout=am.Zigzag() or am.Contiguous()"

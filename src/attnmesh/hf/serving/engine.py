@@ -12,7 +12,6 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from attnmesh.comm.topology import dist_all_gather_ints, mesh_hosts
 from attnmesh.errors import ArgumentError, Busy, MeshError, ShapeError, TooLong, check_count, require, short
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.images.inputs import OWN_PROCESSOR, image_inputs, unless_text, without_absent
@@ -26,7 +25,7 @@ from attnmesh.hf.serving.stream import Sampling, Stream
 from attnmesh.hf.tensor_parallel import tp_mesh
 from attnmesh.mesh.axes import Mesh
 from attnmesh.runtime.counters import counted
-from attnmesh.runtime.memory import free_memory
+from attnmesh.setup.measure_shares import free_of_ranks
 
 BEAT = 1.0
 """Seconds of an idle engine between exchanges, in which it finds that a rank is lost."""
@@ -45,8 +44,9 @@ class Engine:
         mesh: The mesh that shares keys and values; None for one device.
         max_rows: Requests that decode at the same time.
         max_queue: Requests that wait, beyond which `submit` raises `Busy`.
-        cache_memory: Bytes for caches on each rank. None for three quarters of the memory that is free now, or of a
-            limit of its control group, which the ranks of a host share. Growth counts before it is allocated. Kept
+        cache_memory: Bytes for caches on each rank, or with unequal shares on the one that holds most. None for three
+            quarters of the memory that is free now, or of a limit of its control group, which the ranks of a host
+            share. Growth counts before it is allocated. Kept
             prefixes go first, least recently used first; then the youngest request waits, and is computed again.
         max_gap: Seconds that a prompt's chunk may add to a step of rows. By default two steps of rows, and two more for
             each request that waits. A chunk has at least a block of the cache on each rank, 128 tokens in long prompts.
@@ -54,6 +54,7 @@ class Engine:
         tokens_end: Tokens that end an answer; the model's by default. They are not among its tokens.
         cache_options: Options of each request's `ShardedCache`. With `storage=`, tokens may depend on what else runs:
             the first chunk of a prompt attends its keys before they are rounded, and chunks are shorter beside others.
+            With `shares="auto"` ranks are measured once, here.
 
     Raises:
         InputError: An argument is not supported, or ranks differ in one.
@@ -101,7 +102,10 @@ class Engine:
             require(fits, ArgumentError, f"{SUBJECT} max_gap", "seconds above 0", repr(max_gap), fix)
             fits, expected = max_model_len is None or context is None or max_model_len <= context, f"at most {context}"
             require(fits, ArgumentError, f"{SUBJECT} max_model_len", expected, max_model_len, "leave it out")
-        ShardedCache(self.model.config, mesh, **cache_options)  # raises here, not at the first request
+        cache = ShardedCache(self.model.config, mesh, **cache_options)  # raises here, not at the first request
+        self.shares = cache.shares
+        """Ratios of the tokens of each rank, measured once for all requests; None for even shares."""
+        cache_options["shares"] = cache.shares
         longest = max_model_len, context, cache_options.get("capacity")
         self.longest = min((limit for limit in longest if limit is not None), default=None)
         ends = self.model.generation_config.eos_token_id if tokens_end is None else tokens_end
@@ -187,15 +191,16 @@ class Engine:
         return stream
 
     def _memory_share(self) -> int:
-        """Return the share of one rank of the free memory, the least of all ranks."""
+        """Return the share of one rank of the free memory, the least of all ranks.
+
+        With unequal shares it is what the rank that holds most may take, so that no rank takes more than it has.
+        """
         device = self.model.device
-        place = -1 if device.type == "cpu" else device.index or 0
-        free = free_memory(device)
-        for mesh in self.link.meshes:
-            near = [*zip(mesh_hosts(mesh), dist_all_gather_ints([place], mesh.axes), strict=True)]
-            share = free // near.count(near[mesh.shard])
-            free = min(row[0] for row in dist_all_gather_ints([share], mesh.axes))
-        return max(1, int(SHARE * free))
+        peers, mesh = self.link.meshes
+        free = free_of_ranks(mesh, device, min(free_of_ranks(peers, device)))
+        shares = self.shares or (1.0,)
+        most = (max(shares) / shares[shard % len(shares)] * each for shard, each in enumerate(free))
+        return max(1, int(SHARE * min(most)))
 
     def _check(self, stream: Stream) -> None:
         """Raise unless the model can serve the request."""

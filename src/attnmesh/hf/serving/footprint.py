@@ -7,12 +7,13 @@ import torch
 from attnmesh.cache.cache import KVCache
 from attnmesh.cache.cache_config import Sizes
 from attnmesh.cache.cache_shard import shard_bytes
+from attnmesh.core.turns import Turn
 from attnmesh.errors import TooLong
 from attnmesh.hf.cache.layer import growth_capacity
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 
-Place = tuple[int, int, torch.device]
-"""Ranks that share the tokens of a cache, those that share its heads, and its device."""
+Place = tuple[Turn, int, torch.device]
+"""Turn of the rank that holds most tokens of a cache, ranks that share its heads, and its device."""
 
 SHARE = 0.75
 """Share of the free memory that caches take, if no other limit is given. Prefill takes the rest."""
@@ -20,7 +21,7 @@ SHARE = 0.75
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of a request's cache on one rank, as the first cache of the model shows them."""
+    """Bytes of a request's cache on the rank that holds most, as the first cache of the model shows them."""
 
     layers: list[tuple[Sizes, Place, int]]
     """Sizes of each cache, where it is, and the tokens that a key stands for."""
@@ -53,7 +54,7 @@ class Footprint:
 
 
 def growth(cache: ShardedCache, tokens: int) -> int:
-    """Return the bytes by which a cache grows on this rank when it takes so many more tokens."""
+    """Return the bytes by which a cache grows on the rank that holds most, when it takes so many more tokens."""
     total, layers = 0, cache.attention_layers
     if layers and layers[0].kv is not None and not any(layer.others for layer in layers):
         layers = layers if layers[0].must_grow(layers[0].kv, tokens) else []  # they grow together
@@ -73,4 +74,5 @@ def never_fits(needed: int, memory: int) -> TooLong:
 
 
 def _place(kv: KVCache) -> Place:
-    return kv.tokens.size, kv.mesh.heads.size, kv.device
+    most = max(kv.shard.block_cyclic.turns, key=lambda turn: turn.width)
+    return most, kv.mesh.heads.size, kv.device

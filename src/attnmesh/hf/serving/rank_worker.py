@@ -41,6 +41,12 @@ class RankWorker:
         self.nbytes, self.steps = 0, 0
         self.seconds: dict[str, float] = {}  # of each operation of the last plan
 
+    @property
+    def scale(self) -> float:
+        """Bytes of the rank that holds most, in bytes of rank 0: 1 with even shares."""
+        shares = self.options.get("shares") or (1.0,)
+        return float(max(shares) / shares[0])
+
     def run(self, plan: Sequence[Any]) -> dict[str, Any]:
         """Run the operations in order, and return their results by name. An `InputError` is a result, too."""
         results: dict[str, Any] = {}

@@ -209,7 +209,8 @@ class RequestQueue:
     def _free(self) -> int:
         """Return the bytes that are left on the fullest rank, after drops and growth of this step."""
         held = self.worker.measure(self.drops) if self.drops else self.worker.nbytes
-        return self.memory - held - (max(self.nbytes) - self.nbytes[0]) - self.promised
+        most, scale = max(self.nbytes), self.worker.scale
+        return int(self.memory - scale * held - max(0.0, most - scale * self.nbytes[0]) - self.promised)
 
     def _fits(self, more: int, spared: Collection[int] = ()) -> bool:
         """Return whether so many more bytes fit, after kept caches were dropped for them, least recently used first."""

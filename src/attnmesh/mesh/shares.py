@@ -1,0 +1,72 @@
+"""Shares of unequal ranks: ratios of the tokens that each holds, so that all of them are done at once."""
+
+from collections.abc import Sequence
+from math import gcd, isfinite
+from numbers import Real
+
+from attnmesh.errors import ShapeError, require
+
+MOST_RATIO = 2**32
+"""Most times that one share may be of another: a round of tokens has to be counted."""
+
+ALIKE = 1.15
+"""Ratio of read rates up to which ranks are taken for equal: measurements vary as much."""
+
+OF_MEMORY = 0.75
+"""Part of a rank's free memory that a cache may take. Weights, activations and other caches need the rest."""
+
+
+def check_shares(subject: str, shares: object, ranks: int, *, auto: bool = True) -> tuple[float, ...] | None:
+    """Return the shares as a tuple; None for even shares and for "auto". Raise unless each rank has a positive one."""
+    if shares is None or (auto and isinstance(shares, str) and shares == "auto"):
+        return None
+    wanted, expected = f"{ranks} positive numbers, one a rank that tokens are sharded over", "numbers above 0"
+    numbers = tuple(shares) if isinstance(shares, (tuple, list)) else ()
+    real = all(isinstance(x, Real) and not isinstance(x, bool) for x in numbers)
+    fix = 'pass ratios, as (3, 1), or "auto" to measure them' if auto else "pass ratios, as (3, 1)"
+    require(real and len(numbers) == ranks, ShapeError, f"{subject} shares", wanted, repr(shares), fix)
+    fits = all(isfinite(x) and x > 0 for x in numbers)
+    require(
+        fits, ShapeError, f"{subject} shares", expected, repr(shares), "leave a rank without tokens out of the mesh"
+    )
+    fits, expected = max(numbers) <= MOST_RATIO * min(numbers), f"numbers of which none is {MOST_RATIO} times another"
+    require(fits, ShapeError, f"{subject} shares", expected, repr(shares), "leave the rank of the least one out")
+    return numbers
+
+
+def recommended_shares(rates: Sequence[float], memory: Sequence[float] = (), needed: float = 0.0) -> tuple[int, ...]:
+    """Return the shares with which a step is fastest: as the read rates, within what ranks have memory for.
+
+    Args:
+        rates: Bytes/s that each rank reads.
+        memory: Free bytes of each rank.
+        needed: Bytes of the whole cache; 0 if they are not known, or no rank's memory bounds its share.
+
+    >>> recommended_shares((4e9, 1e9)), recommended_shares((4e9, 4.1e9))
+    ((4, 1), (1, 1))
+    >>> recommended_shares((4e9, 1e9), (40e9, 200e9), 100e9)
+    (3, 7)
+    """
+    parts = dict(enumerate(_alike(rates)))
+    most = {rank: OF_MEMORY * free / needed for rank, free in enumerate(memory)} if needed else {}
+    if sum(most.values()) < 1:
+        most = {}
+    found, left = dict[int, float](), 1.0
+    while True:
+        whole = sum(parts.values())
+        full = [rank for rank, rate in parts.items() if rank in most and left * rate / whole > most[rank]]
+        if not full:
+            break
+        for rank in full:
+            found[rank] = most[rank]
+            left -= found[rank]
+            del parts[rank]
+    found |= {rank: left * rate / whole for rank, rate in parts.items()}
+    parts_of_1000 = [max(1, round(1000 * found[rank])) for rank in range(len(rates))]
+    common = gcd(*parts_of_1000)
+    return tuple(part // common for part in parts_of_1000)
+
+
+def _alike(rates: Sequence[float]) -> Sequence[float]:
+    """Return the rates, or equal ones if they differ by no more than measurements do."""
+    return rates if max(rates) > ALIKE * min(rates) else [1.0] * len(rates)

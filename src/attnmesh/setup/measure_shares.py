@@ -1,0 +1,81 @@
+"""Read rate and free memory of each rank, and the shares that follow from them."""
+
+import time
+from dataclasses import replace
+
+import torch
+
+from attnmesh.comm.topology import dist_all_gather_ints, mesh_hosts
+from attnmesh.core.mask import FULL
+from attnmesh.core.scaling import Scaling
+from attnmesh.kernels.local_plan import LocalPlan
+from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.cluster import Cluster
+from attnmesh.mesh.shares import recommended_shares
+from attnmesh.runtime.memory import free_memory
+
+LEAST = 0.5
+"""Seconds for which each rank reads: several periods of a limit on its cores."""
+
+TOKENS = {"cpu": 2**13, "cuda": 2**18}
+"""Tokens that are read by 8 heads of 64 columns in float32: more than a cache of a CPU or a GPU holds."""
+
+
+def measured_shares(mesh: Mesh, device: torch.device, needed: float = 0.0) -> tuple[int, ...]:
+    """Return the shares of the ranks along queries and keys, the same on all ranks, which call it at once.
+
+    Args:
+        mesh: The mesh of all ranks.
+        device: This rank's device.
+        needed: Bytes of the whole cache; 0 if they are not known.
+    """
+    tokens = mesh.queries.size * mesh.keys.size
+    if tokens == 1:
+        return (1,)
+    rates, free = read_rates(mesh, device), free_of_ranks(mesh, device)
+    each = [range(place, mesh.ranks, tokens) for place in range(tokens)]  # ranks along the heads axis share tokens
+    rates, free = ([min(found[shard] for shard in shards) for shards in each] for found in (rates, free))
+    return recommended_shares(rates, free, needed / mesh.heads.size)
+
+
+def with_rates(cluster: Cluster, mesh: Mesh, device: torch.device) -> Cluster:
+    """Return a cluster with the read rates and free memory of its ranks, if they read at unequal rates."""
+    rates = read_rates(mesh, device)
+    if len({*recommended_shares(rates)}) == 1:
+        return cluster
+    return replace(cluster, rates=tuple(rates), memories=tuple(free_of_ranks(mesh, device)))
+
+
+def read_rates(mesh: Mesh, device: torch.device) -> list[int]:
+    """Return the bytes/s that each rank reads as a decode step does, by shard, while all read."""
+    shape = 2, 1, 8, TOKENS[device.type], 64
+    k, v = torch.zeros(shape, device=device).unbind()
+    q = torch.zeros(1, 8, 1, 64, device=device)
+    plan, reads = LocalPlan.of(q, k, v, FULL, Scaling(0.125), "auto"), 0
+    with torch.no_grad():
+        plan.attend(q, k, v, None)  # the first one also prepares
+        _synchronize(device)
+        dist_all_gather_ints([0], mesh.axes)
+        start = time.perf_counter()
+        while (seconds := time.perf_counter() - start) < LEAST:
+            plan.attend(q, k, v, None)
+            _synchronize(device)
+            reads += 1
+    rate = int(reads * 2 * k.nbytes / seconds)
+    return [found for (found,) in dist_all_gather_ints([max(1, rate)], mesh.axes)]
+
+
+def free_of_ranks(mesh: Mesh, device: torch.device, free: int | None = None) -> list[int]:
+    """Return the free bytes of each rank, by shard. Ranks of one device, or of a host's memory, have equal parts.
+
+    `free` are those of this rank's device; they are asked by default.
+    """
+    place = -1 if device.type == "cpu" else device.index or 0
+    rows = dist_all_gather_ints([place, free_memory(device) if free is None else free], mesh.axes)
+    near = [*zip(mesh_hosts(mesh), (row[0] for row in rows), strict=True)]
+    return [row[1] // near.count(at) for row, at in zip(rows, near, strict=True)]
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,240 @@
+"""Caches of unequal shares: exact on any mesh, saved and loaded on any other, and bounded by each rank's memory."""
+
+import resource
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import attnmesh as am
+from attnmesh import errors
+from attnmesh.core.turns import turns, widths_of
+from attnmesh.mesh.shapes import AXES, Shape
+from attnmesh.mesh.shares import recommended_shares
+from tests.support.dense import dense
+from tests.support.mesh_problems import named_mesh
+from tests.support.pool import Pool
+
+HEADS, WIDTH, LENGTH = (4, 2), 8, 397
+SHARES = {2: (3, 1), 3: (0.5, 4, 0.02), 1: (7,)}
+
+
+def cache_of(ranks: int, shares: object, **options: Any) -> am.KVCache:
+    sizes = {"batch": 1, "kv_heads": HEADS[1], "head_dim": WIDTH, "capacity": LENGTH + 40, "dtype": torch.float32}
+    return am.KVCache(named_mesh(Shape(1, 1, ranks), AXES), **(sizes | {"shares": shares} | options))
+
+
+def new(tokens: int = LENGTH) -> tuple[Tensor, Tensor]:
+    k, v = torch.randn(2, 1, HEADS[1], tokens, WIDTH, generator=torch.Generator().manual_seed(0)).unbind()
+    return k, v
+
+
+def query() -> Tensor:
+    return torch.randn(1, HEADS[0], 2, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def expected() -> Tensor:
+    visible = torch.arange(LENGTH) <= torch.arange(LENGTH - 2, LENGTH)[:, None]
+    return dense(*(x.double() for x in (query(), *new())), visible, WIDTH**-0.5)[0]
+
+
+# --- turns ---
+
+
+@pytest.mark.parametrize(("shares", "block"), [((3, 1), 16), ((1, 1, 1), 4), ((0.3, 70, 2), 16), ((1e4, 1), 1)])
+def test_turns_deal_each_token_once_and_keep_the_ratios(shares: tuple[float, ...], block: int) -> None:
+    widths = widths_of(shares, block)
+    found, length = turns(widths), 2 * sum(widths) + 7
+    positions = [turn.positions(length) for turn in found]
+    assert torch.cat(positions).sort().values.equal(torch.arange(length))
+    for turn, mine, share in zip(found, positions, shares, strict=True):
+        assert mine.equal(turn.holds(torch.arange(length)).nonzero().flatten())
+        assert turn.slot(mine).equal(torch.arange(len(mine)))
+        assert turn.count(length) == len(mine)
+        assert turn.width / turn.size == pytest.approx(share / sum(shares), rel=0.011)
+
+
+def test_shares_follow_rates_within_the_memory_of_each_rank() -> None:
+    assert recommended_shares((8e9, 2e9)) == (4, 1)
+    assert recommended_shares((8e9, 7.5e9)) == (1, 1)  # as equal as measurements are
+    assert recommended_shares((8e9, 8e9), (1e9, 9e9), 6e9) == (1, 7)  # the first has memory for an eighth
+    assert recommended_shares((6e9, 2e9, 2e9), (1e9, 9e9, 9e9), 3e9) == (2, 3, 3)
+    assert recommended_shares((8e9, 2e9), (1e9, 1e9), 60e9) == (4, 1)  # too large for both: that is said elsewhere
+
+
+# --- exact ---
+
+
+def saved(ranks: int, folder: Path) -> Tensor:
+    """Return a decode step after a sharded prefill, single tokens and several; and save the cache."""
+    cache = cache_of(ranks, SHARES[ranks])
+    k, v = new()
+    mine = cache.layout.positions(300, ranks, cache.tokens.index)
+    cache.append_shard(k[:, :, mine], v[:, :, mine], mine)
+    assert cache.is_block_cyclic
+    for start, stop in ((300, 301), (301, 302), (302, 350), (350, LENGTH)):
+        cache.append(k[:, :, start:stop], v[:, :, start:stop])
+    assert abs(cache.used - LENGTH * cache.shard.turn.width / cache.shard.turn.size) <= cache.shard.turn.width
+    cache.save(folder)
+    return am.decode(query(), cache)
+
+
+def loaded(ranks: int, shares: object, folder: Path, save_to: Path) -> Tensor:
+    cache = am.KVCache.load(folder, named_mesh(Shape(1, 1, ranks), AXES), shares=shares)
+    cache.save(save_to)
+    return am.decode(query(), cache)
+
+
+@pytest.mark.parametrize("ranks", SHARES)
+def test_a_save_of_unequal_shares_is_loaded_on_other_ranks_and_back(ranks: int, pool: Pool, tmp_path: Path) -> None:
+    outs = pool.run(ranks, saved, ranks, tmp_path / "0")
+    for number, (others, shares) in enumerate(((2, None), (3, (1, 2, 9)), (1, None), (ranks, SHARES[ranks]))):
+        outs += pool.run(others, loaded, others, shares, tmp_path / str(number), tmp_path / str(number + 1))
+    for out in outs:
+        torch.testing.assert_close(out, expected().float(), atol=2e-6, rtol=2e-5)
+
+
+def recovered(ranks: int) -> list[Tensor]:
+    """Return steps before and after the cache moves to other shares, with copies of each token."""
+    cache = cache_of(ranks, SHARES[ranks], copies=2)
+    cache.append(*new())
+    (other,) = am.recover([cache], cache.device_mesh, shares=(1, 5))
+    (even,) = am.recover([other], cache.device_mesh)
+    assert (other.shares, even.shares) == ((1, 5), None)
+    assert other.used < cache.used if cache.tokens.index == 0 else other.used > cache.used
+    return [am.decode(query(), one) for one in (cache, other, even)]
+
+
+def test_copies_and_recovery_have_unequal_shares(pool: Pool) -> None:
+    for outs in pool.run(2, recovered, 2):
+        for out in outs:
+            torch.testing.assert_close(out, expected().float(), atol=2e-6, rtol=2e-5)
+
+
+def rows(ranks: int) -> list[Tensor]:
+    """Return a step on rows of three caches, of which one was forked and each has other shares, beside each alone."""
+    caches = [cache_of(ranks, shares) for shares in (SHARES[ranks], None)]
+    for tokens, cache in zip((LENGTH, 90), caches, strict=True):
+        cache.append(*new(tokens))
+    caches.append(caches[0].fork())
+    caches[2].append(*new(3))
+    q = torch.randn(3, HEADS[0], 1, WIDTH, generator=torch.Generator().manual_seed(2))
+    alone = [am.decode(q[row : row + 1], cache) for row, cache in enumerate(caches)]
+    return [am.decode_rows(q, caches), torch.cat(alone)]
+
+
+def test_rows_of_caches_with_other_shares_decode_together(pool: Pool) -> None:
+    for together, alone in pool.run(3, rows, 3):
+        torch.testing.assert_close(together, alone, atol=1e-6, rtol=1e-5)
+
+
+# --- refused ---
+
+
+def refused(kind: str) -> None:
+    odd = torch.distributed.get_rank() == 1
+    match kind:
+        case "reproducible":
+            cache = cache_of(2, (3, 1))
+            cache.append(*new())
+            am.decode(query(), cache, reproducible=True)
+        case "pages":
+            pool = torch.randn(4, 16, HEADS[1], WIDTH)
+            cache_of(2, (3, 1)).append_pages(pool, pool, torch.tensor([[0, 1]]))
+        case "others":
+            cache_of(2, (3, 1) if odd else (1, 3))
+        case "shard":
+            cache, (k, v) = cache_of(2, (30, 1)), new()
+            mine = am.Zigzag().positions(LENGTH, 2, cache.tokens.index)
+            cache.append_shard(k[:, :, mine], v[:, :, mine], mine)
+        case _:
+            cache_of(
+                2, {"count": (1, 2, 3), "zero": (1, 0), "nan": (1, float("nan")), "text": "3,1"}.get(kind, (1, 1e12))
+            )
+
+
+REFUSED = {
+    "reproducible": r"KernelError: reproducible: expected even shares, .* tree, given shares=\(3, 1\). Fix: leave",
+    "pages": r"KernelError: append_pages: expected as many blocks on every rank, given shares=\(3, 1\). Fix: leave",
+    "others": r"MeshError: KVCache: expected .*:\n    ranks  shares\n    0      \(1, 3\)\n    1      \(3, 1\)",
+    "shard": r"ShapeError: append_shard: expected tokens spread .*, given 198 tokens on a rank of .*"
+    r"Fix: call cache.reserve\(\d+\) on every rank, or prefill in cache.layout",
+    "count": r"ShapeError: shares: expected 2 positive numbers, one a rank .*, given \(1, 2, 3\). Fix: pass ratios",
+    "zero": r"ShapeError: shares: expected numbers above 0, given \(1, 0\). Fix: leave a rank without tokens out",
+    "nan": r"ShapeError: shares: expected numbers above 0, given \(1, nan\)",
+    "text": r"ShapeError: shares: expected 2 positive numbers, .* given '3,1'",
+    "ratio": r"ShapeError: shares: expected numbers of which none is 4294967296 times another",
+}
+
+
+@pytest.mark.parametrize("kind", [*REFUSED])
+def test_what_unequal_shares_cannot_do_is_refused_on_all_ranks(kind: str, pool: Pool) -> None:
+    found = pool.ask(2, refused, kind)
+    assert len({str(error) for error in found}) == 1
+    name, said = REFUSED[kind].split(": ", 1)
+    with pytest.raises(getattr(errors, name), match=said):
+        raise found[0]
+
+
+# --- memory ---
+
+MEGABYTE = 1 << 20
+
+
+def under_a_limit(shares: object, tokens: int) -> tuple[str, list[int]]:
+    """Return what a rank says of a cache of 256 MB, if the ranks may take 80 and 240 MB more, and its tokens."""
+    rank = torch.distributed.get_rank()
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    before, most = resource.getrlimit(resource.RLIMIT_AS), (80, 240)[rank] * MEGABYTE
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + most, before[1]))
+    try:
+        cache = cache_of(2, shares, capacity=tokens, head_dim=128)
+        counts = cache.shard.block_cyclic.turns
+        return "", [turn.count(tokens) for turn in counts]
+    except errors.ShapeError as error:
+        return str(error), []
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def test_ranks_of_unequal_memory_hold_a_context_that_even_shares_cannot(pool: Pool) -> None:
+    tokens = 256 * MEGABYTE // (2 * HEADS[1] * 128 * 4)
+    for said, _ in pool.run(2, under_a_limit, None, tokens):
+        assert "KVCache capacity: expected tokens that fit the device's memory, given no room for" in said
+    for said, counts in pool.run(2, under_a_limit, (1, 3), tokens):
+        assert not said
+        assert counts == [tokens // 4, 3 * tokens // 4]
+
+
+# --- measured ---
+
+
+def measured(rates: list[int], free: list[int]) -> tuple[Any, ...]:
+    with (
+        mock.patch("attnmesh.setup.measure_shares.read_rates", return_value=rates),
+        mock.patch("attnmesh.setup.measure_shares.free_of_ranks", return_value=free),
+    ):
+        cache = cache_of(2, "auto", capacity=2**20)
+    cache.append(*new())
+    out = am.decode(query(), cache)
+    torch.testing.assert_close(out, expected().float(), atol=2e-6, rtol=2e-5)
+    return cache.shares, cache.used
+
+
+def test_auto_shares_follow_what_was_measured(pool: Pool) -> None:
+    assert {shares for shares, _ in pool.run(2, measured, [4000, 1000], [10**9] * 2)} == {(4, 1)}
+    whole = 2**20 * HEADS[1] * 2 * WIDTH * 4
+    assert {shares for shares, _ in pool.run(2, measured, [4000, 1000], [whole // 3, 2 * whole])} == {(1, 3)}
+
+
+def measured_here() -> tuple[float, ...] | None:
+    return cache_of(2, "auto").shares
+
+
+def test_auto_shares_are_the_same_on_all_ranks(pool: Pool) -> None:
+    one, other = pool.run(2, measured_here)
+    assert one == other
+    assert len(one) == 2

@@ -1,0 +1,145 @@
+"""Models on caches of unequal shares: the tokens of stock transformers, of which each rank computes its share."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import attnmesh.hf as hf
+from attnmesh import errors
+from attnmesh.hf.serving.engine import Engine
+from attnmesh.mesh.shapes import AXES, Shape
+from tests.hf.recurrent.test_recurrent import DoublePrecision, model_of, tokens
+from tests.hf.serving.test_engine import ids, running
+from tests.hf.serving.test_engine import tokens as tokens_of
+from tests.support import families
+from tests.support.families import STOCK, prompt
+from tests.support.mesh_problems import named_mesh
+from tests.support.models.tiny_models import Case, build
+from tests.support.pool import Pool
+
+
+def conversation(family: str, shape: Shape, shares: tuple[float, ...], folder: Path) -> tuple[list[Any], list[int]]:
+    """Return the tokens of turns on one cache, which is then loaded with even shares and back, and tokens of a rank."""
+    model, mesh = families.model(family, "attnmesh"), named_mesh(shape, AXES)
+    cache = hf.ShardedCache(model.config, mesh, shares=shares)
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+    turns = [hf.generate(model, prompt(150), cache=cache, **options)]
+    held = [cache.layers[-1].kv.used, cache.get_seq_length()]
+    turns.append(hf.generate(model, torch.cat((turns[0], prompt(90, seed=1)), 1), cache=cache, **options))
+    for number, other in enumerate((None, shares)):
+        cache.save(folder / str(number))
+        cache = hf.ShardedCache(model.config, mesh, shares=other)
+        cache.restore(folder / str(number))
+        again = torch.cat((turns[-1], prompt(3, seed=2)), 1)
+        turns.append(hf.generate(model, again, cache=cache, prefill_chunk_size=64, **options))
+    return [turn.tolist() for turn in turns], held
+
+
+@pytest.mark.parametrize(
+    ("family", "shape", "shares"),
+    [
+        ("qwen3", Shape(1, 1, 2), (3, 1)),
+        pytest.param("gemma3", Shape(1, 1, 3), (1, 5, 0.2), marks=pytest.mark.long),
+        pytest.param("llama", Shape(2, 1, 2), (1, 4), marks=pytest.mark.long),
+    ],
+)
+def test_tokens_on_unequal_shares_are_those_of_stock(
+    family: str, shape: Shape, shares: tuple[float, ...], pool: Pool, tmp_path: Path
+) -> None:
+    stock = families.model(family, STOCK[family])
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+    turns = [stock.generate(prompt(150), **options)]
+    turns.append(stock.generate(torch.cat((turns[0], prompt(90, seed=1)), 1), **options))
+    for _ in range(2):
+        turns.append(stock.generate(torch.cat((turns[-1], prompt(3, seed=2)), 1), **options))
+    answers = pool.run(shape.ranks, conversation, family, shape, shares, tmp_path)
+    for rank, (found, (held, length)) in enumerate(answers):
+        assert found == [turn.tolist() for turn in turns]
+        if family != "gemma3":  # whose last layer keeps a window
+            assert abs(held - length * shares[rank % len(shares)] / sum(shares)) <= 16 * len(shares)
+
+
+def generated(shares: tuple[float, ...]) -> tuple[torch.Tensor, list[int]]:
+    """Return tokens of a model with recurrent layers, and how many tokens each of its chunks had on this rank."""
+    model, mesh, seen = model_of("qwen3_next"), named_mesh(Shape(1, 1, len(shares)), AXES), []
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+    with DoublePrecision():
+        cache = hf.ShardedCache(model.config, mesh, shares=shares)
+        made = hf.generate(model, tokens(480), cache=cache, max_new_tokens=6, do_sample=False)
+    return made, seen
+
+
+def test_recurrent_layers_compute_runs_of_tokens_as_long_as_the_shares(pool: Pool) -> None:
+    stock, given = model_of("qwen3_next", "eager"), tokens(480)
+    with DoublePrecision():
+        mask = torch.ones_like(given)
+        expected = stock.generate(given, attention_mask=mask, max_new_tokens=6, do_sample=False)
+    (one, many), (other, few) = pool.run(2, generated, (3, 1))
+    assert torch.equal(one, expected)
+    assert torch.equal(other, expected)
+    assert (many[0], few[0]) == (14 * 24, 14 * 8)
+
+
+def served(shares: object) -> list[int] | None:
+    """Return the tokens of two requests of an engine, one by one, on rank 0."""
+    model, mesh = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, 2), AXES)
+    with running(model, mesh, shares=shares, cache_memory=400_000) as engine:
+        if engine is None:
+            return None
+        assert engine.shares is not None
+        streams = [engine.submit(ids(length, seed=length), max_new_tokens=5) for length in (130, 40, 90)]
+        return [token for stream in streams for token in tokens_of(stream)]
+
+
+def test_an_engine_serves_on_unequal_shares(pool: Pool) -> None:
+    stock, expected = families.model("llama", STOCK["llama"]), []
+    for length in (130, 40, 90):
+        given = torch.tensor([ids(length, seed=length)])
+        made = stock.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=5, do_sample=False)
+        expected += made[0, length:].tolist()
+    assert pool.run(2, served, (1, 4))[0] == expected
+
+
+def refused(kind: str) -> None:
+    config, mesh = families.model("llama", "attnmesh").config, named_mesh(Shape(1, 1, 2), AXES)
+    match kind:
+        case "reproducible":
+            hf.ShardedCache(config, mesh, shares=(2, 1), reproducible=True)
+        case "count":
+            hf.ShardedCache(config, mesh, shares=(2, 1, 1))
+        case "others":
+            Engine(families.model("llama", "attnmesh"), mesh, shares=(2, 1 + torch.distributed.get_rank()))
+
+
+REFUSED = {
+    "reproducible": r"ShardedCache reproducible: expected even shares, .* given shares=\(2, 1\). Fix: leave shares=",
+    "count": r"ShardedCache shares: expected 2 positive numbers, one a rank .*, given \(2, 1, 1\)",
+    "others": r"ShardedCache: expected the same call on .*:\n    ranks  shares\n",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_unequal_shares_cannot_do_is_refused_on_all_ranks(kind: str, pool: Pool) -> None:
+    found = pool.ask(2, refused, kind)
+    assert len({str(error) for error in found}) == 1
+    with pytest.raises(errors.InputError, match=REFUSED[kind]):
+        raise found[0]
+
+
+def selecting(name: str, shares: tuple[float, ...] | None, attention: str) -> list[int]:
+    """Return tokens of a model that keeps entries or index keys beside its keys, with a prompt in chunks."""
+    model = build(Case(name, name), attention, torch.float64)
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+    given = prompt(150)
+    if shares is None:
+        return model.generate(given, attention_mask=torch.ones_like(given), **options)[0].tolist()
+    cache = hf.ShardedCache(model.config, named_mesh(Shape(1, 1, len(shares)), AXES), shares=shares)
+    return hf.generate(model, given, cache=cache, prefill_chunk_size=64, **options)[0].tolist()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["deepseek_v4", "deepseek_v32"])
+def test_entries_and_index_keys_lie_on_unequal_shares(name: str, pool: Pool) -> None:
+    assert pool.run(3, selecting, name, (2, 5, 1), "attnmesh") == [selecting(name, None, "eager")] * 3
