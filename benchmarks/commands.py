@@ -348,6 +348,29 @@ def bench_serve(
     return [pairs("this machine", machine()), *by_case(tables.served_table, run.tables["rows"], "context")]
 
 
+PREFIXES_EXPLAINED = """\
+All processes of the first server are killed once it has stored its prompts. The second one finds them in the folder.
+Gaps are those of another client, who reads an answer while the prompt is computed, or loaded."""
+
+
+@bench_command(app, "prefixes", "First tokens of prompts that a server has stored.", PREFIXES_EXPLAINED)
+def bench_prefixes(
+    run: Bench,
+    ranks: Annotated[str, typer.Option(help="Ranks of the first server, and of the second.")] = "4,3",
+    model: Annotated[str, typer.Option(help="A folder, a name on the hub, or smollm2.")] = "smollm2",
+    letters: Annotated[int, typer.Option(min=1000, help="Letters of a prompt.")] = 26_400,
+    max_gap: Annotated[float, typer.Option(min=0.001, help="Seconds of a step, as of attnmesh serve.")] = 0.5,
+) -> list[Table]:
+    """First tokens of new prompts and of stored ones, after all ranks were killed (5 minutes)."""
+    from attnmesh.hf.load import locate
+    from benchmarks import prefixes as prefixes_bench
+
+    before, after = counts_of("--ranks", ranks)
+    request = prefixes_bench.Request(locate(model), pages(), letters, (before, after), max_gap)
+    prefixes_bench.rows(request, run.table("rows"), run.step)
+    return [pairs("this machine", machine()), tables.prefixes_table(run.tables["rows"])]
+
+
 FAULTS_EXPLAINED = """\
 A ratio of 0.95 is a cost of 5 %. Saving includes all writes: the first has the keys of the whole prompt, the others the
 new tokens, and the wait for the disk at the end counts. Recovery is that of all layers, with one new rank."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         packed,
         plan,
         prefill,
+        prefixes,
         recurrent,
         selected,
         storage,
@@ -143,6 +144,18 @@ def served_table(context: int, rows: "list[served.Row]") -> Table:
         times = (row.first.in_two_lines, gap)
         name = f"{row.clients} at once,\n{row.server}"
         table.add_row(name, f"{row.tokens_a_second:.1f}", *times, f"{row.megabytes:,.0f}", f"{row.same_texts:.0%}")
+    return table
+
+
+def prefixes_table(rows: "list[prefixes.PrefixRow]") -> Table:
+    """Return what clients saw of prompts that were computed, and of stored ones."""
+    figures = ("ranks", "tokens", "stored", "first\ntoken s", "longest\ngap ms", "same\ntext")
+    table = titled("a prompt, and a client beside it", "prompt", figures=figures)
+    for row in rows:
+        counts = f"{row.ranks}", f"{row.prompt:,}", f"{row.cached:,}"
+        table.add_row(
+            row.case, *counts, f"{row.first:.2f}", f"{row.longest_gap:,.0f}", "yes" if row.same_text else "no"
+        )
     return table
 
 

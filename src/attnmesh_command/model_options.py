@@ -74,6 +74,14 @@ ApiKeys = Annotated[
     typer.Option(envvar="ATTNMESH_API_KEY", show_envvar=True, help="Key of a client; again for each further one."),
 ]
 ApiKeyFile = Annotated[Path | None, typer.Option(help="File with a key on each line.")]
+StoreFolder = Annotated[
+    Path | None,
+    typer.Option(help="Folder that keeps beginnings of prompts, also for a server that comes later.", file_okay=False),
+]
+StoreMemory = Annotated[
+    float | None, typer.Option(min=0.001, help="GB of such beginnings in memory, of all ranks together; 1 by default.")
+]
+StoreDisk = Annotated[float | None, typer.Option(min=0.001, help="GB of them in the folder; 10 by default.")]
 GENERATION_SOURCES = ("auto", "none")
 """Sources of the defaults of requests."""
 GenerationSource = Annotated[
@@ -171,6 +179,9 @@ class ServeOptions:
     max_rows: Annotated[int, typer.Option(min=1, help="Requests that decode at a time.")] = 16
     max_queue: Annotated[int, typer.Option(min=1, help="Requests that wait; further ones get 429.")] = 64
     cache_memory: Annotated[float | None, typer.Option(min=0.001, help="GB of keys and values on a rank.")] = None
+    store: StoreFolder = None
+    store_memory: StoreMemory = None
+    store_disk: StoreDisk = None
     max_gap: MaxGap = None
     max_model_len: Annotated[int | None, typer.Option(min=2, help="Longest context; the model's by default.")] = None
     generation_config: GenerationSource = "auto"
@@ -195,6 +206,9 @@ class ServeOptions:
         check_named("--generation-config", self.generation_config, GENERATION_SOURCES)
         check_named("--tool-format", self.tool_format, TOOL_FORMATS)
         self.api_keys()
+        for name, size in (("--store-memory", self.store_memory), ("--store-disk", self.store_disk)):
+            fits, fix = self.store is not None or size is None, "name a folder, or leave this out"
+            check_option(fits, name, "a --store beside it", size, fix)
         check_model(self.model, self.revision)
         announce_model(self.model)
         print_note(f"importing PyTorch and transformers, to serve {self.model}")

@@ -20,6 +20,7 @@ from urllib.request import Request, urlopen
 import pytest
 from typer.testing import CliRunner
 
+from attnmesh.cli.serve_command import holding
 from attnmesh.errors import ArgumentError
 from attnmesh_command import app, show_errors
 from attnmesh_command.messages import OptionError
@@ -223,6 +224,8 @@ INVALID = {
     ("--model", TINY, "--max-model-len", "99999"): "--max-model-len: expected at most 2048, given 99999",
     ("--model", TINY, "--tool-format", "herms"): "write --tool-format hermes",
     ("--model", TINY, "--generation-config", "vllm"): "--generation-config: expected one of auto, none",
+    ("--model", TINY, "--store-disk", "5"): "--store-disk: expected a --store beside it, given 5.0",
+    ("--model", TINY, "--store", "/proc/self/attr"): "store: expected a folder",
     ("--model", TINY, "--host", "192.0.2.1"): "Cannot assign requested address",
 }
 
@@ -254,6 +257,14 @@ def test_each_client_has_a_key(tiny: str, tmp_path: Path, monkeypatch: pytest.Mo
         with pytest.raises(Stop):
             app(["serve", "--model", tiny, "--port", "0", "--api-key-file", str(tmp_path / "keys"), *options])
     assert given == [("a", "b", "third", "fourth"), ("first", "second", "third", "fourth")]
+
+
+def test_folders_of_prefixes_are_refused_by_name(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = "--model", tiny, "--store", str(tmp_path / "prefixes")
+    with holding(tmp_path / "prefixes"):
+        assert f"{tmp_path / 'prefixes'}, which another server uses" in refused(capsys, *options)
+    (tmp_path / "prefixes").chmod(0o707)
+    assert f"{tmp_path / 'prefixes'}, which others can write to" in refused(capsys, *options)
 
 
 def test_a_taken_port_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,9 +2,11 @@
 
 import multiprocessing as mp
 import os
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from socket import gethostname, socket
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +59,7 @@ def serve(options: ServeOptions) -> None:
         _, settings, _ = _prepared(options, world)
         serve_under_torchrun(settings)
         return
-    with leaving_tidily(), closing(listen(options.host, options.port)) as listening:
+    with leaving_tidily(), holding(options.store), closing(listen(options.host, options.port)) as listening:
         prepared, settings, defaults = _prepared(options, world)
         _serve(options, listening, prepared, defaults, hosts or LocalRanks(world, settings))
 
@@ -73,12 +75,37 @@ def _prepared(options: ServeOptions, world: int) -> tuple[Prepared, "ServeSettin
     memory = options.cache_memory and round(options.cache_memory * 1e9)
     engine: dict[str, Any] = {"max_rows": options.max_rows, "max_queue": options.max_queue, "max_model_len": longest}
     engine |= {"max_gap": options.max_gap, "cache_memory": memory, **cache_options(options, prepared)}
+    engine["store"] = _store(options, prepared)
     engine["tokens_end"], defaults = _generation(options.generation_config, prepared)
     return (
         prepared,
         ServeSettings(prepared.for_ranks, options.dtype, options.weights, options.deadline, engine),
         defaults,
     )
+
+
+@contextmanager
+def holding(folder: Path | None) -> Iterator[None]:
+    """Keep other servers from a folder of prefixes, also while ranks start again."""
+    if folder is None:
+        yield
+        return
+    from attnmesh.cli.serve_worker import lock_for_server
+
+    lock = lock_for_server(folder)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _store(options: ServeOptions, prepared: Prepared) -> Any:
+    """Return where the engine keeps prefixes; None for nowhere."""
+    from attnmesh.cli.serve_worker import prefix_store
+
+    sizes = {"memory": options.store_memory, "disk": options.store_disk}
+    given = {name: round(size * 1e9) for name, size in sizes.items() if size is not None}
+    return None if options.store is None else prefix_store(options.store.absolute(), prepared, given)
 
 
 def _serve(

@@ -1,6 +1,8 @@
 """Work of `attnmesh serve` on each rank: load the model, and run the engine."""
 
 from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -11,8 +13,10 @@ from attnmesh.cli.generate_prompt import Prepared
 from attnmesh.cli.output import print_message
 from attnmesh.cli.rank_model import load_model
 from attnmesh.comm.failures import set_deadline
+from attnmesh.hf.load import pinned, tokenizer_text
 from attnmesh.hf.models import rope_switches
 from attnmesh.serve.rank_requests import serve_rank_0
+from attnmesh.store.block_folder import FolderLock, check_private
 
 LOADING = 1800.0
 """Seconds that one rank may take longer than another to load the model."""
@@ -28,6 +32,17 @@ class ServeSettings:
     deadline: float
     engine: dict[str, Any]
     """Options of `hf.Engine`."""
+
+
+def prefix_store(folder: Path, prepared: Prepared, sizes: dict[str, int]) -> hf.PrefixStore:
+    """Return a store of prefixes of this tokenizer and this commit of the model."""
+    tokenizer = sha256(tokenizer_text(prepared.tokenizer).encode()).hexdigest()
+    return hf.PrefixStore(folder, source=f"{tokenizer} {pinned(prepared.place)[1]}", **sizes)
+
+
+def lock_for_server(folder: Path) -> FolderLock:
+    """Return a lock on a folder of prefixes that the front holds, also while ranks start again."""
+    return FolderLock(check_private(folder), "server")
 
 
 def serve_rank(settings: ServeSettings, address: str) -> None:

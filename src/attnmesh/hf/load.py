@@ -122,6 +122,13 @@ def open_tokenizer(name_or_path: str) -> Any:
         return AutoTokenizer.from_pretrained(source, **at, **NO_CODE)
 
 
+def tokenizer_text(tokenizer: Any) -> str:
+    """Return a text that is the same for equal tokenizers alone."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    parts = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), getattr(tokenizer, "chat_template", None)]
+    return json.dumps([*parts, None if backend is None else backend.to_str()], default=str)
+
+
 def _config_of(name_or_path: str) -> PreTrainedConfig:
     fix = f"name a folder with config.json, a model on the hub (and be connected), or {PACKAGED!r}"
     with as_model_error("model", "a model of transformers", name_or_path, fix):

@@ -29,6 +29,15 @@ ENGINE: dict[str, tuple[Any, str]] = {
     "step_seconds": (GaugeMetricFamily, "Seconds of a step of rows, a moving mean."),
     "cache_bytes": (GaugeMetricFamily, "Bytes of keys and values in the memory of a rank."),
     "cache_limit_bytes": (GaugeMetricFamily, "Bytes of keys and values that a rank may hold."),
+    "store_memory_tokens": (CounterMetricFamily, "Tokens of prompts that stored blocks in memory had."),
+    "store_disk_tokens": (CounterMetricFamily, "Tokens of prompts that stored blocks in the folder had."),
+    "store_blocks_written": (CounterMetricFamily, "Blocks of prefixes that were written to the folder."),
+    "store_blocks_damaged": (CounterMetricFamily, "Blocks that could not be read, and were computed again."),
+    "store_memory_bytes": (GaugeMetricFamily, "Bytes of stored blocks in memory, of all ranks together."),
+    "store_memory_blocks": (GaugeMetricFamily, "Stored blocks in memory."),
+    "store_disk_bytes": (GaugeMetricFamily, "Bytes of stored blocks in the folder."),
+    "store_disk_blocks": (GaugeMetricFamily, "Stored blocks in the folder."),
+    "store_stopped": (GaugeMetricFamily, "1 if no more blocks are stored, as the folder could not be written to."),
     "merge_share": (GaugeMetricFamily, "Share of the time of steps in which rank 0 merged results of ranks, 0 to 1."),
 }
 """Kind and text of each figure of the engine."""

@@ -40,6 +40,9 @@ DTYPES = {
 MAX_HEADER, MAX_SIZE, MAX_DIMS = 1 << 24, 1 << 48, 8
 """Limits for reading: bytes of a header, any single number in it, and dimensions of a tensor."""
 
+SMALL = 1 << 26
+"""Bytes of a tensor that fits any memory: to find out how much there is takes a millisecond."""
+
 PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
 """Modes of what is saved: prompts can be read in keys and tokens."""
 
@@ -173,7 +176,7 @@ class TensorFile:
         size, fits = entry.stop - entry.start, dtype in (None, entry.dtype) and shape in (None, entry.shape)
         if not fits:
             raise StoreError("load", f"{name!r} as {dtype} {shape}", f"{entry.dtype} {entry.shape} in {self.path}", FIX)
-        if size > host_memory():
+        if size > SMALL and size > host_memory():
             given = f"{size / 1e9:,.1f} GB in {name!r} in {self.path}"
             raise StoreError("load", f"at most this host's {host_memory() / 1e9:,.1f} GB", given, FIX)
         tensor = torch.empty(entry.shape, dtype=entry.dtype)

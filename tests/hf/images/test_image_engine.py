@@ -1,5 +1,6 @@
 """Requests with images in an engine: each text is that of `generate`, whatever else runs."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tests.hf.images import test_image_prompts as qwen
 from tests.hf.images import test_image_spans as spans
 from tests.hf.images.test_images import vision_model
 from tests.hf.serving.test_engine import running, started, tokens
+from tests.hf.serving.test_prefix_store import until_stored
 from tests.support.families import prompt
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
@@ -105,3 +107,27 @@ def test_images_that_do_not_fit_end_their_request_alone() -> None:
         with pytest.raises(errors.InputError, match="images that fit the prompt"):
             tokens(streams[0])
         assert len(tokens(streams[1])) == NEW
+
+
+def images_from_a_store(kind: str, folder: Path) -> None:
+    """Ask in a later engine: for the same images, for others in their places, and for text with the same tokens."""
+    model, (batch, other, *_) = problems(kind)
+    wanted = [generated(model, one, None) for one in (batch, other)]
+    store = hf.PrefixStore(folder)
+    for cached in (False, True):
+        with running(model, None, store=store) as engine:
+            assert engine is not None
+            stream = submit(engine, batch)
+            assert alike([answer(stream)], wanted[:1])
+            assert (stream.cached_tokens >= 16) == cached, stream.cached_tokens
+            until_stored(engine)
+    with running(model, None, store=store) as engine:
+        assert engine is not None
+        stream = submit(engine, other)
+        assert alike([answer(stream)], wanted[1:])
+        assert stream.cached_tokens == 0
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", pytest.param("gemma3", marks=pytest.mark.long)])
+def test_images_are_found_in_a_store_by_their_digest(kind: str, pool: Pool, tmp_path: Path) -> None:
+    pool.run(1, images_from_a_store, kind, tmp_path)

@@ -1,6 +1,7 @@
 """Layers of a cache that are saved in a folder: keys and values in shares, recurrent states whole."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import Cache, PreTrainedConfig
 
 from attnmesh.cache.cache import KVCache
+from attnmesh.cache.cache_config import Sizes
 from attnmesh.cache.saved_cache import LayersToLoad, Saving
 from attnmesh.errors import KernelError, ShapeError, StoreError, require
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.cache.compressed_layer import CompressedLayer
-from attnmesh.hf.cache.layer import ShardedLayer, StatefulLayer
+from attnmesh.hf.cache.layer import ShardedLayer, StatefulLayer, growth_capacity
 from attnmesh.hf.cache.state_layer import StateLayer
 from attnmesh.hf.images.cross import CrossLayer
 from attnmesh.hf.images.inputs import shift_of
@@ -153,14 +155,28 @@ class StoredLayers(Cache):  # type: ignore[misc]
         wanted = LayersToLoad(self.caches, capacity, self.tokens_per_key)
         kvs, more, note = load_layers(KVCache, path, self.mesh, wanted, device=device, **options)
         self._fill(kvs)
-        for number, layer in self._stateful:
-            prefix, device = f"{STATES}{number}.", kvs[0].device
-            own = [name for name in more if name.startswith(prefix)]
-            layer.set_tensors({name.removeprefix(prefix): more.pop(name).to(device) for name in own})
+        names = [name for name in more if name.startswith(STATES)]
+        self.set_states({name.removeprefix(STATES): more.pop(name).to(kvs[0].device) for name in names})
         self.capacity = capacity
         self.tokens, self.images = more.pop("held", None), None
         self.shift = shift_of(self.tokens, self.config)
         return more, note
+
+    def set_states(self, states: Mapping[str, Tensor]) -> None:
+        """Replace what layers keep of recurrences and of the last tokens by tensors with the names of `states`."""
+        for number, layer in self._stateful:
+            own = {name: x for name, x in states.items() if name.startswith(f"{number}.")}
+            layer.set_tensors({name.removeprefix(f"{number}."): x for name, x in own.items()})
+
+    def make(self, layers: Sequence[Sizes], tokens: int, device: torch.device) -> list[KVCache]:
+        """Make the empty caches of all layers, with space for so many tokens, to be filled. Every rank calls it."""
+        options, room = self._kv_options, growth_capacity(tokens) if self.capacity is None else self.capacity
+        options |= {"device": device}
+        sizes = (replace(each, capacity=room, block=self.block) for each in layers)
+        kvs = [KVCache(self.mesh, **{**vars(each), **options, "capacity": room}) for each in sizes]
+        if kvs:
+            self._fill(kvs)
+        return kvs
 
     @property
     def _kv_options(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from attnmesh.hf.models import check_rope_switch, check_rows, rope_regime, unwra
 from attnmesh.hf.options import agreement_with_peers
 from attnmesh.hf.serving.footprint import SHARE, never_fits
 from attnmesh.hf.serving.plan_exchange import PlanExchange, can_be_sent
+from attnmesh.hf.serving.prefix_store import PrefixStore
 from attnmesh.hf.serving.rank_worker import RankWorker
 from attnmesh.hf.serving.request_queue import RequestQueue
 from attnmesh.hf.serving.stream import Sampling, Stream
@@ -29,6 +30,9 @@ from attnmesh.setup.measure_shares import free_of_ranks
 
 BEAT = 1.0
 """Seconds of an idle engine between exchanges, in which it finds that a rank is lost."""
+
+POLL, WRITING = 0.005, 0.05
+"""Seconds between exchanges of one that waits for files that it reads, or for memory; and for files that it writes."""
 
 SUBJECT = "hf.Engine"
 
@@ -52,6 +56,7 @@ class Engine:
             each request that waits. A chunk has at least a block of the cache on each rank, 128 tokens in long prompts.
         max_model_len: Tokens of a prompt and its answer; the model's context by default.
         tokens_end: Tokens that end an answer; the model's by default. They are not among its tokens.
+        store: Where prefixes are kept when their caches go, also for engines that come later; None for nowhere.
         cache_options: Options of each request's `ShardedCache`. With `storage=`, tokens may depend on what else runs:
             the first chunk of a prompt attends its keys before they are rounded, and chunks are shorter beside others.
             With `shares="auto"` ranks are measured once, here.
@@ -84,6 +89,7 @@ class Engine:
         max_gap: float | None = None,
         max_model_len: int | None = None,
         tokens_end: Iterable[int] | None = None,
+        store: PrefixStore | None = None,
         **cache_options: Any,
     ) -> None:
         self.model, place = unwrap(model), Mesh.of(mesh)
@@ -100,6 +106,9 @@ class Engine:
             fits = max_gap is None or (isinstance(max_gap, (int, float)) and max_gap > 0)
             fix = "pass seconds, or leave it out"
             require(fits, ArgumentError, f"{SUBJECT} max_gap", "seconds above 0", repr(max_gap), fix)
+            given, fix = type(store).__name__, "pass one, or leave it out"
+            fits = store is None or isinstance(store, PrefixStore)
+            require(fits, ArgumentError, f"{SUBJECT} store", "a PrefixStore", given, fix)
             fits, expected = max_model_len is None or context is None or max_model_len <= context, f"at most {context}"
             require(fits, ArgumentError, f"{SUBJECT} max_model_len", expected, max_model_len, "leave it out")
         cache = ShardedCache(self.model.config, mesh, **cache_options)  # raises here, not at the first request
@@ -113,13 +122,13 @@ class Engine:
         peers = None if cache_options.get("output") == "heads" else tp_mesh(self.model)  # else the ranks of the mesh
         self.link, self.worker = PlanExchange(place, Mesh.of(peers)), RankWorker(self.model, mesh, cache_options)
         memory = int(cache_memory or self._memory_share())
-        self.schedule = RequestQueue(self.worker, max_rows, memory, max_gap)
+        self.schedule = RequestQueue(self.worker, max_rows, memory, max_gap, store)
         self.max_queue = int(max_queue)
         self.inbox: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
         self.error: BaseException | None = None
         self.closing = False
         self.exchanges = 0  # of plans so far: a server sees by them that ranks go on
-        self.seconds, self.merging = 0.0, 0.0
+        self.seconds, self.merging, self.pause = 0.0, 0.0, 0.0
 
     def submit(
         self,
@@ -185,6 +194,7 @@ class Engine:
         given, fix = f"one of {self.max_queue} requests that wait", "submit again later, or raise max_queue"
         fits = replay is not None or self._queued < self.max_queue
         require(fits, Busy, "submit", "a queue with room", given, fix)
+        self.schedule.store.prepare(stream)
         self.inbox.put(stream)
         if self.closing:  # it may have come too late to be found
             stream.end(self.error or "cancelled")
@@ -244,15 +254,17 @@ class Engine:
             raise
         finally:
             self.closing = True
-            self._receive(wait=False)
+            self._receive(0.0)
             self.schedule.end_all(self.error or "cancelled")
+            self.worker.close(at_once=self.error is not None)
 
     def follow(self) -> None:
         """Do what rank 0 plans, until it closes."""
         require(not self.link.leads, MeshError, f"{SUBJECT} follow", "a rank other than 0", "rank 0", "call run")
         while True:
-            plan, _ = self.link.exchange(None, self.worker.nbytes)
+            plan, _ = self.link.exchange(None, self.worker.numbers)
             if plan == [["end"]]:
+                self.worker.close()
                 return
             self._run(plan, None)
 
@@ -274,28 +286,31 @@ class Engine:
 
     def _step(self) -> None:
         """Take in requests, and run one step with all ranks."""
-        self._receive(wait=not self.schedule.busy)
+        idle = WRITING if self.schedule.store.is_writing else BEAT
+        self._receive(self.pause if self.schedule.busy else idle)
         plan = self.schedule.plan()
+        self.pause = 0.0 if plan else POLL
         with counted() as traffic:
             results = self._exchange(plan)
         self.seconds += sum(self.worker.seconds.values())
         self.merging += sum(traffic.merges)
         self.schedule.take(results)
 
-    def _receive(self, *, wait: bool) -> None:
-        """Move new requests to the schedule; wait for one, or a beat."""
+    def _receive(self, seconds: float) -> None:
+        """Move new requests to the schedule; wait for one for so many seconds at most."""
         while True:
             try:
-                stream = self.inbox.get(timeout=BEAT) if wait else self.inbox.get_nowait()
+                stream = self.inbox.get(timeout=seconds) if seconds else self.inbox.get_nowait()
             except queue.Empty:
                 return
-            wait = False
+            seconds = 0.0
             if stream is not None:  # else `close` wakes the engine
                 self.schedule.waiting.append(stream)
 
     def _exchange(self, plan: list[Any]) -> dict[str, Any]:
         """Send a plan to all ranks and run it."""
-        plan, self.schedule.nbytes = self.link.exchange(plan, self.worker.nbytes)
+        plan, numbers = self.link.exchange(plan, self.worker.numbers)
+        self.schedule.hear(numbers)
         self.exchanges += 1
         begun = self.schedule.begun
         return {} if plan == [["end"]] else self._run(plan, begun.images if begun is not None else None)

@@ -1,4 +1,4 @@
-"""Plans of steps from rank 0 to all ranks. Every rank sends a number of its own back in the same exchange."""
+"""Plans of steps from rank 0 to all ranks. Every rank sends numbers of its own back in the same exchange."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -32,22 +32,22 @@ class PlanExchange:
     def __init__(self, mesh: Mesh, peers: Mesh) -> None:
         self.meshes, self.leads = (peers, mesh), mesh.shard == peers.shard == 0
 
-    def exchange(self, plan: list[Any] | None, number: int) -> tuple[list[Any], list[int]]:
+    def exchange(self, plan: list[Any] | None, numbers: list[int]) -> tuple[list[Any], list[list[int]]]:
         """Return the plan of the leader, and the numbers of all ranks of this rank's mesh by shard."""
         code = _encoded(plan) if self.leads else []
         first = (code + [0] * FIRST_MESSAGE)[:FIRST_MESSAGE]
-        (size, *found), numbers = self._shared([len(code), *first], number)
+        (size, *found), table = self._shared([len(code), *first], numbers)
         if size > FIRST_MESSAGE:
-            found, _ = self._shared(code if self.leads else [0] * size)
-        return _decoded(found[:size]), numbers
+            found, _ = self._shared(code if self.leads else [0] * size, [])
+        return _decoded(found[:size]), table
 
-    def _shared(self, code: list[int], number: int = 0) -> tuple[list[int], list[int]]:
+    def _shared(self, code: list[int], numbers: list[int]) -> tuple[list[int], list[list[int]]]:
         """Return the leader's code, and the numbers by shard."""
-        table = [[number]]
+        table = [numbers]
         for mesh in self.meshes:
-            table = all_gather_ints([number, *code], mesh)
-            code = table[0][1:]
-        return code, [row[0] for row in table]
+            table = all_gather_ints([*numbers, *code], mesh)
+            code = table[0][len(numbers) :]
+        return code, [row[: len(numbers)] for row in table]
 
     def share(self, specs: Sequence[Spec], values: Mapping[str, Any] | None, device: torch.device) -> dict[str, Any]:
         """Return the values of the leader that a plan describes, on all ranks. Tensors are on the device."""

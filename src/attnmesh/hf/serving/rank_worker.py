@@ -9,15 +9,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
+from attnmesh.cache.cache_config import Sizes
 from attnmesh.errors import InputError
 from attnmesh.hf.cache.sharded_cache import ShardedCache
-from attnmesh.hf.forward_passes import prefill_chunks, run_model
+from attnmesh.hf.forward_passes import left_to_decode, prefill_chunks, run_model
 from attnmesh.hf.images.inputs import on_model
 from attnmesh.hf.models import steps_differ
 from attnmesh.hf.options import agree_on_call
 from attnmesh.hf.prefill import begin_prompt, crop_to_shared_prefix
+from attnmesh.hf.serving.rank_store import OF_STORE, RankStore, Reading, name_tokens
 from attnmesh.hf.serving.row_pass import decode_rows, note_tokens
 from attnmesh.mesh.axes import Mesh
+from attnmesh.store.block_names import StoredBlock
+from attnmesh.store.block_rows import Filling
 
 MEASURED = 32
 """Steps of rows after which bytes are measured again: caches that were forked copy what they change."""
@@ -28,7 +32,10 @@ class RankWorker:
 
     def __init__(self, model: PreTrainedModel, mesh: DeviceMesh | None, options: dict[str, Any]) -> None:
         self.model, self.mesh, self.options = model, mesh, options
+        self.place, self.left = Mesh.of(mesh), left_to_decode(model.config)
+        self.template = ShardedCache(model.config, mesh, **options)  # raises here, not at the first request
         self.caches: dict[int, ShardedCache] = {}
+        self.store: RankStore | None = None
         self.filling: dict[int, Iterator[int]] = {}
         self.prompts: dict[int, Tensor] = {}
         self.is_causal = all(getattr(module, "is_causal", True) for module in model.get_decoder().modules())
@@ -52,13 +59,30 @@ class RankWorker:
         results: dict[str, Any] = {}
         self.seconds = {}
         for name, *arguments in plan:
-            start = perf_counter()
+            start, owner = perf_counter(), self.store if name in OF_STORE else self
             try:
-                results[name] = getattr(self, f"do_{name}")(*arguments)
+                results[name] = getattr(owner, f"do_{name}")(*arguments)
             except InputError as error:
                 results[name] = error
             self.seconds[name] = perf_counter() - start
         return results
+
+    @property
+    def numbers(self) -> list[int]:
+        """Return what rank 0 needs to know of this rank in each step."""
+        return [self.nbytes, *((0, 0) if self.store is None else self.store.numbers)]
+
+    def do_open(self, number: int, layers: list[list[int]], tokens: int, rope: list[int], blocks: list[Any]) -> None:
+        """Make a cache for so many tokens, and begin to read stored blocks into it."""
+        assert self.store is not None
+        cache = ShardedCache(self.model.config, self.mesh, **self.options)
+        cache.begin(tokens)
+        cache.rope = tuple(rope)
+        kvs = cache.make([Sizes.decode(code) for code in layers], tokens, self.model.device)
+        self.caches[number] = cache
+        places = [(StoredBlock(*fields), place) for *fields, place in blocks]
+        self.store.open(number, Reading(cache, Filling(kvs), places, self.model.device))
+        self.nbytes = self.measure()
 
     def do_drop(self, numbers: list[int]) -> None:
         """Forget caches."""
@@ -81,9 +105,11 @@ class RankWorker:
         self.caches[number] = cache
         self.prompts[number], self.ends[number] = torch.tensor([ids], device=self.model.device), len(ids) - later
         first = self.prompts[number][:, : len(ids) - later]
-        place, images = Mesh.of(self.mesh), on_model(images, self.model)
+        place, images = self.place, on_model(images, self.model)
         agree_on_call(place, self.model, first, None, cache, {"chunk_size": None, **images})
         prompt = begin_prompt(place, self.model, first, None, images)
+        if cache.tokens is None and cache.get_seq_length():
+            name_tokens(cache, prompt)
         shared = crop_to_shared_prefix(self.model, prompt, cache)
         self.filling[number] = prefill_chunks(self.model, prompt, cache, lambda: self.size, lambda: self.stop)
         self.nbytes = self.measure()
@@ -128,6 +154,11 @@ class RankWorker:
         if grows or self.steps % MEASURED == 0:
             self.nbytes = self.measure()
         return logits
+
+    def close(self, *, at_once: bool = False) -> None:
+        """End what goes on beside the plans."""
+        if self.store is not None:
+            self.store.close(at_once=at_once)
 
     def measure(self, without: Collection[int] = ()) -> int:
         """Return the bytes of caches in the memory of this rank. Memory that caches share counts once."""

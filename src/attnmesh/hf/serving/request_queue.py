@@ -10,8 +10,10 @@ from torch import Tensor
 from attnmesh.errors import InputError
 from attnmesh.hf.serving.footprint import Footprint, growth, never_fits
 from attnmesh.hf.serving.plan_exchange import specs_of
+from attnmesh.hf.serving.prefix_store import PrefixStore
 from attnmesh.hf.serving.prefixes import LEAST, Prefixes
 from attnmesh.hf.serving.rank_worker import RankWorker
+from attnmesh.hf.serving.store_schedule import begin_store
 from attnmesh.hf.serving.stream import Stream
 from attnmesh.runtime.world import WORLD
 
@@ -37,12 +39,16 @@ MOVING = 0.3
 class RequestQueue:
     """The requests of an engine on rank 0, by what they wait for. Caches take at most `memory` bytes on each rank."""
 
-    def __init__(self, worker: RankWorker, max_rows: int, memory: int, max_gap: float | None) -> None:
+    def __init__(
+        self, worker: RankWorker, max_rows: int, memory: int, max_gap: float | None, store: PrefixStore | None = None
+    ) -> None:
         self.worker, self.max_rows, self.memory, self.max_gap = worker, int(max_rows), memory, max_gap
+        self.store = begin_store(store, worker)
         self.waiting: deque[Stream] = deque()
         self.filling: list[Stream] = []  # whose prompts are computed, the oldest first
         self.begun: Stream | None = None  # whose prompt begins in this step
         self.computed: Stream | None = None  # of whose prompt this step computes a chunk
+        self.forked: tuple[Stream, int] | None = None  # whose cache this step keeps, and its number
         self.spared: set[int] = set()  # kept caches that this step forks, or makes
         self.rows: list[Stream] = []
         self.prefixes = Prefixes(worker)
@@ -65,17 +71,22 @@ class RequestQueue:
     @property
     def busy(self) -> bool:
         """True if a step has something to do."""
-        return bool(self.rows or self.filling or self.waiting or self.drops)
+        return bool(self.rows or self.filling or self.waiting or self.drops or self.store.busy)
 
     def metrics(self) -> dict[str, float | list[float]]:
         """Return counts, and the bytes of caches by rank."""
-        sizes = {"running": len(self.rows), "filling": len(self.filling), "kept": len(self.prefixes.kept)}
+        sizes: dict[str, float] = {
+            "running": len(self.rows),
+            "filling": len(self.filling),
+            "kept": len(self.prefixes.kept),
+        }
         sizes["cache_limit_bytes"] = self.memory
+        sizes |= self.store.metrics()
         return {**self.counts, **sizes, "step_seconds": self.row_seconds, "cache_bytes": [*map(float, self.nbytes)]}
 
     def plan(self) -> list[Any]:
         """Return the operations of the next step."""
-        self.promised, self.begun, self.computed = 0, None, None
+        self.promised, self.begun, self.computed, self.forked = 0, None, None, None
         self.spared.clear()
         self._end_cancelled()
         while len(self.prefixes.kept) > 2 * self.max_rows:
@@ -86,14 +97,19 @@ class RequestQueue:
         operations = [operation for operation in (start, snapshot, fill) if operation is not None]
         if self.filling and not self.rows and not operations:  # none can go on beside the others
             self._preempt(self._bytes_of(len(self.filling[-1].ids)))
-        plan: list[Any] = []
+        plan = self.store.before(self.drops, self._spare_seconds() / 2 if self.rows else None)
         if self.drops:
             plan.append(["drop", self.drops])
             self.prefixes.forget(self.drops)
             self.drops = []
         if self.rows:
             plan.append(["rows", [[stream.number, stream.answer[-1]] for stream in self.rows], self.growing])
-        return plan + operations
+        return plan + operations + self.store.after()
+
+    def hear(self, numbers: list[list[int]]) -> None:
+        """Take the numbers of all ranks, as of the last step: bytes of caches, and what the store needs."""
+        self.nbytes = [nbytes for nbytes, *_ in numbers]
+        self.drops += self.store.hear([others for _, *others in numbers])
 
     def take(self, results: dict[str, Any]) -> None:
         """Take the results of a step: new tokens, and prompts that are done."""
@@ -105,6 +121,9 @@ class RequestQueue:
             self._take_start(self.begun, results["start"])
         if self.computed is not None and self.computed in self.filling:
             self._take_chunk(self.computed, results["fill"])
+        if self.forked is not None:
+            self.store.keep(*self.forked)
+        self.store.take(results, self.worker.seconds)
 
     def end_all(self, reason: str | BaseException) -> None:
         """End all streams."""
@@ -184,6 +203,7 @@ class RequestQueue:
             return
         if keep:
             self.prefixes.keep(stream)
+            self.store.keep(stream, stream.number)
         else:
             self.drops.append(stream.number)
 
@@ -195,6 +215,8 @@ class RequestQueue:
 
     def _put_back(self, stream: Stream) -> None:
         """Put a request back into the queue: its prompt and tokens are computed again."""
+        if not (self.worker.by_steps and stream.answer):
+            self.store.keep(stream, stream.number)
         self.drops.append(stream.number)
         stream.number, stream.filled = -1, 0
         stream.parted.clear()
@@ -260,11 +282,16 @@ class RequestQueue:
         """Begin the prompt of a request, if there is room for it. Return the operation."""
         if not self.waiting or len(self.running) >= self.max_rows or self.drops or (self.is_full and self.filling):
             return None
-        stream = next((one for one in islice(self.waiting, LOOK) if not self._has_to_wait(one)), None)
-        found = None if stream is None else self._source(stream)
+        first = (one for one in islice(self.waiting, LOOK) if not self.store.holds_up(one))
+        stream = next((one for one in first if not self._has_to_wait(one)), None)
+        stream = next((one for one in self.waiting if self.store.found(one) is not None), stream)
+        found = None if stream is None or self._loads(stream) else self._source(stream)
         if stream is None or found is None:
             return None
         source, same, moves = found
+        if (loaded := self.store.found(stream)) is not None and loaded[0] != source:
+            self.drops.append(loaded[0])
+        self.store.begun(stream)
         self.waiting.remove(stream)
         self.filling.append(stream)
         self.begun, stream.number, stream.filled, stream.forked = stream, next(self.numbers), same, source >= 0
@@ -280,6 +307,11 @@ class RequestQueue:
         begun = None if source < 0 else source
         return ["start", stream.number, stream.ids, begun, moves, later, specs_of(stream.images)]
 
+    def _loads(self, stream: Stream) -> bool:
+        """Return whether a cache is loaded now of the prefix of a prompt, which is stored and longer than others."""
+        same = self.prefixes.find(stream, self._lenders())[1]
+        return self.store.begins(stream, same, self.numbers, lambda: self._has_room(stream, -1, 0, moves=False))
+
     def _source(self, stream: Stream) -> tuple[int, int, bool] | None:
         """Return the cache that a prompt goes on from, its tokens, and whether it takes it; None if there is no room.
 
@@ -290,9 +322,11 @@ class RequestQueue:
             stream.end("length")
             return None
         found, none = self.prefixes.find(stream, self._lenders()), (-1, 0, False)
+        if (loaded := self.store.found(stream)) is not None and loaded[1] > found[1]:
+            found = (*loaded, True)
         if self._has_room(stream, *found):
             return found
-        if self.running:
+        if self.running or (self.store.holds_memory and self.store.found(stream) is None):
             return None
         if self._has_room(stream, *none):  # without the cache that it would go on from
             return none
@@ -339,6 +373,7 @@ class RequestQueue:
                 self.promised += more
                 number = next(self.numbers)
                 self.prefixes.keep(stream, snapshot=number)
+                self.forked = stream, number
                 self.spared.add(number)
                 return ["fork", stream.number, number]
         return None
@@ -374,8 +409,12 @@ class RequestQueue:
             waiting = len(self.waiting) + len(self.filling)  # who waits for a first token counts as who has one
             spare = 2 * self.row_seconds * waiting
         else:
-            spare = max(self.max_gap - self.row_seconds, 0.0)
+            spare = self._spare_seconds() / (1 + self.store.busy)
         return max(1, min(WHOLE, int(min(spare, longest) / self.token_seconds)))
+
+    def _spare_seconds(self) -> float:
+        """Return the seconds that a step of rows may take longer."""
+        return self.row_seconds if self.max_gap is None else max(self.max_gap - self.row_seconds, 0.0)
 
     def _measure(self, name: str, seconds: float) -> None:
         before = getattr(self, name)

@@ -1,0 +1,118 @@
+"""A store of prefixes that outlives caches and ranks: what a model's keys depend on, and the folder of its blocks."""
+
+import json
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers import __version__ as transformers_version
+
+from attnmesh.comm.topology import dist_all_gather_ints
+from attnmesh.core.digest import digest
+from attnmesh.errors import ArgumentError, KernelError, check_count, require
+from attnmesh.guard.agreement import Agreement
+from attnmesh.hf.cache.sharded_cache import ShardedCache
+from attnmesh.hf.generation_checkpoint import IGNORED_CONFIG
+from attnmesh.hf.models import is_compressed
+from attnmesh.hf.tensor_parallel import tp_mesh
+from attnmesh.mesh.axes import Mesh
+from attnmesh.store.block_folder import SUBJECT, BlockFolder, FolderLock, check_private, check_seen
+from attnmesh.store.block_names import BYTES, GRAIN
+
+VERSION = 1
+"""Version of what a block's keys depend on. Blocks of another one are not found."""
+
+PATIENCE = 10.0
+"""Seconds in which ranks that were ended let go of a folder."""
+
+
+@dataclass(frozen=True)
+class PrefixStore:
+    """Where an engine keeps prefixes of prompts when their caches go: in memory of its ranks, and in a folder.
+
+        engine = hf.Engine(model, mesh, store=hf.PrefixStore("prefixes", disk=20 << 30))
+
+    Args:
+        folder: A folder of this user alone, on a disk that all ranks share. One engine uses it at a time.
+        memory: Bytes in memory, of all ranks together.
+        disk: Bytes in the folder.
+        source: What else prefixes depend on, beside the model's weights, configuration and dtype: its tokenizer.
+    """
+
+    folder: str | Path
+    memory: int = 1 << 30
+    disk: int = 10 << 30
+    source: str = ""
+
+    def check(self, model: PreTrainedModel, cache: ShardedCache) -> None:
+        """Raise unless the store can keep prefixes of the model, in caches like this one."""
+        for name, size in (("memory", self.memory), ("disk", self.disk)):
+            check_count(f"{SUBJECT} {name}", size, "count the bytes as an int", error=ArgumentError)
+        given, fix = f"{model.config.model_type}, which compresses them", "leave the store out"
+        require(not is_compressed(model.config), KernelError, SUBJECT, "a model that keeps keys of tokens", given, fix)
+        apart = tp_mesh(model) is not None and cache.output != "heads"
+        given, fix = "ranks that share weights and heads beside the mesh", "share the weights along keys: tp=keys=4"
+        require(not apart, KernelError, SUBJECT, "ranks that hold all key heads of their tokens", given, fix)
+        given, fix = f"blocks of {cache.block}", f"leave block= out, or take a multiple of {GRAIN}"
+        require(cache.block % GRAIN == 0, KernelError, SUBJECT, f"blocks of {GRAIN} tokens", given, fix)
+        check_private(self.folder)
+
+
+@dataclass(frozen=True)
+class OpenStore:
+    """A folder that this engine holds, and the name of the model whose prefixes it takes."""
+
+    folder: BlockFolder
+    name: str
+    """That the first rank gives to what it stores. Others may have another one."""
+    lock: FolderLock | None
+    """None on ranks other than the first."""
+
+
+def open_store(store: PrefixStore, model: PreTrainedModel, cache: ShardedCache) -> OpenStore:
+    """Open the folder on all ranks, of which the first locks it. All raise if one of them cannot."""
+    place, locks = Mesh.of(cache.mesh), list[FolderLock]()
+    try:
+        fields = {"memory": store.memory, "disk": store.disk, "source": store.source}
+        with Agreement(place, SUBJECT, fields) as agreement:
+            store.check(model, cache)
+            if not place.shard:
+                locks.append(FolderLock(check_private(store.folder), patience=PATIENCE))
+            agreement.numbers = [lock.write_number() for lock in locks] or [0]
+        folder = check_private(store.folder)
+        with Agreement(place, SUBJECT):
+            check_seen(folder, agreement.table[0][0])
+        return OpenStore(BlockFolder(folder), _name_of(store, model, cache), locks[0] if locks else None)
+    except BaseException:
+        for lock in locks:
+            lock.release()
+        raise
+
+
+def _name_of(store: PrefixStore, model: PreTrainedModel, cache: ShardedCache) -> str:
+    """Return a hash of all that keys of a token depend on, beside the tokens up to it."""
+    from attnmesh import __version__
+
+    is_shared, first = tp_mesh(model) is not None, not Mesh.of(cache.mesh).shard
+    weights = [_weights_digest(model) if is_shared or first else 0]
+    if is_shared:  # each rank has its share of them
+        weights = [row[0] for row in dist_all_gather_ints(weights, Mesh.of(cache.mesh).axes)]
+    config = {name: value for name, value in model.config.to_dict().items() if name not in IGNORED_CONFIG}
+    stored = [str(model.dtype), cache.storage, cache.window_storage, cache.windows, cache.keep]
+    parts = [VERSION, __version__, transformers_version, store.source, weights, config, stored]
+    return blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=BYTES).hexdigest()
+
+
+def _weights_digest(model: PreTrainedModel) -> int:
+    """Return a digest of all weights that this rank has, by their names, dtypes and shapes."""
+    found = blake2b(digest_size=7)
+    for name, x in (*model.named_parameters(), *model.named_buffers()):
+        own = x.to_local() if isinstance(x, DTensor) else x
+        bits = own.detach().contiguous().flatten().view(torch.uint8)
+        found.update(f"{name} {x.dtype} {[*x.shape]} {'' if bits.is_cpu else int(digest(bits))};".encode())
+        if bits.is_cpu:
+            found.update(bits.numpy().data)
+    return int.from_bytes(found.digest(), "little")

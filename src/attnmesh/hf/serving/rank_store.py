@@ -1,0 +1,196 @@
+"""Stored prefixes on a rank: blocks in its memory, and a thread that writes blocks to a folder and reads them.
+
+A step copies rows between caches and blocks, some at a time. Files are written and read meanwhile.
+"""
+
+import queue
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from errno import EIO
+from threading import Thread
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnmesh.hf.cache.sharded_cache import ShardedCache
+from attnmesh.hf.cache.stored_layers import STATES
+from attnmesh.hf.forward_passes import Prompt
+from attnmesh.hf.serving.prefix_store import OpenStore
+from attnmesh.mesh.axes import Mesh
+from attnmesh.store.block_names import StoredBlock
+from attnmesh.store.block_rows import Filling, rows_of_block
+
+ON_DISK, IN_MEMORY, STAYS = range(3)
+"""Where a block is read: from its file, from memory, or from its file into memory."""
+
+OF_STORE = ("save", "forget", "load", "close")
+"""Operations of plans that a rank's store runs."""
+
+LONGEST_END = 5.0
+"""Seconds that files get at the end of an engine."""
+
+Rows = dict[str, Tensor]
+
+
+@dataclass
+class Reading:
+    """Blocks on their way to a cache."""
+
+    cache: ShardedCache
+    filling: Filling
+    blocks: Sequence[tuple[StoredBlock, int]]
+    """Each block, and where it is read."""
+    device: torch.device
+    ready: "queue.SimpleQueue[list[Rows] | None]" = field(default_factory=queue.SimpleQueue)
+    """Pieces of one block after the other, of which this rank needs some; None for one that is damaged."""
+    done: int = 0
+    """Blocks that were copied. After one that could not be, -1 less those before it."""
+    is_closed: bool = False
+
+
+class RankStore:
+    """The blocks of one rank. `numbers` are what rank 0 needs to know of them in each step."""
+
+    def __init__(self, opened: OpenStore, place: Mesh, caches: dict[int, ShardedCache]) -> None:
+        self.folder, self.lock, self.place, self.caches = opened.folder, opened.lock, place, caches
+        self.memory: dict[StoredBlock, Rows] = {}
+        self.readings: dict[int, Reading] = {}
+        self.written, self.fault = 0, 0  # blocks that were written, or are other ranks'; the system's error
+        self._work: queue.SimpleQueue[tuple[Callable[..., None], *tuple[Any, ...]]] = queue.SimpleQueue()
+        self._is_open, self._thread = True, Thread(target=self._run, name="attnmesh store", daemon=True)
+        self._thread.start()
+
+    @property
+    def numbers(self) -> list[int]:
+        """Return the blocks that were written, or -1 less an error; and the blocks that were read."""
+        done = next((one.done for one in self.readings.values()), 0)
+        return [-1 - self.fault if self.fault else self.written, done]
+
+    # --- operations of plans ---
+
+    def do_save(self, number: int, blocks: Sequence[Sequence[Any]]) -> None:
+        """Copy blocks of a cache to the memory of their ranks. Those that say so are written to the folder."""
+        cache = self.caches[number]
+        for *fields, to_disk in blocks:
+            block = StoredBlock(*fields)
+            rows, states = rows_of_block(cache.kvs, block), {}
+            if block.is_state:
+                states = {STATES + name: x.to("cpu", copy=True) for name, x in cache.states.items()}
+            if rows or states:
+                self.memory[block] = rows | states
+            mine = {} if self.place.shard else states  # they are the same on all ranks
+            piece = self.place.shard if block.is_state else self.place.heads.index
+            self._work.put((self._write, block, piece, rows | mine if to_disk else {}))
+
+    def do_forget(self, in_memory: Sequence[Sequence[Any]], on_disk: Sequence[Sequence[Any]]) -> None:
+        """Forget blocks in memory. Rank 0 removes files."""
+        for fields in in_memory:
+            self.memory.pop(StoredBlock(*fields), None)
+        for fields in () if self.place.shard else on_disk:
+            self.folder.remove(StoredBlock(*fields))
+
+    def open(self, number: int, reading: Reading) -> None:
+        """Begin to read blocks into the cache of that number."""
+        self.readings[number] = reading
+        self._work.put((self._read, reading))
+
+    def do_load(self, number: int, nbytes: int, patience: float) -> None:
+        """Copy blocks that have been read to the cache, of about so many bytes. Wait so long for the first one."""
+        one = self.readings[number]
+        while 0 <= one.done < len(one.blocks) and nbytes > 0:
+            try:
+                pieces = one.ready.get(timeout=patience) if patience else one.ready.get_nowait()
+            except queue.Empty:
+                return
+            patience, (block, place) = 0.0, one.blocks[one.done]
+            nbytes -= sum(x.nbytes for rows in pieces or () for x in rows.values())
+            if not self._copied(one, block, pieces):
+                one.done = -1 - one.done
+            else:
+                one.done += 1
+                if place == STAYS and pieces:
+                    self.memory[block] = pieces[0]
+
+    def do_close(self, number: int, length: int) -> None:
+        """End a reading: the cache has the first `length` tokens."""
+        one = self.readings.pop(number)
+        one.is_closed = True
+        if length:
+            one.filling.finish(length)
+            one.cache.count(length)
+
+    def _copied(self, one: Reading, block: StoredBlock, pieces: list[Rows] | None) -> bool:
+        """Copy a block to a cache. Return False if it is damaged."""
+        if not pieces:
+            return pieces is not None
+        try:
+            if block.is_state:
+                one.filling.begin(block, pieces)
+                names = [name for name in pieces[0] if name.startswith(STATES)]
+                one.cache.set_states({n.removeprefix(STATES): pieces[0][n].to(one.device, copy=True) for n in names})
+            one.filling.put(block, pieces)
+        except Exception:  # what a file of any contents may raise: its tokens are computed again
+            return False
+        return True
+
+    # --- files ---
+
+    def later(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Do something with files after what was asked before."""
+        self._work.put((work, *arguments))
+
+    def close(self, *, at_once: bool) -> None:
+        """Let others have the folder, unless `at_once` after what is left was written, for some seconds at most."""
+        self._work.put((self._end,))
+        self._thread.join(0.0 if at_once else LONGEST_END)
+        if self.lock is not None:
+            self.lock.release()
+
+    def _end(self) -> None:
+        self._is_open = False
+
+    def _run(self) -> None:
+        while self._is_open:
+            work, *arguments = self._work.get()
+            work(*arguments)
+
+    def _write(self, block: StoredBlock, piece: int, rows: Rows) -> None:
+        """Write a piece of a block, unless one could not be written before."""
+        try:
+            if rows and not self.fault:
+                self.folder.write(block, piece, rows)
+            self.written += 1
+        except Exception as error:  # of one file: requests go on, and rank 0 says so
+            self.fault = getattr(error, "errno", None) or EIO
+
+    def _read(self, one: Reading) -> None:
+        """Read blocks until one is damaged."""
+        for block, place in one.blocks:
+            if one.is_closed:
+                return
+            try:
+                one.ready.put(self._pieces(one, block, place))
+            except Exception:  # what a file of any contents may raise: its tokens are computed again
+                one.ready.put(None)
+                return
+
+    def _pieces(self, one: Reading, block: StoredBlock, place: int) -> list[Rows]:
+        """Return the pieces of a block; none if this rank needs no row of it."""
+        if not one.filling.needs(block):
+            return []
+        held = self.memory.get(block)
+        if held is not None and (place == IN_MEMORY or not block.is_state):
+            return [held]
+        return [self.folder.read(block, piece) for piece in range(block.pieces)]
+
+
+def name_tokens(cache: ShardedCache, prompt: Prompt) -> None:
+    """Set the tokens of a cache that was filled for a prompt, and their images if it has all of them.
+
+    Else what comes before the images is used.
+    """
+    length = cache.get_seq_length()
+    cache.tokens = prompt.mark(prompt.ids)[:, :length]
+    if prompt.pictures is not None and not bool(prompt.pictures.is_image[:, length:].any()):
+        cache.images = prompt.pictures.fingerprints

@@ -1,0 +1,495 @@
+"""Stored prefixes on rank 0: what is stored, and the operations that store more and load some.
+
+Blocks of a kept cache go to the memory of their ranks, a few in each step, and from there to files. A prompt whose
+longest prefix is stored gets a cache, which the ranks fill between steps before the prompt begins.
+"""
+
+import os
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+from attnmesh.cache.cache_config import Sizes
+from attnmesh.errors import InputError, warn_once
+from attnmesh.guard.agreement import Agreement
+from attnmesh.hf.cache.layer import StatefulLayer
+from attnmesh.hf.cache.sharded_cache import ShardedCache
+from attnmesh.hf.models import has_windows, rope_regime
+from attnmesh.hf.serving.prefix_store import OpenStore, PrefixStore, open_store
+from attnmesh.hf.serving.rank_store import IN_MEMORY, ON_DISK, STAYS, RankStore
+from attnmesh.hf.serving.rank_worker import RankWorker
+from attnmesh.hf.serving.stream import Stream
+from attnmesh.store.block_folder import SUBJECT
+from attnmesh.store.block_names import GRAIN, BlockNames, StoredBlock
+from attnmesh.store.block_tiers import BlockTiers, Held
+
+STEP = 0.05
+"""Seconds that a step may copy blocks while no rows decode."""
+
+PATIENCE = 0.005
+"""Seconds that such a step waits for a block that is being read."""
+
+NOTE = 16
+"""Bytes of two numbers that a block says of its heads, and of each layer that forgets."""
+
+SPEED = 1e9
+"""Bytes a second of a first copy, whose speed is not known yet."""
+
+
+@dataclass
+class SavingCache:
+    """A kept cache whose blocks are being stored."""
+
+    number: int
+    ids: list[int]
+    names: BlockNames
+    stop: int
+    at: int = -1
+    """Tokens whose blocks are stored, or -1 before the first look."""
+    last: StoredBlock | None = None
+    """The last block that was stored of it."""
+
+
+@dataclass
+class LoadingCache:
+    """A cache that is filled for a stream."""
+
+    stream: Stream
+    number: int
+    blocks: Sequence[tuple[StoredBlock, int]]
+    """Each block, and where it is read."""
+
+
+class NoStore:
+    """Stands for a store where there is none."""
+
+    busy = False
+    """True if a step has something to do."""
+    is_writing = False
+    """True if blocks are on their way to the folder."""
+    holds_memory = False
+    """True if there is a cache that no request has taken yet."""
+
+    def prepare(self, stream: Stream) -> None:
+        """Name the blocks of a new stream, in the thread that submits it."""
+
+    def keep(self, stream: Stream, number: int) -> None:
+        """Store the prefix in a cache from now on."""
+
+    def begins(self, stream: Stream, same: int, numbers: Iterator[int], fits: Callable[[], bool]) -> bool:
+        """Return whether a cache is now loaded for a stream, if it fits.
+
+        Another cache has a prefix of `same` tokens.
+        """
+        return False
+
+    def holds_up(self, stream: Stream) -> bool:
+        """Return whether a stream waits for its stored prefix."""
+        return False
+
+    def found(self, stream: Stream) -> tuple[int, int] | None:
+        """Return the cache that was loaded for a stream, and its tokens."""
+        return None
+
+    def begun(self, stream: Stream) -> None:
+        """Note that a stream has begun, from its loaded cache or from another."""
+
+    def before(self, drops: Collection[int], seconds: float | None) -> list[list[Any]]:
+        """Return operations that come before those of a step, which take so many seconds; None without rows."""
+        return []
+
+    def after(self) -> list[list[Any]]:
+        """Return operations that come after those of a step."""
+        return []
+
+    def hear(self, numbers: Sequence[Sequence[int]]) -> list[int]:
+        """Take what ranks say of their blocks. Return caches that nobody needs."""
+        return []
+
+    def take(self, results: dict[str, Any], seconds: dict[str, float]) -> None:
+        """Take the results of a step."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return counts and sizes."""
+        return {}
+
+
+class StoreSchedule(NoStore):
+    """The blocks of an engine, in memory and in a folder."""
+
+    def __init__(self, settings: PrefixStore, opened: OpenStore, worker: RankWorker) -> None:
+        self.worker, self.folder, self.name, self.template = worker, opened.folder, opened.name, worker.template
+        self.place, config = settings.folder, worker.template.config
+        stateful = any(isinstance(layer, StatefulLayer) for layer in self.template.layers)
+        self.forgets = bool(self.template.state_layers or stateful)
+        self.forgets = self.forgets or (self.template.windows and has_windows(config))
+        self.tiers = BlockTiers(settings.memory, settings.disk)
+        for block, nbytes in self.folder.scan().items():
+            self.tiers.add(self.tiers.disk, block, Held(nbytes))
+        self.layers = self._read_layers()
+        self.saving: deque[SavingCache] = deque()
+        self.saved: deque[SavingCache] = deque()  # whose last block may be on its way to the folder
+        self.writing: dict[StoredBlock, int] = {}
+        """Bytes of blocks on their way to the folder, in their order; 0 for those that stay in memory."""
+        self.on_the_way = 0  # the sum of them
+        self.pinned: frozenset[StoredBlock] = frozenset()  # blocks that are read
+        self.sent, self.stopped = 0, False
+        self.loading: LoadingCache | None = None
+        self.loaded: dict[Stream, tuple[int, int]] = {}
+        self.looked, self.names = WeakSet[Stream](), WeakKeyDictionary[Stream, BlockNames]()
+        self.opening: list[Any] | None = None
+        self.closing: list[Any] | None = None
+        self.gone: tuple[list[StoredBlock], list[StoredBlock]] = [], []  # from memory, and from the folder
+        self.rate = SPEED
+        self.copied = 0  # bytes that this step copies
+        names = ("memory_tokens", "disk_tokens", "blocks_written", "blocks_damaged")
+        self.counts = dict.fromkeys((f"store_{name}" for name in names), 0)
+        self._trim()
+
+    @property
+    def busy(self) -> bool:  # type: ignore[override]
+        """True if a step has something to do."""
+        return bool(self.loading or self.closing or self.saving or any(self.gone))
+
+    @property
+    def is_writing(self) -> bool:  # type: ignore[override]
+        """True if blocks are on their way to the folder."""
+        return bool(self.writing)
+
+    @property
+    def holds_memory(self) -> bool:  # type: ignore[override]
+        """True if there is a cache that no request has taken yet."""
+        return bool(self.loading or self.closing or self.loaded)
+
+    def metrics(self) -> dict[str, float]:
+        """Return counts and sizes."""
+        sizes: dict[str, float] = {}
+        for name, tier in (("memory", self.tiers.memory), ("disk", self.tiers.disk)):
+            sizes |= {f"store_{name}_bytes": tier.nbytes, f"store_{name}_blocks": len(tier.blocks)}
+        return {**self.counts, **sizes, "store_stopped": float(self.stopped)}
+
+    # --- storing ---
+
+    def prepare(self, stream: Stream) -> None:
+        """Name the blocks of a new stream, in the thread that submits it."""
+        self._names(stream).at(stream.ids, len(stream.ids) // GRAIN * GRAIN)
+
+    def keep(self, stream: Stream, number: int) -> None:
+        """Store the prefix in a cache from now on."""
+        cache = self.worker.caches.get(number)
+        if self.stopped or cache is None or any(layer.is_initialized for layer in cache.cross_layers):
+            return
+        if cache.intact and cache.rope == self._rope(stream) and all(kv.is_block_cyclic for kv in cache.kvs):
+            ids = stream.ids
+            self.saving.append(SavingCache(number, ids, self._names(stream), min(cache.get_seq_length(), len(ids))))
+
+    def before(self, drops: Collection[int], seconds: float | None) -> list[list[Any]]:
+        """Return operations that come before those of a step, which take so many seconds; None without rows."""
+        left, saves = int(self.rate * (STEP if seconds is None else seconds)), []
+        self.saving = deque(one for one in self.saving if one.number in self.worker.caches)
+        self.copied = 0
+        for one in sorted(self.saving, key=lambda one: one.number not in drops):
+            blocks: list[list[Any]] = []
+            while (self.copied < left or not self.copied) and (entry := self._next_block(one)) is not None:
+                blocks.append(entry)
+            if blocks:
+                saves.append(["save", one.number, blocks])
+        self.saved += [one for one in self.saving if one.at >= one.stop or one.number in drops]
+        self.saving = deque(one for one in self.saving if one.at < one.stop and one.number not in drops)
+        loads = [] if self.closing is None else [self.closing]
+        self.closing = None
+        if self.loading is not None and self.opening is None and not loads:
+            most = max(1, (left - self.copied) // self.worker.place.ranks)
+            loads = [["load", self.loading.number, most, PATIENCE if seconds is None else 0.0]]
+        return [*self._forgets(), *saves, *loads]
+
+    def after(self) -> list[list[Any]]:
+        """Return operations that come after those of a step."""
+        opening, self.opening = self.opening, None
+        return [] if opening is None else [opening]
+
+    def _forgets(self) -> list[list[Any]]:
+        gone, self.gone = self.gone, ([], [])
+        return [["forget", *gone]] if any(gone) else []
+
+    def _next_block(self, one: SavingCache) -> list[Any] | None:
+        """Return the next block of a cache that is not stored, and whether it goes to the folder; None if none can."""
+        cache = self.worker.caches[one.number]
+        whole = one.stop // GRAIN * GRAIN if any(kv.sizes.mask is None for kv in cache.kvs) else 0
+        if one.at < 0:
+            self._note_layers(cache)
+            path, state = self.tiers.path(one.names, one.ids, whole), self._state_of(one)
+            self._touch([*path, *state])
+            one.at = path[-1].stop if path else 0
+            if state and not self.tiers.has(state[0]):
+                entry = self._admitted(one, state[0], self._state_bytes(cache, state[0]))
+                if entry is None and one.at < one.stop:
+                    one.at = -1  # it is looked at again
+                return entry
+        while one.at < whole:
+            stop = min((one.at // cache.block + 1) * cache.block, whole)
+            block = StoredBlock(one.names.at(one.ids, stop), one.at, stop, pieces=self.worker.place.heads.size)
+            entry = None
+            if not self.tiers.has(block):  # else another cache has stored it meanwhile
+                entry = self._admitted(one, block, NOTE + (stop - one.at) * self._token_bytes(cache))
+                if entry is None:
+                    return None
+            one.at = stop
+            if entry is not None:
+                return entry
+        one.at = one.stop
+        return None
+
+    def _state_of(self, one: SavingCache) -> list[StoredBlock]:
+        """Return the state at the end of a cache; none if no layer forgets."""
+        name, first = one.names.state_at(one.ids, one.stop), one.stop // GRAIN * GRAIN
+        return [StoredBlock(name, first, one.stop, True, self.worker.place.ranks)] if self.forgets else []
+
+    def _touch(self, blocks: Sequence[StoredBlock]) -> None:
+        """Note that blocks are used, also for servers that come later."""
+        store, ordered = self.worker.store, sorted(blocks, key=lambda one: one.stop, reverse=True)
+        self.tiers.touch(ordered)
+        if store is not None:
+            for block in ordered:
+                store.later(self.folder.touch, block)
+
+    def _admitted(self, one: SavingCache, block: StoredBlock, nbytes: int) -> list[Any] | None:
+        """Make room for a block. Return it for a plan, and whether it goes to the folder.
+
+        None if there is no room now, as while blocks before it are written, or none for a block of this size.
+        """
+        gone = self.tiers.memory.make_room(nbytes, self.writing, self.pinned)
+        if gone is None:
+            one.at = one.stop if nbytes > self.tiers.memory.room else one.at
+            return None
+        self._forget(gone, [])
+        held = self.tiers.disk.make_room(nbytes + self.on_the_way, self.writing, self.pinned)
+        self._forget([], held or [])
+        self.tiers.add(self.tiers.memory, block, Held(nbytes, self.worker.caches[one.number].block))
+        self.writing[block] = nbytes if held is not None else 0
+        self.on_the_way += self.writing[block]
+        self.copied += nbytes
+        one.last = block
+        return [*block, held is not None]
+
+    def _forget(self, in_memory: list[StoredBlock], on_disk: list[StoredBlock]) -> None:
+        """Let ranks forget blocks that have left a tier."""
+        self.gone[0].extend(in_memory)
+        self.gone[1].extend(on_disk)
+        self.tiers.forget([*in_memory, *on_disk])
+
+    def _token_bytes(self, cache: ShardedCache) -> int:
+        """Return the bytes of a token on all ranks, in layers that keep all tokens."""
+        return 8 + sum(_row_bytes(kv.sizes) for kv in cache.kvs if kv.sizes.mask is None)
+
+    def _state_bytes(self, cache: ShardedCache, block: StoredBlock) -> int:
+        """Return the bytes of a state on all ranks."""
+        rows = (block.stop - block.start) * self._token_bytes(cache)
+        forgetting = [kv for kv in cache.kvs if kv.sizes.mask is not None]
+        rows += sum((kv.length - kv.shards.first()) * (_row_bytes(kv.sizes) + 8) for kv in forgetting)
+        states = sum(x.nbytes for x in cache.states.values())
+        return int(rows + states) + NOTE * self.worker.place.ranks * (1 + len(cache.kvs))
+
+    def _note_layers(self, cache: ShardedCache) -> None:
+        """Keep the sizes of layers, by which a cache can be made before any prompt was computed."""
+        layers = [replace(kv.sizes, batch=1, capacity=1, block=1) for kv in cache.kvs]
+        if layers != self.layers:
+            self.layers = layers
+            try:
+                self.folder.write_layers(self.name, layers)
+            except OSError as error:
+                self._stop(error.errno or 0, 0)
+
+    def _read_layers(self) -> list[Sizes] | None:
+        try:
+            return self.folder.read_layers(self.name)
+        except InputError:
+            return None
+
+    # --- loading ---
+
+    def begins(self, stream: Stream, same: int, numbers: Iterator[int], fits: Callable[[], bool]) -> bool:
+        """Return whether a cache is now loaded for a stream, if it fits.
+
+        Another cache has a prefix of `same` tokens.
+        """
+        if self.loading is not None or stream in self.looked or self.layers is None:
+            return False
+        tokens = self._computed(stream)
+        blocks, layout = self._find(stream, tokens)
+        length = max((block.stop for block in blocks), default=0)
+        if length < same + GRAIN or not fits():
+            return False
+        self.looked.add(stream)
+        self._touch(blocks)
+        self.pinned = frozenset(blocks)
+        places = [(block, self._place_of(block, layout)) for block in blocks]
+        self.loading = LoadingCache(stream, next(numbers), places)
+        sizes, reading = [one.encode() for one in self.layers], [[*block, place] for block, place in places]
+        self.opening = ["open", self.loading.number, sizes, tokens, [*self._rope(stream)], reading]
+        return True
+
+    def holds_up(self, stream: Stream) -> bool:
+        """Return whether a stream waits for its stored prefix, or for a cache that is loaded for another one."""
+        if self.loading is None or self.loading.stream is stream:
+            return self.loading is not None
+        last, _ = self.loading.blocks[-1]
+        if self.forgets or len(stream.ids) <= last.stop:
+            return False
+        return self._names(stream).at(stream.ids, last.stop) == last.name
+
+    def found(self, stream: Stream) -> tuple[int, int] | None:
+        """Return the cache that was loaded for a stream, and its tokens."""
+        return self.loaded.get(stream)
+
+    def begun(self, stream: Stream) -> None:
+        """Note that a stream has begun, from its loaded cache or from another."""
+        self.loaded.pop(stream, None)
+
+    def _find(self, stream: Stream, tokens: int) -> tuple[list[StoredBlock], int]:
+        """Return the blocks of the longest prefix that is stored, in the order in which they are read; and the layout.
+
+        A state goes first: it says which tokens layers forget.
+        """
+        sized = copy(self.template)
+        sized.begin(tokens)
+        names, ids, layout = self._names(stream), stream.ids, sized.block
+        if not self.forgets:
+            return self.tiers.path(names, ids, tokens, layout), layout
+        assert self.layers is not None
+        has_runs = any(sizes.mask is None for sizes in self.layers)
+        for state in self.tiers.states(names, ids, tokens, layout):
+            path = self.tiers.path(names, ids, state.start, layout) if has_runs else []
+            if not has_runs or (path[-1].stop if path else 0) == state.start:
+                return [state, *path], layout
+        return [], layout
+
+    def _place_of(self, block: StoredBlock, layout: int) -> int:
+        """Return where a block is read. One that a rank reads whole stays in memory, if there is room."""
+        held = self.tiers.memory.blocks.get(block)
+        if held is not None and held.layout == layout:
+            return IN_MEMORY
+        whole = block.pieces == self.worker.place.heads.size == 1 and not block.is_state
+        if not whole or block.start // layout != (block.stop - 1) // layout or held is not None:
+            return ON_DISK
+        nbytes = self.tiers.disk.blocks[block].nbytes
+        gone = self.tiers.memory.make_room(nbytes, self.writing, self.pinned)
+        if gone is None:
+            return ON_DISK
+        self._forget(gone, [])
+        self.tiers.add(self.tiers.memory, block, Held(nbytes, layout))
+        return STAYS
+
+    def hear(self, numbers: Sequence[Sequence[int]]) -> list[int]:
+        """Take what ranks say of their blocks. Return caches that nobody needs."""
+        written = [row[0] for row in numbers]
+        if min(written) < 0 and not self.stopped:
+            rank = next(rank for rank, number in enumerate(written) if number < 0)
+            self._stop(-1 - written[rank], rank)
+        if not self.stopped:
+            self._take_written(min(written))
+        left = [stream for stream in self.loaded if stream.cancelled or stream.finish_reason is not None]
+        return self._take_read([row[1] for row in numbers]) + [self.loaded.pop(stream)[0] for stream in left]
+
+    def _take_written(self, count: int) -> None:
+        """Add blocks to the folder's tier that all ranks have written."""
+        while self.sent < count:
+            self.sent += 1
+            block, reserved = next(iter(self.writing.items()))
+            del self.writing[block]
+            self.on_the_way -= reserved
+            if reserved and (nbytes := self.folder.size(block)):
+                self.tiers.add(self.tiers.disk, block, Held(nbytes))
+                self.counts["store_blocks_written"] += 1
+        while self.saved and self.saved[0].last not in self.writing:
+            one = self.saved.popleft()  # its first tokens stay longest: without them others are of no use
+            self._touch(self.tiers.path(one.names, one.ids, one.stop))
+        self._trim()
+
+    def _trim(self) -> None:
+        """Remove files that the folder has no room for."""
+        self._forget([], self.tiers.disk.make_room(0, self.pinned) or [])
+
+    def _stop(self, error: int, rank: int) -> None:
+        """Store no more, and say so once."""
+        self.stopped = True
+        for blocks in (self.saving, self.saved, self.writing):
+            blocks.clear()
+        self.on_the_way = 0
+        warn_once(f"no more prefixes are stored: rank {rank} cannot write to {self.place} ({os.strerror(error)})")
+
+    def _take_read(self, done: list[int]) -> list[int]:
+        """End the loading once all ranks have read what they can."""
+        one = self.loading
+        if one is None or self.opening is not None or self.closing is not None:
+            return []
+        total = len(one.blocks)
+        if any(0 <= number < total for number in done):
+            return []
+        good = min(number if number >= 0 else -1 - number for number in done)
+        if good < total:
+            self.counts["store_blocks_damaged"] += 1
+            self._drop_damaged(one, good)
+        length = max((block.stop for block, _ in one.blocks[:good]), default=0)
+        if self.forgets and good < total:
+            length = 0
+        self.closing, self.loading, self.pinned = ["close", one.number, length], None, frozenset()
+        if one.stream.cancelled or one.stream.finish_reason is not None or not length:
+            return [one.number]
+        for block, place in one.blocks[:good]:
+            tier = "memory" if place == IN_MEMORY else "disk"
+            self.counts[f"store_{tier}_tokens"] += block.stop - block.start
+        self.loaded[one.stream] = one.number, length
+        return []
+
+    def _drop_damaged(self, one: LoadingCache, good: int) -> None:
+        """Forget a block that could not be read, and that those after it stay in memory."""
+        for place, (block, where) in enumerate(one.blocks):
+            if place == good or (where == STAYS and place > good):
+                self.tiers.remove(self.tiers.memory, block)
+                self.gone[0].append(block)
+        block, _ = one.blocks[good]
+        self.tiers.remove(self.tiers.disk, block)
+        self.gone[1].append(block)
+
+    def take(self, results: dict[str, Any], seconds: dict[str, float]) -> None:
+        """Take the results of a step."""
+        if seconds.get("save") and self.copied:
+            self.rate = 0.7 * self.rate + 0.3 * self.copied / seconds["save"]
+        if isinstance(results.get("open"), InputError):  # no memory: all ranks raise
+            self.loading, self.pinned = None, frozenset()
+
+    # --- names ---
+
+    def _computed(self, stream: Stream) -> int:
+        """Return the tokens of a stream that a cache may have before its prompt begins."""
+        apart = stream.images is not None or self.worker.by_steps
+        return len(stream.prompt if apart else stream.ids) - self.worker.left
+
+    def _names(self, stream: Stream) -> BlockNames:
+        """Return the names of the blocks of a stream."""
+        if stream not in self.names:
+            look = None if stream.look is None else stream.look.hex()
+            self.names[stream] = BlockNames(self.name, stream.salt, look, self._rope(stream))
+        return self.names[stream]
+
+    def _rope(self, stream: Stream) -> tuple[int, ...]:
+        return rope_regime(self.template.config, len(stream.prompt))
+
+
+def _row_bytes(sizes: Sizes) -> int:
+    return sizes.kv_heads * sum(sizes.row_widths) * sizes.row_dtype.itemsize
+
+
+def begin_store(settings: PrefixStore | None, worker: RankWorker) -> NoStore:
+    """Open the store of an engine on all ranks. Return what the first of them schedules."""
+    if settings is None:
+        return NoStore()
+    opened = open_store(settings, worker.model, worker.template)
+    with Agreement(worker.place, SUBJECT):  # the first rank reads what is there
+        schedule = NoStore() if worker.place.shard else StoreSchedule(settings, opened, worker)
+    worker.store = RankStore(opened, worker.place, worker.caches)
+    return schedule

@@ -1,0 +1,179 @@
+"""A folder of stored blocks, which one engine uses at a time.
+
+        lock                                        held as long as an engine uses the folder
+        5f3a..e1.0-128.0-1.safetensors              the first 128 tokens, of all key heads
+        77c0..09.992-1003.state.2-4.safetensors     what the third of four ranks knew after 1,003 tokens
+        9d41..5a.layers.safetensors                 sizes of the layers of one model
+
+A file is named by the hash of what its keys were computed from, and says so inside. It gets its name once it is whole,
+so that a killed process leaves parts, which no one reads and the next engine removes.
+"""
+
+import os
+import stat
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from fcntl import LOCK_EX, LOCK_NB, flock
+from pathlib import Path
+from secrets import randbits
+
+import torch
+from torch import Tensor
+
+from attnmesh.cache.cache_config import Sizes
+from attnmesh.errors import StoreError, require
+from attnmesh.store.block_names import StoredBlock
+from attnmesh.store.checkpoint import check_folder
+from attnmesh.store.tensor_file import FIX, PART, PRIVATE_FILE, PRIVATE_FOLDER, TensorFile, link_or_write
+
+SUBJECT = "store"
+"""First word of errors about a folder of blocks."""
+
+LOCK, NAME = "lock", "name"
+
+LAYERS = ".layers.safetensors"
+"""End of the name of a file with sizes of layers."""
+
+POLL = 0.1
+"""Seconds between two looks at a lock."""
+
+
+def check_private(path: object) -> Path:
+    """Make a folder of this user alone if it is missing, and return it. Raise if others own it, or can write to it."""
+    folder = check_folder(SUBJECT, path)
+    try:
+        for each in (*reversed(folder.parents), folder):
+            each.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
+        found = folder.stat()
+    except OSError as error:
+        given, fix = f"{folder} ({error.strerror})", "name another folder"
+        raise StoreError(SUBJECT, "a folder that can be made", given, fix) from None
+    expected, fix = "a folder of this user", "name a folder of your own"
+    require(found.st_uid == os.getuid(), StoreError, SUBJECT, expected, f"{folder}, which is another's", fix)
+    safe, given = not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH), f"{folder}, which others can write to"
+    require(safe, StoreError, SUBJECT, "a folder that only this user can write to", given, f"chmod 700 {folder}")
+    return folder
+
+
+class FolderLock:
+    """A lock that one process holds on a folder until it ends, on a file system that has locks."""
+
+    def __init__(self, folder: Path, name: str = LOCK, *, patience: float = 0.0) -> None:
+        """Take the lock within so many seconds, or raise."""
+        self.handle = os.open(folder / name, os.O_RDWR | os.O_CREAT, PRIVATE_FILE)
+        end = time.monotonic() + patience
+        while True:
+            try:
+                flock(self.handle, LOCK_EX | LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() >= end:
+                    os.close(self.handle)
+                    given, fix = f"{folder}, which another server uses", "name another folder, or end that server"
+                    raise StoreError(SUBJECT, "a folder of one server", given, fix) from None
+            except OSError:
+                return
+            time.sleep(POLL)
+
+    def write_number(self) -> int:
+        """Leave a number in the file, by which other hosts see that they have the same folder."""
+        number = randbits(62)
+        os.pwrite(self.handle, f"{number:020}".encode(), 0)
+        return number
+
+    def release(self) -> None:
+        """Let others use the folder."""
+        os.close(self.handle)
+
+
+def check_seen(folder: Path, number: int) -> None:
+    """Raise unless the lock of a folder has this number."""
+    with suppress(OSError, ValueError):
+        if int((folder / LOCK).read_text()) == number:
+            return
+    given, fix = f"{folder} of another host", "name a folder on a disk that all ranks share"
+    raise StoreError(SUBJECT, "a folder that all ranks see", given, fix)
+
+
+class BlockFolder:
+    """The files of a folder. Their names are hashes, so the files of several models may stand beside each other."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def scan(self) -> dict[StoredBlock, int]:
+        """Return the bytes of each whole block, least recently used first. Remove what is not whole.
+
+        The caller holds the folder's lock, so no other process writes here.
+        """
+        found: dict[StoredBlock, dict[int, os.stat_result]] = {}
+        for entry in os.scandir(self.path):
+            if entry.name.endswith(PART):
+                Path(entry.path).unlink(missing_ok=True)
+            elif (known := StoredBlock.of_file(entry.name)) is not None and entry.is_file(follow_symlinks=False):
+                found.setdefault(known[0], {})[known[1]] = entry.stat(follow_symlinks=False)
+        whole = {}
+        for block, stats in sorted(found.items(), key=lambda one: max(x.st_mtime for x in one[1].values())):
+            if {*stats} == {*range(block.pieces)}:
+                whole[block] = sum(x.st_size for x in stats.values())
+            else:
+                self.remove(block)
+        return whole
+
+    def size(self, block: StoredBlock) -> int:
+        """Return the bytes of a block; 0 if not all of it is there."""
+        try:
+            return sum(path.stat().st_size for path in self._files(block))
+        except OSError:
+            return 0
+
+    def write(self, block: StoredBlock, piece: int, tensors: Mapping[str, Tensor]) -> None:
+        """Write one piece of a block, which appears once the disk has all of it."""
+        link_or_write(self.path / block.file(piece), {NAME: _bytes_of(block.name), **tensors})
+
+    def read(self, block: StoredBlock, piece: int) -> dict[str, Tensor]:
+        """Return the tensors of a piece. Raise if its file is missing or damaged, or is another block's."""
+        return _tensors_of(self.path / block.file(piece), block.name)
+
+    def remove(self, block: StoredBlock) -> None:
+        """Remove the files of a block."""
+        for path in self._files(block):
+            with suppress(OSError):
+                path.unlink()
+
+    def touch(self, block: StoredBlock) -> None:
+        """Note that a block was used now, for engines that come later."""
+        for path in self._files(block):
+            with suppress(OSError):
+                os.utime(path)
+
+    def _files(self, block: StoredBlock) -> list[Path]:
+        return [self.path / block.file(piece) for piece in range(block.pieces)]
+
+    def write_layers(self, name: str, layers: Sequence[Sizes]) -> None:
+        """Write the sizes of a model's layers."""
+        tensors = {str(n): torch.tensor(sizes.encode()) for n, sizes in enumerate(layers)}
+        link_or_write(self.path / f"{name}{LAYERS}", {NAME: _bytes_of(name), **tensors})
+
+    def read_layers(self, name: str) -> list[Sizes]:
+        """Return the sizes of a model's layers. Raise if there are none, or if they are damaged."""
+        found = _tensors_of(self.path / f"{name}{LAYERS}", name)
+        try:
+            return [Sizes.decode(found[str(n)].tolist()) for n in range(len(found))]
+        except (KeyError, ValueError, IndexError, TypeError) as error:
+            given = f"{self.path} ({type(error).__name__})"
+            raise StoreError("load", "sizes of layers", given, FIX) from error
+
+
+def _tensors_of(path: Path, name: str) -> dict[str, Tensor]:
+    file = TensorFile(path)
+    tensors = {each: file.read(each) for each in file.entries}
+    own = tensors.pop(NAME, torch.empty(0, dtype=torch.uint8))
+    is_own = own.dtype == torch.uint8 and bytes(own.flatten().tolist()).hex() == name
+    require(is_own, StoreError, "load", f"a file of {name}", f"another's in {path}", FIX)
+    return tensors
+
+
+def _bytes_of(name: str) -> Tensor:
+    return torch.tensor([*bytes.fromhex(name)], dtype=torch.uint8)

@@ -1,0 +1,74 @@
+"""Names of stored blocks: hashes of what their keys were computed from, the tokens up to a block's end among it."""
+
+import json
+import re
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+GRAIN = 16
+"""Tokens between two places where a block may end. A state ends at any token."""
+
+BYTES = 16
+"""Bytes of a hash."""
+
+FILE = re.compile(r"([0-9a-f]{32})\.([0-9]{1,15})-([0-9]{1,15})(\.state)?\.([0-9]{1,6})-([0-9]{1,6})\.safetensors")
+
+
+class StoredBlock(NamedTuple):
+    """Keys and values of consecutive tokens; or what layers that forget know after the last of them: a state."""
+
+    name: str
+    """Hash of all tokens up to the last, and of what else the keys depend on."""
+    start: int
+    stop: int
+    is_state: bool = False
+    pieces: int = 1
+    """Files that it has: of key heads that ranks share, and of a state one by each rank."""
+
+    def file(self, piece: int) -> str:
+        """Return the name of the file of a piece.
+
+        >>> StoredBlock("0" * 32, 128, 256).file(0)
+        '00000000000000000000000000000000.128-256.0-1.safetensors'
+        """
+        kind = ".state" if self.is_state else ""
+        return f"{self.name}.{self.start}-{self.stop}{kind}.{piece}-{self.pieces}.safetensors"
+
+    @staticmethod
+    def of_file(file: str) -> "tuple[StoredBlock, int] | None":
+        """Return the block and the piece that a file is named by; None for another file."""
+        if not (match := FILE.fullmatch(file)):
+            return None
+        name, start, stop, state, piece, pieces = match.groups()
+        return StoredBlock(name, int(start), int(stop), bool(state), int(pieces)), int(piece)
+
+
+class BlockNames:
+    """Names of the blocks of one growing sequence, by all that its keys depend on."""
+
+    def __init__(self, *source: Any) -> None:
+        self.hashes = [blake2b(json.dumps(source).encode(), digest_size=BYTES).digest()]
+        """Hash of the first `GRAIN * i` tokens, for each i."""
+
+    def at(self, ids: Sequence[int], stop: int) -> str:
+        """Return the name of the block of a sequence that ends at a multiple of `GRAIN`.
+
+        >>> names = BlockNames("a model")
+        >>> names.at(range(40), 32) == names.at([*range(32), 5], 32) != names.at(range(40), 16)
+        True
+        """
+        while len(self.hashes) <= stop // GRAIN:
+            first = GRAIN * (len(self.hashes) - 1)
+            self.hashes.append(_hashed(self.hashes[-1], ids[first : first + GRAIN]))
+        return self.hashes[stop // GRAIN].hex()
+
+    def state_at(self, ids: Sequence[int], stop: int) -> str:
+        """Return the name of the state after any number of tokens."""
+        first = stop // GRAIN * GRAIN
+        return _hashed(bytes.fromhex(self.at(ids, first)) + b"state", ids[first:stop]).hex()
+
+
+def _hashed(before: bytes, ids: Sequence[int]) -> bytes:
+    return blake2b(before + array("q", ids).tobytes(), digest_size=BYTES).digest()

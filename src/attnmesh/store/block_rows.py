@@ -1,0 +1,164 @@
+"""Rows of a block's tokens in the caches of a rank: to be stored, and to be read by any number of ranks."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnmesh.cache.cache import KVCache
+from attnmesh.cache.cache_shard import CacheShard
+from attnmesh.errors import StoreError, require
+from attnmesh.mesh.axes import Axis, overlap
+from attnmesh.store.block_names import StoredBlock
+from attnmesh.store.tensor_file import FIX
+
+HEADS, COLUMNS, FLOORS = "heads", "columns", "floors"
+"""Names of tensors in a file: its index among ranks that share key heads, and their number; tokens; and, of each layer
+that forgets, the first token it has and the first query that it serves."""
+
+
+def groups_of(kvs: Sequence[KVCache], block: StoredBlock) -> list[list[int]]:
+    """Return the layers that have rows in a block, in groups of the same tokens and key heads.
+
+    Layers that keep all tokens come first, then each one that forgets, of which a state alone has rows.
+    """
+    whole: dict[int, list[int]] = {}
+    for layer, kv in enumerate(kvs):
+        if kv.sizes.mask is None:
+            whole.setdefault(kv.sizes.kv_heads, []).append(layer)
+    forgetting = [[layer] for layer, kv in enumerate(kvs) if kv.sizes.mask is not None]
+    return [*whole.values(), *(forgetting if block.is_state else ())]
+
+
+def columns_of(kvs: Sequence[KVCache], group: Sequence[int]) -> str:
+    """Return the name of the tokens of a group in a block."""
+    return COLUMNS if kvs[group[0]].sizes.mask is None else f"{COLUMNS} {group[0]}"
+
+
+def rows_of_block(kvs: Sequence[KVCache], block: StoredBlock) -> dict[str, Tensor]:
+    """Return copies of this rank's rows of a block, named as in the files of a saved cache; none if it has no token."""
+    rows: dict[str, Tensor] = {}
+    for group in groups_of(kvs, block):
+        first = kvs[group[0]]
+        start = block.start if first.sizes.mask is None else first.shards.first()
+        bounds = _bounds(first.shard, start, block.stop)
+        if any(low < high for low, high in bounds) or block.is_state:
+            indices = (*(blocks.token_index for blocks in first.shard.shared), first.shard.token_index)
+            rows[columns_of(kvs, group)] = _joined(indices, bounds, 0)
+            for layer in group:
+                shard = kvs[layer].shard
+                held = [*(blocks.stored for blocks in shard.shared), shard.stored]
+                for kind, tensors in zip(("keys", "values"), zip(*held, strict=True), strict=False):
+                    rows[f"{kind} {layer}"] = _joined(tensors, bounds, 2)
+    if rows or block.is_state:
+        heads = kvs[0].shard.heads if kvs else Axis(1, 0)
+        rows[HEADS] = torch.tensor([heads.index, heads.size])
+    if block.is_state:
+        floors = [(kv.shards.first(), kv.shards.floor) if kv.sizes.mask is not None else (0, 0) for kv in kvs]
+        rows[FLOORS] = torch.tensor(floors, dtype=torch.int64).view(-1, 2)
+    return rows
+
+
+def _bounds(shard: CacheShard, start: int, stop: int) -> list[tuple[int, int]]:
+    """Return which slots hold the tokens from `start` up to `stop`, in each part of a shard."""
+    parts = [*(blocks.token_index[:-1] for blocks in shard.shared), shard.token_index[: shard.used]]
+    ends = torch.tensor([start, stop], device=shard.device)
+    return [tuple(torch.searchsorted(tokens, ends).tolist()) for tokens in parts]
+
+
+def _joined(parts: Sequence[Tensor], bounds: Sequence[tuple[int, int]], dim: int) -> Tensor:
+    """Return some slots of each part as one tensor in the memory of the host, which is a copy."""
+    own = [x.narrow(dim, low, high - low) for x, (low, high) in zip(parts, bounds, strict=True) if low < high]
+    return torch.cat(own or [parts[-1].narrow(dim, 0, 0)], dim).cpu()
+
+
+class RowPlaces(NamedTuple):
+    """Where rows of a piece go in the shards of a group: from which heads and rows, to which heads and slots."""
+
+    heads: slice
+    source: slice
+    share: int
+    """Heads of the piece."""
+    chosen: Tensor
+    slots: Tensor
+
+
+@dataclass
+class Filling:
+    """Empty caches of a rank that are filled with rows of blocks, at the slots of whole blocks in turn."""
+
+    kvs: Sequence[KVCache]
+    floors: list[tuple[int, int]] = field(default_factory=list)
+    """Of each layer the first token that is there, and the first query that it serves."""
+
+    def needs(self, block: StoredBlock) -> bool:
+        """Return whether this rank has rows of a block. Of a state each may have some."""
+        return block.is_state or bool(len(self._wanted(groups_of(self.kvs, block)[0], block)))
+
+    def begin(self, block: StoredBlock, pieces: Sequence[Mapping[str, Tensor]]) -> None:
+        """Make room for the rows of a state, and for the tokens before it."""
+        floors = pieces[0].get(FLOORS, torch.empty(0)).tolist()
+        require(len(floors) == len(self.kvs), StoreError, "load", "a state of each layer", f"{len(floors)}", FIX)
+        self.floors = [(int(first), int(floor)) for first, floor in floors]
+        for kv, starts in zip(self.kvs, self.floors, strict=True):
+            kv.shards.prepare(block.stop, *starts)
+
+    def put(self, block: StoredBlock, pieces: Sequence[Mapping[str, Tensor]]) -> None:
+        """Write this rank's rows of a block. Raise unless the pieces have each of them once, as it should be."""
+        for group in groups_of(self.kvs, block):
+            first, wanted = self.kvs[group[0]], self._wanted(group, block)
+            heads = first.shard.heads.share_of(first.sizes.kv_heads)
+            counts = torch.zeros(heads.stop - heads.start, len(wanted), dtype=torch.int64)
+            for rows in pieces:
+                if (positions := self._places(group, rows, wanted, counts)) is not None:
+                    for layer in group:
+                        self._put_rows(layer, rows, positions, wanted)
+            given, expected = f"{int((counts == 1).sum())} of {counts.numel()}", f"each row of {block.name} once"
+            require(bool((counts == 1).all()), StoreError, "load", expected, given, FIX)
+
+    def _wanted(self, group: Sequence[int], block: StoredBlock) -> Tensor:
+        """Return the tokens of a block that this rank holds, in the layers of a group."""
+        shard, forgets = self.kvs[group[0]].shard, self.kvs[group[0]].sizes.mask is not None
+        tokens = torch.arange(self.floors[group[0]][0] if forgets else block.start, block.stop)
+        return tokens[shard.block_cyclic.owner(tokens) == shard.index]
+
+    def _places(
+        self, group: Sequence[int], rows: Mapping[str, Tensor], wanted: Tensor, counts: Tensor
+    ) -> RowPlaces | None:
+        """Return where rows of a piece go, and count them by head and token; None if this rank needs none of them."""
+        shard, sizes = self.kvs[group[0]].shard, self.kvs[group[0]].sizes
+        columns = rows.get(columns_of(self.kvs, group), wanted[:0])
+        index, number = rows.get(HEADS, torch.tensor([0, 0])).tolist()
+        fits = columns.dtype == torch.int64 and 0 <= index < number and sizes.kv_heads % number == 0
+        require(fits, StoreError, "load", "tokens and heads of a cache", f"{index} of {number} heads", FIX)
+        share = Axis(number, index).share_of(sizes.kv_heads)
+        to, source = overlap(shard.heads.share_of(sizes.kv_heads), share)
+        chosen = torch.isin(columns, wanted).nonzero().flatten()
+        if to.start >= to.stop or not len(chosen):
+            return None
+        found = torch.searchsorted(wanted, columns[chosen])
+        counts[to].index_add_(1, found, torch.ones(to.stop - to.start, len(found), dtype=torch.int64))
+        gone = shard.block_cyclic.count(shard.index, self.floors[group[0]][0]) if self.floors else 0
+        slots = shard.block_cyclic.slot(columns[chosen]) - gone
+        return RowPlaces(to, source, share.stop - share.start, chosen, slots.to(shard.device))
+
+    def _put_rows(self, layer: int, rows: Mapping[str, Tensor], positions: RowPlaces, wanted: Tensor) -> None:
+        """Write rows of a piece into the shard of a layer."""
+        shard, sizes = self.kvs[layer].shard, self.kvs[layer].sizes
+        columns = rows[columns_of(self.kvs, [layer])]
+        for kind, x in zip(("keys", "values"), shard.stored, strict=False):
+            found = rows.get(f"{kind} {layer}", wanted[:0])
+            shape = sizes.batch, positions.share, len(columns), x.shape[3]
+            given, fits = f"{found.dtype} {tuple(found.shape)}", tuple(found.shape) == shape and found.dtype == x.dtype
+            require(fits, StoreError, "load", f"{x.dtype} {shape}", given, FIX)
+            new = found[:, positions.source, positions.chosen].to(shard.device)
+            x[:, positions.heads].index_copy_(2, positions.slots, new)
+        shard.token_index.index_copy_(0, positions.slots, columns[positions.chosen].to(shard.device))
+
+    def finish(self, length: int) -> None:
+        """Mark the first `length` tokens as present. All ranks call it."""
+        floors = self.floors or [(0, 0)] * len(self.kvs)
+        for kv, (first, _) in zip(self.kvs, floors, strict=True):
+            kv.shards.mark_present(length, None, first)

@@ -1,0 +1,144 @@
+"""Which blocks are in memory and on disk, least recently used first, and which go when others need their room.
+
+All ranks hold blocks. One rank decides, so a tier is a table of names, and what goes is a list that it sends.
+"""
+
+from collections import OrderedDict
+from collections.abc import Container, Iterable, Iterator
+from typing import NamedTuple
+
+from attnmesh.store.block_names import GRAIN, BlockNames, StoredBlock
+
+
+class Held(NamedTuple):
+    """A block in a tier."""
+
+    nbytes: int
+    layout: int = 0
+    """Consecutive tokens that one rank held, where each rank has its own in memory."""
+
+
+class Tier:
+    """Blocks that together take at most `room` bytes."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.nbytes = room, 0
+        self.blocks: OrderedDict[StoredBlock, Held] = OrderedDict()
+
+    def add(self, block: StoredBlock, held: Held) -> None:
+        """Add a block as the last used."""
+        self.remove(block)
+        self.blocks[block] = held
+        self.nbytes += held.nbytes
+
+    def remove(self, block: StoredBlock) -> None:
+        """Remove a block, if it is there."""
+        if (held := self.blocks.pop(block, None)) is not None:
+            self.nbytes -= held.nbytes
+
+    def touch(self, block: StoredBlock) -> None:
+        """Note that a block is used now, if it is there."""
+        if block in self.blocks:
+            self.blocks.move_to_end(block)
+
+    def make_room(self, nbytes: int, *spared: Container[StoredBlock]) -> list[StoredBlock] | None:
+        """Remove the least recently used blocks but some, for so many bytes. Return them; None if there is no room.
+
+        >>> tier = Tier(10)
+        >>> for number in range(3):
+        ...     tier.add(StoredBlock(str(number), 0, 16), Held(3))
+        >>> [block.name for block in tier.make_room(4, {StoredBlock("0", 0, 16)})], tier.make_room(11)
+        (['1'], None)
+        """
+        gone, left = [], self.nbytes
+        for block, held in self.blocks.items() if nbytes <= self.room else ():
+            if left + nbytes <= self.room:
+                break
+            if not any(block in some for some in spared):
+                gone.append(block)
+                left -= held.nbytes
+        if left + nbytes > self.room:
+            return None
+        for block in gone:
+            self.remove(block)
+        return gone
+
+
+class BlockTiers:
+    """The blocks of a folder and those in memory, by their names and where they begin."""
+
+    def __init__(self, memory: int, disk: int) -> None:
+        self.memory, self.disk = Tier(memory), Tier(disk)
+        self.known: dict[str, dict[int, StoredBlock]] = {}
+        self.ends: dict[int, int] = {}
+        """States by the tokens before them: how many."""
+
+    def add(self, tier: Tier, block: StoredBlock, held: Held) -> None:
+        """Add a block to a tier."""
+        tier.add(block, held)
+        if block.start not in self.known.setdefault(block.name, {}):
+            self.known[block.name][block.start] = block
+            if block.is_state:
+                self.ends[block.stop] = self.ends.get(block.stop, 0) + 1
+
+    def remove(self, tier: Tier, block: StoredBlock) -> None:
+        """Remove a block from a tier."""
+        tier.remove(block)
+        self.forget([block])
+
+    def forget(self, blocks: Iterable[StoredBlock]) -> None:
+        """Forget the names of blocks that are in no tier any more."""
+        for block in blocks:
+            if block in self.memory.blocks or block in self.disk.blocks or block.name not in self.known:
+                continue
+            self.known[block.name].pop(block.start, None)
+            if not self.known[block.name]:
+                del self.known[block.name]
+            if block.is_state:
+                self.ends[block.stop] -= 1
+                if not self.ends[block.stop]:
+                    del self.ends[block.stop]
+
+    def touch(self, blocks: Iterable[StoredBlock]) -> None:
+        """Note that blocks are used now, the last first: without those before it a block is of no use."""
+        for block in sorted(blocks, key=lambda one: one.stop, reverse=True):
+            self.memory.touch(block)
+            self.disk.touch(block)
+
+    def has(self, block: StoredBlock, layout: int | None = None) -> bool:
+        """Return whether a block is there, for ranks that hold so many consecutive tokens; None for any."""
+        held = self.memory.blocks.get(block)
+        return block in self.disk.blocks or (held is not None and layout in (None, held.layout))
+
+    def path(self, names: BlockNames, ids: list[int], most: int, layout: int | None = None) -> list[StoredBlock]:
+        """Return blocks that lead from the first token as far as they can, to `most` tokens at most."""
+        reached: dict[int, StoredBlock | None] = {0: None}
+        last = 0
+        for stop in range(GRAIN, most + 1, GRAIN):
+            found = self.known.get(names.at(ids, stop), {}).values()
+            known = (one for one in found if not one.is_state and one.start in reached and self.has(one, layout))
+            if (block := next(known, None)) is not None:
+                reached[stop], last = block, stop
+            elif stop - last > LONGEST:
+                break
+        return _back(reached, last)
+
+    def states(self, names: BlockNames, ids: list[int], most: int, layout: int) -> Iterator[StoredBlock]:
+        """Yield states after at most so many tokens of a sequence, the longest first."""
+        for stop in sorted((stop for stop in self.ends if stop <= most), reverse=True):
+            for block in self.known.get(names.state_at(ids, stop), {}).values():
+                if block.is_state and self.has(block, layout):
+                    yield block
+
+
+LONGEST = 1024
+"""Tokens of the longest block, after which no further one continues a path."""
+
+
+def _back(reached: dict[int, StoredBlock | None], stop: int) -> list[StoredBlock]:
+    """Return the blocks that lead to a place."""
+    blocks: list[StoredBlock] = []
+    while (block := reached[stop]) is not None:
+        blocks.append(block)
+        stop = block.start
+    return blocks[::-1]

