@@ -262,6 +262,34 @@ def bench_storage(
     return [pairs("this machine", machine()), tables.storage_table(run.tables["rows"])]
 
 
+FOLDER_EXPLAINED = """\
+A cache of one layer, 32 query heads on 8 key heads of 128 columns, bfloat16, in files of a folder. Reading is one
+stream of plain reads of the same files, with no page of them in memory, in turns with steps. The process is in a
+control group with the memory of --memory, pages of files included, where it may make one. Writing is one write of the
+rows of keys and one of values; appends and writes are in time of the processor. Different numbers are those of the
+output that are not those of a cache in memory."""
+
+
+@bench_command(app, "folder", "A cache in a folder that exceeds memory, beside its disk.", FOLDER_EXPLAINED)
+def bench_folder(
+    run: Bench,
+    gigabytes: Annotated[float, typer.Option(min=0.05, help="Size of the cache.")] = 4.0,
+    memory: Annotated[float, typer.Option(min=0.5, help="Gigabytes that a process may use (Linux, root).")] = 1.0,
+    folder: Annotated[Path | None, typer.Option(help="A folder on the disk; a temporary one by default.")] = None,
+    rounds: Annotated[int, typer.Option(min=2, help="Times that each is timed.")] = 5,
+) -> list[Table]:
+    """Steps over a cache larger than memory beside reading it, and appends beside writing (2 minutes)."""
+    import tempfile
+
+    from benchmarks import folder as folder_bench
+
+    run.step("filling the folder")
+    with tempfile.TemporaryDirectory(dir=folder) as made:
+        sizes = int(gigabytes * 1e9), int(memory * 1e9)
+        folder_bench.rows(folder_bench.Request(*sizes, Path(made) / "cache", rounds), run.table("rows"))
+    return [pairs("this machine", machine()), tables.folder_table(run.tables["rows"])]
+
+
 def pages() -> str:
     """Return the text of the documentation, which prompts are cut from."""
     return " ".join(file.read_text() for file in sorted(Path("docs").glob("*.md")))

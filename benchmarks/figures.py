@@ -11,7 +11,14 @@ from attnmesh.core.layout import Contiguous, Layout, Packed, Striped, Zigzag
 from attnmesh.core.mask import Causal, Documents, Spans, Window
 from attnmesh.mesh.shapes import Shape
 from benchmarks.mesh_figures import draw_mesh, draw_selection, draw_tree
-from benchmarks.rank_figures import draw_data_context, draw_joint, draw_keys_tp, draw_prefill_decode, draw_shards
+from benchmarks.rank_figures import (
+    draw_data_context,
+    draw_folder,
+    draw_joint,
+    draw_keys_tp,
+    draw_prefill_decode,
+    draw_shards,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,6 +41,7 @@ FIGURES: dict[str, Callable[[], "Figure"]] = {
     "prefill-decode": draw_prefill_decode,
     "data-context": draw_data_context,
     "joint": draw_joint,
+    "folder": draw_folder,
 }
 """Figures by the names of their files."""
 

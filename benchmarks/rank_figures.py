@@ -11,6 +11,7 @@ from attnmesh.core.layout import Layout, Packed, Zigzag
 from attnmesh.core.mask import Causal, Documents
 from attnmesh.mesh.schedule import Problem
 from attnmesh.mesh.shapes import Shape, share_evenly
+from attnmesh.store.layer_files import PIECE
 from benchmarks.mesh_figures import (
     BETWEEN_HOSTS,
     DPI,
@@ -39,6 +40,40 @@ def colours(count: int) -> Tensor:
     shades = (0.56, 0.42, 0.70)
     made = [colorsys.hls_to_rgb(HUES[i % 6], shades[i // 6 % 3], 0.62) for i in range(count)]
     return torch.tensor([*made, UNSEEN])
+
+
+def draw_folder() -> "Figure":
+    """Draw where the tokens of a rank are in a folder that grows, and what a step reads when."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
+
+    figure = Figure(figsize=(7.6, 2.4), dpi=DPI, layout="constrained")
+    axes = figure.subplots()
+    shades = colours(6)
+    kept, left, ahead = (tuple(shades[number].tolist()) for number in (1, 6, 2))
+    pieces = 9
+    for number in range(pieces):
+        colour = kept if number < 3 else ahead if number in (5, 6) else left
+        now = number == 4
+        edge: dict[str, Any] = {"edgecolor": INK if now else "white", "linewidth": 2.0 if now else 1.0}
+        axes.add_patch(Rectangle((number, 0), 0.96, 1, facecolor=tuple(shades[0].tolist()) if now else colour, **edge))
+        axes.text(number + 0.48, 0.5, f"{number * PIECE:,}", ha="center", va="center", fontsize=7, color=INK)
+    axes.add_patch(Rectangle((pieces, 0), 0.96, 1, fill=False, edgecolor=FAINT, linestyle="--"))
+    axes.add_patch(Rectangle((pieces, 0), 0.4, 1, facecolor=kept, edgecolor="white"))
+    for start, stop, text in (
+        (0, 2.96, "stay in memory\nonce they are read"),
+        (3, 3.96, "left\nbehind"),
+        (4, 4.96, "attended\nnow"),
+        (5, 6.96, "being read\nfrom the disk"),
+        (7, 8.96, "in the file\nalone"),
+        (9, 9.96, "filled by\nappend"),
+    ):
+        axes.annotate("", (start, -0.12), (stop, -0.12), arrowprops={"arrowstyle": "-", "color": FAINT})
+        axes.text((start + stop) / 2, -0.2, text, ha="center", va="top", **SMALL)
+    axes.set_title("one rank's keys and values of a layer: pieces of 4,096 tokens, each a file", **TITLE)
+    axes.set(xlim=(-0.1, pieces + 1.1), ylim=(-0.55, 1.1))
+    axes.set_axis_off()
+    return figure
 
 
 def holders(layout: Layout, length: int, ranks: int) -> Tensor:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         calls,
         decode,
         diffusion,
+        folder,
         kernel,
         latent,
         model,
@@ -218,6 +219,18 @@ def storage_table(rows: "list[storage.Row]") -> Table:
         same = "" if row.same_answers is None else f"{row.same_answers}"
         cells = f"{row.bits:.2f}", f"{row.perplexity:.4f}", f"{row.beside:+.2f} %", found, same
         table.add_row(row.contender, *cells)
+    return table
+
+
+def folder_table(rows: "list[folder.Row]") -> Table:
+    """Return the times of a cache in a folder beside those of its disk."""
+    columns = ("disk", "attnmesh", "times\n(goal)", "GB/s", "different\nnumbers")
+    table = titled("a cache in a folder, milliseconds: median [quartiles]", "case", figures=columns)
+    for row in rows:
+        ratio = f"{row.ratio:.2f}\n(at most {row.goal}{'' if row.ratio <= row.goal else ', missed'})"
+        different = "" if row.different is None else f"{row.different}"
+        times = row.plain.in_two_lines, row.ours.in_two_lines
+        table.add_row(row.case, *times, ratio, f"{row.bytes / row.ours.median / 1e6:.2f}", different)
     return table
 
 

@@ -53,6 +53,10 @@ CheckpointFolder = Annotated[
     Path | None,
     typer.Option(help="Save the state to this folder, and resume from a state saved there.", file_okay=False),
 ]
+KvFolder = Annotated[
+    Path | None,
+    typer.Option("--kv-folder", help="Hold keys in files of this folder, and go on from those there.", file_okay=False),
+]
 Host = Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 is any, and lets other machines in.")]
 ServedName = Annotated[
     list[str] | None,
@@ -121,6 +125,7 @@ class GenerateOptions:
     reproducible: Reproducible = False
     checkpoint: CheckpointFolder = None
     every: Annotated[int, typer.Option(min=1, help="New tokens from one checkpoint to the next.")] = 64
+    kv_folder: KvFolder = None
     deadline: Deadline = None
     dtype: Dtype = "auto"
     kv: KvOption = "auto"
@@ -160,6 +165,10 @@ class GenerateOptions:
             check_option(not self.stop, "--stop", "no --checkpoint beside it", given, "leave one out")
             fix = "leave --checkpoint or --image out"
             check_option(not self.image, "--checkpoint", "a prompt without images", str(self.checkpoint), fix)
+        if self.kv_folder is not None:
+            subject, given, fix = "--kv-folder", str(self.kv_folder), "leave one of them out"
+            check_option(not self.image, subject, "a prompt without images", given, fix)
+            check_option(self.checkpoint is None, subject, "no --checkpoint beside it", given, fix)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from rich.table import Table
 from benchmarks import (
     decode,
     diffusion,
+    folder,
     latent,
     model,
     packed,
@@ -59,6 +60,7 @@ TABLES: dict[str, tuple[type, Callable[[list[Any]], list[Table]]]] = {
     "latent": (latent.Row, lambda rows: [tables.latent_table(latent.Request(32768, "float32", 7), rows)]),
     "selected": (selected.Row, lambda rows: [tables.selected_table(rows)]),
     "storage": (storage.Row, lambda rows: [tables.storage_table(rows)]),
+    "folder": (folder.Row, lambda rows: [tables.folder_table(rows)]),
     "serve": (serve.Row, lambda rows: tables.by_case(tables.served_table, rows, "context")),
     "model": (model.Row, lambda rows: [tables.model_table(rows, 4093)]),
     "recurrent": (recurrent.Row, lambda rows: tables.by_case(partial(tables.recurrent_table, REQUEST), rows)),

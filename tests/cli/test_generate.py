@@ -129,6 +129,16 @@ def test_without_transformers_it_says_what_to_install(
 
 
 @pytest.mark.long
+def test_a_folder_of_keys_goes_on(expected: list[int], tmp_path: Path) -> None:
+    for _ in range(2):
+        done = run(*ASK, "--mesh", "keys=2", "--kv-folder", str(tmp_path / "kept"), "--json")
+        assert json.loads(done.stdout)["tokens"] == expected
+    said = run(*ASK, "--mesh", "keys=3", "--kv-folder", str(tmp_path / "kept"), "--json")
+    assert said.returncode
+    assert "expected a folder of 1 x 3 ranks (heads x tokens), given 1 x 2" in said.stderr
+
+
+@pytest.mark.long
 def test_it_runs_under_torchrun(expected: list[int]) -> None:
     """`make test` starts it under torchrun in hf/test_checkpoint.py, where a rank is killed too."""
     done = launched("-m", "attnmesh", *ASK, "--json", launch=[*TORCHRUN, "--rdzv-endpoint", "localhost:0"])
@@ -283,6 +293,10 @@ WRONG = {
     "stop of a saved state": (
         ("--model", PACKAGED, "--prompt", "a", "--stop", "END", "--checkpoint", "saved"),
         "--stop: expected no --checkpoint beside it, given 'END'. Fix: leave one out.",
+    ),
+    "a folder and a checkpoint": (
+        ("--model", PACKAGED, "--prompt", "a", "--kv-folder", "kept", "--checkpoint", "saved"),
+        "--kv-folder: expected no --checkpoint beside it, given kept. Fix: leave one of them out.",
     ),
     "top p": (("--model", PACKAGED, "--prompt", "a", "--top-p", "1.5"), "--top-p"),
     "temperature": (("--model", PACKAGED, "--prompt", "a", "--temperature", "-1"), "temperature"),

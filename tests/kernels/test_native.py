@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 import attnmesh as am
+from attnmesh.core.band import Band
 from attnmesh.core.scaling import Scaling
 from attnmesh.errors import KernelError
 from attnmesh.kernels.choice import choose
@@ -61,6 +62,23 @@ def test_bits_do_not_depend_on_the_threads(dtype: torch.dtype) -> None:
     for other in found[1:]:
         assert torch.equal(other.out, found[0].out)
         assert torch.equal(other.lse, found[0].lse)
+
+
+@needs_library
+@pytest.mark.parametrize("banded", [False, True])
+def test_parts_of_whole_runs_have_the_bits_of_one_call(banded: bool) -> None:
+    q, k, v = problem(keys=3 * kernel.RUN + 77)
+    kind = kernel.BoundNative.of(q, k, v, Scaling(0.125))
+    whole, found, count = kind.blank(), kind.blank(), k.shape[2]
+    low, high = torch.tensor([0, 5, kernel.RUN + 9]), torch.tensor([count - 2, count - 1, count])
+    assert kind.launch(q, k, v, whole, Band(low, high) if banded else None)
+    sizes, start = (kernel.RUN, 2 * kernel.RUN, 77), 0
+    for part, size in zip(kind.parts(sizes), sizes, strict=True):
+        seen = Band((low - start).clamp(0, size), (high - start).clamp(0, size)) if banded else None
+        assert part.launch(q, k, v, found, seen, start, size)
+        start += size
+    assert torch.equal(found.out, whole.out)
+    assert torch.equal(found.lse, whole.lse)
 
 
 @needs_library

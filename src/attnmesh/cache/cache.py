@@ -10,22 +10,23 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.cache.cache_config import Sizes
+from attnmesh.cache.cache_config import Sizes, check_in_folder
 from attnmesh.cache.cache_shard import CacheShard, assigned, stored, swap_tokens_for_heads
 from attnmesh.cache.new_tokens import NewTokens, append_known, append_signature
 from attnmesh.cache.pages import PagedCache
 from attnmesh.cache.replicas import LocalShards, check_placement
-from attnmesh.cache.saved_cache import SavedCache, SavedPieces
+from attnmesh.cache.saved_cache import FolderLayer, SavedCache, SavedPieces, open_folder
 from attnmesh.comm.transport import transport_of
 from attnmesh.core.digest import fingerprints, history_checksum
 from attnmesh.core.mask import Mask
-from attnmesh.errors import check_count
+from attnmesh.errors import StoreError, check_count, require
 from attnmesh.guard.agreement import Agreement, CallRecord, prepare_merges
 from attnmesh.guard.argument_checks import check_checked
 from attnmesh.mesh.axes import Mesh, flat_axis
@@ -66,6 +67,8 @@ class KVCache(PagedCache, SavedCache):
         shares: Ratios of the tokens of each rank along queries and keys, such as (3, 1), for ranks of unequal speed or
             memory; "auto" to measure them, in half a second. Ranks take turns of about `block` tokens, long or short as
             their shares, which are kept within 1%. None for even shares.
+        folder: Folder whose files are the keys and values, on a CPU: the cache may exceed memory, and goes on where the
+            folder ends. What `append` has returned from stays when the process ends. None for memory alone.
 
     Raises:
         ArgumentError: `values` or `storage` is none of them.
@@ -74,6 +77,7 @@ class KVCache(PagedCache, SavedCache):
         MaskError: `mask` is no mask, or has documents.
         DtypeError: The dtype is not supported.
         DeviceError: The device does not exist.
+        StoreError: The folder is damaged, another one's, being written to, or of a cache of other sizes.
 
     >>> cache = KVCache(None, batch=1, kv_heads=2, head_dim=4, capacity=100, dtype=torch.float32)
     >>> cache.append(*torch.randn(2, 1, 2, 5, 4))
@@ -104,6 +108,7 @@ class KVCache(PagedCache, SavedCache):
         keep: int = 0,
         storage: str | None = None,
         shares: Sequence[float] | str | None = None,
+        folder: str | Path | FolderLayer | None = None,
     ) -> None:
         columns = 0 if values == "none" else head_dim
         widths = head_dim, columns if value_dim is None else value_dim
@@ -111,12 +116,14 @@ class KVCache(PagedCache, SavedCache):
         self.device_mesh, self.mesh, self.device = mesh, Mesh.of(mesh), device_for(mesh, device)
         fields = {**vars(sizes), "device": self.device.type, "checked": checked, "copies": copies}
         ranks = self.mesh.queries.size * self.mesh.keys.size
-        with Agreement(self.mesh, "KVCache", {**fields, "shares": shares}):
+        with Agreement(self.mesh, "KVCache", {**fields, "shares": shares, "folder": folder is not None}):
             check_checked("KVCache", checked)
             check_placement(copies, shares, ranks)
             sizes.check(self.mesh.heads.size)
             if fault := device_fault("KVCache", self.device, device):
                 raise fault
+            if folder is not None:
+                check_in_folder(sizes, self.device, copies, shares)
         self.tokens = flat_axis(mesh, ("queries", "keys"))  # makes a group, which all ranks have to do together
         self.calls = CallRecord(self.mesh, self.device, checked)
         self.history_checksum = 0  # of padding and reorders so far
@@ -131,8 +138,20 @@ class KVCache(PagedCache, SavedCache):
         shard = partial(
             CacheShard, sizes, self.mesh.heads, assigned(sizes, self.mesh, self.device, shares), self.device
         )
+        place = folder if folder is None or isinstance(folder, FolderLayer) else self._opened(folder)
         with Agreement(self.mesh, "KVCache"):
-            self.shards = sizes.allocating()(partial(LocalShards, self.tokens, copies, shard))()
+            make = shard if place is None else place.folder.shards(place.layer, sizes)
+            self.shards = sizes.allocating()(partial(LocalShards, self.tokens, copies, make))()
+        if place is not None:
+            place.folder.settle(place.layer, self.shards)
+
+    def _opened(self, folder: str | Path) -> FolderLayer:
+        """Return the only layer of a folder."""
+        opened = open_folder(folder, self.mesh, self.tokens)
+        layers = len(opened.manifest.sizes)
+        fix = "call hf.ShardedCache(config, mesh, folder=path)"
+        require(layers <= 1, StoreError, "KVCache folder", "a folder of one layer", f"{layers} in {folder}", fix)
+        return FolderLayer(opened, 0)
 
     def __repr__(self) -> str:
         """Return the sizes and how many tokens are cached."""
@@ -201,6 +220,7 @@ class KVCache(PagedCache, SavedCache):
         new = NewTokens(k, v, token_mask)
         with self.calls.agreement("append", lambda: fingerprints(new._asdict())):
             new.check(self.sizes, self.device)
+            self.shards.check_unpadded("append", token_mask)
             self.shards.check_fits("append", k.shape[2], self.shards.counts)
         self.record_padding(k.shape[2], token_mask)
         with torch.no_grad():
@@ -248,6 +268,7 @@ class KVCache(PagedCache, SavedCache):
         table = agreement.table
         counts, more = self.shards.counts.with_shards(start, table), sum(count for count, *_ in table)
         self.sizes.check_token_mask("append_shard", token_mask, more)
+        self.shards.check_unpadded("append_shard", token_mask)
         self.shards.check_fits("append_shard", more, counts)
         self.shards.counts = counts
         self.record_padding(more, token_mask)

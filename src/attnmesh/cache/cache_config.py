@@ -228,6 +228,22 @@ def check_storage(subject: str, storage: object) -> None:
     require(known, ArgumentError, subject, expected, repr(storage), fix)
 
 
+def check_in_folder(sizes: Sizes, device: torch.device, copies: int, shares: object) -> None:
+    """Raise unless a cache of these sizes can be files of a folder."""
+    for fits, expected, given, fix in (
+        (device.type == "cpu", "a cache on a CPU", str(device), 'pass device="cpu", or save a cache of the device'),
+        (
+            sizes.mask is None,
+            "a cache that keeps all tokens",
+            f"mask={sizes.mask}",
+            "leave mask= out, and decode with it",
+        ),
+        (copies == 1, "one rank of each token", f"copies={copies}", "leave copies out: files outlive their rank"),
+        (shares is None, "even shares", f"shares={shares!r}", "leave shares out, or load the folder with shares="),
+    ):
+        require(fits, KernelError, "KVCache folder", expected, given, fix)
+
+
 def check_no_gradients(subject: str, named: Mapping[str, Tensor | None]) -> None:
     """Raise if a tensor requires gradients, where they are enabled."""
     for name, x in named.items():

@@ -89,24 +89,29 @@ class CacheShard:
 
     stored: list[Tensor]
     shared: tuple[SharedBlocks, ...] = ()
+    takes_padding = True
     _viewed: tuple[list[Tensor], tuple[SharedBlocks, ...], CacheView | None] = NOT_VIEWED
 
     def __init__(self, sizes: Sizes, heads: Axis, block_cyclic: BlockCyclic, device: torch.device, index: int) -> None:
         self.sizes, self.heads, self.index, self.device = sizes, heads, index, device
         self.block_cyclic, self.turn = block_cyclic, block_cyclic.turns[index]
         self.slots = self._usual_slots(sizes)
-        # The extra slot takes writes of other ranks' tokens, so that no step asks the device which rank owns a token.
-        rows = self._rows(self.slots)
-        shape = sizes.batch, sizes.kv_heads // heads.size, rows
         with torch.inference_mode(False):  # tensors that can be written to in any mode
-            make = partial(empty_rows, dtype=sizes.row_dtype, device=device)
-            self.stored = [with_huge_pages(make((*shape, width)), 2) for width in sizes.row_widths]
-            self.token_index = torch.zeros(rows, dtype=torch.int64, device=device)  # the token in each slot
+            self.stored, self.token_index = self._memory()
             # Tokens on all ranks, tokens on this rank, and blocks of this rank forgotten if the cache forgets any.
             self.state = torch.zeros(2 if sizes.mask is None else 3, dtype=torch.int64, device=device)
         self.padding: Padding | None = None
         self.filled = 0  # slots in use at most, of a cache that forgets; the host need not ask the device
         self.has_spare = False  # a long append has made the shard larger than it has to be
+
+    def _memory(self) -> tuple[list[Tensor], Tensor]:
+        """Return memory for the keys and values of all slots, and for the token in each."""
+        # The extra slot takes writes of other ranks' tokens, so that no step asks the device which rank owns a token.
+        sizes, rows = self.sizes, self._rows(self.slots)
+        shape = sizes.batch, sizes.kv_heads // self.heads.size, rows
+        make = partial(empty_rows, dtype=sizes.row_dtype, device=self.device)
+        stored = [with_huge_pages(make((*shape, width)), 2) for width in sizes.row_widths]
+        return stored, torch.zeros(rows, dtype=torch.int64, device=self.device)
 
     @property
     def length(self) -> int:
@@ -159,7 +164,7 @@ class CacheShard:
             padding = self.padding._replace(positions=positions)
         with torch.inference_mode(False):
             state = torch.stack((self.state[0], torch.full_like(self.state[0], blocks.used)))
-        return CacheView(*rows, blocks.token_index, state, padding, self.sizes.value_dim)
+        return CacheView(*rows, blocks.token_index, state, padding, self.sizes.value_dim, file=blocks.file)
 
     def fork(self) -> "CacheShard":
         """Return a shard of the same tokens, which shares whole blocks of slots and copies the rest."""

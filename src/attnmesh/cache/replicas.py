@@ -15,7 +15,7 @@ from attnmesh.comm.topology import dist_all_gather_ints, hosts
 from attnmesh.core.digest import history_checksum
 from attnmesh.core.layout import Striped
 from attnmesh.core.mask import Mask
-from attnmesh.errors import ShapeError
+from attnmesh.errors import KernelError, ShapeError, require
 from attnmesh.guard.agreement import is_capturing, may_compare
 from attnmesh.kernels.cache_view import Padding
 from attnmesh.mesh.axes import Axis
@@ -49,14 +49,14 @@ class LocalShards:
 
     def clone(self) -> "LocalShards":
         """Return a copy with tensors of its own."""
-        other = self._with(CacheShard.clone)
+        other = self._with(lambda shard: shard.clone())
         other.forked = False
         return other
 
     def fork(self) -> "LocalShards":
         """Return shards that share the memory of whole blocks with these."""
         self.forked = self.forgets is None
-        return self._with(CacheShard.fork)
+        return self._with(lambda shard: shard.fork())
 
     def _with(self, change: Callable[[CacheShard], CacheShard]) -> "LocalShards":
         """Return shards like these, with another in place of each."""
@@ -115,6 +115,12 @@ class LocalShards:
     def _slots(self, rank: int) -> int:
         """Return the slots of a rank of a cache that keeps every token, shared ones included."""
         return usual_slots(self.own.sizes, self.own.block_cyclic.turns[rank])
+
+    def check_unpadded(self, subject: str, token_mask: Tensor | None) -> None:
+        """Raise if a cache in a folder gets padding."""
+        fits = token_mask is None or self.own.takes_padding or bool(token_mask.all())
+        expected, fix = "sequences without padding in a folder", "give each sequence a folder of its own"
+        require(fits, KernelError, f"{subject} token_mask", expected, "a mask", fix)
 
     @property
     def forgets(self) -> Mask | None:

@@ -134,6 +134,13 @@ class SavedPieces(dict[tuple[int, int], Mapping[str, int]]):
             self.last.finish_writing()
 
 
+class FolderLayer(NamedTuple):
+    """A layer of a folder that is open: its keys and values are files there."""
+
+    folder: Any
+    layer: int
+
+
 class LayersToLoad(NamedTuple):
     """How many layers a folder should have, None for any number, and the room to make for their tokens."""
 
@@ -153,6 +160,9 @@ class LayersToLoad(NamedTuple):
 
 save_caches = Supplied[..., Saving]()
 """Write caches to a folder: `store.checkpoint_writer.save_layers`."""
+
+open_folder = Supplied[..., Any]()
+"""Return a folder in which caches live: `store.kv_folder.KeyFolder`."""
 
 load_caches = Supplied[..., tuple[list[Any], dict[str, Tensor], str]]()
 """Return the caches of a folder, further tensors and a note: `store.checkpoint.load_layers`."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.storage import empty_rows
+from attnmesh.runtime.mapped_file import MappedFile
 from attnmesh.runtime.memory import with_huge_pages
 
 
@@ -17,6 +18,8 @@ class SharedBlocks(NamedTuple):
     token_index: Tensor
     positions: Tensor | None
     """Position of each token in its sequence, as in `Padding`; None if the batch had no padding."""
+    file: MappedFile | None = None
+    """File whose bytes these are; None if they are memory of this process alone."""
 
     @property
     def used(self) -> int:
@@ -32,7 +35,7 @@ class SharedBlocks(NamedTuple):
         """Return the tokens from `start` up to `stop`."""
         positions = None if self.positions is None else self.positions[:, start : stop + 1]
         stored = [x[:, :, start : stop + 1] for x in self.stored]
-        return SharedBlocks(stored, self.token_index[start : stop + 1], positions)
+        return SharedBlocks(stored, self.token_index[start : stop + 1], positions, self.file)
 
     def reordered(self, index: Tensor, block: int) -> "SharedBlocks":
         """Return the blocks with sequence `index[b]` in place of b: a view of one sequence, a copy of several.
@@ -50,7 +53,7 @@ class SharedBlocks(NamedTuple):
             return joined([x.index_select(0, index)], dim, -(-rows // block) * block).narrow(dim, 0, rows)
 
         positions = None if self.positions is None else select(self.positions, 1)
-        return SharedBlocks([select(x, 2) for x in self.stored], self.token_index, positions)
+        return SharedBlocks([select(x, 2) for x in self.stored], self.token_index, positions, self.file)
 
 
 def joined(parts: Sequence[Tensor], dim: int, rows: int) -> Tensor:

@@ -42,7 +42,7 @@ def generate(options: GenerateOptions) -> None:
             checkpoint=None if options.checkpoint is None else str(options.checkpoint),
             every=options.every,
             deadline=options.deadline,
-            cache=cache_options(options, prepared),
+            cache={**cache_options(options, prepared), "folder": options.kv_folder and str(options.kv_folder)},
             options=_sampling(options.temperature, options.top_k, options.top_p),
             stops=tuple(options.stop or ()),
         )

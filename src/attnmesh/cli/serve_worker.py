@@ -37,7 +37,7 @@ class ServeSettings:
 def prefix_store(folder: Path, prepared: Prepared, sizes: dict[str, int]) -> hf.PrefixStore:
     """Return a store of prefixes of this tokenizer and this commit of the model."""
     tokenizer = sha256(tokenizer_text(prepared.tokenizer).encode()).hexdigest()
-    return hf.PrefixStore(folder, source=f"{tokenizer} {pinned(prepared.place)[1]}", **sizes)
+    return hf.PrefixStore(folder, source=f"{tokenizer} {pinned(prepared.path)[1]}", **sizes)
 
 
 def lock_for_server(folder: Path) -> FolderLock:

@@ -202,15 +202,26 @@ class TokenCallback(StoppingCriteria):  # type: ignore[misc]
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
-def _identify_call(model: PreTrainedModel, ids: Tensor, settings: GenerationSettings) -> str:
-    """Return hashes of the model, prompt, options and seed as JSON. The model's is of its config and some weights."""
+def _facts_of(model: PreTrainedModel) -> list[dict[str, Any]]:
+    """Return some weights of a model and its configuration, by which it is known."""
     heads = {name: x.detach().flatten()[:DIGEST_VALUES] for name, x in model.named_parameters()}
     weights = {name: [str(x.dtype), list(x.shape), int(digest(heads[name]))] for name, x in model.named_parameters()}
     config = {name: value for name, value in model.config.to_dict().items() if name not in IGNORED_CONFIG}
+    return [weights, config]
+
+
+def identify_model(model: PreTrainedModel) -> str:
+    """Return a hash of a model's configuration and of some weights."""
+    text = json.dumps(_facts_of(model), sort_keys=True, default=describe_value)
+    return blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _identify_call(model: PreTrainedModel, ids: Tensor, settings: GenerationSettings) -> str:
+    """Return hashes of the model, prompt, options and seed as JSON."""
     names = {name for name in (*vars(GenerationConfig()), *settings.options) if not name.startswith("_")} - MAY_DIFFER
     options = {name: describe_value(settings[name]) for name in names}
     seed = int(digest(random_state(ids.device))) if settings["do_sample"] else None
-    call = {"model": [weights, config], "prompt": ids.tolist(), "options": options, "seed": seed}
+    call = {"model": _facts_of(model), "prompt": ids.tolist(), "options": options, "seed": seed}
     texts = {name: json.dumps(value, sort_keys=True, default=describe_value) for name, value in call.items()}
     return json.dumps({name: blake2b(text.encode(), digest_size=16).hexdigest() for name, text in texts.items()})
 

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.forward_passes import Prompt, default_size, left_to_decode, prefill_chunks
+from attnmesh.hf.generation_checkpoint import identify_model
 from attnmesh.hf.images.image_merge import merge_images
 from attnmesh.hf.images.inputs import shared_with_images, split_images, without_absent
 from attnmesh.hf.models import forget_images, rope_growth, rope_regime, unwrap
@@ -102,6 +103,8 @@ def prefill_rest(
 
 def crop_to_shared_prefix(model: PreTrainedModel, prompt: Prompt, cache: ShardedCache) -> int:
     """Crop the cache to the prefix that it shares with the prompt, without its last token. Return the prefix length."""
+    if cache.folder is not None:
+        cache.folder.identify(lambda: identify_model(model))
     cache.truncate_to_shortest()
     length, ids = cache.get_seq_length(), prompt.ids
     tokens = ids.shape[1] if prompt.mask is None else int(prompt.mask.sum(1).max())

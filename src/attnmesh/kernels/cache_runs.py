@@ -26,6 +26,9 @@ from attnmesh.kernels.stored import CacheKernel
 ALL = slice(None)
 """All sequences of a batch."""
 
+AHEAD = 3
+"""Runs of files that are read while another one is attended."""
+
 
 class Run(NamedTuple):
     """Queries of some sequences, and the slots of one piece of a cache that they see."""
@@ -239,14 +242,26 @@ class CachedAttention:
                 copy_into(self._attend_blocks(q, group, query.block), into)
             elif len(group) == 1:
                 self._attend(q, group[0], into)
-            else:
+            elif not self._attend_parts(q, group, into):
                 parts = [self._blank(q) for _ in group]
-                for run, part in zip(group, parts, strict=True):
+                for run, part in zip(_read_ahead(group), parts, strict=True):
                     self._attend(q, run, part)
                 copy_into(merge_unchecked(parts), into)
             if hidden is not None:
                 into.out.masked_fill_(hidden[:, None].to(q.device), 0.0)
                 into.lse.masked_fill_(hidden.to(q.device), -torch.inf)
+
+    def _attend_parts(self, q: Tensor, group: Sequence[Run], into: Partial) -> bool:
+        """Write the partial of runs that are parts of one launch. Return False if no launch serves them."""
+        bound = self._bound(q, group[0].piece)
+        if bound is None or any(isinstance(run.seen, SelectedKeys) for run in group):
+            return False
+        parts = bound.parts([run.stop - run.start for run in group])
+        for (_, piece, start, stop, seen, *_), part in zip(_read_ahead(group), parts, strict=True):
+            assert not isinstance(seen, SelectedKeys)
+            if not part.run(q, piece.keys, piece.values, into, seen, start, stop - start):
+                return False
+        return True
 
     def _attend(self, q: Tensor, run: Run, into: Partial) -> None:
         """Write the partial of a run by one launch, or by the kernel's blocks if no launch serves it."""
@@ -261,14 +276,14 @@ class CachedAttention:
 
     def _compute(self, q: Tensor, run: Run, into: Partial) -> None:
         """Write the partial of a run by the kernel's blocks."""
-        keys, values = (x[:, :, run.start : run.stop] for x in (run.piece.keys, run.piece.values))
+        keys, values = _slots(run)
         kernel = self.kernel if run.bias_positions is None else self.kernel.with_positions(q, keys, run.bias_positions)
         copy_into(kernel(q, keys, values, run.seen), into)
 
     def _attend_blocks(self, q: Tensor, group: Sequence[Run], block: int) -> Partial:
         """Return the merge along the tree over blocks of one partial per block."""
         stacks = []
-        for run in group:
+        for run in _read_ahead(group):
             keys, values = (x[:, :, : run.stop] for x in (run.piece.keys, run.piece.values))
             assert isinstance(run.seen, Band)
             stack = _blocks(self.kernel, q, keys, values, run.seen, block)
@@ -288,6 +303,26 @@ class CachedAttention:
         """Return memory for a partial."""
         dtype, shape = sum_dtype(q.dtype), q.shape[:-1]
         return Partial(q.new_empty((*shape, self.kernel.value_dim), dtype=dtype), q.new_empty(shape, dtype=dtype))
+
+
+def _read_ahead(runs: Sequence[Run]) -> Iterator[Run]:
+    """Yield the runs. Those of files are read before they are attended, and left behind after it."""
+    fetched = 0
+    for index, run in enumerate(runs):
+        while fetched < min(len(runs), index + 1 + AHEAD):
+            if (file := runs[fetched].piece.file) is not None:
+                file.fetch(*_slots(runs[fetched]))
+            fetched += 1
+        if (file := run.piece.file) is not None:
+            file.await_pages(*_slots(run))
+        yield run
+        if file is not None:
+            file.leave(run.piece.keys, run.piece.values)
+
+
+def _slots(run: Run) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of a run."""
+    return run.piece.keys[:, :, run.start : run.stop], run.piece.values[:, :, run.start : run.stop]
 
 
 def _by_sequences(runs: Sequence[Run]) -> list[list[Run]]:

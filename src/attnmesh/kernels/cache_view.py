@@ -13,6 +13,7 @@ from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.core.scaling import Scaling
 from attnmesh.core.storage import columns_of, storage_of
+from attnmesh.runtime.mapped_file import MappedFile
 
 NOWHERE = 2**63 - 1
 """Position of a slot without a token, which no query sees."""
@@ -92,6 +93,7 @@ class CacheView(NamedTuple):
     padding: Padding | None
     value_dim: int
     shared: "tuple[CacheView, ...]" = ()  # earlier tokens of this rank, in memory that other caches read too
+    file: MappedFile | None = None  # whose bytes the slots are
 
     def positions(self) -> Tensor:
         """Return the position of each slot's token in its sequence, (1 or batch, slots), -1 for padding."""

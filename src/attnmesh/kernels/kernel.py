@@ -1,5 +1,6 @@
 """The interface of a kernel: what a problem needs, what a kernel can do, and what it computes for a rectangle."""
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -66,6 +67,10 @@ class BoundKernel(Protocol):
 
         Bounds count from `first`. Return False if the call is not served.
         """
+        ...
+
+    def parts(self, keys: Sequence[int]) -> "Sequence[BoundKernel]":
+        """Return the kernel bound to parts of so many keys, in order: the last call writes the partial of all."""
         ...
 
 

@@ -122,7 +122,7 @@ class Filling:
         """Return the tokens of a block that this rank holds, in the layers of a group."""
         shard, forgets = self.kvs[group[0]].shard, self.kvs[group[0]].sizes.mask is not None
         tokens = torch.arange(self.floors[group[0]][0] if forgets else block.start, block.stop)
-        return tokens[shard.block_cyclic.owner(tokens) == shard.index]
+        return tokens[shard.turn.holds(tokens)]
 
     def _places(
         self, group: Sequence[int], rows: Mapping[str, Tensor], wanted: Tensor, counts: Tensor
@@ -140,8 +140,8 @@ class Filling:
             return None
         found = torch.searchsorted(wanted, columns[chosen])
         counts[to].index_add_(1, found, torch.ones(to.stop - to.start, len(found), dtype=torch.int64))
-        gone = shard.block_cyclic.count(shard.index, self.floors[group[0]][0]) if self.floors else 0
-        slots = shard.block_cyclic.slot(columns[chosen]) - gone
+        gone = shard.turn.count(self.floors[group[0]][0]) if self.floors else 0
+        slots = shard.turn.slot(columns[chosen]) - gone
         return RowPlaces(to, source, share.stop - share.start, chosen, slots.to(shard.device))
 
     def _put_rows(self, layer: int, rows: Mapping[str, Tensor], positions: RowPlaces, wanted: Tensor) -> None:

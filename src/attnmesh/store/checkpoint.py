@@ -7,7 +7,8 @@
         7-3f../more.safetensors         tensors that belong to no rank, such as the token mask
 
 Only `cache.json` makes a save current, so an interrupted save leaves the previous one valid. Each save has its own
-folder, even where several jobs save to the same place.
+folder, even where several jobs save to the same place. In a folder that grows (`kv_folder.py`) a cache lives: its last
+tokens are in the files of `layer_files.py`.
 """
 
 import json
@@ -15,7 +16,9 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
+from itertools import product
 from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -36,9 +39,12 @@ from attnmesh.mesh.axes import Axis, Mesh, overlap
 from attnmesh.mesh.shares import check_shares
 from attnmesh.runtime.memory import host_memory
 from attnmesh.setup.init_mesh import device_fault, device_for
+from attnmesh.store.journal import Journal
+from attnmesh.store.layer_files import COLUMNS, PIECE, FillingFile, LayerPlace, RowShapes, chained, check_chain
 from attnmesh.store.tensor_file import FIX, TensorFile, check_size
+from attnmesh.store.token_ids import TokenIds
 
-VERSION = 4
+VERSION = 5
 
 MANIFEST, MORE = "cache.json", "more.safetensors"
 
@@ -66,6 +72,7 @@ class Manifest(NamedTuple):
     name: str  # unique to this save
     forgotten: tuple[tuple[int, int], ...] = ()  # per layer: tokens not saved, and the first query that can be decoded
     lengths: tuple[int, ...] = ()  # per layer, where keys of some stand for several tokens; else each has `length`
+    growing: bool = False  # a cache lives in the folder: journals have the length, and the tokens after whole pieces
 
     def length_of(self, layer: int) -> int:
         """Return the keys of a layer."""
@@ -128,11 +135,13 @@ def read_manifest(path: Path) -> Manifest:
         codes = [[x if type(x) is int and x == FAR else check_size(x) for x in code] for code in fields["sizes"]]
         forgotten = [(check_size(first), check_size(floor)) for first, floor in fields.get("forgotten", [])]
         lengths = [check_size(each) for each in fields.get("lengths", [])]
+        growing = fields["growing"] is True
         if version != VERSION or not NAME.fullmatch(name):
             raise ValueError("another version, or no name")
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         if version not in (None, VERSION):
-            given, fix = f"version {str(version)[:20]}", "install the attnmesh that saved it"
+            given = f"version {str(version)[:20]} in {path}"
+            fix = "load it with the attnmesh that saved it, or prefill again"
             raise StoreError("load", f"a cache of version {VERSION}", given, fix) from error
         expected, given = "a folder that KVCache.save wrote", f"{path} ({type(error).__name__})"
         raise StoreError("load", expected, given, "check the path, or save again") from error
@@ -152,7 +161,7 @@ def read_manifest(path: Path) -> Manifest:
         given = f"{fields['sizes']!r}, length={length}, heads={heads}, ranks={ranks} in {path}"
         raise StoreError("load", "the sizes of a cache", given, FIX) from error
     by_layer = tuple(forgotten), tuple(lengths)
-    return Manifest(sizes, padded, more, length, heads, ranks, saving, note, name, *by_layer)
+    return Manifest(sizes, padded, more, length, heads, ranks, saving, note, name, *by_layer, growing)
 
 
 def save_folders(path: Path) -> list[Path]:
@@ -177,6 +186,11 @@ class PieceFile(NamedTuple):
     stop: int
     group: int
     path: Path
+    filling: FillingFile | None = None  # of the last tokens in a folder that grows
+
+    def opened(self) -> TensorFile | FillingFile:
+        """Return the file, its header checked."""
+        return TensorFile(self.path) if self.filling is None else self.filling
 
 
 def piece_files(path: Path, manifest: Manifest) -> Iterator[PieceFile]:
@@ -191,6 +205,49 @@ def piece_files(path: Path, manifest: Manifest) -> Iterator[PieceFile]:
             heads, tokens, start, stop, group = (int(number or 0) for number in match.groups())
             if heads < manifest.heads and tokens < manifest.ranks and start < stop <= manifest.length:
                 yield PieceFile(heads, tokens, start, stop, group, folder / name)
+
+
+def _layer_places(path: Path, manifest: Manifest, layer: int) -> Iterator[LayerPlace]:
+    """Yield where each rank's files of a layer are."""
+    leader = next(first for first, layers in manifest.groups.items() if layer in layers)
+    for heads, tokens in product(range(manifest.heads), range(manifest.ranks)):
+        yield LayerPlace(path / manifest.folder, heads, tokens, layer, leader)
+
+
+def _opened_journal(place: LayerPlace) -> Journal:
+    """Return the journal of a rank's layer, read."""
+    journal = place.journal()
+    if not journal.read():
+        raise StoreError("load", "a journal of each rank and layer", f"no {journal.path}", FIX)
+    return journal
+
+
+def grown(path: Path, manifest: Manifest) -> Manifest:
+    """Return the manifest of a folder that grows with the length that all its ranks and layers have."""
+    if not manifest.growing:
+        return manifest
+    positions = (place for layer in range(len(manifest.sizes)) for place in _layer_places(path, manifest, layer))
+    return manifest._replace(length=min(_opened_journal(place).last.length for place in positions))
+
+
+def _grown_pieces(path: Path, manifest: Manifest, layer: int) -> Iterator[PieceFile]:
+    """Yield the files of a layer in a folder that grows."""
+    sizes = manifest.sizes[layer]
+    shapes = RowShapes(sizes.row_dtype, sizes.batch, sizes.kv_heads // manifest.heads, sizes.row_widths)
+    for place in _layer_places(path, manifest, layer):
+        journal = _opened_journal(place)
+        base, stop = journal.records[0].stop, journal.last.stop
+        number, at = base // PIECE, (place.heads, place.tokens)
+        filling = place.filling(number)
+        full = stop == base + PIECE and not filling.exists()
+        paths, chain = [place.found(whole) for whole in range(number + full)], 0
+        for path in paths[:number]:
+            chain = chained(chain, TensorFile(path), [*shapes.named(layer)])
+        check_chain(place, journal, chain)
+        for whole, path in enumerate(paths):
+            yield PieceFile(*at, whole * PIECE, (whole + 1) * PIECE, layer, path)
+        if stop > base and not full:
+            yield PieceFile(*at, base, stop, layer, filling, FillingFile(filling, journal, shapes, layer))
 
 
 ALL_LAYERS = LayersToLoad()
@@ -234,10 +291,11 @@ def load_layers(
             found = _unless_replaced(check, path, _name_of(path), again=again)
             name = None if again or found is None else found[0]
             agreement.fields = {"of": name, "capacity": wanted.capacity, "shares": shares}
-            agreement.numbers = [0 if found is None else int(found[0].name, 16) >> 2]
-        if found is None or len({name for (name,) in agreement.table}) > 1:
+            agreement.numbers = [0, 0] if found is None else [int(found[0].name, 16) >> 2, found[0].length]
+        if found is None or len({name for name, _ in agreement.table}) > 1:
             return None
         manifest, folder, sizes, token_mask, more = found
+        manifest = manifest._replace(length=min(length for _, length in agreement.table))  # it may grow meanwhile
         caches = make_alike(make, mesh, sizes, device=device, checked=checked, copies=copies, shares=shares)
         read = partial(fill, [cache.shards for cache in caches], folder, manifest)
         with torch.no_grad():
@@ -296,24 +354,30 @@ def inspect(
     `part` is the part of the tokens that this rank holds, copies included.
     """
     folder = check_folder("load", path)
-    manifest = read_manifest(folder)
+    manifest = grown(folder, read_manifest(folder))
     if wanted.layers not in (None, len(manifest.sizes)):
         given, fix = f"{len(manifest.sizes)} in {folder}", "call hf.ShardedCache(config, mesh).restore(path)"
         raise StoreError("load", f"a cache of {wanted.layers} layer{'s' * (wanted.layers != 1)}", given, fix)
     sizes = wanted.sizes(manifest.sizes)
+    if manifest.growing and wanted.capacity is None:
+        sizes = tuple(replace(each, capacity=max(each.capacity, manifest.length)) for each in sizes)
     for layer, each in enumerate(sizes):
         each.check(mesh.heads.size)
         if manifest.length_of(layer) > each.capacity:
             given, fix = f"{manifest.length} in a capacity of {each.capacity}", f"pass capacity={manifest.length}"
             raise ShapeError("load", "room for the tokens that were saved", given, fix)
     _check_memory(sizes, mesh, device, part, padded=manifest.padded)
+    ids = TokenIds(folder / manifest.folder).read(sizes[0].batch) if manifest.growing else None
+    held = {} if ids is None else {"held": ids[:, : manifest.length]}
     if not manifest.more:
-        return manifest, folder, sizes, None, {}
+        return manifest, folder, sizes, None, held
     file = TensorFile(folder / manifest.folder / MORE)
     shape = manifest.sizes[0].batch, manifest.length
     token_mask = file.read("real", torch.bool, shape) if manifest.padded else None
     more = {name.removeprefix("more "): file.read(name) for name in file.entries if name.startswith("more ")}
-    return manifest, folder, sizes, token_mask, more
+    if manifest.growing:
+        more.pop("held", None)  # of the save that the folder began with
+    return manifest, folder, sizes, token_mask, {**more, **held}
 
 
 def part_of(shares: Sequence[float] | None, mesh: Mesh) -> float:
@@ -341,6 +405,10 @@ def fill(layers: Sequence[LocalShards], path: Path, manifest: Manifest) -> bool:
     """Write this rank's tokens into its shards, one per layer, from the files of all ranks that saved. Return True."""
     for layer, (shards, starts) in enumerate(zip(layers, manifest.forgotten, strict=True)):
         shards.prepare(manifest.length_of(layer), *starts)
+    if manifest.growing:
+        for layer, shards in enumerate(layers):
+            _fill_group({layer: shards.own}, path, manifest, [*_grown_pieces(path, manifest, layer)])
+        return True
     pieces = list(piece_files(path, manifest))
     for leader, group in manifest.groups.items():
         own = {layer: layers[layer].own for layer in group}
@@ -356,11 +424,11 @@ def _fill_group(shards: Mapping[int, CacheShard], path: Path, manifest: Manifest
     used = first.turn.count(end) - gone
     found = torch.zeros(manifest.heads, used, dtype=torch.bool)  # tokens read, by their file's index along heads
     for piece in pieces:
-        file = TensorFile(piece.path)
-        tokens = file.read("columns", torch.int64, (piece.stop - piece.start,))
-        mine = first.turn.holds(tokens).nonzero().flatten()
+        file = piece.opened()
+        tokens = file.read(COLUMNS, torch.int64, (piece.stop - piece.start,))
+        mine = (first.turn.holds(tokens) & (tokens < end)).nonzero().flatten()
         slots = first.turn.slot(tokens[mine]) - gone
-        if len(tokens) and (int(tokens.min()) < start or int(tokens.max()) >= end):
+        if len(tokens) and (int(tokens.min()) < start or (int(tokens.max()) >= end and not manifest.growing)):
             raise StoreError("load", "every token once", f"tokens beyond the last in {piece.path}", FIX)
         if bool(found[piece.heads, slots].any()) or len(slots.unique()) < len(slots):
             raise StoreError("load", "every token once", f"some twice in {piece.path}", FIX)
@@ -378,7 +446,7 @@ def _fill_group(shards: Mapping[int, CacheShard], path: Path, manifest: Manifest
 
 
 def _copy_heads(
-    shard: CacheShard, file: TensorFile, layer: int, saved: Axis, mine: Tensor, slots: Tensor, tokens: int
+    shard: CacheShard, file: TensorFile | FillingFile, layer: int, saved: Axis, mine: Tensor, slots: Tensor, tokens: int
 ) -> None:
     """Copy this rank's heads and tokens of a file written at index `saved` along the heads axis."""
     to, source = _shared_heads(shard, saved)

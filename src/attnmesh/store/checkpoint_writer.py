@@ -36,6 +36,7 @@ from attnmesh.store.checkpoint import (
     read_manifest,
     save_folders,
 )
+from attnmesh.store.layer_files import COLUMNS, PIECE
 from attnmesh.store.tensor_file import (
     PART,
     PRIVATE_FOLDER,
@@ -49,7 +50,7 @@ from attnmesh.store.tensor_file import (
 TIMEOUT = 60.0
 """Seconds to wait for another job that publishes to the same folder."""
 
-MAX_PIECE, MIN_PIECE = 4096, 64
+MAX_PIECE, MIN_PIECE = PIECE, 64
 """Tokens of the longest file, and of the shortest but the last."""
 
 
@@ -262,8 +263,8 @@ def _write(
         found = [other for other in save_folders(path) if other != folder]
         others = [*found[:2], *found[2:][-1:]]  # not all: a full disk may leave many interrupted saves
         for group, (start, stop) in ((each, piece) for each in groups for piece in pieces(len(each.token_index))):
-            tensors = {"columns": group.token_index[start:stop]}
-            tensors |= {name: x[:, :, start:stop] for name, x in group.tensors.items()}
+            tensors = {name: x[:, :, start:stop] for name, x in group.tensors.items()}
+            tensors |= {COLUMNS: group.token_index[start:stop]}
             suffix = f".{group.leader}" if group.leader else ""
             name = "{}.{}.{}-{}{}.safetensors".format(*coordinates, start, stop, suffix)
             if group.is_rewritten:

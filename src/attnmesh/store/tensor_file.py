@@ -13,7 +13,7 @@ import errno
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -21,8 +21,9 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.core.digest import digest
 from attnmesh.errors import StoreError
+from attnmesh.kernels.native.native_digest import digest_on_host
+from attnmesh.runtime.mapped_file import PAGE, MappedFile
 from attnmesh.runtime.memory import host_memory
 
 DTYPES = {
@@ -73,7 +74,7 @@ def link_or_write(
 
     `known` checksums are not computed again. A `trusted` file, written by this process, is not read to verify it.
     """
-    known = known or {name: int(digest(x)) for name, x in tensors.items()}
+    known = known or {name: digest_on_host(x.cpu()) for name, x in tensors.items()}
     for other in others:
         if _holds(other, tensors, known, verify=other != trusted):
             with suppress(OSError):  # a file system without links
@@ -100,19 +101,29 @@ def _holds(path: Path, tensors: Mapping[str, Tensor], known: Mapping[str, int], 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], known: Mapping[str, int]) -> None:
     """Write tensors and their checksums. The file appears under its name only once the disk has all of it."""
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    header: dict[str, Any] = {"__metadata__": {name: str(number) for name, number in known.items()}}
-    start = 0
-    for name, x in tensors.items():
-        header[name] = {"dtype": names[x.dtype], "shape": list(x.shape), "data_offsets": [start, start + x.nbytes]}
-        start += x.nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    begin, _ = header_of({name: (x.dtype, tuple(x.shape)) for name, x in tensors.items()}, known)
     with appearing(path, path.with_name(f"{path.name}{PART}")) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(begin)
         for x in tensors.values():
             flat = x.detach().contiguous().cpu()  # a name keeps the buffer's memory alive
             file.write(_buffer(flat))
+
+
+def header_of(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], known: Mapping[str, int]) -> tuple[bytes, int]:
+    """Return the first bytes of a file of such tensors, whole pages, and the size of the file.
+
+    Their number does not depend on the checksums, so that a file may get its checksums once its tensors are whole.
+    """
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": {name: f"{number:+021d}" for name, number in known.items()}}
+    start = 0
+    for name, (dtype, shape) in tensors.items():
+        stop = start + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(header).encode()
+    text += b" " * (-(8 + len(text)) % PAGE)
+    return len(text).to_bytes(8, "little") + text, 8 + len(text) + start
 
 
 @contextmanager
@@ -170,12 +181,8 @@ class TensorFile:
 
     def read(self, name: str, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
         """Return a tensor. Raise if it is missing, damaged, or not of the expected dtype and shape."""
-        if name not in self.entries:
-            raise StoreError("load", "a cache that KVCache.save wrote", f"no {name!r} in {self.path}", FIX)
-        entry = self.entries[name]
-        size, fits = entry.stop - entry.start, dtype in (None, entry.dtype) and shape in (None, entry.shape)
-        if not fits:
-            raise StoreError("load", f"{name!r} as {dtype} {shape}", f"{entry.dtype} {entry.shape} in {self.path}", FIX)
+        entry = self.entry(name, dtype, shape)
+        size = entry.stop - entry.start
         if size > SMALL and size > host_memory():
             given = f"{size / 1e9:,.1f} GB in {name!r} in {self.path}"
             raise StoreError("load", f"at most this host's {host_memory() / 1e9:,.1f} GB", given, FIX)
@@ -187,9 +194,26 @@ class TensorFile:
         except OSError as error:
             given = f"{name!r} in {self.path} ({error.strerror})"
             raise StoreError("load", "files as they were written", given, FIX) from error
-        if got != size or int(digest(tensor)) != entry.checksum:
-            raise StoreError("load", "files as they were written", f"damage in {name!r} in {self.path}", FIX)
+        self.check(name, tensor, got == size)
         return tensor
+
+    def entry(self, name: str, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None) -> Entry:
+        """Return what the header has of a tensor. Raise if it is missing, or not of the expected dtype and shape."""
+        if name not in self.entries:
+            raise StoreError("load", "a cache that KVCache.save wrote", f"no {name!r} in {self.path}", FIX)
+        entry = self.entries[name]
+        if dtype not in (None, entry.dtype) or shape not in (None, entry.shape):
+            raise StoreError("load", f"{name!r} as {dtype} {shape}", f"{entry.dtype} {entry.shape} in {self.path}", FIX)
+        return entry
+
+    def mapped(self, file: MappedFile, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """Return a tensor in place, unchecked. Raise if it is missing, or not of the expected dtype and shape."""
+        return file.tensor(self.start + self.entry(name, dtype, shape).start, dtype, shape)
+
+    def check(self, name: str, tensor: Tensor, whole: bool = True) -> None:
+        """Raise unless a tensor was read whole and is as it was written."""
+        if not whole or digest_on_host(tensor) != self.entries[name].checksum:
+            raise StoreError("load", "files as they were written", f"damage in {name!r} in {self.path}", FIX)
 
 
 def _entries(header: Any, size: int) -> dict[str, Entry]:

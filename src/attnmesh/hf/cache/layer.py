@@ -137,6 +137,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         options |= {"batch": new.shape[0], "kv_heads": new.shape[1], "head_dim": new.shape[3]}
         options |= {"dtype": new.dtype, "device": new.device, "block": self.cache.block}
         options |= {"checked": self.cache.checked, "copies": self.cache.copies, "shares": self.cache.shares}
+        options["folder"] = self.cache.folder_of(self)
         return KVCache(self.cache.mesh, **options)
 
     def _with_room(self, kv: KVCache, keys: int) -> KVCache:

@@ -11,7 +11,7 @@ from attnmesh.decoding.step_checks import check_even_shares, check_reproducible
 from attnmesh.errors import Check, KernelError, ShapeError, check_count, require_all
 from attnmesh.guard.argument_checks import check_checked, check_merge
 from attnmesh.hf.latent_states import latent_widths
-from attnmesh.hf.models import check_keys, indexed_layers, is_compressed, key_heads
+from attnmesh.hf.models import check_keys, cross_layers, indexed_layers, is_compressed, is_recurrent, key_heads
 from attnmesh.kernels.choice import check_kernel
 from attnmesh.mesh.schedule import check_exchange
 from attnmesh.mesh.shapes import Shape
@@ -53,6 +53,8 @@ def _checks(config: Any, shape: Shape, options: Mapping[str, Any]) -> Iterator[C
     check_count("ShardedCache keep", options["keep"], "count the tokens that crop may remove", least=0)
     for name in ("storage", "window_storage"):
         check_storage(f"ShardedCache {name}", options[name])
+    if options["folder"] is not None:
+        yield from _folder_checks(config, options)
     if options["capacity"] is not None:
         check_count("ShardedCache capacity", options["capacity"], "count prompt and new tokens, or leave it out")
     if options["block"] is not None:
@@ -67,3 +69,12 @@ def _checks(config: Any, shape: Shape, options: Mapping[str, Any]) -> Iterator[C
     if options["reproducible"]:
         even = options["shares"] is None or (shares is not None and len({*shares}) == 1)
         check_even_shares("ShardedCache reproducible", options["shares"], even=even)
+
+
+def _folder_checks(config: Any, options: Mapping[str, Any]) -> Iterator[Check]:
+    """Yield what holds of a model and of arguments where keys are files of a folder."""
+    subject, fix = "ShardedCache folder", "leave folder= out"
+    plain = not (is_recurrent(config) or is_compressed(config) or indexed_layers(config) or cross_layers(config))
+    yield plain, KernelError, subject, "a model that keeps keys and values alone", config.model_type, fix
+    yield options["copies"] == 1, KernelError, subject, "one rank of each token", f"copies={options['copies']}", fix
+    yield options["shares"] is None, KernelError, subject, "even shares", f"shares={options['shares']!r}", fix

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from copy import copy, deepcopy
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,10 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig
 
 from attnmesh.cache.cache import KVCache
+from attnmesh.cache.saved_cache import FolderLayer
 from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.core.layout import Striped
 from attnmesh.decoding.decode_call import decode
-from attnmesh.errors import KernelError, ShapeError, require
+from attnmesh.errors import KernelError, ShapeError, StoreError, require
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.cache.layer import ShardedLayer, StatefulLayer
 from attnmesh.hf.cache.rank_shares import prompt_layout, shares_of
@@ -22,7 +25,8 @@ from attnmesh.hf.cache.state_layer import StateLayer, make_layers
 from attnmesh.hf.cache.stored_layers import StoredLayers
 from attnmesh.hf.images.inputs import shift_of
 from attnmesh.hf.models import window_of
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import Mesh, flat_axis
+from attnmesh.store.kv_folder import KeyFolder
 from attnmesh.store.recover import recover
 
 BLOCK, LONG_BLOCK = 16, 128
@@ -60,6 +64,8 @@ class ShardedCache(StoredLayers):
         shares: Ratios of the tokens of each rank along queries and keys, as in `attnmesh.KVCache`; "auto" to measure
             them. A prompt's tokens are computed in this ratio too. With `capacity`, "auto" gives no rank more keys than
             its memory holds.
+        folder: Folder whose files are the keys and values, on CPUs, as in `attnmesh.KVCache`. The cache begins with the
+            tokens that are there, and layers with a window keep all of theirs.
 
     Raises:
         InputError: A layer of the model is not supported, or ranks differ in an argument.
@@ -89,12 +95,13 @@ class ShardedCache(StoredLayers):
         storage: str | None = None,
         window_storage: str | None = None,
         shares: Sequence[float] | str | None = None,
+        folder: str | Path | None = None,
     ) -> None:
         place = Mesh.of(mesh)
         options: dict[str, Any] = {"capacity": capacity, "block": block, "merge": merge, "output": output}
         options |= {"kernel": kernel, "exchange": exchange, "checked": checked, "copies": copies}
         options |= {"windows": windows, "keep": keep, "reproducible": reproducible}
-        options |= {"storage": storage, "window_storage": window_storage, "shares": shares}
+        options |= {"storage": storage, "window_storage": window_storage, "shares": shares, "folder": folder}
         with Agreement(place, "ShardedCache", options):
             check_settings(config, place.shape, options)
         self.config = config.get_text_config(decoder=True)
@@ -105,13 +112,13 @@ class ShardedCache(StoredLayers):
         self.block_is_free = block is None and not reproducible
         self.merge, self.output, self.reproducible = merge, output, reproducible
         self.kernel, self.exchange = kernel, exchange
-        self.checked, self.copies, self.windows, self.keep = checked, copies, windows, keep
+        self.checked, self.copies, self.windows, self.keep = checked, copies, windows and folder is None, keep
         self.storage, self.window_storage = storage, window_storage
         self.shares = shares_of(config, mesh, shares, self.capacity, storage)
         """Ratios of the tokens of each rank; None for even shares."""
-        self.tokens: Tensor | None = None
-        """Ids of the cached tokens, with -1 for padding and -2 - id for image tokens. After an interrupted generation,
-        the ids to continue from. None if the tokens were not cached by `attnmesh.hf.generate`."""
+        self.folder: KeyFolder | None = None
+        """The folder in which the keys and values are; None if they are in memory."""
+        self._tokens: Tensor | None = None
         self.images: dict[str, Tensor] | None = None
         """Fingerprints of the images among the tokens; None if there are none, or if they are unknown."""
         self.shift: tuple[int, int] | None = (0, 0)
@@ -121,6 +128,56 @@ class ShardedCache(StoredLayers):
         self.intact = True  # False while the model runs: after an error, recurrent states may be ahead of the tokens
         self._length = 0  # of models without attention, which count no tokens
         super().__init__(layers=make_layers(self.config, self))
+        if folder is not None:
+            self._open(folder)
+
+    @property
+    def tokens(self) -> Tensor | None:
+        """Ids of the cached tokens, with -1 for padding and -2 - id for image tokens.
+
+        After an interrupted generation, the ids to continue from. None if the tokens were not cached by
+        `attnmesh.hf.generate`. A folder has them, too.
+        """
+        return self._tokens
+
+    @tokens.setter
+    def tokens(self, tokens: Tensor | None) -> None:
+        self._tokens = tokens
+        if self.folder is not None and tokens is not None:
+            self.folder.write_ids(tokens)
+
+    def _open(self, folder: str | Path) -> None:
+        """Open a folder, and the caches and token ids that are in it."""
+        place = Mesh.of(self.mesh)
+        self.folder = opened = KeyFolder(
+            folder, place, flat_axis(self.mesh, ("queries", "keys")), "ShardedCache folder"
+        )
+        saved = opened.manifest.sizes
+        with Agreement(place, "ShardedCache folder"):
+            fits, given = len(saved) <= self.caches, f"{len(saved)} in {folder}"
+            expected, fix = f"a folder of {self.caches} layers", "pass the folder of this model, or another one"
+            require(fits, StoreError, "ShardedCache folder", expected, given, fix)
+            ids = opened.read_ids(saved[0].batch) if saved else None
+        found = [
+            KVCache(self.mesh, **vars(sizes), device="cpu", checked=self.checked, folder=FolderLayer(opened, number))
+            for number, sizes in enumerate(map(replace, saved))
+        ]
+        if len(found) == self.caches:
+            self._fill(found)
+        else:  # the first forward pass has not reached all layers
+            for layer, kv in zip(self.attention_layers, found, strict=False):
+                layer.fill([kv])
+                self.block = kv.sizes.block
+        length = min([0 if ids is None else ids.shape[1], *(kv.length for kv in found)])
+        length = length if len(found) == self.caches else 0
+        for kv in found:
+            kv.truncate(length)
+        self.tokens = None if ids is None else ids[:, :length]
+        self.shift = shift_of(self.tokens, self.config)
+
+    def folder_of(self, layer: ShardedLayer) -> FolderLayer | None:
+        """Return the place of a layer in the folder; None without a folder."""
+        return None if self.folder is None else FolderLayer(self.folder, self.attention_layers.index(layer))
 
     @property
     def is_linear(self) -> list[bool]:
@@ -241,7 +298,10 @@ class ShardedCache(StoredLayers):
 
     def reset(self) -> None:
         """Drop all tokens."""
-        super().reset()
+        if self.folder is None:
+            super().reset()
+        for kv in self.kvs:  # those of a folder stay
+            kv.truncate(0)
         self.tokens, self.images, self.shift, self.intact, self._length = None, None, (0, 0), True, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -266,6 +326,7 @@ class ShardedCache(StoredLayers):
             if self.kvs and self.kvs[0].sizes.batch == 1 and self.kvs[0].saved.at_rest:
                 for layer in self.attention_layers:
                     layer.replace(KVCache.fork)
+                self.folder = None  # the new tokens are in memory
             self.reorder_cache(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -333,7 +394,7 @@ class ShardedCache(StoredLayers):
     def _copied(self, copy_layer: Callable[[KVCache], KVCache]) -> "ShardedCache":
         """Return a cache whose layers are copies."""
         copied = object.__new__(type(self))
-        copied.__dict__ = {**self.__dict__, "layers": []}
+        copied.__dict__ = {**self.__dict__, "layers": [], "folder": None}
         for layer in self.layers:
             other = copy(layer)
             if isinstance(layer, ShardedLayer):

@@ -5,7 +5,9 @@ with `ATTNMESH_NATIVE=0`, PyTorch's operator serves instead.
 """
 
 import struct
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple, cast
 
 import torch
@@ -28,9 +30,14 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 STORED = {torch.int8: 3, torch.float8_e4m3fn: 4}
 """Dtypes of numbers of rows in 8 bits. A kernel takes them without the scales, which follow them in memory."""
 
-CALL, FIXED, STRIDES = struct.Struct("9P14q"), struct.Struct("16q2d"), struct.Struct("3q")
+CALL, FIXED, STRIDES = struct.Struct("9P14q"), struct.Struct("16q2d2q"), struct.Struct("3q")
 """Fields of `Problem` in `attend.cpp`: of each call, of all calls of one launch, and strides of `out` in the latter."""
 
+PART = struct.Struct("2q")
+"""Last fields of a kind: the first run of a part of the keys, and the runs of all parts."""
+
+RUN = 2048
+"""Keys of a task in `attend.cpp`. Parts of so many, or of a multiple, have the bits of one call."""
 
 NO_MEMORY = -1
 """Code of a call that got no memory. Others below 0 are of other exceptions in C++; 1 is of numbers not finite."""
@@ -126,6 +133,14 @@ class BoundNative(NamedTuple):
         out = torch.empty_strided(self.out, self.out_strides, dtype=torch.float32, device="cpu")
         return Partial(out, torch.empty(self.lse, dtype=torch.float32, device="cpu"))
 
+    def parts(self, keys: Sequence[int]) -> "list[BoundNative]":
+        """Return the launches of parts of so many keys, one after the other: the last writes the partial of all."""
+        runs = [-(-count // RUN) for count in keys]
+        firsts, begin = accumulate(runs, initial=0), self.fields[: -PART.size]
+        return [
+            self._replace(fields=begin + PART.pack(first, sum(runs))) for first, _ in zip(firsts, runs, strict=False)
+        ]
+
     def run(
         self,
         q: Tensor,
@@ -186,5 +201,5 @@ def _bound_to(
     codes, scales = [(DTYPES | STORED)[dtype] for dtype in dtypes], (dim, dim if is_prefix else width)
     sizes = batch, kv_heads, heads // kv_heads, rows, dim, width, *codes, *scales
     cap = scaling.softcap if scaling.capped else 0.0
-    fields = FIXED.pack(*sizes, *strides[:3], heads * tokens, tokens, 1, scaling.scale, cap)
+    fields = FIXED.pack(*sizes, *strides[:3], heads * tokens, tokens, 1, scaling.scale, cap, 0, 0)
     return BoundNative(fields, (batch, heads, tokens, width), strides, lse)

@@ -8,6 +8,8 @@
 // Keys and values may be stored in 8 bits: a row is its numbers, then a bfloat16 scale for each group of 128 columns. The
 // products of a group take its scale once they are sums, and its values are weighted by weight times scale. Queries of
 // bfloat16 are multiplied as such, two columns in one operation, where the processor has it: no product is rounded.
+//
+// Keys may come in parts, a call for each. All parts but the last are whole runs: then the result has the bits of one call.
 
 #include <atomic>
 #include <cmath>
@@ -66,6 +68,7 @@ struct Problem {
     int64_t dtype, kv_dtype, k_scales, v_scales;  // where the scales begin in a row that is stored in 8 bits
     int64_t out_strides[3], lse_strides[3];  // sequence, head, token
     double scale, softcap;                   // softcap 0 for none
+    int64_t first_run, all_runs;             // keys are a part of all, which begins at this run; 0 runs where they are all
 };
 
 namespace {
@@ -403,23 +406,27 @@ template <class T>
 int attend(const Problem& p) {
     Shape s = shape_of(p);
     int64_t heads = p.batch * p.kv_heads, tasks = heads * s.runs, size = (s.rows * (s.value_dim + 2) + 15) / 16 * 16;
+    int64_t all_runs = p.all_runs ? p.all_runs : s.runs;
     int64_t bytes = heads * p.keys * (p.dim + p.value_dim) * sizeof(T);
-    static thread_local Lines partials;
-    float* memory = partials.fit(tasks * size);
+    static thread_local Lines partials;  // those of earlier parts stay: the size is the same
+    float* memory = partials.fit(heads * all_runs * size);
+    auto partial_of = [&](int64_t task) { return memory + (task / s.runs * all_runs + p.first_run + task % s.runs) * size; };
     std::atomic<int64_t> next{0};
     std::atomic<int> code{0};
     auto work = [&] {
         static thread_local Memory own;
         try {
             for (int64_t task; !code && (task = next++) < tasks;)
-                if (!run_task<T>(p, s, task, own, memory + task * size)) code = NOT_FINITE;
+                if (!run_task<T>(p, s, task, own, partial_of(task))) code = NOT_FINITE;
         } catch (...) {
             code = code_of_exception();
         }
     };
     Workers::run(bytes < THREADED_BYTES ? 1 : std::min(p.threads, tasks), work);
+    if (p.first_run + s.runs < all_runs) return code;
+    s.runs = all_runs;
     for (int64_t head = 0; !code && head < heads; head++)
-        if (!finish<T>(p, s, head, memory + head * s.runs * size, size)) code = NOT_FINITE;
+        if (!finish<T>(p, s, head, memory + head * all_runs * size, size)) code = NOT_FINITE;
     return code;
 }
 

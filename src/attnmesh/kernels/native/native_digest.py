@@ -10,10 +10,14 @@ from attnmesh.kernels.native.build import library
 def digest_on_host(x: Tensor) -> int:
     """Return the int64 digest of a tensor's bits, as `core.digest` defines it."""
     function = library().digest
-    if function is None or not x.is_cpu or x.numel() > ROW or type(x) is not Tensor:
+    if function is None or not x.is_cpu or type(x) is not Tensor:
         return int(digest(x))
     x = x.contiguous()
-    return function(x.data_ptr(), x.numel(), x.element_size(), cpu_weights().data_ptr())
+    place, count, size, weights = x.data_ptr(), x.numel(), x.element_size(), cpu_weights().data_ptr()
+    if count <= ROW:
+        return function(place, count, size, weights)
+    rows = range(0, count, ROW)
+    return digest_on_host(torch.tensor([function(place + n * size, min(ROW, count - n), size, weights) for n in rows]))
 
 
 def wrapped(number: int) -> int:

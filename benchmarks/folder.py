@@ -1,0 +1,179 @@
+"""`python -m benchmarks folder`: steps over a cache in a folder that exceeds memory, beside reading its files; appends.
+
+The folder is filled, and a cache of the same tokens in memory gives the outputs to compare with. Then a process that
+may use less memory than the keys, pages of files included, opens the folder. Reading the files and a step take turns.
+"""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import attnmesh as am
+from attnmesh.cli.launch import Send, run_on_ranks
+from attnmesh.store.layer_files import PIECE
+from benchmarks.netns import send_rows
+from benchmarks.timing import Timing
+
+HEADS, KV_HEADS, DIM = 32, 8, 128
+TOKEN_BYTES = 2 * KV_HEADS * DIM * 2
+GOAL, APPEND_GOAL = 1.2, 2.0
+"""Most time of a step over that of reading its bytes, and of an append over that of writing its rows."""
+
+GROUPS = {"memory.limit_in_bytes": Path("/sys/fs/cgroup/memory"), "memory.max": Path("/sys/fs/cgroup")}
+"""Where control groups of versions 1 and 2 are, by the name of their limit."""
+
+CHUNK = 1 << 24
+"""Bytes of one read."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """Sizes of the cache and of the memory, in bytes, the folder, and how often each is timed."""
+
+    size: int
+    memory: int
+    folder: Path
+    rounds: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """A call beside reading, or writing, the same bytes."""
+
+    case: str
+    bytes: int
+    plain: Timing
+    ours: Timing
+    ratio: float
+    """Median of the ratios of each round."""
+    goal: float
+    memory: int | None = None
+    """Bytes that the process may use; None if it is not bounded."""
+    different: int | None = None
+    """Numbers of the output that are not those of a cache in memory."""
+
+
+def cache_of(folder: Path | None, tokens: int) -> am.KVCache:
+    """Return an empty cache."""
+    sizes: dict[str, Any] = {"batch": 1, "kv_heads": KV_HEADS, "head_dim": DIM, "dtype": torch.bfloat16}
+    return am.KVCache(None, capacity=tokens + 16 * PIECE, folder=folder, **sizes)
+
+
+def queries() -> Tensor:
+    """Return the query of each step."""
+    return torch.randn(1, HEADS, 1, DIM, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+def rows(request: Request, add: Send) -> None:
+    """Measure, and add each row."""
+    tokens = request.size // TOKEN_BYTES
+    plain, cache = cache_of(None, tokens), cache_of(request.folder, tokens)
+    drawn = torch.randn(2, 1, KV_HEADS, PIECE, DIM, generator=torch.Generator().manual_seed(0)).bfloat16()
+    while plain.length < tokens:
+        k, v = drawn.roll(plain.length // PIECE, 3)[:, :, :, : tokens - plain.length]
+        plain.append(k, v)
+        cache.append(k, v)
+    wanted = am.decode(queries(), plain).float().flatten().tolist()
+    os.sync()
+    for file in request.folder.rglob("*.*"):
+        _drop(file)
+    del plain, cache
+    run_on_ranks(1, send_rows, _rows, request, wanted, on_message=add)
+
+
+def _rows(request: Request, wanted: list[float]) -> Iterator[Row]:
+    with _bounded(request.memory) as memory:
+        cache = cache_of(request.folder, request.size // TOKEN_BYTES)
+        yield _step(cache, request, wanted, memory)
+        for tokens in (1, 64, PIECE):
+            yield _append(cache, tokens, request, memory)
+
+
+@contextmanager
+def _bounded(size: int) -> Iterator[int | None]:
+    """Let this process use so much memory, pages of files included, where a control group can be made."""
+    for name, root in GROUPS.items():
+        group = root / f"attnmesh-bench-{os.getpid()}"
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        with suppress(OSError):
+            (group / name).write_text(str(size))
+            (group / "cgroup.procs").write_text(str(os.getpid()))
+            try:
+                yield size
+            finally:
+                (root / "cgroup.procs").write_text(str(os.getpid()))
+                with suppress(OSError):  # pages are still charged to it
+                    group.rmdir()
+            return
+    yield None
+
+
+def _step(cache: am.KVCache, request: Request, wanted: list[float], memory: int | None) -> Row:
+    """Return a step beside reading the files of whole pieces."""
+    files = [blocks.file.path for blocks in cache.shard.shared if blocks.file is not None]
+    reads, steps, out = list[float](), list[float](), None
+    for _ in range(request.rounds):
+        begun = time.perf_counter()
+        read = sum(map(_read, files))
+        reads.append((time.perf_counter() - begun) * cache.nbytes / read)
+        begun = time.perf_counter()
+        out = am.decode(queries(), cache)
+        steps.append(time.perf_counter() - begun)
+    assert out is not None
+    different = sum(one != other for one, other in zip(out.float().flatten().tolist(), wanted, strict=True))
+    ratio = median(step / read for step, read in zip(steps, reads, strict=True))
+    found = Timing.of(reads), Timing.of(steps), round(ratio, 3)
+    return Row(f"a step over {cache.nbytes / 1e9:.1f} GB", cache.nbytes, *found, GOAL, memory, different)
+
+
+def _append(cache: am.KVCache, tokens: int, request: Request, memory: int | None) -> Row:
+    """Return an append beside writing the same rows to a file, in time of the processor: none waits for the disk."""
+    k, v = torch.randn(2, 1, KV_HEADS, tokens, DIM).bfloat16()
+    content = bytes(tokens * TOKEN_BYTES // 2)
+    writes, appends, path = list[float](), list[float](), request.folder / "plain"
+    for _ in range(max(request.rounds, min(30, PIECE // tokens))):
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        begun = time.process_time()
+        os.write(handle, content)
+        os.write(handle, content)
+        writes.append(time.process_time() - begun)
+        os.close(handle)
+        begun = time.process_time()
+        cache.append(k, v)
+        appends.append(time.process_time() - begun)
+    path.unlink()
+    found = Timing.of(writes), Timing.of(appends), round(median(appends) / median(writes), 3)
+    return Row(f"an append of {tokens:,} tokens", tokens * TOKEN_BYTES, *found, APPEND_GOAL, memory)
+
+
+def _read(file: Path) -> int:
+    """Return the bytes of a file, read from the disk."""
+    memory, found = bytearray(CHUNK), 0
+    handle = os.open(file, os.O_RDONLY)
+    try:
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        while count := os.readv(handle, [memory]):
+            found += count
+    finally:
+        os.close(handle)
+    _drop(file)
+    return found
+
+
+def _drop(file: Path) -> None:
+    """Let the pages of a file leave memory."""
+    handle = os.open(file, os.O_RDONLY)
+    os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(handle)

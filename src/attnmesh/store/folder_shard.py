@@ -1,0 +1,286 @@
+"""Shard of a cache whose keys and values are files: whole pieces in place, and a last one that new tokens fill.
+
+An append writes rows to the mapped last piece, and then a record to the journal. Where a process ends between the two,
+the rows are no tokens. A piece that is full gets its checksums before the next append, and is read alone from then on.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from attnmesh.cache.block_cyclic import BlockCyclic
+from attnmesh.cache.cache_config import Sizes
+from attnmesh.cache.cache_shard import CacheShard, usual_slots
+from attnmesh.cache.shared_blocks import SharedBlocks
+from attnmesh.errors import StoreError
+from attnmesh.mesh.axes import Axis
+from attnmesh.runtime.counters import Tensors
+from attnmesh.store.layer_files import (
+    PIECE,
+    FilePiece,
+    LayerPlace,
+    RowShapes,
+    chained,
+    check_chain,
+    check_filling,
+    check_whole_piece,
+    make_filling,
+    make_whole,
+    open_filling,
+    open_whole,
+)
+from attnmesh.store.tensor_file import FIX, TensorFile
+
+SUBJECT = "KVCache folder"
+
+FEW = 16
+"""Most tokens that are written as memory, not by calls of the system."""
+
+
+class FolderShard(CacheShard):
+    """Tokens of one rank in the files of a layer. `shared` are the whole pieces, `stored` is the last one."""
+
+    takes_padding = False
+
+    def __init__(
+        self, place: LayerPlace, keeps: Callable[[int], bool], sizes: Sizes, heads: Axis, ranks: int, index: int
+    ) -> None:
+        self.place, self.keeps, self.journal = place, keeps, place.journal()
+        self.chains = [0]  # of the checksums of the first pieces
+        super().__init__(sizes, heads, BlockCyclic(sizes.block, ranks), torch.device("cpu"), index)
+
+    @property
+    def shapes(self) -> RowShapes:
+        """Dtype and shapes of rows in a file."""
+        sizes = self.sizes
+        return RowShapes(sizes.row_dtype, sizes.batch, sizes.kv_heads // self.heads.size, sizes.row_widths)
+
+    @property
+    def pieces(self) -> int:
+        """Whole pieces."""
+        return len(self.shared)
+
+    def _memory(self) -> tuple[list[Tensor], Tensor]:
+        """Return no memory: `begin`, `resume` and `take_over` map files."""
+        return [], torch.zeros(PIECE + 1, dtype=torch.int64)
+
+    def _usual_slots(self, sizes: Sizes) -> int:
+        """Return as many slots as there may be tokens: files grow."""
+        return sizes.capacity
+
+    def begin(self) -> None:
+        """Begin without tokens."""
+        with _named_errors(self):
+            self.journal.open()
+            self.journal.begin(0, 0, 0)
+            self._fill(make_filling(self.place, 0, self.shapes), 0, 0)
+
+    def resume(self) -> None:
+        """Open the tokens that the journal has. Raise unless all are as they were written."""
+        journal, place = self.journal, self.place
+        with _named_errors(self):
+            if not journal.read():
+                raise StoreError("load", "a journal of each rank and layer", f"no {journal.path}", FIX)
+            journal.open()
+            base, last = journal.records[0].stop, journal.last
+            number = base // PIECE
+            full = last.stop == base + PIECE and not place.filling(number).exists()
+            self._open_whole(number + full)
+            check_chain(place, journal, self.chains[number])
+            if full:  # it got its name, and the process ended
+                journal.begin(last.stop, last.length, self.chains[-1])
+                last, base, number = journal.last, last.stop, number + 1
+            if last.stop == base:
+                self._fill(make_filling(place, number, self.shapes), 0, last.length)
+            else:
+                piece = open_filling(place, number, self.shapes)
+                check_filling(place.filling(number), piece, journal)
+                self._fill(piece, last.stop - base, last.length)
+
+    def take_over(self, whole: int, rows: Tensors, columns: Tensor, length: int) -> None:
+        """Go on after a save: open its whole pieces in place, and copy the rows after them to a piece to be filled."""
+        with _named_errors(self):
+            self._open_whole(whole)
+            piece, used = make_filling(self.place, whole, self.shapes), len(columns)
+            for x, row in zip(piece.stored, rows, strict=True):
+                x[:, :, :used] = row
+            piece.columns[:used] = columns
+            end = [(whole * PIECE + used, piece.digest(0, used))] if used else []
+            self.journal.open()
+            self.journal.begin(whole * PIECE, length, self.chains[-1], end)
+            self._fill(piece, used, length)
+
+    def _open_whole(self, count: int) -> None:
+        """Open and read whole pieces. Each is read ahead, and left behind if not all are kept in memory."""
+        names, shapes = [*self.shapes.named(self.place.layer)], self.shapes
+        opened = [open_whole(self.place.found(n), self.place.layer, shapes) for n in range(count)]
+        for _, piece in opened:
+            self._keep(piece)
+        for number, (file, piece) in enumerate(opened):
+            for _, other in opened[number : number + 4]:
+                other.file.fetch(*(x[:, :, :PIECE] for x in other.stored))
+            check_whole_piece(file, piece, names)
+            piece.file.leave(*piece.stored)
+            self._add_whole(file, piece)
+
+    def _keep(self, piece: FilePiece) -> None:
+        """Let a whole piece stay in memory once it is read, if there is room."""
+        piece.file.kept = self.keeps(sum(x.nbytes for x in piece.stored))
+
+    def _add_whole(self, file: TensorFile, piece: FilePiece) -> None:
+        """Add a whole piece to those that are read alone."""
+        self.chains.append(chained(self.chains[-1], file, [*self.shapes.named(self.place.layer)]))
+        index = torch.cat((piece.columns, piece.columns[-1:]))
+        self.shared = (*self.shared, SharedBlocks(piece.stored, index, None, piece.file))
+
+    def _fill(self, piece: FilePiece, used: int, length: int) -> None:
+        """Let new tokens go to a piece, of which some rows are tokens."""
+        self.piece, self.stored, self.token_index = piece, piece.stored, piece.columns
+        self._set(length, used)
+
+    def _set(self, length: int, used: int) -> None:
+        self.state[0], self.state[1] = length, used
+
+    def append_run(self, new: Tensors, more: int, length: int, used: int) -> bool:
+        """Add few new tokens that fit the last piece and that one rank owns; else return False."""
+        if more > FEW or used + more > PIECE or not super().append_run(new, more, length, used):
+            return False
+        try:
+            plain = self.heads.size == 1 and self.sizes.storage is None
+            self._record(used, self.used, length + more, new if plain else None)
+        except OSError as error:
+            self._set(length, used)
+            raise _named(error, self) from error
+        return True
+
+    def append(self, new: Tensors, token_mask: Tensor | None, held: tuple[int, int] | None) -> None:
+        """Add this rank's share of the new tokens; `new` has all tokens and heads."""
+        length, more = self.length, new[0].shape[2]
+        tokens = torch.arange(length, length + more)
+        mine = self.turn.holds(tokens).nonzero().flatten()
+        own = [x.chunk(self.heads.size, 1)[self.heads.index] for x in new]
+        if len(mine) < more:
+            own = [x.index_select(2, mine) for x in own]
+        self._add([*map(self.sizes.rows_of, own)], tokens[mine], length + more)
+
+    def append_at(self, new: Tensors, tokens: Tensor, more: int, token_mask: Tensor | None) -> None:
+        """Add rows of the given tokens with this rank's heads; all ranks together add `more`."""
+        order = tokens.argsort()
+        self._add([x.index_select(2, order) for x in new], tokens[order], self.length + more)
+
+    def _add(self, rows: Sequence[Tensor], tokens: Tensor, length: int) -> None:
+        """Write rows, piece by piece. A process that ends leaves the tokens before its next one."""
+        done, count = 0, len(tokens)
+        while True:
+            if self.used == PIECE and done < count:
+                self._next_piece()
+            used, start = self.used, done
+            done = min(count, start + PIECE - used)
+            stop = used + done - start
+            with _named_errors(self):
+                for x, row in zip(self.stored, rows, strict=True):
+                    self.piece.file.write(x[:, :, used:stop], row[:, :, start:done])
+                self.token_index[used:stop] = tokens[start:done]
+                after = length if done == count else int(tokens[done])
+                self._record(used, stop, after, [row[:, :, start:done] for row in rows])
+            self._set(after, stop)
+            if done == count:
+                return
+
+    def _record(self, start: int, stop: int, length: int, rows: Sequence[Tensor] | None) -> None:
+        """Promise that rows of the last piece are tokens."""
+        base, digest = self.pieces * PIECE, self.piece.digest(start, stop, rows) if start < stop else 0
+        self.journal.add(base + start, base + stop, length, digest)
+
+    def _next_piece(self) -> None:
+        """Give the last piece, which is full, its name, and begin another one."""
+        with _named_errors(self):
+            following, length = make_filling(self.place, self.pieces + 1, self.shapes), self.length
+            file, piece = make_whole(self.place, self.pieces, self.shapes, self.piece)
+            self._keep(piece)
+            self._add_whole(file, piece)
+            self._fill(following, 0, length)
+            self.journal.begin(self.pieces * PIECE, length, self.chains[-1])
+
+    def truncate(self, length: int) -> None:
+        """Remove the tokens from `length` on."""
+        count, base = self.count_before(length), self.pieces * PIECE
+        if (length, count) == (self.length, base + self.used):
+            return
+        with _named_errors(self):
+            if count < base:
+                self._cut(count, length)
+                return
+            start = max((each.start for each in self.journal.records[1:] if each.start <= count), default=count)
+            digest = self.piece.digest(start - base, count - base) if start < count else 0
+            self.journal.add(start, count, length, digest)
+            self._set(length, count - base)
+
+    def _cut(self, count: int, length: int) -> None:
+        """Keep the first rows alone, and fill the piece that they end in again."""
+        number, used = divmod(count, PIECE)
+        last, gone = self.shared[number], range(number, self.pieces)
+        piece, old = make_filling(self.place, number, self.shapes), self.place.filling(self.pieces)
+        for x, row in zip(piece.stored, last.stored, strict=True):
+            x[:, :, :used] = row[:, :, :used]
+        piece.columns[:used] = last.token_index[:used]
+        end = [(count, piece.digest(0, used))] if used else []
+        self.journal.begin(number * PIECE, length, self.chains[number], end)
+        self.shared, self.chains = self.shared[:number], self.chains[: number + 1]
+        self._fill(piece, used, length)
+        for path in (old, *map(self.place.whole, gone)):
+            path.unlink(missing_ok=True)
+
+    def fork(self) -> CacheShard:
+        """Return a shard of the same tokens in memory, which reads whole pieces in place and copies the last one."""
+        used, sizes = self.used, replace(self.sizes, capacity=1)
+        other = CacheShard(sizes, self.heads, self.block_cyclic, self.device, self.index)
+        other.stored = [x[:, :, : used + 1] for x in self.stored]
+        other.token_index, other.state, other.shared = self.token_index[: used + 1], self.state.clone(), self.shared
+        other.resize(self.sizes, max(used, usual_slots(self.sizes, self.turn) - self.shared_tokens))
+        return other
+
+    def clone(self) -> CacheShard:
+        """Return a copy in memory."""
+        other = self.fork()
+        other.unshare()
+        return other
+
+    def grow(self, sizes: Sizes) -> None:
+        """Let the cache have a larger capacity."""
+        self.sizes, self.slots = sizes, sizes.capacity
+
+    def unshare(self, tokens: int | None = None) -> None:
+        """Refuse to copy the pieces to memory."""
+        self._refuse("a call that reads pieces where they are", "one that needs all keys in memory, or moves them")
+
+    def resize(self, sizes: Sizes, slots: int, gone: int = 0, before: Sequence[SharedBlocks] = ()) -> None:
+        """Refuse to move the tokens to memory."""
+        self.unshare()
+
+    def reorder(self, index: Tensor) -> None:
+        """Refuse to move sequences, unless each stays."""
+        if not torch.equal(index, torch.arange(self.sizes.batch)):
+            self._refuse("sequences that stay in their order", f"{index.tolist()}")
+
+    def _refuse(self, expected: str, given: str) -> NoReturn:
+        raise StoreError(SUBJECT, expected, given, "call it on cache.fork(), or load the folder with KVCache.load")
+
+
+@contextmanager
+def _named_errors(shard: FolderShard) -> Iterator[None]:
+    """Raise the system's errors as `StoreError`, with what is lost."""
+    try:
+        yield
+    except OSError as error:
+        raise _named(error, shard) from error
+
+
+def _named(error: OSError, shard: FolderShard) -> StoreError:
+    given = f"{str(error.filename or shard.place.folder)!r} ({error.strerror})"
+    fix = f"free space there, and append again from token {shard.length} on: the cache has those before"
+    return StoreError(SUBJECT, "a folder that can be written to", given, fix)

@@ -1,0 +1,223 @@
+"""A folder in which caches live: their keys are its files, and what is appended is in them at once.
+
+It has the form of a save (`checkpoint.py`), whose manifest says that it grows: then journals say how many tokens there
+are. One process of each rank writes to it. `KVCache.load` reads it on any number of ranks.
+"""
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from secrets import randbits
+from stat import S_IWGRP, S_IWOTH
+
+import torch
+from torch import Tensor
+
+from attnmesh.cache.cache_config import Sizes
+from attnmesh.cache.cache_shard import CacheShard
+from attnmesh.cache.replicas import LocalShards
+from attnmesh.comm.topology import hosts
+from attnmesh.errors import StoreError, require
+from attnmesh.guard.agreement import Agreement
+from attnmesh.mesh.axes import Axis, Mesh
+from attnmesh.runtime.memory import free_memory, host_memory
+from attnmesh.store.checkpoint import MANIFEST, MORE, Manifest, check_folder, piece_files, read_manifest
+from attnmesh.store.folder_shard import SUBJECT, FolderShard
+from attnmesh.store.journal import lock
+from attnmesh.store.layer_files import PIECE, LayerPlace, saved_pieces
+from attnmesh.store.tensor_file import PRIVATE_FOLDER, TensorFile, appearing, sync_folders
+from attnmesh.store.token_ids import TokenIds
+
+HELD = "more held"
+"""Name of the ids of all tokens in the file of tensors that belong to no rank."""
+
+OTHERS_WRITE = S_IWGRP | S_IWOTH
+"""Bits of a mode that let other users write."""
+
+
+class KeyFolder:
+    """Folder of the caches of one model, a layer each, which the ranks of a mesh open together."""
+
+    def __init__(self, path: str | Path, mesh: Mesh, tokens: Axis, subject: str = SUBJECT) -> None:
+        """Open a folder, or make it. Every rank calls it."""
+        self.mesh, self.tokens, self.is_first, self.subject = mesh, tokens, mesh.shard == 0, subject
+        self._lock: int | None = None
+        with Agreement(mesh, subject) as agreement:
+            self.path = check_folder(subject, path)
+            if self.is_first:
+                self._take()
+            agreement.fields, agreement.numbers = {"folder": str(path)}, [randbits(62)]
+        new = f"{agreement.table[0][0]:016x}"
+        with Agreement(mesh, subject) as agreement:
+            self._check_private(self.path)
+            self.manifest = self._read(new)
+            agreement.fields = {"of": self.manifest.name, "grows": self.manifest.growing}
+            self.folder = self.path / self.manifest.folder
+            self._make(self.folder)
+        self.opened, self.ids = set[int](), TokenIds(self.folder)
+        here = [host for host in hosts(tokens) if tokens.index in host] if tokens.size > 1 else [[0]]
+        self.room = min(host_memory() // 2, free_memory(torch.device("cpu"))) // (len(here[0]) * mesh.heads.size)
+        """Bytes of pieces that may stay in memory once they are read."""
+
+    def __del__(self) -> None:
+        if getattr(self, "_lock", None) is not None:
+            os.close(self._lock)  # type: ignore[arg-type]
+
+    def _take(self) -> None:
+        """Make the folder, and lock it against other writers."""
+        with suppress(FileExistsError):
+            self.path.mkdir(mode=PRIVATE_FOLDER, parents=True)
+        self._check_private(self.path)
+        self._lock = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        lock(self._lock, self.path)
+
+    def _make(self, folder: Path) -> None:
+        with suppress(FileExistsError):
+            folder.mkdir(mode=PRIVATE_FOLDER)
+        self._check_private(folder)
+
+    def _check_private(self, folder: Path) -> None:
+        """Raise unless this user alone may write to a folder."""
+        try:
+            found = folder.stat()
+        except OSError as error:
+            fix = "check the path, and that all ranks see one disk"
+            raise StoreError(self.subject, "a folder", f"{folder} ({error.strerror})", fix) from error
+        own = found.st_uid == os.geteuid() and not found.st_mode & OTHERS_WRITE
+        expected, fix = "a folder that no other user may write to", "chmod go-w it, or pass a folder of your own"
+        require(own and folder.is_dir(), StoreError, self.subject, expected, str(folder), fix)
+
+    def _read(self, new: str) -> Manifest:
+        """Return the manifest, or that of a new folder. Raise unless these ranks can go on where it ends."""
+        heads, ranks = self.mesh.heads.size, self.tokens.size
+        if not os.path.lexists(self.path / MANIFEST):
+            others = [each.name for each in self.path.iterdir() if not each.name.startswith("1-")]
+            fix = "pass a new folder, or one of KVCache.save"
+            require(not others, StoreError, self.subject, "an empty folder", f"{others[:3]} in {self.path}", fix)
+            return Manifest((), False, False, 0, heads, ranks, 1, "", new, growing=True)
+        found = read_manifest(self.path)
+        fix = "load it with KVCache.load, or append to a new folder"
+        expected, given = f"a folder of {heads} x {ranks} ranks (heads x tokens)", f"{found.heads} x {found.ranks}"
+        require((found.heads, found.ranks) == (heads, ranks), StoreError, self.subject, expected, given, fix)
+        masks = [sizes.mask for sizes in found.sizes if sizes.mask is not None]
+        given = "padding" if found.padded else f"mask={masks[0]}" if masks else "lengths that differ"
+        whole = not found.padded and not masks and not found.lengths
+        require(whole, StoreError, self.subject, "a cache that keeps all tokens, without padding", given, fix)
+        return found
+
+    def shards(self, layer: int, sizes: Sizes) -> Callable[[int], CacheShard]:
+        """Return what opens the shard of a layer, given the rank's index along the tokens axis."""
+        self._check_sizes(layer, sizes)
+        fits = PIECE % sizes.block == 0
+        require(fits, StoreError, self.subject, f"a block that divides {PIECE}", sizes.block, "leave block= out")
+        leader = next((first for first, layers in self.manifest.groups.items() if layer in layers), layer)
+
+        def opened(index: int) -> FolderShard:
+            place = LayerPlace(self.folder, self.mesh.heads.index, index, layer, leader)
+            shard = FolderShard(place, self._keeps, sizes, self.mesh.heads, self.tokens.size, index)
+            if layer >= len(self.manifest.sizes):
+                shard.begin()
+            elif self.manifest.growing:
+                shard.resume()
+            else:
+                self._take_over(shard, place)
+            return shard
+
+        return opened
+
+    def _check_sizes(self, layer: int, sizes: Sizes) -> None:
+        """Raise unless a layer is new, or has the sizes of the files."""
+        if layer < len(self.manifest.sizes):
+            found = self.manifest.sizes[layer]
+            same = found.encode()[:4] + found.encode()[5:] == sizes.encode()[:4] + sizes.encode()[5:]
+            fix = "pass the sizes that it was made with, or another folder"
+            require(same, StoreError, self.subject, f"a cache of the sizes in {self.path}: {found}", str(sizes), fix)
+
+    def _keeps(self, size: int) -> bool:
+        """Return whether there is room in memory for a piece of this size, and take it."""
+        self.room -= size
+        return self.room >= 0
+
+    def _take_over(self, shard: FolderShard, place: LayerPlace) -> None:
+        """Open the files of a save."""
+        found = {
+            (each.start, each.stop): each.path
+            for each in piece_files(self.path, self.manifest)
+            if (each.heads, each.tokens, each.group) == (place.heads, place.tokens, place.leader)
+        }
+        whole, parts, columns = 0, list[list[Tensor]](), [torch.empty(0, dtype=torch.int64)]
+        for start, stop, path in saved_pieces(place, found):
+            if stop - start == PIECE and not parts:
+                whole += 1
+                continue
+            file, named = TensorFile(path), shard.shapes.named(place.layer, stop - start)
+            *read, index = (file.read(name, dtype, shape) for name, (dtype, shape) in named.items())
+            parts.append(read)
+            columns.append(index)
+        rows = tuple(torch.cat(part, 2) for part in zip(*parts, strict=True))
+        shard.take_over(whole, rows, torch.cat(columns), self.manifest.length)
+
+    def settle(self, layer: int, shards: LocalShards) -> None:
+        """Cut a layer to the tokens that all ranks have, and count those of each. Every rank calls it."""
+        own = shards.own
+        with Agreement(self.mesh, self.subject) as agreement:
+            agreement.numbers = [own.length]
+        length = min(each for (each,) in agreement.table)
+        with Agreement(self.mesh, self.subject) as agreement:
+            own.truncate(length)
+            parts = [*(blocks.token_index[:-1] for blocks in own.shared), own.token_index[: own.used]]
+            agreement.numbers = own.block_cyclic.numbers_of(own.index, torch.cat(parts))
+        table = sorted(set(map(tuple, agreement.table)))  # ranks along the heads axis hold the same tokens
+        fits = sum(count for count, *_ in table) == length
+        given = f"{sum(count for count, *_ in table)} of {length} tokens in {self.path}"
+        require(fits, StoreError, self.subject, "every token once", given, "restore the folder from a copy")
+        shards.counts, shards.known_length = shards.counts.with_shards(0, table), length
+        if length > own.sizes.capacity:
+            shards.grow(replace(own.sizes, capacity=length))
+        self._publish_layer(layer, own.sizes)
+
+    def _publish_layer(self, layer: int, sizes: Sizes) -> None:
+        """Let the manifest have a new layer, or say that the folder grows."""
+        self.opened.add(layer)
+        before, known = self.manifest, self.manifest.sizes
+        if layer >= len(known):
+            self._publish(before._replace(sizes=(*known, sizes), forgotten=(*before.forgotten, (0, 0))))
+        elif not before.growing and len(self.opened) == len(known):
+            self._publish(before._replace(growing=True, note=""))
+
+    def identify(self, model: Callable[[], str]) -> None:
+        """Raise unless the folder is of this model, by the text of the first rank. A new folder takes it."""
+        with Agreement(self.mesh, self.subject):
+            text = model() if self.is_first else "as the first rank has it"
+            same, note = self.manifest.note in ("", text), self.manifest.note
+            given, fix = f"one of another model in {self.path}", "pass another folder, or remove this one"
+            require(same or not self.is_first, StoreError, self.subject, "a folder of this model", given, fix)
+        if not note:
+            self._publish(self.manifest._replace(note=text))
+
+    def _publish(self, manifest: Manifest) -> None:
+        """Replace the manifest. The first rank writes it."""
+        self.manifest = manifest
+        with Agreement(self.mesh, self.subject):
+            if self.is_first and manifest.sizes:
+                with appearing(self.path / MANIFEST, self.path / f"{MANIFEST}.{manifest.name}") as file:
+                    file.write(manifest.to_json().encode())
+                sync_folders(self.path)
+
+    def read_ids(self, batch: int) -> Tensor | None:
+        """Return the ids of all tokens: those of a save, or those that were written since. None if they are unknown."""
+        if self.manifest.growing:
+            return self.ids.read(batch)
+        file = TensorFile(self.folder / MORE) if self.manifest.more else None
+        return file.read(HELD, torch.int64) if file is not None and HELD in file.entries else None
+
+    def write_ids(self, tokens: Tensor) -> None:
+        """Write the ids of all tokens. The first rank writes them."""
+        if self.is_first:
+            try:
+                self.ids.write(tokens)
+            except OSError as error:
+                given, fix = f"{self.path} ({error.strerror})", "free space there: the keys are whole, the ids are not"
+                raise StoreError(self.subject, "a folder that can be written to", given, fix) from error

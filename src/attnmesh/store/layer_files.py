@@ -1,0 +1,195 @@
+"""Files of one layer's tokens on one rank, of a folder in which a cache grows.
+
+        0.1.0-4096.3.safetensors     a whole piece: 4,096 tokens of one rank, layer 3, as a save writes them
+        0.1.4096-8192.3.filling      the last piece: a file of the same size, whose first rows are tokens
+        0.1.3.journal                which rows are whole, each run with its digest
+
+A piece of a save may have all layers. One that this layer has filled since has its tokens alone, and comes first.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnmesh.core.digest import history_checksum
+from attnmesh.errors import StoreError, require
+from attnmesh.kernels.native.native_digest import digest_on_host, wrapped
+from attnmesh.runtime.mapped_file import MappedFile
+from attnmesh.store.journal import Journal
+from attnmesh.store.tensor_file import FIX, PRIVATE_FILE, TensorFile, header_of
+
+PIECE = 4096
+"""Tokens of a whole piece: a number of runs of the native kernel, so that pieces have the bits of one call."""
+
+COLUMNS = "columns"
+"""Name of the tensor with the index of each token."""
+
+
+class LayerPlace(NamedTuple):
+    """Where the files of a layer are: the folder of a save, the rank's indices along heads and tokens, the layer."""
+
+    folder: Path
+    heads: int
+    tokens: int
+    layer: int
+    leader: int
+    """First of the layers that keep the same tokens, whose number a file of all of them has."""
+
+    def whole(self, number: int) -> Path:
+        """Return the file of a whole piece of this layer alone."""
+        return self._file(number, self.layer, "safetensors")
+
+    def filling(self, number: int) -> Path:
+        """Return the file of a piece that is being filled."""
+        return self._file(number, self.layer, "filling")
+
+    def found(self, number: int) -> Path:
+        """Return the file of a whole piece: of this layer alone, or else of all layers."""
+        own = self.whole(number)
+        return own if own.exists() else self._file(number, self.leader, "safetensors")
+
+    def _file(self, number: int, layer: int, kind: str) -> Path:
+        suffix = f".{layer}" if layer else ""
+        start = number * PIECE
+        return self.folder / f"{self.heads}.{self.tokens}.{start}-{start + PIECE}{suffix}.{kind}"
+
+    def journal(self) -> Journal:
+        """Return the journal, unread. Its records are of this place alone."""
+        path = self.folder / f"{self.heads}.{self.tokens}.{self.layer}.journal"
+        return Journal(path, f"{self.folder.name} {self.heads} {self.tokens} {self.layer}")
+
+
+class RowShapes(NamedTuple):
+    """Dtype of rows, and the shape of the keys and values of a piece."""
+
+    dtype: torch.dtype
+    batch: int
+    heads: int
+    widths: tuple[int, ...]
+
+    def named(self, layer: int, tokens: int = PIECE) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Return dtype and shape of the tensors of a file, by their names."""
+        kinds = zip(("keys", "values"), self.widths, strict=False)
+        rows = {f"{kind} {layer}": (self.dtype, (self.batch, self.heads, tokens, width)) for kind, width in kinds}
+        return {**rows, COLUMNS: (torch.int64, (tokens,))}
+
+
+class FilePiece(NamedTuple):
+    """Tokens of a layer in a mapped file: rows of keys and values, with a slot more, and the index of each token."""
+
+    file: MappedFile
+    stored: list[Tensor]
+    columns: Tensor
+
+    def digest(self, start: int, stop: int, rows: Sequence[Tensor] | None = None) -> int:
+        """Return the digest of some rows, which a caller may have beside those in the file."""
+        parts = [*([x[:, :, start:stop] for x in self.stored] if rows is None else rows), self.columns[start:stop]]
+        return wrapped(sum((2 * n + 1) * digest_on_host(x) for n, x in enumerate(parts)))
+
+
+def chained(chain: int, file: TensorFile, names: Sequence[str]) -> int:
+    """Return the chain of checksums of the pieces so far and of one more."""
+    return history_checksum(chain, torch.tensor([file.entry(name).checksum for name in names]))
+
+
+def check_chain(place: LayerPlace, journal: Journal, chain: int) -> None:
+    """Raise unless whole pieces with this chain are those before the journal's rows."""
+    given = f"a piece of another one in {place.folder}"
+    require(journal.records[0].digest == chain, StoreError, "load", "pieces of this cache", given, FIX)
+
+
+def open_whole(path: Path, layer: int, shapes: RowShapes) -> tuple[TensorFile, FilePiece]:
+    """Return a whole piece in place, unread."""
+    file = TensorFile(path)
+    return file, _mapped(file, MappedFile(path, private=True), shapes.named(layer))
+
+
+def check_whole_piece(file: TensorFile, piece: FilePiece, names: Sequence[str]) -> None:
+    """Read a whole piece. Raise unless it is as it was written."""
+    for name, x in zip(names, (*(x[:, :, :PIECE] for x in piece.stored), piece.columns), strict=True):
+        file.check(name, x)
+
+
+def open_filling(place: LayerPlace, number: int, shapes: RowShapes) -> FilePiece:
+    """Return the piece that is being filled, in place."""
+    path = place.filling(number)
+    return _mapped(TensorFile(path), MappedFile(path), shapes.named(place.layer))
+
+
+def make_filling(place: LayerPlace, number: int, shapes: RowShapes) -> FilePiece:
+    """Make the file of a piece, with room on the disk for all its rows."""
+    named, path = shapes.named(place.layer), place.filling(number)
+    begin, size = header_of(named, dict.fromkeys(named, 0))
+    path.unlink(missing_ok=True)  # of a process that was ended before it wrote rows
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, PRIVATE_FILE)
+        try:
+            os.posix_fallocate(handle, 0, size)
+            os.pwrite(handle, begin, 0)
+        finally:
+            os.close(handle)
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+    return open_filling(place, number, shapes)
+
+
+def make_whole(place: LayerPlace, number: int, shapes: RowShapes, piece: FilePiece) -> tuple[TensorFile, FilePiece]:
+    """Give a piece that is full its checksums and its name."""
+    named, path = shapes.named(place.layer), place.filling(number)
+    rows = (*(x[:, :, :PIECE] for x in piece.stored), piece.columns)
+    begin, _ = header_of(named, {name: digest_on_host(x) for name, x in zip(named, rows, strict=True)})
+    handle = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.pwrite(handle, begin, 0)
+    finally:
+        os.close(handle)
+    os.replace(path, place.whole(number))
+    return open_whole(place.whole(number), place.layer, shapes)
+
+
+def _mapped(
+    file: TensorFile, mapped: MappedFile, named: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+) -> FilePiece:
+    """Return tensors of a file in place. The slot after the last row is memory that follows, as kernels expect one."""
+    *rows, columns = (file.mapped(mapped, name, dtype, shape) for name, (dtype, shape) in named.items())
+    wider = [x.as_strided((*x.shape[:2], x.shape[2] + 1, x.shape[3]), x.stride()) for x in rows]
+    return FilePiece(mapped, wider, columns)
+
+
+class FillingFile:
+    """Rows of the last piece for `load`, as `TensorFile` has those of a whole one."""
+
+    def __init__(self, path: Path, journal: Journal, shapes: RowShapes, layer: int) -> None:
+        self.path, self.piece = path, _mapped(TensorFile(path), MappedFile(path, private=True), shapes.named(layer))
+        self.count = check_filling(path, self.piece, journal)
+        self.tensors = dict(zip(shapes.named(layer), (*self.piece.stored, self.piece.columns), strict=True))
+
+    def read(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """Return the rows of a tensor that are tokens."""
+        x = self.tensors[name]
+        return x[:, :, : self.count].clone() if x.ndim == 4 else x[: self.count].clone()
+
+
+def check_filling(path: Path, piece: FilePiece, journal: Journal) -> int:
+    """Return the rows of the last piece that are tokens. Raise unless they are as they were written."""
+    base = journal.records[0].stop
+    for _, start, stop, _, digest in journal.records[1:]:
+        fits = 0 <= start - base <= stop - base <= PIECE
+        fits = fits and (start == stop or piece.digest(start - base, stop - base) == digest)
+        require(fits, StoreError, "load", "files as they were written", f"damage in {path}", FIX)
+    return journal.last.stop - base
+
+
+def saved_pieces(place: LayerPlace, found: Mapping[tuple[int, int], Path]) -> Iterator[tuple[int, int, Path]]:
+    """Yield (start, stop, file) of the pieces of a save, in order and without gaps. Raise where one is missing."""
+    end = 0
+    for start, stop in sorted(found):
+        given = f"none of slots {end} to {start} of rank {place.heads}.{place.tokens} in {place.folder}"
+        require(start == end, StoreError, "load", "every token once", given, FIX)
+        end = stop
+        yield start, stop, found[start, stop]

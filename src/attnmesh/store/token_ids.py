@@ -1,0 +1,75 @@
+"""Ids of the tokens of a folder in which caches live: the first rank writes them, all ranks read them."""
+
+import os
+import struct
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from attnmesh.errors import StoreError, require
+from attnmesh.kernels.native.native_digest import digest_on_host
+from attnmesh.store.journal import Journal
+from attnmesh.store.tensor_file import FIX, PRIVATE_FILE
+
+MOST_RECORDS = 4096
+"""Records of a journal before it is begun anew, with one for all ids."""
+
+
+class TokenIds:
+    """Ids of the tokens of a folder, (batch, tokens), with a journal as that of keys."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path, self.journal = folder / "tokens.ids", Journal(folder / "tokens.journal", f"{folder.name} tokens")
+        self.written: Tensor | None = None
+        self.opened = False  # to write
+
+    def read(self, batch: int) -> Tensor | None:
+        """Return the ids. Raise unless they are as they were written."""
+        if not self.journal.read():
+            return None
+        first, *others = self.journal.records
+        try:
+            content = bytearray(self.path.read_bytes())
+        except OSError as error:
+            raise StoreError("load", "the ids of all tokens", f"{self.path} ({error.strerror})", FIX) from error
+        whole = len(content) // 8 // batch * batch
+        ids = torch.frombuffer(content, dtype=torch.int64, count=whole) if whole else torch.empty(0, dtype=torch.int64)
+        rows = ids.view(-1, batch)
+        for start, stop, digest in ((0, first.stop, first.digest), *((x.start, x.stop, x.digest) for x in others)):
+            fits = stop <= len(rows) and (start == stop or digest_on_host(rows[start:stop]) == digest)
+            require(fits, StoreError, "load", "the ids of all tokens", f"damage in {self.path}", FIX)
+        self.written = rows[: self.journal.last.stop]
+        return self.written.t().contiguous()
+
+    def write(self, tokens: Tensor) -> None:
+        """Replace the ids by others, of which only those that differ are written."""
+        rows, before = tokens.t().cpu().contiguous(), self.written
+        if not self.opened:
+            self.opened = True
+            self.journal.open()
+        if before is None:
+            before = rows[:0]
+            self.journal.begin(0, 0, digest_on_host(before))
+        start = _shared(rows, before)
+        if start < len(before) or len(self.journal.records) > MOST_RECORDS:
+            self.journal.begin(start, start, digest_on_host(rows[:start]))
+        self.written = rows[:start]
+        if start == len(rows):
+            return
+        handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, PRIVATE_FILE)
+        try:
+            ids = rows[start:].flatten().tolist()
+            os.pwrite(handle, struct.pack(f"{len(ids)}q", *ids), start * 8 * rows.shape[1])
+        finally:
+            os.close(handle)
+        self.journal.add(start, len(rows), len(rows), digest_on_host(rows[start:]))
+        self.written = rows
+
+
+def _shared(one: Tensor, other: Tensor) -> int:
+    """Return the rows at the start that are equal."""
+    known = min(len(one), len(other))
+    if torch.equal(one[:known], other[:known]):
+        return known
+    return int((one[:known] == other[:known]).all(1).long().cumprod(0).sum())

@@ -1,0 +1,123 @@
+"""A model's cache in a folder: the tokens of stock transformers, also after it is opened again."""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import Mamba2Config
+
+import attnmesh.hf as hf
+from attnmesh.errors import InputError, StoreError
+from attnmesh.hf.generation_checkpoint import identify_model
+from attnmesh.mesh.shapes import AXES, Shape
+from tests.support import families
+from tests.support.families import STOCK, prompt
+from tests.support.mesh_problems import named_mesh
+from tests.support.pool import Pool
+
+
+def talk(family: str, folder: Path, shape: Shape) -> list[Any]:
+    """Return the tokens of turns, each on a cache that opens the folder, and how many tokens it began with."""
+    model, mesh = families.model(family, "attnmesh"), named_mesh(shape, AXES) if shape.ranks > 1 else None
+    ids, turns = prompt(150), []
+    for step in range(4):
+        cache = hf.ShardedCache(model.config, mesh, folder=folder)
+        begun = cache.get_seq_length()
+        ids = torch.cat((ids[:, : 60 if step == 2 else None], prompt(30, seed=step)), 1)
+        ids = hf.generate(model, ids, cache=cache, max_new_tokens=12, do_sample=False)
+        turns.append((begun, ids.tolist()))
+        del cache
+        gc.collect()  # before the others open it
+        if shape.ranks > 1:
+            dist.barrier()
+    return turns
+
+
+def stock_turns(family: str) -> list[Any]:
+    model, ids, turns = families.model(family, STOCK[family]), prompt(150), []
+    begun = 0
+    for step in range(4):
+        ids = torch.cat((ids[:, : 60 if step == 2 else None], prompt(30, seed=step)), 1)
+        ids = model.generate(ids, max_new_tokens=12, do_sample=False)
+        turns.append((begun, ids.tolist()))
+        begun = ids.shape[1] - 1
+    return turns
+
+
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [
+        ("llama", Shape(1, 1, 1)),
+        ("gemma3", Shape(1, 1, 2)),
+        pytest.param("mistral", Shape(2, 1, 1), marks=pytest.mark.long),
+    ],
+)
+def test_turns_go_on_where_the_folder_ends(family: str, shape: Shape, pool: Pool, tmp_path: Path) -> None:
+    for turns in pool.run(shape.ranks, talk, family, tmp_path, shape):
+        assert turns == stock_turns(family)
+
+
+def test_beams_and_a_saved_cache(tmp_path: Path) -> None:
+    model, stock = families.model("llama", "attnmesh"), families.model("llama", STOCK["llama"])
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
+    cache = hf.ShardedCache(model.config, folder=tmp_path / "a")
+    beams = hf.generate(model, prompt(40), cache=cache, num_beams=3, **options)
+    assert beams.equal(stock.generate(prompt(40), num_beams=3, **options))
+    saved = hf.ShardedCache(model.config)
+    ids = hf.generate(model, prompt(40), cache=saved, **options)
+    saved.save(tmp_path / "b")
+    lives = hf.ShardedCache(model.config, folder=tmp_path / "b")
+    assert lives.get_seq_length() == ids.shape[1] - 1
+    options["attention_mask"] = torch.ones_like(ids)  # a new token may be that of padding
+    longer = hf.generate(model, ids, cache=lives, **options)
+    assert longer.equal(stock.generate(ids, **options))
+    restored = hf.ShardedCache(model.config)
+    restored.restore(tmp_path / "b")
+    assert restored.tokens is not None
+    assert restored.tokens.equal(longer[:, :-1])
+
+
+def test_ids_after_an_end_at_any_point(tmp_path: Path) -> None:
+    """Keys of other tokens than the ids say would be silently wrong: the shorter of both is what there is."""
+    model = families.model("llama", "attnmesh")
+    cache = hf.ShardedCache(model.config, folder=tmp_path)
+    ids = hf.generate(model, prompt(40), cache=cache, max_new_tokens=5, do_sample=False)
+    assert cache.folder is not None
+    cache.folder.write_ids(ids[:, :17])
+    del cache
+    cache = hf.ShardedCache(model.config, folder=tmp_path)
+    assert cache.get_seq_length() == 17
+    cache.kvs[1].truncate(9)  # as an interrupted forward pass leaves it
+    del cache
+    cache = hf.ShardedCache(model.config, folder=tmp_path)
+    assert cache.get_seq_length() == 9
+    assert cache.tokens is not None
+    assert cache.tokens.equal(ids[:, :9])
+    del cache
+    (file,) = tmp_path.glob("1-*/tokens.ids")
+    content = bytearray(file.read_bytes())
+    content[8 * 3] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(StoreError, match=r"expected the ids of all tokens, given damage in .*tokens.ids"):
+        hf.ShardedCache(model.config, folder=tmp_path)
+
+
+def test_a_folder_of_another_model_is_refused(tmp_path: Path) -> None:
+    model, other = families.model("llama", "attnmesh"), families.model("gemma3", "attnmesh")
+    hf.generate(model, prompt(20), cache=hf.ShardedCache(model.config, folder=tmp_path), max_new_tokens=2)
+    with pytest.raises(InputError, match=r"ShardedCache folder|KVCache"):
+        hf.generate(other, prompt(20), cache=hf.ShardedCache(other.config, folder=tmp_path), max_new_tokens=2)
+    cache = hf.ShardedCache(model.config, folder=tmp_path)
+    assert cache.folder is not None
+    assert cache.folder.manifest.note == identify_model(model)
+    with pytest.raises(StoreError, match="expected a folder of this model, given one of another model"):
+        cache.folder.identify(lambda: "another")
+
+
+def test_models_with_states_are_refused(tmp_path: Path) -> None:
+    config = Mamba2Config(num_hidden_layers=1, attn_implementation="attnmesh")
+    with pytest.raises(InputError, match="ShardedCache folder: expected a model that keeps keys and values alone"):
+        hf.ShardedCache(config, folder=tmp_path)

@@ -1,0 +1,444 @@
+"""A cache in a folder: the bits of one in memory, whole after any end of its process, and damage named."""
+
+import gc
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import attnmesh as am
+from attnmesh.errors import InputError, KernelError, StoreError
+from attnmesh.mesh.shapes import AXES, Shape
+from attnmesh.store import folder_shard
+from attnmesh.store.journal import SIZE, Journal
+from attnmesh.store.layer_files import PIECE
+from tests.support.mesh_problems import named_mesh
+from tests.support.pool import Pool
+
+SIZES: dict[str, Any] = {"batch": 1, "kv_heads": 2, "head_dim": 16, "capacity": 4 * PIECE, "dtype": torch.float32}
+
+
+def rows(start: int, stop: int, batch: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values that only depend on the tokens."""
+    tokens = torch.arange(start, stop, dtype=torch.float64)[:, None]
+    x = (tokens * torch.arange(1, 2 * batch * 2 * 16 + 1) * 0.618).sin()
+    k, v = x.view(-1, 2, batch, 2, 16).permute(1, 2, 3, 0, 4).float().unbind()
+    return k, v
+
+
+def grow(cache: am.KVCache, more: int) -> None:
+    cache.append(*rows(cache.length, cache.length + more, cache.sizes.batch))
+
+
+def in_memory(length: int, mesh: Any = None, **sizes: Any) -> am.KVCache:
+    cache = am.KVCache(mesh, **{**SIZES, **sizes})
+    grow(cache, length)
+    return cache
+
+
+def decoded(cache: am.KVCache, queries: int = 1, **options: Any) -> torch.Tensor:
+    """Return the output of fixed queries."""
+    generator = torch.Generator().manual_seed(1)
+    return am.decode(torch.randn(cache.sizes.batch, 4, queries, 16, generator=generator), cache, **options)
+
+
+def equal(one: am.KVCache, other: am.KVCache, queries: int = 1) -> bool:
+    return one.length == other.length and torch.equal(decoded(one, queries), decoded(other, queries))
+
+
+def opened(path: Path, **sizes: Any) -> am.KVCache:
+    return am.KVCache(None, **{**SIZES, **sizes}, folder=path)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{}, {"batch": 2}, {"storage": "int8"}, {"values": "prefix", "value_dim": 8}], ids=lambda sizes: str(sizes)
+)
+def test_a_folder_has_the_bits_of_memory(tmp_path: Path, sizes: dict[str, Any]) -> None:
+    def both(change: Callable[[am.KVCache], object]) -> None:
+        for each in (cache, twin):
+            change(each)
+        assert equal(cache, twin)
+        assert torch.allclose(decoded(cache, 3), decoded(twin, 3), rtol=1e-5, atol=1e-6)
+
+    def append(more: int) -> Callable[[am.KVCache], None]:
+        def appended(each: am.KVCache) -> None:
+            k, v = rows(each.length, each.length + more, each.sizes.batch)
+            each.append(k, None if "values" in sizes else v)
+
+        return appended
+
+    cache, twin = opened(tmp_path / "a", **sizes), am.KVCache(None, **{**SIZES, **sizes})
+    for more in (3, 5, PIECE - 9, 1, 1, 1, PIECE + 3):
+        both(append(more))
+    for length in (2 * PIECE + 1, 2 * PIECE, 5000, PIECE, 17):
+        both(lambda each, length=length: each.truncate(length))  # type: ignore[misc]
+        both(append(3))
+        del cache
+        cache = opened(tmp_path / "a", **sizes)
+        both(append(1))
+    both(append(2 * PIECE))
+    assert equal(am.KVCache.load(tmp_path / "a", None), twin)
+
+
+def test_windows_and_selections_read_a_folder(tmp_path: Path) -> None:
+    cache, twin = opened(tmp_path), in_memory(2 * PIECE + 100)
+    grow(cache, twin.length)
+    chosen = am.Selection(torch.randperm(twin.length)[:50].int().view(1, 1, 1, 50))
+    for options in ({"mask": am.Window(5000)}, {"mask": am.Window(50)}, {"selected": chosen}, {"reproducible": True}):
+        assert torch.allclose(decoded(cache, **options), decoded(twin, **options), rtol=1e-5, atol=1e-6)
+
+
+def test_a_fork_is_in_memory_and_leaves_the_files(tmp_path: Path) -> None:
+    cache, twin = opened(tmp_path), in_memory(PIECE + 9)
+    grow(cache, twin.length)
+    fork = cache.fork()
+    grow(fork, 5)
+    assert equal(cache, twin)
+    cache.truncate(10)
+    assert equal(fork, in_memory(PIECE + 14))
+    assert cache.nbytes < fork.nbytes
+
+
+def inodes(path: Path) -> dict[str, int]:
+    return {file.name: file.stat().st_ino for file in path.glob("1-*/*.safetensors")}
+
+
+def test_a_saved_cache_opens_in_place(tmp_path: Path) -> None:
+    twin = in_memory(PIECE + 70)
+    twin.save(tmp_path)
+    before = inodes(tmp_path)
+    cache = opened(tmp_path)
+    assert cache.shard.shared[0].file is not None
+    assert inodes(tmp_path) == before
+    del cache
+    for _ in range(2):
+        cache = opened(tmp_path)
+        assert equal(cache, twin)
+        grow(cache, PIECE), grow(twin, PIECE)
+        assert equal(cache, twin)
+        del cache
+    assert inodes(tmp_path).items() >= {(name, before[name]) for name in before if name.startswith("0.0.0-")}
+    assert equal(am.KVCache.load(tmp_path, None), twin)
+
+
+def live_on_ranks(path: Path, shape: Shape) -> list[bool]:
+    """On a rank: grow a cache in a folder by a sharded prefill and by appends, and open it again."""
+    mesh, found = named_mesh(shape, AXES), []
+    cache, twin = am.KVCache(mesh, **SIZES, folder=path), am.KVCache(mesh, **SIZES)
+    length, shards = 2 * PIECE + 37, shape.queries * shape.keys
+    positions = am.Zigzag().positions(length, shards, cache.tokens.index)
+    if shape.heads == 1:
+        part = [x[:, :, positions] for x in rows(0, length)]
+        cache.append_shard(*part, positions), twin.append_shard(*part, positions)
+    else:
+        grow(cache, length), grow(twin, length)
+    for more in (1, 1, 40):
+        grow(cache, more), grow(twin, more)
+        found.append(equal(cache, twin))
+    cache.truncate(PIECE + 5), twin.truncate(PIECE + 5)
+    del cache
+    gc.collect()
+    dist.barrier()
+    cache = am.KVCache(mesh, **SIZES, folder=path)
+    grow(cache, 33), grow(twin, 33)
+    found.append(equal(cache, twin))
+    return [*found, equal(am.KVCache.load(path, mesh), twin) or torch.allclose(decoded(cache), decoded(twin))]
+
+
+@pytest.mark.parametrize("shape", [Shape(1, 1, 2), Shape(1, 1, 3), Shape(2, 1, 1)], ids=str)
+def test_ranks_have_files_of_their_own(pool: Pool, tmp_path: Path, shape: Shape) -> None:
+    assert pool.run(shape.ranks, live_on_ranks, tmp_path, shape) == [[True] * 5] * shape.ranks
+    assert torch.allclose(decoded(am.KVCache.load(tmp_path, None)), decoded(in_memory(PIECE + 38)), atol=1e-6)
+    with pytest.raises(StoreError, match=r"expected a folder of 1 x 1 ranks .*Fix: load it with KVCache.load"):
+        opened(tmp_path)
+
+
+def damage_one_rank(path: Path) -> str:
+    """On a rank: what is said where the files of rank 1 alone are damaged."""
+    mesh = named_mesh(Shape(1, 1, 2), AXES)
+    cache = am.KVCache(mesh, **SIZES, folder=path)
+    grow(cache, 100)
+    del cache
+    gc.collect()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        flip(next(path.glob("1-*/0.1.*.filling")), 5000)
+    dist.barrier()
+    try:
+        am.KVCache(mesh, **SIZES, folder=path)
+    except StoreError as error:
+        return str(error)
+    return ""
+
+
+def test_damage_of_one_rank_raises_on_all(pool: Pool, tmp_path: Path) -> None:
+    one, other = pool.run(2, damage_one_rank, tmp_path)
+    assert one == other
+    assert "damage in" in one
+
+
+def flip(file: Path, place: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[place] ^= 4
+    file.write_bytes(content)
+
+
+def cut(file: Path, size: int) -> None:
+    os.truncate(file, size)
+
+
+def of_another_cache(file: Path) -> None:
+    other = opened(file.parents[2] / "other")
+    k, v = rows(0, PIECE + 200)
+    other.append(k + 1, v)
+    found = next((file.parents[2] / "other").glob(f"1-*/{file.name}"))
+    file.write_bytes(found.read_bytes())
+
+
+DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "a byte of a piece": ("0-4096.safetensors", lambda file: flip(file, 70_000), "damage in 'keys 0' in"),
+    "a byte of a header": (
+        "0-4096.safetensors",
+        lambda file: flip(file, 10),
+        "expected a file that KVCache.save wrote",
+    ),
+    "a short piece": ("0-4096.safetensors", lambda file: cut(file, 70_000), "expected a file that KVCache.save wrote"),
+    "no piece": ("0-4096.safetensors", Path.unlink, "expected a file that KVCache.save wrote"),
+    "a foreign piece": ("0-4096.safetensors", of_another_cache, "a piece of another one"),
+    "a byte of the last piece": ("4096-8192.filling", lambda file: flip(file, 5000), "damage in"),
+    "an index of the last piece": ("4096-8192.filling", lambda file: flip(file, -PIECE * 8), "damage in"),
+    "a short last piece": ("4096-8192.filling", lambda file: cut(file, 70_000), "expected a file that KVCache.save"),
+    "no last piece": ("4096-8192.filling", Path.unlink, "expected a file that KVCache.save wrote"),
+    "a foreign last piece": ("4096-8192.filling", of_another_cache, "damage in"),
+    "a byte of the journal": ("0.journal", lambda file: flip(file, SIZE + 9), "damage at byte 64"),
+    "an empty journal": ("0.journal", lambda file: cut(file, 0), "0 bytes without a first record"),
+    "a foreign journal": ("0.journal", of_another_cache, "damage at byte 0"),
+    "no journal": ("0.journal", Path.unlink, "expected a journal of each rank and layer"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damaged_files_are_refused_by_name(tmp_path: Path, kind: str) -> None:
+    cache = opened(tmp_path / "a")
+    grow(cache, PIECE + 100), grow(cache, 100)
+    del cache
+    gc.collect()
+    name, harm, said = DAMAGE[kind]
+    (file,) = (tmp_path / "a").glob(f"1-*/0.0.{name}")
+    harm(file)
+    for read in (lambda: opened(tmp_path / "a"), lambda: am.KVCache.load(tmp_path / "a", None)):
+        with pytest.raises(StoreError, match=said) as error:
+            read()
+        assert str(tmp_path) in str(error.value)
+
+
+def test_a_record_that_was_begun_is_no_token(tmp_path: Path) -> None:
+    cache = opened(tmp_path)
+    grow(cache, 30)
+    del cache
+    (journal,) = tmp_path.glob("1-*/*.journal")
+    with journal.open("ab") as file:
+        file.write(b"half of it")
+    cache = opened(tmp_path)
+    assert equal(cache, in_memory(30))
+    grow(cache, 1)
+    del cache
+    assert equal(opened(tmp_path), in_memory(31))
+
+
+def test_what_is_no_folder_of_this_cache_is_refused(tmp_path: Path) -> None:
+    cache = opened(tmp_path / "a")
+    grow(cache, 5)
+    with pytest.raises(StoreError, match=r"expected one writer of a folder, given .*which another cache writes"):
+        am.KVCache(None, **SIZES, folder=tmp_path / "a")
+    del cache
+    with pytest.raises(StoreError, match=r"expected a cache of the sizes in .*head_dim=16.*, given .*head_dim=8"):
+        opened(tmp_path / "a", head_dim=8)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "notes.txt").write_text("mine")
+    with pytest.raises(StoreError, match=r"expected an empty folder, given \['notes.txt'\]"):
+        opened(tmp_path / "b")
+    manifest = tmp_path / "a" / "cache.json"
+    fields = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**fields, "version": 4}))
+    with pytest.raises(
+        StoreError, match=r"expected a cache of version 5, given version 4 .*Fix: load it with the attn"
+    ):
+        opened(tmp_path / "a")
+    manifest.write_text(json.dumps(fields)[:-30])
+    with pytest.raises(StoreError, match=r"expected a folder that KVCache.save wrote"):
+        opened(tmp_path / "a")
+
+
+def test_folders_of_others_are_refused(tmp_path: Path) -> None:
+    grow(opened(tmp_path / "a"), 5)
+    (tmp_path / "a").chmod(0o770)
+    with pytest.raises(StoreError, match="expected a folder that no other user may write to"):
+        opened(tmp_path / "a")
+    (tmp_path / "a").chmod(0o700)
+    (save,) = (tmp_path / "a").glob("1-*")
+    save.chmod(0o702)
+    with pytest.raises(StoreError, match="expected a folder that no other user may write to"):
+        opened(tmp_path / "a")
+    save.chmod(0o700)
+    assert {file.stat().st_mode & 0o777 for file in save.iterdir()} == {0o600}
+    if os.geteuid() == 0:
+        os.chown(tmp_path / "a", 12345, -1)
+        with pytest.raises(StoreError, match="expected a folder that no other user may write to"):
+            opened(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"mask": am.Window(7)}, "a cache that keeps all tokens, given mask=Window"),
+        ({"copies": 2}, "KVCache copies: expected 1 to 1"),
+        ({"block": 48}, "a block that divides 4096, given 48"),
+        ({"folder": 7}, "the path of a folder, given 7 of type int"),
+    ],
+)
+def test_arguments_that_do_not_go_together(tmp_path: Path, sizes: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        am.KVCache(None, **{**SIZES, "folder": tmp_path, **sizes})
+
+
+def test_calls_that_would_move_the_keys_are_refused(tmp_path: Path) -> None:
+    cache = opened(tmp_path / "a", batch=2)
+    grow(cache, 20)
+    refused: list[Callable[[], object]] = [
+        lambda: cache.reorder(torch.tensor([1, 0])),
+        lambda: cache.save(tmp_path / "b"),
+        lambda: cache.keys,
+    ]
+    for call in refused:
+        with pytest.raises(StoreError, match=r"KVCache folder: .*Fix: call it on cache.fork\(\)"):
+            call()
+    with pytest.raises(KernelError, match="append token_mask: expected sequences without padding in a folder"):
+        cache.append(*rows(20, 21, 2), token_mask=torch.tensor([[True], [False]]))
+    assert equal(cache, in_memory(20, batch=2))
+    cache.fork().save(tmp_path / "b")
+    assert equal(am.KVCache.load(tmp_path / "b", None), cache)
+
+
+def test_a_full_disk_leaves_the_cache_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = opened(tmp_path)
+    grow(cache, PIECE - 1)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    grow(cache, 1)
+    with pytest.raises(StoreError, match=r"\(No space left on device\). Fix: free space there, and append again"):
+        grow(cache, 1)
+    assert equal(cache, in_memory(PIECE))
+    monkeypatch.undo()
+    grow(cache, 1)
+    monkeypatch.setattr(Journal, "add", full)
+    for more in (1, 50):
+        with pytest.raises(StoreError, match="No space left on device"):
+            grow(cache, more)
+    monkeypatch.undo()
+    assert equal(cache, in_memory(PIECE + 1))
+    grow(cache, 50)
+    del cache
+    assert equal(opened(tmp_path), in_memory(PIECE + 51))
+
+
+class Killed(BaseException):
+    """The end of a process at some point."""
+
+
+@pytest.mark.parametrize("point", ["make_filling", "make_whole", "os.replace", "Journal.begin", "Journal.add"])
+@pytest.mark.parametrize("after", [False, True])
+def test_any_point_of_a_change_leaves_a_whole_state(
+    tmp_path: Path, point: str, after: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, name = {
+        "make_filling": (folder_shard, "make_filling"),
+        "make_whole": (folder_shard, "make_whole"),
+        "os.replace": (os, "replace"),
+    }.get(point, (Journal, point.split(".")[-1]))
+    original = getattr(owner, name)
+
+    def ends(*arguments: Any) -> None:
+        if after:
+            original(*arguments)
+        raise Killed
+
+    for change, lengths in (
+        (lambda cache: grow(cache, 2), {PIECE, PIECE + 1, PIECE + 2}),
+        (lambda cache: cache.truncate(10), {10, PIECE + 5}),
+    ):
+        cache = opened(tmp_path / str(len(lengths)))
+        grow(cache, PIECE if len(lengths) == 3 else PIECE + 5)
+        monkeypatch.setattr(owner, name, ends)
+        try:
+            change(cache)
+        except Killed:
+            cache.shard.journal.__del__()
+            cache.shard.journal._handle = None
+        monkeypatch.undo()
+        del cache
+        cache = opened(tmp_path / str(len(lengths)))
+        assert cache.length in lengths
+        assert equal(cache, in_memory(cache.length))
+        grow(cache, 3)
+        assert equal(cache, in_memory(cache.length))
+        del cache
+
+
+def append_until_killed(path: Path, seed: int, promised: int) -> None:
+    """Append and truncate at random, and write the length after each call to a pipe."""
+    random, cache = Random(seed), opened(path)
+    while True:
+        if cache.length > 9000 or random.random() < 0.02:
+            cache.truncate(cache.length - random.randint(0, min(cache.length, 6000)))
+        else:
+            grow(cache, random.choice((1, 1, 1, 2, 64, 900)))
+        os.write(promised, cache.length.to_bytes(8, "little"))
+
+
+def kill_and_look(path: Path, seed: int) -> None:
+    """Kill a process at a random moment. Raise unless what it has promised is whole."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            append_until_killed(path, seed, write)
+        finally:
+            os._exit(1)
+    os.close(write)
+    content = os.read(read, 8)
+    time.sleep(Random(seed).random() * 0.3)
+    os.kill(child, signal.SIGKILL)
+    while more := os.read(read, 1 << 16):
+        content += more
+    os.close(read)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    promised = int.from_bytes(content[-8:], "little")
+    cache = opened(path)
+    # The call that was cut off may have appended some of its tokens, or have truncated.
+    assert promised <= cache.length <= promised + 900 or promised - 6000 <= cache.length < promised
+    assert equal(cache, in_memory(cache.length))
+
+
+@pytest.mark.filterwarnings("ignore:This process")
+def test_a_killed_process_leaves_what_it_promised(tmp_path: Path) -> None:
+    for seed in range(3):
+        kill_and_look(tmp_path, seed)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:This process")
+def test_twenty_killed_processes_leave_what_they_promised(tmp_path: Path) -> None:
+    for seed in range(3, 23):
+        kill_and_look(tmp_path, seed)
