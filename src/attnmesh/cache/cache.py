@@ -118,7 +118,7 @@ class KVCache(PagedCache, SavedCache):
         ranks = self.mesh.queries.size * self.mesh.keys.size
         with Agreement(self.mesh, "KVCache", {**fields, "shares": shares, "folder": folder is not None}):
             check_checked("KVCache", checked)
-            check_placement(copies, shares, ranks)
+            check_placement("KVCache", copies, shares, ranks)
             sizes.check(self.mesh.heads.size)
             if fault := device_fault("KVCache", self.device, device):
                 raise fault

@@ -339,10 +339,10 @@ def keepers_by_rank(hosts: Sequence[Sequence[int]], copies: int) -> dict[int, li
     return keepers
 
 
-def check_placement(copies: object, shares: object, ranks: int) -> None:
-    """Raise unless tokens can be placed on so many ranks."""
+def check_placement(subject: str, copies: object, shares: object, ranks: int) -> tuple[float, ...] | None:
+    """Return the shares, None for even ones and for "auto", or raise unless tokens can be placed on so many ranks."""
     check_copies(copies, ranks)
-    check_shares("KVCache", shares, ranks)
+    return check_shares(subject, shares, ranks)
 
 
 def check_copies(copies: object, ranks: int) -> None:

@@ -30,13 +30,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.cache.cache import KVCache
 from attnmesh.cache.cache_config import Sizes
 from attnmesh.cache.cache_shard import CacheShard
-from attnmesh.cache.replicas import LocalShards, check_copies
+from attnmesh.cache.replicas import LocalShards, check_placement
 from attnmesh.cache.saved_cache import LayersToLoad
 from attnmesh.core.mask import FAR
 from attnmesh.errors import ShapeError, StoreError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.mesh.axes import Axis, Mesh, overlap
-from attnmesh.mesh.shares import check_shares
 from attnmesh.runtime.memory import host_memory
 from attnmesh.setup.init_mesh import device_fault, device_for
 from attnmesh.store.journal import Journal
@@ -281,8 +280,7 @@ def load_layers(
     def check() -> Inspected:
         if fault := device_fault("load", target, device):
             raise fault
-        check_copies(copies, axes.queries.size * axes.keys.size)
-        given = check_shares("load", shares, axes.queries.size * axes.keys.size)
+        given = check_placement("load", copies, shares, axes.queries.size * axes.keys.size)
         own = 0.0 if shares == "auto" else part_of(given, axes)
         return inspect(path, axes, target, wanted, copies * own)
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from copy import copy, deepcopy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +11,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig
 
 from attnmesh.cache.cache import KVCache
-from attnmesh.cache.saved_cache import FolderLayer
 from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.core.layout import Striped
 from attnmesh.decoding.decode_call import decode
-from attnmesh.errors import KernelError, ShapeError, StoreError, require
+from attnmesh.errors import KernelError, ShapeError, require
 from attnmesh.guard.agreement import Agreement
+from attnmesh.hf.cache.folder_layers import FolderLayers
 from attnmesh.hf.cache.layer import ShardedLayer, StatefulLayer
 from attnmesh.hf.cache.rank_shares import prompt_layout, shares_of
 from attnmesh.hf.cache.settings import check_settings
 from attnmesh.hf.cache.state_layer import StateLayer, make_layers
-from attnmesh.hf.cache.stored_layers import StoredLayers
 from attnmesh.hf.images.inputs import shift_of
 from attnmesh.hf.models import window_of
-from attnmesh.mesh.axes import Mesh, flat_axis
-from attnmesh.store.kv_folder import KeyFolder
+from attnmesh.mesh.axes import Mesh
 from attnmesh.store.recover import recover
 
 BLOCK, LONG_BLOCK = 16, 128
@@ -36,7 +33,7 @@ ROUNDS = 6
 """Rounds of blocks in a long prompt, at least: ranks differ by less than a sixth of their tokens."""
 
 
-class ShardedCache(StoredLayers):
+class ShardedCache(FolderLayers):
     """Sharded `past_key_values` of a model with `attn_implementation="attnmesh"`.
 
     Every rank holds a share of the tokens and makes the same calls.
@@ -116,9 +113,6 @@ class ShardedCache(StoredLayers):
         self.storage, self.window_storage = storage, window_storage
         self.shares = shares_of(config, mesh, shares, self.capacity, storage)
         """Ratios of the tokens of each rank; None for even shares."""
-        self.folder: KeyFolder | None = None
-        """The folder in which the keys and values are; None if they are in memory."""
-        self._tokens: Tensor | None = None
         self.images: dict[str, Tensor] | None = None
         """Fingerprints of the images among the tokens; None if there are none, or if they are unknown."""
         self.shift: tuple[int, int] | None = (0, 0)
@@ -129,55 +123,7 @@ class ShardedCache(StoredLayers):
         self._length = 0  # of models without attention, which count no tokens
         super().__init__(layers=make_layers(self.config, self))
         if folder is not None:
-            self._open(folder)
-
-    @property
-    def tokens(self) -> Tensor | None:
-        """Ids of the cached tokens, with -1 for padding and -2 - id for image tokens.
-
-        After an interrupted generation, the ids to continue from. None if the tokens were not cached by
-        `attnmesh.hf.generate`. A folder has them, too.
-        """
-        return self._tokens
-
-    @tokens.setter
-    def tokens(self, tokens: Tensor | None) -> None:
-        self._tokens = tokens
-        if self.folder is not None and tokens is not None:
-            self.folder.write_ids(tokens)
-
-    def _open(self, folder: str | Path) -> None:
-        """Open a folder, and the caches and token ids that are in it."""
-        place = Mesh.of(self.mesh)
-        self.folder = opened = KeyFolder(
-            folder, place, flat_axis(self.mesh, ("queries", "keys")), "ShardedCache folder"
-        )
-        saved = opened.manifest.sizes
-        with Agreement(place, "ShardedCache folder"):
-            fits, given = len(saved) <= self.caches, f"{len(saved)} in {folder}"
-            expected, fix = f"a folder of {self.caches} layers", "pass the folder of this model, or another one"
-            require(fits, StoreError, "ShardedCache folder", expected, given, fix)
-            ids = opened.read_ids(saved[0].batch) if saved else None
-        found = [
-            KVCache(self.mesh, **vars(sizes), device="cpu", checked=self.checked, folder=FolderLayer(opened, number))
-            for number, sizes in enumerate(map(replace, saved))
-        ]
-        if len(found) == self.caches:
-            self._fill(found)
-        else:  # the first forward pass has not reached all layers
-            for layer, kv in zip(self.attention_layers, found, strict=False):
-                layer.fill([kv])
-                self.block = kv.sizes.block
-        length = min([0 if ids is None else ids.shape[1], *(kv.length for kv in found)])
-        length = length if len(found) == self.caches else 0
-        for kv in found:
-            kv.truncate(length)
-        self.tokens = None if ids is None else ids[:, :length]
-        self.shift = shift_of(self.tokens, self.config)
-
-    def folder_of(self, layer: ShardedLayer) -> FolderLayer | None:
-        """Return the place of a layer in the folder; None without a folder."""
-        return None if self.folder is None else FolderLayer(self.folder, self.attention_layers.index(layer))
+            self.open_folder(folder)
 
     @property
     def is_linear(self) -> list[bool]:
