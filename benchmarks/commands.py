@@ -279,14 +279,11 @@ def bench_folder(
     rounds: Annotated[int, typer.Option(min=2, help="Times that each is timed.")] = 5,
 ) -> list[Table]:
     """Steps over a cache larger than memory beside reading it, and appends beside writing (2 minutes)."""
-    import tempfile
-
     from benchmarks import folder as folder_bench
 
     run.step("filling the folder")
-    with tempfile.TemporaryDirectory(dir=folder) as made:
-        sizes = int(gigabytes * 1e9), int(memory * 1e9)
-        folder_bench.rows(folder_bench.Request(*sizes, Path(made) / "cache", rounds), run.table("rows"))
+    sizes = int(gigabytes * 1e9), int(memory * 1e9)
+    folder_bench.rows(sizes, folder, rounds, run.table("rows"))
     return [pairs("this machine", machine()), tables.folder_table(run.tables["rows"])]
 
 

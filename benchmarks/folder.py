@@ -5,6 +5,7 @@ may use less memory than the keys, pages of files included, opens the folder. Re
 """
 
 import os
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -72,8 +73,13 @@ def queries() -> Tensor:
     return torch.randn(1, HEADS, 1, DIM, generator=torch.Generator().manual_seed(1)).bfloat16()
 
 
-def rows(request: Request, add: Send) -> None:
-    """Measure, and add each row."""
+def rows(sizes: tuple[int, int], parent: Path | None, rounds: int, add: Send) -> None:
+    """Measure in a folder that goes afterwards, and add each row."""
+    with tempfile.TemporaryDirectory(dir=parent) as made:
+        _measure(Request(*sizes, Path(made) / "cache", rounds), add)
+
+
+def _measure(request: Request, add: Send) -> None:
     tokens = request.size // TOKEN_BYTES
     plain, cache = cache_of(None, tokens), cache_of(request.folder, tokens)
     drawn = torch.randn(2, 1, KV_HEADS, PIECE, DIM, generator=torch.Generator().manual_seed(0)).bfloat16()

@@ -62,17 +62,20 @@ from benchmarks import bench, commands, faults, plan_figure
 from benchmarks import calls as calls_bench
 from benchmarks import decode as decode_bench
 from benchmarks import diffusion as diffusion_bench
+from benchmarks import folder as folder_bench
 from benchmarks import kernel as kernel_bench
 from benchmarks import latent as latent_bench
 from benchmarks import model as whole_model
 from benchmarks import packed as packed_bench
 from benchmarks import plan as plan_bench
 from benchmarks import prefill as prefill_bench
+from benchmarks import prefixes as prefixes_bench
 from benchmarks import recurrent as recurrent_bench
 from benchmarks import rows as rows_bench
 from benchmarks import selected as selected_bench
 from benchmarks import serve as serve_bench
 from benchmarks import storage as storage_bench
+from benchmarks import unequal as unequal_bench
 from benchmarks.commands import app as benchmarks_app
 from benchmarks.netns import Hosts, World, ranks_of, script
 from benchmarks.timing import Comparison, Timing
@@ -476,6 +479,12 @@ def stand_in(sandbox: Sandbox) -> None:
     replace(server, listen=lambda host, port: listening, run=lambda app, socket, drain: app.front.on_ready({}))
     together = rows_bench.Row(2, TIME, TIME, (1.0, 1.0), True)
     replace(rows_bench, rows=lambda request, threads, add: add(on(request.shape.ranks, together)))
+    filed = folder_bench.Row("a step", 1, TIME, TIME, 1.0, 1.2)
+    replace(folder_bench, rows=lambda sizes, parent, rounds, add: add(filed))
+    found = prefixes_bench.PrefixRow("computed", 4, 1, 0, 1.0, 0.0, True)
+    replace(prefixes_bench, rows=lambda request, add, step: add(on(max(request.ranks), found)))
+    divided = unequal_bench.Row("cores", "even", [1, 1], TIME, [1.0, 1.0], 1.0)
+    replace(unequal_bench, rows=lambda tokens, part, rounds, add: add(on(2, divided)))
     replace(storage_bench, rows=lambda request, add: add(storage_bench.Row("bfloat16", 16.0, 1.0, 0.0)))
     seen = serve_bench.Row("transformers", 384, 1, 1.0, TIME, TIME, 1.0, 1.0, 1.0)
     replace(serve_bench, rows=lambda request, add, step: add(on(request.ranks, seen)))

@@ -13,6 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from attnmesh.hf.serving.engine import Engine
+from attnmesh.hf.serving.prefix_store import PrefixStore
 from attnmesh.serve import body, reply, routes, server
 from attnmesh.serve.access import Limits
 from attnmesh.serve.chat import encode_text
@@ -529,9 +530,10 @@ def test_figures_have_types_names_and_texts_as_prometheus_has_them(running: Serv
         assert endings is None or {sample.name for sample in family.samples} == {family.name + endings}
 
 
-def test_each_figure_of_an_engine_has_a_text() -> None:
-    model = families.model("llama", "attnmesh")
-    assert Engine(model, None).metrics().keys() == ENGINE.keys()
+def test_each_figure_of_an_engine_has_a_text(tmp_path: Path) -> None:
+    model, folder = families.model("llama", "attnmesh"), tmp_path / "prefixes"
+    folder.mkdir(mode=0o700)
+    assert Engine(model, None, store=PrefixStore(folder)).metrics().keys() == ENGINE.keys()
 
 
 def hostile(random: Random) -> bytes:

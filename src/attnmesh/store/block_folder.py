@@ -61,7 +61,11 @@ class FolderLock:
 
     def __init__(self, folder: Path, name: str = LOCK, *, patience: float = 0.0) -> None:
         """Take the lock within so many seconds, or raise."""
-        self.handle = os.open(folder / name, os.O_RDWR | os.O_CREAT, PRIVATE_FILE)
+        try:
+            self.handle = os.open(folder / name, os.O_RDWR | os.O_CREAT, PRIVATE_FILE)
+        except OSError as error:
+            given, fix = f"{folder} ({error.strerror})", "name another folder"
+            raise StoreError(SUBJECT, "a folder that can be written to", given, fix) from None
         end = time.monotonic() + patience
         while True:
             try:

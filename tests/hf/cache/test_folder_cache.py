@@ -27,7 +27,8 @@ def talk(family: str, folder: Path, shape: Shape) -> list[Any]:
         cache = hf.ShardedCache(model.config, mesh, folder=folder)
         begun = cache.get_seq_length()
         ids = torch.cat((ids[:, : 60 if step == 2 else None], prompt(30, seed=step)), 1)
-        ids = hf.generate(model, ids, cache=cache, max_new_tokens=12, do_sample=False)
+        real = torch.ones_like(ids)  # an answer may have the id of padding
+        ids = hf.generate(model, ids, attention_mask=real, cache=cache, max_new_tokens=12, do_sample=False)
         turns.append((begun, ids.tolist()))
         del cache
         gc.collect()  # before the others open it
@@ -41,7 +42,7 @@ def stock_turns(family: str) -> list[Any]:
     begun = 0
     for step in range(4):
         ids = torch.cat((ids[:, : 60 if step == 2 else None], prompt(30, seed=step)), 1)
-        ids = model.generate(ids, max_new_tokens=12, do_sample=False)
+        ids = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
         turns.append((begun, ids.tolist()))
         begun = ids.shape[1] - 1
     return turns

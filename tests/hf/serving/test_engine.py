@@ -15,12 +15,12 @@ from transformers import PreTrainedModel
 
 import attnmesh.hf as hf
 from attnmesh import errors
-from attnmesh.hf.serving import engine as engine_module
 from attnmesh.hf.serving.engine import Engine
 from attnmesh.hf.serving.footprint import Footprint
 from attnmesh.hf.serving.rank_worker import RankWorker
 from attnmesh.hf.serving.stream import Sampling, Stream
 from attnmesh.mesh.shapes import AXES, Shape
+from attnmesh.setup import measure_shares
 from tests.support import families
 from tests.support.families import prompt
 from tests.support.mesh_problems import named_mesh
@@ -552,7 +552,7 @@ def by_default(ranks: int) -> list[int]:
     model, mesh = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, ranks), AXES)
     free = 10**9 + torch.distributed.get_rank()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_module, "free_memory", lambda _: free)
+        patch.setattr(measure_shares, "free_memory", lambda _: free)
         return [Engine(model, mesh).schedule.memory, Engine(model, mesh, cache_memory=5).schedule.memory]
 
 

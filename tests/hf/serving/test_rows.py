@@ -124,8 +124,8 @@ def test_ranks_that_share_weights_and_keys(ranks: int, pool: Pool) -> None:
     pool.run(ranks, sharing_weights, ranks)
 
 
-def merges_of_a_step() -> tuple[int, int]:
-    """Return the merges of a step of one row, and of five."""
+def merges_of_a_step() -> tuple[float, float]:
+    """Return the merges of a step of one row, and of five, for each layer."""
     model, mesh = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, 2), AXES)
     caches = [hf.ShardedCache(model.config, mesh) for _ in LENGTHS]
     for length, cache in zip(LENGTHS, caches, strict=True):
@@ -135,12 +135,12 @@ def merges_of_a_step() -> tuple[int, int]:
         hf.decode_rows(model, [3] * rows, caches[:rows])
         with counted() as traffic:
             hf.decode_rows(model, [3] * rows, caches[:rows])
-        found.append(len(traffic.merges))
+        found.append(len(traffic.merges) / model.config.num_hidden_layers)
     return found[0], found[1]
 
 
 def test_a_layer_takes_one_merge_for_all_rows(pool: Pool) -> None:
-    assert pool.run(2, merges_of_a_step) == [(3, 3)] * 2
+    assert pool.run(2, merges_of_a_step) == [(1, 1)] * 2
 
 
 # --- refusals ---
