@@ -275,7 +275,8 @@ TOGETHER = ("synced_gpus",)
 
 def compare_all(ranks: int, names: list[str]) -> dict[str, Row]:
     """Return a row for each argument, on a rank. Ranks share the calls that each makes alone."""
-    stock, model, rank = families.model("llama", "sdpa"), families.model("llama", "attnmesh"), dist.get_rank()
+    stock, model = (families.model("llama", name, num_hidden_layers=3) for name in ("sdpa", "attnmesh"))
+    rank = dist.get_rank()
     mine = [name for number, name in enumerate(names) if number % ranks == rank or name in TOGETHER]
     shares: list[Any] = [None] * ranks
     dist.all_gather_object(shares, {name: alone(name, stock, model) for name in mine})

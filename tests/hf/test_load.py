@@ -171,7 +171,7 @@ def test_a_model_of_the_hub_is_that_of_its_commit(hub: str, revision: str | None
     assert len(load.open_tokenizer(place)) == len(tokenizer())
     assert load.open_model(place, "auto", torch.device("cpu")).config.num_hidden_layers == layers
     prepared = find_model(hub, 1, MeshOptions(), Status("test"), images=None, revision=revision)
-    app = SimpleNamespace(name=hub, defaults={})
+    app = SimpleNamespace(name=hub, names=[hub], defaults={}, formats="")
     assert f", mesh {prepared.mesh}, revision {COMMITS[branch]}" in _ready(app, "::1", 80, prepared, False, {})
 
 

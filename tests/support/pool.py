@@ -34,8 +34,6 @@ PRELOADED = [
     "torch.distributed.fsdp",
     "transformers.generation",
     "transformers.trainer",
-    "diffusers.models.transformers",
-    "tests.support.diffusion",
     "tests.support.emulated_nccl",
     "tests.support.families",
     "tests.support.mesh_problems",

@@ -60,6 +60,8 @@ OPTIONAL = {
     "of modules whose mask says the same": "is_causal",
     "of all modules of attention but those of towers": "config",
     "of some outputs and heads": "router_logits score",
+    "of some tokenizers and processors": "backend_tokenizer chat_template",
+    "of some errors of the system": "errno",
     "of experts, which each rank computes without it": "_is_expert_parallel",
 }
 """Names that are read with a default beside those of records, and why a default is right."""
