@@ -22,6 +22,14 @@ HEADS, WIDTH, LENGTH = (4, 2), 8, 397
 SHARES = {2: (3, 1), 3: (0.5, 4, 0.02), 1: (7,)}
 
 
+@pytest.mark.parametrize("shares", [(1e7, 1, 1.5), (2.0**32, 1, 1.37), (64e9, 3.3e3, 1e4, 2.2e3)])
+def test_turns_of_extreme_shares_are_found_at_once(shares: tuple[float, ...]) -> None:
+    widths = widths_of(shares, 16)
+    assert all(
+        abs(n / sum(widths) - x / sum(shares)) <= 0.0101 * x / sum(shares) for n, x in zip(widths, shares, strict=True)
+    )
+
+
 def cache_of(ranks: int, shares: object, **options: Any) -> am.KVCache:
     sizes = {"batch": 1, "kv_heads": HEADS[1], "head_dim": WIDTH, "capacity": LENGTH + 40, "dtype": torch.float32}
     return am.KVCache(named_mesh(Shape(1, 1, ranks), AXES), **(sizes | {"shares": shares} | options))

@@ -304,6 +304,8 @@ class KVCache(PagedCache, SavedCache):
         self.shards.truncate(length, agreement.table)
         self.saved.forget(self.used)
         self.changes += 1
+        if self.shard.is_in_files and self.mesh.ranks > 1:  # else one could append before another has cut, and end
+            self.calls.agreement("truncate", {"to": length}, always=True).after()
 
     @torch.no_grad()
     def reserve(self, capacity: int) -> None:

@@ -90,6 +90,7 @@ class CacheShard:
     stored: list[Tensor]
     shared: tuple[SharedBlocks, ...] = ()
     takes_padding = True
+    is_in_files = False
     _viewed: tuple[list[Tensor], tuple[SharedBlocks, ...], CacheView | None] = NOT_VIEWED
 
     def __init__(self, sizes: Sizes, heads: Axis, block_cyclic: BlockCyclic, device: torch.device, index: int) -> None:

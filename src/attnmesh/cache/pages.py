@@ -53,6 +53,7 @@ class PagedCache(CacheProperties):
         given, fix = "a padded batch", "cache sequences without padding"
         require(self.padding is None, KernelError, "pages", "a batch without padding", given, fix)
         shard = self.shard
+        _check_in_memory("pages", shard)
         own = SharedBlocks(shard.stored, shard.token_index[: shard.used + 1], None)
         return [_pages(blocks, shard) for blocks in (*shard.shared, own)]
 
@@ -84,6 +85,7 @@ class PagedCache(CacheProperties):
         bytewise = self.sizes.storage is not None
         with self.calls.agreement("append_pages", lambda: {"blocks": block_table.shape[1]}, always=True):
             _check_pools(self.shard, pools, block_table)
+            _check_in_memory("append_pages", self.shard)
             given, fix = "copies=2 or more", "append copies of the tokens with append"
             require(not self.shards.keepers, KernelError, "append_pages", "a cache without copies", given, fix)
             given, fix = f"shares={self.shares}", "leave shares= out, or copy the tokens with append"
@@ -97,6 +99,12 @@ class PagedCache(CacheProperties):
         with torch.no_grad():
             rows = tuple(pool.view(torch.int8) for pool in pools) if bytewise else pools
             _append(self.shards, rows, block_table.long())
+
+
+def _check_in_memory(subject: str, shard: CacheShard) -> None:
+    """Raise for a cache in a folder, whose pieces are no pages of an engine."""
+    given, fix = "one in a folder", "call cache.fork() first"
+    require(not shard.is_in_files, KernelError, subject, "a cache in memory", given, fix)
 
 
 def _pages(blocks: SharedBlocks, shard: CacheShard) -> Pages:

@@ -80,7 +80,7 @@ def widths_of(shares: tuple[float, ...], block: int) -> tuple[int, ...]:
         widths = _rounded(exact, size)
         if all(abs(width - wanted) <= CLOSE * wanted for width, wanted in zip(widths, exact, strict=True)):
             return widths
-        size += ranks
+        size += max(ranks, ceil(whole / least))
 
 
 def _rounded(exact: Sequence[float], total: int) -> tuple[int, ...]:

@@ -45,6 +45,7 @@ class FolderShard(CacheShard):
     """Tokens of one rank in the files of a layer. `shared` are the whole pieces, `stored` is the last one."""
 
     takes_padding = False
+    is_in_files = True
 
     def __init__(
         self, place: LayerPlace, keeps: Callable[[int], bool], sizes: Sizes, heads: Axis, ranks: int, index: int
@@ -232,8 +233,10 @@ class FolderShard(CacheShard):
         self.journal.begin(number * PIECE, length, self.chains[number], end)
         self.shared, self.chains = self.shared[:number], self.chains[: number + 1]
         self._fill(piece, used, length)
-        for path in (old, *map(self.place.whole, gone)):
-            path.unlink(missing_ok=True)
+        old.unlink(missing_ok=True)
+        for path in map(self.place.whole, gone):
+            if path.exists() and len(TensorFile(path).entries) <= len(self.stored) + 1:  # else other layers need it yet
+                path.unlink()
 
     def fork(self) -> CacheShard:
         """Return a shard of the same tokens in memory, which reads whole pieces in place and copies the last one."""

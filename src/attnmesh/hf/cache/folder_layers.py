@@ -3,11 +3,12 @@
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
 from attnmesh.cache.saved_cache import FolderLayer
-from attnmesh.errors import StoreError, require
+from attnmesh.errors import KernelError, StoreError, require
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.cache.layer import ShardedLayer
 from attnmesh.hf.cache.stored_layers import StoredLayers
@@ -34,9 +35,19 @@ class FolderLayers(StoredLayers):
 
     @tokens.setter
     def tokens(self, tokens: Tensor | None) -> None:
-        self._tokens = tokens
+        before, self._tokens = self._tokens, tokens
         if self.folder is not None and tokens is not None:
             self.folder.write_ids(tokens)
+        elif self.folder is not None and before is not None:
+            self.folder.write_ids(before[:, :0])
+
+    def restore(
+        self, path: str | Path, *, device: torch.device | str | None = None, capacity: int | None = None
+    ) -> tuple[dict[str, Tensor], str]:
+        """Replace the cached tokens by those in a folder, as `StoredLayers.restore` does, of a cache in memory."""
+        given, fix = "one in a folder", "open the folder that was saved, or restore into hf.ShardedCache(config, mesh)"
+        require(self.folder is None, KernelError, "restore", "a cache in memory", given, fix)
+        return super().restore(path, device=device, capacity=capacity)
 
     def open_folder(self, folder: str | Path) -> None:
         """Open a folder, and the caches and token ids that are in it."""
@@ -46,25 +57,27 @@ class FolderLayers(StoredLayers):
         )
         saved = opened.manifest.sizes
         with Agreement(place, "ShardedCache folder"):
-            fits, given = len(saved) <= self.caches, f"{len(saved)} in {folder}"
-            expected, fix = f"a folder of {self.caches} layers", "pass the folder of this model, or another one"
+            fits, given = len(saved) in (0, self.caches), f"{len(saved)} in {folder}"
+            expected, fix = f"a folder of {self.caches} layers", "pass that of this model, or a new one"
             require(fits, StoreError, "ShardedCache folder", expected, given, fix)
             ids = opened.read_ids(saved[0].batch) if saved else None
+            expected, given = "a folder with the ids of its tokens", f"none in {folder}"
+            fix = "fill a new one by hf.generate, or restore this one into memory"
+            require(not saved or ids is not None, StoreError, "ShardedCache folder", expected, given, fix)
         found = [
             KVCache(self.mesh, **vars(sizes), device="cpu", checked=self.checked, folder=FolderLayer(opened, number))
             for number, sizes in enumerate(map(replace, saved))
         ]
-        if len(found) == self.caches:
-            self._fill(found)
-        else:  # the first forward pass has not reached all layers
-            for layer, kv in zip(self.attention_layers, found, strict=False):
-                layer.fill([kv])
-                self.block = kv.sizes.block
-        length = min([0 if ids is None else ids.shape[1], *(kv.length for kv in found)])
-        length = length if len(found) == self.caches else 0
+        if ids is None:
+            return
+        least = min(kv.length for kv in found)
+        given, fix = f"no ids of {least} tokens in {folder}", "restore it into memory, or fill a new one"
+        require(ids.shape[1] > 0 or least == 0, StoreError, "ShardedCache folder", "ids of its tokens", given, fix)
+        self._fill(found)
+        length = min(ids.shape[1], least)
         for kv in found:
             kv.truncate(length)
-        self.tokens = None if ids is None else ids[:, :length]
+        self.tokens = ids[:, :length]
         self.shift = shift_of(self.tokens, self.config)
 
     def folder_of(self, layer: ShardedLayer) -> FolderLayer | None:

@@ -310,6 +310,8 @@ class ShardedCache(FolderLayers):
         Raises:
             InputError: Tokens were lost with their ranks, or the cache is of another model.
         """
+        fits, fix = options.get("folder") is None, "leave folder= out"
+        require(fits, KernelError, "ShardedCache.recover", "a cache in memory", "folder=", fix)
         recovered = cls(config, mesh, **options)
         with Agreement(Mesh.of(mesh), "ShardedCache.recover"):
             _check_recoverable(cache, recovered)

@@ -1,0 +1,63 @@
+"""Folders that a cache cannot go on with: named, and left as they are."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import attnmesh as am
+import attnmesh.hf as hf
+from attnmesh.errors import KernelError, StoreError
+from tests.support import families
+from tests.support.families import prompt
+
+SIZES: dict[str, Any] = {"batch": 1, "kv_heads": 2, "head_dim": 8, "capacity": 9000, "dtype": torch.float32}
+
+
+def test_keys_without_ids_stay(tmp_path: Path) -> None:
+    model = families.model("llama", "attnmesh")
+    cache = hf.ShardedCache(model.config, folder=tmp_path)
+    with torch.no_grad():
+        model(prompt(50), past_key_values=cache)
+    held = cache.kvs[0].fork().keys[:, :, :50].clone()
+    del cache
+    with pytest.raises(StoreError, match="expected a folder with the ids of its tokens, given none in"):
+        hf.ShardedCache(model.config, folder=tmp_path)
+    restored = hf.ShardedCache(model.config)
+    restored.restore(tmp_path)
+    assert restored.kvs[0].keys[:, :, :50].equal(held)
+
+
+def test_a_folder_of_fewer_layers_stays(tmp_path: Path) -> None:
+    model, deeper = (families.model("llama", "attnmesh", num_hidden_layers=layers) for layers in (1, 2))
+    hf.generate(model, prompt(40), cache=hf.ShardedCache(model.config, folder=tmp_path), max_new_tokens=2)
+    with pytest.raises(StoreError, match="expected a folder of 2 layers, given 1 in"):
+        hf.ShardedCache(deeper.config, folder=tmp_path)
+    assert hf.ShardedCache(model.config, folder=tmp_path).get_seq_length() == 41
+
+
+def test_another_prompt_has_its_own_ids(tmp_path: Path) -> None:
+    model = families.model("llama", "attnmesh")
+    cache = hf.ShardedCache(model.config, folder=tmp_path / "a")
+    hf.generate(model, prompt(40), cache=cache, max_new_tokens=2)
+    cache.reset()
+    with torch.no_grad():
+        model(prompt(30, seed=5), past_key_values=cache)
+    saved = hf.ShardedCache(model.config)
+    hf.generate(model, prompt(20, seed=3), cache=saved, max_new_tokens=2)
+    saved.save(tmp_path / "b")
+    with pytest.raises(KernelError, match="restore: expected a cache in memory, given one in a folder"):
+        cache.restore(tmp_path / "b")
+    del cache
+    with pytest.raises(StoreError, match="expected ids of its tokens, given no ids of 30 tokens"):
+        hf.ShardedCache(model.config, folder=tmp_path / "a")
+
+
+def test_pages_are_those_of_memory(tmp_path: Path) -> None:
+    cache, pool = am.KVCache(None, **SIZES, folder=tmp_path), torch.zeros(2, 16, 2, 8)
+    with pytest.raises(KernelError, match="append_pages: expected a cache in memory"):
+        cache.append_pages(pool, pool, torch.tensor([[0, 1]], dtype=torch.int32))
+    with pytest.raises(KernelError, match="pages: expected a cache in memory"):
+        cache.pages()
+    assert cache.length == 0
