@@ -1,9 +1,8 @@
 """Keys and values of a growing sequence, sharded over the ranks of a mesh.
 
 Blocks of tokens go to ranks round robin (block-cyclic), so shards stay even as the cache grows, or in the ratio of
-unequal `shares`. After a sharded prefill
-tokens stay on the rank that computed them: each slot records its token index, so nothing moves. Memory is reserved once
-and lengths live on the device: a step neither copies the cache nor waits for the device.
+unequal `shares`. After a sharded prefill tokens stay on the rank that computed them: each slot records its token index,
+so nothing moves. Memory is reserved once and lengths live on the device: a step neither copies the cache nor waits.
 """
 
 from collections.abc import Sequence

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from attnmesh.errors import ArgumentError, Busy, MeshError, ShapeError, TooLong, check_count, require, short
-from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.images.inputs import OWN_PROCESSOR, image_inputs, unless_text, without_absent
 from attnmesh.hf.models import check_rope_switch, check_rows, rope_regime, unwrap
 from attnmesh.hf.options import agreement_with_peers
@@ -111,16 +110,14 @@ class Engine:
             require(fits, ArgumentError, f"{SUBJECT} store", "a PrefixStore", given, fix)
             fits, expected = max_model_len is None or context is None or max_model_len <= context, f"at most {context}"
             require(fits, ArgumentError, f"{SUBJECT} max_model_len", expected, max_model_len, "leave it out")
-        cache = ShardedCache(self.model.config, mesh, **cache_options)  # raises here, not at the first request
-        self.shares = cache.shares
-        """Ratios of the tokens of each rank, measured once for all requests; None for even shares."""
-        cache_options["shares"] = cache.shares
         longest = max_model_len, context, cache_options.get("capacity")
         self.longest = min((limit for limit in longest if limit is not None), default=None)
         ends = self.model.generation_config.eos_token_id if tokens_end is None else tokens_end
         self.ends = frozenset(() if ends is None else (ends,) if isinstance(ends, int) else ends)
         peers = None if cache_options.get("output") == "heads" else tp_mesh(self.model)  # else the ranks of the mesh
         self.link, self.worker = PlanExchange(place, Mesh.of(peers)), RankWorker(self.model, mesh, cache_options)
+        self.shares = self.worker.template.shares
+        """Ratios of the tokens of each rank, measured once for all requests; None for even shares."""
         memory = int(cache_memory or self._memory_share())
         self.schedule = RequestQueue(self.worker, max_rows, memory, max_gap, store)
         self.max_queue = int(max_queue)

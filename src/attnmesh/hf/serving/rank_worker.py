@@ -31,9 +31,10 @@ class RankWorker:
     """The caches of one rank, and the operations of plans: lists of a name and arguments."""
 
     def __init__(self, model: PreTrainedModel, mesh: DeviceMesh | None, options: dict[str, Any]) -> None:
-        self.model, self.mesh, self.options = model, mesh, options
+        self.model, self.mesh = model, mesh
         self.place, self.left = Mesh.of(mesh), left_to_decode(model.config)
         self.template = ShardedCache(model.config, mesh, **options)  # raises here, not at the first request
+        self.options = {**options, "shares": self.template.shares}  # which are measured once
         self.caches: dict[int, ShardedCache] = {}
         self.store: RankStore | None = None
         self.filling: dict[int, Iterator[int]] = {}
