@@ -68,19 +68,20 @@ def turns(widths: Sequence[int]) -> tuple[Turn, ...]:
 def widths_of(shares: tuple[float, ...], block: int) -> tuple[int, ...]:
     """Return the tokens of each rank in a round of about `block` tokens a rank, within 1% of its share.
 
-    The round is longer where the least share would have no token in it.
+    Tries multiples of what gives the least share one token: the least share grows with each, so few are tried.
 
     >>> widths_of((3, 1), 16), widths_of((1, 1), 16), widths_of((1000, 1), 16)
     ((24, 8), (16, 16), (1000, 1))
     """
-    ranks, whole, least = len(shares), sum(shares), min(shares)
-    size = max(block * ranks, ceil(whole / least))
+    whole = sum(shares)
+    step = ceil(round(whole / min(shares), 6))
+    size = step * ceil(block * len(shares) / step)
     while True:
         exact = [size * share / whole for share in shares]
         widths = _rounded(exact, size)
         if all(abs(width - wanted) <= CLOSE * wanted for width, wanted in zip(widths, exact, strict=True)):
             return widths
-        size += max(ranks, ceil(whole / least))
+        size += step
 
 
 def _rounded(exact: Sequence[float], total: int) -> tuple[int, ...]:
