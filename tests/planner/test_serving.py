@@ -35,6 +35,13 @@ def ways(length: int = 1_000_000, hosts: int = 2) -> dict[tuple[int, bool], Serv
     return {(one.way.tp, one.way.is_joint): one for one in serving(model, am.Cluster.preset("dgx-h100", hosts))}
 
 
+def test_a_price_leaves_the_configuration_as_it_is() -> None:
+    before = LLAMA_70B.to_dict()
+    model_size(LLAMA_70B, length=1000, phase="decode")
+    assert LLAMA_70B.to_dict() == before
+    assert LLAMA_70B.dtype is None
+
+
 def test_weights_and_keys_are_those_of_the_sizes() -> None:
     matrices = 80 * (2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672) + 2 * 128256 * 8192
     norms, found = (2 * 80 + 1) * 8192, ways()

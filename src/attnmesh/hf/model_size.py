@@ -1,6 +1,7 @@
 """Sizes of a language model for the planner, from its configuration: heads, layers, widths and bytes of weights."""
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -151,8 +152,8 @@ def _selected(config: PreTrainedConfig, kv_heads: int) -> Selected | None:
 
 
 def _skeleton(config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
-    """Return the model without its weights."""
-    kind = {"dtype": getattr(torch, dtype), "attn_implementation": NAME}
+    """Return the model without its weights. The configuration stays as it is: transformers writes the dtype into it."""
+    kind, config = {"dtype": getattr(torch, dtype), "attn_implementation": NAME}, deepcopy(config)
     with torch.device("meta"), as_model_error("plan model", "a configuration", config.model_type, "use another model"):
         made: PreTrainedModel = AutoModelForCausalLM.from_config(config, **kind)
     return made
