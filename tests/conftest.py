@@ -27,7 +27,7 @@ from tests.support.pool import PRELOADED, Pool
 
 collect_ignore = ["support/simulated.py"]  # a script for another Python, the system's, which has SimGrid
 
-hypothesis.settings.register_profile("project", deadline=None, print_blob=True)
+hypothesis.settings.register_profile("project", deadline=None, print_blob=True, max_examples=50)
 hypothesis.settings.load_profile("project")
 
 
@@ -44,8 +44,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Worlds of ranks that wait for work keep a small machine busy: what needs none of them comes first."""
-    items.sort(key=lambda item: "pool" in getattr(item, "fixturenames", ()))
+    """Begin with whole commands, which wait more than they compute: at the end one worker would wait alone."""
+    items.sort(key=lambda item: item.path.parent.name not in ("tools", "serve", "cli"))
 
 
 def pytest_collection_finish() -> None:

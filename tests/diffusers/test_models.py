@@ -72,8 +72,8 @@ def errors(cases: list[Case]) -> list[tuple[Case, float, float]]:
     return found
 
 
-SAMPLED = [*((2 + number % 2, name) for number, name in enumerate(MODELS) if number % 3 < 2)]
-"""Worlds of `make test`: two of three models, each in one of the small ones."""
+SAMPLED = [*((2 + number % 2, name) for number, name in enumerate(MODELS) if number % 3 == 0)]
+"""Worlds of `make test`: one of three models, each in one of the small ones."""
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from attnmesh.runtime.memo import Memo
 from tests.emulated.waits import random
 from tests.support.emulated_gpu import EmulatedGPU
 from tests.support.emulated_nccl import world
+from tests.support.seeds import pairs
 
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -65,8 +66,7 @@ def _steps(gpu: EmulatedGPU, mesh: Any, name: str, options: dict[str, Any]) -> t
     return all(same), checks, launches
 
 
-@pytest.mark.parametrize("part", range(4))
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "part"), pairs([1, 2], range(4)))
 def test_known_steps_have_the_bits_of_checked_ones(ranks: int, part: int):
     for found in world(ranks, steps, ranks, [*KINDS][part::4]).results():
         for name, (same, checks, launches) in found.items():

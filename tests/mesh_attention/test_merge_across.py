@@ -14,6 +14,7 @@ from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.merges import MERGES
 from attnmesh.runtime.counters import counted
 from tests.support.pool import Pool
+from tests.support.seeds import rotated
 
 _groups: dict[int, dist.ProcessGroup] = {}
 
@@ -46,9 +47,10 @@ def merge_among(ranks: int, dtype: torch.dtype, options: dict[str, object]) -> a
     return result
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("how", ["auto", *MERGES])
-@pytest.mark.parametrize("ranks", range(1, 9))
+@pytest.mark.parametrize(
+    ("ranks", "how", "dtype"),
+    rotated([*range(1, 9)], ["auto", *MERGES], [torch.float64, torch.float32, torch.bfloat16, torch.float16], every=4),
+)
 def test_all_ranks_hold_the_merge_and_the_same_bits(pool: Pool, ranks: int, how: str, dtype: torch.dtype) -> None:
     results = [x for x in pool.run(8, merge_among, ranks, dtype, {"how": how}) if x is not None]
     expected = am.merge(*(am.Partial(*(x.double() for x in partial_of(rank, dtype))) for rank in range(ranks)))

@@ -2,13 +2,16 @@
 
 PyTorch's compiler imports most of its parts with the first graph, and others with its first gradient. What stands
 frozen is not searched for garbage again in any rank, which would also copy the memory that it shares with the others.
-Triton's interpreter compiles a program with its first launch.
+Triton's interpreter compiles a program with its first launch. Sources of model families are read with their first model.
 """
 
 import gc
 from importlib.util import find_spec
 
 import torch
+
+from attnmesh.hf.families.pins import check_family
+from tests.support import families
 
 if find_spec("triton") and not torch.cuda.is_available():
     from triton.runtime.interpreter import InterpretedFunction
@@ -19,6 +22,8 @@ if find_spec("triton") and not torch.cuda.is_available():
         if isinstance(program, InterpretedFunction):
             program.rewrite()
 
+for config in families.CONFIGS.values():
+    check_family(config)
 torch.compile(torch.neg, backend="aot_eager")(torch.ones(2, requires_grad=True)).sum().backward()
 torch._dynamo.reset()
 gc.collect()

@@ -37,7 +37,7 @@ def ended(sweep: Sweep, name: str, check: str) -> Row:
     return sweep.run((CASES | LONG)[name], check)
 
 
-@pytest.mark.parametrize(("name", "check"), rotated([*CASES], [*MESHES], every=5))
+@pytest.mark.parametrize(("name", "check"), rotated([*CASES], [*MESHES], every=10))
 def test_a_type_is_right_or_refused(name: str, check: str, sweep: Sweep) -> None:
     row = ended(sweep, name, check)
     is_refused = check == "rows" and name in REFUSED_ROWS
@@ -53,7 +53,7 @@ QUICK_IMAGES = (
 )
 
 
-EVERY = rotated(QUICK_IMAGES, [*IMAGE_MESHES], every=3)
+EVERY = rotated(QUICK_IMAGES, [*IMAGE_MESHES], every=5)
 
 
 @pytest.mark.parametrize(("name", "check"), [x for x in EVERY if x.values[1] in checks_of(x.values[0], IMAGE_MESHES)])

@@ -84,10 +84,10 @@ def streams_with_images(kind: str, shape: Shape) -> None:
     ("kind", "shape"),
     [
         ("qwen2_5_vl", Shape(1, 1, 1)),
-        ("qwen2_5_vl", Shape(1, 1, 2)),
-        ("qwen3_vl", Shape(2, 1, 1)),
         ("gemma3", Shape(1, 3, 1)),
         ("paligemma", Shape(1, 1, 2)),
+        pytest.param("qwen2_5_vl", Shape(1, 1, 2), marks=pytest.mark.long),
+        pytest.param("qwen3_vl", Shape(2, 1, 1), marks=pytest.mark.long),
     ],
 )
 def test_streams_with_images_are_those_of_generate(kind: str, shape: Shape, pool: Pool) -> None:

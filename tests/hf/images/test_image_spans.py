@@ -103,7 +103,7 @@ PROMPTS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "shape", "run"), rotated(KINDS, [*PROMPTS], SHAPES, [answers, chunked], every=len(SHAPES))
+    ("kind", "name", "shape", "run"), rotated(KINDS, [*PROMPTS], SHAPES, [answers, chunked], every=2 * len(SHAPES))
 )
 def test_image_tokens_see_each_other(kind: str, name: str, shape: Shape, run: Any, pool: Pool) -> None:
     batches = [inputs(kind, *texts, **more) for texts, more in PROMPTS[name]]

@@ -18,7 +18,7 @@ from tests.support.mesh_problems import named_mesh
 from tests.support.models.checks import precisely
 from tests.support.models.tiny_models import Case, build
 from tests.support.pool import Pool
-from tests.support.seeds import seeds
+from tests.support.seeds import seeds, some
 
 LENGTHS, NEW = (37, 2, 92, 1, 16), 4
 SHAPES = [Shape(1, 1, 1), Shape(1, 1, 2), Shape(1, 3, 1), Shape(2, 1, 2)]
@@ -81,7 +81,8 @@ def type_together(name: str, shape: Shape) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"), [*((name, 2) for name in OTHERS if name not in ("falcon_h1", "gpt2")), ("mamba", 1)]
+    ("name", "ranks"),
+    some([*((name, 2) for name in OTHERS), ("mamba", 1)], ("qwen3_next", 2), ("bart", 2), ("mamba", 1)),
 )
 def test_rows_of_other_types_give_what_each_gives_alone(name: str, ranks: int, pool: Pool) -> None:
     pool.run(ranks, type_together, name, Shape(1, 1, ranks))

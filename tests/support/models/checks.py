@@ -256,12 +256,12 @@ class DoublePrecision(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        caller = sys._getframe(1).f_globals.get("__name__")
-        if getattr(func, "__name__", "") == "view" or caller == "attnmesh.core.candidates":  # views cast nothing
-            return func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "view") or sys._getframe(1).f_globals.get("__name__") == "attnmesh.core.candidates":
+            return func(*args, **(kwargs or {}))  # attributes and views cast nothing
         doubled = lambda x: torch.float64 if x is torch.float32 else x  # noqa: E731
         kwargs = {name: doubled(value) for name, value in (kwargs or {}).items()}
-        if getattr(func, "__name__", "") == "float" and args[0].is_floating_point():
+        if name == "float" and args[0].is_floating_point():
             return args[0].double()
         return func(*map(doubled, args), **kwargs)
 

@@ -61,7 +61,7 @@ def _check_family(family: Family, module: str) -> None:
             raise_lost(family.type, f"{part}.{name}")
     _check_sources(family.type, code, family.sources.items())
     for pins in family.uses:
-        _check_pins(pins, family.type)
+        check_pins(pins, family.type)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator] # it reads files
