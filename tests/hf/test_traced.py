@@ -75,7 +75,7 @@ def loss_and_gradients(model: Any, call: Any, batch: dict[str, Tensor]) -> tuple
 
 
 def batches(*names: str) -> list[Any]:
-    """Return families and batches: of ids alone, which padded ones include, for two families. Every third is not long."""
+    """Return families and batches, of ids alone for two families. Each third one is not long."""
     every = [(family, name) for family in LOCAL for name in names if name != "ids" or family in LOCAL[:2]]
     every = [each for each in every if each != ("gpt-oss", "packed")]  # stock ignores its packing
     return [pytest.param(*each, marks=[pytest.mark.long] if n % 3 else []) for n, each in enumerate(every)]

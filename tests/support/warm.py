@@ -2,7 +2,7 @@
 
 PyTorch's compiler imports most of its parts with the first graph, and others with its first gradient. What stands
 frozen is not searched for garbage again in any rank, which would also copy the memory that it shares with the others.
-Triton's interpreter compiles a program with its first launch. Sources of model families are read with their first model.
+Triton's interpreter compiles a program with its first launch. A family's sources are read with its first model.
 """
 
 import gc
