@@ -7,7 +7,7 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 """Names of dtypes."""
 
 STORAGES = ("int8", "fp8_e4m3")
-"""How keys and values can be stored in 8 bits."""
+"""Forms of 8 bits in which keys and values can be stored."""
 
 
 def _merges() -> list[str]:
@@ -29,10 +29,10 @@ def _tool_formats() -> list[str]:
 
 
 TOOL_FORMATS = ("auto", "none", *_tool_formats())
-"""How a model writes calls of tools."""
+"""Forms in which models write calls of tools."""
 
 WEIGHTS = ("auto", "shared", "whole")
-"""How ranks of a host compute layers: together, or each on its own."""
+"""Ways of ranks of a host to compute layers: together, or each on its own."""
 
 AXES = ("heads", "queries", "keys")
 """Axes of a mesh of attention."""

@@ -172,7 +172,7 @@ def _print_table(result: Any, prepared: Prepared, verbose: bool) -> None:
 
 
 ENDED = {"stop": "to the end of the answer", "length": "as many as --max-new-tokens allows"}
-"""What is said of the reason for which an answer ends."""
+"""Words for the reason for which an answer ends."""
 
 EXPLAINED = """\
 Prefill is the whole prompt but its last token, cut over the ranks. The time per token is that of the whole model, the

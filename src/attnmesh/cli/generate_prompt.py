@@ -76,7 +76,7 @@ class Prepared(NamedTuple):
     tokenizer: Any = None
     """None on ranks, but for stop strings."""
     processor: Any = None
-    """That of a model of images; None on ranks."""
+    """The processor of a model of images; None on ranks."""
     images: dict[str, Any] | None = None
     """Inputs for images; None for a model of text."""
     layers: LayersChoice = LayersChoice()

@@ -63,7 +63,7 @@ class Result:
     """Tokens of each layer with keys and values on a rank; with a heads axis, of its share of the heads."""
     cache_bytes: list[int]
     weights: str
-    """Who computes the linear layers."""
+    """Ranks that compute the linear layers."""
     weight_bytes: list[int]
     """Bytes of weights in the memory of a rank."""
     bytes_per_token: list[int]

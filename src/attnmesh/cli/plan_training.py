@@ -65,7 +65,7 @@ The first figure has the weights of two layers and of the embeddings, which are 
 are what gradient checkpointing keeps. One layer is what is computed again for its backward pass, attention included.
 Logits have gradients beside them. Attention is the forward and the backward pass of all layers; the forward pass that
 checkpointing repeats is not in it."""
-"""What `-v` says of the columns."""
+"""Explanations of the columns, which `-v` shows."""
 
 FEWER = "take fewer tokens, or more hosts"
 

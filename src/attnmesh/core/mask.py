@@ -109,7 +109,7 @@ class Mask:
 
     @cached_property
     def is_window(self) -> bool:
-        """Whether `left` and `right` alone say what a query sees."""
+        """Return whether `left` and `right` alone say what a query sees."""
         return self == Mask(self.left, self.right)
 
     @property

@@ -101,7 +101,7 @@ SAME_PLACES, ONE_PROMPT = (
 """Error about images whose tokens see each other, in sequences of a prompt; and its fix."""
 
 SPANS = "image tokens that see earlier tokens in the layer's window, and later ones of their own image alone"
-"""What masks of images show."""
+"""Tokens that masks of images show."""
 
 IndexFunction = Callable[..., Tensor]
 """(batch, head, query, key) indices -> True where the query attends to the key, as transformers defines masks."""

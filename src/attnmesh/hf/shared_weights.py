@@ -201,7 +201,7 @@ class LastCall(NamedTuple):
     first: SharedLayer
     input: Tensor
     version: int | Tensor
-    """How often the input was changed in place, or what it was: changes of inference tensors are not counted."""
+    """Number of changes of the input in place, or the input itself: changes of inference tensors are not counted."""
     ahead: dict[SharedLayer, Tensor]
     """Outputs for layers after its first."""
 

@@ -37,7 +37,7 @@ APPLY_TENSOR_PARALLELISM = "transformers.distributed.tensor_parallel:apply_tenso
 TENSOR_PARALLEL = Upstream(
     "transformers", *VERSIONS, ("transformers:PreTrainedModel.tp_plan", APPLY_TENSOR_PARALLELISM)
 )
-"""What `tensor_parallel` needs."""
+"""Names that `tensor_parallel` needs."""
 
 TRAINER = Upstream(
     "transformers",

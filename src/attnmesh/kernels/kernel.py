@@ -14,7 +14,7 @@ from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Rectangle, cu
 
 
 class Need(NamedTuple):
-    """What a call asks of a kernel: all that its choice depends on."""
+    """Demands of a call on a kernel: all that its choice depends on."""
 
     device: torch.device
     dtype: torch.dtype
@@ -95,15 +95,15 @@ class Kernel:
     order = 1
     """Its place among the kernels that "auto" asks: those of a lower order come first."""
     caps_logits = True
-    """Whether logits may have a soft cap."""
+    """Logits may have a soft cap."""
     adds_bias = False
-    """Whether queries may end with a bias by distance, at the positions that `at` is given."""
+    """Queries may end with a bias by distance, at the positions that `at` is given."""
     reads_rows = False
-    """Whether `attend_rows` reads scattered rows of keys and values in place."""
+    """`attend_rows` reads scattered rows of keys and values in place."""
     reads_8_bits = False
-    """Whether the launches of `bind` read keys and values that are stored in 8 bits."""
+    """Launches of `bind` read keys and values that are stored in 8 bits."""
     reads_cache = False
-    """Whether `attend_cache` reads a cache in place, and on the device how many tokens it holds."""
+    """`attend_cache` reads a cache in place, and on the device how many tokens it holds."""
 
     def unsupported_reason(self, need: Need) -> str | None:
         """Return why the kernel does not support such tensors, or None if it does."""

@@ -118,17 +118,17 @@ class MeshPlan(NamedTuple):
 
 
 class PreparedCall(NamedTuple):
-    """What is settled for calls of one signature: no later one checks, chooses or makes it anew."""
+    """Plan and task of calls of one signature, settled once: no later call checks, chooses or makes them anew."""
 
     plan: MeshPlan
     task: Task | None = None
     """This rank's part, where no other is needed to run a call of the signature."""
     text: str = ""
-    """What ranks compare."""
+    """The text that ranks compare."""
     numbers: tuple[int, ...] = ()
-    """What this rank says beside the text: its tokens."""
+    """Numbers that this rank says beside the text: its tokens."""
     agreed_numbers: Sequence[Sequence[int]] = ()
-    """What all ranks have said."""
+    """Numbers that all ranks have said."""
 
 
 @cached_per_world()

@@ -1,4 +1,4 @@
-"""What is prepared for a call of `attention` on a mesh, once all ranks agree on it: its checks, its plan, its task."""
+"""Preparation of a call of `attention` on a mesh, once all ranks agree on it: its checks, its plan, its task."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -20,7 +20,7 @@ from attnmesh.runtime.world import cached_per_world
 
 
 class ShardMark(NamedTuple):
-    """How a shard was cut: its layout, the mask if that chose the layout, the mesh, and the dim of the tokens."""
+    """The cut of a shard: its layout, the mask if that chose the layout, the mesh, and the dim of the tokens."""
 
     layout: Layout
     mask: Mask | None

@@ -66,7 +66,7 @@ class Model:
 
 
 class Way(NamedTuple):
-    """Who holds weights, and who computes the layers of a step."""
+    """Ranks that hold weights, and ranks that compute the layers of a step."""
 
     tp: int
     """Ranks that split the weights."""

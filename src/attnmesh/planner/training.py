@@ -19,7 +19,7 @@ LOGIT_BYTES = 12
 """Bytes of a logit: in the dtype of the model and in float32, and the gradient of each."""
 
 INNER_VALUES, HIDDEN_BYTES = 6, 24
-"""Of a feed-forward network: values of its inner width, and bytes for each column of a token in norms and residuals."""
+"""Values of a feed-forward network's inner width, and bytes for each column of a token in norms and residuals."""
 
 
 @dataclass(frozen=True)

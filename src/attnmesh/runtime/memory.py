@@ -20,7 +20,7 @@ GROUPS = {
     "": ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
     "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-"""Where control groups of versions 2 and 1 have their limit and their use, and the use that can be given back."""
+"""Files of control groups of versions 2 and 1: the limit, the use, and the use that can be given back."""
 
 
 def host_memory(root: Path = ROOT) -> int:

@@ -37,7 +37,7 @@ LATENT_FIELDS = (
 
 @dataclass(frozen=True)
 class Layer:
-    """What the layers of a kind do and keep, where `config.layer_types` has its name."""
+    """Work and memory of the layers of a kind, where `config.layer_types` has its name."""
 
     attends: bool = True
     windowed: bool = False
@@ -98,20 +98,20 @@ RECURRENT_STATES = Pins(
         "LinearAttentionLayer.update_recurrent_state": "90b53629cfe7",
     },
 )
-"""What a cache of recurrent states needs."""
+"""Names that a cache of recurrent states needs."""
 
 LAYERS_WITHOUT_CACHE = Pins("layers_without_cache", "transformers.cache_utils", "transformers.cache_utils:DummyLayer")
-"""What layers that mix no tokens need."""
+"""Names that layers which mix no tokens need."""
 
 LENGTH_DEPENDENT_ROPES = Pins(
     "length_dependent_ropes", "transformers.modeling_rope_utils", sources={"dynamic_rope_update": "237c3e4cff31"}
 )
-"""What a model needs whose settings ask for such a rope."""
+"""Names that a model needs whose settings ask for such a rope."""
 
 
 @dataclass(frozen=True, eq=False)
 class Recurrence:
-    """What a class of recurrent layers must have to run on shards. All of it is replaced there."""
+    """Parts of a class of recurrent layers that it must have to run on shards. All are replaced there."""
 
     functions: Mapping[str, Any] = field(default_factory=dict)
     """Functions that its `forward` calls, each with what replaces it: a convolution, a `Rule`, or None.
@@ -127,7 +127,7 @@ class Recurrence:
     outputs: int = 1
     """Tensors of one value per token that it returns first."""
     forward: Callable[..., Any] | None = None
-    """What replaces its `forward`, if its recurrence is no function."""
+    """The replacement of its `forward`, if its recurrence is no function."""
     states: type | None = None
     """Stand-in for the cache in a prefill, if it is another than `PrefillStates`."""
     base: type | None = None
@@ -168,12 +168,12 @@ class Family:
     sources: Mapping[str, str] = field(default_factory=dict)
     """Functions of its code whose rule is written again here, or which run in parts: a digest of the source of each."""
     uses: tuple[Pins, ...] = ()
-    """What it needs beside its own code."""
+    """Names that it needs beside its own code."""
 
     layers: Mapping[str, Layer] = field(default_factory=dict)
     """Kinds of layers that it may have beside `ATTENDING`."""
     refused: str = ""
-    """What its layers have that is not supported, where `config.layer_types` does not say so."""
+    """A part of its layers that is not supported, where `config.layer_types` does not say so."""
     repeats_keys: bool = False
     """True if it repeats its key heads before attention."""
     counts_tokens: Callable[[Any], bool] = _never
@@ -214,7 +214,7 @@ class Family:
 
     @property
     def compresses(self) -> bool:
-        """Whether layers attend to entries of compressed tokens."""
+        """Layers attend to entries of compressed tokens."""
         return any(layer.entries for layer in self.layers.values())
 
     def layer(self, kind: str) -> Layer:

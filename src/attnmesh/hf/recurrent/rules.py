@@ -47,7 +47,7 @@ class ShardOfStates(NamedTuple):
 
 @dataclass(frozen=True)
 class Rule:
-    """How one rule of transformers becomes a `ShardOfStates`, and how it names and lays out its states."""
+    """One rule of transformers as a `ShardOfStates`: how it names and lays out its states."""
 
     link: Callable[..., ShardOfStates]
     """Return the link. Called with the stock rule and the arguments of the model, without the initial state."""
