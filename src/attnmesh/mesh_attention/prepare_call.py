@@ -34,23 +34,22 @@ def prepare_call(mesh: Mesh, call: Call, checked: bool | None, latent: tuple[int
     signature = None
     if key_lengths is distance_bias is None and selected is None and not options.unsupported:
         signature = signature_of(q, k, v, sinks, (mesh, latent, *options, checked))
-    known = prepared_calls().find(signature)
+    found = known = prepared_calls().find(signature)
     device = q.device if isinstance(q, Tensor) else torch.device(mesh.device_type)
     if options.length is not None and (checked is False or not may_compare(device)):
-        if known is None:
-            check_call(mesh, call, checked)
+        found = known or _uncompared(mesh, call, checked)
         _check_marks(mesh, call)
-        found = _uncompared(mesh, call) if known is None else known
     else:
         with Agreement(mesh, "attention") as agreement:
-            agreement.text = call.checked_text(mesh, checked) if known is None else known.text
+            if known:
+                agreement.text, agreement.numbers = known.text, known.numbers
+            else:
+                agreement.text, agreement.numbers = call.checked_text(mesh, checked), call.numbers
+                agreement.numbers += () if signature is None else (_digest_of_some(k),)
             _check_marks(mesh, call)
-            agreement.numbers = call.numbers if known is None else known.numbers
-            if known is None and signature is not None:
-                agreement.numbers = (*agreement.numbers, _digest_of_some(k))
-        found = (
-            known if known is not None and known.agreed_numbers == agreement.table else _compared(mesh, call, agreement)
-        )
+        if not known or known.agreed_numbers != agreement.table:
+            found = _compared(mesh, call, agreement)
+    assert found is not None
     if found is known or signature is None:
         return found
     task = None if needs_grad(q, k, v, sinks) else found.plan.task(q.shape[1], (q, k, v), latent)
@@ -64,12 +63,13 @@ def _compared(mesh: Mesh, call: Call, agreement: Agreement) -> PreparedCall:
     plan = _known_plan(mesh, call, tokens, table)
     _check_highest(max(columns[2]), plan)
     if len(columns) > 3:
-        _warn_if_whole(columns[3])
+        _warn_of_whole_keys(columns[3])
     return PreparedCall(plan, None, agreement.text, call.numbers, [row[:3] for row in agreement.table])
 
 
-def _uncompared(mesh: Mesh, call: Call) -> PreparedCall:
+def _uncompared(mesh: Mesh, call: Call, checked: bool | None) -> PreparedCall:
     """Return what is prepared for a call that ranks do not compare. Nothing is counted: other shards are not known."""
+    check_call(mesh, call, checked)
     length = call.options.length
     assert length is not None
     plan = _known_plan(mesh, call, (length, length))
@@ -121,7 +121,7 @@ def _digest_of_some(k: Tensor) -> int:
     return 0 if k.is_meta or bool((some == some[:, :, :1]).all()) else int(digest(some))
 
 
-def _warn_if_whole(digests: Sequence[int]) -> None:
+def _warn_of_whole_keys(digests: Sequence[int]) -> None:
     """Warn once if all ranks passed the same keys, by their digests: shards of one sequence differ."""
     if digests[0] and len({*digests}) == 1:
         fix = "pass this rank's shard, as am.shard(k, mesh, layout=layout), if this is the whole sequence"

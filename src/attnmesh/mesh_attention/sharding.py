@@ -109,7 +109,7 @@ def unshard(
     check_mask("unshard mask", seen, length)
     positions = _positions(chosen_layout(layout, seen, place), length, counts)
     whole = _gather_shards(x.movedim(dim, 0), place, counts)
-    _warn_if_whole(whole, counts)
+    _warn_of_whole_tensors(whole, counts)
     return torch.empty_like(whole).index_copy_(0, positions.to(x.device), whole).movedim(0, dim)
 
 
@@ -170,7 +170,7 @@ def _positions(layout: Layout, length: int, counts: list[int]) -> Tensor:
     return torch.cat(parts)
 
 
-def _warn_if_whole(x: Tensor, counts: list[int]) -> None:
+def _warn_of_whole_tensors(x: Tensor, counts: list[int]) -> None:
     """Warn once if all ranks passed the same tokens, which are not all alike: shards of one sequence differ."""
     own, ranks = counts[0], len(counts)
     if ranks == 1 or own < 2 or {*counts} != {own} or x.is_meta or x.numel() == 0:
