@@ -43,6 +43,7 @@ def test_a_command_prints_a_table_and_one_json_object(paper: Any) -> None:
     assert [row["case"] for row in record["papers"][0]["rows"]] == [row.case for row in paper.report().rows]
 
 
+@pytest.mark.long
 def test_every_published_figure_is_there() -> None:
     tree = figures(tree_attention.report().rows)
     for figure in [("x", 8), ("s", 0.60), ("s", 2.57), ("s", 1.08), ("s", 4.42), ("MB", 524), ("MB", 1040)]:
@@ -57,6 +58,7 @@ def test_every_published_figure_is_there() -> None:
     }
 
 
+@pytest.mark.long
 def test_every_case_that_is_off_has_a_reason() -> None:
     for row in (*tree_attention.report().rows, *attention2d.report().rows):
         assert row.why or not row.off, row.case

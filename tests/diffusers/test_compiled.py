@@ -48,7 +48,7 @@ def compiled(name: str, how: str) -> list[tuple[float, float]]:
 @pytest.mark.parametrize(
     ("name", "how"),
     [
-        ("flux", "traced"),
+        pytest.param("flux", "traced", marks=pytest.mark.long),
         pytest.param("flux", "one graph", marks=pytest.mark.long),
         pytest.param("wan", "blocks", marks=pytest.mark.long),
         pytest.param("qwen-image", "graphs", marks=pytest.mark.long),

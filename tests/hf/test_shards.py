@@ -227,7 +227,7 @@ def compiled(backend: str) -> list[float]:
 LONG = [pytest.mark.long, pytest.mark.timeout(1500)]  # a busy machine compiles for many minutes
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=LONG)])
+@pytest.mark.parametrize("backend", [pytest.param(backend, marks=LONG) for backend in ("aot_eager", "inductor")])
 def test_a_compiled_model_has_the_same_loss_and_gradient(backend: str, pool: Pool) -> None:
     for loss, norm, *compiled_results in pool.run(2, compiled, backend, deadline=1200):
         assert compiled_results == pytest.approx([loss, norm], rel=1e-5)

@@ -146,7 +146,7 @@ def logits_of_steps(folder: str, ranks: int, dtype: torch.dtype, length: int) ->
 @pytest.mark.parametrize(
     ("family", "dtype", "length"),
     [
-        ("llama", torch.float32, 2),
+        pytest.param("llama", torch.float32, 2, marks=pytest.mark.long),
         ("llama", torch.bfloat16, 66),
         ("gpt-oss", torch.float32, 90),
         pytest.param("gemma3", torch.float32, 200, marks=pytest.mark.long),

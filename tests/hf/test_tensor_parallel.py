@@ -130,7 +130,8 @@ def shared_projections(kind: str) -> list[Any]:
     return generate(model, lambda model, ids, **options: hf.generate(model, ids, mesh=whole["keys"], **options))
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v32", pytest.param("glm4_moe_lite", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["deepseek_v32", "glm4_moe_lite"])
+@pytest.mark.long
 def test_projections_of_latents_are_shared(kind: str, pool: Pool) -> None:
     stock = build(Case(kind, kind), "eager", torch.float32)
     expected = generate(stock, lambda model, ids, **options: model.generate(ids, **options))

@@ -120,6 +120,7 @@ def test_compiled_generation_with_a_static_cache_is_one_graph(name: str, batch: 
     assert given == stock.generate(**BATCHES[batch], max_new_tokens=7, do_sample=False).tolist()
 
 
+@pytest.mark.long
 def test_compiled_generation_with_windows_takes_as_many_graphs_as_stock() -> None:
     counts, tokens = [], []
     for attention in ("attnmesh", "sdpa"):

@@ -53,7 +53,9 @@ def test_gradcheck(rest: tuple[object, ...], fast: bool) -> None:
     assert torch.autograd.gradcheck(lambda *x: attend_op(*x, *rest), (*tensors, sinks), fast_mode=fast)
 
 
-@pytest.mark.parametrize("mask", [am.Causal(), am.Window(9) & am.Documents((30, 40))])
+@pytest.mark.parametrize(
+    "mask", [pytest.param(am.Causal(), marks=pytest.mark.long), am.Window(9) & am.Documents((30, 40))]
+)
 def test_compiles_to_one_graph_with_gradients(mask: am.Mask) -> None:
     sinks = torch.randn(4, requires_grad=True)
 

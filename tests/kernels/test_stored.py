@@ -70,9 +70,7 @@ def refuse(*_: Any, **__: Any) -> None:
 
 
 @needs_library
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("size", "dtype", "storage"), rotated(SIZES, DTYPES, [*STORAGES], every=2))
 def test_stored_rows_agree_with_float64(
     storage: str, dtype: torch.dtype, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

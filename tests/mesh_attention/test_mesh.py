@@ -26,7 +26,7 @@ from tests.support.mesh_problems import MeshProblem, check, draw, named_mesh, ru
 from tests.support.pool import Pool
 from tests.support.seeds import batches_by_ranks
 
-PER_WORLD = {1: (10, 10), 2: (20, 60), 3: (10, 60), 4: (20, 80), 6: (10, 80), 8: (20, 60)}
+PER_WORLD = {1: (10, 10), 2: (10, 60), 3: (20, 60), 4: (20, 80), 6: (20, 80), 8: (40, 60)}
 """Problems for each number of ranks: a sample that has each shape, exchange and dtype, and all."""
 
 

@@ -116,7 +116,8 @@ def losses_of_tour(ranks: int, exchanges: Sequence[str]) -> list[float]:
 @pytest.mark.parametrize(
     ("ranks", "exchanges"),
     [
-        *((ranks, EXCHANGES) for ranks in (1, 2, 4)),
+        *((ranks, EXCHANGES) for ranks in (1, 2)),
+        pytest.param(4, EXCHANGES, marks=pytest.mark.long),
         *(pytest.param(ranks, (each,), marks=pytest.mark.long) for ranks in SIZES for each in EXCHANGES),
     ],
 )

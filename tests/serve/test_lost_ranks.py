@@ -33,6 +33,7 @@ def text_of(running: Served, into: list[str], tokens: int = NEW) -> None:
     into.append(said["choices"][0]["text"] if code == 200 else str(said))
 
 
+@pytest.mark.long
 def test_ranks_that_share_layers_are_lost_while_they_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is killed is lost at once, one that is stopped after the deadline."""
     monkeypatch.setattr(supervisor, "LONGEST_PAUSE", 0.0)

@@ -323,7 +323,7 @@ class TokenCounter:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.parametrize("replaced", [pytest.param(False, marks=pytest.mark.long), True])
 def test_generation_continues_after_a_rank_is_killed(tmp_path: Path, replaced: bool) -> None:
     """The other ranks continue from their shards and copies, without the killed rank or with a new one in its place."""
     processes = Processes()

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.pool import Pool
 from tools.generation import EXAMPLES, compare_all, documented, table
 
@@ -12,6 +14,7 @@ def test_each_argument_of_transformers_has_an_example() -> None:
     assert sorted(EXAMPLES) == documented()
 
 
+@pytest.mark.long
 def test_each_argument_works_as_in_transformers_or_is_refused_by_name(pool: Pool) -> None:
     rows, others = pool.run(2, compare_all, 2, list(EXAMPLES))
     assert rows == others

@@ -21,7 +21,7 @@ from tests.support.families import prompt
 from tests.support.mesh_problems import named_mesh
 from tests.support.models.tiny_models import Case, build
 from tests.support.pool import Pool
-from tests.support.seeds import pairs
+from tests.support.seeds import pairs, some
 
 NEW: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
 """Each kind of layer but those of long blocks ends a block within as many tokens."""
@@ -60,8 +60,9 @@ def our_logits(ranks: int, changes: dict[str, Any]) -> list[Any]:
     return [x.numpy() for x in logits(generate)]
 
 
-@pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
-def test_logits_are_those_of_stock_transformers(pool: Pool, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", some([*CASES], "short blocks"))
+def test_logits_are_those_of_stock_transformers(pool: Pool, name: str) -> None:
+    changes = CASES[name]
     expected = logits(model("eager", changes).generate)
     for found in pool.run(3, our_logits, 3, changes):
         for ours, stock in zip(found, expected, strict=True):

@@ -204,7 +204,8 @@ def trained_on_rank(shape: Shape, folder: str, options: dict[str, Any]) -> list[
         return trained(hf.on_mesh(Trainer, named_mesh(shape, AXES)), "attnmesh", folder, options)
 
 
-@pytest.mark.parametrize("recipe", [name if name == "LoRA" else pytest.param(name, marks=LONG) for name in RECIPES])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.long
 def test_a_trainer_has_the_losses_of_one_device(recipe: str, pool: Pool, tmp_path: Path) -> None:
     options = RECIPES[recipe]
     alone = {name: x for name, x in options.items() if "fsdp" not in name}
