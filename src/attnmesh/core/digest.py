@@ -9,6 +9,9 @@ from torch.nn.functional import pad
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+LOW = (1 << 32) - 1
+"""The low half of the bits of an int64."""
+
 ROW = 1 << 16
 """Elements in one weighted sum. The Triton program for digests takes at most this many."""
 
@@ -44,9 +47,17 @@ def digest(x: Tensor) -> Tensor:
     return (numbers * weights[: len(numbers)]).sum()
 
 
+def digest_each(rows: Tensor) -> Tensor:
+    """Return the digest of each row of a matrix of int64 on the host, of no more columns than a weighted sum has."""
+    return (_fold(rows) * cpu_weights()[: rows.shape[1]]).sum(1)
+
+
 def _fold(numbers: Tensor) -> Tensor:
-    """Copy the high bits of int64 into the low ones: modulo 2^64, changes in high bits alone could cancel."""
-    return numbers ^ (numbers >> 32) if numbers.dtype == torch.int64 else numbers
+    """Copy the high bits of int64 into the low ones: modulo 2^64, changes in high bits alone could cancel.
+
+    No two numbers become one: a shift that drew the sign after it would make x and ~x equal.
+    """
+    return numbers ^ ((numbers >> 32) & LOW) if numbers.dtype == torch.int64 else numbers
 
 
 def _weights(count: int, device: torch.device) -> Tensor:

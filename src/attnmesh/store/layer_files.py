@@ -165,7 +165,11 @@ class FillingFile:
     """Rows of the last piece for `load`, as `TensorFile` has those of a whole one."""
 
     def __init__(self, path: Path, journal: Journal, shapes: RowShapes, layer: int) -> None:
-        self.path, self.piece = path, _mapped(TensorFile(path), MappedFile(path, private=True), shapes.named(layer))
+        file, self.path = TensorFile(path), path
+        try:
+            self.piece = _mapped(file, MappedFile(path, private=True), shapes.named(layer))
+        except OSError as error:
+            raise StoreError("load", "files as they were written", f"{path} ({error.strerror})", FIX) from error
         self.count = check_filling(path, self.piece, journal)
         self.tensors = dict(zip(shapes.named(layer), (*self.piece.stored, self.piece.columns), strict=True))
 

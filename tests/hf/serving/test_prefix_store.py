@@ -43,7 +43,7 @@ def schedule_of(engine: Engine) -> StoreSchedule:
 def until_stored(engine: Engine) -> None:
     """Wait until all that can be stored is on the disk."""
     store = schedule_of(engine)
-    until(lambda: not engine.schedule.busy and not store.writing)
+    until(lambda: not engine.schedule.busy and not store.is_writing)
 
 
 @contextmanager
