@@ -203,15 +203,17 @@ def test_a_folder_that_goes_under_a_cache_is_named(tmp_path: Path) -> None:
     grow(cache, 30)
     shutil.rmtree(tmp_path / "a")
     for change in (lambda: grow(cache, 1), lambda: grow(cache, 50), lambda: cache.truncate(3)):
-        with pytest.raises(StoreError, match=r"/a' \(No such file or directory\)"):
+        with pytest.raises(StoreError, match=r"/a/1-.*' \(No such file or directory\). Fix: call cache.fork"):
             change()
     assert equal(cache, in_memory(30))
+    cache.fork().save(tmp_path / "b")
+    assert equal(am.KVCache.load(tmp_path / "b", None), in_memory(30))
 
 
 def test_a_reader_beside_a_writer_reads_a_whole_state(tmp_path: Path) -> None:
     cache, twin = opened(tmp_path), in_memory(300)
     grow(cache, 300)
-    original, writes = checkpoint.fill, iter(range(2))
+    original, writes = checkpoint.FillingFile, iter(range(2))
 
     def beside(*arguments: Any) -> Any:
         if next(writes, None) is not None:
@@ -220,12 +222,12 @@ def test_a_reader_beside_a_writer_reads_a_whole_state(tmp_path: Path) -> None:
             cache.append(k + 1, v), twin.append(k + 1, v)
         return original(*arguments)
 
-    with patch.object(checkpoint, "fill", beside):
+    with patch.object(checkpoint, "FillingFile", beside):
         assert equal(am.KVCache.load(tmp_path, None), twin)
 
 
 def test_a_reader_of_a_folder_that_never_rests_says_so(tmp_path: Path) -> None:
-    cache, original = opened(tmp_path), checkpoint.fill
+    cache, original = opened(tmp_path), checkpoint.FillingFile
     grow(cache, 300)
 
     def beside(*arguments: Any) -> Any:
@@ -234,7 +236,7 @@ def test_a_reader_of_a_folder_that_never_rests_says_so(tmp_path: Path) -> None:
         cache.append(*(x + cache.length for x in rows(200, 300)))
         return original(*arguments)
 
-    with patch.object(checkpoint, "fill", beside), pytest.raises(StoreError, match="expected a folder at rest, given"):
+    with patch.object(checkpoint, "FillingFile", beside), pytest.raises(StoreError, match="expected a folder at rest, given"):
         am.KVCache.load(tmp_path, None)
 
 

@@ -1,5 +1,6 @@
 """Digests of tensors, which ranks compare to find out if they hold the same."""
 
+import math
 from collections.abc import Mapping
 from functools import lru_cache
 
@@ -28,6 +29,13 @@ AGREEMENT_VALUES = 2 + EXTRA_VALUES
 def bits(x: Tensor) -> Tensor:
     """Return the bit patterns of a tensor's elements as one row of integers."""
     return x.contiguous().reshape(-1).view(_INTEGERS[x.element_size()])
+
+
+def wide_bits(x: Tensor) -> Tensor:
+    """Return rows as the widest integers that each is made of: there are fewer of them to add up."""
+    size = math.gcd(x.shape[-1] * x.element_size(), 8)
+    x = x.contiguous()
+    return (x.clone() if x.data_ptr() % size else x).view(_INTEGERS[size])
 
 
 def hash_each(numbers: Tensor) -> Tensor:

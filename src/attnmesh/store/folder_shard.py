@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import addressof, c_int64
 from dataclasses import replace
+from errno import ENOENT
 from pathlib import Path
 from typing import NoReturn
 
@@ -239,7 +240,6 @@ class FolderShard(CacheShard):
             serial,
             self.pieces * PIECE,
             length,
-            self.sizes.row_dtype.itemsize,
         )
 
     def _record(self, start: int, stop: int, length: int, rows: Sequence[Tensor] | None = None) -> None:
@@ -337,6 +337,8 @@ class FolderShard(CacheShard):
         fix = f"free space there, and append again from token {self.length} on: the cache has those before"
         if self.heads.size > 1 or self.turn.size > self.turn.width:
             fix = f"free space there, and open the folder again: it has the tokens before {self.length}"
+        if error.errno == ENOENT:
+            fix = "call cache.fork() and save it elsewhere: the folder is gone, and its tokens go with this process"
         return StoreError(SUBJECT, "a folder that can be written to", given, fix)
 
 

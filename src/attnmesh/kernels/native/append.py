@@ -11,7 +11,7 @@ from attnmesh.kernels.native.build import library
 FIELDS = struct.Struct("6P18q")
 """Fields of `Append` in `cache.cpp`."""
 
-FILE_FIELDS = struct.Struct("4P8q")
+FILE_FIELDS = struct.Struct("4P7q")
 """Fields of `FileAppend` after those."""
 
 

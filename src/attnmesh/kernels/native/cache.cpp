@@ -26,7 +26,7 @@ struct FileAppend {
     int64_t* digest;               // of the rows, for the caller
     int64_t file, journal, at;     // handles, and where the record goes in the journal
     int64_t key, serial, base;     // the journal's key, the record's number, and rows in whole pieces before
-    int64_t length, element;       // tokens on all ranks after this; bytes of an element
+    int64_t length;                // tokens on all ranks after this
 };
 
 namespace {
@@ -85,31 +85,31 @@ int64_t write_rows(const FileAppend& f) {
 }
 
 template <class T>
-int64_t digest_of_rows(const FileAppend& f) {
+int64_t digest_of_rows(const FileAppend& f, int64_t x) {
     const Append& a = f.rows;
-    uint64_t sum = 0;
-    for (int64_t x = 0; x < a.tensors; x++) {
-        Digest<T> found(f.weights);
-        int64_t row = a.row_bytes[x] / (int64_t)sizeof(T);
-        bool is_whole = a.given_strides[x][2] == a.row_bytes[x];
-        for (int64_t b = 0; b < a.batch; b++)
-            for (int64_t h = 0; h < a.heads; h++)
-                for (int64_t t = 0; t < (is_whole ? 1 : a.tokens); t++)
-                    found.add((const T*)row_from(a, x, b, h, t), is_whole ? row * a.tokens : row);
-        sum += (uint64_t)(2 * x + 1) * (uint64_t)found.value();
-    }
-    return (int64_t)sum;
+    Digest<T> found(f.weights);
+    int64_t row = a.row_bytes[x] / (int64_t)sizeof(T);
+    bool is_whole = a.given_strides[x][2] == a.row_bytes[x];
+    for (int64_t b = 0; b < a.batch; b++)
+        for (int64_t h = 0; h < a.heads; h++)
+            for (int64_t t = 0; t < (is_whole ? 1 : a.tokens); t++)
+                found.add(row_from(a, x, b, h, t), is_whole ? row * a.tokens : row);
+    return found.value();
 }
 
-// The digest of `layer_files.py`, of the rows and their tokens.
+// The digest of `layer_files.py`, of the rows, as the widest integers that they are made of, and their tokens.
 int64_t digest_of_tokens(const FileAppend& f) {
     const Append& a = f.rows;
-    int64_t rows = f.element == 1   ? digest_of_rows<int8_t>(f)
-                   : f.element == 2 ? digest_of_rows<int16_t>(f)
-                   : f.element == 4 ? digest_of_rows<int32_t>(f)
-                                    : digest_of_rows<int64_t>(f);
-    int64_t tokens = digest<int64_t>(a.token_index + a.state[1], a.tokens, f.weights);
-    return (int64_t)((uint64_t)rows + (uint64_t)(2 * a.tensors + 1) * (uint64_t)tokens);
+    uint64_t sum = (uint64_t)(2 * a.tensors + 1) * (uint64_t)digest<int64_t>(a.token_index + a.state[1], a.tokens, f.weights);
+    for (int64_t x = 0; x < a.tensors; x++) {
+        int64_t bytes = a.row_bytes[x] % 8;
+        int64_t rows = !bytes        ? digest_of_rows<int64_t>(f, x)
+                       : bytes == 4  ? digest_of_rows<int32_t>(f, x)
+                       : bytes % 2   ? digest_of_rows<int8_t>(f, x)
+                                     : digest_of_rows<int16_t>(f, x);
+        sum += (uint64_t)(2 * x + 1) * (uint64_t)rows;
+    }
+    return (int64_t)sum;
 }
 
 // Writes the record of `journal.py`.

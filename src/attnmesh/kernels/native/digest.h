@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 namespace {
@@ -22,13 +23,18 @@ class Digest {
   public:
     explicit Digest(const int64_t* weights) : weights(weights) {}
 
-    void add(const T* x, int64_t count) {
+    void add(const void* from, int64_t count) {
+        const char* x = (const char*)from;  // at any address
         while (count > 0) {
             if (place == ROW) rows.push_back((int64_t)sum), sum = place = 0;
             int64_t part = std::min(count, ROW - place);
             uint64_t more = 0;
-            for (int64_t i = 0; i < part; i++) more += (uint64_t)folded(x[i]) * (uint64_t)weights[place + i];
-            sum += more, place += part, x += part, count -= part;
+            for (int64_t i = 0; i < part; i++) {
+                T number;
+                std::memcpy(&number, x + i * (int64_t)sizeof(T), sizeof(T));
+                more += (uint64_t)folded(number) * (uint64_t)weights[place + i];
+            }
+            sum += more, place += part, x += part * (int64_t)sizeof(T), count -= part;
         }
     }
 
@@ -50,7 +56,7 @@ class Digest {
 template <class T>
 int64_t digest(const void* x, int64_t count, const int64_t* weights) {
     Digest<T> found(weights);
-    found.add((const T*)x, count);
+    found.add(x, count);
     return found.value();
 }
 
