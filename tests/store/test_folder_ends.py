@@ -6,6 +6,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -227,13 +228,13 @@ def test_a_reader_beside_a_writer_reads_a_whole_state(tmp_path: Path) -> None:
 
 
 def test_a_reader_of_a_folder_that_never_rests_says_so(tmp_path: Path) -> None:
-    cache, original = opened(tmp_path), checkpoint.FillingFile
+    cache, original, numbers = opened(tmp_path), checkpoint.FillingFile, count(1)
     grow(cache, 300)
 
     def beside(*arguments: Any) -> Any:
         cache.truncate(100)
-        grow(cache, 100)
-        cache.append(*(x + cache.length for x in rows(200, 300)))
+        k, v = rows(100, 300)
+        cache.append(k + next(numbers), v)
         return original(*arguments)
 
     with patch.object(checkpoint, "FillingFile", beside), pytest.raises(StoreError, match="expected a folder at rest, given"):
