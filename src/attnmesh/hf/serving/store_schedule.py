@@ -61,6 +61,8 @@ class LoadingCache:
     number: int
     blocks: Sequence[tuple[StoredBlock, int]]
     """Each block, and where it is read."""
+    most: int
+    """Tokens that the cache may have before the prompt begins. The last block may have more of the prompt."""
 
 
 class NoStore:
@@ -300,14 +302,14 @@ class StoreSchedule(NoStore):
             return False
         tokens = self._computed(stream)
         blocks, layout = self._find(stream, tokens)
-        length = max((block.stop for block in blocks), default=0)
-        if length < same + GRAIN or not fits():
+        stop = max((block.stop for block in blocks), default=0)
+        if min(stop, tokens) < same + GRAIN or not fits():
             return False
         self.looked.add(stream)
         self._touch(blocks)
         self.tiers.pinned = frozenset(blocks)
         places = [(block, self._place_of(block, layout)) for block in blocks]
-        self.loading = LoadingCache(stream, next(numbers), places)
+        self.loading = LoadingCache(stream, next(numbers), places, tokens)
         sizes, reading = [one.encode() for one in self.layers], [[*block, place] for block, place in places]
         self.opening = ["open", self.loading.number, sizes, tokens, [*self._rope(stream)], reading]
         return True
@@ -338,7 +340,7 @@ class StoreSchedule(NoStore):
         sized.begin(tokens)
         names, ids, layout = self._names(stream), stream.ids, sized.block
         if not self.forgets:
-            return self.tiers.path(names, ids, tokens, layout), layout
+            return self.tiers.path(names, ids, tokens + self.worker.left, layout), layout
         assert self.layers is not None
         has_runs = any(sizes.mask is None for sizes in self.layers)
         for state in self.tiers.states(names, ids, tokens, layout):
@@ -400,7 +402,7 @@ class StoreSchedule(NoStore):
         if good < total:
             self.counts["store_blocks_damaged"] += 1
             self._drop_damaged(one, good)
-        length = max((block.stop for block, _ in one.blocks[:good]), default=0)
+        length = min(max((block.stop for block, _ in one.blocks[:good]), default=0), one.most)
         if self.forgets and good < total:
             length = 0
         self.closing, self.loading, self.tiers.pinned = ["close", one.number, length], None, frozenset()
@@ -408,7 +410,7 @@ class StoreSchedule(NoStore):
             return [one.number]
         for block, place in one.blocks[:good]:
             tier = "memory" if place == IN_MEMORY else "disk"
-            self.counts[f"store_{tier}_tokens"] += block.stop - block.start
+            self.counts[f"store_{tier}_tokens"] += min(block.stop, length) - block.start
         self.loaded[one.stream] = one.number, length
         return []
 
