@@ -6,6 +6,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,22 @@ def test_ranks_that_are_killed_leave_no_mixture(frozen: int, point: str, left: i
     assert pool.run(2, freeze_one_rank, tmp_path, frozen, point, left) == [[True] * 4] * 2
 
 
+def said_by_steps(cache: am.KVCache, shards: bool) -> str:
+    """Append and decode, with tokens of each rank or the same on all, until an error. Return what it says."""
+    rank = dist.get_rank()
+    try:
+        for _ in range(40):
+            if shards:
+                k, v = (x[:, :, rank, None] for x in rows(cache.length, cache.length + 2))
+                cache.append_shard(k, v, torch.tensor([cache.length + rank]))
+            else:
+                grow(cache, 1)
+            decoded(cache)
+    except StoreError as error:
+        return str(error)
+    return ""
+
+
 def fill_one_disk(path: Path, shape: Shape, shards: bool) -> str:
     """On a rank: what is said where the disk of rank 1 alone is full."""
     mesh = named_mesh(shape, AXES)
@@ -99,26 +116,8 @@ def fill_one_disk(path: Path, shape: Shape, shards: bool) -> str:
     grow(cache, 20)
     decoded(cache)
     grow(cache, 1)  # of a known signature
-
-    def go_on() -> str:
-        try:
-            for _ in range(40):
-                if shards:
-                    positions = torch.tensor([cache.length + dist.get_rank()])
-                    k, v = rows(cache.length, cache.length + 2)
-                    cache.append_shard(k[:, :, dist.get_rank(), None], v[:, :, dist.get_rank(), None], positions)
-                else:
-                    grow(cache, 1)
-                decoded(cache)
-        except StoreError as error:
-            return str(error)
-        return ""
-
-    if dist.get_rank() != 1:
-        said = go_on()
-    else:
-        with full_journal(cache):
-            said = go_on()
+    with full_journal(cache) if dist.get_rank() == 1 else nullcontext():
+        said = said_by_steps(cache, shards)
     held = cache.length
     del cache
     gc.collect()
@@ -237,7 +236,10 @@ def test_a_reader_of_a_folder_that_never_rests_says_so(tmp_path: Path) -> None:
         cache.append(k + next(numbers), v)
         return original(*arguments)
 
-    with patch.object(checkpoint, "FillingFile", beside), pytest.raises(StoreError, match="expected a folder at rest, given"):
+    with (
+        patch.object(checkpoint, "FillingFile", beside),
+        pytest.raises(StoreError, match="expected a folder at rest, given"),
+    ):
         am.KVCache.load(tmp_path, None)
 
 

@@ -88,7 +88,7 @@ class BlockTiers:
                 self.ends[block.stop] = self.ends.get(block.stop, 0) + 1
 
     def make_room(self, tier: Tier, nbytes: int) -> bool:
-        """Let blocks go that were used least recently, but those on their way, for so many bytes. Return if they fit."""
+        """Let blocks go, least recently used first, but those on their way, for so many bytes. Return if they fit."""
         blocks = tier.make_room(nbytes, self.writing, self.pinned)
         for block in blocks or []:
             self._leaves(tier, block)

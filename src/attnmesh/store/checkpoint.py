@@ -273,8 +273,8 @@ def load_layers(
 ) -> tuple[list[Cache], dict[str, Tensor], str]:
     """Return the caches that `save_layers` wrote, on any number of ranks, with its `more` and its `note`.
 
-    Every rank calls it. A save that is replaced while it is read gives way to the newer one, and a cache that is written
-    meanwhile is read anew. `make` is `KVCache`.
+    Every rank calls it. A save that is replaced while it is read gives way to the newer one, and a folder that a cache
+    writes meanwhile is read anew. `make` is `KVCache`.
     """
     axes, target = Mesh.of(mesh), device_for(mesh, device)
 

@@ -38,7 +38,10 @@ def lock(handle: int, path: Path) -> None:
     """
     if not _locked(handle):
         gc.collect()  # a cache that nobody uses any more may still be in memory, with its locks
-        given, fix = f"{path}, which another cache writes", "let go of it and of its errors, or end its process, or pass another folder"
+        given, fix = (
+            f"{path}, which another cache writes",
+            "let go of it and of its errors, or end its process, or pass another folder",
+        )
         require(_locked(handle), StoreError, "KVCache folder", "one writer of a folder", given, fix)
 
 
@@ -167,7 +170,9 @@ class Journal:
         """Write records. Raise if nobody would find them, or the disk is full."""
         if not os.fstat(self.handle).st_nlink:
             raise OSError(ENOENT, os.strerror(ENOENT))
-        packed = b"".join(RECORD.pack(*each, check, 0, 0) for each, check in zip(records, self._checks(records), strict=True))
+        packed = b"".join(
+            RECORD.pack(*each, check, 0, 0) for each, check in zip(records, self._checks(records), strict=True)
+        )
         if os.pwrite(self.handle, packed, place) != len(packed):
             raise OSError(ENOSPC, os.strerror(ENOSPC))
 

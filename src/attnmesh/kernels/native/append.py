@@ -15,7 +15,9 @@ FILE_FIELDS = struct.Struct("4P7q")
 """Fields of `FileAppend` after those."""
 
 
-def append(stored: Sequence[Tensor], new: Sequence[Tensor], token_index: Tensor, state: Tensor, file: bytes = b"") -> bool:
+def append(
+    stored: Sequence[Tensor], new: Sequence[Tensor], token_index: Tensor, state: Tensor, file: bytes = b""
+) -> bool:
     """Write new tokens after those in the shard. Return False where there is no library, or rows are not in one piece.
 
     `state` has the tokens on all ranks and those in the shard. It is updated. `file` has `FILE_FIELDS` of a shard whose
