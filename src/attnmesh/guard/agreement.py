@@ -173,7 +173,7 @@ class CallRecord:
         return wanted and may_compare(self.device)
 
     def fail(self, name: str, error: InputError) -> NoReturn:
-        """Raise an error of this rank in a call that ranks do not compare: those of its host raise it in their next merge.
+        """Raise an error of this rank in a call that ranks do not compare. Others of its host raise it when they merge.
 
         Others would wait for messages of this rank, and not for its comparison.
         """
