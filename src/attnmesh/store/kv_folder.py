@@ -64,8 +64,15 @@ class KeyFolder:
         """Bytes of pieces that may stay in memory once they are read."""
 
     def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let others write to the folder."""
         if self._lock >= 0:
             os.close(self._lock)
+        self._lock = -1
+        for journal in self.journals:
+            journal.close()
 
     @contextmanager
     def released_on_error(self) -> Iterator[None]:
@@ -73,10 +80,7 @@ class KeyFolder:
         try:
             yield
         except BaseException:
-            self.__del__()
-            self._lock = -1
-            for journal in self.journals:
-                journal.close()
+            self.close()
             raise
 
     def _take(self) -> None:
