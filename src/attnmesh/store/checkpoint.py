@@ -47,6 +47,9 @@ VERSION = 5
 
 MANIFEST, MORE = "cache.json", "more.safetensors"
 
+HELD = "more held"
+"""Name of the ids of all tokens in the second of them."""
+
 MAX_MANIFEST = 1 << 20
 """Bytes of the longest manifest that is read."""
 
@@ -381,17 +384,25 @@ def inspect(
             given, fix = f"{manifest.length} in a capacity of {each.capacity}", f"pass capacity={manifest.length}"
             raise ShapeError("load", "room for the tokens that were saved", given, fix)
     _check_memory(sizes, mesh, device, part, padded=manifest.padded)
-    ids = TokenIds(folder / manifest.folder).read(sizes[0].batch) if manifest.growing else None
-    held = {} if ids is None else {"held": ids[:, : manifest.length]}
+    ids = ids_in(TokenIds(folder / manifest.folder), manifest) if manifest.sizes else None
+    more = {} if ids is None else {"held": ids[:, : manifest.length] if manifest.growing else ids}
     if not manifest.more:
-        return manifest, folder, sizes, None, held
+        return manifest, folder, sizes, None, more
     file = TensorFile(folder / manifest.folder / MORE)
     shape = manifest.sizes[0].batch, manifest.length
     token_mask = file.read("real", torch.bool, shape) if manifest.padded else None
-    more = {name.removeprefix("more "): file.read(name) for name in file.entries if name.startswith("more ")}
-    if manifest.growing:
-        more.pop("held", None)  # of the save that the folder began with
-    return manifest, folder, sizes, token_mask, {**more, **held}
+    others = (name for name in file.entries if name.startswith("more ") and name != HELD)
+    more |= {name.removeprefix("more "): file.read(name) for name in others}
+    return manifest, folder, sizes, token_mask, more
+
+
+def ids_in(written: TokenIds, manifest: Manifest) -> Tensor | None:
+    """Return the ids of all tokens: those written since a save, or else those of the save; None without any."""
+    ids = written.read(manifest.sizes[0].batch) if manifest.growing else None
+    if ids is None and manifest.more:
+        file = TensorFile(written.path.with_name(MORE))
+        ids = file.read(HELD, torch.int64) if HELD in file.entries else None
+    return ids
 
 
 def part_of(shares: Sequence[float] | None, mesh: Mesh) -> float:

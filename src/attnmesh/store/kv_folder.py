@@ -23,15 +23,12 @@ from attnmesh.errors import StoreError, require
 from attnmesh.guard.agreement import Agreement
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.runtime.memory import free_memory, host_memory
-from attnmesh.store.checkpoint import MANIFEST, MORE, Manifest, check_folder, piece_files, read_manifest
+from attnmesh.store.checkpoint import MANIFEST, Manifest, check_folder, ids_in, piece_files, read_manifest
 from attnmesh.store.folder_shard import SUBJECT, Fail, FolderShard, opening
 from attnmesh.store.journal import Journal, lock
 from attnmesh.store.layer_files import PIECE, LayerPlace, saved_pieces
 from attnmesh.store.tensor_file import PRIVATE_FOLDER, TensorFile, appearing, sync_folders
 from attnmesh.store.token_ids import TokenIds
-
-HELD = "more held"
-"""Name of the ids of all tokens in the file of tensors that belong to no rank."""
 
 OTHERS_WRITE = S_IWGRP | S_IWOTH
 """Bits of a mode that let other users write."""
@@ -223,12 +220,9 @@ class KeyFolder:
                     file.write(manifest.to_json().encode())
                 sync_folders(self.path)
 
-    def read_ids(self, batch: int) -> Tensor | None:
-        """Return the ids of all tokens: those of a save, or those that were written since. None if they are unknown."""
-        if self.manifest.growing:
-            return self.ids.read(batch)
-        file = TensorFile(self.folder / MORE) if self.manifest.more else None
-        return file.read(HELD, torch.int64) if file is not None and HELD in file.entries else None
+    def read_ids(self) -> Tensor | None:
+        """Return the ids of all tokens; None if they are unknown."""
+        return ids_in(self.ids, self.manifest) if self.manifest.sizes else None
 
     def write_ids(self, tokens: Tensor) -> None:
         """Write the ids of all tokens. The first rank writes them."""

@@ -65,7 +65,7 @@ class FolderLayers(StoredLayers):
             fits, given = len(saved) in (0, self.caches), f"{len(saved)} in {folder}"
             expected, fix = f"a folder of {self.caches} layers", "pass that of this model, or a new one"
             require(fits, StoreError, "ShardedCache folder", expected, given, fix)
-            ids = opened.read_ids(saved[0].batch) if saved else None
+            ids = opened.read_ids()
             expected, given = "a folder with the ids of its tokens", f"none in {folder}"
             fix = "fill a new one by hf.generate, or restore this one into memory"
             require(not saved or ids is not None, StoreError, "ShardedCache folder", expected, given, fix)
