@@ -174,7 +174,7 @@ class FolderShard(CacheShard):
 
     def _write_run(self, new: Sequence[Tensor], more: int, length: int, used: int) -> None:
         """Write new tokens with this rank's heads after those in the last piece."""
-        self._write(new, None, more, length + more)
+        self._write_rows(new, None, more, length + more)
 
     def append(self, new: Tensors, token_mask: Tensor | None, held: tuple[int, int] | None) -> None:
         """Add this rank's share of the new tokens; `new` has all tokens and heads."""
@@ -202,11 +202,11 @@ class FolderShard(CacheShard):
                 self._next_piece()
             start, done = done, min(count, done + PIECE - self.used)
             after = length if done == count else int(tokens[done])
-            self._write([row[:, :, start:done] for row in rows], tokens[start:done], done - start, after)
+            self._write_rows([row[:, :, start:done] for row in rows], tokens[start:done], done - start, after)
             if done == count:
                 return
 
-    def _write(self, rows: Sequence[Tensor], tokens: Tensor | None, count: int, length: int) -> None:
+    def _write_rows(self, rows: Sequence[Tensor], tokens: Tensor | None, count: int, length: int) -> None:
         """Write rows after those in the last piece, and then a record of them, in one native call where there is one.
 
         `tokens` are theirs, by default the next ones, and `length` those of all ranks after it.
