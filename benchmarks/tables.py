@@ -224,13 +224,13 @@ def storage_table(rows: "list[storage.Row]") -> Table:
 
 def folder_table(rows: "list[folder.Row]") -> Table:
     """Return the times of a cache in a folder beside those of its disk."""
-    columns = ("disk", "attnmesh", "times\n(goal)", "GB/s", "different\nnumbers")
+    columns = ("disk", "attnmesh", "times\n(goal)", "in memory", "different\nnumbers")
     table = titled("a cache in a folder, milliseconds: median [quartiles]", "case", figures=columns)
     for row in rows:
         ratio = f"{row.ratio:.2f}\n(at most {row.goal}{'' if row.ratio <= row.goal else ', missed'})"
         different = "" if row.different is None else f"{row.different}"
-        times = row.plain.in_two_lines, row.ours.in_two_lines
-        table.add_row(row.case, *times, ratio, f"{row.bytes / row.ours.median / 1e6:.2f}", different)
+        times, in_memory = (row.plain.in_two_lines, row.ours.in_two_lines), row.in_memory
+        table.add_row(row.case, *times, ratio, "" if in_memory is None else in_memory.in_two_lines, different)
     return table
 
 

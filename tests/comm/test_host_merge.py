@@ -172,6 +172,22 @@ def test_digests_on_the_host_are_those_of_the_formula(dtype: torch.dtype, count:
     assert checksum.tolist() == [number % ((1 << 24) - 3), -(number % ((1 << 24) - 3))]
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
+@pytest.mark.parametrize("count", [1, 5, ROW + 1])
+def test_other_bits_have_another_digest(dtype: torch.dtype, count: int) -> None:
+    bits = torch.randint(-(2**62), 2**62, (count,))
+    others = [
+        ~bits,
+        bits ^ (1 << 62),
+        bits ^ torch.iinfo(torch.int64).min,
+        bits ^ 1,
+        bits.roll(1) if count > 1 else -bits,
+    ]
+    found = [digest_on_host(x.view(dtype)) for x in (bits, *others)]
+    assert len({*found}) == len(found)
+    assert found == [int(digest(x.view(dtype))) for x in (bits, *others)]
+
+
 def star() -> list[str]:
     """Merge partials of float32, which the native library takes, and of float64 by a name that nobody wrote."""
     said = []

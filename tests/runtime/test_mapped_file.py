@@ -35,7 +35,7 @@ def test_ranges_are_the_pages_of_rows(file: MappedFile) -> None:
 
 def test_pages_leave_a_file_that_is_not_kept(file: MappedFile) -> None:
     x = file.tensor(0, torch.uint8, (16 * PAGE,))
-    os.fsync(file._handle)
+    os.fsync(file.handle)
     int(x.sum())
     file.leave(x)
     assert file._in_memory(0, file.size)

@@ -296,7 +296,7 @@ def test_what_is_saved_is_private(tmp_path: Path) -> None:
     assert {(file.is_dir(), file.stat().st_mode & 0o777) for file in kept} == {(True, 0o700), (False, 0o600)}
 
 
-@pytest.mark.parametrize("moment", ["_name_of", "inspect", "fill"])
+@pytest.mark.parametrize("moment", ["_state_of", "inspect", "fill"])
 def test_a_reader_whose_save_is_replaced_reads_the_newer_one(
     tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

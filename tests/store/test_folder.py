@@ -5,10 +5,12 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -328,25 +330,43 @@ def test_calls_that_would_move_the_keys_are_refused(tmp_path: Path) -> None:
     assert equal(am.KVCache.load(tmp_path / "b", None), cache)
 
 
-def test_a_full_disk_leaves_the_cache_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=[True, False], ids=["native", "python"])
+def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Write rows by the native call, or without it."""
+    if not request.param:
+        monkeypatch.setattr(folder_shard, "append", lambda *_: False)
+    return bool(request.param)
+
+
+@contextmanager
+def full_journal(cache: am.KVCache) -> Iterator[None]:
+    """Let no record be written."""
+    journal, kept = cache.shard.journal, cache.shard.journal.handle
+    journal.handle = os.open("/dev/full", os.O_RDWR)
+    yield
+    os.close(journal.handle)
+    journal.handle = kept
+
+
+def test_a_full_disk_leaves_the_cache_usable(tmp_path: Path, native: bool) -> None:
     cache = opened(tmp_path)
     grow(cache, PIECE - 1)
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    grow(cache, 1)
-    with pytest.raises(StoreError, match=r"\(No space left on device\). Fix: free space there, and append again"):
+    with patch.object(os, "posix_fallocate", full):
         grow(cache, 1)
+        with pytest.raises(StoreError, match=r"\(No space left on device\). Fix: free space there, and append again"):
+            grow(cache, 1)
     assert equal(cache, in_memory(PIECE))
-    monkeypatch.undo()
     grow(cache, 1)
-    monkeypatch.setattr(Journal, "add", full)
-    for more in (1, 50):
+    with full_journal(cache):
+        for more in (1, 50):
+            with pytest.raises(StoreError, match="No space left on device"):
+                grow(cache, more)
         with pytest.raises(StoreError, match="No space left on device"):
-            grow(cache, more)
-    monkeypatch.undo()
+            cache.truncate(PIECE)
     assert equal(cache, in_memory(PIECE + 1))
     grow(cache, 50)
     del cache
@@ -357,16 +377,15 @@ class Killed(BaseException):
     """The end of a process at some point."""
 
 
-@pytest.mark.parametrize("point", ["make_filling", "make_whole", "os.replace", "Journal.begin", "Journal.add"])
+@pytest.mark.parametrize(
+    "point", ["make_filling", "make_whole", "os.replace", "Journal.begin", "Journal.add", "append"]
+)
 @pytest.mark.parametrize("after", [False, True])
 def test_any_point_of_a_change_leaves_a_whole_state(
     tmp_path: Path, point: str, after: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner, name = {
-        "make_filling": (folder_shard, "make_filling"),
-        "make_whole": (folder_shard, "make_whole"),
-        "os.replace": (os, "replace"),
-    }.get(point, (Journal, point.split(".")[-1]))
+    name = point.rpartition(".")[2]
+    owner = {"os": os, "Journal": Journal}.get(point.rpartition(".")[0], folder_shard)
     original = getattr(owner, name)
 
     def ends(*arguments: Any) -> None:
@@ -381,11 +400,12 @@ def test_any_point_of_a_change_leaves_a_whole_state(
         cache = opened(tmp_path / str(len(lengths)))
         grow(cache, PIECE if len(lengths) == 3 else PIECE + 5)
         monkeypatch.setattr(owner, name, ends)
+        if point == "Journal.add":
+            monkeypatch.setattr(folder_shard, "append", lambda *_: False)
         try:
             change(cache)
         except Killed:
-            cache.shard.journal.__del__()
-            cache.shard.journal._handle = None
+            cache.shard.journal.close()
         monkeypatch.undo()
         del cache
         cache = opened(tmp_path / str(len(lengths)))

@@ -5,7 +5,8 @@ unequal `shares`. After a sharded prefill tokens stay on the rank that computed 
 so nothing moves. Memory is reserved once and lengths live on the device: a step neither copies the cache nor waits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -137,20 +138,25 @@ class KVCache(PagedCache, SavedCache):
         shard = partial(
             CacheShard, sizes, self.mesh.heads, assigned(sizes, self.mesh, self.device, shares), self.device
         )
-        place = folder if folder is None or isinstance(folder, FolderLayer) else self._opened(folder)
-        with Agreement(self.mesh, "KVCache"):
-            make = shard if place is None else place.folder.shards(place.layer, sizes)
-            self.shards = sizes.allocating()(partial(LocalShards, self.tokens, copies, make))()
-        if place is not None:
-            place.folder.settle(place.layer, self.shards)
+        with self._opened(folder) as place:
+            with Agreement(self.mesh, "KVCache"):
+                make = shard if place is None else place.folder.shards(place.layer, sizes, self.calls.fail)
+                self.shards = sizes.allocating()(partial(LocalShards, self.tokens, copies, make))()
+            if place is not None:
+                place.folder.settle(place.layer, self.shards)
 
-    def _opened(self, folder: str | Path) -> FolderLayer:
-        """Return the only layer of a folder."""
+    @contextmanager
+    def _opened(self, folder: str | Path | FolderLayer | None) -> Iterator[FolderLayer | None]:
+        """Give the layer of an open folder, or the only one of a path, which is let go of after an error."""
+        if folder is None or isinstance(folder, FolderLayer):
+            yield folder
+            return
         opened = open_folder(folder, self.mesh, self.tokens)
         layers = len(opened.manifest.sizes)
         fix = "call hf.ShardedCache(config, mesh, folder=path)"
-        require(layers <= 1, StoreError, "KVCache folder", "a folder of one layer", f"{layers} in {folder}", fix)
-        return FolderLayer(opened, 0)
+        with opened.released_on_error():
+            require(layers <= 1, StoreError, "KVCache folder", "a folder of one layer", f"{layers} in {folder}", fix)
+            yield FolderLayer(opened, 0)
 
     def __repr__(self) -> str:
         """Return the sizes and how many tokens are cached."""
@@ -275,7 +281,15 @@ class KVCache(PagedCache, SavedCache):
             per_shard = [count for count, *_ in table]
             rows = tuple(map(self.sizes.rows_of, stored(k, v)))
             new, tokens = swap_tokens_for_heads(rows, positions.to(self.device), per_shard, self.mesh)
-            self.shards.append_at(new, tokens, more, token_mask, queries)
+            with self._on_files("append_shard"):
+                self.shards.append_at(new, tokens, more, token_mask, queries)
+
+    def _on_files(self, name: str) -> Agreement:
+        """Return the agreement on work on files: no rank goes on before all have done it, or raises alone.
+
+        Else one could append before another has truncated, and end.
+        """
+        return Agreement(self.mesh, name, is_compared=self.shard.is_in_files and self.mesh.ranks > 1)
 
     @torch.no_grad()
     def truncate(self, length: int) -> None:
@@ -300,11 +314,10 @@ class KVCache(PagedCache, SavedCache):
         with self.calls.agreement("truncate", {"to": length, "tokens": before}, always=always) as agreement:
             self.shards.check_length(length, before)
             agreement.numbers = self.tokens.index, self.shard.count_before(length)
-        self.shards.truncate(length, agreement.table)
+        with self._on_files("truncate"):
+            self.shards.truncate(length, agreement.table)
         self.saved.forget(self.used)
         self.changes += 1
-        if self.shard.is_in_files and self.mesh.ranks > 1:  # else one could append before another has cut, and end
-            self.calls.agreement("truncate", {"to": length}, always=True).after()
 
     @torch.no_grad()
     def reserve(self, capacity: int) -> None:

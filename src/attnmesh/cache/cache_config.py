@@ -230,18 +230,19 @@ def check_storage(subject: str, storage: object) -> None:
 
 def check_in_folder(sizes: Sizes, device: torch.device, copies: int, shares: object) -> None:
     """Raise unless a cache of these sizes can be files of a folder."""
-    for fits, expected, given, fix in (
-        (device.type == "cpu", "a cache on a CPU", str(device), 'pass device="cpu", or save a cache of the device'),
-        (
-            sizes.mask is None,
-            "a cache that keeps all tokens",
-            f"mask={sizes.mask}",
-            "leave mask= out, and decode with it",
-        ),
-        (copies == 1, "one rank of each token", f"copies={copies}", "leave copies out: files outlive their rank"),
-        (shares is None, "even shares", f"shares={shares!r}", "leave shares out, or load the folder with shares="),
-    ):
-        require(fits, KernelError, "KVCache folder", expected, given, fix)
+    subject, fix = "KVCache folder", 'pass device="cpu", or save a cache of the device'
+    require(device.type == "cpu", KernelError, subject, "a cache on a CPU", str(device), fix)
+    given, fix = f"mask={sizes.mask}", "leave mask= out, and decode with it"
+    require(sizes.mask is None, KernelError, subject, "a cache that keeps all tokens", given, fix)
+    check_ranks_in_folder(subject, copies, shares)
+
+
+def check_ranks_in_folder(subject: str, copies: int, shares: object) -> None:
+    """Raise unless a folder can have the tokens of ranks with such copies and shares."""
+    fix = "leave copies out: files outlive their rank"
+    require(copies == 1, KernelError, subject, "one rank of each token", f"copies={copies}", fix)
+    fix = "leave shares out, or load the folder with shares="
+    require(shares is None, KernelError, subject, "even shares", f"shares={shares!r}", fix)
 
 
 def check_no_gradients(subject: str, named: Mapping[str, Tensor | None]) -> None:

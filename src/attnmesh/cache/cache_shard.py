@@ -89,7 +89,6 @@ class CacheShard:
 
     stored: list[Tensor]
     shared: tuple[SharedBlocks, ...] = ()
-    takes_padding = True
     is_in_files = False
     _viewed: tuple[list[Tensor], tuple[SharedBlocks, ...], CacheView | None] = NOT_VIEWED
 
@@ -350,19 +349,27 @@ class CacheShard:
         if length + more > self.sizes.capacity:
             return False
         if end - more >= width and end <= size:
-            self.state[:1].add_(more)
+            self._skip_run(more, length, used)
             return True
         if (end > width and width < size) or stop > self.slots:
             return False
         own = new if self.heads.size == 1 else [x.chunk(self.heads.size, 1)[self.heads.index] for x in new]
         if self.sizes.storage is not None:
             own = [*map(self.sizes.rows_of, own)]
-        if self.device.type == "cuda" or not append(self.stored, own, self.token_index, self.state):
-            for x, tensor in zip(self.stored, own, strict=True):
-                x[:, :, used:stop] = tensor
-            torch.arange(length, length + more, out=self.token_index[used:stop])
-            self.state[:2].add_(more)
+        self._write_run(own, more, length, used)
         return True
+
+    def _skip_run(self, more: int, length: int, used: int) -> None:
+        """Count new tokens that other ranks hold."""
+        self.state[:1].add_(more)
+
+    def _write_run(self, new: Sequence[Tensor], more: int, length: int, used: int) -> None:
+        """Write new tokens with this rank's heads after those in the shard."""
+        if self.device.type == "cuda" or not append(self.stored, new, self.token_index, self.state):
+            for x, tensor in zip(self.stored, new, strict=True):
+                x[:, :, used : used + more] = tensor
+            torch.arange(length, length + more, out=self.token_index[used : used + more])
+            self.state[:2].add_(more)
 
     def _write(self, new: Sequence[Tensor], tokens: Tensor, slots: Tensor) -> None:
         """Write rows of tokens with this rank's heads into slots."""

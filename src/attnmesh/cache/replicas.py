@@ -118,7 +118,7 @@ class LocalShards:
 
     def check_unpadded(self, subject: str, token_mask: Tensor | None) -> None:
         """Raise if a cache in a folder gets padding."""
-        fits = token_mask is None or self.own.takes_padding or bool(token_mask.all())
+        fits = token_mask is None or not self.own.is_in_files or bool(token_mask.all())
         expected, fix = "sequences without padding in a folder", "give each sequence a folder of its own"
         require(fits, KernelError, f"{subject} token_mask", expected, "a mask", fix)
 

@@ -1,5 +1,6 @@
 """Digests of tensors, which ranks compare to find out if they hold the same."""
 
+import math
 from collections.abc import Mapping
 from functools import lru_cache
 
@@ -8,6 +9,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+LOW = (1 << 32) - 1
+"""The low half of the bits of an int64."""
 
 ROW = 1 << 16
 """Elements in one weighted sum. The Triton program for digests takes at most this many."""
@@ -27,6 +31,13 @@ def bits(x: Tensor) -> Tensor:
     return x.contiguous().reshape(-1).view(_INTEGERS[x.element_size()])
 
 
+def wide_bits(x: Tensor) -> Tensor:
+    """Return rows as the widest integers that each is made of: there are fewer of them to add up."""
+    size = math.gcd(x.shape[-1] * x.element_size(), 8)
+    x = x.contiguous()
+    return (x.clone() if x.data_ptr() % size else x).view(_INTEGERS[size])
+
+
 def hash_each(numbers: Tensor) -> Tensor:
     """Return a hash of each integer."""
     x = numbers * -7046029254386353131
@@ -44,9 +55,17 @@ def digest(x: Tensor) -> Tensor:
     return (numbers * weights[: len(numbers)]).sum()
 
 
+def digest_each(rows: Tensor) -> Tensor:
+    """Return the digest of each row of a matrix of int64 on the host, of no more columns than a weighted sum has."""
+    return (_fold(rows) * cpu_weights()[: rows.shape[1]]).sum(1)
+
+
 def _fold(numbers: Tensor) -> Tensor:
-    """Copy the high bits of int64 into the low ones: modulo 2^64, changes in high bits alone could cancel."""
-    return numbers ^ (numbers >> 32) if numbers.dtype == torch.int64 else numbers
+    """Copy the high bits of int64 into the low ones: modulo 2^64, changes in high bits alone could cancel.
+
+    No two numbers become one: a shift that drew the sign after it would make x and ~x equal.
+    """
+    return numbers ^ ((numbers >> 32) & LOW) if numbers.dtype == torch.int64 else numbers
 
 
 def _weights(count: int, device: torch.device) -> Tensor:

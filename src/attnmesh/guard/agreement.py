@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attnmesh import errors
+from attnmesh.comm.topology import whole_mailboxes
 from attnmesh.comm.transport import all_gather_ints, all_gather_texts, enter_agreement, realign, transport_of
 from attnmesh.core.digest import EXTRA_VALUES
 from attnmesh.errors import InputError, MeshError, RankFailure, UnforeseenError
@@ -170,6 +171,14 @@ class CallRecord:
         is_new = not self.known if self.device.type == "cuda" else name not in self.known
         wanted = always or (is_new if self.checked is None else self.checked)
         return wanted and may_compare(self.device)
+
+    def fail(self, name: str, error: InputError) -> NoReturn:
+        """Raise an error of this rank in a call that ranks do not compare. Others of its host raise it when they merge.
+
+        Others would wait for messages of this rank, and not for its comparison.
+        """
+        whole = all(whole_mailboxes(axis) is not None for axis in self.mesh.axes if axis.size > 1)
+        Agreement(self.mesh, name, is_compared=whole and not self.is_alone and self.checked is not False).fail(error)
 
     def agreement(self, name: str, fields: Fields = dict, *, always: bool = False) -> Agreement:
         """Return the agreement on the next call of this name."""

@@ -38,7 +38,8 @@ class MappedFile:
         self.size = os.fstat(handle).st_size
         kind, access = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE
         self._map = mmap.mmap(handle, self.size, flags=kind, prot=access)
-        self._handle = handle
+        self.handle = handle
+        """Of the file; closed if it is private."""
         if private:
             self._close()
         with torch.inference_mode(False):  # a tensor that can be written to in any mode
@@ -56,7 +57,7 @@ class MappedFile:
         for to, row in zip(slots.flatten(0, 1), rows.flatten(0, 1), strict=True) if rows.numel() else ():
             whole = row.contiguous()
             content = (ctypes.c_char * whole.nbytes).from_address(whole.data_ptr())
-            if os.pwrite(self._handle, content, to.data_ptr() - self.place) < whole.nbytes:
+            if os.pwrite(self.handle, content, to.data_ptr() - self.place) < whole.nbytes:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def await_pages(self, *tensors: Tensor) -> None:

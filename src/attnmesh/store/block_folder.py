@@ -25,7 +25,7 @@ from attnmesh.cache.cache_config import Sizes
 from attnmesh.errors import StoreError, require
 from attnmesh.store.block_names import StoredBlock
 from attnmesh.store.checkpoint import check_folder
-from attnmesh.store.tensor_file import FIX, PART, PRIVATE_FILE, PRIVATE_FOLDER, TensorFile, link_or_write
+from attnmesh.store.tensor_file import FIX, PART, PRIVATE_FILE, PRIVATE_FOLDER, TensorFile, checksums_of, write_tensors
 
 SUBJECT = "store"
 """First word of errors about a folder of blocks."""
@@ -133,8 +133,12 @@ class BlockFolder:
             return 0
 
     def write(self, block: StoredBlock, piece: int, tensors: Mapping[str, Tensor]) -> None:
-        """Write one piece of a block, which appears once the disk has all of it."""
-        link_or_write(self.path / block.file(piece), {NAME: _bytes_of(block.name), **tensors})
+        """Write one piece of a block, which appears once it is whole.
+
+        Nobody waits for the disk: one that was not written when power failed is damaged, and computed again.
+        """
+        named = {NAME: _bytes_of(block.name), **tensors}
+        write_tensors(self.path / block.file(piece), named, checksums_of(named), waits_for_disk=False)
 
     def read(self, block: StoredBlock, piece: int) -> dict[str, Tensor]:
         """Return the tensors of a piece. Raise if its file is missing or damaged, or is another block's."""
@@ -158,7 +162,8 @@ class BlockFolder:
     def write_layers(self, name: str, layers: Sequence[Sizes]) -> None:
         """Write the sizes of a model's layers."""
         tensors = {str(n): torch.tensor(sizes.encode()) for n, sizes in enumerate(layers)}
-        link_or_write(self.path / f"{name}{LAYERS}", {NAME: _bytes_of(name), **tensors})
+        named = {NAME: _bytes_of(name), **tensors}
+        write_tensors(self.path / f"{name}{LAYERS}", named, checksums_of(named), waits_for_disk=False)
 
     def read_layers(self, name: str) -> list[Sizes]:
         """Return the sizes of a model's layers. Raise if there are none, or if they are damaged."""

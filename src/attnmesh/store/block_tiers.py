@@ -65,13 +65,19 @@ class Tier:
 
 
 class BlockTiers:
-    """The blocks of a folder and those in memory, by their names and where they begin."""
+    """The blocks of a folder and those in memory, by their names and where they begin, and those on their way."""
 
     def __init__(self, memory: int, disk: int) -> None:
         self.memory, self.disk = Tier(memory), Tier(disk)
         self.known: dict[str, dict[int, StoredBlock]] = {}
         self.ends: dict[int, int] = {}
         """States by the tokens before them: how many."""
+        self.writing: dict[StoredBlock, int] = {}
+        """Bytes of blocks on their way to the folder, in their order; 0 for those that stay in memory."""
+        self.pinned: frozenset[StoredBlock] = frozenset()
+        """Blocks that are read."""
+        self.gone: tuple[list[StoredBlock], list[StoredBlock]] = [], []
+        """Blocks that have left memory, and the folder, since this was asked last."""
 
     def add(self, tier: Tier, block: StoredBlock, held: Held) -> None:
         """Add a block to a tier."""
@@ -81,23 +87,55 @@ class BlockTiers:
             if block.is_state:
                 self.ends[block.stop] = self.ends.get(block.stop, 0) + 1
 
-    def remove(self, tier: Tier, block: StoredBlock) -> None:
+    def make_room(self, tier: Tier, nbytes: int) -> bool:
+        """Let blocks go, least recently used first, but those on their way, for so many bytes. Return if they fit."""
+        blocks = tier.make_room(nbytes, self.writing, self.pinned)
+        for block in blocks or []:
+            self._leaves(tier, block)
+        return blocks is not None
+
+    def admit(self, block: StoredBlock, held: Held) -> bool | None:
+        """Add a block to memory. Return whether it goes to the folder too; None if there is no room in memory now."""
+        if not self.make_room(self.memory, held.nbytes):
+            return None
+        goes_on = self.make_room(self.disk, held.nbytes + sum(self.writing.values()))
+        self.add(self.memory, block, held)
+        self.writing[block] = held.nbytes if goes_on else 0
+        return goes_on
+
+    def keep(self, block: StoredBlock, held: Held) -> bool:
+        """Add a block of the folder to memory too, if there is room."""
+        if fits := self.make_room(self.memory, held.nbytes):
+            self.add(self.memory, block, held)
+        return fits
+
+    def drop(self, tier: Tier, block: StoredBlock) -> None:
         """Remove a block from a tier."""
         tier.remove(block)
-        self.forget([block])
+        self._leaves(tier, block)
 
-    def forget(self, blocks: Iterable[StoredBlock]) -> None:
-        """Forget the names of blocks that are in no tier any more."""
-        for block in blocks:
-            if block in self.memory.blocks or block in self.disk.blocks or block.name not in self.known:
-                continue
-            self.known[block.name].pop(block.start, None)
-            if not self.known[block.name]:
-                del self.known[block.name]
-            if block.is_state:
-                self.ends[block.stop] -= 1
-                if not self.ends[block.stop]:
-                    del self.ends[block.stop]
+    def next_written(self) -> tuple[StoredBlock, bool]:
+        """Return the first block of those on their way, which has arrived, and whether it went to the folder."""
+        block = next(iter(self.writing))
+        return block, self.writing.pop(block) > 0
+
+    def take_gone(self) -> tuple[list[StoredBlock], list[StoredBlock]]:
+        """Return what has left memory, and the folder, since the last call."""
+        gone, self.gone = self.gone, ([], [])
+        return gone
+
+    def _leaves(self, tier: Tier, block: StoredBlock) -> None:
+        """Note that a block has left a tier, and forget its name once it is in none."""
+        self.gone[tier is self.disk].append(block)
+        if block in self.memory.blocks or block in self.disk.blocks or block.name not in self.known:
+            return
+        self.known[block.name].pop(block.start, None)
+        if not self.known[block.name]:
+            del self.known[block.name]
+        if block.is_state:
+            self.ends[block.stop] -= 1
+            if not self.ends[block.stop]:
+                del self.ends[block.stop]
 
     def touch(self, blocks: Iterable[StoredBlock]) -> None:
         """Note that blocks are used now, the last first: without those before it a block is of no use."""

@@ -47,6 +47,9 @@ VERSION = 5
 
 MANIFEST, MORE = "cache.json", "more.safetensors"
 
+HELD = "more held"
+"""Name of the ids of all tokens in the second of them."""
+
 MAX_MANIFEST = 1 << 20
 """Bytes of the longest manifest that is read."""
 
@@ -111,8 +114,8 @@ class Manifest(NamedTuple):
 def check_folder(subject: str, folder: object) -> Path:
     """Return the absolute path of a folder. Raise unless `folder` is a path."""
     path = os.fspath(folder) if isinstance(folder, (str, os.PathLike)) else None
-    if not isinstance(path, str) or "\0" in path:
-        fix = "pass its path as a str or a pathlib.Path, without null bytes"
+    if not isinstance(path, str) or not path or "\0" in path:
+        fix = 'pass its path as a str or a pathlib.Path, without null bytes, and "." for the current one'
         raise StoreError(subject, "the path of a folder", f"{folder!r} of type {type(folder).__name__}", fix)
     return Path(path).absolute()
 
@@ -257,7 +260,7 @@ T = TypeVar("T")
 Cache = TypeVar("Cache", bound=KVCache)
 
 LOOKS = 8
-"""Times that a save is looked for at most, where each one is replaced while it is read."""
+"""Times that a folder is looked at, at most, where each time it changes while it is read."""
 
 
 def load_layers(
@@ -273,7 +276,8 @@ def load_layers(
 ) -> tuple[list[Cache], dict[str, Tensor], str]:
     """Return the caches that `save_layers` wrote, on any number of ranks, with its `more` and its `note`.
 
-    Every rank calls it. A save that is replaced while it is read gives way to the newer one. `make` is `KVCache`.
+    Every rank calls it. A save that is replaced while it is read gives way to the newer one, and a folder that a cache
+    writes meanwhile is read anew. `make` is `KVCache`.
     """
     axes, target = Mesh.of(mesh), device_for(mesh, device)
 
@@ -285,8 +289,9 @@ def load_layers(
         return inspect(path, axes, target, wanted, copies * own)
 
     def attempt(*, again: bool) -> tuple[list[Cache], dict[str, Tensor], str] | None:
+        before = _state_of(path)
         with Agreement(axes, "load") as agreement:
-            found = _unless_replaced(check, path, _name_of(path), again=again)
+            found = _unless_changed(check, path, before, again=again)
             name = None if again or found is None else found[0]
             agreement.fields = {"of": name, "capacity": wanted.capacity, "shares": shares}
             agreement.numbers = [0, 0] if found is None else [int(found[0].name, 16) >> 2, found[0].length]
@@ -298,7 +303,7 @@ def load_layers(
         read = partial(fill, [cache.shards for cache in caches], folder, manifest)
         with torch.no_grad():
             with Agreement(axes, "load") as agreement:
-                agreement.numbers = [bool(_unless_replaced(read, path, manifest.name, again=again))]
+                agreement.numbers = [bool(_unless_changed(read, path, before, again=again))]
             if not all(done for (done,) in agreement.table):
                 return None
             for layer, (cache, (first, _)) in enumerate(zip(caches, manifest.forgotten, strict=True)):
@@ -319,21 +324,35 @@ def make_alike(
     return caches
 
 
-def _unless_replaced(read: Callable[[], T], path: object, name: str | None, *, again: bool) -> T | None:
-    """Return what `read` returns of the save of that name; None if another one has replaced it, to look `again`."""
+FolderState = tuple[object, ...]
+"""What changes where a folder is written to: the name of its save, and sizes and times of journals."""
+
+
+def _unless_changed(read: Callable[[], T], path: object, before: FolderState, *, again: bool) -> T | None:
+    """Return what `read` returns of a folder; None if it has changed since `before`, to look `again`."""
     try:
         return read()
-    except StoreError:
-        if again and _name_of(path) != name:
+    except StoreError as error:
+        if (now := _state_of(path)) == before:
+            raise
+        if again:
             return None
-        raise
+        if now[:1] != before[:1]:
+            raise
+        given, fix = f"{path}, which a cache writes meanwhile", "let go of that cache, or load it once it is at rest"
+        raise StoreError("load", "a folder at rest", given, fix) from error
 
 
-def _name_of(path: object) -> str | None:
-    """Return the name of a folder's current save, None without one."""
-    with suppress(StoreError):
-        return read_manifest(check_folder("load", path)).name
-    return None
+def _state_of(path: object) -> FolderState:
+    """Return the state of a folder."""
+    with suppress(StoreError, OSError):
+        folder = check_folder("load", path)
+        manifest = read_manifest(folder)
+        if not manifest.growing:
+            return (manifest.name,)
+        found = [(each.name, each.stat()) for each in sorted((folder / manifest.folder).glob("*.journal"))]
+        return manifest.name, *((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)
+    return ()
 
 
 Inspected = tuple[Manifest, Path, tuple[Sizes, ...], Tensor | None, dict[str, Tensor]]
@@ -365,17 +384,25 @@ def inspect(
             given, fix = f"{manifest.length} in a capacity of {each.capacity}", f"pass capacity={manifest.length}"
             raise ShapeError("load", "room for the tokens that were saved", given, fix)
     _check_memory(sizes, mesh, device, part, padded=manifest.padded)
-    ids = TokenIds(folder / manifest.folder).read(sizes[0].batch) if manifest.growing else None
-    held = {} if ids is None else {"held": ids[:, : manifest.length]}
+    ids = ids_in(TokenIds(folder / manifest.folder), manifest) if manifest.sizes else None
+    more = {} if ids is None else {"held": ids[:, : manifest.length] if manifest.growing else ids}
     if not manifest.more:
-        return manifest, folder, sizes, None, held
+        return manifest, folder, sizes, None, more
     file = TensorFile(folder / manifest.folder / MORE)
     shape = manifest.sizes[0].batch, manifest.length
     token_mask = file.read("real", torch.bool, shape) if manifest.padded else None
-    more = {name.removeprefix("more "): file.read(name) for name in file.entries if name.startswith("more ")}
-    if manifest.growing:
-        more.pop("held", None)  # of the save that the folder began with
-    return manifest, folder, sizes, token_mask, {**more, **held}
+    others = (name for name in file.entries if name.startswith("more ") and name != HELD)
+    more |= {name.removeprefix("more "): file.read(name) for name in others}
+    return manifest, folder, sizes, token_mask, more
+
+
+def ids_in(written: TokenIds, manifest: Manifest) -> Tensor | None:
+    """Return the ids of all tokens: those written since a save, or else those of the save; None without any."""
+    ids = written.read(manifest.sizes[0].batch) if manifest.growing else None
+    if ids is None and manifest.more:
+        file = TensorFile(written.path.with_name(MORE))
+        ids = file.read(HELD, torch.int64) if HELD in file.entries else None
+    return ids
 
 
 def part_of(shares: Sequence[float] | None, mesh: Mesh) -> float:

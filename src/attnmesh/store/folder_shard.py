@@ -6,7 +6,10 @@ the rows are no tokens. A piece that is full gets its checksums before the next 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from ctypes import addressof, c_int64
 from dataclasses import replace
+from errno import ENOENT
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -16,9 +19,12 @@ from attnmesh.cache.block_cyclic import BlockCyclic
 from attnmesh.cache.cache_config import Sizes
 from attnmesh.cache.cache_shard import CacheShard, usual_slots
 from attnmesh.cache.shared_blocks import SharedBlocks
+from attnmesh.core.digest import cpu_weights
 from attnmesh.errors import StoreError
+from attnmesh.kernels.native.append import FILE_FIELDS, append
 from attnmesh.mesh.axes import Axis
 from attnmesh.runtime.counters import Tensors
+from attnmesh.store.journal import Record
 from attnmesh.store.layer_files import (
     PIECE,
     FilePiece,
@@ -37,21 +43,28 @@ from attnmesh.store.tensor_file import FIX, TensorFile
 
 SUBJECT = "KVCache folder"
 
-FEW = 16
-"""Most tokens that are written as memory, not by calls of the system."""
+Fail = Callable[[str, StoreError], NoReturn]
+"""Raises an error of this rank in a call of that name, which other ranks may have done."""
 
 
 class FolderShard(CacheShard):
     """Tokens of one rank in the files of a layer. `shared` are the whole pieces, `stored` is the last one."""
 
-    takes_padding = False
     is_in_files = True
 
     def __init__(
-        self, place: LayerPlace, keeps: Callable[[int], bool], sizes: Sizes, heads: Axis, ranks: int, index: int
+        self,
+        place: LayerPlace,
+        keeps: Callable[[int], bool],
+        fail: Fail,
+        sizes: Sizes,
+        heads: Axis,
+        ranks: int,
+        index: int,
     ) -> None:
-        self.place, self.keeps, self.journal = place, keeps, place.journal()
+        self.place, self.keeps, self.fail, self.journal = place, keeps, fail, place.journal()
         self.chains = [0]  # of the checksums of the first pieces
+        self.digest = c_int64()  # of the rows of the last native call
         super().__init__(sizes, heads, BlockCyclic(sizes.block, ranks), torch.device("cpu"), index)
 
     @property
@@ -75,7 +88,7 @@ class FolderShard(CacheShard):
 
     def begin(self) -> None:
         """Begin without tokens."""
-        with _named_errors(self):
+        with opening(self.place.folder):
             self.journal.open()
             self.journal.begin(0, 0, 0)
             self._fill(make_filling(self.place, 0, self.shapes), 0, 0)
@@ -83,7 +96,7 @@ class FolderShard(CacheShard):
     def resume(self) -> None:
         """Open the tokens that the journal has. Raise unless all are as they were written."""
         journal, place = self.journal, self.place
-        with _named_errors(self):
+        with opening(place.folder):
             if not journal.read():
                 raise StoreError("load", "a journal of each rank and layer", f"no {journal.path}", FIX)
             journal.open()
@@ -104,7 +117,7 @@ class FolderShard(CacheShard):
 
     def take_over(self, whole: int, rows: Tensors, columns: Tensor, length: int) -> None:
         """Go on after a save: open its whole pieces in place, and copy the rows after them to a piece to be filled."""
-        with _named_errors(self):
+        with opening(self.place.folder):
             self._open_whole(whole)
             piece, used = make_filling(self.place, whole, self.shapes), len(columns)
             for x, row in zip(piece.stored, rows, strict=True):
@@ -147,16 +160,21 @@ class FolderShard(CacheShard):
         self.state[0], self.state[1] = length, used
 
     def append_run(self, new: Tensors, more: int, length: int, used: int) -> bool:
-        """Add few new tokens that fit the last piece and that one rank owns; else return False."""
-        if more > FEW or used + more > PIECE or not super().append_run(new, more, length, used):
-            return False
+        """Add new tokens that fit the last piece and that one rank owns; else return False."""
         try:
-            plain = self.heads.size == 1 and self.sizes.storage is None
-            self._record(used, self.used, length + more, new if plain else None)
-        except OSError as error:
-            self._set(length, used)
-            raise _named(error, self) from error
-        return True
+            return used + more <= PIECE and super().append_run(new, more, length, used)
+        except StoreError as error:
+            self.fail("append", error)
+
+    def _skip_run(self, more: int, length: int, used: int) -> None:
+        """Count new tokens that other ranks hold."""
+        with self._writing():
+            self._record(used, used, length + more)
+        self._set(length + more, used)
+
+    def _write_run(self, new: Sequence[Tensor], more: int, length: int, used: int) -> None:
+        """Write new tokens with this rank's heads after those in the last piece."""
+        self._write_rows(new, None, more, length + more)
 
     def append(self, new: Tensors, token_mask: Tensor | None, held: tuple[int, int] | None) -> None:
         """Add this rank's share of the new tokens; `new` has all tokens and heads."""
@@ -166,7 +184,10 @@ class FolderShard(CacheShard):
         own = [x.chunk(self.heads.size, 1)[self.heads.index] for x in new]
         if len(mine) < more:
             own = [x.index_select(2, mine) for x in own]
-        self._add([*map(self.sizes.rows_of, own)], tokens[mine], length + more)
+        try:
+            self._add([*map(self.sizes.rows_of, own)], tokens[mine], length + more)
+        except StoreError as error:
+            self.fail("append", error)
 
     def append_at(self, new: Tensors, tokens: Tensor, more: int, token_mask: Tensor | None) -> None:
         """Add rows of the given tokens with this rank's heads; all ranks together add `more`."""
@@ -179,27 +200,56 @@ class FolderShard(CacheShard):
         while True:
             if self.used == PIECE and done < count:
                 self._next_piece()
-            used, start = self.used, done
-            done = min(count, start + PIECE - used)
-            stop = used + done - start
-            with _named_errors(self):
-                for x, row in zip(self.stored, rows, strict=True):
-                    self.piece.file.write(x[:, :, used:stop], row[:, :, start:done])
-                self.token_index[used:stop] = tokens[start:done]
-                after = length if done == count else int(tokens[done])
-                self._record(used, stop, after, [row[:, :, start:done] for row in rows])
-            self._set(after, stop)
+            start, done = done, min(count, done + PIECE - self.used)
+            after = length if done == count else int(tokens[done])
+            self._write_rows([row[:, :, start:done] for row in rows], tokens[start:done], done - start, after)
             if done == count:
                 return
 
-    def _record(self, start: int, stop: int, length: int, rows: Sequence[Tensor] | None) -> None:
+    def _write_rows(self, rows: Sequence[Tensor], tokens: Tensor | None, count: int, length: int) -> None:
+        """Write rows after those in the last piece, and then a record of them, in one native call where there is one.
+
+        `tokens` are theirs, by default the next ones, and `length` those of all ranks after it.
+        """
+        used, base = self.used, self.pieces * PIECE
+        stop, serial = used + count, self.journal.last.serial + 1
+        try:
+            if append(self.stored, rows, self.token_index, self.state, self._fields(tokens, length, serial)):
+                self.journal.note(Record(serial, base + used, base + stop, length, self.digest.value))
+                return
+            for x, row in zip(self.stored, rows, strict=True):
+                self.piece.file.write(x[:, :, used:stop], row)
+            self.token_index[used:stop] = torch.arange(length - count, length) if tokens is None else tokens
+            self._record(used, stop, length, rows)
+        except OSError as error:
+            raise self._named(error) from error
+        self._set(length, stop)
+
+    def _fields(self, tokens: Tensor | None, length: int, serial: int) -> bytes:
+        """Return what a native call needs to know of the files."""
+        file, journal = self.piece.file, self.journal
+        return FILE_FIELDS.pack(
+            file.place,
+            cpu_weights().data_ptr(),
+            0 if tokens is None else tokens.data_ptr(),
+            addressof(self.digest),
+            file.handle,
+            journal.handle,
+            journal.stop,
+            journal.key,
+            serial,
+            self.pieces * PIECE,
+            length,
+        )
+
+    def _record(self, start: int, stop: int, length: int, rows: Sequence[Tensor] | None = None) -> None:
         """Promise that rows of the last piece are tokens."""
         base, digest = self.pieces * PIECE, self.piece.digest(start, stop, rows) if start < stop else 0
         self.journal.add(base + start, base + stop, length, digest)
 
     def _next_piece(self) -> None:
         """Give the last piece, which is full, its name, and begin another one."""
-        with _named_errors(self):
+        with self._writing():
             following, length = make_filling(self.place, self.pieces + 1, self.shapes), self.length
             file, piece = make_whole(self.place, self.pieces, self.shapes, self.piece)
             self._keep(piece)
@@ -212,7 +262,7 @@ class FolderShard(CacheShard):
         count, base = self.count_before(length), self.pieces * PIECE
         if (length, count) == (self.length, base + self.used):
             return
-        with _named_errors(self):
+        with self._writing():
             if count < base:
                 self._cut(count, length)
                 return
@@ -273,17 +323,31 @@ class FolderShard(CacheShard):
     def _refuse(self, expected: str, given: str) -> NoReturn:
         raise StoreError(SUBJECT, expected, given, "call it on cache.fork(), or load the folder with KVCache.load")
 
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Raise the system's errors as `StoreError`, with what is lost."""
+        try:
+            yield
+        except OSError as error:
+            raise self._named(error) from error
+
+    def _named(self, error: OSError) -> StoreError:
+        """Return an error of the system, with what is lost."""
+        given = f"{str(error.filename or self.place.folder)!r} ({error.strerror})"
+        fix = f"free space there, and append again from token {self.length} on: the cache has those before"
+        if self.heads.size > 1 or self.turn.size > self.turn.width:
+            fix = f"free space there, and open the folder again: it has the tokens before {self.length}"
+        if error.errno == ENOENT:
+            fix = "call cache.fork() and save it elsewhere: the folder is gone, and its tokens go with this process"
+        return StoreError(SUBJECT, "a folder that can be written to", given, fix)
+
 
 @contextmanager
-def _named_errors(shard: FolderShard) -> Iterator[None]:
-    """Raise the system's errors as `StoreError`, with what is lost."""
+def opening(folder: Path, subject: str = SUBJECT) -> Iterator[None]:
+    """Raise the system's errors as `StoreError` while a folder is opened."""
     try:
         yield
     except OSError as error:
-        raise _named(error, shard) from error
-
-
-def _named(error: OSError, shard: FolderShard) -> StoreError:
-    given = f"{str(error.filename or shard.place.folder)!r} ({error.strerror})"
-    fix = f"free space there, and append again from token {shard.length} on: the cache has those before"
-    return StoreError(SUBJECT, "a folder that can be written to", given, fix)
+        given = f"{str(error.filename or folder)!r} ({error.strerror})"
+        fix = "check the path, its rights and the free space, and that all ranks see it"
+        raise StoreError(subject, "a folder that can be read and written", given, fix) from error

@@ -9,20 +9,26 @@ import gc
 import os
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
+from errno import ENOENT, ENOSPC
 from fcntl import LOCK_EX, LOCK_NB, flock
 from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
+from stat import S_ISREG
 from typing import NamedTuple
 
+import torch
+
+from attnmesh.core.digest import digest_each
 from attnmesh.errors import StoreError, require
 from attnmesh.store.tensor_file import FIX, PRIVATE_FILE
 
-FIELDS, CHECK = struct.Struct("5q"), 24
-"""Fields of a record, and the bytes of the checksum after them."""
+RECORD = struct.Struct("8q")
+"""Fields of a record, their digest with the journal's key, and two zeros. Its size divides a page, so that none is
+written in part when a process is killed. `cache.cpp` writes it, too."""
 
-SIZE = FIELDS.size + CHECK
-"""Bytes of a record. It divides a page, so that no record is written in part when a process is killed."""
+SIZE = RECORD.size
 
 
 def lock(handle: int, path: Path) -> None:
@@ -32,7 +38,10 @@ def lock(handle: int, path: Path) -> None:
     """
     if not _locked(handle):
         gc.collect()  # a cache that nobody uses any more may still be in memory, with its locks
-        given, fix = f"{path}, which another cache writes", "let go of it or end its process, or pass another folder"
+        given, fix = (
+            f"{path}, which another cache writes",
+            "let go of it and of its errors, or end its process, or pass another folder",
+        )
         require(_locked(handle), StoreError, "KVCache folder", "one writer of a folder", given, fix)
 
 
@@ -45,6 +54,20 @@ def _locked(handle: int) -> bool:
     except OSError:
         return True  # a file system without locks
     return True
+
+
+def read_file(path: Path) -> bytes:
+    """Return the content of a file. Raise `StoreError` for what is no file, as a pipe that would never end."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise StoreError("load", "files as they were written", f"{path} ({error.strerror})", FIX) from error
+    with os.fdopen(handle, "rb") as file:
+        fits, given = S_ISREG(os.fstat(handle).st_mode), f"{path}, which is no regular file"
+        require(fits, StoreError, "load", "files as they were written", given, FIX)
+        return file.read()
 
 
 class Record(NamedTuple):
@@ -61,14 +84,22 @@ class Journal:
     """Records of one rank's rows of one layer, in a file that this process alone writes."""
 
     def __init__(self, path: Path, identity: str) -> None:
-        self.path, self.key = path, identity.encode()[:64]
+        self.path = path
+        self.key = int.from_bytes(blake2b(identity.encode(), digest_size=8).digest(), signed=True)
+        """Tells the records of other ranks, layers and folders apart."""
         self.records: list[Record] = []
-        self._stop = 0  # bytes of the file that are records
-        self._handle: int | None = None
+        self.stop = 0
+        """Bytes of the file that are records."""
+        self.handle = -1
 
     def __del__(self) -> None:
-        if self._handle is not None:
-            os.close(self._handle)
+        self.close()
+
+    def close(self) -> None:
+        """Let others write the file."""
+        if self.handle >= 0:
+            os.close(self.handle)
+        self.handle = -1
 
     @property
     def last(self) -> Record:
@@ -78,17 +109,18 @@ class Journal:
     def read(self) -> bool:
         """Read the records of the file. Return False if there is none; raise where the file is damaged."""
         try:
-            content = self.path.read_bytes()
+            content = read_file(self.path)
         except FileNotFoundError:
             return False
-        found, serial = list[Record](), None
-        for place in range(0, len(content) - SIZE + 1, SIZE):
-            fields = content[place : place + FIELDS.size]
-            self._require(content[place + FIELDS.size : place + SIZE] == self._check(fields), f"damage at byte {place}")
-            record = Record(*FIELDS.unpack(fields))
+        found, serial, self.stop = list[Record](), None, 0
+        fields = [*RECORD.iter_unpack(content[: len(content) // SIZE * SIZE])]
+        checks = self._checks([Record(*each[:5]) for each in fields])
+        for (*of_record, check, one, other), right in zip(fields, checks, strict=True):
+            self._require((check, one, other) == (right, 0, 0), f"damage at byte {self.stop}")
+            record = Record(*of_record)
             if serial is not None and record.serial != serial + 1:
                 break  # of before the journal was begun anew
-            serial, self._stop = record.serial, place + SIZE
+            serial, self.stop = record.serial, self.stop + SIZE
             self._put(found, record)
         self._require(bool(found) and found[0].start == found[0].stop, f"{len(content)} bytes without a first record")
         fits = all(one.stop == other.start for one, other in pairwise(found))
@@ -108,35 +140,43 @@ class Journal:
 
     def open(self) -> None:
         """Open the file to write after its records, alone."""
-        self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, PRIVATE_FILE)
-        lock(self._handle, self.path)
-        os.ftruncate(self._handle, self._stop)
-        os.lseek(self._handle, 0, os.SEEK_END)
+        self.handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, PRIVATE_FILE)
+        lock(self.handle, self.path)
+        os.ftruncate(self.handle, self.stop)
 
     def begin(self, start: int, length: int, chain: int, rows: Sequence[tuple[int, int]] = ()) -> None:
         """Begin anew after `start` rows in whole pieces, with (stop, digest) of those after them, if there are any."""
-        assert self._handle is not None
         serial = self.records[-1].serial + 1 if self.records else 0
         records = [Record(serial, start, start, length, chain)]
         for stop, digest in rows:
             records.append(Record(serial + len(records), records[-1].stop, stop, length, digest))
-        os.pwrite(self._handle, b"".join(map(self._packed, records)), 0)
-        os.ftruncate(self._handle, len(records) * SIZE)
-        os.lseek(self._handle, 0, os.SEEK_END)
-        self.records = records
+        self._write(records, 0)
+        self.records, self.stop = records, len(records) * SIZE
+        with suppress(OSError):  # else what is left has serials of before
+            os.ftruncate(self.handle, self.stop)
 
     def add(self, start: int, stop: int, length: int, digest: int) -> None:
         """Write a record of rows that are written."""
-        assert self._handle is not None
         record = Record(self.records[-1].serial + 1, start, stop, length, digest)
-        packed = self._packed(record)
-        if os.write(self._handle, packed) != SIZE:
-            raise OSError(28, "No space left on device")
+        self._write([record], self.stop)
+        self.note(record)
+
+    def note(self, record: Record) -> None:
+        """Count a record that is in the file, after the others."""
+        self.stop += SIZE
         self._put(self.records, record)
 
-    def _packed(self, record: Record) -> bytes:
-        fields = FIELDS.pack(*record)
-        return fields + self._check(fields)
+    def _write(self, records: Sequence[Record], place: int) -> None:
+        """Write records. Raise if nobody would find them, or the disk is full."""
+        if not os.fstat(self.handle).st_nlink:
+            raise OSError(ENOENT, os.strerror(ENOENT))
+        packed = b"".join(
+            RECORD.pack(*each, check, 0, 0) for each, check in zip(records, self._checks(records), strict=True)
+        )
+        if os.pwrite(self.handle, packed, place) != len(packed):
+            raise OSError(ENOSPC, os.strerror(ENOSPC))
 
-    def _check(self, fields: bytes) -> bytes:
-        return blake2b(fields, digest_size=CHECK, key=self.key).digest()
+    def _checks(self, records: Sequence[Record]) -> list[int]:
+        """Return the digest of each record with the key."""
+        keyed = [(self.key, *record) for record in records]
+        return digest_each(torch.tensor(keyed, dtype=torch.int64).view(len(keyed), 6)).tolist()

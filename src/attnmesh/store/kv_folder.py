@@ -5,8 +5,8 @@ are. One process of each rank writes to it. `KVCache.load` reads it on any numbe
 """
 
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from secrets import randbits
@@ -23,15 +23,12 @@ from attnmesh.errors import StoreError, require
 from attnmesh.guard.agreement import Agreement
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.runtime.memory import free_memory, host_memory
-from attnmesh.store.checkpoint import MANIFEST, MORE, Manifest, check_folder, piece_files, read_manifest
-from attnmesh.store.folder_shard import SUBJECT, FolderShard
-from attnmesh.store.journal import lock
+from attnmesh.store.checkpoint import MANIFEST, Manifest, check_folder, ids_in, piece_files, read_manifest
+from attnmesh.store.folder_shard import SUBJECT, Fail, FolderShard, opening
+from attnmesh.store.journal import Journal, lock
 from attnmesh.store.layer_files import PIECE, LayerPlace, saved_pieces
 from attnmesh.store.tensor_file import PRIVATE_FOLDER, TensorFile, appearing, sync_folders
 from attnmesh.store.token_ids import TokenIds
-
-HELD = "more held"
-"""Name of the ids of all tokens in the file of tensors that belong to no rank."""
 
 OTHERS_WRITE = S_IWGRP | S_IWOTH
 """Bits of a mode that let other users write."""
@@ -43,35 +40,54 @@ class KeyFolder:
     def __init__(self, path: str | Path, mesh: Mesh, tokens: Axis, subject: str = SUBJECT) -> None:
         """Open a folder, or make it. Every rank calls it."""
         self.mesh, self.tokens, self.is_first, self.subject = mesh, tokens, mesh.shard == 0, subject
-        self._lock: int | None = None
-        with Agreement(mesh, subject) as agreement:
-            self.path = check_folder(subject, path)
-            if self.is_first:
-                self._take()
-            agreement.fields, agreement.numbers = {"folder": str(path)}, [randbits(62)]
-        new = f"{agreement.table[0][0]:016x}"
-        with Agreement(mesh, subject) as agreement:
-            self._check_private(self.path)
-            self.manifest = self._read(new)
-            agreement.fields = {"of": self.manifest.name, "grows": self.manifest.growing}
-            self.folder = self.path / self.manifest.folder
-            self._make(self.folder)
-        self.opened, self.ids = set[int](), TokenIds(self.folder)
+        self._lock, self.journals, self.opened = -1, list[Journal](), set[int]()
+        with self.released_on_error():
+            with Agreement(mesh, subject) as agreement:
+                self.path = check_folder(subject, path)
+                if self.is_first:
+                    self._take()
+                agreement.fields, agreement.numbers = {"folder": str(path)}, [randbits(62)]
+            new = f"{agreement.table[0][0]:016x}"
+            with Agreement(mesh, subject) as agreement, opening(self.path, subject):
+                self._check_private(self.path)
+                self.manifest = self._read(new)
+                agreement.fields = {"of": self.manifest.name, "grows": self.manifest.growing}
+                self.folder = self.path / self.manifest.folder
+                self._make(self.folder)
+        self.ids = TokenIds(self.folder)
+        self.journals.append(self.ids.journal)
         here = [host for host in hosts(tokens) if tokens.index in host] if tokens.size > 1 else [[0]]
         self.room = min(host_memory() // 2, free_memory(torch.device("cpu"))) // (len(here[0]) * mesh.heads.size)
         """Bytes of pieces that may stay in memory once they are read."""
 
     def __del__(self) -> None:
-        if getattr(self, "_lock", None) is not None:
-            os.close(self._lock)  # type: ignore[arg-type]
+        self.close()
+
+    def close(self) -> None:
+        """Let others write to the folder."""
+        if self._lock >= 0:
+            os.close(self._lock)
+        self._lock = -1
+        for journal in self.journals:
+            journal.close()
+
+    @contextmanager
+    def released_on_error(self) -> Iterator[None]:
+        """Let others write to the folder after an error: who keeps the error keeps no lock."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     def _take(self) -> None:
         """Make the folder, and lock it against other writers."""
-        with suppress(FileExistsError):
-            self.path.mkdir(mode=PRIVATE_FOLDER, parents=True)
-        self._check_private(self.path)
-        self._lock = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        lock(self._lock, self.path)
+        with opening(self.path, self.subject):
+            with suppress(FileExistsError):
+                self.path.mkdir(mode=PRIVATE_FOLDER, parents=True)
+            self._check_private(self.path)
+            self._lock = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            lock(self._lock, self.path)
 
     def _make(self, folder: Path) -> None:
         with suppress(FileExistsError):
@@ -80,14 +96,11 @@ class KeyFolder:
 
     def _check_private(self, folder: Path) -> None:
         """Raise unless this user alone may write to a folder."""
-        try:
-            found = folder.stat()
-        except OSError as error:
-            fix = "check the path, and that all ranks see one disk"
-            raise StoreError(self.subject, "a folder", f"{folder} ({error.strerror})", fix) from error
+        found = folder.stat()
         own = found.st_uid == os.geteuid() and not found.st_mode & OTHERS_WRITE
         expected, fix = "a folder that no other user may write to", "chmod go-w it, or pass a folder of your own"
-        require(own and folder.is_dir(), StoreError, self.subject, expected, str(folder), fix)
+        require(folder.is_dir(), StoreError, self.subject, "a folder", f"{folder}, a file", "pass another path")
+        require(own, StoreError, self.subject, expected, str(folder), fix)
 
     def _read(self, new: str) -> Manifest:
         """Return the manifest, or that of a new folder. Raise unless these ranks can go on where it ends."""
@@ -107,7 +120,7 @@ class KeyFolder:
         require(whole, StoreError, self.subject, "a cache that keeps all tokens, without padding", given, fix)
         return found
 
-    def shards(self, layer: int, sizes: Sizes) -> Callable[[int], CacheShard]:
+    def shards(self, layer: int, sizes: Sizes, fail: Fail) -> Callable[[int], CacheShard]:
         """Return what opens the shard of a layer, given the rank's index along the tokens axis."""
         self._check_sizes(layer, sizes)
         fits = PIECE % sizes.block == 0
@@ -116,7 +129,8 @@ class KeyFolder:
 
         def opened(index: int) -> FolderShard:
             place = LayerPlace(self.folder, self.mesh.heads.index, index, layer, leader)
-            shard = FolderShard(place, self._keeps, sizes, self.mesh.heads, self.tokens.size, index)
+            shard = FolderShard(place, self._keeps, fail, sizes, self.mesh.heads, self.tokens.size, index)
+            self.journals.append(shard.journal)
             if layer >= len(self.manifest.sizes):
                 shard.begin()
             elif self.manifest.growing:
@@ -206,12 +220,9 @@ class KeyFolder:
                     file.write(manifest.to_json().encode())
                 sync_folders(self.path)
 
-    def read_ids(self, batch: int) -> Tensor | None:
-        """Return the ids of all tokens: those of a save, or those that were written since. None if they are unknown."""
-        if self.manifest.growing:
-            return self.ids.read(batch)
-        file = TensorFile(self.folder / MORE) if self.manifest.more else None
-        return file.read(HELD, torch.int64) if file is not None and HELD in file.entries else None
+    def read_ids(self) -> Tensor | None:
+        """Return the ids of all tokens; None if they are unknown."""
+        return ids_in(self.ids, self.manifest) if self.manifest.sizes else None
 
     def write_ids(self, tokens: Tensor) -> None:
         """Write the ids of all tokens. The first rank writes them."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.core.digest import history_checksum
+from attnmesh.core.digest import history_checksum, wide_bits
 from attnmesh.errors import StoreError, require
 from attnmesh.kernels.native.native_digest import digest_on_host, wrapped
 from attnmesh.runtime.mapped_file import MappedFile
@@ -87,7 +87,8 @@ class FilePiece(NamedTuple):
 
     def digest(self, start: int, stop: int, rows: Sequence[Tensor] | None = None) -> int:
         """Return the digest of some rows, which a caller may have beside those in the file."""
-        parts = [*([x[:, :, start:stop] for x in self.stored] if rows is None else rows), self.columns[start:stop]]
+        rows = [x[:, :, start:stop] for x in self.stored] if rows is None else rows
+        parts = [*map(wide_bits, rows), self.columns[start:stop]]
         return wrapped(sum((2 * n + 1) * digest_on_host(x) for n, x in enumerate(parts)))
 
 
@@ -165,7 +166,11 @@ class FillingFile:
     """Rows of the last piece for `load`, as `TensorFile` has those of a whole one."""
 
     def __init__(self, path: Path, journal: Journal, shapes: RowShapes, layer: int) -> None:
-        self.path, self.piece = path, _mapped(TensorFile(path), MappedFile(path, private=True), shapes.named(layer))
+        file, self.path = TensorFile(path), path
+        try:
+            self.piece = _mapped(file, MappedFile(path, private=True), shapes.named(layer))
+        except OSError as error:
+            raise StoreError("load", "files as they were written", f"{path} ({error.strerror})", FIX) from error
         self.count = check_filling(path, self.piece, journal)
         self.tensors = dict(zip(shapes.named(layer), (*self.piece.stored, self.piece.columns), strict=True))
 

@@ -74,7 +74,7 @@ def link_or_write(
 
     `known` checksums are not computed again. A `trusted` file, written by this process, is not read to verify it.
     """
-    known = known or {name: digest_on_host(x.cpu()) for name, x in tensors.items()}
+    known = known or checksums_of(tensors)
     for other in others:
         if _holds(other, tensors, known, verify=other != trusted):
             with suppress(OSError):  # a file system without links
@@ -99,10 +99,20 @@ def _holds(path: Path, tensors: Mapping[str, Tensor], known: Mapping[str, int], 
     return True
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], known: Mapping[str, int]) -> None:
-    """Write tensors and their checksums. The file appears under its name only once the disk has all of it."""
+def checksums_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the checksum of each tensor."""
+    return {name: digest_on_host(x.cpu()) for name, x in tensors.items()}
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], known: Mapping[str, int], *, waits_for_disk: bool = True
+) -> None:
+    """Write tensors and their checksums. The file appears under its name only once it has all of them, on the disk too.
+
+    Without `waits_for_disk` a machine that loses power may leave the name of a file that is not whole.
+    """
     begin, _ = header_of({name: (x.dtype, tuple(x.shape)) for name, x in tensors.items()}, known)
-    with appearing(path, path.with_name(f"{path.name}{PART}")) as file:
+    with appearing(path, path.with_name(f"{path.name}{PART}"), waits_for_disk=waits_for_disk) as file:
         file.write(begin)
         for x in tensors.values():
             flat = x.detach().contiguous().cpu()  # a name keeps the buffer's memory alive
@@ -127,13 +137,14 @@ def header_of(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], known: M
 
 
 @contextmanager
-def appearing(path: Path, part: Path) -> Iterator[BinaryIO]:
+def appearing(path: Path, part: Path, *, waits_for_disk: bool = True) -> Iterator[BinaryIO]:
     """Open a file of this user alone, which gets its name at the end. One that fails is removed."""
     try:
         with open(part, "wb", opener=lambda name, flags: os.open(name, flags, PRIVATE_FILE)) as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            if waits_for_disk:
+                os.fsync(file.fileno())
         os.replace(part, path)
     except BaseException:
         with suppress(OSError):

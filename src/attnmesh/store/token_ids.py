@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnmesh.errors import StoreError, require
 from attnmesh.kernels.native.native_digest import digest_on_host
-from attnmesh.store.journal import Journal
+from attnmesh.store.journal import Journal, read_file
 from attnmesh.store.tensor_file import FIX, PRIVATE_FILE
 
 MOST_RECORDS = 4096
@@ -30,9 +30,9 @@ class TokenIds:
             return None
         first, *others = self.journal.records
         try:
-            content = bytearray(self.path.read_bytes())
-        except OSError as error:
-            raise StoreError("load", "the ids of all tokens", f"{self.path} ({error.strerror})", FIX) from error
+            content = bytearray(read_file(self.path))
+        except FileNotFoundError as error:
+            raise StoreError("load", "the ids of all tokens", f"no {self.path}", FIX) from error
         whole = len(content) // 8 // batch * batch
         ids = torch.frombuffer(content, dtype=torch.int64, count=whole) if whole else torch.empty(0, dtype=torch.int64)
         rows = ids.view(-1, batch)

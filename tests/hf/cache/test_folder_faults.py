@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh.errors import KernelError, StoreError
+from attnmesh.store.token_ids import TokenIds
 from tests.support import families
 from tests.support.families import prompt
 
@@ -52,6 +54,20 @@ def test_another_prompt_has_its_own_ids(tmp_path: Path) -> None:
     del cache
     with pytest.raises(StoreError, match="expected ids of its tokens, given no ids of 30 tokens"):
         hf.ShardedCache(model.config, folder=tmp_path / "a")
+
+
+def test_ids_of_a_save_stay_until_others_are_written(tmp_path: Path) -> None:
+    model = families.model("llama", "attnmesh")
+    saved = hf.ShardedCache(model.config)
+    ids = hf.generate(model, prompt(40), cache=saved, max_new_tokens=2)
+    saved.save(tmp_path)
+    with patch.object(TokenIds, "write", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        hf.ShardedCache(model.config, folder=tmp_path)
+    restored = hf.ShardedCache(model.config)
+    restored.restore(tmp_path)
+    for cache in (restored, hf.ShardedCache(model.config, folder=tmp_path)):
+        assert cache.tokens is not None
+        assert cache.tokens.equal(ids[:, :-1])
 
 
 def test_pages_are_those_of_memory(tmp_path: Path) -> None:

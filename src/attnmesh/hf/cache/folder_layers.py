@@ -9,7 +9,7 @@ from torch import Tensor
 from attnmesh.cache.cache import KVCache
 from attnmesh.cache.saved_cache import FolderLayer
 from attnmesh.errors import KernelError, StoreError, require
-from attnmesh.guard.agreement import Agreement
+from attnmesh.guard.agreement import Agreement, CallRecord
 from attnmesh.hf.cache.layer import ShardedLayer
 from attnmesh.hf.cache.stored_layers import StoredLayers
 from attnmesh.hf.images.inputs import shift_of
@@ -36,10 +36,12 @@ class FolderLayers(StoredLayers):
     @tokens.setter
     def tokens(self, tokens: Tensor | None) -> None:
         before, self._tokens = self._tokens, tokens
-        if self.folder is not None and tokens is not None:
-            self.folder.write_ids(tokens)
-        elif self.folder is not None and before is not None:
-            self.folder.write_ids(before[:, :0])
+        written = before[:, :0] if tokens is None and before is not None else tokens
+        if self.folder is not None and written is not None:
+            try:
+                self.folder.write_ids(written)
+            except StoreError as error:
+                CallRecord(Mesh.of(self.mesh), torch.device("cpu"), self.checked).fail("ShardedCache tokens", error)
 
     def restore(
         self, path: str | Path, *, device: torch.device | str | None = None, capacity: int | None = None
@@ -51,16 +53,19 @@ class FolderLayers(StoredLayers):
 
     def open_folder(self, folder: str | Path) -> None:
         """Open a folder, and the caches and token ids that are in it."""
-        place = Mesh.of(self.mesh)
-        self.folder = opened = KeyFolder(
-            folder, place, flat_axis(self.mesh, ("queries", "keys")), "ShardedCache folder"
-        )
-        saved = opened.manifest.sizes
-        with Agreement(place, "ShardedCache folder"):
+        tokens = flat_axis(self.mesh, ("queries", "keys"))
+        self.folder = opened = KeyFolder(folder, Mesh.of(self.mesh), tokens, "ShardedCache folder")
+        with opened.released_on_error():
+            self._read_folder(opened)
+
+    def _read_folder(self, opened: KeyFolder) -> None:
+        """Take the caches and token ids of a folder."""
+        folder, saved = opened.path, opened.manifest.sizes
+        with Agreement(opened.mesh, "ShardedCache folder"):
             fits, given = len(saved) in (0, self.caches), f"{len(saved)} in {folder}"
             expected, fix = f"a folder of {self.caches} layers", "pass that of this model, or a new one"
             require(fits, StoreError, "ShardedCache folder", expected, given, fix)
-            ids = opened.read_ids(saved[0].batch) if saved else None
+            ids = opened.read_ids()
             expected, given = "a folder with the ids of its tokens", f"none in {folder}"
             fix = "fill a new one by hf.generate, or restore this one into memory"
             require(not saved or ids is not None, StoreError, "ShardedCache folder", expected, given, fix)

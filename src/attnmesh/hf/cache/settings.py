@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from attnmesh.cache.cache_config import check_key_heads, check_storage
+from attnmesh.cache.cache_config import check_key_heads, check_ranks_in_folder, check_storage
 from attnmesh.cache.replicas import check_copies
 from attnmesh.decoding.step_checks import check_even_shares, check_reproducible
 from attnmesh.errors import Check, KernelError, ShapeError, check_count, require_all
@@ -54,7 +54,10 @@ def _checks(config: Any, shape: Shape, options: Mapping[str, Any]) -> Iterator[C
     for name in ("storage", "window_storage"):
         check_storage(f"ShardedCache {name}", options[name])
     if options["folder"] is not None:
-        yield from _folder_checks(config, options)
+        plain = not (is_recurrent(config) or is_compressed(config) or indexed_layers(config) or cross_layers(config))
+        subject, fix = "ShardedCache folder", "leave folder= out"
+        yield plain, KernelError, subject, "a model that keeps keys and values alone", config.model_type, fix
+        check_ranks_in_folder(subject, options["copies"], options["shares"])
     if options["capacity"] is not None:
         check_count("ShardedCache capacity", options["capacity"], "count prompt and new tokens, or leave it out")
     if options["block"] is not None:
@@ -69,12 +72,3 @@ def _checks(config: Any, shape: Shape, options: Mapping[str, Any]) -> Iterator[C
     if options["reproducible"]:
         even = options["shares"] is None or (shares is not None and len({*shares}) == 1)
         check_even_shares("ShardedCache reproducible", options["shares"], even=even)
-
-
-def _folder_checks(config: Any, options: Mapping[str, Any]) -> Iterator[Check]:
-    """Yield what holds of a model and of arguments where keys are files of a folder."""
-    subject, fix = "ShardedCache folder", "leave folder= out"
-    plain = not (is_recurrent(config) or is_compressed(config) or indexed_layers(config) or cross_layers(config))
-    yield plain, KernelError, subject, "a model that keeps keys and values alone", config.model_type, fix
-    yield options["copies"] == 1, KernelError, subject, "one rank of each token", f"copies={options['copies']}", fix
-    yield options["shares"] is None, KernelError, subject, "even shares", f"shares={options['shares']!r}", fix

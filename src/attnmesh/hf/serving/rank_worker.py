@@ -79,9 +79,10 @@ class RankWorker:
         cache = ShardedCache(self.model.config, self.mesh, **self.options)
         cache.begin(tokens)
         cache.rope = tuple(rope)
-        kvs = cache.make([Sizes.decode(code) for code in layers], tokens, self.model.device)
-        self.caches[number] = cache
         places = [(StoredBlock(*fields), place) for *fields, place in blocks]
+        room = max([tokens, *(block.stop for block, _ in places)])
+        kvs = cache.make([Sizes.decode(code) for code in layers], room, self.model.device)
+        self.caches[number] = cache
         self.store.open(number, Reading(cache, Filling(kvs), places, self.model.device))
         self.nbytes = self.measure()
 

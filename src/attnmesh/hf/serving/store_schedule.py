@@ -61,6 +61,8 @@ class LoadingCache:
     number: int
     blocks: Sequence[tuple[StoredBlock, int]]
     """Each block, and where it is read."""
+    most: int
+    """Tokens that the cache may have before the prompt begins. The last block may have more of the prompt."""
 
 
 class NoStore:
@@ -132,32 +134,27 @@ class StoreSchedule(NoStore):
         self.layers = self._read_layers()
         self.saving: deque[SavingCache] = deque()
         self.saved: deque[SavingCache] = deque()  # whose last block may be on its way to the folder
-        self.writing: dict[StoredBlock, int] = {}
-        """Bytes of blocks on their way to the folder, in their order; 0 for those that stay in memory."""
-        self.on_the_way = 0  # the sum of them
-        self.pinned: frozenset[StoredBlock] = frozenset()  # blocks that are read
         self.sent, self.stopped = 0, False
         self.loading: LoadingCache | None = None
         self.loaded: dict[Stream, tuple[int, int]] = {}
         self.looked, self.names = WeakSet[Stream](), WeakKeyDictionary[Stream, BlockNames]()
         self.opening: list[Any] | None = None
         self.closing: list[Any] | None = None
-        self.gone: tuple[list[StoredBlock], list[StoredBlock]] = [], []  # from memory, and from the folder
         self.rate = SPEED
         self.copied = 0  # bytes that this step copies
         names = ("memory_tokens", "disk_tokens", "blocks_written", "blocks_damaged")
         self.counts = dict.fromkeys((f"store_{name}" for name in names), 0)
-        self._trim()
+        self.tiers.make_room(self.tiers.disk, 0)
 
     @property
     def busy(self) -> bool:  # type: ignore[override]
         """True if a step has something to do."""
-        return bool(self.loading or self.closing or self.saving or any(self.gone))
+        return bool(self.loading or self.closing or self.saving or any(self.tiers.gone))
 
     @property
     def is_writing(self) -> bool:  # type: ignore[override]
         """True if blocks are on their way to the folder."""
-        return bool(self.writing)
+        return bool(self.tiers.writing)
 
     @property
     def holds_memory(self) -> bool:  # type: ignore[override]
@@ -204,16 +201,13 @@ class StoreSchedule(NoStore):
         if self.loading is not None and self.opening is None and not loads:
             most = max(1, (left - self.copied) // self.worker.place.ranks)
             loads = [["load", self.loading.number, most, PATIENCE if seconds is None else 0.0]]
-        return [*self._forgets(), *saves, *loads]
+        forgets = [["forget", *gone]] if any(gone := self.tiers.take_gone()) else []
+        return [*forgets, *saves, *loads]
 
     def after(self) -> list[list[Any]]:
         """Return operations that come after those of a step."""
         opening, self.opening = self.opening, None
         return [] if opening is None else [opening]
-
-    def _forgets(self) -> list[list[Any]]:
-        gone, self.gone = self.gone, ([], [])
-        return [["forget", *gone]] if any(gone) else []
 
     def _next_block(self, one: SavingCache) -> list[Any] | None:
         """Return the next block of a cache that is not stored, and whether it goes to the folder; None if none can."""
@@ -261,25 +255,13 @@ class StoreSchedule(NoStore):
 
         None if there is no room now, as while blocks before it are written, or none for a block of this size.
         """
-        gone = self.tiers.memory.make_room(nbytes, self.writing, self.pinned)
-        if gone is None:
+        to_folder = self.tiers.admit(block, Held(nbytes, self.worker.caches[one.number].block))
+        if to_folder is None:
             one.at = one.stop if nbytes > self.tiers.memory.room else one.at
             return None
-        self._forget(gone, [])
-        held = self.tiers.disk.make_room(nbytes + self.on_the_way, self.writing, self.pinned)
-        self._forget([], held or [])
-        self.tiers.add(self.tiers.memory, block, Held(nbytes, self.worker.caches[one.number].block))
-        self.writing[block] = nbytes if held is not None else 0
-        self.on_the_way += self.writing[block]
         self.copied += nbytes
         one.last = block
-        return [*block, held is not None]
-
-    def _forget(self, in_memory: list[StoredBlock], on_disk: list[StoredBlock]) -> None:
-        """Let ranks forget blocks that have left a tier."""
-        self.gone[0].extend(in_memory)
-        self.gone[1].extend(on_disk)
-        self.tiers.forget([*in_memory, *on_disk])
+        return [*block, to_folder]
 
     def _token_bytes(self, cache: ShardedCache) -> int:
         """Return the bytes of a token on all ranks, in layers that keep all tokens."""
@@ -320,14 +302,14 @@ class StoreSchedule(NoStore):
             return False
         tokens = self._computed(stream)
         blocks, layout = self._find(stream, tokens)
-        length = max((block.stop for block in blocks), default=0)
-        if length < same + GRAIN or not fits():
+        stop = max((block.stop for block in blocks), default=0)
+        if min(stop, tokens) < same + GRAIN or not fits():
             return False
         self.looked.add(stream)
         self._touch(blocks)
-        self.pinned = frozenset(blocks)
+        self.tiers.pinned = frozenset(blocks)
         places = [(block, self._place_of(block, layout)) for block in blocks]
-        self.loading = LoadingCache(stream, next(numbers), places)
+        self.loading = LoadingCache(stream, next(numbers), places, tokens)
         sizes, reading = [one.encode() for one in self.layers], [[*block, place] for block, place in places]
         self.opening = ["open", self.loading.number, sizes, tokens, [*self._rope(stream)], reading]
         return True
@@ -358,7 +340,7 @@ class StoreSchedule(NoStore):
         sized.begin(tokens)
         names, ids, layout = self._names(stream), stream.ids, sized.block
         if not self.forgets:
-            return self.tiers.path(names, ids, tokens, layout), layout
+            return self.tiers.path(names, ids, tokens + self.worker.left, layout), layout
         assert self.layers is not None
         has_runs = any(sizes.mask is None for sizes in self.layers)
         for state in self.tiers.states(names, ids, tokens, layout):
@@ -375,13 +357,7 @@ class StoreSchedule(NoStore):
         whole = block.pieces == self.worker.place.heads.size == 1 and not block.is_state
         if not whole or block.start // layout != (block.stop - 1) // layout or held is not None:
             return ON_DISK
-        nbytes = self.tiers.disk.blocks[block].nbytes
-        gone = self.tiers.memory.make_room(nbytes, self.writing, self.pinned)
-        if gone is None:
-            return ON_DISK
-        self._forget(gone, [])
-        self.tiers.add(self.tiers.memory, block, Held(nbytes, layout))
-        return STAYS
+        return STAYS if self.tiers.keep(block, self.tiers.disk.blocks[block]._replace(layout=layout)) else ON_DISK
 
     def hear(self, numbers: Sequence[Sequence[int]]) -> list[int]:
         """Take what ranks say of their blocks. Return caches that nobody needs."""
@@ -398,27 +374,20 @@ class StoreSchedule(NoStore):
         """Add blocks to the folder's tier that all ranks have written."""
         while self.sent < count:
             self.sent += 1
-            block, reserved = next(iter(self.writing.items()))
-            del self.writing[block]
-            self.on_the_way -= reserved
-            if reserved and (nbytes := self.folder.size(block)):
+            block, went_to_folder = self.tiers.next_written()
+            if went_to_folder and (nbytes := self.folder.size(block)):
                 self.tiers.add(self.tiers.disk, block, Held(nbytes))
                 self.counts["store_blocks_written"] += 1
-        while self.saved and self.saved[0].last not in self.writing:
+        while self.saved and self.saved[0].last not in self.tiers.writing:
             one = self.saved.popleft()  # its first tokens stay longest: without them others are of no use
             self._touch(self.tiers.path(one.names, one.ids, one.stop))
-        self._trim()
-
-    def _trim(self) -> None:
-        """Remove files that the folder has no room for."""
-        self._forget([], self.tiers.disk.make_room(0, self.pinned) or [])
+        self.tiers.make_room(self.tiers.disk, 0)
 
     def _stop(self, error: int, rank: int) -> None:
         """Store no more, and say so once."""
         self.stopped = True
-        for blocks in (self.saving, self.saved, self.writing):
+        for blocks in (self.saving, self.saved, self.tiers.writing):
             blocks.clear()
-        self.on_the_way = 0
         warn_once(f"no more prefixes are stored: rank {rank} cannot write to {self.place} ({os.strerror(error)})")
 
     def _take_read(self, done: list[int]) -> list[int]:
@@ -433,15 +402,15 @@ class StoreSchedule(NoStore):
         if good < total:
             self.counts["store_blocks_damaged"] += 1
             self._drop_damaged(one, good)
-        length = max((block.stop for block, _ in one.blocks[:good]), default=0)
+        length = min(max((block.stop for block, _ in one.blocks[:good]), default=0), one.most)
         if self.forgets and good < total:
             length = 0
-        self.closing, self.loading, self.pinned = ["close", one.number, length], None, frozenset()
+        self.closing, self.loading, self.tiers.pinned = ["close", one.number, length], None, frozenset()
         if one.stream.cancelled or one.stream.finish_reason is not None or not length:
             return [one.number]
         for block, place in one.blocks[:good]:
             tier = "memory" if place == IN_MEMORY else "disk"
-            self.counts[f"store_{tier}_tokens"] += block.stop - block.start
+            self.counts[f"store_{tier}_tokens"] += min(block.stop, length) - block.start
         self.loaded[one.stream] = one.number, length
         return []
 
@@ -449,18 +418,15 @@ class StoreSchedule(NoStore):
         """Forget a block that could not be read, and that those after it stay in memory."""
         for place, (block, where) in enumerate(one.blocks):
             if place == good or (where == STAYS and place > good):
-                self.tiers.remove(self.tiers.memory, block)
-                self.gone[0].append(block)
-        block, _ = one.blocks[good]
-        self.tiers.remove(self.tiers.disk, block)
-        self.gone[1].append(block)
+                self.tiers.drop(self.tiers.memory, block)
+        self.tiers.drop(self.tiers.disk, one.blocks[good][0])
 
     def take(self, results: dict[str, Any], seconds: dict[str, float]) -> None:
         """Take the results of a step."""
         if seconds.get("save") and self.copied:
             self.rate = 0.7 * self.rate + 0.3 * self.copied / seconds["save"]
         if isinstance(results.get("open"), InputError):  # no memory: all ranks raise
-            self.loading, self.pinned = None, frozenset()
+            self.loading, self.tiers.pinned = None, frozenset()
 
     # --- names ---
 

@@ -1,5 +1,6 @@
-"""New tokens of a cache shard, written in place by one native call."""
+"""New tokens of a cache shard, written in place by one native call, or to the files of a shard."""
 
+import os
 import struct
 from collections.abc import Sequence
 
@@ -10,13 +11,19 @@ from attnmesh.kernels.native.build import library
 FIELDS = struct.Struct("6P18q")
 """Fields of `Append` in `cache.cpp`."""
 
+FILE_FIELDS = struct.Struct("4P7q")
+"""Fields of `FileAppend` after those."""
 
-def append(stored: Sequence[Tensor], new: Sequence[Tensor], token_index: Tensor, state: Tensor) -> bool:
+
+def append(
+    stored: Sequence[Tensor], new: Sequence[Tensor], token_index: Tensor, state: Tensor, file: bytes = b""
+) -> bool:
     """Write new tokens after those in the shard. Return False where there is no library, or rows are not in one piece.
 
-    `state` has the tokens on all ranks and those in the shard. It is updated.
+    `state` has the tokens on all ranks and those in the shard. It is updated. `file` has `FILE_FIELDS` of a shard whose
+    memory is a file. Where the system fails, an `OSError` is raised, and the rows are no tokens.
     """
-    function = library().append
+    function = library().append_to_file if file else library().append
     if function is None:
         return False
     (first, last), (given, more) = (stored[0], stored[-1]), (new[0], new[-1])
@@ -42,5 +49,6 @@ def append(stored: Sequence[Tensor], new: Sequence[Tensor], token_index: Tensor,
         heads,
         tokens,
     )
-    function(fields)
+    if failed := function(fields + file):
+        raise OSError(failed, os.strerror(failed))
     return True

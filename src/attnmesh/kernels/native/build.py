@@ -46,6 +46,7 @@ class Library(NamedTuple):
 
     attend: Function | None = None
     append: Function | None = None
+    append_to_file: Function | None = None
     exchange: Callable[[bytes, int], int] | None = None
     linear: Callable[[bytes, int], int] | None = None
     digest: Callable[[int, int, int, int], int] | None = None

@@ -1,7 +1,12 @@
-// New tokens of a cache shard, written in place.
+// New tokens of a cache shard, written in place, or to the files of a shard with a record of them; and digests.
 
+#include <cerrno>
 #include <cstdint>
 #include <cstring>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "digest.h"
 
 // Tokens to write after those in the shard. Strides are in bytes; a row of a tensor is in one piece.
 struct Append {
@@ -12,17 +17,134 @@ struct Append {
     int64_t tensors, batch, heads, tokens;
 };
 
+// Tokens of a shard whose memory is a mapped file. They are the given ones, or else the next ones.
+struct FileAppend {
+    Append rows;
+    const char* place;       // where the file begins in memory
+    const int64_t* weights;  // of digests
+    const int64_t* tokens;
+    int64_t* digest;               // of the rows, for the caller
+    int64_t file, journal, at;     // handles, and where the record goes in the journal
+    int64_t key, serial, base;     // the journal's key, the record's number, and rows in whole pieces before
+    int64_t length;                // tokens on all ranks after this
+};
+
+namespace {
+
+constexpr int64_t FEW = 4096;  // bytes: fewer are written sooner as memory
+
+char* row_to(const Append& a, int64_t x, int64_t b, int64_t h, int64_t t) {
+    const int64_t* step = a.stored_strides[x];
+    return (char*)a.stored[x] + b * step[0] + h * step[1] + t * step[2];
+}
+
+const char* row_from(const Append& a, int64_t x, int64_t b, int64_t h, int64_t t) {
+    const int64_t* step = a.given_strides[x];
+    return (const char*)a.given[x] + b * step[0] + h * step[1] + t * step[2];
+}
+
+// Calls a function with each tensor, sequence and head, whose rows follow each other in both places or in neither.
+template <class Function>
+int64_t each_head(const Append& a, Function function) {
+    for (int64_t x = 0; x < a.tensors; x++)
+        for (int64_t b = 0; b < a.batch; b++)
+            for (int64_t h = 0; h < a.heads; h++)
+                if (int64_t failed = function(x, b, h)) return failed;
+    return 0;
+}
+
+void copy_rows(const Append& a, int64_t x, int64_t b, int64_t h) {
+    for (int64_t t = 0; t < a.tokens; t++)
+        std::memcpy(row_to(a, x, b, h, a.state[1] + t), row_from(a, x, b, h, t), a.row_bytes[x]);
+}
+
+void note_tokens(const Append& a, const int64_t* tokens) {
+    for (int64_t t = 0; t < a.tokens; t++) a.token_index[a.state[1] + t] = tokens ? tokens[t] : a.state[0] + t;
+}
+
+int64_t write_all(int64_t file, const char* from, int64_t count, int64_t at) {
+    while (count > 0) {
+        ssize_t done = pwrite((int)file, from, (size_t)count, (off_t)at);
+        if (done < 0 && errno == EINTR) continue;
+        if (done <= 0) return done ? errno : ENOSPC;
+        from += done, at += done, count -= done;
+    }
+    return 0;
+}
+
+int64_t write_rows(const FileAppend& f) {
+    const Append& a = f.rows;
+    return each_head(a, [&](int64_t x, int64_t b, int64_t h) -> int64_t {
+        int64_t bytes = a.tokens * a.row_bytes[x];
+        bool is_whole = a.given_strides[x][2] == a.row_bytes[x] && a.stored_strides[x][2] == a.row_bytes[x];
+        if (is_whole && bytes >= FEW)
+            return write_all(f.file, row_from(a, x, b, h, 0), bytes, row_to(a, x, b, h, a.state[1]) - f.place);
+        copy_rows(a, x, b, h);
+        return 0;
+    });
+}
+
+template <class T>
+int64_t digest_of_rows(const FileAppend& f, int64_t x) {
+    const Append& a = f.rows;
+    Digest<T> found(f.weights);
+    int64_t row = a.row_bytes[x] / (int64_t)sizeof(T);
+    bool is_whole = a.given_strides[x][2] == a.row_bytes[x];
+    for (int64_t b = 0; b < a.batch; b++)
+        for (int64_t h = 0; h < a.heads; h++)
+            for (int64_t t = 0; t < (is_whole ? 1 : a.tokens); t++)
+                found.add(row_from(a, x, b, h, t), is_whole ? row * a.tokens : row);
+    return found.value();
+}
+
+// The digest of `layer_files.py`, of the rows, as the widest integers that they are made of, and their tokens.
+int64_t digest_of_tokens(const FileAppend& f) {
+    const Append& a = f.rows;
+    uint64_t sum = (uint64_t)(2 * a.tensors + 1) * (uint64_t)digest<int64_t>(a.token_index + a.state[1], a.tokens, f.weights);
+    for (int64_t x = 0; x < a.tensors; x++) {
+        int64_t bytes = a.row_bytes[x] % 8;
+        int64_t rows = !bytes        ? digest_of_rows<int64_t>(f, x)
+                       : bytes == 4  ? digest_of_rows<int32_t>(f, x)
+                       : bytes % 2   ? digest_of_rows<int8_t>(f, x)
+                                     : digest_of_rows<int16_t>(f, x);
+        sum += (uint64_t)(2 * x + 1) * (uint64_t)rows;
+    }
+    return (int64_t)sum;
+}
+
+// Writes the record of `journal.py`.
+int64_t write_record(const FileAppend& f) {
+    int64_t start = f.base + f.rows.state[1];
+    int64_t fields[6] = {f.key, f.serial, start, start + f.rows.tokens, f.length, *f.digest};
+    int64_t record[8] = {fields[1], fields[2], fields[3], fields[4], fields[5], digest<int64_t>(fields, 6, f.weights)};
+    return write_all(f.journal, (const char*)record, sizeof(record), f.at);
+}
+
+}  // namespace
+
 extern "C" int64_t attnmesh_append(const Append* a) {
-    int64_t length = a->state[0], used = a->state[1];
-    for (int64_t x = 0; x < a->tensors; x++)
-        for (int64_t b = 0; b < a->batch; b++)
-            for (int64_t h = 0; h < a->heads; h++)
-                for (int64_t t = 0; t < a->tokens; t++) {
-                    const int64_t *to = a->stored_strides[x], *from = a->given_strides[x];
-                    std::memcpy((char*)a->stored[x] + b * to[0] + h * to[1] + (used + t) * to[2],
-                                (const char*)a->given[x] + b * from[0] + h * from[1] + t * from[2], a->row_bytes[x]);
-                }
-    for (int64_t t = 0; t < a->tokens; t++) a->token_index[used + t] = length + t;
+    each_head(*a, [&](int64_t x, int64_t b, int64_t h) -> int64_t { return copy_rows(*a, x, b, h), 0; });
+    note_tokens(*a, nullptr);
     a->state[0] += a->tokens, a->state[1] += a->tokens;
     return 0;
+}
+
+// Returns 0, or the system's error, after which the rows are no tokens.
+extern "C" int64_t attnmesh_append_to_file(const FileAppend* f) {
+    struct stat found;
+    if (fstat((int)f->journal, &found)) return errno;
+    if (!found.st_nlink) return ENOENT;  // nobody would find what is written
+    if (int64_t failed = write_rows(*f)) return failed;
+    note_tokens(f->rows, f->tokens);
+    *f->digest = digest_of_tokens(*f);
+    if (int64_t failed = write_record(*f)) return failed;
+    f->rows.state[0] = f->length, f->rows.state[1] += f->rows.tokens;
+    return 0;
+}
+
+extern "C" int64_t attnmesh_digest(const void* x, int64_t count, int64_t bytes, const int64_t* weights) {
+    return bytes == 1   ? digest<int8_t>(x, count, weights)
+           : bytes == 2 ? digest<int16_t>(x, count, weights)
+           : bytes == 4 ? digest<int32_t>(x, count, weights)
+                        : digest<int64_t>(x, count, weights);
 }

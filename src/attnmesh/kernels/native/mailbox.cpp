@@ -130,26 +130,3 @@ extern "C" int64_t attnmesh_exchange(const Exchange* e, int64_t done) {
         if (e->step[i].kind == AWAIT) raise_to(((Box*)(e->memory + e->step[i].box))->received, e->step[i].count);
     return e->steps;
 }
-
-namespace {
-
-template <class T>
-int64_t digest(const T* x, int64_t count, const int64_t* weights) {
-    uint64_t sum = 0;
-    for (int64_t i = 0; i < count; i++) {
-        int64_t number = x[i];
-        if (sizeof(T) == 8) number ^= number >> 32;
-        sum += (uint64_t)number * (uint64_t)weights[i];
-    }
-    return (int64_t)sum;
-}
-
-}  // namespace
-
-// The digest of `core/digest.py`, of no more elements than there are weights.
-extern "C" int64_t attnmesh_digest(const void* x, int64_t count, int64_t bytes, const int64_t* weights) {
-    return bytes == 1   ? digest((const int8_t*)x, count, weights)
-           : bytes == 2 ? digest((const int16_t*)x, count, weights)
-           : bytes == 4 ? digest((const int32_t*)x, count, weights)
-                        : digest((const int64_t*)x, count, weights);
-}

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from attnmesh.core.digest import ROW, cpu_weights, digest
+from attnmesh.core.digest import cpu_weights, digest
 from attnmesh.kernels.native.build import library
 
 
@@ -13,11 +13,7 @@ def digest_on_host(x: Tensor) -> int:
     if function is None or not x.is_cpu or type(x) is not Tensor:
         return int(digest(x))
     x = x.contiguous()
-    place, count, size, weights = x.data_ptr(), x.numel(), x.element_size(), cpu_weights().data_ptr()
-    if count <= ROW:
-        return function(place, count, size, weights)
-    rows = range(0, count, ROW)
-    return digest_on_host(torch.tensor([function(place + n * size, min(ROW, count - n), size, weights) for n in rows]))
+    return function(x.data_ptr(), x.numel(), x.element_size(), cpu_weights().data_ptr())
 
 
 def wrapped(number: int) -> int:

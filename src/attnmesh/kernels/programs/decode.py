@@ -148,7 +148,7 @@ def _digest(bits, count, WIDE: tl.constexpr):
         weight = (weight ^ (weight >> 29)) * -4658895280553007687
         number = tl.load(bits + index, mask=index < count, other=0).to(tl.int64)
         if bits.dtype.element_ty == tl.int64:
-            number = number ^ (number >> 32)
+            number = number ^ ((number >> 32) & 0xFFFFFFFF)
         total += number * (weight ^ (weight >> 32) | 1)
     return tl.sum(total)
 

@@ -1,0 +1,63 @@
+// Digests of tensors, as `core/digest.py` defines them.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+constexpr int64_t ROW = 1 << 16;  // elements in one weighted sum, and weights
+
+// Bits of an int64 with the high ones copied into the low ones, of any other integer as they are.
+template <class T>
+int64_t folded(T x) {
+    return sizeof(T) == 8 ? (int64_t)((uint64_t)x ^ (uint64_t)x >> 32) : (int64_t)x;
+}
+
+// The digest of elements that come one run after the other.
+template <class T>
+class Digest {
+  public:
+    explicit Digest(const int64_t* weights) : weights(weights) {}
+
+    void add(const void* from, int64_t count) {
+        const char* x = (const char*)from;  // at any address
+        while (count > 0) {
+            if (place == ROW) rows.push_back((int64_t)sum), sum = place = 0;
+            int64_t part = std::min(count, ROW - place);
+            uint64_t more = 0;
+            for (int64_t i = 0; i < part; i++) {
+                T number;
+                std::memcpy(&number, x + i * (int64_t)sizeof(T), sizeof(T));
+                more += (uint64_t)folded(number) * (uint64_t)weights[place + i];
+            }
+            sum += more, place += part, x += part * (int64_t)sizeof(T), count -= part;
+        }
+    }
+
+    int64_t value() {
+        if (rows.empty()) return (int64_t)sum;
+        rows.push_back((int64_t)sum);
+        Digest<int64_t> of_rows(weights);
+        of_rows.add(rows.data(), (int64_t)rows.size());
+        return of_rows.value();
+    }
+
+  private:
+    const int64_t* weights;
+    uint64_t sum = 0;
+    int64_t place = 0;
+    std::vector<int64_t> rows;  // sums of whole rows, of more elements than one has
+};
+
+template <class T>
+int64_t digest(const void* x, int64_t count, const int64_t* weights) {
+    Digest<T> found(weights);
+    found.add(x, count);
+    return found.value();
+}
+
+}  // namespace

@@ -1,0 +1,265 @@
+"""A folder where ranks end, disks are full and paths are odd: never a mixture, and the same error on all ranks."""
+
+import gc
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import count
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import attnmesh as am
+from attnmesh.errors import StoreError
+from attnmesh.mesh.shapes import AXES, Shape
+from attnmesh.store import checkpoint, folder_shard
+from attnmesh.store.journal import Journal
+from attnmesh.store.layer_files import PIECE
+from tests.store.test_folder import SIZES, decoded, equal, flip, full_journal, grow, in_memory, opened, rows
+from tests.support.mesh_problems import named_mesh
+from tests.support.pool import Pool
+
+TWO = Shape(1, 1, 2)
+
+LENGTH, LEFT, NEW = 2 * PIECE + 90, (2 * PIECE + 40, 70), 50
+"""Tokens of two ranks, those that a truncation leaves, in the last pieces or before them, and new ones after it."""
+
+FREEZE = 0.15
+"""Seconds in which the other rank goes on as far as it can."""
+
+
+def history(left: int, length: int) -> am.KVCache:
+    """Return a cache in memory of so many tokens, of which those from `left` on are the new ones."""
+    cache = in_memory(min(left, length))
+    if length > left:
+        k, v = rows(left, length)
+        cache.append(k + 1, v - 1)
+    return cache
+
+
+def freeze_one_rank(path: Path, frozen: int, point: str, left: int) -> list[bool]:
+    """On a rank: truncate and append, while one of them stops at some point. Return what the files then open as.
+
+    Copies of the files there are what is left if that rank is killed, and later the other one.
+    """
+    mesh, copies = named_mesh(TWO, AXES), [path / "before", path / "after"]
+    cache = am.KVCache(mesh, **SIZES, folder=path / "lives")
+    grow(cache, LENGTH)
+    owner, original = (Journal, Journal._write) if point == "record" else (folder_shard, folder_shard.append)
+    left_over = iter(copies)
+
+    def stops(*arguments: Any) -> Any:
+        for moment in (0, 1):
+            if (copy := next(left_over, None)) is not None:
+                time.sleep(FREEZE)
+                shutil.copytree(path / "lives", copy)
+            if not moment:
+                found = original(*arguments)
+        return found
+
+    with patch.object(owner, original.__name__, stops if dist.get_rank() == frozen else original):
+        cache.truncate(left)
+        for more in (1, 17, NEW - 18):
+            k, v = rows(cache.length, cache.length + more)
+            cache.append(k + 1, v - 1)
+    dist.barrier()
+    del cache
+    gc.collect()
+    found = []
+    for copy in copies:
+        reopened = am.KVCache(mesh, **SIZES, folder=copy)
+        length = reopened.length
+        wanted = [history(LENGTH, length)] if length <= LENGTH else []
+        wanted += [history(left, length)] if length <= left + NEW else []
+        found.append(any(torch.allclose(decoded(reopened), decoded(each), atol=1e-6) for each in wanted))
+        found.append(left <= length)
+        del reopened
+        gc.collect()
+        dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("left", LEFT)
+@pytest.mark.parametrize("point", ["record", "append"])
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_ranks_that_are_killed_leave_no_mixture(frozen: int, point: str, left: int, pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(2, freeze_one_rank, tmp_path, frozen, point, left) == [[True] * 4] * 2
+
+
+def said_by_steps(cache: am.KVCache, shards: bool) -> str:
+    """Append and decode, with tokens of each rank or the same on all, until an error. Return what it says."""
+    rank = dist.get_rank()
+    try:
+        for _ in range(40):
+            if shards:
+                k, v = (x[:, :, rank, None] for x in rows(cache.length, cache.length + 2))
+                cache.append_shard(k, v, torch.tensor([cache.length + rank]))
+            else:
+                grow(cache, 1)
+            decoded(cache)
+    except StoreError as error:
+        return str(error)
+    return ""
+
+
+def fill_one_disk(path: Path, shape: Shape, shards: bool) -> str:
+    """On a rank: what is said where the disk of rank 1 alone is full."""
+    mesh = named_mesh(shape, AXES)
+    cache = am.KVCache(mesh, **SIZES, folder=path)
+    grow(cache, 20)
+    decoded(cache)
+    grow(cache, 1)  # of a known signature
+    with full_journal(cache) if dist.get_rank() == 1 else nullcontext():
+        said = said_by_steps(cache, shards)
+    held = cache.length
+    del cache
+    gc.collect()
+    dist.barrier()
+    again = am.KVCache(mesh, **SIZES, folder=path)
+    assert again.length <= held
+    assert torch.allclose(decoded(again), decoded(in_memory(again.length)), atol=1e-6)
+    grow(again, 1)
+    return said
+
+
+@pytest.mark.parametrize(("shape", "shards"), [(TWO, False), (TWO, True), (Shape(2, 1, 1), False)], ids=str)
+def test_a_full_disk_of_one_rank_raises_on_all(shape: Shape, shards: bool, pool: Pool, tmp_path: Path) -> None:
+    one, other = pool.run(2, fill_one_disk, tmp_path, shape, shards)
+    assert one == other
+    assert "(No space left on device). Fix: free space there, and open the folder again" in one
+
+
+def a_pipe(folder: Path) -> Path:
+    (journal,) = folder.glob("1-*/*.journal")
+    journal.unlink()
+    os.mkfifo(journal)
+    return folder
+
+
+def a_linked(name: str) -> Callable[[Path], Path]:
+    def linked(folder: Path) -> Path:
+        (file,) = folder.glob(f"1-*/{name}")
+        file.rename(folder.parent / "elsewhere")
+        file.symlink_to(folder.parent / "elsewhere")
+        return folder
+
+    return linked
+
+
+def a_file(folder: Path) -> Path:
+    return next(folder.glob("1-*/*.journal"))
+
+
+def under_a_file(folder: Path) -> Path:
+    return a_file(folder) / "cache"
+
+
+ODD: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "a pipe as journal": (a_pipe, "0.journal, which is no regular file"),
+    "a linked journal": (a_linked("*.journal"), r"0.journal \(Too many levels of symbolic links\)"),
+    "a linked piece": (a_linked("*.safetensors"), r"4096.safetensors' \(Too many levels of symbolic links\)"),
+    "a linked last piece": (a_linked("*.filling"), r"8192.filling' \(Too many levels of symbolic links\)"),
+    "a file": (a_file, r"expected a folder, given .*0\.journal, a file"),
+    "a path under a file": (under_a_file, r"0.journal.* \(Not a directory\)"),
+    "a long name": (lambda folder: folder / ("x" * 300), r"\(File name too long\)"),
+    "no name": (lambda folder: Path(), "the path of a folder, given ''"),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_odd_places_are_refused_by_name(kind: str, tmp_path: Path) -> None:
+    cache = opened(tmp_path / "a")
+    grow(cache, PIECE + 10)
+    del cache
+    gc.collect()
+    change, said = ODD[kind]
+    place = change(tmp_path / "a")
+    with pytest.raises(StoreError, match=said) as raised:
+        am.KVCache(None, **SIZES, folder="" if place == Path() else place)
+    assert "free space there, and append" not in str(raised.value)
+
+
+def test_an_error_that_is_kept_keeps_no_lock(tmp_path: Path) -> None:
+    grow(opened(tmp_path), 9)
+    (journal,) = tmp_path.glob("1-*/*.journal")
+    content = journal.read_bytes()
+    flip(journal, -1)
+    with pytest.raises(StoreError, match="damage at byte") as kept:
+        opened(tmp_path)
+    journal.write_bytes(content)
+    assert equal(opened(tmp_path), in_memory(9))
+    assert kept.value.__traceback__ is not None
+
+
+def test_a_folder_that_goes_under_a_cache_is_named(tmp_path: Path) -> None:
+    cache = opened(tmp_path / "a")
+    grow(cache, 30)
+    shutil.rmtree(tmp_path / "a")
+    for change in (lambda: grow(cache, 1), lambda: grow(cache, 50), lambda: cache.truncate(3)):
+        with pytest.raises(StoreError, match=r"/a/1-.*' \(No such file or directory\). Fix: call cache.fork"):
+            change()
+    assert equal(cache, in_memory(30))
+    cache.fork().save(tmp_path / "b")
+    assert equal(am.KVCache.load(tmp_path / "b", None), in_memory(30))
+
+
+def test_a_reader_beside_a_writer_reads_a_whole_state(tmp_path: Path) -> None:
+    cache, twin = opened(tmp_path), in_memory(300)
+    grow(cache, 300)
+    original, writes = checkpoint.FillingFile, iter(range(2))
+
+    def beside(*arguments: Any) -> Any:
+        if next(writes, None) is not None:
+            cache.truncate(100), twin.truncate(100)
+            k, v = rows(100, 300)
+            cache.append(k + 1, v), twin.append(k + 1, v)
+        return original(*arguments)
+
+    with patch.object(checkpoint, "FillingFile", beside):
+        assert equal(am.KVCache.load(tmp_path, None), twin)
+
+
+def test_a_reader_of_a_folder_that_never_rests_says_so(tmp_path: Path) -> None:
+    cache, original, numbers = opened(tmp_path), checkpoint.FillingFile, count(1)
+    grow(cache, 300)
+
+    def beside(*arguments: Any) -> Any:
+        cache.truncate(100)
+        k, v = rows(100, 300)
+        cache.append(k + next(numbers), v)
+        return original(*arguments)
+
+    with (
+        patch.object(checkpoint, "FillingFile", beside),
+        pytest.raises(StoreError, match="expected a folder at rest, given"),
+    ):
+        am.KVCache.load(tmp_path, None)
+
+
+def test_a_thread_that_writes_is_no_damage(tmp_path: Path) -> None:
+    cache, ends = opened(tmp_path), threading.Event()
+    grow(cache, 200)
+
+    def write() -> None:
+        while not ends.is_set():
+            grow(cache, 1)
+            if cache.length > 260:
+                cache.truncate(200)
+            time.sleep(0.002)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(5):
+            loaded = am.KVCache.load(tmp_path, None)
+            assert equal(loaded, in_memory(loaded.length))
+    finally:
+        ends.set()
+        writer.join()
