@@ -6,7 +6,19 @@ from typing import Any
 
 from attnmesh.serve.chat import Check, Encoded, encode_chat
 from attnmesh.serve.refused import Refused
-from attnmesh.serve.schema import CHAT, SAMPLING, Only, Schema, Served, is_list_of, is_name, is_text, read_fields, shown
+from attnmesh.serve.schema import (
+    CHAT,
+    REQUIRED,
+    SAMPLING,
+    Only,
+    Schema,
+    Served,
+    is_list_of,
+    is_name,
+    is_text,
+    read_fields,
+    shown,
+)
 
 
 def is_input(value: Any) -> bool:
@@ -24,11 +36,14 @@ def is_text_format(value: Any) -> bool:
     return isinstance(value, dict) and value.keys() <= {"format", "verbosity"} and value.get("verbosity") is None
 
 
-REFUSED = ("background", "conversation", "prompt", "max_tool_calls", "context_management", "moderation")
-"""Fields that are refused whatever their value, or unless it is false."""
+REFUSED = (
+    *("access_programs", "background_options", "context_management", "conversation", "image", "max_tool_calls"),
+    *("moderation", "prompt", "prompt_cache_options", "prompt_cache_retention"),
+)
+"""Fields that are refused whatever their value."""
 
 RESPONSES: Schema = {
-    "input": Served(is_input, "text, or a list of items", None, "messages, calls, their outputs, and reasoning"),
+    "input": Served(is_input, "text, or a list of items", REQUIRED, "messages, calls, their outputs, and reasoning"),
     "instructions": Served(is_text, "text", None, "a message of role system before the input"),
     **{name: SAMPLING[name] for name in SAMPLING if name not in ("n", "stop", "stream_options", "logit_bias")},
     "max_output_tokens": CHAT["max_completion_tokens"],
@@ -57,7 +72,8 @@ RESPONSES: Schema = {
         "{include_obfuscation: false}",
         None,
     ),
-    **{name: Only((False,)) if name == "background" else Only() for name in REFUSED},
+    "background": Only((False,)),
+    **dict.fromkeys(REFUSED, Only()),
 }
 """Fields of /v1/responses."""
 
@@ -127,8 +143,6 @@ def messages_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     if fields["instructions"]:
         messages.append({"role": "system", "content": fields["instructions"]})
     given = fields["input"]
-    if given is None:
-        raise Refused(400, "input: expected text, or a list of items, given none", "input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     for message in (one for i, item in enumerate(items) for one in _message(f"input[{i}]", item)):
         last = messages[-1] if messages else {}

@@ -47,7 +47,7 @@ def check_tools(tools: list[dict[str, Any]]) -> None:
         if parameters is not None:
             if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
                 _fail(f"{field}.function.parameters", "a schema of type object", parameters)
-            check_schema(f"{field}.function.parameters", parameters, DEPTH)
+            check_schema(f"{field}.function.parameters", parameters)
         for place, text in _texts(function, f"{field}.function"):
             characters += len(text)
             if characters > MAX_CHARACTERS:
@@ -64,7 +64,7 @@ def _fail(field: str, expected: str, given: Any) -> NoReturn:
     raise Refused(400, f"{field}: expected {expected}, given {shown(given)}", field)
 
 
-def check_schema(field: str, schema: Any, depth: int) -> None:
+def check_schema(field: str, schema: Any, depth: int = DEPTH) -> None:
     """Raise unless a value is a schema, as far as chat templates read it."""
     if isinstance(schema, bool):
         return
