@@ -9,6 +9,7 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -33,7 +34,9 @@ from tests.support import families
 from tests.support.fake_engine import ThreadWorld, byte_tokenizer
 from tests.support.served import NAME, Served, chat, served
 
-END = 256
+END, BYTES = 256, byte_tokenizer()
+SIGNS = {id: BYTES.decode([id]) for id in range(256)} | {END: "END"}
+FORMATS_OF_TEXT = jsonschema.Draft202012Validator.FORMAT_CHECKER
 SEEDS = range(30)
 
 WEATHER: dict[str, Any] = {
@@ -103,14 +106,14 @@ def is_valid(text: str, schema: Any) -> bool:
 
 @pytest.fixture(scope="module")
 def tokens() -> Iterator[GrammarTokens]:
-    made = GrammarTokens(byte_tokenizer())
+    made = GrammarTokens(BYTES)
     yield made
     made.close()
 
 
 @pytest.fixture(scope="module")
 def engine(tokens: GrammarTokens) -> Iterator[Engine]:
-    model = families.model("llama", "attnmesh", vocab_size=len(byte_tokenizer()), initializer_range=0.1)
+    model = families.model("llama", "attnmesh", vocab_size=len(BYTES), initializer_range=0.1)
     made = Engine(model, None, max_rows=16, max_queue=2000, tokens_end=[END], grammars=tokens)
     thread = threading.Thread(target=made.run)
     thread.start()
@@ -120,7 +123,11 @@ def engine(tokens: GrammarTokens) -> Iterator[Engine]:
 
 
 def text_of(stream: Stream) -> str:
-    return str(byte_tokenizer().decode([token.id for token in stream], skip_special_tokens=True))
+    return str(BYTES.decode([token.id for token in stream], skip_special_tokens=True))
+
+
+NO_LINES = {BYTES("\n")["input_ids"][0]: -100}
+"""A bias against new lines, whose indents make answers of random weights long."""
 
 
 def answers_follow(engine: Engine, seeds: range) -> None:
@@ -128,7 +135,8 @@ def answers_follow(engine: Engine, seeds: range) -> None:
     for seed in seeds:
         schema = random_schema(Random(seed))
         grammar = Grammar(Rules({}).alone(schema))
-        found.append((schema, engine.submit([5, 6], max_new_tokens=1500, temperature=1, seed=seed, grammar=grammar)))
+        options: dict[str, Any] = {"max_new_tokens": 1500, "temperature": 1, "seed": seed, "logit_bias": NO_LINES}
+        found.append((schema, engine.submit([5, 6], grammar=grammar, **options)))
     for schema, stream in found:
         text = text_of(stream)
         assert stream.finish_reason == "stop", (schema, text)
@@ -143,7 +151,7 @@ def test_answers_of_random_weights_follow_random_schemas(engine: Engine) -> None
 def test_random_tokens_follow_a_thousand_schemas(tokens: GrammarTokens) -> None:
     for seed in range(1000, 2000):
         schema = random_schema(Random(seed))
-        text = walk(tokens, Grammar(Rules({}).alone(schema)), byte_tokenizer(), Random(seed))
+        text = walk(tokens, Grammar(Rules({}).alone(schema)), BYTES, Random(seed))
         assert is_valid(text, schema)
 
 
@@ -152,30 +160,29 @@ def test_random_tokens_follow_a_thousand_schemas(tokens: GrammarTokens) -> None:
 
 def allowed(state: GrammarState) -> set[str]:
     """Return the tokens that may come next, the end as a dollar."""
-    ids = state.mask().allowed.nonzero().flatten().tolist()
-    return {"$" if id == END else byte_tokenizer().decode([id]) for id in ids}
+    return {SIGNS[id] for id in state.mask().allowed.nonzero().flatten().tolist()}
 
 
 def ids_of(text: str) -> list[int]:
-    return list(byte_tokenizer()(text)["input_ids"])
+    return list(BYTES(text)["input_ids"])
 
 
 def test_ends_are_allowed_once_the_grammar_is_whole(tokens: GrammarTokens) -> None:
     state = tokens.begin(Grammar('start: "ab" "c"?'), [END])
     assert allowed(state) == {"a"}
-    for sign, more in (("a", {"b"}), ("b", {"c", "$"}), ("c", {"$"})):
+    for sign, more in (("a", {"b"}), ("b", {"c", "END"}), ("c", {"END"})):
         state.advance(*ids_of(sign))
         assert allowed(state) == more
     assert state.mask().is_whole
-    assert allowed(tokens.begin(Grammar('start: "ab" "c"?'), [END], ids_of("ab"))) == {"c", "$"}
+    assert allowed(tokens.begin(Grammar('start: "ab" "c"?'), [END], ids_of("ab"))) == {"c", "END"}
 
 
 def test_a_grammar_begins_after_a_thought(tokens: GrammarTokens) -> None:
     grammar = Grammar('start: "<b>"', thought_begin=tuple(ids_of("<t>")), thought_end=tuple(ids_of("</t>")))
-    everything = {byte_tokenizer().decode([id]) for id in range(256)}
+    everything = {*SIGNS.values()} - {"END"}
     state = tokens.begin(grammar, [END])
     steps = [("<", {"t", "b"}), ("t", {">"}), (">", everything), ("x", everything), ("<", everything)]
-    steps += [("/", everything), ("t", everything), (">", {"<"}), ("<", {"b"}), ("b", {">"}), (">", {"$"})]
+    steps += [("/", everything), ("t", everything), (">", {"<"}), ("<", {"b"}), ("b", {">"}), (">", {"END"})]
     assert allowed(state) == {"<"}
     for place, (sign, more) in enumerate(steps, 1):
         state.advance(*ids_of(sign))
@@ -229,7 +236,7 @@ def test_biases_penalties_and_cuts_leave_a_grammar(engine: Engine) -> None:
         options |= {"max_new_tokens": 40, "temperature": 1, "seed": seed, "logprobs": 3}
         stream = engine.submit([5, 6], grammar=grammar, **options)
         drawn = [*stream]
-        assert byte_tokenizer().decode([token.id for token in drawn]) == "7" * 12
+        assert BYTES.decode([token.id for token in drawn]) == "7" * 12
         assert all(len(token.top) == 3 and token.logprob is not None for token in drawn)
     top = {id for token in drawn for id, _ in token.top}
     assert not top <= {*ids_of("0123456789")}, "log-probabilities are the model's, before masks"
@@ -293,9 +300,9 @@ def grammars_of(tokenizer: Any, name: str = "auto") -> Iterator[tuple[Grammars, 
 
 
 def walk(tokens: GrammarTokens, grammar: Grammar, tokenizer: Any, draw: Random) -> str:
-    """Return the text of random tokens that a grammar allows."""
+    """Return the text of random tokens that a grammar allows, without a thought."""
     end, ids = tokenizer.eos_token_id, list[int]()
-    state = tokens.begin(grammar, [end])
+    state = tokens.begin(replace(grammar, thought_begin=()), [end])
     while not (mask := state.mask()).is_whole:
         id = draw.choice(mask.allowed.nonzero().flatten().tolist())
         if id == end:
@@ -374,7 +381,7 @@ def test_thoughts_are_free(end: str, is_thinking: bool, may_think: bool) -> None
         grammar = grammar_of(made, end, response_format={"type": "json_object"})
         assert (grammar.is_thinking, bool(grammar.thought_begin)) == (is_thinking, may_think)
         first = allowed(tokens.begin(grammar, [END]))
-        assert ("{" in first, "<" in first, "$" in first) == (True, is_thinking or may_think, False)
+        assert ("{" in first, "<" in first, "END" in first) == (True, is_thinking or may_think, False)
         thought = "" if is_thinking else "<think>"
         if is_thinking or may_think:
             state = tokens.begin(grammar, [END], ids_of(f"{thought}Hm {{</think>\n\n"))
@@ -416,7 +423,8 @@ def client(running: Served) -> Iterator[openai.OpenAI]:
 
 
 def ask(client: openai.OpenAI, **fields: Any) -> Any:
-    fields = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 500, "seed": 4} | fields
+    fields = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1000, "seed": 4} | fields
+    fields["logit_bias"] = {str(id): bias for id, bias in NO_LINES.items()} | fields.get("logit_bias", {})
     return client.chat.completions.create(model=NAME, **fields)
 
 

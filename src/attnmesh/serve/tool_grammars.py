@@ -8,7 +8,7 @@ from typing import Any
 
 from attnmesh.serve.refused import Refused
 
-SPACE = r"(?: |\n[ \t]{0,64})"
+SPACE = r"(?: |\n[ \t]{0,32})"
 """Space within JSON: one, or a line with its indent. More of it would let an answer go on without saying anything."""
 
 TEXT = "(?s:.*)"
@@ -250,9 +250,7 @@ class Rules:
         part = "begin" if shape.begin else "call"
         rest = replace(shape, **{part: getattr(shape, part)[len(mark) :]})
         calls = self.calls(rest, tools, several=several and part == "begin")
-        head = self.text(mark) if mark in self.special else self.add(f"/{TEXT}/ {literal(mark)}", "[lazy]")
-        before = f"/{TEXT}/ " if mark in self.special else ""
-        return self.add(f"({before}{head} {calls}){'*' if several else '?'} /{TEXT}/")
+        return self.add(f"({self.until(mark)} {calls}){'*' if several else '?'} /{TEXT}/")
 
 
 def literal(text: str) -> str:

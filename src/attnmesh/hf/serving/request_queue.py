@@ -33,8 +33,8 @@ TURN = 3
 LOOK = 8
 """Requests of the queue that may begin before those that wait for a prefix."""
 
-MASK_SHARE, LEAST_WAIT = 0.05, 0.001
-"""Share of a step, and seconds, that all rows wait for masks of grammars that are not made."""
+MASK_SHARE, LEAST_WAIT, LATE = 0.05, 0.001, 0.01
+"""Share of a step, or seconds, that all rows wait for masks of grammars; and seconds if none can go on without."""
 
 MOVING = 0.3
 """Weight of the last measurement in a mean."""
@@ -155,9 +155,11 @@ class RequestQueue:
                 self.rows.append(stream)
 
     def _draw_held(self) -> None:
-        """Draw the next token of rows whose masks have come late."""
-        for stream in [stream for stream in self.rows if stream.held is not None]:
-            if self._add(stream, stream.held):
+        """Draw the next token of rows whose masks have come late, and wait for one if there is nothing else to do."""
+        held = [stream for stream in self.rows if stream.held is not None]
+        alone = len(held) == len(self.rows) and not self.filling and not self.waiting
+        for stream in held:
+            if self._add(stream, stream.held, LATE if alone else 0.0):
                 self.rows.remove(stream)
 
     def _find_cause(self, rows: list[Stream], error: InputError) -> None:
