@@ -12,7 +12,7 @@ import torch
 
 from attnmesh import hf
 from attnmesh.hf.load import locate, open_model, open_tokenizer
-from attnmesh.hf.serving.grammar_masks import GrammarState, Mask
+from attnmesh.hf.serving.grammar_masks import GrammarState, TokenMask
 from attnmesh.hf.serving.stream import Stream
 from attnmesh.serve.tool_formats import FORMATS
 from attnmesh.serve.tool_grammars import Rules, find_shape
@@ -71,7 +71,7 @@ class TimedState(GrammarState):
         self.seconds = list[float]()
         super().__init__(*arguments)
 
-    def _step(self, token: int) -> Mask:
+    def _step(self, token: int) -> TokenMask:
         start = thread_time()
         mask = super()._step(token)
         self.seconds.append(thread_time() - start)

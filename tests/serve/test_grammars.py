@@ -19,7 +19,7 @@ import pytest
 
 from attnmesh.errors import GrammarError
 from attnmesh.hf.serving.engine import Engine
-from attnmesh.hf.serving.grammar_masks import Grammar, GrammarState, GrammarTokens, Mask
+from attnmesh.hf.serving.grammar_masks import Grammar, GrammarState, GrammarTokens, TokenMask
 from attnmesh.hf.serving.stream import Stream
 from attnmesh.serve import grammars
 from attnmesh.serve.answer_parts import AnswerFormats, find_formats
@@ -203,7 +203,7 @@ def test_a_grammar_that_asks_too_much_ends_its_answer_alone(engine: Engine) -> N
 def test_no_row_waits_for_the_mask_of_another(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     made, free, slow = GrammarState._mask, threading.Event(), Grammar("start: /[a-z]{10}/", "slow")
 
-    def masked(state: GrammarState) -> Mask:
+    def masked(state: GrammarState) -> TokenMask:
         if state.grammar is slow:
             assert free.wait(60)
         return made(state)

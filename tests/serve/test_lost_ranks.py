@@ -51,10 +51,11 @@ CALLED: dict[str, Any] = {
     ],
     "tool_choice": "required",
     "parallel_tool_calls": False,
-    "max_tokens": 300,
+    "max_tokens": 400,
     "seed": 5,
+    "logit_bias": {str(byte_tokenizer()("\n")["input_ids"][0]): -100},
 }
-"""A call that a grammar makes whole."""
+"""A call that a grammar makes whole, without lines and their indents."""
 
 
 def call_of(running: Served, into: list[str]) -> None:

@@ -44,7 +44,7 @@ class Grammar:
     """The prompt has begun a thought."""
 
 
-class Mask(NamedTuple):
+class TokenMask(NamedTuple):
     """The tokens that may come next, (tokens,), and whether the answer is whole and nothing may follow."""
 
     allowed: Tensor
@@ -112,7 +112,7 @@ class GrammarState:
         """The tokens so far are no beginning of the grammar, but that of a thought."""
         for token in replay:
             self._take(token)
-        self._next: Future[Mask] = tokens.pool.submit(self._mask)
+        self._next: Future[TokenMask] = tokens.pool.submit(self._mask)
 
     def advance(self, token: int) -> None:
         """Take a token of the answer, and make the next mask in a thread."""
@@ -122,11 +122,11 @@ class GrammarState:
         """Return whether the next mask is made, after so many seconds at most."""
         return self._next.done() or bool(wait_for((self._next,), seconds).done)
 
-    def mask(self) -> Mask:
+    def mask(self) -> TokenMask:
         """Return the next mask, or raise if it takes too much work."""
         return self._next.result()
 
-    def _step(self, token: int) -> Mask:
+    def _step(self, token: int) -> TokenMask:
         self._take(token)
         return self._mask()
 
@@ -149,12 +149,12 @@ class GrammarState:
         self.matcher.consume_token(token)
         self._check("an answer that follows it")
 
-    def _mask(self) -> Mask:
+    def _mask(self) -> TokenMask:
         size = self.tokens.tokens.vocab_size
         if self.is_thinking:
             allowed = torch.ones(size, dtype=torch.bool)
             allowed[self._within(size)] = False
-            return Mask(allowed, False)
+            return TokenMask(allowed, False)
         if self.is_off:
             allowed, is_whole = torch.zeros(size, dtype=torch.bool), False
         else:
@@ -165,7 +165,7 @@ class GrammarState:
             allowed[self._within(size)] = self.matcher.is_accepting()
         if self.begun is not None:
             allowed[self.grammar.thought_begin[self.begun]] = True
-        return Mask(allowed, is_whole)
+        return TokenMask(allowed, is_whole)
 
     def _within(self, size: int) -> list[int]:
         return [token for token in self.ends if token < size]
