@@ -326,6 +326,29 @@ def bench_rows(
     return [tables.requests_table(rows, ranks), verdict]
 
 
+MASKS_EXPLAINED = """\
+One request at a time, greedy, on one process. A mask is the work of its thread after a token: to follow the token in
+the grammar, and to find the tokens that may come next. It runs beside the model's step that computes the next logits.
+"First" is the time to make a grammar and its first mask. A gap is the time between two tokens of the answer."""
+
+
+@bench_command(app, "masks", "Masks of grammars beside steps of a model.", MASKS_EXPLAINED)
+def bench_masks(
+    run: Bench,
+    model: Annotated[str, typer.Option(help="A folder, a GGUF file, a name on the hub, or smollm2.")] = "smollm2",
+    tokens: Annotated[int, typer.Option(min=8, help="Tokens of each answer at most.")] = 96,
+    rounds: Annotated[int, typer.Option(min=2, help="Answers of each case.")] = 5,
+) -> list[Table]:
+    """What share of a step does a mask take, and do answers come slower with one? (1 minute)."""
+    from benchmarks import masks as masks_bench
+
+    run.step("reading the model")
+    add = run.table("rows")
+    for row in masks_bench.rows(model, tokens, rounds):
+        add(row)
+    return [pairs("this machine", machine()), tables.masks_table(run.tables["rows"])]
+
+
 UNEQUAL_EXPLAINED = """\
 Times are those of a step on rank 0, medians with quartiles; even shares and "auto" take turns. Rank 1 is in a control
 group of Linux, and each rank has a core of its own. Rates are measured between the steps, while both ranks read. The

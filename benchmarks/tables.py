@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         folder,
         kernel,
         latent,
+        masks,
         model,
         packed,
         plan,
@@ -133,6 +134,16 @@ def requests_table(rows: "list[requests.Row]", ranks: int) -> Table:
         (together, alone), (own, other) = row.rates, row.cpu
         rates = (f"{together:.1f}", f"{alone:.1f}", f"{together / alone:.2f}", f"{other / own:.2f}")
         table.add_row(str(row.requests), row.together.in_two_lines, row.alone.in_two_lines, *rates)
+    return table
+
+
+def masks_table(rows: "list[masks.MaskRow]") -> Table:
+    """Return the times of masks, and the gaps of answers with grammars and without."""
+    figures = ("first\nms", "mask\nms", "of a step\n%", "gap\nms", "gap without\nms")
+    table = titled("masks of grammars", "grammar", figures=figures)
+    for row in rows:
+        times = row.first.in_two_lines, row.mask.in_two_lines, f"{100 * row.share:.1f}"
+        table.add_row(row.case, *times, row.gap.in_two_lines, row.step.in_two_lines)
     return table
 
 

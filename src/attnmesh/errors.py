@@ -85,6 +85,10 @@ class TooLong(InputError):
     """Raised when a prompt and its answer can never fit an engine."""
 
 
+class GrammarError(InputError):
+    """Raised when a grammar is not possible, or takes too much work."""
+
+
 class StoreError(InputError):
     """Raised when files are damaged, or are not those of a cache."""
 

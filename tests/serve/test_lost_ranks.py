@@ -33,28 +33,73 @@ def text_of(running: Served, into: list[str], tokens: int = NEW) -> None:
     into.append(said["choices"][0]["text"] if code == 200 else str(said))
 
 
-@pytest.mark.long
-def test_ranks_that_share_layers_are_lost_while_they_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+CALLED: dict[str, Any] = {
+    "model": NAME,
+    "messages": [{"role": "user", "content": "Go on"}],
+    "tools": [
+        {
+            "type": "function",
+            "function": {
+                "name": "sum",
+                "parameters": {
+                    "type": "object",
+                    "properties": {"of": {"type": "string", "pattern": "^[a-z]{90,100}$"}, "to": {"enum": ["a", "b"]}},
+                    "required": ["of", "to"],
+                },
+            },
+        }
+    ],
+    "tool_choice": "required",
+    "parallel_tool_calls": False,
+    "max_tokens": 400,
+    "seed": 5,
+    "logit_bias": {str(byte_tokenizer()("\n")["input_ids"][0]): -100},
+}
+"""A call that a grammar makes whole, without lines and their indents."""
+
+
+def call_of(running: Served, into: list[str]) -> None:
+    code, said = running.ask("/v1/chat/completions", CALLED)
+    calls = said["choices"][0]["message"]["tool_calls"] if code == 200 else []
+    into.append(str(json.loads(calls[0]["function"]["arguments"])) if calls else str(said))
+
+
+ENDS = [(0, SIGSTOP), (1, SIGSTOP), (0, SIGKILL), (1, SIGKILL)]
+
+
+@pytest.mark.parametrize("ends", [ENDS[-1:], pytest.param(ENDS, marks=pytest.mark.long)], ids=["one", "each"])
+def test_ranks_that_share_layers_are_lost_while_they_answer(
+    ends: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that is killed is lost at once, one that is stopped after the deadline."""
     monkeypatch.setattr(supervisor, "LONGEST_PAUSE", 0.0)
     found = find_model(save_tiny(tmp_path, hidden_size=288), 2, MeshOptions("keys=2"), Status(""))
     options = {"max_rows": 4, "max_queue": 16, "max_model_len": 1024}
     settings = ServeSettings(found.for_ranks, "auto", "shared", 1.0, options)
-    with served(LocalRanks(2, settings), tokenizer=found.tokenizer, max_restarts=50, deadline=1.0) as one:
+    options = {"tokenizer": found.tokenizer, "tool_format": "hermes", "max_restarts": 50, "deadline": 1.0}
+    with served(LocalRanks(2, settings), **options) as one:
         undisturbed, texts, lines = list[str](), list[str](), list[str]()
+        called, calls = list[str](), list[str]()
         one.front.log = lines.append
         text_of(one, undisturbed, MANY)
-        for rank, number in ((0, SIGSTOP), (1, SIGSTOP), (0, SIGKILL), (1, SIGKILL)):
+        call_of(one, called)
+        for rank, number in ends:
             answering = threading.Thread(target=text_of, args=(one, texts, MANY))
+            calling = threading.Thread(target=call_of, args=(one, calls))
             tokens = one.figure("attnmesh_tokens_total")
+            calling.start()
+            until(lambda tokens=tokens: one.figure("attnmesh_tokens_total") > tokens + 40)  # within its arguments
             answering.start()
-            until(lambda tokens=tokens: one.figure("attnmesh_tokens_total") > tokens)
+            until(lambda: len(one.front.open) == 2)
             os.kill(one.children.alive()[rank].pid or 0, number)
             until(lambda: one.ask("/health")[0] == 503)
             until(lambda: one.ask("/health")[0] == 200)
             answering.join()
-    assert texts == undisturbed * 4
-    assert sum("restart" in line for line in lines) >= 4, lines
+            calling.join()
+    assert texts == undisturbed * len(ends)
+    assert "'to'" in called[0], called
+    assert calls == called * len(ends)
+    assert sum("restart" in line for line in lines) >= len(ends), lines
 
 
 class Stalled(ThreadWorld):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from attnmesh.serve.chat import encode_chat, encode_text, template_message
 from attnmesh.serve.refused import Refused
+from attnmesh.serve.responses import RESPONSES
 from attnmesh.serve.schema import CHAT, COMPLETION, Only, Schema, read_fields, table
 from tests.support.fake_engine import byte_tokenizer, sentencepiece_tokenizer
 
@@ -16,8 +17,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 LEAST: dict[str, dict[str, Any]] = {
     "chat": {"model": "m", "messages": [{"role": "user", "content": "Hi"}]},
     "completion": {"model": "m", "prompt": "Hi"},
+    "responses": {"model": "m", "input": "Hi"},
 }
-SCHEMAS = {"chat": CHAT, "completion": COMPLETION}
+SCHEMAS = {"chat": CHAT, "completion": COMPLETION, "responses": RESPONSES}
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
@@ -33,8 +35,11 @@ def test_the_table_in_the_documentation_is_that_of_the_schema(kind: str) -> None
 def test_each_field_of_openai_is_in_the_schemas() -> None:
     chats = pytest.importorskip("openai.types.chat.completion_create_params")
     texts = pytest.importorskip("openai.types.completion_create_params")
+    items = pytest.importorskip("openai.types.responses.response_create_params")
     ours = {"stream", "top_k", "min_p", "repetition_penalty", "cache_salt"}
     assert CHAT.keys() == chats.CompletionCreateParamsBase.__annotations__.keys() | ours | {"chat_template_kwargs"}
+    more = {"seed", "frequency_penalty", "presence_penalty", "chat_template_kwargs"}
+    assert RESPONSES.keys() == items.ResponseCreateParamsBase.__annotations__.keys() | ours | more
     assert COMPLETION.keys() == texts.CompletionCreateParamsBase.__annotations__.keys() | ours
 
 
@@ -77,7 +82,8 @@ INVALID: dict[str, list[Any]] = {
     "logprobs": [1, "true"],
     "top_logprobs": [-1, 21, True],
     "tools": [{}, ["x"]],
-    "tool_choice": ["required", {"type": "function"}],
+    "tool_choice": ["any", {"type": "function"}, {"type": "function", "function": {"name": ""}}],
+    "response_format": ["json_object", {"type": "json_schema"}, {"type": "json_object", "x": 1}],
     "user": [1, "\udfff"],
     "frequency_penalty": [-2.1, "1", True],
     "logit_bias": [[], {"the": 1}, {"1": 101}, {"1": "1"}, {"-1": 1}, {str(i): 1 for i in range(1025)}],

@@ -178,7 +178,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
         [parameters(x={"enum": ["\ud800"]})],
         "tools[0].function.parameters.properties.x.enum[0]",
     ),
-    "strict": ([function(strict=True)], "tools[0].function.strict"),
+    "strict": ([function(strict="yes")], "tools[0].function.strict"),
     "parameters": ([function(parameters=[])], "tools[0].function.parameters"),
     "another type": ([function(parameters={"type": "array"})], "tools[0].function.parameters"),
     "properties": ([function(parameters={"properties": []})], "tools[0].function.parameters.properties"),

@@ -105,7 +105,7 @@ class FakeEngine:
         self.error: BaseException | None = None
 
     def submit(self, ids: list[int], *, replay: list[int] | None = None, **options: Any) -> Stream:
-        assert options.keys() == {*SAMPLED, "logit_bias", "max_new_tokens", "seed", "logprobs", "salt"}
+        assert options.keys() - {"grammar"} == {*SAMPLED, "logit_bias", "max_new_tokens", "seed", "logprobs", "salt"}
         if len(ids) + options["max_new_tokens"] > LONGEST:
             raise TooLong("prompt", f"at most {LONGEST} tokens", str(len(ids)), "shorten it")
         with self.lock:

@@ -13,8 +13,10 @@ from attnmesh.cli.generate_prompt import Prepared
 from attnmesh.cli.output import print_message
 from attnmesh.cli.rank_model import load_model
 from attnmesh.comm.failures import set_deadline
-from attnmesh.hf.load import pinned, tokenizer_text
+from attnmesh.errors import GrammarError
+from attnmesh.hf.load import open_tokenizer, pinned, tokenizer_text
 from attnmesh.hf.models import rope_switches
+from attnmesh.hf.serving.grammar_masks import has_grammars
 from attnmesh.serve.rank_requests import serve_rank_0
 from attnmesh.store.block_folder import FolderLock, check_private
 
@@ -45,6 +47,16 @@ def lock_for_server(folder: Path) -> FolderLock:
     return FolderLock(check_private(folder), "server")
 
 
+def read_grammars(path: str) -> hf.GrammarTokens | None:
+    """Return what follows grammars of answers; None if the front refuses them, too."""
+    if not has_grammars():
+        return None
+    try:
+        return hf.GrammarTokens(open_tokenizer(path))
+    except GrammarError:
+        return None
+
+
 def serve_rank(settings: ServeSettings, address: str) -> None:
     """Serve as one of several ranks; rank 0 connects to the front at the address, and says what it does."""
     set_deadline(max(settings.deadline, LOADING))
@@ -53,7 +65,8 @@ def serve_rank(settings: ServeSettings, address: str) -> None:
         print_message("loading weights")
     reproducible = bool(settings.engine.get("reproducible"))
     model, mesh, weights = load_model(settings.model, settings.dtype, settings.weights, reproducible=reproducible)
-    engine = hf.Engine(model, mesh, output=settings.model.mesh.output, **settings.engine)
+    grammars = read_grammars(settings.model.path) if first else None
+    engine = hf.Engine(model, mesh, grammars=grammars, output=settings.model.mesh.output, **settings.engine)
     set_deadline(settings.deadline)
     if first:
         print_message(f"weights loaded in {perf_counter() - start:.1f} s, layers {weights}")

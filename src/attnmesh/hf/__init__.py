@@ -19,6 +19,8 @@ from attnmesh.hf.models import NAME
 from attnmesh.hf.prefill import prefill as prefill
 from attnmesh.hf.recurrent.prepare_recurrent import restore as restore
 from attnmesh.hf.serving.engine import Engine as Engine
+from attnmesh.hf.serving.grammar_masks import Grammar as Grammar
+from attnmesh.hf.serving.grammar_masks import GrammarTokens as GrammarTokens
 from attnmesh.hf.serving.prefix_store import PrefixStore as PrefixStore
 from attnmesh.hf.serving.row_pass import decode_rows as decode_rows
 from attnmesh.hf.shards import Shards as Shards

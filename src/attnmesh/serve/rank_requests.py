@@ -4,8 +4,19 @@ import threading
 from itertools import chain
 from typing import Any
 
-from attnmesh.errors import Busy, DeviceError, InputError, KernelError, MeshError, ModelError, TooLong, UnforeseenError
+from attnmesh.errors import (
+    Busy,
+    DeviceError,
+    GrammarError,
+    InputError,
+    KernelError,
+    MeshError,
+    ModelError,
+    TooLong,
+    UnforeseenError,
+)
 from attnmesh.hf.serving.engine import Engine
+from attnmesh.hf.serving.grammar_masks import Grammar
 from attnmesh.hf.serving.stream import Stream
 from attnmesh.serve.rank_socket import RankSocket, packed
 
@@ -72,6 +83,8 @@ class RankRequests:
     def submit(self, number: int, ids: list[int], options: dict[str, Any], sent: list[int] | None) -> None:
         """Queue a request; one that another world had accepted goes on after the tokens sent."""
         try:
+            if (grammar := options.get("grammar")) is not None:
+                options = options | {"grammar": read_grammar(grammar)}
             stream = self.engine.submit(ids, replay=sent, **options)
         except Exception as error:
             self.refuse(number, error)
@@ -100,7 +113,7 @@ class RankRequests:
     def refuse(self, number: int, error: Exception, *, has_begun: bool = False) -> None:
         """Send the error of one request, which ends it alone. At one that ends the engine the front replays.
 
-        Once an answer has begun, only its length can be the client's fault.
+        Once an answer has begun, only its length and its grammar can be the client's fault.
         """
         if error is self.engine.error:
             return
@@ -109,6 +122,8 @@ class RankRequests:
                 self.send("refused", number, 429, str(error), None)
             case TooLong():
                 self.send("refused", number, 400, str(error), "context_length_exceeded")
+            case GrammarError():
+                self.send("refused", number, 400, str(error), None)
             case InputError() if not (has_begun or isinstance(error, OF_RANKS)):
                 self.send("refused", number, 400, str(error), None)
             case _:
@@ -118,6 +133,11 @@ class RankRequests:
         """Send the engine's figures from time to time."""
         while not self.done.wait(INTERVAL):
             self.send("metrics", self.engine.metrics())
+
+
+def read_grammar(fields: dict[str, Any]) -> Grammar:
+    """Return a grammar that came as JSON."""
+    return Grammar(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
 
 
 def finite(logprob: float | None) -> float | None:

@@ -35,8 +35,11 @@ from attnmesh.serve.chat import (
     offered_tools,
 )
 from attnmesh.serve.encoders import LONG, Encoders, too_long
+from attnmesh.serve.grammars import Grammars
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.reply import EventStream, Gone, Reply, while_there
+from attnmesh.serve.response_items import ResponseReply
+from attnmesh.serve.responses import RESPONSES, chat_fields, encode_response, naming_fields
 from attnmesh.serve.schema import CHAT, COMPLETION, DETOKENIZE, TOKENIZE, Schema, read_fields, shown
 from attnmesh.serve.spelling import Spelling
 from attnmesh.serve.supervisor import Supervisor
@@ -68,7 +71,7 @@ class App:
     ) -> None:
         self.front, self.names, self.limits, self.defaults = front, tuple(names), limits, defaults
         self.formats = find_formats(tokenizer, tool_format)
-        self.spelling = Spelling(tokenizer)
+        self.spelling, self.grammars = Spelling(tokenizer), Grammars(tokenizer, self.formats)
         self._bodies = Bodies(limits.max_body)
         self._encoders = Encoders(processor or tokenizer)  # copies: one decodes here meanwhile
         self._page = files("attnmesh.serve").joinpath("page.html").read_text()
@@ -79,6 +82,7 @@ class App:
         routes = [
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/responses", self.responses, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
             Route("/v1/models", self.models),
@@ -95,11 +99,13 @@ class App:
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
         """Start the ranks, and end them."""
         await self.front.start()
+        self.grammars.start()
         try:
             yield
         finally:
             await self.front.close()
             self._encoders.close()
+            self.grammars.close()
 
     async def refuse_unforeseen(self, _: HttpRequest, error: Exception) -> Response:
         """Return an error of the server's own, and log its kind and place: its text may hold parts of requests."""
@@ -112,13 +118,13 @@ class App:
     async def chat(self, http: HttpRequest) -> Response:
         """Answer messages."""
         fields, prompt = await self._read(http, CHAT, encode_chat)
-        new = fields["max_completion_tokens"] or fields["max_tokens"]
-        default = self.defaults.get("max_new_tokens", NEW_OF_CHAT)
-        top = (fields["top_logprobs"] or 0) if fields["logprobs"] else None
-        new = new or self._default_new(len(prompt.ids), default)
-        split, parallel = self.formats.parts(offered_tools(fields), prompt.end), fields["parallel_tool_calls"]
-        answers = Answers(self.spelling, self.names[0], True, top, split, parallel)
-        return await self._answer(http, fields, prompt, new, answers)
+        return await self._answer_chat(http, fields, prompt, Reply)
+
+    async def responses(self, http: HttpRequest) -> Response:
+        """Answer items."""
+        asked, prompt = await self._read(http, RESPONSES, encode_response)
+        with naming_fields():
+            return await self._answer_chat(http, chat_fields(asked), prompt, partial(ResponseReply, asked))
 
     async def completions(self, http: HttpRequest) -> Response:
         """Go on with a prompt."""
@@ -210,8 +216,27 @@ class App:
             raise Refused(400, f"logit_bias: expected token ids of 0 to {tokens - 1}, given {unknown[0]}", "logit_bias")
         return sorted(biases.items())
 
+    async def _answer_chat(
+        self, http: HttpRequest, fields: dict[str, Any], prompt: Encoded, make: Callable[..., Reply]
+    ) -> Response:
+        """Answer messages, which follow the grammar that is asked for."""
+        new = fields["max_completion_tokens"] or fields["max_tokens"]
+        new = new or self._default_new(len(prompt.ids), self.defaults.get("max_new_tokens", NEW_OF_CHAT))
+        top = (fields["top_logprobs"] or 0) if fields["logprobs"] else None
+        split, parallel = self.formats.parts(offered_tools(fields), prompt.end), fields["parallel_tool_calls"]
+        answers = Answers(self.spelling, self.names[0], True, top, split, parallel)
+        with self.front.room(fields["n"]):
+            grammar = await while_there(http.receive, self.grammars.of(fields, prompt.end))
+        return await self._answer(http, fields | {"grammar": grammar}, prompt, new, answers, make)
+
     async def _answer(
-        self, http: HttpRequest, fields: dict[str, Any], prompt: Encoded, new: int, answers: Answers
+        self,
+        http: HttpRequest,
+        fields: dict[str, Any],
+        prompt: Encoded,
+        new: int,
+        answers: Answers,
+        make: Callable[..., Reply] = Reply,
     ) -> Response:
         """Submit a request for each choice, and answer with their tokens."""
         longest = self.front.facts["max_model_len"]
@@ -224,10 +249,12 @@ class App:
         options = {name: fields[name] for name in SAMPLED} | {"logit_bias": self._biases(fields["logit_bias"])}
         options |= {"max_new_tokens": new, "logprobs": 0 if answers.top is None else max(1, answers.top)}
         options["salt"] = salt_of(http.scope["api_key"], fields["cache_salt"])
+        if (grammar := fields.get("grammar")) is not None:
+            options["grammar"] = grammar
         choices = [options | {"seed": (seed + index) % (1 << 63)} for index in range(fields["n"])]
         stop = fields["stop"] or []
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        reply = Reply(self.front, answers, prompt, choices, stops)
+        reply = make(self.front, answers, prompt, choices, stops)
         if fields["stream"]:
             await reply.while_there(http.receive, reply.accepted())
             return EventStream(reply, bool((fields["stream_options"] or {}).get("include_usage")))

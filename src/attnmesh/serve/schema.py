@@ -171,8 +171,36 @@ def is_stream_options(value: Any) -> bool:
     return known and all(is_flag(one) for one in value.values()) and value.get("include_obfuscation") is not True
 
 
-FORCED = 'none leaves tools out; "required" and a function by name need a grammar'
-"""Note of the choice of tools."""
+def is_tool_choice(value: Any) -> bool:
+    """Return whether a value says which tools are called."""
+    if not isinstance(value, dict):
+        return value in ("auto", "none", "required")
+    named = value.get("function")
+    is_named = isinstance(named, dict) and named.keys() == {"name"} and is_name(named["name"])
+    return is_named and value.keys() == {"type", "function"} and value["type"] == "function"
+
+
+def is_response_format(value: Any) -> bool:
+    """Return whether a value says what the content of an answer has to be.
+
+    >>> is_response_format({"type": "json_schema", "json_schema": {"name": "f", "schema": {}}})
+    True
+    """
+    if not isinstance(value, dict) or value.get("type") != "json_schema":
+        return value in ({"type": "text"}, {"type": "json_object"})
+    inner = value.get("json_schema")
+    if value.keys() != {"type", "json_schema"} or not isinstance(inner, dict):
+        return False
+    known = inner.keys() <= {"name", "description", "schema", "strict"} and is_name(inner.get("name"))
+    texts = inner.get("description") is None or is_text(inner["description"])
+    return known and texts and isinstance(inner.get("schema"), dict) and isinstance(inner.get("strict"), bool | None)
+
+
+FORMATS = 'type "text" or "json_object", or "json_schema" with json_schema of a name and a schema'
+"""What a response format may be."""
+
+CHOICES = '"auto", "none", "required", or {type: "function", function: {name}}'
+"""What a choice of tools may be."""
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 """How long a model may think."""
@@ -224,14 +252,14 @@ CHAT: Schema = {
     "tools": Served(
         is_list_of(dict, 0), "a list of functions", None, "the chat template shows them; calls come as tool_calls"
     ),
-    "tool_choice": Served(lambda value: value in ("auto", "none"), '"auto" or "none"', None, FORCED),
+    "tool_choice": Served(is_tool_choice, CHOICES, None, "none leaves tools out; a grammar forces calls"),
     "reasoning_effort": Served(
         lambda value: value in EFFORTS, " or ".join(EFFORTS), None, "where the chat template takes it"
     ),
     "chat_template_kwargs": Served(
         lambda value: isinstance(value, dict), "an object", None, f"values that the chat template takes; {NOT_OPENAI}"
     ),
-    "response_format": Only(({"type": "text"},)),
+    "response_format": Served(is_response_format, FORMATS, None, "a grammar holds the content to it"),
     "modalities": Only((["text"],)),
     "parallel_tool_calls": Served(is_flag, "true or false", True, "with false the first call ends the answer"),
     "service_tier": Only(("auto", "default")),

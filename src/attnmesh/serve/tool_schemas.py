@@ -41,13 +41,13 @@ def check_tools(tools: list[dict[str, Any]]) -> None:
         names.add(name)
         if description is not None and not is_text(description):
             _fail(f"{field}.function.description", "text in UTF-8", description)
-        if function.get("strict") not in (None, False):
-            _fail(f"{field}.function.strict", "false: a grammar is not served", function["strict"])
+        if not isinstance(function.get("strict"), bool | None):
+            _fail(f"{field}.function.strict", "true or false", function["strict"])
         parameters = function.get("parameters")
         if parameters is not None:
             if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
                 _fail(f"{field}.function.parameters", "a schema of type object", parameters)
-            _check_schema(f"{field}.function.parameters", parameters, DEPTH)
+            check_schema(f"{field}.function.parameters", parameters)
         for place, text in _texts(function, f"{field}.function"):
             characters += len(text)
             if characters > MAX_CHARACTERS:
@@ -64,7 +64,7 @@ def _fail(field: str, expected: str, given: Any) -> NoReturn:
     raise Refused(400, f"{field}: expected {expected}, given {shown(given)}", field)
 
 
-def _check_schema(field: str, schema: Any, depth: int) -> None:
+def check_schema(field: str, schema: Any, depth: int = DEPTH) -> None:
     """Raise unless a value is a schema, as far as chat templates read it."""
     if isinstance(schema, bool):
         return
@@ -79,7 +79,7 @@ def _check_schema(field: str, schema: Any, depth: int) -> None:
         if value is not None and (not isinstance(value, kind) or (keyword == "required" and not _are_names(value))):
             _fail(f"{field}.{keyword}", {"required": "a list of names", "enum": "a list"}.get(keyword, "text"), value)
     for place, inner in _inner(field, schema):
-        _check_schema(place, inner, depth - 1)
+        check_schema(place, inner, depth - 1)
 
 
 def _are_names(values: Any) -> bool:

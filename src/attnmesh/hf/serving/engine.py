@@ -12,11 +12,22 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from attnmesh.errors import ArgumentError, Busy, MeshError, ShapeError, TooLong, check_count, require, short
+from attnmesh.errors import (
+    ArgumentError,
+    Busy,
+    GrammarError,
+    MeshError,
+    ShapeError,
+    TooLong,
+    check_count,
+    require,
+    short,
+)
 from attnmesh.hf.images.inputs import OWN_PROCESSOR, image_inputs, unless_text, without_absent
 from attnmesh.hf.models import check_rope_switch, check_rows, rope_regime, unwrap
 from attnmesh.hf.options import agreement_with_peers
 from attnmesh.hf.serving.footprint import SHARE, never_fits
+from attnmesh.hf.serving.grammar_masks import Grammar, GrammarTokens
 from attnmesh.hf.serving.plan_exchange import PlanExchange, can_be_sent
 from attnmesh.hf.serving.prefix_store import PrefixStore
 from attnmesh.hf.serving.rank_worker import RankWorker
@@ -56,6 +67,7 @@ class Engine:
         max_model_len: Tokens of a prompt and its answer; the model's context by default.
         tokens_end: Tokens that end an answer; the model's by default. They are not among its tokens.
         store: Where prefixes are kept when their caches go, also for engines that come later; None for nowhere.
+        grammars: The model's tokens, by which rank 0 follows grammars; None if no request has one, and on other ranks.
         cache_options: Options of each request's `ShardedCache`. With `storage=`, tokens may depend on what else runs:
             the first chunk of a prompt attends its keys before they are rounded, and chunks are shorter beside others.
             With `shares="auto"` ranks are measured once, here.
@@ -89,6 +101,7 @@ class Engine:
         max_model_len: int | None = None,
         tokens_end: Iterable[int] | None = None,
         store: PrefixStore | None = None,
+        grammars: GrammarTokens | None = None,
         **cache_options: Any,
     ) -> None:
         self.model, place = unwrap(model), Mesh.of(mesh)
@@ -114,6 +127,7 @@ class Engine:
         self.longest = min((limit for limit in longest if limit is not None), default=None)
         ends = self.model.generation_config.eos_token_id if tokens_end is None else tokens_end
         self.ends = frozenset(() if ends is None else (ends,) if isinstance(ends, int) else ends)
+        self.grammars = grammars
         peers = None if cache_options.get("output") == "heads" else tp_mesh(self.model)  # else the ranks of the mesh
         self.link, self.worker = PlanExchange(place, Mesh.of(peers)), RankWorker(self.model, mesh, cache_options)
         self.shares = self.worker.template.shares
@@ -146,6 +160,7 @@ class Engine:
         replay: Sequence[int] | None = None,
         images: Mapping[str, Any] | None = None,
         salt: str = "",
+        grammar: Grammar | None = None,
     ) -> Stream:
         """Queue a request on rank 0, from any thread. Iterate over the stream for its tokens.
 
@@ -167,6 +182,7 @@ class Engine:
                 has been accepted once, so it may exceed the queue.
             images: Images of the prompt, as the model's processor returns them: `pixel_values` and what comes with it.
             salt: Name of those who share prefixes: a cache of another salt is never used again.
+            grammar: What the answer has to be. Tokens that do not follow it are never drawn, whatever their biases.
 
         Returns:
             The stream.
@@ -188,6 +204,10 @@ class Engine:
         inputs = unless_text(without_absent(images or {})) or None
         stream = Stream([*ids], sampling, max_new_tokens, self.ends | {*stops}, inputs, [*(replay or ())], salt)
         self._check(stream)
+        if grammar is not None:
+            fix = "pass Engine(grammars=hf.GrammarTokens(tokenizer)) on rank 0"
+            require(self.grammars is not None, GrammarError, grammar.field, "an engine with grammars", "none", fix)
+            stream.grammar = self.grammars and self.grammars.begin(grammar, stream.ends, stream.answer)
         given, fix = f"one of {self.max_queue} requests that wait", "submit again later, or raise max_queue"
         fits = replay is not None or self._queued < self.max_queue
         require(fits, Busy, "submit", "a queue with room", given, fix)

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Collection
 from itertools import count, islice
+from time import perf_counter
 from typing import Any
 
 from torch import Tensor
@@ -32,6 +33,9 @@ TURN = 3
 LOOK = 8
 """Requests of the queue that may begin before those that wait for a prefix."""
 
+MASK_SHARE, LEAST_WAIT, LATE = 0.05, 0.001, 0.01
+"""Share of a step, or seconds, that all rows wait for masks of grammars; and seconds if none can go on without."""
+
 MOVING = 0.3
 """Weight of the last measurement in a mean."""
 
@@ -51,6 +55,7 @@ class RequestQueue:
         self.forked: tuple[Stream, int] | None = None  # whose cache this step keeps, and its number
         self.spared: set[int] = set()  # kept caches that this step forks, or makes
         self.rows: list[Stream] = []
+        self.stepping: list[Stream] = []  # rows that this step computes; the others wait for masks of grammars
         self.prefixes = Prefixes(worker)
         self.footprint: Footprint | None = None
         self.promised, self.growing = 0, False  # bytes by which caches grow in this step, and whether those of rows do
@@ -89,6 +94,7 @@ class RequestQueue:
         self.promised, self.begun, self.computed, self.forked = 0, None, None, None
         self.spared.clear()
         self._end_cancelled()
+        self._draw_held()
         while len(self.prefixes.kept) > 2 * self.max_rows:
             self._evict(next(iter(self.prefixes.kept)))
         self._fit_rows()
@@ -102,8 +108,9 @@ class RequestQueue:
             plan.append(["drop", self.drops])
             self.prefixes.forget(self.drops)
             self.drops = []
-        if self.rows:
-            plan.append(["rows", [[stream.number, stream.answer[-1]] for stream in self.rows], self.growing])
+        self.stepping = [stream for stream in self.rows if stream.held is None]
+        if self.stepping:
+            plan.append(["rows", [[stream.number, stream.answer[-1]] for stream in self.stepping], self.growing])
         return plan + operations + self.store.after()
 
     def hear(self, numbers: list[list[int]]) -> None:
@@ -135,14 +142,25 @@ class RequestQueue:
     # --- results ---
 
     def _take_rows(self, rows: Tensor | InputError) -> None:
-        running, self.rows = self.rows, []
         if isinstance(rows, InputError):
-            self._find_cause(running, rows)
+            self.rows = [stream for stream in self.rows if stream.held is not None]
+            self._find_cause(self.stepping, rows)
             return
-        for number, stream in enumerate(running):
-            stream.suspected = False
-            if not self._add(stream, rows[number]):
+        logits, running, self.rows = dict(zip(self.stepping, rows, strict=True)), self.rows, []
+        until = perf_counter() + max(LEAST_WAIT, MASK_SHARE * self.row_seconds)
+        for stream in running:
+            if stream in logits:
+                stream.suspected = False
+            if stream not in logits or not self._add(stream, logits[stream], until - perf_counter()):
                 self.rows.append(stream)
+
+    def _draw_held(self) -> None:
+        """Draw the next token of rows whose masks have come late, and wait for one if there is nothing else to do."""
+        held = [stream for stream in self.rows if stream.held is not None]
+        alone = len(held) == len(self.rows) and not self.filling and not self.waiting
+        for stream in held:
+            if self._add(stream, stream.held, LATE if alone else 0.0):
+                self.rows.remove(stream)
 
     def _find_cause(self, rows: list[Stream], error: InputError) -> None:
         """End the row that cannot go on. The others are computed again.
@@ -182,8 +200,15 @@ class RequestQueue:
             if not self._add(stream, logits):
                 self.rows.append(stream)
 
-    def _add(self, stream: Stream, logits: Tensor) -> bool:
-        """Draw the next token of a stream. Return whether it has ended."""
+    def _add(self, stream: Stream, logits: Tensor, seconds: float = 0.0) -> bool:
+        """Draw the next token of a stream. Return whether it has ended.
+
+        Logits are held if the mask of its grammar is not there in so many seconds: other rows go on meanwhile.
+        """
+        late = stream.grammar is not None and not stream.grammar.is_ready(max(0.0, seconds))
+        stream.held = logits if late else None
+        if late:
+            return False
         try:
             ended = stream.add(logits)
         except Exception as error:  # that of one request, which ends it alone
@@ -218,7 +243,7 @@ class RequestQueue:
         if not (self.worker.by_steps and stream.answer):
             self.store.keep(stream, stream.number)
         self.drops.append(stream.number)
-        stream.number, stream.filled = -1, 0
+        stream.number, stream.filled, stream.held = -1, 0, None
         stream.parted.clear()
         self.waiting.appendleft(stream)
 

@@ -18,6 +18,7 @@ from transformers import (
 
 from attnmesh.errors import ArgumentError, ModelError, require, short
 from attnmesh.hf.serving.draws import generator_after
+from attnmesh.hf.serving.grammar_masks import GrammarState, apply_mask
 
 MOST_BIAS = 100
 """Largest bias of a logit, as of OpenAI."""
@@ -87,15 +88,19 @@ class Sampling:
         generator: torch.Generator,
         before: Tensor | None = None,
         counts: Tensor | None = None,
+        allowed: Tensor | None = None,
     ) -> DrawnToken:
         """Return the next token, from the model's logits, (vocabulary,).
 
         `before` has the tokens so far, in any order, and `counts`, (vocabulary,), how often each is in the answer.
+        `allowed` are the tokens that a grammar lets follow.
         """
         scores = logits.float().cpu()
         given, fix = "NaN", "check the model's weights and dtype"
         require(not bool(scores.isnan().any()), ModelError, "Engine", "logits that are numbers", given, fix)
         penalized = self._penalized(scores[None], before, counts)
+        if allowed is not None:  # last, so that no bias or penalty brings another token back
+            penalized = apply_mask(penalized, allowed)
         chosen = int(penalized.argmax()) if self.greedy else self._sampled(penalized, generator)
         if not self.logprobs:
             return DrawnToken(chosen)
@@ -161,6 +166,10 @@ class Stream:
     """The tokens so far, each at least once; None before the first draw, and where no penalty needs them."""
     counts: Tensor | None = None
     """How often each token is in the answer; None like these."""
+    grammar: GrammarState | None = None
+    """The place of the answer in its grammar."""
+    held: Tensor | None = None
+    """Logits that wait for the grammar's mask."""
     look: bytes | None = None
     """A digest of the images."""
     _ids: Tensor | None = None
@@ -201,16 +210,21 @@ class Stream:
 
     def add(self, logits: Tensor) -> bool:
         """Draw the next token. Return whether the answer has ended."""
+        mask = None if self.grammar is None else self.grammar.mask()
+        if mask is not None and mask.is_whole:
+            return self.end("stop")
         if self.generator is None:
             self.generator = self.sampling.generator(len(self.answer), len(logits))
         if self.before is None and self.sampling.repetition_penalty != 1:
             self.before = torch.tensor(self.ids).unique()
         if self.counts is None and (self.sampling.frequency_penalty or self.sampling.presence_penalty):
             self.counts = torch.bincount(torch.tensor(self.answer, dtype=torch.int64), minlength=len(logits)).float()
-        token = self.sampling.draw(logits, self.generator, self.before, self.counts)
+        token = self.sampling.draw(logits, self.generator, self.before, self.counts, mask and mask.allowed)
         if token.id in self.ends:
             return self.end("stop")
         self.answer.append(token.id)
+        if self.grammar is not None:
+            self.grammar.advance(token.id)
         if self.before is not None:
             self.before = torch.cat((self.before, torch.tensor([token.id])))
         if self.counts is not None:

@@ -1,0 +1,189 @@
+"""Grammars of answers on rank 0: the place of each answer in its grammar, and the tokens that may come next.
+
+Masks are made in threads while ranks compute. The other ranks know nothing of them: rank 0 alone draws tokens.
+"""
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attnmesh.errors import GrammarError, require
+
+THREADS = 4
+"""Masks that are made at the same time."""
+
+LIMITS: dict[str, Any] = {"max_grammar_size": 200_000, "step_lexer_fuel": 200_000, "verbose_errors": False}
+"""Limits of llguidance: symbols of a grammar, and work for one mask, which is about 15 ms."""
+
+INSTALL = 'pip install "attnmesh[grammar]"'
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What an answer has to be, after what the model thinks first.
+
+    An answer may begin with a thought if that has marks. The grammar then holds after the thought's end.
+    """
+
+    text: str
+    """A grammar of llguidance, in its variant of Lark."""
+    field: str = "submit grammar"
+    """Name of the grammar in errors."""
+    thought_begin: tuple[int, ...] = ()
+    """Tokens that begin a thought; none if the answer cannot begin with one, or the prompt has begun it."""
+    thought_end: tuple[int, ...] = ()
+    """Tokens that end it."""
+    is_thinking: bool = False
+    """The prompt has begun a thought."""
+
+
+class TokenMask(NamedTuple):
+    """The tokens that may come next, (tokens,), and whether the answer is whole and nothing may follow."""
+
+    allowed: Tensor
+    is_whole: bool
+
+
+def has_grammars() -> bool:
+    """Return whether the library that reads grammars is installed."""
+    return find_spec("llguidance") is not None
+
+
+class GrammarTokens:
+    """The tokens of a tokenizer, as grammars read them, and threads that make masks.
+
+    >>> from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    >>> from transformers import PreTrainedTokenizerFast
+    >>> letters = {sign: place for place, sign in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    >>> tokenizer = Tokenizer(models.BPE(letters, []))
+    >>> tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    >>> tokens = GrammarTokens(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>"))
+    >>> state = tokens.begin(Grammar('start: "yes" | "no"'), ends=[256])
+    >>> sorted(tokens.tokens.decode_str([token]) for token in state.mask().allowed.nonzero().flatten().tolist())
+    ['n', 'y']
+    >>> tokens.close()
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        require(has_grammars(), GrammarError, "grammars", "llguidance", "no such package", INSTALL)
+        from llguidance import LLParserLimits
+        from llguidance.hf import from_tokenizer
+
+        try:
+            self.tokens = from_tokenizer(tokenizer)
+        except Exception as error:  # of a tokenizer that is not of the tokenizers library, or that it cannot read
+            expected, fix = "a tokenizer with tokenizer.json", "use a model that has one"
+            raise GrammarError("grammars", expected, f"{type(tokenizer).__name__}, {error}"[:200], fix) from None
+        self.limits = LLParserLimits(**LIMITS)
+        self.pool = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar")
+
+    def begin(self, grammar: Grammar, ends: Iterable[int], replay: Sequence[int] = ()) -> "GrammarState":
+        """Return the state of an answer after its first tokens, or raise if the grammar is none.
+
+        `ends` are tokens that end an answer.
+        """
+        return GrammarState(self, grammar, [*ends], replay)
+
+    def close(self) -> None:
+        """End the threads."""
+        self.pool.shutdown(wait=False, cancel_futures=True)
+
+
+class GrammarState:
+    """The place of one answer in its grammar."""
+
+    def __init__(self, tokens: GrammarTokens, grammar: Grammar, ends: list[int], replay: Sequence[int]) -> None:
+        from llguidance import LLMatcher
+
+        self.tokens, self.grammar, self.ends = tokens, grammar, ends
+        self.matcher = LLMatcher(tokens.tokens, grammar.text, log_level=0, limits=tokens.limits)
+        self._check("a grammar that is possible")
+        self.begun: int | None = 0 if grammar.thought_begin else None
+        """Tokens of a thought's beginning so far; None if the answer has begun otherwise."""
+        self.is_thinking, self.last = grammar.is_thinking, list[int]()
+        self.is_off = False
+        """The tokens so far are no beginning of the grammar, but that of a thought."""
+        for token in replay:
+            self._take(token)
+        self._next: Future[TokenMask] = tokens.pool.submit(self._mask)
+
+    def advance(self, token: int) -> None:
+        """Take a token of the answer, and make the next mask in a thread."""
+        self._next = self.tokens.pool.submit(self._step, token)
+
+    def is_ready(self, seconds: float = 0.0) -> bool:
+        """Return whether the next mask is made, after so many seconds at most."""
+        return self._next.done() or bool(wait_for((self._next,), seconds).done)
+
+    def mask(self) -> TokenMask:
+        """Return the next mask, or raise if it takes too much work."""
+        return self._next.result()
+
+    def _step(self, token: int) -> TokenMask:
+        self._take(token)
+        return self._mask()
+
+    def _take(self, token: int) -> None:
+        """Follow one token of a thought, or of the grammar."""
+        begin, end = self.grammar.thought_begin, self.grammar.thought_end
+        if self.is_thinking:
+            self.last = [*self.last, token][-len(end) :]
+            self.is_thinking = tuple(self.last) != end
+            return
+        if self.begun is not None:
+            self.begun = self.begun + 1 if token == begin[self.begun] else None
+            if self.begun == len(begin):
+                self.is_thinking, self.begun, self.is_off = True, None, False
+                self.matcher.reset()
+                return
+            self.is_off = self.is_off or not self.matcher.validate_tokens([token])
+            if self.is_off:
+                return
+        self.matcher.consume_token(token)
+        self._check("an answer that follows it")
+
+    def _mask(self) -> TokenMask:
+        size = self.tokens.tokens.vocab_size
+        if self.is_thinking:
+            allowed = torch.ones(size, dtype=torch.bool)
+            allowed[self._within(size)] = False
+            return TokenMask(allowed, False)
+        if self.is_off:
+            allowed, is_whole = torch.zeros(size, dtype=torch.bool), False
+        else:
+            is_whole = self.matcher.is_stopped()
+            bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
+            allowed = torch.from_numpy(np.unpackbits(bits, bitorder="little")[:size].view(np.bool_).copy())
+            self._check("masks that are made in time")
+            allowed[self._within(size)] = self.matcher.is_accepting()
+        if self.begun is not None:
+            allowed[self.grammar.thought_begin[self.begun]] = True
+        return TokenMask(allowed, is_whole)
+
+    def _within(self, size: int) -> list[int]:
+        return [token for token in self.ends if token < size]
+
+    def _check(self, expected: str) -> None:
+        """Raise if the grammar has failed."""
+        if self.matcher.is_error():
+            line = self.matcher.get_error().strip().splitlines()[0]
+            raise GrammarError(self.grammar.field, expected, line[:200] or "another", "simplify it")
+
+
+def apply_mask(scores: Tensor, allowed: Tensor) -> Tensor:
+    """Return scores, (1, tokens), of which those of other tokens are minus infinity. A mask may have fewer tokens.
+
+    >>> apply_mask(torch.zeros(1, 4), torch.tensor([True, False, True]))
+    tensor([[0., -inf, 0., -inf]])
+    """
+    missing = scores.shape[1] - len(allowed)
+    if missing > 0:
+        allowed = torch.cat((allowed, allowed.new_zeros(missing)))
+    return scores.masked_fill(~allowed[: scores.shape[1]], -torch.inf)

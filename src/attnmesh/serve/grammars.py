@@ -1,0 +1,204 @@
+"""The grammar of an answer from the fields of its request: its content's format, calls that must be, or strict ones."""
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+from attnmesh.errors import GrammarError
+from attnmesh.hf.serving.grammar_masks import INSTALL, Grammar, GrammarTokens, has_grammars
+from attnmesh.serve.answer_parts import AnswerFormats, ReasoningMarks
+from attnmesh.serve.refused import Refused
+from attnmesh.serve.tool_formats import FORMATS
+from attnmesh.serve.tool_grammars import CallShape, Rules, find_shape
+from attnmesh.serve.tool_schemas import check_schema
+
+T = TypeVar("T")
+
+SECONDS = 10.0
+"""Time in which a grammar is made."""
+
+MAX_PROPERTIES, MAX_CHARACTERS = 1000, 1 << 17
+"""Properties, and characters, of all schemas of a grammar."""
+
+CHANNELS = ReasoningMarks("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
+"""Marks of what a model thinks in harmony's channels. A prompt ends as a thought does."""
+
+OBJECT = {"type": "object"}
+
+
+@dataclass(frozen=True)
+class AskedGrammar:
+    """What a request asks of its answer."""
+
+    tools: tuple[tuple[str, Mapping[str, Any]], ...] = ()
+    """The field and the function of each tool whose calls the grammar holds."""
+    must_call: bool = False
+    several: bool = False
+    content: Any = None
+    """The schema of the content; None for any text."""
+    field: str = ""
+    """The field that asks for a grammar; empty if none does."""
+
+    @staticmethod
+    def of(fields: Mapping[str, Any]) -> "AskedGrammar":
+        """Return what the fields of a chat ask for, or raise if they contradict each other."""
+        choice, tools = fields["tool_choice"], fields["tools"] or []
+        named = choice["function"]["name"] if isinstance(choice, dict) else None
+        functions = tuple((f"tools[{i}].function", one["function"]) for i, one in enumerate(tools))
+        found = tuple(one for one in functions if named in (None, one[1]["name"]))
+        must_call = named is not None or choice == "required"
+        if must_call and not found:
+            given = "none" if named is None else f"none named {named}"
+            raise Refused(400, f"tool_choice: expected a tool of tools, given {given}", "tool_choice")
+        if must_call:
+            several = named is None and fields["parallel_tool_calls"]
+            return AskedGrammar(found, True, several, None, "tool_choice")
+        strict = next((field for field, one in functions if one.get("strict")), None) if choice != "none" else None
+        format = fields["response_format"] or {"type": "text"}
+        content = OBJECT if format["type"] == "json_object" else format.get("json_schema", {}).get("schema", OBJECT)
+        content = None if format["type"] == "text" else content
+        field = f"{strict}.strict" if strict else "" if content is None else "response_format"
+        offered = functions if field and choice != "none" else ()
+        return AskedGrammar(offered, False, fields["parallel_tool_calls"], content, field)
+
+
+class Grammars:
+    """Makes the grammars of one model's answers, in threads of its own."""
+
+    def __init__(self, tokenizer: Any, formats: AnswerFormats) -> None:
+        self.formats = formats
+        several = tokenizer.chat_template or ""
+        self.template = several if isinstance(several, str) else "".join(several.values())
+        self.thought = CHANNELS if formats.calls is not None and formats.calls.has_thoughts else formats.thought
+        self._tokenizer = tokenizer
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="grammars")
+        self._tokens: Future[GrammarTokens] | None = None
+
+    def start(self) -> None:
+        """Begin to read the tokenizer, a copy of which no other thread uses."""
+        if has_grammars():
+            self._tokenizer = deepcopy(self._tokenizer)
+            self._tokens = self._pool.submit(GrammarTokens, self._tokenizer)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def of(self, fields: Mapping[str, Any], prompt_end: str) -> dict[str, Any] | None:
+        """Return the grammar of an answer after a prompt as JSON has it, or raise; None if no field asks for one."""
+        asked = AskedGrammar.of(fields)
+        if not asked.field:
+            return None
+        if self._tokens is None:
+            text = f"{asked.field}: expected none: grammars need a package. {INSTALL}, and start the server again."
+            raise Refused(400, text, asked.field, "unsupported_parameter")
+        try:
+            async with asyncio.timeout(SECONDS):
+                tokens = await self._run(self._tokens.result)
+                grammar = await self._run(lambda: self._checked(tokens, asked, prompt_end))
+        except TimeoutError:
+            text = f"{asked.field}: expected a grammar that is made within {SECONDS:.0f} s. Simplify it."
+            raise Refused(400, text, asked.field) from None
+        except GrammarError as error:
+            raise Refused(400, str(error), error.args[0]) from None
+        return asdict(grammar)
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    def _checked(self, tokens: GrammarTokens, asked: AskedGrammar, prompt_end: str) -> Grammar:
+        """Return the grammar, whose first mask can be made, or raise with the field at fault."""
+        check_size(asked)
+        special = self._special(tokens)
+        grammar = self._grammar(asked, special, prompt_end)
+        try:
+            check(tokens, grammar)
+        except GrammarError:
+            for field, schema in schemas_of(asked):
+                check(tokens, Grammar(Rules(special).alone(schema), field))
+            raise
+        return grammar
+
+    def _special(self, tokens: GrammarTokens) -> dict[str, int]:
+        added = self._tokenizer.get_added_vocab()
+        return {name: token for name, token in added.items() if tokens.tokens.is_special_token(token)}
+
+    def _grammar(self, asked: AskedGrammar, special: Mapping[str, int], prompt_end: str) -> Grammar:
+        rules, shape = Rules(special), self._shape(asked)
+        content = None if asked.content is None else rules.json(asked.content)
+        said = content and (rules.fill(shape.content, content=content) if shape else content)
+        if not asked.tools or shape is None:
+            start = said or ""
+        elif asked.must_call or said:
+            calls = rules.calls(shape, asked.tools, several=asked.several)
+            start = f"({calls} | {said})" if said else calls
+        else:
+            assert self.formats.calls is not None
+            start = rules.calls_in_text(shape, asked.tools, self.formats.calls.begins, several=asked.several)
+        is_thinking, may_think = self._thoughts(prompt_end)
+        begin, end = map(self._ids, self.thought or ("", ""))
+        start = f"/\\n{{1,2}}/? {start}" if (is_thinking or may_think) and self.thought is not CHANNELS else start
+        return Grammar(rules.written(start), asked.field, begin if may_think else (), end, is_thinking)
+
+    def _shape(self, asked: AskedGrammar) -> CallShape | None:
+        """Return how calls are written, or raise if they cannot be forced and are needed."""
+        name = next((name for name, one in FORMATS.items() if one is self.formats.calls), "")
+        shape = find_shape(name, self.template)
+        if shape is None and asked.tools:
+            why = f"written as {name}, which no grammar has" if name else "of no known format"
+            fix = "Leave it out." if name else "Start the server with --tool-format."
+            raise Refused(400, f"{asked.field}: calls of this model are {why}. {fix}", asked.field)
+        return shape
+
+    def _thoughts(self, prompt_end: str) -> tuple[bool, bool]:
+        """Return whether a prompt has begun a thought, and whether the answer may begin one."""
+        if self.thought is None:
+            return False, False
+        end = prompt_end.rstrip()
+        is_thinking = end.endswith(self.thought.begin)
+        is_over = self.thought is not CHANNELS and end.endswith(self.thought.end)
+        return is_thinking, not is_thinking and not is_over
+
+    def _ids(self, mark: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer(mark, add_special_tokens=False)["input_ids"]) if mark else ()
+
+
+def schemas_of(asked: AskedGrammar) -> list[tuple[str, Any]]:
+    """Return the schemas of a grammar with their fields."""
+    tools = [(f"{field}.parameters", one.get("parameters") or OBJECT) for field, one in asked.tools]
+    return [*tools, *([] if asked.content is None else [("response_format.json_schema.schema", asked.content)])]
+
+
+def check(tokens: GrammarTokens, grammar: Grammar) -> None:
+    """Raise unless a grammar is possible, and its first mask can be made."""
+    if not tokens.begin(grammar, ()).mask().allowed.any():
+        raise GrammarError(grammar.field, "a grammar that an answer can follow", "another", "change it")
+
+
+def check_size(asked: AskedGrammar) -> None:
+    """Raise on schemas that are none, or too large."""
+    properties, characters = 0, 0
+    for field, schema in schemas_of(asked):
+        check_schema(field, schema)
+        properties, characters = properties + count_properties(schema), characters + len(json.dumps(schema))
+        if properties > MAX_PROPERTIES or characters > MAX_CHARACTERS:
+            most = f"{MAX_PROPERTIES:,} properties and {MAX_CHARACTERS:,} characters"
+            raise Refused(400, f"{field}: expected at most {most} in all schemas of a grammar", field)
+
+
+def count_properties(value: Any) -> int:
+    """Return the properties of all objects within a schema.
+
+    >>> count_properties({"properties": {"a": {"items": {"properties": {"b": {}}}}, "c": {}}})
+    3
+    """
+    if isinstance(value, list):
+        return sum(map(count_properties, value))
+    if not isinstance(value, dict):
+        return 0
+    own = value.get("properties")
+    return (len(own) if isinstance(own, dict) else 0) + sum(map(count_properties, value.values()))

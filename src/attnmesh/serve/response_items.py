@@ -1,0 +1,169 @@
+"""Answers of /v1/responses: items of thoughts, messages and calls, whole or as events."""
+
+import json
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from typing import Any
+
+from attnmesh.serve.answers import encoded
+from attnmesh.serve.refused import Refused
+from attnmesh.serve.reply import Reply
+
+ECHOED = ("instructions", "temperature", "top_p", "max_output_tokens", "tools", "tool_choice", "parallel_tool_calls")
+"""Fields of a request that its response repeats."""
+
+TEXTS = {"content": ("message", "output_text"), "reasoning_content": ("reasoning", "reasoning_text")}
+"""Items by the fields of deltas, and the parts that texts in them are."""
+
+
+class ResponseItems:
+    """The items of one response, which grow by the deltas of a chat."""
+
+    def __init__(self, id: str, model: str, fields: Mapping[str, Any]) -> None:
+        self.id, self.model, self.fields, self.created = id, model, fields, int(time.time())
+        self.items: list[dict[str, Any]] = []
+        self.is_open = False
+        """The last item is not whole."""
+        self._numbers = 0
+
+    def response(self, status: str, usage: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return the response so far."""
+        echoed = {name: self.fields[name] for name in ECHOED}
+        echoed |= {"tools": echoed["tools"] or [], "tool_choice": echoed["tool_choice"] or "auto"}
+        why = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return {
+            "id": f"resp_{self.id}",
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "model": self.model,
+            "output": self.items,
+            "error": None,
+            "incomplete_details": why,
+            "metadata": {},
+            "previous_response_id": None,
+            "store": False,
+            "text": self.fields["text"] or {"format": {"type": "text"}},
+            "usage": usage and usage_of_response(usage),
+            **echoed,
+        }
+
+    def event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """Return an event with its number."""
+        self._numbers += 1
+        return {"type": f"response.{kind}", "sequence_number": self._numbers - 1, **fields}
+
+    def add(self, delta: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the events of a delta."""
+        for field, (kind, part) in TEXTS.items():
+            if delta.get(field):
+                yield from self._add_text(kind, part, delta[field])
+        for call in delta.get("tool_calls", ()):
+            yield from self._add_call(call)
+
+    def end(self, status: str = "completed") -> Iterator[dict[str, Any]]:
+        """Yield the events that end the last item."""
+        if not self.is_open:
+            return
+        self.is_open, item = False, self.items[-1]
+        item["status"] = status
+        if item["type"] == "function_call":
+            whole = {"arguments": item["arguments"], "name": item["name"]}
+            yield self.event("function_call_arguments.done", **self._place(), **whole)
+        else:
+            (part,) = item["content"]
+            place, name = self._place() | {"content_index": 0}, part["type"]
+            more: dict[str, Any] = {"logprobs": []} if name == "output_text" else {}
+            yield self.event(f"{name}.done", **place, text=part["text"], **more)
+            yield self.event("content_part.done", **place, part=part)
+        yield self.event("output_item.done", output_index=len(self.items) - 1, item=item)
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+
+    def _begin(self, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        yield from self.end()
+        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[item["type"]]
+        self.items.append({"id": f"{prefix}_{self.id}_{len(self.items)}", **item, "status": "in_progress"})
+        self.is_open = True
+        yield self.event("output_item.added", output_index=len(self.items) - 1, item=copied(self.items[-1]))
+
+    def _add_text(self, kind: str, name: str, text: str) -> Iterator[dict[str, Any]]:
+        if not self.is_open or self.items[-1]["type"] != kind:
+            more: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
+            yield from self._begin({"type": kind, "content": [], **more})
+            part: dict[str, Any] = {"type": name, "text": ""}
+            part |= {"annotations": [], "logprobs": []} if name == "output_text" else {}
+            self.items[-1]["content"].append(part)
+            yield self.event("content_part.added", **self._place(), content_index=0, part=copied(part))
+        self.items[-1]["content"][0]["text"] += text
+        more = {"logprobs": []} if name == "output_text" else {}
+        yield self.event(f"{name}.delta", **self._place(), content_index=0, delta=text, **more)
+
+    def _add_call(self, call: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        function = call["function"]
+        if "id" in call:
+            begun = {"type": "function_call", "call_id": call["id"], "name": function["name"], "arguments": ""}
+            yield from self._begin(begun)
+        if function["arguments"]:
+            self.items[-1]["arguments"] += function["arguments"]
+            yield self.event("function_call_arguments.delta", **self._place(), delta=function["arguments"])
+
+
+def copied(item: dict[str, Any]) -> dict[str, Any]:
+    """Return an item as it is now."""
+    return {name: [*value] if isinstance(value, list) else value for name, value in item.items()}
+
+
+def usage_of_response(usage: Mapping[str, Any]) -> dict[str, Any]:
+    """Return counts of tokens as responses have them."""
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": usage["prompt_tokens_details"],
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": usage["completion_tokens_details"],
+        "total_tokens": usage["total_tokens"],
+    }
+
+
+class ResponseReply(Reply):
+    """The answer to a request of /v1/responses."""
+
+    def __init__(self, fields: Mapping[str, Any], *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.items = ResponseItems(self.answers.id, self.answers.model, fields)
+
+    async def whole(self) -> bytes:
+        """Return the response, as JSON."""
+        last: dict[str, Any] = {}
+        async for one in self._grown():
+            last = one
+        return await encoded(last["response"])
+
+    async def events(self, include_usage: bool) -> AsyncIterator[bytes]:
+        """Yield the events of a stream; an error is the last one."""
+        try:
+            for kind in ("created", "in_progress"):
+                yield named_event(self.items.event(kind, response=self.items.response("in_progress")))
+            async for one in self._grown():
+                yield named_event(one)
+        except Refused as error:
+            said = error.body["error"]
+            more = {name: said[name] for name in ("code", "message", "param")}
+            yield named_event(self.items.event("error", **more) | {"type": "error"})
+
+    async def _grown(self) -> AsyncIterator[dict[str, Any]]:
+        """Yield the events of all items, and of the whole response."""
+        status = "completed"
+        async for choice in self.choices():
+            for one in self.items.add(choice["delta"]):
+                yield one
+            status = "incomplete" if choice["finish_reason"] == "length" else status
+        for one in self.items.end(status):
+            yield one
+        yield self.items.event(status, response=self.items.response(status, self.usage()))
+
+
+def named_event(value: Mapping[str, Any]) -> bytes:
+    """Return a server-sent event with its name."""
+    return f"event: {value['type']}\ndata: {json.dumps(value, separators=(',', ':'))}\n\n".encode()

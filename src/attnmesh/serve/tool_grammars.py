@@ -1,0 +1,263 @@
+"""Grammars of calls of tools: each family's own marks, with the names and the arguments that a request allows."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from attnmesh.serve.refused import Refused
+
+SPACE = r"(?: |\n[ \t]{0,32})"
+"""Space within JSON: one, or a line with its indent. More of it would let an answer go on without saying anything."""
+
+TEXT = "(?s:.*)"
+"""Any characters, as a regular expression."""
+
+COMBINED = ("anyOf", "oneOf", "allOf", "$ref", "not", "if", "patternProperties")
+"""Keywords beside which properties are not all that a schema says of names."""
+
+OF_TEXT = ("pattern", "format", "minLength", "maxLength", *COMBINED)
+"""Keywords that say something of a text, which is not served where texts have no quotes."""
+
+
+@dataclass(frozen=True)
+class CallShape:
+    """How calls are written, one after another: `$name` and `$arguments` stand for these, `$index` for a number."""
+
+    call: str
+    begin: str = ""
+    join: str = ""
+    end: str = ""
+    pair: str = ""
+    """How a parameter is written, as `$key` and `$value`, where arguments are no JSON. `$quoted` tells texts."""
+    in_template: str = ""
+    """A text of chat templates whose models write so."""
+    is_single: bool = False
+    """An answer has one call at most."""
+    content: str = "$content"
+    """How an answer without calls is written."""
+
+
+NAMED = '{"name": "$name", "arguments": $arguments}'
+
+
+def listed(begin: str, end: str, *, in_template: str = "") -> CallShape:
+    """Return the shape of a list of objects between marks."""
+    return CallShape(NAMED, begin=f"{begin}[", join=", ", end=f"]{end}", in_template=in_template)
+
+
+BAR, DSML = "\uff5c", "\uff5cDSML\uff5c"
+SEP = f"<{BAR}tool▁sep{BAR}>"
+SECTION = (f"<{BAR}tool▁calls▁begin{BAR}>", f"<{BAR}tool▁calls▁end{BAR}>")
+ONE = (f"<{BAR}tool▁call▁begin{BAR}>", f"<{BAR}tool▁call▁end{BAR}>")
+
+SHAPES: dict[str, tuple[CallShape, ...]] = {
+    "harmony": (
+        CallShape(
+            "<|channel|>commentary to=functions.$name <|constrain|>json<|message|>$arguments",
+            is_single=True,
+            content="<|channel|>final<|message|>$content",
+        ),
+    ),
+    "kimi": (
+        CallShape(
+            "<|tool_call_begin|>functions.$name:$index<|tool_call_argument_begin|>$arguments<|tool_call_end|>",
+            begin="<|tool_calls_section_begin|>",
+            end="<|tool_calls_section_end|>",
+        ),
+    ),
+    "deepseek": (
+        CallShape(
+            f"{ONE[0]}function{SEP}$name\n```json\n$arguments\n```{ONE[1]}",
+            begin=SECTION[0],
+            join="\n",
+            end=SECTION[1],
+            in_template="```json",
+        ),
+        CallShape(f"{ONE[0]}$name{SEP}$arguments{ONE[1]}", begin=SECTION[0], end=SECTION[1]),
+    ),
+    "deepseek_v32": (
+        CallShape(
+            f'<{DSML}invoke name="$name">\n$arguments</{DSML}invoke>\n',
+            begin=f"<{DSML}function_calls>\n",
+            end=f"</{DSML}function_calls>",
+            pair=f'<{DSML}parameter name="$key" string="$quoted">$value</{DSML}parameter>\n',
+        ),
+    ),
+    "minimax": (
+        CallShape(
+            '<invoke name="$name">\n$arguments</invoke>\n',
+            begin="<minimax:tool_call>\n",
+            end="</minimax:tool_call>",
+            pair='<parameter name="$key">$value</parameter>\n',
+        ),
+    ),
+    "glm": (
+        CallShape(
+            "<tool_call>$name\n$arguments</tool_call>",
+            join="\n",
+            pair="<arg_key>$key</arg_key>\n<arg_value>$value</arg_value>\n",
+        ),
+    ),
+    "qwen_coder": (
+        CallShape(
+            "<tool_call>\n<function=$name>\n$arguments</function>\n</tool_call>",
+            join="\n",
+            pair="<parameter=$key>\n$value\n</parameter>\n",
+        ),
+    ),
+    "mistral": (
+        CallShape("[TOOL_CALLS]$name[ARGS]$arguments", in_template="[ARGS]"),
+        listed("[TOOL_CALLS] ", "", in_template="[TOOL_CALLS] ["),
+        listed("[TOOL_CALLS]", ""),
+    ),
+    "command": (
+        CallShape(
+            '{"tool_call_id": "$index", "tool_name": "$name", "parameters": $arguments}',
+            begin="<|START_ACTION|>[\n    ",
+            join=",\n    ",
+            end="\n]<|END_ACTION|>",
+        ),
+    ),
+    "nemotron": (listed("<TOOLCALL>", "</TOOLCALL>"),),
+    "jamba": (listed("<tool_calls>", "</tool_calls>"),),
+    "granite": (listed("<|tool_call|>", "<|/tool_call|>", in_template="<|/tool_call|>"), listed("<|tool_call|>", "")),
+    "hermes": (CallShape(f"<tool_call>\n{NAMED}\n</tool_call>", join="\n"),),
+    "llama": (CallShape('{"name": "$name", "parameters": $arguments}', join="; "),),
+}
+"""Shapes by format; of several the first one that the chat template shows. Gemma's objects are no JSON: it has none."""
+
+
+def find_shape(format: str, template: str) -> CallShape | None:
+    """Return the shape of a format's calls in a chat template; None if it cannot be forced."""
+    return next((one for one in SHAPES.get(format, ()) if one.in_template in template), None)
+
+
+class Rules:
+    """The rules of a grammar in llguidance's variant of Lark. `special` are tokens that no text spells, by name."""
+
+    def __init__(self, special: Mapping[str, int]) -> None:
+        self.special, self.rules = special, list[str]()
+        names = sorted(special, key=len, reverse=True)
+        self._marks = re.compile(f"({'|'.join(map(re.escape, names))})") if names else None
+
+    def written(self, start: str) -> str:
+        """Return the whole grammar."""
+        return "\n".join(["%llguidance {}", f"start: {start}", *self.rules])
+
+    def alone(self, schema: Any) -> str:
+        """Return the whole grammar of JSON that follows a schema."""
+        return self.written(self.json(schema))
+
+    def add(self, body: str, options: str = "") -> str:
+        """Add a rule and return its name."""
+        name = f"r{len(self.rules)}"
+        self.rules.append(f"{name}{options}: {body}")
+        return name
+
+    def pieces(self, text: str) -> list[str]:
+        """Return the special tokens of a text, and what is between them."""
+        return [one for one in (self._marks.split(text) if self._marks else [text]) if one]
+
+    def text(self, text: str) -> str:
+        """Return an expression of a text, in which special tokens are these."""
+        return " ".join(
+            f"<[{self.special[one]}]>" if one in self.special else literal(one) for one in self.pieces(text)
+        )
+
+    def until(self, mark: str) -> str:
+        """Return an expression of any text up to a mark, and the mark."""
+        pieces = self.pieces(mark)
+        place = next((place for place, one in enumerate(pieces) if one in self.special), None)
+        if place is None:
+            return self.add(f"/{TEXT}/", f"[suffix={literal(mark)}]")
+        before = "".join(pieces[:place])
+        return f"/{TEXT}{escaped(before)}/ {self.text(mark[len(before) :])}"
+
+    def json(self, schema: Any) -> str:
+        """Return the name of a rule of JSON that follows a schema."""
+        schema = {} if schema is True else {"not": {}} if schema is False else schema
+        return self.add("%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": SPACE}}))
+
+    def fill(self, shape: str, **values: str) -> str:
+        """Return an expression of a text, in which names after dollars stand for expressions."""
+        parts = re.split(r"\$(\w+)", shape)
+        filled = [values[part] if place % 2 else self.text(part) for place, part in enumerate(parts)]
+        return " ".join(one for one in filled if one)
+
+    # --- calls ---
+
+    def calls(self, shape: CallShape, tools: Sequence[tuple[str, Mapping[str, Any]]], *, several: bool) -> str:
+        """Return an expression of one call or more. `tools` have the field and the function of each."""
+        head, rest = shape.call.split("$name")
+        index = "/[0-9]{1,3}/"
+        each = [
+            self.fill(one["name"] + rest, arguments=self.arguments(field, shape, one), index=index)
+            for field, one in tools
+        ]
+        call = self.add(f"{self.fill(head, index=index)} ({' | '.join(map(self.add, each))})")
+        more = f"({self.text(shape.join)} {call})*" if several and not shape.is_single else ""
+        return self.add(f"{self.text(shape.begin)} {call} {more} {self.text(shape.end)}")
+
+    def arguments(self, field: str, shape: CallShape, function: Mapping[str, Any]) -> str:
+        """Return an expression of a call's arguments: an object of JSON, or a parameter after the other."""
+        field, schema = f"{field}.parameters", function.get("parameters")
+        schema = {"properties": {}} if schema is None else schema
+        combined = [name for name in COMBINED if name in schema]
+        if not shape.pair:
+            closed = {"additionalProperties": False} if "properties" in schema and not combined else {}
+            return self.json({"type": "object", **closed, **schema})
+        if combined:
+            raise Refused(400, f"{field}.{combined[0]}: expected properties alone, as this model writes calls", field)
+        required = schema.get("required") or []
+        pairs = [
+            self.pair(f"{field}.properties.{key}", shape, key, one, schema) + ("" if key in required else "?")
+            for key, one in (schema.get("properties") or {}).items()
+        ]
+        return " ".join(pairs)
+
+    def pair(self, field: str, shape: CallShape, key: str, schema: Any, root: Mapping[str, Any]) -> str:
+        """Return the name of a rule of one parameter. Texts have no quotes; what else there is is JSON."""
+        before, after = shape.pair.split("$value")
+        schema = schema if isinstance(schema, dict) else {}
+        types = schema.get("type")
+        is_text = types == "string" or (isinstance(types, list) and "string" in types)
+        head = self.fill(before, key=self.text(key), quoted=literal("true" if is_text else "false"))
+        if not is_text:
+            defined = {name: root[name] for name in ("$defs", "definitions") if name in root}
+            return self.add(f"{head} {self.json({**defined, **schema})} {self.text(after)}")
+        if unserved := [name for name in OF_TEXT if name in schema]:
+            text = f"{field}.{unserved[0]}: expected none: this model writes texts without quotes. Leave it out."
+            raise Refused(400, text, f"{field}.{unserved[0]}")
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        if values is None:
+            return self.add(f"{head} {self.until(after)}")
+        if not all(isinstance(one, str) and after not in one for one in values):
+            raise Refused(400, f"{field}.enum: expected texts, as this model writes them", f"{field}.enum")
+        return self.add(f"{head} ({' | '.join(self.text(one + after) for one in values)})")
+
+    def calls_in_text(
+        self, shape: CallShape, tools: Sequence[tuple[str, Mapping[str, Any]]], begins: Sequence[str], *, several: bool
+    ) -> str:
+        """Return an expression of text with calls in it: what follows the mark of a call is one."""
+        if shape.is_single:  # a message of its own
+            said = self.fill(shape.content, content=f"/{TEXT}/")
+            return self.add(f"{said} | {self.calls(shape, tools, several=False)}")
+        mark = next((one for one in begins if (shape.begin + shape.call).startswith(one)), "")
+        if not mark:  # calls are objects of JSON, at the beginning alone
+            return self.add(f"/([ \\n]*[^\\s{{]{TEXT})?/ | {self.calls(shape, tools, several=several)}")
+        part = "begin" if shape.begin else "call"
+        rest = replace(shape, **{part: getattr(shape, part)[len(mark) :]})
+        calls = self.calls(rest, tools, several=several and part == "begin")
+        return self.add(f"({self.until(mark)} {calls}){'*' if several else '?'} /{TEXT}/")
+
+
+def literal(text: str) -> str:
+    """Return a text as Lark has it."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def escaped(text: str) -> str:
+    """Return a regular expression of a text, as Lark has it between slashes."""
+    return re.escape(text).replace("/", "\\/")

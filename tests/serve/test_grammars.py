@@ -1,0 +1,533 @@
+"""Answers that follow grammars: formats of content, calls that must be, strict tools, and requests that none serves.
+
+Models have random weights, so that nothing but the grammar makes an answer valid.
+"""
+
+import asyncio
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+
+from attnmesh.errors import GrammarError
+from attnmesh.hf.serving.engine import Engine
+from attnmesh.hf.serving.grammar_masks import Grammar, GrammarState, GrammarTokens, TokenMask
+from attnmesh.hf.serving.stream import Stream
+from attnmesh.serve import grammars
+from attnmesh.serve.answer_parts import AnswerFormats, find_formats
+from attnmesh.serve.grammars import CHANNELS, MAX_PROPERTIES, AskedGrammar, Grammars
+from attnmesh.serve.rank_requests import read_grammar, serve_rank_0
+from attnmesh.serve.refused import Refused
+from attnmesh.serve.schema import CHAT, read_fields
+from attnmesh.serve.tool_formats import FORMATS, ContentText, ToolCall
+from attnmesh.serve.tool_grammars import SHAPES, Rules
+from tests.serve.test_tools import HERMES
+from tests.support import families
+from tests.support.fake_engine import ThreadWorld, byte_tokenizer
+from tests.support.served import NAME, Served, chat, served
+
+END, BYTES = 256, byte_tokenizer()
+SIGNS = {id: BYTES.decode([id]) for id in range(256)} | {END: "END"}
+FORMATS_OF_TEXT = jsonschema.Draft202012Validator.FORMAT_CHECKER
+SEEDS = range(30)
+
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "enum": ["Bern", "Zürich </x>"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 14},
+        "units": {"type": "array", "items": {"enum": ["C", "F"]}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["city", "days"],
+}
+
+
+def tool(name: str = "weather", **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": WEATHER} | fields}
+
+
+def json_schema(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "f", "schema": schema, "strict": True}}
+
+
+# --- schemas ---
+
+
+def random_schema(draw: Random, depth: int = 3) -> dict[str, Any]:
+    """Return a schema whose values end soon, also where each token is as likely as the others."""
+    least = draw.randrange(4)
+    kinds = ["string", "integer", "number", "boolean", "null", "enum", "const", "pattern", "format"]
+    match draw.choice(kinds + 3 * ["object", "array", "anyOf", "$ref"] if depth else kinds):
+        case "string":
+            return {"type": "string", "minLength": least, "maxLength": least + draw.randrange(6)}
+        case "integer":
+            return {"type": "integer", "minimum": -draw.randrange(1000), "exclusiveMaximum": draw.randrange(1, 10**6)}
+        case "number":
+            return {"type": "number", "minimum": 0, "maximum": draw.randrange(1, 9)}
+        case "enum":
+            return {"enum": draw.sample(["a", 1, None, True, "é\n", [1], {"b": 2}, 2.5], draw.randrange(1, 5))}
+        case "const":
+            return {"const": draw.choice(["x", 7, {"y": [None]}])}
+        case "pattern":
+            return {"type": "string", "pattern": draw.choice(["^[a-f]{2,5}$", "^(yes|no)+!?$", "^\\d{3}-\\d{4}$"])}
+        case "format":
+            return {"type": "string", "format": draw.choice(["date", "time", "uuid", "ipv4", "date-time"])}
+        case "object":
+            names = draw.sample(["a", "b c", "é", 'q"', "d\\", "$ref"], draw.randrange(5))
+            properties = {name: random_schema(draw, depth - 1) for name in names}
+            required = draw.sample(names, draw.randrange(len(names) + 1))
+            return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+        case "array":
+            return {"type": "array", "items": random_schema(draw, depth - 1), "minItems": least, "maxItems": least + 2}
+        case "anyOf":
+            return {"anyOf": [random_schema(draw, depth - 1) for _ in range(draw.randrange(1, 4))]}
+        case "$ref":
+            inner = random_schema(draw, depth - 1)
+            inner = {"allOf": [inner]} if "$defs" in inner else inner
+            return {"$defs": {"One": inner}, "$ref": "#/$defs/One"} if depth == 3 else inner
+        case kind:
+            return {"type": kind}
+
+
+def is_valid(text: str, schema: Any) -> bool:
+    jsonschema.Draft202012Validator(schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER).validate(
+        json.loads(text)
+    )
+    return True
+
+
+@pytest.fixture(scope="module")
+def tokens() -> Iterator[GrammarTokens]:
+    made = GrammarTokens(BYTES)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def engine(tokens: GrammarTokens) -> Iterator[Engine]:
+    model = families.model("llama", "attnmesh", vocab_size=len(BYTES), initializer_range=0.1)
+    made = Engine(model, None, max_rows=16, max_queue=2000, tokens_end=[END], grammars=tokens)
+    thread = threading.Thread(target=made.run)
+    thread.start()
+    yield made
+    made.close()
+    thread.join()
+
+
+def text_of(stream: Stream) -> str:
+    return str(BYTES.decode([token.id for token in stream], skip_special_tokens=True))
+
+
+NO_LINES = {BYTES("\n")["input_ids"][0]: -100}
+"""A bias against new lines, whose indents make answers of random weights long."""
+
+
+def answers_follow(engine: Engine, seeds: range) -> None:
+    found = []
+    for seed in seeds:
+        schema = random_schema(Random(seed))
+        grammar = Grammar(Rules({}).alone(schema))
+        options: dict[str, Any] = {"max_new_tokens": 1500, "temperature": 1, "seed": seed, "logit_bias": NO_LINES}
+        found.append((schema, engine.submit([5, 6], grammar=grammar, **options)))
+    for schema, stream in found:
+        text = text_of(stream)
+        assert stream.finish_reason == "stop", (schema, text)
+        assert is_valid(text, schema)
+
+
+def test_answers_of_random_weights_follow_random_schemas(engine: Engine) -> None:
+    answers_follow(engine, SEEDS)
+
+
+@pytest.mark.long
+def test_random_tokens_follow_a_thousand_schemas(tokens: GrammarTokens) -> None:
+    for seed in range(1000, 2000):
+        schema = random_schema(Random(seed))
+        text = walk(tokens, Grammar(Rules({}).alone(schema)), BYTES, Random(seed))
+        assert is_valid(text, schema)
+
+
+# --- states ---
+
+
+def allowed(state: GrammarState) -> set[str]:
+    """Return the tokens that may come next, the end as a dollar."""
+    return {SIGNS[id] for id in state.mask().allowed.nonzero().flatten().tolist()}
+
+
+def ids_of(text: str) -> list[int]:
+    return list(BYTES(text)["input_ids"])
+
+
+def test_ends_are_allowed_once_the_grammar_is_whole(tokens: GrammarTokens) -> None:
+    state = tokens.begin(Grammar('start: "ab" "c"?'), [END])
+    assert allowed(state) == {"a"}
+    for sign, more in (("a", {"b"}), ("b", {"c", "END"}), ("c", {"END"})):
+        state.advance(*ids_of(sign))
+        assert allowed(state) == more
+    assert state.mask().is_whole
+    assert allowed(tokens.begin(Grammar('start: "ab" "c"?'), [END], ids_of("ab"))) == {"c", "END"}
+
+
+def test_a_grammar_begins_after_a_thought(tokens: GrammarTokens) -> None:
+    grammar = Grammar('start: "<b>"', thought_begin=tuple(ids_of("<t>")), thought_end=tuple(ids_of("</t>")))
+    everything = {*SIGNS.values()} - {"END"}
+    state = tokens.begin(grammar, [END])
+    steps = [("<", {"t", "b"}), ("t", {">"}), (">", everything), ("x", everything), ("<", everything)]
+    steps += [("/", everything), ("t", everything), (">", {"<"}), ("<", {"b"}), ("b", {">"}), (">", {"END"})]
+    assert allowed(state) == {"<"}
+    for place, (sign, more) in enumerate(steps, 1):
+        state.advance(*ids_of(sign))
+        assert allowed(state) == more, (sign, place)
+        replayed = tokens.begin(grammar, [END], ids_of("".join(one for one, _ in steps[:place])))
+        assert allowed(replayed) == more, place
+    assert allowed(tokens.begin(grammar, [END], ids_of("<b"))) == {">"}  # without a thought
+
+
+def test_a_grammar_that_asks_too_much_ends_its_answer_alone(engine: Engine) -> None:
+    easy = engine.submit([5, 6], max_new_tokens=40, grammar=Grammar("start: /[a-z]{30}/"))
+    for bad in ('start: "a', 'start: %json {"$ref": "#"}', "start: other"):
+        with pytest.raises(GrammarError, match="response_format: expected"):
+            list(engine.submit([5, 6], max_new_tokens=40, grammar=Grammar(bad, "response_format")))
+    assert len(text_of(easy)) == 30
+
+
+def test_no_row_waits_for_the_mask_of_another(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, free, slow = GrammarState._mask, threading.Event(), Grammar("start: /[a-z]{10}/", "slow")
+
+    def masked(state: GrammarState) -> TokenMask:
+        if state.grammar is slow:
+            assert free.wait(60)
+        return made(state)
+
+    monkeypatch.setattr(GrammarState, "_mask", masked)
+    late = engine.submit([5, 6], max_new_tokens=40, grammar=slow)
+    others = [engine.submit([5, 6, i], max_new_tokens=40, grammar=Grammar("start: /[a-z]{20}/")) for i in range(3)]
+    assert [len(text_of(one)) for one in others] == [20] * 3
+    assert len([*engine.submit([5, 7], max_new_tokens=30)]) == 30
+    assert late.answer == []
+    free.set()
+    assert len(text_of(late)) == 10
+
+
+def test_a_grammar_changes_no_row_beside_it(engine: Engine) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 30, "temperature": 1, "seed": 3}
+    alone = [token.id for token in engine.submit([5, 6], **options)]
+    streams = [engine.submit([5, 6], **options, grammar=Grammar(f"start: /[a-z]{{{size}}}/")) for size in range(5, 25)]
+    beside = [token.id for token in engine.submit([5, 6], **options)]
+    assert beside == alone
+    assert [len(text_of(stream)) for stream in streams] == [*range(5, 25)]
+
+
+def test_biases_penalties_and_cuts_leave_a_grammar(engine: Engine) -> None:
+    digit, letter = ids_of("7")[0], ids_of("x")[0]
+    options: dict[str, Any] = {"logit_bias": {digit: 100, letter: 100, END: 100}, "presence_penalty": 2.0}
+    options |= {"frequency_penalty": 2.0, "repetition_penalty": 1.3, "min_p": 0.3, "top_p": 0.5, "top_k": 2}
+    for seed in range(5):
+        grammar = Grammar("start: /[0-9]{12}/")
+        options |= {"max_new_tokens": 40, "temperature": 1, "seed": seed, "logprobs": 3}
+        stream = engine.submit([5, 6], grammar=grammar, **options)
+        drawn = [*stream]
+        assert BYTES.decode([token.id for token in drawn]) == "7" * 12
+        assert all(len(token.top) == 3 and token.logprob is not None for token in drawn)
+    top = {id for token in drawn for id, _ in token.top}
+    assert not top <= {*ids_of("0123456789")}, "log-probabilities are the model's, before masks"
+
+
+def test_the_limit_of_tokens_ends_an_answer_that_is_not_whole(engine: Engine) -> None:
+    stream = engine.submit([5, 6], max_new_tokens=9, grammar=Grammar("start: /[a-z]{20}/"))
+    assert len(text_of(stream)) == 9
+    assert stream.finish_reason == "length"
+
+
+def test_an_engine_without_grammars_says_so() -> None:
+    made = Engine(families.model("llama", "attnmesh"), None)
+    with pytest.raises(GrammarError, match="GrammarTokens"):
+        made.submit([5, 6], max_new_tokens=9, grammar=Grammar('start: "a"'))
+
+
+# --- calls ---
+
+
+class Tiny(ThreadWorld):
+    """A world of one rank with `hf.Engine` and random weights."""
+
+    def __init__(self, tokenizer: Any, **changes: Any) -> None:
+        super().__init__()
+        self.tokenizer, sizes = tokenizer, {"vocab_size": len(tokenizer), "initializer_range": 0.1, **changes}
+        self.model = families.model("llama", "attnmesh", **sizes)
+        self.engine: Any = None
+
+    def run(self, address: str) -> None:
+        ends, grammars = [self.tokenizer.eos_token_id], GrammarTokens(self.tokenizer)
+        self.engine = Engine(self.model, None, max_rows=8, tokens_end=ends, grammars=grammars)
+        serve_rank_0(self.engine, address, {"max_model_len": 2048})
+
+
+def tokenizer_of(name: str, number: int = 0, *, special: bool) -> Any:
+    """Return a tokenizer whose template is one of a format, with the marks as tokens or without."""
+    shape, own = SHAPES[name][number], FORMATS[name]
+    tokenizer = byte_tokenizer("".join(own.in_template) + shape.in_template + "{{ messages }}{{ tools }}")
+    if special:
+        written = shape.begin + shape.call + shape.pair + shape.end + shape.content
+        marks = {*re.findall(r"<\|[^>]*\|>|<\uff5c[^>]*\uff5c>|\uff5cDSML\uff5c|\[[A-Z_]+\]|</?tool_call>", written)}
+        tokenizer.add_special_tokens({"additional_special_tokens": sorted(marks)})
+    return tokenizer
+
+
+def grammar_of(made: Grammars, prompt_end: str = "", **fields: Any) -> Grammar:
+    found = asyncio.run(made.of(read_fields(chat(**fields), CHAT), prompt_end))
+    assert found is not None
+    return read_grammar(json.loads(json.dumps(found)))
+
+
+@contextmanager
+def grammars_of(tokenizer: Any, name: str = "auto") -> Iterator[tuple[Grammars, GrammarTokens]]:
+    made = Grammars(tokenizer, find_formats(tokenizer, name))
+    made.start()
+    assert made._tokens is not None
+    yield made, made._tokens.result()
+    made._tokens.result().close()
+    made.close()
+
+
+def walk(tokens: GrammarTokens, grammar: Grammar, tokenizer: Any, draw: Random) -> str:
+    """Return the text of random tokens that a grammar allows, without a thought."""
+    end, ids = tokenizer.eos_token_id, list[int]()
+    state = tokens.begin(replace(grammar, thought_begin=()), [end])
+    while not (mask := state.mask()).is_whole:
+        id = draw.choice(mask.allowed.nonzero().flatten().tolist())
+        if id == end:
+            break
+        ids.append(id)
+        state.advance(id)
+    return str(tokenizer.decode(ids))
+
+
+def calls_of(tokenizer: Any, text: str) -> tuple[list[ToolCall], str]:
+    split = find_formats(tokenizer).parts([tool(), tool("weather.2")], "")
+    assert split is not None
+    parts = (made := split()).add(text) + made.end()
+    calls = [part for part in parts if isinstance(part, ToolCall)]
+    return calls, "".join(part.text for part in parts if isinstance(part, ContentText))
+
+
+KINDS = [(name, number, special) for name in SHAPES for number in range(len(SHAPES[name])) for special in (False, True)]
+
+
+@pytest.mark.parametrize(("name", "number", "special"), KINDS)
+def test_calls_are_forced_as_each_family_writes_them(name: str, number: int, special: bool) -> None:
+    tokenizer, draw = tokenizer_of(name, number, special=special), Random(7)
+    both, named = [tool(), tool("weather.2")], {"type": "function", "function": {"name": "weather.2"}}
+    with grammars_of(tokenizer) as (made, tokens):
+        for choice in ("required", named):
+            text = walk(tokens, grammar_of(made, tools=both, tool_choice=choice), tokenizer, draw)
+            calls, content = calls_of(tokenizer, text)
+            assert calls, text
+            assert content == "", text
+            assert len(calls) == 1 or choice == "required"
+            for call in calls:
+                assert call.name in (("weather", "weather.2") if choice == "required" else ("weather.2",)), text
+                assert is_valid(call.arguments, WEATHER | {"additionalProperties": False})
+        auto = grammar_of(made, tools=[tool(strict=True), tool("weather.2")])
+        bad = text.replace("weather.2", "weather.3")
+        before = "" if name in ("harmony", "llama") else "Hm <"
+        tokens.begin(auto, [], tokenizer(before + text)["input_ids"])
+        with pytest.raises(GrammarError, match="an answer that follows it"):
+            tokens.begin(auto, [], tokenizer(before + bad)["input_ids"])
+        said = "<|channel|>final<|message|>Hm." if name == "harmony" else "Hm."
+        tokens.begin(auto, [], tokenizer(said)["input_ids"])
+
+
+def test_each_format_has_a_shape_or_is_refused_by_name() -> None:
+    assert FORMATS.keys() - SHAPES.keys() == {"gemma", "function_gemma"}
+    tokenizer = byte_tokenizer("{{ messages }}{{ tools }}<|tool_call>call:")
+    with grammars_of(tokenizer) as (made, _), pytest.raises(Refused, match="written as gemma") as raised:
+        grammar_of(made, tools=[tool()], tool_choice="required")
+    assert raised.value.param == "tool_choice"
+
+
+def test_texts_without_quotes_may_be_any() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"anyOf": [{"type": "string"}]}}}
+    tokenizer = tokenizer_of("qwen_coder", special=True)
+    with grammars_of(tokenizer) as (made, tokens):
+        grammar = grammar_of(made, tools=[tool(parameters=schema)], tool_choice="required")
+        text = '<tool_call>\n<function=weather>\n<parameter=a>\n</b> "é"\n\n</parameter>\n'
+        text += '<parameter=b>\n"x"\n</parameter>\n</function>\n</tool_call>'
+        state = tokens.begin(grammar, [END], tokenizer(text)["input_ids"])
+        assert END in state.mask().allowed.nonzero()
+        for kind, field in (("pattern", "properties.a.pattern"), ("maxLength", "properties.a.maxLength")):
+            bad = {"type": "object", "properties": {"a": {"type": "string", kind: {"pattern": "x"}.get(kind, 3)}}}
+            with pytest.raises(Refused, match="without quotes") as raised:
+                grammar_of(made, tools=[tool(parameters=bad)], tool_choice="required")
+            assert raised.value.param == f"tools[0].function.parameters.{field}"
+
+
+THOUGHTS = [("<|assistant|>", False, True), ("<think>\n", True, False), ("<think>\n\n</think>\n\n", False, False)]
+
+
+@pytest.mark.parametrize(("end", "is_thinking", "may_think"), THOUGHTS)
+def test_thoughts_are_free(end: str, is_thinking: bool, may_think: bool) -> None:
+    tokenizer = byte_tokenizer("{{ messages }}<think></think>")
+    with grammars_of(tokenizer) as (made, tokens):
+        grammar = grammar_of(made, end, response_format={"type": "json_object"})
+        assert (grammar.is_thinking, bool(grammar.thought_begin)) == (is_thinking, may_think)
+        first = allowed(tokens.begin(grammar, [END]))
+        assert ("{" in first, "<" in first, "END" in first) == (True, is_thinking or may_think, False)
+        thought = "" if is_thinking else "<think>"
+        if is_thinking or may_think:
+            state = tokens.begin(grammar, [END], ids_of(f"{thought}Hm {{</think>\n\n"))
+            assert allowed(state) == {"{"}
+
+
+def test_harmony_thinks_in_a_channel_of_its_own() -> None:
+    tokenizer = tokenizer_of("harmony", special=True)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|start|>", "<|end|>"]})
+    thought = f"{CHANNELS.begin}Hm{CHANNELS.end}"
+    with grammars_of(tokenizer) as (made, tokens):
+        asked = {"tools": [tool()], "response_format": {"type": "json_object"}}
+        for before in ("", thought):
+            grammar = grammar_of(made, CHANNELS.end, **asked)
+            for answer in ('<|channel|>final<|message|>{"a": 1}', f"<|channel|>{calls_head('weather')}"):
+                tokens.begin(grammar, [END], tokenizer(before + answer)["input_ids"])
+            with pytest.raises(GrammarError):
+                tokens.begin(grammar, [END], tokenizer(before + "<|channel|>final<|message|>Hm")["input_ids"])
+
+
+def calls_head(name: str) -> str:
+    return f'commentary to=functions.{name} <|constrain|>json<|message|>{{"city": "'
+
+
+# --- requests ---
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Served]:
+    tokenizer = byte_tokenizer(HERMES)
+    with served(Tiny(tokenizer), tokenizer=tokenizer, max_requests=40) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def client(running: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=running.url + "/v1", api_key="none", max_retries=0, timeout=60) as one:
+        yield one
+
+
+def ask(client: openai.OpenAI, **fields: Any) -> Any:
+    fields = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1000, "seed": 4} | fields
+    fields["logit_bias"] = {str(id): bias for id, bias in NO_LINES.items()} | fields.get("logit_bias", {})
+    return client.chat.completions.create(model=NAME, **fields)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0},
+    {"n": 3, "logprobs": True, "top_logprobs": 2},
+    {"frequency_penalty": 1.5, "presence_penalty": -1, "logit_bias": {str(ids_of("x")[0]): 100, "256": 100}},
+    {"extra_body": {"min_p": 0.2, "repetition_penalty": 1.2, "top_k": 9}, "top_p": 0.7},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options) or "plain")
+def test_content_follows_its_format(client: openai.OpenAI, options: dict[str, Any]) -> None:
+    schema = WEATHER | {"additionalProperties": False}
+    whole = ask(client, response_format=json_schema(schema), **options).choices
+    assert all(one.finish_reason == "stop" and is_valid(one.message.content, schema) for one in whole)
+    texts = ["" for _ in whole]
+    for chunk in ask(client, response_format=json_schema(schema), stream=True, **options):
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert texts == [one.message.content for one in whole]
+    for one in whole if "logprobs" in options else ():
+        assert "".join(token.token for token in one.logprobs.content) == one.message.content
+
+
+def test_calls_are_made_and_hold_to_their_schema(client: openai.OpenAI) -> None:
+    named = {"type": "function", "function": {"name": "weather"}}
+    for fields in ({"tool_choice": "required"}, {"tool_choice": named}, {"tool_choice": "required", "stop": ["}"]}):
+        choice = ask(client, tools=[tool(strict=True)], parallel_tool_calls=False, **fields).choices[0]
+        if "stop" in fields:
+            assert (choice.message.tool_calls, choice.finish_reason) == (None, "stop")
+            continue
+        (call,) = choice.message.tool_calls
+        assert (call.function.name, choice.finish_reason) == ("weather", "tool_calls")
+        assert is_valid(call.function.arguments, WEATHER)
+
+
+def test_an_answer_that_is_cut_short_is_no_call(client: openai.OpenAI) -> None:
+    choice = ask(client, tools=[tool()], tool_choice="required", max_tokens=30).choices[0]
+    assert (choice.finish_reason, choice.message.tool_calls) == ("length", None)
+
+
+RECURSIVE = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
+WIDE = {"type": "object", "properties": {f"p{i}": {} for i in range(MAX_PROPERTIES + 1)}}
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "kind": ({"response_format": {"type": "xml"}}, "response_format"),
+    "no schema": ({"response_format": {"type": "json_schema", "json_schema": {"name": "f"}}}, "response_format"),
+    "recursion without end": ({"response_format": json_schema(RECURSIVE)}, "response_format.json_schema.schema"),
+    "itself": ({"response_format": json_schema({"$ref": "#"})}, "response_format.json_schema.schema"),
+    "nothing fits": (
+        {"response_format": json_schema({"type": "integer", "minimum": 3, "maximum": 1})},
+        "response_format.json_schema.schema",
+    ),
+    "wide": ({"response_format": json_schema(WIDE)}, "response_format.json_schema.schema"),
+    "long": ({"response_format": json_schema({"enum": ["x" * 200_000]})}, "response_format.json_schema.schema"),
+    "look-around": ({"response_format": json_schema({"pattern": "(?=x)y"})}, "response_format.json_schema.schema"),
+    "a pattern that is none": (
+        {"response_format": json_schema({"type": "string", "pattern": "("})},
+        "response_format.json_schema.schema",
+    ),
+    "another place": ({"response_format": json_schema({"$ref": "http://x/y"})}, "response_format.json_schema.schema"),
+    "no type": ({"response_format": json_schema({"type": "text"})}, "response_format.json_schema.schema.type"),
+    "strict is a text": ({"tools": [tool(strict="yes")]}, "tools[0].function.strict"),
+    "strict and not served": (
+        {"tools": [tool(strict=True, parameters={"type": "object", "not": {}})]},
+        "tools[0].function.parameters",
+    ),
+    "no tools": ({"tool_choice": "required"}, "tool_choice"),
+    "no such tool": (
+        {"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "tool_choice",
+    ),
+    "choice": ({"tools": [tool()], "tool_choice": "any"}, "tool_choice"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_grammar_that_cannot_be_is_refused_by_its_field(running: Served, name: str) -> None:
+    fields, field = BAD[name]
+    for more in ({}, {"stream": True}):
+        status, said = running.ask("/v1/chat/completions", chat(**fields, **more))
+        assert (status, said["error"]["param"]) == (400, field), said
+        assert said["error"]["message"].startswith(f"{field}: expected ")
+
+
+def test_formats_that_ask_for_nothing_need_no_grammar() -> None:
+    text, strict = {"type": "text"}, [tool(strict=True)]
+    for fields in ({}, {"response_format": text}, {"tools": [tool()]}, {"tools": strict, "tool_choice": "none"}):
+        assert AskedGrammar.of(read_fields(chat(**fields), CHAT)) == AskedGrammar(several=True)
+
+
+def test_without_the_package_each_field_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "has_grammars", lambda: False)
+    made = Grammars(byte_tokenizer(HERMES), AnswerFormats(FORMATS["hermes"]))
+    made.start()
+    asked: dict[str, dict[str, Any]] = {
+        "response_format": {"response_format": {"type": "json_object"}},
+        "tool_choice": {"tools": [tool()], "tool_choice": "required"},
+        "tools[0].function.strict": {"tools": [tool(strict=True)]},
+    }
+    for field, fields in asked.items():
+        with pytest.raises(Refused, match="pip install") as raised:
+            grammar_of(made, **fields)
+        assert (raised.value.status, raised.value.param) == (400, field)
+    assert asyncio.run(made.of(read_fields(chat(), CHAT), "")) is None
