@@ -213,7 +213,7 @@ def prepare_step(inputs: StepInputs, step: DecodeStep, signature: tuple[Any, ...
 
 def new_prepared_step(q: Tensor, view: CacheView, step: DecodeStep) -> PreparedStep:
     """Return what steps with such queries run: the launches of a kernel, and the merge."""
-    steps, axis = CachedAttention(step.kernel_for(q, view), step.scaling, step.value_dim), step.tokens
+    steps, axis = step.attention_for(q, view), step.tokens
     host, heads = None, None
     one_host = axis.size > 1 and step.heads.size == 1 and q.device.type == "cpu" and not step.reproducible
     if one_host and steps.in_place is None and sum_dtype(q.dtype) == torch.float32:

@@ -276,13 +276,14 @@ def load_layers(
     Every rank calls it. A save that is replaced while it is read gives way to the newer one. `make` is `KVCache`.
     """
     axes, target = Mesh.of(mesh), device_for(mesh, device)
+    memory = target if wanted.hot is None else torch.device("cpu")
 
     def check() -> Inspected:
         if fault := device_fault("load", target, device):
             raise fault
         given = check_placement("load", copies, shares, axes.queries.size * axes.keys.size)
         own = 0.0 if shares == "auto" else part_of(given, axes)
-        return inspect(path, axes, target, wanted, copies * own)
+        return inspect(path, axes, memory, wanted, copies * own)
 
     def attempt(*, again: bool) -> tuple[list[Cache], dict[str, Tensor], str] | None:
         with Agreement(axes, "load") as agreement:
@@ -405,11 +406,11 @@ def fill(layers: Sequence[LocalShards], path: Path, manifest: Manifest) -> bool:
         shards.prepare(manifest.length_of(layer), *starts)
     if manifest.growing:
         for layer, shards in enumerate(layers):
-            _fill_group({layer: shards.own}, path, manifest, [*_grown_pieces(path, manifest, layer)])
+            _fill_group({layer: shards.own.whole()}, path, manifest, [*_grown_pieces(path, manifest, layer)])
         return True
     pieces = list(piece_files(path, manifest))
     for leader, group in manifest.groups.items():
-        own = {layer: layers[layer].own for layer in group}
+        own = {layer: layers[layer].own.whole() for layer in group}
         _fill_group(own, path, manifest, [piece for piece in pieces if piece.group == leader])
     return True
 

@@ -167,7 +167,7 @@ class KeyFolder:
         length = min(each for (each,) in agreement.table)
         with Agreement(self.mesh, self.subject) as agreement:
             own.truncate(length)
-            parts = [*(blocks.token_index[:-1] for blocks in own.shared), own.token_index[: own.used]]
+            parts = [*(blocks.token_index[:-1] for blocks in own.shared), own.token_index[: own.used].cpu()]
             agreement.numbers = own.block_cyclic.numbers_of(own.index, torch.cat(parts))
         table = sorted(set(map(tuple, agreement.table)))  # ranks along the heads axis hold the same tokens
         fits = sum(count for count, *_ in table) == length

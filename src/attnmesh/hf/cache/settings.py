@@ -55,6 +55,8 @@ def _checks(config: Any, shape: Shape, options: Mapping[str, Any]) -> Iterator[C
         check_storage(f"ShardedCache {name}", options[name])
     if options["folder"] is not None:
         yield from _folder_checks(config, options)
+    if options["hot"] is not None:
+        yield from _hot_checks(config, options)
     if options["capacity"] is not None:
         check_count("ShardedCache capacity", options["capacity"], "count prompt and new tokens, or leave it out")
     if options["block"] is not None:
@@ -71,10 +73,23 @@ def _checks(config: Any, shape: Shape, options: Mapping[str, Any]) -> Iterator[C
         check_even_shares("ShardedCache reproducible", options["shares"], even=even)
 
 
+def _plain_check(config: Any, subject: str, fix: str) -> Check:
+    """Return whether a model keeps nothing but keys and values, with the error where it does."""
+    plain = not (is_recurrent(config) or is_compressed(config) or indexed_layers(config) or cross_layers(config))
+    return plain, KernelError, subject, "a model that keeps keys and values alone", config.model_type, fix
+
+
+def _hot_checks(config: Any, options: Mapping[str, Any]) -> Iterator[Check]:
+    """Yield what holds of a model and of arguments where the newest tokens alone are on the device."""
+    subject, fix = "ShardedCache hot", "leave hot= out"
+    check_count(subject, options["hot"], "count the newest tokens to keep on the device, or leave it out")
+    yield _plain_check(config, subject, fix)
+    yield options["copies"] == 1, KernelError, subject, "one rank of each token", f"copies={options['copies']}", fix
+
+
 def _folder_checks(config: Any, options: Mapping[str, Any]) -> Iterator[Check]:
     """Yield what holds of a model and of arguments where keys are files of a folder."""
     subject, fix = "ShardedCache folder", "leave folder= out"
-    plain = not (is_recurrent(config) or is_compressed(config) or indexed_layers(config) or cross_layers(config))
-    yield plain, KernelError, subject, "a model that keeps keys and values alone", config.model_type, fix
+    yield _plain_check(config, subject, fix)
     yield options["copies"] == 1, KernelError, subject, "one rank of each token", f"copies={options['copies']}", fix
     yield options["shares"] is None, KernelError, subject, "even shares", f"shares={options['shares']!r}", fix
