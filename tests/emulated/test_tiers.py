@@ -45,7 +45,7 @@ def outputs(gpu: EmulatedGPU, folder: Path) -> list[Tensor]:
             cache.append(k[:, :, start : start + 50], v[:, :, start : start + 50])
         for rows, options in ((1, {}), (3, {}), (1, {"mask": am.Window(90)}), (1, {"selected": chosen})):
             found.append(am.decode(random(3, 1, 4, rows, 16), cache, **options).cpu())
-    assert caches[0].shard.used < 100 < caches[0].shard.old_tokens + caches[0].shard.used
+    assert caches[0].shard.shared_tokens > 40
     caches[0].flush()
     del caches[0], cache
     again = am.KVCache(mesh, **sizes, folder=folder, hot=32)

@@ -17,7 +17,7 @@ from attnmesh.decoding.decode_step import DecodeStep, gather_heads, selection_of
 from attnmesh.decoding.step_agreement import agreement_on, ask_in_step, compared_fields, stays_on_device
 from attnmesh.decoding.step_checks import StepInputs
 from attnmesh.errors import RankFailure
-from attnmesh.guard.agreement import hash_of_call
+from attnmesh.guard.agreement import hash_of_call, is_capturing
 from attnmesh.kernels.cache_runs import CachedAttention
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery
 from attnmesh.kernels.traced import are_plain
@@ -187,6 +187,8 @@ def find_step(inputs: StepInputs, options: tuple[Any, ...]) -> tuple[tuple[Any, 
         if not rows <= length <= own.sizes.capacity <= step.capacity:
             return signature, None
         if own.sizes.mask is not None and not shards.serves(length - rows):
+            return signature, None
+        if own.sizes.hot is not None and is_capturing(own.device):  # which is refused
             return signature, None
         if step.reproducible and (own.padding is not None or shards.counts.start or shards.forked):
             return signature, None
