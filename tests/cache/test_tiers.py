@@ -232,6 +232,13 @@ def test_a_full_disk_leaves_the_cache_as_it_was(tmp_path: Path, monkeypatch: pyt
 # --- refused ---
 
 
+def test_a_graph_does_not_read_one_piece_of_a_folder(tmp_path: Path) -> None:
+    cache = am.KVCache(None, **SIZES, folder=tmp_path)
+    grow(cache, 20)
+    with pytest.raises(errors.KernelError, match="expected a cache of one piece in a graph, given one in a folder"):
+        torch.compile(lambda: decoded(cache), backend="eager")()
+
+
 @pytest.mark.parametrize(
     ("sizes", "said"),
     [

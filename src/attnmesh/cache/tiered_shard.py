@@ -39,7 +39,7 @@ def shards_in_memory(
 
 
 def in_tiers(make: Callable[[int], CacheShard], sizes: Sizes, device: torch.device) -> Callable[[int], CacheShard]:
-    """Return what makes a shard with a hot tier before one that `make` returns, if the cache has any."""
+    """Return what makes a shard whose older tokens are in one that `make` returns, if the newest are apart."""
     return make if sizes.hot is None else lambda index: TieredShard(make(index), sizes, device)
 
 
