@@ -29,9 +29,10 @@ class Buffer:
             self.host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
             self.device = torch.empty(size, dtype=torch.uint8, device=device)
         self.copied, self.attended = torch.cuda.Event(), torch.cuda.Event()
+        self.attended.record(torch.cuda.current_stream(device))  # what had this memory before may still be at work
 
 
-class Link:
+class DeviceLink:
     """The way to one device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -74,9 +75,9 @@ class Link:
 
 
 @cache
-def link_to(device: torch.device) -> Link:
+def link_to(device: torch.device) -> DeviceLink:
     """Return the way to a device."""
-    return Link(device)
+    return DeviceLink(device)
 
 
 def _slots_of_part(rows: Sequence[Tensor]) -> int:
