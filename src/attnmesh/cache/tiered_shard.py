@@ -8,7 +8,7 @@ The old tier is an ordinary shard of the host. What it has of the first tokens a
 forks share. Where the hot tier is full, its oldest blocks move there in one copy.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -163,34 +163,46 @@ class TieredShard(CacheShard):
         """Add rows of this rank's tokens, after which there are `length` on all ranks."""
         used = self.used
         if leaving := self._leaving(len(tokens)):
-            rows, tokens, used = self._all_hot(rows), torch.cat((self.token_index[:used].cpu(), tokens)), 0
-            cold = self.shared_tokens + leaving
-            self._give(rows, tokens, leaving, int(tokens[leaving]) if leaving < len(tokens) else length)
-            rows, tokens = [x[:, :, leaving:] for x in rows], tokens[leaving:]
-            self._show(cold)
+            at_once = max(0, leaving - used)  # new ones that do not stay
+            following = torch.cat((self.token_index[leaving:used][:1].cpu(), tokens[at_once:]))
+            gone = [torch.cat((x[:, :, : min(leaving, used)], row[:, :, :at_once]), 2) for x, row in self._beside(rows)]
+            numbers = torch.cat((self.token_index[: min(leaving, used)].cpu(), tokens[:at_once]))
+            self._give(gone, numbers, int(following[0]) if len(following) else length)
+            self._shift(leaving)
+            self._show(self.shared_tokens + leaving)
+            rows, tokens, used = [row[:, :, at_once:] for row in rows], tokens[at_once:], max(0, used - leaving)
         stop = used + len(tokens)
-        for x, row in zip(self.stored, rows, strict=True):
+        for x, row in self._beside(rows):
             x[:, :, used:stop] = row
         self.token_index[used:stop] = tokens
         self._count(length, stop)
 
-    def _all_hot(self, new: Sequence[Tensor]) -> list[Tensor]:
-        """Return the rows of the hot tier, and new ones after them."""
-        return [torch.cat((x[:, :, : self.used], row), 2) for x, row in zip(self.stored, new, strict=True)]
+    def _beside(self, rows: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return the memory of keys and of values, each with rows for it."""
+        return zip(self.stored, rows, strict=True)
 
-    def _give(self, rows: Sequence[Tensor], tokens: Tensor, stop: int, length: int) -> None:
-        """Let the old tier have the first `stop` rows after those that are cold: with them it has all before `length`.
+    def _shift(self, count: int) -> None:
+        """Move the tokens after the first `count` to the front, so many at a time: each is read, then written."""
+        left = self.used - count
+        for start in range(0, left, count):
+            stop = min(start + count, left)
+            for x in self.stored:
+                x[:, :, start:stop] = x[:, :, start + count : stop + count]
+            self.token_index[start:stop] = self.token_index[start + count : stop + count]
+
+    def _give(self, rows: Sequence[Tensor], tokens: Tensor, length: int) -> None:
+        """Let the old tier have these rows after those that are cold: with them it has all before `length`.
 
         Rows are those of the hot tier, and new ones after them. Where this raises, the cache is as it was.
         """
         if self.old.length > self.length:  # of an append that has failed
             self.old.truncate(self.length)
         known = self.old_tokens - self.shared_tokens
-        if known >= stop and self.old.length >= length:
+        if known >= len(tokens) and self.old.length >= length:
             return
-        some, more = slice(known, max(known, stop)), max(0, length - self.old.length)
+        more = max(0, length - self.old.length)
         try:
-            self.old.append_at(tuple(x[:, :, some].cpu() for x in rows), tokens[some], more, None)
+            self.old.append_at(tuple(x[:, :, known:].cpu() for x in rows), tokens[known:], more, None)
         except StoreError as error:
             subject, expected, given, _ = error.args
             fix = f"free space there, and append again from token {self.length} on: the cache has those before"
@@ -198,9 +210,8 @@ class TieredShard(CacheShard):
 
     def flush(self) -> None:
         """Let the old tier have copies of all hot tokens, which stay hot."""
-        self._give(
-            [x[:, :, : self.used] for x in self.stored], self.token_index[: self.used].cpu(), self.used, self.length
-        )
+        rows = [x[:, :, : self.used] for x in self.stored]
+        self._give(rows, self.token_index[: self.used].cpu(), self.length)
 
     def whole(self) -> CacheShard:
         """Return the shard of the host, with all tokens."""
