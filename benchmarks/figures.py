@@ -18,6 +18,7 @@ from benchmarks.rank_figures import (
     draw_keys_tp,
     draw_prefill_decode,
     draw_shards,
+    draw_tiers,
 )
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ FIGURES: dict[str, Callable[[], "Figure"]] = {
     "data-context": draw_data_context,
     "joint": draw_joint,
     "folder": draw_folder,
+    "tiers": draw_tiers,
 }
 """Figures by the names of their files."""
 

@@ -8,6 +8,7 @@ from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from attnmesh.core.storage import STORAGES
 from attnmesh.kernels.cache_view import DecodeQuery
 from attnmesh.kernels.choice import choose
 from attnmesh.kernels.kernel import Need
+from attnmesh.kernels.tiered_attention import TieredAttention
 from benchmarks.model import Times
 from benchmarks.timing import Call, Comparison, Timing, race
 
@@ -44,6 +46,8 @@ class Sizes:
     seconds: float = 0.3
     layers: int = 32
     prompt: int = 16_384
+    tiers: tuple[int, int] = (524_288, 32_768)  # keys of a cache, and those on the device
+    queries: tuple[int, ...] = (1, 64, 1_024)  # of steps on it
 
 
 def rows(device: torch.device, sizes: Sizes = Sizes()) -> Iterator[Comparison]:
@@ -53,6 +57,8 @@ def rows(device: torch.device, sizes: Sizes = Sizes()) -> Iterator[Comparison]:
     for length in sizes.prefill:
         yield from _prefill(device, sizes, length)
     yield _overhead(device, sizes)
+    if device.type == "cuda":
+        yield from _tiers(device, sizes)
     yield from _tokens(device, sizes)
 
 
@@ -92,9 +98,11 @@ def _in_8_bits(device: torch.device, sizes: Sizes, q: Tensor, cache: am.KVCache)
         yield Comparison(case, "ours in bfloat16", timings["bfloat16"], timings["ours"], 1.0)
 
 
-def _filled(device: torch.device, sizes: Sizes, batch: int, keys: int, storage: str | None = None) -> am.KVCache:
+def _filled(
+    device: torch.device, sizes: Sizes, batch: int, keys: int, storage: str | None = None, **options: Any
+) -> am.KVCache:
     shape: dict[str, Any] = {"batch": batch, "kv_heads": sizes.heads[1], "head_dim": WIDTH, "capacity": keys + 1}
-    cache = am.KVCache(None, **shape, dtype=torch.bfloat16, device=device, storage=storage)
+    cache = am.KVCache(None, **shape, dtype=torch.bfloat16, device=device, storage=storage, **options)
     step = 8_192
     for start in range(0, keys, step):
         more = min(step, keys - start)
@@ -142,6 +150,61 @@ def _overhead(device: torch.device, sizes: Sizes) -> Comparison:
     timings = _raced(calls, device, sizes)
     allowed = Timing(*(x + 0.01 for x in (timings["kernel"].median, timings["kernel"].low, timings["kernel"].high)))
     return Comparison("decode step of 256 keys", "its kernel alone, and 10 us", allowed, timings["step"], 1.0)
+
+
+# --- two memories ---
+
+
+def _tiers(device: torch.device, sizes: Sizes) -> Iterator[Comparison]:
+    """Yield steps over a cache whose older keys are on the host, in each way, beside a copy of these to the device.
+
+    Times are those of a clock: the host works too.
+    """
+    keys, hot = sizes.tiers
+    whole, cache = _filled(device, sizes, 1, keys), _filled(device, sizes, 1, keys, hot=hot)
+    older = keys - cache.shard.used
+    size = cache.nbytes * older // keys
+    pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    here = torch.empty(size, dtype=torch.uint8, device=device)
+    for queries in sizes.queries:
+        q = torch.randn(1, sizes.heads[0], queries, WIDTH, device=device, dtype=torch.bfloat16)
+        calls: dict[str, Call] = {
+            "copying the older keys": lambda: here.copy_(pinned, non_blocking=True),
+            "all on the device": partial(am.decode, q, whole),
+            "older where they lie": _one_way(partial(am.decode, q, cache), brought=False),
+            "older brought": _one_way(partial(am.decode, q, cache), brought=True),
+            "chosen": partial(am.decode, q, cache),
+        }
+        timings = {name: _wall(call, device, sizes.seconds) for name, call in calls.items()}
+        copying, chosen = timings.pop("copying the older keys"), timings.pop("chosen")
+        case = f"{queries} queries, {keys:,} keys, {older:,} of them on the host"
+        reached = size / chosen.median / 1e6
+        yield Comparison(case, "copying the older keys", copying, chosen, None, reached)
+        for name, timing in timings.items():
+            yield Comparison(case, name, timing, chosen, None, reached)
+
+
+def _one_way(call: Call, *, brought: bool) -> Call:
+    """Return the call with all older keys attended where they lie, or all brought."""
+
+    def called() -> object:
+        with patch.object(TieredAttention, "_is_link_faster", lambda *_: brought):
+            return call()
+
+    return called
+
+
+def _wall(call: Call, device: torch.device, seconds: float) -> Timing:
+    """Return the time of a call and of what it leaves the device to do, by a clock."""
+    times, end = list[float](), time.perf_counter() + seconds
+    call()
+    while len(times) < 5 or time.perf_counter() < end:
+        torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return Timing.of(times)
 
 
 # --- prefill ---

@@ -76,6 +76,40 @@ def draw_folder() -> "Figure":
     return figure
 
 
+def draw_tiers() -> "Figure":
+    """Draw where the tokens of a rank are if the newest alone are on the device, and what a step does with each."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
+
+    figure = Figure(figsize=(7.6, 3.0), dpi=DPI, layout="constrained")
+    axes, shades = figure.subplots(), colours(6)
+    old, hot, leaving = (tuple(shades[number].tolist()) for number in (2, 0, 1))
+    blocks, first = 14, 9  # of all tokens, and the first one that is on the device
+    for number in range(blocks):
+        on_device = number >= first
+        colour = leaving if number == first else hot if on_device else old
+        axes.add_patch(Rectangle((number, 1.25 if on_device else 0), 0.94, 0.7, facecolor=colour, edgecolor="white"))
+    axes.add_patch(Rectangle((blocks, 1.25), 0.94, 0.7, fill=False, edgecolor=FAINT, linestyle="--"))
+    down = {"arrowstyle": "-|>", "color": FAINT, "linewidth": 1.2, "linestyle": "--"}
+    axes.annotate("", (first + 0.47, 0.35), (first + 0.47, 1.2), arrowprops=down)
+    axes.text(first + 0.65, 0.72, "the oldest blocks leave in one copy", va="center", **SMALL)
+    axes.text(first - 0.2, 1.6, "the device: hot= newest tokens", ha="right", va="center", fontsize=9, color=INK)
+    axes.text(0, 0.82, "host memory, or files of folder=", va="bottom", fontsize=9, color=INK)
+    axes.text(blocks + 0.47, 2.0, "append", ha="center", va="bottom", **SMALL)
+    for start, stop, text in (
+        (0, 3.94, "attended where they lie,\nby the host's kernel"),
+        (4, 8.94, "or brought to the device part by part:\none is copied while another is attended"),
+    ):
+        axes.annotate("", (start, -0.12), (stop, -0.12), arrowprops={"arrowstyle": "-", "color": FAINT})
+        axes.text((start + stop) / 2, -0.2, text, ha="center", va="top", **SMALL)
+    axes.set_title(
+        "one rank's keys and values of a layer in two memories: each gives a partial, and they merge", **TITLE
+    )
+    axes.set(xlim=(-0.1, blocks + 1.1), ylim=(-0.85, 2.25))
+    axes.set_axis_off()
+    return figure
+
+
 def holders(layout: Layout, length: int, ranks: int) -> Tensor:
     """Return the rank that holds each token.
 

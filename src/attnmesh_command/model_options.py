@@ -57,6 +57,10 @@ KvFolder = Annotated[
     Path | None,
     typer.Option("--kv-folder", help="Hold keys in files of this folder, and go on from those there.", file_okay=False),
 ]
+Hot = Annotated[
+    int | None,
+    typer.Option(min=1, help="Newest tokens to hold on the device; older ones are in host memory, or in --kv-folder."),
+]
 Host = Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 is any, and lets other machines in.")]
 ServedName = Annotated[
     list[str] | None,
@@ -126,6 +130,7 @@ class GenerateOptions:
     checkpoint: CheckpointFolder = None
     every: Annotated[int, typer.Option(min=1, help="New tokens from one checkpoint to the next.")] = 64
     kv_folder: KvFolder = None
+    hot: Hot = None
     deadline: Deadline = None
     dtype: Dtype = "auto"
     kv: KvOption = "auto"

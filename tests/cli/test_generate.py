@@ -130,8 +130,8 @@ def test_without_transformers_it_says_what_to_install(
 
 @pytest.mark.long
 def test_a_folder_of_keys_goes_on(expected: list[int], tmp_path: Path) -> None:
-    for _ in range(2):
-        done = run(*ASK, "--mesh", "keys=2", "--kv-folder", str(tmp_path / "kept"), "--json")
+    for hot in ((), ("--hot", "9")):
+        done = run(*ASK, "--mesh", "keys=2", "--kv-folder", str(tmp_path / "kept"), *hot, "--json")
         assert json.loads(done.stdout)["tokens"] == expected
     said = run(*ASK, "--mesh", "keys=3", "--kv-folder", str(tmp_path / "kept"), "--json")
     assert said.returncode

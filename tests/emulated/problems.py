@@ -1,6 +1,7 @@
 """Random mesh problems on emulated GPUs. Autograd does not run on emulated tensors, so operators are undone by hand."""
 
 import sys
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +15,7 @@ from attnmesh.mesh_attention.attention import attend_shards
 from attnmesh.mesh_attention.call import Call, Options
 from attnmesh.mesh_attention.latents import Latents, Projection
 from tests.support.emulated_gpu import EmulatedGPU
+from tests.support.emulated_nccl import world
 from tests.support.mesh_problems import MeshProblem, named_mesh, shard_positions
 
 
@@ -73,6 +75,23 @@ def run(gpu: EmulatedGPU, problem: MeshProblem, kernel: str, checked: bool | Non
     with torch.no_grad():
         gradients = plan._gradients(context, [dout[:, :, queries].cuda()])[:4]
     return [x.cpu() for x in (out, *gradients) if x is not None]
+
+
+class Ranks:
+    """Worlds of emulated GPUs, in place of the pool of ranks."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+
+    def run(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Return every rank's result."""
+        return world(size, without_gpu, function, *arguments, backend=self.backend).results()
+
+
+def without_gpu(gpu: EmulatedGPU, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function that does not ask for the GPU."""
+    with torch.no_grad():
+        return function(*arguments)
 
 
 def _attend_latents(

@@ -1,16 +1,13 @@
 """Random problems and histories of caches on emulated GPUs and NCCL, held against float64."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.emulated.problems import run
+from tests.emulated.problems import Ranks, run
 from tests.support import histories
-from tests.support.emulated_gpu import EmulatedGPU
 from tests.support.emulated_nccl import BACKENDS, world
 from tests.support.mesh_problems import MeshProblem, check, draw, draw_selected
 
@@ -43,23 +40,6 @@ def test_random_selections_agree_with_float64(seed: int):
     problem = draw_selected(seed, SIZES[seed % len(SIZES)])
     outcome = world(problem.shape.ranks, run, problem, "auto", (None, False)[seed % 2], backend=[*BACKENDS][seed % 2])
     check(problem, outcome.results())
-
-
-class Ranks:
-    """Worlds of emulated GPUs, in place of the pool of ranks."""
-
-    def __init__(self, backend: str) -> None:
-        self.backend = backend
-
-    def run(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Return every rank's result."""
-        return world(size, without_gpu, function, *arguments, backend=self.backend).results()
-
-
-def without_gpu(gpu: EmulatedGPU, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function that does not ask for the GPU."""
-    with torch.no_grad():
-        return function(*arguments)
 
 
 @pytest.mark.parametrize("seed", [*SAMPLE, *(pytest.param(seed, marks=pytest.mark.long) for seed in ALL)])

@@ -18,6 +18,7 @@ from attnmesh.mesh.axes import Axis
 from attnmesh.mesh_attention import merge_across as merge
 from tests.support import histories, mesh_problems
 from tests.support.pool import Pool
+from tests.support.tiers import OneWay
 
 pytestmark = pytest.mark.gpu
 
@@ -40,6 +41,14 @@ def test_random_problems_on_a_mesh(nccl: Pool, seed: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_random_histories_of_a_cache(nccl: Pool, tmp_path: Path, dtype: torch.dtype, seed: int) -> None:
     histories.check(histories.draw(seed, (1,), (dtype,)), nccl, tmp_path)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("brought", [False, True])
+def test_random_histories_of_a_cache_in_two_memories(nccl: Pool, tmp_path: Path, brought: bool, seed: int) -> None:
+    dtype = (torch.float32, torch.bfloat16, torch.float64)[seed % 3]
+    history = histories.in_tiers(histories.draw(seed, (1,), (dtype,)), (1, 9, 16)[seed % 3])
+    histories.check(history, OneWay(nccl, brought=brought), tmp_path)  # type: ignore[arg-type]
 
 
 def gathered() -> list[list[int]]:

@@ -7,7 +7,7 @@
     assert [wait.kind for wait in waits] == ["read"]
 
 Triton's programs run in its interpreter, PyTorch's CUDA attention operators by their formulas, everything else by the
-CPU's operators. Kernels of CUDA, their speed, their streams and their memory are not emulated.
+CPU's operators. Kernels of CUDA, their speed and their memory are not emulated, and streams have one order.
 """
 
 import ctypes
@@ -151,6 +151,7 @@ class EmulatedGPU(TorchDispatchMode):
 
     def run(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an operator by CUDA's rules if it has to do with a GPU."""
+        kwargs = {name: x for name, x in kwargs.items() if name != "pin_memory"}
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         ours = [x for x in tensors if isinstance(x, EmulatedTensor)]
         target = _target(args, kwargs)
@@ -277,6 +278,18 @@ def _accept_cuda_devices() -> _NoDevices:
     return switch
 
 
+class Queue:
+    """A stream or an event: what is asked of it is done at once."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def record(self, *_: Any) -> None:
+        """Do nothing."""
+
+    wait_event = wait_stream = synchronize = record
+
+
 def _cuda(gpu: EmulatedGPU) -> dict[str, Any]:
     """Return what `torch.cuda` says while a GPU is emulated."""
     properties = SimpleNamespace(multi_processor_count=4, total_memory=MEMORY, name="an emulated GPU")
@@ -290,6 +303,10 @@ def _cuda(gpu: EmulatedGPU) -> dict[str, Any]:
         "set_device": lambda device: None,
         "device": lambda device: nullcontext(),
         "synchronize": lambda *_: gpu.record("read", "synchronize"),
+        "Stream": Queue,
+        "Event": Queue,
+        "stream": lambda _: nullcontext(),
+        "current_stream": Queue,
         "get_device_capability": lambda *_: (9, 0),
         "get_device_name": lambda *_: properties.name,
         "get_device_properties": lambda *_: properties,

@@ -69,6 +69,7 @@ class History:
     window: Mask | None = None  # of a cache that forgets
     keep: int = 0
     storage: str | None = None
+    hot: int | None = None
 
     CAPACITY = 160
 
@@ -168,6 +169,14 @@ def draw(
         window=window.mask,
         keep=window.keep,
     )
+
+
+def in_tiers(history: History, hot: int) -> History:
+    """Return the history of a cache of two memories, which keeps every token and has no padding."""
+    phases = (
+        replace(phase, events=tuple(replace(event, padded=False) for event in phase.events)) for phase in history.phases
+    )
+    return replace(history, phases=tuple(phases), window=None, keep=0, hot=hot)
 
 
 @dataclass
@@ -284,9 +293,10 @@ def run(history: History, phase: Phase, load_from: Path | None, save_to: Path | 
             storage=history.storage,
             values="prefix" if history.prefix else "separate",
             shares=phase.shares,
+            hot=history.hot,
         )
     else:
-        cache = am.KVCache.load(load_from, mesh, shares=phase.shares)
+        cache = am.KVCache.load(load_from, mesh, shares=phase.shares, hot=history.hot)
     outs = []
     for event in phase.events:
         if (history.grows and event.kind == "append") or event.kind == "shard":

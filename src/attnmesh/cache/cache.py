@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.cache.cache_config import Sizes, check_in_folder
-from attnmesh.cache.cache_shard import CacheShard, assigned, stored, swap_tokens_for_heads
-from attnmesh.cache.new_tokens import NewTokens, append_known, append_signature
+from attnmesh.cache.cache_config import Sizes, check_hot, check_in_folder
+from attnmesh.cache.new_tokens import NewTokens, append_known, append_signature, stored, swap_tokens_for_heads
 from attnmesh.cache.pages import PagedCache
 from attnmesh.cache.replicas import LocalShards, check_placement
 from attnmesh.cache.saved_cache import FolderLayer, SavedCache, SavedPieces, open_folder
+from attnmesh.cache.tiered_shard import in_tiers, shards_in_memory
 from attnmesh.comm.transport import transport_of
 from attnmesh.core.digest import fingerprints, history_checksum
 from attnmesh.core.mask import Mask
@@ -67,8 +67,12 @@ class KVCache(PagedCache, SavedCache):
         shares: Ratios of the tokens of each rank along queries and keys, such as (3, 1), for ranks of unequal speed or
             memory; "auto" to measure them, in half a second. Ranks take turns of about `block` tokens, long or short as
             their shares, which are kept within 1%. None for even shares.
-        folder: Folder whose files are the keys and values, on a CPU: the cache may exceed memory, and goes on where the
-            folder ends. What `append` has returned from stays when the process ends. None for memory alone.
+        folder: Folder whose files are the keys and values: the cache may exceed memory, and goes on where the folder
+            ends. What `append` has returned from stays when the process ends; with `hot`, what `flush` has. On a GPU
+            it takes `hot`. None for memory alone.
+        hot: Newest tokens to hold on the device, on all ranks; older ones go to the host's memory, or to the files of
+            `folder`, in whole blocks. There they are attended where they lie, or brought to the device in pieces.
+            None for all tokens on the device, or in the files.
 
     Raises:
         ArgumentError: `values` or `storage` is none of them.
@@ -78,6 +82,7 @@ class KVCache(PagedCache, SavedCache):
         DtypeError: The dtype is not supported.
         DeviceError: The device does not exist.
         StoreError: The folder is damaged, another one's, being written to, or of a cache of other sizes.
+        KernelError: `folder` or `hot` do not go with other arguments.
 
     >>> cache = KVCache(None, batch=1, kv_heads=2, head_dim=4, capacity=100, dtype=torch.float32)
     >>> cache.append(*torch.randn(2, 1, 2, 5, 4))
@@ -109,10 +114,11 @@ class KVCache(PagedCache, SavedCache):
         storage: str | None = None,
         shares: Sequence[float] | str | None = None,
         folder: str | Path | FolderLayer | None = None,
+        hot: int | None = None,
     ) -> None:
         columns = 0 if values == "none" else head_dim
         widths = head_dim, columns if value_dim is None else value_dim
-        sizes = Sizes(batch, kv_heads, *widths, capacity, block, dtype, values, mask, keep, storage)
+        sizes = Sizes(batch, kv_heads, *widths, capacity, block, dtype, values, mask, keep, storage, hot)
         self.device_mesh, self.mesh, self.device = mesh, Mesh.of(mesh), device_for(mesh, device)
         fields = {**vars(sizes), "device": self.device.type, "checked": checked, "copies": copies}
         ranks = self.mesh.queries.size * self.mesh.keys.size
@@ -122,6 +128,7 @@ class KVCache(PagedCache, SavedCache):
             sizes.check(self.mesh.heads.size)
             if fault := device_fault("KVCache", self.device, device):
                 raise fault
+            check_hot(sizes, copies)
             if folder is not None:
                 check_in_folder(sizes, self.device, copies, shares)
         self.tokens = flat_axis(mesh, ("queries", "keys"))  # makes a group, which all ranks have to do together
@@ -135,12 +142,11 @@ class KVCache(PagedCache, SavedCache):
             transport_of(axis, self.device)
         if self.tokens.size > 1 and self.device.type == "cpu":
             prepare_merges(self.tokens)
-        shard = partial(
-            CacheShard, sizes, self.mesh.heads, assigned(sizes, self.mesh, self.device, shares), self.device
-        )
+        in_memory = shards_in_memory(sizes, self.mesh, self.device, shares)
         with self._opened(folder) as place:
             with Agreement(self.mesh, "KVCache"):
-                make = shard if place is None else place.folder.shards(place.layer, sizes, self.calls.fail)
+                old = in_memory if place is None else place.folder.shards(place.layer, sizes, self.calls.fail)
+                make = in_tiers(old, sizes, self.device, self.calls.fail)
                 self.shards = sizes.allocating()(partial(LocalShards, self.tokens, copies, make))()
             if place is not None:
                 place.folder.settle(place.layer, self.shards)
@@ -318,6 +324,29 @@ class KVCache(PagedCache, SavedCache):
             self.shards.truncate(length, agreement.table)
         self.saved.forget(self.used)
         self.changes += 1
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Write the tokens on the device to the folder too, where they outlive the process. They stay on the device.
+
+        Without `hot` nothing is left to write. Every rank calls it.
+
+        Raises:
+            StoreError: The folder of a rank cannot be written to; on every rank.
+
+        >>> import tempfile
+        >>> sizes = {"batch": 1, "kv_heads": 2, "head_dim": 4, "capacity": 100, "dtype": torch.float32}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     cache = KVCache(None, **sizes, folder=folder, hot=32)
+        ...     cache.append(*torch.randn(2, 1, 2, 20, 4))
+        ...     cache.flush()
+        ...     del cache
+        ...     KVCache(None, **sizes, folder=folder).length
+        20
+        """
+        with self.calls.agreement("flush", always=self.calls.checked is not False):
+            for shard in self.shards.all:
+                shard.flush()
 
     @torch.no_grad()
     def reserve(self, capacity: int) -> None:

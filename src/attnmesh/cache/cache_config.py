@@ -42,6 +42,7 @@ class Sizes:
     mask: Mask | None = None  # the widest mask of later queries; tokens that it hides are forgotten
     keep: int = 0  # tokens that `truncate` may remove from such a cache
     storage: str | None = None  # how numbers are stored: by a name of `STORAGES`, or in `dtype`
+    hot: int | None = None  # newest tokens on the device, beside all in a second memory; None for one memory
 
     @property
     def kept(self) -> int:
@@ -53,7 +54,7 @@ class Sizes:
     @cached_property
     def layer_sizes(self) -> "Sizes":
         """The sizes without those that caches in one call may differ in."""
-        return replace(self, capacity=1, block=1, keep=0)
+        return replace(self, capacity=1, block=1, keep=0, hot=None)
 
     @property
     def columns(self) -> tuple[int, ...]:
@@ -114,6 +115,7 @@ class Sizes:
         if self.storage is not None:
             self._check_storage()
         check_window(self.mask, self.keep)
+        self._check_hot()
         check_key_heads("KVCache", self.kv_heads, heads_axis)
 
     def _check_storage(self) -> None:
@@ -122,6 +124,16 @@ class Sizes:
         for name, columns in zip(("head_dim", "value_dim"), self.columns, strict=False):
             expected, fix = f"an even number with storage={self.storage!r}", "leave out storage="
             require(columns % 2 == 0, ShapeError, f"KVCache {name}", expected, columns, fix)
+
+    def _check_hot(self) -> None:
+        """Raise unless the newest tokens can be in a memory of their own."""
+        if self.hot is None:
+            return
+        check_whole("KVCache hot", self.hot, 1, "count the newest tokens to keep on the device, or leave it out")
+        given, fix = f"mask={self.mask}", "leave hot= out: the window alone is in memory"
+        require(self.mask is None, KernelError, "KVCache hot", "a cache that keeps all tokens", given, fix)
+        given, fix = f"values={self.values!r}", "leave hot= out: all of these keys are read at each step"
+        require(self.values != "none", KernelError, "KVCache hot", "a cache with values", given, fix)
 
     @contextmanager
     def allocating(self) -> Iterator[None]:
@@ -193,10 +205,14 @@ class Sizes:
             raise ShapeError(f"{subject} token_mask", f"torch.bool {wanted}", given, fix)
 
     def check_eager(self, subject: str, device: torch.device) -> None:
-        """Raise if a cache that forgets is changed inside a graph, which cannot move tokens."""
-        if self.mask is not None and not may_compare(device):
-            fix = "leave torch.compile and CUDA graphs out, or make the cache without mask="
-            raise KernelError(subject, "no graph around a cache that forgets", f"one with mask={self.mask}", fix)
+        """Raise if a cache that forgets, or has two memories, is changed inside a graph, which cannot move tokens."""
+        if may_compare(device):
+            return
+        for option, kind in (("mask", "forgets"), ("hot", "has two memories")):
+            given = getattr(self, option)
+            fix = f"leave torch.compile and CUDA graphs out, or make the cache without {option}="
+            expected = f"no graph around a cache that {kind}"
+            require(given is None, KernelError, subject, expected, f"one with {option}={given}", fix)
 
     def check_captured(self, subject: str, token_mask: Tensor | None, device: torch.device) -> None:
         """Raise for a token mask in a CUDA graph: the host reads it, to compare the padding of all ranks."""
@@ -228,10 +244,21 @@ def check_storage(subject: str, storage: object) -> None:
     require(known, ArgumentError, subject, expected, repr(storage), fix)
 
 
+def check_hot(sizes: Sizes, copies: int) -> None:
+    """Raise unless the newest tokens of a cache with so many copies can be in a memory of their own."""
+    fix = "leave copies out: a folder outlives its ranks"
+    fits = sizes.hot is None or copies == 1
+    require(fits, KernelError, "KVCache hot", "one rank of each token", f"copies={copies}", fix)
+
+
 def check_in_folder(sizes: Sizes, device: torch.device, copies: int, shares: object) -> None:
     """Raise unless a cache of these sizes can be files of a folder."""
-    subject, fix = "KVCache folder", 'pass device="cpu", or save a cache of the device'
-    require(device.type == "cpu", KernelError, subject, "a cache on a CPU", str(device), fix)
+    subject, fix = "KVCache folder", 'pass hot=, or device="cpu"'
+    fits, expected = (
+        device.type == "cpu" or sizes.hot is not None,
+        "a cache on a CPU, or one whose newest tokens alone are on a device",
+    )
+    require(fits, KernelError, subject, expected, str(device), fix)
     given, fix = f"mask={sizes.mask}", "leave mask= out, and decode with it"
     require(sizes.mask is None, KernelError, subject, "a cache that keeps all tokens", given, fix)
     check_ranks_in_folder(subject, copies, shares)

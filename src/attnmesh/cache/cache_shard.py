@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -14,9 +15,9 @@ from torch import Tensor
 from attnmesh.cache.block_cyclic import BlockCyclic
 from attnmesh.cache.cache_config import Sizes
 from attnmesh.cache.shared_blocks import SharedBlocks, joined
-from attnmesh.comm.p2p import meta_like, swap
 from attnmesh.core.storage import empty_rows, width_in_memory
 from attnmesh.core.turns import Turn
+from attnmesh.errors import StoreError
 from attnmesh.kernels.cache_view import CacheView, Padding
 from attnmesh.kernels.native.append import append
 from attnmesh.mesh.axes import Axis, Mesh
@@ -24,24 +25,8 @@ from attnmesh.runtime.counters import Tensors
 from attnmesh.runtime.memory import with_huge_pages
 from attnmesh.setup.measure_shares import measured_shares
 
-
-def stored(k: Tensor, v: Tensor | None) -> Tensors:
-    """Return the tensors of new tokens that a cache stores."""
-    return (k,) if v is None else (k, v)
-
-
-def swap_tokens_for_heads(new: Tensors, positions: Tensor, counts: Sequence[int], mesh: Mesh) -> tuple[Tensors, Tensor]:
-    """Return this rank's heads of the tokens of all ranks along the heads axis; `counts` are tokens per shard."""
-    axis, shape = mesh.heads, mesh.shape
-    if axis.size == 1:
-        return new, positions
-    sends = [(*part, positions) for part in zip(*(x.chunk(axis.size, 1) for x in new), strict=True)]
-    shards = [shape.shard(h, mesh.queries.index, mesh.keys.index) for h in range(axis.size)]
-    wanted = [tuple(meta_like(x, counts[shard], 2 if x.ndim == 4 else 0) for x in sends[0]) for shard in shards]
-    received = zip(*swap(sends, wanted, axis), strict=True)
-    *heads, positions = (torch.cat(x, dim=-2 if x[0].ndim == 4 else 0) for x in received)
-    return tuple(heads), positions
-
+Fail = Callable[[str, StoreError], NoReturn]
+"""Raises an error of this rank in a call of that name, which other ranks may have done."""
 
 SLACK = 2
 """Tokens by which a prefill shard may exceed an even share: each of a zigzag's two chunks is rounded up."""
@@ -146,8 +131,12 @@ class CacheShard:
             view = view._replace(state=self.state)
             self._viewed = self.stored, self.shared, view
         for piece in view.shared:
-            piece.state[:1].copy_(self.state[:1])
+            self._set_length(piece)
         return view
+
+    def _set_length(self, piece: CacheView) -> None:
+        """Let the view of shared blocks know the tokens on all ranks."""
+        piece.state[:1].copy_(self.state[:1])
 
     def new_view(self) -> CacheView:
         """Return the view, for a graph, which cannot keep one."""
@@ -214,6 +203,14 @@ class CacheShard:
         if start > stay:
             self.resize(self.sizes, self.slots + start - stay, gone, loose)
             self.shared = tuple(kept)
+
+    def flush(self) -> None:
+        """Do nothing: no token is in a second memory."""
+
+    def whole(self) -> "CacheShard":
+        """Return a shard with all tokens in one memory, slot after slot: this one, unshared."""
+        self.unshare()
+        return self
 
     @property
     def token_mask(self) -> Tensor | None:
@@ -370,6 +367,15 @@ class CacheShard:
                 x[:, :, used : used + more] = tensor
             torch.arange(length, length + more, out=self.token_index[used : used + more])
             self.state[:2].add_(more)
+
+    def own_rows(self, new: Tensors, length: int) -> tuple[list[Tensor], Tensor]:
+        """Return this rank's rows of new tokens, which have all heads and follow `length` others; and these tokens."""
+        tokens = torch.arange(length, length + new[0].shape[2])
+        mine = self.turn.holds(tokens).nonzero().flatten()
+        own = [x.chunk(self.heads.size, 1)[self.heads.index] for x in new]
+        if len(mine) < len(tokens):
+            own = [x.index_select(2, mine.to(self.device)) for x in own]
+        return [*map(self.sizes.rows_of, own)], tokens[mine]
 
     def _write(self, new: Sequence[Tensor], tokens: Tensor, slots: Tensor) -> None:
         """Write rows of tokens with this rank's heads into slots."""

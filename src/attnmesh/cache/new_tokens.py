@@ -1,17 +1,39 @@
 """New tokens of a cache: their checks, and those of a known signature, which are appended in one native call."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnmesh.cache.cache_config import Sizes
-from attnmesh.cache.cache_shard import CacheShard, stored
+from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.replicas import LocalShards
+from attnmesh.comm.p2p import meta_like, swap
 from attnmesh.guard.argument_checks import check_positions
 from attnmesh.kernels.traced import are_plain
+from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh_attention.shard_marks import check_equal_cuts, check_not_cut
+from attnmesh.runtime.counters import Tensors
 from attnmesh.runtime.memo import Memo
+
+
+def stored(k: Tensor, v: Tensor | None) -> Tensors:
+    """Return the tensors of new tokens that a cache stores."""
+    return (k,) if v is None else (k, v)
+
+
+def swap_tokens_for_heads(new: Tensors, positions: Tensor, counts: Sequence[int], mesh: Mesh) -> tuple[Tensors, Tensor]:
+    """Return this rank's heads of the tokens of all ranks along the heads axis; `counts` are tokens per shard."""
+    axis, shape = mesh.heads, mesh.shape
+    if axis.size == 1:
+        return new, positions
+    sends = [(*part, positions) for part in zip(*(x.chunk(axis.size, 1) for x in new), strict=True)]
+    shards = [shape.shard(h, mesh.queries.index, mesh.keys.index) for h in range(axis.size)]
+    wanted = [tuple(meta_like(x, counts[shard], 2 if x.ndim == 4 else 0) for x in sends[0]) for shard in shards]
+    received = zip(*swap(sends, wanted, axis), strict=True)
+    *heads, positions = (torch.cat(x, dim=-2 if x[0].ndim == 4 else 0) for x in received)
+    return tuple(heads), positions
 
 
 class NewTokens(NamedTuple):

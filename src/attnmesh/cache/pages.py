@@ -102,8 +102,10 @@ class PagedCache(CacheProperties):
 
 
 def _check_in_memory(subject: str, shard: CacheShard) -> None:
-    """Raise for a cache in a folder, whose pieces are no pages of an engine."""
+    """Raise for a cache in a folder, or in two memories, whose pieces are no pages of an engine."""
     given, fix = "one in a folder", "call cache.fork() first"
+    fits, fix_hot = shard.sizes.hot is None, "make the cache without hot="
+    require(fits, KernelError, subject, "a cache in one memory", f"hot={shard.sizes.hot}", fix_hot)
     require(not shard.is_in_files, KernelError, subject, "a cache in memory", given, fix)
 
 

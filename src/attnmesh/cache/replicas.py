@@ -64,6 +64,12 @@ class LocalShards:
         other.own, other.copies = change(self.own), {index: change(shard) for index, shard in self.copies.items()}
         return other
 
+    def whole(self) -> CacheShard:
+        """Return the own shard with all of its tokens in one memory, which no other cache shares."""
+        own, *_ = [shard.whole() for shard in self.all]
+        self.forked = False
+        return own
+
     def unshare(self) -> None:
         """Copy tokens that other caches share to memory of these shards alone."""
         for shard in self.all:
@@ -117,9 +123,12 @@ class LocalShards:
         return usual_slots(self.own.sizes, self.own.block_cyclic.turns[rank])
 
     def check_unpadded(self, subject: str, token_mask: Tensor | None) -> None:
-        """Raise if a cache in a folder gets padding."""
-        fits = token_mask is None or not self.own.is_in_files or bool(token_mask.all())
+        """Raise if a cache in a folder, or in two memories, gets padding."""
+        plain = not self.own.is_in_files and self.own.sizes.hot is None
+        fits = token_mask is None or plain or bool(token_mask.all())
         expected, fix = "sequences without padding in a folder", "give each sequence a folder of its own"
+        if self.own.sizes.hot is not None:
+            expected, fix = "sequences without padding beside hot=", "give each sequence a cache of its own"
         require(fits, KernelError, f"{subject} token_mask", expected, "a mask", fix)
 
     @property
@@ -265,17 +274,16 @@ class CacheProperties:
     def keys(self) -> Tensor:
         """This rank's keys, (batch, heads, slots, dim), of which the first `used` slots hold tokens.
 
-        A forked cache first copies the tokens that it shares. With `storage=` they are rows of bytes:
+        A forked cache first copies the tokens that it shares, and one with `hot` its newest to the host, where all
+        then are. With `storage=` they are rows of bytes:
         `core.storage.storage_of(rows).dequantize(rows)` returns their numbers.
         """
-        self.shard.unshare()
-        return self.shard.view.keys
+        return self.shard.whole().view.keys
 
     @property
     def values(self) -> Tensor:
         """This rank's values, in the slots of its keys. In 8 bits a prefix of the keys is their rows."""
-        self.shard.unshare()
-        return self.shard.view.values
+        return self.shard.whole().view.values
 
     @property
     def padding(self) -> Padding | None:

@@ -149,9 +149,12 @@ class LayersToLoad(NamedTuple):
     """Tokens to reserve memory for; None for the saved capacity."""
     tokens_per_key: Sequence[int] | None = None
     """Tokens that a key of each layer stands for; None where each is one."""
+    hot: int | None = None
+    """Newest tokens on the device, of layers that keep all tokens; None for all."""
 
     def sizes(self, saved: tuple[Sizes, ...]) -> tuple[Sizes, ...]:
         """Return the sizes of the saved layers, with this room."""
+        saved = tuple(sizes if sizes.mask is not None else replace(sizes, hot=self.hot) for sizes in saved)
         if self.capacity is None:
             return saved
         each = zip(saved, self.tokens_per_key or [1] * len(saved), strict=True)
@@ -204,6 +207,7 @@ class SavedCache:
         checked: bool | None = None,
         copies: int = 1,
         shares: Sequence[float] | str | None = None,
+        hot: int | None = None,
     ) -> Self:
         """Return a saved cache on any number of ranks, its tokens block-cyclic. Every rank calls it.
 
@@ -215,6 +219,7 @@ class SavedCache:
             checked: As in `KVCache`.
             copies: As in `KVCache`.
             shares: As in `KVCache`; those of the cache that was saved need not be the same.
+            hot: As in `KVCache`.
 
         Returns:
             The cache.
@@ -232,8 +237,10 @@ class SavedCache:
         ...     KVCache.load(folder, None).length
         5
         """
-        caches: list[Self]
-        wanted = LayersToLoad(1, capacity)
+        caches: list[Any]
+        wanted = LayersToLoad(1, capacity, hot=hot)
         options = {"checked": checked, "copies": copies, "shares": shares}
         caches, _, _ = load_caches(cls, path, mesh, wanted, device=device, **options)
-        return caches[0]
+        replace(caches[0].sizes, hot=hot).check(caches[0].mesh.heads.size)  # a window takes no hot=
+        loaded: Self = caches[0]
+        return loaded

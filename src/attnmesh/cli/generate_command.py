@@ -42,7 +42,7 @@ def generate(options: GenerateOptions) -> None:
             checkpoint=None if options.checkpoint is None else str(options.checkpoint),
             every=options.every,
             deadline=options.deadline,
-            cache={**cache_options(options, prepared), "folder": options.kv_folder and str(options.kv_folder)},
+            cache={**cache_options(options, prepared), **_memories(options)},
             options=_sampling(options.temperature, options.top_k, options.top_p),
             stops=tuple(options.stop or ()),
         )
@@ -70,6 +70,11 @@ def cache_options(options: GenerateOptions | ServeOptions, prepared: Prepared) -
     block, storage = 128 if reproducible else None, None if options.kv == "auto" else options.kv
     caches = {"block": block, "storage": storage, "shares": shares_of(options.shares)}
     return {"merge": options.merge, "reproducible": reproducible, **caches}
+
+
+def _memories(options: GenerateOptions) -> dict[str, Any]:
+    """Return where a cache has its tokens."""
+    return {"folder": options.kv_folder and str(options.kv_folder), "hot": options.hot}
 
 
 def _sampling(temperature: float | None, top_k: int | None, top_p: float | None) -> dict[str, Any]:

@@ -114,8 +114,9 @@ def decode(
         step = check_bias(inputs, distance_bias, step)
     inputs = inputs._replace(q=with_distance_bias(q, distance_bias))
     if torch.compiler.is_compiling():
-        given, fix = "a forked cache", "decode with copy.deepcopy(cache)"
-        require(not cache.shards.forked, KernelError, "decode", "a cache of one piece in a graph", given, fix)
+        in_files, fix = cache.shard.is_in_files, "decode with copy.deepcopy(cache)"
+        given, one = "one in a folder" if in_files else "a forked cache", not (in_files or cache.shards.forked)
+        require(one, KernelError, "decode", "a cache of one piece in a graph", given, fix)
         tensors = inputs.q, tensors_of(cache.shard.new_view()), sinks, key_lengths, inputs.indices
         return cast(Tensor, decode_op(*tensors, *step.encode()))
     with torch.no_grad():

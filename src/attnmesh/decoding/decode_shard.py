@@ -13,7 +13,6 @@ from attnmesh.decoding.decode_step import named_options, selection_of_rank, unch
 from attnmesh.decoding.query_shard import QueryShard
 from attnmesh.decoding.step_checks import StepInputs, check_bias, check_step
 from attnmesh.guard.agreement import Agreement, may_compare
-from attnmesh.kernels.cache_runs import CachedAttention
 from attnmesh.kernels.cache_view import DecodeQuery
 from attnmesh.mesh_attention.sharding import unshard
 from attnmesh.runtime.ranges import ATTENTION, is_profiled, named
@@ -59,7 +58,7 @@ def decode_shard(
         indices = unshard(selected.indices, cache.device_mesh, layout=layout, length=length)
         selected = selection_of_rank(Selection(indices, selected.block), heads)
     view, query = cache.shard.view, DecodeQuery(every, step.mask, step.scaling, step.capacity)
-    steps = CachedAttention(step.kernel_for(every, view), step.scaling, step.value_dim)
+    steps = step.attention_for(every, view)
     attend = named(ATTENTION, steps.attend) if is_profiled() else steps.attend
     partial = attend(query, [view], selected)
     if (other_keys := attend_other_keys(every)) is not None:

@@ -12,9 +12,11 @@ from attnmesh.comm.rank_merge import highest_checksum
 from attnmesh.core.mask import Mask
 from attnmesh.core.scaling import Scaling
 from attnmesh.core.selection import Selection
+from attnmesh.kernels.cache_runs import CachedAttention
 from attnmesh.kernels.cache_view import CacheView
 from attnmesh.kernels.choice import choose
-from attnmesh.kernels.kernel import Kernel, Need
+from attnmesh.kernels.kernel import Need
+from attnmesh.kernels.tiered_attention import attention_to_cache
 from attnmesh.mesh.axes import Axis, group_named
 from attnmesh.runtime.world import cached_per_world, decode_cached
 
@@ -53,9 +55,11 @@ class DecodeStep(NamedTuple):
         """Return the step that `encode` wrote."""
         return decode_cached(_decode_step, names, numbers)
 
-    def kernel_for(self, q: Tensor, view: CacheView) -> Kernel:
-        """Return the kernel. That of selected tokens is the reference."""
-        return choose(Need.of_cache(q, view, self.scaling), self.kernel if self.index_block is None else "reference")
+    def attention_for(self, q: Tensor, view: CacheView) -> CachedAttention:
+        """Return the attention of such queries, with the step's kernel. That of selected tokens is the reference."""
+        name = self.kernel if self.index_block is None else "reference"
+        kernel = choose(Need.of_cache(q, view, self.scaling), name)
+        return attention_to_cache(kernel, self.scaling, self.value_dim, q.device)
 
     def output_shape(self, q: Tensor) -> tuple[int, ...]:
         """Return the shape of the output on this rank."""

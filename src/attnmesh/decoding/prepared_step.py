@@ -17,7 +17,7 @@ from attnmesh.decoding.decode_step import DecodeStep, gather_heads, selection_of
 from attnmesh.decoding.step_agreement import agreement_on, ask_in_step, compared_fields, stays_on_device
 from attnmesh.decoding.step_checks import StepInputs
 from attnmesh.errors import RankFailure
-from attnmesh.guard.agreement import hash_of_call
+from attnmesh.guard.agreement import hash_of_call, is_capturing
 from attnmesh.kernels.cache_runs import CachedAttention
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery
 from attnmesh.kernels.traced import are_plain
@@ -188,6 +188,8 @@ def find_step(inputs: StepInputs, options: tuple[Any, ...]) -> tuple[tuple[Any, 
             return signature, None
         if own.sizes.mask is not None and not shards.serves(length - rows):
             return signature, None
+        if own.sizes.hot is not None and is_capturing(own.device):  # which is refused
+            return signature, None
         if step.reproducible and (own.padding is not None or shards.counts.start or shards.forked):
             return signature, None
         if step.reproducible and not own.block_cyclic.is_even:
@@ -213,7 +215,7 @@ def prepare_step(inputs: StepInputs, step: DecodeStep, signature: tuple[Any, ...
 
 def new_prepared_step(q: Tensor, view: CacheView, step: DecodeStep) -> PreparedStep:
     """Return what steps with such queries run: the launches of a kernel, and the merge."""
-    steps, axis = CachedAttention(step.kernel_for(q, view), step.scaling, step.value_dim), step.tokens
+    steps, axis = step.attention_for(q, view), step.tokens
     host, heads = None, None
     one_host = axis.size > 1 and step.heads.size == 1 and q.device.type == "cpu" and not step.reproducible
     if one_host and steps.in_place is None and sum_dtype(q.dtype) == torch.float32:

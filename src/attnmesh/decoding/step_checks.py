@@ -107,11 +107,14 @@ def check_step(inputs: StepInputs, step: DecodeStep, unsupported: Mapping[str, N
         raise LayoutError("decode reproducible", "a cache with block-cyclic tokens", given, fix)
     if step.reproducible:
         check_even_shares("decode reproducible", cache.shares, even=cache.shard.block_cyclic.is_even)
+        given, fix = f"hot={sizes.hot} on {cache.device.type}", 'leave one of them out, or pass device="cpu"'
+        one = sizes.hot is None or cache.device.type == "cpu"
+        require(one, KernelError, "decode reproducible", "keys that one kernel reads", given, fix)
     if step.reproducible and key_lengths is not None:
         expected, fix = "no key_lengths= beside reproducible=True", "leave one of them out"
         raise KernelError("decode reproducible", expected, f"key_lengths of {len(key_lengths)} sequences", fix)
     if not may_compare(q.device):  # a graph does not read the length
-        if q.shape[2] > 1:
+        if q.shape[2] > 1 or sizes.hot is not None:
             sizes.check_eager("decode", q.device)
         if is_capturing(q.device):
             _check_captured(cache, step, on_host=key_lengths is not None and not on_device)

@@ -122,6 +122,8 @@ def _generate(
     sequences = getattr(output, "sequences", output)
     # With several beams, the rows of the cache are in an unknown order.
     cache.tokens = None if beams > 1 else prompt.mark(sequences)[:, : cache.get_seq_length()]
+    if cache.folder is not None:
+        cache.flush()
     return output
 
 

@@ -126,6 +126,29 @@ class CacheView(NamedTuple):
         padding = self.padding and self.padding._replace(positions=self.padding.positions.where(held, NOWHERE))
         return self._replace(token_index=self.token_index.where(held, NOWHERE), padding=padding, shared=())
 
+    @property
+    def on_host(self) -> "CacheView | None":
+        """View of the earlier tokens that are in host memory, where the slots are on a device; None without any."""
+        if not self.shared or self.keys.device.type == "cpu":
+            return None
+        pieces = [piece for piece in self.shared if piece.keys.device.type == "cpu"]
+        return pieces[-1]._replace(shared=tuple(pieces[:-1])) if pieces else None
+
+    @property
+    def on_device(self) -> "CacheView":
+        """The view without what is in host memory."""
+        return self._replace(shared=tuple(piece for piece in self.shared if piece.keys.device.type != "cpu"))
+
+    def first(self, slots: int) -> "CacheView":
+        """Return the first slots alone, and the one after them, without padding."""
+        keys, values, index = (
+            self.keys[:, :, : slots + 1],
+            self.values[:, :, : slots + 1],
+            self.token_index[: slots + 1],
+        )
+        state = torch.stack((self.state[0], torch.full_like(self.state[0], slots)))
+        return CacheView(keys, values, index, state, None, self.value_dim, file=self.file)
+
     def bounds(self, rows: int, mask: Mask) -> tuple[Tensor, Tensor]:
         """Return the first and the last position that each of the last `rows` queries sees, (1 or batch, rows)."""
         tokens = (self.state[0] - rows + torch.arange(rows, device=self.state.device)).clamp(min=0)

@@ -280,13 +280,14 @@ def load_layers(
     writes meanwhile is read anew. `make` is `KVCache`.
     """
     axes, target = Mesh.of(mesh), device_for(mesh, device)
+    memory = target if wanted.hot is None else torch.device("cpu")
 
     def check() -> Inspected:
         if fault := device_fault("load", target, device):
             raise fault
         given = check_placement("load", copies, shares, axes.queries.size * axes.keys.size)
         own = 0.0 if shares == "auto" else part_of(given, axes)
-        return inspect(path, axes, target, wanted, copies * own)
+        return inspect(path, axes, memory, wanted, copies * own)
 
     def attempt(*, again: bool) -> tuple[list[Cache], dict[str, Tensor], str] | None:
         before = _state_of(path)
@@ -432,11 +433,11 @@ def fill(layers: Sequence[LocalShards], path: Path, manifest: Manifest) -> bool:
         shards.prepare(manifest.length_of(layer), *starts)
     if manifest.growing:
         for layer, shards in enumerate(layers):
-            _fill_group({layer: shards.own}, path, manifest, [*_grown_pieces(path, manifest, layer)])
+            _fill_group({layer: shards.own.whole()}, path, manifest, [*_grown_pieces(path, manifest, layer)])
         return True
     pieces = list(piece_files(path, manifest))
     for leader, group in manifest.groups.items():
-        own = {layer: layers[layer].own for layer in group}
+        own = {layer: layers[layer].own.whole() for layer in group}
         _fill_group(own, path, manifest, [piece for piece in pieces if piece.group == leader])
     return True
 

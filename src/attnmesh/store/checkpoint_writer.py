@@ -92,7 +92,7 @@ def save_layers(
     for cache in caches:
         if cache.saved.last is not None and not cache.saved.last.concluded:
             cache.saved.last.wait()  # two saves at once would write the same files
-        cache.shards.unshare()
+    own = [cache.shards.whole() for cache in caches]
     mesh, saved, shards = caches[0].mesh, caches[0].saved, [cache.shards for cache in caches]
     if saved.cache_ids != tuple(map(id, caches)) or any(cache.saved is not saved for cache in caches):
         saved = SavedPieces(caches)
@@ -102,7 +102,6 @@ def save_layers(
         folder, manifest, tensors = prepared
         agreement.fields, agreement.numbers = {"saving": manifest.saving, "note": note}, [randbits(62)]
     manifest = manifest._replace(name=f"{agreement.table[0][0]:016x}")
-    own = [each.own for each in shards]
     groups = [SavedGroup.of(own, layers, manifest) for layers in manifest.groups.values()]
     coordinates, lock = (own[0].heads.index, own[0].index), WriterLock()
     write = partial(_write, folder, manifest, coordinates, groups, saved, tensors, lock)

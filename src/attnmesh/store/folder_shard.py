@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attnmesh.cache.block_cyclic import BlockCyclic
 from attnmesh.cache.cache_config import Sizes
-from attnmesh.cache.cache_shard import CacheShard, usual_slots
+from attnmesh.cache.cache_shard import CacheShard, Fail, usual_slots
 from attnmesh.cache.shared_blocks import SharedBlocks
 from attnmesh.core.digest import cpu_weights
 from attnmesh.errors import StoreError
@@ -42,9 +42,6 @@ from attnmesh.store.layer_files import (
 from attnmesh.store.tensor_file import FIX, TensorFile
 
 SUBJECT = "KVCache folder"
-
-Fail = Callable[[str, StoreError], NoReturn]
-"""Raises an error of this rank in a call of that name, which other ranks may have done."""
 
 
 class FolderShard(CacheShard):
@@ -178,14 +175,9 @@ class FolderShard(CacheShard):
 
     def append(self, new: Tensors, token_mask: Tensor | None, held: tuple[int, int] | None) -> None:
         """Add this rank's share of the new tokens; `new` has all tokens and heads."""
-        length, more = self.length, new[0].shape[2]
-        tokens = torch.arange(length, length + more)
-        mine = self.turn.holds(tokens).nonzero().flatten()
-        own = [x.chunk(self.heads.size, 1)[self.heads.index] for x in new]
-        if len(mine) < more:
-            own = [x.index_select(2, mine) for x in own]
+        length = self.length
         try:
-            self._add([*map(self.sizes.rows_of, own)], tokens[mine], length + more)
+            self._add(*self.own_rows(new, length), length + new[0].shape[2])
         except StoreError as error:
             self.fail("append", error)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.cache.cache_config import Sizes
-from attnmesh.cache.cache_shard import CacheShard
+from attnmesh.cache.cache_shard import CacheShard, Fail
 from attnmesh.cache.replicas import LocalShards
 from attnmesh.comm.topology import hosts
 from attnmesh.errors import StoreError, require
@@ -24,7 +24,7 @@ from attnmesh.guard.agreement import Agreement
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.runtime.memory import free_memory, host_memory
 from attnmesh.store.checkpoint import MANIFEST, Manifest, check_folder, ids_in, piece_files, read_manifest
-from attnmesh.store.folder_shard import SUBJECT, Fail, FolderShard, opening
+from attnmesh.store.folder_shard import SUBJECT, FolderShard, opening
 from attnmesh.store.journal import Journal, lock
 from attnmesh.store.layer_files import PIECE, LayerPlace, saved_pieces
 from attnmesh.store.tensor_file import PRIVATE_FOLDER, TensorFile, appearing, sync_folders
@@ -181,7 +181,7 @@ class KeyFolder:
         length = min(each for (each,) in agreement.table)
         with Agreement(self.mesh, self.subject) as agreement:
             own.truncate(length)
-            parts = [*(blocks.token_index[:-1] for blocks in own.shared), own.token_index[: own.used]]
+            parts = [*(blocks.token_index[:-1] for blocks in own.shared), own.token_index[: own.used].cpu()]
             agreement.numbers = own.block_cyclic.numbers_of(own.index, torch.cat(parts))
         table = sorted(set(map(tuple, agreement.table)))  # ranks along the heads axis hold the same tokens
         fits = sum(count for count, *_ in table) == length

@@ -19,7 +19,7 @@ from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.comm.p2p import meta_like, swap
 from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.comm.transport import all_gather_texts
-from attnmesh.errors import DtypeError, MeshError, ShapeError
+from attnmesh.errors import DtypeError, KernelError, MeshError, ShapeError, require
 from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.argument_checks import check_unknown_options
 from attnmesh.mesh.axes import Axis, Mesh, flat_axis, overlap
@@ -234,6 +234,9 @@ def _check_caches(caches: object, more: dict[str, Never]) -> None:
         fix = "pass [cache], or None on a new rank"
         raise DtypeError("recover", "a list of caches, one per layer", type(caches).__name__, fix)
     check_unknown_options("recover", more)
+    tiers = {cache.sizes.hot for cache in caches or ()} - {None}
+    given = f"hot={min(tiers, default=None)}"
+    require(not tiers, KernelError, "recover", "caches in one memory", given, LOAD_INSTEAD)
     meshes = len({(cache.mesh.heads, cache.tokens) for cache in caches or ()})
     if meshes > 1:
         fix = "pass the caches of one model, one per layer"

@@ -19,12 +19,12 @@ from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
 
 
-def talk(family: str, folder: Path, shape: Shape) -> list[Any]:
+def talk(family: str, folder: Path, shape: Shape, hot: int | None) -> list[Any]:
     """Return the tokens of turns, each on a cache that opens the folder, and how many tokens it began with."""
     model, mesh = families.model(family, "attnmesh"), named_mesh(shape, AXES) if shape.ranks > 1 else None
     ids, turns = prompt(150), []
     for step in range(4):
-        cache = hf.ShardedCache(model.config, mesh, folder=folder)
+        cache = hf.ShardedCache(model.config, mesh, folder=folder, hot=hot)
         begun = cache.get_seq_length()
         ids = torch.cat((ids[:, : 60 if step == 2 else None], prompt(30, seed=step)), 1)
         real = torch.ones_like(ids)  # an answer may have the id of padding
@@ -49,16 +49,36 @@ def stock_turns(family: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("family", "shape"),
+    ("family", "shape", "hot"),
     [
-        ("llama", Shape(1, 1, 1)),
-        ("gemma3", Shape(1, 1, 2)),
-        pytest.param("mistral", Shape(2, 1, 1), marks=pytest.mark.long),
+        ("llama", Shape(1, 1, 1), None),
+        ("gemma3", Shape(1, 1, 2), None),
+        ("llama", Shape(1, 1, 2), 20),
+        pytest.param("gemma3", Shape(1, 1, 2), 1, marks=pytest.mark.long),
+        pytest.param("mistral", Shape(2, 1, 1), None, marks=pytest.mark.long),
     ],
 )
-def test_turns_go_on_where_the_folder_ends(family: str, shape: Shape, pool: Pool, tmp_path: Path) -> None:
-    for turns in pool.run(shape.ranks, talk, family, tmp_path, shape):
+def test_turns_go_on_where_the_folder_ends(
+    family: str, shape: Shape, hot: int | None, pool: Pool, tmp_path: Path
+) -> None:
+    for turns in pool.run(shape.ranks, talk, family, tmp_path, shape, hot):
         assert turns == stock_turns(family)
+
+
+def test_layers_that_keep_all_tokens_have_two_memories(tmp_path: Path) -> None:
+    model, stock = families.model("gemma3", "attnmesh"), families.model("gemma3", STOCK["gemma3"])
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
+    cache = hf.ShardedCache(model.config, hot=9)
+    ids = hf.generate(model, prompt(150), cache=cache, **options)
+    assert ids.equal(stock.generate(prompt(150), **options))
+    assert {kv.sizes.hot is None for kv in cache.kvs if kv.sizes.mask is not None} == {True}
+    assert {kv.sizes.hot for kv in cache.kvs if kv.sizes.mask is None} == {9}
+    cache.save(tmp_path)
+    restored = hf.ShardedCache(model.config, hot=9)
+    restored.restore(tmp_path)
+    assert {kv.shard.shared_tokens > 0 for kv in restored.kvs if kv.sizes.mask is None} == {True}
+    longer, options["attention_mask"] = torch.cat((ids, prompt(9)), 1), torch.ones(1, ids.shape[1] + 9).long()
+    assert hf.generate(model, longer, cache=restored, **options).equal(stock.generate(longer, **options))
 
 
 def test_beams_and_a_saved_cache(tmp_path: Path) -> None:
@@ -122,3 +142,5 @@ def test_models_with_states_are_refused(tmp_path: Path) -> None:
     config = Mamba2Config(num_hidden_layers=1, attn_implementation="attnmesh")
     with pytest.raises(InputError, match="ShardedCache folder: expected a model that keeps keys and values alone"):
         hf.ShardedCache(config, folder=tmp_path)
+    with pytest.raises(InputError, match="ShardedCache hot: expected a model that keeps keys and values alone"):
+        hf.ShardedCache(config, hot=9)

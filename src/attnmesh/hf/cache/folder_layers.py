@@ -69,9 +69,10 @@ class FolderLayers(StoredLayers):
             expected, given = "a folder with the ids of its tokens", f"none in {folder}"
             fix = "fill a new one by hf.generate, or restore this one into memory"
             require(not saved or ids is not None, StoreError, "ShardedCache folder", expected, given, fix)
+        device = "cpu" if self.hot is None else None  # that of the mesh
         found = [
-            KVCache(self.mesh, **vars(sizes), device="cpu", checked=self.checked, folder=FolderLayer(opened, number))
-            for number, sizes in enumerate(map(replace, saved))
+            KVCache(self.mesh, **vars(sizes), device=device, checked=self.checked, folder=FolderLayer(opened, number))
+            for number, sizes in enumerate(replace(sizes, hot=self.hot) for sizes in saved)
         ]
         if ids is None:
             return

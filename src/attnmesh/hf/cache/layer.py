@@ -115,6 +115,8 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
             if self.cache.windows and row < FAR:
                 # Where a chunk ends it equals a window, and transformers has one function for both.
                 options |= {"mask": Window(row - 1), "keep": self.cache.keep}
+            else:
+                options["hot"] = self.cache.hot
             kv = self.kv = self._new_cache(k, tokens, **options)
             self.is_initialized = True
         return self._with_room(kv, tokens)

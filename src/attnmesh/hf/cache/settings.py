@@ -54,10 +54,10 @@ def _checks(config: Any, shape: Shape, options: Mapping[str, Any]) -> Iterator[C
     for name in ("storage", "window_storage"):
         check_storage(f"ShardedCache {name}", options[name])
     if options["folder"] is not None:
-        plain = not (is_recurrent(config) or is_compressed(config) or indexed_layers(config) or cross_layers(config))
-        subject, fix = "ShardedCache folder", "leave folder= out"
-        yield plain, KernelError, subject, "a model that keeps keys and values alone", config.model_type, fix
-        check_ranks_in_folder(subject, options["copies"], options["shares"])
+        yield _plain_check(config, "ShardedCache folder", "leave folder= out")
+        check_ranks_in_folder("ShardedCache folder", options["copies"], options["shares"])
+    if options["hot"] is not None:
+        yield from _hot_checks(config, options)
     if options["capacity"] is not None:
         check_count("ShardedCache capacity", options["capacity"], "count prompt and new tokens, or leave it out")
     if options["block"] is not None:
@@ -72,3 +72,17 @@ def _checks(config: Any, shape: Shape, options: Mapping[str, Any]) -> Iterator[C
     if options["reproducible"]:
         even = options["shares"] is None or (shares is not None and len({*shares}) == 1)
         check_even_shares("ShardedCache reproducible", options["shares"], even=even)
+
+
+def _plain_check(config: Any, subject: str, fix: str) -> Check:
+    """Return whether a model keeps nothing but keys and values, with the error where it does."""
+    plain = not (is_recurrent(config) or is_compressed(config) or indexed_layers(config) or cross_layers(config))
+    return plain, KernelError, subject, "a model that keeps keys and values alone", config.model_type, fix
+
+
+def _hot_checks(config: Any, options: Mapping[str, Any]) -> Iterator[Check]:
+    """Yield what holds of a model and of arguments where the newest tokens alone are on the device."""
+    subject, fix = "ShardedCache hot", "leave hot= out"
+    check_count(subject, options["hot"], "count the newest tokens to keep on the device, or leave it out")
+    yield _plain_check(config, subject, fix)
+    yield options["copies"] == 1, KernelError, subject, "one rank of each token", f"copies={options['copies']}", fix

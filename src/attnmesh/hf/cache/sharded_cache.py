@@ -61,8 +61,9 @@ class ShardedCache(FolderLayers):
         shares: Ratios of the tokens of each rank along queries and keys, as in `attnmesh.KVCache`; "auto" to measure
             them. A prompt's tokens are computed in this ratio too. With `capacity`, "auto" gives no rank more keys than
             its memory holds.
-        folder: Folder whose files are the keys and values, on CPUs, as in `attnmesh.KVCache`. The cache begins with the
-            tokens that are there, and layers with a window keep all of theirs.
+        folder: Folder whose files are the keys and values, as in `attnmesh.KVCache`. The cache begins with the tokens
+            that are there, and layers with a window keep all of theirs.
+        hot: Newest tokens to hold on the device, as in `attnmesh.KVCache`, in each layer that keeps all tokens.
 
     Raises:
         InputError: A layer of the model is not supported, or ranks differ in an argument.
@@ -93,12 +94,14 @@ class ShardedCache(FolderLayers):
         window_storage: str | None = None,
         shares: Sequence[float] | str | None = None,
         folder: str | Path | None = None,
+        hot: int | None = None,
     ) -> None:
         place = Mesh.of(mesh)
         options: dict[str, Any] = {"capacity": capacity, "block": block, "merge": merge, "output": output}
         options |= {"kernel": kernel, "exchange": exchange, "checked": checked, "copies": copies}
         options |= {"windows": windows, "keep": keep, "reproducible": reproducible}
         options |= {"storage": storage, "window_storage": window_storage, "shares": shares, "folder": folder}
+        options["hot"] = hot
         with Agreement(place, "ShardedCache", options):
             check_settings(config, place.shape, options)
         self.config = config.get_text_config(decoder=True)
@@ -110,7 +113,7 @@ class ShardedCache(FolderLayers):
         self.merge, self.output, self.reproducible = merge, output, reproducible
         self.kernel, self.exchange = kernel, exchange
         self.checked, self.copies, self.windows, self.keep = checked, copies, windows and folder is None, keep
-        self.storage, self.window_storage = storage, window_storage
+        self.storage, self.window_storage, self.hot = storage, window_storage, hot
         self.shares = shares_of(config, mesh, shares, self.capacity, storage)
         """Ratios of the tokens of each rank; None for even shares."""
         self.images: dict[str, Tensor] | None = None
@@ -310,8 +313,9 @@ class ShardedCache(FolderLayers):
         Raises:
             InputError: Tokens were lost with their ranks, or the cache is of another model.
         """
-        fits, fix = options.get("folder") is None, "leave folder= out"
-        require(fits, KernelError, "ShardedCache.recover", "a cache in memory", "folder=", fix)
+        for name in ("folder", "hot"):
+            fits, fix = options.get(name) is None, f"leave {name}= out"
+            require(fits, KernelError, "ShardedCache.recover", "a cache in one memory", f"{name}=", fix)
         recovered = cls(config, mesh, **options)
         with Agreement(Mesh.of(mesh), "ShardedCache.recover"):
             _check_recoverable(cache, recovered)

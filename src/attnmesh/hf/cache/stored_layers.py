@@ -42,6 +42,7 @@ class StoredLayers(Cache):  # type: ignore[misc]
     shares: tuple[float, ...] | None
     storage: str | None
     window_storage: str | None
+    hot: int | None
     tokens: Tensor | None
     images: dict[str, Tensor] | None
     shift: tuple[int, int] | None
@@ -152,7 +153,7 @@ class StoredLayers(Cache):  # type: ignore[misc]
         """
         options, capacity = self._kv_options, self.capacity if capacity is None else capacity
         del options["capacity"]
-        wanted = LayersToLoad(self.caches, capacity, self.tokens_per_key)
+        wanted = LayersToLoad(self.caches, capacity, self.tokens_per_key, self.hot)
         kvs, more, note = load_layers(KVCache, path, self.mesh, wanted, device=device, **options)
         self._fill(kvs)
         names = [name for name in more if name.startswith(STATES)]
@@ -161,6 +162,11 @@ class StoredLayers(Cache):  # type: ignore[misc]
         self.tokens, self.images = more.pop("held", None), None
         self.shift = shift_of(self.tokens, self.config)
         return more, note
+
+    def flush(self) -> None:
+        """Write the tokens on the device to the folder too, as `KVCache.flush` does. Every rank calls it."""
+        for kv in self.kvs if self.hot is not None else ():
+            kv.flush()
 
     def set_states(self, states: Mapping[str, Tensor]) -> None:
         """Replace what layers keep of recurrences and of the last tokens by tensors with the names of `states`."""

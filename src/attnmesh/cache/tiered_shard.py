@@ -1,0 +1,277 @@
+"""Shard of a cache in two memories: the newest tokens on the device, older ones on the host, in memory or in files.
+
+        token      0 ............ 63 | 64 ....... 95
+        old        in host memory, or in files      | may have copies of hot tokens, once `flush` was called
+        hot                            on the device
+
+The old tier is an ordinary shard of the host. What it has of the first tokens are pieces of the cache, as blocks that
+forks share. Where the hot tier is full, its oldest blocks move there in one copy.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from attnmesh.cache.cache_config import Sizes
+from attnmesh.cache.cache_shard import CacheShard, Fail, assigned
+from attnmesh.cache.shared_blocks import SharedBlocks
+from attnmesh.core.turns import Turn
+from attnmesh.errors import KernelError, StoreError
+from attnmesh.kernels.cache_view import CacheView
+from attnmesh.mesh.axes import Mesh
+from attnmesh.runtime.counters import Tensors
+
+MOVED = 8
+"""Part of the hot tokens that leave together: few moves, of few tokens each."""
+
+
+def shards_in_memory(
+    sizes: Sizes, mesh: Mesh, device: torch.device, shares: Sequence[float] | str | None
+) -> Callable[[int], CacheShard]:
+    """Return what makes a shard in memory, of the host where the newest tokens alone are on the device.
+
+    All ranks call it at once, as `assigned`.
+    """
+    memory = device if sizes.hot is None else torch.device("cpu")
+    return partial(CacheShard, sizes, mesh.heads, assigned(sizes, mesh, device, shares), memory)
+
+
+def in_tiers(
+    make: Callable[[int], CacheShard], sizes: Sizes, device: torch.device, fail: Fail
+) -> Callable[[int], CacheShard]:
+    """Return what makes a shard whose older tokens are in one that `make` returns, if the newest are apart."""
+    return make if sizes.hot is None else lambda index: TieredShard(make(index), sizes, device, fail)
+
+
+def hot_tokens(sizes: Sizes, turn: Turn) -> int:
+    """Return how many of a rank's newest tokens stay on the device: whole blocks."""
+    assert sizes.hot is not None
+    return _in_blocks(turn.share(min(sizes.hot, sizes.capacity)), sizes.block)
+
+
+def _in_blocks(tokens: int, block: int) -> int:
+    return -(-tokens // block) * block
+
+
+class TieredShard(CacheShard):
+    """Tokens of one rank: `stored` are the hot ones, `shared` those of the `old` tier before them."""
+
+    def __init__(self, old: CacheShard, sizes: Sizes, device: torch.device, fail: Fail) -> None:
+        super().__init__(sizes, old.heads, old.block_cyclic, device, old.index)
+        self.fail = fail
+        self.old, self.is_in_files = old, old.is_in_files
+        self.known_length = 0  # the host counts tokens of all ranks, and in `filled` those in the hot tier
+        self.warm()
+
+    def _usual_slots(self, sizes: Sizes) -> int:
+        stay = hot_tokens(sizes, self.turn)
+        return stay + _in_blocks(stay // MOVED, sizes.block) + sizes.block
+
+    @property
+    def length(self) -> int:
+        """Cached tokens on all ranks."""
+        return self.known_length
+
+    @property
+    def used(self) -> int:
+        """Tokens in the hot tier."""
+        return self.filled
+
+    @property
+    def old_tokens(self) -> int:
+        """Tokens that the old tier has, copies of hot ones included."""
+        return self.old.shared_tokens + self.old.used
+
+    @property
+    def _old_pieces(self) -> list[SharedBlocks]:
+        """All tokens that the old tier has."""
+        old, used = self.old, self.old.used
+        index = old.token_index[: used + 1]
+        index = index if len(index) > used else torch.cat((index, index[-1:]))  # one more slot, as in all blocks
+        own = SharedBlocks([x[:, :, : used + 1] for x in old.stored], index, None)
+        return [*old.shared, own] if used else [*old.shared]
+
+    def warm(self) -> None:
+        """Let the hot tier have the newest tokens of the old one, in whole blocks, as after an open or a cut."""
+        count, block = self.old_tokens, self.sizes.block
+        cold, start = max(0, count - hot_tokens(self.sizes, self.turn)) // block * block, 0
+        self._count(self.old.length, count - cold)
+        for blocks in self._old_pieces:
+            first, stop = (min(max(slot - start, 0), blocks.used) for slot in (cold, count))
+            to = slice(start + first - cold, start + stop - cold)
+            if first < stop:
+                for x, row in zip(self.stored, blocks.stored, strict=True):
+                    x[:, :, to] = row[:, :, first:stop]
+                self.token_index[to] = blocks.token_index[first:stop]
+            start += blocks.used
+        self._show(cold)
+
+    def _count(self, length: int, used: int) -> None:
+        """Set how many tokens there are, on all ranks and in the hot tier."""
+        self.known_length, self.filled = length, used
+        self.state[0], self.state[1] = length, used
+
+    def _show(self, cold: int) -> None:
+        """Let the first tokens of the old tier be pieces of the cache."""
+        pieces, start = list[SharedBlocks](), 0
+        for blocks in self._old_pieces:
+            count = min(cold - start, blocks.used)
+            if count > 0:
+                pieces.append(blocks if count == blocks.used else blocks.part(0, count))
+            start += blocks.used
+        self.shared = tuple(pieces)
+
+    def _view(self, blocks: SharedBlocks) -> CacheView:
+        """Return the view of a piece of the old tier, whose numbers are in the memory of the host."""
+        rows = self.sizes.keys_and_values(blocks.stored)
+        with torch.inference_mode(False):
+            state = torch.tensor([self.known_length, blocks.used])
+        return CacheView(*rows, blocks.token_index, state, None, self.sizes.value_dim, file=blocks.file)
+
+    def _set_length(self, piece: CacheView) -> None:
+        piece.state[0] = self.known_length
+
+    def append_run(self, new: Tensors, more: int, length: int, used: int) -> bool:
+        """Add new tokens of which this rank owns all or none, if none has to leave; else return False."""
+        if self._leaving(own := self.turn.count(length + more) - self.turn.count(length)):
+            return False
+        if not super().append_run(new, more, length, used):
+            return False
+        self.known_length, self.filled = length + more, used + own
+        return True
+
+    def append(self, new: Tensors, token_mask: Tensor | None, held: tuple[int, int] | None) -> None:
+        """Add this rank's share of the new tokens; `new` has all tokens and heads."""
+        length, more = self.length, new[0].shape[2]
+        if more and self.append_run(new, more, length, self.used):
+            return
+        try:
+            self._add(*self.own_rows(new, length), length + more)
+        except StoreError as error:
+            self.fail("append", error)
+
+    def append_at(self, new: Tensors, tokens: Tensor, more: int, token_mask: Tensor | None) -> None:
+        """Add rows of the given tokens with this rank's heads; all ranks together add `more`."""
+        order = tokens.argsort()
+        self._add([x.index_select(2, order) for x in new], tokens[order].cpu(), self.length + more)
+
+    def _leaving(self, more: int) -> int:
+        """Return how many tokens leave the hot tier for so many new ones, which may leave at once: whole blocks."""
+        total, block = self.used + more, self.sizes.block
+        return 0 if total <= self.slots else (total - hot_tokens(self.sizes, self.turn)) // block * block
+
+    def _add(self, rows: Sequence[Tensor], tokens: Tensor, length: int) -> None:
+        """Add rows of this rank's tokens, after which there are `length` on all ranks."""
+        used = self.used
+        if leaving := self._leaving(len(tokens)):
+            at_once = max(0, leaving - used)  # new ones that do not stay
+            following = torch.cat((self.token_index[leaving:used][:1].cpu(), tokens[at_once:]))
+            gone = [torch.cat((x[:, :, : min(leaving, used)], row[:, :, :at_once]), 2) for x, row in self._beside(rows)]
+            numbers = torch.cat((self.token_index[: min(leaving, used)].cpu(), tokens[:at_once]))
+            self._give(gone, numbers, int(following[0]) if len(following) else length)
+            self._shift(leaving)
+            self._show(self.shared_tokens + leaving)
+            rows, tokens, used = [row[:, :, at_once:] for row in rows], tokens[at_once:], max(0, used - leaving)
+        stop = used + len(tokens)
+        for x, row in self._beside(rows):
+            x[:, :, used:stop] = row
+        self.token_index[used:stop] = tokens
+        self._count(length, stop)
+
+    def _beside(self, rows: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return the memory of keys and of values, each with rows for it."""
+        return zip(self.stored, rows, strict=True)
+
+    def _shift(self, count: int) -> None:
+        """Move the tokens after the first `count` to the front, so many at a time: each is read, then written."""
+        left = self.used - count
+        for start in range(0, left, count):
+            stop = min(start + count, left)
+            for x in self.stored:
+                x[:, :, start:stop] = x[:, :, start + count : stop + count]
+            self.token_index[start:stop] = self.token_index[start + count : stop + count]
+
+    def _give(self, rows: Sequence[Tensor], tokens: Tensor, length: int) -> None:
+        """Let the old tier have these rows after those that are cold: with them it has all before `length`.
+
+        Rows are those of the hot tier, and new ones after them. Where this raises, the cache is as it was.
+        """
+        if self.old.length > self.length:  # of an append that has failed
+            self.old.truncate(self.length)
+        known = self.old_tokens - self.shared_tokens
+        if known >= len(tokens) and self.old.length >= length:
+            return
+        more = max(0, length - self.old.length)
+        try:
+            self.old.append_at(tuple(x[:, :, known:].cpu() for x in rows), tokens[known:], more, None)
+        except StoreError as error:
+            subject, expected, given, _ = error.args
+            fix = f"free space there, and append again from token {self.length} on: the cache has those before"
+            raise StoreError(subject, expected, given, fix) from error
+
+    def flush(self) -> None:
+        """Let the old tier have copies of all hot tokens, which stay hot."""
+        rows = [x[:, :, : self.used] for x in self.stored]
+        self._give(rows, self.token_index[: self.used].cpu(), self.length)
+
+    def whole(self) -> CacheShard:
+        """Return the shard of the host, with all tokens."""
+        self.flush()
+        old = self.old.whole()
+        self._show(self.shared_tokens)
+        return old
+
+    def truncate(self, length: int) -> None:
+        """Remove the tokens from `length` on."""
+        count, cold = self.count_before(length), self.shared_tokens
+        if length < self.old.length:
+            self.old.truncate(length)
+            self._show(min(cold, count))
+        if count < cold:
+            self.warm()
+        else:
+            self._count(length, count - cold)
+
+    def mark_present(self, length: int, token_mask: Tensor | None, first: int) -> int:
+        """Mark the tokens up to `length`, which a load has written to the old tier, as present."""
+        used = self.old.mark_present(length, token_mask, first)
+        self.warm()
+        return used
+
+    def grow(self, sizes: Sizes) -> None:
+        """Reserve memory for a larger capacity."""
+        self.old.grow(sizes)
+        self.resize(sizes, max(self.slots, self._usual_slots(sizes)))
+        self._show(self.shared_tokens)
+
+    def reorder(self, index: Tensor) -> None:
+        """Replace sequence b by sequence `index[b]`; the batch may change."""
+        cold = self.shared_tokens
+        self.old.reorder(index.cpu())
+        self.shared = ()
+        super().reorder(index)
+        self._show(cold)
+
+    def fork(self) -> "TieredShard":
+        """Return a shard of the same tokens, which shares the old tier's whole blocks, and copies the hot tier."""
+        return self._with_old(self.old.fork())
+
+    def clone(self) -> "TieredShard":
+        """Return a copy with tensors of its own."""
+        return self._with_old(self.old.clone())
+
+    def _with_old(self, old: CacheShard) -> "TieredShard":
+        """Return a copy with another old tier, of the same tokens."""
+        other, cold = self._copy(), self.shared_tokens
+        assert isinstance(other, TieredShard)
+        other.old, other.is_in_files = old, old.is_in_files
+        self._show(cold)
+        other._show(cold)
+        return other
+
+    def unshare(self, tokens: int | None = None) -> None:
+        """Refuse to bring all tokens to the device."""
+        expected, fix = "a call that reads tokens where they are", "make the cache without hot="
+        raise KernelError("KVCache hot", expected, "one that needs all keys on the device", fix)

@@ -1,0 +1,109 @@
+"""Rows of a cache on their way from host memory to a device: one part is copied while another is attended.
+
+A part goes to memory that the device reads by itself, and from there by a stream of its own. There are two of each, so
+that the host fills one while the other is on its way.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from math import prod
+
+import torch
+from torch import Tensor
+
+from attnmesh.core.storage import is_prefix, storage_of, width_in_memory
+from attnmesh.kernels.cache_view import CacheView
+
+PART = 1 << 24
+"""Bytes of a part, about."""
+
+ALIGNED = 256
+"""Bytes at which each tensor of a part begins."""
+
+
+class Buffer:
+    """A part on the host and on the device, and when each may be written again."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        with torch.inference_mode(False):
+            self.host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            self.device = torch.empty(size, dtype=torch.uint8, device=device)
+        self.copied, self.attended = torch.cuda.Event(), torch.cuda.Event()
+        self.attended.record(torch.cuda.current_stream(device))  # what had this memory before may still be at work
+
+
+class DeviceLink:
+    """The way to one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.stream = device, torch.cuda.Stream(device)
+        self.buffers: list[Buffer] = []
+
+    def bring(self, piece: CacheView, start: int, stop: int) -> Iterator[CacheView]:
+        """Yield the slots from `start` to `stop` of a piece on the device, part by part.
+
+        A part is valid until the next one is asked for.
+        """
+        rows = [piece.keys] if is_prefix(piece.values, piece.keys) else [piece.keys, piece.values]
+        step, current = _slots_of_part(rows), torch.cuda.current_stream(self.device)
+        for number, first in enumerate(range(start, stop, step)):
+            last = min(stop, first + step)
+            some = slice(first, last + 1)  # one more slot follows, as kernels expect
+            tensors = [torch.tensor([int(piece.state[0]), last - first]), piece.token_index[some]]
+            tensors += [x[:, :, some] for x in rows]
+            buffer, places = self._buffer(number % 2, tensors), _places(tensors, self.device)
+            buffer.copied.synchronize()
+            for x, to in zip(tensors, _views(buffer.host, tensors, places), strict=True):
+                to.copy_(x)
+            with torch.cuda.stream(self.stream):
+                self.stream.wait_event(buffer.attended)
+                buffer.device[: places[-1]].copy_(buffer.host[: places[-1]], non_blocking=True)
+                buffer.copied.record(self.stream)
+            current.wait_event(buffer.copied)
+            state, token_index, keys, *values = _views(buffer.device, tensors, places)
+            prefix = keys if storage_of(keys) is not None else keys[..., : piece.value_dim]
+            yield CacheView(keys, values[0] if values else prefix, token_index, state, None, piece.value_dim)
+            buffer.attended.record(current)
+
+    def _buffer(self, number: int, tensors: Sequence[Tensor]) -> Buffer:
+        """Return one of the buffers, with room for such tensors."""
+        needed = _places(tensors, self.device)[-1]
+        if len(self.buffers) <= number or len(self.buffers[number].host) < needed:
+            self.stream.synchronize()
+            self.buffers[number : number + 1] = [Buffer(needed, self.device)]
+        return self.buffers[number]
+
+
+@cache
+def link_to(device: torch.device) -> DeviceLink:
+    """Return the way to a device."""
+    return DeviceLink(device)
+
+
+def _slots_of_part(rows: Sequence[Tensor]) -> int:
+    """Return the slots of a part of rows."""
+    size = sum(x.shape[0] * x.shape[1] * x.shape[3] * x.itemsize for x in rows)
+    return max(1, PART // size)
+
+
+def _shape(x: Tensor, device: torch.device) -> tuple[int, ...]:
+    """Return the shape of a tensor's memory on a device, where rows of bytes may be wider."""
+    return x.shape if x.ndim < 4 else (*x.shape[:3], width_in_memory(x.shape[3], x.dtype, device))
+
+
+def _places(tensors: Sequence[Tensor], device: torch.device) -> list[int]:
+    """Return where each tensor begins in a buffer, and the bytes of all."""
+    places = [0]
+    for x in tensors:
+        places.append(places[-1] + -(-prod(_shape(x, device)) * x.itemsize // ALIGNED) * ALIGNED)
+    return places
+
+
+def _views(flat: Tensor, tensors: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:
+    """Return the tensors in a buffer's memory."""
+    found = []
+    for x, start in zip(tensors, places, strict=False):
+        shape = _shape(x, torch.device("cuda"))
+        made = flat[start : start + prod(shape) * x.itemsize].view(x.dtype).view(shape)
+        found.append(made[..., : x.shape[-1]])
+    return found

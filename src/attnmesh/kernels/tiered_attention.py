@@ -1,0 +1,128 @@
+"""Attention of a device's queries to a cache whose older tokens are in host memory.
+
+The host's kernel attends them where they lie, or they are brought to the device part by part. A sample of both is
+timed, and the faster one serves all steps of that kind. Selected rows are few, and always read where they lie. In each
+case only the slots that some query sees are read. The device attends its own slots meanwhile.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from attnmesh.core.mask import Causal
+from attnmesh.core.partial import Partial, identity, merge_unchecked, with_sinks
+from attnmesh.core.scaling import Scaling
+from attnmesh.core.selection import Selection
+from attnmesh.kernels.cache_runs import CachedAttention, runs_of
+from attnmesh.kernels.cache_view import CacheView, DecodeQuery
+from attnmesh.kernels.choice import choose
+from attnmesh.kernels.kernel import Kernel, Need
+from attnmesh.kernels.link import link_to
+from attnmesh.kernels.stacked_merge import copy_into
+from attnmesh.runtime.memo import Memo
+
+SAMPLE = 1 << 23
+"""Bytes of keys and values that both ways are timed on."""
+
+FEWEST = 256
+"""Slots that are worth a sample. Fewer are attended where they lie."""
+
+IS_LINK_FASTER = Memo[bool](most=256)
+"""Whether steps of a kind are faster if keys are brought, by shapes and dtypes of queries and keys, and the device."""
+
+
+def attention_to_cache(kernel: Kernel, scaling: Scaling, value_dim: int, device: torch.device) -> CachedAttention:
+    """Return the attention of queries on a device to caches."""
+    made = CachedAttention if device.type == "cpu" else TieredAttention
+    return made(kernel, scaling, value_dim)
+
+
+class TieredAttention(CachedAttention):
+    """Steps of one signature on a device, over caches whose older tokens may be in host memory."""
+
+    def __init__(self, kernel: Kernel, scaling: Scaling, value_dim: int) -> None:
+        super().__init__(kernel, scaling, value_dim)
+        self.on_host = Memo[CachedAttention](most=64)  # by shape of the queries
+
+    def attend(self, query: DecodeQuery, views: Sequence[CacheView], selected: Selection | None = None) -> Partial:
+        """Return the partial of one cache of all rows, or of a cache for each row; in `query.into` if that is given."""
+        tiers = [view.on_host for view in views]
+        if not any(tiers):
+            return super().attend(query, views, selected)
+        plain = query._replace(sinks=None, into=None, other_keys=None)
+        rows = [plain.sequence(index) for index in range(len(views))] if len(views) > 1 else [plain]
+        begun = [self._begin(row, tier, selected) for row, tier in zip(rows, tiers, strict=True)]
+        here = super().attend(plain._replace(into=self._blank(query.q)), [v.on_device for v in views], selected)
+        older = [end() for end in begun]
+        parts = [here, Partial(*(torch.cat(x) for x in zip(*older, strict=True))) if len(older) > 1 else older[0]]
+        parts += [] if query.other_keys is None else [query.other_keys]
+        return copy_into(with_sinks(merge_unchecked(parts), query.sinks), query.into)
+
+    def _begin(self, query: DecodeQuery, tier: CacheView | None, selected: Selection | None) -> Callable[[], Partial]:
+        """Copy to the host what it needs of a query, before the device is busy. Return what attends the tier."""
+        if tier is None:
+            return lambda: identity(query.q, self.kernel.value_dim, query.q.dtype)
+        lengths = None if query.key_lengths is None else query.key_lengths.cpu()
+        if selected is None and self._is_link_faster(query, tier):
+            return lambda: self._attend_brought(query, query._replace(key_lengths=lengths), tier)
+        chosen = None if selected is None else Selection(selected.indices.cpu(), selected.block)
+        moved = query._replace(q=query.q.cpu(), key_lengths=lengths)
+        return lambda: Partial(*(x.to(query.q.device) for x in self._attend_on_host(moved, tier, chosen)))
+
+    def _attend_on_host(self, query: DecodeQuery, tier: CacheView, selected: Selection | None = None) -> Partial:
+        """Return the partial of the host's kernel."""
+        attention = self.on_host.find(query.q.shape)
+        if attention is None:
+            name, (_, scaling, value_dim) = "auto" if selected is None else "reference", self.kernel
+            kernel = choose(Need.of_cache(query.q, tier, scaling), name)
+            attention = self.on_host.keep(query.q.shape, CachedAttention(kernel, scaling, value_dim))
+        return attention.attend(query, [tier], selected)
+
+    def _attend_brought(self, query: DecodeQuery, on_host: DecodeQuery, tier: CacheView) -> Partial:
+        """Return the partial of the slots that are seen, which come to the device part by part."""
+        total = identity(query.q, self.kernel.value_dim, query.q.dtype)
+        for part in _brought(query.q.device, on_host, tier):
+            found = super().attend(query._replace(into=self._blank(query.q)), [part])
+            total = merge_unchecked([total, found])
+        return total
+
+    def _is_link_faster(self, query: DecodeQuery, tier: CacheView) -> bool:
+        """Return whether the tier is attended faster if it is brought, by a sample of its slots."""
+        kind = query.q.shape, query.q.dtype, tier.keys.shape[:2], tier.numbers[0].shape[3], tier.keys.dtype
+        known = IS_LINK_FASTER.find((*kind, query.q.device))
+        if known is not None:
+            return known
+        slots = int(tier.state[1])
+        if slots < FEWEST:
+            return False
+        row = sum(x[:, :, :1].nbytes for x in (tier.keys, tier.values))
+        sample, asked = (
+            tier.first(min(slots, max(FEWEST, SAMPLE // row))),
+            query._replace(mask=Causal(), key_lengths=None),
+        )
+        # Launches that are prepared for a step have its mask, so the sample has launches of its own.
+        other, moved = TieredAttention(*self.kernel), asked._replace(q=asked.q.cpu())
+        seconds = [
+            _seconds(lambda: other._attend_on_host(moved, sample), asked.q),
+            _seconds(lambda: other._attend_brought(asked, asked, sample), asked.q),
+        ]
+        return IS_LINK_FASTER.keep((*kind, query.q.device), seconds[1] < seconds[0])
+
+
+def _brought(device: torch.device, query: DecodeQuery, tier: CacheView) -> Iterator[CacheView]:
+    """Yield the slots of a tier that some query sees, on the device."""
+    for piece in (*tier.shared, tier._replace(shared=())):
+        if runs := runs_of(query, [piece]):
+            yield from link_to(device).bring(piece, min(run.start for run in runs), max(run.stop for run in runs))
+
+
+def _seconds(call: Callable[[], object], q: Tensor) -> float:
+    """Return the seconds of the second call, with what it leaves the device to do."""
+    call()
+    torch.cuda.synchronize(q.device)
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize(q.device)
+    return time.perf_counter() - start

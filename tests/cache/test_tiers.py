@@ -1,0 +1,294 @@
+"""A cache in two memories: exact, with the newest tokens alone on the device, older ones in memory or in files."""
+
+import gc
+import os
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import attnmesh as am
+from attnmesh import errors
+from attnmesh.core.storage import STORAGES
+from attnmesh.mesh.shapes import AXES, Shape
+from attnmesh.store.layer_files import PIECE
+from tests.support import histories
+from tests.support.mesh_problems import named_mesh
+from tests.support.pool import Pool
+from tests.support.seeds import seeds
+
+HOT = 32
+SIZES: dict[str, Any] = {"batch": 1, "kv_heads": 2, "head_dim": 8, "capacity": 700, "dtype": torch.float32}
+
+
+def rows(start: int, stop: int, batch: int = 1) -> tuple[Tensor, Tensor]:
+    """Return keys and values that only depend on the tokens."""
+    tokens = torch.arange(start, stop, dtype=torch.float64)[:, None]
+    x = (tokens * torch.arange(1, 2 * batch * 2 * 8 + 1) * 0.618).sin()
+    k, v = x.view(-1, 2, batch, 2, 8).permute(1, 2, 3, 0, 4).float().unbind()
+    return k, v
+
+
+def grow(cache: am.KVCache, more: int) -> None:
+    cache.append(*rows(cache.length, cache.length + more, cache.sizes.batch))
+
+
+def decoded(cache: am.KVCache, queries: int = 1, **options: Any) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return am.decode(torch.randn(cache.sizes.batch, 4, queries, 8, generator=generator), cache, **options)
+
+
+def plain(length: int, mesh: Any = None, **sizes: Any) -> am.KVCache:
+    """Return a cache of the same tokens in one memory."""
+    cache = am.KVCache(mesh, **{**SIZES, **sizes})
+    grow(cache, length)
+    return cache
+
+
+def tiered(length: int = 0, mesh: Any = None, **sizes: Any) -> am.KVCache:
+    cache = am.KVCache(mesh, **{**SIZES, "hot": HOT, **sizes})
+    for start in range(0, length, 7):
+        grow(cache, min(7, length - start))
+    return cache
+
+
+def same_bits(cache: am.KVCache) -> bool:
+    """Return whether a reproducible step has the bits of a cache in one memory."""
+    twin = plain(cache.length, cache.device_mesh, batch=cache.sizes.batch)
+    return all(torch.equal(*(decoded(each, n, reproducible=True) for each in (cache, twin))) for n in (1, 3))
+
+
+@pytest.mark.parametrize("seed", seeds(16, 200))
+def test_random_histories_agree_with_float64(pool: Pool, tmp_path: Path, seed: int) -> None:
+    history = histories.in_tiers(histories.draw(seed + 900, (1, 2, 3)), (1, 5, 16, 40)[seed % 4])
+    histories.check(history, pool, tmp_path)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_eight_bits_in_tiers_agree_with_float64(pool: Pool, tmp_path: Path, storage: str) -> None:
+    for seed in (5001, 5004):
+        drawn = histories.in_tiers(histories.draw(seed, (1, 2)), 16)
+        histories.check(histories.replace(drawn, storage=storage), pool, tmp_path)
+
+
+def test_the_newest_tokens_alone_are_on_the_device() -> None:
+    cache, most = tiered(), 0
+    for _ in range(90):
+        grow(cache, 7)
+        assert cache.shard.used >= min(HOT, cache.length)
+        most = max(most, cache.shard.used)
+    assert most <= cache.shard.slots == HOT + 2 * cache.sizes.block
+    assert cache.shard.shared_tokens == cache.length - cache.shard.used
+    assert cache.used == cache.length == 630
+    assert cache.nbytes == plain(630).nbytes
+    grow(cache, 70)  # more than are hot, at once
+    assert cache.shard.used <= cache.shard.slots
+    assert cache.keys.shape[2] > 700
+    assert torch.equal(cache.keys[:, :, :700], plain(700).keys[:, :, :700])
+
+
+def reproducible_on_ranks(shape: Shape) -> list[bool]:
+    """On a rank: whether steps have the bits of one memory, as a cache grows and is cut."""
+    cache, found = tiered(200, named_mesh(shape, AXES), capacity=800), []
+    for length in (200, 190, 75, 74, 3, 0):
+        cache.truncate(length)
+        grow(cache, 61)
+        found.append(same_bits(cache))
+    return found
+
+
+@pytest.mark.parametrize("shape", [Shape(1, 1, 1), Shape(1, 1, 2), Shape(2, 1, 1), Shape(1, 2, 2)], ids=str)
+def test_a_reproducible_step_has_the_bits_of_one_memory(pool: Pool, shape: Shape) -> None:
+    assert pool.run(shape.ranks, reproducible_on_ranks, shape) == [[True] * 6] * shape.ranks
+
+
+def test_forks_and_copies_go_on_apart() -> None:
+    cache = tiered(150)
+    for other in (cache.fork(), deepcopy(cache)):
+        grow(other, 90)
+        cache.truncate(60)
+        assert same_bits(cache)
+        assert same_bits(other)
+        other.truncate(20)
+        grow(cache, 90)
+        assert same_bits(cache)
+        assert same_bits(other)
+
+
+def test_a_save_leaves_the_newest_tokens_on_the_device(tmp_path: Path) -> None:
+    cache = tiered(300)
+    hot = cache.shard.used
+    saving = cache.save(tmp_path, wait=False)
+    grow(cache, 50)
+    saving.wait()
+    assert cache.shard.used >= min(hot, HOT)
+    loaded = am.KVCache.load(tmp_path, None, hot=HOT)
+    assert loaded.shard.shared_tokens > 200
+    for each in (cache, loaded):
+        assert same_bits(each)
+    grow(loaded, 50)
+    assert same_bits(loaded)
+    assert am.KVCache.load(tmp_path, None).sizes.hot is None
+
+
+# --- files ---
+
+
+def test_a_folder_has_the_older_tokens(tmp_path: Path) -> None:
+    cache = tiered(500, folder=tmp_path)
+    assert same_bits(cache)
+    assert torch.allclose(decoded(cache, mask=am.Window(40)), decoded(plain(500), mask=am.Window(40)), atol=1e-6)
+    del cache
+    cache = tiered(folder=tmp_path)
+    assert 500 - cache.shard.slots <= cache.length < 500  # the newest were in memory alone
+    grow(cache, 500 - cache.length)
+    cache.flush()
+    grow(cache, 1)
+    assert same_bits(cache)
+    del cache
+    cache = tiered(folder=tmp_path)
+    assert cache.length == 500
+    assert cache.shard.used >= HOT  # they are brought to the device again
+    assert same_bits(cache)
+    del cache
+    assert am.KVCache(None, **SIZES, folder=tmp_path).length == 500
+
+
+def test_pieces_of_a_folder_fill_and_are_cut(tmp_path: Path) -> None:
+    cache = tiered(folder=tmp_path, capacity=3 * PIECE, hot=600)
+    for more in (PIECE, 500, PIECE, 3):
+        grow(cache, more)
+        cache.flush()
+        assert torch.allclose(decoded(cache, 3), decoded(plain(cache.length, capacity=3 * PIECE), 3), atol=1e-6)
+    for length in (2 * PIECE, PIECE + 20, PIECE, 30):
+        cache.truncate(length)
+        grow(cache, 5)
+        del cache
+        gc.collect()
+        cache = tiered(folder=tmp_path, capacity=3 * PIECE, hot=600)
+        assert cache.length in (length, length + 5)
+        assert torch.allclose(decoded(cache), decoded(plain(cache.length, capacity=3 * PIECE)), atol=1e-6)
+
+
+def lived_on_ranks(path: Path, shape: Shape) -> list[Any]:
+    """On a rank: a folder that is left without a flush and with one, and opened again."""
+    mesh, found = named_mesh(shape, AXES), list[Any]()
+    cache = tiered(301, mesh, folder=path)
+    for length in (0, 300):
+        del cache
+        gc.collect()
+        dist.barrier()
+        cache = tiered(0, mesh, folder=path)
+        found.append(cache.length)
+        grow(cache, 300 - cache.length)
+        cache.flush()
+        twin = plain(300, mesh)
+        found += [torch.allclose(decoded(cache, n), decoded(twin, n), atol=1e-6) for n in (1, 3)]
+        assert length <= cache.length
+    return found
+
+
+@pytest.mark.parametrize("shape", [Shape(1, 1, 2), Shape(1, 1, 3), Shape(2, 1, 1)], ids=str)
+def test_ranks_leave_what_all_of_them_wrote(pool: Pool, tmp_path: Path, shape: Shape) -> None:
+    answers = pool.run(shape.ranks, lived_on_ranks, tmp_path, shape)
+    assert answers == [answers[0]] * shape.ranks
+    first, *same = answers[0]
+    assert 301 - HOT - 4 * 16 * shape.ranks <= first < 301
+    assert same == [True, True, 300, True, True]
+
+
+def grown_until_full(cache: am.KVCache, more: int) -> str:
+    """Return the error that ends a cache's growth."""
+    for _ in range(20):
+        try:
+            grow(cache, more)
+        except errors.StoreError as error:
+            return str(error)
+    return ""
+
+
+def test_a_full_disk_leaves_the_cache_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tiered(folder=tmp_path, capacity=2 * PIECE)
+    grow(cache, PIECE - 10)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    for more in (200, 30, 80):  # over the end of a piece, or fewer than are hot
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        said = grown_until_full(cache, more)
+        assert f"append again from token {cache.length} on" in said
+        assert torch.allclose(decoded(cache), decoded(plain(cache.length, capacity=2 * PIECE)), atol=1e-6)
+        monkeypatch.undo()
+        grow(cache, more)
+        assert torch.allclose(decoded(cache), decoded(plain(cache.length, capacity=2 * PIECE)), atol=1e-6)
+        cache.truncate(PIECE - 10)
+
+
+# --- refused ---
+
+
+def test_a_graph_does_not_read_one_piece_of_a_folder(tmp_path: Path) -> None:
+    cache = am.KVCache(None, **SIZES, folder=tmp_path)
+    grow(cache, 20)
+    with pytest.raises(errors.KernelError, match="expected a cache of one piece in a graph, given one in a folder"):
+        torch.compile(lambda: decoded(cache), backend="eager")()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"hot": 0}, "KVCache hot: expected a whole number, 1 or more, given 0"),
+        ({"hot": 2.5}, "KVCache hot: expected a whole number, 1 or more, given 2.5"),
+        ({"mask": am.Window(7)}, "KVCache hot: expected a cache that keeps all tokens, given mask=Window"),
+        ({"values": "none"}, "KVCache hot: expected a cache with values, given values='none'"),
+    ],
+)
+def test_arguments_that_do_not_go_together(sizes: dict[str, Any], said: str) -> None:
+    with pytest.raises(errors.InputError, match=said):
+        am.KVCache(None, **{**SIZES, "hot": HOT, **sizes})
+
+
+def with_copies() -> str:
+    try:
+        tiered(0, named_mesh(Shape(1, 1, 2), AXES), copies=2)
+    except errors.KernelError as error:
+        return str(error)
+    return ""
+
+
+def test_copies_are_refused_on_every_rank(pool: Pool) -> None:
+    (said,) = {*pool.run(2, with_copies)}
+    assert said.startswith("KVCache hot: expected one rank of each token, given copies=2")
+
+
+def test_a_saved_window_takes_no_hot_tokens(tmp_path: Path) -> None:
+    cache = am.KVCache(None, **SIZES, mask=am.Window(7))
+    grow(cache, 20)
+    cache.save(tmp_path)
+    with pytest.raises(errors.KernelError, match="KVCache hot: expected a cache that keeps all tokens"):
+        am.KVCache.load(tmp_path, None, hot=HOT)
+
+
+def test_calls_that_need_one_memory_are_refused() -> None:
+    cache = tiered(100)
+    pool, k, v = torch.zeros(1, 16, 2, 8), *rows(100, 101)
+    for call, said in (
+        (cache.pages, "pages: expected a cache in one memory, given hot=32"),
+        (
+            lambda: tiered().append_pages(pool, pool, torch.tensor([[0]])),
+            "append_pages: expected a cache in one memory",
+        ),
+        (lambda: am.recover([cache], None), "recover: expected caches in one memory, given hot=32"),
+        (
+            lambda: cache.append(k, v, token_mask=torch.tensor([[False]])),
+            "append token_mask: expected sequences without padding beside hot=",
+        ),
+    ):
+        with pytest.raises(errors.KernelError, match=said):
+            call()  # type: ignore[operator]
+    assert same_bits(cache)

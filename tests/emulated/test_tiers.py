@@ -1,0 +1,145 @@
+"""Caches whose older tokens are in host memory, or in files, beside a GPU: attended there, or brought in parts."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import attnmesh as am
+import attnmesh.hf as hf
+from attnmesh import errors
+from attnmesh.core.storage import STORAGES
+from attnmesh.kernels import tiered_attention
+from attnmesh.mesh.shapes import AXES
+from tests.emulated.problems import Ranks
+from tests.emulated.waits import on_gpu, random, tiny_model
+from tests.support import histories
+from tests.support.emulated_gpu import EmulatedGPU
+from tests.support.emulated_nccl import BACKENDS, world
+from tests.support.seeds import seeds
+from tests.support.tiers import OneWay, one_way
+
+
+@pytest.mark.parametrize("brought", [False, True])
+@pytest.mark.parametrize("seed", seeds(4, 60))
+def test_random_histories_agree_with_float64(seed: int, brought: bool, tmp_path: Path) -> None:
+    history = histories.in_tiers(histories.draw(seed + 300, sizes=(1, 2), most=8), (1, 9, 16)[seed % 3])
+    history = replace(history, phases=history.phases[:1], storage=[*STORAGES][seed % 2] if seed % 4 == 3 else None)
+    histories.check(history, OneWay(Ranks([*BACKENDS][seed % 2]), brought=brought), tmp_path)  # type: ignore[arg-type]
+
+
+def outputs(gpu: EmulatedGPU, folder: Path) -> list[Tensor]:
+    """Return outputs over tokens in GPU memory and in files: of one query, several, a window, and a selection."""
+    mesh = init_device_mesh("cuda", (1, 1, 2), mesh_dim_names=AXES)
+    sizes: dict[str, Any] = {"batch": 1, "kv_heads": 2, "head_dim": 16, "capacity": 300, "dtype": torch.float32}
+    caches = [am.KVCache(mesh, **sizes, folder=folder, hot=32), am.KVCache(mesh, **sizes)]
+    k, v = (random(seed, 1, 2, 200, 16) for seed in (1, 2))
+    chosen = am.Selection(torch.tensor([3, 199, 7, 60]).int().expand(1, 1, 1, -1).cuda())
+    found = []
+    for cache in caches:
+        for start in range(0, 200, 50):
+            cache.append(k[:, :, start : start + 50], v[:, :, start : start + 50])
+        for rows, options in ((1, {}), (3, {}), (1, {"mask": am.Window(90)}), (1, {"selected": chosen})):
+            found.append(am.decode(random(3, 1, 4, rows, 16), cache, **options).cpu())
+    assert caches[0].shard.shared_tokens > 40
+    caches[0].flush()
+    del caches[0], cache
+    again = am.KVCache(mesh, **sizes, folder=folder, hot=32)
+    assert again.length == 200
+    assert torch.allclose(am.decode(random(3, 1, 4, 1, 16), again).cpu(), found[4], atol=1e-5)
+    return found
+
+
+def outputs_one_way(gpu: EmulatedGPU, brought: bool, folder: Path) -> list[Tensor]:
+    return one_way(brought, outputs, gpu, folder)
+
+
+@pytest.mark.parametrize("brought", [False, True])
+def test_a_gpu_has_a_context_in_a_folder(brought: bool, tmp_path: Path) -> None:
+    for found in world(2, outputs_one_way, brought, tmp_path).results():
+        for ours, plain in zip(found[:4], found[4:], strict=True):
+            assert torch.allclose(ours, plain, atol=1e-5)
+
+
+def a_model(gpu: EmulatedGPU) -> list[int]:
+    """Return new tokens of a model whose older keys are on the host, after those of one whose keys are on the GPU."""
+    mesh = init_device_mesh("cuda", (1, 1, 2), mesh_dim_names=AXES)
+    torch.manual_seed(0)
+    model = on_gpu(tiny_model())
+    ids = torch.randint(64, (1, 70), generator=torch.Generator().manual_seed(1)).cuda()
+    found: list[int] = []
+    with torch.no_grad():
+        for hot in (None, 16):
+            cache = hf.ShardedCache(model.config, mesh, hot=hot, block=4)
+            logits = model(ids[:, :60], past_key_values=cache).logits[:, -1:]
+            for _ in range(4):
+                token = logits.argmax(-1)
+                found.append(int(token))
+                place = torch.full((1, 1), cache.get_seq_length()).cuda()
+                logits = model(token, past_key_values=cache, position_ids=place).logits
+    assert cache.kvs[0].shard.shared_tokens > 0
+    return found
+
+
+def test_a_token_of_a_model() -> None:
+    for found in world(2, a_model, backend="cpu:gloo,cuda:nccl").results():
+        assert found[:4] == found[4:]
+
+
+def said(gpu: EmulatedGPU) -> list[str]:
+    """Return what is said to calls that a GPU does not serve."""
+    sizes: dict[str, Any] = {"batch": 1, "kv_heads": 2, "head_dim": 16, "capacity": 300, "dtype": torch.float32}
+    cache = am.KVCache(None, **sizes, device="cuda", hot=16)
+    k, v, q = random(1, 1, 2, 90, 16), random(2, 1, 2, 90, 16), random(3, 1, 4, 1, 16)
+    cache.append(k, v)
+    am.decode(q, cache)
+
+    def captured(call: Any) -> None:
+        with gpu.capturing():
+            call()
+
+    answers = []
+    for call in (
+        lambda: am.decode(q, cache, reproducible=True),
+        lambda: captured(lambda: am.decode(q, cache)),
+        lambda: captured(lambda: cache.append(k[:, :, :1], v[:, :, :1])),
+        lambda: am.KVCache(None, **sizes, device="cuda", folder="nowhere"),
+    ):
+        with pytest.raises(errors.KernelError) as error:
+            call()
+        answers.append(str(error.value))
+    return answers
+
+
+def test_what_a_gpu_does_not_serve_is_refused_by_name() -> None:
+    (answers,) = world(1, said).results()
+    for answer, start in zip(
+        answers,
+        (
+            "decode reproducible: expected keys that one kernel reads, given hot=16 on cuda",
+            "decode: expected no graph around a cache that has two memories, given one with hot=16",
+            "append: expected no graph around a cache that has two memories, given one with hot=16",
+            "KVCache folder: expected a cache on a CPU, or one whose newest tokens alone are on a device, given cuda",
+        ),
+        strict=True,
+    ):
+        assert answer.startswith(start)
+
+
+def chosen(gpu: EmulatedGPU) -> list[bool]:
+    """Return whether the sample and the step that follows are right, and whether the choice is kept."""
+    sizes: dict[str, Any] = {"batch": 1, "kv_heads": 2, "head_dim": 16, "capacity": 700, "dtype": torch.float32}
+    caches = [am.KVCache(None, **sizes, device="cuda", **options) for options in ({"hot": 16}, {})]
+    k, v, q = random(1, 1, 2, 600, 16), random(2, 1, 2, 600, 16), random(3, 1, 4, 1, 16)
+    for cache in caches:
+        cache.append(k, v)
+    found = [am.decode(q, cache, mask=am.Window(300)).cpu() for cache in (*caches, caches[0])]
+    return [torch.allclose(found[0], found[1], atol=1e-5), len(tiered_attention.IS_LINK_FASTER) == 1]
+
+
+def test_a_sample_chooses_the_way() -> None:
+    assert world(1, chosen).results() == [[True, True]]
