@@ -336,8 +336,8 @@ the grammar, and to find the tokens that may come next. It runs beside the model
 def bench_masks(
     run: Bench,
     model: Annotated[str, typer.Option(help="A folder, a GGUF file, a name on the hub, or smollm2.")] = "smollm2",
-    tokens: Annotated[int, typer.Option(min=8, help="Tokens of each answer at most.")] = 96,
-    rounds: Annotated[int, typer.Option(min=2, help="Answers of each case.")] = 5,
+    tokens: Annotated[int, typer.Option(min=8, help="Tokens of each answer at most.")] = 32,
+    rounds: Annotated[int, typer.Option(min=2, help="Answers of each case.")] = 3,
 ) -> list[Table]:
     """What share of a step does a mask take, and do answers come slower with one? (1 minute)."""
     from benchmarks import masks as masks_bench

@@ -411,7 +411,7 @@ def calls_head(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Served]:
-    tokenizer = byte_tokenizer(HERMES)
+    tokenizer = byte_tokenizer(HERMES.replace("</think>", ""))  # random weights would end no thought
     with served(Tiny(tokenizer), tokenizer=tokenizer, max_requests=40) as one:
         yield one
 
@@ -441,7 +441,9 @@ OPTIONS: list[dict[str, Any]] = [
 def test_content_follows_its_format(client: openai.OpenAI, options: dict[str, Any]) -> None:
     schema = WEATHER | {"additionalProperties": False}
     whole = ask(client, response_format=json_schema(schema), **options).choices
-    assert all(one.finish_reason == "stop" and is_valid(one.message.content, schema) for one in whole)
+    for one in whole:
+        assert one.finish_reason == "stop", one.message.content
+        assert is_valid(one.message.content, schema)
     texts = ["" for _ in whole]
     for chunk in ask(client, response_format=json_schema(schema), stream=True, **options):
         texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""

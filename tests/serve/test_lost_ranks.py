@@ -178,6 +178,7 @@ class Collected:
     [
         (errors.ArgumentError("submit ids", "ints", "text", "pass ints"), 400, "submit ids"),
         (errors.TooLong("submit ids", "at most 5 bytes a rank", "9", "shorten it"), 400, "at most 5 bytes a rank"),
+        (errors.GrammarError("response_format", "masks", "too many", "simplify it"), 400, "response_format"),
         (errors.Busy("submit", "room", "none", "wait"), 429, "submit"),
         (errors.UnforeseenError("rank 1", "no error", "MemoryError at 0x7f", "read it"), 500, "The request failed"),
         (errors.MeshError("decode", "one call", "two", "mend it"), 500, "The request failed"),

@@ -114,13 +114,10 @@ class Grammars:
         """Return the grammar, whose first mask can be made, or raise with the field at fault."""
         check_size(asked)
         special = self._special(tokens)
+        for field, schema in schemas_of(asked):  # alone, so that errors name the field
+            check(tokens, Grammar(Rules(special).alone(schema), field))
         grammar = self._grammar(asked, special, prompt_end)
-        try:
-            check(tokens, grammar)
-        except GrammarError:
-            for field, schema in schemas_of(asked):
-                check(tokens, Grammar(Rules(special).alone(schema), field))
-            raise
+        check(tokens, grammar)
         return grammar
 
     def _special(self, tokens: GrammarTokens) -> dict[str, int]:

@@ -137,7 +137,8 @@ class RankRequests:
 
 def read_grammar(fields: dict[str, Any]) -> Grammar:
     """Return a grammar that came as JSON."""
-    return Grammar(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+    marks = {name: tuple(fields[name]) for name in ("thought_begin", "thought_end")}
+    return Grammar(**(fields | marks))
 
 
 def finite(logprob: float | None) -> float | None:

@@ -206,8 +206,9 @@ class Engine:
         self._check(stream)
         if grammar is not None:
             fix = "pass Engine(grammars=hf.GrammarTokens(tokenizer)) on rank 0"
-            require(self.grammars is not None, GrammarError, grammar.field, "an engine with grammars", "none", fix)
-            stream.grammar = self.grammars and self.grammars.begin(grammar, stream.ends, stream.answer)
+            if self.grammars is None:
+                raise GrammarError(grammar.field, "an engine with grammars", "none", fix)
+            stream.grammar = self.grammars.begin(grammar, stream.ends, stream.answer)
         given, fix = f"one of {self.max_queue} requests that wait", "submit again later, or raise max_queue"
         fits = replay is not None or self._queued < self.max_queue
         require(fits, Busy, "submit", "a queue with room", given, fix)

@@ -156,10 +156,10 @@ class RequestQueue:
 
     def _draw_held(self) -> None:
         """Draw the next token of rows whose masks have come late, and wait for one if there is nothing else to do."""
-        held = [stream for stream in self.rows if stream.held is not None]
+        held = [(stream, stream.held) for stream in self.rows if stream.held is not None]
         alone = len(held) == len(self.rows) and not self.filling and not self.waiting
-        for stream in held:
-            if self._add(stream, stream.held, LATE if alone else 0.0):
+        for stream, logits in held:
+            if self._add(stream, logits, LATE if alone else 0.0):
                 self.rows.remove(stream)
 
     def _find_cause(self, rows: list[Stream], error: InputError) -> None:
