@@ -406,7 +406,7 @@ def bench_prefixes(
     run: Bench,
     ranks: Annotated[str, typer.Option(help="Ranks of the first server, and of the second.")] = "4,3",
     model: Annotated[str, typer.Option(help="A folder, a name on the hub, or smollm2.")] = "smollm2",
-    letters: Annotated[int, typer.Option(min=1000, help="Letters of a prompt.")] = 19_500,
+    letters: Annotated[int, typer.Option(min=1000, help="Letters of a prompt.")] = 19_000,
     max_gap: Annotated[float, typer.Option(min=0.001, help="Seconds of a step, as of attnmesh serve.")] = 0.5,
 ) -> list[Table]:
     """First tokens of new prompts and of stored ones, after all ranks were killed (5 minutes)."""
