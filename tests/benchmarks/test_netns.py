@@ -138,6 +138,7 @@ def fail_on_one() -> None:
     dist.barrier()
 
 
+@pytest.mark.long
 def test_an_error_on_one_rank_ends_all(hosts: None) -> None:
     with pytest.raises(RankError, match="ZeroDivisionError: not foreseen"):
         run_on_hosts(Hosts.parse("2x1@100mbit"), fail_on_one)

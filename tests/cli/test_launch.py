@@ -114,8 +114,7 @@ def test_a_deadline_ends_all() -> None:
     "end",
     [
         signal.SIGKILL,
-        signal.SIGTERM,
-        *(pytest.param(end, marks=pytest.mark.long) for end in (signal.SIGINT, signal.SIGHUP)),
+        *(pytest.param(end, marks=pytest.mark.long) for end in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)),
     ],
 )
 def test_ranks_leave_with_the_one_that_started_them(end: signal.Signals, tmp_path: Path) -> None:
@@ -191,6 +190,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux")
 def test_a_rank_that_starts_during_an_interrupt_is_ended() -> None:
     words = [sys.executable, "-W", "ignore", "-c", STARTED]

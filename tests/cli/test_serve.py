@@ -164,7 +164,9 @@ def test_a_signal_drains_and_leaves_nothing(number: int, folder: Path) -> None:
     assert [*folder.glob("attnmesh-*")] == []
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(20, marks=[pytest.mark.long, pytest.mark.timeout(1200)])])
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("times", [1, 20])
 def test_a_front_that_is_killed_ends_its_streams_and_ranks(times: int, folder: Path) -> None:
     options: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1, "seed": 3}]
     ids, before = byte_tokenizer()(PROMPT)["input_ids"], {*shared_memory()}

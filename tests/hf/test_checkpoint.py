@@ -206,7 +206,8 @@ def run_rank(folder: str, *words: str) -> None:
     assert not left.value.code
 
 
-@pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("again", [False, True])
 def test_torchrun_goes_on_after_a_rank_is_killed(again: bool, tmp_path: Path) -> None:
     """The tokens are those of an uninterrupted run; also when it is run again, on fewer ranks."""
     model = tmp_path / "model"

@@ -65,6 +65,7 @@ def after_a_kill(place: str, folder: Path) -> tuple[float, float]:
     return cold, warm
 
 
+@pytest.mark.long
 def test_a_prompt_outlives_ranks_that_are_killed(tmp_path: Path) -> None:
     place = save_tiny(tmp_path / "model", max_position_embeddings=2 * TOKENS)
     cold, warm = after_a_kill(place, tmp_path / "store")

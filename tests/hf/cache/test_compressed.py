@@ -197,6 +197,7 @@ def interrupted(folder: Path) -> bool:
     return (folder / "cache.json").exists()
 
 
+@pytest.mark.long
 def test_generation_resumes_from_a_checkpoint(tmp_path: Path, pool: Pool) -> None:
     assert pool.run(2, interrupted, tmp_path) == [True, True]
     ids = prompt(33)

@@ -122,6 +122,8 @@ VARIANTS["evaluation first"] = "Trainer", {"evaluates": True}
 VARIANTS["stream"] = "Trainer", {"stream": True, "data": 2}
 
 LONG = (
+    "recipe",
+    "rewards",
     "three heads",
     "smooth labels",
     "fsdp recipe",
