@@ -217,7 +217,7 @@ def test_the_limit_of_new_tokens_is_named(running: Served) -> None:
 
 
 def test_unknown_paths_name_the_known_ones(running: Served) -> None:
-    known = "POST /v1/chat/completions, POST /v1/completions, POST /tokenize, POST /detokenize"
+    known = "POST /v1/chat/completions, POST /v1/completions, POST /v1/responses, POST /tokenize, POST /detokenize"
     known += ", GET /v1/models, GET /v1/models/NAME, GET /health"
     for sent, status, what, given in (
         (("/v1/embeddings", {}), 404, "path", "POST /v1/embeddings"),
