@@ -41,9 +41,15 @@ def schedule_of(engine: Engine) -> StoreSchedule:
 
 
 def until_stored(engine: Engine) -> None:
-    """Wait until all that can be stored is on the disk."""
-    store = schedule_of(engine)
-    until(lambda: not engine.schedule.busy and not store.is_writing)
+    """Wait until all that can be stored is on the disk: for some moments on end, since a step may be under way."""
+    store, quiet = schedule_of(engine), 0
+
+    def is_quiet() -> bool:
+        nonlocal quiet
+        quiet = 0 if engine.schedule.busy or store.is_writing else quiet + 1
+        return quiet > 20
+
+    until(is_quiet)
 
 
 @contextmanager
