@@ -440,17 +440,17 @@ def test_a_cache_goes_on_after_an_interrupt(
     grow(cache, PIECE - 1)
     lengths = []
     for change in (
-        lambda: grow(cache, 1),
-        lambda: grow(cache, 2),
-        lambda: cache.truncate(cache.length - 1),
-        lambda: cache.truncate(10),
+        lambda cache: grow(cache, 1),
+        lambda cache: grow(cache, 2),
+        lambda cache: cache.truncate(cache.length - 1),
+        lambda cache: cache.truncate(10),
     ):
         ended.clear()
         monkeypatch.setattr(owner, name, ends)
         if name in ("add", "_set"):
             monkeypatch.setattr(folder_shard, "append", lambda *_: False)
         with suppress(KeyboardInterrupt):
-            change()
+            change(cache)
         monkeypatch.undo()
         assert equal(cache, in_memory(cache.length))
         grow(cache, 2)
