@@ -2,9 +2,11 @@
 
 import gc
 import os
+from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,8 +15,15 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh import errors
+from attnmesh.cache import cache_shard
+from attnmesh.cache.cache_shard import CacheShard
+from attnmesh.cache.tiered_shard import TieredShard
 from attnmesh.core.storage import STORAGES
+from attnmesh.guard.agreement import CallRecord
+from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape
+from attnmesh.store import folder_shard
+from attnmesh.store.journal import Journal
 from attnmesh.store.layer_files import PIECE
 from tests.support import histories
 from tests.support.mesh_problems import named_mesh
@@ -229,6 +238,138 @@ def test_a_full_disk_leaves_the_cache_as_it_was(tmp_path: Path, monkeypatch: pyt
         cache.truncate(PIECE - 10)
 
 
+@pytest.mark.parametrize("in_files", [False, True])
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("name", ["append", "_give", "_move", "_show", "_put", "_count", "warm", "append_at"])
+def test_a_cache_goes_on_after_an_interrupt(
+    name: str, after: bool, in_files: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner: Any = cache_shard if name == "append" else CacheShard if name == "append_at" else TieredShard
+    original, ended = getattr(owner, name), list[str]()
+
+    def ends(*arguments: Any) -> Any:
+        found = original(*arguments) if after or ended else None
+        if not ended:
+            ended.append(name)
+            raise KeyboardInterrupt
+        return found
+
+    cache = tiered(100, **({"folder": tmp_path} if in_files else {}))
+    for more in (1, 1, 5, 40, 100, 5, -2, -90):
+        for moment in (ends, original):
+            ended.clear()
+            monkeypatch.setattr(owner, name, moment)
+            with suppress(KeyboardInterrupt):
+                if more > 0:
+                    grow(cache, more)
+                else:
+                    cache.truncate(cache.length + more)
+            monkeypatch.undo()
+            assert torch.allclose(decoded(cache), decoded(plain(cache.length)), atol=1e-6)
+            assert cache.shard.state.tolist() == [cache.shard.length, cache.shard.used]
+    length = cache.length
+    if in_files:
+        cache.flush()
+        del cache
+        gc.collect()
+        cache = tiered(folder=tmp_path)
+        assert same_bits(cache)
+        assert cache.length == length
+
+
+def test_an_interrupt_adds_no_token() -> None:
+    cache = tiered(100)
+    k, v = rows(100, 200)
+    with patch.object(TieredShard, "_put", side_effect=[KeyboardInterrupt, None]), pytest.raises(KeyboardInterrupt):
+        cache.append(k, v)
+    assert cache.length == 100
+    cache.append(k, v)
+    assert same_bits(cache)
+
+
+def test_shards_that_are_not_written_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tiered(20)
+    before, known = cache.shards.counts, cache.shards.known_length
+    monkeypatch.setattr(TieredShard, "append_at", fails)
+    with pytest.raises(errors.StoreError, match="no space"):
+        cache.append_shard(*rows(20, 40), torch.arange(20, 40).flip(0))
+    assert (cache.shards.counts, cache.shards.known_length) == (before, known)
+
+
+def fails(*_: object) -> None:
+    raise errors.StoreError("append", "a disk", "no space", "free some")
+
+
+def test_what_helps_is_said_where_the_folder_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tiered(100, folder=tmp_path)
+    monkeypatch.setattr(os, "fstat", lambda _: os.stat_result([0] * 10))
+    monkeypatch.setattr(folder_shard, "append", lambda *_: False)
+    assert "Fix: call cache.fork() and save it elsewhere" in grown_until_full(cache, 50)
+    with pytest.raises(errors.StoreError, match=r"Fix: call cache.fork\(\) and save it elsewhere"):
+        cache.flush()
+
+
+def test_a_flush_that_fails_says_to_flush_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tiered(100, folder=tmp_path)
+    monkeypatch.setattr(Journal, "_write", no_space)
+    monkeypatch.setattr(folder_shard, "append", lambda *_: False)
+    with pytest.raises(errors.StoreError, match="Fix: free space there, and flush again"):
+        cache.flush()
+    monkeypatch.undo()
+    cache.flush()
+    assert same_bits(cache)
+
+
+def no_space(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def flushed_on_ranks(path: Path) -> tuple[str, str]:
+    """On a rank: what is said where rank 1 alone cannot write, though ranks compare no call."""
+    cache = tiered(100, named_mesh(Shape(1, 1, 2), AXES), folder=path, checked=False)
+    is_full = dist.get_rank() == 1
+    with (
+        patch.object(Journal, "_write", no_space if is_full else Journal._write),
+        patch.object(folder_shard, "append", lambda *_: False),
+    ):
+        with pytest.raises(errors.StoreError) as error:
+            cache.flush()
+        dist.barrier()
+        return str(error.value), grown_until_full(cache, 100) if is_full else ""
+
+
+def failed_alone() -> str:
+    """On a rank: what rank 1 says to an append to files that it alone cannot do, of ranks on GPUs."""
+    calls = CallRecord(Mesh.of(named_mesh(Shape(1, 1, 2), AXES)), torch.device("cuda"), None)
+    try:
+        if dist.get_rank() == 1:
+            calls.fail("append", errors.StoreError("append", "a disk", "no space", "free some"))
+    except errors.StoreError as error:
+        return str(error)
+    return ""
+
+
+def test_an_append_that_fails_on_a_gpu_raises_there(pool: Pool) -> None:
+    assert pool.run(2, failed_alone) == ["", "append: expected a disk, given no space. Fix: free some."]
+
+
+def test_a_flush_that_fails_on_a_rank_fails_on_all(pool: Pool, tmp_path: Path) -> None:
+    (one, _), (other, appended) = pool.run(2, flushed_on_ranks, tmp_path)
+    assert one == other
+    assert "flush again" in one
+    assert "open the folder again" in appended
+
+
+def test_a_save_of_files_is_refused_before_it_writes(tmp_path: Path) -> None:
+    cache = tiered(100, folder=tmp_path / "lives")
+    before = cache.shard.old_tokens
+    with pytest.raises(errors.StoreError, match="KVCache folder"):
+        cache.save(tmp_path / "saved")
+    with pytest.raises(errors.StoreError, match="KVCache folder"):
+        _ = cache.keys
+    assert cache.shard.old_tokens == before < 100
+
+
 # --- refused ---
 
 
@@ -264,7 +405,7 @@ def with_copies() -> str:
 
 def test_copies_are_refused_on_every_rank(pool: Pool) -> None:
     (said,) = {*pool.run(2, with_copies)}
-    assert said.startswith("KVCache hot: expected one rank of each token, given copies=2")
+    assert said == "KVCache hot: expected one rank of each token, given copies=2. Fix: leave copies out, or hot."
 
 
 def test_a_saved_window_takes_no_hot_tokens(tmp_path: Path) -> None:

@@ -90,6 +90,29 @@ def test_a_token_of_a_model() -> None:
         assert found[:4] == found[4:]
 
 
+def reopened(gpu: EmulatedGPU, folder: Path) -> list[Any]:
+    """Return the devices of a folder that goes on with a model on one GPU, and whether a step is that of one memory."""
+    torch.manual_seed(0)
+    model, found = on_gpu(tiny_model()), list[Any]()
+    ids = torch.randint(64, (1, 70), generator=torch.Generator().manual_seed(1)).cuda()
+    with torch.no_grad():
+        for part in (ids[:, :60], ids):
+            cache = hf.ShardedCache(model.config, None, folder=folder, hot=16)
+            start = cache.get_seq_length()
+            place = torch.arange(start, part.shape[1])[None].cuda()
+            logits = model(part[:, start:], past_key_values=cache, position_ids=place).logits[:, -1].cpu()
+            found += [kv.shard.stored[0].device.type for kv in cache.kvs]
+            cache.tokens = part.cpu()
+            cache.flush()
+            del cache
+        plain = model(ids, past_key_values=hf.ShardedCache(model.config, None)).logits[:, -1].cpu()
+    return [*{*found}, torch.allclose(logits, plain, atol=1e-5)]
+
+
+def test_a_folder_goes_on_with_a_model_on_one_gpu(tmp_path: Path) -> None:
+    assert world(1, reopened, tmp_path).results() == [["cuda", True]]
+
+
 def said(gpu: EmulatedGPU) -> list[str]:
     """Return what is said to calls that a GPU does not serve."""
     sizes: dict[str, Any] = {"batch": 1, "kv_heads": 2, "head_dim": 16, "capacity": 300, "dtype": torch.float32}

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -414,6 +414,81 @@ def test_any_point_of_a_change_leaves_a_whole_state(
         grow(cache, 3)
         assert equal(cache, in_memory(cache.length))
         del cache
+
+
+@pytest.mark.parametrize(
+    "point",
+    ["make_filling", "make_whole", "os.replace", "Journal.begin", "Journal.add", "Journal.note", "append"]
+    + ["FolderShard._fill", "FolderShard._set", "FolderShard._with_whole"],
+)
+@pytest.mark.parametrize("after", [False, True])
+def test_a_cache_goes_on_after_an_interrupt(
+    tmp_path: Path, point: str, after: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, _, name = point.rpartition(".")
+    owner = {"os": os, "Journal": Journal, "FolderShard": folder_shard.FolderShard}.get(place, folder_shard)
+    original, ended = getattr(owner, name), list[str]()
+
+    def ends(*arguments: Any) -> Any:
+        found = original(*arguments) if after or ended else None
+        if not ended:
+            ended.append(name)
+            raise KeyboardInterrupt
+        return found
+
+    cache = opened(tmp_path)
+    grow(cache, PIECE - 1)
+    lengths = []
+    for change in (
+        lambda cache: grow(cache, 1),
+        lambda cache: grow(cache, 2),
+        lambda cache: cache.truncate(cache.length - 1),
+        lambda cache: cache.truncate(10),
+    ):
+        ended.clear()
+        monkeypatch.setattr(owner, name, ends)
+        if name in ("add", "_set"):
+            monkeypatch.setattr(folder_shard, "append", lambda *_: False)
+        with suppress(KeyboardInterrupt):
+            change(cache)
+        monkeypatch.undo()
+        assert equal(cache, in_memory(cache.length))
+        grow(cache, 2)
+        assert equal(cache, in_memory(cache.length))
+        lengths.append(cache.length)
+        del cache
+        gc.collect()
+        cache = opened(tmp_path)
+        assert equal(cache, in_memory(lengths[-1]))
+
+
+def test_tokens_of_others_are_counted_once_after_an_interrupt(tmp_path: Path) -> None:
+    cache = opened(tmp_path)
+    grow(cache, 5)
+    shard, note = cache.shard, Journal.note
+
+    def ends(*arguments: Any) -> None:
+        note(*arguments)
+        raise KeyboardInterrupt
+
+    with patch.object(Journal, "note", ends), pytest.raises(KeyboardInterrupt):
+        shard._skip_run(16, 5, 5)
+    assert cache.length == 5
+    grow(cache, 3)
+    del cache, shard
+    assert equal(opened(tmp_path), in_memory(8))
+
+
+def test_a_disk_that_is_full_where_a_piece_begins(tmp_path: Path) -> None:
+    cache = opened(tmp_path)
+    grow(cache, PIECE)
+    with patch.object(Journal, "begin", side_effect=OSError(28, "No space left on device")):
+        for _ in range(2):
+            with pytest.raises(StoreError, match="append again from token 4096 on"):
+                grow(cache, 4)
+    grow(cache, 4)
+    del cache
+    assert equal(opened(tmp_path), in_memory(PIECE + 4))
 
 
 def append_until_killed(path: Path, seed: int, promised: int) -> None:

@@ -22,7 +22,7 @@ from attnmesh.cache.new_tokens import NewTokens, append_known, append_signature,
 from attnmesh.cache.pages import PagedCache
 from attnmesh.cache.replicas import LocalShards, check_placement
 from attnmesh.cache.saved_cache import FolderLayer, SavedCache, SavedPieces, open_folder
-from attnmesh.cache.tiered_shard import in_tiers, shards_in_memory
+from attnmesh.cache.tiered_shard import TieredShard, in_tiers, shards_in_memory
 from attnmesh.comm.transport import transport_of
 from attnmesh.core.digest import fingerprints, history_checksum
 from attnmesh.core.mask import Mask
@@ -281,14 +281,14 @@ class KVCache(PagedCache, SavedCache):
         self.sizes.check_token_mask("append_shard", token_mask, more)
         self.shards.check_unpadded("append_shard", token_mask)
         self.shards.check_fits("append_shard", more, counts)
-        self.shards.counts = counts
-        self.record_padding(more, token_mask)
         with torch.no_grad():
             per_shard = [count for count, *_ in table]
             rows = tuple(map(self.sizes.rows_of, stored(k, v)))
             new, tokens = swap_tokens_for_heads(rows, positions.to(self.device), per_shard, self.mesh)
             with self._on_files("append_shard"):
                 self.shards.append_at(new, tokens, more, token_mask, queries)
+        self.shards.counts = counts
+        self.record_padding(more, token_mask)
 
     def _on_files(self, name: str) -> Agreement:
         """Return the agreement on work on files: no rank goes on before all have done it, or raises alone.
@@ -344,9 +344,18 @@ class KVCache(PagedCache, SavedCache):
         ...     KVCache(None, **sizes, folder=folder).length
         20
         """
-        with self.calls.agreement("flush", always=self.calls.checked is not False):
+        with self._on_files("flush"):
             for shard in self.shards.all:
                 shard.flush()
+
+    @torch.no_grad()
+    def move_hot(self, device: torch.device) -> None:
+        """Let the newest tokens of one rank be on another device."""
+        own, self.device = self.shard, device
+        assert isinstance(own, TieredShard)
+        self.calls = CallRecord(self.mesh, device, self.calls.checked)
+        self.shards.own = own.moved(device, self.calls.fail)
+        self.shards.known_length = self.shard.length
 
     @torch.no_grad()
     def reserve(self, capacity: int) -> None:

@@ -246,7 +246,7 @@ def check_storage(subject: str, storage: object) -> None:
 
 def check_hot(sizes: Sizes, copies: int) -> None:
     """Raise unless the newest tokens of a cache with so many copies can be in a memory of their own."""
-    fix = "leave copies out: a folder outlives its ranks"
+    fix = "leave copies out, or hot"
     fits = sizes.hot is None or copies == 1
     require(fits, KernelError, "KVCache hot", "one rank of each token", f"copies={copies}", fix)
 

@@ -193,8 +193,8 @@ class LocalShards:
                 kept = tokens >= first
                 new, tokens = tuple(x[:, :, kept] for x in new), tokens[kept]
             self.own.make_room(len(tokens), lambda: first, forget=skips)
-        self._advance(more)
         self.own.append_at(new, tokens, more, token_mask)
+        self._advance(more)
         self._exchange(new, tokens, more, token_mask, first)
 
     def truncate(self, length: int, table: Sequence[Sequence[int]]) -> None:

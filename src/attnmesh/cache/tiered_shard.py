@@ -9,6 +9,7 @@ forks share. Where the hot tier is full, its oldest blocks move there in one cop
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from errno import ENOENT
 from functools import partial
 
 import torch
@@ -18,6 +19,7 @@ from attnmesh.cache.cache_config import Sizes
 from attnmesh.cache.cache_shard import CacheShard, Fail, assigned
 from attnmesh.cache.shared_blocks import SharedBlocks
 from attnmesh.core.turns import Turn
+from attnmesh.core.unbroken import unbroken
 from attnmesh.errors import KernelError, StoreError
 from attnmesh.kernels.cache_view import CacheView
 from attnmesh.mesh.axes import Mesh
@@ -137,9 +139,13 @@ class TieredShard(CacheShard):
         """Add new tokens of which this rank owns all or none, if none has to leave; else return False."""
         if self._leaving(own := self.turn.count(length + more) - self.turn.count(length)):
             return False
-        if not super().append_run(new, more, length, used):
-            return False
-        self.known_length, self.filled = length + more, used + own
+        try:
+            if not super().append_run(new, more, length, used):
+                return False
+            self.known_length, self.filled = length + more, used + own
+        except BaseException:  # Ctrl-C, after the device has counted them
+            self._count(length, used)
+            raise
         return True
 
     def append(self, new: Tensors, token_mask: Tensor | None, held: tuple[int, int] | None) -> None:
@@ -163,40 +169,55 @@ class TieredShard(CacheShard):
         return 0 if total <= self.slots else (total - hot_tokens(self.sizes, self.turn)) // block * block
 
     def _add(self, rows: Sequence[Tensor], tokens: Tensor, length: int) -> None:
-        """Add rows of this rank's tokens, after which there are `length` on all ranks."""
-        used = self.used
+        """Add rows of this rank's tokens, after which there are `length` on all ranks. All are added, or none."""
+        used, before, steps = self.used, self.length, list[Callable[[], None]]()
         if leaving := self._leaving(len(tokens)):
             at_once = max(0, leaving - used)  # new ones that do not stay
             following = torch.cat((self.token_index[leaving:used][:1].cpu(), tokens[at_once:]))
             gone = [torch.cat((x[:, :, : min(leaving, used)], row[:, :, :at_once]), 2) for x, row in self._beside(rows)]
             numbers = torch.cat((self.token_index[: min(leaving, used)].cpu(), tokens[:at_once]))
-            self._give(gone, numbers, int(following[0]) if len(following) else length)
-            self._shift(leaving)
-            self._show(self.shared_tokens + leaving)
+            alone = self.heads.size == 1 and self.turn.size == self.turn.width
+            again = f"append again from token {before} on: the cache has those before" if alone else ""
+            self._give(gone, numbers, int(following[0]) if len(following) else length, again)
+            steps += [*self._shift(leaving), partial(self._show, self.shared_tokens + leaving)]
             rows, tokens, used = [row[:, :, at_once:] for row in rows], tokens[at_once:], max(0, used - leaving)
         stop = used + len(tokens)
+        steps += [partial(self._put, rows, tokens, used), partial(self._count, length, stop)]
+        try:
+            unbroken(steps)
+        except BaseException:
+            self.truncate(before)
+            raise
+
+    def _put(self, rows: Sequence[Tensor], tokens: Tensor, start: int) -> None:
+        """Write rows of tokens to the hot tier."""
+        stop = start + len(tokens)
         for x, row in self._beside(rows):
-            x[:, :, used:stop] = row
-        self.token_index[used:stop] = tokens
-        self._count(length, stop)
+            x[:, :, start:stop] = row
+        self.token_index[start:stop] = tokens
 
     def _beside(self, rows: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """Return the memory of keys and of values, each with rows for it."""
         return zip(self.stored, rows, strict=True)
 
-    def _shift(self, count: int) -> None:
-        """Move the tokens after the first `count` to the front, so many at a time: each is read, then written."""
-        left = self.used - count
-        for start in range(0, left, count):
-            stop = min(start + count, left)
-            for x in self.stored:
-                x[:, :, start:stop] = x[:, :, start + count : stop + count]
-            self.token_index[start:stop] = self.token_index[start + count : stop + count]
+    def _shift(self, count: int) -> list[Callable[[], None]]:
+        """Return steps that move the tokens after the first `count` to the front, so many at a time.
 
-    def _give(self, rows: Sequence[Tensor], tokens: Tensor, length: int) -> None:
+        No step writes what it reads.
+        """
+        left = self.used - count
+        return [partial(self._move, start, min(start + count, left), count) for start in range(0, left, count)]
+
+    def _move(self, start: int, stop: int, count: int) -> None:
+        """Move the tokens that are `count` slots after these to them."""
+        for x in (*self.stored, self.token_index[None, None]):
+            x[:, :, start:stop] = x[:, :, start + count : stop + count]
+
+    def _give(self, rows: Sequence[Tensor], tokens: Tensor, length: int, again: str) -> None:
         """Let the old tier have these rows after those that are cold: with them it has all before `length`.
 
-        Rows are those of the hot tier, and new ones after them. Where this raises, the cache is as it was.
+        Rows are those of the hot tier, and new ones after them. Where this raises, the cache is as it was, and `again`
+        is what can be done once there is space. It is empty where other ranks have done their part.
         """
         if self.old.length > self.length:  # of an append that has failed
             self.old.truncate(self.length)
@@ -208,31 +229,35 @@ class TieredShard(CacheShard):
             self.old.append_at(tuple(x[:, :, known:].cpu() for x in rows), tokens[known:], more, None)
         except StoreError as error:
             subject, expected, given, _ = error.args
-            fix = f"free space there, and append again from token {self.length} on: the cache has those before"
-            raise StoreError(subject, expected, given, fix) from error
+            gone = isinstance(error.__cause__, OSError) and error.__cause__.errno == ENOENT
+            if gone or not again:
+                raise
+            raise StoreError(subject, expected, given, f"free space there, and {again}") from error
 
     def flush(self) -> None:
         """Let the old tier have copies of all hot tokens, which stay hot."""
         rows = [x[:, :, : self.used] for x in self.stored]
-        self._give(rows, self.token_index[: self.used].cpu(), self.length)
+        self._give(rows, self.token_index[: self.used].cpu(), self.length, "flush again: the cache has all its tokens")
+
+    def moved(self, device: torch.device, fail: Fail) -> "TieredShard":
+        """Return a shard of the same tokens, with the newest on another device."""
+        self.flush()
+        return TieredShard(self.old, self.sizes, device, fail)
 
     def whole(self) -> CacheShard:
         """Return the shard of the host, with all tokens."""
+        old = self.old.whole()  # refused in files, before anything is written
         self.flush()
-        old = self.old.whole()
         self._show(self.shared_tokens)
         return old
 
     def truncate(self, length: int) -> None:
         """Remove the tokens from `length` on."""
         count, cold = self.count_before(length), self.shared_tokens
+        steps = list[Callable[[], None]]()
         if length < self.old.length:
-            self.old.truncate(length)
-            self._show(min(cold, count))
-        if count < cold:
-            self.warm()
-        else:
-            self._count(length, count - cold)
+            steps += [partial(self.old.truncate, length), partial(self._show, min(cold, count))]
+        unbroken([*steps, self.warm if count < cold else partial(self._count, length, count - cold)])
 
     def mark_present(self, length: int, token_mask: Tensor | None, first: int) -> int:
         """Mark the tokens up to `length`, which a load has written to the old tier, as present."""

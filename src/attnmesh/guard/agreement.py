@@ -175,10 +175,12 @@ class CallRecord:
     def fail(self, name: str, error: InputError) -> NoReturn:
         """Raise an error of this rank in a call that ranks do not compare. Others of its host raise it when they merge.
 
-        Others would wait for messages of this rank, and not for its comparison.
+        Others would wait for messages of this rank, and not for its comparison. Those on GPUs do not merge on the host,
+        so there it raises alone.
         """
-        whole = all(whole_mailboxes(axis) is not None for axis in self.mesh.axes if axis.size > 1)
-        Agreement(self.mesh, name, is_compared=whole and not self.is_alone and self.checked is not False).fail(error)
+        tells = self.device.type == "cpu" and not self.is_alone and self.checked is not False
+        whole = tells and all(whole_mailboxes(axis) is not None for axis in self.mesh.axes if axis.size > 1)
+        Agreement(self.mesh, name, is_compared=whole).fail(error)
 
     def agreement(self, name: str, fields: Fields = dict, *, always: bool = False) -> Agreement:
         """Return the agreement on the next call of this name."""

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from ctypes import addressof, c_int64
 from dataclasses import replace
 from errno import ENOENT
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,6 +21,7 @@ from attnmesh.cache.cache_config import Sizes
 from attnmesh.cache.cache_shard import CacheShard, Fail, usual_slots
 from attnmesh.cache.shared_blocks import SharedBlocks
 from attnmesh.core.digest import cpu_weights
+from attnmesh.core.unbroken import unbroken
 from attnmesh.errors import StoreError
 from attnmesh.kernels.native.append import FILE_FIELDS, append
 from attnmesh.mesh.axes import Axis
@@ -136,22 +138,27 @@ class FolderShard(CacheShard):
                 other.file.fetch(*(x[:, :, :PIECE] for x in other.stored))
             check_whole_piece(file, piece, names)
             piece.file.leave(*piece.stored)
-            self._add_whole(file, piece)
+            self.shared = self._with_whole(file, piece)
 
     def _keep(self, piece: FilePiece) -> None:
         """Let a whole piece stay in memory once it is read, if there is room."""
         piece.file.kept = self.keeps(sum(x.nbytes for x in piece.stored))
 
-    def _add_whole(self, file: TensorFile, piece: FilePiece) -> None:
-        """Add a whole piece to those that are read alone."""
-        self.chains.append(chained(self.chains[-1], file, [*self.shapes.named(self.place.layer)]))
+    def _with_whole(self, file: TensorFile, piece: FilePiece) -> tuple[SharedBlocks, ...]:
+        """Return the pieces that are read alone, with one more after them. Note its checksums."""
+        chain = chained(self.chains[self.pieces], file, [*self.shapes.named(self.place.layer)])
+        self.chains = [*self.chains[: self.pieces + 1], chain]
         index = torch.cat((piece.columns, piece.columns[-1:]))
-        self.shared = (*self.shared, SharedBlocks(piece.stored, index, None, piece.file))
+        return (*self.shared, SharedBlocks(piece.stored, index, None, piece.file))
 
     def _fill(self, piece: FilePiece, used: int, length: int) -> None:
         """Let new tokens go to a piece, of which some rows are tokens."""
         self.piece, self.stored, self.token_index = piece, piece.stored, piece.columns
         self._set(length, used)
+
+    def _turn_to(self, shared: tuple[SharedBlocks, ...], piece: FilePiece, used: int, length: int) -> None:
+        """Let other pieces be whole, and new tokens go to another one."""
+        unbroken([partial(setattr, self, "shared", shared), partial(self._fill, piece, used, length)])
 
     def _set(self, length: int, used: int) -> None:
         self.state[0], self.state[1] = length, used
@@ -198,14 +205,23 @@ class FolderShard(CacheShard):
             if done == count:
                 return
 
+    def _mend(self) -> None:
+        """Let the journal say what the shard has, where an error or Ctrl-C came between a record and its tokens."""
+        journal, (length, used), base = self.journal, self.state.tolist(), self.pieces * PIECE
+        if (journal.records[0].stop, journal.last.stop, journal.last.length) != (base, base + used, length):
+            end = [(base + used, self.piece.digest(0, used))] if used else []
+            journal.begin(base, length, self.chains[self.pieces], end)
+
     def _write_rows(self, rows: Sequence[Tensor], tokens: Tensor | None, count: int, length: int) -> None:
         """Write rows after those in the last piece, and then a record of them, in one native call where there is one.
 
         `tokens` are theirs, by default the next ones, and `length` those of all ranks after it.
         """
         used, base = self.used, self.pieces * PIECE
-        stop, serial = used + count, self.journal.last.serial + 1
+        stop = used + count
         try:
+            self._mend()
+            serial = self.journal.last.serial + 1
             if append(self.stored, rows, self.token_index, self.state, self._fields(tokens, length, serial)):
                 self.journal.note(Record(serial, base + used, base + stop, length, self.digest.value))
                 return
@@ -245,9 +261,8 @@ class FolderShard(CacheShard):
             following, length = make_filling(self.place, self.pieces + 1, self.shapes), self.length
             file, piece = make_whole(self.place, self.pieces, self.shapes, self.piece)
             self._keep(piece)
-            self._add_whole(file, piece)
-            self._fill(following, 0, length)
-            self.journal.begin(self.pieces * PIECE, length, self.chains[-1])
+            self._turn_to(self._with_whole(file, piece), following, 0, length)
+            self._mend()
 
     def truncate(self, length: int) -> None:
         """Remove the tokens from `length` on."""
@@ -273,8 +288,7 @@ class FolderShard(CacheShard):
         piece.columns[:used] = last.token_index[:used]
         end = [(count, piece.digest(0, used))] if used else []
         self.journal.begin(number * PIECE, length, self.chains[number], end)
-        self.shared, self.chains = self.shared[:number], self.chains[: number + 1]
-        self._fill(piece, used, length)
+        self._turn_to(self.shared[:number], piece, used, length)
         old.unlink(missing_ok=True)
         for path in map(self.place.whole, gone):
             if path.exists() and len(TensorFile(path).entries) <= len(self.stored) + 1:  # else other layers need it yet
@@ -317,8 +331,9 @@ class FolderShard(CacheShard):
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Raise the system's errors as `StoreError`, with what is lost."""
+        """Let the journal be right, and raise the system's errors as `StoreError`, with what is lost."""
         try:
+            self._mend()
             yield
         except OSError as error:
             raise self._named(error) from error

@@ -88,8 +88,6 @@ class Journal:
         self.key = int.from_bytes(blake2b(identity.encode(), digest_size=8).digest(), signed=True)
         """Tells the records of other ranks, layers and folders apart."""
         self.records: list[Record] = []
-        self.stop = 0
-        """Bytes of the file that are records."""
         self.handle = -1
 
     def __del__(self) -> None:
@@ -106,21 +104,26 @@ class Journal:
         """The last record."""
         return self.records[-1]
 
+    @property
+    def stop(self) -> int:
+        """Bytes of the file that are records."""
+        return (self.last.serial - self.records[0].serial + 1) * SIZE if self.records else 0
+
     def read(self) -> bool:
         """Read the records of the file. Return False if there is none; raise where the file is damaged."""
         try:
             content = read_file(self.path)
         except FileNotFoundError:
             return False
-        found, serial, self.stop = list[Record](), None, 0
+        found, serial, stop = list[Record](), None, 0
         fields = [*RECORD.iter_unpack(content[: len(content) // SIZE * SIZE])]
         checks = self._checks([Record(*each[:5]) for each in fields])
         for (*of_record, check, one, other), right in zip(fields, checks, strict=True):
-            self._require((check, one, other) == (right, 0, 0), f"damage at byte {self.stop}")
+            self._require((check, one, other) == (right, 0, 0), f"damage at byte {stop}")
             record = Record(*of_record)
             if serial is not None and record.serial != serial + 1:
                 break  # of before the journal was begun anew
-            serial, self.stop = record.serial, self.stop + SIZE
+            serial, stop = record.serial, stop + SIZE
             self._put(found, record)
         self._require(bool(found) and found[0].start == found[0].stop, f"{len(content)} bytes without a first record")
         fits = all(one.stop == other.start for one, other in pairwise(found))
@@ -151,7 +154,7 @@ class Journal:
         for stop, digest in rows:
             records.append(Record(serial + len(records), records[-1].stop, stop, length, digest))
         self._write(records, 0)
-        self.records, self.stop = records, len(records) * SIZE
+        self.records = records
         with suppress(OSError):  # else what is left has serials of before
             os.ftruncate(self.handle, self.stop)
 
@@ -163,7 +166,6 @@ class Journal:
 
     def note(self, record: Record) -> None:
         """Count a record that is in the file, after the others."""
-        self.stop += SIZE
         self._put(self.records, record)
 
     def _write(self, records: Sequence[Record], place: int) -> None:

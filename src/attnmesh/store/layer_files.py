@@ -140,8 +140,10 @@ def make_filling(place: LayerPlace, number: int, shapes: RowShapes) -> FilePiece
 
 
 def make_whole(place: LayerPlace, number: int, shapes: RowShapes, piece: FilePiece) -> tuple[TensorFile, FilePiece]:
-    """Give a piece that is full its checksums and its name."""
-    named, path = shapes.named(place.layer), place.filling(number)
+    """Give a piece that is full its checksums and its name, unless it got them in a call that was broken off."""
+    named, path, whole = shapes.named(place.layer), place.filling(number), place.whole(number)
+    if whole.exists() and not path.exists():
+        return open_whole(whole, place.layer, shapes)
     rows = (*(x[:, :, :PIECE] for x in piece.stored), piece.columns)
     begin, _ = header_of(named, {name: digest_on_host(x) for name, x in zip(named, rows, strict=True)})
     handle = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
@@ -149,8 +151,8 @@ def make_whole(place: LayerPlace, number: int, shapes: RowShapes, piece: FilePie
         os.pwrite(handle, begin, 0)
     finally:
         os.close(handle)
-    os.replace(path, place.whole(number))
-    return open_whole(place.whole(number), place.layer, shapes)
+    os.replace(path, whole)
+    return open_whole(whole, place.layer, shapes)
 
 
 def _mapped(

@@ -101,6 +101,15 @@ def test_beams_and_a_saved_cache(tmp_path: Path) -> None:
     assert restored.tokens.equal(longer[:, :-1])
 
 
+def test_beams_leave_the_newest_tokens_in_the_folder(tmp_path: Path) -> None:
+    model = families.model("llama", "attnmesh")
+    cache = hf.ShardedCache(model.config, folder=tmp_path, hot=16)
+    hf.generate(model, prompt(40), cache=cache, num_beams=3, max_new_tokens=5, do_sample=False)
+    del cache
+    again = hf.ShardedCache(model.config, folder=tmp_path, hot=16)
+    assert {kv.length for kv in again.kvs} == {39}  # those that the beams share
+
+
 def test_ids_after_an_end_at_any_point(tmp_path: Path) -> None:
     """Keys of other tokens than the ids say would be silently wrong: the shorter of both is what there is."""
     model = families.model("llama", "attnmesh")

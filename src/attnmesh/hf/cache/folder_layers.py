@@ -41,7 +41,8 @@ class FolderLayers(StoredLayers):
             try:
                 self.folder.write_ids(written)
             except StoreError as error:
-                CallRecord(Mesh.of(self.mesh), torch.device("cpu"), self.checked).fail("ShardedCache tokens", error)
+                device = next((kv.device for kv in self.kvs), torch.device("cpu"))
+                CallRecord(Mesh.of(self.mesh), device, self.checked).fail("ShardedCache tokens", error)
 
     def restore(
         self, path: str | Path, *, device: torch.device | str | None = None, capacity: int | None = None

@@ -119,6 +119,8 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
                 options["hot"] = self.cache.hot
             kv = self.kv = self._new_cache(k, tokens, **options)
             self.is_initialized = True
+        elif self.cache.mesh is None and kv.sizes.hot is not None and kv.device.type != k.device.type:
+            kv.move_hot(k.device)  # a folder was opened before the model's device was known
         return self._with_room(kv, tokens)
 
     def reserve_other(self, name: str, new: Tensor, keys: int, **options: Any) -> KVCache:

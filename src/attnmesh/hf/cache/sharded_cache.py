@@ -273,6 +273,8 @@ class ShardedCache(FolderLayers):
         """
         if self.get_seq_length() and repeats > 1:
             if self.kvs and self.kvs[0].sizes.batch == 1 and self.kvs[0].saved.at_rest:
+                if self.folder is not None:
+                    self.flush()  # its own tokens stay there
                 for layer in self.attention_layers:
                     layer.replace(KVCache.fork)
                 self.folder = None  # the new tokens are in memory

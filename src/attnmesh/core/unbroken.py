@@ -1,0 +1,28 @@
+"""Changes of several steps that no error or Ctrl-C leaves half made."""
+
+from collections.abc import Callable, Sequence
+
+
+def unbroken(steps: Sequence[Callable[[], object]]) -> None:
+    """Do steps, of which each may be done twice. One that is broken off is done again, and then those after it.
+
+    >>> done = []
+    >>> def broken():
+    ...     done.append("broken")
+    ...     if len(done) == 1:
+    ...         raise KeyboardInterrupt
+    >>> try:
+    ...     unbroken([broken, lambda: done.append("after")])
+    ... except KeyboardInterrupt:
+    ...     done
+    ['broken', 'broken', 'after']
+    """
+    number = 0
+    try:
+        while number < len(steps):
+            steps[number]()
+            number += 1
+    except BaseException:
+        for step in steps[number:]:
+            step()
+        raise
