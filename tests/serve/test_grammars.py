@@ -489,7 +489,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"response_format": json_schema({"type": "string", "pattern": "("})},
         "response_format.json_schema.schema",
     ),
-    "another place": ({"response_format": json_schema({"$ref": "http://x/y"})}, "response_format.json_schema.schema"),
+    "another place": (
+        {"response_format": json_schema({"$ref": "http://x/y"})},
+        "response_format.json_schema.schema.$ref",
+    ),
     "no type": ({"response_format": json_schema({"type": "text"})}, "response_format.json_schema.schema.type"),
     "strict is a text": ({"tools": [tool(strict="yes")]}, "tools[0].function.strict"),
     "strict and not served": (
@@ -534,3 +537,62 @@ def test_without_the_package_each_field_is_refused_by_name(monkeypatch: pytest.M
             grammar_of(made, **fields)
         assert (raised.value.status, raised.value.param) == (400, field)
     assert asyncio.run(made.of(read_fields(chat(), CHAT), "")) is None
+
+
+# --- work ---
+
+
+def chain(*, step: str, links: int) -> dict[str, Any]:
+    """Return a schema with references one after another."""
+
+    def inside(place: int) -> dict[str, Any]:
+        ref = {"$ref": f"#/$defs/A{place}"}
+        return {"$ref": ref, "anyOf": {"anyOf": [ref]}, "items": {"type": "array", "items": ref}}[step]
+
+    return {"$defs": {f"A{i}": inside(i + 1) for i in range(links)} | {f"A{links}": {"type": "string"}}} | inside(0)
+
+
+ENDLESS = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+ITEMS: dict[str, Any] = {"$defs": {"A": {"type": "array", "items": {"$ref": "#/$defs/A"}, "minItems": 1}}}
+TOO_MUCH: dict[str, Any] = {
+    **{f"deep {step}": chain(step=step, links=2500) for step in ("$ref", "anyOf", "items")},
+    "a circle of many": {
+        "$defs": {f"A{i}": {"properties": {"a": {"$ref": f"#/$defs/A{(i + 1) % 200}"}}} for i in range(200)},
+        "$ref": "#/$defs/A0",
+    },
+    "an object in itself": ENDLESS,
+    "a list in itself": ITEMS | {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}},
+    "many numbers": {"properties": {f"p{i}": {"type": "integer", "multipleOf": 29_999 + i} for i in range(9)}},
+    "a large number": {"type": "integer", "multipleOf": 1_000_000_007},
+    "numbers together": {"allOf": [{"multipleOf": 311}, {"multipleOf": 331}]},
+    "patterns together": {"allOf": [{"type": "string", "pattern": f"^.*a.{{{i}}}"} for i in range(30)]},
+    "patterns of names": {"type": "object", "patternProperties": {f"^{i}": {} for i in range(40)}},
+    "a place of its own": {"anyOf": [{"$id": "http://x/y", "type": "string"}]},
+    "no such place": {"$ref": "#/$defs/other"},
+    "a place by name": {"$defs": {"a": {"$anchor": "b"}}, "$ref": "#b"},
+}
+
+
+@pytest.mark.parametrize("name", TOO_MUCH)
+def test_schemas_of_too_much_work_are_refused_before_a_grammar_is_made(name: str) -> None:
+    asked = AskedGrammar(content=TOO_MUCH[name], field="response_format")
+    with pytest.raises(Refused, match=r"^response_format\.json_schema\.schema.*: expected ") as raised:
+        grammars.check_size(asked)
+    assert raised.value.status == 400
+
+
+TREE = {"anyOf": [{"type": "array", "items": {"$ref": "#/definitions/a~1b"}}, {"type": ["integer", "null"]}]}
+SERVED: list[dict[str, Any]] = [
+    chain(step="items", links=50),
+    {"definitions": {"a/b": TREE}, "$ref": "#/definitions/a~1b"},
+    {"definitions": {"a/b": TREE}, "type": "array", "items": {"$ref": "#/definitions/a%7E1b"}, "minItems": 3},
+    {"properties": {"a": {"$ref": "#"}}, "required": ["a"]},  # a may be a text
+    {"type": "object", "properties": {"a": {"$ref": "#"}, "b": {"multipleOf": 0.01}}, "required": ["b"]},
+    {"allOf": [{"$ref": "#/$defs/a"}, {"multipleOf": 60}], "$defs": {"a": {"type": "integer", "multipleOf": 1000}}},
+]
+
+
+def test_schemas_that_end_make_grammars(tokens: GrammarTokens) -> None:
+    for schema in SERVED:
+        grammars.check_size(AskedGrammar(content=schema, field="response_format"))
+        grammars.check(tokens, Grammar(Rules({}).alone(schema)))

@@ -12,6 +12,7 @@ from attnmesh.errors import GrammarError
 from attnmesh.hf.serving.grammar_masks import INSTALL, Grammar, GrammarTokens, has_grammars
 from attnmesh.serve.answer_parts import AnswerFormats, ReasoningMarks
 from attnmesh.serve.refused import Refused
+from attnmesh.serve.schema_limits import DIVISORS, check_limits
 from attnmesh.serve.tool_formats import FORMATS
 from attnmesh.serve.tool_grammars import CallShape, Rules, find_shape
 from attnmesh.serve.tool_schemas import check_schema
@@ -166,7 +167,7 @@ class Grammars:
 
 def schemas_of(asked: AskedGrammar) -> list[tuple[str, Any]]:
     """Return the schemas of a grammar with their fields."""
-    tools = [(f"{field}.parameters", one.get("parameters") or OBJECT) for field, one in asked.tools]
+    tools = [(f"{field}.parameters", OBJECT | (one.get("parameters") or {})) for field, one in asked.tools]
     return [*tools, *([] if asked.content is None else [("response_format.json_schema.schema", asked.content)])]
 
 
@@ -178,13 +179,17 @@ def check(tokens: GrammarTokens, grammar: Grammar) -> None:
 
 def check_size(asked: AskedGrammar) -> None:
     """Raise on schemas that are none, or too large."""
-    properties, characters = 0, 0
+    properties, characters, divisors = 0, 0, 0
     for field, schema in schemas_of(asked):
         check_schema(field, schema)
         properties, characters = properties + count_properties(schema), characters + len(json.dumps(schema))
         if properties > MAX_PROPERTIES or characters > MAX_CHARACTERS:
             most = f"{MAX_PROPERTIES:,} properties and {MAX_CHARACTERS:,} characters"
             raise Refused(400, f"{field}: expected at most {most} in all schemas of a grammar", field)
+        divisors += check_limits(field, schema)
+        if divisors > DIVISORS:
+            text = f"{field}: expected multipleOf of at most {DIVISORS:,} together in all schemas of a grammar"
+            raise Refused(400, text, field)
 
 
 def count_properties(value: Any) -> int:
