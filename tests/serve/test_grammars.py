@@ -7,10 +7,12 @@ import asyncio
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -547,9 +549,12 @@ def chain(*, step: str, links: int) -> dict[str, Any]:
 
     def inside(place: int) -> dict[str, Any]:
         ref = {"$ref": f"#/$defs/A{place}"}
-        return {"$ref": ref, "anyOf": {"anyOf": [ref]}, "items": {"type": "array", "items": ref}}[step]
+        steps: dict[str, Any] = {"$ref": ref, "anyOf": {"anyOf": [ref]}, "items": {"type": "array", "items": ref}}
+        found: dict[str, Any] = steps[step]
+        return found
 
-    return {"$defs": {f"A{i}": inside(i + 1) for i in range(links)} | {f"A{links}": {"type": "string"}}} | inside(0)
+    defined = {f"A{i}": inside(i + 1) for i in range(links)} | {f"A{links}": {"type": "string"}}
+    return {"$defs": defined, **inside(0)}
 
 
 ENDLESS = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
@@ -596,3 +601,89 @@ def test_schemas_that_end_make_grammars(tokens: GrammarTokens) -> None:
     for schema in SERVED:
         grammars.check_size(AskedGrammar(content=schema, field="response_format"))
         grammars.check(tokens, Grammar(Rules({}).alone(schema)))
+
+
+def test_who_waits_for_its_turn_is_told_to_ask_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    free, began, made_once = threading.Event(), threading.Semaphore(0), Grammars._checked
+    monkeypatch.setattr(grammars, "SECONDS", 0.3)
+
+    def slow(*arguments: Any) -> Grammar:
+        began.release()
+        assert free.wait(60)
+        return made_once(*arguments)
+
+    async def ask_three(made: Grammars) -> list[Any]:
+        fields = read_fields(chat(response_format={"type": "json_object"}), CHAT)
+        first = [asyncio.create_task(made.of(fields, "")) for _ in range(grammars.THREADS)]
+        await asyncio.gather(*first, return_exceptions=True)
+        found = [one.exception() for one in first]
+        try:
+            await made.of(fields, "")
+        except Refused as error:
+            found.append(error)
+        free.set()
+        monkeypatch.setattr(grammars, "SECONDS", 10.0)
+        return [*found, await made.of(fields, "")]
+
+    with grammars_of(byte_tokenizer(HERMES.replace("</think>", ""))) as (made, _):
+        monkeypatch.setattr(Grammars, "_checked", slow)
+        *late, waited, last = asyncio.run(ask_three(made))
+        assert [one.status for one in late] == [400] * grammars.THREADS
+        assert (waited.status, "retry-after" in waited.headers) == (503, True)
+        assert last["text"].startswith("%llguidance")
+        threads = [one for one in threading.enumerate() if one.name == "grammar"]
+        assert all(one.daemon for one in threads)
+        made.close()
+        with pytest.raises(RuntimeError, match="shutdown"):
+            made._tokens.result().begin(Grammar('start: "a"'), [])  # type: ignore[union-attr]
+
+
+def test_a_grammar_is_compiled_once_and_answers_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted, llguidance = list[str](), pytest.importorskip("llguidance")
+    made = llguidance.LLMatcher
+
+    def count(tokens: Any, text: str, **options: Any) -> Any:
+        counted.append(text)
+        return made(tokens, text, **options)
+
+    monkeypatch.setattr(llguidance, "LLMatcher", count)
+    tokens, grammar = GrammarTokens(BYTES), Grammar('start: "ab" | "cd"')
+    states = [tokens.begin(grammar, [END]) for _ in range(3)]
+    states[0].advance(*ids_of("a"))
+    states[1].advance(*ids_of("c"))
+    assert [allowed(state) for state in states] == [{"b"}, {"d"}, {"a", "c"}]
+    assert allowed(tokens.begin(grammar, [END])) == {"a", "c"}
+    assert len(counted) == 1
+    tokens.close()
+
+
+def test_an_answer_that_nothing_can_follow_is_an_error() -> None:
+    tokens = GrammarTokens(BYTES)
+    state = tokens.begin(Grammar('start: "a" "b"', "response_format"), [END])
+    state.matcher = SimpleNamespace(
+        is_stopped=lambda: False, is_accepting=lambda: False, is_error=lambda: False, compute_bitmask=lambda: bytes(40)
+    )
+    with pytest.raises(GrammarError, match="response_format: expected an answer that can go on"):
+        state._mask()
+    tokens.close()
+
+
+def test_rows_wait_for_masks_together(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, free = GrammarState._mask, threading.Event()
+
+    def masked(state: GrammarState) -> TokenMask:
+        assert state.grammar.field != "slow" or free.wait(60)
+        return made(state)
+
+    monkeypatch.setattr(GrammarState, "_mask", masked)
+    slow = [engine.submit([5, 6, i], max_new_tokens=9, grammar=Grammar("start: /[a-z]/", "slow")) for i in range(8)]
+    while len(engine.schedule.rows) < 8:
+        time.sleep(0.001)
+    waits = []
+    for _ in range(3):
+        start = time.perf_counter()
+        engine.schedule._draw_held()
+        waits.append(time.perf_counter() - start)
+    free.set()
+    assert [len(text_of(one)) for one in slow] == [1] * 8
+    assert min(waits) < 0.05

@@ -3,9 +3,11 @@
 import asyncio
 import json
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass
+from threading import Thread
 from typing import Any, TypeVar
 
 from attnmesh.errors import GrammarError
@@ -20,7 +22,10 @@ from attnmesh.serve.tool_schemas import check_schema
 T = TypeVar("T")
 
 SECONDS = 10.0
-"""Time in which a grammar is made."""
+"""Time in which a grammar is made, and for which one waits for its turn."""
+
+THREADS = 2
+"""Grammars that are made at the same time."""
 
 MAX_PROPERTIES, MAX_CHARACTERS = 1000, 1 << 17
 """Properties, and characters, of all schemas of a grammar."""
@@ -76,18 +81,19 @@ class Grammars:
         self.template = several if isinstance(several, str) else "".join(several.values())
         self.thought = CHANNELS if formats.calls is not None and formats.calls.has_thoughts else formats.thought
         self._tokenizer = tokenizer
-        self._pool = ThreadPoolExecutor(2, thread_name_prefix="grammars")
+        self._room = asyncio.Semaphore(THREADS)
         self._tokens: Future[GrammarTokens] | None = None
 
     def start(self) -> None:
         """Begin to read the tokenizer, a copy of which no other thread uses."""
         if has_grammars():
             self._tokenizer = deepcopy(self._tokenizer)
-            self._tokens = self._pool.submit(GrammarTokens, self._tokenizer)
+            self._tokens = in_thread(lambda: GrammarTokens(self._tokenizer))
 
     def close(self) -> None:
-        """End the threads."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """End the threads that make masks."""
+        if self._tokens is not None:
+            self._tokens.add_done_callback(lambda made: None if made.exception() else made.result().close())
 
     async def of(self, fields: Mapping[str, Any], prompt_end: str) -> dict[str, Any] | None:
         """Return the grammar of an answer after a prompt as JSON has it, or raise; None if no field asks for one."""
@@ -99,17 +105,30 @@ class Grammars:
             raise Refused(400, text, asked.field, "unsupported_parameter")
         try:
             async with asyncio.timeout(SECONDS):
-                tokens = await self._run(self._tokens.result)
-                grammar = await self._run(lambda: self._checked(tokens, asked, prompt_end))
+                tokens = await asyncio.shield(asyncio.wrap_future(self._tokens))
+                await self._room.acquire()
+        except TimeoutError:
+            raise Refused(503, "The server makes the grammars of other requests. Ask again later.") from None
+        except GrammarError as error:
+            raise Refused(400, str(error), error.args[0]) from None
+        made = in_thread(lambda: self._checked(tokens, asked, prompt_end), self._leave(asyncio.get_running_loop()))
+        try:
+            async with asyncio.timeout(SECONDS):
+                return asdict(await asyncio.wrap_future(made))
         except TimeoutError:
             text = f"{asked.field}: expected a grammar that is made within {SECONDS:.0f} s. Simplify it."
             raise Refused(400, text, asked.field) from None
         except GrammarError as error:
             raise Refused(400, str(error), error.args[0]) from None
-        return asdict(grammar)
 
-    async def _run(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+    def _leave(self, loop: asyncio.AbstractEventLoop) -> Callable[[], None]:
+        """Return what makes room for another grammar, from a thread."""
+
+        def leave() -> None:
+            with suppress(RuntimeError):  # of a loop that has ended
+                loop.call_soon_threadsafe(self._room.release)
+
+        return leave
 
     def _checked(self, tokens: GrammarTokens, asked: AskedGrammar, prompt_end: str) -> Grammar:
         """Return the grammar, whose first mask can be made, or raise with the field at fault."""
@@ -165,6 +184,25 @@ class Grammars:
         return tuple(self._tokenizer(mark, add_special_tokens=False)["input_ids"]) if mark else ()
 
 
+def in_thread(work: Callable[[], T], leave: Callable[[], None] = lambda: None) -> Future[T]:
+    """Return what a thread makes, and call `leave` before that is there. The process does not wait for the thread."""
+    made = Future[T]()
+    made.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            found = work()
+        except BaseException as error:
+            leave()
+            made.set_exception(error)
+        else:
+            leave()
+            made.set_result(found)
+
+    Thread(target=run, name="grammar", daemon=True).start()
+    return made
+
+
 def schemas_of(asked: AskedGrammar) -> list[tuple[str, Any]]:
     """Return the schemas of a grammar with their fields."""
     tools = [(f"{field}.parameters", OBJECT | (one.get("parameters") or {})) for field, one in asked.tools]
@@ -173,8 +211,7 @@ def schemas_of(asked: AskedGrammar) -> list[tuple[str, Any]]:
 
 def check(tokens: GrammarTokens, grammar: Grammar) -> None:
     """Raise unless a grammar is possible, and its first mask can be made."""
-    if not tokens.begin(grammar, ()).mask().allowed.any():
-        raise GrammarError(grammar.field, "a grammar that an answer can follow", "another", "change it")
+    tokens.begin(grammar, ()).mask()
 
 
 def check_size(asked: AskedGrammar) -> None:
