@@ -373,6 +373,66 @@ def test_texts_without_quotes_may_be_any() -> None:
             assert raised.value.param == f"tools[0].function.parameters.{field}"
 
 
+PAIRED = {
+    "qwen_coder": "<tool_call>\n<function=weather>\n<parameter=a>\n$value\n</parameter>\n</function>\n</tool_call>",
+    "glm": "<tool_call>weather\n<arg_key>a</arg_key>\n<arg_value>$value</arg_value>\n</tool_call>",
+    "minimax": '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="a">$value</parameter>\n</invoke>\n'
+    "</minimax:tool_call>",
+    "deepseek_v32": SHAPES["deepseek_v32"][0].begin
+    + '<\uff5cDSML\uff5cinvoke name="weather">\n<\uff5cDSML\uff5cparameter name="a" string="true">$value'
+    + "</\uff5cDSML\uff5cparameter>\n</\uff5cDSML\uff5cinvoke>\n"
+    + SHAPES["deepseek_v32"][0].end,
+}
+
+
+def fits(tokens: GrammarTokens, grammar: Grammar, tokenizer: Any, text: str) -> bool:
+    """Return whether an answer may be a text."""
+    try:
+        state = tokens.begin(grammar, [END], tokenizer(text)["input_ids"])
+        return bool(state.mask().allowed[END])
+    except GrammarError:
+        return False
+
+
+@pytest.mark.parametrize("name", PAIRED)
+@pytest.mark.parametrize("special", [False, True])
+def test_texts_without_quotes_end_where_readers_end_them(name: str, special: bool) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    tokenizer, shape = tokenizer_of(name, special=special), SHAPES[name][0]
+    mark = shape.pair.split("$value")[1].strip("\n")
+    with grammars_of(tokenizer) as (made, tokens):
+        grammar = grammar_of(made, tools=[tool(parameters=schema)], tool_choice="required")
+        assert fits(tokens, grammar, tokenizer, PAIRED[name].replace("$value", "x <y"))
+        assert not fits(tokens, grammar, tokenizer, PAIRED[name].replace("$value", f"x{mark}y"))
+        asked = schema | {"properties": {"a": {"type": "string", "enum": [f"x{mark}y"]}}}
+        with pytest.raises(Refused, match="enum: expected texts"):
+            grammar_of(made, tools=[tool(parameters=asked)], tool_choice="required")
+
+
+NOT_IN_PAIRS: dict[str, dict[str, Any]] = {
+    "required": {"properties": {"a": {}}, "required": ["b"]},
+    "minProperties": {"properties": {"a": {}}, "required": ["a"], "minProperties": 1},
+    "properties": {"additionalProperties": {"type": "integer"}},
+    "anyOf": {"properties": {}, "anyOf": [{"required": ["a"]}]},
+    "properties.a>b": {"properties": {"a>b": {}}},
+    'properties.a"b': {"properties": {'a"b': {"type": "string"}}},
+    "properties. a": {"properties": {" a": {"type": "string"}}},
+    "properties.[TOOL_CALLS]": {"properties": {"[TOOL_CALLS]": {}}},
+}
+
+
+@pytest.mark.parametrize("name", ["qwen_coder", "glm"])
+def test_what_pairs_cannot_say_is_refused_by_name(name: str) -> None:
+    tokenizer = tokenizer_of(name, special=True)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
+    with grammars_of(tokenizer) as (made, _):
+        for keyword, schema in NOT_IN_PAIRS.items():
+            with pytest.raises(Refused, match=re.escape(f"parameters.{keyword}: expected ")):
+                grammar_of(made, tools=[tool(parameters=schema)], tool_choice="required")
+        never = {"properties": {"a": False, "b": {"type": "integer"}}, "required": ["b"]}
+        assert '"not"' not in grammar_of(made, tools=[tool(parameters=never)], tool_choice="required").text
+
+
 THOUGHTS = [("<|assistant|>", False, True), ("<think>\n", True, False), ("<think>\n\n</think>\n\n", False, False)]
 
 
