@@ -114,7 +114,8 @@ class Grammars:
         made = in_thread(lambda: self._checked(tokens, asked, prompt_end), self._leave(asyncio.get_running_loop()))
         try:
             async with asyncio.timeout(SECONDS):
-                return asdict(await asyncio.wrap_future(made))
+                grammar = await asyncio.wrap_future(made)
+                return asdict(grammar)
         except TimeoutError:
             text = f"{asked.field}: expected a grammar that is made within {SECONDS:.0f} s. Simplify it."
             raise Refused(400, text, asked.field) from None
