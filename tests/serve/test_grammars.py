@@ -7,10 +7,12 @@ import asyncio
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -371,6 +373,66 @@ def test_texts_without_quotes_may_be_any() -> None:
             assert raised.value.param == f"tools[0].function.parameters.{field}"
 
 
+PAIRED = {
+    "qwen_coder": "<tool_call>\n<function=weather>\n<parameter=a>\n$value\n</parameter>\n</function>\n</tool_call>",
+    "glm": "<tool_call>weather\n<arg_key>a</arg_key>\n<arg_value>$value</arg_value>\n</tool_call>",
+    "minimax": '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="a">$value</parameter>\n</invoke>\n'
+    "</minimax:tool_call>",
+    "deepseek_v32": SHAPES["deepseek_v32"][0].begin
+    + '<\uff5cDSML\uff5cinvoke name="weather">\n<\uff5cDSML\uff5cparameter name="a" string="true">$value'
+    + "</\uff5cDSML\uff5cparameter>\n</\uff5cDSML\uff5cinvoke>\n"
+    + SHAPES["deepseek_v32"][0].end,
+}
+
+
+def fits(tokens: GrammarTokens, grammar: Grammar, tokenizer: Any, text: str) -> bool:
+    """Return whether an answer may be a text."""
+    try:
+        state = tokens.begin(grammar, [END], tokenizer(text)["input_ids"])
+        return bool(state.mask().allowed[END])
+    except GrammarError:
+        return False
+
+
+@pytest.mark.parametrize("name", PAIRED)
+@pytest.mark.parametrize("special", [False, True])
+def test_texts_without_quotes_end_where_readers_end_them(name: str, special: bool) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    tokenizer, shape = tokenizer_of(name, special=special), SHAPES[name][0]
+    mark = shape.pair.split("$value")[1].strip("\n")
+    with grammars_of(tokenizer) as (made, tokens):
+        grammar = grammar_of(made, tools=[tool(parameters=schema)], tool_choice="required")
+        assert fits(tokens, grammar, tokenizer, PAIRED[name].replace("$value", "x <y"))
+        assert not fits(tokens, grammar, tokenizer, PAIRED[name].replace("$value", f"x{mark}y"))
+        asked = schema | {"properties": {"a": {"type": "string", "enum": [f"x{mark}y"]}}}
+        with pytest.raises(Refused, match="enum: expected texts"):
+            grammar_of(made, tools=[tool(parameters=asked)], tool_choice="required")
+
+
+NOT_IN_PAIRS: dict[str, dict[str, Any]] = {
+    "required": {"properties": {"a": {}}, "required": ["b"]},
+    "minProperties": {"properties": {"a": {}}, "required": ["a"], "minProperties": 1},
+    "properties": {"additionalProperties": {"type": "integer"}},
+    "anyOf": {"properties": {}, "anyOf": [{"required": ["a"]}]},
+    "properties.a>b": {"properties": {"a>b": {}}},
+    'properties.a"b': {"properties": {'a"b': {"type": "string"}}},
+    "properties. a": {"properties": {" a": {"type": "string"}}},
+    "properties.[TOOL_CALLS]": {"properties": {"[TOOL_CALLS]": {}}},
+}
+
+
+@pytest.mark.parametrize("name", ["qwen_coder", "glm"])
+def test_what_pairs_cannot_say_is_refused_by_name(name: str) -> None:
+    tokenizer = tokenizer_of(name, special=True)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
+    with grammars_of(tokenizer) as (made, _):
+        for keyword, schema in NOT_IN_PAIRS.items():
+            with pytest.raises(Refused, match=re.escape(f"parameters.{keyword}: expected ")):
+                grammar_of(made, tools=[tool(parameters=schema)], tool_choice="required")
+        never = {"properties": {"a": False, "b": {"type": "integer"}}, "required": ["b"]}
+        assert '"not"' not in grammar_of(made, tools=[tool(parameters=never)], tool_choice="required").text
+
+
 THOUGHTS = [("<|assistant|>", False, True), ("<think>\n", True, False), ("<think>\n\n</think>\n\n", False, False)]
 
 
@@ -489,7 +551,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"response_format": json_schema({"type": "string", "pattern": "("})},
         "response_format.json_schema.schema",
     ),
-    "another place": ({"response_format": json_schema({"$ref": "http://x/y"})}, "response_format.json_schema.schema"),
+    "another place": (
+        {"response_format": json_schema({"$ref": "http://x/y"})},
+        "response_format.json_schema.schema.$ref",
+    ),
     "no type": ({"response_format": json_schema({"type": "text"})}, "response_format.json_schema.schema.type"),
     "strict is a text": ({"tools": [tool(strict="yes")]}, "tools[0].function.strict"),
     "strict and not served": (
@@ -534,3 +599,151 @@ def test_without_the_package_each_field_is_refused_by_name(monkeypatch: pytest.M
             grammar_of(made, **fields)
         assert (raised.value.status, raised.value.param) == (400, field)
     assert asyncio.run(made.of(read_fields(chat(), CHAT), "")) is None
+
+
+# --- work ---
+
+
+def chain(*, step: str, links: int) -> dict[str, Any]:
+    """Return a schema with references one after another."""
+
+    def inside(place: int) -> dict[str, Any]:
+        ref = {"$ref": f"#/$defs/A{place}"}
+        steps: dict[str, Any] = {"$ref": ref, "anyOf": {"anyOf": [ref]}, "items": {"type": "array", "items": ref}}
+        found: dict[str, Any] = steps[step]
+        return found
+
+    defined = {f"A{i}": inside(i + 1) for i in range(links)} | {f"A{links}": {"type": "string"}}
+    return {"$defs": defined, **inside(0)}
+
+
+ENDLESS = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+ITEMS: dict[str, Any] = {"$defs": {"A": {"type": "array", "items": {"$ref": "#/$defs/A"}, "minItems": 1}}}
+TOO_MUCH: dict[str, Any] = {
+    **{f"deep {step}": chain(step=step, links=2500) for step in ("$ref", "anyOf", "items")},
+    "a circle of many": {
+        "$defs": {f"A{i}": {"properties": {"a": {"$ref": f"#/$defs/A{(i + 1) % 200}"}}} for i in range(200)},
+        "$ref": "#/$defs/A0",
+    },
+    "an object in itself": ENDLESS,
+    "a list in itself": ITEMS | {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}},
+    "many numbers": {"properties": {f"p{i}": {"type": "integer", "multipleOf": 29_999 + i} for i in range(9)}},
+    "a large number": {"type": "integer", "multipleOf": 1_000_000_007},
+    "numbers together": {"allOf": [{"multipleOf": 311}, {"multipleOf": 331}]},
+    "patterns together": {"allOf": [{"type": "string", "pattern": f"^.*a.{{{i}}}"} for i in range(30)]},
+    "patterns of names": {"type": "object", "patternProperties": {f"^{i}": {} for i in range(40)}},
+    "a place of its own": {"anyOf": [{"$id": "http://x/y", "type": "string"}]},
+    "no such place": {"$ref": "#/$defs/other"},
+    "a place by name": {"$defs": {"a": {"$anchor": "b"}}, "$ref": "#b"},
+}
+
+
+@pytest.mark.parametrize("name", TOO_MUCH)
+def test_schemas_of_too_much_work_are_refused_before_a_grammar_is_made(name: str) -> None:
+    asked = AskedGrammar(content=TOO_MUCH[name], field="response_format")
+    with pytest.raises(Refused, match=r"^response_format\.json_schema\.schema.*: expected ") as raised:
+        grammars.check_size(asked)
+    assert raised.value.status == 400
+
+
+TREE = {"anyOf": [{"type": "array", "items": {"$ref": "#/definitions/a~1b"}}, {"type": ["integer", "null"]}]}
+SERVED: list[dict[str, Any]] = [
+    chain(step="items", links=50),
+    {"definitions": {"a/b": TREE}, "$ref": "#/definitions/a~1b"},
+    {"definitions": {"a/b": TREE}, "type": "array", "items": {"$ref": "#/definitions/a%7E1b"}, "minItems": 3},
+    {"properties": {"a": {"$ref": "#"}}, "required": ["a"]},  # a may be a text
+    {"type": "object", "properties": {"a": {"$ref": "#"}, "b": {"multipleOf": 0.01}}, "required": ["b"]},
+    {"allOf": [{"$ref": "#/$defs/a"}, {"multipleOf": 60}], "$defs": {"a": {"type": "integer", "multipleOf": 1000}}},
+]
+
+
+def test_schemas_that_end_make_grammars(tokens: GrammarTokens) -> None:
+    for schema in SERVED:
+        grammars.check_size(AskedGrammar(content=schema, field="response_format"))
+        grammars.check(tokens, Grammar(Rules({}).alone(schema)))
+
+
+def test_who_waits_for_its_turn_is_told_to_ask_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    free, began, made_once = threading.Event(), threading.Semaphore(0), Grammars._checked
+    monkeypatch.setattr(grammars, "SECONDS", 0.3)
+
+    def slow(*arguments: Any) -> Grammar:
+        began.release()
+        assert free.wait(60)
+        return made_once(*arguments)
+
+    async def ask_three(made: Grammars) -> list[Any]:
+        fields = read_fields(chat(response_format={"type": "json_object"}), CHAT)
+        first = [asyncio.create_task(made.of(fields, "")) for _ in range(grammars.THREADS)]
+        await asyncio.gather(*first, return_exceptions=True)
+        found = [one.exception() for one in first]
+        try:
+            await made.of(fields, "")
+        except Refused as error:
+            found.append(error)
+        free.set()
+        monkeypatch.setattr(grammars, "SECONDS", 10.0)
+        return [*found, await made.of(fields, "")]
+
+    with grammars_of(byte_tokenizer(HERMES.replace("</think>", ""))) as (made, _):
+        monkeypatch.setattr(Grammars, "_checked", slow)
+        *late, waited, last = asyncio.run(ask_three(made))
+        assert [one.status for one in late] == [400] * grammars.THREADS
+        assert (waited.status, "retry-after" in waited.headers) == (503, True)
+        assert last["text"].startswith("%llguidance")
+        threads = [one for one in threading.enumerate() if one.name == "grammar"]
+        assert all(one.daemon for one in threads)
+        made.close()
+        with pytest.raises(RuntimeError, match="shutdown"):
+            made._tokens.result().begin(Grammar('start: "a"'), [])  # type: ignore[union-attr]
+
+
+def test_a_grammar_is_compiled_once_and_answers_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted, llguidance = list[str](), pytest.importorskip("llguidance")
+    made = llguidance.LLMatcher
+
+    def count(tokens: Any, text: str, **options: Any) -> Any:
+        counted.append(text)
+        return made(tokens, text, **options)
+
+    monkeypatch.setattr(llguidance, "LLMatcher", count)
+    tokens, grammar = GrammarTokens(BYTES), Grammar('start: "ab" | "cd"')
+    states = [tokens.begin(grammar, [END]) for _ in range(3)]
+    states[0].advance(*ids_of("a"))
+    states[1].advance(*ids_of("c"))
+    assert [allowed(state) for state in states] == [{"b"}, {"d"}, {"a", "c"}]
+    assert allowed(tokens.begin(grammar, [END])) == {"a", "c"}
+    assert len(counted) == 1
+    tokens.close()
+
+
+def test_an_answer_that_nothing_can_follow_is_an_error() -> None:
+    tokens = GrammarTokens(BYTES)
+    state = tokens.begin(Grammar('start: "a" "b"', "response_format"), [END])
+    state.matcher = SimpleNamespace(
+        is_stopped=lambda: False, is_accepting=lambda: False, is_error=lambda: False, compute_bitmask=lambda: bytes(40)
+    )
+    with pytest.raises(GrammarError, match="response_format: expected an answer that can go on"):
+        state._mask()
+    tokens.close()
+
+
+def test_rows_wait_for_masks_together(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, free = GrammarState._mask, threading.Event()
+
+    def masked(state: GrammarState) -> TokenMask:
+        assert state.grammar.field != "slow" or free.wait(60)
+        return made(state)
+
+    monkeypatch.setattr(GrammarState, "_mask", masked)
+    slow = [engine.submit([5, 6, i], max_new_tokens=9, grammar=Grammar("start: /[a-z]/", "slow")) for i in range(8)]
+    while len(engine.schedule.rows) < 8:
+        time.sleep(0.001)
+    waits = []
+    for _ in range(3):
+        start = time.perf_counter()
+        engine.schedule._draw_held()
+        waits.append(time.perf_counter() - start)
+    free.set()
+    assert [len(text_of(one)) for one in slow] == [1] * 8
+    assert min(waits) < 0.05

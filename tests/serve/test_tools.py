@@ -9,12 +9,12 @@ import pytest
 
 from attnmesh.hf.serving.engine import Engine
 from attnmesh.hf.serving.stream import DrawnToken, Sampling
-from attnmesh.serve.answer_parts import find_formats
+from attnmesh.serve.answer_parts import AnswerParts, find_formats
 from attnmesh.serve.chat import encode_chat
 from attnmesh.serve.rank_requests import serve_rank_0
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.schema import CHAT, read_fields
-from attnmesh.serve.tool_formats import FORMATS
+from attnmesh.serve.tool_formats import FORMATS, ToolCall
 from attnmesh.serve.tool_schemas import MAX_CHARACTERS, MAX_TOOLS
 from attnmesh_command.choices import TOOL_FORMATS
 from tests.support import fake_engine, families
@@ -300,3 +300,12 @@ def test_a_conversation_goes_on_from_the_keys_of_its_calls(monkeypatch: pytest.M
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": json.dumps({"degrees": 20})})
         assert message.content == "Warm."
         assert said.choices[0].finish_reason == "stop"
+
+
+def test_each_call_has_an_id_of_its_own() -> None:
+    one = "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    parts = AnswerParts(FORMATS["kimi"], {"f": {}})
+    calls = parts.add(f"<|tool_calls_section_begin|>{one}{one}<|tool_calls_section_end|>") + parts.end()
+    assert [one.index for one in calls if isinstance(one, ToolCall)] == [0, 1]
+    first, second = (one.id for one in calls if isinstance(one, ToolCall))
+    assert (first, len(second)) == ("functions.f:0", 9)

@@ -71,6 +71,10 @@ def serve_rank(settings: ServeSettings, address: str) -> None:
     if first:
         print_message(f"weights loaded in {perf_counter() - start:.1f} s, layers {weights}")
         facts = {"max_model_len": engine.longest, "cache_bytes": engine.schedule.memory}
-        serve_rank_0(engine, address, facts | {"rope_switches": rope_switches(model.config)})
+        try:
+            serve_rank_0(engine, address, facts | {"rope_switches": rope_switches(model.config)})
+        finally:
+            if grammars is not None:
+                grammars.close()
     else:
         engine.follow()

@@ -108,7 +108,7 @@ class AnswerParts:
     ) -> None:
         self.format, self.tools = calls, tools
         self.text = GrowingText()
-        self.calls, self.has_thought = 0, False
+        self.calls, self.has_thought, self.ids = 0, False, list[str]()
         self.text.is_thought = is_thinking
         self.content, self.thought = Edges(), Edges()
         self._start: Steps[None] | None = None if thought is None else self._think(thought, is_thinking)
@@ -180,7 +180,9 @@ class AnswerParts:
         for part in parts:
             match part:
                 case ToolCall():
-                    yield replace(part, index=self.calls, id=part.id or new_id())
+                    id = part.id if part.id not in ("", *self.ids) else new_id()
+                    self.ids.append(id)
+                    yield replace(part, index=self.calls, id=id)
                     self.calls += 1
                 case ReasoningText():
                     self.has_thought = True

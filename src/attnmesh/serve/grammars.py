@@ -3,15 +3,18 @@
 import asyncio
 import json
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass
+from threading import Thread
 from typing import Any, TypeVar
 
 from attnmesh.errors import GrammarError
 from attnmesh.hf.serving.grammar_masks import INSTALL, Grammar, GrammarTokens, has_grammars
 from attnmesh.serve.answer_parts import AnswerFormats, ReasoningMarks
 from attnmesh.serve.refused import Refused
+from attnmesh.serve.schema_limits import DIVISORS, check_limits
 from attnmesh.serve.tool_formats import FORMATS
 from attnmesh.serve.tool_grammars import CallShape, Rules, find_shape
 from attnmesh.serve.tool_schemas import check_schema
@@ -19,7 +22,10 @@ from attnmesh.serve.tool_schemas import check_schema
 T = TypeVar("T")
 
 SECONDS = 10.0
-"""Time in which a grammar is made."""
+"""Time in which a grammar is made, and for which one waits for its turn."""
+
+THREADS = 2
+"""Grammars that are made at the same time."""
 
 MAX_PROPERTIES, MAX_CHARACTERS = 1000, 1 << 17
 """Properties, and characters, of all schemas of a grammar."""
@@ -75,18 +81,19 @@ class Grammars:
         self.template = several if isinstance(several, str) else "".join(several.values())
         self.thought = CHANNELS if formats.calls is not None and formats.calls.has_thoughts else formats.thought
         self._tokenizer = tokenizer
-        self._pool = ThreadPoolExecutor(2, thread_name_prefix="grammars")
+        self._room = asyncio.Semaphore(THREADS)
         self._tokens: Future[GrammarTokens] | None = None
 
     def start(self) -> None:
         """Begin to read the tokenizer, a copy of which no other thread uses."""
         if has_grammars():
             self._tokenizer = deepcopy(self._tokenizer)
-            self._tokens = self._pool.submit(GrammarTokens, self._tokenizer)
+            self._tokens = in_thread(lambda: GrammarTokens(self._tokenizer))
 
     def close(self) -> None:
-        """End the threads."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """End the threads that make masks."""
+        if self._tokens is not None:
+            self._tokens.add_done_callback(lambda made: None if made.exception() else made.result().close())
 
     async def of(self, fields: Mapping[str, Any], prompt_end: str) -> dict[str, Any] | None:
         """Return the grammar of an answer after a prompt as JSON has it, or raise; None if no field asks for one."""
@@ -98,17 +105,31 @@ class Grammars:
             raise Refused(400, text, asked.field, "unsupported_parameter")
         try:
             async with asyncio.timeout(SECONDS):
-                tokens = await self._run(self._tokens.result)
-                grammar = await self._run(lambda: self._checked(tokens, asked, prompt_end))
+                tokens = await asyncio.shield(asyncio.wrap_future(self._tokens))
+                await self._room.acquire()
+        except TimeoutError:
+            raise Refused(503, "The server makes the grammars of other requests. Ask again later.") from None
+        except GrammarError as error:
+            raise Refused(400, str(error), error.args[0]) from None
+        made = in_thread(lambda: self._checked(tokens, asked, prompt_end), self._leave(asyncio.get_running_loop()))
+        try:
+            async with asyncio.timeout(SECONDS):
+                grammar = await asyncio.wrap_future(made)
+                return asdict(grammar)
         except TimeoutError:
             text = f"{asked.field}: expected a grammar that is made within {SECONDS:.0f} s. Simplify it."
             raise Refused(400, text, asked.field) from None
         except GrammarError as error:
             raise Refused(400, str(error), error.args[0]) from None
-        return asdict(grammar)
 
-    async def _run(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+    def _leave(self, loop: asyncio.AbstractEventLoop) -> Callable[[], None]:
+        """Return what makes room for another grammar, from a thread."""
+
+        def leave() -> None:
+            with suppress(RuntimeError):  # of a loop that has ended
+                loop.call_soon_threadsafe(self._room.release)
+
+        return leave
 
     def _checked(self, tokens: GrammarTokens, asked: AskedGrammar, prompt_end: str) -> Grammar:
         """Return the grammar, whose first mask can be made, or raise with the field at fault."""
@@ -164,27 +185,49 @@ class Grammars:
         return tuple(self._tokenizer(mark, add_special_tokens=False)["input_ids"]) if mark else ()
 
 
+def in_thread(work: Callable[[], T], leave: Callable[[], None] = lambda: None) -> Future[T]:
+    """Return what a thread makes, and call `leave` before that is there. The process does not wait for the thread."""
+    made = Future[T]()
+    made.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            found = work()
+        except BaseException as error:
+            leave()
+            made.set_exception(error)
+        else:
+            leave()
+            made.set_result(found)
+
+    Thread(target=run, name="grammar", daemon=True).start()
+    return made
+
+
 def schemas_of(asked: AskedGrammar) -> list[tuple[str, Any]]:
     """Return the schemas of a grammar with their fields."""
-    tools = [(f"{field}.parameters", one.get("parameters") or OBJECT) for field, one in asked.tools]
+    tools = [(f"{field}.parameters", OBJECT | (one.get("parameters") or {})) for field, one in asked.tools]
     return [*tools, *([] if asked.content is None else [("response_format.json_schema.schema", asked.content)])]
 
 
 def check(tokens: GrammarTokens, grammar: Grammar) -> None:
     """Raise unless a grammar is possible, and its first mask can be made."""
-    if not tokens.begin(grammar, ()).mask().allowed.any():
-        raise GrammarError(grammar.field, "a grammar that an answer can follow", "another", "change it")
+    tokens.begin(grammar, ()).mask()
 
 
 def check_size(asked: AskedGrammar) -> None:
     """Raise on schemas that are none, or too large."""
-    properties, characters = 0, 0
+    properties, characters, divisors = 0, 0, 0
     for field, schema in schemas_of(asked):
         check_schema(field, schema)
         properties, characters = properties + count_properties(schema), characters + len(json.dumps(schema))
         if properties > MAX_PROPERTIES or characters > MAX_CHARACTERS:
             most = f"{MAX_PROPERTIES:,} properties and {MAX_CHARACTERS:,} characters"
             raise Refused(400, f"{field}: expected at most {most} in all schemas of a grammar", field)
+        divisors += check_limits(field, schema)
+        if divisors > DIVISORS:
+            text = f"{field}: expected multipleOf of at most {DIVISORS:,} together in all schemas of a grammar"
+            raise Refused(400, text, field)
 
 
 def count_properties(value: Any) -> int:

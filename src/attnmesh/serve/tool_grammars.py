@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from attnmesh.serve.refused import Refused
+from attnmesh.serve.schema_limits import DEFINITIONS
 
 SPACE = r"(?: |\n[ \t]{0,32})"
 """Space within JSON: one, or a line with its indent. More of it would let an answer go on without saying anything."""
@@ -19,6 +20,13 @@ COMBINED = ("anyOf", "oneOf", "allOf", "$ref", "not", "if", "patternProperties")
 
 OF_TEXT = ("pattern", "format", "minLength", "maxLength", *COMBINED)
 """Keywords that say something of a text, which is not served where texts have no quotes."""
+
+
+OF_PAIRS = ("properties", "required", "type", "additionalProperties", "title", "description", "$schema", *DEFINITIONS)
+"""Keywords that parameters may have which are written one after another."""
+
+KEY = re.compile(r'[^\s<>"]([^<>"\n]*[^\s<>"])?')
+"""Names of such parameters: readers find their end by a bracket, or by a quote."""
 
 
 @dataclass(frozen=True)
@@ -172,8 +180,9 @@ class Rules:
         place = next((place for place, one in enumerate(pieces) if one in self.special), None)
         if place is None:
             return self.add(f"/{TEXT}/", f"[suffix={literal(mark)}]")
-        before = "".join(pieces[:place])
-        return f"/{TEXT}{escaped(before)}/ {self.text(mark[len(before) :])}"
+        before, name = "".join(pieces[:place]), f"T{len(self.rules)}"
+        self.rules.append(f"{name}: /{TEXT}{escaped(before)}/ & ~/{TEXT}{escaped(mark)}{TEXT}/")  # nor in letters
+        return f"{name} {self.text(mark[len(before) :])}"
 
     def json(self, schema: Any) -> str:
         """Return the name of a rule of JSON that follows a schema."""
@@ -208,32 +217,40 @@ class Rules:
         if not shape.pair:
             closed = {"additionalProperties": False} if "properties" in schema and not combined else {}
             return self.json({"type": "object", **closed, **schema})
-        if combined:
-            raise Refused(400, f"{field}.{combined[0]}: expected properties alone, as this model writes calls", field)
-        required = schema.get("required") or []
+        required, named = schema.get("required") or [], schema.get("properties") or {}
+        others = [name for name in schema if name not in OF_PAIRS]
+        others += [] if "properties" in schema else ["properties"]
+        others += [] if all(named.get(name, False) is not False for name in required) else ["required"]
+        if others:
+            raise Refused(400, f"{field}.{others[0]}: expected properties alone, as this model writes calls", field)
         pairs = [
-            self.pair(f"{field}.properties.{key}", shape, key, one, schema) + ("" if key in required else "?")
-            for key, one in (schema.get("properties") or {}).items()
+            self.pair(f"{field}.properties.{key[:60]}", shape, key, one, schema) + ("" if key in required else "?")
+            for key, one in named.items()
+            if one is not False
         ]
         return " ".join(pairs)
 
     def pair(self, field: str, shape: CallShape, key: str, schema: Any, root: Mapping[str, Any]) -> str:
         """Return the name of a rule of one parameter. Texts have no quotes; what else there is is JSON."""
         before, after = shape.pair.split("$value")
+        mark = after.strip("\n")
+        if not KEY.fullmatch(key) or self.pieces(key) != [key] or key in self.special:
+            raise Refused(400, f"{field}: expected a name without marks, as this model writes it bare", field)
         schema = schema if isinstance(schema, dict) else {}
         types = schema.get("type")
         is_text = types == "string" or (isinstance(types, list) and "string" in types)
         head = self.fill(before, key=self.text(key), quoted=literal("true" if is_text else "false"))
         if not is_text:
-            defined = {name: root[name] for name in ("$defs", "definitions") if name in root}
+            defined = {name: root[name] for name in DEFINITIONS if name in root}
             return self.add(f"{head} {self.json({**defined, **schema})} {self.text(after)}")
         if unserved := [name for name in OF_TEXT if name in schema]:
             text = f"{field}.{unserved[0]}: expected none: this model writes texts without quotes. Leave it out."
             raise Refused(400, text, f"{field}.{unserved[0]}")
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         if values is None:
-            return self.add(f"{head} {self.until(after)}")
-        if not all(isinstance(one, str) and after not in one for one in values):
+            rest = after.partition(mark)[2]
+            return self.add(f"{head} {self.until(mark)} {self.text(rest)}")
+        if not all(isinstance(one, str) and mark not in one for one in values):
             raise Refused(400, f"{field}.enum: expected texts, as this model writes them", f"{field}.enum")
         return self.add(f"{head} ({' | '.join(self.text(one + after) for one in values)})")
 

@@ -78,7 +78,7 @@ def check_schema(field: str, schema: Any, depth: int = DEPTH) -> None:
         value = schema.get(keyword)
         if value is not None and (not isinstance(value, kind) or (keyword == "required" and not _are_names(value))):
             _fail(f"{field}.{keyword}", {"required": "a list of names", "enum": "a list"}.get(keyword, "text"), value)
-    for place, inner in _inner(field, schema):
+    for place, inner in inner_schemas(field, schema):
         check_schema(place, inner, depth - 1)
 
 
@@ -86,7 +86,7 @@ def _are_names(values: Any) -> bool:
     return all(isinstance(one, str) for one in values)
 
 
-def _inner(field: str, schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def inner_schemas(field: str, schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the schemas within one."""
     for keyword, value in schema.items():
         place = f"{field}.{keyword}"

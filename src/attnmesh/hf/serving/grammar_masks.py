@@ -4,10 +4,11 @@ Masks are made in threads while ranks compute. The other ranks know nothing of t
 """
 
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from importlib.util import find_spec
+from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,9 +16,13 @@ import torch
 from torch import Tensor
 
 from attnmesh.errors import GrammarError, require
+from attnmesh.runtime.memo import Memo
 
 THREADS = 4
 """Masks that are made at the same time."""
+
+COMPILED = 8
+"""Grammars that stay compiled for answers that come next, such as further choices of a request."""
 
 LIMITS: dict[str, Any] = {"max_grammar_size": 200_000, "step_lexer_fuel": 200_000, "verbose_errors": False}
 """Limits of llguidance: symbols of a grammar, and work for one mask, which is about 15 ms."""
@@ -83,6 +88,7 @@ class GrammarTokens:
             raise GrammarError("grammars", expected, f"{type(tokenizer).__name__}, {error}"[:200], fix) from None
         self.limits = LLParserLimits(**LIMITS)
         self.pool = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar")
+        self._compiled, self._lock = Memo[Any](COMPILED), Lock()
 
     def begin(self, grammar: Grammar, ends: Iterable[int], replay: Sequence[int] = ()) -> "GrammarState":
         """Return the state of an answer after its first tokens, or raise if the grammar is none.
@@ -90,6 +96,19 @@ class GrammarTokens:
         `ends` are tokens that end an answer.
         """
         return GrammarState(self, grammar, [*ends], replay)
+
+    def matcher(self, text: str) -> Any:
+        """Return what follows a grammar, which is compiled once. It has an error if the grammar is none."""
+        from llguidance import LLMatcher
+
+        with self._lock:
+            if (found := self._compiled.find(text)) is not None:
+                return found.deep_copy()
+        made = LLMatcher(self.tokens, text, log_level=0, limits=self.limits)
+        if made.is_error():
+            return made
+        with self._lock:
+            return self._compiled.keep(text, made).deep_copy()
 
     def close(self) -> None:
         """End the threads."""
@@ -100,10 +119,8 @@ class GrammarState:
     """The place of one answer in its grammar."""
 
     def __init__(self, tokens: GrammarTokens, grammar: Grammar, ends: list[int], replay: Sequence[int]) -> None:
-        from llguidance import LLMatcher
-
         self.tokens, self.grammar, self.ends = tokens, grammar, ends
-        self.matcher = LLMatcher(tokens.tokens, grammar.text, log_level=0, limits=tokens.limits)
+        self.matcher = tokens.matcher(grammar.text)
         self._check("a grammar that is possible")
         self.begun: int | None = 0 if grammar.thought_begin else None
         """Tokens of a thought's beginning so far; None if the answer has begun otherwise."""
@@ -165,6 +182,8 @@ class GrammarState:
             allowed[self._within(size)] = self.matcher.is_accepting()
         if self.begun is not None:
             allowed[self.grammar.thought_begin[self.begun]] = True
+        if not is_whole and not allowed.any():
+            raise GrammarError(self.grammar.field, "an answer that can go on", "one that no token follows", "change it")
         return TokenMask(allowed, is_whole)
 
     def _within(self, size: int) -> list[int]:
@@ -175,6 +194,11 @@ class GrammarState:
         if self.matcher.is_error():
             line = self.matcher.get_error().strip().splitlines()[0]
             raise GrammarError(self.grammar.field, expected, line[:200] or "another", "simplify it")
+
+
+def wait_for_any(states: Iterable[GrammarState], seconds: float) -> None:
+    """Wait until the next mask of one of several answers is made, for so many seconds at most."""
+    wait_for([state._next for state in states], seconds, FIRST_COMPLETED)
 
 
 def apply_mask(scores: Tensor, allowed: Tensor) -> Tensor:

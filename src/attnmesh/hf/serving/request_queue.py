@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attnmesh.errors import InputError
 from attnmesh.hf.serving.footprint import Footprint, growth, never_fits
+from attnmesh.hf.serving.grammar_masks import wait_for_any
 from attnmesh.hf.serving.plan_exchange import specs_of
 from attnmesh.hf.serving.prefix_store import PrefixStore
 from attnmesh.hf.serving.prefixes import LEAST, Prefixes
@@ -158,8 +159,10 @@ class RequestQueue:
         """Draw the next token of rows whose masks have come late, and wait for one if there is nothing else to do."""
         held = [(stream, stream.held) for stream in self.rows if stream.held is not None]
         alone = len(held) == len(self.rows) and not self.filling and not self.waiting
+        if held and alone:
+            wait_for_any([stream.grammar for stream, _ in held if stream.grammar is not None], LATE)
         for stream, logits in held:
-            if self._add(stream, logits, LATE if alone else 0.0):
+            if self._add(stream, logits):
                 self.rows.remove(stream)
 
     def _find_cause(self, rows: list[Stream], error: InputError) -> None:
