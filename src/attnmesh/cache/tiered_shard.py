@@ -19,11 +19,11 @@ from attnmesh.cache.cache_config import Sizes
 from attnmesh.cache.cache_shard import CacheShard, Fail, assigned
 from attnmesh.cache.shared_blocks import SharedBlocks
 from attnmesh.core.turns import Turn
-from attnmesh.core.unbroken import unbroken
 from attnmesh.errors import KernelError, StoreError
 from attnmesh.kernels.cache_view import CacheView
 from attnmesh.mesh.axes import Mesh
 from attnmesh.runtime.counters import Tensors
+from attnmesh.runtime.unbroken import unbroken
 
 MOVED = 8
 """Part of the hot tokens that leave together: few moves, of few tokens each."""

@@ -21,11 +21,11 @@ from attnmesh.cache.cache_config import Sizes
 from attnmesh.cache.cache_shard import CacheShard, Fail, usual_slots
 from attnmesh.cache.shared_blocks import SharedBlocks
 from attnmesh.core.digest import cpu_weights
-from attnmesh.core.unbroken import unbroken
 from attnmesh.errors import StoreError
 from attnmesh.kernels.native.append import FILE_FIELDS, append
 from attnmesh.mesh.axes import Axis
 from attnmesh.runtime.counters import Tensors
+from attnmesh.runtime.unbroken import unbroken
 from attnmesh.store.journal import Record
 from attnmesh.store.layer_files import (
     PIECE,
