@@ -4,6 +4,7 @@ import gc
 import os
 from contextlib import suppress
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,7 +26,8 @@ from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store import folder_shard
 from attnmesh.store.journal import Journal
 from attnmesh.store.layer_files import PIECE
-from tests.support import histories
+from tests.support import growing, histories
+from tests.support.growing import grow
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
 from tests.support.seeds import seeds
@@ -34,16 +36,7 @@ HOT = 32
 SIZES: dict[str, Any] = {"batch": 1, "kv_heads": 2, "head_dim": 8, "capacity": 700, "dtype": torch.float32}
 
 
-def rows(start: int, stop: int, batch: int = 1) -> tuple[Tensor, Tensor]:
-    """Return keys and values that only depend on the tokens."""
-    tokens = torch.arange(start, stop, dtype=torch.float64)[:, None]
-    x = (tokens * torch.arange(1, 2 * batch * 2 * 8 + 1) * 0.618).sin()
-    k, v = x.view(-1, 2, batch, 2, 8).permute(1, 2, 3, 0, 4).float().unbind()
-    return k, v
-
-
-def grow(cache: am.KVCache, more: int) -> None:
-    cache.append(*rows(cache.length, cache.length + more, cache.sizes.batch))
+rows = partial(growing.rows, dim=8)
 
 
 def decoded(cache: am.KVCache, queries: int = 1, **options: Any) -> Tensor:

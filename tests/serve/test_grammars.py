@@ -31,9 +31,8 @@ from attnmesh.serve.refused import Refused
 from attnmesh.serve.schema import CHAT, read_fields
 from attnmesh.serve.tool_formats import FORMATS, ContentText, ToolCall
 from attnmesh.serve.tool_grammars import SHAPES, Rules
-from tests.serve.test_tools import HERMES
 from tests.support import families
-from tests.support.fake_engine import ThreadWorld, byte_tokenizer
+from tests.support.fake_engine import HERMES, ThreadWorld, byte_tokenizer
 from tests.support.served import NAME, Served, chat, served
 
 END, BYTES = 256, byte_tokenizer()

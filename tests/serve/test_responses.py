@@ -1,7 +1,6 @@
 """`/v1/responses` with the client of OpenAI: text, thoughts, calls and formats, whole and as events."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -9,10 +8,9 @@ import pytest
 
 from attnmesh.serve.responses import RESPONSES, chat_fields
 from attnmesh.serve.schema import read_fields
-from tests.serve.test_tools import HERMES, TWO
-from tests.support import fake_engine
-from tests.support.fake_engine import ThreadWorld, byte_tokenizer
-from tests.support.served import NAME, Served, served
+from tests.serve.test_tools import TWO
+from tests.support.fake_engine import ThreadWorld
+from tests.support.served import NAME, Served
 
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -21,25 +19,6 @@ WEATHER: dict[str, Any] = {
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 }
 THOUGHT = "<think>\nHm.\n</think>\n\n"
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[ThreadWorld]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fake_engine, "LONGEST", 4000)
-        yield ThreadWorld({"max_model_len": 4000}, pause=0)
-
-
-@pytest.fixture(scope="module")
-def running(world: ThreadWorld) -> Iterator[Served]:
-    with served(world, tokenizer=byte_tokenizer(HERMES)) as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def client(running: Served) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=running.url + "/v1", api_key="none", max_retries=0, timeout=60) as one:
-        yield one
 
 
 def ask(client: openai.OpenAI, world: ThreadWorld, script: str, **fields: Any) -> Any:

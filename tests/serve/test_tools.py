@@ -1,7 +1,6 @@
 """Conversations with tools: the client of OpenAI beside scripted answers, and the prefixes that they share."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -17,23 +16,9 @@ from attnmesh.serve.schema import CHAT, read_fields
 from attnmesh.serve.tool_formats import FORMATS, ToolCall
 from attnmesh.serve.tool_schemas import MAX_CHARACTERS, MAX_TOOLS
 from attnmesh_command.choices import TOOL_FORMATS
-from tests.support import fake_engine, families
-from tests.support.fake_engine import ThreadWorld, byte_tokenizer
-from tests.support.served import NAME, Served, chat, served
-
-CALLS_OF_QWEN = (
-    "{% for c in m.tool_calls or [] %}{% if not loop.first or m.content %}{{ '\\n' }}{% endif %}"
-    '<tool_call>\n{"name": "{{ c.function.name }}", "arguments": '
-    "{% if c.function.arguments is string %}{{ c.function.arguments }}"
-    "{% else %}{{ c.function.arguments | tojson }}{% endif %}}\n</tool_call>{% endfor %}"
-)
-HERMES = (
-    "{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools>{% endif %}"
-    "{% for m in messages %}{% if m.role == 'tool' %}<|tool|>{{ m.content }}<|end|>\n"
-    "{% else %}<|{{ m.role }}|>{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
-    "{{ m.content }}" + CALLS_OF_QWEN + "<|end|>\n{% endif %}{% endfor %}<|assistant|>"
-)
-"""A template in the style of Qwen's."""
+from tests.support import families
+from tests.support.fake_engine import HERMES, ThreadWorld, byte_tokenizer
+from tests.support.served import NAME, chat, served
 
 WEATHER = {
     "type": "function",
@@ -48,25 +33,6 @@ ARGUMENTS = ('{"city":"Zürich"}', '{"city": "Bern", "note": "' + "x" * 700 + '"
 TWO = "I look.\n" + "\n".join(
     f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>' for arguments in ARGUMENTS
 )
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[ThreadWorld]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fake_engine, "LONGEST", 4000)
-        yield ThreadWorld({"max_model_len": 4000}, pause=0)
-
-
-@pytest.fixture(scope="module")
-def running(world: ThreadWorld) -> Iterator[Served]:
-    with served(world, tokenizer=byte_tokenizer(HERMES)) as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def client(running: Served) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=running.url + "/v1", api_key="none", max_retries=0, timeout=60) as one:
-        yield one
 
 
 def ask(client: openai.OpenAI, world: ThreadWorld, script: str, **fields: Any) -> Any:

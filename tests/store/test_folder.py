@@ -22,22 +22,11 @@ from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store import folder_shard
 from attnmesh.store.journal import SIZE, Journal
 from attnmesh.store.layer_files import PIECE
+from tests.support.growing import grow, rows
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
 
 SIZES: dict[str, Any] = {"batch": 1, "kv_heads": 2, "head_dim": 16, "capacity": 4 * PIECE, "dtype": torch.float32}
-
-
-def rows(start: int, stop: int, batch: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values that only depend on the tokens."""
-    tokens = torch.arange(start, stop, dtype=torch.float64)[:, None]
-    x = (tokens * torch.arange(1, 2 * batch * 2 * 16 + 1) * 0.618).sin()
-    k, v = x.view(-1, 2, batch, 2, 16).permute(1, 2, 3, 0, 4).float().unbind()
-    return k, v
-
-
-def grow(cache: am.KVCache, more: int) -> None:
-    cache.append(*rows(cache.length, cache.length + more, cache.sizes.batch))
 
 
 def in_memory(length: int, mesh: Any = None, **sizes: Any) -> am.KVCache:

@@ -28,6 +28,20 @@ TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'developer' %}{{ raise_exception('no developers') }}{% endif %}"
     "<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 )
+CALLS_OF_QWEN = (
+    "{% for c in m.tool_calls or [] %}{% if not loop.first or m.content %}{{ '\\n' }}{% endif %}"
+    '<tool_call>\n{"name": "{{ c.function.name }}", "arguments": '
+    "{% if c.function.arguments is string %}{{ c.function.arguments }}"
+    "{% else %}{{ c.function.arguments | tojson }}{% endif %}}\n</tool_call>{% endfor %}"
+)
+HERMES = (
+    "{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools>{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}<|tool|>{{ m.content }}<|end|>\n"
+    "{% else %}<|{{ m.role }}|>{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
+    "{{ m.content }}" + CALLS_OF_QWEN + "<|end|>\n{% endif %}{% endfor %}<|assistant|>"
+)
+"""A template in the style of Qwen's."""
+
 LONGEST = 400
 POISON = 255
 """A prompt that begins with this token fails alone."""

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -17,16 +16,12 @@ from attnmesh.cache.cache_config import Sizes
 from attnmesh.cache.shared_blocks import SharedBlocks, joined
 from attnmesh.core.storage import empty_rows, width_in_memory
 from attnmesh.core.turns import Turn
-from attnmesh.errors import StoreError
 from attnmesh.kernels.cache_view import CacheView, Padding
 from attnmesh.kernels.native.append import append
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.runtime.counters import Tensors
 from attnmesh.runtime.memory import with_huge_pages
 from attnmesh.setup.measure_shares import measured_shares
-
-Fail = Callable[[str, StoreError], NoReturn]
-"""Raises an error of this rank in a call of that name, which other ranks may have done."""
 
 SLACK = 2
 """Tokens by which a prefill shard may exceed an even share: each of a zigzag's two chunks is rounded up."""
@@ -367,15 +362,6 @@ class CacheShard:
                 x[:, :, used : used + more] = tensor
             torch.arange(length, length + more, out=self.token_index[used : used + more])
             self.state[:2].add_(more)
-
-    def own_rows(self, new: Tensors, length: int) -> tuple[list[Tensor], Tensor]:
-        """Return this rank's rows of new tokens, which have all heads and follow `length` others; and these tokens."""
-        tokens = torch.arange(length, length + new[0].shape[2])
-        mine = self.turn.holds(tokens).nonzero().flatten()
-        own = [x.chunk(self.heads.size, 1)[self.heads.index] for x in new]
-        if len(mine) < len(tokens):
-            own = [x.index_select(2, mine.to(self.device)) for x in own]
-        return [*map(self.sizes.rows_of, own)], tokens[mine]
 
     def _write(self, new: Sequence[Tensor], tokens: Tensor, slots: Tensor) -> None:
         """Write rows of tokens with this rank's heads into slots."""

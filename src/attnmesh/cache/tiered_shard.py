@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from attnmesh.cache.cache_config import Sizes
-from attnmesh.cache.cache_shard import CacheShard, Fail, assigned
+from attnmesh.cache.cache_shard import CacheShard, assigned
+from attnmesh.cache.ordered_shard import Fail, OrderedShard
 from attnmesh.cache.shared_blocks import SharedBlocks
 from attnmesh.core.turns import Turn
 from attnmesh.errors import KernelError, StoreError
@@ -57,7 +58,7 @@ def _in_blocks(tokens: int, block: int) -> int:
     return -(-tokens // block) * block
 
 
-class TieredShard(CacheShard):
+class TieredShard(OrderedShard):
     """Tokens of one rank: `stored` are the hot ones, `shared` those of the `old` tier before them."""
 
     def __init__(self, old: CacheShard, sizes: Sizes, device: torch.device, fail: Fail) -> None:
@@ -150,18 +151,9 @@ class TieredShard(CacheShard):
 
     def append(self, new: Tensors, token_mask: Tensor | None, held: tuple[int, int] | None) -> None:
         """Add this rank's share of the new tokens; `new` has all tokens and heads."""
-        length, more = self.length, new[0].shape[2]
-        if more and self.append_run(new, more, length, self.used):
-            return
-        try:
-            self._add(*self.own_rows(new, length), length + more)
-        except StoreError as error:
-            self.fail("append", error)
-
-    def append_at(self, new: Tensors, tokens: Tensor, more: int, token_mask: Tensor | None) -> None:
-        """Add rows of the given tokens with this rank's heads; all ranks together add `more`."""
-        order = tokens.argsort()
-        self._add([x.index_select(2, order) for x in new], tokens[order].cpu(), self.length + more)
+        more = new[0].shape[2]
+        if not more or not self.append_run(new, more, self.length, self.used):
+            super().append(new, token_mask, held)
 
     def _leaving(self, more: int) -> int:
         """Return how many tokens leave the hot tier for so many new ones, which may leave at once: whole blocks."""

@@ -57,7 +57,7 @@ class Transport:
     """Messages along an axis by its process group. The other transports take what they do not override from it."""
 
     posts_ahead = True
-    """Whether receives may be posted before the messages of earlier rounds have come: in half the time."""
+    """Receives may be posted before the messages of earlier rounds have come: in half the time."""
 
     most_unequal: float = MESSAGE_BYTES
     """Bytes up to which a message of another size than is expected still arrives, and its checksum tells."""

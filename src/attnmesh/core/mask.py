@@ -114,7 +114,7 @@ class Mask:
 
     @property
     def is_causal(self) -> bool:
-        """Whether no query sees a later token."""
+        """Return whether no query sees a later token."""
         return self.right == 0 and not self.spans
 
     def longest_row(self, length: int) -> int:

@@ -1,4 +1,4 @@
-"""What ranks say of a step of decoding to each other, and how one that cannot run it lets the others know."""
+"""Words of ranks to each other about a step of decoding, and how one that cannot run it lets the others know."""
 
 import functools
 from collections.abc import Mapping, Sequence

@@ -30,7 +30,7 @@ FEWEST = 256
 """Slots that are worth a sample. Fewer are attended where they lie."""
 
 IS_LINK_FASTER = Memo[bool](most=256)
-"""Whether steps of a kind are faster if keys are brought, by shapes and dtypes of queries and keys, and the device."""
+"""True for steps that are faster if keys are brought, by shapes and dtypes of queries and keys, and the device."""
 
 
 def attention_to_cache(kernel: Kernel, scaling: Scaling, value_dim: int, device: torch.device) -> CachedAttention:

@@ -39,7 +39,7 @@ class MappedFile:
         kind, access = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE
         self._map = mmap.mmap(handle, self.size, flags=kind, prot=access)
         self.handle = handle
-        """Of the file; closed if it is private."""
+        """Descriptor of the file; closed if it is private."""
         if private:
             self._close()
         with torch.inference_mode(False):  # a tensor that can be written to in any mode

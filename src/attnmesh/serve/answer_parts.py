@@ -27,7 +27,7 @@ RESCANNED = 4096
 """Characters that were read as a call and are none, in which another call is looked for. In more of them none is."""
 
 ID_SIGNS, ID_LENGTH = string.ascii_letters + string.digits, 9
-"""What ids of calls are made of: Mistral's chat templates take no others."""
+"""Letters of ids of calls: Mistral's chat templates take no others."""
 
 
 class ReasoningMarks(NamedTuple):

@@ -27,7 +27,7 @@ TOGETHER = 8
 
 @dataclass
 class Body:
-    """What of a body was received."""
+    """The part of a body that was received."""
 
     parts: list[str] = field(default_factory=list)
     nbytes: int = 0

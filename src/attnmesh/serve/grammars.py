@@ -38,7 +38,7 @@ OBJECT = {"type": "object"}
 
 @dataclass(frozen=True)
 class AskedGrammar:
-    """What a request asks of its answer."""
+    """Form that a request asks of its answer."""
 
     tools: tuple[tuple[str, Mapping[str, Any]], ...] = ()
     """The field and the function of each tool whose calls the grammar holds."""

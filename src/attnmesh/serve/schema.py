@@ -197,10 +197,10 @@ def is_response_format(value: Any) -> bool:
 
 
 FORMATS = 'type "text" or "json_object", or "json_schema" with json_schema of a name and a schema'
-"""What a response format may be."""
+"""Types of a response format."""
 
 CHOICES = '"auto", "none", "required", or {type: "function", function: {name}}'
-"""What a choice of tools may be."""
+"""Words for a choice of tools."""
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 """How long a model may think."""

@@ -31,7 +31,7 @@ OF_NOTHING = ("string", "number", "integer", "boolean", "null")
 
 
 class Work(NamedTuple):
-    """What holds for one value at most: how many patterns, and the product of what it is a multiple of."""
+    """Demands on one value at most: how many patterns, and the product of what it is a multiple of."""
 
     patterns: int = 0
     divisor: int = 1

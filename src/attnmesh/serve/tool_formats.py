@@ -266,7 +266,7 @@ def read_invokes(begin: str, end: str, space: str, text: GrowingText, tools: Too
 
 
 QUOTES = {"<|tool_call>": ("<tool_call|>", '<|"|>'), "<start_function_call>": ("<end_function_call>", "<escape>")}
-"""Where calls of Gemma begin and end, and what stands at both ends of its strings."""
+"""Marks at which calls of Gemma begin and end, and the mark at both ends of its strings."""
 
 NAMED = re.compile(r"([{,]\s*)([^\s{}\[\],:\"]+)\s*:")
 """A name in Gemma's objects, which has no quotes."""
@@ -285,7 +285,7 @@ def read_gemma(text: GrowingText, _: Tools) -> Steps[None]:
 
 
 HARMONY = ("<|channel|>", "<|start|>")
-"""Where messages within an answer begin: the first one's beginning is in the prompt."""
+"""Marks at which messages within an answer begin: the first one's beginning is in the prompt."""
 
 HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>")
 

@@ -75,7 +75,7 @@ def _joined(parts: Sequence[Tensor], bounds: Sequence[tuple[int, int]], dim: int
 
 
 class RowPlaces(NamedTuple):
-    """Where rows of a piece go in the shards of a group: from which heads and rows, to which heads and slots."""
+    """Way of rows of a piece into the shards of a group: from which heads and rows, to which heads and slots."""
 
     heads: slice
     source: slice
@@ -91,7 +91,7 @@ class Filling:
 
     kvs: Sequence[KVCache]
     floors: list[tuple[int, int]] = field(default_factory=list)
-    """Of each layer the first token that is there, and the first query that it serves."""
+    """The first token of each layer that is there, and the first query that it serves."""
 
     def needs(self, block: StoredBlock) -> bool:
         """Return whether this rank has rows of a block. Of a state each may have some."""

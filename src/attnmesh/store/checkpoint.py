@@ -326,7 +326,7 @@ def make_alike(
 
 
 FolderState = tuple[object, ...]
-"""What changes where a folder is written to: the name of its save, and sizes and times of journals."""
+"""Signs that a folder is written to: the name of its save, and sizes and times of journals."""
 
 
 def _unless_changed(read: Callable[[], T], path: object, before: FolderState, *, again: bool) -> T | None:

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from attnmesh.cache.block_cyclic import BlockCyclic
 from attnmesh.cache.cache_config import Sizes
-from attnmesh.cache.cache_shard import CacheShard, Fail, usual_slots
+from attnmesh.cache.cache_shard import CacheShard, usual_slots
+from attnmesh.cache.ordered_shard import Fail, OrderedShard
 from attnmesh.cache.shared_blocks import SharedBlocks
 from attnmesh.core.digest import cpu_weights
 from attnmesh.errors import StoreError
@@ -46,7 +47,7 @@ from attnmesh.store.tensor_file import FIX, TensorFile
 SUBJECT = "KVCache folder"
 
 
-class FolderShard(CacheShard):
+class FolderShard(OrderedShard):
     """Tokens of one rank in the files of a layer. `shared` are the whole pieces, `stored` is the last one."""
 
     is_in_files = True
@@ -179,19 +180,6 @@ class FolderShard(CacheShard):
     def _write_run(self, new: Sequence[Tensor], more: int, length: int, used: int) -> None:
         """Write new tokens with this rank's heads after those in the last piece."""
         self._write_rows(new, None, more, length + more)
-
-    def append(self, new: Tensors, token_mask: Tensor | None, held: tuple[int, int] | None) -> None:
-        """Add this rank's share of the new tokens; `new` has all tokens and heads."""
-        length = self.length
-        try:
-            self._add(*self.own_rows(new, length), length + new[0].shape[2])
-        except StoreError as error:
-            self.fail("append", error)
-
-    def append_at(self, new: Tensors, tokens: Tensor, more: int, token_mask: Tensor | None) -> None:
-        """Add rows of the given tokens with this rank's heads; all ranks together add `more`."""
-        order = tokens.argsort()
-        self._add([x.index_select(2, order) for x in new], tokens[order], self.length + more)
 
     def _add(self, rows: Sequence[Tensor], tokens: Tensor, length: int) -> None:
         """Write rows, piece by piece. A process that ends leaves the tokens before its next one."""

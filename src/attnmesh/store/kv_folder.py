@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from attnmesh.cache.cache_config import Sizes
-from attnmesh.cache.cache_shard import CacheShard, Fail
+from attnmesh.cache.cache_shard import CacheShard
+from attnmesh.cache.ordered_shard import Fail
 from attnmesh.cache.replicas import LocalShards
 from attnmesh.comm.topology import hosts
 from attnmesh.errors import StoreError, require

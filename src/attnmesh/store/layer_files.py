@@ -30,7 +30,7 @@ COLUMNS = "columns"
 
 
 class LayerPlace(NamedTuple):
-    """Where the files of a layer are: the folder of a save, the rank's indices along heads and tokens, the layer."""
+    """Place of the files of a layer: the folder of a save, the rank's indices along heads and tokens, the layer."""
 
     folder: Path
     heads: int

@@ -32,7 +32,7 @@ INSTALL = 'pip install "attnmesh[grammar]"'
 
 @dataclass(frozen=True)
 class Grammar:
-    """What an answer has to be, after what the model thinks first.
+    """Form that an answer has to have, after what the model thinks first.
 
     An answer may begin with a thought if that has marks. The grammar then holds after the thought's end.
     """

@@ -31,7 +31,7 @@ PATIENCE = 10.0
 
 @dataclass(frozen=True)
 class PrefixStore:
-    """Where an engine keeps prefixes of prompts when their caches go: in memory of its ranks, and in a folder.
+    """Place of prefixes of prompts of an engine when their caches go: in memory of its ranks, and in a folder.
 
         engine = hf.Engine(model, mesh, store=hf.PrefixStore("prefixes", disk=20 << 30))
 
@@ -67,7 +67,7 @@ class OpenStore:
 
     folder: BlockFolder
     name: str
-    """That the first rank gives to what it stores. Others may have another one."""
+    """Name that the first rank gives to what it stores. Others may have another one."""
     lock: FolderLock | None
     """None on ranks other than the first."""
 

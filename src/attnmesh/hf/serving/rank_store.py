@@ -22,7 +22,7 @@ from attnmesh.store.block_names import StoredBlock
 from attnmesh.store.block_rows import Filling, rows_of_block
 
 ON_DISK, IN_MEMORY, STAYS = range(3)
-"""Where a block is read: from its file, from memory, or from its file into memory."""
+"""Source of a block that is read: from its file, from memory, or from its file into memory."""
 
 OF_STORE = ("save", "forget", "load", "close")
 """Operations of plans that a rank's store runs."""

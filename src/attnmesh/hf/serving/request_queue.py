@@ -29,7 +29,7 @@ LONGEST_CHUNK = 10.0
 """Seconds of a chunk, or a quarter of the deadline: requests join, and are cancelled, between chunks."""
 
 TURN = 3
-"""Of so many chunks one is of the oldest prompt. The others are of the one with the shortest rest."""
+"""Chunks of which one is of the oldest prompt. The others are of the one with the shortest rest."""
 
 LOOK = 8
 """Requests of the queue that may begin before those that wait for a prefix."""

@@ -48,9 +48,9 @@ class Sampling:
     repetition_penalty: float = 1.0
     """Divisor of the positive logits of tokens that were there before, and factor of their negative ones."""
     frequency_penalty: float = 0.0
-    """What is taken off the logit of a token for each time that it is in the answer."""
+    """Amount that is taken off the logit of a token for each time that it is in the answer."""
     presence_penalty: float = 0.0
-    """What is taken off the logit of each token of the answer."""
+    """Amount that is taken off the logit of each token of the answer."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Tokens, and what is added to the logit of each."""
     seed: int = 0

@@ -1,0 +1,46 @@
+"""Shard whose tokens stand in their order, and whose memory may fail while it grows: files, or two memories."""
+
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from attnmesh.cache.cache_shard import CacheShard
+from attnmesh.errors import StoreError
+from attnmesh.runtime.counters import Tensors
+
+Fail = Callable[[str, StoreError], NoReturn]
+"""Raises an error of this rank in a call of that name, which other ranks may have done."""
+
+
+class OrderedShard(CacheShard):
+    """Tokens of one rank, in their order. `_add` writes new ones."""
+
+    fail: Fail
+
+    def _add(self, rows: Sequence[Tensor], tokens: Tensor, length: int) -> None:
+        """Write rows of this rank's tokens after those in the shard, after which there are `length` on all ranks."""
+        raise NotImplementedError
+
+    def append(self, new: Tensors, token_mask: Tensor | None, held: tuple[int, int] | None) -> None:
+        """Add this rank's share of the new tokens; `new` has all tokens and heads."""
+        length = self.length
+        try:
+            self._add(*self.own_rows(new, length), length + new[0].shape[2])
+        except StoreError as error:
+            self.fail("append", error)
+
+    def append_at(self, new: Tensors, tokens: Tensor, more: int, token_mask: Tensor | None) -> None:
+        """Add rows of the given tokens with this rank's heads; all ranks together add `more`."""
+        order = tokens.argsort()
+        self._add([x.index_select(2, order) for x in new], tokens[order].cpu(), self.length + more)
+
+    def own_rows(self, new: Tensors, length: int) -> tuple[list[Tensor], Tensor]:
+        """Return this rank's rows of new tokens, which have all heads and follow `length` others; and these tokens."""
+        tokens = torch.arange(length, length + new[0].shape[2])
+        mine = self.turn.holds(tokens).nonzero().flatten()
+        own = [x.chunk(self.heads.size, 1)[self.heads.index] for x in new]
+        if len(mine) < len(tokens):
+            own = [x.index_select(2, mine.to(self.device)) for x in own]
+        return [*map(self.sizes.rows_of, own)], tokens[mine]
