@@ -12,7 +12,7 @@ import attnmesh as am
 from attnmesh.comm.topology import surroundings
 from attnmesh.core.mask import Mask
 from attnmesh.errors import ClusterError, DtypeError, KernelError, MaskError, ShapeError
-from attnmesh.mesh.axes import Axis, Mesh
+from attnmesh.mesh.axes import Axis, Mesh, flat_axis
 from attnmesh.mesh.candidate import Candidate
 from attnmesh.mesh.cluster import PRESETS, Cluster
 from attnmesh.mesh.merge_cost import MergeGroup, Payload
@@ -24,6 +24,7 @@ from attnmesh.mesh.traffic import FLOWS, tiles, traffic
 from attnmesh.planner.cost import cost
 from attnmesh.planner.plan import candidates
 from attnmesh.planner.workload import Workload
+from attnmesh.setup.measure import MeasuredRanks, measure_link
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.quick
@@ -263,13 +264,8 @@ def test_auto_is_the_same_exchange_on_ranks_without_tokens(pool: Pool, length: i
     assert max(pool.run(4, error_with_few_tokens, length)) < 1e-4
 
 
-def test_measuring_takes_seconds_and_finds_the_same_on_all_ranks() -> None:
-    """On ranks of its own: making a group took minutes in a world where many tests had made theirs."""
-    pool = Pool()
-    try:
-        found = pool.run(4, measured)
-    finally:
-        pool.close()
+def test_measuring_takes_seconds_and_finds_the_same_on_all_ranks(pool: Pool) -> None:
+    found = pool.run(4, measured)
     assert all(one == found[0] for one in found)
     assert (found[0].hosts, found[0].ranks) == (1, 4)
     assert found[0].inside.rate > 1e6
@@ -277,7 +273,10 @@ def test_measuring_takes_seconds_and_finds_the_same_on_all_ranks() -> None:
 
 
 def measured() -> Cluster:
-    return Cluster.measure(init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=AXES))
+    """Measure links twice: a second group of the same ranks met at the addresses of the first, and hung."""
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=AXES)
+    measure_link(MeasuredRanks.of(flat_axis(mesh, AXES), torch.device("cpu")), between=False)
+    return Cluster.measure(mesh)
 
 
 def test_one_rank_is_measured_too() -> None:

@@ -46,8 +46,17 @@ def with_host_group(axis: Axis) -> Axis:
     """
     if axis.group is None or "cpu" in backends(axis.group):
         return axis
-    ranks = dist.get_process_group_ranks(axis.group)
-    return replace(axis, group=dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
+    return replace(axis, group=kept_group(tuple(dist.get_process_group_ranks(axis.group)), "gloo"))
+
+
+@cached_per_world()
+def kept_group(ranks: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
+    """Return a group of these ranks alone, which all of them make at once, and keep.
+
+    One that is made after another has gone meets under its name, where ranks find the other's addresses.
+    """
+    group: dist.ProcessGroup = dist.new_group([*ranks], backend=backend, use_local_synchronization=True)
+    return group
 
 
 @cached_per_world()  # all ranks make the first call at once: an unbounded cache forgets on none of them

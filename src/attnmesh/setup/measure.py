@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm.topology import dist_all_gather_ints, host_mailboxes, hosts
+from attnmesh.comm.topology import dist_all_gather_ints, host_mailboxes, hosts, kept_group
 from attnmesh.core.mask import FULL, Documents, Mask
 from attnmesh.core.partial import Partial
 from attnmesh.core.scaling import Scaling
@@ -167,13 +167,9 @@ def _step(world: MeasuredRanks, lines: list[list[int]], first: float) -> float:
     assert world.axis.group is not None  # there are two ranks or more
     groups = [[dist.get_global_rank(world.axis.group, rank) for rank in line] for line in lines]
     mine = next(group for group in groups if dist.get_rank() in group)
-    group = dist.new_group(mine, use_local_synchronization=True)
-    try:
-        number = torch.zeros(1, 4, dtype=torch.int64, device=world.device)
-        numbers = [torch.empty_like(number) for _ in mine]
-        took = world.short(lambda: dist.all_gather(numbers, number, group=group))
-    finally:
-        dist.destroy_process_group(group)
+    number, group = torch.zeros(1, 4, dtype=torch.int64, device=world.device), kept_group(tuple(mine))
+    numbers = [torch.empty_like(number) for _ in mine]
+    took = world.short(lambda: dist.all_gather(numbers, number, group=group))
     further = (took - first) / max(1, len(mine) - 2)
     return further if len(mine) > 2 and 0 < further <= first else took / (len(mine) - 1)
 
