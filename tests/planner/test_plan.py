@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import attnmesh as am
@@ -273,7 +274,8 @@ def test_measuring_takes_seconds_and_finds_the_same_on_all_ranks(pool: Pool) -> 
 
 
 def measured() -> Cluster:
-    """Measure links twice: a second group of the same ranks met at the addresses of the first, and hung."""
+    """Measure links twice, where rank 0 is in one group more than the others: both have hung."""
+    dist.new_group([0])
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=AXES)
     measure_link(MeasuredRanks.of(flat_axis(mesh, AXES), torch.device("cpu")), between=False)
     return Cluster.measure(mesh)

@@ -10,13 +10,14 @@ from secrets import randbits
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 
 from attnmesh.comm import machine_constants, shared_memory
 from attnmesh.comm.failures import collective
 from attnmesh.comm.shared_memory import Mailboxes
 from attnmesh.kernels.native.build import library
-from attnmesh.mesh.axes import Axis, Mesh, backends
+from attnmesh.mesh.axes import Axis, Mesh, backends, device_type_of
 from attnmesh.mesh.cluster import PRESETS, Cluster
 from attnmesh.mesh.merge_cost import MergeGroup
 from attnmesh.mesh.merges import Merge, fastest_merge
@@ -46,16 +47,25 @@ def with_host_group(axis: Axis) -> Axis:
     """
     if axis.group is None or "cpu" in backends(axis.group):
         return axis
-    return replace(axis, group=kept_group(tuple(dist.get_process_group_ranks(axis.group)), "gloo"))
+    return replace(axis, group=kept_group(axis, tuple(range(axis.size)), "gloo"))
 
 
 @cached_per_world()
-def kept_group(ranks: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
-    """Return a group of these ranks alone, which all of them make at once, and keep.
+def kept_group(axis: Axis, members: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
+    """Return a group of some ranks of an axis, and keep it. All ranks of the axis make the first call at once.
 
-    One that is made after another has gone meets under its name, where ranks find the other's addresses.
+    PyTorch names such a group by its ranks and the number of groups that each of them knows: where one is in more
+    groups than another they would wait under two names, so that those in fewer make groups of their own first. A group
+    that is made after another has gone meets under its name, where ranks find the other's addresses: it is kept.
     """
-    group: dist.ProcessGroup = dist.new_group([*ranks], backend=backend, use_local_synchronization=True)
+    assert axis.group is not None
+    known = torch.tensor([len(distributed_c10d._world.pg_names)], device=device_type_of(axis.group))
+    numbers = [torch.empty_like(known) for _ in range(axis.size)]
+    collective(axis, "counting groups", dist.all_gather, numbers, known)
+    for _ in range(int(torch.cat(numbers).max() - known)):
+        dist.new_group([dist.get_rank()], backend=backend, use_local_synchronization=True)
+    ranks = [dist.get_global_rank(axis.group, rank) for rank in members]
+    group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
     return group
 
 

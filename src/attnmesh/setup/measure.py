@@ -164,10 +164,8 @@ def measure_link(world: MeasuredRanks, *, between: bool) -> Link:
 
 def _step(world: MeasuredRanks, lines: list[list[int]], first: float) -> float:
     """Return the seconds of each step of a collective, whose first step takes at least as long as a message."""
-    assert world.axis.group is not None  # there are two ranks or more
-    groups = [[dist.get_global_rank(world.axis.group, rank) for rank in line] for line in lines]
-    mine = next(group for group in groups if dist.get_rank() in group)
-    number, group = torch.zeros(1, 4, dtype=torch.int64, device=world.device), kept_group(tuple(mine))
+    mine = next(line for line in lines if world.axis.index in line)
+    number, group = torch.zeros(1, 4, dtype=torch.int64, device=world.device), kept_group(world.axis, tuple(mine))
     numbers = [torch.empty_like(number) for _ in mine]
     took = world.short(lambda: dist.all_gather(numbers, number, group=group))
     further = (took - first) / max(1, len(mine) - 2)
