@@ -9,7 +9,6 @@ os.environ["PYTHONPATH"] = os.pathsep.join(  # what each process imports that a 
     filter(None, (os.path.join(os.path.dirname(__file__), "support", "start"), os.environ.get("PYTHONPATH")))
 )
 
-import gc
 import signal
 
 import hypothesis
@@ -49,9 +48,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Let no search for garbage look at what was imported: it would take half a second, and some tests ask for one."""
-    gc.collect()
-    gc.freeze()
+    """Search for garbage fast."""
+    tests.support.garbage.keep_what_is_left()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Search for garbage fast in the next file, too: what files leave behind, as compiled graphs, adds up."""
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        tests.support.garbage.keep_what_is_left()
 
 
 @pytest.fixture(scope="session")
