@@ -171,23 +171,25 @@ def _append(cache: am.KVCache, tokens: int, request: Request, memory: int | None
             plain.append(k, v)
         plain_appends.append((time.process_time() - begun) / times)
     places.close()
-    path.unlink()
+    for file in path.parent.glob(f"{path.name} *"):
+        file.unlink()
     found = Timing.of(writes), Timing.of(appends), round(median(appends) / median(writes), 3)
     case = f"an append of {tokens:,} token{'s' * (tokens > 1)}" + (f", hot={hot:,}" if hot else "")
     return Row(case, tokens * TOKEN_BYTES, *found, APPEND_GOAL, memory, in_memory=Timing.of(plain_appends))
 
 
 class Places:
-    """A file of one piece, in which the rows of each head of keys and of values have a place of their own."""
+    """Files of one piece each, in which the rows of each head of keys and of values have a place of their own."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.handle, self.filled = path, -1, PIECE
+        self.path, self.handle, self.filled, self.number = path, -1, PIECE, 0
 
     def write(self, rows: bytes, tokens: int) -> None:
         """Write new rows of each head after those before, in a new file where they do not fit."""
         if self.filled + tokens > PIECE:
             self.close()
-            self.handle, self.filled = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 0
+            self.filled, self.number = 0, self.number + 1
+            self.handle = os.open(f"{self.path} {self.number}", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             os.ftruncate(self.handle, PIECE * TOKEN_BYTES)
         for place in range(2 * KV_HEADS):
             os.pwrite(self.handle, rows, (place * PIECE + self.filled) * DIM * 2)
