@@ -6,6 +6,7 @@ from typing import Any
 import openai
 import pytest
 
+from attnmesh.errors import GrammarError
 from attnmesh.hf.serving.engine import Engine
 from attnmesh.hf.serving.stream import DrawnToken, Sampling
 from attnmesh.serve.answer_parts import AnswerParts, find_formats
@@ -20,7 +21,7 @@ from tests.support import families
 from tests.support.fake_engine import HERMES, ThreadWorld, byte_tokenizer
 from tests.support.served import NAME, chat, served
 
-WEATHER = {
+WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "weather",
@@ -29,6 +30,7 @@ WEATHER = {
     },
 }
 TOOLS: list[Any] = [WEATHER]
+MESSAGES: Any = [{"role": "user", "content": "Hi"}]
 ARGUMENTS = ('{"city":"Zürich"}', '{"city": "Bern", "note": "' + "x" * 700 + '"}')
 TWO = "I look.\n" + "\n".join(
     f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>' for arguments in ARGUMENTS
@@ -37,14 +39,14 @@ TWO = "I look.\n" + "\n".join(
 
 def ask(client: openai.OpenAI, world: ThreadWorld, script: str, **fields: Any) -> Any:
     world.engine.scripts.append(script)
-    fields = {"messages": [{"role": "user", "content": "Hi"}], "tools": TOOLS, "max_tokens": 2000} | fields
+    fields = {"messages": MESSAGES, "tools": TOOLS, "max_tokens": 2000} | fields
     return client.chat.completions.create(model=NAME, **fields)
 
 
 def streamed(client: openai.OpenAI, world: ThreadWorld, script: str, **fields: Any) -> tuple[Any, list[Any]]:
     """Return the message that the client's helper makes of a stream, and the deltas."""
     world.engine.scripts.append(script)
-    fields = {"messages": [{"role": "user", "content": "Hi"}], "tools": TOOLS, "max_tokens": 2000} | fields
+    fields = {"messages": MESSAGES, "tools": TOOLS, "max_tokens": 2000} | fields
     with client.chat.completions.stream(model=NAME, **fields) as stream:
         chunks = [event.chunk.choices[0] for event in stream if event.type == "chunk" and event.chunk.choices]
         return stream.get_final_completion().choices[0], [chunk.delta for chunk in chunks]
@@ -98,6 +100,15 @@ def test_tools_that_must_not_be_called_leave_text(client: openai.OpenAI, world: 
     for fields in ({"tool_choice": "none"}, {"tools": openai.NOT_GIVEN}):
         whole = ask(client, world, TWO, **fields).choices[0]
         assert (whole.finish_reason, whole.message.content) == ("stop", TWO)
+
+
+def test_a_stream_that_fails_raises_what_the_server_says(client: openai.OpenAI, world: ThreadWorld) -> None:
+    failure = GrammarError("response_format", "an answer that can go on", "one that no token follows", "change it")
+    world.engine.scripts.append(("Warm", failure))
+    found = []
+    with pytest.raises(openai.APIError, match="response_format: expected an answer that can go on"):
+        found.extend(client.chat.completions.create(model=NAME, messages=MESSAGES, stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in found) == "Warm"
 
 
 def test_log_probabilities_are_those_of_all_tokens(client: openai.OpenAI, world: ThreadWorld) -> None:
