@@ -130,7 +130,7 @@ def test_images_are_bounded(running: Served, monkeypatch: pytest.MonkeyPatch) ->
     code, answer = running.ask("/v1/chat/completions", chat(shown("w4", SMALL, SMALL)))
     assert (code, answer["error"]["message"]) == (
         400,
-        "messages[0].content[1]: expected images of at most 100 pixels together",
+        "messages[0].content[2]: expected images of at most 100 pixels together",
     )
     monkeypatch.setattr(images, "MOST", 1)
     code, answer = running.ask("/v1/chat/completions", chat(shown("w4", SMALL, SMALL)))
