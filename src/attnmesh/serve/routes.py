@@ -35,7 +35,7 @@ from attnmesh.serve.chat import (
     offered_tools,
 )
 from attnmesh.serve.encoders import LONG, Encoders, too_long
-from attnmesh.serve.grammars import Grammars
+from attnmesh.serve.grammars import Grammars, content_format
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.reply import EventStream, Gone, Reply, while_there
 from attnmesh.serve.response_items import ResponseReply
@@ -225,8 +225,9 @@ class App:
         new = fields["max_completion_tokens"] or fields["max_tokens"]
         new = new or self._default_new(len(prompt.ids), self.defaults.get("max_new_tokens", NEW_OF_CHAT))
         top = (fields["top_logprobs"] or 0) if fields["logprobs"] else None
-        split, parallel = self.formats.parts(offered_tools(fields), prompt.end), fields["parallel_tool_calls"]
-        answers = Answers(self.spelling, self.names[0], True, top, split, parallel)
+        either = content_format(fields) is not None
+        split = self.formats.parts(offered_tools(fields), prompt.end, either=either)
+        answers = Answers(self.spelling, self.names[0], True, top, split, fields["parallel_tool_calls"])
         with self.front.room(fields["n"]):
             grammar = await while_there(http.receive, self.grammars.of(fields, prompt.end))
         return await self._answer(http, fields | {"grammar": grammar}, prompt, new, answers, make)
