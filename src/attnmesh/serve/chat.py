@@ -23,6 +23,9 @@ MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_c
 OF_ANSWERS = ("refusal", "audio", "function_call", "annotations")
 """Further ones, which answers have, and which hold nothing."""
 
+OF_CLIENTS = ("parsed", "parsed_arguments", "index")
+"""Fields that OpenAI's client adds to an answer, and to its calls: what it has read of the others."""
+
 THOUGHTS = ("reasoning_content", "thinking")
 """Names by which chat templates know what a model thought before an earlier answer."""
 
@@ -263,7 +266,8 @@ def template_message(param: str, message: dict[str, Any], pictures: list[Any] | 
     With `pictures` content has parts: text, and pictures, which are added to the others of the request.
     """
     for field in message:
-        if field not in MESSAGE and (field not in OF_ANSWERS or message[field] not in (None, [])):
+        empty = field in OF_ANSWERS and message[field] in (None, [])
+        if field not in (*MESSAGE, *OF_CLIENTS) and not empty:
             raise Refused(400, f"{param}: unsupported field {shown(field)}. Leave it out.", param)
     role, name = message.get("role"), message.get("name")
     calls, answers = message.get("tool_calls") or [], message.get("tool_call_id")
@@ -316,14 +320,14 @@ def read_call(param: str, call: Any) -> dict[str, Any]:
     call = call if isinstance(call, dict) else {}
     function = call.get("function") if isinstance(call.get("function"), dict) else {}
     known = call.get("type") == "function" and is_text(function.get("name")) and is_text(call.get("id", ""))
-    if not known or call.keys() - {"id", "type", "function"}:
+    if not known or call.keys() - {"id", "type", "function", *OF_CLIENTS}:
         raise Refused(400, f"{param}: expected id, type function, and function with name and arguments", param)
     text = function.get("arguments") or "{}"
     try:
         arguments = JsonReader(text, VALUES).read() if is_text(text) else None
     except Refused:
         raise wrong_value(f"{param}.function.arguments", "JSON", text) from None
-    if function.keys() - {"name", "arguments"}:
+    if function.keys() - {"name", "arguments", *OF_CLIENTS}:
         raise wrong_value(f"{param}.function", "a name and arguments alone", sorted(function))
     if not isinstance(arguments, dict):
         raise wrong_value(f"{param}.function.arguments", "the text of a JSON object", text)
