@@ -209,4 +209,4 @@ class ResponseReply(Reply):
 
 async def named_event(value: Mapping[str, Any]) -> bytes:
     """Return a server-sent event with its name."""
-    return b"event: " + value["type"].encode() + b"\ndata: " + await encoded(value, ascii=True) + b"\n\n"
+    return f"event: {value['type']}\ndata: ".encode() + await encoded(value, ascii=True) + b"\n\n"

@@ -59,7 +59,12 @@ RESPONSES: Schema = {
     "instructions": Served(is_text, "text", None, "a message of role system before the input"),
     **{name: SAMPLING[name] for name in SAMPLING if name not in ("n", "stop", "stream_options", "logit_bias")},
     "max_output_tokens": CHAT["max_completion_tokens"],
-    "tools": Served(is_list_of(dict, 0), "a list of functions", None, "name and parameters beside type function"),
+    "tools": Served(
+        is_list_of(dict, 0),
+        "a list of functions",
+        None,
+        "name, parameters and strict, by default false, beside type function",
+    ),
     "tool_choice": Served(
         lambda value: value in ("auto", "none", "required") or is_named(value),
         '"auto", "none", "required", or {type: "function", name}',
@@ -67,7 +72,12 @@ RESPONSES: Schema = {
         "as of chats",
     ),
     "parallel_tool_calls": CHAT["parallel_tool_calls"],
-    "text": Served(is_text_format, "{format}", None, "text, json_object or json_schema with name and schema"),
+    "text": Served(
+        is_text_format,
+        "{format}",
+        None,
+        "text, json_object or json_schema with name and schema, which hold whether strict is set or not",
+    ),
     "reasoning": Served(is_reasoning, "{effort}", None, "where the chat template takes it"),
     "chat_template_kwargs": CHAT["chat_template_kwargs"],
     "previous_response_id": Only(),
