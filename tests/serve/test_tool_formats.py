@@ -256,7 +256,7 @@ def test_arguments_without_quotes_have_the_types_of_the_tool(name: str) -> None:
 
 
 ALONE = [
-    ("glm", "<tool_call>now\\n</tool_call>", "<tool_call>now</tool_call>"),
+    ("glm", "<tool_call>now</tool_call>", "<tool_call>now</tool_call>"),
     (
         "qwen_coder",
         "<tool_call><function=now></function></tool_call>",
