@@ -102,8 +102,16 @@ def find_formats(tokenizer: Any, tool_format: str = "auto") -> AnswerFormats:
     several = tokenizer.chat_template or ""
     template = several if isinstance(several, str) else "".join(several.values())
     calls = find_format(template) if tool_format == "auto" else FORMATS[tool_format]
-    special = {id: one.content for id, one in tokenizer.added_tokens_decoder.items() if one.special}
-    return AnswerFormats(calls, next((marks for marks in REASONING if marks.end in template), None), special)
+    return AnswerFormats(
+        calls, next((marks for marks in REASONING if marks.end in template), None), special_tokens(tokenizer)
+    )
+
+
+def special_tokens(tokenizer: Any) -> dict[int, str]:
+    """Return the texts of special tokens by number; none of a tokenizer that is not of the tokenizers library."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    added = {} if backend is None else backend.get_added_tokens_decoder()
+    return {id: one.content for id, one in added.items() if one.special}
 
 
 class AnswerParts:
