@@ -8,7 +8,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from random import Random
@@ -24,11 +24,13 @@ from attnmesh.hf.serving.engine import Engine
 from attnmesh.hf.serving.grammar_masks import Grammar, GrammarState, GrammarTokens, TokenMask
 from attnmesh.hf.serving.stream import Stream
 from attnmesh.serve import grammars
-from attnmesh.serve.answer_parts import AnswerFormats, find_formats
+from attnmesh.serve.answer_parts import AnswerFormats, AnswerPart, AnswerParts, find_formats
 from attnmesh.serve.grammars import CHANNELS, MAX_PROPERTIES, AskedGrammar, Grammars
 from attnmesh.serve.rank_requests import read_grammar, serve_rank_0
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.schema import CHAT, read_fields
+from attnmesh.serve.spelling import Spelling
+from attnmesh.serve.text import SentToken, Text
 from attnmesh.serve.tool_formats import FORMATS, ContentText, ToolCall
 from attnmesh.serve.tool_grammars import SHAPES, Rules
 from tests.support import families
@@ -273,14 +275,14 @@ class Tiny(ThreadWorld):
         serve_rank_0(self.engine, address, {"max_model_len": 2048})
 
 
-def tokenizer_of(name: str, number: int = 0, *, special: bool) -> Any:
+def tokenizer_of(name: str, number: int = 0, *, special: bool, more: Iterable[str] = ()) -> Any:
     """Return a tokenizer whose template is one of a format, with the marks as tokens or without."""
     shape, own = SHAPES[name][number], FORMATS[name]
     tokenizer = byte_tokenizer("".join(own.in_template) + shape.in_template + "{{ messages }}{{ tools }}")
     if special:
         written = shape.begin + shape.call + shape.pair + shape.end + shape.content
         marks = {*re.findall(r"<\|[^>]*\|>|<\uff5c[^>]*\uff5c>|\uff5cDSML\uff5c|\[[A-Z_]+\]|</?tool_call>", written)}
-        tokenizer.add_special_tokens({"additional_special_tokens": sorted(marks)})
+        tokenizer.add_special_tokens({"additional_special_tokens": sorted(marks.union(more))})
     return tokenizer
 
 
@@ -313,10 +315,18 @@ def walk(tokens: GrammarTokens, grammar: Grammar, tokenizer: Any, draw: Random) 
     return str(tokenizer.decode(ids))
 
 
+def parts_of(tokenizer: Any, made: AnswerParts, ids: list[int]) -> list[AnswerPart]:
+    """Return the parts of an answer whose tokens come one by one."""
+    text, found = Text(Spelling(tokenizer), ()), list[AnswerPart]()
+    for piece in [*(text.add(SentToken(id)) for id in ids), text.end()]:
+        found += made.add(piece.text, piece.tokens)
+    return found + made.end()
+
+
 def calls_of(tokenizer: Any, text: str) -> tuple[list[ToolCall], str]:
     split = find_formats(tokenizer).parts([tool(), tool("weather.2")], "")
     assert split is not None
-    parts = (made := split()).add(text) + made.end()
+    parts = parts_of(tokenizer, split(), tokenizer(text)["input_ids"])
     calls = [part for part in parts if isinstance(part, ToolCall)]
     return calls, "".join(part.text for part in parts if isinstance(part, ContentText))
 
@@ -406,6 +416,58 @@ def test_texts_without_quotes_end_where_readers_end_them(name: str, special: boo
         asked = schema | {"properties": {"a": {"type": "string", "enum": [f"x{mark}y"]}}}
         with pytest.raises(Refused, match="enum: expected texts"):
             grammar_of(made, tools=[tool(parameters=asked)], tool_choice="required")
+
+
+@pytest.mark.parametrize("name", PAIRED)
+def test_texts_may_be_null_where_the_schema_takes_it(name: str) -> None:
+    tokenizer = tokenizer_of(name, special=True)
+    either = [{"type": ["string", "null"]}, {"anyOf": [{"type": "string", "title": "A"}, {"type": "null"}]}]
+    chosen: list[dict[str, Any]] = [{"type": ["string", "null"], "enum": ["x", None]}]
+    text, bare = PAIRED[name], PAIRED[name].replace('string="true"', 'string="false"')
+    with grammars_of(tokenizer) as (made, tokens):
+        for schema in either + chosen:
+            tools = [tool(parameters={"type": "object", "properties": {"a": schema}, "required": ["a"]})]
+            grammar = grammar_of(made, tools=tools, tool_choice="required")
+            assert fits(tokens, grammar, tokenizer, text.replace("$value", "x"))
+            assert fits(tokens, grammar, tokenizer, text.replace("$value", "y")) == (schema in either)
+            null = bare.replace("$value", "null")
+            assert fits(tokens, grammar, tokenizer, null)
+            split = find_formats(tokenizer).parts(tools, "")
+            assert split is not None
+            (call,) = parts_of(tokenizer, split(), tokenizer(null)["input_ids"])
+            assert isinstance(call, ToolCall)
+            assert json.loads(call.arguments) == {"a": None}
+        for bad in ({"type": ["string", "null"], "enum": ["null"]}, {"type": "string", "enum": ["x", None]}):
+            with pytest.raises(Refused, match="enum: expected texts"):
+                grammar_of(made, tools=[tool(parameters={"properties": {"a": bad}})], tool_choice="required")
+
+
+@pytest.mark.parametrize("name", ["glm", "qwen_coder"])
+@pytest.mark.parametrize("special", [False, True])
+def test_content_in_a_format_may_quote_a_call(name: str, special: bool) -> None:
+    tokenizer = tokenizer_of(name, special=special)
+    call = PAIRED[name].replace("<parameter=a>\n$value\n</parameter>\n", "").replace("\n", "")
+    content = json.dumps({"a": call})
+    with grammars_of(tokenizer) as (made, tokens):
+        grammar = grammar_of(made, tools=[tool()], response_format={"type": "json_object"})
+        state = tokens.begin(grammar, [END], ids_of(content))
+        assert END in state.mask().allowed.nonzero()
+    split = find_formats(tokenizer).parts([tool()], "", either=True)
+    assert split is not None
+    found = parts_of(tokenizer, split(), ids_of(content))
+    assert "".join(one.text for one in found if isinstance(one, ContentText)) == content
+
+
+def test_formats_whose_calls_look_like_content_are_refused_beside_it() -> None:
+    tokenizer, asked = tokenizer_of("llama", special=True), {"response_format": {"type": "json_object"}}
+    with grammars_of(tokenizer) as (made, tokens):
+        for tools in ([tool()], [tool(strict=True)]):
+            with pytest.raises(Refused, match=r"response_format: expected none beside tools.*tool_choice") as raised:
+                grammar_of(made, tools=tools, **asked)
+            assert raised.value.param == "response_format"
+        for choice in ("none", "required"):
+            grammar = grammar_of(made, tools=[tool()], tool_choice=choice, **asked)
+            assert fits(tokens, grammar, tokenizer, '{"name": "Ann"}') == (choice == "none")
 
 
 NOT_IN_PAIRS: dict[str, dict[str, Any]] = {

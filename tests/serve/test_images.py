@@ -17,7 +17,7 @@ from tests.cli.test_generate_images import TEMPLATE
 from tests.hf.images.test_image_prompts import pictures, processor
 from tests.support.fake_engine import ThreadWorld
 from tests.support.models.image_models import build_images, image_case
-from tests.support.served import Served, chat, served, until
+from tests.support.served import NAME, Served, chat, served, until
 
 
 class EngineWorld:
@@ -81,6 +81,22 @@ def test_texts_after_images_are_those_of_transformers(running: Served) -> None:
         assert said["choices"][0]["message"]["content"].split() == stock(*parts).split()
 
 
+def test_images_of_responses_are_those_of_chats(running: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    picture, lanes, run = pictures()[0], list[bool](), running.app._encoders.run
+
+    async def noted(encode: Any, value: Any, is_long: bool, longest: int) -> Any:
+        lanes.append(is_long)
+        return await run(encode, value, is_long, longest)
+
+    monkeypatch.setattr(running.app._encoders, "run", noted)
+    parts = [{"type": "input_image", "image_url": url(picture)}, {"type": "input_text", "text": "w4 w5"}]
+    body = {"model": NAME, "input": [{"role": "user", "content": parts}], "max_output_tokens": 8, "temperature": 0}
+    code, said = running.ask("/v1/responses", body)
+    assert code == 200, said
+    assert said["output"][0]["content"][0]["text"].split() == stock(picture, "w4 w5").split()
+    assert lanes == [True], "an image takes long, however short its data"
+
+
 SMALL = Image.new("RGB", (8, 8))
 WRONG: dict[str, tuple[Any, str]] = {
     "a URL": ({"url": "https://example.com/a.png"}, "expected a data URL"),
@@ -114,22 +130,22 @@ def test_images_are_bounded(running: Served, monkeypatch: pytest.MonkeyPatch) ->
     code, answer = running.ask("/v1/chat/completions", chat(shown("w4", SMALL, SMALL)))
     assert (code, answer["error"]["message"]) == (
         400,
-        "messages[0].content: expected images of at most 100 pixels together",
+        "messages[0].content[2]: expected images of at most 100 pixels together",
     )
     monkeypatch.setattr(images, "MOST", 1)
     code, answer = running.ask("/v1/chat/completions", chat(shown("w4", SMALL, SMALL)))
-    assert (code, answer["error"]["message"]) == (400, "messages[0].content: expected at most 1 images in a request")
+    assert (code, answer["error"]["message"]) == (400, "messages[0].content[2]: expected at most 1 images in a request")
 
 
 def test_images_are_for_users_and_models_that_read_them(running: Served) -> None:
     system = [{"role": "system", "content": shown(SMALL)}, {"role": "user", "content": "w4"}]
     code, answer = running.ask("/v1/chat/completions", chat(messages=system))
     assert code == 400
-    assert "messages[0].content: expected text, or parts of type text" in answer["error"]["message"]
+    assert "messages[0].content[0]: expected a part of type text" in answer["error"]["message"]
     with served(ThreadWorld()) as text:
         code, answer = text.ask("/v1/chat/completions", chat(shown("Hi", SMALL)))
         assert code == 400
-        assert "expected text, or parts of type text, given" in answer["error"]["message"]
+        assert "expected a part of type text, given" in answer["error"]["message"]
 
 
 def test_images_are_sent_once_for_all_choices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support import fake_engine
 from tests.support.fake_engine import ThreadWorld
-from tests.support.served import Served, chat, served
+from tests.support.served import NAME, Served, chat, served
 
 MB = 1 << 20
 TRIES = 8
@@ -100,6 +100,17 @@ WORK: dict[str, Callable[[Served], Any]] = {
     "a long value that is refused": post(json.dumps(chat(n={"x": "y" * 8 * MB})).encode(), 400),
     "thousands of tools": post(with_tools(*(function(f"f{i}", description="x" * 1000) for i in range(5000))), 400),
     "many tools": post(with_tools(*(function(f"f{i}", description="x" * 1000) for i in range(1000))), 200),
+    "many tools that a response repeats": posted_to(
+        "/v1/responses",
+        {
+            "model": NAME,
+            "input": "Hi",
+            "stream": True,
+            "max_output_tokens": 20,
+            "tools": [{"type": "function", "name": f"f{i}", "description": "é" * 1000} for i in range(1000)],
+        },
+        200,
+    ),
     "a tool with a huge description": post(with_tools(function(description="x" * 8 * MB)), 400),
     "a tool with a huge schema": post(
         with_tools(function(parameters={"properties": {f"x{i}": {"enum": [0] * 10} for i in range(4000)}})), 200

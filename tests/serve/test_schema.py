@@ -139,7 +139,7 @@ def test_any_message_is_read_or_refused(value: Any) -> None:
 MESSAGES: dict[str, Any] = {
     "role: expected one of system": {"role": "robot", "content": "x"},
     "given null": {"role": "user"},
-    "parts of type text": {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]},
+    "a part of type text": {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]},
     "expected text in UTF-8": {"role": "user", "content": "\ud800"},
     "unsupported field": {"role": "user", "content": "x", "cache": 1},
     "expected a name in messages of role tool": {"role": "user", "content": "x", "name": "Ann"},
@@ -176,7 +176,7 @@ def test_tools_reach_the_template_or_are_refused() -> None:
     for messages, place in ((said[:2], "messages[1]"), (said[:1] + said[2:], "messages[1]")):
         with pytest.raises(Refused) as raised:
             encode_chat(byte_tokenizer("{{ messages }}"), fields | {"messages": messages, "tools": None})
-        assert str(raised.value).startswith(f"{place}: the model's chat template has no tools. Leave out tool_calls")
+        assert str(raised.value).startswith(f"{place}: the model's chat template has no tools. Leave out calls and")
         assert raised.value.param == place
 
 

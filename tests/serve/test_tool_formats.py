@@ -7,11 +7,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnmesh.serve.answer_parts import AnswerParts
+from attnmesh.serve.answer_parts import AnswerPart, AnswerParts, find_formats
 from attnmesh.serve.tool_formats import FORMATS, ContentText, ReasoningText, ToolCall, deepseek, find_format
+from tests.serve.test_grammars import PAIRED, tokenizer_of
+from tests.serve.test_grammars import parts_of as parts_of_tokens
+from tests.support.fake_engine import byte_tokenizer
 
 TOOLS: dict[str, dict[str, Any]] = {
-    "weather": {"city": {"type": "string"}, "days": {"type": "integer"}, "code": {"type": ["string", "null"]}},
+    "weather": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "code": {"type": ["string", "null"]},
+        "note": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
+        "hours": {"type": ["integer", "null"]},
+    },
     "now": {},
 }
 NASTY = 'é "x" </tool_call> }] <end|> \n\\'
@@ -123,10 +132,13 @@ WRITTEN: dict[tuple[str, str], tuple[str, list[Call]]] = {
 CASES = [pytest.param(*name, id=" ".join(name)) for name in WRITTEN]
 
 
-def parts_of(name: str, pieces: list[str]) -> tuple[str, str, list[Call]]:
+def parts_of(name: str, pieces: list[str], **options: Any) -> tuple[str, str, list[Call]]:
     """Return the content, the thoughts and the calls of an answer that comes in pieces."""
-    split = AnswerParts(FORMATS[name], TOOLS)
-    found = [part for piece in pieces for part in split.add(piece)] + split.end()
+    split = AnswerParts(FORMATS[name], TOOLS, **options)
+    return told_apart([part for piece in pieces for part in split.add(piece)] + split.end())
+
+
+def told_apart(found: list[AnswerPart]) -> tuple[str, str, list[Call]]:
     calls = [part for part in found if isinstance(part, ToolCall)]
     assert [one.index for one in calls] == [*range(len(calls))]
     assert len({one.id for one in calls}) == len(calls)
@@ -223,6 +235,76 @@ def test_long_texts_that_are_no_calls_take_little_time() -> None:
         split = AnswerParts(FORMATS["hermes"], TOOLS)
         found = [part for first in range(0, len(text), 50) for part in split.add(text[first : first + 50])]
         assert "".join(part.text for part in [*found, *split.end()] if isinstance(part, ContentText)) == text
+
+
+@pytest.mark.parametrize("name", PAIRED)
+def test_arguments_without_quotes_have_the_types_of_the_tool(name: str) -> None:
+    written: dict[str, dict[str, Any]] = {
+        "city": {"null": "null", "3": "3"},
+        "code": {"null": None, "nulls": "nulls", "Null": "Null", "5": "5", "true": "true", '"null"': '"null"'},
+        "note": {"null": None, "5": "5", "[1]": "[1]", "": ""},
+        "hours": {"null": None, "5": 5, "five": "five"},
+        "other": {"null": None, "5": 5, "five": "five"},
+    }
+    for key, values in written.items():
+        text = PAIRED[name].replace(">a<", f">{key}<").replace("=a>", f"={key}>").replace('name="a"', f'name="{key}"')
+        for string in ("true", "false") if name == "deepseek_v32" else ("",):
+            for value, wanted in values.items():
+                wanted = value if string == "true" else wanted
+                whole = text.replace('string="true"', f'string="{string}"').replace("$value", value)
+                assert parts_of(name, [whole])[2] == [("weather", {key: wanted})], whole
+
+
+ALONE = [
+    ("glm", "<tool_call>now</tool_call>", "<tool_call>now</tool_call>"),
+    (
+        "qwen_coder",
+        "<tool_call><function=now></function></tool_call>",
+        "<tool_call><function=now></function></tool_call>",
+    ),
+    ("mistral", "[TOOL_CALLS]now[ARGS]{}", "[TOOL_CALLS]now[ARGS]{}"),
+    ("kimi", *[WRITTEN["kimi", "two"][0].replace(of(), "{}").replace("functions.weather", "functions.now")] * 2),
+    ("deepseek", *[WRITTEN["deepseek", "plain"][0].replace(of(NASTY, -1), "{}").replace("weather", "now")] * 2),
+]
+"""Calls that stand whole in a string of JSON, as they stand there and alone."""
+
+
+@pytest.mark.parametrize(("name", "quoted", "alone"), ALONE)
+def test_content_that_quotes_a_call_is_no_call_where_an_answer_is_either(name: str, quoted: str, alone: str) -> None:
+    content = f'{{"a": "{quoted}"}}'
+    json.loads(content)
+    for pieces in cuts(content):
+        assert parts_of(name, pieces, either=True) == (content, "", []), pieces
+    for pieces in cuts(f"\n{alone}\n"):
+        text, _, calls = parts_of(name, pieces, either=True)
+        assert (text, {call for call, _ in calls}) == ("", {"now"}), pieces
+
+
+OF_TOKENS = [
+    (name, case) for name, case in WRITTEN if name in ("mistral", "harmony", "kimi", "deepseek", "hermes", "glm")
+]
+
+
+@pytest.mark.parametrize(("name", "case"), OF_TOKENS)
+def test_marks_that_are_special_tokens_are_no_marks_in_letters(name: str, case: str) -> None:
+    """A model that quotes a call in ordinary tokens, as a user wrote it, makes none."""
+    marks = ("<|start|>", "<|call|>", "<|end|>", "[CALL_ID]")
+    tokenizer, (text, calls) = tokenizer_of(name, special=True, more=marks), WRITTEN[name, case]
+    tools = [{"function": {"name": name, "parameters": {"properties": one}}} for name, one in TOOLS.items()]
+    split = find_formats(tokenizer, name).parts(tools, "")
+    assert split is not None
+
+    def told(ids: list[int]) -> tuple[str, str, list[Call]]:
+        return told_apart(parts_of_tokens(tokenizer, split(), ids))
+
+    spelled = byte_tokenizer()(f"é {text} 😀")["input_ids"]
+    assert told(spelled) == (f"é {text} 😀", "", [])
+    for before in ("", "é\n") if name != "harmony" else ("",):
+        real = tokenizer(before + text)["input_ids"]
+        assert len(real) < len(before.encode() + text.encode())
+        assert told(real) == (before.strip(), "", calls)
+        if name != "harmony":
+            assert told([*spelled, *real]) == (f"é {text} 😀{before.strip()}", "", calls)
 
 
 TEMPLATES = {

@@ -1,26 +1,22 @@
-"""Conversations with tools: the client of OpenAI beside scripted answers, and the prefixes that they share."""
+"""Calls of tools: the client of OpenAI beside scripted answers, and tools that are refused."""
 
-import json
 from typing import Any
 
 import openai
 import pytest
 
-from attnmesh.hf.serving.engine import Engine
-from attnmesh.hf.serving.stream import DrawnToken, Sampling
+from attnmesh.errors import GrammarError
 from attnmesh.serve.answer_parts import AnswerParts, find_formats
 from attnmesh.serve.chat import encode_chat
-from attnmesh.serve.rank_requests import serve_rank_0
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.schema import CHAT, read_fields
 from attnmesh.serve.tool_formats import FORMATS, ToolCall
 from attnmesh.serve.tool_schemas import MAX_CHARACTERS, MAX_TOOLS
 from attnmesh_command.choices import TOOL_FORMATS
-from tests.support import families
 from tests.support.fake_engine import HERMES, ThreadWorld, byte_tokenizer
-from tests.support.served import NAME, chat, served
+from tests.support.served import NAME, chat
 
-WEATHER = {
+WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "weather",
@@ -29,6 +25,7 @@ WEATHER = {
     },
 }
 TOOLS: list[Any] = [WEATHER]
+MESSAGES: Any = [{"role": "user", "content": "Hi"}]
 ARGUMENTS = ('{"city":"Zürich"}', '{"city": "Bern", "note": "' + "x" * 700 + '"}')
 TWO = "I look.\n" + "\n".join(
     f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>' for arguments in ARGUMENTS
@@ -37,14 +34,14 @@ TWO = "I look.\n" + "\n".join(
 
 def ask(client: openai.OpenAI, world: ThreadWorld, script: str, **fields: Any) -> Any:
     world.engine.scripts.append(script)
-    fields = {"messages": [{"role": "user", "content": "Hi"}], "tools": TOOLS, "max_tokens": 2000} | fields
+    fields = {"messages": MESSAGES, "tools": TOOLS, "max_tokens": 2000} | fields
     return client.chat.completions.create(model=NAME, **fields)
 
 
 def streamed(client: openai.OpenAI, world: ThreadWorld, script: str, **fields: Any) -> tuple[Any, list[Any]]:
     """Return the message that the client's helper makes of a stream, and the deltas."""
     world.engine.scripts.append(script)
-    fields = {"messages": [{"role": "user", "content": "Hi"}], "tools": TOOLS, "max_tokens": 2000} | fields
+    fields = {"messages": MESSAGES, "tools": TOOLS, "max_tokens": 2000} | fields
     with client.chat.completions.stream(model=NAME, **fields) as stream:
         chunks = [event.chunk.choices[0] for event in stream if event.type == "chunk" and event.chunk.choices]
         return stream.get_final_completion().choices[0], [chunk.delta for chunk in chunks]
@@ -98,6 +95,15 @@ def test_tools_that_must_not_be_called_leave_text(client: openai.OpenAI, world: 
     for fields in ({"tool_choice": "none"}, {"tools": openai.NOT_GIVEN}):
         whole = ask(client, world, TWO, **fields).choices[0]
         assert (whole.finish_reason, whole.message.content) == ("stop", TWO)
+
+
+def test_a_stream_that_fails_raises_what_the_server_says(client: openai.OpenAI, world: ThreadWorld) -> None:
+    failure = GrammarError("response_format", "an answer that can go on", "one that no token follows", "change it")
+    world.engine.scripts.append(("Warm", failure))
+    found = []
+    with pytest.raises(openai.APIError, match="response_format: expected an answer that can go on"):
+        found.extend(client.chat.completions.create(model=NAME, messages=MESSAGES, stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in found) == "Warm"
 
 
 def test_log_probabilities_are_those_of_all_tokens(client: openai.OpenAI, world: ThreadWorld) -> None:
@@ -224,48 +230,6 @@ def test_arguments_have_the_shape_that_the_template_takes(shown: str, text: str)
     fields = read_fields(chat(tools=TOOLS) | {"messages": SAID + RESULTS}, CHAT)
     said = tokenizer.decode(encode_chat(tokenizer, fields).ids)
     assert said == f"<user>Hi<assistant>{text}<tool>warmweather"
-
-
-class Scripted(ThreadWorld):
-    """A world of one rank with `hf.Engine`, whose model says what a script has."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, scripts: list[str]) -> None:
-        super().__init__({"max_model_len": 4096})
-        tokenizer = byte_tokenizer(HERMES)
-        self.model = families.model("llama", "attnmesh", vocab_size=len(tokenizer), max_position_embeddings=4096)
-        tokens = [id for text in scripts for id in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
-        self.end, left = tokenizer.eos_token_id, iter(tokens)
-        patch.setattr(Sampling, "draw", lambda *_: DrawnToken(next(left)))
-
-    def run(self, address: str) -> None:
-        self.engine: Any = Engine(self.model, None, max_rows=2, tokens_end=[self.end])
-        serve_rank_0(self.engine, address, self.facts)
-
-
-def test_a_conversation_goes_on_from_the_keys_of_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prompt after a result begins with the tokens of the prompt before, and of the answer."""
-    call = '<tool_call>\n{"name": "weather", "arguments": {"city":"Zürich"}}\n</tool_call>'
-    scripts = [f"I look.\n{call}\n{call}", f"<think>\né.\n</think>\n\nSo?\n{call}", "Warm."]
-    messages: list[Any] = [{"role": "system", "content": "Be brief. " * 10}, {"role": "user", "content": "And?"}]
-    world = Scripted(monkeypatch, scripts)
-    with (
-        served(world, tokenizer=byte_tokenizer(HERMES)) as one,
-        openai.OpenAI(base_url=one.url + "/v1", api_key="none", max_retries=0, timeout=60) as client,
-    ):
-        known = 0
-        for turn in range(len(scripts)):
-            said = client.chat.completions.create(model=NAME, messages=messages, tools=TOOLS, max_tokens=2000)
-            message, usage = said.choices[0].message, said.usage
-            assert usage is not None
-            assert usage.prompt_tokens_details is not None
-            if turn:
-                assert (usage.prompt_tokens_details.cached_tokens or 0) >= 0.99 * known
-            known = usage.prompt_tokens + usage.completion_tokens
-            messages.append(message)
-            for call in message.tool_calls or []:
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": json.dumps({"degrees": 20})})
-        assert message.content == "Warm."
-        assert said.choices[0].finish_reason == "stop"
 
 
 def test_each_call_has_an_id_of_its_own() -> None:

@@ -82,6 +82,8 @@ class Stream:
     """Tokens so far, those that are replayed among them."""
     script: list[int] | None = None
     """All tokens of the answer, after which it ends by itself."""
+    failure: BaseException | None = None
+    """Ends the answer after its script."""
     out: "queue.Queue[Token | BaseException | None]" = field(default_factory=queue.Queue)
     cached_tokens: int = 0
     finish_reason: str | None = None
@@ -112,8 +114,8 @@ class FakeEngine:
         self.step, self.rows, self.waiting, self.pause = step, rows, waiting, pause
         self.text: list[int] = byte_tokenizer()(SAID)["input_ids"]
         self.streams: list[Stream] = []
-        self.scripts: list[str] = []
-        """Texts of the next answers, each of which ends by itself."""
+        self.scripts: list[str | tuple[str, BaseException]] = []
+        """Texts of the next answers, each of which ends by itself, or by an error."""
         self.lock, self.closed = threading.Lock(), False
         self.tokens, self.steps = 0, 0
         self.error: BaseException | None = None
@@ -126,7 +128,10 @@ class FakeEngine:
             if replay is None and len(self.streams) >= self.rows + self.waiting:
                 raise Busy("submit", "a queue with room", "a full one", "submit later")
             stream = Stream(ids, options, [*(replay or ())], cached_tokens=len(ids) // 2)
-            stream.script = byte_tokenizer()(self.scripts.pop(0))["input_ids"] if self.scripts else None
+            if self.scripts:
+                script = self.scripts.pop(0)
+                text, stream.failure = (script, None) if isinstance(script, str) else script
+                stream.script = byte_tokenizer()(text)["input_ids"]
             self.streams.append(stream)
             return self.streams[-1]
 
@@ -153,7 +158,7 @@ class FakeEngine:
             return
         if stream.script is not None and place == len(stream.script):
             stream.finish_reason = "stop"
-            stream.out.put(None)
+            stream.out.put(stream.failure)
             return
         script = stream.script
         id = script[place] if script is not None else said(stream.ids, stream.options, self.text)(place)

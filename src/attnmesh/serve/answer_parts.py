@@ -3,12 +3,14 @@
 import re
 import secrets
 import string
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from attnmesh.serve.growing_text import GrowingText, NoMatch, Steps, begun
+from attnmesh.serve.text import SentToken
 from attnmesh.serve.tool_formats import (
     FORMATS,
     ContentText,
@@ -71,18 +73,26 @@ class AnswerFormats:
 
     calls: ToolFormat | None = None
     thought: ReasoningMarks | None = None
+    special: Mapping[int, str] = field(default_factory=dict, compare=False)
+    """The texts of special tokens, which marks may be."""
 
     def __str__(self) -> str:
         names = [f"calls as {name}" for name, one in FORMATS.items() if one is self.calls]
         return ", ".join([*names, *([f"thoughts in {self.thought.begin}"] if self.thought else [])])
 
-    def parts(self, tools: list[dict[str, Any]] | None, prompt_end: str) -> "Callable[[], AnswerParts] | None":
-        """Return what makes the parts of a choice after a prompt; None if all is content."""
+    def parts(
+        self, tools: list[dict[str, Any]] | None, prompt_end: str, *, either: bool = False
+    ) -> "Callable[[], AnswerParts] | None":
+        """Return what makes the parts of a choice after a prompt; None if all is content.
+
+        An answer of which a grammar makes `either` calls or content has no calls within content.
+        """
         calls = self.calls if tools or (self.calls and self.calls.has_thoughts) else None
         if calls is None and self.thought is None:
             return None
         is_thinking = self.thought is not None and prompt_end.rstrip().endswith(self.thought.begin)
-        return partial(AnswerParts, calls, properties_of(tools or []), self.thought, is_thinking=is_thinking)
+        options: dict[str, Any] = {"is_thinking": is_thinking, "either": either, "special": self.special}
+        return partial(AnswerParts, calls, properties_of(tools or []), self.thought, **options)
 
 
 def find_formats(tokenizer: Any, tool_format: str = "auto") -> AnswerFormats:
@@ -92,7 +102,16 @@ def find_formats(tokenizer: Any, tool_format: str = "auto") -> AnswerFormats:
     several = tokenizer.chat_template or ""
     template = several if isinstance(several, str) else "".join(several.values())
     calls = find_format(template) if tool_format == "auto" else FORMATS[tool_format]
-    return AnswerFormats(calls, next((marks for marks in REASONING if marks.end in template), None))
+    return AnswerFormats(
+        calls, next((marks for marks in REASONING if marks.end in template), None), special_tokens(tokenizer)
+    )
+
+
+def special_tokens(tokenizer: Any) -> dict[int, str]:
+    """Return the texts of special tokens by number; none of a tokenizer that is not of the tokenizers library."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    added = {} if backend is None else backend.get_added_tokens_decoder()
+    return {id: one.content for id, one in added.items() if one.special}
 
 
 class AnswerParts:
@@ -105,9 +124,11 @@ class AnswerParts:
         thought: ReasoningMarks | None = None,
         *,
         is_thinking: bool = False,
+        either: bool = False,
+        special: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
-        self.format, self.tools = calls, tools
-        self.text = GrowingText()
+        self.format, self.tools, self.either, self.special = calls, tools, either, special
+        self.text = GrowingText(special.values())
         self.calls, self.has_thought, self.ids = 0, False, list[str]()
         self.text.is_thought = is_thinking
         self.content, self.thought = Edges(), Edges()
@@ -120,9 +141,9 @@ class AnswerParts:
         """True while what comes is what the model thinks."""
         return self.text.is_thought
 
-    def add(self, text: str) -> list[AnswerPart]:
-        """Return the parts that more text makes certain."""
-        self.text.text += text
+    def add(self, text: str, tokens: Iterable[tuple[int, SentToken]] = ()) -> list[AnswerPart]:
+        """Return the parts that more text makes certain. `tokens` begin in it, each at its place in all text."""
+        self.text.add(text, [place for place, token in tokens if token.id in self.special])
         return [*self._with_edges(self._parts())]
 
     def end(self) -> list[AnswerPart]:
@@ -158,7 +179,9 @@ class AnswerParts:
         """Yield content up to where a call may begin. Return whether one may."""
         text = self.text.text
         marks = self.format.begins if self.format else ()
-        places = [place for mark in marks if (place := text.find(mark)) >= 0]
+        places = [place for mark in marks if (place := self.text.find(mark)) >= 0]
+        if self.either:
+            places = [place for place in places if not self.content.has_text and not text[:place].strip()]
         if self.format and self.format.is_bare and not self.content.has_text:
             first = re.match(r"\s*(?=\{)", text)
             places += [first.end()] if first else []

@@ -166,10 +166,13 @@ def usage_of(prompt: int, cached: int, completion: int, thought: int) -> dict[st
     return counts | details | {"completion_tokens_details": {"reasoning_tokens": thought}}
 
 
-async def encoded(value: Any) -> bytes:
-    """Return JSON, which may be long, and let other work of the event loop run meanwhile."""
+async def encoded(value: Any, *, ascii: bool = False) -> bytes:
+    """Return JSON, which may be long, and let other work of the event loop run meanwhile.
+
+    Lines of events have no other signs than `ascii`: some clients end a line at signs of Unicode.
+    """
     whole, size = [], 0
-    for part in json_parts(value):
+    for part in json_parts(value, ascii):
         whole.append(part)
         size += len(part)
         if size > PIECE:
@@ -178,35 +181,41 @@ async def encoded(value: Any) -> bytes:
     return "".join(whole).encode()
 
 
-def json_parts(value: Any) -> Iterator[str]:
+def json_parts(value: Any, ascii: bool = False) -> Iterator[str]:
     """Yield JSON in parts that take little time each.
 
     >>> "".join(json_parts({"a": [], "b": [[1, 2], {}], "c": [0] * 2 * SLICE})) == '{"a":[],"b":[[1,2],{}],"c":[0' + (
     ...     ",0" * (2 * SLICE - 1)
     ... ) + "]}"
     True
+    >>> "".join(json_parts({"a": "é" * PIECE + "x"}, ascii=True)) == '{"a":"' + "\\\\u00e9" * PIECE + 'x"}'
+    True
     """
     if isinstance(value, dict):
         for number, (name, item) in enumerate(value.items()):
-            yield f"{',' if number else '{'}{dumped(name)}:"
-            yield from json_parts(item)
+            yield f"{',' if number else '{'}{dumped(name, ascii)}:"
+            yield from json_parts(item, ascii)
         yield "}" if value else "{}"
     elif isinstance(value, list) and len(value) <= SLICE:
         for index, item in enumerate(value):
             yield "," if index else "["
-            yield from json_parts(item)
+            yield from json_parts(item, ascii)
         yield "]" if value else "[]"
     elif isinstance(value, list):
         for first in range(0, len(value), SLICE):
-            yield f"{',' if first else '['}{dumped(value[first : first + SLICE])[1:-1]}"
+            yield f"{',' if first else '['}{dumped(value[first : first + SLICE], ascii)[1:-1]}"
         yield "]"
+    elif isinstance(value, str) and len(value) > PIECE:
+        for first in range(0, len(value), PIECE):
+            yield ("" if first else '"') + dumped(value[first : first + PIECE], ascii)[1:-1]
+        yield '"'
     else:
-        yield dumped(value)
+        yield dumped(value, ascii)
 
 
-def dumped(value: Any) -> str:
+def dumped(value: Any, ascii: bool = False) -> str:
     """Return JSON as responses have it."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return json.dumps(value, ensure_ascii=ascii, separators=(",", ":"))
 
 
 def event(value: dict[str, Any]) -> bytes:

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from attnmesh.serve.images import buffers_of, read_image
 from attnmesh.serve.json_reader import VALUES, JsonReader
 from attnmesh.serve.refused import Refused
-from attnmesh.serve.schema import is_text, shown
+from attnmesh.serve.schema import is_text, shown, wrong_value
 from attnmesh.serve.spelling import OPTIONS
 from attnmesh.serve.tool_schemas import check_tools
 
@@ -22,6 +22,9 @@ MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_c
 
 OF_ANSWERS = ("refusal", "audio", "function_call", "annotations")
 """Further ones, which answers have, and which hold nothing."""
+
+OF_CLIENTS = ("parsed", "parsed_arguments", "index")
+"""Fields that OpenAI's client adds to an answer, and to its calls: what it has read of the others."""
 
 THOUGHTS = ("reasoning_content", "thinking")
 """Names by which chat templates know what a model thought before an earlier answer."""
@@ -66,7 +69,7 @@ def encode_chat(encoder: Any, fields: dict[str, Any], check: Check = bool) -> En
         raise Refused(400, "tools: the model's chat template has no tools. Leave them out.", "tools")
     for i, message in enumerate(messages):
         if (message["role"] == "tool" or "tool_calls" in message) and not uses_tools(template):
-            text = "the model's chat template has no tools. Leave out tool_calls, and messages of role tool."
+            text = "the model's chat template has no tools. Leave out calls and their results."
             raise Refused(400, f"messages[{i}]: {text}", f"messages[{i}]")
     shapes = {role: shapes_of(encoder, template, role, tools) for role in {message["role"] for message in messages}}
     for i, message in enumerate(messages):
@@ -263,7 +266,8 @@ def template_message(param: str, message: dict[str, Any], pictures: list[Any] | 
     With `pictures` content has parts: text, and pictures, which are added to the others of the request.
     """
     for field in message:
-        if field not in MESSAGE and (field not in OF_ANSWERS or message[field] not in (None, [])):
+        empty = field in OF_ANSWERS and message[field] in (None, [])
+        if field not in (*MESSAGE, *OF_CLIENTS) and not empty:
             raise Refused(400, f"{param}: unsupported field {shown(field)}. Leave it out.", param)
     role, name = message.get("role"), message.get("name")
     calls, answers = message.get("tool_calls") or [], message.get("tool_call_id")
@@ -291,17 +295,22 @@ def read_parts(param: str, content: Any, pictures: list[Any] | None, *, optional
     """Return the parts of a message's content: text, and pictures where they may be."""
     if content is None and optional:
         return []
-    expected = "text, or parts of type text" if pictures is None else "text, or parts of type text or image_url"
+    if not isinstance(content, list) or not content:
+        if not is_text(content):
+            raise wrong_value(param, "text in UTF-8", content)
+        return [{"type": "text", "text": content}]
+    expected = "a part of type text" if pictures is None else "a part of type text or image_url"
     read: list[dict[str, Any]] = []
-    for part in content if isinstance(content, list) and content else [{"type": "text", "text": content}]:
+    for j, part in enumerate(content):
+        place = f"{param}[{j}]"
         if pictures is not None and isinstance(part, dict) and part.get("type") == "image_url":
-            pictures.append(read_image(param, part, pictures))
+            pictures.append(read_image(place, part, pictures))
             read.append({"type": "image", "image": pictures[-1]})
             continue
         if not isinstance(part, dict) or part.keys() != {"type", "text"} or part["type"] != "text":
-            raise Refused(400, f"{param}: expected {expected}, given {shown(part)}", param)
+            raise wrong_value(place, expected, part)
         if not is_text(part["text"]):
-            raise Refused(400, f"{param}: expected text in UTF-8, given {shown(part['text'])}", param)
+            raise wrong_value(f"{place}.text", "text in UTF-8", part["text"])
         read.append(part)
     return read
 
@@ -311,15 +320,17 @@ def read_call(param: str, call: Any) -> dict[str, Any]:
     call = call if isinstance(call, dict) else {}
     function = call.get("function") if isinstance(call.get("function"), dict) else {}
     known = call.get("type") == "function" and is_text(function.get("name")) and is_text(call.get("id", ""))
-    if not known or call.keys() - {"id", "type", "function"}:
+    if not known or call.keys() - {"id", "type", "function", *OF_CLIENTS}:
         raise Refused(400, f"{param}: expected id, type function, and function with name and arguments", param)
     text = function.get("arguments") or "{}"
     try:
         arguments = JsonReader(text, VALUES).read() if is_text(text) else None
     except Refused:
-        raise Refused(400, f"{param}.function.arguments: expected JSON", param) from None
-    if not isinstance(arguments, dict) or function.keys() - {"name", "arguments"}:
-        raise Refused(400, f"{param}.function: expected a name, and arguments as a JSON object", param)
+        raise wrong_value(f"{param}.function.arguments", "JSON", text) from None
+    if function.keys() - {"name", "arguments", *OF_CLIENTS}:
+        raise wrong_value(f"{param}.function", "a name and arguments alone", sorted(function))
+    if not isinstance(arguments, dict):
+        raise wrong_value(f"{param}.function.arguments", "the text of a JSON object", text)
     return {"id": call.get("id"), "type": "function", "function": {"name": function["name"], "arguments": text}}
 
 

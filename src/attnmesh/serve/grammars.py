@@ -64,9 +64,7 @@ class AskedGrammar:
             several = named is None and fields["parallel_tool_calls"]
             return AskedGrammar(found, True, several, None, "tool_choice")
         strict = next((field for field, one in functions if one.get("strict")), None) if choice != "none" else None
-        format = fields["response_format"] or {"type": "text"}
-        content = OBJECT if format["type"] == "json_object" else format.get("json_schema", {}).get("schema", OBJECT)
-        content = None if format["type"] == "text" else content
+        content = content_format(fields)
         field = f"{strict}.strict" if strict else "" if content is None else "response_format"
         offered = functions if field and choice != "none" else ()
         return AskedGrammar(offered, False, fields["parallel_tool_calls"], content, field)
@@ -166,6 +164,10 @@ class Grammars:
         """Return how calls are written, or raise if they cannot be forced and are needed."""
         name = next((name for name, one in FORMATS.items() if one is self.formats.calls), "")
         shape = find_shape(name, self.template)
+        if asked.tools and asked.content is not None and self.formats.calls is not None and self.formats.calls.is_bare:
+            why = "calls of this model are objects of JSON, as such content is"
+            text = f"response_format: expected none beside tools: {why}. Set tool_choice to none or required."
+            raise Refused(400, text, "response_format", "unsupported_parameter")
         if shape is None and asked.tools:
             why = f"written as {name}, which no grammar has" if name else "of no known format"
             fix = "Leave it out." if name else "Start the server with --tool-format."
@@ -183,6 +185,20 @@ class Grammars:
 
     def _ids(self, mark: str) -> tuple[int, ...]:
         return tuple(self._tokenizer(mark, add_special_tokens=False)["input_ids"]) if mark else ()
+
+
+def content_format(fields: Mapping[str, Any]) -> Any:
+    """Return the schema that the content of an answer follows; None if it may be any text.
+
+    >>> content_format({"response_format": {"type": "json_object"}}), content_format({"response_format": None})
+    ({'type': 'object'}, None)
+    """
+    match fields["response_format"]:
+        case {"type": "json_object"}:
+            return OBJECT
+        case {"type": "json_schema", "json_schema": {"schema": schema}}:
+            return schema
+    return None
 
 
 def in_thread(work: Callable[[], T], leave: Callable[[], None] = lambda: None) -> Future[T]:

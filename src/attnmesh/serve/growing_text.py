@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
@@ -22,16 +22,44 @@ class NoMatch(Exception):
 
 
 class GrowingText:
-    """A text, and the place in it up to which it was read."""
+    """A text, and the place in it up to which it was read.
 
-    def __init__(self) -> None:
+    A mark with a `special` token in it stands where that token was written, and not where others spell it: a model that
+    quotes a mark does not mean it.
+    """
+
+    def __init__(self, special: Iterable[str] = ()) -> None:
         self.text, self.at, self.ended = "", 0, False
         self.is_thought = False
         """True while what comes is what a model thinks."""
+        names = sorted(special, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, names))) if names else None
+        self._begins, self._first = set[int](), 0
+        """Places in all text at which special tokens begin, and that of the first character."""
+
+    def add(self, text: str, begins: Iterable[int] = ()) -> None:
+        """Take more text, and the places in all text at which special tokens begin."""
+        self.text += text
+        self._begins.update(begins)
+
+    def is_at(self, mark: str, place: int) -> bool:
+        """Return whether a mark stands at a place."""
+        if not self.text.startswith(mark, place):
+            return False
+        tokens = self._special.finditer(mark) if self._special else ()
+        return all(self._first + place + token.start() in self._begins for token in tokens)
+
+    def find(self, mark: str, start: int = 0) -> int:
+        """Return the first place at which a mark stands, from one on, or -1."""
+        place = self.text.find(mark, start)
+        while place >= 0 and not self.is_at(mark, place):
+            place = self.text.find(mark, place + 1)
+        return place
 
     def cut(self, count: int) -> str:
         """Take some of the first characters away, and read on from the beginning of the rest."""
         taken, self.text, self.at = self.text[:count], self.text[count:], 0
+        self._first += count
         return taken
 
     def more(self) -> Steps[None]:
@@ -44,7 +72,7 @@ class GrowingText:
         """Return whether the text goes on with a mark, and pass it then."""
         while not self.ended and len(self.text) - self.at < len(mark) and mark.startswith(self.text[self.at :]):
             yield None
-        found = self.text.startswith(mark, self.at)
+        found = self.is_at(mark, self.at)
         self.at += len(mark) if found else 0
         return found
 
@@ -84,7 +112,7 @@ class GrowingText:
     def until(self, mark: str) -> Steps[str]:
         """Return the text before a mark, and pass both."""
         start = self.at
-        while (place := self.text.find(mark, self.at)) < 0:
+        while (place := self.find(mark, self.at)) < 0:
             self.at = max(start, len(self.text) - len(mark) + 1)
             yield from self.more()
         self.at = place + len(mark)
@@ -93,7 +121,7 @@ class GrowingText:
     def pieces(self, *marks: str) -> Steps[None]:
         """Yield the text before the first of some marks as it comes, or all of it, and pass the mark."""
         while True:
-            found = [(place, mark) for mark in marks if (place := self.text.find(mark, self.at)) >= 0]
+            found = [(place, mark) for mark in marks if (place := self.find(mark, self.at)) >= 0]
             held = 0 if self.ended else begun(self.text[self.at :], marks)
             place, mark = min(found, default=(len(self.text) - held, ""))
             piece, self.at = self.text[self.at : place], place + len(mark)

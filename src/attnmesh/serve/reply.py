@@ -112,7 +112,7 @@ class Reply:
         split = self.splits[index]
         if split is None:
             return [ContentText(piece.text)] if piece.text else [], reason
-        parts = split.add(piece.text)
+        parts = split.add(piece.text, piece.tokens)
         parts += split.end() if reason is not None else []
         calls = [place for place, part in enumerate(parts) if isinstance(part, ToolCall)]
         if calls and not self.answers.parallel:

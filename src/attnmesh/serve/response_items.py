@@ -1,6 +1,5 @@
 """Answers of /v1/responses: items of thoughts, messages and calls, whole or as events."""
 
-import json
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
@@ -8,44 +7,61 @@ from typing import Any
 from attnmesh.serve.answers import encoded
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.reply import Reply
+from attnmesh.serve.responses import ResponseRequest
 
-ECHOED = ("instructions", "temperature", "top_p", "max_output_tokens", "tools", "tool_choice", "parallel_tool_calls")
-"""Fields of a request that its response repeats."""
+ECHOED = (
+    *("instructions", "temperature", "top_p", "max_output_tokens", "parallel_tool_calls"),
+    *("prompt_cache_key", "safety_identifier", "user"),
+)
+"""Fields of a request that its response repeats as they are."""
+
+FIXED: dict[str, Any] = {
+    "background": False,
+    "max_tool_calls": None,
+    "metadata": {},
+    "previous_response_id": None,
+    "service_tier": "default",
+    "store": False,
+    "top_logprobs": 0,
+    "truncation": "disabled",
+}
+"""Fields of all responses, which no request changes."""
 
 TEXTS = {"content": ("message", "output_text"), "reasoning_content": ("reasoning", "reasoning_text")}
 """Items by the fields of deltas, and the parts that texts in them are."""
+
+
+ERRORS = {429: "rate_limit_exceeded"}
+"""Codes of failed responses by status. Others are server_error from 500 on, and invalid_prompt."""
 
 
 class ResponseItems:
     """The items of one response, which grow by the deltas of a chat."""
 
     def __init__(self, id: str, model: str, fields: Mapping[str, Any]) -> None:
-        self.id, self.model, self.fields, self.created = id, model, fields, int(time.time())
+        self.id, self.model, self.created = id, model, int(time.time())
+        self.echoed = echoed(fields)
         self.items: list[dict[str, Any]] = []
         self.is_open = False
         """The last item is not whole."""
         self._numbers = 0
 
-    def response(self, status: str, usage: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def response(
+        self, status: str, usage: Mapping[str, Any] | None = None, error: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
         """Return the response so far."""
-        echoed = {name: self.fields[name] for name in ECHOED}
-        echoed |= {"tools": echoed["tools"] or [], "tool_choice": echoed["tool_choice"] or "auto"}
-        why = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
             "id": f"resp_{self.id}",
             "object": "response",
             "created_at": self.created,
+            "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
             "model": self.model,
             "output": self.items,
-            "error": None,
-            "incomplete_details": why,
-            "metadata": {},
-            "previous_response_id": None,
-            "store": False,
-            "text": self.fields["text"] or {"format": {"type": "text"}},
+            "error": error,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "usage": usage and usage_of_response(usage),
-            **echoed,
+            **self.echoed,
         }
 
     def event(self, kind: str, **fields: Any) -> dict[str, Any]:
@@ -77,6 +93,15 @@ class ResponseItems:
             yield self.event(f"{name}.done", **place, text=part["text"], **more)
             yield self.event("content_part.done", **place, part=part)
         yield self.event("output_item.done", output_index=len(self.items) - 1, item=item)
+
+    def fail(self, error: Refused, usage: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the events of an error, of which some clients know one and some the other."""
+        said = {name: error.body["error"][name] for name in ("code", "message", "param")}
+        yield self.event("error", **said) | {"type": "error"}
+        if self.is_open:
+            self.items[-1]["status"] = "incomplete"
+        code = ERRORS.get(error.status, "server_error" if error.status >= 500 else "invalid_prompt")
+        yield self.event("failed", response=self.response("failed", usage, {"code": code, "message": str(error)}))
 
     def _place(self) -> dict[str, Any]:
         return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
@@ -110,6 +135,25 @@ class ResponseItems:
             yield self.event("function_call_arguments.delta", **self._place(), delta=function["arguments"])
 
 
+def echoed(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a response repeats of its request, with what holds where the request left it out."""
+    tool = {"description": None, "parameters": None, "strict": False}
+    format = (fields["text"] or {}).get("format") or {"type": "text"}
+    more = {"description": None, "strict": False} if format["type"] == "json_schema" else {}
+    return FIXED | {
+        **{name: fields[name] for name in ECHOED},
+        "reasoning": {"effort": (fields["reasoning"] or {}).get("effort"), "summary": None},
+        "text": {"format": more | given(format)},
+        "tool_choice": fields["tool_choice"] or "auto",
+        "tools": [tool | given(one) for one in fields["tools"] or []],
+    }
+
+
+def given(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that have a value."""
+    return {name: one for name, one in fields.items() if one is not None}
+
+
 def copied(item: dict[str, Any]) -> dict[str, Any]:
     """Return an item as it is now."""
     return {name: [*value] if isinstance(value, list) else value for name, value in item.items()}
@@ -119,7 +163,7 @@ def usage_of_response(usage: Mapping[str, Any]) -> dict[str, Any]:
     """Return counts of tokens as responses have them."""
     return {
         "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": usage["prompt_tokens_details"],
+        "input_tokens_details": {"cache_write_tokens": 0, **usage["prompt_tokens_details"]},
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": usage["completion_tokens_details"],
         "total_tokens": usage["total_tokens"],
@@ -129,9 +173,9 @@ def usage_of_response(usage: Mapping[str, Any]) -> dict[str, Any]:
 class ResponseReply(Reply):
     """The answer to a request of /v1/responses."""
 
-    def __init__(self, fields: Mapping[str, Any], *arguments: Any) -> None:
+    def __init__(self, request: ResponseRequest, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.items = ResponseItems(self.answers.id, self.answers.model, fields)
+        self.request, self.items = request, ResponseItems(self.answers.id, self.answers.model, request.fields)
 
     async def whole(self) -> bytes:
         """Return the response, as JSON."""
@@ -141,16 +185,15 @@ class ResponseReply(Reply):
         return await encoded(last["response"])
 
     async def events(self, include_usage: bool) -> AsyncIterator[bytes]:
-        """Yield the events of a stream; an error is the last one."""
+        """Yield the events of a stream; an error is in the last ones."""
         try:
             for kind in ("created", "in_progress"):
-                yield named_event(self.items.event(kind, response=self.items.response("in_progress")))
+                yield await named_event(self.items.event(kind, response=self.items.response("in_progress")))
             async for one in self._grown():
-                yield named_event(one)
+                yield await named_event(one)
         except Refused as error:
-            said = error.body["error"]
-            more = {name: said[name] for name in ("code", "message", "param")}
-            yield named_event(self.items.event("error", **more) | {"type": "error"})
+            for one in self.items.fail(self.request.renamed(error), self.usage()):
+                yield await named_event(one)
 
     async def _grown(self) -> AsyncIterator[dict[str, Any]]:
         """Yield the events of all items, and of the whole response."""
@@ -164,6 +207,6 @@ class ResponseReply(Reply):
         yield self.items.event(status, response=self.items.response(status, self.usage()))
 
 
-def named_event(value: Mapping[str, Any]) -> bytes:
+async def named_event(value: Mapping[str, Any]) -> bytes:
     """Return a server-sent event with its name."""
-    return f"event: {value['type']}\ndata: {json.dumps(value, separators=(',', ':'))}\n\n".encode()
+    return f"event: {value['type']}\ndata: ".encode() + await encoded(value, ascii=True) + b"\n\n"

@@ -1,11 +1,13 @@
 """Requests of /v1/responses: their fields, and those of the chat that they mean. Nothing is kept between requests."""
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
-from attnmesh.serve.chat import Check, Encoded, encode_chat
 from attnmesh.serve.refused import Refused
+from attnmesh.serve.response_input import InputMessages
 from attnmesh.serve.schema import (
     CHAT,
     REQUIRED,
@@ -15,9 +17,10 @@ from attnmesh.serve.schema import (
     Served,
     is_list_of,
     is_name,
+    is_response_format,
     is_text,
     read_fields,
-    shown,
+    wrong_value,
 )
 
 
@@ -36,6 +39,15 @@ def is_text_format(value: Any) -> bool:
     return isinstance(value, dict) and value.keys() <= {"format", "verbosity"} and value.get("verbosity") is None
 
 
+def is_named(value: Any) -> bool:
+    """Return whether a value names a function."""
+    named = isinstance(value, dict) and value.keys() == {"type", "name"} and value["type"] == "function"
+    return named and is_name(value["name"])
+
+
+FORMATS = 'type "text" or "json_object", or "json_schema" with a name and a schema'
+"""Types of the text of a response."""
+
 REFUSED = (
     *("access_programs", "background_options", "context_management", "conversation", "image", "max_tool_calls"),
     *("moderation", "prompt", "prompt_cache_options", "prompt_cache_retention"),
@@ -47,15 +59,25 @@ RESPONSES: Schema = {
     "instructions": Served(is_text, "text", None, "a message of role system before the input"),
     **{name: SAMPLING[name] for name in SAMPLING if name not in ("n", "stop", "stream_options", "logit_bias")},
     "max_output_tokens": CHAT["max_completion_tokens"],
-    "tools": Served(is_list_of(dict, 0), "a list of functions", None, "name and parameters beside type function"),
+    "tools": Served(
+        is_list_of(dict, 0),
+        "a list of functions",
+        None,
+        "name, parameters and strict, by default false, beside type function",
+    ),
     "tool_choice": Served(
-        lambda value: isinstance(value, dict | str),
+        lambda value: value in ("auto", "none", "required") or is_named(value),
         '"auto", "none", "required", or {type: "function", name}',
         None,
         "as of chats",
     ),
     "parallel_tool_calls": CHAT["parallel_tool_calls"],
-    "text": Served(is_text_format, "{format}", None, "text, json_object or json_schema with name and schema"),
+    "text": Served(
+        is_text_format,
+        "{format}",
+        None,
+        "text, json_object or json_schema with name and schema, which hold whether strict is set or not",
+    ),
     "reasoning": Served(is_reasoning, "{effort}", None, "where the chat template takes it"),
     "chat_template_kwargs": CHAT["chat_template_kwargs"],
     "previous_response_id": Only(),
@@ -78,130 +100,86 @@ RESPONSES: Schema = {
 """Fields of /v1/responses."""
 
 
-RENAMED = {
+NAMES = {
     "messages": "input",
+    "prompt": "input",
     "max_completion_tokens": "max_output_tokens",
-    "response_format.json_schema.schema": "text.format.schema",
+    "response_format.json_schema": "text.format",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
 """Fields of chats by other names."""
 
 
-@contextmanager
-def naming_fields() -> Iterator[None]:
-    """Name fields in errors as requests of /v1/responses do."""
-    try:
-        yield
-    except Refused as error:
-        for chats, name in RENAMED.items():
-            if (error.param or "").startswith(chats):
-                param = name if chats == "messages" else (error.param or "").replace(chats, name, 1)
-                raise Refused(error.status, str(error).replace(chats, name), param, error.code) from None
-        raise
+class ResponseRequest:
+    """One request: its fields, once they were read, and the fields of the chat that it means."""
+
+    def __init__(self) -> None:
+        self.fields: dict[str, Any] = {}
+        self.names: dict[str, str] = {}
+        """Field of the request that a field of the chat came from."""
+
+    def read(self, body: Any, defaults: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+        """Return the fields of the chat that a body means, or raise."""
+        fields = read_fields(body, RESPONSES, defaults)
+        chat, names = chat_fields(fields)
+        self.fields, self.names = fields, names
+        return read_fields(chat, CHAT)
+
+    @contextmanager
+    def naming_fields(self) -> Iterator[None]:
+        """Name fields in errors as the request does."""
+        try:
+            yield
+        except Refused as error:
+            raise self.renamed(error) from None
+
+    def renamed(self, error: Refused) -> Refused:
+        """Return an error that names the field of the request. An engine's has it in its text alone."""
+        field, text = error.param or str(error).partition(":")[0], str(error)
+        known = [name for name in self.names if re.match(rf"{re.escape(name)}(?![^.\[])", field)]
+        if not known:
+            return error
+        longest = max(known, key=len)
+        name = self.names[longest] + field[len(longest) :]
+        return Refused(error.status, text.replace(field, name, 1), name, error.code)
 
 
-def encode_response(encoder: Any, fields: Mapping[str, Any], check: Check = bool) -> Encoded:
-    """Return the tokens of the chat that a request means."""
-    with naming_fields():
-        return encode_chat(encoder, chat_fields(fields), check)
-
-
-def chat_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of the chat that a request means, or raise."""
+def chat_fields(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the fields of the chat that a request means, and the fields of the request that these came from."""
     body = {name: fields[name] for name in SAMPLING if name in fields and name != "stream_options"}
     body |= {name: fields[name] for name in ("parallel_tool_calls", "chat_template_kwargs")}
     body["max_completion_tokens"] = fields["max_output_tokens"]
-    body["messages"] = messages_of(fields)
+    found = InputMessages()
+    if fields["instructions"]:
+        found.add("system", fields["instructions"], "instructions")
+    if isinstance(fields["input"], str):
+        found.add("user", fields["input"], "input")
+    else:
+        found.add_items(fields["input"])
+    body["messages"] = found.messages
     body["tools"] = [chat_tool(f"tools[{i}]", one) for i, one in enumerate(fields["tools"] or [])] or None
     choice = fields["tool_choice"]
-    if isinstance(choice, dict) and choice.keys() == {"type", "name"}:
-        choice = {"type": choice["type"], "function": {"name": choice["name"]}}
-    body["tool_choice"] = choice
+    body["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}} if is_named(choice) else choice
     body["reasoning_effort"] = (fields["reasoning"] or {}).get("effort")
     body["response_format"] = response_format((fields["text"] or {}).get("format"))
-    return read_fields(body, CHAT)
+    functions = {f"tools[{i}].function": f"tools[{i}]" for i in range(len(body["tools"] or []))}
+    return body, NAMES | functions | found.names
 
 
 def response_format(format: Any) -> Any:
-    """Return a format as chats have it."""
-    if not isinstance(format, dict) or format.get("type") != "json_schema":
-        return format
-    return {"type": "json_schema", "json_schema": {name: one for name, one in format.items() if name != "type"}}
+    """Return a format as chats have it, or raise on one that is not served."""
+    made = format
+    if isinstance(format, dict) and format.get("type") == "json_schema":
+        made = {"type": "json_schema", "json_schema": {name: one for name, one in format.items() if name != "type"}}
+    if made is not None and not is_response_format(made):
+        raise wrong_value("text.format", FORMATS, format)
+    return made
 
 
 def chat_tool(field: str, tool: dict[str, Any]) -> dict[str, Any]:
     """Return a tool as chats have it, or raise on one that is no function."""
     if tool.get("type") != "function":
-        raise Refused(400, f"{field}.type: expected function, given {shown(tool.get('type'))}", f"{field}.type")
-    return {"type": "function", "function": {name: one for name, one in tool.items() if name != "type"}}
-
-
-def messages_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages of a chat: calls and thoughts of one answer are one message."""
-    messages: list[dict[str, Any]] = []
-    if fields["instructions"]:
-        messages.append({"role": "system", "content": fields["instructions"]})
-    given = fields["input"]
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    for message in (one for i, item in enumerate(items) for one in _message(f"input[{i}]", item)):
-        last = messages[-1] if messages else {}
-        joins = message["role"] == last.get("role") == "assistant" and not (last["content"] and message["content"])
-        if not joins or (message.get("reasoning_content") and "tool_calls" in last):
-            messages.append(message)
-            continue
-        last["content"] = last["content"] or message["content"]
-        if "reasoning_content" in message:
-            last["reasoning_content"] = last.get("reasoning_content", "") + message["reasoning_content"]
-        if "tool_calls" in message:
-            last["tool_calls"] = last.get("tool_calls", []) + message["tool_calls"]
-    return messages
-
-
-def _message(field: str, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the message of an item, or raise on one that is not served."""
-    match item.get("type", "message"):
-        case "message":
-            yield {"role": item.get("role"), "content": _content(field, item.get("content"))}
-        case "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
-            call = {"id": item.get("call_id"), "type": "function", "function": function}
-            yield {"role": "assistant", "content": None, "tool_calls": [call]}
-        case "function_call_output":
-            yield {
-                "role": "tool",
-                "tool_call_id": item.get("call_id"),
-                "content": _content(field, item.get("output")),
-            }
-        case "reasoning":
-            parts = item.get("content") or []
-            thought = "".join(_text(field, one) for one in parts) if isinstance(parts, list) else ""
-            if thought:
-                yield {"role": "assistant", "content": None, "reasoning_content": thought}
-        case kind:
-            known = "message, function_call, function_call_output or reasoning"
-            raise Refused(400, f"{field}.type: expected {known}, given {shown(kind)}", f"{field}.type")
-
-
-def _content(field: str, content: Any) -> Any:
-    """Return the content of a message as chats have it."""
-    if not isinstance(content, list):
-        return content
-    parts = [_part(field, one) for one in content]
-    texts = [one["text"] for one in parts if one["type"] == "text"]
-    return texts[0] if len(texts) == len(parts) == 1 else parts
-
-
-def _part(field: str, part: Any) -> dict[str, Any]:
-    if isinstance(part, dict) and part.get("type") == "input_image":
-        return {"type": "image_url", "image_url": {"url": part.get("image_url")}}
-    return {"type": "text", "text": _text(field, part)}
-
-
-def _text(field: str, part: Any) -> str:
-    """Return the text of a part, or raise."""
-    kinds = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
-    if not isinstance(part, dict) or part.get("type") not in kinds or not is_text(part.get("text")):
-        expected = "parts of type input_text, output_text or input_image"
-        raise Refused(400, f"{field}.content: expected {expected}, given {shown(part)}", f"{field}.content")
-    return str(part["text"])
+        raise wrong_value(f"{field}.type", "function", tool.get("type"))
+    function = {name: one for name, one in tool.items() if name != "type" and one is not None}
+    return {"type": "function", "function": function}

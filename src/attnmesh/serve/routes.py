@@ -35,12 +35,12 @@ from attnmesh.serve.chat import (
     offered_tools,
 )
 from attnmesh.serve.encoders import LONG, Encoders, too_long
-from attnmesh.serve.grammars import Grammars
+from attnmesh.serve.grammars import Grammars, content_format
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.reply import EventStream, Gone, Reply, while_there
 from attnmesh.serve.response_items import ResponseReply
-from attnmesh.serve.responses import RESPONSES, chat_fields, encode_response, naming_fields
-from attnmesh.serve.schema import CHAT, COMPLETION, DETOKENIZE, TOKENIZE, Schema, read_fields, shown
+from attnmesh.serve.responses import ResponseRequest
+from attnmesh.serve.schema import CHAT, COMPLETION, DETOKENIZE, TOKENIZE, read_fields, shown
 from attnmesh.serve.spelling import Spelling
 from attnmesh.serve.supervisor import Supervisor
 
@@ -117,32 +117,33 @@ class App:
 
     async def chat(self, http: HttpRequest) -> Response:
         """Answer messages."""
-        fields, prompt = await self._read(http, CHAT, encode_chat)
+        fields, prompt = await self._read(http, partial(read_fields, schema=CHAT), encode_chat)
         return await self._answer_chat(http, fields, prompt, Reply)
 
     async def responses(self, http: HttpRequest) -> Response:
         """Answer items."""
-        asked, prompt = await self._read(http, RESPONSES, encode_response)
-        with naming_fields():
-            return await self._answer_chat(http, chat_fields(asked), prompt, partial(ResponseReply, asked))
+        request = ResponseRequest()
+        with request.naming_fields():
+            fields, prompt = await self._read(http, request.read, encode_chat)
+            return await self._answer_chat(http, fields, prompt, partial(ResponseReply, request))
 
     async def completions(self, http: HttpRequest) -> Response:
         """Go on with a prompt."""
-        fields, prompt = await self._read(http, COMPLETION, encode_text)
+        fields, prompt = await self._read(http, partial(read_fields, schema=COMPLETION), encode_text)
         answers = Answers(self.spelling, self.names[0], False, fields["logprobs"])
         new = fields["max_tokens"] or self._default_new(len(prompt.ids), NEW_OF_COMPLETION)
         return await self._answer(http, fields, prompt, new, answers)
 
     async def tokenize(self, http: HttpRequest) -> Response:
         """Return the tokens of a text, or of messages."""
-        _, (ids, texts) = await self._read_and_run(http, TOKENIZE, encode_either)
+        _, (ids, texts) = await self._read_and_run(http, partial(read_fields, schema=TOKENIZE), encode_either)
         longest = self.front.facts["max_model_len"]
         found = {"count": len(ids), "max_model_len": longest, "tokens": ids, "token_strs": texts}
         return Response(await encoded(found), media_type="application/json")
 
     async def detokenize(self, http: HttpRequest) -> Response:
         """Return the text of tokens."""
-        _, text = await self._read_and_run(http, DETOKENIZE, decode_tokens)
+        _, text = await self._read_and_run(http, partial(read_fields, schema=DETOKENIZE), decode_tokens)
         return Response(await encoded({"prompt": text}), media_type="application/json")
 
     async def models(self, _: HttpRequest) -> Response:
@@ -178,24 +179,25 @@ class App:
             raise Refused(404, f"model: expected {expected}, given {shown(name)}", param, "model_not_found")
 
     async def _read(
-        self, http: HttpRequest, schema: Schema, encode: Callable[..., Encoded]
+        self, http: HttpRequest, read: Callable[..., dict[str, Any]], encode: Callable[..., Encoded]
     ) -> tuple[dict[str, Any], Encoded]:
         """Return the fields of a request, tested, and the tokens of its prompt, which fits."""
-        fields, prompt = await self._read_and_run(http, schema, encode)
+        fields, prompt = await self._read_and_run(http, read, encode)
         longest = self.front.facts["max_model_len"]
         if not prompt.ids:
-            raise Refused(400, "prompt: expected at least one token", "prompt")
+            name = "messages" if "messages" in fields else "prompt"
+            raise Refused(400, f"{name}: expected at least one token", name)
         if len(prompt.ids) >= longest:
             raise too_long(f"{len(prompt.ids)} tokens,", longest)
         return fields, prompt
 
     async def _read_and_run(
-        self, http: HttpRequest, schema: Schema, convert: Callable[..., T]
+        self, http: HttpRequest, read: Callable[..., dict[str, Any]], convert: Callable[..., T]
     ) -> tuple[dict[str, Any], T]:
-        """Return the fields of a request, tested, and what a thread makes of them."""
+        """Return the fields of a request, which a thread reads, and what another one makes of them."""
         self.front.check_ready()
-        longest, read = self.front.facts["max_model_len"], partial(read_fields, schema=schema, defaults=self.defaults)
-        async with self._bodies.read(http, longest, read) as (fields, nbytes):
+        longest, take = self.front.facts["max_model_len"], partial(read, defaults=self.defaults)
+        async with self._bodies.read(http, longest, take) as (fields, nbytes):
             if fields["model"] is not None:
                 self._check_model(fields["model"], "model")
             with self.front.room(fields.get("n", 1)):
@@ -223,8 +225,9 @@ class App:
         new = fields["max_completion_tokens"] or fields["max_tokens"]
         new = new or self._default_new(len(prompt.ids), self.defaults.get("max_new_tokens", NEW_OF_CHAT))
         top = (fields["top_logprobs"] or 0) if fields["logprobs"] else None
-        split, parallel = self.formats.parts(offered_tools(fields), prompt.end), fields["parallel_tool_calls"]
-        answers = Answers(self.spelling, self.names[0], True, top, split, parallel)
+        either = content_format(fields) is not None
+        split = self.formats.parts(offered_tools(fields), prompt.end, either=either)
+        answers = Answers(self.spelling, self.names[0], True, top, split, fields["parallel_tool_calls"])
         with self.front.room(fields["n"]):
             grammar = await while_there(http.receive, self.grammars.of(fields, prompt.end))
         return await self._answer(http, fields | {"grammar": grammar}, prompt, new, answers, make)

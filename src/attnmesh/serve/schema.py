@@ -47,7 +47,7 @@ class Served:
                 raise Refused(400, f"{name}: expected {self.expected}, given none", name)
             return self.default
         if not self.fits(value):
-            raise Refused(400, f"{name}: expected {self.expected}, given {shown(value)}", name)
+            raise wrong_value(name, self.expected, value)
         return value
 
     @property
@@ -93,6 +93,15 @@ def shown(value: Any) -> str:
     """
     text = json.dumps(_beginning(value))
     return text if len(text) <= SHOWN else text[:SHOWN] + "..."
+
+
+def wrong_value(field: str, expected: str, given: Any) -> Refused:
+    """Return the refusal of a value.
+
+    >>> str(wrong_value("n", "1 to 16", 0))
+    'n: expected 1 to 16, given 0'
+    """
+    return Refused(400, f"{field}: expected {expected}, given {shown(given)}", field)
 
 
 def _beginning(value: Any) -> Any:

@@ -76,15 +76,38 @@ def call_list(text: GrowingText) -> Steps[None]:
 
 
 def of_type(tools: Tools, name: str, key: str, value: str) -> Any:
-    """Return an argument that is written without quotes: text where the tool wants text, else JSON if it is some."""
-    wanted = tools.get(name, {}).get(key, {})
-    types = wanted.get("type") if isinstance(wanted, dict) else None
-    if types == "string" or (isinstance(types, list) and "string" in types):
-        return value
+    """Return an argument that is written without quotes: null, or text, where the tool takes it, else JSON."""
+    types = types_of(tools.get(name, {}).get(key))
+    if "string" in types:
+        return None if "null" in types and value == "null" else value
     try:
         return read_json(value)
     except NoMatch:
         return value
+
+
+def types_of(schema: Any) -> set[str]:
+    """Return the types that a schema names.
+
+    >>> sorted(types_of({"anyOf": [{"type": "string"}, {"type": "null"}], "default": None}))
+    ['null', 'string']
+    """
+    types = flat(schema).get("type", []) if isinstance(schema, dict) else []
+    return {types} if isinstance(types, str) else {*types}
+
+
+def flat(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a schema with a list of types in place of alternatives that name a type each, and nothing else."""
+    several = schema.get("anyOf")
+    if not isinstance(several, list) or "type" in schema or not all(map(is_plain, several)):
+        return schema
+    return {name: one for name, one in schema.items() if name != "anyOf"} | {"type": [one["type"] for one in several]}
+
+
+def is_plain(schema: Any) -> bool:
+    """Return whether a schema names one type, and holds a value to nothing else."""
+    named = isinstance(schema, dict) and isinstance(schema.get("type"), str)
+    return named and schema.keys() <= {"type", "title", "description"}
 
 
 def written(arguments: Mapping[str, Any]) -> str:

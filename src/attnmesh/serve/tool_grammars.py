@@ -8,6 +8,7 @@ from typing import Any
 
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.schema_limits import DEFINITIONS
+from attnmesh.serve.tool_formats import flat, types_of
 
 SPACE = r"(?: |\n[ \t]{0,32})"
 """Space within JSON: one, or a line with its indent. More of it would let an answer go on without saying anything."""
@@ -236,23 +237,27 @@ class Rules:
         mark = after.strip("\n")
         if not KEY.fullmatch(key) or self.pieces(key) != [key] or key in self.special:
             raise Refused(400, f"{field}: expected a name without marks, as this model writes it bare", field)
-        schema = schema if isinstance(schema, dict) else {}
-        types = schema.get("type")
-        is_text = types == "string" or (isinstance(types, list) and "string" in types)
-        head = self.fill(before, key=self.text(key), quoted=literal("true" if is_text else "false"))
+        schema = flat(schema) if isinstance(schema, dict) else {}
+        types = types_of(schema)
+        is_text, is_null = "string" in types, types >= {"string", "null"}
+        head, bare = (self.fill(before, key=self.text(key), quoted=literal(one)) for one in ("true", "false"))
         if not is_text:
             defined = {name: root[name] for name in DEFINITIONS if name in root}
-            return self.add(f"{head} {self.json({**defined, **schema})} {self.text(after)}")
+            return self.add(f"{bare} {self.json({**defined, **schema})} {self.text(after)}")
+        null = self.text("null" + after)
+        or_null = f" | {bare} {null}" if is_null else ""
         if unserved := [name for name in OF_TEXT if name in schema]:
             text = f"{field}.{unserved[0]}: expected none: this model writes texts without quotes. Leave it out."
             raise Refused(400, text, f"{field}.{unserved[0]}")
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         if values is None:
             rest = after.partition(mark)[2]
-            return self.add(f"{head} {self.until(mark)} {self.text(rest)}")
-        if not all(isinstance(one, str) and mark not in one for one in values):
+            return self.add(f"{head} {self.until(mark)} {self.text(rest)}{or_null if bare != head else ''}")
+        texts = [one for one in values if one is not None or not is_null]
+        if not all(isinstance(one, str) and mark not in one and not (is_null and one == "null") for one in texts):
             raise Refused(400, f"{field}.enum: expected texts, as this model writes them", f"{field}.enum")
-        return self.add(f"{head} ({' | '.join(self.text(one + after) for one in values)})")
+        said = [f"{head} {self.text(one + after)}" for one in texts]
+        return self.add(" | ".join([*said, *([f"{bare} {null}"] if None in values and is_null else [])]))
 
     def calls_in_text(
         self, shape: CallShape, tools: Sequence[tuple[str, Mapping[str, Any]]], begins: Sequence[str], *, several: bool

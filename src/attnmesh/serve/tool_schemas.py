@@ -2,10 +2,10 @@
 
 import re
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 from attnmesh.serve.refused import Refused
-from attnmesh.serve.schema import is_text, shown
+from attnmesh.serve.schema import is_text, wrong_value
 from attnmesh.serve.tool_formats import Tools
 
 MAX_TOOLS, MAX_CHARACTERS, DEPTH = 1024, 1 << 20, 32
@@ -30,28 +30,30 @@ def check_tools(tools: list[dict[str, Any]]) -> None:
         field = f"tools[{i}]"
         function = tool.get("function")
         if tool.get("type") != "function" or not isinstance(function, dict) or tool.keys() - {"type", "function"}:
-            _fail(field, "type function, and function with a name and parameters", tool)
+            raise wrong_value(field, "type function, and function with a name and parameters", tool)
         if more := function.keys() - {"name", "description", "parameters", "strict"}:
-            _fail(f"{field}.function", "name, description, parameters and strict alone", sorted(more))
+            raise wrong_value(f"{field}.function", "name, description, parameters and strict alone", sorted(more))
         name, description = function.get("name"), function.get("description")
         if not isinstance(name, str) or not NAME.fullmatch(name):
-            _fail(f"{field}.function.name", "1 to 64 of letters, digits, underscores, dashes and points", name)
+            raise wrong_value(
+                f"{field}.function.name", "1 to 64 of letters, digits, underscores, dashes and points", name
+            )
         if name in names:
-            _fail(f"{field}.function.name", "a name that no other tool has", name)
+            raise wrong_value(f"{field}.function.name", "a name that no other tool has", name)
         names.add(name)
         if description is not None and not is_text(description):
-            _fail(f"{field}.function.description", "text in UTF-8", description)
+            raise wrong_value(f"{field}.function.description", "text in UTF-8", description)
         if not isinstance(function.get("strict"), bool | None):
-            _fail(f"{field}.function.strict", "true or false", function["strict"])
+            raise wrong_value(f"{field}.function.strict", "true or false", function["strict"])
         parameters = function.get("parameters")
         if parameters is not None:
             if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
-                _fail(f"{field}.function.parameters", "a schema of type object", parameters)
+                raise wrong_value(f"{field}.function.parameters", "a schema of type object", parameters)
             check_schema(f"{field}.function.parameters", parameters)
         for place, text in _texts(function, f"{field}.function"):
             characters += len(text)
             if characters > MAX_CHARACTERS:
-                _fail(place, f"at most {MAX_CHARACTERS:,} characters of all tools", text)
+                raise wrong_value(place, f"at most {MAX_CHARACTERS:,} characters of all tools", text)
 
 
 def properties_of(tools: list[dict[str, Any]]) -> Tools:
@@ -60,24 +62,22 @@ def properties_of(tools: list[dict[str, Any]]) -> Tools:
     return {one["name"]: (one.get("parameters") or {}).get("properties") or {} for one in functions}
 
 
-def _fail(field: str, expected: str, given: Any) -> NoReturn:
-    raise Refused(400, f"{field}: expected {expected}, given {shown(given)}", field)
-
-
 def check_schema(field: str, schema: Any, depth: int = DEPTH) -> None:
     """Raise unless a value is a schema, as far as chat templates read it."""
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict) or not depth:
-        _fail(field, f"a schema of at most {DEPTH} inside each other", schema)
+        raise wrong_value(field, f"a schema of at most {DEPTH} inside each other", schema)
     types = schema.get("type", [])
     for one in types if isinstance(types, list) else [types]:
         if one not in TYPES:
-            _fail(f"{field}.type", f"one of {', '.join(TYPES)}, or a list of them", types)
+            raise wrong_value(f"{field}.type", f"one of {', '.join(TYPES)}, or a list of them", types)
     for keyword, kind in (("required", list), ("enum", list), ("description", str), ("title", str)):
         value = schema.get(keyword)
         if value is not None and (not isinstance(value, kind) or (keyword == "required" and not _are_names(value))):
-            _fail(f"{field}.{keyword}", {"required": "a list of names", "enum": "a list"}.get(keyword, "text"), value)
+            raise wrong_value(
+                f"{field}.{keyword}", {"required": "a list of names", "enum": "a list"}.get(keyword, "text"), value
+            )
     for place, inner in inner_schemas(field, schema):
         check_schema(place, inner, depth - 1)
 
@@ -92,11 +92,11 @@ def inner_schemas(field: str, schema: dict[str, Any]) -> Iterator[tuple[str, Any
         place = f"{field}.{keyword}"
         if keyword in OF_SCHEMAS:
             if not isinstance(value, dict):
-                _fail(place, "an object of schemas", value)
+                raise wrong_value(place, "an object of schemas", value)
             yield from ((f"{place}.{name[:60]}", one) for name, one in value.items())
         elif keyword in LISTS:
             if not isinstance(value, list):
-                _fail(place, "a list of schemas", value)
+                raise wrong_value(place, "a list of schemas", value)
             yield from ((f"{place}[{i}]", one) for i, one in enumerate(value))
         elif keyword in SINGLE:
             several = isinstance(value, list) and keyword == "items"
@@ -107,7 +107,7 @@ def _texts(value: Any, place: str) -> Iterator[tuple[str, str]]:
     """Yield each text within a value, with the field that it is in; raise on one that is no UTF-8."""
     if isinstance(value, str):
         if not is_text(value):
-            _fail(place, "text in UTF-8", value)
+            raise wrong_value(place, "text in UTF-8", value)
         yield place, value
     elif isinstance(value, dict):
         for name, one in value.items():
