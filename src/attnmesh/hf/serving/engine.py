@@ -28,6 +28,7 @@ from attnmesh.hf.models import check_rope_switch, check_rows, rope_regime, unwra
 from attnmesh.hf.options import agreement_with_peers
 from attnmesh.hf.serving.footprint import SHARE, never_fits
 from attnmesh.hf.serving.grammar_masks import Grammar, GrammarTokens
+from attnmesh.hf.serving.guesses import Speculation, check_guesses
 from attnmesh.hf.serving.plan_exchange import PlanExchange, can_be_sent
 from attnmesh.hf.serving.prefix_store import PrefixStore
 from attnmesh.hf.serving.rank_worker import RankWorker
@@ -67,6 +68,9 @@ class Engine:
         max_model_len: Tokens of a prompt and its answer; the model's context by default.
         tokens_end: Tokens that end an answer; the model's by default. They are not among its tokens.
         store: Where prefixes are kept when their caches go, also for engines that come later; None for nowhere.
+        speculate: "ngram" to guess the next tokens of an answer, by what followed its last tokens where they stood
+            before, and to check at most 8 guesses of each request in a step; "ngram:N" for at most N. Answers stay the
+            same. None for one token of each request in a step.
         grammars: The model's tokens, by which rank 0 follows grammars; None if no request has one, and on other ranks.
         cache_options: Options of each request's `ShardedCache`. With `storage=`, tokens may depend on what else runs:
             the first chunk of a prompt attends its keys before they are rounded, and chunks are shorter beside others.
@@ -101,6 +105,7 @@ class Engine:
         max_model_len: int | None = None,
         tokens_end: Iterable[int] | None = None,
         store: PrefixStore | None = None,
+        speculate: str | None = None,
         grammars: GrammarTokens | None = None,
         **cache_options: Any,
     ) -> None:
@@ -110,8 +115,9 @@ class Engine:
 
         context = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
-        with agreement_with_peers(place, self.model, SUBJECT, {**limits, "max_gap": max_gap}):
+        with agreement_with_peers(place, self.model, SUBJECT, {**limits, "max_gap": max_gap, "speculate": speculate}):
             check_rows(SUBJECT, self.model)
+            speculation = Speculation.parse(f"{SUBJECT} speculate", speculate)
             for name, limit in limits.items():
                 if limit is not None or name in ("max_rows", "max_queue"):
                     check_count(f"{SUBJECT} {name}", limit, "pass a positive int")
@@ -130,10 +136,12 @@ class Engine:
         self.grammars = grammars
         peers = None if cache_options.get("output") == "heads" else tp_mesh(self.model)  # else the ranks of the mesh
         self.link, self.worker = PlanExchange(place, Mesh.of(peers)), RankWorker(self.model, mesh, cache_options)
+        if speculation is not None:
+            check_guesses(f"{SUBJECT} speculate", self.worker.template, is_causal=self.worker.is_causal)
         self.shares = self.worker.template.shares
         """Ratios of the tokens of each rank, measured once for all requests; None for even shares."""
         memory = int(cache_memory or self._memory_share())
-        self.schedule = RequestQueue(self.worker, max_rows, memory, max_gap, store)
+        self.schedule = RequestQueue(self.worker, max_rows, memory, max_gap, store, speculation)
         self.max_queue = int(max_queue)
         self.inbox: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
         self.error: BaseException | None = None
