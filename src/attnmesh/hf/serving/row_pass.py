@@ -145,8 +145,8 @@ def _check_rows(model: PreTrainedModel, tokens: Any, caches: Any) -> None:
     require(not wrong, ArgumentError, f"{SUBJECT} tokens", expected, f"{wrong}", "use the tokenizer of this model")
     once, fix = len({id(cache) for cache in caches}) == len(caches), "pass cache.fork()"
     require(once, ArgumentError, f"{SUBJECT} caches", "each cache once", "one cache twice", fix)
-    for cache in caches:
-        _check_cache(cache, caches[0])
+    for cache, row in zip(caches, new, strict=True):
+        _check_cache(cache, caches[0], len(row))
     longest = None if rope_regime(config, 0) else getattr(config, "max_position_embeddings", None)
     length = max(cache.get_seq_length() + len(row) for cache, row in zip(caches, new, strict=True))
     expected = f"at most {longest} tokens, the model's context"
