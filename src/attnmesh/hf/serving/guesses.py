@@ -32,7 +32,7 @@ STEPS = 64
 """Steps whose times are known. A cost that no step has shown since is measured again."""
 
 LEAST = 0.3
-"""Share of guesses that stand, below which none is checked for the sake of its time alone."""
+"""Share of a row's guesses that stand, below which none is checked: their time need not be known then."""
 
 
 @dataclass(frozen=True)
@@ -114,13 +114,12 @@ class RowGuesses:
         Where there are too few, they begin again: the text repeats itself.
         """
         size, width = array("i").itemsize, NGRAM * array("i").itemsize
-        place = stop = len(self.text) - size
-        while stop >= width and (place := self.text.rfind(self.text[-width:], 0, stop)) % size:
-            stop = place + width - 1
-        if most < 1 or place < 0 or stop < width:
-            return []
-        after = array("i", bytes(self.text[place + width :][: most * size]))
-        return [after[number % len(after)] for number in range(most)]
+        last, place = self.text[-width:], len(self.text) - width
+        while (place := self.text.rfind(last, 0, max(place + width - 1, 0))) % size:
+            if place < 0:
+                return []
+        after = array("i", bytes(self.text[place + width :][: max(most, 0) * size]))
+        return [after[number % len(after)] for number in range(most if after else 0)]
 
     def begin(self) -> None:
         """Note that the checked guesses are in the cache."""
@@ -148,29 +147,30 @@ class StepTimes:
     def choose(self, rows: Sequence[RowGuesses]) -> None:
         """Let each row check as many guesses as give most tokens in a second.
 
-        The likeliest guess is taken as long as it raises that: the chance of guess i of a row is its rate to the i.
+        The chance of guess i of a row is its rate to the i. The likeliest is taken as long as it gives more of a token
+        for its time than the step does without it.
         """
-        base, of_row, of_guess = self.fitted()
-        tokens = float(len(rows))
-        seconds = base + of_row * len(rows)
-        worth = sorted(
-            ((one.rate**place, row) for row, one in enumerate(rows) for place in range(1, len(one.next) + 1)),
-            reverse=True,
-        )
-        counts = [0] * len(rows)
-        for chance, row in worth:
-            if chance < LEAST or chance * seconds < of_guess * tokens:
+        likely = [row for row in rows if row.next and row.rate >= LEAST]
+        if not likely:
+            return
+        without, of_guess = self.fitted(len(rows))
+        tokens, seconds = float(len(rows)), without
+        chances = [
+            (row.rate**place, number) for number, row in enumerate(likely) for place in range(1, len(row.next) + 1)
+        ]
+        for chance, number in sorted(chances, reverse=True):
+            if chance * seconds < of_guess * tokens:
                 break
-            tokens, seconds = tokens + chance, seconds + of_guess
-            counts[row] += 1
-        for one, count in zip(rows, counts, strict=True):
-            one.checked = one.next[:count]
+            tokens, seconds, row = tokens + chance, seconds + of_guess, likely[number]
+            row.checked.append(row.next[len(row.checked)])
 
-    def fitted(self) -> tuple[float, float, float]:
-        """Return the seconds of a step, of each row and of each guess, as they fit the last steps best."""
+    def fitted(self, rows: int) -> tuple[float, float]:
+        """Return the seconds of a step of so many rows without guesses, and of a guess, as they fit the last steps.
+
+        A guess takes none if no step had one.
+        """
         if not self.steps:
-            return 0.0, 0.0, 0.0
-        rows, guesses, seconds = np.array(self.steps).T
-        found, *_ = np.linalg.lstsq(np.stack((np.ones_like(rows), rows, guesses), 1), seconds, rcond=None)
-        base, of_row, of_guess = map(float, found)
-        return base, of_row, max(of_guess, 0.0)
+            return 0.0, 0.0
+        count, guesses, seconds = np.array(self.steps).T
+        (base, of_row, of_guess), *_ = np.linalg.lstsq(np.stack((np.ones_like(count), count, guesses), 1), seconds)
+        return float(base + of_row * rows), max(float(of_guess), 0.0)

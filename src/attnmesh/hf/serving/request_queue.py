@@ -141,7 +141,8 @@ class RequestQueue:
             self._measure("row_seconds", self.worker.seconds["rows"])
             drafted = sum(len(stream.guesses.checked) for stream in self.stepping)
             self.counts["drafted_tokens"] += drafted
-            self.step_times.add(len(self.stepping), drafted, self.worker.seconds["rows"])
+            seconds = self.worker.seconds["rows"] + self.worker.seconds.get("crop", 0.0)
+            self.step_times.add(len(self.stepping), drafted, seconds)
             self._take_rows(rows)
         if self.begun is not None:
             self._take_start(self.begun, results["start"])
