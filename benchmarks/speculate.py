@@ -88,7 +88,8 @@ def prompts(tokenizer: Any, case: str, count: int, turn: int) -> list[Prompt]:
         else:
             source = _file(number)
             first = "\n".join(source.splitlines()[: 2 + row % 3])
-            text = f"The file, version {turn}.{row}:\n\n{source}\n\nThe same file, with a new last line:\n\n{first}\n"
+            title = f"The file, version {turn}.{row}"  # a small model copies what it has seen twice
+            text = f"{title}:\n\n{source}\n\n{title}:\n\n{source}\n\n{title}:\n\n{first}\n"
             options = {} if case == "a file" else {"temperature": 0.3, "seed": number}
         made.append(Prompt(tuple(tokenizer(text)["input_ids"]), tuple(options.items())))
     return made
@@ -99,7 +100,7 @@ def _file(number: int) -> str:
     functions = [one for _, one in inspect.getmembers(textwrap, inspect.isroutine) if one.__module__ == "textwrap"]
     methods = [one for _, one in inspect.getmembers(textwrap.TextWrapper, inspect.isfunction)]
     sources = [textwrap.dedent(inspect.getsource(one)) for one in (*functions, *methods)]
-    sources = [one[:1600] for one in sources if len(one) > 700]
+    sources = [one[:800] for one in sources if len(one) > 700]
     return sources[number % len(sources)]
 
 
