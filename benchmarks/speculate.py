@@ -104,6 +104,9 @@ def _file(number: int) -> str:
     return sources[number % len(sources)]
 
 
+Answers = tuple[list[Answer], dict[str, Any]]
+"""The answers of all clients, and the engine's figures; none on ranks other than 0."""
+
 CASES = ("a file", "a file, drawn", "a story")
 """Answers: a copy, a copy drawn at a low temperature, and one that copies nothing."""
 
@@ -123,36 +126,31 @@ def _ranks(request: Request) -> Iterator[Row]:
 
 def _compared(model: Any, mesh: DeviceMesh | None, tokenizer: Any, case: str, request: Request) -> Row:
     """Answer in turns; the first turn is not counted."""
-    (clients,), rates, same, counts = request.clients, list[tuple[float, float]](), list[bool](), [0, 0, 0]
+    (clients,), rates, same, counts = request.clients, list[tuple[float, float]](), list[bool](), [0.0, 0.0, 0.0]
     for turn in range(request.rounds + 1):
-        asked = prompts(tokenizer, case, clients, turn)
-        found = []
-        order = (None, request.speculate) if turn % 2 else (request.speculate, None)
-        results = {}
-        for speculate in order:
-            engine = hf.Engine(model, mesh, tokens_end=(), speculate=speculate, max_rows=max(clients, 1))
+        asked, results = prompts(tokenizer, case, clients, turn), dict[str | None, Answers]()
+        for speculate in (None, request.speculate) if turn % 2 else (request.speculate, None):
+            engine = hf.Engine(model, mesh, tokens_end=(), speculate=speculate)
             results[speculate] = _answered(engine, asked, request.new)
-        found = [results[None], results[request.speculate]]
-        if found[0] is None or found[1] is None or not turn:
-            continue
-        (plain, _), (guessed, metrics) = found
-        rates.append((rate(plain), rate(guessed)))
-        same += [one.text == other.text for one, other in zip(plain, guessed, strict=True)]
-        names = ("tokens", "drafted_tokens", "accepted_tokens")
-        counts = [count + metrics[name] for count, name in zip(counts, names, strict=True)]
-    if not rates:
+        (plain, _), (guessed, figures) = results[None], results[request.speculate]
+        if turn and plain:
+            rates.append((rate(plain), rate(guessed)))
+            same += [one.text == other.text for one, other in zip(plain, guessed, strict=True)]
+            names = ("tokens", "drafted_tokens", "accepted_tokens")
+            counts = [count + figures[name] for count, name in zip(counts, names, strict=True)]
+    if not rates:  # on other ranks
         return Row(case, clients, 0.0, 0.0, 0.0, 0, 0, 0.0)
-    plain, guessed = (round(median(each), 1) for each in zip(*rates, strict=True))
+    before, after = (round(median(each), 1) for each in zip(*rates, strict=True))
     ratio = round(median(own / other for other, own in rates), 2)
-    shares = (round(100 * count / counts[0]) for count in counts[1:])
-    return Row(case, clients, plain, guessed, ratio, *shares, sum(same) / len(same))
+    drafted, accepted = (round(100 * count / counts[0]) for count in counts[1:])
+    return Row(case, clients, before, after, ratio, drafted, accepted, sum(same) / len(same))
 
 
-def _answered(engine: hf.Engine, asked: Sequence[Prompt], new: int) -> tuple[list[Answer], dict[str, Any]] | None:
+def _answered(engine: hf.Engine, asked: Sequence[Prompt], new: int) -> Answers:
     """Return the answers on rank 0, and the engine's figures; the other ranks follow."""
     if dist.get_rank():
         engine.follow()
-        return None
+        return [], {}
     thread = Thread(target=engine.run)
     thread.start()
     try:

@@ -169,5 +169,6 @@ class StepTimes:
         if not self.steps:
             return 0.0, 0.0
         count, guesses, seconds = np.array(self.steps).T
-        (base, of_row, of_guess), *_ = np.linalg.lstsq(np.stack((np.ones_like(count), count, guesses), 1), seconds)
+        known = np.stack((np.ones_like(count), count, guesses), 1)
+        (base, of_row, of_guess), *_ = np.linalg.lstsq(known, seconds, rcond=None)
         return float(base + of_row * rows), max(float(of_guess), 0.0)

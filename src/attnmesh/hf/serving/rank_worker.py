@@ -161,7 +161,8 @@ class RankWorker:
         self.steps += 1
         if grows or self.steps % MEASURED == 0:
             self.nbytes = self.measure()
-        return logits.split([*map(len, tokens)])
+        parts: Sequence[Tensor] = logits.split([*map(len, tokens)])
+        return parts
 
     def close(self, *, at_once: bool = False) -> None:
         """End what goes on beside the plans."""

@@ -136,6 +136,8 @@ class RequestQueue:
 
     def take(self, results: dict[str, Any]) -> None:
         """Take the results of a step: new tokens, and prompts that are done."""
+        if isinstance(error := results.get("crop"), InputError):
+            raise error  # caches differ from what is known of them
         if (rows := results.get("rows")) is not None:
             self.counts["steps"] += 1
             self._measure("row_seconds", self.worker.seconds["rows"])

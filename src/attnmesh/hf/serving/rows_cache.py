@@ -27,7 +27,8 @@ class RowTokens(tuple[int, ...]):
 
     def split(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the part of each row, (1, heads, tokens of the row, dim)."""
-        return x.split(1) if max(self) == 1 else x.split(self, 2)
+        parts: tuple[Tensor, ...] = x.split(1) if max(self) == 1 else x.split(self, 2)
+        return parts
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the tensor whose parts these are."""
@@ -49,9 +50,9 @@ class RowsKV:
 
     def append(self, k: Tensor, v: Tensor | None, *, token_mask: None = None) -> None:
         """Append row r to cache r."""
-        keys, none = self.tokens.split(k), [None] * len(self.caches)
-        for kv, *new in zip(self.caches, keys, none if v is None else self.tokens.split(v), strict=True):
-            kv.append(*new)
+        keys, values = self.tokens.split(k), None if v is None else self.tokens.split(v)
+        for row, kv in enumerate(self.caches):
+            kv.append(keys[row], None if values is None else values[row])
 
 
 class RowsLayer(ShardedLayer):
