@@ -11,6 +11,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from attnmesh.cache.cache import KVCache
 from attnmesh.core.mask import Mask
@@ -30,9 +31,10 @@ class RowTokens(tuple[int, ...]):
         parts: tuple[Tensor, ...] = x.split(1) if max(self) == 1 else x.split(self, 2)
         return parts
 
-    def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the tensor whose parts these are."""
-        return torch.cat([*parts], 0 if max(self) == 1 else 2)
+    @property
+    def size(self) -> int:
+        """Queries that each row has in a step of all: of few numbers, as each kind of step is prepared."""
+        return 1 + (1 << (max(self) - 2).bit_length()) if max(self) > 1 else 1
 
 
 class RowsKV:
@@ -126,7 +128,8 @@ class RowsCache(ShardedCache):
     def attend(self, q: Tensor, kv: Any, **layer: Any) -> Tensor:
         """Return attention of the last tokens of each row over the tokens of its cache.
 
-        Rows of as many tokens are one step.
+        All rows are one step, in which rows of fewer tokens have queries before theirs that nobody reads. Where caches
+        have forgotten what these would see, or are shorter, rows of as many tokens are a step.
         """
         for name in ("selected", "partial", "distance_bias"):
             more = layer.pop(name, None)
@@ -135,11 +138,14 @@ class RowsCache(ShardedCache):
         if max(self.row_tokens) == 1:
             return decode_rows(q, kv.caches, **options)
         queries, outs = self.row_tokens.split(q), dict[int, Tensor]()
-        for count in sorted({*self.row_tokens}):
-            alike = [row for row, tokens in enumerate(self.row_tokens) if tokens == count]
-            own, caches = torch.cat([queries[row] for row in alike]), [kv.caches[row] for row in alike]
-            outs.update(zip(alike, decode_rows(own, caches, **options).split(1), strict=True))
-        return self.row_tokens.join([outs[row] for row in sorted(outs)])
+        size = self.row_tokens.size
+        whole = all(one.sizes.mask is None and one.length >= size for one in kv.caches)
+        steps = {count: size if whole else count for count in self.row_tokens}
+        for size in sorted({*steps.values()}):
+            rows = [row for row, count in enumerate(self.row_tokens) if steps[count] == size]
+            own = torch.cat([pad(queries[row], (0, 0, size - queries[row].shape[2], 0)) for row in rows])
+            outs.update(zip(rows, decode_rows(own, [kv.caches[row] for row in rows], **options).split(1), strict=True))
+        return torch.cat([outs[row][:, :, -count:] for row, count in enumerate(self.row_tokens)], 2)
 
     def finish(self) -> None:
         """Give recurrent states back to the rows."""
