@@ -1,6 +1,6 @@
 """`python -m benchmarks speculate`: answers of an engine that guesses tokens and checks them, beside one that does not.
 
-Both engines run on the same ranks with the same model, in turns, and answer the same prompts.
+Both engines run on the same ranks with the same model, in turns, and answer the same prompts, which they have read.
 """
 
 import inspect
@@ -155,6 +155,8 @@ def _answered(engine: hf.Engine, asked: Sequence[Prompt], new: int) -> Answers:
     thread.start()
     try:
         with ThreadPoolExecutor(len(asked)) as pool:
+            for stream in [engine.submit(one.ids, max_new_tokens=1) for one in asked]:
+                list(stream)  # prompts are kept: else the first answer ends before the last one begins
             streams = [engine.submit(one.ids, max_new_tokens=new, **dict(one.options)) for one in asked]
             answers = [*pool.map(_read, streams)]
         return answers, engine.metrics()
