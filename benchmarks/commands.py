@@ -13,7 +13,7 @@ import torch
 import typer
 from rich.table import Table
 
-from attnmesh.cli.generate_prompt import PromptOptions, prepare_prompt
+from attnmesh.cli.generate_prompt import PromptOptions, find_model, prepare_prompt
 from attnmesh.cli.mesh_option import MeshOptions
 from attnmesh.cli.output import Status, console, pairs, titled
 from attnmesh.cli.plan_command import named_cluster
@@ -347,6 +347,41 @@ def bench_masks(
     for row in masks_bench.rows(model, tokens, rounds):
         add(row)
     return [pairs("this machine", machine()), tables.masks_table(run.tables["rows"])]
+
+
+SPECULATE_EXPLAINED = """\
+Both engines run on the same ranks in turns, with prompts that are new in each turn; the first turn is not counted.
+Tokens a second are those of all clients while each has a stream, medians of the turns; the ratio is the median of
+theirs. Copies begin with the first lines of a source file that the prompt has. Stories are drawn at a temperature of
+0.8, and copy nothing. Weights are float32."""
+
+
+@bench_command(app, "speculate", "Answers with guesses that are checked, and without.", SPECULATE_EXPLAINED)
+def bench_speculate(
+    run: Bench,
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks to start on this machine.")] = 2,
+    model: Annotated[str, typer.Option(help="A folder, a GGUF file, a name on the hub, or smollm2.")] = "smollm2",
+    clients: Annotated[str, typer.Option(help="Numbers of clients.")] = "1,8",
+    new: Annotated[int, typer.Option(min=8, help="Tokens of an answer.")] = 96,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns that are timed.")] = 3,
+    speculate: Annotated[str, typer.Option(help="Option of attnmesh serve.")] = "ngram",
+) -> list[Table | str]:
+    """How many tokens a second do guesses give to answers that copy, and what do they take of others? (6 minutes)."""
+    from benchmarks import speculate as speculate_bench
+
+    run.step("reading the model")
+    prepared = find_model(model, ranks, MeshOptions(), run.status)
+    counts = counts_of("--clients", clients)
+    request = speculate_bench.Request(
+        prepared.path, prepared.mesh.shape, prepared.heads, counts, new, rounds, speculate
+    )
+    speculate_bench.rows(request, torch.get_num_threads(), run.table("rows"))
+    rows = run.tables["rows"]
+    same = all(row.same_texts == 1 for row in rows)
+    run.report.set(same_texts=same)
+    run.code = 0 if same else 1
+    verdict = "Both engines give the same texts." if same else "[bold red]The engines give different texts."
+    return [pairs("this machine", machine()), tables.speculate_table(rows, ranks), verdict]
 
 
 UNEQUAL_EXPLAINED = """\

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         prefixes,
         recurrent,
         selected,
+        speculate,
         storage,
         unequal,
     )
@@ -144,6 +145,26 @@ def masks_table(rows: "list[masks.MaskRow]") -> Table:
     for row in rows:
         times = row.first.in_two_lines, row.mask.in_two_lines, f"{100 * row.share:.1f}"
         table.add_row(row.case, *times, row.gap.in_two_lines, row.step.in_two_lines)
+    return table
+
+
+def speculate_table(rows: "list[speculate.Row]", ranks: int) -> Table:
+    """Return the tokens a second of answers without guesses and with them."""
+    figures = (
+        "tokens/s\nwithout",
+        "tokens/s\nwith",
+        "ratio",
+        "guesses,\nper 100",
+        "that stood,\nper 100",
+        "same\ntexts",
+    )
+    table = titled(f"{ranks} ranks, {torch.get_num_threads()} threads in all", "answers", figures=figures)
+    for row in rows:
+        name, rates = (
+            f"{row.case}, {row.clients} at once",
+            (f"{row.plain:.1f}", f"{row.guessed:.1f}", f"{row.ratio:.2f}"),
+        )
+        table.add_row(name, *rates, f"{row.drafted}", f"{row.accepted}", f"{row.same_texts:.0%}")
     return table
 
 

@@ -1,12 +1,13 @@
 """Options of `attnmesh generate` and `attnmesh serve`, which check themselves before anything slow is imported."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from attnmesh_command.choices import COLDEST, HOTTEST, TOOL_FORMATS
+from attnmesh_command.choices import COLDEST, HOTTEST, MOST_GUESSES, TOOL_FORMATS
 from attnmesh_command.messages import OptionError, check_named, check_option, print_note, under_torchrun
 from attnmesh_command.option_texts import (
     announce_model,
@@ -68,6 +69,10 @@ ServedName = Annotated[
 ]
 ToolFormat = Annotated[
     str, typer.Option(help="How the model writes calls of tools; auto looks at the chat template, none leaves text.")
+]
+Speculate = Annotated[
+    str | None,
+    typer.Option(help="Guess tokens that an answer copies, and check them in one step: ngram, or ngram:N for N a row."),
 ]
 MaxGap = Annotated[
     float | None,
@@ -197,6 +202,7 @@ class ServeOptions:
     store_memory: StoreMemory = None
     store_disk: StoreDisk = None
     max_gap: MaxGap = None
+    speculate: Speculate = None
     max_model_len: Annotated[int | None, typer.Option(min=2, help="Longest context; the model's by default.")] = None
     generation_config: GenerationSource = "auto"
     tool_format: ToolFormat = "auto"
@@ -220,6 +226,7 @@ class ServeOptions:
         check_named("--generation-config", self.generation_config, GENERATION_SOURCES)
         check_named("--tool-format", self.tool_format, TOOL_FORMATS)
         self.api_keys()
+        check_speculate(self.speculate)
         for name, size in (("--store-memory", self.store_memory), ("--store-disk", self.store_disk)):
             fits, fix = self.store is not None or size is None, "name a folder, or leave this out"
             check_option(fits, name, "a --store beside it", size, fix)
@@ -238,6 +245,14 @@ class ServeOptions:
             fix = "take letters and digits"
             check_option(fits, name, "printable ASCII without spaces", "other characters, or none", fix)
         return tuple(key for keys in found.values() for key in keys)
+
+
+def check_speculate(given: str | None) -> None:
+    """Raise unless the option names a way to guess, and a possible number."""
+    found = re.fullmatch("ngram(?::([1-9][0-9]?))?", given or "ngram")
+    fits = found is not None and int(found[1] or 1) <= MOST_GUESSES
+    expected, fix = f"ngram, or ngram:N with N from 1 to {MOST_GUESSES}", "write one of these, or leave it out"
+    check_option(fits, "--speculate", expected, repr(given), fix)
 
 
 def lines_of(file: Path) -> list[str]:

@@ -225,6 +225,8 @@ INVALID = {
     ("--model", TINY, "--api-key-file", "/dev/null"): "--api-key-file: expected printable ASCII",
     ("--model", TINY, "--max-model-len", "99999"): "--max-model-len: expected at most 2048, given 99999",
     ("--model", TINY, "--tool-format", "herms"): "write --tool-format hermes",
+    ("--model", TINY, "--speculate", "ngram:65"): "--speculate: expected ngram, or ngram:N with N from 1 to 64, given",
+    ("--model", TINY, "--speculate", "draft"): "given 'draft'. Fix: write one of these, or leave it out.",
     ("--model", TINY, "--generation-config", "vllm"): "--generation-config: expected one of auto, none",
     ("--model", TINY, "--store-disk", "5"): "--store-disk: expected a --store beside it, given 5.0",
     ("--model", TINY, "--store", "/proc/self/attr"): "store: expected a folder",

@@ -33,6 +33,8 @@ from attnmesh.serve.spelling import Spelling
 from attnmesh.serve.text import SentToken, Text
 from attnmesh.serve.tool_formats import FORMATS, ContentText, ToolCall
 from attnmesh.serve.tool_grammars import SHAPES, Rules
+from tests.hf.serving.test_engine import started
+from tests.hf.serving.test_guesses import guessing
 from tests.support import families
 from tests.support.fake_engine import HERMES, ThreadWorld, byte_tokenizer
 from tests.support.served import NAME, Served, chat, served
@@ -228,6 +230,23 @@ def test_a_grammar_changes_no_row_beside_it(engine: Engine) -> None:
     beside = [token.id for token in engine.submit([5, 6], **options)]
     assert beside == alone
     assert [len(text_of(stream)) for stream in streams] == [*range(5, 25)]
+
+
+def test_guesses_follow_a_grammar(engine: Engine, tokens: GrammarTokens) -> None:
+    """Guess the tokens of answers that follow grammars, with errors: answers are those without guesses."""
+    asked: list[dict[str, Any]] = [
+        {"max_new_tokens": 30, "temperature": seed % 2, "seed": seed, "grammar": Grammar(f"start: /[a-z]{{{size}}}/")}
+        for seed, size in enumerate((5, 24, 40, 9))
+    ]
+    streams = [engine.submit([5, 6], **options) for options in asked]
+    wanted = [[token.id for token in stream] for stream in streams]
+    with guessing([[5, 6, *answer] for answer in wanted]):
+        made = Engine(engine.model, None, speculate="ngram", tokens_end=[END], grammars=tokens)
+        with started(made):
+            again = [made.submit([5, 6], **options) for options in asked]
+            assert [[token.id for token in stream] for stream in again] == wanted
+        assert [one.finish_reason for one in again] == [one.finish_reason for one in streams]
+        assert 0 < made.metrics()["accepted_tokens"] < made.metrics()["drafted_tokens"]
 
 
 def test_biases_penalties_and_cuts_leave_a_grammar(engine: Engine) -> None:

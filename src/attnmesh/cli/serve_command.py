@@ -74,7 +74,8 @@ def _prepared(options: ServeOptions, world: int) -> tuple[Prepared, "ServeSettin
     longest = _longest(options.max_model_len, prepared.longest)
     memory = options.cache_memory and round(options.cache_memory * 1e9)
     engine: dict[str, Any] = {"max_rows": options.max_rows, "max_queue": options.max_queue, "max_model_len": longest}
-    engine |= {"max_gap": options.max_gap, "cache_memory": memory, **cache_options(options, prepared)}
+    engine |= {"max_gap": options.max_gap, "cache_memory": memory, "speculate": options.speculate}
+    engine |= cache_options(options, prepared)
     engine["store"] = _store(options, prepared)
     engine["tokens_end"], defaults = _generation(options.generation_config, prepared)
     return (

@@ -64,7 +64,7 @@ def attend_cached(q: Tensor, pending: PendingKV, layer: LayerCall, spec: MaskSpe
     if spec.shards is not None:
         return _prefill(q, pending, layer, spec.shards, is_new)
     kv = _store(pending, layer.mask, spec, q.shape[2]) if is_new else pending.layer.cached
-    if kv.sizes.storage is not None and kv.length == pending.k.shape[2] and spec.token_mask is None:
+    if kv.sizes.storage is not None and pending.layer.is_first(pending) and spec.token_mask is None:
         # As in a sharded prefill, the first tokens attend each other before their keys are rounded.
         out = _attend_local(q, pending.k, pending.v, layer, spec)
         for axis in (kv.mesh.heads, kv.tokens) if pending.layer.cache.head_ranks > 1 else ():

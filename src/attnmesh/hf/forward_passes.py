@@ -243,15 +243,21 @@ class ForwardPasses:
 
 
 def run_model(
-    model: PreTrainedModel, ids: Tensor, positions: Tensor, cache: ShardedCache, mask: Tensor | None = None
+    model: PreTrainedModel,
+    ids: Tensor,
+    positions: Tensor,
+    cache: ShardedCache,
+    mask: Tensor | None = None,
+    *,
+    last: int = 1,
 ) -> Tensor:
-    """Run the model on new tokens, and return the logits of the last of each row. It computes as few as it can."""
+    """Run the model on new tokens, and return the logits of the `last` of each row. It computes as few as it can."""
     parameters = signature(model.forward).parameters
     name = cache_argument(parameters)
     if name == "cache_params" and mask is not None:  # Mamba takes the mask of the new tokens
         mask = mask[:, -ids.shape[1] :]
-    optional = {"logits_to_keep": 1, "position_ids": positions}
+    optional = {"logits_to_keep": last, "position_ids": positions}
     optional = {key: value for key, value in optional.items() if key in parameters}
     output = model(input_ids=ids, attention_mask=mask, use_cache=True, **{name: cache}, **optional)
-    logits: Tensor = output.logits[:, -1]
+    logits: Tensor = output.logits[:, -last:].flatten(0, 1)
     return logits

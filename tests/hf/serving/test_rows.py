@@ -20,7 +20,7 @@ from tests.support.models.tiny_models import Case, build
 from tests.support.pool import Pool
 from tests.support.seeds import seeds, some
 
-LENGTHS, NEW = (37, 2, 92, 1, 16), 4
+LENGTHS, LONGER, NEW = (37, 2, 92, 1, 16), (37, 12, 92, 30, 16), 4
 SHAPES = [Shape(1, 1, 1), Shape(1, 1, 2), Shape(1, 3, 1), Shape(2, 1, 2)]
 OTHERS = ("deepseek_v3", "qwen3_next", "mamba", "falcon_h1", "bart", "deepseek_v32", "gpt2")
 """Model types with latents, recurrent states alone and beside keys, no position_ids, and indexers."""
@@ -55,6 +55,34 @@ def check_together(model: PreTrainedModel, mesh: Any, tolerance: float, **option
         assert given[row] == expected.argmax(-1).tolist()[: len(given[row])]
         text = torch.cat((prompts[row][0], torch.tensor(given[row][:-1])))
         assert torch.equal(caches[row].tokens, text[None])
+
+
+def several_tokens(family: str, shape: Shape) -> None:
+    """Give each row several tokens at once, and take some back: logits are those of all tokens in one forward pass."""
+    model, mesh = families.model(family, "attnmesh"), named_mesh(shape, AXES)
+    texts = [prompt(length, seed=length)[0].tolist() for length in (LENGTHS if family == "qwen2" else LONGER)]
+    caches = [hf.ShardedCache(model.config, mesh) for _ in texts]
+    for text, cache in zip(texts, caches, strict=True):
+        hf.generate(model, torch.tensor([text]), cache=cache, max_new_tokens=1, do_sample=False)
+    caches[2] = caches[2].fork()
+    for step, counts in enumerate([(3, 1, 6, 2, 1), (1, 1, 1, 1, 1), (1, 5, 1, 1, 4)]):
+        new = [prompt(count, seed=step)[0].tolist() for count in counts]
+        tokens = [own[0] if len(own) == 1 and row % 2 else own for row, own in enumerate(new)]
+        for row, logits in enumerate(hf.decode_rows(model, tokens, caches).split(counts)):
+            own, cache = new[row], caches[row]
+            with torch.no_grad():
+                expected = model(torch.tensor([texts[row] + own])).logits[0, -len(own) :]
+            assert float((logits - expected).abs().max()) <= 1e-3 * float(expected.std())
+            texts[row] += own[: max(1, len(own) - row)]
+            cache.crop(len(texts[row]) - cache.get_seq_length())
+            assert cache.tokens is not None
+            assert cache.tokens[0].tolist() == texts[row]
+
+
+@pytest.mark.parametrize("family", some([*CONFIGS], "gemma3", "llama", "qwen2"))
+def test_rows_of_several_tokens(family: str, pool: Pool) -> None:
+    shape = SHAPES[1 - [*CONFIGS].index(family) % 2]
+    pool.run(shape.ranks, several_tokens, family, shape)
 
 
 def family_together(family: str, shape: Shape) -> None:

@@ -181,6 +181,10 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         assert self.kv is not None
         return self.kv
 
+    def is_first(self, pending: PendingKV) -> bool:
+        """Return whether the layer's cache has no tokens but these new ones."""
+        return self.cached.length == pending.k.shape[2]
+
     def must_grow(self, kv: KVCache, tokens: int) -> bool:
         """Return whether a cache has no space for more tokens, and may get some."""
         return self.cache.capacity is None and kv.length + tokens > kv.sizes.capacity

@@ -67,6 +67,9 @@ class Engine:
         max_model_len: Tokens of a prompt and its answer; the model's context by default.
         tokens_end: Tokens that end an answer; the model's by default. They are not among its tokens.
         store: Where prefixes are kept when their caches go, also for engines that come later; None for nowhere.
+        speculate: "ngram" to guess the next tokens of an answer, by what followed its last tokens where they stood
+            before, and to check at most 8 guesses of each request in a step; "ngram:N" for at most N. Answers stay the
+            same. None for one token of each request in a step.
         grammars: The model's tokens, by which rank 0 follows grammars; None if no request has one, and on other ranks.
         cache_options: Options of each request's `ShardedCache`. With `storage=`, tokens may depend on what else runs:
             the first chunk of a prompt attends its keys before they are rounded, and chunks are shorter beside others.
@@ -101,6 +104,7 @@ class Engine:
         max_model_len: int | None = None,
         tokens_end: Iterable[int] | None = None,
         store: PrefixStore | None = None,
+        speculate: str | None = None,
         grammars: GrammarTokens | None = None,
         **cache_options: Any,
     ) -> None:
@@ -110,7 +114,7 @@ class Engine:
 
         context = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
-        with agreement_with_peers(place, self.model, SUBJECT, {**limits, "max_gap": max_gap}):
+        with agreement_with_peers(place, self.model, SUBJECT, {**limits, "max_gap": max_gap, "speculate": speculate}):
             check_rows(SUBJECT, self.model)
             for name, limit in limits.items():
                 if limit is not None or name in ("max_rows", "max_queue"):
@@ -133,7 +137,7 @@ class Engine:
         self.shares = self.worker.template.shares
         """Ratios of the tokens of each rank, measured once for all requests; None for even shares."""
         memory = int(cache_memory or self._memory_share())
-        self.schedule = RequestQueue(self.worker, max_rows, memory, max_gap, store)
+        self.schedule = RequestQueue(self.worker, max_rows, memory, max_gap, store, speculate)
         self.max_queue = int(max_queue)
         self.inbox: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
         self.error: BaseException | None = None

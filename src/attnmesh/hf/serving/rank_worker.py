@@ -134,7 +134,7 @@ class RankWorker:
             rest = ids[:, length : length + self._tokens_at_once(size, self.ends[number] - length)]
             positions = torch.arange(rest.shape[1], device=ids.device)[None] + cache.next_position
             cache.intact = False
-            logits = run_model(self.model, rest, positions, cache)[0]
+            logits = run_model(self.model, rest, positions, cache)
             note_tokens(cache, rest, length)
             if length + rest.shape[1] < ids.shape[1]:
                 logits = None
@@ -149,13 +149,20 @@ class RankWorker:
             return 1
         return min(max(size, 2), left) if self.by_steps else max(size, 2)
 
-    def do_rows(self, rows: list[tuple[int, int]], grows: bool) -> Tensor:
-        """Add a token to each cache, of which one grows or none. Return the logits of the rows."""
-        logits = decode_rows(self.model, [token for _, token in rows], [self.caches[number] for number, _ in rows])
+    def do_crop(self, rows: list[tuple[int, int]]) -> None:
+        """Take tokens back from the ends of caches."""
+        for number, tokens in rows:
+            self.caches[number].crop(-tokens)
+
+    def do_rows(self, rows: list[tuple[int, list[int]]], grows: bool) -> Sequence[Tensor]:
+        """Add tokens to each cache, of which some grow or none. Return the logits of each row, (tokens, vocabulary)."""
+        numbers, tokens = zip(*rows, strict=True)
+        logits = decode_rows(self.model, tokens, [self.caches[number] for number in numbers])
         self.steps += 1
         if grows or self.steps % MEASURED == 0:
             self.nbytes = self.measure()
-        return logits
+        parts: Sequence[Tensor] = logits.split([*map(len, tokens)])
+        return parts
 
     def close(self, *, at_once: bool = False) -> None:
         """End what goes on beside the plans."""

@@ -1,7 +1,7 @@
 """Schedule of an engine: which requests decode, whose prompts are computed, and which caches are kept."""
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from itertools import count, islice
 from time import perf_counter
 from typing import Any
@@ -11,6 +11,7 @@ from torch import Tensor
 from attnmesh.errors import InputError
 from attnmesh.hf.serving.footprint import Footprint, growth, never_fits
 from attnmesh.hf.serving.grammar_masks import wait_for_any
+from attnmesh.hf.serving.guesses import Speculation, StepTimes
 from attnmesh.hf.serving.plan_exchange import specs_of
 from attnmesh.hf.serving.prefix_store import PrefixStore
 from attnmesh.hf.serving.prefixes import LEAST, Prefixes
@@ -45,9 +46,16 @@ class RequestQueue:
     """The requests of an engine on rank 0, by what they wait for. Caches take at most `memory` bytes on each rank."""
 
     def __init__(
-        self, worker: RankWorker, max_rows: int, memory: int, max_gap: float | None, store: PrefixStore | None = None
+        self,
+        worker: RankWorker,
+        max_rows: int,
+        memory: int,
+        max_gap: float | None,
+        store: PrefixStore | None = None,
+        speculate: str | None = None,
     ) -> None:
         self.worker, self.max_rows, self.memory, self.max_gap = worker, int(max_rows), memory, max_gap
+        self.speculation = Speculation.of(speculate, worker.template, is_causal=worker.is_causal)
         self.store = begin_store(store, worker)
         self.waiting: deque[Stream] = deque()
         self.filling: list[Stream] = []  # whose prompts are computed, the oldest first
@@ -63,11 +71,14 @@ class RequestQueue:
         self.is_full = False  # no chunk fits, so no other prompt begins
         self.numbers, self.chunks = count(), count()
         self.drops: list[int] = []
+        self.rejected: dict[int, int] = {}  # last tokens of caches that the next step takes back, by number
         self.nbytes: list[int] = [0]
         """Bytes of caches by rank, as of the last exchange."""
+        self.step_times = StepTimes()
         self.row_seconds, self.token_seconds = 0.0, 0.0
         """Seconds of a step of rows, and of a token of a prompt."""
         self.counts = dict.fromkeys(("tokens", "prompt_tokens", "cached_tokens", "preempted", "evicted", "steps"), 0)
+        self.counts |= {"drafted_tokens": 0, "accepted_tokens": 0}
 
     @property
     def running(self) -> list[Stream]:
@@ -98,20 +109,24 @@ class RequestQueue:
         self._draw_held()
         while len(self.prefixes.kept) > 2 * self.max_rows:
             self._evict(next(iter(self.prefixes.kept)))
+        self._guess()
         self._fit_rows()
         start, snapshot = self._start(), self._snapshot()
         fill = self._fill()
         operations = [operation for operation in (start, snapshot, fill) if operation is not None]
         if self.filling and not self.rows and not operations:  # none can go on beside the others
             self._preempt(self._bytes_of(len(self.filling[-1].ids)))
-        plan = self.store.before(self.drops, self._spare_seconds() / 2 if self.rows else None)
+        plan: list[Any] = [["crop", [*self.rejected.items()]]] if self.rejected else []
+        self.rejected = {}
+        plan += self.store.before(self.drops, self._spare_seconds() / 2 if self.rows else None)
         if self.drops:
             plan.append(["drop", self.drops])
             self.prefixes.forget(self.drops)
             self.drops = []
         self.stepping = [stream for stream in self.rows if stream.held is None]
         if self.stepping:
-            plan.append(["rows", [[stream.number, stream.answer[-1]] for stream in self.stepping], self.growing])
+            rows = [[one.number, [one.answer[-1], *one.guesses.checked]] for one in self.stepping]
+            plan.append(["rows", rows, self.growing])
         return plan + operations + self.store.after()
 
     def hear(self, numbers: list[list[int]]) -> None:
@@ -121,9 +136,15 @@ class RequestQueue:
 
     def take(self, results: dict[str, Any]) -> None:
         """Take the results of a step: new tokens, and prompts that are done."""
+        if isinstance(error := results.get("crop"), InputError):
+            raise error  # caches differ from what is known of them
         if (rows := results.get("rows")) is not None:
             self.counts["steps"] += 1
             self._measure("row_seconds", self.worker.seconds["rows"])
+            drafted = sum(len(stream.guesses.checked) for stream in self.stepping)
+            self.counts["drafted_tokens"] += drafted
+            seconds = self.worker.seconds["rows"] + self.worker.seconds.get("crop", 0.0)
+            self.step_times.add(len(self.stepping), drafted, seconds)
             self._take_rows(rows)
         if self.begun is not None:
             self._take_start(self.begun, results["start"])
@@ -142,7 +163,7 @@ class RequestQueue:
 
     # --- results ---
 
-    def _take_rows(self, rows: Tensor | InputError) -> None:
+    def _take_rows(self, rows: Sequence[Tensor] | InputError) -> None:
         if isinstance(rows, InputError):
             self.rows = [stream for stream in self.rows if stream.held is not None]
             self._find_cause(self.stepping, rows)
@@ -152,6 +173,7 @@ class RequestQueue:
         for stream in running:
             if stream in logits:
                 stream.suspected = False
+                stream.guesses.begin()
             if stream not in logits or not self._add(stream, logits[stream], until - perf_counter()):
                 self.rows.append(stream)
 
@@ -204,23 +226,37 @@ class RequestQueue:
                 self.rows.append(stream)
 
     def _add(self, stream: Stream, logits: Tensor, seconds: float = 0.0) -> bool:
-        """Draw the next token of a stream. Return whether it has ended.
+        """Draw the next token of a stream, and one more after each guess that stands. Return whether it has ended.
 
-        Logits are held if the mask of its grammar is not there in so many seconds: other rows go on meanwhile.
+        Logits, (tokens, vocabulary), are held if the mask of its grammar is not there in so many seconds: other rows go
+        on meanwhile.
         """
-        late = stream.grammar is not None and not stream.grammar.is_ready(max(0.0, seconds))
-        stream.held = logits if late else None
-        if late:
-            return False
-        try:
-            ended = stream.add(logits)
-        except Exception as error:  # that of one request, which ends it alone
-            self._end(stream, error, keep=False)
-            return True
-        self.counts["tokens"] += stream.finish_reason != "stop"
-        if ended:
-            self._end(stream, stream.finish_reason or "stop", keep=not self.worker.by_steps)
-        return ended
+        until = perf_counter() + seconds
+        for place, scores in enumerate(logits):
+            late = stream.grammar is not None and not stream.grammar.is_ready(max(0.0, until - perf_counter()))
+            stream.held = logits[place:] if late else None
+            if late:
+                return False
+            try:
+                ended = stream.add(scores)
+            except Exception as error:  # that of one request, which ends it alone
+                self._end(stream, error, keep=False)
+                return True
+            self.counts["tokens"] += stream.finish_reason != "stop"
+            if ended:
+                self._end(stream, stream.finish_reason or "stop", keep=not self.worker.by_steps)
+                return True
+            if not stream.guesses.stands(stream.answer[-1]):
+                break
+            self.counts["accepted_tokens"] += 1
+        self._reject(stream)
+        return False
+
+    def _reject(self, stream: Stream) -> None:
+        """Take guesses that do not stand from the end of a cache, with the next step."""
+        if stream.guesses.left:
+            self.rejected[stream.number] = len(stream.guesses.left)
+            stream.guesses.left = []
 
     # --- ends ---
 
@@ -229,9 +265,10 @@ class RequestQueue:
         stream.end(reason)
         if stream.number < 0:
             return
+        self._reject(stream)
         if keep:
             self.prefixes.keep(stream)
-            self.store.keep(stream, stream.number)
+            self.store.keep(stream, stream.number, self.rejected.get(stream.number, 0))
         else:
             self.drops.append(stream.number)
 
@@ -243,8 +280,9 @@ class RequestQueue:
 
     def _put_back(self, stream: Stream) -> None:
         """Put a request back into the queue: its prompt and tokens are computed again."""
+        self._reject(stream)
         if not (self.worker.by_steps and stream.answer):
-            self.store.keep(stream, stream.number)
+            self.store.keep(stream, stream.number, self.rejected.get(stream.number, 0))
         self.drops.append(stream.number)
         stream.number, stream.filled, stream.held = -1, 0, None
         stream.parted.clear()
@@ -276,16 +314,30 @@ class RequestQueue:
         self.drops.append(number)
         self.counts["evicted"] += 1
 
+    def _guess(self) -> None:
+        """Guess tokens of the rows of this step, and choose those that are worth their time."""
+        if self.speculation is None:
+            return
+        rows = [stream for stream in self.rows if stream.held is None]
+        for stream in rows:
+            room = stream.max_new_tokens - len(stream.answer) - 1
+            stream.guesses.follow(stream.prompt, stream.answer, min(self.speculation.most, room))
+        self.step_times.choose([stream.guesses for stream in rows])
+
     def _fit_rows(self) -> None:
         """Put the youngest requests back into the queue until the others can grow."""
         more = self._growth_of_rows()
+        if not self._fits(more):
+            for stream in self.rows:  # guesses go before a row does
+                stream.guesses.checked = []
+            more = self._growth_of_rows()
         while not self._fits(more) and self.running:
             self._preempt(more)
             more = self._growth_of_rows()
         self.promised, self.growing = more, more > 0
 
     def _growth_of_rows(self) -> int:
-        return sum(self._growth(stream, 1) for stream in self.rows)
+        return sum(self._growth(stream, 1 + len(stream.guesses.checked)) for stream in self.rows)
 
     def _growth(self, stream: Stream, tokens: int) -> int:
         cache = self.worker.caches[stream.number]

@@ -1,8 +1,9 @@
-"""One forward pass of one token of several requests, each with a cache of its own."""
+"""One forward pass of the next tokens of several requests, each with a cache of its own."""
 
 from collections import defaultdict
 from collections.abc import Sequence
 from inspect import signature
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,8 +26,12 @@ OPTIONS = ("merge", "output", "reproducible", "kernel", "checked", "storage", "w
 """Options of caches that rows of one step share."""
 
 
+NextTokens = int | Sequence[int]
+"""The next token of a request, or its next tokens."""
+
+
 @torch.no_grad()
-def decode_rows(model: PreTrainedModel, tokens: Sequence[int], caches: Sequence[ShardedCache]) -> Tensor:
+def decode_rows(model: PreTrainedModel, tokens: Sequence[NextTokens], caches: Sequence[ShardedCache]) -> Tensor:
     """Return the logits after one more token of each request, (requests, vocabulary), by one forward pass.
 
     Row r is what the model computes from `tokens[r]` and `caches[r]` alone. Every rank makes the same call. Models that
@@ -34,7 +39,8 @@ def decode_rows(model: PreTrainedModel, tokens: Sequence[int], caches: Sequence[
 
     Args:
         model: A causal language model with `attn_implementation="attnmesh"`.
-        tokens: The next token of each request, which is added to its cache.
+        tokens: The next token of each request, which is added to its cache; or a list of its next tokens, such as
+            guesses to check. The logits are then those after each of all tokens, request by request.
         caches: The cache of each request, on one mesh, with the tokens before, as `prefill` or `generate` leaves it.
 
     Returns:
@@ -57,32 +63,38 @@ def decode_rows(model: PreTrainedModel, tokens: Sequence[int], caches: Sequence[
     model = unwrap(model)
     _agree(model, tokens, caches)
     prepare_model(model)
+    rows = [_tokens_of(row) for row in tokens]
     groups = defaultdict(list)
     for row, cache in enumerate(caches):  # a forward pass has one rope, and makes the keys of an empty cache anew
-        length = cache.get_seq_length()
-        alone = row if not length or not _runs_rows(model) else -1
-        groups[alone, rope_regime(cache.config, length + 1)].append(row)
-    rows, logits = [], []
+        length, new = cache.get_seq_length(), len(rows[row])
+        together = length and _runs_rows(model) and (new == 1 or not cache.state_layers)
+        groups[-1 if together else row, rope_regime(cache.config, length + new)].append(row)
+    logits = dict[int, Tensor]()
     for members in groups.values():
-        chosen = [caches[row] for row in members]
-        logits.append(_step(model, [tokens[row] for row in members], chosen))
-        rows += members
-    return torch.cat(logits)[torch.tensor(rows).argsort().to(logits[0].device)]
+        own = [rows[row] for row in members]
+        found = _step(model, own, [caches[row] for row in members])
+        logits.update(zip(members, found.split([*map(len, own)]), strict=True))
+    return torch.cat([logits[row] for row in sorted(logits)])
 
 
-def _step(model: PreTrainedModel, tokens: Sequence[int], caches: Sequence[ShardedCache]) -> Tensor:
-    """Run the model over one token of each cache. Return the logits, (caches, vocabulary)."""
-    ids = torch.tensor(tokens, device=model.device)[:, None]
-    rows = RowsCache(caches) if len(caches) > 1 else None
-    lengths = [cache.get_seq_length() for cache in caches]
+def _tokens_of(row: NextTokens) -> list[int]:
+    return [row] if isinstance(row, int) else [*row]
+
+
+def _step(model: PreTrainedModel, tokens: Sequence[Sequence[int]], caches: Sequence[ShardedCache]) -> Tensor:
+    """Run the model over the new tokens of each cache. Return the logits after each, (tokens, vocabulary)."""
+    counts, lengths = [*map(len, tokens)], [cache.get_seq_length() for cache in caches]
+    rows = RowsCache(caches, counts) if len(caches) > 1 else None
+    places = [range(cache.next_position, cache.next_position + n) for cache, n in zip(caches, counts, strict=True)]
+    batch, last = ((-1, 1), 1) if max(counts) == 1 else ((1, -1), sum(counts))  # as `RowTokens` cuts it
+    ids, positions = (torch.tensor([*chain(*x)], device=model.device).view(batch) for x in (tokens, places))
     for cache in caches:
         cache.intact = False
-    positions = [[cache.next_position] for cache in caches]
-    logits = run_model(model, ids, torch.tensor(positions, device=ids.device), rows or caches[0])
+    logits = run_model(model, ids, positions, rows or caches[0], last=last)
     if rows is not None:
         rows.finish()
-    for token, cache, length in zip(ids, caches, lengths, strict=True):
-        note_tokens(cache, token[None], length)
+    for own, cache, length in zip(ids.flatten().split(counts), caches, lengths, strict=True):
+        note_tokens(cache, own[None], length)
     return logits
 
 
@@ -104,11 +116,11 @@ def _runs_rows(model: PreTrainedModel) -> bool:
     return "position_ids" in signature(model.forward).parameters or not attends(config)
 
 
-def _agree(model: PreTrainedModel, tokens: Sequence[int], caches: Sequence[ShardedCache]) -> None:
+def _agree(model: PreTrainedModel, tokens: Sequence[NextTokens], caches: Sequence[ShardedCache]) -> None:
     """Raise the same error on all ranks unless all make the same valid call."""
 
     def fields() -> dict[str, object]:
-        return {"tokens": [*map(int, tokens)], "lengths": [cache.get_seq_length() for cache in caches]}
+        return {"tokens": [*map(_tokens_of, tokens)], "lengths": [cache.get_seq_length() for cache in caches]}
 
     first = caches[0] if isinstance(caches, Sequence) and len(caches) else None
     place = first.mesh if isinstance(first, ShardedCache) else None
@@ -121,26 +133,32 @@ def _check_rows(model: PreTrainedModel, tokens: Any, caches: Any) -> None:
     check_rows(SUBJECT, model)
     given, fix = type(caches).__name__, "pass a list of hf.ShardedCache"
     require(isinstance(caches, Sequence) and len(caches) > 0, KernelError, f"{SUBJECT} caches", "caches", given, fix)
-    fits = isinstance(tokens, Sequence) and all(type(token) is int for token in tokens)
-    given, fix = f"{tokens}", "pass the next token of each request"
+    fits = isinstance(tokens, Sequence) and all(type(row) is int or (isinstance(row, list) and row) for row in tokens)
+    given, fix = f"{tokens}", "pass the next token of each request, or a list of its next tokens"
     fits = fits and len(tokens) == len(caches)
+    new = [_tokens_of(row) for row in tokens] if fits else []
+    fits = fits and all(type(token) is int for token in chain(*new))
     require(fits, ShapeError, f"{SUBJECT} tokens", f"a list of {len(caches)} ints", given, fix)
     config = model.config.get_text_config(decoder=True)
     words = getattr(model.get_input_embeddings(), "num_embeddings", config.vocab_size)
-    wrong, expected = [token for token in tokens if not 0 <= token < words], f"tokens from 0 to {words - 1}"
+    wrong, expected = [token for token in chain(*new) if not 0 <= token < words], f"tokens from 0 to {words - 1}"
     require(not wrong, ArgumentError, f"{SUBJECT} tokens", expected, f"{wrong}", "use the tokenizer of this model")
     once, fix = len({id(cache) for cache in caches}) == len(caches), "pass cache.fork()"
     require(once, ArgumentError, f"{SUBJECT} caches", "each cache once", "one cache twice", fix)
-    for cache in caches:
-        _check_cache(cache, caches[0])
+    for cache, row in zip(caches, new, strict=True):
+        _check_cache(cache, caches[0], len(row))
     longest = None if rope_regime(config, 0) else getattr(config, "max_position_embeddings", None)
-    length, expected = max(cache.get_seq_length() for cache in caches), f"at most {longest} tokens, the model's context"
+    length = max(cache.get_seq_length() + len(row) for cache, row in zip(caches, new, strict=True))
+    expected = f"at most {longest} tokens, the model's context"
     fix = "end the request, or use a model with a longer context"
-    require(longest is None or length < longest, ShapeError, SUBJECT, expected, f"{length + 1}", fix)
+    require(longest is None or length <= longest, ShapeError, SUBJECT, expected, f"{length}", fix)
 
 
-def _check_cache(cache: Any, first: Any) -> None:
-    """Raise unless a cache holds one request, and has the mesh, the model and the options of the first."""
+def _check_cache(cache: Any, first: Any, new: int) -> None:
+    """Raise unless a cache holds one request, and has the mesh, the model and the options of the first.
+
+    So many new tokens go to it.
+    """
     subject, fix = f"{SUBJECT} caches", "pass attnmesh.hf.ShardedCache(model.config, mesh)"
     is_cache = isinstance(cache, ShardedCache) and not isinstance(cache, RowsCache)
     require(is_cache, KernelError, subject, "ShardedCaches", type(cache).__name__, fix)
@@ -161,7 +179,7 @@ def _check_cache(cache: Any, first: Any) -> None:
     length = cache.get_seq_length()
     known, expected = cache.shift is not None and cache.shift[0] <= length, "caches whose images are whole and known"
     require(known or not length, ShapeError, subject, expected, "another", "prefill the prompt again, with its images")
-    regime = rope_regime(cache.config, length + 1)
-    given, fix = f"{length + 1} tokens, where it changes", "call hf.generate with the tokens so far as the prompt"
+    regime = rope_regime(cache.config, length + new)
+    given, fix = f"{length + new} tokens, where it changes", "call hf.generate with the tokens so far as the prompt"
     same = cache.rope in (None, regime) or not length
     require(same, ShapeError, subject, "a rope that stays the same", given, fix)

@@ -1,7 +1,8 @@
 """A cache of rows for one step of decoding: each row has a `ShardedCache` of its own, and a length of its own.
 
-Its layers are layers of a `ShardedCache` that append to the caches of all rows. Recurrent states of the rows are joined
-for the step, and given back after it.
+Rows of one token each are a batch. Rows of several tokens, which may differ in number, are one after the other in one
+sequence. Its layers are layers of a `ShardedCache` that append to the caches of all rows. Recurrent states of the rows
+are joined for the step, and given back after it.
 """
 
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from attnmesh.cache.cache import KVCache
 from attnmesh.core.mask import Mask
@@ -21,13 +23,27 @@ from attnmesh.hf.cache.state_layer import HybridLayer, StateLayer
 from attnmesh.hf.transformers_names import LinearAttentionLayer
 
 
+class RowTokens(tuple[int, ...]):
+    """The new tokens of each row, and how tensors of all of them are cut into rows."""
+
+    def split(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the part of each row, (1, heads, tokens of the row, dim)."""
+        parts: tuple[Tensor, ...] = x.split(1) if max(self) == 1 else x.split(self, 2)
+        return parts
+
+    @property
+    def size(self) -> int:
+        """Queries that each row has in a step of all: of few numbers, as each kind of step is prepared."""
+        return 1 + (1 << (max(self) - 2).bit_length()) if max(self) > 1 else 1
+
+
 class RowsKV:
     """The caches of one layer, one for each row, in place of a `KVCache`."""
 
     padding = None
 
-    def __init__(self, caches: Sequence[KVCache]) -> None:
-        self.caches, self.sizes = caches, caches[0].sizes
+    def __init__(self, caches: Sequence[KVCache], tokens: RowTokens) -> None:
+        self.caches, self.tokens, self.sizes = caches, tokens, caches[0].sizes
 
     @property
     def length(self) -> int:
@@ -36,9 +52,9 @@ class RowsKV:
 
     def append(self, k: Tensor, v: Tensor | None, *, token_mask: None = None) -> None:
         """Append row r to cache r."""
+        keys, values = self.tokens.split(k), None if v is None else self.tokens.split(v)
         for row, kv in enumerate(self.caches):
-            one = slice(row, row + 1)
-            kv.append(k[one], None if v is None else v[one])
+            kv.append(keys[row], None if values is None else values[row])
 
 
 class RowsLayer(ShardedLayer):
@@ -48,13 +64,17 @@ class RowsLayer(ShardedLayer):
         super().__init__(cache)
         self.rows, self.is_initialized = rows, True
         self.projection, self.latent_widths = rows[0].projection, rows[0].latent_widths
-        self.kv = cast(Any, RowsKV([row.cached for row in rows]))
+        self.kv = cast(Any, RowsKV([row.cached for row in rows], cache.row_tokens))
 
     def reserve(self, pending: PendingKV, tokens: int, mask: Mask) -> KVCache:
         """Make room in the cache of each row."""
-        for row in self.rows:
-            row.reserve(pending, tokens, mask)
+        for row, count in zip(self.rows, self.cache.row_tokens, strict=True):
+            row.reserve(pending, count, mask)
         return self.cached
+
+    def is_first(self, pending: PendingKV) -> bool:
+        """Return False: a row without tokens is computed alone."""
+        return False
 
     def raise_agreed(
         self, error: InputError, pending: PendingKV, tokens: int, *, is_compared: bool | None = None
@@ -93,23 +113,39 @@ class RowsHybrid(RowsStates, RowsLayer):
 class RowsCache(ShardedCache):
     """`past_key_values` of one step, with the options of the first row's cache."""
 
-    def __init__(self, caches: Sequence[ShardedCache]) -> None:
-        self.__dict__ |= {**caches[0].__dict__, "rows": caches}
+    def __init__(self, caches: Sequence[ShardedCache], tokens: Sequence[int]) -> None:
+        self.__dict__ |= {**caches[0].__dict__, "rows": caches, "row_tokens": RowTokens(tokens)}
         layers = zip(*(cache.layers for cache in caches), strict=True)
         self.layers = [_layer_of(self, rows) for rows in layers]
 
     rows: Sequence[ShardedCache]
+    row_tokens: RowTokens
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of cached tokens of the longest row."""
         return max(cache.get_seq_length(layer_idx) for cache in self.rows)
 
     def attend(self, q: Tensor, kv: Any, **layer: Any) -> Tensor:
-        """Return attention of the last token of each row over the tokens of its cache."""
+        """Return attention of the last tokens of each row over the tokens of its cache.
+
+        All rows are one step, in which rows of fewer tokens have queries before theirs that nobody reads. Where caches
+        have forgotten what these would see, or are shorter, rows of as many tokens are a step.
+        """
         for name in ("selected", "partial", "distance_bias"):
             more = layer.pop(name, None)
             assert more is None, f"models with {name}= are decoded a row at a time"
-        return decode_rows(q, kv.caches, **self.decode_options(q), **layer)
+        options = {**self.decode_options(q), **layer}
+        if max(self.row_tokens) == 1:
+            return decode_rows(q, kv.caches, **options)
+        queries, outs = self.row_tokens.split(q), dict[int, Tensor]()
+        size = self.row_tokens.size
+        whole = all(one.sizes.mask is None and one.length >= size for one in kv.caches)
+        steps = {count: size if whole else count for count in self.row_tokens}
+        for size in sorted({*steps.values()}):
+            rows = [row for row, count in enumerate(self.row_tokens) if steps[count] == size]
+            own = torch.cat([pad(queries[row], (0, 0, size - queries[row].shape[2], 0)) for row in rows])
+            outs.update(zip(rows, decode_rows(own, [kv.caches[row] for row in rows], **options).split(1), strict=True))
+        return torch.cat([outs[row][:, :, -count:] for row, count in enumerate(self.row_tokens)], 2)
 
     def finish(self) -> None:
         """Give recurrent states back to the rows."""

@@ -78,8 +78,8 @@ class NoStore:
     def prepare(self, stream: Stream) -> None:
         """Name the blocks of a new stream, in the thread that submits it."""
 
-    def keep(self, stream: Stream, number: int) -> None:
-        """Store the prefix in a cache from now on."""
+    def keep(self, stream: Stream, number: int, rejected: int = 0) -> None:
+        """Store the prefix in a cache from now on, but for its last tokens that were rejected."""
 
     def begins(self, stream: Stream, same: int, numbers: Iterator[int], fits: Callable[[], bool]) -> bool:
         """Return whether a cache is now loaded for a stream, if it fits.
@@ -174,14 +174,14 @@ class StoreSchedule(NoStore):
         """Name the blocks of a new stream, in the thread that submits it."""
         self._names(stream).at(stream.ids, len(stream.ids) // GRAIN * GRAIN)
 
-    def keep(self, stream: Stream, number: int) -> None:
-        """Store the prefix in a cache from now on."""
+    def keep(self, stream: Stream, number: int, rejected: int = 0) -> None:
+        """Store the prefix in a cache from now on, but for its last tokens that were rejected."""
         cache = self.worker.caches.get(number)
         if self.stopped or cache is None or any(layer.is_initialized for layer in cache.cross_layers):
             return
         if cache.intact and cache.rope == self._rope(stream) and all(kv.is_block_cyclic for kv in cache.kvs):
-            ids = stream.ids
-            self.saving.append(SavingCache(number, ids, self._names(stream), min(cache.get_seq_length(), len(ids))))
+            ids, held = stream.ids, cache.get_seq_length() - rejected
+            self.saving.append(SavingCache(number, ids, self._names(stream), min(held, len(ids))))
 
     def before(self, drops: Collection[int], seconds: float | None) -> list[list[Any]]:
         """Return operations that come before those of a step, which take so many seconds; None without rows."""

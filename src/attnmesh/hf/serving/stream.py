@@ -19,6 +19,7 @@ from transformers import (
 from attnmesh.errors import ArgumentError, ModelError, require, short
 from attnmesh.hf.serving.draws import generator_after
 from attnmesh.hf.serving.grammar_masks import GrammarState, apply_mask
+from attnmesh.hf.serving.guesses import RowGuesses
 
 MOST_BIAS = 100
 """Largest bias of a logit, as of OpenAI."""
@@ -169,7 +170,9 @@ class Stream:
     grammar: GrammarState | None = None
     """The place of the answer in its grammar."""
     held: Tensor | None = None
-    """Logits that wait for the grammar's mask."""
+    """Logits that wait for the grammar's mask, (tokens, vocabulary)."""
+    guesses: RowGuesses = field(default_factory=RowGuesses)
+    """The next tokens, as they are guessed."""
     look: bytes | None = None
     """A digest of the images."""
     _ids: Tensor | None = None

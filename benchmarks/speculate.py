@@ -1,0 +1,174 @@
+"""`python -m benchmarks speculate`: answers of an engine that guesses tokens and checks them, beside one that does not.
+
+Both engines run on the same ranks with the same model, in turns, and answer the same prompts, which they have read.
+"""
+
+import inspect
+import textwrap
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from statistics import median
+from threading import Thread
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from transformers.utils import logging
+
+from attnmesh import hf
+from attnmesh.cli.launch import Send, run_on_ranks
+from attnmesh.hf.load import open_model, open_tokenizer
+from attnmesh.hf.serving.stream import Stream
+from attnmesh.mesh.shapes import Shape
+from attnmesh.setup.init_mesh import init_mesh
+from benchmarks.netns import send_rows
+from benchmarks.serve import Answer, rate
+
+SUBJECTS = ("a lighthouse", "two brothers", "the last train", "a lost letter", "an old clock", "a storm", "the river")
+"""Subjects of stories."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A model, its mesh, and what is asked of it."""
+
+    model: str
+    shape: Shape
+    heads: tuple[int, int]
+    clients: tuple[int, ...]
+    new: int
+    rounds: int
+    speculate: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """Answers to so many prompts at once, without guesses and with them."""
+
+    case: str
+    clients: int
+    plain: float
+    """Tokens in a second of all clients, the median of the rounds."""
+    guessed: float
+    ratio: float
+    """The median of the rounds' ratios."""
+    drafted: int
+    """Guesses that were checked for 100 tokens."""
+    accepted: int
+    """Guesses that stood for 100 tokens."""
+    same_texts: float
+    """Share of the answers that are equal."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The tokens of a prompt, and how its answer is drawn."""
+
+    ids: tuple[int, ...]
+    options: tuple[tuple[str, Any], ...]
+
+
+def rows(request: Request, threads: int, add: Send) -> None:
+    """Measure each case with each number of clients, on ranks that share the threads."""
+    share = max(1, threads // request.shape.ranks)
+    run_on_ranks(request.shape.ranks, send_rows, _ranks, request, threads=share, on_message=add)
+
+
+def prompts(tokenizer: Any, case: str, count: int, turn: int) -> list[Prompt]:
+    """Return prompts whose answers copy a file, quote it, or are stories, drawn at a temperature or the likeliest."""
+    made = []
+    for row in range(count):
+        number = 7 * turn + row
+        if case == "a story":
+            text = f"Story {turn}.{row}\n\nThis is a long story about {SUBJECTS[number % len(SUBJECTS)]}. It was"
+            options: dict[str, Any] = {"temperature": 0.8, "seed": number}
+        else:
+            source = _file(number)
+            first = "\n".join(source.splitlines()[: 2 + row % 3])
+            title = f"The file, version {turn}.{row}"  # a small model copies what it has seen twice
+            text = f"{title}:\n\n{source}\n\n{title}:\n\n{source}\n\n{title}:\n\n{first}\n"
+            options = {} if case == "a file" else {"temperature": 0.3, "seed": number}
+        made.append(Prompt(tuple(tokenizer(text)["input_ids"]), tuple(options.items())))
+    return made
+
+
+def _file(number: int) -> str:
+    """Return a short source file of Python's library."""
+    functions = [one for _, one in inspect.getmembers(textwrap, inspect.isroutine) if one.__module__ == "textwrap"]
+    methods = [one for _, one in inspect.getmembers(textwrap.TextWrapper, inspect.isfunction)]
+    sources = [textwrap.dedent(inspect.getsource(one)) for one in (*functions, *methods)]
+    sources = [one[:800] for one in sources if len(one) > 700]
+    return sources[number % len(sources)]
+
+
+Answers = tuple[list[Answer], dict[str, Any]]
+"""The answers of all clients, and the engine's figures; none on ranks other than 0."""
+
+CASES = ("a file", "a file, drawn", "a story")
+"""Answers: a copy, a copy drawn at a low temperature, and one that copies nothing."""
+
+
+def _ranks(request: Request) -> Iterator[Row]:
+    logging.disable_progress_bar()
+    model = open_model(request.model, "float32", torch.device("cpu"))
+    model.generation_config.eos_token_id = None
+    mesh = init_mesh("cpu", request.shape, *request.heads) if request.shape.ranks > 1 else None
+    if mesh is not None:
+        hf.share_weights(model, mesh)
+    tokenizer = open_tokenizer(request.model)
+    for case in CASES:
+        for clients in request.clients:
+            yield _compared(model, mesh, tokenizer, case, replace(request, clients=(clients,)))
+
+
+def _compared(model: Any, mesh: DeviceMesh | None, tokenizer: Any, case: str, request: Request) -> Row:
+    """Answer in turns; the first turn is not counted."""
+    (clients,), rates, same, counts = request.clients, list[tuple[float, float]](), list[bool](), [0.0, 0.0, 0.0]
+    for turn in range(request.rounds + 1):
+        asked, results = prompts(tokenizer, case, clients, turn), dict[str | None, Answers]()
+        for speculate in (None, request.speculate) if turn % 2 else (request.speculate, None):
+            engine = hf.Engine(model, mesh, tokens_end=(), speculate=speculate)
+            results[speculate] = _answered(engine, asked, request.new)
+        (plain, _), (guessed, figures) = results[None], results[request.speculate]
+        if turn and plain:
+            rates.append((rate(plain), rate(guessed)))
+            same += [one.text == other.text for one, other in zip(plain, guessed, strict=True)]
+            names = ("tokens", "drafted_tokens", "accepted_tokens")
+            counts = [count + figures[name] for count, name in zip(counts, names, strict=True)]
+    if not rates:  # on other ranks
+        return Row(case, clients, 0.0, 0.0, 0.0, 0, 0, 0.0)
+    before, after = (round(median(each), 1) for each in zip(*rates, strict=True))
+    ratio = round(median(own / other for other, own in rates), 2)
+    drafted, accepted = (round(100 * count / counts[0]) for count in counts[1:])
+    return Row(case, clients, before, after, ratio, drafted, accepted, sum(same) / len(same))
+
+
+def _answered(engine: hf.Engine, asked: Sequence[Prompt], new: int) -> Answers:
+    """Return the answers on rank 0, and the engine's figures; the other ranks follow."""
+    if dist.get_rank():
+        engine.follow()
+        return [], {}
+    thread = Thread(target=engine.run)
+    thread.start()
+    try:
+        with ThreadPoolExecutor(len(asked)) as pool:
+            for stream in [engine.submit(one.ids, max_new_tokens=1) for one in asked]:
+                list(stream)  # prompts are kept: else the first answer ends before the last one begins
+            streams = [engine.submit(one.ids, max_new_tokens=new, **dict(one.options)) for one in asked]
+            answers = [*pool.map(_read, streams)]
+        return answers, engine.metrics()
+    finally:
+        engine.close()
+        thread.join()
+
+
+def _read(stream: Stream) -> Answer:
+    """Return an answer's tokens and their times."""
+    asked, times, ids = perf_counter(), list[float](), list[int]()
+    for token in stream:
+        times.append(perf_counter())
+        ids.append(token.id)
+    return Answer(asked, tuple(times), " ".join(map(str, ids)))

