@@ -17,7 +17,7 @@ import torch
 
 import tests.support.economy
 import tests.support.garbage
-import tests.support.interpreted  # noqa: F401 (first of all)
+import tests.support.interpreted
 from attnmesh.cli.launch import Processes
 from attnmesh.kernels.native.build import library
 from attnmesh.runtime.world import WORLD
