@@ -448,8 +448,9 @@ def bench_prefixes(
     from attnmesh.hf.load import locate
     from benchmarks import prefixes as prefixes_bench
 
-    before, after = counts_of("--ranks", ranks)
-    request = prefixes_bench.Request(locate(model), pages(), letters, (before, after), max_gap)
+    before, *others = counts_of("--ranks", ranks)
+    require(len(others) == 1, ArgumentError, "--ranks", "two numbers, as 4,3", repr(ranks), "name both servers' ranks")
+    request = prefixes_bench.Request(locate(model), pages(), letters, (before, others[0]), max_gap)
     prefixes_bench.rows(request, run.table("rows"), run.step)
     return [pairs("this machine", machine()), tables.prefixes_table(run.tables["rows"])]
 

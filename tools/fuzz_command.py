@@ -65,6 +65,7 @@ from benchmarks import diffusion as diffusion_bench
 from benchmarks import folder as folder_bench
 from benchmarks import kernel as kernel_bench
 from benchmarks import latent as latent_bench
+from benchmarks import masks as masks_bench
 from benchmarks import model as whole_model
 from benchmarks import packed as packed_bench
 from benchmarks import plan as plan_bench
@@ -74,6 +75,7 @@ from benchmarks import recurrent as recurrent_bench
 from benchmarks import rows as rows_bench
 from benchmarks import selected as selected_bench
 from benchmarks import serve as serve_bench
+from benchmarks import speculate as speculate_bench
 from benchmarks import storage as storage_bench
 from benchmarks import unequal as unequal_bench
 from benchmarks.commands import app as benchmarks_app
@@ -301,7 +303,8 @@ class Watch:
     """Audit hook that forbids starts, and writes to files that no option named, while a command runs."""
 
     def __init__(self, sandbox: Sandbox, commands: list[Command]) -> None:
-        self.sandbox, self.named, self.written, self.active = sandbox, set[Path](), set[Path](), False
+        self.sandbox, self.active = sandbox, False
+        self.named, self.stores, self.written = set[Path](), set[Path](), set[Path]()
         options = [option for command in commands for option in command.options]
         files = [option for option in options if option.type_descriptor.annotation is Path]
         self.options = {name for option in files for name in option.opts}
@@ -310,9 +313,9 @@ class Watch:
     @contextmanager
     def over(self, line: list[str]) -> Iterator[None]:
         """Watch within the block, in which this command line runs."""
-        after = [value for name, value in pairwise(line) if name in self.options]
-        after += [value for name, _, value in (word.partition("=") for word in line) if name in self.options]
-        self.named, self.written = {self._place(value) for value in after}, set()
+        pairs = [*pairwise(line), *(word.partition("=")[::2] for word in line)]
+        self.named, self.written = {self._place(value) for name, value in pairs if name in self.options}, set()
+        self.stores = {self._place(value) for name, value in pairs if name == "--store"}
         self.active = True
         try:
             yield
@@ -336,7 +339,7 @@ class Watch:
         place = self._place(path)
         if place.name == f".attnmesh-{os.getpid()}.json":  # becomes the named file in one step
             return
-        if place not in self.named:
+        if place not in self.named and not self.stores & {*place.parents}:
             raise Escaped(f"{event}: {place} was not named")
         if place.is_relative_to(self.sandbox.top):
             self.written.add(place)
@@ -378,7 +381,8 @@ def generate_on_machine(world: int, _: Any, request: Any, *, on_message: Callabl
     tokens = list(request.prompt.ids[-4:])
     for token in tokens:
         on_message(("token", token))
-    figures = (len(request.prompt.ids), 0.1, 0.2, 0.01, 0.5, *[[1] * world] * 3)
+    ones = [1] * world
+    figures = (len(request.prompt.ids), 0.1, 0.2, 0.01, 0.5, ones, ones, "whole", ones, ones)
     return [generate_worker.Result(tokens, "length", *figures)]
 
 
@@ -479,6 +483,10 @@ def stand_in(sandbox: Sandbox) -> None:
     replace(server, listen=lambda host, port: listening, run=lambda app, socket, drain: app.front.on_ready({}))
     together = rows_bench.Row(2, TIME, TIME, (1.0, 1.0), True)
     replace(rows_bench, rows=lambda request, threads, add: add(on(request.shape.ranks, together)))
+    guessed = speculate_bench.Row("a story", 1, 1.0, 1.0, 1.0, 1, 1, 1.0)
+    replace(speculate_bench, rows=lambda request, threads, add: add(on(request.shape.ranks, guessed)))
+    masked = masks_bench.MaskRow("an object", TIME, TIME, TIME, TIME)
+    replace(masks_bench, rows=lambda name, tokens, rounds: [masked])
     filed = folder_bench.Row("a step", 1, TIME, TIME, 1.0, 1.2)
     replace(folder_bench, rows=lambda sizes, parent, rounds, add: add(filed))
     found = prefixes_bench.PrefixRow("computed", 4, 1, 0, 1.0, 0.0, True)

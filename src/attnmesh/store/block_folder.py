@@ -44,7 +44,8 @@ def check_private(path: object) -> Path:
     folder = check_folder(SUBJECT, path)
     try:
         for each in (*reversed(folder.parents), folder):
-            each.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
+            if not each.is_dir():
+                each.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
         found = folder.stat()
     except OSError as error:
         given, fix = f"{folder} ({error.strerror})", "name another folder"
