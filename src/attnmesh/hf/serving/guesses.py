@@ -115,7 +115,7 @@ class RowGuesses:
         while (place := self.text.rfind(last, 0, max(place + width - 1, 0))) % size:
             if place < 0:
                 return []
-        after = array("i", bytes(self.text[place + width :][: max(most, 0) * size]))
+        after = array("i", bytes(self.text[place + width : place + width + max(most, 0) * size]))
         return [after[number % len(after)] for number in range(most if after else 0)]
 
     def begin(self) -> None:

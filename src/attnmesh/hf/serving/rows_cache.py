@@ -138,9 +138,9 @@ class RowsCache(ShardedCache):
         if max(self.row_tokens) == 1:
             return decode_rows(q, kv.caches, **options)
         queries, outs = self.row_tokens.split(q), dict[int, Tensor]()
-        size = self.row_tokens.size
-        whole = all(one.sizes.mask is None and one.length >= size for one in kv.caches)
-        steps = {count: size if whole else count for count in self.row_tokens}
+        longest = self.row_tokens.size
+        whole = all(one.sizes.mask is None and one.length >= longest for one in kv.caches)
+        steps = {count: longest if whole else count for count in self.row_tokens}
         for size in sorted({*steps.values()}):
             rows = [row for row, count in enumerate(self.row_tokens) if steps[count] == size]
             own = torch.cat([pad(queries[row], (0, 0, size - queries[row].shape[2], 0)) for row in rows])
