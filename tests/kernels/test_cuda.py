@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from itertools import product
 
 import pytest
 import torch
@@ -68,14 +69,18 @@ def test_plain_blocks_of_half_precision_go_to_flash_and_the_rest_to_efficient() 
 
 
 @pytest.mark.usefixtures("eager_operators")
-def test_cudnn_is_called_as_declared_and_leaves_gradients_to_flash() -> None:
-    rectangle = cut(Band.of(am.Causal(), torch.arange(100), 100))[0]
-    q, k, v = (torch.empty(2, heads, 100, 64, dtype=torch.bfloat16, device="meta") for heads in (6, 2, 2))
+@pytest.mark.parametrize(("length", "gradients"), [(100, "cuDNN's"), (60, "flash's")])
+def test_cudnn_is_called_as_declared(monkeypatch: pytest.MonkeyPatch, length: int, gradients: str) -> None:
+    rectangle = cut(Band.of(am.Causal(), torch.arange(length), length))[0]
+    q, k, v = (torch.empty(2, heads, length, 64, dtype=torch.bfloat16, device="meta") for heads in (6, 2, 2))
     out, lse = cuda.Cudnn().attend(q, k, v, rectangle, Scaling(0.1))
     assert (out.shape, lse.shape) == (q.shape, q.shape[:-1])
     assert not cuda.Cudnn().takes(q, k, v, rectangle)  # on recent GPUs only, once checked
-    gradients = cuda.Cudnn().backward(q, k, v, BackwardInputs(out, lse, out), rectangle, Scaling(0.1))
-    assert [g.shape for g in gradients] == [x.shape for x in (q, k, v)]
+    monkeypatch.setattr(cuda, "_is_correct", lambda *_, **__: gradients == "cuDNN's")
+    if gradients == "flash's":  # for few tokens
+        monkeypatch.setattr(cuda.Cudnn, "gradients", None)
+    found = cuda.Cudnn().backward(q, k, v, BackwardInputs(out, lse, out), rectangle, Scaling(0.1))
+    assert [g.shape for g in found] == [x.shape for x in (q, k, v)]
 
 
 def test_a_wrong_operator_is_not_used_and_warned_about() -> None:
@@ -87,10 +92,24 @@ def test_a_wrong_operator_is_not_used_and_warned_about() -> None:
         def attend(self, q, k, v, rectangle, scaling):  # type: ignore[no-untyped-def]
             return Reference().attend(q, k, v, rectangle, scaling)
 
+        def gradients(self, q, k, v, saved, rectangle, scaling):  # type: ignore[no-untyped-def]
+            return Reference().backward(q, k, v, saved, rectangle, scaling)
+
+    class Own(Right):
+        def gradients(self, q, k, v, saved, rectangle, scaling):  # type: ignore[no-untyped-def]
+            """Return gradients of softmax over the rectangle's own keys, as if there were no others."""
+            out, lse = Reference().attend(q, k, v, rectangle, scaling)
+            return Reference().backward(q, k, v, BackwardInputs(out, lse, saved.dout), rectangle, scaling)
+
     where = torch.device("cpu"), torch.bfloat16, 64, True, True
     with pytest.warns(UserWarning, match="does not use PyTorch's wrong operator for torch.bfloat16"):
         assert not cuda._is_correct(Wrong(), *where)
     assert cuda._is_correct(Right(), *where)
+    assert cuda._is_correct(Right(), *where, gradients=True)
+    with pytest.warns(
+        UserWarning, match="does not use PyTorch's own operator for gradients for torch.bfloat16: off by"
+    ):
+        assert not cuda._is_correct(Own(), *where, gradients=True)
 
 
 @pytest.mark.parametrize("mask", [am.Window(20), am.Causal() & am.Documents([70] * 20)])
@@ -120,6 +139,26 @@ def test_float64_and_other_devices_have_a_reason() -> None:
 @pytest.mark.parametrize("kernel", ["auto", "triton", "reference"])
 def test_random_problems_agree_with_float64_on_the_gpu(seed: int, kernel: str) -> None:
     draw(seed, kernels=(kernel,), kinds=KINDS).check("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [8, 64, 128, 192, 256])
+@pytest.mark.parametrize("lengths", [(1, 1), (1, 300), (64, 64), (65, 130), (999, 63), (1000, 1000)])
+def test_gradients_of_plain_blocks_in_half_precision(lengths: tuple[int, int], width: int) -> None:
+    """Beside those of the reference, with an out and an lse that other keys have a part in."""
+    queries, keys = lengths
+    for causal, dtype, group in product({False, queries == keys}, HALF, (1, 4)):
+        shapes = [
+            (2, heads, n, width) for heads, n in ((4, queries), (4 // group, keys), (4 // group, keys), (4, queries))
+        ]
+        q, k, v, dout = (torch.randn(shape, device="cuda").to(dtype) for shape in shapes)
+        rectangle, scaling = Rectangle(slice(0, queries), slice(0, keys), causal=causal), Scaling(width**-0.5)
+        wide = [x.double() for x in (q, k, v)]
+        out, lse = Reference().attend(*wide, rectangle, scaling)
+        exact = Reference().backward(*wide, BackwardInputs(out / 2, lse + 0.7, dout.double()), rectangle, scaling)
+        saved = BackwardInputs((out / 2).to(dtype), (lse + 0.7).float(), dout)
+        for x, y in zip(cuda.CUDA().backward(q, k, v, saved, rectangle, scaling), exact, strict=True):
+            assert (x.double() - y).norm() <= 2 * torch.finfo(dtype).eps * y.norm(), (causal, dtype, group)
 
 
 @pytest.mark.gpu

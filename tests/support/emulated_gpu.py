@@ -13,9 +13,10 @@ CPU's operators. Kernels of CUDA, their speed and their memory are not emulated,
 import ctypes
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -119,6 +120,8 @@ class EmulatedGPU(TorchDispatchMode):
         self.waits: list[Wait] = []
         self.launches: list[str] = []
         self.is_recording = self.is_capturing = False
+        self.graph: EmulatedGraph | None = None
+        self.sync_debug_mode = "default"
 
     @contextmanager
     def recording(self) -> Iterator[list[Wait]]:
@@ -140,8 +143,22 @@ class EmulatedGPU(TorchDispatchMode):
             finally:
                 self.is_capturing = False
 
+    @contextmanager
+    def capturing_into(self, graph: "EmulatedGraph", **_: Any) -> Iterator[None]:
+        """Capture a graph: what it will write to stays as it is, and a wait raises."""
+        self.graph, self.is_capturing = graph, True
+        try:
+            yield
+        finally:
+            self.graph, self.is_capturing = None, False
+            graph.restore()
+
     def record(self, kind: str, operator: str) -> None:
         """Add a wait to the record, with the place of the package that caused it."""
+        if self.graph is not None:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+        if self.sync_debug_mode != "default":
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
         if self.is_recording:
             self.waits.append(Wait(kind, operator, _place(sys._getframe(1))))
 
@@ -177,13 +194,18 @@ class EmulatedGPU(TorchDispatchMode):
             self.record("read", "copy_")
         elif not isinstance(source, EmulatedTensor) and source.dim() and source.numel():
             self.record("copy", "copy_")
-        on_host(target).copy_(on_host(source))
+        self._do(lambda: on_host(target).copy_(on_host(source)), [target, source], [target])
         return target
+
+    def _do(self, call: Callable[[], Any], inputs: Sequence[Any], written: Sequence[Any]) -> Any:
+        """Return the result of a call on the values of tensors. A graph does it again at each replay."""
+        return call() if self.graph is None else self.graph.run(call, inputs, written)
 
     def _copied(self, operator: Any, source: Tensor, kwargs: Mapping[str, Any], target: torch.device | None) -> Tensor:
         was_here = isinstance(source, EmulatedTensor)
         target = source.device if target is None else target
-        values = operator(on_host(source), **{**kwargs, "device": "meta" if target.type == "meta" else "cpu"})
+        options = {**kwargs, "device": "meta" if target.type == "meta" else "cpu"}
+        values = self._do(lambda: operator(on_host(source), **options), [source], [])
         if target.type != "cuda":
             if target.type == "cpu" and was_here:
                 self.record("read", "to")
@@ -218,8 +240,8 @@ class EmulatedGPU(TorchDispatchMode):
         on_cpu = dict(tree_map(on_host, dict(kwargs)))
         if target is not None:
             on_cpu["device"] = "meta" if target.type == "meta" else "cpu"
-        out = FORMULAS.get(operator._schema.name, operator)(*tree_map(on_host, tuple(args)), **on_cpu)
-        written = _written(operator, args, kwargs)
+        written, formula = _written(operator, args, kwargs), FORMULAS.get(operator._schema.name, operator)
+        out = self._do(lambda: formula(*tree_map(on_host, tuple(args)), **on_cpu), tree_leaves((args, kwargs)), written)
         if written and operator._schema.returns:
             many = isinstance(out, (tuple, list))
             return tuple(written[: len(out)]) if many else written[0]
@@ -234,8 +256,51 @@ class EmulatedGPU(TorchDispatchMode):
             if isinstance(x, Tensor) and x.device.type != torch.device(device).type:
                 raise DeviceRuleError(f"program {name}: {key} is on {x.device}, the launch on {device}")
         self.launches.append(name)
-        with _disable_current_modes():
-            inner(file, name, grid, torch.device("cpu"), **{key: on_host(x) for key, x in arguments.items()})
+        tensors = [x for x in arguments.values() if isinstance(x, Tensor)]
+        on_cpu = {key: on_host(x) for key, x in arguments.items()}
+
+        def call() -> None:
+            with _disable_current_modes():
+                inner(file, name, grid, torch.device("cpu"), **on_cpu)
+
+        self._do(call, tensors, tensors)
+
+
+class EmulatedGraph:
+    """A CUDA graph: the calls of a capture, done again at each replay, on the same memory."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Callable[[], Any], Any, set[int]]] = []
+        self.before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self.replays = 0
+
+    def run(self, call: Callable[[], Any], inputs: Sequence[Any], written: Sequence[Any]) -> Any:
+        """Return the result of a call that is captured."""
+        for x in map(on_host, written):
+            storage = x.untyped_storage()
+            self.before.setdefault(storage.data_ptr(), (storage, storage.clone()))
+        made = call()
+        self.calls.append((call, made, {_memory(x) for x in map(on_host, inputs) if isinstance(x, Tensor)}))
+        return made
+
+    def restore(self) -> None:
+        """Undo what the capture wrote: it runs nothing."""
+        for storage, before in self.before.values():
+            storage.copy_(before)
+        self.before = {}
+
+    def replay(self) -> None:
+        """Do all calls again. What they make is written to the memory of the capture."""
+        self.replays += 1
+        for call, made, inputs in self.calls:
+            for old, new in zip(tree_leaves(made), tree_leaves(call()), strict=True):
+                if isinstance(old, Tensor) and _memory(old) not in inputs:  # else a view, or written in place
+                    old.copy_(new)
+
+
+def _memory(x: Tensor) -> int:
+    """Return the address of a tensor's memory."""
+    return x.untyped_storage().data_ptr()
 
 
 @contextmanager
@@ -311,6 +376,10 @@ def _cuda(gpu: EmulatedGPU) -> dict[str, Any]:
         "get_device_name": lambda *_: properties.name,
         "get_device_properties": lambda *_: properties,
         "is_current_stream_capturing": lambda: gpu.is_capturing,
+        "CUDAGraph": EmulatedGraph,
+        "graph": gpu.capturing_into,
+        "get_sync_debug_mode": lambda: gpu.sync_debug_mode,
+        "set_sync_debug_mode": partial(setattr, gpu, "sync_debug_mode"),
     }
 
 

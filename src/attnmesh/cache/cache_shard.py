@@ -222,13 +222,21 @@ class CacheShard:
         if held is not None and plain and self.append_run(new, more, *held):
             return
         length, used = self.state[:2].unbind()
-        tokens = length + torch.arange(more, device=self.device)
-        mine = self.turn.holds(tokens) & (tokens < self.sizes.capacity)
-        slots = torch.where(mine, used + mine.cumsum(0) - 1, self.slots).clamp(max=self.slots)
+        places = torch.arange(more, device=self.device)
+        tokens, alone = length + places, self.turn.width == self.turn.size
+        if alone:  # a step of a graph is a few small kernels less
+            slots = (used + places).clamp(max=self.slots)
+        else:
+            mine = self.turn.holds(tokens) & (tokens < self.sizes.capacity)
+            slots = torch.where(mine, used + mine.cumsum(0) - 1, self.slots).clamp(max=self.slots)
         own = [self.sizes.rows_of(x.chunk(self.heads.size, 1)[self.heads.index]) for x in new]
         self._write(own, tokens, slots)
         self._pad(tokens, slots, more, token_mask)
-        self.state[:2] += torch.stack((torch.full_like(length, more), mine.sum()))
+        if alone:
+            self.state[:2].add_(more)
+            self.state[1:2].clamp_(max=self.slots)
+        else:
+            self.state[:2] += torch.stack((torch.full_like(length, more), mine.sum()))
 
     def append_at(self, new: Tensors, tokens: Tensor, more: int, token_mask: Tensor | None) -> None:
         """Add rows of the given tokens with this rank's heads; all ranks together add `more`."""

@@ -236,6 +236,11 @@ class LocalShards:
         else:  # a graph is made, not run
             self.in_graphs = True
 
+    def leave_graphs(self) -> None:
+        """Let the host count tokens again: no graph appends any more."""
+        if self.in_graphs:
+            self.known_length, self.in_graphs = self.own.length, False
+
     def _exchange(self, new: Tensors, tokens: Tensor, more: int, token_mask: Tensor | None, first: int) -> None:
         """Send this rank's new tokens to its keepers, and add the tokens received to the copies."""
         if not self.keepers and not self.copies:

@@ -27,6 +27,7 @@ from attnmesh.hf.images.inputs import split_images, without_absent
 from attnmesh.hf.models import rope_regime, unwrap
 from attnmesh.hf.options import ASSISTED_OPTIONS, CheckpointSpec, GenerationSettings, agree_on_call, check_padding
 from attnmesh.hf.prefill import begin_prompt, crop_to_shared_prefix, prefill_rest
+from attnmesh.hf.step_graph import steps_as_graphs
 from attnmesh.hf.tensor_parallel import tp_mesh
 from attnmesh.hf.transformers_names import cache_argument
 from attnmesh.mesh.axes import Mesh, NotGiven, given_mesh
@@ -118,7 +119,10 @@ def _generate(
         if samples == 1:
             cache.tokens = prompt.mark(prompt.ids)  # while the first new token is computed
     options |= {} if prompt.merged is None else prompt.merged.decoding
-    output = _run_generate(model, prompt.ids, cache, {"attention_mask": prompt.mask, **options})
+    unpadded = prompt.mask is None or bool(prompt.mask.all())
+    plain = unpadded and prompt.merged is None and beams == 1 and not assisted
+    with steps_as_graphs(model, cache) if plain else nullcontext():
+        output = _run_generate(model, prompt.ids, cache, {"attention_mask": prompt.mask, **options})
     sequences = getattr(output, "sequences", output)
     # With several beams, the rows of the cache are in an unknown order.
     cache.tokens = None if beams > 1 else prompt.mark(sequences)[:, : cache.get_seq_length()]

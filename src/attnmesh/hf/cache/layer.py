@@ -11,7 +11,7 @@ from attnmesh.core.layout import Striped
 from attnmesh.core.mask import FAR, Mask, Window
 from attnmesh.core.partial import Partial
 from attnmesh.errors import InputError, ShapeError, require
-from attnmesh.guard.agreement import Agreement
+from attnmesh.guard.agreement import Agreement, is_capturing
 from attnmesh.hf.latent_states import check_projection, has_weight, latent_states, projection_of
 from attnmesh.hf.models import Opaque, check_implementation
 from attnmesh.hf.shards import Shards
@@ -183,7 +183,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def is_first(self, pending: PendingKV) -> bool:
         """Return whether the layer's cache has no tokens but these new ones."""
-        return self.cached.length == pending.k.shape[2]
+        return not is_capturing(pending.k.device) and self.cached.length == pending.k.shape[2]
 
     def must_grow(self, kv: KVCache, tokens: int) -> bool:
         """Return whether a cache has no space for more tokens, and may get some."""

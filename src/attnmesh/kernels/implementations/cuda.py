@@ -31,6 +31,9 @@ from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Rectangle, cu
 ALIGNMENT = 8
 """Widths and biases are padded to multiples of this, which the operators need."""
 
+FEW = 64
+"""Queries or keys that are too few for cuDNN's backward pass."""
+
 MAX_CALLS = 16
 """Plain rectangles that are worth one operator call each. More are one launch of a Triton program."""
 
@@ -66,9 +69,9 @@ class Flash:
 
 
 class Cudnn(Flash):
-    """`aten::_scaled_dot_product_cudnn_attention`: PyTorch's fastest forward on Hopper and later.
+    """`aten::_scaled_dot_product_cudnn_attention`: PyTorch's fastest on Hopper and later.
 
-    Its backward operator cannot be called from Python. That of flash attention accepts the out and lse of any operator.
+    Its backward operator accepts the out and lse of all ranks, as does that of flash attention, which serves the rest.
     """
 
     name = "PyTorch's cudnn"
@@ -89,6 +92,26 @@ class Cudnn(Flash):
         cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
         out, lse = cudnn(q, k, v, None, True, 0.0, rectangle.causal, False, scale=scaling.scale)[:2]
         return Partial(out, lse.reshape(q.shape[:-1]))
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, rectangle: Rectangle, scaling: Scaling
+    ) -> Gradients:
+        """Return the rectangle's gradients, if it is not small, sums may be in any order, and they are correct here."""
+        grouped, large = q.shape[1] != k.shape[1], min(q.shape[2], k.shape[2]) >= FEW
+        where = q.device, q.dtype, q.shape[-1], grouped, rectangle.causal
+        serves = large and not torch.are_deterministic_algorithms_enabled()
+        backward = self.gradients if serves and _is_correct(self, *where, gradients=True) else super().backward
+        return backward(q, k, v, saved, rectangle, scaling)
+
+    def gradients(
+        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, rectangle: Rectangle, scaling: Scaling
+    ) -> Gradients:
+        """Return the rectangle's gradients by cuDNN. The random state is unused without dropout."""
+        unused = torch.zeros((), dtype=torch.int64, device=q.device)
+        options = (unused, unused, None, None, None, q.shape[2], k.shape[2], 0.0, rectangle.causal)
+        cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+        lse = saved.lse.contiguous().unsqueeze(-1)
+        return Gradients(*cudnn_backward(saved.dout, q, k, v, saved.out, lse, *options, scale=scaling.scale))
 
 
 class Efficient:
@@ -190,25 +213,40 @@ def flash_override() -> str | None:
 
 @cache
 def _is_correct(
-    operator: Operator, device: torch.device, dtype: torch.dtype, width: int, grouped: bool, causal: bool
+    operator: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+    width: int,
+    grouped: bool,
+    causal: bool,
+    gradients: bool = False,
 ) -> bool:
-    """Return True if an operator agrees with the reference on this device; warn once if not."""
+    """Return True if an operator, or its gradients, agree with the reference on this device; warn once if not."""
     generator = torch.Generator(device).manual_seed(0)
-    q, k, v = (
+    q, k, v, dout = (
         torch.randn(2, heads, 96, width, device=device, generator=generator).to(dtype)
-        for heads in (4, 2 if grouped else 4, 2 if grouped else 4)
+        for heads in (4, 2 if grouped else 4, 2 if grouped else 4, 4)
     )
-    rectangle, name = Rectangle(slice(0, 96), slice(0, 96), causal=causal), type(operator).__name__.lower()
-    out, lse = Reference().attend(q.float(), k.float(), v.float(), rectangle, Scaling(0.125))
+    rectangle, scaling = Rectangle(slice(0, 96), slice(0, 96), causal=causal), Scaling(0.125)
+    exact = Reference().attend(q.float(), k.float(), v.float(), rectangle, scaling)
     try:
-        partial = operator.attend(q, k, v, rectangle, Scaling(0.125))
-        errors = (partial.out.float() - out).abs().amax() / out.abs().amax(), (partial.lse - lse).abs().amax()
-        right = float(errors[0]) < 4 * torch.finfo(dtype).eps and float(errors[1]) < 1e-3
+        if gradients:  # of a row that has seen other keys before: its out and lse are of all keys
+            saved = BackwardInputs(exact.out / 2, exact.lse + 0.7, dout.float())
+            expected: Sequence[Tensor] = Reference().backward(
+                q.float(), k.float(), v.float(), saved, rectangle, scaling
+            )
+            saved = BackwardInputs(saved.out.to(dtype), saved.lse, dout)
+            found: Sequence[Tensor] = operator.gradients(q, k, v, saved, rectangle, scaling)
+        else:
+            expected, found = exact, operator.attend(q, k, v, rectangle, scaling)
+        errors = [float((x.float() - y).abs().amax() / y.abs().amax()) for x, y in zip(found, expected, strict=True)]
+        right = max(errors) < 4 * torch.finfo(dtype).eps
         reason = None if right else f"off by {errors}"
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         reason = str(error).splitlines()[0]
     if reason is not None:
-        warnings.warn(f"attnmesh does not use PyTorch's {name} operator for {dtype}: {reason}", stacklevel=2)
+        name = f"{type(operator).__name__.lower()} operator{' for gradients' * gradients}"
+        warnings.warn(f"attnmesh does not use PyTorch's {name} for {dtype}: {reason}", stacklevel=2)
     return reason is None
 
 

@@ -1,0 +1,165 @@
+"""Steps of a model as a CUDA graph: the tokens of the model's own passes, and no graph where Python takes part."""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MambaConfig, MistralConfig
+
+from attnmesh import hf
+from attnmesh.hf.step_graph import StepGraph, steps_as_graphs
+from tests.emulated.waits import on_gpu
+from tests.support.emulated_gpu import EmulatedGPU, EmulatedGraph, emulated_gpu
+
+SIZES = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 97}
+LLAMA = LlamaConfig(**SIZES, num_key_value_heads=2)
+PROMPTS = torch.tensor([[5, 6, 7], [4, 3, 2]])
+TOKENS = 6
+
+
+@pytest.fixture
+def gpu() -> Iterator[EmulatedGPU]:
+    with emulated_gpu() as gpu, torch.no_grad():
+        yield gpu
+
+
+@pytest.fixture
+def graphs() -> Iterator[list[EmulatedGraph]]:
+    """The graphs that are captured."""
+    made: list[EmulatedGraph] = []
+
+    def graph() -> EmulatedGraph:
+        made.append(EmulatedGraph())
+        return made[-1]
+
+    with patch("torch.cuda.CUDAGraph", graph):
+        yield made
+
+
+def model_of(config: Any, kind: Any = None) -> Any:
+    """Return a model with random weights on the emulated GPU."""
+    torch.manual_seed(0)
+    make = AutoModelForCausalLM.from_config if kind is None else kind._from_config
+    return on_gpu(make(config, attn_implementation="attnmesh").eval())
+
+
+def tokens_of(model: Any, cache: hf.ShardedCache, *, tokens: int, as_graphs: bool = True, **options: Any) -> Tensor:
+    """Return the most likely tokens after the prompts."""
+    logits, found = model(PROMPTS.cuda(), past_key_values=cache).logits, []
+    with steps_as_graphs(model, cache) if as_graphs else nullcontext():
+        for _ in range(tokens):
+            found.append(logits[:, -1].argmax(-1, keepdim=True))
+            logits = model(input_ids=found[-1], past_key_values=cache, return_dict=True, **options).logits
+    return torch.cat(found, 1).cpu()
+
+
+def both(model: Any, tokens: int = TOKENS, **options: Any) -> tuple[hf.ShardedCache, bool]:
+    """Return the cache after steps as graphs, and whether these gave the tokens of the model's own passes."""
+    own, cache = (hf.ShardedCache(model.config, None, **options) for _ in range(2))
+    found = tokens_of(model, cache, tokens=tokens)
+    return cache, torch.equal(found, tokens_of(model, own, tokens=tokens, as_graphs=False))
+
+
+@pytest.mark.parametrize(
+    "options", [{"capacity": 40}, {"storage": "int8"}, pytest.param({"reproducible": True}, marks=pytest.mark.long)]
+)
+def test_a_graph_gives_the_tokens_of_the_model(gpu, graphs, options):
+    model = model_of(LLAMA)
+    cache, equal = both(model, **options)
+    assert equal
+    assert [graph.replays for graph in graphs] == [TOKENS - 2]
+    assert cache.get_seq_length() == PROMPTS.shape[1] + TOKENS
+    assert "forward" not in vars(model)
+
+
+def test_a_cache_that_grows_is_captured_again(gpu, graphs):
+    with patch("attnmesh.hf.cache.layer.growth_capacity", lambda tokens: tokens + 6):
+        _, equal = both(model_of(LLAMA), tokens=10)
+    assert equal
+    assert len(graphs) == 2
+
+
+def test_a_cache_goes_on_after_its_graph(gpu, graphs):
+    """The host counts again, and a truncation or a second generation is no graph's."""
+    model = model_of(LLAMA)
+    cache, _ = both(model)
+    cache.crop(-TOKENS)
+    assert cache.get_seq_length() == PROMPTS.shape[1]
+    assert not any(kv.shards.in_graphs for kv in cache.kvs)
+    first = model(PROMPTS[:, :1].cuda(), past_key_values=cache).logits
+    fresh = hf.ShardedCache(LLAMA, None)
+    model(PROMPTS.cuda(), past_key_values=fresh)
+    assert torch.equal(first.cpu(), model(PROMPTS[:, :1].cuda(), past_key_values=fresh).logits.cpu())
+
+
+def test_the_first_token_of_all_is_the_models_own_pass(gpu, graphs):
+    model, cache = model_of(LLAMA), hf.ShardedCache(LLAMA, None)
+    with steps_as_graphs(model, cache):
+        model(input_ids=PROMPTS[:, :1].cuda(), past_key_values=cache)
+    assert cache.get_seq_length() == 1
+    assert not graphs
+
+
+class Counting(LlamaForCausalLM):
+    """A model that takes positions from the cache in Python."""
+
+    def forward(self, *args: Any, position_ids: Tensor | None = None, **inputs: Any) -> Any:
+        """Ignore the positions that are given."""
+        return super().forward(*args, **inputs)
+
+
+class Reading(LlamaForCausalLM):
+    """A model in which the host reads a number."""
+
+    def forward(self, *args: Any, position_ids: Tensor | None = None, **inputs: Any) -> Any:
+        """Read the first token."""
+        ids = args[0] if args else inputs["input_ids"]
+        assert int(ids[0, 0]) >= 0
+        return super().forward(*args, position_ids=position_ids, **inputs)
+
+
+def test_a_model_that_counts_in_python_is_run_as_it_is(gpu, graphs):
+    _, equal = both(model_of(LLAMA, Counting))
+    assert equal
+    assert [graph.replays for graph in graphs] == [2]  # the second has other bits
+
+
+def test_a_model_that_waits_is_not_captured(gpu, graphs):
+    _, equal = both(model_of(LLAMA, Reading))
+    assert equal
+    assert not graphs
+
+
+def hooked(model: Any) -> None:
+    model.model.layers[0].register_forward_hook(lambda *_: None)
+
+
+CONFIGS: dict[str, tuple[Any, Callable[[Any], object]]] = {
+    "a window": (MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=4), lambda _: None),
+    "a recurrence": (MambaConfig(hidden_size=32, state_size=4, num_hidden_layers=2, vocab_size=97), lambda _: None),
+    "a rope that grows": (
+        LlamaConfig(**SIZES, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+        lambda _: None,
+    ),
+    "a hook": (LLAMA, hooked),
+    "training": (LLAMA, lambda model: model.train()),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_no_graph_where_a_step_is_more_than_its_kernels(gpu, graphs, name):
+    config, change = CONFIGS[name]
+    model = model_of(config)
+    change(model)
+    with steps_as_graphs(model, hf.ShardedCache(model.config, None)):
+        assert not isinstance(model.forward, StepGraph)
+
+
+def test_hidden_states_are_of_the_models_own_pass(gpu, graphs):
+    model = model_of(LLAMA)
+    tokens_of(model, hf.ShardedCache(LLAMA, None), tokens=4, output_hidden_states=True)
+    assert not graphs
