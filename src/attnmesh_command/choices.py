@@ -40,6 +40,9 @@ AXES = ("heads", "queries", "keys")
 PHASES = ("training", "prefill", "decode")
 """Phases of a plan, as their options are named."""
 
+LOSSES = ("full", "fused")
+"""Ways of a trainer to compute a loss."""
+
 TRANSITIONS = ("matrix", "diagonal", "scalar")
 """Kinds of recurrent layers."""
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from attnmesh_command.choices import CLUSTERS, DTYPES, PHASES, WORKLOADS
+from attnmesh_command.choices import CLUSTERS, DTYPES, LOSSES, PHASES, WORKLOADS
 from attnmesh_command.messages import OptionError, check_named, check_option
 from attnmesh_command.option_texts import (
     check_model,
@@ -52,6 +52,17 @@ LatentOption = Annotated[
 LoraOption = Annotated[
     int, typer.Option("--lora", min=0, help="With --model --training: rank of an adapter to train; 0 trains the model.")
 ]
+LossOption = Annotated[
+    str | None,
+    typer.Option(
+        help="With --model --training: fused, tile by tile, as TRL's trainers compute it, or full, of all tokens' "
+        "logits. By default fused where TRL is installed."
+    ),
+]
+OffloadOption = Annotated[
+    bool,
+    typer.Option("--offload", help="With --model --training: inputs of checkpointed layers wait in the host's memory."),
+]
 LayersOption = Annotated[int | None, typer.Option(min=1, help="Attention layers, one after the other; 1 by default.")]
 RecurrentOption = Annotated[
     list[str] | None,
@@ -85,6 +96,8 @@ class PlanOptions:
     training: Annotated[bool, typer.Option("--training", help="Forward and backward (the default).")] = False
     prefill: Annotated[bool, typer.Option("--prefill", help="Forward only.")] = False
     lora: LoraOption = 0
+    loss: LossOption = None
+    offload: OffloadOption = False
     decode: Annotated[bool, typer.Option("--decode", help="One step, with --length cached tokens.")] = False
     layers: LayersOption = None
     recurrent: RecurrentOption = None
@@ -146,8 +159,11 @@ class PlanOptions:
 
     def _check_sizes(self) -> None:
         """Raise on sizes that are none, or that stand beside a model's."""
-        fits, fix = not self.lora or (self.model is not None and self.training), "add them, or leave --lora out"
-        check_option(fits, "--lora", "--model and --training beside it", self.lora, fix)
+        for option, value in (("--lora", self.lora), ("--loss", self.loss), ("--offload", self.offload)):
+            fits, fix = not value or (self.model is not None and self.training), f"add them, or leave {option} out"
+            check_option(fits, option, "--model and --training beside it", value, fix)
+        if self.loss is not None:
+            check_named("--loss", self.loss, LOSSES)
         if self.model is not None:
             check_model(self.model)
             check_alone(self.sizes)

@@ -22,6 +22,7 @@ from attnmesh.mesh import merges
 from attnmesh.mesh.cluster import PRESETS
 from attnmesh.mesh.shapes import AXES
 from attnmesh.planner.recurrent import TRANSITIONS
+from attnmesh.planner.training import LOSSES
 from attnmesh.planner.workload import PHASES
 from attnmesh.planner.workload_presets import WORKLOADS
 from attnmesh_command import app, choices
@@ -156,7 +157,8 @@ def test_the_names_of_options_are_those_of_the_library() -> None:
     assert choices.DTYPES == partial.DTYPES
     assert (*STORAGES,) == choices.STORAGES
     assert ("auto", *merges.MERGES) == choices.MERGE_CHOICES
-    assert (choices.AXES, choices.PHASES, choices.TRANSITIONS) == (AXES, PHASES, TRANSITIONS)
+    found = choices.AXES, choices.PHASES, choices.TRANSITIONS, choices.LOSSES
+    assert found == (AXES, PHASES, TRANSITIONS, LOSSES)
     assert {name: (one.hosts, one.ranks) for name, one in PRESETS.items() if name != "local"} == choices.CLUSTERS
     assert (*WORKLOADS,) == choices.WORKLOADS
     assert (choices.COLDEST, choices.HOTTEST) == (stream.COLDEST, stream.HOTTEST)

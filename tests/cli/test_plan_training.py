@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -19,11 +20,11 @@ PLAN = ("plan", "--model", str(MODEL), "--training", "--cluster", "dgx-h100:1", 
 def test_the_table_begins_with_a_way_that_fits() -> None:
     code, text = run(*PLAN, "128k")
     assert code == 0
-    assert "\n1 1 x 8 " in text
-    assert "8 ranks share a sequence, as 8x1x1 (heads x queries x keys).\nSequences at once: 1." in text
+    assert "\n1 4 x 2 " in text
+    assert "2 ranks share a sequence, as 2x1x1 (heads x queries x keys).\nSequences at once: 4." in text
     assert "Inputs of layers" not in text
     assert "Inputs of layers\nare what gradient checkpointing keeps." in run(*PLAN, "128k", "-v")[1]
-    assert text.count("!") == 3 + 1  # three ways do not fit, and the caption says what the sign means
+    assert text.count("!") == 1 + 1  # one way does not fit, and the caption says what the sign means
 
 
 def test_the_page_shows_what_the_command_prints() -> None:
@@ -38,15 +39,36 @@ def test_the_page_shows_what_the_command_prints() -> None:
     for figure, said in (("43,646,976 of 8,190,735,360 parameters", adapter), ("524 MB", adapter), ("98.3 GB", model)):
         assert figure in said
         assert figure in PAGE.read_text()
-    assert "1 4 x 2     7.58 GB " in adapter
-    assert "1 4 x 2     19.8 GB " in model
+    assert "1 8 x 1     7.56 GB " in adapter
+    assert "1 8 x 1     15.7 GB " in model
 
 
 def test_json_has_all_figures() -> None:
     report = json.loads(run(*PLAN, "128k", "--json")[1])
     assert report["parameters"] == 8_030_261_248
     for way in report["ways"]:
-        assert way["memory"] == sum(way[part] for part in ("states", "inputs", "layer", "logits"))
+        forward = way["inputs"] + max(way["layer"], way["logits"])
+        assert way["memory"] == way["states"] + max(forward, way["gradients"] + way["layer"])
+
+
+def test_logits_that_are_never_there_take_no_ranks() -> None:
+    assert json.loads(run(*PLAN, "128k", "--json")[1])["loss"] == "fused"  # TRL is installed
+    fused, full = (json.loads(run(*PLAN, "128k", "--loss", loss, "--json")[1])["ways"] for loss in ("fused", "full"))
+    assert (fused[0]["context"], full[0]["context"]) == (2, 8)
+    with mock.patch("attnmesh.cli.plan_training.find_spec", return_value=None):
+        assert json.loads(run(*PLAN, "128k", "--json")[1])["loss"] == "full"
+    with pytest.raises(OptionError, match="--loss: expected one of full, fused, given 'chunked'"):
+        app([*PLAN, "128k", "--loss", "chunked"], standalone_mode=False)
+
+
+def test_offloaded_inputs_are_on_the_host() -> None:
+    here, away = (json.loads(run(*PLAN, "256k", *more, "--json")[1])["ways"] for more in ((), ("--offload",)))
+    assert not any(one["host"] for one in here)
+    for one in away:
+        (same,) = (x for x in here if x["context"] == one["context"])
+        assert one["host"] == 32 * one["inputs"] == same["inputs"]
+        assert one["tokens"] > same["tokens"]
+    assert "inputs on" in run(*PLAN, "256k", "--offload")[1]
 
 
 def test_an_adapter_takes_less_memory_than_the_model() -> None:
@@ -55,12 +77,12 @@ def test_an_adapter_takes_less_memory_than_the_model() -> None:
     assert "Trained: 41,943,040 of 8,030,261,248 parameters." in text
     assert "Saved: checkpoints of 503 MB, the adapter alone of 168 MB." in text
     found = [json.loads(run(*PLAN, "128k", *more, "--json")[1])["ways"][0]["states"] for more in ((), ("--lora", "16"))]
-    assert found[0] - found[1] == (12 * 8_030_261_248 - 16 * 41_943_040) / 8
+    assert found[0] - found[1] == (8 * 8_030_261_248 - 12 * 41_943_040) / 8
     with pytest.raises(OptionError, match="--lora: expected --model and --training beside it, given 8"):
         app(["plan", "--heads", "8", "--cluster", "local", "--length", "1k", "--lora", "8"], standalone_mode=False)
 
 
 def test_too_many_tokens_are_refused() -> None:
-    with pytest.raises(ClusterError, match="expected at most 223,853 tokens of a sequence, given 10,000,000"):
+    with pytest.raises(ClusterError, match="expected at most 827,668 tokens of a sequence, given 10,000,000"):
         app([*PLAN, "10M"], standalone_mode=False)
-    app([*PLAN, "223853"], standalone_mode=False)
+    app([*PLAN, "827668"], standalone_mode=False)

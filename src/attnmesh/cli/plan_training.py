@@ -1,6 +1,8 @@
 """`attnmesh plan --model --training`: how many ranks share a sequence, and how many tokens then fit."""
 
 from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 from attnmesh.cli.output import Status, console, numbered
@@ -19,31 +21,34 @@ def print_training(options: PlanOptions, machines: Cluster, workload: dict[str, 
     from attnmesh.hf.model_size import training_size
 
     model = training_size(config_of(options.model or ""), options.lora, **workload)
+    loss = options.loss or ("fused" if find_spec("trl") else "full")
+    price = partial(ways_to_train, cluster=machines, loss=loss, offload=options.offload)
     with Status("pricing"):
-        found = ways_to_train(model, machines)
+        found = price(model)
     best, length = found[0], model.workload.length
     if best.tokens < length:
         longest = replace(model.workload, length=max(1, max(one.tokens for one in found)))
-        most = max(one.tokens for one in ways_to_train(replace(model, workload=longest), machines))
+        most = max(one.tokens for one in price(replace(model, workload=longest)))
         expected = f"at most {most:,} tokens of a sequence"
         asked = f"{length:,}, beside {in_bytes(best.states)} of weights and optimizer on each rank"
         raise ClusterError("plan for training", expected, asked, "take more hosts" if not most else FEWER)
     if options.as_json:
         ways = [one._asdict() | {"plan": by(one.plan.shape), "memory": one.memory} for one in found]
         sizes = {"parameters": model.parameters, "trained": model.trained, "checkpoint": model.checkpoint_bytes}
-        print_record(options, machines, sizes | {"ways": ways})
+        print_record(options, machines, sizes | {"loss": loss, "ways": ways})
         return
+    inputs = "inputs on\nthe host" if options.offload else "inputs of\nlayers"
     columns = {
         "data x\ncontext": [f"{one.data} x {one.context}" for one in found],
         "weights,\noptimizer": [in_bytes(one.states) for one in found],
-        "inputs of\nlayers": [in_bytes(one.inputs) for one in found],
+        inputs: [in_bytes(one.host or one.inputs) for one in found],
         "one\nlayer": [in_bytes(one.layer) for one in found],
         "logits": [in_bytes(one.logits) for one in found],
         "memory\na rank": [f"{in_bytes(one.memory)}{'!' * (one.tokens < length)}" for one in found],
         "tokens\nthat fit": [f"{one.tokens:,}" if one.tokens else "none" for one in found],
         "attention": [in_seconds(one.plan.seconds) for one in found],
     }
-    caption = f"{ADAPTER if model.adapter else WHOLE}\n{CAPTION}"
+    caption = f"{ADAPTER if model.adapter else WHOLE}\n{FUSED if loss == 'fused' else FULL}\n{CAPTION}"
     console.print(numbered(f"{model.workload.title}; {machines.title}", columns, ["data x\ncontext"], caption))
     shared = f"{best.context} ranks share a sequence, as {by(best.plan.shape)} (heads x queries x keys)"
     shared = shared if best.context > 1 else "Each rank has sequences of its own"
@@ -63,7 +68,8 @@ def _trained(model: TrainedModel) -> str:
 EXPLAINED = """\
 The first figure has the weights of two layers and of the embeddings, which are gathered for a moment. Inputs of layers
 are what gradient checkpointing keeps. One layer is what is computed again for its backward pass, attention included.
-Logits have gradients beside them. Attention is the forward and the backward pass of all layers; the forward pass that
+Logits have gradients beside them. Memory is that of the moment that takes most: inputs beside one layer or logits, or
+gradients beside one layer. Attention is the forward and the backward pass of all layers; the forward pass that
 checkpointing repeats is not in it."""
 """Explanations of the columns, which `-v` shows."""
 
@@ -74,6 +80,12 @@ WHOLE = "Weights, gradients and AdamW in float32, sharded over all ranks (FSDP2)
 ADAPTER = """\
 Weights, and gradients and AdamW of the adapter, in float32, sharded over
 all ranks (FSDP2)."""
+
+FUSED = """\
+The loss is computed tile by tile, as in TRL's trainers; --loss full is for
+others. A tile stands beside the head and its gradient in one piece."""
+
+FULL = "The loss is computed from the logits of all tokens; --loss fused is TRL's."
 
 CAPTION = """\
 Gradient checkpointing. Memory is an upper bound; ! marks what does not

@@ -1,4 +1,8 @@
-"""Ways to share long sequences and a model's weights over the ranks of a cluster in training: memory and tokens."""
+"""Ways to share long sequences and a model's weights over the ranks of a cluster in training: memory and tokens.
+
+A step takes most memory at one of three moments: when the loss has its gradient, in the backward pass of the last
+layer, beside the inputs of all layers, and in that of the first one, beside all gradients.
+"""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -12,11 +16,20 @@ from attnmesh.planner.workload import Workload
 WEIGHT_BYTES = 4
 """Bytes of a weight, in float32."""
 
-STATE_BYTES = 4 * WEIGHT_BYTES
-"""Bytes of a weight that is trained: itself, its gradient and AdamW's two moments."""
+STATE_BYTES = 3 * WEIGHT_BYTES
+"""Bytes of a weight that is trained, without its gradient: itself and AdamW's two moments."""
 
-LOGIT_BYTES = 12
-"""Bytes of a logit: in the dtype of the model and in float32, and the gradient of each."""
+LOGIT_BYTES = 14
+"""Bytes of a logit: in the dtype of the model and in float32, its log-probability, and the gradient of that."""
+
+LOSSES = ("full", "fused")
+"""How a loss is computed: from the logits of all tokens, or tile by tile, as TRL's trainers do."""
+
+TILE = 4096, 32768
+"""Tokens and logits of a tile."""
+
+TILE_HOST_BYTES = 32
+"""Bytes of a logit of a tile on CPUs, where each operation on a tile makes another."""
 
 INNER_VALUES, HIDDEN_BYTES = 6, 24
 """Values of a feed-forward network's inner width, and bytes for each column of a token in norms and residuals."""
@@ -51,7 +64,7 @@ class TrainedModel:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of all weights, and of gradients and optimizer of those that are trained."""
+        """Bytes of all weights, and of the optimizer of those that are trained."""
         frozen = self.parameters if self.adapter else 0
         return WEIGHT_BYTES * frozen + STATE_BYTES * self.trained
 
@@ -71,33 +84,44 @@ class Training(NamedTuple):
     plan: Plan
     """Attention of the ranks that share a sequence."""
     states: float
-    """Bytes a rank of weights, gradients and optimizer, and of weights that are gathered for a moment."""
+    """Bytes a rank of weights and optimizer, and of weights that are gathered for a moment."""
+    gradients: float
+    """Bytes a rank of the gradients of weights."""
     inputs: float
-    """Bytes a rank of the inputs of layers, which gradient checkpointing keeps."""
+    """Bytes a rank of the inputs of layers, which gradient checkpointing keeps on the device."""
     layer: float
     """Bytes a rank of the one layer that is computed again for its backward pass, attention included."""
     logits: float
-    """Bytes a rank of logits and their gradients."""
+    """Bytes a rank of logits and their gradients, and of the gradients of the head in one piece."""
+    host: float
+    """Bytes a rank of the inputs of layers in the host's memory."""
     tokens: int
     """Most tokens of a sequence that fit; 0 if the weights alone are too large."""
 
     @property
     def memory(self) -> float:
-        """Bytes of a rank."""
-        return self.states + self.inputs + self.layer + self.logits
+        """Bytes of a rank at the moment that takes most."""
+        return self.states + max(self.inputs + max(self.layer, self.logits), self.gradients + self.layer)
 
 
-def training(model: TrainedModel, cluster: Cluster) -> list[Training]:
+def training(model: TrainedModel, cluster: Cluster, *, loss: str = "full", offload: bool = False) -> list[Training]:
     """Return all ways to train with FSDP2 over all ranks and gradient checkpointing.
 
     Those that fit the planned length come first, then those whose attention takes least of the ranks' time.
+
+    Args:
+        model: The model.
+        cluster: The ranks.
+        loss: One of `LOSSES`.
+        offload: Whether the inputs of layers wait in the host's memory.
 
     >>> work = Workload(32, 8, 128, 131_072, layers=32, phase="training")
     >>> model = TrainedModel(work, 32, 4096, 14336, 128_256, 8_030_261_248)
     >>> [(one.data, one.context, one.tokens > 131_072) for one in training(model, Cluster.preset("dgx-h100", 1))]
     [(1, 8, True), (8, 1, False), (4, 2, False), (2, 4, False)]
     """
-    ways = [_way(model, cluster, context) for context in divisors(cluster.world) if _places(cluster, context)]
+    places = [context for context in divisors(cluster.world) if _places(cluster, context)]
+    ways = [_way(model, cluster, context, loss, offload) for context in places]
     length = model.workload.length
     return sorted(ways, key=lambda one: (one.tokens < length, one.plan.seconds * one.context, one.context))
 
@@ -107,7 +131,7 @@ def _places(cluster: Cluster, context: int) -> bool:
     return cluster.ranks % context == 0 or context % cluster.ranks == 0
 
 
-def _way(model: TrainedModel, cluster: Cluster, context: int) -> Training:
+def _way(model: TrainedModel, cluster: Cluster, context: int, loss: str, offload: bool) -> Training:
     work, itemsize = model.workload, model.workload.itemsize
     hosts = max(1, context // cluster.ranks)
     part = replace(cluster.sized(hosts, context // hosts), device=replace(cluster.device, memory=ROOMY))
@@ -116,9 +140,22 @@ def _way(model: TrainedModel, cluster: Cluster, context: int) -> Training:
     tokens = work.batch * work.length / context
     gathered = itemsize * (2 * model.parameters / model.layers + 2 * model.vocabulary * model.hidden)
     states = model.state_bytes / cluster.world + gathered
+    gradients = WEIGHT_BYTES * model.trained / cluster.world
     inputs = tokens * model.layers * model.hidden * itemsize
-    layer = again + tokens * (INNER_VALUES * model.inner * itemsize + HIDDEN_BYTES * model.hidden)
-    logits = tokens * model.vocabulary * LOGIT_BYTES
+    here, host = (inputs / model.layers, inputs) if offload else (inputs, 0.0)
+    inner = INNER_VALUES * itemsize + (WEIGHT_BYTES if model.adapter else 0)  # an adapter reads its input in float32
+    layer = again + tokens * (inner * model.inner + HIDDEN_BYTES * model.hidden)
+    logits, fixed = tokens * model.vocabulary * LOGIT_BYTES, 0.0
+    if loss == "fused":
+        logits, fixed = tokens * model.hidden * (WEIGHT_BYTES + itemsize), _tile_bytes(model, cluster, tokens)
+    way = Training(cluster.world // context, context, best, states, gradients, here, layer, fixed + logits, host, 0)
     free = cluster.device.memory - states
-    most = max(0, int(work.length * free / (inputs + layer + logits)))
-    return Training(cluster.world // context, context, best, states, inputs, layer, logits, most)
+    rooms = (free - fixed, here + logits), (free, here + layer), (free - gradients, layer)
+    return way._replace(tokens=max(0, int(work.length * min(room / size for room, size in rooms))))
+
+
+def _tile_bytes(model: TrainedModel, cluster: Cluster, tokens: float) -> float:
+    """Return the bytes of a tile of logits, and of the head and its gradient in one piece, in float32."""
+    on_host = cluster.short_collectives == "ring"
+    columns = TILE[1] * model.workload.itemsize + on_host * TILE_HOST_BYTES * min(model.vocabulary, TILE[1])
+    return min(tokens, TILE[0]) * columns + (1 if model.adapter else 2) * WEIGHT_BYTES * model.vocabulary * model.hidden
