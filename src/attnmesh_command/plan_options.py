@@ -63,6 +63,18 @@ OffloadOption = Annotated[
     bool,
     typer.Option("--offload", help="With --model --training: inputs of checkpointed layers wait in the host's memory."),
 ]
+DdpOption = Annotated[
+    bool, typer.Option("--ddp", help="With --model --training: each rank holds all weights, where FSDP2 shards them.")
+]
+RolloutOption = Annotated[
+    int,
+    typer.Option(
+        "--rollout",
+        min=0,
+        help="With --model --training: completions, of --length tokens with their prompt, that the ranks of a sequence "
+        "draw at once, with --ddp's weights.",
+    ),
+]
 LayersOption = Annotated[int | None, typer.Option(min=1, help="Attention layers, one after the other; 1 by default.")]
 RecurrentOption = Annotated[
     list[str] | None,
@@ -98,6 +110,8 @@ class PlanOptions:
     lora: LoraOption = 0
     loss: LossOption = None
     offload: OffloadOption = False
+    ddp: DdpOption = False
+    rollout: RolloutOption = 0
     decode: Annotated[bool, typer.Option("--decode", help="One step, with --length cached tokens.")] = False
     layers: LayersOption = None
     recurrent: RecurrentOption = None
@@ -159,7 +173,8 @@ class PlanOptions:
 
     def _check_sizes(self) -> None:
         """Raise on sizes that are none, or that stand beside a model's."""
-        for option, value in (("--lora", self.lora), ("--loss", self.loss), ("--offload", self.offload)):
+        trains: dict[str, Any] = {"--lora": self.lora, "--loss": self.loss, "--offload": self.offload}
+        for option, value in (trains | {"--ddp": self.ddp, "--rollout": self.rollout}).items():
             fits, fix = not value or (self.model is not None and self.training), f"add them, or leave {option} out"
             check_option(fits, option, "--model and --training beside it", value, fix)
         if self.loss is not None:

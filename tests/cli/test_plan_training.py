@@ -23,7 +23,7 @@ def test_the_table_begins_with_a_way_that_fits() -> None:
     assert "\n1 4 x 2 " in text
     assert "2 ranks share a sequence, as 2x1x1 (heads x queries x keys).\nSequences at once: 4." in text
     assert "Inputs of layers" not in text
-    assert "Inputs of layers\nare what gradient checkpointing keeps." in run(*PLAN, "128k", "-v")[1]
+    assert "Inputs of layers are what gradient checkpointing keeps." in run(*PLAN, "128k", "-v")[1]
     assert text.count("!") == 1 + 1  # one way does not fit, and the caption says what the sign means
 
 
@@ -69,6 +69,17 @@ def test_offloaded_inputs_are_on_the_host() -> None:
         assert one["host"] == 32 * one["inputs"] == same["inputs"]
         assert one["tokens"] > same["tokens"]
     assert "inputs on" in run(*PLAN, "256k", "--offload")[1]
+
+
+def test_rollouts_have_keys_beside_whole_weights() -> None:
+    more = ("--lora", "16", "--rollout", "16")
+    report = json.loads(run(*PLAN, "8k", *more, "--json")[1])
+    assert (report["is_whole"], report["rollout"]) == (True, 16)
+    assert report["ways"][0]["rollout"] == 16 * 8000 * 32 * 8 * 256 * 2 / report["ways"][0]["context"]
+    assert "whole on each rank (DDP)" in (text := run(*PLAN, "8k", *more)[1])
+    assert "keys of" in text
+    with pytest.raises(OptionError, match="--rollout: expected --model and --training beside it, given 8"):
+        app(["plan", "--heads", "8", "--cluster", "local", "--length", "1k", "--rollout", "8"], standalone_mode=False)
 
 
 def test_an_adapter_takes_less_memory_than_the_model() -> None:

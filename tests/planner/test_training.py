@@ -20,7 +20,7 @@ from trl.trainer.utils import add_fused_lm_head
 import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh.hf.model_size import training_size
-from attnmesh.planner.training import LOSSES, TrainedModel, training
+from attnmesh.planner.training import LOSSES, Method, TrainedModel, training
 
 
 class Step(NamedTuple):
@@ -89,7 +89,7 @@ def test_memory_is_an_upper_bound_of_what_a_step_takes(
     sizes = {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 8, "num_key_value_heads": 2}
     config = LlamaConfig(vocab_size=vocabulary, num_hidden_layers=layers, attn_implementation="attnmesh", **sizes)
     model = training_size(config, rank, length=length, phase="training")
-    (one,) = training(model, am.Cluster.preset("local", 1, 1), loss=loss)
+    (one,) = training(model, am.Cluster.preset("local", 1, 1), Method(loss, is_whole=True))
     measured = step(config, rank, length, loss, tmp_path)
     assert 1 < one.memory / measured.peak < 1.18
     assert model.trained == measured.trained
@@ -98,26 +98,45 @@ def test_memory_is_an_upper_bound_of_what_a_step_takes(
     assert model.checkpoint_bytes == weights + measured.moments
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("offload", [False, True])
-def test_tokens_that_fit_fill_the_memory(loss: str, offload: bool) -> None:
+METHODS = [
+    *(Method(loss, offload) for loss in LOSSES for offload in (False, True)),
+    Method("fused", rollout=64),
+]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_tokens_that_fit_fill_the_memory(method: Method) -> None:
     cluster = am.Cluster.preset("dgx-h100", 2)
     work = am.Workload(32, 8, 128, 131_072, layers=32, phase="training")
     model = TrainedModel(work, 32, 4096, 14336, 128_256, 8_030_261_248)
-    ways = training(model, cluster, loss=loss, offload=offload)
+    ways = training(model, cluster, method)
     assert sorted(one.context for one in ways) == [1, 2, 4, 8, 16]
     for one in ways:
         assert one.data * one.context == 16
         longest = replace(model, workload=replace(work, length=one.tokens))
-        (filled,) = (x for x in training(longest, cluster, loss=loss, offload=offload) if x.context == one.context)
+        (filled,) = (x for x in training(longest, cluster, method) if x.context == one.context)
         assert 0.97 < filled.memory / cluster.device.memory < 1.001  # a layer takes more or less as its shape changes
-        assert (filled.host > 0) == offload
+        assert (filled.host > 0) == method.offload
 
 
 def test_a_fused_loss_takes_fewer_ranks() -> None:
     """Logits of 128,256 tokens are most of what a rank takes, and are never there in TRL's trainers."""
     cluster, work = am.Cluster.preset("dgx-h100", 1), am.Workload(32, 8, 128, 131_072, layers=32, phase="training")
     model = TrainedModel(work, 32, 4096, 14336, 128_256, 8_030_261_248)
-    full, fused = (training(model, cluster, loss=loss)[0] for loss in LOSSES)
+    full, fused = (training(model, cluster, Method(loss))[0] for loss in LOSSES)
     assert (full.context, fused.context) == (8, 2)
     assert fused.logits < full.logits / 4
+
+
+def test_completions_have_their_keys_beside_weights_that_each_rank_holds() -> None:
+    cluster, work = am.Cluster.preset("dgx-h100", 1), am.Workload(14, 2, 64, 32_768, layers=24, phase="training")
+    model = TrainedModel(work, 24, 896, 4864, 151_936, 494_032_768)
+    shared, whole, drawing = (
+        training(model, cluster, method)
+        for method in (Method("fused"), Method("fused", is_whole=True), Method("fused", is_whole=True, rollout=64))
+    )
+    by_context = [{one.context: one for one in ways} for ways in (shared, whole, drawing)]
+    for context, one in by_context[2].items():
+        assert one.rollout == 64 * 24 * 32_768 * 2 * (64 + 64) * 2 / context
+        assert one.states == by_context[1][context].states > by_context[0][context].states
+        assert one.memory >= one.states + one.rollout

@@ -10,7 +10,7 @@ from attnmesh.cli.plan_model import config_of, print_record
 from attnmesh.errors import ClusterError
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.planner.plan import by
-from attnmesh.planner.training import WEIGHT_BYTES, TrainedModel
+from attnmesh.planner.training import WEIGHT_BYTES, Method, TrainedModel
 from attnmesh.planner.training import training as ways_to_train
 from attnmesh.planner.units import in_bytes, in_seconds
 from attnmesh_command.plan_options import PlanOptions
@@ -22,7 +22,8 @@ def print_training(options: PlanOptions, machines: Cluster, workload: dict[str, 
 
     model = training_size(config_of(options.model or ""), options.lora, **workload)
     loss = options.loss or ("fused" if find_spec("trl") else "full")
-    price = partial(ways_to_train, cluster=machines, loss=loss, offload=options.offload)
+    method = Method(loss, options.offload, options.ddp or bool(options.rollout), options.rollout)
+    price = partial(ways_to_train, cluster=machines, method=method)
     with Status("pricing"):
         found = price(model)
     best, length = found[0], model.workload.length
@@ -35,7 +36,7 @@ def print_training(options: PlanOptions, machines: Cluster, workload: dict[str, 
     if options.as_json:
         ways = [one._asdict() | {"plan": by(one.plan.shape), "memory": one.memory} for one in found]
         sizes = {"parameters": model.parameters, "trained": model.trained, "checkpoint": model.checkpoint_bytes}
-        print_record(options, machines, sizes | {"loss": loss, "ways": ways})
+        print_record(options, machines, sizes | method._asdict() | {"ways": ways})
         return
     inputs = "inputs on\nthe host" if options.offload else "inputs of\nlayers"
     columns = {
@@ -44,11 +45,15 @@ def print_training(options: PlanOptions, machines: Cluster, workload: dict[str, 
         inputs: [in_bytes(one.host or one.inputs) for one in found],
         "one\nlayer": [in_bytes(one.layer) for one in found],
         "logits": [in_bytes(one.logits) for one in found],
+        "keys of\nrollouts": [in_bytes(one.rollout) for one in found],
         "memory\na rank": [f"{in_bytes(one.memory)}{'!' * (one.tokens < length)}" for one in found],
         "tokens\nthat fit": [f"{one.tokens:,}" if one.tokens else "none" for one in found],
         "attention": [in_seconds(one.plan.seconds) for one in found],
     }
-    caption = f"{ADAPTER if model.adapter else WHOLE}\n{FUSED if loss == 'fused' else FULL}\n{CAPTION}"
+    if not method.rollout:
+        del columns["keys of\nrollouts"]
+    held = f"{ADAPTER if model.adapter else WHOLE},\n{ON_EACH if method.is_whole else SHARDED}"
+    caption = f"{held}\n{FUSED if loss == 'fused' else FULL}\n{CAPTION}"
     console.print(numbered(f"{model.workload.title}; {machines.title}", columns, ["data x\ncontext"], caption))
     shared = f"{best.context} ranks share a sequence, as {by(best.plan.shape)} (heads x queries x keys)"
     shared = shared if best.context > 1 else "Each rank has sequences of its own"
@@ -66,20 +71,20 @@ def _trained(model: TrainedModel) -> str:
 
 
 EXPLAINED = """\
-The first figure has the weights of two layers and of the embeddings, which are gathered for a moment. Inputs of layers
-are what gradient checkpointing keeps. One layer is what is computed again for its backward pass, attention included.
-Logits have gradients beside them. Memory is that of the moment that takes most: inputs beside one layer or logits, or
-gradients beside one layer. Attention is the forward and the backward pass of all layers; the forward pass that
-checkpointing repeats is not in it."""
+The first figure has the weights of two layers and of the embeddings, which FSDP2 gathers for a moment, or all weights
+in the dtype of the model, as DDP casts them. Inputs of layers are what gradient checkpointing keeps. One layer is what
+is computed again for its backward pass, attention included. Logits have gradients beside them. Memory is that of the
+moment that takes most: inputs beside one layer or logits, gradients beside one layer, or keys of rollouts. Attention
+is the forward and the backward pass of all layers; the forward pass that checkpointing repeats is not in it."""
 """Explanations of the columns, which `-v` shows."""
 
 FEWER = "take fewer tokens, or more hosts"
 
-WHOLE = "Weights, gradients and AdamW in float32, sharded over all ranks (FSDP2)."
+WHOLE = "Weights, gradients and AdamW in float32"
 
-ADAPTER = """\
-Weights, and gradients and AdamW of the adapter, in float32, sharded over
-all ranks (FSDP2)."""
+ADAPTER = "Weights, and gradients and AdamW of the adapter, in float32"
+
+ON_EACH, SHARDED = "whole on each rank (DDP).", "sharded over all ranks (FSDP2)."
 
 FUSED = """\
 The loss is computed tile by tile, as in TRL's trainers; --loss full is for

@@ -74,8 +74,25 @@ class TrainedModel:
         return 3 * WEIGHT_BYTES * self.trained
 
 
+class Method(NamedTuple):
+    """How a trainer trains."""
+
+    loss: str = "full"
+    """One of `LOSSES`."""
+    offload: bool = False
+    """Whether the inputs of layers wait in the host's memory."""
+    is_whole: bool = False
+    """Whether each rank holds all weights (DDP), or a share of them (FSDP2)."""
+    rollout: int = 0
+    """Completions of the planned length that the ranks of a sequence draw at once."""
+
+
+STOCK = Method()
+"""A trainer of transformers, with FSDP2."""
+
+
 class Training(NamedTuple):
-    """One way: some ranks share each sequence, and the others have other sequences. All ranks share the weights."""
+    """One way: some ranks share each sequence, and the others have other sequences."""
 
     data: int
     """Sequences at once, each on ranks of its own."""
@@ -95,25 +112,22 @@ class Training(NamedTuple):
     """Bytes a rank of logits and their gradients, and of the gradients of the head in one piece."""
     host: float
     """Bytes a rank of the inputs of layers in the host's memory."""
+    rollout: float
+    """Bytes a rank of the keys and values of completions that are drawn."""
     tokens: int
     """Most tokens of a sequence that fit; 0 if the weights alone are too large."""
 
     @property
     def memory(self) -> float:
         """Bytes of a rank at the moment that takes most."""
-        return self.states + max(self.inputs + max(self.layer, self.logits), self.gradients + self.layer)
+        forward, backward = self.inputs + max(self.layer, self.logits), self.gradients + self.layer
+        return self.states + max(forward, backward, self.rollout)
 
 
-def training(model: TrainedModel, cluster: Cluster, *, loss: str = "full", offload: bool = False) -> list[Training]:
-    """Return all ways to train with FSDP2 over all ranks and gradient checkpointing.
+def training(model: TrainedModel, cluster: Cluster, method: Method = STOCK) -> list[Training]:
+    """Return all ways to train with gradient checkpointing.
 
     Those that fit the planned length come first, then those whose attention takes least of the ranks' time.
-
-    Args:
-        model: The model.
-        cluster: The ranks.
-        loss: One of `LOSSES`.
-        offload: Whether the inputs of layers wait in the host's memory.
 
     >>> work = Workload(32, 8, 128, 131_072, layers=32, phase="training")
     >>> model = TrainedModel(work, 32, 4096, 14336, 128_256, 8_030_261_248)
@@ -121,7 +135,7 @@ def training(model: TrainedModel, cluster: Cluster, *, loss: str = "full", offlo
     [(1, 8, True), (8, 1, False), (4, 2, False), (2, 4, False)]
     """
     places = [context for context in divisors(cluster.world) if _places(cluster, context)]
-    ways = [_way(model, cluster, context, loss, offload) for context in places]
+    ways = [_way(model, cluster, context, method) for context in places]
     length = model.workload.length
     return sorted(ways, key=lambda one: (one.tokens < length, one.plan.seconds * one.context, one.context))
 
@@ -131,27 +145,36 @@ def _places(cluster: Cluster, context: int) -> bool:
     return cluster.ranks % context == 0 or context % cluster.ranks == 0
 
 
-def _way(model: TrainedModel, cluster: Cluster, context: int, loss: str, offload: bool) -> Training:
+def _way(model: TrainedModel, cluster: Cluster, context: int, method: Method) -> Training:
     work, itemsize = model.workload, model.workload.itemsize
     hosts = max(1, context // cluster.ranks)
     part = replace(cluster.sized(hosts, context // hosts), device=replace(cluster.device, memory=ROOMY))
     best = plan(work, part)[0]
     again = min(one.memory for one in plan(replace(work, layers=1), part) if one.shape == best.shape)
     tokens = work.batch * work.length / context
-    gathered = itemsize * (2 * model.parameters / model.layers + 2 * model.vocabulary * model.hidden)
-    states = model.state_bytes / cluster.world + gathered
-    gradients = WEIGHT_BYTES * model.trained / cluster.world
+    states, gradients = _state_bytes(model, cluster, method.is_whole)
     inputs = tokens * model.layers * model.hidden * itemsize
-    here, host = (inputs / model.layers, inputs) if offload else (inputs, 0.0)
+    here, host = (inputs / model.layers, inputs) if method.offload else (inputs, 0.0)
     inner = INNER_VALUES * itemsize + (WEIGHT_BYTES if model.adapter else 0)  # an adapter reads its input in float32
     layer = again + tokens * (inner * model.inner + HIDDEN_BYTES * model.hidden)
     logits, fixed = tokens * model.vocabulary * LOGIT_BYTES, 0.0
-    if loss == "fused":
+    if method.loss == "fused":
         logits, fixed = tokens * model.hidden * (WEIGHT_BYTES + itemsize), _tile_bytes(model, cluster, tokens)
-    way = Training(cluster.world // context, context, best, states, gradients, here, layer, fixed + logits, host, 0)
+    keys = method.rollout * replace(work, phase="prefill").kept_bytes / context
+    sizes = states, gradients, here, layer, fixed + logits, host, keys
     free = cluster.device.memory - states
-    rooms = (free - fixed, here + logits), (free, here + layer), (free - gradients, layer)
-    return way._replace(tokens=max(0, int(work.length * min(room / size for room, size in rooms))))
+    rooms = (free - fixed, here + logits), (free, here + layer), (free - gradients, layer), (free, keys)
+    most = min(room / size for room, size in rooms if size)
+    return Training(cluster.world // context, context, best, *sizes, max(0, int(work.length * most)))
+
+
+def _state_bytes(model: TrainedModel, cluster: Cluster, is_whole: bool) -> tuple[float, float]:
+    """Return a rank's bytes of weights and optimizer, with weights that are cast or gathered; and of gradients."""
+    itemsize, gradients = model.workload.itemsize, WEIGHT_BYTES * model.trained
+    if is_whole:  # DDP adds gradients in buckets of its own
+        return model.state_bytes + itemsize * model.parameters, gradients * min(2, cluster.world)
+    gathered = itemsize * (2 * model.parameters / model.layers + 2 * model.vocabulary * model.hidden)
+    return model.state_bytes / cluster.world + gathered, gradients / cluster.world
 
 
 def _tile_bytes(model: TrainedModel, cluster: Cluster, tokens: float) -> float:
