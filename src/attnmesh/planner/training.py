@@ -159,7 +159,7 @@ def _way(model: TrainedModel, cluster: Cluster, context: int, method: Method) ->
     layer = again + tokens * (inner * model.inner + HIDDEN_BYTES * model.hidden)
     logits, fixed = tokens * model.vocabulary * LOGIT_BYTES, 0.0
     if method.loss == "fused":
-        logits, fixed = tokens * model.hidden * (WEIGHT_BYTES + itemsize), _tile_bytes(model, cluster, tokens)
+        logits, fixed = tokens * HIDDEN_BYTES * model.hidden, _tile_bytes(model, cluster, tokens)
     keys = method.rollout * replace(work, phase="prefill").kept_bytes / context
     sizes = states, gradients, here, layer, fixed + logits, host, keys
     free = cluster.device.memory - states
