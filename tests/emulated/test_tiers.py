@@ -75,7 +75,7 @@ def a_model(gpu: EmulatedGPU) -> list[int]:
         for hot in (None, 16):
             cache = hf.ShardedCache(model.config, mesh, hot=hot, block=4)
             logits = model(ids[:, :60], past_key_values=cache).logits[:, -1:]
-            for _ in range(4):
+            for _ in range(2):
                 token = logits.argmax(-1)
                 found.append(int(token))
                 place = torch.full((1, 1), cache.get_seq_length()).cuda()
@@ -86,7 +86,7 @@ def a_model(gpu: EmulatedGPU) -> list[int]:
 
 def test_a_token_of_a_model() -> None:
     for found in world(2, a_model, backend="cpu:gloo,cuda:nccl").results():
-        assert found[:4] == found[4:]
+        assert found[:2] == found[2:]
 
 
 def reopened(gpu: EmulatedGPU, folder: Path) -> list[Any]:

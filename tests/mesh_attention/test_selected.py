@@ -262,9 +262,14 @@ def test_each_wrong_selection_has_an_error_of_its_kind() -> None:
 
 
 def compiled_on_ranks(shape: Shape) -> str:
-    mesh = named_mesh(shape, AXES)
+    mesh, q = named_mesh(shape, AXES), torch.randn(1, 4, 5, 8)
+    selected = am.Selection(torch.arange(3).int().expand(1, 1, 5, 3).clone())
+
+    def layer(q: Tensor) -> Tensor:
+        return am.attention(q, q, q, mesh=mesh, layout=am.Contiguous(), mask=am.Full(), selected=selected, length=10)
+
     with pytest.raises(KernelError) as raised:
-        torch.compile(call, backend="aot_eager")(mesh, shape, lambda x: am.Selection(x), None, length=10)
+        torch.compile(layer, backend="aot_eager")(q)
     return str(raised.value)
 
 

@@ -132,7 +132,9 @@ LONG = (
     "stream",
     "routers",
     "evaluation first",
+    "fsdp",
 )
+"""Checkpoints of FSDP are compared with one process in test_trainer_checkpoints.py."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.long if x in LONG else []) for x in VARIANTS])
