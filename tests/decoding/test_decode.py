@@ -17,7 +17,7 @@ from benchmarks.timing import resident
 from tests.support import histories
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
-from tests.support.seeds import rotated, seeds, some
+from tests.support.seeds import pairs, rotated, seeds, some
 
 HEADS, WIDTH = (4, 2), 8
 
@@ -98,8 +98,7 @@ def test_same_bits_with_one_query_row_per_key_head(pool: Pool, tokens: int, dtyp
             assert torch.equal(out.view(torch.int16), alone.view(torch.int16)), shape
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("softcap", [2.0, 30.0])
+@pytest.mark.parametrize(("softcap", "dtype"), pairs([2.0, 30.0], [torch.float32, torch.bfloat16]))
 def test_same_bits_with_capped_logits(pool: Pool, softcap: float, dtype: torch.dtype) -> None:
     bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[dtype]
     for tokens, rows, group in ((4095, 40, 2), (300, 1, 1)):

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from itertools import product
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from attnmesh.mesh.traffic import FLOWS, tiles, traffic
 from attnmesh.planner.cost import cost
 from attnmesh.planner.plan import candidates
 from attnmesh.planner.workload import Workload
+from attnmesh.setup import measure_shares
 from attnmesh.setup.measure import MeasuredRanks, measure_link
 from tests.support.pool import Pool
 from tests.support.seeds import pairs
@@ -278,7 +280,8 @@ def measured() -> Cluster:
     dist.new_group([0])
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=AXES)
     measure_link(MeasuredRanks.of(flat_axis(mesh, AXES), torch.device("cpu")), between=False)
-    return Cluster.measure(mesh)
+    with patch.object(measure_shares, "LEAST", 0.05):
+        return Cluster.measure(mesh)
 
 
 def test_one_rank_is_measured_too() -> None:
