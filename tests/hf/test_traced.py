@@ -76,9 +76,9 @@ def loss_and_gradients(model: Any, call: Any, batch: dict[str, Tensor]) -> tuple
 
 def batches(*names: str, every: int) -> list[Any]:
     """Return families and batches, of ids alone for two families. One in `every` is not long."""
-    every = [(family, name) for family in LOCAL for name in names if name != "ids" or family in LOCAL[:2]]
-    every = [each for each in every if each != ("gpt-oss", "packed")]  # stock ignores its packing
-    return [pytest.param(*each, marks=[pytest.mark.long] if n % every else []) for n, each in enumerate(every)]
+    found = [(family, name) for family in LOCAL for name in names if name != "ids" or family in LOCAL[:2]]
+    found = [each for each in found if each != ("gpt-oss", "packed")]  # stock ignores its packing
+    return [pytest.param(*each, marks=[pytest.mark.long] if n % every else []) for n, each in enumerate(found)]
 
 
 @pytest.mark.parametrize(("family", "name"), batches("ids", "padded", "packed", every=3))
