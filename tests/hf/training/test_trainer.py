@@ -134,7 +134,7 @@ LONG = (
     "evaluation first",
     "fsdp",
 )
-"""Checkpoints of FSDP are compared with one process in test_trainer_checkpoints.py."""
+"""FSDP is also compared with stock transformers in test_trainer_checkpoints.py."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.long if x in LONG else []) for x in VARIANTS])
