@@ -21,7 +21,7 @@ from tests.support import histories
 from tests.support.dense import truth
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
-from tests.support.seeds import seeds
+from tests.support.seeds import pairs, seeds
 
 HEADS, WIDTH, TOKENS = (4, 2), 8, 75
 
@@ -45,7 +45,7 @@ def rows(x: Tensor, storage: str) -> Tensor:
     return STORAGES[storage].quantize(x).view(torch.int8)
 
 
-@pytest.mark.parametrize("seed", seeds(10, 300))
+@pytest.mark.parametrize("seed", seeds(5, 300))
 def test_random_lives_agree_with_float64(pool: Pool, tmp_path: Path, seed: int) -> None:
     drawn = replace(histories.draw(seed + 5000), storage=[*STORAGES][seed % 2])
     histories.check(drawn, pool, tmp_path)
@@ -120,8 +120,7 @@ def bits(shape: tuple[int, ...], storage: str, values: str, block: int, pieces: 
 
 
 @each_storage
-@pytest.mark.parametrize("values", ["separate", "prefix"])
-@pytest.mark.parametrize("block", [4, 16])
+@pytest.mark.parametrize(("values", "block"), pairs(["separate", "prefix"], [4, 16]))
 def test_the_same_bits_on_any_ranks_and_in_any_pieces(pool: Pool, storage: str, values: str, block: int) -> None:
     expected = pool.run(1, bits, (1, 1, 1), storage, values, block, (TOKENS,))[0]
     shapes = [((1, 1, 1), (1, 30, 44)), ((1, 1, 2), (TOKENS,)), ((1, 2, 2), (60, 15)), ((1, 1, 8), (TOKENS,))]

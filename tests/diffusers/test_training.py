@@ -52,7 +52,7 @@ def trained(shape: Shape) -> tuple[list[float], list[float]]:
     return found, expected
 
 
-@pytest.mark.parametrize("shape", [Shape(1, 2, 2), Shape(2, 2, 1)], ids=str)
+@pytest.mark.parametrize("shape", [Shape(1, 2, 2), pytest.param(Shape(2, 2, 1), marks=pytest.mark.long)], ids=str)
 def test_training_of_an_adapter_is_that_on_one_device(pool: Pool, shape: Shape) -> None:
     for found, expected in pool.run(4, trained, shape):
         assert found == pytest.approx(expected, abs=1e-5)

@@ -8,6 +8,7 @@ import attnmesh as am
 from attnmesh.mesh.shapes import AXES
 from tests.support.emulated_gpu import EmulatedGPU
 from tests.support.emulated_nccl import BACKENDS, world
+from tests.support.seeds import pairs
 
 DOCUMENTS = am.Causal() & am.Documents([8, 4, 4])
 """Ranks 0 and 1 share a document. Ranks 2 and 3 have one each, and send nothing."""
@@ -22,7 +23,6 @@ def some_send_nothing(gpu: EmulatedGPU, checked: bool | None) -> float:
     return float((am.unshard(out, mesh, layout=am.Contiguous()).cpu() - expected).abs().max())
 
 
-@pytest.mark.parametrize("checked", [None, False])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "checked"), pairs([*BACKENDS], [None, False]))
 def test_ranks_that_send_nothing_join_too(backend: str, checked: bool | None) -> None:
     assert max(world(4, some_send_nothing, checked, backend=backend).results()) < 1e-6

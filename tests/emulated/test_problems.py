@@ -10,12 +10,11 @@ from tests.emulated.problems import Ranks, run
 from tests.support import histories
 from tests.support.emulated_nccl import BACKENDS, world
 from tests.support.mesh_problems import MeshProblem, check, draw, draw_selected
+from tests.support.seeds import seeds
 
 SIZES = 2, 3, 4
-SAMPLE = 1, 2, 3, 4, 6  # short ones
-ALL = [seed for seed in range(120) if seed not in SAMPLE]
-SELECTIONS = 2, 3, 7, 9, 14
-MORE_SELECTIONS = [seed for seed in range(120) if seed not in SELECTIONS]
+PROBLEMS, SELECTIONS, HISTORIES = (2, 3, 6), (2, 7), (1, 4, 6)
+"""Short ones on two to four ranks, with each backend, each kernel and each value of `checked`."""
 
 
 def problem_of(seed: int) -> tuple[MeshProblem, str]:
@@ -25,7 +24,7 @@ def problem_of(seed: int) -> tuple[MeshProblem, str]:
     return problem, "auto" if problem.dtype == torch.float64 else kernel
 
 
-@pytest.mark.parametrize("seed", [*SAMPLE, *(pytest.param(seed, marks=pytest.mark.long) for seed in ALL)])
+@pytest.mark.parametrize("seed", seeds(PROBLEMS, 120))
 def test_random_problems_agree_with_float64(seed: int):
     problem, kernel = problem_of(seed)
     backend, checked = [*BACKENDS][seed % 2], (None, False, True)[seed % 5 % 3]
@@ -33,16 +32,14 @@ def test_random_problems_agree_with_float64(seed: int):
     check(problem, outcome.results())
 
 
-@pytest.mark.parametrize(
-    "seed", [*SELECTIONS, *(pytest.param(seed, marks=pytest.mark.long) for seed in MORE_SELECTIONS)]
-)
+@pytest.mark.parametrize("seed", seeds(SELECTIONS, 120))
 def test_random_selections_agree_with_float64(seed: int):
     problem = draw_selected(seed, SIZES[seed % len(SIZES)])
     outcome = world(problem.shape.ranks, run, problem, "auto", (None, False)[seed % 2], backend=[*BACKENDS][seed % 2])
     check(problem, outcome.results())
 
 
-@pytest.mark.parametrize("seed", [*SAMPLE, *(pytest.param(seed, marks=pytest.mark.long) for seed in ALL)])
+@pytest.mark.parametrize("seed", seeds(HISTORIES, 120))
 def test_random_histories_agree_with_float64(seed: int, tmp_path: Path):
     history = histories.draw(seed, sizes=SIZES, kernel="auto", most=8)
     history = replace(history, phases=history.phases[:1])  # saves have threads, in which no GPU is emulated

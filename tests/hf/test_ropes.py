@@ -101,7 +101,9 @@ TURNS = [15, 60, 40, 1]
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
-        pytest.param(name, Shape(1, 1, ranks), marks=pytest.mark.long if ranks == 1 and number else [])
+        pytest.param(
+            name, Shape(1, 1, ranks), marks=pytest.mark.long if (ranks == 1 and number) or name == "yarn" else []
+        )
         for number, name in enumerate(CONFIGS)
         for ranks in (1, 2)
     ],

@@ -63,7 +63,7 @@ def answers(folder: str, ranks: int) -> tuple[list[int], Tensor | None, int]:
 @pytest.mark.parametrize(
     ("family", "ranks"),
     [
-        pytest.param(family, ranks, marks=[] if ranks == 2 + place % 3 else pytest.mark.long)
+        pytest.param(family, ranks, marks=[] if ranks == 2 + place % 3 and family != "jamba" else pytest.mark.long)
         for place, family in enumerate(FAMILIES)
         for ranks in (2, 3, 4)
     ],

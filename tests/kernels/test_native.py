@@ -256,9 +256,10 @@ def test_without_a_library_others_serve(change: dict[str, str], reason: str, mon
 
 @pytest.fixture
 def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A small library in an empty cache."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(build, "SOURCES", [source for source in build.SOURCES if source.name == "cache.cpp"])
+    """A library of one function in an empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "SOURCES", [source := tmp_path / "small.cpp"])
+    source.write_text('extern "C" int attnmesh_append() { return 0; }')
     return build._built()
 
 

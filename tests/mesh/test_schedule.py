@@ -133,7 +133,7 @@ def test_packed_documents_receive_only_their_keys() -> None:
 @pytest.mark.parametrize(
     "ranks",
     [
-        ranks if ranks in (1, 2, 3, 4, 6, 7, 8, 12) else pytest.param(ranks, marks=pytest.mark.long)
+        ranks if ranks in (1, 2, 3, 4, 6, 7, 8) else pytest.param(ranks, marks=pytest.mark.long)
         for ranks in range(1, 17)
     ],
 )

@@ -22,19 +22,19 @@ from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape, elements
 from attnmesh.mesh_attention.auto_choices import chosen_layout
 from attnmesh.runtime.counters import Traffic, counted
-from tests.support.mesh_problems import MeshProblem, check, draw, named_mesh, run
+from tests.support.mesh_problems import SAMPLES, MeshProblem, check, draw, named_mesh, run, traits
 from tests.support.pool import Pool
-from tests.support.seeds import batches_by_ranks
-
-PER_WORLD = {1: (10, 10), 2: (10, 60), 3: (20, 60), 4: (20, 80), 6: (20, 80), 8: (40, 60)}
-"""Problems for each number of ranks: a sample that has each shape, exchange and dtype, and all."""
+from tests.support.seeds import batches_by_ranks, rotated
 
 
 def cases() -> list[Any]:
-    """Batches of problems, of which the first on few ranks are quick."""
-    quick = [f"{ranks}-0-9" for ranks in (1, 2, 4)]
-    every = batches_by_ranks(PER_WORLD)
-    return [each._replace(marks=[*each.marks, pytest.mark.quick]) if each.id in quick else each for each in every]
+    """Batches of problems, of which samples of few ranks are quick."""
+    return [
+        each._replace(marks=[*each.marks, pytest.mark.quick])
+        if not each.marks and each.values[0] in (1, 2, 4)
+        else each
+        for each in batches_by_ranks(SAMPLES)
+    ]
 
 
 SHAPES = [Shape(1, 4, 1), Shape(1, 1, 4), Shape(4, 1, 1), Shape(1, 2, 2), Shape(2, 1, 2), Shape(2, 2, 1)]
@@ -45,7 +45,7 @@ def run_each(problems: list[MeshProblem]) -> list[list[Tensor]]:
 
 
 @pytest.mark.parametrize(("ranks", "seeds"), cases())
-def test_random_problems_on_a_mesh_agree_with_float64(pool: Pool, ranks: int, seeds: range) -> None:
+def test_random_problems_on_a_mesh_agree_with_float64(pool: Pool, ranks: int, seeds: Sequence[int]) -> None:
     problems = [draw(seed * 100 + ranks, ranks) for seed in seeds]
     for problem, results in zip(problems, zip(*pool.run(ranks, run_each, problems), strict=True), strict=True):
         check(problem, list(results))
@@ -77,11 +77,13 @@ def test_messages_may_be_sent_in_turn(pool: Pool, ranks: int, few: range) -> Non
 
 
 @pytest.mark.quick
-def test_the_sample_has_each_shape_exchange_and_dtype() -> None:
-    for ranks, (few, many) in PER_WORLD.items():
-        some, every = ([draw(seed * 100 + ranks, ranks) for seed in range(count)] for count in (few, many))
-        for name in ("shape", "exchange", "dtype"):
-            assert {getattr(x, name) for x in some} == {getattr(x, name) for x in every}, (ranks, name)
+@pytest.mark.parametrize("ranks", SAMPLES)
+def test_the_sample_has_all_traits(ranks: int) -> None:
+    sample, many = SAMPLES[ranks]
+    some, every = (
+        {x for seed in seeds for x in traits(draw(seed * 100 + ranks, ranks))} for seeds in (sample, range(many))
+    )
+    assert some == every
 
 
 def mesh_of(shape: Shape):  # type: ignore[no-untyped-def]
@@ -168,8 +170,14 @@ def traffic_of(shape: Shape, exchange: str, n: int, heads: tuple[int, int]) -> t
     return forward, backward
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, Shape(1, 4, 2), Shape(2, 2, 2), Shape(1, 8, 1), Shape(1, 3, 2)])
-@pytest.mark.parametrize("exchange", ["bulk", "pipelined", "ring"])
+@pytest.mark.parametrize(
+    ("shape", "exchange"),
+    rotated(
+        [*SHAPES, Shape(1, 4, 2), Shape(2, 2, 2), Shape(1, 8, 1), Shape(1, 3, 2)],
+        ["bulk", "pipelined", "ring"],
+        every=2,
+    ),
+)
 def test_counted_elements_equal_the_formula(pool: Pool, shape: Shape, exchange: str) -> None:
     n, (hq, hk), d = 12, (8, 4), 8
     dq, dk = hq * d, hk * d

@@ -72,9 +72,10 @@ def in_each_way(problems: list[MeshProblem]) -> list[dict[str, tuple[Tensor, Cho
     return [{way: attended(problem, way) for way in ("keys", "queries", "chosen")} for problem in problems]
 
 
+@pytest.mark.parametrize("some", [range(4), pytest.param(range(4, 12), marks=pytest.mark.long)], ids=str)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_each_way_gives_dense_attention_and_ranks_choose_alike(ranks: int, pool: Pool) -> None:
-    problems = [drawn(seed, ranks) for seed in range(8)]
+def test_each_way_gives_dense_attention_and_ranks_choose_alike(ranks: int, some: range, pool: Pool) -> None:
+    problems = [drawn(seed, ranks) for seed in some]
     taken = set()
     for problem, found in zip(problems, zip(*pool.run(ranks, in_each_way, problems), strict=True), strict=True):
         for way in found[0]:

@@ -218,7 +218,7 @@ def losses_with_fsdp(axes: tuple[str, ...], steps: int) -> list[float]:
     return said
 
 
-@pytest.mark.parametrize("axes", [("queries",), ("queries", "keys")])
+@pytest.mark.parametrize("axes", [("queries",), pytest.param(("queries", "keys"), marks=pytest.mark.long)])
 def test_with_parameters_sharded_by_fsdp(pool: Pool, axes: tuple[str, ...]) -> None:
     model, expected = Decoder(8, 4), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -26,6 +26,7 @@ from tests.store.test_folder import SIZES, decoded, equal, flip, full_journal, i
 from tests.support.growing import grow, rows
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
+from tests.support.seeds import rotated
 
 TWO = Shape(1, 1, 2)
 
@@ -87,9 +88,7 @@ def freeze_one_rank(path: Path, frozen: int, point: str, left: int) -> list[bool
     return found
 
 
-@pytest.mark.parametrize("left", LEFT)
-@pytest.mark.parametrize("point", ["record", "append"])
-@pytest.mark.parametrize("frozen", [0, 1])
+@pytest.mark.parametrize(("frozen", "point", "left"), rotated([0, 1], ["record", "append"], LEFT, every=2))
 def test_ranks_that_are_killed_leave_no_mixture(frozen: int, point: str, left: int, pool: Pool, tmp_path: Path) -> None:
     assert pool.run(2, freeze_one_rank, tmp_path, frozen, point, left) == [[True] * 4] * 2
 
@@ -130,7 +129,11 @@ def fill_one_disk(path: Path, shape: Shape, shards: bool) -> str:
     return said
 
 
-@pytest.mark.parametrize(("shape", "shards"), [(TWO, False), (TWO, True), (Shape(2, 1, 1), False)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "shards"),
+    [pytest.param(TWO, False, marks=pytest.mark.long), (TWO, True), (Shape(2, 1, 1), False)],
+    ids=str,
+)
 def test_a_full_disk_of_one_rank_raises_on_all(shape: Shape, shards: bool, pool: Pool, tmp_path: Path) -> None:
     one, other = pool.run(2, fill_one_disk, tmp_path, shape, shards)
     assert one == other

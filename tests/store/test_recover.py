@@ -21,6 +21,7 @@ from attnmesh.setup.rendezvous import enter, leave
 from tests.support import families
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
+from tests.support.seeds import pairs
 
 SIZES: dict[str, Any] = {"batch": 2, "kv_heads": 4, "head_dim": 6, "value_dim": 5, "capacity": 120}
 
@@ -81,21 +82,24 @@ def recovery_error(
     return worst, same
 
 
-@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize(
-    ("before", "after", "lost"),
-    [
-        ((1, 1, 4), (1, 1, 4), [2]),
-        ((1, 2, 2), (1, 1, 4), [0]),
-        ((2, 1, 2), (1, 2, 2), [3]),
-        ((1, 1, 4), (2, 2, 1), [1, 3]),
-        ((1, 1, 3), (1, 3, 1), [1]),
-        ((1, 1, 2), (1, 1, 2), [0]),
-    ],
+    ("places", "padded"),
+    pairs(
+        [
+            ((1, 1, 4), (1, 1, 4), [2]),
+            ((1, 2, 2), (1, 1, 4), [0]),
+            ((2, 1, 2), (1, 2, 2), [3]),
+            ((1, 1, 4), (2, 2, 1), [1, 3]),
+            ((1, 1, 3), (1, 3, 1), [1]),
+            ((1, 1, 2), (1, 1, 2), [0]),
+        ],
+        [False, True],
+    ),
 )
 def test_surviving_shards_and_copies_restore_the_cache(
-    pool: Pool, before: tuple[int, int, int], after: tuple[int, int, int], lost: list[int], padded: bool
+    pool: Pool, places: tuple[tuple[int, int, int], tuple[int, int, int], list[int]], padded: bool
 ) -> None:
+    before, after, lost = places
     for worst, same in pool.run(Shape(*before).ranks, recovery_error, before, after, lost, padded, 2):
         assert worst < 1e-5, "float32, merged in another order"
         assert same

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import attnmesh as am
 from attnmesh.core.layout import Layout
-from attnmesh.core.mask import Mask
+from attnmesh.core.mask import FAR, Mask
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.mesh_attention.attention import attend_shards
@@ -116,11 +116,46 @@ def draw(seed: int, ranks: int) -> MeshProblem:
     return replace(problem, key_lengths=few) if not problem.latent and random.random() < 0.3 else problem
 
 
+SAMPLES: dict[int, tuple[tuple[int, ...], int]] = {
+    1: ((0, 1, 3, 4, 5, 6, 7, 18), 20),
+    2: ((2, 9, 15, 16, 20, 21, 24, 25, 29, 30, 37, 44), 60),
+    3: ((0, 3, 13, 17, 19, 21, 26, 28, 29, 51, 53, 54), 60),
+    4: ((2, 3, 6, 7, 32, 38, 53, 93), 120),
+    6: ((0, 2, 8, 19, 30, 38, 39, 42, 45, 48), 80),
+    8: ((8, 10, 12, 13, 16, 30, 31, 33, 49, 53), 60),
+}
+"""Problems of so many ranks: a sample that has all traits, and how many there are."""
+
+
 def draw_selected(seed: int, ranks: int) -> MeshProblem:
     """The problem of that seed, with keys selected for each query; of latents for all heads alike."""
     problem, random = draw(seed, ranks), Random(seed)
     sizes = problem.batch, 1 if problem.latent else problem.heads[1]
     return replace(problem, selected=selection(random, sizes, *problem.lengths))
+
+
+def traits(problem: MeshProblem) -> set[object]:
+    """Return what a sample of problems should have: each value of a choice, and each exchange along each axis."""
+    mask, first = problem.mask, problem.layouts[0]
+    edges = {"documents": mask.ends, "spans": mask.spans, "chunks": mask.chunks, "window": mask.left < FAR}
+    chosen = {name: bool(found) for name, found in edges.items()} | {
+        "latent": problem.latent,
+        "capped": problem.softcap is not None,
+        "lengths of keys": problem.key_lengths is not None,
+        "sinks": problem.sinks,
+        "other keys": problem.lengths[0] != problem.lengths[1],
+        "grouped": problem.heads[0] != problem.heads[1],
+        "wider values": problem.widths[0] != problem.widths[1],
+        "axes in another order": problem.axes != AXES,
+        "layout": type(first),
+        "scale": problem.scale,
+        "batch": problem.batch,
+        "shape": problem.shape,
+        "exchange": problem.exchange,
+        "dtype": problem.dtype,
+    }
+    several = {(problem.exchange, name) for name, size in zip(AXES, problem.shape, strict=True) if size > 1}
+    return {*chosen.items(), *several}
 
 
 def _split(random: Random, length: int, ranks: int) -> am.Split:

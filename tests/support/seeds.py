@@ -22,22 +22,26 @@ def some(values: Sequence[Any], *short: Any) -> list[Any]:
     ]
 
 
-def batches(few: int, many: int, size: int) -> list[Any]:
-    """The same numbers, `size` at a time: a world of ranks is called once for all of a batch."""
-    starts = [*range(0, few, size), *range(few, many, size)]
-    ends = [*starts[1:], many]
+def batches(few: Collection[int], many: int, size: int = 12) -> list[Any]:
+    """The numbers below `many`, `size` at a time, the few first: a world of ranks is called once for all of a batch."""
+    rest = [number for number in range(many) if number not in few]
     return [
-        pytest.param(range(start, end), id=f"{start}-{end - 1}", marks=[pytest.mark.long] if start >= few else [])
-        for start, end in zip(starts, ends, strict=True)
+        pytest.param(
+            numbers := each[start : start + size],
+            id=f"{numbers[0]}-{numbers[-1]}",
+            marks=[pytest.mark.long] if each is rest else [],
+        )
+        for each in ([*few], rest)
+        for start in range(0, len(each), size)
     ]
 
 
-def batches_by_ranks(per_world: Mapping[int, tuple[int, int]]) -> list[Any]:
-    """Return the number of ranks with each batch of 10 of its problems, of which some few are not long."""
+def batches_by_ranks(per_world: Mapping[int, tuple[Collection[int], int]]) -> list[Any]:
+    """Return the number of ranks with each batch of 12 of its problems, of which some few are not long."""
     return [
         pytest.param(ranks, *batch.values, id=f"{ranks}-{batch.id}", marks=batch.marks)
         for ranks, (few, many) in per_world.items()
-        for batch in batches(few, many, 10)
+        for batch in batches(few, many)
     ]
 
 

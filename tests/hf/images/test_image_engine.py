@@ -85,7 +85,7 @@ def streams_with_images(kind: str, shape: Shape) -> None:
     [
         ("qwen2_5_vl", Shape(1, 1, 1)),
         ("gemma3", Shape(1, 3, 1)),
-        ("paligemma", Shape(1, 1, 2)),
+        pytest.param("paligemma", Shape(1, 1, 2), marks=pytest.mark.long),
         pytest.param("qwen2_5_vl", Shape(1, 1, 2), marks=pytest.mark.long),
         pytest.param("qwen3_vl", Shape(2, 1, 1), marks=pytest.mark.long),
     ],

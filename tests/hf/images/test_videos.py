@@ -24,6 +24,7 @@ from tests.support.families import prompt
 from tests.support.mesh_problems import named_mesh
 from tests.support.models.image_models import build_images, image_case
 from tests.support.pool import Pool
+from tests.support.seeds import some
 
 Batch = dict[str, Any]
 
@@ -131,7 +132,7 @@ def turns(kind: str) -> list[tuple[float, int]]:
     return [*zip(errors, taken, strict=True)]
 
 
-@pytest.mark.parametrize("kind", IMAGES)
+@pytest.mark.parametrize("kind", some([*IMAGES], "qwen2_5_vl"))
 def test_turns_keep_the_videos_that_are_the_same(kind: str, pool: Pool) -> None:
     first = inputs(kind, FIRST)["input_ids"].shape[1]
     for found in pool.run(2, turns, kind):

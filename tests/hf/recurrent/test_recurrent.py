@@ -50,9 +50,9 @@ def tolerance_of(family: str) -> float:
 
 
 def places() -> list[Any]:
-    """Return half of the families at one place each by default, and all at all places in the long run."""
+    """Return a third of the families at one place each by default, and all at all places in the long run."""
     return [
-        pytest.param(family, *place, marks=[pytest.mark.long] if f % 2 or (f // 2 + p) % len(PLACES) else [])
+        pytest.param(family, *place, marks=[pytest.mark.long] if f % 3 or (f // 3 + p) % len(PLACES) else [])
         for f, family in enumerate(FAMILIES)
         for p, place in enumerate(PLACES)
     ]

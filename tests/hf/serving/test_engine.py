@@ -649,7 +649,7 @@ def waits_in_steps(ranks: int) -> None:
         assert max(later - earlier for earlier, later in pairwise(during)) <= 3
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_no_stream_waits_more_than_three_steps_beside_a_long_prompt(ranks: int, pool: Pool) -> None:
     pool.run(ranks, waits_in_steps, ranks)
 

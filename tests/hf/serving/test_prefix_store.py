@@ -19,11 +19,12 @@ from attnmesh.hf.serving.store_schedule import StoreSchedule
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store.block_folder import BlockFolder
 from attnmesh.store.block_names import StoredBlock
-from tests.hf.serving.test_engine import greedy, ids, running, tokens, until
+from tests.hf.serving.test_engine import assert_greedy, greedy, ids, running, tokens, until
 from tests.support import families
 from tests.support.mesh_problems import named_mesh
 from tests.support.models.tiny_models import Case, build
 from tests.support.pool import Pool
+from tests.support.seeds import some
 
 PLACE = "prefixes"
 TEXT, NEW = 150, 9
@@ -86,11 +87,14 @@ def a_turn(name: str, shape: Shape, folder: Path, cached: tuple[int, int]) -> No
                 assert held >= least, (held, least)
 
 
-STATES = ["gemma3_text", "qwen3_next", "falcon_h1", "mamba2", "mistral"]
-"""Models with windows or recurrent states, whose prefixes end where a cache did."""
+STATES = ["gemma3_text", "qwen3_next", "mamba2", "falcon_h1", "mistral"]
+"""Models with windows or recurrent states, whose prefixes end where a cache did. The first three are not long.
+
+Windows, states, and states of which one token is computed by another rule than several.
+"""
 
 
-@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.long), "deepseek_v3"])
 def test_prefixes_are_there_for_later_engines_on_other_ranks(name: str, pool: Pool, tmp_path: Path) -> None:
     pool.run(2, a_turn, name, Shape(1, 1, 2), tmp_path, (0, 0))
     pool.run(3, a_turn, name, Shape(1, 1, 3), tmp_path, (144, 144))
@@ -98,7 +102,7 @@ def test_prefixes_are_there_for_later_engines_on_other_ranks(name: str, pool: Po
 
 
 @pytest.mark.parametrize("ranks", [(1, 2), pytest.param((3, 1), marks=pytest.mark.long)], ids=str)
-@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("name", some(STATES, *STATES[:3]))
 def test_states_are_there_where_a_cache_ended(name: str, ranks: tuple[int, int], pool: Pool, tmp_path: Path) -> None:
     before, after = ranks
     pool.run(before, a_turn, name, Shape(1, 1, before), tmp_path, (0, 0))
@@ -239,12 +243,12 @@ def damaged(kind: str, name: str, ranks: int, folder: Path) -> None:
             assert asked(engine, turn + wanted + ids(3))[1] > TEXT - 20
 
 
-@pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.parametrize("kind", some([*DAMAGE], *DAMAGE.keys() - {"emptied"}))
 def test_a_damaged_file_is_computed_again(kind: str, pool: Pool, tmp_path: Path) -> None:
     pool.run(1, damaged, kind, "llama", 1, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "llama"])
+@pytest.mark.parametrize("name", ["gemma3_text", pytest.param("llama", marks=pytest.mark.long)])
 def test_a_damaged_file_of_one_rank_is_computed_again(name: str, pool: Pool, tmp_path: Path) -> None:
     pool.run(2, damaged, "flipped", name, 2, tmp_path)
 
@@ -356,7 +360,7 @@ def test_models_that_compress_tokens_are_refused_by_name(pool: Pool, tmp_path: P
 def from_memory(ranks: int, folder: Path) -> None:
     """Ask again what caches have forgotten, and the folder has no room for."""
     model, mesh = made("llama"), named_mesh(Shape(1, 1, ranks), AXES)
-    texts = [ids(TEXT, seed=seed) for seed in range(6)]
+    texts = [ids(TEXT, seed=seed) for seed in range(4)]
     wanted = [greedy(model, text, NEW, mesh=mesh) for text in texts]
     with storing(model, mesh, folder, disk=1, max_rows=1) as engine:
         if engine is None:
@@ -366,12 +370,12 @@ def from_memory(ranks: int, folder: Path) -> None:
                 assert asked(engine, text) == (right, 144 * again)
                 until(lambda: not engine.schedule.busy)
         figures = engine.metrics()
-        assert figures["store_memory_tokens"] == 6 * 144
+        assert figures["store_memory_tokens"] == 4 * 144
         assert not figures["store_disk_tokens"]
         assert not [*(folder / PLACE).glob("*-*.safetensors")]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_prefixes_go_from_caches_to_memory(ranks: int, pool: Pool, tmp_path: Path) -> None:
     pool.run(ranks, from_memory, ranks, tmp_path)
 
@@ -379,11 +383,14 @@ def test_prefixes_go_from_caches_to_memory(ranks: int, pool: Pool, tmp_path: Pat
 def preempted(folder: Path) -> None:
     """Let requests outgrow the memory of caches: what goes back into the queue goes on from the store."""
     model, texts = families.model("llama", "attnmesh"), [ids(40, seed=seed) for seed in range(4)]
-    wanted = [greedy(model, text, 150, mesh=None) for text in texts]
+    stock = families.model("llama", "sdpa")
     with storing(model, None, folder, cache_memory=250_000, max_gap=60.0) as engine:
         assert engine is not None
         streams = [engine.submit(text, max_new_tokens=150) for text in texts]
-        assert [tokens(stream) for stream in streams] == wanted
+        for text, stream in zip(texts, streams, strict=True):
+            new = tokens(stream)
+            assert len(new) == 150
+            assert_greedy(stock, text, new)
         figures = engine.metrics()
         assert figures["preempted"]
         assert figures["store_memory_tokens"]

@@ -89,7 +89,9 @@ def family_together(family: str, shape: Shape) -> None:
     check_together(families.model(family, "attnmesh"), named_mesh(shape, AXES), 1e-3)
 
 
-@pytest.mark.parametrize("number", seeds({[*CONFIGS].index(family) for family in FEW}, len(CONFIGS)))
+@pytest.mark.parametrize(
+    "number", seeds({[*CONFIGS].index(family) for family in FEW if family not in ("llama", "qwen3")}, len(CONFIGS))
+)
 def test_rows_give_what_each_gives_alone(number: int, pool: Pool) -> None:
     shape = SHAPES[number % len(SHAPES)]
     pool.run(shape.ranks, family_together, list(CONFIGS)[number], shape)

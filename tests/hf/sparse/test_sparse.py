@@ -24,6 +24,7 @@ from tests.support.families import prompt
 from tests.support.mesh_problems import named_mesh
 from tests.support.models.tiny_models import Case, build, tiny_config
 from tests.support.pool import Pool
+from tests.support.seeds import some
 
 SHARED = {"num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]}
 """Layers that select what an earlier layer has selected."""
@@ -246,7 +247,14 @@ TRAINING = [
 ]
 
 
-@pytest.mark.parametrize(("name", "shape", "layout", "packed", "again"), TRAINING)
+AT_ONCE = {1, 2, 3, 5, 7, 9}
+"""Trainings of `make test`: indexers, ties, packs and means of blocks on each axis and both. The others are long."""
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "layout", "packed", "again"),
+    [pytest.param(*one, marks=[] if number in AT_ONCE else pytest.mark.long) for number, one in enumerate(TRAINING)],
+)
 def test_gradients_are_those_of_one_device(
     name: str, shape: Shape, layout: Layout, packed: bool, again: bool, pool: Pool
 ) -> None:
@@ -456,7 +464,7 @@ def test_hooks_are_removed_with_the_rest() -> None:
 # --- one device ---
 
 
-@pytest.mark.parametrize("name", ["deepseek_v32", "deepseek_v4", "minimax_m3", "qwen4"])
+@pytest.mark.parametrize("name", some(["deepseek_v32", "deepseek_v4", "minimax_m3", "qwen4"], "deepseek_v32", "qwen4"))
 def test_copies_and_other_attention_after_generation(name: str) -> None:
     small, ids = build(CASES[name], "attnmesh", torch.float64), prompt(30)
     options = {"max_new_tokens": 4, "do_sample": False}

@@ -132,7 +132,9 @@ LONG = (
     "stream",
     "routers",
     "evaluation first",
+    "fsdp",
 )
+"""FSDP is also compared with stock transformers in test_trainer_checkpoints.py."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.long if x in LONG else []) for x in VARIANTS])

@@ -49,7 +49,7 @@ RESUMED = {
 }
 """Trainer, number of meshes and settings."""
 
-LONG = ("DDP, 2 meshes", "FULL", "FULL, 2 meshes", "SHARDED", "adapters, DDP", "adapters, SHARDED")
+LONG = ("DDP", "DDP, 2 meshes", "FULL", "FULL, 2 meshes", "SHARDED", "adapters, DDP", "adapters, SHARDED")
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.long if x in LONG else []) for x in RESUMED])

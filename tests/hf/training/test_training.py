@@ -79,7 +79,10 @@ def on_ranks(family: str, shape: Shape, layout: Layout) -> dict[str, tuple[float
 
 @pytest.mark.parametrize(
     ("family", "shape"),
-    [one if one.values[0] in FEW else one._replace(marks=[pytest.mark.long]) for one in families_on_meshes()],
+    [
+        one if one.values[0] in FEW and one.values[0] != "gemma2-low-cap" else one._replace(marks=[pytest.mark.long])
+        for one in families_on_meshes()
+    ],
 )
 def test_loss_and_gradients_are_those_of_one_device(family: str, shape: Shape, pool: Pool) -> None:
     layout = am.Zigzag() if len(family) % 2 else am.Striped(4)
