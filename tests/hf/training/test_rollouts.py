@@ -22,8 +22,8 @@ from tests.support.families import STOCK, prompt
 from tests.support.pool import Pool
 from tests.support.trainers import launched, mesh_of, settings, tokenizer
 
-LONGEST = 11
-"""Tokens of a completion at most."""
+FLAT = {"initializer_range": 0.05}
+"""Weights with small logits: rounding in float32 moves the log-probabilities of larger ones by 1e-5, in stock TRL too."""
 
 
 def prompts(count: int = 8, first: int = 0) -> Dataset:
@@ -66,11 +66,12 @@ class Record(TrainerCallback):  # type: ignore[misc]
 
 def trained(kind: str, on_mesh: Any, attention: str, folder: str, options: dict[str, Any]) -> Any:
     """Train, and return the record, the log and the completions that were logged."""
-    options = {"path": None, "family": "llama", "changes": {}, "lora": False, **options}
-    path, family, changes, lora = (options.pop(name) for name in ("path", "family", "changes", "lora"))
-    made = AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention) if path else None
-    model = families.model(family, attention, **changes) if made is None else made
-    given = settings(getattr(trl, f"{kind}Config"), folder, **OPTIONS | options)
+    options = dict(options)
+    lora = options.pop("lora", False)
+    model = AutoModelForCausalLM.from_pretrained(options.pop("path"), attn_implementation=attention)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TRL's own
+        given = settings(getattr(trl, f"{kind}Config"), folder, **OPTIONS | options)
     record, more = Record(), {}
     if lora:
         from peft import LoraConfig
@@ -94,8 +95,8 @@ def trained(kind: str, on_mesh: Any, attention: str, folder: str, options: dict[
 
 
 OPTIONS: dict[str, Any] = {
-    "max_steps": 2, "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": LONGEST,
-    "gradient_checkpointing": False, "temperature": 0.9,
+    "max_steps": 2, "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 11,
+    "activation_checkpointing": False, "temperature": 0.9,
 }  # fmt: skip
 
 
@@ -108,13 +109,17 @@ def on_rank(kind: str, data: int, shape: Shape | None, folder: str, options: dic
         return trained(kind, lambda made: hf.on_mesh(made, mesh), "attnmesh", folder, options)
 
 
+DIFFERENCE = "sampling/sampling_logp_difference/max"
+
 TIMES = ("runtime", "per_second", "step_time", "total_flos")
 """Parts of the names of entries of a log that are measured."""
 
 
 def check(pool: Pool, folder: Path, kind: str, data: int, shape: Shape, **options: Any) -> None:
     """Assert that a trainer on a mesh is stock TRL on as many processes as there are meshes."""
-    at = str(folder / "1")
+    at, family, changes = str(folder / "1"), options.pop("family", "llama"), FLAT | options.pop("changes", {})
+    options["path"] = str(folder / "model")  # a reference model is loaded from there
+    families.model(family, "attnmesh", **changes).save_pretrained(options["path"])
     if data == 1:
         alone = [trained(kind, lambda made: made, STOCK["llama"], at, options)]
     else:
@@ -132,18 +137,56 @@ def check(pool: Pool, folder: Path, kind: str, data: int, shape: Shape, **option
             for name, weights in expected["weights"].items():
                 torch.testing.assert_close(given["weights"][name], weights, atol=1e-5, rtol=0, msg=name)
         for entry, stock in zip(log, expected_log, strict=True):
+            assert not [name for name in stock if name not in entry]
             for name in (name for name in stock if not any(part in name for part in TIMES)):
                 assert entry[name] == pytest.approx(stock[name], rel=1e-5, abs=1e-6), name
-        assert rows == pytest.approx(expected_rows) if rank == 0 else True
+        for name, values in expected_rows.items():
+            assert rows[name] == (values if isinstance(values[0], str) else pytest.approx(values, abs=1e-6)), name
+        assert max(entry.get(DIFFERENCE, 0.0) for entry in log) <= (1e-6 if "top_k" not in options else 9.0)
 
 
 MESHES = {"keys": (1, Shape(1, 1, 2)), "queries": (1, Shape(1, 2, 1)), "data x keys": (2, Shape(1, 1, 2))}
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+SHORT = (("GRPO", "keys"), ("RLOO", "data x keys"))
+"""Cases of `make test`. The others are marked long."""
+
+CASES = [
+    pytest.param(kind, mesh, marks=[] if (kind, mesh) in SHORT else pytest.mark.long)
+    for kind in ("GRPO", "RLOO")
+    for mesh in MESHES
+]
+
+
+@pytest.mark.parametrize(("kind", "mesh"), CASES)
 def test_training_on_a_mesh_is_that_of_stock_trl(kind: str, mesh: str, pool: Pool, tmp_path: Path) -> None:
     check(pool, tmp_path, kind, *MESHES[mesh])
+
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "adapter": ("GRPO", {"lora": True, "beta": 0.1, "eval_strategy": "steps", "eval_steps": 1}),
+    "several iterations": ("GRPO", {"num_iterations": 2, "steps_per_generation": 4, "max_steps": 4, "mesh": "queries"}),
+    "reference": ("GRPO", {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "max_steps": 3}),
+    "groups over meshes": ("GRPO", {"mesh": "data x keys", "num_generations": 8, "gradient_accumulation_steps": 1}),
+    "checkpointing": ("GRPO", {"activation_checkpointing": True, "mask_truncated_completions": True}),
+    "entropies": ("GRPO", {"top_entropy_quantile": 0.5, "entropy_coef": 0.1, "mesh": "data x keys"}),
+    "sequences": ("GRPO", {"importance_sampling_level": "sequence", "loss_type": "grpo", "num_iterations": 2}),
+    "adapter of RLOO": ("RLOO", {"lora": True, "num_iterations": 2}),
+    "warped draws": ("RLOO", {"top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1, "pad_to_multiple_of": 8}),
+    "greedy": ("GRPO", {"generation_kwargs": {"do_sample": False}}),
+    "windows": ("GRPO", {"family": "gemma3", "mesh": "queries"}),
+    "many steps": ("GRPO", {"max_steps": 20, "mesh": "data x keys", "beta": 0.05}),
+    "many steps of RLOO": ("RLOO", {"max_steps": 20}),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "adapter" else pytest.mark.long) for name in VARIANTS]
+)
+def test_variants_of_training_are_those_of_stock_trl(name: str, pool: Pool, tmp_path: Path) -> None:
+    kind, options = VARIANTS[name]
+    options = dict(options)
+    check(pool, tmp_path, kind, *MESHES[options.pop("mesh", "keys")], **options)
 
 
 # --- what is served ---

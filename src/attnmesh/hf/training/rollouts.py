@@ -4,10 +4,10 @@
 rewards. Log-probabilities come from calls of the model with whole batches, see `sharded_calls`.
 """
 
-from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from math import gcd
 from typing import Any
 
@@ -43,18 +43,15 @@ class MeshRollouts:
     model: Any
     reward_funcs: list[Any]
     state: Any
-    _logs: dict[str, Any]
     _metrics: dict[str, Any]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         set_seed(self.args.seed + self.accelerator.replicas.own)  # of processes, which to TRL are the ranks
-        mesh = self.calls.mesh
-        first = self.accelerator.state.process_index if mesh is None else int(mesh.mesh.flatten()[0])
-        self.is_first = self.accelerator.state.process_index == first
+        mesh, rank = self.calls.mesh, self.accelerator.state.process_index
+        first = rank if mesh is None else int(mesh.mesh.flatten()[0])
+        self.is_first = rank == first
         self.firsts: list[int] = self.accelerator.gather(torch.tensor(first, device=self.accelerator.device)).tolist()
-        rows = partial(RowsOfMeshes, self.firsts, self.accelerator.state.num_processes, self._logs["prompt"].maxlen)
-        self._logs |= {"prompt": rows(), "completion": rows(), "extra": defaultdict(rows)}
         self.logprobs, self.logprobs_of_training, self.step_of_rollout = torch.empty(0), torch.empty(0), 0
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -87,32 +84,52 @@ class MeshRollouts:
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         """Draw completions and compare their rewards, of all meshes."""
-        with self.accelerator.dealing():
+        with self.accelerator.dealing(), self._gathering():
             batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
         return {**batch, LOGPROBS: pad(self.logprobs, (0, batch["completion_ids"].shape[1] - self.logprobs.shape[1]))}
 
+    @contextmanager
+    def _gathering(self) -> Iterator[None]:
+        """Let TRL gather from the first rank of each mesh, in this context. It does so by functions of accelerate."""
+        of_trl = next(one for one in type(self).__mro__ if one.__module__.startswith("trl."))
+        functions = vars(sys.modules[of_trl.__module__])
+        before = {name: functions[name] for name in ("gather", "gather_object")}
+        functions |= {"gather": self._gather, "gather_object": self._gather_rows}
+        try:
+            yield
+        finally:
+            functions |= before
+
+    def _gather(self, x: Tensor) -> Tensor:
+        """Return the tensors of the first rank of each mesh."""
+        whole: Tensor = ACCELERATE.find("accelerate.utils:gather")(x)
+        return whole.unflatten(0, (-1, len(x)))[self.firsts].flatten(0, 1)
+
+    def _gather_rows(self, rows: list[Any]) -> list[Any]:
+        """Return the rows of the first rank of each mesh."""
+        parts: list[list[Any]] = ACCELERATE.find("accelerate.utils:gather_object")([rows])
+        return [row for rank in self.firsts for row in parts[rank]]
+
     def _calculate_rewards(self, inputs: Any, prompts: Any, *args: Any) -> Any:
         """Return the rewards of all meshes, computed on the first rank of each. One that fails raises on all ranks."""
-        gather, gather_object = (ACCELERATE.find(f"accelerate.utils:{name}") for name in ("gather", "gather_object"))
         functions, error = self.reward_funcs, None
         self.reward_funcs = functions if self.is_first else [_no_rewards] * len(functions)
         try:
-            of_ranks = super()._calculate_rewards(inputs, prompts, *args)  # type: ignore[misc]
+            rewards = super()._calculate_rewards(inputs, prompts, *args)  # type: ignore[misc]
         except Exception as raised:  # before the rewards are gathered, for which the other ranks wait
             error = raised
-            of_ranks = gather(torch.zeros(len(prompts), len(functions), device=self.accelerator.device))
+            rewards = self._gather(torch.zeros(len(prompts), len(functions), device=self.accelerator.device))
         finally:
             self.reward_funcs = functions
         text = "" if error is None else " ".join(f"{type(error).__name__}: {error}".split())
-        said = gather_object([(text, dict(self._pending_extra_logs), dict(self._pending_metrics))])
+        said = self._gather_rows([(text, dict(self._pending_metrics))])
         if error is not None:
             raise error
-        failed, fix = next((text for text, *_ in said if text), ""), "see the error of the rank that raised"
+        failed, fix = next((text for text, _ in said if text), ""), "see the error of the rank that raised"
         require(not failed, UnforeseenError, "reward function", "a reward for each completion", failed, fix)
-        first = said[self.firsts[self.accelerator.replicas.own]]
-        self._pending_metrics = defaultdict(list, first[2])
+        self._pending_metrics = defaultdict(list, said[self.accelerator.replicas.own][1])
         synchronize_generators((self.calls.mesh,), self.accelerator.device)  # a reward may have drawn numbers
-        return of_ranks.unflatten(0, (-1, len(prompts)))[self.firsts].flatten(0, 1)
+        return rewards
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         """Return the log-probabilities of training, and keep them."""
@@ -131,20 +148,6 @@ class MeshRollouts:
             metrics[f"{DIFFERENCE}/mean"].append((total.sum() / tokens.sum().clamp(min=1)).item())
             metrics[f"{DIFFERENCE}/max"].append(most.max().item())
         return loss
-
-
-class RowsOfMeshes(deque[Any]):
-    """Rows to log, of which `extend` is given those of all ranks, and keeps those of the first rank of each mesh."""
-
-    def __init__(self, firsts: list[int], ranks: int, size: int) -> None:
-        super().__init__(maxlen=size)
-        self.firsts, self.ranks = firsts, ranks
-
-    def extend(self, rows: Iterable[Any]) -> None:
-        """Keep the rows of the first rank of each mesh."""
-        whole = [*rows]
-        size = len(whole) // self.ranks
-        super().extend(row for rank in self.firsts for row in whole[rank * size : (rank + 1) * size])
 
 
 class DrawnLogprobs(LogitsProcessor):  # type: ignore[misc]
