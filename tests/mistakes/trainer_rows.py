@@ -55,6 +55,7 @@ def drawn(mesh: DeviceMesh, reward: Any = len, **options: Any) -> Any:
         steps = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "num_generations": 2}
         given = settings(GRPOConfig, "/nonexistent", **steps | options)
         rows: Any = {"train_dataset": Dataset.from_list([{"prompt": "w5 w6"}]), "processing_class": tokenizer()}
+        rows["reward_processing_classes"] = [tokenizer()]
         trainer: Any = hf.on_mesh(GRPOTrainer, mesh)
         return trainer(model=families.model("llama", "attnmesh"), args=given, reward_funcs=reward, **rows)
 

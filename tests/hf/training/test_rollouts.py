@@ -6,6 +6,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -198,10 +199,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "entropies": ("GRPO", {"top_entropy_quantile": 0.5, "entropy_coef": 0.1, "mesh": "data x keys"}),
     "sequences": ("GRPO", {"importance_sampling_level": "sequence", "loss_type": "grpo", "num_iterations": 2}),
     "adapter of RLOO": ("RLOO", {"lora": True, "num_iterations": 2}),
-    "warped draws": (
-        "RLOO",
-        {"top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1, "difference": 1.0, "pad_to_multiple_of": 8},
-    ),
+    "warped draws": ("RLOO", {"top_k": 20, "top_p": 0.9, "min_p": 0.01, "pad_to_multiple_of": 8}),
+    "penalties": ("GRPO", {"repetition_penalty": 1.1, "difference": 1.0}),
     "greedy": ("GRPO", {"generation_kwargs": {"do_sample": False}}),
     "windows": ("GRPO", {"family": "gemma3", "mesh": "queries"}),
     "a stop": ("GRPO", {"resumes": True, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}),
@@ -264,6 +263,49 @@ def test_a_reward_that_raises_on_one_rank_raises_on_all(pool: Pool, tmp_path: Pa
     assert answers.pop(2) == "OSError: the judge does not answer"
     expected = "UnforeseenError: reward function: expected a reward for each completion, given OSError: the judge does"
     assert all(answer.startswith(expected) for answer in answers), answers
+
+
+class Room:
+    """An environment."""
+
+    def reset(self, **_: Any) -> None:
+        """Begin anew."""
+
+    def look(self) -> str:
+        """Look around.
+
+        Returns:
+            What is there.
+        """
+        return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"options": {"use_transformers_continuous_batching": True}}, "use_transformers_continuous_batching"),
+        ({"options": {"cache_implementation": "static"}}, "cache_implementation"),
+        ({"options": {"use_liger_kernel": True}}, "use_liger_kernel"),
+        ({"options": {"generation_kwargs": {"num_beams": 2}}}, "num_beams"),
+        ({"rollout_func": len}, "rollout_func"),
+        ({"tools": [Room.look]}, "tools"),
+        ({"environment_factory": Room}, "environment_factory"),
+    ],
+)
+def test_other_ways_to_draw_are_refused_by_name(arguments: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TRL's own
+        given = settings(trl.GRPOConfig, str(tmp_path), **OPTIONS | arguments.pop("options", {}))
+        words = tokenizer()
+        words.chat_template, words.response_schema = "{{ messages }}{{ tools }}", {"type": "object"}
+        with (
+            pytest.raises(errors.KernelError, match=f"on_mesh {said}: expected a trainer without it, given .*Fix: le"),
+            patch("trl.trainer.grpo_trainer.supports_tool_calling", return_value=True),
+        ):
+            hf.on_mesh(trl.GRPOTrainer, None)(
+                model=families.model("llama", "attnmesh"), reward_funcs=even, args=given, train_dataset=prompts(),
+                processing_class=words, **arguments,
+            )  # fmt: skip
 
 
 # --- what is served ---

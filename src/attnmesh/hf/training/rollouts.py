@@ -208,11 +208,11 @@ def _checks(trainer: Any) -> Iterator[Check]:
         "cache_implementation": (args.cache_implementation, BY_MESH),
         "rollout_func": (getattr(trainer, "rollout_func", None), BY_MESH),
         "num_beams": ((args.generation_kwargs or {}).get("num_beams", 1) > 1, BY_MESH),
-        "tools": (getattr(trainer, "tools", None), on_device),
         "environment_factory": (
             getattr(trainer, "environment_factories", None),
             "leave it out, or train on one device",
         ),
+        "tools": (getattr(trainer, "tools", None), on_device),
         "use_liger_kernel": (args.use_liger_kernel, "leave it out: attnmesh brings the kernels of attention"),
     }
     for name, (given, fix) in refused.items():
