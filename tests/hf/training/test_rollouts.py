@@ -14,11 +14,19 @@ import torch.distributed as dist
 import transformers
 import trl
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Trainer, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    Qwen3MoeConfig,
+    Trainer,
+    TrainerCallback,
+)
 
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.hf.load import PACKAGED, locate
+from attnmesh.hf.training.rollouts import generating_on
 from attnmesh.hf.training.trainer import SERVED
 from attnmesh.mesh.shapes import Shape
 from tests.support import families
@@ -78,6 +86,7 @@ def trained(kind: str, on_mesh: Any, attention: str, folder: str, options: dict[
     """Train, and return the record, the log and the completions that were logged."""
     options = dict(options)
     path, lora, resumes = options.pop("path"), options.pop("lora", False), options.pop("resumes", False)
+    rows = prompts().to_iterable_dataset() if options.pop("stream", False) else prompts()
     rewards = [slow if options.pop("asynchronous", False) else even, noise]
     words = AutoTokenizer.from_pretrained(path) if Path(path, "tokenizer.json").exists() else tokenizer()
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention)
@@ -95,7 +104,7 @@ def trained(kind: str, on_mesh: Any, attention: str, folder: str, options: dict[
         warnings.simplefilter("ignore")  # TRL's own
         torch.manual_seed(7)
         record.trainer = on_mesh(getattr(trl, f"{kind}Trainer"))(
-            model=model.train(), reward_funcs=rewards, args=given, train_dataset=prompts(),
+            model=model.train(), reward_funcs=rewards, args=given, train_dataset=rows,
             processing_class=words, callbacks=[record], **more,
         )  # fmt: skip
         record.model = record.trainer.model
@@ -107,9 +116,9 @@ def trained(kind: str, on_mesh: Any, attention: str, folder: str, options: dict[
         for given, expected in zip(resumed, record.steps[-len(resumed) :], strict=True):
             assert_equal(given, expected)
     logs = record.trainer._logs
-    rows = {name: [*logs[name]] for name in ("prompt", "completion", "advantages")}
-    rows |= {name: [*x] for name, x in [*logs["rewards"].items(), *logs["extra"].items()]}
-    return record.steps, record.trainer.state.log_history, rows
+    logged = {name: [*logs[name]] for name in ("prompt", "completion", "advantages")}
+    logged |= {name: [*x] for name, x in [*logs["rewards"].items(), *logs["extra"].items()]}
+    return record.steps, record.trainer.state.log_history, logged
 
 
 OPTIONS: dict[str, Any] = {
@@ -172,7 +181,13 @@ def check(
         assert max(entry.get(DIFFERENCE, 0.0) for entry in log) <= difference
 
 
-MESHES = {"keys": (1, Shape(1, 1, 2)), "queries": (1, Shape(1, 2, 1)), "data x keys": (2, Shape(1, 1, 2))}
+MESHES = {
+    "keys": (1, Shape(1, 1, 2)),
+    "queries": (1, Shape(1, 2, 1)),
+    "data x keys": (2, Shape(1, 1, 2)),
+    "heads": (1, Shape(2, 1, 1)),
+    "three keys": (1, Shape(1, 1, 3)),
+}
 
 
 SHORT = (("GRPO", "keys"), ("RLOO", "data x keys"))
@@ -205,6 +220,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "windows": ("GRPO", {"family": "gemma3", "mesh": "queries"}),
     "a stop": ("GRPO", {"resumes": True, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}),
     "asynchronous rewards": ("GRPO", {"asynchronous": True, "log_completions": True, "mesh": "data x keys"}),
+    "stream": ("GRPO", {"stream": True, "mesh": "data x keys"}),
+    "iterations and evaluation": (
+        "RLOO",
+        {"num_iterations": 2, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 4},
+    ),
     "many steps": ("GRPO", {"max_steps": 20, "mesh": "data x keys", "beta": 0.05}),
     "many steps of RLOO": ("RLOO", {"max_steps": 20}),
 }
@@ -233,6 +253,19 @@ def test_a_mixture_of_experts_balances_its_routers_as_stock_trl(pool: Pool, tmp_
 def test_a_released_model_trains_as_in_stock_trl(pool: Pool, tmp_path: Path) -> None:
     """Its logits are of 20 and more, whose rounding in float32 is 1e-5 of a log-probability."""
     check(pool, tmp_path, "GRPO", *MESHES["keys"], path=locate(PACKAGED), difference=1e-4, num_generations=2)
+
+
+def test_a_prompt_is_computed_once_for_its_completions() -> None:
+    model, rows = families.model("llama", "attnmesh"), []
+    model.get_input_embeddings().register_forward_hook(lambda module, args, output: rows.append(output.shape[:2]))
+    ids = torch.cat((prompt(13, seed=1), prompt(13, seed=2))).repeat_interleave(3, 0)
+    draws = GenerationConfig(do_sample=True, max_new_tokens=4, temperature=0.9)
+    with generating_on(None, model) as logprobs:
+        drawn = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=draws)
+    assert rows == [(2, 12), *[(6, 1)] * 4]
+    expected = (model(drawn).logits[:, 12:-1] / 0.9).log_softmax(-1).gather(2, drawn[:, 13:, None])[..., 0]
+    torch.testing.assert_close(torch.cat(logprobs, 1), expected, atol=2e-5, rtol=0)
+    assert "generate" not in vars(model)
 
 
 def failing(completions: list[str], **_: Any) -> list[float]:

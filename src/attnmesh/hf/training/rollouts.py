@@ -21,14 +21,14 @@ from attnmesh.errors import Check, KernelError, ShapeError, UnforeseenError, req
 from attnmesh.hf.generate import generate, synchronize_generators
 from attnmesh.hf.models import unwrap
 from attnmesh.hf.training.sharded_calls import ShardedCalls
-from attnmesh.hf.transformers_names import ACCELERATE
+from attnmesh.hf.transformers_names import ACCELERATE, ROLLOUTS
 
 SUBJECT = "on_mesh"
 
 BY_MESH = "leave it out: hf.generate draws completions on the mesh"
 
-LOGPROBS = "drawn_logprobs"
-"""Entry of a batch of completions: the log-probabilities with which their tokens were drawn."""
+LOGPROBS, STEP = "drawn_logprobs", "drawn_at"
+"""Entries of a batch of completions: the log-probabilities with which their tokens were drawn, and the step then."""
 
 DIFFERENCE = "sampling/sampling_logp_difference"
 """Metric of TRL: how far the log-probabilities of a rollout are from those of training."""
@@ -52,10 +52,11 @@ class MeshRollouts:
         first = rank if mesh is None else int(mesh.mesh.flatten()[0])
         self.is_first = rank == first
         self.firsts: list[int] = self.accelerator.gather(torch.tensor(first, device=self.accelerator.device)).tolist()
-        self.logprobs, self.logprobs_of_training, self.step_of_rollout = torch.empty(0), torch.empty(0), 0
+        self.logprobs, self.logprobs_of_training = torch.empty(0), torch.empty(0)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator, to which the ranks of a mesh are one process."""
+        ROLLOUTS.check()
         require_all(_checks(self))
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         fits, fix = not self.accelerator.is_fsdp2, "use DDP"
@@ -77,16 +78,17 @@ class MeshRollouts:
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Draw completions on the mesh."""
-        with self.calls.active(False), _generating_on(self.calls.mesh, unwrap(self.model)) as drawn:
+        with self.calls.active(False), generating_on(self.calls.mesh, unwrap(self.model)) as drawn:
             completions = super()._generate_single_turn(*args, **kwargs)  # type: ignore[misc]
-        self.logprobs, self.step_of_rollout = torch.cat(drawn, 1), self.state.global_step
+        self.logprobs = torch.cat(drawn, 1)
         return completions
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         """Draw completions and compare their rewards, of all meshes."""
         with self.accelerator.dealing(), self._gathering():
             batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
-        return {**batch, LOGPROBS: pad(self.logprobs, (0, batch["completion_ids"].shape[1] - self.logprobs.shape[1]))}
+        logprobs = pad(self.logprobs, (0, batch["completion_ids"].shape[1] - self.logprobs.shape[1]))
+        return {**batch, LOGPROBS: logprobs, STEP: torch.tensor(self.state.global_step)}
 
     @contextmanager
     def _gathering(self) -> Iterator[None]:
@@ -140,7 +142,7 @@ class MeshRollouts:
     def _compute_loss(self, model: nn.Module, inputs: Any) -> Tensor:
         """Return the loss. Log how far log-probabilities are from those of the rollout, if weights are the same."""
         loss: Tensor = super()._compute_loss(model, inputs)  # type: ignore[misc]
-        if self.state.global_step == self.step_of_rollout:
+        if self.state.global_step == inputs[STEP]:
             metrics, mask = self._metrics["train" if self.model.training else "eval"], inputs["completion_mask"]
             away = (self.logprobs_of_training - inputs[LOGPROBS]).abs() * mask
             found = torch.stack((away.sum(), mask.sum(), away.max())).unsqueeze(0)
@@ -170,17 +172,17 @@ class DrawnLogprobs(LogitsProcessor):  # type: ignore[misc]
 
 
 @contextmanager
-def _generating_on(mesh: DeviceMesh | None, model: Any) -> Iterator[list[Tensor]]:
+def generating_on(mesh: DeviceMesh | None, model: Any) -> Iterator[list[Tensor]]:
     """Let a model's next `generate` run on a mesh, in this context. Yield the log-probabilities of drawn tokens."""
     kept: list[Tensor] = []
 
-    def on_mesh(input_ids: Tensor, attention_mask: Tensor, generation_config: Any) -> Any:
+    def on_mesh(input_ids: Tensor, attention_mask: Tensor, generation_config: Any, **more: Any) -> Any:
         del model.generate  # transformers' own runs inside
         watch, samples = DrawnLogprobs(generation_config.temperature, kept), 1
         if generation_config.do_sample:  # a prompt is computed once for all of its completions
             rows = torch.cat((input_ids, attention_mask), 1)
             samples = gcd(*rows.unique_consecutive(dim=0, return_counts=True)[1].tolist())
-        options = {"generation_config": generation_config, "num_return_sequences": samples}
+        options = {"generation_config": generation_config, "num_return_sequences": samples, **more}
         prompts, mask = input_ids[::samples], attention_mask[::samples]
         ids = generate(model, prompts, mesh=mesh, attention_mask=mask, logits_processor=[watch], **options)
         watch.take(ids)
@@ -200,18 +202,14 @@ def _no_rewards(prompts: list[Any], **_: Any) -> list[float]:
 
 def _checks(trainer: Any) -> Iterator[Check]:
     """Yield what holds of a trainer that is served."""
-    args = trainer.args
-    on_device = "leave it out, or train on one device"
+    args, on_device = trainer.args, "leave it out, or train on one device"
     refused = {
         "use_vllm": (args.use_vllm, BY_MESH),
         "use_transformers_continuous_batching": (args.use_transformers_continuous_batching, BY_MESH),
         "cache_implementation": (args.cache_implementation, BY_MESH),
         "rollout_func": (getattr(trainer, "rollout_func", None), BY_MESH),
         "num_beams": ((args.generation_kwargs or {}).get("num_beams", 1) > 1, BY_MESH),
-        "environment_factory": (
-            getattr(trainer, "environment_factories", None),
-            "leave it out, or train on one device",
-        ),
+        "environment_factory": (getattr(trainer, "environment_factories", None), on_device),
         "tools": (getattr(trainer, "tools", None), on_device),
         "use_liger_kernel": (args.use_liger_kernel, "leave it out: attnmesh brings the kernels of attention"),
     }
