@@ -44,6 +44,7 @@ class MeshRollouts:
     reward_funcs: list[Any]
     state: Any
     _metrics: dict[str, Any]
+    _pending_metrics: dict[str, Any]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -105,7 +106,8 @@ class MeshRollouts:
     def _gather(self, x: Tensor) -> Tensor:
         """Return the tensors of the first rank of each mesh."""
         whole: Tensor = ACCELERATE.find("accelerate.utils:gather")(x)
-        return whole.unflatten(0, (-1, len(x)))[self.firsts].flatten(0, 1)
+        by_rank: Tensor = whole.unflatten(0, (-1, len(x)))  # type: ignore[no-untyped-call]
+        return by_rank[self.firsts].flatten(0, 1)
 
     def _gather_rows(self, rows: list[Any]) -> list[Any]:
         """Return the rows of the first rank of each mesh."""
