@@ -106,8 +106,7 @@ class MeshRollouts:
     def _gather(self, x: Tensor) -> Tensor:
         """Return the tensors of the first rank of each mesh."""
         whole: Tensor = ACCELERATE.find("accelerate.utils:gather")(x)
-        by_rank: Tensor = whole.unflatten(0, (-1, len(x)))  # type: ignore[no-untyped-call]
-        return by_rank[self.firsts].flatten(0, 1)
+        return whole.view(-1, *x.shape)[self.firsts].flatten(0, 1)
 
     def _gather_rows(self, rows: list[Any]) -> list[Any]:
         """Return the rows of the first rank of each mesh."""
