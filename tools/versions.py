@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 TESTS = {
     "transformers": ["tests/hf", "src/attnmesh/hf"],
     "accelerate": ["tests/hf/training/test_trainer.py", "src/attnmesh/hf/training/accelerator.py"],
-    "trl": ["tests/hf/training/test_trainer.py", "tests/hf/training/test_finetune.py"],
+    "trl": [f"tests/hf/training/test_{name}.py" for name in ("trainer", "finetune", "rollouts", "grpo_example")],
     "peft": ["tests/hf/training/test_trainer.py"],
     "diffusers": ["tests/diffusers", "src/attnmesh/diffusers"],
 }

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from datasets import Dataset
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import Trainer, TrainingArguments
@@ -13,7 +14,7 @@ from attnmesh import errors
 from tests.mistakes.table import Mistake
 from tests.support import families
 from tests.support.families import prompt
-from tests.support.trainers import collate, examples, launched, settings
+from tests.support.trainers import FSDP, collate, examples, fsdp_on_cpus, launched, settings, tokenizer
 
 IDS = prompt(12, batch=2)
 
@@ -32,7 +33,7 @@ def served(package: str, name: str, note: str) -> Mistake:
         f"put `{name}` on a mesh{note}",
         lambda mesh: hf.on_mesh(getattr(import_module(package), name), mesh),
         errors.KernelError,
-        f"SFTTrainer, DPOTrainer, RewardTrainer, or a subclass of one of them, given trl.{name}",
+        f"RewardTrainer, GRPOTrainer, RLOOTrainer, or a subclass of one of them, given trl.{name}",
         "train with one of these, or in a loop of your own with hf.shard_batch",
     )
 
@@ -44,6 +45,19 @@ def train(mesh: DeviceMesh, attention: str = "attnmesh", **options: Any) -> Any:
         rows = {"train_dataset": examples(4), "data_collator": collate}
         trainer: Any = hf.on_mesh(Trainer, mesh)
         return trainer(model=families.model("llama", attention), args=given, **rows).train()
+
+
+def drawn(mesh: DeviceMesh, reward: Any = len, **options: Any) -> Any:
+    """Make a trainer that draws completions."""
+    from trl import GRPOConfig, GRPOTrainer
+
+    with launched(), fsdp_on_cpus():
+        steps = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "num_generations": 2}
+        given = settings(GRPOConfig, "/nonexistent", **steps | options)
+        rows: Any = {"train_dataset": Dataset.from_list([{"prompt": "w5 w6"}]), "processing_class": tokenizer()}
+        rows["reward_processing_classes"] = [tokenizer()]
+        trainer: Any = hf.on_mesh(GRPOTrainer, mesh)
+        return trainer(model=families.model("llama", "attnmesh"), args=given, reward_funcs=reward, **rows)
 
 
 def called(mesh: DeviceMesh, model: Any, **arguments: Any) -> Any:
@@ -73,8 +87,36 @@ def parallel(mesh: DeviceMesh) -> Any:
 
 
 ROWS = [
-    served("trl", "GRPOTrainer", ", which generates"),
-    served("trl", "RLOOTrainer", ", which generates"),
+    served("trl", "KTOTrainer", ", whose losses are of whole sequences"),
+    served("trl", "DistillationTrainer", ", which has a second model"),
+    Mistake(
+        "draw completions of `GRPOTrainer` by vLLM",
+        lambda mesh: drawn(mesh, use_vllm=True),
+        errors.KernelError,
+        "on_mesh use_vllm: expected a trainer without it",
+        "leave it out: hf.generate draws completions on the mesh",
+    ),
+    Mistake(
+        "shard the weights of `GRPOTrainer`",
+        lambda mesh: drawn(mesh, **FSDP),
+        errors.KernelError,
+        "on_mesh: expected weights that each rank has whole, to generate, given FSDP2",
+        "use DDP",
+    ),
+    Mistake(
+        "pass a model as a reward to `GRPOTrainer`",
+        lambda mesh: drawn(mesh, families.model("llama", "attnmesh")),
+        errors.KernelError,
+        "on_mesh reward_funcs: expected functions, given LlamaForCausalLM",
+        "call the model in a function, which the first rank of a mesh runs",
+    ),
+    Mistake(
+        "cut the completions of a prompt between steps of `GRPOTrainer`",
+        lambda mesh: drawn(mesh, num_generations=4),
+        errors.ShapeError,
+        "on_mesh per_device_train_batch_size: expected a multiple of the 4 generations of a prompt, given 2",
+        "raise per_device_train_batch_size, which is per mesh",
+    ),
     Mistake(
         "put a module on a mesh that is no trainer",
         lambda mesh: hf.on_mesh(nn.Linear, mesh),

@@ -5,7 +5,7 @@
 sample the same tokens.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from inspect import signature
@@ -109,7 +109,7 @@ def _generate(
         prefill_rest(model, prompt, cache, chunk_size)
         cache.batch_repeat_interleave(max(beams, samples))
         options["prefill_chunk_size"] = None
-    _synchronize_generators(model, cache, prompt.ids.device)
+    synchronize_generators((cache.mesh, tp_mesh(model)), prompt.ids.device)
     if not assisted and beams == 1:
 
         def record(tokens: Tensor) -> None:
@@ -141,7 +141,7 @@ def _generate_with_checkpoint(
 ) -> Any:
     """Generate from the last checkpoint on, and save checkpoints."""
     settings = GenerationSettings(model, options)
-    _synchronize_generators(model, cache, prompt.device)
+    synchronize_generators((cache.mesh, tp_mesh(model)), prompt.device)
     begun = checkpoint.start_ids
     ids = checkpoint.begin(model, prompt, cache, settings) if begun is None else begun
     length, total = prompt.shape[1], settings.total(prompt.shape[1])
@@ -219,9 +219,9 @@ def _infer_padding(config: PreTrainedConfig, ids: Tensor, settings: GenerationSe
     return mask
 
 
-def _synchronize_generators(model: PreTrainedModel, cache: ShardedCache, device: torch.device) -> None:
-    """Set the random generators of all ranks to the state of the first, so that all sample the same tokens."""
-    for place in (Mesh.of(cache.mesh), Mesh.of(tp_mesh(model))):
+def synchronize_generators(meshes: Iterable[DeviceMesh | None], device: torch.device) -> None:
+    """Set the random generators of all ranks of each mesh to the state of its first, so that all draw the same."""
+    for place in map(Mesh.of, meshes):
         if place.ranks == 1:
             continue
         for source in dict.fromkeys((torch.device("cpu"), device)):

@@ -64,12 +64,27 @@ ACCELERATE = Upstream(
         "accelerate:Accelerator.prepare_scheduler",
         "accelerate:Accelerator.process_index",
         "accelerate:Accelerator.reduce",
+        "accelerate.utils:gather",
+        "accelerate.utils:gather_object",
     ),
 )
 """Methods of the accelerator that `prepare` overrides. Version 1.12 resumes adapters with FSDP2 wrongly."""
 
 TRL = Upstream("trl", "1.16", "1.17")
 """Before 1.16 models of an `SFTTrainer` return counts beside their loss, or need a GPU."""
+
+ROLLOUT_METHODS = (
+    *("_calculate_rewards", "_compute_loss", "_generate_and_score_completions", "_generate_single_turn"),
+    "_get_per_token_logps_and_entropies",
+)
+ROLLOUTS = Upstream(
+    *(TRL.package, TRL.floor, TRL.ceiling),
+    (
+        *(f"trl:{kind}.{name}" for kind in ("GRPOTrainer", "RLOOTrainer") for name in ROLLOUT_METHODS),
+        *(f"trl.trainer.{kind}_trainer:{name}" for kind in ("grpo", "rloo") for name in ("gather", "gather_object")),
+    ),
+)
+"""Methods that `on_mesh` overrides of trainers that draw completions, and functions that it replaces meanwhile."""
 
 PEFT = Upstream("peft", "0.20", "0.22", ("peft:PeftModel.get_base_model", "peft:PeftConfig.is_prompt_learning"))
 """transformers 5.23 refuses older versions."""

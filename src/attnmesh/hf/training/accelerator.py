@@ -6,6 +6,8 @@ gradients over all ranks. Files are saved and loaded by all ranks too: with FSDP
 
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -152,13 +154,19 @@ class MeshAccelerator:
         rank: int = super().process_index  # type: ignore[misc]
         return self.replicas.own if self._deals_batches else rank
 
+    @contextmanager
+    def dealing(self) -> Iterator[None]:
+        """Be the mesh of this rank, in this context: the process that batches are dealt out to."""
+        before, self._deals_batches = self._deals_batches, True
+        try:
+            yield
+        finally:
+            self._deals_batches = before
+
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
         """Return a loader that gives the ranks of a mesh the same batches."""
-        self._deals_batches = True
-        try:
+        with self.dealing():
             return super().prepare_data_loader(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            self._deals_batches = False
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         """Save the state of training, of which each rank holds a part."""

@@ -24,6 +24,7 @@ from attnmesh.hf.images.inputs import IMAGE_INPUTS
 from attnmesh.hf.models import check_implementation, is_recurrent, unwrap
 from attnmesh.hf.shards import Shards, ShardTensor
 from attnmesh.hf.training.batch import PACKING_ARGUMENTS, TOKEN_ARGUMENTS, AgreedBatch, agree_on_batch, shard_agreed
+from attnmesh.hf.training.left_padding import MovedRows
 from attnmesh.hf.training.mean_over_mesh import mean_over_ranks
 from attnmesh.hf.training.mesh_shapes import MeshShapes
 from attnmesh.mesh.axes import Mesh
@@ -52,6 +53,8 @@ class ShardedCalls:
         self.shapes = MeshShapes(mesh, shape)
         self.chosen: set[tuple[object, type[Layout]]] = set()  # shapes and layouts that were logged
         self.is_active = False
+        self.pads_left = False  # True to take rows that begin with padding
+        self.moved: MovedRows | None = None  # those of the present call
         self.shards: Shards | None = None  # of the present call
         self.outermost: nn.Module | None = None  # the module that was called
         self.models: WeakSet[nn.Module] = WeakSet()
@@ -111,6 +114,8 @@ class ShardedCalls:
             return None  # generation, which every rank does alone
         named.pop("past_key_values", None)
         batch = {name: named.pop(name) for name in BATCH_ARGUMENTS if named.get(name) is not None}
+        self.moved = MovedRows.of(batch) if self.pads_left else None
+        batch = batch if self.moved is None else self.moved.batch(batch)
         for name, value in named.items():
             expected, fix = "text and images", "leave it out, or shard it yourself and call the model with shard_batch"
             require(not isinstance(value, Tensor), ArgumentError, f"{SUBJECT} {name}", expected, short(value), fix)
@@ -161,7 +166,7 @@ class ShardedCalls:
         shards, self.shards = self.shards, None
         shape = len(kwargs["input_ids"]), len(shards.positions())
         shards.check_all_layers_counted()
-        tokens = slice(None) if self.is_shifted else slice(-1)
+        order = {"tokens": slice(None) if self.is_shifted else slice(-1), "moved": self.moved}
 
         def whole(name: object, value: Any) -> Any:
             value = value.plain() if isinstance(value, ShardTensor) else value
@@ -170,7 +175,7 @@ class ShardedCalls:
             if isinstance(value, (tuple, list)):
                 return type(value)(whole(None, item) for item in value)
             if isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == shape:
-                return ShardedOutput.of(value, shards=shards, tokens=tokens)
+                return ShardedOutput.of(value, shards=shards, **order)
             is_loss = isinstance(value, Tensor) and not value.ndim
             return mean_over_ranks(value, shards.mesh) if is_loss else value
 
@@ -184,6 +189,8 @@ class ShardedOutput(ShardTensor):
 
     tokens: slice
     """The tokens along dim 1 that the model returns on one device."""
+    moved: MovedRows | None
+    """Rows that were moved for the call, and move back."""
     gathered: Tensor | None = None
 
     @classmethod
@@ -197,7 +204,8 @@ class ShardedOutput(ShardTensor):
     def whole(self) -> Tensor:
         """Return the outputs of all tokens, with gradients."""
         if self.gathered is None:
-            self.gathered = apply(_Gather, self.plain(), self.shards)[:, self.tokens]
+            whole = apply(_Gather, self.plain(), self.shards)
+            self.gathered = (whole if self.moved is None else self.moved.back(whole))[:, self.tokens]
         return self.gathered
 
 

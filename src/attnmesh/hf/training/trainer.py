@@ -15,6 +15,7 @@ from attnmesh.core.layout import Layout, Zigzag, check_layout
 from attnmesh.errors import ArgumentError, KernelError, require
 from attnmesh.hf.training.accelerator import as_one_process, check_parallelism
 from attnmesh.hf.training.mesh_shapes import check_shape
+from attnmesh.hf.training.rollouts import MeshRollouts
 from attnmesh.hf.training.sharded_calls import ShardedCalls
 from attnmesh.hf.transformers_names import check_trainer
 from attnmesh.mesh.axes import Mesh
@@ -30,8 +31,9 @@ def on_mesh(
 ) -> type:
     """Return a subclass of a `transformers.Trainer` that trains and evaluates on a mesh, as it does on one device.
 
-    `SFTTrainer`, `DPOTrainer` and `RewardTrainer` of TRL work too. The mesh shares each sequence. If the world has more
-    ranks, they form further meshes with other batches, and DDP or FSDP2 goes over all ranks. Batch sizes are per mesh.
+    `SFTTrainer`, `DPOTrainer`, `RewardTrainer`, `GRPOTrainer` and `RLOOTrainer` of TRL work too. The mesh shares each
+    sequence. If the world has more ranks, they form further meshes with other batches, and DDP or FSDP2 goes over all
+    ranks. Batch sizes are per mesh.
 
     Args:
         trainer_class: The class of the trainer.
@@ -60,7 +62,7 @@ def on_mesh(
     again = issubclass(trainer_class, MeshTrainer)
     require(not again, ArgumentError, subject, "a trainer without a mesh", repr(trainer_class), "call on_mesh once")
     check_trainer(trainer_class)
-    _check_served(trainer_class)
+    bases = _bases_of(trainer_class)
     check_layout("on_mesh layout", layout, auto=True)
     Mesh.of(mesh)
     check_shape(shape, mesh)
@@ -70,20 +72,19 @@ def on_mesh(
 
     text = f"`{trainer_class.__name__}` whose batches are computed on a mesh of ranks."
     fields = {"_make_calls": calls, "__doc__": text}
-    return type(f"{trainer_class.__name__}OnMesh", (MeshTrainer, trainer_class), fields)
+    return type(f"{trainer_class.__name__}OnMesh", (*bases, trainer_class), fields)
 
 
-SERVED = {"transformers": ("Trainer", "Seq2SeqTrainer"), "trl": ("SFTTrainer", "DPOTrainer", "RewardTrainer")}
-"""Trainers that were compared with one process. Others make batches, or losses of whole sequences, by themselves."""
-
-
-def _check_served(trainer_class: type) -> None:
-    """Raise unless a trainer is one of those that were compared, or a subclass of one with code of its user's."""
-    known = ((one.__module__.split(".")[0], one.__name__) for one in trainer_class.__mro__)
-    package, name = next(pair for pair in known if pair[0] in SERVED)
+def _bases_of(trainer_class: type) -> tuple[type, ...]:
+    """Return the first bases of a trainer on a mesh. Raise unless it is served, or a subclass with its user's code."""
+    classes = ((one, one.__module__.split(".")[0]) for one in trainer_class.__mro__)
+    known, package = next(pair for pair in classes if pair[1] in SERVED)
+    name = known.__name__
+    served = name in SERVED[package] and ".experimental." not in known.__module__  # where others have the same names
     expected = f"{', '.join(chain(*SERVED.values()))}, or a subclass of one of them"
     fix = "train with one of these, or in a loop of your own with hf.shard_batch"
-    require(name in SERVED[package], KernelError, "on_mesh trainer_class", expected, f"{package}.{name}", fix)
+    require(served, KernelError, "on_mesh trainer_class", expected, f"{package}.{name}", fix)
+    return SERVED[package][name]
 
 
 class MeshTrainer:
@@ -151,3 +152,19 @@ class MeshTrainer:
         """Return this rank's share of the operations of a batch."""
         whole: float = super().floating_point_ops(inputs)  # type: ignore[misc]
         return whole / Mesh.of(self.calls.mesh).ranks
+
+
+TRAINS, DRAWS = (MeshTrainer,), (MeshRollouts, MeshTrainer)
+"""First bases of trainers that are given batches, and of those that draw completions."""
+
+SERVED: dict[str, dict[str, tuple[type, ...]]] = {
+    "transformers": {"Trainer": TRAINS, "Seq2SeqTrainer": TRAINS},
+    "trl": {
+        "SFTTrainer": TRAINS,
+        "DPOTrainer": TRAINS,
+        "RewardTrainer": TRAINS,
+        "GRPOTrainer": DRAWS,
+        "RLOOTrainer": DRAWS,
+    },
+}
+"""Trainers that were compared with one process. Others make batches, or losses of whole sequences, by themselves."""
