@@ -332,7 +332,7 @@ class CacheShard:
         return rows_of_slots(slots, self.sizes.block)
 
     def append_run(self, new: Tensors, more: int, length: int, used: int) -> bool:
-        """Add new tokens that fit, of which this rank owns all or none, in one copy for each tensor; else return False.
+        """Add new tokens that fit, in one copy of each tensor for those that one rank owns; else return False.
 
         `length` and `used` are the tokens so far, on all ranks and on this one.
         """
@@ -343,13 +343,26 @@ class CacheShard:
         if end - more >= width and end <= size:
             self._skip_run(more, length, used)
             return True
-        if (end > width and width < size) or stop > self.slots:
+        if end > width and width < size:
+            return self._append_parts(new, more, length, used)
+        if stop > self.slots:
             return False
         own = new if self.heads.size == 1 else [x.chunk(self.heads.size, 1)[self.heads.index] for x in new]
         if self.sizes.storage is not None:
             own = [*map(self.sizes.rows_of, own)]
         self._write_run(own, more, length, used)
         return True
+
+    def _append_parts(self, new: Tensors, more: int, length: int, used: int) -> bool:
+        """Add few new tokens that several ranks own, up to the end of a run and those after it."""
+        (start, width, size), count = self.turn, self.turn.count
+        place = (length - start) % size
+        first, own = (width if place < width else size) - place, count(length + more) - count(length)
+        if more > width or self.is_in_files or used + own > self.slots:  # a file takes all at once, or none
+            return False
+        after = used + first if place < width else used
+        head, tail = (tuple(x[:, :, some] for x in new) for some in (slice(first), slice(first, None)))
+        return self.append_run(head, first, length, used) and self.append_run(tail, more - first, length + first, after)
 
     def _skip_run(self, more: int, length: int, used: int) -> None:
         """Count new tokens that other ranks hold."""
