@@ -3,6 +3,7 @@
 Memory for all tokens is reserved at once; the number of tokens present is a tensor on the device.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
@@ -55,6 +56,9 @@ def assigned(sizes: Sizes, mesh: Mesh, device: torch.device, shares: Sequence[fl
     found = measured_shares(mesh, device, sizes.nbytes) if isinstance(shares, str) else shares
     return BlockCyclic.of(sizes.block, mesh.queries.size * mesh.keys.size, found)
 
+
+FEW = 16
+"""Newest tokens among which one is looked for first."""
 
 NOT_VIEWED: tuple[list[Tensor], tuple[SharedBlocks, ...], None] = [], (), None
 """Kept of the view of a shard that has not been asked for one."""
@@ -240,8 +244,12 @@ class CacheShard:
 
     def count_before(self, length: int) -> int:
         """Return how many of the first `length` tokens this rank holds."""
+        used = self.used
+        newest = self.token_index[max(used - FEW, 0) : used].tolist()
+        if newest and newest[0] < length:  # as where few are taken back
+            return self.shared_tokens + used - len(newest) + bisect_left(newest, length)
         earlier = sum(int(torch.searchsorted(blocks.token_index[:-1], length)) for blocks in self.shared)
-        return earlier + int(torch.searchsorted(self.token_index[: self.used], length))
+        return earlier + int(torch.searchsorted(self.token_index[:used], length))
 
     def truncate(self, length: int) -> None:
         """Remove the tokens from `length` on."""
@@ -251,7 +259,7 @@ class CacheShard:
         if count < self.shared_tokens:
             self.unshare(count)
         self.filled = count - self.shared_tokens
-        self.state[:2].copy_(torch.tensor([length, self.filled]))
+        self.state[0], self.state[1] = length, self.filled
         if not length:
             self.state[2:].zero_()
 

@@ -314,7 +314,10 @@ def test_a_rate_follows_guesses_that_nobody_checked() -> None:
 
 
 def two_hundred(folder: str) -> tuple[int, int, float, float]:
-    """Answer 200 prompts with guesses and without, 1 to 16 at a time. Return the numbers of equal texts and of all."""
+    """Answer 200 prompts with guesses and without, 1 to 16 at a time. Return the numbers of equal texts and of all.
+
+    Those of a turn have two beginnings, from which their caches are forked, and each ends elsewhere.
+    """
     mesh = init_mesh("cpu", mesh_shape(2, 9, 3), 9, 3)
     model = open_model(folder, "float32", torch.device("cpu"))
     hf.share_weights(model, mesh)
@@ -326,8 +329,11 @@ def two_hundred(folder: str) -> tuple[int, int, float, float]:
             if engine is None:
                 continue
             for turn, count in enumerate(2 * batches):
-                made = prompts(tokenizer, CASES[turn % 3], count, turn)
-                streams = [engine.submit(one.ids, max_new_tokens=24, **dict(one.options)) for one in made]
+                made, streams = prompts(tokenizer, CASES[turn % 3], 2, turn), []
+                for row in range(count):
+                    text, options = list(made[row % 2].ids), dict(made[row % 2].options)
+                    more = {"seed": row} if "seed" in options else {}
+                    streams.append(engine.submit(text[: len(text) - row // 2], max_new_tokens=24, **(options | more)))
                 texts[-1] += [tokens(stream) for stream in streams]
             figures = engine.metrics()
     same = sum(one == other for one, other in zip(*texts, strict=True))
