@@ -245,10 +245,10 @@ class CacheShard:
     def count_before(self, length: int) -> int:
         """Return how many of the first `length` tokens this rank holds."""
         used = self.used
+        earlier = sum(int(torch.searchsorted(blocks.token_index[:-1], length)) for blocks in self.shared)
         newest = self.token_index[max(used - FEW, 0) : used].tolist()
         if newest and newest[0] < length:  # as where few are taken back
-            return self.shared_tokens + used - len(newest) + bisect_left(newest, length)
-        earlier = sum(int(torch.searchsorted(blocks.token_index[:-1], length)) for blocks in self.shared)
+            return earlier + used - len(newest) + bisect_left(newest, length)
         return earlier + int(torch.searchsorted(self.token_index[:used], length))
 
     def truncate(self, length: int) -> None:

@@ -230,7 +230,7 @@ def test_a_guess_is_what_followed_the_last_tokens_before() -> None:
     row.follow([1, 2, 3, 4, 5, 6, 1, 2, 3], [], 4)
     assert row.next == [4, 5, 6, 1]
     row.follow([], [4, 9], 4)
-    assert (row.next, row.stood, row.tried) == ([], pytest.approx(1.225), pytest.approx(1.9))
+    assert (row.next, row.stood, row.tried) == ([], 1.225, 2.9)
     row.follow([], [4, 9, 1, 2, 3], 9)
     assert row.next == [4, 9, 1, 2, 3, 4, 9, 1, 2]  # the last place counts, and it repeats itself
     row.follow([], [4, 9, 1, 2, 3], 0)

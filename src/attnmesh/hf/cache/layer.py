@@ -10,7 +10,7 @@ from attnmesh.cache.cache import KVCache
 from attnmesh.core.layout import Striped
 from attnmesh.core.mask import FAR, Mask, Window
 from attnmesh.core.partial import Partial
-from attnmesh.errors import InputError, ShapeError, require
+from attnmesh.errors import InputError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.latent_states import check_projection, has_weight, latent_states, projection_of
 from attnmesh.hf.models import Opaque, check_implementation

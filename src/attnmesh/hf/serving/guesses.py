@@ -82,7 +82,7 @@ class RowGuesses:
     """Those of the last step that are in the cache, and have not been drawn."""
     stood: float = 0.25
     tried: float = 1.0
-    """How often a guess stood, and was tried: late ones count most. At first none is checked, and the next one shows."""
+    """How often a guess stood, and was tried: late ones count most. At first none is checked, until one stands."""
 
     @property
     def rate(self) -> float:
