@@ -7,14 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.cache.cache import KVCache
 from attnmesh.cache.cache_config import Sizes
 from attnmesh.comm.host_merge import HostMerge, host_merge_for
 from attnmesh.comm.message import blank_message, call_checksum
 from attnmesh.comm.rank_merge import chosen_merge, merge_ranks
 from attnmesh.core.partial import Partial, sum_dtype, with_sinks
 from attnmesh.core.selection import Selection
-from attnmesh.decoding.decode_step import DecodeStep, gather_heads, selection_of_rank
+from attnmesh.decoding.decode_step import DecodeStep, gather_heads, plans_of, selection_of_rank
 from attnmesh.decoding.step_agreement import agreement_on, ask_in_step, compared_fields, stays_on_device
 from attnmesh.decoding.step_checks import StepInputs
 from attnmesh.errors import RankFailure
@@ -22,10 +21,7 @@ from attnmesh.guard.agreement import hash_of_call, is_capturing
 from attnmesh.kernels.cache_runs import CachedAttention
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery
 from attnmesh.kernels.traced import are_plain
-from attnmesh.mesh.axes import Axis
-from attnmesh.runtime.memo import Memo
 from attnmesh.runtime.ranges import ATTENTION, MERGE, is_profiled, named
-from attnmesh.runtime.world import cached_per_world
 
 
 class PreparedStep(NamedTuple):
@@ -161,19 +157,6 @@ class PreparedStep(NamedTuple):
         return None, None, Partial(q.new_empty(shape), q.new_empty(shape[:-1], dtype=dtype))
 
 
-def _plans_of(caches: Sequence[KVCache]) -> Memo[Any]:
-    """Return the prepared steps of a cache and its forks; of rows on CPUs those of all caches of their kind."""
-    first, sizes = caches[0], caches[0].sizes
-    if len(caches) == 1 or first.device.type != "cpu":
-        return first.step_plans
-    return _plans_of_rows(first.tokens, first.mesh.heads, sizes.layer_sizes, sizes.block, sizes.hot)
-
-
-@cached_per_world(1024)
-def _plans_of_rows(tokens: Axis, heads: Axis, layer_sizes: Sizes, block: int, hot: int | None) -> Memo[Any]:
-    return Memo()
-
-
 def find_step(inputs: StepInputs, options: tuple[Any, ...]) -> tuple[tuple[Any, ...] | None, PreparedStep | None]:
     """Return the signature of a call, all that its checks depend on but for its caches, and its step if it is prepared.
 
@@ -190,7 +173,7 @@ def find_step(inputs: StepInputs, options: tuple[Any, ...]) -> tuple[tuple[Any, 
     # Options of equal values may differ in type.
     signature = q.shape, count, q.dtype, more, *options, *map(type, options)
     try:
-        found = _plans_of(caches).get(signature)
+        found = plans_of(caches).get(signature)
     except TypeError:  # an option has no hash
         return None, None
     if found is None:
@@ -226,7 +209,7 @@ def prepare_step(inputs: StepInputs, step: DecodeStep, signature: tuple[Any, ...
     made = new_prepared_step(q, first.shard.view, step)
     made = made._replace(sizes=first.sizes, on_device=on_device, signature=inputs.signature(step))
     if signature is not None and not step.mask.ends:
-        _plans_of(caches).keep(signature, made)
+        plans_of(caches).keep(signature, made)
     return made
 
 
