@@ -11,7 +11,11 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh import errors
+from attnmesh.cache.block_cyclic import BlockCyclic
+from attnmesh.cache.cache_config import Sizes
+from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.core.turns import turns, widths_of
+from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.mesh.shares import recommended_shares
 from tests.support.dense import dense
@@ -63,6 +67,26 @@ def test_turns_deal_each_token_once_and_keep_the_ratios(shares: tuple[float, ...
         assert turn.slot(mine).equal(torch.arange(len(mine)))
         assert turn.count(length) == len(mine)
         assert turn.width / turn.size == pytest.approx(share / sum(shares), rel=0.011)
+
+
+@pytest.mark.parametrize("block", [4, (5, 3, 1)], ids=str)
+@pytest.mark.parametrize("rank", range(3))
+def test_few_tokens_of_several_ranks_are_stored_as_all_are_at_once(block: int | tuple[int, ...], rank: int) -> None:
+    sizes, (k, v) = Sizes(1, HEADS[1], WIDTH, WIDTH, LENGTH, 4, torch.float32), new()
+    shards = [CacheShard(sizes, Axis(), BlockCyclic(block, 3), torch.device("cpu"), rank) for _ in range(2)]
+    few, whole = shards
+    whole.append((k, v), None, None)
+    taken, number = 0, 0
+    while few.length < LENGTH:
+        start, number = few.length, number % few.turn.width + 1
+        some = slice(start, min(start + number, LENGTH))
+        taken += few.append_run((k[:, :, some], v[:, :, some]), some.stop - start, start, few.used)
+    assert taken > LENGTH / few.turn.width / 2
+    assert few.state.equal(whole.state)
+    for one, other in zip(
+        (*few.stored, few.token_index[None, None]), (*whole.stored, whole.token_index[None, None]), strict=True
+    ):
+        assert one[:, :, : few.used].equal(other[:, :, : few.used])
 
 
 def test_shares_follow_rates_within_the_memory_of_each_rank() -> None:

@@ -1,6 +1,7 @@
 """Rows of several caches in one step: each row is what its cache alone gives, and ranks raise alike."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -8,6 +9,11 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh import errors
+from attnmesh.core.band import Band
+from attnmesh.core.scaling import Scaling
+from attnmesh.kernels import cache_runs
+from attnmesh.kernels.cache_runs import runs_of
+from attnmesh.kernels.cache_view import CacheView, DecodeQuery
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.runtime.counters import counted
 from tests.support.mesh_problems import named_mesh
@@ -103,6 +109,26 @@ OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"merge": "direct", "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}, {"dtype": torch.bfloat16}),
     ({"checked": False}, {"value_dim": 5}),
 ]
+
+
+def test_few_queries_see_what_their_bounds_say() -> None:
+    """The host counts the keys of few queries one by one: the same runs as of many."""
+    for seed in range(60):
+        noise = torch.Generator().manual_seed(seed)
+        length = int(torch.randint(9, 40, (1,), generator=noise))
+        index = torch.arange(length)[torch.rand(length, generator=noise) < 0.5]
+        keys, state = random(1, 1, len(index) + 1, DIM), torch.tensor([length, len(index)])
+        view = CacheView(keys, keys, torch.cat((index, index[:1])), state, None, DIM)
+        query = DecodeQuery(random(1, 1, 2 + seed % 8, DIM), am.Causal(), Scaling(1.0), 50)
+        found = runs_of(query, [view])
+        with mock.patch.object(cache_runs, "FEW", 0):
+            wanted = runs_of(query, [view])
+        assert [run[:4] for run in found] == [run[:4] for run in wanted]
+        for one, other in zip(found, wanted, strict=True):
+            assert (one.seen is None) == (other.seen is None)
+            if isinstance(one.seen, Band) and isinstance(other.seen, Band):
+                assert one.seen.low.equal(other.seen.low)
+                assert one.seen.high.equal(other.seen.high)
 
 
 @pytest.mark.parametrize(("shape", "number"), rotated(SHAPES, range(len(OPTIONS)), every=2))

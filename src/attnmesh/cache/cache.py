@@ -319,7 +319,8 @@ class KVCache(PagedCache, SavedCache):
         always = not self.is_block_cyclic  # then only the other ranks know how many tokens they keep
         with self.calls.agreement("truncate", {"to": length, "tokens": before}, always=always) as agreement:
             self.shards.check_length(length, before)
-            agreement.numbers = self.tokens.index, self.shard.count_before(length)
+            if always:
+                agreement.numbers = self.tokens.index, self.shard.count_before(length)
         with self._on_files("truncate"):
             self.shards.truncate(length, agreement.table)
         self.saved.forget(self.used)

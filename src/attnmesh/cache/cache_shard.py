@@ -3,6 +3,7 @@
 Memory for all tokens is reserved at once; the number of tokens present is a tensor on the device.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
@@ -55,6 +56,9 @@ def assigned(sizes: Sizes, mesh: Mesh, device: torch.device, shares: Sequence[fl
     found = measured_shares(mesh, device, sizes.nbytes) if isinstance(shares, str) else shares
     return BlockCyclic.of(sizes.block, mesh.queries.size * mesh.keys.size, found)
 
+
+FEW = 16
+"""Newest tokens among which one is looked for first."""
 
 NOT_VIEWED: tuple[list[Tensor], tuple[SharedBlocks, ...], None] = [], (), None
 """Kept of the view of a shard that has not been asked for one."""
@@ -248,8 +252,12 @@ class CacheShard:
 
     def count_before(self, length: int) -> int:
         """Return how many of the first `length` tokens this rank holds."""
+        used = self.used
         earlier = sum(int(torch.searchsorted(blocks.token_index[:-1], length)) for blocks in self.shared)
-        return earlier + int(torch.searchsorted(self.token_index[: self.used], length))
+        newest = self.token_index[max(used - FEW, 0) : used].tolist()
+        if newest and newest[0] < length:  # as where few are taken back
+            return earlier + used - len(newest) + bisect_left(newest, length)
+        return earlier + int(torch.searchsorted(self.token_index[:used], length))
 
     def truncate(self, length: int) -> None:
         """Remove the tokens from `length` on."""
@@ -259,7 +267,7 @@ class CacheShard:
         if count < self.shared_tokens:
             self.unshare(count)
         self.filled = count - self.shared_tokens
-        self.state[:2].copy_(torch.tensor([length, self.filled]))
+        self.state[0], self.state[1] = length, self.filled
         if not length:
             self.state[2:].zero_()
 
@@ -340,7 +348,7 @@ class CacheShard:
         return rows_of_slots(slots, self.sizes.block)
 
     def append_run(self, new: Tensors, more: int, length: int, used: int) -> bool:
-        """Add new tokens that fit, of which this rank owns all or none, in one copy for each tensor; else return False.
+        """Add new tokens that fit, in one copy of each tensor for those that one rank owns; else return False.
 
         `length` and `used` are the tokens so far, on all ranks and on this one.
         """
@@ -351,13 +359,26 @@ class CacheShard:
         if end - more >= width and end <= size:
             self._skip_run(more, length, used)
             return True
-        if (end > width and width < size) or stop > self.slots:
+        if end > width and width < size:
+            return self._append_parts(new, more, length, used)
+        if stop > self.slots:
             return False
         own = new if self.heads.size == 1 else [x.chunk(self.heads.size, 1)[self.heads.index] for x in new]
         if self.sizes.storage is not None:
             own = [*map(self.sizes.rows_of, own)]
         self._write_run(own, more, length, used)
         return True
+
+    def _append_parts(self, new: Tensors, more: int, length: int, used: int) -> bool:
+        """Add few new tokens that several ranks own, up to the end of a run and those after it."""
+        (start, width, size), count = self.turn, self.turn.count
+        place = (length - start) % size
+        first, own = (width if place < width else size) - place, count(length + more) - count(length)
+        if more > width or self.is_in_files or used + own > self.slots:  # a file takes all at once, or none
+            return False
+        after = used + first if place < width else used
+        head, tail = (tuple(x[:, :, some] for x in new) for some in (slice(first), slice(first, None)))
+        return self.append_run(head, first, length, used) and self.append_run(tail, more - first, length + first, after)
 
     def _skip_run(self, more: int, length: int, used: int) -> None:
         """Count new tokens that other ranks hold."""

@@ -68,7 +68,9 @@ def append_known(known: Memo[bool], k: Tensor, v: Tensor | None, shards: LocalSh
     if not known or append_signature(k, v, shard) not in known:
         return False
     held, more = shards.held(shard), k.shape[2]
-    if held is None or held[0] + more > shard.sizes.capacity or shard.padding is not None or shards.counts.start:
+    if held is None or not more or held[0] + more > shard.sizes.capacity:
+        return False
+    if shard.padding is not None or shards.counts.start:
         return False
     if shards.copies or shards.forgets is not None:
         shards.append(stored(k, v), None)
@@ -80,8 +82,10 @@ def append_known(known: Memo[bool], k: Tensor, v: Tensor | None, shards: LocalSh
 
 
 def append_signature(k: Tensor, v: Tensor | None, shard: CacheShard) -> tuple[Any, ...] | None:
-    """Return all that the checks of new tokens depend on; None for tensors that PyTorch has to know of."""
+    """Return all that the checks of new tokens depend on, but their number; None where PyTorch has to know of them."""
     sizes, on_gpu = shard.sizes, shard.device.type == "cuda"
     if v is None:
-        return (k.shape, k.dtype, sizes) if are_plain(k, on_gpu=on_gpu) else None
-    return (k.shape, v.shape, k.dtype, v.dtype, sizes) if are_plain(k, v, on_gpu=on_gpu) else None
+        return (k.shape[:2], k.shape[3:], k.dtype, sizes) if are_plain(k, on_gpu=on_gpu) else None
+    if not are_plain(k, v, on_gpu=on_gpu) or k.shape[:3] != v.shape[:3]:
+        return None
+    return k.shape[:2], k.shape[3:], v.shape[3:], k.dtype, v.dtype, sizes

@@ -32,8 +32,8 @@ from attnmesh.runtime.world import WORLD, cached_per_world
 CALL, FIXED, LAYER = struct.Struct("2P4q"), struct.Struct("P10q"), struct.Struct("2P3q")
 """Fields of `Linear` in `linear.cpp`: those of each call, those of all calls of the layers, and those of each layer."""
 
-MOST_ROWS = {torch.float32: 32, torch.bfloat16: 16, torch.float16: 16}
-"""Rows of a call at most. PyTorch multiplies more of them sooner."""
+MOST_ROWS = {torch.float32: 160, torch.bfloat16: 16, torch.float16: 16}
+"""Rows of a call at most. PyTorch multiplies more of them sooner on one rank, on some processors."""
 
 COLUMNS = 32
 """Divides the columns of a weight: the widest vectors hold so many numbers of two loads."""
@@ -44,7 +44,7 @@ HALF, TAG_BYTES = MESSAGE_BYTES // 2, 64
 BOARD_BYTES = HALF - TAG_BYTES
 """Bytes of outputs that a rank writes between two exchanges, at most."""
 
-ROWS = 64
+ROWS = 256
 """Number of rows that no call has, by which the tags of calls differ."""
 
 DIFFERENT_CALL = -3

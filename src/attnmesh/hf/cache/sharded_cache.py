@@ -1,6 +1,7 @@
 """Cache of transformers whose keys and values are sharded over the ranks of a mesh, one `KVCache` per layer."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from copy import copy, deepcopy
 from pathlib import Path
 from typing import Any
@@ -231,13 +232,16 @@ class ShardedCache(FolderLayers):
         Raises:
             ShapeError: The number is positive, or no int, or a layer has forgotten what it needs there.
         """
-        length = self.get_seq_length()
-        left = max(0, length + tokens_to_remove) if type(tokens_to_remove) is int else length
-        given, fix = f"{left} of {length} tokens", "make the cache with windows=False, or a larger keep="
-        expected = "tokens that layers with a window still know"
-        if self.state_layers:
-            expected, fix = "all tokens or none, as states cannot go back", "make a new cache"
-        require(self.prefix(left) == left, ShapeError, "ShardedCache crop", expected, given, fix)
+        length, kvs = self.get_seq_length(), self.kvs
+        with kvs[0].calls.agreement("crop", {"by": tokens_to_remove}) if kvs else nullcontext():
+            fits, given = type(tokens_to_remove) is int and tokens_to_remove <= 0, repr(tokens_to_remove)
+            require(fits, ShapeError, "crop", "0 or a negative number", given, "pass a negative number of tokens")
+            left = max(0, length + tokens_to_remove)
+            given, fix = f"{left} of {length} tokens", "make the cache with windows=False, or a larger keep="
+            expected = "tokens that layers with a window still know"
+            if self.state_layers:
+                expected, fix = "all tokens or none, as states cannot go back", "make a new cache"
+            require(self.prefix(left) == left, ShapeError, "ShardedCache crop", expected, given, fix)
         if (self.state_layers or self.cross_layers) and not left:
             self.reset()
             return

@@ -80,9 +80,9 @@ class RowGuesses:
     """The first of them, which a step checks."""
     left: list[int] = field(default_factory=list)
     """Those of the last step that are in the cache, and have not been drawn."""
-    stood: float = 1.0
-    tried: float = 2.0
-    """How often a guess stood, and was tried: late ones count most."""
+    stood: float = 0.25
+    tried: float = 1.0
+    """How often a guess stood, and was tried: late ones count most. At first none is checked, until one stands."""
 
     @property
     def rate(self) -> float:
