@@ -72,7 +72,7 @@ RolloutOption = Annotated[
         "--rollout",
         min=0,
         help="With --model --training: completions, of --length tokens with their prompt, that the ranks of a sequence "
-        "draw at once, with --ddp's weights.",
+        "draw at once, for each of --batch. Implies --ddp.",
     ),
 ]
 LayersOption = Annotated[int | None, typer.Option(min=1, help="Attention layers, one after the other; 1 by default.")]

@@ -23,7 +23,7 @@ def test_the_table_begins_with_a_way_that_fits() -> None:
     assert "\n1 4 x 2 " in text
     assert "2 ranks share a sequence, as 2x1x1 (heads x queries x keys).\nSequences at once: 4." in text
     assert "Inputs of layers" not in text
-    assert "Inputs of layers are what gradient checkpointing keeps." in run(*PLAN, "128k", "-v")[1]
+    assert "what is computed again for its backward pass, attention included." in run(*PLAN, "128k", "-v")[1]
     assert text.count("!") == 1 + 1  # one way does not fit, and the caption says what the sign means
 
 
@@ -74,8 +74,8 @@ def test_offloaded_inputs_are_on_the_host() -> None:
 def test_rollouts_have_keys_beside_whole_weights() -> None:
     more = ("--lora", "16", "--rollout", "16")
     report = json.loads(run(*PLAN, "8k", *more, "--json")[1])
-    assert (report["is_whole"], report["rollout"]) == (True, 16)
-    assert report["ways"][0]["rollout"] == 16 * 8000 * 32 * 8 * 256 * 2 / report["ways"][0]["context"]
+    assert (report["ddp"], report["rollout"]) == (True, 16)
+    assert report["ways"][0]["completions"] == 16 * 8000 * 32 * 8 * 256 * 2 / report["ways"][0]["context"]
     assert "whole on each rank (DDP)" in (text := run(*PLAN, "8k", *more)[1])
     assert "keys of" in text
     with pytest.raises(OptionError, match="--rollout: expected --model and --training beside it, given 8"):
@@ -97,3 +97,5 @@ def test_too_many_tokens_are_refused() -> None:
     with pytest.raises(ClusterError, match="expected at most 827,668 tokens of a sequence, given 10,000,000"):
         app([*PLAN, "10M"], standalone_mode=False)
     app([*PLAN, "827668"], standalone_mode=False)
+    with pytest.raises(ClusterError, match="Fix: leave --ddp and --rollout out"):
+        app([*PLAN, "1k", "--ddp"], standalone_mode=False)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from copy import deepcopy
 from typing import Any
 from unittest.mock import patch
 
@@ -11,7 +12,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MambaConfig, MistralConfig
 
 from attnmesh import hf
-from attnmesh.hf.step_graph import StepGraph, steps_as_graphs
+from attnmesh.errors import ShapeError
+from attnmesh.hf.step_graph import PACKAGES, StepGraph, steps_as_graphs
 from tests.emulated.waits import on_gpu
 from tests.support.emulated_gpu import EmulatedGPU, EmulatedGraph, emulated_gpu
 
@@ -122,20 +124,103 @@ class Reading(LlamaForCausalLM):
         return super().forward(*args, position_ids=position_ids, **inputs)
 
 
+@pytest.fixture
+def known(monkeypatch):
+    """Take the modules of this file for those of a known package."""
+    monkeypatch.setattr("attnmesh.hf.step_graph.PACKAGES", (*PACKAGES, "tests"))
+
+
+@pytest.mark.usefixtures("known")
 def test_a_model_that_counts_in_python_is_run_as_it_is(gpu, graphs):
     _, equal = both(model_of(LLAMA, Counting))
     assert equal
     assert [graph.replays for graph in graphs] == [2]  # the second has other bits
 
 
+@pytest.mark.usefixtures("known")
 def test_a_model_that_waits_is_not_captured(gpu, graphs):
     _, equal = both(model_of(LLAMA, Reading))
     assert equal
     assert not graphs
 
 
+class Failing(LlamaForCausalLM):
+    """A model that raises in a capture alone."""
+
+    def forward(self, *args: Any, position_ids: Tensor | None = None, **inputs: Any) -> Any:
+        """Raise where a graph is captured."""
+        if torch.cuda.is_current_stream_capturing():
+            raise ValueError("in a capture")
+        return super().forward(*args, position_ids=position_ids, **inputs)
+
+
+@pytest.mark.usefixtures("known")
+def test_a_capture_that_fails_is_not_tried_again(gpu, graphs):
+    cache, equal = both(model_of(LLAMA, Failing))
+    assert equal
+    assert len(graphs) == 1
+    assert not any(kv.shards.in_graphs for kv in cache.kvs)
+
+
+def test_other_calls_of_the_model_leave_the_graph_as_it_is(gpu, graphs):
+    """So do blocks inside of the block, which another thread may run."""
+    model, cache = model_of(LLAMA), hf.ShardedCache(LLAMA, None)
+    expected = tokens_of(model, hf.ShardedCache(LLAMA, None), tokens=TOKENS, as_graphs=False)
+    logits, found = model(PROMPTS.cuda(), past_key_values=cache).logits, []
+    with steps_as_graphs(model, cache):
+        for _ in range(TOKENS):
+            found.append(logits[:, -1].argmax(-1, keepdim=True))
+            logits = model(input_ids=found[-1], past_key_values=cache, return_dict=True).logits
+            with steps_as_graphs(model, hf.ShardedCache(LLAMA, None)):
+                model(PROMPTS.cuda())
+    assert torch.equal(torch.cat(found, 1).cpu(), expected)
+    assert [graph.replays for graph in graphs] == [TOKENS - 2]
+    assert "forward" not in vars(model)
+
+
+def test_shared_blocks_that_move_are_captured_again(gpu, graphs):
+    model, orders = model_of(LLAMA), {3: [1, 0, 1], 5: [2, 1, 0]}
+    outs = []
+    for as_graphs in (False, True):
+        cache = hf.ShardedCache(LLAMA, None, block=1)
+        logits, found = model(PROMPTS[:1].cuda(), past_key_values=cache).logits[:, -1:], []
+        cache.batch_repeat_interleave(3)
+        logits = logits.expand(3, -1, -1) + torch.eye(3, LLAMA.vocab_size)[:, None].cuda()
+        with steps_as_graphs(model, cache) if as_graphs else nullcontext():
+            for step in range(8):
+                if step in orders:
+                    cache.reorder_cache(torch.tensor(orders[step]).cuda())
+                token = (logits[:, -1].argmax(-1, keepdim=True) + step) % LLAMA.vocab_size
+                logits = model(input_ids=token, past_key_values=cache, return_dict=True).logits
+                found.append(logits.cpu())
+        outs.append(found)
+    assert all(map(torch.equal, *outs))
+    assert len(graphs) > 1
+
+
+def test_a_copy_of_a_cache_in_the_block_counts_its_tokens(gpu, graphs):
+    model, cache = model_of(LLAMA), hf.ShardedCache(LLAMA, None, capacity=10)
+    model(PROMPTS.cuda(), past_key_values=cache)
+    with steps_as_graphs(model, cache):
+        for _ in range(6):
+            model(input_ids=PROMPTS[:, :1].cuda(), past_key_values=cache, return_dict=True)
+        other = deepcopy(cache)
+    assert other.get_seq_length() == 9
+    with pytest.raises(ShapeError, match="room for the new tokens, given 9 tokens and 3 more"):
+        model(PROMPTS.cuda(), past_key_values=other)
+
+
 def hooked(model: Any) -> None:
     model.model.layers[0].register_forward_hook(lambda *_: None)
+
+
+def patched(model: Any) -> None:
+    mlp = model.model.layers[0].mlp
+    mlp.forward = mlp.forward
+
+
+def foreign(model: Any) -> None:
+    model.model.layers[0].mlp.__class__ = type("Mine", (type(model.model.layers[0].mlp),), {"__module__": "mine"})
 
 
 CONFIGS: dict[str, tuple[Any, Callable[[Any], object]]] = {
@@ -146,6 +231,8 @@ CONFIGS: dict[str, tuple[Any, Callable[[Any], object]]] = {
         lambda _: None,
     ),
     "a hook": (LLAMA, hooked),
+    "a forward of one's own": (LLAMA, patched),
+    "a module of one's own": (LLAMA, foreign),
     "training": (LLAMA, lambda model: model.train()),
 }
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig
 
 from attnmesh import hf
-from attnmesh.hf.step_graph import StepGraph, steps_as_graphs
+from attnmesh.hf.step_graph import PACKAGES, StepGraph, steps_as_graphs
 
 pytestmark = pytest.mark.gpu
 
@@ -87,6 +87,7 @@ class Reading(LlamaForCausalLM):
 def test_generate_gives_the_same_tokens_with_and_without_a_graph(
     graphs: list[StepGraph], monkeypatch: pytest.MonkeyPatch, kind: Any, do_sample: bool
 ) -> None:
+    monkeypatch.setattr("attnmesh.hf.step_graph.PACKAGES", (*PACKAGES, "tests"))
     model, ids = model_on_gpu(LLAMA, kind), torch.randint(500, (2, 50), device="cuda")
 
     def tokens() -> Tensor:

@@ -355,6 +355,17 @@ class Queue:
     wait_event = wait_stream = synchronize = record
 
 
+class Generator:
+    """The random numbers of the GPU, of which no graph takes any."""
+
+    def clone_state(self) -> "Generator":
+        """Return another."""
+        return Generator()
+
+    def graphsafe_set_state(self, other: "Generator") -> None:
+        """Do nothing."""
+
+
 def _cuda(gpu: EmulatedGPU) -> dict[str, Any]:
     """Return what `torch.cuda` says while a GPU is emulated."""
     properties = SimpleNamespace(multi_processor_count=4, total_memory=MEMORY, name="an emulated GPU")
@@ -376,6 +387,7 @@ def _cuda(gpu: EmulatedGPU) -> dict[str, Any]:
         "get_device_name": lambda *_: properties.name,
         "get_device_properties": lambda *_: properties,
         "is_current_stream_capturing": lambda: gpu.is_capturing,
+        "default_generators": (Generator(),),
         "CUDAGraph": EmulatedGraph,
         "graph": gpu.capturing_into,
         "get_sync_debug_mode": lambda: gpu.sync_debug_mode,

@@ -109,7 +109,8 @@ class LocalShards:
         if torch.compiler.is_compiling():
             return
         capacity = self.own.sizes.capacity
-        if self.own.device.type != "cuda" or (self.known_length + more > capacity and may_compare(self.own.device)):
+        unsure = self.in_graphs or self.known_length + more > capacity
+        if self.own.device.type != "cuda" or (unsure and may_compare(self.own.device)):
             self.known_length = self.length
         if self.known_length + more > capacity:
             given = f"{self.known_length} tokens and {more} more in a cache of {capacity}"

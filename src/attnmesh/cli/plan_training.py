@@ -32,7 +32,8 @@ def print_training(options: PlanOptions, machines: Cluster, workload: dict[str, 
         most = max(one.tokens for one in price(replace(model, workload=longest)))
         expected = f"at most {most:,} tokens of a sequence"
         asked = f"{length:,}, beside {in_bytes(best.states)} of weights and optimizer on each rank"
-        raise ClusterError("plan for training", expected, asked, "take more hosts" if not most else FEWER)
+        fix = FEWER if most else "leave --ddp and --rollout out" if method.ddp else "take more hosts"
+        raise ClusterError("plan for training", expected, asked, fix)
     if options.as_json:
         ways = [one._asdict() | {"plan": by(one.plan.shape), "memory": one.memory} for one in found]
         sizes = {"parameters": model.parameters, "trained": model.trained, "checkpoint": model.checkpoint_bytes}
@@ -45,14 +46,14 @@ def print_training(options: PlanOptions, machines: Cluster, workload: dict[str, 
         inputs: [in_bytes(one.host or one.inputs) for one in found],
         "one\nlayer": [in_bytes(one.layer) for one in found],
         "logits": [in_bytes(one.logits) for one in found],
-        "keys of\nrollouts": [in_bytes(one.rollout) for one in found],
+        "keys of\nrollouts": [in_bytes(one.completions) for one in found],
         "memory\na rank": [f"{in_bytes(one.memory)}{'!' * (one.tokens < length)}" for one in found],
         "tokens\nthat fit": [f"{one.tokens:,}" if one.tokens else "none" for one in found],
         "attention": [in_seconds(one.plan.seconds) for one in found],
     }
     if not method.rollout:
         del columns["keys of\nrollouts"]
-    held = f"{ADAPTER if model.adapter else WHOLE},\n{ON_EACH if method.is_whole else SHARDED}"
+    held = f"{ADAPTER if model.adapter else WHOLE},\n{ON_EACH if method.ddp else SHARDED}"
     caption = f"{held}\n{FUSED if loss == 'fused' else FULL}\n{CAPTION}"
     console.print(numbered(f"{model.workload.title}; {machines.title}", columns, ["data x\ncontext"], caption))
     shared = f"{best.context} ranks share a sequence, as {by(best.plan.shape)} (heads x queries x keys)"
@@ -72,13 +73,13 @@ def _trained(model: TrainedModel) -> str:
 
 EXPLAINED = """\
 The first figure has the weights of two layers and of the embeddings, which FSDP2 gathers for a moment, or all weights
-in the dtype of the model, as DDP casts them. Inputs of layers are what gradient checkpointing keeps. One layer is what
-is computed again for its backward pass, attention included. Logits have gradients beside them. Memory is that of the
-moment that takes most: inputs beside one layer or logits, gradients beside one layer, or keys of rollouts. Attention
-is the forward and the backward pass of all layers; the forward pass that checkpointing repeats is not in it."""
+in the dtype of the model, to which autocast casts them. Inputs of layers are what gradient checkpointing keeps. One
+layer is what is computed again for its backward pass, attention included. Logits have gradients beside them. Memory is
+that of the moment that takes most: inputs beside one layer or logits, gradients beside one layer, or keys of rollouts.
+Attention is the forward and the backward pass of all layers, without the forward pass that checkpointing repeats."""
 """Explanations of the columns, which `-v` shows."""
 
-FEWER = "take fewer tokens, or more hosts"
+FEWER = "take fewer tokens, fewer completions of --rollout, or more hosts"
 
 WHOLE = "Weights, gradients and AdamW in float32"
 
@@ -87,8 +88,8 @@ ADAPTER = "Weights, and gradients and AdamW of the adapter, in float32"
 ON_EACH, SHARDED = "whole on each rank (DDP).", "sharded over all ranks (FSDP2)."
 
 FUSED = """\
-The loss is computed tile by tile, as in TRL's trainers; --loss full is for
-others. A tile stands beside the head and its gradient in one piece."""
+The loss is computed tile by tile, as in TRL's trainers; of others it is
+--loss full. A tile stands beside the head and its gradient in one piece."""
 
 FULL = "The loss is computed from the logits of all tokens; --loss fused is TRL's."
 

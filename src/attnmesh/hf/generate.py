@@ -120,7 +120,7 @@ def _generate(
             cache.tokens = prompt.mark(prompt.ids)  # while the first new token is computed
     options |= {} if prompt.merged is None else prompt.merged.decoding
     unpadded = prompt.mask is None or bool(prompt.mask.all())
-    plain = unpadded and prompt.merged is None and beams == 1 and not assisted
+    plain = unpadded and prompt.merged is None and beams == 1 and not assisted and not _runs_code(options)
     with steps_as_graphs(model, cache) if plain else nullcontext():
         output = _run_generate(model, prompt.ids, cache, {"attention_mask": prompt.mask, **options})
     sequences = getattr(output, "sequences", output)
@@ -129,6 +129,12 @@ def _generate(
     if cache.folder is not None:
         cache.flush()
     return output
+
+
+def _runs_code(options: dict[str, Any]) -> bool:
+    """Return whether a caller's own code runs between steps, which may change the model. A streamer does not."""
+    given = [*(options.get("logits_processor") or []), *(options.get("stopping_criteria") or [])]
+    return any(type(one).__module__.split(".")[0] not in ("attnmesh", "transformers") for one in given)
 
 
 def _generate_with_checkpoint(

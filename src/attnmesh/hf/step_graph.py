@@ -1,30 +1,40 @@
 """Forward passes of one token as a CUDA graph: the GPU runs them without waiting for Python.
 
-A step is captured with its positions read from the cache on the device. Its first replays are compared, bit by bit,
-with the model's own passes: a model that counts tokens in Python differs there, and is run as it is from then on.
+A step is captured with its positions read from the cache on the device. The first replays are compared, bit by bit,
+with the model's own passes, and if one differs the model is run as it is. Only modules of known packages are captured:
+one that branches on a count of tokens may differ later than that.
 """
 
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from inspect import signature
+from operator import is_
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
-from attnmesh.errors import InputError
 from attnmesh.hf.cache.layer import ShardedLayer
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.families.family import family_of
 from attnmesh.hf.models import has_windows, rope_switches
+from attnmesh.hf.tensor_parallel import tp_mesh
+from attnmesh.mesh.axes import Mesh
 
-WARM = 1
-"""Steps before one that is watched for waits, and then captured: they compile programs."""
+WARM_PASSES = 1
+"""Own passes before one that is watched for waits: they compile programs."""
 
-COMPARED = 2
-"""Replays that are compared: a number that Python gave to the capture is right in the first, and not in the second."""
+COMPARED_REPLAYS = 2
+"""Replays that are compared. What Python gave to the capture is right in the first one, and stale in the second."""
+
+MOST_CAPTURES = 3
+"""Captures of which none was replayed more often than that, before the model is run as it is."""
+
+PACKAGES = ("torch", "transformers", "peft")
+"""Packages of the modules that are captured: they compute on the device alone."""
 
 TOKENS, CACHE, MASK, POSITIONS = "input_ids", "past_key_values", "attention_mask", "position_ids"
 
@@ -35,95 +45,111 @@ def steps_as_graphs(model: PreTrainedModel, cache: ShardedCache) -> Iterator[Non
     if not _is_capturable(model, cache):
         yield
         return
-    steps, own = StepGraph(model, cache), vars(model).get("forward")
+    steps = StepGraph(model, cache)
     model.forward = steps
     try:
         yield
     finally:
+        if vars(model).get("forward") is steps:
+            del model.forward
         steps.drop()
-        del model.forward
-        if own is not None:
-            model.forward = own
 
 
 def _is_capturable(model: PreTrainedModel, cache: ShardedCache) -> bool:
-    """Return whether a step does nothing that its graph would not: on one GPU, of tokens that stay where they are.
-
-    Hooks of modules run in a capture alone.
-    """
-    config, devices = model.config, {x.device for x in model.parameters()}
+    """Return whether a graph holds all of a step: on this GPU alone, and without a part of Python or of a mask."""
+    config = model.config
     family = family_of(config)
-    changes = family.temperature, family.adds_bias, family.near_bias
+    by_place = family.temperature, family.adds_bias, family.near_bias
     return (
-        cache.ranks == 1
-        and len(devices) == 1
-        and devices.pop().type == "cuda"
+        torch.cuda.is_available()
+        and {x.device for x in model.parameters()} == {torch.device("cuda", torch.cuda.current_device())}
+        and cache.ranks == Mesh.of(tp_mesh(model)).ranks == 1
         and all(type(layer) is ShardedLayer for layer in cache.layers)
-        and not any((cache.folder, cache.hot, model.training, has_windows(config), rope_switches(config), *changes))
+        and not any((cache.folder, cache.hot, model.training, has_windows(config), rope_switches(config), *by_place))
         and config.get_text_config(decoder=True) is config
         and POSITIONS in signature(model.forward).parameters
-        and not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+        and all(map(_is_stock, model.modules()))
+        and not (nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks)
     )
 
 
+def _is_stock(module: nn.Module) -> bool:
+    """Return whether a module is of a known package, without hooks or another `forward`: a replay would run neither."""
+    known = type(module).__module__.split(".")[0] in PACKAGES
+    return known and not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
 class StepGraph:
-    """Stands for a model's `forward`, and runs its steps of one token as a CUDA graph."""
+    """Stands for a model's `forward`, and runs its steps of one token over a cache as a CUDA graph."""
 
     def __init__(self, model: PreTrainedModel, cache: ShardedCache) -> None:
         self.forward, self.cache = model.forward, cache
         self.__signature__ = signature(model.forward)
-        self.passes = self.replays = self.room = 0
+        self.passes = self.replays = self.captures = 0
+        self.room = 0  # tokens until the cache grows, which moves it
         self.is_watched = self.given_up = False
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.output: Any = None
+        self.bound_to: tuple[Any, list[Any]] | None = None
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         """Return what the model returns."""
-        given = {name: x for name, x in inputs.items() if x is not None and name not in (MASK, POSITIONS)}
-        if self.given_up or args or not self._is_step(given, inputs.get(POSITIONS)):
+        if inputs.get(CACHE) is not self.cache:  # a call for something else
+            return self.forward(*args, **inputs)
+        given = {name: x for name, x in inputs.items() if x is not None and name != MASK}
+        if self.given_up or args or not self._is_step(given):
             self.drop()
             return self.forward(*args, **inputs)
-        if self.graph is None or not self.room or self._signature(given) != self.captured:
+        if self.graph is None or not self.room or not self._is_bound_to(given):
             self.drop()
             self.passes += 1
             self.room = min((kv.sizes.capacity - kv.length for kv in self.cache.kvs), default=0)
-            if self.passes <= WARM or self.room <= COMPARED:  # a pass makes room
+            if self.passes <= WARM_PASSES or self.room <= COMPARED_REPLAYS:  # a pass makes room
                 return self.forward(**given)
             if not self.is_watched:
                 return self._watched(given)
             if not self._capture(given):
                 return self.forward(**given)
         self.room, self.replays = self.room - 1, self.replays + 1
-        return self._compared(given) if self.replays <= COMPARED else self._replay(given)
+        return self._compared(given) if self.replays <= COMPARED_REPLAYS else self._replay(given)
 
     def drop(self) -> None:
         """Drop the graph. The host counts the cache's tokens again."""
-        if self.graph is not None:
-            self.graph, self.replays, self.room = None, 0, 0
+        self.graph = self.output = self.bound_to = None
+        self.replays = self.room = 0
         for kv in self.cache.kvs:
             kv.shards.leave_graphs()
 
-    def _is_step(self, given: dict[str, Any], positions: Tensor | None) -> bool:
-        """Return whether these are inputs of a step over the cache, and no more than logits are asked for."""
-        rest = {name: x for name, x in given.items() if name not in (TOKENS, CACHE)}
-        ids = given.get(TOKENS)
+    def _is_step(self, given: dict[str, Any]) -> bool:
+        """Return whether these are inputs of a step over the cache, of which no more than logits are asked."""
+        ids, positions, options = given.get(TOKENS), given.get(POSITIONS), self._options(given)
         return (
-            given.get(CACHE) is self.cache
-            and isinstance(ids, Tensor)
+            isinstance(ids, Tensor)
             and ids.shape[1:] == (1,)
             and (positions is None or positions.ndim == 2)
-            and all(isinstance(x, bool | int | str) for x in rest.values())
-            and rest.get("return_dict", True)
-            and not any(x and name.startswith("output_") for name, x in rest.items())
+            and all(isinstance(x, bool | int | str) for x in options.values())
+            and options.get("return_dict", True)
+            and not any(x and name.startswith("output_") for name, x in options.items())
             and not torch.is_grad_enabled()
             and all(kv.padding is None for kv in self.cache.kvs)
         )
 
-    def _signature(self, given: dict[str, Any]) -> list[Any]:
-        """Return what a graph is bound to: the options of the pass, and the memory of the cache."""
-        options = [(name, x) for name, x in given.items() if name not in (TOKENS, CACHE)]
-        shards = (kv.shard for kv in self.cache.kvs)
-        memory = [x.data_ptr() for shard in shards for x in (*shard.stored, shard.token_index, shard.state)]
-        return [given[TOKENS].shape, options, memory, [len(kv.shard.shared) for kv in self.cache.kvs]]
+    @staticmethod
+    def _options(given: dict[str, Any]) -> dict[str, Any]:
+        """Return the inputs of a pass besides tokens, positions and the cache."""
+        return {name: x for name, x in given.items() if name not in (TOKENS, POSITIONS, CACHE)}
+
+    def _binding(self, given: dict[str, Any]) -> tuple[Any, list[Any]]:
+        """Return what a graph is bound to: the sizes and options of a pass, and the memory of the cache."""
+        shards = [kv.shard for kv in self.cache.kvs]
+        memory = [x for shard in shards for x in (*shard.stored, shard.shared, shard.token_index, shard.state)]
+        return (given[TOKENS].shape, self._options(given)), memory
+
+    def _is_bound_to(self, given: dict[str, Any]) -> bool:
+        """Return whether the graph is that of a pass with these inputs."""
+        assert self.bound_to is not None
+        (options, memory), (of_graph, held) = self._binding(given), self.bound_to
+        return options == of_graph and len(memory) == len(held) and all(map(is_, memory, held))
 
     def _watched(self, given: dict[str, Any]) -> Any:
         """Return the model's pass, and give up if the host waits in it: no graph can."""
@@ -145,24 +171,30 @@ class StepGraph:
 
     def _capture(self, given: dict[str, Any]) -> bool:
         """Capture a step, and return whether that can be done."""
+        self.captures += 1
         graph, self.ids = torch.cuda.CUDAGraph(), given[TOKENS].clone()
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        before = generator.clone_state()
         try:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 positions = self.cache.kvs[0].lengths[:, None]
                 self.output = self.forward(**{**given, TOKENS: self.ids, POSITIONS: positions})
-        except (RuntimeError, InputError):
+        except Exception:  # of any kind: the model's own pass raises it again, unless the capture was its cause
+            generator.graphsafe_set_state(before)  # PyTorch would go on as if it captured
             self.given_up = True
         else:  # other outputs would be written over by later replays
-            self.given_up = any(x is not None and name not in ("logits", CACHE) for name, x in self.output.items())
+            known = isinstance(self.output, ModelOutput) and {*self.output.keys()} <= {"logits", CACHE}
+            self.given_up = not known or self.captures > MOST_CAPTURES
         if self.given_up:
             self.drop()
             return False
-        self.graph, self.captured = graph, self._signature(given)
+        self.graph, self.bound_to = graph, self._binding(given)
         return True
 
     def _replay(self, given: dict[str, Any]) -> Any:
         """Return the output of a replay."""
         assert self.graph is not None
+        self.captures = 0 if self.replays > COMPARED_REPLAYS else self.captures
         self.ids.copy_(given[TOKENS])
         self.graph.replay()
         return type(self.output)(logits=self.output.logits.clone(), past_key_values=self.cache)

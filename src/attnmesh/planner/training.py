@@ -81,10 +81,10 @@ class Method(NamedTuple):
     """One of `LOSSES`."""
     offload: bool = False
     """Whether the inputs of layers wait in the host's memory."""
-    is_whole: bool = False
-    """Whether each rank holds all weights (DDP), or a share of them (FSDP2)."""
+    ddp: bool = False
+    """Whether each rank holds all weights, or with FSDP2 a share of them."""
     rollout: int = 0
-    """Completions of the planned length that the ranks of a sequence draw at once."""
+    """Completions of the planned length that the ranks of a sequence draw at once, for each sequence of a batch."""
 
 
 STOCK = Method()
@@ -112,7 +112,7 @@ class Training(NamedTuple):
     """Bytes a rank of logits and their gradients, and of the gradients of the head in one piece."""
     host: float
     """Bytes a rank of the inputs of layers in the host's memory."""
-    rollout: float
+    completions: float
     """Bytes a rank of the keys and values of completions that are drawn."""
     tokens: int
     """Most tokens of a sequence that fit; 0 if the weights alone are too large."""
@@ -121,7 +121,7 @@ class Training(NamedTuple):
     def memory(self) -> float:
         """Bytes of a rank at the moment that takes most."""
         forward, backward = self.inputs + max(self.layer, self.logits), self.gradients + self.layer
-        return self.states + max(forward, backward, self.rollout)
+        return self.states + max(forward, backward, self.completions)
 
 
 def training(model: TrainedModel, cluster: Cluster, method: Method = STOCK) -> list[Training]:
@@ -152,7 +152,7 @@ def _way(model: TrainedModel, cluster: Cluster, context: int, method: Method) ->
     best = plan(work, part)[0]
     again = min(one.memory for one in plan(replace(work, layers=1), part) if one.shape == best.shape)
     tokens = work.batch * work.length / context
-    states, gradients = _state_bytes(model, cluster, method.is_whole)
+    states, gradients = _state_bytes(model, cluster, method.ddp)
     inputs = tokens * model.layers * model.hidden * itemsize
     here, host = (inputs / model.layers, inputs) if method.offload else (inputs, 0.0)
     inner = INNER_VALUES * itemsize + (WEIGHT_BYTES if model.adapter else 0)  # an adapter reads its input in float32
@@ -168,11 +168,12 @@ def _way(model: TrainedModel, cluster: Cluster, context: int, method: Method) ->
     return Training(cluster.world // context, context, best, *sizes, max(0, int(work.length * most)))
 
 
-def _state_bytes(model: TrainedModel, cluster: Cluster, is_whole: bool) -> tuple[float, float]:
+def _state_bytes(model: TrainedModel, cluster: Cluster, ddp: bool) -> tuple[float, float]:
     """Return a rank's bytes of weights and optimizer, with weights that are cast or gathered; and of gradients."""
     itemsize, gradients = model.workload.itemsize, WEIGHT_BYTES * model.trained
-    if is_whole:  # DDP adds gradients in buckets of its own
-        return model.state_bytes + itemsize * model.parameters, gradients * min(2, cluster.world)
+    if ddp:  # autocast casts weights; DDP has buckets for gradients
+        cast = itemsize * model.parameters if itemsize < WEIGHT_BYTES else 0
+        return model.state_bytes + cast + (gradients if cluster.world > 1 else 0), gradients
     gathered = itemsize * (2 * model.parameters / model.layers + 2 * model.vocabulary * model.hidden)
     return model.state_bytes / cluster.world + gathered, gradients / cluster.world
 

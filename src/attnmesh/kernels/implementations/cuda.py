@@ -242,6 +242,8 @@ def _is_correct(
         errors = [float((x.float() - y).abs().amax() / y.abs().amax()) for x, y in zip(found, expected, strict=True)]
         right = max(errors) < 4 * torch.finfo(dtype).eps
         reason = None if right else f"off by {errors}"
+    except torch.OutOfMemoryError:
+        raise  # and is asked again
     except (RuntimeError, TypeError) as error:
         reason = str(error).splitlines()[0]
     if reason is not None:
