@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
-from attnmesh.cache.cache_config import Sizes
 from attnmesh.comm.p2p import swap_tokens
 from attnmesh.comm.rank_merge import highest_checksum
 from attnmesh.core.mask import Mask
@@ -19,7 +18,6 @@ from attnmesh.kernels.choice import choose
 from attnmesh.kernels.kernel import Need
 from attnmesh.kernels.tiered_attention import attention_to_cache
 from attnmesh.mesh.axes import Axis, group_named
-from attnmesh.runtime.memo import Memo
 from attnmesh.runtime.world import cached_per_world, decode_cached
 
 
@@ -87,19 +85,6 @@ def unchecked_step(cache: KVCache, mask: Mask, scale: float | None, softcap: flo
     sizes = cache.sizes
     placement = cache.mesh.heads, cache.tokens, sizes.block, sizes.capacity, sizes.value_dim
     return DecodeStep(*placement, mask, Scaling(cast(float, scale), cast(float, softcap)), *options)
-
-
-def plans_of(caches: Sequence[KVCache]) -> Memo[Any]:
-    """Return the prepared steps of a cache and its forks; of rows on CPUs those of all caches of their kind."""
-    first, sizes = caches[0], caches[0].sizes
-    if len(caches) == 1 or first.device.type != "cpu":
-        return first.step_plans
-    return _plans_of_rows(first.tokens, first.mesh.heads, sizes.layer_sizes, sizes.block, sizes.hot)
-
-
-@cached_per_world(1024)
-def _plans_of_rows(tokens: Axis, heads: Axis, layer_sizes: Sizes, block: int, hot: int | None) -> Memo[Any]:
-    return Memo()
 
 
 def named_options(step: DecodeStep) -> dict[str, Any]:

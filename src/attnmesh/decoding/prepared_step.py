@@ -13,7 +13,7 @@ from attnmesh.comm.message import blank_message, call_checksum
 from attnmesh.comm.rank_merge import chosen_merge, merge_ranks
 from attnmesh.core.partial import Partial, sum_dtype, with_sinks
 from attnmesh.core.selection import Selection
-from attnmesh.decoding.decode_step import DecodeStep, gather_heads, plans_of, selection_of_rank
+from attnmesh.decoding.decode_step import DecodeStep, gather_heads, selection_of_rank
 from attnmesh.decoding.step_agreement import agreement_on, ask_in_step, compared_fields, stays_on_device
 from attnmesh.decoding.step_checks import StepInputs
 from attnmesh.errors import RankFailure
@@ -157,10 +157,12 @@ class PreparedStep(NamedTuple):
         return None, None, Partial(q.new_empty(shape), q.new_empty(shape[:-1], dtype=dtype))
 
 
-def find_step(inputs: StepInputs, options: tuple[Any, ...]) -> tuple[tuple[Any, ...] | None, PreparedStep | None]:
+def find_step(
+    inputs: StepInputs, options: tuple[Any, ...], plans: Any
+) -> tuple[tuple[Any, ...] | None, PreparedStep | None]:
     """Return the signature of a call, all that its checks depend on but for its caches, and its step if it is prepared.
 
-    The signature is None for calls that are checked each time.
+    `plans` is the memo that keeps prepared steps. The signature is None for calls that are checked each time.
     """
     q, caches, sinks, key_lengths, selected, other_keys = inputs
     first = caches[0]
@@ -173,7 +175,7 @@ def find_step(inputs: StepInputs, options: tuple[Any, ...]) -> tuple[tuple[Any, 
     # Options of equal values may differ in type.
     signature = q.shape, count, q.dtype, more, *options, *map(type, options)
     try:
-        found = plans_of(caches).get(signature)
+        found = plans.get(signature)
     except TypeError:  # an option has no hash
         return None, None
     if found is None:
@@ -197,8 +199,8 @@ def find_step(inputs: StepInputs, options: tuple[Any, ...]) -> tuple[tuple[Any, 
     return signature, found
 
 
-def prepare_step(inputs: StepInputs, step: DecodeStep, signature: tuple[Any, ...] | None) -> PreparedStep:
-    """Return the prepared step of a call that was checked, which is kept if its signature is known."""
+def prepare_step(inputs: StepInputs, step: DecodeStep, signature: tuple[Any, ...] | None, plans: Any) -> PreparedStep:
+    """Return the prepared step of a call that was checked, which `plans` keep if its signature is known."""
     q, caches, *_ = inputs
     first = caches[0]
     on_device = stays_on_device(first, step)
@@ -209,7 +211,7 @@ def prepare_step(inputs: StepInputs, step: DecodeStep, signature: tuple[Any, ...
     made = new_prepared_step(q, first.shard.view, step)
     made = made._replace(sizes=first.sizes, on_device=on_device, signature=inputs.signature(step))
     if signature is not None and not step.mask.ends:
-        plans_of(caches).keep(signature, made)
+        plans.keep(signature, made)
     return made
 
 

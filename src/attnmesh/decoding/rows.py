@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
+from attnmesh.cache.cache_config import Sizes
 from attnmesh.core.mask import Causal, Mask
 from attnmesh.decoding.decode_step import DecodeStep, unchecked_step
 from attnmesh.decoding.prepared_step import find_step, prepare_step
@@ -27,6 +28,9 @@ from attnmesh.errors import (
 )
 from attnmesh.guard.agreement import may_compare
 from attnmesh.guard.argument_checks import check_checked, warn_if_swapped
+from attnmesh.mesh.axes import Axis
+from attnmesh.runtime.memo import Memo
+from attnmesh.runtime.world import cached_per_world
 
 SUBJECT = "decode_rows"
 
@@ -92,8 +96,8 @@ def decode_rows(
             _append(k, v, caches)
     except InputError as error:
         agreement_on(caches, unchecked_step(first, *options[:-1]), checked).fail(error)
-    inputs = StepInputs(q, caches, sinks)
-    signature, known = find_step(inputs, options)
+    inputs, plans = StepInputs(q, caches, sinks), _plans_of(caches)
+    signature, known = find_step(inputs, options, plans)
     if known is not None:
         return known.run(inputs, checked)
     step = unchecked_step(first, *options[:-1])
@@ -101,9 +105,22 @@ def decode_rows(
         check_checked(SUBJECT, checked)
         step = _checked_step(q, caches, sinks, step)
     with torch.no_grad():
-        out = prepare_step(inputs, step, signature).run(inputs, checked)
+        out = prepare_step(inputs, step, signature, plans).run(inputs, checked)
     warn_if_swapped(SUBJECT, q, first.sizes.kv_heads)
     return out
+
+
+def _plans_of(caches: Sequence[KVCache]) -> Memo[Any]:
+    """Return the prepared steps of a cache and its forks; of rows on CPUs those of all caches of their kind."""
+    first, sizes = caches[0], caches[0].sizes
+    if len(caches) == 1 or first.device.type != "cpu":
+        return first.step_plans
+    return _plans_of_rows(first.tokens, first.mesh.heads, sizes.layer_sizes, sizes.block, sizes.hot)
+
+
+@cached_per_world(1024)
+def _plans_of_rows(tokens: Axis, heads: Axis, layer_sizes: Sizes, block: int, hot: int | None) -> Memo[Any]:
+    return Memo()
 
 
 def _first_of(caches: Any) -> KVCache:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.utils import ModelOutput
 
 from attnmesh.hf.cache.layer import ShardedLayer
 from attnmesh.hf.cache.sharded_cache import ShardedCache
@@ -183,7 +182,7 @@ class StepGraph:
             generator.graphsafe_set_state(before)  # PyTorch would go on as if it captured
             self.given_up = True
         else:  # other outputs would be written over by later replays
-            known = isinstance(self.output, ModelOutput) and {*self.output.keys()} <= {"logits", CACHE}
+            known = isinstance(self.output, dict) and {*self.output.keys()} <= {"logits", CACHE}
             self.given_up = not known or self.captures > MOST_CAPTURES
         if self.given_up:
             self.drop()
