@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from inspect import signature
 from itertools import pairwise
 from typing import Any
@@ -122,6 +123,11 @@ class Prompt:
         """Places and digests of the images."""
         return None if self.merged is None else self.merged.pictures
 
+    @cached_property
+    def token_mask(self) -> Tensor | None:
+        """False for padding; None where no sequence has any. The device is read once."""
+        return None if self.mask is None or bool(self.mask.all()) else self.mask.bool()
+
     def mark(self, sequences: Tensor) -> Tensor:
         """Return token ids of the prompts and of new tokens, with -1 for padding, and with marks for image tokens.
 
@@ -165,7 +171,7 @@ class ForwardPasses:
         self.again = ids.shape[1] - end if merged is not None and merged.reaches_end else 0
         """Tokens that earlier ones see: they are computed here, and again where decoding begins."""
         self.end = end + self.again
-        self.token_mask = None if prompt.mask is None or bool(prompt.mask.all()) else prompt.mask.bool()
+        self.token_mask = prompt.token_mask
         self.positions = self._positions()
         self.last = int(self.positions.max())
         self.recurrent = is_recurrent(cache.config)

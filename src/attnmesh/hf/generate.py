@@ -89,7 +89,7 @@ def generate(
     chunk_size = prefill_chunk_size or settings["prefill_chunk_size"]
     if checkpoint is None:
         return _generate(model, prompt, cache, chunk_size, options)
-    unpadded = mask is None or bool(mask.all())
+    unpadded = prompt.token_mask is None
     require(unpadded, MaskError, CHECKPOINT, "a prompt without padding", "padding", "remove the padding")
     return _generate_with_checkpoint(model, input_ids, cache, checkpoint, chunk_size or CHUNK, options)
 
@@ -119,8 +119,9 @@ def _generate(
         if samples == 1:
             cache.tokens = prompt.mark(prompt.ids)  # while the first new token is computed
     options |= {} if prompt.merged is None else prompt.merged.decoding
-    unpadded = prompt.mask is None or bool(prompt.mask.all())
-    plain = unpadded and prompt.merged is None and beams == 1 and not assisted and not _runs_code(options)
+    plain = (
+        prompt.token_mask is None and prompt.merged is None and beams == 1 and not assisted and not _runs_code(options)
+    )
     with steps_as_graphs(model, cache) if plain else nullcontext():
         output = _run_generate(model, prompt.ids, cache, {"attention_mask": prompt.mask, **options})
     sequences = getattr(output, "sequences", output)

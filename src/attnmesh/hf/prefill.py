@@ -93,7 +93,7 @@ def prefill_rest(
     after: Callable[[int], None] | None = None,
 ) -> None:
     """Compute the prompt after the cached tokens, chunk by chunk, in the cache's block-cyclic layout."""
-    start, padded = cache.get_seq_length(), prompt.mask is not None and not bool(prompt.mask.all())
+    start, padded = cache.get_seq_length(), prompt.token_mask is not None
     if chunk_size is None and (start or padded or cache.head_ranks > 1):
         chunk_size = default_size(cache.config)
     for stop in prefill_chunks(model, prompt, cache, lambda: chunk_size or prompt.ids.shape[1]):

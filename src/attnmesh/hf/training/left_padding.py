@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class MovedRows(NamedTuple):
-    """Where each token of moved rows was before.
+    """Places that tokens of moved rows had before.
 
     >>> rows = MovedRows.of({"attention_mask": torch.tensor([[0, 0, 1, 1, 0]])})
     >>> moved = rows.batch({"input_ids": torch.tensor([[7, 7, 1, 2, 7]])})["input_ids"]
