@@ -19,12 +19,12 @@ from attnmesh.kernels.cache_runs import CachedAttention, runs_of
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery
 from attnmesh.kernels.choice import choose
 from attnmesh.kernels.kernel import Kernel, Need
-from attnmesh.kernels.link import link_to
+from attnmesh.kernels.link import PART, link_to
 from attnmesh.kernels.stacked_merge import copy_into
 from attnmesh.runtime.memo import Memo
 
-SAMPLE = 1 << 23
-"""Bytes of keys and values that both ways are timed on."""
+SAMPLE = 4 * PART
+"""Bytes of keys and values that both ways are timed on: parts enough that launches weigh as little as in a step."""
 
 FEWEST = 256
 """Slots that are worth a sample. Fewer are attended where they lie."""
