@@ -22,7 +22,7 @@ from attnmesh.comm.host_linear import MOST_ROWS, HostLinear
 from attnmesh.hf import shared_weights
 from attnmesh.hf.shared_weights import SharedConv1D, SharedLinear
 from attnmesh.hf.transformers_names import Conv1D
-from attnmesh.kernels.implementations.native import NO_MEMORY
+from attnmesh.kernels.native.abi import NO_MEMORY
 from attnmesh.kernels.native.build import library
 from tests.support import families
 from tests.support.families import STOCK, prompt

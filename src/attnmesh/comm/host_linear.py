@@ -23,7 +23,7 @@ from attnmesh.comm.shared_memory import (
     PeerLostError,
 )
 from attnmesh.comm.topology import whole_mailboxes
-from attnmesh.kernels.implementations.native import DTYPES, FAILED, NO_MEMORY
+from attnmesh.kernels.native.abi import DTYPES, error_of
 from attnmesh.kernels.native.build import library
 from attnmesh.mesh.axes import Axis
 from attnmesh.runtime.counters import count_messages
@@ -139,7 +139,7 @@ class HostLinear:
         fields = CALL.pack(x.data_ptr(), out.data_ptr(), rows, tag, before, threads) + self.fixed_fields
         code = self.function(fields, 0) if mailboxes is None else self._share(mailboxes, fields, rows, before)
         if code < 0:
-            raise MemoryError("the native kernel gets no memory") if code == NO_MEMORY else RuntimeError(FAILED)
+            raise error_of(code)
         count_messages(self.axis.size - 1, 4 * rows * self.out_features // self.axis.size)
         if len(self.sizes) == 1:
             return [out.view(*x.shape[:-1], self.out_features)]

@@ -35,8 +35,10 @@ def merge_ranks(
         partial: Attention over this rank's keys.
         checksum: Checksum of the call, as `checksum_of` returns it.
         axis: The ranks that merge.
-        how, output, wire: As in `merge_across`.
-        canonical: Merge even ranks with odd ranks last, as in `decode(reproducible=True)`. Otherwise ranks of a host
+        how: The merge, as `merge_across` names it.
+        output: Heads of the result, as in `merge_across`.
+        wire: Dtype in which partials travel; None for that of their sums.
+        reproducible: Merge even ranks with odd ranks last, as in `decode(reproducible=True)`. Otherwise ranks of a host
             merge first.
         message: A message that already holds the checksum and the partial.
     """

@@ -58,16 +58,18 @@ class PreparedStep(NamedTuple):
                 if not agreement.before():
                     return q.new_full(step.output_shape(q), torch.nan)
                 call_hash = agreement.call_hash
-                out, agreement.checksum = self.compute(q, views, sinks, call_hash, key_lengths, selected, other_keys)
+                out, agreement.checksum, _ = self.compute(
+                    q, views, sinks, call_hash, key_lengths, selected, other_keys
+                )
             return out
         try:
             call_hash = hash_of_call(self.signature, *values)
-            out, checksum = self.compute(q, views, sinks, call_hash, key_lengths, selected, other_keys)
+            out, _, calls_differ = self.compute(q, views, sinks, call_hash, key_lengths, selected, other_keys)
         except RankFailure:
             raise
         except Exception as error:
             agreement_on(caches, step, checked).fail(error)
-        if checksum is not None and checked is not False:  # it shows that calls differ
+        if calls_differ and checked is not False:
             agreement = agreement_on(caches, step, checked)
             agreement.fields = functools.partial(compared_fields, inputs, step)
             agreement.raise_unequal()
@@ -82,13 +84,14 @@ class PreparedStep(NamedTuple):
         key_lengths: Tensor | None = None,
         selected: Selection | None = None,
         other_keys: Partial | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return this rank's output, and the merged checksum of the call; None for equal calls if a host has looked.
+    ) -> tuple[Tensor, Tensor | None, bool]:
+        """Return this rank's output, the merged checksum of the call, and whether the host knows that calls differ.
 
+        The checksum is None where `host_merge` compares the calls, or where there are no other ranks.
         `views` is the cache of all rows of q, or a cache for each row. `other_keys` is the partial of keys outside of
         the cache. The output is NaN if the ranks' calls differ. The host reads nothing of a device.
         """
-        step, host, message, checksum, into = self.step, self.host_merge, None, None, None
+        step, host, message, checksum, into, calls_differ = self.step, self.host_merge, None, None, None, False
         own_q, own_sinks, own_selected = q, sinks, selected  # of this rank's heads
         if step.heads.size > 1:
             own_q, own_sinks, own_selected = self._of_own_heads(q, sinks, selected)
@@ -115,7 +118,8 @@ class PreparedStep(NamedTuple):
             if host is not None and message is not None:
                 merge = named(MERGE, host.run) if is_profiled() else host.run
                 if not merge(message, call_hash + state.tolist()[0], tensors):
-                    checksum = partial.out.fill_(torch.nan)
+                    calls_differ = True
+                    partial.out.fill_(torch.nan)
             else:
                 checksum = call_checksum(tensors, call_hash, state, partial.lse, checksum)
                 along = step.tokens, step.merge, step.output
@@ -133,8 +137,8 @@ class PreparedStep(NamedTuple):
             wrong = (lengths < 0) | (lengths > views[0].state[0])
             out = out.masked_fill(wrong[:, None, None, None], torch.nan)
         if checksum is not None and step.heads.size > 1:
-            return gather_heads(out, checksum, step, q.shape[1])
-        return out, checksum
+            out, checksum = gather_heads(out, checksum, step, q.shape[1])
+        return out, checksum, calls_differ
 
     def _of_own_heads(
         self, q: Tensor, sinks: Tensor | None, selected: Selection | None

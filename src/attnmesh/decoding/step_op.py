@@ -33,7 +33,7 @@ def decode_op(
     view = view_of(cache, (step := DecodeStep.decode(names, numbers)).value_dim)
     call_hash = crc32(f"{numbers[4:]} {names.split(',')[2:]}".encode())
     selected = None if indices is None else Selection(indices, step.index_block or 1)
-    out, _ = new_prepared_step(q, view, step).compute(q, [view], sinks, call_hash, key_lengths, selected)
+    out, *_ = new_prepared_step(q, view, step).compute(q, [view], sinks, call_hash, key_lengths, selected)
     return torch.where(view.state[0] <= step.capacity, out, torch.nan)
 
 

@@ -283,7 +283,7 @@ class CachedAttention:
         return True
 
     def _attend(self, q: Tensor, run: Run, into: Partial) -> None:
-        """Write the partial of a run by one launch, or by the kernel's blocks if no launch serves it."""
+        """Write the partial of a run by one launch, or by the kernel's rectangles if no launch serves it."""
         _, piece, start, stop, seen, *_ = run
         bound = self._bound(q, piece)
         if (
@@ -294,7 +294,7 @@ class CachedAttention:
             self._compute(q, run, into)
 
     def _compute(self, q: Tensor, run: Run, into: Partial) -> None:
-        """Write the partial of a run by the kernel's blocks."""
+        """Write the partial of a run by the kernel's rectangles."""
         keys, values = _slots(run)
         kernel = self.kernel if run.bias_positions is None else self.kernel.with_positions(q, keys, run.bias_positions)
         copy_into(kernel(q, keys, values, run.seen), into)

@@ -1,8 +1,8 @@
 """Attention of each query to the keys that are selected for it.
 
 Some kernels read rows of keys and values in place. Elsewhere rows are gathered for a tile of queries, and attended by
-the formula of the reference kernel. Tiles have a bounded number of elements, so memory does
-not grow with queries times selected keys. Query heads that share a key head share its rows. The backward pass gathers
+the formula (`dense.py`). Tiles have a bounded number of elements, so memory does not grow with queries times selected
+keys. Query heads that share a key head share its rows. The backward pass gathers
 them, and adds their gradients to the keys.
 """
 
@@ -19,7 +19,7 @@ from attnmesh.core.scaling import Scaling
 from attnmesh.core.selection import Selection
 from attnmesh.core.storage import columns_of, storage_of
 from attnmesh.kernels.choice import find
-from attnmesh.kernels.implementations.reference import attend_dense, backward_dense
+from attnmesh.kernels.dense import attend_dense, backward_dense
 from attnmesh.kernels.kernel import Kernel, Need
 from attnmesh.kernels.rectangles import BackwardInputs, Gradients, tile_elements
 from attnmesh.runtime.memo import on_device

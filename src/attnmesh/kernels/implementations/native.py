@@ -20,15 +20,12 @@ from attnmesh.core.storage import is_prefix
 from attnmesh.kernels.implementations.cpu import FlashCPU
 from attnmesh.kernels.implementations.reference import Reference
 from attnmesh.kernels.kernel import Kernel, Need
+from attnmesh.kernels.native.abi import DTYPES, STORED, error_of
 from attnmesh.kernels.native.build import Function, library
 from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Rectangle, cut
 
 MOST_ROWS = 64
 """Query rows of a key head up to which a rectangle is one call, and the kernel is the choice of "auto"."""
-
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-STORED = {torch.int8: 3, torch.float8_e4m3fn: 4}
-"""Dtypes of numbers of rows in 8 bits. A kernel takes them without the scales, which follow them in memory."""
 
 CALL, FIXED, STRIDES = struct.Struct("9P14q"), struct.Struct("16q2d2q"), struct.Struct("3q")
 """Fields of `Problem` in `attend.cpp`: of each call, of all calls of one launch, and strides of `out` in the latter."""
@@ -38,11 +35,6 @@ PART = struct.Struct("2q")
 
 RUN = 2048
 """Keys of a task in `attend.cpp`. Parts of so many, or of a multiple, have the bits of one call."""
-
-NO_MEMORY = -1
-"""Code of a call that got no memory. Others below 0 are of other exceptions in C++; 1 is of numbers not finite."""
-
-FAILED = "the native kernel has failed: ATTNMESH_NATIVE=0 turns it off"
 
 
 class Native(Kernel):
@@ -97,8 +89,8 @@ class Native(Kernel):
             bounds = None if band is None else Band(band.low[some].contiguous(), band.high[some].contiguous())
             some_q, into = q[:, :, some], Partial(out[:, :, some], lse[:, :, some])
             if not BoundNative.of(some_q, k, v, scaling, q.shape[2]).run(some_q, k, v, into, bounds):
-                rows_of_block = torch.arange(start, min(start + rows, q.shape[2]))
-                exact = Reference().attend(some_q, k, v, rectangle.select(rows_of_block), scaling)
+                refused = rectangle.select(torch.arange(start, min(start + rows, q.shape[2])))
+                exact = Reference().attend(some_q, k, v, refused, scaling)
                 into.out.copy_(exact.out)
                 into.lse.copy_(exact.lse)
         return Partial(out, lse)
@@ -182,7 +174,7 @@ class BoundNative(NamedTuple):
             fields = fields[: 10 * 8] + STRIDES.pack(*strides[:3]) + fields[13 * 8 :]
         code = cast(Function, library().attend)(call + fields)
         if code < 0:
-            raise MemoryError("the native kernel gets no memory") if code == NO_MEMORY else RuntimeError(FAILED)
+            raise error_of(code)
         return code == 0
 
 
