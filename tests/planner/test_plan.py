@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import attnmesh as am
+from attnmesh.comm.flat_axis import flat_axis
 from attnmesh.comm.topology import surroundings
 from attnmesh.core.mask import Mask
 from attnmesh.errors import ClusterError, DtypeError, KernelError, MaskError, ShapeError
-from attnmesh.mesh.axes import Axis, Mesh, flat_axis
+from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.mesh.candidate import Candidate
 from attnmesh.mesh.cluster import PRESETS, Cluster
 from attnmesh.mesh.merge_cost import MergeGroup, Payload

@@ -23,13 +23,14 @@ from attnmesh.cache.pages import PagedCache
 from attnmesh.cache.replicas import LocalShards, check_placement
 from attnmesh.cache.saved_cache import FolderLayer, SavedCache, SavedPieces, open_folder
 from attnmesh.cache.tiered_shard import TieredShard, in_tiers, shards_in_memory
+from attnmesh.comm.flat_axis import flat_axis
 from attnmesh.comm.transport import transport_of
 from attnmesh.core.digest import fingerprints, history_checksum
 from attnmesh.core.mask import Mask
 from attnmesh.errors import StoreError, check_count, require
 from attnmesh.guard.agreement import Agreement, CallRecord, prepare_merges
 from attnmesh.guard.argument_checks import check_checked
-from attnmesh.mesh.axes import Mesh, flat_axis
+from attnmesh.mesh.axes import Mesh
 from attnmesh.runtime.memo import Memo
 from attnmesh.setup.init_mesh import device_fault, device_for
 

@@ -58,9 +58,7 @@ class PreparedStep(NamedTuple):
                 if not agreement.before():
                     return q.new_full(step.output_shape(q), torch.nan)
                 call_hash = agreement.call_hash
-                out, agreement.checksum, _ = self.compute(
-                    q, views, sinks, call_hash, key_lengths, selected, other_keys
-                )
+                out, agreement.checksum, _ = self.compute(q, views, sinks, call_hash, key_lengths, selected, other_keys)
             return out
         try:
             call_hash = hash_of_call(self.signature, *values)

@@ -187,7 +187,7 @@ def _place_in(device_mesh: DeviceMesh) -> Mesh:
     if device_mesh.get_coordinate() is None:
         fix = "call it on the ranks of the mesh alone"
         raise MeshError("mesh", "a mesh that holds this rank", str(device_mesh), fix)
-    heads, queries, keys = (_axis(device_mesh, name, dims[name]) if name in dims else Axis() for name in AXES)
+    heads, queries, keys = (axis_along(device_mesh, name, dims[name]) if name in dims else Axis() for name in AXES)
     return Mesh(heads, queries, keys, device_mesh)
 
 
@@ -198,25 +198,10 @@ def attention_dims(device_mesh: DeviceMesh) -> dict[str, int]:
     return {"queries": 0} if not dims and device_mesh.ndim == 1 else dims
 
 
-def _axis(device_mesh: DeviceMesh, name: str, dim: int) -> Axis:
+def axis_along(device_mesh: DeviceMesh, name: str, dim: int) -> Axis:
+    """Return the axis of that name, along a dim of a mesh."""
     size = device_mesh.size(dim)
     return Axis(size, device_mesh.get_local_rank(dim), device_mesh.get_group(dim), name) if size > 1 else Axis()
-
-
-def flat_axis(device_mesh: DeviceMesh | None, names: Sequence[str]) -> Axis:
-    """Return several axes of a mesh as one: the ranks that share an index along all other axes.
-
-    The group of two axes is made at the first call, in which every rank of the world takes part. PyTorch could make it
-    among its own ranks, but would name it by the number of groups that each of them knows, which may differ.
-    """
-    if device_mesh is None:
-        return Axis()
-    dims = attention_dims(device_mesh)
-    long = tuple(name for name, dim in dims.items() if name in names and device_mesh.size(dim) > 1)
-    if len(long) < 2:
-        return _axis(device_mesh, long[0], dims[long[0]]) if long else Axis()
-    flat = device_mesh[long]._flatten()
-    return Axis(flat.size(), flat.get_local_rank(), flat.get_group(), " x ".join(long))
 
 
 def group_named(name: str) -> ProcessGroup | None:

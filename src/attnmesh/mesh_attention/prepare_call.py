@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from attnmesh.comm.flat_axis import flat_axis
 from attnmesh.comm.transport import all_gather_ints
 from attnmesh.core.digest import digest
 from attnmesh.core.mask import FAR, check_mask
@@ -14,7 +15,7 @@ from attnmesh.guard.agreement import Agreement, may_compare
 from attnmesh.guard.argument_checks import heads_and_length, with_swap_hint
 from attnmesh.kernels.local_plan import signature_of
 from attnmesh.kernels.traced import needs_grad
-from attnmesh.mesh.axes import Axis, Mesh, flat_axis
+from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.mesh.schedule import Problem
 from attnmesh.mesh.shapes import AXES
 from attnmesh.mesh_attention.call import Call, Options, Pair, Sizes, check_call

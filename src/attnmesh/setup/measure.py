@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from attnmesh.comm.flat_axis import flat_axis
 from attnmesh.comm.topology import dist_all_gather_ints, host_mailboxes, hosts, kept_group
 from attnmesh.core.mask import FULL, Documents, Mask
 from attnmesh.core.partial import Partial
@@ -26,7 +27,7 @@ from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.argument_checks import check_dtype
 from attnmesh.kernels.local_op import run_attend
 from attnmesh.kernels.local_plan import LocalPlan
-from attnmesh.mesh.axes import Axis, Mesh, device_of, flat_axis
+from attnmesh.mesh.axes import Axis, Mesh, device_of
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.rates import NO_LINK, Device, Link
 from attnmesh.mesh.shapes import AXES

@@ -8,12 +8,13 @@ from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
 from attnmesh.cache.saved_cache import FolderLayer
+from attnmesh.comm.flat_axis import flat_axis
 from attnmesh.errors import KernelError, StoreError, require
 from attnmesh.guard.agreement import Agreement, CallRecord
 from attnmesh.hf.cache.layer import ShardedLayer
 from attnmesh.hf.cache.stored_layers import StoredLayers
 from attnmesh.hf.images.inputs import shift_of
-from attnmesh.mesh.axes import Mesh, flat_axis
+from attnmesh.mesh.axes import Mesh
 from attnmesh.store.kv_folder import KeyFolder
 
 
