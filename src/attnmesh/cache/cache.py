@@ -144,13 +144,13 @@ class KVCache(PagedCache, SavedCache):
         if self.tokens.size > 1 and self.device.type == "cpu":
             prepare_merges(self.tokens)
         in_memory = shards_in_memory(sizes, self.mesh, self.device, shares)
-        with self._opened(folder) as place:
+        with self._opened(folder) as opened:
             with Agreement(self.mesh, "KVCache"):
-                old = in_memory if place is None else place.folder.shards(place.layer, sizes, self.calls.fail)
+                old = in_memory if opened is None else opened.folder.shards(opened.layer, sizes, self.calls.fail)
                 make = in_tiers(old, sizes, self.device, self.calls.fail)
                 self.shards = sizes.allocating()(partial(LocalShards, self.tokens, copies, make))()
-            if place is not None:
-                place.folder.settle(place.layer, self.shards)
+            if opened is not None:
+                opened.folder.settle(opened.layer, self.shards)
 
     @contextmanager
     def _opened(self, folder: str | Path | FolderLayer | None) -> Iterator[FolderLayer | None]:

@@ -226,10 +226,10 @@ class CacheShard:
         if held is not None and plain and self.append_run(new, more, *held):
             return
         length, used = self.state[:2].unbind()
-        places = torch.arange(more, device=self.device)
-        tokens, alone = length + places, self.turn.width == self.turn.size
+        offsets = torch.arange(more, device=self.device)
+        tokens, alone = length + offsets, self.turn.width == self.turn.size
         if alone:  # a step of a graph is a few small kernels less
-            slots = (used + places).clamp(max=self.slots)
+            slots = (used + offsets).clamp(max=self.slots)
         else:
             mine = self.turn.holds(tokens) & (tokens < self.sizes.capacity)
             slots = torch.where(mine, used + mine.cumsum(0) - 1, self.slots).clamp(max=self.slots)
@@ -372,11 +372,11 @@ class CacheShard:
     def _append_parts(self, new: Tensors, more: int, length: int, used: int) -> bool:
         """Add few new tokens that several ranks own, up to the end of a run and those after it."""
         (start, width, size), count = self.turn, self.turn.count
-        place = (length - start) % size
-        first, own = (width if place < width else size) - place, count(length + more) - count(length)
+        offset = (length - start) % size
+        first, own = (width if offset < width else size) - offset, count(length + more) - count(length)
         if more > width or self.is_in_files or used + own > self.slots:  # a file takes all at once, or none
             return False
-        after = used + first if place < width else used
+        after = used + first if offset < width else used
         head, tail = (tuple(x[:, :, some] for x in new) for some in (slice(first), slice(first, None)))
         return self.append_run(head, first, length, used) and self.append_run(tail, more - first, length + first, after)
 

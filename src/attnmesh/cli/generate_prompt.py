@@ -1,4 +1,4 @@
-"""The prompt, the model's place and the mesh of `attnmesh generate`, checked before any rank is started."""
+"""The prompt, the model's path and the mesh of `attnmesh generate`, checked before any rank is started."""
 
 import os
 import warnings
@@ -65,7 +65,7 @@ def _open_image(path: Path) -> Any:
 
 
 class Prepared(NamedTuple):
-    """A model's place and mesh, and a checked prompt for it."""
+    """A model's path and mesh, and a checked prompt for it."""
 
     path: str
     ids: tuple[int, ...]
@@ -126,7 +126,7 @@ def find_model(
 
 
 def _found(model: str, status: Status, *, images: bool | None, revision: str | None) -> tuple[Prepared, Any]:
-    """Return the place of a model, on one rank so far, and its configuration."""
+    """Return the path of a model, on one rank so far, and its configuration."""
     from transformers.utils import logging
 
     from attnmesh.hf.latent_states import latent_widths

@@ -35,7 +35,7 @@ class Turn(NamedTuple):
         return (tokens - self.start) % self.size < self.width
 
     def slot(self, tokens: Tensor) -> Tensor:
-        """Return the places of this rank's tokens among them."""
+        """Return the indices of this rank's tokens among them."""
         return tokens // self.size * self.width + tokens % self.size - self.start
 
     def count(self, length: int) -> int:

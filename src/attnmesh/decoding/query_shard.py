@@ -69,10 +69,10 @@ class QueryOwners(NamedTuple):
 
 @cached_per_world(1024)
 def _owners(mesh: Mesh, tokens: Axis, layout: Layout, length: int) -> QueryOwners:
-    """Return the places of so many queries in a layout."""
+    """Return where so many queries of a layout are."""
     shape, chunks = mesh.shape, []
-    for place in range(tokens.size):
-        row, column = divmod(place, shape.keys)
+    for index in range(tokens.size):
+        row, column = divmod(index, shape.keys)
         shards = [shape.shard(head, row, column) for head in range(shape.heads)]
         chunks.append([layout.positions(length, shape.ranks, shard) for shard in shards])
     whole = [torch.cat(chunk) for chunk in chunks]

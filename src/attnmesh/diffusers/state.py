@@ -32,16 +32,16 @@ class MeshState:
     Args:
         model: The transformer.
         plan: Its plan.
-        place: This rank's place in the mesh.
+        mesh: The mesh as this rank sees it.
         checked: When ranks compare inputs, as in `enable`.
     """
 
     context_parallel_config = tensor_parallel_config = None  # diffusers reads these, for example to save a model
 
-    def __init__(self, model: nn.Module, plan: TokenPlan, place: Mesh, checked: bool | None) -> None:
-        device = torch.device(place.device_type)
-        self.plan, self.tokens = plan, Tokens(place)
-        self.calls = CallRecord(place, device, checked is not False)
+    def __init__(self, model: nn.Module, plan: TokenPlan, mesh: Mesh, checked: bool | None) -> None:
+        device = torch.device(mesh.device_type)
+        self.plan, self.tokens = plan, Tokens(mesh)
+        self.calls = CallRecord(mesh, device, checked is not False)
         self.compares_values = checked is True or device.type == "cpu"  # elsewhere the host would wait for them
         self.processors: dict[Any, Any] = {module: module.processor for module in split_attention(model, plan).values()}
         self.modules = {name: modules_named(model, name) for name in (*plan.splits, *plan.gathers)}

@@ -332,9 +332,9 @@ def _table(texts: Sequence[str], ranks: Sequence[int]) -> str:
     for call, found in members.items():
         name, *lines = call.splitlines()
         hosts = [*dict.fromkeys(host for _, host in found if host)]
-        places = ", ".join(hosts[:MOST_HOSTS]) + f" and {len(hosts) - MOST_HOSTS} more" * (len(hosts) > MOST_HOSTS)
+        host_names = ", ".join(hosts[:MOST_HOSTS]) + f" and {len(hosts) - MOST_HOSTS} more" * (len(hosts) > MOST_HOSTS)
         fields.append(
-            {"call": name, **dict(line.split(": ", 1) for line in lines), **({"hosts": places} if hosts else {})}
+            {"call": name, **dict(line.split(": ", 1) for line in lines), **({"hosts": host_names} if hosts else {})}
         )
     names = [name for name in dict.fromkeys(chain(*fields)) if len({each.get(name) for each in fields}) > 1]
     rows = [["ranks", *names]]

@@ -226,12 +226,12 @@ class ForwardPasses:
         mask: Any = None if self.token_mask is None else self.token_mask[:, :stop].long()
         if sharded:
             mask = ShardMask.of(torch.ones_like(ids[:, index]), shards=shards)
-        places = ShardPositions.of(self.positions[..., index], shards=shards, last=self.last, whole=not sharded)
+        position_ids = ShardPositions.of(self.positions[..., index], shards=shards, last=self.last, whole=not sharded)
         if merged is None:
-            run_model(self.model, ids[:, index], places, self.cache, mask)
+            run_model(self.model, ids[:, index], position_ids, self.cache, mask)
             return
         mask = merged.mask(len(index), shards.start, shards if sharded else None) if merged.spans else mask
-        merged.run(index, attention_mask=mask, position_ids=places, past_key_values=self.cache)
+        merged.run(index, attention_mask=mask, position_ids=position_ids, past_key_values=self.cache)
 
     def _record(self, stop: int) -> None:
         """Record that the cache holds the tokens before one. Raise if some layer does not."""

@@ -79,14 +79,14 @@ def locate(name: str, report: Report = lambda _: None, revision: str | None = No
     return f"{repository}@{Path(file).parent.name}" if isinstance(file, str) else wanted
 
 
-def pinned(place: str) -> tuple[str, dict[str, str]]:
+def pinned(located: str) -> tuple[str, dict[str, str]]:
     """Return the name or path of what `locate` returned, and its commit as an option of `from_pretrained`.
 
     >>> pinned("org/model@0123")
     ('org/model', {'revision': '0123'})
     """
-    name, _, revision = place.partition("@")
-    return (place, {}) if not revision or os.path.exists(place) else (name, {"revision": revision})
+    name, _, revision = located.partition("@")
+    return (located, {}) if not revision or os.path.exists(located) else (name, {"revision": revision})
 
 
 def open_config(name_or_path: str, *, images: bool = False) -> PreTrainedConfig:

@@ -69,20 +69,20 @@ def share_weights(model: Any, mesh: DeviceMesh | None) -> Any:
     >>> share_weights(model, None) is model
     True
     """
-    inner, place = unwrap(model), Mesh.of(mesh)
+    inner, axes = unwrap(model), Mesh.of(mesh)
     layers, experts = dict[str, nn.Module](), list[nn.Module]()
     if isinstance(inner, PreTrainedModel):
         restore_shared(inner)
         layers, experts = shared_layers(inner)
-    with Agreement(place, SUBJECT, lambda: {"layers": _described(layers), "experts": _sizes(experts)}):
+    with Agreement(axes, SUBJECT, lambda: {"layers": _described(layers), "experts": _sizes(experts)}):
         _check(inner)
-    axis = max(place.axes, key=lambda one: one.size)
+    axis = max(axes.axes, key=lambda one: one.size)
     boards = layer_boards(axis)
-    with Agreement(place, SUBJECT):
+    with Agreement(axes, SUBJECT):
         given, fix = f"{axis.size} that share none", "use hf.tensor_parallel, or leave share_weights out"
         if boards is None:
             raise KernelError(SUBJECT, "ranks of one host, which share memory", given, fix)
-    SharedSteps(place, boards).begin(inner, layers, experts)
+    SharedSteps(axes, boards).begin(inner, layers, experts)
     return model
 
 
@@ -108,7 +108,7 @@ def weights_in_memory(model: nn.Module) -> int:
         storage = own.untyped_storage()
         sizes[storage.data_ptr()] = storage.nbytes()
     mapped = mapped_files(sizes)
-    return sum(mapped.get(place, size) for place, size in sizes.items())
+    return sum(mapped.get(address, size) for address, size in sizes.items())
 
 
 def shared_layers(model: PreTrainedModel) -> tuple[dict[str, Any], list[nn.Module]]:
@@ -240,10 +240,10 @@ class SharedSteps:
     def begin(self, model: PreTrainedModel, layers: Mapping[str, nn.Module], experts: Sequence[nn.Module]) -> None:
         """Share these layers and experts of a model from its next forward pass on."""
         first = self.boards.take_numbers(MOST_LAYERS * len(layers))
-        for place, layer in enumerate(layers.values()):
+        for index, layer in enumerate(layers.values()):
             layer.__class__ = SHARED[type(layer)]
             shared: Any = layer
-            shared.steps, self.numbers[shared], self.groups[shared] = self, first + place * MOST_LAYERS, [shared]
+            shared.steps, self.numbers[shared], self.groups[shared] = self, first + index * MOST_LAYERS, [shared]
         self.experts = experts
         for one in experts:
             vars(one)["forward"] = SharedExperts(one.forward, self.boards.axis, self.is_within)

@@ -97,7 +97,7 @@ def overlap(one: slice, other: slice) -> tuple[slice, slice]:
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's place in a mesh."""
+    """The axes of a mesh as this rank sees them."""
 
     heads: Axis
     queries: Axis
@@ -112,23 +112,23 @@ class Mesh:
 
     @staticmethod
     def of(device_mesh: DeviceMesh | None) -> "Mesh":
-        """Return this rank's place on the axes named heads, queries and keys. Other axes are ignored.
+        """Return the axes named heads, queries and keys as this rank sees them. Other axes are ignored.
 
         A mesh of one axis with another name, such as "cp", is a queries axis: keys and values travel along it.
         """
         if device_mesh is None:
             return ALONE
         if torch.compiler.is_compiling():
-            return _place_in(device_mesh)
-        if (known := _places().get(id(device_mesh))) is None:
-            known = _places().keep(id(device_mesh), (device_mesh, _place_in(device_mesh)))
+            return _mesh_in(device_mesh)
+        if (known := _known_meshes().get(id(device_mesh))) is None:
+            known = _known_meshes().keep(id(device_mesh), (device_mesh, _mesh_in(device_mesh)))
         return known[1]
 
     @staticmethod
     def named(sizes: Sequence[int], indices: Sequence[int], group_names: Sequence[str]) -> "Mesh":
         """Return the mesh of these axes, from what the schema of an operator can carry."""
-        places = zip(sizes, indices, group_names, AXES, strict=True)
-        heads, queries, keys = (Axis(size, index, group_named(group), name) for size, index, group, name in places)
+        axes = zip(sizes, indices, group_names, AXES, strict=True)
+        heads, queries, keys = (Axis(size, index, group_named(group), name) for size, index, group, name in axes)
         return Mesh(heads, queries, keys)
 
     @property
@@ -167,13 +167,13 @@ def mesh_of(axis: Axis) -> Mesh:
 
 
 @cached_per_world()
-def _places() -> Memo[tuple[DeviceMesh, Mesh]]:
-    """Return this rank's places, by the meshes themselves: equal ones may have groups of their own."""
+def _known_meshes() -> Memo[tuple[DeviceMesh, Mesh]]:
+    """Return what this rank sees of meshes, by the meshes themselves: equal ones may have groups of their own."""
     return Memo(64)
 
 
-def _place_in(device_mesh: DeviceMesh) -> Mesh:
-    """Return this rank's place on the axes of a mesh, or raise."""
+def _mesh_in(device_mesh: DeviceMesh) -> Mesh:
+    """Return the axes of a mesh as this rank sees them, or raise."""
     if not isinstance(device_mesh, DeviceMesh):
         fix = "make one, as am.init_mesh((1, 2, 2))"
         raise MeshError("mesh", "a DeviceMesh or None", type(device_mesh).__name__, fix)

@@ -117,18 +117,21 @@ def _poison(axis: Axis, how: str, output: str) -> None:
     send_poison(axis, how, output)
 
 
-def _fake_merge(out: Tensor, lse: Tensor, group: str, place: Sequence[int], how: str, output: str, _: str) -> Partial:
-    heads = Axis(place[0], place[1]).share_of(out.shape[1]) if output == "heads" else slice(0, out.shape[1])
+def _fake_merge(
+    out: Tensor, lse: Tensor, group: str, size_and_index: Sequence[int], how: str, output: str, _: str
+) -> Partial:
+    size, index = size_and_index
+    heads = Axis(size, index).share_of(out.shape[1]) if output == "heads" else slice(0, out.shape[1])
     return Partial(*(x.new_empty(x[:, heads].shape) for x in (out, lse)))
 
 
 @operator("merge_across", _fake_merge)
 def merge_op(
-    out: Tensor, lse: Tensor, group: str, place: Sequence[int], how: str, output: str, wire: str
+    out: Tensor, lse: Tensor, group: str, size_and_index: Sequence[int], how: str, output: str, wire: str
 ) -> tuple[Tensor, Tensor]:
     """Run the merge as an operator, which is one node of a compiled graph."""
     dtype = getattr(torch, wire) if wire else None
-    partial, axis = Partial(out, lse), Axis(place[0], place[1], group_named(group))
+    partial, axis = Partial(out, lse), Axis(size_and_index[0], size_and_index[1], group_named(group))
     return _merge(merge_agreement(partial, axis, how, output), partial, axis, how, output, dtype)
 
 

@@ -124,8 +124,8 @@ attend_with_grad = recorded(_attend, _save_for_backward, _gradients)
 
 def _fake_outputs(q: Tensor, k: Tensor, v: Tensor, *plan: Any) -> list[Tensor]:
     mesh, problem, *_ = MeshPlan.unpack(*plan[3:])
-    place = mesh.queries.index, mesh.keys.index
-    chunk = ChunkSize(problem.queries(*place).shape[0], problem.keys(*place).shape[0])
+    coordinate = mesh.queries.index, mesh.keys.index
+    chunk = ChunkSize(problem.queries(*coordinate).shape[0], problem.keys(*coordinate).shape[0])
     out, lse = empty_length_major(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=sum_dtype(q.dtype))
     return [out, lse, *_blank_share((q, k, v), chunk, mesh.heads)]
 

@@ -24,7 +24,7 @@ from attnmesh.runtime.world import cached_per_world, decode_cached
 
 
 class MeshPlan(NamedTuple):
-    """A problem on a mesh and how it is solved, the same on all ranks, with this rank's place."""
+    """A problem on a mesh and how it is solved, the same on all ranks, with this rank's axes."""
 
     mesh: Mesh
     problem: Problem
@@ -61,8 +61,8 @@ class MeshPlan(NamedTuple):
             self.kernel,
             *map(repr, (*self.scaling, self.block, int(self.even))),
         ]
-        places = [*self.mesh.shape, *(axis.index for axis in self.mesh.axes)]
-        return ",".join(names), [*places, *self.problem.encode()]
+        sizes_and_indices = [*self.mesh.shape, *(axis.index for axis in self.mesh.axes)]
+        return ",".join(names), [*sizes_and_indices, *self.problem.encode()]
 
     @staticmethod
     def unpack(names: str, numbers: Sequence[int]) -> "MeshPlan":
@@ -113,8 +113,8 @@ class MeshPlan(NamedTuple):
         queries, selection = schedule.query_step, Selection(indices, self.block)
         if len(queries.keep) < schedule.chunk.queries:  # the others see no key
             selection = selection.of_queries(on_device(queries.keep, indices.device))
-        mask, places = self.problem.mask, queries.positions
-        return [SelectedKeys.of(selection, mask, places, step.positions, key_lengths) for step in schedule.key_steps]
+        mask, positions = self.problem.mask, queries.positions
+        return [SelectedKeys.of(selection, mask, positions, step.positions, key_lengths) for step in schedule.key_steps]
 
 
 class PreparedCall(NamedTuple):

@@ -112,7 +112,7 @@ def _check_marks(mesh: Mesh, call: Call) -> None:
     for name, x, layout in zip("qkv", call[:3], layouts, strict=True):
         if (mark := marks.get(id(x))) is None or layout is None:
             continue
-        if mark.layout is not layout or mark.place is not mesh or mark.dim != 2:
+        if mark.layout is not layout or mark.mesh is not mesh or mark.dim != 2:
             mark.check(f"attention {name}", layout, options.applied_mask, mesh, 2)
 
 
@@ -153,8 +153,8 @@ def _one_column(mesh: Mesh) -> tuple[Mesh, tuple[int, ...]]:
     """Return all ranks of a mesh as one column, and the shard of each. All ranks make the first call at once."""
     long = [axis for axis in mesh.axes if axis.size > 1]
     axis = long[0] if len(long) == 1 else flat_axis(mesh.device_mesh, AXES)
-    places = [place for (place,) in all_gather_ints([axis.index], mesh)]  # by shard
-    return Mesh(Axis(), axis, Axis()), tuple(sorted(range(len(places)), key=places.__getitem__))
+    indices = [index for (index,) in all_gather_ints([axis.index], mesh)]  # by shard
+    return Mesh(Axis(), axis, Axis()), tuple(sorted(range(len(indices)), key=indices.__getitem__))
 
 
 def _check_highest(highest: int, plan: MeshPlan) -> None:

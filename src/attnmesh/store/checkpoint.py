@@ -39,7 +39,7 @@ from attnmesh.mesh.axes import Axis, Mesh, overlap
 from attnmesh.runtime.memory import host_memory
 from attnmesh.setup.init_mesh import device_fault, device_for
 from attnmesh.store.journal import Journal
-from attnmesh.store.layer_files import COLUMNS, PIECE, FillingFile, LayerPlace, RowShapes, chained, check_chain
+from attnmesh.store.layer_files import COLUMNS, PIECE, FillingFile, LayerFiles, RowShapes, chained, check_chain
 from attnmesh.store.tensor_file import FIX, TensorFile, check_size
 from attnmesh.store.token_ids import TokenIds
 
@@ -209,16 +209,16 @@ def piece_files(path: Path, manifest: Manifest) -> Iterator[PieceFile]:
                 yield PieceFile(heads, tokens, start, stop, group, folder / name)
 
 
-def _layer_places(path: Path, manifest: Manifest, layer: int) -> Iterator[LayerPlace]:
+def _layer_files(path: Path, manifest: Manifest, layer: int) -> Iterator[LayerFiles]:
     """Yield where each rank's files of a layer are."""
     leader = next(first for first, layers in manifest.groups.items() if layer in layers)
     for heads, tokens in product(range(manifest.heads), range(manifest.ranks)):
-        yield LayerPlace(path / manifest.folder, heads, tokens, layer, leader)
+        yield LayerFiles(path / manifest.folder, heads, tokens, layer, leader)
 
 
-def _opened_journal(place: LayerPlace) -> Journal:
+def _opened_journal(files: LayerFiles) -> Journal:
     """Return the journal of a rank's layer, read."""
-    journal = place.journal()
+    journal = files.journal()
     if not journal.read():
         raise StoreError("load", "a journal of each rank and layer", f"no {journal.path}", FIX)
     return journal
@@ -228,24 +228,24 @@ def grown(path: Path, manifest: Manifest) -> Manifest:
     """Return the manifest of a folder that grows with the length that all its ranks and layers have."""
     if not manifest.growing:
         return manifest
-    positions = (place for layer in range(len(manifest.sizes)) for place in _layer_places(path, manifest, layer))
-    return manifest._replace(length=min(_opened_journal(place).last.length for place in positions))
+    layers = (files for layer in range(len(manifest.sizes)) for files in _layer_files(path, manifest, layer))
+    return manifest._replace(length=min(_opened_journal(files).last.length for files in layers))
 
 
 def _grown_pieces(path: Path, manifest: Manifest, layer: int) -> Iterator[PieceFile]:
     """Yield the files of a layer in a folder that grows."""
     sizes = manifest.sizes[layer]
     shapes = RowShapes(sizes.row_dtype, sizes.batch, sizes.kv_heads // manifest.heads, sizes.row_widths)
-    for place in _layer_places(path, manifest, layer):
-        journal = _opened_journal(place)
+    for files in _layer_files(path, manifest, layer):
+        journal = _opened_journal(files)
         base, stop = journal.records[0].stop, journal.last.stop
-        number, at = base // PIECE, (place.heads, place.tokens)
-        filling = place.filling(number)
+        number, at = base // PIECE, (files.heads, files.tokens)
+        filling = files.filling(number)
         full = stop == base + PIECE and not filling.exists()
-        paths, chain = [place.found(whole) for whole in range(number + full)], 0
+        paths, chain = [files.found(whole) for whole in range(number + full)], 0
         for path in paths[:number]:
             chain = chained(chain, TensorFile(path), [*shapes.named(layer)])
-        check_chain(place, journal, chain)
+        check_chain(files, journal, chain)
         for whole, path in enumerate(paths):
             yield PieceFile(*at, whole * PIECE, (whole + 1) * PIECE, layer, path)
         if stop > base and not full:

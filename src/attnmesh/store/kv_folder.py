@@ -27,7 +27,7 @@ from attnmesh.runtime.memory import free_memory, host_memory
 from attnmesh.store.checkpoint import MANIFEST, Manifest, check_folder, ids_in, piece_files, read_manifest
 from attnmesh.store.folder_shard import SUBJECT, FolderShard, opening
 from attnmesh.store.journal import Journal, lock
-from attnmesh.store.layer_files import PIECE, LayerPlace, saved_pieces
+from attnmesh.store.layer_files import PIECE, LayerFiles, saved_pieces
 from attnmesh.store.tensor_file import PRIVATE_FOLDER, TensorFile, appearing, sync_folders
 from attnmesh.store.token_ids import TokenIds
 
@@ -129,15 +129,15 @@ class KeyFolder:
         leader = next((first for first, layers in self.manifest.groups.items() if layer in layers), layer)
 
         def opened(index: int) -> FolderShard:
-            place = LayerPlace(self.folder, self.mesh.heads.index, index, layer, leader)
-            shard = FolderShard(place, self._keeps, fail, sizes, self.mesh.heads, self.tokens.size, index)
+            files = LayerFiles(self.folder, self.mesh.heads.index, index, layer, leader)
+            shard = FolderShard(files, self._keeps, fail, sizes, self.mesh.heads, self.tokens.size, index)
             self.journals.append(shard.journal)
             if layer >= len(self.manifest.sizes):
                 shard.begin()
             elif self.manifest.growing:
                 shard.resume()
             else:
-                self._take_over(shard, place)
+                self._take_over(shard, files)
             return shard
 
         return opened
@@ -155,19 +155,19 @@ class KeyFolder:
         self.room -= size
         return self.room >= 0
 
-    def _take_over(self, shard: FolderShard, place: LayerPlace) -> None:
+    def _take_over(self, shard: FolderShard, files: LayerFiles) -> None:
         """Open the files of a save."""
         found = {
             (each.start, each.stop): each.path
             for each in piece_files(self.path, self.manifest)
-            if (each.heads, each.tokens, each.group) == (place.heads, place.tokens, place.leader)
+            if (each.heads, each.tokens, each.group) == (files.heads, files.tokens, files.leader)
         }
         whole, parts, columns = 0, list[list[Tensor]](), [torch.empty(0, dtype=torch.int64)]
-        for start, stop, path in saved_pieces(place, found):
+        for start, stop, path in saved_pieces(files, found):
             if stop - start == PIECE and not parts:
                 whole += 1
                 continue
-            file, named = TensorFile(path), shard.shapes.named(place.layer, stop - start)
+            file, named = TensorFile(path), shard.shapes.named(files.layer, stop - start)
             *read, index = (file.read(name, dtype, shape) for name, (dtype, shape) in named.items())
             parts.append(read)
             columns.append(index)

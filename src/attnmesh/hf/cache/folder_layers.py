@@ -89,5 +89,5 @@ class FolderLayers(StoredLayers):
         self.shift = shift_of(self.tokens, self.config)
 
     def folder_of(self, layer: ShardedLayer) -> FolderLayer | None:
-        """Return the place of a layer in the folder; None without a folder."""
+        """Return a layer with its folder; None without a folder."""
         return None if self.folder is None else FolderLayer(self.folder, self.attention_layers.index(layer))
