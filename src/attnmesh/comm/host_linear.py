@@ -18,8 +18,8 @@ from attnmesh.comm.shared_memory import (
     MESSAGE_BYTES,
     Awaited,
     CallsDifferError,
-    Exchange,
     Mailboxes,
+    NativeExchange,
     PeerLostError,
 )
 from attnmesh.comm.topology import whole_mailboxes
@@ -101,7 +101,7 @@ class HostLinear:
         self.number, self.layers, self.axis, self.mailboxes = number, layers, axis, mailboxes
         weight, _ = layers[0]
         self.sizes, self.memories = [len(weight) for weight, _ in layers], [memory_of(*layer) for layer in layers]
-        self.out_features, self.function = sum(self.sizes), cast(Exchange, library().linear)
+        self.out_features, self.function = sum(self.sizes), cast(NativeExchange, library().linear)
         board, spin = 0, 0
         if mailboxes is not None:
             board, spin = mailboxes.start + min(mailboxes.output_boards.values()), mailboxes.spin

@@ -72,13 +72,13 @@ SECONDS_TO_LOCK = 60.0
 MOST_NUMBERS = MESSAGE_BYTES // 16
 """Numbers of an exchange by the boards at most: half of a board."""
 
-Exchange = Callable[[bytes, int], int]
+NativeExchange = Callable[[bytes, int], int]
 
-StepOfPeer = tuple[int, int, int, int]
+MailboxOperation = tuple[int, int, int, int]
 """Kind of a step, the peer that it waits for, the offset of its box, and its count of messages."""
 
 FIELDS, STEP = struct.Struct("2P6q"), struct.Struct("3q")
-"""Fields of `Exchange` and `Step` in `mailbox.cpp`."""
+"""Fields of `NativeExchange` and `Step` in `mailbox.cpp`."""
 
 SEND, COPY, MERGE, AWAIT, OWN, TELL, FULL, EMPTY = range(8)
 """Kinds of steps, as there: send; take a message, alone or merged into the own; wait for one of many that are merged at
@@ -216,13 +216,13 @@ class Mailboxes:
         box, count = self._next(peer, sends=sends)
         return Awaited(peer, box // 8 + RECEIVED_WORD * sends, count)
 
-    def _sending(self, peer: int) -> StepOfPeer:
+    def _sending(self, peer: int) -> MailboxOperation:
         """Return the step that sends the next message to a peer."""
         step = SEND, peer, *self._next(peer, sends=True)
         self.sent[peer] += 1
         return step
 
-    def _receiving(self, kind: int, peer: int) -> StepOfPeer:
+    def _receiving(self, kind: int, peer: int) -> MailboxOperation:
         """Return the step that receives the next message of a peer."""
         step = kind, peer, *self._next(peer, sends=False)
         self.received[peer] += 1
@@ -230,7 +230,7 @@ class Mailboxes:
 
     def _exchange(
         self,
-        steps: Sequence[StepOfPeer],
+        steps: Sequence[MailboxOperation],
         message: Tensor | None = None,
         rows: int = 0,
         width: int = 0,
@@ -247,7 +247,7 @@ class Mailboxes:
         fields = FIELDS.pack(self.start, *buffer, rows, width, self.spin, longest, len(steps))
         for kind, _, box, count in steps:
             fields += STEP.pack(kind, box, count)
-        function = cast(Exchange, library().exchange)
+        function = cast(NativeExchange, library().exchange)
         done = function(fields, 0)
         if done < len(steps) and nap is None:
 

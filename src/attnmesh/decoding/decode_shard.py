@@ -58,8 +58,8 @@ def decode_shard(
         indices = unshard(selected.indices, cache.device_mesh, layout=layout, length=length)
         selected = selection_of_rank(Selection(indices, selected.block), heads)
     view, query = cache.shard.view, DecodeQuery(every, step.mask, step.scaling, step.capacity)
-    steps = step.attention_for(every, view)
-    attend = named(ATTENTION, steps.attend) if is_profiled() else steps.attend
+    attention = step.attention_for(every, view)
+    attend = named(ATTENTION, attention.attend) if is_profiled() else attention.attend
     partial = attend(query, [view], selected)
     if (other_keys := attend_other_keys(every)) is not None:
         partial = merge_unchecked([partial, other_keys])

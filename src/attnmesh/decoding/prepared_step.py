@@ -28,7 +28,7 @@ class PreparedStep(NamedTuple):
     """Steps of one signature on caches of one size: their options, the launches of a kernel, and the merge of ranks."""
 
     step: DecodeStep
-    steps: CachedAttention
+    attention: CachedAttention
     host_merge: HostMerge | None  # None unless all ranks share a host whose native library merges
     heads: slice | None  # of the output of that merge; None for all
     alone: bool  # there are no other ranks
@@ -96,14 +96,14 @@ class PreparedStep(NamedTuple):
         if host is not None:
             message = host.blank()
             into = host.partial_in(message)
-        elif self.steps.in_place is not None:
+        elif self.attention.in_place is not None:
             message, checksum, into = self._message(own_q)
         # The first rank adds the sinks; a reproducible step adds them after the merge, on any number of ranks.
         added = own_sinks if step.tokens.index == 0 and not step.reproducible else None
         block = step.block if step.reproducible else None
         lengths = None if key_lengths is None else key_lengths.to(q.device)
         query = DecodeQuery(own_q, step.mask, step.scaling, step.capacity, added, block, into, lengths, other_keys)
-        attend = named(ATTENTION, self.steps.attend) if is_profiled() else self.steps.attend
+        attend = named(ATTENTION, self.attention.attend) if is_profiled() else self.attention.attend
         partial = attend(query, views, own_selected)
         if not self.alone:
             tensors, state = [q] if sinks is None else [q, sinks], views[0].state
@@ -219,11 +219,11 @@ def prepare_step(inputs: StepInputs, step: DecodeStep, signature: tuple[Any, ...
 
 def new_prepared_step(q: Tensor, view: CacheView, step: DecodeStep) -> PreparedStep:
     """Return what steps with such queries run: the launches of a kernel, and the merge."""
-    steps, axis = step.attention_for(q, view), step.tokens
+    attention, axis = step.attention_for(q, view), step.tokens
     host, heads = None, None
     one_host = axis.size > 1 and step.heads.size == 1 and q.device.type == "cpu" and not step.reproducible
-    if one_host and steps.in_place is None and sum_dtype(q.dtype) == torch.float32:
+    if one_host and attention.in_place is None and sum_dtype(q.dtype) == torch.float32:
         merge = chosen_merge(axis, step.merge, step.output, q.device)
         host = host_merge_for(axis, (*q.shape[:-1], step.value_dim), merge)
         heads = None if host is None else host.heads(step.output)
-    return PreparedStep(step, steps, host, heads, alone=axis.size == step.heads.size == 1)
+    return PreparedStep(step, attention, host, heads, alone=axis.size == step.heads.size == 1)

@@ -83,7 +83,7 @@ Selections = tuple[tuple[int, Tensor], ...]
 
 
 @dataclass(frozen=True)
-class Step:
+class ExchangeStep:
     """One exchange of one rank along an axis, and the return of results to the owners of the tokens."""
 
     send: Selections  # indices into the tokens before this step
@@ -108,8 +108,8 @@ class Schedule:
 
     query_shares: tuple[Tensor, ...]  # indices into the chunk of queries, per rank along the heads axis that holds them
     key_shares: tuple[Tensor, ...]
-    query_step: Step
-    key_steps: tuple[Step, ...]
+    query_step: ExchangeStep
+    key_steps: tuple[ExchangeStep, ...]
     bands: tuple[Band, ...]  # the row's queries over the keys of each step
 
     @cached_property
@@ -118,7 +118,7 @@ class Schedule:
         return ChunkSize(sum(map(len, self.query_shares)), sum(map(len, self.key_shares)))
 
     @property
-    def gradient_steps(self) -> tuple[Step | None, ...]:
+    def gradient_steps(self) -> tuple[ExchangeStep | None, ...]:
         """Return for each step of the keys the step with which its dk and dv are sent on.
 
         None at step 0, as a rank keeps those of its own keys, and at the last step, as they return to the owner.
@@ -195,7 +195,7 @@ def _shares(shards: list[Tensor]) -> tuple[Tensor, ...]:
     return columns
 
 
-def _query_step(problem: Problem, r: int, c: int) -> Step:
+def _query_step(problem: Problem, r: int, c: int) -> ExchangeStep:
     """Return the exchange of queries along row r. A query goes to each column that has a key it sees."""
     chunks = [problem.queries(r, peer) for peer in range(problem.shape.keys)]
     sent = [_queries_that_see(problem.mask, chunks[c], problem.column_keys(peer)) for peer in range(len(chunks))]
@@ -203,7 +203,7 @@ def _query_step(problem: Problem, r: int, c: int) -> Step:
     return _exchange_at_once(chunks, c, sent, received)
 
 
-def _key_step(problem: Problem, r: int, c: int) -> Step:
+def _key_step(problem: Problem, r: int, c: int) -> ExchangeStep:
     """Return the exchange of keys along column c. A key goes to each row that has a query which sees it."""
     chunks = [problem.keys(peer, c) for peer in range(problem.shape.queries)]
     sent = [_keys_seen_by(problem.mask, problem.row_queries(peer), chunks[r]) for peer in range(len(chunks))]
@@ -211,14 +211,14 @@ def _key_step(problem: Problem, r: int, c: int) -> Step:
     return _exchange_at_once(chunks, r, sent, received)
 
 
-def _exchange_at_once(chunks: list[Tensor], rank: int, sent: list[Tensor], received: list[Tensor]) -> Step:
+def _exchange_at_once(chunks: list[Tensor], rank: int, sent: list[Tensor], received: list[Tensor]) -> ExchangeStep:
     """Return the step that sends `sent[p]` of the rank's tokens to p, and receives `received[p]` of p's tokens."""
     peers = [peer for peer in range(len(chunks)) if peer != rank]
     owners = [rank, *peers]
     positions = torch.cat([chunks[owner][received[owner]] for owner in owners])
     order = positions.argsort()
     indices = order.argsort().split([len(received[owner]) for owner in owners])  # of each owner's tokens, when sorted
-    return Step(
+    return ExchangeStep(
         send=_selections((peer, sent[peer]) for peer in peers),
         receive=tuple((peer, len(received[peer])) for peer in peers if len(received[peer])),
         keep=received[rank],
@@ -229,7 +229,7 @@ def _exchange_at_once(chunks: list[Tensor], rank: int, sent: list[Tensor], recei
     )
 
 
-def _ring_steps(problem: Problem, r: int, c: int) -> Iterator[Step]:
+def _ring_steps(problem: Problem, r: int, c: int) -> Iterator[ExchangeStep]:
     """Yield the steps of a ring along column c. At step t a rank holds needed keys of the rank t before it."""
     size = problem.shape.queries
     chunks = [problem.keys(peer, c) for peer in range(size)]
@@ -242,7 +242,7 @@ def _ring_steps(problem: Problem, r: int, c: int) -> Iterator[Step]:
         owner, last_reader = (r - t) % size, (r + t) % size
         keys, sent_owner = held[owner][t], (owner + 1) % size  # the next rank gets what this one held before
         forwarded = torch.searchsorted(held[sent_owner][t - 1], held[sent_owner][t]) if t else nothing
-        yield Step(
+        yield ExchangeStep(
             send=_selections([(after, forwarded)]),
             receive=((before, len(keys)),) if t and len(keys) else (),
             keep=nothing if t else keys,
