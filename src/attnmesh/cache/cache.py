@@ -138,7 +138,7 @@ class KVCache(PagedCache, SavedCache):
         self.changes = 0  # truncations and reorders so far: `recover` needs caches that have grown alike
         self.saved = SavedPieces()
         self.known_appends = Memo[bool]()  # signatures of new tokens that this cache and its forks have checked
-        self.step_plans = Memo[Any]()  # of steps on this cache and its forks, which `decoding` makes
+        self.prepared_steps = Memo[Any]()  # of steps on this cache and its forks, which `decoding` makes
         for axis in (self.tokens, self.mesh.heads):
             transport_of(axis, self.device)
         if self.tokens.size > 1 and self.device.type == "cpu":

@@ -103,7 +103,7 @@ def decode(
     caches, signature, known = (cache,), None, None
     inputs = StepInputs(q, caches, sinks, key_lengths, selected, partial)
     if distance_bias is None and not unsupported:
-        signature, known = find_step(inputs, options, cache.step_plans)
+        signature, known = find_step(inputs, options, cache.prepared_steps)
     if known is not None:
         return known.run(inputs, checked)
     step = unchecked_step(cache, *options[:-1])
@@ -120,6 +120,6 @@ def decode(
         tensors = inputs.q, tensors_of(cache.shard.new_view()), sinks, key_lengths, inputs.indices
         return cast(Tensor, decode_op(*tensors, *step.encode()))
     with torch.no_grad():
-        out = prepare_step(inputs, step, signature, cache.step_plans).run(inputs, checked)
+        out = prepare_step(inputs, step, signature, cache.prepared_steps).run(inputs, checked)
     warn_if_swapped("decode", q, cache.sizes.kv_heads)
     return out

@@ -21,6 +21,7 @@ from attnmesh.guard.agreement import hash_of_call, is_capturing
 from attnmesh.kernels.cache_runs import CachedAttention
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery
 from attnmesh.kernels.traced import are_plain
+from attnmesh.runtime.memo import Memo
 from attnmesh.runtime.ranges import ATTENTION, MERGE, is_profiled, named
 
 
@@ -160,11 +161,11 @@ class PreparedStep(NamedTuple):
 
 
 def find_step(
-    inputs: StepInputs, options: tuple[Any, ...], plans: Any
+    inputs: StepInputs, options: tuple[Any, ...], prepared: Memo[PreparedStep]
 ) -> tuple[tuple[Any, ...] | None, PreparedStep | None]:
     """Return the signature of a call, all that its checks depend on but for its caches, and its step if it is prepared.
 
-    `plans` is the memo that keeps prepared steps. The signature is None for calls that are checked each time.
+    `prepared` is the memo that keeps prepared steps. The signature is None for calls that are checked each time.
     """
     q, caches, sinks, key_lengths, selected, other_keys = inputs
     first = caches[0]
@@ -177,7 +178,7 @@ def find_step(
     # Options of equal values may differ in type.
     signature = q.shape, count, q.dtype, more, *options, *map(type, options)
     try:
-        found = plans.get(signature)
+        found = prepared.get(signature)
     except TypeError:  # an option has no hash
         return None, None
     if found is None:
@@ -201,8 +202,10 @@ def find_step(
     return signature, found
 
 
-def prepare_step(inputs: StepInputs, step: DecodeStep, signature: tuple[Any, ...] | None, plans: Any) -> PreparedStep:
-    """Return the prepared step of a call that was checked, which `plans` keep if its signature is known."""
+def prepare_step(
+    inputs: StepInputs, step: DecodeStep, signature: tuple[Any, ...] | None, prepared: Memo[PreparedStep]
+) -> PreparedStep:
+    """Return the prepared step of a call that was checked, which `prepared` keep if its signature is known."""
     q, caches, *_ = inputs
     first = caches[0]
     on_device = stays_on_device(first, step)
@@ -213,7 +216,7 @@ def prepare_step(inputs: StepInputs, step: DecodeStep, signature: tuple[Any, ...
     made = new_prepared_step(q, first.shard.view, step)
     made = made._replace(sizes=first.sizes, on_device=on_device, signature=inputs.signature(step))
     if signature is not None and not step.mask.ends:
-        plans.keep(signature, made)
+        prepared.keep(signature, made)
     return made
 
 
