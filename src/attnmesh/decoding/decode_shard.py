@@ -18,7 +18,7 @@ from attnmesh.mesh_attention.sharding import unshard
 from attnmesh.runtime.ranges import ATTENTION, is_profiled, named
 
 AttendOtherKeys = Callable[[Tensor], Partial | None]
-"""Returns attention of all queries over further keys of this rank."""
+"""Returns attention of all queries over other keys of this rank."""
 
 
 @torch.no_grad()

@@ -30,18 +30,20 @@ from attnmesh.runtime.operators import operator, recorded
 # --- attention ---
 
 
-def attend_alone(call: Call, plan: MeshPlan, further: Partial | None = None) -> Tensor:
+def attend_alone(call: Call, plan: MeshPlan, other_keys: Partial | None = None) -> Tensor:
     """Return attention on one rank."""
     visible = Visible(plan.problem.mask, key_lengths=call.key_lengths, selected=call.selected)
     found = run_attend(call.q, call.k, call.v, visible, plan.scaling, plan.kernel, call.sinks)
-    return found.out if further is None else merge_unchecked([Partial(*found), further]).out.to(call.q.dtype)
+    return found.out if other_keys is None else merge_unchecked([Partial(*found), other_keys]).out.to(call.q.dtype)
 
 
-def attend_by_task(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None, further: Partial | None = None) -> Tensor:
+def attend_by_task(
+    q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None, other_keys: Partial | None = None
+) -> Tensor:
     """Return attention of this rank's queries over all ranks, without gradients."""
     found = forward(q, kv, task, sinks)
-    if further is not None:
-        found = merge_unchecked([found, further])
+    if other_keys is not None:
+        found = merge_unchecked([found, other_keys])
     return length_major(found.out, q.dtype)
 
 
