@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import attnmesh as am
-from attnmesh.comm.flat_axis import flat_axis
 from attnmesh.comm.topology import surroundings
+from attnmesh.comm.transport import flat_axis
 from attnmesh.core.mask import Mask
 from attnmesh.errors import ClusterError, DtypeError, KernelError, MaskError, ShapeError
 from attnmesh.mesh.axes import Axis, Mesh

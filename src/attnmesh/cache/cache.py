@@ -23,8 +23,7 @@ from attnmesh.cache.pages import PagedCache
 from attnmesh.cache.replicas import LocalShards, check_placement
 from attnmesh.cache.saved_cache import FolderLayer, SavedCache, SavedPieces, open_folder
 from attnmesh.cache.tiered_shard import TieredShard, in_tiers, shards_in_memory
-from attnmesh.comm.flat_axis import flat_axis
-from attnmesh.comm.transport import transport_of
+from attnmesh.comm.transport import flat_axis, transport_of
 from attnmesh.core.digest import fingerprints, history_checksum
 from attnmesh.core.mask import Mask
 from attnmesh.errors import StoreError, check_count, require

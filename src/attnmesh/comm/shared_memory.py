@@ -78,7 +78,7 @@ MailboxOperation = tuple[int, int, int, int]
 """Kind of a step, the peer that it waits for, the offset of its box, and its count of messages."""
 
 FIELDS, STEP = struct.Struct("2P6q"), struct.Struct("3q")
-"""Fields of `NativeExchange` and `Step` in `mailbox.cpp`."""
+"""Fields of `Exchange` and `Step` in `mailbox.cpp`."""
 
 SEND, COPY, MERGE, AWAIT, OWN, TELL, FULL, EMPTY = range(8)
 """Kinds of steps, as there: send; take a message, alone or merged into the own; wait for one of many that are merged at

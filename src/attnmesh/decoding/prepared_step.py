@@ -205,7 +205,7 @@ def find_step(
 def prepare_step(
     inputs: StepInputs, step: DecodeStep, signature: tuple[Any, ...] | None, prepared: Memo[PreparedStep]
 ) -> PreparedStep:
-    """Return the prepared step of a call that was checked, which `prepared` keep if its signature is known."""
+    """Return the prepared step of a call that was checked, which `prepared` keeps if its signature is known."""
     q, caches, *_ = inputs
     first = caches[0]
     on_device = stays_on_device(first, step)

@@ -6,8 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attnmesh.comm.flat_axis import flat_axis
-from attnmesh.comm.transport import all_gather_ints
+from attnmesh.comm.transport import all_gather_ints, flat_axis
 from attnmesh.core.digest import digest
 from attnmesh.core.mask import FAR, check_mask
 from attnmesh.errors import MaskError, ShapeError, require, warn_once

@@ -16,10 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm.flat_axis import flat_axis
 from attnmesh.comm.topology import dist_all_gather_ints, host_mailboxes, hosts, kept_group
+from attnmesh.comm.transport import flat_axis
 from attnmesh.core.mask import FULL, Documents, Mask
-from attnmesh.core.partial import Partial
 from attnmesh.core.scaling import Scaling
 from attnmesh.core.selection import Visible
 from attnmesh.errors import ClusterError, require
@@ -111,7 +110,7 @@ def measure_device(world: MeasuredRanks, dtype: torch.dtype) -> Device:
     flops = 4 * 8 * tokens * tokens * width
     learned, scaling = [x.clone().requires_grad_() for x in (q, k, v)], Scaling(width**-0.5)
 
-    def planned(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask = FULL) -> Callable[[], Partial]:
+    def planned(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask = FULL) -> Callable[[], object]:
         return partial(LocalPlan.of(q, k, v, mask, scaling, "auto").attend, q, k, v, None)
 
     def both() -> None:

@@ -16,10 +16,9 @@ from attnmesh.cache.block_cyclic import position_sum
 from attnmesh.cache.cache import KVCache
 from attnmesh.cache.cache_config import Sizes
 from attnmesh.cache.cache_shard import CacheShard
-from attnmesh.comm.flat_axis import flat_axis
 from attnmesh.comm.p2p import meta_like, swap
 from attnmesh.comm.topology import dist_all_gather_ints
-from attnmesh.comm.transport import all_gather_texts
+from attnmesh.comm.transport import all_gather_texts, flat_axis
 from attnmesh.errors import DtypeError, KernelError, MeshError, ShapeError, require
 from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.argument_checks import check_unknown_options

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
 from attnmesh.cache.saved_cache import FolderLayer
-from attnmesh.comm.flat_axis import flat_axis
+from attnmesh.comm.transport import flat_axis
 from attnmesh.errors import KernelError, StoreError, require
 from attnmesh.guard.agreement import Agreement, CallRecord
 from attnmesh.hf.cache.layer import ShardedLayer
