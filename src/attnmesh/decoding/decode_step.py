@@ -97,6 +97,15 @@ def selection_of_rank(selection: Selection, heads: Axis) -> Selection:
     return selection.of_heads(heads.share_of(selection.heads)) if selection.heads > 1 else selection
 
 
+def of_own_heads(
+    step: DecodeStep, q: Tensor, sinks: Tensor | None, selected: Selection | None
+) -> tuple[Tensor, Tensor | None, Selection | None]:
+    """Return the queries, sinks and selection of this rank's heads."""
+    heads = step.heads.share_of(q.shape[1])
+    own_sinks = None if sinks is None else sinks[heads]
+    return q[:, heads], own_sinks, selected and selection_of_rank(selected, step.heads)
+
+
 def gather_heads(out: Tensor, checksum: Tensor, step: DecodeStep, heads: int) -> tuple[Tensor, Tensor]:
     """Return the output with the heads of all ranks along the heads axis, or NaN if their calls differ."""
     axis = step.heads

@@ -12,8 +12,7 @@ from attnmesh.comm.host_merge import HostMerge, host_merge_for
 from attnmesh.comm.message import blank_message, call_checksum
 from attnmesh.comm.rank_merge import chosen_merge, merge_ranks
 from attnmesh.core.partial import Partial, sum_dtype, with_sinks
-from attnmesh.core.selection import Selection
-from attnmesh.decoding.decode_step import DecodeStep, gather_heads, selection_of_rank
+from attnmesh.decoding.decode_step import DecodeStep, gather_heads, of_own_heads
 from attnmesh.decoding.step_agreement import agreement_on, ask_in_step, compared_fields, stays_on_device
 from attnmesh.decoding.step_checks import StepInputs
 from attnmesh.errors import RankFailure
@@ -39,13 +38,13 @@ class PreparedStep(NamedTuple):
 
     def run(self, inputs: StepInputs, checked: bool | None) -> Tensor:
         """Return the output, or raise the same error on all ranks if their calls differ. Uncompared calls give NaN."""
-        q, caches, sinks, key_lengths, selected, other_keys = inputs
+        q, caches, _, key_lengths, *_ = inputs
         step, views, values = self.step, [], []
         for cache in caches:
             views.append(cache.shards.own.view)
             values.append(cache.history_checksum)
         if self.alone:
-            return self.compute(q, views, sinks, 0, key_lengths, selected, other_keys)[0]
+            return self.compute(inputs, views, 0)[0]
         if key_lengths is not None and key_lengths.device.type == "cpu":  # others would hold up the device
             values += key_lengths.tolist()
         if self.host_merge is None:
@@ -59,11 +58,11 @@ class PreparedStep(NamedTuple):
                 if not agreement.before():
                     return q.new_full(step.output_shape(q), torch.nan)
                 call_hash = agreement.call_hash
-                out, agreement.checksum, _ = self.compute(q, views, sinks, call_hash, key_lengths, selected, other_keys)
+                out, agreement.checksum, _ = self.compute(inputs, views, call_hash)
             return out
         try:
             call_hash = hash_of_call(self.signature, *values)
-            out, _, calls_differ = self.compute(q, views, sinks, call_hash, key_lengths, selected, other_keys)
+            out, _, calls_differ = self.compute(inputs, views, call_hash)
         except RankFailure:
             raise
         except Exception as error:
@@ -75,25 +74,19 @@ class PreparedStep(NamedTuple):
         return out
 
     def compute(
-        self,
-        q: Tensor,
-        views: Sequence[CacheView],
-        sinks: Tensor | None,
-        call_hash: int,
-        key_lengths: Tensor | None = None,
-        selected: Selection | None = None,
-        other_keys: Partial | None = None,
+        self, inputs: StepInputs, views: Sequence[CacheView], call_hash: int
     ) -> tuple[Tensor, Tensor | None, bool]:
         """Return this rank's output, the merged checksum of the call, and whether the host knows that calls differ.
 
-        The checksum is None where `host_merge` compares the calls, or where there are no other ranks.
-        `views` is the cache of all rows of q, or a cache for each row. `other_keys` is the partial of keys outside of
-        the cache. The output is NaN if the ranks' calls differ. The host reads nothing of a device.
+        The checksum is None where `host_merge` compares the calls, or where there are no other ranks. `views` is the
+        cache of all rows of q, or a cache for each row. The output is NaN if the ranks' calls differ. The host reads
+        nothing of a device.
         """
+        q, _, sinks, key_lengths, selected, other_keys = inputs
         step, host, message, checksum, into, calls_differ = self.step, self.host_merge, None, None, None, False
         own_q, own_sinks, own_selected = q, sinks, selected  # of this rank's heads
         if step.heads.size > 1:
-            own_q, own_sinks, own_selected = self._of_own_heads(q, sinks, selected)
+            own_q, own_sinks, own_selected = of_own_heads(step, q, sinks, selected)
         if host is not None:
             message = host.blank()
             into = host.partial_in(message)
@@ -138,14 +131,6 @@ class PreparedStep(NamedTuple):
         if checksum is not None and step.heads.size > 1:
             out, checksum = gather_heads(out, checksum, step, q.shape[1])
         return out, checksum, calls_differ
-
-    def _of_own_heads(
-        self, q: Tensor, sinks: Tensor | None, selected: Selection | None
-    ) -> tuple[Tensor, Tensor | None, Selection | None]:
-        """Return the queries, sinks and selection of this rank's heads."""
-        heads = self.step.heads.share_of(q.shape[1])
-        own_sinks = None if sinks is None else sinks[heads]
-        return q[:, heads], own_sinks, selected and selection_of_rank(selected, self.step.heads)
 
     def _message(self, q: Tensor) -> tuple[Tensor | None, Tensor | None, Partial | None]:
         """Return a message with its checksum and the partial in it, which a kernel that reads the cache writes.
