@@ -12,7 +12,7 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh import errors
 from attnmesh.cache.block_cyclic import BlockCyclic
-from attnmesh.cache.cache_config import Sizes
+from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.core.turns import turns, widths_of
 from attnmesh.mesh.axes import Axis
@@ -72,7 +72,7 @@ def test_turns_deal_each_token_once_and_keep_the_ratios(shares: tuple[float, ...
 @pytest.mark.parametrize("block", [4, (5, 3, 1)], ids=str)
 @pytest.mark.parametrize("rank", range(3))
 def test_few_tokens_of_several_ranks_are_stored_as_all_are_at_once(block: int | tuple[int, ...], rank: int) -> None:
-    sizes, (k, v) = Sizes(1, HEADS[1], WIDTH, WIDTH, LENGTH, 4, torch.float32), new()
+    sizes, (k, v) = CacheSizes(1, HEADS[1], WIDTH, WIDTH, LENGTH, 4, torch.float32), new()
     shards = [CacheShard(sizes, Axis(), BlockCyclic(block, 3), torch.device("cpu"), rank) for _ in range(2)]
     few, whole = shards
     whole.append((k, v), None, None)

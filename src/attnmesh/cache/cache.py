@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.cache.cache_config import Sizes, check_hot, check_in_folder
+from attnmesh.cache.cache_config import CacheSizes, check_hot, check_in_folder
 from attnmesh.cache.new_tokens import NewTokens, append_known, append_signature, stored, swap_tokens_for_heads
 from attnmesh.cache.pages import PagedCache
 from attnmesh.cache.replicas import LocalShards, check_placement
@@ -118,7 +118,7 @@ class KVCache(PagedCache, SavedCache):
     ) -> None:
         columns = 0 if values == "none" else head_dim
         widths = head_dim, columns if value_dim is None else value_dim
-        sizes = Sizes(batch, kv_heads, *widths, capacity, block, dtype, values, mask, keep, storage, hot)
+        sizes = CacheSizes(batch, kv_heads, *widths, capacity, block, dtype, values, mask, keep, storage, hot)
         self.device_mesh, self.mesh, self.device = mesh, Mesh.of(mesh), device_for(mesh, device)
         fields = {**vars(sizes), "device": self.device.type, "checked": checked, "copies": copies}
         ranks = self.mesh.queries.size * self.mesh.keys.size
@@ -275,7 +275,7 @@ class KVCache(PagedCache, SavedCache):
         with self.calls.agreement("append_shard", fields, always=True) as agreement:
             NewTokens(k, v, token_mask).check_shard(self.sizes, self.device, positions, self.mesh.ranks)
             check_count("append_shard queries", queries, "count the last tokens to decode")
-            agreement.numbers = self.shard.block_cyclic.numbers_of(self.tokens.index, positions)
+            agreement.payload = self.shard.block_cyclic.numbers_of(self.tokens.index, positions)
         table = agreement.table
         counts, more = self.shards.counts.with_shards(start, table), sum(count for count, *_ in table)
         self.sizes.check_token_mask("append_shard", token_mask, more)
@@ -320,7 +320,7 @@ class KVCache(PagedCache, SavedCache):
         with self.calls.agreement("truncate", {"to": length, "tokens": before}, always=always) as agreement:
             self.shards.check_length(length, before)
             if always:
-                agreement.numbers = self.tokens.index, self.shard.count_before(length)
+                agreement.payload = self.tokens.index, self.shard.count_before(length)
         with self._on_files("truncate"):
             self.shards.truncate(length, agreement.table)
         self.saved.forget(self.used)

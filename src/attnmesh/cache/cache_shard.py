@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.cache.block_cyclic import BlockCyclic
-from attnmesh.cache.cache_config import Sizes
+from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.cache.shared_blocks import SharedBlocks, joined
 from attnmesh.core.storage import empty_rows, width_in_memory
 from attnmesh.core.turns import Turn
@@ -28,13 +28,13 @@ SLACK = 2
 """Tokens by which a prefill shard may exceed an even share: each of a zigzag's two chunks is rounded up."""
 
 
-def usual_slots(sizes: Sizes, turn: Turn) -> int:
+def usual_slots(sizes: CacheSizes, turn: Turn) -> int:
     """Return the slots of a rank for tokens that are spread as the ranks' shares."""
     share = turn.share(sizes.kept) + turn.width + SLACK
     return min(sizes.capacity, share if sizes.mask is None else share + turn.width + spare_slots(sizes, turn))
 
 
-def spare_slots(sizes: Sizes, turn: Turn) -> int:
+def spare_slots(sizes: CacheSizes, turn: Turn) -> int:
     """Return the slots that are free after tokens were forgotten, so that few tokens are moved per new one."""
     return max(turn.width, sizes.kept * turn.width // turn.size // 8)
 
@@ -44,14 +44,14 @@ def rows_of_slots(slots: int, block: int) -> int:
     return -(-(slots + 1) // block) * block
 
 
-def shard_bytes(sizes: Sizes, turn: Turn, heads: int, device: torch.device) -> int:
+def shard_bytes(sizes: CacheSizes, turn: Turn, heads: int, device: torch.device) -> int:
     """Return the bytes of keys and values that a shard of these sizes takes on a rank."""
     rows, dtype = rows_of_slots(usual_slots(sizes, turn), sizes.block), sizes.row_dtype
     width = sum(width_in_memory(width, dtype, device) for width in sizes.row_widths)
     return rows * sizes.batch * (sizes.kv_heads // heads) * width * dtype.itemsize
 
 
-def assigned(sizes: Sizes, mesh: Mesh, device: torch.device, shares: Sequence[float] | str | None) -> BlockCyclic:
+def assigned(sizes: CacheSizes, mesh: Mesh, device: torch.device, shares: Sequence[float] | str | None) -> BlockCyclic:
     """Return the assignment of tokens to ranks. All ranks call it at once: "auto" measures their shares."""
     found = measured_shares(mesh, device, sizes.nbytes) if isinstance(shares, str) else shares
     return BlockCyclic.of(sizes.block, mesh.queries.size * mesh.keys.size, found)
@@ -76,7 +76,9 @@ class CacheShard:
     is_in_files = False
     _viewed: tuple[list[Tensor], tuple[SharedBlocks, ...], CacheView | None] = NOT_VIEWED
 
-    def __init__(self, sizes: Sizes, heads: Axis, block_cyclic: BlockCyclic, device: torch.device, index: int) -> None:
+    def __init__(
+        self, sizes: CacheSizes, heads: Axis, block_cyclic: BlockCyclic, device: torch.device, index: int
+    ) -> None:
         self.sizes, self.heads, self.index, self.device = sizes, heads, index, device
         self.block_cyclic, self.turn = block_cyclic, block_cyclic.turns[index]
         self.slots = self._usual_slots(sizes)
@@ -271,7 +273,7 @@ class CacheShard:
         if not length:
             self.state[2:].zero_()
 
-    def grow(self, sizes: Sizes) -> None:
+    def grow(self, sizes: CacheSizes) -> None:
         """Reserve memory for a larger capacity, copying one tensor at a time."""
         self.resize(sizes, max(self.slots, self._usual_slots(sizes) - self.shared_tokens))
 
@@ -287,7 +289,7 @@ class CacheShard:
             self.state[2:].fill_(self.turn.count(start) // self.sizes.block)
         self.filled += more
 
-    def resize(self, sizes: Sizes, slots: int, gone: int = 0, before: Sequence[SharedBlocks] = ()) -> None:
+    def resize(self, sizes: CacheSizes, slots: int, gone: int = 0, before: Sequence[SharedBlocks] = ()) -> None:
         """Move the tokens after the first `gone` to new memory, behind those of `before`, tensor by tensor.
 
         A save may read the old memory.
@@ -341,7 +343,7 @@ class CacheShard:
             self.padding.add(zero, token_mask.to(self.device), self.token_index[:used], slots)
         return used
 
-    def _usual_slots(self, sizes: Sizes) -> int:
+    def _usual_slots(self, sizes: CacheSizes) -> int:
         return usual_slots(sizes, self.turn)
 
     def _rows(self, slots: int) -> int:

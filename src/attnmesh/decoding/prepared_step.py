@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.cache.cache_config import Sizes
+from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.comm.host_merge import HostMerge, host_merge_for
 from attnmesh.comm.message import blank_message, call_checksum
 from attnmesh.comm.rank_merge import chosen_merge, merge_ranks
@@ -32,7 +32,7 @@ class PreparedStep(NamedTuple):
     host_merge: HostMerge | None  # None unless all ranks share a host whose native library merges
     heads: slice | None  # of the output of that merge; None for all
     alone: bool  # there are no other ranks
-    sizes: Sizes | None = None
+    sizes: CacheSizes | None = None
     on_device: bool = False  # the host reads nothing of a device
     signature: tuple[Any, ...] = ()  # of the call, of which its hash is made
 
@@ -94,9 +94,11 @@ class PreparedStep(NamedTuple):
             message, checksum, into = self._message(own_q)
         # The first rank adds the sinks; a reproducible step adds them after the merge, on any number of ranks.
         added = own_sinks if step.tokens.index == 0 and not step.reproducible else None
-        block = step.block if step.reproducible else None
+        partial_block = step.block if step.reproducible else None
         lengths = None if key_lengths is None else key_lengths.to(q.device)
-        query = DecodeQuery(own_q, step.mask, step.scaling, step.capacity, added, block, into, lengths, other_keys)
+        query = DecodeQuery(
+            own_q, step.mask, step.scaling, step.capacity, added, partial_block, into, lengths, other_keys
+        )
         attend = named(ATTENTION, self.attention.attend) if is_profiled() else self.attention.attend
         partial = attend(query, views, own_selected)
         if not self.alone:

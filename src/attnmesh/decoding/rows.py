@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
-from attnmesh.cache.cache_config import Sizes
+from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.core.mask import Causal, Mask
 from attnmesh.decoding.decode_step import DecodeStep, unchecked_step
 from attnmesh.decoding.prepared_step import PreparedStep, find_step, prepare_step
@@ -120,7 +120,7 @@ def _prepared_steps_of(caches: Sequence[KVCache]) -> Memo[PreparedStep]:
 
 @cached_per_world(1024)
 def _prepared_steps_of_rows(
-    tokens: Axis, heads: Axis, layer_sizes: Sizes, block: int, hot: int | None
+    tokens: Axis, heads: Axis, layer_sizes: CacheSizes, block: int, hot: int | None
 ) -> Memo[PreparedStep]:
     return Memo()
 

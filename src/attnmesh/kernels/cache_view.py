@@ -71,7 +71,7 @@ class DecodeQuery(NamedTuple):
     scaling: Scaling
     capacity: int
     sinks: Tensor | None = None
-    block: int | None = None  # slots per block; each block gives one partial, and these are merged along a tree
+    partial_block: int | None = None  # slots per block; each block gives one partial, and these are merged along a tree
     into: Partial | None = None  # tensors for the result
     key_lengths: Tensor | None = None  # (batch,), real keys per sequence
     other_keys: Partial | None = None  # of keys that are not in the cache
@@ -100,7 +100,7 @@ class CacheView(NamedTuple):
         return self.token_index[None] if self.padding is None else self.padding.positions
 
     @property
-    def numbers(self) -> tuple[Tensor, Tensor]:
+    def unscaled(self) -> tuple[Tensor, Tensor]:
         """Keys and values without the scales of rows in 8 bits, which follow them in memory."""
         return self.keys[..., : columns_of(self.keys)], self.values[..., : self.value_dim]
 

@@ -103,7 +103,7 @@ def unshard(
         others = [n for other, n in enumerate(x.shape) if other != dim]
         options = {"layout": layout, "length": length, "mask": mask}
         agreement.fields = {"dtype": x.dtype, "other_dims": others, "dim": dim, **options}
-        agreement.numbers = [x.shape[dim]]
+        agreement.payload = [x.shape[dim]]
     counts = [row[0] for row in agreement.table]
     length = sum(counts) if length is None else length
     check_mask("unshard mask", seen, length)

@@ -57,7 +57,7 @@ def halo(x: Tensor, size: int, group: ProcessGroup | DeviceMesh | None, *, dim: 
         others = [n for other, n in enumerate(x.shape) if other != dim % x.ndim]
         requires_grad = torch.is_grad_enabled() and x.requires_grad
         options = {"size": size, "dim": dim % x.ndim, "requires_grad": requires_grad}
-        agreement.fields, agreement.numbers = {"others": others, "dtype": x.dtype, **options}, [x.shape[dim]]
+        agreement.fields, agreement.payload = {"others": others, "dtype": x.dtype, **options}, [x.shape[dim]]
     return halo_of_parts(x, size, axis, range(axis.size), [row[0] for row in agreement.table], dim=dim)
 
 

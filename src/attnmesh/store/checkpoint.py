@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.cache.cache import KVCache
-from attnmesh.cache.cache_config import Sizes
+from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.replicas import LocalShards, check_placement
 from attnmesh.cache.saved_cache import LayersToLoad
@@ -63,7 +63,7 @@ PIECE_NAME = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})\.([0-9]{1,15})-([0-9]{1,15}
 class Manifest(NamedTuple):
     """Contents of `cache.json`."""
 
-    sizes: tuple[Sizes, ...]  # one per layer
+    sizes: tuple[CacheSizes, ...]  # one per layer
     padded: bool
     more: bool  # there is a file of tensors that belong to no rank
     length: int
@@ -148,7 +148,7 @@ def read_manifest(path: Path) -> Manifest:
         expected, given = "a folder that KVCache.save wrote", f"{path} ({type(error).__name__})"
         raise StoreError("load", expected, given, "check the path, or save again") from error
     try:
-        sizes = tuple(map(Sizes.decode, codes))
+        sizes = tuple(map(CacheSizes.decode, codes))
         for each in sizes:
             each.check(heads)
         alike = len({(each.block, each.batch) for each in sizes}) == 1
@@ -295,7 +295,7 @@ def load_layers(
             found = _unless_changed(check, path, before, again=again)
             name = None if again or found is None else found[0]
             agreement.fields = {"of": name, "capacity": wanted.capacity, "shares": shares}
-            agreement.numbers = [0, 0] if found is None else [int(found[0].name, 16) >> 2, found[0].length]
+            agreement.payload = [0, 0] if found is None else [int(found[0].name, 16) >> 2, found[0].length]
         if found is None or len({name for name, _ in agreement.table}) > 1:
             return None
         manifest, folder, sizes, token_mask, more = found
@@ -304,7 +304,7 @@ def load_layers(
         read = partial(fill, [cache.shards for cache in caches], folder, manifest)
         with torch.no_grad():
             with Agreement(axes, "load") as agreement:
-                agreement.numbers = [bool(_unless_changed(read, path, before, again=again))]
+                agreement.payload = [bool(_unless_changed(read, path, before, again=again))]
             if not all(done for (done,) in agreement.table):
                 return None
             for layer, (cache, (first, _)) in enumerate(zip(caches, manifest.forgotten, strict=True)):
@@ -315,7 +315,7 @@ def load_layers(
 
 
 def make_alike(
-    make: Callable[..., Cache], mesh: DeviceMesh | None, layers: Sequence[Sizes], **options: Any
+    make: Callable[..., Cache], mesh: DeviceMesh | None, layers: Sequence[CacheSizes], **options: Any
 ) -> list[Cache]:
     """Return a cache for each of these sizes. Shares that are measured are those of the first for all."""
     caches: list[Cache] = []
@@ -356,7 +356,7 @@ def _state_of(path: object) -> FolderState:
     return ()
 
 
-Inspected = tuple[Manifest, Path, tuple[Sizes, ...], Tensor | None, dict[str, Tensor]]
+Inspected = tuple[Manifest, Path, tuple[CacheSizes, ...], Tensor | None, dict[str, Tensor]]
 """A manifest, its folder, the sizes of the caches to be filled, the token mask, and tensors that belong to no rank."""
 
 
@@ -413,7 +413,7 @@ def part_of(shares: Sequence[float] | None, mesh: Mesh) -> float:
     return shares[mesh.queries.index * mesh.keys.size + mesh.keys.index] / sum(shares)
 
 
-def _check_memory(layers: Sequence[Sizes], mesh: Mesh, device: torch.device, part: float, *, padded: bool) -> None:
+def _check_memory(layers: Sequence[CacheSizes], mesh: Mesh, device: torch.device, part: float, *, padded: bool) -> None:
     """Raise if the device could not hold the layers: a damaged manifest may give any capacity."""
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host_memory()
     needed = 0

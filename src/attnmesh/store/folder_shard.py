@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.cache.block_cyclic import BlockCyclic
-from attnmesh.cache.cache_config import Sizes
+from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.cache.cache_shard import CacheShard, usual_slots
 from attnmesh.cache.ordered_shard import Fail, OrderedShard
 from attnmesh.cache.shared_blocks import SharedBlocks
@@ -57,7 +57,7 @@ class FolderShard(OrderedShard):
         files: LayerFiles,
         keeps: Callable[[int], bool],
         fail: Fail,
-        sizes: Sizes,
+        sizes: CacheSizes,
         heads: Axis,
         ranks: int,
         index: int,
@@ -82,7 +82,7 @@ class FolderShard(OrderedShard):
         """Return no memory: `begin`, `resume` and `take_over` map files."""
         return [], torch.zeros(PIECE + 1, dtype=torch.int64)
 
-    def _usual_slots(self, sizes: Sizes) -> int:
+    def _usual_slots(self, sizes: CacheSizes) -> int:
         """Return as many slots as there may be tokens: files grow."""
         return sizes.capacity
 
@@ -297,7 +297,7 @@ class FolderShard(OrderedShard):
         other.unshare()
         return other
 
-    def grow(self, sizes: Sizes) -> None:
+    def grow(self, sizes: CacheSizes) -> None:
         """Let the cache have a larger capacity."""
         self.sizes, self.slots = sizes, sizes.capacity
 
@@ -305,7 +305,7 @@ class FolderShard(OrderedShard):
         """Refuse to copy the pieces to memory."""
         self._refuse("a call that reads pieces where they are", "one that needs all keys in memory, or moves them")
 
-    def resize(self, sizes: Sizes, slots: int, gone: int = 0, before: Sequence[SharedBlocks] = ()) -> None:
+    def resize(self, sizes: CacheSizes, slots: int, gone: int = 0, before: Sequence[SharedBlocks] = ()) -> None:
         """Refuse to move the tokens to memory."""
         self.unshare()
 

@@ -15,7 +15,7 @@ from stat import S_IWGRP, S_IWOTH
 import torch
 from torch import Tensor
 
-from attnmesh.cache.cache_config import Sizes
+from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.ordered_shard import Fail
 from attnmesh.cache.replicas import LocalShards
@@ -47,7 +47,7 @@ class KeyFolder:
                 self.path = check_folder(subject, path)
                 if self.is_first:
                     self._take()
-                agreement.fields, agreement.numbers = {"folder": str(path)}, [randbits(62)]
+                agreement.fields, agreement.payload = {"folder": str(path)}, [randbits(62)]
             new = f"{agreement.table[0][0]:016x}"
             with Agreement(mesh, subject) as agreement, opening(self.path, subject):
                 self._check_private(self.path)
@@ -121,7 +121,7 @@ class KeyFolder:
         require(whole, StoreError, self.subject, "a cache that keeps all tokens, without padding", given, fix)
         return found
 
-    def shards(self, layer: int, sizes: Sizes, fail: Fail) -> Callable[[int], CacheShard]:
+    def shards(self, layer: int, sizes: CacheSizes, fail: Fail) -> Callable[[int], CacheShard]:
         """Return what opens the shard of a layer, given the rank's index along the tokens axis."""
         self._check_sizes(layer, sizes)
         fits = PIECE % sizes.block == 0
@@ -142,7 +142,7 @@ class KeyFolder:
 
         return opened
 
-    def _check_sizes(self, layer: int, sizes: Sizes) -> None:
+    def _check_sizes(self, layer: int, sizes: CacheSizes) -> None:
         """Raise unless a layer is new, or has the sizes of the files."""
         if layer < len(self.manifest.sizes):
             found = self.manifest.sizes[layer]
@@ -178,12 +178,12 @@ class KeyFolder:
         """Cut a layer to the tokens that all ranks have, and count those of each. Every rank calls it."""
         own = shards.own
         with Agreement(self.mesh, self.subject) as agreement:
-            agreement.numbers = [own.length]
+            agreement.payload = [own.length]
         length = min(each for (each,) in agreement.table)
         with Agreement(self.mesh, self.subject) as agreement:
             own.truncate(length)
             parts = [*(blocks.token_index[:-1] for blocks in own.shared), own.token_index[: own.used].cpu()]
-            agreement.numbers = own.block_cyclic.numbers_of(own.index, torch.cat(parts))
+            agreement.payload = own.block_cyclic.numbers_of(own.index, torch.cat(parts))
         table = sorted(set(map(tuple, agreement.table)))  # ranks along the heads axis hold the same tokens
         fits = sum(count for count, *_ in table) == length
         given = f"{sum(count for count, *_ in table)} of {length} tokens in {self.path}"
@@ -193,7 +193,7 @@ class KeyFolder:
             shards.grow(replace(own.sizes, capacity=length))
         self._publish_layer(layer, own.sizes)
 
-    def _publish_layer(self, layer: int, sizes: Sizes) -> None:
+    def _publish_layer(self, layer: int, sizes: CacheSizes) -> None:
         """Let the manifest have a new layer, or say that the folder grows."""
         self.opened.add(layer)
         before, known = self.manifest, self.manifest.sizes

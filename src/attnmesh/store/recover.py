@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.cache.block_cyclic import position_sum
 from attnmesh.cache.cache import KVCache
-from attnmesh.cache.cache_config import Sizes
+from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.comm.p2p import meta_like, swap
 from attnmesh.comm.topology import dist_all_gather_ints
@@ -87,7 +87,7 @@ def recover(
     starts = [(max(first for first, _ in rows), max(floor for _, floor in rows)) for rows in by_layer]
     _check_alike(found, capacity, length, starts)  # raises the same on all ranks: all have the same texts
     capacity = max(each["capacity"] for each in found) if capacity is None else capacity
-    sizes = [replace(Sizes.decode(code), capacity=capacity) for code in found[0]["sizes"]]
+    sizes = [replace(CacheSizes.decode(code), capacity=capacity) for code in found[0]["sizes"]]
     new = make_alike(KVCache, mesh, sizes, device=device, checked=checked, copies=copies, shares=shares)
     for cache, (first, floor) in zip(new, starts, strict=True):
         cache.shards.prepare(length, first, min(floor, length))
