@@ -104,7 +104,7 @@ def saved(ranks: int, folder: Path) -> Tensor:
     """Return a decode step after a sharded prefill, single tokens and several; and save the cache."""
     cache = cache_of(ranks, SHARES[ranks])
     k, v = new()
-    mine = cache.layout.positions(300, ranks, cache.tokens.index)
+    mine = cache.layout.positions(300, ranks, cache.token_axis.index)
     cache.append_shard(k[:, :, mine], v[:, :, mine], mine)
     assert cache.is_block_cyclic
     for start, stop in ((300, 301), (301, 302), (302, 350), (350, LENGTH)):
@@ -136,7 +136,7 @@ def recovered(ranks: int) -> list[Tensor]:
     (other,) = am.recover([cache], cache.device_mesh, shares=(1, 5))
     (even,) = am.recover([other], cache.device_mesh)
     assert (other.shares, even.shares) == ((1, 5), None)
-    assert other.used < cache.used if cache.tokens.index == 0 else other.used > cache.used
+    assert other.used < cache.used if cache.token_axis.index == 0 else other.used > cache.used
     return [am.decode(query(), one) for one in (cache, other, even)]
 
 
@@ -180,7 +180,7 @@ def refused(kind: str) -> None:
             cache_of(2, (3, 1) if odd else (1, 3))
         case "shard":
             cache, (k, v) = cache_of(2, (30, 1)), new()
-            mine = am.Zigzag().positions(LENGTH, 2, cache.tokens.index)
+            mine = am.Zigzag().positions(LENGTH, 2, cache.token_axis.index)
             cache.append_shard(k[:, :, mine], v[:, :, mine], mine)
         case _:
             cache_of(

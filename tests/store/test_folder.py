@@ -125,7 +125,7 @@ def live_on_ranks(path: Path, shape: Shape) -> list[bool]:
     mesh, found = named_mesh(shape, AXES), []
     cache, twin = am.KVCache(mesh, **SIZES, folder=path), am.KVCache(mesh, **SIZES)
     length, shards = 2 * PIECE + 37, shape.queries * shape.keys
-    positions = am.Zigzag().positions(length, shards, cache.tokens.index)
+    positions = am.Zigzag().positions(length, shards, cache.token_axis.index)
     if shape.heads == 1:
         part = [x[:, :, positions] for x in rows(0, length)]
         cache.append_shard(*part, positions), twin.append_shard(*part, positions)

@@ -48,7 +48,7 @@ def decode_shard(
 
     is_compared = cache.mesh.ranks > 1 and cache.calls.checked is not False and may_compare(q.device)
     with Agreement(cache.mesh, "decode_shard", fields, is_compared=is_compared):
-        owners = queries.owners(cache.mesh, cache.tokens)
+        owners = queries.owners(cache.mesh, cache.token_axis)
         whole = q.new_empty(1).expand(*q.shape[:2], length, q.shape[3])
         inputs = StepInputs(q, (cache,), sinks, selected=selected)
         step = check_step(inputs._replace(q=whole) if selected is None else inputs, step, {})

@@ -93,7 +93,7 @@ class PreparedStep(NamedTuple):
         elif self.attention.in_place is not None:
             message, checksum, into = self._message(own_q)
         # The first rank adds the sinks; a reproducible step adds them after the merge, on any number of ranks.
-        added = own_sinks if step.tokens.index == 0 and not step.reproducible else None
+        added = own_sinks if step.token_axis.index == 0 and not step.reproducible else None
         partial_block = step.block if step.reproducible else None
         lengths = None if key_lengths is None else key_lengths.to(q.device)
         query = DecodeQuery(
@@ -116,14 +116,14 @@ class PreparedStep(NamedTuple):
                     partial.out.fill_(torch.nan)
             else:
                 checksum = call_checksum(tensors, call_hash, state, partial.lse, checksum)
-                along = step.tokens, step.merge, step.output
+                along = step.token_axis, step.merge, step.output
                 partial, checksum = merge_ranks(
                     partial, checksum, *along, reproducible=step.reproducible, message=message
                 )
         out = partial.out if self.heads is None else partial.out[:, self.heads]
         if step.reproducible:
             if own_sinks is not None and step.output == "heads":
-                own_sinks = own_sinks[step.tokens.share_of(len(own_sinks))]
+                own_sinks = own_sinks[step.token_axis.share_of(len(own_sinks))]
             # Merging with an empty partial turns -0.0 into 0.0, and more ranks mean more empty partials.
             out = with_sinks(partial, own_sinks).out + 0.0
         out = out.to(q.dtype).contiguous()
@@ -140,7 +140,7 @@ class PreparedStep(NamedTuple):
         One rank has the partial alone; a reproducible one merges into new memory.
         """
         shape, dtype = (*q.shape[:-1], self.step.value_dim), sum_dtype(q.dtype)
-        if self.step.tokens.size > 1:
+        if self.step.token_axis.size > 1:
             return blank_message(shape, dtype, q.device)
         if self.step.reproducible:
             return None, None, None
@@ -209,7 +209,7 @@ def prepare_step(
 
 def new_prepared_step(q: Tensor, view: CacheView, step: DecodeStep) -> PreparedStep:
     """Return what steps with such queries run: the launches of a kernel, and the merge."""
-    attention, axis = step.attention_for(q, view), step.tokens
+    attention, axis = step.attention_for(q, view), step.token_axis
     host, heads = None, None
     one_host = axis.size > 1 and step.heads.size == 1 and q.device.type == "cpu" and not step.reproducible
     if one_host and attention.in_place is None and sum_dtype(q.dtype) == torch.float32:

@@ -115,12 +115,12 @@ def _prepared_steps_of(caches: Sequence[KVCache]) -> Memo[PreparedStep]:
     first, sizes = caches[0], caches[0].sizes
     if len(caches) == 1 or first.device.type != "cpu":
         return first.prepared_steps
-    return _prepared_steps_of_rows(first.tokens, first.mesh.heads, sizes.layer_sizes, sizes.block, sizes.hot)
+    return _prepared_steps_of_rows(first.token_axis, first.mesh.heads, sizes.layer_sizes, sizes.block, sizes.hot)
 
 
 @cached_per_world(1024)
 def _prepared_steps_of_rows(
-    tokens: Axis, heads: Axis, layer_sizes: CacheSizes, block: int, hot: int | None
+    token_axis: Axis, heads: Axis, layer_sizes: CacheSizes, block: int, hot: int | None
 ) -> Memo[PreparedStep]:
     return Memo()
 
@@ -141,7 +141,7 @@ def _check_caches(q: Tensor, caches: Sequence[Any], k: Any, v: Any) -> None:
         require(isinstance(cache, KVCache), DtypeError, subject, "KVCaches", type(cache).__name__, fix)
         given, fix = f"one of {cache.sizes.batch}", "decode a batch with attnmesh.decode"
         require(cache.sizes.batch == 1, ShapeError, subject, "caches of one sequence", given, fix)
-        same = (cache.tokens, cache.mesh.heads) == (first.tokens, first.mesh.heads)
+        same = (cache.token_axis, cache.mesh.heads) == (first.token_axis, first.mesh.heads)
         fix = "make all caches on one mesh"
         require(same, MeshError, subject, "caches on one mesh", "caches on several", fix)
         alike = cache.sizes.layer_sizes == first.sizes.layer_sizes and cache.device == first.device

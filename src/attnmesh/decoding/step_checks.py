@@ -100,7 +100,7 @@ def check_step(inputs: StepInputs, step: DecodeStep, unsupported: Mapping[str, N
         raise MaskError("decode mask", "no documents in a padded batch", f"{step.mask}", fix)
     if selected is not None:
         step = _with_selection(q, cache, selected, step)
-    check_reproducible("decode reproducible", step.reproducible, step.tokens.size, step.merge)
+    check_reproducible("decode reproducible", step.reproducible, step.token_axis.size, step.merge)
     if step.reproducible and (cache.padding is not None or not cache.is_block_cyclic):
         given = "a padded batch" if cache.padding is not None else "tokens in the layout of a sharded prefill"
         fix = "fill it with append, or prefill in cache.layout"

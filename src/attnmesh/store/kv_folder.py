@@ -38,9 +38,9 @@ OTHERS_WRITE = S_IWGRP | S_IWOTH
 class KeyFolder:
     """Folder of the caches of one model, a layer each, which the ranks of a mesh open together."""
 
-    def __init__(self, path: str | Path, mesh: Mesh, tokens: Axis, subject: str = SUBJECT) -> None:
+    def __init__(self, path: str | Path, mesh: Mesh, token_axis: Axis, subject: str = SUBJECT) -> None:
         """Open a folder, or make it. Every rank calls it."""
-        self.mesh, self.tokens, self.is_first, self.subject = mesh, tokens, mesh.shard == 0, subject
+        self.mesh, self.token_axis, self.is_first, self.subject = mesh, token_axis, mesh.shard == 0, subject
         self._lock, self.journals, self.opened = -1, list[Journal](), set[int]()
         with self.released_on_error():
             with Agreement(mesh, subject) as agreement:
@@ -57,7 +57,7 @@ class KeyFolder:
                 self._make(self.folder)
         self.ids = TokenIds(self.folder)
         self.journals.append(self.ids.journal)
-        here = [host for host in hosts(tokens) if tokens.index in host] if tokens.size > 1 else [[0]]
+        here = [host for host in hosts(token_axis) if token_axis.index in host] if token_axis.size > 1 else [[0]]
         self.room = min(host_memory() // 2, free_memory(torch.device("cpu"))) // (len(here[0]) * mesh.heads.size)
         """Bytes of pieces that may stay in memory once they are read."""
 
@@ -105,7 +105,7 @@ class KeyFolder:
 
     def _read(self, new: str) -> Manifest:
         """Return the manifest, or that of a new folder. Raise unless these ranks can go on where it ends."""
-        heads, ranks = self.mesh.heads.size, self.tokens.size
+        heads, ranks = self.mesh.heads.size, self.token_axis.size
         if not os.path.lexists(self.path / MANIFEST):
             others = [each.name for each in self.path.iterdir() if not each.name.startswith("1-")]
             fix = "pass a new folder, or one of KVCache.save"
@@ -130,7 +130,7 @@ class KeyFolder:
 
         def opened(index: int) -> FolderShard:
             files = LayerFiles(self.folder, self.mesh.heads.index, index, layer, leader)
-            shard = FolderShard(files, self._keeps, fail, sizes, self.mesh.heads, self.tokens.size, index)
+            shard = FolderShard(files, self._keeps, fail, sizes, self.mesh.heads, self.token_axis.size, index)
             self.journals.append(shard.journal)
             if layer >= len(self.manifest.sizes):
                 shard.begin()

@@ -55,8 +55,8 @@ class FolderLayers(StoredLayers):
 
     def open_folder(self, folder: str | Path) -> None:
         """Open a folder, and the caches and token ids that are in it."""
-        tokens = flat_axis(self.mesh, ("queries", "keys"))
-        self.folder = opened = KeyFolder(folder, Mesh.of(self.mesh), tokens, "ShardedCache folder")
+        token_axis = flat_axis(self.mesh, ("queries", "keys"))
+        self.folder = opened = KeyFolder(folder, Mesh.of(self.mesh), token_axis, "ShardedCache folder")
         with opened.released_on_error():
             self._read_folder(opened)
 
