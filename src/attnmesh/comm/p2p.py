@@ -45,7 +45,7 @@ def gather(tensors: Tensors, step: ExchangeStep, axis: Axis, *, sequential: bool
         for peer, _ in step.receive:
             pieces.append(arrived[peer])
         whole = pieces[0] if len(pieces) == 1 else tuple(map(_joined, zip(*pieces, strict=True)))
-        return whole if step.order is None else taken(whole, step.order, in_order=False)
+        return whole if step.permutation is None else taken(whole, step.permutation, in_order=False)
 
     return finished
 

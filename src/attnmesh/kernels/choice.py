@@ -9,7 +9,7 @@ from attnmesh.kernels.kernel import Kernel, Need
 
 _FILES = [import_module(f"{implementations.__name__}.{file.name}") for file in iter_modules(implementations.__path__)]
 
-KERNELS: tuple[Kernel, ...] = tuple(sorted((file.KERNEL for file in _FILES), key=lambda kernel: kernel.order))
+KERNELS: tuple[Kernel, ...] = tuple(sorted((file.KERNEL for file in _FILES), key=lambda kernel: kernel.priority))
 """Kernels in the order in which "auto" takes them. The last one serves all calls but those that read scattered rows."""
 
 

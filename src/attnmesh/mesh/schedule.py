@@ -89,7 +89,7 @@ class ExchangeStep:
     send: Selections  # indices into the tokens before this step
     receive: tuple[tuple[int, int], ...]  # pairs of a peer and a number of tokens
     keep: Tensor  # indices into the tokens before this step
-    order: Tensor | None  # sorts kept tokens and then received ones by position; None if they are sorted
+    permutation: Tensor | None  # sorts kept tokens and then received ones by position; None if they are sorted
     positions: Tensor  # of the tokens after this step
     return_to: Selections  # indices into the tokens after this step, per owner, without tokens that are forwarded
     return_from: Selections  # indices into this rank's chunk, per rank that returns their results
@@ -136,25 +136,32 @@ class Problem:
     key_layout: Layout
     length: int
     key_length: int
-    order: tuple[int, ...] = ()
+    shard_of_rank: tuple[int, ...] = ()
     """Shard that each rank holds, in order of their index; empty if rank i holds shard i."""
 
     def encode(self) -> list[int]:
         """Return all but the shape as integers, for the schema of an operator."""
         layouts = *encode_layout(self.layout), *encode_layout(self.key_layout)
-        return [*layouts, self.length, self.key_length, len(self.order), *self.order, *self.mask.encode()]
+        return [
+            *layouts,
+            self.length,
+            self.key_length,
+            len(self.shard_of_rank),
+            *self.shard_of_rank,
+            *self.mask.encode(),
+        ]
 
     @staticmethod
     def decode(shape: Shape, code: Sequence[int]) -> "Problem":
         """Return the problem of a code from `encode`."""
         layout, code = decode_layout(code)
         key_layout, (length, key_length, count, *rest) = decode_layout(code)
-        mask, order = Mask.decode(rest[count:]), tuple(rest[:count])
-        return Problem(mask, shape, layout, key_layout, length, key_length, order)
+        mask, shard_of_rank = Mask.decode(rest[count:]), tuple(rest[:count])
+        return Problem(mask, shape, layout, key_layout, length, key_length, shard_of_rank)
 
     def shard(self, index: int) -> int:
         """Return the shard of the rank at an index of the mesh, counted as shards are."""
-        return self.order[index] if self.order else index
+        return self.shard_of_rank[index] if self.shard_of_rank else index
 
     def queries(self, r: int, c: int) -> Tensor:
         """Return the positions of the query chunk at (r, c), ascending."""
@@ -216,14 +223,16 @@ def _exchange_at_once(chunks: list[Tensor], rank: int, sent: list[Tensor], recei
     peers = [peer for peer in range(len(chunks)) if peer != rank]
     owners = [rank, *peers]
     positions = torch.cat([chunks[owner][received[owner]] for owner in owners])
-    order = positions.argsort()
-    indices = order.argsort().split([len(received[owner]) for owner in owners])  # of each owner's tokens, when sorted
+    permutation = positions.argsort()
+    indices = permutation.argsort().split(
+        [len(received[owner]) for owner in owners]
+    )  # of each owner's tokens, when sorted
     return ExchangeStep(
         send=_selections((peer, sent[peer]) for peer in peers),
         receive=tuple((peer, len(received[peer])) for peer in peers if len(received[peer])),
         keep=received[rank],
-        order=None if bool((order.diff() == 1).all()) else order,
-        positions=positions[order],
+        permutation=None if bool((permutation.diff() == 1).all()) else permutation,
+        positions=positions[permutation],
         return_to=_selections(zip(owners, indices, strict=True)),
         return_from=_selections((owner, sent[owner]) for owner in owners),
     )
@@ -246,7 +255,7 @@ def _ring_steps(problem: Problem, r: int, c: int) -> Iterator[ExchangeStep]:
             send=_selections([(after, forwarded)]),
             receive=((before, len(keys)),) if t and len(keys) else (),
             keep=nothing if t else keys,
-            order=None,
+            permutation=None,
             positions=chunks[owner][keys],
             return_to=_selections([(owner, torch.searchsorted(keys, last[owner][t]))]),
             return_from=_selections([(last_reader, last[r][t])]),

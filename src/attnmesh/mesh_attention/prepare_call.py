@@ -144,8 +144,8 @@ def _make_plan(
         raise with_swap_hint(error, (q_heads, tokens[0]), (k_heads, tokens[1]), first=True) from None
     exchange = "bulk" if index_block and options.exchange == "auto" else options.exchange
     if index_block and mesh.ranks > 1:
-        mesh, order = _one_column(mesh)
-        problem = replace(problem, shape=mesh.shape, order=order)
+        mesh, shard_of_rank = _one_column(mesh)
+        problem = replace(problem, shape=mesh.shape, shard_of_rank=shard_of_rank)
     return MeshPlan(mesh, problem, exchange, options.kernel, options.scaling(dim), index_block)
 
 

@@ -40,7 +40,7 @@ RUN = 2048
 class Native(Kernel):
     """`attend.cpp`; the reference for rows with numbers that are not finite, PyTorch's operator backward."""
 
-    name, made_for, order = "native", f"up to {MOST_ROWS} rows of queries a key head", 0
+    name, made_for, priority = "native", f"up to {MOST_ROWS} rows of queries a key head", 0
     reads_rows = reads_8_bits = True
 
     def unsupported_reason(self, need: Need) -> str | None:

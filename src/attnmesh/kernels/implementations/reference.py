@@ -38,7 +38,7 @@ class Reference(Kernel):
     Then `positions` are the positions of queries and of keys.
     """
 
-    name, made_for, order, adds_bias = "reference", "calls that no other serves", 2, True
+    name, made_for, priority, adds_bias = "reference", "calls that no other serves", 2, True
 
     def __init__(self, positions: tuple[Tensor, Tensor] | None = None) -> None:
         self.positions = positions

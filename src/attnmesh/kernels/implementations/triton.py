@@ -66,7 +66,7 @@ class ProgramTile(NamedTuple):
 class Triton(Kernel):
     """The programs of `kernels/programs`, on GPUs, and with `TRITON_INTERPRET=1` on the CPU."""
 
-    name, made_for, order = "triton", "caches on GPUs", 0
+    name, made_for, priority = "triton", "caches on GPUs", 0
     reads_rows = reads_cache = True
 
     def unsupported_reason(self, need: Need) -> str | None:
