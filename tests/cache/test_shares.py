@@ -66,7 +66,7 @@ def test_turns_deal_each_token_once_and_keep_the_ratios(shares: tuple[float, ...
         assert mine.equal(turn.holds(torch.arange(length)).nonzero().flatten())
         assert turn.slot(mine).equal(torch.arange(len(mine)))
         assert turn.count(length) == len(mine)
-        assert turn.width / turn.size == pytest.approx(share / sum(shares), rel=0.011)
+        assert turn.width / turn.period == pytest.approx(share / sum(shares), rel=0.011)
 
 
 @pytest.mark.parametrize("block", [4, (5, 3, 1)], ids=str)
@@ -109,7 +109,7 @@ def saved(ranks: int, folder: Path) -> Tensor:
     assert cache.is_block_cyclic
     for start, stop in ((300, 301), (301, 302), (302, 350), (350, LENGTH)):
         cache.append(k[:, :, start:stop], v[:, :, start:stop])
-    assert abs(cache.used - LENGTH * cache.shard.turn.width / cache.shard.turn.size) <= cache.shard.turn.width
+    assert abs(cache.used - LENGTH * cache.shard.turn.width / cache.shard.turn.period) <= cache.shard.turn.width
     cache.save(folder)
     return am.decode(query(), cache)
 

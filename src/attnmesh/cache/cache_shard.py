@@ -36,7 +36,7 @@ def usual_slots(sizes: CacheSizes, turn: Turn) -> int:
 
 def spare_slots(sizes: CacheSizes, turn: Turn) -> int:
     """Return the slots that are free after tokens were forgotten, so that few tokens are moved per new one."""
-    return max(turn.width, sizes.kept * turn.width // turn.size // 8)
+    return max(turn.width, sizes.kept * turn.width // turn.period // 8)
 
 
 def rows_of_slots(slots: int, block: int) -> int:
@@ -229,7 +229,7 @@ class CacheShard:
             return
         length, used = self.state[:2].unbind()
         offsets = torch.arange(more, device=self.device)
-        tokens, alone = length + offsets, self.turn.width == self.turn.size
+        tokens, alone = length + offsets, self.turn.width == self.turn.period
         if alone:  # a step of a graph is a few small kernels less
             slots = (used + offsets).clamp(max=self.slots)
         else:
@@ -354,14 +354,14 @@ class CacheShard:
 
         `length` and `used` are the tokens so far, on all ranks and on this one.
         """
-        (start, width, size), stop = self.turn, used + more
-        end = (length - start) % size + more  # of the new tokens, counted from this rank's first one of a round
+        (start, width, period), stop = self.turn, used + more
+        end = (length - start) % period + more  # of the new tokens, counted from this rank's first one of a round
         if length + more > self.sizes.capacity:
             return False
-        if end - more >= width and end <= size:
+        if end - more >= width and end <= period:
             self._skip_run(more, length, used)
             return True
-        if end > width and width < size:
+        if end > width and width < period:
             return self._append_parts(new, more, length, used)
         if stop > self.slots:
             return False
@@ -373,9 +373,9 @@ class CacheShard:
 
     def _append_parts(self, new: Tensors, more: int, length: int, used: int) -> bool:
         """Add few new tokens that several ranks own, up to the end of a run and those after it."""
-        (start, width, size), count = self.turn, self.turn.count
-        offset = (length - start) % size
-        first, own = (width if offset < width else size) - offset, count(length + more) - count(length)
+        (start, width, period), count = self.turn, self.turn.count
+        offset = (length - start) % period
+        first, own = (width if offset < width else period) - offset, count(length + more) - count(length)
         if more > width or self.is_in_files or used + own > self.slots:  # a file takes all at once, or none
             return False
         after = used + first if offset < width else used

@@ -168,7 +168,7 @@ class TieredShard(OrderedShard):
             following = torch.cat((self.token_index[leaving:used][:1].cpu(), tokens[at_once:]))
             gone = [torch.cat((x[:, :, : min(leaving, used)], row[:, :, :at_once]), 2) for x, row in self._beside(rows)]
             numbers = torch.cat((self.token_index[: min(leaving, used)].cpu(), tokens[:at_once]))
-            alone = self.heads.size == 1 and self.turn.size == self.turn.width
+            alone = self.heads.size == 1 and self.turn.period == self.turn.width
             again = f"append again from token {before} on: the cache has those before" if alone else ""
             self._give(gone, numbers, int(following[0]) if len(following) else length, again)
             steps += [*self._shift(leaving), partial(self._show, self.shared_tokens + leaving)]

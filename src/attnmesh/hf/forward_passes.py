@@ -215,7 +215,7 @@ class ForwardPasses:
         if not self.recurrent:
             return self.cache.layout
         turns = self.cache.layout.turns(self.cache.ranks)
-        whole = self.cache.shares is not None and tokens % turns[0].size == 0  # else all ranks compute all tokens
+        whole = self.cache.shares is not None and tokens % turns[0].period == 0  # else all ranks compute all tokens
         return Split(tuple(turn.count(tokens) for turn in turns)) if whole else Contiguous()
 
     def _call(self, shards: Shards, *, sharded: bool) -> None:

@@ -330,7 +330,7 @@ class FolderShard(OrderedShard):
         """Return an error of the system, with what is lost."""
         given = f"{str(error.filename or self.files.folder)!r} ({error.strerror})"
         fix = f"free space there, and append again from token {self.length} on: the cache has those before"
-        if self.heads.size > 1 or self.turn.size > self.turn.width:
+        if self.heads.size > 1 or self.turn.period > self.turn.width:
             fix = f"free space there, and open the folder again: it has the tokens before {self.length}"
         if error.errno == ENOENT:
             fix = "call cache.fork() and save it elsewhere: the folder is gone, and its tokens go with this process"

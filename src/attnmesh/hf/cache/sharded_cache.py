@@ -161,7 +161,7 @@ class ShardedCache(FolderLayers):
     @property
     def round(self) -> int:
         """Tokens that all ranks compute in turn before the first one computes again."""
-        return self.layout.turns(self.ranks)[0].size
+        return self.layout.turns(self.ranks)[0].period
 
     def begin(self, tokens: int) -> None:
         """Set the block, if it was not given, by the length of the first prompt."""
