@@ -67,10 +67,8 @@ def ask_in_step(step: DecodeStep, like: Tensor, shape: Sequence[int], value_dim:
 
 def _send_poison(cache: KVCache, step: DecodeStep) -> None:
     """Run the exchanges of a step whose arguments are wrong on this rank, so that the others detect it."""
-    ranks, reproducible = (
-        cache.token_axis.size,
-        step.reproducible is True,
-    )  # other values are invalid on other ranks too
+    ranks = cache.token_axis.size
+    reproducible = step.reproducible is True  # other values are invalid on other ranks too
     reproducible = reproducible and not ranks & (ranks - 1)
     like = torch.empty(0, dtype=sum_dtype(cache.sizes.dtype), device=cache.device)
     checksum = send_poison(cache.token_axis, step.merge, step.output, like, reproducible=reproducible)

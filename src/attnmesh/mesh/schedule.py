@@ -142,14 +142,8 @@ class Problem:
     def encode(self) -> list[int]:
         """Return all but the shape as integers, for the schema of an operator."""
         layouts = *encode_layout(self.layout), *encode_layout(self.key_layout)
-        return [
-            *layouts,
-            self.length,
-            self.key_length,
-            len(self.shard_of_rank),
-            *self.shard_of_rank,
-            *self.mask.encode(),
-        ]
+        lengths = self.length, self.key_length, len(self.shard_of_rank)
+        return [*layouts, *lengths, *self.shard_of_rank, *self.mask.encode()]
 
     @staticmethod
     def decode(shape: Shape, code: Sequence[int]) -> "Problem":
@@ -224,9 +218,8 @@ def _exchange_at_once(chunks: list[Tensor], rank: int, sent: list[Tensor], recei
     owners = [rank, *peers]
     positions = torch.cat([chunks[owner][received[owner]] for owner in owners])
     permutation = positions.argsort()
-    indices = permutation.argsort().split(
-        [len(received[owner]) for owner in owners]
-    )  # of each owner's tokens, when sorted
+    # Of each owner's tokens, when sorted.
+    indices = permutation.argsort().split([len(received[owner]) for owner in owners])
     return ExchangeStep(
         send=_selections((peer, sent[peer]) for peer in peers),
         receive=tuple((peer, len(received[peer])) for peer in peers if len(received[peer])),
