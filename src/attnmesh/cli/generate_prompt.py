@@ -13,7 +13,7 @@ from attnmesh.cli.mesh_option import LayersChoice, MeshChoice, MeshOptions, choo
 from attnmesh.cli.output import Status
 from attnmesh.errors import ModelError, require
 from attnmesh.mesh.shapes import Shape
-from attnmesh.planner.serving import Model
+from attnmesh.planner.serving import ModelSizes
 from attnmesh_command.messages import under_torchrun
 from attnmesh_command.option_texts import read_prompt
 
@@ -157,7 +157,7 @@ def _found(model: str, status: Status, *, images: bool | None, revision: str | N
 def _on_mesh(found: Prepared, config: Any, options: MeshOptions, ranks: int, length: int) -> Prepared:
     """Choose the mesh, and who computes the layers, for contexts of this length."""
 
-    def sized() -> Model:
+    def sized() -> ModelSizes:
         from attnmesh.hf.model_size import model_size
 
         dtype = str(getattr(config, "dtype", None) or "float32") if options.dtype == "auto" else options.dtype

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.traffic import divisors
 from attnmesh.planner.plan import Plan, plan
-from attnmesh.planner.serving import ROOMY
+from attnmesh.planner.serving import UNLIMITED_MEMORY
 from attnmesh.planner.workload import Workload
 
 WEIGHT_BYTES = 4
@@ -148,7 +148,7 @@ def _fits_hosts(cluster: Cluster, context: int) -> bool:
 def _way(model: TrainedModel, cluster: Cluster, context: int, method: Method) -> Training:
     work, itemsize = model.workload, model.workload.itemsize
     hosts = max(1, context // cluster.ranks)
-    part = replace(cluster.sized(hosts, context // hosts), device=replace(cluster.device, memory=ROOMY))
+    part = replace(cluster.sized(hosts, context // hosts), device=replace(cluster.device, memory=UNLIMITED_MEMORY))
     best = plan(work, part)[0]
     again = min(one.memory for one in plan(replace(work, layers=1), part) if one.shape == best.shape)
     tokens = work.batch * work.length / context
