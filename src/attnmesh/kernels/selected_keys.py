@@ -18,7 +18,7 @@ from attnmesh.core.partial import Partial, identity, merge_unchecked, sum_dtype
 from attnmesh.core.scaling import Scaling
 from attnmesh.core.selection import Selection
 from attnmesh.core.storage import columns_of, storage_of
-from attnmesh.kernels.choice import find
+from attnmesh.kernels.choice import best_kernel
 from attnmesh.kernels.dense import attend_dense, backward_dense
 from attnmesh.kernels.kernel import Kernel, Need
 from attnmesh.kernels.rectangles import BackwardInputs, Gradients, tile_elements
@@ -132,7 +132,7 @@ def attend_selected(
     numbers = k[..., : columns_of(k)], v[..., :width]  # scales follow in memory
     need = Need.of(q, *numbers, scaling)._replace(dtype=q.dtype, scattered=True)
     served = min(x.numel() for x in (q, *numbers)) > 0 and k.stride(-1) == v.stride(-1) == 1 and scaling.scale > 0
-    if served and (reader := find(need)) is not None:
+    if served and (reader := best_kernel(need)) is not None:
         tiles = _tiles(q, k, selected, _sizes_in_place(q, k, width))
         if all(_attend_in_place(reader, q, *numbers, tile, scaling, total) for tile in tiles):
             return total

@@ -53,7 +53,7 @@ class TensorMemo:
         self.watched = set[tuple[int, Hashable]]()  # keys of tensors that live
         self.lock = RLock()  # a backward pass has a thread of its own
 
-    def find(self, owner: Tensor, name: Hashable, make: Callable[[], T], size: Callable[[T], int]) -> T:
+    def get_or_make(self, owner: Tensor, name: Hashable, make: Callable[[], T], size: Callable[[T], int]) -> T:
         """Return the value of that name, made now if it is not kept. `size` counts its bytes."""
         key = id(owner), name
         with self.lock:
@@ -95,4 +95,4 @@ def on_device(index: Tensor, device: torch.device) -> Tensor:
     """
     if index.device.type == device.type:
         return index
-    return TENSOR_MEMO.find(index, device, lambda: index.to(device), lambda copy: copy.nbytes)
+    return TENSOR_MEMO.get_or_make(index, device, lambda: index.to(device), lambda copy: copy.nbytes)

@@ -120,7 +120,7 @@ def _mask(rectangle: Rectangle, dtype: torch.dtype) -> Tensor:
     if rectangle.band is None or len(rectangle.band.low) * (rectangle.keys.stop - rectangle.keys.start) > MOST_KEPT:
         return make()
     name = "mask", id(rectangle.band.low), rectangle.keys.stop - rectangle.keys.start, dtype
-    return TENSOR_MEMO.find(rectangle.band.high, name, make, lambda mask: mask.nbytes)
+    return TENSOR_MEMO.get_or_make(rectangle.band.high, name, make, lambda mask: mask.nbytes)
 
 
 def _width(q: Tensor, v: Tensor) -> int:

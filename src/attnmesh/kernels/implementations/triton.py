@@ -276,7 +276,7 @@ def _bounds_on_device(bounds: Tensor, keys: int, device: torch.device) -> Tensor
     def copy() -> Tensor:
         return bounds.clamp(0, keys).to(device, torch.int32)
 
-    return copy() if device.type == "cpu" else TENSOR_MEMO.find(bounds, (device, keys), copy, lambda x: x.nbytes)
+    return copy() if device.type == "cpu" else TENSOR_MEMO.get_or_make(bounds, (device, keys), copy, lambda x: x.nbytes)
 
 
 def _logit_arguments(scaling: Scaling) -> dict[str, Any]:
