@@ -33,9 +33,9 @@ def test_the_mesh_and_who_computes_are_those_of_the_plan(monkeypatch: pytest.Mon
         machine = replace(cpus(ranks=ranks), inside=replace(cpus().inside, short=short))
         monkeypatch.setattr("attnmesh.cli.mesh_option.this_machine", lambda *_, found=machine: found)
         plans = [
-            way
-            for way in serving(model, machine)
-            if way.ranks == ranks and way.sharding.tp == 1 and not way.sharding.is_joint
+            one
+            for one in serving(model, machine)
+            if one.ranks == ranks and one.sharding.tp == 1 and not one.sharding.is_joint
         ]
         mesh, layers = choose_mesh(MeshOptions(), ranks, 9, 3, lambda: model)
         assert (mesh.shape, mesh.tp, layers.shared) == (plans[0].shape, 1, plans[0].sharding.together)

@@ -126,14 +126,14 @@ def serving(model: ModelSizes, cluster: Cluster, shape: Shape | None = None) -> 
     """
     world, q_heads, kv_heads = cluster.world, model.workload.q_heads, model.workload.kv_heads
     shardings = [WeightSharding(tp) for tp in divisors(world) if q_heads % tp == 0 and share_evenly(kv_heads, tp)]
-    shardings += [WeightSharding(world, is_joint=True)] * (
-        world > 1 and q_heads % world == 0 and model.workload.latent is None
-    )
-    shardings += [WeightSharding(1, together=True)] * (world > 1 and why_whole(model, cluster) is None)
+    if world > 1 and q_heads % world == 0 and model.workload.latent is None:
+        shardings.append(WeightSharding(world, is_joint=True))
+    if world > 1 and why_whole(model, cluster) is None:
+        shardings.append(WeightSharding(1, together=True))
     # The ranks that split weights are a part of each host, or whole hosts.
     shardings = [sharding for sharding in shardings if share_evenly(cluster.ranks, sharding.tp)]
     if shape is not None:
-        ways = [sharding for sharding in shardings if shape.ranks * sharding.tp == world and not sharding.is_joint]
+        shardings = [sharding for sharding in shardings if shape.ranks * sharding.tp == world and not sharding.is_joint]
     found = [_serving(model, cluster, sharding, shape) for sharding in shardings]
     given = f"{q_heads}/{kv_heads} heads on {world}"
     require(bool(found), ClusterError, "plan", "ranks that divide the heads", given, "take another number of ranks")
