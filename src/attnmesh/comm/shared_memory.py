@@ -164,7 +164,7 @@ class Mailboxes:
 
     def wait(self, peer: int, *, sends: bool, seconds: float, since: float) -> None:
         """Wait so long until `is_ready`, at most. Raise if the peer is lost, or has not answered since long ago."""
-        self._exchange([(EMPTY if sends else FULL, peer, *self._next(peer, sends=sends))], nap=seconds)
+        self._exchange([(EMPTY if sends else FULL, peer, *self._next(peer, sends=sends))], max_wait=seconds)
         if not self.is_ready(peer, sends=sends):
             self._check_alive(peer, since)
 
@@ -234,22 +234,22 @@ class Mailboxes:
         message: Tensor | None = None,
         rows: int = 0,
         width: int = 0,
-        nap: float | None = None,
+        max_wait: float | None = None,
     ) -> None:
         """Perform steps in one native call, which returns now and then to look after silent ranks.
 
-        With `nap`, wait for no longer than so many seconds.
+        With `max_wait`, wait for no longer than so many seconds.
         """
         if self.has_left:
             raise self.error_after_loss(steps[0][1])
         buffer = (self.start, 0) if message is None else (message.data_ptr(), message.nbytes)
-        longest = int((CHECK_INTERVAL if nap is None else nap) * 1e9)
+        longest = int((CHECK_INTERVAL if max_wait is None else max_wait) * 1e9)
         fields = FIELDS.pack(self.start, *buffer, rows, width, self.spin, longest, len(steps))
         for kind, _, box, count in steps:
             fields += STEP.pack(kind, box, count)
         function = cast(NativeExchange, library().exchange)
         done = function(fields, 0)
-        if done < len(steps) and nap is None:
+        if done < len(steps) and max_wait is None:
 
             def awaited(done: int) -> Awaited:
                 kind, peer, box, count = steps[done]
@@ -263,13 +263,13 @@ class Mailboxes:
         It returns now and then to look after silent ranks: `awaited` is what a step waits for. Raise if that rank makes
         another call.
         """
-        blocked, since, watch = -1, 0.0, Watch(self)
+        blocked, since, watch = -1, 0.0, MismatchWatch(self)
         try:
             while 0 <= done < steps:
                 if done != blocked:
-                    blocked, since, watch = done, monotonic(), Watch(self)
+                    blocked, since, watch = done, monotonic(), MismatchWatch(self)
                 found = awaited(done)
-                watch.look(found)
+                watch.poll(found)
                 self._check_alive(found.peer, since)
                 done = function(done)
         finally:
@@ -347,8 +347,8 @@ class Mailboxes:
         self.words[self.boards[self.index] // 8 + LEFT_WORD] = 1
 
 
-class Watch:
-    """Looks of a rank at a member that it waits for. Does that make another call?
+class MismatchWatch:
+    """Polls of a member that this rank waits for: does it make another call?
 
     A member that compares its call with others' does, and one that waits for this rank with a call of another kind.
     """
@@ -358,10 +358,10 @@ class Watch:
         self.agreements: int | None = None  # of this rank, while the member makes another call
         self.since = 0.0
 
-    def look(self, awaited: Awaited) -> None:
+    def poll(self, awaited: Awaited) -> None:
         """Say that this rank waits. Raise if the member has made another call since `CHECK_INTERVAL` ago.
 
-        A wait between two looks would have found its message. Another thread may compare this rank's calls meanwhile.
+        A wait between two polls would have found its message. Another thread may compare this rank's calls meanwhile.
         """
         boxes, now = self.mailboxes, monotonic()
         if awaited.counter == boxes.boards[awaited.peer] // 8:
