@@ -281,7 +281,7 @@ def measured() -> Cluster:
     dist.new_group([0])
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=AXES)
     measure_link(MeasuredRanks.of(flat_axis(mesh, AXES), torch.device("cpu")), between=False)
-    with patch.object(measure_shares, "LEAST", 0.05):
+    with patch.object(measure_shares, "READ_SECONDS", 0.05):
         return Cluster.measure(mesh)
 
 

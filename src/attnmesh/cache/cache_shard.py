@@ -57,7 +57,7 @@ def assigned(sizes: CacheSizes, mesh: Mesh, device: torch.device, shares: Sequen
     return BlockCyclic.of(sizes.block, mesh.queries.size * mesh.keys.size, found)
 
 
-FEW = 16
+NEWEST_TOKENS = 16
 """Newest tokens among which one is looked for first."""
 
 NOT_VIEWED: tuple[list[Tensor], tuple[SharedBlocks, ...], None] = [], (), None
@@ -256,7 +256,7 @@ class CacheShard:
         """Return how many of the first `length` tokens this rank holds."""
         used = self.used
         earlier = sum(int(torch.searchsorted(blocks.token_index[:-1], length)) for blocks in self.shared)
-        newest = self.token_index[max(used - FEW, 0) : used].tolist()
+        newest = self.token_index[max(used - NEWEST_TOKENS, 0) : used].tolist()
         if newest and newest[0] < length:  # as where few are taken back
             return earlier + used - len(newest) + bisect_left(newest, length)
         return earlier + int(torch.searchsorted(self.token_index[:used], length))

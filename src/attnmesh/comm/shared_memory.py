@@ -39,7 +39,7 @@ MAX_MEMORY = 1 << 26
 HEAD = 128
 """Bytes before a message: one cache line for each counter."""
 
-MOST_RANKS = max(ranks for ranks in range(64) if ranks * (ranks + 1) * (HEAD + MESSAGE_BYTES) <= MAX_MEMORY)
+MAX_MEMBERS = max(ranks for ranks in range(64) if ranks * (ranks + 1) * (HEAD + MESSAGE_BYTES) <= MAX_MEMORY)
 """Ranks of a host at most, 15. More of them use sockets."""
 
 SIZE_WORD, RECEIVED_WORD = 2, 8
@@ -69,7 +69,7 @@ FOLDER = Path("/dev/shm")
 SECONDS_TO_LOCK = 60.0
 """Seconds between the making of a name and its lock, at most."""
 
-MOST_NUMBERS = MESSAGE_BYTES // 16
+MAX_NUMBERS = MESSAGE_BYTES // 16
 """Numbers of an exchange by the boards at most: half of a board."""
 
 NativeExchange = Callable[[bytes, int], int]
@@ -177,13 +177,13 @@ class Mailboxes:
         self._exchange([self._receiving(COPY, peer)], into)
 
     def all_gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the numbers of all members, at most `MOST_NUMBERS` each, in their order.
+        """Return the numbers of all members, at most `MAX_NUMBERS` each, in their order.
 
         Each writes to one half of its board after the other. No member is two exchanges ahead, so none writes where
         another still reads.
         """
         self.gathers += 1
-        half, own = HEAD // 8 + self.gathers % 2 * MOST_NUMBERS, self.boards[self.index]
+        half, own = HEAD // 8 + self.gathers % 2 * MAX_NUMBERS, self.boards[self.index]
         first = own // 8 + half
         self.words[first : first + len(numbers)] = memoryview(array("q", numbers))
         steps = [(TELL, self.index, own, self.gathers)]
@@ -379,7 +379,7 @@ def size_of(ranks: int) -> int:
     """Return the bytes of the mailboxes of so many ranks; 0 where there can be none."""
     size = ranks * (ranks + 1) * (HEAD + MESSAGE_BYTES)
     able = platform.machine() in PROCESSORS and FOLDER.is_dir() and hasattr(os, "posix_fallocate")
-    return size if able and 1 < ranks <= MOST_RANKS else 0
+    return size if able and 1 < ranks <= MAX_MEMBERS else 0
 
 
 def opened(name: int, size: int, *, new: bool) -> mmap.mmap | None:

@@ -26,7 +26,7 @@ from attnmesh.comm.failures import awaited, collective, failure
 from attnmesh.comm.host_merge import merge_in_host
 from attnmesh.comm.mailbox_queue import Letter, begin_letters, finish_letter
 from attnmesh.comm.message import MessageLayout
-from attnmesh.comm.shared_memory import MESSAGE_BYTES, MOST_NUMBERS, Mailboxes, PeerLostError
+from attnmesh.comm.shared_memory import MAX_NUMBERS, MESSAGE_BYTES, Mailboxes, PeerLostError
 from attnmesh.comm.symmetric_memory import SymmetricMemory, symmetric_memory_of
 from attnmesh.comm.topology import best_merge, dist_all_gather_ints, host_mailboxes, hosts, mesh_hosts, rounds
 from attnmesh.core.partial import Partial
@@ -220,7 +220,7 @@ class SharedMemory(Transport):
 
     def all_gather_ints(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the values of all ranks, by the boards of one host."""
-        if not self.is_whole or len(numbers) > MOST_NUMBERS:
+        if not self.is_whole or len(numbers) > MAX_NUMBERS:
             return super().all_gather_ints(numbers)
         try:
             return self.mailboxes.all_gather(numbers)

@@ -20,7 +20,7 @@ from attnmesh.mesh.axes import Mesh
 
 SUBJECT = "attnmesh.diffusers forward"
 
-PLAIN = (bool, int, float, str, type(None))
+COMPARED_TYPES = (bool, int, float, str, type(None))
 """Types of arguments that ranks compare, beside tensors."""
 
 
@@ -81,7 +81,7 @@ class MeshState:
         named = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
         inputs = {f"{cast(Any, path[0]).key}{keystr(path[1:])}": x for path, x in tree_flatten_with_path(named)[0]}
         tensors = {name: x for name, x in inputs.items() if isinstance(x, Tensor)}
-        others = {name: repr(x) for name, x in inputs.items() if isinstance(x, PLAIN)}
+        others = {name: repr(x) for name, x in inputs.items() if isinstance(x, COMPARED_TYPES)}
         shapes = [(name, x.dtype, tuple(x.shape)) for name, x in tensors.items()]
         found = fingerprints(tensors) if self.compares_values else {"shapes": shapes}
         with self.calls.agreement(f"{SUBJECT} of {type(model).__name__}", {**found, **others}):

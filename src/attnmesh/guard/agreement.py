@@ -37,7 +37,7 @@ HOST = "\x1ehost: "
 VERSIONS = "versions: "
 """Before the versions of packages, in a line of the texts that say them."""
 
-MOST_HOSTS = 3
+MAX_NAMED_HOSTS = 3
 """Hosts that a row of the table names."""
 
 
@@ -332,7 +332,8 @@ def _table(texts: Sequence[str], ranks: Sequence[int]) -> str:
     for call, found in members.items():
         name, *lines = call.splitlines()
         hosts = [*dict.fromkeys(host for _, host in found if host)]
-        host_names = ", ".join(hosts[:MOST_HOSTS]) + f" and {len(hosts) - MOST_HOSTS} more" * (len(hosts) > MOST_HOSTS)
+        host_names = ", ".join(hosts[:MAX_NAMED_HOSTS])
+        host_names += f" and {len(hosts) - MAX_NAMED_HOSTS} more" * (len(hosts) > MAX_NAMED_HOSTS)
         fields.append(
             {"call": name, **dict(line.split(": ", 1) for line in lines), **({"hosts": host_names} if hosts else {})}
         )

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from attnmesh.comm.host_linear import MOST_ROWS
+from attnmesh.comm.host_linear import MAX_SHARED_ROWS
 from attnmesh.core.layout import Contiguous, Layout, Split
 from attnmesh.errors import KernelError, require
 from attnmesh.hf.cache.sharded_cache import ShardedCache
@@ -33,7 +33,7 @@ CHUNK = 8192
 LATENT_CHUNK = 1024
 """The same in latent attention, whose queries of cached latents are wide."""
 
-SAME_TOKENS = min(MOST_ROWS.values())
+SAME_TOKENS = min(MAX_SHARED_ROWS.values())
 """Tokens of all sequences per chunk, if bits shall not depend on the ranks: the most that shared layers always take."""
 
 

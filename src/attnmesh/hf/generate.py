@@ -32,7 +32,9 @@ from attnmesh.hf.tensor_parallel import tp_mesh
 from attnmesh.hf.transformers_names import cache_argument
 from attnmesh.mesh.axes import Mesh, NotGiven, given_mesh
 
-ALONE = "each rank generates alone, with all keys and values. Pass mesh= or a cache to shard them over the ranks"
+GENERATES_ALONE = (
+    "each rank generates alone, with all keys and values. Pass mesh= or a cache to shard them over the ranks"
+)
 
 
 def generate(
@@ -75,7 +77,7 @@ def generate(
     torch.Size([1, 7])
     """
     if isinstance(mesh, NotGiven):
-        mesh = given_mesh("generate", mesh, ALONE) if cache is None else None
+        mesh = given_mesh("generate", mesh, GENERATES_ALONE) if cache is None else None
     axes, model = Mesh.of(cache.mesh if isinstance(cache, ShardedCache) else mesh), unwrap(model)
     options = without_absent(options)
     settings = GenerationSettings(model, options)

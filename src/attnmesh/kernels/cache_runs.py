@@ -28,7 +28,7 @@ from attnmesh.kernels.stored import CacheKernel
 ALL = slice(None)
 """All sequences of a batch."""
 
-FEW = 64
+MAX_COUNTED_QUERIES = 64
 """Queries whose keys are counted one by one, if each sees all before its own."""
 
 AHEAD = 3
@@ -81,7 +81,7 @@ def _of_tokens(query: DecodeQuery, sequences: slice, piece: CacheView) -> list[S
         return []
     mask, count, is_biased = query.mask, query.q.shape[2], query.q.shape[3] > piece.keys.shape[3]
     is_plain = query.key_lengths is None and query.partial_block is None and not is_biased
-    if is_plain and count <= FEW and mask.is_causal and mask.is_window and mask.left >= length:
+    if is_plain and count <= MAX_COUNTED_QUERIES and mask.is_causal and mask.is_window and mask.left >= length:
         newest = piece.token_index[max(used - count, 0) : used].tolist()
         before = used - len(newest)
         counts = tuple(before + bisect_right(newest, token) for token in range(length - count, length))

@@ -24,7 +24,7 @@ from attnmesh.kernels.kernel import Kernel, Need
 from attnmesh.kernels.rectangles import BackwardInputs, Gradients, tile_elements
 from attnmesh.runtime.memo import on_device
 
-MOST_PROGRAMS = (1 << 16) - 1
+MAX_PROGRAMS = (1 << 16) - 1
 """Queries times key heads of a launch on a GPU at most."""
 
 
@@ -210,7 +210,7 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int]:
 def _sizes_in_place(q: Tensor, k: Tensor, width: int) -> tuple[int, int, int]:
     """Return the most queries, heads, and queries times heads times keys of a tile whose rows are read in place."""
     most = tile_elements(q.device)
-    queries = min(most // (q.shape[1] * width), MOST_PROGRAMS // k.shape[1])  # their outputs are no more elements
+    queries = min(most // (q.shape[1] * width), MAX_PROGRAMS // k.shape[1])  # their outputs are no more elements
     return queries, k.shape[1], most if q.device.type == "cpu" else most // width  # rows and their search take memory
 
 

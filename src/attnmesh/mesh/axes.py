@@ -117,7 +117,7 @@ class Mesh:
         A mesh of one axis with another name, such as "cp", is a queries axis: keys and values travel along it.
         """
         if device_mesh is None:
-            return ALONE
+            return MESH_OF_ONE_RANK
         if torch.compiler.is_compiling():
             return _mesh_in(device_mesh)
         if (known := _known_meshes().get(id(device_mesh))) is None:
@@ -157,7 +157,7 @@ class Mesh:
         return self.heads, self.queries, self.keys
 
 
-ALONE = Mesh(Axis(), Axis(), Axis())
+MESH_OF_ONE_RANK = Mesh(Axis(), Axis(), Axis())
 """The mesh of one rank."""
 
 

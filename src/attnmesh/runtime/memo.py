@@ -11,7 +11,7 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-MOST_BYTES = 1 << 27
+MAX_TENSOR_BYTES = 1 << 27
 """Bytes that are kept on all devices together: 128 MiB, the indices of calls of some dozens of signatures."""
 
 
@@ -47,7 +47,7 @@ class TensorMemo:
     They go with that tensor, or when others were used more lately.
     """
 
-    def __init__(self, most: int = MOST_BYTES) -> None:
+    def __init__(self, most: int = MAX_TENSOR_BYTES) -> None:
         self.most, self.size = most, 0
         self.values: OrderedDict[tuple[int, Hashable], tuple[Any, int]] = OrderedDict()
         self.watched = set[tuple[int, Hashable]]()  # keys of tensors that live

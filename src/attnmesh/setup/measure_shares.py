@@ -14,7 +14,7 @@ from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.shares import recommended_shares
 from attnmesh.runtime.memory import free_memory
 
-LEAST = 0.5
+READ_SECONDS = 0.5
 """Seconds for which each rank reads: several periods of a limit on its cores."""
 
 TOKENS = {"cpu": 2**13, "cuda": 2**18}
@@ -57,7 +57,7 @@ def read_rates(mesh: Mesh, device: torch.device) -> list[int]:
         _synchronize(device)
         dist_all_gather_ints([0], mesh.axes)
         start = time.perf_counter()
-        while (seconds := time.perf_counter() - start) < LEAST:
+        while (seconds := time.perf_counter() - start) < READ_SECONDS:
             plan.attend(q, k, v, None)
             _synchronize(device)
             reads += 1

@@ -73,7 +73,7 @@ INDEXED = {"indexed_attention": Layer(indexed=True)}
 """Kinds of layers in families with indexers."""
 
 
-PLAIN = Layer()
+PLAIN_LAYER = Layer()
 KNOWN: Mapping[str, Layer] = {**ATTENDING, **RECURRENT, **INDEXED}
 """Kinds of layers that several families have."""
 
@@ -219,7 +219,7 @@ class Family:
 
     def layer(self, kind: str) -> Layer:
         """Return what the layers of a kind do, also of one that the family may not have."""
-        return self.layers.get(kind) or KNOWN.get(kind) or PLAIN
+        return self.layers.get(kind) or KNOWN.get(kind) or PLAIN_LAYER
 
 
 @cache

@@ -24,7 +24,7 @@ from attnmesh.kernels.native.abi import DTYPES, STORED, error_of
 from attnmesh.kernels.native.build import Function, library
 from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Rectangle, cut
 
-MOST_ROWS = 64
+MAX_ROWS = 64
 """Query rows of a key head up to which a rectangle is one call, and the kernel is the choice of "auto"."""
 
 CALL, FIXED, STRIDES = struct.Struct("9P14q"), struct.Struct("16q2d2q"), struct.Struct("3q")
@@ -40,7 +40,7 @@ RUN = 2048
 class Native(Kernel):
     """`attend.cpp`; the reference for rows with numbers that are not finite, PyTorch's operator backward."""
 
-    name, made_for, priority = "native", f"up to {MOST_ROWS} rows of queries a key head", 0
+    name, made_for, priority = "native", f"up to {MAX_ROWS} rows of queries a key head", 0
     reads_rows = reads_8_bits = True
 
     def unsupported_reason(self, need: Need) -> str | None:
@@ -53,11 +53,11 @@ class Native(Kernel):
 
     def suits(self, need: Need) -> bool:
         """Return True for few rows, where reading the keys is the cost."""
-        return need.rows <= MOST_ROWS
+        return need.rows <= MAX_ROWS
 
     def bind(self, q: Tensor, k: Tensor, v: Tensor, scaling: Scaling) -> "BoundNative | None":
         """Return the launch of few rows."""
-        few = q.dtype in DTYPES and q.shape[1] // max(1, k.shape[1]) * q.shape[2] <= MOST_ROWS
+        few = q.dtype in DTYPES and q.shape[1] // max(1, k.shape[1]) * q.shape[2] <= MAX_ROWS
         served = few and min(q.numel(), k.numel(), v.numel()) > 0 and scaling.scale > 0
         return BoundNative.of(q, k, v, scaling) if served else None
 
@@ -72,7 +72,7 @@ class Native(Kernel):
 
     def cut(self, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Rectangle]:
         """Return the fewest rectangles: rows may see different runs of keys."""
-        if len(band.low) * q.shape[1] // max(1, k.shape[1]) > MOST_ROWS:
+        if len(band.low) * q.shape[1] // max(1, k.shape[1]) > MAX_ROWS:
             return cut(band)
         count = len(band.low)
         low, high = (int(band.low[0]), int(band.high[-1])) if count else (0, 0)
@@ -81,7 +81,7 @@ class Native(Kernel):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, scaling: Scaling) -> Partial:
         """Return the rectangle's partial, in float32."""
         band = rectangle.bounds() if rectangle.causal or rectangle.band is not None else None
-        rows = max(1, MOST_ROWS * k.shape[1] // q.shape[1])
+        rows = max(1, MAX_ROWS * k.shape[1] // q.shape[1])
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         out, lse = BoundNative.of(q, k, v, scaling).blank()
         for start in range(0, q.shape[2], rows):

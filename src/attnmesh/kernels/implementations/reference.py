@@ -21,13 +21,13 @@ from attnmesh.kernels.rectangles import (
     tiles,
 )
 
-HEADS = 8
+TILE_HEADS = 8
 """Key heads of a tile, of one or several sequences. The number is fixed: a batch does not change the sizes of tiles."""
 
-ROWS = 128
+TILE_ROWS = 128
 """Rows of a tile: queries times the query heads that share a key head."""
 
-AREA = ROWS * 512
+TILE_LOGITS = TILE_ROWS * 512
 """Logits of a tile per key head: fewer rows take more keys."""
 
 
@@ -60,7 +60,7 @@ class Reference(Kernel):
 
         def attend_tile(q: Tensor, k: Tensor, v: Tensor, tile: Rectangle) -> Partial:
             hidden, columns = _hidden(tile, q, k), self._columns(rectangle, tile, q, k)
-            heads = zip(*(x.split(HEADS) for x in (_pack(q, k), k.flatten(0, 1), v.flatten(0, 1))), strict=True)
+            heads = zip(*(x.split(TILE_HEADS) for x in (_pack(q, k), k.flatten(0, 1), v.flatten(0, 1))), strict=True)
             partials = [attend_dense(rows, keys, values, hidden, scaling, columns) for rows, keys, values in heads]
             out, lse = (torch.cat(x) for x in zip(*partials, strict=True))
             return Partial(out.reshape(*q.shape[:-1], -1), lse.reshape(q.shape[:-1]))
@@ -75,7 +75,7 @@ class Reference(Kernel):
         def backward_tile(q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, tile: Rectangle) -> Gradients:
             hidden, columns = _hidden(tile, q, k), self._columns(rectangle, tile, q, k)
             of_rows = (_pack(x, k) for x in (q, saved.lse.unsqueeze(-1), saved.dout, delta[:, :, tile.queries]))
-            heads = zip(*(x.split(HEADS) for x in (k.flatten(0, 1), v.flatten(0, 1), *of_rows)), strict=True)
+            heads = zip(*(x.split(TILE_HEADS) for x in (k.flatten(0, 1), v.flatten(0, 1), *of_rows)), strict=True)
             parts = [
                 backward_dense(rows, keys, values, more, hidden, scaling, columns)
                 for keys, values, rows, *more in heads
@@ -110,8 +110,8 @@ KERNEL = Reference()
 
 def _tiles(rectangle: Rectangle, q: Tensor, k: Tensor) -> list[Rectangle]:
     group = q.shape[1] // k.shape[1]
-    queries = max(1, ROWS // group)
-    return tiles(rectangle.bounds(), queries, max(1, AREA // (group * min(queries, q.shape[2]))))
+    queries = max(1, TILE_ROWS // group)
+    return tiles(rectangle.bounds(), queries, max(1, TILE_LOGITS // (group * min(queries, q.shape[2]))))
 
 
 def _hidden(tile: Rectangle, q: Tensor, k: Tensor) -> Tensor | None:
