@@ -19,9 +19,10 @@ from attnmesh.guard.argument_checks import check_same_kind, swap_first
 from attnmesh.runtime.machine import is_out_of_memory
 
 NUMBERS = ("batch", "kv_heads", "head_dim", "value_dim", "capacity", "block")
+"""Fields of `CacheSizes` that are whole numbers."""
 
 LARGEST = 2**48
-"""The largest of these numbers: products of several fit 64 bits, or PyTorch says that they do not."""
+"""The largest of the numbers of a cache: products of several fit 64 bits, or PyTorch says that they do not."""
 
 VALUES = ("separate", "prefix", "none")
 """Values of `values=`. A file holds their numbers, and with them those of `storage=`."""

@@ -17,11 +17,12 @@ from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.cache.shared_blocks import SharedBlocks, joined
 from attnmesh.core.storage import empty_rows, width_in_memory
 from attnmesh.core.turns import Turn
-from attnmesh.kernels.cache_view import CacheView, Padding
+from attnmesh.kernels.cache_view import CacheView
 from attnmesh.kernels.native.append import append
+from attnmesh.kernels.padding import Padding
 from attnmesh.mesh.axes import Axis, Mesh
-from attnmesh.runtime.counters import Tensors
 from attnmesh.runtime.memory import with_huge_pages
+from attnmesh.runtime.tensors import Tensors
 from attnmesh.setup.measure_shares import measured_shares
 
 SLACK = 2

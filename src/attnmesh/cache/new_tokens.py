@@ -14,8 +14,8 @@ from attnmesh.guard.argument_checks import check_positions
 from attnmesh.kernels.traced import are_plain
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh_attention.shard_marks import check_equal_cuts, check_not_cut
-from attnmesh.runtime.counters import Tensors
 from attnmesh.runtime.memo import Memo
+from attnmesh.runtime.tensors import Tensors
 
 
 def stored(k: Tensor, v: Tensor | None) -> Tensors:

@@ -17,10 +17,10 @@ from attnmesh.core.layout import Striped
 from attnmesh.core.mask import Mask
 from attnmesh.errors import KernelError, ShapeError, require
 from attnmesh.guard.agreement import is_capturing, may_compare
-from attnmesh.kernels.cache_view import Padding
+from attnmesh.kernels.padding import Padding
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.shares import check_shares
-from attnmesh.runtime.counters import Tensors
+from attnmesh.runtime.tensors import Tensors
 
 
 class LocalShards:

@@ -23,7 +23,7 @@ from attnmesh.core.turns import Turn
 from attnmesh.errors import KernelError, StoreError
 from attnmesh.kernels.cache_view import CacheView
 from attnmesh.mesh.axes import Mesh
-from attnmesh.runtime.counters import Tensors
+from attnmesh.runtime.tensors import Tensors
 from attnmesh.runtime.unbroken import unbroken
 
 MOVED = 8

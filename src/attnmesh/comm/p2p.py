@@ -16,9 +16,10 @@ from attnmesh.comm.shared_memory import CallsDifferError
 from attnmesh.comm.transport import Post, transport_of
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.schedule import ExchangeStep
-from attnmesh.runtime.counters import Tensors, bytes_of, count_received
+from attnmesh.runtime.counters import bytes_of, count_received
 from attnmesh.runtime.memo import on_device
 from attnmesh.runtime.ranges import EXCHANGE, is_profiled, named
+from attnmesh.runtime.tensors import Tensors
 
 OUT_OF_TURN = 1 << 15
 """Bytes of a message up to which it does not wait for its turn."""

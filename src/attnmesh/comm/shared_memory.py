@@ -73,6 +73,7 @@ MAX_NUMBERS = MESSAGE_BYTES // 16
 """Numbers of an exchange by the boards at most: half of a board."""
 
 NativeExchange = Callable[[bytes, int], int]
+"""A native call of packed fields and of steps that are done. Returns how many steps are done."""
 
 MailboxOperation = tuple[int, int, int, int]
 """Kind of a step, the peer that it waits for, the offset of its box, and its count of messages."""
@@ -81,8 +82,9 @@ FIELDS, STEP = struct.Struct("2P6q"), struct.Struct("3q")
 """Fields of `Exchange` and `Step` in `mailbox.cpp`."""
 
 SEND, COPY, MERGE, AWAIT, OWN, TELL, FULL, EMPTY = range(8)
-"""Kinds of steps, as there: send; take a message, alone or merged into the own; wait for one of many that are merged at
-the end, and the own among these; count what was written on the board; wait until a box has a message, or has none."""
+"""Kinds of steps, as in `mailbox.cpp`: send; take a message, alone or merged into the own; wait for one of many that are
+merged at the end, and the own among these; count what was written on the board; wait until a box has a message, or has
+none."""
 
 
 class Awaited(NamedTuple):

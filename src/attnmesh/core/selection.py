@@ -112,12 +112,12 @@ class Visible(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Its tensors, which autograd saves and an operator takes."""
+        """Tensors of positions, lengths and indices, which autograd saves and an operator takes."""
         return *self[1:4], None if self.selected is None else self.selected.indices
 
     @property
     def rule(self) -> tuple[Mask, int]:
-        """The rest of it: the mask, and the keys per index."""
+        """The mask, and the keys per index: what `tensors` leaves out."""
         return self.mask, 1 if self.selected is None else self.selected.block
 
     @staticmethod

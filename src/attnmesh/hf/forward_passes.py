@@ -31,7 +31,7 @@ CHUNK = 8192
 """Tokens per chunk after cached tokens or with padding. There, every rank attends the queries of all ranks."""
 
 LATENT_CHUNK = 1024
-"""The same in latent attention, whose queries of cached latents are wide."""
+"""Tokens per such chunk in latent attention, whose queries of cached latents are wide."""
 
 SAME_TOKENS = min(MAX_SHARED_ROWS.values())
 """Tokens of all sequences per chunk, if bits shall not depend on the ranks: the most that shared layers always take."""

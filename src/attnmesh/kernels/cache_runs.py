@@ -18,9 +18,10 @@ from attnmesh.core.partial import Partial, merge_unchecked, sum_dtype, with_sink
 from attnmesh.core.scaling import Scaling
 from attnmesh.core.selection import NONE, Selection
 from attnmesh.core.storage import storage_of
-from attnmesh.kernels.cache_view import CacheView, DecodeQuery, Padding
+from attnmesh.kernels.cache_view import CacheView, DecodeQuery
 from attnmesh.kernels.driver import visible_counts
 from attnmesh.kernels.kernel import BoundKernel, Kernel
+from attnmesh.kernels.padding import Padding
 from attnmesh.kernels.selected_keys import SelectedKeys, nan_where_faulty
 from attnmesh.kernels.stacked_merge import by_residue, copy_into, merge_along_tree
 from attnmesh.kernels.stored import CacheKernel

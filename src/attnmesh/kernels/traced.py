@@ -15,10 +15,10 @@ PLAIN_TENSORS = {Tensor, Parameter}
 """Types of tensors that PyTorch itself computes with."""
 
 modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-"""Return how many modes look at operators."""
+"""Returns how many modes of PyTorch look at operators."""
 
 PLAIN_OR_NONE = {*PLAIN_TENSORS, type(None)}
-"""These, and that of a tensor that is left out."""
+"""Types of tensors that PyTorch itself computes with, and the type of None for a tensor that is left out."""
 
 
 def is_traced() -> bool:

@@ -26,9 +26,9 @@ from attnmesh.kernels.selected_keys import SelectedKeys
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.mesh.schedule import ExchangeStep, HeadGroup, Heads, Schedule
 from attnmesh.mesh_attention.latents import Projection
-from attnmesh.runtime.counters import Tensors
 from attnmesh.runtime.memo import on_device
 from attnmesh.runtime.ranges import ATTENTION, MERGE, is_profiled, named
+from attnmesh.runtime.tensors import Tensors
 
 Returned = list[tuple[Tensor, Tensors]]
 """Results for this rank's tokens: the indices of some tokens, and the results for them."""

@@ -24,8 +24,8 @@ from attnmesh.mesh.schedule import ChunkSize
 from attnmesh.mesh_attention.call import Call
 from attnmesh.mesh_attention.executor import Task, backward, empty_tokens, forward
 from attnmesh.mesh_attention.mesh_plan import MeshPlan
-from attnmesh.runtime.counters import Tensors
 from attnmesh.runtime.operators import operator, recorded
+from attnmesh.runtime.tensors import Tensors
 
 # --- attention ---
 

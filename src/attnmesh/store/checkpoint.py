@@ -46,9 +46,10 @@ from attnmesh.store.token_ids import TokenIds
 VERSION = 5
 
 MANIFEST, MORE = "cache.json", "more.safetensors"
+"""Names of the files of a save: its manifest, and the tensors that belong to no rank."""
 
 HELD = "more held"
-"""Name of the ids of all tokens in the second of them."""
+"""Name of the ids of all tokens among the tensors of `MORE`."""
 
 MAX_MANIFEST = 1 << 20
 """Bytes of the longest manifest that is read."""

@@ -25,7 +25,7 @@ from attnmesh.core.digest import cpu_weights
 from attnmesh.errors import StoreError
 from attnmesh.kernels.native.append import FILE_FIELDS, append
 from attnmesh.mesh.axes import Axis
-from attnmesh.runtime.counters import Tensors
+from attnmesh.runtime.tensors import Tensors
 from attnmesh.runtime.unbroken import unbroken
 from attnmesh.store.journal import Record
 from attnmesh.store.layer_files import (
