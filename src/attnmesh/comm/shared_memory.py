@@ -82,9 +82,9 @@ FIELDS, STEP = struct.Struct("2P6q"), struct.Struct("3q")
 """Fields of `Exchange` and `Step` in `mailbox.cpp`."""
 
 SEND, COPY, MERGE, AWAIT, OWN, TELL, FULL, EMPTY = range(8)
-"""Kinds of steps, as in `mailbox.cpp`: send; take a message, alone or merged into the own; wait for one of many that are
-merged at the end, and the own among these; count what was written on the board; wait until a box has a message, or has
-none."""
+"""Kinds of steps, as in `mailbox.cpp`: send; take a message, alone or merged into the own; wait for one of many that
+are merged at the end, and the own among these; count what was written on the board; wait until a box has a message, or
+has none."""
 
 
 class Awaited(NamedTuple):
