@@ -1,3 +1,5 @@
+"""Rectangles: every visible pair is in one of them, and no other pair; plain problems are few."""
+
 import pytest
 import torch
 from hypothesis import given

@@ -1,3 +1,5 @@
+"""Memos of tensors: what is kept, for how long, and what goes first."""
+
 import gc
 
 import torch

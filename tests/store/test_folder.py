@@ -22,7 +22,7 @@ from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store import folder_shard
 from attnmesh.store.journal import SIZE, Journal
 from attnmesh.store.layer_files import PIECE
-from tests.support.growing import grow, rows
+from tests.support.growing_caches import grow, rows
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
 
