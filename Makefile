@@ -65,7 +65,7 @@ docs: $(VENV)/ready            ## the documentation, in docs/_build
 
 wheel: $(VENV)/ready           ## a wheel of the package, in dist, and a test of what is in it
 	$(RUN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
-	$(RUN)/pytest -m long tests/cli/test_wheel.py
+	$(RUN)/pytest -m long tests/test_wheel.py
 
 release: $(VENV)/ready         ## wheels and an sdist for the package index, in dist, proved in clean environments (5 minutes; TORCH="2.11.0 2.14.1" for other versions)
 	PIP_CONSTRAINT=constraints.txt $(RUN)/pip install --quiet --disable-pip-version-check --editable '.[dev,release]'

@@ -35,7 +35,7 @@ from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.shapes import Shape
 from attnmesh.planner.decode_cost import OUTPUT_BYTES
 from attnmesh.planner.plan import plan
-from attnmesh.planner.serving import Model, chosen, over_hosts, serving, why_whole
+from attnmesh.planner.serving import ModelSizes, chosen, over_hosts, serving, why_whole
 from attnmesh.setup.init_mesh import init_mesh
 from benchmarks.decode import ring
 from benchmarks.netns import World, run_on, send_rows
@@ -192,7 +192,7 @@ class _RingCache(hf.ShardedCache):
     def attend(self, q: Tensor, kv: KVCache, **layer: Any) -> Tensor:
         if q.shape[2] > 1 or layer["softcap"] is not None:
             return super().attend(q, kv, **layer)
-        counts = [kv.shard.block_cyclic.count(rank, kv.length) for rank in range(kv.tokens.size)]
+        counts = [kv.shard.block_cyclic.count(rank, kv.length) for rank in range(kv.token_axis.size)]
         held = [x[:, :, : kv.used].contiguous() for x in (kv.keys, kv.values)]
         return with_sinks(ring(q, held, counts), layer["sinks"]).out.to(q.dtype)
 
@@ -266,7 +266,7 @@ def _outputs_sent(outputs: Sequence[int], axis: Axis, turns: int) -> list[float]
     return found
 
 
-def foretold(model: Model, cluster: Cluster, shape: Shape, merge: str, together: bool) -> float | None:
+def foretold(model: ModelSizes, cluster: Cluster, shape: Shape, merge: str, together: bool) -> float | None:
     """Return the seconds of a token by the planner, with this merge; None where ranks cannot share layers."""
     if together and why_whole(model, cluster) is not None:
         return None

@@ -15,8 +15,8 @@ import hypothesis
 import pytest
 import torch
 
-import tests.support.economy
-import tests.support.garbage
+import tests.support.compiler_settings
+import tests.support.gc_settings
 import tests.support.interpreted
 from attnmesh.cli.launch import Processes
 from attnmesh.kernels.native.build import library
@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Search for garbage fast."""
-    tests.support.garbage.keep_what_is_left()
+    tests.support.gc_settings.keep_what_is_left()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -57,7 +57,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """Search for garbage fast in the next file, too: what files leave behind, as compiled graphs, adds up."""
     yield
     if nextitem is None or nextitem.path != item.path:
-        tests.support.garbage.keep_what_is_left()
+        tests.support.gc_settings.keep_what_is_left()
 
 
 @pytest.fixture(scope="session")

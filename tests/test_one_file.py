@@ -45,15 +45,15 @@ class Dense(Kernel):
     def unsupported_reason(self, need: Need) -> str | None:
         return None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Rectangle, scaling: Scaling) -> Partial:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, scaling: Scaling) -> Partial:
         self.calls += 1
-        return Partial(*dense(q, k, v, block.visible(), scaling.scale)[:2])
+        return Partial(*dense(q, k, v, rectangle.visible(), scaling.scale)[:2])
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Rectangle, scaling: Scaling
+        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, rectangle: Rectangle, scaling: Scaling
     ) -> Gradients:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        weights = (q @ k.mT * scaling.scale).masked_fill(~block.visible(), -torch.inf)
+        weights = (q @ k.mT * scaling.scale).masked_fill(~rectangle.visible(), -torch.inf)
         weights = torch.exp(weights - saved.lse.unsqueeze(-1))
         delta = (saved.out * saved.dout).sum(-1, keepdim=True)
         dlogits = weights * (saved.dout @ v.mT - delta) * scaling.scale

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.test_rooms import FILES, PACKAGES, ROOMS, imports
+from tests.test_rooms import ARROWS, FILES, PACKAGES, imports
 
 PAGE = Path(__file__).parents[1] / "docs" / "code.md"
 FIRST, LAST = "<!-- The map: make format -->\n", "<!-- The end of the map -->\n"
@@ -31,7 +31,7 @@ PURPOSES = {
 
 def imported_rooms() -> dict[str, set[str]]:
     """Return for each room the others that its files import from."""
-    found: dict[str, set[str]] = {room: set() for room in ROOMS}
+    found: dict[str, set[str]] = {room: set() for room in ARROWS}
     for name, file in (FILES | PACKAGES).items():
         found[name.split(".")[0]] |= {other.split(".")[0] for other in imports(file)}
     return {room: others - {room} for room, others in found.items()}
@@ -40,11 +40,11 @@ def imported_rooms() -> dict[str, set[str]]:
 def arrows() -> dict[str, list[str]]:
     """Return for each room those that it stands on, without those that these stand on."""
     edges, below = imported_rooms(), dict[str, set[str]]()
-    for room in ROOMS:
+    for room in ARROWS:
         below[room] = edges[room].union(*(below[other] for other in edges[room]))
     return {
-        room: [other for other in ROOMS if other in edges[room] and not any(other in below[x] for x in edges[room])]
-        for room in ROOMS
+        room: [other for other in ARROWS if other in edges[room] and not any(other in below[x] for x in edges[room])]
+        for room in ARROWS
     }
 
 

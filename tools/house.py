@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-from tests.test_rooms import COMMAND, FILES, ROOMS
+from tests.test_rooms import ARROWS, COMMAND, FILES
 
 SOURCE = Path(__file__).parents[1] / "src" / "attnmesh"
 MAX_PARAMETERS, MAX_IMPORTS, MAX_FILE, MAX_FUNCTION, MAX_NAMESAKES = 8, 15, 650, 60, 4
@@ -199,7 +199,7 @@ def code_lines(text: str) -> int:
 def sizes() -> Iterable[str]:
     """Yield a line for each room, and one for the package."""
     texts = {name: file.read_text() for name, file in FILES.items()}
-    for title in (*ROOMS, "package"):
+    for title in (*ARROWS, "package"):
         own = [text for name, text in texts.items() if title in (name.split(".")[0], "package")]
         lines, code = sum(len(text.splitlines()) for text in own), sum(map(code_lines, own))
         yield f"{title:15} {len(own):3} files {lines:6,} lines {code:6,} of code"

@@ -177,7 +177,7 @@ def paged(shape: Shape) -> None:
             )
             assert len(pages.tokens) == k.shape[2]
             partials.append(am.attend(own_q, k, v))
-        group = each.tokens.group if each.tokens.size > 1 else None
+        group = each.token_axis.group if each.token_axis.size > 1 else None
         partial = am.Partial(*am.merge(*partials))
         partial = partial if group is None else am.merge_across(partial, group)
         expected = am.decode(q, each)[:, heads.share_of(4)]
@@ -194,7 +194,7 @@ def served(shape: Shape, scattered: bool) -> None:
     mesh, blocks, ranks = named_mesh(shape, AXES), 3, shape.queries * shape.keys
     sizes: dict[str, Any] = {"kv_heads": 2, "head_dim": 8, "capacity": 200, "dtype": torch.float32, "block": 4}
     caches = [am.KVCache(mesh, batch=2, **sizes) for _ in range(2)]
-    index, heads = caches[0].tokens.index, caches[0].mesh.heads.share_of(2)
+    index, heads = caches[0].token_axis.index, caches[0].mesh.heads.share_of(2)
     table = torch.tensor([[1, 2, 3], [5, 6, 7]]) if not scattered else torch.tensor([[4, 0, 2], [2, 7, 1]])
     whole = random(2, 2, 2, blocks * ranks * 4, 8)
     if scattered:

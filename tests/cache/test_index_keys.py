@@ -31,8 +31,8 @@ def is_held(cache: am.KVCache, keys: Tensor) -> bool:
     mine = cache.keys[:, :, : cache.used]  # a fork first copies what it shares
     index = cache.shard.token_index[: cache.used]
     counts = torch.zeros(cache.length, dtype=torch.int64).index_fill_(0, index, 1)
-    if cache.tokens.size > 1:
-        dist.all_reduce(counts, group=cache.tokens.group)
+    if cache.token_axis.size > 1:
+        dist.all_reduce(counts, group=cache.token_axis.group)
     return torch.equal(mine, keys[:, cache.mesh.heads.share_of(HEADS)][:, :, index]) and bool((counts == 1).all())
 
 

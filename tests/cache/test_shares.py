@@ -12,7 +12,7 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh import errors
 from attnmesh.cache.block_cyclic import BlockCyclic
-from attnmesh.cache.cache_config import Sizes
+from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.core.turns import turns, widths_of
 from attnmesh.mesh.axes import Axis
@@ -66,13 +66,13 @@ def test_turns_deal_each_token_once_and_keep_the_ratios(shares: tuple[float, ...
         assert mine.equal(turn.holds(torch.arange(length)).nonzero().flatten())
         assert turn.slot(mine).equal(torch.arange(len(mine)))
         assert turn.count(length) == len(mine)
-        assert turn.width / turn.size == pytest.approx(share / sum(shares), rel=0.011)
+        assert turn.width / turn.period == pytest.approx(share / sum(shares), rel=0.011)
 
 
 @pytest.mark.parametrize("block", [4, (5, 3, 1)], ids=str)
 @pytest.mark.parametrize("rank", range(3))
 def test_few_tokens_of_several_ranks_are_stored_as_all_are_at_once(block: int | tuple[int, ...], rank: int) -> None:
-    sizes, (k, v) = Sizes(1, HEADS[1], WIDTH, WIDTH, LENGTH, 4, torch.float32), new()
+    sizes, (k, v) = CacheSizes(1, HEADS[1], WIDTH, WIDTH, LENGTH, 4, torch.float32), new()
     shards = [CacheShard(sizes, Axis(), BlockCyclic(block, 3), torch.device("cpu"), rank) for _ in range(2)]
     few, whole = shards
     whole.append((k, v), None, None)
@@ -104,12 +104,12 @@ def saved(ranks: int, folder: Path) -> Tensor:
     """Return a decode step after a sharded prefill, single tokens and several; and save the cache."""
     cache = cache_of(ranks, SHARES[ranks])
     k, v = new()
-    mine = cache.layout.positions(300, ranks, cache.tokens.index)
+    mine = cache.layout.positions(300, ranks, cache.token_axis.index)
     cache.append_shard(k[:, :, mine], v[:, :, mine], mine)
     assert cache.is_block_cyclic
     for start, stop in ((300, 301), (301, 302), (302, 350), (350, LENGTH)):
         cache.append(k[:, :, start:stop], v[:, :, start:stop])
-    assert abs(cache.used - LENGTH * cache.shard.turn.width / cache.shard.turn.size) <= cache.shard.turn.width
+    assert abs(cache.used - LENGTH * cache.shard.turn.width / cache.shard.turn.period) <= cache.shard.turn.width
     cache.save(folder)
     return am.decode(query(), cache)
 
@@ -136,7 +136,7 @@ def recovered(ranks: int) -> list[Tensor]:
     (other,) = am.recover([cache], cache.device_mesh, shares=(1, 5))
     (even,) = am.recover([other], cache.device_mesh)
     assert (other.shares, even.shares) == ((1, 5), None)
-    assert other.used < cache.used if cache.tokens.index == 0 else other.used > cache.used
+    assert other.used < cache.used if cache.token_axis.index == 0 else other.used > cache.used
     return [am.decode(query(), one) for one in (cache, other, even)]
 
 
@@ -180,7 +180,7 @@ def refused(kind: str) -> None:
             cache_of(2, (3, 1) if odd else (1, 3))
         case "shard":
             cache, (k, v) = cache_of(2, (30, 1)), new()
-            mine = am.Zigzag().positions(LENGTH, 2, cache.tokens.index)
+            mine = am.Zigzag().positions(LENGTH, 2, cache.token_axis.index)
             cache.append_shard(k[:, :, mine], v[:, :, mine], mine)
         case _:
             cache_of(

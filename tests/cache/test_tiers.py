@@ -26,8 +26,8 @@ from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store import folder_shard
 from attnmesh.store.journal import Journal
 from attnmesh.store.layer_files import PIECE
-from tests.support import growing, histories
-from tests.support.growing import grow
+from tests.support import growing_caches, histories
+from tests.support.growing_caches import grow
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
 from tests.support.seeds import seeds
@@ -36,7 +36,7 @@ HOT = 32
 SIZES: dict[str, Any] = {"batch": 1, "kv_heads": 2, "head_dim": 8, "capacity": 700, "dtype": torch.float32}
 
 
-rows = partial(growing.rows, dim=8)
+rows = partial(growing_caches.rows, dim=8)
 
 
 def decoded(cache: am.KVCache, queries: int = 1, **options: Any) -> Tensor:

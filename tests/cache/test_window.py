@@ -56,7 +56,7 @@ def lives(shape: Shape, mask: Mask, keep: int) -> list[torch.Tensor]:
             assert torch.equal(*both), step
     forgets, whole = caches
     seen = min(mask.left + 1, *mask.chunks, 2000) + keep
-    slots = seen / forgets.tokens.size * 9 / 8 + 5 * 4 + 3
+    slots = seen / forgets.token_axis.size * 9 / 8 + 5 * 4 + 3
     assert forgets.keys.shape[2] <= slots, (forgets, forgets.keys.shape, slots)
     assert forgets.length == whole.length
     assert forgets.used < whole.used

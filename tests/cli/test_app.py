@@ -1,3 +1,5 @@
+"""The command `attnmesh`: its options and help before PyTorch is imported, and `attnmesh check`."""
+
 import json
 import os
 import subprocess

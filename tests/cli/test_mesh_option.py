@@ -6,7 +6,7 @@ import pytest
 
 from attnmesh.cli.mesh_option import MeshChoice, MeshOptions, choose_mesh
 from attnmesh.errors import ModelError
-from attnmesh.planner.serving import Model, serving
+from attnmesh.planner.serving import ModelSizes, serving
 from attnmesh.planner.units import in_seconds
 from attnmesh_command.messages import OptionError
 from tests.planner.test_serving import cpus, model_of_cpus
@@ -33,10 +33,12 @@ def test_the_mesh_and_who_computes_are_those_of_the_plan(monkeypatch: pytest.Mon
         machine = replace(cpus(ranks=ranks), inside=replace(cpus().inside, short=short))
         monkeypatch.setattr("attnmesh.cli.mesh_option.this_machine", lambda *_, found=machine: found)
         plans = [
-            way for way in serving(model, machine) if way.ranks == ranks and way.way.tp == 1 and not way.way.is_joint
+            one
+            for one in serving(model, machine)
+            if one.ranks == ranks and one.sharding.tp == 1 and not one.sharding.is_joint
         ]
         mesh, layers = choose_mesh(MeshOptions(), ranks, 9, 3, lambda: model)
-        assert (mesh.shape, mesh.tp, layers.shared) == (plans[0].shape, 1, plans[0].way.together)
+        assert (mesh.shape, mesh.tp, layers.shared) == (plans[0].shape, 1, plans[0].sharding.together)
         assert layers.shared == shared
         times = [in_seconds(way.seconds) for way in plans[:2]]
         assert layers.reason == f"{times[0]} a token by the planner, {'whole' if shared else 'shared'} {times[1]}"
@@ -48,7 +50,7 @@ def test_the_mesh_and_who_computes_are_those_of_the_plan(monkeypatch: pytest.Mon
 
 
 def test_a_model_without_a_price_shares_layers_if_it_can() -> None:
-    def refuse() -> Model:
+    def refuse() -> ModelSizes:
         raise ModelError("plan model", "layers of attention", "none", "use another")
 
     mesh, layers = choose_mesh(MeshOptions(), 4, 9, 3, refuse)

@@ -1,3 +1,5 @@
+"""`attnmesh plan`: its table, its JSON, and options that it refuses."""
+
 import base64
 import json
 import re

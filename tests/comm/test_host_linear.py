@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attnmesh.comm.host_linear import MOST_ROWS, HostLinear
+from attnmesh.comm.host_linear import MAX_SHARED_ROWS, HostLinear
 from attnmesh.comm.host_merge import host_merge_for
 from attnmesh.comm.shared_memory import CHECK_INTERVAL, CallsDifferError
 from attnmesh.comm.topology import whole_mailboxes
@@ -74,7 +74,9 @@ def outputs(columns: int, sizes: tuple[int, ...], dtype: torch.dtype, rows: tupl
 def test_outputs_are_exact(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     columns, *layers = sizes
     for rows, found in zip(
-        (1, 2, 5, MOST_ROWS[dtype]), outputs(columns, tuple(layers), dtype, (1, 2, 5, MOST_ROWS[dtype])), strict=True
+        (1, 2, 5, MAX_SHARED_ROWS[dtype]),
+        outputs(columns, tuple(layers), dtype, (1, 2, 5, MAX_SHARED_ROWS[dtype])),
+        strict=True,
     ):
         x = given(rows, columns, dtype).double()
         for (weight, bias), out in zip(weights(columns, *layers, dtype=dtype), found, strict=True):

@@ -1,3 +1,5 @@
+"""Layouts: the shards of each are a permutation of the tokens, and their causal work is balanced."""
+
 from itertools import product
 from math import prod
 from random import Random

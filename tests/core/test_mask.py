@@ -1,3 +1,5 @@
+"""Masks equal their definitions, `&` is the intersection, and bounds never decrease."""
+
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any

@@ -1,3 +1,5 @@
+"""Partials: merging is commutative and associative, has an identity, and is differentiable."""
+
 import math
 
 import pytest

@@ -38,7 +38,7 @@ def cache_on(ranks: int, dtype: torch.dtype = torch.float32, **options: object) 
 
 def _forget(cache: am.KVCache) -> None:
     """Forget the kinds, so that the next call takes the usual way."""
-    cache.step_plans, cache.known_appends = Memo(), Memo()
+    cache.prepared_steps, cache.known_appends = Memo(), Memo()
 
 
 def _equal_twice(cache: am.KVCache, q: Tensor, **options: object) -> bool:
@@ -101,7 +101,7 @@ def _heads_of_ranks() -> list[bool]:
     return [
         *same,
         *(torch.equal(x, part) for x, part in zip(merged, parts, strict=True)),
-        len(cache.step_plans) > 0,
+        len(cache.prepared_steps) > 0,
     ]
 
 

@@ -121,7 +121,7 @@ def test_few_queries_see_what_their_bounds_say() -> None:
         view = CacheView(keys, keys, torch.cat((index, index[:1])), state, None, DIM)
         query = DecodeQuery(random(1, 1, 2 + seed % 8, DIM), am.Causal(), Scaling(1.0), 50)
         found = runs_of(query, [view])
-        with mock.patch.object(cache_runs, "FEW", 0):
+        with mock.patch.object(cache_runs, "MAX_COUNTED_QUERIES", 0):
             wanted = runs_of(query, [view])
         assert [run[:4] for run in found] == [run[:4] for run in wanted]
         for one, other in zip(found, wanted, strict=True):

@@ -57,7 +57,7 @@ def _steps(gpu: EmulatedGPU, mesh: Any, name: str, options: dict[str, Any]) -> t
             out = am.decode(q, caches[0], **given)
         assert number < 2 or not waits or "forgets" in name, waits  # tokens that are left move now and then
         checks, launches = checks + checked.call_count, list(gpu.launches)
-        caches[1].step_plans, caches[1].known_appends = Memo(), Memo()
+        caches[1].prepared_steps, caches[1].known_appends = Memo(), Memo()
         caches[1].append(k, v)
         same.append(torch.equal(out.cpu(), am.decode(q, caches[1], **given).cpu()))
     held = [(cache.keys.cpu()[:, :, : cache.used], cache.shard.token_index.cpu()[: cache.used]) for cache in caches]

@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM
 import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh import errors
-from attnmesh.comm.host_linear import MOST_ROWS, HostLinear
+from attnmesh.comm.host_linear import MAX_SHARED_ROWS, HostLinear
 from attnmesh.hf import shared_weights
 from attnmesh.hf.shared_weights import SharedConv1D, SharedLinear
 from attnmesh.hf.transformers_names import Conv1D
-from attnmesh.kernels.implementations.native import NO_MEMORY
+from attnmesh.kernels.native.abi import NO_MEMORY
 from attnmesh.kernels.native.build import library
 from tests.support import families
 from tests.support.families import STOCK, prompt
@@ -562,9 +562,9 @@ def test_more_rows_than_a_call_takes_are_computed_by_each_rank() -> None:
     with counted_calls() as calls, torch.no_grad():
         model = hf.share_weights(families.model("llama", "attnmesh", **SIZES), None)
         cache = hf.ShardedCache(model.config, None)
-        model(prompt(MOST_ROWS[torch.float32] + 1), past_key_values=cache)
+        model(prompt(MAX_SHARED_ROWS[torch.float32] + 1), past_key_values=cache)
         assert not calls
-        model(prompt(MOST_ROWS[torch.float32]), past_key_values=cache)
+        model(prompt(MAX_SHARED_ROWS[torch.float32]), past_key_values=cache)
         assert set(calls) == {1}  # which layers share an input is not known yet
         calls.clear()
         model(prompt(1), past_key_values=cache)

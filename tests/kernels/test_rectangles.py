@@ -1,3 +1,5 @@
+"""Rectangles: every visible pair is in one of them, and no other pair; plain problems are few."""
+
 import pytest
 import torch
 from hypothesis import given
@@ -14,7 +16,7 @@ pytestmark = pytest.mark.quick
 
 
 def covered(rectangles: list[Rectangle], rows: int, keys: int) -> torch.Tensor:
-    """How often each pair is in a block."""
+    """How often each pair is in a rectangle."""
     count = torch.zeros(rows, keys, dtype=torch.long)
     for rectangle in rectangles:
         count[rectangle.queries, rectangle.keys] += rectangle.visible()
@@ -26,7 +28,7 @@ def band(mask: Mask, length: int, shards: int = 1, q: int = 0, k: int = 0, layou
 
 
 @given(st.integers(0, 2**48))
-def test_every_visible_pair_is_in_one_block_and_no_other_pair(seed: int) -> None:
+def test_every_visible_pair_is_in_one_rectangle_and_no_other_pair(seed: int) -> None:
     problem = draw(seed)
     total = [
         torch.arange(n) if p is None else p.sort().values
@@ -55,7 +57,7 @@ def test_keys_in_order_need_no_positions() -> None:
         (am.Window(100), ["causal", *["masked"] * 8]),
     ],
 )
-def test_a_plain_problem_is_few_plain_blocks(mask: Mask, kinds: list[str]) -> None:
+def test_a_plain_problem_is_few_plain_rectangles(mask: Mask, kinds: list[str]) -> None:
     assert [kind(rectangle) for rectangle in cut(band(mask, 1024))] == kinds
 
 
@@ -64,7 +66,7 @@ def kind(rectangle: Rectangle) -> str:
 
 
 @pytest.mark.parametrize("layout", [am.Contiguous(), am.Zigzag(), am.Striped()])
-def test_shards_of_a_causal_problem_are_few_plain_blocks(layout: Layout) -> None:
+def test_shards_of_a_causal_problem_are_few_plain_rectangles(layout: Layout) -> None:
     for q in range(4):
         for k in range(4):
             rectangles = cut(band(am.Causal(), 4096, 4, q, k, layout))
@@ -72,7 +74,7 @@ def test_shards_of_a_causal_problem_are_few_plain_blocks(layout: Layout) -> None
             assert all(rectangle.band is None for rectangle in rectangles)
 
 
-def test_most_pairs_of_many_runs_are_in_blocks_of_many_rows() -> None:
+def test_most_pairs_of_many_runs_are_in_rectangles_of_many_rows() -> None:
     rectangles = cut(Band.of(am.Causal(), am.Striped(128).positions(8192, 2, 1), 8192))
     assert len(rectangles) == 2 * 8192 // (2 * 128)  # as many as if each run attended all earlier keys
     rows = {2048: 1, 1024: 2, 512: 4, 256: 8}

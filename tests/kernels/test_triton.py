@@ -22,6 +22,7 @@ from attnmesh.core.partial import Partial, merge_stack, with_sinks
 from attnmesh.core.scaling import Scaling
 from attnmesh.decoding.decode_step import DecodeStep
 from attnmesh.decoding.prepared_step import new_prepared_step
+from attnmesh.decoding.step_checks import StepInputs
 from attnmesh.errors import KernelError
 from attnmesh.kernels import selected_keys as selected
 from attnmesh.kernels import stacked_merge as merging
@@ -140,7 +141,7 @@ def test_a_step_reads_nothing_from_the_device(mask: Mask, padded: bool, reproduc
     held, where = cache.shard.view, (Axis(), Axis(), 16, 150, 8)
     step = DecodeStep(*where, mask, Scaling(8**-0.5), "auto", "replicated", reproducible, "triton")
     with NoHostReads():
-        given, _ = new_prepared_step(q, held, step).compute(q, [held], sinks, 0)
+        given, *_ = new_prepared_step(q, held, step).compute(StepInputs(q, (), sinks), [held], 0)
     assert torch.equal(given, expected)
 
 

@@ -84,7 +84,7 @@ def _check_step(step, me, peers, chunk, befores, held=None):  # type: ignore[no-
         assert len(sent) == count
         arriving.append(befores[peer][sent])
     arrived = torch.cat(arriving)
-    assert torch.equal(arrived if step.order is None else arrived[step.order], step.positions)
+    assert torch.equal(arrived if step.permutation is None else arrived[step.permutation], step.positions)
     for peer, tokens in step.send:
         assert dict(peers[peer].receive)[me] == len(tokens)
     for peer, mine in step.return_from:

@@ -1,3 +1,5 @@
+"""`attention` on one device: its defaults, options and sinks."""
+
 from typing import Any
 
 import pytest

@@ -26,7 +26,7 @@ from attnmesh.mesh_attention import latents as latent
 from tests.support import problems
 from tests.support.emulated_gpu import EmulatedGPU
 from tests.support.emulated_nccl import world
-from tests.support.live import LiveTensors
+from tests.support.live_tensors import LiveTensors
 from tests.support.mesh_problems import SAMPLES, MeshProblem, check, draw_selected, named_mesh, run
 from tests.support.pool import Pool
 from tests.support.seeds import batches_by_ranks, seeds

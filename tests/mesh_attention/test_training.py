@@ -17,9 +17,9 @@ from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.dense import truth
 from tests.support.mesh_problems import MeshProblem, named_mesh
 from tests.support.mesh_problems import run as run_problem
+from tests.support.models.tiny_decoder import Decoder, sequences, summed_loss
 from tests.support.pool import SIZES, Pool
 from tests.support.seeds import rotated
-from tests.support.tiny import Decoder, sequences, summed_loss
 
 LENGTH = 47
 """A prime: no number of ranks divides it, so shards are uneven."""

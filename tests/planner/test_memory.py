@@ -12,7 +12,7 @@ from attnmesh.mesh.schedule import EXCHANGES
 from attnmesh.mesh.shapes import Shape
 from attnmesh.planner.cost import cost
 from benchmarks import peers, prefill
-from tests.support.live import LiveTensors
+from tests.support.live_tensors import LiveTensors
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.quick

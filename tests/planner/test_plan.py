@@ -1,113 +1,27 @@
-"""The planner, its clusters and its traffic: laws that hold on any machine, and errors."""
+"""The planner: laws that hold on any machine, and errors."""
 
-import math
 from dataclasses import replace
-from itertools import product
-from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import attnmesh as am
 from attnmesh.comm.topology import surroundings
-from attnmesh.core.mask import Mask
 from attnmesh.errors import ClusterError, DtypeError, KernelError, MaskError, ShapeError
-from attnmesh.mesh.axes import Axis, Mesh, flat_axis
+from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.candidate import Candidate
-from attnmesh.mesh.cluster import PRESETS, Cluster
-from attnmesh.mesh.merge_cost import MergeGroup, Payload
-from attnmesh.mesh.merges import MERGES
+from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.rates import Device, Link
-from attnmesh.mesh.schedule import Problem, schedule
-from attnmesh.mesh.shapes import AXES, Shape, elements, rank_grid
-from attnmesh.mesh.traffic import FLOWS, tiles, traffic
+from attnmesh.mesh.schedule import Problem
+from attnmesh.mesh.shapes import Shape, elements
+from attnmesh.mesh.traffic import traffic
 from attnmesh.planner.cost import cost
 from attnmesh.planner.plan import candidates
 from attnmesh.planner.workload import Workload
-from attnmesh.setup import measure_shares
-from attnmesh.setup.measure import MeasuredRanks, measure_link
 from tests.support.pool import Pool
-from tests.support.seeds import pairs
 
 pytestmark = pytest.mark.quick
-
-MASKS = [am.Full(), am.Causal(), am.Window(20), am.Causal() & am.Documents([30, 50, 41]), am.Causal() & am.Chunks(30)]
-SHAPES = [Shape(1, 4, 1), Shape(1, 2, 3), Shape(2, 2, 2), Shape(1, 1, 4), Shape(1, 3, 3), Shape(1, 5, 1)]
-
-
-@pytest.mark.parametrize(("mask", "layout"), pairs(MASKS, [am.Zigzag(), am.Contiguous(), am.Striped(2)], 8))
-def test_predicted_traffic_is_what_the_executor_sends(mask: Mask, layout: am.Zigzag) -> None:
-    """Counts for all ranks at once equal the sums over schedules, whichever ranks share a host."""
-    for shape in SHAPES:
-        problem = Problem(mask, shape, layout, layout, 121, 121)
-        places = list(product(range(shape.queries), range(shape.keys)))
-        bulk, ring = ([schedule(problem, *place, ring) for place in places] for ring in (False, True))
-        rows = sum(count for one in bulk for _, count in one.query_step.receive)
-        columns = sum(count for one in bulk for _, count in one.key_steps[0].receive)
-        hops = sum(count for one in ring for step in one.key_steps for _, count in step.receive)
-        back = sum(
-            len(tokens)
-            for (r, _), one in zip(places, ring, strict=True)
-            for step in one.key_steps
-            for peer, tokens in step.return_to
-            if peer != r
-        )
-        back += sum(count for one in ring for step in one.gradient_steps if step for _, count in step.receive)
-        for tile in tiles(shape, math.gcd(shape.ranks, 2)):
-            moves = traffic(problem, tile)
-            for flow, count, times in (
-                (moves.rows, rows, 1),
-                (moves.columns, columns, 1),
-                (moves.hop, hops, shape.queries - 1),
-                (moves.hop_back, back, shape.queries - 1),
-            ):
-                assert times * (flow.inside.total + flow.between.total) == pytest.approx(count, abs=1e-2)
-                assert flow.inside.rank <= flow.inside.host + 1e-6
-            for counted, schedules in ((moves.pairs, [one.bands[0] for one in bulk]),) + tuple(
-                (step, [one.bands[t] for one in ring]) for t, step in enumerate(moves.steps)
-            ):
-                pairs = [float(band.high.sub(band.low).clamp(min=0).sum()) for band in schedules]
-                assert counted == (max(pairs), pytest.approx(sum(pairs) / len(pairs)))
-            both = [
-                sum(count for _, count in one.query_step.receive)
-                + sum(len(tokens) for peer, tokens in one.query_step.return_from if peer != c)
-                for (_, c), one in zip(places, bulk, strict=True)
-            ]
-            if tile.keys == 1:
-                assert max(both) == moves.both_ways.between.rank
-
-
-@pytest.mark.parametrize("mask", MASKS[:3], ids=str)
-def test_a_long_problem_is_counted_on_a_short_one(mask: Mask) -> None:
-    shape = Shape(1, 4, 2)
-    one, two = (
-        traffic(Problem(m, shape, am.Zigzag(), am.Zigzag(), n, n), Shape(1, 2, 1))
-        for m, n in ((mask, 4096), (Mask(min(mask.left * 64, 1 << 60), mask.right), 4096 * 64))
-    )
-    for name in FLOWS:
-        assert getattr(two, name).between.total == pytest.approx(64 * getattr(one, name).between.total, rel=0.03)
-    wider = 64 if mask.left > 20 else (64 * 20 + 1) / (20 + 1)
-    assert two.pairs == pytest.approx(one.pairs.times(64 * wider), rel=0.03)
-
-
-@pytest.mark.parametrize(("length", "left"), [(4096, 16), (100_000, 16), (10**6, 100), (10**8, 1024), (10**9, 1024)])
-def test_a_short_window_in_a_long_sequence(length: int, left: int) -> None:
-    """By hand: each query has left + 1 pairs, and left keys cross each of the 3 edges between runs."""
-    shape = Shape(1, 4, 1)
-    moves = traffic(Problem(am.Window(left), shape, am.Contiguous(), am.Contiguous(), length, length), Shape(1, 1, 1))
-    assert moves.pairs.most == pytest.approx(length / 4 * (left + 1), rel=0.05)
-    assert moves.columns.between.total == pytest.approx(3 * left, rel=0.1)
-
-
-@pytest.mark.parametrize("length", [10**5, 10**7])
-def test_short_documents_in_a_long_sequence(length: int) -> None:
-    """By hand: a document of 50 has 50 * 51 / 2 pairs; only keys of documents on an edge between runs travel."""
-    mask = am.Causal() & am.Documents([50] * (length // 50))
-    moves = traffic(Problem(mask, Shape(1, 8, 1), am.Contiguous(), am.Contiguous(), length, length), Shape(1, 1, 1))
-    assert moves.pairs.most == pytest.approx(length / 50 / 8 * 50 * 51 / 2, rel=0.05)
-    assert moves.columns.between.total <= 7 * 50
 
 
 @pytest.mark.parametrize("cluster", ["dgx-h100", "local"])
@@ -147,15 +61,6 @@ def test_no_plan_is_faster_than_its_bytes(phase: str) -> None:
     assert {candidate.exchange for candidate, _ in found} == {"bulk", "pipelined", "ring"}
     for candidate, predicted in found:
         assert predicted.seconds >= 0.999 * predicted.between / 16 / rate, candidate
-
-
-def test_a_host_holds_a_tile() -> None:
-    for shape, ranks in ((Shape(2, 4, 4), 8), (Shape(1, 6, 2), 4), (Shape(1, 7, 1), 7), (Shape(3, 1, 5), 1)):
-        for tile in tiles(shape, ranks):
-            grid = rank_grid(shape, tile)
-            assert sorted(grid.flatten().tolist()) == list(range(shape.ranks))
-            h, r, c = (slice(0, n) for n in tile)
-            assert sorted(grid[h, r, c].flatten().tolist()) == list(range(ranks))
 
 
 @pytest.mark.parametrize("phase", ["training", "prefill", "decode"])
@@ -221,14 +126,6 @@ def test_on_slow_links_the_fastest_placement_sends_little_between_hosts() -> Non
         assert sent[0] < max(sent)
 
 
-@pytest.mark.parametrize("how", MERGES)
-def test_merges_cost_more_on_more_ranks(how: str) -> None:
-    cluster, seconds = am.Cluster.preset("dgx-h100"), []
-    for ranks in (2, 8, 16, 64, 128):
-        seconds.append(MERGES[how].seconds(MergeGroup(ranks, min(8, ranks)), Payload(128.0, 128), cluster))
-    assert seconds == sorted(seconds)
-
-
 def test_mesh_of_a_plan(pool: Pool) -> None:
     assert pool.run(4, meshes_of_plans) == [[True, True, True]] * 4
 
@@ -265,35 +162,6 @@ def error_with_few_tokens(length: int) -> float:
 @pytest.mark.parametrize("length", [1, 2, 3, 5])
 def test_auto_is_the_same_exchange_on_ranks_without_tokens(pool: Pool, length: int) -> None:
     assert max(pool.run(4, error_with_few_tokens, length)) < 1e-4
-
-
-def test_measuring_takes_seconds_and_finds_the_same_on_all_ranks(pool: Pool) -> None:
-    found = pool.run(4, measured)
-    assert all(one == found[0] for one in found)
-    assert (found[0].hosts, found[0].ranks) == (1, 4)
-    assert found[0].inside.rate > 1e6
-    assert Cluster.of_record(found[0].record()) == found[0]
-
-
-def measured() -> Cluster:
-    """Measure links twice, where rank 0 is in one group more than the others: both have hung."""
-    dist.new_group([0])
-    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=AXES)
-    measure_link(MeasuredRanks.of(flat_axis(mesh, AXES), torch.device("cpu")), between=False)
-    with patch.object(measure_shares, "LEAST", 0.05):
-        return Cluster.measure(mesh)
-
-
-def test_one_rank_is_measured_too() -> None:
-    found = Cluster.measure(None)
-    assert found.world == 1
-    assert am.plan(Workload(4, 2, 16, 64, dtype="float32"), found)[0].bytes == (0, 0)
-
-
-@pytest.mark.parametrize("name", [name for name in PRESETS if name != "local"])
-def test_presets_name_the_sources_of_their_constants(name: str) -> None:
-    sources = dict(PRESETS[name].sources)
-    assert {"device", "inside" if PRESETS[name].ranks > 1 else "between", "the rest"} <= set(sources)
 
 
 DEVICE, LINK = Device(1e12, 1e12, 1e12, 1e9), Link(1e-6, 1e9, 1e9)
@@ -399,12 +267,6 @@ def test_a_decode_step_under_a_window_holds_and_reads_the_window() -> None:
     chunks = Workload(16, 8, 256, 10**5, phase="decode", q_len=5, mask=am.Causal() & am.Chunks(512))
     assert chunks.kept == 516
     assert Workload(16, 8, 256, 10**5, phase="prefill", mask=mask).kept == 10**5
-
-
-def test_surroundings_of_one_rank() -> None:
-    one = Mesh(Axis(), Axis(), Axis())
-    cluster, tile = surroundings(one, torch.device("cpu"))
-    assert (cluster.world, tile) == (1, Shape(1, 1, 1))
 
 
 def test_latents_have_the_bytes_and_the_memory_of_one_head() -> None:

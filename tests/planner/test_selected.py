@@ -132,7 +132,7 @@ def test_tokens_that_fit_leave_room_for_index_keys() -> None:
     assert model.workload.selected == am.Selected(2048, 64, 128, layers=61, indexers=61)
     token = 61 * (512 + 64 + 128) * 2
     for one in serving(model, am.Cluster.preset("dgx-h100", 4)):
-        ranks = 32 // one.way.tp  # that share the keys
+        ranks = 32 // one.sharding.tp  # that share the keys
         assert one.keys == pytest.approx(MILLION * token / ranks)
         assert one.tokens == max(0, int((80e9 - one.weights) * ranks / token))
 

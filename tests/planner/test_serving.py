@@ -13,7 +13,7 @@ from attnmesh.hf.model_size import model_size, other_layers
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.rates import NO_LINK, Device, Link
 from attnmesh.planner.decode_cost import Experts, SharedLayers
-from attnmesh.planner.serving import Model, Serving, chosen, over_hosts, serving, why_whole
+from attnmesh.planner.serving import ModelSizes, ServingPlan, chosen, over_hosts, serving, why_whole
 from tests.support import families
 from tests.support.families import prompt
 from tests.support.models.tiny_models import Case, build
@@ -29,10 +29,12 @@ LLAMA_70B = LlamaConfig(
 )
 
 
-def ways(length: int = 1_000_000, hosts: int = 2) -> dict[tuple[int, bool], Serving]:
+def ways(length: int = 1_000_000, hosts: int = 2) -> dict[tuple[int, bool], ServingPlan]:
     """Return the ways to serve Llama 3 70B by the ranks that share its weights."""
     model = model_size(LLAMA_70B, length=length, phase="decode")
-    return {(one.way.tp, one.way.is_joint): one for one in serving(model, am.Cluster.preset("dgx-h100", hosts))}
+    return {
+        (one.sharding.tp, one.sharding.is_joint): one for one in serving(model, am.Cluster.preset("dgx-h100", hosts))
+    }
 
 
 def test_a_price_leaves_the_configuration_as_it_is() -> None:
@@ -63,7 +65,7 @@ def test_ways_that_fit_come_first_and_the_fastest_of_them() -> None:
     assert fitting == sorted(fitting, reverse=True)
     times = [one.seconds for one, fits in zip(found, fitting, strict=True) if fits]
     assert times == sorted(times)
-    assert found[0].way.is_joint
+    assert found[0].sharding.is_joint
 
 
 def test_the_first_token_takes_products_attention_and_all_reduces() -> None:
@@ -131,7 +133,7 @@ def test_twice_as_many_tokens_fit_in_8_bits() -> None:
         for storage in (None, "int8")
     )
     tokens, keys = (
-        [{(one.way.tp, one.way.is_joint): getattr(one, field) for one in found} for found in (plain, stored)]
+        [{(one.sharding.tp, one.sharding.is_joint): getattr(one, field) for one in found} for found in (plain, stored)]
         for field in ("tokens", "keys")
     )
     for way in tokens[0]:
@@ -150,15 +152,15 @@ def test_a_storage_is_planned_in_decoding_alone() -> None:
 
 def test_ranks_that_divide_no_heads_are_refused() -> None:
     work = am.Workload(7, 7, 64, 1000, phase="decode")
-    model = Model(work, 448, 2, lambda ranks, _: 1000 // ranks)
+    model = ModelSizes(work, 448, 2, lambda ranks, _: 1000 // ranks)
     found = serving(model, am.Cluster.preset("dgx-h100", 1))
-    assert {one.way.tp: one.plan.shape for one in found if one.ranks == 8} == {1: (1, 1, 8)}
+    assert {one.sharding.tp: one.plan.shape for one in found if one.ranks == 8} == {1: (1, 1, 8)}
     sum_itemsize = serving(model, am.Cluster.preset("dgx-h100", 1, 7))
-    assert {(one.way.tp, one.way.is_joint) for one in sum_itemsize} == {(1, False), (7, False), (7, True)}
+    assert {(one.sharding.tp, one.sharding.is_joint) for one in sum_itemsize} == {(1, False), (7, False), (7, True)}
 
 
 def test_weights_that_do_not_fit_leave_no_token() -> None:
-    model = Model(am.Workload(8, 8, 64, 1000, phase="decode"), 512, 2, lambda ranks, _: 10**13 // ranks)
+    model = ModelSizes(am.Workload(8, 8, 64, 1000, phase="decode"), 512, 2, lambda ranks, _: 10**13 // ranks)
     assert {one.tokens for one in serving(model, am.Cluster.preset("dgx-h100", 1))} == {0}
     with pytest.raises(ClusterError):
         am.plan(am.Workload(8, 8, 64, 10**12, phase="decode"), am.Cluster.preset("dgx-h100", 1))
@@ -167,10 +169,10 @@ def test_weights_that_do_not_fit_leave_no_token() -> None:
 LAYERS = SharedLayers(2 * 10**8, (960, 576, 3072, 576) * 30 + (49152,), most_rows=32, most_ranks=15, board=131_008)
 
 
-def model_of_cpus(rows: int = 1) -> Model:
+def model_of_cpus(rows: int = 1) -> ModelSizes:
     """Return a model whose 200 MB of weights in float32 ranks can share, and 1 MB that they cannot."""
     work = am.Workload(9, 3, 64, 4000, layers=30, dtype="float32", phase="decode", batch=rows)
-    return Model(work, 576, 30, lambda ranks, _: 201 * 10**6 // ranks, active=5 * 10**7, shared=LAYERS)
+    return ModelSizes(work, 576, 30, lambda ranks, _: 201 * 10**6 // ranks, active=5 * 10**7, shared=LAYERS)
 
 
 def cpus(hosts: int = 1, ranks: int = 2) -> Cluster:
@@ -204,8 +206,8 @@ def test_ranks_that_share_layers_read_their_part_and_exchange_outputs() -> None:
 def test_ranks_of_a_host_hold_its_pages_once_and_those_of_gpus_hold_copies() -> None:
     whole = model_of_cpus().weights(1, False)
     for cluster, held in ((cpus(2, 2), whole / 2), (cpus(2, 1), whole), (am.Cluster.preset("dgx-h100", 1), whole)):
-        assert {way.weights for way in serving(model_of_cpus(), cluster) if way.way.tp == 1} == {held}
-    split = [way for way in serving(model_of_cpus(), cpus(ranks=3)) if way.way.tp == 3]
+        assert {way.weights for way in serving(model_of_cpus(), cluster) if way.sharding.tp == 1} == {held}
+    split = [way for way in serving(model_of_cpus(), cpus(ranks=3)) if way.sharding.tp == 3]
     assert {way.weights for way in split} == {whole // 3}
 
 
@@ -249,7 +251,7 @@ def test_the_fastest_way_is_chosen_and_it_depends_on_the_price_of_an_exchange() 
         ways = serving(model_of_cpus(), cluster)
         found = chosen(ways, 2)
         assert found.together == together
-        assert found.seconds == min(way.seconds for way in ways if way.ranks == 2 and way.way.tp == 1)
+        assert found.seconds == min(way.seconds for way in ways if way.ranks == 2 and way.sharding.tp == 1)
         assert chosen(ways, 2, together=False).together == 1
         assert found.shape == (1, 2, 1)  # a prompt sends its keys, which are fewer than its queries
 
@@ -268,7 +270,7 @@ def test_the_fastest_way_is_chosen_and_it_depends_on_the_price_of_an_exchange() 
 def test_where_ranks_share_no_layers(rows: int, cluster: Cluster, why: str | None) -> None:
     model = model_of_cpus(rows)
     assert why_whole(model, cluster) == why
-    assert any(way.way.together for way in serving(model, cluster)) == (why is None)
+    assert any(way.sharding.together for way in serving(model, cluster)) == (why is None)
     assert why_whole(replace(model, shared=None), cpus()) == "none of them is a linear layer that ranks can share"
 
 

@@ -21,7 +21,7 @@ from attnmesh.mesh.candidate import Candidate
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.rates import Device, Link
 from attnmesh.mesh.reduction_tree import tree
-from attnmesh.mesh.schedule import EXCHANGES, Problem, Step, schedule
+from attnmesh.mesh.schedule import EXCHANGES, ExchangeStep, Problem, schedule
 from attnmesh.mesh.shapes import Shape, rank_grid
 from attnmesh.mesh.traffic import tiles
 from attnmesh.planner.cost import cost
@@ -72,7 +72,7 @@ def simulated(cluster: Cluster, stages: list[list[Message]]) -> float:
 
 
 def along(
-    candidate: Candidate, keys: bool, steps: dict[tuple[int, int], Step], size: float, *, back: bool
+    candidate: Candidate, keys: bool, steps: dict[tuple[int, int], ExchangeStep], size: float, *, back: bool
 ) -> list[Message]:
     """Return the messages of one exchange along columns or rows, from the schedules of all ranks."""
     ranks, found = rank_grid(candidate.shape, candidate.tile), []

@@ -22,7 +22,7 @@ from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store import folder_shard
 from attnmesh.store.journal import SIZE, Journal
 from attnmesh.store.layer_files import PIECE
-from tests.support.growing import grow, rows
+from tests.support.growing_caches import grow, rows
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
 
@@ -125,7 +125,7 @@ def live_on_ranks(path: Path, shape: Shape) -> list[bool]:
     mesh, found = named_mesh(shape, AXES), []
     cache, twin = am.KVCache(mesh, **SIZES, folder=path), am.KVCache(mesh, **SIZES)
     length, shards = 2 * PIECE + 37, shape.queries * shape.keys
-    positions = am.Zigzag().positions(length, shards, cache.tokens.index)
+    positions = am.Zigzag().positions(length, shards, cache.token_axis.index)
     if shape.heads == 1:
         part = [x[:, :, positions] for x in rows(0, length)]
         cache.append_shard(*part, positions), twin.append_shard(*part, positions)

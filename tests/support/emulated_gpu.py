@@ -413,8 +413,8 @@ def _patch_package(gpu: EmulatedGPU, stack: ExitStack) -> None:
     }
     stack.enter_context(patch.multiple("attnmesh.kernels.implementations.cuda", **takes))
     # Calls of a known kind check nothing, of emulated tensors too.
-    plain = {*traced.PLAIN, EmulatedTensor}
-    stack.enter_context(patch.multiple(traced, PLAIN=plain, modes=lambda: 0))
+    plain = {*traced.PLAIN_TENSORS, EmulatedTensor}
+    stack.enter_context(patch.multiple(traced, PLAIN_TENSORS=plain, modes=lambda: 0))
 
 
 def on_host(x: Any) -> Any:

@@ -27,8 +27,8 @@ from typing import Any
 from attnmesh.cli.launch import Processes
 
 PRELOADED = [
-    "tests.support.garbage",
-    "tests.support.economy",
+    "tests.support.gc_settings",
+    "tests.support.compiler_settings",
     "tests.support.interpreted",
     "torch._dynamo",
     "torch.distributed.fsdp",
@@ -37,13 +37,13 @@ PRELOADED = [
     "tests.support.emulated_nccl",
     "tests.support.families",
     "tests.support.mesh_problems",
-    "tests.support.tiny",
+    "tests.support.models.tiny_decoder",
     "tests.support.worlds",
     "attnmesh.cli.generate_worker",
     "benchmarks.netns",
     *(f"transformers.models.{family}.modeling_{family}" for family in ("gemma3", "gpt_oss", "llama", "mistral")),
     *(f"transformers.models.{family}.modeling_{family}" for family in ("qwen2", "qwen3")),
-    "tests.support.warm",
+    "tests.support.warm_up",
 ]
 """Imported once, in the process that ranks are forked from, or each rank would take seconds for each."""
 

@@ -1,3 +1,5 @@
+"""The emulated GPU computes as one, and records each wait of the host."""
+
 from collections.abc import Callable
 
 import pytest

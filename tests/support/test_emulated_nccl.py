@@ -1,3 +1,5 @@
+"""The emulated NCCL delivers messages, and reports those that would hang or differ."""
+
 import re
 import time
 from typing import Any

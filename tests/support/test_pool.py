@@ -1,3 +1,5 @@
+"""The pool of ranks: worlds start once, errors come back, and hangs end at their deadline."""
+
 import os
 import time
 

@@ -93,7 +93,7 @@ class TokenCounts:
         over = {rank: count for rank, count in enumerate(self.counts(length)) if count > slots(rank)}
         if over:
             turns = self.block_cyclic.turns
-            needed = {rank: -(-count * turns[rank].size // turns[rank].width) for rank, count in over.items()}
+            needed = {rank: -(-count * turns[rank].period // turns[rank].width) for rank, count in over.items()}
             worst = max(needed, key=lambda rank: needed[rank])
             given = f"{over[worst]} tokens on a rank of {slots(worst)} slots"
             fix = f"call cache.reserve({needed[worst]}) on every rank, or prefill in cache.layout"

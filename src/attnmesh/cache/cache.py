@@ -17,19 +17,19 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.cache.cache_config import Sizes, check_hot, check_in_folder
+from attnmesh.cache.cache_config import CacheSizes, check_hot, check_in_folder
 from attnmesh.cache.new_tokens import NewTokens, append_known, append_signature, stored, swap_tokens_for_heads
 from attnmesh.cache.pages import PagedCache
 from attnmesh.cache.replicas import LocalShards, check_placement
 from attnmesh.cache.saved_cache import FolderLayer, SavedCache, SavedPieces, open_folder
 from attnmesh.cache.tiered_shard import TieredShard, in_tiers, shards_in_memory
-from attnmesh.comm.transport import transport_of
+from attnmesh.comm.transport import flat_axis, transport_of
 from attnmesh.core.digest import fingerprints, history_checksum
 from attnmesh.core.mask import Mask
 from attnmesh.errors import StoreError, check_count, require
 from attnmesh.guard.agreement import Agreement, CallRecord, prepare_merges
 from attnmesh.guard.argument_checks import check_checked
-from attnmesh.mesh.axes import Mesh, flat_axis
+from attnmesh.mesh.axes import Mesh
 from attnmesh.runtime.memo import Memo
 from attnmesh.setup.init_mesh import device_fault, device_for
 
@@ -118,7 +118,7 @@ class KVCache(PagedCache, SavedCache):
     ) -> None:
         columns = 0 if values == "none" else head_dim
         widths = head_dim, columns if value_dim is None else value_dim
-        sizes = Sizes(batch, kv_heads, *widths, capacity, block, dtype, values, mask, keep, storage, hot)
+        sizes = CacheSizes(batch, kv_heads, *widths, capacity, block, dtype, values, mask, keep, storage, hot)
         self.device_mesh, self.mesh, self.device = mesh, Mesh.of(mesh), device_for(mesh, device)
         fields = {**vars(sizes), "device": self.device.type, "checked": checked, "copies": copies}
         ranks = self.mesh.queries.size * self.mesh.keys.size
@@ -131,25 +131,25 @@ class KVCache(PagedCache, SavedCache):
             check_hot(sizes, copies)
             if folder is not None:
                 check_in_folder(sizes, self.device, copies, shares)
-        self.tokens = flat_axis(mesh, ("queries", "keys"))  # makes a group, which all ranks have to do together
+        self.token_axis = flat_axis(mesh, ("queries", "keys"))  # makes a group, which all ranks have to do together
         self.calls = CallRecord(self.mesh, self.device, checked)
         self.history_checksum = 0  # of padding and reorders so far
         self.changes = 0  # truncations and reorders so far: `recover` needs caches that have grown alike
         self.saved = SavedPieces()
         self.known_appends = Memo[bool]()  # signatures of new tokens that this cache and its forks have checked
-        self.step_plans = Memo[Any]()  # of steps on this cache and its forks, which `decoding` makes
-        for axis in (self.tokens, self.mesh.heads):
+        self.prepared_steps = Memo[Any]()  # of steps on this cache and its forks, which `decoding` makes
+        for axis in (self.token_axis, self.mesh.heads):
             transport_of(axis, self.device)
-        if self.tokens.size > 1 and self.device.type == "cpu":
-            prepare_merges(self.tokens)
+        if self.token_axis.size > 1 and self.device.type == "cpu":
+            prepare_merges(self.token_axis)
         in_memory = shards_in_memory(sizes, self.mesh, self.device, shares)
-        with self._opened(folder) as place:
+        with self._opened(folder) as opened:
             with Agreement(self.mesh, "KVCache"):
-                old = in_memory if place is None else place.folder.shards(place.layer, sizes, self.calls.fail)
+                old = in_memory if opened is None else opened.folder.shards(opened.layer, sizes, self.calls.fail)
                 make = in_tiers(old, sizes, self.device, self.calls.fail)
-                self.shards = sizes.allocating()(partial(LocalShards, self.tokens, copies, make))()
-            if place is not None:
-                place.folder.settle(place.layer, self.shards)
+                self.shards = sizes.allocating()(partial(LocalShards, self.token_axis, copies, make))()
+            if opened is not None:
+                opened.folder.settle(opened.layer, self.shards)
 
     @contextmanager
     def _opened(self, folder: str | Path | FolderLayer | None) -> Iterator[FolderLayer | None]:
@@ -157,7 +157,7 @@ class KVCache(PagedCache, SavedCache):
         if folder is None or isinstance(folder, FolderLayer):
             yield folder
             return
-        opened = open_folder(folder, self.mesh, self.tokens)
+        opened = open_folder(folder, self.mesh, self.token_axis)
         layers = len(opened.manifest.sizes)
         fix = "call hf.ShardedCache(config, mesh, folder=path)"
         with opened.released_on_error():
@@ -275,7 +275,7 @@ class KVCache(PagedCache, SavedCache):
         with self.calls.agreement("append_shard", fields, always=True) as agreement:
             NewTokens(k, v, token_mask).check_shard(self.sizes, self.device, positions, self.mesh.ranks)
             check_count("append_shard queries", queries, "count the last tokens to decode")
-            agreement.numbers = self.shard.block_cyclic.numbers_of(self.tokens.index, positions)
+            agreement.payload = self.shard.block_cyclic.numbers_of(self.token_axis.index, positions)
         table = agreement.table
         counts, more = self.shards.counts.with_shards(start, table), sum(count for count, *_ in table)
         self.sizes.check_token_mask("append_shard", token_mask, more)
@@ -320,7 +320,7 @@ class KVCache(PagedCache, SavedCache):
         with self.calls.agreement("truncate", {"to": length, "tokens": before}, always=always) as agreement:
             self.shards.check_length(length, before)
             if always:
-                agreement.numbers = self.tokens.index, self.shard.count_before(length)
+                agreement.payload = self.token_axis.index, self.shard.count_before(length)
         with self._on_files("truncate"):
             self.shards.truncate(length, agreement.table)
         self.saved.forget(self.used)

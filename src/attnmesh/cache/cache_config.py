@@ -19,16 +19,17 @@ from attnmesh.guard.argument_checks import check_same_kind, swap_first
 from attnmesh.runtime.machine import is_out_of_memory
 
 NUMBERS = ("batch", "kv_heads", "head_dim", "value_dim", "capacity", "block")
+"""Fields of `CacheSizes` that are whole numbers."""
 
 LARGEST = 2**48
-"""The largest of these numbers: products of several fit 64 bits, or PyTorch says that they do not."""
+"""The largest of the numbers of a cache: products of several fit 64 bits, or PyTorch says that they do not."""
 
 VALUES = ("separate", "prefix", "none")
 """Values of `values=`. A file holds their numbers, and with them those of `storage=`."""
 
 
 @dataclass(frozen=True)
-class Sizes:
+class CacheSizes:
     """Sizes of one layer's keys and values over all ranks."""
 
     batch: int
@@ -52,7 +53,7 @@ class Sizes:
         return min(self.capacity, self.mask.longest_row(self.capacity) + self.keep)
 
     @cached_property
-    def layer_sizes(self) -> "Sizes":
+    def layer_sizes(self) -> "CacheSizes":
         """The sizes without those that caches in one call may differ in."""
         return replace(self, capacity=1, block=1, keep=0, hot=None)
 
@@ -154,12 +155,12 @@ class Sizes:
         return [*numbers, VALUES.index(self.values) + len(VALUES) * storage, *window]
 
     @staticmethod
-    def decode(code: list[int]) -> "Sizes":
+    def decode(code: list[int]) -> "CacheSizes":
         """Return the sizes that `encode` wrote."""
         batch, kv_heads, head_dim, value_dim, capacity, block, dtype, *more = code
         numbers = batch, kv_heads, head_dim, value_dim, capacity, block, getattr(torch, DTYPES[dtype])
         storage, values = divmod(more[0] if more else 0, len(VALUES))
-        sizes = Sizes(*numbers, VALUES[values], storage=(None, *STORAGES)[storage])
+        sizes = CacheSizes(*numbers, VALUES[values], storage=(None, *STORAGES)[storage])
         return replace(sizes, keep=more[1], mask=Mask.decode(more[2:])) if more[1:] else sizes
 
     def check_new(self, subject: str, k: Tensor, v: Tensor | None, device: torch.device) -> None:
@@ -244,14 +245,14 @@ def check_storage(subject: str, storage: object) -> None:
     require(known, ArgumentError, subject, expected, repr(storage), fix)
 
 
-def check_hot(sizes: Sizes, copies: int) -> None:
+def check_hot(sizes: CacheSizes, copies: int) -> None:
     """Raise unless the newest tokens of a cache with so many copies can be in a memory of their own."""
     fix = "leave copies out, or hot"
     fits = sizes.hot is None or copies == 1
     require(fits, KernelError, "KVCache hot", "one rank of each token", f"copies={copies}", fix)
 
 
-def check_in_folder(sizes: Sizes, device: torch.device, copies: int, shares: object) -> None:
+def check_in_folder(sizes: CacheSizes, device: torch.device, copies: int, shares: object) -> None:
     """Raise unless a cache of these sizes can be files of a folder."""
     subject, fix = "KVCache folder", 'pass hot=, or device="cpu"'
     fits, expected = (

@@ -13,30 +13,31 @@ import torch
 from torch import Tensor
 
 from attnmesh.cache.block_cyclic import BlockCyclic
-from attnmesh.cache.cache_config import Sizes
+from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.cache.shared_blocks import SharedBlocks, joined
 from attnmesh.core.storage import empty_rows, width_in_memory
 from attnmesh.core.turns import Turn
-from attnmesh.kernels.cache_view import CacheView, Padding
+from attnmesh.kernels.cache_view import CacheView
 from attnmesh.kernels.native.append import append
+from attnmesh.kernels.padding import Padding
 from attnmesh.mesh.axes import Axis, Mesh
-from attnmesh.runtime.counters import Tensors
 from attnmesh.runtime.memory import with_huge_pages
+from attnmesh.runtime.tensors import Tensors
 from attnmesh.setup.measure_shares import measured_shares
 
 SLACK = 2
 """Tokens by which a prefill shard may exceed an even share: each of a zigzag's two chunks is rounded up."""
 
 
-def usual_slots(sizes: Sizes, turn: Turn) -> int:
+def usual_slots(sizes: CacheSizes, turn: Turn) -> int:
     """Return the slots of a rank for tokens that are spread as the ranks' shares."""
     share = turn.share(sizes.kept) + turn.width + SLACK
     return min(sizes.capacity, share if sizes.mask is None else share + turn.width + spare_slots(sizes, turn))
 
 
-def spare_slots(sizes: Sizes, turn: Turn) -> int:
+def spare_slots(sizes: CacheSizes, turn: Turn) -> int:
     """Return the slots that are free after tokens were forgotten, so that few tokens are moved per new one."""
-    return max(turn.width, sizes.kept * turn.width // turn.size // 8)
+    return max(turn.width, sizes.kept * turn.width // turn.period // 8)
 
 
 def rows_of_slots(slots: int, block: int) -> int:
@@ -44,20 +45,20 @@ def rows_of_slots(slots: int, block: int) -> int:
     return -(-(slots + 1) // block) * block
 
 
-def shard_bytes(sizes: Sizes, turn: Turn, heads: int, device: torch.device) -> int:
+def shard_bytes(sizes: CacheSizes, turn: Turn, heads: int, device: torch.device) -> int:
     """Return the bytes of keys and values that a shard of these sizes takes on a rank."""
     rows, dtype = rows_of_slots(usual_slots(sizes, turn), sizes.block), sizes.row_dtype
     width = sum(width_in_memory(width, dtype, device) for width in sizes.row_widths)
     return rows * sizes.batch * (sizes.kv_heads // heads) * width * dtype.itemsize
 
 
-def assigned(sizes: Sizes, mesh: Mesh, device: torch.device, shares: Sequence[float] | str | None) -> BlockCyclic:
+def assigned(sizes: CacheSizes, mesh: Mesh, device: torch.device, shares: Sequence[float] | str | None) -> BlockCyclic:
     """Return the assignment of tokens to ranks. All ranks call it at once: "auto" measures their shares."""
     found = measured_shares(mesh, device, sizes.nbytes) if isinstance(shares, str) else shares
     return BlockCyclic.of(sizes.block, mesh.queries.size * mesh.keys.size, found)
 
 
-FEW = 16
+NEWEST_TOKENS = 16
 """Newest tokens among which one is looked for first."""
 
 NOT_VIEWED: tuple[list[Tensor], tuple[SharedBlocks, ...], None] = [], (), None
@@ -76,7 +77,9 @@ class CacheShard:
     is_in_files = False
     _viewed: tuple[list[Tensor], tuple[SharedBlocks, ...], CacheView | None] = NOT_VIEWED
 
-    def __init__(self, sizes: Sizes, heads: Axis, block_cyclic: BlockCyclic, device: torch.device, index: int) -> None:
+    def __init__(
+        self, sizes: CacheSizes, heads: Axis, block_cyclic: BlockCyclic, device: torch.device, index: int
+    ) -> None:
         self.sizes, self.heads, self.index, self.device = sizes, heads, index, device
         self.block_cyclic, self.turn = block_cyclic, block_cyclic.turns[index]
         self.slots = self._usual_slots(sizes)
@@ -226,10 +229,10 @@ class CacheShard:
         if held is not None and plain and self.append_run(new, more, *held):
             return
         length, used = self.state[:2].unbind()
-        places = torch.arange(more, device=self.device)
-        tokens, alone = length + places, self.turn.width == self.turn.size
+        offsets = torch.arange(more, device=self.device)
+        tokens, alone = length + offsets, self.turn.width == self.turn.period
         if alone:  # a step of a graph is a few small kernels less
-            slots = (used + places).clamp(max=self.slots)
+            slots = (used + offsets).clamp(max=self.slots)
         else:
             mine = self.turn.holds(tokens) & (tokens < self.sizes.capacity)
             slots = torch.where(mine, used + mine.cumsum(0) - 1, self.slots).clamp(max=self.slots)
@@ -254,7 +257,7 @@ class CacheShard:
         """Return how many of the first `length` tokens this rank holds."""
         used = self.used
         earlier = sum(int(torch.searchsorted(blocks.token_index[:-1], length)) for blocks in self.shared)
-        newest = self.token_index[max(used - FEW, 0) : used].tolist()
+        newest = self.token_index[max(used - NEWEST_TOKENS, 0) : used].tolist()
         if newest and newest[0] < length:  # as where few are taken back
             return earlier + used - len(newest) + bisect_left(newest, length)
         return earlier + int(torch.searchsorted(self.token_index[:used], length))
@@ -271,7 +274,7 @@ class CacheShard:
         if not length:
             self.state[2:].zero_()
 
-    def grow(self, sizes: Sizes) -> None:
+    def grow(self, sizes: CacheSizes) -> None:
         """Reserve memory for a larger capacity, copying one tensor at a time."""
         self.resize(sizes, max(self.slots, self._usual_slots(sizes) - self.shared_tokens))
 
@@ -287,7 +290,7 @@ class CacheShard:
             self.state[2:].fill_(self.turn.count(start) // self.sizes.block)
         self.filled += more
 
-    def resize(self, sizes: Sizes, slots: int, gone: int = 0, before: Sequence[SharedBlocks] = ()) -> None:
+    def resize(self, sizes: CacheSizes, slots: int, gone: int = 0, before: Sequence[SharedBlocks] = ()) -> None:
         """Move the tokens after the first `gone` to new memory, behind those of `before`, tensor by tensor.
 
         A save may read the old memory.
@@ -341,7 +344,7 @@ class CacheShard:
             self.padding.add(zero, token_mask.to(self.device), self.token_index[:used], slots)
         return used
 
-    def _usual_slots(self, sizes: Sizes) -> int:
+    def _usual_slots(self, sizes: CacheSizes) -> int:
         return usual_slots(sizes, self.turn)
 
     def _rows(self, slots: int) -> int:
@@ -352,14 +355,14 @@ class CacheShard:
 
         `length` and `used` are the tokens so far, on all ranks and on this one.
         """
-        (start, width, size), stop = self.turn, used + more
-        end = (length - start) % size + more  # of the new tokens, counted from this rank's first one of a round
+        (start, width, period), stop = self.turn, used + more
+        end = (length - start) % period + more  # of the new tokens, counted from this rank's first one of a round
         if length + more > self.sizes.capacity:
             return False
-        if end - more >= width and end <= size:
+        if end - more >= width and end <= period:
             self._skip_run(more, length, used)
             return True
-        if end > width and width < size:
+        if end > width and width < period:
             return self._append_parts(new, more, length, used)
         if stop > self.slots:
             return False
@@ -371,12 +374,12 @@ class CacheShard:
 
     def _append_parts(self, new: Tensors, more: int, length: int, used: int) -> bool:
         """Add few new tokens that several ranks own, up to the end of a run and those after it."""
-        (start, width, size), count = self.turn, self.turn.count
-        place = (length - start) % size
-        first, own = (width if place < width else size) - place, count(length + more) - count(length)
+        (start, width, period), count = self.turn, self.turn.count
+        offset = (length - start) % period
+        first, own = (width if offset < width else period) - offset, count(length + more) - count(length)
         if more > width or self.is_in_files or used + own > self.slots:  # a file takes all at once, or none
             return False
-        after = used + first if place < width else used
+        after = used + first if offset < width else used
         head, tail = (tuple(x[:, :, some] for x in new) for some in (slice(first), slice(first, None)))
         return self.append_run(head, first, length, used) and self.append_run(tail, more - first, length + first, after)
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.cache.cache_config import Sizes
+from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.replicas import LocalShards
 from attnmesh.comm.p2p import meta_like, swap
@@ -14,8 +14,8 @@ from attnmesh.guard.argument_checks import check_positions
 from attnmesh.kernels.traced import are_plain
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh_attention.shard_marks import check_equal_cuts, check_not_cut
-from attnmesh.runtime.counters import Tensors
 from attnmesh.runtime.memo import Memo
+from attnmesh.runtime.tensors import Tensors
 
 
 def stored(k: Tensor, v: Tensor | None) -> Tensors:
@@ -43,7 +43,7 @@ class NewTokens(NamedTuple):
     v: Tensor | None
     token_mask: Tensor | None
 
-    def check(self, sizes: Sizes, device: torch.device) -> None:
+    def check(self, sizes: CacheSizes, device: torch.device) -> None:
         """Raise unless they are all new tokens, for every rank of a cache to keep its share."""
         k, v, token_mask = self
         sizes.check_new("append", k, v, device)
@@ -51,7 +51,7 @@ class NewTokens(NamedTuple):
         sizes.check_token_mask("append", token_mask, k.shape[2])
         sizes.check_captured("append", token_mask, device)
 
-    def check_shard(self, sizes: Sizes, device: torch.device, positions: Tensor, ranks: int) -> None:
+    def check_shard(self, sizes: CacheSizes, device: torch.device, positions: Tensor, ranks: int) -> None:
         """Raise unless they are the new tokens of one of so many ranks, at these positions."""
         k, v, token_mask = self
         sizes.check_new("append_shard", k, v, device)

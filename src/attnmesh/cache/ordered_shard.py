@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.errors import StoreError
-from attnmesh.runtime.counters import Tensors
+from attnmesh.runtime.tensors import Tensors
 
 Fail = Callable[[str, StoreError], NoReturn]
 """Raises an error of this rank in a call of that name, which other ranks may have done."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.cache.block_cyclic import TokenCounts
-from attnmesh.cache.cache_config import Sizes
+from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.cache.cache_shard import CacheShard, usual_slots
 from attnmesh.cache.window import first_needed
 from attnmesh.comm.p2p import exchange_messages, meta_like
@@ -17,10 +17,10 @@ from attnmesh.core.layout import Striped
 from attnmesh.core.mask import Mask
 from attnmesh.errors import KernelError, ShapeError, require
 from attnmesh.guard.agreement import is_capturing, may_compare
-from attnmesh.kernels.cache_view import Padding
+from attnmesh.kernels.padding import Padding
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.shares import check_shares
-from attnmesh.runtime.counters import Tensors
+from attnmesh.runtime.tensors import Tensors
 
 
 class LocalShards:
@@ -207,7 +207,7 @@ class LocalShards:
             shard.truncate(length)
         self.known_length, self.floor = length, min(self.floor, length)
 
-    def grow(self, sizes: Sizes) -> None:
+    def grow(self, sizes: CacheSizes) -> None:
         """Reserve memory for a larger capacity. A shard that already has it stays as it is."""
         for shard in self.all[::-1]:  # the own shard last: its sizes are the cache's
             if sizes.capacity > shard.sizes.capacity:
@@ -272,7 +272,7 @@ class CacheProperties:
         return self.shards.own
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> CacheSizes:
         """Sizes of this layer over all ranks."""
         return self.shard.sizes
 

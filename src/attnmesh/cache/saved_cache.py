@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.cache.cache_config import Sizes
+from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.errors import StoreError, require
 from attnmesh.guard.agreement import Agreement
@@ -152,7 +152,7 @@ class LayersToLoad(NamedTuple):
     hot: int | None = None
     """Newest tokens on the device, of layers that keep all tokens; None for all."""
 
-    def sizes(self, saved: tuple[Sizes, ...]) -> tuple[Sizes, ...]:
+    def sizes(self, saved: tuple[CacheSizes, ...]) -> tuple[CacheSizes, ...]:
         """Return the sizes of the saved layers, with this room."""
         saved = tuple(sizes if sizes.mask is not None else replace(sizes, hot=self.hot) for sizes in saved)
         if self.capacity is None:

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from attnmesh.cache.cache_config import Sizes
+from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.cache.cache_shard import CacheShard, assigned
 from attnmesh.cache.ordered_shard import Fail, OrderedShard
 from attnmesh.cache.shared_blocks import SharedBlocks
@@ -23,7 +23,7 @@ from attnmesh.core.turns import Turn
 from attnmesh.errors import KernelError, StoreError
 from attnmesh.kernels.cache_view import CacheView
 from attnmesh.mesh.axes import Mesh
-from attnmesh.runtime.counters import Tensors
+from attnmesh.runtime.tensors import Tensors
 from attnmesh.runtime.unbroken import unbroken
 
 MOVED = 8
@@ -31,7 +31,7 @@ MOVED = 8
 
 
 def shards_in_memory(
-    sizes: Sizes, mesh: Mesh, device: torch.device, shares: Sequence[float] | str | None
+    sizes: CacheSizes, mesh: Mesh, device: torch.device, shares: Sequence[float] | str | None
 ) -> Callable[[int], CacheShard]:
     """Return what makes a shard in memory, of the host where the newest tokens alone are on the device.
 
@@ -42,13 +42,13 @@ def shards_in_memory(
 
 
 def in_tiers(
-    make: Callable[[int], CacheShard], sizes: Sizes, device: torch.device, fail: Fail
+    make: Callable[[int], CacheShard], sizes: CacheSizes, device: torch.device, fail: Fail
 ) -> Callable[[int], CacheShard]:
     """Return what makes a shard whose older tokens are in one that `make` returns, if the newest are apart."""
     return make if sizes.hot is None else lambda index: TieredShard(make(index), sizes, device, fail)
 
 
-def hot_tokens(sizes: Sizes, turn: Turn) -> int:
+def hot_tokens(sizes: CacheSizes, turn: Turn) -> int:
     """Return how many of a rank's newest tokens stay on the device: whole blocks."""
     assert sizes.hot is not None
     return _in_blocks(turn.share(min(sizes.hot, sizes.capacity)), sizes.block)
@@ -61,14 +61,14 @@ def _in_blocks(tokens: int, block: int) -> int:
 class TieredShard(OrderedShard):
     """Tokens of one rank: `stored` are the hot ones, `shared` those of the `old` tier before them."""
 
-    def __init__(self, old: CacheShard, sizes: Sizes, device: torch.device, fail: Fail) -> None:
+    def __init__(self, old: CacheShard, sizes: CacheSizes, device: torch.device, fail: Fail) -> None:
         super().__init__(sizes, old.heads, old.block_cyclic, device, old.index)
         self.fail = fail
         self.old, self.is_in_files = old, old.is_in_files
         self.known_length = 0  # the host counts tokens of all ranks, and in `filled` those in the hot tier
         self.warm()
 
-    def _usual_slots(self, sizes: Sizes) -> int:
+    def _usual_slots(self, sizes: CacheSizes) -> int:
         stay = hot_tokens(sizes, self.turn)
         return stay + _in_blocks(stay // MOVED, sizes.block) + sizes.block
 
@@ -168,7 +168,7 @@ class TieredShard(OrderedShard):
             following = torch.cat((self.token_index[leaving:used][:1].cpu(), tokens[at_once:]))
             gone = [torch.cat((x[:, :, : min(leaving, used)], row[:, :, :at_once]), 2) for x, row in self._beside(rows)]
             numbers = torch.cat((self.token_index[: min(leaving, used)].cpu(), tokens[:at_once]))
-            alone = self.heads.size == 1 and self.turn.size == self.turn.width
+            alone = self.heads.size == 1 and self.turn.period == self.turn.width
             again = f"append again from token {before} on: the cache has those before" if alone else ""
             self._give(gone, numbers, int(following[0]) if len(following) else length, again)
             steps += [*self._shift(leaving), partial(self._show, self.shared_tokens + leaving)]
@@ -257,7 +257,7 @@ class TieredShard(OrderedShard):
         self.warm()
         return used
 
-    def grow(self, sizes: Sizes) -> None:
+    def grow(self, sizes: CacheSizes) -> None:
         """Reserve memory for a larger capacity."""
         self.old.grow(sizes)
         self.resize(sizes, max(self.slots, self._usual_slots(sizes)))

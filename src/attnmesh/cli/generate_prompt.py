@@ -1,4 +1,4 @@
-"""The prompt, the model's place and the mesh of `attnmesh generate`, checked before any rank is started."""
+"""The prompt, the model's path and the mesh of `attnmesh generate`, checked before any rank is started."""
 
 import os
 import warnings
@@ -13,7 +13,7 @@ from attnmesh.cli.mesh_option import LayersChoice, MeshChoice, MeshOptions, choo
 from attnmesh.cli.output import Status
 from attnmesh.errors import ModelError, require
 from attnmesh.mesh.shapes import Shape
-from attnmesh.planner.serving import Model
+from attnmesh.planner.serving import ModelSizes
 from attnmesh_command.messages import under_torchrun
 from attnmesh_command.option_texts import read_prompt
 
@@ -65,7 +65,7 @@ def _open_image(path: Path) -> Any:
 
 
 class Prepared(NamedTuple):
-    """A model's place and mesh, and a checked prompt for it."""
+    """A model's path and mesh, and a checked prompt for it."""
 
     path: str
     ids: tuple[int, ...]
@@ -126,7 +126,7 @@ def find_model(
 
 
 def _found(model: str, status: Status, *, images: bool | None, revision: str | None) -> tuple[Prepared, Any]:
-    """Return the place of a model, on one rank so far, and its configuration."""
+    """Return the path of a model, on one rank so far, and its configuration."""
     from transformers.utils import logging
 
     from attnmesh.hf.latent_states import latent_widths
@@ -157,7 +157,7 @@ def _found(model: str, status: Status, *, images: bool | None, revision: str | N
 def _on_mesh(found: Prepared, config: Any, options: MeshOptions, ranks: int, length: int) -> Prepared:
     """Choose the mesh, and who computes the layers, for contexts of this length."""
 
-    def sized() -> Model:
+    def sized() -> ModelSizes:
         from attnmesh.hf.model_size import model_size
 
         dtype = str(getattr(config, "dtype", None) or "float32") if options.dtype == "auto" else options.dtype

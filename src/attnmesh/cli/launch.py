@@ -88,8 +88,8 @@ def run_on_ranks(
         try:
             with ThreadPoolExecutor(1) as starter:  # interrupts, which reach the main thread, cut no start short
                 for rank in range(ranks):
-                    place = (rank, ranks, threads, gpus, Path(folder) / "store", leftovers)
-                    starter.submit(processes.start, _rank, place, work).result()
+                    rank_options = (rank, ranks, threads, gpus, Path(folder) / "store", leftovers)
+                    starter.submit(processes.start, _rank, rank_options, work).result()
             found = results(processes.pipes, lambda rank: _death(rank, processes.started[rank]), on_message, seconds)
         except BaseException:
             processes.end()
@@ -229,10 +229,10 @@ def _death(rank: int, process: Any) -> RankDeath:
     return RankDeath(f"rank {rank} {ending} before it was done")
 
 
-def _rank(place: tuple[int, int, int, bool, Path, list[str]], work: Work, pipe: Connection) -> None:
+def _rank(rank_options: tuple[int, int, int, bool, Path, list[str]], work: Work, pipe: Connection) -> None:
     """Run the work as one rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one handles it, and ends this one
-    rank, ranks, threads, gpus, store, leftovers = place
+    rank, ranks, threads, gpus, store, leftovers = rank_options
     leaving, parent = threading.Thread(target=leave_with_parent, args=(leftovers,), daemon=True), mp.parent_process()
     leaving.start()
     if sys.platform == "linux":
@@ -273,8 +273,8 @@ def perform(pipe: Connection, enter: Callable[[], None], work: Work) -> None:
     except Exception as error:
         # Our errors can be pickled; of an unknown class only the text is sent.
         known = isinstance(error, (InputError, RankFailure))
-        place = f"rank {dist.get_rank()}" if dist.is_initialized() else "a rank"
-        pipe.send(("failed", error if known else RankError(f"on {place}:\n{traceback.format_exc()}")))
+        which = f"rank {dist.get_rank()}" if dist.is_initialized() else "a rank"
+        pipe.send(("failed", error if known else RankError(f"on {which}:\n{traceback.format_exc()}")))
 
 
 def leave_with_parent(leftovers: Sequence[str] = ()) -> None:

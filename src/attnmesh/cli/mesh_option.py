@@ -12,7 +12,7 @@ from attnmesh.errors import InputError, MeshError, require
 from attnmesh.mesh.axes import device_type_of
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.shapes import AXES, Shape, elements, mesh_shapes, share_evenly
-from attnmesh.planner.serving import Model, Serving, chosen, serving, why_whole
+from attnmesh.planner.serving import ModelSizes, ServingPlan, chosen, serving, why_whole
 from attnmesh.planner.units import in_seconds
 from attnmesh.setup.init_mesh import everyone
 from attnmesh_command.messages import under_torchrun
@@ -68,7 +68,7 @@ class MeshOptions(NamedTuple):
 
 
 def choose_mesh(
-    options: MeshOptions, ranks: int, q_heads: int, kv_heads: int, sized: Callable[[], Model] | None = None
+    options: MeshOptions, ranks: int, q_heads: int, kv_heads: int, sized: Callable[[], ModelSizes] | None = None
 ) -> tuple[MeshChoice, LayersChoice]:
     """Return the mesh of `--mesh`, and who computes the layers.
 
@@ -105,8 +105,8 @@ def cluster_here(ranks: int) -> Cluster:
 
 
 def _priced(
-    options: MeshOptions, ranks: int, sized: Callable[[], Model], tp: int, shape: Shape | None
-) -> tuple[Serving, LayersChoice] | None:
+    options: MeshOptions, ranks: int, sized: Callable[[], ModelSizes], tp: int, shape: Shape | None
+) -> tuple[ServingPlan, LayersChoice] | None:
     """Return the way that the planner chooses, and who computes the layers; None for a model without a price."""
     cluster = cluster_here(ranks)
     try:
@@ -121,12 +121,12 @@ def _priced(
     if why is not None:
         return found, LayersChoice(shared=False, reason=why)
     joined, apart = (in_seconds(chosen(ways, ranks, tp, together).seconds) for together in (True, False))
-    one, other = (joined, apart) if found.way.together else (apart, joined)
-    words = "whole" if found.way.together else "shared"
-    return found, LayersChoice(found.way.together, f"{one} a token by the planner, {words} {other}")
+    one, other = (joined, apart) if found.sharding.together else (apart, joined)
+    words = "whole" if found.sharding.together else "shared"
+    return found, LayersChoice(found.sharding.together, f"{one} a token by the planner, {words} {other}")
 
 
-def _best(ranks: int, tp: int, heads: tuple[int, int], found: Serving | None) -> tuple[Shape, int, bool, str]:
+def _best(ranks: int, tp: int, heads: tuple[int, int], found: ServingPlan | None) -> tuple[Shape, int, bool, str]:
     """Return the mesh of the planner's way, or else the one that sends least in prefill, and the reason."""
     shapes = mesh_shapes(ranks, *heads, training=False)
     shape = shapes[0] if found is None else found.shape

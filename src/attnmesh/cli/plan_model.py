@@ -10,7 +10,7 @@ from attnmesh.cli.mesh_option import MeshChoice
 from attnmesh.cli.output import Status, command_line, console, numbered, print_json, print_message
 from attnmesh.errors import ClusterError
 from attnmesh.mesh.cluster import Cluster
-from attnmesh.planner.serving import Model, Serving, chosen, over_hosts, serving, why_whole
+from attnmesh.planner.serving import ModelSizes, ServingPlan, chosen, over_hosts, serving, why_whole
 from attnmesh.planner.units import in_bytes, in_seconds
 from attnmesh_command.plan_options import PlanOptions
 
@@ -30,7 +30,7 @@ def config_of(name: str) -> Any:
     return open_config(locate(name))
 
 
-def model_of(name: str, workload: dict[str, Any]) -> tuple[Model, Any]:
+def model_of(name: str, workload: dict[str, Any]) -> tuple[ModelSizes, Any]:
     """Return the sizes of a model, and its configuration."""
     from attnmesh.hf.model_size import model_size
 
@@ -67,12 +67,12 @@ def print_serving(options: PlanOptions, machines: Cluster, workload: dict[str, A
     print_record(options, machines, sizes | {"ways": [_way_record(one) for one in found]})
 
 
-def _mesh(one: Serving) -> str:
+def _mesh(one: ServingPlan) -> str:
     """Return the text of `--mesh` for a way to spread weights and keys."""
-    return str(MeshChoice(one.shape, 1 if one.way.is_joint else one.way.tp, one.way.is_joint, ""))
+    return str(MeshChoice(one.shape, 1 if one.sharding.is_joint else one.sharding.tp, one.sharding.is_joint, ""))
 
 
-def _check_fits(found: Sequence[Serving], model: Model, cluster: Cluster) -> None:
+def _check_fits(found: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster) -> None:
     """Raise unless the tokens fit in one way at least."""
     most, length = max(one.tokens for one in found), model.workload.length
     if most < length:
@@ -86,7 +86,7 @@ def _check_fits(found: Sequence[Serving], model: Model, cluster: Cluster) -> Non
         )
 
 
-def _ways_table(found: Sequence[Serving], model: Model, cluster: Cluster) -> Table:
+def _ways_table(found: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster) -> Table:
     """Return the ways to spread weights and keys as a table."""
     layers = {"layers": [_layers(one) for one in found], "weights\nread": [in_bytes(one.read) for one in found]}
     columns = {
@@ -114,12 +114,12 @@ Layers: shared, each rank computes a part of each layer; whole, each computes al
 Weights read: by a rank for a token. On CPUs its small calls and exchanges count."""
 
 
-def _layers(one: Serving) -> str:
+def _layers(one: ServingPlan) -> str:
     """Return who computes the layers of a step."""
-    return "shared" if one.way.together else "by tp" if one.way.tp > 1 else "whole"
+    return "shared" if one.sharding.together else "by tp" if one.sharding.tp > 1 else "whole"
 
 
-def _of_layers(found: Sequence[Serving], model: Model, cluster: Cluster) -> str:
+def _of_layers(found: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster) -> str:
     """Return in a sentence what shared layers save, or why ranks share none."""
     if why := why_whole(model, cluster):
         away, whole = over_hosts(model, cluster), in_seconds(chosen(found, cluster.world).seconds)
@@ -136,7 +136,7 @@ def _of_layers(found: Sequence[Serving], model: Model, cluster: Cluster) -> str:
     )
 
 
-def _text(found: Sequence[Serving], model: Model, cluster: Cluster, left_out: dict[str, int]) -> str:
+def _text(found: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster, left_out: dict[str, int]) -> str:
     """Return the best way in words."""
     best, work = found[0], model.workload
     token, index = (in_bytes(size / work.kept / work.batch) for size in (work.kept_bytes, work.index_bytes))
@@ -159,7 +159,7 @@ def _text(found: Sequence[Serving], model: Model, cluster: Cluster, left_out: di
     return "\n".join(lines)
 
 
-def _commands(name: str, best: Serving, cluster: Cluster) -> str:
+def _commands(name: str, best: ServingPlan, cluster: Cluster) -> str:
     """Return the commands that generate and serve in the best way."""
     each = "" if cluster.hosts == 1 else " on each host, where HEAD is the first one"
     generate, serve = (_launch_command(command, name, best, cluster) for command in ("generate", "serve"))
@@ -167,7 +167,7 @@ def _commands(name: str, best: Serving, cluster: Cluster) -> str:
     return f"Type{each}:\n{generate} \\\n    --prompt-file FILE --max-new-tokens 500\nOr serve requests:\n{serve}{door}"
 
 
-def _launch_command(command: str, name: str, way: Serving, cluster: Cluster) -> str:
+def _launch_command(command: str, name: str, way: ServingPlan, cluster: Cluster) -> str:
     """Return a command that runs a way; on several hosts, the one to type on each."""
     kv = "" if way.plan.workload.storage is None else f" --kv {way.plan.workload.storage}"
     start = "attnmesh"
@@ -181,12 +181,12 @@ def _launch_command(command: str, name: str, way: Serving, cluster: Cluster) -> 
     return f"{start} {command} --model {model}{mesh}{shares}{kv}"
 
 
-def _way_record(one: Serving) -> dict[str, Any]:
+def _way_record(one: ServingPlan) -> dict[str, Any]:
     """Return one way as JSON."""
     return {
         "mesh": _mesh(one),
-        "tp": one.way.tp,
-        "shared": one.way.is_joint,
+        "tp": one.sharding.tp,
+        "shared": one.sharding.is_joint,
         "shape": list(one.shape),
         "sharing": one.together,
         "weights": one.weights,

@@ -62,12 +62,12 @@ def page(workload: Workload, cluster: Cluster, grid: PagePoints, status: Callabl
 def data(workload: Workload, cluster: Cluster, grid: PagePoints, status: Callable[[str], None]) -> dict[str, Any]:
     """Return the data of the page: per point, the schemes sorted by time and the explanation of the best plan."""
     names: dict[str, int] = {}
-    places: list[Point] = list(product(*grid))
+    all_points: list[Point] = list(product(*grid))
     points: dict[Point, list[list[float]]] = {}
     reasons: dict[Point, str] = {}
     # Sorted by devices, so that points with the same number share the cached traffic.
-    for number, point in enumerate(sorted(places, key=lambda point: point[1] * point[2]), 1):
-        status(f"pricing point {number:,} of {len(places):,} of the page")
+    for number, point in enumerate(sorted(all_points, key=lambda point: point[1] * point[2]), 1):
+        status(f"pricing point {number:,} of {len(all_points):,} of the page")
         kv_heads, ranks, hosts, length = point
         found = best_by_scheme(replace(workload, kv_heads=kv_heads, length=length), cluster.sized(hosts, ranks))
         points[point] = [_figures(one, names) for one in found.values()]
@@ -82,8 +82,8 @@ def data(workload: Workload, cluster: Cluster, grid: PagePoints, status: Callabl
         "start": {"kv": workload.kv_heads, "ranks": cluster.ranks, "hosts": cluster.hosts, "length": workload.length},
         "schemes": [[name, line.colour, line.dashed] for name, line in SCHEMES.items()],
         "names": list(names),
-        "points": [points[point] for point in places],
-        "reasons": [reasons[point] for point in places],
+        "points": [points[point] for point in all_points],
+        "reasons": [reasons[point] for point in all_points],
     }
 
 

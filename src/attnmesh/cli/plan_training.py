@@ -53,7 +53,7 @@ def print_training(options: PlanOptions, machines: Cluster, workload: dict[str, 
     }
     if not method.rollout:
         del columns["keys of\nrollouts"]
-    held = f"{ADAPTER if model.adapter else WHOLE},\n{ON_EACH if method.ddp else SHARDED}"
+    held = f"{ADAPTER if model.adapter else ALL_TRAINED},\n{ON_EACH if method.ddp else SHARDED}"
     caption = f"{held}\n{FUSED if loss == 'fused' else FULL}\n{CAPTION}"
     console.print(numbered(f"{model.workload.title}; {machines.title}", columns, ["data x\ncontext"], caption))
     shared = f"{best.context} ranks share a sequence, as {by(best.plan.shape)} (heads x queries x keys)"
@@ -81,7 +81,7 @@ Attention is the forward and the backward pass of all layers, without the forwar
 
 FEWER = "take fewer tokens, fewer completions of --rollout, or more hosts"
 
-WHOLE = "Weights, gradients and AdamW in float32"
+ALL_TRAINED = "Weights, gradients and AdamW in float32"
 
 ADAPTER = "Weights, and gradients and AdamW of the adapter, in float32"
 

@@ -17,7 +17,7 @@ from attnmesh.mesh.shapes import AXES
 from attnmesh.setup.init_mesh import init_mesh
 from attnmesh_command.option_texts import TP
 
-WHOLE = "whole on each rank"
+WHOLE_ON_EACH = "whole on each rank"
 
 
 class Loaded(NamedTuple):
@@ -44,14 +44,14 @@ def load_model(prompt: Prepared, dtype: str, weights: str, *, reproducible: bool
         return Loaded(model, mesh, "shared along tp")
     alone, (shared, why) = mesh is None, prompt.layers
     if weights == "whole" or (weights == "auto" and not reproducible and (alone or not shared)):
-        return Loaded(model, mesh, _said(WHOLE, "" if alone else why))
+        return Loaded(model, mesh, _said(WHOLE_ON_EACH, "" if alone else why))
     try:
         hf.share_weights(model, mesh)
     except InputError as error:
         if weights == "shared":
             raise
-        return Loaded(model, mesh, _said(WHOLE, error.args[2]))
-    return Loaded(model, mesh, WHOLE if mesh is None else _said(f"shared by {max(mesh.shape)} ranks", why))
+        return Loaded(model, mesh, _said(WHOLE_ON_EACH, error.args[2]))
+    return Loaded(model, mesh, WHOLE_ON_EACH if mesh is None else _said(f"shared by {max(mesh.shape)} ranks", why))
 
 
 def _said(what: str, why: str) -> str:

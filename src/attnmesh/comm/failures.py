@@ -188,7 +188,8 @@ def _notes(ranks: Sequence[int]) -> dict[int, list[int] | None] | None:
     """Return the ranks that each note names, None for a rank without a note; None if the store is out of reach."""
 
     def read(store: Any) -> dict[int, list[int] | None]:
-        keys = {rank: _key(rank, WORLD.processes[rank].number if rank in WORLD.processes else None) for rank in ranks}
+        known = {rank: process.random_id for rank, process in WORLD.processes.items()}
+        keys = {rank: _key(rank, known.get(rank)) for rank in ranks}
         return {rank: json.loads(store.get(key)) if store.check([key]) else None for rank, key in keys.items()}
 
     return _within_grace(read)  # type: ignore[no-any-return]
@@ -196,7 +197,7 @@ def _notes(ranks: Sequence[int]) -> dict[int, list[int] | None] | None:
 
 def _leave_note(missing: Sequence[int]) -> bool:
     """Write the ranks that this rank misses. Return whether the store has them."""
-    keys = [_key(dist.get_rank(), number) for number in (None, WORLD.number)]  # for ranks that know its number or not
+    keys = [_key(dist.get_rank(), known) for known in (None, WORLD.random_id)]  # for ranks that know its process or not
 
     def write(store: Any) -> bool:
         for key in keys:

@@ -18,12 +18,12 @@ from attnmesh.comm.shared_memory import (
     MESSAGE_BYTES,
     Awaited,
     CallsDifferError,
-    Exchange,
     Mailboxes,
+    NativeExchange,
     PeerLostError,
 )
 from attnmesh.comm.topology import whole_mailboxes
-from attnmesh.kernels.implementations.native import DTYPES, FAILED, NO_MEMORY
+from attnmesh.kernels.native.abi import DTYPES, error_of
 from attnmesh.kernels.native.build import library
 from attnmesh.mesh.axes import Axis
 from attnmesh.runtime.counters import count_messages
@@ -32,7 +32,7 @@ from attnmesh.runtime.world import WORLD, cached_per_world
 CALL, FIXED, LAYER = struct.Struct("2P4q"), struct.Struct("P10q"), struct.Struct("2P3q")
 """Fields of `Linear` in `linear.cpp`: those of each call, those of all calls of the layers, and those of each layer."""
 
-MOST_ROWS = {torch.float32: 160, torch.bfloat16: 16, torch.float16: 16}
+MAX_SHARED_ROWS = {torch.float32: 160, torch.bfloat16: 16, torch.float16: 16}
 """Rows of a call at most. PyTorch multiplies more of them sooner on one rank, on some processors."""
 
 COLUMNS = 32
@@ -44,7 +44,7 @@ HALF, TAG_BYTES = MESSAGE_BYTES // 2, 64
 BOARD_BYTES = HALF - TAG_BYTES
 """Bytes of outputs that a rank writes between two exchanges, at most."""
 
-ROWS = 256
+TAG_ROWS = 256
 """Number of rows that no call has, by which the tags of calls differ."""
 
 DIFFERENT_CALL = -3
@@ -101,7 +101,7 @@ class HostLinear:
         self.number, self.layers, self.axis, self.mailboxes = number, layers, axis, mailboxes
         weight, _ = layers[0]
         self.sizes, self.memories = [len(weight) for weight, _ in layers], [memory_of(*layer) for layer in layers]
-        self.out_features, self.function = sum(self.sizes), cast(Exchange, library().linear)
+        self.out_features, self.function = sum(self.sizes), cast(NativeExchange, library().linear)
         board, spin = 0, 0
         if mailboxes is not None:
             board, spin = mailboxes.start + min(mailboxes.output_boards.values()), mailboxes.spin
@@ -128,18 +128,18 @@ class HostLinear:
         return whole and alike and weight.dtype in DTYPES and weight.shape[1] % COLUMNS == 0 and weight.numel() > 0
 
     def run(self, x: Tensor) -> Sequence[Tensor]:
-        """Return the outputs of each layer for a contiguous input of at most `MOST_ROWS`.
+        """Return the outputs of each layer for a contiguous input of at most `MAX_SHARED_ROWS`.
 
         Raise `CallsDifferError` if other ranks have called other layers, or of another number of rows.
         """
         rows, mailboxes = x.numel() // x.shape[-1], self.mailboxes
         out = x.new_empty(rows * self.out_features)
         before = 0 if mailboxes is None else mailboxes.published
-        tag, threads = self.number * ROWS + rows, torch.get_num_threads()
+        tag, threads = self.number * TAG_ROWS + rows, torch.get_num_threads()
         fields = CALL.pack(x.data_ptr(), out.data_ptr(), rows, tag, before, threads) + self.fixed_fields
         code = self.function(fields, 0) if mailboxes is None else self._share(mailboxes, fields, rows, before)
         if code < 0:
-            raise MemoryError("the native kernel gets no memory") if code == NO_MEMORY else RuntimeError(FAILED)
+            raise error_of(code)
         count_messages(self.axis.size - 1, 4 * rows * self.out_features // self.axis.size)
         if len(self.sizes) == 1:
             return [out.view(*x.shape[:-1], self.out_features)]

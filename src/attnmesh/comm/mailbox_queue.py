@@ -13,10 +13,10 @@ from time import monotonic
 
 from torch import Tensor
 
-from attnmesh.comm.shared_memory import CHECK_INTERVAL, CallsDifferError, Mailboxes, PeerLostError, Watch
+from attnmesh.comm.shared_memory import CHECK_INTERVAL, CallsDifferError, Mailboxes, MismatchWatch, PeerLostError
 from attnmesh.runtime.world import WORLD
 
-NAP = 0.0002
+MAX_WAIT = 0.0002
 """Seconds of a wait at most while other letters may move."""
 
 
@@ -56,13 +56,14 @@ def finish_letter(letter: Letter) -> None:
 
 def _wait_for(letter: Letter) -> None:
     mailboxes, peer, sends, began = letter.mailboxes, letter.peer, letter.sends, monotonic()
-    watch = Watch(mailboxes)
+    watch = MismatchWatch(mailboxes)
     try:
         while letter in WORLD.letters:
             if _move():
                 continue
-            watch.look(mailboxes.awaited(peer, sends=sends))
-            mailboxes.wait(peer, sends=sends, seconds=CHECK_INTERVAL if len(WORLD.letters) == 1 else NAP, since=began)
+            watch.poll(mailboxes.awaited(peer, sends=sends))
+            seconds = CHECK_INTERVAL if len(WORLD.letters) == 1 else MAX_WAIT
+            mailboxes.wait(peer, sends=sends, seconds=seconds, since=began)
     finally:
         mailboxes.say_awaited()
     if letter.differs:
@@ -100,7 +101,7 @@ def moved_by_thread() -> Iterator[None]:
     ended = Event()
 
     def run() -> None:
-        while WORLD.letters and not ended.wait(NAP):
+        while WORLD.letters and not ended.wait(MAX_WAIT):
             _move()
 
     thread = Thread(target=run, name="attnmesh letters", daemon=True)

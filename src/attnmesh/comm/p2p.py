@@ -15,16 +15,17 @@ from attnmesh.comm.failures import failure
 from attnmesh.comm.shared_memory import CallsDifferError
 from attnmesh.comm.transport import Post, transport_of
 from attnmesh.mesh.axes import Axis
-from attnmesh.mesh.schedule import Step
-from attnmesh.runtime.counters import Tensors, bytes_of, count_received
+from attnmesh.mesh.schedule import ExchangeStep
+from attnmesh.runtime.counters import bytes_of, count_received
 from attnmesh.runtime.memo import on_device
 from attnmesh.runtime.ranges import EXCHANGE, is_profiled, named
+from attnmesh.runtime.tensors import Tensors
 
 OUT_OF_TURN = 1 << 15
 """Bytes of a message up to which it does not wait for its turn."""
 
 
-def gather(tensors: Tensors, step: Step, axis: Axis, *, sequential: bool = False) -> Callable[[], Tensors]:
+def gather(tensors: Tensors, step: ExchangeStep, axis: Axis, *, sequential: bool = False) -> Callable[[], Tensors]:
     """Begin to gather the tokens of a step. The result has the tokens kept and received, in order of position."""
     if not step.send and not step.receive:
         transport_of(axis, tensors[0].device)
@@ -45,7 +46,7 @@ def gather(tensors: Tensors, step: Step, axis: Axis, *, sequential: bool = False
         for peer, _ in step.receive:
             pieces.append(arrived[peer])
         whole = pieces[0] if len(pieces) == 1 else tuple(map(_joined, zip(*pieces, strict=True)))
-        return whole if step.order is None else taken(whole, step.order, in_order=False)
+        return whole if step.permutation is None else taken(whole, step.permutation, in_order=False)
 
     return finished
 
@@ -55,7 +56,7 @@ def _joined(pieces: tuple[Tensor, ...]) -> Tensor:
 
 
 def return_to_owners(
-    tensors: Tensors, step: Step, axis: Axis, *, sequential: bool = False
+    tensors: Tensors, step: ExchangeStep, axis: Axis, *, sequential: bool = False
 ) -> Callable[[], list[tuple[Tensor, Tensors]]]:
     """Begin to send results back to the ranks that own their tokens.
 

@@ -22,7 +22,7 @@ def merge_ranks(
     partial: Partial,
     checksum: Tensor,
     axis: Axis,
-    how: str,
+    merge: str,
     output: str,
     wire: torch.dtype | None = None,
     *,
@@ -35,8 +35,10 @@ def merge_ranks(
         partial: Attention over this rank's keys.
         checksum: Checksum of the call, as `checksum_of` returns it.
         axis: The ranks that merge.
-        how, output, wire: As in `merge_across`.
-        canonical: Merge even ranks with odd ranks last, as in `decode(reproducible=True)`. Otherwise ranks of a host
+        merge: The merge, as `merge_across` names it.
+        output: Heads of the result, as in `merge_across`.
+        wire: Dtype in which partials travel; None for that of their sums.
+        reproducible: Merge even ranks with odd ranks last, as in `decode(reproducible=True)`. Otherwise ranks of a host
             merge first.
         message: A message that already holds the checksum and the partial.
     """
@@ -47,25 +49,25 @@ def merge_ranks(
     dtype = sum_dtype(partial.out.dtype)
     transport = transport_of(axis, checksum.device)
     try:
-        merge = chosen_merge(axis, how, output, checksum.device, reproducible=reproducible)
-        layout = MessageLayout(tuple(partial.out.shape), dtype, wire if wire and merge.is_packed else dtype)
+        chosen = chosen_merge(axis, merge, output, checksum.device, reproducible=reproducible)
+        layout = MessageLayout(tuple(partial.out.shape), dtype, wire if wire and chosen.is_packed else dtype)
         # A rank that expects a shorter message cannot receive this one: compare checksums in a short message first.
-        if not merge.is_collective and layout.size > transport.most_unequal:
-            compared = exchange_checksums(axis, how, output, checksum, reproducible=reproducible)
+        if not chosen.is_collective and layout.size > transport.most_unequal:
+            compared = exchange_checksums(axis, merge, output, checksum, reproducible=reproducible)
             if float(compared.sum()) != 0:
                 return nan_unless_equal(own, compared), compared
         with timed_merge():
-            layout = transport.layout_of(layout, merge)
-            if merge.at_once and output == "heads" and not transport.merges_whole(layout):
+            layout = transport.layout_of(layout, chosen)
+            if chosen.at_once and output == "heads" and not transport.merges_whole(layout):
                 own, checksum = send_heads(partial, checksum, layout, axis)
                 return nan_unless_equal(own, checksum), checksum
             message = layout.message(checksum, partial) if message is None else message
-            checksum, whole = merge.run(transport, message, layout, reproducible)
+            checksum, whole = chosen.run(transport, message, layout, reproducible)
     except CallsDifferError:  # the ranks that compare their calls wait for this one
         checksum = torch.full_like(checksum, UNEQUAL_CHECKSUM)
         return nan_unless_equal(own, checksum), checksum
     merged = Partial(*(x[:, heads] for x in whole))
-    has_nan_already = use_triton(merged.lse) and merge.is_packed
+    has_nan_already = use_triton(merged.lse) and chosen.is_packed
     return (merged if has_nan_already else nan_unless_equal(merged, checksum)), checksum
 
 
@@ -74,31 +76,33 @@ def nan_unless_equal(partial: Partial, checksum: Tensor) -> Partial:
     return Partial(torch.where(checksum.sum() == 0, partial.out, torch.nan), partial.lse)
 
 
-def exchange_checksums(axis: Axis, how: str, output: str, checksum: Tensor, *, reproducible: bool = False) -> Tensor:
+def exchange_checksums(axis: Axis, merge: str, output: str, checksum: Tensor, *, reproducible: bool = False) -> Tensor:
     """Merge empty partials, and return the maximum of the checksums of all ranks."""
     nothing = Partial(checksum.new_zeros(1, 0, 0, 1), checksum.new_zeros(1, 0, 0))
-    return merge_ranks(nothing, checksum, axis, how, output, reproducible=reproducible)[1]
+    return merge_ranks(nothing, checksum, axis, merge, output, reproducible=reproducible)[1]
 
 
-def send_poison(axis: Axis, how: str, output: str, like: Tensor | None = None, *, reproducible: bool = False) -> Tensor:
+def send_poison(
+    axis: Axis, merge: str, output: str, like: Tensor | None = None, *, reproducible: bool = False
+) -> Tensor:
     """Run the merge with an empty partial and an invalid checksum, and return the checksum.
 
     The other ranks then detect this rank's error instead of hanging. `like` has the device and dtype of checksums.
     """
     like = torch.empty(0, device=device_type_of(axis.group)) if like is None else like
-    how, output = (given if given in known else "auto" for given, known in ((how, [*MERGES]), (output, OUTPUTS)))
-    return exchange_checksums(axis, how, output, like.new_full((2,), torch.inf), reproducible=reproducible)
+    merge, output = (given if given in known else "auto" for given, known in ((merge, [*MERGES]), (output, OUTPUTS)))
+    return exchange_checksums(axis, merge, output, like.new_full((2,), torch.inf), reproducible=reproducible)
 
 
-def chosen_merge(axis: Axis, how: str, output: str, device: torch.device, *, reproducible: bool = False) -> Merge:
-    """Return the merge that `how` stands for. The first call along an axis is collective, for any `how`."""
+def chosen_merge(axis: Axis, merge: str, output: str, device: torch.device, *, reproducible: bool = False) -> Merge:
+    """Return the record that `merge` names. The first call along an axis is collective, for any name."""
     fastest = transport_of(axis, device).fastest()
-    if reproducible and not (how in MERGES and MERGES[how].in_rounds):
-        return next(merge for merge in MERGES.values() if merge.in_rounds)
-    if how != "auto":
-        require(how in MERGES, KernelError, "merge", "a merge that a transport has", repr(how), "write one")
-        return MERGES[how]
-    return next(merge for merge in MERGES.values() if merge.at_once) if output == "heads" else fastest
+    if reproducible and not (merge in MERGES and MERGES[merge].in_rounds):
+        return next(one for one in MERGES.values() if one.in_rounds)
+    if merge != "auto":
+        require(merge in MERGES, KernelError, "merge", "a merge that a transport has", repr(merge), "write one")
+        return MERGES[merge]
+    return next(one for one in MERGES.values() if one.at_once) if output == "heads" else fastest
 
 
 def send_heads(partial: Partial, checksum: Tensor, layout: MessageLayout, axis: Axis) -> tuple[Partial, Tensor]:

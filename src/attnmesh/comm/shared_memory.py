@@ -39,7 +39,7 @@ MAX_MEMORY = 1 << 26
 HEAD = 128
 """Bytes before a message: one cache line for each counter."""
 
-MOST_RANKS = max(ranks for ranks in range(64) if ranks * (ranks + 1) * (HEAD + MESSAGE_BYTES) <= MAX_MEMORY)
+MAX_MEMBERS = max(ranks for ranks in range(64) if ranks * (ranks + 1) * (HEAD + MESSAGE_BYTES) <= MAX_MEMORY)
 """Ranks of a host at most, 15. More of them use sockets."""
 
 SIZE_WORD, RECEIVED_WORD = 2, 8
@@ -69,20 +69,22 @@ FOLDER = Path("/dev/shm")
 SECONDS_TO_LOCK = 60.0
 """Seconds between the making of a name and its lock, at most."""
 
-MOST_NUMBERS = MESSAGE_BYTES // 16
+MAX_NUMBERS = MESSAGE_BYTES // 16
 """Numbers of an exchange by the boards at most: half of a board."""
 
-Exchange = Callable[[bytes, int], int]
+NativeExchange = Callable[[bytes, int], int]
+"""A native call of packed fields and of steps that are done. Returns how many steps are done."""
 
-StepOfPeer = tuple[int, int, int, int]
+MailboxOperation = tuple[int, int, int, int]
 """Kind of a step, the peer that it waits for, the offset of its box, and its count of messages."""
 
 FIELDS, STEP = struct.Struct("2P6q"), struct.Struct("3q")
 """Fields of `Exchange` and `Step` in `mailbox.cpp`."""
 
 SEND, COPY, MERGE, AWAIT, OWN, TELL, FULL, EMPTY = range(8)
-"""Kinds of steps, as there: send; take a message, alone or merged into the own; wait for one of many that are merged at
-the end, and the own among these; count what was written on the board; wait until a box has a message, or has none."""
+"""Kinds of steps, as in `mailbox.cpp`: send; take a message, alone or merged into the own; wait for one of many that
+are merged at the end, and the own among these; count what was written on the board; wait until a box has a message, or
+has none."""
 
 
 class Awaited(NamedTuple):
@@ -164,7 +166,7 @@ class Mailboxes:
 
     def wait(self, peer: int, *, sends: bool, seconds: float, since: float) -> None:
         """Wait so long until `is_ready`, at most. Raise if the peer is lost, or has not answered since long ago."""
-        self._exchange([(EMPTY if sends else FULL, peer, *self._next(peer, sends=sends))], nap=seconds)
+        self._exchange([(EMPTY if sends else FULL, peer, *self._next(peer, sends=sends))], max_wait=seconds)
         if not self.is_ready(peer, sends=sends):
             self._check_alive(peer, since)
 
@@ -177,13 +179,13 @@ class Mailboxes:
         self._exchange([self._receiving(COPY, peer)], into)
 
     def all_gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the numbers of all members, at most `MOST_NUMBERS` each, in their order.
+        """Return the numbers of all members, at most `MAX_NUMBERS` each, in their order.
 
         Each writes to one half of its board after the other. No member is two exchanges ahead, so none writes where
         another still reads.
         """
         self.gathers += 1
-        half, own = HEAD // 8 + self.gathers % 2 * MOST_NUMBERS, self.boards[self.index]
+        half, own = HEAD // 8 + self.gathers % 2 * MAX_NUMBERS, self.boards[self.index]
         first = own // 8 + half
         self.words[first : first + len(numbers)] = memoryview(array("q", numbers))
         steps = [(TELL, self.index, own, self.gathers)]
@@ -216,13 +218,13 @@ class Mailboxes:
         box, count = self._next(peer, sends=sends)
         return Awaited(peer, box // 8 + RECEIVED_WORD * sends, count)
 
-    def _sending(self, peer: int) -> StepOfPeer:
+    def _sending(self, peer: int) -> MailboxOperation:
         """Return the step that sends the next message to a peer."""
         step = SEND, peer, *self._next(peer, sends=True)
         self.sent[peer] += 1
         return step
 
-    def _receiving(self, kind: int, peer: int) -> StepOfPeer:
+    def _receiving(self, kind: int, peer: int) -> MailboxOperation:
         """Return the step that receives the next message of a peer."""
         step = kind, peer, *self._next(peer, sends=False)
         self.received[peer] += 1
@@ -230,26 +232,26 @@ class Mailboxes:
 
     def _exchange(
         self,
-        steps: Sequence[StepOfPeer],
+        steps: Sequence[MailboxOperation],
         message: Tensor | None = None,
         rows: int = 0,
         width: int = 0,
-        nap: float | None = None,
+        max_wait: float | None = None,
     ) -> None:
         """Perform steps in one native call, which returns now and then to look after silent ranks.
 
-        With `nap`, wait for no longer than so many seconds.
+        With `max_wait`, wait for no longer than so many seconds.
         """
         if self.has_left:
             raise self.error_after_loss(steps[0][1])
         buffer = (self.start, 0) if message is None else (message.data_ptr(), message.nbytes)
-        longest = int((CHECK_INTERVAL if nap is None else nap) * 1e9)
+        longest = int((CHECK_INTERVAL if max_wait is None else max_wait) * 1e9)
         fields = FIELDS.pack(self.start, *buffer, rows, width, self.spin, longest, len(steps))
         for kind, _, box, count in steps:
             fields += STEP.pack(kind, box, count)
-        function = cast(Exchange, library().exchange)
+        function = cast(NativeExchange, library().exchange)
         done = function(fields, 0)
-        if done < len(steps) and nap is None:
+        if done < len(steps) and max_wait is None:
 
             def awaited(done: int) -> Awaited:
                 kind, peer, box, count = steps[done]
@@ -263,13 +265,13 @@ class Mailboxes:
         It returns now and then to look after silent ranks: `awaited` is what a step waits for. Raise if that rank makes
         another call.
         """
-        blocked, since, watch = -1, 0.0, Watch(self)
+        blocked, since, watch = -1, 0.0, MismatchWatch(self)
         try:
             while 0 <= done < steps:
                 if done != blocked:
-                    blocked, since, watch = done, monotonic(), Watch(self)
+                    blocked, since, watch = done, monotonic(), MismatchWatch(self)
                 found = awaited(done)
-                watch.look(found)
+                watch.poll(found)
                 self._check_alive(found.peer, since)
                 done = function(done)
         finally:
@@ -347,8 +349,8 @@ class Mailboxes:
         self.words[self.boards[self.index] // 8 + LEFT_WORD] = 1
 
 
-class Watch:
-    """Looks of a rank at a member that it waits for. Does that make another call?
+class MismatchWatch:
+    """Polls of a member that this rank waits for: does it make another call?
 
     A member that compares its call with others' does, and one that waits for this rank with a call of another kind.
     """
@@ -358,10 +360,10 @@ class Watch:
         self.agreements: int | None = None  # of this rank, while the member makes another call
         self.since = 0.0
 
-    def look(self, awaited: Awaited) -> None:
+    def poll(self, awaited: Awaited) -> None:
         """Say that this rank waits. Raise if the member has made another call since `CHECK_INTERVAL` ago.
 
-        A wait between two looks would have found its message. Another thread may compare this rank's calls meanwhile.
+        A wait between two polls would have found its message. Another thread may compare this rank's calls meanwhile.
         """
         boxes, now = self.mailboxes, monotonic()
         if awaited.counter == boxes.boards[awaited.peer] // 8:
@@ -379,7 +381,7 @@ def size_of(ranks: int) -> int:
     """Return the bytes of the mailboxes of so many ranks; 0 where there can be none."""
     size = ranks * (ranks + 1) * (HEAD + MESSAGE_BYTES)
     able = platform.machine() in PROCESSORS and FOLDER.is_dir() and hasattr(os, "posix_fallocate")
-    return size if able and 1 < ranks <= MOST_RANKS else 0
+    return size if able and 1 < ranks <= MAX_MEMBERS else 0
 
 
 def opened(name: int, size: int, *, new: bool) -> mmap.mmap | None:

@@ -19,10 +19,10 @@ from attnmesh.runtime.world import cached_per_world
 ROOM = 1 << 18
 """Elements of the longest message: 1 MiB of float32."""
 
-ROWS = 8
+PROGRAM_ROWS = 8
 """Rows per program."""
 
-FLAGS = ROOM // ROWS
+FLAGS = ROOM // PROGRAM_ROWS
 """Programs of the longest message."""
 
 MAX_POLLS = 1 << 26
@@ -56,7 +56,7 @@ class SymmetricMemory:
         launch(
             "peers",
             "one_shot",
-            (-(-rows // ROWS) or FLAGS,),
+            (-(-rows // PROGRAM_ROWS) or FLAGS,),
             message.device,
             message=numbers,
             memories=self.addresses,
@@ -71,7 +71,7 @@ class SymmetricMemory:
             rows=rows,
             values=shape[-1],
             max_polls=MAX_POLLS,
-            ROWS=ROWS,
+            ROWS=PROGRAM_ROWS,
             V_0=first,
             V_1=second,
             SEND=put,

@@ -143,7 +143,7 @@ def host_numbers(axes: tuple[Axis, ...]) -> list[int]:
     name = f"{socket.gethostname()} {_inode(Path('/proc/self/ns/net'))}"
     number = int.from_bytes(blake2b(name.encode(), digest_size=7).digest())
     rank = dist.get_rank() if any(axis.group is not None for axis in axes) else 0
-    rows = dist_all_gather_ints([number, rank, WORLD.number], axes)
+    rows = dist_all_gather_ints([number, rank, WORLD.random_id], axes)
     WORLD.processes.update({rank: Process(host, number) for host, rank, number in rows})
     return [host for host, *_ in rows]
 

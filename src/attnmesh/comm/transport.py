@@ -5,7 +5,7 @@
 `Nccl`          GPUs; a merge is one launch where these see each other's memory
 
 A transport posts messages, gathers them, merges partials, and agrees on numbers that hosts hold. `all_gather_ints` does
-this along all axes of a mesh.
+this along all axes of a mesh. `flat_axis` makes one axis of several.
 """
 
 import math
@@ -20,16 +20,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm.failures import awaited, collective, failure
 from attnmesh.comm.host_merge import merge_in_host
 from attnmesh.comm.mailbox_queue import Letter, begin_letters, finish_letter
 from attnmesh.comm.message import MessageLayout
-from attnmesh.comm.shared_memory import MESSAGE_BYTES, MOST_NUMBERS, Mailboxes, PeerLostError
+from attnmesh.comm.shared_memory import MAX_NUMBERS, MESSAGE_BYTES, Mailboxes, PeerLostError
 from attnmesh.comm.symmetric_memory import SymmetricMemory, symmetric_memory_of
 from attnmesh.comm.topology import best_merge, dist_all_gather_ints, host_mailboxes, hosts, mesh_hosts, rounds
 from attnmesh.core.partial import Partial
-from attnmesh.mesh.axes import Axis, Mesh, backends
+from attnmesh.mesh.axes import Axis, Mesh, attention_dims, axis_along, backends
 from attnmesh.mesh.merges import CheckedPartial, Merge, native_merges
 from attnmesh.mesh.reduction_tree import Round
 from attnmesh.runtime.counters import count_messages, current_traffic
@@ -219,7 +220,7 @@ class SharedMemory(Transport):
 
     def all_gather_ints(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the values of all ranks, by the boards of one host."""
-        if not self.is_whole or len(numbers) > MOST_NUMBERS:
+        if not self.is_whole or len(numbers) > MAX_NUMBERS:
             return super().all_gather_ints(numbers)
         try:
             return self.mailboxes.all_gather(numbers)
@@ -352,6 +353,22 @@ def _time_merges(transport: Transport, layout: MessageLayout, calls: int) -> lis
     finally:
         current_traffic.reset(token)
     return [int(median(times[1:])) for times in nanoseconds.values()]
+
+
+def flat_axis(device_mesh: DeviceMesh | None, names: Sequence[str]) -> Axis:
+    """Return several axes of a mesh as one: the ranks that share an index along all other axes.
+
+    The group of two axes is made at the first call, in which every rank of the world takes part. PyTorch could make it
+    among its own ranks, but would name it by the number of groups that each of them knows, which may differ.
+    """
+    if device_mesh is None:
+        return Axis()
+    dims = attention_dims(device_mesh)
+    long = tuple(name for name, dim in dims.items() if name in names and device_mesh.size(dim) > 1)
+    if len(long) < 2:
+        return axis_along(device_mesh, long[0], dims[long[0]]) if long else Axis()
+    flat = device_mesh[long]._flatten()
+    return Axis(flat.size(), flat.get_local_rank(), flat.get_group(), " x ".join(long))
 
 
 def all_gather_ints(numbers: Sequence[int], mesh: Mesh) -> list[list[int]]:

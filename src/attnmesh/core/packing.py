@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
-Run = tuple[int, int]
+TokenRun = tuple[int, int]
 """Positions from the first to before the second."""
 
 Document = tuple[int, int]
@@ -41,7 +41,7 @@ SHARES = (1.0, 0.8, 0.65, 0.5, 0.35, 0.25, 0.12, 0.06)
 
 
 @lru_cache(maxsize=64)
-def pack(lengths: tuple[int, ...], heads: int, rows: int, columns: int) -> tuple[tuple[Run, ...], ...]:
+def pack(lengths: tuple[int, ...], heads: int, rows: int, columns: int) -> tuple[tuple[TokenRun, ...], ...]:
     """Return the ascending runs of positions that each shard of a heads x rows x columns mesh holds."""
     ranks, cells = heads * rows * columns, rows * columns
     sizes = [stop - start for start, stop in pairwise(sum(lengths) * shard // ranks for shard in range(ranks + 1))]
@@ -58,12 +58,12 @@ def pack(lengths: tuple[int, ...], heads: int, rows: int, columns: int) -> tuple
     return tuple(by_cell[shard % cells][shard // cells] for shard in range(ranks))
 
 
-def _cut(runs: Iterable[Run], sizes: Iterable[int]) -> list[tuple[Run, ...]]:
+def _cut(runs: Iterable[TokenRun], sizes: Iterable[int]) -> list[tuple[TokenRun, ...]]:
     """Return runs cut into parts of these numbers of tokens. Runs that touch become one."""
     rest, parts = iter(runs), []
     start = stop = 0
     for size in sizes:
-        part: list[Run] = []
+        part: list[TokenRun] = []
         while size:
             if start == stop:
                 start, stop = next(rest)
@@ -83,7 +83,7 @@ class Grid:
     def __init__(self, rows: int, columns: int, room: Sequence[int]) -> None:
         self.rows, self.columns = rows, columns
         self.room = list(room)  # tokens
-        self.runs: list[list[Run]] = [[] for _ in room]
+        self.runs: list[list[TokenRun]] = [[] for _ in room]
         self.pairs = [0.0] * len(room)
         self.mean = 0.0  # pairs, when all documents are placed
         blocks = [(a, b) for a in _block_sides(rows) for b in _block_sides(columns)]
@@ -188,7 +188,7 @@ class Grid:
             halves = [run for run in (runs[at], runs[-1 - at]) if run[0] < run[1]]
             self._put(cell, halves, share, in_rows[at // columns] * in_columns[at % columns] / 2)
 
-    def _put(self, cell: int, runs: Sequence[Run], tokens: int, pairs: float) -> None:
+    def _put(self, cell: int, runs: Sequence[TokenRun], tokens: int, pairs: float) -> None:
         self.runs[cell] += runs
         self.room[cell] -= tokens
         self.pairs[cell] += pairs

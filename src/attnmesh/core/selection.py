@@ -17,7 +17,7 @@ from attnmesh.errors import ShapeError, check_count, require
 NONE = 2**31 - 1
 """Index that selects nothing, after those of all tokens."""
 
-MOST_KEYS = 1 << 16
+MAX_INDEX_KEYS = 1 << 16
 """Keys of an index at most: time grows with indices times keys."""
 
 ELEMENTS = 1 << 22
@@ -49,8 +49,8 @@ class Selection:
     def __post_init__(self) -> None:
         fix = "count the keys of an index as a Python int"
         object.__setattr__(self, "block", check_count("Selection block", self.block, fix))
-        expected, fix = f"at most {MOST_KEYS} keys an index", "select smaller blocks"
-        require(self.block <= MOST_KEYS, ShapeError, "Selection block", expected, f"{self.block}", fix)
+        expected, fix = f"at most {MAX_INDEX_KEYS} keys an index", "select smaller blocks"
+        require(self.block <= MAX_INDEX_KEYS, ShapeError, "Selection block", expected, f"{self.block}", fix)
 
     @property
     def heads(self) -> int:
@@ -112,12 +112,12 @@ class Visible(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Its tensors, which autograd saves and an operator takes."""
+        """Tensors of positions, lengths and indices, which autograd saves and an operator takes."""
         return *self[1:4], None if self.selected is None else self.selected.indices
 
     @property
     def rule(self) -> tuple[Mask, int]:
-        """The rest of it: the mask, and the keys per index."""
+        """The mask, and the keys per index: what `tensors` leaves out."""
         return self.mask, 1 if self.selected is None else self.selected.block
 
     @staticmethod

@@ -20,11 +20,11 @@ CLOSE = 0.01
 
 
 class Turn(NamedTuple):
-    """Tokens of one rank in each round: `width` from token `start` on, of the `size` that all ranks get."""
+    """Tokens of one rank in each round: `width` from token `start` on, of the `period` that all ranks get."""
 
     start: int
     width: int
-    size: int
+    period: int
 
     def holds(self, tokens: Tensor) -> Tensor:
         """Return for each token whether it is this rank's.
@@ -32,11 +32,11 @@ class Turn(NamedTuple):
         >>> turns((3, 1))[1].holds(torch.arange(5))
         tensor([False, False, False,  True, False])
         """
-        return (tokens - self.start) % self.size < self.width
+        return (tokens - self.start) % self.period < self.width
 
     def slot(self, tokens: Tensor) -> Tensor:
-        """Return the places of this rank's tokens among them."""
-        return tokens // self.size * self.width + tokens % self.size - self.start
+        """Return the indices of this rank's tokens among them."""
+        return tokens // self.period * self.width + tokens % self.period - self.start
 
     def count(self, length: int) -> int:
         """Return how many of the first `length` tokens are this rank's.
@@ -44,16 +44,16 @@ class Turn(NamedTuple):
         >>> [turn.count(7) for turn in turns((3, 1))]
         [6, 1]
         """
-        rounds, rest = divmod(length, self.size)
+        rounds, rest = divmod(length, self.period)
         return rounds * self.width + min(max(rest - self.start, 0), self.width)
 
     def share(self, tokens: int) -> int:
         """Return this rank's share of so many tokens, rounded up."""
-        return -(-tokens * self.width // self.size)
+        return -(-tokens * self.width // self.period)
 
     def positions(self, length: int) -> Tensor:
         """Return this rank's tokens among the first `length`."""
-        first, step = min(self.start, length), min(self.size, max(length, 1))
+        first, step = min(self.start, length), min(self.period, max(length, 1))
         tokens = (torch.arange(first, length, step)[:, None] + torch.arange(min(self.width, length))).flatten()
         return tokens[tokens < length]
 

@@ -69,7 +69,7 @@ def decode(
         selected: The tokens that each query attends, of those that it sees, equal on all ranks. An
             index counts tokens of the cache, padding included. Each rank reads those that it holds. On a GPU, where
             the host reads no index, rows with an invalid one give NaN. None for all tokens.
-        partial: Attention of the same queries over further keys that this rank holds, such as entries that each stand
+        partial: Attention of the same queries over other keys that this rank holds, such as entries that each stand
             for many tokens, as `attend` returns it. One softmax covers these keys, the cache and the sinks. Each rank
             passes one, of its own keys or of none. Ranks do not compare its numbers.
         distance_bias: Numbers to add to the logits of near tokens, (batch, heads, length, distances), equal on every
@@ -103,7 +103,7 @@ def decode(
     caches, signature, known = (cache,), None, None
     inputs = StepInputs(q, caches, sinks, key_lengths, selected, partial)
     if distance_bias is None and not unsupported:
-        signature, known = find_step(inputs, options, cache.step_plans)
+        signature, known = find_step(inputs, options, cache.prepared_steps)
     if known is not None:
         return known.run(inputs, checked)
     step = unchecked_step(cache, *options[:-1])
@@ -120,6 +120,6 @@ def decode(
         tensors = inputs.q, tensors_of(cache.shard.new_view()), sinks, key_lengths, inputs.indices
         return cast(Tensor, decode_op(*tensors, *step.encode()))
     with torch.no_grad():
-        out = prepare_step(inputs, step, signature, cache.step_plans).run(inputs, checked)
+        out = prepare_step(inputs, step, signature, cache.prepared_steps).run(inputs, checked)
     warn_if_swapped("decode", q, cache.sizes.kv_heads)
     return out

@@ -18,7 +18,7 @@ from attnmesh.mesh_attention.sharding import unshard
 from attnmesh.runtime.ranges import ATTENTION, is_profiled, named
 
 AttendOtherKeys = Callable[[Tensor], Partial | None]
-"""Returns attention of all queries over further keys of this rank."""
+"""Returns attention of all queries over other keys of this rank."""
 
 
 @torch.no_grad()
@@ -48,7 +48,7 @@ def decode_shard(
 
     is_compared = cache.mesh.ranks > 1 and cache.calls.checked is not False and may_compare(q.device)
     with Agreement(cache.mesh, "decode_shard", fields, is_compared=is_compared):
-        owners = queries.owners(cache.mesh, cache.tokens)
+        owners = queries.owners(cache.mesh, cache.token_axis)
         whole = q.new_empty(1).expand(*q.shape[:2], length, q.shape[3])
         inputs = StepInputs(q, (cache,), sinks, selected=selected)
         step = check_step(inputs._replace(q=whole) if selected is None else inputs, step, {})
@@ -58,8 +58,8 @@ def decode_shard(
         indices = unshard(selected.indices, cache.device_mesh, layout=layout, length=length)
         selected = selection_of_rank(Selection(indices, selected.block), heads)
     view, query = cache.shard.view, DecodeQuery(every, step.mask, step.scaling, step.capacity)
-    steps = step.attention_for(every, view)
-    attend = named(ATTENTION, steps.attend) if is_profiled() else steps.attend
+    attention = step.attention_for(every, view)
+    attend = named(ATTENTION, attention.attend) if is_profiled() else attention.attend
     partial = attend(query, [view], selected)
     if (other_keys := attend_other_keys(every)) is not None:
         partial = merge_unchecked([partial, other_keys])

@@ -25,7 +25,7 @@ class DecodeStep(NamedTuple):
     """Options of one step, and the axes and sizes of its cache."""
 
     heads: Axis
-    tokens: Axis
+    token_axis: Axis
     block: int
     capacity: int
     value_dim: int
@@ -44,8 +44,8 @@ class DecodeStep(NamedTuple):
 
     def encode(self) -> tuple[str, list[int]]:
         """Return the step as names and numbers, which the schema of an operator can carry."""
-        names = [self.heads.group_name, self.tokens.group_name, self.merge, self.output, self.kernel]
-        axes = [self.heads.size, self.heads.index, self.tokens.size, self.tokens.index]
+        names = [self.heads.group_name, self.token_axis.group_name, self.merge, self.output, self.kernel]
+        axes = [self.heads.size, self.heads.index, self.token_axis.size, self.token_axis.index]
         sizes = [self.block, self.capacity, self.value_dim]
         numbers = [*axes, *sizes, int(self.reproducible), self.index_block or 0, *self.mask.encode()]
         return ",".join([*names, *map(repr, self.scaling)]), numbers
@@ -64,7 +64,7 @@ class DecodeStep(NamedTuple):
     def output_shape(self, q: Tensor) -> tuple[int, ...]:
         """Return the shape of the output on this rank."""
         heads = q.shape[1]
-        for axis in (self.heads, self.tokens) if self.output == "heads" else ():
+        for axis in (self.heads, self.token_axis) if self.output == "heads" else ():
             share = axis.share_of(heads)
             heads = share.stop - share.start
         return q.shape[0], heads, q.shape[2], self.value_dim
@@ -83,7 +83,7 @@ def _decode_step(names: str, numbers: tuple[int, ...]) -> DecodeStep:
 def unchecked_step(cache: KVCache, mask: Mask, scale: float | None, softcap: float | None, *options: Any) -> DecodeStep:
     """Return the step of a call, whose scale and cap may be None until they are checked."""
     sizes = cache.sizes
-    placement = cache.mesh.heads, cache.tokens, sizes.block, sizes.capacity, sizes.value_dim
+    placement = cache.mesh.heads, cache.token_axis, sizes.block, sizes.capacity, sizes.value_dim
     return DecodeStep(*placement, mask, Scaling(cast(float, scale), cast(float, softcap)), *options)
 
 
@@ -95,6 +95,15 @@ def named_options(step: DecodeStep) -> dict[str, Any]:
 def selection_of_rank(selection: Selection, heads: Axis) -> Selection:
     """Return the selection of the heads of a rank, its own where each head has one."""
     return selection.of_heads(heads.share_of(selection.heads)) if selection.heads > 1 else selection
+
+
+def of_own_heads(
+    step: DecodeStep, q: Tensor, sinks: Tensor | None, selected: Selection | None
+) -> tuple[Tensor, Tensor | None, Selection | None]:
+    """Return the queries, sinks and selection of this rank's heads."""
+    heads = step.heads.share_of(q.shape[1])
+    own_sinks = None if sinks is None else sinks[heads]
+    return q[:, heads], own_sinks, selected and selection_of_rank(selected, step.heads)
 
 
 def gather_heads(out: Tensor, checksum: Tensor, step: DecodeStep, heads: int) -> tuple[Tensor, Tensor]:

@@ -53,4 +53,4 @@ def top_k_tokens(
         keys = IndexKeys(here.keys[:, 0], here.token_index, here.positions(), cache.sizes.dtype)
         parts.append(indexer_top_k(score, operands, keys, *bounds, k, block))
     found = parts[0] if len(parts) == 1 else best(torch.cat(parts, -1), k, unique=block > 1)
-    return unpack(best_across(found, cache.tokens, unique=block > 1))[1]
+    return unpack(best_across(found, cache.token_axis, unique=block > 1))[1]

@@ -7,13 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.cache.cache_config import Sizes
+from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.comm.host_merge import HostMerge, host_merge_for
 from attnmesh.comm.message import blank_message, call_checksum
 from attnmesh.comm.rank_merge import chosen_merge, merge_ranks
 from attnmesh.core.partial import Partial, sum_dtype, with_sinks
-from attnmesh.core.selection import Selection
-from attnmesh.decoding.decode_step import DecodeStep, gather_heads, selection_of_rank
+from attnmesh.decoding.decode_step import DecodeStep, gather_heads, of_own_heads
 from attnmesh.decoding.step_agreement import agreement_on, ask_in_step, compared_fields, stays_on_device
 from attnmesh.decoding.step_checks import StepInputs
 from attnmesh.errors import RankFailure
@@ -21,6 +20,7 @@ from attnmesh.guard.agreement import hash_of_call, is_capturing
 from attnmesh.kernels.cache_runs import CachedAttention
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery
 from attnmesh.kernels.traced import are_plain
+from attnmesh.runtime.memo import Memo
 from attnmesh.runtime.ranges import ATTENTION, MERGE, is_profiled, named
 
 
@@ -28,23 +28,23 @@ class PreparedStep(NamedTuple):
     """Steps of one signature on caches of one size: their options, the launches of a kernel, and the merge of ranks."""
 
     step: DecodeStep
-    steps: CachedAttention
+    attention: CachedAttention
     host_merge: HostMerge | None  # None unless all ranks share a host whose native library merges
     heads: slice | None  # of the output of that merge; None for all
     alone: bool  # there are no other ranks
-    sizes: Sizes | None = None
+    sizes: CacheSizes | None = None
     on_device: bool = False  # the host reads nothing of a device
     signature: tuple[Any, ...] = ()  # of the call, of which its hash is made
 
     def run(self, inputs: StepInputs, checked: bool | None) -> Tensor:
         """Return the output, or raise the same error on all ranks if their calls differ. Uncompared calls give NaN."""
-        q, caches, sinks, key_lengths, selected, other_keys = inputs
+        q, caches, _, key_lengths, *_ = inputs
         step, views, values = self.step, [], []
         for cache in caches:
             views.append(cache.shards.own.view)
             values.append(cache.history_checksum)
         if self.alone:
-            return self.compute(q, views, sinks, 0, key_lengths, selected, other_keys)[0]
+            return self.compute(inputs, views, 0)[0]
         if key_lengths is not None and key_lengths.device.type == "cpu":  # others would hold up the device
             values += key_lengths.tolist()
         if self.host_merge is None:
@@ -58,51 +58,48 @@ class PreparedStep(NamedTuple):
                 if not agreement.before():
                     return q.new_full(step.output_shape(q), torch.nan)
                 call_hash = agreement.call_hash
-                out, agreement.checksum = self.compute(q, views, sinks, call_hash, key_lengths, selected, other_keys)
+                out, agreement.checksum, _ = self.compute(inputs, views, call_hash)
             return out
         try:
             call_hash = hash_of_call(self.signature, *values)
-            out, checksum = self.compute(q, views, sinks, call_hash, key_lengths, selected, other_keys)
+            out, _, calls_differ = self.compute(inputs, views, call_hash)
         except RankFailure:
             raise
         except Exception as error:
             agreement_on(caches, step, checked).fail(error)
-        if checksum is not None and checked is not False:  # it shows that calls differ
+        if calls_differ and checked is not False:
             agreement = agreement_on(caches, step, checked)
             agreement.fields = functools.partial(compared_fields, inputs, step)
             agreement.raise_unequal()
         return out
 
     def compute(
-        self,
-        q: Tensor,
-        views: Sequence[CacheView],
-        sinks: Tensor | None,
-        call_hash: int,
-        key_lengths: Tensor | None = None,
-        selected: Selection | None = None,
-        other_keys: Partial | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return this rank's output, and the merged checksum of the call; None for equal calls if a host has looked.
+        self, inputs: StepInputs, views: Sequence[CacheView], call_hash: int
+    ) -> tuple[Tensor, Tensor | None, bool]:
+        """Return this rank's output, the merged checksum of the call, and whether the host knows that calls differ.
 
-        `views` is the cache of all rows of q, or a cache for each row. `other_keys` is the partial of keys outside of
-        the cache. The output is NaN if the ranks' calls differ. The host reads nothing of a device.
+        The checksum is None where `host_merge` compares the calls, or where there are no other ranks. `views` is the
+        cache of all rows of q, or a cache for each row. The output is NaN if the ranks' calls differ. The host reads
+        nothing of a device.
         """
-        step, host, message, checksum, into = self.step, self.host_merge, None, None, None
+        q, _, sinks, key_lengths, selected, other_keys = inputs
+        step, host, message, checksum, into, calls_differ = self.step, self.host_merge, None, None, None, False
         own_q, own_sinks, own_selected = q, sinks, selected  # of this rank's heads
         if step.heads.size > 1:
-            own_q, own_sinks, own_selected = self._of_own_heads(q, sinks, selected)
+            own_q, own_sinks, own_selected = of_own_heads(step, q, sinks, selected)
         if host is not None:
             message = host.blank()
             into = host.partial_in(message)
-        elif self.steps.in_place is not None:
+        elif self.attention.in_place is not None:
             message, checksum, into = self._message(own_q)
         # The first rank adds the sinks; a reproducible step adds them after the merge, on any number of ranks.
-        added = own_sinks if step.tokens.index == 0 and not step.reproducible else None
-        block = step.block if step.reproducible else None
+        added = own_sinks if step.token_axis.index == 0 and not step.reproducible else None
+        partial_block = step.block if step.reproducible else None
         lengths = None if key_lengths is None else key_lengths.to(q.device)
-        query = DecodeQuery(own_q, step.mask, step.scaling, step.capacity, added, block, into, lengths, other_keys)
-        attend = named(ATTENTION, self.steps.attend) if is_profiled() else self.steps.attend
+        query = DecodeQuery(
+            own_q, step.mask, step.scaling, step.capacity, added, partial_block, into, lengths, other_keys
+        )
+        attend = named(ATTENTION, self.attention.attend) if is_profiled() else self.attention.attend
         partial = attend(query, views, own_selected)
         if not self.alone:
             tensors, state = [q] if sinks is None else [q, sinks], views[0].state
@@ -115,17 +112,18 @@ class PreparedStep(NamedTuple):
             if host is not None and message is not None:
                 merge = named(MERGE, host.run) if is_profiled() else host.run
                 if not merge(message, call_hash + state.tolist()[0], tensors):
-                    checksum = partial.out.fill_(torch.nan)
+                    calls_differ = True
+                    partial.out.fill_(torch.nan)
             else:
                 checksum = call_checksum(tensors, call_hash, state, partial.lse, checksum)
-                along = step.tokens, step.merge, step.output
+                along = step.token_axis, step.merge, step.output
                 partial, checksum = merge_ranks(
                     partial, checksum, *along, reproducible=step.reproducible, message=message
                 )
         out = partial.out if self.heads is None else partial.out[:, self.heads]
         if step.reproducible:
             if own_sinks is not None and step.output == "heads":
-                own_sinks = own_sinks[step.tokens.share_of(len(own_sinks))]
+                own_sinks = own_sinks[step.token_axis.share_of(len(own_sinks))]
             # Merging with an empty partial turns -0.0 into 0.0, and more ranks mean more empty partials.
             out = with_sinks(partial, own_sinks).out + 0.0
         out = out.to(q.dtype).contiguous()
@@ -133,16 +131,8 @@ class PreparedStep(NamedTuple):
             wrong = (lengths < 0) | (lengths > views[0].state[0])
             out = out.masked_fill(wrong[:, None, None, None], torch.nan)
         if checksum is not None and step.heads.size > 1:
-            return gather_heads(out, checksum, step, q.shape[1])
-        return out, checksum
-
-    def _of_own_heads(
-        self, q: Tensor, sinks: Tensor | None, selected: Selection | None
-    ) -> tuple[Tensor, Tensor | None, Selection | None]:
-        """Return the queries, sinks and selection of this rank's heads."""
-        heads = self.step.heads.share_of(q.shape[1])
-        own_sinks = None if sinks is None else sinks[heads]
-        return q[:, heads], own_sinks, selected and selection_of_rank(selected, self.step.heads)
+            out, checksum = gather_heads(out, checksum, step, q.shape[1])
+        return out, checksum, calls_differ
 
     def _message(self, q: Tensor) -> tuple[Tensor | None, Tensor | None, Partial | None]:
         """Return a message with its checksum and the partial in it, which a kernel that reads the cache writes.
@@ -150,7 +140,7 @@ class PreparedStep(NamedTuple):
         One rank has the partial alone; a reproducible one merges into new memory.
         """
         shape, dtype = (*q.shape[:-1], self.step.value_dim), sum_dtype(q.dtype)
-        if self.step.tokens.size > 1:
+        if self.step.token_axis.size > 1:
             return blank_message(shape, dtype, q.device)
         if self.step.reproducible:
             return None, None, None
@@ -158,11 +148,11 @@ class PreparedStep(NamedTuple):
 
 
 def find_step(
-    inputs: StepInputs, options: tuple[Any, ...], plans: Any
+    inputs: StepInputs, options: tuple[Any, ...], prepared: Memo[PreparedStep]
 ) -> tuple[tuple[Any, ...] | None, PreparedStep | None]:
     """Return the signature of a call, all that its checks depend on but for its caches, and its step if it is prepared.
 
-    `plans` is the memo that keeps prepared steps. The signature is None for calls that are checked each time.
+    `prepared` is the memo that keeps prepared steps. The signature is None for calls that are checked each time.
     """
     q, caches, sinks, key_lengths, selected, other_keys = inputs
     first = caches[0]
@@ -175,7 +165,7 @@ def find_step(
     # Options of equal values may differ in type.
     signature = q.shape, count, q.dtype, more, *options, *map(type, options)
     try:
-        found = plans.get(signature)
+        found = prepared.get(signature)
     except TypeError:  # an option has no hash
         return None, None
     if found is None:
@@ -199,8 +189,10 @@ def find_step(
     return signature, found
 
 
-def prepare_step(inputs: StepInputs, step: DecodeStep, signature: tuple[Any, ...] | None, plans: Any) -> PreparedStep:
-    """Return the prepared step of a call that was checked, which `plans` keep if its signature is known."""
+def prepare_step(
+    inputs: StepInputs, step: DecodeStep, signature: tuple[Any, ...] | None, prepared: Memo[PreparedStep]
+) -> PreparedStep:
+    """Return the prepared step of a call that was checked, which `prepared` keeps if its signature is known."""
     q, caches, *_ = inputs
     first = caches[0]
     on_device = stays_on_device(first, step)
@@ -211,17 +203,17 @@ def prepare_step(inputs: StepInputs, step: DecodeStep, signature: tuple[Any, ...
     made = new_prepared_step(q, first.shard.view, step)
     made = made._replace(sizes=first.sizes, on_device=on_device, signature=inputs.signature(step))
     if signature is not None and not step.mask.ends:
-        plans.keep(signature, made)
+        prepared.keep(signature, made)
     return made
 
 
 def new_prepared_step(q: Tensor, view: CacheView, step: DecodeStep) -> PreparedStep:
     """Return what steps with such queries run: the launches of a kernel, and the merge."""
-    steps, axis = step.attention_for(q, view), step.tokens
+    attention, axis = step.attention_for(q, view), step.token_axis
     host, heads = None, None
     one_host = axis.size > 1 and step.heads.size == 1 and q.device.type == "cpu" and not step.reproducible
-    if one_host and steps.in_place is None and sum_dtype(q.dtype) == torch.float32:
+    if one_host and attention.in_place is None and sum_dtype(q.dtype) == torch.float32:
         merge = chosen_merge(axis, step.merge, step.output, q.device)
         host = host_merge_for(axis, (*q.shape[:-1], step.value_dim), merge)
         heads = None if host is None else host.heads(step.output)
-    return PreparedStep(step, steps, host, heads, alone=axis.size == step.heads.size == 1)
+    return PreparedStep(step, attention, host, heads, alone=axis.size == step.heads.size == 1)

@@ -26,9 +26,9 @@ class QueryShard(NamedTuple):
     length: int
     """Last tokens of the cache, of all ranks."""
 
-    def owners(self, mesh: Mesh, tokens: Axis) -> "QueryOwners":
+    def owners(self, mesh: Mesh, token_axis: Axis) -> "QueryOwners":
         """Return where the queries of all ranks are, or raise unless this rank has those of its shard."""
-        owners = _owners(mesh, tokens, self.layout, self.length)
+        owners = _owners(mesh, token_axis, self.layout, self.length)
         count, given = owners.own[mesh.heads.index], self.q.shape[2]
         fix = "pass the queries that the layout gives to this rank"
         fits, subject = given == count, "decode_shard q"
@@ -40,7 +40,7 @@ class QueryOwners(NamedTuple):
     """Places of each rank's queries among all; `order` sorts those of all ranks."""
 
     heads: Axis
-    tokens: Axis
+    token_axis: Axis
     own: tuple[int, ...]  # tokens of each rank along the heads axis, in this rank's chunk
     chunks: tuple[Tensor, ...]  # of each rank along the axis of tokens, those of its chunk
     order: Tensor
@@ -49,7 +49,7 @@ class QueryOwners(NamedTuple):
         """Return the queries of all tokens, of this rank's heads, from those of this rank's tokens."""
         if self.heads.size > 1:
             q = torch.cat(swap_tokens(q.chunk(self.heads.size, 1), self.own, self.heads), 2)
-        q = torch.cat(swap_tokens([q] * self.tokens.size, [*map(len, self.chunks)], self.tokens), 2)
+        q = torch.cat(swap_tokens([q] * self.token_axis.size, [*map(len, self.chunks)], self.token_axis), 2)
         return q.index_select(2, on_device(self.order, q.device))
 
     def merge_at_owners(self, partial: Partial) -> Partial:
@@ -57,7 +57,7 @@ class QueryOwners(NamedTuple):
         returned = [tuple(x.index_select(2, on_device(chunk, x.device)) for x in partial) for chunk in self.chunks]
         own = tuple(meta_like(x, sum(self.own)) for x in partial)
         merge = named(MERGE, merge_unchecked) if is_profiled() else merge_unchecked
-        return merge([Partial(*part) for part in swap(returned, [own] * self.tokens.size, self.tokens)])
+        return merge([Partial(*part) for part in swap(returned, [own] * self.token_axis.size, self.token_axis)])
 
     def all_heads(self, out: Tensor) -> Tensor:
         """Return the outputs of all heads for this rank's tokens, from those of its heads for its chunk."""
@@ -68,14 +68,14 @@ class QueryOwners(NamedTuple):
 
 
 @cached_per_world(1024)
-def _owners(mesh: Mesh, tokens: Axis, layout: Layout, length: int) -> QueryOwners:
-    """Return the places of so many queries in a layout."""
+def _owners(mesh: Mesh, token_axis: Axis, layout: Layout, length: int) -> QueryOwners:
+    """Return where so many queries of a layout are."""
     shape, chunks = mesh.shape, []
-    for place in range(tokens.size):
-        row, column = divmod(place, shape.keys)
+    for index in range(token_axis.size):
+        row, column = divmod(index, shape.keys)
         shards = [shape.shard(head, row, column) for head in range(shape.heads)]
         chunks.append([layout.positions(length, shape.ranks, shard) for shard in shards])
     whole = [torch.cat(chunk) for chunk in chunks]
     return QueryOwners(
-        mesh.heads, tokens, tuple(map(len, chunks[tokens.index])), tuple(whole), torch.cat(whole).argsort()
+        mesh.heads, token_axis, tuple(map(len, chunks[token_axis.index])), tuple(whole), torch.cat(whole).argsort()
     )

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
-from attnmesh.cache.cache_config import Sizes
+from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.core.mask import Causal, Mask
 from attnmesh.decoding.decode_step import DecodeStep, unchecked_step
-from attnmesh.decoding.prepared_step import find_step, prepare_step
+from attnmesh.decoding.prepared_step import PreparedStep, find_step, prepare_step
 from attnmesh.decoding.step_agreement import agreement_on
 from attnmesh.decoding.step_checks import StepInputs, check_step
 from attnmesh.errors import (
@@ -96,8 +96,8 @@ def decode_rows(
             _append(k, v, caches)
     except InputError as error:
         agreement_on(caches, unchecked_step(first, *options[:-1]), checked).fail(error)
-    inputs, plans = StepInputs(q, caches, sinks), _plans_of(caches)
-    signature, known = find_step(inputs, options, plans)
+    inputs, prepared = StepInputs(q, caches, sinks), _prepared_steps_of(caches)
+    signature, known = find_step(inputs, options, prepared)
     if known is not None:
         return known.run(inputs, checked)
     step = unchecked_step(first, *options[:-1])
@@ -105,21 +105,23 @@ def decode_rows(
         check_checked(SUBJECT, checked)
         step = _checked_step(q, caches, sinks, step)
     with torch.no_grad():
-        out = prepare_step(inputs, step, signature, plans).run(inputs, checked)
+        out = prepare_step(inputs, step, signature, prepared).run(inputs, checked)
     warn_if_swapped(SUBJECT, q, first.sizes.kv_heads)
     return out
 
 
-def _plans_of(caches: Sequence[KVCache]) -> Memo[Any]:
+def _prepared_steps_of(caches: Sequence[KVCache]) -> Memo[PreparedStep]:
     """Return the prepared steps of a cache and its forks; of rows on CPUs those of all caches of their kind."""
     first, sizes = caches[0], caches[0].sizes
     if len(caches) == 1 or first.device.type != "cpu":
-        return first.step_plans
-    return _plans_of_rows(first.tokens, first.mesh.heads, sizes.layer_sizes, sizes.block, sizes.hot)
+        return first.prepared_steps
+    return _prepared_steps_of_rows(first.token_axis, first.mesh.heads, sizes.layer_sizes, sizes.block, sizes.hot)
 
 
 @cached_per_world(1024)
-def _plans_of_rows(tokens: Axis, heads: Axis, layer_sizes: Sizes, block: int, hot: int | None) -> Memo[Any]:
+def _prepared_steps_of_rows(
+    token_axis: Axis, heads: Axis, layer_sizes: CacheSizes, block: int, hot: int | None
+) -> Memo[PreparedStep]:
     return Memo()
 
 
@@ -139,7 +141,7 @@ def _check_caches(q: Tensor, caches: Sequence[Any], k: Any, v: Any) -> None:
         require(isinstance(cache, KVCache), DtypeError, subject, "KVCaches", type(cache).__name__, fix)
         given, fix = f"one of {cache.sizes.batch}", "decode a batch with attnmesh.decode"
         require(cache.sizes.batch == 1, ShapeError, subject, "caches of one sequence", given, fix)
-        same = (cache.tokens, cache.mesh.heads) == (first.tokens, first.mesh.heads)
+        same = (cache.token_axis, cache.mesh.heads) == (first.token_axis, first.mesh.heads)
         fix = "make all caches on one mesh"
         require(same, MeshError, subject, "caches on one mesh", "caches on several", fix)
         alike = cache.sizes.layer_sizes == first.sizes.layer_sizes and cache.device == first.device

@@ -27,11 +27,11 @@ def agreement_on(caches: Sequence[KVCache], step: DecodeStep, checked: bool | No
 
 def compared_fields(inputs: StepInputs, step: DecodeStep) -> Mapping[str, object]:
     """Return the arguments of the call that ranks compare."""
-    q, caches, sinks, key_lengths, _, partial = inputs
+    q, caches, sinks, key_lengths, _, other_keys = inputs
     options = named_options(step) | step.scaling._asdict()
     del options["scaling"]
     options["key_lengths"] = None if key_lengths is None else key_lengths.tolist()
-    options |= {} if partial is None else {"partial": True}
+    options |= {} if other_keys is None else {"partial": True}
     width = caches[0].sizes.head_dim
     bias = q[..., width:] if q.shape[-1] > width else None  # with which the queries end
     tensors = {"q": q[..., :width], "distance_bias": bias, "sinks": sinks, "selected": inputs.indices}
@@ -60,16 +60,17 @@ def ask_in_step(step: DecodeStep, like: Tensor, shape: Sequence[int], value_dim:
     """
     heads = step.heads.share_of(shape[1])
     q = like.new_empty(1).expand(shape)[:, heads]
-    nothing, along = identity(q, value_dim, sum_dtype(q.dtype)), (step.tokens, step.merge, step.output)
+    nothing, along = identity(q, value_dim, sum_dtype(q.dtype)), (step.token_axis, step.merge, step.output)
     partial, checksum = merge_ranks(nothing, question_like(nothing.lse), *along, reproducible=step.reproducible)
     return gather_heads(partial.out.to(q.dtype).contiguous(), checksum, step, shape[1])[1]
 
 
 def _send_poison(cache: KVCache, step: DecodeStep) -> None:
     """Run the exchanges of a step whose arguments are wrong on this rank, so that the others detect it."""
-    ranks, reproducible = cache.tokens.size, step.reproducible is True  # other values are invalid on other ranks too
+    ranks = cache.token_axis.size
+    reproducible = step.reproducible is True  # other values are invalid on other ranks too
     reproducible = reproducible and not ranks & (ranks - 1)
     like = torch.empty(0, dtype=sum_dtype(cache.sizes.dtype), device=cache.device)
-    checksum = send_poison(cache.tokens, step.merge, step.output, like, reproducible=reproducible)
+    checksum = send_poison(cache.token_axis, step.merge, step.output, like, reproducible=reproducible)
     if cache.mesh.heads.size > 1:
         highest_checksum(checksum, cache.mesh.heads)

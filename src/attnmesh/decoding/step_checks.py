@@ -51,7 +51,7 @@ class StepInputs(NamedTuple):
     sinks: Tensor | None = None
     key_lengths: Tensor | None = None
     selected: Selection | None = None
-    partial: Partial | None = None
+    other_keys: Partial | None = None
 
     @property
     def indices(self) -> Tensor | None:
@@ -62,7 +62,7 @@ class StepInputs(NamedTuple):
         """Return the options of a step, and the dtypes and shapes of its tensors, of which ranks compare a hash."""
         sinks = None if self.sinks is None else self.sinks.dtype
         indices = None if self.indices is None else self.indices.shape
-        more = () if self.partial is None else ("partial",)
+        more = () if self.other_keys is None else ("partial",)
         return step.options, self.q.dtype, self.q.shape, sinks, self.key_lengths is not None, indices, *more
 
 
@@ -100,7 +100,7 @@ def check_step(inputs: StepInputs, step: DecodeStep, unsupported: Mapping[str, N
         raise MaskError("decode mask", "no documents in a padded batch", f"{step.mask}", fix)
     if selected is not None:
         step = _with_selection(q, cache, selected, step)
-    check_reproducible("decode reproducible", step.reproducible, step.tokens.size, step.merge)
+    check_reproducible("decode reproducible", step.reproducible, step.token_axis.size, step.merge)
     if step.reproducible and (cache.padding is not None or not cache.is_block_cyclic):
         given = "a padded batch" if cache.padding is not None else "tokens in the layout of a sharded prefill"
         fix = "fill it with append, or prefill in cache.layout"
@@ -135,25 +135,25 @@ def _with_selection(q: Tensor, cache: KVCache, selected: Selection, step: Decode
 
 
 def check_other_keys(inputs: StepInputs, step: DecodeStep) -> None:
-    """Raise unless the partial of further keys is None or fits the queries of a checked step."""
-    q, (cache,), *_, partial = inputs
-    if partial is None:
+    """Raise unless the partial of other keys is None or fits the queries of a checked step."""
+    q, (cache,), *_, other_keys = inputs
+    if other_keys is None:
         return
     subject, fix = "decode partial", "call decode outside of torch.compile"
     require(not torch.compiler.is_compiling(), KernelError, subject, "None in a graph", "a Partial", fix)
     fix = "pass what attend returned for the same queries"
-    fits = isinstance(partial, tuple) and len(partial) == 2 and all(isinstance(x, Tensor) for x in partial)
-    require(fits, DtypeError, subject, "a partial (out, lse)", type(partial).__name__, fix)
+    fits = isinstance(other_keys, tuple) and len(other_keys) == 2 and all(isinstance(x, Tensor) for x in other_keys)
+    require(fits, DtypeError, subject, "a partial (out, lse)", type(other_keys).__name__, fix)
     heads = step.heads.share_of(q.shape[1])
     rows = (q.shape[0], heads.stop - heads.start, q.shape[2])
-    given, expected = f"{[tuple(x.shape) for x in partial]}", f"{[(*rows, cache.sizes.value_dim), rows]}"
+    given, expected = f"{[tuple(x.shape) for x in other_keys]}", f"{[(*rows, cache.sizes.value_dim), rows]}"
     require(given == expected, ShapeError, subject, f"shapes {expected}", given, fix)
-    wide, given = sum_dtype(q.dtype), f"out in {partial[0].dtype}, lse in {partial[1].dtype}"
+    wide, given = sum_dtype(q.dtype), f"out in {other_keys[0].dtype}, lse in {other_keys[1].dtype}"
     expected_dtypes = f"out in {q.dtype} or {wide}, lse in {wide}"
-    fits = partial[0].dtype in (q.dtype, wide) and partial[1].dtype == wide
+    fits = other_keys[0].dtype in (q.dtype, wide) and other_keys[1].dtype == wide
     require(fits, DtypeError, subject, expected_dtypes, given, fix)
-    check_one_device(subject, {"q": q, "out": partial[0], "lse": partial[1]})
-    check_no_gradients(subject, {"out": partial[0], "lse": partial[1]})
+    check_one_device(subject, {"q": q, "out": other_keys[0], "lse": other_keys[1]})
+    check_no_gradients(subject, {"out": other_keys[0], "lse": other_keys[1]})
     expected, fix = "no partial= beside reproducible=True", "leave one of them out"
     require(not step.reproducible, KernelError, "decode reproducible", expected, "a Partial", fix)
 

@@ -10,7 +10,9 @@ from torch import Tensor
 from attnmesh.core.selection import Selection
 from attnmesh.decoding.decode_step import DecodeStep
 from attnmesh.decoding.prepared_step import new_prepared_step
-from attnmesh.kernels.cache_view import CacheView, Padding
+from attnmesh.decoding.step_checks import StepInputs
+from attnmesh.kernels.cache_view import CacheView
+from attnmesh.kernels.padding import Padding
 from attnmesh.runtime.operators import operator
 
 
@@ -33,7 +35,8 @@ def decode_op(
     view = view_of(cache, (step := DecodeStep.decode(names, numbers)).value_dim)
     call_hash = crc32(f"{numbers[4:]} {names.split(',')[2:]}".encode())
     selected = None if indices is None else Selection(indices, step.index_block or 1)
-    out, _ = new_prepared_step(q, view, step).compute(q, [view], sinks, call_hash, key_lengths, selected)
+    inputs = StepInputs(q, (), sinks, key_lengths, selected)
+    out, *_ = new_prepared_step(q, view, step).compute(inputs, [view], call_hash)
     return torch.where(view.state[0] <= step.capacity, out, torch.nan)
 
 

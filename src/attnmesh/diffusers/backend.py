@@ -91,10 +91,10 @@ def _attend_visible(
 
     Sequences with different masks are attended one after the other.
     """
-    with Agreement(tokens.place, SUBJECT, {"mask": [attn_mask.ndim, attn_mask.dtype], "batch": len(q)}):
+    with Agreement(tokens.mesh, SUBJECT, {"mask": [attn_mask.ndim, attn_mask.dtype], "batch": len(q)}):
         visible = visible_keys(attn_mask, len(q), q.shape[2], k.shape[2])
     alike = bool((visible == visible[:1]).all())
-    table = dist_all_gather_ints([alike, *visible.sum(1).tolist()], tokens.place.axes)
+    table = dist_all_gather_ints([alike, *visible.sum(1).tolist()], tokens.mesh.axes)
     rows = [slice(None)] if all(row[0] for row in table) else [slice(b, b + 1) for b in range(len(q))]
     parts = []
     for number, row in enumerate(rows):

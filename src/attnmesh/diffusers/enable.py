@@ -63,9 +63,9 @@ def enable(
     torch.Size([1, 4, 3, 6, 6])
     >>> disable(model)
     """
-    model, place = unwrap_module(model), Mesh.of(mesh)
+    model, axes = unwrap_module(model), Mesh.of(mesh)
     fields = {"model": type(model).__name__, "exchange": exchange, "kernel": kernel, "checked": checked}
-    with Agreement(place, SUBJECT, fields):
+    with Agreement(axes, SUBJECT, fields):
         check_exchange(f"{SUBJECT} exchange", exchange)
         check_kernel(kernel)
         check_checked(SUBJECT, checked)
@@ -73,8 +73,8 @@ def enable(
         plan = plan_of(model)
         _check_processors(model, plan)
         for module in split_attention(model, plan).values():
-            check_heads_axis(f"{SUBJECT} mesh", place.shape, getattr(module, "heads", place.shape.heads))
-    state = MeshState(model, plan, place, checked)
+            check_heads_axis(f"{SUBJECT} mesh", axes.shape, getattr(module, "heads", axes.shape.heads))
+    state = MeshState(model, plan, axes, checked)
     backend = backend_of(mesh, state.tokens, exchange, kernel, checked)
     state.backend = register(f"attnmesh-{next(BACKEND_NUMBERS)}", backend)
     state.undo.append(partial(unregister, state.backend))

@@ -20,7 +20,7 @@ from attnmesh.mesh.axes import Mesh
 
 SUBJECT = "attnmesh.diffusers forward"
 
-PLAIN = (bool, int, float, str, type(None))
+COMPARED_TYPES = (bool, int, float, str, type(None))
 """Types of arguments that ranks compare, beside tensors."""
 
 
@@ -32,16 +32,16 @@ class MeshState:
     Args:
         model: The transformer.
         plan: Its plan.
-        place: This rank's place in the mesh.
+        mesh: The mesh as this rank sees it.
         checked: When ranks compare inputs, as in `enable`.
     """
 
     context_parallel_config = tensor_parallel_config = None  # diffusers reads these, for example to save a model
 
-    def __init__(self, model: nn.Module, plan: TokenPlan, place: Mesh, checked: bool | None) -> None:
-        device = torch.device(place.device_type)
-        self.plan, self.tokens = plan, Tokens(place)
-        self.calls = CallRecord(place, device, checked is not False)
+    def __init__(self, model: nn.Module, plan: TokenPlan, mesh: Mesh, checked: bool | None) -> None:
+        device = torch.device(mesh.device_type)
+        self.plan, self.tokens = plan, Tokens(mesh)
+        self.calls = CallRecord(mesh, device, checked is not False)
         self.compares_values = checked is True or device.type == "cpu"  # elsewhere the host would wait for them
         self.processors: dict[Any, Any] = {module: module.processor for module in split_attention(model, plan).values()}
         self.modules = {name: modules_named(model, name) for name in (*plan.splits, *plan.gathers)}
@@ -81,7 +81,7 @@ class MeshState:
         named = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
         inputs = {f"{cast(Any, path[0]).key}{keystr(path[1:])}": x for path, x in tree_flatten_with_path(named)[0]}
         tensors = {name: x for name, x in inputs.items() if isinstance(x, Tensor)}
-        others = {name: repr(x) for name, x in inputs.items() if isinstance(x, PLAIN)}
+        others = {name: repr(x) for name, x in inputs.items() if isinstance(x, COMPARED_TYPES)}
         shapes = [(name, x.dtype, tuple(x.shape)) for name, x in tensors.items()]
         found = fingerprints(tensors) if self.compares_values else {"shapes": shapes}
         with self.calls.agreement(f"{SUBJECT} of {type(model).__name__}", {**found, **others}):

@@ -29,8 +29,8 @@ class Tokens:
     A rank knows its own number of tokens in such a tensor, and finds the numbers of all ranks by it.
     """
 
-    def __init__(self, place: Mesh) -> None:
-        self.place = place
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
         self.lengths: dict[str, int] = {}
         """Tokens of each stream."""
         self.companions: dict[str, int] = {}
@@ -46,7 +46,7 @@ class Tokens:
 
     def add_stream(self, name: str, length: int) -> None:
         """Add a stream of `length` tokens. Raise if ranks would have none of them, since models fail there."""
-        ranks = self.place.ranks
+        ranks = self.mesh.ranks
         length = operator.index(length)  # makes the symbolic length of a compiled graph a constant
         if length < ranks:
             expected, fix = f"{ranks} tokens or more, one a rank", "pad the text, or take a mesh of fewer ranks"
@@ -57,7 +57,7 @@ class Tokens:
 
     def split(self, x: Tensor, dim: int) -> Tensor:
         """Return this rank's run of a tensor."""
-        sizes, shard = run_sizes(operator.index(x.shape[dim]), self.place.ranks), self.place.shard
+        sizes, shard = run_sizes(operator.index(x.shape[dim]), self.mesh.ranks), self.mesh.shard
         return x.narrow(dim, [0, *accumulate(sizes)][shard], sizes[shard])
 
     def split_joined(self, x: Tensor, dim: int, own: Sequence[int]) -> Tensor:
@@ -70,7 +70,7 @@ class Tokens:
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
         """Return the whole tensor on every rank, with gradients."""
-        return unshard_runs(x, self.place, self.sizes(x.shape[dim])[0], dim)
+        return unshard_runs(x, self.mesh, self.sizes(x.shape[dim])[0], dim)
 
     def check_companions(self) -> None:
         """Raise if a tensor has tokens of its own, but not as many as a stream.
@@ -91,14 +91,14 @@ class Tokens:
         Ranks exchange their numbers where a number does not identify a stream, and in the backward pass: a layer that
         is computed again there may belong to an earlier forward pass.
         """
-        ranks = self.place.ranks
+        ranks = self.mesh.ranks
         if torch.compiler.is_compiling():
             if self.sizes_by_own is None:
                 fix = "pass other numbers of tokens, or leave torch.compile out"
                 given = f"streams of {sorted(self.lengths.values())} tokens on {ranks} ranks"
                 raise MeshError("attnmesh.diffusers", "streams with different numbers of tokens", given, fix)
         elif self.sizes_by_own is None or _is_in_backward():
-            table = dist_all_gather_ints(own, self.place.axes)
+            table = dist_all_gather_ints(own, self.mesh.axes)
             return [tuple(column) for column in zip(*table, strict=True)]
         own = tuple(map(operator.index, own))
         for tokens in own:
@@ -111,11 +111,11 @@ class Tokens:
 
     def _index_sizes(self) -> None:
         """Index the tokens of all ranks, for each stream and for all streams together, by this rank's number."""
-        ranks = self.place.ranks
+        ranks = self.mesh.ranks
         single = [run_sizes(length, ranks) for length in self.lengths.values()]
         found = dict.fromkeys([*single, tuple(map(sum, zip(*single, strict=True)))])
         is_unique = all(len(set(column)) == len(found) for column in zip(*found, strict=True))
-        self.sizes_by_own = {sizes[self.place.shard]: sizes for sizes in found} if is_unique else None
+        self.sizes_by_own = {sizes[self.mesh.shard]: sizes for sizes in found} if is_unique else None
 
 
 def _is_in_backward() -> bool:

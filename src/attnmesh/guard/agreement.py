@@ -37,7 +37,7 @@ HOST = "\x1ehost: "
 VERSIONS = "versions: "
 """Before the versions of packages, in a line of the texts that say them."""
 
-MOST_HOSTS = 3
+MAX_NAMED_HOSTS = 3
 """Hosts that a row of the table names."""
 
 
@@ -55,12 +55,12 @@ class Agreement:
     """One call on which all ranks of a mesh agree, as a `with` around the work that may fail on one of them.
 
     `before` compares the call now. `after`, at the end of the `with`, compares it once the work is done, and `fail`
-    compares the error that has ended the work: then all ranks raise it, or none does. `numbers` of this rank are
+    compares the error that has ended the work: then all ranks raise it, or none does. `payload` of this rank are
     exchanged beside the call, and `table` has those of all ranks by shard. Without `is_compared` a rank is alone.
     """
 
     text = ""  # of the call, where it was made before
-    numbers: Sequence[int] = ()
+    payload: Sequence[int] = ()
     table: Sequence[Sequence[int]] = ()
     known: Memo[bool] | None = None  # where the name is kept once all ranks agree
     is_raised = False  # on all ranks
@@ -94,13 +94,13 @@ class Agreement:
     def after(self) -> None:
         """Compare the call, once this rank's work is done."""
         if not self.is_compared:
-            self.table = [[*self.numbers]]
+            self.table = [[*self.payload]]
             return
         try:
             text = self.text or self.described()
         except Exception as error:
             self.fail(error)
-        self.table = self.compare(text, self.numbers)
+        self.table = self.compare(text, self.payload)
         if self.known is not None:
             self.known.keep(self.name, True)
 
@@ -122,13 +122,13 @@ class Agreement:
             said = UnforeseenError(self.name, "what each rank can do", given, fix)
         self.compare(SEPARATOR.join((type(said).__name__, *said.args)), error=error)
 
-    def compare(self, text: str, numbers: Sequence[int] = (), error: Exception | None = None) -> list[list[int]]:
+    def compare(self, text: str, payload: Sequence[int] = (), error: Exception | None = None) -> list[list[int]]:
         """Return the numbers of all ranks by shard, if all say this text; else raise the same error on all."""
         enter_agreement(self.mesh)
-        padded = [*numbers, *[0] * (EXTRA_VALUES - len(numbers))]
+        padded = [*payload, *[0] * (EXTRA_VALUES - len(payload))]
         table = all_gather_ints([hash_of_call(text), error is not None, *padded], self.mesh)
-        all_numbers, failed, *_ = zip(*table, strict=True)
-        if any(failed) or len(set(all_numbers)) > 1:
+        hashes, failed, *_ = zip(*table, strict=True)
+        if any(failed) or len(set(hashes)) > 1:
             self.is_raised = True
             realign(self.mesh)  # a merge along a tree sends other messages than one that is direct
             texts = all_gather_texts(text, self.mesh)
@@ -136,7 +136,7 @@ class Agreement:
             if error is not None and not isinstance(error, InputError):
                 raise error
             _raise(texts, failed, [rank for (rank,) in ranks])
-        return [row[2 : 2 + len(numbers)] for row in table]
+        return [row[2 : 2 + len(payload)] for row in table]
 
     def raise_unequal(self) -> NoReturn:
         """Raise on all ranks, whose merge has shown that their numbers differ."""
@@ -332,9 +332,10 @@ def _table(texts: Sequence[str], ranks: Sequence[int]) -> str:
     for call, found in members.items():
         name, *lines = call.splitlines()
         hosts = [*dict.fromkeys(host for _, host in found if host)]
-        places = ", ".join(hosts[:MOST_HOSTS]) + f" and {len(hosts) - MOST_HOSTS} more" * (len(hosts) > MOST_HOSTS)
+        host_names = ", ".join(hosts[:MAX_NAMED_HOSTS])
+        host_names += f" and {len(hosts) - MAX_NAMED_HOSTS} more" * (len(hosts) > MAX_NAMED_HOSTS)
         fields.append(
-            {"call": name, **dict(line.split(": ", 1) for line in lines), **({"hosts": places} if hosts else {})}
+            {"call": name, **dict(line.split(": ", 1) for line in lines), **({"hosts": host_names} if hosts else {})}
         )
     names = [name for name in dict.fromkeys(chain(*fields)) if len({each.get(name) for each in fields}) > 1]
     rows = [["ranks", *names]]

@@ -239,9 +239,9 @@ def check_distance_bias(
         require(fits, KernelError, subject, expected, given, "leave one of them out")
 
 
-def check_merge(subject: str, how: str, output: str) -> None:
-    """Raise unless `how` names a merge and `output` names an output."""
-    check_choice(f"{subject} {'how' if subject == 'merge_across' else 'merge'}", how, ("auto", *MERGES), 'use "auto"')
+def check_merge(subject: str, merge: str, output: str) -> None:
+    """Raise unless `merge` names a merge and `output` names an output."""
+    check_choice(f"{subject} {'how' if subject == 'merge_across' else 'merge'}", merge, ("auto", *MERGES), 'use "auto"')
     check_choice(f"{subject} output", output, OUTPUTS, 'use "replicated"')
 
 

@@ -67,7 +67,7 @@ def attend_cached(q: Tensor, pending: PendingKV, layer: LayerCall, spec: MaskSpe
     if kv.sizes.storage is not None and pending.layer.is_first(pending) and spec.token_mask is None:
         # As in a sharded prefill, the first tokens attend each other before their keys are rounded.
         out = _attend_local(q, pending.k, pending.v, layer, spec)
-        for axis in (kv.mesh.heads, kv.tokens) if pending.layer.cache.head_ranks > 1 else ():
+        for axis in (kv.mesh.heads, kv.token_axis) if pending.layer.cache.head_ranks > 1 else ():
             out = out[:, axis.share_of(out.shape[1])]
         return out
     return _attend_stored(q, pending, kv, layer, None)

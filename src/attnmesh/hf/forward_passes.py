@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from attnmesh.comm.host_linear import MOST_ROWS
+from attnmesh.comm.host_linear import MAX_SHARED_ROWS
 from attnmesh.core.layout import Contiguous, Layout, Split
 from attnmesh.errors import KernelError, require
 from attnmesh.hf.cache.sharded_cache import ShardedCache
@@ -31,9 +31,9 @@ CHUNK = 8192
 """Tokens per chunk after cached tokens or with padding. There, every rank attends the queries of all ranks."""
 
 LATENT_CHUNK = 1024
-"""The same in latent attention, whose queries of cached latents are wide."""
+"""Tokens per such chunk in latent attention, whose queries of cached latents are wide."""
 
-SAME_TOKENS = min(MOST_ROWS.values())
+SAME_TOKENS = min(MAX_SHARED_ROWS.values())
 """Tokens of all sequences per chunk, if bits shall not depend on the ranks: the most that shared layers always take."""
 
 
@@ -215,7 +215,7 @@ class ForwardPasses:
         if not self.recurrent:
             return self.cache.layout
         turns = self.cache.layout.turns(self.cache.ranks)
-        whole = self.cache.shares is not None and tokens % turns[0].size == 0  # else all ranks compute all tokens
+        whole = self.cache.shares is not None and tokens % turns[0].period == 0  # else all ranks compute all tokens
         return Split(tuple(turn.count(tokens) for turn in turns)) if whole else Contiguous()
 
     def _call(self, shards: Shards, *, sharded: bool) -> None:
@@ -226,12 +226,12 @@ class ForwardPasses:
         mask: Any = None if self.token_mask is None else self.token_mask[:, :stop].long()
         if sharded:
             mask = ShardMask.of(torch.ones_like(ids[:, index]), shards=shards)
-        places = ShardPositions.of(self.positions[..., index], shards=shards, last=self.last, whole=not sharded)
+        position_ids = ShardPositions.of(self.positions[..., index], shards=shards, last=self.last, whole=not sharded)
         if merged is None:
-            run_model(self.model, ids[:, index], places, self.cache, mask)
+            run_model(self.model, ids[:, index], position_ids, self.cache, mask)
             return
         mask = merged.mask(len(index), shards.start, shards if sharded else None) if merged.spans else mask
-        merged.run(index, attention_mask=mask, position_ids=places, past_key_values=self.cache)
+        merged.run(index, attention_mask=mask, position_ids=position_ids, past_key_values=self.cache)
 
     def _record(self, stop: int) -> None:
         """Record that the cache holds the tokens before one. Raise if some layer does not."""

@@ -32,7 +32,9 @@ from attnmesh.hf.tensor_parallel import tp_mesh
 from attnmesh.hf.transformers_names import cache_argument
 from attnmesh.mesh.axes import Mesh, NotGiven, given_mesh
 
-ALONE = "each rank generates alone, with all keys and values. Pass mesh= or a cache to shard them over the ranks"
+GENERATES_ALONE = (
+    "each rank generates alone, with all keys and values. Pass mesh= or a cache to shard them over the ranks"
+)
 
 
 def generate(
@@ -75,17 +77,17 @@ def generate(
     torch.Size([1, 7])
     """
     if isinstance(mesh, NotGiven):
-        mesh = given_mesh("generate", mesh, ALONE) if cache is None else None
-    place, model = Mesh.of(cache.mesh if isinstance(cache, ShardedCache) else mesh), unwrap(model)
+        mesh = given_mesh("generate", mesh, GENERATES_ALONE) if cache is None else None
+    axes, model = Mesh.of(cache.mesh if isinstance(cache, ShardedCache) else mesh), unwrap(model)
     options = without_absent(options)
     settings = GenerationSettings(model, options)
     spec = CheckpointSpec(checkpoint.folder, checkpoint.every) if isinstance(checkpoint, Checkpoint) else checkpoint
     named = {"prefill_chunk_size": prefill_chunk_size, "checkpoint": spec}
-    agree_on_call(place, model, input_ids, attention_mask, cache, {**named, **options})
+    agree_on_call(axes, model, input_ids, attention_mask, cache, {**named, **options})
     cache = ShardedCache(model.config, mesh) if cache is None else cache
     mask = _infer_padding(model.config, input_ids, settings) if attention_mask is None else attention_mask
     images, options = split_images(model, options)
-    prompt = begin_prompt(place, model, input_ids, mask, images)
+    prompt = begin_prompt(axes, model, input_ids, mask, images)
     chunk_size = prefill_chunk_size or settings["prefill_chunk_size"]
     if checkpoint is None:
         return _generate(model, prompt, cache, chunk_size, options)
@@ -228,9 +230,9 @@ def _infer_padding(config: PreTrainedConfig, ids: Tensor, settings: GenerationSe
 
 def synchronize_generators(meshes: Iterable[DeviceMesh | None], device: torch.device) -> None:
     """Set the random generators of all ranks of each mesh to the state of its first, so that all draw the same."""
-    for place in map(Mesh.of, meshes):
-        if place.ranks == 1:
+    for axes in map(Mesh.of, meshes):
+        if axes.ranks == 1:
             continue
         for source in dict.fromkeys((torch.device("cpu"), device)):
-            state = dist_all_gather_ints(random_state(source).tolist(), place.axes)[0]
+            state = dist_all_gather_ints(random_state(source).tolist(), axes.axes)[0]
             set_random_state(source, torch.tensor(state, dtype=torch.uint8))

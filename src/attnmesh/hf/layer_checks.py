@@ -125,10 +125,10 @@ def _check_alone(spec: MaskSpec, positions: Any) -> None:
         return
     vars(spec)["is_known"] = True  # one mask serves all layers of its kind
     if isinstance(positions, Tensor) and positions.ndim == 2 and positions.shape[1] == spec.q_length:
-        places = torch.arange(spec.q_length, device=positions.device)
+        indices = torch.arange(spec.q_length, device=positions.device)
         padding = 0 if spec.left_padding is None or spec.q_offset else spec.left_padding.to(positions.device)[:, None]
-        real = places >= padding
-        begins_late = (positions > spec.q_offset) & (places == padding)
+        real = indices >= padding
+        begins_late = (positions > spec.q_offset) & (indices == padding)
         chunk = begins_late.any() | ((positions.diff() > 1) & real[..., 1:]).any()
         given = "those of a chunk, in a model that got no mesh"
         fix = "pass the whole batch to hf.shard_batch(batch, mesh), which cuts it; mesh=None if these are meant"

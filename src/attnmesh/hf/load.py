@@ -51,7 +51,7 @@ KEPT = 3
 NO_CODE: dict[str, Any] = {"trust_remote_code": False}
 """Option of all that transformers loads: without it, transformers asks on the terminal, and a "y" runs code."""
 
-LONGEST_UNPACKING = 86400.0
+MAX_UNPACKING_SECONDS = 86400.0
 """Seconds after which such a folder was left behind."""
 
 Report = Callable[[str], None]
@@ -79,14 +79,14 @@ def locate(name: str, report: Report = lambda _: None, revision: str | None = No
     return f"{repository}@{Path(file).parent.name}" if isinstance(file, str) else wanted
 
 
-def pinned(place: str) -> tuple[str, dict[str, str]]:
+def pinned(located: str) -> tuple[str, dict[str, str]]:
     """Return the name or path of what `locate` returned, and its commit as an option of `from_pretrained`.
 
     >>> pinned("org/model@0123")
     ('org/model', {'revision': '0123'})
     """
-    name, _, revision = place.partition("@")
-    return (place, {}) if not revision or os.path.exists(place) else (name, {"revision": revision})
+    name, _, revision = located.partition("@")
+    return (located, {}) if not revision or os.path.exists(located) else (name, {"revision": revision})
 
 
 def open_config(name_or_path: str, *, images: bool = False) -> PreTrainedConfig:
@@ -221,7 +221,7 @@ def _write_unpacked(file: Path, folder: Path) -> None:
     """Convert a GGUF file to a folder, in place of a damaged one, and remove the folders that were not used lately."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     for old in folder.parent.glob(f"{SCRATCH}*"):  # of a process that was killed
-        if time.time() - old.stat().st_mtime > LONGEST_UNPACKING:
+        if time.time() - old.stat().st_mtime > MAX_UNPACKING_SECONDS:
             rmtree(old, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=SCRATCH) as scratch:
         made = Path(scratch) / folder.name

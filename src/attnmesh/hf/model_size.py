@@ -28,12 +28,12 @@ from attnmesh.hf.shared_sizes import active_weights, sizes_of_experts, sizes_of_
 from attnmesh.hf.tensor_parallel import rank_weights
 from attnmesh.hf.transformers_names import Conv1D
 from attnmesh.planner.selected import Selected
-from attnmesh.planner.serving import Model
+from attnmesh.planner.serving import ModelSizes
 from attnmesh.planner.training import TrainedModel
 from attnmesh.planner.workload import Workload
 
 
-def model_size(config: PreTrainedConfig, dtype: str = "bfloat16", **workload: Any) -> Model:
+def model_size(config: PreTrainedConfig, dtype: str = "bfloat16", **workload: Any) -> ModelSizes:
     """Return the sizes of a model. Its workload is attention of the layers that see most tokens.
 
     Args:
@@ -63,7 +63,9 @@ def model_size(config: PreTrainedConfig, dtype: str = "bfloat16", **workload: An
     weights = cache(lambda ranks, is_joint: rank_weights(skeleton, ranks, "heads" if is_joint else "replicated"))
     sizes = config.hidden_size, config.num_hidden_layers
     experts = sizes_of_experts(skeleton)
-    return Model(work, *sizes, weights, kept, active_weights(skeleton, experts), sizes_of_shared(skeleton), experts)
+    return ModelSizes(
+        work, *sizes, weights, kept, active_weights(skeleton, experts), sizes_of_shared(skeleton), experts
+    )
 
 
 def training_size(config: PreTrainedConfig, lora: int = 0, **workload: Any) -> TrainedModel:

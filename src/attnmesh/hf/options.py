@@ -113,7 +113,7 @@ class GenerationSettings:
 
 
 def agree_on_call(
-    place: Mesh,
+    mesh: Mesh,
     model: PreTrainedModel,
     ids: Tensor,
     attention_mask: Tensor | None,
@@ -129,7 +129,7 @@ def agree_on_call(
         config = {"model's generation_config": describe_value(model.generation_config)}
         return {**prompt, "held": held, **named, **config}
 
-    with agreement_with_peers(place, model, "generate", fields):
+    with agreement_with_peers(mesh, model, "generate", fields):
         check_model(model)
         require_all(_prompt_checks(model, ids, attention_mask))
         require_all(_option_checks(model, options))
@@ -143,12 +143,12 @@ def agree_on_call(
 
 
 @contextmanager
-def agreement_with_peers(place: Mesh, model: PreTrainedModel, name: str, fields: Fields) -> Iterator[None]:
+def agreement_with_peers(mesh: Mesh, model: PreTrainedModel, name: str, fields: Fields) -> Iterator[None]:
     """Agree on a call with the ranks of a mesh, and before with those that share the model's weights.
 
     The other ranks of the mesh raise their error too.
     """
-    with Agreement(place, name, fields):
+    with Agreement(mesh, name, fields):
         peers = tp_mesh(model) if isinstance(model, PreTrainedModel) else None
         with Agreement(Mesh.of(peers), name, fields, is_compared=peers is not None):
             yield

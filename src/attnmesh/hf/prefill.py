@@ -57,10 +57,10 @@ def prefill(
     2
     """
     model = unwrap(model)
-    place, options = Mesh.of(getattr(cache, "mesh", None)), {"chunk_size": chunk_size, **without_absent(images)}
-    agree_on_call(place, model, input_ids, attention_mask, cache, options)
+    mesh, options = Mesh.of(getattr(cache, "mesh", None)), {"chunk_size": chunk_size, **without_absent(images)}
+    agree_on_call(mesh, model, input_ids, attention_mask, cache, options)
     images, _ = split_images(model, options)
-    prompt = begin_prompt(place, model, input_ids, attention_mask, images)
+    prompt = begin_prompt(mesh, model, input_ids, attention_mask, images)
     crop_to_shared_prefix(model, prompt, cache)
     prefill_rest(model, prompt, cache, chunk_size, after)
 
@@ -73,14 +73,14 @@ def prepare_model(model: PreTrainedModel) -> None:
 
 
 def begin_prompt(
-    place: Mesh, model: PreTrainedModel, ids: Tensor, mask: Tensor | None, images: Mapping[str, Any]
+    mesh: Mesh, model: PreTrainedModel, ids: Tensor, mask: Tensor | None, images: Mapping[str, Any]
 ) -> Prompt:
     """Begin to generate from prompts on a mesh. Return them with their images merged."""
     prepare_model(model)
     if not images:
         return Prompt(ids, mask)
     left = left_to_decode(model.config)
-    with Agreement(place, "generate images"):
+    with Agreement(mesh, "generate images"):
         merged = merge_images(model, ids, mask, images, left)
     return Prompt(ids, mask, merged)
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from torch import nn
 from transformers import PreTrainedModel
 
-from attnmesh.comm.host_linear import BOARD_BYTES, MOST_ROWS
-from attnmesh.comm.shared_memory import MOST_RANKS
+from attnmesh.comm.host_linear import BOARD_BYTES, MAX_SHARED_ROWS
+from attnmesh.comm.shared_memory import MAX_MEMBERS
 from attnmesh.hf.shared_weights import shared_layers, weights_of
 from attnmesh.planner.decode_cost import Experts, SharedLayers
 
@@ -20,8 +20,8 @@ def sizes_of_shared(model: PreTrainedModel) -> SharedLayers | None:
     if not layers:
         return None
     weights = sum(layer.weight.nbytes for layer in layers.values())
-    rows = min(MOST_ROWS[layer.weight.dtype] for layer in layers.values())
-    return SharedLayers(weights, tuple(_outputs_of_calls(layers)), rows, MOST_RANKS, BOARD_BYTES)
+    rows = min(MAX_SHARED_ROWS[layer.weight.dtype] for layer in layers.values())
+    return SharedLayers(weights, tuple(_outputs_of_calls(layers)), rows, MAX_MEMBERS, BOARD_BYTES)
 
 
 def sizes_of_experts(model: PreTrainedModel) -> Experts | None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
-from attnmesh.comm.host_linear import MOST_ROWS, HostLinear, LayerBoards, Weights, layer_boards, memory_of
+from attnmesh.comm.host_linear import MAX_SHARED_ROWS, HostLinear, LayerBoards, Weights, layer_boards, memory_of
 from attnmesh.comm.shared_memory import CallsDifferError
 from attnmesh.errors import InputError, KernelError, MeshError, ModelError, RankFailure, require
 from attnmesh.guard.agreement import Agreement
@@ -37,7 +37,7 @@ SUBJECT = "share_weights"
 LEAST_LAYER_BYTES = 1 << 17
 """Bytes of a weight that is shared: a smaller one is read sooner than its outputs are exchanged."""
 
-MOST_LAYERS = 8
+MAX_CALL_LAYERS = 8
 """Layers of one input that are one call, at most."""
 
 
@@ -69,20 +69,20 @@ def share_weights(model: Any, mesh: DeviceMesh | None) -> Any:
     >>> share_weights(model, None) is model
     True
     """
-    inner, place = unwrap(model), Mesh.of(mesh)
+    inner, axes = unwrap(model), Mesh.of(mesh)
     layers, experts = dict[str, nn.Module](), list[nn.Module]()
     if isinstance(inner, PreTrainedModel):
         restore_shared(inner)
         layers, experts = shared_layers(inner)
-    with Agreement(place, SUBJECT, lambda: {"layers": _described(layers), "experts": _sizes(experts)}):
+    with Agreement(axes, SUBJECT, lambda: {"layers": _described(layers), "experts": _sizes(experts)}):
         _check(inner)
-    axis = max(place.axes, key=lambda one: one.size)
+    axis = max(axes.axes, key=lambda one: one.size)
     boards = layer_boards(axis)
-    with Agreement(place, SUBJECT):
+    with Agreement(axes, SUBJECT):
         given, fix = f"{axis.size} that share none", "use hf.tensor_parallel, or leave share_weights out"
         if boards is None:
             raise KernelError(SUBJECT, "ranks of one host, which share memory", given, fix)
-    SharedSteps(place, boards).begin(inner, layers, experts)
+    SharedSteps(axes, boards).begin(inner, layers, experts)
     return model
 
 
@@ -108,7 +108,7 @@ def weights_in_memory(model: nn.Module) -> int:
         storage = own.untyped_storage()
         sizes[storage.data_ptr()] = storage.nbytes()
     mapped = mapped_files(sizes)
-    return sum(mapped.get(place, size) for place, size in sizes.items())
+    return sum(mapped.get(address, size) for address, size in sizes.items())
 
 
 def shared_layers(model: PreTrainedModel) -> tuple[dict[str, Any], list[nn.Module]]:
@@ -239,11 +239,11 @@ class SharedSteps:
 
     def begin(self, model: PreTrainedModel, layers: Mapping[str, nn.Module], experts: Sequence[nn.Module]) -> None:
         """Share these layers and experts of a model from its next forward pass on."""
-        first = self.boards.take_numbers(MOST_LAYERS * len(layers))
-        for place, layer in enumerate(layers.values()):
+        first = self.boards.take_numbers(MAX_CALL_LAYERS * len(layers))
+        for index, layer in enumerate(layers.values()):
             layer.__class__ = SHARED[type(layer)]
             shared: Any = layer
-            shared.steps, self.numbers[shared], self.groups[shared] = self, first + place * MOST_LAYERS, [shared]
+            shared.steps, self.numbers[shared], self.groups[shared] = self, first + index * MAX_CALL_LAYERS, [shared]
         self.experts = experts
         for one in experts:
             vars(one)["forward"] = SharedExperts(one.forward, self.boards.axis, self.is_within)
@@ -296,7 +296,7 @@ class SharedSteps:
         """Return whether a call takes this input."""
         weight, _ = weights_of(layer)
         columns = weight.shape[1]
-        few = 0 < x.numel() <= MOST_ROWS.get(x.dtype, 0) * columns and x.shape[-1] == columns
+        few = 0 < x.numel() <= MAX_SHARED_ROWS.get(x.dtype, 0) * columns and x.shape[-1] == columns
         plain = type(x) is Tensor and x.is_cpu and not torch.is_autocast_enabled("cpu")
         return few and plain and x.dtype == weight.dtype
 
@@ -309,7 +309,7 @@ class SharedSteps:
         if (found := self.last.ahead.pop(layer, None)) is not None:
             return found
         group = self.groups[self.last.first]
-        if layer not in group and len(group) < MOST_LAYERS:
+        if layer not in group and len(group) < MAX_CALL_LAYERS:
             group.append(layer)  # from the next step on
         return self._compute([layer], x)[0]
 

@@ -29,7 +29,7 @@ WARM_PASSES = 1
 COMPARED_REPLAYS = 2
 """Replays that are compared. What Python gave to the capture is right in the first one, and stale in the second."""
 
-MOST_CAPTURES = 3
+MAX_CAPTURES = 3
 """Captures of which none was replayed more often than that, before the model is run as it is."""
 
 PACKAGES = ("torch", "transformers", "peft")
@@ -183,7 +183,7 @@ class StepGraph:
             self.given_up = True
         else:  # other outputs would be written over by later replays
             known = isinstance(self.output, dict) and {*self.output.keys()} <= {"logits", CACHE}
-            self.given_up = not known or self.captures > MOST_CAPTURES
+            self.given_up = not known or self.captures > MAX_CAPTURES
         if self.given_up:
             self.drop()
             return False

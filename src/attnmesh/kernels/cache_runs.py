@@ -18,9 +18,10 @@ from attnmesh.core.partial import Partial, merge_unchecked, sum_dtype, with_sink
 from attnmesh.core.scaling import Scaling
 from attnmesh.core.selection import NONE, Selection
 from attnmesh.core.storage import storage_of
-from attnmesh.kernels.cache_view import CacheView, DecodeQuery, Padding
+from attnmesh.kernels.cache_view import CacheView, DecodeQuery
 from attnmesh.kernels.driver import visible_counts
 from attnmesh.kernels.kernel import BoundKernel, Kernel
+from attnmesh.kernels.padding import Padding
 from attnmesh.kernels.selected_keys import SelectedKeys, nan_where_faulty
 from attnmesh.kernels.stacked_merge import by_residue, copy_into, merge_along_tree
 from attnmesh.kernels.stored import CacheKernel
@@ -28,14 +29,14 @@ from attnmesh.kernels.stored import CacheKernel
 ALL = slice(None)
 """All sequences of a batch."""
 
-FEW = 64
+MAX_COUNTED_QUERIES = 64
 """Queries whose keys are counted one by one, if each sees all before its own."""
 
 AHEAD = 3
 """Runs of files that are read while another one is attended."""
 
 
-class Run(NamedTuple):
+class SlotRun(NamedTuple):
     """Queries of some sequences, and the slots of one piece of a cache that they see."""
 
     sequences: slice  # of the batch
@@ -49,15 +50,15 @@ class Run(NamedTuple):
 
 def runs_of(
     query: DecodeQuery, views: Sequence[CacheView], selected: Selection | None = None, *, in_place: bool = False
-) -> list[Run]:
+) -> list[SlotRun]:
     """Return the runs of a cache of all rows, or of a cache for each row. A run `in_place` has all slots of a piece."""
-    runs, q, mask = list[Run](), query.q, query.mask
-    is_one = q.shape[2] == 1 and query.key_lengths is None and query.block is None and not mask.ends
+    runs, q, mask = list[SlotRun](), query.q, query.mask
+    is_one = q.shape[2] == 1 and query.key_lengths is None and query.partial_block is None and not mask.ends
     for index, view in enumerate(views):
         sequences = slice(index, index + 1) if len(views) > 1 else ALL
         for piece in (*view.shared, view):
             if in_place:
-                runs.append(Run(sequences, piece))
+                runs.append(SlotRun(sequences, piece))
             elif selected is not None:
                 runs += _selected(query, view, piece, selected)
             elif piece.padding is not None:
@@ -70,35 +71,35 @@ def runs_of(
                 if start and used < length:
                     start = int(torch.searchsorted(piece.token_index[:used], start))
                 if start < used:
-                    runs.append(Run(sequences, piece, start, used))
+                    runs.append(SlotRun(sequences, piece, start, used))
     return runs
 
 
-def _of_tokens(query: DecodeQuery, sequences: slice, piece: CacheView) -> list[Run]:
+def _of_tokens(query: DecodeQuery, sequences: slice, piece: CacheView) -> list[SlotRun]:
     """Return the runs of a piece without padding; with `block` all its slots, which a kernel takes block by block."""
     length, used, *_ = piece.state.tolist()
     if not used:
         return []
     mask, count, is_biased = query.mask, query.q.shape[2], query.q.shape[3] > piece.keys.shape[3]
-    is_plain = query.key_lengths is None and query.block is None and not is_biased
-    if is_plain and count <= FEW and mask.is_causal and mask.is_window and mask.left >= length:
+    is_plain = query.key_lengths is None and query.partial_block is None and not is_biased
+    if is_plain and count <= MAX_COUNTED_QUERIES and mask.is_causal and mask.is_window and mask.left >= length:
         newest = piece.token_index[max(used - count, 0) : used].tolist()
         before = used - len(newest)
         counts = tuple(before + bisect_right(newest, token) for token in range(length - count, length))
-        return [Run(sequences, piece, 0, used, None if counts[0] == used else _first_keys(counts))]
+        return [SlotRun(sequences, piece, 0, used, None if counts[0] == used else _first_keys(counts))]
     queries = torch.arange(length - count, length, device="cpu")
     positions = piece.token_index[:used].cpu()
     band = Band.of(mask, queries, used if used == length else positions)
-    if query.block is not None:
-        return [Run(sequences, piece, 0, used, band)]
+    if query.partial_block is not None:
+        return [SlotRun(sequences, piece, 0, used, band)]
     visible = visible_counts(positions, query.key_lengths)
     bias_positions = (queries, positions) if is_biased else None
     if visible is None:
-        return _trimmed(Run(sequences, piece, 0, 0, band, bias_positions))
-    runs = list[Run]()
+        return _trimmed(SlotRun(sequences, piece, 0, 0, band, bias_positions))
+    runs = list[SlotRun]()
     for index, keys in enumerate(visible):
         one = slice(index, index + 1)
-        runs += _trimmed(Run(one, _sequence(piece, index), 0, 0, band.first(keys), bias_positions))
+        runs += _trimmed(SlotRun(one, _sequence(piece, index), 0, 0, band.first(keys), bias_positions))
     return runs
 
 
@@ -109,12 +110,12 @@ def _first_keys(counts: tuple[int, ...]) -> Band:
         return Band(torch.zeros(len(counts), dtype=torch.int64, device="cpu"), torch.tensor(counts, device="cpu"))
 
 
-def _of_sequences(query: DecodeQuery, piece: CacheView, padding: Padding) -> list[Run]:
+def _of_sequences(query: DecodeQuery, piece: CacheView, padding: Padding) -> list[SlotRun]:
     """Return the runs of each sequence of a padded batch. Padding cuts its keys into runs, mostly one."""
     length, used, *_ = piece.state.tolist()
     tokens = torch.arange(length - query.q.shape[2], length, device=padding.positions.device)
     real, queries = padding.last(tokens)
-    real, queries, positions, runs = real.cpu(), queries.cpu(), padding.positions[:, :used].cpu(), list[Run]()
+    real, queries, positions, runs = real.cpu(), queries.cpu(), padding.positions[:, :used].cpu(), list[SlotRun]()
     first, last = query.mask.bounds(queries)
     is_one, is_biased = len(tokens) == 1 and query.key_lengths is None, query.q.shape[3] > piece.keys.shape[3]
     if query.key_lengths is not None:
@@ -127,17 +128,17 @@ def _of_sequences(query: DecodeQuery, piece: CacheView, padding: Padding) -> lis
         one, own = (ALL, piece) if len(real) == 1 else (slice(index, index + 1), _sequence(piece, index))
         for begin, end in ([(start, stop)] if stop - start == count else _spans(seen[index])) if count else []:
             if is_one and not is_biased:
-                runs.append(Run(one, own, begin, end))
+                runs.append(SlotRun(one, own, begin, end))
                 continue
             keys = positions[index, begin:end]
             band = Band(*(torch.searchsorted(keys, bound) for bound in (first[index], last[index] + 1)))
             bias_positions = (queries[index], keys) if is_biased else None
             hidden = None if bool(real[index].all()) else ~real[index]
-            runs += _trimmed(Run(one, own, begin, end, band, bias_positions, hidden))
+            runs += _trimmed(SlotRun(one, own, begin, end, band, bias_positions, hidden))
     return runs
 
 
-def _trimmed(run: Run) -> list[Run]:
+def _trimmed(run: SlotRun) -> list[SlotRun]:
     """Return the run of the slots in its band, which counts from its start; none if no query sees any."""
     band = run.seen
     assert isinstance(band, Band)
@@ -150,10 +151,10 @@ def _trimmed(run: Run) -> list[Run]:
     elif start:
         band = Band(band.low - start, band.high - start)
     bias_positions = None if run.bias_positions is None else (run.bias_positions[0], run.bias_positions[1][start:stop])
-    return [Run(run.sequences, run.piece, run.start + start, run.start + stop, band, bias_positions, run.hidden)]
+    return [SlotRun(run.sequences, run.piece, run.start + start, run.start + stop, band, bias_positions, run.hidden)]
 
 
-def _selected(query: DecodeQuery, view: CacheView, piece: CacheView, selection: Selection) -> Iterator[Run]:
+def _selected(query: DecodeQuery, view: CacheView, piece: CacheView, selection: Selection) -> Iterator[SlotRun]:
     """Yield the runs of the selected tokens of a piece, each of all its slots. The host reads nothing of a device.
 
     Tokens are selected by their number in the cache, padding included; masks and `key_lengths` count the real ones.
@@ -163,7 +164,7 @@ def _selected(query: DecodeQuery, view: CacheView, piece: CacheView, selection: 
     slots = here.keys.shape[2]
     if here.padding is None or view.padding is None:
         keys = SelectedKeys(selection, first[0], last[0], here.token_index, lengths)
-        yield Run(ALL, here, 0, slots, keys)
+        yield SlotRun(ALL, here, 0, slots, keys)
         return
     wanted = _positions(selection, view.padding)
     positions = here.padding.positions.cummax(
@@ -173,7 +174,7 @@ def _selected(query: DecodeQuery, view: CacheView, piece: CacheView, selection: 
         one = slice(index, index + 1)
         counts = None if lengths is None else lengths[one]
         keys = SelectedKeys(Selection(wanted.indices[one]), first[index], last[index], positions[index], counts)
-        yield Run(one, _sequence(here, index), 0, slots, keys)
+        yield SlotRun(one, _sequence(here, index), 0, slots, keys)
 
 
 def _sequence(piece: CacheView, index: int) -> CacheView:
@@ -216,7 +217,7 @@ class CachedAttention:
         q = query.q if query.q.stride(-1) == 1 else query.q.contiguous()
         runs, bound = runs_of(query, views, selected), self.bound_kernels.get(q.shape) or self._bound(q, views[0])
         total = query.into or (self._blank(q) if bound is None else bound.blank())
-        if len(runs) == 1 and query.block is None and runs[0].sequences is ALL and runs[0].hidden is None:
+        if len(runs) == 1 and query.partial_block is None and runs[0].sequences is ALL and runs[0].hidden is None:
             _, piece, start, stop, seen, *_ = run = runs[0]
             if (
                 bound is None
@@ -232,7 +233,7 @@ class CachedAttention:
             total = copy_into(with_sinks(total, query.sinks), query.into)
         return total if query.other_keys is None else copy_into(merge_unchecked([total, query.other_keys]), query.into)
 
-    def _attend_in_place(self, query: DecodeQuery, runs: Sequence[Run]) -> Partial:
+    def _attend_in_place(self, query: DecodeQuery, runs: Sequence[SlotRun]) -> Partial:
         """Return the partial of runs of all slots of pieces."""
         assert self.in_place is not None
         found = []
@@ -248,7 +249,7 @@ class CachedAttention:
             return found[0]
         return query.into or Partial(*(torch.cat(x) for x in zip(*found, strict=True)))
 
-    def _attend_groups(self, query: DecodeQuery, runs: Sequence[Run], total: Partial) -> None:
+    def _attend_groups(self, query: DecodeQuery, runs: Sequence[SlotRun], total: Partial) -> None:
         """Write the merge of the runs of each sequence, and the identity of those that see nothing."""
         groups = _by_sequences(runs)
         if len(groups) < len(query.q):
@@ -257,8 +258,8 @@ class CachedAttention:
         for group in groups:
             sequences, hidden = group[0].sequences, group[0].hidden
             q, into = query.q[sequences], Partial(total.out[sequences], total.lse[sequences])
-            if query.block is not None:
-                copy_into(self._attend_blocks(q, group, query.block), into)
+            if query.partial_block is not None:
+                copy_into(self._attend_blocks(q, group, query.partial_block), into)
             elif len(group) == 1:
                 self._attend(q, group[0], into)
             elif not self._attend_parts(q, group, into):
@@ -270,7 +271,7 @@ class CachedAttention:
                 into.out.masked_fill_(hidden[:, None].to(q.device), 0.0)
                 into.lse.masked_fill_(hidden.to(q.device), -torch.inf)
 
-    def _attend_parts(self, q: Tensor, group: Sequence[Run], into: Partial) -> bool:
+    def _attend_parts(self, q: Tensor, group: Sequence[SlotRun], into: Partial) -> bool:
         """Write the partial of runs that are parts of one launch. Return False if no launch serves them."""
         bound = self._bound(q, group[0].piece)
         if bound is None or any(isinstance(run.seen, SelectedKeys) for run in group):
@@ -282,8 +283,8 @@ class CachedAttention:
                 return False
         return True
 
-    def _attend(self, q: Tensor, run: Run, into: Partial) -> None:
-        """Write the partial of a run by one launch, or by the kernel's blocks if no launch serves it."""
+    def _attend(self, q: Tensor, run: SlotRun, into: Partial) -> None:
+        """Write the partial of a run by one launch, or by the kernel's rectangles if no launch serves it."""
         _, piece, start, stop, seen, *_ = run
         bound = self._bound(q, piece)
         if (
@@ -293,13 +294,13 @@ class CachedAttention:
         ):
             self._compute(q, run, into)
 
-    def _compute(self, q: Tensor, run: Run, into: Partial) -> None:
-        """Write the partial of a run by the kernel's blocks."""
+    def _compute(self, q: Tensor, run: SlotRun, into: Partial) -> None:
+        """Write the partial of a run by the kernel's rectangles."""
         keys, values = _slots(run)
         kernel = self.kernel if run.bias_positions is None else self.kernel.with_positions(q, keys, run.bias_positions)
         copy_into(kernel(q, keys, values, run.seen), into)
 
-    def _attend_blocks(self, q: Tensor, group: Sequence[Run], block: int) -> Partial:
+    def _attend_blocks(self, q: Tensor, group: Sequence[SlotRun], block: int) -> Partial:
         """Return the merge along the tree over blocks of one partial per block."""
         stacks = []
         for run in _read_ahead(group):
@@ -315,7 +316,7 @@ class CachedAttention:
         if q.shape not in self.bound_kernels:
             kernel, plain = self.kernel.kernel, storage_of(view.keys) is None
             served = plain or kernel.reads_8_bits
-            self.bound_kernels[q.shape] = kernel.bind(q, *view.numbers, self.kernel.scaling) if served else None
+            self.bound_kernels[q.shape] = kernel.bind(q, *view.unscaled, self.kernel.scaling) if served else None
         return self.bound_kernels[q.shape]
 
     def _blank(self, q: Tensor) -> Partial:
@@ -324,7 +325,7 @@ class CachedAttention:
         return Partial(q.new_empty((*shape, self.kernel.value_dim), dtype=dtype), q.new_empty(shape, dtype=dtype))
 
 
-def _read_ahead(runs: Sequence[Run]) -> Iterator[Run]:
+def _read_ahead(runs: Sequence[SlotRun]) -> Iterator[SlotRun]:
     """Yield the runs. Those of files are read before they are attended, and left behind after it."""
     fetched = 0
     for index, run in enumerate(runs):
@@ -339,14 +340,14 @@ def _read_ahead(runs: Sequence[Run]) -> Iterator[Run]:
             file.leave(run.piece.keys, run.piece.values)
 
 
-def _slots(run: Run) -> tuple[Tensor, Tensor]:
+def _slots(run: SlotRun) -> tuple[Tensor, Tensor]:
     """Return the keys and values of a run."""
     return run.piece.keys[:, :, run.start : run.stop], run.piece.values[:, :, run.start : run.stop]
 
 
-def _by_sequences(runs: Sequence[Run]) -> list[list[Run]]:
+def _by_sequences(runs: Sequence[SlotRun]) -> list[list[SlotRun]]:
     """Return the runs of each group of sequences."""
-    groups = dict[int | None, list[Run]]()
+    groups = dict[int | None, list[SlotRun]]()
     for run in runs:
         groups.setdefault(run.sequences.start, []).append(run)
     return [*groups.values()]

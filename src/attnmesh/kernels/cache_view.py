@@ -1,4 +1,4 @@
-"""Tensors of a rank's cache shard, on its device.
+"""What a kernel reads in a decode step: its queries, and the tensors of a rank's cache shard, on its device.
 
 The number of tokens is in a tensor too, so that a kernel that reads them in place needs no value from the host.
 """
@@ -7,60 +7,16 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.core.scaling import Scaling
 from attnmesh.core.storage import columns_of, storage_of
+from attnmesh.kernels.padding import Padding
 from attnmesh.runtime.mapped_file import MappedFile
 
 NOWHERE = 2**63 - 1
 """Position of a slot without a token, which no query sees."""
-
-
-class Padding(NamedTuple):
-    """Padding of a batch: which tokens are real, and their positions. Updated in place as the cache grows."""
-
-    token_mask: Tensor  # (batch, capacity), True for real tokens, of all ranks
-    positions: Tensor  # (batch, slots), position of each slot's token in its sequence, -1 for padding
-    lengths: Tensor  # (batch,), real tokens per sequence
-
-    @staticmethod
-    def none(batch: int, capacity: int, token_index: Tensor, length: Tensor) -> "Padding":
-        """Return a padding where all tokens so far are real; `token_index` is the token in each slot."""
-        with torch.inference_mode(False):  # tensors that can be written to in any mode
-            everything = torch.ones(batch, capacity, dtype=torch.bool, device=token_index.device)
-            return Padding(everything, token_index.expand(batch, -1).clone(), length.expand(batch).clone())
-
-    def add(self, start: Tensor, real: Tensor, new: Tensor, slots: Tensor) -> None:
-        """Add tokens from `start` on, with their mask `real`; the tokens `new` among them are in `slots`."""
-        tokens = start + torch.arange(real.shape[1], device=real.device)
-        self.token_mask.index_copy_(1, tokens, real)
-        positions = torch.where(real, self.lengths[:, None] + real.cumsum(1) - 1, -1)
-        self.positions.index_copy_(1, slots, positions.index_select(1, new))
-        self.lengths.add_(real.sum(1))
-
-    def last(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return which of these last tokens are real, and the position of each in its sequence."""
-        real = self.token_mask.index_select(1, tokens)
-        after = real.flip(1).cumsum(1).flip(1)  # real tokens from this one on
-        return real, (self.lengths[:, None] - after).clamp(min=0)
-
-    def cut(self, length: int, before: int) -> None:
-        """Remove the tokens from `length` up to `before`."""
-        self.lengths.sub_(self.token_mask[:, length:before].sum(1))
-        self.token_mask[:, length:] = True
-
-    def reordered(self, index: Tensor) -> "Padding":
-        """Return a padding whose sequence b is the sequence `index[b]` of this one."""
-        with torch.inference_mode(False):
-            return Padding(*(each.index_select(0, index) for each in self))
-
-    def resized(self, capacity: int, positions: Tensor) -> "Padding":
-        """Return the padding with another capacity and other slots."""
-        real = pad(self.token_mask, (0, capacity - self.token_mask.shape[1]), value=True)
-        return Padding(real, positions, self.lengths)
 
 
 class DecodeQuery(NamedTuple):
@@ -71,7 +27,7 @@ class DecodeQuery(NamedTuple):
     scaling: Scaling
     capacity: int
     sinks: Tensor | None = None
-    block: int | None = None  # slots per block; each block gives one partial, and these are merged along a tree
+    partial_block: int | None = None  # slots per block; each block gives one partial, and these are merged along a tree
     into: Partial | None = None  # tensors for the result
     key_lengths: Tensor | None = None  # (batch,), real keys per sequence
     other_keys: Partial | None = None  # of keys that are not in the cache
@@ -100,7 +56,7 @@ class CacheView(NamedTuple):
         return self.token_index[None] if self.padding is None else self.padding.positions
 
     @property
-    def numbers(self) -> tuple[Tensor, Tensor]:
+    def unscaled(self) -> tuple[Tensor, Tensor]:
         """Keys and values without the scales of rows in 8 bits, which follow them in memory."""
         return self.keys[..., : columns_of(self.keys)], self.values[..., : self.value_dim]
 

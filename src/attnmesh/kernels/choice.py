@@ -9,7 +9,7 @@ from attnmesh.kernels.kernel import Kernel, Need
 
 _FILES = [import_module(f"{implementations.__name__}.{file.name}") for file in iter_modules(implementations.__path__)]
 
-KERNELS: tuple[Kernel, ...] = tuple(sorted((file.KERNEL for file in _FILES), key=lambda kernel: kernel.order))
+KERNELS: tuple[Kernel, ...] = tuple(sorted((file.KERNEL for file in _FILES), key=lambda kernel: kernel.priority))
 """Kernels in the order in which "auto" takes them. The last one serves all calls but those that read scattered rows."""
 
 
@@ -22,14 +22,14 @@ def choose(need: Need, name: str = "auto") -> Kernel:
     'cpu'
     """
     check_kernel(name)
-    kernel = find(need) if name == "auto" else next(kernel for kernel in KERNELS if kernel.name == name)
+    kernel = best_kernel(need) if name == "auto" else next(kernel for kernel in KERNELS if kernel.name == name)
     reason = "none does" if kernel is None else kernel.refusal(need)
     if kernel is None or reason is not None:
         raise KernelError(f"kernel {name}", "tensors that it supports", f"others: {reason}", 'leave it at "auto"')
     return kernel if need.positions is None else kernel.with_positions(*need.positions)
 
 
-def find(need: Need) -> Kernel | None:
+def best_kernel(need: Need) -> Kernel | None:
     """Return the first kernel that is made for such calls and serves them, else the first that serves them."""
     for suits in (True, False):
         for kernel in KERNELS:

@@ -143,7 +143,7 @@ def _memoized(band: Band, name: Hashable, make: Callable[[], T], size: Callable[
     def with_low() -> tuple[Tensor, T]:  # which then lives on, so that no other tensor gets its id
         return band.low, make()
 
-    return TENSOR_MEMO.find(band.high, (id(band.low), name), with_low, lambda found: size(found[1]))[1]
+    return TENSOR_MEMO.get_or_make(band.high, (id(band.low), name), with_low, lambda found: size(found[1]))[1]
 
 
 def _bytes(rectangles: Sequence[Rectangle]) -> int:

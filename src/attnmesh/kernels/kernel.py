@@ -92,8 +92,8 @@ class Kernel:
     """The kernel's name, as in `kernel=`."""
     made_for = "all calls"
     """The calls for which "auto" takes it, as `suits` decides."""
-    order = 1
-    """Its place among the kernels that "auto" asks: those of a lower order come first."""
+    priority = 1
+    """When "auto" asks it: kernels of a lower number come first."""
     caps_logits = True
     """Logits may have a soft cap."""
     adds_bias = False

@@ -51,23 +51,23 @@ class DeviceLink:
             some = slice(first, last + 1)  # one more slot follows, as kernels expect
             tensors = [torch.tensor([int(piece.state[0]), last - first]), piece.token_index[some]]
             tensors += [x[:, :, some] for x in rows]
-            buffer, places = self._buffer(number % 2, tensors), _places(tensors, self.device)
+            buffer, offsets = self._buffer(number % 2, tensors), _offsets(tensors, self.device)
             buffer.copied.synchronize()
-            for x, to in zip(tensors, _views(buffer.host, tensors, places), strict=True):
+            for x, to in zip(tensors, _views(buffer.host, tensors, offsets), strict=True):
                 to.copy_(x)
             with torch.cuda.stream(self.stream):
                 self.stream.wait_event(buffer.attended)
-                buffer.device[: places[-1]].copy_(buffer.host[: places[-1]], non_blocking=True)
+                buffer.device[: offsets[-1]].copy_(buffer.host[: offsets[-1]], non_blocking=True)
                 buffer.copied.record(self.stream)
             current.wait_event(buffer.copied)
-            state, token_index, keys, *values = _views(buffer.device, tensors, places)
+            state, token_index, keys, *values = _views(buffer.device, tensors, offsets)
             prefix = keys if storage_of(keys) is not None else keys[..., : piece.value_dim]
             yield CacheView(keys, values[0] if values else prefix, token_index, state, None, piece.value_dim)
             buffer.attended.record(current)
 
     def _buffer(self, number: int, tensors: Sequence[Tensor]) -> Buffer:
         """Return one of the buffers, with room for such tensors."""
-        needed = _places(tensors, self.device)[-1]
+        needed = _offsets(tensors, self.device)[-1]
         if len(self.buffers) <= number or len(self.buffers[number].host) < needed:
             self.stream.synchronize()
             self.buffers[number : number + 1] = [Buffer(needed, self.device)]
@@ -91,18 +91,18 @@ def _shape(x: Tensor, device: torch.device) -> tuple[int, ...]:
     return x.shape if x.ndim < 4 else (*x.shape[:3], width_in_memory(x.shape[3], x.dtype, device))
 
 
-def _places(tensors: Sequence[Tensor], device: torch.device) -> list[int]:
+def _offsets(tensors: Sequence[Tensor], device: torch.device) -> list[int]:
     """Return where each tensor begins in a buffer, and the bytes of all."""
-    places = [0]
+    offsets = [0]
     for x in tensors:
-        places.append(places[-1] + -(-prod(_shape(x, device)) * x.itemsize // ALIGNED) * ALIGNED)
-    return places
+        offsets.append(offsets[-1] + -(-prod(_shape(x, device)) * x.itemsize // ALIGNED) * ALIGNED)
+    return offsets
 
 
-def _views(flat: Tensor, tensors: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:
+def _views(flat: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int]) -> list[Tensor]:
     """Return the tensors in a buffer's memory."""
     found = []
-    for x, start in zip(tensors, places, strict=False):
+    for x, start in zip(tensors, offsets, strict=False):
         shape = _shape(x, torch.device("cuda"))
         made = flat[start : start + prod(shape) * x.itemsize].view(x.dtype).view(shape)
         found.append(made[..., : x.shape[-1]])

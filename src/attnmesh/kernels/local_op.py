@@ -29,7 +29,7 @@ VisibleTensors = tuple[Tensor | None, ...]
 """The tensors of `Visible`."""
 
 Rule = tuple[Mask, int]
-"""The rest of it; for an operator as numbers."""
+"""The mask of `Visible` and the keys per index of its selection; an operator carries them as numbers."""
 
 
 def run_attend(

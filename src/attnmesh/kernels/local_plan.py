@@ -16,7 +16,7 @@ from attnmesh.core.scaling import Scaling
 from attnmesh.kernels.choice import choose
 from attnmesh.kernels.driver import forward
 from attnmesh.kernels.kernel import BoundKernel, Kernel, Need
-from attnmesh.kernels.traced import PLAIN, are_plain, autocast_enabled, is_dense, needs_grad, needs_operator
+from attnmesh.kernels.traced import PLAIN_TENSORS, are_plain, autocast_enabled, is_dense, needs_grad, needs_operator
 from attnmesh.runtime.memo import Memo
 
 Signature = tuple[Any, ...]
@@ -46,7 +46,7 @@ def signature_of(
             tensors += k.shape, v.shape
     else:
         given = (q, k, v) if sinks is None else (q, k, v, sinks)
-        if not PLAIN.issuperset(map(type, given)) or needs_operator(*given) or not all(map(is_dense, given)):
+        if not PLAIN_TENSORS.issuperset(map(type, given)) or needs_operator(*given) or not all(map(is_dense, given)):
             return None
         if autocast_enabled(q) or (not with_grad and needs_grad(*given)):
             return None

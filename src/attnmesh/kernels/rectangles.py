@@ -106,7 +106,7 @@ def cut(band: Band) -> list[Rectangle]:
     """Return rectangles that contain every visible pair of the band exactly once.
 
     >>> import attnmesh as am
-    >>> [(b.queries, b.keys) for b in cut(Band.of(am.Documents((100, 200)), torch.arange(300), 300))]
+    >>> [(one.queries, one.keys) for one in cut(Band.of(am.Documents((100, 200)), torch.arange(300), 300))]
     [(slice(0, 100, None), slice(0, 100, None)), (slice(100, 300, None), slice(100, 300, None))]
     """
     found, stairs = list[Rectangle](), list[list[Rectangle]]()
@@ -165,7 +165,7 @@ def attend_rectangles(
 ) -> Partial:
     """Return the merge of the partials of rectangles, with out in q's dtype or wider.
 
-    Blocks come in order of their first row. The rows of a rectangle are all new, or have partials already.
+    Rectangles come in order of their first row. The rows of a rectangle are all new, or have partials already.
     """
     overlap = any(after.queries.start < before.queries.stop for before, after in pairwise(rectangles))
     total = identity(q, v.shape[-1], sum_dtype(q.dtype) if overlap else q.dtype)

@@ -1,8 +1,8 @@
 """Attention of each query to the keys that are selected for it.
 
 Some kernels read rows of keys and values in place. Elsewhere rows are gathered for a tile of queries, and attended by
-the formula of the reference kernel. Tiles have a bounded number of elements, so memory does
-not grow with queries times selected keys. Query heads that share a key head share its rows. The backward pass gathers
+the formula (`dense.py`). Tiles have a bounded number of elements, so memory does not grow with queries times selected
+keys. Query heads that share a key head share its rows. The backward pass gathers
 them, and adds their gradients to the keys.
 """
 
@@ -18,13 +18,13 @@ from attnmesh.core.partial import Partial, identity, merge_unchecked, sum_dtype
 from attnmesh.core.scaling import Scaling
 from attnmesh.core.selection import Selection
 from attnmesh.core.storage import columns_of, storage_of
-from attnmesh.kernels.choice import find
-from attnmesh.kernels.implementations.reference import attend_dense, backward_dense
+from attnmesh.kernels.choice import best_kernel
+from attnmesh.kernels.dense import attend_dense, backward_dense
 from attnmesh.kernels.kernel import Kernel, Need
 from attnmesh.kernels.rectangles import BackwardInputs, Gradients, tile_elements
 from attnmesh.runtime.memo import on_device
 
-MOST_PROGRAMS = (1 << 16) - 1
+MAX_PROGRAMS = (1 << 16) - 1
 """Queries times key heads of a launch on a GPU at most."""
 
 
@@ -132,7 +132,7 @@ def attend_selected(
     numbers = k[..., : columns_of(k)], v[..., :width]  # scales follow in memory
     need = Need.of(q, *numbers, scaling)._replace(dtype=q.dtype, scattered=True)
     served = min(x.numel() for x in (q, *numbers)) > 0 and k.stride(-1) == v.stride(-1) == 1 and scaling.scale > 0
-    if served and (reader := find(need)) is not None:
+    if served and (reader := best_kernel(need)) is not None:
         tiles = _tiles(q, k, selected, _sizes_in_place(q, k, width))
         if all(_attend_in_place(reader, q, *numbers, tile, scaling, total) for tile in tiles):
             return total
@@ -210,7 +210,7 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int]:
 def _sizes_in_place(q: Tensor, k: Tensor, width: int) -> tuple[int, int, int]:
     """Return the most queries, heads, and queries times heads times keys of a tile whose rows are read in place."""
     most = tile_elements(q.device)
-    queries = min(most // (q.shape[1] * width), MOST_PROGRAMS // k.shape[1])  # their outputs are no more elements
+    queries = min(most // (q.shape[1] * width), MAX_PROGRAMS // k.shape[1])  # their outputs are no more elements
     return queries, k.shape[1], most if q.device.type == "cpu" else most // width  # rows and their search take memory
 
 

@@ -16,7 +16,7 @@ from attnmesh.core.digest import bits
 from attnmesh.core.partial import Partial, merge_stack, sum_dtype, with_sinks
 from attnmesh.kernels.triton_runtime import installed, interpreted, launch, parts
 
-ROWS = 16
+PROGRAM_ROWS = 16
 """Rows per program instance. A decode step has few rows, and small tiles spread them over the chip."""
 
 
@@ -94,12 +94,12 @@ def by_residue(blocks: Partial, first: int | Tensor) -> Partial:
     """
     count = len(blocks.lse)
     size = 1 << (count - 1).bit_length()
-    place = (first + torch.arange(count, device=blocks.lse.device)) % size
+    residues = (first + torch.arange(count, device=blocks.lse.device)) % size
     out, lse = (
         blocks.out.new_zeros(size, *blocks.out.shape[1:]),
         blocks.lse.new_full((size, *blocks.lse.shape[1:]), -torch.inf),
     )
-    return Partial(out.index_copy_(0, place, blocks.out), lse.index_copy_(0, place, blocks.lse))
+    return Partial(out.index_copy_(0, residues, blocks.out), lse.index_copy_(0, residues, blocks.lse))
 
 
 def copy_into(partial: Partial, into: Partial | None) -> Partial:
@@ -180,6 +180,6 @@ def _sizes(outs: tuple[int, ...]) -> tuple[tuple[int, ...], dict[str, Any]]:
     splits, *shape, values = outs
     rows, (first, second) = math.prod(shape), parts(values)
     named = {"splits": splits, "rows": rows, "queries": shape[-1], "heads": shape[-2] if len(shape) > 1 else 1}
-    constants = {"values": values, "ROWS": ROWS, "V_0": first, "V_1": second}
+    constants = {"values": values, "ROWS": PROGRAM_ROWS, "V_0": first, "V_1": second}
     # With fusion the bits would depend on the order of the partials.
-    return (-(-rows // ROWS),), {**named, **constants, "enable_fp_fusion": False}
+    return (-(-rows // PROGRAM_ROWS),), {**named, **constants, "enable_fp_fusion": False}

@@ -90,7 +90,7 @@ class TieredAttention(CachedAttention):
 
     def _is_link_faster(self, query: DecodeQuery, tier: CacheView) -> bool:
         """Return whether the tier is attended faster if it is brought, by a sample of its slots."""
-        kind = query.q.shape, query.q.dtype, tier.keys.shape[:2], tier.numbers[0].shape[3], tier.keys.dtype
+        kind = query.q.shape, query.q.dtype, tier.keys.shape[:2], tier.unscaled[0].shape[3], tier.keys.dtype
         known = IS_LINK_FASTER.find((*kind, query.q.device))
         if known is not None:
             return known

@@ -11,14 +11,14 @@ from torch.nn import Parameter
 
 from attnmesh.errors import KernelError
 
-PLAIN = {Tensor, Parameter}
+PLAIN_TENSORS = {Tensor, Parameter}
 """Types of tensors that PyTorch itself computes with."""
 
 modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-"""Return how many modes look at operators."""
+"""Returns how many modes of PyTorch look at operators."""
 
-PLAIN_OR_NONE = {*PLAIN, type(None)}
-"""These, and that of a tensor that is left out."""
+PLAIN_OR_NONE = {*PLAIN_TENSORS, type(None)}
+"""Types of tensors that PyTorch itself computes with, and the type of None for a tensor that is left out."""
 
 
 def is_traced() -> bool:
@@ -76,7 +76,7 @@ def are_plain(*tensors: Any, on_gpu: bool = False) -> bool:
         return False
     graded = torch.is_grad_enabled()
     for x in tensors:
-        if type(x) not in PLAIN or not (x.is_cuda if on_gpu else x.is_cpu) or (graded and x.requires_grad):
+        if type(x) not in PLAIN_TENSORS or not (x.is_cuda if on_gpu else x.is_cpu) or (graded and x.requires_grad):
             return False
         if x.layout is not torch.strided or x.is_nested or x.is_neg():  # `is_dense`, on the path of every step
             return False

@@ -97,7 +97,7 @@ def overlap(one: slice, other: slice) -> tuple[slice, slice]:
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's place in a mesh."""
+    """The axes of a mesh as this rank sees them."""
 
     heads: Axis
     queries: Axis
@@ -112,23 +112,23 @@ class Mesh:
 
     @staticmethod
     def of(device_mesh: DeviceMesh | None) -> "Mesh":
-        """Return this rank's place on the axes named heads, queries and keys. Other axes are ignored.
+        """Return the axes named heads, queries and keys as this rank sees them. Other axes are ignored.
 
         A mesh of one axis with another name, such as "cp", is a queries axis: keys and values travel along it.
         """
         if device_mesh is None:
-            return ALONE
+            return MESH_OF_ONE_RANK
         if torch.compiler.is_compiling():
-            return _place_in(device_mesh)
-        if (known := _places().get(id(device_mesh))) is None:
-            known = _places().keep(id(device_mesh), (device_mesh, _place_in(device_mesh)))
+            return _mesh_in(device_mesh)
+        if (known := _known_meshes().get(id(device_mesh))) is None:
+            known = _known_meshes().keep(id(device_mesh), (device_mesh, _mesh_in(device_mesh)))
         return known[1]
 
     @staticmethod
     def named(sizes: Sequence[int], indices: Sequence[int], group_names: Sequence[str]) -> "Mesh":
         """Return the mesh of these axes, from what the schema of an operator can carry."""
-        places = zip(sizes, indices, group_names, AXES, strict=True)
-        heads, queries, keys = (Axis(size, index, group_named(group), name) for size, index, group, name in places)
+        axes = zip(sizes, indices, group_names, AXES, strict=True)
+        heads, queries, keys = (Axis(size, index, group_named(group), name) for size, index, group, name in axes)
         return Mesh(heads, queries, keys)
 
     @property
@@ -157,7 +157,7 @@ class Mesh:
         return self.heads, self.queries, self.keys
 
 
-ALONE = Mesh(Axis(), Axis(), Axis())
+MESH_OF_ONE_RANK = Mesh(Axis(), Axis(), Axis())
 """The mesh of one rank."""
 
 
@@ -167,13 +167,13 @@ def mesh_of(axis: Axis) -> Mesh:
 
 
 @cached_per_world()
-def _places() -> Memo[tuple[DeviceMesh, Mesh]]:
-    """Return this rank's places, by the meshes themselves: equal ones may have groups of their own."""
+def _known_meshes() -> Memo[tuple[DeviceMesh, Mesh]]:
+    """Return what this rank sees of meshes, by the meshes themselves: equal ones may have groups of their own."""
     return Memo(64)
 
 
-def _place_in(device_mesh: DeviceMesh) -> Mesh:
-    """Return this rank's place on the axes of a mesh, or raise."""
+def _mesh_in(device_mesh: DeviceMesh) -> Mesh:
+    """Return the axes of a mesh as this rank sees them, or raise."""
     if not isinstance(device_mesh, DeviceMesh):
         fix = "make one, as am.init_mesh((1, 2, 2))"
         raise MeshError("mesh", "a DeviceMesh or None", type(device_mesh).__name__, fix)
@@ -187,7 +187,7 @@ def _place_in(device_mesh: DeviceMesh) -> Mesh:
     if device_mesh.get_coordinate() is None:
         fix = "call it on the ranks of the mesh alone"
         raise MeshError("mesh", "a mesh that holds this rank", str(device_mesh), fix)
-    heads, queries, keys = (_axis(device_mesh, name, dims[name]) if name in dims else Axis() for name in AXES)
+    heads, queries, keys = (axis_along(device_mesh, name, dims[name]) if name in dims else Axis() for name in AXES)
     return Mesh(heads, queries, keys, device_mesh)
 
 
@@ -198,25 +198,10 @@ def attention_dims(device_mesh: DeviceMesh) -> dict[str, int]:
     return {"queries": 0} if not dims and device_mesh.ndim == 1 else dims
 
 
-def _axis(device_mesh: DeviceMesh, name: str, dim: int) -> Axis:
+def axis_along(device_mesh: DeviceMesh, name: str, dim: int) -> Axis:
+    """Return the axis of that name, along a dim of a mesh."""
     size = device_mesh.size(dim)
     return Axis(size, device_mesh.get_local_rank(dim), device_mesh.get_group(dim), name) if size > 1 else Axis()
-
-
-def flat_axis(device_mesh: DeviceMesh | None, names: Sequence[str]) -> Axis:
-    """Return several axes of a mesh as one: the ranks that share an index along all other axes.
-
-    The group of two axes is made at the first call, in which every rank of the world takes part. PyTorch could make it
-    among its own ranks, but would name it by the number of groups that each of them knows, which may differ.
-    """
-    if device_mesh is None:
-        return Axis()
-    dims = attention_dims(device_mesh)
-    long = tuple(name for name, dim in dims.items() if name in names and device_mesh.size(dim) > 1)
-    if len(long) < 2:
-        return _axis(device_mesh, long[0], dims[long[0]]) if long else Axis()
-    flat = device_mesh[long]._flatten()
-    return Axis(flat.size(), flat.get_local_rank(), flat.get_group(), " x ".join(long))
 
 
 def group_named(name: str) -> ProcessGroup | None:

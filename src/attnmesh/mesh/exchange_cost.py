@@ -221,7 +221,7 @@ class LayerJob:
         """Runs of consecutive tokens in a shard. Each is a kernel, and its results are merged with others."""
         if isinstance(self.candidate.layout, Striped):
             ranks = self.candidate.shape.ranks
-            return -(-self.work.length // max(self.candidate.layout.turns(ranks)[0].size, ranks * SHORT_RUN))
+            return -(-self.work.length // max(self.candidate.layout.turns(ranks)[0].period, ranks * SHORT_RUN))
         return 2 if isinstance(self.candidate.layout, Zigzag) else 1
 
     def _attended(self, pairs: Pairs) -> Pairs:

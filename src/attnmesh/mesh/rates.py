@@ -7,7 +7,7 @@ from attnmesh.errors import ClusterError
 BOUNDLESS, DAY = 1e30, 86_400
 """The highest rate or size, and the longest time in seconds, that a device or a link takes."""
 
-SECONDS = ("call", "run", "latency", "short", "step", "message")
+TIME_FIELDS = ("call", "run", "latency", "short", "step", "message")
 """Fields in seconds. All others are rates or sizes."""
 
 
@@ -97,7 +97,7 @@ def _check_numbers(value: Device | Link) -> None:
             continue
         least, most, fix = 1.0, BOUNDLESS, "measure it with attnmesh probe"
         expected = f"a rate or size of 1 to {most:.0e}"
-        if field.name in SECONDS:
+        if field.name in TIME_FIELDS:
             least, most, fix = 0.0, DAY, f"{fix}, or leave it at 0"
             expected = f"seconds, 0 to {most:,}"
         if not isinstance(given, int | float) or isinstance(given, bool) or not least <= given <= most:

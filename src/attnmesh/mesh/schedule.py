@@ -83,13 +83,13 @@ Selections = tuple[tuple[int, Tensor], ...]
 
 
 @dataclass(frozen=True)
-class Step:
+class ExchangeStep:
     """One exchange of one rank along an axis, and the return of results to the owners of the tokens."""
 
     send: Selections  # indices into the tokens before this step
     receive: tuple[tuple[int, int], ...]  # pairs of a peer and a number of tokens
     keep: Tensor  # indices into the tokens before this step
-    order: Tensor | None  # sorts kept tokens and then received ones by position; None if they are sorted
+    permutation: Tensor | None  # sorts kept tokens and then received ones by position; None if they are sorted
     positions: Tensor  # of the tokens after this step
     return_to: Selections  # indices into the tokens after this step, per owner, without tokens that are forwarded
     return_from: Selections  # indices into this rank's chunk, per rank that returns their results
@@ -108,8 +108,8 @@ class Schedule:
 
     query_shares: tuple[Tensor, ...]  # indices into the chunk of queries, per rank along the heads axis that holds them
     key_shares: tuple[Tensor, ...]
-    query_step: Step
-    key_steps: tuple[Step, ...]
+    query_step: ExchangeStep
+    key_steps: tuple[ExchangeStep, ...]
     bands: tuple[Band, ...]  # the row's queries over the keys of each step
 
     @cached_property
@@ -118,7 +118,7 @@ class Schedule:
         return ChunkSize(sum(map(len, self.query_shares)), sum(map(len, self.key_shares)))
 
     @property
-    def gradient_steps(self) -> tuple[Step | None, ...]:
+    def gradient_steps(self) -> tuple[ExchangeStep | None, ...]:
         """Return for each step of the keys the step with which its dk and dv are sent on.
 
         None at step 0, as a rank keeps those of its own keys, and at the last step, as they return to the owner.
@@ -136,25 +136,26 @@ class Problem:
     key_layout: Layout
     length: int
     key_length: int
-    order: tuple[int, ...] = ()
+    shard_of_rank: tuple[int, ...] = ()
     """Shard that each rank holds, in order of their index; empty if rank i holds shard i."""
 
     def encode(self) -> list[int]:
         """Return all but the shape as integers, for the schema of an operator."""
         layouts = *encode_layout(self.layout), *encode_layout(self.key_layout)
-        return [*layouts, self.length, self.key_length, len(self.order), *self.order, *self.mask.encode()]
+        lengths = self.length, self.key_length, len(self.shard_of_rank)
+        return [*layouts, *lengths, *self.shard_of_rank, *self.mask.encode()]
 
     @staticmethod
     def decode(shape: Shape, code: Sequence[int]) -> "Problem":
         """Return the problem of a code from `encode`."""
         layout, code = decode_layout(code)
         key_layout, (length, key_length, count, *rest) = decode_layout(code)
-        mask, order = Mask.decode(rest[count:]), tuple(rest[:count])
-        return Problem(mask, shape, layout, key_layout, length, key_length, order)
+        mask, shard_of_rank = Mask.decode(rest[count:]), tuple(rest[:count])
+        return Problem(mask, shape, layout, key_layout, length, key_length, shard_of_rank)
 
     def shard(self, index: int) -> int:
         """Return the shard of the rank at an index of the mesh, counted as shards are."""
-        return self.order[index] if self.order else index
+        return self.shard_of_rank[index] if self.shard_of_rank else index
 
     def queries(self, r: int, c: int) -> Tensor:
         """Return the positions of the query chunk at (r, c), ascending."""
@@ -195,7 +196,7 @@ def _shares(shards: list[Tensor]) -> tuple[Tensor, ...]:
     return columns
 
 
-def _query_step(problem: Problem, r: int, c: int) -> Step:
+def _query_step(problem: Problem, r: int, c: int) -> ExchangeStep:
     """Return the exchange of queries along row r. A query goes to each column that has a key it sees."""
     chunks = [problem.queries(r, peer) for peer in range(problem.shape.keys)]
     sent = [_queries_that_see(problem.mask, chunks[c], problem.column_keys(peer)) for peer in range(len(chunks))]
@@ -203,7 +204,7 @@ def _query_step(problem: Problem, r: int, c: int) -> Step:
     return _exchange_at_once(chunks, c, sent, received)
 
 
-def _key_step(problem: Problem, r: int, c: int) -> Step:
+def _key_step(problem: Problem, r: int, c: int) -> ExchangeStep:
     """Return the exchange of keys along column c. A key goes to each row that has a query which sees it."""
     chunks = [problem.keys(peer, c) for peer in range(problem.shape.queries)]
     sent = [_keys_seen_by(problem.mask, problem.row_queries(peer), chunks[r]) for peer in range(len(chunks))]
@@ -211,25 +212,26 @@ def _key_step(problem: Problem, r: int, c: int) -> Step:
     return _exchange_at_once(chunks, r, sent, received)
 
 
-def _exchange_at_once(chunks: list[Tensor], rank: int, sent: list[Tensor], received: list[Tensor]) -> Step:
+def _exchange_at_once(chunks: list[Tensor], rank: int, sent: list[Tensor], received: list[Tensor]) -> ExchangeStep:
     """Return the step that sends `sent[p]` of the rank's tokens to p, and receives `received[p]` of p's tokens."""
     peers = [peer for peer in range(len(chunks)) if peer != rank]
     owners = [rank, *peers]
     positions = torch.cat([chunks[owner][received[owner]] for owner in owners])
-    order = positions.argsort()
-    indices = order.argsort().split([len(received[owner]) for owner in owners])  # of each owner's tokens, when sorted
-    return Step(
+    permutation = positions.argsort()
+    # Of each owner's tokens, when sorted.
+    indices = permutation.argsort().split([len(received[owner]) for owner in owners])
+    return ExchangeStep(
         send=_selections((peer, sent[peer]) for peer in peers),
         receive=tuple((peer, len(received[peer])) for peer in peers if len(received[peer])),
         keep=received[rank],
-        order=None if bool((order.diff() == 1).all()) else order,
-        positions=positions[order],
+        permutation=None if bool((permutation.diff() == 1).all()) else permutation,
+        positions=positions[permutation],
         return_to=_selections(zip(owners, indices, strict=True)),
         return_from=_selections((owner, sent[owner]) for owner in owners),
     )
 
 
-def _ring_steps(problem: Problem, r: int, c: int) -> Iterator[Step]:
+def _ring_steps(problem: Problem, r: int, c: int) -> Iterator[ExchangeStep]:
     """Yield the steps of a ring along column c. At step t a rank holds needed keys of the rank t before it."""
     size = problem.shape.queries
     chunks = [problem.keys(peer, c) for peer in range(size)]
@@ -242,11 +244,11 @@ def _ring_steps(problem: Problem, r: int, c: int) -> Iterator[Step]:
         owner, last_reader = (r - t) % size, (r + t) % size
         keys, sent_owner = held[owner][t], (owner + 1) % size  # the next rank gets what this one held before
         forwarded = torch.searchsorted(held[sent_owner][t - 1], held[sent_owner][t]) if t else nothing
-        yield Step(
+        yield ExchangeStep(
             send=_selections([(after, forwarded)]),
             receive=((before, len(keys)),) if t and len(keys) else (),
             keep=nothing if t else keys,
-            order=None,
+            permutation=None,
             positions=chunks[owner][keys],
             return_to=_selections([(owner, torch.searchsorted(keys, last[owner][t]))]),
             return_from=_selections([(last_reader, last[r][t])]),

@@ -6,7 +6,7 @@ from numbers import Real
 
 from attnmesh.errors import ShapeError, require
 
-MOST_RATIO = 2**32
+MAX_RATIO = 2**32
 """Most times that one share may be of another: a round of tokens has to be counted."""
 
 ALIKE = 1.15
@@ -29,7 +29,7 @@ def check_shares(subject: str, shares: object, ranks: int, *, auto: bool = True)
     require(
         fits, ShapeError, f"{subject} shares", expected, repr(shares), "leave a rank without tokens out of the mesh"
     )
-    fits, expected = max(numbers) <= MOST_RATIO * min(numbers), f"numbers of which none is {MOST_RATIO} times another"
+    fits, expected = max(numbers) <= MAX_RATIO * min(numbers), f"numbers of which none is {MAX_RATIO} times another"
     require(fits, ShapeError, f"{subject} shares", expected, repr(shares), "leave the rank of the least one out")
     return numbers
 

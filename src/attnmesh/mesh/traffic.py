@@ -254,7 +254,7 @@ def _shift(held: Tensor, source: Tensor, target: Tensor, tile: int) -> Tensor:
     parts = []
     for moving in (held * near, held * ~near):
         sides = ((source, moving), (target, moving), (source, (moving > 0.5).float()))
-        parts.append(torch.stack([torch.zeros_like(held).index_copy_(1, place, x) for place, x in sides]))
+        parts.append(torch.stack([torch.zeros_like(held).index_copy_(1, index, x) for index, x in sides]))
     return torch.stack(parts).mT
 
 

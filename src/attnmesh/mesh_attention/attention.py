@@ -22,7 +22,7 @@ from attnmesh.mesh_attention.mesh_op import attend_alone, attend_by_task, attend
 from attnmesh.mesh_attention.mesh_plan import PreparedCall
 from attnmesh.mesh_attention.prepare_call import prepare_call
 
-ALONE = "each rank attends to its own tokens only. Pass mesh= for attention over the tokens of all ranks"
+ATTENDS_ALONE = "each rank attends to its own tokens only. Pass mesh= for attention over the tokens of all ranks"
 
 
 def attention(
@@ -110,7 +110,7 @@ def attention(
 
         out = attend_dtensors(call, None if isinstance(mesh, NotGiven) else mesh, checked, attend_shards)
     else:
-        mesh = given_mesh("attention", mesh, ALONE)
+        mesh = given_mesh("attention", mesh, ATTENDS_ALONE)
         if mesh is None and key_lengths is distance_bias is None and selected is None and not others:
             any_keys = mask is FULL and length is None and key_length is None
             signature = signature_of(q, k, v, sinks, (*options, checked), any_keys=any_keys, with_grad=False)

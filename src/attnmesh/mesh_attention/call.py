@@ -28,11 +28,17 @@ from attnmesh.mesh.schedule import Problem, check_exchange
 from attnmesh.mesh.shapes import check_heads_axis
 from attnmesh.mesh_attention.auto_choices import check_auto, chosen_layout
 
-Pair = tuple[int, int]
+TokenCounts = tuple[int, int]
 """A count for the queries and one for the keys."""
 
-Sizes = tuple[int, int, int, int]
-"""Heads of q and of k, their width, and keys per index of a selection, 0 without one."""
+
+class HeadSizes(NamedTuple):
+    """Heads of q and of k, their width, and keys per index of a selection, 0 without one."""
+
+    q_heads: int
+    k_heads: int
+    dim: int
+    index_block: int
 
 
 class Options(NamedTuple):
@@ -58,7 +64,7 @@ class Options(NamedTuple):
         """Return the scale of the logits, 1/sqrt(dim) unless it was given, and their soft cap."""
         return Scaling.of("attention", self.scale, self.softcap, dim)
 
-    def problem(self, mesh: Mesh, tokens: Pair) -> Problem:
+    def problem(self, mesh: Mesh, tokens: TokenCounts) -> Problem:
         """Return the problem of so many queries and keys on all ranks."""
         length = tokens[0] if self.length is None else self.length
         key_length = tokens[1] if self.key_length is None else self.key_length
@@ -84,18 +90,18 @@ class Call(NamedTuple):
         return self._replace(q=with_distance_bias(self.q, self.distance_bias))
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> HeadSizes:
         """Sizes that all ranks have, but for lengths."""
-        block = 0 if self.selected is None else self.selected.block
-        return self.q.shape[1], self.k.shape[1], self.q.shape[3], block
+        index_block = 0 if self.selected is None else self.selected.block
+        return HeadSizes(self.q.shape[1], self.k.shape[1], self.q.shape[3], index_block)
 
     @property
-    def tokens(self) -> Pair:
+    def tokens(self) -> TokenCounts:
         """Tokens of q and of k on this rank."""
         return self.q.shape[2], self.k.shape[2]
 
     @property
-    def numbers(self) -> tuple[int, int, int]:
+    def payload(self) -> tuple[int, int, int]:
         """Tokens of q and of k on this rank, and the highest index that a query selects, where the host reads it."""
         if self.selected is None or self.q.device.type != "cpu" or torch.compiler.is_compiling():
             return *self.tokens, -1

@@ -25,16 +25,16 @@ def attend_dtensors(
 ) -> Tensor:
     """Return attention of DTensors as a DTensor placed like q: `attend_shards` of their local shards."""
     first = next(x for x in call[:3] if isinstance(x, DTensor))
-    place = Mesh.of(first.device_mesh)
+    axes = Mesh.of(first.device_mesh)
     try:
         q, k, v = _checked_dtensors(call, first, mesh)
     except InputError as error:
         is_compared = checked is not False and not torch.compiler.is_compiling()
-        Agreement(place, "attention", is_compared=is_compared).fail(error)
+        Agreement(axes, "attention", is_compared=is_compared).fail(error)
     options = call.options._replace(
         layout=Contiguous(), key_layout=Contiguous(), length=q.shape[2], key_length=k.shape[2]
     )
-    out = attend_shards(call._replace(q=q.to_local(), k=k.to_local(), v=v.to_local(), options=options), place, checked)
+    out = attend_shards(call._replace(q=q.to_local(), k=k.to_local(), v=v.to_local(), options=options), axes, checked)
     shape = torch.Size((*q.shape[:-1], v.shape[-1]))
     stride = (shape[1:].numel(), shape[2:].numel(), shape[3], 1)
     return DTensor.from_local(out, q.device_mesh, q.placements, run_check=False, shape=shape, stride=stride)

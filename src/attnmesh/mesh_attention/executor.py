@@ -24,11 +24,11 @@ from attnmesh.kernels.local_plan import empty_length_major
 from attnmesh.kernels.rectangles import BackwardInputs, Gradients
 from attnmesh.kernels.selected_keys import SelectedKeys
 from attnmesh.mesh.axes import Axis, Mesh
-from attnmesh.mesh.schedule import HeadGroup, Heads, Schedule, Step
+from attnmesh.mesh.schedule import ExchangeStep, HeadGroup, Heads, Schedule
 from attnmesh.mesh_attention.latents import Projection
-from attnmesh.runtime.counters import Tensors
 from attnmesh.runtime.memo import on_device
 from attnmesh.runtime.ranges import ATTENTION, MERGE, is_profiled, named
+from attnmesh.runtime.tensors import Tensors
 
 Returned = list[tuple[Tensor, Tensors]]
 """Results for this rank's tokens: the indices of some tokens, and the results for them."""
@@ -148,7 +148,7 @@ def _attend_heads(arrivals: Arrivals, task: Task) -> Partial:
     return total
 
 
-def _return(made: Tensors, step: Step, axis: Axis, put: Put, own: Tensors, sequential: bool) -> Iterator[None]:
+def _return(made: Tensors, step: ExchangeStep, axis: Axis, put: Put, own: Tensors, sequential: bool) -> Iterator[None]:
     """Return results to their owners. Results for this rank's tokens are put into `own` when they arrive."""
     coming = return_to_owners(made, step, axis, sequential=sequential)
     del made

@@ -89,72 +89,77 @@ def merge_across(
 
 
 @cached_per_world(1024)
-def host_merge_and_text(axis: Axis, shape: tuple[int, ...], how: str, output: str) -> tuple[HostMerge, str] | None:
+def host_merge_and_text(axis: Axis, shape: tuple[int, ...], merge: str, output: str) -> tuple[HostMerge, str] | None:
     """Return the native merge of partials of this shape, and the text that ranks compare; None if there is none.
 
     The first call along an axis is collective.
     """
-    if axis.size == 1 or how not in ("auto", *MERGES):
+    if axis.size == 1 or merge not in ("auto", *MERGES):
         return None
     prepare_merges(axis)
-    merge = host_merge_for(axis, tuple(shape), chosen_merge(axis, how, output, torch.device("cpu")))
-    return None if merge is None else (merge, call_text(shape, torch.float32, how, output))
+    host_merge = host_merge_for(axis, tuple(shape), chosen_merge(axis, merge, output, torch.device("cpu")))
+    return None if host_merge is None else (host_merge, call_text(shape, torch.float32, merge, output))
 
 
-def merge_agreement(partial: object, axis: Axis, how: str, output: str, checked: bool | None = None) -> MergeAgreement:
+def merge_agreement(
+    partial: object, axis: Axis, merge: str, output: str, checked: bool | None = None
+) -> MergeAgreement:
     """Return the agreement on a merge, of a partial that is not checked yet."""
     given = {x.device.type for x in partial if isinstance(x, Tensor)} if isinstance(partial, tuple) else set()
     # The other ranks' tensors are where this rank's are, if one of these is where tensors can be merged.
     device = torch.device(next((x for x in ("cuda", "cpu") if x in given), device_type_of(axis.group)))
-    poison = partial_of(_poison, axis, how, output)
-    return MergeAgreement(_calls_along(axis), device, how, checked, "merge_across", poison)
+    poison = partial_of(_poison, axis, merge, output)
+    return MergeAgreement(_calls_along(axis), device, merge, checked, "merge_across", poison)
 
 
-def _poison(axis: Axis, how: str, output: str) -> None:
+def _poison(axis: Axis, merge: str, output: str) -> None:
     """Take part in a merge with an invalid checksum."""
     if device_type_of(axis.group) == "cpu":
         prepare_merges(axis)
-    send_poison(axis, how, output)
+    send_poison(axis, merge, output)
 
 
-def _fake_merge(out: Tensor, lse: Tensor, group: str, place: Sequence[int], how: str, output: str, _: str) -> Partial:
-    heads = Axis(place[0], place[1]).share_of(out.shape[1]) if output == "heads" else slice(0, out.shape[1])
+def _fake_merge(
+    out: Tensor, lse: Tensor, group: str, size_and_index: Sequence[int], merge: str, output: str, _: str
+) -> Partial:
+    size, index = size_and_index
+    heads = Axis(size, index).share_of(out.shape[1]) if output == "heads" else slice(0, out.shape[1])
     return Partial(*(x.new_empty(x[:, heads].shape) for x in (out, lse)))
 
 
 @operator("merge_across", _fake_merge)
 def merge_op(
-    out: Tensor, lse: Tensor, group: str, place: Sequence[int], how: str, output: str, wire: str
+    out: Tensor, lse: Tensor, group: str, size_and_index: Sequence[int], merge: str, output: str, wire: str
 ) -> tuple[Tensor, Tensor]:
     """Run the merge as an operator, which is one node of a compiled graph."""
     dtype = getattr(torch, wire) if wire else None
-    partial, axis = Partial(out, lse), Axis(place[0], place[1], group_named(group))
-    return _merge(merge_agreement(partial, axis, how, output), partial, axis, how, output, dtype)
+    partial, axis = Partial(out, lse), Axis(size_and_index[0], size_and_index[1], group_named(group))
+    return _merge(merge_agreement(partial, axis, merge, output), partial, axis, merge, output, dtype)
 
 
 def _merge(
     agreement: MergeAgreement,
     partial: Partial,
     axis: Axis,
-    how: str,
+    merge: str,
     output: str,
     wire: torch.dtype | None,
     base: str = "e",
 ) -> Partial:
     """Return the merge in new tensors."""
     device = partial.lse.device
-    text = call_text(partial.out.shape, partial.out.dtype, how, output, wire, base, device.type)
+    text = call_text(partial.out.shape, partial.out.dtype, merge, output, wire, base, device.type)
     agreement.text = agreement.signature = text
-    if how == "auto" or MERGES[how].is_packed:
+    if merge == "auto" or MERGES[merge].is_packed:
         like = partial.out.new_empty(0), partial.lse.new_empty(0), partial.out.shape
-        agreement.ask = partial_of(_ask, *like, axis, how, output, wire)
+        agreement.ask = partial_of(_ask, *like, axis, merge, output, wire)
     if not agreement.before():
         return _nan_like(partial, axis, output)
     if axis.size > 1 and device.type == "cpu":
         prepare_merges(axis)
     with agreement:
         checksum = checksum_of(agreement.call_hash, partial.lse)
-        merged, checksum = merge_ranks(partial, checksum, axis, how, output, wire)
+        merged, checksum = merge_ranks(partial, checksum, axis, merge, output, wire)
         agreement.checksum = checksum if axis.size > 1 else None
     pairs = zip(merged, partial, strict=True)
     return Partial(*(x.to(like.dtype, copy=True).contiguous() for x, like in pairs))
@@ -167,11 +172,11 @@ def _calls_along(axis: Axis) -> CallRecord:
 
 
 def _ask(
-    out: Tensor, lse: Tensor, shape: Sequence[int], axis: Axis, how: str, output: str, wire: torch.dtype | None
+    out: Tensor, lse: Tensor, shape: Sequence[int], axis: Axis, merge: str, output: str, wire: torch.dtype | None
 ) -> Tensor:
     """Take part in a merge with no keys, and a question for a checksum. Return the merged checksum."""
     nothing = Partial(out.new_zeros(shape), lse.new_full(shape[:-1], -torch.inf))
-    return merge_ranks(nothing, question_like(lse), axis, how, output, wire)[1]
+    return merge_ranks(nothing, question_like(lse), axis, merge, output, wire)[1]
 
 
 def _nan_like(partial: Partial, axis: Axis, output: str) -> Partial:
@@ -179,9 +184,9 @@ def _nan_like(partial: Partial, axis: Axis, output: str) -> Partial:
     return Partial(torch.full_like(partial.out[:, heads], torch.nan), partial.lse[:, heads].clone())
 
 
-def is_plain(partial: object, how: object, output: object, wire: object, base: object, checked: object) -> bool:
+def is_plain(partial: object, merge: object, output: object, wire: object, base: object, checked: object) -> bool:
     """Return True for a partial in float32 on the CPU, with its lse, and the usual options."""
-    usual = isinstance(how, str) and output in OUTPUTS and wire is None and base == "e"
+    usual = isinstance(merge, str) and output in OUTPUTS and wire is None and base == "e"
     if not usual or type(checked) not in (bool, type(None)):
         return False
     if not isinstance(partial, tuple) or len(partial) != 2 or not are_plain(*partial):
@@ -191,19 +196,19 @@ def is_plain(partial: object, how: object, output: object, wire: object, base: o
     return fits
 
 
-def merge_as_one_call(partial: Partial, merge: HostMerge, text: str, output: str, *, is_compared: bool) -> Partial:
+def merge_as_one_call(partial: Partial, host_merge: HostMerge, text: str, output: str, *, is_compared: bool) -> Partial:
     """Return the merge in new tensors, as one native call. `text` is what ranks compare."""
-    message = merge.blank()
-    merged = merge.partial_in(message)
+    message = host_merge.blank()
+    merged = host_merge.partial_in(message)
     merged.out.copy_(partial.out)
     merged.lse.copy_(partial.lse)
-    if not merge.run(message, hash_of_call(text)):
+    if not host_merge.run(message, hash_of_call(text)):
         if is_compared:
-            differs = Agreement(mesh_of(merge.axis), "merge_across")
+            differs = Agreement(mesh_of(host_merge.axis), "merge_across")
             differs.text = text
             differs.raise_unequal()
         merged.out.fill_(torch.nan)  # ranks whose calls differ get NaN
-    heads = merge.heads(output)
+    heads = host_merge.heads(output)
     return merged if heads is None else Partial(*(x[:, heads].contiguous() for x in merged))
 
 
@@ -237,12 +242,12 @@ def check_partial(partial: Partial, wire: torch.dtype | None, base: str) -> None
 def call_text(
     shape: tuple[int, ...],
     dtype: torch.dtype,
-    how: str,
+    merge: str,
     output: str,
     wire: torch.dtype | None = None,
     base: str = "e",
     device: str = "cpu",
 ) -> str:
     """Return the text of a call that ranks compare."""
-    options = {"how": how, "output": output, "wire": wire, "base": base}
+    options = {"how": merge, "output": output, "wire": wire, "base": base}
     return describe_call("merge_across", device=device, out=list(shape), dtype=dtype, **options)

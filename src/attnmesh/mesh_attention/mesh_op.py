@@ -24,24 +24,26 @@ from attnmesh.mesh.schedule import ChunkSize
 from attnmesh.mesh_attention.call import Call
 from attnmesh.mesh_attention.executor import Task, backward, empty_tokens, forward
 from attnmesh.mesh_attention.mesh_plan import MeshPlan
-from attnmesh.runtime.counters import Tensors
 from attnmesh.runtime.operators import operator, recorded
+from attnmesh.runtime.tensors import Tensors
 
 # --- attention ---
 
 
-def attend_alone(call: Call, plan: MeshPlan, further: Partial | None = None) -> Tensor:
+def attend_alone(call: Call, plan: MeshPlan, other_keys: Partial | None = None) -> Tensor:
     """Return attention on one rank."""
     visible = Visible(plan.problem.mask, key_lengths=call.key_lengths, selected=call.selected)
     found = run_attend(call.q, call.k, call.v, visible, plan.scaling, plan.kernel, call.sinks)
-    return found.out if further is None else merge_unchecked([Partial(*found), further]).out.to(call.q.dtype)
+    return found.out if other_keys is None else merge_unchecked([Partial(*found), other_keys]).out.to(call.q.dtype)
 
 
-def attend_by_task(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None, further: Partial | None = None) -> Tensor:
+def attend_by_task(
+    q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None, other_keys: Partial | None = None
+) -> Tensor:
     """Return attention of this rank's queries over all ranks, without gradients."""
     found = forward(q, kv, task, sinks)
-    if further is not None:
-        found = merge_unchecked([found, further])
+    if other_keys is not None:
+        found = merge_unchecked([found, other_keys])
     return length_major(found.out, q.dtype)
 
 
@@ -124,8 +126,8 @@ attend_with_grad = recorded(_attend, _save_for_backward, _gradients)
 
 def _fake_outputs(q: Tensor, k: Tensor, v: Tensor, *plan: Any) -> list[Tensor]:
     mesh, problem, *_ = MeshPlan.unpack(*plan[3:])
-    place = mesh.queries.index, mesh.keys.index
-    chunk = ChunkSize(problem.queries(*place).shape[0], problem.keys(*place).shape[0])
+    coordinate = mesh.queries.index, mesh.keys.index
+    chunk = ChunkSize(problem.queries(*coordinate).shape[0], problem.keys(*coordinate).shape[0])
     out, lse = empty_length_major(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=sum_dtype(q.dtype))
     return [out, lse, *_blank_share((q, k, v), chunk, mesh.heads)]
 

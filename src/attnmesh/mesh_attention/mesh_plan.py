@@ -24,14 +24,14 @@ from attnmesh.runtime.world import cached_per_world, decode_cached
 
 
 class MeshPlan(NamedTuple):
-    """A problem on a mesh and how it is solved, the same on all ranks, with this rank's place."""
+    """A problem on a mesh and how it is solved, the same on all ranks, with this rank's axes."""
 
     mesh: Mesh
     problem: Problem
     exchange: str
     kernel: str
     scaling: Scaling
-    block: int = 0
+    index_block: int = 0
     """Keys per index of a selection; 0 if there is none."""
     even: bool = False
     """True where nobody counted the tokens of other shards: in a graph without `length`."""
@@ -59,10 +59,10 @@ class MeshPlan(NamedTuple):
             *self.mesh.group_names,
             self.exchange,
             self.kernel,
-            *map(repr, (*self.scaling, self.block, int(self.even))),
+            *map(repr, (*self.scaling, self.index_block, int(self.even))),
         ]
-        places = [*self.mesh.shape, *(axis.index for axis in self.mesh.axes)]
-        return ",".join(names), [*places, *self.problem.encode()]
+        sizes_and_indices = [*self.mesh.shape, *(axis.index for axis in self.mesh.axes)]
+        return ",".join(names), [*sizes_and_indices, *self.problem.encode()]
 
     @staticmethod
     def unpack(names: str, numbers: Sequence[int]) -> "MeshPlan":
@@ -99,8 +99,8 @@ class MeshPlan(NamedTuple):
         else:
             exchange = EXCHANGES[self.exchange]
         steps = schedule(problem, mesh.queries.index, mesh.keys.index, exchange.ring)
-        number = 1 if latent else exchange.head_groups(mesh.shape, kv_heads)
-        groups = groups_of_heads(q_heads, kv_heads, mesh.shape.heads, number)
+        group_count = 1 if latent else exchange.head_groups(mesh.shape, kv_heads)
+        groups = groups_of_heads(q_heads, kv_heads, mesh.shape.heads, group_count)
         tokens = steps.chunk.queries, steps.chunk.keys, steps.chunk.keys
         whole = zip((q, k, v), tokens, strict=True)  # of the whole chunk
         q, k, v = (x.new_empty(1).expand(*x.shape[:2], count, x.shape[3]) for x, count in whole)
@@ -110,11 +110,11 @@ class MeshPlan(NamedTuple):
 
     def _selected(self, schedule: Schedule, key_lengths: Tensor | None, indices: Tensor) -> list[SelectedKeys]:
         """Return the keys of each step that this rank's queries select."""
-        queries, selection = schedule.query_step, Selection(indices, self.block)
+        queries, selection = schedule.query_step, Selection(indices, self.index_block)
         if len(queries.keep) < schedule.chunk.queries:  # the others see no key
             selection = selection.of_queries(on_device(queries.keep, indices.device))
-        mask, places = self.problem.mask, queries.positions
-        return [SelectedKeys.of(selection, mask, places, step.positions, key_lengths) for step in schedule.key_steps]
+        mask, positions = self.problem.mask, queries.positions
+        return [SelectedKeys.of(selection, mask, positions, step.positions, key_lengths) for step in schedule.key_steps]
 
 
 class PreparedCall(NamedTuple):
@@ -125,9 +125,9 @@ class PreparedCall(NamedTuple):
     """This rank's part, where no other is needed to run a call of the signature."""
     text: str = ""
     """The text that ranks compare."""
-    numbers: tuple[int, ...] = ()
+    payload: tuple[int, ...] = ()
     """Numbers that this rank says beside the text: its tokens."""
-    agreed_numbers: Sequence[Sequence[int]] = ()
+    agreed_payloads: Sequence[Sequence[int]] = ()
     """Numbers that all ranks have said."""
 
 
@@ -139,10 +139,12 @@ def prepared_calls() -> Memo[PreparedCall]:
 
 @cached_per_world(1024)
 def _unpack(names: str, numbers: tuple[int, ...]) -> MeshPlan:
-    *groups, exchange, kernel, scale, softcap, block, even = names.split(",")
+    *groups, exchange, kernel, scale, softcap, index_block, even = names.split(",")
     mesh = Mesh.named(numbers[:3], numbers[3:6], groups)
     scaling = Scaling(float(scale), float(softcap))
-    return MeshPlan(mesh, Problem.decode(mesh.shape, numbers[6:]), exchange, kernel, scaling, int(block), even == "1")
+    return MeshPlan(
+        mesh, Problem.decode(mesh.shape, numbers[6:]), exchange, kernel, scaling, int(index_block), even == "1"
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attnmesh.comm.transport import all_gather_ints
+from attnmesh.comm.transport import all_gather_ints, flat_axis
 from attnmesh.core.digest import digest
 from attnmesh.core.mask import FAR, check_mask
 from attnmesh.errors import MaskError, ShapeError, require, warn_once
@@ -14,10 +14,10 @@ from attnmesh.guard.agreement import Agreement, may_compare
 from attnmesh.guard.argument_checks import heads_and_length, with_swap_hint
 from attnmesh.kernels.local_plan import signature_of
 from attnmesh.kernels.traced import needs_grad
-from attnmesh.mesh.axes import Axis, Mesh, flat_axis
+from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.mesh.schedule import Problem
 from attnmesh.mesh.shapes import AXES
-from attnmesh.mesh_attention.call import Call, Options, Pair, Sizes, check_call
+from attnmesh.mesh_attention.call import Call, HeadSizes, Options, TokenCounts, check_call
 from attnmesh.mesh_attention.mesh_plan import MeshPlan, PreparedCall, prepared_calls
 from attnmesh.mesh_attention.shard_marks import shard_marks
 from attnmesh.runtime.world import cached_per_world
@@ -42,12 +42,12 @@ def prepare_call(mesh: Mesh, call: Call, checked: bool | None, latent: tuple[int
     else:
         with Agreement(mesh, "attention") as agreement:
             if known:
-                agreement.text, agreement.numbers = known.text, known.numbers
+                agreement.text, agreement.payload = known.text, known.payload
             else:
-                agreement.text, agreement.numbers = call.checked_text(mesh, checked), call.numbers
-                agreement.numbers += () if signature is None else (_digest_of_some(k),)
+                agreement.text, agreement.payload = call.checked_text(mesh, checked), call.payload
+                agreement.payload += () if signature is None else (_digest_of_some(k),)
             _check_marks(mesh, call)
-        if not known or known.agreed_numbers != agreement.table:
+        if not known or known.agreed_payloads != agreement.table:
             found = _compared(mesh, call, agreement)
     assert found is not None
     if found is known or signature is None:
@@ -64,7 +64,7 @@ def _compared(mesh: Mesh, call: Call, agreement: Agreement) -> PreparedCall:
     _check_highest(max(columns[2]), plan)
     if len(columns) > 3:
         _warn_of_whole_keys(columns[3])
-    return PreparedCall(plan, None, agreement.text, call.numbers, [row[:3] for row in agreement.table])
+    return PreparedCall(plan, None, agreement.text, call.payload, [row[:3] for row in agreement.table])
 
 
 def _uncompared(mesh: Mesh, call: Call, checked: bool | None) -> PreparedCall:
@@ -73,19 +73,19 @@ def _uncompared(mesh: Mesh, call: Call, checked: bool | None) -> PreparedCall:
     length = call.options.length
     assert length is not None
     plan = _known_plan(mesh, call, (length, length))
-    _check_highest(call.numbers[2], plan)
+    _check_highest(call.payload[2], plan)
     try:
         plan.check_own_shard(*call.tokens)
     except ShapeError as error:
         raise with_swap_hint(error, heads_and_length(call.q), heads_and_length(call.k)) from None
     # The text would have the numbers of `key_lengths`, which a device may hold.
-    return PreparedCall(plan, None, "" if call.key_lengths is not None else call.describe(), call.numbers)
+    return PreparedCall(plan, None, "" if call.key_lengths is not None else call.describe(), call.payload)
 
 
 def _even_plan(mesh: Mesh, call: Call, checked: bool | None) -> MeshPlan:
     """Return the plan of one rank, or of a graph: ranks are compiled apart, so their shards count as even."""
     check_call(mesh, call, checked)
-    (queries, keys, highest), options = call.numbers, call.options
+    (queries, keys, highest), options = call.payload, call.options
     tokens = queries * mesh.ranks, keys * mesh.ranks
     if options.length is not None and queries == keys:  # keys of the queries' sequence
         tokens = options.length, options.length
@@ -94,7 +94,7 @@ def _even_plan(mesh: Mesh, call: Call, checked: bool | None) -> MeshPlan:
     return plan
 
 
-def _known_plan(mesh: Mesh, call: Call, tokens: Pair, table: tuple[Pair, ...] = ()) -> MeshPlan:
+def _known_plan(mesh: Mesh, call: Call, tokens: TokenCounts, table: tuple[TokenCounts, ...] = ()) -> MeshPlan:
     """Return the plan of so many tokens, of all ranks by `table`, made now if it is not known."""
     arguments = mesh, call.options, call.sizes, tokens, table
     if (known := prepared_calls().get(arguments)) is None:
@@ -111,7 +111,7 @@ def _check_marks(mesh: Mesh, call: Call) -> None:
     for name, x, layout in zip("qkv", call[:3], layouts, strict=True):
         if (mark := marks.get(id(x))) is None or layout is None:
             continue
-        if mark.layout is not layout or mark.place is not mesh or mark.dim != 2:
+        if mark.layout is not layout or mark.mesh is not mesh or mark.dim != 2:
             mark.check(f"attention {name}", layout, options.applied_mask, mesh, 2)
 
 
@@ -128,23 +128,25 @@ def _warn_of_whole_keys(digests: Sequence[int]) -> None:
         warn_once(f"attention: k is the same on all {len(digests)} ranks, and counts as {len(digests)} shards; {fix}.")
 
 
-def _make_plan(mesh: Mesh, options: Options, sizes: Sizes, tokens: Pair, table: Sequence[Pair] = ()) -> MeshPlan:
+def _make_plan(
+    mesh: Mesh, options: Options, sizes: HeadSizes, tokens: TokenCounts, table: Sequence[TokenCounts] = ()
+) -> MeshPlan:
     """Return the plan, or raise where its mask, lengths and shards do not fit. All ranks pass the same values.
 
     Where keys are selected, in blocks, queries stay on their rank: all ranks are one column, along which keys travel.
     """
-    problem, (q_heads, k_heads, dim, block) = options.problem(mesh, tokens), sizes
+    problem, (q_heads, k_heads, dim, index_block) = options.problem(mesh, tokens), sizes
     try:
         _check_shards(problem, table)
         check_mask("attention mask", problem.mask, problem.length, problem.key_length)
         _check_cross(options, problem.length, problem.key_length, mesh.ranks)
     except (MaskError, ShapeError) as error:
         raise with_swap_hint(error, (q_heads, tokens[0]), (k_heads, tokens[1]), first=True) from None
-    exchange = "bulk" if block and options.exchange == "auto" else options.exchange
-    if block and mesh.ranks > 1:
-        mesh, order = _one_column(mesh)
-        problem = replace(problem, shape=mesh.shape, order=order)
-    return MeshPlan(mesh, problem, exchange, options.kernel, options.scaling(dim), block)
+    exchange = "bulk" if index_block and options.exchange == "auto" else options.exchange
+    if index_block and mesh.ranks > 1:
+        mesh, shard_of_rank = _one_column(mesh)
+        problem = replace(problem, shape=mesh.shape, shard_of_rank=shard_of_rank)
+    return MeshPlan(mesh, problem, exchange, options.kernel, options.scaling(dim), index_block)
 
 
 @cached_per_world()
@@ -152,15 +154,15 @@ def _one_column(mesh: Mesh) -> tuple[Mesh, tuple[int, ...]]:
     """Return all ranks of a mesh as one column, and the shard of each. All ranks make the first call at once."""
     long = [axis for axis in mesh.axes if axis.size > 1]
     axis = long[0] if len(long) == 1 else flat_axis(mesh.device_mesh, AXES)
-    places = [place for (place,) in all_gather_ints([axis.index], mesh)]  # by shard
-    return Mesh(Axis(), axis, Axis()), tuple(sorted(range(len(places)), key=places.__getitem__))
+    indices = [index for (index,) in all_gather_ints([axis.index], mesh)]  # by shard
+    return Mesh(Axis(), axis, Axis()), tuple(sorted(range(len(indices)), key=indices.__getitem__))
 
 
 def _check_highest(highest: int, plan: MeshPlan) -> None:
     """Raise if a query selects a key beyond the sequence; -1 for none."""
     if highest >= 0:
-        blocks = -(-plan.problem.key_length // plan.block)
-        expected = f"indices below {blocks}, of {plan.problem.key_length} keys in blocks of {plan.block}"
+        blocks = -(-plan.problem.key_length // plan.index_block)
+        expected = f"indices below {blocks}, of {plan.problem.key_length} keys in blocks of {plan.index_block}"
         fix = "count keys of the whole sequence, or blocks of them, and fill rows up with 2**31 - 1, for none"
         require(highest < blocks, ShapeError, "attention selected indices", expected, str(highest), fix)
 

@@ -24,25 +24,25 @@ class ShardMark(NamedTuple):
 
     layout: Layout
     mask: Mask | None
-    place: Mesh
+    mesh: Mesh
     dim: int
 
-    def check(self, subject: str, layout: Layout | str, mask: Mask, place: Mesh, dim: int) -> None:
+    def check(self, subject: str, layout: Layout | str, mask: Mask, mesh: Mesh, dim: int) -> None:
         """Raise unless the shard was cut like this."""
-        wanted, fix = unpriced_layout(layout, mask, place.ranks), "pass the layout that am.shard got"
+        wanted, fix = unpriced_layout(layout, mask, mesh.ranks), "pass the layout that am.shard got"
         fits = wanted is None or wanted == self.layout
         require(fits, LayoutError, subject, f"a shard of {wanted}", f"one of {self.layout}", fix)
         fits, fix = wanted is not None or self.mask in (None, mask), "pass one mask to am.shard and to this call"
         require(fits, LayoutError, subject, f'a shard of layout="auto" for {mask}', f"one for {self.mask}", fix)
-        wanted_place, own_place = (f"shard {at.shard} of {at.ranks}" for at in (place, self.place))
+        wanted_shard, own_shard = (f"shard {at.shard} of {at.ranks}" for at in (mesh, self.mesh))
         fix = "call am.shard with the mesh of this call"
-        require(own_place == wanted_place, LayoutError, subject, wanted_place, own_place, fix)
+        require(own_shard == wanted_shard, LayoutError, subject, wanted_shard, own_shard, fix)
         given, fix = f"one cut along dim {self.dim}", f"call am.shard with dim={dim} on the whole tensor"
         require(self.dim == dim, LayoutError, subject, f"a shard cut along dim {dim}", given, fix)
 
-    def cuts_again(self, place: Mesh, dim: int) -> bool:
+    def cuts_again(self, mesh: Mesh, dim: int) -> bool:
         """Return whether `shard` on this mesh, along this dim, would cut the shard once more."""
-        return place.ranks > 1 and self.place == place and self.dim == dim
+        return mesh.ranks > 1 and self.mesh == mesh and self.dim == dim
 
 
 @cached_per_world()
@@ -67,8 +67,8 @@ def _forget(key: int) -> None:
 def check_not_cut(subject: str, named: Mapping[str, object], fix: str) -> None:
     """Raise if one of these is a shard of several ranks."""
     for name, mark in _marks(named).items():
-        given = f"a shard of {mark.place.ranks} ranks"
-        require(mark.place.ranks == 1, LayoutError, f"{subject} {name}", "all tokens", given, fix)
+        given = f"a shard of {mark.mesh.ranks} ranks"
+        require(mark.mesh.ranks == 1, LayoutError, f"{subject} {name}", "all tokens", given, fix)
 
 
 def check_equal_cuts(subject: str, named: Mapping[str, object]) -> None:

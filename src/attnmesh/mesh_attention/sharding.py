@@ -43,20 +43,20 @@ def shard(
     >>> shard(torch.arange(6), None, layout=am.Zigzag(), dim=0)
     tensor([0, 1, 2, 3, 4, 5])
     """
-    place, seen = Mesh.of(mesh), FULL if mask is None else mask
+    axes, seen = Mesh.of(mesh), FULL if mask is None else mask
     chooses = isinstance(layout, str) and not torch.compiler.is_compiling()
-    with Agreement(place, "shard", is_compared=chooses) as agreement:
+    with Agreement(axes, "shard", is_compared=chooses) as agreement:
         check_layout("shard layout", layout, auto=True)
         check_mask("shard mask", seen)
-        check_auto("shard", layout, mask, place.ranks)
+        check_auto("shard", layout, mask, axes.ranks)
         dim, mark = _dim("shard", x, dim), shard_marks().get(id(x))
-        fits, fix = mark is None or not mark.cuts_again(place, dim), "cut the whole tensor once"
+        fits, fix = mark is None or not mark.cuts_again(axes, dim), "cut the whole tensor once"
         require(fits, LayoutError, "shard", "a whole tensor", "a shard of this mesh", fix)
         agreement.fields = {"tokens": x.shape[dim], "layout": layout, "mask": mask}
     check_mask("shard mask", seen, x.shape[dim])
-    chosen = chosen_layout(layout, seen, place)
-    part = x.index_select(dim, chosen.positions(x.shape[dim], place.ranks, place.shard).to(x.device))
-    return marked(part, ShardMark(chosen, mask if chooses else None, place, dim))
+    chosen = chosen_layout(layout, seen, axes)
+    part = x.index_select(dim, chosen.positions(x.shape[dim], axes.ranks, axes.shard).to(x.device))
+    return marked(part, ShardMark(chosen, mask if chooses else None, axes, dim))
 
 
 @torch.no_grad()
@@ -89,48 +89,48 @@ def unshard(
     >>> unshard(torch.arange(6), None, layout=am.Zigzag(), dim=0)
     tensor([0, 1, 2, 3, 4, 5])
     """
-    place, seen = Mesh.of(mesh), FULL if mask is None else mask
-    with Agreement(place, "unshard") as agreement:
+    axes, seen = Mesh.of(mesh), FULL if mask is None else mask
+    with Agreement(axes, "unshard") as agreement:
         check_layout("unshard layout", layout, auto=True)
         check_mask("unshard mask", seen)
-        check_auto("unshard", layout, mask, place.ranks)
+        check_auto("unshard", layout, mask, axes.ranks)
         dim = _dim("unshard", x, dim)
         if (mark := shard_marks().get(id(x))) is not None:
-            mark.check("unshard", layout, seen, place, dim)
+            mark.check("unshard", layout, seen, axes, dim)
         if x.requires_grad:
             given, fix = "one that asks for gradients", "call .detach() first, or keep the loss on the shards"
             raise KernelError("unshard", "a tensor without gradients", given, fix)
         others = [n for other, n in enumerate(x.shape) if other != dim]
         options = {"layout": layout, "length": length, "mask": mask}
         agreement.fields = {"dtype": x.dtype, "other_dims": others, "dim": dim, **options}
-        agreement.numbers = [x.shape[dim]]
+        agreement.payload = [x.shape[dim]]
     counts = [row[0] for row in agreement.table]
     length = sum(counts) if length is None else length
     check_mask("unshard mask", seen, length)
-    positions = _positions(chosen_layout(layout, seen, place), length, counts)
-    whole = _gather_shards(x.movedim(dim, 0), place, counts)
+    positions = _positions(chosen_layout(layout, seen, axes), length, counts)
+    whole = _gather_shards(x.movedim(dim, 0), axes, counts)
     _warn_of_whole_tensors(whole, counts)
     return torch.empty_like(whole).index_copy_(0, positions.to(x.device), whole).movedim(0, dim)
 
 
-def unshard_runs(x: Tensor, place: Mesh, sizes: Sequence[int], dim: int) -> Tensor:
+def unshard_runs(x: Tensor, mesh: Mesh, sizes: Sequence[int], dim: int) -> Tensor:
     """Return the whole tensor on every rank from runs of these sizes, with gradients.
 
     All ranks go on with the same whole tensor. The gradient of a rank's run is the part of the rank's own gradient, so
     gradients of parameters have to be summed over the ranks.
     """
-    numbers = [*place.shape, *(axis.index for axis in place.axes)]
-    whole: Tensor = unshard_op(x, dim % x.ndim, ",".join(place.group_names), numbers, sizes)
+    sizes_and_indices = [*mesh.shape, *(axis.index for axis in mesh.axes)]
+    whole: Tensor = unshard_op(x, dim % x.ndim, ",".join(mesh.group_names), sizes_and_indices, sizes)
     return whole
 
 
-def _fake_whole(x: Tensor, dim: int, groups: str, places: Sequence[int], sizes: Sequence[int]) -> Tensor:
+def _fake_whole(x: Tensor, dim: int, groups: str, sizes_and_indices: Sequence[int], sizes: Sequence[int]) -> Tensor:
     return x.new_empty([sum(sizes) if other == dim else n for other, n in enumerate(x.shape)])
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.dim, _, places, sizes = inputs
-    shard = Shape(*places[:3]).shard(*places[3:])
+    _, ctx.dim, _, sizes_and_indices, sizes = inputs
+    shard = Shape(*sizes_and_indices[:3]).shard(*sizes_and_indices[3:])
     ctx.start, ctx.size = sum(sizes[:shard]), sizes[shard]
 
 
@@ -139,19 +139,19 @@ def _gradient(ctx: Any, dout: Tensor) -> list[Tensor]:
 
 
 @operator("unshard", _fake_whole, _save_for_backward, _gradient)
-def unshard_op(x: Tensor, dim: int, groups: str, places: Sequence[int], sizes: Sequence[int]) -> Tensor:
+def unshard_op(x: Tensor, dim: int, groups: str, sizes_and_indices: Sequence[int], sizes: Sequence[int]) -> Tensor:
     """Gather runs of these sizes along `dim`."""
-    place = Mesh.named(places[:3], places[3:], groups.split(","))
-    whole = _gather_shards(x.movedim(dim, 0).contiguous(), place, list(sizes)).movedim(0, dim).contiguous()
-    return whole.clone() if place.ranks == 1 else whole
+    mesh = Mesh.named(sizes_and_indices[:3], sizes_and_indices[3:], groups.split(","))
+    whole = _gather_shards(x.movedim(dim, 0).contiguous(), mesh, list(sizes)).movedim(0, dim).contiguous()
+    return whole.clone() if mesh.ranks == 1 else whole
 
 
-def _gather_shards(x: Tensor, place: Mesh, counts: list[int]) -> Tensor:
+def _gather_shards(x: Tensor, mesh: Mesh, counts: list[int]) -> Tensor:
     """Return all shards in order of their number, gathered along one axis after the other, the innermost first."""
     held = 1  # shards gathered so far, from `first` on
-    for axis in reversed(place.axes):
+    for axis in reversed(mesh.axes):
         if axis.group is not None:
-            first = place.shard - place.shard % (held * axis.size)
+            first = mesh.shard - mesh.shard % (held * axis.size)
             starts = [first + index * held for index in range(axis.size)]
             wanted = [sum(counts[start : start + held]) for start in starts]
             x = torch.cat(swap_tokens([x] * axis.size, wanted, axis, dim=0))

@@ -59,9 +59,9 @@ def top_k_across(
 
 
 @operator("best_across", lambda candidates, *_: torch.empty_like(candidates))
-def best_op(candidates: Tensor, group: str, place: Sequence[int], unique: bool) -> Tensor:
+def best_op(candidates: Tensor, group: str, size_and_index: Sequence[int], unique: bool) -> Tensor:
     """Merge candidates as an operator, which is one node of a compiled graph."""
-    found = best_across(candidates, Axis(place[0], place[1], group_named(group)), unique=unique)
+    found = best_across(candidates, Axis(size_and_index[0], size_and_index[1], group_named(group)), unique=unique)
     return found.clone() if found is candidates else found
 
 

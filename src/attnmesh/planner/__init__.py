@@ -1,1 +1,1 @@
-"""Prices of shapes before they run; pure: it imports `core`, `runtime` and `mesh` alone."""
+"""Prices of shapes before they run, of values of `core`, `runtime` and `mesh`. `Plan.init_mesh` alone makes a mesh."""

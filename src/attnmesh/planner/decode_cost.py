@@ -170,7 +170,7 @@ def _most_seen(candidate: Candidate, workload: Workload, cluster: Cluster) -> in
     turns = turns_of(candidate)
     slower = [min(cluster.rates) / rate for rate in cluster.rates] if shape.heads == 1 and cluster.rates else []
     each = zip(turns, slower or [1.0] * len(turns), strict=True)
-    return ceil(max(min(seen, ceil(seen / turn.size) * turn.width) * times for turn, times in each))
+    return ceil(max(min(seen, ceil(seen / turn.period) * turn.width) * times for turn, times in each))
 
 
 def _gather_heads(candidate: Candidate, size: float, cluster: Cluster, total: Cost) -> None:

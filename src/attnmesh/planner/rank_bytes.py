@@ -42,7 +42,7 @@ def turns_of(candidate: Candidate) -> tuple[Turn, ...]:
 def cached_bytes(candidate: Candidate, workload: Workload) -> list[float]:
     """Return the bytes of keys and values on each rank that holds tokens, by their shares."""
     kept = workload.kept_bytes / candidate.shape.heads
-    return [kept * turn.width / turn.size for turn in turns_of(candidate)]
+    return [kept * turn.width / turn.period for turn in turns_of(candidate)]
 
 
 def index_memory(shape: Shape, workload: Workload) -> float:

@@ -80,12 +80,12 @@ def _scan_rounds(shape: Shape, tile: Shape, reverse: bool) -> tuple[Messages, ..
     """
     ranks, hosts = shape.ranks, _hosts(shape, tile)
     order = torch.arange(ranks).flip(0) if reverse else torch.arange(ranks)
-    place, rounds = torch.arange(ranks), []
+    rank, rounds = torch.arange(ranks), []
     for step in (1 << number for number in range((ranks - 1).bit_length())):
-        sends = (place ^ step) < ranks
+        sends = (rank ^ step) < ranks
         if 2 * step >= ranks:
-            sends &= place < place ^ step
-        rounds.append(_messages(order[place[sends]], order[place[sends] ^ step], hosts))
+            sends &= rank < rank ^ step
+        rounds.append(_messages(order[rank[sends]], order[rank[sends] ^ step], hosts))
     return tuple(rounds)
 
 
@@ -111,8 +111,8 @@ def _messages(sources: Tensor, targets: Tensor, hosts: Tensor) -> Messages:
         sides = sources[chosen], targets[chosen]
         total = float(chosen.sum())
         rank, host = (
-            max((float(torch.bincount(side).max()) for side in places if len(side)), default=0.0)
-            for places in (sides, [hosts[side] for side in sides])
+            max((float(torch.bincount(side).max()) for side in ends if len(side)), default=0.0)
+            for ends in (sides, [hosts[side] for side in sides])
         )
         return Load(total, rank, host, total)
 

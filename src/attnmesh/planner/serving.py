@@ -27,7 +27,7 @@ from attnmesh.planner.decode_cost import (
 from attnmesh.planner.plan import Plan, candidates, plan
 from attnmesh.planner.workload import Workload
 
-ROOMY = 1e30
+UNLIMITED_MEMORY = 1e30
 """Bytes of memory that any plan fits."""
 
 ALL_REDUCES = 2
@@ -35,7 +35,7 @@ ALL_REDUCES = 2
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelSizes:
     """Bytes that decoding with a language model reads and keeps.
 
     Args:
@@ -65,7 +65,7 @@ class Model:
         return self.workload.batch * (self.workload.q_len or 1)
 
 
-class Way(NamedTuple):
+class WeightSharding(NamedTuple):
     """Ranks that hold weights, and ranks that compute the layers of a step."""
 
     tp: int
@@ -76,10 +76,10 @@ class Way(NamedTuple):
     """True if the ranks of a host share layers: they compute each one together."""
 
 
-class Serving(NamedTuple):
+class ServingPlan(NamedTuple):
     """One way to spread weights and keys over ranks."""
 
-    way: Way
+    sharding: WeightSharding
     shape: Shape
     """Ranks along the axes of attention. A step is the same along queries and keys, a prompt is not."""
     plan: Plan
@@ -102,12 +102,12 @@ class Serving(NamedTuple):
     @property
     def ranks(self) -> int:
         """All ranks."""
-        return self.shape.ranks * (1 if self.way.is_joint else self.way.tp)
+        return self.shape.ranks * (1 if self.sharding.is_joint else self.sharding.tp)
 
     @property
     def together(self) -> int:
         """Ranks that compute each layer of a step together, by `hf.share_weights`; 1 where each computes it whole."""
-        return max(self.shape) if self.way.together else 1
+        return max(self.shape) if self.sharding.together else 1
 
     @property
     def fits(self) -> bool:
@@ -115,7 +115,7 @@ class Serving(NamedTuple):
         return self.tokens >= self.plan.workload.length
 
 
-def serving(model: Model, cluster: Cluster, shape: Shape | None = None) -> list[Serving]:
+def serving(model: ModelSizes, cluster: Cluster, shape: Shape | None = None) -> list[ServingPlan]:
     """Return all ways to spread weights and keys, those that fit the planned length first, then the fastest first.
 
     With a shape, the ways of attention on this shape alone. Left out are activations, and the time of layers with
@@ -125,32 +125,34 @@ def serving(model: Model, cluster: Cluster, shape: Shape | None = None) -> list[
         ClusterError: No number of ranks divides the heads.
     """
     world, q_heads, kv_heads = cluster.world, model.workload.q_heads, model.workload.kv_heads
-    ways = [Way(tp) for tp in divisors(world) if q_heads % tp == 0 and share_evenly(kv_heads, tp)]
-    ways += [Way(world, is_joint=True)] * (world > 1 and q_heads % world == 0 and model.workload.latent is None)
-    ways += [Way(1, together=True)] * (world > 1 and why_whole(model, cluster) is None)
+    shardings = [WeightSharding(tp) for tp in divisors(world) if q_heads % tp == 0 and share_evenly(kv_heads, tp)]
+    if world > 1 and q_heads % world == 0 and model.workload.latent is None:
+        shardings.append(WeightSharding(world, is_joint=True))
+    if world > 1 and why_whole(model, cluster) is None:
+        shardings.append(WeightSharding(1, together=True))
     # The ranks that split weights are a part of each host, or whole hosts.
-    ways = [way for way in ways if share_evenly(cluster.ranks, way.tp)]
+    shardings = [sharding for sharding in shardings if share_evenly(cluster.ranks, sharding.tp)]
     if shape is not None:
-        ways = [way for way in ways if shape.ranks * way.tp == world and not way.is_joint]
-    found = [_serving(model, cluster, way, shape) for way in ways]
+        shardings = [sharding for sharding in shardings if shape.ranks * sharding.tp == world and not sharding.is_joint]
+    found = [_serving(model, cluster, sharding, shape) for sharding in shardings]
     given = f"{q_heads}/{kv_heads} heads on {world}"
     require(bool(found), ClusterError, "plan", "ranks that divide the heads", given, "take another number of ranks")
     if cluster.hosts == 1 < world and shape is None:
-        found.append(_serving(model, _one_rank(cluster), Way(1), None))
+        found.append(_serving(model, _one_rank(cluster), WeightSharding(1), None))
     return sorted(found, key=lambda one: (not one.fits, one.seconds, one.first or 0.0, -one.ranks))
 
 
-def chosen(ways: Sequence[Serving], ranks: int, tp: int = 1, together: bool | None = None) -> Serving:
+def chosen(plans: Sequence[ServingPlan], ranks: int, tp: int = 1, together: bool | None = None) -> ServingPlan:
     """Return the way that is taken for so many ranks: of those with this `tp` the first, which fits and is fastest.
 
     `together` takes those alone in which ranks share layers, or do not, if there are any.
     """
-    fitting = [one for one in ways if (one.ranks, one.way.tp, one.way.is_joint) == (ranks, tp, False)]
-    wanted = [one for one in fitting if together in (None, one.way.together)]
+    fitting = [one for one in plans if (one.ranks, one.sharding.tp, one.sharding.is_joint) == (ranks, tp, False)]
+    wanted = [one for one in fitting if together in (None, one.sharding.together)]
     return (wanted or fitting)[0]
 
 
-def why_whole(model: Model, cluster: Cluster) -> str | None:
+def why_whole(model: ModelSizes, cluster: Cluster) -> str | None:
     """Return why ranks cannot share the layers of a step, or None if they can."""
     shared, rows = model.shared, model.rows
     if not cluster.on_cpus:
@@ -164,7 +166,7 @@ def why_whole(model: Model, cluster: Cluster) -> str | None:
     return f"steps of at most {shared.most_rows} rows are shared" if rows > shared.most_rows else None
 
 
-def over_hosts(model: Model, cluster: Cluster) -> Serving | None:
+def over_hosts(model: ModelSizes, cluster: Cluster) -> ServingPlan | None:
     """Return what a step would take if the ranks of several hosts shared layers over the network, which they do not.
 
     None for ranks that cannot for another reason, or do.
@@ -174,7 +176,7 @@ def over_hosts(model: Model, cluster: Cluster) -> Serving | None:
     one_host = replace(cluster.sized(1, cluster.ranks), inside=cluster.between)
     if why_whole(model, one_host) is not None:
         return None
-    return _serving(model, cluster, Way(1, together=True), None)
+    return _serving(model, cluster, WeightSharding(1, together=True), None)
 
 
 def _one_rank(cluster: Cluster) -> Cluster:
@@ -185,44 +187,44 @@ def _one_rank(cluster: Cluster) -> Cluster:
     return replace(cluster.sized(1, 1), device=device)
 
 
-def _serving(model: Model, cluster: Cluster, way: Way, shape: Shape | None) -> Serving:
+def _serving(model: ModelSizes, cluster: Cluster, sharding: WeightSharding, shape: Shape | None) -> ServingPlan:
     """Return a way with its price, on this shape of attention or on the best."""
-    attention = _attention(model.workload, cluster, way, shape)
-    shape = shape or _shape_of_prompts(attention, way)
-    step, read = _layers_cost(model, cluster, way, max(shape) if way.together else 1)
-    weights = _held(model, cluster, way)
+    attention = _attention(model.workload, cluster, sharding, shape)
+    shape = shape or _shape_of_prompts(attention, sharding)
+    step, read = _layers_cost(model, cluster, sharding, max(shape) if sharding.together else 1)
+    weights = _held(model, cluster, sharding)
     keys, tokens = _room(model, cluster.device.memory - weights, attention)
     seconds, parts = attention.seconds + step.seconds, (*attention.parts, *step.parts.items())
-    first = _first_seconds(model, cluster, way, attention, shape)
-    return Serving(way, shape, attention, weights, read, keys, tokens, seconds, parts, first)
+    first = _first_seconds(model, cluster, sharding, attention, shape)
+    return ServingPlan(sharding, shape, attention, weights, read, keys, tokens, seconds, parts, first)
 
 
-def _attention(work: Workload, cluster: Cluster, way: Way, shape: Shape | None) -> Plan:
+def _attention(work: Workload, cluster: Cluster, sharding: WeightSharding, shape: Shape | None) -> Plan:
     """Return the fastest attention of the ranks that divide the keys, also where the planned length does not fit."""
-    heads = shape.heads if shape is not None else 1 if _on_one_axis(way) else None
-    if not way.is_joint:  # each competes for its host's links with the ranks that it splits weights with
+    heads = shape.heads if shape is not None else 1 if _on_one_axis(sharding) else None
+    if not sharding.is_joint:  # each competes for its host's links with the ranks that it splits weights with
         if work.latent is None:  # else each rank computes all heads
-            work = _with_heads(work, work.q_heads // way.tp, max(1, work.kv_heads // way.tp))
-        near = min(way.tp, cluster.ranks)
-        hosts = cluster.hosts if way.tp <= cluster.ranks else cluster.world // way.tp
+            work = _with_heads(work, work.q_heads // sharding.tp, max(1, work.kv_heads // sharding.tp))
+        near = min(sharding.tp, cluster.ranks)
+        hosts = cluster.hosts if sharding.tp <= cluster.ranks else cluster.world // sharding.tp
         inside, between = (replace(link, host_rate=link.host_rate / near) for link in (cluster.inside, cluster.between))
         cluster = replace(cluster.sized(hosts, cluster.ranks // near), inside=inside, between=between)
-    roomy = replace(cluster, device=replace(cluster.device, memory=ROOMY), memories=())
+    roomy = replace(cluster, device=replace(cluster.device, memory=UNLIMITED_MEMORY), memories=())
     return next(one for one in plan(work, roomy) if heads in (None, one.shape.heads))
 
 
-def _on_one_axis(way: Way) -> bool:
+def _on_one_axis(sharding: WeightSharding) -> bool:
     """Return whether all ranks are along one axis of attention."""
-    return way.is_joint or way.together
+    return sharding.is_joint or sharding.together
 
 
-def _held(model: Model, cluster: Cluster, way: Way) -> int:
+def _held(model: ModelSizes, cluster: Cluster, sharding: WeightSharding) -> int:
     """Return the bytes of weights that a rank holds. Ranks of CPUs that load whole weights map the same pages."""
-    maps = cluster.on_cpus and way.tp == 1
-    return ceil(model.weights(way.tp, way.is_joint) / (cluster.ranks if maps else 1))
+    maps = cluster.on_cpus and sharding.tp == 1
+    return ceil(model.weights(sharding.tp, sharding.is_joint) / (cluster.ranks if maps else 1))
 
 
-def _room(model: Model, memory: float, attention: Plan) -> tuple[float, int]:
+def _room(model: ModelSizes, memory: float, attention: Plan) -> tuple[float, int]:
     """Return the bytes of keys on a rank, and the most tokens of each sequence that fit in what weights leave."""
     work, ranks = attention.workload, attention.shape.ranks
     keys = (work.kept_bytes + work.index_bytes) / ranks
@@ -230,13 +232,13 @@ def _room(model: Model, memory: float, attention: Plan) -> tuple[float, int]:
     return keys, max(0, int(free * work.kept / keys))
 
 
-def _layers_cost(model: Model, cluster: Cluster, way: Way, together: int) -> tuple[Cost, float]:
+def _layers_cost(model: ModelSizes, cluster: Cluster, sharding: WeightSharding, together: int) -> tuple[Cost, float]:
     """Return the cost of the layers of a step beside attention, and the bytes of weights that a rank reads.
 
     So many ranks compute each layer together.
     """
     total, rows, itemsize = Cost(), model.rows, model.workload.itemsize
-    read = used = float(model.weights(way.tp, way.is_joint))
+    read = used = float(model.weights(sharding.tp, sharding.is_joint))
     split = read / model.weights(1, False)  # a rank's part of the experts, too
     if together > 1 and model.shared is not None:
         read = used = read - model.shared.weights * (together - 1) / together
@@ -249,32 +251,34 @@ def _layers_cost(model: Model, cluster: Cluster, way: Way, together: int) -> tup
             add_results(experts, ranks, rows * experts.chosen * model.hidden * itemsize, cluster, total)
     add_weights(read, used, rows, itemsize, cluster, total)
     add_small_calls(model.layers, cluster, total)
-    if way.tp > 1:
-        reduced, group = rows * model.hidden * itemsize, _group(way, cluster)
+    if sharding.tp > 1:
+        reduced, group = rows * model.hidden * itemsize, _group(sharding, cluster)
         total.add_stage("all-reduces", ALL_REDUCES * model.layers * all_reduce_seconds(group, reduced, cluster))
     return total, read
 
 
-def _group(way: Way, cluster: Cluster) -> MergeGroup:
+def _group(sharding: WeightSharding, cluster: Cluster) -> MergeGroup:
     """Return the ranks that split the weights."""
-    return MergeGroup(way.tp, min(way.tp, cluster.ranks))
+    return MergeGroup(sharding.tp, min(sharding.tp, cluster.ranks))
 
 
-def _shape_of_prompts(attention: Plan, way: Way) -> Shape:
+def _shape_of_prompts(attention: Plan, sharding: WeightSharding) -> Shape:
     """Return the shape in which a prompt sends least, of those with a step's heads axis."""
     work, step = attention.workload, attention.shape
-    if way.is_joint:
+    if sharding.is_joint:
         return step
     kv_heads, others = work.travelling[0], step.queries * step.keys
     shapes = [Shape(step.heads, queries, others // queries) for queries in divisors(others)]
-    if _on_one_axis(way):
+    if _on_one_axis(sharding):
         shapes = [one for one in shapes if max(one) == others]
     if work.selected is not None:
         shapes = [one for one in shapes if one.keys == 1]
     return min(shapes, key=lambda one: sum(elements(one, work.q_heads, kv_heads, training=False)))
 
 
-def _first_seconds(model: Model, cluster: Cluster, way: Way, step: Plan, shape: Shape) -> float | None:
+def _first_seconds(
+    model: ModelSizes, cluster: Cluster, sharding: WeightSharding, step: Plan, shape: Shape
+) -> float | None:
     """Return the seconds of a prompt: products with weights at attention's rate, attention, and all-reduces."""
     if model.active is None or step.workload.selected is not None:
         return None
@@ -283,8 +287,8 @@ def _first_seconds(model: Model, cluster: Cluster, way: Way, step: Plan, shape: 
     ways = [one for one in candidates(work, step.cluster) if one.shape == shape]
     seconds = min(cost(one, work, step.cluster).seconds for one in ways)
     seconds += FLOPS * model.active * tokens / world / cluster.device.forward_rate
-    if way.tp > 1:
-        group = _group(way, cluster)
+    if sharding.tp > 1:
+        group = _group(sharding, cluster)
         links = (cluster.inside.rate, cluster.between.host_rate)  # a long message leaves by all cards of a host
         rate = links[0] if group.ranks <= cluster.ranks else links[1] if group.near == 1 else min(links)
         sent = 2 * (group.ranks - 1) / world * tokens * model.hidden * work.itemsize / rate

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.traffic import divisors
 from attnmesh.planner.plan import Plan, plan
-from attnmesh.planner.serving import ROOMY
+from attnmesh.planner.serving import UNLIMITED_MEMORY
 from attnmesh.planner.workload import Workload
 
 WEIGHT_BYTES = 4
@@ -134,13 +134,13 @@ def training(model: TrainedModel, cluster: Cluster, method: Method = STOCK) -> l
     >>> [(one.data, one.context, one.tokens > 131_072) for one in training(model, Cluster.preset("dgx-h100", 1))]
     [(1, 8, True), (8, 1, False), (4, 2, False), (2, 4, False)]
     """
-    places = [context for context in divisors(cluster.world) if _places(cluster, context)]
-    ways = [_way(model, cluster, context, method) for context in places]
+    contexts = [context for context in divisors(cluster.world) if _fits_hosts(cluster, context)]
+    ways = [_way(model, cluster, context, method) for context in contexts]
     length = model.workload.length
     return sorted(ways, key=lambda one: (one.tokens < length, one.plan.seconds * one.context, one.context))
 
 
-def _places(cluster: Cluster, context: int) -> bool:
+def _fits_hosts(cluster: Cluster, context: int) -> bool:
     """Return True if so many ranks are a part of each host, or whole hosts."""
     return cluster.ranks % context == 0 or context % cluster.ranks == 0
 
@@ -148,7 +148,7 @@ def _places(cluster: Cluster, context: int) -> bool:
 def _way(model: TrainedModel, cluster: Cluster, context: int, method: Method) -> Training:
     work, itemsize = model.workload, model.workload.itemsize
     hosts = max(1, context // cluster.ranks)
-    part = replace(cluster.sized(hosts, context // hosts), device=replace(cluster.device, memory=ROOMY))
+    part = replace(cluster.sized(hosts, context // hosts), device=replace(cluster.device, memory=UNLIMITED_MEMORY))
     best = plan(work, part)[0]
     again = min(one.memory for one in plan(replace(work, layers=1), part) if one.shape == best.shape)
     tokens = work.batch * work.length / context

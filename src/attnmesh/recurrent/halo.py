@@ -57,7 +57,7 @@ def halo(x: Tensor, size: int, group: ProcessGroup | DeviceMesh | None, *, dim: 
         others = [n for other, n in enumerate(x.shape) if other != dim % x.ndim]
         requires_grad = torch.is_grad_enabled() and x.requires_grad
         options = {"size": size, "dim": dim % x.ndim, "requires_grad": requires_grad}
-        agreement.fields, agreement.numbers = {"others": others, "dtype": x.dtype, **options}, [x.shape[dim]]
+        agreement.fields, agreement.payload = {"others": others, "dtype": x.dtype, **options}, [x.shape[dim]]
     return halo_of_parts(x, size, axis, range(axis.size), [row[0] for row in agreement.table], dim=dim)
 
 
@@ -95,12 +95,12 @@ def halo_op(
     size: int,
     dim: int,
     group: str,
-    place: Sequence[int],
+    size_and_index: Sequence[int],
     owners: Sequence[int],
     lengths: Sequence[int],
 ) -> Tensor:
     """Add each segment of the tokens to its target's halo, or back from the halo to the tokens. Others are zeros."""
-    axis = Axis(place[0], place[1], group_named(group))
+    axis = Axis(size_and_index[0], size_and_index[1], group_named(group))
     out = _empty(x, back, size, dim, axis.index, owners, lengths).zero_()
     segments = _segments(size, owners, lengths)
     _add_segments(x, out, (pair[::-1] for pair in segments) if back else segments, axis, dim)
@@ -120,14 +120,14 @@ def _add_segments(x: Tensor, out: Tensor, segments: Iterable[tuple[Segment, Segm
     mine = axis.index
     sends: dict[int, tuple[Tensor, ...]] = {}
     targets: dict[int, tuple[Tensor, ...]] = {}
-    for (source, first, count), (target, place, _) in segments:
+    for (source, first, count), (target, start, _) in segments:
         if source == mine == target:
-            out.narrow(dim, place, count).add_(x.narrow(dim, first, count))
+            out.narrow(dim, start, count).add_(x.narrow(dim, first, count))
         elif source == mine:
             sends[target] = (*sends.get(target, ()), x.narrow(dim, first, count))
         elif target == mine:
-            targets[source] = (*targets.get(source, ()), out.narrow(dim, place, count))
-    wanted = {peer: tuple(torch.empty_like(into, device="meta") for into in places) for peer, places in targets.items()}
+            targets[source] = (*targets.get(source, ()), out.narrow(dim, start, count))
+    wanted = {peer: tuple(torch.empty_like(into, device="meta") for into in halos) for peer, halos in targets.items()}
     # Also with nothing to send: the first exchange along an axis is collective.
     finish = exchange_messages(sends, wanted, axis, x.device, "exchanging halos")
     for source, arrived in finish().items():
@@ -141,13 +141,13 @@ def _segments(size: int, owners: Sequence[int], lengths: Sequence[int]) -> Itera
     number = dict.fromkeys(owners, 0)  # of halos before this one on its rank
     for part, target in enumerate(owners):
         begin = starts[part] - size  # in the sequence
-        place = number[target] * size - begin
+        offset = number[target] * size - begin
         number[target] += 1
         for earlier in range(part):
             start, stop = max(begin, starts[earlier]), starts[earlier] + lengths[earlier]
             if start < stop:
                 index = first[earlier] + start - starts[earlier]
-                yield (owners[earlier], index, stop - start), (target, place + start, stop - start)
+                yield (owners[earlier], index, stop - start), (target, offset + start, stop - start)
 
 
 def _check_halo(x: Tensor, size: int, dim: int) -> None:

@@ -39,10 +39,10 @@ def heads_to_tokens(x: Tensor, axis: Axis, owners: Sequence[int], lengths: Seque
 
 
 def _fake_heads(
-    x: Tensor, back: bool, _: str, place: Sequence[int], owners: Sequence[int], lengths: Sequence[int]
+    x: Tensor, back: bool, _: str, size_and_index: Sequence[int], owners: Sequence[int], lengths: Sequence[int]
 ) -> Tensor:
     if back:
-        return x.new_empty(x.shape[0], own_tokens(place[1], owners, lengths), place[0], x.shape[2])
+        return x.new_empty(x.shape[0], own_tokens(size_and_index[1], owners, lengths), size_and_index[0], x.shape[2])
     return x.new_empty(x.shape[0], sum(lengths), x.shape[3])
 
 
@@ -56,10 +56,10 @@ def _exchange_back(ctx: Any, dout: Tensor) -> list[Tensor]:
 
 @operator("heads", _fake_heads, _keep_numbers, _exchange_back)
 def heads_op(
-    x: Tensor, back: bool, group: str, place: Sequence[int], owners: Sequence[int], lengths: Sequence[int]
+    x: Tensor, back: bool, group: str, size_and_index: Sequence[int], owners: Sequence[int], lengths: Sequence[int]
 ) -> Tensor:
     """Send each share of the heads to its rank, for this rank's share of all tokens; or `back`."""
-    axis = Axis(place[0], place[1], group_named(group))
+    axis = Axis(size_and_index[0], size_and_index[1], group_named(group))
     own = [own_tokens(rank, owners, lengths) for rank in range(axis.size)]
     if back:
         parts: list[list[Tensor]] = [[] for _ in range(axis.size)]

@@ -100,8 +100,8 @@ def scan(
     linear, bias = element
     if scalar := linear.ndim == bias.ndim - 2:  # a diagonal of one entry on the flattened state
         linear, bias = linear[..., None], bias.flatten(-2)[..., None, :]
-    place = [axis.index, *order]
-    linear, bias = scan_op(linear.contiguous(), bias.contiguous(), axis.group_name, place, whole, [*resets])
+    index_and_order = [axis.index, *order]
+    linear, bias = scan_op(linear.contiguous(), bias.contiguous(), axis.group_name, index_and_order, whole, [*resets])
     return AffineMap(linear[..., 0], bias.view(element.bias.shape)) if scalar else AffineMap(linear, bias)
 
 
@@ -110,7 +110,7 @@ def _fake_states(linear: Tensor, bias: Tensor, *_: Any) -> tuple[Tensor, Tensor]
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    linear, _, ctx.group, ctx.place, ctx.whole, ctx.resets = inputs
+    linear, _, ctx.group, ctx.index_and_order, ctx.whole, ctx.resets = inputs
     ctx.save_for_backward(linear, *output)
     if not ctx.whole:
         ctx.mark_non_differentiable(output[0])
@@ -128,10 +128,10 @@ def _scan_back(ctx: Any, dlinear: Tensor | None, dbias: Tensor) -> tuple[Tensor 
     if ctx.whole:
         state.append(prefix_linear if matrix else prefix_linear[..., None])
         dstate.append(dlinear if matrix else dlinear[..., None])  # type: ignore[index, arg-type]
-    index, *order = ctx.place
+    index, *order = ctx.index_and_order
     transposed = linear.mT.contiguous() if matrix else linear
-    place = [index, *reversed(order)]
-    _, later = scan_op(transposed, torch.cat(dstate, -1), ctx.group, place, False, [*reversed(ctx.resets)])
+    index_and_order = [index, *reversed(order)]
+    _, later = scan_op(transposed, torch.cat(dstate, -1), ctx.group, index_and_order, False, [*reversed(ctx.resets)])
     whole = torch.cat(state, -1)
     with without_autocast(later):
         dlinear = later @ whole.mT if matrix else (later * whole).sum(-1)
@@ -140,10 +140,10 @@ def _scan_back(ctx: Any, dlinear: Tensor | None, dbias: Tensor) -> tuple[Tensor 
 
 @operator("scan_across", _fake_states, _save_for_backward, _scan_back)
 def scan_op(
-    linear: Tensor, bias: Tensor, group: str, place: Sequence[int], whole: bool, resets: Sequence[int]
+    linear: Tensor, bias: Tensor, group: str, index_and_order: Sequence[int], whole: bool, resets: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Run the scan as an operator. `place` is this rank's index and the order of the ranks."""
-    index, *order = place
+    """Run the scan as an operator. `index_and_order` is this rank's index and the order of the ranks."""
+    index, *order = index_and_order
     axis = Axis(len(order), index, group_named(group))
     ranks, own = len(order), order.index(index)
     total, prefix = AffineMap(linear, bias), None

@@ -6,12 +6,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from time import perf_counter
 
-from torch import Tensor
 from torch.profiler import record_function
 
 from attnmesh.runtime.ranges import MERGE, is_profiled
-
-Tensors = tuple[Tensor, ...]
+from attnmesh.runtime.tensors import Tensors
 
 
 @dataclass

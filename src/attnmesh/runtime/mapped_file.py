@@ -44,7 +44,7 @@ class MappedFile:
             self._close()
         with torch.inference_mode(False):  # a tensor that can be written to in any mode
             self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        self.place = self._bytes.data_ptr()
+        self.address = self._bytes.data_ptr()
 
     def tensor(self, start: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         """Return the bytes from `start` on as a tensor."""
@@ -57,7 +57,7 @@ class MappedFile:
         for to, row in zip(slots.flatten(0, 1), rows.flatten(0, 1), strict=True) if rows.numel() else ():
             whole = row.contiguous()
             content = (ctypes.c_char * whole.nbytes).from_address(whole.data_ptr())
-            if os.pwrite(self.handle, content, to.data_ptr() - self.place) < whole.nbytes:
+            if os.pwrite(self.handle, content, to.data_ptr() - self.address) < whole.nbytes:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def await_pages(self, *tensors: Tensor) -> None:
@@ -95,7 +95,7 @@ class MappedFile:
         for x in tensors:
             whole = x.is_contiguous()
             for part in [x] if whole else x.flatten(0, 1):
-                start = part.data_ptr() - self.place
+                start = part.data_ptr() - self.address
                 runs.append((start // PAGE * PAGE, min(self.size, start + part.numel() * part.itemsize)))
         last = None
         for start, stop in sorted(runs):
@@ -112,7 +112,7 @@ class MappedFile:
         """Return whether some pages of a range are in memory, from its first to its last."""
         found, step = ctypes.c_ubyte(), max(PAGE, (stop - start - 1) // (SAMPLES - 1) // PAGE * PAGE)
         for page in {*range(start, stop, step), (stop - 1) // PAGE * PAGE}:
-            failed = _libc().mincore(ctypes.c_void_p(self.place + page), ctypes.c_size_t(PAGE), ctypes.byref(found))
+            failed = _libc().mincore(ctypes.c_void_p(self.address + page), ctypes.c_size_t(PAGE), ctypes.byref(found))
             if failed or not found.value & 1:
                 return False
         return True

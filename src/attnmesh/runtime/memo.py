@@ -11,7 +11,7 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-MOST_BYTES = 1 << 27
+MAX_TENSOR_BYTES = 1 << 27
 """Bytes that are kept on all devices together: 128 MiB, the indices of calls of some dozens of signatures."""
 
 
@@ -47,13 +47,13 @@ class TensorMemo:
     They go with that tensor, or when others were used more lately.
     """
 
-    def __init__(self, most: int = MOST_BYTES) -> None:
+    def __init__(self, most: int = MAX_TENSOR_BYTES) -> None:
         self.most, self.size = most, 0
         self.values: OrderedDict[tuple[int, Hashable], tuple[Any, int]] = OrderedDict()
         self.watched = set[tuple[int, Hashable]]()  # keys of tensors that live
         self.lock = RLock()  # a backward pass has a thread of its own
 
-    def find(self, owner: Tensor, name: Hashable, make: Callable[[], T], size: Callable[[T], int]) -> T:
+    def get_or_make(self, owner: Tensor, name: Hashable, make: Callable[[], T], size: Callable[[T], int]) -> T:
         """Return the value of that name, made now if it is not kept. `size` counts its bytes."""
         key = id(owner), name
         with self.lock:
@@ -95,4 +95,4 @@ def on_device(index: Tensor, device: torch.device) -> Tensor:
     """
     if index.device.type == device.type:
         return index
-    return TENSOR_MEMO.find(index, device, lambda: index.to(device), lambda copy: copy.nbytes)
+    return TENSOR_MEMO.get_or_make(index, device, lambda: index.to(device), lambda copy: copy.nbytes)

@@ -16,10 +16,10 @@ R = TypeVar("R")
 
 
 class Process(NamedTuple):
-    """Number of a rank's host, and a random number of its process that no other job has."""
+    """The number of a rank's host, and a random number of its process that no other job has."""
 
     host: int
-    number: int
+    random_id: int
 
 
 class World:
@@ -35,7 +35,7 @@ class World:
         self._caches: list[Callable[[], None]] = []
 
     @cached_property
-    def number(self) -> int:
+    def random_id(self) -> int:
         """Random number of this process, drawn at first use: processes are forked from one that imported this."""
         return randbits(62)
 

@@ -108,7 +108,7 @@ def split_mesh(
         fits, given, fix = found.ranks == mesh.size(), "x".join(map(str, found)), 'pass shape="auto"'
         require(fits, MeshError, "split_mesh shape", f"a shape of {mesh.size()} ranks", given, fix)
         agreement.fields = with_versions({"shape": found, "q_heads": q_heads, "kv_heads": kv_heads})
-        agreement.numbers = mesh.mesh.flatten().tolist()
+        agreement.payload = mesh.mesh.flatten().tolist()
     groups = check_groups("split_mesh mesh", agreement.table)
     grid = torch.tensor(groups).view(len(groups), *found)
     return DeviceMesh(mesh.device_type, grid, mesh_dim_names=("others", *AXES))[AXES]

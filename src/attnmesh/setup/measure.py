@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm.topology import dist_all_gather_ints, host_mailboxes, hosts, kept_group
+from attnmesh.comm.transport import flat_axis
 from attnmesh.core.mask import FULL, Documents, Mask
-from attnmesh.core.partial import Partial
 from attnmesh.core.scaling import Scaling
 from attnmesh.core.selection import Visible
 from attnmesh.errors import ClusterError, require
@@ -26,7 +26,7 @@ from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.argument_checks import check_dtype
 from attnmesh.kernels.local_op import run_attend
 from attnmesh.kernels.local_plan import LocalPlan
-from attnmesh.mesh.axes import Axis, Mesh, device_of, flat_axis
+from attnmesh.mesh.axes import Axis, Mesh, device_of
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.rates import NO_LINK, Device, Link
 from attnmesh.mesh.shapes import AXES
@@ -63,7 +63,7 @@ class MeasuredRanks:
         return MeasuredRanks(axis, device, tuple(map(tuple, found)))
 
     @property
-    def place(self) -> tuple[int, int]:
+    def host_and_index(self) -> tuple[int, int]:
         """Number of this rank's host, and its index on it."""
         return next((h, host.index(self.axis.index)) for h, host in enumerate(self.hosts) if self.axis.index in host)
 
@@ -71,7 +71,7 @@ class MeasuredRanks:
         """Return the ranks of each host, or with `between` the ranks with the same index on all hosts."""
         if not between:
             return [list(host) for host in self.hosts]
-        return [[host[place % len(host)] for host in self.hosts] for place in range(max(map(len, self.hosts)))]
+        return [[host[index % len(host)] for host in self.hosts] for index in range(max(map(len, self.hosts)))]
 
     def median(self, call: Callable[[], Any], rounds: int = ROUNDS, *, until_all: bool = False) -> float:
         """Return the median seconds of a call that all ranks begin together, without the first, of the slowest rank.
@@ -110,7 +110,7 @@ def measure_device(world: MeasuredRanks, dtype: torch.dtype) -> Device:
     flops = 4 * 8 * tokens * tokens * width
     learned, scaling = [x.clone().requires_grad_() for x in (q, k, v)], Scaling(width**-0.5)
 
-    def planned(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask = FULL) -> Callable[[], Partial]:
+    def planned(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask = FULL) -> Callable[[], object]:
         return partial(LocalPlan.of(q, k, v, mask, scaling, "auto").attend, q, k, v, None)
 
     def both() -> None:
@@ -140,11 +140,11 @@ def measure_device(world: MeasuredRanks, dtype: torch.dtype) -> Device:
 
 def measure_link(world: MeasuredRanks, *, between: bool) -> Link:
     """Return the rates of the links inside hosts or between them, if there are any."""
-    host, place = world.place
+    host, index = world.host_and_index
     lines, most = world.lines(between=between), max(map(len, world.hosts))
     if max(map(len, lines)) < 2:
         return NO_LINK
-    mine, at = (lines[place], host) if between else (lines[host], place)
+    mine, at = (lines[index], host) if between else (lines[host], index)
     line = [*mine[at:], *mine[:at]]
     latency = world.short(lambda: _exchange(world, line, MERGE_BYTES))
     several = min(15, len(line) - 1)
@@ -153,7 +153,7 @@ def measure_link(world: MeasuredRanks, *, between: bool) -> Link:
     once = world.median(lambda: _exchange(world, line, bytes_), 2)
     bytes_ = int(min(1 << 24, max(1 << 18, bytes_ * TIMEOUT / once)))
     together = world.median(lambda: _exchange(world, line, bytes_), 3)
-    alone = world.median(lambda: _exchange(world, line if place == 0 or not between else [], bytes_), 3)
+    alone = world.median(lambda: _exchange(world, line if index == 0 or not between else [], bytes_), 3)
     host_rate = most * bytes_ / max(together - latency, 1e-9)
     short = latency if between else world.short(lambda: _swap_near(world, line))
     rank_rate = bytes_ / max((alone if between else together) - latency, 1e-9)
@@ -197,8 +197,8 @@ def _swap_near(world: MeasuredRanks, line: Sequence[int]) -> None:
 
 def measure(mesh: DeviceMesh | None, dtype: torch.dtype | None = None) -> Cluster:
     """Return the measured cluster of a mesh's ranks. Every rank of the mesh calls it."""
-    place, device = Mesh.of(mesh), device_of(mesh)
-    with Agreement(place, "Cluster.measure", {"dtype": dtype}):
+    axes, device = Mesh.of(mesh), device_of(mesh)
+    with Agreement(axes, "Cluster.measure", {"dtype": dtype}):
         check_dtype("Cluster.measure dtype", dtype, "pass the dtype of q, k and v, or leave it out")
     axis = flat_axis(mesh, AXES)
     if device.type == "cuda":
@@ -217,7 +217,7 @@ def measure(mesh: DeviceMesh | None, dtype: torch.dtype | None = None) -> Cluste
     found = Cluster(
         name, len(world.hosts), ranks, device_rates, inside, between, short_collectives=collectives, sources=source
     )
-    return found if axis.size == 1 else with_rates(found, place, device)
+    return found if axis.size == 1 else with_rates(found, axes, device)
 
 
 def _memory(world: MeasuredRanks) -> float:

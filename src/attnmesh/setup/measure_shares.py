@@ -14,7 +14,7 @@ from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.shares import recommended_shares
 from attnmesh.runtime.memory import free_memory
 
-LEAST = 0.5
+READ_SECONDS = 0.5
 """Seconds for which each rank reads: several periods of a limit on its cores."""
 
 TOKENS = {"cpu": 2**13, "cuda": 2**18}
@@ -33,7 +33,7 @@ def measured_shares(mesh: Mesh, device: torch.device, needed: float = 0.0) -> tu
     if tokens == 1:
         return (1,)
     rates, free = read_rates(mesh, device), free_of_ranks(mesh, device)
-    each = [range(place, mesh.ranks, tokens) for place in range(tokens)]  # ranks along the heads axis share tokens
+    each = [range(first, mesh.ranks, tokens) for first in range(tokens)]  # ranks along the heads axis share tokens
     rates, free = ([min(found[shard] for shard in shards) for shards in each] for found in (rates, free))
     return recommended_shares(rates, free, needed / mesh.heads.size)
 
@@ -57,7 +57,7 @@ def read_rates(mesh: Mesh, device: torch.device) -> list[int]:
         _synchronize(device)
         dist_all_gather_ints([0], mesh.axes)
         start = time.perf_counter()
-        while (seconds := time.perf_counter() - start) < LEAST:
+        while (seconds := time.perf_counter() - start) < READ_SECONDS:
             plan.attend(q, k, v, None)
             _synchronize(device)
             reads += 1
@@ -70,8 +70,8 @@ def free_of_ranks(mesh: Mesh, device: torch.device, free: int | None = None) -> 
 
     `free` are those of this rank's device; they are asked by default.
     """
-    place = -1 if device.type == "cpu" else device.index or 0
-    rows = dist_all_gather_ints([place, free_memory(device) if free is None else free], mesh.axes)
+    device_index = -1 if device.type == "cpu" else device.index or 0
+    rows = dist_all_gather_ints([device_index, free_memory(device) if free is None else free], mesh.axes)
     near = [*zip(mesh_hosts(mesh), (row[0] for row in rows), strict=True)]
     return [row[1] // near.count(at) for row, at in zip(rows, near, strict=True)]
 

@@ -21,7 +21,7 @@ from secrets import randbits
 import torch
 from torch import Tensor
 
-from attnmesh.cache.cache_config import Sizes
+from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.errors import StoreError, require
 from attnmesh.store.block_names import StoredBlock
 from attnmesh.store.checkpoint import check_folder
@@ -160,17 +160,17 @@ class BlockFolder:
     def _files(self, block: StoredBlock) -> list[Path]:
         return [self.path / block.file(piece) for piece in range(block.pieces)]
 
-    def write_layers(self, name: str, layers: Sequence[Sizes]) -> None:
+    def write_layers(self, name: str, layers: Sequence[CacheSizes]) -> None:
         """Write the sizes of a model's layers."""
         tensors = {str(n): torch.tensor(sizes.encode()) for n, sizes in enumerate(layers)}
         named = {NAME: _bytes_of(name), **tensors}
         write_tensors(self.path / f"{name}{LAYERS}", named, checksums_of(named), waits_for_disk=False)
 
-    def read_layers(self, name: str) -> list[Sizes]:
+    def read_layers(self, name: str) -> list[CacheSizes]:
         """Return the sizes of a model's layers. Raise if there are none, or if they are damaged."""
         found = _tensors_of(self.path / f"{name}{LAYERS}", name)
         try:
-            return [Sizes.decode(found[str(n)].tolist()) for n in range(len(found))]
+            return [CacheSizes.decode(found[str(n)].tolist()) for n in range(len(found))]
         except (KeyError, ValueError, IndexError, TypeError) as error:
             given = f"{self.path} ({type(error).__name__})"
             raise StoreError("load", "sizes of layers", given, FIX) from error

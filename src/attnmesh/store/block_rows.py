@@ -74,8 +74,8 @@ def _joined(parts: Sequence[Tensor], bounds: Sequence[tuple[int, int]], dim: int
     return torch.cat(own or [parts[-1].narrow(dim, 0, 0)], dim).cpu()
 
 
-class RowPlaces(NamedTuple):
-    """Way of rows of a piece into the shards of a group: from which heads and rows, to which heads and slots."""
+class RowMapping(NamedTuple):
+    """Rows of a piece that go to the shards of a group: from which heads and rows, to which heads and slots."""
 
     heads: slice
     source: slice
@@ -112,9 +112,9 @@ class Filling:
             heads = first.shard.heads.share_of(first.sizes.kv_heads)
             counts = torch.zeros(heads.stop - heads.start, len(wanted), dtype=torch.int64)
             for rows in pieces:
-                if (positions := self._places(group, rows, wanted, counts)) is not None:
+                if (mapping := self._row_mapping(group, rows, wanted, counts)) is not None:
                     for layer in group:
-                        self._put_rows(layer, rows, positions, wanted)
+                        self._put_rows(layer, rows, mapping, wanted)
             given, expected = f"{int((counts == 1).sum())} of {counts.numel()}", f"each row of {block.name} once"
             require(bool((counts == 1).all()), StoreError, "load", expected, given, FIX)
 
@@ -124,9 +124,9 @@ class Filling:
         tokens = torch.arange(self.floors[group[0]][0] if forgets else block.start, block.stop)
         return tokens[shard.turn.holds(tokens)]
 
-    def _places(
+    def _row_mapping(
         self, group: Sequence[int], rows: Mapping[str, Tensor], wanted: Tensor, counts: Tensor
-    ) -> RowPlaces | None:
+    ) -> RowMapping | None:
         """Return where rows of a piece go, and count them by head and token; None if this rank needs none of them."""
         shard, sizes = self.kvs[group[0]].shard, self.kvs[group[0]].sizes
         columns = rows.get(columns_of(self.kvs, group), wanted[:0])
@@ -142,20 +142,20 @@ class Filling:
         counts[to].index_add_(1, found, torch.ones(to.stop - to.start, len(found), dtype=torch.int64))
         gone = shard.turn.count(self.floors[group[0]][0]) if self.floors else 0
         slots = shard.turn.slot(columns[chosen]) - gone
-        return RowPlaces(to, source, share.stop - share.start, chosen, slots.to(shard.device))
+        return RowMapping(to, source, share.stop - share.start, chosen, slots.to(shard.device))
 
-    def _put_rows(self, layer: int, rows: Mapping[str, Tensor], positions: RowPlaces, wanted: Tensor) -> None:
+    def _put_rows(self, layer: int, rows: Mapping[str, Tensor], mapping: RowMapping, wanted: Tensor) -> None:
         """Write rows of a piece into the shard of a layer."""
         shard, sizes = self.kvs[layer].shard, self.kvs[layer].sizes
         columns = rows[columns_of(self.kvs, [layer])]
         for kind, x in zip(("keys", "values"), shard.stored, strict=False):
             found = rows.get(f"{kind} {layer}", wanted[:0])
-            shape = sizes.batch, positions.share, len(columns), x.shape[3]
+            shape = sizes.batch, mapping.share, len(columns), x.shape[3]
             given, fits = f"{found.dtype} {tuple(found.shape)}", tuple(found.shape) == shape and found.dtype == x.dtype
             require(fits, StoreError, "load", f"{x.dtype} {shape}", given, FIX)
-            new = found[:, positions.source, positions.chosen].to(shard.device)
-            x[:, positions.heads].index_copy_(2, positions.slots, new)
-        shard.token_index.index_copy_(0, positions.slots, columns[positions.chosen].to(shard.device))
+            new = found[:, mapping.source, mapping.chosen].to(shard.device)
+            x[:, mapping.heads].index_copy_(2, mapping.slots, new)
+        shard.token_index.index_copy_(0, mapping.slots, columns[mapping.chosen].to(shard.device))
 
     def finish(self, length: int) -> None:
         """Mark the first `length` tokens as present. All ranks call it."""

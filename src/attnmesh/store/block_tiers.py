@@ -157,7 +157,7 @@ class BlockTiers:
             known = (one for one in found if not one.is_state and one.start in reached and self.has(one, layout))
             if (block := next(known, None)) is not None:
                 reached[stop], last = block, stop
-            elif stop - last > LONGEST:
+            elif stop - last > MAX_BLOCK_TOKENS:
                 break
         return _back(reached, last)
 
@@ -169,7 +169,7 @@ class BlockTiers:
                     yield block
 
 
-LONGEST = 1024
+MAX_BLOCK_TOKENS = 1024
 """Tokens of the longest block, after which no further one continues a path."""
 
 

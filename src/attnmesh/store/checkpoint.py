@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.cache.cache import KVCache
-from attnmesh.cache.cache_config import Sizes
+from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.replicas import LocalShards, check_placement
 from attnmesh.cache.saved_cache import LayersToLoad
@@ -39,16 +39,17 @@ from attnmesh.mesh.axes import Axis, Mesh, overlap
 from attnmesh.runtime.memory import host_memory
 from attnmesh.setup.init_mesh import device_fault, device_for
 from attnmesh.store.journal import Journal
-from attnmesh.store.layer_files import COLUMNS, PIECE, FillingFile, LayerPlace, RowShapes, chained, check_chain
+from attnmesh.store.layer_files import COLUMNS, PIECE, FillingFile, LayerFiles, RowShapes, chained, check_chain
 from attnmesh.store.tensor_file import FIX, TensorFile, check_size
 from attnmesh.store.token_ids import TokenIds
 
 VERSION = 5
 
 MANIFEST, MORE = "cache.json", "more.safetensors"
+"""Names of the files of a save: its manifest, and the tensors that belong to no rank."""
 
 HELD = "more held"
-"""Name of the ids of all tokens in the second of them."""
+"""Name of the ids of all tokens among the tensors of `MORE`."""
 
 MAX_MANIFEST = 1 << 20
 """Bytes of the longest manifest that is read."""
@@ -63,7 +64,7 @@ PIECE_NAME = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})\.([0-9]{1,15})-([0-9]{1,15}
 class Manifest(NamedTuple):
     """Contents of `cache.json`."""
 
-    sizes: tuple[Sizes, ...]  # one per layer
+    sizes: tuple[CacheSizes, ...]  # one per layer
     padded: bool
     more: bool  # there is a file of tensors that belong to no rank
     length: int
@@ -148,7 +149,7 @@ def read_manifest(path: Path) -> Manifest:
         expected, given = "a folder that KVCache.save wrote", f"{path} ({type(error).__name__})"
         raise StoreError("load", expected, given, "check the path, or save again") from error
     try:
-        sizes = tuple(map(Sizes.decode, codes))
+        sizes = tuple(map(CacheSizes.decode, codes))
         for each in sizes:
             each.check(heads)
         alike = len({(each.block, each.batch) for each in sizes}) == 1
@@ -209,16 +210,16 @@ def piece_files(path: Path, manifest: Manifest) -> Iterator[PieceFile]:
                 yield PieceFile(heads, tokens, start, stop, group, folder / name)
 
 
-def _layer_places(path: Path, manifest: Manifest, layer: int) -> Iterator[LayerPlace]:
+def _layer_files(path: Path, manifest: Manifest, layer: int) -> Iterator[LayerFiles]:
     """Yield where each rank's files of a layer are."""
     leader = next(first for first, layers in manifest.groups.items() if layer in layers)
     for heads, tokens in product(range(manifest.heads), range(manifest.ranks)):
-        yield LayerPlace(path / manifest.folder, heads, tokens, layer, leader)
+        yield LayerFiles(path / manifest.folder, heads, tokens, layer, leader)
 
 
-def _opened_journal(place: LayerPlace) -> Journal:
+def _opened_journal(files: LayerFiles) -> Journal:
     """Return the journal of a rank's layer, read."""
-    journal = place.journal()
+    journal = files.journal()
     if not journal.read():
         raise StoreError("load", "a journal of each rank and layer", f"no {journal.path}", FIX)
     return journal
@@ -228,24 +229,24 @@ def grown(path: Path, manifest: Manifest) -> Manifest:
     """Return the manifest of a folder that grows with the length that all its ranks and layers have."""
     if not manifest.growing:
         return manifest
-    positions = (place for layer in range(len(manifest.sizes)) for place in _layer_places(path, manifest, layer))
-    return manifest._replace(length=min(_opened_journal(place).last.length for place in positions))
+    layers = (files for layer in range(len(manifest.sizes)) for files in _layer_files(path, manifest, layer))
+    return manifest._replace(length=min(_opened_journal(files).last.length for files in layers))
 
 
 def _grown_pieces(path: Path, manifest: Manifest, layer: int) -> Iterator[PieceFile]:
     """Yield the files of a layer in a folder that grows."""
     sizes = manifest.sizes[layer]
     shapes = RowShapes(sizes.row_dtype, sizes.batch, sizes.kv_heads // manifest.heads, sizes.row_widths)
-    for place in _layer_places(path, manifest, layer):
-        journal = _opened_journal(place)
+    for files in _layer_files(path, manifest, layer):
+        journal = _opened_journal(files)
         base, stop = journal.records[0].stop, journal.last.stop
-        number, at = base // PIECE, (place.heads, place.tokens)
-        filling = place.filling(number)
+        number, at = base // PIECE, (files.heads, files.tokens)
+        filling = files.filling(number)
         full = stop == base + PIECE and not filling.exists()
-        paths, chain = [place.found(whole) for whole in range(number + full)], 0
+        paths, chain = [files.found(whole) for whole in range(number + full)], 0
         for path in paths[:number]:
             chain = chained(chain, TensorFile(path), [*shapes.named(layer)])
-        check_chain(place, journal, chain)
+        check_chain(files, journal, chain)
         for whole, path in enumerate(paths):
             yield PieceFile(*at, whole * PIECE, (whole + 1) * PIECE, layer, path)
         if stop > base and not full:
@@ -295,7 +296,7 @@ def load_layers(
             found = _unless_changed(check, path, before, again=again)
             name = None if again or found is None else found[0]
             agreement.fields = {"of": name, "capacity": wanted.capacity, "shares": shares}
-            agreement.numbers = [0, 0] if found is None else [int(found[0].name, 16) >> 2, found[0].length]
+            agreement.payload = [0, 0] if found is None else [int(found[0].name, 16) >> 2, found[0].length]
         if found is None or len({name for name, _ in agreement.table}) > 1:
             return None
         manifest, folder, sizes, token_mask, more = found
@@ -304,7 +305,7 @@ def load_layers(
         read = partial(fill, [cache.shards for cache in caches], folder, manifest)
         with torch.no_grad():
             with Agreement(axes, "load") as agreement:
-                agreement.numbers = [bool(_unless_changed(read, path, before, again=again))]
+                agreement.payload = [bool(_unless_changed(read, path, before, again=again))]
             if not all(done for (done,) in agreement.table):
                 return None
             for layer, (cache, (first, _)) in enumerate(zip(caches, manifest.forgotten, strict=True)):
@@ -315,7 +316,7 @@ def load_layers(
 
 
 def make_alike(
-    make: Callable[..., Cache], mesh: DeviceMesh | None, layers: Sequence[Sizes], **options: Any
+    make: Callable[..., Cache], mesh: DeviceMesh | None, layers: Sequence[CacheSizes], **options: Any
 ) -> list[Cache]:
     """Return a cache for each of these sizes. Shares that are measured are those of the first for all."""
     caches: list[Cache] = []
@@ -356,7 +357,7 @@ def _state_of(path: object) -> FolderState:
     return ()
 
 
-Inspected = tuple[Manifest, Path, tuple[Sizes, ...], Tensor | None, dict[str, Tensor]]
+Inspected = tuple[Manifest, Path, tuple[CacheSizes, ...], Tensor | None, dict[str, Tensor]]
 """A manifest, its folder, the sizes of the caches to be filled, the token mask, and tensors that belong to no rank."""
 
 
@@ -413,7 +414,7 @@ def part_of(shares: Sequence[float] | None, mesh: Mesh) -> float:
     return shares[mesh.queries.index * mesh.keys.size + mesh.keys.index] / sum(shares)
 
 
-def _check_memory(layers: Sequence[Sizes], mesh: Mesh, device: torch.device, part: float, *, padded: bool) -> None:
+def _check_memory(layers: Sequence[CacheSizes], mesh: Mesh, device: torch.device, part: float, *, padded: bool) -> None:
     """Raise if the device could not hold the layers: a damaged manifest may give any capacity."""
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host_memory()
     needed = 0

@@ -100,7 +100,7 @@ def save_layers(
     with Agreement(mesh, "save") as agreement:
         prepared = _prepare(path, shards, more or {}, note, is_coordinator, lengths_differ)
         folder, manifest, tensors = prepared
-        agreement.fields, agreement.numbers = {"saving": manifest.saving, "note": note}, [randbits(62)]
+        agreement.fields, agreement.payload = {"saving": manifest.saving, "note": note}, [randbits(62)]
     manifest = manifest._replace(name=f"{agreement.table[0][0]:016x}")
     groups = [SavedGroup.of(own, layers, manifest) for layers in manifest.groups.values()]
     coordinates, lock = (own[0].heads.index, own[0].index), WriterLock()

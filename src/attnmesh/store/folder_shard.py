@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.cache.block_cyclic import BlockCyclic
-from attnmesh.cache.cache_config import Sizes
+from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.cache.cache_shard import CacheShard, usual_slots
 from attnmesh.cache.ordered_shard import Fail, OrderedShard
 from attnmesh.cache.shared_blocks import SharedBlocks
@@ -25,13 +25,13 @@ from attnmesh.core.digest import cpu_weights
 from attnmesh.errors import StoreError
 from attnmesh.kernels.native.append import FILE_FIELDS, append
 from attnmesh.mesh.axes import Axis
-from attnmesh.runtime.counters import Tensors
+from attnmesh.runtime.tensors import Tensors
 from attnmesh.runtime.unbroken import unbroken
 from attnmesh.store.journal import Record
 from attnmesh.store.layer_files import (
     PIECE,
     FilePiece,
-    LayerPlace,
+    LayerFiles,
     RowShapes,
     chained,
     check_chain,
@@ -54,15 +54,15 @@ class FolderShard(OrderedShard):
 
     def __init__(
         self,
-        place: LayerPlace,
+        files: LayerFiles,
         keeps: Callable[[int], bool],
         fail: Fail,
-        sizes: Sizes,
+        sizes: CacheSizes,
         heads: Axis,
         ranks: int,
         index: int,
     ) -> None:
-        self.place, self.keeps, self.fail, self.journal = place, keeps, fail, place.journal()
+        self.files, self.keeps, self.fail, self.journal = files, keeps, fail, files.journal()
         self.chains = [0]  # of the checksums of the first pieces
         self.digest = c_int64()  # of the rows of the last native call
         super().__init__(sizes, heads, BlockCyclic(sizes.block, ranks), torch.device("cpu"), index)
@@ -82,44 +82,44 @@ class FolderShard(OrderedShard):
         """Return no memory: `begin`, `resume` and `take_over` map files."""
         return [], torch.zeros(PIECE + 1, dtype=torch.int64)
 
-    def _usual_slots(self, sizes: Sizes) -> int:
+    def _usual_slots(self, sizes: CacheSizes) -> int:
         """Return as many slots as there may be tokens: files grow."""
         return sizes.capacity
 
     def begin(self) -> None:
         """Begin without tokens."""
-        with opening(self.place.folder):
+        with opening(self.files.folder):
             self.journal.open()
             self.journal.begin(0, 0, 0)
-            self._fill(make_filling(self.place, 0, self.shapes), 0, 0)
+            self._fill(make_filling(self.files, 0, self.shapes), 0, 0)
 
     def resume(self) -> None:
         """Open the tokens that the journal has. Raise unless all are as they were written."""
-        journal, place = self.journal, self.place
-        with opening(place.folder):
+        journal, files = self.journal, self.files
+        with opening(files.folder):
             if not journal.read():
                 raise StoreError("load", "a journal of each rank and layer", f"no {journal.path}", FIX)
             journal.open()
             base, last = journal.records[0].stop, journal.last
             number = base // PIECE
-            full = last.stop == base + PIECE and not place.filling(number).exists()
+            full = last.stop == base + PIECE and not files.filling(number).exists()
             self._open_whole(number + full)
-            check_chain(place, journal, self.chains[number])
+            check_chain(files, journal, self.chains[number])
             if full:  # it got its name, and the process ended
                 journal.begin(last.stop, last.length, self.chains[-1])
                 last, base, number = journal.last, last.stop, number + 1
             if last.stop == base:
-                self._fill(make_filling(place, number, self.shapes), 0, last.length)
+                self._fill(make_filling(files, number, self.shapes), 0, last.length)
             else:
-                piece = open_filling(place, number, self.shapes)
-                check_filling(place.filling(number), piece, journal)
+                piece = open_filling(files, number, self.shapes)
+                check_filling(files.filling(number), piece, journal)
                 self._fill(piece, last.stop - base, last.length)
 
     def take_over(self, whole: int, rows: Tensors, columns: Tensor, length: int) -> None:
         """Go on after a save: open its whole pieces in place, and copy the rows after them to a piece to be filled."""
-        with opening(self.place.folder):
+        with opening(self.files.folder):
             self._open_whole(whole)
-            piece, used = make_filling(self.place, whole, self.shapes), len(columns)
+            piece, used = make_filling(self.files, whole, self.shapes), len(columns)
             for x, row in zip(piece.stored, rows, strict=True):
                 x[:, :, :used] = row
             piece.columns[:used] = columns
@@ -130,8 +130,8 @@ class FolderShard(OrderedShard):
 
     def _open_whole(self, count: int) -> None:
         """Open and read whole pieces. Each is read ahead, and left behind if not all are kept in memory."""
-        names, shapes = [*self.shapes.named(self.place.layer)], self.shapes
-        opened = [open_whole(self.place.found(n), self.place.layer, shapes) for n in range(count)]
+        names, shapes = [*self.shapes.named(self.files.layer)], self.shapes
+        opened = [open_whole(self.files.found(n), self.files.layer, shapes) for n in range(count)]
         for _, piece in opened:
             self._keep(piece)
         for number, (file, piece) in enumerate(opened):
@@ -147,7 +147,7 @@ class FolderShard(OrderedShard):
 
     def _with_whole(self, file: TensorFile, piece: FilePiece) -> tuple[SharedBlocks, ...]:
         """Return the pieces that are read alone, with one more after them. Note its checksums."""
-        chain = chained(self.chains[self.pieces], file, [*self.shapes.named(self.place.layer)])
+        chain = chained(self.chains[self.pieces], file, [*self.shapes.named(self.files.layer)])
         self.chains = [*self.chains[: self.pieces + 1], chain]
         index = torch.cat((piece.columns, piece.columns[-1:]))
         return (*self.shared, SharedBlocks(piece.stored, index, None, piece.file))
@@ -225,7 +225,7 @@ class FolderShard(OrderedShard):
         """Return what a native call needs to know of the files."""
         file, journal = self.piece.file, self.journal
         return FILE_FIELDS.pack(
-            file.place,
+            file.address,
             cpu_weights().data_ptr(),
             0 if tokens is None else tokens.data_ptr(),
             addressof(self.digest),
@@ -246,8 +246,8 @@ class FolderShard(OrderedShard):
     def _next_piece(self) -> None:
         """Give the last piece, which is full, its name, and begin another one."""
         with self._writing():
-            following, length = make_filling(self.place, self.pieces + 1, self.shapes), self.length
-            file, piece = make_whole(self.place, self.pieces, self.shapes, self.piece)
+            following, length = make_filling(self.files, self.pieces + 1, self.shapes), self.length
+            file, piece = make_whole(self.files, self.pieces, self.shapes, self.piece)
             self._keep(piece)
             self._turn_to(self._with_whole(file, piece), following, 0, length)
             self._mend()
@@ -270,7 +270,7 @@ class FolderShard(OrderedShard):
         """Keep the first rows alone, and fill the piece that they end in again."""
         number, used = divmod(count, PIECE)
         last, gone = self.shared[number], range(number, self.pieces)
-        piece, old = make_filling(self.place, number, self.shapes), self.place.filling(self.pieces)
+        piece, old = make_filling(self.files, number, self.shapes), self.files.filling(self.pieces)
         for x, row in zip(piece.stored, last.stored, strict=True):
             x[:, :, :used] = row[:, :, :used]
         piece.columns[:used] = last.token_index[:used]
@@ -278,7 +278,7 @@ class FolderShard(OrderedShard):
         self.journal.begin(number * PIECE, length, self.chains[number], end)
         self._turn_to(self.shared[:number], piece, used, length)
         old.unlink(missing_ok=True)
-        for path in map(self.place.whole, gone):
+        for path in map(self.files.whole, gone):
             if path.exists() and len(TensorFile(path).entries) <= len(self.stored) + 1:  # else other layers need it yet
                 path.unlink()
 
@@ -297,7 +297,7 @@ class FolderShard(OrderedShard):
         other.unshare()
         return other
 
-    def grow(self, sizes: Sizes) -> None:
+    def grow(self, sizes: CacheSizes) -> None:
         """Let the cache have a larger capacity."""
         self.sizes, self.slots = sizes, sizes.capacity
 
@@ -305,7 +305,7 @@ class FolderShard(OrderedShard):
         """Refuse to copy the pieces to memory."""
         self._refuse("a call that reads pieces where they are", "one that needs all keys in memory, or moves them")
 
-    def resize(self, sizes: Sizes, slots: int, gone: int = 0, before: Sequence[SharedBlocks] = ()) -> None:
+    def resize(self, sizes: CacheSizes, slots: int, gone: int = 0, before: Sequence[SharedBlocks] = ()) -> None:
         """Refuse to move the tokens to memory."""
         self.unshare()
 
@@ -328,9 +328,9 @@ class FolderShard(OrderedShard):
 
     def _named(self, error: OSError) -> StoreError:
         """Return an error of the system, with what is lost."""
-        given = f"{str(error.filename or self.place.folder)!r} ({error.strerror})"
+        given = f"{str(error.filename or self.files.folder)!r} ({error.strerror})"
         fix = f"free space there, and append again from token {self.length} on: the cache has those before"
-        if self.heads.size > 1 or self.turn.size > self.turn.width:
+        if self.heads.size > 1 or self.turn.period > self.turn.width:
             fix = f"free space there, and open the folder again: it has the tokens before {self.length}"
         if error.errno == ENOENT:
             fix = "call cache.fork() and save it elsewhere: the folder is gone, and its tokens go with this process"

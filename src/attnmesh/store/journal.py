@@ -168,14 +168,14 @@ class Journal:
         """Count a record that is in the file, after the others."""
         self._put(self.records, record)
 
-    def _write(self, records: Sequence[Record], place: int) -> None:
+    def _write(self, records: Sequence[Record], offset: int) -> None:
         """Write records. Raise if nobody would find them, or the disk is full."""
         if not os.fstat(self.handle).st_nlink:
             raise OSError(ENOENT, os.strerror(ENOENT))
         packed = b"".join(
             RECORD.pack(*each, check, 0, 0) for each, check in zip(records, self._checks(records), strict=True)
         )
-        if os.pwrite(self.handle, packed, place) != len(packed):
+        if os.pwrite(self.handle, packed, offset) != len(packed):
             raise OSError(ENOSPC, os.strerror(ENOSPC))
 
     def _checks(self, records: Sequence[Record]) -> list[int]:

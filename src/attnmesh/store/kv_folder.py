@@ -15,7 +15,7 @@ from stat import S_IWGRP, S_IWOTH
 import torch
 from torch import Tensor
 
-from attnmesh.cache.cache_config import Sizes
+from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.ordered_shard import Fail
 from attnmesh.cache.replicas import LocalShards
@@ -27,7 +27,7 @@ from attnmesh.runtime.memory import free_memory, host_memory
 from attnmesh.store.checkpoint import MANIFEST, Manifest, check_folder, ids_in, piece_files, read_manifest
 from attnmesh.store.folder_shard import SUBJECT, FolderShard, opening
 from attnmesh.store.journal import Journal, lock
-from attnmesh.store.layer_files import PIECE, LayerPlace, saved_pieces
+from attnmesh.store.layer_files import PIECE, LayerFiles, saved_pieces
 from attnmesh.store.tensor_file import PRIVATE_FOLDER, TensorFile, appearing, sync_folders
 from attnmesh.store.token_ids import TokenIds
 
@@ -38,16 +38,16 @@ OTHERS_WRITE = S_IWGRP | S_IWOTH
 class KeyFolder:
     """Folder of the caches of one model, a layer each, which the ranks of a mesh open together."""
 
-    def __init__(self, path: str | Path, mesh: Mesh, tokens: Axis, subject: str = SUBJECT) -> None:
+    def __init__(self, path: str | Path, mesh: Mesh, token_axis: Axis, subject: str = SUBJECT) -> None:
         """Open a folder, or make it. Every rank calls it."""
-        self.mesh, self.tokens, self.is_first, self.subject = mesh, tokens, mesh.shard == 0, subject
+        self.mesh, self.token_axis, self.is_first, self.subject = mesh, token_axis, mesh.shard == 0, subject
         self._lock, self.journals, self.opened = -1, list[Journal](), set[int]()
         with self.released_on_error():
             with Agreement(mesh, subject) as agreement:
                 self.path = check_folder(subject, path)
                 if self.is_first:
                     self._take()
-                agreement.fields, agreement.numbers = {"folder": str(path)}, [randbits(62)]
+                agreement.fields, agreement.payload = {"folder": str(path)}, [randbits(62)]
             new = f"{agreement.table[0][0]:016x}"
             with Agreement(mesh, subject) as agreement, opening(self.path, subject):
                 self._check_private(self.path)
@@ -57,7 +57,7 @@ class KeyFolder:
                 self._make(self.folder)
         self.ids = TokenIds(self.folder)
         self.journals.append(self.ids.journal)
-        here = [host for host in hosts(tokens) if tokens.index in host] if tokens.size > 1 else [[0]]
+        here = [host for host in hosts(token_axis) if token_axis.index in host] if token_axis.size > 1 else [[0]]
         self.room = min(host_memory() // 2, free_memory(torch.device("cpu"))) // (len(here[0]) * mesh.heads.size)
         """Bytes of pieces that may stay in memory once they are read."""
 
@@ -105,7 +105,7 @@ class KeyFolder:
 
     def _read(self, new: str) -> Manifest:
         """Return the manifest, or that of a new folder. Raise unless these ranks can go on where it ends."""
-        heads, ranks = self.mesh.heads.size, self.tokens.size
+        heads, ranks = self.mesh.heads.size, self.token_axis.size
         if not os.path.lexists(self.path / MANIFEST):
             others = [each.name for each in self.path.iterdir() if not each.name.startswith("1-")]
             fix = "pass a new folder, or one of KVCache.save"
@@ -121,7 +121,7 @@ class KeyFolder:
         require(whole, StoreError, self.subject, "a cache that keeps all tokens, without padding", given, fix)
         return found
 
-    def shards(self, layer: int, sizes: Sizes, fail: Fail) -> Callable[[int], CacheShard]:
+    def shards(self, layer: int, sizes: CacheSizes, fail: Fail) -> Callable[[int], CacheShard]:
         """Return what opens the shard of a layer, given the rank's index along the tokens axis."""
         self._check_sizes(layer, sizes)
         fits = PIECE % sizes.block == 0
@@ -129,20 +129,20 @@ class KeyFolder:
         leader = next((first for first, layers in self.manifest.groups.items() if layer in layers), layer)
 
         def opened(index: int) -> FolderShard:
-            place = LayerPlace(self.folder, self.mesh.heads.index, index, layer, leader)
-            shard = FolderShard(place, self._keeps, fail, sizes, self.mesh.heads, self.tokens.size, index)
+            files = LayerFiles(self.folder, self.mesh.heads.index, index, layer, leader)
+            shard = FolderShard(files, self._keeps, fail, sizes, self.mesh.heads, self.token_axis.size, index)
             self.journals.append(shard.journal)
             if layer >= len(self.manifest.sizes):
                 shard.begin()
             elif self.manifest.growing:
                 shard.resume()
             else:
-                self._take_over(shard, place)
+                self._take_over(shard, files)
             return shard
 
         return opened
 
-    def _check_sizes(self, layer: int, sizes: Sizes) -> None:
+    def _check_sizes(self, layer: int, sizes: CacheSizes) -> None:
         """Raise unless a layer is new, or has the sizes of the files."""
         if layer < len(self.manifest.sizes):
             found = self.manifest.sizes[layer]
@@ -155,19 +155,19 @@ class KeyFolder:
         self.room -= size
         return self.room >= 0
 
-    def _take_over(self, shard: FolderShard, place: LayerPlace) -> None:
+    def _take_over(self, shard: FolderShard, files: LayerFiles) -> None:
         """Open the files of a save."""
         found = {
             (each.start, each.stop): each.path
             for each in piece_files(self.path, self.manifest)
-            if (each.heads, each.tokens, each.group) == (place.heads, place.tokens, place.leader)
+            if (each.heads, each.tokens, each.group) == (files.heads, files.tokens, files.leader)
         }
         whole, parts, columns = 0, list[list[Tensor]](), [torch.empty(0, dtype=torch.int64)]
-        for start, stop, path in saved_pieces(place, found):
+        for start, stop, path in saved_pieces(files, found):
             if stop - start == PIECE and not parts:
                 whole += 1
                 continue
-            file, named = TensorFile(path), shard.shapes.named(place.layer, stop - start)
+            file, named = TensorFile(path), shard.shapes.named(files.layer, stop - start)
             *read, index = (file.read(name, dtype, shape) for name, (dtype, shape) in named.items())
             parts.append(read)
             columns.append(index)
@@ -178,12 +178,12 @@ class KeyFolder:
         """Cut a layer to the tokens that all ranks have, and count those of each. Every rank calls it."""
         own = shards.own
         with Agreement(self.mesh, self.subject) as agreement:
-            agreement.numbers = [own.length]
+            agreement.payload = [own.length]
         length = min(each for (each,) in agreement.table)
         with Agreement(self.mesh, self.subject) as agreement:
             own.truncate(length)
             parts = [*(blocks.token_index[:-1] for blocks in own.shared), own.token_index[: own.used].cpu()]
-            agreement.numbers = own.block_cyclic.numbers_of(own.index, torch.cat(parts))
+            agreement.payload = own.block_cyclic.numbers_of(own.index, torch.cat(parts))
         table = sorted(set(map(tuple, agreement.table)))  # ranks along the heads axis hold the same tokens
         fits = sum(count for count, *_ in table) == length
         given = f"{sum(count for count, *_ in table)} of {length} tokens in {self.path}"
@@ -193,7 +193,7 @@ class KeyFolder:
             shards.grow(replace(own.sizes, capacity=length))
         self._publish_layer(layer, own.sizes)
 
-    def _publish_layer(self, layer: int, sizes: Sizes) -> None:
+    def _publish_layer(self, layer: int, sizes: CacheSizes) -> None:
         """Let the manifest have a new layer, or say that the folder grows."""
         self.opened.add(layer)
         before, known = self.manifest, self.manifest.sizes

@@ -29,8 +29,8 @@ COLUMNS = "columns"
 """Name of the tensor with the index of each token."""
 
 
-class LayerPlace(NamedTuple):
-    """Place of the files of a layer: the folder of a save, the rank's indices along heads and tokens, the layer."""
+class LayerFiles(NamedTuple):
+    """Files of a layer: the folder of a save, the rank's indices along heads and tokens, the layer."""
 
     folder: Path
     heads: int
@@ -58,7 +58,7 @@ class LayerPlace(NamedTuple):
         return self.folder / f"{self.heads}.{self.tokens}.{start}-{start + PIECE}{suffix}.{kind}"
 
     def journal(self) -> Journal:
-        """Return the journal, unread. Its records are of this place alone."""
+        """Return the journal, unread. Its records are of these files alone."""
         path = self.folder / f"{self.heads}.{self.tokens}.{self.layer}.journal"
         return Journal(path, f"{self.folder.name} {self.heads} {self.tokens} {self.layer}")
 
@@ -97,9 +97,9 @@ def chained(chain: int, file: TensorFile, names: Sequence[str]) -> int:
     return history_checksum(chain, torch.tensor([file.entry(name).checksum for name in names]))
 
 
-def check_chain(place: LayerPlace, journal: Journal, chain: int) -> None:
+def check_chain(files: LayerFiles, journal: Journal, chain: int) -> None:
     """Raise unless whole pieces with this chain are those before the journal's rows."""
-    given = f"a piece of another one in {place.folder}"
+    given = f"a piece of another one in {files.folder}"
     require(journal.records[0].digest == chain, StoreError, "load", "pieces of this cache", given, FIX)
 
 
@@ -115,15 +115,15 @@ def check_whole_piece(file: TensorFile, piece: FilePiece, names: Sequence[str]) 
         file.check(name, x)
 
 
-def open_filling(place: LayerPlace, number: int, shapes: RowShapes) -> FilePiece:
+def open_filling(files: LayerFiles, number: int, shapes: RowShapes) -> FilePiece:
     """Return the piece that is being filled, in place."""
-    path = place.filling(number)
-    return _mapped(TensorFile(path), MappedFile(path), shapes.named(place.layer))
+    path = files.filling(number)
+    return _mapped(TensorFile(path), MappedFile(path), shapes.named(files.layer))
 
 
-def make_filling(place: LayerPlace, number: int, shapes: RowShapes) -> FilePiece:
+def make_filling(files: LayerFiles, number: int, shapes: RowShapes) -> FilePiece:
     """Make the file of a piece, with room on the disk for all its rows."""
-    named, path = shapes.named(place.layer), place.filling(number)
+    named, path = shapes.named(files.layer), files.filling(number)
     begin, size = header_of(named, dict.fromkeys(named, 0))
     path.unlink(missing_ok=True)  # of a process that was ended before it wrote rows
     try:
@@ -136,14 +136,14 @@ def make_filling(place: LayerPlace, number: int, shapes: RowShapes) -> FilePiece
     except OSError:
         path.unlink(missing_ok=True)
         raise
-    return open_filling(place, number, shapes)
+    return open_filling(files, number, shapes)
 
 
-def make_whole(place: LayerPlace, number: int, shapes: RowShapes, piece: FilePiece) -> tuple[TensorFile, FilePiece]:
+def make_whole(files: LayerFiles, number: int, shapes: RowShapes, piece: FilePiece) -> tuple[TensorFile, FilePiece]:
     """Give a piece that is full its checksums and its name, unless it got them in a call that was broken off."""
-    named, path, whole = shapes.named(place.layer), place.filling(number), place.whole(number)
+    named, path, whole = shapes.named(files.layer), files.filling(number), files.whole(number)
     if whole.exists() and not path.exists():
-        return open_whole(whole, place.layer, shapes)
+        return open_whole(whole, files.layer, shapes)
     rows = (*(x[:, :, :PIECE] for x in piece.stored), piece.columns)
     begin, _ = header_of(named, {name: digest_on_host(x) for name, x in zip(named, rows, strict=True)})
     handle = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
@@ -152,7 +152,7 @@ def make_whole(place: LayerPlace, number: int, shapes: RowShapes, piece: FilePie
     finally:
         os.close(handle)
     os.replace(path, whole)
-    return open_whole(whole, place.layer, shapes)
+    return open_whole(whole, files.layer, shapes)
 
 
 def _mapped(
@@ -192,11 +192,11 @@ def check_filling(path: Path, piece: FilePiece, journal: Journal) -> int:
     return journal.last.stop - base
 
 
-def saved_pieces(place: LayerPlace, found: Mapping[tuple[int, int], Path]) -> Iterator[tuple[int, int, Path]]:
+def saved_pieces(files: LayerFiles, found: Mapping[tuple[int, int], Path]) -> Iterator[tuple[int, int, Path]]:
     """Yield (start, stop, file) of the pieces of a save, in order and without gaps. Raise where one is missing."""
     end = 0
     for start, stop in sorted(found):
-        given = f"none of slots {end} to {start} of rank {place.heads}.{place.tokens} in {place.folder}"
+        given = f"none of slots {end} to {start} of rank {files.heads}.{files.tokens} in {files.folder}"
         require(start == end, StoreError, "load", "every token once", given, FIX)
         end = stop
         yield start, stop, found[start, stop]

@@ -14,15 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.cache.block_cyclic import position_sum
 from attnmesh.cache.cache import KVCache
-from attnmesh.cache.cache_config import Sizes
+from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.comm.p2p import meta_like, swap
 from attnmesh.comm.topology import dist_all_gather_ints
-from attnmesh.comm.transport import all_gather_texts
+from attnmesh.comm.transport import all_gather_texts, flat_axis
 from attnmesh.errors import DtypeError, KernelError, MeshError, ShapeError, require
 from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.argument_checks import check_unknown_options
-from attnmesh.mesh.axes import Axis, Mesh, flat_axis, overlap
+from attnmesh.mesh.axes import Axis, Mesh, overlap
 from attnmesh.mesh.shapes import AXES
 from attnmesh.store.checkpoint import make_alike
 
@@ -87,7 +87,7 @@ def recover(
     starts = [(max(first for first, _ in rows), max(floor for _, floor in rows)) for rows in by_layer]
     _check_alike(found, capacity, length, starts)  # raises the same on all ranks: all have the same texts
     capacity = max(each["capacity"] for each in found) if capacity is None else capacity
-    sizes = [replace(Sizes.decode(code), capacity=capacity) for code in found[0]["sizes"]]
+    sizes = [replace(CacheSizes.decode(code), capacity=capacity) for code in found[0]["sizes"]]
     new = make_alike(KVCache, mesh, sizes, device=device, checked=checked, copies=copies, shares=shares)
     for cache, (first, floor) in zip(new, starts, strict=True):
         cache.shards.prepare(length, first, min(floor, length))
@@ -111,9 +111,9 @@ class _Moves:
         firsts: Sequence[int],
     ) -> None:
         self.old, self.new, self.length, self.sources, self.firsts = old, new, length, sources, firsts
-        self.mesh, tokens = new[0].mesh, new[0].tokens
+        self.mesh, token_axis = new[0].mesh, new[0].token_axis
         self.axis = flat_axis(new[0].device_mesh, AXES)
-        indices = [self.axis.index, self.mesh.heads.index, tokens.index]
+        indices = [self.axis.index, self.mesh.heads.index, token_axis.index]
         self.ranks = dist_all_gather_ints(
             indices, self.mesh.axes
         )  # by rank: indices in the flat axis, heads and tokens
@@ -172,7 +172,7 @@ class _Moves:
                 kv = (x[:, source, saved].index_select(2, slots) for x in shard.stored)
                 sends[peer] += tokens[slots], *kv
             for old, _, target in self._shared(layer, rank, self.mesh.heads.index):
-                count = self.counts[rank][layer][str(old)][cache.tokens.index]
+                count = self.counts[rank][layer][str(old)][cache.token_axis.index]
                 kv = (meta_like(x[:, target], count) for x in own.stored)
                 wanted[peer] += meta_like(own.token_index, count, 0), *kv
         received = swap(sends, wanted, self.axis)
@@ -209,7 +209,7 @@ def _describe(caches: Sequence[KVCache] | None) -> dict[str, Any] | None:
     return {
         "sizes": [replace(cache.sizes, capacity=1).encode() for cache in caches],
         "capacity": max(cache.sizes.capacity for cache in caches),
-        "mesh": [heads.size, first.tokens.size],
+        "mesh": [heads.size, first.token_axis.size],
         "length": min(shard.length for shard in shards),
         "changes": [cache.changes for cache in caches],
         "padding": _first_padding(first),
@@ -237,7 +237,7 @@ def _check_caches(caches: object, more: dict[str, Never]) -> None:
     tiers = {cache.sizes.hot for cache in caches or ()} - {None}
     given = f"hot={min(tiers, default=None)}"
     require(not tiers, KernelError, "recover", "caches in one memory", given, LOAD_INSTEAD)
-    meshes = len({(cache.mesh.heads, cache.tokens) for cache in caches or ()})
+    meshes = len({(cache.mesh.heads, cache.token_axis) for cache in caches or ()})
     if meshes > 1:
         fix = "pass the caches of one model, one per layer"
         raise MeshError("recover", "caches of one mesh", f"caches of {meshes} meshes", fix)

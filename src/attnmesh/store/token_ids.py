@@ -12,7 +12,7 @@ from attnmesh.kernels.native.native_digest import digest_on_host
 from attnmesh.store.journal import Journal, read_file
 from attnmesh.store.tensor_file import FIX, PRIVATE_FILE
 
-MOST_RECORDS = 4096
+MAX_RECORDS = 4096
 """Records of a journal before it is begun anew, with one for all ids."""
 
 
@@ -52,7 +52,7 @@ class TokenIds:
             before = rows[:0]
             self.journal.begin(0, 0, digest_on_host(before))
         start = _shared(rows, before)
-        if start < len(before) or len(self.journal.records) > MOST_RECORDS:
+        if start < len(before) or len(self.journal.records) > MAX_RECORDS:
             self.journal.begin(start, start, digest_on_host(rows[:start]))
         self.written = rows[:start]
         if start == len(rows):

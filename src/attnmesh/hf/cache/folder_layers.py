@@ -8,12 +8,13 @@ from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
 from attnmesh.cache.saved_cache import FolderLayer
+from attnmesh.comm.transport import flat_axis
 from attnmesh.errors import KernelError, StoreError, require
 from attnmesh.guard.agreement import Agreement, CallRecord
 from attnmesh.hf.cache.layer import ShardedLayer
 from attnmesh.hf.cache.stored_layers import StoredLayers
 from attnmesh.hf.images.inputs import shift_of
-from attnmesh.mesh.axes import Mesh, flat_axis
+from attnmesh.mesh.axes import Mesh
 from attnmesh.store.kv_folder import KeyFolder
 
 
@@ -54,8 +55,8 @@ class FolderLayers(StoredLayers):
 
     def open_folder(self, folder: str | Path) -> None:
         """Open a folder, and the caches and token ids that are in it."""
-        tokens = flat_axis(self.mesh, ("queries", "keys"))
-        self.folder = opened = KeyFolder(folder, Mesh.of(self.mesh), tokens, "ShardedCache folder")
+        token_axis = flat_axis(self.mesh, ("queries", "keys"))
+        self.folder = opened = KeyFolder(folder, Mesh.of(self.mesh), token_axis, "ShardedCache folder")
         with opened.released_on_error():
             self._read_folder(opened)
 
@@ -88,5 +89,5 @@ class FolderLayers(StoredLayers):
         self.shift = shift_of(self.tokens, self.config)
 
     def folder_of(self, layer: ShardedLayer) -> FolderLayer | None:
-        """Return the place of a layer in the folder; None without a folder."""
+        """Return a layer with its folder; None without a folder."""
         return None if self.folder is None else FolderLayer(self.folder, self.attention_layers.index(layer))

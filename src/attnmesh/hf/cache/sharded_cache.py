@@ -97,18 +97,18 @@ class ShardedCache(FolderLayers):
         folder: str | Path | None = None,
         hot: int | None = None,
     ) -> None:
-        place = Mesh.of(mesh)
+        axes = Mesh.of(mesh)
         options: dict[str, Any] = {"capacity": capacity, "block": block, "merge": merge, "output": output}
         options |= {"kernel": kernel, "exchange": exchange, "checked": checked, "copies": copies}
         options |= {"windows": windows, "keep": keep, "reproducible": reproducible}
         options |= {"storage": storage, "window_storage": window_storage, "shares": shares, "folder": folder}
         options["hot"] = hot
-        with Agreement(place, "ShardedCache", options):
-            check_settings(config, place.shape, options)
+        with Agreement(axes, "ShardedCache", options):
+            check_settings(config, axes.shape, options)
         self.config = config.get_text_config(decoder=True)
         self.stock_window = None if getattr(self.config, "layer_types", None) else window_of(config)
         """Tokens that the model's stock cache keeps in all layers; None if it keeps all, or differs by layer."""
-        self.mesh, self.ranks = mesh, place.ranks
+        self.mesh, self.ranks = mesh, axes.ranks
         self.capacity, self.block = None if capacity is None else int(capacity), int(block or BLOCK)
         self.block_is_free = block is None and not reproducible
         self.merge, self.output, self.reproducible = merge, output, reproducible
@@ -161,7 +161,7 @@ class ShardedCache(FolderLayers):
     @property
     def round(self) -> int:
         """Tokens that all ranks compute in turn before the first one computes again."""
-        return self.layout.turns(self.ranks)[0].size
+        return self.layout.turns(self.ranks)[0].period
 
     def begin(self, tokens: int) -> None:
         """Set the block, if it was not given, by the length of the first prompt."""

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import Cache, PreTrainedConfig
 
 from attnmesh.cache.cache import KVCache
-from attnmesh.cache.cache_config import Sizes
+from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.cache.saved_cache import LayersToLoad, Saving
 from attnmesh.errors import KernelError, ShapeError, StoreError, require
 from attnmesh.guard.agreement import Agreement
@@ -174,7 +174,7 @@ class StoredLayers(Cache):  # type: ignore[misc]
             own = {name: x for name, x in states.items() if name.startswith(f"{number}.")}
             layer.set_tensors({name.removeprefix(f"{number}."): x for name, x in own.items()})
 
-    def make(self, layers: Sequence[Sizes], tokens: int, device: torch.device) -> list[KVCache]:
+    def make(self, layers: Sequence[CacheSizes], tokens: int, device: torch.device) -> list[KVCache]:
         """Make the empty caches of all layers, with space for so many tokens, to be filled. Every rank calls it."""
         options, room = self._kv_options, growth_capacity(tokens) if self.capacity is None else self.capacity
         options |= {"device": device}

@@ -73,7 +73,7 @@ INDEXED = {"indexed_attention": Layer(indexed=True)}
 """Kinds of layers in families with indexers."""
 
 
-PLAIN = Layer()
+PLAIN_LAYER = Layer()
 KNOWN: Mapping[str, Layer] = {**ATTENDING, **RECURRENT, **INDEXED}
 """Kinds of layers that several families have."""
 
@@ -162,7 +162,7 @@ class Family:
 
     type: str
     fields: str = ""
-    """Those of `FIELDS` that its configuration has, separated by spaces."""
+    """Fields of `FIELDS` that the family's configuration has, separated by spaces."""
     stores: Mapping[str, str] = field(default_factory=dict)
     """Attributes that classes of its code set on their instances."""
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -180,14 +180,14 @@ class Family:
     """Return whether a model of a configuration counts cached tokens itself: rows of a step have one length then."""
 
     recurrences: Mapping[str, Recurrence] = field(default_factory=dict)
-    """Its classes of recurrent layers, by name."""
+    """Classes of the family's recurrent layers, by name."""
     begins_at_zero: bool = False
     """True if the rule of several tokens always begins with a state of zero."""
     keeps_states: bool = False
     """True if it keeps recurrent states in a cache of its own, or in its layers."""
 
     parts: Mapping[str, Part] = field(default_factory=dict)
-    """Its other classes that run as subclasses on a mesh, by name: indexers and compressors."""
+    """Other classes of the family that run as subclasses on a mesh, by name: indexers and compressors."""
     selects: str = "indices"
     """Argument of attention with what the indexer of a layer has selected."""
     selection: Callable[[Any, Any, Any], Selection] = _selects_tokens
@@ -219,7 +219,7 @@ class Family:
 
     def layer(self, kind: str) -> Layer:
         """Return what the layers of a kind do, also of one that the family may not have."""
-        return self.layers.get(kind) or KNOWN.get(kind) or PLAIN
+        return self.layers.get(kind) or KNOWN.get(kind) or PLAIN_LAYER
 
 
 @cache

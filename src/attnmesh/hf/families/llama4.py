@@ -18,9 +18,9 @@ def temperature(layer: Any, shards: Shards) -> Tensor | None:
         grown = torch.log1p(torch.floor((positions + 1.0) / layer.floor_scale))
         return (grown * layer.attn_scale + 1.0).double()  # of numbers in float32, as stock
 
-    places = shards.positions()
-    positions = places - shards.documents.bounds(places)[0]  # in each token's document
-    ratio: Tensor = scale(positions) / scale(shards.start + torch.arange(len(places)))
+    tokens = shards.positions()
+    positions = tokens - shards.documents.bounds(tokens)[0]  # in each token's document
+    ratio: Tensor = scale(positions) / scale(shards.start + torch.arange(len(tokens)))
     return ratio
 
 

@@ -68,44 +68,44 @@ class PooledIndexer:
         q = rope(indexer.q_layernorm(q), cos=cos, sin=sin, unsqueeze_dim=2)
         rows = torch.cat((keys.squeeze(2), cos, sin), -1)
         rows = rows if spec.shards is None else spec.shards.all_tokens(rows)
-        places = _places(source.lengths, rows, spec)
+        positions = _positions(source.lengths, rows, spec)
         keys, cos, sin = source.with_earlier(rows, ratio - 1).split((keys.shape[-1], *[cos.shape[-1]] * 2), -1)
         means = keys.unfold(1, ratio, 1).float().mean(-1).to(keys.dtype)
         first = slice(0, means.shape[1])  # a mean stands where its block begins
         means = rope(indexer.k_layernorm(means)[:, :, None], cos=cos[:, first], sin=sin[:, first], unsqueeze_dim=2)
-        ends = (places >= 0) & ((places + 1) % ratio == 0)
+        ends = (positions >= 0) & ((positions + 1) % ratio == 0)
         hidden = torch.zeros_like(means[..., 0]).masked_fill(~ends[..., None], -torch.inf)
         source.new_index = torch.cat((means[:, :, 0], hidden), -1)
         found = source.select(PooledScores(q, spec), indexer.block_topk)
         if spec.shards is None:
-            tokens, own = source.get_seq_length() + torch.arange(rows.shape[1]), places
+            tokens, own = source.get_seq_length() + torch.arange(rows.shape[1]), positions
         else:
             tokens = spec.shards.positions()
-            own = places[:, tokens - spec.shards.start]
+            own = positions[:, tokens - spec.shards.start]
         return Selection(_tokens(found, tokens.to(found), own, ratio)[:, None])
 
 
-def _places(lengths: Tensor | int, rows: Tensor, spec: Any) -> Tensor:
+def _positions(lengths: Tensor | int, rows: Tensor, spec: Any) -> Tensor:
     """Return the position of each new token in its sequence or document, (batch, tokens), -1 for padding."""
     mask = spec.token_mask if spec.shards is None else spec.shards.token_mask
     real = (
         rows.new_ones(rows.shape[:2], dtype=torch.bool) if mask is None else mask[:, -rows.shape[1] :].to(rows.device)
     )
     earlier = lengths[:, None].to(rows.device) if isinstance(lengths, Tensor) else lengths
-    places = (earlier + real.cumsum(1) - 1).masked_fill(~real, -1)
+    positions = (earlier + real.cumsum(1) - 1).masked_fill(~real, -1)
     if spec.shards is None or not spec.shards.documents.ends:
-        return places
-    first, _ = spec.shards.documents.bounds(torch.arange(places.shape[1]))
-    alone: Tensor = places - first.to(places.device)
+        return positions
+    first, _ = spec.shards.documents.bounds(torch.arange(positions.shape[1]))
+    alone: Tensor = positions - first.to(positions.device)
     return alone
 
 
-def _tokens(ends: Tensor, queries: Tensor, places: Tensor, ratio: int) -> Tensor:
+def _tokens(ends: Tensor, queries: Tensor, positions: Tensor, ratio: int) -> Tensor:
     """Return the tokens of blocks, of which the last are given, and those of each query's incomplete block."""
     back = torch.arange(ratio, dtype=ends.dtype, device=ends.device)
     blocks = (ends[..., None] - back).masked_fill((ends == NONE)[..., None], NONE).flatten(-2)
-    tail = (queries[:, None] - back[:-1]).expand(*places.shape, -1)
-    tail = tail.masked_fill(back[:-1] >= (places[..., None] + 1) % ratio, NONE)
+    tail = (queries[:, None] - back[:-1]).expand(*positions.shape, -1)
+    tail = tail.masked_fill(back[:-1] >= (positions[..., None] + 1) % ratio, NONE)
     return torch.cat((blocks, tail), -1)
 
 

@@ -26,7 +26,7 @@ PER_TOKEN = {
 """Arguments of text models with one value per token, along dim 1."""
 
 VISUAL = ("visual_pos_masks", "vision_mask")
-"""Those that are True for image tokens."""
+"""Arguments of text models that are True for image tokens."""
 
 PER_IMAGE_TOKEN = {"deepstack_visual_embeds", "deepstack_features"}
 """Arguments of text models with features that layers add, a list or dict by layer of (image tokens, width)."""

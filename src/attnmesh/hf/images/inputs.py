@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from attnmesh.errors import ArgumentError, ShapeError, require
 
-SECONDS = ("second_per_grid_ts", "video_second_per_grid")
+FRAME_SECONDS = ("second_per_grid_ts", "video_second_per_grid")
 """Seconds between the frames of each video, which positions are computed from."""
 
 TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
@@ -19,7 +19,7 @@ TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
 
 IMAGE_INPUTS = {
     *("pixel_values", "pixel_mask", "pixel_attention_mask", "pixel_values_local", "pixel_values_images"),
-    *("high_res_pixel_values", "pixel_values_videos", "video_compression_mask", *SECONDS),
+    *("high_res_pixel_values", "pixel_values_videos", "video_compression_mask", *FRAME_SECONDS),
     *("image_sizes", "image_sizes_videos", "image_grid_thw", "image_grid_hw", "video_grid_thw", "spatial_shapes"),
     *("image_position_ids", "video_position_ids", "image_merge_sizes", "video_merge_sizes", "num_frames_per_video"),
     *("image_token_pooling", "image_grids", "image_num_crops", "video_token_pooling", "video_grids", "tile_fine_mask"),
@@ -93,7 +93,7 @@ def unless_text(images: Mapping[str, Any]) -> dict[str, Any]:
 def on_model(images: Mapping[str, Any], model: Any) -> dict[str, Any]:
     """Return inputs for images on the model's device, pixels in its dtype."""
     return {
-        name: x.to(model.device, model.dtype if x.is_floating_point() and name not in SECONDS else None)
+        name: x.to(model.device, model.dtype if x.is_floating_point() and name not in FRAME_SECONDS else None)
         if isinstance(x, Tensor)
         else x
         for name, x in images.items()

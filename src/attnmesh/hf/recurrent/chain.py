@@ -22,10 +22,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
+from attnmesh.comm.transport import flat_axis
 from attnmesh.core.layout import Contiguous, Layout, Split, Zigzag
 from attnmesh.core.mask import FAR, Full, Mask
 from attnmesh.errors import KernelError, LayoutError, ShapeError, require
-from attnmesh.mesh.axes import Axis, Mesh, attention_dims, flat_axis
+from attnmesh.mesh.axes import Axis, Mesh, attention_dims
 from attnmesh.mesh.shapes import AXES
 from attnmesh.recurrent.halo import halo_of_parts
 from attnmesh.recurrent.head_exchange import heads_to_tokens, tokens_to_heads
@@ -63,8 +64,8 @@ class Chain:
     def __init__(self, parts: Parts, entering: Sequence[Tensor] | None = None, kept: int = 0) -> None:
         self.axis, self.owners, self.lengths, pieces, self.before, self.resets = parts
         self.kept = kept
-        self.place = self.owners.index(self.axis.index)
-        self.tokens = self.lengths[self.place]
+        self.index = self.owners.index(self.axis.index)
+        self.tokens = self.lengths[self.index]
         self.pieces = pieces if self.tokens else [1]
         """Tokens of each document among those that the layer computes."""
         self.continues = entering is not None
@@ -78,7 +79,7 @@ class Chain:
         owners, lengths, own = self.owners, self.lengths, x
         if self.continues:  # the tokens before the first part are a part of their own
             owners, lengths = [owners[0], *owners], [wanted, *lengths]
-            own = torch.cat([self._entering.popleft(), x], dim) if self.place == 0 else x
+            own = torch.cat([self._entering.popleft(), x], dim) if self.index == 0 else x
         before = halo_of_parts(own, wanted, self.axis, owners, lengths, dim=dim)
         before = before.narrow(dim, before.shape[dim] - wanted, wanted)
         if self.kept or self._is_last:
@@ -96,9 +97,9 @@ class Chain:
         `convert` returns a state of the layer's cache in the form (batch, heads, K, V).
         """
         part = part if self.tokens else _without_tokens(part)
-        if resets := any(self.resets[self.place : self.place + 1]):
+        if resets := any(self.resets[self.index : self.index + 1]):
             part = AffineMap(torch.zeros_like(part.linear), part.bias)
-        first = self.continues and self.place == 0
+        first = self.continues and self.index == 0
         entered = torch.zeros_like(part.bias)
         if first:
             entered = self._entering.popleft()
@@ -114,7 +115,7 @@ class Chain:
 
     @property
     def _is_last(self) -> bool:
-        return self.place == len(self.owners) - 1
+        return self.index == len(self.owners) - 1
 
 
 class HeadChain:
@@ -132,14 +133,14 @@ class HeadChain:
         self.lengths = [length for each in parts for length in each.lengths]
         self.pieces = [tokens for each in parts for tokens in each.pieces]
         self._parts = parts
-        self._place = self.axis, self.owners, self.lengths
+        self._chain = self.axis, self.owners, self.lengths
 
     def convolve(self, x: Tensor, size: int, function: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the function of each part of `x` (batch, channels, tokens) and the `size` tokens before it.
 
         Only the last part keeps results beyond its tokens.
         """
-        halos = halo_of_parts(x, size, *self._place, dim=2)
+        halos = halo_of_parts(x, size, *self._chain, dim=2)
         parts = zip(halos.split(size, 2), x.split([sum(each.pieces) for each in self._parts], 2), strict=True)
         pieces = [_after_halo(*x, own.pieces, own.before) for x, own in zip(parts, self._parts, strict=True)]
         return _convolve([*chain.from_iterable(pieces)], function)
@@ -150,7 +151,7 @@ class HeadChain:
         for dtype in dict.fromkeys(x.dtype for x in tensors):
             chosen = [number for number, x in enumerate(tensors) if x.dtype == dtype]
             shares = [tensors[number].unflatten(2, (self.axis.size, -1)).flatten(3) for number in chosen]
-            joined = tokens_to_heads(torch.cat(shares, -1), *self._place)
+            joined = tokens_to_heads(torch.cat(shares, -1), *self._chain)
             widths = [share.shape[-1] for share in shares]
             for number, x in zip(chosen, joined.split(widths, -1), strict=True):
                 found[number] = x.unflatten(-1, (-1, *tensors[number].shape[3:]))
@@ -158,7 +159,7 @@ class HeadChain:
 
     def scatter(self, x: Tensor) -> Tensor:
         """Return this rank's tokens of all heads, from (batch, all tokens, own heads, width)."""
-        joined = heads_to_tokens(x.flatten(2), *self._place).flatten(2)
+        joined = heads_to_tokens(x.flatten(2), *self._chain).flatten(2)
         return joined.view(*joined.shape[:2], -1, x.shape[-1])
 
     def own_heads(self, x: Tensor) -> Tensor:
@@ -219,10 +220,10 @@ def parts_of(layout: Layout, length: int, mesh: DeviceMesh | None, documents: Ma
     found, begin, first_tokens = [], 0, (0, *documents.ends)
     for axis, owners, lengths in _chains(layout, length, mesh):
         edges = [*accumulate(lengths, initial=begin)]
-        place = owners.index(axis.index)
-        own = Parts(axis, owners, lengths, pieces_of(documents, *edges[place : place + 2]))
+        index = owners.index(axis.index)
+        own = Parts(axis, owners, lengths, pieces_of(documents, *edges[index : index + 2]))
         if documents.ends:
-            before = edges[place] - max(token for token in first_tokens if token <= edges[place])
+            before = edges[index] - max(token for token in first_tokens if token <= edges[index])
             resets = [any(start <= token < stop for token in first_tokens) for start, stop in pairwise(edges)]
             own = own._replace(before=before, resets=resets)
         found.append(own)
@@ -261,8 +262,8 @@ def _chain_axis(mesh: DeviceMesh | None) -> tuple[Axis, list[int]]:
     sizes = dict(zip(AXES, shape, strict=True))
     shards = []  # by index of the flat axis
     for indices in product(*(range(sizes[name]) for name in mine)):
-        place = dict.fromkeys(AXES, 0) | dict(zip(mine, indices, strict=True))
-        shards.append(shape.shard(*(place[name] for name in AXES)))
+        by_axis = dict.fromkeys(AXES, 0) | dict(zip(mine, indices, strict=True))
+        shards.append(shape.shard(*(by_axis[name] for name in AXES)))
     return axis, [shards.index(shard) for shard in range(axis.size)]
 
 

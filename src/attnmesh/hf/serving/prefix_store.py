@@ -81,7 +81,7 @@ def open_store(store: PrefixStore, model: PreTrainedModel, cache: ShardedCache) 
             store.check(model, cache)
             if not place.shard:
                 locks.append(FolderLock(check_private(store.folder), patience=PATIENCE))
-            agreement.numbers = [lock.write_number() for lock in locks] or [0]
+            agreement.payload = [lock.write_number() for lock in locks] or [0]
         folder = check_private(store.folder)
         with Agreement(place, SUBJECT):
             check_seen(folder, agreement.table[0][0])

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from attnmesh.cache.cache_config import Sizes
+from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.errors import InputError
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.forward_passes import left_to_decode, prefill_chunks, run_model
@@ -81,7 +81,7 @@ class RankWorker:
         cache.rope = tuple(rope)
         places = [(StoredBlock(*fields), place) for *fields, place in blocks]
         room = max([tokens, *(block.stop for block, _ in places)])
-        kvs = cache.make([Sizes.decode(code) for code in layers], room, self.model.device)
+        kvs = cache.make([CacheSizes.decode(code) for code in layers], room, self.model.device)
         self.caches[number] = cache
         self.store.open(number, Reading(cache, Filling(kvs), places, self.model.device))
         self.nbytes = self.measure()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from attnmesh.cache.cache_config import Sizes
+from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.errors import InputError, warn_once
 from attnmesh.guard.agreement import Agreement
 from attnmesh.hf.cache.layer import StatefulLayer
@@ -285,7 +285,7 @@ class StoreSchedule(NoStore):
             except OSError as error:
                 self._stop(error.errno or 0, 0)
 
-    def _read_layers(self) -> list[Sizes] | None:
+    def _read_layers(self) -> list[CacheSizes] | None:
         try:
             return self.folder.read_layers(self.name)
         except InputError:
@@ -446,7 +446,7 @@ class StoreSchedule(NoStore):
         return rope_regime(self.template.config, len(stream.prompt))
 
 
-def _row_bytes(sizes: Sizes) -> int:
+def _row_bytes(sizes: CacheSizes) -> int:
     return sizes.kv_heads * sum(sizes.row_widths) * sizes.row_dtype.itemsize
 
 

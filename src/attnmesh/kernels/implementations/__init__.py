@@ -1,1 +1,1 @@
-"""Kernels of one device: each file has one, as its `KERNEL`, and no other file names it."""
+"""Kernels of one device: each file has one, as its `KERNEL`, which may build on another. No file outside names one."""

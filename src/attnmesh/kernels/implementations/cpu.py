@@ -22,7 +22,7 @@ from attnmesh.runtime.memo import TENSOR_MEMO
 MAX_PACKED_ROWS = 32
 """Queries up to which reading the keys is the cost. The heads that share a key head are then packed into one."""
 
-MOST_KEPT = 1 << 18
+MAX_KEPT_ELEMENTS = 1 << 18
 """Elements of a mask that is kept for the layers of a forward pass and for later ones."""
 
 CACHE_BYTES = 1 << 21
@@ -117,10 +117,11 @@ def _mask(rectangle: Rectangle, dtype: torch.dtype) -> Tensor:
         visible = rectangle.visible()
         return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)
 
-    if rectangle.band is None or len(rectangle.band.low) * (rectangle.keys.stop - rectangle.keys.start) > MOST_KEPT:
+    keys = rectangle.keys.stop - rectangle.keys.start
+    if rectangle.band is None or len(rectangle.band.low) * keys > MAX_KEPT_ELEMENTS:
         return make()
-    name = "mask", id(rectangle.band.low), rectangle.keys.stop - rectangle.keys.start, dtype
-    return TENSOR_MEMO.find(rectangle.band.high, name, make, lambda mask: mask.nbytes)
+    name = "mask", id(rectangle.band.low), keys, dtype
+    return TENSOR_MEMO.get_or_make(rectangle.band.high, name, make, lambda mask: mask.nbytes)
 
 
 def _width(q: Tensor, v: Tensor) -> int:

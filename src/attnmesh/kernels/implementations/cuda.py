@@ -31,7 +31,7 @@ from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Rectangle, cu
 ALIGNMENT = 8
 """Widths and biases are padded to multiples of this, which the operators need."""
 
-FEW = 64
+MIN_CUDNN_TOKENS = 64
 """Queries or keys that are too few for cuDNN's backward pass."""
 
 MAX_CALLS = 16
@@ -97,7 +97,7 @@ class Cudnn(Flash):
         self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, rectangle: Rectangle, scaling: Scaling
     ) -> Gradients:
         """Return the rectangle's gradients, if it is not small, sums may be in any order, and they are correct here."""
-        grouped, large = q.shape[1] != k.shape[1], min(q.shape[2], k.shape[2]) >= FEW
+        grouped, large = q.shape[1] != k.shape[1], min(q.shape[2], k.shape[2]) >= MIN_CUDNN_TOKENS
         where = q.device, q.dtype, q.shape[-1], grouped, rectangle.causal
         serves = large and not torch.are_deterministic_algorithms_enabled()
         backward = self.gradients if serves and _is_correct(self, *where, gradients=True) else super().backward

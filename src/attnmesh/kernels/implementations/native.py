@@ -20,15 +20,12 @@ from attnmesh.core.storage import is_prefix
 from attnmesh.kernels.implementations.cpu import FlashCPU
 from attnmesh.kernels.implementations.reference import Reference
 from attnmesh.kernels.kernel import Kernel, Need
+from attnmesh.kernels.native.abi import DTYPES, STORED, error_of
 from attnmesh.kernels.native.build import Function, library
 from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Rectangle, cut
 
-MOST_ROWS = 64
+MAX_ROWS = 64
 """Query rows of a key head up to which a rectangle is one call, and the kernel is the choice of "auto"."""
-
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-STORED = {torch.int8: 3, torch.float8_e4m3fn: 4}
-"""Dtypes of numbers of rows in 8 bits. A kernel takes them without the scales, which follow them in memory."""
 
 CALL, FIXED, STRIDES = struct.Struct("9P14q"), struct.Struct("16q2d2q"), struct.Struct("3q")
 """Fields of `Problem` in `attend.cpp`: of each call, of all calls of one launch, and strides of `out` in the latter."""
@@ -39,16 +36,11 @@ PART = struct.Struct("2q")
 RUN = 2048
 """Keys of a task in `attend.cpp`. Parts of so many, or of a multiple, have the bits of one call."""
 
-NO_MEMORY = -1
-"""Code of a call that got no memory. Others below 0 are of other exceptions in C++; 1 is of numbers not finite."""
-
-FAILED = "the native kernel has failed: ATTNMESH_NATIVE=0 turns it off"
-
 
 class Native(Kernel):
     """`attend.cpp`; the reference for rows with numbers that are not finite, PyTorch's operator backward."""
 
-    name, made_for, order = "native", f"up to {MOST_ROWS} rows of queries a key head", 0
+    name, made_for, priority = "native", f"up to {MAX_ROWS} rows of queries a key head", 0
     reads_rows = reads_8_bits = True
 
     def unsupported_reason(self, need: Need) -> str | None:
@@ -61,11 +53,11 @@ class Native(Kernel):
 
     def suits(self, need: Need) -> bool:
         """Return True for few rows, where reading the keys is the cost."""
-        return need.rows <= MOST_ROWS
+        return need.rows <= MAX_ROWS
 
     def bind(self, q: Tensor, k: Tensor, v: Tensor, scaling: Scaling) -> "BoundNative | None":
         """Return the launch of few rows."""
-        few = q.dtype in DTYPES and q.shape[1] // max(1, k.shape[1]) * q.shape[2] <= MOST_ROWS
+        few = q.dtype in DTYPES and q.shape[1] // max(1, k.shape[1]) * q.shape[2] <= MAX_ROWS
         served = few and min(q.numel(), k.numel(), v.numel()) > 0 and scaling.scale > 0
         return BoundNative.of(q, k, v, scaling) if served else None
 
@@ -80,7 +72,7 @@ class Native(Kernel):
 
     def cut(self, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Rectangle]:
         """Return the fewest rectangles: rows may see different runs of keys."""
-        if len(band.low) * q.shape[1] // max(1, k.shape[1]) > MOST_ROWS:
+        if len(band.low) * q.shape[1] // max(1, k.shape[1]) > MAX_ROWS:
             return cut(band)
         count = len(band.low)
         low, high = (int(band.low[0]), int(band.high[-1])) if count else (0, 0)
@@ -89,7 +81,7 @@ class Native(Kernel):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, scaling: Scaling) -> Partial:
         """Return the rectangle's partial, in float32."""
         band = rectangle.bounds() if rectangle.causal or rectangle.band is not None else None
-        rows = max(1, MOST_ROWS * k.shape[1] // q.shape[1])
+        rows = max(1, MAX_ROWS * k.shape[1] // q.shape[1])
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         out, lse = BoundNative.of(q, k, v, scaling).blank()
         for start in range(0, q.shape[2], rows):
@@ -97,8 +89,8 @@ class Native(Kernel):
             bounds = None if band is None else Band(band.low[some].contiguous(), band.high[some].contiguous())
             some_q, into = q[:, :, some], Partial(out[:, :, some], lse[:, :, some])
             if not BoundNative.of(some_q, k, v, scaling, q.shape[2]).run(some_q, k, v, into, bounds):
-                rows_of_block = torch.arange(start, min(start + rows, q.shape[2]))
-                exact = Reference().attend(some_q, k, v, rectangle.select(rows_of_block), scaling)
+                refused = rectangle.select(torch.arange(start, min(start + rows, q.shape[2])))
+                exact = Reference().attend(some_q, k, v, refused, scaling)
                 into.out.copy_(exact.out)
                 into.lse.copy_(exact.lse)
         return Partial(out, lse)
@@ -182,7 +174,7 @@ class BoundNative(NamedTuple):
             fields = fields[: 10 * 8] + STRIDES.pack(*strides[:3]) + fields[13 * 8 :]
         code = cast(Function, library().attend)(call + fields)
         if code < 0:
-            raise MemoryError("the native kernel gets no memory") if code == NO_MEMORY else RuntimeError(FAILED)
+            raise error_of(code)
         return code == 0
 
 

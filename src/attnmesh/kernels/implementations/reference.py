@@ -5,14 +5,12 @@ one matrix. No element depends on the memory beside it, so a share of the heads 
 `torch.exp2` would break this, since it computes the last elements of a tensor another way. `torch.exp` does not.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.core.scaling import Scaling
+from attnmesh.kernels.dense import attend_dense, backward_dense, widen
 from attnmesh.kernels.kernel import Kernel, Need
 from attnmesh.kernels.rectangles import (
     BackwardInputs,
@@ -23,13 +21,13 @@ from attnmesh.kernels.rectangles import (
     tiles,
 )
 
-HEADS = 8
+TILE_HEADS = 8
 """Key heads of a tile, of one or several sequences. The number is fixed: a batch does not change the sizes of tiles."""
 
-ROWS = 128
+TILE_ROWS = 128
 """Rows of a tile: queries times the query heads that share a key head."""
 
-AREA = ROWS * 512
+TILE_LOGITS = TILE_ROWS * 512
 """Logits of a tile per key head: fewer rows take more keys."""
 
 
@@ -40,7 +38,7 @@ class Reference(Kernel):
     Then `positions` are the positions of queries and of keys.
     """
 
-    name, made_for, order, adds_bias = "reference", "calls that no other serves", 2, True
+    name, made_for, priority, adds_bias = "reference", "calls that no other serves", 2, True
 
     def __init__(self, positions: tuple[Tensor, Tensor] | None = None) -> None:
         self.positions = positions
@@ -62,7 +60,7 @@ class Reference(Kernel):
 
         def attend_tile(q: Tensor, k: Tensor, v: Tensor, tile: Rectangle) -> Partial:
             hidden, columns = _hidden(tile, q, k), self._columns(rectangle, tile, q, k)
-            heads = zip(*(x.split(HEADS) for x in (_pack(q, k), k.flatten(0, 1), v.flatten(0, 1))), strict=True)
+            heads = zip(*(x.split(TILE_HEADS) for x in (_pack(q, k), k.flatten(0, 1), v.flatten(0, 1))), strict=True)
             partials = [attend_dense(rows, keys, values, hidden, scaling, columns) for rows, keys, values in heads]
             out, lse = (torch.cat(x) for x in zip(*partials, strict=True))
             return Partial(out.reshape(*q.shape[:-1], -1), lse.reshape(q.shape[:-1]))
@@ -77,7 +75,7 @@ class Reference(Kernel):
         def backward_tile(q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, tile: Rectangle) -> Gradients:
             hidden, columns = _hidden(tile, q, k), self._columns(rectangle, tile, q, k)
             of_rows = (_pack(x, k) for x in (q, saved.lse.unsqueeze(-1), saved.dout, delta[:, :, tile.queries]))
-            heads = zip(*(x.split(HEADS) for x in (k.flatten(0, 1), v.flatten(0, 1), *of_rows)), strict=True)
+            heads = zip(*(x.split(TILE_HEADS) for x in (k.flatten(0, 1), v.flatten(0, 1), *of_rows)), strict=True)
             parts = [
                 backward_dense(rows, keys, values, more, hidden, scaling, columns)
                 for keys, values, rows, *more in heads
@@ -110,81 +108,10 @@ class Reference(Kernel):
 KERNEL = Reference()
 
 
-def attend_dense(
-    rows: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    hidden: Tensor | None,
-    scaling: Scaling,
-    columns: Tensor | None = None,
-) -> Partial:
-    """Return `lse = log sum_a w_a` and `out = sum_a w_a v_a / sum_a w_a`, with weights `w_a = e^logit_a`."""
-    rows, biases = _without_bias(rows, keys)
-    weights = _logits(rows, _widen(keys), scaling)
-    if scaling.capped:
-        weights.mul_(scaling.softcap)
-    if columns is not None:
-        weights.add_(pad(biases, (0, 1)).gather(-1, columns.expand(len(biases), -1, -1)))
-    if hidden is not None:
-        weights.masked_fill_(hidden, -torch.inf)
-    peak = weights.amax(-1, keepdim=True)
-    # Empty rows have peak -inf. Relative to 0 instead, their weights are e^-inf = 0, and never NaN.
-    peak.masked_fill_(peak == -torch.inf, 0.0)
-    weights.sub_(peak).exp_()
-    total = weights.sum(-1, keepdim=True)
-    out = (weights @ _widen(values)).div_(total.masked_fill(total == 0, 1.0))
-    return Partial(out, peak.add_(total.log()))
-
-
-def backward_dense(
-    rows: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    saved: Sequence[Tensor],
-    hidden: Tensor | None,
-    scaling: Scaling,
-    columns: Tensor | None = None,
-) -> Gradients:
-    """Return the gradients: `dv = w'dout` and `dlogit = w (dout v' - delta)`, with `delta = sum(out * dout)`.
-
-    Under a soft cap `dlogit` has the factor `1 - tanh^2` more. That of a bias is the sum of its logits' gradients.
-    """
-    (lse, dout, delta), keys, (rows, biases) = saved, _widen(keys), _without_bias(rows, keys)
-    products = _logits(rows, keys, scaling)
-    weights = torch.add(-lse, products, alpha=scaling.softcap if scaling.capped else 1.0)
-    dbiases = biases.new_zeros(*biases.shape[:-1], biases.shape[-1] + 1)
-    if columns is not None:
-        columns = columns.expand(len(biases), -1, -1)
-        weights.add_(pad(biases, (0, 1)).gather(-1, columns))
-    if hidden is not None:
-        weights.masked_fill_(hidden, -torch.inf)
-    weights.exp_()
-    dlogits = (dout @ _widen(values).mT).sub_(delta).mul_(weights)
-    if scaling.capped:
-        torch.ops.aten.tanh_backward.grad_input(dlogits, products, grad_input=dlogits)
-    if columns is not None:
-        dbiases.scatter_add_(-1, columns, dlogits)
-    dlogits.mul_(scaling.scale)
-    dq = torch.cat((dlogits @ keys, dbiases[..., :-1]), -1) if biases.shape[-1] else dlogits @ keys
-    return Gradients(dq, dlogits.mT @ rows, weights.mT @ dout)
-
-
-def _without_bias(rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows as wide as keys, and their biases by distance."""
-    return rows[..., : keys.shape[-1]], rows[..., keys.shape[-1] :]
-
-
-def _logits(rows: Tensor, keys: Tensor, scaling: Scaling) -> Tensor:
-    """Return the logits; under a soft cap tanh, by which it is multiplied."""
-    if scaling.capped:
-        return (rows * (scaling.scale / scaling.softcap) @ keys.mT).tanh_()
-    return rows * scaling.scale @ keys.mT
-
-
 def _tiles(rectangle: Rectangle, q: Tensor, k: Tensor) -> list[Rectangle]:
     group = q.shape[1] // k.shape[1]
-    queries = max(1, ROWS // group)
-    return tiles(rectangle.bounds(), queries, max(1, AREA // (group * min(queries, q.shape[2]))))
+    queries = max(1, TILE_ROWS // group)
+    return tiles(rectangle.bounds(), queries, max(1, TILE_LOGITS // (group * min(queries, q.shape[2]))))
 
 
 def _hidden(tile: Rectangle, q: Tensor, k: Tensor) -> Tensor | None:
@@ -196,8 +123,4 @@ def _hidden(tile: Rectangle, q: Tensor, k: Tensor) -> Tensor | None:
 
 def _pack(x: Tensor, k: Tensor) -> Tensor:
     """Return (batch * kv_heads, group * length, dim): the query heads that share a key head as rows of one head."""
-    return _widen(x).reshape(x.shape[0] * k.shape[1], -1, x.shape[-1])
-
-
-def _widen(x: Tensor) -> Tensor:
-    return x.to(sum_dtype(x.dtype))
+    return widen(x).reshape(x.shape[0] * k.shape[1], -1, x.shape[-1])

@@ -66,7 +66,7 @@ class ProgramTile(NamedTuple):
 class Triton(Kernel):
     """The programs of `kernels/programs`, on GPUs, and with `TRITON_INTERPRET=1` on the CPU."""
 
-    name, made_for, order = "triton", "caches on GPUs", 0
+    name, made_for, priority = "triton", "caches on GPUs", 0
     reads_rows = reads_cache = True
 
     def unsupported_reason(self, need: Need) -> str | None:
@@ -159,7 +159,7 @@ class TritonCachedAttention:
             self.prepared.keep(signature, known)
         else:
             partials = _launch_cache(*known, tensors, view.value_dim)
-        if query.block is None:
+        if query.partial_block is None:
             return merge_launched(partials, query.into, query.sinks)
         if len(view.state) > 2:  # the cache forgets blocks
             partials = by_residue(partials, view.state[2])
@@ -182,12 +182,12 @@ class TritonCachedAttention:
         query: DecodeQuery, view: CacheView, tensors: dict[str, Tensor], tile: ProgramTile
     ) -> tuple[tuple[tuple[int, ...], dict[str, Any]], Partial]:
         """Return the grid and the arguments of a launch but for tensors, and the partials of the first one."""
-        q, mask, block, first = tensors["q"], query.mask, query.block, tensors["firsts"]
+        q, mask, block, first = tensors["q"], query.mask, query.partial_block, tensors["firsts"]
         heads, rows = q.shape[0] * view.keys.shape[1], q.shape[2] * q.shape[1] // view.keys.shape[1]
         tiles, slots = -(-rows // tile.rows), view.keys.shape[2] - 1
         span = block or _span(slots, heads * tiles, tile, q.device)
         bounded = first is not tensors["positions"]
-        arguments = _cache_arguments(q, *view.numbers, query.scaling, tile) | {
+        arguments = _cache_arguments(q, *view.unscaled, query.scaling, tile) | {
             "positions_batch": 0 if view.padding is None else _batch_stride(view.padding.positions),
             "bounds_batch": _batch_stride(first) if bounded else 0,
             "block": block or 0,
@@ -276,7 +276,7 @@ def _bounds_on_device(bounds: Tensor, keys: int, device: torch.device) -> Tensor
     def copy() -> Tensor:
         return bounds.clamp(0, keys).to(device, torch.int32)
 
-    return copy() if device.type == "cpu" else TENSOR_MEMO.find(bounds, (device, keys), copy, lambda x: x.nbytes)
+    return copy() if device.type == "cpu" else TENSOR_MEMO.get_or_make(bounds, (device, keys), copy, lambda x: x.nbytes)
 
 
 def _logit_arguments(scaling: Scaling) -> dict[str, Any]:

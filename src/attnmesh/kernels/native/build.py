@@ -28,7 +28,7 @@ HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 
 FLAGS = ("-std=c++20", "-O3", "-fno-math-errno", "-fPIC", "-shared", "-pthread", "-ldl")
 
-SECONDS = 120
+MAX_COMPILE_SECONDS = 120
 """Most seconds of a compilation."""
 
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -154,7 +154,7 @@ def _compile(compiler: str, folder: Path, file: Path) -> None:
 def _output(command: list[str]) -> str:
     """Return what a command prints. Raise with its first error if it fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=MAX_COMPILE_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise _MissingError(f"{command[0]} does not run: {_line(str(error))}") from None
     if done.returncode:

@@ -1,3 +1,5 @@
+"""`energy`: attention is its gradient."""
+
 import pytest
 import torch
 

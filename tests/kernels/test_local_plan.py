@@ -1,4 +1,4 @@
-"""Calls of a known kind: the bits of the first one, every difference of kind is seen, nothing is left unchecked."""
+"""Calls of a known signature: the bits of the first one, every difference is seen, nothing is left unchecked."""
 
 import re
 from collections.abc import Callable
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(library().attend is None, reason="there is no C+
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Begin without known kinds."""
+    """Begin without known signatures."""
     plans = Memo[LocalPlan]()
     for module in (attend_module, attention_module):
         monkeypatch.setattr(module, "PLANS", plans)
@@ -66,7 +66,7 @@ def test_later_calls_have_the_bits_of_the_first(
         torch.testing.assert_close(again, call(q, k, v, **{**options, "kernel": "reference"}), atol=2e-2, rtol=2e-2)
 
 
-def test_the_number_of_keys_is_no_kind_under_a_full_mask() -> None:
+def test_the_number_of_keys_is_in_no_signature_under_a_full_mask() -> None:
     for keys in range(1, 60):
         q, k, v = problem(keys=keys)
         torch.testing.assert_close(attend(q, k, v), attend(q, k, v, kernel="reference"))
@@ -74,7 +74,7 @@ def test_the_number_of_keys_is_no_kind_under_a_full_mask() -> None:
 
 
 @pytest.mark.parametrize("mask", [am.Causal(), am.Window(2), am.Window(2, 3), am.Causal() & am.Documents([3, 5])])
-def test_a_mask_is_part_of_the_kind(mask: am.Mask) -> None:
+def test_a_mask_is_part_of_the_signature(mask: am.Mask) -> None:
     q, k, v = (torch.randn(1, 2, 8, 16) for _ in range(3))
     for _ in range(2):
         for each in (mask, am.Full(), am.Causal()):
@@ -169,8 +169,8 @@ def test_defaults_of_pytorch_do_not_matter() -> None:
         torch.set_default_dtype(before)
 
 
-def test_kinds_of_any_number_of_keys_hold_one_number() -> None:
-    """No keys, and values of another number than the keys, are other kinds; so is a length that is counted."""
+def test_signatures_of_any_number_of_keys_hold_one_number() -> None:
+    """No keys, and values of another number than the keys, are other signatures; so is a length that is counted."""
     q, k, v = problem()
     attend(q, k[:, :, :0], v[:, :, :0])
     with pytest.raises(ShapeError, match="k and v with the same heads and length"):

@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 
 from attnmesh import __version__
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 USE = """
 import sys, warnings
 warnings.simplefilter("ignore")  # PyTorch's own, about numpy

@@ -1,0 +1,5 @@
+"""Tensors that travel or are kept together."""
+
+from torch import Tensor
+
+Tensors = tuple[Tensor, ...]

@@ -1,0 +1,100 @@
+"""Traffic between ranks: counts are those of the schedules, and of sums by hand."""
+
+import math
+from itertools import product
+
+import pytest
+
+import attnmesh as am
+from attnmesh.core.mask import Mask
+from attnmesh.mesh.schedule import Problem, schedule
+from attnmesh.mesh.shapes import Shape, rank_grid
+from attnmesh.mesh.traffic import FLOWS, tiles, traffic
+from tests.support.seeds import pairs
+
+pytestmark = pytest.mark.quick
+
+MASKS = [am.Full(), am.Causal(), am.Window(20), am.Causal() & am.Documents([30, 50, 41]), am.Causal() & am.Chunks(30)]
+SHAPES = [Shape(1, 4, 1), Shape(1, 2, 3), Shape(2, 2, 2), Shape(1, 1, 4), Shape(1, 3, 3), Shape(1, 5, 1)]
+
+
+@pytest.mark.parametrize(("mask", "layout"), pairs(MASKS, [am.Zigzag(), am.Contiguous(), am.Striped(2)], 8))
+def test_predicted_traffic_is_what_the_executor_sends(mask: Mask, layout: am.Zigzag) -> None:
+    """Counts for all ranks at once equal the sums over schedules, whichever ranks share a host."""
+    for shape in SHAPES:
+        problem = Problem(mask, shape, layout, layout, 121, 121)
+        places = list(product(range(shape.queries), range(shape.keys)))
+        bulk, ring = ([schedule(problem, *place, ring) for place in places] for ring in (False, True))
+        rows = sum(count for one in bulk for _, count in one.query_step.receive)
+        columns = sum(count for one in bulk for _, count in one.key_steps[0].receive)
+        hops = sum(count for one in ring for step in one.key_steps for _, count in step.receive)
+        back = sum(
+            len(tokens)
+            for (r, _), one in zip(places, ring, strict=True)
+            for step in one.key_steps
+            for peer, tokens in step.return_to
+            if peer != r
+        )
+        back += sum(count for one in ring for step in one.gradient_steps if step for _, count in step.receive)
+        for tile in tiles(shape, math.gcd(shape.ranks, 2)):
+            moves = traffic(problem, tile)
+            for flow, count, times in (
+                (moves.rows, rows, 1),
+                (moves.columns, columns, 1),
+                (moves.hop, hops, shape.queries - 1),
+                (moves.hop_back, back, shape.queries - 1),
+            ):
+                assert times * (flow.inside.total + flow.between.total) == pytest.approx(count, abs=1e-2)
+                assert flow.inside.rank <= flow.inside.host + 1e-6
+            for counted, schedules in ((moves.pairs, [one.bands[0] for one in bulk]),) + tuple(
+                (step, [one.bands[t] for one in ring]) for t, step in enumerate(moves.steps)
+            ):
+                pairs = [float(band.high.sub(band.low).clamp(min=0).sum()) for band in schedules]
+                assert counted == (max(pairs), pytest.approx(sum(pairs) / len(pairs)))
+            both = [
+                sum(count for _, count in one.query_step.receive)
+                + sum(len(tokens) for peer, tokens in one.query_step.return_from if peer != c)
+                for (_, c), one in zip(places, bulk, strict=True)
+            ]
+            if tile.keys == 1:
+                assert max(both) == moves.both_ways.between.rank
+
+
+@pytest.mark.parametrize("mask", MASKS[:3], ids=str)
+def test_a_long_problem_is_counted_on_a_short_one(mask: Mask) -> None:
+    shape = Shape(1, 4, 2)
+    one, two = (
+        traffic(Problem(m, shape, am.Zigzag(), am.Zigzag(), n, n), Shape(1, 2, 1))
+        for m, n in ((mask, 4096), (Mask(min(mask.left * 64, 1 << 60), mask.right), 4096 * 64))
+    )
+    for name in FLOWS:
+        assert getattr(two, name).between.total == pytest.approx(64 * getattr(one, name).between.total, rel=0.03)
+    wider = 64 if mask.left > 20 else (64 * 20 + 1) / (20 + 1)
+    assert two.pairs == pytest.approx(one.pairs.times(64 * wider), rel=0.03)
+
+
+@pytest.mark.parametrize(("length", "left"), [(4096, 16), (100_000, 16), (10**6, 100), (10**8, 1024), (10**9, 1024)])
+def test_a_short_window_in_a_long_sequence(length: int, left: int) -> None:
+    """By hand: each query has left + 1 pairs, and left keys cross each of the 3 edges between runs."""
+    shape = Shape(1, 4, 1)
+    moves = traffic(Problem(am.Window(left), shape, am.Contiguous(), am.Contiguous(), length, length), Shape(1, 1, 1))
+    assert moves.pairs.most == pytest.approx(length / 4 * (left + 1), rel=0.05)
+    assert moves.columns.between.total == pytest.approx(3 * left, rel=0.1)
+
+
+@pytest.mark.parametrize("length", [10**5, 10**7])
+def test_short_documents_in_a_long_sequence(length: int) -> None:
+    """By hand: a document of 50 has 50 * 51 / 2 pairs; only keys of documents on an edge between runs travel."""
+    mask = am.Causal() & am.Documents([50] * (length // 50))
+    moves = traffic(Problem(mask, Shape(1, 8, 1), am.Contiguous(), am.Contiguous(), length, length), Shape(1, 1, 1))
+    assert moves.pairs.most == pytest.approx(length / 50 / 8 * 50 * 51 / 2, rel=0.05)
+    assert moves.columns.between.total <= 7 * 50
+
+
+def test_a_host_holds_a_tile() -> None:
+    for shape, ranks in ((Shape(2, 4, 4), 8), (Shape(1, 6, 2), 4), (Shape(1, 7, 1), 7), (Shape(3, 1, 5), 1)):
+        for tile in tiles(shape, ranks):
+            grid = rank_grid(shape, tile)
+            assert sorted(grid.flatten().tolist()) == list(range(shape.ranks))
+            h, r, c = (slice(0, n) for n in tile)
+            assert sorted(grid[h, r, c].flatten().tolist()) == list(range(ranks))

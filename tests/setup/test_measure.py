@@ -1,0 +1,42 @@
+"""Measured clusters: the same on all ranks, within seconds."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import attnmesh as am
+from attnmesh.comm.transport import flat_axis
+from attnmesh.mesh.cluster import Cluster
+from attnmesh.mesh.shapes import AXES
+from attnmesh.planner.workload import Workload
+from attnmesh.setup import measure_shares
+from attnmesh.setup.measure import MeasuredRanks, measure_link
+from tests.support.pool import Pool
+
+pytestmark = pytest.mark.quick
+
+
+def test_measuring_takes_seconds_and_finds_the_same_on_all_ranks(pool: Pool) -> None:
+    found = pool.run(4, measured)
+    assert all(one == found[0] for one in found)
+    assert (found[0].hosts, found[0].ranks) == (1, 4)
+    assert found[0].inside.rate > 1e6
+    assert Cluster.of_record(found[0].record()) == found[0]
+
+
+def measured() -> Cluster:
+    """Measure links twice, where rank 0 is in one group more than the others: both have hung."""
+    dist.new_group([0])
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=AXES)
+    measure_link(MeasuredRanks.of(flat_axis(mesh, AXES), torch.device("cpu")), between=False)
+    with patch.object(measure_shares, "READ_SECONDS", 0.05):
+        return Cluster.measure(mesh)
+
+
+def test_one_rank_is_measured_too() -> None:
+    found = Cluster.measure(None)
+    assert found.world == 1
+    assert am.plan(Workload(4, 2, 16, 64, dtype="float32"), found)[0].bytes == (0, 0)
