@@ -10,7 +10,7 @@ from attnmesh.core.partial import Partial
 from attnmesh.core.scaling import Scaling
 from attnmesh.errors import KernelError
 from attnmesh.kernels import choice
-from attnmesh.kernels.choice import KERNELS, choose, find
+from attnmesh.kernels.choice import KERNELS, best_kernel, choose
 from attnmesh.kernels.implementations.reference import Reference
 from attnmesh.kernels.kernel import Kernel, Need
 from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Rectangle
@@ -104,6 +104,6 @@ def test_the_first_that_is_made_for_a_call_is_taken(changes: dict[str, object], 
 
 
 def test_a_call_that_no_kernel_serves() -> None:
-    assert find(NEED._replace(scattered=True, dtype=torch.float64)) is None
+    assert best_kernel(NEED._replace(scattered=True, dtype=torch.float64)) is None
     with pytest.raises(KernelError, match="none does"):
         choose(NEED._replace(scattered=True, dtype=torch.float64))
