@@ -1,0 +1,31 @@
+"""The bench of rollouts: contenders draw as many tokens, and the memory of a step is of long completions."""
+
+import pytest
+
+from benchmarks import rollouts
+from tests.support.pool import Pool
+from tests.support.trainers import launched
+
+REQUEST = rollouts.Request(tokens=256, contexts=(24,), completions=2, new=3, ranks=(2, 2), rounds=2)
+
+
+def drawn() -> list[rollouts.Speed]:
+    return list(rollouts._drawn(REQUEST))
+
+
+def trained() -> list[rollouts.Memory]:
+    with launched():
+        return list(rollouts._trained(REQUEST))
+
+
+def test_each_contender_draws_as_many_tokens(pool: Pool) -> None:
+    rows = [*pool.run(1, drawn)[0], *pool.run(2, drawn)[0]]
+    assert [row.contender.split(",")[0] for row in rows] == ["transformers", "on_mesh", "on_mesh"]
+    assert all(row.tokens == 6 and row.rate == pytest.approx(6e3 / row.timing.median) for row in rows)
+
+
+@pytest.mark.long
+def test_memory_is_that_of_the_rank_that_takes_most(pool: Pool) -> None:
+    (row,), (other,) = pool.run(2, trained)
+    assert (row.ranks, row.before, row.step) == (2, other.before, other.step)
+    assert row.step > 2 * 256 * 4 * (5 * 512) / 2 / 1e6  # what a layer keeps of a rank's tokens, at least
