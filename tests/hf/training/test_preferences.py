@@ -9,7 +9,7 @@ import torch
 
 from attnmesh.mesh.shapes import Shape
 from tests.support.pool import Pool
-from tests.support.trainers import judged, on_rank
+from tests.support.trainers import FSDP, judged, on_rank
 
 MESHES = {"keys": (1, Shape(1, 1, 2)), "queries": (1, Shape(1, 2, 1)), "data x keys": (2, Shape(1, 1, 2))}
 
@@ -30,6 +30,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "no divergence, computed before": ("keys", {"rows": True, **UNSHIFTED}),
     "a stop": ("data x keys", SAVES),
     "a stop of an adapter": ("keys", {"lora": True, **SAVES}),
+    "sharded weights": ("data x keys", FSDP),
     "weights": ("keys", {"desirable_weight": 1.3, "undesirable_weight": 0.8, "beta": 0.2}),
 }
 """Mesh and settings."""
@@ -51,6 +52,8 @@ def test_kto_on_a_mesh_is_that_of_stock_trl(name: str, pool: Pool, tmp_path: Pat
 
     def trained(on: Shape | None, folder: str, **more: Any) -> Any:
         given = deepcopy(options) | more
+        if on is None:
+            given = {name: x for name, x in given.items() if "fsdp" not in name}
         if options.get("rows"):
             given["rows"] = str(tmp_path / f"{folder} rows")
             judged().save_to_disk(given["rows"])

@@ -47,6 +47,9 @@ def test_training_on_a_mesh_is_that_of_stock_trl(kind: str, mesh: str, pool: Poo
     check(pool, tmp_path, kind, *MESHES[mesh])
 
 
+WIDE = {"hidden_size": 192, "intermediate_size": 256, "initializer_range": 0.02}
+"""Changes of a Llama with layers that ranks share, and with small logits all the same."""
+
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "adapter": ("GRPO", {"lora": True, "beta": 0.1, "eval_strategy": "steps", "eval_steps": 1}),
     "several iterations": ("GRPO", {"num_iterations": 2, "steps_per_generation": 4, "max_steps": 4, "mesh": "queries"}),
@@ -62,7 +65,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "windows": ("GRPO", {"family": "gemma3", "mesh": "queries"}),
     "a stop": ("GRPO", {"resumes": True, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}),
     "asynchronous rewards": ("GRPO", {"asynchronous": True, "log_completions": True, "mesh": "data x keys"}),
-    "shared weights": ("GRPO", {"shares": True, "changes": {"hidden_size": 192}, "max_steps": 3}),
+    "shared weights": ("GRPO", {"shares": True, "changes": WIDE, "max_steps": 3}),
     "stream": ("GRPO", {"stream": True, "mesh": "data x keys"}),
     "iterations and evaluation": (
         "RLOO",

@@ -38,7 +38,6 @@ class MeshRewards(MeshRollouts):
 
     def _checks(self) -> Iterator[Check]:
         """Yield what holds of a trainer that is served."""
-        yield from super()._checks()
         batching = "use_transformers_continuous_batching"
         yield refusal(batching, getattr(self.args, batching), BY_MESH)
         yield refusal("rollout_func", getattr(self, "rollout_func", None), BY_MESH)  # which GRPO alone takes
@@ -46,6 +45,7 @@ class MeshRewards(MeshRollouts):
         models = [type(each).__name__ for each in self.reward_funcs if isinstance(each, nn.Module)]
         fix = "call the model in a function, which the first rank of a mesh runs"
         yield not models, KernelError, f"{SUBJECT} reward_funcs", "functions", ", ".join(models), fix
+        yield from super()._checks()  # an environment brings tools
 
     def _count_generations(self) -> None:
         """Correct the size of a generation batch: TRL has counted each rank as a process. Raise if groups are cut."""

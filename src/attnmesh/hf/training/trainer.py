@@ -158,10 +158,17 @@ class MeshPreferences:
     """Base of classes that `on_mesh` returns, before `MeshTrainer`, for trainers with a reference model."""
 
     calls: ShardedCalls
+    model: Any
+    ref_model: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.ref_model is not None:
+            self.calls.install(self.ref_model)  # FSDP2 shards its weights without `accelerator.prepare`
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         """Return a dataset with the log-probabilities of the reference model, computed on shards."""
-        with self.calls.active():
+        with self.calls.active(True, self.ref_model or self.model):
             return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]
 
 
