@@ -138,7 +138,7 @@ def _trained(request: Request) -> Iterator[Memory]:
             folder, use_cpu=True, bf16=False, max_steps=2, per_device_train_batch_size=GROUP, num_generations=GROUP,
             gradient_accumulation_steps=1, max_completion_length=SHORT, gradient_checkpointing=False, report_to=[],
             save_strategy="no", disable_tqdm=True, ddp_find_unused_parameters=False,
-            generation_kwargs={"suppress_tokens": [1]},  # no completion ends before the others
+            generation_kwargs={"suppress_tokens": [1]},  # completions do not end
         )  # fmt: skip
         trainer: Any = hf.on_mesh(GRPOTrainer, mesh_of_ranks())
         watch.trainer = trainer(

@@ -1,12 +1,29 @@
 """The bench of rollouts: contenders draw as many tokens, and the memory of a step is of long completions."""
 
 import pytest
+from rich.console import Console
 
-from benchmarks import rollouts
+from benchmarks import rollouts, tables
+from benchmarks.timing import Timing
 from tests.support.pool import Pool
 from tests.support.trainers import launched
 
 REQUEST = rollouts.Request(tokens=256, contexts=(24,), completions=2, new=3, ranks=(2, 2), rounds=2)
+
+
+TIME = Timing(28981.4, 28407.5, 29555.2)
+
+
+def test_the_tables_fit_a_terminal_of_80() -> None:
+    rows = [
+        rollouts.Speed(name, 2048, 1024, TIME)
+        for name in ("transformers, 2 threads", "on_mesh, share_weights, 2 ranks")
+    ]
+    console = Console(width=80)
+    with console.capture() as captured:
+        console.print(tables.rollouts_table(rows), tables.steps_table([rollouts.Memory(4, 12345.6, 12345.6, 100.0)]))
+    assert "…" not in captured.get()
+    assert "1.00 (1.5)" in captured.get()
 
 
 def drawn() -> list[rollouts.Speed]:

@@ -14,7 +14,7 @@ from attnmesh import errors
 from tests.mistakes.table import Mistake
 from tests.support import families
 from tests.support.families import prompt
-from tests.support.trainers import FSDP, collate, examples, fsdp_on_cpus, launched, settings, tokenizer
+from tests.support.trainers import collate, examples, launched, settings, tokenizer
 
 IDS = prompt(12, batch=2)
 
@@ -51,7 +51,7 @@ def drawn(mesh: DeviceMesh, reward: Any = len, **options: Any) -> Any:
     """Make a trainer that draws completions."""
     from trl import GRPOConfig, GRPOTrainer
 
-    with launched(), fsdp_on_cpus():
+    with launched():
         steps = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "num_generations": 2}
         given = settings(GRPOConfig, "/nonexistent", **steps | options)
         rows: Any = {"train_dataset": Dataset.from_list([{"prompt": "w5 w6"}]), "processing_class": tokenizer()}
@@ -95,13 +95,6 @@ ROWS = [
         errors.KernelError,
         "on_mesh use_vllm: expected a trainer without it",
         "leave it out: hf.generate draws completions on the mesh",
-    ),
-    Mistake(
-        "shard the weights of `GRPOTrainer`",
-        lambda mesh: drawn(mesh, **FSDP),
-        errors.KernelError,
-        "on_mesh: expected weights that each rank has whole, to generate, given FSDP2",
-        "use DDP",
     ),
     Mistake(
         "pass a model as a reward to `GRPOTrainer`",

@@ -2,6 +2,7 @@
 
 import asyncio
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 import attnmesh.hf as hf
@@ -16,7 +18,7 @@ from attnmesh.mesh.shapes import Shape
 from tests.support import families
 from tests.support.families import STOCK, prompt
 from tests.support.pool import Pool
-from tests.support.trainers import launched, mesh_of, settings, tokenizer
+from tests.support.trainers import fsdp_on_cpus, launched, mesh_of, settings, tokenizer
 
 FLAT = {"initializer_range": 0.05}
 """Weights with small logits: rounding in float32 moves log-probabilities of larger ones by 1e-5, in stock TRL too."""
@@ -63,7 +65,8 @@ class Record(TrainerCallback):  # type: ignore[misc]
         batches = self.trainer._buffered_inputs
         names = batches[0].keys() & {"completion_ids", "advantages"}
         tensors = {name: [x[name].clone() for x in batches] for name in names}
-        weights = {name: x.detach().clone() for name, x in self.model.named_parameters() if x.requires_grad}
+        trained = {name: x.detach() for name, x in self.model.named_parameters() if x.requires_grad}
+        weights = {name: getattr(x, "full_tensor", x.clone)() for name, x in trained.items()}
         self.steps.append({**tensors, "weights": weights})
 
 
@@ -102,6 +105,7 @@ def trained(
         )  # fmt: skip
         record.model = record.trainer.model
         record.trainer.train(given.resume_from_checkpoint)
+        assert any(isinstance(x, DTensor) for x in record.model.parameters()) == ("fsdp" in options)
     if resumes:
         options |= {"path": path, "lora": lora, "save_strategy": "no"}
         options["resume_from_checkpoint"] = f"{folder}/checkpoint-{given.max_steps // 2}"
@@ -134,7 +138,7 @@ def assert_equal(given: dict[str, Any], expected: dict[str, Any]) -> None:
 
 def on_rank(kind: str, data: int, shape: Shape | None, folder: str, options: dict[str, Any]) -> Any:
     """Train on a mesh; without a shape on as many ranks by stock TRL."""
-    with launched():
+    with launched(), fsdp_on_cpus() if options.get("fsdp") else nullcontext():
         if shape is None:
             return trained(kind, lambda made: made, STOCK["llama"], folder, options)
         mesh, options = mesh_of(data, shape), dict(options)
@@ -159,7 +163,7 @@ def check(
     if "path" not in options:
         options["path"] = str(folder / "model")  # a reference model is loaded from there
         families.model(family, "attnmesh", **changes).save_pretrained(options["path"])
-    stock = {name: x for name, x in options.items() if name != "shares"}
+    stock = {name: x for name, x in options.items() if name != "shares" and "fsdp" not in name}
     if data == 1:
         alone = [trained(kind, lambda made: made, STOCK["llama"], at, stock)]
     else:

@@ -21,7 +21,7 @@ from tests.support import families
 from tests.support.families import prompt
 from tests.support.pool import Pool
 from tests.support.rollouts import FLAT, OPTIONS, check, even, prompts
-from tests.support.trainers import launched, mesh_of, settings, tokenizer
+from tests.support.trainers import FSDP, launched, mesh_of, settings, tokenizer
 
 MESHES = {
     "keys": (1, Shape(1, 1, 2)),
@@ -66,6 +66,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "a stop": ("GRPO", {"resumes": True, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}),
     "asynchronous rewards": ("GRPO", {"asynchronous": True, "log_completions": True, "mesh": "data x keys"}),
     "shared weights": ("GRPO", {"shares": True, "changes": WIDE, "max_steps": 3}),
+    "sharded weights": ("GRPO", {"mesh": "data x keys", "beta": 0.1, "max_steps": 3, **FSDP}),
+    "sharded weights of RLOO": ("RLOO", {"lora": True, "num_iterations": 2, **FSDP}),
     "stream": ("GRPO", {"stream": True, "mesh": "data x keys"}),
     "iterations and evaluation": (
         "RLOO",

@@ -34,6 +34,12 @@ class MeshDistillation(MeshRollouts):
         self._logs = {name: deque(maxlen=rows) for name in self._logs}  # TRL has counted each rank as a process
         self.where: dict[Any, tuple[Shards, MovedRows | None]] = {}
 
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator, to which the ranks of a mesh are one process."""
+        super().create_accelerator_and_postprocess()
+        fits, expected = not self.accelerator.is_fsdp2, "a student and a teacher that each rank has whole"
+        require(fits, KernelError, SUBJECT, expected, "FSDP2", "use DDP")
+
     def get_train_dataloader(self) -> Any:
         """Return the prompts of each mesh."""
         with self.accelerator.dealing():

@@ -22,6 +22,7 @@ DIFFERENCE = "sampling/sampling_logp_difference"
 class MeshRewards(MeshRollouts):
     """Base of classes that `on_mesh` returns, before `MeshTrainer`, for trainers that learn from rewards."""
 
+    ref_model: Any
     reward_funcs: list[Any]
     state: Any
     _metrics: dict[str, Any]
@@ -29,6 +30,8 @@ class MeshRewards(MeshRollouts):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if self.ref_model is not None:
+            self.calls.install(self.ref_model)  # FSDP2 shards its weights without `accelerator.prepare`
         self.logprobs_of_training = torch.empty(0)
 
     def create_accelerator_and_postprocess(self) -> None:

@@ -11,11 +11,12 @@ from math import gcd
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from transformers import LogitsProcessor, set_seed
 
-from attnmesh.errors import Check, KernelError, require, require_all
+from attnmesh.errors import Check, KernelError, require_all
 from attnmesh.hf.generate import generate
 from attnmesh.hf.models import unwrap
 from attnmesh.hf.training.sharded_calls import ShardedCalls
@@ -37,6 +38,7 @@ class MeshRollouts:
     args: Any
     calls: ShardedCalls
     model: Any
+    model_wrapped: Any
     _is_vlm: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -53,8 +55,6 @@ class MeshRollouts:
         ROLLOUTS.check()
         require_all(self._checks())
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        fits, fix = not self.accelerator.is_fsdp2, "use DDP"
-        require(fits, KernelError, SUBJECT, "weights that each rank has whole, to generate", "FSDP2", fix)
         self.calls.pads_left = True
 
     def _checks(self) -> Iterator[Check]:
@@ -72,7 +72,9 @@ class MeshRollouts:
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Draw completions on the mesh."""
-        with self.calls.active(False), generating_on(self.calls.mesh, unwrap(self.model)) as drawn:
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)  # which DDP has not
+        whole = whole_weights(self.model_wrapped, plugin is not None and bool(plugin.reshard_after_forward))
+        with self.calls.active(False), whole, generating_on(self.calls.mesh, unwrap(self.model)) as drawn:
             completions = super()._generate_single_turn(*args, **kwargs)  # type: ignore[misc]
         self.logprobs = torch.cat(drawn, 1)
         return completions
@@ -104,6 +106,24 @@ class MeshRollouts:
         """Return the rows of the first rank of each mesh."""
         parts: list[list[Any]] = ACCELERATE.find("accelerate.utils:gather_object")([rows])
         return [row for rank in self.firsts for row in parts[rank]]
+
+
+@contextmanager
+def whole_weights(model: nn.Module, reshards: bool) -> Iterator[None]:
+    """Gather the weights of a model that FSDP2 has sharded, once for all steps in this context.
+
+    `reshards` says whether layers free them after each forward pass outside it.
+    """
+    parts = [part for part in model.modules() if isinstance(part, FSDPModule)]
+    for part in parts:
+        part.unshard()
+        part.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.set_reshard_after_forward(reshards, recurse=False)
+            part.reshard()
 
 
 def refusal(name: str, given: Any, fix: str) -> Check:
