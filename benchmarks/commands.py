@@ -287,6 +287,38 @@ def bench_folder(
     return [pairs("this machine", machine()), tables.folder_table(run.tables["rows"])]
 
 
+ROLLOUTS_EXPLAINED = """\
+Memory is resident memory of the rank that takes most: before a step of GRPO, and what the step adds at its peak, which
+are activations and caches. Ranks free memory at once. A rollout is drawn as TRL asks for it, a row for each completion:
+transformers computes a prompt for each, attnmesh once. Times have the prompt."""
+
+
+@bench_command(app, "rollouts", "Memory of a step of GRPO, and the rate of completions.", ROLLOUTS_EXPLAINED)
+def bench_rollouts(
+    run: Bench,
+    ranks: Annotated[int, typer.Option(min=2, help="Ranks that train.")] = 4,
+    tokens: Annotated[int, typer.Option(min=0, help="Tokens of a completion in training; 0: none is trained.")] = 4096,
+    contexts: Annotated[str, typer.Option(help="Tokens of prompts, separated by commas.")] = "256,2048",
+    completions: Annotated[int, typer.Option(min=1, help="Completions of a prompt.")] = 8,
+    new: Annotated[int, typer.Option(min=0, help="Tokens of a completion that is timed; 0: none is.")] = 128,
+    rounds: Annotated[int, typer.Option(min=2, help="Times that each is timed.")] = 3,
+) -> list[Table]:
+    """Memory of training on long completions, and completions on 2 ranks beside transformers (10 minutes, 2 cores)."""
+    from benchmarks import rollouts as rollouts_bench
+
+    request = rollouts_bench.Request(tokens, counts_of("--contexts", contexts), completions, new, (ranks, 2), rounds)
+    shown = []
+    if new:
+        run.step("drawing completions")
+        rollouts_bench.speed(request, run.table("rows"))
+        shown.append(tables.rollouts_table(run.tables["rows"]))
+    if tokens:
+        run.step(f"training on completions of {tokens:,} tokens")
+        rollouts_bench.memory(request, run.table("memory"))
+        shown.append(tables.steps_table(run.tables["memory"]))
+    return [pairs("this machine", machine()), *shown]
+
+
 def pages() -> str:
     """Return the text of the documentation, which prompts are cut from."""
     return " ".join(file.read_text() for file in sorted(Path("docs").glob("*.md")))

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         prefill,
         prefixes,
         recurrent,
+        rollouts,
         selected,
         speculate,
         storage,
@@ -263,6 +264,27 @@ def folder_table(rows: "list[folder.Row]") -> Table:
         different = "" if row.different is None else f"{row.different}"
         times, in_memory = (row.plain.in_two_lines, row.ours.in_two_lines), row.in_memory
         table.add_row(row.case, *times, ratio, "" if in_memory is None else in_memory.in_two_lines, different)
+    return table
+
+
+def rollouts_table(rows: "list[rollouts.Speed]") -> Table:
+    """Return the rates of completions beside those of the first contender."""
+    table = titled("completions of one prompt", "contender", figures=("prompt", "seconds", "tokens/s", "times\n(goal)"))
+    first = {row.context: row.rate for row in reversed(rows)}
+    for row in rows:
+        times, timing = row.rate / first[row.context], row.timing
+        seconds = f"{timing.median / 1e3:.1f}\n[{timing.low / 1e3:.1f}, {timing.high / 1e3:.1f}]"
+        table.add_row(row.contender, f"{row.context:,}", seconds, f"{row.rate:,.0f}", f"{times:.2f} ({row.goal})")
+    return table
+
+
+def steps_table(rows: "list[rollouts.Memory]") -> Table:
+    """Return the memory of steps of GRPO beside that on one process."""
+    columns = ("MB before", "MB of the step", "share\n(goal)", "seconds")
+    table = titled("a step of GRPO, the rank that takes most", "ranks", figures=columns)
+    for row in rows:
+        share = f"{row.step / rows[0].step:.3f} ({row.goal})"
+        table.add_row(f"{row.ranks}", f"{row.before:,.0f}", f"{row.step:,.0f}", share, f"{row.seconds:,.0f}")
     return table
 
 

@@ -72,6 +72,7 @@ from benchmarks import plan as plan_bench
 from benchmarks import prefill as prefill_bench
 from benchmarks import prefixes as prefixes_bench
 from benchmarks import recurrent as recurrent_bench
+from benchmarks import rollouts as rollouts_bench
 from benchmarks import rows as rows_bench
 from benchmarks import selected as selected_bench
 from benchmarks import serve as serve_bench
@@ -489,6 +490,12 @@ def stand_in(sandbox: Sandbox) -> None:
     replace(masks_bench, rows=lambda name, tokens, rounds: [masked])
     filed = folder_bench.Row("a step", 1, TIME, TIME, 1.0, 1.2)
     replace(folder_bench, rows=lambda sizes, parent, rounds, add: add(filed))
+    drawn = rollouts_bench.Speed("transformers", 256, 1024, TIME)
+    replace(
+        rollouts_bench,
+        speed=lambda request, add: add(on(request.ranks[1], drawn)),
+        memory=lambda request, add: add(on(request.ranks[0], rollouts_bench.Memory(1, 500.0, 500.0, 9.0))),
+    )
     found = prefixes_bench.PrefixRow("computed", 4, 1, 0, 1.0, 0.0, True)
     replace(prefixes_bench, rows=lambda request, add, step: add(on(max(request.ranks), found)))
     divided = unequal_bench.Row("cores", "even", [1, 1], TIME, [1.0, 1.0], 1.0)

@@ -14,7 +14,7 @@ from attnmesh import errors
 from tests.mistakes.table import Mistake
 from tests.support import families
 from tests.support.families import prompt
-from tests.support.trainers import FSDP, collate, examples, fsdp_on_cpus, launched, settings, tokenizer
+from tests.support.trainers import collate, examples, launched, settings, tokenizer
 
 IDS = prompt(12, batch=2)
 
@@ -33,7 +33,7 @@ def served(package: str, name: str, note: str) -> Mistake:
         f"put `{name}` on a mesh{note}",
         lambda mesh: hf.on_mesh(getattr(import_module(package), name), mesh),
         errors.KernelError,
-        f"RewardTrainer, GRPOTrainer, RLOOTrainer, or a subclass of one of them, given trl.{name}",
+        f"GRPOTrainer, RLOOTrainer, DistillationTrainer, or a subclass of one of them, given trl.{name}",
         "train with one of these, or in a loop of your own with hf.shard_batch",
     )
 
@@ -51,7 +51,7 @@ def drawn(mesh: DeviceMesh, reward: Any = len, **options: Any) -> Any:
     """Make a trainer that draws completions."""
     from trl import GRPOConfig, GRPOTrainer
 
-    with launched(), fsdp_on_cpus():
+    with launched():
         steps = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "num_generations": 2}
         given = settings(GRPOConfig, "/nonexistent", **steps | options)
         rows: Any = {"train_dataset": Dataset.from_list([{"prompt": "w5 w6"}]), "processing_class": tokenizer()}
@@ -87,21 +87,14 @@ def parallel(mesh: DeviceMesh) -> Any:
 
 
 ROWS = [
-    served("trl", "KTOTrainer", ", whose losses are of whole sequences"),
-    served("trl", "DistillationTrainer", ", which has a second model"),
+    served("trl.experimental.online_dpo", "OnlineDPOTrainer", ", an experimental one that draws completions"),
+    served("trl.experimental.gkd", "GKDTrainer", ", an experimental subclass of a trainer that is served"),
     Mistake(
         "draw completions of `GRPOTrainer` by vLLM",
         lambda mesh: drawn(mesh, use_vllm=True),
         errors.KernelError,
         "on_mesh use_vllm: expected a trainer without it",
         "leave it out: hf.generate draws completions on the mesh",
-    ),
-    Mistake(
-        "shard the weights of `GRPOTrainer`",
-        lambda mesh: drawn(mesh, **FSDP),
-        errors.KernelError,
-        "on_mesh: expected weights that each rank has whole, to generate, given FSDP2",
-        "use DDP",
     ),
     Mistake(
         "pass a model as a reward to `GRPOTrainer`",

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from datasets import Dataset
+from datasets import Dataset, DatasetDict, load_from_disk
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -117,6 +117,7 @@ class Counting:
 LOGGED = (
     *("loss", "grad_norm", "train_loss", "num_input_tokens_seen", "num_tokens", "entropy", "mean_token_accuracy"),
     *("eval_loss", "eval_exact", "rewards/margins", "logps/chosen", "logits/chosen", "accuracy", "margin"),
+    *("kl", "logps/rejected", "logits/rejected", "rewards/chosen", "eval_kl", "eval_rewards/rejected"),
 )
 
 
@@ -218,6 +219,42 @@ def dpo(trainer: Any, model: Any, folder: str, **options: Any) -> Trainer:
     return made
 
 
+def kto(trainer: Any, model: Any, folder: str, **options: Any) -> Trainer:
+    """Return a `KTOTrainer`, whose reference is a model of its own or the model without an adapter.
+
+    With `rows`, a folder, its reference is computed before training: ranks share the file that TRL writes beside them.
+    """
+    from trl import KTOConfig
+
+    more: dict[str, Any] = {"ref_model": deepcopy(model)}
+    if options.pop("lora", False):
+        from peft import LoraConfig
+
+        more = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")}
+    rows = options.pop("rows", None)
+    if rows is not None:
+        more.pop("ref_model", None)
+        options["precompute_ref_log_probs"] = True
+    data = dict(judged()) if rows is None else dict(load_from_disk(rows))
+    common = {"max_length": LENGTH, "gradient_checkpointing": False, "eval_strategy": "steps", "eval_steps": 2}
+    given = settings(KTOConfig, folder, **common | {"per_device_eval_batch_size": 2, **options})
+    made: Trainer = trainer(
+        model=model, args=given, train_dataset=data["train"], eval_dataset=data["eval"], processing_class=tokenizer(),
+        **more,
+    )  # fmt: skip
+    return made
+
+
+def judged() -> DatasetDict:
+    """Return prompts with a short answer each, which is desirable or not."""
+    rows = []
+    for number, (first, *answers) in enumerate(pairs()):
+        answer = answers[number % 3 % 2][: 4 + number % 4]
+        words = ["".join(f" w{token}" for token in part) for part in (first, answer)]
+        rows.append({"prompt": words[0], "completion": words[1], "label": number % 3 != 1})
+    return DatasetDict({"train": Dataset.from_list(rows[:16]), "eval": Dataset.from_list(rows[16:])})
+
+
 def reward(trainer: Any, model: Any, folder: str, **options: Any) -> Trainer:
     """Return a `RewardTrainer`, whose model has one class."""
     from trl import RewardConfig
@@ -229,6 +266,7 @@ def reward(trainer: Any, model: Any, folder: str, **options: Any) -> Trainer:
 
 
 TRAINERS: dict[str, Make] = {"Trainer": plain, "SFTTrainer": sft, "DPOTrainer": dpo, "RewardTrainer": reward}
+TRAINERS["KTOTrainer"] = kto
 
 
 def trainer_class(kind: str) -> type[Trainer]:

@@ -70,18 +70,21 @@ ACCELERATE = Upstream(
 )
 """Methods of the accelerator that `prepare` overrides. Version 1.12 resumes adapters with FSDP2 wrongly."""
 
-TRL = Upstream("trl", "1.16", "1.17")
-"""Before 1.16 models of an `SFTTrainer` return counts beside their loss, or need a GPU."""
+TRL = Upstream("trl", "1.16", "1.17", tuple(f"trl:{kind}Trainer._precompute_ref_logps" for kind in ("DPO", "KTO")))
+"""Methods that `on_mesh` overrides. Before 1.16 models of an `SFTTrainer` return counts beside their loss."""
 
-ROLLOUT_METHODS = (
-    *("_calculate_rewards", "_compute_loss", "_generate_and_score_completions", "_generate_single_turn"),
-    "_get_per_token_logps_and_entropies",
-)
+DRAWING = ("_generate_and_score_completions", "_generate_single_turn")
+REWARDING = (*DRAWING, "_calculate_rewards", "_compute_loss", "_get_per_token_logps_and_entropies")
+DISTILLING = (*DRAWING, "_get_last_hidden_state", "compute_loss", "get_train_dataloader")
+DIVERGENCE = "trl.trainer.distillation_trainer:_chunked_divergence_loss"
 ROLLOUTS = Upstream(
     *(TRL.package, TRL.floor, TRL.ceiling),
     (
-        *(f"trl:{kind}.{name}" for kind in ("GRPOTrainer", "RLOOTrainer") for name in ROLLOUT_METHODS),
-        *(f"trl.trainer.{kind}_trainer:{name}" for kind in ("grpo", "rloo") for name in ("gather", "gather_object")),
+        *(f"trl:{kind}Trainer.{name}" for kind in ("GRPO", "RLOO") for name in REWARDING),
+        *(f"trl:DistillationTrainer.{name}" for name in DISTILLING),
+        *(f"trl.trainer.{kind}_trainer:gather" for kind in ("grpo", "rloo")),
+        *(f"trl.trainer.{kind}_trainer:gather_object" for kind in ("grpo", "rloo", "distillation")),
+        DIVERGENCE,
     ),
 )
 """Methods that `on_mesh` overrides of trainers that draw completions, and functions that it replaces meanwhile."""

@@ -58,6 +58,7 @@ class ShardedCalls:
         self.shards: Shards | None = None  # of the present call
         self.outermost: nn.Module | None = None  # the module that was called
         self.models: WeakSet[nn.Module] = WeakSet()
+        self.layers: WeakSet[nn.Module] = WeakSet()  # of models, whose routers are gathered
         self.last_hooks: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
 
     @contextmanager
@@ -92,8 +93,8 @@ class ShardedCalls:
                 self.models.add(module)
                 module.register_forward_pre_hook(self._begin, with_kwargs=True)
             self._return_last(module)
-        if not classifies and inner.base_model not in self.models and inner.base_model is not inner:
-            self.models.add(inner.base_model)
+        if not classifies and inner.base_model not in self.layers and inner.base_model is not inner:
+            self.layers.add(inner.base_model)
             inner.base_model.register_forward_hook(self._gather_routers)
 
     def _return_last(self, module: nn.Module) -> None:

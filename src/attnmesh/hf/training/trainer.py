@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.core.layout import Layout, Zigzag, check_layout
 from attnmesh.errors import ArgumentError, KernelError, require
 from attnmesh.hf.training.accelerator import as_one_process, check_parallelism
+from attnmesh.hf.training.distillation import MeshDistillation
 from attnmesh.hf.training.mesh_shapes import check_shape
-from attnmesh.hf.training.rollouts import MeshRollouts
+from attnmesh.hf.training.rewards import MeshRewards
 from attnmesh.hf.training.sharded_calls import ShardedCalls
 from attnmesh.hf.transformers_names import check_trainer
 from attnmesh.mesh.axes import Mesh
@@ -31,9 +32,8 @@ def on_mesh(
 ) -> type:
     """Return a subclass of a `transformers.Trainer` that trains and evaluates on a mesh, as it does on one device.
 
-    `SFTTrainer`, `DPOTrainer`, `RewardTrainer`, `GRPOTrainer` and `RLOOTrainer` of TRL work too. The mesh shares each
-    sequence. If the world has more ranks, they form further meshes with other batches, and DDP or FSDP2 goes over all
-    ranks. Batch sizes are per mesh.
+    The trainers of TRL work too, but for its experimental ones. The mesh shares each sequence. If the world has more
+    ranks, they form further meshes with other batches, and DDP or FSDP2 goes over all ranks. Batch sizes are per mesh.
 
     Args:
         trainer_class: The class of the trainer.
@@ -154,17 +154,37 @@ class MeshTrainer:
         return whole / Mesh.of(self.calls.mesh).ranks
 
 
-TRAINS, DRAWS = (MeshTrainer,), (MeshRollouts, MeshTrainer)
-"""First bases of trainers that are given batches, and of those that draw completions."""
+class MeshPreferences:
+    """Base of classes that `on_mesh` returns, before `MeshTrainer`, for trainers with a reference model."""
+
+    calls: ShardedCalls
+    model: Any
+    ref_model: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.ref_model is not None:
+            self.calls.install(self.ref_model)  # FSDP2 shards its weights without `accelerator.prepare`
+
+    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a dataset with the log-probabilities of the reference model, computed on shards."""
+        with self.calls.active(True, self.ref_model or self.model):
+            return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]
+
+
+TRAINS, PREFERS, REWARDS = (MeshTrainer,), (MeshPreferences, MeshTrainer), (MeshRewards, MeshTrainer)
+"""First bases of trainers that are given batches, of those with a reference model, and of those that draw rows."""
 
 SERVED: dict[str, dict[str, tuple[type, ...]]] = {
     "transformers": {"Trainer": TRAINS, "Seq2SeqTrainer": TRAINS},
     "trl": {
         "SFTTrainer": TRAINS,
-        "DPOTrainer": TRAINS,
         "RewardTrainer": TRAINS,
-        "GRPOTrainer": DRAWS,
-        "RLOOTrainer": DRAWS,
+        "DPOTrainer": PREFERS,
+        "KTOTrainer": PREFERS,
+        "GRPOTrainer": REWARDS,
+        "RLOOTrainer": REWARDS,
+        "DistillationTrainer": (MeshDistillation, MeshTrainer),
     },
 }
 """Trainers that were compared with one process. Others make batches, or losses of whole sequences, by themselves."""

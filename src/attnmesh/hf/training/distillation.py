@@ -1,0 +1,86 @@
+"""Trainers that learn the probabilities of a teacher, on a mesh: both models and the loss are computed on shards."""
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import pad
+
+from attnmesh.errors import KernelError, require
+from attnmesh.hf.models import unwrap
+from attnmesh.hf.shards import Shards
+from attnmesh.hf.training.left_padding import MovedRows
+from attnmesh.hf.training.mean_over_mesh import mean_over_ranks
+from attnmesh.hf.training.rollouts import SUBJECT, MeshRollouts
+from attnmesh.hf.transformers_names import DIVERGENCE, ROLLOUTS
+from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh_attention.sharding import shard
+
+
+class MeshDistillation(MeshRollouts):
+    """Base of classes that `on_mesh` returns, before `MeshTrainer`, for trainers with a teacher."""
+
+    teacher_model: Any
+    _logs: dict[str, deque[str]]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        expected, fix = "a model on the mesh", "pass one whose vocabulary is the student's"
+        require(self.teacher_model is not None, KernelError, f"{SUBJECT} teacher_model", expected, "None", fix)
+        given, meshes = self.args, self.accelerator.replicas.groups
+        rows = given.per_device_train_batch_size * meshes * given.gradient_accumulation_steps
+        self._logs = {name: deque(maxlen=rows) for name in self._logs}  # TRL has counted each rank as a process
+        self.where: dict[Any, tuple[Shards, MovedRows | None]] = {}
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator, to which the ranks of a mesh are one process."""
+        super().create_accelerator_and_postprocess()
+        fits, expected = not self.accelerator.is_fsdp2, "a student and a teacher that each rank has whole"
+        require(fits, KernelError, SUBJECT, expected, "FSDP2", "use DDP")
+
+    def get_train_dataloader(self) -> Any:
+        """Return the prompts of each mesh."""
+        with self.accelerator.dealing():
+            return super().get_train_dataloader()  # type: ignore[misc]
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the loss. TRL calls the models with methods of its own, in which `_get_last_hidden_state` shards."""
+        divergence = partial(self._divergence, ROLLOUTS.find(DIVERGENCE))
+        replacing = self._replacing(**{DIVERGENCE.split(":")[1]: divergence})
+        with self.calls.active(False), self.accelerator.dealing(), replacing:
+            return super().compute_loss(*args, **kwargs)  # type: ignore[misc]
+
+    def _get_last_hidden_state(self, model: Any, input_ids: Tensor, attention_mask: Tensor, *_: Any) -> Tensor:
+        """Return the last states of this rank's tokens."""
+        layers = unwrap(model).base_model
+        with self.calls.active(True, layers):
+            states = layers(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
+        self.where[states.shards.layout, Mesh.of(states.shards.mesh).shape] = states.shards, states.moved
+        return states.plain()  # type: ignore[no-any-return]
+
+    def _divergence(
+        self,
+        stock: Callable[..., Any],
+        student: Tensor,
+        teacher: Tensor,
+        *heads: Any,
+        num_items_in_batch: Any,
+        **more: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the loss, the sum of entropies and the number of tokens, of the whole batch."""
+        *heads_of_models, mask, beta = heads
+        given, fix = " and ".join(map(str, self.where)), 'leave layout="auto" and shape="auto" out'
+        (shards, moved), *others = self.where.values()
+        self.where = {}
+        require(not others, KernelError, SUBJECT, "a student and a teacher with the same shards", given, fix)
+        kept = pad(mask, (shards.length - 1 - mask.shape[1], 1))  # a token is predicted from the one before it
+        kept = kept if moved is None else moved.batch({"kept": kept})["kept"]
+        own = shard(kept, shards.mesh, layout=shards.layout, dim=1).bool()
+        count = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        more["num_items_in_batch"] = count / shards.ranks
+        parts = (x[own][None] for x in (student, teacher))
+        loss, entropy, _ = stock(*parts, *heads_of_models, own[own][None], beta, **more)
+        loss, entropy = (mean_over_ranks(x, shards.mesh) for x in (loss, entropy.detach()))
+        return loss, entropy * shards.ranks, mask.sum()

@@ -1,0 +1,113 @@
+"""Trainers that learn from rewards of completions, on a mesh. The first rank of a mesh computes the rewards."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from attnmesh.errors import Check, KernelError, ShapeError, UnforeseenError, require
+from attnmesh.hf.generate import synchronize_generators
+from attnmesh.hf.training.rollouts import BY_MESH, ON_ONE_DEVICE, SUBJECT, MeshRollouts, refusal
+
+LOGPROBS, STEP = "drawn_logprobs", "drawn_at"
+"""Entries of a batch of completions: the log-probabilities with which their tokens were drawn, and the step then."""
+
+DIFFERENCE = "sampling/sampling_logp_difference"
+"""Metric of TRL: how far the log-probabilities of a rollout are from those of training."""
+
+
+class MeshRewards(MeshRollouts):
+    """Base of classes that `on_mesh` returns, before `MeshTrainer`, for trainers that learn from rewards."""
+
+    ref_model: Any
+    reward_funcs: list[Any]
+    state: Any
+    _metrics: dict[str, Any]
+    _pending_metrics: dict[str, Any]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.ref_model is not None:
+            self.calls.install(self.ref_model)  # FSDP2 shards its weights without `accelerator.prepare`
+        self.logprobs_of_training = torch.empty(0)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator, to which the ranks of a mesh are one process."""
+        super().create_accelerator_and_postprocess()
+        self._count_generations()
+
+    def _checks(self) -> Iterator[Check]:
+        """Yield what holds of a trainer that is served."""
+        batching = "use_transformers_continuous_batching"
+        yield refusal(batching, getattr(self.args, batching), BY_MESH)
+        yield refusal("rollout_func", getattr(self, "rollout_func", None), BY_MESH)  # which GRPO alone takes
+        yield refusal("environment_factory", getattr(self, "environment_factories", None), ON_ONE_DEVICE)
+        models = [type(each).__name__ for each in self.reward_funcs if isinstance(each, nn.Module)]
+        fix = "call the model in a function, which the first rank of a mesh runs"
+        yield not models, KernelError, f"{SUBJECT} reward_funcs", "functions", ", ".join(models), fix
+        yield from super()._checks()  # an environment brings tools
+
+    def _count_generations(self) -> None:
+        """Correct the size of a generation batch: TRL has counted each rank as a process. Raise if groups are cut."""
+        args, meshes = self.args, self.accelerator.replicas.groups
+        args.generation_batch_size = args.per_device_train_batch_size * meshes * args.steps_per_generation
+        sizes = {"per_device_train_batch_size": (args.generation_batch_size, args.num_generations)}
+        if args.eval_strategy != "no":
+            evaluated = args.per_device_eval_batch_size * meshes
+            sizes["per_device_eval_batch_size"] = evaluated, args.num_generations_eval or args.num_generations
+        for name, (given, group) in sizes.items():
+            expected, fix = f"a multiple of the {group} generations of a prompt", f"raise {name}, which is per mesh"
+            require(given % group == 0, ShapeError, f"{SUBJECT} {name}", expected, f"{given} completions", fix)
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        """Draw completions and compare their rewards, of all meshes."""
+        batch = super()._generate_and_score_completions(inputs)
+        logprobs = pad(self.logprobs, (0, batch["completion_ids"].shape[1] - self.logprobs.shape[1]))
+        return {**batch, LOGPROBS: logprobs, STEP: torch.tensor(self.state.global_step)}
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, *args: Any) -> Any:
+        """Return the rewards of all meshes, computed on the first rank of each. One that fails raises on all ranks."""
+        functions, error = self.reward_funcs, None
+        self.reward_funcs = functions if self.is_first else [_no_rewards] * len(functions)
+        try:
+            rewards = super()._calculate_rewards(inputs, prompts, *args)  # type: ignore[misc]
+        except Exception as raised:  # before the rewards are gathered, for which the other ranks wait
+            error = raised
+            rewards = self._gather(torch.zeros(len(prompts), len(functions), device=self.accelerator.device))
+        finally:
+            self.reward_funcs = functions
+        text = "" if error is None else " ".join(f"{type(error).__name__}: {error}".split())
+        said = self._gather_rows([(text, dict(self._pending_metrics))])
+        if error is not None:
+            raise error
+        failed, fix = next((text for text, _ in said if text), ""), "see the error of the rank that raised"
+        require(not failed, UnforeseenError, "reward function", "a reward for each completion", failed, fix)
+        self._pending_metrics = defaultdict(list, said[self.accelerator.replicas.own][1])
+        synchronize_generators((self.calls.mesh,), self.accelerator.device)  # a reward may have drawn numbers
+        return rewards
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the log-probabilities of training, and keep them."""
+        found = super()._get_per_token_logps_and_entropies(*args, **kwargs)  # type: ignore[misc]
+        self.logprobs_of_training = found[0].detach()
+        return found
+
+    def _compute_loss(self, model: nn.Module, inputs: Any) -> Tensor:
+        """Return the loss. Log how far log-probabilities are from those of the rollout, if weights are the same."""
+        loss: Tensor = super()._compute_loss(model, inputs)  # type: ignore[misc]
+        if self.state.global_step == inputs[STEP]:
+            metrics, mask = self._metrics["train" if self.model.training else "eval"], inputs["completion_mask"]
+            away = (self.logprobs_of_training - inputs[LOGPROBS]).abs() * mask
+            found = torch.stack((away.sum(), mask.sum(), away.max())).unsqueeze(0)
+            total, tokens, most = self.accelerator.gather(found).unbind(1)
+            metrics[f"{DIFFERENCE}/mean"].append((total.sum() / tokens.sum().clamp(min=1)).item())
+            metrics[f"{DIFFERENCE}/max"].append(most.max().item())
+        return loss
+
+
+def _no_rewards(prompts: list[Any], **_: Any) -> list[float]:
+    """Return zeros, on ranks whose rewards do not count."""
+    return [0.0] * len(prompts)

@@ -1,0 +1,81 @@
+"""Distillation on a mesh: the completions, divergences, entropies and weights of stock TRL."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import trl
+
+import attnmesh.hf as hf
+from attnmesh import errors
+from attnmesh.mesh.shapes import Shape
+from tests.support import families
+from tests.support.pool import Pool
+from tests.support.rollouts import check, prompts
+from tests.support.trainers import settings, tokenizer
+
+MESHES = {
+    "keys": (1, Shape(1, 1, 2)),
+    "queries": (1, Shape(1, 2, 1)),
+    "data x keys": (2, Shape(1, 1, 2)),
+    "three keys": (1, Shape(1, 1, 3)),
+}
+
+STOP: dict[str, Any] = {"resumes": True, "save_strategy": "steps", "per_device_train_batch_size": 1}
+"""Settings of a run that stops within an epoch: in a later one stock TRL goes on with the order of the first."""
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in MESHES},
+    "forward": ("keys", {"beta": 0.0}),
+    "mixture": ("data x keys", {"beta": 0.4, "log_completions": True, "temperature": 0.7}),
+    "adapter": ("keys", {"lora": True, "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2}),
+    "checkpointing": ("keys", {"activation_checkpointing": True}),
+    "one token": ("three keys", {"max_completion_length": 1}),
+    "windows": ("queries", {"family": "gemma3"}),
+    "stream": ("data x keys", {"stream": True}),
+    "a stop": ("keys", {**STOP, "save_steps": 2, "max_steps": 4}),
+    "many steps": ("data x keys", {"max_steps": 20}),
+}
+"""Mesh and settings."""
+
+SHORT = ("mixture",)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in SHORT else pytest.mark.long) for name in CASES]
+)
+def test_distillation_on_a_mesh_is_that_of_stock_trl(name: str, pool: Pool, tmp_path: Path) -> None:
+    mesh, options = CASES[name]
+    check(pool, tmp_path, "Distillation", *MESHES[mesh], **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"use_vllm": True}, "on_mesh use_vllm: expected a trainer without it, given bool. Fix: leave it out: hf.gen"),
+        ({"tools": [len]}, "on_mesh tools: expected a trainer without it, given list. Fix: leave it out, or train on"),
+        ({"teacher_model": None}, "on_mesh teacher_model: expected a model on the mesh, given None. Fix: pass one"),
+        ({"attention": "sdpa"}, "on_mesh: expected a model with attn_implementation 'attnmesh', given 'sdpa'. Fix"),
+    ],
+)
+def test_other_ways_to_draw_and_other_teachers_are_refused_by_name(
+    options: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    words, options = tokenizer(), dict(options)
+    words.chat_template, words.response_schema = "{{ messages }}{{ tools }}", {"type": "object"}
+    teacher = families.model("llama", options.pop("attention", "attnmesh"))
+    arguments = {name: options.pop(name) for name in ("tools", "teacher_model") if name in options}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TRL's own
+        given = settings(trl.DistillationConfig, str(tmp_path), **options)
+        with (
+            pytest.raises(errors.KernelError, match=said),
+            patch("trl.trainer.distillation_trainer.supports_tool_calling", return_value=True),
+            patch("trl.trainer.distillation_trainer.is_chat_template_prefix_preserving", return_value=True),
+        ):
+            hf.on_mesh(trl.DistillationTrainer, None)(
+                model=families.model("llama", "attnmesh"), args=given, train_dataset=prompts(),
+                processing_class=words, **{"teacher_model": teacher, **arguments},
+            )  # fmt: skip

@@ -1,0 +1,185 @@
+"""Trainers that draw completions, on meshes and as stock TRL, of which each step is compared."""
+
+import asyncio
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+import attnmesh.hf as hf
+from attnmesh.mesh.shapes import Shape
+from tests.support import families
+from tests.support.families import STOCK, prompt
+from tests.support.pool import Pool
+from tests.support.trainers import fsdp_on_cpus, launched, mesh_of, settings, tokenizer
+
+FLAT = {"initializer_range": 0.05}
+"""Weights with small logits: rounding in float32 moves log-probabilities of larger ones by 1e-5, in stock TRL too."""
+
+
+def prompts(count: int = 8, first: int = 0) -> Dataset:
+    """Return prompts of several lengths, as text."""
+    ids = [prompt(19 - 5 * (number % 3), seed=number)[0] for number in range(first, first + count)]
+    return Dataset.from_list([{"prompt": " ".join(f"w{token}" for token in row), "wanted": int(row[0])} for row in ids])
+
+
+def even(completion_ids: list[list[int]], wanted: list[int], **_: Any) -> list[float]:
+    """Reward tokens that are even, or near a number of the prompt's row."""
+    return [
+        sum((x % 2 == 0) + (abs(x - n) < 9) for x in row) / 9 for row, n in zip(completion_ids, wanted, strict=True)
+    ]
+
+
+def noise(prompts: list[str], log_metric: Any, log_extra: Any, **_: Any) -> list[float]:
+    """Return rewards that are drawn, as a judge's may be."""
+    drawn = torch.rand(len(prompts)).tolist()
+    log_metric("noise", sum(drawn))
+    log_extra("noise", drawn)
+    return drawn
+
+
+async def slow(prompts: list[str], **given: Any) -> list[float]:
+    """Reward as `even` does, once something else has run."""
+    await asyncio.sleep(0)
+    return even(**given)
+
+
+class Record(TrainerCallback):  # type: ignore[misc]
+    """What a trainer has computed in each step."""
+
+    trainer: Any
+    model: Any
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, Any]] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Keep completions, advantages if there are any, and weights."""
+        batches = self.trainer._buffered_inputs
+        names = batches[0].keys() & {"completion_ids", "advantages"}
+        tensors = {name: [x[name].clone() for x in batches] for name in names}
+        trained = {name: x.detach() for name, x in self.model.named_parameters() if x.requires_grad}
+        weights = {name: getattr(x, "full_tensor", x.clone)() for name, x in trained.items()}
+        self.steps.append({**tensors, "weights": weights})
+
+
+def trained(
+    kind: str, on_mesh: Any, attention: str, folder: str, options: dict[str, Any], share: Any = lambda model: model
+) -> Any:
+    """Train, and return the record, the log and the completions that were logged."""
+    options = dict(options)
+    path, lora, resumes = options.pop("path"), options.pop("lora", False), options.pop("resumes", False)
+    rows = prompts().to_iterable_dataset() if options.pop("stream", False) else prompts()
+    more: dict[str, Any] = {"reward_funcs": [slow if options.pop("asynchronous", False) else even, noise]}
+    if kind == "Distillation":
+        more = {"teacher_model": families.model("llama", attention, **TEACHER)}
+    words = AutoTokenizer.from_pretrained(path) if Path(path, "tokenizer.json").exists() else tokenizer()
+    model = share(AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TRL's own
+        common = dict(OPTIONS)
+        if kind == "Distillation":  # a completion for each prompt
+            common["per_device_train_batch_size"] = 2
+            del common["num_generations"]
+        given = settings(getattr(trl, f"{kind}Config"), folder, **common | options)
+    record = Record()
+    if lora:
+        from peft import LoraConfig
+
+        more["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    if given.eval_strategy != "no":
+        more["eval_dataset"] = prompts(4, 50)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TRL's own
+        torch.manual_seed(7)
+        record.trainer = on_mesh(getattr(trl, f"{kind}Trainer"))(
+            model=model.train(), args=given, train_dataset=rows,
+            processing_class=words, callbacks=[record], **more,
+        )  # fmt: skip
+        record.model = record.trainer.model
+        record.trainer.train(given.resume_from_checkpoint)
+        assert any(isinstance(x, DTensor) for x in record.model.parameters()) == ("fsdp" in options)
+    if resumes:
+        options |= {"path": path, "lora": lora, "save_strategy": "no"}
+        options["resume_from_checkpoint"] = f"{folder}/checkpoint-{given.max_steps // 2}"
+        resumed, *_ = trained(kind, on_mesh, attention, folder, options)
+        for given, expected in zip(resumed, record.steps[-len(resumed) :], strict=True):
+            assert_equal(given, expected)
+    logged: dict[str, list[Any]] = {}
+    for name, rows in record.trainer._logs.items():
+        logged |= {key: [*x] for key, x in (rows.items() if isinstance(rows, dict) else [(name, rows)])}
+    return record.steps, record.trainer.state.log_history, logged
+
+
+TEACHER = {"hidden_size": 96, "num_hidden_layers": 2, "initializer_range": 0.3}
+"""Changes of a Llama that teaches another: it is wider, and its probabilities are far from even."""
+
+OPTIONS: dict[str, Any] = {
+    "max_steps": 2, "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 11,
+    "activation_checkpointing": False, "temperature": 0.9,
+}  # fmt: skip
+
+
+def assert_equal(given: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Assert that two steps have the same completions, advantages and weights."""
+    assert [x.tolist() for x in given["completion_ids"]] == [x.tolist() for x in expected["completion_ids"]]
+    for a, b in zip(given.get("advantages", ()), expected.get("advantages", ()), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+    for name, weights in expected["weights"].items():
+        torch.testing.assert_close(given["weights"][name], weights, atol=1e-5, rtol=0, msg=name)
+
+
+def on_rank(kind: str, data: int, shape: Shape | None, folder: str, options: dict[str, Any]) -> Any:
+    """Train on a mesh; without a shape on as many ranks by stock TRL."""
+    with launched(), fsdp_on_cpus() if options.get("fsdp") else nullcontext():
+        if shape is None:
+            return trained(kind, lambda made: made, STOCK["llama"], folder, options)
+        mesh, options = mesh_of(data, shape), dict(options)
+        share = (lambda model: hf.share_weights(model, mesh),) if options.pop("shares", False) else ()
+        return trained(kind, lambda made: hf.on_mesh(made, mesh), "attnmesh", folder, options, *share)
+
+
+DIFFERENCE = "sampling/sampling_logp_difference/max"
+
+TIMES = ("runtime", "per_second", "step_time", "total_flos")
+"""Parts of the names of entries of a log that are measured."""
+
+
+def check(
+    pool: Pool, folder: Path, kind: str, data: int, shape: Shape, difference: float = 1e-6, **options: Any
+) -> None:
+    """Assert that a trainer on a mesh is stock TRL on as many processes as there are meshes.
+
+    `difference` is the largest one between the log-probabilities of rollouts and of training.
+    """
+    at, family, changes = str(folder / "1"), options.pop("family", "llama"), FLAT | options.pop("changes", {})
+    if "path" not in options:
+        options["path"] = str(folder / "model")  # a reference model is loaded from there
+        families.model(family, "attnmesh", **changes).save_pretrained(options["path"])
+    stock = {name: x for name, x in options.items() if name != "shares" and "fsdp" not in name}
+    if data == 1:
+        alone = [trained(kind, lambda made: made, STOCK["llama"], at, stock)]
+    else:
+        alone = pool.run(data, on_rank, kind, data, None, at, stock)
+    together = pool.run(data * shape.ranks, on_rank, kind, data, shape, str(folder / "2"), options, deadline=350)
+    for rank, (steps, log, rows) in enumerate(together):
+        expected_steps, expected_log, expected_rows = alone[rank // shape.ranks]
+        assert len(steps) == len(expected_steps) == {**OPTIONS, **options}["max_steps"]
+        for given, expected in zip(steps, expected_steps, strict=True):
+            assert_equal(given, expected)
+        for entry, stock in zip(log, expected_log, strict=True):
+            assert not [name for name in stock if name not in entry]
+            for name in (name for name in stock if not any(part in name for part in TIMES)):
+                assert entry[name] == pytest.approx(stock[name], rel=1e-5, abs=1e-6), name
+        for name, values in expected_rows.items():
+            assert rows[name] == (
+                values if isinstance((values or [""])[0], str) else pytest.approx(values, abs=1e-6)
+            ), name
+        assert max(entry.get(DIFFERENCE, 0.0) for entry in log) <= difference
