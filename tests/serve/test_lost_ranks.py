@@ -3,10 +3,12 @@
 import json
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from signal import SIGKILL, SIGSTOP
 from typing import Any
 
+import openai
 import pytest
 
 from attnmesh import errors
@@ -100,6 +102,68 @@ def test_ranks_that_share_layers_are_lost_while_they_answer(
     assert "'to'" in called[0], called
     assert calls == called * len(ends)
     assert sum("restart" in line for line in lines) >= len(ends), lines
+
+
+WRITTEN: dict[str, Any] = {
+    "type": "object",
+    "properties": {"of": {"type": "string", "pattern": "^(go [a-f] and on ){60,62}$"}, "to": {"enum": ["a", "b"]}},
+    "required": ["of", "to"],
+}
+"""Arguments that repeat themselves but for one letter of twelve: most guesses stand, and some do not."""
+
+
+def arguments_of(running: Served, into: list[str], then: Callable[[], Any], **options: Any) -> None:
+    """Read the arguments of a streamed call, and do something once some of them have come."""
+    function = {"name": "sum", "parameters": WRITTEN}
+    asked: dict[str, Any] = {"tools": [{"type": "function", "function": function}], "max_tokens": 1400, **options}
+    asked |= {"messages": CALLED["messages"], "model": NAME, "logit_bias": CALLED["logit_bias"]}
+    with openai.OpenAI(base_url=running.url + "/v1", api_key="none", max_retries=0, timeout=60) as client:
+        for event in client.chat.completions.create(stream=True, parallel_tool_calls=False, **asked):
+            for call in event.choices[0].delta.tool_calls or ():
+                into.append((call.function and call.function.arguments) or "")
+                if len(into) == 20:
+                    then()
+
+
+@pytest.mark.parametrize("lost", [[1], pytest.param([0, 1, 0], marks=pytest.mark.long)], ids=["one", "each"])
+def test_ranks_that_guess_are_lost_within_a_call_that_a_grammar_makes(
+    lost: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy and drawn calls are in the same steps as a rank is killed, and both go on with the same arguments."""
+    monkeypatch.setattr(supervisor, "LONGEST_PAUSE", 0.0)
+    found = find_model(save_tiny(tmp_path, hidden_size=288), 2, MeshOptions("keys=2"), Status(""))
+    engine = {"max_rows": 4, "max_queue": 16, "max_model_len": 2048, "speculate": "ngram"}
+    settings = ServeSettings(found.for_ranks, "auto", "shared", 5.0, engine)
+    asked: list[dict[str, Any]] = [
+        {"temperature": 0, "tool_choice": "required"},
+        {"temperature": 1, "seed": 5, "tool_choice": {"type": "function", "function": {"name": "sum"}}},
+    ]
+    open_then = list[int]()
+    with served(LocalRanks(2, settings), tokenizer=found.tokenizer, tool_format="hermes", max_restarts=9) as one:
+        undisturbed = [list[str]() for _ in asked]
+        for into, options in zip(undisturbed, asked, strict=True):
+            arguments_of(one, into, lambda: None, **options)
+        for rank in lost:
+            until(lambda: one.figure("attnmesh_engine_accepted_tokens_total") > 0)
+            texts, living = [list[str]() for _ in asked], [rank]
+
+            def kill(living: list[int] = living, texts: list[list[str]] = texts) -> None:
+                if living and all(len(into) >= 20 for into in texts):  # within the arguments of both
+                    one.kill(living.pop())
+                    open_then.append(len(one.front.open))
+
+            calls = zip(texts, asked, strict=True)
+            threads = [threading.Thread(target=arguments_of, args=(one, into, kill), kwargs=it) for into, it in calls]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert ["".join(into) for into in texts] == ["".join(into) for into in undisturbed]
+        assert one.figure("attnmesh_restarts_total") == len(lost)
+    assert open_then == [2] * len(lost)
+    said = [json.loads("".join(into))["of"] for into in undisturbed]
+    assert all(len(text) >= 720 for text in said)
+    assert said[0] != said[1]
 
 
 class Stalled(ThreadWorld):

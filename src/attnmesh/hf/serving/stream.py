@@ -200,6 +200,11 @@ class Stream:
         self.cancelled = True
 
     @property
+    def room(self) -> int:
+        """Tokens that the answer may have after its next one."""
+        return self.max_new_tokens - len(self.answer) - 1
+
+    @property
     def ids(self) -> list[int]:
         """The prompt and the answer so far."""
         return self.prompt + self.answer
