@@ -106,63 +106,73 @@ def test_ranks_that_share_layers_are_lost_while_they_answer(
 
 WRITTEN: dict[str, Any] = {
     "type": "object",
-    "properties": {"of": {"type": "string", "pattern": "^(go [a-f] and on ){60,62}$"}, "to": {"enum": ["a", "b"]}},
+    "properties": {"of": {"type": "string", "pattern": "^(go [a-f] and on ){28,30}$"}, "to": {"enum": ["a", "b"]}},
     "required": ["of", "to"],
 }
 """Arguments that repeat themselves but for one letter of twelve: most guesses stand, and some do not."""
 
 
-def arguments_of(running: Served, into: list[str], then: Callable[[], Any], **options: Any) -> None:
-    """Read the arguments of a streamed call, and do something once some of them have come."""
-    function = {"name": "sum", "parameters": WRITTEN}
-    asked: dict[str, Any] = {"tools": [{"type": "function", "function": function}], "max_tokens": 1400, **options}
-    asked |= {"messages": CALLED["messages"], "model": NAME, "logit_bias": CALLED["logit_bias"]}
+def arguments_of(running: Served, into: list[str], options: dict[str, Any]) -> None:
+    """Read the arguments of a streamed call, which come once they are whole."""
+    asked: dict[str, Any] = {"tools": [{"type": "function", "function": {"name": "sum", "parameters": WRITTEN}}]}
+    asked |= {"messages": CALLED["messages"], "model": NAME, "logit_bias": CALLED["logit_bias"], "max_tokens": 700}
     with openai.OpenAI(base_url=running.url + "/v1", api_key="none", max_retries=0, timeout=60) as client:
-        for event in client.chat.completions.create(stream=True, parallel_tool_calls=False, **asked):
+        for event in client.chat.completions.create(stream=True, parallel_tool_calls=False, **asked, **options):
             for call in event.choices[0].delta.tool_calls or ():
                 into.append((call.function and call.function.arguments) or "")
-                if len(into) == 20:
-                    then()
 
 
-@pytest.mark.parametrize("lost", [[1], pytest.param([0, 1, 0], marks=pytest.mark.long)], ids=["one", "each"])
+def arguments_together(running: Served, asked: list[dict[str, Any]], then: Callable[[], Any]) -> list[str]:
+    """Return the arguments of calls that are made at the same time, while something else is done."""
+    texts = [list[str]() for _ in asked]
+    pairs = zip(texts, asked, strict=True)
+    threads = [threading.Thread(target=arguments_of, args=(running, *pair)) for pair in pairs]
+    for thread in threads:
+        thread.start()
+    then()
+    for thread in threads:
+        thread.join()
+    return ["".join(into) for into in texts]
+
+
+@pytest.mark.parametrize(
+    ("lost", "guesses"),
+    [
+        ([1], {"speculate": "ngram"}),
+        pytest.param([0, 1, 0], {"speculate": "ngram"}, marks=pytest.mark.long),
+        pytest.param([0, 1], {"draft_tokens": 4}, marks=pytest.mark.long),
+    ],
+    ids=["one", "each", "draft"],
+)
 def test_ranks_that_guess_are_lost_within_a_call_that_a_grammar_makes(
-    lost: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lost: list[int], guesses: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Greedy and drawn calls are in the same steps as a rank is killed, and both go on with the same arguments."""
     monkeypatch.setattr(supervisor, "LONGEST_PAUSE", 0.0)
     found = find_model(save_tiny(tmp_path, hidden_size=288), 2, MeshOptions("keys=2"), Status(""))
-    engine = {"max_rows": 4, "max_queue": 16, "max_model_len": 2048, "speculate": "ngram"}
-    settings = ServeSettings(found.for_ranks, "auto", "shared", 5.0, engine)
+    engine = {"max_rows": 4, "max_queue": 16, "max_model_len": 2048, **guesses}
+    draft = str(tmp_path) if "draft_tokens" in guesses else None
+    settings = ServeSettings(found.for_ranks, "auto", "shared", 5.0, engine, draft)
     asked: list[dict[str, Any]] = [
         {"temperature": 0, "tool_choice": "required"},
         {"temperature": 1, "seed": 5, "tool_choice": {"type": "function", "function": {"name": "sum"}}},
     ]
-    open_then = list[int]()
     with served(LocalRanks(2, settings), tokenizer=found.tokenizer, tool_format="hermes", max_restarts=9) as one:
-        undisturbed = [list[str]() for _ in asked]
-        for into, options in zip(undisturbed, asked, strict=True):
-            arguments_of(one, into, lambda: None, **options)
+        undisturbed = arguments_together(one, asked, lambda: None)
         for rank in lost:
-            until(lambda: one.figure("attnmesh_engine_accepted_tokens_total") > 0)
-            texts, living = [list[str]() for _ in asked], [rank]
 
-            def kill(living: list[int] = living, texts: list[list[str]] = texts) -> None:
-                if living and all(len(into) >= 20 for into in texts):  # within the arguments of both
-                    one.kill(living.pop())
-                    open_then.append(len(one.front.open))
+            def kill(rank: int = rank) -> None:
+                """Kill the rank when both are within their arguments, and guesses have stood."""
+                until(lambda: sum(len(call.sent) > 120 for call in [*one.front.open.values()]) == len(asked))
+                one.kill(rank)
+                assert len(one.front.open) == len(asked)
 
-            calls = zip(texts, asked, strict=True)
-            threads = [threading.Thread(target=arguments_of, args=(one, into, kill), kwargs=it) for into, it in calls]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            assert ["".join(into) for into in texts] == ["".join(into) for into in undisturbed]
+            assert one.figure("attnmesh_engine_accepted_tokens_total") > 0
+            assert arguments_together(one, asked, kill) == undisturbed
+            until(lambda: one.figure("attnmesh_engine_accepted_tokens_total") > 0)  # of the ranks that came after
         assert one.figure("attnmesh_restarts_total") == len(lost)
-    assert open_then == [2] * len(lost)
-    said = [json.loads("".join(into))["of"] for into in undisturbed]
-    assert all(len(text) >= 720 for text in said)
+    said = [json.loads(text)["of"] for text in undisturbed]
+    assert all(len(text) >= 336 for text in said)
     assert said[0] != said[1]
 
 

@@ -16,9 +16,10 @@ from attnmesh.cli.launch import run_on_ranks
 from attnmesh.errors import InputError
 from attnmesh.hf.load import PACKAGED, locate, open_model, open_tokenizer
 from attnmesh.hf.serving.engine import Engine
-from attnmesh.hf.serving.guesses import RowGuesses, StepTimes
+from attnmesh.hf.serving.guesses import StepTimes
 from attnmesh.hf.serving.ngram_guesses import Text
 from attnmesh.hf.serving.rank_worker import RankWorker
+from attnmesh.hf.serving.row_guesses import RowGuesses
 from attnmesh.mesh.shapes import AXES, Shape, mesh_shape
 from attnmesh.setup.init_mesh import init_mesh
 from benchmarks.speculate import CASES, prompts
@@ -283,17 +284,16 @@ def test_guesses_are_checked_where_that_gives_more_tokens_in_a_second() -> None:
 
 
 def test_passes_of_a_draft_model_have_their_price() -> None:
-    """A step takes 100 ms and a guess 1 ms: passes of 10 ms are worth it, those of 80 ms only for many rows."""
+    """A step takes 100 ms and a guess 1 ms: passes of 10 ms are worth it, those of 50 ms for many rows at once."""
     times = StepTimes()
     for rows, guesses in ((1, 0), (1, 8), (8, 0), (8, 40)):
         times.add(rows, guesses, 0.1 + 0.001 * guesses)
     assert chosen(times, 0.9, passes=[0, 0.01]) == [8]
     assert 1 <= chosen(times, 0.6, passes=[0, 0.01])[0] <= 4
     assert chosen(times, 0.9, passes=[0, 0.2]) == [0]
-    shared = [0, *(0.08 + 0.001 * rows for rows in range(1, 9))]
-    assert chosen(times, 0.7, passes=shared) == [0]
-    assert chosen(times, *[0.9] * 8, passes=shared)[0] >= 1
-    assert chosen(times, *[0.2] * 8, passes=shared) == [0] * 8
+    shared = [0, *(0.05 + 0.001 * rows for rows in range(1, 9))]
+    assert all(chosen(times, *[0.9] * 8, passes=shared))
+    assert chosen(times, 0.9, *[0.2] * 7, passes=shared) == [0] * 8
 
 
 def test_the_time_of_guesses_is_measured_again_where_no_step_shows_it() -> None:

@@ -24,6 +24,9 @@ from attnmesh.hf.serving.stream import Stream
 FIRST = 0.6
 """Share of guesses that are expected to stand before any was checked, and of a row after `AGAIN` steps without any."""
 
+WEIGHT = 3.0
+"""Guesses that count as tried before: the first ones that do not stand do not turn a row off."""
+
 AGAIN = 64
 """Steps of a row without guesses after which it is tried again."""
 
@@ -86,7 +89,7 @@ class DraftGuesses(NoGuesses):
         self.prefixes = Prefixes(worker)
         self.footprint: Footprint | None = None
         self.times, self.token_seconds = StepTimes(), 0.0  # of passes over rows, and of a token that is read
-        self.usual = FIRST
+        self.usual, self.rest = FIRST, 0  # what new rows begin with, and steps in which nothing is read
         self.counts = {"draft_passes": 0, "draft_prompt_tokens": 0}
 
     def metrics(self) -> dict[str, float]:
@@ -94,8 +97,9 @@ class DraftGuesses(NoGuesses):
         return {**self.counts, "draft_cache_bytes": self.worker.nbytes}
 
     def release(self) -> bool:
-        """Drop the caches of ended rows, or if there are none, all."""
+        """Drop the caches of ended rows; or if there are none, all, and read nothing for some steps."""
         numbers = [*self.prefixes.kept] or [*self.worker.caches]
+        self.rest = self.rest if self.prefixes.kept else AGAIN
         self._drop(numbers)
         return bool(numbers)
 
@@ -111,7 +115,8 @@ class DraftGuesses(NoGuesses):
             row.idle = 0 if row.stream.number in chosen else row.idle + 1
         if not chosen and self.times.steps:  # so that times that are not shown any more are forgotten
             self.times.steps.popleft()
-        reading, size = self._next_to_read(own, free), self._chunk(times, len(rows))
+        self.rest = max(0, self.rest - 1)
+        reading, size = None if self.rest else self._next_to_read(own, free), self._chunk(times, len(rows))
         more = sum(self._growth(row := self.rows[n], row.length - row.read + count) for n, count in chosen.items())
         if reading is not None:
             more += self._growth(reading, size)
@@ -127,16 +132,16 @@ class DraftGuesses(NoGuesses):
         row, guesses = self.rows.get(stream.number), stream.guesses
         if row is None:
             row = self.rows[stream.number] = DraftRow(stream, fails=stream.images is not None)
-            guesses.stood, guesses.tried = self.usual, 1.0
+            guesses.stood, guesses.tried = WEIGHT * self.usual, WEIGHT
         elif not row.idle:
             self.usual += USUAL * (guesses.rate - self.usual)
         if row.idle >= AGAIN:
-            row.idle, guesses.stood, guesses.tried = 0, FIRST, 1.0
+            row.idle, guesses.stood, guesses.tried = 0, WEIGHT * FIRST, WEIGHT
         return row
 
     def _offered(self, row: DraftRow) -> int:
         """Return how many tokens may be guessed of a row."""
-        is_ready = not (row.fails or row.is_reading or row.is_late)
+        is_ready = not (row.fails or row.is_reading or row.is_late) and row.length > row.read
         return max(0, min(self.most, row.stream.room, self.longest - row.length)) if is_ready else 0
 
     def _growth(self, row: DraftRow, tokens: int) -> int:

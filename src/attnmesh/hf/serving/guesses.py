@@ -1,4 +1,4 @@
-"""Guesses of the next tokens of answers, and how many of them a step checks.
+"""Ways to guess the next tokens of answers, and how many guesses a step checks.
 
 A step that checks guesses of a row computes them beside its next token, and draws at each place in turn. A guess stands
 where its token is drawn. It costs a token of a step, so its worth is weighed against that.
@@ -6,64 +6,16 @@ where its token is drawn. It costs a token of a step, so its worth is weighed ag
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from attnmesh.hf.serving.stream import Stream
-
-FORGET = 0.9
-"""Weight of what is known of a row's guesses, at each later step."""
+from attnmesh.hf.serving.stream import Stream
 
 STEPS = 64
 """Steps whose times are known. A cost that no step has shown since is measured again."""
 
 LEAST = 0.3
 """Share of a row's guesses that stand, below which none is checked: their time need not be known then."""
-
-
-@dataclass
-class RowGuesses:
-    """What may come next in a row, and how often that came."""
-
-    answered: int = 0
-    """Tokens of the answer that were compared with guesses."""
-    next: list[int] = field(default_factory=list)
-    """The tokens that may come next."""
-    checked: list[int] = field(default_factory=list)
-    """The first of them, which a step checks."""
-    left: list[int] = field(default_factory=list)
-    """Those of the last step that are in the cache, and have not been drawn."""
-    stood: float = 0.25
-    tried: float = 1.0
-    """How often a guess stood, and was tried: late ones count most."""
-
-    @property
-    def rate(self) -> float:
-        """Share of the guesses that stand."""
-        return self.stood / self.tried
-
-    def compare(self, answer: Sequence[int]) -> None:
-        """Compare the new tokens of the answer with the guesses, also with those that no step has checked."""
-        pairs = [*zip(self.next, answer[self.answered :], strict=False)]
-        right = next((place for place, (guess, token) in enumerate(pairs) if guess != token), len(pairs))
-        if pairs:
-            self.stood = FORGET * self.stood + right
-            self.tried = FORGET * self.tried + min(right + 1, len(pairs))
-        self.answered, self.next, self.checked = len(answer), [], []
-
-    def begin(self) -> None:
-        """Note that the checked guesses are in the cache."""
-        self.left, self.checked = self.checked, []
-
-    def stands(self, token: int) -> bool:
-        """Return whether the next guess is this token, which was drawn. Then the next place has logits."""
-        if not self.left or self.left[0] != token:
-            return False
-        del self.left[0]
-        return True
 
 
 class StepTimes:
@@ -89,21 +41,20 @@ class StepTimes:
         """
         places = {row: range(1, offered[row] + 1) for row, rate in enumerate(rates) if rate >= LEAST}
         likely = sorted((-(rates[row] ** place), place, row) for row, own in places.items() for place in own)
-        chosen = best = [0] * len(rates)
         if not likely:
-            return best
+            return [0] * len(rates)
         base, of_row, of_guess = self.fitted()
         tokens, seconds = most, least = float(len(rates)), base + of_row * len(rates)
-        rows_of = Counter[int]()
-        for chance, place, row in likely:
+        taken, rows_of = 0, Counter[int]()
+        for count, (chance, place, _) in enumerate(likely, 1):
             tokens, seconds = tokens - chance, seconds + of_guess
             if passes:
                 seconds += passes[rows_of[place] + 1] - passes[rows_of[place]]
             rows_of[place] += 1
-            chosen = [place if number == row else count for number, count in enumerate(chosen)]
             if tokens * least >= most * seconds:
-                most, least, best = tokens, seconds, chosen
-        return best
+                most, least, taken = tokens, seconds, count
+        chosen = Counter(row for *_, row in likely[:taken])
+        return [chosen[row] for row in range(len(rates))]
 
     def fitted(self) -> tuple[float, float, float]:
         """Return the seconds of a step, those of each row in it, and of each guess, as they fit the last steps.
@@ -121,7 +72,7 @@ class StepTimes:
 class NoGuesses:
     """Stands for a way to guess where there is none."""
 
-    def guess(self, rows: Sequence["Stream"], times: StepTimes, free: Callable[[], int]) -> None:
+    def guess(self, rows: Sequence[Stream], times: StepTimes, free: Callable[[], int]) -> None:
         """Set the guesses of rows that the next step checks. `free` says how many bytes of caches are free."""
 
     def release(self) -> bool:
