@@ -87,9 +87,9 @@ def prompts(tokenizer: Any, case: str, count: int, turn: int) -> list[Prompt]:
     made = []
     for row in range(count):
         number = 7 * turn + row
-        if case == "a story":
+        if case in DRAFTED:
             text = f"Story {turn}.{row}\n\nThis is a long story about {SUBJECTS[number % len(SUBJECTS)]}. It was"
-            options: dict[str, Any] = {"temperature": 0.8, "seed": number}
+            options: dict[str, Any] = {"temperature": 0.8, "seed": number} if case == DRAFTED[0] else {}
         else:
             source = _file(number)
             first = "\n".join(source.splitlines()[: 2 + row % 3])
@@ -115,6 +115,9 @@ Answers = tuple[list[Answer], dict[str, Any]]
 CASES = ("a file", "a file, drawn", "a story")
 """Answers: a copy, a copy drawn at a low temperature, and one that copies nothing."""
 
+DRAFTED = ("a story", "a story, greedy")
+"""Answers that a draft model guesses."""
+
 
 def _ranks(request: Request) -> Iterator[Row]:
     logging.disable_progress_bar()
@@ -128,7 +131,7 @@ def _ranks(request: Request) -> Iterator[Row]:
         for one in filter(None, (model, draft)):
             hf.share_weights(one, mesh)
     tokenizer = open_tokenizer(request.model)
-    for case in CASES:
+    for case in DRAFTED if request.draft else CASES:
         for clients in request.clients:
             yield _compared((model, draft), mesh, tokenizer, case, replace(request, clients=(clients,)))
 

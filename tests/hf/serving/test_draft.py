@@ -84,8 +84,8 @@ def the_same(family: str, shape: Shape, noise: float) -> None:
     ("family", "shape", "noise"),
     [
         ("llama", Shape(1, 1, 2), 0.0),
-        ("llama", Shape(1, 1, 1), 0.1),
-        ("gemma3", Shape(1, 1, 2), 0.1),
+        ("gemma3", Shape(1, 1, 1), 0.1),
+        pytest.param("gemma3", Shape(1, 1, 2), 0.1, marks=pytest.mark.long),
         pytest.param("gpt-oss", Shape(1, 1, 3), 0.1, marks=pytest.mark.long),
         pytest.param("llama4", Shape(2, 1, 1), 0.1, marks=pytest.mark.long),
     ],
@@ -165,7 +165,7 @@ def test_requests_that_begin_alike(ranks: int, pool: Pool) -> None:
 
 def within_memory(ranks: int) -> None:
     """Guess with memory for few requests, of which some are put back: caches stay within it, those of the draft too."""
-    model, mesh, limit = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, ranks), AXES), 400_000 // ranks
+    model, mesh, limit = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, ranks), AXES), 260_000 // ranks
     texts = [ids(length, seed=length) for length in (90, 60, 30, 120, 45, 75)]
     wanted = [greedy(model, text, 60, mesh=None) for text in texts]
     most, run = list[int](), RankWorker.run
@@ -186,7 +186,7 @@ def within_memory(ranks: int) -> None:
     assert max(most) <= limit
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_caches_of_both_models_never_take_more_than_their_memory(ranks: int, pool: Pool) -> None:
     pool.run(ranks, within_memory, ranks)
 

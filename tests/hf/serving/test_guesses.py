@@ -17,7 +17,7 @@ from attnmesh.errors import InputError
 from attnmesh.hf.load import PACKAGED, locate, open_model, open_tokenizer
 from attnmesh.hf.serving.engine import Engine
 from attnmesh.hf.serving.guesses import StepTimes
-from attnmesh.hf.serving.ngram_guesses import Text
+from attnmesh.hf.serving.ngram_guesses import RowText
 from attnmesh.hf.serving.rank_worker import RankWorker
 from attnmesh.hf.serving.row_guesses import RowGuesses
 from attnmesh.mesh.shapes import AXES, Shape, mesh_shape
@@ -46,7 +46,7 @@ def guessing(answers: list[list[int]], seed: int = 0) -> Iterator[None]:
     """Guess tokens of known answers, of which some are wrong, and check a random number of them."""
     random = Random(seed)
 
-    def found(text: Text, most: int) -> list[int]:
+    def found(text: RowText, most: int) -> list[int]:
         whole = torch.frombuffer(text.data, dtype=torch.int32).tolist()
         known = next((one for one in answers if one[: len(whole)] == whole), whole)[len(whole) :][: max(most, 0)]
         return [token if random.random() < 0.8 else (token + 1) % 97 for token in known]
@@ -54,7 +54,7 @@ def guessing(answers: list[list[int]], seed: int = 0) -> Iterator[None]:
     def choose(_: StepTimes, rates: list[float], offered: list[int]) -> list[int]:
         return [random.randint(0, most) for most in offered]
 
-    with patch.object(Text, "found", found), patch.object(StepTimes, "choose", choose):
+    with patch.object(RowText, "found", found), patch.object(StepTimes, "choose", choose):
         yield
 
 
@@ -227,7 +227,7 @@ def test_what_cannot_guess_is_refused_by_name(name: str, options: dict[str, Any]
 
 
 def test_a_guess_is_what_followed_the_last_tokens_before() -> None:
-    text = Text([1, 2, 3, 4, 5, 6, 1, 2, 3])
+    text = RowText([1, 2, 3, 4, 5, 6, 1, 2, 3])
     assert text.found(4) == [4, 5, 6, 1]
     text.add([4, 9])
     assert text.found(4) == []
@@ -238,12 +238,12 @@ def test_a_guess_is_what_followed_the_last_tokens_before() -> None:
 
 @pytest.mark.parametrize("tokens", [[], [7], [7, 7], [7, 7, 7], [256, 1, 0, 65536, 256, 1]])
 def test_few_tokens_give_no_guess(tokens: list[int]) -> None:
-    assert Text(tokens).found(4) == []
+    assert RowText(tokens).found(4) == []
 
 
 def test_a_place_is_found_between_tokens_alone() -> None:
     """Bytes of tokens may be found within others."""
-    assert Text([0, 0, 0, 1 << 8, 1 << 8, 5, 0, 0, 0]).found(2) == [1 << 8, 1 << 8]
+    assert RowText([0, 0, 0, 1 << 8, 1 << 8, 5, 0, 0, 0]).found(2) == [1 << 8, 1 << 8]
 
 
 def test_random_texts_are_looked_up_as_lists_are() -> None:
@@ -252,7 +252,7 @@ def test_random_texts_are_looked_up_as_lists_are() -> None:
         text = [random.choice([0, 1, 256, 65536, 1 << 24]) for _ in range(random.randint(3, 40))]
         places = [place for place in range(len(text) - 3) if text[place : place + 3] == text[-3:]]
         after = text[places[-1] + 3 :] if places else []
-        assert Text(text).found(6) == [after[number % len(after)] for number in range(6 if places else 0)]
+        assert RowText(text).found(6) == [after[number % len(after)] for number in range(6 if places else 0)]
 
 
 def test_guesses_that_nobody_checked_are_compared() -> None:
@@ -309,7 +309,7 @@ def test_the_time_of_guesses_is_measured_again_where_no_step_shows_it() -> None:
 
 
 def test_a_rate_follows_an_answer() -> None:
-    row, text, answer = RowGuesses(), Text([*range(20)]), list[int]()
+    row, text, answer = RowGuesses(), RowText([*range(20)]), list[int]()
 
     def follows(*tokens: int) -> float:
         for token in tokens:

@@ -11,7 +11,7 @@ NGRAM = 3
 """Last tokens that are looked up."""
 
 
-class Text:
+class RowText:
     """The tokens of a row: the prompt, and the answer so far."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
@@ -45,13 +45,13 @@ class NgramGuesses(NoGuesses):
     """Guesses by look-up. At first none is checked, until one stands: those that are not are compared for nothing."""
 
     def __init__(self, most: int) -> None:
-        self.most, self.texts = most, WeakKeyDictionary[Stream, Text]()
+        self.most, self.texts = most, WeakKeyDictionary[Stream, RowText]()
 
     def guess(self, rows: Sequence[Stream], times: StepTimes, free: Callable[[], int]) -> None:
         """Look up the next tokens of each row, and check those that are worth their time."""
         for stream in rows:
             if (text := self.texts.get(stream)) is None:
-                text = self.texts[stream] = Text(stream.prompt)
+                text = self.texts[stream] = RowText(stream.prompt)
             text.add(stream.answer[text.answered :])
             stream.guesses.next = text.found(min(self.most, stream.room))
         guesses = [stream.guesses for stream in rows]
