@@ -150,7 +150,8 @@ def grown(model: Any, times: int) -> Any:
         layers.append(layer)
     larger.config = larger.model.config = deepcopy(model.config)
     larger.config.num_hidden_layers = len(layers)
-    larger.config.layer_types = times * (model.config.layer_types or []) or None
+    if getattr(model.config, "layer_types", None):
+        larger.config.layer_types = times * model.config.layer_types
     larger.model._modules = {**model.model._modules, "layers": torch.nn.ModuleList(layers)}
     return larger
 

@@ -33,6 +33,9 @@ AGAIN = 64
 USUAL = 0.05
 """Weight of a row's last step in the share of guesses that a new row begins with."""
 
+UNPRICED = 2
+"""Guesses of a row while it is not known what they take."""
+
 LAG = 96
 """Tokens that a row may be ahead of the draft's cache, beyond which they are read as a prompt is."""
 
@@ -142,7 +145,8 @@ class DraftGuesses(NoGuesses):
     def _offered(self, row: DraftRow) -> int:
         """Return how many tokens may be guessed of a row."""
         is_ready = not (row.fails or row.is_reading or row.is_late) and row.length > row.read
-        return max(0, min(self.most, row.stream.room, self.longest - row.length)) if is_ready else 0
+        most = self.most if self.times.steps else min(self.most, UNPRICED)
+        return max(0, min(most, row.stream.room, self.longest - row.length)) if is_ready else 0
 
     def _growth(self, row: DraftRow, tokens: int) -> int:
         """Return the bytes by which the cache of a row grows at most, when it takes so many more tokens."""
