@@ -92,7 +92,8 @@ class DraftGuesses(NoGuesses):
         self.prefixes = Prefixes(worker)
         self.footprint: Footprint | None = None
         self.times, self.token_seconds = StepTimes(), 0.0  # of passes over rows, and of a token that is read
-        self.usual, self.rest = FIRST, 0  # what new rows begin with, and steps in which nothing is read
+        self.usual = FIRST  # share of guesses that new rows begin with
+        self.idle, self.rest = 0, 0  # steps since a guess was made, and steps to come in which nothing is read
         self.counts = {"draft_passes": 0, "draft_prompt_tokens": 0}
 
     def metrics(self) -> dict[str, float]:
@@ -116,9 +117,9 @@ class DraftGuesses(NoGuesses):
         chosen = {row.stream.number: count for row, count in zip(own, counts, strict=True) if count}
         for row in own:
             row.idle = 0 if row.stream.number in chosen else row.idle + 1
-        if not chosen and self.times.steps:  # so that times that are not shown any more are forgotten
-            self.times.steps.popleft()
-        self.rest = max(0, self.rest - 1)
+        self.rest, self.idle = max(0, self.rest - 1), 0 if chosen else self.idle + 1
+        if self.idle >= AGAIN:  # times that no pass shows are measured again
+            self.idle, self.times = 0, StepTimes()
         reading, size = None if self.rest else self._next_to_read(own, free), self._chunk(times, len(rows))
         more = sum(self._growth(row := self.rows[n], row.length - row.read + count) for n, count in chosen.items())
         if reading is not None:
