@@ -385,7 +385,8 @@ SPECULATE_EXPLAINED = """\
 Both engines run on the same ranks in turns, with prompts that are new in each turn; the first turn is not counted.
 Tokens a second are those of all clients while each has a stream, medians of the turns; the ratio is the median of
 theirs. Copies begin with the first lines of a source file that the prompt has. Stories are drawn at a temperature of
-0.8, and copy nothing. Weights are float32."""
+0.8, and copy nothing. Weights are float32. With --draft the layers that are added to the model change nothing, so that
+nearly all guesses of the small one stand."""
 
 
 @bench_command(app, "speculate", "Answers with guesses that are checked, and without.", SPECULATE_EXPLAINED)
@@ -397,6 +398,9 @@ def bench_speculate(
     new: Annotated[int, typer.Option(min=8, help="Tokens of an answer.")] = 96,
     rounds: Annotated[int, typer.Option(min=1, help="Turns that are timed.")] = 3,
     speculate: Annotated[str, typer.Option(help="Option of attnmesh serve.")] = "ngram",
+    draft: Annotated[
+        int, typer.Option(min=0, help="Guess by the model itself for one of so many times its layers.")
+    ] = 0,
 ) -> list[Table | str]:
     """How many tokens a second do guesses give to answers that copy, and what do they take of others? (6 minutes)."""
     from benchmarks import speculate as speculate_bench
@@ -405,7 +409,7 @@ def bench_speculate(
     prepared = find_model(model, ranks, MeshOptions(), run.status)
     counts = counts_of("--clients", clients)
     request = speculate_bench.Request(
-        prepared.path, prepared.mesh.shape, prepared.heads, counts, new, rounds, speculate
+        prepared.path, prepared.mesh.shape, prepared.heads, counts, new, rounds, speculate, draft
     )
     speculate_bench.rows(request, torch.get_num_threads(), run.table("rows"))
     rows = run.tables["rows"]

@@ -1,12 +1,15 @@
 """`python -m benchmarks speculate`: answers of an engine that guesses tokens and checks them, beside one that does not.
 
 Both engines run on the same ranks with the same model, in turns, and answer the same prompts, which they have read.
+For a draft model the model is made larger by layers that change nothing: nearly every guess of the small one stands,
+and the ratio is the most that a pair of such sizes can have.
 """
 
 import inspect
 import textwrap
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from statistics import median
 from threading import Thread
@@ -42,6 +45,8 @@ class Request:
     new: int
     rounds: int
     speculate: str
+    draft: int = 0
+    """Times of its layers that the model is made larger, to be guessed for by itself; 0 for a look-up."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +87,9 @@ def prompts(tokenizer: Any, case: str, count: int, turn: int) -> list[Prompt]:
     made = []
     for row in range(count):
         number = 7 * turn + row
-        if case == "a story":
+        if case in DRAFTED:
             text = f"Story {turn}.{row}\n\nThis is a long story about {SUBJECTS[number % len(SUBJECTS)]}. It was"
-            options: dict[str, Any] = {"temperature": 0.8, "seed": number}
+            options: dict[str, Any] = {"temperature": 0.8, "seed": number} if case == DRAFTED[0] else {}
         else:
             source = _file(number)
             first = "\n".join(source.splitlines()[: 2 + row % 3])
@@ -110,29 +115,58 @@ Answers = tuple[list[Answer], dict[str, Any]]
 CASES = ("a file", "a file, drawn", "a story")
 """Answers: a copy, a copy drawn at a low temperature, and one that copies nothing."""
 
+DRAFTED = ("a story", "a story, greedy")
+"""Answers that a draft model guesses."""
+
 
 def _ranks(request: Request) -> Iterator[Row]:
     logging.disable_progress_bar()
     model = open_model(request.model, "float32", torch.device("cpu"))
     model.generation_config.eos_token_id = None
+    draft = None
+    if request.draft:
+        draft, model = model, grown(model, request.draft)
     mesh = init_mesh("cpu", request.shape, *request.heads) if request.shape.ranks > 1 else None
     if mesh is not None:
-        hf.share_weights(model, mesh)
+        for one in filter(None, (model, draft)):
+            hf.share_weights(one, mesh)
     tokenizer = open_tokenizer(request.model)
-    for case in CASES:
+    for case in DRAFTED if request.draft else CASES:
         for clients in request.clients:
-            yield _compared(model, mesh, tokenizer, case, replace(request, clients=(clients,)))
+            yield _compared((model, draft), mesh, tokenizer, case, replace(request, clients=(clients,)))
 
 
-def _compared(model: Any, mesh: DeviceMesh | None, tokenizer: Any, case: str, request: Request) -> Row:
+def grown(model: Any, times: int) -> Any:
+    """Return a model of so many times the layers with the same outputs: what the others add is zero."""
+    larger = copy(model)
+    larger._modules = {**model._modules, "model": copy(model.model)}
+    layers = [*model.model.layers]
+    for number in range(len(layers), times * len(layers)):
+        source = model.model.layers[number % len(model.model.layers)]
+        layer = deepcopy(source, {id(weight): weight for weight in source.parameters()})
+        layer.self_attn.layer_idx = number
+        for last in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            last.weight = torch.nn.Parameter(torch.full_like(last.weight, 0.0), requires_grad=False)
+        layers.append(layer)
+    larger.config = larger.model.config = deepcopy(model.config)
+    larger.config.num_hidden_layers = len(layers)
+    if getattr(model.config, "layer_types", None):
+        larger.config.layer_types = times * model.config.layer_types
+    larger.model._modules = {**model.model._modules, "layers": torch.nn.ModuleList(layers)}
+    return larger
+
+
+def _compared(models: tuple[Any, Any], mesh: DeviceMesh | None, tokenizer: Any, case: str, request: Request) -> Row:
     """Answer in turns; the first turn is not counted."""
     (clients,), rates, same, counts = request.clients, list[tuple[float, float]](), list[bool](), [0.0, 0.0, 0.0]
     for turn in range(request.rounds + 1):
-        asked, results = prompts(tokenizer, case, clients, turn), dict[str | None, Answers]()
-        for speculate in (None, request.speculate) if turn % 2 else (request.speculate, None):
-            engine = hf.Engine(model, mesh, tokens_end=(), speculate=speculate)
-            results[speculate] = _answered(engine, asked, request.new)
-        (plain, _), (guessed, figures) = results[None], results[request.speculate]
+        asked, results = prompts(tokenizer, case, clients, turn), dict[bool, Answers]()
+        model, draft = models
+        guessing: dict[str, Any] = {"speculate": request.speculate} if draft is None else {"draft": draft}
+        for guesses in (False, True) if turn % 2 else (True, False):
+            engine = hf.Engine(model, mesh, tokens_end=(), **(guessing if guesses else {}))
+            results[guesses] = _answered(engine, asked, request.new)
+        (plain, _), (guessed, figures) = results[False], results[True]
         if turn and plain:
             rates.append((rate(plain), rate(guessed)))
             same += [one.text == other.text for one, other in zip(plain, guessed, strict=True)]

@@ -13,6 +13,7 @@ from attnmesh_command.option_texts import (
     announce_model,
     check_model,
     check_ranks_of_mesh,
+    is_here,
     ranks_of_axes,
     read_prompt,
 )
@@ -73,6 +74,10 @@ ToolFormat = Annotated[
 Speculate = Annotated[
     str | None,
     typer.Option(help="Guess tokens that an answer copies, and check them in one step: ngram, or ngram:N for N a row."),
+]
+Draft = Annotated[
+    str | None,
+    typer.Option(help="Small model of the same tokens that guesses the next ones: a model, or MODEL:N for N a row."),
 ]
 MaxGap = Annotated[
     float | None,
@@ -203,6 +208,7 @@ class ServeOptions:
     store_disk: StoreDisk = None
     max_gap: MaxGap = None
     speculate: Speculate = None
+    draft: Draft = None
     max_model_len: Annotated[int | None, typer.Option(min=2, help="Longest context; the model's by default.")] = None
     generation_config: GenerationSource = "auto"
     tool_format: ToolFormat = "auto"
@@ -227,6 +233,10 @@ class ServeOptions:
         check_named("--tool-format", self.tool_format, TOOL_FORMATS)
         self.api_keys()
         check_speculate(self.speculate)
+        if self.draft is not None:
+            given, fix = f"--speculate {self.speculate}", "leave one of them out"
+            check_option(self.speculate is None, "--draft", "no --speculate beside it", given, fix)
+            check_model(draft_of(self.draft)[0], subject="--draft")
         for name, size in (("--store-memory", self.store_memory), ("--store-disk", self.store_disk)):
             fits, fix = self.store is not None or size is None, "name a folder, or leave this out"
             check_option(fits, name, "a --store beside it", size, fix)
@@ -253,6 +263,21 @@ def check_speculate(given: str | None) -> None:
     fits = found is not None and int(found[1] or 1) <= MOST_GUESSES
     expected, fix = f"ngram, or ngram:N with N from 1 to {MOST_GUESSES}", "write one of these, or leave it out"
     check_option(fits, "--speculate", expected, repr(given), fix)
+
+
+def draft_of(given: str) -> tuple[str, int | None]:
+    """Return the model of `--draft`, and the most guesses of a row if it names them.
+
+    >>> draft_of("org/small:4"), draft_of("smollm2")
+    (('org/small', 4), ('smollm2', None))
+    """
+    name, colon, count = given.rpartition(":")
+    if not colon or is_here(given):
+        return given, None
+    fits = bool(name) and re.fullmatch("[1-9][0-9]?", count) and int(count) <= MOST_GUESSES
+    expected, fix = f"MODEL, or MODEL:N with N from 1 to {MOST_GUESSES}", "write one of these"
+    check_option(bool(fits), "--draft", expected, repr(given), fix)
+    return name, int(count)
 
 
 def lines_of(file: Path) -> list[str]:

@@ -72,7 +72,7 @@ def check_ranks_of_mesh(text: str, ranks: int) -> None:
 # --- models and prompts ---
 
 
-def check_model(name: str, revision: str | None = None) -> None:
+def check_model(name: str, revision: str | None = None, *, subject: str = "--model") -> None:
     """Raise for the path of a model that does not exist, and for a revision of one that is not on the hub."""
     path = os.path.expanduser(name)  # Path.expanduser raises on an unknown user, and Path on a long name
     is_path = os.path.isabs(path) or name.startswith(("./", "../", "~")) or name.count("/") > 1
@@ -80,10 +80,10 @@ def check_model(name: str, revision: str | None = None) -> None:
     is_file = os.path.isfile(path) and not names_file
     fix = f"pass a folder that save_pretrained wrote, a GGUF file, a name on the hub, or {PACKAGED!r}"
     fits = not is_file and (os.path.exists(path) or not (is_path or names_file))
-    check_option(fits, "--model", "a model", f"{name!r}, where there is none", fix)
+    check_option(fits, subject, "a model", f"{name!r}, where there is none", fix)
     fits = is_here(name) or "/" in name or not nearest(name, (PACKAGED,))
     fix = f"write {PACKAGED}, which is packaged; a model on the hub has an owner, as owner/{name}"
-    check_option(fits, "--model", "a folder, a file, or a packaged model", repr(name), fix)
+    check_option(fits, subject, "a folder, a file, or a packaged model", repr(name), fix)
     fits, fix = revision is None or not is_here(name), "leave --revision out, or pass a name on the hub"
     check_option(fits, "--revision", "a model on the hub", f"{name!r}, which is on this machine", fix)
 

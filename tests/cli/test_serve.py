@@ -18,6 +18,7 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 import pytest
+from transformers import LlamaConfig, Qwen3NextConfig
 from typer.testing import CliRunner
 
 from attnmesh.cli.serve_command import holding
@@ -227,6 +228,9 @@ INVALID = {
     ("--model", TINY, "--tool-format", "herms"): "write --tool-format hermes",
     ("--model", TINY, "--speculate", "ngram:65"): "--speculate: expected ngram, or ngram:N with N from 1 to 64, given",
     ("--model", TINY, "--speculate", "draft"): "given 'draft'. Fix: write one of these, or leave it out.",
+    ("--model", TINY, "--draft", "/nowhere"): "--draft: expected a model, given '/nowhere', where there is none",
+    ("--model", TINY, "--draft", "x:99"): "--draft: expected MODEL, or MODEL:N with N from 1 to 64, given 'x:99'",
+    ("--model", TINY, "--draft", TINY, "--speculate", "ngram"): "--draft: expected no --speculate beside it, given",
     ("--model", TINY, "--generation-config", "vllm"): "--generation-config: expected one of auto, none",
     ("--model", TINY, "--store-disk", "5"): "--store-disk: expected a --store beside it, given 5.0",
     ("--model", TINY, "--store", "/proc/self/attr"): "store: expected a folder",
@@ -269,6 +273,28 @@ def test_folders_of_prefixes_are_refused_by_name(tiny: str, tmp_path: Path, caps
         assert f"{tmp_path / 'prefixes'}, which another server uses" in refused(capsys, *options)
     (tmp_path / "prefixes").chmod(0o707)
     assert f"{tmp_path / 'prefixes'}, which others can write to" in refused(capsys, *options)
+
+
+def test_a_draft_of_other_tokens_or_with_states_is_refused_before_weights_are_read(
+    tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in (
+        ("text", "a model of transformers, given"),
+        ("words", "one in which 1 differ, such as"),
+        ("states", "a qwen3_next, whose"),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        tokenizer = byte_tokenizer()
+        if name == "words":
+            tokenizer.add_tokens(["another"])
+        if name != "text":
+            kind: Any = Qwen3NextConfig if name == "states" else LlamaConfig
+            kind(vocab_size=len(tokenizer)).save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+        said = refused(capsys, "--model", tiny, "--port", "0", "--draft", f"{folder}:4")
+        assert "--draft: expected" in said
+        assert text in said
 
 
 def test_a_taken_port_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,10 +3,12 @@
 import json
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from signal import SIGKILL, SIGSTOP
 from typing import Any
 
+import openai
 import pytest
 
 from attnmesh import errors
@@ -100,6 +102,79 @@ def test_ranks_that_share_layers_are_lost_while_they_answer(
     assert "'to'" in called[0], called
     assert calls == called * len(ends)
     assert sum("restart" in line for line in lines) >= len(ends), lines
+
+
+WRITTEN: dict[str, Any] = {
+    "type": "object",
+    "properties": {"of": {"type": "string", "pattern": "^(go [a-f] and on ){20,22}$"}, "to": {"enum": ["a", "b"]}},
+    "required": ["of", "to"],
+}
+"""Arguments that repeat themselves but for one letter of twelve: most guesses stand, and some do not."""
+
+
+def arguments_of(running: Served, into: list[str], options: dict[str, Any]) -> None:
+    """Read the arguments of a streamed call, which come once they are whole."""
+    asked: dict[str, Any] = {"tools": [{"type": "function", "function": {"name": "sum", "parameters": WRITTEN}}]}
+    asked |= {"messages": CALLED["messages"], "model": NAME, "logit_bias": CALLED["logit_bias"], "max_tokens": 500}
+    with openai.OpenAI(base_url=running.url + "/v1", api_key="none", max_retries=0, timeout=60) as client:
+        for event in client.chat.completions.create(stream=True, parallel_tool_calls=False, **asked, **options):
+            for call in event.choices[0].delta.tool_calls or ():
+                into.append((call.function and call.function.arguments) or "")
+
+
+def arguments_together(running: Served, asked: list[dict[str, Any]], then: Callable[[], Any]) -> list[str]:
+    """Return the arguments of calls that are made at the same time, while something else is done."""
+    texts = [list[str]() for _ in asked]
+    pairs = zip(texts, asked, strict=True)
+    threads = [threading.Thread(target=arguments_of, args=(running, *pair)) for pair in pairs]
+    for thread in threads:
+        thread.start()
+    then()
+    for thread in threads:
+        thread.join()
+    return ["".join(into) for into in texts]
+
+
+@pytest.mark.parametrize(
+    ("lost", "guesses"),
+    [
+        ([1], {"speculate": "ngram"}),
+        pytest.param([0, 1, 0], {"speculate": "ngram"}, marks=pytest.mark.long),
+        pytest.param([0, 1], {"draft_tokens": 4}, marks=pytest.mark.long),
+    ],
+    ids=["one", "each", "draft"],
+)
+def test_ranks_that_guess_are_lost_within_a_call_that_a_grammar_makes(
+    lost: list[int], guesses: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy and drawn calls are in the same steps as a rank is killed, and both go on with the same arguments."""
+    monkeypatch.setattr(supervisor, "LONGEST_PAUSE", 0.0)
+    found = find_model(save_tiny(tmp_path, hidden_size=288), 2, MeshOptions("keys=2"), Status(""))
+    engine = {"max_rows": 4, "max_queue": 16, "max_model_len": 2048, **guesses}
+    draft = str(tmp_path) if "draft_tokens" in guesses else None
+    settings = ServeSettings(found.for_ranks, "auto", "shared", 5.0, engine, draft)
+    asked: list[dict[str, Any]] = [
+        {"temperature": 0, "tool_choice": "required"},
+        {"temperature": 1, "seed": 5, "tool_choice": {"type": "function", "function": {"name": "sum"}}},
+    ]
+    with served(LocalRanks(2, settings), tokenizer=found.tokenizer, tool_format="hermes", max_restarts=9) as one:
+        figure = f"attnmesh_engine_{'accepted' if draft is None else 'drafted'}_tokens_total"  # a draft has no grammar
+        undisturbed = arguments_together(one, asked, lambda: None)
+        for rank in lost:
+
+            def kill(rank: int = rank) -> None:
+                """Kill the rank when both are within their arguments, and guesses have stood."""
+                until(lambda: sum(len(call.sent) > 100 for call in [*one.front.open.values()]) == len(asked))
+                one.kill(rank)
+                assert len(one.front.open) == len(asked)
+
+            assert one.figure(figure) > 0
+            assert arguments_together(one, asked, kill) == undisturbed
+            until(lambda: one.figure(figure) > 0)  # of the ranks that came after
+        assert one.figure("attnmesh_restarts_total") == len(lost)
+    said = [json.loads(text)["of"] for text in undisturbed]
+    assert all(len(text) >= 240 for text in said)
+    assert said[0] != said[1]
 
 
 class Stalled(ThreadWorld):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from attnmesh.cli.launch import leaving_tidily
 from attnmesh.cli.mesh_option import LayersChoice, MeshChoice, MeshOptions, choose_mesh
 from attnmesh.cli.output import Status
-from attnmesh.errors import ModelError, require
+from attnmesh.errors import InputError, ModelError, require, short
 from attnmesh.mesh.shapes import Shape
 from attnmesh.planner.serving import ModelSizes
 from attnmesh_command.messages import under_torchrun
@@ -123,6 +123,26 @@ def find_model(
     """Find the model, and choose the mesh. It is one of images and text if `images`; None looks at the model."""
     found, config = _found(model, status, images=images, revision=revision)
     return _on_mesh(found, config, mesh, ranks, min(found.longest or TYPICAL, TYPICAL))
+
+
+def find_draft(draft: str, tokenizer: Any, status: Status) -> str:
+    """Return the place of a draft model, or raise unless it has the tokens of the model, and can go back."""
+    from attnmesh.hf.models import is_recurrent
+
+    try:
+        found, config = _found(draft, status, images=False, revision=None)
+    except InputError as error:
+        raise type(error)("--draft", *error.args[1:]) from None
+    own, other = tokenizer.get_vocab(), found.tokenizer.get_vocab()
+    differ = sorted(token for token in {*own, *other} if own.get(token) != other.get(token))
+    given, fix = (
+        f"one in which {len(differ)} differ, such as {short(repr(differ[:1]))}",
+        "name a smaller model of its kind",
+    )
+    require(not differ, ModelError, "--draft", "a model with the same tokens", given, fix)
+    expected, given = "a model whose caches take tokens back", f"a {config.model_type}, whose states do not"
+    require(not is_recurrent(config), ModelError, "--draft", expected, given, "name another, or leave it out")
+    return found.path
 
 
 def _found(model: str, status: Status, *, images: bool | None, revision: str | None) -> tuple[Prepared, Any]:

@@ -1,5 +1,6 @@
 """The model of `attnmesh generate` and `attnmesh serve` on a rank: its mesh, and who computes its layers."""
 
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from attnmesh.mesh.shapes import AXES
 from attnmesh.setup.init_mesh import init_mesh
 from attnmesh_command.option_texts import TP
 
-WHOLE_ON_EACH = "whole on each rank"
+WHOLE_ON_EACH, SHARED_BY = "whole on each rank", "shared by"
 
 
 class Loaded(NamedTuple):
@@ -51,7 +52,16 @@ def load_model(prompt: Prepared, dtype: str, weights: str, *, reproducible: bool
         if weights == "shared":
             raise
         return Loaded(model, mesh, _said(WHOLE_ON_EACH, error.args[2]))
-    return Loaded(model, mesh, WHOLE_ON_EACH if mesh is None else _said(f"shared by {max(mesh.shape)} ranks", why))
+    return Loaded(model, mesh, WHOLE_ON_EACH if mesh is None else _said(f"{SHARED_BY} {max(mesh.shape)} ranks", why))
+
+
+def load_draft(path: str, dtype: str, beside: Loaded) -> PreTrainedModel:
+    """Load a draft model on all ranks. They share its layers where they share those of the model, and can."""
+    draft = open_model(path, dtype, beside.model.device)
+    if beside.weights.startswith(SHARED_BY):
+        with suppress(InputError):
+            hf.share_weights(draft, beside.mesh)
+    return draft
 
 
 def _said(what: str, why: str) -> str:

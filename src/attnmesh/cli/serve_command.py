@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 
 from attnmesh.cli.generate_command import cache_options, enter_world, mesh_options
-from attnmesh.cli.generate_prompt import Prepared, find_model
+from attnmesh.cli.generate_prompt import Prepared, find_draft, find_model
 from attnmesh.cli.launch import leaving_tidily, run_on_machine
 from attnmesh.cli.output import Status, print_message
 from attnmesh.cli.serve_hosts import TorchrunRanks, serve_under_torchrun
 from attnmesh.comm.failures import set_deadline
 from attnmesh.errors import ArgumentError, require
 from attnmesh_command.messages import printable, under_torchrun
-from attnmesh_command.model_options import ServeOptions
+from attnmesh_command.model_options import ServeOptions, draft_of
 
 if TYPE_CHECKING:
     from attnmesh.cli.serve_worker import ServeSettings
@@ -71,16 +71,19 @@ def _prepared(options: ServeOptions, world: int) -> tuple[Prepared, "ServeSettin
     with Status("looking for the model") as status:
         mesh = mesh_options(options)
         prepared = find_model(options.model, world, mesh, status, images=None, revision=options.revision)
+        draft, tokens = (None, None) if options.draft is None else draft_of(options.draft)
+        place = None if draft is None else find_draft(draft, prepared.tokenizer, status)
     longest = _longest(options.max_model_len, prepared.longest)
     memory = options.cache_memory and round(options.cache_memory * 1e9)
     engine: dict[str, Any] = {"max_rows": options.max_rows, "max_queue": options.max_queue, "max_model_len": longest}
     engine |= {"max_gap": options.max_gap, "cache_memory": memory, "speculate": options.speculate}
+    engine["draft_tokens"] = tokens
     engine |= cache_options(options, prepared)
     engine["store"] = _store(options, prepared)
     engine["tokens_end"], defaults = _generation(options.generation_config, prepared)
     return (
         prepared,
-        ServeSettings(prepared.for_ranks, options.dtype, options.weights, options.deadline, engine),
+        ServeSettings(prepared.for_ranks, options.dtype, options.weights, options.deadline, engine, place),
         defaults,
     )
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from attnmesh import hf
 from attnmesh.cli.generate_prompt import Prepared
 from attnmesh.cli.output import print_message
-from attnmesh.cli.rank_model import load_model
+from attnmesh.cli.rank_model import load_draft, load_model
 from attnmesh.comm.failures import set_deadline
 from attnmesh.errors import GrammarError
 from attnmesh.hf.load import open_tokenizer, pinned, tokenizer_text
@@ -34,6 +34,8 @@ class ServeSettings:
     deadline: float
     engine: dict[str, Any]
     """Options of `hf.Engine`."""
+    draft: str | None = None
+    """The place of its draft model."""
 
 
 def prefix_store(folder: Path, prepared: Prepared, sizes: dict[str, int]) -> hf.PrefixStore:
@@ -64,9 +66,12 @@ def serve_rank(settings: ServeSettings, address: str) -> None:
     if first:
         print_message("loading weights")
     reproducible = bool(settings.engine.get("reproducible"))
-    model, mesh, weights = load_model(settings.model, settings.dtype, settings.weights, reproducible=reproducible)
+    loaded = load_model(settings.model, settings.dtype, settings.weights, reproducible=reproducible)
+    model, mesh, weights = loaded
+    options: dict[str, Any] = {"output": settings.model.mesh.output, **settings.engine}
+    options["draft"] = None if settings.draft is None else load_draft(settings.draft, settings.dtype, loaded)
     grammars = read_grammars(settings.model.path) if first else None
-    engine = hf.Engine(model, mesh, grammars=grammars, output=settings.model.mesh.output, **settings.engine)
+    engine = hf.Engine(model, mesh, grammars=grammars, **options)
     set_deadline(settings.deadline)
     if first:
         print_message(f"weights loaded in {perf_counter() - start:.1f} s, layers {weights}")

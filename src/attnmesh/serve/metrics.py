@@ -23,6 +23,12 @@ ENGINE: dict[str, tuple[Any, str]] = {
     "steps": (CounterMetricFamily, "Steps in which rows decoded a token, and checked guesses of further ones."),
     "drafted_tokens": (CounterMetricFamily, "Guesses of tokens that steps have checked."),
     "accepted_tokens": (CounterMetricFamily, "Those of them that were drawn, each a token without a step of its own."),
+    "draft_passes": (
+        CounterMetricFamily,
+        "Passes of the draft model over rows, each of which guesses a token of each.",
+    ),
+    "draft_prompt_tokens": (CounterMetricFamily, "Tokens that the draft model has read before it guessed."),
+    "draft_cache_bytes": (GaugeMetricFamily, "Bytes of the draft model's keys and values in the memory of rank 0."),
     "exchanges": (CounterMetricFamily, "Plans that all ranks have exchanged."),
     "running": (GaugeMetricFamily, "Requests that decode."),
     "filling": (GaugeMetricFamily, "Requests whose prompts are computed."),

@@ -1,6 +1,6 @@
 """Guesses that are checked: each answer has the tokens of an engine without guesses, however good or bad they are."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,8 +16,10 @@ from attnmesh.cli.launch import run_on_ranks
 from attnmesh.errors import InputError
 from attnmesh.hf.load import PACKAGED, locate, open_model, open_tokenizer
 from attnmesh.hf.serving.engine import Engine
-from attnmesh.hf.serving.guesses import RowGuesses, StepTimes
+from attnmesh.hf.serving.guesses import StepTimes
+from attnmesh.hf.serving.ngram_guesses import RowText
 from attnmesh.hf.serving.rank_worker import RankWorker
+from attnmesh.hf.serving.row_guesses import RowGuesses
 from attnmesh.mesh.shapes import AXES, Shape, mesh_shape
 from attnmesh.setup.init_mesh import init_mesh
 from benchmarks.speculate import CASES, prompts
@@ -44,16 +46,15 @@ def guessing(answers: list[list[int]], seed: int = 0) -> Iterator[None]:
     """Guess tokens of known answers, of which some are wrong, and check a random number of them."""
     random = Random(seed)
 
-    def found(row: RowGuesses, most: int) -> list[int]:
-        whole = torch.frombuffer(row.text, dtype=torch.int32).tolist()
+    def found(text: RowText, most: int) -> list[int]:
+        whole = torch.frombuffer(text.data, dtype=torch.int32).tolist()
         known = next((one for one in answers if one[: len(whole)] == whole), whole)[len(whole) :][: max(most, 0)]
         return [token if random.random() < 0.8 else (token + 1) % 97 for token in known]
 
-    def choose(_: StepTimes, rows: list[RowGuesses]) -> None:
-        for row in rows:
-            row.checked = row.next[: random.randint(0, len(row.next))]
+    def choose(_: StepTimes, rates: list[float], offered: list[int]) -> list[int]:
+        return [random.randint(0, most) for most in offered]
 
-    with patch.object(RowGuesses, "_found", found), patch.object(StepTimes, "choose", choose):
+    with patch.object(RowText, "found", found), patch.object(StepTimes, "choose", choose):
         yield
 
 
@@ -226,29 +227,23 @@ def test_what_cannot_guess_is_refused_by_name(name: str, options: dict[str, Any]
 
 
 def test_a_guess_is_what_followed_the_last_tokens_before() -> None:
-    row = RowGuesses()
-    row.follow([1, 2, 3, 4, 5, 6, 1, 2, 3], [], 4)
-    assert row.next == [4, 5, 6, 1]
-    row.follow([], [4, 9], 4)
-    assert (row.next, row.stood, row.tried) == ([], 1.225, 2.9)
-    row.follow([], [4, 9, 1, 2, 3], 9)
-    assert row.next == [4, 9, 1, 2, 3, 4, 9, 1, 2]  # the last place counts, and it repeats itself
-    row.follow([], [4, 9, 1, 2, 3], 0)
-    assert row.next == []
+    text = RowText([1, 2, 3, 4, 5, 6, 1, 2, 3])
+    assert text.found(4) == [4, 5, 6, 1]
+    text.add([4, 9])
+    assert text.found(4) == []
+    text.add([1, 2, 3])
+    assert (text.found(9), text.answered) == ([4, 9, 1, 2, 3, 4, 9, 1, 2], 5)  # the last place counts, and repeats
+    assert text.found(0) == []
 
 
 @pytest.mark.parametrize("tokens", [[], [7], [7, 7], [7, 7, 7], [256, 1, 0, 65536, 256, 1]])
 def test_few_tokens_give_no_guess(tokens: list[int]) -> None:
-    row = RowGuesses()
-    row.follow(tokens, [], 4)
-    assert row.next == []
+    assert RowText(tokens).found(4) == []
 
 
 def test_a_place_is_found_between_tokens_alone() -> None:
     """Bytes of tokens may be found within others."""
-    row, tokens = RowGuesses(), [0, 0, 0, 1 << 8, 1 << 8, 5, 0, 0, 0]
-    row.follow(tokens, [], 2)
-    assert row.next == [1 << 8, 1 << 8]
+    assert RowText([0, 0, 0, 1 << 8, 1 << 8, 5, 0, 0, 0]).found(2) == [1 << 8, 1 << 8]
 
 
 def test_random_texts_are_looked_up_as_lists_are() -> None:
@@ -257,19 +252,20 @@ def test_random_texts_are_looked_up_as_lists_are() -> None:
         text = [random.choice([0, 1, 256, 65536, 1 << 24]) for _ in range(random.randint(3, 40))]
         places = [place for place in range(len(text) - 3) if text[place : place + 3] == text[-3:]]
         after = text[places[-1] + 3 :] if places else []
-        row = RowGuesses()
-        row.follow(text[:5], text[5:], 6)
-        assert row.next == [after[number % len(after)] for number in range(6 if places else 0)]
+        assert RowText(text).found(6) == [after[number % len(after)] for number in range(6 if places else 0)]
 
 
-def row_of(rate: float, next: int = 8) -> RowGuesses:
-    return RowGuesses(next=[5] * next, stood=rate, tried=1.0)
+def test_guesses_that_nobody_checked_are_compared() -> None:
+    row = RowGuesses(next=[4, 5, 6, 1])
+    row.compare([4, 9])
+    assert (row.next, row.stood, row.tried) == ([], 1.225, 2.9)
+    row.next = [9, 9]
+    row.compare([4, 9, 9, 9, 9])
+    assert (row.stood, row.tried) == pytest.approx((0.9 * 1.225 + 2, 0.9 * 2.9 + 2))
 
 
-def chosen(times: StepTimes, *rates: float) -> list[int]:
-    rows = [row_of(rate) for rate in rates]
-    times.choose(rows)
-    return [len(row.checked) for row in rows]
+def chosen(times: StepTimes, *rates: float, passes: Sequence[float] = ()) -> list[int]:
+    return times.choose(rates, [8] * len(rates), passes)
 
 
 def test_guesses_are_checked_where_that_gives_more_tokens_in_a_second() -> None:
@@ -277,13 +273,27 @@ def test_guesses_are_checked_where_that_gives_more_tokens_in_a_second() -> None:
     times = StepTimes()
     for rows, guesses in ((1, 0), (1, 8), (8, 0), (8, 40), (4, 7), (1, 3)):
         times.add(rows, guesses, 0.05 + 0.005 * rows + 0.01 * guesses)
-    assert times.fitted(4) == pytest.approx((0.07, 0.01))
+    assert times.fitted() == pytest.approx((0.05, 0.005, 0.01))
     assert chosen(times, 1.0) == [8]
     assert 1 <= chosen(times, 0.6)[0] <= 3
     assert chosen(times, 0.2) == [0]
     assert chosen(times, *[0.7] * 8) == [0] * 8
     assert chosen(times, *[1.0] * 8) == [8] * 8
     assert chosen(times, 1.0, *[0.2] * 7) == [8, *[0] * 7]
+    assert times.choose([1.0, 1.0], [3, 0]) == [3, 0]
+
+
+def test_passes_of_a_draft_model_have_their_price() -> None:
+    """A step takes 100 ms and a guess 1 ms: passes of 10 ms are worth it, those of 50 ms for many rows at once."""
+    times = StepTimes()
+    for rows, guesses in ((1, 0), (1, 8), (8, 0), (8, 40)):
+        times.add(rows, guesses, 0.1 + 0.001 * guesses)
+    assert chosen(times, 0.9, passes=[0, 0.01]) == [8]
+    assert 1 <= chosen(times, 0.6, passes=[0, 0.01])[0] <= 4
+    assert chosen(times, 0.9, passes=[0, 0.2]) == [0]
+    shared = [0, *(0.05 + 0.001 * rows for rows in range(1, 9))]
+    assert all(chosen(times, *[0.9] * 8, passes=shared))
+    assert chosen(times, 0.9, *[0.2] * 7, passes=shared) == [0] * 8
 
 
 def test_the_time_of_guesses_is_measured_again_where_no_step_shows_it() -> None:
@@ -298,16 +308,19 @@ def test_the_time_of_guesses_is_measured_again_where_no_step_shows_it() -> None:
     assert chosen(times, 0.25) == [0]
 
 
-def test_a_rate_follows_guesses_that_nobody_checked() -> None:
-    row, answer = RowGuesses(), list[int]()
-    for token in [9, 9, 9, *range(8)]:
-        answer.append(token)
-        row.follow([*range(20)], answer, 4)
-    assert row.rate > 0.7
-    for token in (1, 2, 3, 1, 2, 3, 9, 1, 2, 3, 8):
-        answer.append(token)
-        row.follow([], answer, 4)
-    assert row.rate < 0.7
+def test_a_rate_follows_an_answer() -> None:
+    row, text, answer = RowGuesses(), RowText([*range(20)]), list[int]()
+
+    def follows(*tokens: int) -> float:
+        for token in tokens:
+            answer.append(token)
+            text.add([token])
+            row.compare(answer)
+            row.next = text.found(4)
+        return row.rate
+
+    assert follows(9, 9, 9, *range(8)) > 0.7
+    assert follows(1, 2, 3, 1, 2, 3, 9, 1, 2, 3, 8) < 0.7
 
 
 # --- a released model ---

@@ -25,18 +25,18 @@ from attnmesh.errors import (
 )
 from attnmesh.hf.images.inputs import OWN_PROCESSOR, image_inputs, unless_text, without_absent
 from attnmesh.hf.models import check_rope_switch, check_rows, rope_regime, unwrap
-from attnmesh.hf.options import agreement_with_peers
-from attnmesh.hf.serving.footprint import SHARE, never_fits
+from attnmesh.hf.options import agreement_with_peers, describe_value
+from attnmesh.hf.serving.footprint import memory_share, never_fits
 from attnmesh.hf.serving.grammar_masks import Grammar, GrammarTokens
 from attnmesh.hf.serving.plan_exchange import PlanExchange, can_be_sent
 from attnmesh.hf.serving.prefix_store import PrefixStore
 from attnmesh.hf.serving.rank_worker import RankWorker
 from attnmesh.hf.serving.request_queue import RequestQueue
+from attnmesh.hf.serving.speculation import Speculation
 from attnmesh.hf.serving.stream import Sampling, Stream
 from attnmesh.hf.tensor_parallel import tp_mesh
 from attnmesh.mesh.axes import Mesh
 from attnmesh.runtime.counters import counted
-from attnmesh.setup.measure_shares import free_of_ranks
 
 BEAT = 1.0
 """Seconds of an idle engine between exchanges, in which it finds that a rank is lost."""
@@ -70,6 +70,9 @@ class Engine:
         speculate: "ngram" to guess the next tokens of an answer, by what followed its last tokens where they stood
             before, and to check at most 8 guesses of each request in a step; "ngram:N" for at most N. Answers stay the
             same. None for one token of each request in a step.
+        draft: A small model with the same tokens and `attn_implementation="attnmesh"`, which guesses the next tokens in
+            place of a look-up. All ranks have it, and share its keys. It may be the model itself.
+        draft_tokens: Guesses of a draft model for each request in a step at most; 8 by default.
         grammars: The model's tokens, by which rank 0 follows grammars; None if no request has one, and on other ranks.
         cache_options: Options of each request's `ShardedCache`. With `storage=`, tokens may depend on what else runs:
             the first chunk of a prompt attends its keys before they are rounded, and chunks are shorter beside others.
@@ -105,6 +108,8 @@ class Engine:
         tokens_end: Iterable[int] | None = None,
         store: PrefixStore | None = None,
         speculate: str | None = None,
+        draft: PreTrainedModel | None = None,
+        draft_tokens: int | None = None,
         grammars: GrammarTokens | None = None,
         **cache_options: Any,
     ) -> None:
@@ -114,7 +119,8 @@ class Engine:
 
         context = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
-        with agreement_with_peers(place, self.model, SUBJECT, {**limits, "max_gap": max_gap, "speculate": speculate}):
+        guessing = {"speculate": speculate, "draft": describe_value(draft), "draft_tokens": draft_tokens}
+        with agreement_with_peers(place, self.model, SUBJECT, {**limits, "max_gap": max_gap, **guessing}):
             check_rows(SUBJECT, self.model)
             for name, limit in limits.items():
                 if limit is not None or name in ("max_rows", "max_queue"):
@@ -127,6 +133,7 @@ class Engine:
             require(fits, ArgumentError, f"{SUBJECT} store", "a PrefixStore", given, fix)
             fits, expected = max_model_len is None or context is None or max_model_len <= context, f"at most {context}"
             require(fits, ArgumentError, f"{SUBJECT} max_model_len", expected, max_model_len, "leave it out")
+            speculation = Speculation.of(self.model, speculate, draft, draft_tokens)
         longest = max_model_len, context, cache_options.get("capacity")
         self.longest = min((limit for limit in longest if limit is not None), default=None)
         ends = self.model.generation_config.eos_token_id if tokens_end is None else tokens_end
@@ -136,8 +143,9 @@ class Engine:
         self.link, self.worker = PlanExchange(place, Mesh.of(peers)), RankWorker(self.model, mesh, cache_options)
         self.shares = self.worker.template.shares
         """Ratios of the tokens of each rank, measured once for all requests; None for even shares."""
-        memory = int(cache_memory or self._memory_share())
-        self.schedule = RequestQueue(self.worker, max_rows, memory, max_gap, store, speculate)
+        guesser = None if speculation is None else speculation.begin(self.worker, self._run_draft)
+        memory = int(cache_memory or memory_share(self.link.meshes, self.model.device, self.shares))
+        self.schedule = RequestQueue(self.worker, max_rows, memory, max_gap, store, guesser)
         self.max_queue = int(max_queue)
         self.inbox: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
         self.error: BaseException | None = None
@@ -221,18 +229,6 @@ class Engine:
         if self.closing:  # it may have come too late to be found
             stream.end(self.error or "cancelled")
         return stream
-
-    def _memory_share(self) -> int:
-        """Return the share of one rank of the free memory, the least of all ranks.
-
-        With unequal shares it is what the rank that holds most may take, so that no rank takes more than it has.
-        """
-        device = self.model.device
-        peers, mesh = self.link.meshes
-        free = free_of_ranks(mesh, device, min(free_of_ranks(peers, device)))
-        shares = self.shares or (1.0,)
-        most = (max(shares) / shares[shard % len(shares)] * each for shard, each in enumerate(free))
-        return max(1, int(SHARE * min(most)))
 
     def _check(self, stream: Stream) -> None:
         """Raise unless the model can serve the request."""
@@ -336,6 +332,13 @@ class Engine:
         self.exchanges += 1
         begun = self.schedule.begun
         return {} if plan == [["end"]] else self._run(plan, begun.images if begun is not None else None)
+
+    def _run_draft(self, plan: list[Any]) -> dict[str, Any]:
+        """Run operations of the draft model on all ranks, between two steps."""
+        whole, _ = self.link.exchange([["draft", plan]], self.worker.numbers)
+        self.exchanges += 1
+        results: dict[str, Any] = self.worker.run(whole)["draft"]
+        return results
 
     def _run(self, plan: list[Any], images: dict[str, Any] | None) -> dict[str, Any]:
         """Run a plan. Rank 0 sends the images of the prompt that begins."""

@@ -1,5 +1,6 @@
 """Bytes of caches before they are allocated: of a request by its tokens, and of the growth of a cache."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,6 +12,8 @@ from attnmesh.core.turns import Turn
 from attnmesh.errors import TooLong
 from attnmesh.hf.cache.layer import growth_capacity
 from attnmesh.hf.cache.sharded_cache import ShardedCache
+from attnmesh.mesh.axes import Mesh
+from attnmesh.setup.measure_shares import free_of_ranks
 
 Place = tuple[Turn, int, torch.device]
 """Turn of the rank that holds most tokens of a cache, ranks that share its heads, and its device."""
@@ -65,6 +68,17 @@ def growth(cache: ShardedCache, tokens: int) -> int:
                 larger = replace(kv.sizes, capacity=growth_capacity(kv.length + keys))
                 total += shard_bytes(larger, *_place(kv)) - shard_bytes(kv.sizes, *_place(kv))
     return total
+
+
+def memory_share(meshes: tuple[Mesh, Mesh], device: torch.device, shares: Sequence[float] | None) -> int:
+    """Return the share of one rank of the free memory, the least of all ranks of a mesh and their peers.
+
+    With unequal shares of tokens it is what the rank that holds most may take, so that no rank takes more than it has.
+    """
+    peers, mesh = meshes
+    free, ratios = free_of_ranks(mesh, device, min(free_of_ranks(peers, device))), shares or (1.0,)
+    most = (max(ratios) / ratios[shard % len(ratios)] * each for shard, each in enumerate(free))
+    return max(1, int(SHARE * min(most)))
 
 
 def never_fits(needed: int, memory: int) -> TooLong:

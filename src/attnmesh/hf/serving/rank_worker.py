@@ -37,6 +37,8 @@ class RankWorker:
         self.options = {**options, "shares": self.template.shares}  # which are measured once
         self.caches: dict[int, ShardedCache] = {}
         self.store: RankStore | None = None
+        self.draft: RankWorker | None = None
+        """The caches of a draft model, if it guesses tokens."""
         self.filling: dict[int, Iterator[int]] = {}
         self.prompts: dict[int, Tensor] = {}
         self.is_causal = all(getattr(module, "is_causal", True) for module in model.get_decoder().modules())
@@ -72,6 +74,13 @@ class RankWorker:
     def numbers(self) -> list[int]:
         """Return what rank 0 needs to know of this rank in each step."""
         return [self.nbytes, *((0, 0) if self.store is None else self.store.numbers)]
+
+    def do_draft(self, plan: Sequence[Any]) -> dict[str, Any]:
+        """Run operations of the draft model, whose caches count with those of the model."""
+        assert self.draft is not None
+        before, results = self.draft.nbytes, self.draft.run(plan)
+        self.nbytes += self.draft.nbytes - before
+        return results
 
     def do_open(self, number: int, layers: list[list[int]], tokens: int, rope: list[int], blocks: list[Any]) -> None:
         """Make a cache for so many tokens, and begin to read stored blocks into it."""
@@ -176,4 +185,4 @@ class RankWorker:
         tensors += [x for cache in caches for kv in cache.kvs for part in kv.shard.shared for x in part.stored]
         tensors += [x for cache in caches for x in cache.states.values()]
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
-        return sum(storages.values())
+        return sum(storages.values()) + (0 if self.draft is None else self.draft.nbytes)

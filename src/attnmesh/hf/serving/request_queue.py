@@ -11,7 +11,7 @@ from torch import Tensor
 from attnmesh.errors import InputError
 from attnmesh.hf.serving.footprint import Footprint, growth, never_fits
 from attnmesh.hf.serving.grammar_masks import wait_for_any
-from attnmesh.hf.serving.guesses import Speculation, StepTimes
+from attnmesh.hf.serving.guesses import NoGuesses, StepTimes
 from attnmesh.hf.serving.plan_exchange import specs_of
 from attnmesh.hf.serving.prefix_store import PrefixStore
 from attnmesh.hf.serving.prefixes import LEAST, Prefixes
@@ -52,11 +52,10 @@ class RequestQueue:
         memory: int,
         max_gap: float | None,
         store: PrefixStore | None = None,
-        speculate: str | None = None,
+        guesser: NoGuesses | None = None,
     ) -> None:
         self.worker, self.max_rows, self.memory, self.max_gap = worker, int(max_rows), memory, max_gap
-        self.speculation = Speculation.of(speculate, worker.template, is_causal=worker.is_causal)
-        self.store = begin_store(store, worker)
+        self.guesser, self.store = guesser or NoGuesses(), begin_store(store, worker)
         self.waiting: deque[Stream] = deque()
         self.filling: list[Stream] = []  # whose prompts are computed, the oldest first
         self.begun: Stream | None = None  # whose prompt begins in this step
@@ -98,7 +97,7 @@ class RequestQueue:
             "kept": len(self.prefixes.kept),
         }
         sizes["cache_limit_bytes"] = self.memory
-        sizes |= self.store.metrics()
+        sizes |= {**self.store.metrics(), **self.guesser.metrics()}
         return {**self.counts, **sizes, "step_seconds": self.row_seconds, "cache_bytes": [*map(float, self.nbytes)]}
 
     def plan(self) -> list[Any]:
@@ -301,12 +300,16 @@ class RequestQueue:
         return int(self.memory - scale * held - max(0.0, most - scale * self.nbytes[0]) - self.promised)
 
     def _fits(self, more: int, spared: Collection[int] = ()) -> bool:
-        """Return whether so many more bytes fit, after kept caches were dropped for them, least recently used first."""
+        """Return whether so many more bytes fit, after kept caches were dropped for them, least recently used first.
+
+        Those of guesses go last.
+        """
         while self._free() < more:
             oldest = next((number for number in self.prefixes.kept if number not in {*spared, *self.spared}), None)
-            if oldest is None:
+            if oldest is not None:
+                self._evict(oldest)
+            elif not self.guesser.release():
                 return False
-            self._evict(oldest)
         return True
 
     def _evict(self, number: int) -> None:
@@ -315,14 +318,11 @@ class RequestQueue:
         self.counts["evicted"] += 1
 
     def _guess(self) -> None:
-        """Guess tokens of the rows of this step, and choose those that are worth their time."""
-        if self.speculation is None:
-            return
+        """Guess tokens of the rows of this step that are worth their time."""
         rows = [stream for stream in self.rows if stream.held is None]
         for stream in rows:
-            room = stream.max_new_tokens - len(stream.answer) - 1
-            stream.guesses.follow(stream.prompt, stream.answer, min(self.speculation.most, room))
-        self.step_times.choose([stream.guesses for stream in rows])
+            stream.guesses.compare(stream.answer)
+        self.guesser.guess(rows, self.step_times, self._free)
 
     def _fit_rows(self) -> None:
         """Put the youngest requests back into the queue until the others can grow."""

@@ -19,7 +19,7 @@ from transformers import (
 from attnmesh.errors import ArgumentError, ModelError, require, short
 from attnmesh.hf.serving.draws import generator_after
 from attnmesh.hf.serving.grammar_masks import GrammarState, apply_mask
-from attnmesh.hf.serving.guesses import RowGuesses
+from attnmesh.hf.serving.row_guesses import RowGuesses
 
 MOST_BIAS = 100
 """Largest bias of a logit, as of OpenAI."""
@@ -198,6 +198,11 @@ class Stream:
     def cancel(self) -> None:
         """End the request at the next step."""
         self.cancelled = True
+
+    @property
+    def room(self) -> int:
+        """Tokens that the answer may have after its next one."""
+        return self.max_new_tokens - len(self.answer) - 1
 
     @property
     def ids(self) -> list[int]:

@@ -1,0 +1,279 @@
+"""Guesses of a draft model: a small model of the same vocabulary reads each row, and draws its next tokens.
+
+The ranks share its keys, as they share the model's. Rank 0 plans each of its passes and draws, so ranks need not agree
+on a guess. A row's guesses are drawn with the random numbers that its tokens will be drawn with.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from attnmesh.errors import InputError
+from attnmesh.hf.serving.footprint import Footprint, growth
+from attnmesh.hf.serving.guesses import LEAST, NoGuesses, StepTimes
+from attnmesh.hf.serving.prefixes import Prefixes
+from attnmesh.hf.serving.rank_worker import RankWorker
+from attnmesh.hf.serving.stream import Stream
+
+FIRST = 0.6
+"""Share of guesses that are expected to stand before any was checked, and of a row after `AGAIN` steps without any."""
+
+WEIGHT = 3.0
+"""Guesses that count as tried before: the first ones that do not stand do not turn a row off."""
+
+AGAIN = 64
+"""Steps of a row without guesses after which it is tried again."""
+
+USUAL = 0.05
+"""Weight of a row's last step in the share of guesses that a new row begins with."""
+
+UNPRICED = 2
+"""Guesses of a row while it is not known what they take."""
+
+LAG = 96
+"""Tokens that a row may be ahead of the draft's cache, beyond which they are read as a prompt is."""
+
+CHUNK, LONGEST_CHUNK = 64, 2048
+"""Tokens of the first chunk of a text that the draft reads beside a step, and of the longest."""
+
+KEPT = 16
+"""Caches of ended rows that are kept for rows that begin alike."""
+
+
+@dataclass
+class DraftRow:
+    """The draft's cache of a row."""
+
+    stream: Stream
+    read: int = 0
+    """Tokens of the row that are in the cache, or on their way; 0 without a cache."""
+    filled: int = 0
+    """Tokens that the cache has while the text is read."""
+    guessed: list[int] = field(default_factory=list)
+    """Guesses that are in the cache after the tokens."""
+    is_reading: bool = False
+    idle: int = 0
+    """Steps since a guess was made."""
+    fails: bool = False
+    """The draft cannot read the row."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of the row."""
+        return len(self.stream.prompt) + len(self.stream.answer)
+
+    @property
+    def is_late(self) -> bool:
+        """True if too many tokens are not in the cache, or none is."""
+        return not self.read or self.length - self.read > LAG
+
+    def catch_up(self) -> tuple[int, list[int]]:
+        """Return the guesses to take back from the cache, and the tokens to add, of which there is at least one."""
+        new = self.stream.answer[self.read - len(self.stream.prompt) :]
+        pairs = [*zip(self.guessed, new[:-1], strict=False)]
+        right = next((place for place, (guess, token) in enumerate(pairs) if guess != token), len(pairs))
+        wrong, self.read, self.guessed = len(self.guessed) - right, self.length, []
+        return wrong, new[right:]
+
+
+class DraftGuesses(NoGuesses):
+    """Guesses of a draft model, at most `most` of a row. `run` runs operations of its worker on all ranks."""
+
+    def __init__(self, worker: RankWorker, most: int, words: int, run: Callable[[list[Any]], dict[str, Any]]) -> None:
+        self.worker, self.most, self.words, self.run = worker, most, words, run
+        self.longest = getattr(worker.template.config, "max_position_embeddings", None) or 2**62
+        self.rows: dict[int, DraftRow] = {}
+        self.prefixes = Prefixes(worker)
+        self.footprint: Footprint | None = None
+        self.times, self.token_seconds = StepTimes(), 0.0  # of passes over rows, and of a token that is read
+        self.usual = FIRST  # share of guesses that new rows begin with
+        self.idle, self.rest = 0, 0  # steps since a guess was made, and steps to come in which nothing is read
+        self.counts = {"draft_passes": 0, "draft_prompt_tokens": 0}
+
+    def metrics(self) -> dict[str, float]:
+        """Return counts, and the bytes of caches on rank 0."""
+        return {**self.counts, "draft_cache_bytes": self.worker.nbytes}
+
+    def release(self) -> bool:
+        """Drop the caches of ended rows; or if there are none, all, and read nothing for some steps."""
+        numbers = [*self.prefixes.kept] or [*self.worker.caches]
+        self.rest = self.rest if self.prefixes.kept else AGAIN
+        self._drop(numbers)
+        return bool(numbers)
+
+    def guess(self, rows: Sequence[Stream], times: StepTimes, free: Callable[[], int]) -> None:
+        """Guess tokens of the rows where that is worth its time, and let the draft read what it has not."""
+        self._forget()
+        own = [self._row_of(stream) for stream in rows]
+        base, of_row, _ = self.times.fitted()
+        passes = [0.0, *(max(0.0, base + of_row * count) for count in range(1, len(rows) + 1))]
+        counts = times.choose([row.stream.guesses.rate for row in own], [*map(self._offered, own)], passes)
+        chosen = {row.stream.number: count for row, count in zip(own, counts, strict=True) if count}
+        for row in own:
+            row.idle = 0 if row.stream.number in chosen else row.idle + 1
+        self.rest, self.idle = max(0, self.rest - 1), 0 if chosen else self.idle + 1
+        if self.idle >= AGAIN:  # times that no pass shows are measured again
+            self.idle, self.times = 0, StepTimes()
+        reading, size = None if self.rest else self._next_to_read(own, free), self._chunk(times, len(rows))
+        more = sum(self._growth(row := self.rows[n], row.length - row.read + count) for n, count in chosen.items())
+        if reading is not None:
+            more += self._growth(reading, size)
+        if more > free():
+            self.release()
+        elif chosen or reading is not None:
+            self._guess([] if reading is None else self._reads(reading, size), chosen, grows=more > 0)
+
+    # --- rows ---
+
+    def _row_of(self, stream: Stream) -> DraftRow:
+        """Return what is known of a row, which is tried anew from time to time."""
+        row, guesses = self.rows.get(stream.number), stream.guesses
+        if row is None:
+            row = self.rows[stream.number] = DraftRow(stream, fails=stream.images is not None)
+            guesses.stood, guesses.tried = WEIGHT * self.usual, WEIGHT
+        elif not row.idle:
+            self.usual += USUAL * (guesses.rate - self.usual)
+        if row.idle >= AGAIN:
+            row.idle, guesses.stood, guesses.tried = 0, WEIGHT * FIRST, WEIGHT
+        return row
+
+    def _offered(self, row: DraftRow) -> int:
+        """Return how many tokens may be guessed of a row."""
+        is_ready = not (row.fails or row.is_reading or row.is_late) and row.length > row.read
+        most = self.most if self.times.steps else min(self.most, UNPRICED)
+        return max(0, min(most, row.stream.room, self.longest - row.length)) if is_ready else 0
+
+    def _growth(self, row: DraftRow, tokens: int) -> int:
+        """Return the bytes by which the cache of a row grows at most, when it takes so many more tokens."""
+        cache = self.worker.caches.get(row.stream.number)
+        if cache is not None and cache.get_seq_length():
+            return growth(cache, tokens)
+        return 0 if self.footprint is None else self.footprint(tokens)
+
+    def _forget(self) -> None:
+        """Drop the caches of rows that are gone, but for some of the latest."""
+        gone = {n: row for n, row in self.rows.items() if row.stream.number != n or row.stream.finish_reason}
+        for number, row in gone.items():
+            del self.rows[number]
+            if row.read and not row.is_reading:
+                self.prefixes.kept[number] = row.stream.salt
+        unread = [number for number, row in gone.items() if row.is_reading]
+        self._drop(unread + [*self.prefixes.kept][: max(0, len(self.prefixes.kept) - KEPT)])
+
+    def _drop(self, numbers: Sequence[int], *, fails: bool = False) -> None:
+        """Drop caches. Those of rows are read again, unless that fails."""
+        for number in numbers:
+            self.prefixes.remove(number)
+            if (row := self.rows.get(number)) is not None:
+                self.rows[number] = DraftRow(row.stream, fails=row.fails or fails, idle=row.idle)
+        if numbers:
+            self.run([["drop", [*numbers]]])
+
+    # --- what the draft reads ---
+
+    def _chunk(self, times: StepTimes, rows: int) -> int:
+        """Return the tokens that are read beside a step, in about its time."""
+        base, of_row, _ = times.fitted()
+        size = int((base + of_row * rows) / self.token_seconds) if self.token_seconds else CHUNK
+        return max(CHUNK, min(LONGEST_CHUNK, size))
+
+    def _next_to_read(self, rows: Sequence[DraftRow], free: Callable[[], int]) -> DraftRow | None:
+        """Return the row whose text is read, or one that is worth it and leaves as much memory to others."""
+        for row in self.rows.values():
+            if row.is_reading:
+                return row
+        for row in rows:
+            whole = 0 if row.read or self.footprint is None else self.footprint(row.length + row.stream.room)
+            is_worth = row.is_late and not row.fails and row.stream.guesses.rate >= LEAST
+            if is_worth and row.length < self.longest and 2 * whole <= free():
+                return row
+        return None
+
+    def _reads(self, row: DraftRow, size: int) -> list[Any]:
+        """Return the operations that read a chunk of a row's text, and begin it before."""
+        number, plan = row.stream.number, list[Any]()
+        if not row.is_reading:
+            source, moves = number, True
+            if not row.read:  # it may go on from the cache of another that begins alike
+                others = [one.stream for one in self.rows.values() if one.read]
+                source, _, moves = self.prefixes.find(row.stream, others)
+                self.prefixes.use(source, moves=moves)
+            row.read, row.guessed, row.is_reading = row.length, [], True
+            plan = [["start", number, row.stream.ids, None if source < 0 else source, moves, 0, {}]]
+        return [*plan, ["fill", number, size, row.read]]
+
+    def _take_chunk(self, row: DraftRow, results: Mapping[str, Any]) -> None:
+        """Take the results of these operations."""
+        begun, chunk = results.get("start", row.filled), results["fill"]
+        if isinstance(begun, InputError) or isinstance(chunk, InputError):
+            self._drop([row.stream.number], fails=True)
+            return
+        if self.footprint is None:
+            self.footprint = Footprint.of(self.worker.caches[row.stream.number])
+        (row.filled, logits), tokens = chunk, chunk[0] - begun
+        self.counts["draft_prompt_tokens"] += tokens
+        self.token_seconds = self.worker.seconds["fill"] / tokens if tokens > CHUNK // 2 else self.token_seconds
+        row.is_reading = logits is None
+
+    # --- guesses ---
+
+    def _guess(self, plan: list[Any], chosen: Mapping[int, int], *, grows: bool) -> None:
+        """Run a plan and the passes that guess so many tokens of each row: the first one catches up with the text."""
+        behind = {number: self.rows[number].catch_up() for number in chosen}
+        tokens = {number: new for number, (_, new) in behind.items()}
+        crops = [(number, wrong) for number, (wrong, _) in behind.items() if wrong]
+        plan = [["crop", crops]] * bool(crops) + plan
+        draws = {number: self._drawing(self.rows[number].stream) for number in chosen}
+        while plan or tokens:
+            start, reading = perf_counter(), next((one[1] for one in plan if one[0] == "fill"), None)
+            results = self.run([*plan, *([["rows", [*tokens.items()], grows]] if tokens else [])])
+            others = sum(self.worker.seconds.get(name, 0.0) for name in ("start", "fill"))
+            if reading is not None:
+                self._take_chunk(self.rows[reading], results)
+            if tokens:
+                try:
+                    drawn = _drawn(draws, tokens, results)
+                except InputError:
+                    self._drop([*tokens], fails=True)
+                    return
+                self.counts["draft_passes"] += 1
+                more = sum(map(len, tokens.values())) - len(tokens)
+                self.times.add(len(tokens), more, perf_counter() - start - others)
+                for number, token in drawn.items():
+                    self.rows[number].stream.guesses.next.append(token)
+                going = [n for n in tokens if len(self.rows[n].stream.guesses.next) < chosen[n]]
+                tokens = {number: [drawn[number]] for number in going}
+                for number in going:
+                    self.rows[number].guessed.append(drawn[number])
+            plan = []
+        for number in chosen:
+            guesses = self.rows[number].stream.guesses
+            guesses.checked = [*guesses.next]
+
+    def _drawing(self, stream: Stream) -> Callable[[Tensor], int]:
+        """Return what draws tokens after logits, with the random numbers of the row's next tokens."""
+        generator, sampling = torch.Generator(), replace(stream.sampling, logprobs=0)
+        if stream.generator is not None:
+            generator.set_state(stream.generator.get_state())
+
+        def draw(logits: Tensor) -> int:
+            scores = pad(logits[: self.words], (0, max(0, self.words - len(logits))), value=-inf)
+            return sampling.draw(scores, generator, stream.before, stream.counts).id
+
+        return draw
+
+
+def _drawn(
+    draws: Mapping[int, Callable[[Tensor], int]], tokens: Mapping[int, list[int]], results: Mapping[str, Any]
+) -> dict[int, int]:
+    """Return the next token of each row, or raise the error of a pass."""
+    for result in (results.get("crop"), results["rows"]):
+        if isinstance(result, InputError):
+            raise result
+    return {number: draws[number](logits[-1]) for number, logits in zip(tokens, results["rows"], strict=True)}

@@ -1,0 +1,60 @@
+"""Guesses that are copied: what followed the last few tokens of a row where they stood before."""
+
+from array import array
+from collections.abc import Callable, Sequence
+from weakref import WeakKeyDictionary
+
+from attnmesh.hf.serving.guesses import NoGuesses, StepTimes
+from attnmesh.hf.serving.stream import Stream
+
+NGRAM = 3
+"""Last tokens that are looked up."""
+
+
+class RowText:
+    """The tokens of a row: the prompt, and the answer so far."""
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self.data, self.prompt = bytearray(), len(prompt)  # four bytes a token
+        self.add(prompt)
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Take new tokens."""
+        self.data += array("i", tokens).tobytes()
+
+    @property
+    def answered(self) -> int:
+        """Tokens of the answer."""
+        return len(self.data) // array("i").itemsize - self.prompt
+
+    def found(self, most: int) -> list[int]:
+        """Return at most so many tokens after the last place where the last few stood before.
+
+        Where there are too few, they begin again: the text repeats itself.
+        """
+        size, width = array("i").itemsize, NGRAM * array("i").itemsize
+        last, place = self.data[-width:], len(self.data) - width
+        while (place := self.data.rfind(last, 0, max(place + width - 1, 0))) % size:
+            if place < 0:
+                return []
+        after = array("i", bytes(self.data[place + width : place + width + max(most, 0) * size]))
+        return [after[number % len(after)] for number in range(most if after else 0)]
+
+
+class NgramGuesses(NoGuesses):
+    """Guesses by look-up. At first none is checked, until one stands: those that are not are compared for nothing."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.texts = most, WeakKeyDictionary[Stream, RowText]()
+
+    def guess(self, rows: Sequence[Stream], times: StepTimes, free: Callable[[], int]) -> None:
+        """Look up the next tokens of each row, and check those that are worth their time."""
+        for stream in rows:
+            if (text := self.texts.get(stream)) is None:
+                text = self.texts[stream] = RowText(stream.prompt)
+            text.add(stream.answer[text.answered :])
+            stream.guesses.next = text.found(min(self.most, stream.room))
+        guesses = [stream.guesses for stream in rows]
+        counts = times.choose([one.rate for one in guesses], [len(one.next) for one in guesses])
+        for one, count in zip(guesses, counts, strict=True):
+            one.checked = one.next[:count]

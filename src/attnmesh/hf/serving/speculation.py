@@ -1,0 +1,98 @@
+"""Ways to guess the next tokens of answers: which one an engine has is settled once, at its start."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from attnmesh.errors import ArgumentError, InputError, KernelError, check_count, require
+from attnmesh.hf.cache.layer import StatefulLayer
+from attnmesh.hf.cache.state_layer import StateLayer
+from attnmesh.hf.models import check_rows, unwrap
+from attnmesh.hf.serving.draft_guesses import DraftGuesses
+from attnmesh.hf.serving.guesses import NoGuesses
+from attnmesh.hf.serving.ngram_guesses import NgramGuesses
+from attnmesh.hf.serving.rank_worker import RankWorker
+
+SPECULATE, DRAFT = "hf.Engine speculate", "hf.Engine draft"
+
+MOST = 8
+"""Guesses of a row in a step at most, if no other number is given."""
+
+MOST_GUESSES = 64
+"""The largest number that may be given."""
+
+PADDING = 128
+"""Tokens by which the vocabularies of a model and its draft may differ: matrices are padded to such multiples."""
+
+OF_DRAFT = ("merge", "kernel", "exchange", "checked", "copies", "storage", "shares")
+"""Options of caches that those of a draft model have, too."""
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """What guesses tokens, at most so many of each row in a step: a draft model, or if there is none a look-up."""
+
+    subject: str
+    most: int = MOST
+    draft: PreTrainedModel | None = None
+
+    @staticmethod
+    def of(model: PreTrainedModel, speculate: object, draft: Any, draft_tokens: object) -> "Speculation | None":
+        """Return what the arguments of an engine ask for, None for nothing; or raise unless it is possible."""
+        given, fix = "both", "leave one of them out"
+        require(draft is None or speculate is None, ArgumentError, DRAFT, "no speculate= beside it", given, fix)
+        if draft is not None:
+            return _of_draft(model, unwrap(draft), draft_tokens)
+        expected, fix = "a draft= beside it", "pass one, or leave this out"
+        require(draft_tokens is None, ArgumentError, f"{DRAFT}_tokens", expected, repr(draft_tokens), fix)
+        if speculate is None:
+            return None
+        found = re.fullmatch("ngram(?::([1-9][0-9]?))?", speculate) if isinstance(speculate, str) else None
+        most = MOST if found is None or found[1] is None else int(found[1])
+        expected, fix = f"ngram, or ngram:N with N from 1 to {MOST_GUESSES}", "write one of these, or leave it out"
+        require(found is not None and most <= MOST_GUESSES, ArgumentError, SPECULATE, expected, repr(speculate), fix)
+        return Speculation(SPECULATE, most)
+
+    def begin(self, worker: RankWorker, run: Callable[[list[Any]], dict[str, Any]]) -> NoGuesses:
+        """Return what guesses for the rows of a worker, or raise unless its model takes guesses.
+
+        `run` runs operations of the draft's worker on all ranks.
+        """
+        expected = "no reproducible=True beside it: products of several tokens are rounded in another way"
+        fix = "leave one of them out"
+        require(not worker.template.reproducible, KernelError, self.subject, expected, "True", fix)
+        _check_caches(self.subject, worker)
+        if self.draft is None:
+            return NgramGuesses(self.most)
+        options = {name: value for name, value in worker.options.items() if name in OF_DRAFT}
+        worker.draft = RankWorker(self.draft, worker.mesh, {**options, "keep": self.most})
+        _check_caches(self.subject, worker.draft)
+        words = worker.model.config.get_text_config(decoder=True).vocab_size
+        return DraftGuesses(worker.draft, self.most, words, run)
+
+
+def _of_draft(model: PreTrainedModel, draft: Any, most: Any) -> Speculation:
+    try:
+        check_rows(DRAFT, draft)
+    except InputError as error:
+        raise type(error)(DRAFT, *error.args[1:]) from None
+    sizes = [one.config.get_text_config(decoder=True).vocab_size for one in (model, draft)]
+    expected, fix = f"a model of the same {sizes[0]} tokens", "use a model with the same tokenizer"
+    require(abs(sizes[0] - sizes[1]) <= PADDING, ArgumentError, DRAFT, expected, f"one of {sizes[1]}", fix)
+    most = MOST if most is None else most
+    check_count(f"{DRAFT}_tokens", most, "pass a positive int")
+    fix = "pass a smaller number"
+    require(most <= MOST_GUESSES, ArgumentError, f"{DRAFT}_tokens", f"at most {MOST_GUESSES}", most, fix)
+    return Speculation(DRAFT, int(most), draft)
+
+
+def _check_caches(subject: str, worker: RankWorker) -> None:
+    """Raise unless caches of the worker's model take tokens back. An empty one shows whether they do."""
+    states = any(isinstance(layer, (StateLayer, StatefulLayer)) for layer in worker.template.layers)
+    expected, given = "a model whose caches take tokens back", "one with recurrent layers or others with a state"
+    require(not states, KernelError, subject, expected, given, "leave it out")
+    given = "one in which several tokens see each other"
+    require(worker.is_causal, KernelError, subject, "a causal model", given, "leave it out")
