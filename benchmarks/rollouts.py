@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
@@ -108,8 +109,10 @@ def mesh_of_ranks() -> DeviceMesh | None:
 class Watch(TrainerCallback):  # type: ignore[misc]
     """Memory and time of a step, after a first one with short completions that makes the optimizer's state."""
 
+    trainer: Any
+
     def __init__(self, tokens: int) -> None:
-        self.tokens, self.trainer = tokens, Any
+        self.tokens = tokens
         self.before, self.peak, self.begun, self.seconds = 0, 0, 0.0, 0.0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
@@ -120,35 +123,34 @@ class Watch(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Keep what the step took. The next one has long completions."""
         self.peak, self.seconds = resident("VmHWM"), time.perf_counter() - self.begun
-        self.trainer.generation_config.max_new_tokens = self.tokens  # type: ignore[attr-defined]
+        self.trainer.generation_config.max_new_tokens = self.tokens
 
 
 def _trained(request: Request) -> Iterator[Memory]:
     """Return the memory of a step with long completions."""
-    from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
-
+    trl, dataset = import_module("trl"), import_module("datasets").Dataset
     rank, ranks = dist.get_rank(), dist.get_world_size()
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     watch, rows = Watch(request.tokens), [{"prompt": " ".join(f"w{5 + n}" for n in range(PROMPT))}] * 8
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TRL's own
-        given = GRPOConfig(
+        given = trl.GRPOConfig(
             folder, use_cpu=True, bf16=False, max_steps=2, per_device_train_batch_size=GROUP, num_generations=GROUP,
             gradient_accumulation_steps=1, max_completion_length=SHORT, gradient_checkpointing=False, report_to=[],
             save_strategy="no", disable_tqdm=True, ddp_find_unused_parameters=False,
             generation_kwargs={"suppress_tokens": [1]},  # completions do not end
         )  # fmt: skip
-        trainer: Any = hf.on_mesh(GRPOTrainer, mesh_of_ranks())
+        trainer: Any = hf.on_mesh(trl.GRPOTrainer, mesh_of_ranks())
         watch.trainer = trainer(
-            model=model_of(WIDE, "attnmesh"), reward_funcs=_reward, args=given, train_dataset=Dataset.from_list(rows),
+            model=model_of(WIDE, "attnmesh"), reward_funcs=_reward, args=given, train_dataset=dataset.from_list(rows),
             processing_class=_words(), callbacks=[watch],
         )  # fmt: skip
-        watch.trainer.train()  # type: ignore[attr-defined]
+        watch.trainer.train()
     figures = torch.tensor([watch.before, watch.peak - watch.before], dtype=torch.float64)
     dist.all_reduce(figures, dist.ReduceOp.MAX)
-    yield Memory(ranks, *(round(x / 1e6, 1) for x in figures.tolist()), round(watch.seconds, 1))
+    before, step = (round(x / 1e6, 1) for x in figures.tolist())
+    yield Memory(ranks, before, step, round(watch.seconds, 1))
 
 
 def _reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
