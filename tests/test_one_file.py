@@ -1,7 +1,7 @@
-"""A new mask, kernel, merge or family is one value, in one place: each is made here, and nothing else knows it.
+"""A new mask, kernel or merge is one value, in one place: each is made here, and nothing else knows it.
 
-In the package a mask would be a function of `core/mask.py`, a kernel a file of `kernels/implementations`, a merge a
-record of `mesh/merges.py`, and a family a file of `hf/families`, as `test_a_family_is_one_file` adds one.
+In the package a mask would be a function of `core/mask.py`, a kernel a file of `kernels/implementations`, and a merge a
+record of `mesh/merges.py`. `test_a_family_is_one_file` of `hf/families/test_families.py` adds a family.
 """
 
 from contextlib import ExitStack

@@ -97,7 +97,7 @@ class Kernel:
     caps_logits = True
     """Logits may have a soft cap."""
     adds_bias = False
-    """Queries may end with a bias by distance, at the positions that `at` is given."""
+    """Queries may end with a bias by distance, for the positions that `with_positions` is given."""
     reads_rows = False
     """`attend_rows` reads scattered rows of keys and values in place."""
     reads_8_bits = False
