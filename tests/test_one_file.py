@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import attnmesh as am
-from attnmesh.comm.message import MessageLayout
+from attnmesh.comm.message import MessageForm
 from attnmesh.comm.transport import Transport
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial
@@ -61,7 +61,7 @@ class Dense(Kernel):
         return Gradients(dlogits @ k, dk, dv)
 
 
-def around(ranks: Transport, message: Tensor, form: MessageLayout, _: bool) -> CheckedPartial:
+def around(ranks: Transport, message: Tensor, form: MessageForm, _: bool) -> CheckedPartial:
     """Send on what came, to the next rank of a ring, until all have all messages."""
     (size, rank), rows = (ranks.axis.size, ranks.axis.index), [message]
     for _step in range(1, size):
