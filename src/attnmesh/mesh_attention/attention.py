@@ -145,11 +145,14 @@ def attend_shards(
     if call.distance_bias is not None:
         call = call.with_wide_queries()
     with without_autocast(q):
-        out = attend_alone(call, plan, other_keys) if mesh.ranks == 1 else _attend(call, prepared, latents, other_keys)
+        if mesh.ranks == 1:
+            out = attend_alone(call, plan, other_keys)
+        else:
+            out = _attend_on_mesh(call, prepared, latents, other_keys)
     return out if selected is None else without_faulty(out, selected, plan.problem.key_length)
 
 
-def _attend(call: Call, prepared: PreparedCall, latents: Latents | None, other_keys: Partial | None) -> Tensor:
+def _attend_on_mesh(call: Call, prepared: PreparedCall, latents: Latents | None, other_keys: Partial | None) -> Tensor:
     """Return attention over all ranks, by an operator where PyTorch traces or transforms calls."""
     q, k, v, sinks, key_lengths, _, selected, _ = call
     plan, task = prepared.plan, prepared.task

@@ -16,9 +16,7 @@ from attnmesh.comm.p2p import begin_swap, gather, meta_like, return_to_owners, t
 from attnmesh.core.band import Band
 from attnmesh.core.partial import Partial, identity, merge_into, sum_dtype, with_sinks
 from attnmesh.core.scaling import Scaling
-from attnmesh.kernels.driver import KeyCounts
-from attnmesh.kernels.driver import backward as kernel_backward
-from attnmesh.kernels.driver import forward as kernel_forward
+from attnmesh.kernels.driver import KeyCounts, attend_band, backward_band
 from attnmesh.kernels.kernel import Kernel
 from attnmesh.kernels.local_plan import empty_length_major
 from attnmesh.kernels.rectangles import BackwardInputs, Gradients
@@ -73,7 +71,7 @@ class Task:
         """Return the partial of queries over keys and values, or over latents."""
         if self.projection is not None:
             return self.projection.attend(kernel, q, kv[0], band, self.scaling, counts)
-        return kernel_forward(kernel, q, kv[0], kv[1], band, self.scaling, counts)
+        return attend_band(kernel, q, kv[0], kv[1], band, self.scaling, counts)
 
     def heads_of(self, group: HeadGroup, share: Tensors) -> Tensors:
         """Return a group's heads of q, k and v, of which `share` has this rank's heads of all groups, as views."""
@@ -200,7 +198,7 @@ def _backward_heads(arrivals: Arrivals, task: Task, returns: "PendingReturns", m
     dq: Tensor | None = None
     coming: Callable[[], Tensors] | None = None  # gradients that earlier ranks computed for the keys of this step
     schedule = task.schedule
-    bands, attend = task.bands(arrivals.group), named(ATTENTION, kernel_backward) if is_profiled() else kernel_backward
+    bands, attend = task.bands(arrivals.group), named(ATTENTION, backward_band) if is_profiled() else backward_band
     steps = zip(task.kernels, bands, task.counts, schedule.key_steps, schedule.gradient_steps, strict=True)
     for kernel, band, counts, step, onward in steps:
         keys, values = next(arrivals.kv_by_step)

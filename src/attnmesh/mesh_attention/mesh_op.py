@@ -47,7 +47,7 @@ def attend_by_task(
     return length_major(found.out, q.dtype)
 
 
-def _attend(
+def _run_plan(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -117,7 +117,7 @@ def _gradients(ctx: Any, dout: Any, *_: None) -> tuple[Tensor | None, ...]:
     return dq, dk, dv, dsinks
 
 
-attend_with_grad = recorded(_attend, _save_for_backward, _gradients)
+attend_with_grad = recorded(_run_plan, _save_for_backward, _gradients)
 """Attention by a plan, recorded by autograd."""
 
 
@@ -143,11 +143,11 @@ def mesh_op(
     names: str,
     numbers: Sequence[int],
 ) -> list[Tensor]:
-    """Return what `_attend` does, with out NaN if the ranks' `key_lengths` differ, which no graph compares."""
+    """Return what `_run_plan` does, with out NaN if the ranks' `key_lengths` differ, which no graph compares."""
     plan = MeshPlan.unpack(names, numbers)
     plan.check_own_shard(q.shape[2], k.shape[2])
     try:
-        out, *others = _attend(q, k, v, sinks, key_lengths, indices, plan)
+        out, *others = _run_plan(q, k, v, sinks, key_lengths, indices, plan)
     except RankFailure as failure:
         raise plan.explained(failure) from failure
     if key_lengths is not None:
