@@ -1,4 +1,4 @@
-"""Predicted memory beside the tensors that live during a backward pass."""
+"""Predicted seconds and memory of exchanges; memory beside the tensors that live during a backward pass."""
 
 import sys
 from dataclasses import replace
