@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from attnmesh.core.partial import Partial
-from attnmesh.mesh.candidate import Cost
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.merge_cost import (
     CHECKSUM_BYTES,
@@ -20,6 +19,7 @@ from attnmesh.mesh.merge_cost import (
     add_swap,
     add_tree,
 )
+from attnmesh.mesh.predicted_cost import Cost
 
 OUTPUTS = ("replicated", "heads")
 """Results of a merge: all heads on every rank, or each rank's share of them."""
