@@ -19,7 +19,7 @@ from attnmesh.errors import LayoutError, MaskError
 from attnmesh.kernels.choice import choose
 from attnmesh.kernels.driver import attend_band, backward_band, visible_counts
 from attnmesh.kernels.kernel import Need
-from attnmesh.kernels.local_plan import LocalPlan, empty_length_major, length_major, whole_band
+from attnmesh.kernels.prepared_local import PreparedLocal, empty_length_major, length_major, whole_band
 from attnmesh.kernels.rectangles import BackwardInputs
 from attnmesh.kernels.selected_keys import SelectedKeys
 from attnmesh.kernels.traced import OnceDifferentiable, needs_grad, needs_operator, once_differentiable
@@ -54,7 +54,7 @@ def _attend_visible(
     kernel: str,
 ) -> Partial:
     if all(x is None for x in positions) and q.shape[-1] == k.shape[-1]:
-        return LocalPlan.of(q, k, v, rule[0], scaling, kernel).attend(q, k, v, sinks)
+        return PreparedLocal.of(q, k, v, rule[0], scaling, kernel).attend(q, k, v, sinks)
     visible = Visible.of(positions, rule)
     band, counts, q_order, k_order = _band(q, k, visible)
     chosen = choose(Need.of(q, k, v, scaling, visible[1:3]), kernel)

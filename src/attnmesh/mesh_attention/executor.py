@@ -18,7 +18,7 @@ from attnmesh.core.partial import Partial, identity, merge_into, sum_dtype, with
 from attnmesh.core.scaling import Scaling
 from attnmesh.kernels.driver import KeyCounts, attend_band, backward_band
 from attnmesh.kernels.kernel import Kernel
-from attnmesh.kernels.local_plan import empty_length_major
+from attnmesh.kernels.prepared_local import empty_length_major
 from attnmesh.kernels.rectangles import BackwardInputs, Gradients
 from attnmesh.kernels.selected_keys import SelectedKeys
 from attnmesh.mesh.axes import Axis, Mesh
