@@ -315,8 +315,8 @@ def _equivalent_out(dout: Tensor, delta: Tensor) -> Tensor:
     exact = dout.to(delta.dtype)
     size = exact.abs().amax(-1, keepdim=True)
     unit = exact / size.masked_fill(size == 0, 1.0)
-    share = delta.unsqueeze(-1) / size.masked_fill(size == 0, 1.0) / unit.square().sum(-1, keepdim=True).clamp(min=1.0)
-    return (unit * share).to(dout.dtype)
+    factor = delta.unsqueeze(-1) / size.masked_fill(size == 0, 1.0) / unit.square().sum(-1, keepdim=True).clamp(min=1.0)
+    return (unit * factor).to(dout.dtype)
 
 
 # --- the heads axis ---

@@ -161,10 +161,9 @@ def _one_column(mesh: Mesh) -> tuple[Mesh, tuple[int, ...]]:
 def _check_highest(highest: int, mesh_call: MeshCall) -> None:
     """Raise if a query selects a key beyond the sequence; -1 for none."""
     if highest >= 0:
-        blocks = -(-mesh_call.problem.key_length // mesh_call.index_block)
-        expected = (
-            f"indices below {blocks}, of {mesh_call.problem.key_length} keys in blocks of {mesh_call.index_block}"
-        )
+        keys, block = mesh_call.problem.key_length, mesh_call.index_block
+        blocks = -(-keys // block)
+        expected = f"indices below {blocks}, of {keys} keys in blocks of {block}"
         fix = "count keys of the whole sequence, or blocks of them, and fill rows up with 2**31 - 1, for none"
         require(highest < blocks, ShapeError, "attention selected indices", expected, str(highest), fix)
 
