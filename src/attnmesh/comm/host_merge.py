@@ -54,7 +54,7 @@ class HostMerge:
 
     def heads(self, output: str) -> slice | None:
         """Return this rank's share of the heads, or None for all."""
-        return self.axis.share_of(self.shape[1]) if output == "heads" else None
+        return self.axis.slice_of(self.shape[1]) if output == "heads" else None
 
     def run(self, message: Tensor, call_hash: int, tensors: Sequence[Tensor] = ()) -> bool:
         """Merge the messages of all ranks in place. Return whether their numbers, and bits of tensors, are equal."""

@@ -44,7 +44,7 @@ def merge_ranks(
     """
     if axis.size == 1:
         return partial, checksum
-    heads = axis.share_of(partial.out.shape[1]) if output == "heads" else slice(None)
+    heads = axis.slice_of(partial.out.shape[1]) if output == "heads" else slice(None)
     own = Partial(*(x[:, heads] for x in partial))
     dtype = sum_dtype(partial.out.dtype)
     transport = transport_of(axis, checksum.device)
@@ -107,9 +107,9 @@ def chosen_merge(axis: Axis, merge: str, output: str, device: torch.device, *, r
 
 def send_heads(partial: Partial, checksum: Tensor, form: MessageForm, axis: Axis) -> tuple[Partial, Tensor]:
     """Send each rank the partials of its own heads."""
-    shares = [Axis(axis.size, rank).share_of(form.shape[1]) for rank in range(axis.size)]
-    messages = [form.message(checksum, Partial(*(x[:, heads] for x in partial))) for heads in shares]
-    mine = shares[axis.index]
+    heads_by_rank = [Axis(axis.size, rank).slice_of(form.shape[1]) for rank in range(axis.size)]
+    messages = [form.message(checksum, Partial(*(x[:, heads] for x in partial))) for heads in heads_by_rank]
+    mine = heads_by_rank[axis.index]
     form = replace(form, shape=(form.shape[0], mine.stop - mine.start, *form.shape[2:]))
     checksum, partial = form.merge(transport_of(axis, checksum.device).swap(messages))
     return partial, checksum

@@ -58,16 +58,16 @@ def _run_call(
 ) -> tuple[Tensor, ...]:
     """Return (out, lse) of this rank's queries, and with a heads axis its heads of q, k and v."""
     task = mesh_call.with_seen(mesh_call.task(q.shape[1], (q, k, v)), key_lengths, indices)
-    share = _blank_share((q, k, v), task.schedule.chunk, mesh_call.mesh.heads)
-    out, lse = forward(q, (k, v), task, sinks, share)
-    return length_major(out, q.dtype), lse, *share
+    own_heads = _blank_heads((q, k, v), task.schedule.chunk, mesh_call.mesh.heads)
+    out, lse = forward(q, (k, v), task, sinks, own_heads)
+    return length_major(out, q.dtype), lse, *own_heads
 
 
-def _blank_share(qkv: Tensors, chunk: ChunkSize, axis: Axis) -> Tensors:
+def _blank_heads(qkv: Tensors, chunk: ChunkSize, axis: Axis) -> Tensors:
     """Return memory for a rank's heads of q, k and v, of all tokens of its chunk; none without a heads axis."""
     if axis.size == 1:
         return ()
-    (q, *kv), key_heads = qkv, axis.share_of(int(qkv[1].shape[1]))  # in a graph of any heads, a symbol
+    (q, *kv), key_heads = qkv, axis.slice_of(int(qkv[1].shape[1]))  # in a graph of any heads, a symbol
     heads = key_heads.stop - key_heads.start
     shared = q.shape[1] // qkv[1].shape[1]
     return empty_tokens(q, heads * shared, chunk.queries), *(empty_tokens(x, heads, chunk.keys) for x in kv)
@@ -96,9 +96,9 @@ def _are_equal(numbers: Tensor, mesh: Mesh) -> Tensor:
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
     *qkv, sinks, key_lengths, indices = inputs[:6]
-    ctx.mesh_call, (out, lse, *share) = inputs[6:], output
-    ctx.save_for_backward(*(share or qkv), sinks, key_lengths, indices, out, lse)
-    ctx.mark_non_differentiable(lse, *share)
+    ctx.mesh_call, (out, lse, *own_heads) = inputs[6:], output
+    ctx.save_for_backward(*(own_heads or qkv), sinks, key_lengths, indices, out, lse)
+    ctx.mark_non_differentiable(lse, *own_heads)
     ctx.set_materialize_grads(False)
 
 
@@ -129,7 +129,7 @@ def _fake_outputs(q: Tensor, k: Tensor, v: Tensor, *mesh_call: Any) -> list[Tens
     coordinate = mesh.queries.index, mesh.keys.index
     chunk = ChunkSize(problem.queries(*coordinate).shape[0], problem.keys(*coordinate).shape[0])
     out, lse = empty_length_major(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=sum_dtype(q.dtype))
-    return [out, lse, *_blank_share((q, k, v), chunk, mesh.heads)]
+    return [out, lse, *_blank_heads((q, k, v), chunk, mesh.heads)]
 
 
 @operator("mesh_attention", _fake_outputs, _save_for_backward, _gradients)
