@@ -91,9 +91,9 @@ class Kernel:
     name: str
     """The kernel's name, as in `kernel=`."""
     made_for = "all calls"
-    """The calls for which "auto" takes it, as `suits` decides."""
+    """The calls that `suits` says it is made for."""
     priority = 1
-    """When "auto" asks it: kernels of a lower number come first."""
+    """Number in the order of `best_kernel`: a lower one comes first."""
     caps_logits = True
     """Logits may have a soft cap."""
     adds_bias = False
