@@ -21,8 +21,8 @@ from attnmesh.cli.launch import Send
 from attnmesh.diffusers.tokens import run_sizes
 from attnmesh.errors import ArgumentError
 from attnmesh.mesh.axes import Mesh
-from attnmesh.mesh.candidate import Candidate
 from attnmesh.mesh.shapes import Shape
+from attnmesh.mesh.way import Way
 from attnmesh.planner.plan import plan
 from attnmesh.planner.workload import Workload
 from attnmesh.planner.workload_presets import WORKLOADS, workload_preset
@@ -133,8 +133,8 @@ def _contest(name: str, request: Request) -> list[Row]:
         runs[label] = our_run(work, whole, one)
         done[label] = Row(case, label, received=_received(runs[label].call))
         if request.hosts is not None:
-            candidate = Candidate(one.shape, one.tile, am.Contiguous(), one.exchange)
-            done[label] = replace(done[label], limit_ms=milliseconds_of_bytes(work, candidate, request.hosts))
+            way = Way(one.shape, one.tile, am.Contiguous(), one.exchange)
+            done[label] = replace(done[label], limit_ms=milliseconds_of_bytes(work, way, request.hosts))
     peer = diffusers_run(whole)
     done[PEER] = Row(case, PEER, note=peer if isinstance(peer, str) else None)
     if not isinstance(peer, str):

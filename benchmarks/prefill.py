@@ -18,13 +18,13 @@ from torch.nn.functional import scaled_dot_product_attention
 import attnmesh as am
 from attnmesh.cli.launch import Send, run_on_ranks
 from attnmesh.errors import ArgumentError
-from attnmesh.mesh.candidate import Candidate
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.exchange_cost import peak_activations
 from attnmesh.mesh.rates import BOUNDLESS, Device, Link
 from attnmesh.mesh.schedule import EXCHANGES, Problem, Schedule, schedule
 from attnmesh.mesh.shapes import AXES, Shape, elements, mesh_shapes, rank_grid
 from attnmesh.mesh.traffic import tiles
+from attnmesh.mesh.way import Way
 from attnmesh.planner.cost import cost
 from attnmesh.planner.workload import Workload
 from attnmesh.runtime.counters import counted
@@ -273,7 +273,7 @@ def _limit(case: Case, one: Contender, hosts: Hosts | None) -> float | None:
     if hosts is None:
         return None
     work = Workload(*case.heads, case.width, case.length, dtype="float32", mask=case.mask)
-    return milliseconds_of_bytes(work, Candidate(one.shape, one.tile, case.layout, one.exchange), hosts)
+    return milliseconds_of_bytes(work, Way(one.shape, one.tile, case.layout, one.exchange), hosts)
 
 
 def links_alone(hosts: Hosts) -> Cluster:
@@ -282,9 +282,9 @@ def links_alone(hosts: Hosts) -> Cluster:
     return Cluster(str(hosts), hosts.hosts, hosts.ranks, Device(*[BOUNDLESS] * 4), free, link)
 
 
-def milliseconds_of_bytes(work: Workload, candidate: Candidate, hosts: Hosts) -> float:
+def milliseconds_of_bytes(work: Workload, way: Way, hosts: Hosts) -> float:
     """Return the time of the exchanges alone, over the links between hosts."""
-    return round(1e3 * cost(candidate, work, links_alone(hosts)).seconds, 1)
+    return round(1e3 * cost(way, work, links_alone(hosts)).seconds, 1)
 
 
 def predicted(case: Case, shape: Shape, exchange: str) -> int:

@@ -28,6 +28,10 @@ ARROWS = {
 """What each room stands on. It may import what these stand on in turn, too. `docs/code.md` draws the arrows."""
 
 APART = {("planner", "kernels")}
+"""Rooms that stand apart, though arrows lead from one to the other.
+
+The planner prices kernels by the rates of a device, also of one that this machine lacks. So it asks no kernel.
+"""
 SOURCE = Path(__file__).parents[1] / "src" / "attnmesh"
 FILES = {".".join(f.relative_to(SOURCE).with_suffix("").parts): f for f in SOURCE.rglob("*.py") if "__" not in f.name}
 PACKAGES = {

@@ -10,11 +10,11 @@ from typing import Any
 import typer
 
 import attnmesh as am
-from attnmesh.mesh.candidate import Candidate
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.merge_cost import MergeGroup, Payload
 from attnmesh.mesh.merges import MERGES
 from attnmesh.mesh.shapes import Shape
+from attnmesh.mesh.way import Way
 from attnmesh.planner.cost import cost
 from attnmesh.planner.workload import Workload
 from attnmesh_command.shared_options import AsJson, OutFile
@@ -148,7 +148,7 @@ def memory(tokens: int = 64_000) -> list[Row]:
         heads = hidden // WIDTH
         by_formula = baselines.ring_memory(tokens, hidden) - baselines.tree_memory(tokens, hidden, heads)
         workload = Workload(heads, heads, WIDTH, tokens * DGX.world, phase="decode")
-        held = cost(Candidate(Shape(1, 1, 8), Shape(1, 1, 8), am.Striped(16), "allreduce"), workload, DGX).memory
+        held = cost(Way(Shape(1, 1, 8), Shape(1, 1, 8), am.Striped(16), "allreduce"), workload, DGX).memory
         gaps = {"the paper's formulas": by_formula, "the library's, a ring holding one shard more": 2 * held - held}
         for how, found in gaps.items():
             case = f"gap in memory, hidden {hidden}, 64,000 tokens a device, by {how}"
@@ -159,7 +159,7 @@ def memory(tokens: int = 64_000) -> list[Row]:
 def messages() -> list[Row]:
     """What a merge moves and takes, beside what was derived from the paper's formulas and NCCL's constants."""
     workload = Workload(HEADS, HEADS, WIDTH, 80_000, phase="decode")
-    spent = cost(Candidate(Shape(1, 1, 8), Shape(1, 1, 8), am.Striped(16), "allreduce"), workload, DGX)
+    spent = cost(Way(Shape(1, 1, 8), Shape(1, 1, 8), am.Striped(16), "allreduce"), workload, DGX)
     volume = one(baselines.tree_volume(8, HEADS * WIDTH, HEADS) / 1e3)
     three = baselines.algorithm_3(DGX, 0.0, HEADS, WIDTH) - DGX.device.call
     direct = MERGES["direct"].seconds(MergeGroup(8, 8), Payload(HEADS * 4.0, WIDTH), DGX)

@@ -11,9 +11,9 @@ import typer
 from typer.testing import CliRunner
 
 import attnmesh as am
-from attnmesh.mesh.candidate import Candidate
 from attnmesh.mesh.rates import Device, Link
 from attnmesh.mesh.shapes import Shape
+from attnmesh.mesh.way import Way
 from attnmesh.planner.cost import cost
 from benchmarks.papers import attention2d, baselines, llama, tree_attention
 from benchmarks.papers.report import Row, one
@@ -102,7 +102,7 @@ def test_algorithm_3_by_hand() -> None:
 def test_algorithm_3_is_the_librarys_all_reduce(hosts: int) -> None:
     cluster = am.Cluster.preset("dgx-h100", hosts=hosts)
     workload = am.Workload(16, 16, 128, 1_280_000, phase="decode")
-    way = Candidate(Shape(1, 1, cluster.world), Shape(1, 1, 8), am.Striped(16), "allreduce")
+    way = Way(Shape(1, 1, cluster.world), Shape(1, 1, 8), am.Striped(16), "allreduce")
     formula = baselines.algorithm_3(cluster, workload.kept_bytes / cluster.world, 16, 128)
     parts = cost(way, workload, cluster).parts
     assert parts["kernel"] + parts["merge"] == pytest.approx(formula)
@@ -115,7 +115,7 @@ def test_the_papers_formulas_for_memory_differ_by_a_shard() -> None:
 
 def test_a_ring_in_turn_takes_its_kernels_and_all_that_it_sends() -> None:
     cluster = am.Cluster.preset("h100x1", hosts=4)
-    workload, way = am.Workload(8, 8, 64, 8192), Candidate(Shape(1, 4, 1), Shape(1, 1, 1), am.Zigzag(), "ring")
+    workload, way = am.Workload(8, 8, 64, 8192), Way(Shape(1, 4, 1), Shape(1, 1, 1), am.Zigzag(), "ring")
     overlapped, turns = cost(way, workload, cluster), baselines.sequential(way, workload, cluster)
     assert overlapped.seconds < turns < overlapped.seconds + overlapped.parts["kernel"]
 

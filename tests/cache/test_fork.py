@@ -168,7 +168,7 @@ def paged(shape: Shape) -> None:
     other.append(*random(2, 2, 2, 9, 8, seed=3))
     q, heads = random(2, 4, 1, 8), cache.mesh.heads
     for each in (cache, other):
-        own_q = q[:, heads.share_of(4)]
+        own_q = q[:, heads.slice_of(4)]
         partials = []
         for pages in each.pages():
             k, v = (
@@ -180,7 +180,7 @@ def paged(shape: Shape) -> None:
         group = each.token_axis.group if each.token_axis.size > 1 else None
         partial = am.Partial(*am.merge(*partials))
         partial = partial if group is None else am.merge_across(partial, group)
-        expected = am.decode(q, each)[:, heads.share_of(4)]
+        expected = am.decode(q, each)[:, heads.slice_of(4)]
         assert torch.allclose(partial.out, expected, atol=1e-6)
 
 
@@ -194,7 +194,7 @@ def served(shape: Shape, scattered: bool) -> None:
     mesh, blocks, ranks = named_mesh(shape, AXES), 3, shape.queries * shape.keys
     sizes: dict[str, Any] = {"kv_heads": 2, "head_dim": 8, "capacity": 200, "dtype": torch.float32, "block": 4}
     caches = [am.KVCache(mesh, batch=2, **sizes) for _ in range(2)]
-    index, heads = caches[0].token_axis.index, caches[0].mesh.heads.share_of(2)
+    index, heads = caches[0].token_axis.index, caches[0].mesh.heads.slice_of(2)
     table = torch.tensor([[1, 2, 3], [5, 6, 7]]) if not scattered else torch.tensor([[4, 0, 2], [2, 7, 1]])
     whole = random(2, 2, 2, blocks * ranks * 4, 8)
     if scattered:

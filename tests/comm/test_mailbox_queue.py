@@ -112,7 +112,7 @@ def _fail_and_go_on() -> tuple[bool, bool]:
     axis = Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
     device_mesh = named_mesh(Shape(1, axis.size, 1), AXES)
     assert _attends(device_mesh)
-    with mock.patch.object(executor, "kernel_forward", side_effect=MemoryError), suppress(MemoryError):
+    with mock.patch.object(executor, "attend_band", side_effect=MemoryError), suppress(MemoryError):
         _attends(device_mesh, 2.0)
     partial = am.Partial(torch.full((1, 2, 1, 4), float(axis.index)), torch.zeros(1, 2, 1))
     merged = am.merge_across(partial, device_mesh.get_group("queries"), how="tree").out

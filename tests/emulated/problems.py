@@ -10,7 +10,7 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh.mesh.axes import Mesh
-from attnmesh.mesh_attention import mesh_op as plan
+from attnmesh.mesh_attention import mesh_op as operators
 from attnmesh.mesh_attention.attention import attend_shards
 from attnmesh.mesh_attention.call import Call, Options
 from attnmesh.mesh_attention.latents import Latents, Projection
@@ -51,10 +51,10 @@ def run(gpu: EmulatedGPU, problem: MeshProblem, kernel: str, checked: bool | Non
 
     def recorded(*arguments: Any) -> Any:
         found = mesh_op(*arguments)
-        plan._save_for_backward(context, arguments, found)
+        operators._save_for_backward(context, arguments, found)
         return found
 
-    mesh_op = plan.mesh_op
+    mesh_op = operators.mesh_op
     with torch.no_grad(), patch.object(sys.modules[attend_shards.__module__], "mesh_op", recorded):
         out = am.attention(
             *shards,
@@ -73,7 +73,7 @@ def run(gpu: EmulatedGPU, problem: MeshProblem, kernel: str, checked: bool | Non
             **said,
         )
     with torch.no_grad():
-        gradients = plan._gradients(context, [dout[:, :, queries].cuda()])[:4]
+        gradients = operators._gradients(context, [dout[:, :, queries].cuda()])[:4]
     return [x.cpu() for x in (out, *gradients) if x is not None]
 
 

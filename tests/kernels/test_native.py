@@ -40,7 +40,7 @@ needs_library = pytest.mark.skipif(library().attend is None, reason="there is no
 @pytest.fixture(autouse=True)
 def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Restore the number of threads, find the library again, and know no kinds of calls that need it."""
-    monkeypatch.setattr(attend_module, "PLANS", Memo())
+    monkeypatch.setattr(attend_module, "PREPARED_LOCAL", Memo())
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnmesh as am
 from attnmesh.comm import symmetric_memory
-from attnmesh.comm.message import MODULUS, MessageLayout, checksum_of
+from attnmesh.comm.message import MODULUS, MessageForm, checksum_of
 from attnmesh.core.digest import digest
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial, merge_stack, with_sinks
@@ -166,12 +166,12 @@ def test_random_messages_are_merged_in_one_launch(seed: int, monkeypatch: pytest
         blind = torch.rand(partials.lse.shape) < 0.3
         partials.lse[blind], partials.out[blind] = -torch.inf, 0.0
         fault = random.choice(("none", "none", "none", "another call", "empty message", "no message"))
-        layout = MessageLayout(shape, torch.float32, torch.float32)
+        form = MessageForm(shape, torch.float32, torch.float32)
         for rank, (out, lse) in enumerate(zip(*partials, strict=True)):
             last = rank == ranks - 1
             number = 18.0 if last and fault == "another call" else 17.0
             if last and fault == "empty message":
-                none = MessageLayout((1, 0, 0, 1), torch.float32, torch.float32)
+                none = MessageForm((1, 0, 0, 1), torch.float32, torch.float32)
                 inf = torch.full((2,), torch.inf)
                 message = none.message(inf, Partial(torch.zeros(none.shape), torch.zeros(none.shape[:-1])))
                 everyone[rank].merge(message, none.shape, take=False)
@@ -179,12 +179,12 @@ def test_random_messages_are_merged_in_one_launch(seed: int, monkeypatch: pytest
                 everyone[rank].steps.add_(1)
             else:
                 checksum = torch.tensor([number, -number])
-                everyone[rank].merge(layout.message(checksum, Partial(out, lse)), shape, take=False)
+                everyone[rank].merge(form.message(checksum, Partial(out, lse)), shape, take=False)
         exact = merge_stack(Partial(*(x.double() for x in partials)))
         for rank in range(ranks):
             if rank == ranks - 1 and fault.endswith("message"):
                 continue
-            checksum, (out, lse) = everyone[rank].merge(torch.zeros(layout.size, dtype=torch.uint8), shape, put=False)
+            checksum, (out, lse) = everyone[rank].merge(torch.zeros(form.size, dtype=torch.uint8), shape, put=False)
             if fault != "none":
                 assert out.isnan().all()
                 continue
@@ -246,21 +246,19 @@ def test_random_merges_agree_with_float64(seed: int) -> None:
     sinks = torch.randn(shape[2]) if random.random() < 0.5 else None
     exact = with_sinks(merge_stack(Partial(*(x.double() for x in partials))), sinks)
     if random.random() < 0.5:
-        layout = MessageLayout(
-            tuple(partials.out.shape[1:]), torch.float32, random.choice((torch.float32, torch.bfloat16))
-        )
+        form = MessageForm(tuple(partials.out.shape[1:]), torch.float32, random.choice((torch.float32, torch.bfloat16)))
         agreed = random.random() < 0.7
         numbers = [17.0] * (shape[0] - 1) + [17.0 if agreed else 18.0]
-        rows = torch.zeros(shape[0], layout.size + 12, dtype=torch.uint8)
+        rows = torch.zeros(shape[0], form.size + 12, dtype=torch.uint8)
         for row, number, out, lse in zip(rows, numbers, *partials, strict=True):
-            row[: layout.size] = layout.message(torch.tensor([number, -number]), Partial(out, lse))
-        checksum, whole = layout.partial_in(layout.merge_messages(rows[:, : layout.size]))
+            row[: form.size] = form.message(torch.tensor([number, -number]), Partial(out, lse))
+        checksum, whole = form.partial_in(form.merge_messages(rows[:, : form.size]))
         assert checksum.tolist() == [max(numbers), -min(numbers)]
         if min(numbers) < max(numbers):
             assert whole.out.isnan().all()
             return
         given, sinks, exact = whole, None, merge_stack(Partial(*(x.double() for x in partials)))
-        rounding = 2**-8 if layout.out_dtype == torch.bfloat16 else 1e-6
+        rounding = 2**-8 if form.out_dtype == torch.bfloat16 else 1e-6
     else:
         given, rounding = merging.merge_stacked(partials, sinks=sinks), 1e-6
     largest = partials.out.abs().max().item()

@@ -74,7 +74,7 @@ def test_each_rank_keeps_its_heads(pool: Pool, ranks: int, how: str) -> None:
     shares = pool.run(8, merge_among, ranks, torch.float32, {"how": how, "output": "heads"})[:ranks]
     (whole, *_) = pool.run(8, merge_among, ranks, torch.float32, {"how": "direct"})
     for index, place in enumerate(torch.arange(9).tensor_split(ranks)):
-        assert Axis(ranks, index).share_of(9) == slice(int(place[0]), int(place[-1]) + 1)
+        assert Axis(ranks, index).slice_of(9) == slice(int(place[0]), int(place[-1]) + 1)
     for x, y in zip((torch.cat(parts, 1) for parts in zip(*shares, strict=True)), whole, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
 

@@ -17,13 +17,13 @@ import pytest
 import attnmesh as am
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import Mask
-from attnmesh.mesh.candidate import Candidate
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.rates import Device, Link
 from attnmesh.mesh.reduction_tree import tree
 from attnmesh.mesh.schedule import EXCHANGES, ExchangeStep, Problem, schedule
 from attnmesh.mesh.shapes import Shape, rank_grid
 from attnmesh.mesh.traffic import tiles
+from attnmesh.mesh.way import Way
 from attnmesh.planner.cost import cost
 from attnmesh.planner.workload import Workload
 from tests.support.seeds import some
@@ -72,11 +72,11 @@ def simulated(cluster: Cluster, stages: list[list[Message]]) -> float:
 
 
 def along(
-    candidate: Candidate, keys: bool, steps: dict[tuple[int, int], ExchangeStep], size: float, *, back: bool
+    way: Way, keys: bool, steps: dict[tuple[int, int], ExchangeStep], size: float, *, back: bool
 ) -> list[Message]:
     """Return the messages of one exchange along columns or rows, from the schedules of all ranks."""
-    ranks, found = rank_grid(candidate.shape, candidate.tile), []
-    for h in range(candidate.shape.heads):
+    ranks, found = rank_grid(way.shape, way.tile), []
+    for h in range(way.shape.heads):
         for (r, c), step in steps.items():
             # Results return to their owners, not to the ranks that passed the tokens on.
             moved = [(peer, len(tokens)) for peer, tokens in step.return_to] if back else list(step.receive)
@@ -87,24 +87,22 @@ def along(
     return found
 
 
-def stages(candidate: Candidate, work: Workload) -> list[list[Message]]:
+def stages(way: Way, work: Workload) -> list[list[Message]]:
     """Return the messages of each stage, forward and backward, without the comparison of calls before them."""
-    problem = Problem(work.mask, candidate.shape, candidate.layout, candidate.layout, work.length, work.length)
-    ring = EXCHANGES[candidate.exchange].ring
-    places = [(r, c) for r in range(candidate.shape.queries) for c in range(candidate.shape.keys)]
+    problem = Problem(work.mask, way.shape, way.layout, way.layout, work.length, work.length)
+    ring = EXCHANGES[way.exchange].ring
+    places = [(r, c) for r in range(way.shape.queries) for c in range(way.shape.keys)]
     plans = {place: schedule(problem, *place, ring) for place in places}
     rows = {place: one.query_step for place, one in plans.items()}
-    steps = [
-        {place: one.key_steps[t] for place, one in plans.items()} for t in range(candidate.shape.queries if ring else 1)
-    ]
-    heads, width = candidate.shape.heads, work.head_dim
+    steps = [{place: one.key_steps[t] for place, one in plans.items()} for t in range(way.shape.queries if ring else 1)]
+    heads, width = way.shape.heads, work.head_dim
     q, k = work.q_heads / heads, work.kv_heads / heads
 
     def on_rows(size: float, *, back: bool = False) -> list[Message]:
-        return along(candidate, False, rows, size, back=back)
+        return along(way, False, rows, size, back=back)
 
     def on_columns(t: int, size: float, *, back: bool = False) -> list[Message]:
-        return along(candidate, True, steps[t], size, back=back)
+        return along(way, True, steps[t], size, back=back)
 
     def returned(t: int) -> list[Message]:
         """Return the messages of gradients that travel on with their keys, or back to their owners."""
@@ -143,9 +141,9 @@ def test_exchanges_take_as_long_as_simulated(exchange: str, shape: Shape, world:
     machines, work = cluster(*world), Workload(8, 8, 64, 64 * shape.ranks, mask=mask, batch=64)
     layout: Layout = am.Contiguous() if mask == am.Full() else am.Zigzag()
     for tile in tiles(shape, machines.ranks):
-        candidate = Candidate(shape, tile, layout, exchange)
-        total = cost(candidate, work, machines)
-        messages = [[(a, b, work.batch * size) for a, b, size in stage] for stage in stages(candidate, work)]
+        way = Way(shape, tile, layout, exchange)
+        total = cost(way, work, machines)
+        messages = [[(a, b, work.batch * size) for a, b, size in stage] for stage in stages(way, work)]
         predicted = total.seconds - total.parts["agree"]
         assert predicted == pytest.approx(simulated(machines, messages), rel=0.1), (tile, asdict(total))
 
@@ -164,5 +162,5 @@ def test_a_tree_takes_as_long_as_simulated(world: tuple[int, int]) -> None:
     for rank, turns in whole.items():
         for number, turn in enumerate(turns):
             rounds[number] += [(rank, peer, size) for peer in turn.send]
-    total: Any = cost(Candidate(shape, tile, am.Striped(16), "tree"), work, machines)
+    total: Any = cost(Way(shape, tile, am.Striped(16), "tree"), work, machines)
     assert total.parts["merge"] == pytest.approx(simulated(machines, rounds), rel=0.1)

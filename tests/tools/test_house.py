@@ -61,11 +61,11 @@ def test_each_count_finds_what_it_counts(name: str) -> None:
 def test_each_file_can_be_imported_under_another_name() -> None:
     import attnmesh.cache.cache as cache
     import attnmesh.decoding.prepared_step as prepared_step
-    import attnmesh.mesh_attention.mesh_plan as mesh_plan
+    import attnmesh.mesh_attention.mesh_call as mesh_call
 
     assert cache.KVCache.__module__ == "attnmesh.cache.cache"
     assert prepared_step.PreparedStep.__module__ == "attnmesh.decoding.prepared_step"
-    assert mesh_plan.MeshPlan.__module__ == "attnmesh.mesh_attention.mesh_plan"
+    assert mesh_call.MeshCall.__module__ == "attnmesh.mesh_attention.mesh_call"
 
 
 def test_code_is_counted_without_blank_lines_comments_and_docstrings() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnmesh.comm.failures import failure
 from attnmesh.comm.mailbox_queue import finish_letters_of
-from attnmesh.comm.message import MODULUS, MessageLayout
+from attnmesh.comm.message import MODULUS, MessageForm
 from attnmesh.comm.shared_memory import UNEQUAL_CHECKSUM, CallsDifferError, Mailboxes, PeerLostError
 from attnmesh.comm.topology import rounds, whole_mailboxes
 from attnmesh.core.partial import Partial
@@ -54,7 +54,7 @@ class HostMerge:
 
     def heads(self, output: str) -> slice | None:
         """Return this rank's share of the heads, or None for all."""
-        return self.axis.share_of(self.shape[1]) if output == "heads" else None
+        return self.axis.slice_of(self.shape[1]) if output == "heads" else None
 
     def run(self, message: Tensor, call_hash: int, tensors: Sequence[Tensor] = ()) -> bool:
         """Merge the messages of all ranks in place. Return whether their numbers, and bits of tensors, are equal."""
@@ -80,8 +80,8 @@ def host_merge_for(axis: Axis, shape: tuple[int, ...], merge: Merge) -> HostMerg
 
     The first call along an axis is collective.
     """
-    mailboxes, layout = whole_mailboxes(axis), MessageLayout(shape, torch.float32, torch.float32)
-    if mailboxes is None or not layout.is_native or not merge.is_native:
+    mailboxes, form = whole_mailboxes(axis), MessageForm(shape, torch.float32, torch.float32)
+    if mailboxes is None or not form.is_native or not merge.is_native:
         return None
     return HostMerge(axis, shape, merge, mailboxes)
 

@@ -25,8 +25,8 @@ QUESTION = float(MODULUS)
 
 
 @dataclass(frozen=True)
-class MessageLayout:
-    """Layout of a message of bytes: (checksum, lse, out), the checksum in the dtype of lse."""
+class MessageForm:
+    """Form of a message of bytes: (checksum, lse, out), the checksum in the dtype of lse."""
 
     shape: tuple[int, ...]
     lse_dtype: torch.dtype
@@ -102,9 +102,9 @@ class MessageLayout:
 
 def blank_message(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Partial]:
     """Return memory for a message, and views of the checksum and the partial in it."""
-    layout = MessageLayout(shape, dtype, dtype)
-    message = layout.blank(device)
-    return message, *layout.partial_in(message)
+    form = MessageForm(shape, dtype, dtype)
+    message = form.blank(device)
+    return message, *form.partial_in(message)
 
 
 def call_checksum(tensors: Sequence[Tensor], call: int, state: Tensor, like: Tensor, into: Tensor | None) -> Tensor:

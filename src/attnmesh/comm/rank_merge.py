@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attnmesh.comm.message import MessageLayout
+from attnmesh.comm.message import MessageForm
 from attnmesh.comm.shared_memory import UNEQUAL_CHECKSUM, CallsDifferError
 from attnmesh.comm.topology import rounds
 from attnmesh.comm.transport import transport_of
@@ -44,25 +44,25 @@ def merge_ranks(
     """
     if axis.size == 1:
         return partial, checksum
-    heads = axis.share_of(partial.out.shape[1]) if output == "heads" else slice(None)
+    heads = axis.slice_of(partial.out.shape[1]) if output == "heads" else slice(None)
     own = Partial(*(x[:, heads] for x in partial))
     dtype = sum_dtype(partial.out.dtype)
     transport = transport_of(axis, checksum.device)
     try:
         chosen = chosen_merge(axis, merge, output, checksum.device, reproducible=reproducible)
-        layout = MessageLayout(tuple(partial.out.shape), dtype, wire if wire and chosen.is_packed else dtype)
+        form = MessageForm(tuple(partial.out.shape), dtype, wire if wire and chosen.is_packed else dtype)
         # A rank that expects a shorter message cannot receive this one: compare checksums in a short message first.
-        if not chosen.is_collective and layout.size > transport.most_unequal:
+        if not chosen.is_collective and form.size > transport.most_unequal:
             compared = exchange_checksums(axis, merge, output, checksum, reproducible=reproducible)
             if float(compared.sum()) != 0:
                 return nan_unless_equal(own, compared), compared
         with timed_merge():
-            layout = transport.layout_of(layout, chosen)
-            if chosen.at_once and output == "heads" and not transport.merges_whole(layout):
-                own, checksum = send_heads(partial, checksum, layout, axis)
+            form = transport.form_of(form, chosen)
+            if chosen.at_once and output == "heads" and not transport.merges_whole(form):
+                own, checksum = send_heads(partial, checksum, form, axis)
                 return nan_unless_equal(own, checksum), checksum
-            message = layout.message(checksum, partial) if message is None else message
-            checksum, whole = chosen.run(transport, message, layout, reproducible)
+            message = form.message(checksum, partial) if message is None else message
+            checksum, whole = chosen.run(transport, message, form, reproducible)
     except CallsDifferError:  # the ranks that compare their calls wait for this one
         checksum = torch.full_like(checksum, UNEQUAL_CHECKSUM)
         return nan_unless_equal(own, checksum), checksum
@@ -105,13 +105,13 @@ def chosen_merge(axis: Axis, merge: str, output: str, device: torch.device, *, r
     return next(one for one in MERGES.values() if one.at_once) if output == "heads" else fastest
 
 
-def send_heads(partial: Partial, checksum: Tensor, layout: MessageLayout, axis: Axis) -> tuple[Partial, Tensor]:
+def send_heads(partial: Partial, checksum: Tensor, form: MessageForm, axis: Axis) -> tuple[Partial, Tensor]:
     """Send each rank the partials of its own heads."""
-    shares = [Axis(axis.size, rank).share_of(layout.shape[1]) for rank in range(axis.size)]
-    messages = [layout.message(checksum, Partial(*(x[:, heads] for x in partial))) for heads in shares]
-    mine = shares[axis.index]
-    layout = replace(layout, shape=(layout.shape[0], mine.stop - mine.start, *layout.shape[2:]))
-    checksum, partial = layout.merge(transport_of(axis, checksum.device).swap(messages))
+    heads_by_rank = [Axis(axis.size, rank).slice_of(form.shape[1]) for rank in range(axis.size)]
+    messages = [form.message(checksum, Partial(*(x[:, heads] for x in partial))) for heads in heads_by_rank]
+    mine = heads_by_rank[axis.index]
+    form = replace(form, shape=(form.shape[0], mine.stop - mine.start, *form.shape[2:]))
+    checksum, partial = form.merge(transport_of(axis, checksum.device).swap(messages))
     return partial, checksum
 
 

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.comm.failures import awaited, collective, failure
 from attnmesh.comm.host_merge import merge_in_host
 from attnmesh.comm.mailbox_queue import Letter, begin_letters, finish_letter
-from attnmesh.comm.message import MessageLayout
+from attnmesh.comm.message import MessageForm
 from attnmesh.comm.shared_memory import MAX_NUMBERS, MESSAGE_BYTES, Mailboxes, PeerLostError
 from attnmesh.comm.symmetric_memory import SymmetricMemory, symmetric_memory_of
 from attnmesh.comm.topology import best_merge, dist_all_gather_ints, host_mailboxes, hosts, mesh_hosts, rounds
@@ -97,18 +97,18 @@ class Transport:
         """Return the int64 values of all ranks, which hosts hold."""
         return dist_all_gather_ints(numbers, [self.axis])
 
-    def direct(self, message: Tensor, layout: MessageLayout) -> CheckedPartial:
+    def direct(self, message: Tensor, form: MessageForm) -> CheckedPartial:
         """Send a message to every other rank, and merge all at once."""
-        return layout.merge(self.swap([message] * self.axis.size))
+        return form.merge(self.swap([message] * self.axis.size))
 
-    def tree(self, message: Tensor, layout: MessageLayout, reproducible: bool, done: int = 0) -> CheckedPartial:
+    def tree(self, message: Tensor, form: MessageForm, reproducible: bool, done: int = 0) -> CheckedPartial:
         """Merge two messages in each round of a tree that is not done. Which comes first makes no difference."""
         steps = rounds(self.axis, reproducible)[self.axis.index]
-        return layout.partial(self.reduce(message, steps[done:], layout.merge_messages))
+        return form.partial(self.reduce(message, steps[done:], form.merge_messages))
 
-    def all_reduce(self, message: Tensor, layout: MessageLayout) -> CheckedPartial:
+    def all_reduce(self, message: Tensor, form: MessageForm) -> CheckedPartial:
         """Merge by three all-reduces, as Algorithm 3 of Tree Attention does: maximum, numerator and denominator."""
-        checksum, (out, lse) = layout.partial(message)
+        checksum, (out, lse) = form.partial(message)
         peaks = torch.cat((checksum, lse.flatten()))
         collective(self.axis, "merging", dist.all_reduce, peaks, dist.ReduceOp.MAX)
         peak = peaks[2:].view(lse.shape)
@@ -121,11 +121,11 @@ class Transport:
         out = numerator / denominator.masked_fill(denominator == 0, 1.0).unsqueeze(-1)
         return peaks[:2], Partial(out, peak + denominator.log())
 
-    def layout_of(self, layout: MessageLayout, merge: Merge) -> MessageLayout:
+    def form_of(self, form: MessageForm, merge: Merge) -> MessageForm:
         """Return the form in which a partial travels."""
-        return layout
+        return form
 
-    def merges_whole(self, layout: MessageLayout) -> bool:
+    def merges_whole(self, form: MessageForm) -> bool:
         """Return whether one call merges all heads directly, sooner than each rank its own."""
         return False
 
@@ -227,24 +227,24 @@ class SharedMemory(Transport):
         except PeerLostError as error:
             raise failure(self.axis, "comparing calls", error.peer, error) from error
 
-    def direct(self, message: Tensor, layout: MessageLayout) -> CheckedPartial:
+    def direct(self, message: Tensor, form: MessageForm) -> CheckedPartial:
         """Merge all messages of a host in one native call."""
-        if not self.merges_whole(layout):
-            return super().direct(message, layout)
-        merge_in_host(message, *layout.sizes, self.axis, self.mailboxes, None)
-        return layout.partial(message)
+        if not self.merges_whole(form):
+            return super().direct(message, form)
+        merge_in_host(message, *form.sizes, self.axis, self.mailboxes, None)
+        return form.partial(message)
 
-    def tree(self, message: Tensor, layout: MessageLayout, reproducible: bool, done: int = 0) -> CheckedPartial:
+    def tree(self, message: Tensor, form: MessageForm, reproducible: bool, done: int = 0) -> CheckedPartial:
         """Merge messages by the rounds inside the host, which come first, in one native call."""
-        if layout.is_native and not reproducible:
+        if form.is_native and not reproducible:
             steps = rounds(self.axis, reproducible)[self.axis.index]
             done = next((i for i, step in enumerate(steps) if not self.mailboxes.holds(step)), len(steps))
-            merge_in_host(message, *layout.sizes, self.axis, self.mailboxes, steps[:done])
-        return super().tree(message, layout, reproducible, done)
+            merge_in_host(message, *form.sizes, self.axis, self.mailboxes, steps[:done])
+        return super().tree(message, form, reproducible, done)
 
-    def merges_whole(self, layout: MessageLayout) -> bool:
+    def merges_whole(self, form: MessageForm) -> bool:
         """Return whether all ranks share the host, and the native library merges such messages."""
-        return self.is_whole and layout.is_native
+        return self.is_whole and form.is_native
 
     def takes_turns(self, peer: int, message: Tensor) -> bool:
         """Return whether a message goes by sockets."""
@@ -287,29 +287,29 @@ class Nccl(Transport):
         """The memory that all GPUs write to, if there is one. All ranks ask for it at once, the first time."""
         return symmetric_memory_of(self.axis, self.device)
 
-    def memory_for(self, layout: MessageLayout) -> SymmetricMemory | None:
+    def memory_for(self, form: MessageForm) -> SymmetricMemory | None:
         """Return the memory if it takes such messages, with `out` in float32."""
-        if layout.lse_dtype != torch.float32 or self.memory is None:
+        if form.lse_dtype != torch.float32 or self.memory is None:
             return None
-        return self.memory if _wide(layout).size <= self.memory.longest else None
+        return self.memory if _wide(form).size <= self.memory.longest else None
 
-    def layout_of(self, layout: MessageLayout, merge: Merge) -> MessageLayout:
+    def form_of(self, form: MessageForm, merge: Merge) -> MessageForm:
         """Return the form of symmetric memory, if that takes the message."""
-        return _wide(layout) if merge.at_once and self.memory_for(layout) is not None else layout
+        return _wide(form) if merge.at_once and self.memory_for(form) is not None else form
 
-    def merges_whole(self, layout: MessageLayout) -> bool:
+    def merges_whole(self, form: MessageForm) -> bool:
         """Return whether symmetric memory merges such messages."""
-        return self.memory_for(layout) is not None
+        return self.memory_for(form) is not None
 
-    def direct(self, message: Tensor, layout: MessageLayout) -> CheckedPartial:
+    def direct(self, message: Tensor, form: MessageForm) -> CheckedPartial:
         """Merge all messages in one launch."""
-        memory = self.memory_for(layout)
-        return super().direct(message, layout) if memory is None else memory.merge(message, layout.shape)
+        memory = self.memory_for(form)
+        return super().direct(message, form) if memory is None else memory.merge(message, form.shape)
 
 
-def _wide(layout: MessageLayout) -> MessageLayout:
+def _wide(form: MessageForm) -> MessageForm:
     """Return the form whose `out` has the dtype of lse."""
-    return layout if layout.out_dtype == layout.lse_dtype else replace(layout, out_dtype=layout.lse_dtype)
+    return form if form.out_dtype == form.lse_dtype else replace(form, out_dtype=form.lse_dtype)
 
 
 @cached_per_world()
@@ -329,17 +329,17 @@ def fastest_by_time(transport: Transport) -> Merge:
     is the one that loses least to the other, over short and long messages. Ranks that do not all share a host time
     short ones alone, once a turn.
     """
-    forms = [MessageLayout((batch, 32, 1, 128), torch.float32, torch.float32) for batch in TRIAL_BATCHES]
+    forms = [MessageForm((batch, 32, 1, 128), torch.float32, torch.float32) for batch in TRIAL_BATCHES]
     near, losses = transport.merges_whole(forms[0]), []
-    for layout in forms if near else forms[:1]:
-        own = _time_merges(transport, layout, TRIAL_CALLS if near else 1)
+    for form in forms if near else forms[:1]:
+        own = _time_merges(transport, form, TRIAL_CALLS if near else 1)
         slowest = [max(column) for column in zip(*dist_all_gather_ints(own, [transport.axis]), strict=True)]
         losses.append([count / min(slowest) for count in slowest])
     most = dict(zip(native_merges(), map(max, zip(*losses, strict=True)), strict=True))
     return min(most, key=lambda merge: most[merge])
 
 
-def _time_merges(transport: Transport, layout: MessageLayout, calls: int) -> list[int]:
+def _time_merges(transport: Transport, form: MessageForm, calls: int) -> list[int]:
     """Return this rank's median nanoseconds of each native merge. They take turns of so many calls."""
     nanoseconds: dict[Merge, list[float]] = {merge: [] for merge in native_merges()}
     token = current_traffic.set(None)
@@ -348,7 +348,7 @@ def _time_merges(transport: Transport, layout: MessageLayout, calls: int) -> lis
             for merge, times in nanoseconds.items():
                 start = perf_counter()
                 for _ in range(calls):
-                    merge.run(transport, torch.zeros(layout.size, dtype=torch.uint8, device="cpu"), layout, False)
+                    merge.run(transport, torch.zeros(form.size, dtype=torch.uint8, device="cpu"), form, False)
                 times.append(1e9 * (perf_counter() - start) / calls)
     finally:
         current_traffic.reset(token)

@@ -64,5 +64,5 @@ def decode_shard(
     if (other_keys := attend_other_keys(every)) is not None:
         partial = merge_unchecked([partial, other_keys])
     merged = owners.merge_at_owners(partial)
-    rank_sinks = None if sinks is None else sinks[heads.share_of(q.shape[1])]
+    rank_sinks = None if sinks is None else sinks[heads.slice_of(q.shape[1])]
     return owners.all_heads(with_sinks(merged, rank_sinks).out.to(q.dtype))

@@ -65,8 +65,8 @@ class DecodeStep(NamedTuple):
         """Return the shape of the output on this rank."""
         heads = q.shape[1]
         for axis in (self.heads, self.token_axis) if self.output == "heads" else ():
-            share = axis.share_of(heads)
-            heads = share.stop - share.start
+            own_heads = axis.slice_of(heads)
+            heads = own_heads.stop - own_heads.start
         return q.shape[0], heads, q.shape[2], self.value_dim
 
 
@@ -94,14 +94,14 @@ def named_options(step: DecodeStep) -> dict[str, Any]:
 
 def selection_of_rank(selection: Selection, heads: Axis) -> Selection:
     """Return the selection of the heads of a rank, its own where each head has one."""
-    return selection.of_heads(heads.share_of(selection.heads)) if selection.heads > 1 else selection
+    return selection.of_heads(heads.slice_of(selection.heads)) if selection.heads > 1 else selection
 
 
 def of_own_heads(
     step: DecodeStep, q: Tensor, sinks: Tensor | None, selected: Selection | None
 ) -> tuple[Tensor, Tensor | None, Selection | None]:
     """Return the queries, sinks and selection of this rank's heads."""
-    heads = step.heads.share_of(q.shape[1])
+    heads = step.heads.slice_of(q.shape[1])
     own_sinks = None if sinks is None else sinks[heads]
     return q[:, heads], own_sinks, selected and selection_of_rank(selected, step.heads)
 

@@ -123,7 +123,7 @@ class PreparedStep(NamedTuple):
         out = partial.out if self.heads is None else partial.out[:, self.heads]
         if step.reproducible:
             if own_sinks is not None and step.output == "heads":
-                own_sinks = own_sinks[step.token_axis.share_of(len(own_sinks))]
+                own_sinks = own_sinks[step.token_axis.slice_of(len(own_sinks))]
             # Merging with an empty partial turns -0.0 into 0.0, and more ranks mean more empty partials.
             out = with_sinks(partial, own_sinks).out + 0.0
         out = out.to(q.dtype).contiguous()

@@ -68,7 +68,7 @@ def attend_cached(q: Tensor, pending: PendingKV, layer: LayerCall, spec: MaskSpe
         # As in a sharded prefill, the first tokens attend each other before their keys are rounded.
         out = _attend_local(q, pending.k, pending.v, layer, spec)
         for axis in (kv.mesh.heads, kv.token_axis) if pending.layer.cache.head_ranks > 1 else ():
-            out = out[:, axis.share_of(out.shape[1])]
+            out = out[:, axis.slice_of(out.shape[1])]
         return out
     return _attend_stored(q, pending, kv, layer, None)
 

@@ -49,7 +49,7 @@ class SharedExperts:
         experts, order = chosen.flatten().sort(stable=True)
         _, choices = experts.unique_consecutive(return_counts=True)
         edges = [0, *choices.cumsum(0).tolist()]
-        parts = [Axis(self.axis.size, rank).share_of(len(choices)) for rank in range(self.axis.size)]
+        parts = [Axis(self.axis.size, rank).slice_of(len(choices)) for rank in range(self.axis.size)]
         counts, own = [edges[one.stop] - edges[one.start] for one in parts], parts[self.axis.index]
         mine = order[edges[own.start] : edges[own.stop]]
         results = tokens.new_empty(0, tokens.shape[1])

@@ -76,7 +76,7 @@ def runs_of(
 
 
 def _of_tokens(query: DecodeQuery, sequences: slice, piece: CacheView) -> list[SlotRun]:
-    """Return the runs of a piece without padding; with `block` all its slots, which a kernel takes block by block."""
+    """Return the runs of a piece without padding; with `partial_block` all its slots, taken block by block."""
     length, used, *_ = piece.state.tolist()
     if not used:
         return []

@@ -9,8 +9,10 @@ from attnmesh.kernels.kernel import Kernel, Need
 
 _FILES = [import_module(f"{implementations.__name__}.{file.name}") for file in iter_modules(implementations.__path__)]
 
-KERNELS: tuple[Kernel, ...] = tuple(sorted((file.KERNEL for file in _FILES), key=lambda kernel: kernel.priority))
-"""Kernels in the order in which "auto" takes them. The last one serves all calls but those that read scattered rows."""
+KERNELS: tuple[Kernel, ...] = tuple(
+    sorted((file.KERNEL for file in _FILES), key=lambda kernel: (kernel.priority, kernel.name))
+)
+"""Kernels in the order of `best_kernel`. The last one serves all calls but those that read scattered rows."""
 
 
 def choose(need: Need, name: str = "auto") -> Kernel:
@@ -30,7 +32,11 @@ def choose(need: Need, name: str = "auto") -> Kernel:
 
 
 def best_kernel(need: Need) -> Kernel | None:
-    """Return the first kernel that is made for such calls and serves them, else the first that serves them."""
+    """Return the kernel that "auto" takes, of those that serve a call, or None if none does.
+
+    Kernels that are made for such calls, as `suits` says, come before all others. Then a lower `priority` comes first,
+    and where that is equal, the first name.
+    """
     for suits in (True, False):
         for kernel in KERNELS:
             if kernel.suits(need) == suits and kernel.refusal(need) is None:

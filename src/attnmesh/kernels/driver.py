@@ -41,7 +41,7 @@ def _sequences(counts: Sequence[int]) -> list[tuple[slice, int]]:
     return [(slice(start, stop), counts[start]) for start, stop in pairwise(edges)]
 
 
-def forward(
+def attend_band(
     kernel: Kernel,
     q: Tensor,
     k: Tensor,
@@ -60,7 +60,8 @@ def forward(
     if counts:
         assert band is not None
         parts = [
-            forward(kernel, q[some], k[some], v[some], band.first(count), scaling) for some, count in _sequences(counts)
+            attend_band(kernel, q[some], k[some], v[some], band.first(count), scaling)
+            for some, count in _sequences(counts)
         ]
         return parts[0] if len(parts) == 1 else Partial(*(torch.cat(x) for x in zip(*parts, strict=True)))
     whole = Rectangle(slice(0, q.shape[2]), slice(0, k.shape[2]))
@@ -69,11 +70,11 @@ def forward(
     q = q if sign == 1 else q * sign
     with without_autocast(q):
         if _is_one_rectangle(rectangles, q, k):
-            return _attend(kernel, q, k, v, rectangles[0], scaling)
-        return attend_rectangles(partial(_attend, kernel, scaling=scaling), q, k, v, rectangles)
+            return _attend_rectangle(kernel, q, k, v, rectangles[0], scaling)
+        return attend_rectangles(partial(_attend_rectangle, kernel, scaling=scaling), q, k, v, rectangles)
 
 
-def backward(
+def backward_band(
     kernel: Kernel,
     q: Tensor,
     k: Tensor,
@@ -89,7 +90,7 @@ def backward(
             return backward_selected(q, k, v, _without_empty_rows(saved), band, scaling)
     if counts:
         parts = [
-            backward(kernel, q[some], k[some], v[some], saved.sequences(some), band.first(count), scaling)
+            backward_band(kernel, q[some], k[some], v[some], saved.sequences(some), band.first(count), scaling)
             for some, count in _sequences(counts)
         ]
         return parts[0] if len(parts) == 1 else Gradients(*(torch.cat(x) for x in zip(*parts, strict=True)))
@@ -112,7 +113,9 @@ def _without_empty_rows(saved: BackwardInputs) -> BackwardInputs:
     return BackwardInputs(saved.out, lse, dout)
 
 
-def _attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, scaling: Scaling) -> Partial:
+def _attend_rectangle(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, scaling: Scaling
+) -> Partial:
     """Return the rectangle's partial, with the identity in empty rows, for which kernels differ."""
     out, lse = kernel.attend(q, k, v, rectangle, scaling)
     empty = _empty_rows(rectangle, out.device)

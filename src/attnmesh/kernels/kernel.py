@@ -91,13 +91,13 @@ class Kernel:
     name: str
     """The kernel's name, as in `kernel=`."""
     made_for = "all calls"
-    """The calls for which "auto" takes it, as `suits` decides."""
+    """The calls that `suits` says it is made for."""
     priority = 1
-    """When "auto" asks it: kernels of a lower number come first."""
+    """Number in the order of `best_kernel`: a lower one comes first."""
     caps_logits = True
     """Logits may have a soft cap."""
     adds_bias = False
-    """Queries may end with a bias by distance, at the positions that `at` is given."""
+    """Queries may end with a bias by distance, for the positions that `with_positions` is given."""
     reads_rows = False
     """`attend_rows` reads scattered rows of keys and values in place."""
     reads_8_bits = False

@@ -13,7 +13,7 @@ from attnmesh.core.band import Band
 from attnmesh.core.partial import Partial, identity, merge_unchecked, sum_dtype
 from attnmesh.core.scaling import Scaling
 from attnmesh.core.storage import Storage, columns_of, is_prefix, storage_of
-from attnmesh.kernels.driver import KeyCounts, forward
+from attnmesh.kernels.driver import KeyCounts, attend_band
 from attnmesh.kernels.kernel import Kernel
 from attnmesh.kernels.rectangles import tile_elements
 from attnmesh.kernels.selected_keys import SelectedKeys, attend_selected
@@ -33,10 +33,10 @@ class CacheKernel(NamedTuple):
     def __call__(
         self, q: Tensor, keys: Tensor, values: Tensor, band: Band | SelectedKeys | None, counts: KeyCounts = None
     ) -> Partial:
-        """Return the partial of the band, as `driver.forward` does; of rows in 8 bits in float32 or wider."""
+        """Return the partial of the band, as `attend_band` does; of rows in 8 bits in float32 or wider."""
         storage = storage_of(keys)
         if storage is None:
-            return forward(self.kernel, q, keys, values, band, self.scaling, counts)
+            return attend_band(self.kernel, q, keys, values, band, self.scaling, counts)
         if isinstance(band, Band | None) and (found := self._launch(q, keys, values, band, counts)) is not None:
             return found
         q = q.to(sum_dtype(q.dtype))
@@ -90,7 +90,7 @@ class CacheKernel(NamedTuple):
                     continue
             tile = _read(storage, keys[:, :, start:stop], values[:, :, start:stop], q.dtype, self.value_dim)
             seen = counts and [min(max(count - start, 0), stop - start) for count in counts]
-            part = forward(self.kernel, q, *tile, inside, self.scaling, seen)
+            part = attend_band(self.kernel, q, *tile, inside, self.scaling, seen)
             total = part if total is None else merge_unchecked([total, part])
         return identity(q, self.value_dim, q.dtype) if total is None else total
 

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup, distributed_c10d, get_backend_config
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.errors import MeshError, warn_once
-from attnmesh.mesh.shapes import AXES, Shape, share
+from attnmesh.mesh.shapes import AXES, Shape, even_slice
 from attnmesh.runtime.memo import Memo
 from attnmesh.runtime.world import cached_per_world
 
@@ -79,9 +79,9 @@ class Axis:
         """Name of the axis' group, for `group_named`."""
         return "" if self.group is None else self.group.group_name
 
-    def share_of(self, count: int) -> slice:
-        """Return this rank's share of so many heads. Shares differ by one at most, the larger ones first."""
-        return share(count, self.size, self.index)
+    def slice_of(self, count: int) -> slice:
+        """Return which of so many heads this rank has. Slices differ by one at most, the larger ones first."""
+        return even_slice(count, self.size, self.index)
 
 
 def overlap(one: slice, other: slice) -> tuple[slice, slice]:

@@ -13,13 +13,14 @@ import torch
 
 from attnmesh.core.layout import Contiguous, Layout, Packed, Striped, Zigzag
 from attnmesh.core.mask import FAR, Mask
-from attnmesh.mesh.candidate import Candidate, Cost
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.merge_cost import agree_cost
+from attnmesh.mesh.predicted_cost import Cost
 from attnmesh.mesh.rates import Device, Link
 from attnmesh.mesh.schedule import EXCHANGES, Exchange, Problem
 from attnmesh.mesh.shapes import Shape
 from attnmesh.mesh.traffic import SAMPLE, Flow, Load, Pairs, PlannedTraffic, traffic
+from attnmesh.mesh.way import Way
 
 MEMORY_SHARE = 1 / 8
 """Share of a rank's memory up to which the fastest exchange is taken, and not the one that needs least memory."""
@@ -69,7 +70,7 @@ class LayerWork:
         return 1, sum(self.latent)
 
 
-def fastest_way(ways: Iterable[Candidate], work: LayerWork, cluster: Cluster) -> Candidate:
+def fastest_way(ways: Iterable[Way], work: LayerWork, cluster: Cluster) -> Way:
     """Return the fastest way of those within `MEMORY_SHARE`, or else the one that needs least memory."""
     memory = {way: layer_memory(way, work) for way in ways}
     fitting = [way for way in memory if memory[way] <= MEMORY_SHARE * cluster.device.memory]
@@ -84,31 +85,31 @@ def balanced_layouts(mask: Mask, shape: Shape) -> list[Layout]:
     return packed + [Zigzag()] * uneven + [Contiguous()] * (local or not uneven)
 
 
-def attention_seconds(candidate: Candidate, work: LayerWork, cluster: Cluster) -> float:
-    """Return the seconds of one layer, run as the candidate says."""
-    return sum(attention_cost(candidate, work, cluster).parts.values())
+def attention_seconds(way: Way, work: LayerWork, cluster: Cluster) -> float:
+    """Return the seconds of one layer, run that way."""
+    return sum(attention_cost(way, work, cluster).parts.values())
 
 
-def attention_cost(candidate: Candidate, work: LayerWork, cluster: Cluster) -> Cost:
+def attention_cost(way: Way, work: LayerWork, cluster: Cluster) -> Cost:
     """Return the cost of one layer, without its memory."""
-    job, total = LayerJob.of(candidate, work, cluster), Cost()
-    agree_cost(candidate, cluster, total)
+    job, total = LayerJob.of(way, work, cluster), Cost()
+    agree_cost(way, cluster, total)
     if work.latent is not None and not work.backward:
-        total.add_stage("kernel", _expansion(candidate, work, cluster.device))
+        total.add_stage("kernel", _expansion(way, work, cluster.device))
     for one in _passes(work, cluster.device):
         _add_pass(job, one, total)
     return total
 
 
-def layer_memory(candidate: Candidate, work: LayerWork, key_layers: int = 1, query_layers: int = 1) -> float:
+def layer_memory(way: Way, work: LayerWork, key_layers: int = 1, query_layers: int = 1) -> float:
     """Return the bytes per rank: keys and queries that so many layers keep, and the peak of one exchange.
 
     The peak is that of the backward pass, which is an upper bound for the forward pass. Latents are expanded in parts.
     """
-    tokens = work.batch * work.length / candidate.shape.ranks
+    tokens = work.batch * work.length / way.shape.ranks
     q, (k, columns), width = work.q_heads, work.travelling, work.head_dim + work.value_dim
     queries, keys = q * (width * work.itemsize + work.sum_itemsize), k * columns * work.itemsize
-    peak = peak_activations(candidate.shape, q, k, EXCHANGES[candidate.exchange]) * work.sum_itemsize * width / 2
+    peak = peak_activations(way.shape, q, k, EXCHANGES[way.exchange]) * work.sum_itemsize * width / 2
     expanded = EXPANDED_BYTES if work.latent is not None and not work.backward else 0
     return tokens * (key_layers * keys + query_layers * queries + peak) + expanded
 
@@ -151,7 +152,7 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerJob:
-    """A candidate on a cluster, where ranks may share processor cores.
+    """A way to run attention on a cluster, where ranks may share processor cores.
 
     With `alone` 1, as in all presets, computing and communicating overlap fully. Shared cores change two terms:
 
@@ -163,23 +164,23 @@ class LayerJob:
     Without these terms 77% are.
     """
 
-    candidate: Candidate
+    way: Way
     work: LayerWork
     cluster: Cluster
     exchange: Exchange
     traffic: PlannedTraffic
 
     @staticmethod
-    def of(candidate: Candidate, work: LayerWork, cluster: Cluster) -> "LayerJob":
+    def of(way: Way, work: LayerWork, cluster: Cluster) -> "LayerJob":
         """Return the job of a layer, with its tokens counted."""
-        layout, length = candidate.layout, work.length
-        problem = Problem(work.mask, candidate.shape, layout, layout, length, length)
-        return LayerJob(candidate, work, cluster, EXCHANGES[candidate.exchange], traffic(problem, candidate.tile))
+        layout, length = way.layout, work.length
+        problem = Problem(work.mask, way.shape, layout, layout, length, length)
+        return LayerJob(way, work, cluster, EXCHANGES[way.exchange], traffic(problem, way.tile))
 
     @cached_property
     def groups(self) -> int:
         """Groups of heads, which run one after the other."""
-        return self.exchange.head_groups(self.candidate.shape, self.work.travelling[0])
+        return self.exchange.head_groups(self.way.shape, self.work.travelling[0])
 
     @property
     def copy_rate(self) -> float:
@@ -189,13 +190,13 @@ class LayerJob:
     def share(self, ranks: int = 1) -> float:
         """Return the most heads that so many ranks along the heads axis have, of all. Shares may differ by one head."""
         heads = self.work.travelling[0]
-        size, more = divmod(heads, self.candidate.shape.heads)
+        size, more = divmod(heads, self.way.shape.heads)
         return (ranks * size + min(ranks, more)) / heads
 
     @cached_property
     def swap(self) -> Flow:
         """All-to-all of the heads axis: every other rank receives its heads of a rank's tokens."""
-        shape, tile = self.candidate.shape, self.candidate.tile
+        shape, tile = self.way.shape, self.way.tile
         tokens = self.work.length / shape.ranks
         lines, host_lines = shape.ranks / shape.heads, tile.ranks / tile.heads
         inside, between = (
@@ -210,7 +211,7 @@ class LayerJob:
         if self.work.selected is not None:
             pair = max(pair, (one.keys + one.keys_back) / self.cluster.device.memory_rate)
         pairs = self._attended(pairs)
-        shares = self.share(), 1 / self.candidate.shape.heads
+        shares = self.share(), 1 / self.way.shape.heads
         most, mean = (pair * n * share for n, share in zip(pairs, shares, strict=True))
         device, further = self.cluster.device, self.runs - 1
         launches = self.groups * (device.call + further * (device.call if device.run is None else device.run))
@@ -219,10 +220,10 @@ class LayerJob:
     @cached_property
     def runs(self) -> int:
         """Runs of consecutive tokens in a shard. Each is a kernel, and its results are merged with others."""
-        if isinstance(self.candidate.layout, Striped):
-            ranks = self.candidate.shape.ranks
-            return -(-self.work.length // max(self.candidate.layout.turns(ranks)[0].period, ranks * SHORT_RUN))
-        return 2 if isinstance(self.candidate.layout, Zigzag) else 1
+        if isinstance(self.way.layout, Striped):
+            ranks = self.way.shape.ranks
+            return -(-self.work.length // max(self.way.layout.turns(ranks)[0].period, ranks * SHORT_RUN))
+        return 2 if isinstance(self.way.layout, Zigzag) else 1
 
     def _attended(self, pairs: Pairs) -> Pairs:
         """Return the pairs that remain where queries select their keys: per query no more than it selects."""
@@ -230,7 +231,7 @@ class LayerJob:
         if work.selected is None:
             return pairs
         some = pairs.times(attended_share(work, work.selected))
-        most = work.length / self.candidate.shape.queries * work.selected
+        most = work.length / self.way.shape.queries * work.selected
         return some._replace(most=min(some.most, most))
 
     def waiting(self, exchange: ExchangeTime, kernel: float) -> float:
@@ -239,7 +240,7 @@ class LayerJob:
 
     def sum(self, columns: int) -> float:
         """Return the seconds of adding results of `columns` columns to a running sum."""
-        shape, work = self.candidate.shape, self.work
+        shape, work = self.way.shape, self.work
         tokens = work.batch * work.length / shape.queries
         return SUM_COPIES * tokens * work.q_heads * self.share() * columns * work.sum_itemsize / self.copy_rate
 
@@ -247,7 +248,7 @@ class LayerJob:
         """Return the time of transfers that run together, and add their traffic to `total`."""
         transfers = list(transfers)
         for flow, size, times in transfers:
-            messages = flow.between.messages * self.candidate.shape.heads * self.groups * times
+            messages = flow.between.messages * self.way.shape.heads * self.groups * times
             total.add_traffic(flow.inside.total * size * times, flow.between.total * size * times, messages)
         peers = sum(flow.peers for flow, _, _ in transfers)
         moved = latency = 0.0
@@ -270,7 +271,7 @@ class LayerJob:
 
     def _average(self, load: Load) -> Load:
         """Return the load of an average rank and an average host."""
-        shape, tile = self.candidate.shape, self.candidate.tile
+        shape, tile = self.way.shape, self.way.tile
         lines = shape.queries * shape.keys
         mean = load.total / lines
         return Load(load.total, mean, mean * tile.queries * tile.keys, load.messages)
@@ -278,7 +279,7 @@ class LayerJob:
     def _transfer_time(self, link: Link, loads: Iterable[tuple[Load, int, float]]) -> float:
         """Return the seconds of the busiest rank, the busiest host or the busiest pair of ranks: the longest."""
         rank = host = pair = 0.0
-        of_rank, of_host = self.share(), self.share(self.candidate.tile.heads)
+        of_rank, of_host = self.share(), self.share(self.way.tile.heads)
         for load, peers, size in loads:
             rank += load.rank * size * of_rank
             host += load.host * size * of_host
@@ -315,10 +316,10 @@ def _passes(work: LayerWork, device: Device) -> Iterator[Pass]:
         )
 
 
-def _expansion(candidate: Candidate, work: LayerWork, device: Device) -> float:
+def _expansion(way: Way, work: LayerWork, device: Device) -> float:
     """Return the seconds of projecting the latents of a column to keys and values, or queries that select latents."""
     rank, rotated = work.latent or (0, 0)
-    tokens = work.batch * work.length / (candidate.shape.keys if work.selected is None else candidate.shape.queries)
+    tokens = work.batch * work.length / (way.shape.keys if work.selected is None else way.shape.queries)
     return 2 * tokens * rank * work.q_heads * (work.head_dim - rotated + work.value_dim) / device.forward_rate
 
 
@@ -341,7 +342,7 @@ def _add_pass(job: LayerJob, one: Pass, total: Cost) -> None:
     keys, keys_back = Transfer(moves.columns, one.keys), Transfer(moves.columns, one.keys_back)
     swaps = [Transfer(job.swap, size) for size in one.swaps]
     total.add_stage("heads", sum(job.exchanged([each], total).of_group(groups).seconds for each in swaps))
-    if job.exchange.ring and job.candidate.shape.queries > 1:
+    if job.exchange.ring and job.way.shape.queries > 1:
         _add_ring(job, one, rows, total)
     else:
         gather = job.exchanged([rows, keys], total).of_group(groups)

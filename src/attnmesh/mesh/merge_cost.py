@@ -6,9 +6,10 @@ from math import ceil, log2
 from typing import NamedTuple
 
 from attnmesh.core.digest import AGREEMENT_VALUES
-from attnmesh.mesh.candidate import Candidate, Cost
 from attnmesh.mesh.cluster import Cluster
+from attnmesh.mesh.predicted_cost import Cost
 from attnmesh.mesh.reduction_tree import tree
+from attnmesh.mesh.way import Way
 
 
 class MergeGroup(NamedTuple):
@@ -20,12 +21,12 @@ class MergeGroup(NamedTuple):
     groups_per_host: int = 1
 
 
-def agree_cost(candidate: Candidate, cluster: Cluster, total: Cost) -> None:
+def agree_cost(way: Way, cluster: Cluster, total: Cost) -> None:
     """Add the all-gathers that compare the calls of all ranks, one per mesh axis."""
     size = 8.0 * AGREEMENT_VALUES
-    for ranks, near in reversed(tuple(zip(candidate.shape, candidate.tile, strict=True))):
+    for ranks, near in reversed(tuple(zip(way.shape, way.tile, strict=True))):
         if ranks > 1:
-            group = MergeGroup(ranks, near, candidate.shape.ranks // ranks, candidate.tile.ranks // near)
+            group = MergeGroup(ranks, near, way.shape.ranks // ranks, way.tile.ranks // near)
             add_collective("agree", group, size, 1, cluster, total)
             size *= ranks
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from attnmesh.core.partial import Partial
-from attnmesh.mesh.candidate import Cost
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.merge_cost import (
     CHECKSUM_BYTES,
@@ -20,6 +19,7 @@ from attnmesh.mesh.merge_cost import (
     add_swap,
     add_tree,
 )
+from attnmesh.mesh.predicted_cost import Cost
 
 OUTPUTS = ("replicated", "heads")
 """Results of a merge: all heads on every rank, or each rank's share of them."""
@@ -67,27 +67,27 @@ MERGES = {
     for merge in (
         Merge(  # halves exchange what they hold, inside hosts first: ceil(log2 p) exchanges
             "tree",
-            lambda transport, message, layout, reproducible: transport.tree(message, layout, reproducible),
+            lambda transport, message, form, reproducible: transport.tree(message, form, reproducible),
             lambda group, payload, *to: add_tree("merge", group, payload.size, *to),
             "Tree Attention",
             in_rounds=True,
         ),
         Merge(  # one exchange and one merge; one launch on GPUs of one host
             "direct",
-            lambda transport, message, layout, _: transport.direct(message, layout),
+            lambda transport, message, form, _: transport.direct(message, form),
             lambda group, payload, *to: add_swap("merge", group, payload.size, *to),
             "Helix, DCP",
             at_once=True,
         ),
         Merge(  # the same by an all-gather
             "gather",
-            lambda transport, message, layout, _: layout.merge(transport.gather(message)),
+            lambda transport, message, form, _: form.merge(transport.gather(message)),
             lambda group, payload, *to: add_collective("merge", group, payload.size, 1, *to),
             is_collective=True,
         ),
         Merge(  # maximum, numerator and denominator: the paper's Algorithm 3, a baseline
             "allreduce",
-            lambda transport, message, layout, _: transport.all_reduce(message, layout),
+            lambda transport, message, form, _: transport.all_reduce(message, form),
             _price_allreduce,
             "Tree Attention by all-reduces",
             is_collective=True,

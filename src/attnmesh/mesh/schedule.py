@@ -22,7 +22,7 @@ from attnmesh.core.band import Band
 from attnmesh.core.layout import Layout, decode_layout, encode_layout
 from attnmesh.core.mask import Mask
 from attnmesh.errors import check_choice
-from attnmesh.mesh.shapes import Shape, share
+from attnmesh.mesh.shapes import Shape, even_slice
 
 
 class Exchange(NamedTuple):
@@ -70,7 +70,7 @@ def groups_of_heads(q_heads: int, kv_heads: int, ranks: int, groups: int) -> tup
     shared = q_heads // kv_heads
 
     def heads(rank: int, group: int) -> Heads:
-        mine = share(kv_heads, ranks, rank)
+        mine = even_slice(kv_heads, ranks, rank)
         count = mine.stop - mine.start
         start, stop = (mine.start + edge * count // groups for edge in (group, group + 1))
         return Heads(slice(start * shared, stop * shared), slice(start, stop))
@@ -106,8 +106,8 @@ class ChunkSize(NamedTuple):
 class Schedule:
     """The schedule of one rank: gather the queries of its row, then receive the keys of its column in steps."""
 
-    query_shares: tuple[Tensor, ...]  # indices into the chunk of queries, per rank along the heads axis that holds them
-    key_shares: tuple[Tensor, ...]
+    query_indices: tuple[Tensor, ...]  # into the chunk, per rank along the heads axis that holds them
+    key_indices: tuple[Tensor, ...]
     query_step: ExchangeStep
     key_steps: tuple[ExchangeStep, ...]
     bands: tuple[Band, ...]  # the row's queries over the keys of each step
@@ -115,7 +115,7 @@ class Schedule:
     @cached_property
     def chunk(self) -> ChunkSize:
         """Size of this rank's chunk."""
-        return ChunkSize(sum(map(len, self.query_shares)), sum(map(len, self.key_shares)))
+        return ChunkSize(sum(map(len, self.query_indices)), sum(map(len, self.key_indices)))
 
     @property
     def gradient_steps(self) -> tuple[ExchangeStep | None, ...]:
@@ -186,11 +186,11 @@ def schedule(problem: Problem, r: int, c: int, ring: bool) -> Schedule:
     key_steps = tuple(_ring_steps(problem, r, c) if ring else [_key_step(problem, r, c)])
     bands = tuple(Band.of(problem.mask, query_step.positions, step.positions) for step in key_steps)
     layouts = (problem.layout, problem.length), (problem.key_layout, problem.key_length)
-    query_shares, key_shares = (_shares(problem.shards(*layout, r, c)) for layout in layouts)
-    return Schedule(query_shares, key_shares, query_step, key_steps, bands)
+    query_indices, key_indices = (_indices_by_rank(problem.shards(*layout, r, c)) for layout in layouts)
+    return Schedule(query_indices, key_indices, query_step, key_steps, bands)
 
 
-def _shares(shards: list[Tensor]) -> tuple[Tensor, ...]:
+def _indices_by_rank(shards: list[Tensor]) -> tuple[Tensor, ...]:
     """Return where the positions of each shard stand among those of all, in order."""
     columns: tuple[Tensor, ...] = torch.cat(shards).argsort().argsort().split([len(shard) for shard in shards])
     return columns

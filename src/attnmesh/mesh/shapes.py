@@ -80,10 +80,10 @@ def check_heads_axis(subject: str, shape: Shape, kv_heads: int) -> None:
     require(fits, ShapeError, subject, expected, given, fix)
 
 
-def share(count: int, parts: int, index: int) -> slice:
-    """Return a part of so many heads. Parts differ by one at most, the larger ones first.
+def even_slice(count: int, parts: int, index: int) -> slice:
+    """Return one of so many slices of heads. They differ by one at most, the larger ones first.
 
-    >>> [share(5, 3, index) for index in range(3)]
+    >>> [even_slice(5, 3, index) for index in range(3)]
     [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
     """
     size, more = divmod(count, parts)

@@ -12,14 +12,14 @@ from attnmesh.core.mask import CAUSAL, FULL, Mask
 from attnmesh.core.partial import Partial
 from attnmesh.core.selection import Selection
 from attnmesh.guard.argument_checks import check_most_keys, warn_if_swapped, without_redundant
-from attnmesh.kernels.local_plan import PLANS, LocalPlan, signature_of
+from attnmesh.kernels.prepared_local import PREPARED_LOCAL, PreparedLocal, signature_of
 from attnmesh.kernels.selected_keys import without_faulty
 from attnmesh.kernels.traced import autocast, needs_grad, needs_operator, without_autocast
 from attnmesh.mesh.axes import Mesh, NotGiven, given_mesh
 from attnmesh.mesh_attention.call import Call, Options
 from attnmesh.mesh_attention.latents import Latents
+from attnmesh.mesh_attention.mesh_call import PreparedCall
 from attnmesh.mesh_attention.mesh_op import attend_alone, attend_by_task, attend_with_grad, mesh_op
-from attnmesh.mesh_attention.mesh_plan import PreparedCall
 from attnmesh.mesh_attention.prepare_call import prepare_call
 
 ATTENDS_ALONE = "each rank attends to its own tokens only. Pass mesh= for attention over the tokens of all ranks"
@@ -114,17 +114,17 @@ def attention(
         if mesh is None and key_lengths is distance_bias is None and selected is None and not others:
             any_keys = mask is FULL and length is None and key_length is None
             signature = signature_of(q, k, v, sinks, (*options, checked), any_keys=any_keys, with_grad=False)
-            if (known := PLANS.find(signature)) is not None:
+            if (known := PREPARED_LOCAL.find(signature)) is not None:
                 return known.attend(q, k, v, sinks).out
         if signature is None:
             out = attend_shards(call, Mesh.of(mesh), checked)
         else:
-            whole = prepare_call(Mesh.of(None), call, checked).plan
-            plan = LocalPlan.of(q, k, v, whole.problem.mask, whole.scaling, kernel)
-            out = plan.attend(q, k, v, sinks).out
+            whole = prepare_call(Mesh.of(None), call, checked).mesh_call
+            prepared = PreparedLocal.of(q, k, v, whole.problem.mask, whole.scaling, kernel)
+            out = prepared.attend(q, k, v, sinks).out
     warn_if_swapped("attention", q, k.shape[2])  # last: where warnings are errors, one rank alone would raise
     if signature is not None:
-        PLANS.keep(signature, plan)
+        PREPARED_LOCAL.keep(signature, prepared)
     return out
 
 
@@ -139,32 +139,35 @@ def attend_shards(
     q, k, v = autocast(call.q, call.k, call.v)
     call = call._replace(q=q, k=k, v=v)
     prepared = prepare_call(mesh, call, checked, None if latents is None else latents.widths)
-    plan, selected = prepared.plan, call.selected
+    mesh_call, selected = prepared.mesh_call, call.selected
     if call.key_lengths is not None:
-        check_most_keys("attention key_lengths", call.key_lengths, plan.problem.key_length)
+        check_most_keys("attention key_lengths", call.key_lengths, mesh_call.problem.key_length)
     if call.distance_bias is not None:
         call = call.with_wide_queries()
     with without_autocast(q):
-        out = attend_alone(call, plan, other_keys) if mesh.ranks == 1 else _attend(call, prepared, latents, other_keys)
-    return out if selected is None else without_faulty(out, selected, plan.problem.key_length)
+        if mesh.ranks == 1:
+            out = attend_alone(call, mesh_call, other_keys)
+        else:
+            out = _attend_on_mesh(call, prepared, latents, other_keys)
+    return out if selected is None else without_faulty(out, selected, mesh_call.problem.key_length)
 
 
-def _attend(call: Call, prepared: PreparedCall, latents: Latents | None, other_keys: Partial | None) -> Tensor:
+def _attend_on_mesh(call: Call, prepared: PreparedCall, latents: Latents | None, other_keys: Partial | None) -> Tensor:
     """Return attention over all ranks, by an operator where PyTorch traces or transforms calls."""
     q, k, v, sinks, key_lengths, _, selected, _ = call
-    plan, task = prepared.plan, prepared.task
+    mesh_call, task = prepared.mesh_call, prepared.task
     indices = None if selected is None else selected.indices
     if task is None and latents is None and other_keys is None:
         if needs_operator(q, k, v, sinks):
-            out: Tensor = mesh_op(q, k, v, sinks, key_lengths, indices, *plan.pack())[0]
+            out: Tensor = mesh_op(q, k, v, sinks, key_lengths, indices, *mesh_call.pack())[0]
             return out
         if needs_grad(q, k, v, sinks):
-            out, *_ = attend_with_grad(q, k, v, sinks, key_lengths, indices, plan)
+            out, *_ = attend_with_grad(q, k, v, sinks, key_lengths, indices, mesh_call)
             return out
     with torch.no_grad():
         if task is None:
             widths = None if latents is None else latents.widths
-            task = plan.with_seen(plan.task(q.shape[1], (q, k, v), widths), key_lengths, indices)
+            task = mesh_call.with_seen(mesh_call.task(q.shape[1], (q, k, v), widths), key_lengths, indices)
         if latents is not None:  # which are expanded where they are attended
             task = replace(task, projection=latents.projection)
         return attend_by_task(q, (k, v) if latents is None else (latents.tokens,), task, sinks, other_keys)

@@ -11,9 +11,9 @@ from attnmesh.core.layout import Contiguous, Layout, Packed, Split, Zigzag
 from attnmesh.core.mask import Mask
 from attnmesh.errors import LayoutError, require
 from attnmesh.mesh.axes import Mesh
-from attnmesh.mesh.candidate import Candidate
 from attnmesh.mesh.exchange_cost import LayerWork, attention_seconds, balanced_layouts, fastest_way
 from attnmesh.mesh.schedule import EXCHANGES, Exchange, Problem
+from attnmesh.mesh.way import Way
 from attnmesh.runtime.world import cached_per_world
 
 Widths = tuple[int, int]
@@ -70,8 +70,8 @@ def price(layout: Layout | str, mask: Mask, length: int, mesh: Mesh, heads: tupl
     work = LayerWork(q_heads, kv_heads, width, width, length=length, itemsize=dtype.itemsize, mask=mask)
 
     def seconds(layout: Layout) -> float:
-        candidates = (Candidate(mesh.shape, tile, layout, name) for name in EXCHANGES)
-        return min(attention_seconds(candidate, work, cluster) for candidate in candidates)
+        ways = (Way(mesh.shape, tile, layout, name) for name in EXCHANGES)
+        return min(attention_seconds(way, work, cluster) for way in ways)
 
     with torch.device("cpu"), torch.inference_mode(False):
         layouts = _filled(balanced_layouts(mask, mesh.shape), length, mesh) if isinstance(layout, str) else [layout]
@@ -92,7 +92,7 @@ def chosen_exchange(
         return EXCHANGES["bulk"]
     cluster, tile = surroundings(mesh, device)
     layout, work = costing_inputs(dtype, sizes, problem, latent, backward=latent is None)
-    ways = [Candidate(problem.shape, tile, layout, name) for name in EXCHANGES]
+    ways = [Way(problem.shape, tile, layout, name) for name in EXCHANGES]
     return EXCHANGES[fastest_way(ways, work, cluster).exchange]
 
 

@@ -16,11 +16,9 @@ from attnmesh.comm.p2p import begin_swap, gather, meta_like, return_to_owners, t
 from attnmesh.core.band import Band
 from attnmesh.core.partial import Partial, identity, merge_into, sum_dtype, with_sinks
 from attnmesh.core.scaling import Scaling
-from attnmesh.kernels.driver import KeyCounts
-from attnmesh.kernels.driver import backward as kernel_backward
-from attnmesh.kernels.driver import forward as kernel_forward
+from attnmesh.kernels.driver import KeyCounts, attend_band, backward_band
 from attnmesh.kernels.kernel import Kernel
-from attnmesh.kernels.local_plan import empty_length_major
+from attnmesh.kernels.prepared_local import empty_length_major
 from attnmesh.kernels.rectangles import BackwardInputs, Gradients
 from attnmesh.kernels.selected_keys import SelectedKeys
 from attnmesh.mesh.axes import Axis, Mesh
@@ -73,13 +71,13 @@ class Task:
         """Return the partial of queries over keys and values, or over latents."""
         if self.projection is not None:
             return self.projection.attend(kernel, q, kv[0], band, self.scaling, counts)
-        return kernel_forward(kernel, q, kv[0], kv[1], band, self.scaling, counts)
+        return attend_band(kernel, q, kv[0], kv[1], band, self.scaling, counts)
 
-    def heads_of(self, group: HeadGroup, share: Tensors) -> Tensors:
-        """Return a group's heads of q, k and v, of which `share` has this rank's heads of all groups, as views."""
+    def heads_of(self, group: HeadGroup, own_heads: Tensors) -> Tensors:
+        """Return a group's heads of q, k and v, of which `own_heads` has this rank's heads of all groups, as views."""
         first, heads = self.groups[0][self.mesh.heads.index], group[self.mesh.heads.index]
         within = (slice(x.start - y.start, x.stop - y.start) for x, y in zip(heads, first, strict=True))
-        return some_heads(share, 1, Heads(*within))
+        return some_heads(own_heads, 1, Heads(*within))
 
 
 @dataclass(frozen=True)
@@ -91,15 +89,15 @@ class Arrivals:
     kv_by_step: Iterator[Tensors]
 
 
-def forward(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None = None, share: Tensors = ()) -> Partial:
+def forward(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None = None, own_heads: Tensors = ()) -> Partial:
     """Return the partial of this rank's queries over the keys of all ranks and sinks, with out in q's dtype.
 
-    `kv` are this rank's keys and values, or its latents. `share`, if it is given, is memory for q, k and v of this
+    `kv` are this rank's keys and values, or its latents. `own_heads`, if it is given, is memory for q, k and v of this
     rank's heads, which the backward pass takes.
     """
 
     def swap_in(group: HeadGroup) -> Callable[[], Tensors]:
-        into = task.heads_of(group, share) if share else ()
+        into = task.heads_of(group, own_heads) if own_heads else ()
         return task.swaps.to_heads((q, *kv), 1, group, into)
 
     value_dim = kv[-1].shape[-1] if task.projection is None else task.projection.value_dim
@@ -158,11 +156,11 @@ def _return(made: Tensors, step: ExchangeStep, axis: Axis, put: Put, own: Tensor
     put(coming(), own)
 
 
-def backward(share: Tensors, saved: BackwardInputs, task: Task) -> Gradients:
-    """Return the gradients of this rank's q, k and v. `share` has its heads of them, of all tokens of its chunk."""
-    (q, *kv), schedule = share, task.schedule
+def backward(own_heads: Tensors, saved: BackwardInputs, task: Task) -> Gradients:
+    """Return the gradients of this rank's q, k and v. `own_heads` has its heads of them, of all tokens of its chunk."""
+    (q, *kv), schedule = own_heads, task.schedule
     delta = (saved.out.to(sum_dtype(q.dtype)) * saved.dout).sum(-1)
-    key_heads, keys = task.groups[-1][-1].keys.stop, len(schedule.key_shares[task.mesh.heads.index])
+    key_heads, keys = task.groups[-1][-1].keys.stop, len(schedule.key_indices[task.mesh.heads.index])
 
     @cache
     def total() -> Gradients:
@@ -170,7 +168,7 @@ def backward(share: Tensors, saved: BackwardInputs, task: Task) -> Gradients:
 
     def swap_in(group: HeadGroup) -> Callable[[], Tensors]:
         finish = task.swaps.to_heads((saved.dout, saved.lse, delta), 3, group)
-        some_q, *some_kv = task.heads_of(group, share)
+        some_q, *some_kv = task.heads_of(group, own_heads)
         return lambda: (some_q, *finish(), *some_kv)
 
     def swap_back(own: Gradients, group: HeadGroup) -> Iterator[None]:
@@ -180,7 +178,7 @@ def backward(share: Tensors, saved: BackwardInputs, task: Task) -> Gradients:
 
     returns = PendingReturns()
     for arrivals in _arrivals(swap_in, task):
-        own = Gradients(*(torch.zeros_like(x, dtype=delta.dtype) for x in task.heads_of(arrivals.group, share)))
+        own = Gradients(*(torch.zeros_like(x, dtype=delta.dtype) for x in task.heads_of(arrivals.group, own_heads)))
         dq = _backward_heads(arrivals, task, returns, own[1:])
         returning = _return((dq,), schedule.query_step, task.mesh.keys, _add_in, own[:1], task.sequential)
         returns.add(chain(returning, swap_back(own, arrivals.group)))
@@ -200,7 +198,7 @@ def _backward_heads(arrivals: Arrivals, task: Task, returns: "PendingReturns", m
     dq: Tensor | None = None
     coming: Callable[[], Tensors] | None = None  # gradients that earlier ranks computed for the keys of this step
     schedule = task.schedule
-    bands, attend = task.bands(arrivals.group), named(ATTENTION, kernel_backward) if is_profiled() else kernel_backward
+    bands, attend = task.bands(arrivals.group), named(ATTENTION, backward_band) if is_profiled() else backward_band
     steps = zip(task.kernels, bands, task.counts, schedule.key_steps, schedule.gradient_steps, strict=True)
     for kernel, band, counts, step, onward in steps:
         keys, values = next(arrivals.kv_by_step)
@@ -317,8 +315,8 @@ def _equivalent_out(dout: Tensor, delta: Tensor) -> Tensor:
     exact = dout.to(delta.dtype)
     size = exact.abs().amax(-1, keepdim=True)
     unit = exact / size.masked_fill(size == 0, 1.0)
-    share = delta.unsqueeze(-1) / size.masked_fill(size == 0, 1.0) / unit.square().sum(-1, keepdim=True).clamp(min=1.0)
-    return (unit * share).to(dout.dtype)
+    factor = delta.unsqueeze(-1) / size.masked_fill(size == 0, 1.0) / unit.square().sum(-1, keepdim=True).clamp(min=1.0)
+    return (unit * factor).to(dout.dtype)
 
 
 # --- the heads axis ---
@@ -346,17 +344,17 @@ class HeadSwaps:
         mine = some_heads(tensors, queries, group[self.axis.index])
         if self.axis.size == 1:
             return lambda: mine
-        shares = [self.schedule.query_shares] * queries + [self.schedule.key_shares] * (len(tensors) - queries)
-        wanted = [tuple(map(meta_like, mine, map(len, slices))) for slices in zip(*shares, strict=True)]  # by rank
+        indices = [self.schedule.query_indices] * queries + [self.schedule.key_indices] * (len(tensors) - queries)
+        wanted = [tuple(map(meta_like, mine, map(len, slices))) for slices in zip(*indices, strict=True)]  # by rank
         parts = [some_heads(tensors, queries, heads) for heads in group]
         finish = begin_swap(parts, wanted, self.axis, sequential=self.sequential)
 
         def finished() -> Tensors:
             whole = into or tuple(
-                empty_tokens(x, x.shape[1], sum(map(len, slices))) for x, slices in zip(mine, shares, strict=True)
+                empty_tokens(x, x.shape[1], sum(map(len, slices))) for x, slices in zip(mine, indices, strict=True)
             )
             for rank, pieces in enumerate(finish()):
-                for x, slices, piece in zip(whole, shares, pieces, strict=True):
+                for x, slices, piece in zip(whole, indices, pieces, strict=True):
                     x.index_copy_(2, on_device(slices[rank], x.device), piece)
             return whole
 
@@ -371,7 +369,7 @@ class HeadSwaps:
         arrived = [made]
         if self.axis.size > 1:
             parts = []
-            for q_tokens, k_tokens in zip(self.schedule.query_shares, self.schedule.key_shares, strict=True):
+            for q_tokens, k_tokens in zip(self.schedule.query_indices, self.schedule.key_indices, strict=True):
                 keys = taken(made[queries:], k_tokens) if len(made) > queries else ()
                 parts.append(taken(made[:queries], q_tokens) + keys)
             finish = begin_swap(parts, views, self.axis, sequential=self.sequential)

@@ -18,7 +18,7 @@ from torch import Tensor
 from attnmesh.core.band import Band
 from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.core.scaling import Scaling
-from attnmesh.kernels.driver import KeyCounts, forward
+from attnmesh.kernels.driver import KeyCounts, attend_band
 from attnmesh.kernels.kernel import Kernel
 from attnmesh.kernels.selected_keys import SelectedKeys
 from attnmesh.mesh.exchange_cost import EXPANDED_BYTES
@@ -76,7 +76,7 @@ class Projection:
             return self._attend_selected(kernel, q, latents, band, scaling)
         parts = []
         for heads in self._groups(q, latents):
-            parts.append(forward(kernel, q[:, heads], *self.expand(latents, heads), band, scaling, counts))
+            parts.append(attend_band(kernel, q[:, heads], *self.expand(latents, heads), band, scaling, counts))
         return Partial(*(torch.cat(x, 1) for x in zip(*parts, strict=True)))
 
     def _attend_selected(
@@ -93,7 +93,7 @@ class Projection:
                 selected.of_queries(some),
                 latents[..., : self.latent_width],
             )
-            out, lse = forward(kernel, absorbed, latents, values, keys, scaling)
+            out, lse = attend_band(kernel, absorbed, latents, values, keys, scaling)
             parts.append(Partial(self.to(out.dtype).project(out), lse))
         return Partial(*(torch.cat(x, 2) for x in zip(*parts, strict=True)))
 

@@ -24,7 +24,7 @@ from attnmesh.guard.argument_checks import (
 )
 from attnmesh.kernels.choice import check_kernel
 from attnmesh.kernels.local_op import run_attend
-from attnmesh.kernels.local_plan import PLANS, LocalPlan, signature_of
+from attnmesh.kernels.prepared_local import PREPARED_LOCAL, PreparedLocal, signature_of
 from attnmesh.kernels.selected_keys import without_faulty
 from attnmesh.kernels.traced import autocast, without_autocast
 
@@ -86,8 +86,8 @@ def attend(
     options, signature = (mask, scale, softcap, kernel), None
     if plain:
         signature = signature_of(q, k, v, None, options, any_keys=mask is FULL, with_grad=False)
-    if (plan := PLANS.find(signature)) is not None:
-        return plan.attend(q, k, v, None)
+    if (prepared := PREPARED_LOCAL.find(signature)) is not None:
+        return prepared.attend(q, k, v, None)
     check_unknown_options("attend", others)
     q, k, v = autocast(q, k, v)
     try:
@@ -108,7 +108,7 @@ def attend(
     check_distance_bias("attend", distance_bias, q, scaling, kernel, selected)
     warn_if_swapped("attend", q, k.shape[2])
     if signature is not None:
-        return PLANS.keep(signature, LocalPlan.of(q, k, v, mask, scaling, kernel)).attend(q, k, v, None)
+        return PREPARED_LOCAL.keep(signature, PreparedLocal.of(q, k, v, mask, scaling, kernel)).attend(q, k, v, None)
     q = with_distance_bias(q, distance_bias)
     visible = Visible(mask, q_positions, k_positions, key_lengths, selected)
     with without_autocast(q):

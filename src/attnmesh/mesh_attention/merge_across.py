@@ -123,7 +123,7 @@ def _fake_merge(
     out: Tensor, lse: Tensor, group: str, size_and_index: Sequence[int], merge: str, output: str, _: str
 ) -> Partial:
     size, index = size_and_index
-    heads = Axis(size, index).share_of(out.shape[1]) if output == "heads" else slice(0, out.shape[1])
+    heads = Axis(size, index).slice_of(out.shape[1]) if output == "heads" else slice(0, out.shape[1])
     return Partial(*(x.new_empty(x[:, heads].shape) for x in (out, lse)))
 
 
@@ -180,7 +180,7 @@ def _ask(
 
 
 def _nan_like(partial: Partial, axis: Axis, output: str) -> Partial:
-    heads = axis.share_of(partial.out.shape[1]) if output == "heads" else slice(None)
+    heads = axis.slice_of(partial.out.shape[1]) if output == "heads" else slice(None)
     return Partial(torch.full_like(partial.out[:, heads], torch.nan), partial.lse[:, heads].clone())
 
 

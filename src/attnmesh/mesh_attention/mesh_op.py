@@ -1,7 +1,7 @@
-"""Attention by a plan, with gradients.
+"""Attention on a mesh, with gradients.
 
-A function of autograd runs a plan, and in a traced graph an operator. Between forward and backward only tensors of a
-shard's size are kept.
+A function of autograd runs a `MeshCall`, and in a traced graph an operator. Between forward and backward only tensors
+of a shard's size are kept.
 """
 
 from collections.abc import Sequence
@@ -16,24 +16,24 @@ from attnmesh.core.partial import Partial, merge_unchecked, sum_dtype
 from attnmesh.core.selection import Visible
 from attnmesh.errors import RankFailure
 from attnmesh.kernels.local_op import run_attend, sink_gradient
-from attnmesh.kernels.local_plan import empty_length_major, length_major
+from attnmesh.kernels.prepared_local import empty_length_major, length_major
 from attnmesh.kernels.rectangles import BackwardInputs
 from attnmesh.kernels.traced import OnceDifferentiable, once_differentiable
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.mesh.schedule import ChunkSize
 from attnmesh.mesh_attention.call import Call
 from attnmesh.mesh_attention.executor import Task, backward, empty_tokens, forward
-from attnmesh.mesh_attention.mesh_plan import MeshPlan
+from attnmesh.mesh_attention.mesh_call import MeshCall
 from attnmesh.runtime.operators import operator, recorded
 from attnmesh.runtime.tensors import Tensors
 
 # --- attention ---
 
 
-def attend_alone(call: Call, plan: MeshPlan, other_keys: Partial | None = None) -> Tensor:
+def attend_alone(call: Call, mesh_call: MeshCall, other_keys: Partial | None = None) -> Tensor:
     """Return attention on one rank."""
-    visible = Visible(plan.problem.mask, key_lengths=call.key_lengths, selected=call.selected)
-    found = run_attend(call.q, call.k, call.v, visible, plan.scaling, plan.kernel, call.sinks)
+    visible = Visible(mesh_call.problem.mask, key_lengths=call.key_lengths, selected=call.selected)
+    found = run_attend(call.q, call.k, call.v, visible, mesh_call.scaling, mesh_call.kernel, call.sinks)
     return found.out if other_keys is None else merge_unchecked([Partial(*found), other_keys]).out.to(call.q.dtype)
 
 
@@ -47,38 +47,38 @@ def attend_by_task(
     return length_major(found.out, q.dtype)
 
 
-def _attend(
+def _run_call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
     key_lengths: Tensor | None,
     indices: Tensor | None,
-    plan: MeshPlan,
+    mesh_call: MeshCall,
 ) -> tuple[Tensor, ...]:
     """Return (out, lse) of this rank's queries, and with a heads axis its heads of q, k and v."""
-    task = plan.with_seen(plan.task(q.shape[1], (q, k, v)), key_lengths, indices)
-    share = _blank_share((q, k, v), task.schedule.chunk, plan.mesh.heads)
-    out, lse = forward(q, (k, v), task, sinks, share)
-    return length_major(out, q.dtype), lse, *share
+    task = mesh_call.with_seen(mesh_call.task(q.shape[1], (q, k, v)), key_lengths, indices)
+    own_heads = _blank_heads((q, k, v), task.schedule.chunk, mesh_call.mesh.heads)
+    out, lse = forward(q, (k, v), task, sinks, own_heads)
+    return length_major(out, q.dtype), lse, *own_heads
 
 
-def _blank_share(qkv: Tensors, chunk: ChunkSize, axis: Axis) -> Tensors:
+def _blank_heads(qkv: Tensors, chunk: ChunkSize, axis: Axis) -> Tensors:
     """Return memory for a rank's heads of q, k and v, of all tokens of its chunk; none without a heads axis."""
     if axis.size == 1:
         return ()
-    (q, *kv), key_heads = qkv, axis.share_of(int(qkv[1].shape[1]))  # in a graph of any heads, a symbol
+    (q, *kv), key_heads = qkv, axis.slice_of(int(qkv[1].shape[1]))  # in a graph of any heads, a symbol
     heads = key_heads.stop - key_heads.start
     shared = q.shape[1] // qkv[1].shape[1]
     return empty_tokens(q, heads * shared, chunk.queries), *(empty_tokens(x, heads, chunk.keys) for x in kv)
 
 
 def _backward(
-    plan: MeshPlan, key_lengths: Tensor | None, indices: Tensor | None, *tensors: Tensor
+    mesh_call: MeshCall, key_lengths: Tensor | None, indices: Tensor | None, *tensors: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of this rank's tokens, from q, k, v, out, lse and the gradient of out."""
     *qkv, out, lse, dout = tensors
-    task = plan.with_seen(plan.task(dout.shape[1], tuple(qkv)), key_lengths, indices)
+    task = mesh_call.with_seen(mesh_call.task(dout.shape[1], tuple(qkv)), key_lengths, indices)
     return backward(tuple(qkv), BackwardInputs(out, lse, dout), task)
 
 
@@ -96,40 +96,40 @@ def _are_equal(numbers: Tensor, mesh: Mesh) -> Tensor:
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
     *qkv, sinks, key_lengths, indices = inputs[:6]
-    ctx.plan, (out, lse, *share) = inputs[6:], output
-    ctx.save_for_backward(*(share or qkv), sinks, key_lengths, indices, out, lse)
-    ctx.mark_non_differentiable(lse, *share)
+    ctx.mesh_call, (out, lse, *own_heads) = inputs[6:], output
+    ctx.save_for_backward(*(own_heads or qkv), sinks, key_lengths, indices, out, lse)
+    ctx.mark_non_differentiable(lse, *own_heads)
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, dout: Any, *_: None) -> tuple[Tensor | None, ...]:
     q, k, v, sinks, key_lengths, indices, out, lse = ctx.saved_tensors
     dsinks = None
-    if len(ctx.plan) > 1:  # an operator, whose plan is packed
+    if len(ctx.mesh_call) > 1:  # an operator, whose `MeshCall` is packed
         dout = dout[0]
-        dq, dk, dv = mesh_backward_op([q, k, v], [out, lse], dout, key_lengths, indices, *ctx.plan)
+        dq, dk, dv = mesh_backward_op([q, k, v], [out, lse], dout, key_lengths, indices, *ctx.mesh_call)
         if sinks is not None:
             dsinks = sink_gradient(sinks, out, lse, dout)
     else:
-        dq, dk, dv = once_differentiable(_backward, *ctx.plan, key_lengths, indices, q, k, v, out, lse, dout)
+        dq, dk, dv = once_differentiable(_backward, *ctx.mesh_call, key_lengths, indices, q, k, v, out, lse, dout)
         if sinks is not None:
             dsinks = once_differentiable(sink_gradient, sinks, out, lse, dout)
     return dq, dk, dv, dsinks
 
 
-attend_with_grad = recorded(_attend, _save_for_backward, _gradients)
-"""Attention by a plan, recorded by autograd."""
+attend_with_grad = recorded(_run_call, _save_for_backward, _gradients)
+"""Attention on a mesh, recorded by autograd."""
 
 
-# --- operators: a plan is packed into names and numbers ---
+# --- operators: a `MeshCall` is packed into names and numbers ---
 
 
-def _fake_outputs(q: Tensor, k: Tensor, v: Tensor, *plan: Any) -> list[Tensor]:
-    mesh, problem, *_ = MeshPlan.unpack(*plan[3:])
+def _fake_outputs(q: Tensor, k: Tensor, v: Tensor, *mesh_call: Any) -> list[Tensor]:
+    mesh, problem, *_ = MeshCall.unpack(*mesh_call[3:])
     coordinate = mesh.queries.index, mesh.keys.index
     chunk = ChunkSize(problem.queries(*coordinate).shape[0], problem.keys(*coordinate).shape[0])
     out, lse = empty_length_major(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=sum_dtype(q.dtype))
-    return [out, lse, *_blank_share((q, k, v), chunk, mesh.heads)]
+    return [out, lse, *_blank_heads((q, k, v), chunk, mesh.heads)]
 
 
 @operator("mesh_attention", _fake_outputs, _save_for_backward, _gradients)
@@ -143,22 +143,22 @@ def mesh_op(
     names: str,
     numbers: Sequence[int],
 ) -> list[Tensor]:
-    """Return what `_attend` does, with out NaN if the ranks' `key_lengths` differ, which no graph compares."""
-    plan = MeshPlan.unpack(names, numbers)
-    plan.check_own_shard(q.shape[2], k.shape[2])
+    """Return what `_run_call` does, with out NaN if the ranks' `key_lengths` differ, which no graph compares."""
+    mesh_call = MeshCall.unpack(names, numbers)
+    mesh_call.check_own_shard(q.shape[2], k.shape[2])
     try:
-        out, *others = _attend(q, k, v, sinks, key_lengths, indices, plan)
+        out, *others = _run_call(q, k, v, sinks, key_lengths, indices, mesh_call)
     except RankFailure as failure:
-        raise plan.explained(failure) from failure
+        raise mesh_call.explained(failure) from failure
     if key_lengths is not None:
-        out.masked_fill_(~_are_equal(key_lengths.to(q.device), plan.mesh), torch.nan)
+        out.masked_fill_(~_are_equal(key_lengths.to(q.device), mesh_call.mesh), torch.nan)
     return [out, *others]
 
 
 def _fake_gradients(
-    inputs: Sequence[Tensor], outputs: Sequence[Tensor], dout: Tensor, key_lengths: Any, indices: Any, *plan: Any
+    inputs: Sequence[Tensor], outputs: Sequence[Tensor], dout: Tensor, key_lengths: Any, indices: Any, *mesh_call: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    (q, k, v), (mesh, problem, *_) = inputs, MeshPlan.unpack(*plan)
+    (q, k, v), (mesh, problem, *_) = inputs, MeshCall.unpack(*mesh_call)
     heads = dout.shape[1] * k.shape[1] // q.shape[1]
     shard = problem.shard(mesh.shard)
     tokens = problem.key_layout.positions(problem.key_length, problem.shape.ranks, shard).shape[0]
@@ -176,4 +176,4 @@ def mesh_backward_op(
     numbers: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of this rank's tokens from its (q, k, v) and (out, lse)."""
-    return _backward(MeshPlan.unpack(names, numbers), key_lengths, indices, *inputs, *outputs, dout)
+    return _backward(MeshCall.unpack(names, numbers), key_lengths, indices, *inputs, *outputs, dout)

@@ -1,4 +1,4 @@
-"""Preparation of a call of `attention` on a mesh, once all ranks agree on it: its checks, its plan, its task."""
+"""Preparation of a call of `attention` on a mesh, once all ranks agree on it: its checks, its `MeshCall`, its task."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,13 +12,13 @@ from attnmesh.core.mask import FAR, check_mask
 from attnmesh.errors import MaskError, ShapeError, require, warn_once
 from attnmesh.guard.agreement import Agreement, may_compare
 from attnmesh.guard.argument_checks import heads_and_length, with_swap_hint
-from attnmesh.kernels.local_plan import signature_of
+from attnmesh.kernels.prepared_local import signature_of
 from attnmesh.kernels.traced import needs_grad
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.mesh.schedule import Problem
 from attnmesh.mesh.shapes import AXES
 from attnmesh.mesh_attention.call import Call, HeadSizes, Options, TokenCounts, check_call
-from attnmesh.mesh_attention.mesh_plan import MeshPlan, PreparedCall, prepared_calls
+from attnmesh.mesh_attention.mesh_call import MeshCall, PreparedCall, prepared_calls
 from attnmesh.mesh_attention.shard_marks import shard_marks
 from attnmesh.runtime.world import cached_per_world
 
@@ -29,7 +29,7 @@ def prepare_call(mesh: Mesh, call: Call, checked: bool | None, latent: tuple[int
     `latent` are the columns of latents that travel instead of keys and values.
     """
     if mesh.ranks == 1 or torch.compiler.is_compiling():
-        return PreparedCall(_even_plan(mesh, call, checked))
+        return PreparedCall(_even_call(mesh, call, checked))
     q, k, v, sinks, key_lengths, options, selected, distance_bias = call
     signature = None
     if key_lengths is distance_bias is None and selected is None and not options.unsupported:
@@ -52,7 +52,7 @@ def prepare_call(mesh: Mesh, call: Call, checked: bool | None, latent: tuple[int
     assert found is not None
     if found is known or signature is None:
         return found
-    task = None if needs_grad(q, k, v, sinks) else found.plan.task(q.shape[1], (q, k, v), latent)
+    task = None if needs_grad(q, k, v, sinks) else found.mesh_call.task(q.shape[1], (q, k, v), latent)
     return prepared_calls().keep(signature, found._replace(task=task))
 
 
@@ -60,11 +60,11 @@ def _compared(mesh: Mesh, call: Call, agreement: Agreement) -> PreparedCall:
     """Return what is prepared for a call that ranks have compared."""
     columns: list[tuple[int, ...]] = list(zip(*agreement.table, strict=True))
     table, tokens = tuple(zip(*columns[:2], strict=True)), (sum(columns[0]), sum(columns[1]))
-    plan = _known_plan(mesh, call, tokens, table)
-    _check_highest(max(columns[2]), plan)
+    mesh_call = _known_call(mesh, call, tokens, table)
+    _check_highest(max(columns[2]), mesh_call)
     if len(columns) > 3:
         _warn_of_whole_keys(columns[3])
-    return PreparedCall(plan, None, agreement.text, call.payload, [row[:3] for row in agreement.table])
+    return PreparedCall(mesh_call, None, agreement.text, call.payload, [row[:3] for row in agreement.table])
 
 
 def _uncompared(mesh: Mesh, call: Call, checked: bool | None) -> PreparedCall:
@@ -72,34 +72,34 @@ def _uncompared(mesh: Mesh, call: Call, checked: bool | None) -> PreparedCall:
     check_call(mesh, call, checked)
     length = call.options.length
     assert length is not None
-    plan = _known_plan(mesh, call, (length, length))
-    _check_highest(call.payload[2], plan)
+    mesh_call = _known_call(mesh, call, (length, length))
+    _check_highest(call.payload[2], mesh_call)
     try:
-        plan.check_own_shard(*call.tokens)
+        mesh_call.check_own_shard(*call.tokens)
     except ShapeError as error:
         raise with_swap_hint(error, heads_and_length(call.q), heads_and_length(call.k)) from None
     # The text would have the numbers of `key_lengths`, which a device may hold.
-    return PreparedCall(plan, None, "" if call.key_lengths is not None else call.describe(), call.payload)
+    return PreparedCall(mesh_call, None, "" if call.key_lengths is not None else call.describe(), call.payload)
 
 
-def _even_plan(mesh: Mesh, call: Call, checked: bool | None) -> MeshPlan:
-    """Return the plan of one rank, or of a graph: ranks are compiled apart, so their shards count as even."""
+def _even_call(mesh: Mesh, call: Call, checked: bool | None) -> MeshCall:
+    """Return the call of one rank, or of a graph: ranks are compiled apart, so their shards count as even."""
     check_call(mesh, call, checked)
     (queries, keys, highest), options = call.payload, call.options
     tokens = queries * mesh.ranks, keys * mesh.ranks
     if options.length is not None and queries == keys:  # keys of the queries' sequence
         tokens = options.length, options.length
-    plan = _make_plan(mesh, options, call.sizes, tokens)._replace(even=options.length is None)
-    _check_highest(highest, plan)
-    return plan
+    mesh_call = _make_call(mesh, options, call.sizes, tokens)._replace(even=options.length is None)
+    _check_highest(highest, mesh_call)
+    return mesh_call
 
 
-def _known_plan(mesh: Mesh, call: Call, tokens: TokenCounts, table: tuple[TokenCounts, ...] = ()) -> MeshPlan:
-    """Return the plan of so many tokens, of all ranks by `table`, made now if it is not known."""
+def _known_call(mesh: Mesh, call: Call, tokens: TokenCounts, table: tuple[TokenCounts, ...] = ()) -> MeshCall:
+    """Return the call of so many tokens, of all ranks by `table`, made now if it is not known."""
     arguments = mesh, call.options, call.sizes, tokens, table
     if (known := prepared_calls().get(arguments)) is None:
-        known = prepared_calls().keep(arguments, PreparedCall(_make_plan(*arguments)))
-    return known.plan
+        known = prepared_calls().keep(arguments, PreparedCall(_make_call(*arguments)))
+    return known.mesh_call
 
 
 def _check_marks(mesh: Mesh, call: Call) -> None:
@@ -128,10 +128,10 @@ def _warn_of_whole_keys(digests: Sequence[int]) -> None:
         warn_once(f"attention: k is the same on all {len(digests)} ranks, and counts as {len(digests)} shards; {fix}.")
 
 
-def _make_plan(
+def _make_call(
     mesh: Mesh, options: Options, sizes: HeadSizes, tokens: TokenCounts, table: Sequence[TokenCounts] = ()
-) -> MeshPlan:
-    """Return the plan, or raise where its mask, lengths and shards do not fit. All ranks pass the same values.
+) -> MeshCall:
+    """Return the call, or raise where its mask, lengths and shards do not fit. All ranks pass the same values.
 
     Where keys are selected, in blocks, queries stay on their rank: all ranks are one column, along which keys travel.
     """
@@ -146,7 +146,7 @@ def _make_plan(
     if index_block and mesh.ranks > 1:
         mesh, shard_of_rank = _one_column(mesh)
         problem = replace(problem, shape=mesh.shape, shard_of_rank=shard_of_rank)
-    return MeshPlan(mesh, problem, exchange, options.kernel, options.scaling(dim), index_block)
+    return MeshCall(mesh, problem, exchange, options.kernel, options.scaling(dim), index_block)
 
 
 @cached_per_world()
@@ -158,11 +158,12 @@ def _one_column(mesh: Mesh) -> tuple[Mesh, tuple[int, ...]]:
     return Mesh(Axis(), axis, Axis()), tuple(sorted(range(len(indices)), key=indices.__getitem__))
 
 
-def _check_highest(highest: int, plan: MeshPlan) -> None:
+def _check_highest(highest: int, mesh_call: MeshCall) -> None:
     """Raise if a query selects a key beyond the sequence; -1 for none."""
     if highest >= 0:
-        blocks = -(-plan.problem.key_length // plan.index_block)
-        expected = f"indices below {blocks}, of {plan.problem.key_length} keys in blocks of {plan.index_block}"
+        keys, block = mesh_call.problem.key_length, mesh_call.index_block
+        blocks = -(-keys // block)
+        expected = f"indices below {blocks}, of {keys} keys in blocks of {block}"
         fix = "count keys of the whole sequence, or blocks of them, and fill rows up with 2**31 - 1, for none"
         require(highest < blocks, ShapeError, "attention selected indices", expected, str(highest), fix)
 

@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.comm.topology import surroundings
 from attnmesh.core.partial import Partial
 from attnmesh.mesh.axes import Axis, Mesh
-from attnmesh.mesh.candidate import Candidate
 from attnmesh.mesh.exchange_cost import fastest_way
 from attnmesh.mesh.schedule import EXCHANGES, Problem
 from attnmesh.mesh.shapes import Shape
+from attnmesh.mesh.way import Way
 from attnmesh.mesh_attention.attention import attend_shards
 from attnmesh.mesh_attention.auto_choices import Widths, costing_inputs
 from attnmesh.mesh_attention.call import Call
@@ -64,7 +64,7 @@ def chosen_way(
     layout, work = costing_inputs(dtype, sizes, problem, latent, backward=False)
     names = EXCHANGES if exchange == "auto" else (exchange,)
     shapes = (mesh.shape, tile), (_turned(mesh.shape), _turned(tile))
-    ways = [Candidate(*shape, layout, name) for shape, name in product(shapes, names)]
+    ways = [Way(*shape, layout, name) for shape, name in product(shapes, names)]
     found = fastest_way(ways, work, cluster)
     return mesh if found.shape == mesh.shape else turned(mesh), found.exchange
 

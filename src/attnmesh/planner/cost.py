@@ -3,51 +3,52 @@
 from dataclasses import replace
 
 from attnmesh.core.mask import Full
-from attnmesh.mesh.candidate import Candidate, Cost
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.exchange_cost import LayerJob, Transfer, attention_cost
+from attnmesh.mesh.predicted_cost import Cost
+from attnmesh.mesh.way import Way
 from attnmesh.planner.decode_cost import decode_cost, selection_cost
 from attnmesh.planner.rank_bytes import cached_bytes, index_memory, rank_memory
 from attnmesh.planner.recurrent_cost import recurrent_cost
 from attnmesh.planner.workload import Workload
 
 
-def cost(candidate: Candidate, workload: Workload, cluster: Cluster) -> Cost:
-    """Return the cost of all layers of a workload, run as the candidate says."""
+def cost(way: Way, workload: Workload, cluster: Cluster) -> Cost:
+    """Return the cost of all layers of a workload, run that way."""
     decodes, selecting = workload.phase == "decode", workload.selecting
-    total = Cost(memory=max(cached_bytes(candidate, workload)) if decodes else rank_memory(candidate, workload))
+    total = Cost(memory=max(cached_bytes(way, workload)) if decodes else rank_memory(way, workload))
     if selecting:
-        total.add(_one_layer(candidate, workload, cluster).of_layers(selecting))
-        total.add(index_cost(candidate, workload, cluster))
+        total.add(_one_layer(way, workload, cluster).of_layers(selecting))
+        total.add(index_cost(way, workload, cluster))
         workload = replace(workload, selected=None)
     if workload.layers > selecting:
-        total.add(_one_layer(candidate, workload, cluster).of_layers(workload.layers - selecting))
+        total.add(_one_layer(way, workload, cluster).of_layers(workload.layers - selecting))
     if workload.recurrent:
-        recurrent_cost(candidate, workload, cluster).add_to(total)
+        recurrent_cost(way, workload, cluster).add_to(total)
     return total
 
 
-def _one_layer(candidate: Candidate, workload: Workload, cluster: Cluster) -> Cost:
+def _one_layer(way: Way, workload: Workload, cluster: Cluster) -> Cost:
     if workload.phase == "decode":
-        return decode_cost(candidate, workload, cluster)
-    return attention_cost(candidate, workload.one_layer, cluster)
+        return decode_cost(way, workload, cluster)
+    return attention_cost(way, workload.one_layer, cluster)
 
 
-def index_cost(candidate: Candidate, workload: Workload, cluster: Cluster) -> Cost:
+def index_cost(way: Way, workload: Workload, cluster: Cluster) -> Cost:
     """Return the cost of all indexers: scores, and candidates in decoding; else index keys, which go to all ranks."""
     selected = workload.selected
     if selected is None:
         return Cost()
     if workload.phase == "decode":
-        total = selection_cost(candidate, workload, selected, cluster)
+        total = selection_cost(way, workload, selected, cluster)
     else:
         work, total = workload.one_layer, Cost()
-        job = LayerJob.of(candidate._replace(exchange="bulk"), work, cluster)
+        job = LayerJob.of(way._replace(exchange="bulk"), work, cluster)
         pairs, width = workload.batch * job.traffic.pairs.most, selected.index_heads * selected.index_dim
-        whole = LayerJob.of(job.candidate, replace(work, mask=Full()), cluster).traffic.columns
+        whole = LayerJob.of(job.way, replace(work, mask=Full()), cluster).traffic.columns
         keys = Transfer(whole, workload.batch * selected.index_dim * workload.itemsize)
         total.add_stage("index keys", job.exchanged([keys], total).seconds)
         total.add_stage("score", cluster.device.call + 2 * pairs * width / cluster.device.forward_rate)
     total = total.of_layers(workload.indexers)
-    total.memory = index_memory(candidate.shape, workload)
+    total.memory = index_memory(way.shape, workload)
     return total

@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 import torch
 
-from attnmesh.mesh.candidate import Candidate, Cost
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.merge_cost import MergeGroup, Payload, add_tree, agree_cost, tree_rounds
 from attnmesh.mesh.merges import MERGES
+from attnmesh.mesh.predicted_cost import Cost
+from attnmesh.mesh.way import Way
 from attnmesh.planner.rank_bytes import turns_of
 from attnmesh.planner.selected import Selected
 from attnmesh.planner.workload import Workload
@@ -123,22 +124,22 @@ def add_results(experts: Experts, ranks: int, size: float, cluster: Cluster, tot
     total.add_traffic(sent * (cluster.hosts == 1), sent * (cluster.hosts > 1), 0)
 
 
-def decode_cost(candidate: Candidate, workload: Workload, cluster: Cluster) -> Cost:
+def decode_cost(way: Way, workload: Workload, cluster: Cluster) -> Cost:
     """Return the cost of one layer's step. Selected tokens are taken to lie on all ranks alike."""
-    shape, tile, device = candidate.shape, candidate.tile, cluster.device
+    shape, tile, device = way.shape, way.tile, cluster.device
     group = MergeGroup(shape.queries * shape.keys, tile.queries * tile.keys, shape.heads, tile.heads)
     queries = workload.q_len or 1
     rows = queries * workload.batch * workload.q_heads / shape.heads
     total = Cost()
-    seen, reads = _most_seen(candidate, workload, cluster), 1
+    seen, reads = _most_seen(way, workload, cluster), 1
     if workload.selected is not None:  # each query reads its own
         seen, reads = min(seen, ceil(workload.selected.tokens / group.ranks)), queries
     read = reads * seen / workload.kept * workload.kept_bytes / workload.layers / shape.heads / device.memory_rate
     products = 2 * rows * seen * sum(workload.decoded) / device.forward_rate
     total.add_stage("kernel", device.call + max(read, products))
-    merge = MERGES[candidate.exchange]
+    merge = MERGES[way.exchange]
     if merge.is_collective:
-        agree_cost(candidate, cluster, total)
+        agree_cost(way, cluster, total)
     if group.ranks > 1:
         merge.price(group, Payload(rows * workload.sum_itemsize, workload.decoded[1]), cluster, total)
         if cluster.on_cpus and group.ranks > group.near:
@@ -146,15 +147,15 @@ def decode_cost(candidate: Candidate, workload: Workload, cluster: Cluster) -> C
             times = sum(one.host > 0 for one in rounds) if merge.in_rounds else 1
             total.add_stage("merge", times * (MERGE_CALLS - 1) * device.call)
     if shape.heads > 1:
-        _gather_heads(candidate, rows * workload.values * workload.itemsize, cluster, total)
+        _gather_heads(way, rows * workload.values * workload.itemsize, cluster, total)
     return total
 
 
-def selection_cost(candidate: Candidate, workload: Workload, selected: Selected, cluster: Cluster) -> Cost:
+def selection_cost(way: Way, workload: Workload, selected: Selected, cluster: Cluster) -> Cost:
     """Return the cost of one indexer's step: each rank scores its index keys, and candidates merge along the tree."""
-    group = MergeGroup(candidate.shape.ranks, candidate.tile.ranks)
+    group = MergeGroup(way.shape.ranks, way.tile.ranks)
     total, device, queries = Cost(), cluster.device, workload.q_len or 1
-    keys = workload.batch * _most_seen(candidate, workload, cluster)
+    keys = workload.batch * _most_seen(way, workload, cluster)
     read = keys * selected.index_dim * workload.itemsize / device.memory_rate
     products = 2 * queries * selected.index_heads * keys * selected.index_dim / device.forward_rate
     total.add_stage("score", device.call + max(read, products))
@@ -163,21 +164,21 @@ def selection_cost(candidate: Candidate, workload: Workload, selected: Selected,
     return total
 
 
-def _most_seen(candidate: Candidate, workload: Workload, cluster: Cluster) -> int:
+def _most_seen(way: Way, workload: Workload, cluster: Cluster) -> int:
     """Return the tokens that the new queries see on the rank that takes longest, at the rate of the slowest rank."""
     first, _ = workload.mask.bounds(torch.tensor([max(0, workload.length - (workload.q_len or 1))]))
-    seen, shape = workload.length - int(first), candidate.shape
-    turns = turns_of(candidate)
+    seen, shape = workload.length - int(first), way.shape
+    turns = turns_of(way)
     slower = [min(cluster.rates) / rate for rate in cluster.rates] if shape.heads == 1 and cluster.rates else []
     each = zip(turns, slower or [1.0] * len(turns), strict=True)
     return ceil(max(min(seen, ceil(seen / turn.period) * turn.width) * times for turn, times in each))
 
 
-def _gather_heads(candidate: Candidate, size: float, cluster: Cluster, total: Cost) -> None:
+def _gather_heads(way: Way, size: float, cluster: Cluster, total: Cost) -> None:
     """Add an all-gather of heads, after a short message that compares the calls."""
-    heads, near = candidate.shape.heads, candidate.tile.heads
-    link, ranks = (cluster.between if near < heads else cluster.inside), candidate.shape.ranks
-    transfer = max((heads - 1) * size / link.rate, (heads - near) * size * candidate.tile.ranks / link.host_rate)
+    heads, near = way.shape.heads, way.tile.heads
+    link, ranks = (cluster.between if near < heads else cluster.inside), way.shape.ranks
+    transfer = max((heads - 1) * size / link.rate, (heads - near) * size * way.tile.ranks / link.host_rate)
     waits = link.merge_latency + link.latency + 2 * (heads - 2) * link.message
     total.add_stage("heads", 2 * cluster.device.call + waits + transfer)
     total.add_traffic(ranks * (near - 1) * size, ranks * (heads - near) * size, 2 * ranks * (heads - near))

@@ -1,4 +1,4 @@
-"""Plans: every candidate that fits the memory, priced, fastest first, each with its reasons in plain words."""
+"""Plans: every way that fits the memory, priced, fastest first, each with its reasons in plain words."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -10,13 +10,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.core.layout import Layout, Packed, Striped
 from attnmesh.errors import ClusterError, require
-from attnmesh.mesh.candidate import Candidate, Cost
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.exchange_cost import balanced_layouts
 from attnmesh.mesh.merges import MERGES
+from attnmesh.mesh.predicted_cost import Cost
 from attnmesh.mesh.schedule import EXCHANGES
 from attnmesh.mesh.shapes import Shape
 from attnmesh.mesh.traffic import divisors, tiles
+from attnmesh.mesh.way import Way
 from attnmesh.planner.cost import cost, index_cost
 from attnmesh.planner.rank_bytes import cache_layouts, cached_bytes, min_memory
 from attnmesh.planner.recurrent_cost import RecurrentCost, recurrent_cost
@@ -25,7 +26,7 @@ from attnmesh.planner.workload import Workload
 from attnmesh.setup.init_mesh import init_plan_mesh
 
 MAX_RANKS = 2048
-"""Most ranks that `plan` takes. Pricing all candidates takes half a minute there."""
+"""Most ranks that `plan` takes. Pricing all ways takes half a minute there."""
 
 BLOCK = 16
 """Tokens of a cache block, as in `KVCache` by default."""
@@ -173,14 +174,14 @@ class Plan:
     @property
     def recurrent(self) -> RecurrentCost:
         """Predicted scans, halos and states of the recurrent layers, which the plan's figures include."""
-        candidate = Candidate(self.shape, self.tile, self.layout, self.exchange)
-        return recurrent_cost(candidate, self.workload, self.cluster)
+        way = Way(self.shape, self.tile, self.layout, self.exchange)
+        return recurrent_cost(way, self.workload, self.cluster)
 
     @property
     def selection(self) -> Cost:
         """Predicted cost of the indexers, which the plan's figures include."""
-        candidate = Candidate(self.shape, self.tile, self.layout, self.exchange)
-        return index_cost(candidate, self.workload, self.cluster)
+        way = Way(self.shape, self.tile, self.layout, self.exchange)
+        return index_cost(way, self.workload, self.cluster)
 
     def _selection_line(self) -> str:
         found, layers = self.selection, self.workload.indexers
@@ -265,7 +266,7 @@ def plan(workload: Workload, cluster: Cluster, *, progress: Callable[[int, int],
     Args:
         workload: The attention to run.
         cluster: The machines to run it on, 2,048 ranks at most.
-        progress: Called with the number of priced candidates and the number of all candidates.
+        progress: Called with the number of priced ways and the number of all ways.
 
     Returns:
         At least one plan.
@@ -285,11 +286,11 @@ def plan(workload: Workload, cluster: Cluster, *, progress: Callable[[int, int],
     require(fits, ClusterError, "plan", "a Workload and a Cluster", given, fix)
     expected, fix = f"a cluster of at most {MAX_RANKS:,} ranks", "plan for a part of it, with Cluster.sized"
     require(cluster.world <= MAX_RANKS, ClusterError, "plan", expected, f"{cluster.world:,}", fix)
-    found = list(candidates(workload, cluster))
+    found = list(all_ways(workload, cluster))
     plans = []
-    for number, candidate in enumerate(found, 1):
-        shape, tile, layout, exchange = candidate
-        price = cost(candidate, workload, cluster)
+    for number, way in enumerate(found, 1):
+        shape, tile, layout, exchange = way
+        price = cost(way, workload, cluster)
         sent, parts = Bytes(price.inside, price.between), tuple(price.parts.items())
         figures = price.seconds, sent, price.messages, price.memory, parts
         plans.append(Plan(shape, exchange, layout, tile, *figures, workload, cluster))
@@ -303,8 +304,8 @@ def plan(workload: Workload, cluster: Cluster, *, progress: Callable[[int, int],
     return [replace(best, runner_up=runner_up), *(replace(other, runner_up=best) for other in others)]
 
 
-def candidates(workload: Workload, cluster: Cluster) -> Iterator[Candidate]:
-    """Yield every candidate once: mesh shapes, their tiles, layouts and exchanges. A cache divides its heads evenly.
+def all_ways(workload: Workload, cluster: Cluster) -> Iterator[Way]:
+    """Yield every way once: mesh shapes, their tiles, layouts and exchanges. A cache divides its heads evenly.
 
     Where queries select their keys, they stay on their rank, and index keys have one head: all ranks are one axis.
     """
@@ -319,7 +320,7 @@ def candidates(workload: Workload, cluster: Cluster) -> Iterator[Candidate]:
                 continue  # a decode step has few queries: all ranks beyond the heads axis hold keys
             layouts = layouts_for(workload, shape, cluster)
             choices = product(tiles(shape, cluster.ranks), layouts, _exchanges(workload, shape))
-            yield from (Candidate(shape, *choice) for choice in choices)
+            yield from (Way(shape, *choice) for choice in choices)
 
 
 def layouts_for(workload: Workload, shape: Shape, cluster: Cluster) -> list[Layout]:
@@ -339,7 +340,7 @@ def _fits(one: Plan) -> bool:
     cluster, fits = one.cluster, one.memory <= one.cluster.device.memory
     if one.workload.phase != "decode" or not cluster.memories or one.shape.keys < cluster.world:
         return fits
-    held = cached_bytes(Candidate(one.shape, one.tile, one.layout, one.exchange), one.workload)
+    held = cached_bytes(Way(one.shape, one.tile, one.layout, one.exchange), one.workload)
     return all(needed <= free for needed, free in zip(held, cluster.memories, strict=True))
 
 

@@ -9,9 +9,9 @@ from math import ceil
 from typing import NamedTuple
 
 from attnmesh.errors import ClusterError, require
-from attnmesh.mesh.candidate import Cost
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.merge_cost import MergeGroup, all_reduce_seconds
+from attnmesh.mesh.predicted_cost import Cost
 from attnmesh.mesh.shapes import Shape, elements, share_evenly
 from attnmesh.mesh.traffic import divisors
 from attnmesh.planner.cost import cost
@@ -24,7 +24,7 @@ from attnmesh.planner.decode_cost import (
     add_small_calls,
     add_weights,
 )
-from attnmesh.planner.plan import Plan, candidates, plan
+from attnmesh.planner.plan import Plan, all_ways, plan
 from attnmesh.planner.workload import Workload
 
 UNLIMITED_MEMORY = 1e30
@@ -284,7 +284,7 @@ def _first_seconds(
         return None
     work = replace(step.workload, phase="prefill", q_len=None, storage=None)
     tokens, world = work.batch * work.length, cluster.world
-    ways = [one for one in candidates(work, step.cluster) if one.shape == shape]
+    ways = [one for one in all_ways(work, step.cluster) if one.shape == shape]
     seconds = min(cost(one, work, step.cluster).seconds for one in ways)
     seconds += FLOPS * model.active * tokens / world / cluster.device.forward_rate
     if sharding.tp > 1:

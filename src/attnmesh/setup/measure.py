@@ -25,7 +25,7 @@ from attnmesh.errors import ClusterError, require
 from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.argument_checks import check_dtype
 from attnmesh.kernels.local_op import run_attend
-from attnmesh.kernels.local_plan import LocalPlan
+from attnmesh.kernels.prepared_local import PreparedLocal
 from attnmesh.mesh.axes import Axis, Mesh, device_of
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.rates import NO_LINK, Device, Link
@@ -111,7 +111,7 @@ def measure_device(world: MeasuredRanks, dtype: torch.dtype) -> Device:
     learned, scaling = [x.clone().requires_grad_() for x in (q, k, v)], Scaling(width**-0.5)
 
     def planned(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask = FULL) -> Callable[[], object]:
-        return partial(LocalPlan.of(q, k, v, mask, scaling, "auto").attend, q, k, v, None)
+        return partial(PreparedLocal.of(q, k, v, mask, scaling, "auto").attend, q, k, v, None)
 
     def both() -> None:
         out, _ = run_attend(learned[0], learned[1], learned[2], Visible(FULL), scaling, "auto")

@@ -8,7 +8,7 @@ import torch
 from attnmesh.comm.topology import dist_all_gather_ints, mesh_hosts
 from attnmesh.core.mask import FULL
 from attnmesh.core.scaling import Scaling
-from attnmesh.kernels.local_plan import LocalPlan
+from attnmesh.kernels.prepared_local import PreparedLocal
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.shares import recommended_shares
@@ -51,14 +51,14 @@ def read_rates(mesh: Mesh, device: torch.device) -> list[int]:
     shape = 2, 1, 8, TOKENS[device.type], 64
     k, v = torch.zeros(shape, device=device).unbind()
     q = torch.zeros(1, 8, 1, 64, device=device)
-    plan, reads = LocalPlan.of(q, k, v, FULL, Scaling(0.125), "auto"), 0
+    prepared, reads = PreparedLocal.of(q, k, v, FULL, Scaling(0.125), "auto"), 0
     with torch.no_grad():
-        plan.attend(q, k, v, None)  # the first one also prepares
+        prepared.attend(q, k, v, None)  # the first one also prepares
         _synchronize(device)
         dist_all_gather_ints([0], mesh.axes)
         start = time.perf_counter()
         while (seconds := time.perf_counter() - start) < READ_SECONDS:
-            plan.attend(q, k, v, None)
+            prepared.attend(q, k, v, None)
             _synchronize(device)
             reads += 1
     rate = int(reads * 2 * k.nbytes / seconds)

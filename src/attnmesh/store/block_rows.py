@@ -79,7 +79,7 @@ class RowMapping(NamedTuple):
 
     heads: slice
     source: slice
-    share: int
+    head_count: int
     """Heads of the piece."""
     chosen: Tensor
     slots: Tensor
@@ -109,7 +109,7 @@ class Filling:
         """Write this rank's rows of a block. Raise unless the pieces have each of them once, as it should be."""
         for group in groups_of(self.kvs, block):
             first, wanted = self.kvs[group[0]], self._wanted(group, block)
-            heads = first.shard.heads.share_of(first.sizes.kv_heads)
+            heads = first.shard.heads.slice_of(first.sizes.kv_heads)
             counts = torch.zeros(heads.stop - heads.start, len(wanted), dtype=torch.int64)
             for rows in pieces:
                 if (mapping := self._row_mapping(group, rows, wanted, counts)) is not None:
@@ -133,8 +133,8 @@ class Filling:
         index, number = rows.get(HEADS, torch.tensor([0, 0])).tolist()
         fits = columns.dtype == torch.int64 and 0 <= index < number and sizes.kv_heads % number == 0
         require(fits, StoreError, "load", "tokens and heads of a cache", f"{index} of {number} heads", FIX)
-        share = Axis(number, index).share_of(sizes.kv_heads)
-        to, source = overlap(shard.heads.share_of(sizes.kv_heads), share)
+        saved_heads = Axis(number, index).slice_of(sizes.kv_heads)
+        to, source = overlap(shard.heads.slice_of(sizes.kv_heads), saved_heads)
         chosen = torch.isin(columns, wanted).nonzero().flatten()
         if to.start >= to.stop or not len(chosen):
             return None
@@ -142,7 +142,7 @@ class Filling:
         counts[to].index_add_(1, found, torch.ones(to.stop - to.start, len(found), dtype=torch.int64))
         gone = shard.turn.count(self.floors[group[0]][0]) if self.floors else 0
         slots = shard.turn.slot(columns[chosen]) - gone
-        return RowMapping(to, source, share.stop - share.start, chosen, slots.to(shard.device))
+        return RowMapping(to, source, saved_heads.stop - saved_heads.start, chosen, slots.to(shard.device))
 
     def _put_rows(self, layer: int, rows: Mapping[str, Tensor], mapping: RowMapping, wanted: Tensor) -> None:
         """Write rows of a piece into the shard of a layer."""
@@ -150,7 +150,7 @@ class Filling:
         columns = rows[columns_of(self.kvs, [layer])]
         for kind, x in zip(("keys", "values"), shard.stored, strict=False):
             found = rows.get(f"{kind} {layer}", wanted[:0])
-            shape = sizes.batch, mapping.share, len(columns), x.shape[3]
+            shape = sizes.batch, mapping.head_count, len(columns), x.shape[3]
             given, fits = f"{found.dtype} {tuple(found.shape)}", tuple(found.shape) == shape and found.dtype == x.dtype
             require(fits, StoreError, "load", f"{x.dtype} {shape}", given, FIX)
             new = found[:, mapping.source, mapping.chosen].to(shard.device)

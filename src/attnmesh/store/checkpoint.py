@@ -479,7 +479,7 @@ def _copy_heads(
     to, source = _shared_heads(shard, saved)
     if to.start >= to.stop:
         return
-    sizes, heads = shard.sizes, saved.share_of(shard.sizes.kv_heads)
+    sizes, heads = shard.sizes, saved.slice_of(shard.sizes.kv_heads)
     for kind, x in zip(("keys", "values"), shard.stored, strict=False):
         read = file.read(f"{kind} {layer}", x.dtype, (sizes.batch, heads.stop - heads.start, tokens, x.shape[3]))
         x[:, to].index_copy_(2, slots.to(shard.device), read[:, source, mine].to(shard.device))
@@ -487,4 +487,4 @@ def _copy_heads(
 
 def _shared_heads(shard: CacheShard, saved: Axis) -> tuple[slice, slice]:
     """Return slices of the heads of a shard and of a saved file that are the same heads; they may be empty."""
-    return overlap(shard.heads.share_of(shard.sizes.kv_heads), saved.share_of(shard.sizes.kv_heads))
+    return overlap(shard.heads.slice_of(shard.sizes.kv_heads), saved.slice_of(shard.sizes.kv_heads))

@@ -152,8 +152,8 @@ class _Moves:
         """
         count, before = self.new[layer].sizes.kv_heads, 1 + max(h for h, _ in self.sources)
         for old in self._sent_by(rank):
-            share = Axis(before, old[0]).share_of(count)
-            source, target = overlap(share, Axis(self.mesh.heads.size, heads).share_of(count))
+            saved_heads = Axis(before, old[0]).slice_of(count)
+            source, target = overlap(saved_heads, Axis(self.mesh.heads.size, heads).slice_of(count))
             if source.start < source.stop:
                 yield old, source, target
 

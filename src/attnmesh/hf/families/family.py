@@ -162,7 +162,7 @@ class Family:
 
     type: str
     fields: str = ""
-    """Fields of `FIELDS` that the family's configuration has, separated by spaces."""
+    """Fields of `pins.FIELDS` that the family's configuration has, separated by spaces."""
     stores: Mapping[str, str] = field(default_factory=dict)
     """Attributes that classes of its code set on their instances."""
     sources: Mapping[str, str] = field(default_factory=dict)

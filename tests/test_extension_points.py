@@ -1,7 +1,7 @@
-"""A new mask, kernel, merge or family is one value, in one place: each is made here, and nothing else knows it.
+"""A new mask, kernel or merge is one value, in one place: each is made here, and nothing else knows it.
 
-In the package a mask would be a function of `core/mask.py`, a kernel a file of `kernels/implementations`, a merge a
-record of `mesh/merges.py`, and a family a file of `hf/families`, as `test_a_family_is_one_file` adds one.
+In the package a mask would be a function of `core/mask.py`, a kernel a file of `kernels/implementations`, and a merge a
+record of `mesh/merges.py`. `test_a_family_is_one_file` of `hf/families/test_families.py` adds a family.
 """
 
 from contextlib import ExitStack
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import attnmesh as am
-from attnmesh.comm.message import MessageLayout
+from attnmesh.comm.message import MessageForm
 from attnmesh.comm.transport import Transport
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial
@@ -61,7 +61,7 @@ class Dense(Kernel):
         return Gradients(dlogits @ k, dk, dv)
 
 
-def around(ranks: Transport, message: Tensor, form: MessageLayout, _: bool) -> CheckedPartial:
+def around(ranks: Transport, message: Tensor, form: MessageForm, _: bool) -> CheckedPartial:
     """Send on what came, to the next rank of a ring, until all have all messages."""
     (size, rank), rows = (ranks.axis.size, ranks.axis.index), [message]
     for _step in range(1, size):

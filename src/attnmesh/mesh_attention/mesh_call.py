@@ -1,4 +1,4 @@
-"""Plans: a problem on a mesh and how it is solved, and all that is settled for calls of one signature, in one table."""
+"""A problem on a mesh and how it is solved, and all that is settled for calls of one signature, in one table."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,7 +23,7 @@ from attnmesh.runtime.memo import Memo, on_device
 from attnmesh.runtime.world import cached_per_world, decode_cached
 
 
-class MeshPlan(NamedTuple):
+class MeshCall(NamedTuple):
     """A problem on a mesh and how it is solved, the same on all ranks, with this rank's axes."""
 
     mesh: Mesh
@@ -54,7 +54,7 @@ class MeshPlan(NamedTuple):
         return RankFailure(ranks, step, axis, why + cause)
 
     def pack(self) -> tuple[str, list[int]]:
-        """Return the plan as names and numbers, which compiled graphs keep as constants."""
+        """Return it as names and numbers, which compiled graphs keep as constants."""
         names = [
             *self.mesh.group_names,
             self.exchange,
@@ -65,8 +65,8 @@ class MeshPlan(NamedTuple):
         return ",".join(names), [*sizes_and_indices, *self.problem.encode()]
 
     @staticmethod
-    def unpack(names: str, numbers: Sequence[int]) -> "MeshPlan":
-        """Return the plan that `pack` wrote."""
+    def unpack(names: str, numbers: Sequence[int]) -> "MeshCall":
+        """Return what `pack` packed."""
         return decode_cached(_unpack, names, numbers)
 
     def task(self, q_heads: int, qkv: tuple[Tensor, ...], latent: Widths | None = None) -> Task:
@@ -118,9 +118,9 @@ class MeshPlan(NamedTuple):
 
 
 class PreparedCall(NamedTuple):
-    """Plan and task of calls of one signature, settled once: no later call checks, chooses or makes them anew."""
+    """`MeshCall` and task of calls of one signature, settled once: no later call checks, chooses or makes them anew."""
 
-    plan: MeshPlan
+    mesh_call: MeshCall
     task: Task | None = None
     """This rank's part, where no other is needed to run a call of the signature."""
     text: str = ""
@@ -133,16 +133,16 @@ class PreparedCall(NamedTuple):
 
 @cached_per_world()
 def prepared_calls() -> Memo[PreparedCall]:
-    """Return what is prepared: by the signature of a call, the arguments of a plan, or a plan and shapes of tensors."""
+    """Return what is prepared: by a call's signature, the arguments of a `MeshCall`, or one and shapes of tensors."""
     return Memo(4096)
 
 
 @cached_per_world(1024)
-def _unpack(names: str, numbers: tuple[int, ...]) -> MeshPlan:
+def _unpack(names: str, numbers: tuple[int, ...]) -> MeshCall:
     *groups, exchange, kernel, scale, softcap, index_block, even = names.split(",")
     mesh = Mesh.named(numbers[:3], numbers[3:6], groups)
     scaling = Scaling(float(scale), float(softcap))
-    return MeshPlan(
+    return MeshCall(
         mesh, Problem.decode(mesh.shape, numbers[6:]), exchange, kernel, scaling, int(index_block), even == "1"
     )
 

@@ -12,8 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import attnmesh as am
 from attnmesh.errors import DtypeError, InputError, KernelError, ShapeError
-from attnmesh.kernels.local_plan import LocalPlan
 from attnmesh.kernels.native.build import library
+from attnmesh.kernels.prepared_local import PreparedLocal
 from attnmesh.mesh_attention import attention as attention_module
 from attnmesh.mesh_attention import local as attend_module
 from attnmesh.runtime.memo import Memo
@@ -24,9 +24,9 @@ pytestmark = pytest.mark.skipif(library().attend is None, reason="there is no C+
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Begin without known signatures."""
-    plans = Memo[LocalPlan]()
+    table = Memo[PreparedLocal]()
     for module in (attend_module, attention_module):
-        monkeypatch.setattr(module, "PLANS", plans)
+        monkeypatch.setattr(module, "PREPARED_LOCAL", table)
 
 
 def problem(dtype: torch.dtype = torch.float32, keys: int = 40, rows: int = 1) -> tuple[Tensor, Tensor, Tensor]:
@@ -43,7 +43,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 
 def known() -> int:
-    return len(attend_module.PLANS)
+    return len(attend_module.PREPARED_LOCAL)
 
 
 @pytest.mark.parametrize("call", [attend, attention])
@@ -70,7 +70,7 @@ def test_the_number_of_keys_is_in_no_signature_under_a_full_mask() -> None:
     for keys in range(1, 60):
         q, k, v = problem(keys=keys)
         torch.testing.assert_close(attend(q, k, v), attend(q, k, v, kernel="reference"))
-    assert len(attend_module.PLANS) == 2  # with and without kernel=
+    assert len(attend_module.PREPARED_LOCAL) == 2  # with and without kernel=
 
 
 @pytest.mark.parametrize("mask", [am.Causal(), am.Window(2), am.Window(2, 3), am.Causal() & am.Documents([3, 5])])

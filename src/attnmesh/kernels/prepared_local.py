@@ -1,4 +1,4 @@
-"""Plans of one device, made once for calls of one signature. Later calls of it check and choose nothing.
+"""What is prepared on one device for calls of one signature. Later calls of it check and choose nothing.
 
 A signature is everything that checks depend on: shapes, dtypes, devices and options.
 """
@@ -14,7 +14,7 @@ from attnmesh.core.mask import Full, Mask
 from attnmesh.core.partial import Partial, with_sinks
 from attnmesh.core.scaling import Scaling
 from attnmesh.kernels.choice import choose
-from attnmesh.kernels.driver import forward
+from attnmesh.kernels.driver import attend_band
 from attnmesh.kernels.kernel import BoundKernel, Kernel, Need
 from attnmesh.kernels.traced import PLAIN_TENSORS, are_plain, autocast_enabled, is_dense, needs_grad, needs_operator
 from attnmesh.runtime.memo import Memo
@@ -58,7 +58,7 @@ def signature_of(
     return *tensors, *options, *map(type, options)
 
 
-class LocalPlan(NamedTuple):
+class PreparedLocal(NamedTuple):
     """A kernel, and the keys that each row sees, for calls of one signature whose tokens are in order."""
 
     kernel: Kernel
@@ -67,15 +67,15 @@ class LocalPlan(NamedTuple):
     bound: BoundKernel | None  # the kernel's, if one serves the whole call
 
     @staticmethod
-    def of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scaling: Scaling, kernel: str) -> "LocalPlan":
-        """Return the plan of a call that was checked."""
+    def of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scaling: Scaling, kernel: str) -> "PreparedLocal":
+        """Prepare a call that was checked."""
         chosen, keys = choose(Need.of(q, k, v, scaling), kernel), k.shape[2]
         sees_all = mask == Full() and q.shape[2] > 0 and keys > 0
         band = None if sees_all else whole_band(mask, q.shape[2], keys)
         bound = chosen.bind(q, k, v, scaling)
         if band is not None and bound is not None and (int(band.low[0]), int(band.high[-1])) != (0, keys):
             bound = None
-        return LocalPlan(chosen, scaling, band, bound)
+        return PreparedLocal(chosen, scaling, band, bound)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Partial:
         """Return the partial, with out in q's dtype."""
@@ -86,13 +86,13 @@ class LocalPlan(NamedTuple):
         band = self.band
         if band is None and self.bound is None:
             band = whole_band(Full(), q.shape[2], k.shape[2])
-        partial = forward(self.kernel, q, k, v, band, self.scaling)
+        partial = attend_band(self.kernel, q, k, v, band, self.scaling)
         out, lse = partial if sinks is None else with_sinks(partial, sinks)
         return Partial(length_major(out, q.dtype), lse.contiguous())
 
 
-PLANS = Memo[LocalPlan]()
-"""Plans of `attend`, and of `attention` on one rank. `attention`'s signatures have more fields than `attend`'s."""
+PREPARED_LOCAL = Memo[PreparedLocal]()
+"""What is prepared for `attend`, and for `attention` on one rank, whose signatures have more fields."""
 
 
 @lru_cache(maxsize=64)

@@ -1,27 +1,11 @@
-"""One way to run attention, and its predicted cost."""
+"""The predicted cost of a way to run attention, by stages."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
-
-from attnmesh.core.layout import Layout
-from attnmesh.mesh.shapes import Shape
-
-
-class Candidate(NamedTuple):
-    """One way to run attention: mesh shape, tile of the mesh per host, token layout and exchange.
-
-    `exchange` is "bulk", "pipelined" or "ring"; in decoding it is "tree", "direct", "gather" or "allreduce".
-    """
-
-    shape: Shape
-    tile: Shape
-    layout: Layout
-    exchange: str
 
 
 @dataclass
 class Cost:
-    """Predicted cost of a candidate: `parts` has the seconds of each stage, `memory` the bytes per rank."""
+    """Predicted cost of a way: `parts` has the seconds of each stage, `memory` the bytes per rank."""
 
     seconds: float = 0.0
     inside: float = 0.0

@@ -1,4 +1,4 @@
-"""Predicted memory beside the tensors that live during a backward pass."""
+"""Predicted seconds and memory of exchanges; memory beside the tensors that live during a backward pass."""
 
 import sys
 from dataclasses import replace
@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 import attnmesh as am
-from attnmesh.mesh.candidate import Candidate
 from attnmesh.mesh.exchange_cost import LayerWork, attention_seconds, fastest_way, peak_activations
 from attnmesh.mesh.schedule import EXCHANGES
 from attnmesh.mesh.shapes import Shape
+from attnmesh.mesh.way import Way
 from attnmesh.planner.cost import cost
 from benchmarks import peers, prefill
 from tests.support.live_tensors import LiveTensors
@@ -65,7 +65,7 @@ def test_each_group_of_heads_pays_for_each_further_run() -> None:
     cluster = replace(am.Cluster.preset("local", ranks=2), device=device)
     work = LayerWork(8, 4, 64, 64, length=2048, itemsize=4, mask=am.Causal(), backward=False)
     seconds = {
-        (block, name): attention_seconds(Candidate(shape, shape, am.Striped(block), name), work, cluster)
+        (block, name): attention_seconds(Way(shape, shape, am.Striped(block), name), work, cluster)
         for block in (128, 256)
         for name in ("bulk", "pipelined")
     }
@@ -78,7 +78,7 @@ def test_auto_takes_the_fastest_exchange_within_the_memory_share(batch: int, by_
     shape = Shape(1, 4, 1)
     workload = am.Workload(8, 8, 64, 4096, batch=batch, dtype="float32")
     cluster = am.Cluster.preset("local")
-    ways = [Candidate(shape, shape, am.Zigzag(), name) for name in EXCHANGES]
+    ways = [Way(shape, shape, am.Zigzag(), name) for name in EXCHANGES]
     costs = {way: cost(way, workload, cluster) for way in ways}
     first = min(costs, key=lambda way: costs[way].memory if by_memory else costs[way].seconds)
     assert fastest_way(ways, workload.one_layer, cluster) == first
