@@ -169,7 +169,8 @@ def _options(options: dict[str, Any]) -> dict[str, Any]:
 @guarded
 def stock_generation(case: Case, check: str, reference: str, dtype: torch.dtype) -> Result:
     """Return what stock transformers generates."""
-    model = _model(case, "eager", dtype)
+    # Layers are shared in a new model, so that its dynamic ropes have grown as little as this one's.
+    model = (build if check == "shared" else _model)(case, "eager", dtype)
     more: dict[str, Any] = {"use_cache": False} if reference == "uncached" else {}
     if check == "turns" and reference == "alike":
         more["past_key_values"] = DynamicCache(config=model.config)
