@@ -38,7 +38,7 @@ from attnmesh.runtime.world import WORLD, cached_per_world
 
 HOST = torch.device("cpu")
 
-PIECES = 2
+MAX_LETTERS = 2
 """Letters of a message at most: 512 kB, which 256 tokens of a small model take."""
 
 TRIAL_BATCHES = (1, 8)
@@ -199,8 +199,8 @@ class SharedMemory(Transport):
         return size <= letters * MESSAGE_BYTES and peer in self.mailboxes.members
 
     def post(self, posts: Sequence[Post], what: str, *, exact: bool = False) -> list[Wait]:
-        """Post messages all at once. With `exact` longer ones are cut in up to `PIECES` letters."""
-        most, far, letters = PIECES if exact else 1, list[Post](), list[Letter]()
+        """Post messages all at once. With `exact` longer ones are cut in up to `MAX_LETTERS` letters."""
+        most, far, letters = MAX_LETTERS if exact else 1, list[Post](), list[Letter]()
         lost = partial(failure, self.axis, what)
         for call, peer, x in posts:
             if not self.serves(peer, x.nbytes, most):
@@ -248,7 +248,7 @@ class SharedMemory(Transport):
 
     def takes_turns(self, peer: int, message: Tensor) -> bool:
         """Return whether a message goes by sockets."""
-        return not self.serves(peer, message.nbytes, PIECES)
+        return not self.serves(peer, message.nbytes, MAX_LETTERS)
 
     def room(self, peer: int, message: Tensor) -> int:
         """Return the message's own length in a mailbox, which has room for every message that it takes."""
