@@ -148,7 +148,8 @@ def _trained(request: Request) -> Iterator[Memory]:
         watch.trainer.train()  # type: ignore[attr-defined]
     figures = torch.tensor([watch.before, watch.peak - watch.before], dtype=torch.float64)
     dist.all_reduce(figures, dist.ReduceOp.MAX)
-    yield Memory(ranks, *(round(x / 1e6, 1) for x in figures.tolist()), round(watch.seconds, 1))
+    before, step = (round(x / 1e6, 1) for x in figures.tolist())
+    yield Memory(ranks, before, step, round(watch.seconds, 1))
 
 
 def _reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
