@@ -34,14 +34,14 @@ FIRST, LAST = "<!-- Two walks: python -m tools.walk --draw -->\n", "<!-- The end
 DRAWN = {
     "attention, 2 ranks, keys": (
         "Prefill and training: `attention` on two ranks of a keys axis, without gradients.",
-        "`merge_into` of `core/partial.py` sums partials: in `_merge_in` of ranks, in `_attend_heads` of steps.",
+        "`merge_into` of `core/partial.py` merges partials: in `_merge_in` those of ranks, in `_attend_heads` of steps.",
     ),
     "decode, 2 ranks": (
         "Decoding: a step on the CPUs of one host.",
-        "`HostMerge.run` is one native call, in which `merge` of `kernels/native/mailbox.cpp` sums the partials.",
+        "`HostMerge.run` is one native call: `merge` of `kernels/native/mailbox.cpp` merges the partials.",
     ),
 }
-"""Walks that are drawn: what each is of, and where it adds up what the ranks have."""
+"""Walks that are drawn: what each is of, and where its partials are merged."""
 LEFT_OUT = ("core/", "mesh/", "runtime/", "kernels/traced", "kernels/rectangles", "kernels/native/native_digest")
 """Files of values and of questions, whose functions a drawing leaves out."""
 
