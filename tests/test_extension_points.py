@@ -23,7 +23,7 @@ from attnmesh.kernels import choice
 from attnmesh.kernels.kernel import Kernel, Need
 from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Rectangle
 from attnmesh.mesh.merge_cost import add_swap
-from attnmesh.mesh.merges import MERGES, CheckedPartial, Merge
+from attnmesh.mesh.merges import MERGES, CheckedPartial, Merge, MergeTransport
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.dense import dense
 from tests.support.mesh_problems import named_mesh
@@ -61,8 +61,9 @@ class Dense(Kernel):
         return Gradients(dlogits @ k, dk, dv)
 
 
-def around(ranks: Transport, message: Tensor, form: MessageForm, _: bool) -> CheckedPartial:
+def around(ranks: MergeTransport, message: Tensor, form: MessageForm, _: bool) -> CheckedPartial:
     """Send on what came, to the next rank of a ring, until all have all messages."""
+    assert isinstance(ranks, Transport)
     (size, rank), rows = (ranks.axis.size, ranks.axis.index), [message]
     for _step in range(1, size):
         into, ring = torch.empty_like(message), ((rank + 1) % size, (rank - 1) % size)

@@ -32,9 +32,16 @@ HEADS, KV_HEADS, DIM, TOKENS = 8, 2, 64, 64
 PAGE = Path(__file__).parents[1] / "docs" / "code.md"
 FIRST, LAST = "<!-- Two walks: python -m tools.walk --draw -->\n", "<!-- The end of the walks -->\n"
 DRAWN = {
-    "attention, 2 ranks, keys": "Prefill and training: `attention` on two ranks of a keys axis, without gradients.",
-    "decode, 2 ranks": "Decoding: a step on the CPUs of one host.",
+    "attention, 2 ranks, keys": (
+        "Prefill and training: `attention` on two ranks of a keys axis, without gradients.",
+        "`merge_into` of `core/partial.py` merges partials: in `_merge_in` those of ranks, in `_attend_heads` of steps.",
+    ),
+    "decode, 2 ranks": (
+        "Decoding: a step on the CPUs of one host.",
+        "`HostMerge.run` is one native call: `merge` of `kernels/native/mailbox.cpp` merges the partials.",
+    ),
 }
+"""Walks that are drawn: what each is of, and where its partials are merged."""
 LEFT_OUT = ("core/", "mesh/", "runtime/", "kernels/traced", "kernels/rectangles", "kernels/native/native_digest")
 """Files of values and of questions, whose functions a drawing leaves out."""
 
@@ -227,9 +234,9 @@ def _show(walks: dict[str, Walk]) -> None:
 def drawings() -> str:
     """Return on a rank of two the drawing of two walks."""
     parts = []
-    for name, title in DRAWN.items():
+    for name, (title, merge) in DRAWN.items():
         lines = "\n".join(stop.line() for stop in stops(ON_TWO[name]()))
-        parts.append(f"\n*{title}*\n\n```\n{lines}\n```\n")
+        parts.append(f"\n*{title}*\n\n```\n{lines}\n```\n\n{merge}\n")
     return "".join(parts) + "\n"
 
 

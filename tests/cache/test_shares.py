@@ -14,24 +14,14 @@ from attnmesh import errors
 from attnmesh.cache.block_cyclic import BlockCyclic
 from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.cache.cache_shard import CacheShard
-from attnmesh.core.turns import turns, widths_of
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.shapes import AXES, Shape
-from attnmesh.mesh.shares import recommended_shares
 from tests.support.dense import dense
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
 
 HEADS, WIDTH, LENGTH = (4, 2), 8, 397
 SHARES = {2: (3, 1), 3: (0.5, 4, 0.02), 1: (7,)}
-
-
-@pytest.mark.parametrize("shares", [(1e7, 1, 1.5), (2.0**32, 1, 1.37), (64e9, 3.3e3, 1e4, 2.2e3)])
-def test_turns_of_extreme_shares_are_found_at_once(shares: tuple[float, ...]) -> None:
-    widths = widths_of(shares, 16)
-    assert all(
-        abs(n / sum(widths) - x / sum(shares)) <= 0.0101 * x / sum(shares) for n, x in zip(widths, shares, strict=True)
-    )
 
 
 def cache_of(ranks: int, shares: object, **options: Any) -> am.KVCache:
@@ -53,20 +43,7 @@ def expected() -> Tensor:
     return dense(*(x.double() for x in (query(), *new())), visible, WIDTH**-0.5)[0]
 
 
-# --- turns ---
-
-
-@pytest.mark.parametrize(("shares", "block"), [((3, 1), 16), ((1, 1, 1), 4), ((0.3, 70, 2), 16), ((1e4, 1), 1)])
-def test_turns_deal_each_token_once_and_keep_the_ratios(shares: tuple[float, ...], block: int) -> None:
-    widths = widths_of(shares, block)
-    found, length = turns(widths), 2 * sum(widths) + 7
-    positions = [turn.positions(length) for turn in found]
-    assert torch.cat(positions).sort().values.equal(torch.arange(length))
-    for turn, mine, share in zip(found, positions, shares, strict=True):
-        assert mine.equal(turn.holds(torch.arange(length)).nonzero().flatten())
-        assert turn.slot(mine).equal(torch.arange(len(mine)))
-        assert turn.count(length) == len(mine)
-        assert turn.width / turn.period == pytest.approx(share / sum(shares), rel=0.011)
+# --- appended ---
 
 
 @pytest.mark.parametrize("block", [4, (5, 3, 1)], ids=str)
@@ -87,14 +64,6 @@ def test_few_tokens_of_several_ranks_are_stored_as_all_are_at_once(block: int | 
         (*few.stored, few.token_index[None, None]), (*whole.stored, whole.token_index[None, None]), strict=True
     ):
         assert one[:, :, : few.used].equal(other[:, :, : few.used])
-
-
-def test_shares_follow_rates_within_the_memory_of_each_rank() -> None:
-    assert recommended_shares((8e9, 2e9)) == (4, 1)
-    assert recommended_shares((8e9, 7.5e9)) == (1, 1)  # as equal as measurements are
-    assert recommended_shares((8e9, 8e9), (1e9, 9e9), 6e9) == (1, 7)  # the first has memory for an eighth
-    assert recommended_shares((6e9, 2e9, 2e9), (1e9, 9e9, 9e9), 3e9) == (2, 3, 3)
-    assert recommended_shares((8e9, 2e9), (1e9, 1e9), 60e9) == (4, 1)  # too large for both: that is said elsewhere
 
 
 # --- exact ---

@@ -204,18 +204,6 @@ def test_traffic_is_independent_of_length_and_shards_are_even(pool: Pool) -> Non
             assert abs(used - tokens / 4) <= 16
 
 
-def append_keeps_addresses() -> bool:
-    cache = cache_of((1, 1, 2), 30)
-    positions = [x.data_ptr() for x in (cache.keys, cache.values, cache.shard.token_index, cache.shard.state)]
-    for _ in range(20):
-        cache.append(*torch.randn(2, 1, HEADS[1], 1, WIDTH).unbind())
-    return positions == [x.data_ptr() for x in (cache.keys, cache.values, cache.shard.token_index, cache.shard.state)]
-
-
-def test_append_writes_in_place(pool: Pool) -> None:
-    assert pool.run(2, append_keeps_addresses) == [True] * 2
-
-
 def memory_growth() -> float:
     """Return the megabytes by which a rank's memory grows from step 100 to step 1,000."""
     cache = cache_of((1, 1, 2), 30, capacity=1100)
@@ -433,20 +421,6 @@ def test_different_calls_raise_on_all_ranks(pool: Pool, kind: str) -> None:
         assert DIFFERENT_CALLS[kind] in message
 
 
-def in_inference_mode() -> bool:
-    with torch.inference_mode():
-        cache = am.KVCache(None, batch=1, kv_heads=1, head_dim=2, capacity=8, dtype=torch.float32)
-        cache.append(*torch.ones(2, 1, 1, 3, 2).unbind(), token_mask=torch.tensor([[False, True, True]]))
-        inside = am.decode(torch.ones(1, 1, 1, 2), cache)
-    cache.append(*torch.ones(2, 1, 1, 1, 2).unbind())
-    cache.truncate(3)
-    return torch.equal(am.decode(torch.ones(1, 1, 1, 2), cache), inside)
-
-
-def test_a_cache_made_in_inference_mode_lives_on_outside() -> None:
-    assert in_inference_mode()
-
-
 def test_gradients_raise() -> None:
     cache = am.KVCache(None, batch=1, kv_heads=1, head_dim=2, capacity=8, dtype=torch.float32)
     learned = torch.ones(1, 1, 1, 2, requires_grad=True)
@@ -459,16 +433,6 @@ def test_gradients_raise() -> None:
         am.decode(learned, cache)
 
 
-def test_save_to_an_impossible_folder_and_twice_to_one(tmp_path: Path) -> None:
-    cache = am.KVCache(None, batch=1, kv_heads=1, head_dim=2, capacity=8, dtype=torch.float32)
-    (tmp_path / "file").touch()
-    with pytest.raises(errors.StoreError, match="save: expected a folder that can be written to"):
-        cache.save(tmp_path / "file" / "folder")
-    for _ in range(2):
-        cache.save(tmp_path / "folder")
-    assert am.KVCache.load(tmp_path / "folder", None).length == 0
-
-
 def nan_reaches_only_its_heads() -> bool:
     cache = cache_of((1, 1, 4), 100)
     if dist.get_rank() == 2:
@@ -479,53 +443,3 @@ def nan_reaches_only_its_heads() -> bool:
 
 def test_nan_in_one_shard_reaches_its_heads_on_all_ranks(pool: Pool) -> None:
     assert pool.run(4, nan_reaches_only_its_heads) == [True] * 4
-
-
-def load_length(path: Path) -> int:
-    return am.KVCache.load(path, named_mesh(Shape(1, 1, dist.get_world_size()), AXES)).length
-
-
-def save_cache(path: Path) -> None:
-    cache_of((1, 1, 2), 50).save(path)
-
-
-def test_damaged_or_foreign_folder_raises(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, save_cache, tmp_path / "good")
-    assert pool.run(3, load_length, tmp_path / "good") == [50] * 3
-    (tmp_path / "foreign").mkdir()
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "cache.json").write_text('{"format": "another", "version": 2}')
-    data = max((tmp_path / "good").glob("1-*/*.safetensors"), key=lambda file: file.stat().st_size)
-    content = bytearray(data.read_bytes())
-    for place in range(len(content) // 4, len(content) // 2):
-        content[place] ^= 0x40
-    data.write_bytes(content)
-    for name, message in (
-        ("foreign", "a folder that KVCache.save wrote"),
-        ("other", "a folder that KVCache.save wrote"),
-        ("good", ""),
-    ):
-        results = pool.ask(3, load_length, tmp_path / name)
-        assert [type(result) for result in results] == [errors.StoreError] * 3
-        assert len({str(result) for result in results}) == 1
-        assert message in str(results[0])
-
-
-INVALID_SIZES = [
-    (
-        {"capacity": 2**47},
-        errors.ShapeError,
-        "KVCache capacity: expected tokens that fit the device's memory, given no",
-    ),
-    ({"capacity": 10**30}, errors.ShapeError, "KVCache capacity: expected at most 281,474,976,710,656, given 1,0"),
-    ({"capacity": 0}, errors.ShapeError, "KVCache capacity: expected a whole number, 1 or more, given 0"),
-    ({"block": 2.5}, errors.ShapeError, "KVCache block: expected a whole number"),
-    ({"dtype": torch.int8}, errors.DtypeError, "KVCache dtype: expected one of float64"),
-]
-
-
-@pytest.mark.parametrize(("changes", "kind", "message"), INVALID_SIZES)
-def test_invalid_cache_sizes_raise(changes: dict[str, object], kind: type[Exception], message: str) -> None:
-    options = {"batch": 1, "kv_heads": 2, "head_dim": 8, "capacity": 10, "dtype": torch.float32} | changes
-    with pytest.raises(kind, match=message):
-        am.KVCache(None, **options)

@@ -61,6 +61,46 @@ def test_a_folder_that_cannot_be_made_is_no_other_job() -> None:
         cache_of(20).save("/proc/no/folder")
 
 
+def test_save_to_an_impossible_folder_and_twice_to_one(tmp_path: Path) -> None:
+    cache = am.KVCache(None, batch=1, kv_heads=1, head_dim=2, capacity=8, dtype=torch.float32)
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="save: expected a folder that can be written to"):
+        cache.save(tmp_path / "file" / "folder")
+    for _ in range(2):
+        cache.save(tmp_path / "folder")
+    assert am.KVCache.load(tmp_path / "folder", None).length == 0
+
+
+def load_length(path: Path) -> int:
+    return am.KVCache.load(path, named_mesh(Shape(1, 1, dist.get_world_size()), AXES)).length
+
+
+def save_cache(path: Path) -> None:
+    cache_of(50, 2).save(path)
+
+
+def test_damaged_or_foreign_folder_raises(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, save_cache, tmp_path / "good")
+    assert pool.run(3, load_length, tmp_path / "good") == [50] * 3
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "cache.json").write_text('{"format": "another", "version": 2}')
+    data = max((tmp_path / "good").glob("1-*/*.safetensors"), key=lambda file: file.stat().st_size)
+    content = bytearray(data.read_bytes())
+    for place in range(len(content) // 4, len(content) // 2):
+        content[place] ^= 0x40
+    data.write_bytes(content)
+    for name, message in (
+        ("foreign", "a folder that KVCache.save wrote"),
+        ("other", "a folder that KVCache.save wrote"),
+        ("good", ""),
+    ):
+        results = pool.ask(3, load_length, tmp_path / name)
+        assert [type(result) for result in results] == [StoreError] * 3
+        assert len({str(result) for result in results}) == 1
+        assert message in str(results[0])
+
+
 def test_full_disk_leaves_the_previous_save(tmp_path: Path) -> None:
     small, large = cache_of(20), cache_of(20_000)
     small.save(tmp_path)

@@ -1,5 +1,8 @@
 """The map of the code in docs/code.md: each room with its purpose, and arrows as the code imports."""
 
+import re
+from pathlib import Path
+
 from tests.test_rooms import ARROWS
 from tools import code_map
 
@@ -21,3 +24,20 @@ def test_arrows_leave_out_what_others_lead_to() -> None:
     assert "errors" in edges["hf"]
     assert "errors" not in arrows["hf"]
     assert arrows["core"] == ["errors"]
+
+
+def test_the_files_and_folders_of_tests_that_the_page_names_exist() -> None:
+    page, tests = code_map.PAGE.read_text(), Path(__file__).parents[1]
+    table = page.split("## Where the tests are")[1].split("\n## ")[0]
+    rows = [row.split("|")[2] for row in table.splitlines() if row.startswith("| `")]
+    assert len(rows) > 10
+    for row in rows:
+        folder = Path()
+        for name in re.findall(r"`([\w/.]+)`", row):
+            is_beside = name.endswith(".py") and "/" not in name  # in the folder of the one before
+            found = folder / name if is_beside else Path(name)
+            assert (tests / found).exists(), name
+            folder = found.parent
+    named = {*re.findall(r"`tests/(\w+)`", page), *code_map.PURPOSES}
+    folders = {one.name for one in tests.iterdir() if (one / "__init__.py").exists()}
+    assert folders <= named

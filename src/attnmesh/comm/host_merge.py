@@ -87,16 +87,16 @@ def host_merge_for(axis: Axis, shape: tuple[int, ...], merge: Merge) -> HostMerg
 
 
 def merge_in_host(
-    message: Tensor, rows: int, width: int, axis: Axis, mailboxes: Mailboxes, steps: Sequence[Round] | None
+    message: Tensor, rows: int, width: int, axis: Axis, mailboxes: Mailboxes, own_rounds: Sequence[Round] | None
 ) -> None:
     """Merge with ranks of this host in one native call, in place: by rounds of a tree, or all at once without any."""
     try:
         if WORLD.letters:
             finish_letters_of(mailboxes)
-        if steps is None:
+        if own_rounds is None:
             mailboxes.merge_all(message, rows, width)
         else:
-            mailboxes.merge_along_tree(message, steps, rows, width)
+            mailboxes.merge_along_tree(message, own_rounds, rows, width)
     except PeerLostError as error:
         raise failure(axis, "merging", error.peer, error) from error
-    count_messages(axis.size - 1 if steps is None else len(steps), message.nbytes)
+    count_messages(axis.size - 1 if own_rounds is None else len(own_rounds), message.nbytes)

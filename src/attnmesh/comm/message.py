@@ -73,27 +73,27 @@ class MessageForm:
         padding = head.new_zeros(self.size - head.nbytes - out.nbytes)
         return torch.cat([head, out.view(torch.uint8), padding])
 
-    def read(self, rows: Tensor) -> tuple[Tensor, Partial]:
+    def read(self, messages: Tensor) -> tuple[Tensor, Partial]:
         """Return the checksums and the partials of several messages, stacked."""
         size, first, count = self.lse_dtype.itemsize, 2 * self.lse_dtype.itemsize, math.prod(self.shape[:-1])
         middle = first + count * size
-        lse = rows[:, first:middle].view(self.lse_dtype).view(len(rows), *self.shape[:-1])
-        out = rows[:, middle : middle + count * self.shape[-1] * self.out_dtype.itemsize].view(self.out_dtype)
-        return rows[:, :first].view(self.lse_dtype), Partial(out.view(len(rows), *self.shape), lse)
+        lse = messages[:, first:middle].view(self.lse_dtype).view(len(messages), *self.shape[:-1])
+        out = messages[:, middle : middle + count * self.shape[-1] * self.out_dtype.itemsize].view(self.out_dtype)
+        return messages[:, :first].view(self.lse_dtype), Partial(out.view(len(messages), *self.shape), lse)
 
-    def merge_messages(self, rows: Tensor) -> Tensor:
+    def merge_messages(self, messages: Tensor) -> Tensor:
         """Return the merge of several messages as one message."""
-        checksums, partials = self.read(rows)
+        checksums, partials = self.read(messages)
         if not use_triton(partials.lse):
             return self.message(checksums.amax(0), merge_stack(partials))
-        message = self.blank(rows.device)
+        message = self.blank(messages.device)
         checksum, partial = self.partial_in(message)
         merge_stacked(partials, partial, checksums=checksums, checksum=checksum)
         return message
 
-    def merge(self, rows: Tensor) -> tuple[Tensor, Partial]:
+    def merge(self, messages: Tensor) -> tuple[Tensor, Partial]:
         """Return the maximum of the checksums and the merge of the partials of several messages."""
-        checksums, partials = self.read(rows)
+        checksums, partials = self.read(messages)
         if not use_triton(partials.lse):
             return checksums.amax(0), merge_stack(partials)
         checksum = checksums.new_empty(2)

@@ -143,7 +143,7 @@ def exchange_messages(
     """
     transport = transport_of(axis, device)
     posts: list[Post] = []
-    turns: list[Post] = []
+    queued: list[Post] = []
     for peer, shapes in wanted.items():
         posts.append((dist.irecv, peer, torch.empty(bytes_of(shapes), dtype=torch.uint8, device=device)))
     packed: dict[int, Tensor] = {}
@@ -152,18 +152,18 @@ def exchange_messages(
             packed[id(tensors)] = _pack(tensors)
         message = packed[id(tensors)]
         is_long = sequential and len(sends) > 2 and message.nbytes > OUT_OF_TURN
-        waits_its_turn = is_long and transport.takes_turns(peer, message)
-        (turns if waits_its_turn else posts).append((dist.isend, peer, message))
+        is_queued = is_long and transport.takes_turns(peer, message)
+        (queued if is_queued else posts).append((dist.isend, peer, message))
     packed.clear()
-    turns.sort(key=lambda turn: (turn[1] - axis.index) % axis.size)
+    queued.sort(key=lambda post: (post[1] - axis.index) % axis.size)
     post = named(EXCHANGE, transport.post) if is_profiled() else transport.post
     waits = post(posts, what, exact=True)
     count_received(wanted)
 
     def finished() -> dict[int, Tensors]:
         try:
-            while turns:
-                waits.extend(post([turns.pop(0)], what, exact=True))
+            while queued:
+                waits.extend(post([queued.pop(0)], what, exact=True))
                 waits.pop()()
             while waits:
                 waits.pop()()

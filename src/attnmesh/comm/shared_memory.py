@@ -150,9 +150,9 @@ class Mailboxes:
         """Ranks of the world along the axis, for which `topology` made these boxes."""
         WORLD.mailboxes.add(self)
 
-    def holds(self, step: Round) -> bool:
+    def holds(self, one: Round) -> bool:
         """Return whether all ranks of a round are members."""
-        return step.recv in self.members and all(peer in self.members for peer in step.send)
+        return one.recv in self.members and all(peer in self.members for peer in one.send)
 
     def is_ready(self, peer: int, *, sends: bool) -> bool:
         """Return whether the next message to a peer, or from it, would not wait."""

@@ -38,7 +38,7 @@ from attnmesh.runtime.world import WORLD, cached_per_world
 
 HOST = torch.device("cpu")
 
-PIECES = 2
+MAX_LETTERS = 2
 """Letters of a message at most: 512 kB, which 256 tokens of a small model take."""
 
 TRIAL_BATCHES = (1, 8)
@@ -103,8 +103,8 @@ class Transport:
 
     def tree(self, message: Tensor, form: MessageForm, reproducible: bool, done: int = 0) -> CheckedPartial:
         """Merge two messages in each round of a tree that is not done. Which comes first makes no difference."""
-        steps = rounds(self.axis, reproducible)[self.axis.index]
-        return form.partial(self.reduce(message, steps[done:], form.merge_messages))
+        own_rounds = rounds(self.axis, reproducible)[self.axis.index]
+        return form.partial(self.reduce(message, own_rounds[done:], form.merge_messages))
 
     def all_reduce(self, message: Tensor, form: MessageForm) -> CheckedPartial:
         """Merge by three all-reduces, as Algorithm 3 of Tree Attention does: maximum, numerator and denominator."""
@@ -148,17 +148,19 @@ class Transport:
         """
         return max(len(message), MESSAGE_BYTES)
 
-    def reduce(self, message: Tensor, steps: Sequence[Round], merge: Callable[[Tensor], Tensor]) -> Tensor:
+    def reduce(self, message: Tensor, own_rounds: Sequence[Round], merge: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the merge of all messages: each round merges this rank's message with one that it receives.
 
         `merge` takes the two messages as rows of bytes and returns one message of the same size.
         """
         size = len(message)
-        buffers = [message.new_empty(2, self.room(each.recv, message)) for each in steps]
-        receives: list[Post] = [(dist.irecv, each.recv, into[1]) for each, into in zip(steps, buffers, strict=True)]
+        buffers = [message.new_empty(2, self.room(each.recv, message)) for each in own_rounds]
+        receives: list[Post] = [
+            (dist.irecv, each.recv, into[1]) for each, into in zip(own_rounds, buffers, strict=True)
+        ]
         arrivals = [self.post([receive], "merging") for receive in receives] if self.posts_ahead else []
         sent: list[tuple[Tensor, list[Wait]]] = []  # a message has to live until it is sent
-        for index, (each, buffer) in enumerate(zip(steps, buffers, strict=True)):
+        for index, (each, buffer) in enumerate(zip(own_rounds, buffers, strict=True)):
             buffer[0, :size] = message
             posts: list[Post] = [(dist.isend, peer, message) for peer in each.send]
             waits = self.post(posts if self.posts_ahead else [receives[index], *posts], "merging")
@@ -169,7 +171,7 @@ class Transport:
         for _, waits in sent if self.posts_ahead else []:
             for wait in waits:
                 wait()
-        count_messages(len(steps), size)
+        count_messages(len(own_rounds), size)
         return message
 
     def swap(self, messages: Sequence[Tensor]) -> Tensor:
@@ -199,8 +201,8 @@ class SharedMemory(Transport):
         return size <= letters * MESSAGE_BYTES and peer in self.mailboxes.members
 
     def post(self, posts: Sequence[Post], what: str, *, exact: bool = False) -> list[Wait]:
-        """Post messages all at once. With `exact` longer ones are cut in up to `PIECES` letters."""
-        most, far, letters = PIECES if exact else 1, list[Post](), list[Letter]()
+        """Post messages all at once. With `exact` longer ones are cut in up to `MAX_LETTERS` letters."""
+        most, far, letters = MAX_LETTERS if exact else 1, list[Post](), list[Letter]()
         lost = partial(failure, self.axis, what)
         for call, peer, x in posts:
             if not self.serves(peer, x.nbytes, most):
@@ -237,9 +239,9 @@ class SharedMemory(Transport):
     def tree(self, message: Tensor, form: MessageForm, reproducible: bool, done: int = 0) -> CheckedPartial:
         """Merge messages by the rounds inside the host, which come first, in one native call."""
         if form.is_native and not reproducible:
-            steps = rounds(self.axis, reproducible)[self.axis.index]
-            done = next((i for i, step in enumerate(steps) if not self.mailboxes.holds(step)), len(steps))
-            merge_in_host(message, *form.sizes, self.axis, self.mailboxes, steps[:done])
+            own_rounds = rounds(self.axis, reproducible)[self.axis.index]
+            done = next((i for i, each in enumerate(own_rounds) if not self.mailboxes.holds(each)), len(own_rounds))
+            merge_in_host(message, *form.sizes, self.axis, self.mailboxes, own_rounds[:done])
         return super().tree(message, form, reproducible, done)
 
     def merges_whole(self, form: MessageForm) -> bool:
@@ -248,7 +250,7 @@ class SharedMemory(Transport):
 
     def takes_turns(self, peer: int, message: Tensor) -> bool:
         """Return whether a message goes by sockets."""
-        return not self.serves(peer, message.nbytes, PIECES)
+        return not self.serves(peer, message.nbytes, MAX_LETTERS)
 
     def room(self, peer: int, message: Tensor) -> int:
         """Return the message's own length in a mailbox, which has room for every message that it takes."""

@@ -54,13 +54,13 @@ def attention_function(
     if isinstance(attention_mask, TracedMask) and isinstance(key, PendingKV):
         attention_mask = attention_mask.spec()
     family = family_of_layer(module)
-    given = {name: more.pop(name) for name in (*ARGUMENTS, family.selects) if name in more}
+    given = {name: more.pop(name) for name in (*ARGUMENTS, family.selection_argument) if name in more}
     if isinstance(attention_mask, TracedMask) or family.adds_bias is None or not family.adds_bias(module):
         more["position_bias"] = given.get("position_bias")  # which is refused
     spec = checked_mask(module, query, key, attention_mask, dropout, sliding_window, more)
     selected = spec.selected if isinstance(spec, MaskSpec) else None
-    if (found := given.get(family.selects)) is not None:
-        selected = family.selection(module, found, spec)
+    if (found := given.get(family.selection_argument)) is not None:
+        selected = family.read_selection(module, found, spec)
     k, v = (key.k, key.v) if isinstance(key, PendingKV) else (key, value)
     q, k, v = autocast(query, k, v)  # type: ignore[arg-type] # ropes leave q and k in float32, v is bfloat16
     sinks, softcap = given.get("s_aux"), given.get("softcap")

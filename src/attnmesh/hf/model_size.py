@@ -144,7 +144,7 @@ def _widths(config: PreTrainedConfig, *, windowed: bool) -> dict[str, Any]:
 
 def _selected(config: PreTrainedConfig, kv_heads: int) -> Selected | None:
     """Return what the layers with indexers select, or None without such layers."""
-    layers, size = sum(layer.indexed for layer in layers_of(config)), family_of(config).selected
+    layers, size = sum(layer.indexed for layer in layers_of(config)), family_of(config).planned_selection
     if not layers:
         return None
     given, fix = f"{config.model_type} with an indexer", "pass its sizes to am.Workload, with selected="

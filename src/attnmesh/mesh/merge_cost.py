@@ -72,21 +72,21 @@ def add_swap(stage: str, group: MergeGroup, size: float, cluster: Cluster, total
     total.add_stage(stage, waits + transfer + cluster.device.call)
 
 
-def add_collective(stage: str, group: MergeGroup, size: float, turns: int, cluster: Cluster, total: Cost) -> None:
+def add_collective(stage: str, group: MergeGroup, size: float, passes: int, cluster: Cluster, total: Cost) -> None:
     """Add a ring collective.
 
-    Parts of `size` bytes go round the ring `turns` times: once in an all-gather, twice in an all-reduce.
+    Parts of `size` bytes go round the ring `passes` times: once in an all-gather, twice in an all-reduce.
     The first link costs a latency, each further link a step. Some backends all-reduce short messages by a tree.
     """
     hosts = group.ranks // group.near
-    steps, crossing = turns * (group.ranks - 1), hosts if hosts > 1 else 0
+    steps, crossing = passes * (group.ranks - 1), hosts if hosts > 1 else 0
     link, inside = (cluster.between if crossing else cluster.inside), cluster.inside.collective_step
     parts = group.groups * steps
     messages = min(SEGMENTS, size / ELEMENT) * parts * crossing
     total.add_traffic(parts * (group.ranks - crossing) * size, parts * crossing * size, messages)
-    by_tree = turns > 1 and cluster.short_collectives == "tree"
-    away = turns * (ceil(log2(hosts)) if by_tree else hosts - 1) * cluster.between.collective_step
-    near = turns * (group.near - 1) * (1 if by_tree else hosts) * inside
+    by_tree = passes > 1 and cluster.short_collectives == "tree"
+    away = passes * (ceil(log2(hosts)) if by_tree else hosts - 1) * cluster.between.collective_step
+    near = passes * (group.near - 1) * (1 if by_tree else hosts) * inside
     first = max(0.0, link.merge_latency - link.collective_step)
     total.add_stage(stage, first + away + near + steps * size / link.rate + cluster.device.call)
 

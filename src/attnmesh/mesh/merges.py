@@ -4,7 +4,7 @@ A merge sends messages of a size that does not depend on the context. A new one 
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -28,6 +28,22 @@ CheckedPartial = tuple[Tensor, Partial]
 """The maximum of the checksums of all ranks, and the merge of their partials."""
 
 
+class MergeTransport(Protocol):
+    """What messages go by, as merges use it: `comm` has one for each backend. A form is a `MessageForm` of `comm`."""
+
+    def tree(self, message: Tensor, form: Any, reproducible: bool) -> CheckedPartial:
+        """Merge two messages in each round of a tree."""
+
+    def direct(self, message: Tensor, form: Any) -> CheckedPartial:
+        """Send a message to every other rank, and merge all at once."""
+
+    def gather(self, message: Tensor) -> Tensor:
+        """Return the messages of all ranks, by a collective."""
+
+    def all_reduce(self, message: Tensor, form: Any) -> CheckedPartial:
+        """Sum numerators and denominators by collectives."""
+
+
 class Merge(NamedTuple):
     """One way to merge the partials of all ranks of an axis.
 
@@ -36,7 +52,7 @@ class Merge(NamedTuple):
     """
 
     name: str
-    run: Callable[[Any, Tensor, Any, bool], CheckedPartial]
+    run: Callable[[MergeTransport, Tensor, Any, bool], CheckedPartial]
     price: Callable[[MergeGroup, Payload, Cluster, Cost], None]
     known_as: str = "gathered partials"  # the published scheme of decoding with it
     in_rounds: bool = False  # along a tree, whose canonical order gives the same bits on 1, 2, 4, 8, ... ranks

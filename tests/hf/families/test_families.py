@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -25,6 +26,7 @@ from attnmesh.hf.families import pins
 from attnmesh.hf.families.family import (
     LENGTH_DEPENDENT_ROPES,
     RECURRENT_STATES,
+    Family,
     families,
     family_of_class,
     parts,
@@ -323,6 +325,12 @@ def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             del sys.modules[name]
     for each in known:
         each.cache_clear()
+
+
+def test_the_page_of_families_names_each_field() -> None:
+    text = PAGE.read_text()
+    missing = [one.name for one in fields(Family) if not re.search(rf"`{one.name}`|\b{one.name}=", text)]
+    assert missing == ["type", "fields"]  # with which each record begins
 
 
 def test_a_family_is_one_file(made_up: Any) -> None:

@@ -188,11 +188,11 @@ class Family:
 
     parts: Mapping[str, Part] = field(default_factory=dict)
     """Other classes of the family that run as subclasses on a mesh, by name: indexers and compressors."""
-    selects: str = "indices"
+    selection_argument: str = "indices"
     """Argument of attention with what the indexer of a layer has selected."""
-    selection: Callable[[Any, Any, Any], Selection] = _selects_tokens
+    read_selection: Callable[[Any, Any, Any], Selection] = _selects_tokens
     """Return what the queries of a layer select, of this argument and the layer's `MaskSpec`."""
-    selected: Callable[[Any, Mapping[str, int], int], Selected] | None = None
+    planned_selection: Callable[[Any, Mapping[str, int], int], Selected] | None = None
     """Return what a planner has to know of its indexers, of its configuration, their numbers and its key heads."""
 
     temperature: Callable[[Any, Any], Tensor | None] | None = None

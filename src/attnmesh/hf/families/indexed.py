@@ -12,7 +12,7 @@ def _size(config: Any, counts: Mapping[str, int], _: int) -> Selected:
 
 
 FAMILIES = tuple(
-    Family(kind, f"{LATENT_FIELDS} n_routed_experts rope_parameters {fields}", layers=INDEXED, selected=_size)
+    Family(kind, f"{LATENT_FIELDS} n_routed_experts rope_parameters {fields}", layers=INDEXED, planned_selection=_size)
     for kind, fields in {
         "axk2": "",
         "deepseek_v32": "",

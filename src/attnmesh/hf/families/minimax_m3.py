@@ -122,8 +122,8 @@ FAMILIES = (
         sources={"MiniMaxM3VLIndexer.forward": "eba1b211b25c"},
         layers={**INDEXED, "minimax_m3_sparse": Layer(indexed=True)},
         parts={"MiniMaxM3VLIndexer": INDEXER},
-        selects="block_indices",
-        selection=selected_blocks,
-        selected=_size,
+        selection_argument="block_indices",
+        read_selection=selected_blocks,
+        planned_selection=_size,
     ),
 )

@@ -136,6 +136,6 @@ FAMILIES = (
         layers={**RECURRENT, "indexed_attention": Layer(indexed=True, pooled=True)},
         recurrences={"Qwen4ExpTextGatedDeltaNet": GATED_DELTA},
         parts={"Qwen4ExpTextQSAIndexer": INDEXER},
-        selected=_size,
+        planned_selection=_size,
     ),
 )

@@ -1,5 +1,0 @@
-"""Rates of devices and links, under the name that pages give them."""
-
-from attnmesh.mesh.rates import NO_LINK as NO_LINK
-from attnmesh.mesh.rates import Device as Device
-from attnmesh.mesh.rates import Link as Link
