@@ -34,7 +34,7 @@ FIRST, LAST = "<!-- Two walks: python -m tools.walk --draw -->\n", "<!-- The end
 DRAWN = {
     "attention, 2 ranks, keys": (
         "Prefill and training: `attention` on two ranks of a keys axis, without gradients.",
-        "`merge_into` of `core/partial.py` merges partials: in `_merge_in` those of ranks, in `_attend_heads` of steps.",
+        "`merge_into` of `core/partial.py` merges partials: in `_merge_in` of ranks, in `_attend_heads` of steps.",
     ),
     "decode, 2 ranks": (
         "Decoding: a step on the CPUs of one host.",

@@ -7,10 +7,9 @@ import pytest
 import attnmesh as am
 from attnmesh.errors import ClusterError, KernelError, ShapeError
 from attnmesh.mesh.cluster import Cluster
-from attnmesh.mesh.predicted_cost import Cost
 from attnmesh.mesh.rates import Device, Link
 from attnmesh.mesh.shapes import Shape
-from attnmesh.mesh.way import Way
+from attnmesh.mesh.way import Cost, Way
 from attnmesh.planner.cost import cost
 from attnmesh.planner.recurrent_cost import RecurrentCost, recurrent_cost
 

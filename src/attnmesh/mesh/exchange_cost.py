@@ -15,12 +15,11 @@ from attnmesh.core.layout import Contiguous, Layout, Packed, Striped, Zigzag
 from attnmesh.core.mask import FAR, Mask
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.merge_cost import agree_cost
-from attnmesh.mesh.predicted_cost import Cost
 from attnmesh.mesh.rates import Device, Link
 from attnmesh.mesh.schedule import EXCHANGES, Exchange, Problem
 from attnmesh.mesh.shapes import Shape
 from attnmesh.mesh.traffic import SAMPLE, Flow, Load, Pairs, PlannedTraffic, traffic
-from attnmesh.mesh.way import Way
+from attnmesh.mesh.way import Cost, Way
 
 MEMORY_SHARE = 1 / 8
 """Share of a rank's memory up to which the fastest exchange is taken, and not the one that needs least memory."""

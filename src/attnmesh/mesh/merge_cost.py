@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 from attnmesh.core.digest import AGREEMENT_VALUES
 from attnmesh.mesh.cluster import Cluster
-from attnmesh.mesh.predicted_cost import Cost
 from attnmesh.mesh.reduction_tree import tree
-from attnmesh.mesh.way import Way
+from attnmesh.mesh.way import Cost, Way
 
 
 class MergeGroup(NamedTuple):

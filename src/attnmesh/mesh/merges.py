@@ -19,7 +19,7 @@ from attnmesh.mesh.merge_cost import (
     add_swap,
     add_tree,
 )
-from attnmesh.mesh.predicted_cost import Cost
+from attnmesh.mesh.way import Cost
 
 OUTPUTS = ("replicated", "heads")
 """Results of a merge: all heads on every rank, or each rank's share of them."""

@@ -1,5 +1,6 @@
-"""One way to run attention."""
+"""One way to run attention, and its predicted cost."""
 
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from attnmesh.core.layout import Layout
@@ -16,3 +17,39 @@ class Way(NamedTuple):
     tile: Shape
     layout: Layout
     exchange: str
+
+
+@dataclass
+class Cost:
+    """Predicted cost of a way: `parts` has the seconds of each stage, `memory` the bytes per rank."""
+
+    seconds: float = 0.0
+    inside: float = 0.0
+    between: float = 0.0
+    messages: float = 0.0  # between hosts
+    memory: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
+
+    def add_stage(self, name: str, seconds: float) -> None:
+        """Add the seconds of a stage; stages of the same name add up."""
+        self.seconds += seconds
+        self.parts[name] = self.parts.get(name, 0.0) + seconds
+
+    def add_traffic(self, inside: float, between: float, messages: float) -> None:
+        """Add bytes inside hosts, bytes between hosts, and messages between hosts."""
+        self.inside += inside
+        self.between += between
+        self.messages += messages
+
+    def add(self, other: "Cost") -> None:
+        """Add the stages, the traffic and the memory of another cost."""
+        for name, seconds in other.parts.items():
+            self.add_stage(name, seconds)
+        self.add_traffic(other.inside, other.between, other.messages)
+        self.memory += other.memory
+
+    def of_layers(self, layers: int) -> "Cost":
+        """Return the cost of `layers` such layers. `memory` already counts all layers."""
+        parts = {name: layers * seconds for name, seconds in self.parts.items()}
+        inside, between, messages = layers * self.inside, layers * self.between, layers * self.messages
+        return Cost(layers * self.seconds, inside, between, messages, self.memory, parts)

@@ -5,8 +5,7 @@ from dataclasses import replace
 from attnmesh.core.mask import Full
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.exchange_cost import LayerJob, Transfer, attention_cost
-from attnmesh.mesh.predicted_cost import Cost
-from attnmesh.mesh.way import Way
+from attnmesh.mesh.way import Cost, Way
 from attnmesh.planner.decode_cost import decode_cost, selection_cost
 from attnmesh.planner.rank_bytes import cached_bytes, index_memory, rank_memory
 from attnmesh.planner.recurrent_cost import recurrent_cost

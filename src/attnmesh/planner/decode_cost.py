@@ -12,8 +12,7 @@ import torch
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.merge_cost import MergeGroup, Payload, add_tree, agree_cost, tree_rounds
 from attnmesh.mesh.merges import MERGES
-from attnmesh.mesh.predicted_cost import Cost
-from attnmesh.mesh.way import Way
+from attnmesh.mesh.way import Cost, Way
 from attnmesh.planner.rank_bytes import turns_of
 from attnmesh.planner.selected import Selected
 from attnmesh.planner.workload import Workload

@@ -13,11 +13,10 @@ from attnmesh.errors import ClusterError, require
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.exchange_cost import balanced_layouts
 from attnmesh.mesh.merges import MERGES
-from attnmesh.mesh.predicted_cost import Cost
 from attnmesh.mesh.schedule import EXCHANGES
 from attnmesh.mesh.shapes import Shape
 from attnmesh.mesh.traffic import divisors, tiles
-from attnmesh.mesh.way import Way
+from attnmesh.mesh.way import Cost, Way
 from attnmesh.planner.cost import cost, index_cost
 from attnmesh.planner.rank_bytes import cache_layouts, cached_bytes, min_memory
 from attnmesh.planner.recurrent_cost import RecurrentCost, recurrent_cost

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from attnmesh.mesh.cluster import Cluster
-from attnmesh.mesh.predicted_cost import Cost
 from attnmesh.mesh.shapes import Shape, rank_grid
 from attnmesh.mesh.traffic import Load
-from attnmesh.mesh.way import Way
+from attnmesh.mesh.way import Cost, Way
 from attnmesh.planner.workload import Workload, runs_per_shard
 
 Messages = tuple[Load, Load]

@@ -11,9 +11,9 @@ from typing import NamedTuple
 from attnmesh.errors import ClusterError, require
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.merge_cost import MergeGroup, all_reduce_seconds
-from attnmesh.mesh.predicted_cost import Cost
 from attnmesh.mesh.shapes import Shape, elements, share_evenly
 from attnmesh.mesh.traffic import divisors
+from attnmesh.mesh.way import Cost
 from attnmesh.planner.cost import cost
 from attnmesh.planner.decode_cost import (
     FLOPS,
