@@ -1,6 +1,7 @@
 """What README and the pages of docs/ name exists: files, pictures, messages, public names, environment variables."""
 
 import ast
+import pkgutil
 import re
 import subprocess
 from functools import cache
@@ -117,6 +118,25 @@ def public_names(package: str) -> list[str]:
 def test_the_reference_has_all_public_names(package: str) -> None:
     documented = re.findall(r"^\.\. auto\w+:: (\S+)$", page("docs/api.md"), re.MULTILINE)
     assert not set(public_names(package)) - set(documented)
+
+
+def is_there(dotted: str) -> bool:
+    """Return whether a dotted name is a module, or what one has."""
+    module, _, rest = dotted.rpartition(".")
+    try:
+        import_module(dotted)
+    except ModuleNotFoundError:
+        return bool(module) and is_there(module) and hasattr(pkgutil.resolve_name(module), rest)
+    return True
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "CHANGELOG.md"])  # which has former names
+def test_modules_and_imports_that_are_shown_are_there(name: str) -> None:
+    text = page(name)
+    found = set(re.findall(r"`(attnmesh(?:\.\w+)+)[`(]", text))
+    for module, names in re.findall(r"from (attnmesh[\w.]*) import ([\w, ]+)", text):
+        found |= {f"{module}.{each.split()[0]}" for each in names.split(",")}
+    assert not [each for each in sorted(found) if not is_there(each)]
 
 
 def test_the_reference_has_all_errors() -> None:
