@@ -13,12 +13,13 @@ from attnmesh import hf
 from attnmesh.cli.generate_prompt import Prepared
 from attnmesh.errors import InputError
 from attnmesh.hf.load import open_model
+from attnmesh.hf.shared_weights import SharedLayer
 from attnmesh.mesh.axes import device_type_of
 from attnmesh.mesh.shapes import AXES
 from attnmesh.setup.init_mesh import init_mesh
 from attnmesh_command.option_texts import TP
 
-WHOLE_ON_EACH, SHARED_BY = "whole on each rank", "shared by"
+WHOLE_ON_EACH = "whole on each rank"
 
 
 class Loaded(NamedTuple):
@@ -52,13 +53,13 @@ def load_model(prompt: Prepared, dtype: str, weights: str, *, reproducible: bool
         if weights == "shared":
             raise
         return Loaded(model, mesh, _said(WHOLE_ON_EACH, error.args[2]))
-    return Loaded(model, mesh, WHOLE_ON_EACH if mesh is None else _said(f"{SHARED_BY} {max(mesh.shape)} ranks", why))
+    return Loaded(model, mesh, WHOLE_ON_EACH if mesh is None else _said(f"shared by {max(mesh.shape)} ranks", why))
 
 
 def load_draft(path: str, dtype: str, beside: Loaded) -> PreTrainedModel:
     """Load a draft model on all ranks. They share its layers where they share those of the model, and can."""
     draft = open_model(path, dtype, beside.model.device)
-    if beside.weights.startswith(SHARED_BY):
+    if any(isinstance(one, SharedLayer) for one in beside.model.modules()):
         with suppress(InputError):
             hf.share_weights(draft, beside.mesh)
     return draft
