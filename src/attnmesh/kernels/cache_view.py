@@ -1,4 +1,4 @@
-"""What a kernel reads in a decode step: its queries, and the tensors of a rank's cache shard, on its device.
+"""Input of a kernel in a decode step: its queries, and the tensors of a rank's cache shard, on its device.
 
 The number of tokens is in a tensor too, so that a kernel that reads them in place needs no value from the host.
 """

@@ -1,4 +1,4 @@
-"""What is prepared on one device for calls of one signature. Later calls of it check and choose nothing.
+"""Preparations on one device for calls of one signature. Later calls of it check and choose nothing.
 
 A signature is everything that checks depend on: shapes, dtypes, devices and options.
 """
@@ -92,7 +92,7 @@ class PreparedLocal(NamedTuple):
 
 
 PREPARED_LOCAL = Memo[PreparedLocal]()
-"""What is prepared for `attend`, and for `attention` on one rank, whose signatures have more fields."""
+"""Calls that are prepared for `attend`, and for `attention` on one rank, whose signatures have more fields."""
 
 
 @lru_cache(maxsize=64)

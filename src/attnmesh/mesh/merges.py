@@ -29,7 +29,7 @@ CheckedPartial = tuple[Tensor, Partial]
 
 
 class MergeTransport(Protocol):
-    """What messages go by, as merges use it: `comm` has one for each backend. A form is a `MessageForm` of `comm`."""
+    """Way of messages, as merges use it: `comm` has one for each backend. A form is a `MessageForm` of `comm`."""
 
     def tree(self, message: Tensor, form: Any, reproducible: bool) -> CheckedPartial:
         """Merge two messages in each round of a tree."""

@@ -1,4 +1,4 @@
-"""Rates of devices and links, at the place that pages and programs of users name."""
+"""Rates of devices and links, as pages and programs of users import them."""
 
 from attnmesh.mesh.rates import NO_LINK as NO_LINK
 from attnmesh.mesh.rates import Device as Device

@@ -80,9 +80,9 @@ class Method(NamedTuple):
     loss: str = "full"
     """One of `LOSSES`."""
     offload: bool = False
-    """Whether the inputs of layers wait in the host's memory."""
+    """True if the inputs of layers wait in the host's memory."""
     ddp: bool = False
-    """Whether each rank holds all weights, or with FSDP2 a share of them."""
+    """True if each rank holds all weights, False for a share of them with FSDP2."""
     rollout: int = 0
     """Completions of the planned length that the ranks of a sequence draw at once, for each sequence of a batch."""
 

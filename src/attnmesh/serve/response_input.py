@@ -37,7 +37,7 @@ PARTS = ("input_text", "output_text", "text", "input_image")
 THOUGHTS = ("reasoning_text", "summary_text", "text")
 
 ORDER = ("reasoning_content", "content", "tool_calls")
-"""What an answer's message holds, in the order in which templates show it."""
+"""Fields of an answer's message, in the order in which templates show it."""
 
 
 class InputMessages:

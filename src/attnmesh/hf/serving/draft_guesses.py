@@ -120,7 +120,8 @@ class DraftGuesses(NoGuesses):
         self.rest, self.idle = max(0, self.rest - 1), 0 if chosen else self.idle + 1
         if self.idle >= AGAIN:  # times that no pass shows are measured again
             self.idle, self.times = 0, StepTimes()
-        reading, size = None if self.rest else self._next_to_read(own, free), self._chunk(times, len(rows))
+        reading = None if self.rest else self._next_to_read(own, free)
+        size = 0 if reading is None else self._chunk(times, len(rows))
         more = sum(self._growth(row := self.rows[n], row.length - row.read + count) for n, count in chosen.items())
         if reading is not None:
             more += self._growth(reading, size)

@@ -9,7 +9,7 @@ FORGET = 0.9
 
 @dataclass
 class RowGuesses:
-    """What may come next in a row, and how often that came."""
+    """Tokens that may come next in a row, and how often such came."""
 
     answered: int = 0
     """Tokens of the answer that were compared with guesses."""

@@ -33,7 +33,7 @@ OF_DRAFT = ("merge", "kernel", "exchange", "checked", "copies", "storage", "shar
 
 @dataclass(frozen=True)
 class Speculation:
-    """What guesses tokens, at most so many of each row in a step: a draft model, or if there is none a look-up."""
+    """Settings of guesses, at most so many of each row in a step: of a draft model, or else of a look-up."""
 
     subject: str
     most: int = MOST
