@@ -1,11 +1,13 @@
 """Free memory: of this machine, within the limits of the control groups that a process is in."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import attnmesh as am
+from attnmesh.runtime import memory
 from attnmesh.runtime.memory import HUGE_RUN, free_memory, host_memory
 
 KB, MB = 1 << 10, 1 << 20
@@ -58,25 +60,37 @@ def test_a_machine_without_the_files_of_linux_has_memory(tmp_path: Path) -> None
     assert 0 < free_memory(CPU) <= host_memory()
 
 
-def asks_for_huge_pages(x: torch.Tensor) -> bool:
-    """Whether the mapping that holds the middle of a tensor asks for huge pages. What it gets depends on others."""
+def mapping_flags(x: torch.Tensor) -> list[str]:
+    """Flags of the mapping that holds the middle of a tensor."""
     inside, middle = False, x.data_ptr() + x.nbytes // 2
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, *rest = line.split()
         if not name.endswith(":"):
             inside = int(name.split("-")[0], 16) <= middle < int(name.split("-")[1], 16)
         elif inside and name == "VmFlags:":
-            return "hg" in rest
+            return rest
     raise AssertionError("no mapping holds it")
 
 
-def test_keys_of_long_caches_are_in_huge_pages() -> None:
+def test_keys_of_long_caches_are_in_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages are asked for; which are given depends on others. Memory of before may be in a mapping that has asked."""
     if not Path("/sys/kernel/mm/transparent_hugepage").exists():
         pytest.skip("this machine has no huge pages to ask for")
+    advised, libc = list[int](), memory._libc()
+
+    class Libc:
+        def madvise(self, first: Any, size: Any, advice: int) -> int:
+            advised.extend(range(first.value, first.value + size.value, 1 << 12))
+            return libc.madvise(first, size, advice)
+
+    monkeypatch.setattr(memory, "_libc", Libc)
     sizes = {"batch": 1, "kv_heads": 2, "head_dim": 64, "dtype": torch.float32}
     tokens = HUGE_RUN // (4 * 64)
-    short, long = (am.KVCache(None, capacity=count, **sizes) for count in (tokens // 2, tokens))
-    grown = am.KVCache(None, capacity=tokens // 4, **sizes)
+    am.KVCache(None, capacity=tokens // 2, **sizes)
+    assert not advised
+    long, grown = (am.KVCache(None, capacity=count, **sizes) for count in (tokens, tokens // 4))
     grown.append(*torch.zeros(2, 1, 2, 8, 64))
     grown.reserve(tokens)
-    assert [asks_for_huge_pages(cache.shard.view.keys) for cache in (short, long, grown)] == [False, True, True]
+    for keys in (cache.shard.view.keys for cache in (long, grown)):
+        assert keys.data_ptr() + keys.nbytes // 2 >> 12 in {address >> 12 for address in advised}
+        assert "hg" in mapping_flags(keys)
