@@ -7,7 +7,7 @@ may use less memory than the keys, pages of files included, opens the folder. Re
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,7 +155,7 @@ def _append(cache: am.KVCache, tokens: int, request: Request, memory: int | None
     # Tokens leave the hot ones some hundreds at a time, so a round has that many appends.
     times = 1 if hot is None else hot // MOVED
     writes, appends, path = list[float](), list[float](), request.folder / "plain"
-    places, content = Places(path), bytes(tokens * DIM * 2)
+    places, content = Places(path), [x.view(torch.uint8).numpy().tobytes() for x in (*k[0], *v[0])]
     plain, plain_appends, rounds = cache_of(None, 0), list[float](), max(request.rounds, min(100, PIECE // tokens))
     for _ in range(min(rounds, 16 * PIECE // tokens)):
         begun = time.process_time()
@@ -184,15 +184,15 @@ class Places:
     def __init__(self, path: Path) -> None:
         self.path, self.handle, self.filled, self.number = path, -1, PIECE, 0
 
-    def write(self, rows: bytes, tokens: int) -> None:
-        """Write new rows of each head after those before, in a new file where they do not fit."""
+    def write(self, rows: Sequence[bytes], tokens: int) -> None:
+        """Write new rows, those of each head after its earlier ones, in a new file where they do not fit."""
         if self.filled + tokens > PIECE:
             self.close()
             self.filled, self.number = 0, self.number + 1
             self.handle = os.open(f"{self.path} {self.number}", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             os.ftruncate(self.handle, PIECE * TOKEN_BYTES)
-        for place in range(2 * KV_HEADS):
-            os.pwrite(self.handle, rows, (place * PIECE + self.filled) * DIM * 2)
+        for place, content in enumerate(rows):
+            os.pwrite(self.handle, content, (place * PIECE + self.filled) * DIM * 2)
         self.filled += tokens
 
     def close(self) -> None:

@@ -161,7 +161,7 @@ def test_the_measured_choice_is_the_same_on_all_ranks(ranks: int, pool: Pool) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.int64])
-@pytest.mark.parametrize("count", [0, 1, 1000, ROW, ROW + 1])
+@pytest.mark.parametrize("count", [0, 1, 1000, ROW, ROW + 1, 4 * ROW, 9 * ROW + 5])
 def test_digests_on_the_host_are_those_of_the_formula(dtype: torch.dtype, count: int) -> None:
     x = (100 * torch.randn(count)).to(dtype)
     assert digest_on_host(x) == int(digest(x))

@@ -179,7 +179,7 @@ class FolderShard(OrderedShard):
 
     def _write_run(self, new: Sequence[Tensor], more: int, length: int, used: int) -> None:
         """Write new tokens with this rank's heads after those in the last piece."""
-        self._write_rows(new, None, more, length + more)
+        self._write_rows(new, None, (length, used), length + more)
 
     def _add(self, rows: Sequence[Tensor], tokens: Tensor, length: int) -> None:
         """Write rows, piece by piece. A process that ends leaves the tokens before its next one."""
@@ -189,26 +189,32 @@ class FolderShard(OrderedShard):
                 self._next_piece()
             start, done = done, min(count, done + PIECE - self.used)
             after = length if done == count else int(tokens[done])
-            self._write_rows([row[:, :, start:done] for row in rows], tokens[start:done], done - start, after)
+            self._write_rows([row[:, :, start:done] for row in rows], tokens[start:done], self._held(), after)
             if done == count:
                 return
 
-    def _mend(self) -> None:
+    def _held(self) -> tuple[int, int]:
+        """Return the tokens of all ranks, and those in the last piece."""
+        length, used = self.state.tolist()
+        return length, used
+
+    def _mend(self, held: tuple[int, int]) -> None:
         """Let the journal say what the shard has, where an error or Ctrl-C came between a record and its tokens."""
-        journal, (length, used), base = self.journal, self.state.tolist(), self.pieces * PIECE
+        journal, (length, used), base = self.journal, held, self.pieces * PIECE
         if (journal.records[0].stop, journal.last.stop, journal.last.length) != (base, base + used, length):
             end = [(base + used, self.piece.digest(0, used))] if used else []
             journal.begin(base, length, self.chains[self.pieces], end)
 
-    def _write_rows(self, rows: Sequence[Tensor], tokens: Tensor | None, count: int, length: int) -> None:
+    def _write_rows(self, rows: Sequence[Tensor], tokens: Tensor | None, held: tuple[int, int], length: int) -> None:
         """Write rows after those in the last piece, and then a record of them, in one native call where there is one.
 
-        `tokens` are theirs, by default the next ones, and `length` those of all ranks after it.
+        `tokens` are theirs, by default the next ones. `held` is what `_held` returns, and `length` the tokens of all
+        ranks after it.
         """
-        used, base = self.used, self.pieces * PIECE
+        used, count, base = held[1], rows[0].shape[2], self.pieces * PIECE
         stop = used + count
         try:
-            self._mend()
+            self._mend(held)
             serial = self.journal.last.serial + 1
             if append(self.stored, rows, self.token_index, self.state, self._fields(tokens, length, serial)):
                 self.journal.note(Record(serial, base + used, base + stop, length, self.digest.value))
@@ -250,7 +256,7 @@ class FolderShard(OrderedShard):
             file, piece = make_whole(self.files, self.pieces, self.shapes, self.piece)
             self._keep(piece)
             self._turn_to(self._with_whole(file, piece), following, 0, length)
-            self._mend()
+            self._mend((length, 0))
 
     def truncate(self, length: int) -> None:
         """Remove the tokens from `length` on."""
@@ -321,7 +327,7 @@ class FolderShard(OrderedShard):
     def _writing(self) -> Iterator[None]:
         """Let the journal be right, and raise the system's errors as `StoreError`, with what is lost."""
         try:
-            self._mend()
+            self._mend(self._held())
             yield
         except OSError as error:
             raise self._named(error) from error

@@ -43,16 +43,6 @@ const char* row_from(const Append& a, int64_t x, int64_t b, int64_t h, int64_t t
     return (const char*)a.given[x] + b * step[0] + h * step[1] + t * step[2];
 }
 
-// Calls a function with each tensor, sequence and head, whose rows follow each other in both places or in neither.
-template <class Function>
-int64_t each_head(const Append& a, Function function) {
-    for (int64_t x = 0; x < a.tensors; x++)
-        for (int64_t b = 0; b < a.batch; b++)
-            for (int64_t h = 0; h < a.heads; h++)
-                if (int64_t failed = function(x, b, h)) return failed;
-    return 0;
-}
-
 void copy_rows(const Append& a, int64_t x, int64_t b, int64_t h) {
     for (int64_t t = 0; t < a.tokens; t++)
         std::memcpy(row_to(a, x, b, h, a.state[1] + t), row_from(a, x, b, h, t), a.row_bytes[x]);
@@ -72,44 +62,50 @@ int64_t write_all(int64_t file, const char* from, int64_t count, int64_t at) {
     return 0;
 }
 
-int64_t write_rows(const FileAppend& f) {
+// Writes the rows of a head to the file.
+int64_t write_head(const FileAppend& f, int64_t x, int64_t b, int64_t h) {
     const Append& a = f.rows;
-    return each_head(a, [&](int64_t x, int64_t b, int64_t h) -> int64_t {
-        int64_t bytes = a.tokens * a.row_bytes[x];
-        bool is_whole = a.given_strides[x][2] == a.row_bytes[x] && a.stored_strides[x][2] == a.row_bytes[x];
-        if (is_whole && bytes >= FEW)
-            return write_all(f.file, row_from(a, x, b, h, 0), bytes, row_to(a, x, b, h, a.state[1]) - f.place);
-        copy_rows(a, x, b, h);
-        return 0;
-    });
+    int64_t bytes = a.tokens * a.row_bytes[x];
+    bool is_whole = a.given_strides[x][2] == a.row_bytes[x] && a.stored_strides[x][2] == a.row_bytes[x];
+    if (is_whole && bytes >= FEW)
+        return write_all(f.file, row_from(a, x, b, h, 0), bytes, row_to(a, x, b, h, a.state[1]) - f.place);
+    copy_rows(a, x, b, h);
+    return 0;
 }
 
+// Writes the rows of a tensor, and adds their digest: each head is read from memory once for both.
 template <class T>
-int64_t digest_of_rows(const FileAppend& f, int64_t x) {
+int64_t write_tensor(const FileAppend& f, int64_t x, uint64_t* sum) {
     const Append& a = f.rows;
     Digest<T> found(f.weights);
     int64_t row = a.row_bytes[x] / (int64_t)sizeof(T);
     bool is_whole = a.given_strides[x][2] == a.row_bytes[x];
     for (int64_t b = 0; b < a.batch; b++)
-        for (int64_t h = 0; h < a.heads; h++)
+        for (int64_t h = 0; h < a.heads; h++) {
             for (int64_t t = 0; t < (is_whole ? 1 : a.tokens); t++)
                 found.add(row_from(a, x, b, h, t), is_whole ? row * a.tokens : row);
-    return found.value();
+            if (int64_t failed = write_head(f, x, b, h)) return failed;
+        }
+    *sum += (uint64_t)(2 * x + 1) * (uint64_t)found.value();
+    return 0;
 }
 
-// The digest of `layer_files.py`, of the rows, as the widest integers that they are made of, and their tokens.
-int64_t digest_of_tokens(const FileAppend& f) {
+// Writes the rows, with their digest of `layer_files.py`: of the widest integers that they are made of, and of tokens.
+int64_t write_rows(const FileAppend& f) {
     const Append& a = f.rows;
-    uint64_t sum = (uint64_t)(2 * a.tensors + 1) * (uint64_t)digest<int64_t>(a.token_index + a.state[1], a.tokens, f.weights);
+    uint64_t sum = 0;
     for (int64_t x = 0; x < a.tensors; x++) {
         int64_t bytes = a.row_bytes[x] % 8;
-        int64_t rows = !bytes        ? digest_of_rows<int64_t>(f, x)
-                       : bytes == 4  ? digest_of_rows<int32_t>(f, x)
-                       : bytes % 2   ? digest_of_rows<int8_t>(f, x)
-                                     : digest_of_rows<int16_t>(f, x);
-        sum += (uint64_t)(2 * x + 1) * (uint64_t)rows;
+        int64_t failed = !bytes        ? write_tensor<int64_t>(f, x, &sum)
+                         : bytes == 4  ? write_tensor<int32_t>(f, x, &sum)
+                         : bytes % 2   ? write_tensor<int8_t>(f, x, &sum)
+                                       : write_tensor<int16_t>(f, x, &sum);
+        if (failed) return failed;
     }
-    return (int64_t)sum;
+    note_tokens(a, f.tokens);
+    int64_t tokens = digest<int64_t>(a.token_index + a.state[1], a.tokens, f.weights);
+    *f.digest = (int64_t)(sum + (uint64_t)(2 * a.tensors + 1) * (uint64_t)tokens);
+    return 0;
 }
 
 // Writes the record of `journal.py`.
@@ -123,7 +119,9 @@ int64_t write_record(const FileAppend& f) {
 }  // namespace
 
 extern "C" int64_t attnmesh_append(const Append* a) {
-    each_head(*a, [&](int64_t x, int64_t b, int64_t h) -> int64_t { return copy_rows(*a, x, b, h), 0; });
+    for (int64_t x = 0; x < a->tensors; x++)
+        for (int64_t b = 0; b < a->batch; b++)
+            for (int64_t h = 0; h < a->heads; h++) copy_rows(*a, x, b, h);
     note_tokens(*a, nullptr);
     a->state[0] += a->tokens, a->state[1] += a->tokens;
     return 0;
@@ -135,8 +133,6 @@ extern "C" int64_t attnmesh_append_to_file(const FileAppend* f) {
     if (fstat((int)f->journal, &found)) return errno;
     if (!found.st_nlink) return ENOENT;  // nobody would find what is written
     if (int64_t failed = write_rows(*f)) return failed;
-    note_tokens(f->rows, f->tokens);
-    *f->digest = digest_of_tokens(*f);
     if (int64_t failed = write_record(*f)) return failed;
     f->rows.state[0] = f->length, f->rows.state[1] += f->rows.tokens;
     return 0;

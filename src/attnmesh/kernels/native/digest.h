@@ -27,13 +27,14 @@ class Digest {
         const char* x = (const char*)from;  // at any address
         while (count > 0) {
             if (place == ROW) rows.push_back((int64_t)sum), sum = place = 0;
+            if (place == 0 && count >= 4 * ROW) {
+                add_rows<4>(x);
+                x += 4 * ROW * (int64_t)sizeof(T), count -= 4 * ROW;
+                continue;
+            }
             int64_t part = std::min(count, ROW - place);
             uint64_t more = 0;
-            for (int64_t i = 0; i < part; i++) {
-                T number;
-                std::memcpy(&number, x + i * (int64_t)sizeof(T), sizeof(T));
-                more += (uint64_t)folded(number) * (uint64_t)weights[place + i];
-            }
+            for (int64_t i = 0; i < part; i++) more += (uint64_t)number(x, i) * (uint64_t)weights[place + i];
             sum += more, place += part, x += part * (int64_t)sizeof(T), count -= part;
         }
     }
@@ -47,6 +48,22 @@ class Digest {
     }
 
   private:
+    static int64_t number(const char* x, int64_t i) {
+        T found;
+        std::memcpy(&found, x + i * (int64_t)sizeof(T), sizeof(T));
+        return folded(found);
+    }
+
+    // Adds whole rows. Each weight is read once for all of them: weights are more bytes than most rows.
+    template <int64_t N>
+    void add_rows(const char* x) {
+        uint64_t sums[N] = {};
+        for (int64_t i = 0; i < ROW; i++)
+            for (int64_t n = 0; n < N; n++) sums[n] += (uint64_t)number(x, n * ROW + i) * (uint64_t)weights[i];
+        rows.insert(rows.end(), sums, sums + N - 1);
+        sum = sums[N - 1], place = ROW;
+    }
+
     const int64_t* weights;
     uint64_t sum = 0;
     int64_t place = 0;
