@@ -19,7 +19,7 @@ from attnmesh.hf.serving.guesses import LEAST, StepTimes
 from attnmesh.hf.serving.rank_worker import RankWorker
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.hf.serving.test_engine import greedy, ids, running, tokens
-from tests.hf.serving.test_guesses import OPTIONS
+from tests.hf.serving.test_guesses import OPTIONS, priced
 from tests.hf.serving.test_prefix_store import asked, made, storing
 from tests.support import families
 from tests.support.mesh_problems import named_mesh
@@ -33,7 +33,8 @@ LENGTHS = (70, 2, 37, 5, 91)
 def at_any_price() -> Iterator[None]:
     """Check all guesses of rows whose guesses stand now and then: a draft as large as its model is never worth it."""
 
-    def choose(_: StepTimes, rates: list[float], offered: list[int], passes: Any = ()) -> list[int]:
+    def choose(times: StepTimes, rates: list[float], offered: list[int], passes: Any, *, tries: bool) -> list[int]:
+        times.pays = True
         return [most if rate >= LEAST else 0 for rate, most in zip(rates, offered, strict=True)]
 
     with patch.object(StepTimes, "choose", choose):
@@ -117,7 +118,7 @@ def test_guesses_of_the_model_itself_all_stand(options: dict[str, Any]) -> None:
         assert figures["accepted_tokens"] == figures["drafted_tokens"]
         assert figures["steps"] <= 16
     assert figures["steps"] <= 40
-    assert figures["draft_prompt_tokens"] == 21
+    assert figures["draft_prompt_tokens"] == 20  # the last token is of the first pass
 
 
 def test_a_draft_whose_guesses_do_not_stand_is_turned_off() -> None:
@@ -128,6 +129,20 @@ def test_a_draft_whose_guesses_do_not_stand_is_turned_off() -> None:
     assert figures["drafted_tokens"] <= 8
     assert figures["accepted_tokens"] <= 2
     assert figures["steps"] >= 58
+
+
+@pytest.mark.parametrize(("price", "read", "drafted"), [(1.0, 1, (4, 6)), (0.01, 4, (60, 200))])
+def test_a_draft_reads_no_row_whose_guesses_are_not_worth_it(price: float, read: int, drafted: tuple[int, int]) -> None:
+    """One row is read to find what guesses take; the others if they pay."""
+    model = families.model("llama", "attnmesh")
+    texts = [ids(50, seed=row) for row in range(4)]
+    with priced(price), running(model, None, draft=model, draft_tokens=4) as engine:
+        assert engine is not None
+        streams = [engine.submit(text, max_new_tokens=40) for text in texts]
+        answers, figures = [tokens(stream) for stream in streams], engine.metrics()
+    assert answers == [greedy(model, text, 40, mesh=None) for text in texts]
+    assert read * 50 <= figures["draft_prompt_tokens"] <= read * 60
+    assert drafted[0] <= figures["drafted_tokens"] <= drafted[1]
 
 
 # --- requests that begin alike, end early, are put back, or are found in a store ---

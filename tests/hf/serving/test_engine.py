@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 import attnmesh.hf as hf
 from attnmesh import errors
+from attnmesh.hf.serving import draws
 from attnmesh.hf.serving.engine import Engine
 from attnmesh.hf.serving.footprint import Footprint
 from attnmesh.hf.serving.rank_worker import RankWorker
@@ -205,16 +206,31 @@ def test_draws_follow_the_distribution() -> None:
     assert {first(seed, temperature=1.0, top_p=0.6) for seed in range(50)} == {0}
 
 
-@pytest.mark.parametrize(("draws", "vocabulary"), [(0, 7), (1, 97), (300, 1000), (4095, 64)])
+@pytest.mark.parametrize("vocabulary", [1, 2, 97, 5000])
+@pytest.mark.parametrize("ratio", [draws.ALIKE, 1.5, float("inf")], ids=["usual", "some alike", "all alike"])
+def test_a_token_is_the_one_of_multinomial(vocabulary: int, ratio: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounding decides between tokens that are alike: then PyTorch draws, with the same numbers."""
+    monkeypatch.setattr(draws, "ALIKE", ratio)
+    own, expected = (torch.Generator().manual_seed(7) for _ in range(2))
+    for number in range(300):
+        scores = number % 9 * torch.randn(vocabulary, generator=torch.Generator().manual_seed(number))
+        scores[1 : number % 4 * vocabulary // 4] = -torch.inf
+        probabilities = scores.softmax(-1)
+        token = draws.draw_token(probabilities, own)
+        assert token == torch.multinomial(probabilities, 1, generator=expected)
+    assert own.get_state().equal(expected.get_state())
+
+
+@pytest.mark.parametrize(("count", "vocabulary"), [(0, 7), (1, 97), (300, 1000), (4095, 64)])
 def test_a_generator_goes_on_after_draws_that_it_has_not_made(
-    draws: int, vocabulary: int, monkeypatch: pytest.MonkeyPatch
+    count: int, vocabulary: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn, even = torch.Generator().manual_seed(11), torch.ones(1, vocabulary)
-    for _ in range(draws):
+    for _ in range(count):
         torch.multinomial(even, 1, generator=drawn)
     multinomial, made = torch.multinomial, []
     monkeypatch.setattr(torch, "multinomial", lambda *given, **more: made.append(1) or multinomial(*given, **more))
-    generator = Sampling(temperature=1.0, seed=11).generator(draws, vocabulary)
+    generator = Sampling(temperature=1.0, seed=11).generator(count, vocabulary)
     assert len(made) <= 1
     assert torch.rand(1500, generator=generator).equal(torch.rand(1500, generator=drawn))
 

@@ -1,6 +1,6 @@
 """Guesses that are checked: each answer has the tokens of an engine without guesses, however good or bad they are."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -55,6 +55,18 @@ def guessing(answers: list[list[int]], seed: int = 0) -> Iterator[None]:
         return [random.randint(0, most) for most in offered]
 
     with patch.object(RowText, "found", found), patch.object(StepTimes, "choose", choose):
+        yield
+
+
+@contextmanager
+def priced(price: float) -> Iterator[None]:
+    """Let a step take a second, and a guess a part of one: else a machine's speed chooses."""
+    add = StepTimes.add
+
+    def added(times: StepTimes, rows: int, guesses: int, seconds: float, stood: int = 0, guessing: float = 0.0) -> None:
+        add(times, rows, guesses, 1 + price * guesses, stood)
+
+    with patch.object(StepTimes, "add", added):
         yield
 
 
@@ -264,30 +276,35 @@ def test_guesses_that_nobody_checked_are_compared() -> None:
     assert (row.stood, row.tried) == pytest.approx((0.9 * 1.225 + 2, 0.9 * 2.9 + 2))
 
 
+def measured(seconds: Callable[[int, int], float], *steps: tuple[int, int]) -> StepTimes:
+    """Return times of steps of so many rows and guesses, of which none has stood."""
+    times = StepTimes()
+    for rows, guesses in steps:
+        times.add(rows, guesses, seconds(rows, guesses))
+    return times
+
+
 def chosen(times: StepTimes, *rates: float, passes: Sequence[float] = ()) -> list[int]:
-    return times.choose(rates, [8] * len(rates), passes)
+    return times.choose(rates, [8] * len(rates), passes, tries=False)
 
 
 def test_guesses_are_checked_where_that_gives_more_tokens_in_a_second() -> None:
     """Steps of 50 ms, 5 ms for each row and 10 ms for a guess: a token of one row takes 55 ms, and of eight 11 ms."""
-    times = StepTimes()
-    for rows, guesses in ((1, 0), (1, 8), (8, 0), (8, 40), (4, 7), (1, 3)):
-        times.add(rows, guesses, 0.05 + 0.005 * rows + 0.01 * guesses)
-    assert times.fitted() == pytest.approx((0.05, 0.005, 0.01))
+    steps = [(1, 0), (8, 0), (1, 8), (8, 40), (1, 3)]
+    times = measured(lambda rows, guesses: 0.05 + 0.005 * rows + 0.01 * guesses, *steps)
+    assert times.plain(5) == pytest.approx(0.075)
     assert chosen(times, 1.0) == [8]
     assert 1 <= chosen(times, 0.6)[0] <= 3
     assert chosen(times, 0.2) == [0]
     assert chosen(times, *[0.7] * 8) == [0] * 8
     assert chosen(times, *[1.0] * 8) == [8] * 8
     assert chosen(times, 1.0, *[0.2] * 7) == [8, *[0] * 7]
-    assert times.choose([1.0, 1.0], [3, 0]) == [3, 0]
+    assert times.choose([1.0, 0.2, 1.0, *[0.2] * 5], [3, 8, *[0] * 6]) == [3, *[0] * 7]
 
 
 def test_passes_of_a_draft_model_have_their_price() -> None:
     """A step takes 100 ms and a guess 1 ms: passes of 10 ms are worth it, those of 50 ms for many rows at once."""
-    times = StepTimes()
-    for rows, guesses in ((1, 0), (1, 8), (8, 0), (8, 40)):
-        times.add(rows, guesses, 0.1 + 0.001 * guesses)
+    times = measured(lambda _, guesses: 0.1 + 0.001 * guesses, (1, 0), (8, 0), (1, 8), (8, 40))
     assert chosen(times, 0.9, passes=[0, 0.01]) == [8]
     assert 1 <= chosen(times, 0.6, passes=[0, 0.01])[0] <= 4
     assert chosen(times, 0.9, passes=[0, 0.2]) == [0]
@@ -296,16 +313,55 @@ def test_passes_of_a_draft_model_have_their_price() -> None:
     assert chosen(times, 0.9, *[0.2] * 7, passes=shared) == [0] * 8
 
 
-def test_the_time_of_guesses_is_measured_again_where_no_step_shows_it() -> None:
+def test_a_step_without_guesses_is_measured_first_and_then_now_and_again() -> None:
     times = StepTimes()
-    assert chosen(times, 0.9) == [8]
-    times.add(1, 8, 9.0)
-    times.add(1, 0, 0.05)
-    assert chosen(times, 0.9) == [0]  # one step was slow
-    for _ in range(64):
-        times.add(1, 0, 0.05)
-    assert chosen(times, 0.9) == [8]
-    assert chosen(times, 0.25) == [0]
+    assert times.choose([0.9], [8]) == [0]
+    counts = list[int]()
+    for _ in range(160):
+        counts += times.choose([0.9], [8])
+        times.add(1, counts[-1], 0.1 + 0.01 * counts[-1], counts[-1])
+    assert counts[:3] == [0, 8, 8]  # a trial shows what a guess takes
+    assert [place for place, count in enumerate(counts) if not count] == [0, 9, 74, 139]
+    assert times.choose([0.9, 0.9], [8, 8]) == [0, 0]  # of two rows there was none
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("price", [0.001, 0.2])
+def test_one_slow_step_turns_guesses_neither_on_nor_off(rows: int, price: float) -> None:
+    """One of twelve steps takes ten times as long, the first of each kind among them."""
+    pays, counts, times = price < 0.1, list[int](), StepTimes()
+    for number in range(240):
+        guesses = times.choose([0.9] * rows, [8] * rows)
+        counts.append(sum(guesses))
+        is_slow = number % 12 == 0 or (number == 1)
+        times.add(rows, counts[-1], (0.1 + price * counts[-1]) * (10 if is_slow else 1), sum(guesses) // 2)
+    assert sum(map(bool, counts[5:])) >= 190 if pays else sum(map(bool, counts[5:])) <= 12
+
+
+def lost(times: StepTimes, steps: int, price: float) -> tuple[float, list[int]]:
+    """Return the share of tokens that four rows lose by guesses of that price, which all stand, and their numbers."""
+    seconds, tokens, counts = 0.0, 0, list[int]()
+    for _ in range(steps):
+        counts.append(sum(times.choose([0.9] * 4, [4] * 4)))
+        own = 0.1 + price * counts[-1]
+        times.add(4, counts[-1], own, counts[-1])
+        seconds, tokens = seconds + own, tokens + 4 + counts[-1]
+    return 1 - tokens / seconds / 40, counts
+
+
+def test_trials_take_a_small_share_and_find_when_guesses_pay() -> None:
+    times = StepTimes()
+    first, counts = lost(times, 24, 0.03)
+    assert first < 0.06
+    assert sum(map(bool, counts)) == 3
+    assert not any(counts[5:])
+    later, counts = lost(times, 1000, 0.03)
+    assert later < 0.012
+    assert any(counts)
+    assert lost(times, 600, 0.002)[0] < -1.0
+    after, counts = lost(times, 600, 0.03)
+    assert after < 0.03
+    assert not any(counts[8:11])
 
 
 def test_a_rate_follows_an_answer() -> None:
@@ -338,8 +394,7 @@ def two_hundred(folder: str) -> tuple[int, int, float, float]:
     figures: dict[str, Any] = {}
     for speculate in (None, "ngram"):
         texts.append([])
-        prices = patch.object(StepTimes, "fitted", lambda _: (1.0, 0.0, 0.05))  # else a machine's speed chooses
-        with prices, running(model, mesh, tokens_end=(), speculate=speculate, max_queue=200) as engine:
+        with priced(0.05), running(model, mesh, tokens_end=(), speculate=speculate, max_queue=200) as engine:
             if engine is None:
                 continue
             for turn, count in enumerate(2 * batches):

@@ -6,6 +6,7 @@ on a guess. A row's guesses are drawn with the random numbers that its tokens wi
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from math import inf
 from time import perf_counter
 from typing import Any
@@ -16,7 +17,7 @@ from torch.nn.functional import pad
 
 from attnmesh.errors import InputError
 from attnmesh.hf.serving.footprint import Footprint, growth
-from attnmesh.hf.serving.guesses import LEAST, NoGuesses, StepTimes
+from attnmesh.hf.serving.guesses import LEAST, NoGuesses, RowTimes, StepTimes
 from attnmesh.hf.serving.prefixes import Prefixes
 from attnmesh.hf.serving.rank_worker import RankWorker
 from attnmesh.hf.serving.stream import Stream
@@ -30,11 +31,11 @@ WEIGHT = 3.0
 AGAIN = 64
 """Steps of a row without guesses after which it is tried again."""
 
-USUAL = 0.05
+USUAL = 0.2
 """Weight of a row's last step in the share of guesses that a new row begins with."""
 
-UNPRICED = 2
-"""Guesses of a row while it is not known what they take."""
+PASSES = 2
+"""Guesses of a row at most, while guesses are not worth their time or it is not known what they take."""
 
 LAG = 96
 """Tokens that a row may be ahead of the draft's cache, beyond which they are read as a prompt is."""
@@ -60,6 +61,8 @@ class DraftRow:
     is_reading: bool = False
     idle: int = 0
     """Steps since a guess was made."""
+    was_tried: bool = False
+    """A guess was made."""
     fails: bool = False
     """The draft cannot read the row."""
 
@@ -69,9 +72,19 @@ class DraftRow:
         return len(self.stream.prompt) + len(self.stream.answer)
 
     @property
+    def unread(self) -> int:
+        """Tokens of the row that are not in the cache."""
+        return self.length - (self.filled if self.is_reading else self.read)
+
+    @property
     def is_late(self) -> bool:
         """True if too many tokens are not in the cache, or none is."""
-        return not self.read or self.length - self.read > LAG
+        return not self.read or self.unread > LAG
+
+    @property
+    def is_worth(self) -> bool:
+        """True if guesses may be worth their time."""
+        return self.stream.guesses.rate >= LEAST
 
     def catch_up(self) -> tuple[int, list[int]]:
         """Return the guesses to take back from the cache, and the tokens to add, of which there is at least one."""
@@ -91,9 +104,9 @@ class DraftGuesses(NoGuesses):
         self.rows: dict[int, DraftRow] = {}
         self.prefixes = Prefixes(worker)
         self.footprint: Footprint | None = None
-        self.times, self.token_seconds = StepTimes(), 0.0  # of passes over rows, and of a token that is read
+        self.passes, self.token_seconds = RowTimes(), 0.0  # of passes over rows, and of a token that is read
         self.usual = FIRST  # share of guesses that new rows begin with
-        self.idle, self.rest = 0, 0  # steps since a guess was made, and steps to come in which nothing is read
+        self.rest = 0  # steps to come in which nothing is read
         self.counts = {"draft_passes": 0, "draft_prompt_tokens": 0}
 
     def metrics(self) -> dict[str, float]:
@@ -110,17 +123,14 @@ class DraftGuesses(NoGuesses):
     def guess(self, rows: Sequence[Stream], times: StepTimes, free: Callable[[], int]) -> None:
         """Guess tokens of the rows where that is worth its time, and let the draft read what it has not."""
         self._forget()
-        own = [self._row_of(stream) for stream in rows]
-        base, of_row, _ = self.times.fitted()
-        passes = [0.0, *(max(0.0, base + of_row * count) for count in range(1, len(rows) + 1))]
-        counts = times.choose([row.stream.guesses.rate for row in own], [*map(self._offered, own)], passes)
+        own = [self._row_of(stream, times) for stream in rows]
+        counts = self._choose(own, [self._offered(row, times) for row in own], times)
         chosen = {row.stream.number: count for row, count in zip(own, counts, strict=True) if count}
         for row in own:
             row.idle = 0 if row.stream.number in chosen else row.idle + 1
-        self.rest, self.idle = max(0, self.rest - 1), 0 if chosen else self.idle + 1
-        if self.idle >= AGAIN:  # times that no pass shows are measured again
-            self.idle, self.times = 0, StepTimes()
-        reading = None if self.rest else self._next_to_read(own, free)
+            row.was_tried = row.was_tried or not row.idle
+        self.rest = max(0, self.rest - 1)
+        reading = None if self.rest else self._next_to_read(own, times, free, tries=not chosen)
         size = 0 if reading is None else self._chunk(times, len(rows))
         more = sum(self._growth(row := self.rows[n], row.length - row.read + count) for n, count in chosen.items())
         if reading is not None:
@@ -130,25 +140,37 @@ class DraftGuesses(NoGuesses):
         elif chosen or reading is not None:
             self._guess([] if reading is None else self._reads(reading, size), chosen, grows=more > 0)
 
+    def _choose(
+        self, rows: Sequence[DraftRow], offered: Sequence[int], times: StepTimes, *, tries: bool = True
+    ) -> list[int]:
+        """Return the guesses of each row, of which so many are offered."""
+        passes = [*accumulate(map(self.passes, range(1, len(rows) + 1)), max, initial=0.0)]
+        return times.choose([row.stream.guesses.rate for row in rows], offered, passes, tries=tries)
+
     # --- rows ---
 
-    def _row_of(self, stream: Stream) -> DraftRow:
+    def _row_of(self, stream: Stream, times: StepTimes) -> DraftRow:
         """Return what is known of a row, which is tried anew from time to time."""
         row, guesses = self.rows.get(stream.number), stream.guesses
         if row is None:
             row = self.rows[stream.number] = DraftRow(stream, fails=stream.images is not None)
-            guesses.stood, guesses.tried = WEIGHT * self.usual, WEIGHT
         elif not row.idle:
             self.usual += USUAL * (guesses.rate - self.usual)
-        if row.idle >= AGAIN:
+        if not row.was_tried:
+            guesses.stood, guesses.tried = WEIGHT * self.usual, WEIGHT
+        if row.idle >= AGAIN and not row.is_worth and not times.debt:
             row.idle, guesses.stood, guesses.tried = 0, WEIGHT * FIRST, WEIGHT
         return row
 
-    def _offered(self, row: DraftRow) -> int:
+    def _offered(self, row: DraftRow, times: StepTimes) -> int:
         """Return how many tokens may be guessed of a row."""
-        is_ready = not (row.fails or row.is_reading or row.is_late) and row.length > row.read
-        most = self.most if self.times.steps else min(self.most, UNPRICED)
-        return max(0, min(most, row.stream.room, self.longest - row.length)) if is_ready else 0
+        is_ready = not (row.is_reading or row.is_late) and row.length > row.read
+        return self._most(row, times) if is_ready else 0
+
+    def _most(self, row: DraftRow, times: StepTimes) -> int:
+        """Return how many tokens may be guessed of a row that is read."""
+        most = self.most if times.pays else min(self.most, PASSES)
+        return 0 if row.fails else max(0, min(most, row.stream.room, self.longest - row.length))
 
     def _growth(self, row: DraftRow, tokens: int) -> int:
         """Return the bytes by which the cache of a row grows at most, when it takes so many more tokens."""
@@ -180,21 +202,21 @@ class DraftGuesses(NoGuesses):
 
     def _chunk(self, times: StepTimes, rows: int) -> int:
         """Return the tokens that are read beside a step, in about its time."""
-        base, of_row, _ = times.fitted()
-        size = int((base + of_row * rows) / self.token_seconds) if self.token_seconds else CHUNK
+        size = int(times.plain(rows) / self.token_seconds) if self.token_seconds else CHUNK
         return max(CHUNK, min(LONGEST_CHUNK, size))
 
-    def _next_to_read(self, rows: Sequence[DraftRow], free: Callable[[], int]) -> DraftRow | None:
-        """Return the row whose text is read, or one that is worth it and leaves as much memory to others."""
-        for row in self.rows.values():
-            if row.is_reading:
-                return row
-        for row in rows:
-            whole = 0 if row.read or self.footprint is None else self.footprint(row.length + row.stream.room)
-            is_worth = row.is_late and not row.fails and row.stream.guesses.rate >= LEAST
-            if is_worth and row.length < self.longest and 2 * whole <= free():
-                return row
-        return None
+    def _next_to_read(
+        self, rows: Sequence[DraftRow], times: StepTimes, free: Callable[[], int], *, tries: bool
+    ) -> DraftRow | None:
+        """Return the row that is read soonest, if its cache leaves as much memory and guesses of all are worth it."""
+        unread = {place: row.unread for place, row in enumerate(rows) if row.is_reading or row.is_late}
+        worth = [place for place in unread if rows[place].is_worth and self._most(rows[place], times)]
+        if not worth:
+            return None
+        row = rows[place := min(worth, key=unread.__getitem__)]
+        whole = 0 if row.read or self.footprint is None else self.footprint(row.length + row.stream.room)
+        as_read = [self._most(one, times) for one in rows]
+        return row if 2 * whole <= free() and self._choose(rows, as_read, times, tries=tries)[place] else None
 
     def _reads(self, row: DraftRow, size: int) -> list[Any]:
         """Return the operations that read a chunk of a row's text, and begin it before."""
@@ -217,10 +239,11 @@ class DraftGuesses(NoGuesses):
             return
         if self.footprint is None:
             self.footprint = Footprint.of(self.worker.caches[row.stream.number])
-        (row.filled, logits), tokens = chunk, chunk[0] - begun
+        row.filled, tokens = chunk[0], chunk[0] - begun
         self.counts["draft_prompt_tokens"] += tokens
         self.token_seconds = self.worker.seconds["fill"] / tokens if tokens > CHUNK // 2 else self.token_seconds
-        row.is_reading = logits is None
+        if row.filled >= row.read - 1:  # the last token is of the first pass
+            row.read, row.is_reading = row.filled, False
 
     # --- guesses ---
 
@@ -244,8 +267,7 @@ class DraftGuesses(NoGuesses):
                     self._drop([*tokens], fails=True)
                     return
                 self.counts["draft_passes"] += 1
-                more = sum(map(len, tokens.values())) - len(tokens)
-                self.times.add(len(tokens), more, perf_counter() - start - others)
+                self.passes.add(len(tokens), perf_counter() - start - others)
                 for number, token in drawn.items():
                     self.rows[number].stream.guesses.next.append(token)
                 going = [n for n in tokens if len(self.rows[n].stream.guesses.next) < chosen[n]]

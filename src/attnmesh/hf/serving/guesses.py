@@ -6,30 +6,97 @@ where its token is drawn. It costs a token of a step, so its worth is weighed ag
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from itertools import combinations
+from math import inf
+from statistics import median_low
 
 import numpy as np
 
 from attnmesh.hf.serving.stream import Stream
 
-STEPS = 64
-"""Steps whose times are known. A cost that no step has shown since is measured again."""
-
 LEAST = 0.3
 """Share of a row's guesses that stand, below which none is checked: their time need not be known then."""
 
+SURE = 3
+"""Times of which the middle one counts: one may be wrong."""
 
-class StepTimes:
-    """The times of the last steps, by which guesses are chosen."""
+LAST = 5
+"""Steps with guesses that show what a guess takes."""
+
+APART = 4
+"""Guesses by which two steps differ at least whose times show what each guess takes."""
+
+TRIAL = 8
+"""Guesses of a step that tries whether they are worth their time."""
+
+TRIALS = 0.01
+"""Share of the time that trials may lose, after the first ones."""
+
+REPAID = 256
+"""Steps without guesses that make up for what trials have lost, however much it was."""
+
+SOON, LATER = 8, 64
+"""Steps with guesses after which one without any is measured: first, and then."""
+
+ALIKE = 0.25
+"""Share by which the last such measurement may differ from the middle one. Else there is another."""
+
+
+class RowTimes:
+    """Seconds of the last steps, by the number of their rows."""
 
     def __init__(self) -> None:
-        self.steps: deque[tuple[int, int, float]] = deque(maxlen=STEPS)
-        """Rows, guesses and seconds of each step."""
+        self.seconds: dict[int, deque[float]] = {}
 
-    def add(self, rows: int, guesses: int, seconds: float) -> None:
+    def add(self, rows: int, seconds: float) -> None:
         """Take the time of a step."""
-        self.steps.append((rows, guesses, seconds))
+        self.seconds.setdefault(rows, deque(maxlen=SURE)).append(seconds)
 
-    def choose(self, rates: Sequence[float], offered: Sequence[int], passes: Sequence[float] = ()) -> list[int]:
+    def __call__(self, rows: int) -> float:
+        """Return the seconds of a step of so many rows, between those of fewer and of more; 0 if none is known."""
+        if rows in self.seconds:
+            return median_low(self.seconds[rows])
+        known = {count: median_low(self.seconds[count]) for count in sorted(self.seconds)}
+        return float(np.interp(rows, [*known], [*known.values()])) if known else 0.0
+
+    @property
+    def of_row(self) -> float:
+        """Seconds of each further row; infinite if steps had the same number of rows."""
+        few, many = min(self.seconds), max(self.seconds)
+        return (self(many) - self(few)) / (many - few) if many > few else inf
+
+
+class StepTimes:
+    """The times of the last steps, by which guesses are chosen.
+
+    They are chosen by middle values of several steps. Where these say that no guess is worth its time, a few are tried
+    now and then, as long as that loses less than a small share of the time.
+    """
+
+    def __init__(self) -> None:
+        self.plain, self.since, self.wait = RowTimes(), Counter[int](), SOON
+        """Steps without guesses; how many with guesses came since, by rows; and after how many there is another."""
+        self.added: deque[tuple[int, int, float]] = deque(maxlen=LAST)
+        """Rows and guesses of the last steps with some, and what these added: in steps of as many rows without."""
+        self.pays, self.debt = False, 0.0
+        """Whether guesses are worth their time, and the seconds that trials have lost and that are not made up for."""
+
+    def add(self, rows: int, guesses: int, seconds: float, stood: int = 0, guessing: float = 0.0) -> None:
+        """Take the time of a step, how many of its guesses stood, and the seconds in which they were guessed."""
+        plain, lost = self.plain(rows), guessing - TRIALS * seconds
+        if guesses:
+            self.added.append((rows, guesses, seconds / plain - 1 if plain else 0.0))
+            self.since[rows] += 1 if seconds > (1 - ALIKE) * plain else LATER  # it takes more than without guesses
+            lost += seconds - plain * (1 + stood / rows)
+        else:
+            self.plain.add(rows, seconds)
+            self.since[rows], self.wait = 0, LATER if self.pays else SOON
+        if not self.pays:
+            self.debt = min(max(0.0, self.debt + lost), REPAID * TRIALS * plain)
+
+    def choose(
+        self, rates: Sequence[float], offered: Sequence[int], passes: Sequence[float] = (), *, tries: bool = True
+    ) -> list[int]:
         """Return how many of the guesses that each row may have give most tokens in a second.
 
         The chance of guess i of a row is its rate to the i. The likeliest are taken as long as all together give more.
@@ -38,35 +105,56 @@ class StepTimes:
             rates: Share of the guesses of each row that stand.
             offered: Guesses that each row may have at most.
             passes: Seconds in which one token is guessed in so many rows, from 0 on; none if that takes no time.
+            tries: Whether some may be chosen to find what they take.
         """
         places = {row: range(1, offered[row] + 1) for row, rate in enumerate(rates) if rate >= LEAST}
         likely = sorted((-(rates[row] ** place), place, row) for row, own in places.items() for place in own)
-        if not likely:
-            return [0] * len(rates)
-        base, of_row, of_guess = self.fitted()
-        tokens, seconds = most, least = float(len(rates)), base + of_row * len(rates)
+        taken = 0
+        if likely and not self._needs_plain(len(rates)):
+            taken = self._worth(likely, len(rates), passes)
+            self.pays = bool(taken) or (self.pays and not tries)
+            if tries and not taken and (len(self.added) < SURE or not self.debt):
+                taken = self._trial(len(rates))
+        chosen = Counter(row for *_, row in likely[:taken])
+        return [chosen[row] for row in range(len(rates))]
+
+    def _needs_plain(self, rows: int) -> bool:
+        """Return whether the next step has no guesses, to measure it."""
+        known = self.plain.seconds.get(rows)
+        return not known or self.since[rows] >= self.wait or abs(known[-1] / median_low(known) - 1) > ALIKE
+
+    def _worth(self, likely: Sequence[tuple[float, int, int]], rows: int, passes: Sequence[float]) -> int:
+        """Return how many of the likeliest guesses give most tokens in a second."""
+        if not self.added:
+            return 0
+        least, (fixed, each) = self.plain(rows), self._prices()
+        tokens, seconds, most = float(rows), least + fixed, float(rows)
         taken, rows_of = 0, Counter[int]()
         for count, (chance, place, _) in enumerate(likely, 1):
-            tokens, seconds = tokens - chance, seconds + of_guess
+            tokens, seconds = tokens - chance, seconds + each
             if passes:
                 seconds += passes[rows_of[place] + 1] - passes[rows_of[place]]
             rows_of[place] += 1
             if tokens * least >= most * seconds:
                 most, least, taken = tokens, seconds, count
-        chosen = Counter(row for *_, row in likely[:taken])
-        return [chosen[row] for row in range(len(rates))]
+        return taken
 
-    def fitted(self) -> tuple[float, float, float]:
-        """Return the seconds of a step, those of each row in it, and of each guess, as they fit the last steps.
+    def _trial(self, rows: int) -> int:
+        """Return how many guesses are tried: no more than take about as long as a step."""
+        each = self._prices()[1] if self.added else 0.0
+        return max(1, int(min(TRIAL, self.plain(rows) / each))) if each else TRIAL
 
-        A guess takes none if no step had one.
+    def _prices(self) -> tuple[float, float]:
+        """Return the seconds that guesses add to a step, however many there are, and those of each guess.
+
+        A guess takes no more than a row does.
         """
-        if not self.steps:
-            return 0.0, 0.0, 0.0
-        count, guesses, seconds = np.array(self.steps).T
-        known = np.stack((np.ones_like(count), count, guesses), 1)
-        (base, of_row, of_guess), *_ = np.linalg.lstsq(known, seconds, rcond=None)
-        return float(base), float(of_row), max(float(of_guess), 0.0)
+        steps = sorted((guesses, share * self.plain(rows)) for rows, guesses, share in self.added)
+        pairs = combinations(steps, 2)
+        slopes = [(more - less) / (many - few) for (few, less), (many, more) in pairs if many - few >= APART]
+        slopes = slopes or [min(self.plain.of_row, median_low(added / guesses for guesses, added in steps))]
+        each = max(0.0, median_low(slopes))
+        return max(0.0, median_low(added - each * guesses for guesses, added in steps)), each
 
 
 class NoGuesses:

@@ -74,8 +74,8 @@ class RequestQueue:
         self.nbytes: list[int] = [0]
         """Bytes of caches by rank, as of the last exchange."""
         self.step_times = StepTimes()
-        self.row_seconds, self.token_seconds = 0.0, 0.0
-        """Seconds of a step of rows, and of a token of a prompt."""
+        self.row_seconds, self.token_seconds, self.guess_seconds = 0.0, 0.0, 0.0
+        """Seconds of a step of rows, of a token of a prompt, and of the last guesses."""
         self.counts = dict.fromkeys(("tokens", "prompt_tokens", "cached_tokens", "preempted", "evicted", "steps"), 0)
         self.counts |= {"drafted_tokens": 0, "accepted_tokens": 0}
 
@@ -142,9 +142,10 @@ class RequestQueue:
             self._measure("row_seconds", self.worker.seconds["rows"])
             drafted = sum(len(stream.guesses.checked) for stream in self.stepping)
             self.counts["drafted_tokens"] += drafted
-            seconds = self.worker.seconds["rows"] + self.worker.seconds.get("crop", 0.0)
-            self.step_times.add(len(self.stepping), drafted, seconds)
+            seconds, before = self.worker.seconds["rows"] + self.worker.seconds.get("crop", 0.0), self.counts.copy()
             self._take_rows(rows)
+            stood = self.counts["accepted_tokens"] - before["accepted_tokens"]
+            self.step_times.add(len(self.stepping), drafted, seconds, stood, self.guess_seconds)
         if self.begun is not None:
             self._take_start(self.begun, results["start"])
         if self.computed is not None and self.computed in self.filling:
@@ -322,7 +323,9 @@ class RequestQueue:
         rows = [stream for stream in self.rows if stream.held is None]
         for stream in rows:
             stream.guesses.compare(stream.answer)
+        start = perf_counter()
         self.guesser.guess(rows, self.step_times, self._free)
+        self.guess_seconds = perf_counter() - start
 
     def _fit_rows(self) -> None:
         """Put the youngest requests back into the queue until the others can grow."""

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from attnmesh.errors import ArgumentError, ModelError, require, short
-from attnmesh.hf.serving.draws import generator_after
+from attnmesh.hf.serving.draws import draw_token, generator_after
 from attnmesh.hf.serving.grammar_masks import GrammarState, apply_mask
 from attnmesh.hf.serving.row_guesses import RowGuesses
 
@@ -98,7 +98,8 @@ class Sampling:
         """
         scores = logits.float().cpu()
         given, fix = "NaN", "check the model's weights and dtype"
-        require(not bool(scores.isnan().any()), ModelError, "Engine", "logits that are numbers", given, fix)
+        are_numbers = not (scores.sum().isnan() and scores.isnan().any())  # infinities may sum to none
+        require(are_numbers, ModelError, "Engine", "logits that are numbers", given, fix)
         penalized = self._penalized(scores[None], before, counts)
         if allowed is not None:  # last, so that no bias or penalty brings another token back
             penalized = apply_mask(penalized, allowed)
@@ -128,7 +129,7 @@ class Sampling:
             scores = TopPLogitsWarper(float(self.top_p))(None, scores)
         if self.min_p > 0:
             scores = MinPLogitsWarper(float(self.min_p))(None, scores)
-        return int(torch.multinomial(scores.softmax(-1), 1, generator=generator))
+        return draw_token(scores.softmax(-1)[0], generator)
 
 
 @dataclass(eq=False)
