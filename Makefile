@@ -38,8 +38,8 @@ QUICK := tests/core tests/kernels tests/mesh tests/planner tests/mesh_attention 
 quick: $(VENV)/ready           ## laws, kernels, the planner, and meshes of 1, 2 and 4 ranks (about 1 minute on 2 cores)
 	CUDA_VISIBLE_DEVICES= $(RUN)/pytest -m 'quick and not gpu and not long' $(QUICK)
 
-# Half of the tests are one process, and ranks wait for each other: two files at a time keep two cores at work.
-WORKERS ?= 2
+# Servers, lost ranks and deadlines wait more than they compute: three files at a time keep two cores at work.
+WORKERS ?= 3
 test: $(VENV)/ready            ## the whole suite, on the CPU, with large grids sampled (about 8 minutes on 2 quiet cores)
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(RUN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m 'not gpu and not long'
 

@@ -10,6 +10,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(  # what each process imports that a 
 )
 
 import signal
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -43,8 +44,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with whole commands, which wait more than they compute: at the end one worker would wait alone."""
-    items.sort(key=lambda item: item.path.parent.name not in ("tools", "serve", "cli"))
+    """Deal files that wait more than they compute evenly among the others: two at once would leave cores idle."""
+    files = [path for path in dict.fromkeys(item.path for item in items) if path.name.startswith("test_")]
+    files.sort(key=lambda path: path.parent.name != "tools")  # a minute of hostile clients is not for the end
+    place: dict[Path, float] = {}
+    for waits in (True, False):
+        group = [path for path in files if (path.parent.name in ("tools", "serve", "cli", "comm")) == waits]
+        place |= {path: number / len(group) for number, path in enumerate(group)}
+    items.sort(key=lambda item: place.get(item.path, 0.0))
 
 
 def pytest_collection_finish() -> None:

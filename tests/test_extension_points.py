@@ -1,4 +1,4 @@
-"""A new mask, kernel or merge is one value, in one place: each is made here, and nothing else knows it.
+"""A new mask, kernel or merge is one value: each is made here, of what there is, and nothing else knows it.
 
 In the package a mask would be a function of `core/mask.py`, a kernel a file of `kernels/implementations`, and a merge a
 record of `mesh/merges.py`. `test_a_family_is_one_file` of `hf/families/test_families.py` adds a family.
@@ -15,7 +15,6 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh.comm.message import MessageForm
-from attnmesh.comm.transport import Transport
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial
 from attnmesh.core.scaling import Scaling
@@ -63,7 +62,6 @@ class Dense(Kernel):
 
 def around(ranks: MergeTransport, message: Tensor, form: MessageForm, _: bool) -> CheckedPartial:
     """Send on what came, to the next rank of a ring, until all have all messages."""
-    assert isinstance(ranks, Transport)
     (size, rank), rows = (ranks.axis.size, ranks.axis.index), [message]
     for _step in range(1, size):
         into, ring = torch.empty_like(message), ((rank + 1) % size, (rank - 1) % size)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -85,39 +86,56 @@ def test_check_fails_when_a_kernel_is_wrong(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 FRONT = """
-import sys
-sys.argv = ["attnmesh", *sys.argv[1:]]
+import json, os, sys
 import attnmesh_command
-try:
-    attnmesh_command.main()
-finally:
-    assert not {"torch", "transformers", "rich", "attnmesh"} & set(sys.modules)
+for number, words in enumerate(json.loads(sys.argv[1])):
+    if os.fork() == 0:
+        for place, name in ((1, "out"), (2, "error")):
+            os.dup2(os.open(f"{number}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), place)
+        sys.argv = ["attnmesh", *words]
+        try:
+            attnmesh_command.main()
+        finally:
+            if {"torch", "transformers", "rich", "attnmesh"} & set(sys.modules):
+                os._exit(99)
+    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)  # else the next one would print it, too
 """
+Said = tuple[int, str, str]
+"""Exit code, stdout and stderr."""
 
 
-def front(*arguments: str, code: int = 0, **environment: str) -> str:
-    """Output of the installed command, which imports neither the library nor PyTorch here; of an error, its message."""
-    words = [sys.executable, "-c", FRONT, *arguments]
-    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, **environment}, check=False)
-    assert done.returncode == code, done.stderr
-    assert done.stderr == "" or code
-    return done.stderr if code else done.stdout
+def fronts(commands: Sequence[Sequence[str]], folder: Path, **environment: str) -> list[Said]:
+    """What installed commands say that import neither the library nor PyTorch: forked from one process."""
+    words = [sys.executable, "-c", FRONT, json.dumps(commands)]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=folder, env=os.environ | environment, check=True)
+    codes = map(int, done.stdout.split())
+    read = [[(folder / f"{number}.{name}").read_text() for number in range(len(commands))] for name in ("out", "error")]
+    return [*zip(codes, *read, strict=True)]
+
+
+def front(folder: Path, *arguments: str, **environment: str) -> str:
+    """Output of one command."""
+    ((code, out, error),) = fronts([arguments], folder, **environment)
+    assert (code, error) == (0, "")
+    return out
 
 
 def test_version_help_and_completion_import_no_torch(tmp_path: Path) -> None:
-    assert front("--version") == f"{__version__}\n"
-    text = " ".join(front("--help", COLUMNS="200").split())
+    assert front(tmp_path, "--version") == f"{__version__}\n"
+    text = " ".join(front(tmp_path, "--help", COLUMNS="200").split())
     assert all(f"{name} {help}" in text for name, help in attnmesh_command.COMMANDS.items())
     disable = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
-    assert "completion installed" in front("--install-completion", "bash", HOME=str(tmp_path), **disable)
+    assert "completion installed" in front(tmp_path, "--install-completion", "bash", HOME=str(tmp_path), **disable)
     assert "_ATTNMESH_COMPLETE=complete_bash" in (tmp_path / ".bash_completions" / "attnmesh.sh").read_text()
     words = {"COMP_WORDS": "attnmesh p", "COMP_CWORD": "1"}
-    assert front(_ATTNMESH_COMPLETE="complete_bash", **words).split() == ["probe", "plan"]
+    assert front(tmp_path, _ATTNMESH_COMPLETE="complete_bash", **words).split() == ["probe", "plan"]
 
 
-@pytest.mark.parametrize("name", attnmesh_command.COMMANDS)
-def test_the_help_of_a_subcommand_imports_no_torch(name: str) -> None:
-    assert "--json" in front(name, "--help") or name == "serve"
+def test_the_help_of_a_subcommand_imports_no_torch(tmp_path: Path) -> None:
+    names = [*attnmesh_command.COMMANDS]
+    for name, (code, out, error) in zip(names, fronts([(name, "--help") for name in names], tmp_path), strict=True):
+        assert (code, error) == (0, ""), name
+        assert "--json" in out or name == "serve"
 
 
 WRONG = {
@@ -149,10 +167,11 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("given", WRONG, ids=" ".join)
-def test_wrong_options_are_refused_before_torch_is_imported(given: tuple[str, ...]) -> None:
+def test_wrong_options_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
     """They took seconds. The messages of all options are tested with their subcommands."""
-    assert WRONG[given] in front(*given, code=2 if given[0] == "check" else 1)
+    for given, (code, _, error) in zip(WRONG, fronts([*WRONG], tmp_path), strict=True):
+        assert code == (2 if given[0] == "check" else 1), given
+        assert WRONG[given] in error
 
 
 def test_the_names_of_options_are_those_of_the_library() -> None:

@@ -1,4 +1,4 @@
-"""Ranks whose calls differ: when they compare calls, the error that all raise, and NaN where nothing is compared."""
+"""When ranks compare: the error that all raise where their calls differ, and NaN where nothing is compared."""
 
 import re
 from collections.abc import Callable

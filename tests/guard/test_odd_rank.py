@@ -1,4 +1,4 @@
-"""One rank does something else than the others: all raise the same error, or all get NaN, and nobody waits."""
+"""One rank makes another call than the others: all raise the same error, or all get NaN, and nobody waits."""
 
 from typing import Any
 

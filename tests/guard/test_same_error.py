@@ -1,4 +1,4 @@
-"""One rank is given something bad: all raise the same error, which tells what is wrong, and all can go on.
+"""One rank is given a bad argument: all raise the same error, which tells what is wrong, and all can go on.
 
 A row of the table is a call, what one rank alone is given instead of something good, and what every rank has to say.
 The last rows are of functions that ask nobody, or that nobody could be asked about: a mesh is what ranks ask each other

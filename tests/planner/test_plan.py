@@ -97,11 +97,11 @@ def test_the_note_on_placement_is_for_plans_that_differ_in_nothing_else() -> Non
 
 
 def test_a_plan_prints_one_short_line() -> None:
-    one = am.plan(Workload(32, 8, 128, 131072), am.Cluster.preset("dgx-h100"))[0]
+    one = am.plan(Workload(32, 8, 128, 131072), am.Cluster.preset("dgx-h100", 2))[0]
     text = f"{one}"
     assert text == repr(one)
     assert text.startswith(f"Plan({one.name}; {one.layout}; ")
-    assert text.endswith(" per rank; dgx-h100, 16 hosts of 8 ranks)")
+    assert text.endswith(" per rank; dgx-h100, 2 hosts of 8 ranks)")
     assert "\n" not in text
     assert len(text) < 180
 

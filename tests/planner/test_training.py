@@ -21,6 +21,7 @@ import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh.hf.model_size import training_size
 from attnmesh.planner.training import LOSSES, Method, TrainedModel, training
+from tests.support.seeds import some
 
 
 class Step(NamedTuple):
@@ -104,7 +105,7 @@ METHODS = [
 ]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", some(METHODS, METHODS[0], METHODS[3], METHODS[4]))
 def test_tokens_that_fit_fill_the_memory(method: Method) -> None:
     cluster = am.Cluster.preset("dgx-h100", 2)
     work = am.Workload(32, 8, 128, 131_072, layers=32, phase="training")

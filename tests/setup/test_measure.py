@@ -12,7 +12,7 @@ from attnmesh.comm.transport import flat_axis
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.shapes import AXES
 from attnmesh.planner.workload import Workload
-from attnmesh.setup import measure_shares
+from attnmesh.setup import measure, measure_shares
 from attnmesh.setup.measure import MeasuredRanks, measure_link
 from tests.support.pool import Pool
 
@@ -31,8 +31,8 @@ def measured() -> Cluster:
     """Measure links twice, where rank 0 is in one group more than the others: both have hung."""
     dist.new_group([0])
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=AXES)
-    measure_link(MeasuredRanks.of(flat_axis(mesh, AXES), torch.device("cpu")), between=False)
-    with patch.object(measure_shares, "READ_SECONDS", 0.05):
+    with patch.object(measure_shares, "READ_SECONDS", 0.05), patch.multiple(measure, IN_A_ROW=1, TIMEOUT=0.01):
+        measure_link(MeasuredRanks.of(flat_axis(mesh, AXES), torch.device("cpu")), between=False)
         return Cluster.measure(mesh)
 
 

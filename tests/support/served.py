@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
+import attnmesh.serve.server
 from attnmesh.serve.access import Limits
 from attnmesh.serve.metrics import Metrics
 from attnmesh.serve.routes import App
@@ -23,6 +24,9 @@ from tests.support.fake_engine import byte_tokenizer
 NAME, OTHER_NAME = "fake", "org/fake"
 PATIENCE = 300
 """Seconds that a client waits. A request of many beside it takes a minute on a busy machine."""
+
+attnmesh.serve.server.gc = SimpleNamespace(collect=int, freeze=int, unfreeze=int)  # type: ignore[assignment]
+"""A server would end what `gc_settings` has done for this process, and look through all of it for each test."""
 
 
 class Children:

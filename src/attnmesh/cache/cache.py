@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.cache.cache_config import CacheSizes, check_hot, check_in_folder
+from attnmesh.cache.local_shards import LocalShards, check_placement
 from attnmesh.cache.new_tokens import NewTokens, append_known, append_signature, stored, swap_tokens_for_heads
 from attnmesh.cache.pages import PagedCache
-from attnmesh.cache.replicas import LocalShards, check_placement
 from attnmesh.cache.saved_cache import FolderLayer, SavedCache, SavedPieces, open_folder
 from attnmesh.cache.tiered_shard import TieredShard, in_tiers, shards_in_memory
 from attnmesh.comm.transport import flat_axis, transport_of

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.cache.cache_shard import CacheShard
-from attnmesh.cache.replicas import LocalShards
+from attnmesh.cache.local_shards import LocalShards
 from attnmesh.comm.p2p import meta_like, swap
 from attnmesh.guard.argument_checks import check_positions
 from attnmesh.kernels.traced import are_plain

@@ -52,7 +52,7 @@ class HostMerge:
         stop = 2 + self.rows
         return Partial(message[stop:].view(self.shape), message[2:stop].view(self.shape[:-1]))
 
-    def heads(self, output: str) -> slice | None:
+    def heads_of_output(self, output: str) -> slice | None:
         """Return this rank's share of the heads, or None for all."""
         return self.axis.slice_of(self.shape[1]) if output == "heads" else None
 
@@ -67,7 +67,9 @@ class HostMerge:
             merge_in_host(message, self.rows, self.width, self.axis, self.mailboxes, self.rounds)
             if traffic is not None:
                 traffic.merges.append(perf_counter() - began)
-        except CallsDifferError:  # the ranks that compare their calls wait for this one
+        except (
+            CallsDifferError
+        ):  # a peer compares its call: give up the merge as unequal, so that this rank compares too
             message[:2] = UNEQUAL_CHECKSUM
             return False
         first, second = cast(tuple[float, float], CHECKSUM.unpack(string_at(start, CHECKSUM.size)))

@@ -1,6 +1,13 @@
 """Messages of a merge: a partial and a checksum of the call, packed into bytes.
 
-The checksum is two numbers. Their maximum over all ranks shows every rank whether all ranks made the same call.
+The checksum is two numbers, of which each rank gets the maximum over all ranks. Their sum is 0 if ranks agree.
+
+        a rank           sends                      the sum of the maxima
+        makes a call     (n, -n), n of the call     0 if all ranks make the same call, else more
+        asks to compare  (QUESTION, -QUESTION)      0 if all ranks ask
+        has an error     (POISON, POISON)           infinite
+        compares         nothing: it waits in the comparison. A rank that expects its message gets a `CallsDifferError`
+                         instead, and gives up the merge with UNEQUAL_CHECKSUM
 """
 
 import math
@@ -22,6 +29,9 @@ MODULUS = (1 << 24) - 3
 
 QUESTION = float(MODULUS)
 """Checksum of no call: a rank sends it to find out whether all ranks ask to compare their calls."""
+
+POISON = math.inf
+"""Checksum of a rank that takes part in a merge without a call, so that the others find its error."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attnmesh.comm.message import MessageForm
+from attnmesh.comm.message import POISON, MessageForm
 from attnmesh.comm.shared_memory import UNEQUAL_CHECKSUM, CallsDifferError
 from attnmesh.comm.topology import rounds
 from attnmesh.comm.transport import transport_of
@@ -63,7 +63,7 @@ def merge_ranks(
                 return nan_unless_equal(own, checksum), checksum
             message = form.message(checksum, partial) if message is None else message
             checksum, whole = chosen.run(transport, message, form, reproducible)
-    except CallsDifferError:  # the ranks that compare their calls wait for this one
+    except CallsDifferError:  # a peer compares its call: give up the merge as unequal, so that this rank compares too
         checksum = torch.full_like(checksum, UNEQUAL_CHECKSUM)
         return nan_unless_equal(own, checksum), checksum
     merged = Partial(*(x[:, heads] for x in whole))
@@ -91,7 +91,7 @@ def send_poison(
     """
     like = torch.empty(0, device=device_type_of(axis.group)) if like is None else like
     merge, output = (given if given in known else "auto" for given, known in ((merge, [*MERGES]), (output, OUTPUTS)))
-    return exchange_checksums(axis, merge, output, like.new_full((2,), torch.inf), reproducible=reproducible)
+    return exchange_checksums(axis, merge, output, like.new_full((2,), POISON), reproducible=reproducible)
 
 
 def chosen_merge(axis: Axis, merge: str, output: str, device: torch.device, *, reproducible: bool = False) -> Merge:
@@ -119,7 +119,7 @@ def highest_checksum(checksum: Tensor, axis: Axis) -> Tensor:
     """Return the maximum of the checksums of all ranks of an axis."""
     try:
         rows = transport_of(axis, checksum.device).swap([checksum.view(torch.uint8)] * axis.size)
-    except CallsDifferError:  # the ranks that compare their calls wait for this one
+    except CallsDifferError:  # a peer compares its call: give up the merge as unequal, so that this rank compares too
         return torch.full_like(checksum, UNEQUAL_CHECKSUM)
     return rows.view(checksum.dtype).amax(0)
 

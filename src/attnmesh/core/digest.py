@@ -19,12 +19,6 @@ ROW = 1 << 16
 DIGEST_VALUES = 1024
 """Values of each parameter in the digest that identifies a model."""
 
-EXTRA_VALUES = 4
-"""int64 values that each rank adds to the agreement all-gather. The number is fixed, so that any two calls match."""
-
-AGREEMENT_VALUES = 2 + EXTRA_VALUES
-"""int64 values that each rank contributes to the agreement all-gather; the first two identify the call."""
-
 
 def bits(x: Tensor) -> Tensor:
     """Return the bit patterns of a tensor's elements as one row of integers."""

@@ -24,7 +24,7 @@ from attnmesh.runtime.world import cached_per_world, decode_cached
 class DecodeStep(NamedTuple):
     """Options of one step, and the axes and sizes of its cache."""
 
-    heads: Axis
+    head_axis: Axis
     token_axis: Axis
     block: int
     capacity: int
@@ -44,8 +44,8 @@ class DecodeStep(NamedTuple):
 
     def encode(self) -> tuple[str, list[int]]:
         """Return the step as names and numbers, which the schema of an operator can carry."""
-        names = [self.heads.group_name, self.token_axis.group_name, self.merge, self.output, self.kernel]
-        axes = [self.heads.size, self.heads.index, self.token_axis.size, self.token_axis.index]
+        names = [self.head_axis.group_name, self.token_axis.group_name, self.merge, self.output, self.kernel]
+        axes = [self.head_axis.size, self.head_axis.index, self.token_axis.size, self.token_axis.index]
         sizes = [self.block, self.capacity, self.value_dim]
         numbers = [*axes, *sizes, int(self.reproducible), self.index_block or 0, *self.mask.encode()]
         return ",".join([*names, *map(repr, self.scaling)]), numbers
@@ -64,7 +64,7 @@ class DecodeStep(NamedTuple):
     def output_shape(self, q: Tensor) -> tuple[int, ...]:
         """Return the shape of the output on this rank."""
         heads = q.shape[1]
-        for axis in (self.heads, self.token_axis) if self.output == "heads" else ():
+        for axis in (self.head_axis, self.token_axis) if self.output == "heads" else ():
             own_heads = axis.slice_of(heads)
             heads = own_heads.stop - own_heads.start
         return q.shape[0], heads, q.shape[2], self.value_dim
@@ -101,14 +101,14 @@ def of_own_heads(
     step: DecodeStep, q: Tensor, sinks: Tensor | None, selected: Selection | None
 ) -> tuple[Tensor, Tensor | None, Selection | None]:
     """Return the queries, sinks and selection of this rank's heads."""
-    heads = step.heads.slice_of(q.shape[1])
+    heads = step.head_axis.slice_of(q.shape[1])
     own_sinks = None if sinks is None else sinks[heads]
-    return q[:, heads], own_sinks, selected and selection_of_rank(selected, step.heads)
+    return q[:, heads], own_sinks, selected and selection_of_rank(selected, step.head_axis)
 
 
 def gather_heads(out: Tensor, checksum: Tensor, step: DecodeStep, heads: int) -> tuple[Tensor, Tensor]:
     """Return the output with the heads of all ranks along the heads axis, or NaN if their calls differ."""
-    axis = step.heads
+    axis = step.head_axis
     if axis.size == 1:
         return out, checksum
     checksum = highest_checksum(checksum, axis)

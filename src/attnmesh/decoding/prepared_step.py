@@ -1,4 +1,8 @@
-"""Prepared steps: what was checked and chosen for steps of one signature, and the one way in which all of them run."""
+"""Prepared steps: what was checked and chosen for steps of one signature, and how they run.
+
+All steps `compute` alike. Ranks of one host that merge natively compare their calls by that merge (`HostMerge`). All
+others have a `MergeAgreement` around it.
+"""
 
 import functools
 from collections.abc import Sequence
@@ -30,10 +34,10 @@ class PreparedStep(NamedTuple):
     step: DecodeStep
     attention: CachedAttention
     host_merge: HostMerge | None  # None unless all ranks share a host whose native library merges
-    heads: slice | None  # of the output of that merge; None for all
+    output_heads: slice | None  # of the output of that merge; None for all
     alone: bool  # there are no other ranks
     sizes: CacheSizes | None = None
-    on_device: bool = False  # the host reads nothing of a device
+    stays_on_device: bool = False  # the host reads nothing of a device
     signature: tuple[Any, ...] = ()  # of the call, of which its hash is made
 
     def run(self, inputs: StepInputs, checked: bool | None) -> Tensor:
@@ -51,7 +55,7 @@ class PreparedStep(NamedTuple):
             agreement = agreement_on(caches, step, checked)
             agreement.signature, agreement.state = self.signature, tuple(values)
             agreement.fields = functools.partial(compared_fields, inputs, step)
-            if self.on_device:
+            if self.stays_on_device:
                 like = q.new_empty(0), q.shape, caches[0].sizes.value_dim
                 agreement.ask = functools.partial(ask_in_step, step, *like)
             with agreement:
@@ -85,12 +89,12 @@ class PreparedStep(NamedTuple):
         q, _, sinks, key_lengths, selected, other_keys = inputs
         step, host, message, checksum, into, calls_differ = self.step, self.host_merge, None, None, None, False
         own_q, own_sinks, own_selected = q, sinks, selected  # of this rank's heads
-        if step.heads.size > 1:
+        if step.head_axis.size > 1:
             own_q, own_sinks, own_selected = of_own_heads(step, q, sinks, selected)
         if host is not None:
             message = host.blank()
             into = host.partial_in(message)
-        elif self.attention.in_place is not None:
+        elif self.attention.in_place_kernel is not None:
             message, checksum, into = self._message(own_q)
         # The first rank adds the sinks; a reproducible step adds them after the merge, on any number of ranks.
         added = own_sinks if step.token_axis.index == 0 and not step.reproducible else None
@@ -107,7 +111,7 @@ class PreparedStep(NamedTuple):
                 tensors.append(key_lengths)  # else part of the hash
             if selected is not None:
                 tensors.append(selected.indices)
-            for factor, view in enumerate(views[1:], 2):
+            for factor, view in enumerate(views[1:], 2):  # a sum that tells lengths of two caches that were swapped
                 state = state + factor * view.state[:1]
             if host is not None and message is not None:
                 merge = named(MERGE, host.run) if is_profiled() else host.run
@@ -120,7 +124,7 @@ class PreparedStep(NamedTuple):
                 partial, checksum = merge_ranks(
                     partial, checksum, *along, reproducible=step.reproducible, message=message
                 )
-        out = partial.out if self.heads is None else partial.out[:, self.heads]
+        out = partial.out if self.output_heads is None else partial.out[:, self.output_heads]
         if step.reproducible:
             if own_sinks is not None and step.output == "heads":
                 own_sinks = own_sinks[step.token_axis.slice_of(len(own_sinks))]
@@ -130,7 +134,7 @@ class PreparedStep(NamedTuple):
         if lengths is not None:  # NaN where no such number of keys is cached
             wrong = (lengths < 0) | (lengths > views[0].state[0])
             out = out.masked_fill(wrong[:, None, None, None], torch.nan)
-        if checksum is not None and step.heads.size > 1:
+        if checksum is not None and step.head_axis.size > 1:
             out, checksum = gather_heads(out, checksum, step, q.shape[1])
         return out, checksum, calls_differ
 
@@ -201,7 +205,7 @@ def prepare_step(
             if cache.shards.forked and on_device:
                 cache.shards.unshare()  # the kernel merges the blocks of one tensor
     made = new_prepared_step(q, first.shard.view, step)
-    made = made._replace(sizes=first.sizes, on_device=on_device, signature=inputs.signature(step))
+    made = made._replace(sizes=first.sizes, stays_on_device=on_device, signature=inputs.signature(step))
     if signature is not None and not step.mask.ends:
         prepared.keep(signature, made)
     return made
@@ -211,9 +215,9 @@ def new_prepared_step(q: Tensor, view: CacheView, step: DecodeStep) -> PreparedS
     """Return what steps with such queries run: the launches of a kernel, and the merge."""
     attention, axis = step.attention_for(q, view), step.token_axis
     host, heads = None, None
-    one_host = axis.size > 1 and step.heads.size == 1 and q.device.type == "cpu" and not step.reproducible
-    if one_host and attention.in_place is None and sum_dtype(q.dtype) == torch.float32:
+    one_host = axis.size > 1 and step.head_axis.size == 1 and q.device.type == "cpu" and not step.reproducible
+    if one_host and attention.in_place_kernel is None and sum_dtype(q.dtype) == torch.float32:
         merge = chosen_merge(axis, step.merge, step.output, q.device)
         host = host_merge_for(axis, (*q.shape[:-1], step.value_dim), merge)
-        heads = None if host is None else host.heads(step.output)
-    return PreparedStep(step, attention, host, heads, alone=axis.size == step.heads.size == 1)
+        heads = None if host is None else host.heads_of_output(step.output)
+    return PreparedStep(step, attention, host, heads, alone=axis.size == step.head_axis.size == 1)

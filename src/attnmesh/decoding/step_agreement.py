@@ -58,7 +58,7 @@ def ask_in_step(step: DecodeStep, like: Tensor, shape: Sequence[int], value_dim:
 
     `like` and `shape` are those of the step's queries. The messages have the sizes that the other ranks expect.
     """
-    heads = step.heads.slice_of(shape[1])
+    heads = step.head_axis.slice_of(shape[1])
     q = like.new_empty(1).expand(shape)[:, heads]
     nothing, along = identity(q, value_dim, sum_dtype(q.dtype)), (step.token_axis, step.merge, step.output)
     partial, checksum = merge_ranks(nothing, question_like(nothing.lse), *along, reproducible=step.reproducible)

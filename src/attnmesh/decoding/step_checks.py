@@ -144,7 +144,7 @@ def check_other_keys(inputs: StepInputs, step: DecodeStep) -> None:
     fix = "pass what attend returned for the same queries"
     fits = isinstance(other_keys, tuple) and len(other_keys) == 2 and all(isinstance(x, Tensor) for x in other_keys)
     require(fits, DtypeError, subject, "a partial (out, lse)", type(other_keys).__name__, fix)
-    heads = step.heads.slice_of(q.shape[1])
+    heads = step.head_axis.slice_of(q.shape[1])
     rows = (q.shape[0], heads.stop - heads.start, q.shape[2])
     given, expected = f"{[tuple(x.shape) for x in other_keys]}", f"{[(*rows, cache.sizes.value_dim), rows]}"
     require(given == expected, ShapeError, subject, f"shapes {expected}", given, fix)

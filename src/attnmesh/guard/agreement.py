@@ -18,10 +18,10 @@ from torch import Tensor
 from attnmesh import errors
 from attnmesh.comm.topology import whole_mailboxes
 from attnmesh.comm.transport import all_gather_ints, all_gather_texts, enter_agreement, realign, transport_of
-from attnmesh.core.digest import EXTRA_VALUES
 from attnmesh.errors import InputError, MeshError, RankFailure, UnforeseenError
 from attnmesh.kernels.triton_runtime import interpreted
 from attnmesh.mesh.axes import Axis, Mesh, mesh_of
+from attnmesh.mesh.merge_cost import EXTRA_VALUES
 from attnmesh.mesh.merges import is_collective
 from attnmesh.runtime.memo import Memo
 from attnmesh.runtime.world import cached_per_world
@@ -52,10 +52,10 @@ def is_capturing(device: torch.device) -> bool:
 
 
 class Agreement:
-    """One call on which all ranks of a mesh agree, as a `with` around the work that may fail on one of them.
+    """One call on which all ranks of a mesh agree, as a `with` around checks, or other work, that may fail on one rank.
 
-    `before` compares the call now. `after`, at the end of the `with`, compares it once the work is done, and `fail`
-    compares the error that has ended the work: then all ranks raise it, or none does. `payload` of this rank are
+    `before` compares the call now. `after` compares it at the end of the `with`, before any tensor is sent, and `fail`
+    compares the error that has ended the `with`: then all ranks raise it, or none does. `payload` of this rank are
     exchanged beside the call, and `table` has those of all ranks by shard. Without `is_compared` a rank is alone.
     """
 
@@ -92,7 +92,7 @@ class Agreement:
         return True
 
     def after(self) -> None:
-        """Compare the call, once this rank's work is done."""
+        """Compare the call at the end of the `with`: in `attention` after its checks, before any tensor is sent."""
         if not self.is_compared:
             self.table = [[*self.payload]]
             return
@@ -143,7 +143,7 @@ class Agreement:
         self.compare(self.described())
         all_gather_ints([0], self.mesh)
         realign(self.mesh)  # messages of a call that some rank broke off
-        all_gather_ints([0], self.mesh)
+        all_gather_ints([0], self.mesh)  # a barrier: no rank sends before all have dropped them
         given, fix = "different checksums of equal calls", "report this bug, with the arguments of each rank"
         raise MeshError(self.name, "the same checksum on every rank", given, fix)
 
@@ -192,12 +192,12 @@ class CallRecord:
 class MergeAgreement(Agreement):
     """An agreement on a call that ends in a merge, whose messages carry the hash of the call at no cost.
 
-            the call's signature is known to this rank      it is new
-        CPU the host reads the merged checksum: where calls differ, ranks exchange texts and raise
-        GPU no host reads it: calls that differ get NaN     ask: repeat the last exchange, with a question
+    - On a CPU, for any call: the host reads the merged checksum. Where calls differ, ranks exchange texts and raise.
+    - On a GPU, for a call whose signature this rank knows: no host reads it. Where calls differ, outputs are NaN.
+    - On a GPU, for a new one: this rank asks. It repeats the last exchange, with a question in place of a checksum. If
+      all ranks ask, they compare on the host. Else some rank is in a call that it knows, and all get NaN.
 
-    If all ranks ask, they compare on the host. Else some rank is in a call that it knows: all get NaN. Merges by a
-    collective, which hang or crash on messages of unequal sizes, are compared before, on CPUs too.
+    Merges by a collective, which hang or crash on messages of unequal sizes, are compared before, on CPUs too.
 
     `poison` takes part in the merge without a call, so that the other ranks find this rank's error. The call sets
     `signature` and the `state` that changes between calls of one signature; `ask`, which takes part with a question, is
@@ -230,8 +230,9 @@ class MergeAgreement(Agreement):
 
     def before(self) -> bool:
         """Compare the call before messages that need it. Return False if this rank asked and not all ranks did."""
-        is_new = not (self.can_ask and self.ask is not None and self.signature in self.calls.known)
-        self.is_compared_before = self.is_compared and (is_new if self.checked is None else self.checked)
+        # A host that reads the checksum compares each call.
+        by_default = not (self.can_ask and self.ask is not None and self.signature in self.calls.known)
+        self.is_compared_before = self.is_compared and (by_default if self.checked is None else self.checked)
         if self.is_compared_before and self.can_ask:
             return self.is_new_to_all() and super().before()
         if self.is_compared_before and is_collective(self.merge):

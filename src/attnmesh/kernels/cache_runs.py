@@ -203,13 +203,13 @@ class CachedAttention:
     """Steps of one signature with one kernel: their launches are found once for each shape of queries."""
 
     def __init__(self, kernel: Kernel, scaling: Scaling, value_dim: int) -> None:
-        self.in_place = kernel.bind_cache() if kernel.reads_cache else None
-        self.kernel = CacheKernel(kernel, scaling, value_dim)
+        self.in_place_kernel = kernel.bind_cache() if kernel.reads_cache else None
+        self.cache_kernel = CacheKernel(kernel, scaling, value_dim)
         self.bound_kernels: dict[tuple[int, ...], BoundKernel | None] = {}
 
     def attend(self, query: DecodeQuery, views: Sequence[CacheView], selected: Selection | None = None) -> Partial:
         """Return the partial of one cache of all rows, or of a cache for each row; in `query.into` if that is given."""
-        if self.in_place is not None:
+        if self.in_place_kernel is not None:
             total = self._attend_in_place(query, runs_of(query, views, in_place=True))
             return (
                 total if query.other_keys is None else copy_into(merge_unchecked([total, query.other_keys]), query.into)
@@ -235,15 +235,15 @@ class CachedAttention:
 
     def _attend_in_place(self, query: DecodeQuery, runs: Sequence[SlotRun]) -> Partial:
         """Return the partial of runs of all slots of pieces."""
-        assert self.in_place is not None
+        assert self.in_place_kernel is not None
         found = []
         for group in _by_sequences(runs):
             own = query if group[0].sequences is ALL else query.sequence(group[0].sequences.start)
             if len(group) == 1:
-                found.append(self.in_place.attend_cache(own, group[0].piece))
+                found.append(self.in_place_kernel.attend_cache(own, group[0].piece))
                 continue
             plain = own._replace(sinks=None, into=None)
-            merged = merge_unchecked([self.in_place.attend_cache(plain, run.piece) for run in group])
+            merged = merge_unchecked([self.in_place_kernel.attend_cache(plain, run.piece) for run in group])
             found.append(copy_into(with_sinks(merged, own.sinks), own.into))
         if len(found) == 1:
             return found[0]
@@ -297,7 +297,11 @@ class CachedAttention:
     def _compute(self, q: Tensor, run: SlotRun, into: Partial) -> None:
         """Write the partial of a run by the kernel's rectangles."""
         keys, values = _slots(run)
-        kernel = self.kernel if run.bias_positions is None else self.kernel.with_positions(q, keys, run.bias_positions)
+        kernel = (
+            self.cache_kernel
+            if run.bias_positions is None
+            else self.cache_kernel.with_positions(q, keys, run.bias_positions)
+        )
         copy_into(kernel(q, keys, values, run.seen), into)
 
     def _attend_blocks(self, q: Tensor, group: Sequence[SlotRun], block: int) -> Partial:
@@ -306,7 +310,7 @@ class CachedAttention:
         for run in _read_ahead(group):
             keys, values = (x[:, :, : run.stop] for x in (run.piece.keys, run.piece.values))
             assert isinstance(run.seen, Band)
-            stack = _blocks(self.kernel, q, keys, values, run.seen, block)
+            stack = _blocks(self.cache_kernel, q, keys, values, run.seen, block)
             forgotten = run.piece.state.tolist()[2:]
             stacks.append(by_residue(stack, *forgotten) if any(forgotten) else stack)
         return merge_along_tree(Partial(*(torch.cat(x) for x in zip(*stacks, strict=True))))
@@ -314,15 +318,15 @@ class CachedAttention:
     def _bound(self, q: Tensor, view: CacheView) -> BoundKernel | None:
         """Return the launch of queries of this shape."""
         if q.shape not in self.bound_kernels:
-            kernel, plain = self.kernel.kernel, storage_of(view.keys) is None
+            kernel, plain = self.cache_kernel.kernel, storage_of(view.keys) is None
             served = plain or kernel.reads_8_bits
-            self.bound_kernels[q.shape] = kernel.bind(q, *view.unscaled, self.kernel.scaling) if served else None
+            self.bound_kernels[q.shape] = kernel.bind(q, *view.unscaled, self.cache_kernel.scaling) if served else None
         return self.bound_kernels[q.shape]
 
     def _blank(self, q: Tensor) -> Partial:
         """Return memory for a partial."""
         dtype, shape = sum_dtype(q.dtype), q.shape[:-1]
-        return Partial(q.new_empty((*shape, self.kernel.value_dim), dtype=dtype), q.new_empty(shape, dtype=dtype))
+        return Partial(q.new_empty((*shape, self.cache_kernel.value_dim), dtype=dtype), q.new_empty(shape, dtype=dtype))
 
 
 def _read_ahead(runs: Sequence[SlotRun]) -> Iterator[SlotRun]:

@@ -63,7 +63,7 @@ class TieredAttention(CachedAttention):
     def _begin(self, query: DecodeQuery, tier: CacheView | None, selected: Selection | None) -> Callable[[], Partial]:
         """Copy to the host what it needs of a query, before the device is busy. Return what attends the tier."""
         if tier is None:
-            return lambda: identity(query.q, self.kernel.value_dim, query.q.dtype)
+            return lambda: identity(query.q, self.cache_kernel.value_dim, query.q.dtype)
         lengths = None if query.key_lengths is None else query.key_lengths.cpu()
         if selected is None and self._is_link_faster(query, tier):
             return lambda: self._attend_brought(query, query._replace(key_lengths=lengths), tier)
@@ -75,14 +75,14 @@ class TieredAttention(CachedAttention):
         """Return the partial of the host's kernel."""
         attention = self.on_host.find(query.q.shape)
         if attention is None:
-            name, (_, scaling, value_dim) = "auto" if selected is None else "reference", self.kernel
+            name, (_, scaling, value_dim) = "auto" if selected is None else "reference", self.cache_kernel
             kernel = choose(Need.of_cache(query.q, tier, scaling), name)
             attention = self.on_host.keep(query.q.shape, CachedAttention(kernel, scaling, value_dim))
         return attention.attend(query, [tier], selected)
 
     def _attend_brought(self, query: DecodeQuery, on_host: DecodeQuery, tier: CacheView) -> Partial:
         """Return the partial of the slots that are seen, which come to the device part by part."""
-        total = identity(query.q, self.kernel.value_dim, query.q.dtype)
+        total = identity(query.q, self.cache_kernel.value_dim, query.q.dtype)
         for part in _brought(query.q.device, on_host, tier):
             found = super().attend(query._replace(into=self._blank(query.q)), [part])
             total = merge_unchecked([total, found])
@@ -103,7 +103,7 @@ class TieredAttention(CachedAttention):
             query._replace(mask=Causal(), key_lengths=None),
         )
         # Launches that are prepared for a step have its mask, so the sample has launches of its own.
-        other, moved = TieredAttention(*self.kernel), asked._replace(q=asked.q.cpu())
+        other, moved = TieredAttention(*self.cache_kernel), asked._replace(q=asked.q.cpu())
         seconds = [
             _seconds(lambda: other._attend_on_host(moved, sample), asked.q),
             _seconds(lambda: other._attend_brought(asked, asked, sample), asked.q),

@@ -5,10 +5,15 @@ from functools import lru_cache
 from math import ceil, log2
 from typing import NamedTuple
 
-from attnmesh.core.digest import AGREEMENT_VALUES
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.reduction_tree import tree
 from attnmesh.mesh.way import Cost, Way
+
+EXTRA_VALUES = 4
+"""int64 values that each rank adds to the agreement all-gather. The number is fixed, so that any two calls match."""
+
+AGREEMENT_VALUES = 2 + EXTRA_VALUES
+"""int64 values that each rank contributes to the agreement all-gather; the first two identify the call."""
 
 
 class MergeGroup(NamedTuple):

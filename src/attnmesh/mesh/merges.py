@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from attnmesh.core.partial import Partial
+from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.merge_cost import (
     CHECKSUM_BYTES,
@@ -30,6 +31,11 @@ CheckedPartial = tuple[Tensor, Partial]
 
 class MergeTransport(Protocol):
     """Way of messages, as merges use it: `comm` has one for each backend. A form is a `MessageForm` of `comm`."""
+
+    axis: Axis
+
+    def post(self, posts: Any, what: str) -> Any:
+        """Begin to send and receive tensors. Return what waits for each."""
 
     def tree(self, message: Tensor, form: Any, reproducible: bool) -> CheckedPartial:
         """Merge two messages in each round of a tree."""

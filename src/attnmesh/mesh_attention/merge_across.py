@@ -208,7 +208,7 @@ def merge_as_one_call(partial: Partial, host_merge: HostMerge, text: str, output
             differs.text = text
             differs.raise_unequal()
         merged.out.fill_(torch.nan)  # ranks whose calls differ get NaN
-    heads = host_merge.heads(output)
+    heads = host_merge.heads_of_output(output)
     return merged if heads is None else Partial(*(x[:, heads].contiguous() for x in merged))
 
 

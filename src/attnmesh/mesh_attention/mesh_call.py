@@ -82,7 +82,7 @@ class MeshCall(NamedTuple):
         assert known.task is not None
         return known.task
 
-    def with_seen(self, task: Task, key_lengths: Tensor | None, indices: Tensor | None) -> Task:
+    def with_visible_keys(self, task: Task, key_lengths: Tensor | None, indices: Tensor | None) -> Task:
         """Return the task with the keys of each step that are real, and of these the ones that are selected."""
         if indices is not None:
             return replace(task, selected=self._selected(task.schedule, key_lengths, indices))
@@ -91,6 +91,7 @@ class MeshCall(NamedTuple):
         return replace(task, counts=[visible_counts(step.positions, key_lengths) for step in task.schedule.key_steps])
 
     def _new_task(self, q_heads: int, q: Tensor, k: Tensor, v: Tensor, latent: Widths | None) -> Task:
+        """Choose an exchange and a kernel for each step, make this rank's schedule, and cut the heads into groups."""
         mesh, problem = self.mesh, self.problem
         kv_heads = q_heads * k.shape[1] // q.shape[1]
         sizes = q.shape[0], q_heads, kv_heads, q.shape[3], v.shape[3]  # all but tokens, of which a rank may have 0

@@ -57,7 +57,7 @@ def _run_call(
     mesh_call: MeshCall,
 ) -> tuple[Tensor, ...]:
     """Return (out, lse) of this rank's queries, and with a heads axis its heads of q, k and v."""
-    task = mesh_call.with_seen(mesh_call.task(q.shape[1], (q, k, v)), key_lengths, indices)
+    task = mesh_call.with_visible_keys(mesh_call.task(q.shape[1], (q, k, v)), key_lengths, indices)
     own_heads = _blank_heads((q, k, v), task.schedule.chunk, mesh_call.mesh.heads)
     out, lse = forward(q, (k, v), task, sinks, own_heads)
     return length_major(out, q.dtype), lse, *own_heads
@@ -78,7 +78,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of this rank's tokens, from q, k, v, out, lse and the gradient of out."""
     *qkv, out, lse, dout = tensors
-    task = mesh_call.with_seen(mesh_call.task(dout.shape[1], tuple(qkv)), key_lengths, indices)
+    task = mesh_call.with_visible_keys(mesh_call.task(dout.shape[1], tuple(qkv)), key_lengths, indices)
     return backward(tuple(qkv), BackwardInputs(out, lse, dout), task)
 
 

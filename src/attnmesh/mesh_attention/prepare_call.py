@@ -58,12 +58,11 @@ def prepare_call(mesh: Mesh, call: Call, checked: bool | None, latent: tuple[int
 
 def _compared(mesh: Mesh, call: Call, agreement: Agreement) -> PreparedCall:
     """Return what is prepared for a call that ranks have compared."""
-    columns: list[tuple[int, ...]] = list(zip(*agreement.table, strict=True))
-    table, tokens = tuple(zip(*columns[:2], strict=True)), (sum(columns[0]), sum(columns[1]))
-    mesh_call = _known_call(mesh, call, tokens, table)
-    _check_highest(max(columns[2]), mesh_call)
-    if len(columns) > 3:
-        _warn_of_whole_keys(columns[3])
+    queries, keys, highest, *digests = zip(*agreement.table, strict=True)  # of all ranks: their payloads
+    mesh_call = _known_call(mesh, call, (sum(queries), sum(keys)), tuple(zip(queries, keys, strict=True)))
+    _check_highest(max(highest), mesh_call)
+    for digests_of_keys in digests:  # of a first call
+        _warn_of_whole_keys(digests_of_keys)
     return PreparedCall(mesh_call, None, agreement.text, call.payload, [row[:3] for row in agreement.table])
 
 

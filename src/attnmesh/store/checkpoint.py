@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.cache.cache import KVCache
 from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.cache.cache_shard import CacheShard
-from attnmesh.cache.replicas import LocalShards, check_placement
+from attnmesh.cache.local_shards import LocalShards, check_placement
 from attnmesh.cache.saved_cache import LayersToLoad
 from attnmesh.core.mask import FAR
 from attnmesh.errors import ShapeError, StoreError

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
 from attnmesh.cache.cache_shard import CacheShard
-from attnmesh.cache.replicas import LocalShards
+from attnmesh.cache.local_shards import LocalShards
 from attnmesh.cache.saved_cache import SavedPieces, Saving
 from attnmesh.errors import StoreError
 from attnmesh.guard.agreement import Agreement

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.cache.cache_shard import CacheShard
+from attnmesh.cache.local_shards import LocalShards
 from attnmesh.cache.ordered_shard import Fail
-from attnmesh.cache.replicas import LocalShards
 from attnmesh.comm.topology import hosts
 from attnmesh.errors import StoreError, require
 from attnmesh.guard.agreement import Agreement
