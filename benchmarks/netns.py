@@ -4,8 +4,9 @@
                 ├─ rate ─ host 1: ranks 2, 3          traffic inside a host uses its loopback,
                 └─ rate ─ host 2: ranks 4, 5          which the counters of the link leave out
 
-All hosts live in one set of process, mount and network namespaces. Its first process ends with the process that started
-it, and the kernel then removes ranks, links and names. Sets of hosts that run side by side cannot see each other.
+Each host keeps its cores, or shares one evenly where there are too few. All hosts live in one set of process, mount and
+network namespaces. Its first process ends with the process that started it, and the kernel then removes ranks, links
+and names. Sets of hosts that run side by side cannot see each other.
 """
 
 import os
@@ -53,7 +54,7 @@ LINK = "eth0"
 HEADERS = 66
 """Bytes of the Ethernet, IP and TCP headers (with timestamps) of a packet."""
 
-TOOLS = ("ip", "tc", "unshare", "setpriv", "mount", "sysctl")
+TOOLS = ("ip", "tc", "unshare", "setpriv", "mount", "sysctl", "taskset")
 
 
 @dataclass(frozen=True)
@@ -184,10 +185,17 @@ def script(hosts: Hosts, folder: Path) -> str:
     run += f" --nnodes {hosts.hosts} --nproc-per-node {hosts.ranks}"
     where = f"--master-addr {address(0)} --master-port 29500"
     lines = [
-        f"ip netns exec h{i} {run} --node-rank {i} {where} -m benchmarks.netns {shlex.quote(str(folder / 'door'))} &"
+        f"taskset -c {cores_of(i, hosts.hosts)} ip netns exec h{i} {run} --node-rank {i} {where}"
+        f" -m benchmarks.netns {shlex.quote(str(folder / 'door'))} &"
         for i in range(hosts.hosts)
     ]
     return "\n".join([*links(hosts), f"export GLOO_SOCKET_IFNAME={LINK} OMP_NUM_THREADS=1", *lines, "wait", ""])
+
+
+def cores_of(host: int, hosts: int) -> str:
+    """Return the cores that a host keeps, as a machine does. Where there are too few, hosts share one evenly."""
+    cores = sorted(os.sched_getaffinity(0))
+    return ",".join(map(str, cores[host::hosts] or [cores[host % len(cores)]]))
 
 
 def links(hosts: Hosts) -> list[str]:

@@ -76,7 +76,8 @@ def test_a_shell_is_given_numbers_alone(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(sys, "executable", "/a b/python")
     lines = script(Hosts.parse("1x1@1gbit"), Path("/tmp/; touch canary")).splitlines()
     words = shlex.split(lines[-2].removesuffix(" &"))
-    assert words[4] == "/a b/python"
+    assert words[:3] == ["taskset", "-c", netns.cores_of(0, 1)]
+    assert words[7] == "/a b/python"
     assert words[-1] == "/tmp/; touch canary/door"
 
 
@@ -106,7 +107,7 @@ def told_of_hosts() -> tuple[list[int], float, int]:
     """Who shares a host; seconds that a million bytes take from each rank to the next host, and what they came to."""
     world, rank = dist.get_world_size(), dist.get_rank()
     axis = Axis(world, rank, dist.group.WORLD)
-    numbers = host_numbers([axis])
+    numbers = host_numbers((axis,))
     message, box, seconds = torch.zeros(1_000_000, dtype=torch.uint8), torch.empty(1_000_000, dtype=torch.uint8), []
 
     def send() -> None:

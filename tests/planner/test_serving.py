@@ -245,6 +245,15 @@ def test_many_rows_take_as_long_as_their_products() -> None:
         assert dict(way.parts)["weights"] == pytest.approx(seconds)
 
 
+def test_ranks_that_share_cores_wait_for_one_at_each_merge() -> None:
+    model, waiting = model_of_cpus(), replace(cpus(), device=replace(cpus().device, wait=1e-3))
+    plain, waits = (chosen(serving(model, each), 2, together=False) for each in (cpus(), waiting))
+    assert waits.seconds - plain.seconds == pytest.approx(1e-3 * model.workload.layers)
+    assert dict(waits.parts)["merge"] - dict(plain.parts)["merge"] == pytest.approx(waits.seconds - plain.seconds)
+    assert replace(waiting.device, alone=2.0).of_cores(1.5).wait == 1e-3
+    assert replace(waiting.device, alone=2.0).of_cores(2).wait == 0
+
+
 def test_the_fastest_way_is_chosen_and_it_depends_on_the_price_of_an_exchange() -> None:
     slow = replace(cpus(), inside=replace(cpus().inside, short=1e-3))
     for cluster, together in ((cpus(), 2), (slow, 1)):

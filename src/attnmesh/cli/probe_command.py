@@ -90,6 +90,8 @@ def described(cluster: Cluster) -> dict[str, Any]:
         "a call": in_seconds(device.call, 3),
         "a run": in_seconds(device.call if device.run is None else device.run, 3),
     }
+    if device.wait:
+        rows["a wait for a core"] = in_seconds(device.wait, 3)
     if cluster.rates:
         rows["each rank reads"] = ", ".join(f"{rate / 1e9:,.2f}" for rate in cluster.rates) + " GB/s"
         rows["each has free"] = ", ".join(f"{free / 1e9:,.1f}" for free in cluster.memories) + " GB"

@@ -7,7 +7,7 @@ from attnmesh.errors import ClusterError
 BOUNDLESS, DAY = 1e30, 86_400
 """The highest rate or size, and the longest time in seconds, that a device or a link takes."""
 
-TIME_FIELDS = ("call", "run", "latency", "short", "step", "message")
+TIME_FIELDS = ("call", "run", "wait", "latency", "short", "step", "message")
 """Fields in seconds. All others are rates or sizes."""
 
 
@@ -24,6 +24,7 @@ class Device:
         call: Seconds to start a kernel.
         run: Seconds of each further run of tokens, which a kernel attends by itself. `call` by default.
         alone: Speed of a rank while the other ranks rest, over its speed while all compute. 1 without shared cores.
+        wait: Seconds that a merge waits for a core besides, where ranks that share one come to it from their work.
     """
 
     forward_rate: float
@@ -35,6 +36,7 @@ class Device:
     call: float = 0.0
     run: float | None = None
     alone: float = 1.0
+    wait: float = 0.0
 
     def __post_init__(self) -> None:
         _check_numbers(self)
@@ -49,7 +51,8 @@ class Device:
         copy = None if self.copy_rate is None else times * self.copy_rate
         rates = {name: times * getattr(self, name) for name in ("forward_rate", "backward_rate", "memory_rate")}
         alone = max(1.0, self.alone / times)
-        return replace(self, **rates, copy_rate=copy, call=self.call * alone / self.alone, alone=alone)
+        wait = self.wait if alone > 1 else 0.0
+        return replace(self, **rates, copy_rate=copy, call=self.call * alone / self.alone, alone=alone, wait=wait)
 
 
 @dataclass(frozen=True)

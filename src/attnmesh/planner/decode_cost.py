@@ -141,6 +141,7 @@ def decode_cost(way: Way, workload: Workload, cluster: Cluster) -> Cost:
         agree_cost(way, cluster, total)
     if group.ranks > 1:
         merge.price(group, Payload(rows * workload.sum_itemsize, workload.decoded[1]), cluster, total)
+        total.add_stage("merge", device.wait)
         if cluster.on_cpus and group.ranks > group.near:
             rounds = tree_rounds(group.ranks, group.near)
             times = sum(one.host > 0 for one in rounds) if merge.in_rounds else 1

@@ -7,7 +7,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -44,6 +44,12 @@ RUNS = 8
 IN_A_ROW = 6
 """Short calls that are timed together: ranks do not begin at quite the same time."""
 
+WORK = 512
+"""Rows and columns of a product that is about as much work as a layer of a small model."""
+
+SHARED = 1.5
+"""Least `Device.alone` of ranks that share cores. Others too may be slower beside each other, as they share memory."""
+
 TIMEOUT = 0.12
 """Seconds that one long message should take at most."""
 
@@ -72,6 +78,13 @@ class MeasuredRanks:
         if not between:
             return [list(host) for host in self.hosts]
         return [[host[index % len(host)] for host in self.hosts] for index in range(max(map(len, self.hosts)))]
+
+    def line(self, *, between: bool) -> list[int]:
+        """Return the ranks of this one's line, from this one on."""
+        host, index = self.host_and_index
+        lines = self.lines(between=between)
+        mine, at = (lines[index], host) if between else (lines[host], index)
+        return [*mine[at:], *mine[:at]]
 
     def median(self, call: Callable[[], Any], rounds: int = ROUNDS, *, until_all: bool = False) -> float:
         """Return the median seconds of a call that all ranks begin together, without the first, of the slowest rank.
@@ -140,12 +153,10 @@ def measure_device(world: MeasuredRanks, dtype: torch.dtype) -> Device:
 
 def measure_link(world: MeasuredRanks, *, between: bool) -> Link:
     """Return the rates of the links inside hosts or between them, if there are any."""
-    host, index = world.host_and_index
-    lines, most = world.lines(between=between), max(map(len, world.hosts))
+    _, index = world.host_and_index
+    lines, most, line = world.lines(between=between), max(map(len, world.hosts)), world.line(between=between)
     if max(map(len, lines)) < 2:
         return NO_LINK
-    mine, at = (lines[index], host) if between else (lines[host], index)
-    line = [*mine[at:], *mine[:at]]
     latency = world.short(lambda: _exchange(world, line, MERGE_BYTES))
     several = min(15, len(line) - 1)
     many = world.short(lambda: _exchange(world, line, MERGE_BYTES, several))
@@ -160,6 +171,23 @@ def measure_link(world: MeasuredRanks, *, between: bool) -> Link:
     message = max(0.0, (many - latency) / max(1, several - 1))
     step = _step(world, lines, short)
     return Link(latency, rank_rate, max(host_rate, rank_rate), short=short, step=step, message=message)
+
+
+def measure_wait(world: MeasuredRanks, rates: Device, link: Link) -> float:
+    """Return the seconds that a short message takes longer between pieces of work, where ranks share cores."""
+    if rates.alone < SHARED:
+        return 0.0
+    between, factor = len(world.hosts) > 1, torch.randn(WORK, WORK)
+    line = world.line(between=between)
+
+    def work() -> None:
+        torch.mm(factor, factor)
+
+    def work_and_send() -> None:
+        work()
+        _exchange(world, line, MERGE_BYTES) if between else _swap_near(world, line)
+
+    return max(0.0, world.short(work_and_send) - world.short(work) - link.merge_latency)
 
 
 def _step(world: MeasuredRanks, lines: list[list[int]], first: float) -> float:
@@ -210,6 +238,9 @@ def measure(mesh: DeviceMesh | None, dtype: torch.dtype | None = None) -> Cluste
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
     device_rates = measure_device(world, dtype)
     inside, between = measure_link(world, between=False), measure_link(world, between=True)
+    device_rates = replace(
+        device_rates, wait=measure_wait(world, device_rates, inside if between is NO_LINK else between)
+    )
     ranks = sizes.pop()
     collectives = "ring" if device.type == "cpu" else "tree"
     source = (("all", f"measured on {world.axis.size} ranks in {dtype}, all at work, torch {torch.__version__}"),)
