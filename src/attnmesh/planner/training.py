@@ -1,12 +1,14 @@
 """Ways to share long sequences and a model's weights over the ranks of a cluster in training: memory and tokens.
 
-A step takes most memory at one of three moments: when the loss has its gradient, in the backward pass of the last
-layer, beside the inputs of all layers, and in that of the first one, beside all gradients.
+A step takes most memory at one of some moments, see `Training.moments`: each has other weights, gradients and
+activations beside the states. They are those of autocast with DDP, and of FSDP2, in accelerate.
 """
 
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import NamedTuple
 
+from attnmesh.core.digest import ROW
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.traffic import divisors
 from attnmesh.planner.plan import Plan, plan
@@ -19,8 +21,9 @@ WEIGHT_BYTES = 4
 STATE_BYTES = 3 * WEIGHT_BYTES
 """Bytes of a weight that is trained, without its gradient: itself and AdamW's two moments."""
 
-LOGIT_BYTES = 14
-"""Bytes of a logit: in the dtype of the model and in float32, its log-probability, and the gradient of that."""
+LOGIT_BYTES = 10, 12
+"""Bytes of a logit in the loss: in the dtype of the model, in float32, and its log-probability; and in the backward
+pass: its log-probability, the gradient of that, and its own."""
 
 LOSSES = ("full", "fused")
 """How a loss is computed: from the logits of all tokens, or tile by tile, as TRL's trainers do."""
@@ -28,8 +31,8 @@ LOSSES = ("full", "fused")
 TILE = 4096, 32768
 """Tokens and logits of a tile."""
 
-TILE_HOST_BYTES = 32
-"""Bytes of a logit of a tile on CPUs, where each operation on a tile makes another."""
+TILE_HOST_BYTES = 13, 29
+"""Bytes of a logit of a tile on CPUs, where each operation on a tile makes another, in the loss and its backward pass."""
 
 INNER_VALUES, HIDDEN_BYTES = 6, 24
 """Values of a feed-forward network's inner width, and bytes for each column of a token in norms and residuals."""
@@ -47,6 +50,7 @@ class TrainedModel:
         vocabulary: Tokens that the model knows.
         parameters: Numbers of all weights, without an adapter.
         adapter: Numbers of the weights of an adapter, which alone are trained; 0 to train all.
+        tied: True if the output head has the weights of the embedding.
     """
 
     workload: Workload
@@ -56,6 +60,22 @@ class TrainedModel:
     vocabulary: int
     parameters: int
     adapter: int = 0
+    tied: bool = False
+
+    @property
+    def head(self) -> int:
+        """Numbers of the output head, and of the embedding."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def layer(self) -> float:
+        """Numbers of a layer."""
+        return (self.parameters - self.head * (1 if self.tied else 2)) / self.layers
+
+    @property
+    def trained_parts(self) -> tuple[float, float]:
+        """Numbers of the head that are trained, and of a layer."""
+        return (0, self.adapter / self.layers) if self.adapter else (self.head, self.layer)
 
     @property
     def trained(self) -> int:
@@ -101,7 +121,7 @@ class Training(NamedTuple):
     plan: Plan
     """Attention of the ranks that share a sequence."""
     states: float
-    """Bytes a rank of weights and optimizer, and of weights that are gathered for a moment."""
+    """Bytes a rank of weights and optimizer, and of DDP's buckets for gradients."""
     gradients: float
     """Bytes a rank of the gradients of weights."""
     inputs: float
@@ -109,7 +129,7 @@ class Training(NamedTuple):
     layer: float
     """Bytes a rank of the one layer that is computed again for its backward pass, attention included."""
     logits: float
-    """Bytes a rank of logits and their gradients, and of the gradients of the head in one piece."""
+    """Bytes a rank of logits and their gradients."""
     host: float
     """Bytes a rank of the inputs of layers in the host's memory."""
     completions: float
@@ -117,11 +137,13 @@ class Training(NamedTuple):
     tokens: int
     """Most tokens of a sequence that fit; 0 if the weights alone are too large."""
 
+    moments: dict[str, float]
+    """Bytes of a rank at each moment of a step, states included."""
+
     @property
     def memory(self) -> float:
         """Bytes of a rank at the moment that takes most."""
-        forward, backward = self.inputs + max(self.layer, self.logits), self.gradients + self.layer
-        return self.states + max(forward, backward, self.completions)
+        return max(self.moments.values())
 
 
 def training(model: TrainedModel, cluster: Cluster, method: Method = STOCK) -> list[Training]:
@@ -151,35 +173,90 @@ def _way(model: TrainedModel, cluster: Cluster, context: int, method: Method) ->
     part = replace(cluster.sized(hosts, context // hosts), device=replace(cluster.device, memory=UNLIMITED_MEMORY))
     best = plan(work, part)[0]
     again = min(one.memory for one in plan(replace(work, layers=1), part) if one.shape == best.shape)
-    tokens = work.batch * work.length / context
+    tokens = work.batch * ceil(work.length / context)
+    on_host, itemsize = cluster.on_cpus, work.itemsize
     states, gradients = _state_bytes(model, cluster, method.ddp)
-    inputs = tokens * model.layers * model.hidden * itemsize
+    inputs = tokens * model.layers * model.hidden * (WEIGHT_BYTES if method.ddp else itemsize)
     here, host = (inputs / model.layers, inputs) if method.offload else (inputs, 0.0)
     inner = INNER_VALUES * itemsize + (WEIGHT_BYTES if model.adapter else 0)  # an adapter reads its input in float32
-    layer = again + tokens * (inner * model.inner + HIDDEN_BYTES * model.hidden)
-    logits, fixed = tokens * model.vocabulary * LOGIT_BYTES, 0.0
-    if method.loss == "fused":
-        logits, fixed = tokens * HIDDEN_BYTES * model.hidden, _tile_bytes(model, cluster, tokens)
+    hidden = tokens * HIDDEN_BYTES * model.hidden
+    layer = again + hidden + tokens * inner * model.inner
     keys = method.rollout * replace(work, phase="prefill").kept_bytes / context
-    sizes = states, gradients, here, layer, fixed + logits, host, keys
-    free = cluster.device.memory - states
-    rooms = (free - fixed, here + logits), (free, here + layer), (free - gradients, layer), (free, keys)
-    most = min(room / size for room, size in rooms if size)
-    return Training(cluster.world // context, context, best, *sizes, max(0, int(work.length * most)))
+    logits, fixed = [tokens * model.vocabulary * size for size in LOGIT_BYTES], [0.0, 0.0]
+    if method.loss == "fused":
+        logits, fixed = [0.0, 0.0], [_tile_bytes(model, tokens, size * on_host, method.ddp) for size in TILE_HOST_BYTES]
+    beside = (_beside_ddp if method.ddp else _beside_fsdp)(model, cluster, method.loss == "fused")
+    growing = {
+        "loss": here + hidden + logits[0],
+        "gradient of the loss": here + hidden + logits[1],
+        "gradient of the head": here + hidden + logits[1] - logits[0],
+        "last layer": here + layer,
+        "first layer": inputs / model.layers + layer,
+        "embedding": hidden,
+    }
+    rest = dict(zip(growing, beside, strict=True))
+    rest["loss"] += fixed[0]
+    rest["gradient of the loss"] += fixed[1]
+    if method.rollout:
+        growing["rollout"], rest["rollout"] = keys, 0.0
+    moments = {name: states + rest[name] + growing[name] for name in rest}
+    most = min((cluster.device.memory - states - rest[name]) / growing[name] for name in rest)
+    sizes = states, gradients, here, layer, fixed[1] + hidden + logits[1], host, keys
+    return Training(cluster.world // context, context, best, *sizes, max(0, int(work.length * most)), moments)
 
 
 def _state_bytes(model: TrainedModel, cluster: Cluster, ddp: bool) -> tuple[float, float]:
-    """Return a rank's bytes of weights and optimizer, with weights that are cast or gathered; and of gradients."""
-    itemsize, gradients = model.workload.itemsize, WEIGHT_BYTES * model.trained
-    if ddp:  # autocast casts weights; DDP has buckets for gradients
-        cast = itemsize * model.parameters if itemsize < WEIGHT_BYTES else 0
-        return model.state_bytes + cast + (gradients if cluster.world > 1 else 0), gradients
-    gathered = itemsize * (2 * model.parameters / model.layers + 2 * model.vocabulary * model.hidden)
-    return model.state_bytes / cluster.world + gathered, gradients / cluster.world
+    """Return a rank's bytes of weights and optimizer, with DDP's buckets for gradients; and of gradients."""
+    gradients, kept = WEIGHT_BYTES * model.trained, 8 * ROW if cluster.on_cpus else 0  # weights of digests
+    if ddp:
+        return model.state_bytes + (gradients if cluster.world > 1 else 0) + kept, gradients
+    return model.state_bytes / cluster.world + kept, gradients / cluster.world
 
 
-def _tile_bytes(model: TrainedModel, cluster: Cluster, tokens: float) -> float:
-    """Return the bytes of a tile of logits, and of the head and its gradient in one piece, in float32."""
-    on_host = cluster.short_collectives == "ring"
-    columns = TILE[1] * model.workload.itemsize + on_host * TILE_HOST_BYTES * min(model.vocabulary, TILE[1])
-    return min(tokens, TILE[0]) * columns + (1 if model.adapter else 2) * WEIGHT_BYTES * model.vocabulary * model.hidden
+def _beside_ddp(model: TrainedModel, cluster: Cluster, fused: bool) -> tuple[float, ...]:
+    """Return the bytes of weights and gradients beside a rank's states at each moment, where it has all of them.
+
+    Autocast casts a weight once in a forward pass, if it is trained, but not that of a fused head. Of layers that are
+    computed again it casts one layer's.
+    """
+    size = model.workload.itemsize if model.workload.itemsize < WEIGHT_BYTES else 0
+    trained_head, trained_layer = model.trained_parts
+    gradient, gradients = WEIGHT_BYTES * trained_head, WEIGHT_BYTES * model.trained
+    head, layer = 0 if fused else size * model.head, size * model.layer
+    return (
+        head + (0 if model.adapter else layer * model.layers),
+        head + (gradient if fused else 0),
+        head + (0 if fused else size * trained_head) + gradient,
+        gradient + WEIGHT_BYTES * trained_layer + layer,
+        gradients - (0 if model.tied else gradient) + layer,
+        gradients + (gradient if model.tied else 0),
+    )
+
+
+def _beside_fsdp(model: TrainedModel, cluster: Cluster, fused: bool) -> tuple[float, ...]:
+    """Return the bytes of weights and gradients beside a rank's states at each moment, where it has a share of them.
+
+    FSDP2 gathers the embedding, each layer and the head, in the dtype of the model. What it sends stays until the next
+    part is gathered in the forward pass, or is reduced in the backward pass, where the next part is gathered ahead.
+    """
+    size, world = model.workload.itemsize, cluster.world
+    head, layer = size * model.head, size * model.layer
+    trained_head, trained_layer = model.trained_parts
+    gradients = WEIGHT_BYTES * (model.trained - trained_head) / world
+    sent = size * trained_head
+    reduced = 2 * sent + sent / world + max(sent * cluster.on_cpus, WEIGHT_BYTES * trained_head / world)
+    return (
+        head * (1 if model.tied or world == 1 else 2),
+        head + layer + (WEIGHT_BYTES * trained_head if fused else 0),
+        layer + max(reduced, head + sent + (WEIGHT_BYTES * trained_head if fused else 0)),
+        WEIGHT_BYTES * trained_head / world + sent + 2 * layer + size * trained_layer,
+        gradients + head + (sent if model.tied else 0) + layer + 2 * size * trained_layer,
+        gradients + reduced,
+    )
+
+
+def _tile_bytes(model: TrainedModel, tokens: float, size: float, casts: bool) -> float:
+    """Return the bytes of a tile of logits, of `size` bytes each beside that in the dtype of the model."""
+    rows, columns, itemsize = min(tokens, TILE[0]), min(model.vocabulary, TILE[1]), model.workload.itemsize
+    logits = rows * (TILE[1] * itemsize + columns * size)
+    return logits + (columns * model.hidden * itemsize if casts else 0)
