@@ -1,10 +1,11 @@
 """Ways to share long sequences and a model's weights over the ranks of a cluster in training: memory and tokens.
 
-A step takes most memory at one of some moments, see `Training.moments`: each has other weights, gradients and
-activations beside the states. They are those of autocast with DDP, and of FSDP2, in accelerate.
+A step takes most memory at one of six moments, each of which has other weights, gradients and activations beside the
+states: those of accelerate's autocast with DDP, and of its FSDP2.
 """
 
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from math import ceil
 from typing import NamedTuple
 
@@ -21,9 +22,9 @@ WEIGHT_BYTES = 4
 STATE_BYTES = 3 * WEIGHT_BYTES
 """Bytes of a weight that is trained, without its gradient: itself and AdamW's two moments."""
 
-LOGIT_BYTES = 10, 12
-"""Bytes of a logit in the loss: in the dtype of the model, in float32, and its log-probability; and in the backward
-pass: its log-probability, the gradient of that, and its own."""
+LOGIT_BYTES = 10, 12, 2
+"""Bytes of a logit: in the loss in the dtype of the model, in float32, and its log-probability; then that, its
+gradient, and the logit's own, in float32; at the gradient of the head the last alone, in the dtype of the model."""
 
 LOSSES = ("full", "fused")
 """How a loss is computed: from the logits of all tokens, or tile by tile, as TRL's trainers do."""
@@ -31,11 +32,14 @@ LOSSES = ("full", "fused")
 TILE = 4096, 32768
 """Tokens and logits of a tile."""
 
-TILE_HOST_BYTES = 13, 29
-"""Bytes of a logit of a tile on CPUs, where each operation on a tile makes another, in the loss and its backward pass."""
+TILE_HOST_BYTES = 13, 29, 0
+"""Bytes of a logit of a tile on CPUs at these moments: there each operation on a tile makes another."""
 
 INNER_VALUES, HIDDEN_BYTES = 6, 24
 """Values of a feed-forward network's inner width, and bytes for each column of a token in norms and residuals."""
+
+MOMENTS = ("loss", "gradient of the loss", "gradient of the head", "last layer", "first layer", "embedding", "rollout")
+"""Moments of a step: the loss, and in the backward pass that of the loss, of the head, and of layers; and a rollout."""
 
 
 @dataclass(frozen=True)
@@ -168,40 +172,33 @@ def _fits_hosts(cluster: Cluster, context: int) -> bool:
 
 
 def _way(model: TrainedModel, cluster: Cluster, context: int, method: Method) -> Training:
-    work, itemsize = model.workload, model.workload.itemsize
+    work = model.workload
     hosts = max(1, context // cluster.ranks)
     part = replace(cluster.sized(hosts, context // hosts), device=replace(cluster.device, memory=UNLIMITED_MEMORY))
     best = plan(work, part)[0]
     again = min(one.memory for one in plan(replace(work, layers=1), part) if one.shape == best.shape)
     tokens = work.batch * ceil(work.length / context)
-    on_host, itemsize = cluster.on_cpus, work.itemsize
+    kinds = [_beside_ddp] if method.ddp else [_beside_fsdp]
+    if cluster.world == 1 and not method.ddp:  # FSDP2 of torchrun's one rank; python's one process goes without
+        kinds.append(_beside_ddp)
+    casts = _beside_ddp in kinds
     states, gradients = _state_bytes(model, cluster, method.ddp)
-    inputs = tokens * model.layers * model.hidden * (WEIGHT_BYTES if method.ddp else itemsize)
+    inputs = tokens * model.layers * model.hidden * (WEIGHT_BYTES if casts else work.itemsize)
     here, host = (inputs / model.layers, inputs) if method.offload else (inputs, 0.0)
-    inner = INNER_VALUES * itemsize + (WEIGHT_BYTES if model.adapter else 0)  # an adapter reads its input in float32
+    inner = INNER_VALUES * work.itemsize + (WEIGHT_BYTES if model.adapter else 0)  # an adapter reads float32
     hidden = tokens * HIDDEN_BYTES * model.hidden
     layer = again + hidden + tokens * inner * model.inner
     keys = method.rollout * replace(work, phase="prefill").kept_bytes / context
-    logits, fixed = [tokens * model.vocabulary * size for size in LOGIT_BYTES], [0.0, 0.0]
+    logits, tiles = [tokens * model.vocabulary * size for size in LOGIT_BYTES], [0.0] * len(LOGIT_BYTES)
     if method.loss == "fused":
-        logits, fixed = [0.0, 0.0], [_tile_bytes(model, tokens, size * on_host, method.ddp) for size in TILE_HOST_BYTES]
-    beside = (_beside_ddp if method.ddp else _beside_fsdp)(model, cluster, method.loss == "fused")
-    growing = {
-        "loss": here + hidden + logits[0],
-        "gradient of the loss": here + hidden + logits[1],
-        "gradient of the head": here + hidden + logits[1] - logits[0],
-        "last layer": here + layer,
-        "first layer": inputs / model.layers + layer,
-        "embedding": hidden,
-    }
-    rest = dict(zip(growing, beside, strict=True))
-    rest["loss"] += fixed[0]
-    rest["gradient of the loss"] += fixed[1]
-    if method.rollout:
-        growing["rollout"], rest["rollout"] = keys, 0.0
-    moments = {name: states + rest[name] + growing[name] for name in rest}
-    most = min((cluster.device.memory - states - rest[name]) / growing[name] for name in rest)
-    sizes = states, gradients, here, layer, fixed[1] + hidden + logits[1], host, keys
+        on_host = cluster.on_cpus
+        logits, tiles = tiles, [_tile_bytes(model, tokens, size * on_host, casts) for size in TILE_HOST_BYTES]
+    beside = [max(sizes) for sizes in zip(*(kind(model, cluster, method.loss) for kind in kinds), strict=True)]
+    fixed = [states + size + tile for size, tile in zip_longest((*beside, 0.0), tiles, fillvalue=0.0)]
+    growing = *(here + hidden + size for size in logits), here + layer, inputs / model.layers + layer, hidden, keys
+    most = min((cluster.device.memory - one) / size for one, size in zip(fixed, growing, strict=True) if size)
+    moments = dict(zip(MOMENTS, map(sum, zip(fixed, growing, strict=True)), strict=True))
+    sizes = states, gradients, here, layer, tiles[1] + hidden + logits[1], host, keys
     return Training(cluster.world // context, context, best, *sizes, max(0, int(work.length * most)), moments)
 
 
@@ -213,13 +210,13 @@ def _state_bytes(model: TrainedModel, cluster: Cluster, ddp: bool) -> tuple[floa
     return model.state_bytes / cluster.world + kept, gradients / cluster.world
 
 
-def _beside_ddp(model: TrainedModel, cluster: Cluster, fused: bool) -> tuple[float, ...]:
+def _beside_ddp(model: TrainedModel, cluster: Cluster, loss: str) -> tuple[float, ...]:
     """Return the bytes of weights and gradients beside a rank's states at each moment, where it has all of them.
 
     Autocast casts a weight once in a forward pass, if it is trained, but not that of a fused head. Of layers that are
     computed again it casts one layer's.
     """
-    size = model.workload.itemsize if model.workload.itemsize < WEIGHT_BYTES else 0
+    size, fused = model.workload.itemsize % WEIGHT_BYTES, loss == "fused"
     trained_head, trained_layer = model.trained_parts
     gradient, gradients = WEIGHT_BYTES * trained_head, WEIGHT_BYTES * model.trained
     head, layer = 0 if fused else size * model.head, size * model.layer
@@ -233,7 +230,7 @@ def _beside_ddp(model: TrainedModel, cluster: Cluster, fused: bool) -> tuple[flo
     )
 
 
-def _beside_fsdp(model: TrainedModel, cluster: Cluster, fused: bool) -> tuple[float, ...]:
+def _beside_fsdp(model: TrainedModel, cluster: Cluster, loss: str) -> tuple[float, ...]:
     """Return the bytes of weights and gradients beside a rank's states at each moment, where it has a share of them.
 
     FSDP2 gathers the embedding, each layer and the head, in the dtype of the model. What it sends stays until the next
@@ -244,11 +241,12 @@ def _beside_fsdp(model: TrainedModel, cluster: Cluster, fused: bool) -> tuple[fl
     trained_head, trained_layer = model.trained_parts
     gradients = WEIGHT_BYTES * (model.trained - trained_head) / world
     sent = size * trained_head
-    reduced = 2 * sent + sent / world + max(sent * cluster.on_cpus, WEIGHT_BYTES * trained_head / world)
+    gradient = WEIGHT_BYTES * trained_head if loss == "fused" else 0
+    reduced = (2 + cluster.on_cpus) * sent + (sent + WEIGHT_BYTES * trained_head) / world  # gloo sends a copy
     return (
         head * (1 if model.tied or world == 1 else 2),
-        head + layer + (WEIGHT_BYTES * trained_head if fused else 0),
-        layer + max(reduced, head + sent + (WEIGHT_BYTES * trained_head if fused else 0)),
+        head + layer + gradient,
+        layer + max(reduced, head + sent + gradient),
         WEIGHT_BYTES * trained_head / world + sent + 2 * layer + size * trained_layer,
         gradients + head + (sent if model.tied else 0) + layer + 2 * size * trained_layer,
         gradients + reduced,
@@ -256,7 +254,11 @@ def _beside_fsdp(model: TrainedModel, cluster: Cluster, fused: bool) -> tuple[fl
 
 
 def _tile_bytes(model: TrainedModel, tokens: float, size: float, casts: bool) -> float:
-    """Return the bytes of a tile of logits, of `size` bytes each beside that in the dtype of the model."""
+    """Return the bytes of a tile of logits, of `size` bytes each on a host beside that in the dtype of the model.
+
+    There the products with the tile, or those with its weights, are of float32.
+    """
     rows, columns, itemsize = min(tokens, TILE[0]), min(model.vocabulary, TILE[1]), model.workload.itemsize
-    logits = rows * (TILE[1] * itemsize + columns * size)
-    return logits + (columns * model.hidden * itemsize if casts else 0)
+    products = max(rows * size, WEIGHT_BYTES * (rows + model.hidden)) if size else 0
+    cast = itemsize * model.hidden if casts else 0
+    return rows * TILE[1] * itemsize + columns * (cast + products)
