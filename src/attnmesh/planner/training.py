@@ -7,11 +7,14 @@ states: those of accelerate's autocast with DDP, and of its FSDP2.
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from math import ceil
+from operator import attrgetter
 from typing import NamedTuple
 
 from attnmesh.core.digest import ROW
 from attnmesh.mesh.cluster import Cluster
+from attnmesh.mesh.exchange_cost import layer_memory
 from attnmesh.mesh.traffic import divisors
+from attnmesh.mesh.way import Way
 from attnmesh.planner.plan import Plan, plan
 from attnmesh.planner.serving import UNLIMITED_MEMORY
 from attnmesh.planner.workload import Workload
@@ -176,7 +179,10 @@ def _way(model: TrainedModel, cluster: Cluster, context: int, method: Method) ->
     hosts = max(1, context // cluster.ranks)
     part = replace(cluster.sized(hosts, context // hosts), device=replace(cluster.device, memory=UNLIMITED_MEMORY))
     best = plan(work, part)[0]
-    again = min(one.memory for one in plan(replace(work, layers=1), part) if one.shape == best.shape)
+    again = min(
+        (one for one in plan(replace(work, layers=1), part) if one.shape == best.shape), key=attrgetter("memory")
+    )
+    exchange = layer_memory(Way(again.shape, again.tile, again.layout, again.exchange), work.one_layer, 0, 0)
     tokens = work.batch * ceil(work.length / context)
     kinds = [_beside_ddp] if method.ddp else [_beside_fsdp]
     if cluster.world == 1 and not method.ddp:  # FSDP2 of torchrun's one rank; python's one process goes without
@@ -187,7 +193,7 @@ def _way(model: TrainedModel, cluster: Cluster, context: int, method: Method) ->
     here, host = (inputs / model.layers, inputs) if method.offload else (inputs, 0.0)
     inner = INNER_VALUES * work.itemsize + (WEIGHT_BYTES if model.adapter else 0)  # an adapter reads float32
     hidden = tokens * HIDDEN_BYTES * model.hidden
-    layer = again + hidden + tokens * inner * model.inner
+    layer = hidden + again.memory + max(0.0, tokens * inner * model.inner - exchange)  # one after the other
     keys = method.rollout * replace(work, phase="prefill").kept_bytes / context
     logits, tiles = [tokens * model.vocabulary * size for size in LOGIT_BYTES], [0.0] * len(LOGIT_BYTES)
     if method.loss == "fused":
