@@ -189,13 +189,14 @@ def _way(model: TrainedModel, cluster: Cluster, context: int, method: Method) ->
         kinds.append(_beside_ddp)
     casts = _beside_ddp in kinds
     states, gradients = _state_bytes(model, cluster, method.ddp)
-    inputs = tokens * model.layers * model.hidden * (WEIGHT_BYTES if casts else work.itemsize)
+    width = WEIGHT_BYTES if casts or model.adapter else work.itemsize  # embeddings, or adapters, are of float32
+    inputs = tokens * model.layers * model.hidden * width
     here, host = (inputs / model.layers, inputs) if method.offload else (inputs, 0.0)
     inner = INNER_VALUES * work.itemsize + (WEIGHT_BYTES if model.adapter else 0)  # an adapter reads float32
     hidden = tokens * HIDDEN_BYTES * model.hidden
     layer = hidden + again.memory + max(0.0, tokens * inner * model.inner - exchange)  # one after the other
     keys = method.rollout * replace(work, phase="prefill").kept_bytes / context
-    logits, tiles = [tokens * model.vocabulary * size for size in LOGIT_BYTES], [0.0] * len(LOGIT_BYTES)
+    logits, tiles = [tokens * model.vocabulary * size for size in LOGIT_BYTES], [0] * len(LOGIT_BYTES)
     if method.loss == "fused":
         on_host = cluster.on_cpus
         logits, tiles = tiles, [_tile_bytes(model, tokens, size * on_host, casts) for size in TILE_HOST_BYTES]
@@ -232,7 +233,7 @@ def _beside_ddp(model: TrainedModel, cluster: Cluster, loss: str) -> tuple[float
         head + (0 if fused else size * trained_head) + gradient,
         gradient + WEIGHT_BYTES * trained_layer + layer,
         gradients - (0 if model.tied else gradient) + layer,
-        gradients + (gradient if model.tied else 0),
+        gradients + (2 * gradient if model.tied else 0),
     )
 
 
