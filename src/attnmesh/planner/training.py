@@ -38,8 +38,9 @@ TILE = 4096, 32768
 TILE_HOST_BYTES = 13, 29, 0
 """Bytes of a logit of a tile on CPUs at these moments: there each operation on a tile makes another."""
 
-INNER_VALUES, HIDDEN_BYTES = 6, 24
-"""Values of a feed-forward network's inner width, and bytes for each column of a token in norms and residuals."""
+INNER_VALUES, HIDDEN_VALUES, HIDDEN_BYTES = 6, 4, 24
+"""Values of a feed-forward network's inner width; and for each column of a token in norms and residuals, values of a
+layer that are as wide as its input, and all bytes where they are of the dtype of the model."""
 
 MOMENTS = ("loss", "gradient of the loss", "gradient of the head", "last layer", "first layer", "embedding", "rollout")
 """Moments of a step: the loss, and in the backward pass that of the loss, of the head, and of layers; and a rollout."""
@@ -179,10 +180,6 @@ def _way(model: TrainedModel, cluster: Cluster, context: int, method: Method) ->
     hosts = max(1, context // cluster.ranks)
     part = replace(cluster.sized(hosts, context // hosts), device=replace(cluster.device, memory=UNLIMITED_MEMORY))
     best = plan(work, part)[0]
-    again = min(
-        (one for one in plan(replace(work, layers=1), part) if one.shape == best.shape), key=attrgetter("memory")
-    )
-    exchange = layer_memory(Way(again.shape, again.tile, again.layout, again.exchange), work.one_layer, 0, 0)
     tokens = work.batch * ceil(work.length / context)
     kinds = [_beside_ddp] if method.ddp else [_beside_fsdp]
     if cluster.world == 1 and not method.ddp:  # FSDP2 of torchrun's one rank; python's one process goes without
@@ -191,10 +188,9 @@ def _way(model: TrainedModel, cluster: Cluster, context: int, method: Method) ->
     states, gradients = _state_bytes(model, cluster, method.ddp)
     width = WEIGHT_BYTES if casts or model.adapter else work.itemsize  # embeddings, or adapters, are of float32
     inputs = tokens * model.layers * model.hidden * width
-    here, host = (inputs / model.layers, inputs) if method.offload else (inputs, 0.0)
-    inner = INNER_VALUES * work.itemsize + (WEIGHT_BYTES if model.adapter else 0)  # an adapter reads float32
-    hidden = tokens * HIDDEN_BYTES * model.hidden
-    layer = hidden + again.memory + max(0.0, tokens * inner * model.inner - exchange)  # one after the other
+    first = inputs / model.layers
+    here, host = (first, inputs) if method.offload else (inputs, 0.0)
+    hidden, layer = tokens * HIDDEN_BYTES * model.hidden, _layer_bytes(model, best, tokens, width)
     keys = method.rollout * replace(work, phase="prefill").kept_bytes / context
     logits, tiles = [tokens * model.vocabulary * size for size in LOGIT_BYTES], [0] * len(LOGIT_BYTES)
     if method.loss == "fused":
@@ -202,11 +198,25 @@ def _way(model: TrainedModel, cluster: Cluster, context: int, method: Method) ->
         logits, tiles = tiles, [_tile_bytes(model, tokens, size * on_host, casts) for size in TILE_HOST_BYTES]
     beside = [max(sizes) for sizes in zip(*(kind(model, cluster, method.loss) for kind in kinds), strict=True)]
     fixed = [states + size + tile for size, tile in zip_longest((*beside, 0.0), tiles, fillvalue=0.0)]
-    growing = *(here + hidden + size for size in logits), here + layer, inputs / model.layers + layer, hidden, keys
+    growing = *(here + hidden + size for size in logits), here + layer, first + layer, hidden, keys
     most = min((cluster.device.memory - one) / size for one, size in zip(fixed, growing, strict=True) if size)
     moments = dict(zip(MOMENTS, map(sum, zip(fixed, growing, strict=True)), strict=True))
     sizes = states, gradients, here, layer, tiles[1] + hidden + logits[1], host, keys
     return Training(cluster.world // context, context, best, *sizes, max(0, int(work.length * most)), moments)
+
+
+def _layer_bytes(model: TrainedModel, best: Plan, tokens: int, width: int) -> float:
+    """Return the bytes of the layer that is computed again, whose input has values of `width` bytes.
+
+    In the backward pass its feed-forward network and the exchange of its attention follow each other.
+    """
+    work = model.workload
+    plans = [one for one in plan(replace(work, layers=1), best.cluster) if one.shape == best.shape]
+    one = min(plans, key=attrgetter("memory"))
+    exchange = layer_memory(Way(one.shape, one.tile, one.layout, one.exchange), work.one_layer, 0, 0)
+    inner = INNER_VALUES * work.itemsize + (WEIGHT_BYTES if model.adapter else 0)  # an adapter reads float32
+    hidden = HIDDEN_BYTES + HIDDEN_VALUES * (width - work.itemsize)
+    return one.memory + tokens * hidden * model.hidden + max(0.0, tokens * inner * model.inner - exchange)
 
 
 def _state_bytes(model: TrainedModel, cluster: Cluster, ddp: bool) -> tuple[float, float]:
@@ -218,7 +228,7 @@ def _state_bytes(model: TrainedModel, cluster: Cluster, ddp: bool) -> tuple[floa
 
 
 def _beside_ddp(model: TrainedModel, cluster: Cluster, loss: str) -> tuple[float, ...]:
-    """Return the bytes of weights and gradients beside a rank's states at each moment, where it has all of them.
+    """Return the bytes of weights and gradients beside a rank's states at each of `MOMENTS`, where it has all of them.
 
     Autocast casts a weight once in a forward pass, if it is trained, but not that of a fused head. Of layers that are
     computed again it casts one layer's.
@@ -238,7 +248,7 @@ def _beside_ddp(model: TrainedModel, cluster: Cluster, loss: str) -> tuple[float
 
 
 def _beside_fsdp(model: TrainedModel, cluster: Cluster, loss: str) -> tuple[float, ...]:
-    """Return the bytes of weights and gradients beside a rank's states at each moment, where it has a share of them.
+    """Return the bytes of weights and gradients beside a rank's states at each of `MOMENTS`, where it has a share.
 
     FSDP2 gathers the embedding, each layer and the head, in the dtype of the model. What it sends stays until the next
     part is gathered in the forward pass, or is reduced in the backward pass, where the next part is gathered ahead.
