@@ -45,7 +45,7 @@ def tracked(*parts: Any) -> Iterator[MemTracker]:
         yield tracker
 
 
-def peak(words: tuple[object, ...], sizes: dict[str, Any], loss: str) -> int:
+def peak(words: list[str], sizes: dict[str, Any], loss: str) -> int:
     """On a rank: run the script with a model of these sizes, and return the most bytes alive in its second step.
 
     The first step makes the moments of AdamW. The script writes nothing.
@@ -73,7 +73,7 @@ def peak(words: tuple[object, ...], sizes: dict[str, Any], loss: str) -> int:
             patch.object(Trainer, "training_step", tracked_step),
             patch.multiple(SFTTrainer, evaluate=evaluate, **full),
             patch.object(dist, "destroy_process_group"),
-            patch.object(sys, "argv", [str(SCRIPT), *map(str, words)]),
+            patch.object(sys, "argv", [str(SCRIPT), *words]),
         ):
             runpy.run_path(str(SCRIPT), run_name="__main__")
     return int(trackers[0].get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
@@ -91,11 +91,11 @@ SHORT = [
     (2, 1, MODELS[2], "full", "--fsdp", 128),
 ]
 
-METHODS_OF_SCRIPT = ("", "--fsdp", "--lora 8")
+OPTIONS = ("", "--fsdp", "--lora 8")
 
 LONG = [
     (ranks, ranks, sizes, loss, more, length)
-    for length, ranks, sizes, loss, more in product((128, 512, 2048), (1, 2, 3, 4), MODELS, LOSSES, METHODS_OF_SCRIPT)
+    for length, ranks, sizes, loss, more in product((128, 512, 2048), (1, 2, 3, 4), MODELS, LOSSES, OPTIONS)
     if ranks > 1 or more != "--fsdp"
 ]
 
@@ -109,19 +109,8 @@ def test_memory_is_an_upper_bound_of_what_a_step_takes(
 ) -> None:
     data = tmp_path / "documents.jsonl"
     data.write_text("".join(json.dumps({"text": chr(97 + number) * 3000}) + "\n" for number in range(20)))
-    words = (
-        "--data",
-        data,
-        "--folder",
-        tmp_path,
-        "--context",
-        context,
-        "--length",
-        length,
-        "--packs",
-        ranks // context,
-    )
-    measured = pool.run(ranks, peak, (*words, "--steps", 2, "--save-every", 9, "--bf16", *more.split()), sizes, loss)
+    words = f"--data {data} --folder {tmp_path} --context {context} --packs {ranks // context} --length {length} {more}"
+    measured = pool.run(ranks, peak, f"{words} --bf16 --steps 2 --save-every 9".split(), sizes, loss)
     model = training_size(script_config(**sizes), 8 if "--lora" in more else 0, length=length, phase="training")
     ways = training(model, am.Cluster.preset("local", 1, ranks), Method(loss, ddp="--fsdp" not in more))
     (one,) = (way for way in ways if way.context == context)
