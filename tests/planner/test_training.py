@@ -125,7 +125,7 @@ def script_config(**sizes: Any) -> Any:
 
 @pytest.mark.parametrize("rank", [0, 8])
 def test_a_checkpoint_has_the_weights_that_are_trained(rank: int, tmp_path: Path) -> None:
-    run = run_script(SCRIPT, "--steps", 1, "--packs", 1, "--folder", tmp_path, "--lora", rank)
+    run = run_script(SCRIPT, "--steps", 1, "--packs", 1, "--length", 128, "--folder", tmp_path, "--lora", rank)
     assert run.returncode == 0, run.stderr[-2000:]
     model = training_size(script_config(vocab_size=258), rank, length=128, phase="training")
     (file,) = (tmp_path / "final").glob("*.safetensors")
