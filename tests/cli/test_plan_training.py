@@ -54,7 +54,7 @@ def test_json_has_all_figures() -> None:
 def test_logits_that_are_never_there_take_no_ranks() -> None:
     assert json.loads(run(*PLAN, "128k", "--json")[1])["loss"] == "fused"  # TRL is installed
     fused, full = (json.loads(run(*PLAN, "128k", "--loss", loss, "--json")[1])["ways"] for loss in ("fused", "full"))
-    assert (fused[0]["context"], full[0]["context"]) == (2, 8)
+    assert (fused[0]["context"], full[0]["context"]) == (2, 4)
     with mock.patch("attnmesh.cli.plan_training.find_spec", return_value=None):
         assert json.loads(run(*PLAN, "128k", "--json")[1])["loss"] == "full"
     with pytest.raises(OptionError, match="--loss: expected one of full, fused, given 'chunked'"):

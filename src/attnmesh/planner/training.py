@@ -162,7 +162,7 @@ def training(model: TrainedModel, cluster: Cluster, method: Method = STOCK) -> l
     >>> work = Workload(32, 8, 128, 131_072, layers=32, phase="training")
     >>> model = TrainedModel(work, 32, 4096, 14336, 128_256, 8_030_261_248)
     >>> [(one.data, one.context, one.tokens > 131_072) for one in training(model, Cluster.preset("dgx-h100", 1))]
-    [(1, 8, True), (8, 1, False), (4, 2, False), (2, 4, False)]
+    [(2, 4, True), (1, 8, True), (8, 1, False), (4, 2, False)]
     """
     contexts = [context for context in divisors(cluster.world) if _fits_hosts(cluster, context)]
     ways = [_way(model, cluster, context, method) for context in contexts]
@@ -192,7 +192,7 @@ def _way(model: TrainedModel, cluster: Cluster, context: int, method: Method) ->
     here, host = (first, inputs) if method.offload else (inputs, 0.0)
     hidden, layer = tokens * HIDDEN_BYTES * model.hidden, _layer_bytes(model, best, tokens, width)
     keys = method.rollout * replace(work, phase="prefill").kept_bytes / context
-    logits, tiles = [tokens * model.vocabulary * size for size in LOGIT_BYTES], [0] * len(LOGIT_BYTES)
+    logits, tiles = [float(tokens * model.vocabulary * size) for size in LOGIT_BYTES], [0.0] * len(LOGIT_BYTES)
     if method.loss == "fused":
         on_host = cluster.on_cpus
         logits, tiles = tiles, [_tile_bytes(model, tokens, size * on_host, casts) for size in TILE_HOST_BYTES]
