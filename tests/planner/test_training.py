@@ -5,7 +5,7 @@ import runpy
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -66,7 +66,8 @@ def peak(words: list[str], sizes: dict[str, Any], loss: str) -> int:
 
     saving = patch.multiple(Trainer, _save_checkpoint=MagicMock(), save_model=MagicMock())
     full = {"compute_loss": Trainer.compute_loss} if loss == "full" else {}
-    with launched(), fsdp_on_cpus(), saving, ExitStack() as second, warnings.catch_warnings():
+    started = launched() if dist.get_world_size() > 1 else nullcontext()  # torchrun's one rank has DDP's buckets
+    with started, fsdp_on_cpus(), saving, ExitStack() as second, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with (
             patch.object(AutoConfig, "from_pretrained", with_sizes),
