@@ -1,35 +1,35 @@
 """The planner's memory of training, beside the memory that PyTorch's tracker counts in a step of a small model."""
 
+import json
+import runpy
+import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed._tools.mem_tracker import MemTracker
-from transformers import LlamaConfig, LlamaForCausalLM
-from trl.trainer.utils import add_fused_lm_head
+from transformers import AutoConfig, Trainer
+from trl import SFTTrainer
 
 import attnmesh as am
-import attnmesh.hf as hf
 from attnmesh.hf.model_size import training_size
 from attnmesh.planner.training import LOSSES, Method, TrainedModel, training
+from tests.support.pool import Pool
+from tests.support.scripts import run_script
 from tests.support.seeds import some
+from tests.support.trainers import fsdp_on_cpus, launched
 
-
-class Step(NamedTuple):
-    """Most bytes that are alive in a step, bytes of the optimizer's moments, and numbers of the trained weights."""
-
-    peak: int
-    moments: int
-    trained: int
+SCRIPT = Path(__file__).parents[2] / "examples" / "finetune.py"
 
 
 @contextmanager
@@ -46,57 +46,96 @@ def tracked(*parts: Any) -> Iterator[MemTracker]:
         yield tracker
 
 
-def step(config: LlamaConfig, rank: int, length: int, loss: str, folder: Path) -> Step:
-    """Make a step in bfloat16, with gradient checkpointing and AdamW, of a model or of an adapter, which is saved."""
-    model: Any = LlamaForCausalLM(config).train()
-    fused = {"fused_lm_head": True} if loss == "fused" else {}
-    if fused:
-        add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
-    model.activation_checkpointing_enable()
-    if rank:
-        model.enable_input_require_grads()
-        with warnings.catch_warnings():  # peft asks transformers by a former name
-            warnings.simplefilter("ignore", FutureWarning)
-            model = get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM"))
-    trained = [x for x in model.parameters() if x.requires_grad]
-    optimizer = torch.optim.AdamW(trained, foreach=False)
-    ids = torch.randint(config.vocab_size, (1, length))
-    batch = hf.shard_batch({"input_ids": ids, "labels": ids}, None)
-    for tracking in (nullcontext(), tracked(model, optimizer)):  # the first step makes the optimizer's state
-        with warnings.catch_warnings(), tracking as tracker:
-            warnings.simplefilter("ignore")
-            with torch.autocast("cpu", torch.bfloat16):
-                of_tokens = model(**batch, **fused).loss
-            of_tokens.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    (snapshot,) = tracker.get_tracker_snapshot("peak").values()
-    model.save_pretrained(folder)
-    moments = [x for state in optimizer.state.values() for x in state.values() if x.ndim]
-    return Step(snapshot["Total"], sum(x.nbytes for x in moments), sum(x.numel() for x in trained))
+def peak(words: list[str], sizes: dict[str, Any], loss: str) -> int:
+    """On a rank: run the script with a model of these sizes, and return the most bytes alive in its second step.
+
+    The first step makes the moments of AdamW. The script writes nothing.
+    """
+    config, training_step, trackers = AutoConfig.from_pretrained, Trainer.training_step, []
+
+    def with_sizes(*args: Any, **more: Any) -> Any:
+        return config(*args, **more | sizes)
+
+    def tracked_step(self: Trainer, model: Any, *args: Any) -> Tensor:
+        if self.state.global_step == 1:
+            trackers.append(second.enter_context(tracked(model, self.optimizer.optimizer)))
+        return training_step(self, model, *args)
+
+    def evaluate(self: Trainer, **_: Any) -> dict[str, float]:
+        second.close()
+        return {"eval_loss": 0.0}
+
+    saving = patch.multiple(Trainer, _save_checkpoint=MagicMock(), save_model=MagicMock())
+    full = {"compute_loss": Trainer.compute_loss} if loss == "full" else {}
+    started = launched() if dist.get_world_size() > 1 else nullcontext()  # torchrun's one rank has DDP's buckets
+    with started, fsdp_on_cpus(), saving, ExitStack() as second, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with (
+            patch.object(AutoConfig, "from_pretrained", with_sizes),
+            patch.object(Trainer, "training_step", tracked_step),
+            patch.multiple(SFTTrainer, evaluate=evaluate, **full),
+            patch.object(dist, "destroy_process_group"),
+            patch.object(sys, "argv", [str(SCRIPT), *words]),
+        ):
+            runpy.run_path(str(SCRIPT), run_name="__main__")
+    return int(trackers[0].get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
 
 
-LONG = pytest.mark.long
+WIDE = {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 8, "head_dim": 32}
+"""Sizes of layers that are wider than the script's."""
+
+MODELS = [{"vocab_size": 128_000}, WIDE | {"vocab_size": 4000}, WIDE | {"vocab_size": 300, "num_hidden_layers": 6}]
+
+SHORT = [
+    (1, 1, MODELS[0], "fused", "", 128),
+    (2, 2, MODELS[0], "fused", "--fsdp", 128),
+    (2, 2, MODELS[1], "full", "", 512),
+    (2, 1, MODELS[2], "full", "--fsdp", 128),
+]
+
+OPTIONS = ("", "--fsdp", "--lora 8")
+
+LONG = [
+    (ranks, ranks, sizes, loss, more, length)
+    for length, ranks, sizes, loss, more in product((128, 512, 2048), (1, 2, 3, 4), MODELS, LOSSES, OPTIONS)
+    if ranks > 1 or more != "--fsdp"
+]
 
 
-@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize(
-    ("vocabulary", "layers", "rank", "length"),
-    [(4000, 2, 0, 256), *(pytest.param(*one, 2048, marks=LONG) for one in ((4000, 4, 0), (32000, 2, 0), (200, 6, 8)))],
+    ("ranks", "context", "sizes", "loss", "more", "length"),
+    [*SHORT, *(pytest.param(*cell, marks=pytest.mark.long) for cell in LONG)],
 )
 def test_memory_is_an_upper_bound_of_what_a_step_takes(
-    vocabulary: int, layers: int, rank: int, length: int, loss: str, tmp_path: Path
+    ranks: int, context: int, sizes: dict[str, Any], loss: str, more: str, length: int, pool: Pool, tmp_path: Path
 ) -> None:
-    sizes = {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 8, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=vocabulary, num_hidden_layers=layers, attn_implementation="attnmesh", **sizes)
-    model = training_size(config, rank, length=length, phase="training")
-    (one,) = training(model, am.Cluster.preset("local", 1, 1), Method(loss, ddp=True))
-    measured = step(config, rank, length, loss, tmp_path)
-    assert 1 < one.memory / measured.peak < 1.18
-    assert model.trained == measured.trained
-    (file,) = tmp_path.glob("*.safetensors")
-    weights = sum(x.nbytes for x in load_file(file).values())
-    assert model.checkpoint_bytes == weights + measured.moments
+    data = tmp_path / "documents.jsonl"
+    data.write_text("".join(json.dumps({"text": chr(97 + number) * 3000}) + "\n" for number in range(20)))
+    words = f"--data {data} --folder {tmp_path} --context {context} --packs {ranks // context} --length {length} {more}"
+    measured = pool.run(ranks, peak, f"{words} --bf16 --steps 2 --save-every 9".split(), sizes, loss)
+    model = training_size(script_config(**sizes), 8 if "--lora" in more else 0, length=length, phase="training")
+    ways = training(model, am.Cluster.preset("local", 1, ranks), Method(loss, ddp="--fsdp" not in more))
+    (one,) = (way for way in ways if way.context == context)
+    assert 1 <= one.memory / max(measured) <= 1.15
+
+
+def script_config(**sizes: Any) -> Any:
+    """Return the configuration of the script's model, with other sizes."""
+    script = runpy.run_path(str(SCRIPT))
+    return AutoConfig.from_pretrained(script["CONFIGURATION"], **script["SMALL"] | sizes)
+
+
+@pytest.mark.parametrize("rank", [0, 8])
+def test_a_checkpoint_has_the_weights_that_are_trained(rank: int, tmp_path: Path) -> None:
+    run = run_script(SCRIPT, "--steps", 1, "--packs", 1, "--length", 128, "--folder", tmp_path, "--lora", rank)
+    assert run.returncode == 0, run.stderr[-2000:]
+    model = training_size(script_config(vocab_size=258), rank, length=128, phase="training")
+    (file,) = (tmp_path / "final").glob("*.safetensors")
+    moments = torch.load(tmp_path / "checkpoint-1" / "optimizer.pt")["state"].values()
+    weights = load_file(file).values()
+    assert model.trained == sum(x.numel() for x in weights)
+    saved = [*weights, *(x for state in moments for x in state.values() if x.ndim)]
+    assert model.checkpoint_bytes == sum(x.nbytes for x in saved)
 
 
 METHODS = [
@@ -125,7 +164,7 @@ def test_a_fused_loss_takes_fewer_ranks() -> None:
     cluster, work = am.Cluster.preset("dgx-h100", 1), am.Workload(32, 8, 128, 131_072, layers=32, phase="training")
     model = TrainedModel(work, 32, 4096, 14336, 128_256, 8_030_261_248)
     full, fused = (training(model, cluster, Method(loss))[0] for loss in LOSSES)
-    assert (full.context, fused.context) == (8, 2)
+    assert (full.context, fused.context) == (4, 2)
     assert fused.logits * fused.context < full.logits * full.context / 8
 
 

@@ -72,10 +72,11 @@ def _trained(model: TrainedModel) -> str:
 
 
 EXPLAINED = """\
-The first figure has the weights of two layers and of the embeddings, which FSDP2 gathers for a moment, or all weights
-in the dtype of the model, to which autocast casts them. Inputs of layers are what gradient checkpointing keeps. One
-layer is what is computed again for its backward pass, attention included. Logits have gradients beside them. Memory is
-that of the moment that takes most: inputs beside one layer or logits, gradients beside one layer, or keys of rollouts.
+The first figure has DDP's buckets for gradients. Inputs of layers are what gradient checkpointing keeps, in float32
+with DDP. One layer is what is computed again for its backward pass, attention included. Logits have gradients beside
+them. Memory is that of the moment that takes most, and has its gradients, the weights that autocast casts or FSDP2
+gathers, and what FSDP2 sends: the loss, its gradient, that of the head, the backward pass of the last layer or of the
+first one, the gradient of the embedding, or a rollout. With --json each has its bytes.
 Attention is the forward and the backward pass of all layers, without the forward pass that checkpointing repeats."""
 """Explanations of the columns, which `-v` shows."""
 

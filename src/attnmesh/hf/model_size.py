@@ -87,7 +87,7 @@ def training_size(config: PreTrainedConfig, lora: int = 0, **workload: Any) -> T
     fits, fix = lora <= config.hidden_size, "take a smaller one, such as 16"
     require(fits, ModelError, "lora", f"a rank up to the model's width, {config.hidden_size}", f"{lora:,}", fix)
     sizes = model.layers, model.hidden, inner, config.vocab_size, parameters
-    return TrainedModel(model.workload, *sizes, _adapter(config, lora) if lora else 0)
+    return TrainedModel(model.workload, *sizes, _adapter(config, lora) if lora else 0, config.tie_word_embeddings)
 
 
 def _adapter(config: PreTrainedConfig, rank: int) -> int:

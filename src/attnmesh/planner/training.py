@@ -1,14 +1,20 @@
 """Ways to share long sequences and a model's weights over the ranks of a cluster in training: memory and tokens.
 
-A step takes most memory at one of three moments: when the loss has its gradient, in the backward pass of the last
-layer, beside the inputs of all layers, and in that of the first one, beside all gradients.
+A step takes most memory at one of six moments, each of which has other weights, gradients and activations beside the
+states: those of accelerate's autocast with DDP, and of its FSDP2.
 """
 
 from dataclasses import dataclass, replace
+from itertools import zip_longest
+from math import ceil
+from operator import attrgetter
 from typing import NamedTuple
 
+from attnmesh.core.digest import ROW
 from attnmesh.mesh.cluster import Cluster
+from attnmesh.mesh.exchange_cost import layer_memory
 from attnmesh.mesh.traffic import divisors
+from attnmesh.mesh.way import Way
 from attnmesh.planner.plan import Plan, plan
 from attnmesh.planner.serving import UNLIMITED_MEMORY
 from attnmesh.planner.workload import Workload
@@ -19,8 +25,9 @@ WEIGHT_BYTES = 4
 STATE_BYTES = 3 * WEIGHT_BYTES
 """Bytes of a weight that is trained, without its gradient: itself and AdamW's two moments."""
 
-LOGIT_BYTES = 14
-"""Bytes of a logit: in the dtype of the model and in float32, its log-probability, and the gradient of that."""
+LOGIT_BYTES = 10, 12, 2
+"""Bytes of a logit: in the loss in the dtype of the model, in float32, and its log-probability; then that, its
+gradient, and the logit's own, in float32; at the gradient of the head the last alone, in the dtype of the model."""
 
 LOSSES = ("full", "fused")
 """How a loss is computed: from the logits of all tokens, or tile by tile, as TRL's trainers do."""
@@ -28,11 +35,15 @@ LOSSES = ("full", "fused")
 TILE = 4096, 32768
 """Tokens and logits of a tile."""
 
-TILE_HOST_BYTES = 32
-"""Bytes of a logit of a tile on CPUs, where each operation on a tile makes another."""
+TILE_HOST_BYTES = 13, 29, 0
+"""Bytes of a logit of a tile on CPUs at these moments: there each operation on a tile makes another."""
 
-INNER_VALUES, HIDDEN_BYTES = 6, 24
-"""Values of a feed-forward network's inner width, and bytes for each column of a token in norms and residuals."""
+INNER_VALUES, HIDDEN_VALUES, HIDDEN_BYTES = 6, 4, 24
+"""Values of a feed-forward network's inner width; and for each column of a token in norms and residuals, values of a
+layer that are as wide as its input, and all bytes where they are of the dtype of the model."""
+
+MOMENTS = ("loss", "gradient of the loss", "gradient of the head", "last layer", "first layer", "embedding", "rollout")
+"""Moments of a step: the loss, and in the backward pass that of the loss, of the head, and of layers; and a rollout."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +58,7 @@ class TrainedModel:
         vocabulary: Tokens that the model knows.
         parameters: Numbers of all weights, without an adapter.
         adapter: Numbers of the weights of an adapter, which alone are trained; 0 to train all.
+        tied: True if the output head has the weights of the embedding.
     """
 
     workload: Workload
@@ -56,6 +68,22 @@ class TrainedModel:
     vocabulary: int
     parameters: int
     adapter: int = 0
+    tied: bool = False
+
+    @property
+    def head(self) -> int:
+        """Numbers of the output head, and of the embedding."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def layer(self) -> float:
+        """Numbers of a layer."""
+        return (self.parameters - self.head * (1 if self.tied else 2)) / self.layers
+
+    @property
+    def trained_parts(self) -> tuple[float, float]:
+        """Numbers of the head that are trained, and of a layer."""
+        return (0, self.adapter / self.layers) if self.adapter else (self.head, self.layer)
 
     @property
     def trained(self) -> int:
@@ -101,7 +129,7 @@ class Training(NamedTuple):
     plan: Plan
     """Attention of the ranks that share a sequence."""
     states: float
-    """Bytes a rank of weights and optimizer, and of weights that are gathered for a moment."""
+    """Bytes a rank of weights and optimizer, and of DDP's buckets for gradients."""
     gradients: float
     """Bytes a rank of the gradients of weights."""
     inputs: float
@@ -109,7 +137,7 @@ class Training(NamedTuple):
     layer: float
     """Bytes a rank of the one layer that is computed again for its backward pass, attention included."""
     logits: float
-    """Bytes a rank of logits and their gradients, and of the gradients of the head in one piece."""
+    """Bytes a rank of logits and their gradients."""
     host: float
     """Bytes a rank of the inputs of layers in the host's memory."""
     completions: float
@@ -117,11 +145,13 @@ class Training(NamedTuple):
     tokens: int
     """Most tokens of a sequence that fit; 0 if the weights alone are too large."""
 
+    moments: dict[str, float]
+    """Bytes of a rank at each moment of a step, states included."""
+
     @property
     def memory(self) -> float:
         """Bytes of a rank at the moment that takes most."""
-        forward, backward = self.inputs + max(self.layer, self.logits), self.gradients + self.layer
-        return self.states + max(forward, backward, self.completions)
+        return max(self.moments.values())
 
 
 def training(model: TrainedModel, cluster: Cluster, method: Method = STOCK) -> list[Training]:
@@ -132,7 +162,7 @@ def training(model: TrainedModel, cluster: Cluster, method: Method = STOCK) -> l
     >>> work = Workload(32, 8, 128, 131_072, layers=32, phase="training")
     >>> model = TrainedModel(work, 32, 4096, 14336, 128_256, 8_030_261_248)
     >>> [(one.data, one.context, one.tokens > 131_072) for one in training(model, Cluster.preset("dgx-h100", 1))]
-    [(1, 8, True), (8, 1, False), (4, 2, False), (2, 4, False)]
+    [(2, 4, True), (1, 8, True), (8, 1, False), (4, 2, False)]
     """
     contexts = [context for context in divisors(cluster.world) if _fits_hosts(cluster, context)]
     ways = [_way(model, cluster, context, method) for context in contexts]
@@ -146,40 +176,106 @@ def _fits_hosts(cluster: Cluster, context: int) -> bool:
 
 
 def _way(model: TrainedModel, cluster: Cluster, context: int, method: Method) -> Training:
-    work, itemsize = model.workload, model.workload.itemsize
+    work = model.workload
     hosts = max(1, context // cluster.ranks)
     part = replace(cluster.sized(hosts, context // hosts), device=replace(cluster.device, memory=UNLIMITED_MEMORY))
     best = plan(work, part)[0]
-    again = min(one.memory for one in plan(replace(work, layers=1), part) if one.shape == best.shape)
-    tokens = work.batch * work.length / context
+    tokens = work.batch * ceil(work.length / context)
+    kinds = [_beside_ddp] if method.ddp else [_beside_fsdp]
+    if cluster.world == 1 and not method.ddp:  # FSDP2 of torchrun's one rank; python's one process goes without
+        kinds.append(_beside_ddp)
+    casts = _beside_ddp in kinds
     states, gradients = _state_bytes(model, cluster, method.ddp)
-    inputs = tokens * model.layers * model.hidden * itemsize
-    here, host = (inputs / model.layers, inputs) if method.offload else (inputs, 0.0)
-    inner = INNER_VALUES * itemsize + (WEIGHT_BYTES if model.adapter else 0)  # an adapter reads its input in float32
-    layer = again + tokens * (inner * model.inner + HIDDEN_BYTES * model.hidden)
-    logits, fixed = tokens * model.vocabulary * LOGIT_BYTES, 0.0
-    if method.loss == "fused":
-        logits, fixed = tokens * HIDDEN_BYTES * model.hidden, _tile_bytes(model, cluster, tokens)
+    width = WEIGHT_BYTES if casts or model.adapter else work.itemsize  # embeddings, or adapters, are of float32
+    inputs = tokens * model.layers * model.hidden * width
+    first = inputs / model.layers
+    here, host = (first, inputs) if method.offload else (inputs, 0.0)
+    hidden, layer = tokens * HIDDEN_BYTES * model.hidden, _layer_bytes(model, best, tokens, width)
     keys = method.rollout * replace(work, phase="prefill").kept_bytes / context
-    sizes = states, gradients, here, layer, fixed + logits, host, keys
-    free = cluster.device.memory - states
-    rooms = (free - fixed, here + logits), (free, here + layer), (free - gradients, layer), (free, keys)
-    most = min(room / size for room, size in rooms if size)
-    return Training(cluster.world // context, context, best, *sizes, max(0, int(work.length * most)))
+    logits, tiles = [float(tokens * model.vocabulary * size) for size in LOGIT_BYTES], [0.0] * len(LOGIT_BYTES)
+    if method.loss == "fused":
+        on_host = cluster.on_cpus
+        logits, tiles = tiles, [_tile_bytes(model, tokens, size * on_host, casts) for size in TILE_HOST_BYTES]
+    beside = [max(sizes) for sizes in zip(*(kind(model, cluster, method.loss) for kind in kinds), strict=True)]
+    fixed = [states + size + tile for size, tile in zip_longest((*beside, 0.0), tiles, fillvalue=0.0)]
+    growing = *(here + hidden + size for size in logits), here + layer, first + layer, hidden, keys
+    most = min((cluster.device.memory - one) / size for one, size in zip(fixed, growing, strict=True) if size)
+    moments = dict(zip(MOMENTS, map(sum, zip(fixed, growing, strict=True)), strict=True))
+    sizes = states, gradients, here, layer, tiles[1] + hidden + logits[1], host, keys
+    return Training(cluster.world // context, context, best, *sizes, max(0, int(work.length * most)), moments)
+
+
+def _layer_bytes(model: TrainedModel, best: Plan, tokens: int, width: int) -> float:
+    """Return the bytes of the layer that is computed again, whose input has values of `width` bytes.
+
+    In the backward pass its feed-forward network and the exchange of its attention follow each other.
+    """
+    work = model.workload
+    plans = [one for one in plan(replace(work, layers=1), best.cluster) if one.shape == best.shape]
+    one = min(plans, key=attrgetter("memory"))
+    exchange = layer_memory(Way(one.shape, one.tile, one.layout, one.exchange), work.one_layer, 0, 0)
+    inner = INNER_VALUES * work.itemsize + (WEIGHT_BYTES if model.adapter else 0)  # an adapter reads float32
+    hidden = HIDDEN_BYTES + HIDDEN_VALUES * (width - work.itemsize)
+    return one.memory + tokens * hidden * model.hidden + max(0.0, tokens * inner * model.inner - exchange)
 
 
 def _state_bytes(model: TrainedModel, cluster: Cluster, ddp: bool) -> tuple[float, float]:
-    """Return a rank's bytes of weights and optimizer, with weights that are cast or gathered; and of gradients."""
-    itemsize, gradients = model.workload.itemsize, WEIGHT_BYTES * model.trained
-    if ddp:  # autocast casts weights; DDP has buckets for gradients
-        cast = itemsize * model.parameters if itemsize < WEIGHT_BYTES else 0
-        return model.state_bytes + cast + (gradients if cluster.world > 1 else 0), gradients
-    gathered = itemsize * (2 * model.parameters / model.layers + 2 * model.vocabulary * model.hidden)
-    return model.state_bytes / cluster.world + gathered, gradients / cluster.world
+    """Return a rank's bytes of weights and optimizer, with DDP's buckets for gradients; and of gradients."""
+    gradients, kept = WEIGHT_BYTES * model.trained, 8 * ROW if cluster.on_cpus else 0  # weights of digests
+    if ddp:
+        return model.state_bytes + (gradients if cluster.world > 1 else 0) + kept, gradients
+    return model.state_bytes / cluster.world + kept, gradients / cluster.world
 
 
-def _tile_bytes(model: TrainedModel, cluster: Cluster, tokens: float) -> float:
-    """Return the bytes of a tile of logits, and of the head and its gradient in one piece, in float32."""
-    on_host = cluster.short_collectives == "ring"
-    columns = TILE[1] * model.workload.itemsize + on_host * TILE_HOST_BYTES * min(model.vocabulary, TILE[1])
-    return min(tokens, TILE[0]) * columns + (1 if model.adapter else 2) * WEIGHT_BYTES * model.vocabulary * model.hidden
+def _beside_ddp(model: TrainedModel, cluster: Cluster, loss: str) -> tuple[float, ...]:
+    """Return the bytes of weights and gradients beside a rank's states at each of `MOMENTS`, where it has all of them.
+
+    Autocast casts a weight once in a forward pass, if it is trained, but not that of a fused head. Of layers that are
+    computed again it casts one layer's.
+    """
+    size, fused = model.workload.itemsize % WEIGHT_BYTES, loss == "fused"
+    trained_head, trained_layer = model.trained_parts
+    gradient, gradients = WEIGHT_BYTES * trained_head, WEIGHT_BYTES * model.trained
+    head, layer = 0 if fused else size * model.head, size * model.layer
+    return (
+        head + (0 if model.adapter else layer * model.layers),
+        head + (gradient if fused else 0),
+        head + (0 if fused else size * trained_head) + gradient,
+        gradient + WEIGHT_BYTES * trained_layer + layer,
+        gradients - (0 if model.tied else gradient) + layer,
+        gradients + (2 * gradient if model.tied else 0),
+    )
+
+
+def _beside_fsdp(model: TrainedModel, cluster: Cluster, loss: str) -> tuple[float, ...]:
+    """Return the bytes of weights and gradients beside a rank's states at each of `MOMENTS`, where it has a share.
+
+    FSDP2 gathers the embedding, each layer and the head, in the dtype of the model. What it sends stays until the next
+    part is gathered in the forward pass, or is reduced in the backward pass, where the next part is gathered ahead.
+    """
+    size, world = model.workload.itemsize, cluster.world
+    head, layer = size * model.head, size * model.layer
+    trained_head, trained_layer = model.trained_parts
+    gradients = WEIGHT_BYTES * (model.trained - trained_head) / world
+    sent = size * trained_head
+    gradient = WEIGHT_BYTES * trained_head if loss == "fused" else 0
+    reduced = (2 + cluster.on_cpus) * sent + (sent + WEIGHT_BYTES * trained_head) / world  # gloo sends a copy
+    return (
+        head * (1 if model.tied or world == 1 else 2),
+        head + layer + gradient,
+        layer + max(reduced, head + sent + gradient),
+        WEIGHT_BYTES * trained_head / world + sent + 2 * layer + size * trained_layer,
+        gradients + head + (sent if model.tied else 0) + layer + 2 * size * trained_layer,
+        gradients + reduced,
+    )
+
+
+def _tile_bytes(model: TrainedModel, tokens: float, size: float, casts: bool) -> float:
+    """Return the bytes of a tile of logits, of `size` bytes each on a host beside that in the dtype of the model.
+
+    There the products with the tile, or those with its weights, are of float32.
+    """
+    rows, columns, itemsize = min(tokens, TILE[0]), min(model.vocabulary, TILE[1]), model.workload.itemsize
+    products = max(rows * size, WEIGHT_BYTES * (rows + model.hidden)) if size else 0
+    cast = itemsize * model.hidden if casts else 0
+    return rows * TILE[1] * itemsize + columns * (cast + products)
