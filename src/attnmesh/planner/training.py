@@ -1,7 +1,7 @@
 """Ways to share long sequences and a model's weights over the ranks of a cluster in training: memory and tokens.
 
-A step takes most memory at one of six moments, each of which has other weights, gradients and activations beside the
-states: those of accelerate's autocast with DDP, and of its FSDP2.
+Most memory is taken in a rollout, or at one of six moments of a step, each of which has other weights, gradients and
+activations beside the states: those of accelerate's autocast with DDP, and of its FSDP2.
 """
 
 from dataclasses import dataclass, replace
