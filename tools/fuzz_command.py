@@ -356,7 +356,8 @@ LOCAL = Cluster.preset("local")
 SCRIPT = re.compile(
     r"set -e\nmkdir -p /run/netns && mount -t tmpfs tmpfs /run/netns\nip link set lo up\n"
     r"(?:(?:ip|tc|export) (?:[A-Za-z0-9 .:/=_@-]|&&)+\n)*"
-    r"(?:ip netns exec h\d+ \S+ -m torch\.distributed\.run [a-z0-9 .-]+ -m benchmarks\.netns /door/door &\n)+wait\n"
+    r"(?:taskset -c [0-9,]+ ip netns exec h\d+ \S+ -m torch\.distributed\.run [a-z0-9 .-]+"
+    r" -m benchmarks\.netns /door/door &\n)+wait\n"
 )
 """Form of every script that makes emulated hosts."""
 
