@@ -194,7 +194,9 @@ def _serve(rank: int, size: int, backend: str, stack: Path, store: Path, connect
         patience = timedelta(minutes=10)  # the deadline is the pool's affair
         torch.distributed.init_process_group(backend, f"file://{store}", rank=rank, world_size=size, timeout=patience)
         while True:
-            answer = _answer(rank, *connection.recv())
+            call = connection.recv()
+            torch.manual_seed(0)  # each draws the same numbers on all ranks, whichever ran before it
+            answer = _answer(rank, *call)
             connection.send((torch.distributed.distributed_c10d._world.group_count, answer))
 
 
