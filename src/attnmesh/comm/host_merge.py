@@ -67,9 +67,7 @@ class HostMerge:
             merge_in_host(message, self.rows, self.width, self.axis, self.mailboxes, self.rounds)
             if traffic is not None:
                 traffic.merges.append(perf_counter() - began)
-        except (
-            CallsDifferError
-        ):  # a peer compares its call: give up the merge as unequal, so that this rank compares too
+        except CallsDifferError:  # a peer compares its call: give up the merge as unequal, and compare too
             message[:2] = UNEQUAL_CHECKSUM
             return False
         first, second = cast(tuple[float, float], CHECKSUM.unpack(string_at(start, CHECKSUM.size)))

@@ -63,7 +63,7 @@ def merge_ranks(
                 return nan_unless_equal(own, checksum), checksum
             message = form.message(checksum, partial) if message is None else message
             checksum, whole = chosen.run(transport, message, form, reproducible)
-    except CallsDifferError:  # a peer compares its call: give up the merge as unequal, so that this rank compares too
+    except CallsDifferError:  # a peer compares its call: give up the merge as unequal, and compare too
         checksum = torch.full_like(checksum, UNEQUAL_CHECKSUM)
         return nan_unless_equal(own, checksum), checksum
     merged = Partial(*(x[:, heads] for x in whole))
@@ -119,7 +119,7 @@ def highest_checksum(checksum: Tensor, axis: Axis) -> Tensor:
     """Return the maximum of the checksums of all ranks of an axis."""
     try:
         rows = transport_of(axis, checksum.device).swap([checksum.view(torch.uint8)] * axis.size)
-    except CallsDifferError:  # a peer compares its call: give up the merge as unequal, so that this rank compares too
+    except CallsDifferError:  # a peer compares its call: give up the merge as unequal, and compare too
         return torch.full_like(checksum, UNEQUAL_CHECKSUM)
     return rows.view(checksum.dtype).amax(0)
 

@@ -173,21 +173,15 @@ def measure_link(world: MeasuredRanks, *, between: bool) -> Link:
     return Link(latency, rank_rate, max(host_rate, rank_rate), short=short, step=step, message=message)
 
 
-def measure_wait(world: MeasuredRanks, rates: Device, link: Link) -> float:
+def measure_wait(world: MeasuredRanks, alone: float) -> float:
     """Return the seconds that a short message takes longer between pieces of work, where ranks share cores."""
-    if rates.alone < SHARED:
+    if world.axis.size == 1 or world.device.type != "cpu" or alone < SHARED:
         return 0.0
     between, factor = len(world.hosts) > 1, torch.randn(WORK, WORK)
     line = world.line(between=between)
-
-    def work() -> None:
-        torch.mm(factor, factor)
-
-    def work_and_send() -> None:
-        work()
-        _exchange(world, line, MERGE_BYTES) if between else _swap_near(world, line)
-
-    return max(0.0, world.short(work_and_send) - world.short(work) - link.merge_latency)
+    work = partial(torch.mm, factor, factor)
+    send = partial(_exchange, world, line, MERGE_BYTES) if between else partial(_swap_near, world, line)
+    return max(0.0, world.short(lambda: (work(), send())) - world.short(work) - world.short(send))
 
 
 def _step(world: MeasuredRanks, lines: list[list[int]], first: float) -> float:
@@ -238,9 +232,7 @@ def measure(mesh: DeviceMesh | None, dtype: torch.dtype | None = None) -> Cluste
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
     device_rates = measure_device(world, dtype)
     inside, between = measure_link(world, between=False), measure_link(world, between=True)
-    device_rates = replace(
-        device_rates, wait=measure_wait(world, device_rates, inside if between is NO_LINK else between)
-    )
+    device_rates = replace(device_rates, wait=measure_wait(world, device_rates.alone))
     ranks = sizes.pop()
     collectives = "ring" if device.type == "cpu" else "tree"
     source = (("all", f"measured on {world.axis.size} ranks in {dtype}, all at work, torch {torch.__version__}"),)

@@ -189,14 +189,11 @@ class FolderShard(OrderedShard):
                 self._next_piece()
             start, done = done, min(count, done + PIECE - self.used)
             after = length if done == count else int(tokens[done])
-            self._write_rows([row[:, :, start:done] for row in rows], tokens[start:done], self._held(), after)
+            self._write_rows(
+                [row[:, :, start:done] for row in rows], tokens[start:done], (self.length, self.used), after
+            )
             if done == count:
                 return
-
-    def _held(self) -> tuple[int, int]:
-        """Return the tokens of all ranks, and those in the last piece."""
-        length, used = self.state.tolist()
-        return length, used
 
     def _mend(self, held: tuple[int, int]) -> None:
         """Let the journal say what the shard has, where an error or Ctrl-C came between a record and its tokens."""
@@ -208,8 +205,8 @@ class FolderShard(OrderedShard):
     def _write_rows(self, rows: Sequence[Tensor], tokens: Tensor | None, held: tuple[int, int], length: int) -> None:
         """Write rows after those in the last piece, and then a record of them, in one native call where there is one.
 
-        `tokens` are theirs, by default the next ones. `held` is what `_held` returns, and `length` the tokens of all
-        ranks after it.
+        `tokens` are theirs, by default the next ones. `held` are the tokens of all ranks and those in the last
+        piece, and `length` those of all ranks after it.
         """
         used, count, base = held[1], rows[0].shape[2], self.pieces * PIECE
         stop = used + count
@@ -327,7 +324,7 @@ class FolderShard(OrderedShard):
     def _writing(self) -> Iterator[None]:
         """Let the journal be right, and raise the system's errors as `StoreError`, with what is lost."""
         try:
-            self._mend(self._held())
+            self._mend((self.length, self.used))
             yield
         except OSError as error:
             raise self._named(error) from error

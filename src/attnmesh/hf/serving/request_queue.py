@@ -142,9 +142,10 @@ class RequestQueue:
             self._measure("row_seconds", self.worker.seconds["rows"])
             drafted = sum(len(stream.guesses.checked) for stream in self.stepping)
             self.counts["drafted_tokens"] += drafted
-            seconds, before = self.worker.seconds["rows"] + self.worker.seconds.get("crop", 0.0), self.counts.copy()
+            seconds = self.worker.seconds["rows"] + self.worker.seconds.get("crop", 0.0)
+            accepted = self.counts["accepted_tokens"]
             self._take_rows(rows)
-            stood = self.counts["accepted_tokens"] - before["accepted_tokens"]
+            stood = self.counts["accepted_tokens"] - accepted
             self.step_times.add(len(self.stepping), drafted, seconds, stood, self.guess_seconds)
         if self.begun is not None:
             self._take_start(self.begun, results["start"])

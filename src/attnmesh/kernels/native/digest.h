@@ -10,6 +10,7 @@
 namespace {
 
 constexpr int64_t ROW = 1 << 16;  // elements in one weighted sum, and weights
+constexpr int64_t AT_ONCE = 4;    // rows that are added together
 
 // Bits of an int64 with the high ones copied into the low ones, of any other integer as they are.
 template <class T>
@@ -27,9 +28,9 @@ class Digest {
         const char* x = (const char*)from;  // at any address
         while (count > 0) {
             if (place == ROW) rows.push_back((int64_t)sum), sum = place = 0;
-            if (place == 0 && count >= 4 * ROW) {
-                add_rows<4>(x);
-                x += 4 * ROW * (int64_t)sizeof(T), count -= 4 * ROW;
+            if (place == 0 && count >= AT_ONCE * ROW) {
+                add_rows(x);
+                x += AT_ONCE * ROW * (int64_t)sizeof(T), count -= AT_ONCE * ROW;
                 continue;
             }
             int64_t part = std::min(count, ROW - place);
@@ -55,13 +56,12 @@ class Digest {
     }
 
     // Adds whole rows. Each weight is read once for all of them: weights are more bytes than most rows.
-    template <int64_t N>
     void add_rows(const char* x) {
-        uint64_t sums[N] = {};
+        uint64_t sums[AT_ONCE] = {};
         for (int64_t i = 0; i < ROW; i++)
-            for (int64_t n = 0; n < N; n++) sums[n] += (uint64_t)number(x, n * ROW + i) * (uint64_t)weights[i];
-        rows.insert(rows.end(), sums, sums + N - 1);
-        sum = sums[N - 1], place = ROW;
+            for (int64_t n = 0; n < AT_ONCE; n++) sums[n] += (uint64_t)number(x, n * ROW + i) * (uint64_t)weights[i];
+        rows.insert(rows.end(), sums, sums + AT_ONCE - 1);
+        sum = sums[AT_ONCE - 1], place = ROW;
     }
 
     const int64_t* weights;
