@@ -154,6 +154,7 @@ if find_spec("triton") and not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     for name in ("attend", "decode", "peers"):
         importlib.import_module(f"attnmesh.kernels.programs.{name}")
+    importlib.import_module("triton.experimental.gluon.nvidia.hopper")  # or the first launch of each rank does
     del os.environ["TRITON_INTERPRET"]
     _patch_once_a_launch()
     _describe_types_once()

@@ -34,6 +34,7 @@ PRELOADED = [
     "torch.distributed.fsdp",
     "transformers.generation",
     "transformers.trainer",
+    "attnmesh.diffusers",
     "tests.support.emulated_nccl",
     "tests.support.families",
     "tests.support.mesh_problems",
