@@ -128,8 +128,8 @@ bool appends() {
     while (state[1] < slots) {
         int64_t tokens = std::min(draw(1, 5), slots - state[1]);
         auto given = numbers<float>(batch * heads * tokens * width);
-        Append a = {{stored.data()}, {given.data()}, token_index.data(), state.data(), {{4 * heads * slots * width, 4 * slots * width, 4 * width}},
-                    {{4 * heads * tokens * width, 4 * tokens * width, 4 * width}}, {4 * width}, 1, batch, heads, tokens};
+        Append a = {{stored.data()}, {given.data()}, token_index.data(), state.data(), {{heads * slots * width, slots * width, width, 1}},
+                    {{heads * tokens * width, tokens * width, width, 1}}, {width}, 4, 1, batch, heads, tokens};
         attnmesh_append(&a);
     }
     return state[0] == 7 + slots && token_index[slots - 1] == 6 + slots;

@@ -82,10 +82,7 @@ def append_known(known: Memo[bool], k: Tensor, v: Tensor | None, shards: LocalSh
 
 
 def append_signature(k: Tensor, v: Tensor | None, shard: CacheShard) -> tuple[Any, ...] | None:
-    """Return all that the checks of new tokens depend on, but their number; None where PyTorch has to know of them."""
-    sizes, on_gpu = shard.sizes, shard.device.type == "cuda"
-    if v is None:
-        return (k.shape[:2], k.shape[3:], k.dtype, sizes) if are_plain(k, on_gpu=on_gpu) else None
-    if not are_plain(k, v, on_gpu=on_gpu) or k.shape[:3] != v.shape[:3]:
+    """Return all that the checks of new tokens depend on; None where PyTorch has to know of them."""
+    if not are_plain(*stored(k, v), on_gpu=shard.device.type == "cuda"):
         return None
-    return k.shape[:2], k.shape[3:], v.shape[3:], k.dtype, v.dtype, sizes
+    return (k.shape, k.dtype, shard.sizes) if v is None else (k.shape, v.shape, k.dtype, v.dtype, shard.sizes)

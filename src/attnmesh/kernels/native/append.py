@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attnmesh.kernels.native.build import library
 
-FIELDS = struct.Struct("6P18q")
+FIELDS = struct.Struct("6P23q")
 """Fields of `Append` in `cache.cpp`."""
 
 FILE_FIELDS = struct.Struct("4P7q")
@@ -27,13 +27,10 @@ def append(
     if function is None:
         return False
     (first, last), (given, more) = (stored[0], stored[-1]), (new[0], new[-1])
-    size, batch, heads, tokens = given.itemsize, *given.shape[:3]
-    strides = []
-    for x in (first, last, given, more):
-        sequence, head, token, column = x.stride()
-        if column != 1:
-            return False
-        strides += [sequence * size, head * size, token * size]
+    strides = *first.stride(), *last.stride(), *given.stride(), *more.stride()
+    if strides[3::4] != (1, 1, 1, 1):
+        return False
+    batch, heads, tokens, width = given.shape
     fields = FIELDS.pack(
         first.data_ptr(),
         last.data_ptr(),
@@ -42,8 +39,9 @@ def append(
         token_index.data_ptr(),
         state.data_ptr(),
         *strides,
-        first.shape[3] * size,
-        last.shape[3] * size,
+        width,
+        more.shape[3],
+        given.itemsize,
         len(stored),
         batch,
         heads,

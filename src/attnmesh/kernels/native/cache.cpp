@@ -8,13 +8,15 @@
 
 #include "digest.h"
 
-// Tokens to write after those in the shard. Strides are in bytes; a row of a tensor is in one piece.
+// Tokens to write after those in the shard. A row of a tensor is in one piece.
 struct Append {
     void* stored[2];
     const void* given[2];
     int64_t *token_index, *state;  // the token in each slot; the tokens on all ranks, and those in the shard
-    int64_t stored_strides[2][3], given_strides[2][3], row_bytes[2];  // sequence, head, token
-    int64_t tensors, batch, heads, tokens;
+    int64_t stored_strides[2][4], given_strides[2][4], widths[2];  // in elements: sequence, head, token, column
+    int64_t element, tensors, batch, heads, tokens;                // bytes of an element
+
+    int64_t row_bytes(int64_t x) const { return widths[x] * element; }
 };
 
 // Tokens of a shard whose memory is a mapped file. They are the given ones, or else the next ones.
@@ -35,17 +37,17 @@ constexpr int64_t FEW = 4096;  // bytes: fewer are written sooner as memory
 
 char* row_to(const Append& a, int64_t x, int64_t b, int64_t h, int64_t t) {
     const int64_t* step = a.stored_strides[x];
-    return (char*)a.stored[x] + b * step[0] + h * step[1] + t * step[2];
+    return (char*)a.stored[x] + (b * step[0] + h * step[1] + t * step[2]) * a.element;
 }
 
 const char* row_from(const Append& a, int64_t x, int64_t b, int64_t h, int64_t t) {
     const int64_t* step = a.given_strides[x];
-    return (const char*)a.given[x] + b * step[0] + h * step[1] + t * step[2];
+    return (const char*)a.given[x] + (b * step[0] + h * step[1] + t * step[2]) * a.element;
 }
 
 void copy_rows(const Append& a, int64_t x, int64_t b, int64_t h) {
     for (int64_t t = 0; t < a.tokens; t++)
-        std::memcpy(row_to(a, x, b, h, a.state[1] + t), row_from(a, x, b, h, t), a.row_bytes[x]);
+        std::memcpy(row_to(a, x, b, h, a.state[1] + t), row_from(a, x, b, h, t), a.row_bytes(x));
 }
 
 void note_tokens(const Append& a, const int64_t* tokens) {
@@ -65,8 +67,8 @@ int64_t write_all(int64_t file, const char* from, int64_t count, int64_t at) {
 // Writes the rows of a head to the file.
 int64_t write_head(const FileAppend& f, int64_t x, int64_t b, int64_t h) {
     const Append& a = f.rows;
-    int64_t bytes = a.tokens * a.row_bytes[x];
-    bool is_whole = a.given_strides[x][2] == a.row_bytes[x] && a.stored_strides[x][2] == a.row_bytes[x];
+    int64_t bytes = a.tokens * a.row_bytes(x);
+    bool is_whole = a.given_strides[x][2] == a.widths[x] && a.stored_strides[x][2] == a.widths[x];
     if (is_whole && bytes >= FEW)
         return write_all(f.file, row_from(a, x, b, h, 0), bytes, row_to(a, x, b, h, a.state[1]) - f.place);
     copy_rows(a, x, b, h);
@@ -78,8 +80,8 @@ template <class T>
 int64_t write_tensor(const FileAppend& f, int64_t x, uint64_t* sum) {
     const Append& a = f.rows;
     Digest<T> found(f.weights);
-    int64_t row = a.row_bytes[x] / (int64_t)sizeof(T);
-    bool is_whole = a.given_strides[x][2] == a.row_bytes[x];
+    int64_t row = a.row_bytes(x) / (int64_t)sizeof(T);
+    bool is_whole = a.given_strides[x][2] == a.widths[x];
     for (int64_t b = 0; b < a.batch; b++)
         for (int64_t h = 0; h < a.heads; h++) {
             for (int64_t t = 0; t < (is_whole ? 1 : a.tokens); t++)
@@ -95,7 +97,7 @@ int64_t write_rows(const FileAppend& f) {
     const Append& a = f.rows;
     uint64_t sum = 0;
     for (int64_t x = 0; x < a.tensors; x++) {
-        int64_t bytes = a.row_bytes[x] % 8;
+        int64_t bytes = a.row_bytes(x) % 8;
         int64_t failed = !bytes        ? write_tensor<int64_t>(f, x, &sum)
                          : bytes == 4  ? write_tensor<int32_t>(f, x, &sum)
                          : bytes % 2   ? write_tensor<int8_t>(f, x, &sum)
