@@ -25,7 +25,7 @@ from attnmesh.runtime.world import WORLD
 from tests.support.browser import browser  # noqa: F401 (a fixture)
 from tests.support.pool import PRELOADED, Pool
 
-collect_ignore = ["support/simulated.py"]  # a script for another Python, the system's, which has SimGrid
+collect_ignore = ["support/simulated.py", "support/warm_up.py"]  # for the Python that has SimGrid, and for ranks alone
 
 hypothesis.settings.register_profile("project", deadline=None, print_blob=True, max_examples=50)
 hypothesis.settings.load_profile("project")

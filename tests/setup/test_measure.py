@@ -31,7 +31,10 @@ def measured() -> Cluster:
     """Measure links twice, where rank 0 is in one group more than the others: both have hung."""
     dist.new_group([0])
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=AXES)
-    with patch.object(measure_shares, "READ_SECONDS", 0.05), patch.multiple(measure, IN_A_ROW=1, TIMEOUT=0.01):
+    with (
+        patch.object(measure_shares, "READ_SECONDS", 0.05),
+        patch.multiple(measure, IN_A_ROW=1, ROUNDS=1, TIMEOUT=0.01),
+    ):
         measure_link(MeasuredRanks.of(flat_axis(mesh, AXES), torch.device("cpu")), between=False)
         return Cluster.measure(mesh)
 
