@@ -38,8 +38,8 @@ from attnmesh.runtime.world import WORLD, cached_per_world
 
 HOST = torch.device("cpu")
 
-MAX_LETTERS = 2
-"""Letters of a message at most: 512 kB, which 256 tokens of a small model take."""
+MAX_LETTERS = 16
+"""Letters of a message at most: 4 MB, which 2,700 tokens of a small model take. By sockets it takes longer."""
 
 TRIAL_BATCHES = (1, 8)
 """Batches of 32 heads of 128, in float32, whose merges are timed before "auto" chooses one."""

@@ -157,7 +157,7 @@ class LayerJob:
 
     - Kernel: cores that one rank leaves idle speed up the others. So the average rank's work counts, not the busiest's.
       Ranks that receive their tokens sooner also compute sooner.
-    - Waiting: the core work of an exchange slows the kernel beside it.
+    - Waiting: the core work of an exchange slows the kernel beside it, by all of it where two ranks share a core.
 
     On 156 plans measured on shared cores (`benchmarks/results/plan-*.json`), 99% of the predicted times are within 25%.
     Without these terms 77% are.
@@ -235,7 +235,7 @@ class LayerJob:
 
     def waiting(self, exchange: ExchangeTime, kernel: float) -> float:
         """Return the seconds that an exchange adds to the kernel beside it."""
-        return max((1 - 1 / self.cluster.device.alone) * exchange.on_cores, exchange.seconds - kernel)
+        return max(min(1.0, self.cluster.device.alone - 1) * exchange.on_cores, exchange.seconds - kernel)
 
     def sum(self, columns: int) -> float:
         """Return the seconds of adding results of `columns` columns to a running sum."""
