@@ -2,7 +2,9 @@
 
 import asyncio
 import warnings
+from collections import defaultdict
 from contextlib import nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +39,12 @@ def even(completion_ids: list[list[int]], wanted: list[int], **_: Any) -> list[f
     ]
 
 
-def noise(prompts: list[str], log_metric: Any, log_extra: Any, **_: Any) -> list[float]:
+def noise(prompts: list[str], log_metric: Any = None, log_extra: Any = None, **_: Any) -> list[float]:
     """Return rewards that are drawn, as a judge's may be."""
     drawn = torch.rand(len(prompts)).tolist()
-    log_metric("noise", sum(drawn))
-    log_extra("noise", drawn)
+    if log_metric:
+        log_metric("noise", sum(drawn))
+        log_extra("noise", drawn)
     return drawn
 
 
@@ -59,15 +62,42 @@ class Record(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self.steps: list[dict[str, Any]] = []
+        self.seen: dict[str, list[Any]] = defaultdict(list)
+
+    def watch(self, name: str, trainer: Any, method: str) -> None:
+        """Keep what a method of the trainer returns, and the completions that it is given."""
+        stock = getattr(trainer, method)
+
+        def call(*args: Any, **given: Any) -> Any:
+            found = stock(*args, **given)
+            self.seen[name].append(found.clone())
+            if "completion_ids_list" in given:
+                self.seen["completion_ids"].append(torch.tensor(given["completion_ids_list"]))
+            return found
+
+        setattr(trainer, method, call)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Keep completions, advantages if there are any, and weights."""
-        batches = self.trainer._buffered_inputs
-        names = batches[0].keys() & {"completion_ids", "advantages"}
-        tensors = {name: [x[name].clone() for x in batches] for name in names}
+        if self.seen:
+            tensors, self.seen = dict(self.seen), defaultdict(list)
+        else:
+            batches = self.trainer._buffered_inputs
+            names = batches[0].keys() & {"completion_ids", "advantages"}
+            tensors = {name: [x[name].clone() for x in batches] for name in names}
         trained = {name: x.detach() for name, x in self.model.named_parameters() if x.requires_grad}
         weights = {name: getattr(x, "full_tensor", x.clone)() for name, x in trained.items()}
         self.steps.append({**tensors, "weights": weights})
+
+
+def of_trl(name: str) -> Any:
+    """Return a class of TRL, experimental ones included."""
+    experimental = EXPERIMENTAL.get(name.removesuffix("Config").removesuffix("Trainer"))
+    return getattr(trl if experimental is None else import_module(f"trl.experimental.{experimental}"), name)
+
+
+EXPERIMENTAL = {"OnlineDPO": "online_dpo"}
+"""Experimental trainers, and where they are."""
 
 
 def trained(
@@ -88,7 +118,9 @@ def trained(
         if kind == "Distillation":  # a completion for each prompt
             common["per_device_train_batch_size"] = 2
             del common["num_generations"]
-        given = settings(getattr(trl, f"{kind}Config"), folder, **common | options)
+        if kind == "OnlineDPO":  # two for each
+            common = {name: x for name, x in OPTIONS.items() if name in ("max_steps", "temperature")} | COMPARED
+        given = settings(of_trl(f"{kind}Config"), folder, **common | options)
     record = Record()
     if lora:
         from peft import LoraConfig
@@ -99,11 +131,14 @@ def trained(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TRL's own
         torch.manual_seed(7)
-        record.trainer = on_mesh(getattr(trl, f"{kind}Trainer"))(
+        record.trainer = on_mesh(of_trl(f"{kind}Trainer"))(
             model=model.train(), args=given, train_dataset=rows,
             processing_class=words, callbacks=[record], **more,
         )  # fmt: skip
         record.model = record.trainer.model
+        if kind == "OnlineDPO":
+            record.watch("rewards", record.trainer, "_calculate_rewards_from_functions")
+            record.watch("losses", record.trainer, "training_step")
         record.trainer.train(given.resume_from_checkpoint)
         assert any(isinstance(x, DTensor) for x in record.model.parameters()) == ("fsdp" in options)
     if resumes:
@@ -113,7 +148,7 @@ def trained(
         for given, expected in zip(resumed, record.steps[-len(resumed) :], strict=True):
             assert_equal(given, expected)
     logged: dict[str, list[Any]] = {}
-    for name, rows in record.trainer._logs.items():
+    for name, rows in getattr(record.trainer, "_logs", {}).items():
         logged |= {key: [*x] for key, x in (rows.items() if isinstance(rows, dict) else [(name, rows)])}
     return record.steps, record.trainer.state.log_history, logged
 
@@ -127,11 +162,17 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
+COMPARED: dict[str, Any] = {"max_new_tokens": 11, "gradient_checkpointing": False}
+"""Settings of a trainer that draws two completions of each prompt."""
+
+
 def assert_equal(given: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Assert that two steps have the same completions, advantages and weights."""
+    """Assert that two steps have the same completions, advantages, rewards, losses and weights."""
+    assert given.keys() == expected.keys()
     assert [x.tolist() for x in given["completion_ids"]] == [x.tolist() for x in expected["completion_ids"]]
-    for a, b in zip(given.get("advantages", ()), expected.get("advantages", ()), strict=True):
-        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+    for name in expected.keys() - {"completion_ids", "weights"}:
+        for a, b in zip(given[name], expected[name], strict=True):
+            torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5, msg=name)
     for name, weights in expected["weights"].items():
         torch.testing.assert_close(given["weights"][name], weights, atol=1e-5, rtol=0, msg=name)
 
