@@ -32,6 +32,16 @@ def prompts(count: int = 8, first: int = 0) -> Dataset:
     return Dataset.from_list([{"prompt": " ".join(f"w{token}" for token in row), "wanted": int(row[0])} for row in ids])
 
 
+def chats(count: int = 8, first: int = 0) -> Dataset:
+    """Return these prompts with answers of several lengths."""
+    answers = [" ".join(f"w{3 + (7 * number + x) % 90}" for x in range(5 + number % 4)) for number in range(count)]
+    turns = [
+        [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": answer}]
+        for row, answer in zip(prompts(count, first), answers, strict=True)
+    ]
+    return Dataset.from_list([{"messages": each} for each in turns])
+
+
 def even(completion_ids: list[list[int]], wanted: list[int], **_: Any) -> list[float]:
     """Reward tokens that are even, or near a number of the prompt's row."""
     return [
@@ -54,6 +64,9 @@ async def slow(prompts: list[str], **given: Any) -> list[float]:
     return even(**given)
 
 
+IDS = "completion_ids"
+
+
 class Record(TrainerCallback):  # type: ignore[misc]
     """What a trainer has computed in each step."""
 
@@ -70,9 +83,9 @@ class Record(TrainerCallback):  # type: ignore[misc]
 
         def call(*args: Any, **given: Any) -> Any:
             found = stock(*args, **given)
-            self.seen[name].append(found.clone())
+            self.seen[name].append((found[0] if isinstance(found, tuple) else found).clone())
             if "completion_ids_list" in given:
-                self.seen["completion_ids"].append(torch.tensor(given["completion_ids_list"]))
+                self.seen[IDS].append(torch.tensor(given["completion_ids_list"]))
             return found
 
         setattr(trainer, method, call)
@@ -96,7 +109,7 @@ def of_trl(name: str) -> Any:
     return getattr(trl if experimental is None else import_module(f"trl.experimental.{experimental}"), name)
 
 
-EXPERIMENTAL = {"OnlineDPO": "online_dpo"}
+EXPERIMENTAL = {"OnlineDPO": "online_dpo", "GKD": "gkd"}
 """Experimental trainers, and where they are."""
 
 
@@ -106,11 +119,14 @@ def trained(
     """Train, and return the record, the log and the completions that were logged."""
     options = dict(options)
     path, lora, resumes = options.pop("path"), options.pop("lora", False), options.pop("resumes", False)
-    rows = prompts().to_iterable_dataset() if options.pop("stream", False) else prompts()
+    rows = prompts(options.pop("count", 8))
+    rows = rows.to_iterable_dataset() if options.pop("stream", False) else rows
     more: dict[str, Any] = {"reward_funcs": [slow if options.pop("asynchronous", False) else even, noise]}
-    if kind == "Distillation":
+    if kind in ("Distillation", "GKD"):
         more = {"teacher_model": families.model("llama", attention, **TEACHER)}
     words = AutoTokenizer.from_pretrained(path) if Path(path, "tokenizer.json").exists() else tokenizer()
+    if kind == "GKD":
+        words.chat_template, rows = "{% for each in messages %}{{ each.content }} {% endfor %}", chats()
     model = share(AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TRL's own
@@ -118,7 +134,7 @@ def trained(
         if kind == "Distillation":  # a completion for each prompt
             common["per_device_train_batch_size"] = 2
             del common["num_generations"]
-        if kind == "OnlineDPO":  # two for each
+        if kind in EXPERIMENTAL:
             common = {name: x for name, x in OPTIONS.items() if name in ("max_steps", "temperature")} | COMPARED
         given = settings(of_trl(f"{kind}Config"), folder, **common | options)
     record = Record()
@@ -127,7 +143,7 @@ def trained(
 
         more["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     if given.eval_strategy != "no":
-        more["eval_dataset"] = prompts(4, 50)
+        more["eval_dataset"] = (chats if kind == "GKD" else prompts)(4, 50)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TRL's own
         torch.manual_seed(7)
@@ -136,8 +152,10 @@ def trained(
             processing_class=words, callbacks=[record], **more,
         )  # fmt: skip
         record.model = record.trainer.model
-        if kind == "OnlineDPO":
-            record.watch("rewards", record.trainer, "_calculate_rewards_from_functions")
+        if kind in EXPERIMENTAL:
+            scored = kind == "OnlineDPO"
+            where = ("rewards", "_calculate_rewards_from_functions") if scored else (IDS, "generate_on_policy_outputs")
+            record.watch(where[0], record.trainer, where[1])
             record.watch("losses", record.trainer, "training_step")
         record.trainer.train(given.resume_from_checkpoint)
         assert any(isinstance(x, DTensor) for x in record.model.parameters()) == ("fsdp" in options)
@@ -163,14 +181,14 @@ OPTIONS: dict[str, Any] = {
 
 
 COMPARED: dict[str, Any] = {"max_new_tokens": 11, "gradient_checkpointing": False}
-"""Settings of a trainer that draws two completions of each prompt."""
+"""Settings of an experimental trainer, which draws one or two completions of each prompt."""
 
 
 def assert_equal(given: dict[str, Any], expected: dict[str, Any]) -> None:
     """Assert that two steps have the same completions, advantages, rewards, losses and weights."""
     assert given.keys() == expected.keys()
-    assert [x.tolist() for x in given["completion_ids"]] == [x.tolist() for x in expected["completion_ids"]]
-    for name in expected.keys() - {"completion_ids", "weights"}:
+    assert [x.tolist() for x in given.get(IDS, ())] == [x.tolist() for x in expected.get(IDS, ())]
+    for name in expected.keys() - {IDS, "weights"}:
         for a, b in zip(given[name], expected[name], strict=True):
             torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5, msg=name)
     for name, weights in expected["weights"].items():

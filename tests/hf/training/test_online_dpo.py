@@ -24,6 +24,9 @@ MESHES = {
     "three keys": (1, Shape(1, 1, 3)),
 }
 
+WIDE = {"hidden_size": 192, "intermediate_size": 256, "initializer_range": 0.02}
+"""Changes of a Llama with layers that ranks share, and with small logits all the same."""
+
 STOP: dict[str, Any] = {"resumes": True, "save_strategy": "steps", "per_device_train_batch_size": 1}
 """Settings of a run that stops within an epoch."""
 
@@ -43,6 +46,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "a stop": ("keys", {**STOP, "save_steps": 2, "max_steps": 4}),
     "a stop of meshes": ("data x keys", {**STOP, "save_steps": 1, "max_steps": 2}),
     "a stop with an adapter": ("queries", {**STOP, "lora": True, "save_steps": 2, "max_steps": 4}),
+    "shared weights": ("keys", {"shares": True, "lora": True, "changes": WIDE, "max_steps": 3}),
+    "batches that are not full": ("data x keys", {"count": 7, "max_steps": 4}),
     "many steps": ("data x keys", {"max_steps": 20}),
 }
 """Mesh and settings."""

@@ -9,7 +9,6 @@ from torch.nn.functional import pad
 from attnmesh.hf.training.rewards import RewardFunctions
 from attnmesh.hf.training.sharded_calls import ShardedOutput
 from attnmesh.hf.transformers_names import ONLINE_DPO
-from attnmesh.mesh_attention.sharding import shard
 
 
 class MeshOnlineDPO(RewardFunctions):
@@ -57,9 +56,6 @@ class MeshOnlineDPO(RewardFunctions):
         logits: ShardedOutput = model(ids, attention_mask=mask).logits
         first = max(ids.shape[1] - count - 1, 0)  # a token is predicted from the one before it
         targets = pad(completion_ids, (first, ids.shape[1] - first - count))
-        targets = targets if logits.moved is None else logits.moved.batch({"targets": targets})["targets"]
-        shards = logits.shards
-        own = shard(targets, shards.mesh, layout=shards.layout, dim=1)
-        logprobs = logits.plain().log_softmax(-1).gather(2, own[..., None])
-        whole = ShardedOutput.of(logprobs, shards=shards, moved=logits.moved, tokens=logits.tokens).whole()
+        logprobs = logits.plain().log_softmax(-1).gather(2, logits.share(targets)[..., None])
+        whole = ShardedOutput.of(logprobs, shards=logits.shards, moved=logits.moved, tokens=logits.tokens).whole()
         return whole[:, first : first + count, 0]

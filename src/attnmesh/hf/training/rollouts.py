@@ -64,21 +64,20 @@ class MeshRollouts:
 
     def _checks(self) -> Iterator[Check]:
         """Yield what holds of a trainer that is served."""
-        args, tools = self.args, getattr(self, "tools", None)  # which not all of these trainers take
-        beams = (args.generation_kwargs or {}).get("num_beams", 1) > 1
-        yield refusal("use_vllm", args.use_vllm, BY_MESH)
-        yield refusal("cache_implementation", args.cache_implementation, BY_MESH)
-        yield refusal("num_beams", beams, BY_MESH)
-        yield refusal("tools", tools, ON_ONE_DEVICE)
+        args = self.args
+        for name in ("use_vllm", "cache_implementation"):  # which not all of these trainers take, nor tools
+            yield refusal(name, getattr(args, name, None), BY_MESH)
+        yield refusal("num_beams", (getattr(args, "generation_kwargs", None) or {}).get("num_beams", 1) > 1, BY_MESH)
+        yield refusal("tools", getattr(self, "tools", None), ON_ONE_DEVICE)
         fix = "leave it out: attnmesh brings the kernels of attention"
         yield refusal("use_liger_kernel", args.use_liger_kernel, fix)
 
     @contextmanager
-    def _drawing(self) -> Iterator[None]:
-        """Draw completions on the mesh, in this context."""
+    def _drawing(self, model: Any = None) -> Iterator[None]:
+        """Draw completions on the mesh, in this context, by the trained model or another."""
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)  # which DDP has not
         whole = whole_weights(self.model_wrapped, plugin is not None and bool(plugin.reshard_after_forward))
-        with self.calls.active(False), whole, generating_on(self.calls.mesh, unwrap(self.model)) as drawn:
+        with self.calls.active(False), whole, generating_on(self.calls.mesh, unwrap(model or self.model)) as drawn:
             yield
         self.logprobs = torch.cat(drawn, 1)
 
@@ -171,9 +170,9 @@ def generating_on(mesh: DeviceMesh | None, model: Any) -> Iterator[list[Tensor]]
             samples = gcd(*rows.unique_consecutive(dim=0, return_counts=True)[1].tolist())
         options = {"generation_config": generation_config, "num_return_sequences": samples, **more}
         prompts, mask = input_ids[::samples], attention_mask[::samples]
-        ids = generate(model, prompts, mesh=mesh, attention_mask=mask, logits_processor=[watch], **options)
-        watch.take(ids)
-        return ids
+        output = generate(model, prompts, mesh=mesh, attention_mask=mask, logits_processor=[watch], **options)
+        watch.take(getattr(output, "sequences", output))
+        return output
 
     model.generate = on_mesh
     try:

@@ -205,6 +205,11 @@ class ShardedOutput(ShardTensor):
         """Return the result of the function on the outputs of all tokens."""
         return func(*map(_gathered, args), **{name: _gathered(x) for name, x in (kwargs or {}).items()})
 
+    def share(self, x: Tensor) -> Tensor:
+        """Return this rank's share of a tensor of the whole batch, (batch, length)."""
+        x = x if self.moved is None else self.moved.batch({"x": x})["x"]
+        return shard(x, self.shards.mesh, layout=self.shards.layout, dim=1)
+
     def whole(self) -> Tensor:
         """Return the outputs of all tokens, with gradients."""
         if self.gathered is None:

@@ -15,6 +15,7 @@ from attnmesh.core.layout import Layout, Zigzag, check_layout
 from attnmesh.errors import ArgumentError, KernelError, require
 from attnmesh.hf.training.accelerator import as_one_process, check_parallelism
 from attnmesh.hf.training.distillation import MeshDistillation
+from attnmesh.hf.training.gkd import MeshGKD
 from attnmesh.hf.training.mesh_shapes import check_shape
 from attnmesh.hf.training.online_dpo import MeshOnlineDPO
 from attnmesh.hf.training.rewards import MeshRewards
@@ -78,7 +79,7 @@ def on_mesh(
 
 def _bases_of(trainer_class: type) -> tuple[type, ...]:
     """Return the first bases of a trainer on a mesh. Raise unless it is served, or a subclass with its user's code."""
-    classes = ((one.__name__, _package_of(one)) for one in trainer_class.__mro__)
+    classes = ((one.__name__, package_of(one)) for one in trainer_class.__mro__)
     name, package = next(pair for pair in classes if pair[1] in SERVED)
     served = name in SERVED[package]
     expected = f"{', '.join(chain(*SERVED.values()))}, or a subclass of one of them"
@@ -87,7 +88,7 @@ def _bases_of(trainer_class: type) -> tuple[type, ...]:
     return SERVED[package][name]
 
 
-def _package_of(one: type) -> str:
+def package_of(one: type) -> str:
     """Return the package of a class. TRL's experimental trainers have names of others."""
     package, *inner = one.__module__.split(".")
     return f"{package}.experimental" if inner[:1] == ["experimental"] else package
@@ -192,6 +193,6 @@ SERVED: dict[str, dict[str, tuple[type, ...]]] = {
         "RLOOTrainer": REWARDS,
         "DistillationTrainer": (MeshDistillation, MeshTrainer),
     },
-    "trl.experimental": {"OnlineDPOTrainer": (MeshOnlineDPO, MeshTrainer)},
+    "trl.experimental": {"OnlineDPOTrainer": (MeshOnlineDPO, MeshTrainer), "GKDTrainer": (MeshGKD, MeshTrainer)},
 }
 """Trainers that were compared with one process. Others make batches, or losses of whole sequences, by themselves."""

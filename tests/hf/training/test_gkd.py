@@ -1,0 +1,61 @@
+"""Distillation on answers that are given or drawn, on a mesh: the answers, losses, metrics and weights of stock TRL."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import attnmesh.hf as hf
+from attnmesh import errors
+from attnmesh.mesh.shapes import Shape
+from tests.support import families
+from tests.support.pool import Pool
+from tests.support.rollouts import COMPARED, chats, check, of_trl
+from tests.support.trainers import settings, tokenizer
+
+MESHES = {
+    "keys": (1, Shape(1, 1, 2)),
+    "queries": (1, Shape(1, 2, 1)),
+    "data x keys": (2, Shape(1, 1, 2)),
+    "three keys": (1, Shape(1, 1, 3)),
+}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{f"drawn on {name}": (name, {"lmbda": 1.0}) for name in MESHES},
+    "given": ("keys", {"lmbda": 0.0, "beta": 0.0}),
+    "both": ("data x keys", {"beta": 1.0, "max_steps": 4, "temperature": 0.7}),
+    "of the teacher": ("queries", {"lmbda": 0.0, "seq_kd": True}),
+    "adapter": ("keys", {"lora": True}),
+    "cut rows": ("three keys", {"max_length": 15, "lmbda": 0.0}),
+    "checkpointing": ("keys", {"gradient_checkpointing": True}),
+    "evaluation": ("keys", {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2}),
+    "a stop": (
+        "keys",
+        {"resumes": True, "save_strategy": "steps", "per_device_train_batch_size": 1, "save_steps": 2, "max_steps": 4},
+    ),
+    "many steps": ("data x keys", {"max_steps": 20}),
+}
+"""Mesh and settings."""
+
+SHORT = ("both",)
+"""Cases of `make test`. The others are marked long."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in SHORT else pytest.mark.long) for name in CASES]
+)
+def test_gkd_on_a_mesh_is_that_of_stock_trl(name: str, pool: Pool, tmp_path: Path) -> None:
+    mesh, options = CASES[name]
+    check(pool, tmp_path, "GKD", *MESHES[mesh], **options)
+
+
+def test_kernels_of_others_are_refused_by_name(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TRL's own
+        given = settings(of_trl("GKDConfig"), str(tmp_path), **COMPARED, use_liger_kernel=True)
+        models = [families.model("llama", "attnmesh") for _ in range(2)]
+        with pytest.raises(errors.KernelError, match=r"on_mesh use_liger_kernel: expected a trainer without it, given"):
+            hf.on_mesh(of_trl("GKDTrainer"), None)(
+                *models, args=given, train_dataset=chats(), processing_class=tokenizer()
+            )
