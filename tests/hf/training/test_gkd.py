@@ -12,7 +12,7 @@ from attnmesh.mesh.shapes import Shape
 from tests.support import families
 from tests.support.pool import Pool
 from tests.support.rollouts import COMPARED, chats, check, of_trl
-from tests.support.trainers import settings, tokenizer
+from tests.support.trainers import FSDP, settings, tokenizer
 
 MESHES = {
     "keys": (1, Shape(1, 1, 2)),
@@ -34,6 +34,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "keys",
         {"resumes": True, "save_strategy": "steps", "per_device_train_batch_size": 1, "save_steps": 2, "max_steps": 4},
     ),
+    "sharded weights": ("data x keys", {"lmbda": 1.0, "max_steps": 3, **FSDP}),
+    "sharded weights, given and of the teacher": ("keys", {"lmbda": 0.5, "seq_kd": True, "max_steps": 4, **FSDP}),
+    "sharded weights, adapter": ("keys", {"lora": True, "lmbda": 1.0, **FSDP}),
     "many steps": ("data x keys", {"max_steps": 20}),
 }
 """Mesh and settings."""

@@ -25,8 +25,6 @@ class MeshGKD(MeshRollouts):
         """Create the accelerator, to which the ranks of a mesh are one process."""
         GKD.check()
         super().create_accelerator_and_postprocess()
-        fits, expected = not self.accelerator.is_fsdp2, "a student and a teacher that each rank has whole"
-        require(fits, KernelError, SUBJECT, expected, "FSDP2", "use DDP")
 
     def generate_on_policy_outputs(self, model: Any, *args: Any) -> Any:
         """Draw answers on the mesh, by the student or the teacher."""
