@@ -1,5 +1,6 @@
 """Trainers that learn the probabilities of a teacher in answers that are given or drawn, on a mesh."""
 
+import random
 from typing import Any
 
 import torch
@@ -26,6 +27,12 @@ class MeshGKD(MeshRollouts):
         GKD.check()
         super().create_accelerator_and_postprocess()
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Run a training step. The ranks of a mesh draw answers in the same steps, from other checkpoints too."""
+        random.setstate(self._gather_rows([random.getstate()])[self.accelerator.replicas.own])
+        loss: Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        return loss
+
     def generate_on_policy_outputs(self, model: Any, *args: Any) -> Any:
         """Draw answers on the mesh, by the student or the teacher."""
         with self._drawing(model):
@@ -45,12 +52,7 @@ class MeshGKD(MeshRollouts):
         given = f"{student.shards.layout} and {teacher.shards.layout}"
         require(same, KernelError, SUBJECT, "a student and a teacher with the same shards", given, fix)
         count = (labels != -100).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-        options = {
-            "labels": student.share(labels),
-            "beta": self.beta,
-            "num_items_in_batch": count / student.shards.ranks,
-        }
-        loss = mean_over_ranks(
-            self.generalized_jsd_loss(student.plain(), teacher.plain(), **options), student.shards.mesh
-        )
+        more = {"beta": self.beta, "num_items_in_batch": count / student.shards.ranks}
+        loss = self.generalized_jsd_loss(student.plain(), teacher.plain(), student.share(labels), **more)
+        loss = mean_over_ranks(loss, student.shards.mesh)
         return (loss, outputs) if return_outputs else loss

@@ -34,9 +34,9 @@ def on_mesh(
 ) -> type:
     """Return a subclass of a `transformers.Trainer` that trains and evaluates on a mesh, as it does on one device.
 
-    The stable trainers of TRL work too, and of its experimental ones `OnlineDPOTrainer` and `GKDTrainer`. The mesh shares
-    each sequence. If the world has more ranks, they form further meshes with other batches, and DDP or FSDP2 goes over
-    all ranks. Batch sizes are per mesh.
+    The stable trainers of TRL work too, and of its experimental ones `OnlineDPOTrainer` and `GKDTrainer`. The mesh
+    shares each sequence. If the world has more ranks, they form further meshes with other batches, and DDP or FSDP2
+    goes over all ranks. Batch sizes are per mesh.
 
     Args:
         trainer_class: The class of the trainer.
