@@ -27,7 +27,8 @@ MESHES = {
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"drawn on {name}": (name, {"lmbda": 1.0}) for name in MESHES},
     "given": ("keys", {"lmbda": 0.0, "beta": 0.0}),
-    "both": ("data x keys", {"beta": 1.0, "max_steps": 4, "temperature": 0.7}),
+    "both": ("keys", {"beta": 1.0, "temperature": 0.7}),
+    "both on meshes": ("data x keys", {"beta": 0.3, "max_steps": 4}),
     "of the teacher": ("queries", {"lmbda": 0.0, "seq_kd": True}),
     "adapter": ("keys", {"lora": True}),
     "cut rows": ("three keys", {"max_length": 15, "lmbda": 0.0}),

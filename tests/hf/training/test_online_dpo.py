@@ -52,7 +52,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Mesh and settings."""
 
-SHORT = ("keys", "adapter of meshes")
+SHORT = ("data x keys", "adapter")
 """Cases of `make test`. The others are marked long."""
 
 
