@@ -132,7 +132,7 @@ class ShardedCalls:
         mask = batch.get("attention_mask")
         self.whole_mask = torch.ones_like(batch["input_ids"]) if mask is None else mask
         if self.hides_padding and not bool(self.whole_mask.all()):
-            self.shards.forward_pass.key_lengths = self.whole_mask.sum(1)
+            self.shards.forward_pass.key_lengths = self.whole_mask.sum(1).cpu()  # which each layer reads
         self.shards.forward_pass.gathers_routers = unwrap(module).base_model is not module
         self.is_shifted = "shift_labels" in batch or not named.get("fused_lm_head")
         return (), {**{name: None for name in BATCH_ARGUMENTS if name in named}, **named, **part}
