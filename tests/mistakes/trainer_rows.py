@@ -33,7 +33,7 @@ def served(package: str, name: str, note: str) -> Mistake:
         f"put `{name}` on a mesh{note}",
         lambda mesh: hf.on_mesh(getattr(import_module(package), name), mesh),
         errors.KernelError,
-        f"GRPOTrainer, RLOOTrainer, DistillationTrainer, or a subclass of one of them, given trl.{name}",
+        f"OnlineDPOTrainer, GKDTrainer, or a subclass of one of them, given trl.experimental.{name}",
         "train with one of these, or in a loop of your own with hf.shard_batch",
     )
 
@@ -87,8 +87,8 @@ def parallel(mesh: DeviceMesh) -> Any:
 
 
 ROWS = [
-    served("trl.experimental.online_dpo", "OnlineDPOTrainer", ", an experimental one that draws completions"),
-    served("trl.experimental.gkd", "GKDTrainer", ", an experimental subclass of a trainer that is served"),
+    served("trl.experimental.async_grpo", "AsyncGRPOTrainer", ", an experimental one that draws completions"),
+    served("trl.experimental.gold", "GOLDTrainer", ", an experimental subclass of a trainer that is served"),
     Mistake(
         "draw completions of `GRPOTrainer` by vLLM",
         lambda mesh: drawn(mesh, use_vllm=True),

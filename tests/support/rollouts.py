@@ -2,7 +2,9 @@
 
 import asyncio
 import warnings
+from collections import defaultdict
 from contextlib import nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,16 @@ def prompts(count: int = 8, first: int = 0) -> Dataset:
     return Dataset.from_list([{"prompt": " ".join(f"w{token}" for token in row), "wanted": int(row[0])} for row in ids])
 
 
+def chats(count: int = 8, first: int = 0) -> Dataset:
+    """Return these prompts with answers of several lengths."""
+    answers = [" ".join(f"w{3 + (7 * number + x) % 90}" for x in range(5 + number % 4)) for number in range(count)]
+    turns = [
+        [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": answer}]
+        for row, answer in zip(prompts(count, first), answers, strict=True)
+    ]
+    return Dataset.from_list([{"messages": each} for each in turns])
+
+
 def even(completion_ids: list[list[int]], wanted: list[int], **_: Any) -> list[float]:
     """Reward tokens that are even, or near a number of the prompt's row."""
     return [
@@ -37,11 +49,12 @@ def even(completion_ids: list[list[int]], wanted: list[int], **_: Any) -> list[f
     ]
 
 
-def noise(prompts: list[str], log_metric: Any, log_extra: Any, **_: Any) -> list[float]:
+def noise(prompts: list[str], log_metric: Any = None, log_extra: Any = None, **_: Any) -> list[float]:
     """Return rewards that are drawn, as a judge's may be."""
     drawn = torch.rand(len(prompts)).tolist()
-    log_metric("noise", sum(drawn))
-    log_extra("noise", drawn)
+    if log_metric:
+        log_metric("noise", sum(drawn))
+        log_extra("noise", drawn)
     return drawn
 
 
@@ -49,6 +62,9 @@ async def slow(prompts: list[str], **given: Any) -> list[float]:
     """Reward as `even` does, once something else has run."""
     await asyncio.sleep(0)
     return even(**given)
+
+
+IDS = "completion_ids"
 
 
 class Record(TrainerCallback):  # type: ignore[misc]
@@ -59,15 +75,42 @@ class Record(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self.steps: list[dict[str, Any]] = []
+        self.seen: dict[str, list[Any]] = defaultdict(list)
+
+    def watch(self, name: str, trainer: Any, method: str) -> None:
+        """Keep what a method of the trainer returns, and the completions that it is given."""
+        stock = getattr(trainer, method)
+
+        def call(*args: Any, **given: Any) -> Any:
+            found = stock(*args, **given)
+            self.seen[name].append((found[0] if isinstance(found, tuple) else found).clone())
+            if "completion_ids_list" in given:
+                self.seen[IDS].append(torch.tensor(given["completion_ids_list"]))
+            return found
+
+        setattr(trainer, method, call)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Keep completions, advantages if there are any, and weights."""
-        batches = self.trainer._buffered_inputs
-        names = batches[0].keys() & {"completion_ids", "advantages"}
-        tensors = {name: [x[name].clone() for x in batches] for name in names}
+        if self.seen:
+            tensors, self.seen = dict(self.seen), defaultdict(list)
+        else:
+            batches = self.trainer._buffered_inputs
+            names = batches[0].keys() & {"completion_ids", "advantages"}
+            tensors = {name: [x[name].clone() for x in batches] for name in names}
         trained = {name: x.detach() for name, x in self.model.named_parameters() if x.requires_grad}
         weights = {name: getattr(x, "full_tensor", x.clone)() for name, x in trained.items()}
         self.steps.append({**tensors, "weights": weights})
+
+
+def of_trl(name: str) -> Any:
+    """Return a class of TRL, experimental ones included."""
+    experimental = EXPERIMENTAL.get(name.removesuffix("Config").removesuffix("Trainer"))
+    return getattr(trl if experimental is None else import_module(f"trl.experimental.{experimental}"), name)
+
+
+EXPERIMENTAL = {"OnlineDPO": "online_dpo", "GKD": "gkd"}
+"""Experimental trainers, and where they are."""
 
 
 def trained(
@@ -76,11 +119,14 @@ def trained(
     """Train, and return the record, the log and the completions that were logged."""
     options = dict(options)
     path, lora, resumes = options.pop("path"), options.pop("lora", False), options.pop("resumes", False)
-    rows = prompts().to_iterable_dataset() if options.pop("stream", False) else prompts()
+    rows = prompts(options.pop("count", 8))
+    rows = rows.to_iterable_dataset() if options.pop("stream", False) else rows
     more: dict[str, Any] = {"reward_funcs": [slow if options.pop("asynchronous", False) else even, noise]}
-    if kind == "Distillation":
+    if kind in ("Distillation", "GKD"):
         more = {"teacher_model": families.model("llama", attention, **TEACHER)}
     words = AutoTokenizer.from_pretrained(path) if Path(path, "tokenizer.json").exists() else tokenizer()
+    if kind == "GKD":
+        words.chat_template, rows = "{% for each in messages %}{{ each.content }} {% endfor %}", chats()
     model = share(AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TRL's own
@@ -88,22 +134,29 @@ def trained(
         if kind == "Distillation":  # a completion for each prompt
             common["per_device_train_batch_size"] = 2
             del common["num_generations"]
-        given = settings(getattr(trl, f"{kind}Config"), folder, **common | options)
+        if kind in EXPERIMENTAL:
+            common = {name: x for name, x in OPTIONS.items() if name in ("max_steps", "temperature")} | COMPARED
+        given = settings(of_trl(f"{kind}Config"), folder, **common | options)
     record = Record()
     if lora:
         from peft import LoraConfig
 
         more["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     if given.eval_strategy != "no":
-        more["eval_dataset"] = prompts(4, 50)
+        more["eval_dataset"] = (chats if kind == "GKD" else prompts)(4, 50)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TRL's own
         torch.manual_seed(7)
-        record.trainer = on_mesh(getattr(trl, f"{kind}Trainer"))(
+        record.trainer = on_mesh(of_trl(f"{kind}Trainer"))(
             model=model.train(), args=given, train_dataset=rows,
             processing_class=words, callbacks=[record], **more,
         )  # fmt: skip
         record.model = record.trainer.model
+        if kind in EXPERIMENTAL:
+            scored = kind == "OnlineDPO"
+            where = ("rewards", "_calculate_rewards_from_functions") if scored else (IDS, "generate_on_policy_outputs")
+            record.watch(where[0], record.trainer, where[1])
+            record.watch("losses", record.trainer, "training_step")
         record.trainer.train(given.resume_from_checkpoint)
         assert any(isinstance(x, DTensor) for x in record.model.parameters()) == ("fsdp" in options)
     if resumes:
@@ -113,7 +166,7 @@ def trained(
         for given, expected in zip(resumed, record.steps[-len(resumed) :], strict=True):
             assert_equal(given, expected)
     logged: dict[str, list[Any]] = {}
-    for name, rows in record.trainer._logs.items():
+    for name, rows in getattr(record.trainer, "_logs", {}).items():
         logged |= {key: [*x] for key, x in (rows.items() if isinstance(rows, dict) else [(name, rows)])}
     return record.steps, record.trainer.state.log_history, logged
 
@@ -127,11 +180,17 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
+COMPARED: dict[str, Any] = {"max_new_tokens": 11, "gradient_checkpointing": False}
+"""Settings of an experimental trainer, which draws one or two completions of each prompt."""
+
+
 def assert_equal(given: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Assert that two steps have the same completions, advantages and weights."""
-    assert [x.tolist() for x in given["completion_ids"]] == [x.tolist() for x in expected["completion_ids"]]
-    for a, b in zip(given.get("advantages", ()), expected.get("advantages", ()), strict=True):
-        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+    """Assert that two steps have the same completions, advantages, rewards, losses and weights."""
+    assert given.keys() == expected.keys()
+    assert [x.tolist() for x in given.get(IDS, ())] == [x.tolist() for x in expected.get(IDS, ())]
+    for name in expected.keys() - {IDS, "weights"}:
+        for a, b in zip(given[name], expected[name], strict=True):
+            torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5, msg=name)
     for name, weights in expected["weights"].items():
         torch.testing.assert_close(given["weights"][name], weights, atol=1e-5, rtol=0, msg=name)
 

@@ -101,6 +101,7 @@ _attend_outside_graphs = torch.compiler.disable(attention)
 def _attend_shards(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, shards: Shards) -> Tensor:
     """Return attention of this rank's tokens to the tokens of all ranks, with gradients."""
     kind, length = layer._replace(mask=shards.mask_of(layer.mask)).options, shards.length
+    kind["key_lengths"] = shards.forward_pass.key_lengths
     attend: Any = attention if layer.selected is None else _attend_outside_graphs
     out: Tensor = attend(q, k, v, mesh=shards.mesh, layout=shards.layout, length=length, key_length=length, **kind)
     return out

@@ -78,6 +78,8 @@ class ForwardPass:
         """Called when a model embeds the tokens."""
         self.gathers_routers = False
         """True if the logits of routers are gathered, so that a loss of routers counts the tokens of all ranks."""
+        self.key_lengths: Tensor | None = None
+        """Tokens of each row before its padding, (batch,), to hide padding from padding; None if nothing reads it."""
         self.begin()
 
     def begin(self) -> None:

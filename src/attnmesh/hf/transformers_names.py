@@ -89,6 +89,18 @@ ROLLOUTS = Upstream(
 )
 """Methods that `on_mesh` overrides of trainers that draw completions, and functions that it replaces meanwhile."""
 
+COMPARING = ("_generate", "_calculate_rewards_from_functions", "_forward")
+ONLINE_DPO = Upstream(
+    *(TRL.package, TRL.floor, TRL.ceiling),
+    tuple(f"trl.experimental.online_dpo:OnlineDPOTrainer.{name}" for name in COMPARING),
+)
+LEARNING = ("generate_on_policy_outputs", "generalized_jsd_loss", "compute_loss")
+GKD = Upstream(
+    *(TRL.package, TRL.floor, TRL.ceiling),
+    tuple(f"trl.experimental.gkd:GKDTrainer.{name}" for name in LEARNING),
+)
+"""Methods that `on_mesh` overrides or calls of experimental trainers, whose import warns."""
+
 PEFT = Upstream("peft", "0.20", "0.22", ("peft:PeftModel.get_base_model", "peft:PeftConfig.is_prompt_learning"))
 """transformers 5.23 refuses older versions."""
 

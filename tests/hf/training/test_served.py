@@ -11,7 +11,7 @@ import trl
 
 import attnmesh.hf as hf
 from attnmesh import errors
-from attnmesh.hf.training.trainer import SERVED
+from attnmesh.hf.training.trainer import SERVED, package_of
 
 COMPARED = {
     "Trainer": "test_trainer",
@@ -23,6 +23,8 @@ COMPARED = {
     "GRPOTrainer": "test_rollouts",
     "RLOOTrainer": "test_rollouts",
     "DistillationTrainer": "test_distillation",
+    "OnlineDPOTrainer": "test_online_dpo",
+    "GKDTrainer": "test_gkd",
 }
 """The file beside this one that compares a trainer with stock."""
 
@@ -46,8 +48,8 @@ def test_each_trainer_is_served_or_refused_by_name(monkeypatch: pytest.MonkeyPat
     assert stable < COMPARED.keys(), "compare the new ones with stock, or refuse them here"
     served, refused = set(), set()
     for kind in exported():
-        package, name = kind.__module__.split(".")[0], kind.__name__
-        if name in COMPARED and ".experimental." not in kind.__module__:
+        package, name = package_of(kind), kind.__name__
+        if name in SERVED[package]:
             assert issubclass(hf.on_mesh(kind, None), kind)
             served.add(name)
         else:
@@ -56,4 +58,6 @@ def test_each_trainer_is_served_or_refused_by_name(monkeypatch: pytest.MonkeyPat
             refused.add(kind)
     assert served == COMPARED.keys()
     assert len(refused) > 15
+    names = {each.__name__ for each in refused}
+    assert names & served == {"DPOTrainer", "DistillationTrainer", "KTOTrainer"}, "experimental ones of the same names"
     assert not [file for file in COMPARED.values() if not Path(__file__).with_name(f"{file}.py").exists()]

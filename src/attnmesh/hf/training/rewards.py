@@ -19,19 +19,45 @@ DIFFERENCE = "sampling/sampling_logp_difference"
 """Metric of TRL: how far the log-probabilities of a rollout are from those of training."""
 
 
-class MeshRewards(MeshRollouts):
-    """Base of classes that `on_mesh` returns, before `MeshTrainer`, for trainers that learn from rewards."""
+class RewardFunctions(MeshRollouts):
+    """Base of classes that `on_mesh` returns, before `MeshTrainer`, for trainers with functions that return rewards."""
 
     ref_model: Any
     reward_funcs: list[Any]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.ref_model is not None:
+            self.calls.install(self.ref_model)  # FSDP2 shards its weights without `accelerator.prepare`
+
+    def _checks(self) -> Iterator[Check]:
+        """Yield what holds of a trainer that is served."""
+        models = [type(each).__name__ for each in self.reward_funcs if isinstance(each, nn.Module)]
+        fix = "call the model in a function, which the first rank of a mesh runs"
+        yield not models, KernelError, f"{SUBJECT} reward_funcs", "functions", ", ".join(models), fix
+        yield from super()._checks()
+
+    def _of_first(self, value: Any, error: Exception | None) -> Any:
+        """Return the value of the first rank of this mesh, once rewards are known. Raise if a rank has an error."""
+        text = "" if error is None else " ".join(f"{type(error).__name__}: {error}".split())
+        said = self._gather_rows([(text, value)])
+        if error is not None:
+            raise error
+        failed, fix = next((text for text, _ in said if text), ""), "see the error of the rank that raised"
+        require(not failed, UnforeseenError, "reward function", "a reward for each completion", failed, fix)
+        synchronize_generators((self.calls.mesh,), self.accelerator.device)  # a reward may have drawn numbers
+        return said[self.accelerator.replicas.own][1]
+
+
+class MeshRewards(RewardFunctions):
+    """Base of classes that `on_mesh` returns, before `MeshTrainer`, for trainers that compare groups of completions."""
+
     state: Any
     _metrics: dict[str, Any]
     _pending_metrics: dict[str, Any]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.ref_model is not None:
-            self.calls.install(self.ref_model)  # FSDP2 shards its weights without `accelerator.prepare`
         self.logprobs_of_training = torch.empty(0)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -45,9 +71,6 @@ class MeshRewards(MeshRollouts):
         yield refusal(batching, getattr(self.args, batching), BY_MESH)
         yield refusal("rollout_func", getattr(self, "rollout_func", None), BY_MESH)  # which GRPO alone takes
         yield refusal("environment_factory", getattr(self, "environment_factories", None), ON_ONE_DEVICE)
-        models = [type(each).__name__ for each in self.reward_funcs if isinstance(each, nn.Module)]
-        fix = "call the model in a function, which the first rank of a mesh runs"
-        yield not models, KernelError, f"{SUBJECT} reward_funcs", "functions", ", ".join(models), fix
         yield from super()._checks()  # an environment brings tools
 
     def _count_generations(self) -> None:
@@ -79,14 +102,7 @@ class MeshRewards(MeshRollouts):
             rewards = self._gather(torch.zeros(len(prompts), len(functions), device=self.accelerator.device))
         finally:
             self.reward_funcs = functions
-        text = "" if error is None else " ".join(f"{type(error).__name__}: {error}".split())
-        said = self._gather_rows([(text, dict(self._pending_metrics))])
-        if error is not None:
-            raise error
-        failed, fix = next((text for text, _ in said if text), ""), "see the error of the rank that raised"
-        require(not failed, UnforeseenError, "reward function", "a reward for each completion", failed, fix)
-        self._pending_metrics = defaultdict(list, said[self.accelerator.replicas.own][1])
-        synchronize_generators((self.calls.mesh,), self.accelerator.device)  # a reward may have drawn numbers
+        self._pending_metrics = defaultdict(list, self._of_first(dict(self._pending_metrics), error))
         return rewards
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from transformers import LogitsProcessor, set_seed
+from transformers import LogitsProcessor, ProcessorMixin, set_seed
 
-from attnmesh.errors import Check, KernelError, require_all
+from attnmesh.errors import Check, KernelError, require, require_all
 from attnmesh.hf.generate import generate
 from attnmesh.hf.models import unwrap
 from attnmesh.hf.training.sharded_calls import ShardedCalls
@@ -39,11 +39,16 @@ class MeshRollouts:
     calls: ShardedCalls
     model: Any
     model_wrapped: Any
-    _is_vlm: bool
+    processing_class: Any
+    own_seed = True
+    """Whether TRL gives each process a seed of its own."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        set_seed(self.args.seed + self.accelerator.replicas.own)  # of processes, which to TRL are the ranks
+        is_text, fix = not isinstance(self.processing_class, ProcessorMixin), "pass one, and prompts without images"
+        require(is_text, KernelError, f"{SUBJECT} processing_class", "a tokenizer", "a processor of images", fix)
+        if self.own_seed:
+            set_seed(self.args.seed + self.accelerator.replicas.own)  # of processes, which to TRL are the ranks
         mesh, rank = self.calls.mesh, self.accelerator.state.process_index
         first = rank if mesh is None else int(mesh.mesh.flatten()[0])
         self.is_first = rank == first
@@ -59,25 +64,27 @@ class MeshRollouts:
 
     def _checks(self) -> Iterator[Check]:
         """Yield what holds of a trainer that is served."""
-        args, tools = self.args, getattr(self, "tools", None)  # which not all of these trainers take
-        beams = (args.generation_kwargs or {}).get("num_beams", 1) > 1
-        yield refusal("use_vllm", args.use_vllm, BY_MESH)
-        yield refusal("cache_implementation", args.cache_implementation, BY_MESH)
-        yield refusal("num_beams", beams, BY_MESH)
-        yield refusal("tools", tools, ON_ONE_DEVICE)
+        args = self.args
+        for name in ("use_vllm", "cache_implementation"):  # which not all of these trainers take, nor tools
+            yield refusal(name, getattr(args, name, None), BY_MESH)
+        yield refusal("num_beams", (getattr(args, "generation_kwargs", None) or {}).get("num_beams", 1) > 1, BY_MESH)
+        yield refusal("tools", getattr(self, "tools", None), ON_ONE_DEVICE)
         fix = "leave it out: attnmesh brings the kernels of attention"
         yield refusal("use_liger_kernel", args.use_liger_kernel, fix)
-        given, fix = "a processor of images", "pass a tokenizer, and prompts without images"
-        yield not self._is_vlm, KernelError, f"{SUBJECT} processing_class", "a tokenizer", given, fix
+
+    @contextmanager
+    def _drawing(self, model: Any = None) -> Iterator[None]:
+        """Draw completions on the mesh, in this context, by the trained model or another."""
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)  # which DDP has not
+        whole = whole_weights(self.model_wrapped, plugin is not None and bool(plugin.reshard_after_forward))
+        with self.calls.active(False), whole, generating_on(self.calls.mesh, unwrap(model or self.model)) as drawn:
+            yield
+        self.logprobs = torch.cat(drawn, 1)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Draw completions on the mesh."""
-        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)  # which DDP has not
-        whole = whole_weights(self.model_wrapped, plugin is not None and bool(plugin.reshard_after_forward))
-        with self.calls.active(False), whole, generating_on(self.calls.mesh, unwrap(self.model)) as drawn:
-            completions = super()._generate_single_turn(*args, **kwargs)  # type: ignore[misc]
-        self.logprobs = torch.cat(drawn, 1)
-        return completions
+        with self._drawing():
+            return super()._generate_single_turn(*args, **kwargs)  # type: ignore[misc]
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         """Draw completions and gather what TRL computes of them, of all meshes."""
@@ -163,9 +170,9 @@ def generating_on(mesh: DeviceMesh | None, model: Any) -> Iterator[list[Tensor]]
             samples = gcd(*rows.unique_consecutive(dim=0, return_counts=True)[1].tolist())
         options = {"generation_config": generation_config, "num_return_sequences": samples, **more}
         prompts, mask = input_ids[::samples], attention_mask[::samples]
-        ids = generate(model, prompts, mesh=mesh, attention_mask=mask, logits_processor=[watch], **options)
-        watch.take(ids)
-        return ids
+        output = generate(model, prompts, mesh=mesh, attention_mask=mask, logits_processor=[watch], **options)
+        watch.take(getattr(output, "sequences", output))
+        return output
 
     model.generate = on_mesh
     try:

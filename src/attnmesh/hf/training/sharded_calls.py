@@ -54,6 +54,7 @@ class ShardedCalls:
         self.chosen: set[tuple[object, type[Layout]]] = set()  # shapes and layouts that were logged
         self.is_active = False
         self.pads_left = False  # True to take rows that begin with padding
+        self.hides_padding = False  # True to hide padding from padding too, where its outputs are read
         self.moved: MovedRows | None = None  # those of the present call
         self.shards: Shards | None = None  # of the present call
         self.outermost: nn.Module | None = None  # the module that was called
@@ -130,6 +131,8 @@ class ShardedCalls:
         self.shards, self.outermost = part["input_ids"].shards, module
         mask = batch.get("attention_mask")
         self.whole_mask = torch.ones_like(batch["input_ids"]) if mask is None else mask
+        if self.hides_padding and not bool(self.whole_mask.all()):
+            self.shards.forward_pass.key_lengths = self.whole_mask.sum(1).cpu()  # which each layer reads
         self.shards.forward_pass.gathers_routers = unwrap(module).base_model is not module
         self.is_shifted = "shift_labels" in batch or not named.get("fused_lm_head")
         return (), {**{name: None for name in BATCH_ARGUMENTS if name in named}, **named, **part}
@@ -201,6 +204,11 @@ class ShardedOutput(ShardTensor):
     ) -> Any:
         """Return the result of the function on the outputs of all tokens."""
         return func(*map(_gathered, args), **{name: _gathered(x) for name, x in (kwargs or {}).items()})
+
+    def share(self, x: Tensor) -> Tensor:
+        """Return this rank's share of a tensor of the whole batch, (batch, length)."""
+        x = x if self.moved is None else self.moved.batch({"x": x})["x"]
+        return shard(x, self.shards.mesh, layout=self.shards.layout, dim=1)
 
     def whole(self) -> Tensor:
         """Return the outputs of all tokens, with gradients."""

@@ -15,7 +15,9 @@ from attnmesh.core.layout import Layout, Zigzag, check_layout
 from attnmesh.errors import ArgumentError, KernelError, require
 from attnmesh.hf.training.accelerator import as_one_process, check_parallelism
 from attnmesh.hf.training.distillation import MeshDistillation
+from attnmesh.hf.training.gkd import MeshGKD
 from attnmesh.hf.training.mesh_shapes import check_shape
+from attnmesh.hf.training.online_dpo import MeshOnlineDPO
 from attnmesh.hf.training.rewards import MeshRewards
 from attnmesh.hf.training.sharded_calls import ShardedCalls
 from attnmesh.hf.transformers_names import check_trainer
@@ -32,8 +34,9 @@ def on_mesh(
 ) -> type:
     """Return a subclass of a `transformers.Trainer` that trains and evaluates on a mesh, as it does on one device.
 
-    The trainers of TRL work too, but for its experimental ones. The mesh shares each sequence. If the world has more
-    ranks, they form further meshes with other batches, and DDP or FSDP2 goes over all ranks. Batch sizes are per mesh.
+    The stable trainers of TRL work too, and of its experimental ones `OnlineDPOTrainer` and `GKDTrainer`. The mesh
+    shares each sequence. If the world has more ranks, they form further meshes with other batches, and DDP or FSDP2
+    goes over all ranks. Batch sizes are per mesh.
 
     Args:
         trainer_class: The class of the trainer.
@@ -77,14 +80,19 @@ def on_mesh(
 
 def _bases_of(trainer_class: type) -> tuple[type, ...]:
     """Return the first bases of a trainer on a mesh. Raise unless it is served, or a subclass with its user's code."""
-    classes = ((one, one.__module__.split(".")[0]) for one in trainer_class.__mro__)
-    known, package = next(pair for pair in classes if pair[1] in SERVED)
-    name = known.__name__
-    served = name in SERVED[package] and ".experimental." not in known.__module__  # where others have the same names
+    classes = ((one.__name__, package_of(one)) for one in trainer_class.__mro__)
+    name, package = next(pair for pair in classes if pair[1] in SERVED)
+    served = name in SERVED[package]
     expected = f"{', '.join(chain(*SERVED.values()))}, or a subclass of one of them"
     fix = "train with one of these, or in a loop of your own with hf.shard_batch"
     require(served, KernelError, "on_mesh trainer_class", expected, f"{package}.{name}", fix)
     return SERVED[package][name]
+
+
+def package_of(one: type) -> str:
+    """Return the package of a class. TRL's experimental trainers have names of others."""
+    package, *inner = one.__module__.split(".")
+    return f"{package}.experimental" if inner[:1] == ["experimental"] else package
 
 
 class MeshTrainer:
@@ -186,5 +194,6 @@ SERVED: dict[str, dict[str, tuple[type, ...]]] = {
         "RLOOTrainer": REWARDS,
         "DistillationTrainer": (MeshDistillation, MeshTrainer),
     },
+    "trl.experimental": {"OnlineDPOTrainer": (MeshOnlineDPO, MeshTrainer), "GKDTrainer": (MeshGKD, MeshTrainer)},
 }
 """Trainers that were compared with one process. Others make batches, or losses of whole sequences, by themselves."""

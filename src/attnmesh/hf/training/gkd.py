@@ -1,0 +1,58 @@
+"""Trainers that learn the probabilities of a teacher in answers that are given or drawn, on a mesh."""
+
+import random
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from attnmesh.errors import KernelError, require
+from attnmesh.hf.training.mean_over_mesh import mean_over_ranks
+from attnmesh.hf.training.rollouts import SUBJECT, MeshRollouts
+from attnmesh.hf.training.sharded_calls import ShardedOutput
+from attnmesh.hf.transformers_names import GKD
+
+
+class MeshGKD(MeshRollouts):
+    """Base of classes that `on_mesh` returns, before `MeshTrainer`, for trainers that may draw answers."""
+
+    beta: float
+    teacher_model: Any
+    generalized_jsd_loss: Any
+    own_seed = False
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator, to which the ranks of a mesh are one process."""
+        GKD.check()
+        super().create_accelerator_and_postprocess()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Run a training step. The ranks of a mesh draw answers in the same steps, from other checkpoints too."""
+        random.setstate(self._gather_rows([random.getstate()])[self.accelerator.replicas.own])
+        loss: Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        return loss
+
+    def generate_on_policy_outputs(self, model: Any, *args: Any) -> Any:
+        """Draw answers on the mesh, by the student or the teacher."""
+        with self._drawing(model):
+            return super().generate_on_policy_outputs(model, *args)  # type: ignore[misc]
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return the divergence of two models, computed of this rank's logits."""
+        batch = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        labels: Tensor = pad(inputs["labels"][:, 1:], (0, 1), value=-100)
+        outputs = model(**batch)
+        with torch.no_grad():
+            teacher: ShardedOutput = self.teacher_model.eval()(**batch).logits
+        student: ShardedOutput = outputs.logits
+        same, fix = student.shards == teacher.shards, 'leave layout="auto" and shape="auto" out'
+        given = f"{student.shards.layout} and {teacher.shards.layout}"
+        require(same, KernelError, SUBJECT, "a student and a teacher with the same shards", given, fix)
+        count = (labels != -100).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        more = {"beta": self.beta, "num_items_in_batch": count / student.shards.ranks}
+        loss = self.generalized_jsd_loss(student.plain(), teacher.plain(), student.share(labels), **more)
+        loss = mean_over_ranks(loss, student.shards.mesh)
+        return (loss, outputs) if return_outputs else loss
