@@ -21,7 +21,7 @@ from attnmesh.comm.transport import all_gather_ints, all_gather_texts, enter_agr
 from attnmesh.errors import InputError, MeshError, RankFailure, UnforeseenError
 from attnmesh.kernels.triton_runtime import interpreted
 from attnmesh.mesh.axes import Axis, Mesh, mesh_of
-from attnmesh.mesh.merge_cost import EXTRA_VALUES
+from attnmesh.mesh.merge_cost import AGREEMENT_PAYLOAD
 from attnmesh.mesh.merges import is_collective
 from attnmesh.runtime.memo import Memo
 from attnmesh.runtime.world import cached_per_world
@@ -124,8 +124,9 @@ class Agreement:
 
     def compare(self, text: str, payload: Sequence[int] = (), error: Exception | None = None) -> list[list[int]]:
         """Return the numbers of all ranks by shard, if all say this text; else raise the same error on all."""
+        assert len(payload) <= AGREEMENT_PAYLOAD
         enter_agreement(self.mesh)
-        padded = [*payload, *[0] * (EXTRA_VALUES - len(payload))]
+        padded = [*payload, *[0] * (AGREEMENT_PAYLOAD - len(payload))]
         table = all_gather_ints([hash_of_call(text), error is not None, *padded], self.mesh)
         hashes, failed, *_ = zip(*table, strict=True)
         if any(failed) or len(set(hashes)) > 1:

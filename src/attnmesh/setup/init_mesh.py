@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from attnmesh.comm.transport import all_gather_ints
 from attnmesh.errors import DeviceError, MeshError, require
 from attnmesh.guard.agreement import HOST, Agreement
 from attnmesh.mesh.axes import Axis, Mesh, device_of, device_type_of
@@ -108,8 +109,8 @@ def split_mesh(
         fits, given, fix = found.ranks == mesh.size(), "x".join(map(str, found)), 'pass shape="auto"'
         require(fits, MeshError, "split_mesh shape", f"a shape of {mesh.size()} ranks", given, fix)
         agreement.fields = with_versions({"shape": found, "q_heads": q_heads, "kv_heads": kv_heads})
-        agreement.payload = mesh.mesh.flatten().tolist()
-    groups = check_groups("split_mesh mesh", agreement.table)
+    # As many numbers on every rank: the shapes were compared.
+    groups = check_groups("split_mesh mesh", all_gather_ints(mesh.mesh.flatten().tolist(), everyone()))
     grid = torch.tensor(groups).view(len(groups), *found)
     return DeviceMesh(mesh.device_type, grid, mesh_dim_names=("others", *AXES))[AXES]
 
