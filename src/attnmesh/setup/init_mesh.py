@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from attnmesh.comm.transport import all_gather_ints
 from attnmesh.errors import DeviceError, MeshError, require
-from attnmesh.guard.agreement import HOST, Agreement
+from attnmesh.guard.agreement import HOST_FIELD, Agreement
 from attnmesh.mesh.axes import Axis, Mesh, device_of, device_type_of
 from attnmesh.mesh.shapes import AXES, Shape, check_heads, elements, mesh_shape, rank_grid
 
@@ -69,7 +69,7 @@ def init_mesh(
     sizes = tuple(getattr(found, name) for name in names)
     mesh = init_device_mesh(cast(str, device_type), sizes, mesh_dim_names=names)
     if is_first:  # before, there was nobody to compare with
-        Agreement(everyone(), "init_mesh", with_versions(options)).before()
+        Agreement(everyone(), "init_mesh", with_versions(options)).compare_now()
     return mesh
 
 
@@ -120,7 +120,7 @@ def with_versions(fields: Mapping[str, object]) -> Mapping[str, object]:
     import attnmesh  # the front of the package, which imports this file
 
     versions = f"attnmesh {attnmesh.__version__}, PyTorch {torch.__version__.partition('+')[0]}"
-    return {**fields, "versions": versions, HOST: gethostname()}
+    return {**fields, "versions": versions, HOST_FIELD: gethostname()}
 
 
 def check_groups(subject: str, table: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
