@@ -256,8 +256,7 @@ def _arrivals(swap_in: Callable[[HeadGroup], Callable[[], Tensors]], task: Task)
     for group in (*task.groups, *[None] * (swaps + gathers)):
         if group is not None:
             under_way.append(bring(group))
-        for each in reversed(under_way):  # the newest begins before others are awaited; the oldest comes last
-            arrived = next(each)
+        *_, arrived = map(next, reversed(under_way))  # the newest begins before others are awaited; the oldest arrives
         if arrived is not None:
             del under_way[0]
             yield arrived
