@@ -71,7 +71,7 @@ def test_each_rank_gets_the_outputs_of_its_queries(shape: Shape, pool: Pool) -> 
         assert max(found) < 1e-14, found
 
 
-def received(_: int) -> tuple[int, int]:
+def received() -> tuple[int, int]:
     """Return the bytes that arrive with queries in shards, and with all of them on each rank."""
     mesh, layout = named_mesh(Shape(1, 1, 2), AXES), am.Striped(BLOCK)
     q, cache = numbers(2, HEADS[0], NEW, WIDTH, seed=2), cache_of(mesh)
@@ -85,7 +85,7 @@ def received(_: int) -> tuple[int, int]:
 
 def test_a_partial_goes_to_its_owner_alone(pool: Pool) -> None:
     q, partial = 2 * HEADS[0] * WIDTH * 8, 2 * HEADS[0] * (WIDTH + 1) * 8
-    (first, every), (second, _) = pool.run(2, received, 0)
+    (first, every), (second, _) = pool.run(2, received)
     assert {first, second} == {12 * q + 15 * partial, 15 * q + 12 * partial}
     assert max(first, second) < every
 
@@ -102,7 +102,7 @@ def refused(layout: bool) -> str:
     return str(raised.value)
 
 
-def miscounted(_: int) -> str:
+def miscounted() -> str:
     mesh = named_mesh(Shape(1, 1, 2), AXES)
     cache, layout = cache_of(mesh, am.Window(6)), am.Striped(BLOCK)
     own = am.shard(numbers(2, HEADS[0], NEW, WIDTH), mesh, layout=layout)
@@ -116,12 +116,12 @@ def miscounted(_: int) -> str:
 
 
 def test_other_numbers_of_queries_are_refused(pool: Pool) -> None:
-    first, second = pool.run(2, miscounted, 0)
+    first, second = pool.run(2, miscounted)
     assert first == second
     assert "a query for each token of the shard" in first
 
 
-def heads_that_select(_: int) -> float:
+def heads_that_select() -> float:
     """Return how far outputs are, of key heads that select other tokens, on ranks that share the heads."""
     mesh, layout = named_mesh(Shape(2, 1, 1), AXES), am.Contiguous()
     q, generator = numbers(2, HEADS[0], NEW, WIDTH, seed=2), torch.Generator().manual_seed(0)
@@ -135,7 +135,7 @@ def heads_that_select(_: int) -> float:
 
 
 def test_each_rank_takes_what_its_key_heads_select(pool: Pool) -> None:
-    assert max(pool.run(2, heads_that_select, 0)) < 1e-14
+    assert max(pool.run(2, heads_that_select)) < 1e-14
 
 
 @pytest.mark.parametrize(("layout", "message"), [(True, "the same call on every rank"), (False, "torch.float64")])

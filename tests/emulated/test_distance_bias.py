@@ -8,9 +8,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import attnmesh as am
 from attnmesh.mesh.shapes import AXES
-from tests.emulated.waits import random
 from tests.support.emulated_gpu import EmulatedGPU
 from tests.support.emulated_nccl import BACKENDS, world
+from tests.support.emulated_waits import random
 
 
 def outputs(gpu: EmulatedGPU) -> list[tuple[Tensor, Tensor]]:

@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import attnmesh as am
 from attnmesh.errors import DeviceError, InputError, KernelError
 from attnmesh.mesh.shapes import AXES
-from tests.emulated.waits import filled_cache, random
 from tests.support.emulated_gpu import EmulatedGPU
 from tests.support.emulated_nccl import world
+from tests.support.emulated_waits import filled_cache, random
 
 CAPTURED = {
     "plain": {},

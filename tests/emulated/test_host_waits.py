@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from tests.emulated.waits import measure, model_waits
 from tests.support.emulated_nccl import world
+from tests.support.emulated_waits import measure, model_waits
 
 DECODING = {
     "decode, key_lengths on the host": ["copy"],

@@ -12,9 +12,9 @@ import attnmesh as am
 from attnmesh.decoding import decode_call
 from attnmesh.mesh.shapes import AXES
 from attnmesh.runtime.memo import Memo
-from tests.emulated.waits import random
 from tests.support.emulated_gpu import EmulatedGPU
 from tests.support.emulated_nccl import world
+from tests.support.emulated_waits import random
 from tests.support.seeds import pairs
 
 KINDS: dict[str, dict[str, Any]] = {

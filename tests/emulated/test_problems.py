@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.emulated.problems import Ranks, run
 from tests.support import histories
 from tests.support.emulated_nccl import BACKENDS, world
+from tests.support.emulated_problems import Ranks, run
 from tests.support.mesh_problems import MeshProblem, check, draw, draw_selected
 from tests.support.seeds import seeds
 

@@ -15,11 +15,11 @@ from attnmesh import errors
 from attnmesh.core.storage import STORAGES
 from attnmesh.kernels import tiered_attention
 from attnmesh.mesh.shapes import AXES
-from tests.emulated.problems import Ranks
-from tests.emulated.waits import on_gpu, random, tiny_model
 from tests.support import histories
 from tests.support.emulated_gpu import EmulatedGPU
 from tests.support.emulated_nccl import BACKENDS, world
+from tests.support.emulated_problems import Ranks
+from tests.support.emulated_waits import on_gpu, random, tiny_model
 from tests.support.seeds import pairs
 from tests.support.tiers import OneWay, one_way
 

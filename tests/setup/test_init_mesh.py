@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import attnmesh as am
+from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.errors import MeshError
 from tests.support.pool import Pool
 from tests.support.scripts import run_script
@@ -84,6 +85,24 @@ def test_hosts_may_differ_and_are_named_beside_what_may_not(pool: Pool) -> None:
     assert "versions" not in error
     assert "call it alike on all ranks" in error
     assert [row.split()[-1] for row in error.splitlines()[1:4]] == ["hosts", "host-0", "host-1"]
+
+
+def error_of_one(size: int) -> str:
+    """Return the error of a mesh that does not fit, on one rank alone, on hosts that share no memory."""
+    mesh, last = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",)), dist.get_rank() == size - 1
+    by_sockets = mock.patch(
+        "attnmesh.guard.agreement.all_gather_ints", lambda numbers, mesh: dist_all_gather_ints(numbers, mesh.axes)
+    )
+    with by_sockets, pytest.raises(MeshError) as caught:
+        am.split_mesh(mesh, (1, 1, size - 1) if last else (1, 1, size))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("size", [4, 6])
+def test_ranks_of_a_long_axis_say_as_many_numbers_as_one_that_fails(pool: Pool, size: int) -> None:
+    error, *others = pool.run(size, error_of_one, size)
+    assert error.startswith(f"split_mesh shape: expected a shape of {size} ranks, given 1x1x{size - 1}.")
+    assert others == [error] * (size - 1)
 
 
 SCRIPT = """

@@ -1,12 +1,28 @@
 """Steady calls run through few functions: what was settled for a kind of calls is not settled again."""
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 
 from attnmesh.kernels.native.build import library
 from tests.support.pool import Pool
-from tools.walk import ALONE, FIRST, LAST, MOST_OF_GUARD, ON_TWO, PAGE, drawings, most_frames, walk, walks_on_two
+from tools.walk import (
+    ALONE,
+    FIRST,
+    LAST,
+    MOST_OF_GUARD,
+    ON_TWO,
+    PACKAGE,
+    PAGE,
+    drawings,
+    most_frames,
+    walk,
+    walks_on_two,
+)
 
 pytestmark = pytest.mark.skipif(library().attend is None, reason="there is no C++ compiler")
 
@@ -40,3 +56,40 @@ def test_calls_on_two_ranks(world: Pool) -> None:
 def test_the_page_of_the_code_draws_the_walks(world: Pool) -> None:
     drawn = PAGE.read_text().split(FIRST)[1].split(LAST)[0]
     assert world.run(2, drawings)[0] == drawn, "write it anew: python -m tools.walk --draw"
+
+
+def _callers() -> dict[str, set[str]]:
+    """Return the functions of the first call of `attention`, each with those that it is called within."""
+    call, found = ON_TWO["attention, 2 ranks, keys"](), dict[str, set[str]]()
+
+    def name(frame: FrameType) -> str:
+        file = Path(frame.f_code.co_filename)
+        return f"{file.relative_to(PACKAGE)} {frame.f_code.co_qualname}" if file.is_relative_to(PACKAGE) else ""
+
+    def on_frame(frame: FrameType, event: str, _: Any) -> None:
+        above = frame if event == "call" and name(frame) else None
+        while above is not None:
+            found.setdefault(name(frame), set()).add(name(above))
+            above = above.f_back
+
+    sys.setprofile(on_frame)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def test_the_page_of_the_code_draws_the_first_call() -> None:
+    drawn = PAGE.read_text().split("The first call of a signature goes another way")[1].split("```\n")[1]
+    fresh, path = Pool(), list[tuple[int, str]]()
+    try:
+        found, _ = fresh.run(2, _callers)
+    finally:
+        fresh.close()
+    assert drawn.count("\n") == 8
+    for line in drawn.splitlines():
+        file, function = line.split()[:2]
+        depth = line.index(function, len(file))
+        path = [*((above, name) for above, name in path if above < depth), (depth, f"{file} {function}")]
+        assert {name for _, name in path} <= found[path[-1][1]], line

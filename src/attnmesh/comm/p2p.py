@@ -28,7 +28,7 @@ OUT_OF_TURN = 1 << 15
 def gather(tensors: Tensors, step: ExchangeStep, axis: Axis, *, sequential: bool = False) -> Callable[[], Tensors]:
     """Begin to gather the tokens of a step. The result has the tokens kept and received, in order of position."""
     if not step.send and not step.receive:
-        transport_of(axis, tensors[0].device)
+        transport_of(axis, tensors[0].device)  # all ranks make the first call at once, also those that send nothing
         kept = taken(tensors, step.keep)
         return lambda: kept
     parts: dict[int, Tensors] = {}  # tokens for several peers are taken once

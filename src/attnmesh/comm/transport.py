@@ -36,7 +36,7 @@ from attnmesh.mesh.reduction_tree import Round
 from attnmesh.runtime.counters import count_messages, current_traffic
 from attnmesh.runtime.world import WORLD, cached_per_world
 
-HOST = torch.device("cpu")
+CPU = torch.device("cpu")
 
 MAX_LETTERS = 16
 """Letters of a message at most: 4 MB, which 2,700 tokens of a small model take. By sockets it takes longer."""
@@ -396,7 +396,7 @@ def all_gather_texts(text: str, mesh: Mesh) -> list[str]:
 def _transports(mesh: Mesh) -> list[Transport]:
     """Return the transports along the axes of several ranks, the innermost first."""
     mesh_hosts(mesh)  # cached now: after a failure the hosts of lost ranks cannot be found
-    return [transport_of(axis, HOST) for axis in reversed(mesh.axes) if axis.size > 1]
+    return [transport_of(axis, CPU) for axis in reversed(mesh.axes) if axis.size > 1]
 
 
 def enter_agreement(mesh: Mesh) -> None:

@@ -398,10 +398,10 @@ def _count(subject: str, value: int) -> int:
     return min(check_count(subject, value, "count the tokens as a Python int", least=0, error=MaskError), FAR)
 
 
-def _edges(ends: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return the start of each document, and of one more for tokens beyond the last."""
-    return torch.tensor((0, *ends, FAR), device=device)
+def _edges(inner: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return the edges of documents or spans, from the first position to beyond the last."""
+    return torch.tensor((0, *inner, FAR), device=device)
 
 
 _cached_edges = lru_cache(maxsize=64)(_edges)
-"""Returns the start of each document, cached: without the cache each call would copy it to the GPU."""
+"""Returns the edges, cached: without the cache each call would copy it to the GPU."""

@@ -94,19 +94,19 @@ def decode(
     if not isinstance(cache, KVCache):
         raise DtypeError("decode cache", "a KVCache", type(cache).__name__, "make one with attnmesh.KVCache")
     checked = cache.calls.checked if checked is None else checked
-    options = mask, scale, softcap, merge, output, reproducible, kernel, checked
+    options = mask, scale, softcap, merge, output, reproducible, kernel
     if k is not None or v is not None:
         try:
             cache.append(cast(Tensor, k), v)
         except InputError as error:
-            agreement_on((cache,), unchecked_step(cache, *options[:-1]), checked).fail(error)
+            agreement_on((cache,), unchecked_step(cache, *options), checked).fail(error)
     caches, signature, known = (cache,), None, None
     inputs = StepInputs(q, caches, sinks, key_lengths, selected, partial)
     if distance_bias is None and not unsupported:
-        signature, known = find_step(inputs, options, cache.prepared_steps)
+        signature, known = find_step(inputs, options, checked, cache.prepared_steps)
     if known is not None:
         return known.run(inputs, checked)
-    step = unchecked_step(cache, *options[:-1])
+    step = unchecked_step(cache, *options)
     with agreement_on(caches, step, checked):
         check_checked("decode", checked)
         step = check_step(inputs, step, unsupported)

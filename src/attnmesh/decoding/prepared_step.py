@@ -59,12 +59,12 @@ class PreparedStep(NamedTuple):
                 like = q.new_empty(0), q.shape, caches[0].sizes.value_dim
                 agreement.ask = functools.partial(ask_in_step, step, *like)
             with agreement:
-                if not agreement.before():
+                if not agreement.compare_now():
                     return q.new_full(step.output_shape(q), torch.nan)
                 call_hash = agreement.call_hash
                 out, agreement.checksum, _ = self.compute(inputs, views, call_hash)
             return out
-        try:
+        try:  # without an agreement, which takes longer to make than to hash the call
             call_hash = hash_of_call(self.signature, *values)
             out, _, calls_differ = self.compute(inputs, views, call_hash)
         except RankFailure:
@@ -87,13 +87,14 @@ class PreparedStep(NamedTuple):
         nothing of a device.
         """
         q, _, sinks, key_lengths, selected, other_keys = inputs
-        step, host, message, checksum, into, calls_differ = self.step, self.host_merge, None, None, None, False
+        step, calls_differ = self.step, False
         own_q, own_sinks, own_selected = q, sinks, selected  # of this rank's heads
         if step.head_axis.size > 1:
             own_q, own_sinks, own_selected = of_own_heads(step, q, sinks, selected)
-        if host is not None:
-            message = host.blank()
-            into = host.partial_in(message)
+        message = checksum = into = None
+        if self.host_merge is not None:
+            message = self.host_merge.blank()
+            into = self.host_merge.partial_in(message)
         elif self.attention.in_place_kernel is not None:
             message, checksum, into = self._message(own_q)
         # The first rank adds the sinks; a reproducible step adds them after the merge, on any number of ranks.
@@ -106,37 +107,70 @@ class PreparedStep(NamedTuple):
         attend = named(ATTENTION, self.attention.attend) if is_profiled() else self.attention.attend
         partial = attend(query, views, own_selected)
         if not self.alone:
-            tensors, state = [q] if sinks is None else [q, sinks], views[0].state
-            if key_lengths is not None and key_lengths.device.type != "cpu":
-                tensors.append(key_lengths)  # else part of the hash
-            if selected is not None:
-                tensors.append(selected.indices)
-            for factor, view in enumerate(views[1:], 2):  # a sum that tells lengths of two caches that were swapped
-                state = state + factor * view.state[:1]
-            if host is not None and message is not None:
-                merge = named(MERGE, host.run) if is_profiled() else host.run
-                if not merge(message, call_hash + state.tolist()[0], tensors):
-                    calls_differ = True
-                    partial.out.fill_(torch.nan)
-            else:
-                checksum = call_checksum(tensors, call_hash, state, partial.lse, checksum)
-                along = step.token_axis, step.merge, step.output
-                partial, checksum = merge_ranks(
-                    partial, checksum, *along, reproducible=step.reproducible, message=message
-                )
+            merged = self._merge(partial, inputs, views, call_hash, message, checksum)
+            partial, checksum, calls_differ = merged
+        out, checksum = self._finish(partial, checksum, inputs, own_sinks, lengths, views)
+        return out, checksum, calls_differ
+
+    def _merge(
+        self,
+        partial: Partial,
+        inputs: StepInputs,
+        views: Sequence[CacheView],
+        call_hash: int,
+        message: Tensor | None,
+        checksum: Tensor | None,
+    ) -> tuple[Partial, Tensor | None, bool]:
+        """Return the partial and the checksum of all ranks, and whether the host knows that calls differ.
+
+        `message` holds the partial, where there is one, and `checksum` is a view of it.
+        """
+        q, _, sinks, key_lengths, selected, _ = inputs
+        step, host = self.step, self.host_merge
+        tensors, state = [q] if sinks is None else [q, sinks], views[0].state
+        if key_lengths is not None and key_lengths.device.type != "cpu":
+            tensors.append(key_lengths)  # else part of the hash
+        if selected is not None:
+            tensors.append(selected.indices)
+        for factor, view in enumerate(views[1:], 2):  # a sum that tells lengths of two caches that were swapped
+            state = state + factor * view.state[:1]
+        if host is not None and message is not None:
+            merge = named(MERGE, host.run) if is_profiled() else host.run
+            calls_differ = not merge(message, call_hash + state.tolist()[0], tensors)
+            if calls_differ:
+                partial.out.fill_(torch.nan)
+            return partial, None, calls_differ
+        checksum = call_checksum(tensors, call_hash, state, partial.lse, checksum)
+        along = step.token_axis, step.merge, step.output
+        return *merge_ranks(partial, checksum, *along, reproducible=step.reproducible, message=message), False
+
+    def _finish(
+        self,
+        partial: Partial,
+        checksum: Tensor | None,
+        inputs: StepInputs,
+        sinks: Tensor | None,
+        lengths: Tensor | None,
+        views: Sequence[CacheView],
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the output of the merged partial, and the checksum of all ranks of both axes.
+
+        `sinks` are those of this rank's heads, and `lengths` the real keys of each sequence, on the device.
+        """
+        q, step = inputs.q, self.step
         out = partial.out if self.output_heads is None else partial.out[:, self.output_heads]
         if step.reproducible:
-            if own_sinks is not None and step.output == "heads":
-                own_sinks = own_sinks[step.token_axis.slice_of(len(own_sinks))]
+            if sinks is not None and step.output == "heads":
+                sinks = sinks[step.token_axis.slice_of(len(sinks))]
             # Merging with an empty partial turns -0.0 into 0.0, and more ranks mean more empty partials.
-            out = with_sinks(partial, own_sinks).out + 0.0
+            out = with_sinks(partial, sinks).out + 0.0
         out = out.to(q.dtype).contiguous()
         if lengths is not None:  # NaN where no such number of keys is cached
             wrong = (lengths < 0) | (lengths > views[0].state[0])
             out = out.masked_fill(wrong[:, None, None, None], torch.nan)
         if checksum is not None and step.head_axis.size > 1:
             out, checksum = gather_heads(out, checksum, step, q.shape[1])
-        return out, checksum, calls_differ
+        return out, checksum
 
     def _message(self, q: Tensor) -> tuple[Tensor | None, Tensor | None, Partial | None]:
         """Return a message with its checksum and the partial in it, which a kernel that reads the cache writes.
@@ -152,7 +186,7 @@ class PreparedStep(NamedTuple):
 
 
 def find_step(
-    inputs: StepInputs, options: tuple[Any, ...], prepared: Memo[PreparedStep]
+    inputs: StepInputs, options: tuple[Any, ...], checked: object, prepared: Memo[PreparedStep]
 ) -> tuple[tuple[Any, ...] | None, PreparedStep | None]:
     """Return the signature of a call, all that its checks depend on but for its caches, and its step if it is prepared.
 
@@ -167,7 +201,7 @@ def find_step(
         return None, None
     more = None if sinks is None else (sinks.shape, sinks.dtype)
     # Options of equal values may differ in type.
-    signature = q.shape, count, q.dtype, more, *options, *map(type, options)
+    signature = q.shape, count, q.dtype, more, checked, type(checked), *options, *map(type, options)
     try:
         found = prepared.get(signature)
     except TypeError:  # an option has no hash
@@ -175,20 +209,17 @@ def find_step(
     if found is None:
         return signature, None
     step, sizes, rows = found.step, found.sizes, q.shape[2]
-    for cache in caches:
+    for cache in caches:  # in place: a function of it would be one more frame of each step
         shards, own = cache.shards, cache.shards.own
-        if sizes is not own.sizes and (count == 1 or sizes is None or sizes.layer_sizes != own.sizes.layer_sizes):
-            return signature, None
         length = shards.known_length if on_gpu else own.state.tolist()[0]
-        if not rows <= length <= own.sizes.capacity <= step.capacity:
-            return signature, None
-        if own.sizes.mask is not None and not shards.serves(length - rows):
-            return signature, None
-        if own.sizes.hot is not None and is_capturing(own.device):  # which is refused
-            return signature, None
-        if step.reproducible and (own.padding is not None or shards.counts.start or shards.forked):
-            return signature, None
-        if step.reproducible and not own.block_cyclic.is_even:
+        if (
+            (sizes is not own.sizes and (count == 1 or sizes is None or sizes.layer_sizes != own.sizes.layer_sizes))
+            or not rows <= length <= own.sizes.capacity <= step.capacity
+            or (own.sizes.mask is not None and not shards.serves(length - rows))
+            or (own.sizes.hot is not None and is_capturing(own.device))  # which is refused
+            or (step.reproducible and (own.padding is not None or shards.counts.start or shards.forked))
+            or (step.reproducible and not own.block_cyclic.is_even)
+        ):
             return signature, None
     return signature, found
 

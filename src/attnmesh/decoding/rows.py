@@ -89,18 +89,18 @@ def decode_rows(
     """
     first = _first_of(caches)
     checked = first.calls.checked if checked is None else checked
-    options = mask, scale, softcap, merge, output, reproducible, kernel, checked
+    options = mask, scale, softcap, merge, output, reproducible, kernel
     try:
         _check_caches(q, caches, k, v)
         if k is not None or v is not None:
             _append(k, v, caches)
     except InputError as error:
-        agreement_on(caches, unchecked_step(first, *options[:-1]), checked).fail(error)
+        agreement_on(caches, unchecked_step(first, *options), checked).fail(error)
     inputs, prepared = StepInputs(q, caches, sinks), _prepared_steps_of(caches)
-    signature, known = find_step(inputs, options, prepared)
+    signature, known = find_step(inputs, options, checked, prepared)
     if known is not None:
         return known.run(inputs, checked)
-    step = unchecked_step(first, *options[:-1])
+    step = unchecked_step(first, *options)
     with agreement_on(caches, step, checked):
         check_checked(SUBJECT, checked)
         step = _checked_step(q, caches, sinks, step)

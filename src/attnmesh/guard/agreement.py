@@ -21,7 +21,7 @@ from attnmesh.comm.transport import all_gather_ints, all_gather_texts, enter_agr
 from attnmesh.errors import InputError, MeshError, RankFailure, UnforeseenError
 from attnmesh.kernels.triton_runtime import interpreted
 from attnmesh.mesh.axes import Axis, Mesh, mesh_of
-from attnmesh.mesh.merge_cost import EXTRA_VALUES
+from attnmesh.mesh.merge_cost import AGREEMENT_PAYLOAD
 from attnmesh.mesh.merges import is_collective
 from attnmesh.runtime.memo import Memo
 from attnmesh.runtime.world import cached_per_world
@@ -31,7 +31,7 @@ Fields = Mapping[str, object] | Callable[[], Mapping[str, object]]
 
 SEPARATOR = "\x1f"
 
-HOST = "\x1ehost: "
+HOST_FIELD = "\x1ehost: "
 """Name of a field that ends a text: a rank's host. Hosts may differ; they are shown where calls do."""
 
 VERSIONS = "versions: "
@@ -54,9 +54,10 @@ def is_capturing(device: torch.device) -> bool:
 class Agreement:
     """One call on which all ranks of a mesh agree, as a `with` around checks, or other work, that may fail on one rank.
 
-    `before` compares the call now. `after` compares it at the end of the `with`, before any tensor is sent, and `fail`
-    compares the error that has ended the `with`: then all ranks raise it, or none does. `payload` of this rank are
-    exchanged beside the call, and `table` has those of all ranks by shard. Without `is_compared` a rank is alone.
+    `conclude` compares the call at the end of the `with`, before any tensor is sent; `compare_now` does so earlier.
+    `fail` compares the error that has ended the `with`: then all ranks raise it, or none does. The `payload` of this
+    rank, up to `AGREEMENT_PAYLOAD` numbers, is exchanged beside the call, and `table` has those of all ranks by shard.
+    Without `is_compared` a rank is alone.
     """
 
     text = ""  # of the call, where it was made before
@@ -73,7 +74,7 @@ class Agreement:
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is None:
-            self.after()
+            self.conclude()
         elif isinstance(error, Exception) and not isinstance(error, RankFailure) and not self.is_raised:
             self.fail(error)
 
@@ -86,12 +87,12 @@ class Agreement:
         """Return the text of the call."""
         return self.text or describe_call(self.name, **(self.fields() if callable(self.fields) else self.fields))
 
-    def before(self) -> bool:
+    def compare_now(self) -> bool:
         """Compare the call now. Return True: the ranks make it."""
         self.compare(self.described())
         return True
 
-    def after(self) -> None:
+    def conclude(self) -> None:
         """Compare the call at the end of the `with`: in `attention` after its checks, before any tensor is sent."""
         if not self.is_compared:
             self.table = [[*self.payload]]
@@ -124,8 +125,9 @@ class Agreement:
 
     def compare(self, text: str, payload: Sequence[int] = (), error: Exception | None = None) -> list[list[int]]:
         """Return the numbers of all ranks by shard, if all say this text; else raise the same error on all."""
+        assert len(payload) <= AGREEMENT_PAYLOAD
         enter_agreement(self.mesh)
-        padded = [*payload, *[0] * (EXTRA_VALUES - len(payload))]
+        padded = [*payload, *[0] * (AGREEMENT_PAYLOAD - len(payload))]
         table = all_gather_ints([hash_of_call(text), error is not None, *padded], self.mesh)
         hashes, failed, *_ = zip(*table, strict=True)
         if any(failed) or len(set(hashes)) > 1:
@@ -208,7 +210,7 @@ class MergeAgreement(Agreement):
     state: tuple[Hashable, ...] = ()
     ask: Callable[[], Tensor] | None = None
     checksum: Tensor | None = None
-    is_compared_before = False
+    wants_comparison = False
 
     def __init__(
         self,
@@ -221,22 +223,23 @@ class MergeAgreement(Agreement):
     ) -> None:
         super().__init__(calls.mesh, name, is_compared=not calls.is_alone and may_compare(device))
         self.calls, self.merge, self.checked, self.poison = calls, merge, checked, poison
-        self.can_ask = device.type != "cpu" or interpreted() or calls.last_exchange is not None
+        self.host_is_blind = device.type != "cpu" or interpreted() or calls.last_exchange is not None
+        """Whether no host reads the merged checksum, so that a rank asks about a call that is new to it."""
 
     @property
     def call_hash(self) -> int:
         """The hash of the call, which its messages carry."""
         return hash_of_call(self.signature, *self.state)
 
-    def before(self) -> bool:
+    def compare_now(self) -> bool:
         """Compare the call before messages that need it. Return False if this rank asked and not all ranks did."""
         # A host that reads the checksum compares each call.
-        by_default = not (self.can_ask and self.ask is not None and self.signature in self.calls.known)
-        self.is_compared_before = self.is_compared and (by_default if self.checked is None else self.checked)
-        if self.is_compared_before and self.can_ask:
-            return self.is_new_to_all() and super().before()
-        if self.is_compared_before and is_collective(self.merge):
-            super().before()
+        by_default = not (self.host_is_blind and self.ask is not None and self.signature in self.calls.known)
+        self.wants_comparison = self.is_compared and (by_default if self.checked is None else self.checked)
+        if self.wants_comparison and self.host_is_blind:
+            return self.is_new_to_all() and super().compare_now()
+        if self.wants_comparison and is_collective(self.merge):
+            super().compare_now()
         return True
 
     def is_new_to_all(self) -> bool:
@@ -244,12 +247,12 @@ class MergeAgreement(Agreement):
         repeat = self.calls.last_exchange
         return repeat is None or float(repeat().sum()) == 0
 
-    def after(self) -> None:
+    def conclude(self) -> None:
         """Raise on all ranks if their numbers differ. Where ranks ask, keep how to repeat the messages instead."""
         if self.checksum is None:
             return
-        if not self.can_ask:
-            if self.is_compared_before and float(self.checksum.sum()) != 0:
+        if not self.host_is_blind:
+            if self.wants_comparison and float(self.checksum.sum()) != 0:
                 self.raise_unequal()
         elif self.signature != self.calls.last_signature:
             self.calls.known.keep(self.signature, True)
@@ -261,10 +264,10 @@ class MergeAgreement(Agreement):
         Where ranks ask, it is raised on all if the call is new to all.
         """
         tells_others = self.checked is not False
-        if self.is_compared and self.can_ask and tells_others:
+        if self.is_compared and self.host_is_blind and tells_others:
             if self.is_new_to_all():
                 self.share_error(error)
-        elif self.is_compared and self.can_ask:
+        elif self.is_compared and self.host_is_blind:
             (self.calls.last_exchange or self.poison)()
         elif self.is_compared:
             if not is_collective(self.merge):
@@ -280,7 +283,7 @@ def prepare_merges(axis: Axis) -> None:
 
     They compare this first: else its exchanges could meet those of another call.
     """
-    Agreement(mesh_of(axis), "the first merge along an axis").before()
+    Agreement(mesh_of(axis), "the first merge along an axis").compare_now()
     transport_of(axis, torch.device("cpu")).fastest()
 
 
@@ -290,7 +293,7 @@ def describe_call(name: str, /, **fields: object) -> str:
     >>> describe_call("decode", tokens=60, mask=None)
     'decode\\ntokens: 60'
     """
-    host = f"{HOST}{fields.pop(HOST)}" if HOST in fields else ""
+    host = f"{HOST_FIELD}{fields.pop(HOST_FIELD)}" if HOST_FIELD in fields else ""
     lines = [f"{field}: {'-' if value == '' else value}" for field, value in fields.items() if value is not None]
     return "\n".join([name, *(" ".join(line.split()) for line in lines)]) + host
 
@@ -298,7 +301,7 @@ def describe_call(name: str, /, **fields: object) -> str:
 @lru_cache(1024)
 def hash_of_call(*values: object) -> int:
     """Return a hash of what a rank says, but for its host: of a text, or of values that have one."""
-    text = " ".join(map(str, values)).partition(HOST)[0]
+    text = " ".join(map(str, values)).partition(HOST_FIELD)[0]
     return int.from_bytes(blake2b(text.encode(errors="backslashreplace"), digest_size=7).digest())
 
 
@@ -327,7 +330,7 @@ def _table(texts: Sequence[str], ranks: Sequence[int]) -> str:
     """
     members = defaultdict[str, list[tuple[str, str]]](list)
     for rank, text in sorted(zip(ranks, texts, strict=True)):
-        call, _, host = text.partition(HOST)
+        call, _, host = text.partition(HOST_FIELD)
         members[call].append((str(rank), host))
     fields = []
     for call, found in members.items():

@@ -218,7 +218,7 @@ def check_same_weights(module: nn.Module, shards: Shards, device: torch.device) 
     heads = {name: x.detach().flatten()[:DIGEST_VALUES] for name, x in named.items()}
     trained = {f"{name}.requires_grad": x.requires_grad for name, x in named.items()}
     fields = {"module": type(module).__name__, **fingerprints(heads), **trained}
-    Agreement(mesh, f"{SUBJECT} weights", fields).before()
+    Agreement(mesh, f"{SUBJECT} weights", fields).compare_now()
     _compared(mesh).update({module, *(one for one in module.modules() if not any(map(_is_part, one.parameters())))})
 
 

@@ -107,7 +107,7 @@ class Shards:
         start: Tokens that the cache holds before these.
         token_mask: (batch, tokens of all ranks), False for padding; None without padding.
         cached: True in generation, where keys go to a cache.
-        learned: Labels to learn of each rank; none without labels.
+        label_counts: Labels to learn of each rank; none without labels.
         exchange: What ranks exchange in recurrent layers: "scan" for states, "heads" for tokens of their heads.
         forward_pass: Record that the model's layers share.
 

@@ -9,10 +9,10 @@ from attnmesh.mesh.cluster import Cluster
 from attnmesh.mesh.reduction_tree import tree
 from attnmesh.mesh.way import Cost, Way
 
-EXTRA_VALUES = 4
-"""int64 values that each rank adds to the agreement all-gather. The number is fixed, so that any two calls match."""
+AGREEMENT_PAYLOAD = 4
+"""int64 values of a rank's payload in the agreement all-gather. The number is fixed, so that any two calls match."""
 
-AGREEMENT_VALUES = 2 + EXTRA_VALUES
+AGREEMENT_VALUES = 2 + AGREEMENT_PAYLOAD
 """int64 values that each rank contributes to the agreement all-gather; the first two identify the call."""
 
 

@@ -104,25 +104,34 @@ def attention(
     key_layout = layout if key_layout is None else key_layout
     layouts, lengths = (layout, key_layout), (length, key_length)
     options = Options(mask, *layouts, exchange, kernel, scale, softcap, *lengths, others or None)
-    call, signature = Call(q, k, v, sinks, key_lengths, options, selected, distance_bias), None
+    call = Call(q, k, v, sinks, key_lengths, options, selected, distance_bias)
     if "DTensor" in (type(q).__name__, type(k).__name__, type(v).__name__):
         from attnmesh.mesh_attention.dtensor import attend_dtensors  # DTensor is slow to import, and seldom used
 
         out = attend_dtensors(call, None if isinstance(mesh, NotGiven) else mesh, checked, attend_shards)
+    elif (mesh := given_mesh("attention", mesh, ATTENDS_ALONE)) is None:
+        return _attend_locally(call, checked)
     else:
-        mesh = given_mesh("attention", mesh, ATTENDS_ALONE)
-        if mesh is None and key_lengths is distance_bias is None and selected is None and not others:
-            any_keys = mask is FULL and length is None and key_length is None
-            signature = signature_of(q, k, v, sinks, (*options, checked), any_keys=any_keys, with_grad=False)
-            if (known := PREPARED_LOCAL.find(signature)) is not None:
-                return known.attend(q, k, v, sinks).out
-        if signature is None:
-            out = attend_shards(call, Mesh.of(mesh), checked)
-        else:
-            whole = prepare_call(Mesh.of(None), call, checked).mesh_call
-            prepared = PreparedLocal.of(q, k, v, whole.problem.mask, whole.scaling, kernel)
-            out = prepared.attend(q, k, v, sinks).out
+        out = attend_shards(call, Mesh.of(mesh), checked)
     warn_if_swapped("attention", q, k.shape[2])  # last: where warnings are errors, one rank alone would raise
+    return out
+
+
+def _attend_locally(call: Call, checked: bool | None) -> Tensor:
+    """Return attention on one device, prepared once for calls of one signature."""
+    (q, k, v, sinks, key_lengths, options, selected, distance_bias), signature = call, None
+    if key_lengths is distance_bias is None and selected is None and options.unsupported is None:
+        any_keys = options.mask is FULL and options.length is None and options.key_length is None
+        signature = signature_of(q, k, v, sinks, (*options, checked), any_keys=any_keys, with_grad=False)
+        if (known := PREPARED_LOCAL.find(signature)) is not None:
+            return known.attend(q, k, v, sinks).out
+    if signature is None:
+        out = attend_shards(call, Mesh.of(None), checked)
+    else:
+        whole = prepare_call(Mesh.of(None), call, checked).mesh_call
+        prepared = PreparedLocal.of(q, k, v, whole.problem.mask, whole.scaling, options.kernel)
+        out = prepared.attend(q, k, v, sinks).out
+    warn_if_swapped("attention", q, k.shape[2])
     if signature is not None:
         PREPARED_LOCAL.keep(signature, prepared)
     return out

@@ -73,6 +73,15 @@ class Options(NamedTuple):
         return Problem(self.applied_mask, mesh.shape, layout, key_layout, length, key_length)
 
 
+class Said(NamedTuple):
+    """Numbers that a rank says beside the text of its call: what all ranks are told, and need not be equal."""
+
+    queries: int  # tokens on this rank
+    keys: int
+    highest: int  # index that a query selects, where the host reads it; -1 for none
+    digest: int = 0  # of some keys, in the first call of a signature
+
+
 class Call(NamedTuple):
     """Arguments of one call, as this rank passes them."""
 
@@ -101,11 +110,11 @@ class Call(NamedTuple):
         return self.q.shape[2], self.k.shape[2]
 
     @property
-    def payload(self) -> tuple[int, int, int]:
-        """Tokens of q and of k on this rank, and the highest index that a query selects, where the host reads it."""
+    def said(self) -> Said:
+        """What this rank says beside the text, but for a digest."""
         if self.selected is None or self.q.device.type != "cpu" or torch.compiler.is_compiling():
-            return *self.tokens, -1
-        return *self.tokens, self.selected.highest()
+            return Said(*self.tokens, -1)
+        return Said(*self.tokens, self.selected.highest())
 
     def checked_text(self, mesh: Mesh, checked: bool | None) -> str:
         """Return the text that ranks compare, or raise unless each argument can be served on this mesh."""

@@ -244,9 +244,9 @@ def _arrivals(swap_in: Callable[[HeadGroup], Callable[[], Tensors]], task: Task)
         if swaps:
             yield None
         tensors = swapped()
-        queries = len(tensors) - (2 if task.projection is None else 1)
-        coming = gather(tensors[:queries], task.schedule.query_step, task.mesh.keys, sequential=task.sequential)
-        kv_by_step = _kv_by_step(tensors[queries:], task)
+        query_count = len(tensors) - (2 if task.projection is None else 1)
+        coming = gather(tensors[:query_count], task.schedule.query_step, task.mesh.keys, sequential=task.sequential)
+        kv_by_step = _kv_by_step(tensors[query_count:], task)
         del swapped, tensors
         if gathers:
             yield None
@@ -256,8 +256,7 @@ def _arrivals(swap_in: Callable[[HeadGroup], Callable[[], Tensors]], task: Task)
     for group in (*task.groups, *[None] * (swaps + gathers)):
         if group is not None:
             under_way.append(bring(group))
-        for each in reversed(under_way):  # the newest begins before others are awaited; the oldest comes last
-            arrived = next(each)
+        *_, arrived = map(next, reversed(under_way))  # the newest begins before others are awaited; the oldest arrives
         if arrived is not None:
             del under_way[0]
             yield arrived
@@ -322,11 +321,11 @@ def _equivalent_out(dout: Tensor, delta: Tensor) -> Tensor:
 # --- the heads axis ---
 
 
-def some_heads(tensors: Tensors, queries: int, heads: Heads) -> Tensors:
-    """Return some of the heads, as views where these are not all."""
+def some_heads(tensors: Tensors, query_count: int, heads: Heads) -> Tensors:
+    """Return some of the heads, as views where these are not all. The first `query_count` tensors have query heads."""
     found = []
     for index, x in enumerate(tensors):
-        some = heads.queries if index < queries else heads.keys
+        some = heads.queries if index < query_count else heads.keys
         found.append(x if some.stop - some.start >= x.shape[1] else x[:, some])
     return tuple(found)
 
@@ -339,14 +338,17 @@ class HeadSwaps:
     schedule: Schedule
     sequential: bool
 
-    def to_heads(self, tensors: Tensors, queries: int, group: HeadGroup, into: Tensors = ()) -> Callable[[], Tensors]:
+    def to_heads(
+        self, tensors: Tensors, query_count: int, group: HeadGroup, into: Tensors = ()
+    ) -> Callable[[], Tensors]:
         """Begin to swap tokens for this rank's heads of a group. The result is in `into`, or else in new memory."""
-        mine = some_heads(tensors, queries, group[self.axis.index])
+        mine = some_heads(tensors, query_count, group[self.axis.index])
         if self.axis.size == 1:
             return lambda: mine
-        indices = [self.schedule.query_indices] * queries + [self.schedule.key_indices] * (len(tensors) - queries)
+        key_count = len(tensors) - query_count
+        indices = [self.schedule.query_indices] * query_count + [self.schedule.key_indices] * key_count
         wanted = [tuple(map(meta_like, mine, map(len, slices))) for slices in zip(*indices, strict=True)]  # by rank
-        parts = [some_heads(tensors, queries, heads) for heads in group]
+        parts = [some_heads(tensors, query_count, heads) for heads in group]
         finish = begin_swap(parts, wanted, self.axis, sequential=self.sequential)
 
         def finished() -> Tensors:
@@ -360,18 +362,18 @@ class HeadSwaps:
 
         return finished
 
-    def to_tokens(self, made: Tensors, results: Tensors, queries: int, group: HeadGroup) -> Iterator[None]:
+    def to_tokens(self, made: Tensors, results: Tensors, query_count: int, group: HeadGroup) -> Iterator[None]:
         """Swap heads for tokens: put results for this rank's tokens in place.
 
         It yields while the exchange is under way.
         """
-        views = [some_heads(results, queries, heads) for heads in group]  # by rank
+        views = [some_heads(results, query_count, heads) for heads in group]  # by rank
         arrived = [made]
         if self.axis.size > 1:
             parts = []
             for q_tokens, k_tokens in zip(self.schedule.query_indices, self.schedule.key_indices, strict=True):
-                keys = taken(made[queries:], k_tokens) if len(made) > queries else ()
-                parts.append(taken(made[:queries], q_tokens) + keys)
+                keys = taken(made[query_count:], k_tokens) if len(made) > query_count else ()
+                parts.append(taken(made[:query_count], q_tokens) + keys)
             finish = begin_swap(parts, views, self.axis, sequential=self.sequential)
             del made, arrived, parts
             yield

@@ -1,4 +1,4 @@
-"""A problem on a mesh and how it is solved, and all that is settled for calls of one signature, in one table."""
+"""A problem on a mesh and how it is solved, and all that is settled for calls of one signature."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -76,11 +76,10 @@ class MeshCall(NamedTuple):
         """
         q, k, v = qkv
         signature = self, q_heads, q.shape, k.shape, v.shape, q.dtype, q.device, latent
-        if (known := prepared_calls().get(signature)) is None:
+        if (known := _tasks().get(signature)) is None:
             with torch.device("cpu"), torch.inference_mode(False):  # it is kept for later calls, in any mode
-                known = prepared_calls().keep(signature, PreparedCall(self, self._new_task(q_heads, q, k, v, latent)))
-        assert known.task is not None
-        return known.task
+                known = _tasks().keep(signature, self._new_task(q_heads, q, k, v, latent))
+        return known
 
     def with_visible_keys(self, task: Task, key_lengths: Tensor | None, indices: Tensor | None) -> Task:
         """Return the task with the keys of each step that are real, and of these the ones that are selected."""
@@ -126,16 +125,22 @@ class PreparedCall(NamedTuple):
     """This rank's part, where no other is needed to run a call of the signature."""
     text: str = ""
     """The text that ranks compare."""
-    payload: tuple[int, ...] = ()
-    """Numbers that this rank says beside the text: its tokens."""
-    agreed_payloads: Sequence[Sequence[int]] = ()
-    """Numbers that all ranks have said."""
+    said: Sequence[int] = ()
+    """Numbers that this rank says beside the text."""
+    said_by_all: Sequence[Sequence[int]] = ()
+    """Numbers that all ranks say when they know the call; none where nobody has counted their tokens."""
 
 
 @cached_per_world()
 def prepared_calls() -> Memo[PreparedCall]:
-    """Return what is prepared: by a call's signature, the arguments of a `MeshCall`, or one and shapes of tensors."""
-    return Memo(4096)
+    """Return what is prepared, by the signatures of calls."""
+    return Memo(2048)
+
+
+@cached_per_world()
+def _tasks() -> Memo[Task]:
+    """Return this rank's tasks, by their `MeshCall` and the shapes of tensors."""
+    return Memo(2048)
 
 
 @cached_per_world(1024)

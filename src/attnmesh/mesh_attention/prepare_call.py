@@ -17,7 +17,7 @@ from attnmesh.kernels.traced import needs_grad
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.mesh.schedule import Problem
 from attnmesh.mesh.shapes import AXES
-from attnmesh.mesh_attention.call import Call, HeadSizes, Options, TokenCounts, check_call
+from attnmesh.mesh_attention.call import Call, HeadSizes, Options, Said, TokenCounts, check_call
 from attnmesh.mesh_attention.mesh_call import MeshCall, PreparedCall, prepared_calls
 from attnmesh.mesh_attention.shard_marks import shard_marks
 from attnmesh.runtime.world import cached_per_world
@@ -34,7 +34,7 @@ def prepare_call(mesh: Mesh, call: Call, checked: bool | None, latent: tuple[int
     signature = None
     if key_lengths is distance_bias is None and selected is None and not options.unsupported:
         signature = signature_of(q, k, v, sinks, (mesh, latent, *options, checked))
-    found = known = prepared_calls().find(signature)
+    known = prepared_calls().find(signature)
     device = q.device if isinstance(q, Tensor) else torch.device(mesh.device_type)
     if options.length is not None and (checked is False or not may_compare(device)):
         found = known or _uncompared(mesh, call, checked)
@@ -42,14 +42,15 @@ def prepare_call(mesh: Mesh, call: Call, checked: bool | None, latent: tuple[int
     else:
         with Agreement(mesh, "attention") as agreement:
             if known:
-                agreement.text, agreement.payload = known.text, known.payload
+                agreement.text, agreement.payload = known.text, known.said
             else:
-                agreement.text, agreement.payload = call.checked_text(mesh, checked), call.payload
-                agreement.payload += () if signature is None else (_digest_of_some(k),)
+                agreement.text = call.checked_text(mesh, checked)
+                digest_of_keys = 0 if signature is None else _digest_of_some(k)
+                agreement.payload = call.said._replace(digest=digest_of_keys)
             _check_marks(mesh, call)
-        if not known or known.agreed_payloads != agreement.table:
-            found = _compared(mesh, call, agreement)
-    assert found is not None
+        if known and known.said_by_all == agreement.table:
+            return known
+        found = _compared(mesh, call, agreement)
     if found is known or signature is None:
         return found
     task = None if needs_grad(q, k, v, sinks) else found.mesh_call.task(q.shape[1], (q, k, v), latent)
@@ -58,12 +59,14 @@ def prepare_call(mesh: Mesh, call: Call, checked: bool | None, latent: tuple[int
 
 def _compared(mesh: Mesh, call: Call, agreement: Agreement) -> PreparedCall:
     """Return what is prepared for a call that ranks have compared."""
-    queries, keys, highest, *digests = zip(*agreement.table, strict=True)  # of all ranks: their payloads
-    mesh_call = _known_call(mesh, call, (sum(queries), sum(keys)), tuple(zip(queries, keys, strict=True)))
-    _check_highest(max(highest), mesh_call)
-    for digests_of_keys in digests:  # of a first call
-        _warn_of_whole_keys(digests_of_keys)
-    return PreparedCall(mesh_call, None, agreement.text, call.payload, [row[:3] for row in agreement.table])
+    said_by_all = [Said(*row) for row in agreement.table]
+    tokens = tuple((said.queries, said.keys) for said in said_by_all)
+    queries, keys = map(sum, zip(*tokens, strict=True))
+    mesh_call = _known_call(mesh, call.options, call.sizes, (queries, keys), tokens)
+    _check_highest(max(said.highest for said in said_by_all), mesh_call)
+    _warn_of_whole_keys([said.digest for said in said_by_all])
+    later = [[*said._replace(digest=0)] for said in said_by_all]
+    return PreparedCall(mesh_call, None, agreement.text, call.said, later)
 
 
 def _uncompared(mesh: Mesh, call: Call, checked: bool | None) -> PreparedCall:
@@ -71,34 +74,26 @@ def _uncompared(mesh: Mesh, call: Call, checked: bool | None) -> PreparedCall:
     check_call(mesh, call, checked)
     length = call.options.length
     assert length is not None
-    mesh_call = _known_call(mesh, call, (length, length))
-    _check_highest(call.payload[2], mesh_call)
+    mesh_call = _known_call(mesh, call.options, call.sizes, (length, length))
+    _check_highest(call.said.highest, mesh_call)
     try:
         mesh_call.check_own_shard(*call.tokens)
     except ShapeError as error:
         raise with_swap_hint(error, heads_and_length(call.q), heads_and_length(call.k)) from None
     # The text would have the numbers of `key_lengths`, which a device may hold.
-    return PreparedCall(mesh_call, None, "" if call.key_lengths is not None else call.describe(), call.payload)
+    return PreparedCall(mesh_call, None, "" if call.key_lengths is not None else call.describe(), call.said)
 
 
 def _even_call(mesh: Mesh, call: Call, checked: bool | None) -> MeshCall:
     """Return the call of one rank, or of a graph: ranks are compiled apart, so their shards count as even."""
     check_call(mesh, call, checked)
-    (queries, keys, highest), options = call.payload, call.options
-    tokens = queries * mesh.ranks, keys * mesh.ranks
-    if options.length is not None and queries == keys:  # keys of the queries' sequence
+    said, options = call.said, call.options
+    tokens = said.queries * mesh.ranks, said.keys * mesh.ranks
+    if options.length is not None and said.queries == said.keys:  # keys of the queries' sequence
         tokens = options.length, options.length
     mesh_call = _make_call(mesh, options, call.sizes, tokens)._replace(even=options.length is None)
-    _check_highest(highest, mesh_call)
+    _check_highest(said.highest, mesh_call)
     return mesh_call
-
-
-def _known_call(mesh: Mesh, call: Call, tokens: TokenCounts, table: tuple[TokenCounts, ...] = ()) -> MeshCall:
-    """Return the call of so many tokens, of all ranks by `table`, made now if it is not known."""
-    arguments = mesh, call.options, call.sizes, tokens, table
-    if (known := prepared_calls().get(arguments)) is None:
-        known = prepared_calls().keep(arguments, PreparedCall(_make_call(*arguments)))
-    return known.mesh_call
 
 
 def _check_marks(mesh: Mesh, call: Call) -> None:
@@ -128,9 +123,11 @@ def _warn_of_whole_keys(digests: Sequence[int]) -> None:
 
 
 def _make_call(
-    mesh: Mesh, options: Options, sizes: HeadSizes, tokens: TokenCounts, table: Sequence[TokenCounts] = ()
+    mesh: Mesh, options: Options, sizes: HeadSizes, tokens: TokenCounts, table: tuple[TokenCounts, ...] = ()
 ) -> MeshCall:
     """Return the call, or raise where its mask, lengths and shards do not fit. All ranks pass the same values.
+
+    `tokens` are those of all ranks, and `table` has each rank's by shard, where they were counted.
 
     Where keys are selected, in blocks, queries stay on their rank: all ranks are one column, along which keys travel.
     """
@@ -146,6 +143,10 @@ def _make_call(
         mesh, shard_of_rank = _one_column(mesh)
         problem = replace(problem, shape=mesh.shape, shard_of_rank=shard_of_rank)
     return MeshCall(mesh, problem, exchange, options.kernel, options.scaling(dim), index_block)
+
+
+_known_call = cached_per_world(2048)(_make_call)
+"""Returns the call, made once: a graph traces `_make_call` itself."""
 
 
 @cached_per_world()

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from attnmesh.comm.transport import all_gather_ints
 from attnmesh.errors import DeviceError, MeshError, require
-from attnmesh.guard.agreement import HOST, Agreement
+from attnmesh.guard.agreement import HOST_FIELD, Agreement
 from attnmesh.mesh.axes import Axis, Mesh, device_of, device_type_of
 from attnmesh.mesh.shapes import AXES, Shape, check_heads, elements, mesh_shape, rank_grid
 
@@ -68,7 +69,7 @@ def init_mesh(
     sizes = tuple(getattr(found, name) for name in names)
     mesh = init_device_mesh(cast(str, device_type), sizes, mesh_dim_names=names)
     if is_first:  # before, there was nobody to compare with
-        Agreement(everyone(), "init_mesh", with_versions(options)).before()
+        Agreement(everyone(), "init_mesh", with_versions(options)).compare_now()
     return mesh
 
 
@@ -108,8 +109,8 @@ def split_mesh(
         fits, given, fix = found.ranks == mesh.size(), "x".join(map(str, found)), 'pass shape="auto"'
         require(fits, MeshError, "split_mesh shape", f"a shape of {mesh.size()} ranks", given, fix)
         agreement.fields = with_versions({"shape": found, "q_heads": q_heads, "kv_heads": kv_heads})
-        agreement.payload = mesh.mesh.flatten().tolist()
-    groups = check_groups("split_mesh mesh", agreement.table)
+    # As many numbers on every rank: the shapes were compared.
+    groups = check_groups("split_mesh mesh", all_gather_ints(mesh.mesh.flatten().tolist(), everyone()))
     grid = torch.tensor(groups).view(len(groups), *found)
     return DeviceMesh(mesh.device_type, grid, mesh_dim_names=("others", *AXES))[AXES]
 
@@ -119,7 +120,7 @@ def with_versions(fields: Mapping[str, object]) -> Mapping[str, object]:
     import attnmesh  # the front of the package, which imports this file
 
     versions = f"attnmesh {attnmesh.__version__}, PyTorch {torch.__version__.partition('+')[0]}"
-    return {**fields, "versions": versions, HOST: gethostname()}
+    return {**fields, "versions": versions, HOST_FIELD: gethostname()}
 
 
 def check_groups(subject: str, table: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:

@@ -160,7 +160,7 @@ def test_ranks_that_share_weights(keys: int, tp: int, pool: Pool) -> None:
     pool.run(keys * max(tp, 1), sharing_weights, keys, tp)
 
 
-def ends(_: int) -> None:
+def ends() -> None:
     model = families.model("llama", "attnmesh")
     whole = greedy(model, ids(20), 12, mesh=None)
     end = whole[5]
@@ -186,7 +186,7 @@ def ends(_: int) -> None:
 
 
 def test_ends_replays_and_log_probabilities(pool: Pool) -> None:
-    pool.run(1, ends, 0)
+    pool.run(1, ends)
 
 
 def test_draws_follow_the_distribution() -> None:
@@ -244,7 +244,7 @@ PENALIZED: list[dict[str, Any]] = [
 ]
 
 
-def penalized(_: int) -> None:
+def penalized() -> None:
     """Compare tokens drawn after a penalty, or with a least probability, with `generate`; also in a replay."""
     model, text = families.model("llama", "attnmesh"), ids(40)
     plain = greedy(model, text, 20, mesh=None)
@@ -267,7 +267,7 @@ SHAPED: list[dict[str, Any]] = [
 ]
 
 
-def shaped(_: int) -> None:
+def shaped() -> None:
     """Compare the likeliest tokens with those of the formulas in float64, and drawn ones with those of a replay."""
     model, text = families.model("llama", "attnmesh"), ids(40)
     with running(model, None) as engine, torch.no_grad():
@@ -297,11 +297,11 @@ def shaped(_: int) -> None:
 
 
 def test_biases_and_penalties_of_the_answer_shape_tokens_and_no_log_probabilities(pool: Pool) -> None:
-    pool.run(1, shaped, 0)
+    pool.run(1, shaped)
 
 
 def test_penalties_are_those_of_transformers(pool: Pool) -> None:
-    pool.run(1, penalized, 0)
+    pool.run(1, penalized)
 
 
 # --- prefixes ---
@@ -509,7 +509,7 @@ def test_questions_on_documents_end_within_their_memory(name: str, changes: dict
     pool.run(1, documents, name, changes, 60)
 
 
-def preempted(_: int) -> int:
+def preempted() -> int:
     model, stock = families.model("llama", "attnmesh"), families.model("llama", "sdpa")
     texts = [ids(40, seed=seed) for seed in range(4)]
     engine = Engine(model, None, cache_memory=166_000, max_gap=60.0)  # prompts come whole, on a slow machine too
@@ -528,7 +528,7 @@ def preempted(_: int) -> int:
 
 
 def test_the_youngest_request_is_computed_again(pool: Pool) -> None:
-    assert pool.run(1, preempted, 0)[0] > 0
+    assert pool.run(1, preempted)[0] > 0
 
 
 def within_memory(ranks: int) -> None:
@@ -579,7 +579,7 @@ def test_ranks_of_a_host_share_its_free_memory(pool: Pool) -> None:
 # --- rows that fail ---
 
 
-def one_fails(_: int) -> None:
+def one_fails() -> None:
     """Serve five requests, one of which fails at its fourth token with those beside it."""
     model = families.model("llama", "attnmesh")
     texts = [ids(20, seed=seed) for seed in range(5)]
@@ -607,13 +607,13 @@ def one_fails(_: int) -> None:
 
 
 def test_a_row_that_cannot_go_on_ends_alone(pool: Pool) -> None:
-    pool.run(1, one_fails, 0)
+    pool.run(1, one_fails)
 
 
 # --- waiting ---
 
 
-def sequential(_: int) -> None:
+def sequential() -> None:
     """Read the plans while a long prompt is computed beside short ones: these are done first, and it goes on."""
     model = families.model("llama", "attnmesh", max_position_embeddings=8192)
     engine, plans = Engine(model, None), list[list[Any]]()
@@ -632,7 +632,7 @@ def sequential(_: int) -> None:
 
 
 def test_several_prompts_are_computed_in_turn(pool: Pool) -> None:
-    pool.run(1, sequential, 0)
+    pool.run(1, sequential)
 
 
 def waits_in_steps(ranks: int) -> None:
@@ -673,7 +673,7 @@ def test_no_stream_waits_more_than_three_steps_beside_a_long_prompt(ranks: int, 
 # --- refusals ---
 
 
-def refused(_: int) -> None:
+def refused() -> None:
     model = families.model("llama", "attnmesh", max_position_embeddings=64)
     engine = Engine(model, None, max_queue=2)
     wrong: dict[str, tuple[list[int], dict[str, Any]]] = {
@@ -708,10 +708,10 @@ def refused(_: int) -> None:
 
 
 def test_wrong_requests_are_refused(pool: Pool) -> None:
-    pool.run(1, refused, 0)
+    pool.run(1, refused)
 
 
-def closed(_: int) -> None:
+def closed() -> None:
     model = families.model("llama", "attnmesh")
     with running(model, None, max_rows=1) as engine:
         assert engine is not None
@@ -725,10 +725,10 @@ def closed(_: int) -> None:
 
 
 def test_close_ends_open_streams(pool: Pool) -> None:
-    pool.run(1, closed, 0)
+    pool.run(1, closed)
 
 
-def a_failure(_: int) -> None:
+def a_failure() -> None:
     model = families.model("llama", "attnmesh")
     engine = Engine(model, None)
     stream = engine.submit(ids(5), max_new_tokens=5)
@@ -746,4 +746,4 @@ def a_failure(_: int) -> None:
 
 
 def test_a_failure_reaches_all_streams(pool: Pool) -> None:
-    pool.run(1, a_failure, 0)
+    pool.run(1, a_failure)

@@ -13,7 +13,7 @@ from tests.support.fake_engine import byte_tokenizer
 from tests.support.pool import Pool
 from tests.support.scripts import run_script
 
-README = Path(__file__).parents[1] / "README.md"
+README = Path(__file__).parents[2] / "README.md"
 
 
 def lines_on_a_mesh() -> list[str]:

@@ -15,7 +15,7 @@ from tests.support import families
 from tests.support.fake_engine import byte_tokenizer
 from tests.support.scripts import run_script
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "llama-70b.md").read_text()
 BLOCKS = [block.strip() for block in PAGE.split("```")[1::2] if block.startswith("\n")]
 COMMANDS = [shlex.split(line) for block in BLOCKS for line in block.replace("\\\n", "").splitlines()]
