@@ -242,3 +242,10 @@ def check(
                 values if isinstance((values or [""])[0], str) else pytest.approx(values, abs=1e-6)
             ), name
         assert max(entry.get(DIFFERENCE, 0.0) for entry in log) <= difference
+
+
+def check_failed_reward(answers: list[str], rank: int) -> None:
+    """Raise unless the answer of a rank is its own error, and all others say what happened there."""
+    assert answers.pop(rank) == "OSError: the judge does not answer"
+    expected = "UnforeseenError: reward function: expected a reward for each completion, given OSError: the judge does"
+    assert all(answer.startswith(expected) for answer in answers), answers
