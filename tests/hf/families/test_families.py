@@ -58,7 +58,7 @@ OPTIONAL = {
     "of a model that has been quantized, dispatched or adapted": "hf_device_map hf_quantizer peft_config",
     "checked with the names of its package": "is_prompt_learning",
     "of accelerate, whose versions are few": "fsdp_plugin parallelism_config",
-    "of some trainers of TRL, whose versions are few": "rollout_func environment_factories tools",
+    "of some trainers of TRL, whose versions are few": "rollout_func environment_factories tools generation_kwargs",
     "of a caller's value": "mesh sequences to_dict generation_config",
     "of modules whose mask says the same": "is_causal",
     "of all modules of attention but those of towers": "config",
