@@ -152,14 +152,19 @@ def stops(call: Callable[[], object]) -> list[Stop]:
             depth = sum(other in parents for other in entered[:-1])
             found[key] = Stop(depth, file, code.co_qualname, docstring.split(". ")[0].splitlines()[0])
 
+    call_watched(call, on_frame)
+    leading = set(parents.values())
+    private = {key for key in found if key[1].split(".")[-1].startswith("_")}
+    return [stop for key, stop in found.items() if key not in private or key in leading]
+
+
+def call_watched(call: Callable[[], object], on_frame: Callable[[FrameType, str, Any], None]) -> None:
+    """Call a function, and another one at each event of a frame meanwhile."""
     sys.setprofile(on_frame)
     try:
         call()
     finally:
         sys.setprofile(None)
-    leading = set(parents.values())
-    private = {key for key in found if key[1].split(".")[-1].startswith("_")}
-    return [stop for key, stop in found.items() if key not in private or key in leading]
 
 
 def most_frames(name: str) -> int:

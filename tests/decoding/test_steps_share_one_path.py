@@ -1,6 +1,5 @@
 """Every kind of step runs the same functions of `attnmesh.decoding` in the same order: no kind has a way of its own."""
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -15,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import attnmesh as am
 from attnmesh import decoding
 from tests.support.pool import Pool
+from tools.walk import call_watched
 
 ROOM = str(Path(decoding.__file__).parent)
 
@@ -77,11 +77,7 @@ def traced(call: Callable[[], object]) -> list[str]:
         if event == "call" and code.co_filename.startswith(ROOM) and not code.co_filename.endswith(CHECKS):
             found.append(f"{Path(code.co_filename).name} {code.co_qualname}")
 
-    sys.setprofile(on_frame)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
+    call_watched(call, on_frame)
     return found
 
 

@@ -22,6 +22,18 @@ from tests.support.families import STOCK, prompt
 from tests.support.pool import Pool
 from tests.support.trainers import fsdp_on_cpus, launched, mesh_of, settings, tokenizer
 
+MESHES = {
+    "keys": (1, Shape(1, 1, 2)),
+    "queries": (1, Shape(1, 2, 1)),
+    "data x keys": (2, Shape(1, 1, 2)),
+    "heads": (1, Shape(2, 1, 1)),
+    "three keys": (1, Shape(1, 1, 3)),
+}
+"""Numbers of meshes, and the shape of each."""
+
+STOP: dict[str, Any] = {"resumes": True, "save_strategy": "steps", "per_device_train_batch_size": 1}
+"""Settings of a run that stops within an epoch: in a later one stock TRL goes on with the order of the first."""
+
 FLAT = {"initializer_range": 0.05}
 """Weights with small logits: rounding in float32 moves log-probabilities of larger ones by 1e-5, in stock TRL too."""
 

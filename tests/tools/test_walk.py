@@ -1,6 +1,5 @@
 """Steady calls run through few functions: what was settled for a kind of calls is not settled again."""
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -18,6 +17,7 @@ from tools.walk import (
     ON_TWO,
     PACKAGE,
     PAGE,
+    call_watched,
     drawings,
     most_frames,
     walk,
@@ -72,11 +72,7 @@ def _callers() -> dict[str, set[str]]:
             found.setdefault(name(frame), set()).add(name(above))
             above = above.f_back
 
-    sys.setprofile(on_frame)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
+    call_watched(call, on_frame)
     return found
 
 

@@ -107,8 +107,7 @@ class PreparedStep(NamedTuple):
         attend = named(ATTENTION, self.attention.attend) if is_profiled() else self.attention.attend
         partial = attend(query, views, own_selected)
         if not self.alone:
-            merged = self._merge(partial, inputs, views, call_hash, message, checksum)
-            partial, checksum, calls_differ = merged
+            partial, checksum, calls_differ = self._merge(partial, inputs, views, call_hash, message, checksum)
         out, checksum = self._finish(partial, checksum, inputs, own_sinks, lengths, views)
         return out, checksum, calls_differ
 

@@ -74,7 +74,7 @@ class Options(NamedTuple):
 
 
 class Said(NamedTuple):
-    """Numbers that a rank says beside the text of its call: what all ranks are told, and need not be equal."""
+    """Numbers that a rank sends to all others beside the text of its call. They may differ."""
 
     queries: int  # tokens on this rank
     keys: int
@@ -111,7 +111,7 @@ class Call(NamedTuple):
 
     @property
     def said(self) -> Said:
-        """What this rank says beside the text, but for a digest."""
+        """Return what this rank says beside the text, but for a digest."""
         if self.selected is None or self.q.device.type != "cpu" or torch.compiler.is_compiling():
             return Said(*self.tokens, -1)
         return Said(*self.tokens, self.selected.highest())

@@ -14,18 +14,11 @@ from attnmesh import errors
 from attnmesh.mesh.shapes import Shape
 from tests.support import families
 from tests.support.pool import Pool
-from tests.support.rollouts import COMPARED, chats, check, of_trl
+from tests.support.rollouts import COMPARED, MESHES, STOP, chats, check, of_trl
 from tests.support.trainers import FSDP, launched, mesh_of, settings, tokenizer
 
-MESHES = {
-    "keys": (1, Shape(1, 1, 2)),
-    "queries": (1, Shape(1, 2, 1)),
-    "data x keys": (2, Shape(1, 1, 2)),
-    "three keys": (1, Shape(1, 1, 3)),
-}
-
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    **{f"drawn on {name}": (name, {"lmbda": 1.0}) for name in MESHES},
+    **{f"drawn on {name}": (name, {"lmbda": 1.0}) for name in MESHES if name != "heads"},
     "given": ("keys", {"lmbda": 0.0, "beta": 0.0}),
     "both": ("keys", {"beta": 1.0, "temperature": 0.7}),
     "both on meshes": ("data x keys", {"beta": 0.3, "max_steps": 4}),
@@ -34,10 +27,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "cut rows": ("three keys", {"max_length": 15, "lmbda": 0.0}),
     "checkpointing": ("keys", {"gradient_checkpointing": True}),
     "evaluation": ("keys", {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2}),
-    "a stop": (
-        "keys",
-        {"resumes": True, "save_strategy": "steps", "per_device_train_batch_size": 1, "save_steps": 2, "max_steps": 4},
-    ),
+    "a stop": ("keys", {**STOP, "save_steps": 2, "max_steps": 4}),
     "sharded weights": ("data x keys", {"lmbda": 1.0, "max_steps": 3, **FSDP}),
     "sharded weights, given and of the teacher": ("keys", {"lmbda": 0.5, "seq_kd": True, "max_steps": 4, **FSDP}),
     "sharded weights, adapter": ("keys", {"lora": True, "lmbda": 1.0, **FSDP}),

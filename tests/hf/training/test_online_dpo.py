@@ -13,22 +13,11 @@ from attnmesh import errors
 from attnmesh.mesh.shapes import Shape
 from tests.support import families
 from tests.support.pool import Pool
-from tests.support.rollouts import COMPARED, check, check_failed_reward, even, of_trl, prompts
+from tests.support.rollouts import COMPARED, MESHES, STOP, check, check_failed_reward, even, of_trl, prompts
 from tests.support.trainers import FSDP, launched, mesh_of, settings, tokenizer
-
-MESHES = {
-    "keys": (1, Shape(1, 1, 2)),
-    "queries": (1, Shape(1, 2, 1)),
-    "data x keys": (2, Shape(1, 1, 2)),
-    "heads": (1, Shape(2, 1, 1)),
-    "three keys": (1, Shape(1, 1, 3)),
-}
 
 WIDE = {"hidden_size": 192, "intermediate_size": 256, "initializer_range": 0.02}
 """Changes of a Llama with layers that ranks share, and with small logits all the same."""
-
-STOP: dict[str, Any] = {"resumes": True, "save_strategy": "steps", "per_device_train_batch_size": 1}
-"""Settings of a run that stops within an epoch."""
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in MESHES},

@@ -20,17 +20,8 @@ from attnmesh.mesh.shapes import Shape
 from tests.support import families
 from tests.support.families import prompt
 from tests.support.pool import Pool
-from tests.support.rollouts import FLAT, OPTIONS, check, check_failed_reward, even, prompts
+from tests.support.rollouts import FLAT, MESHES, OPTIONS, check, check_failed_reward, even, prompts
 from tests.support.trainers import FSDP, launched, mesh_of, settings, tokenizer
-
-MESHES = {
-    "keys": (1, Shape(1, 1, 2)),
-    "queries": (1, Shape(1, 2, 1)),
-    "data x keys": (2, Shape(1, 1, 2)),
-    "heads": (1, Shape(2, 1, 1)),
-    "three keys": (1, Shape(1, 1, 3)),
-}
-
 
 SHORT = (("GRPO", "keys"), ("RLOO", "data x keys"))
 """Cases of `make test`. The others are marked long."""

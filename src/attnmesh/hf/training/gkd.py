@@ -11,7 +11,7 @@ from attnmesh.errors import KernelError, require
 from attnmesh.hf.training.mean_over_mesh import mean_over_ranks
 from attnmesh.hf.training.rollouts import SUBJECT, MeshRollouts
 from attnmesh.hf.training.sharded_calls import ShardedOutput
-from attnmesh.hf.transformers_names import GKD
+from attnmesh.hf.transformers_names import GKD, ROLLOUTS
 
 
 class MeshGKD(MeshRollouts):
@@ -21,11 +21,7 @@ class MeshGKD(MeshRollouts):
     teacher_model: Any
     generalized_jsd_loss: Any
     own_seed = False
-
-    def create_accelerator_and_postprocess(self) -> None:
-        """Create the accelerator, to which the ranks of a mesh are one process."""
-        GKD.check()
-        super().create_accelerator_and_postprocess()
+    upstream = (ROLLOUTS, GKD)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run a training step. The ranks of a mesh draw answers in the same steps, from other checkpoints too."""

@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 from attnmesh.hf.training.rewards import RewardFunctions
 from attnmesh.hf.training.sharded_calls import ShardedOutput
-from attnmesh.hf.transformers_names import ONLINE_DPO
+from attnmesh.hf.transformers_names import ONLINE_DPO, ROLLOUTS
 
 
 class MeshOnlineDPO(RewardFunctions):
@@ -16,12 +16,8 @@ class MeshOnlineDPO(RewardFunctions):
 
     max_length: int
     own_seed = False
-
-    def create_accelerator_and_postprocess(self) -> None:
-        """Create the accelerator, to which the ranks of a mesh are one process."""
-        ONLINE_DPO.check()
-        super().create_accelerator_and_postprocess()
-        self.calls.hides_padding = True  # TRL's divergences and entropies count tokens after an end
+    hides_padding = True
+    upstream = (ROLLOUTS, ONLINE_DPO)
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         """Draw two completions of each prompt on the mesh."""

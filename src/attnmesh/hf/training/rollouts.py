@@ -21,6 +21,7 @@ from attnmesh.hf.generate import generate
 from attnmesh.hf.models import unwrap
 from attnmesh.hf.training.sharded_calls import ShardedCalls
 from attnmesh.hf.transformers_names import ACCELERATE, ROLLOUTS
+from attnmesh.runtime.upstream import Upstream
 
 SUBJECT = "on_mesh"
 
@@ -42,6 +43,10 @@ class MeshRollouts:
     processing_class: Any
     own_seed = True
     """Whether TRL gives each process a seed of its own."""
+    hides_padding = False
+    """Whether TRL computes metrics of tokens after an end."""
+    upstream: tuple[Upstream, ...] = (ROLLOUTS,)
+    """Names of TRL that are overridden, called or replaced."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -57,10 +62,11 @@ class MeshRollouts:
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator, to which the ranks of a mesh are one process."""
-        ROLLOUTS.check()
+        for names in self.upstream:
+            names.check()
         require_all(self._checks())
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        self.calls.pads_left = True
+        self.calls.pads_left, self.calls.hides_padding = True, self.hides_padding
 
     def _checks(self) -> Iterator[Check]:
         """Yield what holds of a trainer that is served."""
