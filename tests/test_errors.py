@@ -204,14 +204,14 @@ BAD = [
     (
         lambda: am.Mask(left=-1),
         errors.MaskError,
-        r"Mask: expected whole numbers: reaches of 0 or more, .* and ascending chunks, given left -1.*Fix: make masks",
+        r"Mask: expected whole numbers: reaches of 0 or more, .* chunks and spans, given left -1.*Fix: make masks",
     ),
     (lambda: am.Mask(chunks=(2.5,)), errors.MaskError, r"Mask: expected whole numbers.* chunks \(2\.5,\)\. Fix"),
     (lambda: am.Mask(chunks=("a",)), errors.MaskError, r"Mask: expected whole numbers.* chunks \('a',\)\. Fix"),
     (lambda: am.Mask(chunks=4), errors.MaskError, r"Mask: expected whole numbers.* chunks 4\. Fix"),
     (lambda: am.Mask(ends=3), errors.MaskError, r"Mask: expected whole numbers.* ends 3, chunks \(\)\. Fix"),
     (lambda: am.Mask(left=True), errors.MaskError, r"Mask: expected whole numbers.* left True"),
-    (lambda: am.Mask(ends=(5, 3)), errors.MaskError, r"ascending ends and ascending chunks, given .*ends \(5, 3\)"),
+    (lambda: am.Mask(ends=(5, 3)), errors.MaskError, r"ascending ends, chunks and spans, given .*ends \(5, 3\)"),
     (lambda: am.Zigzag().positions("10", 2, 0), errors.LayoutError, r"whole numbers .*, given '10', 2, 0\. Fix: pass"),
     (
         lambda: am.merge([T(1), T(1)]),

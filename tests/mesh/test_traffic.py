@@ -9,12 +9,19 @@ import attnmesh as am
 from attnmesh.core.mask import Mask
 from attnmesh.mesh.schedule import Problem, schedule
 from attnmesh.mesh.shapes import Shape, rank_grid
-from attnmesh.mesh.traffic import FLOWS, tiles, traffic
+from attnmesh.mesh.traffic import FLOWS, _count_exchanges, tiles, traffic
 from tests.support.seeds import pairs
 
 pytestmark = pytest.mark.quick
 
-MASKS = [am.Full(), am.Causal(), am.Window(20), am.Causal() & am.Documents([30, 50, 41]), am.Causal() & am.Chunks(30)]
+MASKS = [
+    am.Full(),
+    am.Causal(),
+    am.Window(20),
+    am.Causal() & am.Documents([30, 50, 41]),
+    am.Causal() & am.Chunks(30),
+    am.Spans([(10, 70), (90, 100)], 5),
+]
 SHAPES = [Shape(1, 4, 1), Shape(1, 2, 3), Shape(2, 2, 2), Shape(1, 1, 4), Shape(1, 3, 3), Shape(1, 5, 1)]
 
 
@@ -89,6 +96,16 @@ def test_short_documents_in_a_long_sequence(length: int) -> None:
     moves = traffic(Problem(mask, Shape(1, 8, 1), am.Contiguous(), am.Contiguous(), length, length), Shape(1, 1, 1))
     assert moves.pairs.most == pytest.approx(length / 50 / 8 * 50 * 51 / 2, rel=0.05)
     assert moves.columns.between.total <= 7 * 50
+
+
+@pytest.mark.parametrize("left", [16, 1000])
+def test_a_long_span_is_counted_as_it_is(left: int) -> None:
+    """A query at the start of a span sees its end, however near the keys before it are."""
+    shape, tile = Shape(1, 4, 1), Shape(1, 1, 1)
+    problem = Problem(am.Spans([(2500, 10_000)], left), shape, am.Contiguous(), am.Contiguous(), 20_000, 20_000)
+    found, exact = traffic(problem, tile), _count_exchanges(problem, tile)
+    assert found.pairs == pytest.approx(exact.pairs, rel=0.03)
+    assert found.columns.between.total == pytest.approx(exact.columns.between.total, rel=0.03)
 
 
 def test_a_host_holds_a_tile() -> None:

@@ -76,7 +76,7 @@ class Mask:
             spans = f", spans {self.spans}" if self.spans else ""
             given = f"left {self.left}, right {self.right}, ends {self.ends}, chunks {self.chunks}{spans}"
             fix = "make masks with Full, Causal, Window, Documents, Chunks and Spans"
-            expected = "whole numbers: reaches of 0 or more, ascending ends and ascending chunks"
+            expected = "whole numbers: reaches of 0 or more, ascending ends, chunks and spans"
             raise MaskError("Mask", expected, given, fix)
 
     def _is_valid(self) -> bool:
@@ -105,7 +105,8 @@ class Mask:
     @property
     def reach(self) -> int:
         """Distance to the farthest key that a query sees."""
-        return min(max(self.left, self.right), self.longest)
+        ahead = (stop - 1 - start for start, stop in zip(self.spans[::2], self.spans[1::2], strict=True))
+        return min(max(self.left, self.right, *ahead), self.longest)
 
     @cached_property
     def is_window(self) -> bool:

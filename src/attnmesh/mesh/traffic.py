@@ -96,7 +96,7 @@ def traffic(problem: Problem, tile: Shape) -> PlannedTraffic:
     short, scale = downscaled(near)
     counted = _count_exchanges(short, tile)
     flows = {name: _scaled(getattr(counted, name), scale) for name in FLOWS}
-    wider = _width(near.mask) / _width(short.mask) if near.mask.reach < FAR else scale
+    wider = _width(near) / _width(short) if near.mask.reach < FAR else scale
     pairs = repeats * scale * wider
     steps = tuple(step.times(pairs) for step in counted.steps)
     return PlannedTraffic(**flows, pairs=counted.pairs.times(pairs), steps=steps)
@@ -146,16 +146,21 @@ def cropped(problem: Problem) -> tuple[Problem, float]:
     reach = problem.mask.reach
     length = 4 * problem.shape.ranks * max(reach, 1)
     in_runs = all(isinstance(layout, Contiguous | Zigzag) for layout in (problem.layout, problem.key_layout))
-    if reach >= FAR or problem.length <= length or problem.length != problem.key_length or not in_runs:
+    alike = not problem.mask.spans and problem.length == problem.key_length and in_runs  # one part is as the next
+    if reach >= FAR or problem.length <= length or not alike:
         return problem, 1.0
     ends = tuple(end for end in problem.mask.ends if end < length)
     mask = replace(problem.mask, ends=(*ends, length)) if problem.mask.ends else problem.mask
     return replace(problem, mask=mask, length=length, key_length=length), problem.length / length
 
 
-def _width(mask: Mask) -> float:
-    """Return the most keys that a query sees."""
-    return min(mask.left + mask.right + 1.0, mask.longest)
+def _width(problem: Problem) -> float:
+    """Return the most keys that a query sees; on average, where those in spans see more."""
+    mask = problem.mask
+    if not mask.spans:
+        return min(mask.left + mask.right + 1.0, mask.longest)
+    first, last = mask.bounds(torch.arange(problem.length))
+    return float((last.clamp(max=problem.key_length - 1) - first + 1).double().mean())
 
 
 def downscaled(problem: Problem) -> tuple[Problem, float]:
