@@ -18,7 +18,7 @@ from attnmesh.comm.topology import rounds, whole_mailboxes
 from attnmesh.core.partial import Partial
 from attnmesh.kernels.native.native_digest import digest_on_host, wrapped
 from attnmesh.mesh.axes import Axis
-from attnmesh.mesh.merges import Merge
+from attnmesh.mesh.merges import Merge, Pattern
 from attnmesh.mesh.reduction_tree import Round
 from attnmesh.runtime.counters import count_messages, current_traffic
 from attnmesh.runtime.world import WORLD, cached_per_world
@@ -35,7 +35,7 @@ class HostMerge:
     def __init__(self, axis: Axis, shape: tuple[int, ...], merge: Merge, mailboxes: Mailboxes) -> None:
         self.axis, self.shape, self.mailboxes = axis, shape, mailboxes
         self.rows, self.width = math.prod(shape[:-1]), shape[-1]
-        self.rounds = rounds(axis, False)[axis.index] if merge.in_rounds else None
+        self.rounds = rounds(axis, False)[axis.index] if merge.pattern is Pattern.ROUNDS else None
 
     def blank(self) -> Tensor:
         """Return memory for a message: the checksum, the lse of each row, and the rows of out.

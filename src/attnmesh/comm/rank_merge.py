@@ -14,7 +14,7 @@ from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.errors import KernelError, require
 from attnmesh.kernels.stacked_merge import use_triton
 from attnmesh.mesh.axes import Axis, device_type_of
-from attnmesh.mesh.merges import MERGES, OUTPUTS, Merge
+from attnmesh.mesh.merges import MERGES, OUTPUTS, Merge, Pattern, first_of
 from attnmesh.runtime.counters import timed_merge
 
 
@@ -52,13 +52,13 @@ def merge_ranks(
         chosen = chosen_merge(axis, merge, output, checksum.device, reproducible=reproducible)
         form = MessageForm(tuple(partial.out.shape), dtype, wire if wire and chosen.is_packed else dtype)
         # A rank that expects a shorter message cannot receive this one: compare checksums in a short message first.
-        if not chosen.is_collective and form.size > transport.most_unequal:
+        if chosen.pattern is not Pattern.COLLECTIVE and form.size > transport.most_unequal:
             compared = exchange_checksums(axis, merge, output, checksum, reproducible=reproducible)
             if float(compared.sum()) != 0:
                 return nan_unless_equal(own, compared), compared
         with timed_merge():
             form = transport.form_of(form, chosen)
-            if chosen.at_once and output == "heads" and not transport.merges_whole(form):
+            if chosen.pattern is Pattern.SWAP and output == "heads" and not transport.merges_whole(form):
                 own, checksum = send_heads(partial, checksum, form, axis)
                 return nan_unless_equal(own, checksum), checksum
             message = form.message(checksum, partial) if message is None else message
@@ -97,12 +97,12 @@ def send_poison(
 def chosen_merge(axis: Axis, merge: str, output: str, device: torch.device, *, reproducible: bool = False) -> Merge:
     """Return the record that `merge` names. The first call along an axis is collective, for any name."""
     fastest = transport_of(axis, device).fastest()
-    if reproducible and not (merge in MERGES and MERGES[merge].in_rounds):
-        return next(one for one in MERGES.values() if one.in_rounds)
+    if reproducible and not (merge in MERGES and MERGES[merge].pattern is Pattern.ROUNDS):
+        return first_of(Pattern.ROUNDS)
     if merge != "auto":
         require(merge in MERGES, KernelError, "merge", "a merge that a transport has", repr(merge), "write one")
         return MERGES[merge]
-    return next(one for one in MERGES.values() if one.at_once) if output == "heads" else fastest
+    return first_of(Pattern.SWAP) if output == "heads" else fastest
 
 
 def send_heads(partial: Partial, checksum: Tensor, form: MessageForm, axis: Axis) -> tuple[Partial, Tensor]:

@@ -31,7 +31,7 @@ from attnmesh.comm.symmetric_memory import SymmetricMemory, symmetric_memory_of
 from attnmesh.comm.topology import best_merge, dist_all_gather_ints, host_mailboxes, hosts, mesh_hosts, rounds
 from attnmesh.core.partial import Partial
 from attnmesh.mesh.axes import Axis, Mesh, attention_dims, axis_along, backends
-from attnmesh.mesh.merges import CheckedPartial, Merge, native_merges
+from attnmesh.mesh.merges import CheckedPartial, Merge, Pattern, native_merges
 from attnmesh.mesh.reduction_tree import Round
 from attnmesh.runtime.counters import count_messages, current_traffic
 from attnmesh.runtime.world import WORLD, cached_per_world
@@ -297,7 +297,7 @@ class Nccl(Transport):
 
     def form_of(self, form: MessageForm, merge: Merge) -> MessageForm:
         """Return the form of symmetric memory, if that takes the message."""
-        return _wide(form) if merge.at_once and self.memory_for(form) is not None else form
+        return _wide(form) if merge.pattern is Pattern.SWAP and self.memory_for(form) is not None else form
 
     def merges_whole(self, form: MessageForm) -> bool:
         """Return whether symmetric memory merges such messages."""

@@ -40,7 +40,7 @@ from attnmesh.kernels.cache_view import CacheView
 from attnmesh.kernels.choice import choose
 from attnmesh.kernels.kernel import Need
 from attnmesh.kernels.triton_runtime import interpreted
-from attnmesh.mesh.merges import MERGES
+from attnmesh.mesh.merges import MERGES, Pattern
 
 
 class StepInputs(NamedTuple):
@@ -222,7 +222,7 @@ def check_reproducible(subject: str, reproducible: object, ranks: int, merge: st
     """Raise unless the result can have the same bits on any number of ranks, where that is wanted."""
     if not isinstance(reproducible, bool):
         raise KernelError(subject, "True or False", repr(reproducible), "pass True or False")
-    if reproducible and (ranks & (ranks - 1) or (merge != "auto" and not MERGES[merge].in_rounds)):
+    if reproducible and (ranks & (ranks - 1) or (merge != "auto" and MERGES[merge].pattern is not Pattern.ROUNDS)):
         expected = "1, 2, 4, 8, ... ranks along queries and keys, and a tree"
         fix = 'use a power of two of ranks and merge="auto", or leave it out'
         raise KernelError(subject, expected, f"{ranks} ranks and merge {merge!r}", fix)

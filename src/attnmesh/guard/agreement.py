@@ -55,16 +55,24 @@ class Agreement:
     """One call on which all ranks of a mesh agree, as a `with` around checks, or other work, that may fail on one rank.
 
     `conclude` compares the call at the end of the `with`, before any tensor is sent; `compare_now` does so earlier.
-    `fail` compares the error that has ended the `with`: then all ranks raise it, or none does. The `payload` of this
-    rank, up to `AGREEMENT_PAYLOAD` numbers, is exchanged beside the call, and `table` has those of all ranks by shard.
-    Without `is_compared` a rank is alone.
+    `fail` compares the error that has ended the `with`: then all ranks raise it, or none does. Without `is_compared` a
+    rank is alone.
+
+        with Agreement(mesh, "halo") as agreement:
+            check(x)                                    # an error here is raised on all ranks
+            agreement.fields = {"dtype": x.dtype}       # must be equal
+            agreement.payload = [len(x)]                # may differ
+        lengths = [row[0] for row in agreement.table]   # of all ranks, by shard
     """
 
-    text = ""  # of the call, where it was made before
-    payload: Sequence[int] = ()
-    table: Sequence[Sequence[int]] = ()
+    # Set inside the `with`, like `fields`:
+    text = ""  # of the call, in place of its fields
+    payload: Sequence[int] = ()  # up to `AGREEMENT_PAYLOAD` numbers of this rank
+    # Set before it, by `CallRecord`:
     known: Memo[bool] | None = None  # where the name is kept once all ranks agree
-    is_raised = False  # on all ranks
+    # Read after it:
+    table: Sequence[Sequence[int]] = ()  # payloads by shard
+    is_raised = False  # an error, on all ranks
 
     def __init__(self, mesh: Mesh, name: str, fields: Fields = dict, *, is_compared: bool = True) -> None:
         self.mesh, self.name, self.fields, self.is_compared = mesh, name, fields, is_compared
@@ -201,15 +209,16 @@ class MergeAgreement(Agreement):
 
     Merges by a collective, which hang or crash on messages of unequal sizes, are compared before, on CPUs too.
 
-    `poison` takes part in the merge without a call, so that the other ranks find this rank's error. The call sets
-    `signature` and the `state` that changes between calls of one signature; `ask`, which takes part with a question, is
-    None where a host reads the messages. The merge sets the `checksum` of all ranks.
+    `poison` takes part in the merge without a call, so that the other ranks find this rank's error.
     """
 
+    # Set before `compare_now`:
     signature: Hashable = None
-    state: tuple[Hashable, ...] = ()
-    ask: Callable[[], Tensor] | None = None
-    checksum: Tensor | None = None
+    state: tuple[Hashable, ...] = ()  # what changes between calls of one signature
+    ask: Callable[[], Tensor] | None = None  # takes part with a question; None where a host reads the messages
+    # Set after the merge:
+    checksum: Tensor | None = None  # of all ranks
+    # Found by `compare_now`:
     wants_comparison = False
 
     def __init__(

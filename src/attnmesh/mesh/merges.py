@@ -4,6 +4,7 @@ A merge sends messages of a size that does not depend on the context. A new one 
 """
 
 from collections.abc import Callable
+from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -50,6 +51,14 @@ class MergeTransport(Protocol):
         """Sum numerators and denominators by collectives."""
 
 
+class Pattern(Enum):
+    """Who sends to whom. Where a host or a launch has a native one of `ROUNDS` or `SWAP`, it stands in for `run`."""
+
+    ROUNDS = "pairs, along a tree whose canonical order gives the same bits on 1, 2, 4, 8, ... ranks"
+    SWAP = "each rank to every other, which gets its own heads alone where it needs no more"
+    COLLECTIVE = "a collective of the backend, which cannot detect a wrong message: ranks compare calls first"
+
+
 class Merge(NamedTuple):
     """One way to merge the partials of all ranks of an axis.
 
@@ -61,15 +70,13 @@ class Merge(NamedTuple):
     run: Callable[[MergeTransport, Tensor, Any, bool], CheckedPartial]
     price: Callable[[MergeGroup, Payload, Cluster, Cost], None]
     known_as: str = "gathered partials"  # the published scheme of decoding with it
-    in_rounds: bool = False  # along a tree, whose canonical order gives the same bits on 1, 2, 4, 8, ... ranks
-    at_once: bool = False  # each rank sends to every other, and can send it that rank's heads alone
-    is_collective: bool = False  # of the backend, which cannot detect a wrong message: ranks compare calls first
+    pattern: Pattern | None = None  # None for one of its own, which always runs by `run`
     is_packed: bool = True  # messages travel as they are; else the numbers in them are summed, in the dtype of lse
 
     @property
     def is_native(self) -> bool:
-        """True if one native call of a host, or one launch, may do it."""
-        return self.in_rounds or self.at_once
+        """True if one native call of a host, or one launch, may stand in for `run`."""
+        return self.pattern in (Pattern.ROUNDS, Pattern.SWAP)
 
     def seconds(self, group: MergeGroup, payload: Payload, cluster: Cluster) -> float:
         """Return the predicted seconds of one merge."""
@@ -92,27 +99,27 @@ MERGES = {
             lambda transport, message, form, reproducible: transport.tree(message, form, reproducible),
             lambda group, payload, *to: add_tree("merge", group, payload.size, *to),
             "Tree Attention",
-            in_rounds=True,
+            pattern=Pattern.ROUNDS,
         ),
         Merge(  # one exchange and one merge; one launch on GPUs of one host
             "direct",
             lambda transport, message, form, _: transport.direct(message, form),
             lambda group, payload, *to: add_swap("merge", group, payload.size, *to),
             "Helix, DCP",
-            at_once=True,
+            pattern=Pattern.SWAP,
         ),
         Merge(  # the same by an all-gather
             "gather",
             lambda transport, message, form, _: form.merge(transport.gather(message)),
             lambda group, payload, *to: add_collective("merge", group, payload.size, 1, *to),
-            is_collective=True,
+            pattern=Pattern.COLLECTIVE,
         ),
         Merge(  # maximum, numerator and denominator: the paper's Algorithm 3, a baseline
             "allreduce",
             lambda transport, message, form, _: transport.all_reduce(message, form),
             _price_allreduce,
             "Tree Attention by all-reduces",
-            is_collective=True,
+            pattern=Pattern.COLLECTIVE,
             is_packed=False,
         ),
     )
@@ -122,7 +129,12 @@ MERGES = {
 
 def is_collective(name: object) -> bool:
     """Return whether a collective merges by this name, which may be that of no merge."""
-    return any(merge.name == name and merge.is_collective for merge in MERGES.values())
+    return any(merge.name == name and merge.pattern is Pattern.COLLECTIVE for merge in MERGES.values())
+
+
+def first_of(pattern: Pattern) -> Merge:
+    """Return the first merge of a pattern."""
+    return next(merge for merge in MERGES.values() if merge.pattern is pattern)
 
 
 def native_merges() -> list[Merge]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.layout import Contiguous, Layout, Packed, Zigzag
-from attnmesh.core.mask import FAR, Mask
+from attnmesh.core.mask import FAR
 from attnmesh.mesh.schedule import Problem
 from attnmesh.mesh.shapes import Shape
 
