@@ -118,7 +118,7 @@ def test_attention_and_decoding_are_exact_with_a_new(
     if mask != am.Causal():
         visible |= (at < PREFIX) & (at[:, None] < PREFIX)
     assert torch.equal(mask.visible(at, at), visible)
-    assert Mask.decode(mask.encode()) == mask
+    assert Mask.from_code(mask.to_code()) == mask
     exact = [x.double().requires_grad_() for x in (*given(4), *given(2))]
     out = dense(*exact, visible, WIDTH**-0.5)[0]
     expected: list[Any] = [out.detach(), *torch.autograd.grad(out.square().sum(), exact)]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import attnmesh as am
 from attnmesh import errors
 from attnmesh.core.band import Band
-from attnmesh.core.layout import Layout, decode_layout, encode_layout
+from attnmesh.core.layout import Layout, layout_from_code, layout_to_code
 from attnmesh.mesh.schedule import Problem, schedule
 
 pytestmark = pytest.mark.quick
@@ -69,7 +69,7 @@ def test_packed_shards_are_a_permutation_of_equal_parts(documents: list[int], sh
     assert torch.equal(torch.cat(parts).sort().values, torch.arange(length))
     assert all((part.diff() > 0).all() for part in parts)
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
-    assert decode_layout([*encode_layout(layout), 7, 8]) == (layout, [7, 8])
+    assert layout_from_code([*layout_to_code(layout), 7, 8]) == (layout, [7, 8])
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 1), (1, 1, 8), (1, 3, 3), (2, 2, 4), (1, 4, 4), (1, 8, 8)])
@@ -134,7 +134,7 @@ def test_split_is_torch_split(sizes: list[int]) -> None:
     layout = am.Split(sizes)
     parts = [layout.positions(sum(sizes), len(sizes), index) for index in range(len(sizes))]
     assert [part.tolist() for part in parts] == [part.tolist() for part in torch.arange(sum(sizes)).split(sizes)]
-    assert decode_layout([*encode_layout(layout), 7, 8]) == (layout, [7, 8])
+    assert layout_from_code([*layout_to_code(layout), 7, 8]) == (layout, [7, 8])
 
 
 @pytest.mark.parametrize("sizes", [(), (3, -1), (2.0, 1), (True, 2), 5, None])

@@ -78,7 +78,7 @@ def test_tokens_of_a_span_see_each_other(ranges: list[tuple[int, int]], left: in
     mask, places = Spans(ranges, left), torch.arange(TOTAL)
     assert mask.visible(places, places).tolist() == expected
     assert (Spans(ranges) & Window(left, FAR)) == mask
-    assert Mask.decode(mask.encode()) == mask
+    assert Mask.from_code(mask.to_code()) == mask
     inside = mask & Chunks(size)
     assert torch.equal(
         inside.visible(places, places), mask.visible(places, places) & Chunks(size).visible(places, places)
@@ -110,7 +110,7 @@ def test_repr_and_code_restore_the_mask(mask: Mask) -> None:
     names = {name: getattr(am, name) for name in ("Full", "Causal", "Window", "Documents", "Chunks", "Spans")}
     tokens = torch.arange(TOTAL)
     assert torch.equal(eval(repr(mask), names).visible(tokens, tokens), mask.visible(tokens, tokens))
-    assert Mask.decode(mask.encode()) == mask
+    assert Mask.from_code(mask.to_code()) == mask
 
 
 def test_each_mask_equals_its_definition() -> None:

@@ -17,10 +17,10 @@ def inputs(dtype: torch.dtype = torch.float32, grad: bool = True) -> list[Tensor
     return [torch.randn(2, h, 70, w, dtype=dtype, requires_grad=grad) for h, w in ((4, 8), (2, 8), (2, 6))]
 
 
-MASK = (am.Causal() & am.Documents((30, 40))).encode()
+MASK = (am.Causal() & am.Documents((30, 40))).to_code()
 POSITIONS = torch.randperm(70)
 ARGUMENTS = [
-    ([None, None, torch.tensor([70, 20]), None], [1, *am.Full().encode()], [0.3, 2.0], "auto"),
+    ([None, None, torch.tensor([70, 20]), None], [1, *am.Full().to_code()], [0.3, 2.0], "auto"),
     ([None] * 4, [1, *MASK], [0.3, math.inf], "reference"),
     ([POSITIONS, POSITIONS, torch.tensor([0, 51]), None], [1, *MASK], [0.3, math.inf], "cpu"),
 ]

@@ -32,7 +32,7 @@ def problems(draw: st.DrawFn) -> Problem:
     shape = draw(shapes)
     layouts = [draw(layouts_of(tokens, shape)) for tokens in (length, key_length)]
     problem = Problem(mask, shape, layouts[0], layouts[1], length, key_length)
-    assert Problem.decode(shape, problem.encode()) == problem
+    assert Problem.from_code(shape, problem.to_code()) == problem
     return problem
 
 

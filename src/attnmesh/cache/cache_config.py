@@ -147,21 +147,21 @@ class CacheSizes:
             given, fix = f"no room for {self.capacity:,}", "pass a smaller capacity, or use more ranks"
             raise ShapeError("KVCache capacity", "tokens that fit the device's memory", given, fix) from error
 
-    def encode(self) -> list[int]:
+    def to_code(self) -> list[int]:
         """Return the sizes as integers, for a file or a message."""
         numbers = [*(getattr(self, name) for name in NUMBERS), DTYPES.index(str(self.dtype).removeprefix("torch."))]
-        window = [] if self.mask is None else [self.keep, *self.mask.encode()]
+        window = [] if self.mask is None else [self.keep, *self.mask.to_code()]
         storage = 0 if self.storage is None else 1 + [*STORAGES].index(self.storage)
         return [*numbers, VALUES.index(self.values) + len(VALUES) * storage, *window]
 
     @staticmethod
-    def decode(code: list[int]) -> "CacheSizes":
-        """Return the sizes that `encode` wrote."""
+    def from_code(code: list[int]) -> "CacheSizes":
+        """Return the sizes that `to_code` wrote."""
         batch, kv_heads, head_dim, value_dim, capacity, block, dtype, *more = code
         numbers = batch, kv_heads, head_dim, value_dim, capacity, block, getattr(torch, DTYPES[dtype])
         storage, values = divmod(more[0] if more else 0, len(VALUES))
         sizes = CacheSizes(*numbers, VALUES[values], storage=(None, *STORAGES)[storage])
-        return replace(sizes, keep=more[1], mask=Mask.decode(more[2:])) if more[1:] else sizes
+        return replace(sizes, keep=more[1], mask=Mask.from_code(more[2:])) if more[1:] else sizes
 
     def check_new(self, subject: str, k: Tensor, v: Tensor | None, device: torch.device) -> None:
         """Raise unless k and v are new tokens with all heads."""

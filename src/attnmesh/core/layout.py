@@ -195,7 +195,7 @@ class Packed:
 LAYOUTS = (Contiguous, Zigzag, Striped, Split, Packed)
 
 
-def encode_layout(layout: Layout) -> list[int]:
+def layout_to_code(layout: Layout) -> list[int]:
     """Return a layout as integers, for the schema of an operator: its type, how many numbers it has, and these."""
     match layout:
         case Striped(block):
@@ -209,8 +209,8 @@ def encode_layout(layout: Layout) -> list[int]:
     return [LAYOUTS.index(type(layout)), len(numbers), *numbers]
 
 
-def decode_layout(code: Sequence[int]) -> tuple[Layout, Sequence[int]]:
-    """Return the layout of a code that begins as `encode_layout` writes it, and the rest of the code."""
+def layout_from_code(code: Sequence[int]) -> tuple[Layout, Sequence[int]]:
+    """Return the layout of a code that begins as `layout_to_code` writes it, and the rest of the code."""
     kind, count, *rest = code
     numbers, make = tuple(rest[:count]), LAYOUTS[kind]
     if make is Packed:

@@ -199,13 +199,13 @@ class Mask:
         first, last = (bound[:, None] for bound in self.bounds(q_positions))
         return (first <= k_positions) & (k_positions <= last)
 
-    def encode(self) -> list[int]:
+    def to_code(self) -> list[int]:
         """Return the mask as integers, for the schema of an operator and for messages."""
         return [self.left, self.right, len(self.chunks), *self.chunks, *self.ends, *(-1 - edge for edge in self.spans)]
 
     @staticmethod
-    def decode(code: Sequence[int]) -> "Mask":
-        """Return the mask of a code from `encode`."""
+    def from_code(code: Sequence[int]) -> "Mask":
+        """Return the mask of a code from `to_code`."""
         left, right, chunks, *edges = code
         ends = tuple(edge for edge in edges[chunks:] if edge >= 0)
         return Mask(left, right, ends, tuple(edges[:chunks]), tuple(-1 - edge for edge in edges[chunks:] if edge < 0))

@@ -118,7 +118,7 @@ def decode(
         given, one = "one in a folder" if in_files else "a forked cache", not (in_files or cache.shards.forked)
         require(one, KernelError, "decode", "a cache of one piece in a graph", given, fix)
         tensors = inputs.q, tensors_of(cache.shard.new_view()), sinks, key_lengths, inputs.indices
-        return cast(Tensor, decode_op(*tensors, *step.encode()))
+        return cast(Tensor, decode_op(*tensors, *step.to_code()))
     with torch.no_grad():
         out = prepare_step(inputs, step, signature, cache.prepared_steps).run(inputs, checked)
     warn_if_swapped("decode", q, cache.sizes.kv_heads)

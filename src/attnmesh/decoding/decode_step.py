@@ -18,7 +18,7 @@ from attnmesh.kernels.choice import choose
 from attnmesh.kernels.kernel import Need
 from attnmesh.kernels.tiered_attention import attention_to_cache
 from attnmesh.mesh.axes import Axis, group_named
-from attnmesh.runtime.world import cached_per_world, decode_cached
+from attnmesh.runtime.world import cached_from_code, cached_per_world
 
 
 class DecodeStep(NamedTuple):
@@ -42,18 +42,18 @@ class DecodeStep(NamedTuple):
         """The values that the caller passes, which are equal on all ranks."""
         return self[5:]
 
-    def encode(self) -> tuple[str, list[int]]:
+    def to_code(self) -> tuple[str, list[int]]:
         """Return the step as names and numbers, which the schema of an operator can carry."""
         names = [self.head_axis.group_name, self.token_axis.group_name, self.merge, self.output, self.kernel]
         axes = [self.head_axis.size, self.head_axis.index, self.token_axis.size, self.token_axis.index]
         sizes = [self.block, self.capacity, self.value_dim]
-        numbers = [*axes, *sizes, int(self.reproducible), self.index_block or 0, *self.mask.encode()]
+        numbers = [*axes, *sizes, int(self.reproducible), self.index_block or 0, *self.mask.to_code()]
         return ",".join([*names, *map(repr, self.scaling)]), numbers
 
     @staticmethod
-    def decode(names: str, numbers: Sequence[int]) -> "DecodeStep":
-        """Return the step that `encode` wrote."""
-        return decode_cached(_decode_step, names, numbers)
+    def from_code(names: str, numbers: Sequence[int]) -> "DecodeStep":
+        """Return the step that `to_code` wrote."""
+        return cached_from_code(_step_of_code, names, numbers)
 
     def attention_for(self, q: Tensor, view: CacheView) -> CachedAttention:
         """Return the attention of such queries, with the step's kernel. That of selected tokens is the reference."""
@@ -71,12 +71,12 @@ class DecodeStep(NamedTuple):
 
 
 @cached_per_world(1024)
-def _decode_step(names: str, numbers: tuple[int, ...]) -> DecodeStep:
+def _step_of_code(names: str, numbers: tuple[int, ...]) -> DecodeStep:
     heads, tokens, merge, output, kernel, scale, softcap = names.split(",")
     axes = Axis(numbers[0], numbers[1], group_named(heads)), Axis(numbers[2], numbers[3], group_named(tokens))
     block, capacity, value_dim, reproducible, index_block, *mask = numbers[4:]
     scaling = Scaling(float(scale), float(softcap))
-    sizes, wanted = (block, capacity, value_dim), Mask.decode(mask)
+    sizes, wanted = (block, capacity, value_dim), Mask.from_code(mask)
     return DecodeStep(*axes, *sizes, wanted, scaling, merge, output, bool(reproducible), kernel, index_block or None)
 
 

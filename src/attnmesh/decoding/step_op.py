@@ -18,7 +18,7 @@ from attnmesh.runtime.operators import operator
 
 def _fake_output(q: Tensor, *rest: Any) -> Tensor:
     *_, names, numbers = rest
-    return q.new_empty(DecodeStep.decode(names, numbers).output_shape(q))
+    return q.new_empty(DecodeStep.from_code(names, numbers).output_shape(q))
 
 
 @operator("decode", _fake_output)
@@ -32,7 +32,7 @@ def decode_op(
     numbers: Sequence[int],
 ) -> Tensor:
     """Run a step inside a graph, which cannot raise: all ranks get NaN if their calls differ."""
-    view = view_of(cache, (step := DecodeStep.decode(names, numbers)).value_dim)
+    view = view_of(cache, (step := DecodeStep.from_code(names, numbers)).value_dim)
     call_hash = crc32(f"{numbers[4:]} {names.split(',')[2:]}".encode())
     selected = None if indices is None else Selection(indices, step.index_block or 1)
     inputs = StepInputs(q, (), sinks, key_lengths, selected)

@@ -38,7 +38,7 @@ def run_attend(
     """Return attention of checked arguments, by an operator where PyTorch traces or transforms calls."""
     tensors, (mask, block) = (q, k, v, sinks, visible.tensors), visible.rule
     if needs_operator(q, k, v, sinks):
-        return Partial(*attend_op(*tensors, [block, *mask.encode()], scaling, kernel))
+        return Partial(*attend_op(*tensors, [block, *mask.to_code()], scaling, kernel))
     attend = _attend_with_grad if needs_grad(q, k, v, sinks) else _attend_visible
     return Partial(*attend(*tensors, (mask, block), scaling, kernel))
 
@@ -148,7 +148,7 @@ def attend_backward_op(
 
 
 def _decoded(rule: Sequence[int]) -> Rule:
-    return Mask.decode(rule[1:]), rule[0]
+    return Mask.from_code(rule[1:]), rule[0]
 
 
 def _is_plain(rule: Rule | Sequence[int]) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.band import Band
-from attnmesh.core.layout import Layout, decode_layout, encode_layout
+from attnmesh.core.layout import Layout, layout_from_code, layout_to_code
 from attnmesh.core.mask import Mask
 from attnmesh.errors import check_choice
 from attnmesh.mesh.shapes import Shape, even_slice
@@ -139,18 +139,18 @@ class Problem:
     shard_of_rank: tuple[int, ...] = ()
     """Shard that each rank holds, in order of their index; empty if rank i holds shard i."""
 
-    def encode(self) -> list[int]:
+    def to_code(self) -> list[int]:
         """Return all but the shape as integers, for the schema of an operator."""
-        layouts = *encode_layout(self.layout), *encode_layout(self.key_layout)
+        layouts = *layout_to_code(self.layout), *layout_to_code(self.key_layout)
         lengths = self.length, self.key_length, len(self.shard_of_rank)
-        return [*layouts, *lengths, *self.shard_of_rank, *self.mask.encode()]
+        return [*layouts, *lengths, *self.shard_of_rank, *self.mask.to_code()]
 
     @staticmethod
-    def decode(shape: Shape, code: Sequence[int]) -> "Problem":
-        """Return the problem of a code from `encode`."""
-        layout, code = decode_layout(code)
-        key_layout, (length, key_length, count, *rest) = decode_layout(code)
-        mask, shard_of_rank = Mask.decode(rest[count:]), tuple(rest[:count])
+    def from_code(shape: Shape, code: Sequence[int]) -> "Problem":
+        """Return the problem of a code from `to_code`."""
+        layout, code = layout_from_code(code)
+        key_layout, (length, key_length, count, *rest) = layout_from_code(code)
+        mask, shard_of_rank = Mask.from_code(rest[count:]), tuple(rest[:count])
         return Problem(mask, shape, layout, key_layout, length, key_length, shard_of_rank)
 
     def shard(self, index: int) -> int:

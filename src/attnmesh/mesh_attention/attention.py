@@ -168,7 +168,7 @@ def _attend_on_mesh(call: Call, prepared: PreparedCall, latents: Latents | None,
     indices = None if selected is None else selected.indices
     if task is None and latents is None and other_keys is None:
         if needs_operator(q, k, v, sinks):
-            out: Tensor = mesh_op(q, k, v, sinks, key_lengths, indices, *mesh_call.pack())[0]
+            out: Tensor = mesh_op(q, k, v, sinks, key_lengths, indices, *mesh_call.to_code())[0]
             return out
         if needs_grad(q, k, v, sinks):
             out, *_ = attend_with_grad(q, k, v, sinks, key_lengths, indices, mesh_call)

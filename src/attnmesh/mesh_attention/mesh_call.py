@@ -20,7 +20,7 @@ from attnmesh.mesh.schedule import EXCHANGES, Problem, Schedule, groups_of_heads
 from attnmesh.mesh_attention.auto_choices import Widths, chosen_exchange
 from attnmesh.mesh_attention.executor import Task
 from attnmesh.runtime.memo import Memo, on_device
-from attnmesh.runtime.world import cached_per_world, decode_cached
+from attnmesh.runtime.world import cached_from_code, cached_per_world
 
 
 class MeshCall(NamedTuple):
@@ -53,7 +53,7 @@ class MeshCall(NamedTuple):
         cause = "; or shards are uneven: then pass length= to attention in torch.compile" * self.even
         return RankFailure(ranks, step, axis, why + cause)
 
-    def pack(self) -> tuple[str, list[int]]:
+    def to_code(self) -> tuple[str, list[int]]:
         """Return it as names and numbers, which compiled graphs keep as constants."""
         names = [
             *self.mesh.group_names,
@@ -62,12 +62,12 @@ class MeshCall(NamedTuple):
             *map(repr, (*self.scaling, self.index_block, int(self.even))),
         ]
         sizes_and_indices = [*self.mesh.shape, *(axis.index for axis in self.mesh.axes)]
-        return ",".join(names), [*sizes_and_indices, *self.problem.encode()]
+        return ",".join(names), [*sizes_and_indices, *self.problem.to_code()]
 
     @staticmethod
-    def unpack(names: str, numbers: Sequence[int]) -> "MeshCall":
-        """Return what `pack` packed."""
-        return decode_cached(_unpack, names, numbers)
+    def from_code(names: str, numbers: Sequence[int]) -> "MeshCall":
+        """Return the call that `to_code` wrote."""
+        return cached_from_code(_call_of_code, names, numbers)
 
     def task(self, q_heads: int, qkv: tuple[Tensor, ...], latent: Widths | None = None) -> Task:
         """Return this rank's part for so many query heads of all ranks, made once for tensors of these shapes.
@@ -144,12 +144,12 @@ def _tasks() -> Memo[Task]:
 
 
 @cached_per_world(1024)
-def _unpack(names: str, numbers: tuple[int, ...]) -> MeshCall:
+def _call_of_code(names: str, numbers: tuple[int, ...]) -> MeshCall:
     *groups, exchange, kernel, scale, softcap, index_block, even = names.split(",")
     mesh = Mesh.named(numbers[:3], numbers[3:6], groups)
     scaling = Scaling(float(scale), float(softcap))
     return MeshCall(
-        mesh, Problem.decode(mesh.shape, numbers[6:]), exchange, kernel, scaling, int(index_block), even == "1"
+        mesh, Problem.from_code(mesh.shape, numbers[6:]), exchange, kernel, scaling, int(index_block), even == "1"
     )
 
 

@@ -125,7 +125,7 @@ attend_with_grad = recorded(_run_call, _save_for_backward, _gradients)
 
 
 def _fake_outputs(q: Tensor, k: Tensor, v: Tensor, *mesh_call: Any) -> list[Tensor]:
-    mesh, problem, *_ = MeshCall.unpack(*mesh_call[3:])
+    mesh, problem, *_ = MeshCall.from_code(*mesh_call[3:])
     coordinate = mesh.queries.index, mesh.keys.index
     chunk = ChunkSize(problem.queries(*coordinate).shape[0], problem.keys(*coordinate).shape[0])
     out, lse = empty_length_major(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=sum_dtype(q.dtype))
@@ -144,7 +144,7 @@ def mesh_op(
     numbers: Sequence[int],
 ) -> list[Tensor]:
     """Return what `_run_call` does, with out NaN if the ranks' `key_lengths` differ, which no graph compares."""
-    mesh_call = MeshCall.unpack(names, numbers)
+    mesh_call = MeshCall.from_code(names, numbers)
     mesh_call.check_own_shard(q.shape[2], k.shape[2])
     try:
         out, *others = _run_call(q, k, v, sinks, key_lengths, indices, mesh_call)
@@ -158,7 +158,7 @@ def mesh_op(
 def _fake_gradients(
     inputs: Sequence[Tensor], outputs: Sequence[Tensor], dout: Tensor, key_lengths: Any, indices: Any, *mesh_call: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    (q, k, v), (mesh, problem, *_) = inputs, MeshCall.unpack(*mesh_call)
+    (q, k, v), (mesh, problem, *_) = inputs, MeshCall.from_code(*mesh_call)
     heads = dout.shape[1] * k.shape[1] // q.shape[1]
     shard = problem.shard(mesh.shard)
     tokens = problem.key_layout.positions(problem.key_length, problem.shape.ranks, shard).shape[0]
@@ -176,4 +176,4 @@ def mesh_backward_op(
     numbers: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of this rank's tokens from its (q, k, v) and (out, lse)."""
-    return _backward(MeshCall.unpack(names, numbers), key_lengths, indices, *inputs, *outputs, dout)
+    return _backward(MeshCall.from_code(names, numbers), key_lengths, indices, *inputs, *outputs, dout)

@@ -68,10 +68,10 @@ WORLD = World()
 cached_per_world = WORLD.cached
 
 
-def decode_cached(decode: Callable[[str, tuple[int, ...]], R], names: str, numbers: Sequence[int]) -> R:
-    """Return what a cached `decode` makes of the code of an operator; uncached where a compiler traces sizes."""
+def cached_from_code(make: Callable[[str, tuple[int, ...]], R], names: str, numbers: Sequence[int]) -> R:
+    """Return what a cached `make` makes of the code of an operator; uncached where a compiler traces sizes."""
     traced = not set(map(type, numbers)) <= {int}  # SymInts, which have no hash
-    return getattr(decode, "__wrapped__", decode)(names, tuple(numbers)) if traced else decode(names, tuple(numbers))
+    return getattr(make, "__wrapped__", make)(names, tuple(numbers)) if traced else make(names, tuple(numbers))
 
 
 @atexit.register

@@ -162,7 +162,7 @@ class BlockFolder:
 
     def write_layers(self, name: str, layers: Sequence[CacheSizes]) -> None:
         """Write the sizes of a model's layers."""
-        tensors = {str(n): torch.tensor(sizes.encode()) for n, sizes in enumerate(layers)}
+        tensors = {str(n): torch.tensor(sizes.to_code()) for n, sizes in enumerate(layers)}
         named = {NAME: _bytes_of(name), **tensors}
         write_tensors(self.path / f"{name}{LAYERS}", named, checksums_of(named), waits_for_disk=False)
 
@@ -170,7 +170,7 @@ class BlockFolder:
         """Return the sizes of a model's layers. Raise if there are none, or if they are damaged."""
         found = _tensors_of(self.path / f"{name}{LAYERS}", name)
         try:
-            return [CacheSizes.decode(found[str(n)].tolist()) for n in range(len(found))]
+            return [CacheSizes.from_code(found[str(n)].tolist()) for n in range(len(found))]
         except (KeyError, ValueError, IndexError, TypeError) as error:
             given = f"{self.path} ({type(error).__name__})"
             raise StoreError("load", "sizes of layers", given, FIX) from error

@@ -101,7 +101,7 @@ class Manifest(NamedTuple):
 
     def to_json(self) -> str:
         """Return the manifest as text. Raise if it could not be read back."""
-        fields = {"format": "attnmesh cache", "version": VERSION, "sizes": [sizes.encode() for sizes in self.sizes]}
+        fields = {"format": "attnmesh cache", "version": VERSION, "sizes": [sizes.to_code() for sizes in self.sizes]}
         fields |= {name: value for name, value in self._asdict().items() if name != "sizes"}
         if not isinstance(self.note, str):
             raise StoreError("save note", "a str", type(self.note).__name__, "pass json.dumps(note)")
@@ -149,7 +149,7 @@ def read_manifest(path: Path) -> Manifest:
         expected, given = "a folder that KVCache.save wrote", f"{path} ({type(error).__name__})"
         raise StoreError("load", expected, given, "check the path, or save again") from error
     try:
-        sizes = tuple(map(CacheSizes.decode, codes))
+        sizes = tuple(map(CacheSizes.from_code, codes))
         for each in sizes:
             each.check(heads)
         alike = len({(each.block, each.batch) for each in sizes}) == 1

@@ -146,7 +146,7 @@ class KeyFolder:
         """Raise unless a layer is new, or has the sizes of the files."""
         if layer < len(self.manifest.sizes):
             found = self.manifest.sizes[layer]
-            same = found.encode()[:4] + found.encode()[5:] == sizes.encode()[:4] + sizes.encode()[5:]
+            same = found.to_code()[:4] + found.to_code()[5:] == sizes.to_code()[:4] + sizes.to_code()[5:]
             fix = "pass the sizes that it was made with, or another folder"
             require(same, StoreError, self.subject, f"a cache of the sizes in {self.path}: {found}", str(sizes), fix)
 

@@ -87,7 +87,7 @@ def recover(
     starts = [(max(first for first, _ in rows), max(floor for _, floor in rows)) for rows in by_layer]
     _check_alike(found, capacity, length, starts)  # raises the same on all ranks: all have the same texts
     capacity = max(each["capacity"] for each in found) if capacity is None else capacity
-    sizes = [replace(CacheSizes.decode(code), capacity=capacity) for code in found[0]["sizes"]]
+    sizes = [replace(CacheSizes.from_code(code), capacity=capacity) for code in found[0]["sizes"]]
     new = make_alike(KVCache, mesh, sizes, device=device, checked=checked, copies=copies, shares=shares)
     for cache, (first, floor) in zip(new, starts, strict=True):
         cache.shards.prepare(length, first, min(floor, length))
@@ -207,7 +207,7 @@ def _describe(caches: Sequence[KVCache] | None) -> dict[str, Any] | None:
     common = set.intersection(*({shard.index for shard in cache.shards.all} for cache in caches))
     shards = [shard for cache in caches for shard in cache.shards.all if shard.index in common]
     return {
-        "sizes": [replace(cache.sizes, capacity=1).encode() for cache in caches],
+        "sizes": [replace(cache.sizes, capacity=1).to_code() for cache in caches],
         "capacity": max(cache.sizes.capacity for cache in caches),
         "mesh": [heads.size, first.token_axis.size],
         "length": min(shard.length for shard in shards),

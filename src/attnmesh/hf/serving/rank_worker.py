@@ -90,7 +90,7 @@ class RankWorker:
         cache.rope = tuple(rope)
         places = [(StoredBlock(*fields), place) for *fields, place in blocks]
         room = max([tokens, *(block.stop for block, _ in places)])
-        kvs = cache.make([CacheSizes.decode(code) for code in layers], room, self.model.device)
+        kvs = cache.make([CacheSizes.from_code(code) for code in layers], room, self.model.device)
         self.caches[number] = cache
         self.store.open(number, Reading(cache, Filling(kvs), places, self.model.device))
         self.nbytes = self.measure()

@@ -310,7 +310,7 @@ class StoreSchedule(NoStore):
         self.tiers.pinned = frozenset(blocks)
         places = [(block, self._place_of(block, layout)) for block in blocks]
         self.loading = LoadingCache(stream, next(numbers), places, tokens)
-        sizes, reading = [one.encode() for one in self.layers], [[*block, place] for block, place in places]
+        sizes, reading = [one.to_code() for one in self.layers], [[*block, place] for block, place in places]
         self.opening = ["open", self.loading.number, sizes, tokens, [*self._rope(stream)], reading]
         return True
 
