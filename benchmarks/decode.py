@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import attnmesh as am
 from attnmesh.cli.launch import Send, run_on_ranks
-from attnmesh.core.partial import Partial, merge_unchecked
+from attnmesh.core.partial import Partial, merge_partials
 from attnmesh.core.storage import STORAGES
 from attnmesh.mesh.merges import MERGES
 from benchmarks.netns import World, run_on, send_rows
@@ -229,7 +229,7 @@ def ring(q: Tensor, held: Sequence[Tensor], counts: Sequence[int]) -> Partial:
         for work in works:
             work.wait()
         held = coming
-    return merge_unchecked(partials)
+    return merge_partials(partials)
 
 
 # --- what the same bits cost, and a long context ---

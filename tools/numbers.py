@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import attnmesh as am
-from attnmesh.core.partial import Partial, merge_unchecked
+from attnmesh.core.partial import Partial, merge_partials
 from tests.support.dense import ROUNDINGS, truth
 
 KEYS = 10_000_000
@@ -65,8 +65,8 @@ def far_apart() -> float:
     for distance in (0.0, 1.0, 80.0, 90.0, 700.0, 2000.0):
         lses = torch.randn(5, 1, 2, 40, generator=generator) + distance * torch.arange(5.0)[:, None, None, None]
         partials = Partial(torch.randn(5, 1, 2, 40, 8, generator=generator), lses)
-        given = merge_unchecked([Partial(*each) for each in zip(*partials, strict=True)])
-        exact = merge_unchecked([Partial(out.double(), lse.double()) for out, lse in zip(*partials, strict=True)])
+        given = merge_partials([Partial(*each) for each in zip(*partials, strict=True)])
+        exact = merge_partials([Partial(out.double(), lse.double()) for out, lse in zip(*partials, strict=True)])
         worst = max(worst, _relative(given.out, exact.out), _relative(given.lse, exact.lse))
     return worst
 
@@ -82,8 +82,8 @@ def many_keys(dtype: torch.dtype, keys: int = KEYS, piece: int = 20_000) -> tupl
         out, lse = am.attend(q, k, v)
         partials.append(Partial(out.float() if dtype != torch.float64 else out, lse))
         logits = (q.double() @ k.double().mT) * 8**-0.5
-        top = tuple(merge_unchecked([Partial(*top), Partial(logits.softmax(-1) @ v.double(), logits.logsumexp(-1))]))  # type: ignore
-    given = merge_unchecked(partials)
+        top = tuple(merge_partials([Partial(*top), Partial(logits.softmax(-1) @ v.double(), logits.logsumexp(-1))]))  # type: ignore
+    given = merge_partials(partials)
     return _relative(given.out, top[0]), _relative(given.lse, top[1])
 
 

@@ -28,7 +28,7 @@ from attnmesh.core.digest import fingerprints, history_checksum
 from attnmesh.core.mask import Mask
 from attnmesh.errors import StoreError, check_count, require
 from attnmesh.guard.agreement import Agreement, CallRecord, prepare_merges
-from attnmesh.guard.argument_checks import check_checked
+from attnmesh.guard.argument_checks import check_comparison
 from attnmesh.mesh.axes import Mesh
 from attnmesh.runtime.memo import Memo
 from attnmesh.setup.init_mesh import device_fault, device_for
@@ -123,7 +123,7 @@ class KVCache(PagedCache, SavedCache):
         fields = {**vars(sizes), "device": self.device.type, "checked": checked, "copies": copies}
         ranks = self.mesh.queries.size * self.mesh.keys.size
         with Agreement(self.mesh, "KVCache", {**fields, "shares": shares, "folder": folder is not None}):
-            check_checked("KVCache", checked)
+            check_comparison("KVCache", checked)
             check_placement("KVCache", copies, shares, ranks)
             sizes.check(self.mesh.heads.size)
             if fault := device_fault("KVCache", self.device, device):

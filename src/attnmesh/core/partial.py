@@ -47,8 +47,8 @@ def with_sinks(partial: Partial, sinks: Tensor | None) -> Partial:
     return Partial((out * weights[0]).to(out.dtype), total)
 
 
-def merge_unchecked(partials: Sequence[Partial]) -> Partial:
-    """Return the merge of partials, without checks and without gradients in empty rows."""
+def merge_partials(partials: Sequence[Partial]) -> Partial:
+    """Return the merge of partials of equal shapes, without gradients in empty rows."""
     weights, lse = _weights(torch.stack([lse for _, lse in partials]))
     # Summed in order, so that the bits of two terms do not depend on which comes first.
     out = reduce(
@@ -67,7 +67,7 @@ def merge_into(total: Partial, part: Partial) -> None:
 def merge_stack(stacked: Partial) -> Partial:
     """Return the merge of partials stacked along a first dim, in float32 or wider.
 
-    For two partials the bits are those of `merge_unchecked`.
+    For two partials the bits are those of `merge_partials`.
     """
     weights, lse = _weights(stacked.lse)
     return Partial((stacked.out.to(sum_dtype(stacked.out.dtype)) * weights).sum(0), lse)

@@ -15,13 +15,13 @@ from attnmesh.core.mask import Causal, Mask
 from attnmesh.core.partial import Partial
 from attnmesh.core.scaling import with_distance_bias
 from attnmesh.core.selection import Selection
-from attnmesh.decoding.decode_step import unchecked_step
+from attnmesh.decoding.decode_step import given_step
 from attnmesh.decoding.prepared_step import find_step, prepare_step
 from attnmesh.decoding.step_agreement import agreement_on
 from attnmesh.decoding.step_checks import StepInputs, check_bias, check_other_keys, check_step
 from attnmesh.decoding.step_op import decode_op, tensors_of
 from attnmesh.errors import DtypeError, InputError, KernelError, require
-from attnmesh.guard.argument_checks import check_checked, warn_if_swapped
+from attnmesh.guard.argument_checks import check_comparison, warn_if_swapped
 
 
 def decode(
@@ -99,16 +99,16 @@ def decode(
         try:
             cache.append(cast(Tensor, k), v)
         except InputError as error:
-            agreement_on((cache,), unchecked_step(cache, *options), checked).fail(error)
+            agreement_on((cache,), given_step(cache, *options), checked).fail(error)
     caches, signature, known = (cache,), None, None
     inputs = StepInputs(q, caches, sinks, key_lengths, selected, partial)
     if distance_bias is None and not unsupported:
         signature, known = find_step(inputs, options, checked, cache.prepared_steps)
     if known is not None:
         return known.run(inputs, checked)
-    step = unchecked_step(cache, *options)
+    step = given_step(cache, *options)
     with agreement_on(caches, step, checked):
-        check_checked("decode", checked)
+        check_comparison("decode", checked)
         step = check_step(inputs, step, unsupported)
         check_other_keys(inputs, step)
         step = check_bias(inputs, distance_bias, step)

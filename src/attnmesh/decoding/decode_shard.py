@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from attnmesh.cache.cache import KVCache
-from attnmesh.core.partial import Partial, merge_unchecked, with_sinks
+from attnmesh.core.partial import Partial, merge_partials, with_sinks
 from attnmesh.core.scaling import Scores
 from attnmesh.core.selection import Selection, Visible
-from attnmesh.decoding.decode_step import named_options, selection_of_rank, unchecked_step
+from attnmesh.decoding.decode_step import given_step, named_options, selection_of_rank
 from attnmesh.decoding.query_shard import QueryShard
 from attnmesh.decoding.step_checks import StepInputs, check_bias, check_step
 from attnmesh.guard.agreement import Agreement, may_compare
@@ -39,7 +39,7 @@ def decode_shard(
     """
     (q, layout, length), (mask, *limits, selected) = queries, visible
     assert limits == [None, None, None]  # positions are those of the last tokens, and all keys are real
-    step = unchecked_step(cache, mask, scores.scale, scores.softcap, "auto", "replicated", False, kernel)
+    step = given_step(cache, mask, scores.scale, scores.softcap, "auto", "replicated", False, kernel)
 
     def fields() -> dict[str, object]:
         contents = {"tokens in the cache": cache.length, "padding and order": cache.history_checksum}
@@ -62,7 +62,7 @@ def decode_shard(
     attend = named(ATTENTION, attention.attend) if is_profiled() else attention.attend
     partial = attend(query, [view], selected)
     if (other_keys := attend_other_keys(every)) is not None:
-        partial = merge_unchecked([partial, other_keys])
+        partial = merge_partials([partial, other_keys])
     merged = owners.merge_at_owners(partial)
     rank_sinks = None if sinks is None else sinks[heads.slice_of(q.shape[1])]
     return owners.all_heads(with_sinks(merged, rank_sinks).out.to(q.dtype))

@@ -22,13 +22,15 @@ from attnmesh.runtime.world import cached_from_code, cached_per_world
 
 
 class DecodeStep(NamedTuple):
-    """Options of one step, and the axes and sizes of its cache."""
+    """One step: the axes and sizes of its cache, and what its caller passes."""
 
+    # Of the cache:
     head_axis: Axis
     token_axis: Axis
     block: int
     capacity: int
     value_dim: int
+    # Of the caller:
     mask: Mask
     scaling: Scaling
     merge: str
@@ -40,7 +42,7 @@ class DecodeStep(NamedTuple):
     @property
     def options(self) -> tuple[Any, ...]:
         """The values that the caller passes, which are equal on all ranks."""
-        return self[5:]
+        return self[self._fields.index("mask") :]
 
     def to_code(self) -> tuple[str, list[int]]:
         """Return the step as names and numbers, which the schema of an operator can carry."""
@@ -80,7 +82,7 @@ def _step_of_code(names: str, numbers: tuple[int, ...]) -> DecodeStep:
     return DecodeStep(*axes, *sizes, wanted, scaling, merge, output, bool(reproducible), kernel, index_block or None)
 
 
-def unchecked_step(cache: KVCache, mask: Mask, scale: float | None, softcap: float | None, *options: Any) -> DecodeStep:
+def given_step(cache: KVCache, mask: Mask, scale: float | None, softcap: float | None, *options: Any) -> DecodeStep:
     """Return the step of a call, whose scale and cap may be None until they are checked."""
     sizes = cache.sizes
     placement = cache.mesh.heads, cache.token_axis, sizes.block, sizes.capacity, sizes.value_dim

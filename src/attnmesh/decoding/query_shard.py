@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnmesh.comm.p2p import meta_like, swap, swap_tokens
 from attnmesh.core.layout import Layout
-from attnmesh.core.partial import Partial, merge_unchecked
+from attnmesh.core.partial import Partial, merge_partials
 from attnmesh.errors import ShapeError, require
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.runtime.memo import on_device
@@ -56,7 +56,7 @@ class QueryOwners(NamedTuple):
         """Return the merge of all ranks' partials, for the tokens of this rank's chunk."""
         returned = [tuple(x.index_select(2, on_device(chunk, x.device)) for x in partial) for chunk in self.chunks]
         own = tuple(meta_like(x, sum(self.own)) for x in partial)
-        merge = named(MERGE, merge_unchecked) if is_profiled() else merge_unchecked
+        merge = named(MERGE, merge_partials) if is_profiled() else merge_partials
         return merge([Partial(*part) for part in swap(returned, [own] * self.token_axis.size, self.token_axis)])
 
     def all_heads(self, out: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from attnmesh.cache.cache import KVCache
 from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.core.mask import Causal, Mask
-from attnmesh.decoding.decode_step import DecodeStep, unchecked_step
+from attnmesh.decoding.decode_step import DecodeStep, given_step
 from attnmesh.decoding.prepared_step import PreparedStep, find_step, prepare_step
 from attnmesh.decoding.step_agreement import agreement_on
 from attnmesh.decoding.step_checks import StepInputs, check_step
@@ -27,7 +27,7 @@ from attnmesh.errors import (
     require,
 )
 from attnmesh.guard.agreement import may_compare
-from attnmesh.guard.argument_checks import check_checked, warn_if_swapped
+from attnmesh.guard.argument_checks import check_comparison, warn_if_swapped
 from attnmesh.mesh.axes import Axis
 from attnmesh.runtime.memo import Memo
 from attnmesh.runtime.world import cached_per_world
@@ -95,14 +95,14 @@ def decode_rows(
         if k is not None or v is not None:
             _append(k, v, caches)
     except InputError as error:
-        agreement_on(caches, unchecked_step(first, *options), checked).fail(error)
+        agreement_on(caches, given_step(first, *options), checked).fail(error)
     inputs, prepared = StepInputs(q, caches, sinks), _prepared_steps_of(caches)
     signature, known = find_step(inputs, options, checked, prepared)
     if known is not None:
         return known.run(inputs, checked)
-    step = unchecked_step(first, *options)
+    step = given_step(first, *options)
     with agreement_on(caches, step, checked):
-        check_checked(SUBJECT, checked)
+        check_comparison(SUBJECT, checked)
         step = _checked_step(q, caches, sinks, step)
     with torch.no_grad():
         out = prepare_step(inputs, step, signature, prepared).run(inputs, checked)

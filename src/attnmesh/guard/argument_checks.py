@@ -252,8 +252,8 @@ def check_dtype(subject: str, dtype: object, fix: str) -> None:
         raise DtypeError(subject, f"None or one of {', '.join(DTYPES)}", repr(dtype), fix)
 
 
-def check_checked(subject: str, checked: object) -> None:
-    """Raise unless checked is None, True or False."""
+def check_comparison(subject: str, checked: object) -> None:
+    """Raise unless `checked`, which says whether ranks compare calls, is None, True or False."""
     if checked is not None and not isinstance(checked, bool):
         fix = "leave it out, or pass True to compare every call across ranks"
         raise ArgumentError(f"{subject} checked", "None, True or False", repr(checked), fix)

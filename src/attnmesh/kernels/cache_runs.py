@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.band import Band
-from attnmesh.core.partial import Partial, merge_unchecked, sum_dtype, with_sinks
+from attnmesh.core.partial import Partial, merge_partials, sum_dtype, with_sinks
 from attnmesh.core.scaling import Scaling
 from attnmesh.core.selection import NONE, Selection
 from attnmesh.core.storage import storage_of
@@ -180,7 +180,7 @@ def _selected(query: DecodeQuery, view: CacheView, piece: CacheView, selection: 
 def _sequence(piece: CacheView, index: int) -> CacheView:
     """Return a piece of one sequence of the batch."""
     one = slice(index, index + 1)
-    return CacheView(piece.keys[one], piece.values[one], *piece[2:6])
+    return piece._replace(keys=piece.keys[one], values=piece.values[one], shared=(), file=None)
 
 
 def _spans(flags: Tensor) -> list[tuple[int, int]]:
@@ -212,7 +212,7 @@ class CachedAttention:
         if self.in_place_kernel is not None:
             total = self._attend_in_place(query, runs_of(query, views, in_place=True))
             return (
-                total if query.other_keys is None else copy_into(merge_unchecked([total, query.other_keys]), query.into)
+                total if query.other_keys is None else copy_into(merge_partials([total, query.other_keys]), query.into)
             )
         q = query.q if query.q.stride(-1) == 1 else query.q.contiguous()
         runs, bound = runs_of(query, views, selected), self.bound_kernels.get(q.shape) or self._bound(q, views[0])
@@ -231,7 +231,7 @@ class CachedAttention:
             total.out.copy_(nan_where_faulty(total.out, selected, views[0].state[0]))
         if query.sinks is not None:
             total = copy_into(with_sinks(total, query.sinks), query.into)
-        return total if query.other_keys is None else copy_into(merge_unchecked([total, query.other_keys]), query.into)
+        return total if query.other_keys is None else copy_into(merge_partials([total, query.other_keys]), query.into)
 
     def _attend_in_place(self, query: DecodeQuery, runs: Sequence[SlotRun]) -> Partial:
         """Return the partial of runs of all slots of pieces."""
@@ -243,7 +243,7 @@ class CachedAttention:
                 found.append(self.in_place_kernel.attend_cache(own, group[0].piece))
                 continue
             plain = own._replace(sinks=None, into=None)
-            merged = merge_unchecked([self.in_place_kernel.attend_cache(plain, run.piece) for run in group])
+            merged = merge_partials([self.in_place_kernel.attend_cache(plain, run.piece) for run in group])
             found.append(copy_into(with_sinks(merged, own.sinks), own.into))
         if len(found) == 1:
             return found[0]
@@ -266,7 +266,7 @@ class CachedAttention:
                 parts = [self._blank(q) for _ in group]
                 for run, part in zip(_read_ahead(group), parts, strict=True):
                     self._attend(q, run, part)
-                copy_into(merge_unchecked(parts), into)
+                copy_into(merge_partials(parts), into)
             if hidden is not None:
                 into.out.masked_fill_(hidden[:, None].to(q.device), 0.0)
                 into.lse.masked_fill_(hidden.to(q.device), -torch.inf)

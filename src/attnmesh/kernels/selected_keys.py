@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.mask import Mask
-from attnmesh.core.partial import Partial, identity, merge_unchecked, sum_dtype
+from attnmesh.core.partial import Partial, identity, merge_partials, sum_dtype
 from attnmesh.core.scaling import Scaling
 from attnmesh.core.selection import Selection
 from attnmesh.core.storage import columns_of, storage_of
@@ -112,7 +112,7 @@ class SelectedTile(NamedTuple):
         """Merge the tile's partial, (heads, queries, query heads of a key head, ...), into that of all queries."""
         whole = Partial(self.view(total.out, kv_heads), self.view(total.lse, kv_heads))
         shaped = Partial(part.out.reshape(whole.out.shape), part.lse.reshape(whole.lse.shape))
-        for into, some in zip(whole, merge_unchecked([whole, shaped]), strict=True):
+        for into, some in zip(whole, merge_partials([whole, shaped]), strict=True):
             into.copy_(some)
 
     def mask(self) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.band import Band
-from attnmesh.core.partial import Partial, identity, merge_unchecked, sum_dtype
+from attnmesh.core.partial import Partial, identity, merge_partials, sum_dtype
 from attnmesh.core.scaling import Scaling
 from attnmesh.core.storage import Storage, columns_of, is_prefix, storage_of
 from attnmesh.kernels.driver import KeyCounts, attend_band
@@ -91,7 +91,7 @@ class CacheKernel(NamedTuple):
             tile = _read(storage, keys[:, :, start:stop], values[:, :, start:stop], q.dtype, self.value_dim)
             seen = counts and [min(max(count - start, 0), stop - start) for count in counts]
             part = attend_band(self.kernel, q, *tile, inside, self.scaling, seen)
-            total = part if total is None else merge_unchecked([total, part])
+            total = part if total is None else merge_partials([total, part])
         return identity(q, self.value_dim, q.dtype) if total is None else total
 
 

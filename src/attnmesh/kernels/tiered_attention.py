@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.mask import Causal
-from attnmesh.core.partial import Partial, identity, merge_unchecked, with_sinks
+from attnmesh.core.partial import Partial, identity, merge_partials, with_sinks
 from attnmesh.core.scaling import Scaling
 from attnmesh.core.selection import Selection
 from attnmesh.kernels.cache_runs import CachedAttention, runs_of
@@ -58,7 +58,7 @@ class TieredAttention(CachedAttention):
         older = [end() for end in begun]
         parts = [here, Partial(*(torch.cat(x) for x in zip(*older, strict=True))) if len(older) > 1 else older[0]]
         parts += [] if query.other_keys is None else [query.other_keys]
-        return copy_into(with_sinks(merge_unchecked(parts), query.sinks), query.into)
+        return copy_into(with_sinks(merge_partials(parts), query.sinks), query.into)
 
     def _begin(self, query: DecodeQuery, tier: CacheView | None, selected: Selection | None) -> Callable[[], Partial]:
         """Copy to the host what it needs of a query, before the device is busy. Return what attends the tier."""
@@ -85,7 +85,7 @@ class TieredAttention(CachedAttention):
         total = identity(query.q, self.cache_kernel.value_dim, query.q.dtype)
         for part in _brought(query.q.device, on_host, tier):
             found = super().attend(query._replace(into=self._blank(query.q)), [part])
-            total = merge_unchecked([total, found])
+            total = merge_partials([total, found])
         return total
 
     def _is_link_faster(self, query: DecodeQuery, tier: CacheView) -> bool:

@@ -102,8 +102,9 @@ def attention(
     if others:
         others = without_redundant(others, CAUSAL if mask is None else mask)
     key_layout = layout if key_layout is None else key_layout
-    layouts, lengths = (layout, key_layout), (length, key_length)
-    options = Options(mask, *layouts, exchange, kernel, scale, softcap, *lengths, others or None)
+    options = Options(
+        mask, layout, key_layout, exchange, kernel, scale, softcap, length, key_length, unsupported=others or None
+    )
     call = Call(q, k, v, sinks, key_lengths, options, selected, distance_bias)
     if "DTensor" in (type(q).__name__, type(k).__name__, type(v).__name__):
         from attnmesh.mesh_attention.dtensor import attend_dtensors  # DTensor is slow to import, and seldom used

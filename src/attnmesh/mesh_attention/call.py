@@ -12,7 +12,7 @@ from attnmesh.core.selection import Selection
 from attnmesh.errors import KernelError, LayoutError, MaskError, ShapeError
 from attnmesh.guard.agreement import describe_call
 from attnmesh.guard.argument_checks import (
-    check_checked,
+    check_comparison,
     check_distance_bias,
     check_key_lengths,
     check_qkv,
@@ -140,7 +140,7 @@ class Call(NamedTuple):
 def check_call(mesh: Mesh, call: Call, checked: bool | None) -> None:
     """Raise unless each argument can be served on this mesh."""
     q, k, v, sinks, key_lengths, options, selected, distance_bias = call
-    check_checked("attention", checked)
+    check_comparison("attention", checked)
     try:
         check_unknown_options("attention", options.unsupported or {})
         check_qkv("attention", q, k, v)

@@ -34,6 +34,9 @@ Returned = list[tuple[Tensor, Tensors]]
 Put = Callable[[Returned, Tensors], None]
 """Puts results for this rank's tokens into tensors of its chunk."""
 
+DONE = object()
+"""Stands for the end of an iterator."""
+
 
 @dataclass(frozen=True)
 class Task:
@@ -224,7 +227,10 @@ class PendingReturns:
 
     def add(self, *more: Iterator[None]) -> None:
         """Finish the exchanges under way, and begin the next ones, those of `more` last."""
-        self.under_way = [each for each in (*self.under_way, *more) if next(each, True) is None]
+        begun, self.under_way = (*self.under_way, *more), []
+        for each in begun:
+            if next(each, DONE) is not DONE:  # its next exchange is under way
+                self.under_way.append(each)
 
     def finish(self) -> None:
         """Wait until all results are with their owners."""
@@ -235,7 +241,9 @@ class PendingReturns:
 def _arrivals(swap_in: Callable[[HeadGroup], Callable[[], Tensors]], task: Task) -> Iterator[Arrivals]:
     """Yield one group of heads after the other. Exchanges of the next groups begin before a group is attended.
 
-    A group is swapped in while one before it is gathered, and the one before that is attended.
+    first group     swap in   gather    attend
+    second group              swap in   gather    attend
+    third group                         swap in   gather    attend
     """
     swaps, gathers = task.mesh.heads.size > 1, task.mesh.queries.size * task.mesh.keys.size > 1
 
@@ -253,10 +261,12 @@ def _arrivals(swap_in: Callable[[HeadGroup], Callable[[], Tensors]], task: Task)
         yield Arrivals(group, coming, kv_by_step)
 
     under_way: list[Iterator[Arrivals | None]] = []
-    for group in (*task.groups, *[None] * (swaps + gathers)):
+    for group in (*task.groups, *[None] * (swaps + gathers)):  # None: all have begun
         if group is not None:
             under_way.append(bring(group))
-        *_, arrived = map(next, reversed(under_way))  # the newest begins before others are awaited; the oldest arrives
+        arrived = None
+        for each in reversed(under_way):  # the newest begins before others are awaited; the oldest arrives
+            arrived = next(each)
         if arrived is not None:
             del under_way[0]
             yield arrived

@@ -15,7 +15,7 @@ from attnmesh.comm.rank_merge import chosen_merge, merge_ranks, send_poison
 from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.errors import DeviceError, DtypeError, InputError, KernelError, ShapeError, check_choice, require
 from attnmesh.guard.agreement import Agreement, CallRecord, MergeAgreement, describe_call, hash_of_call, prepare_merges
-from attnmesh.guard.argument_checks import check_checked, check_dtype, check_merge, check_one_device, check_tensor
+from attnmesh.guard.argument_checks import check_comparison, check_dtype, check_merge, check_one_device, check_tensor
 from attnmesh.kernels.traced import are_plain
 from attnmesh.mesh.axes import Axis, axis_of, device_type_of, group_named, mesh_of
 from attnmesh.mesh.merges import MERGES, OUTPUTS
@@ -73,7 +73,7 @@ def merge_across(
         return merge_as_one_call(Partial(*partial), *found, output, is_compared=checked is not False)
     try:
         check_merge("merge_across", how, output)
-        check_checked("merge_across", checked)
+        check_comparison("merge_across", checked)
         check_partial(partial, wire, base)
     except InputError as error:
         merge_agreement(partial, axis, how, output, checked).fail(error)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attnmesh.comm.failures import collective
-from attnmesh.core.partial import Partial, merge_unchecked, sum_dtype
+from attnmesh.core.partial import Partial, merge_partials, sum_dtype
 from attnmesh.core.selection import Visible
 from attnmesh.errors import RankFailure
 from attnmesh.kernels.local_op import run_attend, sink_gradient
@@ -34,7 +34,7 @@ def attend_alone(call: Call, mesh_call: MeshCall, other_keys: Partial | None = N
     """Return attention on one rank."""
     visible = Visible(mesh_call.problem.mask, key_lengths=call.key_lengths, selected=call.selected)
     found = run_attend(call.q, call.k, call.v, visible, mesh_call.scaling, mesh_call.kernel, call.sinks)
-    return found.out if other_keys is None else merge_unchecked([Partial(*found), other_keys]).out.to(call.q.dtype)
+    return found.out if other_keys is None else merge_partials([Partial(*found), other_keys]).out.to(call.q.dtype)
 
 
 def attend_by_task(
@@ -43,7 +43,7 @@ def attend_by_task(
     """Return attention of this rank's queries over all ranks, without gradients."""
     found = forward(q, kv, task, sinks)
     if other_keys is not None:
-        found = merge_unchecked([found, other_keys])
+        found = merge_partials([found, other_keys])
     return length_major(found.out, q.dtype)
 
 

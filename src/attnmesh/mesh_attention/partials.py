@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from attnmesh.core.partial import Partial, merge_unchecked, sum_dtype
+from attnmesh.core.partial import Partial, merge_partials, sum_dtype
 from attnmesh.core.scaling import Scaling
 from attnmesh.errors import DtypeError, ShapeError
 from attnmesh.guard.argument_checks import check_one_device, check_qkv, check_same_kind
@@ -35,7 +35,7 @@ def merge(*partials: Partial) -> Partial:
     lses = torch.broadcast_tensors(*(lse for _, lse in partials))
     # Rows that are empty in every partial are filled in afterwards: a softmax over -inf has no gradient.
     empty = torch.stack(lses).detach().amax(0) == -torch.inf
-    joined = merge_unchecked(
+    joined = merge_partials(
         [Partial(out, lse.masked_fill(empty, 0.0)) for (out, _), lse in zip(partials, lses, strict=True)]
     )
     return Partial(joined.out.masked_fill(empty.unsqueeze(-1), 0.0), joined.lse.masked_fill(empty, -torch.inf))

@@ -24,7 +24,7 @@ from attnmesh.comm.p2p import exchange_messages
 from attnmesh.core.partial import sum_dtype
 from attnmesh.errors import ArgumentError, DtypeError, ShapeError, require
 from attnmesh.guard.agreement import Agreement, may_compare
-from attnmesh.guard.argument_checks import check_checked, check_one_device, check_tensor
+from attnmesh.guard.argument_checks import check_comparison, check_one_device, check_tensor
 from attnmesh.kernels.traced import without_autocast
 from attnmesh.mesh.axes import Axis, axis_of, group_named, mesh_of
 from attnmesh.runtime.operators import operator
@@ -193,7 +193,7 @@ def _fields(linear: Tensor, bias: Tensor, reverse: bool) -> dict[str, object]:
 
 
 def _check_maps(linear: Tensor, bias: Tensor, reverse: bool, checked: bool | None) -> None:
-    check_checked("scan_across", checked)
+    check_comparison("scan_across", checked)
     for name, x in (("linear", linear), ("bias", bias)):
         check_tensor(f"scan_across {name}", x)
         fits, fix = x.is_floating_point(), "cast it with .float()"

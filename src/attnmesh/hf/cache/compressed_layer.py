@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from attnmesh.cache.cache import KVCache
 from attnmesh.core.candidates import unpack
 from attnmesh.core.mask import Causal
-from attnmesh.core.partial import Partial, merge_unchecked
+from attnmesh.core.partial import Partial, merge_partials
 from attnmesh.core.selection import Selection
 from attnmesh.decoding.index_search import top_k_tokens
 from attnmesh.errors import KernelError, MaskError, require
@@ -128,7 +128,7 @@ class CompressedLayer(StatefulLayer):
         entries = self.others["compressor"]
         parts = [self._attend(q, *held, scale) for held in self._held(entries)] if entries.length else []
         self.new = {}
-        return merge_unchecked(parts) if parts else None
+        return merge_partials(parts) if parts else None
 
     def _attend(self, q: Tensor, keys: Tensor, numbers: Tensor, scale: float | None) -> Partial:
         """Return attention of the queries over entries with these numbers."""

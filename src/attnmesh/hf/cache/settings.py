@@ -9,7 +9,7 @@ from attnmesh.cache.cache_config import check_key_heads, check_ranks_in_folder, 
 from attnmesh.cache.local_shards import check_copies
 from attnmesh.decoding.step_checks import check_even_shares, check_reproducible
 from attnmesh.errors import Check, KernelError, ShapeError, check_count, require_all
-from attnmesh.guard.argument_checks import check_checked, check_merge
+from attnmesh.guard.argument_checks import check_comparison, check_merge
 from attnmesh.hf.latent_states import latent_widths
 from attnmesh.hf.models import check_keys, cross_layers, indexed_layers, is_compressed, is_recurrent, key_heads
 from attnmesh.kernels.choice import check_kernel
@@ -46,7 +46,7 @@ def _checks(config: Any, shape: Shape, options: Mapping[str, Any]) -> Iterator[C
     )
     check_kernel(options["kernel"])
     check_exchange("ShardedCache exchange", options["exchange"])
-    check_checked("ShardedCache", options["checked"])
+    check_comparison("ShardedCache", options["checked"])
     windows = options["windows"]
     is_bool, fix = isinstance(windows, bool), "leave it at True"
     yield is_bool, KernelError, "ShardedCache windows", "True or False", repr(windows), fix
