@@ -99,8 +99,8 @@ class Checkpoint:
         Raises:
             InputError: The folder is of another call, the call cannot be continued, or ranks differ.
         """
-        mesh = Mesh.of(cache.mesh)
-        with Agreement(mesh, SUBJECT) as agreement:
+        axes = Mesh.of(cache.mesh)
+        with Agreement(axes, SUBJECT) as agreement:
             self._check_call(settings, ids, cache)
             check_writable(self.folder)
             self.note = _identify_call(model, ids, settings)
@@ -111,7 +111,7 @@ class Checkpoint:
             capacity = None if cache.capacity is None else max(cache.capacity, saved)
             more, _ = cache.restore(self.folder, device=ids.device, capacity=capacity)
             saved = cache.get_seq_length()  # of a newer save, if another process has published one meanwhile
-            with Agreement(mesh, "generate checkpoint"):
+            with Agreement(axes, "generate checkpoint"):
                 self.start_ids = _restore_state(ids, more, saved)
             cache.tokens = more["tokens"][:, :saved].to(ids.device)
         return self.start_ids

@@ -211,15 +211,15 @@ def check_same_weights(module: nn.Module, shards: Shards, device: torch.device) 
 
     Wrappers that shard the weights keep their shards in one dim or as DTensors, which differ between ranks.
     """
-    mesh = Mesh.of(shards.mesh)
-    if mesh.ranks == 1 or not may_compare(device) or module in _compared(mesh):
+    axes = Mesh.of(shards.mesh)
+    if axes.ranks == 1 or not may_compare(device) or module in _compared(axes):
         return
     named = {name: x for name, x in module.named_parameters() if x.ndim > 1 and not _is_part(x)}
     heads = {name: x.detach().flatten()[:DIGEST_VALUES] for name, x in named.items()}
     trained = {f"{name}.requires_grad": x.requires_grad for name, x in named.items()}
     fields = {"module": type(module).__name__, **fingerprints(heads), **trained}
-    Agreement(mesh, f"{SUBJECT} weights", fields).compare_now()
-    _compared(mesh).update({module, *(one for one in module.modules() if not any(map(_is_part, one.parameters())))})
+    Agreement(axes, f"{SUBJECT} weights", fields).compare_now()
+    _compared(axes).update({module, *(one for one in module.modules() if not any(map(_is_part, one.parameters())))})
 
 
 def _is_part(parameter: Tensor) -> bool:

@@ -74,16 +74,16 @@ class OpenStore:
 
 def open_store(store: PrefixStore, model: PreTrainedModel, cache: ShardedCache) -> OpenStore:
     """Open the folder on all ranks, of which the first locks it. All raise if one of them cannot."""
-    place, locks = Mesh.of(cache.mesh), list[FolderLock]()
+    axes, locks = Mesh.of(cache.mesh), list[FolderLock]()
     try:
         fields = {"memory": store.memory, "disk": store.disk, "source": store.source}
-        with Agreement(place, SUBJECT, fields) as agreement:
+        with Agreement(axes, SUBJECT, fields) as agreement:
             store.check(model, cache)
-            if not place.shard:
+            if not axes.shard:
                 locks.append(FolderLock(check_private(store.folder), patience=PATIENCE))
             agreement.payload = [lock.write_number() for lock in locks] or [0]
         folder = check_private(store.folder)
-        with Agreement(place, SUBJECT):
+        with Agreement(axes, SUBJECT):
             check_seen(folder, agreement.table[0][0])
         return OpenStore(BlockFolder(folder), _name_of(store, model, cache), locks[0] if locks else None)
     except BaseException:

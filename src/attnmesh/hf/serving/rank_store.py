@@ -52,8 +52,8 @@ class Reading:
 class RankStore:
     """The blocks of one rank. `numbers` are what rank 0 needs to know of them in each step."""
 
-    def __init__(self, opened: OpenStore, place: Mesh, caches: dict[int, ShardedCache]) -> None:
-        self.folder, self.lock, self.place, self.caches = opened.folder, opened.lock, place, caches
+    def __init__(self, opened: OpenStore, axes: Mesh, caches: dict[int, ShardedCache]) -> None:
+        self.folder, self.lock, self.axes, self.caches = opened.folder, opened.lock, axes, caches
         self.memory: dict[StoredBlock, Rows] = {}
         self.readings: dict[int, Reading] = {}
         self.written, self.fault = 0, 0  # blocks that were written, or are other ranks'; the system's error
@@ -79,15 +79,15 @@ class RankStore:
                 states = {STATES + name: x.to("cpu", copy=True) for name, x in cache.states.items()}
             if rows or states:
                 self.memory[block] = rows | states
-            mine = {} if self.place.shard else states  # they are the same on all ranks
-            piece = self.place.shard if block.is_state else self.place.heads.index
+            mine = {} if self.axes.shard else states  # they are the same on all ranks
+            piece = self.axes.shard if block.is_state else self.axes.heads.index
             self._work.put((self._write, block, piece, rows | mine if to_disk else {}))
 
     def do_forget(self, in_memory: Sequence[Sequence[Any]], on_disk: Sequence[Sequence[Any]]) -> None:
         """Forget blocks in memory. Rank 0 removes files."""
         for fields in in_memory:
             self.memory.pop(StoredBlock(*fields), None)
-        for fields in () if self.place.shard else on_disk:
+        for fields in () if self.axes.shard else on_disk:
             self.folder.remove(StoredBlock(*fields))
 
     def open(self, number: int, reading: Reading) -> None:

@@ -32,7 +32,7 @@ class RankWorker:
 
     def __init__(self, model: PreTrainedModel, mesh: DeviceMesh | None, options: dict[str, Any]) -> None:
         self.model, self.mesh = model, mesh
-        self.place, self.left = Mesh.of(mesh), left_to_decode(model.config)
+        self.axes, self.left = Mesh.of(mesh), left_to_decode(model.config)
         self.template = ShardedCache(model.config, mesh, **options)  # raises here, not at the first request
         self.options = {**options, "shares": self.template.shares}  # which are measured once
         self.caches: dict[int, ShardedCache] = {}
@@ -116,7 +116,7 @@ class RankWorker:
         self.caches[number] = cache
         self.prompts[number], self.ends[number] = torch.tensor([ids], device=self.model.device), len(ids) - later
         first = self.prompts[number][:, : len(ids) - later]
-        place, images = self.place, on_model(images, self.model)
+        place, images = self.axes, on_model(images, self.model)
         agree_on_call(place, self.model, first, None, cache, {"chunk_size": None, **images})
         prompt = begin_prompt(place, self.model, first, None, images)
         if cache.tokens is None and cache.get_seq_length():

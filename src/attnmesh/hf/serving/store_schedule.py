@@ -199,7 +199,7 @@ class StoreSchedule(NoStore):
         loads = [] if self.closing is None else [self.closing]
         self.closing = None
         if self.loading is not None and self.opening is None and not loads:
-            most = max(1, (left - self.copied) // self.worker.place.ranks)
+            most = max(1, (left - self.copied) // self.worker.axes.ranks)
             loads = [["load", self.loading.number, most, PATIENCE if seconds is None else 0.0]]
         forgets = [["forget", *gone]] if any(gone := self.tiers.take_gone()) else []
         return [*forgets, *saves, *loads]
@@ -225,7 +225,7 @@ class StoreSchedule(NoStore):
                 return entry
         while one.at < whole:
             stop = min((one.at // cache.block + 1) * cache.block, whole)
-            block = StoredBlock(one.names.at(one.ids, stop), one.at, stop, pieces=self.worker.place.heads.size)
+            block = StoredBlock(one.names.at(one.ids, stop), one.at, stop, pieces=self.worker.axes.heads.size)
             entry = None
             if not self.tiers.has(block):  # else another cache has stored it meanwhile
                 entry = self._admitted(one, block, NOTE + (stop - one.at) * self._token_bytes(cache))
@@ -240,7 +240,7 @@ class StoreSchedule(NoStore):
     def _state_of(self, one: SavingCache) -> list[StoredBlock]:
         """Return the state at the end of a cache; none if no layer forgets."""
         name, first = one.names.state_at(one.ids, one.stop), one.stop // GRAIN * GRAIN
-        return [StoredBlock(name, first, one.stop, True, self.worker.place.ranks)] if self.forgets else []
+        return [StoredBlock(name, first, one.stop, True, self.worker.axes.ranks)] if self.forgets else []
 
     def _touch(self, blocks: Sequence[StoredBlock]) -> None:
         """Note that blocks are used, also for servers that come later."""
@@ -273,7 +273,7 @@ class StoreSchedule(NoStore):
         forgetting = [kv for kv in cache.kvs if kv.sizes.mask is not None]
         rows += sum((kv.length - kv.shards.first()) * (_row_bytes(kv.sizes) + 8) for kv in forgetting)
         states = sum(x.nbytes for x in cache.states.values())
-        return int(rows + states) + NOTE * self.worker.place.ranks * (1 + len(cache.kvs))
+        return int(rows + states) + NOTE * self.worker.axes.ranks * (1 + len(cache.kvs))
 
     def _note_layers(self, cache: ShardedCache) -> None:
         """Keep the sizes of layers, by which a cache can be made before any prompt was computed."""
@@ -354,7 +354,7 @@ class StoreSchedule(NoStore):
         held = self.tiers.memory.blocks.get(block)
         if held is not None and held.layout == layout:
             return IN_MEMORY
-        whole = block.pieces == self.worker.place.heads.size == 1 and not block.is_state
+        whole = block.pieces == self.worker.axes.heads.size == 1 and not block.is_state
         if not whole or block.start // layout != (block.stop - 1) // layout or held is not None:
             return ON_DISK
         return STAYS if self.tiers.keep(block, self.tiers.disk.blocks[block]._replace(layout=layout)) else ON_DISK
@@ -455,7 +455,7 @@ def begin_store(settings: PrefixStore | None, worker: RankWorker) -> NoStore:
     if settings is None:
         return NoStore()
     opened = open_store(settings, worker.model, worker.template)
-    with Agreement(worker.place, SUBJECT):  # the first rank reads what is there
-        schedule = NoStore() if worker.place.shard else StoreSchedule(settings, opened, worker)
-    worker.store = RankStore(opened, worker.place, worker.caches)
+    with Agreement(worker.axes, SUBJECT):  # the first rank reads what is there
+        schedule = NoStore() if worker.axes.shard else StoreSchedule(settings, opened, worker)
+    worker.store = RankStore(opened, worker.axes, worker.caches)
     return schedule

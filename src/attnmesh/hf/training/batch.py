@@ -119,15 +119,15 @@ def agree_on_batch(
     batch: Mapping[str, Any], mesh: DeviceMesh | None, layout: Layout | str, exchange: str, more: Mapping[str, Any]
 ) -> AgreedBatch:
     """Return the batch if all ranks pass the same valid one."""
-    place = Mesh.of(mesh)
-    with Agreement(place, "shard_batch") as agreement:
+    axes = Mesh.of(mesh)
+    with Agreement(axes, "shard_batch") as agreement:
         check_layout("shard_batch layout", layout, auto=True)
         known, expected = isinstance(exchange, str) and exchange in EXCHANGES, f"one of {', '.join(EXCHANGES)}"
         require(known, ArgumentError, "shard_batch exchange", expected, short(exchange), 'pass exchange="scan"')
         given, fix = type(batch).__name__, "pass the collator's output, or a dict"
         require(isinstance(batch, Mapping), DtypeError, "shard_batch", "a mapping of names to tensors", given, fix)
         whole = {**batch, **more}
-        _check_batch(whole, place.ranks)
+        _check_batch(whole, axes.ranks)
         positions, documents = _positions(whole)
         _check_packing(whole, documents)
         check_cross_mask("shard_batch", whole["input_ids"], whole)
