@@ -133,4 +133,4 @@ def test_a_new_merge_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MERGES, "ring", RING)
     plans = {one.exchange: one for one in reversed(am.plan(work, cluster))}
     assert plans["ring"].seconds > plans["direct"].seconds
-    assert plans["ring"].known_as == "gathered partials"
+    assert plans["ring"].known_as == "ring"

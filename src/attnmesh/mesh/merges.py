@@ -69,9 +69,14 @@ class Merge(NamedTuple):
     name: str
     run: Callable[[MergeTransport, Tensor, Any, bool], CheckedPartial]
     price: Callable[[MergeGroup, Payload, Cluster, Cost], None]
-    known_as: str = "gathered partials"  # the published scheme of decoding with it
+    published_as: str = ""  # the scheme of decoding with it, where one is published
     pattern: Pattern | None = None  # None for one of its own, which always runs by `run`
     is_packed: bool = True  # messages travel as they are; else the numbers in them are summed, in the dtype of lse
+
+    @property
+    def known_as(self) -> str:
+        """Name of the scheme of decoding with it."""
+        return self.published_as or self.name
 
     @property
     def is_native(self) -> bool:
@@ -112,6 +117,7 @@ MERGES = {
             "gather",
             lambda transport, message, form, _: form.merge(transport.gather(message)),
             lambda group, payload, *to: add_collective("merge", group, payload.size, 1, *to),
+            "gathered partials",
             pattern=Pattern.COLLECTIVE,
         ),
         Merge(  # maximum, numerator and denominator: the paper's Algorithm 3, a baseline
