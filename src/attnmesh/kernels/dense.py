@@ -50,7 +50,9 @@ def backward_dense(
 
     Under a soft cap `dlogit` has the factor `1 - tanh^2` more. That of a bias is the sum of its logits' gradients.
     """
-    (lse, dout, delta), keys, (rows, biases) = saved, widen(keys), _without_bias(rows, keys)
+    lse, dout, delta = saved
+    keys = widen(keys)
+    rows, biases = _without_bias(rows, keys)
     products = _logits(rows, keys, scaling)
     weights = torch.add(-lse, products, alpha=scaling.softcap if scaling.capped else 1.0)
     dbiases = biases.new_zeros(*biases.shape[:-1], biases.shape[-1] + 1)

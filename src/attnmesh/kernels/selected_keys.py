@@ -216,7 +216,8 @@ def _sizes_in_place(q: Tensor, k: Tensor, width: int) -> tuple[int, int, int]:
 
 def _tiles(q: Tensor, k: Tensor, selected: SelectedKeys, sizes: tuple[int, int, int]) -> Iterator[SelectedTile]:
     """Yield tiles that cover all queries, key heads and selected keys, with rows to read."""
-    selection, (most_queries, most_heads, most) = selected.selection, sizes
+    most_queries, most_heads, most = sizes
+    selection = selected.selection
     wanted, shared = selection.indices.shape[-1] * selection.block, k.shape[1] // selection.heads
     keys = min(most, wanted)
     heads = max(1, min(shared, most_heads, most // keys))

@@ -106,7 +106,8 @@ def layer_memory(way: Way, work: LayerWork, key_layers: int = 1, query_layers: i
     The peak is that of the backward pass, which is an upper bound for the forward pass. Latents are expanded in parts.
     """
     tokens = work.batch * work.length / way.shape.ranks
-    q, (k, columns), width = work.q_heads, work.travelling, work.head_dim + work.value_dim
+    k, columns = work.travelling
+    q, width = work.q_heads, work.head_dim + work.value_dim
     queries, keys = q * (width * work.itemsize + work.sum_itemsize), k * columns * work.itemsize
     peak = peak_activations(way.shape, q, k, EXCHANGES[way.exchange]) * work.sum_itemsize * width / 2
     expanded = EXPANDED_BYTES if work.latent is not None and not work.backward else 0

@@ -119,7 +119,8 @@ def attention(
 
 def _attend_locally(call: Call, checked: bool | None) -> Tensor:
     """Return attention on one device, prepared once for calls of one signature."""
-    (q, k, v, sinks, key_lengths, options, selected, distance_bias), signature = call, None
+    q, k, v, sinks, key_lengths, options, selected, distance_bias = call
+    signature = None
     if key_lengths is distance_bias is None and selected is None and options.unsupported is None:
         any_keys = options.mask is FULL and options.length is None and options.key_length is None
         signature = signature_of(q, k, v, sinks, (*options, checked), any_keys=any_keys, with_grad=False)
@@ -127,13 +128,13 @@ def _attend_locally(call: Call, checked: bool | None) -> Tensor:
             return known.attend(q, k, v, sinks).out
     if signature is None:
         out = attend_shards(call, Mesh.of(None), checked)
-    else:
-        whole = prepare_call(Mesh.of(None), call, checked).mesh_call
-        prepared = PreparedLocal.of(q, k, v, whole.problem.mask, whole.scaling, options.kernel)
-        out = prepared.attend(q, k, v, sinks).out
-    warn_if_swapped("attention", q, k.shape[2])
-    if signature is not None:
-        PREPARED_LOCAL.keep(signature, prepared)
+        warn_if_swapped("attention", q, k.shape[2])
+        return out
+    whole = prepare_call(Mesh.of(None), call, checked).mesh_call
+    prepared = PreparedLocal.of(q, k, v, whole.problem.mask, whole.scaling, options.kernel)
+    out = prepared.attend(q, k, v, sinks).out
+    warn_if_swapped("attention", q, k.shape[2])  # before the call is known: where warnings are errors, each one raises
+    PREPARED_LOCAL.keep(signature, prepared)
     return out
 
 

@@ -153,11 +153,11 @@ class BoundNative(NamedTuple):
         q_strides, k_strides, v_strides, strides = q.stride(), k.stride(), v.stride(), into.out.stride()
         if not q_strides[3] == k_strides[3] == v_strides[3] == 1:
             return False
-        size, (low, high) = k.itemsize, (0, 0) if bounds is None else (bounds.low.data_ptr(), bounds.high.data_ptr())
+        low, high = (0, 0) if bounds is None else (bounds.low.data_ptr(), bounds.high.data_ptr())
         call = CALL.pack(
             q.data_ptr(),
-            k.data_ptr() + first * k_strides[2] * size,
-            v.data_ptr() + first * v_strides[2] * size,
+            k.data_ptr() + first * k_strides[2] * k.itemsize,
+            v.data_ptr() + first * v_strides[2] * k.itemsize,
             into.out.data_ptr(),
             into.lse.data_ptr(),
             low,
