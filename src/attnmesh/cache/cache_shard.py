@@ -68,8 +68,8 @@ NOT_VIEWED: tuple[list[Tensor], tuple[SharedBlocks, ...], None] = [], (), None
 class CacheShard:
     """Keys and values of one rank's tokens and heads; `index` is the rank's index along the tokens axis.
 
-    `stored` has the keys, and the values if they are separate. In a forked cache, `shared` has
-    the first tokens and `stored` those after them.
+    `stored` has the keys, and the values if they are separate. In a forked cache, `shared` has the first tokens and
+    `stored` those after them.
     """
 
     stored: list[Tensor]

@@ -152,7 +152,7 @@ def _attend_in_place(
     """Merge the tile's partial into the total, its queries being a batch of a kernel. Return False if not."""
     some_q = tile.view(q, k.shape[1]).transpose(0, 1).flatten(1, 2).unsqueeze(2)  # (queries, heads, 1, dim)
     keys, values = (x[tile.sequence, tile.heads].expand(len(some_q), -1, -1, -1) for x in (k, v))
-    part = reader.attend_rows(some_q, keys, values, tile.rows, tile.hidden, scaling)
+    part = reader.attend_scattered(some_q, keys, values, tile.rows, tile.hidden, scaling)
     if part is None:
         return False
     heads = len(keys[0]), -1

@@ -11,7 +11,7 @@ from attnmesh.core.layout import Layout
 from attnmesh.core.mask import CAUSAL, FULL, Mask
 from attnmesh.core.partial import Partial
 from attnmesh.core.selection import Selection
-from attnmesh.guard.argument_checks import check_most_keys, warn_if_swapped, without_redundant
+from attnmesh.guard.argument_checks import check_lengths_within, warn_if_swapped, without_redundant
 from attnmesh.kernels.prepared_local import PREPARED_LOCAL, PreparedLocal, signature_of
 from attnmesh.kernels.selected_keys import without_faulty
 from attnmesh.kernels.traced import autocast, needs_grad, needs_operator, without_autocast
@@ -151,7 +151,7 @@ def attend_shards(
     prepared = prepare_call(mesh, call, checked, None if latents is None else latents.widths)
     mesh_call, selected = prepared.mesh_call, call.selected
     if call.key_lengths is not None:
-        check_most_keys("attention key_lengths", call.key_lengths, mesh_call.problem.key_length)
+        check_lengths_within("attention key_lengths", call.key_lengths, mesh_call.problem.key_length)
     if call.distance_bias is not None:
         call = call.with_wide_queries()
     with without_autocast(q):
