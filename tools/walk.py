@@ -33,15 +33,20 @@ PAGE = Path(__file__).parents[1] / "docs" / "code.md"
 FIRST, LAST = "<!-- Two walks: python -m tools.walk --draw -->\n", "<!-- The end of the walks -->\n"
 DRAWN = {
     "attention, 2 ranks, keys": (
-        "Prefill and training: `attention` on two ranks of a keys axis, without gradients.",
+        "Prefill: `attention` on two ranks of a keys axis, without gradients.",
         "`merge_into` of `core/partial.py` merges partials: in `_merge_in` of ranks, in `_attend_heads` of steps.",
+    ),
+    "training, 2 ranks, keys": (
+        "Training: what the same call with gradients runs through beside these, forward and then backward.",
+        "`attend_with_grad` is `_run_call` recorded by autograd. The backward pass runs the same schedule: gradients\n"
+        "of keys return to their owners too, and `_add_in` of the executor sums those of ranks.",
     ),
     "decode, 2 ranks": (
         "Decoding: a step on the CPUs of one host.",
         "`HostMerge.run` is one native call: `merge` of `kernels/native/mailbox.cpp` merges the partials.",
     ),
 }
-"""Walks that are drawn: what each is of, and where its partials are merged."""
+"""Walks that are drawn: what each is of, and where its partials are merged or its gradients summed."""
 LEFT_OUT = ("core/", "mesh/", "runtime/", "kernels/traced", "kernels/rectangles", "kernels/native/native_digest")
 """Files of values and of questions, whose functions a drawing leaves out."""
 
@@ -178,15 +183,20 @@ def _room(file: str) -> str:
     return parts[0] if len(parts) > 1 else Path(file).stem
 
 
-def attention_call(shape: tuple[int, int, int] | None) -> Callable[[], object]:
-    """Return a causal call of 64 tokens on a mesh, or on one rank."""
+def attention_call(shape: tuple[int, int, int] | None, *, with_grad: bool = False) -> Callable[[], object]:
+    """Return a causal call of 64 tokens on a mesh, or on one rank, and of its gradients."""
     q = torch.randn(1, HEADS, TOKENS, DIM)
     k, v = torch.randn(2, 1, KV_HEADS, TOKENS, DIM).unbind()
     if shape is None:
         return lambda: am.attention(q, k, v, mesh=None)
     mesh, layout = am.init_mesh(shape), am.Zigzag()
-    parts = [am.shard(x, mesh, layout=layout) for x in (q, k, v)]
-    return lambda: am.attention(*parts, mesh=mesh, layout=layout, length=TOKENS)
+    parts = [am.shard(x, mesh, layout=layout).requires_grad_(with_grad) for x in (q, k, v)]
+
+    def call() -> object:
+        out = am.attention(*parts, mesh=mesh, layout=layout, length=TOKENS)
+        return torch.autograd.grad(out.sum(), parts) if with_grad else out
+
+    return call
 
 
 def decode_call(shape: tuple[int, int, int] | None, kind: str = "") -> Callable[[], object]:
@@ -221,6 +231,7 @@ ON_TWO: dict[str, Callable[[], Callable[[], object]]] = {
     "decode, 2 ranks, heads": lambda: decode_call((1, 1, 2), "heads"),
     "decode, 2 ranks, padding": lambda: decode_call((1, 1, 2), "padding"),
 }
+ALL_DRAWN = ON_TWO | {"training, 2 ranks, keys": lambda: attention_call((1, 1, 2), with_grad=True)}
 
 
 def walks_on_two() -> dict[str, Walk]:
@@ -237,10 +248,12 @@ def _show(walks: dict[str, Walk]) -> None:
 
 
 def drawings() -> str:
-    """Return on a rank of two the drawing of two walks."""
-    parts = []
+    """Return on a rank of two the drawing of walks, each function in one of them."""
+    parts, drawn = [], set[tuple[str, str]]()
     for name, (title, merge) in DRAWN.items():
-        lines = "\n".join(stop.line() for stop in stops(ON_TWO[name]()))
+        new = [stop for stop in stops(ALL_DRAWN[name]()) if (stop.file, stop.name) not in drawn]
+        drawn |= {(stop.file, stop.name) for stop in new}
+        lines = "\n".join(stop.line() for stop in new)
         parts.append(f"\n*{title}*\n\n```\n{lines}\n```\n\n{merge}\n")
     return "".join(parts) + "\n"
 

@@ -15,13 +15,13 @@ from torch import Tensor
 
 
 class InputError(ValueError):
-    """Base class of the errors for arguments that contradict themselves or each other.
+    """Base class of all errors that attnmesh raises but `RankFailure`: what was expected, what was given, and a fix.
 
     Args:
-        subject: The function and argument at fault, such as "attend q".
-        expected: The values that are accepted.
-        given: The value that was passed.
-        fix: A change to the call, which starts with a verb.
+        subject: The function at fault, and its argument if it is one, such as "attend q".
+        expected: What would be accepted.
+        given: What was passed, or found.
+        fix: What to change, which starts with a verb.
 
     >>> raise ShapeError("q", "4 dims", "3 dims", "add the batch with q[None]")
     Traceback (most recent call last):

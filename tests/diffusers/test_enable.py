@@ -115,8 +115,8 @@ def attended(sizes: tuple[int, ...], heads: tuple[int, int], causal: bool) -> tu
     model = MODELS["wan"].model()
     enable(model, named_mesh(Shape(1, len(sizes), 1), AXES))
     processor = model.blocks[0].attn1.processor
-    tokens, rank = processor._parallel_config.tokens, dist.get_rank()
-    tokens.lengths, tokens.sizes_by_own = {"hidden_states": sum(sizes)}, {sizes[rank]: sizes}
+    streams, rank = processor._parallel_config.streams, dist.get_rank()
+    streams.lengths, streams.sizes_by_own = {"hidden_states": sum(sizes)}, {sizes[rank]: sizes}
     torch.manual_seed(0)
     q = torch.randn(2, sum(sizes), heads[0], 8, requires_grad=True)
     k, v = (torch.randn(2, sum(sizes), heads[1], 8, requires_grad=True) for _ in range(2))

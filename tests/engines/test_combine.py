@@ -113,7 +113,7 @@ OURS = {
     "vllm": (vllm.cp_lse_ag_out_rs, vllm.cp_lse_ag_out_ar),
     "sglang": (sglang.cp_lse_ag_out_rs_mha, sglang.cp_lse_ag_out_rs_mla, sglang.dcp_a2a_lse_reduce),
 }
-PLACES = {"vllm": "vllm/v1/attention/ops/dcp.py", "sglang": sglang.MERGES.replace(".", "/") + ".py"}
+PLACES = {"vllm": "vllm/v1/attention/ops/dcp.py", "sglang": sglang.MERGE_MODULE.replace(".", "/") + ".py"}
 HOOKS = "sglang/srt/plugins/hook_registry.py"
 
 

@@ -195,7 +195,7 @@ def test_triton_agrees_with_float64(
     told = numbers[..., :value_dim] if values == "prefix" else by.dequantize(by.quantize(v), torch.float64)
     given, some = Problem(q, k, v, numbers, told), torch.stack([torch.randperm(70)[:40] for _ in range(8)])
     chosen = Selection(some.view(2, 2, 2, 40).int())
-    monkeypatch.setattr(NATIVE, "reads_rows", False)
+    monkeypatch.setattr(NATIVE, "reads_scattered", False)
     calls: list[tuple[dict[str, Any], Tensor]] = [
         ({"kernel": "triton"}, given.truth(am.Causal()).out),
         ({"kernel": "triton", "reproducible": True}, given.truth(am.Causal()).out),

@@ -66,7 +66,7 @@ def refuse(*_: Any) -> None:
 
 @pytest.mark.parametrize("seed", seeds(10, 60))
 def test_selected_rows_are_read_in_place(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NATIVE, "reads_rows", False)
+    monkeypatch.setattr(NATIVE, "reads_scattered", False)
     monkeypatch.setattr(selected, "attend_dense", refuse)
     monkeypatch.setitem(TILE_ELEMENTS, "cpu", 1 << 12)  # so few that queries and selected keys are cut
     drawn = replace(draw(seed, ("auto",), DTYPES, longest=7), scale=None, memory="plain")

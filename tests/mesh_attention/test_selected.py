@@ -137,7 +137,7 @@ def test_memory_does_not_grow_with_queries_times_keys(in_place: bool, monkeypatc
     n, heads, width, most = 512, 2, 16, 1 << 11
     monkeypatch.setitem(TILE_ELEMENTS, "cpu", most)
     monkeypatch.setattr(core, "ELEMENTS", most)
-    monkeypatch.setattr(NATIVE, "reads_rows", in_place)
+    monkeypatch.setattr(NATIVE, "reads_scattered", in_place)
     q, k, v = torch.randn(3, 1, heads, n, width).unbind()
     indices = torch.stack([torch.randperm(n)[:16] for _ in range(n)]).int()[None, None]
     keys = kernel.SelectedKeys.of(am.Selection(indices), am.Causal(), torch.arange(n), None, None)

@@ -68,8 +68,8 @@ NOT_VIEWED: tuple[list[Tensor], tuple[SharedBlocks, ...], None] = [], (), None
 class CacheShard:
     """Keys and values of one rank's tokens and heads; `index` is the rank's index along the tokens axis.
 
-    `stored` has the keys, and the values if they are separate. In a forked cache, `shared` has
-    the first tokens and `stored` those after them.
+    `stored` has the keys, and the values if they are separate. In a forked cache, `shared` has the first tokens and
+    `stored` those after them.
     """
 
     stored: list[Tensor]
@@ -355,7 +355,8 @@ class CacheShard:
 
         `length` and `used` are the tokens so far, on all ranks and on this one.
         """
-        (start, width, period), stop = self.turn, used + more
+        start, width, period = self.turn
+        stop = used + more
         end = (length - start) % period + more  # of the new tokens, counted from this rank's first one of a round
         if length + more > self.sizes.capacity:
             return False
@@ -374,7 +375,8 @@ class CacheShard:
 
     def _append_parts(self, new: Tensors, more: int, length: int, used: int) -> bool:
         """Add few new tokens that several ranks own, up to the end of a run and those after it."""
-        (start, width, period), count = self.turn, self.turn.count
+        start, width, period = self.turn
+        count = self.turn.count
         offset = (length - start) % period
         first, own = (width if offset < width else period) - offset, count(length + more) - count(length)
         if more > width or self.is_in_files or used + own > self.slots:  # a file takes all at once, or none

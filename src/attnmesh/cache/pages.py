@@ -54,7 +54,7 @@ class PagedCache(CacheProperties):
         require(self.padding is None, KernelError, "pages", "a batch without padding", given, fix)
         shard = self.shard
         _check_in_memory("pages", shard)
-        own = SharedBlocks(shard.stored, shard.token_index[: shard.used + 1], None)
+        own = SharedBlocks(shard.stored, shard.token_index[: shard.used + 1], None)  # one more slot, as it says
         return [_pages(blocks, shard) for blocks in (*shard.shared, own)]
 
     def append_pages(self, keys: Tensor, values: Tensor | None, block_table: Tensor) -> None:
@@ -103,9 +103,9 @@ class PagedCache(CacheProperties):
 
 def _check_in_memory(subject: str, shard: CacheShard) -> None:
     """Raise for a cache in a folder, or in two memories, whose pieces are no pages of an engine."""
+    fits, fix = shard.sizes.hot is None, "make the cache without hot="
+    require(fits, KernelError, subject, "a cache in one memory", f"hot={shard.sizes.hot}", fix)
     given, fix = "one in a folder", "call cache.fork() first"
-    fits, fix_hot = shard.sizes.hot is None, "make the cache without hot="
-    require(fits, KernelError, subject, "a cache in one memory", f"hot={shard.sizes.hot}", fix_hot)
     require(not shard.is_in_files, KernelError, subject, "a cache in memory", given, fix)
 
 
@@ -116,11 +116,11 @@ def _pages(blocks: SharedBlocks, shard: CacheShard) -> Pages:
     keys, values = shard.sizes.keys_and_values(blocks.stored)
     first = torch.arange(batch, device=shard.device) * (values.stride(0) // (size * values.stride(2)))
     table = first[:, None] + torch.arange(count, device=shard.device)
-    numbers = int(table.max()) + 1 if table.numel() else 0
+    blocks_in_pool = int(table.max()) + 1 if table.numel() else 0
 
     def pool(x: Tensor) -> Tensor:
         _, heads, row, column = x.stride()
-        return x.as_strided((numbers, size, x.shape[1], x.shape[3]), (size * row, row, heads, column))
+        return x.as_strided((blocks_in_pool, size, x.shape[1], x.shape[3]), (size * row, row, heads, column))
 
     lengths = torch.full((batch,), used, dtype=torch.int32, device=shard.device)
     return Pages(pool(keys), pool(values), table.int(), lengths, blocks.token_index[:-1])
@@ -130,11 +130,11 @@ def _append(shards: LocalShards, pools: tuple[Tensor, ...], table: Tensor) -> No
     """Share all blocks but the last of each sequence, and copy the last ones to the shard."""
     shard, size, ranks = shards.own, shards.own.sizes.block, shards.axis.size
     count = table.shape[1]
-    numbers = torch.arange(count * size, device=shard.device)
-    tokens = (numbers // size * ranks + shard.index) * size + numbers % size
+    slots = torch.arange(count * size, device=shard.device)
+    tokens = (slots // size * ranks + shard.index) * size + slots % size
     rows = [_rows(pool, table.to(pool.device)) for pool in pools]  # (batch, heads, tokens, width)
     shared = (count - 1) * size
-    if shared > 0:
+    if shared > 0:  # with one more slot, as `SharedBlocks` says
         shard.shared = (SharedBlocks([x[:, :, : shared + 1] for x in rows], tokens[: shared + 1], None),)
         shards.forked = True
         shard.resize(shard.sizes, shard.slots - shared)
@@ -144,7 +144,8 @@ def _append(shards: LocalShards, pools: tuple[Tensor, ...], table: Tensor) -> No
 
 def _rows(pool: Tensor, table: Tensor) -> Tensor:
     """Return the tokens of a table's blocks, (batch, heads, tokens, width): a view if blocks are consecutive."""
-    starts, (batch, count) = table[:, 0] if table.numel() else table.new_zeros(len(table)), table.shape
+    batch, count = table.shape
+    starts = table[:, 0] if table.numel() else table.new_zeros(batch)
     distance = int(starts[1] - starts[0]) if batch > 1 else 0
     even = bool((starts.diff() == distance).all()) and bool((table.diff(dim=1) == 1).all())
     block, row, heads, column = pool.stride()

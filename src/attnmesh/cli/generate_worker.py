@@ -37,6 +37,7 @@ class GenerateRequest:
     seed: int = 0
     checkpoint: str | None = None
     every: int = 64
+    """New tokens between two checkpoints."""
     deadline: float | None = None
     cache: dict[str, Any] = field(default_factory=dict)
     """Options of `ShardedCache`."""
@@ -167,8 +168,8 @@ class _Generation:
         tokens = output[0, ids.shape[1] :].tolist()
         new = max(1, output.shape[1] - self.reached.shape[1])
         axes = everyone().axes
-        held = cache.held, cache.held_bytes, traffic.bytes // new, weights_in_memory(self.model)
-        table = dist_all_gather_ints(held, axes)
+        own = cache.held, cache.held_bytes, weights_in_memory(self.model), traffic.bytes // new
+        keys, cache_bytes, weight_bytes, bytes_per_token = map(list, zip(*dist_all_gather_ints(own, axes), strict=True))
         merges = dist_all_gather_ints([int(1e9 * merge) for merge in traffic.merges], axes)
         return Result(
             tokens=tokens,
@@ -178,11 +179,11 @@ class _Generation:
             prefill_seconds=prefill_seconds,
             seconds_per_token=seconds / new,
             merging_share=sum(map(min, zip(*merges, strict=True))) / 1e9 / seconds,
-            keys=[row[0] for row in table],
-            cache_bytes=[row[1] for row in table],
+            keys=keys,
+            cache_bytes=cache_bytes,
             weights=self.weights,
-            weight_bytes=[row[3] for row in table],
-            bytes_per_token=[row[2] for row in table],
+            weight_bytes=weight_bytes,
+            bytes_per_token=bytes_per_token,
         )
 
     @property

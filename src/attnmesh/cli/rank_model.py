@@ -44,7 +44,8 @@ def load_model(prompt: Prepared, dtype: str, weights: str, *, reproducible: bool
     model = open_model(prompt.path, dtype, device, tp_mesh, prompt.mesh.output, images=images)
     if tp_mesh is not None:
         return Loaded(model, mesh, "shared along tp")
-    alone, (shared, why) = mesh is None, prompt.layers
+    shared, why = prompt.layers
+    alone = mesh is None
     if weights == "whole" or (weights == "auto" and not reproducible and (alone or not shared)):
         return Loaded(model, mesh, _said(WHOLE_ON_EACH, "" if alone else why))
     try:

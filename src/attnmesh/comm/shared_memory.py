@@ -53,7 +53,7 @@ WORDS = MAX_MEMORY // 8
 """Words of the mailboxes of a host at most."""
 
 UNEQUAL_CHECKSUM = 1e38
-"""Checksum of a message of another call. It is larger than others, and finite, since poison is infinite."""
+"""Checksum of a message of another call, also in `mailbox.cpp`. It is larger than others, and finite: poison is not."""
 
 PROCESSORS = ("x86_64", "amd64", "AMD64")
 """Kinds of processors that this was tested on. They see the stores of another one in program order."""

@@ -1,11 +1,12 @@
-"""Transports: how messages travel along an axis. One is chosen for an axis and a device, and nobody else asks which.
+"""Transports: how messages travel along an axis. One is chosen for an axis and a device.
 
 `Transport`     the process group, over sockets with gloo
 `SharedMemory`  mailboxes for short messages inside a host, and sockets for all others
 `Nccl`          GPUs; a merge is one launch where these see each other's memory
 
-A transport posts messages, gathers them, merges partials, and agrees on numbers that hosts hold. `all_gather_ints` does
-this along all axes of a mesh. `flat_axis` makes one axis of several.
+A transport posts messages, gathers them, merges partials, and gathers numbers that hosts hold. `all_gather_ints` does
+the last along all axes of a mesh. `flat_axis` makes one axis of several. Others ask one thing alone: whether all ranks
+of an axis share mailboxes (`whole_mailboxes`), which native calls need.
 """
 
 import math
@@ -413,7 +414,10 @@ def realign(mesh: Mesh) -> None:
 
 @cached_per_world(1024)
 def _mailboxes_of(mesh: Mesh, _: int) -> list[Mailboxes]:
-    """Return the mailboxes between ranks of the mesh, of so many: those of one of its axes, or of all its ranks."""
+    """Return the mailboxes between ranks of the mesh: those of one of its axes, or of all its ranks.
+
+    They are found anew where the process has got more mailboxes: their number is a part of the key.
+    """
     lines = [frozenset(dist.get_process_group_ranks(axis.group)) for axis in mesh.axes if axis.group is not None]
     return [boxes for boxes in tuple(WORLD.mailboxes) if boxes.ranks in lines or _are_all(boxes.ranks, mesh, lines)]
 

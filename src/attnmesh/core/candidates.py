@@ -15,6 +15,9 @@ from attnmesh.core.selection import NONE
 EMPTY = torch.iinfo(torch.int64).min
 """The identity of the merge: no candidate."""
 
+LOW_BITS = torch.iinfo(torch.int32).max
+"""All bits of an int32 but the sign."""
+
 
 def pack(scores: Tensor, indices: Tensor) -> Tensor:
     """Return the candidates of keys. A score of -inf and an index of `NONE` stand for no key."""
@@ -22,7 +25,7 @@ def pack(scores: Tensor, indices: Tensor) -> Tensor:
     if scores.dtype == torch.float64:  # the lowest of float64 are finite, and stay so
         numbers = numbers.masked_fill((numbers == -torch.inf) & (scores > -torch.inf), torch.finfo(torch.float32).min)
     ordered = _ordered(numbers.view(torch.int32))
-    candidates = (ordered.to(torch.int64) << 32) | (NONE - indices.to(torch.int64))
+    candidates = (ordered.to(torch.int64) << 32) | (LOW_BITS - indices.to(torch.int64))
     return candidates.masked_fill((numbers == -torch.inf) | (indices == NONE), EMPTY)
 
 
@@ -30,7 +33,7 @@ def unpack(candidates: Tensor) -> tuple[Tensor, Tensor]:
     """Return the scores in float32 and the indices in int32, (-inf, `NONE`) for no candidate."""
     empty = candidates == EMPTY
     scores = _ordered((candidates >> 32).to(torch.int32)).view(torch.float32)
-    indices = (NONE - (candidates & NONE)).to(torch.int32)
+    indices = (LOW_BITS - (candidates & LOW_BITS)).to(torch.int32)
     return scores.masked_fill(empty, -torch.inf), indices.masked_fill(empty, NONE)
 
 
@@ -45,7 +48,7 @@ def best(candidates: Tensor, k: int, *, unique: bool = False) -> Tensor:
     """
     if unique:
         ranked = candidates.sort(-1, descending=True).values
-        index, order = (ranked & NONE).sort(dim=-1, stable=True)
+        index, order = (ranked & LOW_BITS).sort(dim=-1, stable=True)
         repeats = pad(index[..., 1:] == index[..., :-1], (min(1, index.shape[-1]), 0))
         candidates = ranked.gather(-1, order).masked_fill(repeats, EMPTY)
     found = candidates.topk(min(k, candidates.shape[-1]), -1).values
@@ -54,4 +57,4 @@ def best(candidates: Tensor, k: int, *, unique: bool = False) -> Tensor:
 
 def _ordered(bits: Tensor) -> Tensor:
     """Return the bits of floats as integers in the order of the floats, or those integers as bits: its own inverse."""
-    return bits ^ ((bits >> 31) & NONE)
+    return bits ^ ((bits >> 31) & LOW_BITS)

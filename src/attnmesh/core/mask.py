@@ -109,8 +109,8 @@ class Mask:
         return min(max(self.left, self.right, *ahead), self.longest)
 
     @cached_property
-    def is_window(self) -> bool:
-        """Return whether `left` and `right` alone say what a query sees."""
+    def is_by_distance(self) -> bool:
+        """Return whether a query sees keys by their distance alone, as `left` and `right` say."""
         return self == Mask(self.left, self.right)
 
     @property

@@ -123,6 +123,7 @@ class Visible(NamedTuple):
     @staticmethod
     def of(tensors: tuple[Tensor | None, ...], rule: tuple[Mask, int]) -> "Visible":
         """Return what `tensors` and `rule` were taken from."""
-        (queries, keys, key_lengths, indices), (mask, block) = tensors, rule
+        queries, keys, key_lengths, indices = tensors
+        mask, block = rule
         selected = None if indices is None else Selection(indices, block)
         return Visible(mask, queries, keys, key_lengths, selected)

@@ -37,7 +37,8 @@ def decode_shard(
     The mask of `visible` and its selection, and the bias of `scores`, are those of this rank's queries; nothing else
     limits what they see. The last bits of results depend on the number of ranks.
     """
-    (q, layout, length), (mask, *limits, selected) = queries, visible
+    q, layout, length = queries
+    mask, *limits, selected = visible
     assert limits == [None, None, None]  # positions are those of the last tokens, and all keys are real
     step = given_step(cache, mask, scores.scale, scores.softcap, "auto", "replicated", False, kernel)
 

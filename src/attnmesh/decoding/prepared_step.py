@@ -49,7 +49,8 @@ class PreparedStep(NamedTuple):
             values.append(cache.history_checksum)
         if self.alone:
             return self.compute(inputs, views, 0)[0]
-        if key_lengths is not None and key_lengths.device.type == "cpu":  # others would hold up the device
+        # Lengths on a GPU are part of the checksum instead: to read them here, the host would wait for it.
+        if key_lengths is not None and key_lengths.device.type == "cpu":
             values += key_lengths.tolist()
         if self.host_merge is None:
             agreement = agreement_on(caches, step, checked)

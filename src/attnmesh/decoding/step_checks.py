@@ -27,8 +27,8 @@ from attnmesh.guard.agreement import is_capturing, may_compare
 from attnmesh.guard.argument_checks import (
     check_distance_bias,
     check_key_lengths,
+    check_lengths_within,
     check_merge,
-    check_most_keys,
     check_one_device,
     check_same_kind,
     check_selection,
@@ -121,7 +121,7 @@ def check_step(inputs: StepInputs, step: DecodeStep, unsupported: Mapping[str, N
         return step
     _check_lengths(q, cache, step.mask)
     if not on_device:
-        check_most_keys("decode key_lengths", key_lengths, cache.length)
+        check_lengths_within("decode key_lengths", key_lengths, cache.length)
     return step
 
 

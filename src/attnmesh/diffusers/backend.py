@@ -11,7 +11,7 @@ from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.core.layout import Split
 from attnmesh.core.mask import Causal, Full
 from attnmesh.diffusers.diffusers_names import AttentionBackendName, BackendRegistry, dispatch_attention_fn
-from attnmesh.diffusers.tokens import Tokens
+from attnmesh.diffusers.tokens import Streams
 from attnmesh.errors import KernelError, MaskError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.mesh_attention.attention import attention
@@ -39,7 +39,7 @@ def unregister(member: Any) -> None:
     BackendRegistry._supports_context_parallel.discard(member.value)
 
 
-def backend_of(mesh: DeviceMesh | None, tokens: Tokens, exchange: str, kernel: str, checked: bool | None) -> Backend:
+def backend_of(mesh: DeviceMesh | None, streams: Streams, exchange: str, kernel: str, checked: bool | None) -> Backend:
     """Return the backend of a model whose tokens are split over the ranks of a mesh."""
     options: dict[str, Any] = {"mesh": mesh, "exchange": exchange, "kernel": kernel, "checked": checked is True}
 
@@ -60,14 +60,14 @@ def backend_of(mesh: DeviceMesh | None, tokens: Tokens, exchange: str, kernel: s
             out: Tensor = dispatch_attention_fn(query, key, value, *whole, backend=None)
             return out
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        _check_call(dropout_p, attn_mask, is_causal=is_causal, streams=len(tokens.lengths))
-        q_sizes, k_sizes = tokens.sizes(q.shape[2], k.shape[2])
+        _check_call(dropout_p, attn_mask, is_causal=is_causal, streams=len(streams.lengths))
+        q_sizes, k_sizes = streams.sizes(q.shape[2], k.shape[2])
         mask = Causal() if is_causal else Full()
         call = options | {"mask": mask, "layout": Split(q_sizes), "length": sum(q_sizes), "scale": scale}
         if attn_mask is None:
             out = attention(q, k, v, key_layout=Split(k_sizes), key_length=sum(k_sizes), **call)
         else:
-            out = _attend_visible(q, k, v, attn_mask, tokens, call)
+            out = _attend_visible(q, k, v, attn_mask, streams, call)
         return out.transpose(1, 2)
 
     return attend
@@ -85,16 +85,16 @@ def _check_call(dropout: float, mask: Tensor | None, *, is_causal: bool, streams
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attend_visible(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor, tokens: Tokens, options: dict[str, Any]
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor, streams: Streams, options: dict[str, Any]
 ) -> Tensor:
     """Return attention over the keys that a mask shows. Keys that it hides do not travel.
 
     Sequences with different masks are attended one after the other.
     """
-    with Agreement(tokens.mesh, SUBJECT, {"mask": [attn_mask.ndim, attn_mask.dtype], "batch": len(q)}):
+    with Agreement(streams.mesh, SUBJECT, {"mask": [attn_mask.ndim, attn_mask.dtype], "batch": len(q)}):
         visible = visible_keys(attn_mask, len(q), q.shape[2], k.shape[2])
     alike = bool((visible == visible[:1]).all())
-    table = dist_all_gather_ints([alike, *visible.sum(1).tolist()], tokens.mesh.axes)
+    table = dist_all_gather_ints([alike, *visible.sum(1).tolist()], streams.mesh.axes)
     rows = [slice(None)] if all(row[0] for row in table) else [slice(b, b + 1) for b in range(len(q))]
     parts = []
     for number, row in enumerate(rows):

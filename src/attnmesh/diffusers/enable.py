@@ -75,7 +75,7 @@ def enable(
         for module in split_attention(model, plan).values():
             check_heads_axis(f"{SUBJECT} mesh", axes.shape, getattr(module, "heads", axes.shape.heads))
     state = MeshState(model, plan, axes, checked)
-    backend = backend_of(mesh, state.tokens, exchange, kernel, checked)
+    backend = backend_of(mesh, state.streams, exchange, kernel, checked)
     state.backend = register(f"attnmesh-{next(BACKEND_NUMBERS)}", backend)
     state.undo.append(partial(unregister, state.backend))
     for changed in (model, *{id(processor): processor for processor in state.processors.values()}.values()):

@@ -13,7 +13,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from attnmesh.core.digest import fingerprints
 from attnmesh.diffusers.diffusers_names import Attention, AttentionModuleMixin, MochiAttention
 from attnmesh.diffusers.family_plans import TokenPlan, TokenSplit, modules_named
-from attnmesh.diffusers.tokens import Tokens
+from attnmesh.diffusers.tokens import Streams
 from attnmesh.errors import KernelError, ModelError, ShapeError
 from attnmesh.guard.agreement import CallRecord
 from attnmesh.mesh.axes import Mesh
@@ -40,7 +40,7 @@ class MeshState:
 
     def __init__(self, model: nn.Module, plan: TokenPlan, mesh: Mesh, checked: bool | None) -> None:
         device = torch.device(mesh.device_type)
-        self.plan, self.tokens = plan, Tokens(mesh)
+        self.plan, self.streams = plan, Streams(mesh)
         self.calls = CallRecord(mesh, device, checked is not False)
         self.compares_values = checked is True or device.type == "cpu"  # elsewhere the host would wait for them
         self.processors: dict[Any, Any] = {module: module.processor for module in split_attention(model, plan).values()}
@@ -74,7 +74,7 @@ class MeshState:
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check a forward pass before it splits tokens. Ranks compare its inputs, but not in a compiled graph."""
-        self.tokens.begin()
+        self.streams.begin()
         if torch.compiler.is_compiling():
             self._check_model(model)
             return
@@ -148,24 +148,24 @@ class MeshState:
         if has_one_value or (split.ndim is not None and x.ndim < split.ndim):
             return x  # it is for all tokens
         if own:
-            return self.tokens.split_joined(x, split.dim, own)
+            return self.streams.split_joined(x, split.dim, own)
         if split.is_stream:
-            self.tokens.add_stream(str(split.name), x.shape[split.dim])
+            self.streams.add_stream(str(split.name), x.shape[split.dim])
         else:
-            self.tokens.companions[str(split.name)] = x.shape[split.dim]
-        return self.tokens.split(x, split.dim)
+            self.streams.companions[str(split.name)] = x.shape[split.dim]
+        return self.streams.split(x, split.dim)
 
     def _check_companions(self) -> None:
-        if self.plan.streams <= self.tokens.lengths.keys():
-            self.tokens.check_companions()
+        if self.plan.streams <= self.streams.lengths.keys():
+            self.streams.check_companions()
 
     def _gather(self, dims: tuple[int | None, ...], module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Return the whole outputs of a module."""
-        self.tokens.check_companions()
+        self.streams.check_companions()
 
         def whole(index: int, x: Tensor) -> Tensor:
             dim = dims[index]
-            return x if dim is None else self.tokens.gather(x, dim)
+            return x if dim is None else self.streams.gather(x, dim)
 
         return _map_outputs(whole, output)
 

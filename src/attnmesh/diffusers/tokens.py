@@ -2,7 +2,6 @@
 
 import operator
 from collections.abc import Sequence
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -10,6 +9,7 @@ from torch import Tensor
 from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.errors import MeshError, ShapeError
 from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.shapes import even_slice
 from attnmesh.mesh_attention.sharding import unshard_runs
 
 
@@ -19,10 +19,11 @@ def run_sizes(length: int, ranks: int) -> tuple[int, ...]:
     >>> run_sizes(10, 4)
     (3, 3, 2, 2)
     """
-    return tuple(length // ranks + (rank < length % ranks) for rank in range(ranks))
+    slices = (even_slice(length, ranks, rank) for rank in range(ranks))
+    return tuple(some.stop - some.start for some in slices)
 
 
-class Tokens:
+class Streams:
     """Streams of tokens in the forward pass under way, by the name of their argument.
 
     Each rank holds a run of each stream. Attention gets the runs of one stream, or of all streams one after the other.
@@ -57,8 +58,8 @@ class Tokens:
 
     def split(self, x: Tensor, dim: int) -> Tensor:
         """Return this rank's run of a tensor."""
-        sizes, shard = run_sizes(operator.index(x.shape[dim]), self.mesh.ranks), self.mesh.shard
-        return x.narrow(dim, [0, *accumulate(sizes)][shard], sizes[shard])
+        run = even_slice(operator.index(x.shape[dim]), self.mesh.ranks, self.mesh.shard)
+        return x.narrow(dim, run.start, run.stop - run.start)
 
     def split_joined(self, x: Tensor, dim: int, own: Sequence[int]) -> Tensor:
         """Return this rank's runs of a tensor in which streams lie one after the other. It has `own` tokens of each."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnmesh.engines.combine import combine
 
-MERGES = "sglang.srt.layers.dcp.comm"
+MERGE_MODULE = "sglang.srt.layers.dcp.comm"
 """Module of SGLang with the functions that the plug-in replaces."""
 
 HOOKS = "sglang.srt.plugins.hook_registry"
@@ -25,7 +25,7 @@ def load_plugin() -> None:
         return
     hooks = import_module(HOOKS)
     for merge in (cp_lse_ag_out_rs_mha, cp_lse_ag_out_rs_mla, dcp_a2a_lse_reduce):
-        hooks.HookRegistry.register(f"{MERGES}.{merge.__name__}", merge, hooks.HookType.REPLACE)
+        hooks.HookRegistry.register(f"{MERGE_MODULE}.{merge.__name__}", merge, hooks.HookType.REPLACE)
 
 
 def cp_lse_ag_out_rs_mha(cp_attn_out: Tensor, cp_attn_lse: Tensor, cp_group: Any, return_lse: bool = False) -> Any:

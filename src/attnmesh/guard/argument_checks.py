@@ -174,7 +174,7 @@ def check_key_lengths(subject: str, key_lengths: Tensor | None, batch: int, *, o
         raise ShapeError(subject, "numbers of 0 or more", str(int(key_lengths.min())), fix)
 
 
-def check_most_keys(subject: str, key_lengths: Tensor | None, keys: int) -> None:
+def check_lengths_within(subject: str, key_lengths: Tensor | None, keys: int) -> None:
     """Raise if a sequence has more real keys than there are keys."""
     if key_lengths is not None and len(key_lengths) and not torch.compiler.is_compiling():
         most = int(key_lengths.max())
@@ -196,9 +196,9 @@ def check_selection(
     plain = isinstance(x, Tensor) and type(x).__name__ != "DTensor" and x.layout == torch.strided and not x.is_nested
     given = str(x.dtype) if plain else type(x).__name__
     require(plain and x.dtype == torch.int32, DtypeError, f"{subject} indices", "a tensor of torch.int32", given, WRAP)
-    shapes, fix = (len(q), (1, kv_heads), q.shape[2]), "select at least one key for each query, 2**31 - 1 for none"
-    fits = x.ndim == 4 and x.shape[0] == shapes[0] and x.shape[1] in shapes[1] and x.shape[2] == shapes[2]
-    expected = f"shape ({shapes[0]}, 1 or {kv_heads}, {shapes[2]}, 1 or more)"
+    batch, queries, fix = len(q), q.shape[2], "select at least one key for each query, 2**31 - 1 for none"
+    fits = x.ndim == 4 and (x.shape[0], x.shape[2]) == (batch, queries) and x.shape[1] in (1, kv_heads)
+    expected = f"shape ({batch}, 1 or {kv_heads}, {queries}, 1 or more)"
     fits = fits and x.shape[3] > 0
     require(fits, ShapeError, f"{subject} indices", expected, f"shape {tuple(x.shape)}", fix)
     check_one_device(subject, {"indices": x, "q": q})

@@ -289,7 +289,8 @@ def _neighbours(given: DescribedMask) -> tuple[Tensor, Tensor] | None:
 
     These are all edges of packed sequences and of blocks, and where they are is known to the batch alone.
     """
-    (offset, length), batch = given.queries, len(given.first)
+    offset, length = given.queries
+    batch = len(given.first)
     rows, earlier = torch.arange(batch)[:, None], torch.arange(offset, offset + length - 1)[None]
     sees_next, seen_by_next = given.sees(rows, earlier, earlier + 1), given.sees(rows, earlier + 1, earlier)
     if sees_next is None or seen_by_next is None:

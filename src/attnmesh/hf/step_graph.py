@@ -147,7 +147,8 @@ class StepGraph:
     def _is_bound_to(self, given: dict[str, Any]) -> bool:
         """Return whether the graph is that of a pass with these inputs."""
         assert self.bound_to is not None
-        (options, memory), (of_graph, held) = self._binding(given), self.bound_to
+        options, memory = self._binding(given)
+        of_graph, held = self.bound_to
         return options == of_graph and len(memory) == len(held) and all(map(is_, memory, held))
 
     def _watched(self, given: dict[str, Any]) -> Any:

@@ -82,7 +82,7 @@ def _of_tokens(query: DecodeQuery, sequences: slice, piece: CacheView) -> list[S
         return []
     mask, count, is_biased = query.mask, query.q.shape[2], query.q.shape[3] > piece.keys.shape[3]
     is_plain = query.key_lengths is None and query.partial_block is None and not is_biased
-    if is_plain and count <= MAX_COUNTED_QUERIES and mask.is_causal and mask.is_window and mask.left >= length:
+    if is_plain and count <= MAX_COUNTED_QUERIES and mask.is_causal and mask.is_by_distance and mask.left >= length:
         newest = piece.token_index[max(used - count, 0) : used].tolist()
         before = used - len(newest)
         counts = tuple(before + bisect_right(newest, token) for token in range(length - count, length))
@@ -167,9 +167,8 @@ def _selected(query: DecodeQuery, view: CacheView, piece: CacheView, selection: 
         yield SlotRun(ALL, here, 0, slots, keys)
         return
     wanted = _positions(selection, view.padding)
-    positions = here.padding.positions.cummax(
-        1
-    ).values  # a search finds the token before that has this position, not padding
+    # Padding gets the position of the token before it, which a search for that position finds.
+    positions = here.padding.positions.cummax(1).values
     for index in range(len(query.q)):
         one = slice(index, index + 1)
         counts = None if lengths is None else lengths[one]

@@ -12,7 +12,7 @@ _FILES = [import_module(f"{implementations.__name__}.{file.name}") for file in i
 KERNELS: tuple[Kernel, ...] = tuple(
     sorted((file.KERNEL for file in _FILES), key=lambda kernel: (kernel.priority, kernel.name))
 )
-"""Kernels in the order of `best_kernel`. The last one serves all calls but those that read scattered rows."""
+"""Kernels in the order of `best_kernel`. The last one serves all calls but those that read scattered keys."""
 
 
 def choose(need: Need, name: str = "auto") -> Kernel:

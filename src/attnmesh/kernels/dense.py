@@ -21,17 +21,17 @@ def attend_dense(
 ) -> Partial:
     """Return `lse = log sum_a w_a` and `out = sum_a w_a v_a / sum_a w_a`, with weights `w_a = e^logit_a`."""
     rows, biases = _without_bias(rows, keys)
-    weights = _logits(rows, widen(keys), scaling)
+    logits = _logits_or_tanh(rows, widen(keys), scaling)
     if scaling.capped:
-        weights.mul_(scaling.softcap)
+        logits.mul_(scaling.softcap)
     if columns is not None:
-        weights.add_(pad(biases, (0, 1)).gather(-1, columns.expand(len(biases), -1, -1)))
+        logits.add_(pad(biases, (0, 1)).gather(-1, columns.expand(len(biases), -1, -1)))
     if hidden is not None:
-        weights.masked_fill_(hidden, -torch.inf)
-    peak = weights.amax(-1, keepdim=True)
+        logits.masked_fill_(hidden, -torch.inf)
+    peak = logits.amax(-1, keepdim=True)
     # Empty rows have peak -inf. Relative to 0 instead, their weights are e^-inf = 0, and never NaN.
     peak.masked_fill_(peak == -torch.inf, 0.0)
-    weights.sub_(peak).exp_()
+    weights = logits.sub_(peak).exp_()
     total = weights.sum(-1, keepdim=True)
     out = (weights @ widen(values)).div_(total.masked_fill(total == 0, 1.0))
     return Partial(out, peak.add_(total.log()))
@@ -50,16 +50,18 @@ def backward_dense(
 
     Under a soft cap `dlogit` has the factor `1 - tanh^2` more. That of a bias is the sum of its logits' gradients.
     """
-    (lse, dout, delta), keys, (rows, biases) = saved, widen(keys), _without_bias(rows, keys)
-    products = _logits(rows, keys, scaling)
-    weights = torch.add(-lse, products, alpha=scaling.softcap if scaling.capped else 1.0)
+    lse, dout, delta = saved
+    keys = widen(keys)
+    rows, biases = _without_bias(rows, keys)
+    products = _logits_or_tanh(rows, keys, scaling)
+    exponents = torch.add(-lse, products, alpha=scaling.softcap if scaling.capped else 1.0)
     dbiases = biases.new_zeros(*biases.shape[:-1], biases.shape[-1] + 1)
     if columns is not None:
         columns = columns.expand(len(biases), -1, -1)
-        weights.add_(pad(biases, (0, 1)).gather(-1, columns))
+        exponents.add_(pad(biases, (0, 1)).gather(-1, columns))
     if hidden is not None:
-        weights.masked_fill_(hidden, -torch.inf)
-    weights.exp_()
+        exponents.masked_fill_(hidden, -torch.inf)
+    weights = exponents.exp_()
     dlogits = (dout @ widen(values).mT).sub_(delta).mul_(weights)
     if scaling.capped:
         torch.ops.aten.tanh_backward.grad_input(dlogits, products, grad_input=dlogits)
@@ -75,8 +77,8 @@ def _without_bias(rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     return rows[..., : keys.shape[-1]], rows[..., keys.shape[-1] :]
 
 
-def _logits(rows: Tensor, keys: Tensor, scaling: Scaling) -> Tensor:
-    """Return the logits; under a soft cap tanh, by which it is multiplied."""
+def _logits_or_tanh(rows: Tensor, keys: Tensor, scaling: Scaling) -> Tensor:
+    """Return the logits. Under a soft cap return the tanh alone: the caller multiplies it by the cap."""
     if scaling.capped:
         return (rows * (scaling.scale / scaling.softcap) @ keys.mT).tanh_()
     return rows * scaling.scale @ keys.mT

@@ -23,7 +23,7 @@ class Need(NamedTuple):
     capped: bool = False  # logits have a soft cap
     biased: bool = False  # queries end with a bias by distance
     cached: bool = False  # keys and values are the slots of a cache
-    scattered: bool = False  # some rows of keys and values are read, in any order
+    scattered: bool = False  # some keys and values are read, in any order
     positions: tuple[Tensor, Tensor] | None = None  # positions of queries and keys, for a bias
 
     @staticmethod
@@ -98,8 +98,8 @@ class Kernel:
     """Logits may have a soft cap."""
     adds_bias = False
     """Queries may end with a bias by distance, for the positions that `with_positions` is given."""
-    reads_rows = False
-    """`attend_rows` reads scattered rows of keys and values in place."""
+    reads_scattered = False
+    """`attend_scattered` reads scattered keys and values in place."""
     reads_8_bits = False
     """Launches of `bind` read keys and values that are stored in 8 bits."""
     reads_cache = False
@@ -117,7 +117,7 @@ class Kernel:
             return "it has no soft cap"
         if need.biased and not self.adds_bias:
             return "it adds no bias by distance"
-        return "it reads no scattered rows" if need.scattered and not self.reads_rows else None
+        return "it reads no scattered keys" if need.scattered and not self.reads_scattered else None
 
     def suits(self, need: Need) -> bool:
         """Return whether the kernel is made for such calls."""
@@ -137,10 +137,10 @@ class Kernel:
         """Return the rectangle's share of the gradients. Weights are `e^(logit - lse)`, with the lse over all keys."""
         raise NotImplementedError
 
-    def attend_rows(
-        self, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, hidden: Tensor, scaling: Scaling
+    def attend_scattered(
+        self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, hidden: Tensor, scaling: Scaling
     ) -> Partial | None:
-        """Return the partial of the rows of keys of each sequence, (batch, keys), those that are hidden last.
+        """Return the partial of the keys of each sequence at these indices, (batch, keys), those that are hidden last.
 
         None if a number is not finite.
         """

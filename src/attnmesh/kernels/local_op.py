@@ -36,7 +36,8 @@ def run_attend(
     q: Tensor, k: Tensor, v: Tensor, visible: Visible, scaling: Scaling, kernel: str, sinks: Tensor | None = None
 ) -> Partial:
     """Return attention of checked arguments, by an operator where PyTorch traces or transforms calls."""
-    tensors, (mask, block) = (q, k, v, sinks, visible.tensors), visible.rule
+    tensors = q, k, v, sinks, visible.tensors
+    mask, block = visible.rule
     if needs_operator(q, k, v, sinks):
         return Partial(*attend_op(*tensors, [block, *mask.to_code()], scaling, kernel))
     attend = _attend_with_grad if needs_grad(q, k, v, sinks) else _attend_visible

@@ -40,7 +40,8 @@ def signature_of(
     if are_plain(q, k, v) if sinks is None else are_plain(q, k, v, sinks):
         tensors: Signature = q.shape, q.dtype, k.dtype, v.dtype
         if any_keys and k.ndim == v.ndim == 4:
-            (batch, heads, keys, dim), (value_batch, value_heads, values, width) = k.shape, v.shape
+            batch, heads, keys, dim = k.shape
+            value_batch, value_heads, values, width = v.shape
             tensors += batch, heads, dim, value_batch, value_heads, width, keys == values != 0 or (keys, values)
         else:
             tensors += k.shape, v.shape

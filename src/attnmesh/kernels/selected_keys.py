@@ -152,7 +152,7 @@ def _attend_in_place(
     """Merge the tile's partial into the total, its queries being a batch of a kernel. Return False if not."""
     some_q = tile.view(q, k.shape[1]).transpose(0, 1).flatten(1, 2).unsqueeze(2)  # (queries, heads, 1, dim)
     keys, values = (x[tile.sequence, tile.heads].expand(len(some_q), -1, -1, -1) for x in (k, v))
-    part = reader.attend_rows(some_q, keys, values, tile.rows, tile.hidden, scaling)
+    part = reader.attend_scattered(some_q, keys, values, tile.rows, tile.hidden, scaling)
     if part is None:
         return False
     heads = len(keys[0]), -1
@@ -216,7 +216,8 @@ def _sizes_in_place(q: Tensor, k: Tensor, width: int) -> tuple[int, int, int]:
 
 def _tiles(q: Tensor, k: Tensor, selected: SelectedKeys, sizes: tuple[int, int, int]) -> Iterator[SelectedTile]:
     """Yield tiles that cover all queries, key heads and selected keys, with rows to read."""
-    selection, (most_queries, most_heads, most) = selected.selection, sizes
+    most_queries, most_heads, most = sizes
+    selection = selected.selection
     wanted, shared = selection.indices.shape[-1] * selection.block, k.shape[1] // selection.heads
     keys = min(most, wanted)
     heads = max(1, min(shared, most_heads, most // keys))

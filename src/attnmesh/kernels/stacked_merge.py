@@ -178,7 +178,8 @@ def _launch(
 def _sizes(outs: tuple[int, ...]) -> tuple[tuple[int, ...], dict[str, Any]]:
     """Return the grid of a merge of outs of this shape, and its arguments that depend on nothing else."""
     splits, *shape, values = outs
-    rows, (first, second) = math.prod(shape), parts(values)
+    first, second = parts(values)
+    rows = math.prod(shape)
     named = {"splits": splits, "rows": rows, "queries": shape[-1], "heads": shape[-2] if len(shape) > 1 else 1}
     constants = {"values": values, "ROWS": PROGRAM_ROWS, "V_0": first, "V_1": second}
     # With fusion the bits would depend on the order of the partials.

@@ -75,8 +75,8 @@ class TieredAttention(CachedAttention):
         """Return the partial of the host's kernel."""
         attention = self.on_host.find(query.q.shape)
         if attention is None:
-            name, (_, scaling, value_dim) = "auto" if selected is None else "reference", self.cache_kernel
-            kernel = choose(Need.of_cache(query.q, tier, scaling), name)
+            _, scaling, value_dim = self.cache_kernel
+            kernel = choose(Need.of_cache(query.q, tier, scaling), "auto" if selected is None else "reference")
             attention = self.on_host.keep(query.q.shape, CachedAttention(kernel, scaling, value_dim))
         return attention.attend(query, [tier], selected)
 

@@ -14,7 +14,7 @@ import torch
 from attnmesh.core.layout import Contiguous, Layout, Packed, Striped, Zigzag
 from attnmesh.core.mask import FAR, Mask
 from attnmesh.mesh.cluster import Cluster
-from attnmesh.mesh.merge_cost import agree_cost
+from attnmesh.mesh.merge_cost import add_agreement
 from attnmesh.mesh.rates import Device, Link
 from attnmesh.mesh.schedule import EXCHANGES, Exchange, Problem
 from attnmesh.mesh.shapes import Shape
@@ -92,7 +92,7 @@ def attention_seconds(way: Way, work: LayerWork, cluster: Cluster) -> float:
 def attention_cost(way: Way, work: LayerWork, cluster: Cluster) -> Cost:
     """Return the cost of one layer, without its memory."""
     job, total = LayerJob.of(way, work, cluster), Cost()
-    agree_cost(way, cluster, total)
+    add_agreement(way, cluster, total)
     if work.latent is not None and not work.backward:
         total.add_stage("kernel", _expansion(way, work, cluster.device))
     for one in _passes(work, cluster.device):
@@ -106,7 +106,8 @@ def layer_memory(way: Way, work: LayerWork, key_layers: int = 1, query_layers: i
     The peak is that of the backward pass, which is an upper bound for the forward pass. Latents are expanded in parts.
     """
     tokens = work.batch * work.length / way.shape.ranks
-    q, (k, columns), width = work.q_heads, work.travelling, work.head_dim + work.value_dim
+    k, columns = work.travelling
+    q, width = work.q_heads, work.head_dim + work.value_dim
     queries, keys = q * (width * work.itemsize + work.sum_itemsize), k * columns * work.itemsize
     peak = peak_activations(way.shape, q, k, EXCHANGES[way.exchange]) * work.sum_itemsize * width / 2
     expanded = EXPANDED_BYTES if work.latent is not None and not work.backward else 0

@@ -10,7 +10,10 @@ from attnmesh.mesh.reduction_tree import tree
 from attnmesh.mesh.way import Cost, Way
 
 AGREEMENT_PAYLOAD = 4
-"""int64 values of a rank's payload in the agreement all-gather. The number is fixed, so that any two calls match."""
+"""int64 values of a rank's payload in the agreement all-gather. The number is fixed, so that any two calls match.
+
+`guard/agreement.py` sends them, and imports from this room, which prices them.
+"""
 
 AGREEMENT_VALUES = 2 + AGREEMENT_PAYLOAD
 """int64 values that each rank contributes to the agreement all-gather; the first two identify the call."""
@@ -25,7 +28,7 @@ class MergeGroup(NamedTuple):
     groups_per_host: int = 1
 
 
-def agree_cost(way: Way, cluster: Cluster, total: Cost) -> None:
+def add_agreement(way: Way, cluster: Cluster, total: Cost) -> None:
     """Add the all-gathers that compare the calls of all ranks, one per mesh axis."""
     size = 8.0 * AGREEMENT_VALUES
     for ranks, near in reversed(tuple(zip(way.shape, way.tile, strict=True))):
@@ -43,15 +46,15 @@ SEGMENTS, ELEMENT = 2, 4
 
 
 class Payload(NamedTuple):
-    """The message of one partial: bytes of one element of all rows, and the columns of `out`."""
+    """The message of one partial: bytes of a column, which has a number for each row, and the columns of `out`."""
 
-    row: float
+    column_bytes: float
     columns: int
 
     @property
     def size(self) -> float:
         """Bytes of `out`, `lse` and the checksum."""
-        return self.row * (self.columns + 1) + CHECKSUM_BYTES
+        return self.column_bytes * (self.columns + 1) + CHECKSUM_BYTES
 
 
 TYPICAL_PAYLOAD = Payload(128.0, 128)
@@ -98,9 +101,9 @@ def add_collective(stage: str, group: MergeGroup, size: float, passes: int, clus
 class TreeRound(NamedTuple):
     """Messages of one round of a tree merge."""
 
-    most: int  # of the busiest rank
-    messages: int  # of all ranks
-    host: int  # out of the busiest host
+    of_rank: int  # of the busiest rank
+    in_all: int  # of all ranks
+    out_of_host: int  # out of the busiest host
 
 
 @lru_cache(maxsize=256)
@@ -111,19 +114,19 @@ def tree_rounds(ranks: int, near: int) -> tuple[TreeRound, ...]:
     for index in range(max(map(len, whole.values()))):
         sent = {rank: rounds[index].send for rank, rounds in whole.items() if index < len(rounds)}
         leaving = Counter(a // near for a, peers in sent.items() for b in peers if a // near != b // near)
-        most, messages = max(map(len, sent.values())), sum(map(len, sent.values()))
-        found.append(TreeRound(most, messages, max(leaving.values(), default=0)))
+        counts = [len(peers) for peers in sent.values()]
+        found.append(TreeRound(max(counts), sum(counts), max(leaving.values(), default=0)))
     return tuple(found)
 
 
 def _round(one: TreeRound, group: MergeGroup, size: float, cluster: Cluster, total: Cost) -> float:
     """Return the seconds of one round of a tree merge, and add its traffic."""
-    link = cluster.between if one.host else cluster.inside
-    messages = group.groups * one.messages
-    inside, between = (0, messages) if one.host else (messages, 0)
+    link = cluster.between if one.out_of_host else cluster.inside
+    messages = group.groups * one.in_all
+    inside, between = (0, messages) if one.out_of_host else (messages, 0)
     total.add_traffic(inside * size, between * size, between)
-    transfer = max(one.most * size / link.rate, one.host * group.groups_per_host * size / link.host_rate)
-    return link.merge_latency + (one.most - 1) * link.message + transfer
+    transfer = max(one.of_rank * size / link.rate, one.out_of_host * group.groups_per_host * size / link.host_rate)
+    return link.merge_latency + (one.of_rank - 1) * link.message + transfer
 
 
 def add_tree(stage: str, group: MergeGroup, size: float, cluster: Cluster, total: Cost) -> None:

@@ -92,7 +92,8 @@ class Merge(NamedTuple):
 
 def _price_allreduce(group: MergeGroup, payload: Payload, cluster: Cluster, total: Cost) -> None:
     """Add the maximum, numerator and denominator, each a reduce-scatter and an all-gather."""
-    for part in (payload.row + CHECKSUM_BYTES, payload.row * payload.columns, payload.row):
+    column = payload.column_bytes
+    for part in (column + CHECKSUM_BYTES, column * payload.columns, column):
         add_collective("merge", group, part / group.ranks, 2, cluster, total)
 
 

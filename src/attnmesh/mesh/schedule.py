@@ -5,9 +5,9 @@ any mesh. Rank (r, c) receives from its row the queries that see a key of its co
 keys that a query of its row sees. Under a full mask these are all queries and keys; under a window, few neighbours'.
 
 A chunk is the tokens of all ranks at one (r, c), along the heads axis, sorted by position. These ranks swap tokens for
-heads: each gets its heads of the whole chunk. Keys arrive in `key_steps`:
-all at once, or one step after another around a ring. In a ring each rank forwards the keys that later ranks need.
-Their gradients travel with them, and return to the owner from the last rank.
+heads: each gets its heads of the whole chunk. Keys arrive in `key_steps`: all at once, or one step after another around
+a ring. In a ring each rank forwards the keys that later ranks need. Their gradients travel with them, and return to the
+owner from the last rank.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

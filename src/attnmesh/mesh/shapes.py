@@ -81,7 +81,7 @@ def check_heads_axis(subject: str, shape: Shape, kv_heads: int) -> None:
 
 
 def even_slice(count: int, parts: int, index: int) -> slice:
-    """Return one of so many slices of heads. They differ by one at most, the larger ones first.
+    """Return one of so many slices of heads or tokens. They differ by one at most, the larger ones first.
 
     >>> [even_slice(5, 3, index) for index in range(3)]
     [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]

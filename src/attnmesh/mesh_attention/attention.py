@@ -11,7 +11,7 @@ from attnmesh.core.layout import Layout
 from attnmesh.core.mask import CAUSAL, FULL, Mask
 from attnmesh.core.partial import Partial
 from attnmesh.core.selection import Selection
-from attnmesh.guard.argument_checks import check_most_keys, warn_if_swapped, without_redundant
+from attnmesh.guard.argument_checks import check_lengths_within, warn_if_swapped, without_redundant
 from attnmesh.kernels.prepared_local import PREPARED_LOCAL, PreparedLocal, signature_of
 from attnmesh.kernels.selected_keys import without_faulty
 from attnmesh.kernels.traced import autocast, needs_grad, needs_operator, without_autocast
@@ -120,7 +120,8 @@ def attention(
 
 def _attend_locally(call: Call, checked: bool | None) -> Tensor:
     """Return attention on one device, prepared once for calls of one signature."""
-    (q, k, v, sinks, key_lengths, options, selected, distance_bias), signature = call, None
+    q, k, v, sinks, key_lengths, options, selected, distance_bias = call
+    signature = None
     if key_lengths is distance_bias is None and selected is None and options.unsupported is None:
         any_keys = options.mask is FULL and options.length is None and options.key_length is None
         signature = signature_of(q, k, v, sinks, (*options, checked), any_keys=any_keys, with_grad=False)
@@ -128,13 +129,13 @@ def _attend_locally(call: Call, checked: bool | None) -> Tensor:
             return known.attend(q, k, v, sinks).out
     if signature is None:
         out = attend_shards(call, Mesh.of(None), checked)
-    else:
-        whole = prepare_call(Mesh.of(None), call, checked).mesh_call
-        prepared = PreparedLocal.of(q, k, v, whole.problem.mask, whole.scaling, options.kernel)
-        out = prepared.attend(q, k, v, sinks).out
-    warn_if_swapped("attention", q, k.shape[2])
-    if signature is not None:
-        PREPARED_LOCAL.keep(signature, prepared)
+        warn_if_swapped("attention", q, k.shape[2])
+        return out
+    whole = prepare_call(Mesh.of(None), call, checked).mesh_call
+    prepared = PreparedLocal.of(q, k, v, whole.problem.mask, whole.scaling, options.kernel)
+    out = prepared.attend(q, k, v, sinks).out
+    warn_if_swapped("attention", q, k.shape[2])  # before the call is known: where warnings are errors, each one raises
+    PREPARED_LOCAL.keep(signature, prepared)
     return out
 
 
@@ -151,7 +152,7 @@ def attend_shards(
     prepared = prepare_call(mesh, call, checked, None if latents is None else latents.widths)
     mesh_call, selected = prepared.mesh_call, call.selected
     if call.key_lengths is not None:
-        check_most_keys("attention key_lengths", call.key_lengths, mesh_call.problem.key_length)
+        check_lengths_within("attention key_lengths", call.key_lengths, mesh_call.problem.key_length)
     if call.distance_bias is not None:
         call = call.with_wide_queries()
     with without_autocast(q):

@@ -118,10 +118,9 @@ def forward(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None = None, own
     for arrivals in _arrivals(swap_in, task):
         mine = partial = _attend_heads(arrivals, task)
         returning: Iterable[None] = ()
-        if (
-            task.mesh.keys.size > 1 or len(schedule.query_step.keep) < schedule.chunk.queries
-        ):  # or some queries see no key here
-            (batch, heads, _), width = partial.lse.shape, partial.out.shape[3]
+        some_see_no_key = len(schedule.query_step.keep) < schedule.chunk.queries
+        if task.mesh.keys.size > 1 or some_see_no_key:
+            batch, heads, _, width = partial.out.shape
             mine = identity(q.new_empty(batch, heads, schedule.chunk.queries, 0), width, dtype)
             returning = _return(partial, schedule.query_step, task.mesh.keys, _merge_in, mine, task.sequential)
         returns.add(chain(returning, swap_back(mine, arrivals.group)))
@@ -161,7 +160,8 @@ def _return(made: Tensors, step: ExchangeStep, axis: Axis, put: Put, own: Tensor
 
 def backward(own_heads: Tensors, saved: BackwardInputs, task: Task) -> Gradients:
     """Return the gradients of this rank's q, k and v. `own_heads` has its heads of them, of all tokens of its chunk."""
-    (q, *kv), schedule = own_heads, task.schedule
+    q, *kv = own_heads
+    schedule = task.schedule
     delta = (saved.out.to(sum_dtype(q.dtype)) * saved.dout).sum(-1)
     key_heads, keys = task.groups[-1][-1].keys.stop, len(schedule.key_indices[task.mesh.heads.index])
 

@@ -12,7 +12,7 @@ from attnmesh.errors import MaskError, ShapeError
 from attnmesh.guard.argument_checks import (
     check_distance_bias,
     check_key_lengths,
-    check_most_keys,
+    check_lengths_within,
     check_positions,
     check_qkv,
     check_selection,
@@ -100,7 +100,7 @@ def attend(
         check_key_lengths("attend key_lengths", key_lengths, q.shape[0])
         check_selection("attend selected", selected, q, k.shape[1], kernel)
         if k_positions is None:
-            check_most_keys("attend key_lengths", key_lengths, k.shape[2])
+            check_lengths_within("attend key_lengths", key_lengths, k.shape[2])
     except (MaskError, ShapeError) as error:
         raise with_swap_hint(error, heads_and_length(q), heads_and_length(k)) from None
     scaling = Scaling.of("attend", scale, softcap, q.shape[-1])

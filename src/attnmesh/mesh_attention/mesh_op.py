@@ -67,9 +67,10 @@ def _blank_heads(qkv: Tensors, chunk: ChunkSize, axis: Axis) -> Tensors:
     """Return memory for a rank's heads of q, k and v, of all tokens of its chunk; none without a heads axis."""
     if axis.size == 1:
         return ()
-    (q, *kv), key_heads = qkv, axis.slice_of(int(qkv[1].shape[1]))  # in a graph of any heads, a symbol
+    q, *kv = qkv
+    key_heads = axis.slice_of(int(kv[0].shape[1]))  # in a graph of any heads, a symbol
     heads = key_heads.stop - key_heads.start
-    shared = q.shape[1] // qkv[1].shape[1]
+    shared = q.shape[1] // kv[0].shape[1]
     return empty_tokens(q, heads * shared, chunk.queries), *(empty_tokens(x, heads, chunk.keys) for x in kv)
 
 
@@ -96,7 +97,8 @@ def _are_equal(numbers: Tensor, mesh: Mesh) -> Tensor:
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
     *qkv, sinks, key_lengths, indices = inputs[:6]
-    ctx.mesh_call, (out, lse, *own_heads) = inputs[6:], output
+    out, lse, *own_heads = output
+    ctx.mesh_call = inputs[6:]
     ctx.save_for_backward(*(own_heads or qkv), sinks, key_lengths, indices, out, lse)
     ctx.mark_non_differentiable(lse, *own_heads)
     ctx.set_materialize_grads(False)
@@ -158,7 +160,8 @@ def mesh_op(
 def _fake_gradients(
     inputs: Sequence[Tensor], outputs: Sequence[Tensor], dout: Tensor, key_lengths: Any, indices: Any, *mesh_call: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    (q, k, v), (mesh, problem, *_) = inputs, MeshCall.from_code(*mesh_call)
+    q, k, v = inputs
+    mesh, problem, *_ = MeshCall.from_code(*mesh_call)
     heads = dout.shape[1] * k.shape[1] // q.shape[1]
     shard = problem.shard(mesh.shard)
     tokens = problem.key_layout.positions(problem.key_length, problem.shape.ranks, shard).shape[0]

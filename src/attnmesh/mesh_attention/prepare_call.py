@@ -131,7 +131,8 @@ def _make_call(
 
     Where keys are selected, in blocks, queries stay on their rank: all ranks are one column, along which keys travel.
     """
-    problem, (q_heads, k_heads, dim, index_block) = options.problem(mesh, tokens), sizes
+    q_heads, k_heads, dim, index_block = sizes
+    problem = options.problem(mesh, tokens)
     try:
         _check_shards(problem, table)
         check_mask("attention mask", problem.mask, problem.length, problem.key_length)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from attnmesh.mesh.cluster import Cluster
-from attnmesh.mesh.merge_cost import MergeGroup, Payload, add_tree, agree_cost, tree_rounds
+from attnmesh.mesh.merge_cost import MergeGroup, Payload, add_agreement, add_tree, tree_rounds
 from attnmesh.mesh.merges import MERGES, Pattern
 from attnmesh.mesh.way import Cost, Way
 from attnmesh.planner.rank_bytes import turns_of
@@ -138,13 +138,13 @@ def decode_cost(way: Way, workload: Workload, cluster: Cluster) -> Cost:
     total.add_stage("kernel", device.call + max(read, products))
     merge = MERGES[way.exchange]
     if merge.pattern is Pattern.COLLECTIVE:
-        agree_cost(way, cluster, total)
+        add_agreement(way, cluster, total)
     if group.ranks > 1:
         merge.price(group, Payload(rows * workload.sum_itemsize, workload.decoded[1]), cluster, total)
         total.add_stage("merge", device.wait)
         if cluster.on_cpus and group.ranks > group.near:
             rounds = tree_rounds(group.ranks, group.near)
-            times = sum(one.host > 0 for one in rounds) if merge.pattern is Pattern.ROUNDS else 1
+            times = sum(one.out_of_host > 0 for one in rounds) if merge.pattern is Pattern.ROUNDS else 1
             total.add_stage("merge", times * (MERGE_CALLS - 1) * device.call)
     if shape.heads > 1:
         _gather_heads(way, rows * workload.values * workload.itemsize, cluster, total)

@@ -66,7 +66,7 @@ def scan_across(
         bias: The state after this rank's tokens, from a state of zero: (batch, heads, K, V).
         group: A process group, a mesh of one axis, or None for a single rank.
         reverse: True to compose the maps of later ranks, the last rank's first.
-        checked: False to leave out the comparison of the ranks' calls, so that they raise the same error.
+        checked: By default ranks compare their calls, so that all raise the same error. False leaves that out.
 
     Returns:
         `linear` and `bias` of the composition, in float32 or wider.
@@ -168,7 +168,7 @@ def scan_op(
                 total = later if any(resets[peer & -step :][:step]) else later.after(total)
         step *= 2
     if prefix is None:
-        return _identity(linear, bias.ndim), torch.zeros_like(bias)
+        return identity_linear(linear, bias.ndim).contiguous(), torch.zeros_like(bias)
     return prefix.linear.clone(), prefix.bias.clone()  # what has arrived shares the memory of one message
 
 
@@ -179,10 +179,10 @@ def _apply_linear(linear: Tensor, state: Tensor) -> Tensor:
     return linear[(...,) + (None,) * (state.ndim - linear.ndim)] * state
 
 
-def _identity(linear: Tensor, ndim: int) -> Tensor:
+def identity_linear(linear: Tensor, ndim: int) -> Tensor:
     """Return the identity in the form of a linear map of states of `ndim` dims."""
     if linear.ndim == ndim:
-        return torch.eye(linear.shape[-1], dtype=linear.dtype, device=linear.device).expand_as(linear).contiguous()
+        return torch.eye(linear.shape[-1], dtype=linear.dtype, device=linear.device).expand_as(linear)
     return torch.ones_like(linear)
 
 

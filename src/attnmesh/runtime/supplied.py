@@ -1,4 +1,4 @@
-"""Functions that a later room supplies: a value offers a method whose work belongs to a room below its own."""
+"""Functions that a room further down supplies: a value offers a method whose work belongs there."""
 
 from collections.abc import Callable
 from typing import Generic, ParamSpec, TypeVar
@@ -8,7 +8,7 @@ R = TypeVar("R")
 
 
 class Supplied(Generic[P, R]):
-    """A function that a later room supplies when it is imported.
+    """A function that a room further down supplies when it is imported.
 
     `Cluster.measure` exchanges messages, and `KVCache.save` and `load` use files. Users find them at the value.
     The value's room may not import the one that does the work, so it declares what it needs.

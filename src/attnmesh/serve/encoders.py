@@ -30,17 +30,17 @@ class Encoders:
 
     def __init__(self, encoder: Any) -> None:
         self.characters = characters_a_token(getattr(encoder, "tokenizer", encoder))
-        self._lanes = [(ThreadPoolExecutor(1), deepcopy(encoder)) for _ in ("short", "long")]
+        self._short, self._long = ((ThreadPoolExecutor(1), deepcopy(encoder)) for _ in range(2))
 
     async def run(self, encode: Callable[..., T], value: Any, is_long: bool, longest: int) -> T:
         """Return what `encode` makes of a value; raise on a text that has `longest` tokens or more for certain."""
-        pool, encoder = self._lanes[is_long]
+        pool, encoder = self._long if is_long else self._short
         check = partial(self._check, longest)
         return await asyncio.get_running_loop().run_in_executor(pool, encode, encoder, value, check)
 
     def close(self) -> None:
         """End the threads."""
-        for pool, _ in self._lanes:
+        for pool, _ in (self._short, self._long):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _check(self, longest: int, text: str) -> None:

@@ -31,13 +31,13 @@ class Reply:
 
     def __init__(
         self,
-        front: Supervisor,
+        supervisor: Supervisor,
         answers: Answers,
         prompt: Encoded,
         choices: list[dict[str, Any]],
         stops: tuple[str, ...],
     ) -> None:
-        self.front, self.answers, self.prompt_tokens = front, answers, len(prompt.ids)
+        self.supervisor, self.answers, self.prompt_tokens = supervisor, answers, len(prompt.ids)
         before = () if answers.is_chat else prompt.ids  # the answer of a chat is a message of its own
         self.texts = [Text(answers.spelling, stops, before) for _ in choices]
         self.splits = [None if answers.split is None else answers.split() for _ in choices]
@@ -45,8 +45,8 @@ class Reply:
         """Tokens of each choice, and those of what the model thinks."""
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._early: list[tuple[int, Event]] = []
-        self.requests = front.submit(prompt, choices, lambda index, event: self._events.put_nowait((index, event)))
-        front.metrics.prompt_tokens.inc(len(prompt.ids))
+        self.requests = supervisor.submit(prompt, choices, lambda index, event: self._events.put_nowait((index, event)))
+        supervisor.metrics.prompt_tokens.inc(len(prompt.ids))
 
     async def while_there(self, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of the work; cancel the request if it fails or the client goes."""
@@ -59,7 +59,7 @@ class Reply:
     def cancel(self) -> None:
         """End what still runs."""
         for request in self.requests:
-            self.front.cancel(request)
+            self.supervisor.cancel(request)
 
     async def accepted(self) -> None:
         """Return when the engine has queued each choice; raise if it refuses one."""
@@ -96,7 +96,7 @@ class Reply:
             if isinstance(found, SentToken):
                 self.thoughts[index] += was_thinking or self._is_thinking(index)
             if reason is not None:
-                self.front.cancel(self.requests[index])  # of a stop string, which ranks do not know
+                self.supervisor.cancel(self.requests[index])  # of a stop string, which ranks do not know
                 running.discard(index)
             if parts or (piece.tokens and self.answers.top is not None) or reason is not None:
                 for choice in self.answers.choices(index, piece, parts, reason):

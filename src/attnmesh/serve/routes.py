@@ -61,7 +61,7 @@ class App:
 
     def __init__(
         self,
-        front: Supervisor,
+        supervisor: Supervisor,
         tokenizer: Any,
         names: Sequence[str],
         limits: Limits,
@@ -69,7 +69,7 @@ class App:
         defaults: Mapping[str, Any] = MappingProxyType({}),
         tool_format: str = "auto",
     ) -> None:
-        self.front, self.names, self.limits, self.defaults = front, tuple(names), limits, defaults
+        self.supervisor, self.names, self.limits, self.defaults = supervisor, tuple(names), limits, defaults
         self.formats = find_formats(tokenizer, tool_format)
         self.spelling, self.grammars = Spelling(tokenizer), Grammars(tokenizer, self.formats)
         self._bodies = Bodies(limits.max_body)
@@ -93,24 +93,24 @@ class App:
         ]
         handlers: Any = {Refused: refuse, HTTPException: refuse_http, Gone: leave, Exception: self.refuse_unforeseen}
         app = Starlette(routes=routes, exception_handlers=handlers, lifespan=self.lifespan)
-        return Door(app, self.limits, self.front.metrics)
+        return Door(app, self.limits, self.supervisor.metrics)
 
     @asynccontextmanager
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
         """Start the ranks, and end them."""
-        await self.front.start()
+        await self.supervisor.start()
         self.grammars.start()
         try:
             yield
         finally:
-            await self.front.close()
+            await self.supervisor.close()
             self._encoders.close()
             self.grammars.close()
 
     async def refuse_unforeseen(self, _: HttpRequest, error: Exception) -> Response:
         """Return an error of the server's own, and log its kind and place: its text may hold parts of requests."""
         frame = extract_tb(error.__traceback__)[-1]
-        self.front.log(f"a request failed: {type(error).__name__} at {Path(frame.filename).name}:{frame.lineno}")
+        self.supervisor.log(f"a request failed: {type(error).__name__} at {Path(frame.filename).name}:{frame.lineno}")
         return JSONResponse(Refused(500, "The server failed on this request.").body, 500)
 
     # --- routes ---
@@ -137,7 +137,7 @@ class App:
     async def tokenize(self, http: HttpRequest) -> Response:
         """Return the tokens of a text, or of messages."""
         _, (ids, texts) = await self._read_and_run(http, partial(read_fields, schema=TOKENIZE), encode_either)
-        longest = self.front.facts["max_model_len"]
+        longest = self.supervisor.facts["max_model_len"]
         found = {"count": len(ids), "max_model_len": longest, "tokens": ids, "token_strs": texts}
         return Response(await encoded(found), media_type="application/json")
 
@@ -157,11 +157,11 @@ class App:
 
     async def health(self, _: HttpRequest) -> Response:
         """Return 200 if requests are served."""
-        return JSONResponse({"status": self.front.status}, 200 if self.front.status == "ready" else 503)
+        return JSONResponse({"status": self.supervisor.status}, 200 if self.supervisor.status == "ready" else 503)
 
     async def metrics(self, _: HttpRequest) -> Response:
         """Return the figures for Prometheus."""
-        return Response(self.front.metrics.text(), media_type="text/plain; version=0.0.4")
+        return Response(self.supervisor.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def page(self, _: HttpRequest) -> Response:
         """Return the page."""
@@ -170,7 +170,7 @@ class App:
     # --- a request ---
 
     def _model(self, name: str) -> dict[str, Any]:
-        facts = {"max_model_len": self.front.facts.get("max_model_len")}
+        facts = {"max_model_len": self.supervisor.facts.get("max_model_len")}
         return {"id": name, "object": "model", "created": 0, "owned_by": "attnmesh", **facts}
 
     def _check_model(self, name: str, param: str) -> None:
@@ -183,7 +183,7 @@ class App:
     ) -> tuple[dict[str, Any], Encoded]:
         """Return the fields of a request, tested, and the tokens of its prompt, which fits."""
         fields, prompt = await self._read_and_run(http, read, encode)
-        longest = self.front.facts["max_model_len"]
+        longest = self.supervisor.facts["max_model_len"]
         if not prompt.ids:
             name = "messages" if "messages" in fields else "prompt"
             raise Refused(400, f"{name}: expected at least one token", name)
@@ -195,20 +195,20 @@ class App:
         self, http: HttpRequest, read: Callable[..., dict[str, Any]], convert: Callable[..., T]
     ) -> tuple[dict[str, Any], T]:
         """Return the fields of a request, which a thread reads, and what another one makes of them."""
-        self.front.check_ready()
-        longest, take = self.front.facts["max_model_len"], partial(read, defaults=self.defaults)
+        self.supervisor.check_ready()
+        longest, take = self.supervisor.facts["max_model_len"], partial(read, defaults=self.defaults)
         async with self._bodies.read(http, longest, take) as (fields, nbytes):
             if fields["model"] is not None:
                 self._check_model(fields["model"], "model")
-            with self.front.room(fields.get("n", 1)):
+            with self.supervisor.room(fields.get("n", 1)):
                 is_long = nbytes > LONG or has_images(fields)
                 work = self._encoders.run(convert, fields, is_long, longest)
                 return fields, await while_there(http.receive, work)
 
     def _default_new(self, prompt: int, most: int) -> int:
         """Return how many new tokens fit, and stay on the prompt's side of lengths at which ropes change."""
-        sides = [switch for switch in self.front.facts.get("rope_switches", ()) if prompt < switch]
-        limit: int = min(self.front.facts["max_model_len"], *sides, prompt + most)
+        sides = [switch for switch in self.supervisor.facts.get("rope_switches", ()) if prompt < switch]
+        limit: int = min(self.supervisor.facts["max_model_len"], *sides, prompt + most)
         return limit - prompt
 
     def _biases(self, given: dict[str, float] | None) -> list[tuple[int, float]]:
@@ -228,7 +228,7 @@ class App:
         either = content_format(fields) is not None
         split = self.formats.parts(offered_tools(fields), prompt.end, either=either)
         answers = Answers(self.spelling, self.names[0], True, top, split, fields["parallel_tool_calls"])
-        with self.front.room(fields["n"]):
+        with self.supervisor.room(fields["n"]):
             grammar = await while_there(http.receive, self.grammars.of(fields, prompt.end))
         return await self._answer(http, fields | {"grammar": grammar}, prompt, new, answers, make)
 
@@ -242,7 +242,7 @@ class App:
         make: Callable[..., Reply] = Reply,
     ) -> Response:
         """Submit a request for each choice, and answer with their tokens."""
-        longest = self.front.facts["max_model_len"]
+        longest = self.supervisor.facts["max_model_len"]
         room = longest - len(prompt.ids)
         if new > room:
             name = "max_tokens" if fields["max_tokens"] is not None else "max_completion_tokens"
@@ -257,7 +257,7 @@ class App:
         choices = [options | {"seed": (seed + index) % (1 << 63)} for index in range(fields["n"])]
         stop = fields["stop"] or []
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        reply = make(self.front, answers, prompt, choices, stops)
+        reply = make(self.supervisor, answers, prompt, choices, stops)
         if fields["stream"]:
             await reply.while_there(http.receive, reply.accepted())
             return EventStream(reply, bool((fields["stream_options"] or {}).get("include_usage")))

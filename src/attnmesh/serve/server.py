@@ -105,21 +105,23 @@ class LimitedProtocol(H11Protocol):
 class DrainingServer(uvicorn.Server):
     """Lets open requests end before it closes its port: until then others are refused with 503."""
 
-    def __init__(self, config: uvicorn.Config, front: Supervisor, drain: float) -> None:
+    def __init__(self, config: uvicorn.Config, supervisor: Supervisor, drain: float) -> None:
         super().__init__(config)
-        self.front, self.drain = front, drain
+        self.supervisor, self.drain = supervisor, drain
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait for open requests, end with an error those that take too long, then close."""
-        self.front.draining = True
+        self.supervisor.draining = True
         left = self.drain
-        if self.front.open:
-            self.front.log(f"the server ends; open requests, which have {left:g} s to end: {len(self.front.open)}")
-        while (self.front.open or self.front.coming) and left > 0 and not self.force_exit:
+        if self.supervisor.open:
+            self.supervisor.log(
+                f"the server ends; open requests, which have {left:g} s to end: {len(self.supervisor.open)}"
+            )
+        while (self.supervisor.open or self.supervisor.coming) and left > 0 and not self.force_exit:
             await asyncio.sleep(STEP)
             left -= STEP
-        if cut := self.front.cut_off("The server ended before this answer did."):
-            self.front.log(f"requests that the end of the server cut off: {cut}")
+        if cut := self.supervisor.cut_off("The server ended before this answer did."):
+            self.supervisor.log(f"requests that the end of the server cut off: {cut}")
         self.config.timeout_graceful_shutdown = max(1, round(left))
         await super().shutdown(sockets)
 
@@ -161,18 +163,18 @@ def run(app: App, listening: socket.socket, drain: float) -> None:
         "h11_max_incomplete_event_size": HEADER_BYTES,
         "lifespan": "on",
     }
-    server = DrainingServer(uvicorn.Config(app.asgi(), **settings), app.front, drain)
+    server = DrainingServer(uvicorn.Config(app.asgi(), **settings), app.supervisor, drain)
 
     def fail() -> None:
         server.should_exit = True
 
-    app.front.on_failure = fail
+    app.supervisor.on_failure = fail
     gc.collect()
     gc.freeze()  # else a full collection looks through all modules, and holds up the event loop for 0.3 s
     try:
         server.run(sockets=[listening])
     finally:
         gc.unfreeze()
-        app.front.abandon()
-    if app.front.failure is not None:
-        raise app.front.failure
+        app.supervisor.abandon()
+    if app.supervisor.failure is not None:
+        raise app.supervisor.failure

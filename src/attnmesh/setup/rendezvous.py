@@ -42,12 +42,12 @@ def enter(
     ranks.
     """
     fits = is_timeout(seconds)
-    require(fits, ArgumentError, "world.enter seconds", "more than 0 seconds", repr(seconds), "pass a number")
+    require(fits, ArgumentError, "rendezvous.enter seconds", "more than 0 seconds", repr(seconds), "pass a number")
     if store is None and rank is None and ranks is None:
         store, rank, ranks = next(rendezvous("env://", timeout=timedelta(seconds=seconds)))
     elif store is None or not isinstance(ranks, int) or not isinstance(rank, int) or not 0 <= rank < ranks:
         expected, given = "a store, a rank and how many there are, or none of them", f"{store}, {rank} and {ranks}"
-        raise ArgumentError("world.enter", expected, given, "pass all three, and count ranks from 0")
+        raise ArgumentError("rendezvous.enter", expected, given, "pass all three, and count ranks from 0")
     name = _name(store, rank, ranks, seconds)
     dist.init_process_group(backend, store=PrefixStore(name, store), rank=rank, world_size=ranks, timeout=timeout)
 

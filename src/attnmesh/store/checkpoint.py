@@ -17,7 +17,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from math import ceil
 from pathlib import Path
@@ -90,8 +89,8 @@ class Manifest(NamedTuple):
         return {layers[0]: layers for layers in groups.values()}
 
     @property
-    def pieces(self) -> int:
-        """Tokens in the files of all ranks along the tokens axis."""
+    def tokens_in_files(self) -> int:
+        """Tokens in the files of all ranks along the tokens axis, for each group of layers."""
         return sum(self.length_of(layer) - self.forgotten[layer][0] for layer in self.groups)
 
     @property
@@ -283,7 +282,7 @@ def load_layers(
     axes, target = Mesh.of(mesh), device_for(mesh, device)
     memory = target if wanted.hot is None else torch.device("cpu")
 
-    def check() -> Inspected:
+    def check() -> SavedLayers:
         if fault := device_fault("load", target, device):
             raise fault
         given = check_placement("load", copies, shares, axes.queries.size * axes.keys.size)
@@ -294,15 +293,19 @@ def load_layers(
         before = _state_of(path)
         with Agreement(axes, "load") as agreement:
             found = _unless_changed(check, path, before, again=again)
-            name = None if again or found is None else found[0]
-            agreement.fields = {"of": name, "capacity": wanted.capacity, "shares": shares}
-            agreement.payload = [0, 0] if found is None else [int(found[0].name, 16) >> 2, found[0].length]
+            saved = None if found is None else found.manifest
+            agreement.fields = {"of": None if again else saved, "capacity": wanted.capacity, "shares": shares}
+            agreement.payload = [0, 0] if saved is None else [int(saved.name, 16) >> 2, saved.length]
         if found is None or len({name for name, _ in agreement.table}) > 1:
             return None
         manifest, folder, sizes, token_mask, more = found
         manifest = manifest._replace(length=min(length for _, length in agreement.table))  # it may grow meanwhile
         caches = make_alike(make, mesh, sizes, device=device, checked=checked, copies=copies, shares=shares)
-        read = partial(fill, [cache.shards for cache in caches], folder, manifest)
+
+        def read() -> bool:
+            fill([cache.shards for cache in caches], folder, manifest)
+            return True
+
         with torch.no_grad():
             with Agreement(axes, "load") as agreement:
                 agreement.payload = [bool(_unless_changed(read, path, before, again=again))]
@@ -357,8 +360,14 @@ def _state_of(path: object) -> FolderState:
     return ()
 
 
-Inspected = tuple[Manifest, Path, tuple[CacheSizes, ...], Tensor | None, dict[str, Tensor]]
-"""A manifest, its folder, the sizes of the caches to be filled, the token mask, and tensors that belong to no rank."""
+class SavedLayers(NamedTuple):
+    """The layers of a folder, as they are to be loaded."""
+
+    manifest: Manifest
+    folder: Path
+    sizes: tuple[CacheSizes, ...]  # of the caches to be filled
+    token_mask: Tensor | None
+    more: dict[str, Tensor]  # that belong to no rank
 
 
 def inspect(
@@ -367,7 +376,7 @@ def inspect(
     device: torch.device,
     wanted: LayersToLoad,
     part: float,
-) -> Inspected:
+) -> SavedLayers:
     """Return the saved layers of a folder. Raise if they cannot be loaded onto this mesh and device.
 
     `part` is the part of the tokens that this rank holds, copies included.
@@ -389,13 +398,13 @@ def inspect(
     ids = ids_in(TokenIds(folder / manifest.folder), manifest) if manifest.sizes else None
     more = {} if ids is None else {"held": ids[:, : manifest.length] if manifest.growing else ids}
     if not manifest.more:
-        return manifest, folder, sizes, None, more
+        return SavedLayers(manifest, folder, sizes, None, more)
     file = TensorFile(folder / manifest.folder / MORE)
     shape = manifest.sizes[0].batch, manifest.length
     token_mask = file.read("real", torch.bool, shape) if manifest.padded else None
     others = (name for name in file.entries if name.startswith("more ") and name != HELD)
     more |= {name.removeprefix("more "): file.read(name) for name in others}
-    return manifest, folder, sizes, token_mask, more
+    return SavedLayers(manifest, folder, sizes, token_mask, more)
 
 
 def ids_in(written: TokenIds, manifest: Manifest) -> Tensor | None:
@@ -428,19 +437,18 @@ def _check_memory(layers: Sequence[CacheSizes], mesh: Mesh, device: torch.device
         raise StoreError("load", f"at most this device's {memory / 1e9:,.1f} GB", given, "pass a smaller capacity=")
 
 
-def fill(layers: Sequence[LocalShards], path: Path, manifest: Manifest) -> bool:
-    """Write this rank's tokens into its shards, one per layer, from the files of all ranks that saved. Return True."""
+def fill(layers: Sequence[LocalShards], path: Path, manifest: Manifest) -> None:
+    """Write this rank's tokens into its shards, one per layer, from the files of all ranks that saved."""
     for layer, (shards, starts) in enumerate(zip(layers, manifest.forgotten, strict=True)):
         shards.prepare(manifest.length_of(layer), *starts)
     if manifest.growing:
         for layer, shards in enumerate(layers):
             _fill_group({layer: shards.own.whole()}, path, manifest, [*_grown_pieces(path, manifest, layer)])
-        return True
+        return
     pieces = list(piece_files(path, manifest))
     for leader, group in manifest.groups.items():
         own = {layer: layers[layer].own.whole() for layer in group}
         _fill_group(own, path, manifest, [piece for piece in pieces if piece.group == leader])
-    return True
 
 
 def _fill_group(shards: Mapping[int, CacheShard], path: Path, manifest: Manifest, pieces: Sequence[PieceFile]) -> None:

@@ -318,8 +318,11 @@ def _lock_folder(path: Path) -> Iterator[None]:
 def _check_complete(path: Path, manifest: Manifest) -> None:
     """Raise unless all ranks' files are in the folder: hosts may have local disks at the same path."""
     found = sum(piece.stop - piece.start for piece in piece_files(path, manifest)) // manifest.heads
-    if found != manifest.pieces:
-        given, fix = f"{found} of {manifest.pieces} tokens in {path}", "pass one folder, on a disk that all ranks share"
+    if found != manifest.tokens_in_files:
+        given, fix = (
+            f"{found} of {manifest.tokens_in_files} tokens in {path}",
+            "pass one folder, on a disk that all ranks share",
+        )
         raise StoreError("save", "a folder that all ranks write to", given, fix)
 
 

@@ -197,7 +197,8 @@ class FolderShard(OrderedShard):
 
     def _mend(self, held: tuple[int, int]) -> None:
         """Let the journal say what the shard has, where an error or Ctrl-C came between a record and its tokens."""
-        journal, (length, used), base = self.journal, held, self.pieces * PIECE
+        length, used = held
+        journal, base = self.journal, self.pieces * PIECE
         if (journal.records[0].stop, journal.last.stop, journal.last.length) != (base, base + used, length):
             end = [(base + used, self.piece.digest(0, used))] if used else []
             journal.begin(base, length, self.chains[self.pieces], end)

@@ -167,7 +167,8 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def fill(self, kvs: Sequence[KVCache]) -> None:
         """Set the caches of the layer."""
-        (self.kv, *others), self.is_initialized = kvs, True
+        self.kv, *others = kvs
+        self.is_initialized = True
         self.others = dict(zip(self.formats, others, strict=True))
 
     def replace(self, function: Callable[[KVCache], KVCache]) -> None:

@@ -35,7 +35,8 @@ def delta_link(
     The columns of a state never mix, so the last state is [B | A], and the outputs are [from zero | of the identity].
     Kernels of flash-linear-attention refuse float32 queries; without them, outputs are rounded once, at the end.
     """
-    (batch, tokens, heads, columns), rows = value.shape, key.shape[-1]
+    batch, tokens, heads, columns = value.shape
+    rows = key.shape[-1]
     exact = query if find_spec("fla") else query.float()
     identity = torch.eye(rows, dtype=torch.float32, device=value.device).expand(batch, heads, rows, rows)
     state, value, parts = pad(identity, (columns, 0)), pad(value, (0, rows)), []

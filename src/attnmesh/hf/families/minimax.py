@@ -24,7 +24,8 @@ def lightning_link(query: Tensor, key: Tensor, value: Tensor, slope_rate: Tensor
         The link. Outputs are (batch, heads, tokens, V) in the dtype of the values, as before the layer's norm.
     """
     dtype = torch.promote_types(value.dtype, torch.float32)
-    tokens, (q, k, v, slope) = value.shape[2], (x.to(dtype) for x in (query, key, value, slope_rate))
+    q, k, v, slope = (x.to(dtype) for x in (query, key, value, slope_rate))
+    tokens = value.shape[2]
     position = torch.arange(tokens, dtype=dtype, device=value.device)[:, None]
     linear = torch.exp(-slope * tokens).view(1, -1).expand(value.shape[0], -1)
     with without_autocast(v):

@@ -30,7 +30,7 @@ from attnmesh.mesh.axes import Axis, Mesh, attention_dims
 from attnmesh.mesh.shapes import AXES
 from attnmesh.recurrent.halo import halo_of_parts
 from attnmesh.recurrent.head_exchange import heads_to_tokens, tokens_to_heads
-from attnmesh.recurrent.scan import AffineMap, scan
+from attnmesh.recurrent.scan import AffineMap, identity_linear, scan
 from attnmesh.runtime.world import cached_per_world
 
 
@@ -67,7 +67,7 @@ class Chain:
         self.index = self.owners.index(self.axis.index)
         self.tokens = self.lengths[self.index]
         self.pieces = pieces if self.tokens else [1]
-        """Tokens of each document among those that the layer computes."""
+        """Tokens of each document among those that the layer computes: a rank without tokens computes one of zeros."""
         self.continues = entering is not None
         self._entering = deque(entering or ())
         self.leaving: list[Tensor] = []
@@ -142,7 +142,7 @@ class HeadChain:
         """
         halos = halo_of_parts(x, size, *self._chain, dim=2)
         parts = zip(halos.split(size, 2), x.split([sum(each.pieces) for each in self._parts], 2), strict=True)
-        pieces = [_after_halo(*x, own.pieces, own.before) for x, own in zip(parts, self._parts, strict=True)]
+        pieces = [_after_halo(*part, own.pieces, own.before) for part, own in zip(parts, self._parts, strict=True)]
         return _convolve([*chain.from_iterable(pieces)], function)
 
     def gather(self, *tensors: Tensor) -> list[Tensor]:
@@ -183,7 +183,7 @@ def _after_halo(halo: Tensor, x: Tensor, pieces: Sequence[int], before: int) -> 
     """Return the pieces of a part (batch, channels, tokens). Before each is its halo, zeros for other documents."""
     others, zeros = max(halo.shape[2] - before, 0), torch.zeros_like(halo)
     first, *later = split(x, pieces, 2)
-    return [pad(halo[..., others:], (others, 0)), first, *(x for piece in later for x in (zeros, piece))]
+    return [pad(halo[..., others:], (others, 0)), first, *chain.from_iterable((zeros, piece) for piece in later)]
 
 
 def _convolve(halos_and_pieces: list[Tensor], function: Callable[[Tensor], Tensor]) -> Tensor:
@@ -215,14 +215,14 @@ def running(chain: AnyChain) -> Iterator[AnyChain]:
 
 
 @cached_per_world(64)
-def parts_of(layout: Layout, length: int, mesh: DeviceMesh | None, documents: Mask = Full()) -> list[Parts]:
+def parts_of(layout: Layout, length: int, mesh: DeviceMesh | None, mask: Mask = Full()) -> list[Parts]:
     """Return the parts of each chain of a layout, early parts before late ones."""
-    found, begin, first_tokens = [], 0, (0, *documents.ends)
+    found, begin, first_tokens = [], 0, (0, *mask.ends)
     for axis, owners, lengths in _chains(layout, length, mesh):
         edges = [*accumulate(lengths, initial=begin)]
         index = owners.index(axis.index)
-        own = Parts(axis, owners, lengths, pieces_of(documents, *edges[index : index + 2]))
-        if documents.ends:
+        own = Parts(axis, owners, lengths, pieces_of(mask, *edges[index : index + 2]))
+        if mask.ends:
             before = edges[index] - max(token for token in first_tokens if token <= edges[index])
             resets = [any(start <= token < stop for token in first_tokens) for start, stop in pairwise(edges)]
             own = own._replace(before=before, resets=resets)
@@ -231,9 +231,9 @@ def parts_of(layout: Layout, length: int, mesh: DeviceMesh | None, documents: Ma
     return found
 
 
-def pieces_of(documents: Mask, start: int, stop: int) -> list[int]:
+def pieces_of(mask: Mask, start: int, stop: int) -> list[int]:
     """Return the tokens of each document from one token of a sequence to another."""
-    edges = [start, *(end for end in documents.ends if start < end < stop), stop]
+    edges = [start, *(end for end in mask.ends if start < end < stop), stop]
     return [after - first for first, after in pairwise(edges)]
 
 
@@ -270,7 +270,4 @@ def _chain_axis(mesh: DeviceMesh | None) -> tuple[Axis, list[int]]:
 def _without_tokens(part: AffineMap) -> AffineMap:
     """Return the identity. It depends on the part, so that all ranks have the same graph of gradients."""
     linear, bias = part
-    one = torch.ones_like(linear)
-    if linear.ndim == bias.ndim:
-        one = torch.eye(linear.shape[-1], dtype=linear.dtype, device=linear.device).expand_as(linear)
-    return AffineMap(one + 0 * linear, 0 * bias)
+    return AffineMap(identity_linear(linear, bias.ndim) + 0 * linear, 0 * bias)

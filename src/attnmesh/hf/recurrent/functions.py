@@ -95,9 +95,9 @@ def _is_causal(convolution: Any) -> bool:
     """Return whether this is a plain convolution of one channel each, over a token and those before it."""
     if type(convolution) is not nn.Conv1d:
         return False
-    (size,), channels = convolution.kernel_size, convolution.in_channels
+    (size,) = convolution.kernel_size
     steps = convolution.stride + convolution.dilation
-    return steps == (1, 1) and convolution.padding == (size - 1,) and convolution.groups == channels
+    return steps == (1, 1) and convolution.padding == (size - 1,) and convolution.groups == convolution.in_channels
 
 
 def forward_on_shards(layer: type) -> Callable[..., Any]:

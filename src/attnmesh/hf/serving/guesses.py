@@ -127,7 +127,8 @@ class StepTimes:
         """Return how many of the likeliest guesses give most tokens in a second."""
         if not self.added:
             return 0
-        least, (fixed, each) = self.plain(rows), self._prices()
+        fixed, each = self._prices()
+        least = self.plain(rows)
         tokens, seconds, most = float(rows), least + fixed, float(rows)
         taken, rows_of = 0, Counter[int]()
         for count, (chance, place, _) in enumerate(likely, 1):

@@ -103,7 +103,8 @@ class RankStore:
                 pieces = one.ready.get(timeout=patience) if patience else one.ready.get_nowait()
             except queue.Empty:
                 return
-            patience, (block, place) = 0.0, one.blocks[one.done]
+            patience = 0.0
+            block, place = one.blocks[one.done]
             nbytes -= sum(x.nbytes for rows in pieces or () for x in rows.values())
             if not self._copied(one, block, pieces):
                 one.done = -1 - one.done

@@ -215,7 +215,8 @@ class RequestQueue:
             self.filling.remove(stream)
             self._end(stream, chunk, keep=False)
             return
-        before, (stream.filled, logits) = stream.filled, chunk
+        before = stream.filled
+        stream.filled, logits = chunk
         self.counts["prompt_tokens"] += stream.filled - before
         if self.footprint is None:
             self.footprint = Footprint.of(self.worker.caches[stream.number])

@@ -41,7 +41,7 @@ class Native(Kernel):
     """`attend.cpp`; the reference for rows with numbers that are not finite, PyTorch's operator backward."""
 
     name, made_for, priority = "native", f"up to {MAX_ROWS} rows of queries a key head", 0
-    reads_rows = reads_8_bits = True
+    reads_scattered = reads_8_bits = True
 
     def unsupported_reason(self, need: Need) -> str | None:
         """Return None on the CPU in float32 and narrower, if there is a library."""
@@ -61,14 +61,14 @@ class Native(Kernel):
         served = few and min(q.numel(), k.numel(), v.numel()) > 0 and scaling.scale > 0
         return BoundNative.of(q, k, v, scaling) if served else None
 
-    def attend_rows(
-        self, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, hidden: Tensor, scaling: Scaling
+    def attend_scattered(
+        self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, hidden: Tensor, scaling: Scaling
     ) -> Partial | None:
-        """Return the partial of the rows of keys of each sequence. None if a number is not finite."""
-        bound, rows, counts = BoundNative.of(q, k, v, scaling), rows.int(), (~hidden).sum(-1)
+        """Return the partial of the keys of each sequence at these indices. None if a number is not finite."""
+        bound, indices, counts = BoundNative.of(q, k, v, scaling), indices.int(), (~hidden).sum(-1)
         into = bound.blank()
-        read = rows.data_ptr(), counts.data_ptr()
-        return into if bound.run(q, k, v, into, None, 0, rows.shape[1], read) else None
+        read = indices.data_ptr(), counts.data_ptr()
+        return into if bound.run(q, k, v, into, None, 0, indices.shape[1], read) else None
 
     def cut(self, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Rectangle]:
         """Return the fewest rectangles: rows may see different runs of keys."""
@@ -153,11 +153,11 @@ class BoundNative(NamedTuple):
         q_strides, k_strides, v_strides, strides = q.stride(), k.stride(), v.stride(), into.out.stride()
         if not q_strides[3] == k_strides[3] == v_strides[3] == 1:
             return False
-        size, (low, high) = k.itemsize, (0, 0) if bounds is None else (bounds.low.data_ptr(), bounds.high.data_ptr())
+        low, high = (0, 0) if bounds is None else (bounds.low.data_ptr(), bounds.high.data_ptr())
         call = CALL.pack(
             q.data_ptr(),
-            k.data_ptr() + first * k_strides[2] * size,
-            v.data_ptr() + first * v_strides[2] * size,
+            k.data_ptr() + first * k_strides[2] * k.itemsize,
+            v.data_ptr() + first * v_strides[2] * k.itemsize,
             into.out.data_ptr(),
             into.lse.data_ptr(),
             low,

@@ -67,7 +67,7 @@ class Triton(Kernel):
     """The programs of `kernels/programs`, on GPUs, and with `TRITON_INTERPRET=1` on the CPU."""
 
     name, made_for, priority = "triton", "caches on GPUs", 0
-    reads_rows = reads_cache = True
+    reads_scattered = reads_cache = True
 
     def unsupported_reason(self, need: Need) -> str | None:
         """Return None for float32, bfloat16 and float16 on GPUs with bfloat16 tensor cores."""
@@ -105,10 +105,12 @@ class Triton(Kernel):
         """Return the launch of steps whose queries differ in their tensors alone."""
         return TritonCachedAttention()
 
-    def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, hidden: Tensor, scaling: Scaling) -> Partial:
-        """Return the partial of the rows of keys of each sequence, (batch, keys), without those that are hidden."""
-        positions = rows.masked_fill(hidden, -1).to(torch.int32)
-        run = partial(_attend_rows, q, k, v, positions, scaling)
+    def attend_scattered(
+        self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, hidden: Tensor, scaling: Scaling
+    ) -> Partial:
+        """Return the partial of the keys of each sequence at these indices, (batch, keys), but for hidden ones."""
+        positions = indices.masked_fill(hidden, -1).to(torch.int32)
+        run = partial(_attend_scattered, q, k, v, positions, scaling)
         return merge_stacked(_with_fitting_tile("attend_cache", q, v, q.shape[1] // k.shape[1], run))
 
     def backward(
@@ -169,7 +171,7 @@ class TritonCachedAttention:
     def _bounds(query: DecodeQuery, view: CacheView) -> tuple[Tensor, Tensor] | None:
         """Return the first and last position that each row sees, or None if the mask's two reaches say it."""
         mask, lengths = query.mask, query.key_lengths
-        if view.padding is None and mask.is_window and lengths is None:
+        if view.padding is None and mask.is_by_distance and lengths is None:
             return None
         first, last = view.bounds(query.q.shape[2], mask)
         if lengths is not None:
@@ -209,8 +211,10 @@ def _launch_cache(grid: tuple[int, ...], arguments: dict[str, Any], tensors: dic
     return partials
 
 
-def _attend_rows(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scaling: Scaling, tile: ProgramTile) -> Partial:
-    """Return stacked partials, one per part of the places, which are those of the rows to read."""
+def _attend_scattered(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scaling: Scaling, tile: ProgramTile
+) -> Partial:
+    """Return stacked partials, one per part of the places, which are those of the keys to read."""
     heads, tiles, keys = q.shape[0] * k.shape[1], -(-q.shape[1] // k.shape[1] // tile.rows), positions.shape[1]
     count = -(-keys // _span(keys, heads * tiles, tile, q.device))
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))

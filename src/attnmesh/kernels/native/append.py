@@ -26,7 +26,7 @@ def append(
     function = library().append_to_file if file else library().append
     if function is None:
         return False
-    (first, last), (given, more) = (stored[0], stored[-1]), (new[0], new[-1])
+    first, last, given, more = stored[0], stored[-1], new[0], new[-1]
     strides = *first.stride(), *last.stride(), *given.stride(), *more.stride()
     if strides[3::4] != (1, 1, 1, 1):
         return False
