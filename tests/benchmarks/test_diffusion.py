@@ -8,7 +8,7 @@ from attnmesh.mesh.shapes import Shape
 from benchmarks import diffusion
 from benchmarks.commands import app
 from benchmarks.netns import Hosts
-from tests.cli.test_app import run
+from tests.support.command import run
 
 
 @pytest.mark.parametrize(("length", "runs"), [(61, False), pytest.param(64, True, marks=pytest.mark.long)])

@@ -26,16 +26,7 @@ from attnmesh_command.messages import OptionError
 from benchmarks import netns
 from benchmarks.netns import Hosts, run_on_hosts, script, world_of
 from benchmarks.plan import call_of, counted, crossing
-
-
-def needs_hosts() -> None:
-    """On the project's own test machines these tests may not be left out."""
-    try:
-        netns.check_here()
-    except ClusterError as error:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip(str(error))
+from tests.support.needs import needs_hosts
 
 
 @pytest.fixture

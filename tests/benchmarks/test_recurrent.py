@@ -9,7 +9,7 @@ import attnmesh as am
 from attnmesh.setup.init_mesh import init_mesh
 from benchmarks import recurrent
 from benchmarks.commands import app
-from tests.cli.test_app import run
+from tests.support.command import run
 from tests.support.pool import Pool
 
 SMALL = recurrent.Request(tokens=70, key_heads=2, head_dim=8, rounds=2)

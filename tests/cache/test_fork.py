@@ -7,20 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import attnmesh as am
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
+from tests.support.problems import numbers
 from tests.support.seeds import rotated
 
 SHAPES = [Shape(1, 1, 1), Shape(1, 1, 2), Shape(1, 3, 1), Shape(1, 2, 2), Shape(2, 1, 2)]
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def cache_of(shape: Shape, batch: int = 1, tokens: int = 61, padded: bool = False, **options: Any) -> am.KVCache:
@@ -30,7 +26,7 @@ def cache_of(shape: Shape, batch: int = 1, tokens: int = 61, padded: bool = Fals
     if padded:
         mask = torch.ones(batch, tokens, dtype=torch.bool)
         mask[0, :33] = False
-    cache.append(*random(2, batch, 2, tokens, 8), token_mask=mask)
+    cache.append(*numbers(2, batch, 2, tokens, 8), token_mask=mask)
     return cache
 
 
@@ -48,7 +44,7 @@ def continued(shape: Shape, batch: int, padded: bool, reproducible: bool) -> Non
 
     def check() -> None:
         for number, (one, other) in enumerate(zip(forked, copied, strict=True)):
-            q = random(other.sizes.batch, 4, 2, 8, seed=number)
+            q = numbers(other.sizes.batch, 4, 2, 8, seed=number)
             given, expected = (am.decode(q, cache, reproducible=reproducible) for cache in (one, other))
             assert torch.equal(given, expected) if reproducible else torch.allclose(given, expected, atol=1e-6)
             assert (one.length, one.used) == (other.length, other.used)
@@ -60,9 +56,9 @@ def continued(shape: Shape, batch: int, padded: bool, reproducible: bool) -> Non
         check()
 
     check()
-    change(lambda cache, n: cache.append(*random(2, batch, 2, 3 + n, 8, seed=n)))
+    change(lambda cache, n: cache.append(*numbers(2, batch, 2, 3 + n, 8, seed=n)))
     change(lambda cache, n: cache.truncate((60, 35, 7)[n]))
-    change(lambda cache, n: cache.append(*random(2, batch, 2, 30 + n, 8, seed=n)))
+    change(lambda cache, n: cache.append(*numbers(2, batch, 2, 30 + n, 8, seed=n)))
     forked.append(forked[0].fork())
     copied.append(deepcopy(copied[0]))
     change(lambda cache, n: cache.reorder(torch.arange(batch).flip(0)))
@@ -102,8 +98,8 @@ def test_whole_blocks_are_shared_and_not_copied(shape: Shape, pool: Pool) -> Non
 
 def saved(shape: Shape, folder: str) -> None:
     cache = cache_of(shape, batch=2)
-    other, q = cache.fork(), random(2, 4, 1, 8)
-    other.append(*random(2, 2, 2, 5, 8, seed=1))
+    other, q = cache.fork(), numbers(2, 4, 1, 8)
+    other.append(*numbers(2, 2, 2, 5, 8, seed=1))
     expected = am.decode(q, other)
     other.save(folder)
     for found in (other, am.KVCache.load(folder, cache.device_mesh), deepcopy(other)):
@@ -142,8 +138,8 @@ def test_a_cache_that_is_saving_does_not_fork(shape: Shape, pool: Pool) -> None:
 
 def recovered() -> None:
     cache = cache_of(Shape(1, 1, 2), copies=2)
-    other, q = cache.fork(), random(1, 4, 1, 8)
-    other.append(*random(2, 1, 2, 5, 8, seed=1))
+    other, q = cache.fork(), numbers(1, 4, 1, 8)
+    other.append(*numbers(2, 1, 2, 5, 8, seed=1))
     expected = am.decode(q, other)
     (found,) = am.recover([other], cache.device_mesh)
     assert torch.allclose(am.decode(q, found), expected, atol=1e-6)
@@ -155,18 +151,18 @@ def test_forks_with_copies_are_recovered(pool: Pool) -> None:
 
 def test_a_graph_refuses_a_fork() -> None:
     cache = am.KVCache(None, batch=1, kv_heads=2, head_dim=8, capacity=50, dtype=torch.float32)
-    cache.append(*random(2, 1, 2, 20, 8))
+    cache.append(*numbers(2, 1, 2, 20, 8))
     other = cache.fork()
     with pytest.raises(errors.KernelError, match="expected a cache of one piece in a graph, given a forked cache"):
-        torch.compile(lambda x: am.decode(x, other), backend="eager")(random(1, 4, 1, 8))
+        torch.compile(lambda x: am.decode(x, other), backend="eager")(numbers(1, 4, 1, 8))
 
 
 def paged(shape: Shape) -> None:
     """Attend to the pages of a rank as an engine does, and merge the ranks."""
     cache = cache_of(shape, batch=2)
     other = cache.fork()
-    other.append(*random(2, 2, 2, 9, 8, seed=3))
-    q, heads = random(2, 4, 1, 8), cache.mesh.heads
+    other.append(*numbers(2, 2, 2, 9, 8, seed=3))
+    q, heads = numbers(2, 4, 1, 8), cache.mesh.heads
     for each in (cache, other):
         own_q = q[:, heads.slice_of(4)]
         partials = []
@@ -196,7 +192,7 @@ def served(shape: Shape, scattered: bool) -> None:
     caches = [am.KVCache(mesh, batch=2, **sizes) for _ in range(2)]
     index, heads = caches[0].token_axis.index, caches[0].mesh.heads.slice_of(2)
     table = torch.tensor([[1, 2, 3], [5, 6, 7]]) if not scattered else torch.tensor([[4, 0, 2], [2, 7, 1]])
-    whole = random(2, 2, 2, blocks * ranks * 4, 8)
+    whole = numbers(2, 2, 2, blocks * ranks * 4, 8)
     if scattered:
         for rank in range(ranks):  # block 2 of the pool is in both tables
             first, last = rank * 4, (2 * ranks + rank) * 4
@@ -213,13 +209,13 @@ def served(shape: Shape, scattered: bool) -> None:
     assert (shared == keys[1].data_ptr()) is not scattered
     for act in (
         lambda cache: None,
-        lambda cache: cache.append(*random(2, 2, 2, 7, 8, seed=1)),
+        lambda cache: cache.append(*numbers(2, 2, 2, 7, 8, seed=1)),
         lambda cache: cache.truncate(9),
-        lambda cache: cache.append(*random(2, 2, 2, 5, 8, seed=2)),
+        lambda cache: cache.append(*numbers(2, 2, 2, 5, 8, seed=2)),
     ):
         for cache in caches:
             act(cache)
-        q = random(2, 4, 2, 8, seed=4)
+        q = numbers(2, 4, 2, 8, seed=4)
         given, expected = (am.decode(q, cache) for cache in caches)
         assert torch.allclose(given, expected, atol=1e-6)
     assert torch.equal(keys, pools[0][:, :, heads])  # the engine's pool is not written to

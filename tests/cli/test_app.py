@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
 import attnmesh_command
 from attnmesh import __version__
@@ -28,16 +26,12 @@ from attnmesh.planner.recurrent import TRANSITIONS
 from attnmesh.planner.training import LOSSES
 from attnmesh.planner.workload import PHASES
 from attnmesh.planner.workload_presets import WORKLOADS
-from attnmesh_command import app, choices
+from attnmesh_command import choices
 from benchmarks.timing import Comparison, Timing
+from tests.support.command import run
 from tests.support.scripts import run_script
 
 ROW = Comparison("decode", "SDPA", Timing(30.0, 29.0, 31.0), Timing(10.0, 9.0, 11.0), 2.5, 20.0, 0.5)
-
-
-def run(*arguments: str, command: typer.Typer = app) -> tuple[int, str]:
-    result = CliRunner().invoke(command, arguments, env={"COLUMNS": "200"})
-    return result.exit_code, result.stdout
 
 
 def test_check_proves_every_kernel_here() -> None:

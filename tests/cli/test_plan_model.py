@@ -8,7 +8,7 @@ from transformers import DeepseekV3Config, DeepseekV4Config, Gemma3TextConfig, G
 from typer.testing import CliRunner
 
 from attnmesh_command import app, show_errors
-from tests.planner.test_serving import LLAMA_70B
+from tests.support.planned import LLAMA_70B
 
 HOSTS = ("--cluster", "dgx-h100:2", "--length", "1M")
 

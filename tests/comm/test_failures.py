@@ -23,8 +23,8 @@ from attnmesh.errors import ClusterError, MeshError, RankFailure
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.setup import rendezvous
 from benchmarks import netns
-from tests.benchmarks.test_netns import needs_hosts
 from tests.support.mesh_problems import named_mesh
+from tests.support.needs import needs_hosts
 from tools import chaos
 from tools.chaos import FAULTS, Outcome, Scenario
 

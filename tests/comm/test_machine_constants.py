@@ -17,7 +17,7 @@ from attnmesh.comm.topology import surroundings
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.runtime.world import WORLD
-from tests.cli.test_app import run
+from tests.support.command import run
 
 
 def cluster(rate: float = 7e9) -> Cluster:

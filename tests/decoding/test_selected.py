@@ -15,12 +15,9 @@ from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.runtime.counters import counted
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
+from tests.support.problems import numbers
 
 HEADS, WIDTH, TOKENS = (4, 2), 8, 45
-
-
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def cache_of(ranks: int, values: str = "separate") -> am.KVCache:

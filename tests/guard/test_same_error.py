@@ -41,6 +41,7 @@ from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
+from tests.support.problems import numbers
 
 T = torch.zeros
 Q_HEADS, HEADS, WIDTH, TOKENS = 12, 6, 4, 10
@@ -79,10 +80,6 @@ class Place:
 
 
 # --- calls that are fine, but for what is changed ---
-
-
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def attention(at: Place, **changes: Any) -> None:

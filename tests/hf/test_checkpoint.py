@@ -27,8 +27,8 @@ from attnmesh.hf.options import GenerationSettings
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store import checkpoint_writer
 from attnmesh.store.checkpoint import MANIFEST
-from tests.cli.test_generate import run
 from tests.support import families
+from tests.support.command import run_main
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
 from tests.support.trainers import tokenizer
@@ -222,10 +222,10 @@ def test_torchrun_goes_on_after_a_rank_is_killed(again: bool, tmp_path: Path) ->
     error = (tmp_path / "error").read_text()
     assert agent.exitcode == 0, error
     assert "going on from" in error
-    whole = json.loads(run(*command).stdout)["tokens"]
+    whole = json.loads(run_main(*command).stdout)["tokens"]
     assert json.loads((tmp_path / "out").read_text())["tokens"] == whole
     if again:
-        done = run(*command, *kept)
+        done = run_main(*command, *kept)
         assert json.loads(done.stdout)["tokens"] == whole
         assert "going on from" in done.stderr
 

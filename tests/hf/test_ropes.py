@@ -12,9 +12,9 @@ import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.mesh.shapes import Shape
-from tests.hf.training.test_training import loss_and_gradients
 from tests.support.families import SIZES, prompt
 from tests.support.mesh_problems import named_mesh
+from tests.support.models.checks import loss_and_gradients
 from tests.support.pool import Pool
 from tests.support.seeds import rotated
 

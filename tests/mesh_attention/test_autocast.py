@@ -10,9 +10,8 @@ from torch.nn.functional import scaled_dot_product_attention
 import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh.mesh.shapes import Shape
-from tests.hf.training.test_training import plain
 from tests.support import families
-from tests.support.families import prompt
+from tests.support.families import plain_batch, prompt
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
 
@@ -66,7 +65,7 @@ def generated(shape: Shape) -> list[Any]:
     model, mesh = families.model("qwen3", "attnmesh"), named_mesh(shape, AXES)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         made = hf.generate(model, prompt(80), mesh=mesh, max_new_tokens=4, do_sample=False)
-        loss = model(**hf.shard_batch(plain(), mesh)).loss
+        loss = model(**hf.shard_batch(plain_batch(), mesh)).loss
     loss.backward()
     return [made.tolist(), loss.item(), float(model.lm_head.weight.grad.norm())]
 
@@ -76,7 +75,7 @@ def test_a_model_of_float32_weights_runs_under_autocast(shape: Shape, pool: Pool
     model = families.model("qwen3", "sdpa")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = model(prompt(80)).logits[0, -1].float()
-        loss = model(**plain(), use_cache=False).loss
+        loss = model(**plain_batch(), use_cache=False).loss
     for made, given, norm in pool.run(shape.ranks, generated, shape):
         assert logits[made[0][80]] >= logits.max() - 0.05 * logits.abs().max()  # a tie of bfloat16 may fall either way
         assert norm > 0

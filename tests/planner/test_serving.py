@@ -11,22 +11,13 @@ import attnmesh.hf as hf
 from attnmesh.errors import ClusterError, KernelError, ShapeError
 from attnmesh.hf.model_size import model_size, other_layers
 from attnmesh.mesh.cluster import Cluster
-from attnmesh.mesh.rates import NO_LINK, Device, Link
-from attnmesh.planner.decode_cost import Experts, SharedLayers
+from attnmesh.mesh.rates import NO_LINK
+from attnmesh.planner.decode_cost import Experts
 from attnmesh.planner.serving import ModelSizes, ServingPlan, chosen, over_hosts, serving, why_whole
 from tests.support import families
 from tests.support.families import prompt
 from tests.support.models.tiny_models import Case, build
-
-LLAMA_70B = LlamaConfig(
-    vocab_size=128256,
-    hidden_size=8192,
-    intermediate_size=28672,
-    num_hidden_layers=80,
-    num_attention_heads=64,
-    num_key_value_heads=8,
-    tie_word_embeddings=False,
-)
+from tests.support.planned import LAYERS, LLAMA_70B, cpus, model_of_cpus
 
 
 def ways(length: int = 1_000_000, hosts: int = 2) -> dict[tuple[int, bool], ServingPlan]:
@@ -164,21 +155,6 @@ def test_weights_that_do_not_fit_leave_no_token() -> None:
     assert {one.tokens for one in serving(model, am.Cluster.preset("dgx-h100", 1))} == {0}
     with pytest.raises(ClusterError):
         am.plan(am.Workload(8, 8, 64, 10**12, phase="decode"), am.Cluster.preset("dgx-h100", 1))
-
-
-LAYERS = SharedLayers(2 * 10**8, (960, 576, 3072, 576) * 30 + (49152,), most_rows=32, most_ranks=15, board=131_008)
-
-
-def model_of_cpus(rows: int = 1) -> ModelSizes:
-    """Return a model whose 200 MB of weights in float32 ranks can share, and 1 MB that they cannot."""
-    work = am.Workload(9, 3, 64, 4000, layers=30, dtype="float32", phase="decode", batch=rows)
-    return ModelSizes(work, 576, 30, lambda ranks, _: 201 * 10**6 // ranks, active=5 * 10**7, shared=LAYERS)
-
-
-def cpus(hosts: int = 1, ranks: int = 2) -> Cluster:
-    device = Device(2.7e10, 3e10, 8e9, 6e9, copy_rate=4e9, call=4e-4)
-    links = Link(5e-4, 5e8, 2e9, short=1e-4), Link(5e-4, 1.18e8, 1.18e8, message=4e-4)
-    return Cluster("cpus", hosts, ranks, device, *links, short_collectives="ring")
 
 
 def test_ranks_that_share_layers_read_their_part_and_exchange_outputs() -> None:

@@ -5,8 +5,8 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -22,31 +22,9 @@ from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store import folder_shard
 from attnmesh.store.journal import SIZE, Journal
 from attnmesh.store.layer_files import PIECE
-from tests.support.growing_caches import grow, rows
+from tests.support.growing_caches import SIZES, decoded, equal, flip, full_journal, grow, in_memory, opened, rows
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
-
-SIZES: dict[str, Any] = {"batch": 1, "kv_heads": 2, "head_dim": 16, "capacity": 4 * PIECE, "dtype": torch.float32}
-
-
-def in_memory(length: int, mesh: Any = None, **sizes: Any) -> am.KVCache:
-    cache = am.KVCache(mesh, **{**SIZES, **sizes})
-    grow(cache, length)
-    return cache
-
-
-def decoded(cache: am.KVCache, queries: int = 1, **options: Any) -> torch.Tensor:
-    """Return the output of fixed queries."""
-    generator = torch.Generator().manual_seed(1)
-    return am.decode(torch.randn(cache.sizes.batch, 4, queries, 16, generator=generator), cache, **options)
-
-
-def equal(one: am.KVCache, other: am.KVCache, queries: int = 1) -> bool:
-    return one.length == other.length and torch.equal(decoded(one, queries), decoded(other, queries))
-
-
-def opened(path: Path, **sizes: Any) -> am.KVCache:
-    return am.KVCache(None, **{**SIZES, **sizes}, folder=path)
 
 
 @pytest.mark.parametrize(
@@ -174,12 +152,6 @@ def test_damage_of_one_rank_raises_on_all(pool: Pool, tmp_path: Path) -> None:
     one, other = pool.run(2, damage_one_rank, tmp_path)
     assert one == other
     assert "damage in" in one
-
-
-def flip(file: Path, place: int) -> None:
-    content = bytearray(file.read_bytes())
-    content[place] ^= 4
-    file.write_bytes(content)
 
 
 def cut(file: Path, size: int) -> None:
@@ -325,16 +297,6 @@ def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
     if not request.param:
         monkeypatch.setattr(folder_shard, "append", lambda *_: False)
     return bool(request.param)
-
-
-@contextmanager
-def full_journal(cache: am.KVCache) -> Iterator[None]:
-    """Let no record be written."""
-    journal, kept = cache.shard.journal, cache.shard.journal.handle
-    journal.handle = os.open("/dev/full", os.O_RDWR)
-    yield
-    os.close(journal.handle)
-    journal.handle = kept
 
 
 def test_a_full_disk_leaves_the_cache_usable(tmp_path: Path, native: bool) -> None:

@@ -22,8 +22,7 @@ from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store import checkpoint, folder_shard
 from attnmesh.store.journal import Journal
 from attnmesh.store.layer_files import PIECE
-from tests.store.test_folder import SIZES, decoded, equal, flip, full_journal, in_memory, opened
-from tests.support.growing_caches import grow, rows
+from tests.support.growing_caches import SIZES, decoded, equal, flip, full_journal, grow, in_memory, opened, rows
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
 from tests.support.seeds import rotated

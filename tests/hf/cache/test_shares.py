@@ -10,14 +10,14 @@ import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.hf.serving.engine import Engine
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.hf.recurrent.test_recurrent import DoublePrecision, model_of, tokens
-from tests.hf.serving.test_engine import ids, running
-from tests.hf.serving.test_engine import tokens as tokens_of
 from tests.support import families
+from tests.support.engines import ids, running, tokens
 from tests.support.families import STOCK, prompt
 from tests.support.mesh_problems import named_mesh
+from tests.support.models.checks import DoublePrecision
 from tests.support.models.tiny_models import Case, build
 from tests.support.pool import Pool
+from tests.support.recurrent import model_of
 
 
 def conversation(family: str, shape: Shape, shares: tuple[float, ...], folder: Path) -> tuple[list[Any], list[int]]:
@@ -67,12 +67,12 @@ def generated(shares: tuple[float, ...]) -> tuple[torch.Tensor, list[int]]:
     model.get_input_embeddings().register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
     with DoublePrecision():
         cache = hf.ShardedCache(model.config, mesh, shares=shares)
-        made = hf.generate(model, tokens(480), cache=cache, max_new_tokens=6, do_sample=False)
+        made = hf.generate(model, prompt(480), cache=cache, max_new_tokens=6, do_sample=False)
     return made, seen
 
 
 def test_recurrent_layers_compute_runs_of_tokens_as_long_as_the_shares(pool: Pool) -> None:
-    stock, given = model_of("qwen3_next", "eager"), tokens(480)
+    stock, given = model_of("qwen3_next", "eager"), prompt(480)
     with DoublePrecision():
         mask = torch.ones_like(given)
         expected = stock.generate(given, attention_mask=mask, max_new_tokens=6, do_sample=False)
@@ -90,7 +90,7 @@ def served(shares: object) -> list[int] | None:
             return None
         assert engine.shares is not None
         streams = [engine.submit(ids(length, seed=length), max_new_tokens=5) for length in (130, 40, 90)]
-        return [token for stream in streams for token in tokens_of(stream)]
+        return [token for stream in streams for token in tokens(stream)]
 
 
 def test_an_engine_serves_on_unequal_shares(pool: Pool) -> None:

@@ -15,10 +15,10 @@ from attnmesh import errors
 from attnmesh.core.storage import STORAGES
 from attnmesh.hf.cache.layer import SHORT_WINDOW
 from attnmesh.mesh.shapes import Shape
-from tests.hf.sparse import test_sparse
 from tests.support import families
 from tests.support.families import STOCK, prompt
 from tests.support.mesh_problems import named_mesh
+from tests.support.models import sparse_models
 from tests.support.pool import Pool
 from tests.support.seeds import pairs, rotated
 
@@ -189,7 +189,7 @@ def test_refusals() -> None:
 
 def sparse(name: str, shape: Shape) -> tuple[list[int], list[str | None]]:
     """Return the tokens of a model whose queries select their keys, and how its caches are stored."""
-    model = test_sparse.model(name, "attnmesh", torch.float64)
+    model = sparse_models.model(name, "attnmesh", torch.float64)
     cache = hf.ShardedCache(model.config, named_mesh(shape, AXES), storage="int8")
     found = hf.generate(model, prompt(150), cache=cache, max_new_tokens=10, do_sample=False)
     return found[0].tolist(), [kv.sizes.storage for kv in cache.kvs]

@@ -10,12 +10,12 @@ from torch import Tensor
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.hf.images.test_image_training import loss_and_gradients
-from tests.hf.images.test_images import OPTIONS, logits
 from tests.support.families import prompt
 from tests.support.mesh_problems import named_mesh
 from tests.support.models.image_checks import model_of
 from tests.support.models.image_inputs import random_pixels
+from tests.support.models.image_prompts import OPTIONS, logits
+from tests.support.models.image_training import trained
 from tests.support.pool import Pool
 
 Batch = dict[str, Any]
@@ -109,16 +109,16 @@ def test_a_turn_continues_a_prompt_with_the_same_images(pool: Pool) -> None:
         assert taken == sum(ONE)
 
 
-def trained(shape: Shape, batch: Batch) -> tuple[float, dict[str, Tensor]]:
-    return loss_and_gradients(model_of("mllama", "attnmesh", DOUBLE), hf.shard_batch(batch, named_mesh(shape, AXES)))
+def trained_on_mesh(shape: Shape, batch: Batch) -> tuple[float, dict[str, Tensor]]:
+    return trained(model_of("mllama", "attnmesh", DOUBLE), hf.shard_batch(batch, named_mesh(shape, AXES)))
 
 
 @pytest.mark.parametrize("shape", [Shape(1, 1, 3), Shape(2, 1, 1)], ids=str)
 def test_loss_and_gradients_are_those_of_one_device(shape: Shape, pool: Pool) -> None:
     batch = inputs(TWO, ONE, side="right")
     batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-    expected, gradients = loss_and_gradients(model_of("mllama", None, DOUBLE), {**batch, "use_cache": False})
-    losses, found = zip(*pool.run(shape.ranks, trained, shape, batch), strict=True)
+    expected, gradients = trained(model_of("mllama", None, DOUBLE), {**batch, "use_cache": False})
+    losses, found = zip(*pool.run(shape.ranks, trained_on_mesh, shape, batch), strict=True)
     assert sum(losses) / shape.ranks == pytest.approx(expected, rel=1e-6)
     assert sum("vision" in name and bool(x.any()) for name, x in gradients.items()) > 10
     for name, whole in gradients.items():

@@ -1,90 +1,33 @@
 """Prompts with images, on one to three ranks, beside stock transformers on one device."""
 
-from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from torch import Tensor
-from transformers import PreTrainedTokenizerFast
-from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-from transformers.models.llava.processing_llava import LlavaProcessor
 
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.hf.images.test_images import IMAGES, OPTIONS, logits, vision_model
 from tests.support.families import prompt
 from tests.support.mesh_problems import named_mesh
 from tests.support.models.image_models import build_images, image_case
+from tests.support.models.image_prompts import (
+    FIRST,
+    IMAGES,
+    OPTIONS,
+    SECOND,
+    SHAPES,
+    answer,
+    answer_logits,
+    inputs,
+    logits,
+    off,
+    stock,
+    vision_model,
+)
+from tests.support.models.processed_images import processed
 from tests.support.pool import Pool
 from tests.support.seeds import rotated
-
-SIZES = {"wide": (1, 4, 8), "high": (1, 6, 4), "large": (1, 8, 6)}
-"""Images by name, as patches along time, height and width. Four patches are a token."""
-
-Part = str | int
-"""Text of so many tokens, or an image by name."""
-
-FIRST: tuple[Part, ...] = (5, "wide", 9, "high", 26)
-SECOND: tuple[Part, ...] = (*FIRST, 3, "large", 17)
-SHAPES = (Shape(1, 1, 1), Shape(1, 1, 2), Shape(1, 3, 1))
-
-
-@lru_cache
-def pixels(name: str, seed: int = 0) -> Tensor:
-    """Random patches of an image."""
-    generator = torch.Generator().manual_seed(len(name) + 100 * seed)
-    return torch.randn(torch.tensor(SIZES[name]).prod(), 96, dtype=torch.float64, generator=generator)
-
-
-def inputs(*rows: tuple[Part, ...], seed: int = 0) -> dict[str, Tensor]:
-    """What a processor of Qwen returns for sequences of text and images, padded on the left."""
-    sequences, images = [], []
-    for number, row in enumerate(rows):
-        parts = []
-        for place, part in enumerate(row):
-            if isinstance(part, int):
-                parts.append(prompt(part, seed=10 * number + place)[0] % 80 + 5)
-            else:
-                tokens = int(torch.tensor(SIZES[part]).prod()) // 4
-                parts.append(torch.tensor([92, *[90] * tokens, 93]))
-                images.append(part)
-        sequences.append(torch.cat(parts))
-    length = max(map(len, sequences))
-    padded = [torch.cat((torch.zeros(length - len(ids), dtype=torch.long), ids)) for ids in sequences]
-    mask = [torch.arange(length) >= length - len(ids) for ids in sequences]
-    ids = torch.stack(padded)
-    return {
-        "input_ids": ids,
-        "attention_mask": torch.stack(mask).long(),
-        "pixel_values": torch.cat([pixels(name, seed) for name in images]),
-        "image_grid_thw": torch.tensor([SIZES[name] for name in images]),
-        "mm_token_type_ids": (ids == 90).int(),
-    }
-
-
-def stock(kind: str, batch: dict[str, Tensor], **options: Any) -> Tensor:
-    """The logits of stock transformers."""
-    return logits(vision_model(kind, "sdpa").generate(**batch, **{**OPTIONS, **options}))
-
-
-def off(found: Any, expected: Tensor) -> float:
-    """How far the logits of an output are off."""
-    return float((logits(found) - expected).abs().max())
-
-
-def answer(kind: str, shape: Shape, batch: dict[str, Tensor], options: dict[str, Any]) -> Any:
-    """Return on a rank what a model generates, from blocks so small that all ranks have some."""
-    model = vision_model(kind, "attnmesh")
-    cache = hf.ShardedCache(model.config, named_mesh(shape, AXES), block=4)
-    return hf.generate(model, **batch, cache=cache, **{**OPTIONS, **options})
-
 
 PROMPTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "one": ((FIRST,), {}),
@@ -93,10 +36,6 @@ PROMPTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sampled": ((FIRST, (14, "large", 4)), {"num_return_sequences": 2, "do_sample": True, "top_k": 1}),
 }
 """Sequences of text and images, and options. No number of ranks divides the tokens."""
-
-
-def answer_logits(*arguments: Any) -> Tensor:
-    return logits(answer(*arguments))
 
 
 @pytest.mark.parametrize(("kind", "name", "shape"), rotated([*IMAGES], [*PROMPTS], SHAPES, every=len(SHAPES)))
@@ -195,35 +134,6 @@ def prefilled(kind: str, shape: Shape) -> float:
 @pytest.mark.parametrize("shape", [Shape(2, 1, 1), Shape(1, 3, 1)], ids=str)
 def test_a_prefill_with_images_is_continued(shape: Shape, pool: Pool) -> None:
     assert max(pool.run(shape.ranks, prefilled, "qwen3_vl", shape)) < 1e-5
-
-
-def processor(side: str) -> LlavaProcessor:
-    """Return the processor of LLaVA for images of 16 tokens, with padding on a side."""
-    words = {"<pad>": 0, "<image>": 90, **{f"w{number}": number for number in range(1, 80)}}
-    tokens = Tokenizer(WordLevel(words, unk_token="<pad>"))
-    tokens.pre_tokenizer = WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=tokens, pad_token="<pad>", additional_special_tokens=["<image>"], padding_side=side
-    )
-    sides = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
-    options = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-    return LlavaProcessor(CLIPImageProcessorPil(**sides), tokenizer, image_token="<image>", **options)
-
-
-def pictures() -> list[Image.Image]:
-    """Return three images of different sizes."""
-    generator = np.random.default_rng(0)
-    sizes = ((24, 40), (17, 19), (64, 33))
-    return [Image.fromarray(generator.integers(0, 255, (*size, 3), dtype=np.uint8)) for size in sizes]
-
-
-TEXTS = ("w3 <image> w4 w5 <image> w6 w7 w8", "w9 w10 w11 <image> w12 w13")
-
-
-def processed(side: str = "left") -> Any:
-    """Return what the processor of LLaVA makes of two texts and three images."""
-    batch = processor(side)(text=[*TEXTS], images=pictures(), padding=True, return_tensors="pt")
-    return {**batch, "pixel_values": batch["pixel_values"].double()}
 
 
 def answer_processed(shape: Shape) -> float:

