@@ -22,7 +22,7 @@ from benchmarks.commands import app
 from benchmarks.timing import Comparison, Timing
 from tests.support import command
 from tests.support.needs import needs_hosts, needs_smollm2
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 ROW = Comparison("decode", "SDPA", Timing(30.0, 29.0, 31.0), Timing(10.0, 9.0, 11.0), 2.5, 20.0, 0.5)
 run = partial(command.run, command=app)
@@ -117,6 +117,7 @@ def test_the_command_of_a_report_can_be_typed_again(monkeypatch: pytest.MonkeyPa
     assert words[words.index("--shape") + 1] == shape
 
 
+@on_each_rank
 def counted_and_foretold() -> list[tuple[str, int, int]]:
     rows = []
     for case in prefill.cases(64):
@@ -132,6 +133,7 @@ def test_what_is_counted_was_foretold(pool: Pool) -> None:
         assert counted == foretold, name
 
 
+@on_each_rank
 def faults_of_peers() -> dict[str, list[str | None]]:
     faults: dict[str, list[str | None]] = {}
     for case in prefill.cases(64):
@@ -170,6 +172,7 @@ def test_the_table_and_the_json(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("prefill", "--ranks", "1")[0] == 2
 
 
+@on_each_rank
 def merges_of_a_step() -> list[str]:
     case = decode.Case("step", (4, 2), 64, repeat=1, rounds=5)
     return [row.contender for row in decode._step(case) if row.timing is not None]
@@ -190,6 +193,7 @@ def test_the_contenders_of_a_step_run(pool: Pool) -> None:
     assert {"decode", "ring, overlapped", "ring-attention-pytorch", "three all-reduces"} <= set(names)
 
 
+@on_each_rank
 def the_ring_is_attention() -> bool:
     case = decode.Case("step", (4, 2), 70)
     cache, q = decode._cache(case), decode._query(case)

@@ -10,11 +10,12 @@ from attnmesh.setup.init_mesh import init_mesh
 from benchmarks import recurrent
 from benchmarks.commands import app
 from tests.support.command import run
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 SMALL = recurrent.Request(tokens=70, key_heads=2, head_dim=8, rounds=2)
 
 
+@on_each_rank
 def largest_errors() -> list[float]:
     """The largest error of each way's output, and of the sum of its gradients of weights."""
     mesh = init_mesh("cpu", (1, 1, dist.get_world_size()))

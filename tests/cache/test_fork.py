@@ -12,7 +12,7 @@ import attnmesh as am
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.problems import numbers
 from tests.support.seeds import rotated
 
@@ -35,6 +35,7 @@ def pieces(cache: am.KVCache) -> list[int]:
     return [blocks.stored[0].data_ptr() for blocks in cache.shard.shared]
 
 
+@on_each_rank
 def continued(shape: Shape, batch: int, padded: bool, reproducible: bool) -> None:
     """Compare three forks with copies that go through the same calls."""
     forked, copied = [cache_of(shape, batch, padded=padded)], [cache_of(shape, batch, padded=padded)]
@@ -73,6 +74,7 @@ def test_forks_continue_as_copies_do(shape: Shape, rows: tuple[int, bool], pool:
         pool.run(shape.ranks, continued, shape, batch, padded, True)
 
 
+@on_each_rank
 def measured(shape: Shape) -> None:
     cache = cache_of(shape)
     other = cache.fork()
@@ -96,6 +98,7 @@ def test_whole_blocks_are_shared_and_not_copied(shape: Shape, pool: Pool) -> Non
     pool.run(shape.ranks, measured, shape)
 
 
+@on_each_rank
 def saved(shape: Shape, folder: str) -> None:
     cache = cache_of(shape, batch=2)
     other, q = cache.fork(), numbers(2, 4, 1, 8)
@@ -115,6 +118,7 @@ def test_a_saved_fork_is_a_plain_cache(shape: Shape, pool: Pool) -> None:
         pool.run(shape.ranks, saved, shape, folder)
 
 
+@on_each_rank
 def refused(shape: Shape, folder: str) -> str:
     cache = cache_of(shape)
     saving = cache.save(folder, wait=False)
@@ -136,6 +140,7 @@ def test_a_cache_that_is_saving_does_not_fork(shape: Shape, pool: Pool) -> None:
         assert answer.startswith(expected), answer
 
 
+@on_each_rank
 def recovered() -> None:
     cache = cache_of(Shape(1, 1, 2), copies=2)
     other, q = cache.fork(), numbers(1, 4, 1, 8)
@@ -157,6 +162,7 @@ def test_a_graph_refuses_a_fork() -> None:
         torch.compile(lambda x: am.decode(x, other), backend="eager")(numbers(1, 4, 1, 8))
 
 
+@on_each_rank
 def paged(shape: Shape) -> None:
     """Attend to the pages of a rank as an engine does, and merge the ranks."""
     cache = cache_of(shape, batch=2)
@@ -185,6 +191,7 @@ def test_an_engine_reads_the_pages(shape: Shape, pool: Pool) -> None:
     pool.run(shape.ranks, paged, shape)
 
 
+@on_each_rank
 def served(shape: Shape, scattered: bool) -> None:
     """Take the blocks of an engine's pool, and compare with a cache that has appended the same tokens."""
     mesh, blocks, ranks = named_mesh(shape, AXES), 3, shape.queries * shape.keys
@@ -239,6 +246,7 @@ BAD_PAGES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@on_each_rank
 def badly_paged(shape: Shape, name: str) -> str:
     """Return the error of a call that is wrong on the last rank alone."""
     sizes: dict[str, Any] = {"kv_heads": 2, "head_dim": 8, "capacity": 200, "dtype": torch.float32, "block": 4}

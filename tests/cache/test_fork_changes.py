@@ -13,7 +13,7 @@ from attnmesh import errors, hf
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support import families
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.problems import numbers
 
 
@@ -93,6 +93,7 @@ def test_truncation_copies_one_block_at_most(monkeypatch: pytest.MonkeyPatch) ->
     assert copied[:3] == [30 % 4] * 3
 
 
+@on_each_rank
 def compiled(tokens: int) -> str:
     """Decode from a fork in a graph; of 5 tokens one rank has no whole block."""
     other, q = cache_of(tokens=tokens, shape=Shape(1, 1, 2)).fork(), numbers(1, 4, 1, 8)

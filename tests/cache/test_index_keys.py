@@ -12,7 +12,7 @@ import attnmesh as am
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 BATCH, HEADS, WIDTH = 2, 2, 6
 
@@ -36,6 +36,7 @@ def is_held(cache: am.KVCache, keys: Tensor) -> bool:
     return torch.equal(mine, keys[:, cache.mesh.heads.slice_of(HEADS)][:, :, index]) and bool((counts == 1).all())
 
 
+@on_each_rank
 def life(shape: tuple[int, ...], folder: Path, lost: int, padded: bool) -> list[bool]:
     """Fill, change, fork, save, load and recover a cache. Return whether its keys were right after each."""
     mesh, place = mesh_of(shape), Mesh.of(mesh_of(shape))

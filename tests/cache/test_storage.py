@@ -20,7 +20,7 @@ from attnmesh.mesh.shapes import AXES, Shape
 from tests.support import histories
 from tests.support.dense import truth
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import pairs, seeds
 
 HEADS, WIDTH, TOKENS = (4, 2), 8, 75
@@ -62,6 +62,7 @@ def is_held(cache: am.KVCache, x: Tensor, storage: str) -> bool:
     )
 
 
+@on_each_rank
 def life(shape: tuple[int, ...], storage: str, values: str, folder: Path, lost: int) -> list[bool]:
     """Fill, change, fork, save, load and recover a cache. Return whether it holds the rows of its tokens after each."""
     mesh = mesh_of(Shape(*shape))
@@ -106,6 +107,7 @@ def test_a_life_keeps_the_stored_rows(
         assert all(right), right
 
 
+@on_each_rank
 def bits(shape: tuple[int, ...], storage: str, values: str, block: int, pieces: tuple[int, ...]) -> list[Tensor]:
     cache = empty(mesh_of(Shape(*shape)), storage=storage, values=values, block=block)
     k, v = numbers(2, 2, HEADS[1], TOKENS, WIDTH)
@@ -130,6 +132,7 @@ def test_the_same_bits_on_any_ranks_and_in_any_pieces(pool: Pool, storage: str, 
             assert all(map(torch.equal, found, expected)), shape
 
 
+@on_each_rank
 def reloaded(shape: tuple[int, ...], storage: str, folder: Path) -> Tensor:
     """Fill and save a cache on four ranks, or load it on others; append more. Return the rows of all tokens."""
     mesh, saves = mesh_of(Shape(*shape)), shape[2] == 4
@@ -260,6 +263,7 @@ def test_refusals() -> None:
         cache.append(*rows(numbers(2, 2, HEADS[1], 3, WIDTH), "int8"))
 
 
+@on_each_rank
 def two_storages(folder: Path) -> list[str]:
     """Return the errors of ranks whose caches are stored in two ways."""
     mesh, found = mesh_of(Shape(1, 1, 2)), []

@@ -29,7 +29,7 @@ from attnmesh.store.layer_files import PIECE
 from tests.support import growing_caches, histories
 from tests.support.growing_caches import grow
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import seeds
 
 HOT = 32
@@ -93,6 +93,7 @@ def test_the_newest_tokens_alone_are_on_the_device() -> None:
     assert torch.equal(cache.keys[:, :, :700], plain(700).keys[:, :, :700])
 
 
+@on_each_rank
 def reproducible_on_ranks(shape: Shape) -> list[bool]:
     """On a rank: whether steps have the bits of one memory, as a cache grows and is cut."""
     cache, found = tiered(200, named_mesh(shape, AXES), capacity=800), []
@@ -176,6 +177,7 @@ def test_pieces_of_a_folder_fill_and_are_cut(tmp_path: Path) -> None:
         assert torch.allclose(decoded(cache), decoded(plain(cache.length, capacity=3 * PIECE)), atol=1e-6)
 
 
+@on_each_rank
 def lived_on_ranks(path: Path, shape: Shape) -> list[Any]:
     """On a rank: a folder that is left without a flush and with one, and opened again."""
     mesh, found = named_mesh(shape, AXES), list[Any]()
@@ -317,6 +319,7 @@ def no_space(*_: object) -> None:
     raise OSError(28, "No space left on device")
 
 
+@on_each_rank
 def flushed_on_ranks(path: Path) -> tuple[str, str]:
     """On a rank: what is said where rank 1 alone cannot write, though ranks compare no call."""
     cache = tiered(100, named_mesh(Shape(1, 1, 2), AXES), folder=path, checked=False)
@@ -331,6 +334,7 @@ def flushed_on_ranks(path: Path) -> tuple[str, str]:
         return str(error.value), grown_until_full(cache, 100) if is_full else ""
 
 
+@on_each_rank
 def failed_alone() -> str:
     """On a rank: what rank 1 says to an append to files that it alone cannot do, of ranks on GPUs."""
     calls = CallRecord(Mesh.of(named_mesh(Shape(1, 1, 2), AXES)), torch.device("cuda"), None)
@@ -388,6 +392,7 @@ def test_arguments_that_do_not_go_together(sizes: dict[str, Any], said: str) -> 
         am.KVCache(None, **{**SIZES, "hot": HOT, **sizes})
 
 
+@on_each_rank
 def with_copies() -> str:
     try:
         tiered(0, named_mesh(Shape(1, 1, 2), AXES), copies=2)

@@ -16,7 +16,7 @@ from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store.checkpoint import load_layers
 from attnmesh.store.checkpoint_writer import save_layers
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 SIZES: dict[str, Any] = {"batch": 2, "kv_heads": 2, "head_dim": 8, "capacity": 2000, "block": 4}
 MASKS = [am.Window(0), am.Window(37), am.Causal() & am.Chunks(50), am.Window(30) & am.Chunks(24)]
@@ -36,6 +36,7 @@ def new(tokens: int, seed: int = 0) -> list[torch.Tensor]:
 # --- the same bits, and less memory ---
 
 
+@on_each_rank
 def lives(shape: Shape, mask: Mask, keep: int) -> list[torch.Tensor]:
     """Return outputs of a long life. Raise unless a cache that keeps every token gives the same bits."""
     caches = [cache_of(shape, mask, keep), cache_of(shape, None)]
@@ -77,6 +78,7 @@ def test_same_bits_as_a_cache_that_keeps_every_token(pool: Pool, mask: Mask, kee
             assert all(map(torch.equal, outs, alone)), shape
 
 
+@on_each_rank
 def prefills(shape: Shape, layout: Any, padded: bool) -> tuple[float, int, int]:
     """Return the worst error after a sharded prefill in two parts, and the slots in use and reserved."""
     mask, place = am.Window(20), Mesh.of(named_mesh(shape, AXES) if shape.ranks > 1 else None)
@@ -117,6 +119,7 @@ def test_a_sharded_prefill_keeps_the_window_alone(pool: Pool, layout: Any, padde
             assert max(most, after) < 90, "of 1,190 tokens"
 
 
+@on_each_rank
 def stays_apart() -> bool:
     cache, mask = cache_of(Shape(1, 1, 2), am.Window(30), 2), am.Window(30)
     cache.append(*new(200)[1:])
@@ -159,6 +162,7 @@ def continued(caches: list[am.KVCache], masks: Any = LAYERS) -> list[torch.Tenso
     return outs
 
 
+@on_each_rank
 def save_while_decoding(shape: Shape, padded: bool, path: Path) -> list[torch.Tensor]:
     caches = [filled(shape, mask, padded) for mask in LAYERS]
     save_layers(caches, path).wait()
@@ -168,6 +172,7 @@ def save_while_decoding(shape: Shape, padded: bool, path: Path) -> list[torch.Te
     return outs
 
 
+@on_each_rank
 def load_and_continue(shape: Shape, path: Path) -> list[torch.Tensor]:
     caches, _, _ = load_layers(am.KVCache, path, named_mesh(shape, AXES) if shape.ranks > 1 else None)
     assert [cache.sizes.mask for cache in caches] == list(LAYERS)
@@ -184,6 +189,7 @@ def test_layers_of_several_windows_are_saved_and_loaded_on_other_ranks(
             assert all(torch.allclose(*both, atol=1e-5) for both in zip(outs, expected, strict=True))
 
 
+@on_each_rank
 def recover_and_continue(padded: bool, after: Shape, ahead: int) -> list[torch.Tensor] | str:
     caches = [filled(Shape(1, 1, 3), mask, padded) for mask in LAYERS]
     if dist.get_rank() == 2:  # steps ahead of the others
@@ -216,6 +222,7 @@ def test_ranks_too_far_apart_are_refused(pool: Pool) -> None:
 # --- bad input ---
 
 
+@on_each_rank
 def run_bad_call(kind: str) -> None:
     """Make a bad call on all ranks, or on rank 1 alone. The cache has to stay as it is."""
     odd, mask, shape = dist.get_rank() == 1, am.Window(20), Shape(1, 1, 3)

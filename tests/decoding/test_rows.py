@@ -17,7 +17,7 @@ from attnmesh.kernels.cache_view import CacheView, DecodeQuery
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.runtime.counters import counted
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import rotated
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
@@ -79,6 +79,7 @@ class Rows:
         return out, torch.cat(wanted)
 
 
+@on_each_rank
 def agrees_with_float64(shape: Shape, options: dict[str, Any], cache: dict[str, Any]) -> None:
     rows = Rows(shape, **cache)
     for _ in range(3):  # the first makes the plan, and the caches with blocks of 4 change owners
@@ -150,6 +151,7 @@ def test_each_rank_gets_its_heads(shape: Shape, pool: Pool) -> None:
 # --- bits ---
 
 
+@on_each_rank
 def bits(shape: Shape, reproducible: bool) -> list[Tensor]:
     rows = Rows(shape, block=16)
     return [rows.step(reproducible=reproducible)[0] for _ in range(2)]
@@ -162,6 +164,7 @@ def test_reproducible_rows_have_the_same_bits_on_any_ranks(pool: Pool) -> None:
             assert all(torch.equal(one, other) for one, other in zip(answer, alone, strict=True))
 
 
+@on_each_rank
 def same_on_all(shape: Shape) -> None:
     rows = Rows(shape)
     for _ in range(2):
@@ -178,6 +181,7 @@ def test_all_ranks_hold_the_same_bits(pool: Pool) -> None:
 # --- one merge ---
 
 
+@on_each_rank
 def merges(shape: Shape) -> None:
     rows = Rows(shape)
     for _ in range(2):
@@ -191,6 +195,7 @@ def test_all_rows_take_one_merge(pool: Pool) -> None:
     pool.run(2, merges, Shape(1, 1, 2))
 
 
+@on_each_rank
 def a_number_that_is_not_finite(shape: Shape) -> None:
     rows = Rows(shape)
     rows.step()
@@ -210,6 +215,7 @@ def test_a_row_that_is_not_finite_spoils_no_other(pool: Pool) -> None:
 # --- refusals ---
 
 
+@on_each_rank
 def refused(shape: Shape, wrong: str, rank: int | None, warm: bool) -> str:
     """Return the error of a call that is wrong on one rank, or on all; the caches serve the next call."""
     rows = Rows(shape)

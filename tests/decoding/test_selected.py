@@ -14,7 +14,7 @@ from attnmesh.errors import ShapeError
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.runtime.counters import counted
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.problems import numbers
 
 HEADS, WIDTH, TOKENS = (4, 2), 8, 45
@@ -33,6 +33,7 @@ def indices(rows: int, k: int, tokens: int = TOKENS, seed: int = 1) -> Tensor:
     return numbers(2, HEADS[1], rows, tokens, seed=seed).argsort(-1)[..., :k].int()
 
 
+@on_each_rank
 def all_tokens_and_parts(ranks: int) -> list[bool]:
     """Return whether a selection of all tokens is causal attention, and two disjoint ones merge to their union."""
     cache, q = cache_of(ranks), numbers(2, HEADS[0], 3, WIDTH, seed=2)
@@ -66,6 +67,7 @@ def test_disjoint_selections_merge_to_their_union() -> None:
     torch.testing.assert_close(am.decode(q, cache, selected=am.Selection(both)), whole.out)
 
 
+@on_each_rank
 def compiled_steps(ranks: int) -> list[bool]:
     """Return whether compiled steps equal eager ones, with NaN for a faulty row alone."""
     caches, q = [cache_of(ranks) for _ in range(2)], numbers(2, HEADS[0], 1, WIDTH, seed=2)
@@ -95,6 +97,7 @@ def test_a_step_over_selected_tokens_is_one_graph(pool: Pool, ranks: int) -> Non
         assert all(right), right
 
 
+@on_each_rank
 def unchecked_differences() -> list[bool]:
     """Return whether outputs are NaN where ranks that compare nothing select other tokens."""
     cache, q = cache_of(2), numbers(2, HEADS[0], 1, WIDTH, seed=2)
@@ -108,6 +111,7 @@ def test_selections_that_differ_by_rank_are_nan_where_nothing_is_compared(pool: 
     assert pool.run(2, unchecked_differences) == [[True, True]] * 2
 
 
+@on_each_rank
 def received(tokens: int) -> int:
     cache, q = cache_of(4), numbers(2, HEADS[0], 1, WIDTH, seed=2)
     chosen = am.Selection(indices(1, tokens))
@@ -132,6 +136,7 @@ def score(keys: Tensor, operands: Sequence[Tensor]) -> Tensor:
     return torch.einsum("bqh,bqhn->bqn", weights, (q @ keys[:, None].mT).relu())
 
 
+@on_each_rank
 def best_tokens(ranks: int, padded: bool) -> list[Tensor]:
     """Return the best tokens before and after a fork, of a cache with a sharded prefill, on this rank."""
     mesh = named_mesh(Shape(1, 1, ranks), AXES) if ranks > 1 else None
@@ -147,6 +152,7 @@ def best_tokens(ranks: int, padded: bool) -> list[Tensor]:
     return [*found, top_k_tokens(index.fork(), score, operands, **options)]
 
 
+@on_each_rank
 def error_of_longer_index_keys() -> str:
     """Return the error of a step that attends the best tokens of index keys with more tokens than the cache."""
     mesh = named_mesh(Shape(1, 1, 2), AXES)

@@ -8,7 +8,7 @@ from attnmesh.diffusers import disable, enable
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.diffusion import MODELS
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 ROWS = (4, 5)
 
@@ -22,6 +22,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
+@on_each_rank
 def compiled(name: str, how: str) -> list[tuple[float, float]]:
     """Errors of output and of a gradient for each number of rows."""
     torch._dynamo.reset()

@@ -22,7 +22,7 @@ from attnmesh.diffusers.family_plans import plan_of
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.diffusion import MODELS, Inputs
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 
 def registered() -> tuple[Any, ...]:
@@ -48,6 +48,7 @@ def test_disable_leaves_everything_as_it_was() -> None:
     assert model._parallel_config is other._parallel_config is None
 
 
+@on_each_rank
 def two_models() -> bool:
     """A model on the mesh and one beside it, in turn."""
     model, other, given = MODELS["wan"].model(), MODELS["wan"].model(), MODELS["wan"].given(5)
@@ -61,6 +62,7 @@ def two_models() -> bool:
     return all(same)
 
 
+@on_each_rank
 def with_one_time(name: str) -> float:
     """The error of a model whose times have a dim for tokens, of one time for all of them."""
     model, given = MODELS[name].model(), MODELS[name].given(5)
@@ -110,6 +112,7 @@ def test_a_model_beside_one_on_the_mesh_stays_as_it_is(pool: Pool) -> None:
 # --- the backend ---
 
 
+@on_each_rank
 def attended(sizes: tuple[int, ...], heads: tuple[int, int], causal: bool) -> tuple[float, float]:
     """Errors of the backend's output and gradient, for a stream of uneven runs."""
     model = MODELS["wan"].model()
@@ -240,6 +243,7 @@ FORWARDS: dict[str, tuple[Spoil, str]] = {
 }
 
 
+@on_each_rank
 def spoiled(case: str) -> str:
     """The error of a forward pass, on one rank."""
     model, given = MODELS["wan"].model(), MODELS["wan"].given(5)
@@ -331,6 +335,7 @@ ENABLES: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
 }
 
 
+@on_each_rank
 def refused(case: str, alone: bool) -> str:
     """The error of `enable`, on one rank; with `alone` only rank 1 passes what is wrong."""
     make, given, _ = ENABLES[case]

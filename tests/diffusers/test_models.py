@@ -17,7 +17,7 @@ from attnmesh.mesh.traffic import traffic
 from attnmesh.runtime.counters import counted
 from tests.support.diffusion import MODELS, PIPELINES, Inputs, pipeline_steps
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 OUTPUT = 1e-13
 """Outputs are computed in float64, and differ by the order of sums."""
@@ -50,6 +50,7 @@ def run(model: nn.Module, given: Inputs) -> tuple[Tensor, list[Tensor | None]]:
     return whole.detach(), list(torch.autograd.grad(whole, parameters, torch.randn_like(whole), allow_unused=True))
 
 
+@on_each_rank
 def errors(cases: list[Case]) -> list[tuple[Case, float, float]]:
     """Relative errors of outputs and of summed gradients, on one rank."""
     found = []
@@ -92,6 +93,7 @@ def test_outputs_and_gradients_are_those_of_one_device(pool: Pool, ranks: int, n
             assert gradient < GRADIENT, case
 
 
+@on_each_rank
 def steps(name: str, shape: Shape) -> tuple[Tensor, Tensor]:
     model = MODELS[name].model()
     expected = pipeline_steps(name, model)
@@ -115,6 +117,7 @@ def test_two_steps_of_the_pipeline_are_those_of_one_device(pool: Pool, name: str
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
+@on_each_rank
 def bytes_received(shape: Shape, exchange: str, rows: int) -> int:
     """Bytes that a forward pass receives on this rank."""
     model, given = MODELS["wan"].model(), MODELS["wan"].given(rows)

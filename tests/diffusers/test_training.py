@@ -10,7 +10,7 @@ from attnmesh.diffusers import disable, enable
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.diffusion import MODELS
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 STEPS = 6
 
@@ -43,6 +43,7 @@ def adapted() -> nn.Module:
     return model.train()
 
 
+@on_each_rank
 def trained(shape: Shape) -> tuple[list[float], list[float]]:
     expected = losses(adapted(), on_mesh=False)
     model = adapted()
@@ -79,6 +80,7 @@ EXTRA = {"flux": 5, "hunyuan-video": 10}
 """Tokens of a row of pixels, in all frames."""
 
 
+@on_each_rank
 def checkpointed(name: str) -> float:
     expected = gradients(name, MODELS[name].model(torch.float64))
     model = MODELS[name].model(torch.float64).train()

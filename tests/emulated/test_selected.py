@@ -11,11 +11,13 @@ from attnmesh.mesh.shapes import AXES
 from tests.support.emulated_gpu import EmulatedGPU
 from tests.support.emulated_nccl import BACKENDS, world
 from tests.support.emulated_waits import random
+from tests.support.pool import on_each_rank
 from tests.support.seeds import pairs
 
 INDICES = torch.tensor([[3, 22, 7], [19, 0, 2**31 - 1]], dtype=torch.int32)[:, None, None]
 
 
+@on_each_rank
 def steps(gpu: EmulatedGPU, ranks: int, padded: bool) -> list[Tensor]:
     """Return outputs of selected tokens, then with faulty rows, and the best tokens by a score; of forks, too."""
     mesh = init_device_mesh("cuda", (1, 1, ranks), mesh_dim_names=AXES)

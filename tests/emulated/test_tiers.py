@@ -20,6 +20,7 @@ from tests.support.emulated_gpu import EmulatedGPU
 from tests.support.emulated_nccl import BACKENDS, world
 from tests.support.emulated_problems import Ranks
 from tests.support.emulated_waits import on_gpu, random, tiny_model
+from tests.support.pool import on_each_rank
 from tests.support.seeds import pairs
 from tests.support.tiers import OneWay, one_way
 
@@ -53,6 +54,7 @@ def outputs(gpu: EmulatedGPU, folder: Path) -> list[Tensor]:
     return found
 
 
+@on_each_rank
 def outputs_one_way(gpu: EmulatedGPU, brought: bool, folder: Path) -> list[Tensor]:
     return one_way(brought, outputs, gpu, folder)
 
@@ -64,6 +66,7 @@ def test_a_gpu_has_a_context_in_a_folder(brought: bool, tmp_path: Path) -> None:
             assert torch.allclose(ours, plain, atol=1e-5)
 
 
+@on_each_rank
 def a_model(gpu: EmulatedGPU) -> list[int]:
     """Return new tokens of a model whose older keys are on the host, after those of one whose keys are on the GPU."""
     mesh = init_device_mesh("cuda", (1, 1, 2), mesh_dim_names=AXES)
@@ -89,6 +92,7 @@ def test_a_token_of_a_model() -> None:
         assert found[:2] == found[2:]
 
 
+@on_each_rank
 def reopened(gpu: EmulatedGPU, folder: Path) -> list[Any]:
     """Return the devices of a folder that goes on with a model on one GPU, and whether a step is that of one memory."""
     torch.manual_seed(0)
@@ -112,6 +116,7 @@ def test_a_folder_goes_on_with_a_model_on_one_gpu(tmp_path: Path) -> None:
     assert world(1, reopened, tmp_path).results() == [["cuda", True]]
 
 
+@on_each_rank
 def said(gpu: EmulatedGPU) -> list[str]:
     """Return what is said to calls that a GPU does not serve."""
     sizes: dict[str, Any] = {"batch": 1, "kv_heads": 2, "head_dim": 16, "capacity": 300, "dtype": torch.float32}
@@ -152,6 +157,7 @@ def test_what_a_gpu_does_not_serve_is_refused_by_name() -> None:
         assert answer.startswith(start)
 
 
+@on_each_rank
 def chosen(gpu: EmulatedGPU) -> list[bool]:
     """Return whether the sample and the step that follows are right, and whether the choice is kept."""
     sizes: dict[str, Any] = {"batch": 1, "kv_heads": 2, "head_dim": 16, "capacity": 700, "dtype": torch.float32}

@@ -9,7 +9,7 @@ from tests.support.emulated_gpu import EmulatedGPU
 from tests.support.emulated_nccl import world
 from tests.support.interpreted import interpreting
 from tests.support.odd_rank import BEFORE, alert, attention_outcomes, check, decoding_outcomes, merge_outcomes
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import rotated
 
 STEPS: list[tuple[str, tuple[int, int, int], dict[str, Any]]] = [
@@ -25,6 +25,7 @@ ON_HOSTS = {
 }
 
 
+@on_each_rank
 def _decode(kernel: str, *arguments: Any) -> dict[str, Any]:
     am.set_deadline(60)
     with interpreting(kernel), alert():
@@ -39,6 +40,7 @@ def test_steps(name: str, before: int, pool: Pool) -> None:
     check(pool.run(ranks, _decode, kernel, shape, before, options), before, compares_all=kernel == "auto")
 
 
+@on_each_rank
 def _attend(*arguments: Any) -> dict[str, Any]:
     am.set_deadline(60)
     with alert():
@@ -50,6 +52,7 @@ def test_attention(shape: tuple[int, int, int], before: int, pool: Pool) -> None
     check(pool.run(shape[0] * shape[1] * shape[2], _attend, shape, before), before, compares_all=True)
 
 
+@on_each_rank
 def _merge(kernel: str, *arguments: Any) -> dict[str, Any]:
     am.set_deadline(60)
     with interpreting(kernel), alert():
@@ -64,6 +67,7 @@ def test_merges(way: tuple[str, str], before: int, pool: Pool) -> None:
     check(pool.run(3, _merge, kernel, before, how), before, compares_all=kernel == "auto")
 
 
+@on_each_rank
 def _decode_on_gpu(gpu: EmulatedGPU, *arguments: Any) -> dict[str, Any]:
     am.set_deadline(60)
     with alert():
@@ -81,6 +85,7 @@ def test_steps_on_gpus(backend: str, shape: tuple[int, int, int], options: dict[
     check(found.results(), before, compares_all=False)
 
 
+@on_each_rank
 def _attend_on_gpu(gpu: EmulatedGPU, *arguments: Any) -> dict[str, Any]:
     am.set_deadline(60)
     with alert():
@@ -97,6 +102,7 @@ def test_attention_on_gpus(backend: str, shape: tuple[int, int, int], before: in
     check(found.results(), before, compares_all=False)
 
 
+@on_each_rank
 def _merge_on_gpu(gpu: EmulatedGPU, *arguments: Any) -> dict[str, Any]:
     am.set_deadline(60)
     with alert():

@@ -40,7 +40,7 @@ from attnmesh.guard.agreement import Agreement
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.problems import numbers
 
 T = torch.zeros
@@ -1061,6 +1061,7 @@ def cases() -> list[Case]:
     return found
 
 
+@on_each_rank
 def called(case: Case, folder: Path) -> tuple[str, str, bool]:
     """On a rank: what was raised, and whether attention and decoding go on as if nothing had been."""
     at = Place(named_mesh(case.shape, AXES), folder)
@@ -1096,6 +1097,7 @@ def test_all_ranks_raise_alike_and_go_on(pool: Pool, tmp_path: Path, case: Case)
     assert went_on
 
 
+@on_each_rank
 def refused_by_one() -> str:
     """While the others make a cache whose tokens lie along two axes: they make a group of both, if they are to."""
     mesh = named_mesh(Shape(2, 2, 2), AXES)

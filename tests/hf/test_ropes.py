@@ -15,7 +15,7 @@ from attnmesh.mesh.shapes import Shape
 from tests.support.families import SIZES, prompt
 from tests.support.mesh_problems import named_mesh
 from tests.support.models.checks import loss_and_gradients
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import rotated
 
 AXES = ("heads", "queries", "keys")
@@ -57,6 +57,7 @@ def model(name: str, attention: str, dtype: torch.dtype = torch.float32) -> PreT
     return result.to(dtype).eval()
 
 
+@on_each_rank
 def trained(name: str, length: int, shape: Shape, layout: Any) -> tuple[float, dict[str, Tensor]]:
     ids = prompt(length, batch=2)
     batch = hf.shard_batch({"input_ids": ids, "labels": ids}, named_mesh(shape, AXES), layout)
@@ -79,6 +80,7 @@ def test_training_has_the_rope_of_the_whole_sequence(name: str, kind: str, pool:
         assert (given - expected).abs().max() <= 1e-5 * max(1, float(expected.abs().max())), weights
 
 
+@on_each_rank
 def generated(name: str, shape: Shape) -> list[Any]:
     """Return tokens of prompts on both sides of the switch, each with a new model; then of turns on one cache."""
     mesh, outputs = named_mesh(shape, AXES), []
@@ -141,6 +143,7 @@ def test_padding_does_not_count_for_the_length() -> None:
         ids = given
 
 
+@on_each_rank
 def crossed() -> str:
     try:
         hf.generate(model("longrope", "attnmesh"), prompt(60), mesh=named_mesh(Shape(1, 1, 2), AXES), max_new_tokens=9)
@@ -168,6 +171,7 @@ def roberta(attention: str) -> PreTrainedModel:
     return result.double().train()
 
 
+@on_each_rank
 def roberta_loss(token: int) -> float | str:
     ids = prompt(41)
     ids[0, 17] = token

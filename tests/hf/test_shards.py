@@ -24,7 +24,7 @@ from attnmesh.mesh.shapes import Shape
 from tests.support import families
 from tests.support.families import prompt
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 AXES = ("heads", "queries", "keys")
 
@@ -139,6 +139,7 @@ def test_counts_keep_their_precision() -> None:
     assert float((count + 1001).to(torch.bfloat16)) == 1041.0  # bfloat16 has 1040 and 1048
 
 
+@on_each_rank
 def custom_losses() -> list[float]:
     """Return losses computed from logits and shift_labels: sum, mean over the batch, mean over the rank."""
     part = hf.shard_batch({"input_ids": prompt(21), "labels": prompt(21)}, named_mesh(Shape(1, 1, 2), AXES))
@@ -160,6 +161,7 @@ def test_a_custom_loss_keeps_its_divisor(pool: Pool) -> None:
     assert [total / mean for total, mean in zip(totals, rank_means, strict=True)] == pytest.approx([10, 10])
 
 
+@on_each_rank
 def loss_with_count(count: Any) -> float | str:
     """Return the loss of a model that is called with another count, or the error."""
     part = hf.shard_batch({"input_ids": prompt(21), "labels": prompt(21)}, named_mesh(Shape(1, 1, 2), AXES))
@@ -176,6 +178,7 @@ def test_a_count_of_the_whole_batch_may_be_passed_to_the_model(count: Any, pool:
     assert sum(pool.run(2, loss_with_count, count)) / 2 == pytest.approx(loss, rel=1e-5)
 
 
+@on_each_rank
 def chunked_loss() -> list[float]:
     """Return the model's loss, and a loss computed in chunks."""
     part = hf.shard_batch({"input_ids": prompt(21), "labels": prompt(21)}, named_mesh(Shape(1, 1, 2), AXES))
@@ -191,6 +194,7 @@ def test_a_loss_can_be_computed_twice(pool: Pool) -> None:
         assert chunked == pytest.approx(loss, rel=1e-5)
 
 
+@on_each_rank
 def fsdp_loss(count: Any) -> float:
     """Return the loss under FSDP, which copies the arguments of layers whose inputs it casts."""
     model = families.model("llama", "attnmesh").train()
@@ -212,6 +216,7 @@ def test_layers_of_fsdp_in_bfloat16_have_the_loss_of_one_device(count: Any, pool
     assert sum(pool.run(2, fsdp_loss, count)) / 2 == pytest.approx(loss, rel=2e-2)  # bfloat16's rounding
 
 
+@on_each_rank
 def compiled(backend: str) -> list[float]:
     """Return the loss and a gradient norm, without and with torch.compile."""
     part = hf.shard_batch({"input_ids": prompt(21), "labels": prompt(21)}, named_mesh(Shape(1, 1, 2), AXES))
@@ -242,6 +247,7 @@ def error_of_model(model: nn.Module, part: dict[str, Any]) -> str:
     return "nothing"
 
 
+@on_each_rank
 def error_of_second_model() -> str:
     """Return the error of a model without attention, called after another model on the same batch."""
     part = hf.shard_batch({"input_ids": prompt(21), "labels": prompt(21)}, named_mesh(Shape(1, 1, 2), AXES))
@@ -257,6 +263,7 @@ def test_a_second_model_on_the_same_batch_is_checked(pool: Pool) -> None:
         assert "a model whose layers all call attnmesh for attention, given one in which no layer does" in error
 
 
+@on_each_rank
 def error_of_uneven_mean() -> str:
     """Return the error of a mean loss where one rank has no labels."""
     ids = prompt(21)

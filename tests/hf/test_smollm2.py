@@ -15,6 +15,7 @@ from attnmesh.hf.load import PACKAGED, locate, open_model, open_tokenizer
 from attnmesh.mesh.shapes import mesh_shape
 from attnmesh.setup.init_mesh import init_mesh
 from tests.support.needs import needs_smollm2
+from tests.support.pool import on_each_rank
 
 pytestmark = needs_smollm2
 
@@ -43,6 +44,7 @@ def expected(length: int) -> list[int]:
     return tokens
 
 
+@on_each_rank
 def generated(ids: torch.Tensor, folder: str, storage: str | None = None) -> tuple[list[int], int]:
     """Return the tokens that a rank generates, and the bytes of its cache."""
     ranks = torch.distributed.get_world_size()

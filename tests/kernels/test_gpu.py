@@ -17,7 +17,7 @@ from attnmesh.core.partial import Partial, merge_stack
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh_attention import merge_across as merge
 from tests.support import histories, mesh_problems
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.tiers import OneWay
 
 pytestmark = pytest.mark.gpu
@@ -51,6 +51,7 @@ def test_random_histories_of_a_cache_in_two_memories(nccl: Pool, tmp_path: Path,
     histories.check(history, OneWay(nccl, brought=brought), tmp_path)  # type: ignore[arg-type]
 
 
+@on_each_rank
 def gathered() -> list[list[int]]:
     return dist_all_gather_ints([3, 4], [Axis(1, 0, dist.group.WORLD)])
 
@@ -121,6 +122,7 @@ def test_a_step_waits_for_nothing(padded: bool) -> None:
 # --- ranks that share a GPU ---
 
 
+@on_each_rank
 def shared(ranks: int, steps: int) -> list[float]:
     """On one rank: the largest error of each step, of messages that all come by the shared memory.
 

@@ -36,7 +36,7 @@ from tests.support import histories
 from tests.support.dense import truth
 from tests.support.interpreted import interpreting
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.problems import draw, selection
 from tests.support.seeds import seeds
 
@@ -88,6 +88,7 @@ def test_random_histories_of_a_cache_agree_with_float64(pool: Pool, tmp_path: Pa
     histories.check(histories.draw(seed, (1, 1, 2, 3), DTYPES, "triton", most=7), pool, tmp_path)
 
 
+@on_each_rank
 def reproduced(shape: tuple[int, ...], dtype: torch.dtype, mask: Mask) -> torch.Tensor:
     with interpreting("triton"):
         cache = am.KVCache(

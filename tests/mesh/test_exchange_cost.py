@@ -13,7 +13,7 @@ from attnmesh.mesh.way import Way
 from attnmesh.planner.cost import cost
 from benchmarks import peers, prefill
 from tests.support.live_tensors import LiveTensors
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 pytestmark = pytest.mark.quick
 
@@ -39,6 +39,7 @@ def measured_peak(shape: Shape, exchange: str, kv_heads: int) -> float:
     return tensors.most / 4 / TOKENS / WIDTH
 
 
+@on_each_rank
 def all_peaks(kv_heads: int) -> list[float]:
     return [measured_peak(shape, exchange, kv_heads) for exchange in EXCHANGES for shape in SHAPES]
 

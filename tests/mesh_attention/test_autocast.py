@@ -13,7 +13,7 @@ from attnmesh.mesh.shapes import Shape
 from tests.support import families
 from tests.support.families import plain_batch, prompt
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 AXES = ("heads", "queries", "keys")
 ROUNDING = 2.0**-7
@@ -35,6 +35,7 @@ def stock() -> tuple[Tensor, ...]:
     return out.detach(), q.grad, k.grad, v.grad
 
 
+@on_each_rank
 def ours(shape: Shape) -> tuple[Tensor, ...]:
     mesh, whole = named_mesh(shape, AXES), inputs()
     shards = [am.shard(x.detach(), mesh, layout=am.Zigzag()).requires_grad_() for x in whole]
@@ -61,6 +62,7 @@ def test_attend_casts_and_float64_stays() -> None:
         assert am.attend(q.double(), k.double(), v.double()).out.dtype == torch.float64
 
 
+@on_each_rank
 def generated(shape: Shape) -> list[Any]:
     model, mesh = families.model("qwen3", "attnmesh"), named_mesh(shape, AXES)
     with torch.autocast("cpu", dtype=torch.bfloat16):

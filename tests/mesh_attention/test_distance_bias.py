@@ -13,7 +13,7 @@ from attnmesh.errors import DeviceError, DtypeError, InputError, KernelError, Sh
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.dense import dense
 from tests.support.mesh_problems import SAMPLES, MeshProblem, draw, named_mesh, run, shard_positions
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.problems import draw as draw_alone
 from tests.support.seeds import batches_by_ranks, seeds
 
@@ -76,6 +76,7 @@ def window_of(problem: MeshProblem) -> int:
     return Random(problem.seed).choice((1, 9, 100))
 
 
+@on_each_rank
 def run_each(drawn: list[MeshProblem]) -> list[list[Tensor]]:
     found = []
     for problem in drawn:
@@ -147,6 +148,7 @@ WRONG = {
 }
 
 
+@on_each_rank
 def errors_of_the_last_rank() -> list[str]:
     """Return what each wrong bias of the last rank raises, and a right one of other distances than the others'."""
     mesh, found = named_mesh(Shape(1, 2, 1), AXES), []

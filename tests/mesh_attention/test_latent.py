@@ -17,7 +17,7 @@ from attnmesh.mesh_attention.latents import Latents, Projection
 from attnmesh.runtime.counters import counted
 from tests.support.dense import dense
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 HEADS, COLUMNS, VALUES, RANK, ROTATED, TOKENS = 6, 5, 3, 7, 2, 11
 
@@ -52,6 +52,7 @@ def test_heads_are_expanded_in_groups(size: int, monkeypatch: pytest.MonkeyPatch
     torch.testing.assert_close(partial.lse, lse)
 
 
+@on_each_rank
 def received(shape: Shape) -> int:
     """Return the elements that a rank receives, besides one value per row."""
     mesh, n = named_mesh(shape, AXES), TOKENS

@@ -16,7 +16,7 @@ from attnmesh.mesh_attention.call import Call, Options
 from attnmesh.mesh_attention.latents import Latents
 from attnmesh.mesh_attention.prompt import attend_prompt, chosen_way
 from tests.support.mesh_problems import MeshProblem, check, draw, named_mesh, shard_positions
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 LAYOUTS = (am.Striped(1), am.Striped(4), am.Striped(128), am.Contiguous())
 """Layouts of prompts, with blocks of a size that a user may set."""
@@ -68,6 +68,7 @@ def attended(problem: MeshProblem, way: str) -> tuple[Tensor, Chosen]:
         return attend_prompt(call, mesh, None, some), chosen[0] if chosen else (problem.shape, "alone")
 
 
+@on_each_rank
 def in_each_way(problems: list[MeshProblem]) -> list[dict[str, tuple[Tensor, Chosen]]]:
     return [{way: attended(problem, way) for way in ("keys", "queries", "chosen")} for problem in problems]
 
@@ -86,6 +87,7 @@ def test_each_way_gives_dense_attention_and_ranks_choose_alike(ranks: int, some:
     assert ranks == 1 or {("keys", False), ("queries", True)} <= taken
 
 
+@on_each_rank
 def ways(heads: tuple[int, int], length: int, exchange: str) -> Chosen:
     """Return the way that a rank takes for a long prompt of so many heads."""
     mesh = Mesh.of(named_mesh(Shape(1, 1, 4), AXES))

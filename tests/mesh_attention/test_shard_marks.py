@@ -15,7 +15,7 @@ import attnmesh as am
 from attnmesh import errors
 from attnmesh.errors import LayoutError
 from attnmesh.mesh_attention.shard_marks import shard_marks
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 LAYOUT, DOCUMENTS = am.Zigzag(), am.Causal() & am.Documents([20, 12])
 
@@ -57,6 +57,7 @@ CALLS: list[tuple[Callable[[Any], Any], str]] = [
 ]
 
 
+@on_each_rank
 def _errors() -> list[str]:
     mesh, found = am.init_mesh((1, 1, 2)), []
     for call, _ in CALLS:
@@ -73,6 +74,7 @@ def test_shards_of_another_layout_mesh_or_dim_raise_on_all_ranks(pool: Pool) -> 
         assert all(re.search(says, error) for error in given), given
 
 
+@on_each_rank
 def _served() -> list[bool]:
     """Equal layouts are equal by value, and what was cut by "auto" is attended by "auto" or by its layout."""
     mesh, equal = am.init_mesh((1, 1, 2)), []
@@ -104,6 +106,7 @@ def test_a_mark_goes_with_its_tensor_and_is_no_part_of_it() -> None:
     assert len(shard_marks()) == before
 
 
+@on_each_rank
 def _warnings() -> list[list[str]]:
     """Calls of kinds that no other test makes: a known kind is not looked at again."""
     mesh, said = am.init_mesh((1, 1, 2)), []

@@ -12,7 +12,7 @@ from attnmesh.core.selection import NONE
 from attnmesh.errors import DtypeError
 from attnmesh.mesh.reduction_tree import tree
 from attnmesh.runtime.counters import counted
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 ROWS, KEYS = (2, 3), 50
 
@@ -30,6 +30,7 @@ def own(ranks: int) -> Tensor:
     return (owner == dist.get_rank()).nonzero().flatten()
 
 
+@on_each_rank
 def found(ties: bool, k: int) -> tuple[Tensor, Tensor, int]:
     mine = own(dist.get_world_size())
     with counted() as received:
@@ -59,6 +60,7 @@ def test_the_stable_top_k_of_all_ranks(pool: Pool, ranks: int, ties: bool, k: in
     assert max(received for *_, received in results) == math.ceil(math.log2(ranks)) * math.prod(ROWS) * k * 8
 
 
+@on_each_rank
 def blocks_in_parts(k: int) -> tuple[Tensor, Tensor]:
     mine = own(dist.get_world_size())
     return am.top_k_across(scores_of_all(True)[..., mine], (mine // 4).int(), k, dist.group.WORLD, unique=True)
@@ -73,6 +75,7 @@ def test_parts_of_blocks_on_several_ranks(pool: Pool) -> None:
             assert all(map(torch.equal, got, right))
 
 
+@on_each_rank
 def of_each_dtype(dtype: torch.dtype) -> bool:
     scores, mine = scores_of_all(False).to(dtype), own(dist.get_world_size())
     with torch.no_grad():

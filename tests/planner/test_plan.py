@@ -19,7 +19,7 @@ from attnmesh.mesh.way import Way
 from attnmesh.planner.cost import cost
 from attnmesh.planner.plan import all_ways
 from attnmesh.planner.workload import Workload
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 pytestmark = pytest.mark.quick
 
@@ -130,6 +130,7 @@ def test_mesh_of_a_plan(pool: Pool) -> None:
     assert pool.run(4, meshes_of_plans) == [[True, True, True]] * 4
 
 
+@on_each_rank
 def meshes_of_plans() -> list[bool]:
     """Run attention on the mesh of a plan, with its exchange and with "auto"; all ranks share one host."""
     work = Workload(4, 2, 16, 64, dtype="float32")
@@ -149,6 +150,7 @@ def meshes_of_plans() -> list[bool]:
     ]
 
 
+@on_each_rank
 def error_with_few_tokens(length: int) -> float:
     """Return the error of attention where some ranks hold no tokens."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("queries", "keys"))

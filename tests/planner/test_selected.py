@@ -16,7 +16,7 @@ from attnmesh.planner.serving import serving
 from attnmesh.runtime.counters import counted
 from tests.support.families import prompt
 from tests.support.models.tiny_models import Case, build
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 pytestmark = pytest.mark.quick
 
@@ -90,6 +90,7 @@ def test_layers_without_an_indexer_have_no_index_keys() -> None:
     assert parts["kernel"] > 21 / 61 * plain["kernel"]
 
 
+@on_each_rank
 def sent_by_a_step() -> tuple[int, int]:
     """Return the bytes that this rank sends for candidates, and for partials."""
     mesh = am.init_mesh("cpu", (1, 1, 2))

@@ -24,7 +24,7 @@ from attnmesh.store.journal import SIZE, Journal
 from attnmesh.store.layer_files import PIECE
 from tests.support.growing_caches import SIZES, decoded, equal, flip, full_journal, grow, in_memory, opened, rows
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 
 @pytest.mark.parametrize(
@@ -98,6 +98,7 @@ def test_a_saved_cache_opens_in_place(tmp_path: Path) -> None:
     assert equal(am.KVCache.load(tmp_path, None), twin)
 
 
+@on_each_rank
 def live_on_ranks(path: Path, shape: Shape) -> list[bool]:
     """On a rank: grow a cache in a folder by a sharded prefill and by appends, and open it again."""
     mesh, found = named_mesh(shape, AXES), []
@@ -130,6 +131,7 @@ def test_ranks_have_files_of_their_own(pool: Pool, tmp_path: Path, shape: Shape)
         opened(tmp_path)
 
 
+@on_each_rank
 def damage_one_rank(path: Path) -> str:
     """On a rank: what is said where the files of rank 1 alone are damaged."""
     mesh = named_mesh(Shape(1, 1, 2), AXES)

@@ -24,7 +24,7 @@ from attnmesh.store.journal import Journal
 from attnmesh.store.layer_files import PIECE
 from tests.support.growing_caches import SIZES, decoded, equal, flip, full_journal, grow, in_memory, opened, rows
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import rotated
 
 TWO = Shape(1, 1, 2)
@@ -45,6 +45,7 @@ def history(left: int, length: int) -> am.KVCache:
     return cache
 
 
+@on_each_rank
 def freeze_one_rank(path: Path, frozen: int, point: str, left: int) -> list[bool]:
     """On a rank: truncate and append, while one of them stops at some point. Return what the files then open as.
 
@@ -108,6 +109,7 @@ def said_by_steps(cache: am.KVCache, shards: bool) -> str:
     return ""
 
 
+@on_each_rank
 def fill_one_disk(path: Path, shape: Shape, shards: bool) -> str:
     """On a rank: what is said where the disk of rank 1 alone is full."""
     mesh = named_mesh(shape, AXES)

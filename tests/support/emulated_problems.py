@@ -17,6 +17,7 @@ from attnmesh.mesh_attention.latents import Latents, Projection
 from tests.support.emulated_gpu import EmulatedGPU
 from tests.support.emulated_nccl import world
 from tests.support.mesh_problems import MeshProblem, named_mesh, shard_positions
+from tests.support.pool import on_each_rank
 
 
 class Context:
@@ -35,6 +36,7 @@ class Context:
         """Do nothing."""
 
 
+@on_each_rank
 def run(gpu: EmulatedGPU, problem: MeshProblem, kernel: str, checked: bool | None) -> list[Tensor]:
     """Return this rank's out and gradients, as `mesh_problems.run` does; out alone if latents travel."""
     mesh = named_mesh(problem.shape, problem.axes)
@@ -88,6 +90,7 @@ class Ranks:
         return world(size, without_gpu, function, *arguments, backend=self.backend).results()
 
 
+@on_each_rank
 def without_gpu(gpu: EmulatedGPU, function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function that does not ask for the GPU."""
     with torch.no_grad():

@@ -20,6 +20,7 @@ from attnmesh.cli.serve_worker import ServeSettings
 from attnmesh.errors import Busy, InputError, TooLong
 from attnmesh.serve.rank_requests import serve_rank_0
 from attnmesh.serve.routes import SAMPLED
+from tests.support.pool import on_each_rank
 from tests.support.served import Children
 
 SAID = "The cafés of Zürich open at 7 😀, and close late. "
@@ -193,6 +194,7 @@ def together(going: bool) -> bool:
     return bool(flag.item())
 
 
+@on_each_rank
 def fake_rank(address: str, pause: float) -> None:
     """Serve as one of several ranks."""
     engine = FakeEngine(together, pause=pause)

@@ -18,6 +18,7 @@ from attnmesh.mesh_attention.attention import attend_shards
 from attnmesh.mesh_attention.call import Call, Options
 from attnmesh.mesh_attention.latents import Latents, Projection
 from tests.support.dense import truth
+from tests.support.pool import on_each_rank
 from tests.support.problems import CAPS, DTYPES, LAYOUTS, chosen, selection
 from tests.support.problems import key_lengths as draw_key_lengths
 from tests.support.problems import mask as draw_mask
@@ -170,6 +171,7 @@ def _packed(random: Random, length: int, shape: Shape, mask: Mask) -> am.Packed:
     return am.Packed(tuple(stop - start for start, stop in pairwise((0, *edges))), shape)
 
 
+@on_each_rank
 def run(problem: MeshProblem, bias: Tensor | None = None) -> list[Tensor]:
     """On one rank: its out and the gradients of its shard and its bias; out alone if latents travel."""
     mesh = named_mesh(problem.shape, problem.axes)

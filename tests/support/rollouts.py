@@ -19,7 +19,7 @@ import attnmesh.hf as hf
 from attnmesh.mesh.shapes import Shape
 from tests.support import families
 from tests.support.families import STOCK, prompt
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.trainers import fsdp_on_cpus, launched, mesh_of, settings, tokenizer
 
 MESHES = {
@@ -207,6 +207,7 @@ def assert_equal(given: dict[str, Any], expected: dict[str, Any]) -> None:
         torch.testing.assert_close(given["weights"][name], weights, atol=1e-5, rtol=0, msg=name)
 
 
+@on_each_rank
 def on_rank(kind: str, data: int, shape: Shape | None, folder: str, options: dict[str, Any]) -> Any:
     """Train on a mesh; without a shape on as many ranks by stock TRL."""
     with launched(), fsdp_on_cpus() if options.get("fsdp") else nullcontext():

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from attnmesh.kernels.native.build import library
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tools.walk import (
     ALONE,
     FIRST,
@@ -41,6 +41,7 @@ def test_a_call_on_one_rank(name: str) -> None:
     assert 0 < len(found.files) <= most_frames(name), found.files
 
 
+@on_each_rank
 def _frames() -> dict[str, tuple[list[str], float]]:
     return {name: (found.files, found.share("guard")) for name, found in walks_on_two().items()}
 

@@ -16,9 +16,10 @@ from attnmesh.mesh.shapes import AXES, Shape
 from tests.support import families
 from tests.support.families import STOCK, prompt
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 
+@on_each_rank
 def talk(family: str, folder: Path, shape: Shape, hot: int | None) -> list[Any]:
     """Return the tokens of turns, each on a cache that opens the folder, and how many tokens it began with."""
     model, mesh = families.model(family, "attnmesh"), named_mesh(shape, AXES) if shape.ranks > 1 else None

@@ -16,10 +16,11 @@ from tests.support.families import STOCK, prompt
 from tests.support.mesh_problems import named_mesh
 from tests.support.models.checks import DoublePrecision
 from tests.support.models.tiny_models import Case, build
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.recurrent import model_of
 
 
+@on_each_rank
 def conversation(family: str, shape: Shape, shares: tuple[float, ...], folder: Path) -> tuple[list[Any], list[int]]:
     """Return the tokens of turns on one cache, which is then loaded with even shares and back, and tokens of a rank."""
     model, mesh = families.model(family, "attnmesh"), named_mesh(shape, AXES)
@@ -61,6 +62,7 @@ def test_tokens_on_unequal_shares_are_those_of_stock(
             assert abs(held - length * shares[rank % len(shares)] / sum(shares)) <= 16 * len(shares)
 
 
+@on_each_rank
 def generated(shares: tuple[float, ...]) -> tuple[torch.Tensor, list[int]]:
     """Return tokens of a model with recurrent layers, and how many tokens each of its chunks had on this rank."""
     model, mesh, seen = model_of("qwen3_next"), named_mesh(Shape(1, 1, len(shares)), AXES), []
@@ -82,6 +84,7 @@ def test_recurrent_layers_compute_runs_of_tokens_as_long_as_the_shares(pool: Poo
     assert (many[0], few[0]) == (14 * 24, 14 * 8)
 
 
+@on_each_rank
 def served(shares: object) -> list[int] | None:
     """Return the tokens of two requests of an engine, one by one, on rank 0."""
     model, mesh = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, 2), AXES)
@@ -102,6 +105,7 @@ def test_an_engine_serves_on_unequal_shares(pool: Pool) -> None:
     assert pool.run(2, served, (1, 4))[0] == expected
 
 
+@on_each_rank
 def refused(kind: str) -> None:
     config, mesh = families.model("llama", "attnmesh").config, named_mesh(Shape(1, 1, 2), AXES)
     match kind:
@@ -128,6 +132,7 @@ def test_what_unequal_shares_cannot_do_is_refused_on_all_ranks(kind: str, pool: 
         raise found[0]
 
 
+@on_each_rank
 def selecting(name: str, shares: tuple[float, ...] | None, attention: str) -> list[int]:
     """Return tokens of a model that keeps entries or index keys beside its keys, with a prompt in chunks."""
     model = build(Case(name, name), attention, torch.float64)

@@ -19,7 +19,7 @@ from tests.support import families
 from tests.support.families import STOCK, prompt
 from tests.support.mesh_problems import named_mesh
 from tests.support.models import sparse_models
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import pairs, rotated
 
 AXES = ("heads", "queries", "keys")
@@ -72,6 +72,7 @@ def expected(family: str, storage: str, padded: bool) -> list[Tensor]:
     return conversation(generate, padded)
 
 
+@on_each_rank
 def ours(family: str, shape: Shape, storage: str, padded: bool) -> list[Tensor]:
     model = families.model(family, "attnmesh", torch.float64)
     cache = hf.ShardedCache(model.config, named_mesh(shape, AXES), storage=storage)
@@ -92,6 +93,7 @@ def test_tokens_of_a_stock_cache_that_rounds(pool: Pool, kind: tuple[str, bool],
         assert all(map(torch.equal, found, expected(family, storage, padded)))
 
 
+@on_each_rank
 def short_and_latent(shape: Shape, storage: str) -> list[Any]:
     """Return the tokens of a short prompt, and of a model that caches latents, with the bytes that it holds."""
     model, mesh = families.model("llama", "attnmesh"), named_mesh(shape, AXES)
@@ -127,6 +129,7 @@ def test_short_prompts_and_latents_give_the_same_tokens_on_any_ranks(pool: Pool,
         assert found == short_and_latent_alone(pool, storage)
 
 
+@on_each_rank
 def stored_and_recovered(shape: Shape, storage: str, folder: Path) -> tuple[list[Any], list[str]]:
     """Continue a cache after a save, a restore, a recovery and a fork; and the errors of other storages."""
     model, mesh = families.model("llama", "attnmesh"), named_mesh(shape, AXES)
@@ -187,6 +190,7 @@ def test_refusals() -> None:
         model(prompt(20), past_key_values=hf.ShardedCache(model.config, storage="int8"))
 
 
+@on_each_rank
 def sparse(name: str, shape: Shape) -> tuple[list[int], list[str | None]]:
     """Return the tokens of a model whose queries select their keys, and how its caches are stored."""
     model = sparse_models.model(name, "attnmesh", torch.float64)

@@ -16,7 +16,7 @@ from tests.support.models.image_checks import model_of
 from tests.support.models.image_inputs import random_pixels
 from tests.support.models.image_prompts import OPTIONS, logits
 from tests.support.models.image_training import trained
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 Batch = dict[str, Any]
 
@@ -57,6 +57,7 @@ def stock(batch: Batch, **options: Any) -> Tensor:
     return logits(model_of("mllama", None, DOUBLE).generate(**batch, **{**OPTIONS, **options}))
 
 
+@on_each_rank
 def answers(shape: Shape, batches: list[Batch], options: dict[str, Any]) -> list[Tensor]:
     """Return on a rank the logits of turns with one cache, of blocks so small that all ranks have some."""
     model = model_of("mllama", "attnmesh", DOUBLE)
@@ -86,6 +87,7 @@ def test_text_sees_images(name: str, shape: Shape, pool: Pool) -> None:
             assert float((turn - logits_of_stock).abs().max()) < 1e-5
 
 
+@on_each_rank
 def continued() -> tuple[float, int]:
     """Return how far logits are off after a turn that continues another, and the tokens that it took from the cache."""
     model, first = model_of("mllama", "attnmesh", DOUBLE), inputs(ONE)
@@ -109,6 +111,7 @@ def test_a_turn_continues_a_prompt_with_the_same_images(pool: Pool) -> None:
         assert taken == sum(ONE)
 
 
+@on_each_rank
 def trained_on_mesh(shape: Shape, batch: Batch) -> tuple[float, dict[str, Tensor]]:
     return trained(model_of("mllama", "attnmesh", DOUBLE), hf.shard_batch(batch, named_mesh(shape, AXES)))
 

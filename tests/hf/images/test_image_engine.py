@@ -18,7 +18,7 @@ from tests.support.models import image_prompts as qwen
 from tests.support.models import image_spans as spans
 from tests.support.models.image_answers import NEW, alike, answer, generated, submit
 from tests.support.models.image_prompts import vision_model
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 
 def problems(kind: str) -> tuple[Any, list[dict[str, Tensor]]]:
@@ -32,6 +32,7 @@ def problems(kind: str) -> tuple[Any, list[dict[str, Tensor]]]:
     return vision_model(kind, "attnmesh"), [*given, text]
 
 
+@on_each_rank
 def streams_with_images(kind: str, shape: Shape) -> None:
     model, batches = problems(kind)
     mesh = named_mesh(shape, AXES)
@@ -79,6 +80,7 @@ def test_images_that_do_not_fit_end_their_request_alone() -> None:
         assert len(tokens(streams[1])) == NEW
 
 
+@on_each_rank
 def images_from_a_store(kind: str, folder: Path) -> None:
     """Ask in a later engine: for the same images, for others in their places, and for text with the same tokens."""
     model, (batch, other, *_) = problems(kind)

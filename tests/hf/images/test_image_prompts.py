@@ -26,7 +26,7 @@ from tests.support.models.image_prompts import (
     vision_model,
 )
 from tests.support.models.processed_images import processed
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import rotated
 
 PROMPTS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -48,6 +48,7 @@ def test_a_prompt_with_images(kind: str, name: str, shape: Shape, pool: Pool) ->
         assert float((found - expected).abs().max()) < 1e-5
 
 
+@on_each_rank
 def beams(kind: str) -> float:
     batch, shape = inputs(FIRST, (14, "large", 4)), Shape(1, 1, 3)
     options: dict[str, Any] = {"num_beams": 3, "output_scores": True}
@@ -62,6 +63,7 @@ def test_beams_with_images(kind: str, pool: Pool) -> None:
     assert max(pool.run(3, beams, kind)) < 1e-5
 
 
+@on_each_rank
 def rows_after_images(kind: str, shape: Shape) -> float:
     """Decode after two prompts with images and one without, in one forward pass, and return how far logits are off."""
     model, mesh = vision_model(kind, "attnmesh"), named_mesh(shape, AXES)
@@ -86,6 +88,7 @@ def test_rows_after_images(kind: str, shape: Shape, pool: Pool) -> None:
     assert max(pool.run(shape.ranks, rows_after_images, kind, shape)) < 1e-5
 
 
+@on_each_rank
 def turns(kind: str) -> list[tuple[float, int]]:
     """Return on a rank how far the logits of several turns are off, and the tokens that each took from the cache."""
     model, taken = vision_model(kind, "attnmesh"), []
@@ -110,6 +113,7 @@ def test_turns_keep_the_images_that_are_the_same(kind: str, pool: Pool) -> None:
         assert taken == (0, first, first - 1, 6, 6, 6)
 
 
+@on_each_rank
 def of_one_text(kind: str) -> float:
     """Return how far logits are off after a turn with one text and two images of which the other was kept."""
     model, one, other = vision_model(kind, "attnmesh"), inputs(FIRST), inputs(FIRST, seed=1)
@@ -123,6 +127,7 @@ def test_a_sequence_kept_of_a_batch_is_not_taken_for_another(pool: Pool) -> None
     assert max(pool.run(2, of_one_text, "qwen2_5_vl")) < 1e-5
 
 
+@on_each_rank
 def prefilled(kind: str, shape: Shape) -> float:
     model, batch = vision_model(kind, "attnmesh"), inputs(FIRST)
     cache = hf.ShardedCache(model.config, named_mesh(shape, AXES), block=4)
@@ -136,6 +141,7 @@ def test_a_prefill_with_images_is_continued(shape: Shape, pool: Pool) -> None:
     assert max(pool.run(shape.ranks, prefilled, "qwen3_vl", shape)) < 1e-5
 
 
+@on_each_rank
 def answer_processed(shape: Shape) -> float:
     ours, stock = (build_images(image_case("llava"), attention, torch.float64) for attention in ("attnmesh", "sdpa"))
     expected = logits(stock.generate(**processed(), **OPTIONS))
@@ -148,6 +154,7 @@ def test_what_a_processor_returns_is_what_generate_takes(shape: Shape, pool: Poo
     assert max(pool.run(shape.ranks, answer_processed, shape)) < 1e-5
 
 
+@on_each_rank
 def refused(kind: str, case: str) -> str:
     """Return the error of a rank for images that are not right."""
     batch, options, mesh = inputs(FIRST), {"max_new_tokens": 2}, named_mesh(Shape(1, 1, 2), AXES)

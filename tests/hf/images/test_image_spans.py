@@ -15,7 +15,7 @@ from tests.support.models.image_models import build_images, image_batch, image_c
 from tests.support.models.image_prompts import OPTIONS, SHAPES, logits
 from tests.support.models.image_spans import KINDS, inputs, model_of
 from tests.support.models.video_models import video_batch
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import rotated
 
 
@@ -24,6 +24,7 @@ def stock(kind: str, batch: dict[str, Tensor]) -> Tensor:
     return logits(model_of(kind, "sdpa").generate(**batch, **OPTIONS))
 
 
+@on_each_rank
 def answers(kind: str, shape: Shape, batches: list[dict[str, Tensor]], **options: Any) -> list[Tensor]:
     """Return on a rank the logits of turns with one cache, of blocks so small that all ranks have some."""
     model = model_of(kind, "attnmesh")
@@ -31,6 +32,7 @@ def answers(kind: str, shape: Shape, batches: list[dict[str, Tensor]], **options
     return [logits(hf.generate(model, **batch, cache=cache, **{**OPTIONS, **options})) for batch in batches]
 
 
+@on_each_rank
 def chunked(kind: str, shape: Shape, batches: list[dict[str, Tensor]]) -> list[Tensor]:
     return answers(kind, shape, batches, prefill_chunk_size=8)
 
@@ -55,6 +57,7 @@ def test_image_tokens_see_each_other(kind: str, name: str, shape: Shape, run: An
             assert float((turn - logits_of_stock).abs().max()) < 1e-5
 
 
+@on_each_rank
 def rows_that_differ(kind: str) -> str:
     batch = inputs(kind, 7, 18, rows=2)
     batch["input_ids"][1] = batch["input_ids"][1].roll(2)

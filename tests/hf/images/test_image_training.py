@@ -25,7 +25,7 @@ from tests.support.models import image_prompts, image_spans, processed_images
 from tests.support.models.image_models import build_images, image_batch, image_case
 from tests.support.models.image_prompts import IMAGES, vision_model
 from tests.support.models.image_training import BUILT, SPANS, Batch, check, labelled, loss_and_gradients, model_of
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.trainers import FSDP, LOGGED, fsdp_on_cpus, launched, settings, trainer_class
 
 KINDS = (*IMAGES, *SPANS, *BUILT)
@@ -152,6 +152,7 @@ def trained(trainer: Any, attention: str, folder: str, options: dict[str, Any]) 
     return [*losses, made.evaluate()["eval_loss"]]
 
 
+@on_each_rank
 def trained_on_rank(shape: Shape, folder: str, options: dict[str, Any]) -> list[float]:
     with launched(), fsdp_on_cpus() if "fsdp" in options else nullcontext():
         return trained(hf.on_mesh(Trainer, named_mesh(shape, AXES)), "attnmesh", folder, options)
@@ -189,6 +190,7 @@ def fine_tuned(trainer: Any, attention: str, folder: str) -> list[float]:
     return [entry[name] for entry in made.state.log_history for name in LOGGED if name in entry]
 
 
+@on_each_rank
 def fine_tuned_on_rank(shape: Shape, folder: str) -> list[float]:
     with launched():
         return fine_tuned(hf.on_mesh(trainer_class("SFTTrainer"), named_mesh(shape, AXES)), "attnmesh", folder)
@@ -205,6 +207,7 @@ def test_a_trainer_of_trl_calls_the_processor(pool: Pool, tmp_path: Path) -> Non
 # --- bad input ---
 
 
+@on_each_rank
 def refused(case: str) -> str:
     """Return the error of a rank for images that are not right."""
     rank, mesh = dist.get_rank(), named_mesh(Shape(1, 1, 2), AXES)

@@ -18,7 +18,7 @@ from tests.support import families
 from tests.support.families import prompt
 from tests.support.mesh_problems import named_mesh
 from tests.support.models.image_prompts import IMAGES, OPTIONS, logits, vision_model
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 GRID = torch.tensor([[1, 8, 4]])
 
@@ -49,6 +49,7 @@ def test_a_shift_of_positions_is_not_for_the_next_text(kind: str) -> None:
     assert float((found - stock_logits(kind)).abs().max()) < 2e-5  # some types compute norms or routers in float32
 
 
+@on_each_rank
 def text_after_an_image(kind: str) -> list[float]:
     """Return on a rank how far the logits are off: generated at once, and after a prefill."""
     model, mesh, expected = vision_model(kind, "attnmesh"), named_mesh(Shape(1, 1, 2), AXES), stock_logits(kind)

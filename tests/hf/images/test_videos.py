@@ -34,7 +34,7 @@ from tests.support.models.image_prompts import (
     vision_model,
 )
 from tests.support.models.image_training import check, labelled
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import some
 
 Batch = dict[str, Any]
@@ -129,6 +129,7 @@ def test_a_prompt_with_videos(kind: str, name: str, shape: Shape, pool: Pool) ->
         assert float((found - expected).abs().max()) < 1e-5
 
 
+@on_each_rank
 def turns(kind: str) -> list[tuple[float, int]]:
     """Return on a rank how far the logits of several turns are off, and the tokens that each took from the cache."""
     model, taken = vision_model(kind, "attnmesh"), []
@@ -161,6 +162,7 @@ def test_loss_and_gradients_with_videos_are_those_of_one_device(kind: str, shape
     assert sum(bool(x.any()) for name, x in gradients.items() if "visual" in name) > 10
 
 
+@on_each_rank
 def streamed(kind: str) -> None:
     """Submit two prompts whose videos alone differ, and compare the answers with those of `generate`."""
     model, mesh = vision_model(kind, "attnmesh"), named_mesh(Shape(1, 1, 2), AXES)
@@ -248,6 +250,7 @@ def models_of(kind: str) -> tuple[Any, Any]:
     return stock_model, ours
 
 
+@on_each_rank
 def answer_processed(kind: str, shape: Shape, batch: Batch) -> float:
     model, ours = models_of(kind)
     found = hf.generate(ours, **batch, mesh=named_mesh(shape, AXES), **OPTIONS)
@@ -266,6 +269,7 @@ def test_what_a_processor_returns_is_what_generate_takes(kind: str, pool: Pool) 
 # --- bad input ---
 
 
+@on_each_rank
 def refused(case: str) -> str:
     """Return the error of a rank for videos that are not right."""
     batch, rank = inputs("qwen2_5_vl", FIRST), torch.distributed.get_rank()

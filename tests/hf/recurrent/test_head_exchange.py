@@ -18,7 +18,7 @@ from attnmesh.recurrent.head_exchange import heads_to_tokens, tokens_to_heads
 from tests.support.mesh_problems import named_mesh
 from tests.support.models.checks import AXES, prompt
 from tests.support.models.tiny_models import Case, build
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.recurrent import EXCHANGED, TOLERANCE, check_trained, trained
 
 PARTS = (
@@ -28,6 +28,7 @@ PARTS = (
 )
 
 
+@on_each_rank
 def exchanged(owners: list[int], lengths: list[int]) -> tuple[bool, bool]:
     """Whether all tokens arrive in order and return, and whether gradients are those of the inverse."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -49,6 +50,7 @@ def test_heads_come_back_to_their_tokens(owners: list[int], lengths: list[int], 
     assert pool.run(2, exchanged, owners, lengths) == [(True, True)] * 2
 
 
+@on_each_rank
 def gathered() -> list[bool]:
     """Whether tensors of two dtypes arrive, each with this rank's heads, and return."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -70,6 +72,7 @@ def test_tensors_of_several_dtypes_and_head_counts_are_gathered(pool: Pool) -> N
     assert pool.run(2, gathered) == [[True] * 5] * 2
 
 
+@on_each_rank
 def train_by_heads(name: str, layouts: list[Layout], length: int) -> list[tuple[float, dict[str, Tensor]]]:
     ids, results = prompt(length, batch=2), []
     for layout in layouts:
@@ -116,6 +119,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], Any, str]] = {
 }
 
 
+@on_each_rank
 def refusal(name: str) -> str:
     kind, changes, exchange, _ = REFUSED[name]
     if exchange is None:

@@ -21,7 +21,7 @@ from attnmesh.runtime.counters import counted
 from tests.support.mesh_problems import named_mesh
 from tests.support.models.checks import AXES, DoublePrecision, prompt
 from tests.support.models.tiny_models import Case, build, tiny_config
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.recurrent import FAMILIES, GENERATING, check_trained, model_of, tolerance_of, trained
 
 PLACES = (
@@ -44,6 +44,7 @@ def places() -> list[Any]:
     ]
 
 
+@on_each_rank
 def train_on_ranks(family: str, shape: Shape, layout: Layout, length: int) -> tuple[float, dict[str, Tensor]]:
     ids = prompt(length, batch=2)
     batch = hf.shard_batch({"input_ids": ids, "labels": ids}, named_mesh(shape, AXES), layout)
@@ -60,6 +61,7 @@ def test_loss_and_gradients_are_those_of_one_device(
     check_trained(results, loss, gradients, tolerance_of(family))
 
 
+@on_each_rank
 def steps_on_ranks(shape: Shape, layout: Layout, steps: int) -> list[float]:
     torch.manual_seed(0)
     config = tiny_config(Case("olmo_hybrid", "olmo_hybrid"))
@@ -92,6 +94,7 @@ def test_training_has_the_same_losses_on_any_number_of_ranks(ranks: int, steps: 
         assert losses == pytest.approx(expected, rel=1e-5)
 
 
+@on_each_rank
 def checkpointed(shape: Shape) -> tuple[float, float]:
     """Difference of loss and gradients with gradient checkpointing."""
     ids, results = prompt(61, batch=2), []
@@ -112,6 +115,7 @@ def test_gradient_checkpointing_computes_the_states_again(pool: Pool) -> None:
         assert gradient < 1e-6  # float32, in which the same operations run again
 
 
+@on_each_rank
 def generated(family: str, shape: Shape | None, length: int, new: int) -> tuple[Tensor, list[int]]:
     """New tokens, and the most tokens that each recurrent layer computed at once."""
     gc.collect()  # batches of earlier tests: models that are called while there is one are prepared
@@ -151,6 +155,7 @@ def test_tokens_after_a_prompt_in_shards_are_those_of_stock(family: str, shape: 
         assert most <= -(-length // shape.ranks)
 
 
+@on_each_rank
 def continued(folder: Path, shape: Shape, first: Shape) -> tuple[Tensor, Tensor]:
     """Tokens after a cache that is saved and restored, and after two forks of it."""
     model, ids = model_of("bamba"), prompt(40)
@@ -181,6 +186,7 @@ def test_states_are_saved_restored_on_other_ranks_and_forked(pool: Pool, tmp_pat
             assert torch.equal(tails, torch.cat(expected[1:]))
 
 
+@on_each_rank
 def layer_bytes(length: int, layout: Layout) -> tuple[int, int]:
     """Bytes received by one Gated DeltaNet layer, forward and backward."""
     case = Case("qwen3_next", "qwen3_next", {"layer_types": ["linear_attention"], "num_hidden_layers": 1})
@@ -220,6 +226,7 @@ def test_bytes_of_a_layer_do_not_depend_on_the_length(layout: Layout, pool: Pool
         assert max(found) <= most
 
 
+@on_each_rank
 def several_calls(family: str) -> list[float]:
     """Differences of logits from stock: of two models on a batch made before them, after a plain call, one token."""
     mesh, ids = named_mesh(Shape(1, 1, 2), AXES), prompt(2)
@@ -285,6 +292,7 @@ REFUSED: dict[Callable[[Any], None], str] = {
 }
 
 
+@on_each_rank
 def refusal(name: str) -> str:
     call = next(call for call in REFUSED if call.__name__ == name)
     try:

@@ -16,7 +16,7 @@ from attnmesh.mesh.shapes import Shape
 from tests.support.mesh_problems import named_mesh
 from tests.support.models.checks import AXES, DoublePrecision, prompt
 from tests.support.models.tiny_models import Case, build
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.recurrent import EXCHANGED, FAMILIES, TOLERANCE, check_trained, model_of, tolerance_of, trained
 from tests.support.trainers import launched, sft, trainer_class
 
@@ -65,6 +65,7 @@ def trained_alone(model: PreTrainedModel, documents: Documents) -> tuple[float, 
     return loss, gradients
 
 
+@on_each_rank
 def train_on_ranks(family: str, shape: Shape, layout: Layout, documents: Documents) -> tuple[float, dict[str, Tensor]]:
     mesh = named_mesh(shape, AXES) if shape.ranks > 1 else None
     return trained(model_of(family), hf.shard_batch(packed(documents), mesh, layout))
@@ -79,6 +80,7 @@ def test_loss_and_gradients_are_those_of_each_document_alone(
     check_trained(results, *expected, tolerance_of(family))
 
 
+@on_each_rank
 def train_by_heads(name: str, layout: Layout) -> tuple[float, dict[str, Tensor]]:
     batch = hf.shard_batch(packed(LONG), named_mesh(Shape(1, 2, 1), AXES), layout, exchange="heads")
     return trained(build(EXCHANGED[name], "attnmesh", torch.float64), batch)
@@ -108,6 +110,7 @@ RECURRENT = {
 """Models without attention and experts, which multiply numbers of all documents at once."""
 
 
+@on_each_rank
 def changed_logits(family: str) -> list[bool]:
     """Return whether the third of five documents alone is NaN if its token is, and no bit of the others changes."""
     model, batch = build(Case(family, family, RECURRENT[family]), "attnmesh", torch.float64), packed(LONG)
@@ -139,6 +142,7 @@ def losses(trainer: Any, attention: str, folder: Path, **options: Any) -> list[f
     return [entry["loss"] for entry in made.state.log_history if "loss" in entry]
 
 
+@on_each_rank
 def losses_on_ranks(folder: Path) -> list[float]:
     with launched():
         trainer = hf.on_mesh(trainer_class("SFTTrainer"), named_mesh(Shape(1, 1, 2), AXES))

@@ -21,7 +21,7 @@ from attnmesh.mesh.shapes import Shape
 from tests.support.families import prompt
 from tests.support.mesh_problems import named_mesh
 from tests.support.models.checks import AXES
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.recurrent import FAMILIES, model_of
 
 INSTALLED = upstream.TRANSFORMERS.installed
@@ -134,6 +134,7 @@ def test_a_part_that_lightning_attention_does_not_have_is_refused() -> None:
     assert f"expected a layer of known parts, given {INSTALLED}, in which it has k_norm" in refusal(model)
 
 
+@on_each_rank
 def calls_after_a_new_release() -> list[str]:
     """Errors of a model whose rule has another name: in training twice, in a prefill, and once with whole tokens."""
     mesh, ids, model = named_mesh(Shape(1, 1, 2), AXES), prompt(12), model_of("qwen3_next")
@@ -180,6 +181,7 @@ def as_module(function: Any) -> Any:
     return Func()
 
 
+@on_each_rank
 def losses_beside_kernels(family: str) -> tuple[float, float]:
     """Losses of a model, whose layers call functions and then modules."""
     ids, losses = prompt(12), []

@@ -22,7 +22,7 @@ from tests.support import families
 from tests.support.engines import OPTIONS, asked, greedy, ids, model_of, priced, running, storing, tokens
 from tests.support.mesh_problems import named_mesh
 from tests.support.models.tiny_models import Case, build
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 LENGTHS = (70, 2, 37, 5, 91)
 
@@ -49,6 +49,7 @@ def near(model: PreTrainedModel, noise: float) -> PreTrainedModel:
     return other
 
 
+@on_each_rank
 def the_same(family: str, shape: Shape, noise: float) -> None:
     """Compare streams that run together, 1 to 5 of them, each with other options, with those of a plain engine."""
     model, mesh = families.model(family, "attnmesh"), named_mesh(shape, AXES)
@@ -146,6 +147,7 @@ def test_a_draft_reads_no_row_whose_guesses_are_not_worth_it(price: float, read:
 # --- requests that begin alike, end early, are put back, or are found in a store ---
 
 
+@on_each_rank
 def many(ranks: int) -> None:
     """Answer one prompt several times, cancel some, and go on from an answer."""
     model, mesh = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, ranks), AXES)
@@ -177,6 +179,7 @@ def test_requests_that_begin_alike(ranks: int, pool: Pool) -> None:
     pool.run(ranks, many, ranks)
 
 
+@on_each_rank
 def within_memory(ranks: int) -> None:
     """Guess with memory for few requests: caches stay within it, those of the draft too, which gives its own back."""
     model, mesh, limit = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, ranks), AXES), 400_000 // ranks
@@ -212,6 +215,7 @@ def test_caches_of_both_models_never_take_more_than_their_memory(ranks: int, poo
     pool.run(ranks, within_memory, ranks)
 
 
+@on_each_rank
 def kept(ranks: int, folder: Path) -> None:
     """Go on from a kept cache, and from the store of another engine, in which no guess is."""
     model, mesh = model_of("llama"), named_mesh(Shape(1, 1, ranks), AXES)
@@ -235,6 +239,7 @@ def test_prefixes_that_are_found_in_a_store(pool: Pool, tmp_path: Path) -> None:
     pool.run(1, kept, 1, tmp_path)
 
 
+@on_each_rank
 def in_shares_of_weights(ranks: int) -> None:
     """Let ranks that share the model's weights and keys have a whole draft each."""
     texts = [ids(length, seed=length) for length in (70, 1, 22)]

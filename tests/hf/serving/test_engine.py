@@ -23,7 +23,7 @@ from tests.support import families
 from tests.support.engines import SAMPLED, assert_greedy, greedy, ids, running, started, tokens, until
 from tests.support.mesh_problems import named_mesh
 from tests.support.models.tiny_models import Case, build
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import pairs
 
 SHAPES = [Shape(1, 1, 1), Shape(1, 1, 2), Shape(2, 1, 1)]
@@ -38,6 +38,7 @@ def sampled(model: PreTrainedModel, text: list[int], new: int, seed: int, **opti
 # --- tokens ---
 
 
+@on_each_rank
 def streams_together(shape: Shape, family: str) -> None:
     """Compare streams that join as others run with `generate`, sampled ones with what it draws."""
     model, mesh = families.model(family, "attnmesh"), named_mesh(shape, AXES)
@@ -61,6 +62,7 @@ def test_streams_do_not_depend_on_what_else_runs(shape: Shape, family: str, pool
     pool.run(shape.ranks, streams_together, shape, family)
 
 
+@on_each_rank
 def recurrent_together(name: str, ranks: int) -> None:
     model, mesh = build(Case(name, name), "attnmesh", torch.float32), named_mesh(Shape(1, 1, ranks), AXES)
     prompts = [ids(length, seed=length) for length in (37, 2, 22)]
@@ -82,6 +84,7 @@ def test_recurrent_states_and_latents(name: str, ranks: int, pool: Pool) -> None
     pool.run(ranks, recurrent_together, name, ranks)
 
 
+@on_each_rank
 def sharing_weights(keys: int, tp: int) -> None:
     """Serve on ranks that share weights beside the keys axis; with `tp` 0 on ranks that share both."""
     prompts = [ids(length, seed=length) for length in (70, 1, 22)]
@@ -108,6 +111,7 @@ def test_ranks_that_share_weights(keys: int, tp: int, pool: Pool) -> None:
     pool.run(keys * max(tp, 1), sharing_weights, keys, tp)
 
 
+@on_each_rank
 def ends() -> None:
     model = families.model("llama", "attnmesh")
     whole = greedy(model, ids(20), 12, mesh=None)
@@ -192,6 +196,7 @@ PENALIZED: list[dict[str, Any]] = [
 ]
 
 
+@on_each_rank
 def penalized() -> None:
     """Compare tokens drawn after a penalty, or with a least probability, with `generate`; also in a replay."""
     model, text = families.model("llama", "attnmesh"), ids(40)
@@ -215,6 +220,7 @@ SHAPED: list[dict[str, Any]] = [
 ]
 
 
+@on_each_rank
 def shaped() -> None:
     """Compare the likeliest tokens with those of the formulas in float64, and drawn ones with those of a replay."""
     model, text = families.model("llama", "attnmesh"), ids(40)
@@ -255,6 +261,7 @@ def test_penalties_are_those_of_transformers(pool: Pool) -> None:
 # --- prefixes ---
 
 
+@on_each_rank
 def turns(shape: Shape) -> None:
     """Go on with a conversation, branch it, and branch from a request that runs."""
     model, mesh = families.model("llama", "attnmesh"), named_mesh(shape, AXES)
@@ -280,6 +287,7 @@ def turns(shape: Shape) -> None:
         assert long.finish_reason in ("cancelled", "length")
 
 
+@on_each_rank
 def salted(ranks: int) -> None:
     """Ask for one prompt with several salts: of requests that run, and of those that have ended."""
     model, mesh = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, ranks), AXES)
@@ -307,6 +315,7 @@ def test_kept_prefixes_go_on_and_branch(shape: Shape, pool: Pool) -> None:
     pool.run(shape.ranks, turns, shape)
 
 
+@on_each_rank
 def parted(name: str, ranks: int) -> None:
     """Ask three questions on one document."""
     model, mesh = build(Case(name, name), "attnmesh", torch.float32), named_mesh(Shape(1, 1, ranks), AXES)
@@ -324,6 +333,7 @@ def parted(name: str, ranks: int) -> None:
         assert streams[2].cached_tokens >= 0.95 * shared
 
 
+@on_each_rank
 def asked_at_once(name: str) -> None:
     """Ask one question four times."""
     model, text = build(Case(name, name), "attnmesh", torch.float32), ids(300, seed=9)
@@ -345,6 +355,7 @@ def test_a_document_is_used_again_where_questions_part(name: str, ranks: int, po
     pool.run(ranks, parted, name, ranks)
 
 
+@on_each_rank
 def recurrent_replays(ranks: int) -> None:
     """Replay answers of a model whose time steps transformers bounds in prompts alone."""
     case = Case("mamba2", "mamba2", {"time_step_limit": (0.0, 0.02)})
@@ -372,6 +383,7 @@ def test_answers_are_computed_again_as_they_were(ranks: int, pool: Pool) -> None
 # --- memory ---
 
 
+@on_each_rank
 def life(shape: Shape, seed: int, requests: int) -> None:
     """Send random requests, of which some are cancelled, with memory for few of them."""
     model, mesh, random = families.model("llama", "attnmesh"), named_mesh(shape, AXES), Random(seed)
@@ -415,6 +427,7 @@ def test_random_lives_end_within_their_memory(seed: int, pool: Pool) -> None:
     pool.run(2, life, Shape(1, 1, 2), seed, 1000)
 
 
+@on_each_rank
 def documents(name: str, changes: dict[str, Any], requests: int) -> None:
     """Send random questions on three documents, with memory for two requests."""
     model, random = build(Case(name, name, changes), "attnmesh", torch.float32), Random(name)
@@ -450,6 +463,7 @@ def test_questions_on_documents_end_within_their_memory(name: str, changes: dict
     pool.run(1, documents, name, changes, 60)
 
 
+@on_each_rank
 def preempted() -> int:
     model, stock = families.model("llama", "attnmesh"), families.model("llama", "sdpa")
     texts = [ids(40, seed=seed) for seed in range(4)]
@@ -472,6 +486,7 @@ def test_the_youngest_request_is_computed_again(pool: Pool) -> None:
     assert pool.run(1, preempted)[0] > 0
 
 
+@on_each_rank
 def within_memory(ranks: int) -> None:
     """Watch the bytes of caches after each step: growth counts before it is allocated."""
     model, mesh, limit = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, ranks), AXES), 185_000 // ranks
@@ -505,6 +520,7 @@ def test_caches_never_take_more_than_their_memory(ranks: int, pool: Pool) -> Non
     pool.run(ranks, within_memory, ranks)
 
 
+@on_each_rank
 def by_default(ranks: int) -> list[int]:
     model, mesh = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, ranks), AXES)
     free = 10**9 + torch.distributed.get_rank()
@@ -520,6 +536,7 @@ def test_ranks_of_a_host_share_its_free_memory(pool: Pool) -> None:
 # --- rows that fail ---
 
 
+@on_each_rank
 def one_fails() -> None:
     """Serve five requests, one of which fails at its fourth token with those beside it."""
     model = families.model("llama", "attnmesh")
@@ -554,6 +571,7 @@ def test_a_row_that_cannot_go_on_ends_alone(pool: Pool) -> None:
 # --- waiting ---
 
 
+@on_each_rank
 def sequential() -> None:
     """Read the plans while a long prompt is computed beside short ones: these are done first, and it goes on."""
     model = families.model("llama", "attnmesh", max_position_embeddings=8192)
@@ -576,6 +594,7 @@ def test_several_prompts_are_computed_in_turn(pool: Pool) -> None:
     pool.run(1, sequential)
 
 
+@on_each_rank
 def waits_in_steps(ranks: int) -> None:
     """Read the plans while a long prompt is computed beside three streams."""
     model = families.model("llama", "attnmesh", max_position_embeddings=8192)
@@ -614,6 +633,7 @@ def test_no_stream_waits_more_than_three_steps_beside_a_long_prompt(ranks: int, 
 # --- refusals ---
 
 
+@on_each_rank
 def refused() -> None:
     model = families.model("llama", "attnmesh", max_position_embeddings=64)
     engine = Engine(model, None, max_queue=2)
@@ -652,6 +672,7 @@ def test_wrong_requests_are_refused(pool: Pool) -> None:
     pool.run(1, refused)
 
 
+@on_each_rank
 def closed() -> None:
     model = families.model("llama", "attnmesh")
     with running(model, None, max_rows=1) as engine:
@@ -669,6 +690,7 @@ def test_close_ends_open_streams(pool: Pool) -> None:
     pool.run(1, closed)
 
 
+@on_each_rank
 def a_failure() -> None:
     model = families.model("llama", "attnmesh")
     engine = Engine(model, None)

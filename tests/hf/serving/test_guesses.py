@@ -26,10 +26,11 @@ from tests.support.engines import OPTIONS, asked, greedy, guessing, ids, model_o
 from tests.support.mesh_problems import named_mesh
 from tests.support.models.tiny_models import Case, build
 from tests.support.needs import needs_smollm2
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import pairs
 
 
+@on_each_rank
 def the_same(family: str, shape: Shape, changes: dict[str, Any]) -> None:
     """Compare streams that run together, each with other options, with those of an engine without guesses."""
     model, mesh = families.model(family, "attnmesh"), named_mesh(shape, AXES)
@@ -78,6 +79,7 @@ def test_answers_are_those_without_guesses_with_options_of_caches(changes: dict[
     pool.run(2, the_same, "gemma3", Shape(1, 1, 2), changes)
 
 
+@on_each_rank
 def in_shares_of_weights(ranks: int) -> None:
     """Compare ranks that share weights and keys with one rank."""
     prompts = [ids(length, seed=length) for length in (70, 1, 22)]
@@ -98,6 +100,7 @@ def test_ranks_that_share_weights(pool: Pool) -> None:
     pool.run(3, in_shares_of_weights, 3)
 
 
+@on_each_rank
 def one_by_one(name: str) -> None:
     """Guess tokens of models whose rows are computed one at a time."""
     model, texts = build(Case(name, name), "attnmesh", torch.float32), [ids(40), ids(9, seed=1)]
@@ -118,6 +121,7 @@ def test_models_whose_rows_are_computed_alone(name: str, pool: Pool) -> None:
 # --- caches after guesses that did not stand ---
 
 
+@on_each_rank
 def kept(ranks: int, folder: Path) -> None:
     """Go on after answers whose last guesses did not stand: from a kept cache, and from the store of another engine."""
     model, mesh = model_of("llama"), named_mesh(Shape(1, 1, ranks), AXES)
@@ -144,6 +148,7 @@ def test_what_is_kept_and_stored_has_no_guesses(ranks: int, pool: Pool, tmp_path
     pool.run(ranks, kept, ranks, tmp_path)
 
 
+@on_each_rank
 def within_memory(ranks: int) -> None:
     """Guess with memory for few requests, of which some are put back: caches stay within it."""
     model, mesh, limit = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, ranks), AXES), 185_000 // ranks
@@ -342,6 +347,7 @@ def test_a_rate_follows_an_answer() -> None:
 # --- a released model ---
 
 
+@on_each_rank
 def two_hundred(folder: str) -> tuple[int, int, float, float]:
     """Answer 200 prompts with guesses and without, 1 to 16 at a time. Return the numbers of equal texts and of all.
 

@@ -34,12 +34,13 @@ from tests.support.engines import (
     until_stored,
 )
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import some
 
 # --- on any ranks ---
 
 
+@on_each_rank
 def a_turn(name: str, shape: Shape, folder: Path, cached: tuple[int, int]) -> None:
     """Ask a question and go on after the answer. `cached` are the tokens of each that are not computed, at least."""
     model, mesh = model_of(name), named_mesh(shape, AXES)
@@ -77,6 +78,7 @@ def test_states_are_there_where_a_cache_ended(name: str, ranks: tuple[int, int],
     pool.run(after, a_later_turn, name, Shape(1, 1, after), tmp_path)
 
 
+@on_each_rank
 def a_later_turn(name: str, shape: Shape, folder: Path) -> None:
     """Go on after an answer of an earlier engine."""
     model, mesh = model_of(name), named_mesh(shape, AXES)
@@ -90,6 +92,7 @@ def a_later_turn(name: str, shape: Shape, folder: Path) -> None:
             assert held >= (TEXT - 2 if engine.worker.by_steps else TEXT + NEW - 1)
 
 
+@on_each_rank
 def heads_of_ranks(shape: Shape, folder: Path, least: int) -> None:
     a_turn("llama", shape, folder, (least, least))
 
@@ -100,6 +103,7 @@ def test_ranks_that_share_heads_read_what_others_stored(pool: Pool, tmp_path: Pa
     pool.run(2, heads_of_ranks, Shape(2, 1, 1), tmp_path, 144)
 
 
+@on_each_rank
 def with_bytes(storage: str, folder: Path) -> None:
     """Store keys in 8 bits, and read them as they were."""
     model, text, answers = model_of("llama"), ids(TEXT), []
@@ -119,6 +123,7 @@ def test_keys_in_8_bits(storage: str, pool: Pool, tmp_path: Path) -> None:
 # --- whose they are ---
 
 
+@on_each_rank
 def salted(folder: Path) -> None:
     model, text = model_of("llama"), ids(TEXT)
     with storing(model, None, folder) as engine:
@@ -134,6 +139,7 @@ def test_another_salt_finds_nothing(pool: Pool, tmp_path: Path) -> None:
     pool.run(1, salted, tmp_path)
 
 
+@on_each_rank
 def others(folder: Path) -> None:
     """Ask models that differ in one thing: weights, a field of the configuration, the dtype, the tokenizer."""
     text = ids(TEXT)
@@ -195,6 +201,7 @@ def gone(path: Path) -> None:
 DAMAGE = {one.__name__: one for one in (cut, emptied, flipped, renamed, gone)}
 
 
+@on_each_rank
 def damaged(kind: str, name: str, ranks: int, folder: Path) -> None:
     """Damage a file while the engine runs, after it has looked at their names."""
     model, mesh = model_of(name), named_mesh(Shape(1, 1, ranks), AXES)
@@ -231,6 +238,7 @@ def test_a_damaged_file_of_one_rank_is_computed_again(name: str, pool: Pool, tmp
     pool.run(2, damaged, "flipped", name, 2, tmp_path)
 
 
+@on_each_rank
 def half_written(folder: Path) -> None:
     """Leave what a killed process leaves: a part of a file, and some pieces of a block."""
     model, text, place = model_of("llama"), ids(TEXT), folder / PLACE
@@ -251,6 +259,7 @@ def test_what_a_killed_process_leaves_is_removed(pool: Pool, tmp_path: Path) -> 
     pool.run(1, half_written, tmp_path)
 
 
+@on_each_rank
 def full(ranks: int, folder: Path) -> None:
     """Fill the disk after some blocks of the last rank."""
     model, mesh = model_of("llama"), named_mesh(Shape(1, 1, ranks), AXES)
@@ -285,6 +294,7 @@ def test_a_full_disk_ends_the_storing_alone(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, full, 2, tmp_path)
 
 
+@on_each_rank
 def refused(ranks: int, folder: Path) -> None:
     """Open a folder that another engine has, and folders of others."""
     model, mesh = model_of("llama"), named_mesh(Shape(1, 1, ranks), AXES)
@@ -323,6 +333,7 @@ def test_folders_of_others_are_refused(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, refused, 2, tmp_path)
 
 
+@on_each_rank
 def compressed(folder: Path) -> None:
     with pytest.raises(InputError, match="store: expected a model that keeps keys of tokens"):
         Engine(model_of("deepseek_v4"), None, store=hf.PrefixStore(folder))
@@ -335,6 +346,7 @@ def test_models_that_compress_tokens_are_refused_by_name(pool: Pool, tmp_path: P
 # --- tiers ---
 
 
+@on_each_rank
 def from_memory(ranks: int, folder: Path) -> None:
     """Ask again what caches have forgotten, and the folder has no room for."""
     model, mesh = model_of("llama"), named_mesh(Shape(1, 1, ranks), AXES)
@@ -358,6 +370,7 @@ def test_prefixes_go_from_caches_to_memory(ranks: int, pool: Pool, tmp_path: Pat
     pool.run(ranks, from_memory, ranks, tmp_path)
 
 
+@on_each_rank
 def preempted(folder: Path) -> None:
     """Let requests outgrow the memory of caches: what goes back into the queue goes on from the store."""
     model, texts = families.model("llama", "attnmesh"), [ids(40, seed=seed) for seed in range(4)]
@@ -413,6 +426,7 @@ def ideal_hits(requests: int, room: int) -> int:
     return found
 
 
+@on_each_rank
 def crowded(requests: int, folder: Path) -> list[int]:
     """Ask with a tenth of the room that all blocks need, and compare each answer with one without a store."""
     model, random = model_of("llama"), Random(0)
@@ -461,6 +475,7 @@ def test_what_was_used_least_recently_goes(requests: int, pool: Pool, tmp_path: 
     assert abs(found - ideal) <= 0.05 * ideal
 
 
+@on_each_rank
 def beside_streams(ranks: int, folder: Path) -> None:
     """Read the plans while a long prefix is loaded, and later stored, beside a stream."""
     model = families.model("llama", "attnmesh", max_position_embeddings=8192)

@@ -17,7 +17,7 @@ from tests.support.families import CONFIGS, FEW, prompt
 from tests.support.mesh_problems import named_mesh
 from tests.support.models.checks import precisely
 from tests.support.models.tiny_models import Case, build
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import seeds, some
 
 LENGTHS, LONGER, NEW = (37, 2, 92, 1, 16), (37, 12, 92, 30, 16), 4
@@ -57,6 +57,7 @@ def check_together(model: PreTrainedModel, mesh: Any, tolerance: float, **option
         assert torch.equal(caches[row].tokens, text[None])
 
 
+@on_each_rank
 def several_tokens(family: str, shape: Shape) -> None:
     """Give each row several tokens at once, and take some back: logits are those of all tokens in one forward pass."""
     model, mesh = families.model(family, "attnmesh"), named_mesh(shape, AXES)
@@ -85,6 +86,7 @@ def test_rows_of_several_tokens(family: str, pool: Pool) -> None:
     pool.run(shape.ranks, several_tokens, family, shape)
 
 
+@on_each_rank
 def family_together(family: str, shape: Shape) -> None:
     check_together(families.model(family, "attnmesh"), named_mesh(shape, AXES), 1e-3)
 
@@ -104,6 +106,7 @@ def test_rows_of_every_family_on_every_mesh(family: str, shape: Shape, pool: Poo
     pool.run(shape.ranks, family_together, family, shape)
 
 
+@on_each_rank
 def type_together(name: str, shape: Shape) -> None:
     model = build(Case(name, name), "attnmesh", torch.float64)
     with precisely(model, torch.float64):
@@ -119,6 +122,7 @@ def test_rows_of_recurrent_layers_on_one_rank(pool: Pool) -> None:
     pool.run(1, type_together, "mamba", Shape(1, 1, 1))
 
 
+@on_each_rank
 def with_options(shape: Shape, options: dict[str, Any]) -> None:
     check_together(families.model("gemma3", "attnmesh"), named_mesh(shape, AXES), 1e-3, **options)
 
@@ -130,6 +134,7 @@ def test_caches_with_options_give_the_same(options: dict[str, Any], pool: Pool) 
     pool.run(2, with_options, Shape(1, 1, 2), options)
 
 
+@on_each_rank
 def sharing_weights(ranks: int) -> None:
     """Compare rows on ranks that share weights and keys with rows on one rank."""
     mesh = named_mesh(Shape(1, 1, ranks), AXES)
@@ -156,6 +161,7 @@ def test_ranks_that_share_weights_and_keys(ranks: int, pool: Pool) -> None:
     pool.run(ranks, sharing_weights, ranks)
 
 
+@on_each_rank
 def merges_of_a_step() -> tuple[float, float]:
     """Return the merges of a step of one row, and of five, for each layer."""
     model, mesh = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, 2), AXES)
@@ -233,6 +239,7 @@ ON_ONE: dict[Spoil, str] = {
 }
 
 
+@on_each_rank
 def refusal(spoil: Spoil, on_all: bool) -> str:
     model, mesh = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, 2), AXES)
     caches: list[Any] = [hf.ShardedCache(model.config, mesh) for _ in range(2)]

@@ -24,7 +24,7 @@ from tests.support.families import prompt
 from tests.support.mesh_problems import named_mesh
 from tests.support.models.sparse_models import CASES, model
 from tests.support.models.tiny_models import build, tiny_config
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import some
 
 SHAPES = (Shape(1, 1, 1), Shape(1, 2, 1), Shape(1, 1, 3), Shape(1, 2, 2))
@@ -91,6 +91,7 @@ def checks_of(name: str, every: int) -> list[Check]:
     return [check for check in [*DTYPES][[*CASES].index(name) % every :: every] if check not in refused]
 
 
+@on_each_rank
 def ours(name: str, shape: Shape, every: int) -> dict[str, Any]:
     """Return the tokens of some checks on a rank."""
     mesh = named_mesh(shape, AXES)
@@ -159,6 +160,7 @@ def test_each_check_is_in_the_sample() -> None:
     assert {check for name, _ in SAMPLED for check in checks_of(name, 3)} == {*DTYPES}
 
 
+@on_each_rank
 def own_best(shape: Shape) -> list[list[int]]:
     """Return the tokens of a rank that keeps its own best keys, and does not merge them with those of other ranks."""
     small = model("deepseek_v32", "attnmesh", torch.float64)
@@ -190,6 +192,7 @@ def trained(small: PreTrainedModel, arguments: dict[str, Any]) -> tuple[float, d
     return loss.item(), {name: p.grad for name, p in small.named_parameters() if p.grad is not None}
 
 
+@on_each_rank
 def train_on_shards(name: str, shape: Shape, layout: Layout, packed: bool, again: bool) -> Any:
     small = build(CASES[name], "attnmesh", torch.float64)
     if again:
@@ -234,6 +237,7 @@ def test_gradients_are_those_of_one_device(
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * largest, msg=weight)
 
 
+@on_each_rank
 def train_compiled(name: str) -> list[bool]:
     """Return whether a compiled model has the loss and the gradients of one that is not."""
     shape, results = Shape(1, 2, 1), []
@@ -262,6 +266,7 @@ def test_blocks_begin_with_each_document(pool: Pool) -> None:
     assert sum(each for each, _ in found) / len(found) == pytest.approx(loss, rel=1e-6)
 
 
+@on_each_rank
 def train_documents(name: str, shape: Shape, layout: Layout) -> Any:
     labels = batch(True)["input_ids"].clone()
     labels[:, 25] = -100
@@ -269,6 +274,7 @@ def train_documents(name: str, shape: Shape, layout: Layout) -> Any:
     return trained(build(CASES[name], "attnmesh", torch.float64), shards)
 
 
+@on_each_rank
 def refuse_documents() -> str:
     shards = hf.shard_batch(batch(True), named_mesh(Shape(1, 2, 1), AXES))
     with pytest.raises(errors.MaskError, match="packed sequences"):
@@ -283,6 +289,7 @@ def test_documents_in_blocks_that_count_all_tokens_are_refused(pool: Pool) -> No
 # --- the cache ---
 
 
+@on_each_rank
 def saved(folder: Path) -> list[bool]:
     """Save, restore and fork a cache with recurrent states. Return whether it then gives the tokens of a new one."""
     small, mesh = model("qwen4", "attnmesh", torch.float64), named_mesh(Shape(1, 1, 2), AXES)
@@ -304,6 +311,7 @@ def test_last_tokens_are_saved_and_forked(tmp_path: Path, pool: Pool) -> None:
         assert right == [True] * 3
 
 
+@on_each_rank
 def lives(folder: Path, lost: int) -> list[bool]:
     """Fork, crop, copy, save, restore and recover a cache. Return whether it then gives the tokens of a new one."""
     small, mesh = model("glm", "attnmesh", torch.float64), named_mesh(Shape(1, 1, 2), AXES)
@@ -387,6 +395,7 @@ def test_scores_of_other_shapes_are_refused() -> None:
         scores.run(torch.randn(2, 7, 8), scores.operands)
 
 
+@on_each_rank
 def refused_mesh() -> str:
     small = model("deepseek_v32", "attnmesh", torch.float64)
     with pytest.raises(errors.ShapeError, match="heads axis"):
@@ -405,6 +414,7 @@ def test_embeddings_of_several_tokens_are_refused() -> None:
         hf.ShardedCache(config, None)
 
 
+@on_each_rank
 def train_without_hooks() -> float:
     small = build(CASES["deepseek_v32"], "attnmesh", torch.float64)
     shards = hf.shard_batch(batch(False), named_mesh(Shape(1, 2, 1), AXES))

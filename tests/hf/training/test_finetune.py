@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.scripts import run_script
 from tests.support.trainers import fsdp_on_cpus, launched
 
@@ -63,6 +63,7 @@ def losses(folder: Path) -> list[float]:
     return [entry[name] for entry in log for name in ("loss", "eval_loss") if name in entry]
 
 
+@on_each_rank
 def stop_and_go_on(folder: str, arguments: tuple[object, ...]) -> None:
     """On a rank: run the script, lose what it wrote after the first checkpoint, and run it again."""
     words = [str(SCRIPT), *map(str, (*SMALL, *arguments)), "--folder"]

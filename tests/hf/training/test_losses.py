@@ -14,7 +14,7 @@ from attnmesh.mesh.shapes import AXES, Shape
 from tests.support import families
 from tests.support.families import prompt
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 IDS = prompt(30, batch=2)
 LABELS = IDS.masked_fill(torch.arange(30) < 20, -100)  # the last of three ranks has nearly all labels
@@ -69,6 +69,7 @@ def results(mesh: Any) -> dict[str, tuple[float, Tensor]]:
     return found
 
 
+@on_each_rank
 def on_ranks() -> dict[str, tuple[float, Tensor]]:
     return results(named_mesh(Shape(1, 3, 1), AXES))
 

@@ -19,7 +19,7 @@ from attnmesh.mesh.shapes import Shape
 from tests.support import families
 from tests.support.families import prompt
 from tests.support.needs import needs_smollm2
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.rollouts import FLAT, MESHES, OPTIONS, check, check_failed_reward, even, prompts
 from tests.support.trainers import FSDP, launched, mesh_of, settings, tokenizer
 
@@ -114,6 +114,7 @@ def failing(completions: list[str], **_: Any) -> list[float]:
     return [0.0] * len(completions)
 
 
+@on_each_rank
 def bad_reward(folder: str) -> str:
     """Return the error of a reward that raises on the first rank of the second of two meshes."""
     with launched(), warnings.catch_warnings():

@@ -20,7 +20,7 @@ from attnmesh.mesh.shapes import AXES, Shape
 from tests.support import families
 from tests.support.families import STOCK, prompt
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.trainers import (
     FSDP,
     STEPS,
@@ -143,6 +143,7 @@ def test_variants_of_training_are_those_of_one_process(name: str, pool: Pool, tm
     check(pool, tmp_path, kind, shape=Shape(1, 1, 2), **{"family": "llama", "data": 1, **options})
 
 
+@on_each_rank
 def packed_logits(family: str) -> list[bool]:
     """Change the first of two packed documents. Return whether the logits of each are as before."""
     model, mesh = families.model(family, "attnmesh"), named_mesh(Shape(1, 1, 2), AXES)
@@ -161,6 +162,7 @@ def test_a_document_does_not_see_another_one_of_its_pack(family: str, pool: Pool
     assert pool.run(2, packed_logits, family) == [[False, True]] * 2
 
 
+@on_each_rank
 def two_models() -> tuple[list[tuple[int, ...]], list[str]]:
     """Return the shapes of the meshes of a model with many key heads and of one with a single one, and the log."""
     calls = hf.on_mesh(Trainer, init_device_mesh("cpu", (4,), mesh_dim_names=("cp",)), shape="auto")._make_calls(None)
@@ -212,6 +214,7 @@ def loop(mesh: Any, attention: str) -> list[float]:
     return logged
 
 
+@on_each_rank
 def looped(shape: Shape) -> list[float]:
     with launched():
         return loop(named_mesh(shape, AXES), "attnmesh")
@@ -226,6 +229,7 @@ def test_a_loop_with_accelerate_is_that_of_one_process(pool: Pool) -> None:
 # --- bad input ---
 
 
+@on_each_rank
 def bad_call(name: str) -> str:
     """Return the error of a training that is refused, or the loss of its step."""
     rank = dist.get_rank()

@@ -18,7 +18,7 @@ from tests.support import families
 from tests.support.families import FEW, STOCK, Batch, families_on_meshes, plain_batch, prompt
 from tests.support.mesh_problems import named_mesh
 from tests.support.models.checks import loss_and_gradients
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 AXES = ("heads", "queries", "keys")
 
@@ -56,6 +56,7 @@ def stock_results(family: str, name: str) -> tuple[float, dict[str, Tensor]]:
     return loss, gradients
 
 
+@on_each_rank
 def on_ranks(family: str, shape: Shape, layout: Layout) -> dict[str, tuple[float, dict[str, Tensor]]]:
     mesh, results = named_mesh(shape, AXES), {}
     for name, batch in BATCHES.items():
@@ -100,6 +101,7 @@ def test_without_labels_there_is_no_loss() -> None:
     assert torch.allclose(given.logits, expected.logits, atol=1e-4)
 
 
+@on_each_rank
 def _refused(rank_batch: Batch) -> str:
     try:
         hf.shard_batch(rank_batch, named_mesh(Shape(1, 2, 1), AXES))
@@ -160,6 +162,7 @@ def test_a_wrong_batch_is_refused_on_all_ranks(name: str, pool: Pool) -> None:
     assert answers[0].startswith(error), answers[0]
 
 
+@on_each_rank
 def _few_tokens(layout: Any, documents: Sequence[int]) -> int | str:
     """Return the tokens of this rank, or the error."""
     positions = torch.cat([torch.arange(tokens) for tokens in documents])[None]
@@ -179,6 +182,7 @@ def test_each_rank_gets_one_of_few_tokens_or_all_raise(pool: Pool) -> None:
     assert sorted(pool.run(4, _few_tokens, am.Striped(), (5,))) == [1, 1, 1, 2]
 
 
+@on_each_rank
 def _refused_another() -> str:
     return _refused(_another())
 
@@ -210,6 +214,7 @@ def _stablelm(attention: str) -> Any:
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention).double()
 
 
+@on_each_rank
 def _of_stablelm(shape: Shape) -> float:
     return loss_and_gradients(_stablelm("attnmesh"), hf.shard_batch(plain_batch(), named_mesh(shape, AXES)))[0]
 
@@ -219,6 +224,7 @@ def test_layers_that_pass_only_a_mask_are_supported(pool: Pool) -> None:
     assert sum(pool.run(4, _of_stablelm, Shape(1, 2, 2))) / 4 == pytest.approx(loss, rel=1e-6)
 
 
+@on_each_rank
 def _other_weights(name: str) -> list[str]:
     """Return the errors of a first and a second model, after a weight was changed per rank."""
     mesh, rank, messages = named_mesh(Shape(1, 2, 1), AXES), torch.distributed.get_rank(), []
@@ -247,6 +253,7 @@ def test_ranks_with_different_weights_all_raise(name: str, pool: Pool) -> None:
     assert f"ranks  {name}\n    0      torch.float32" in first[1], first[1]
 
 
+@on_each_rank
 def _routers() -> str:
     model = families.model("gpt-oss", "attnmesh", output_router_logits=True).train()
     try:

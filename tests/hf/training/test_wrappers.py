@@ -17,7 +17,7 @@ from attnmesh.mesh.shapes import AXES, Shape
 from tests.support import families
 from tests.support.families import prompt
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 LENGTH = 22
 
@@ -125,6 +125,7 @@ def batch() -> dict[str, Tensor]:
     return {"input_ids": prompt(LENGTH, batch=2)}
 
 
+@on_each_rank
 def outcomes(names: list[str], shape: Shape) -> list[tuple[float, str]]:
     """Return the largest difference of this rank's logits from those of one device, or the error, of each wrapper."""
     mesh, found = named_mesh(shape, AXES), []
@@ -159,6 +160,7 @@ def test_wrappers_find_the_mesh_or_raise(kind: str, pool: Pool) -> None:
             assert error in given if error else not given, (name, given)
 
 
+@on_each_rank
 def whole_batches() -> list[tuple[str, float]]:
     """Return how far a model on each rank alone is from stock attention, for batches of the rank's own."""
     rank, found = torch.distributed.get_rank(), []
@@ -190,6 +192,7 @@ def test_ranks_with_batches_of_their_own_are_served(pool: Pool) -> None:
         assert [name for name, difference in answers if not difference < 1e-4] == []
 
 
+@on_each_rank
 def generated_on_mesh() -> bool:
     """Return whether a model that a trainer calls on a mesh generates what stock transformers does."""
     ours, stock = (families.model("llama", name, num_hidden_layers=1) for name in ("attnmesh", "sdpa"))

@@ -12,6 +12,7 @@ from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.families import prompt
 from tests.support.mesh_problems import named_mesh
 from tests.support.models.tiny_models import Case, randomise, tiny_config
+from tests.support.pool import on_each_rank
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 TEXT = {"rope_parameters": ROPE, "head_dim": 8, "num_attention_heads": 4}
@@ -109,5 +110,6 @@ def answer(kind: str, shape: Shape, batch: dict[str, Tensor], options: dict[str,
     return hf.generate(model, **batch, cache=cache, **{**OPTIONS, **options})
 
 
+@on_each_rank
 def answer_logits(*arguments: Any) -> Tensor:
     return logits(answer(*arguments))

@@ -16,7 +16,7 @@ from tests.support.models import image_spans
 from tests.support.models.checks import loss_and_gradients
 from tests.support.models.image_models import build_images, image_case
 from tests.support.models.image_prompts import vision_model
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 Batch = dict[str, Tensor]
 
@@ -47,6 +47,7 @@ def trained(model: PreTrainedModel, batch: dict[str, Any]) -> tuple[float, dict[
     return found
 
 
+@on_each_rank
 def on_rank(kind: str, shape: Shape, layout: Any, batch: Batch) -> tuple[float, dict[str, Tensor]]:
     part = hf.shard_batch(batch, named_mesh(shape, AXES), layout)
     return trained(model_of(kind, "attnmesh"), part)
