@@ -84,8 +84,8 @@ def test_the_panel_shows_the_owners_and_the_text_their_balance() -> None:
     early, late = _colours(am.Shape(1, 2, 1))
     pairs = axes.images[0].get_array().tolist()
     assert (len(pairs), len(pairs[0])) == (4, 4)
-    assert pairs[1][0] == pytest.approx(early, abs=1e-6)
-    assert pairs[2][0] == pytest.approx(late, abs=1e-6)
+    assert pairs[1][0] == pytest.approx(early, abs=1e-6)  # figures have float32
+    assert pairs[2][0] == pytest.approx(late, abs=1e-6)  # figures have float32
     assert min(pairs[0][3]) > 0.9  # an invisible pair: nearly white
     assert axes.texts[0].get_text() == "shares 30.0, 70.0 %; busiest rank 1.40 of the mean"
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["rank (0, 0)", "rank (1, 0)"]

@@ -121,7 +121,7 @@ def test_links_are_as_slow_as_asked_for_and_count_what_crosses(hosts: None) -> N
     told = run_on_hosts(Hosts.parse("2x2@100mbit"), told_of_hosts)
     for same, _, payload in told:
         assert same == [0, 0, 2, 2]
-        assert payload == pytest.approx(4_000_000, rel=0.01)
+        assert payload == pytest.approx(4_000_000, rel=0.01)  # gloo's own words come on top
     last = max(seconds for _, seconds, _ in told)  # the first may be served before the second begins
     assert last > 0.13  # two ranks share 12.5 MB/s, of which a burst of 131,072 bytes goes at once, or two
 

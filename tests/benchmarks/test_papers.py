@@ -122,7 +122,7 @@ def test_a_ring_in_turn_takes_its_kernels_and_all_that_it_sends() -> None:
 
 @pytest.mark.parametrize(("model", "billions"), [(llama.LLAMA_8B, 7.50), (llama.LLAMA_1B, 1.24)])
 def test_the_weights_of_a_model(model: llama.Llama, billions: float) -> None:
-    assert model.weights / 1e9 == pytest.approx(billions, rel=0.01)
+    assert model.weights / 1e9 == pytest.approx(billions, rel=0.01)  # three digits
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def largest_errors() -> list[float]:
 def test_all_ways_compute_the_same_layer(pool: Pool) -> None:
     for errors in pool.run(2, largest_errors):
         assert len(errors) == 3 * 8
-        assert max(errors) < 1e-4
+        assert max(errors) < 1e-4  # float32, whose roundings the rule carries from token to token
 
 
 def test_the_bench_measures_and_is_shown() -> None:

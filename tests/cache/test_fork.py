@@ -15,6 +15,7 @@ from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
 from tests.support.problems import numbers
 from tests.support.seeds import rotated
+from tests.support.tolerances import FLOAT32
 
 SHAPES = [Shape(1, 1, 1), Shape(1, 1, 2), Shape(1, 3, 1), Shape(1, 2, 2), Shape(2, 1, 2)]
 
@@ -47,7 +48,7 @@ def continued(shape: Shape, batch: int, padded: bool, reproducible: bool) -> Non
         for number, (one, other) in enumerate(zip(forked, copied, strict=True)):
             q = numbers(other.sizes.batch, 4, 2, 8, seed=number)
             given, expected = (am.decode(q, cache, reproducible=reproducible) for cache in (one, other))
-            assert torch.equal(given, expected) if reproducible else torch.allclose(given, expected, atol=1e-6)
+            assert torch.equal(given, expected) if reproducible else torch.allclose(given, expected, atol=FLOAT32)
             assert (one.length, one.used) == (other.length, other.used)
 
     def change(act: Any) -> None:
@@ -106,10 +107,10 @@ def saved(shape: Shape, folder: str) -> None:
     expected = am.decode(q, other)
     other.save(folder)
     for found in (other, am.KVCache.load(folder, cache.device_mesh), deepcopy(other)):
-        assert torch.allclose(am.decode(q, found), expected, atol=1e-6)
+        assert torch.allclose(am.decode(q, found), expected, atol=FLOAT32)
         assert not found.shards.forked
     assert cache.shards.forked
-    assert torch.allclose(am.decode(q, cache), am.decode(q, cache_of(shape, batch=2)), atol=1e-6)
+    assert torch.allclose(am.decode(q, cache), am.decode(q, cache_of(shape, batch=2)), atol=FLOAT32)
 
 
 @pytest.mark.parametrize("shape", [Shape(1, 1, 1), Shape(1, 1, 3), Shape(2, 2, 1)], ids=str)
@@ -147,7 +148,7 @@ def recovered() -> None:
     other.append(*numbers(2, 1, 2, 5, 8, seed=1))
     expected = am.decode(q, other)
     (found,) = am.recover([other], cache.device_mesh)
-    assert torch.allclose(am.decode(q, found), expected, atol=1e-6)
+    assert torch.allclose(am.decode(q, found), expected, atol=FLOAT32)
 
 
 def test_forks_with_copies_are_recovered(pool: Pool) -> None:
@@ -183,7 +184,7 @@ def paged(shape: Shape) -> None:
         partial = am.Partial(*am.merge(*partials))
         partial = partial if group is None else am.merge_across(partial, group)
         expected = am.decode(q, each)[:, heads.slice_of(4)]
-        assert torch.allclose(partial.out, expected, atol=1e-6)
+        assert torch.allclose(partial.out, expected, atol=FLOAT32)
 
 
 @pytest.mark.parametrize("shape", [Shape(1, 1, 1), Shape(1, 1, 3), Shape(2, 1, 2)], ids=str)
@@ -224,7 +225,7 @@ def served(shape: Shape, scattered: bool) -> None:
             act(cache)
         q = numbers(2, 4, 2, 8, seed=4)
         given, expected = (am.decode(q, cache) for cache in caches)
-        assert torch.allclose(given, expected, atol=1e-6)
+        assert torch.allclose(given, expected, atol=FLOAT32)
     assert torch.equal(keys, pools[0][:, :, heads])  # the engine's pool is not written to
 
 

@@ -15,6 +15,7 @@ from tests.support import families
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
 from tests.support.problems import numbers
+from tests.support.tolerances import FLOAT32
 
 
 def cache_of(batch: int = 1, tokens: int = 21, shape: Shape | None = None, **options: Any) -> am.KVCache:
@@ -70,7 +71,7 @@ def test_invalid_numbers_stay_in_their_fork(number: float, reproducible: bool) -
         other.truncate(length)
         alone.truncate(length)
         given, expected = (am.decode(q, each, reproducible=reproducible) for each in (other, alone))
-        assert torch.allclose(given, expected, atol=1e-6)
+        assert torch.allclose(given, expected, atol=FLOAT32)
 
 
 def test_truncation_copies_one_block_at_most(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.dense import dense
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
+from tests.support.tolerances import FLOAT32, FLOAT32_SUMS
 
 HEADS, WIDTH, LENGTH = (4, 2), 8, 397
 SHARES = {2: (3, 1), 3: (0.5, 4, 0.02), 1: (7,)}
@@ -98,7 +99,7 @@ def test_a_save_of_unequal_shares_is_loaded_on_other_ranks_and_back(ranks: int, 
     for number, (others, shares) in enumerate(((2, None), (3, (1, 2, 9)), (1, None), (ranks, SHARES[ranks]))):
         outs += pool.run(others, loaded, others, shares, tmp_path / str(number), tmp_path / str(number + 1))
     for out in outs:
-        torch.testing.assert_close(out, expected().float(), atol=2e-6, rtol=2e-5)
+        torch.testing.assert_close(out, expected().float(), atol=2 * FLOAT32, rtol=2 * FLOAT32_SUMS)
 
 
 @on_each_rank
@@ -116,7 +117,7 @@ def recovered(ranks: int) -> list[Tensor]:
 def test_copies_and_recovery_have_unequal_shares(pool: Pool) -> None:
     for outs in pool.run(2, recovered, 2):
         for out in outs:
-            torch.testing.assert_close(out, expected().float(), atol=2e-6, rtol=2e-5)
+            torch.testing.assert_close(out, expected().float(), atol=2 * FLOAT32, rtol=2 * FLOAT32_SUMS)
 
 
 @on_each_rank
@@ -134,7 +135,7 @@ def rows(ranks: int) -> list[Tensor]:
 
 def test_rows_of_caches_with_other_shares_decode_together(pool: Pool) -> None:
     for together, alone in pool.run(3, rows, 3):
-        torch.testing.assert_close(together, alone, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(together, alone, atol=FLOAT32, rtol=FLOAT32_SUMS)
 
 
 # --- refused ---
@@ -230,7 +231,7 @@ def measured(rates: list[int], free: list[int]) -> tuple[Any, ...]:
         cache = cache_of(2, "auto", capacity=2**20)
     cache.append(*new())
     out = am.decode(query(), cache)
-    torch.testing.assert_close(out, expected().float(), atol=2e-6, rtol=2e-5)
+    torch.testing.assert_close(out, expected().float(), atol=2 * FLOAT32, rtol=2 * FLOAT32_SUMS)
     return cache.shares, cache.used
 
 

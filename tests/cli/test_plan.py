@@ -254,6 +254,7 @@ def test_the_data_of_the_page_is_that_of_plans() -> None:
     for (kv_heads, ranks, hosts, length), schemes in zip(product(*GRID), known["points"], strict=True):
         best = best_by_scheme(am.Workload(16, kv_heads, 64, length), CLUSTER.sized(hosts, ranks))
         assert [known["schemes"][one[0]][0] for one in schemes] == [*best]
+        # The page has six digits.
         assert [one[2] for one in schemes] == pytest.approx([one.seconds for one in best.values()], rel=1e-5)
     assert [] in known["points"]  # 8 million tokens do not fit two devices
 

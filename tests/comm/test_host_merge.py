@@ -20,6 +20,7 @@ from attnmesh.kernels.native.native_digest import digest_on_host, wrapped
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.merges import MERGES
 from tests.support.pool import Pool, on_each_rank
+from tests.support.tolerances import FLOAT32, FLOAT32_SUMS
 
 CPU = torch.device("cpu")
 
@@ -64,8 +65,8 @@ def test_merges_are_exact_and_alike(ranks: int, how: str, pool: Pool) -> None:
         wide = [am.Partial(out.double(), lse.double()) for out, lse in partials(ranks, shape, seed)]
         expected = am.merge(*wide)
         for mine in results:
-            torch.testing.assert_close(mine[seed].out.double(), expected.out, atol=1e-6, rtol=1e-5)
-            torch.testing.assert_close(mine[seed].lse.double(), expected.lse, atol=1e-6, rtol=1e-6)
+            torch.testing.assert_close(mine[seed].out.double(), expected.out, atol=FLOAT32, rtol=FLOAT32_SUMS)
+            torch.testing.assert_close(mine[seed].lse.double(), expected.lse, atol=FLOAT32, rtol=FLOAT32)
             for one, other in zip(mine[seed], results[0][seed], strict=True):
                 assert torch.equal(one, other)
 

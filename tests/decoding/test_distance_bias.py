@@ -71,7 +71,7 @@ def right() -> list[Tensor]:
 def test_steps_agree_with_attend(pool: Pool, shape: tuple[int, ...]) -> None:
     for found in pool.run(Shape(*shape).ranks, outputs, Shape(*shape)):
         for given, expected in zip(found, right(), strict=True):
-            torch.testing.assert_close(given, expected, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(given, expected, rtol=1e-9, atol=1e-9)  # float64
 
 
 @on_each_rank

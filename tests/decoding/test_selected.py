@@ -16,6 +16,7 @@ from attnmesh.runtime.counters import counted
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
 from tests.support.problems import numbers
+from tests.support.tolerances import FLOAT32
 
 HEADS, WIDTH, TOKENS = (4, 2), 8, 45
 
@@ -39,8 +40,10 @@ def all_tokens_and_parts(ranks: int) -> list[bool]:
     cache, q = cache_of(ranks), numbers(2, HEADS[0], 3, WIDTH, seed=2)
     every = torch.arange(TOKENS).int().expand(2, 1, 3, -1)
     whole = am.decode(q, cache)
-    right = [torch.allclose(am.decode(q, cache, selected=am.Selection(every)), whole, atol=1e-6)]
-    right.append(torch.allclose(am.decode(q, cache, selected=am.Selection(every[..., :12], block=4)), whole, atol=1e-6))
+    right = [torch.allclose(am.decode(q, cache, selected=am.Selection(every)), whole, atol=FLOAT32)]
+    right.append(
+        torch.allclose(am.decode(q, cache, selected=am.Selection(every[..., :12], block=4)), whole, atol=FLOAT32)
+    )
     k, v = numbers(1, 2, HEADS[1], 1, WIDTH, seed=3)[0], numbers(1, 2, HEADS[1], 1, WIDTH, seed=4)[0]
     new = am.Selection(torch.tensor([TOKENS, 3]).int().expand(2, 1, 1, -1))
     step = am.decode(q[:, :, :1], cache, k=k, v=v, selected=new)

@@ -18,6 +18,7 @@ from attnmesh.runtime.counters import counted
 from tests.support.diffusion import MODELS, PIPELINES, Inputs, pipeline_steps
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
+from tests.support.tolerances import FLOAT32_SUMS
 
 OUTPUT = 1e-13
 """Outputs are computed in float64, and differ by the order of sums."""
@@ -114,7 +115,7 @@ MESHES = (Shape(1, 2, 2), Shape(1, 3, 1), Shape(2, 1, 2))
 )
 def test_two_steps_of_the_pipeline_are_those_of_one_device(pool: Pool, name: str, shape: Shape) -> None:
     for out, expected in pool.run(shape.ranks, steps, name, shape):
-        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(out, expected, rtol=FLOAT32_SUMS, atol=FLOAT32_SUMS)
 
 
 @on_each_rank

@@ -42,6 +42,7 @@ from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
 from tests.support.problems import numbers
+from tests.support.tolerances import FLOAT32_SUMS
 
 T = torch.zeros
 Q_HEADS, HEADS, WIDTH, TOKENS = 12, 6, 4, 10
@@ -1082,7 +1083,9 @@ def goes_on(at: Place) -> bool:
     cache = new_cache(at)
     cache.append(k, v)
     last = am.decode(q[:, :, -2:], cache)
-    return torch.allclose(out, expected, atol=1e-5) and torch.allclose(last, expected[:, :, -2:], atol=1e-5)
+    return torch.allclose(out, expected, atol=FLOAT32_SUMS) and torch.allclose(
+        last, expected[:, :, -2:], atol=FLOAT32_SUMS
+    )
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)

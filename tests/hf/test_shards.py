@@ -25,6 +25,7 @@ from tests.support import families
 from tests.support.families import prompt
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
+from tests.support.tolerances import FLOAT32_SUMS
 
 AXES = ("heads", "queries", "keys")
 
@@ -156,8 +157,8 @@ def test_a_custom_loss_keeps_its_divisor(pool: Pool) -> None:
     with torch.no_grad():
         loss = float(whole(prompt(21), labels=prompt(21)).loss)
     totals, means, rank_means = zip(*pool.run(2, custom_losses), strict=True)
-    assert sum(totals) / 20 == pytest.approx(loss, rel=1e-5)
-    assert sum(means) / 2 == pytest.approx(loss, rel=1e-5)
+    assert sum(totals) / 20 == pytest.approx(loss, rel=FLOAT32_SUMS)
+    assert sum(means) / 2 == pytest.approx(loss, rel=FLOAT32_SUMS)
     assert [total / mean for total, mean in zip(totals, rank_means, strict=True)] == pytest.approx([10, 10])
 
 
@@ -175,7 +176,7 @@ def loss_with_count(count: Any) -> float | str:
 def test_a_count_of_the_whole_batch_may_be_passed_to_the_model(count: Any, pool: Pool) -> None:
     with torch.no_grad():
         loss = float(families.model("llama", "sdpa")(prompt(21), labels=prompt(21)).loss)
-    assert sum(pool.run(2, loss_with_count, count)) / 2 == pytest.approx(loss, rel=1e-5)
+    assert sum(pool.run(2, loss_with_count, count)) / 2 == pytest.approx(loss, rel=FLOAT32_SUMS)
 
 
 @on_each_rank
@@ -191,7 +192,7 @@ def chunked_loss() -> list[float]:
 
 def test_a_loss_can_be_computed_twice(pool: Pool) -> None:
     for loss, chunked in pool.run(2, chunked_loss):
-        assert chunked == pytest.approx(loss, rel=1e-5)
+        assert chunked == pytest.approx(loss, rel=FLOAT32_SUMS)
 
 
 @on_each_rank
@@ -235,7 +236,7 @@ LONG = [pytest.mark.long, pytest.mark.timeout(1500)]  # a busy machine compiles 
 @pytest.mark.parametrize("backend", [pytest.param(backend, marks=LONG) for backend in ("aot_eager", "inductor")])
 def test_a_compiled_model_has_the_same_loss_and_gradient(backend: str, pool: Pool) -> None:
     for loss, norm, *compiled_results in pool.run(2, compiled, backend, deadline=1200):
-        assert compiled_results == pytest.approx([loss, norm], rel=1e-5)
+        assert compiled_results == pytest.approx([loss, norm], rel=FLOAT32_SUMS)
 
 
 def error_of_model(model: nn.Module, part: dict[str, Any]) -> str:
@@ -300,7 +301,7 @@ def test_batches_of_padding_free_collators_are_accepted() -> None:
         losses = [stock(torch.tensor([x["input_ids"]]), labels=torch.tensor([x["input_ids"]])).loss for x in SEQUENCES]
     counts = [len(x["input_ids"]) - 1 for x in SEQUENCES]
     expected = sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
-    assert float(given) == pytest.approx(float(expected), rel=1e-5)
+    assert float(given) == pytest.approx(float(expected), rel=FLOAT32_SUMS)
 
 
 @pytest.mark.parametrize("name", ["cu_seq_lens_q", "cu_seq_lens_k"])

@@ -19,6 +19,7 @@ from attnmesh.kernels.kernel import Need
 from attnmesh.kernels.rectangles import BackwardInputs, Rectangle, cut
 from tests.support.interpreted import interpreting
 from tests.support.problems import draw
+from tests.support.tolerances import FLOAT32
 
 KINDS = (
     (torch.bfloat16, 128, 128),
@@ -123,7 +124,7 @@ def test_masked_and_many_blocks_are_one_launch_of_triton(mask: Mask) -> None:
         short, tokens = Rectangle(slice(0, 70), slice(0, 70), band=rectangle.bounds().rows(0, 70, 0)), x[:, :, :70]
         ours = cuda.CUDA().attend(tokens, tokens, tokens, short, Scaling(0.25))
     theirs = am.attend(tokens, tokens, tokens, mask=Mask(mask.left, mask.right), scale=0.25)
-    assert torch.allclose(ours.out, theirs.out, atol=1e-6)
+    assert torch.allclose(ours.out, theirs.out, atol=FLOAT32)
 
 
 def test_float64_and_other_devices_have_a_reason() -> None:

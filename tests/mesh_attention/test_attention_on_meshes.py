@@ -25,6 +25,7 @@ from attnmesh.runtime.counters import Traffic, counted
 from tests.support.mesh_problems import SAMPLES, MeshProblem, check, draw, named_mesh, run, traits
 from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import batches_by_ranks, rotated
+from tests.support.tolerances import FLOAT32_SUMS
 
 
 def cases() -> list[Any]:
@@ -140,7 +141,7 @@ def test_auto_layouts_are_exact(pool: Pool, shape: Shape) -> None:
     for same, results in pool.run(shape.ranks, attend_packed, shape, documents):
         assert same
         for given, exact in zip(results, expected, strict=True):
-            torch.testing.assert_close(given.double(), exact, atol=2e-5, rtol=1e-5)
+            torch.testing.assert_close(given.double(), exact, atol=2 * FLOAT32_SUMS, rtol=FLOAT32_SUMS)
 
 
 @on_each_rank
@@ -316,7 +317,7 @@ def inside_a_bigger_mesh() -> bool:
     for mesh in (whole, whole[AXES]):
         mine = (am.shard(x, mesh, layout=am.Zigzag()) for x in (q, k, v))
         out = am.unshard(am.attention(*mine, mesh=mesh, layout=am.Zigzag()), mesh, layout=am.Zigzag())
-        if not torch.allclose(out, expected, atol=1e-5):
+        if not torch.allclose(out, expected, atol=FLOAT32_SUMS):
             return False
     return True
 
@@ -445,7 +446,7 @@ def dtensors(length: int, sizes: tuple[int, ...], names: tuple[str, ...]) -> boo
         return False
     given = [x.full_tensor() for x in (out, *gradients)]
     return out.placements == tuple(placements) and all(
-        torch.allclose(one, other, atol=1e-5) for one, other in zip(given, (expected, *wanted), strict=True)
+        torch.allclose(one, other, atol=FLOAT32_SUMS) for one, other in zip(given, (expected, *wanted), strict=True)
     )
 
 

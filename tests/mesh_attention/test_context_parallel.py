@@ -95,9 +95,9 @@ def test_a_plain_model_on_a_mesh_named_cp(
 ) -> None:
     expected, gradients = run(make(causal), *batch(length))
     for out, given in pool.run(ranks, on_mesh, length, causal, plan, layout, shape, compiled):
-        torch.testing.assert_close(out, expected, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(out, expected, rtol=1e-11, atol=1e-11)  # float64
         for mine, theirs in zip(given, gradients, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)  # float64
 
 
 class LanguageModel(nn.Module):
@@ -145,7 +145,7 @@ def test_the_loss_of_the_how_to_is_that_of_one_device_on_uneven_shards(pool: Poo
     (alone,) = pool.run(1, by_the_recipe)
     for given in pool.run(4, by_the_recipe):
         for mine, theirs in zip(given, alone, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
+            torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)  # float64
 
 
 @on_each_rank

@@ -12,11 +12,11 @@ from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.mesh_attention import latents as latent
 from attnmesh.mesh_attention.attention import attend_shards
-from attnmesh.mesh_attention.call import Call, Options
+from attnmesh.mesh_attention.call import Call
 from attnmesh.mesh_attention.latents import Latents, Projection
 from attnmesh.runtime.counters import counted
 from tests.support.dense import dense
-from tests.support.mesh_problems import named_mesh
+from tests.support.mesh_problems import call_options, named_mesh
 from tests.support.pool import Pool, on_each_rank
 
 HEADS, COLUMNS, VALUES, RANK, ROTATED, TOKENS = 6, 5, 3, 7, 2, 11
@@ -58,7 +58,12 @@ def received(shape: Shape) -> int:
     mesh, n = named_mesh(shape, AXES), TOKENS
     q, k, v = torch.randn(1, HEADS, n, COLUMNS + ROTATED), *torch.randn(2, 1, HEADS, n, COLUMNS + ROTATED)
     projection = Projection(torch.randn(HEADS, COLUMNS, RANK), torch.randn(HEADS, VALUES, RANK))
-    options = Options(am.Full(), am.Zigzag(), am.Zigzag(), "bulk", "auto", None, None, *[n * shape.ranks] * 2, None)
+    tokens_of_all = {
+        "layout": am.Zigzag(),
+        "key_layout": am.Zigzag(),
+        **dict.fromkeys(("length", "key_length"), n * shape.ranks),
+    }
+    options = call_options(mask=am.Full(), exchange="bulk", **tokens_of_all)
     tokens = torch.randn(1, 1, n, RANK + ROTATED)
     with counted() as traffic:
         attend_shards(

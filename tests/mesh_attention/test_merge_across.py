@@ -15,6 +15,7 @@ from attnmesh.mesh.merges import MERGES
 from attnmesh.runtime.counters import counted
 from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import rotated
+from tests.support.tolerances import FLOAT32, FLOAT32_SUMS
 
 _groups: dict[int, dist.ProcessGroup] = {}
 
@@ -77,7 +78,7 @@ def test_each_rank_keeps_its_heads(pool: Pool, ranks: int, how: str) -> None:
     for index, place in enumerate(torch.arange(9).tensor_split(ranks)):
         assert Axis(ranks, index).slice_of(9) == slice(int(place[0]), int(place[-1]) + 1)
     for x, y in zip((torch.cat(parts, 1) for parts in zip(*shares, strict=True)), whole, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(x, y, rtol=FLOAT32, atol=FLOAT32)
 
 
 @on_each_rank
@@ -85,8 +86,8 @@ def in_base_two() -> bool:
     out, lse = partial_of(dist.get_rank(), torch.float32)
     natural = am.merge_across(am.Partial(out, lse), dist.group.WORLD)
     two = am.merge_across(am.Partial(out, lse / math.log(2)), dist.group.WORLD, base="2")
-    return torch.allclose(natural.out, two.out, atol=1e-5) and torch.allclose(
-        natural.lse, two.lse * math.log(2), atol=1e-5
+    return torch.allclose(natural.out, two.out, atol=FLOAT32_SUMS) and torch.allclose(
+        natural.lse, two.lse * math.log(2), atol=FLOAT32_SUMS
     )
 
 

@@ -192,7 +192,7 @@ def test_rows_read_the_experts_that_they_choose(rows: int) -> None:
     noise, experts = torch.Generator().manual_seed(0), Experts(16 * 10**6, 16, 3)
     draws = torch.rand(2000, rows, 16, generator=noise).topk(3).indices.flatten(1)
     distinct = sum(len(draw.unique()) for draw in draws) / len(draws)
-    assert experts.read(rows) == pytest.approx(1e6 * distinct, rel=0.01)
+    assert experts.read(rows) == pytest.approx(1e6 * distinct, rel=0.01)  # 2,000 draws
     model = replace(model_of_cpus(rows), experts=experts)
     (apart,) = [way for way in serving(model, cpus(), am.Shape(1, 1, 2)) if way.together == 1]
     assert apart.read == pytest.approx(201e6 - 16e6 + experts.read(rows))
@@ -295,7 +295,7 @@ def test_more_ranks_than_cores_read_from_one_memory() -> None:
     alone = [next(way for way in ways if way.ranks == 1) for ways in (two, four)]
     assert alone[0].seconds == pytest.approx(alone[1].seconds)
     shared = [dict(chosen(ways, ranks, together=True).parts)["weights"] for ways, ranks in ((two, 2), (four, 4))]
-    assert shared[0] == pytest.approx(shared[1], rel=0.01)
+    assert shared[0] == pytest.approx(shared[1], rel=0.01)  # each rank reads 1 MB beside the 200
 
 
 def test_a_given_shape_is_priced_alone() -> None:

@@ -151,5 +151,5 @@ def test_a_seed_gives_the_same_text_and_logprobs_add_to_at_most_one(client: open
     for choice in first.choices:
         for token in choice.logprobs.content:
             total = torch.tensor([one.logprob for one in token.top_logprobs]).exp().sum()
-            assert 0 < float(total) <= 1 + 1e-5
+            assert 0 < float(total) <= 1 + 1e-5  # of float32 logarithms
             assert token.logprob <= max(one.logprob for one in token.top_logprobs)

@@ -25,6 +25,7 @@ from attnmesh.store.layer_files import PIECE
 from tests.support.growing_caches import SIZES, decoded, equal, flip, full_journal, grow, in_memory, opened, rows
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
+from tests.support.tolerances import FLOAT32, FLOAT32_SUMS
 
 
 @pytest.mark.parametrize(
@@ -35,7 +36,7 @@ def test_a_folder_has_the_bits_of_memory(tmp_path: Path, sizes: dict[str, Any]) 
         for each in (cache, twin):
             change(each)
         assert equal(cache, twin)
-        assert torch.allclose(decoded(cache, 3), decoded(twin, 3), rtol=1e-5, atol=1e-6)
+        assert torch.allclose(decoded(cache, 3), decoded(twin, 3), rtol=FLOAT32_SUMS, atol=FLOAT32)
 
     def append(more: int) -> Callable[[am.KVCache], None]:
         def appended(each: am.KVCache) -> None:
@@ -62,7 +63,7 @@ def test_windows_and_selections_read_a_folder(tmp_path: Path) -> None:
     grow(cache, twin.length)
     chosen = am.Selection(torch.randperm(twin.length)[:50].int().view(1, 1, 1, 50))
     for options in ({"mask": am.Window(5000)}, {"mask": am.Window(50)}, {"selected": chosen}, {"reproducible": True}):
-        assert torch.allclose(decoded(cache, **options), decoded(twin, **options), rtol=1e-5, atol=1e-6)
+        assert torch.allclose(decoded(cache, **options), decoded(twin, **options), rtol=FLOAT32_SUMS, atol=FLOAT32)
 
 
 def test_a_fork_is_in_memory_and_leaves_the_files(tmp_path: Path) -> None:
@@ -126,7 +127,7 @@ def live_on_ranks(path: Path, shape: Shape) -> list[bool]:
 @pytest.mark.parametrize("shape", [Shape(1, 1, 2), Shape(1, 1, 3), Shape(2, 1, 1)], ids=str)
 def test_ranks_have_files_of_their_own(pool: Pool, tmp_path: Path, shape: Shape) -> None:
     assert pool.run(shape.ranks, live_on_ranks, tmp_path, shape) == [[True] * 5] * shape.ranks
-    assert torch.allclose(decoded(am.KVCache.load(tmp_path, None)), decoded(in_memory(PIECE + 38)), atol=1e-6)
+    assert torch.allclose(decoded(am.KVCache.load(tmp_path, None)), decoded(in_memory(PIECE + 38)), atol=FLOAT32)
     with pytest.raises(StoreError, match=r"expected a folder of 1 x 1 ranks .*Fix: load it with KVCache.load"):
         opened(tmp_path)
 

@@ -26,6 +26,7 @@ from tests.support.growing_caches import SIZES, decoded, equal, flip, full_journ
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import rotated
+from tests.support.tolerances import FLOAT32
 
 TWO = Shape(1, 1, 2)
 
@@ -80,7 +81,7 @@ def freeze_one_rank(path: Path, frozen: int, point: str, left: int) -> list[bool
         length = reopened.length
         wanted = [history(LENGTH, length)] if length <= LENGTH else []
         wanted += [history(left, length)] if length <= left + NEW else []
-        found.append(any(torch.allclose(decoded(reopened), decoded(each), atol=1e-6) for each in wanted))
+        found.append(any(torch.allclose(decoded(reopened), decoded(each), atol=FLOAT32) for each in wanted))
         found.append(left <= length)
         del reopened
         gc.collect()
@@ -125,7 +126,7 @@ def fill_one_disk(path: Path, shape: Shape, shards: bool) -> str:
     dist.barrier()
     again = am.KVCache(mesh, **SIZES, folder=path)
     assert again.length <= held
-    assert torch.allclose(decoded(again), decoded(in_memory(again.length)), atol=1e-6)
+    assert torch.allclose(decoded(again), decoded(in_memory(again.length)), atol=FLOAT32)
     grow(again, 1)
     return said
 

@@ -12,7 +12,7 @@ import attnmesh as am
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh_attention import mesh_op as operators
 from attnmesh.mesh_attention.attention import attend_shards
-from attnmesh.mesh_attention.call import Call, Options
+from attnmesh.mesh_attention.call import Call
 from attnmesh.mesh_attention.latents import Latents, Projection
 from tests.support.emulated_gpu import EmulatedGPU
 from tests.support.emulated_nccl import world
@@ -107,9 +107,7 @@ def _attend_latents(
 ) -> Tensor:
     """Return this rank's out where latents travel."""
     said = problem.lengths if problem.say_length else (None, None)
-    options = Options(
-        problem.mask, *problem.layouts, problem.exchange, "auto", problem.scale, problem.softcap, *said, None
-    )
+    options = problem.options(*said)
     tokens, projection = problem.latents()
     moved = Projection(projection.keys.cuda(), projection.values.cuda())
     with torch.no_grad():

@@ -61,6 +61,17 @@ class MeshProblem:
         matrix = torch.nn.functional.one_hot(columns, self.RANK).to(self.dtype)
         return Latents(tokens.to(self.dtype), Projection(matrix[:, :plain], matrix[:, plain:]))
 
+    def options(self, length: int | None = None, key_length: int | None = None) -> Options:
+        """Options of the call, with lengths if it says any."""
+        of_tokens = {
+            "layout": self.layouts[0],
+            "key_layout": self.layouts[1],
+            "length": length,
+            "key_length": key_length,
+        }
+        scores = {"scale": self.scale, "softcap": self.softcap}
+        return call_options(mask=self.mask, exchange=self.exchange, **of_tokens, **scores)
+
     def whole(self) -> list[Tensor]:
         """q, k, v and dout of all tokens, and the sinks if any."""
         generator = torch.Generator().manual_seed(self.seed)
@@ -71,6 +82,11 @@ class MeshProblem:
             latents = self.latents()
             tensors[1:3] = latents.projection.expand(latents.tokens)
         return [x.to(self.dtype) for x in [*tensors, *([torch.randn(hq, generator=generator)] if self.sinks else [])]]
+
+
+def call_options(**given: Any) -> Options:
+    """Return the options of a call: what is not given is left to it."""
+    return Options(**dict.fromkeys(Options._fields) | {"exchange": "auto", "kernel": "auto"} | given)
 
 
 def draw(seed: int, ranks: int) -> MeshProblem:
@@ -193,10 +209,7 @@ def run(problem: MeshProblem, bias: Tensor | None = None) -> list[Tensor]:
     sink = inputs[3] if sinks else None
     if problem.latent:
         said = lengths.get("length"), lengths.get("key_length")
-        exact = Options(
-            problem.mask, *problem.layouts, problem.exchange, "auto", problem.scale, problem.softcap, *said, None
-        )
-        call = Call(*inputs[:3], sink, None, exact, selected)
+        call = Call(*inputs[:3], sink, None, problem.options(*said), selected)
         tokens, projection = problem.latents()
         return [attend_shards(call, Mesh.of(mesh), None, Latents(tokens[:, :, mine[1]], projection)).cpu()]
     options |= {"exchange": problem.exchange, "sinks": sink, "selected": selected, "distance_bias": bias}

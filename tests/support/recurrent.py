@@ -48,7 +48,7 @@ def check_trained(
     results: list[tuple[float, dict[str, Tensor]]], loss: float, gradients: dict[str, Tensor], tolerance: float
 ) -> None:
     """Assert that the means over the ranks are the loss and the gradients."""
-    assert sum(result[0] for result in results) / len(results) == pytest.approx(loss, rel=1e-7)
+    assert sum(result[0] for result in results) / len(results) == pytest.approx(loss, rel=1e-7)  # float64
     largest = max(float(x.abs().max()) for x in gradients.values())
     for name, expected in gradients.items():
         parts = [result[1].get(name, torch.zeros_like(expected)) for result in results]

@@ -22,6 +22,7 @@ from tests.support.mesh_problems import named_mesh
 from tests.support.models.tiny_models import Case, build
 from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import pairs, some
+from tests.support.tolerances import FLOAT64_MODEL
 
 NEW: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
 """Each kind of layer but those of long blocks ends a block within as many tokens."""
@@ -67,7 +68,7 @@ def test_logits_are_those_of_stock_transformers(pool: Pool, name: str) -> None:
     expected = logits(model("eager", changes).generate)
     for found in pool.run(3, our_logits, 3, changes):
         for ours, stock in zip(found, expected, strict=True):
-            torch.testing.assert_close(torch.from_numpy(ours), stock, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(torch.from_numpy(ours), stock, atol=FLOAT64_MODEL, rtol=FLOAT64_MODEL)
 
 
 FAULTS: dict[str, Callable[..., Any]] = {

@@ -17,6 +17,7 @@ from tests.support.models.image_inputs import random_pixels
 from tests.support.models.image_prompts import OPTIONS, logits
 from tests.support.models.image_training import trained
 from tests.support.pool import Pool, on_each_rank
+from tests.support.tolerances import FLOAT64_LOSS, FLOAT64_MODEL
 
 Batch = dict[str, Any]
 
@@ -84,7 +85,7 @@ def test_text_sees_images(name: str, shape: Shape, pool: Pool) -> None:
     expected = [stock(batch, **whole) for batch in batches]
     for found in pool.run(shape.ranks, answers, shape, batches, options):
         for turn, logits_of_stock in zip(found, expected, strict=True):
-            assert float((turn - logits_of_stock).abs().max()) < 1e-5
+            assert float((turn - logits_of_stock).abs().max()) < FLOAT64_MODEL
 
 
 @on_each_rank
@@ -107,7 +108,7 @@ def continued() -> tuple[float, int]:
 
 def test_a_turn_continues_a_prompt_with_the_same_images(pool: Pool) -> None:
     for off, taken in pool.run(2, continued):
-        assert off < 1e-5
+        assert off < FLOAT64_MODEL
         assert taken == sum(ONE)
 
 
@@ -122,11 +123,11 @@ def test_loss_and_gradients_are_those_of_one_device(shape: Shape, pool: Pool) ->
     batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     expected, gradients = trained(model_of("mllama", None, DOUBLE), {**batch, "use_cache": False})
     losses, found = zip(*pool.run(shape.ranks, trained_on_mesh, shape, batch), strict=True)
-    assert sum(losses) / shape.ranks == pytest.approx(expected, rel=1e-6)
+    assert sum(losses) / shape.ranks == pytest.approx(expected, rel=FLOAT64_LOSS)
     assert sum("vision" in name and bool(x.any()) for name, x in gradients.items()) > 10
     for name, whole in gradients.items():
         given = sum(part[name] for part in found) / shape.ranks
-        assert (given - whole).abs().max() <= 1e-5 * max(1, float(whole.abs().max())), name
+        assert (given - whole).abs().max() <= FLOAT64_MODEL * max(1, float(whole.abs().max())), name
 
 
 def test_what_would_lose_the_images_is_refused(tmp_path: Path) -> None:

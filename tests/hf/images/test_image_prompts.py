@@ -28,6 +28,7 @@ from tests.support.models.image_prompts import (
 from tests.support.models.processed_images import processed
 from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import rotated
+from tests.support.tolerances import FLOAT64_MODEL
 
 PROMPTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "one": ((FIRST,), {}),
@@ -45,7 +46,7 @@ def test_a_prompt_with_images(kind: str, name: str, shape: Shape, pool: Pool) ->
     whole = {key: value for key, value in options.items() if key != "prefill_chunk_size"}
     expected = stock(kind, batch, **whole)
     for found in pool.run(shape.ranks, answer_logits, kind, shape, batch, options):
-        assert float((found - expected).abs().max()) < 1e-5
+        assert float((found - expected).abs().max()) < FLOAT64_MODEL
 
 
 @on_each_rank
@@ -60,7 +61,7 @@ def beams(kind: str) -> float:
 
 @pytest.mark.parametrize("kind", IMAGES)
 def test_beams_with_images(kind: str, pool: Pool) -> None:
-    assert max(pool.run(3, beams, kind)) < 1e-5
+    assert max(pool.run(3, beams, kind)) < FLOAT64_MODEL
 
 
 @on_each_rank
@@ -85,7 +86,7 @@ def rows_after_images(kind: str, shape: Shape) -> float:
 
 @pytest.mark.parametrize(("kind", "shape"), rotated([*IMAGES], SHAPES[:2], every=2))
 def test_rows_after_images(kind: str, shape: Shape, pool: Pool) -> None:
-    assert max(pool.run(shape.ranks, rows_after_images, kind, shape)) < 1e-5
+    assert max(pool.run(shape.ranks, rows_after_images, kind, shape)) < FLOAT64_MODEL
 
 
 @on_each_rank
@@ -108,7 +109,7 @@ def test_turns_keep_the_images_that_are_the_same(kind: str, pool: Pool) -> None:
     first = inputs(FIRST)["input_ids"].shape[1]
     for found in pool.run(2, turns, kind):
         errors, taken = zip(*found, strict=True)
-        assert max(errors) < 1e-5
+        assert max(errors) < FLOAT64_MODEL
         # A turn adds an image; one is taken back; other pixels; the placeholders as text; and the images again.
         assert taken == (0, first, first - 1, 6, 6, 6)
 
@@ -124,7 +125,7 @@ def of_one_text(kind: str) -> float:
 
 
 def test_a_sequence_kept_of_a_batch_is_not_taken_for_another(pool: Pool) -> None:
-    assert max(pool.run(2, of_one_text, "qwen2_5_vl")) < 1e-5
+    assert max(pool.run(2, of_one_text, "qwen2_5_vl")) < FLOAT64_MODEL
 
 
 @on_each_rank
@@ -138,7 +139,7 @@ def prefilled(kind: str, shape: Shape) -> float:
 
 @pytest.mark.parametrize("shape", [Shape(2, 1, 1), Shape(1, 3, 1)], ids=str)
 def test_a_prefill_with_images_is_continued(shape: Shape, pool: Pool) -> None:
-    assert max(pool.run(shape.ranks, prefilled, "qwen3_vl", shape)) < 1e-5
+    assert max(pool.run(shape.ranks, prefilled, "qwen3_vl", shape)) < FLOAT64_MODEL
 
 
 @on_each_rank
@@ -151,7 +152,7 @@ def answer_processed(shape: Shape) -> float:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_what_a_processor_returns_is_what_generate_takes(shape: Shape, pool: Pool) -> None:
-    assert max(pool.run(shape.ranks, answer_processed, shape)) < 1e-5
+    assert max(pool.run(shape.ranks, answer_processed, shape)) < FLOAT64_MODEL
 
 
 @on_each_rank

@@ -17,6 +17,7 @@ from tests.support.models.image_spans import KINDS, inputs, model_of
 from tests.support.models.video_models import video_batch
 from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import rotated
+from tests.support.tolerances import FLOAT64_MODEL
 
 
 def stock(kind: str, batch: dict[str, Tensor]) -> Tensor:
@@ -54,7 +55,7 @@ def test_image_tokens_see_each_other(kind: str, name: str, shape: Shape, run: An
     expected = [stock(kind, batch) for batch in batches]
     for found in pool.run(shape.ranks, run, kind, shape, batches):
         for turn, logits_of_stock in zip(found, expected, strict=True):
-            assert float((turn - logits_of_stock).abs().max()) < 1e-5
+            assert float((turn - logits_of_stock).abs().max()) < FLOAT64_MODEL
 
 
 @on_each_rank
@@ -99,4 +100,4 @@ def test_one_device_reads_an_image_as_stock_transformers(kind: str) -> None:
     batch = inputs(kind, 7, 18)
     with torch.no_grad():
         found, expected = (model_of(kind, attention)(**batch).logits for attention in ("attnmesh", "sdpa"))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)  # float64; all but attention is the same code

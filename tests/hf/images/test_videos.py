@@ -36,6 +36,7 @@ from tests.support.models.image_prompts import (
 from tests.support.models.image_training import check, labelled
 from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import some
+from tests.support.tolerances import FLOAT64_MODEL
 
 Batch = dict[str, Any]
 
@@ -126,7 +127,7 @@ def test_a_prompt_with_videos(kind: str, name: str, shape: Shape, pool: Pool) ->
     batch = inputs(kind, *rows)
     expected = stock(kind, batch)
     for found in pool.run(shape.ranks, answer_logits, kind, shape, batch, options):
-        assert float((found - expected).abs().max()) < 1e-5
+        assert float((found - expected).abs().max()) < FLOAT64_MODEL
 
 
 @on_each_rank
@@ -149,7 +150,7 @@ def test_turns_keep_the_videos_that_are_the_same(kind: str, pool: Pool) -> None:
     first = inputs(kind, FIRST)["input_ids"].shape[1]
     for found in pool.run(2, turns, kind):
         errors, taken = zip(*found, strict=True)
-        assert max(errors) < 1e-5
+        assert max(errors) < FLOAT64_MODEL
         # A turn adds a video and an image; they are taken back; frames farther apart; other pixels.
         assert taken == (0, first, first - 1, 6 if kind == "qwen2_5_vl" else first - 1, 6)
 
@@ -263,7 +264,7 @@ def test_what_a_processor_returns_is_what_generate_takes(kind: str, pool: Pool) 
     batch = {name: x.double() if "pixel" in name else x for name, x in batch.items()}
     assert ("pixel_values_videos" in batch) == (kind in IMAGES)
     assert not bool(batch["attention_mask"].all())
-    assert max(pool.run(2, answer_processed, kind, Shape(1, 1, 2), batch)) < 1e-5
+    assert max(pool.run(2, answer_processed, kind, Shape(1, 1, 2), batch)) < FLOAT64_MODEL
 
 
 # --- bad input ---

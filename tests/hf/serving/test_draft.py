@@ -23,6 +23,7 @@ from tests.support.engines import OPTIONS, asked, greedy, ids, model_of, priced,
 from tests.support.mesh_problems import named_mesh
 from tests.support.models.tiny_models import Case, build
 from tests.support.pool import Pool, on_each_rank
+from tests.support.tolerances import FLOAT32_MODEL
 
 LENGTHS = (70, 2, 37, 5, 91)
 
@@ -70,7 +71,7 @@ def the_same(family: str, shape: Shape, noise: float) -> None:
                 assert [token.id for token in given] == [token.id for token in other]
                 for one, expected in zip(given, other, strict=True):
                     assert one.logprob == (
-                        None if expected.logprob is None else pytest.approx(expected.logprob, abs=1e-4)
+                        None if expected.logprob is None else pytest.approx(expected.logprob, abs=FLOAT32_MODEL)
                     )
         again = engine.submit(texts[1], replay=streams[1].answer[:9], **wanted_of[1][1])
         assert tokens(again) == streams[1].answer[9:]
@@ -231,7 +232,7 @@ def kept(ranks: int, folder: Path) -> None:
                 assert asked(engine, first, 40)[0] == answer
             found, cached = asked(engine, turn, 19)
             assert found == wanted
-            assert cached >= 176
+            assert cached >= 176  # whole blocks of 16 of the 183 tokens that are the same
             assert engine.metrics()["accepted_tokens"]
 
 

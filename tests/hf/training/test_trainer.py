@@ -21,6 +21,7 @@ from tests.support import families
 from tests.support.families import STOCK, prompt
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
+from tests.support.tolerances import FLOAT32_SUMS, TRAINED
 from tests.support.trainers import (
     FSDP,
     STEPS,
@@ -37,7 +38,7 @@ from tests.support.trainers import (
 
 def check(pool: Pool, folder: Path, kind: str, family: str, data: int, shape: Shape, **options: Any) -> None:
     """Assert that a trainer on a mesh is that of one process, which gets the batches of all meshes."""
-    tolerance = options.pop("tolerance", 1e-5)
+    tolerance = options.pop("tolerance", FLOAT32_SUMS)
     alone = {name: x for name, x in options.items() if "fsdp" not in name and name != "where"}
     alone["per_device_train_batch_size"] = 2 * data
     if kind == "Trainer":  # it weighs tokens over all processes; the evaluation of TRL weighs batches
@@ -154,7 +155,7 @@ def packed_logits(family: str) -> list[bool]:
     calls.install(model)
     with calls.active(), torch.no_grad():
         before, after = (model(input_ids=x, position_ids=positions, use_cache=False).logits for x in (ids, changed))
-    return [torch.allclose(before[:, part], after[:, part], atol=1e-5) for part in (slice(40), slice(40, None))]
+    return [torch.allclose(before[:, part], after[:, part], atol=FLOAT32_SUMS) for part in (slice(40), slice(40, None))]
 
 
 @pytest.mark.parametrize("family", ["gpt-oss", "gemma3"])
@@ -223,7 +224,7 @@ def looped(shape: Shape) -> list[float]:
 def test_a_loop_with_accelerate_is_that_of_one_process(pool: Pool) -> None:
     expected = loop(None, "sdpa")
     for given in pool.run(3, looped, Shape(1, 1, 3)):
-        assert given == pytest.approx(expected, rel=1e-4)
+        assert given == pytest.approx(expected, rel=TRAINED)
 
 
 # --- bad input ---

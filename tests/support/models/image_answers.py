@@ -6,6 +6,7 @@ from torch import Tensor
 
 import attnmesh.hf as hf
 from attnmesh.hf.serving.engine import Engine
+from tests.support.tolerances import FLOAT64_MODEL
 
 NEW = 6
 
@@ -35,4 +36,4 @@ def alike(found: list[list[tuple[int, float]]], wanted: list[list[tuple[int, flo
         for mine, theirs in zip(found, wanted, strict=True)
         for one, other in zip(mine, theirs, strict=True)
     ]
-    return all(one[0] == other[0] and abs(one[1] - other[1]) < 1e-5 for one, other in pairs)
+    return all(one[0] == other[0] and abs(one[1] - other[1]) < FLOAT64_MODEL for one, other in pairs)

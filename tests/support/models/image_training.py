@@ -17,6 +17,7 @@ from tests.support.models.checks import loss_and_gradients
 from tests.support.models.image_models import build_images, image_case
 from tests.support.models.image_prompts import vision_model
 from tests.support.pool import Pool, on_each_rank
+from tests.support.tolerances import FLOAT64_LOSS, FLOAT64_MODEL
 
 Batch = dict[str, Tensor]
 
@@ -58,8 +59,8 @@ def check(kind: str, shape: Shape, batch: Batch, pool: Pool) -> dict[str, Tensor
     expected, gradients = trained(model_of(kind, "sdpa"), {**batch, "use_cache": False})
     layout = am.Striped(4) if shape.ranks == 3 else am.Zigzag()
     losses, found = zip(*pool.run(shape.ranks, on_rank, kind, shape, layout, batch), strict=True)
-    assert sum(losses) / shape.ranks == pytest.approx(expected, rel=1e-6)
+    assert sum(losses) / shape.ranks == pytest.approx(expected, rel=FLOAT64_LOSS)
     for name, whole in gradients.items():
         given = sum(part[name] for part in found) / shape.ranks
-        assert (given - whole).abs().max() <= 1e-5 * max(1, float(whole.abs().max())), name
+        assert (given - whole).abs().max() <= FLOAT64_MODEL * max(1, float(whole.abs().max())), name
     return gradients
