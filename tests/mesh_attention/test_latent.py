@@ -58,12 +58,9 @@ def received(shape: Shape) -> int:
     mesh, n = named_mesh(shape, AXES), TOKENS
     q, k, v = torch.randn(1, HEADS, n, COLUMNS + ROTATED), *torch.randn(2, 1, HEADS, n, COLUMNS + ROTATED)
     projection = Projection(torch.randn(HEADS, COLUMNS, RANK), torch.randn(HEADS, VALUES, RANK))
-    tokens_of_all = {
-        "layout": am.Zigzag(),
-        "key_layout": am.Zigzag(),
-        **dict.fromkeys(("length", "key_length"), n * shape.ranks),
-    }
-    options = call_options(mask=am.Full(), exchange="bulk", **tokens_of_all)
+    lengths = dict.fromkeys(("length", "key_length"), n * shape.ranks)
+    layouts = dict.fromkeys(("layout", "key_layout"), am.Zigzag())
+    options = call_options(mask=am.Full(), exchange="bulk", **layouts, **lengths)
     tokens = torch.randn(1, 1, n, RANK + ROTATED)
     with counted() as traffic:
         attend_shards(

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from random import Random
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,14 +64,9 @@ class MeshProblem:
 
     def options(self, length: int | None = None, key_length: int | None = None) -> Options:
         """Options of the call, with lengths if it says any."""
-        of_tokens = {
-            "layout": self.layouts[0],
-            "key_layout": self.layouts[1],
-            "length": length,
-            "key_length": key_length,
-        }
-        scores = {"scale": self.scale, "softcap": self.softcap}
-        return call_options(mask=self.mask, exchange=self.exchange, **of_tokens, **scores)
+        layouts = dict(zip(("layout", "key_layout"), self.layouts, strict=True))
+        scores = {"scale": self.scale, "softcap": self.softcap, "length": length, "key_length": key_length}
+        return call_options(mask=self.mask, exchange=self.exchange, **layouts, **scores)
 
     def whole(self) -> list[Tensor]:
         """q, k, v and dout of all tokens, and the sinks if any."""
@@ -86,7 +82,8 @@ class MeshProblem:
 
 def call_options(**given: Any) -> Options:
     """Return the options of a call: what is not given is left to it."""
-    return Options(**dict.fromkeys(Options._fields) | {"exchange": "auto", "kernel": "auto"} | given)
+    named: dict[str, Any] = dict.fromkeys(Options._fields)
+    return Options(**named | {"exchange": "auto", "kernel": "auto"} | given)
 
 
 def draw(seed: int, ranks: int) -> MeshProblem:
