@@ -155,7 +155,7 @@ def test_the_peers_solve_the_same_problem(pool: Pool) -> None:
     assert one["ring-attention-pytorch"][:3] == ["its dk, dv are wrong"] * 3
 
 
-def test_the_table_and_the_json(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_and_the_json_have_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [
         prefill.Row("causal", "1x2x1 ring", Timing(10.0, 9.0, 11.0), 1.0, 1200, 1200),
         prefill.Row("causal", "peer", note="it has no such mask"),
@@ -204,7 +204,7 @@ def the_ring_is_attention() -> bool:
     return torch.allclose(decode.ring(q, held, counts).out, am.decode(q, cache), atol=FLOAT32_SUMS)
 
 
-def test_the_ring_beside_which_we_stand_is_right(pool: Pool) -> None:
+def test_the_ring_that_we_are_compared_with_is_attention(pool: Pool) -> None:
     assert pool.run(4, the_ring_is_attention) == [True] * 4
 
 
@@ -250,7 +250,7 @@ def test_hosts_that_cannot_be_are_one_line(
 
 @pytest.mark.long
 @pytest.mark.parametrize("world", ["--ranks 2", "--hosts 2x1@1gbit"])
-def test_plans_beside_what_is_measured(world: str) -> None:
+def test_plans_stand_beside_what_is_measured(world: str) -> None:
     if "hosts" in world:
         needs_hosts()
     _, text = run("plan", *world.split(), "--length", "128", "--most", "1", "--rounds", "2", "--json")

@@ -54,7 +54,7 @@ def read(cache: am.KVCache) -> Tensor:
 
 @pytest.mark.parametrize("order", [[0, 1], [1, 0], [0, 0], [1, 1, 0]], ids=str)
 @pytest.mark.parametrize(("kv_heads", "block"), [(1, 4), (2, 4), (2, 16)])
-def test_pages_of_a_reordered_fork(order: list[int], kv_heads: int, block: int) -> None:
+def test_pages_of_a_reordered_fork_hold_its_keys_in_order(order: list[int], kv_heads: int, block: int) -> None:
     cache = cache_of(2, 37, kv_heads=kv_heads, block=block)
     other = cache.fork()
     other.reorder(torch.tensor(order))

@@ -72,7 +72,7 @@ def lives_of() -> list[Any]:
 
 
 @pytest.mark.parametrize(("mask", "keep"), lives_of())
-def test_same_bits_as_a_cache_that_keeps_every_token(pool: Pool, mask: Mask, keep: int) -> None:
+def test_bits_are_those_of_a_cache_that_keeps_every_token(pool: Pool, mask: Mask, keep: int) -> None:
     (alone,) = pool.run(1, lives, Shape(1, 1, 1), mask, keep)
     for shape in (Shape(1, 1, 2), Shape(2, 1, 2)):
         for outs in pool.run(shape.ranks, lives, shape, mask, keep):
@@ -206,7 +206,7 @@ def recover_and_continue(padded: bool, after: Shape, ahead: int) -> list[torch.T
 
 
 @pytest.mark.parametrize("padded", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_recovery(pool: Pool, padded: bool) -> None:
+def test_a_recovered_window_continues_as_before(pool: Pool, padded: bool) -> None:
     alone = continued([filled(Shape(1, 1, 1), mask, padded) for mask in LAYERS])
     for after, ahead in ((Shape(1, 1, 3), 0), (Shape(1, 3, 1), 1)):
         for outs in pool.run(3, recover_and_continue, padded, after, ahead):

@@ -230,7 +230,7 @@ def test_who_types_a_bench_is_told_where_it_is(
     assert "Run python -m benchmarks decode in a checkout." in " ".join(shown.err.replace("│", "").split())
 
 
-def test_version_and_unknown_options() -> None:
+def test_the_version_is_printed_and_unknown_options_are_refused() -> None:
     assert run("--version") == (0, f"{__version__}\n")
     assert run("check", "--fast")[0] == 2
 

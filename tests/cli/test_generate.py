@@ -81,7 +81,7 @@ def test_a_cache_in_8_bits_on_unequal_shares_holds_a_quarter_of_float32() -> Non
 
 
 @pytest.mark.parametrize(("mesh", "typed"), [("keys=2", "H"), ("tp=keys=2", "Hi, how are you?")])
-def test_a_prompt_by_standard_input_on_two_ranks(mesh: str, typed: str, tmp_path: Path) -> None:
+def test_a_prompt_by_standard_input_gives_stock_tokens_on_two_ranks(mesh: str, typed: str, tmp_path: Path) -> None:
     """One token, which the first rank alone holds, and ranks that share weights and keys."""
     folder = save_tiny(tmp_path)
     ask = ("generate", "--model", folder, "--raw", "--prompt-file", "-", *ASK[5:], "--temperature", "0")

@@ -234,7 +234,7 @@ def test_the_command_in_the_json_can_be_typed_again(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("phase", ["training", "prefill", "decode"])
-def test_the_best_of_each_scheme(phase: str) -> None:
+def test_the_best_of_each_scheme_is_the_fastest(phase: str) -> None:
     work = am.Workload(16, 4, 64, 16384, phase=phase)
     plans, best = am.plan(work, CLUSTER), best_by_scheme(work, CLUSTER)
     assert {one.known_as for one in plans} == {*best} <= {*SCHEMES}

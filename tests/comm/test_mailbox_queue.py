@@ -72,7 +72,7 @@ def _share() -> bool:
     return right
 
 
-def test_numbers_of_all_ranks_by_shard(pool: Pool) -> None:
+def test_each_rank_knows_the_numbers_of_all_by_shard(pool: Pool) -> None:
     assert pool.run(4, _share) == [True] * 4
 
 

@@ -82,7 +82,7 @@ def reproducible_cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("tokens", "rows", "dtype"), reproducible_cases())
-def test_same_bits_on_any_power_of_two(pool: Pool, tokens: int, rows: int, dtype: torch.dtype) -> None:
+def test_bits_are_the_same_on_any_power_of_two(pool: Pool, tokens: int, rows: int, dtype: torch.dtype) -> None:
     bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[dtype]
     (alone,) = pool.run(1, decode_reproducibly, (1, 1, 1), tokens, rows, dtype)
     for shape in ((1, 1, 2), (1, 2, 2), (1, 1, 8), (2, 1, 4)):
@@ -92,7 +92,7 @@ def test_same_bits_on_any_power_of_two(pool: Pool, tokens: int, rows: int, dtype
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tokens", [1, 17, 4095])
-def test_same_bits_with_one_query_row_per_key_head(pool: Pool, tokens: int, dtype: torch.dtype) -> None:
+def test_bits_are_the_same_with_one_query_row_per_key_head(pool: Pool, tokens: int, dtype: torch.dtype) -> None:
     (alone,) = pool.run(1, decode_reproducibly, (1, 1, 1), tokens, 1, dtype, 1)
     for shape in ((1, 1, 2), (1, 2, 2), (1, 1, 8), (2, 1, 4)):
         for out in pool.run(Shape(*shape).ranks, decode_reproducibly, shape, tokens, 1, dtype, 1):
@@ -100,7 +100,7 @@ def test_same_bits_with_one_query_row_per_key_head(pool: Pool, tokens: int, dtyp
 
 
 @pytest.mark.parametrize(("softcap", "dtype"), pairs([2.0, 30.0], [torch.float32, torch.bfloat16]))
-def test_same_bits_with_capped_logits(pool: Pool, softcap: float, dtype: torch.dtype) -> None:
+def test_bits_are_the_same_with_capped_logits(pool: Pool, softcap: float, dtype: torch.dtype) -> None:
     bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[dtype]
     for tokens, rows, group in ((4095, 40, 2), (300, 1, 1)):
         arguments = tokens, rows, dtype, group, softcap

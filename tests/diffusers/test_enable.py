@@ -145,7 +145,7 @@ def test_grouped_heads_and_causal_layers_are_served(pool: Pool, causal: bool) ->
         assert gradient < FLOAT32_SUMS
 
 
-def test_masks_of_keys() -> None:
+def test_masks_of_keys_alone_are_taken() -> None:
     keys = torch.tensor([[True, True, False, True], [True, False, False, False]])
     square = keys[:, None, None, :] & keys[:, None, :, None]
     for mask in (keys, keys[:, None], keys[:, None, None], square):

@@ -33,7 +33,7 @@ def outputs(gpu: EmulatedGPU) -> list[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_bias_by_distance_on_gpus(backend: str) -> None:
+def test_a_bias_by_distance_gives_the_same_on_gpus(backend: str) -> None:
     for found in world(2, outputs, backend=backend).results():
         for given, expected in found:
             torch.testing.assert_close(given, expected)

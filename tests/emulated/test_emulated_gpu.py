@@ -98,7 +98,7 @@ KERNELS = [(kernel, dtype) for kernel in ("auto", "triton", "reference") for dty
 
 
 @pytest.mark.parametrize(("kernel", "dtype"), [*KERNELS, ("auto", torch.float64)])
-def test_attend_on_the_emulated_gpu(kernel: str, dtype: torch.dtype):
+def test_attend_agrees_with_float64_on_the_emulated_gpu(kernel: str, dtype: torch.dtype):
     q, k, v = (torch.randn(1, heads, 40, 16).to(dtype) for heads in (4, 2, 2))
     expected = am.attend(q.double(), k.double(), v.double(), mask=am.Causal(), kernel="reference").out
     with emulated_gpu() as gpu, gpu.recording():
@@ -112,7 +112,7 @@ def test_attend_on_the_emulated_gpu(kernel: str, dtype: torch.dtype):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("operator", ["flash", "efficient"])
-def test_formulas_of_operators(operator: str, causal: bool):
+def test_operators_compute_their_formulas(operator: str, causal: bool):
     q, k, v = (torch.randn(2, 4, 9, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
     dout = torch.randn(2, 4, 9, 8, dtype=torch.float64)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)

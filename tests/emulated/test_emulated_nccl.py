@@ -53,7 +53,7 @@ def collectives(gpu: EmulatedGPU, dtypes: tuple[torch.dtype, torch.dtype]) -> li
     return [*(table.item() for table in tables), total.item(), most.item(), first.item()]
 
 
-def test_collectives():
+def test_collectives_give_every_rank_its_result():
     assert world(2, collectives, (torch.int64, torch.int64)).results() == [[1, 2, 3, 2, 2]] * 2
 
 

@@ -37,7 +37,7 @@ def steps(gpu: EmulatedGPU, ranks: int, padded: bool) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("backend", "padded"), pairs([*BACKENDS], [False, True]))
-def test_selected_tokens_on_gpus(backend: str, padded: bool) -> None:
+def test_selected_tokens_are_the_same_on_gpus(backend: str, padded: bool) -> None:
     real = torch.tensor([True, True, False, True]).repeat(2, 6) if padded else torch.ones(2, 24, dtype=torch.bool)
     q, k, v = (
         torch.randn(2, n, t, 16, generator=torch.Generator().manual_seed(s))

@@ -88,7 +88,7 @@ def a_model(gpu: EmulatedGPU) -> list[int]:
     return found
 
 
-def test_a_token_of_a_model() -> None:
+def test_a_model_gives_the_tokens_of_one_memory() -> None:
     for found in world(2, a_model, backend="cpu:gloo,cuda:nccl").results():
         assert found[:2] == found[2:]
 

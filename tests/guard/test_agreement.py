@@ -192,7 +192,7 @@ def outcome_of_merge(checked: bool | None, how: str) -> str:
 
 
 @pytest.mark.parametrize(("checked", "how"), [(None, "tree"), (True, "direct"), (None, "allreduce"), (False, "tree")])
-def test_merges_of_unlike_partials(pool: Pool, checked: bool | None, how: str) -> None:
+def test_merges_of_unlike_partials_end_alike(pool: Pool, checked: bool | None, how: str) -> None:
     one, two, three = pool.run(3, outcome_of_merge, checked, how)
     assert one == two == three
     expected = "ranks  out\n    0, 2   [1, 2, 3, 4]\n    1      [1, 2, 4, 4]\nFix"

@@ -36,7 +36,7 @@ def heads(queries: int, keys: int, dtype: torch.dtype = torch.float32, size: flo
 @pytest.mark.parametrize(
     ("queries", "keys", "left"), [(140, 300, 60), pytest.param(300, 700, 350, marks=pytest.mark.long)]
 )
-def test_caps_of_any_size_over_several_tiles(
+def test_caps_of_any_size_agree_with_float64(
     queries: int, keys: int, left: int, dtype: torch.dtype, size: float, softcap: float
 ) -> None:
     q, k, v = heads(queries, keys, dtype, size)
@@ -80,7 +80,7 @@ def test_a_key_head_has_the_same_bits_beside_others(softcap: float, queries: int
         assert torch.equal(one.lse, both.lse[:, rows])
 
 
-def test_infinite_and_invalid_inputs() -> None:
+def test_infinite_inputs_are_capped_and_invalid_ones_spread() -> None:
     q, k, v = (torch.full((1, 1, 3, 8), x) for x in (1.0, 1.0, 2.0))
     k[:, :, 1], k[:, :, 2] = math.inf, -math.inf
     out, lse = am.attend(q, k, v, softcap=5.0)

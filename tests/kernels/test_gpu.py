@@ -33,20 +33,22 @@ def nccl() -> Iterator[Pool]:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_random_problems_on_a_mesh(nccl: Pool, seed: int) -> None:
+def test_random_problems_agree_with_float64(nccl: Pool, seed: int) -> None:
     problem = mesh_problems.draw(seed, 1)
     mesh_problems.check(problem, nccl.run(1, mesh_problems.run, problem))
 
 
 @pytest.mark.parametrize("seed", range(60))
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_random_histories_of_a_cache(nccl: Pool, tmp_path: Path, dtype: torch.dtype, seed: int) -> None:
+def test_random_histories_of_a_cache_agree_with_float64(
+    nccl: Pool, tmp_path: Path, dtype: torch.dtype, seed: int
+) -> None:
     histories.check(histories.draw(seed, (1,), (dtype,)), nccl, tmp_path)
 
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("brought", [False, True])
-def test_random_histories_of_a_cache_in_two_memories(nccl: Pool, tmp_path: Path, brought: bool, seed: int) -> None:
+def test_histories_in_two_memories_agree_with_float64(nccl: Pool, tmp_path: Path, brought: bool, seed: int) -> None:
     dtype = (torch.float32, torch.bfloat16, torch.float64)[seed % 3]
     history = histories.in_tiers(histories.draw(seed, (1,), (dtype,)), (1, 9, 16)[seed % 3])
     histories.check(history, OneWay(nccl, brought=brought), tmp_path)  # type: ignore[arg-type]

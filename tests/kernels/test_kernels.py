@@ -79,7 +79,9 @@ def test_longer_problems_agree_with_float64(kernel: str, dtype: torch.dtype, mas
 
 @each_kind
 @pytest.mark.parametrize(("q_len", "k_len", "batch"), [(0, 5, 1), (5, 0, 1), (0, 0, 2), (5, 7, 0)])
-def test_empty_queries_keys_and_batches(kernel: str, dtype: torch.dtype, q_len: int, k_len: int, batch: int) -> None:
+def test_empty_queries_keys_and_batches_give_zeros(
+    kernel: str, dtype: torch.dtype, q_len: int, k_len: int, batch: int
+) -> None:
     q, k, v = (torch.randn(batch, 2, n, 4, dtype=dtype, requires_grad=True) for n in (q_len, k_len, k_len))
     out, lse = am.attend(q, k, v, kernel=kernel)
     assert out.dtype == dtype
@@ -90,7 +92,7 @@ def test_empty_queries_keys_and_batches(kernel: str, dtype: torch.dtype, q_len: 
 
 
 @each_kind
-def test_empty_rows(kernel: str, dtype: torch.dtype) -> None:
+def test_empty_rows_have_zeros_and_no_gradients(kernel: str, dtype: torch.dtype) -> None:
     q, k, v = (torch.randn(2, 3, 100, 8, dtype=dtype, requires_grad=True) for _ in range(3))
     late, early = torch.arange(50, 150), torch.arange(100)
     out, lse = am.attend(q, k, v, mask=am.Window(3), q_positions=late, k_positions=early, kernel=kernel)

@@ -111,7 +111,7 @@ def reproduced(shape: tuple[int, ...], dtype: torch.dtype, mask: Mask) -> torch.
         pytest.param(am.Window(40), torch.bfloat16, marks=pytest.mark.long),
     ],
 )
-def test_the_same_bits_on_any_power_of_two(pool: Pool, dtype: torch.dtype, mask: Mask) -> None:
+def test_bits_are_the_same_on_any_power_of_two(pool: Pool, dtype: torch.dtype, mask: Mask) -> None:
     (alone,) = pool.run(1, reproduced, (1, 1, 1), dtype, mask)
     for shape in ((1, 1, 2), (2, 1, 2)):
         for out in pool.run(Shape(*shape).ranks, reproduced, shape, dtype, mask):

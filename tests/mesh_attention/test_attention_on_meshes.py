@@ -289,7 +289,7 @@ def meshes() -> list[object]:
     return said
 
 
-def test_meshes_with_other_axes_or_none(pool: Pool) -> None:
+def test_meshes_with_other_axes_or_none_are_refused(pool: Pool) -> None:
     for unnamed, foreign, mixed in pool.run(4, meshes):
         assert "one axis or more of heads, queries, keys, each once, given axes ()" in unnamed
         assert "given axes ('data', 'model'). Fix: slice the axis that shares a sequence" in foreign
@@ -302,7 +302,7 @@ def from_tuples() -> list[object]:
     return [(Mesh.of(mesh).shape, mesh.device_type, mesh.mesh_dim_names) for mesh in made]
 
 
-def test_a_mesh_of_a_plain_tuple(pool: Pool) -> None:
+def test_a_plain_tuple_makes_a_mesh(pool: Pool) -> None:
     ungrouped = Shape(1, 2, 2), "cpu", ("heads", "keys", "queries")  # keys and values weigh as much as queries
     grouped = Shape(1, 2, 2), "cpu", ("heads", "queries", "keys")
     assert pool.run(4, from_tuples) == [[ungrouped, grouped]] * 4
@@ -322,7 +322,7 @@ def inside_a_bigger_mesh() -> bool:
     return True
 
 
-def test_in_a_bigger_mesh(pool: Pool) -> None:
+def test_a_part_of_a_bigger_mesh_attends_alone(pool: Pool) -> None:
     assert pool.run(8, inside_a_bigger_mesh) == [True] * 8
 
 
@@ -353,7 +353,7 @@ COMPILED = [
 
 
 @pytest.mark.parametrize(("shape", "exchange", "sizes"), COMPILED)
-def test_compiles_to_one_graph(pool: Pool, shape: Shape, exchange: str, sizes: Sequence[int]) -> None:
+def test_a_layer_on_a_mesh_compiles_to_one_graph(pool: Pool, shape: Shape, exchange: str, sizes: Sequence[int]) -> None:
     assert pool.run(2, compiled_layer, shape, exchange, sizes) == [True] * 2
 
 
@@ -404,7 +404,7 @@ def composed() -> bool:
     return again_the_same and all(torch.allclose(2 * p, x.grad) for p, x in zip(plain, tensors, strict=True))
 
 
-def test_calls_in_flight_checkpointing_and_accumulation(pool: Pool) -> None:
+def test_calls_in_flight_checkpointing_and_accumulation_compose(pool: Pool) -> None:
     assert pool.run(2, composed) == [True] * 2
 
 
@@ -459,7 +459,7 @@ def dtensors(length: int, sizes: tuple[int, ...], names: tuple[str, ...]) -> boo
         (24, (2, 2), ("data", "queries")),
     ],
 )
-def test_dtensors_in_and_out(pool: Pool, length: int, sizes: tuple[int, ...], names: tuple[str, ...]) -> None:
+def test_dtensors_go_in_and_come_out(pool: Pool, length: int, sizes: tuple[int, ...], names: tuple[str, ...]) -> None:
     assert pool.run(4, dtensors, length, sizes, names) == [True] * 4
 
 

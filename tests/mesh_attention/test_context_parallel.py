@@ -90,7 +90,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("ranks", "length", "causal", "plan", "layout", "shape", "compiled"), CASES)
-def test_a_plain_model_on_a_mesh_named_cp(
+def test_a_plain_model_gives_the_same_on_a_mesh_named_cp(
     ranks: int, length: int, causal: bool, plan: str, layout: Any, shape: Any, compiled: bool, pool: Pool
 ) -> None:
     expected, gradients = run(make(causal), *batch(length))

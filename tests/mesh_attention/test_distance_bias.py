@@ -109,7 +109,7 @@ def test_random_problems_on_a_mesh_agree_with_dense_attention(pool: Pool, ranks:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_narrow_numbers_and_graphs(dtype: torch.dtype) -> None:
+def test_narrow_numbers_and_graphs_agree_with_float64(dtype: torch.dtype) -> None:
     q, k, v = (x.to(dtype).requires_grad_() for x in torch.randn(3, 1, 2, 40, 8))
     bias = torch.randn(1, 2, 40, 5).to(dtype).requires_grad_()
     places = torch.arange(40)
@@ -175,7 +175,7 @@ def test_a_wrong_bias_of_one_rank_raises_the_same_on_all(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_bias_on_one_device(name: str) -> None:
+def test_a_wrong_bias_is_refused_on_one_device(name: str) -> None:
     bias, options, kind = WRONG[name]
     q = torch.randn(1, 2, 5, 8)
     for function in (am.attend, am.attention):

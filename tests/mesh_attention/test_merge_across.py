@@ -135,7 +135,7 @@ def compiled() -> bool:
     return torch.equal(step(*partial), torch.compile(step, fullgraph=True, backend="aot_eager")(*partial))
 
 
-def test_is_one_node_of_a_graph(pool: Pool) -> None:
+def test_a_merge_is_one_node_of_a_graph(pool: Pool) -> None:
     assert pool.run(2, compiled) == [True] * 2
 
 

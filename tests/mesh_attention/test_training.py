@@ -222,7 +222,7 @@ def losses_with_fsdp(axes: tuple[str, ...], steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize("axes", [("queries",), pytest.param(("queries", "keys"), marks=pytest.mark.long)])
-def test_with_parameters_sharded_by_fsdp(pool: Pool, axes: tuple[str, ...]) -> None:
+def test_losses_are_the_same_with_parameters_sharded_by_fsdp(pool: Pool, axes: tuple[str, ...]) -> None:
     model, expected = Decoder(8, 4), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(3):

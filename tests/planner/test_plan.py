@@ -127,7 +127,7 @@ def test_on_slow_links_the_fastest_placement_sends_little_between_hosts() -> Non
         assert sent[0] < max(sent)
 
 
-def test_mesh_of_a_plan(pool: Pool) -> None:
+def test_a_plan_makes_its_mesh(pool: Pool) -> None:
     assert pool.run(4, meshes_of_plans) == [[True, True, True]] * 4
 
 

@@ -252,14 +252,14 @@ def test_the_fastest_way_is_chosen_and_it_depends_on_the_price_of_an_exchange() 
         (1, am.Cluster.preset("dgx-h100", 1), "GPUs split weights by tp"),
     ],
 )
-def test_where_ranks_share_no_layers(rows: int, cluster: Cluster, why: str | None) -> None:
+def test_ranks_that_share_no_layers_are_told_why(rows: int, cluster: Cluster, why: str | None) -> None:
     model = model_of_cpus(rows)
     assert why_whole(model, cluster) == why
     assert any(way.sharding.together for way in serving(model, cluster)) == (why is None)
     assert why_whole(replace(model, shared=None), cpus()) == "none of them is a linear layer that ranks can share"
 
 
-def test_what_sharing_over_hosts_would_take() -> None:
+def test_sharing_over_hosts_takes_an_exchange_a_layer() -> None:
     """An exchange sends a rank's outputs and a tag to each other host at once."""
     model, hosts = model_of_cpus(), cpus(4, 1)
     way = over_hosts(model, hosts)

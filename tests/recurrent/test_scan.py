@@ -97,7 +97,7 @@ def test_the_scan_is_the_sequential_fold_with_its_gradients(pool: Pool, ranks: i
 
 @pytest.mark.parametrize("number", [25, pytest.param(250, marks=pytest.mark.long)])
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
-def test_random_problems(pool: Pool, ranks: int, number: int) -> None:
+def test_random_problems_agree_with_a_fold(pool: Pool, ranks: int, number: int) -> None:
     """Sizes of 1 are among them, and states without columns."""
     draw = random.Random(ranks)
     sizes = [tuple(draw.choice((1, 2, 3, 5)) for _ in range(3)) + (draw.choice((0, 1, 2, 4)),) for _ in range(number)]

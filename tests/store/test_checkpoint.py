@@ -61,7 +61,7 @@ def test_a_folder_that_cannot_be_made_is_no_other_job() -> None:
         cache_of(20).save("/proc/no/folder")
 
 
-def test_save_to_an_impossible_folder_and_twice_to_one(tmp_path: Path) -> None:
+def test_a_save_to_an_impossible_folder_raises_and_two_to_one_succeed(tmp_path: Path) -> None:
     cache = am.KVCache(None, batch=1, kv_heads=1, head_dim=2, capacity=8, dtype=torch.float32)
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match="save: expected a folder that can be written to"):

@@ -433,7 +433,7 @@ def test_tokens_of_others_are_counted_once_after_an_interrupt(tmp_path: Path) ->
     assert equal(opened(tmp_path), in_memory(8))
 
 
-def test_a_disk_that_is_full_where_a_piece_begins(tmp_path: Path) -> None:
+def test_a_full_disk_where_a_piece_begins_is_told(tmp_path: Path) -> None:
     cache = opened(tmp_path)
     grow(cache, PIECE)
     with patch.object(Journal, "begin", side_effect=OSError(28, "No space left on device")):

@@ -140,7 +140,7 @@ def lives() -> list[bool]:
     return [*alike, torch.equal(tokens(cache, turns[0]), right[0])]
 
 
-def test_a_life_of_a_cache(pool: Pool) -> None:
+def test_a_changed_cache_gives_the_tokens_of_a_new_one(pool: Pool) -> None:
     assert pool.run(2, lives) == [[True] * 4] * 2
 
 

@@ -82,7 +82,7 @@ def test_layers_that_keep_all_tokens_have_two_memories(tmp_path: Path) -> None:
     assert hf.generate(model, longer, cache=restored, **options).equal(stock.generate(longer, **options))
 
 
-def test_beams_and_a_saved_cache(tmp_path: Path) -> None:
+def test_beams_and_a_saved_cache_give_stock_tokens(tmp_path: Path) -> None:
     model, stock = families.model("llama", "attnmesh"), families.model("llama", STOCK["llama"])
     options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
     cache = hf.ShardedCache(model.config, folder=tmp_path / "a")

@@ -87,7 +87,9 @@ PLACES = [(shape, [*STORAGES][(n + turn) % 2]) for turn in (0, 1) for n, shape i
 
 
 @pytest.mark.parametrize(("kind", "place"), pairs(KINDS, PLACES, len(KINDS)))
-def test_tokens_of_a_stock_cache_that_rounds(pool: Pool, kind: tuple[str, bool], place: tuple[Shape, str]) -> None:
+def test_tokens_are_those_of_a_stock_cache_that_rounds(
+    pool: Pool, kind: tuple[str, bool], place: tuple[Shape, str]
+) -> None:
     (family, padded), (shape, storage) = kind, place
     for found in pool.run(shape.ranks, ours, family, shape, storage, padded):
         assert all(map(torch.equal, found, expected(family, storage, padded)))
@@ -181,7 +183,7 @@ def test_layers_with_short_windows_stay_as_they_are() -> None:
     assert {kv.sizes.storage for kv in cache.kvs} == {"int8"}
 
 
-def test_refusals() -> None:
+def test_wrong_storages_are_refused() -> None:
     model = families.model("llama", "attnmesh")
     for name in ("storage", "window_storage"):
         with pytest.raises(errors.ArgumentError, match=f"ShardedCache {name}: expected None or one of int8, fp8_e4m3"):

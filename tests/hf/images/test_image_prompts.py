@@ -40,7 +40,7 @@ PROMPTS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("kind", "name", "shape"), rotated([*IMAGES], [*PROMPTS], SHAPES, every=len(SHAPES)))
-def test_a_prompt_with_images(kind: str, name: str, shape: Shape, pool: Pool) -> None:
+def test_a_prompt_with_images_gives_stock_logits(kind: str, name: str, shape: Shape, pool: Pool) -> None:
     rows, options = PROMPTS[name]
     batch = inputs(*rows)
     whole = {key: value for key, value in options.items() if key != "prefill_chunk_size"}
@@ -60,7 +60,7 @@ def beams(kind: str) -> float:
 
 
 @pytest.mark.parametrize("kind", IMAGES)
-def test_beams_with_images(kind: str, pool: Pool) -> None:
+def test_beams_with_images_are_those_of_stock(kind: str, pool: Pool) -> None:
     assert max(pool.run(3, beams, kind)) < FLOAT64_MODEL
 
 
@@ -85,7 +85,7 @@ def rows_after_images(kind: str, shape: Shape) -> float:
 
 
 @pytest.mark.parametrize(("kind", "shape"), rotated([*IMAGES], SHAPES[:2], every=2))
-def test_rows_after_images(kind: str, shape: Shape, pool: Pool) -> None:
+def test_rows_after_images_give_what_each_gives_alone(kind: str, shape: Shape, pool: Pool) -> None:
     assert max(pool.run(shape.ranks, rows_after_images, kind, shape)) < FLOAT64_MODEL
 
 

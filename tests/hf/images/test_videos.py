@@ -122,7 +122,7 @@ PAIRS = {*zip(PROMPTS, SHAPES[1:] + SHAPES[1:], strict=True), ("padded", SHAPES[
     ],
 )
 @pytest.mark.parametrize("kind", IMAGES)
-def test_a_prompt_with_videos(kind: str, name: str, shape: Shape, pool: Pool) -> None:
+def test_a_prompt_with_videos_gives_stock_logits(kind: str, name: str, shape: Shape, pool: Pool) -> None:
     rows, options = PROMPTS[name]
     batch = inputs(kind, *rows)
     expected = stock(kind, batch)

@@ -176,7 +176,7 @@ def many(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_requests_that_begin_alike(ranks: int, pool: Pool) -> None:
+def test_requests_that_begin_alike_share_their_keys(ranks: int, pool: Pool) -> None:
     pool.run(ranks, many, ranks)
 
 
@@ -257,7 +257,7 @@ def in_shares_of_weights(ranks: int) -> None:
 
 
 @pytest.mark.long
-def test_ranks_that_share_weights(pool: Pool) -> None:
+def test_ranks_that_share_weights_give_the_same(pool: Pool) -> None:
     pool.run(3, in_shares_of_weights, 3)
 
 

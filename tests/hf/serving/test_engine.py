@@ -81,7 +81,7 @@ def recurrent_together(name: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "ranks"), pairs(["qwen3_next", "falcon_h1", "deepseek_v3"], [2, 1], 2))
-def test_recurrent_states_and_latents(name: str, ranks: int, pool: Pool) -> None:
+def test_recurrent_states_and_latents_give_the_text_of_generate(name: str, ranks: int, pool: Pool) -> None:
     pool.run(ranks, recurrent_together, name, ranks)
 
 
@@ -108,7 +108,7 @@ def sharing_weights(keys: int, tp: int) -> None:
     ("keys", "tp"),
     [pytest.param(2, 0, marks=pytest.mark.long), (3, 0), pytest.param(1, 2, marks=pytest.mark.long), (2, 2)],
 )
-def test_ranks_that_share_weights(keys: int, tp: int, pool: Pool) -> None:
+def test_ranks_that_share_weights_give_the_same(keys: int, tp: int, pool: Pool) -> None:
     pool.run(keys * max(tp, 1), sharing_weights, keys, tp)
 
 
@@ -138,7 +138,7 @@ def ends() -> None:
         assert chosen[0].logprob == pytest.approx(float(logits.max()), abs=FLOAT32_MODEL)
 
 
-def test_ends_replays_and_log_probabilities(pool: Pool) -> None:
+def test_ends_replays_and_log_probabilities_are_right(pool: Pool) -> None:
     pool.run(1, ends)
 
 

@@ -109,7 +109,7 @@ def in_shares_of_weights(ranks: int) -> None:
 
 
 @pytest.mark.long
-def test_ranks_that_share_weights(pool: Pool) -> None:
+def test_ranks_that_share_weights_give_the_same(pool: Pool) -> None:
     pool.run(3, in_shares_of_weights, 3)
 
 
@@ -127,7 +127,7 @@ def one_by_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("deepseek_v32", marks=pytest.mark.long)])
-def test_models_whose_rows_are_computed_alone(name: str, pool: Pool) -> None:
+def test_models_whose_rows_are_computed_alone_give_the_same(name: str, pool: Pool) -> None:
     pool.run(1, one_by_one, name)
 
 

@@ -116,7 +116,7 @@ def with_bytes(storage: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("storage", ["int8", pytest.param("fp8_e4m3", marks=pytest.mark.long)])
-def test_keys_in_8_bits(storage: str, pool: Pool, tmp_path: Path) -> None:
+def test_keys_in_8_bits_are_read_as_they_were(storage: str, pool: Pool, tmp_path: Path) -> None:
     pool.run(1, with_bytes, storage, tmp_path)
 
 

@@ -87,7 +87,7 @@ def several_tokens(family: str, shape: Shape) -> None:
 
 
 @pytest.mark.parametrize("family", some([*CONFIGS], "gemma3", "llama", "qwen2"))
-def test_rows_of_several_tokens(family: str, pool: Pool) -> None:
+def test_rows_of_several_tokens_are_one_forward_pass(family: str, pool: Pool) -> None:
     shape = SHAPES[1 - [*CONFIGS].index(family) % 2]
     pool.run(shape.ranks, several_tokens, family, shape)
 
@@ -108,7 +108,7 @@ def test_rows_give_what_each_gives_alone(number: int, pool: Pool) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("family", CONFIGS)
-def test_rows_of_every_family_on_every_mesh(family: str, shape: Shape, pool: Pool) -> None:
+def test_rows_of_every_family_give_what_each_gives_alone(family: str, shape: Shape, pool: Pool) -> None:
     pool.run(shape.ranks, family_together, family, shape)
 
 
@@ -124,7 +124,7 @@ def test_rows_of_other_types_give_what_each_gives_alone(name: str, pool: Pool) -
     pool.run(2, type_together, name, Shape(1, 1, 2))
 
 
-def test_rows_of_recurrent_layers_on_one_rank(pool: Pool) -> None:
+def test_rows_of_recurrent_layers_give_the_same_on_one_rank(pool: Pool) -> None:
     pool.run(1, type_together, "mamba", Shape(1, 1, 1))
 
 
@@ -163,7 +163,7 @@ def sharing_weights(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_that_share_weights_and_keys(ranks: int, pool: Pool) -> None:
+def test_ranks_that_share_weights_and_keys_give_the_same(ranks: int, pool: Pool) -> None:
     pool.run(ranks, sharing_weights, ranks)
 
 

@@ -339,7 +339,7 @@ def lives(folder: Path, lost: int) -> list[bool]:
     return [*right, not cache.kvs, tokens(cache) == expected]
 
 
-def test_a_life_of_a_cache(tmp_path: Path, pool: Pool) -> None:
+def test_a_changed_cache_gives_the_tokens_of_a_new_one(tmp_path: Path, pool: Pool) -> None:
     for right in pool.run(2, lives, tmp_path, 1):
         assert all(right), right
 
@@ -443,7 +443,7 @@ def test_hooks_are_removed_with_the_rest() -> None:
 
 
 @pytest.mark.parametrize("name", some(["deepseek_v32", "deepseek_v4", "minimax_m3", "qwen4"], "deepseek_v32", "qwen4"))
-def test_copies_and_other_attention_after_generation(name: str) -> None:
+def test_copies_and_other_attention_give_the_same_after_generation(name: str) -> None:
     small, ids = build(CASES[name], "attnmesh", torch.float64), prompt(30)
     options = {"max_new_tokens": 4, "do_sample": False}
     tokens = hf.generate(small, ids, mesh=None, **options)
@@ -456,7 +456,7 @@ def test_copies_and_other_attention_after_generation(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm", "dots3"])
-def test_one_device_with_caches_of_transformers(name: str) -> None:
+def test_caches_of_transformers_give_stock_tokens_on_one_device(name: str) -> None:
     small, expected = model(name, "attnmesh", torch.float64), stock(name, plain)[0]
     options = {"max_new_tokens": NEW, "do_sample": False}
     static = {"cache_implementation": "static", "disable_compile": True}
@@ -464,7 +464,7 @@ def test_one_device_with_caches_of_transformers(name: str) -> None:
         assert small.generate(prompt(61), **options, **more).tolist() == expected
 
 
-def test_padding_on_one_device() -> None:
+def test_padding_changes_no_tokens_on_one_device() -> None:
     def generate(ids: Tensor, **options: Any) -> Tensor:
         return model("deepseek_v32", "attnmesh", torch.float32).generate(ids, do_sample=False, **options)
 
