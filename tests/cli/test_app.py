@@ -27,11 +27,8 @@ from attnmesh.planner.training import LOSSES
 from attnmesh.planner.workload import PHASES
 from attnmesh.planner.workload_presets import WORKLOADS
 from attnmesh_command import choices
-from benchmarks.timing import Comparison, Timing
 from tests.support.command import run
 from tests.support.scripts import run_script
-
-ROW = Comparison("decode", "SDPA", Timing(30.0, 29.0, 31.0), Timing(10.0, 9.0, 11.0), 2.5, 20.0, 0.5)
 
 
 def test_check_proves_every_kernel_here() -> None:

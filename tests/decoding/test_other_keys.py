@@ -17,9 +17,6 @@ from tests.support.tolerances import FLOAT64
 
 HEADS, WIDTH, TOKENS, MORE = (4, 2), 8, 45, 11
 
-STEPS = ((am.Causal(), 1, "replicated"), (am.Window(6), 3, "replicated"), (am.Causal(), 2, "heads"))
-"""Mask, queries and output of a step. Caches with a window forget tokens."""
-
 
 def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)

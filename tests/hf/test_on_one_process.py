@@ -18,8 +18,6 @@ from tests.support.seeds import rotated
 from tests.support.tolerances import FLOAT32_MODEL, FLOAT64_MODEL
 from tools.generation import tokenizer
 
-PAIR = ("attnmesh", "stock")
-
 
 def pair(family: str, dtype: torch.dtype = torch.float32) -> list[Any]:
     return [families.model(family, "attnmesh", dtype), families.model(family, STOCK[family], dtype)]

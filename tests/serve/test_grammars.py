@@ -39,7 +39,6 @@ from tests.support.tool_calls import PAIRED, parts_of, tokenizer_of
 
 END, BYTES = 256, byte_tokenizer()
 SIGNS = {id: BYTES.decode([id]) for id in range(256)} | {END: "END"}
-FORMATS_OF_TEXT = jsonschema.Draft202012Validator.FORMAT_CHECKER
 SEEDS = range(30)
 
 WEATHER: dict[str, Any] = {
