@@ -26,10 +26,7 @@ OTHERS = ("deepseek_v3", "qwen3_next", "mamba", "falcon_h1", "bart", "deepseek_v
 """Model types with latents, recurrent states alone and beside keys, no position_ids, and indexers."""
 
 FLOAT32_PART, FLOAT64_PART = 1e-3, 1e-6
-"""Parts of the deviation of logits. Layers round less: in float64 too, where norms and angles are float32.
-
-A token that a row misses, or another row's, changes logits by a tenth of their deviation and more.
-"""
+"""Parts of the deviation of logits, above what layers round: in float64 too, where norms and angles are float32."""
 
 
 def alone(model: PreTrainedModel, ids: Tensor, new: int, **place: Any) -> Tensor:
