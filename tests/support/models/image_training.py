@@ -40,7 +40,7 @@ def labelled(batch: Batch) -> Batch:
     return {**batch, "labels": ids.masked_fill(unlearned, -100)}
 
 
-def trained(model: PreTrainedModel, batch: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
+def trained_once(model: PreTrainedModel, batch: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
     """Return the loss and gradients of a model that is kept for others."""
     model.zero_grad()
     found = loss_and_gradients(model, batch)
@@ -51,12 +51,12 @@ def trained(model: PreTrainedModel, batch: dict[str, Any]) -> tuple[float, dict[
 @on_each_rank
 def on_rank(kind: str, shape: Shape, layout: Any, batch: Batch) -> tuple[float, dict[str, Tensor]]:
     part = hf.shard_batch(batch, named_mesh(shape, AXES), layout)
-    return trained(model_of(kind, "attnmesh"), part)
+    return trained_once(model_of(kind, "attnmesh"), part)
 
 
 def check(kind: str, shape: Shape, batch: Batch, pool: Pool) -> dict[str, Tensor]:
     """Compare the loss and gradients of a mesh with those of one device, and return them."""
-    expected, gradients = trained(model_of(kind, "sdpa"), {**batch, "use_cache": False})
+    expected, gradients = trained_once(model_of(kind, "sdpa"), {**batch, "use_cache": False})
     layout = am.Striped(4) if shape.ranks == 3 else am.Zigzag()
     losses, found = zip(*pool.run(shape.ranks, on_rank, kind, shape, layout, batch), strict=True)
     assert sum(losses) / shape.ranks == pytest.approx(expected, rel=FLOAT64_LOSS)
