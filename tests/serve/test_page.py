@@ -8,8 +8,8 @@ import pytest
 
 from attnmesh.serve.access import Limits
 from tests.support.browser import Browser
-from tests.support.fake_engine import FakeRanks, ThreadWorld, answer, byte_tokenizer
-from tests.support.served import Served, served, until
+from tests.support.fake_engine import ThreadWorld, answer, byte_tokenizer
+from tests.support.served import FakeRanks, Served, served, until
 
 CONTROLS = """
 const targets = [...document.querySelectorAll("button, textarea")].map(one => one.getBoundingClientRect().height);

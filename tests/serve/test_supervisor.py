@@ -15,8 +15,8 @@ from attnmesh.serve import supervisor
 from attnmesh.serve.chat import Encoded
 from attnmesh.serve.metrics import Metrics
 from attnmesh.serve.supervisor import Supervisor
-from tests.support.fake_engine import FakeEngine, FakeRanks, Stream, ThreadWorld, answer, byte_tokenizer
-from tests.support.served import NAME, Served, chat, served, until
+from tests.support.fake_engine import FakeEngine, Stream, ThreadWorld, answer, byte_tokenizer
+from tests.support.served import NAME, FakeRanks, Served, chat, served, until
 
 IDS = byte_tokenizer()("Go on")["input_ids"]
 NEW = 120

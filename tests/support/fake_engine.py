@@ -15,13 +15,11 @@ from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, process
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from attnmesh.cli.launch import run_on_ranks
 from attnmesh.cli.serve_worker import ServeSettings
 from attnmesh.errors import Busy, InputError, TooLong
 from attnmesh.serve.rank_requests import serve_rank_0
 from attnmesh.serve.routes import SAMPLED
 from tests.support.pool import on_each_rank
-from tests.support.served import Children
 
 SAID = "The cafés of Zürich open at 7 😀, and close late. "
 """The text of each answer, from a place that depends on the prompt on; it goes round."""
@@ -270,22 +268,3 @@ sys.argv = ["attnmesh", *sys.argv[1:]]
 from attnmesh_command import main
 main()
 """
-
-
-class FakeRanks:
-    """A world of real ranks with a fake engine."""
-
-    def __init__(self, count: int = 2, rest: float = 0) -> None:
-        self.count, self.rest, self.started = count, rest, 0
-        self.children = Children()
-        self.modes: list[int] = []
-
-    def run(self, address: str) -> None:
-        time.sleep(self.rest if self.started else 0)
-        self.started += 1
-        self.modes.append(Path(address).parent.stat().st_mode)
-        run_on_ranks(self.count, fake_rank, address, 0.01, seconds=None)
-
-    def kill(self, *, again: bool = False) -> None:
-        for process in self.children.alive():
-            process.kill()
