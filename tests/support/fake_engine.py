@@ -263,6 +263,7 @@ def sentencepiece_tokenizer() -> Any:
 SERVE = """
 import sys
 import attnmesh.cli.serve_worker as worker
+from tests.support.fake_engine import fake_model_rank
 worker.serve_rank = fake_model_rank
 sys.argv = ["attnmesh", *sys.argv[1:]]
 from attnmesh_command import main
