@@ -26,7 +26,7 @@ from attnmesh.mesh.merges import MERGES, CheckedPartial, Merge, MergeTransport
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.dense import dense
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 TOKENS, WIDTH, PREFIX = 24, 8, 7
 
@@ -82,6 +82,7 @@ def given(heads: int) -> list[Tensor]:
     return [*torch.randn(2 if heads == 2 else 1, 1, heads, TOKENS, WIDTH, generator=generator).unbind()]
 
 
+@on_each_rank
 def run(mask: Mask, kernel: str, merge: str) -> tuple[list[Tensor], Tensor, int]:
     """On a rank: attention of shards with its gradients, a decode step, and the calls of the made-up kernel."""
     made_up, stack = Dense(), ExitStack()

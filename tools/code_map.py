@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.test_rooms import ARROWS, FILES, PACKAGES, imports
+from tools.rooms import ARROWS, FILES, PACKAGES, imports
 
 PAGE = Path(__file__).parents[1] / "docs" / "code.md"
 FIRST, LAST = "<!-- The map: make format -->\n", "<!-- The end of the map -->\n"

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-from tests.test_rooms import ARROWS, COMMAND, FILES
+from tools.rooms import ARROWS, COMMAND, FILES
 
 SOURCE = Path(__file__).parents[1] / "src" / "attnmesh"
 MAX_PARAMETERS, MAX_IMPORTS, MAX_FILE, MAX_FUNCTION, MAX_NAMESAKES = 8, 15, 650, 60, 4

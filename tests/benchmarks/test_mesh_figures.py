@@ -15,7 +15,7 @@ from attnmesh.core.layout import Layout
 from attnmesh.errors import InputError
 from attnmesh.mesh.schedule import Problem
 from benchmarks.mesh_figures import _colours, computed_blocks, draw_mesh, draw_tree, pairs_of_ranks, tree_messages
-from tests.mesh.test_schedule import problems
+from tests.support.schedules import problems
 
 MASKS = (am.Full(), am.Causal(), am.Window(5), am.Window(3, 4), am.Causal() & am.Documents([9, 1, 21]))
 SHAPES = tuple(am.Shape(*sizes) for sizes in ((1, 1, 1), (1, 2, 2), (1, 3, 1), (1, 1, 4), (2, 2, 3), (3, 1, 2)))
@@ -84,8 +84,8 @@ def test_the_panel_shows_the_owners_and_the_text_their_balance() -> None:
     early, late = _colours(am.Shape(1, 2, 1))
     pairs = axes.images[0].get_array().tolist()
     assert (len(pairs), len(pairs[0])) == (4, 4)
-    assert pairs[1][0] == pytest.approx(early, abs=1e-6)
-    assert pairs[2][0] == pytest.approx(late, abs=1e-6)
+    assert pairs[1][0] == pytest.approx(early, abs=1e-6)  # figures have float32
+    assert pairs[2][0] == pytest.approx(late, abs=1e-6)  # figures have float32
     assert min(pairs[0][3]) > 0.9  # an invisible pair: nearly white
     assert axes.texts[0].get_text() == "shares 30.0, 70.0 %; busiest rank 1.40 of the mean"
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["rank (0, 0)", "rank (1, 0)"]

@@ -26,16 +26,8 @@ from attnmesh_command.messages import OptionError
 from benchmarks import netns
 from benchmarks.netns import Hosts, run_on_hosts, script, world_of
 from benchmarks.plan import call_of, counted, crossing
-
-
-def needs_hosts() -> None:
-    """On the project's own test machines these tests may not be left out."""
-    try:
-        netns.check_here()
-    except ClusterError as error:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip(str(error))
+from tests.support.needs import needs_hosts
+from tests.support.pool import on_each_rank
 
 
 @pytest.fixture
@@ -103,6 +95,7 @@ def test_where_no_hosts_can_be_made(monkeypatch: pytest.MonkeyPatch, change: tup
     assert told in str(caught.value)
 
 
+@on_each_rank
 def told_of_hosts() -> tuple[list[int], float, int]:
     """Who shares a host; seconds that a million bytes take from each rank to the next host, and what they came to."""
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -128,11 +121,12 @@ def test_links_are_as_slow_as_asked_for_and_count_what_crosses(hosts: None) -> N
     told = run_on_hosts(Hosts.parse("2x2@100mbit"), told_of_hosts)
     for same, _, payload in told:
         assert same == [0, 0, 2, 2]
-        assert payload == pytest.approx(4_000_000, rel=0.01)
+        assert payload == pytest.approx(4_000_000, rel=0.01)  # gloo's own words come on top
     last = max(seconds for _, seconds, _ in told)  # the first may be served before the second begins
     assert last > 0.13  # two ranks share 12.5 MB/s, of which a burst of 131,072 bytes goes at once, or two
 
 
+@on_each_rank
 def fail_on_one() -> None:
     if dist.get_rank() == 1:
         raise ZeroDivisionError("not foreseen")
@@ -145,6 +139,7 @@ def test_an_error_on_one_rank_ends_all(hosts: None) -> None:
         run_on_hosts(Hosts.parse("2x1@100mbit"), fail_on_one)
 
 
+@on_each_rank
 def wait_long() -> None:
     time.sleep(600)
 
@@ -199,6 +194,7 @@ WORKLOADS = [
 ]
 
 
+@on_each_rank
 def all_crossings(workloads: list[Workload], stride: int) -> list[tuple[str, float]]:
     """For each way of running each workload, or one in `stride`: its name, and by what share its bytes were missed."""
     world = dist.get_world_size()

@@ -23,7 +23,7 @@ def test_a_batch_is_full_and_has_lengths_of_the_file(tmp_path: Path) -> None:
     assert draw(file, 1000, Random(0)) == [*documents, last]
 
 
-def test_counts_of_two_documents() -> None:
+def test_two_documents_have_the_counts_by_hand() -> None:
     """Documents of 6 and 2 tokens have 21 and 3 pairs. A rank holds 4 tokens."""
     mask = am.Causal() & am.Documents((6, 2))
     # Keys 0 and 1 have 11 pairs, 6 and 7 have 3. Their rank gets queries 2 to 5, and the outputs of none.

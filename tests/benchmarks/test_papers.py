@@ -92,7 +92,7 @@ def test_a_ring_that_attends_longer_than_it_sends_attends_p_times() -> None:
     assert baselines.ring_decode(slow, 10e6) == pytest.approx(4 * 1.001)
 
 
-def test_algorithm_3_by_hand() -> None:
+def test_algorithm_3_takes_the_seconds_by_hand() -> None:
     """Two heads of 100 on 4 ranks: 3 calls, 3 times 2 x 3 steps of 1 ms, and 16 + 8 + 800 bytes by 1.5 at 100 MB/s."""
     by_hand = 1e-3 + 10e-3 + 3 * 1e-3 + 18e-3 + 1.5 * 824 / 1e8
     assert baselines.algorithm_3(CLUSTER, 10e6, 2, 100) == pytest.approx(by_hand)
@@ -121,8 +121,8 @@ def test_a_ring_in_turn_takes_its_kernels_and_all_that_it_sends() -> None:
 
 
 @pytest.mark.parametrize(("model", "billions"), [(llama.LLAMA_8B, 7.50), (llama.LLAMA_1B, 1.24)])
-def test_the_weights_of_a_model(model: llama.Llama, billions: float) -> None:
-    assert model.weights / 1e9 == pytest.approx(billions, rel=0.01)
+def test_a_model_has_the_weights_that_the_paper_says(model: llama.Llama, billions: float) -> None:
+    assert model.weights / 1e9 == pytest.approx(billions, rel=0.01)  # three digits
 
 
 @pytest.mark.parametrize(

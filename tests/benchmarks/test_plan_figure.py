@@ -11,8 +11,8 @@ from attnmesh.planner.schemes import SCHEMES, best_by_scheme
 from attnmesh_command import show_errors
 from benchmarks.commands import app
 from benchmarks.plan_figure import curves, draw_plan, over_lengths, over_sizes, sizes
-from tests.cli.test_app import run
-from tests.cli.test_plan import CLUSTER, SMALL
+from tests.support.command import run
+from tests.support.planned import CLUSTER, SMALL
 
 PLOT = ("plot", "--cluster", "rtx4090", "--heads", "8/2", "--length", "64k", "--phase", "decode", "--plot")
 

@@ -5,7 +5,7 @@ from rich.console import Console
 
 from benchmarks import rollouts, tables
 from benchmarks.timing import Timing
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.trainers import launched
 
 REQUEST = rollouts.Request(tokens=256, contexts=(24,), completions=2, new=3, ranks=(2, 2), rounds=2)
@@ -26,10 +26,12 @@ def test_the_tables_fit_a_terminal_of_80() -> None:
     assert "1.00 (1.5)" in captured.get()
 
 
+@on_each_rank
 def drawn() -> list[rollouts.Speed]:
     return list(rollouts._drawn(REQUEST))
 
 
+@on_each_rank
 def trained() -> list[rollouts.Memory]:
     with launched():
         return list(rollouts._trained(REQUEST))

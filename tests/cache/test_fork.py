@@ -7,20 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import attnmesh as am
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
+from tests.support.problems import numbers
 from tests.support.seeds import rotated
+from tests.support.tolerances import FLOAT32
 
 SHAPES = [Shape(1, 1, 1), Shape(1, 1, 2), Shape(1, 3, 1), Shape(1, 2, 2), Shape(2, 1, 2)]
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def cache_of(shape: Shape, batch: int = 1, tokens: int = 61, padded: bool = False, **options: Any) -> am.KVCache:
@@ -30,7 +27,7 @@ def cache_of(shape: Shape, batch: int = 1, tokens: int = 61, padded: bool = Fals
     if padded:
         mask = torch.ones(batch, tokens, dtype=torch.bool)
         mask[0, :33] = False
-    cache.append(*random(2, batch, 2, tokens, 8), token_mask=mask)
+    cache.append(*numbers(2, batch, 2, tokens, 8), token_mask=mask)
     return cache
 
 
@@ -39,6 +36,7 @@ def pieces(cache: am.KVCache) -> list[int]:
     return [blocks.stored[0].data_ptr() for blocks in cache.shard.shared]
 
 
+@on_each_rank
 def continued(shape: Shape, batch: int, padded: bool, reproducible: bool) -> None:
     """Compare three forks with copies that go through the same calls."""
     forked, copied = [cache_of(shape, batch, padded=padded)], [cache_of(shape, batch, padded=padded)]
@@ -48,9 +46,9 @@ def continued(shape: Shape, batch: int, padded: bool, reproducible: bool) -> Non
 
     def check() -> None:
         for number, (one, other) in enumerate(zip(forked, copied, strict=True)):
-            q = random(other.sizes.batch, 4, 2, 8, seed=number)
+            q = numbers(other.sizes.batch, 4, 2, 8, seed=number)
             given, expected = (am.decode(q, cache, reproducible=reproducible) for cache in (one, other))
-            assert torch.equal(given, expected) if reproducible else torch.allclose(given, expected, atol=1e-6)
+            assert torch.equal(given, expected) if reproducible else torch.allclose(given, expected, atol=FLOAT32)
             assert (one.length, one.used) == (other.length, other.used)
 
     def change(act: Any) -> None:
@@ -60,9 +58,9 @@ def continued(shape: Shape, batch: int, padded: bool, reproducible: bool) -> Non
         check()
 
     check()
-    change(lambda cache, n: cache.append(*random(2, batch, 2, 3 + n, 8, seed=n)))
+    change(lambda cache, n: cache.append(*numbers(2, batch, 2, 3 + n, 8, seed=n)))
     change(lambda cache, n: cache.truncate((60, 35, 7)[n]))
-    change(lambda cache, n: cache.append(*random(2, batch, 2, 30 + n, 8, seed=n)))
+    change(lambda cache, n: cache.append(*numbers(2, batch, 2, 30 + n, 8, seed=n)))
     forked.append(forked[0].fork())
     copied.append(deepcopy(copied[0]))
     change(lambda cache, n: cache.reorder(torch.arange(batch).flip(0)))
@@ -77,6 +75,7 @@ def test_forks_continue_as_copies_do(shape: Shape, rows: tuple[int, bool], pool:
         pool.run(shape.ranks, continued, shape, batch, padded, True)
 
 
+@on_each_rank
 def measured(shape: Shape) -> None:
     cache = cache_of(shape)
     other = cache.fork()
@@ -100,17 +99,18 @@ def test_whole_blocks_are_shared_and_not_copied(shape: Shape, pool: Pool) -> Non
     pool.run(shape.ranks, measured, shape)
 
 
+@on_each_rank
 def saved(shape: Shape, folder: str) -> None:
     cache = cache_of(shape, batch=2)
-    other, q = cache.fork(), random(2, 4, 1, 8)
-    other.append(*random(2, 2, 2, 5, 8, seed=1))
+    other, q = cache.fork(), numbers(2, 4, 1, 8)
+    other.append(*numbers(2, 2, 2, 5, 8, seed=1))
     expected = am.decode(q, other)
     other.save(folder)
     for found in (other, am.KVCache.load(folder, cache.device_mesh), deepcopy(other)):
-        assert torch.allclose(am.decode(q, found), expected, atol=1e-6)
+        assert torch.allclose(am.decode(q, found), expected, atol=FLOAT32)
         assert not found.shards.forked
     assert cache.shards.forked
-    assert torch.allclose(am.decode(q, cache), am.decode(q, cache_of(shape, batch=2)), atol=1e-6)
+    assert torch.allclose(am.decode(q, cache), am.decode(q, cache_of(shape, batch=2)), atol=FLOAT32)
 
 
 @pytest.mark.parametrize("shape", [Shape(1, 1, 1), Shape(1, 1, 3), Shape(2, 2, 1)], ids=str)
@@ -119,6 +119,7 @@ def test_a_saved_fork_is_a_plain_cache(shape: Shape, pool: Pool) -> None:
         pool.run(shape.ranks, saved, shape, folder)
 
 
+@on_each_rank
 def refused(shape: Shape, folder: str) -> str:
     cache = cache_of(shape)
     saving = cache.save(folder, wait=False)
@@ -140,13 +141,14 @@ def test_a_cache_that_is_saving_does_not_fork(shape: Shape, pool: Pool) -> None:
         assert answer.startswith(expected), answer
 
 
+@on_each_rank
 def recovered() -> None:
     cache = cache_of(Shape(1, 1, 2), copies=2)
-    other, q = cache.fork(), random(1, 4, 1, 8)
-    other.append(*random(2, 1, 2, 5, 8, seed=1))
+    other, q = cache.fork(), numbers(1, 4, 1, 8)
+    other.append(*numbers(2, 1, 2, 5, 8, seed=1))
     expected = am.decode(q, other)
     (found,) = am.recover([other], cache.device_mesh)
-    assert torch.allclose(am.decode(q, found), expected, atol=1e-6)
+    assert torch.allclose(am.decode(q, found), expected, atol=FLOAT32)
 
 
 def test_forks_with_copies_are_recovered(pool: Pool) -> None:
@@ -155,18 +157,19 @@ def test_forks_with_copies_are_recovered(pool: Pool) -> None:
 
 def test_a_graph_refuses_a_fork() -> None:
     cache = am.KVCache(None, batch=1, kv_heads=2, head_dim=8, capacity=50, dtype=torch.float32)
-    cache.append(*random(2, 1, 2, 20, 8))
+    cache.append(*numbers(2, 1, 2, 20, 8))
     other = cache.fork()
     with pytest.raises(errors.KernelError, match="expected a cache of one piece in a graph, given a forked cache"):
-        torch.compile(lambda x: am.decode(x, other), backend="eager")(random(1, 4, 1, 8))
+        torch.compile(lambda x: am.decode(x, other), backend="eager")(numbers(1, 4, 1, 8))
 
 
+@on_each_rank
 def paged(shape: Shape) -> None:
     """Attend to the pages of a rank as an engine does, and merge the ranks."""
     cache = cache_of(shape, batch=2)
     other = cache.fork()
-    other.append(*random(2, 2, 2, 9, 8, seed=3))
-    q, heads = random(2, 4, 1, 8), cache.mesh.heads
+    other.append(*numbers(2, 2, 2, 9, 8, seed=3))
+    q, heads = numbers(2, 4, 1, 8), cache.mesh.heads
     for each in (cache, other):
         own_q = q[:, heads.slice_of(4)]
         partials = []
@@ -181,7 +184,7 @@ def paged(shape: Shape) -> None:
         partial = am.Partial(*am.merge(*partials))
         partial = partial if group is None else am.merge_across(partial, group)
         expected = am.decode(q, each)[:, heads.slice_of(4)]
-        assert torch.allclose(partial.out, expected, atol=1e-6)
+        assert torch.allclose(partial.out, expected, atol=FLOAT32)
 
 
 @pytest.mark.parametrize("shape", [Shape(1, 1, 1), Shape(1, 1, 3), Shape(2, 1, 2)], ids=str)
@@ -189,6 +192,7 @@ def test_an_engine_reads_the_pages(shape: Shape, pool: Pool) -> None:
     pool.run(shape.ranks, paged, shape)
 
 
+@on_each_rank
 def served(shape: Shape, scattered: bool) -> None:
     """Take the blocks of an engine's pool, and compare with a cache that has appended the same tokens."""
     mesh, blocks, ranks = named_mesh(shape, AXES), 3, shape.queries * shape.keys
@@ -196,7 +200,7 @@ def served(shape: Shape, scattered: bool) -> None:
     caches = [am.KVCache(mesh, batch=2, **sizes) for _ in range(2)]
     index, heads = caches[0].token_axis.index, caches[0].mesh.heads.slice_of(2)
     table = torch.tensor([[1, 2, 3], [5, 6, 7]]) if not scattered else torch.tensor([[4, 0, 2], [2, 7, 1]])
-    whole = random(2, 2, 2, blocks * ranks * 4, 8)
+    whole = numbers(2, 2, 2, blocks * ranks * 4, 8)
     if scattered:
         for rank in range(ranks):  # block 2 of the pool is in both tables
             first, last = rank * 4, (2 * ranks + rank) * 4
@@ -213,15 +217,15 @@ def served(shape: Shape, scattered: bool) -> None:
     assert (shared == keys[1].data_ptr()) is not scattered
     for act in (
         lambda cache: None,
-        lambda cache: cache.append(*random(2, 2, 2, 7, 8, seed=1)),
+        lambda cache: cache.append(*numbers(2, 2, 2, 7, 8, seed=1)),
         lambda cache: cache.truncate(9),
-        lambda cache: cache.append(*random(2, 2, 2, 5, 8, seed=2)),
+        lambda cache: cache.append(*numbers(2, 2, 2, 5, 8, seed=2)),
     ):
         for cache in caches:
             act(cache)
-        q = random(2, 4, 2, 8, seed=4)
+        q = numbers(2, 4, 2, 8, seed=4)
         given, expected = (am.decode(q, cache) for cache in caches)
-        assert torch.allclose(given, expected, atol=1e-6)
+        assert torch.allclose(given, expected, atol=FLOAT32)
     assert torch.equal(keys, pools[0][:, :, heads])  # the engine's pool is not written to
 
 
@@ -243,6 +247,7 @@ BAD_PAGES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@on_each_rank
 def badly_paged(shape: Shape, name: str) -> str:
     """Return the error of a call that is wrong on the last rank alone."""
     sizes: dict[str, Any] = {"kv_heads": 2, "head_dim": 8, "capacity": 200, "dtype": torch.float32, "block": 4}

@@ -11,10 +11,11 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh import errors, hf
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.cache.test_fork import random
 from tests.support import families
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
+from tests.support.problems import numbers
+from tests.support.tolerances import FLOAT32
 
 
 def cache_of(batch: int = 1, tokens: int = 21, shape: Shape | None = None, **options: Any) -> am.KVCache:
@@ -22,7 +23,7 @@ def cache_of(batch: int = 1, tokens: int = 21, shape: Shape | None = None, **opt
     sizes: dict[str, Any] = {"kv_heads": 2, "head_dim": 8, "capacity": 200, "dtype": torch.float32, "block": 4}
     cache = am.KVCache(mesh, batch=batch, **(sizes | options))
     if tokens:
-        cache.append(*random(2, batch, cache.sizes.kv_heads, tokens, 8))
+        cache.append(*numbers(2, batch, cache.sizes.kv_heads, tokens, 8))
     return cache
 
 
@@ -31,7 +32,7 @@ def cache_of(batch: int = 1, tokens: int = 21, shape: Shape | None = None, **opt
 def test_caches_that_fork_in_inference_mode_change_outside_it(changed: int, padded: bool) -> None:
     mask = torch.ones(2, 21, dtype=torch.bool)
     mask[0, :3] = False
-    cache, new = cache_of(2, tokens=0), random(2, 2, 2, 21, 8)
+    cache, new = cache_of(2, tokens=0), numbers(2, 2, 2, 21, 8)
     cache.append(*new, token_mask=mask if padded else None)
     with torch.inference_mode():
         pair = cache, cache.fork()
@@ -53,7 +54,7 @@ def read(cache: am.KVCache) -> Tensor:
 
 @pytest.mark.parametrize("order", [[0, 1], [1, 0], [0, 0], [1, 1, 0]], ids=str)
 @pytest.mark.parametrize(("kv_heads", "block"), [(1, 4), (2, 4), (2, 16)])
-def test_pages_of_a_reordered_fork(order: list[int], kv_heads: int, block: int) -> None:
+def test_pages_of_a_reordered_fork_hold_its_keys_in_order(order: list[int], kv_heads: int, block: int) -> None:
     cache = cache_of(2, 37, kv_heads=kv_heads, block=block)
     other = cache.fork()
     other.reorder(torch.tensor(order))
@@ -63,14 +64,14 @@ def test_pages_of_a_reordered_fork(order: list[int], kv_heads: int, block: int) 
 @pytest.mark.parametrize("reproducible", [False, True])
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
 def test_invalid_numbers_stay_in_their_fork(number: float, reproducible: bool) -> None:
-    cache, alone, q = cache_of(tokens=20), cache_of(tokens=20), random(1, 4, 1, 8)
+    cache, alone, q = cache_of(tokens=20), cache_of(tokens=20), numbers(1, 4, 1, 8)
     other = cache.fork()
     cache.append(*torch.full((2, 1, 2, 1, 8), number))
     for length in (20, 17):
         other.truncate(length)
         alone.truncate(length)
         given, expected = (am.decode(q, each, reproducible=reproducible) for each in (other, alone))
-        assert torch.allclose(given, expected, atol=1e-6)
+        assert torch.allclose(given, expected, atol=FLOAT32)
 
 
 def test_truncation_copies_one_block_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +85,7 @@ def test_truncation_copies_one_block_at_most(monkeypatch: pytest.MonkeyPatch) ->
     cache = cache_of(tokens=150)
     turn = cache.fork()
     other = turn.fork()
-    turn.append(*random(2, 1, 2, 20, 8, seed=1))
+    turn.append(*numbers(2, 1, 2, 20, 8, seed=1))
     third = turn.fork()
     monkeypatch.setattr(module, "joined", counted)
     for each, length in ((other, 30), (third, 161), (third, 9)):
@@ -93,9 +94,10 @@ def test_truncation_copies_one_block_at_most(monkeypatch: pytest.MonkeyPatch) ->
     assert copied[:3] == [30 % 4] * 3
 
 
+@on_each_rank
 def compiled(tokens: int) -> str:
     """Decode from a fork in a graph; of 5 tokens one rank has no whole block."""
-    other, q = cache_of(tokens=tokens, shape=Shape(1, 1, 2)).fork(), random(1, 4, 1, 8)
+    other, q = cache_of(tokens=tokens, shape=Shape(1, 1, 2)).fork(), numbers(1, 4, 1, 8)
     try:
         torch.compile(lambda x: am.decode(x, other), backend="eager")(q)
     except errors.KernelError as error:

@@ -12,7 +12,7 @@ import attnmesh as am
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 BATCH, HEADS, WIDTH = 2, 2, 6
 
@@ -36,6 +36,7 @@ def is_held(cache: am.KVCache, keys: Tensor) -> bool:
     return torch.equal(mine, keys[:, cache.mesh.heads.slice_of(HEADS)][:, :, index]) and bool((counts == 1).all())
 
 
+@on_each_rank
 def life(shape: tuple[int, ...], folder: Path, lost: int, padded: bool) -> list[bool]:
     """Fill, change, fork, save, load and recover a cache. Return whether its keys were right after each."""
     mesh, place = mesh_of(shape), Mesh.of(mesh_of(shape))
@@ -75,12 +76,14 @@ def life(shape: tuple[int, ...], folder: Path, lost: int, padded: bool) -> list[
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 1, 2), (1, 1, 3), (2, 1, 2), (1, 3, 2)])
-def test_a_life_of_index_keys(pool: Pool, tmp_path: Path, shape: tuple[int, ...], padded: bool) -> None:
+def test_index_keys_are_right_after_each_change_of_a_cache(
+    pool: Pool, tmp_path: Path, shape: tuple[int, ...], padded: bool
+) -> None:
     for right in pool.run(Shape(*shape).ranks, life, shape, tmp_path, Shape(*shape).ranks - 1, padded):
         assert all(right), right
 
 
-def test_index_keys_of_a_window() -> None:
+def test_index_keys_of_a_window_are_those_of_its_tokens() -> None:
     sizes = {"batch": 1, "kv_heads": HEADS, "head_dim": WIDTH, "capacity": 500, "block": 4}
     cache = am.KVCache(None, **sizes, dtype=torch.float32, values="none", mask=am.Window(9))
     keys = new_keys(400, 0, 1)
@@ -90,7 +93,7 @@ def test_index_keys_of_a_window() -> None:
     assert torch.equal(cache.keys[:, :, : cache.used], keys[:, :, cache.shard.token_index[: cache.used]])
 
 
-def test_index_keys_in_pages() -> None:
+def test_pages_of_index_keys_hold_no_values() -> None:
     cache = am.KVCache(None, batch=1, kv_heads=1, head_dim=4, capacity=64, dtype=torch.float32, values="none")
     cache.append_pages(torch.randn(9, 16, 1, 4), None, torch.tensor([[5, 6, 7]]))
     pages = cache.pages()

@@ -19,7 +19,8 @@ from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.dense import dense
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
+from tests.support.tolerances import FLOAT32, FLOAT32_SUMS
 
 HEADS, WIDTH, LENGTH = (4, 2), 8, 397
 SHARES = {2: (3, 1), 3: (0.5, 4, 0.02), 1: (7,)}
@@ -70,6 +71,7 @@ def test_few_tokens_of_several_ranks_are_stored_as_all_are_at_once(block: int | 
 # --- exact ---
 
 
+@on_each_rank
 def saved(ranks: int, folder: Path) -> Tensor:
     """Return a decode step after a sharded prefill, single tokens and several; and save the cache."""
     cache = cache_of(ranks, SHARES[ranks])
@@ -84,6 +86,7 @@ def saved(ranks: int, folder: Path) -> Tensor:
     return am.decode(query(), cache)
 
 
+@on_each_rank
 def loaded(ranks: int, shares: object, folder: Path, save_to: Path) -> Tensor:
     cache = am.KVCache.load(folder, named_mesh(Shape(1, 1, ranks), AXES), shares=shares)
     cache.save(save_to)
@@ -96,9 +99,10 @@ def test_a_save_of_unequal_shares_is_loaded_on_other_ranks_and_back(ranks: int, 
     for number, (others, shares) in enumerate(((2, None), (3, (1, 2, 9)), (1, None), (ranks, SHARES[ranks]))):
         outs += pool.run(others, loaded, others, shares, tmp_path / str(number), tmp_path / str(number + 1))
     for out in outs:
-        torch.testing.assert_close(out, expected().float(), atol=2e-6, rtol=2e-5)
+        torch.testing.assert_close(out, expected().float(), atol=2 * FLOAT32, rtol=2 * FLOAT32_SUMS)
 
 
+@on_each_rank
 def recovered(ranks: int) -> list[Tensor]:
     """Return steps before and after the cache moves to other shares, with copies of each token."""
     cache = cache_of(ranks, SHARES[ranks], copies=2)
@@ -113,9 +117,10 @@ def recovered(ranks: int) -> list[Tensor]:
 def test_copies_and_recovery_have_unequal_shares(pool: Pool) -> None:
     for outs in pool.run(2, recovered, 2):
         for out in outs:
-            torch.testing.assert_close(out, expected().float(), atol=2e-6, rtol=2e-5)
+            torch.testing.assert_close(out, expected().float(), atol=2 * FLOAT32, rtol=2 * FLOAT32_SUMS)
 
 
+@on_each_rank
 def rows(ranks: int) -> list[Tensor]:
     """Return a step on rows of three caches, of which one was forked and each has other shares, beside each alone."""
     caches = [cache_of(ranks, shares) for shares in (SHARES[ranks], None)]
@@ -130,12 +135,13 @@ def rows(ranks: int) -> list[Tensor]:
 
 def test_rows_of_caches_with_other_shares_decode_together(pool: Pool) -> None:
     for together, alone in pool.run(3, rows, 3):
-        torch.testing.assert_close(together, alone, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(together, alone, atol=FLOAT32, rtol=FLOAT32_SUMS)
 
 
 # --- refused ---
 
 
+@on_each_rank
 def refused(kind: str) -> None:
     odd = torch.distributed.get_rank() == 1
     match kind:
@@ -186,6 +192,7 @@ def test_what_unequal_shares_cannot_do_is_refused_on_all_ranks(kind: str, pool: 
 MEGABYTE = 1 << 20
 
 
+@on_each_rank
 def under_a_limit(shares: object, tokens: int) -> tuple[str, list[int]]:
     """Return what a rank says of a cache of 1 GB, if the ranks may take 320 and 960 MB more, and its tokens."""
     rank = torch.distributed.get_rank()
@@ -215,6 +222,7 @@ def test_ranks_of_unequal_memory_hold_a_context_that_even_shares_cannot(pool: Po
 # --- measured ---
 
 
+@on_each_rank
 def measured(rates: list[int], free: list[int]) -> tuple[Any, ...]:
     with (
         mock.patch("attnmesh.setup.measure_shares.read_rates", return_value=rates),
@@ -223,7 +231,7 @@ def measured(rates: list[int], free: list[int]) -> tuple[Any, ...]:
         cache = cache_of(2, "auto", capacity=2**20)
     cache.append(*new())
     out = am.decode(query(), cache)
-    torch.testing.assert_close(out, expected().float(), atol=2e-6, rtol=2e-5)
+    torch.testing.assert_close(out, expected().float(), atol=2 * FLOAT32, rtol=2 * FLOAT32_SUMS)
     return cache.shares, cache.used
 
 
@@ -233,6 +241,7 @@ def test_auto_shares_follow_what_was_measured(pool: Pool) -> None:
     assert {shares for shares, _ in pool.run(2, measured, [4000, 1000], [whole // 3, 2 * whole])} == {(1, 3)}
 
 
+@on_each_rank
 def measured_here() -> tuple[float, ...] | None:
     return cache_of(2, "auto").shares
 

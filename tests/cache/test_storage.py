@@ -20,7 +20,7 @@ from attnmesh.mesh.shapes import AXES, Shape
 from tests.support import histories
 from tests.support.dense import truth
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import pairs, seeds
 
 HEADS, WIDTH, TOKENS = (4, 2), 8, 75
@@ -62,6 +62,7 @@ def is_held(cache: am.KVCache, x: Tensor, storage: str) -> bool:
     )
 
 
+@on_each_rank
 def life(shape: tuple[int, ...], storage: str, values: str, folder: Path, lost: int) -> list[bool]:
     """Fill, change, fork, save, load and recover a cache. Return whether it holds the rows of its tokens after each."""
     mesh = mesh_of(Shape(*shape))
@@ -106,6 +107,7 @@ def test_a_life_keeps_the_stored_rows(
         assert all(right), right
 
 
+@on_each_rank
 def bits(shape: tuple[int, ...], storage: str, values: str, block: int, pieces: tuple[int, ...]) -> list[Tensor]:
     cache = empty(mesh_of(Shape(*shape)), storage=storage, values=values, block=block)
     k, v = numbers(2, 2, HEADS[1], TOKENS, WIDTH)
@@ -121,7 +123,7 @@ def bits(shape: tuple[int, ...], storage: str, values: str, block: int, pieces: 
 
 @each_storage
 @pytest.mark.parametrize(("values", "block"), pairs(["separate", "prefix"], [4, 16]))
-def test_the_same_bits_on_any_ranks_and_in_any_pieces(pool: Pool, storage: str, values: str, block: int) -> None:
+def test_bits_are_the_same_on_any_ranks_and_in_any_pieces(pool: Pool, storage: str, values: str, block: int) -> None:
     expected = pool.run(1, bits, (1, 1, 1), storage, values, block, (TOKENS,))[0]
     shapes = [((1, 1, 1), (1, 30, 44)), ((1, 1, 2), (TOKENS,)), ((1, 2, 2), (60, 15)), ((1, 1, 8), (TOKENS,))]
     shapes.append(((2, 1, 2), (TOKENS,)))
@@ -130,6 +132,7 @@ def test_the_same_bits_on_any_ranks_and_in_any_pieces(pool: Pool, storage: str, 
             assert all(map(torch.equal, found, expected)), shape
 
 
+@on_each_rank
 def reloaded(shape: tuple[int, ...], storage: str, folder: Path) -> Tensor:
     """Fill and save a cache on four ranks, or load it on others; append more. Return the rows of all tokens."""
     mesh, saves = mesh_of(Shape(*shape)), shape[2] == 4
@@ -158,7 +161,7 @@ def test_saved_on_four_continues_on_three(pool: Pool, tmp_path: Path, storage: s
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("widths", [(192, 128), (576, 512)])
 @pytest.mark.parametrize("kernel", ["auto", "cpu", "reference"])
-def test_wide_rows_and_many_tiles(
+def test_wide_rows_and_many_tiles_agree_with_float64(
     monkeypatch: pytest.MonkeyPatch, storage: str, dtype: torch.dtype, widths: tuple[int, int], kernel: str
 ) -> None:
     monkeypatch.setattr(stored, "TILE", 32)
@@ -176,7 +179,7 @@ def test_wide_rows_and_many_tiles(
 
 
 @each_storage
-def test_bytes_of_a_token(storage: str) -> None:
+def test_a_token_takes_half_the_bytes(storage: str) -> None:
     plain, held = (empty(head_dim=128, dtype=torch.bfloat16, storage=each) for each in (None, storage))
     for cache in (plain, held):
         cache.append(*numbers(2, 2, HEADS[1], TOKENS, 128, dtype=torch.bfloat16))
@@ -199,7 +202,7 @@ def test_what_is_not_finite_gives_nan(storage: str) -> None:
 
 
 @each_storage
-def test_pages_of_rows(storage: str) -> None:
+def test_pages_of_rows_are_appended_as_they_are(storage: str) -> None:
     cache, other = empty(storage=storage, block=25), empty(storage=storage, block=25)
     cache.append(*numbers(2, 2, HEADS[1], TOKENS, WIDTH))
     (pages,) = cache.pages()
@@ -215,7 +218,7 @@ def test_pages_of_rows(storage: str) -> None:
 
 @each_storage
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_index_keys(storage: str, dtype: torch.dtype) -> None:
+def test_index_keys_select_by_the_stored_numbers(storage: str, dtype: torch.dtype) -> None:
     keys, q = numbers(2, 1, TOKENS, WIDTH, dtype=dtype), numbers(2, 3, WIDTH, seed=1, dtype=dtype)
     read = STORAGES[storage].dequantize(rows(keys, storage).view(STORAGES[storage].dtype)).to(dtype)
     caches = [empty(kv_heads=1, values="none", dtype=dtype, storage=each) for each in (storage, None)]
@@ -240,11 +243,11 @@ def in_a_graph(storage: str) -> bool:
 
 
 @each_storage
-def test_a_step_in_a_graph(storage: str) -> None:
+def test_a_step_compiles_to_a_graph(storage: str) -> None:
     assert in_a_graph(storage)
 
 
-def test_refusals() -> None:
+def test_wrong_storages_and_rows_are_refused() -> None:
     with pytest.raises(errors.ArgumentError, match="KVCache storage: expected None or one of int8, fp8_e4m3"):
         empty(storage="int4")
     with pytest.raises(errors.ArgumentError, match="KVCache storage"):
@@ -260,6 +263,7 @@ def test_refusals() -> None:
         cache.append(*rows(numbers(2, 2, HEADS[1], 3, WIDTH), "int8"))
 
 
+@on_each_rank
 def two_storages(folder: Path) -> list[str]:
     """Return the errors of ranks whose caches are stored in two ways."""
     mesh, found = mesh_of(Shape(1, 1, 2)), []

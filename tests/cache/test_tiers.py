@@ -29,8 +29,9 @@ from attnmesh.store.layer_files import PIECE
 from tests.support import growing_caches, histories
 from tests.support.growing_caches import grow
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import seeds
+from tests.support.tolerances import FLOAT32
 
 HOT = 32
 SIZES: dict[str, Any] = {"batch": 1, "kv_heads": 2, "head_dim": 8, "capacity": 700, "dtype": torch.float32}
@@ -93,6 +94,7 @@ def test_the_newest_tokens_alone_are_on_the_device() -> None:
     assert torch.equal(cache.keys[:, :, :700], plain(700).keys[:, :, :700])
 
 
+@on_each_rank
 def reproducible_on_ranks(shape: Shape) -> list[bool]:
     """On a rank: whether steps have the bits of one memory, as a cache grows and is cut."""
     cache, found = tiered(200, named_mesh(shape, AXES), capacity=800), []
@@ -143,7 +145,7 @@ def test_a_save_leaves_the_newest_tokens_on_the_device(tmp_path: Path) -> None:
 def test_a_folder_has_the_older_tokens(tmp_path: Path) -> None:
     cache = tiered(500, folder=tmp_path)
     assert same_bits(cache)
-    assert torch.allclose(decoded(cache, mask=am.Window(40)), decoded(plain(500), mask=am.Window(40)), atol=1e-6)
+    assert torch.allclose(decoded(cache, mask=am.Window(40)), decoded(plain(500), mask=am.Window(40)), atol=FLOAT32)
     del cache
     cache = tiered(folder=tmp_path)
     assert 500 - cache.shard.slots <= cache.length < 500  # the newest were in memory alone
@@ -165,7 +167,7 @@ def test_pieces_of_a_folder_fill_and_are_cut(tmp_path: Path) -> None:
     for more in (PIECE, 500, PIECE, 3):
         grow(cache, more)
         cache.flush()
-        assert torch.allclose(decoded(cache, 3), decoded(plain(cache.length, capacity=3 * PIECE), 3), atol=1e-6)
+        assert torch.allclose(decoded(cache, 3), decoded(plain(cache.length, capacity=3 * PIECE), 3), atol=FLOAT32)
     for length in (2 * PIECE, PIECE + 20, PIECE, 30):
         cache.truncate(length)
         grow(cache, 5)
@@ -173,9 +175,10 @@ def test_pieces_of_a_folder_fill_and_are_cut(tmp_path: Path) -> None:
         gc.collect()
         cache = tiered(folder=tmp_path, capacity=3 * PIECE, hot=600)
         assert cache.length in (length, length + 5)
-        assert torch.allclose(decoded(cache), decoded(plain(cache.length, capacity=3 * PIECE)), atol=1e-6)
+        assert torch.allclose(decoded(cache), decoded(plain(cache.length, capacity=3 * PIECE)), atol=FLOAT32)
 
 
+@on_each_rank
 def lived_on_ranks(path: Path, shape: Shape) -> list[Any]:
     """On a rank: a folder that is left without a flush and with one, and opened again."""
     mesh, found = named_mesh(shape, AXES), list[Any]()
@@ -189,7 +192,7 @@ def lived_on_ranks(path: Path, shape: Shape) -> list[Any]:
         grow(cache, 300 - cache.length)
         cache.flush()
         twin = plain(300, mesh)
-        found += [torch.allclose(decoded(cache, n), decoded(twin, n), atol=1e-6) for n in (1, 3)]
+        found += [torch.allclose(decoded(cache, n), decoded(twin, n), atol=FLOAT32) for n in (1, 3)]
         assert length <= cache.length
     return found
 
@@ -224,10 +227,10 @@ def test_a_full_disk_leaves_the_cache_as_it_was(tmp_path: Path, monkeypatch: pyt
         monkeypatch.setattr(os, "posix_fallocate", full)
         said = grown_until_full(cache, more)
         assert f"append again from token {cache.length} on" in said
-        assert torch.allclose(decoded(cache), decoded(plain(cache.length, capacity=2 * PIECE)), atol=1e-6)
+        assert torch.allclose(decoded(cache), decoded(plain(cache.length, capacity=2 * PIECE)), atol=FLOAT32)
         monkeypatch.undo()
         grow(cache, more)
-        assert torch.allclose(decoded(cache), decoded(plain(cache.length, capacity=2 * PIECE)), atol=1e-6)
+        assert torch.allclose(decoded(cache), decoded(plain(cache.length, capacity=2 * PIECE)), atol=FLOAT32)
         cache.truncate(PIECE - 10)
 
 
@@ -258,7 +261,7 @@ def test_a_cache_goes_on_after_an_interrupt(
                 else:
                     cache.truncate(cache.length + more)
             monkeypatch.undo()
-            assert torch.allclose(decoded(cache), decoded(plain(cache.length)), atol=1e-6)
+            assert torch.allclose(decoded(cache), decoded(plain(cache.length)), atol=FLOAT32)
             assert cache.shard.state.tolist() == [cache.shard.length, cache.shard.used]
     length = cache.length
     if in_files:
@@ -317,6 +320,7 @@ def no_space(*_: object) -> None:
     raise OSError(28, "No space left on device")
 
 
+@on_each_rank
 def flushed_on_ranks(path: Path) -> tuple[str, str]:
     """On a rank: what is said where rank 1 alone cannot write, though ranks compare no call."""
     cache = tiered(100, named_mesh(Shape(1, 1, 2), AXES), folder=path, checked=False)
@@ -331,6 +335,7 @@ def flushed_on_ranks(path: Path) -> tuple[str, str]:
         return str(error.value), grown_until_full(cache, 100) if is_full else ""
 
 
+@on_each_rank
 def failed_alone() -> str:
     """On a rank: what rank 1 says to an append to files that it alone cannot do, of ranks on GPUs."""
     calls = CallRecord(Mesh.of(named_mesh(Shape(1, 1, 2), AXES)), torch.device("cuda"), None)
@@ -388,6 +393,7 @@ def test_arguments_that_do_not_go_together(sizes: dict[str, Any], said: str) -> 
         am.KVCache(None, **{**SIZES, "hot": HOT, **sizes})
 
 
+@on_each_rank
 def with_copies() -> str:
     try:
         tiered(0, named_mesh(Shape(1, 1, 2), AXES), copies=2)

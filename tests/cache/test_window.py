@@ -16,7 +16,8 @@ from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store.checkpoint import load_layers
 from attnmesh.store.checkpoint_writer import save_layers
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
+from tests.support.tolerances import FLOAT32, FLOAT32_SUMS
 
 SIZES: dict[str, Any] = {"batch": 2, "kv_heads": 2, "head_dim": 8, "capacity": 2000, "block": 4}
 MASKS = [am.Window(0), am.Window(37), am.Causal() & am.Chunks(50), am.Window(30) & am.Chunks(24)]
@@ -36,6 +37,7 @@ def new(tokens: int, seed: int = 0) -> list[torch.Tensor]:
 # --- the same bits, and less memory ---
 
 
+@on_each_rank
 def lives(shape: Shape, mask: Mask, keep: int) -> list[torch.Tensor]:
     """Return outputs of a long life. Raise unless a cache that keeps every token gives the same bits."""
     caches = [cache_of(shape, mask, keep), cache_of(shape, None)]
@@ -70,13 +72,14 @@ def lives_of() -> list[Any]:
 
 
 @pytest.mark.parametrize(("mask", "keep"), lives_of())
-def test_same_bits_as_a_cache_that_keeps_every_token(pool: Pool, mask: Mask, keep: int) -> None:
+def test_bits_are_those_of_a_cache_that_keeps_every_token(pool: Pool, mask: Mask, keep: int) -> None:
     (alone,) = pool.run(1, lives, Shape(1, 1, 1), mask, keep)
     for shape in (Shape(1, 1, 2), Shape(2, 1, 2)):
         for outs in pool.run(shape.ranks, lives, shape, mask, keep):
             assert all(map(torch.equal, outs, alone)), shape
 
 
+@on_each_rank
 def prefills(shape: Shape, layout: Any, padded: bool) -> tuple[float, int, int]:
     """Return the worst error after a sharded prefill in two parts, and the slots in use and reserved."""
     mask, place = am.Window(20), Mesh.of(named_mesh(shape, AXES) if shape.ranks > 1 else None)
@@ -113,10 +116,11 @@ def prefills(shape: Shape, layout: Any, padded: bool) -> tuple[float, int, int]:
 def test_a_sharded_prefill_keeps_the_window_alone(pool: Pool, layout: Any, padded: bool) -> None:
     for shape in (Shape(1, 1, 1), Shape(1, 1, 3), Shape(2, 1, 2)):
         for worst, most, after in pool.run(shape.ranks, prefills, shape, layout, padded):
-            assert worst < 1e-5
+            assert worst < FLOAT32_SUMS
             assert max(most, after) < 90, "of 1,190 tokens"
 
 
+@on_each_rank
 def stays_apart() -> bool:
     cache, mask = cache_of(Shape(1, 1, 2), am.Window(30), 2), am.Window(30)
     cache.append(*new(200)[1:])
@@ -159,6 +163,7 @@ def continued(caches: list[am.KVCache], masks: Any = LAYERS) -> list[torch.Tenso
     return outs
 
 
+@on_each_rank
 def save_while_decoding(shape: Shape, padded: bool, path: Path) -> list[torch.Tensor]:
     caches = [filled(shape, mask, padded) for mask in LAYERS]
     save_layers(caches, path).wait()
@@ -168,6 +173,7 @@ def save_while_decoding(shape: Shape, padded: bool, path: Path) -> list[torch.Te
     return outs
 
 
+@on_each_rank
 def load_and_continue(shape: Shape, path: Path) -> list[torch.Tensor]:
     caches, _, _ = load_layers(am.KVCache, path, named_mesh(shape, AXES) if shape.ranks > 1 else None)
     assert [cache.sizes.mask for cache in caches] == list(LAYERS)
@@ -181,9 +187,10 @@ def test_layers_of_several_windows_are_saved_and_loaded_on_other_ranks(
     expected = pool.run(2, save_while_decoding, Shape(1, 1, 2), padded, tmp_path)[0]
     for shape in (Shape(1, 1, 1), Shape(1, 1, 3), Shape(2, 1, 2)):
         for outs in pool.run(shape.ranks, load_and_continue, shape, tmp_path):
-            assert all(torch.allclose(*both, atol=1e-5) for both in zip(outs, expected, strict=True))
+            assert all(torch.allclose(*both, atol=FLOAT32_SUMS) for both in zip(outs, expected, strict=True))
 
 
+@on_each_rank
 def recover_and_continue(padded: bool, after: Shape, ahead: int) -> list[torch.Tensor] | str:
     caches = [filled(Shape(1, 1, 3), mask, padded) for mask in LAYERS]
     if dist.get_rank() == 2:  # steps ahead of the others
@@ -199,12 +206,12 @@ def recover_and_continue(padded: bool, after: Shape, ahead: int) -> list[torch.T
 
 
 @pytest.mark.parametrize("padded", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_recovery(pool: Pool, padded: bool) -> None:
+def test_a_recovered_window_continues_as_before(pool: Pool, padded: bool) -> None:
     alone = continued([filled(Shape(1, 1, 1), mask, padded) for mask in LAYERS])
     for after, ahead in ((Shape(1, 1, 3), 0), (Shape(1, 3, 1), 1)):
         for outs in pool.run(3, recover_and_continue, padded, after, ahead):
             assert not isinstance(outs, str), outs
-            assert all(torch.allclose(*both, atol=1e-5) for both in zip(outs, alone, strict=True))
+            assert all(torch.allclose(*both, atol=FLOAT32_SUMS) for both in zip(outs, alone, strict=True))
 
 
 def test_ranks_too_far_apart_are_refused(pool: Pool) -> None:
@@ -216,6 +223,7 @@ def test_ranks_too_far_apart_are_refused(pool: Pool) -> None:
 # --- bad input ---
 
 
+@on_each_rank
 def run_bad_call(kind: str) -> None:
     """Make a bad call on all ranks, or on rank 1 alone. The cache has to stay as it is."""
     odd, mask, shape = dist.get_rank() == 1, am.Window(20), Shape(1, 1, 3)
@@ -319,9 +327,9 @@ def test_truncation_to_nothing_and_within_a_window() -> None:
     cache.append(k, v)
     cache.truncate(2)  # nothing has been forgotten
     whole = am.attend(q, k, v, mask=mask).out
-    assert torch.allclose(am.decode(q[:, :, 1:2], cache, mask=mask), whole[:, :, 1:2], atol=1e-6)
+    assert torch.allclose(am.decode(q[:, :, 1:2], cache, mask=mask), whole[:, :, 1:2], atol=FLOAT32)
     for _ in range(5):
         cache.append(k, v)
     cache.truncate(0)
     cache.append(k, v)
-    assert torch.allclose(am.decode(q, cache, mask=mask), whole, atol=1e-6)
+    assert torch.allclose(am.decode(q, cache, mask=mask), whole, atol=FLOAT32)

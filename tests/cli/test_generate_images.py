@@ -10,14 +10,10 @@ from PIL import Image
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-from tests.cli.test_generate import run
-from tests.hf.images.test_image_prompts import pictures, processor
+from tests.support.command import run_main
 from tests.support.models.image_models import build_images, image_case
+from tests.support.models.processed_images import TEMPLATE, pictures, processor
 
-TEMPLATE = (
-    "{% for message in messages %}{% for part in message.content %}"
-    "{{ '<image>' if part.type == 'image' else part.text }} {% endfor %}{% endfor %}w79"
-)
 TEXT = "w4 w5 w6"
 
 
@@ -50,7 +46,7 @@ def test_several_images_give_the_tokens_of_stock_transformers(raw: bool, folder:
     stock = build_images(image_case("llava"), "sdpa", torch.float32)
     expected = stock.generate(**batch, max_new_tokens=6, do_sample=False)[0, batch["input_ids"].shape[1] :]
     asked = ask(folder, "0.png", "1.png", text=written if raw else TEXT)
-    done = run(*asked, *(["--raw"] if raw else []), "--mesh", "keys=2")
+    done = run_main(*asked, *(["--raw"] if raw else []), "--mesh", "keys=2")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["tokens"] == expected.tolist()
@@ -72,7 +68,7 @@ def test_what_cannot_be_is_said_in_one_line(case: str, folder: Path, tmp_path: P
     images, more, said = WRONG[case]
     options = {"a checkpoint": ["--checkpoint", str(tmp_path)], "another number": ["--raw"]}.get(case, [])
     with mock.patch.object(Image, "MAX_IMAGE_PIXELS", 600 if case == "a bomb" else 10**6):
-        done = run(*ask(folder, *images, **more), *options)
+        done = run_main(*ask(folder, *images, **more), *options)
     assert done.returncode in (1, 2)
     assert said in done.stderr, done.stderr
     assert "Traceback" not in done.stderr

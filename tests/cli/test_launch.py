@@ -24,28 +24,34 @@ from attnmesh.cli.launch import RankError, run_on_ranks
 from attnmesh.errors import ShapeError
 from attnmesh.runtime.processes import RunningProcess
 from attnmesh.runtime.world import WORLD
+from tests.support.pool import on_each_rank
 
 
+@on_each_rank
 def own_rank() -> int:
     return dist.get_rank()
 
 
+@on_each_rank
 def refuse() -> None:
     raise ValueError(f"no, says {dist.get_rank()}")
 
 
+@on_each_rank
 def foresee() -> None:
     if dist.get_rank() == 1:
         raise ShapeError("it", "this", "that", "mend it")
     dist.barrier()
 
 
+@on_each_rank
 def die() -> None:
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
 
 
+@on_each_rank
 def die_beside_another() -> None:
     """End rank 1 beside a rank that notices nothing."""
     if dist.get_rank() == 1:
@@ -53,6 +59,7 @@ def die_beside_another() -> None:
     time.sleep(600)
 
 
+@on_each_rank
 def die_behind_another() -> None:
     """End rank 1 only after rank 0 has raised."""
     if dist.get_rank() == 1:
@@ -61,11 +68,13 @@ def die_behind_another() -> None:
     raise RuntimeError("connection reset by peer")
 
 
+@on_each_rank
 def send_word(send: Callable[[object], None], word: str) -> str:
     send((dist.get_rank(), word))
     return word
 
 
+@on_each_rank
 def hang() -> None:
     os.write(1, f"{os.getpid()}\n".encode())  # at once: two ranks write here
     time.sleep(600)
@@ -202,6 +211,7 @@ def test_ranks_have_the_threads_they_are_given() -> None:
     assert run_on_ranks(1, torch.get_num_threads, threads=2) == [2]
 
 
+@on_each_rank
 def groups_end() -> list[bool]:
     """Whether the groups of a mesh that attention has seen are gone once they are destroyed, and forgotten."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("queries", "keys"))
@@ -221,6 +231,7 @@ def test_no_group_outlives_python() -> None:
     assert run_on_ranks(4, groups_end) == [[True, True]] * 4
 
 
+@on_each_rank
 def pages_of_layers() -> int:
     """Return the new pages of memory that a rank waits for in the last 10 layers of a model, each of 96 MB."""
     before = 0

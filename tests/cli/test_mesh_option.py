@@ -9,7 +9,7 @@ from attnmesh.errors import ModelError
 from attnmesh.planner.serving import ModelSizes, serving
 from attnmesh.planner.units import in_seconds
 from attnmesh_command.messages import OptionError
-from tests.planner.test_serving import cpus, model_of_cpus
+from tests.support.planned import cpus, model_of_cpus
 
 
 def test_the_shape_that_sends_least_is_chosen() -> None:

@@ -20,15 +20,10 @@ from attnmesh.planner.schemes import SCHEMES, best_by_scheme
 from attnmesh.planner.units import in_bytes, in_seconds
 from attnmesh_command import app, show_errors
 from tests.support.browser import Browser
+from tests.support.command import run_plan
+from tests.support.planned import CLUSTER, SMALL
 
 DECODE = ("--cluster", "dgx-h100:16", "--heads", "32/8", "--head-dim", "128", "--length", "5M", "--decode")
-SMALL = am.Workload(16, 4, 64, 16384)
-CLUSTER = am.Cluster.preset("a100x4", hosts=2)
-
-
-def run(*arguments: str, columns: int = 160) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": str(columns)})
-    return result.exit_code, result.stdout
 
 
 def arguments(cluster: str = "dgx-h100:2", heads: str = "32/8", length: str = "64k", *more: str) -> tuple[str, ...]:
@@ -36,7 +31,7 @@ def arguments(cluster: str = "dgx-h100:2", heads: str = "32/8", length: str = "6
 
 
 def test_the_table_is_best_first_and_explained() -> None:
-    code, text = run(*DECODE, "--top", "3", "-v")
+    code, text = run_plan(*DECODE, "--top", "3", "-v")
     best = am.plan(am.Workload(32, 8, 128, 5_000_000, phase="decode"), am.Cluster.preset("dgx-h100", 16))[0]
     rows = [line.split() for line in text.splitlines() if re.match(r"\d+ +\d+x", line)]
     assert code == 0
@@ -58,7 +53,9 @@ def test_the_table_fits_a_terminal_of_80() -> None:
 
 
 def test_json_is_one_object_that_plans_again() -> None:
-    code, text = run(*arguments("a100x4:2x2", "16", "32Ki", "--prefill", "--window", "1000", "--layers", "3", "--json"))
+    code, text = run_plan(
+        *arguments("a100x4:2x2", "16", "32Ki", "--prefill", "--window", "1000", "--layers", "3", "--json")
+    )
     report = json.loads(text)
     work = am.Workload(16, 16, 128, 32768, phase="prefill", mask=am.Window(1000), layers=3)
     cluster = am.Cluster.preset("a100x4", 2, 2)
@@ -69,14 +66,14 @@ def test_json_is_one_object_that_plans_again() -> None:
     assert report["explanation"] == plans[0].explain()
     assert report["plans"][0]["seconds"] == plans[0].seconds == pytest.approx(sum(report["plans"][0]["parts"].values()))
     assert len({(*one["shape"], one["exchange"]) for one in report["plans"]}) == len(report["plans"])
-    again = json.loads(run(*report["command"].split()[2:], "--json")[1])
+    again = json.loads(run_plan(*report["command"].split()[2:], "--json")[1])
     assert again == report
 
 
 def test_recurrent_layers_are_planned_with_attention() -> None:
     kinds = "--recurrent", "32x128x128:layers=36:conv=8192x4", "--recurrent", "8x64x64:scalar"
     given = *arguments("a100x4:2", "16/2", "64k", "--layers", "12"), *kinds
-    report, text = json.loads(run(*given, "--json")[1]), run(*given)[1]
+    report, text = json.loads(run_plan(*given, "--json")[1]), run_plan(*given)[1]
     layers = am.Recurrent(32, 128, 128, layers=36, conv_channels=8192, conv_width=4)
     work = am.Workload(16, 2, 128, 64000, layers=12, recurrent=(layers, am.Recurrent(8, 64, 64, transition="scalar")))
     best = am.plan(work, am.Cluster.preset("a100x4", 2))[0]
@@ -87,23 +84,23 @@ def test_recurrent_layers_are_planned_with_attention() -> None:
     assert figures["memory"] == work.state_bytes
     assert report["plans"][0]["seconds"] == best.seconds
     assert [am.Recurrent(**kind) for kind in report["workload"]["recurrent"]] == [*work.recurrent_kinds]
-    assert json.loads(run(*report["command"].split()[2:], "--json")[1]) == report
+    assert json.loads(run_plan(*report["command"].split()[2:], "--json")[1]) == report
     assert f"Recurrent layers (37) are included: scans send {in_bytes(sum(figures['scan']['bytes'].values()))}" in text
-    assert json.loads(run(*given[:-4], "--json")[1])["plans"][0]["recurrent"] is None
+    assert json.loads(run_plan(*given[:-4], "--json")[1])["plans"][0]["recurrent"] is None
 
 
 def test_a_file_of_measured_figures_is_a_cluster(tmp_path: Path) -> None:
     file = tmp_path / "here.json"
     file.write_text(json.dumps({"cluster": am.Cluster.preset("h100x1", 4).record()}))
-    code, text = run(*arguments(str(file), "8/2", "128k", "--json", "--batch", "2", "--full"))
+    code, text = run_plan(*arguments(str(file), "8/2", "128k", "--json", "--batch", "2", "--full"))
     assert code == 0
     assert json.loads(text)["cluster"]["hosts"] == 4
-    assert json.loads(run(*arguments(f"{file}:8", "8/2", "128k", "--json"))[1])["cluster"]["hosts"] == 8
+    assert json.loads(run_plan(*arguments(f"{file}:8", "8/2", "128k", "--json"))[1])["cluster"]["hosts"] == 8
 
 
 def test_local_is_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
-    code, text = run(*arguments("local", "8/2", "4k", "--decode"))
+    code, text = run_plan(*arguments("local", "8/2", "4k", "--decode"))
     assert code == 0
     assert "local, 1 host of 2 ranks" in text
     assert "1x1x2" in text
@@ -111,7 +108,7 @@ def test_local_is_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tables_have_no_blank_lines_and_fit_80_columns() -> None:
-    _, text = run(*arguments("dgx-h100:2", "32/8", "128k"), columns=80)
+    _, text = run_plan(*arguments("dgx-h100:2", "32/8", "128k"), columns=80)
     table = text.split("On dgx-h100, 2 hosts")[0].splitlines()
     assert all(line.strip() and len(line) <= 80 for line in table)
     assert "\N{HORIZONTAL ELLIPSIS}" not in text  # a cut word
@@ -218,7 +215,7 @@ def test_names_of_files_are_shown_as_they_stand(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(plan_command, "write_report", lambda file, work, machines, status: status(f"drawing {file}"))
     Path("[").mkdir()
-    code, text = run(*arguments("rtx4090", "8/2", "8k", "--report", "[/]\x1b[31m.html"))
+    code, text = run_plan(*arguments("rtx4090", "8/2", "8k", "--report", "[/]\x1b[31m.html"))
     assert code == 0
     assert "Written: [/]\\x1b[31m.html" in text
 
@@ -227,17 +224,17 @@ def test_the_command_in_the_json_can_be_typed_again(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     name = "ours; touch canary.json"
     Path(name).write_text(json.dumps({"cluster": am.Cluster.preset("mi300x").record()}))
-    report = json.loads(run(*arguments(name, "8/2", "8k", "--json"))[1])
+    report = json.loads(run_plan(*arguments(name, "8/2", "8k", "--json"))[1])
     again = shlex.split(report["command"])
     assert again[:4] == ["attnmesh", "plan", "--cluster", name]
-    assert json.loads(run(*again[2:], "--json")[1]) == report
+    assert json.loads(run_plan(*again[2:], "--json")[1]) == report
 
 
 # --- schemes ---
 
 
 @pytest.mark.parametrize("phase", ["training", "prefill", "decode"])
-def test_the_best_of_each_scheme(phase: str) -> None:
+def test_the_best_of_each_scheme_is_the_fastest(phase: str) -> None:
     work = am.Workload(16, 4, 64, 16384, phase=phase)
     plans, best = am.plan(work, CLUSTER), best_by_scheme(work, CLUSTER)
     assert {one.known_as for one in plans} == {*best} <= {*SCHEMES}
@@ -257,6 +254,7 @@ def test_the_data_of_the_page_is_that_of_plans() -> None:
     for (kv_heads, ranks, hosts, length), schemes in zip(product(*GRID), known["points"], strict=True):
         best = best_by_scheme(am.Workload(16, kv_heads, 64, length), CLUSTER.sized(hosts, ranks))
         assert [known["schemes"][one[0]][0] for one in schemes] == [*best]
+        # The page has six digits.
         assert [one[2] for one in schemes] == pytest.approx([one.seconds for one in best.values()], rel=1e-5)
     assert [] in known["points"]  # 8 million tokens do not fit two devices
 
@@ -290,7 +288,7 @@ def test_the_grid_of_a_page_holds_the_given_sizes() -> None:
 
 def test_the_command_writes_the_page(tmp_path: Path) -> None:
     file = tmp_path / "plan.html"
-    code, _ = run(*arguments("rtx4090:2", "4/1", "8Ki", "--decode", "--report", str(file), "--json"))
+    code, _ = run_plan(*arguments("rtx4090:2", "4/1", "8Ki", "--decode", "--report", str(file), "--json"))
     assert code == 0
     assert file.read_text().startswith("<!DOCTYPE html>")
     assert file.stat().st_size < 2e6

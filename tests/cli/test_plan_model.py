@@ -8,7 +8,7 @@ from transformers import DeepseekV3Config, DeepseekV4Config, Gemma3TextConfig, G
 from typer.testing import CliRunner
 
 from attnmesh_command import app, show_errors
-from tests.planner.test_serving import LLAMA_70B
+from tests.support.planned import LLAMA_70B
 
 HOSTS = ("--cluster", "dgx-h100:2", "--length", "1M")
 
@@ -74,7 +74,7 @@ def test_the_json_plans_again(folder: Path) -> None:
     assert json.loads(run(*report["command"].split()[2:], "--json")[1]) == report
 
 
-def test_layers_with_windows_and_latents(folder: Path) -> None:
+def test_layers_with_windows_and_latents_are_told(folder: Path) -> None:
     _, text = run("--cluster", "dgx-h100:1x4", "--length", "128k", "--model", str(folder / "gemma"), "--decode")
     assert "Left out is the time of 5 layers with windows, which keep " in text
     _, text = run("--cluster", "dgx-h100:1", "--length", "128k", "--model", str(folder / "latent"), "--decode")

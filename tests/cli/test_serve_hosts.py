@@ -22,7 +22,9 @@ from attnmesh.cli.launch import RankError
 from attnmesh.cli.serve_hosts import TorchrunRanks, _address, make_own_folder, replace
 from attnmesh.errors import ClusterError
 from attnmesh.runtime.processes import RunningProcess
-from tests.cli.test_serve import COMMAND, needs_smollm2, planned
+from tests.support.command import planned_serve
+from tests.support.fake_engine import SERVE
+from tests.support.needs import needs_smollm2
 from tests.support.served import until
 
 ROOT = Path(__file__).parents[2]
@@ -33,12 +35,12 @@ class Hosts:
 
     def __init__(self, folder: Path) -> None:
         script = folder / "serve.py"
-        script.write_text(COMMAND)
+        script.write_text(SERVE)
         with closing(socket()) as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         small = {"torchrun": "torch.distributed.run", "HEAD:29500": f"127.0.0.1:{port}", "attnmesh": str(script)}
-        words = [small.get(word, word) for word in planned("smollm2", "local:2x1")]
+        words = [small.get(word, word) for word in planned_serve("smollm2", "local:2x1")]
         words.remove("-m")  # before the name of the package, in whose place is a script
         words = [sys.executable, "-m", *words, "--port", "0"]
         python_path = os.pathsep.join((str(ROOT), os.environ["PYTHONPATH"]))

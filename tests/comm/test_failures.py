@@ -23,8 +23,9 @@ from attnmesh.errors import ClusterError, MeshError, RankFailure
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.setup import rendezvous
 from benchmarks import netns
-from tests.benchmarks.test_netns import needs_hosts
 from tests.support.mesh_problems import named_mesh
+from tests.support.needs import needs_hosts
+from tests.support.pool import on_each_rank
 from tools import chaos
 from tools.chaos import FAULTS, Outcome, Scenario
 
@@ -93,6 +94,7 @@ def silent_until(done: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+@on_each_rank
 def lost_beside_a_stray_note() -> tuple[int, ...]:
     """The second of two ranks is silent; a rank of that number of another job has left a note that blames the first."""
     mesh = named_mesh(Shape(1, 1, 2), AXES)
@@ -116,6 +118,7 @@ def test_a_rank_that_has_strayed_to_the_store_is_not_believed() -> None:
     assert run_on_ranks(2, lost_beside_a_stray_note)[0] == (1,)
 
 
+@on_each_rank
 def alone_while_another_waits_in_a_barrier() -> tuple[str, str]:
     """Return what the first rank has printed when it closes its connections, and in all; "" on the second."""
     mesh = named_mesh(Shape(1, 1, 2), AXES)
@@ -182,6 +185,7 @@ def test_deadlines_that_are_none_are_refused(given: Any) -> None:
         am.set_deadline(given)
 
 
+@on_each_rank
 def late_by_compilation(store: str) -> str:
     """The second of two ranks compiles until the first has given it up; both then say so."""
     mesh = named_mesh(Shape(1, 1, 2), AXES)

@@ -24,8 +24,9 @@ from attnmesh.mesh.merges import MERGES
 from attnmesh.mesh.shapes import Shape
 from attnmesh.runtime.counters import counted
 from tests.support import worlds
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import some
+from tests.support.tolerances import FLOAT32_SUMS
 from tests.support.worlds import START_TIMEOUT, Job, Ranks
 
 pytestmark = pytest.mark.skipif(library().reason is not None, reason="there is no native library")
@@ -63,6 +64,7 @@ def axis() -> Axis:
     return Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
 
 
+@on_each_rank
 def outputs(columns: int, sizes: tuple[int, ...], dtype: torch.dtype, rows: tuple[int, ...]) -> list[list[Tensor]]:
     along = axis()
     call = HostLinear(3, weights(columns, *sizes, dtype=dtype), along, whole_mailboxes(along))
@@ -124,6 +126,7 @@ def test_many_outputs_go_in_pieces(ranks: int, pool: Pool) -> None:
         assert all(torch.equal(a[0], b[0]) for a, b in zip(found, expected, strict=True))
 
 
+@on_each_rank
 def not_finite() -> list[Tensor]:
     along, x = axis(), given(2, 64)
     x[1, 5] = torch.nan
@@ -139,6 +142,7 @@ def test_numbers_that_are_not_finite_pass(pool: Pool) -> None:
         assert bool(found[0, :7].isfinite().all())
 
 
+@on_each_rank
 def bytes_received() -> int:
     along = axis()
     call = HostLinear(0, weights(64, 600), along, whole_mailboxes(along))
@@ -151,6 +155,7 @@ def test_outputs_of_others_are_counted(pool: Pool) -> None:
     assert pool.run(3, bytes_received) == [2 * 4 * 2 * 600 // 3] * 3
 
 
+@on_each_rank
 def mixed(mistake: str) -> list[str]:
     """A call that differs on the last rank, and then one on which all agree again."""
     along = axis()
@@ -196,6 +201,7 @@ def test_calls_that_differ_are_found_and_forgotten(mistake: str, pool: Pool) -> 
     assert pool.run(3, mixed, mistake) == [[name] for name in expected]
 
 
+@on_each_rank
 def beside_a_stopped_rank() -> bool:
     """A layer after a merge in which rank 1 waited for rank 0, and is stopped before it finds the message."""
     along = axis()
@@ -212,7 +218,7 @@ def beside_a_stopped_rank() -> bool:
         Timer(4 * CHECK_INTERVAL, os.kill, (peer.pid, signal.SIGCONT)).start()
     merge.run(message, 7)
     found = HostLinear(0, weights(64, 40), along, boxes).run(given(1, 64))[0]
-    return torch.allclose(found, given(1, 64) @ weights(64, 40)[0][0].T, rtol=1e-5, atol=1e-5)
+    return torch.allclose(found, given(1, 64) @ weights(64, 40)[0][0].T, rtol=FLOAT32_SUMS, atol=FLOAT32_SUMS)
 
 
 def test_a_rank_that_stalls_makes_no_other_call(pool: Pool) -> None:

@@ -19,7 +19,8 @@ from attnmesh.kernels.native.build import Library, library
 from attnmesh.kernels.native.native_digest import digest_on_host, wrapped
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.merges import MERGES
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
+from tests.support.tolerances import FLOAT32, FLOAT32_SUMS
 
 CPU = torch.device("cpu")
 
@@ -41,6 +42,7 @@ def partials(ranks: int, shape: tuple[int, ...], seed: int) -> list[am.Partial]:
     return found
 
 
+@on_each_rank
 def _merge(how: str, shapes: list[tuple[int, ...]]) -> list[am.Partial]:
     """On a rank: merge twice each, the second time as a known kind."""
     found = []
@@ -63,12 +65,13 @@ def test_merges_are_exact_and_alike(ranks: int, how: str, pool: Pool) -> None:
         wide = [am.Partial(out.double(), lse.double()) for out, lse in partials(ranks, shape, seed)]
         expected = am.merge(*wide)
         for mine in results:
-            torch.testing.assert_close(mine[seed].out.double(), expected.out, atol=1e-6, rtol=1e-5)
-            torch.testing.assert_close(mine[seed].lse.double(), expected.lse, atol=1e-6, rtol=1e-6)
+            torch.testing.assert_close(mine[seed].out.double(), expected.out, atol=FLOAT32, rtol=FLOAT32_SUMS)
+            torch.testing.assert_close(mine[seed].lse.double(), expected.lse, atol=FLOAT32, rtol=FLOAT32)
             for one, other in zip(mine[seed], results[0][seed], strict=True):
                 assert torch.equal(one, other)
 
 
+@on_each_rank
 def _is_native(shape: tuple[int, ...]) -> bool:
     return host_merge_for(axis(), shape, MERGES["tree"]) is not None
 
@@ -79,6 +82,7 @@ def test_short_messages_in_float32_are_one_native_call(pool: Pool) -> None:
     assert pool.run(2, _is_native, (1, 64, 16, 128)) == [False, False]  # longer than a mailbox
 
 
+@on_each_rank
 def _late(rank: int, seconds: float) -> tuple[bool, float]:
     """On a rank: merge after the late one. Return whether it is right, and the share of time that the rank was busy."""
     own = am.Partial(torch.full((1, 2, 1, 4), float(dist.get_rank())), torch.zeros(1, 2, 1))
@@ -99,6 +103,7 @@ def test_ranks_that_wait_sleep_and_are_woken(late: int, pool: Pool) -> None:
         assert share < 0.5  # a rank that polls is busy all the time
 
 
+@on_each_rank
 def _differ(odd: int, checked: bool | None) -> str:
     """On a rank: merge a known kind, of which one rank then makes another call."""
     own = am.Partial(torch.ones(1, 2, 1, 4), torch.zeros(1, 2, 1))
@@ -123,6 +128,7 @@ def test_known_calls_that_differ_raise_alike_or_are_nan(odd: int, pool: Pool) ->
     assert set(pool.run(3, _differ, odd, False)) == {"NaN"}
 
 
+@on_each_rank
 def _lacking(rank: int) -> tuple[bool, torch.Tensor]:
     """On a rank: merge in a new group, of which one rank has no library."""
     group, before = dist.new_group(), topology.library
@@ -144,6 +150,7 @@ def test_where_one_rank_has_no_library_none_uses_it(pool: Pool) -> None:
         torch.testing.assert_close(out, expected)
 
 
+@on_each_rank
 def _chosen() -> tuple[str, str, str]:
     place = axis()
     return (
@@ -188,6 +195,7 @@ def test_other_bits_have_another_digest(dtype: torch.dtype, count: int) -> None:
     assert found == [int(digest(x.view(dtype))) for x in (bits, *others)]
 
 
+@on_each_rank
 def star() -> list[str]:
     """Merge partials of float32, which the native library takes, and of float64 by a name that nobody wrote."""
     said = []

@@ -17,7 +17,8 @@ from attnmesh.comm.topology import surroundings
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.cluster import Cluster
 from attnmesh.runtime.world import WORLD
-from tests.cli.test_app import run
+from tests.support.command import run
+from tests.support.pool import on_each_rank
 
 
 def cluster(rate: float = 7e9) -> Cluster:
@@ -117,6 +118,7 @@ def test_a_rank_takes_its_threads_of_the_cores(monkeypatch: pytest.MonkeyPatch) 
     assert machine_constants.share_of_cores(torch.device("cuda")) == 0.0
 
 
+@on_each_rank
 def _rates(cases: list[list[str]]) -> list[float]:
     """On a rank: the rates of the links that "auto" takes, for each rank's files."""
     mesh, rates = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("keys",)), []

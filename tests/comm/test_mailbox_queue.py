@@ -20,7 +20,8 @@ from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.mesh_attention import executor
 from attnmesh.runtime.world import WORLD
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
+from tests.support.tolerances import FLOAT32_SUMS
 
 CPU = torch.device("cpu")
 
@@ -32,6 +33,7 @@ def _message(number: int, source: int, target: int, size: int) -> torch.Tensor:
     return few.repeat(-(-size // len(few)))[:size]
 
 
+@on_each_rank
 def _exchange_in_any_order(seed: int) -> tuple[int, int]:
     """On a rank: messages that came wrong, of exchanges of which up to five are under way; and letters left."""
     axis = Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
@@ -59,6 +61,7 @@ def test_exchanges_end_in_any_order(ranks: int, pool: Pool) -> None:
         assert pool.run(ranks, _exchange_in_any_order, seed) == [(0, 0)] * ranks
 
 
+@on_each_rank
 def _share() -> bool:
     """On a rank of four: whether each knows the numbers of all, by shard, also if these do not fit on a board."""
     mesh = Mesh.of(named_mesh(Shape(1, 2, 2), AXES))
@@ -69,7 +72,7 @@ def _share() -> bool:
     return right
 
 
-def test_numbers_of_all_ranks_by_shard(pool: Pool) -> None:
+def test_each_rank_knows_the_numbers_of_all_by_shard(pool: Pool) -> None:
     assert pool.run(4, _share) == [True] * 4
 
 
@@ -85,9 +88,10 @@ def _attends(mesh: DeviceMesh, scale: float = 1.0, **options: Any) -> bool:
     """On a rank: whether attention is right."""
     parts, expected = _inputs(scale)
     out = am.attention(*parts, mesh=mesh, layout=am.Contiguous(), exchange="ring", **options)
-    return torch.allclose(out, expected, atol=1e-5)
+    return torch.allclose(out, expected, atol=FLOAT32_SUMS)
 
 
+@on_each_rank
 def _attend_with_checks_of_one() -> list[str]:
     """On a rank: what comes of calls of which the first is compared by rank 0 alone, and the others by all."""
     mesh, found = named_mesh(Shape(1, 2, 1), AXES), list[str]()
@@ -107,6 +111,7 @@ def test_a_rank_that_compares_alone_is_noticed_and_nothing_wrong_comes_after() -
     assert all("is lost" in text for text in (*one[1:], *other[2:])), (one, other)
 
 
+@on_each_rank
 def _fail_and_go_on() -> tuple[bool, bool]:
     """On a rank: whether a merge and attention are right after a call that failed on all ranks between exchanges."""
     axis = Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
@@ -125,6 +130,7 @@ def test_calls_after_one_that_was_broken_off_are_right(ranks: int, pool: Pool) -
     assert pool.run(ranks, _fail_and_go_on) == [(True, True)] * ranks
 
 
+@on_each_rank
 def _attend_without_tokens() -> bool:
     """On a rank: attention along a new group, not compared, where the second rank has no token."""
     sizes = 10, 0, 10

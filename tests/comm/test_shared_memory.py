@@ -24,7 +24,7 @@ from attnmesh.errors import MeshError
 from attnmesh.guard.agreement import Agreement
 from attnmesh.mesh.axes import Axis, mesh_of
 from attnmesh.runtime.processes import RunningProcess
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 here = pytest.mark.skipif(not shared_memory.size_of(2), reason="memory cannot be shared here, or stores have no order")
 
@@ -99,6 +99,7 @@ def _talk(rounds: int) -> int:
     return _talk_along(axis, rounds)
 
 
+@on_each_rank
 def _talk_in(folder: Path, rounds: int) -> int:
     """On a rank: the same in a new group, whose memory has a folder of its own."""
     before, shared_memory.FOLDER = shared_memory.FOLDER, folder
@@ -152,6 +153,7 @@ def test_names_that_killed_ranks_left_are_removed(tmp_path: Path, monkeypatch: p
     assert shared_memory.opened(1, 4096, new=False) is not None  # `memory` holds its lock
 
 
+@on_each_rank
 def _talk_after_calls_that_differ() -> int:
     """On a rank: how many messages come wrong after a call of rank 0 whose message nobody has received."""
     axis = Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
@@ -170,6 +172,7 @@ def test_messages_of_calls_that_differ_are_dropped(ranks: int, pool: Pool) -> No
     assert pool.run(ranks, _talk_after_calls_that_differ) == [0] * ranks
 
 
+@on_each_rank
 def _without(lacking: int) -> tuple[bool, torch.Tensor]:
     """On a rank: merge in a new group, of which one rank cannot open the memory."""
     group = dist.new_group()
@@ -192,6 +195,7 @@ def test_where_one_rank_cannot_share_memory_none_does(lacking: int, pool: Pool) 
         assert torch.allclose(out, torch.ones_like(out))
 
 
+@on_each_rank
 def _on_two_hosts(size: int) -> bool:
     """On a rank: merge in a new group, whose last rank is alone on a host of its own."""
     group, name = dist.new_group(), socket.gethostname

@@ -87,7 +87,7 @@ def test_nan_of_any_sign_comes_first_and_is_returned() -> None:
     assert indices.tolist() == [1, 3, 0]
 
 
-def test_the_largest_index_and_rows_of_any_number() -> None:
+def test_the_largest_index_and_rows_of_no_entry_have_a_place() -> None:
     assert pairs(pack(torch.tensor([1.0, 1.0]), torch.tensor([NONE - 1, NONE]))) == [(1.0, NONE - 1), (-math.inf, NONE)]
     for unique in (False, True):
         assert best(torch.zeros(2, 3, 0, dtype=torch.int64), 4, unique=unique).tolist() == [[[EMPTY] * 4] * 3] * 2

@@ -40,7 +40,7 @@ def test_numbers_move_by_half_a_step_at_most(storage: Storage, width: int) -> No
 
 @each_storage
 @given(largest=st.floats(0, 2.0**127, width=32), seed=st.integers(0, 1000))
-def test_any_size_of_numbers(storage: Storage, largest: float, seed: int) -> None:
+def test_numbers_of_any_size_move_within_their_bound(storage: Storage, largest: float, seed: int) -> None:
     x = (torch.rand(4, 8, generator=torch.Generator().manual_seed(seed)) * 2 - 1) * largest
     x[0, 0] = largest
     error, most = moved(storage, x)

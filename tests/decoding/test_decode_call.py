@@ -16,7 +16,7 @@ from attnmesh.runtime.counters import counted
 from benchmarks.timing import resident
 from tests.support import histories
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import pairs, rotated, seeds, some
 
 HEADS, WIDTH = (4, 2), 8
@@ -57,6 +57,7 @@ def test_random_histories_agree_with_float64(pool: Pool, tmp_path: Path, seed: i
 # --- the same bits ---
 
 
+@on_each_rank
 def decode_reproducibly(
     shape: tuple[int, ...],
     tokens: int,
@@ -81,7 +82,7 @@ def reproducible_cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("tokens", "rows", "dtype"), reproducible_cases())
-def test_same_bits_on_any_power_of_two(pool: Pool, tokens: int, rows: int, dtype: torch.dtype) -> None:
+def test_bits_are_the_same_on_any_power_of_two(pool: Pool, tokens: int, rows: int, dtype: torch.dtype) -> None:
     bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[dtype]
     (alone,) = pool.run(1, decode_reproducibly, (1, 1, 1), tokens, rows, dtype)
     for shape in ((1, 1, 2), (1, 2, 2), (1, 1, 8), (2, 1, 4)):
@@ -91,7 +92,7 @@ def test_same_bits_on_any_power_of_two(pool: Pool, tokens: int, rows: int, dtype
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tokens", [1, 17, 4095])
-def test_same_bits_with_one_query_row_per_key_head(pool: Pool, tokens: int, dtype: torch.dtype) -> None:
+def test_bits_are_the_same_with_one_query_row_per_key_head(pool: Pool, tokens: int, dtype: torch.dtype) -> None:
     (alone,) = pool.run(1, decode_reproducibly, (1, 1, 1), tokens, 1, dtype, 1)
     for shape in ((1, 1, 2), (1, 2, 2), (1, 1, 8), (2, 1, 4)):
         for out in pool.run(Shape(*shape).ranks, decode_reproducibly, shape, tokens, 1, dtype, 1):
@@ -99,7 +100,7 @@ def test_same_bits_with_one_query_row_per_key_head(pool: Pool, tokens: int, dtyp
 
 
 @pytest.mark.parametrize(("softcap", "dtype"), pairs([2.0, 30.0], [torch.float32, torch.bfloat16]))
-def test_same_bits_with_capped_logits(pool: Pool, softcap: float, dtype: torch.dtype) -> None:
+def test_bits_are_the_same_with_capped_logits(pool: Pool, softcap: float, dtype: torch.dtype) -> None:
     bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[dtype]
     for tokens, rows, group in ((4095, 40, 2), (300, 1, 1)):
         arguments = tokens, rows, dtype, group, softcap
@@ -109,6 +110,7 @@ def test_same_bits_with_capped_logits(pool: Pool, softcap: float, dtype: torch.d
                 assert torch.equal(out.view(bits), alone.view(bits)), shape
 
 
+@on_each_rank
 def decode_after_sharded_prefill(layout: am.Striped) -> str:
     cache = am.KVCache(
         named_mesh(Shape(1, 1, 2), AXES), batch=1, kv_heads=2, head_dim=8, capacity=64, dtype=torch.float32, block=4
@@ -131,6 +133,7 @@ def test_reproducible_needs_a_block_cyclic_prefill(pool: Pool) -> None:
 # --- one graph ---
 
 
+@on_each_rank
 def compiles_to_one_graph(shape: tuple[int, ...]) -> bool:
     caches = [cache_of(shape, 30) for _ in range(2)]
     new = torch.randn(6, 2, 1, HEADS[1], 1, WIDTH, generator=torch.Generator().manual_seed(2))
@@ -157,6 +160,7 @@ def test_step_is_one_graph_for_all_lengths(pool: Pool, shape: tuple[int, ...]) -
     assert pool.run(ranks, compiles_to_one_graph, shape) == [True] * ranks
 
 
+@on_each_rank
 def compiled_latent_steps() -> bool:
     sizes = {"batch": 1, "kv_heads": 1, "head_dim": WIDTH, "value_dim": WIDTH - 2, "capacity": 40, "values": "prefix"}
     caches = [am.KVCache(named_mesh(Shape(1, 1, 2), AXES), dtype=torch.float32, **sizes) for _ in range(2)]
@@ -175,6 +179,7 @@ def test_a_step_over_latents_compiles(pool: Pool) -> None:
     assert pool.run(2, compiled_latent_steps) == [True] * 2
 
 
+@on_each_rank
 def compiled_steps_past_capacity_are_nan() -> bool:
     cache = cache_of((1, 1, 2), 30, capacity=32)
     step = torch.compile(lambda q, k: (cache.append(k, k), am.decode(q, cache))[1], fullgraph=True, backend="eager")
@@ -190,6 +195,7 @@ def test_compiled_step_past_capacity_returns_nan(pool: Pool) -> None:
 # --- traffic and memory ---
 
 
+@on_each_rank
 def traffic(tokens: int) -> tuple[int, int]:
     cache = cache_of((1, 1, 4), tokens)
     with counted() as received:
@@ -204,6 +210,7 @@ def test_traffic_is_independent_of_length_and_shards_are_even(pool: Pool) -> Non
             assert abs(used - tokens / 4) <= 16
 
 
+@on_each_rank
 def memory_growth() -> float:
     """Return the megabytes by which a rank's memory grows from step 100 to step 1,000."""
     cache = cache_of((1, 1, 2), 30, capacity=1100)
@@ -222,6 +229,7 @@ def test_memory_is_constant_over_steps(pool: Pool) -> None:
 # --- bad input ---
 
 
+@on_each_rank
 def run_bad_step(kind: str) -> bool:
     """Make a bad call on rank 1 or on all ranks. The cache has to stay as it is."""
     cache = cache_of((1, 1, 3), 30, capacity=32)
@@ -328,6 +336,7 @@ def test_all_ranks_raise_alike_and_continue(pool: Pool, kind: str, error: type[E
         raise results[0]
 
 
+@on_each_rank
 def decode_bad_query_on_one_rank(options: dict[str, object]) -> str:
     cache = cache_of((1, 1, 4), 30)
     q = query(1) if dist.get_rank() != 1 else query(1)[:, :, :, :3]
@@ -344,6 +353,7 @@ def test_bad_query_on_one_rank_raises_on_all(pool: Pool, options: dict[str, obje
         assert "decode q: expected shape (1, 'heads', 'length', 8), given (1, 4, 1, 3)" in message
 
 
+@on_each_rank
 def run_different_calls(kind: str) -> str:
     """Make a call that differs on rank 1, or that leaves caches different. Return the error."""
     odd = dist.get_rank() == 1
@@ -433,6 +443,7 @@ def test_gradients_raise() -> None:
         am.decode(learned, cache)
 
 
+@on_each_rank
 def nan_reaches_only_its_heads() -> bool:
     cache = cache_of((1, 1, 4), 100)
     if dist.get_rank() == 2:

@@ -17,7 +17,8 @@ from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.runtime.counters import counted
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
+from tests.support.tolerances import FLOAT64
 
 HEADS, WIDTH, CACHED, NEW, BLOCK = (4, 2), 8, 29, 27, 4
 HOW: dict[str, Any] = {"scale": 0.5, "softcap": 3.0, "kernel": "auto"}
@@ -37,6 +38,7 @@ def cache_of(mesh: Any, mask: am.Mask | None = None, *, padded: bool = False) ->
     return cache
 
 
+@on_each_rank
 def differences(shape: Shape) -> list[float]:
     """Return how far outputs are from those of a cache on one device."""
     mesh, found = named_mesh(shape, AXES), []
@@ -68,9 +70,10 @@ def differences(shape: Shape) -> list[float]:
 @pytest.mark.parametrize("shape", [Shape(1, 1, 1), Shape(1, 1, 3), Shape(1, 2, 2), Shape(2, 2, 1)], ids=str)
 def test_each_rank_gets_the_outputs_of_its_queries(shape: Shape, pool: Pool) -> None:
     for found in pool.run(shape.ranks, differences, shape):
-        assert max(found) < 1e-14, found
+        assert max(found) < FLOAT64, found
 
 
+@on_each_rank
 def received() -> tuple[int, int]:
     """Return the bytes that arrive with queries in shards, and with all of them on each rank."""
     mesh, layout = named_mesh(Shape(1, 1, 2), AXES), am.Striped(BLOCK)
@@ -90,6 +93,7 @@ def test_a_partial_goes_to_its_owner_alone(pool: Pool) -> None:
     assert max(first, second) < every
 
 
+@on_each_rank
 def refused(layout: bool) -> str:
     mesh = named_mesh(Shape(1, 1, 2), AXES)
     cache, rank = cache_of(mesh), dist.get_rank()
@@ -102,6 +106,7 @@ def refused(layout: bool) -> str:
     return str(raised.value)
 
 
+@on_each_rank
 def miscounted() -> str:
     mesh = named_mesh(Shape(1, 1, 2), AXES)
     cache, layout = cache_of(mesh, am.Window(6)), am.Striped(BLOCK)
@@ -121,6 +126,7 @@ def test_other_numbers_of_queries_are_refused(pool: Pool) -> None:
     assert "a query for each token of the shard" in first
 
 
+@on_each_rank
 def heads_that_select() -> float:
     """Return how far outputs are, of key heads that select other tokens, on ranks that share the heads."""
     mesh, layout = named_mesh(Shape(2, 1, 1), AXES), am.Contiguous()
@@ -135,7 +141,7 @@ def heads_that_select() -> float:
 
 
 def test_each_rank_takes_what_its_key_heads_select(pool: Pool) -> None:
-    assert max(pool.run(2, heads_that_select)) < 1e-14
+    assert max(pool.run(2, heads_that_select)) < FLOAT64
 
 
 @pytest.mark.parametrize(("layout", "message"), [(True, "the same call on every rank"), (False, "torch.float64")])

@@ -11,7 +11,7 @@ import attnmesh as am
 from attnmesh.errors import DtypeError, InputError, KernelError, MeshError, ShapeError
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 HEADS, WIDTH, TOKENS, NEAR = (4, 2), 8, 45, 7
 
@@ -37,6 +37,7 @@ def attend(cache: am.KVCache, mask: am.Mask | None = None, **options: Any) -> Te
     return am.decode(Q[:, :, LAST], cache, mask=mask, distance_bias=BIAS[:, :, LAST], **options)
 
 
+@on_each_rank
 def outputs(shape: Shape) -> list[Tensor]:
     """Return what steps give of a plain cache, a padded one, a fork, and one that forgets, one token at a time."""
     plain, padded, few = cache_of(shape), cache_of(shape), torch.tensor([TOKENS, TOKENS - 2])
@@ -70,9 +71,10 @@ def right() -> list[Tensor]:
 def test_steps_agree_with_attend(pool: Pool, shape: tuple[int, ...]) -> None:
     for found in pool.run(Shape(*shape).ranks, outputs, Shape(*shape)):
         for given, expected in zip(found, right(), strict=True):
-            torch.testing.assert_close(given, expected, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(given, expected, rtol=1e-9, atol=1e-9)  # float64
 
 
+@on_each_rank
 def wrong_calls() -> list[str]:
     """Return the errors of calls whose bias is wrong on the last rank."""
     cache, found, last = cache_of(Shape(1, 1, 2)), list[str](), dist.get_rank() == 1

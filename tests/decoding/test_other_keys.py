@@ -12,12 +12,10 @@ from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.runtime.counters import counted
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
+from tests.support.tolerances import FLOAT64
 
 HEADS, WIDTH, TOKENS, MORE = (4, 2), 8, 45, 11
-
-STEPS = ((am.Causal(), 1, "replicated"), (am.Window(6), 3, "replicated"), (am.Causal(), 2, "heads"))
-"""Mask, queries and output of a step. Caches with a window forget tokens."""
 
 
 def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -39,6 +37,7 @@ def part_of(q: Tensor, rank: int, ranks: int, **options: Any) -> am.Partial:
     return am.attend(q, k, v, **options)
 
 
+@on_each_rank
 def differences(ranks: int) -> list[float]:
     """Return how far steps are from attention over all keys in one place."""
     rank, found = dist.get_rank() if ranks > 1 else 0, []
@@ -67,9 +66,10 @@ def differences(ranks: int) -> list[float]:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_one_softmax_covers_the_cache_further_keys_and_sinks(pool: Pool, ranks: int) -> None:
     for found in pool.run(ranks, differences, ranks):
-        assert max(found) < 1e-14, found
+        assert max(found) < FLOAT64, found
 
 
+@on_each_rank
 def received(other_keys: bool) -> int:
     cache, q = cache_of(4, None, torch.float32), numbers(2, HEADS[0], 1, WIDTH, seed=2, dtype=torch.float32)
     partial = part_of(q, dist.get_rank(), 4) if other_keys else None
@@ -106,6 +106,7 @@ REFUSED = {
 }
 
 
+@on_each_rank
 def refused(name: str, **options: Any) -> str:
     """Return the error of a step whose partial a function of this name has changed."""
     cache, q = cache_of(2, None), numbers(2, HEADS[0], 2, WIDTH, seed=2)
@@ -124,6 +125,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks(pool: Pool, change: Any) -> N
     assert found[0].startswith(REFUSED[change]), found[0]
 
 
+@on_each_rank
 def reproducible() -> str:
     return refused("", reproducible=True)
 
@@ -133,6 +135,7 @@ def test_reproducible_steps_are_refused(pool: Pool) -> None:
         assert error.startswith("decode reproducible: expected no partial="), error
 
 
+@on_each_rank
 def unchecked() -> bool:
     cache, q = cache_of(2, None), numbers(2, HEADS[0], 2, WIDTH, seed=2)
     partial = part_of(q, 0, 2) if dist.get_rank() else None

@@ -14,7 +14,7 @@ from attnmesh.errors import InputError
 from attnmesh.kernels.cache_runs import CachedAttention
 from attnmesh.kernels.native.build import library
 from attnmesh.runtime.memo import Memo
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import pairs
 
 needs_library = pytest.mark.skipif(library().attend is None, reason="there is no C++ compiler")
@@ -49,6 +49,7 @@ def _equal_twice(cache: am.KVCache, q: Tensor, **options: object) -> bool:
     return torch.equal(first, again) and torch.equal(first, am.decode(q, cache, **options))  # type: ignore[arg-type]
 
 
+@on_each_rank
 def _life(dtype: torch.dtype) -> list[bool]:
     """On a rank: change a cache in every way, and compare steps whose kind is known with others."""
     cache, same = cache_on(dist.get_world_size() if dist.is_initialized() else 1, dtype), []
@@ -88,6 +89,7 @@ def test_a_known_kind_has_the_bits_of_its_first_step(ranks: int, dtype: torch.dt
         assert all(same)
 
 
+@on_each_rank
 def _heads_of_ranks() -> list[bool]:
     """On a rank: its share of the heads, of a step of a known kind and of a merge, beside all heads."""
     cache, ranks = cache_on(dist.get_world_size()), dist.get_world_size()
@@ -112,6 +114,7 @@ def test_heads_of_a_rank_are_a_share_of_all_heads(ranks: int, pool: Pool) -> Non
         assert all(same), same
 
 
+@on_each_rank
 def _appended(calls: int, more: int) -> tuple[list[Tensor], list[Tensor]]:
     """On a rank: the tokens that it holds after appends of a known kind, and after appends that are checked."""
     found = []
@@ -133,6 +136,7 @@ def test_known_tokens_are_stored_as_others(ranks: int, more: int, pool: Pool) ->
             assert torch.equal(one, other)
 
 
+@on_each_rank
 def _at_once() -> tuple[Tensor, Tensor, int]:
     """On a rank: steps that append, and steps after an append."""
     one, other = (cache_on(dist.get_world_size()) for _ in range(2))
@@ -205,6 +209,7 @@ def test_bad_steps_are_refused_as_before(q: Tensor, options: dict[str, object]) 
         am.decode(q, cache, **options)  # type: ignore[arg-type]
 
 
+@on_each_rank
 def _disagree(kind: str, odd: int, checked: bool | None) -> str:
     """On a rank: a step of a known kind in which one rank differs. All go on afterwards."""
     cache, q = cache_on(dist.get_world_size()), query()
@@ -236,6 +241,7 @@ def test_ranks_that_differ_in_a_known_step_raise_alike_or_get_nan(kind: str, odd
     assert set(pool.run(3, _disagree, kind, odd, False)) == {"NaN"}
 
 
+@on_each_rank
 def _infinite(odd: int) -> tuple[bool, Tensor]:
     """On a rank: a known step in which the keys of one rank are not finite: it alone computes without a launch."""
     cache, q = cache_on(dist.get_world_size()), query()
@@ -261,6 +267,7 @@ def test_a_rank_may_leave_the_known_way_alone(pool: Pool) -> None:
         assert torch.equal(out.nan_to_num(7.0), outs[0].nan_to_num(7.0))
 
 
+@on_each_rank
 def _defaults() -> bool:
     """On a rank: known steps have the same bits with other defaults of PyTorch."""
     cache, q = cache_on(dist.get_world_size()), query()

@@ -14,13 +14,11 @@ from attnmesh.errors import ShapeError
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.runtime.counters import counted
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
+from tests.support.problems import numbers
+from tests.support.tolerances import FLOAT32
 
 HEADS, WIDTH, TOKENS = (4, 2), 8, 45
-
-
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def cache_of(ranks: int, values: str = "separate") -> am.KVCache:
@@ -36,13 +34,16 @@ def indices(rows: int, k: int, tokens: int = TOKENS, seed: int = 1) -> Tensor:
     return numbers(2, HEADS[1], rows, tokens, seed=seed).argsort(-1)[..., :k].int()
 
 
+@on_each_rank
 def all_tokens_and_parts(ranks: int) -> list[bool]:
     """Return whether a selection of all tokens is causal attention, and two disjoint ones merge to their union."""
     cache, q = cache_of(ranks), numbers(2, HEADS[0], 3, WIDTH, seed=2)
     every = torch.arange(TOKENS).int().expand(2, 1, 3, -1)
     whole = am.decode(q, cache)
-    right = [torch.allclose(am.decode(q, cache, selected=am.Selection(every)), whole, atol=1e-6)]
-    right.append(torch.allclose(am.decode(q, cache, selected=am.Selection(every[..., :12], block=4)), whole, atol=1e-6))
+    right = [torch.allclose(am.decode(q, cache, selected=am.Selection(every)), whole, atol=FLOAT32)]
+    right.append(
+        torch.allclose(am.decode(q, cache, selected=am.Selection(every[..., :12], block=4)), whole, atol=FLOAT32)
+    )
     k, v = numbers(1, 2, HEADS[1], 1, WIDTH, seed=3)[0], numbers(1, 2, HEADS[1], 1, WIDTH, seed=4)[0]
     new = am.Selection(torch.tensor([TOKENS, 3]).int().expand(2, 1, 1, -1))
     step = am.decode(q[:, :, :1], cache, k=k, v=v, selected=new)
@@ -69,6 +70,7 @@ def test_disjoint_selections_merge_to_their_union() -> None:
     torch.testing.assert_close(am.decode(q, cache, selected=am.Selection(both)), whole.out)
 
 
+@on_each_rank
 def compiled_steps(ranks: int) -> list[bool]:
     """Return whether compiled steps equal eager ones, with NaN for a faulty row alone."""
     caches, q = [cache_of(ranks) for _ in range(2)], numbers(2, HEADS[0], 1, WIDTH, seed=2)
@@ -98,6 +100,7 @@ def test_a_step_over_selected_tokens_is_one_graph(pool: Pool, ranks: int) -> Non
         assert all(right), right
 
 
+@on_each_rank
 def unchecked_differences() -> list[bool]:
     """Return whether outputs are NaN where ranks that compare nothing select other tokens."""
     cache, q = cache_of(2), numbers(2, HEADS[0], 1, WIDTH, seed=2)
@@ -111,6 +114,7 @@ def test_selections_that_differ_by_rank_are_nan_where_nothing_is_compared(pool: 
     assert pool.run(2, unchecked_differences) == [[True, True]] * 2
 
 
+@on_each_rank
 def received(tokens: int) -> int:
     cache, q = cache_of(4), numbers(2, HEADS[0], 1, WIDTH, seed=2)
     chosen = am.Selection(indices(1, tokens))
@@ -135,6 +139,7 @@ def score(keys: Tensor, operands: Sequence[Tensor]) -> Tensor:
     return torch.einsum("bqh,bqhn->bqn", weights, (q @ keys[:, None].mT).relu())
 
 
+@on_each_rank
 def best_tokens(ranks: int, padded: bool) -> list[Tensor]:
     """Return the best tokens before and after a fork, of a cache with a sharded prefill, on this rank."""
     mesh = named_mesh(Shape(1, 1, ranks), AXES) if ranks > 1 else None
@@ -150,6 +155,7 @@ def best_tokens(ranks: int, padded: bool) -> list[Tensor]:
     return [*found, top_k_tokens(index.fork(), score, operands, **options)]
 
 
+@on_each_rank
 def error_of_longer_index_keys() -> str:
     """Return the error of a step that attends the best tokens of index keys with more tokens than the cache."""
     mesh = named_mesh(Shape(1, 1, 2), AXES)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import attnmesh as am
 from attnmesh import decoding
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tools.walk import call_watched
 
 ROOM = str(Path(decoding.__file__).parent)
@@ -81,6 +81,7 @@ def traced(call: Callable[[], object]) -> list[str]:
     return found
 
 
+@on_each_rank
 def _ways() -> dict[str, tuple[list[str], list[str]]]:
     """On a rank: the functions of the first step of each kind, and of a later one."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1

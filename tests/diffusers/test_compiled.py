@@ -8,7 +8,8 @@ from attnmesh.diffusers import disable, enable
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.diffusion import MODELS
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
+from tests.support.tolerances import FLOAT32_SUMS
 
 ROWS = (4, 5)
 
@@ -22,6 +23,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
+@on_each_rank
 def compiled(name: str, how: str) -> list[tuple[float, float]]:
     """Errors of output and of a gradient for each number of rows."""
     torch._dynamo.reset()
@@ -57,5 +59,5 @@ def compiled(name: str, how: str) -> list[tuple[float, float]]:
 def test_a_compiled_model_is_that_of_one_device(pool: Pool, name: str, how: str) -> None:
     for rank in pool.run(2, compiled, name, how):
         for output, gradient in rank:
-            assert output < 1e-5
-            assert gradient < 1e-4
+            assert output < FLOAT32_SUMS
+            assert gradient < 1e-4  # a sum over all tokens and ranks

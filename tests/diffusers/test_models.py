@@ -17,7 +17,8 @@ from attnmesh.mesh.traffic import traffic
 from attnmesh.runtime.counters import counted
 from tests.support.diffusion import MODELS, PIPELINES, Inputs, pipeline_steps
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
+from tests.support.tolerances import FLOAT32_SUMS
 
 OUTPUT = 1e-13
 """Outputs are computed in float64, and differ by the order of sums."""
@@ -50,6 +51,7 @@ def run(model: nn.Module, given: Inputs) -> tuple[Tensor, list[Tensor | None]]:
     return whole.detach(), list(torch.autograd.grad(whole, parameters, torch.randn_like(whole), allow_unused=True))
 
 
+@on_each_rank
 def errors(cases: list[Case]) -> list[tuple[Case, float, float]]:
     """Relative errors of outputs and of summed gradients, on one rank."""
     found = []
@@ -92,6 +94,7 @@ def test_outputs_and_gradients_are_those_of_one_device(pool: Pool, ranks: int, n
             assert gradient < GRADIENT, case
 
 
+@on_each_rank
 def steps(name: str, shape: Shape) -> tuple[Tensor, Tensor]:
     model = MODELS[name].model()
     expected = pipeline_steps(name, model)
@@ -112,9 +115,10 @@ MESHES = (Shape(1, 2, 2), Shape(1, 3, 1), Shape(2, 1, 2))
 )
 def test_two_steps_of_the_pipeline_are_those_of_one_device(pool: Pool, name: str, shape: Shape) -> None:
     for out, expected in pool.run(shape.ranks, steps, name, shape):
-        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(out, expected, rtol=FLOAT32_SUMS, atol=FLOAT32_SUMS)
 
 
+@on_each_rank
 def bytes_received(shape: Shape, exchange: str, rows: int) -> int:
     """Bytes that a forward pass receives on this rank."""
     model, given = MODELS["wan"].model(), MODELS["wan"].given(rows)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import attnmesh as am
 from attnmesh.planner.units import in_bytes, in_seconds
 from attnmesh.planner.workload_presets import workload_preset
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.scripts import run_script
 from tests.support.trainers import launched
 
@@ -27,6 +27,7 @@ def make(*words: str) -> None:
         runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
+@on_each_rank
 def make_on_rank(*words: str) -> None:
     """Run the script on a rank, whose group there is already."""
     with launched(), patch.object(dist, "init_process_group"), patch.object(dist, "destroy_process_group"):

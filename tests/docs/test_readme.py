@@ -10,12 +10,13 @@ import pytest
 
 from tests.support import families
 from tests.support.fake_engine import byte_tokenizer
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.scripts import run_script
 
 README = Path(__file__).parents[2] / "README.md"
 
 
+@on_each_rank
 def lines_on_a_mesh() -> list[str]:
     """On a rank: run the lines, and return what failed."""
     failed: list[str] = []

@@ -10,8 +10,10 @@ from attnmesh.core.storage import STORAGES
 from attnmesh.setup import init_mesh as module
 from tests.support.emulated_gpu import EmulatedGPU
 from tests.support.emulated_nccl import BACKENDS, world
+from tests.support.pool import on_each_rank
 
 
+@on_each_rank
 def events(gpu: EmulatedGPU, used: bool) -> list[str]:
     """Return in which order `init_mesh` sets the device, compares calls and makes groups."""
     found: list[str] = []
@@ -47,6 +49,7 @@ def test_init_mesh_leaves_a_device_that_is_in_use():
     assert world(2, events, True).results() == [["compare", "make groups"]] * 2
 
 
+@on_each_rank
 def distances(gpu: EmulatedGPU, storage: str) -> list[list[int]]:
     """Return the bytes from row to row of keys and values: of a new cache, a grown one, and one of another batch."""
     sizes = {"batch": 2, "kv_heads": 2, "head_dim": 64, "value_dim": 32, "capacity": 16, "dtype": torch.bfloat16}

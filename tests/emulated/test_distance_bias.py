@@ -11,8 +11,10 @@ from attnmesh.mesh.shapes import AXES
 from tests.support.emulated_gpu import EmulatedGPU
 from tests.support.emulated_nccl import BACKENDS, world
 from tests.support.emulated_waits import random
+from tests.support.pool import on_each_rank
 
 
+@on_each_rank
 def outputs(gpu: EmulatedGPU) -> list[tuple[Tensor, Tensor]]:
     """Return what this rank gets, and what `attend` gives on the CPU."""
     mesh = init_device_mesh("cuda", (1, 2, 1), mesh_dim_names=AXES)
@@ -31,7 +33,7 @@ def outputs(gpu: EmulatedGPU) -> list[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_bias_by_distance_on_gpus(backend: str) -> None:
+def test_a_bias_by_distance_gives_the_same_on_gpus(backend: str) -> None:
     for found in world(2, outputs, backend=backend).results():
         for given, expected in found:
             torch.testing.assert_close(given, expected)

@@ -12,8 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import attnmesh as am
 from tests.support.emulated_gpu import EmulatedGPU
 from tests.support.emulated_nccl import BACKENDS, world
+from tests.support.pool import on_each_rank
 
 
+@on_each_rank
 def exchange(gpu: EmulatedGPU, counts: dict[int, tuple[int, int]]) -> list[float]:
     """Send so many numbers to the other of two ranks, and receive so many."""
     rank = dist.get_rank()
@@ -37,6 +39,7 @@ def test_messages_of_two_sizes_are_reported():
         outcome.results()
 
 
+@on_each_rank
 def collectives(gpu: EmulatedGPU, dtypes: tuple[torch.dtype, torch.dtype]) -> list[Any]:
     """Gather, add, maximize and broadcast this rank's number."""
     rank = dist.get_rank()
@@ -50,7 +53,7 @@ def collectives(gpu: EmulatedGPU, dtypes: tuple[torch.dtype, torch.dtype]) -> li
     return [*(table.item() for table in tables), total.item(), most.item(), first.item()]
 
 
-def test_collectives():
+def test_collectives_give_every_rank_its_result():
     assert world(2, collectives, (torch.int64, torch.int64)).results() == [[1, 2, 3, 2, 2]] * 2
 
 
@@ -60,6 +63,7 @@ def test_collectives_of_two_types_are_reported():
     assert outcome.hang is not None
 
 
+@on_each_rank
 def cross(gpu: EmulatedGPU, names: tuple[str, str]) -> None:
     """Run a collective on the groups of these two axes, the other way round on rank 1."""
     mesh = init_device_mesh("cuda", (2, 1), mesh_dim_names=("keys", "queries"))
@@ -77,6 +81,7 @@ def test_communicators_in_two_orders_are_a_hang_that_is_reported_at_once():
     world(2, cross, ("keys", "keys")).results()
 
 
+@on_each_rank
 def follow(gpu: EmulatedGPU) -> None:
     """Receive on both ranks before either sends."""
     rank = dist.get_rank()
@@ -92,6 +97,7 @@ def test_receives_before_sends_are_a_hang():
     assert "recv from rank 1 of 1 torch.float32" in outcome.hang
 
 
+@on_each_rank
 def lazy(gpu: EmulatedGPU) -> None:
     """Exchange on two of three ranks, as the first operation of the group."""
     rank = dist.get_rank()
@@ -109,6 +115,7 @@ def test_a_communicator_that_one_rank_never_joins_is_a_hang():
     assert "rank 2: answered" in outcome.hang
 
 
+@on_each_rank
 def raise_alone(gpu: EmulatedGPU) -> int:
     """Raise on rank 1."""
     if dist.get_rank() == 1:
@@ -124,6 +131,7 @@ def test_errors_come_back_as_they_are():
         outcome.results()
 
 
+@on_each_rank
 def gather_on_host(gpu: EmulatedGPU) -> list[int]:
     """Gather numbers of the CPU."""
     x = torch.tensor([dist.get_rank()])
@@ -138,6 +146,7 @@ def test_tensors_of_the_host_need_gloo():
     assert all("No backend type associated with device type cpu" in str(x) for x in outcome.answers)
 
 
+@on_each_rank
 def die(gpu: EmulatedGPU) -> None:
     """End this process on rank 0, and wait for it on rank 1."""
     if dist.get_rank() == 0:

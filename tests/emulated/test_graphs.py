@@ -13,6 +13,7 @@ from attnmesh.mesh.shapes import AXES
 from tests.support.emulated_gpu import EmulatedGPU
 from tests.support.emulated_nccl import world
 from tests.support.emulated_waits import filled_cache, random
+from tests.support.pool import on_each_rank
 
 CAPTURED = {
     "plain": {},
@@ -39,6 +40,7 @@ def captured(gpu: EmulatedGPU, call: Callable[[], object]) -> list[str] | InputE
     return [f"{wait.kind} {wait.operator} at {wait.place}" for wait in waits]
 
 
+@on_each_rank
 def steps(gpu: EmulatedGPU, shape: tuple[int, int, int]) -> dict[str, Any]:
     """Return what a capture of an append and a step meets, by options of the step."""
     mesh = init_device_mesh("cuda", shape, mesh_dim_names=AXES)
@@ -63,6 +65,7 @@ def test_a_step_has_nothing_to_wait_for(shape: tuple[int, int, int]):
         assert found == {name: [] for name in CAPTURED}, found
 
 
+@on_each_rank
 def refused(gpu: EmulatedGPU) -> dict[str, Any]:
     """Return what calls raise in a capture that read the device or copy from the host."""
     mesh = init_device_mesh("cuda", (1, 1, 2), mesh_dim_names=AXES)
@@ -95,6 +98,7 @@ def test_what_reads_the_host_is_refused_by_name():
         assert "room for the new tokens" in str(found["capacity"])
 
 
+@on_each_rank
 def replayed(gpu: EmulatedGPU) -> tuple[int, int, list[Any]]:
     """Return the length of a cache in host's and the device's count after appends of a graph, and a step's output."""
     mesh = init_device_mesh("cuda", (1, 1, 2), mesh_dim_names=AXES)
@@ -114,6 +118,7 @@ def test_the_length_is_right_after_a_graph_appends():
         assert torch.equal(out, expected)
 
 
+@on_each_rank
 def counted(gpu: EmulatedGPU) -> list[torch.Tensor]:
     """Return a step with numbers of keys on the GPU: too many, fewer than none, and two that fit."""
     mesh = init_device_mesh("cuda", (1, 1, 2), mesh_dim_names=AXES)

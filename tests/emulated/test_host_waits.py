@@ -48,12 +48,12 @@ def test_attention_copies_nothing_after_the_first_call_of_a_kind(backend: str, s
         assert not any(table.values()), table
 
 
-def test_attention_on_one_gpu():
+def test_attention_on_one_gpu_never_waits_for_the_host():
     (table,) = world(1, measure, "attention", (1, 1, 1)).results()
     assert not any(table.values()), table
 
 
 @pytest.mark.parametrize("capacity", [None, pytest.param(200, marks=pytest.mark.long)])
-def test_a_token_of_a_model(capacity: int | None):
+def test_a_token_of_a_model_never_waits_for_the_host(capacity: int | None):
     for table in world(2, model_waits, capacity, backend="cpu:gloo,cuda:nccl").results():
         assert table == {"token": []}, Counter(table["token"])

@@ -15,6 +15,7 @@ from attnmesh.runtime.memo import Memo
 from tests.support.emulated_gpu import EmulatedGPU
 from tests.support.emulated_nccl import world
 from tests.support.emulated_waits import random
+from tests.support.pool import on_each_rank
 from tests.support.seeds import pairs
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -33,6 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
 PROGRAMS = {1: ["attend_cache", "merge"], 2: ["attend_cache", "merge", "checksum"]}
 
 
+@on_each_rank
 def steps(gpu: EmulatedGPU, ranks: int, names: list[str]) -> dict[str, Any]:
     """Return by kind whether known steps have the bits of checked ones, how many were checked, and their launches."""
     mesh = init_device_mesh("cuda", (1, 1, ranks), mesh_dim_names=AXES) if ranks > 1 else None
@@ -78,6 +80,7 @@ def test_known_steps_have_the_bits_of_checked_ones(ranks: int, part: int):
                 assert set(launches) == set(PROGRAMS[ranks]), (name, launches)
 
 
+@on_each_rank
 def written(gpu: EmulatedGPU) -> list[int]:
     """Return how many operators appends of one token run, in the order in which a rank holds it or not."""
     mesh = init_device_mesh("cuda", (1, 1, 2), mesh_dim_names=AXES)

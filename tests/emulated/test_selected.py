@@ -11,11 +11,13 @@ from attnmesh.mesh.shapes import AXES
 from tests.support.emulated_gpu import EmulatedGPU
 from tests.support.emulated_nccl import BACKENDS, world
 from tests.support.emulated_waits import random
+from tests.support.pool import on_each_rank
 from tests.support.seeds import pairs
 
 INDICES = torch.tensor([[3, 22, 7], [19, 0, 2**31 - 1]], dtype=torch.int32)[:, None, None]
 
 
+@on_each_rank
 def steps(gpu: EmulatedGPU, ranks: int, padded: bool) -> list[Tensor]:
     """Return outputs of selected tokens, then with faulty rows, and the best tokens by a score; of forks, too."""
     mesh = init_device_mesh("cuda", (1, 1, ranks), mesh_dim_names=AXES)
@@ -35,7 +37,7 @@ def steps(gpu: EmulatedGPU, ranks: int, padded: bool) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("backend", "padded"), pairs([*BACKENDS], [False, True]))
-def test_selected_tokens_on_gpus(backend: str, padded: bool) -> None:
+def test_selected_tokens_are_the_same_on_gpus(backend: str, padded: bool) -> None:
     real = torch.tensor([True, True, False, True]).repeat(2, 6) if padded else torch.ones(2, 24, dtype=torch.bool)
     q, k, v = (
         torch.randn(2, n, t, 16, generator=torch.Generator().manual_seed(s))

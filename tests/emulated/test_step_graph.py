@@ -238,7 +238,7 @@ CONFIGS: dict[str, tuple[Any, Callable[[Any], object]]] = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_no_graph_where_a_step_is_more_than_its_kernels(gpu, graphs, name):
+def test_a_step_that_is_more_than_its_kernels_has_no_graph(gpu, graphs, name):
     config, change = CONFIGS[name]
     model = model_of(config)
     change(model)

@@ -20,8 +20,10 @@ from tests.support.emulated_gpu import EmulatedGPU
 from tests.support.emulated_nccl import BACKENDS, world
 from tests.support.emulated_problems import Ranks
 from tests.support.emulated_waits import on_gpu, random, tiny_model
+from tests.support.pool import on_each_rank
 from tests.support.seeds import pairs
 from tests.support.tiers import OneWay, one_way
+from tests.support.tolerances import FLOAT32_SUMS
 
 
 @pytest.mark.parametrize(("seed", "brought"), pairs(range(60), [False, True], 4))
@@ -49,10 +51,11 @@ def outputs(gpu: EmulatedGPU, folder: Path) -> list[Tensor]:
     del caches[0], cache
     again = am.KVCache(mesh, **sizes, folder=folder, hot=32)
     assert again.length == 200
-    assert torch.allclose(am.decode(random(3, 1, 4, 1, 16), again).cpu(), found[4], atol=1e-5)
+    assert torch.allclose(am.decode(random(3, 1, 4, 1, 16), again).cpu(), found[4], atol=FLOAT32_SUMS)
     return found
 
 
+@on_each_rank
 def outputs_one_way(gpu: EmulatedGPU, brought: bool, folder: Path) -> list[Tensor]:
     return one_way(brought, outputs, gpu, folder)
 
@@ -61,9 +64,10 @@ def outputs_one_way(gpu: EmulatedGPU, brought: bool, folder: Path) -> list[Tenso
 def test_a_gpu_has_a_context_in_a_folder(brought: bool, tmp_path: Path) -> None:
     for found in world(2, outputs_one_way, brought, tmp_path).results():
         for ours, plain in zip(found[:4], found[4:], strict=True):
-            assert torch.allclose(ours, plain, atol=1e-5)
+            assert torch.allclose(ours, plain, atol=FLOAT32_SUMS)
 
 
+@on_each_rank
 def a_model(gpu: EmulatedGPU) -> list[int]:
     """Return new tokens of a model whose older keys are on the host, after those of one whose keys are on the GPU."""
     mesh = init_device_mesh("cuda", (1, 1, 2), mesh_dim_names=AXES)
@@ -84,11 +88,12 @@ def a_model(gpu: EmulatedGPU) -> list[int]:
     return found
 
 
-def test_a_token_of_a_model() -> None:
+def test_a_model_gives_the_tokens_of_one_memory() -> None:
     for found in world(2, a_model, backend="cpu:gloo,cuda:nccl").results():
         assert found[:2] == found[2:]
 
 
+@on_each_rank
 def reopened(gpu: EmulatedGPU, folder: Path) -> list[Any]:
     """Return the devices of a folder that goes on with a model on one GPU, and whether a step is that of one memory."""
     torch.manual_seed(0)
@@ -105,13 +110,14 @@ def reopened(gpu: EmulatedGPU, folder: Path) -> list[Any]:
             cache.flush()
             del cache
         plain = model(ids, past_key_values=hf.ShardedCache(model.config, None)).logits[:, -1].cpu()
-    return [*{*found}, torch.allclose(logits, plain, atol=1e-5)]
+    return [*{*found}, torch.allclose(logits, plain, atol=FLOAT32_SUMS)]
 
 
 def test_a_folder_goes_on_with_a_model_on_one_gpu(tmp_path: Path) -> None:
     assert world(1, reopened, tmp_path).results() == [["cuda", True]]
 
 
+@on_each_rank
 def said(gpu: EmulatedGPU) -> list[str]:
     """Return what is said to calls that a GPU does not serve."""
     sizes: dict[str, Any] = {"batch": 1, "kv_heads": 2, "head_dim": 16, "capacity": 300, "dtype": torch.float32}
@@ -152,6 +158,7 @@ def test_what_a_gpu_does_not_serve_is_refused_by_name() -> None:
         assert answer.startswith(start)
 
 
+@on_each_rank
 def chosen(gpu: EmulatedGPU) -> list[bool]:
     """Return whether the sample and the step that follows are right, and whether the choice is kept."""
     sizes: dict[str, Any] = {"batch": 1, "kv_heads": 2, "head_dim": 16, "capacity": 700, "dtype": torch.float32}
@@ -160,7 +167,7 @@ def chosen(gpu: EmulatedGPU) -> list[bool]:
     for cache in caches:
         cache.append(k, v)
     found = [am.decode(q, cache, mask=am.Window(300)).cpu() for cache in (*caches, caches[0])]
-    return [torch.allclose(found[0], found[1], atol=1e-5), len(tiered_attention.IS_LINK_FASTER) == 1]
+    return [torch.allclose(found[0], found[1], atol=FLOAT32_SUMS), len(tiered_attention.IS_LINK_FASTER) == 1]
 
 
 def test_a_sample_chooses_the_way() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attnmesh import errors
 from attnmesh.engines import combine, sglang, vllm
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 TOKENS, HEADS, DIM = 7, 6, 8
 STARTS = torch.tensor([0, 1, 4, 7])
@@ -46,6 +46,7 @@ def partials(ranks: int, rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return out, own.logsumexp(1), expected, whole.logsumexp(1)
 
 
+@on_each_rank
 def merged(base: str, mark: float, dtype: torch.dtype, empty: str) -> dict[str, Any]:
     """Return the shares of this rank by each function, and what they should be."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -201,6 +202,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@on_each_rank
 def bad_call(name: str) -> str:
     """Return the error of a call that is wrong on the last rank alone."""
     call: dict[str, Any] = {"partial_output": torch.zeros(7, 6, 8), "partial_lse": torch.zeros(7, 6)}

@@ -23,7 +23,7 @@ from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.interpreted import interpreting
 from tests.support.mesh_problems import named_mesh
 from tests.support.odd_rank import alert
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 WIDTH, F32 = 16, torch.float32
 STEPS = {
@@ -55,6 +55,7 @@ def outcome_of(act: Callable[[], Tensor]) -> str:
         return str(error)
 
 
+@on_each_rank
 def steps(kernel: str, checked: bool | None, shape: tuple[int, int, int]) -> list[str]:
     """Return the outcome of each step that differs on one rank, each followed by one that is equal on all."""
     one, found = dist.get_rank() == 1, []
@@ -87,6 +88,7 @@ def test_uncompared_steps_that_differ_give_nan(pool: Pool, kernel: str) -> None:
     assert second[-2].startswith("decode scale: expected")
 
 
+@on_each_rank
 def later(checked: bool | None) -> str:
     """Steps that stay on the device compare the first of each kind alone."""
     with interpreting("triton"):
@@ -110,6 +112,7 @@ CALLS: dict[str, Callable[[am.KVCache, bool], Any]] = {
 }
 
 
+@on_each_rank
 def call(name: str, checked: bool | None, times: int) -> list[str]:
     cache, found = cache_of(checked, filled=name != "append"), []
     for time in range(times):
@@ -127,6 +130,7 @@ def test_calls_of_a_cache_are_compared(pool: Pool, name: str, checked: bool | No
     assert one[-1].startswith(f"{name}: expected the same call on every rank, given:\n    ranks  ")
 
 
+@on_each_rank
 def attended(checked: bool | None, length: int | None) -> list[Any]:
     """Attention twice, and how often ranks compared; then with a mask of one rank's own."""
     mesh = named_mesh(Shape(1, 2, 1), AXES)
@@ -152,6 +156,7 @@ def test_attention_compares_each_call(pool: Pool, checked: bool | None, length: 
     assert "ranks  mask\n    0      " in one[2]
 
 
+@on_each_rank
 def uncompared() -> bool:
     mesh = named_mesh(Shape(1, 2, 1), AXES)
     x = torch.ones(1, 2, 5 - dist.get_rank(), WIDTH)
@@ -160,6 +165,7 @@ def uncompared() -> bool:
     return torch.equal(out, am.attention(x, x, x, mesh=mesh, layout=am.Zigzag()))
 
 
+@on_each_rank
 def unequal_keys() -> str:
     """Without counting, keys of another sequence than the queries need `key_length`."""
     mesh = named_mesh(Shape(1, 2, 1), AXES)
@@ -177,6 +183,7 @@ def test_unchecked_attention_compares_nothing(pool: Pool) -> None:
     assert pool.run(2, uncompared) == [True] * 2
 
 
+@on_each_rank
 def outcome_of_merge(checked: bool | None, how: str) -> str:
     out = torch.ones(1, 2, 3 + (dist.get_rank() == 1), 4)
     return outcome_of(
@@ -185,7 +192,7 @@ def outcome_of_merge(checked: bool | None, how: str) -> str:
 
 
 @pytest.mark.parametrize(("checked", "how"), [(None, "tree"), (True, "direct"), (None, "allreduce"), (False, "tree")])
-def test_merges_of_unlike_partials(pool: Pool, checked: bool | None, how: str) -> None:
+def test_merges_of_unlike_partials_end_alike(pool: Pool, checked: bool | None, how: str) -> None:
     one, two, three = pool.run(3, outcome_of_merge, checked, how)
     assert one == two == three
     expected = "ranks  out\n    0, 2   [1, 2, 3, 4]\n    1      [1, 2, 4, 4]\nFix"
@@ -217,6 +224,7 @@ def test_numbers_far_apart_that_change_places_are_others() -> None:
         assert int(digest(x)) != int(digest(y))
 
 
+@on_each_rank
 def different_history(kind: str) -> str:
     """Return the outcome on two ranks with different padding, or another order of sequences."""
     cache = am.KVCache(named_mesh(Shape(1, 1, 2), AXES), batch=4, kv_heads=2, head_dim=4, capacity=40, dtype=F32)
@@ -242,6 +250,7 @@ def test_the_history_of_a_cache_is_compared(pool: Pool, kind: str) -> None:
     assert "padding and order" in one
 
 
+@on_each_rank
 def scaled() -> tuple[int, ...]:
     """By a whole number, which the second rank has used before as a float, alone."""
     mesh = named_mesh(Shape(2, 1, 1), AXES)
@@ -258,6 +267,7 @@ def test_a_scale_is_the_same_as_a_float(pool: Pool) -> None:
     assert pool.run(2, scaled) == [(1, 4, 1, 4)] * 2
 
 
+@on_each_rank
 def without_memory() -> str:
     """The second rank has no room for a cache."""
     room = mock.patch(
@@ -279,6 +289,7 @@ def test_an_unforeseen_error_is_raised_on_all_ranks(pool: Pool) -> None:
     ]
 
 
+@on_each_rank
 def _step_without_memory(before: int, options: dict[str, Any]) -> list[str]:
     """On a rank: a step whose kernel fails on the second rank after some others, and the step after it."""
     cache = am.KVCache(named_mesh(Shape(1, 1, 2), AXES), batch=1, kv_heads=2, head_dim=4, capacity=40, dtype=F32)
@@ -306,6 +317,7 @@ def test_a_step_that_fails_on_one_rank_keeps_no_other_waiting(before: int, optio
     assert first == ["nan: True" if "checked" in options else seen, "right: True"]
 
 
+@on_each_rank
 def _odd_dtype(odd: int) -> str:
     """On a rank: the error of a call in which one rank of the world has another dtype."""
     mesh = am.init_mesh((1, 2, 2))  # whose shards are not in the order of ranks
@@ -321,6 +333,7 @@ def test_a_table_of_calls_names_ranks_of_the_world(odd: int, pool: Pool) -> None
         assert re.search(rf"\n    {odd}  +torch\.bfloat16", message), message
 
 
+@on_each_rank
 def _differ_in_how(pairs: list[tuple[str, str]], odd: int) -> list[str]:
     """On a rank: the errors of merges in which one rank has another `how`, each after a merge that is right."""
     rank, ranks, messages = dist.get_rank(), dist.get_world_size(), []

@@ -9,7 +9,7 @@ from tests.support.emulated_gpu import EmulatedGPU
 from tests.support.emulated_nccl import world
 from tests.support.interpreted import interpreting
 from tests.support.odd_rank import BEFORE, alert, attention_outcomes, check, decoding_outcomes, merge_outcomes
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import rotated
 
 STEPS: list[tuple[str, tuple[int, int, int], dict[str, Any]]] = [
@@ -25,6 +25,7 @@ ON_HOSTS = {
 }
 
 
+@on_each_rank
 def _decode(kernel: str, *arguments: Any) -> dict[str, Any]:
     am.set_deadline(60)
     with interpreting(kernel), alert():
@@ -32,13 +33,14 @@ def _decode(kernel: str, *arguments: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("name", "before"), rotated([*ON_HOSTS], BEFORE[::-1], every=2))
-def test_steps(name: str, before: int, pool: Pool) -> None:
+def test_all_ranks_notice_an_odd_step(name: str, before: int, pool: Pool) -> None:
     """With Triton's interpreter ranks follow the policy of GPUs."""
     kernel, shape, options = ON_HOSTS[name]
     ranks = shape[0] * shape[1] * shape[2]
     check(pool.run(ranks, _decode, kernel, shape, before, options), before, compares_all=kernel == "auto")
 
 
+@on_each_rank
 def _attend(*arguments: Any) -> dict[str, Any]:
     am.set_deadline(60)
     with alert():
@@ -46,10 +48,11 @@ def _attend(*arguments: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("shape", "before"), rotated([(1, 3, 1), (1, 1, 3), (2, 2, 1)], BEFORE, every=2))
-def test_attention(shape: tuple[int, int, int], before: int, pool: Pool) -> None:
+def test_all_ranks_notice_an_odd_call(shape: tuple[int, int, int], before: int, pool: Pool) -> None:
     check(pool.run(shape[0] * shape[1] * shape[2], _attend, shape, before), before, compares_all=True)
 
 
+@on_each_rank
 def _merge(kernel: str, *arguments: Any) -> dict[str, Any]:
     am.set_deadline(60)
     with interpreting(kernel), alert():
@@ -59,11 +62,12 @@ def _merge(kernel: str, *arguments: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("way", "before"), rotated([("triton", "tree"), ("auto", "tree"), ("auto", "direct")], BEFORE, every=2)
 )
-def test_merges(way: tuple[str, str], before: int, pool: Pool) -> None:
+def test_all_ranks_notice_an_odd_merge(way: tuple[str, str], before: int, pool: Pool) -> None:
     kernel, how = way
     check(pool.run(3, _merge, kernel, before, how), before, compares_all=kernel == "auto")
 
 
+@on_each_rank
 def _decode_on_gpu(gpu: EmulatedGPU, *arguments: Any) -> dict[str, Any]:
     am.set_deadline(60)
     with alert():
@@ -74,13 +78,16 @@ def _decode_on_gpu(gpu: EmulatedGPU, *arguments: Any) -> dict[str, Any]:
     ("backend", "shape", "options", "before"),
     [(*STEPS[0], 0), *(pytest.param(*STEPS[step], 2, marks=pytest.mark.long) for step in range(3))],
 )
-def test_steps_on_gpus(backend: str, shape: tuple[int, int, int], options: dict[str, Any], before: int) -> None:
-    """First steps are compared by the hosts, as those of `test_steps` are."""
+def test_all_gpus_notice_an_odd_step(
+    backend: str, shape: tuple[int, int, int], options: dict[str, Any], before: int
+) -> None:
+    """First steps are compared by the hosts, as those of `test_all_ranks_notice_an_odd_step` are."""
     ranks = shape[0] * shape[1] * shape[2]
     found = world(ranks, _decode_on_gpu, shape, before, options, backend=backend)
     check(found.results(), before, compares_all=False)
 
 
+@on_each_rank
 def _attend_on_gpu(gpu: EmulatedGPU, *arguments: Any) -> dict[str, Any]:
     am.set_deadline(60)
     with alert():
@@ -91,12 +98,13 @@ def _attend_on_gpu(gpu: EmulatedGPU, *arguments: Any) -> dict[str, Any]:
     ("backend", "shape", "before"),
     [("nccl", (1, 3, 1), 2), pytest.param("cpu:gloo,cuda:nccl", (2, 1, 2), 0, marks=pytest.mark.long)],
 )
-def test_attention_on_gpus(backend: str, shape: tuple[int, int, int], before: int) -> None:
+def test_all_gpus_notice_an_odd_call(backend: str, shape: tuple[int, int, int], before: int) -> None:
     """Hosts compare every call, except `key_lengths` that are on a device."""
     found = world(shape[0] * shape[1] * shape[2], _attend_on_gpu, shape, before, backend=backend)
     check(found.results(), before, compares_all=False)
 
 
+@on_each_rank
 def _merge_on_gpu(gpu: EmulatedGPU, *arguments: Any) -> dict[str, Any]:
     am.set_deadline(60)
     with alert():
@@ -107,5 +115,5 @@ def _merge_on_gpu(gpu: EmulatedGPU, *arguments: Any) -> dict[str, Any]:
     ("backend", "how", "before"),
     [pytest.param("nccl", "tree", 2, marks=pytest.mark.long), ("cpu:gloo,cuda:nccl", "direct", 0)],
 )
-def test_merges_on_gpus(backend: str, how: str, before: int) -> None:
+def test_all_gpus_notice_an_odd_merge(backend: str, how: str, before: int) -> None:
     check(world(3, _merge_on_gpu, before, how, backend=backend).results(), before, compares_all=False)

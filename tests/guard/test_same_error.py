@@ -40,7 +40,9 @@ from attnmesh.guard.agreement import Agreement
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
+from tests.support.problems import numbers
+from tests.support.tolerances import FLOAT32_SUMS
 
 T = torch.zeros
 Q_HEADS, HEADS, WIDTH, TOKENS = 12, 6, 4, 10
@@ -79,10 +81,6 @@ class Place:
 
 
 # --- calls that are fine, but for what is changed ---
-
-
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def attention(at: Place, **changes: Any) -> None:
@@ -1064,6 +1062,7 @@ def cases() -> list[Case]:
     return found
 
 
+@on_each_rank
 def called(case: Case, folder: Path) -> tuple[str, str, bool]:
     """On a rank: what was raised, and whether attention and decoding go on as if nothing had been."""
     at = Place(named_mesh(case.shape, AXES), folder)
@@ -1084,7 +1083,9 @@ def goes_on(at: Place) -> bool:
     cache = new_cache(at)
     cache.append(k, v)
     last = am.decode(q[:, :, -2:], cache)
-    return torch.allclose(out, expected, atol=1e-5) and torch.allclose(last, expected[:, :, -2:], atol=1e-5)
+    return torch.allclose(out, expected, atol=FLOAT32_SUMS) and torch.allclose(
+        last, expected[:, :, -2:], atol=FLOAT32_SUMS
+    )
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)
@@ -1099,6 +1100,7 @@ def test_all_ranks_raise_alike_and_go_on(pool: Pool, tmp_path: Path, case: Case)
     assert went_on
 
 
+@on_each_rank
 def refused_by_one() -> str:
     """While the others make a cache whose tokens lie along two axes: they make a group of both, if they are to."""
     mesh = named_mesh(Shape(2, 2, 2), AXES)

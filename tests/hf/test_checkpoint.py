@@ -27,10 +27,10 @@ from attnmesh.hf.options import GenerationSettings
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store import checkpoint_writer
 from attnmesh.store.checkpoint import MANIFEST
-from tests.cli.test_generate import run
 from tests.support import families
+from tests.support.command import run_main
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.trainers import tokenizer
 
 NEW = 22
@@ -40,6 +40,7 @@ def prompt(length: int = 45) -> Tensor:
     return torch.randint(3, 60, (1, length), generator=torch.Generator().manual_seed(1))
 
 
+@on_each_rank
 def new_tokens(folder: Path | None, shape: tuple[int, int, int], new: int, sample: bool, **more: Any) -> list[int]:
     """Return the new tokens, with a checkpoint every four tokens."""
     mesh = named_mesh(Shape(*shape), AXES) if Shape(*shape).ranks > 1 else None
@@ -78,6 +79,7 @@ def test_continued_tokens_are_those_of_an_uninterrupted_run(
     assert again == whole[:5], "the checkpoint has more tokens than the call"
 
 
+@on_each_rank
 def lengths_after_interrupted_prefill(folder: Path) -> list[int]:
     """Return the lengths of forward passes that continue a prefill, which was interrupted after two of three chunks."""
     mesh = named_mesh(Shape(1, 1, 2), AXES)
@@ -119,6 +121,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@on_each_rank
 def refused(folder: Path, more: dict[str, Any]) -> str:
     """Return the error of a call with these options."""
     given = dict(more)
@@ -140,6 +143,7 @@ def test_calls_that_cannot_be_continued_are_refused(pool: Pool, tmp_path: Path) 
         hf.Checkpoint(tmp_path, every=0)
 
 
+@on_each_rank
 def tokens_on_a_full_disk(folder: Path, room: int) -> tuple[list[int], list[str]]:
     """Return the new tokens and the warnings, on a rank. The disk of the last rank has room for some files."""
     left = [room]
@@ -171,6 +175,7 @@ def test_a_full_disk_does_not_end_the_generation(pool: Pool, tmp_path: Path) -> 
         assert pool.run(2, new_tokens, tmp_path / str(room), (1, 1, 2), NEW, False) == [whole, whole]
 
 
+@on_each_rank
 def error_of_unequal_every(folder: Path) -> str:
     """Return the error of ranks that would save after different tokens."""
     mesh = named_mesh(Shape(1, 1, 2), AXES)
@@ -222,14 +227,15 @@ def test_torchrun_goes_on_after_a_rank_is_killed(again: bool, tmp_path: Path) ->
     error = (tmp_path / "error").read_text()
     assert agent.exitcode == 0, error
     assert "going on from" in error
-    whole = json.loads(run(*command).stdout)["tokens"]
+    whole = json.loads(run_main(*command).stdout)["tokens"]
     assert json.loads((tmp_path / "out").read_text())["tokens"] == whole
     if again:
-        done = run(*command, *kept)
+        done = run_main(*command, *kept)
         assert json.loads(done.stdout)["tokens"] == whole
         assert "going on from" in done.stderr
 
 
+@on_each_rank
 def stopped_at(length: int) -> int:
     """Return the length at which each rank's criterion stops."""
     model, mesh = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, 2), AXES)
@@ -277,6 +283,7 @@ def test_another_configuration_is_refused(tmp_path: Path) -> None:
             hf.generate(model, ids, checkpoint=hf.Checkpoint(tmp_path / name), **options)
 
 
+@on_each_rank
 def with_other_weights(folder: Path) -> str:
     """Return the error of ranks with different weights."""
     model, mesh = copy.deepcopy(families.model("llama", "attnmesh")), named_mesh(Shape(1, 1, 2), AXES)

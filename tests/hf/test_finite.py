@@ -13,7 +13,7 @@ from attnmesh.mesh.shapes import AXES, Shape
 from tests.support import families
 from tests.support.families import prompt
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 BROKEN = {
     "nothing": (None, 1.0, None),
@@ -30,6 +30,7 @@ BROKEN = {
 }
 
 
+@on_each_rank
 def warned(name: str, ranks: int, **options: Any) -> list[str]:
     """Return the warnings of a generation with a broken weight, on a rank."""
     model, (weight, value, _) = families.model("llama", "attnmesh"), BROKEN[name]

@@ -26,7 +26,7 @@ from tests.support import families
 from tests.support.families import CONFIGS, FEW, SHAPES, STOCK, families_on_meshes, prompt
 from tests.support.mesh_problems import named_mesh
 from tests.support.models.tiny_models import Case, tiny_config
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import rotated, some
 
 AXES = ("heads", "queries", "keys")
@@ -115,6 +115,7 @@ def expected(family: str, case: Callable[[Generate, str], Tensor]) -> Tensor:
     return case(families.model(family, STOCK[family]).generate, family)
 
 
+@on_each_rank
 def ours(family: str, shape: Shape, cases: Sequence[Callable[[Generate, str], Tensor]]) -> dict[str, Tensor]:
     """Return the tokens of the cases on a rank."""
     model, mesh = families.model(family, "attnmesh"), named_mesh(shape, AXES)
@@ -149,6 +150,7 @@ def check_tokens(family: str, shape: Shape, cases: Sequence[Callable[[Generate, 
             assert answer[case.__name__].tolist() == expected(family, case).tolist(), case.__name__
 
 
+@on_each_rank
 def conversation(shape: Shape) -> list[list[list[int]]]:
     """Return the tokens of four turns on one cache, on a rank. The last turn goes back to an earlier one."""
     model, mesh = families.model("qwen3", "attnmesh"), named_mesh(shape, AXES)
@@ -179,6 +181,7 @@ def test_turns_of_a_conversation_share_the_cache(shape: Shape, pool: Pool) -> No
     assert pool.run(shape.ranks, conversation, shape) == [turns] * shape.ranks
 
 
+@on_each_rank
 def model_generate(shape: Shape) -> tuple[list[Any], list[Any], list[int]]:
     """Return the tokens of `model.generate` with a ShardedCache, of large blocks, and the streamed ones, on a rank."""
     model, mesh = families.model("llama", "attnmesh"), named_mesh(shape, AXES)
@@ -197,6 +200,7 @@ def test_model_generate_works_with_the_cache_and_streams(shape: Shape, pool: Poo
         assert answer == (expected, expected, expected[0])
 
 
+@on_each_rank
 def prefilled(shape: Shape, length: int) -> list[tuple[int, int]]:
     """Return the tokens and bytes that a rank holds after a prefill."""
     model, mesh = families.model("llama", "attnmesh"), named_mesh(shape, AXES)
@@ -217,6 +221,7 @@ def test_each_rank_keeps_its_share_within_a_block(shape: Shape, length: int, poo
         assert size == used * LAYERS * 2 * 2 // shape.heads * 8 * 4  # layers, keys and values, heads, width, float32
 
 
+@on_each_rank
 def continued(shape: Shape, length: int, reproducible: bool) -> tuple[list[int], int, bool]:
     """Return the new tokens after a prompt, the block of the cache, and whether its tokens lie in turns of blocks."""
     model, mesh = families.model("llama", "attnmesh"), named_mesh(shape, AXES)
@@ -242,6 +247,7 @@ def test_long_prompts_are_dealt_in_larger_blocks(
     assert pool.run(shape.ranks, continued, shape, length, reproducible) == [expected] * shape.ranks
 
 
+@on_each_rank
 def refusal(name: str, shape: Shape) -> str:
     """Return the error of an unsupported call on a rank."""
     mesh, model = named_mesh(shape, AXES), families.model("llama", "attnmesh")
@@ -469,6 +475,7 @@ def test_a_cache_is_reused_only_for_the_same_tokens() -> None:
     assert hf.generate(model, one, cache=both, **options).equal(stock.generate(one, **options))
 
 
+@on_each_rank
 def _continuations(shape: Shape) -> list[list[list[int]]]:
     """Return two continuations of one prefix on a rank."""
     model, mesh = families.model("gemma3", "attnmesh"), named_mesh(shape, AXES)

@@ -13,7 +13,7 @@ from tests.support import families
 from tests.support.mesh_problems import named_mesh
 from tests.support.models.tiny_models import tiny_config
 from tests.support.models.variants import VARIANTS
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.trainers import launched, settings
 
 GIVEN = "given 2 key heads and a heads axis of 3. Fix:"
@@ -23,6 +23,7 @@ TRAINED = f"ShapeError: on_mesh mesh: expected at least one key head a rank of t
 CACHED = f"ShapeError: ShardedCache mesh: expected key heads that the heads axis divides, {GIVEN} give its ranks to the"
 
 
+@on_each_rank
 def refusals() -> list[str]:
     """Return the errors of a trainer, a prepared model, a cache and an engine that are made and not used."""
     from accelerate import Accelerator

@@ -12,11 +12,12 @@ import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.mesh.shapes import Shape
-from tests.hf.training.test_training import loss_and_gradients
 from tests.support.families import SIZES, prompt
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.models.checks import loss_and_gradients
+from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import rotated
+from tests.support.tolerances import FLOAT64_LOSS, FLOAT64_MODEL
 
 AXES = ("heads", "queries", "keys")
 SWITCH = 64
@@ -57,6 +58,7 @@ def model(name: str, attention: str, dtype: torch.dtype = torch.float32) -> PreT
     return result.to(dtype).eval()
 
 
+@on_each_rank
 def trained(name: str, length: int, shape: Shape, layout: Any) -> tuple[float, dict[str, Tensor]]:
     ids = prompt(length, batch=2)
     batch = hf.shard_batch({"input_ids": ids, "labels": ids}, named_mesh(shape, AXES), layout)
@@ -73,12 +75,13 @@ def test_training_has_the_rope_of_the_whole_sequence(name: str, kind: str, pool:
     ids = prompt(length, batch=2)
     loss, gradients = loss_and_gradients(model(name, "sdpa", torch.float64).train(), {"input_ids": ids, "labels": ids})
     answers = pool.run(4, trained, name, length, Shape(1, 2, 2), layout)
-    assert sum(answer[0] for answer in answers) / 4 == pytest.approx(loss, rel=1e-6)
+    assert sum(answer[0] for answer in answers) / 4 == pytest.approx(loss, rel=FLOAT64_LOSS)
     for weights, expected in gradients.items():
         given = sum(answer[1][weights] for answer in answers) / 4
-        assert (given - expected).abs().max() <= 1e-5 * max(1, float(expected.abs().max())), weights
+        assert (given - expected).abs().max() <= FLOAT64_MODEL * max(1, float(expected.abs().max())), weights
 
 
+@on_each_rank
 def generated(name: str, shape: Shape) -> list[Any]:
     """Return tokens of prompts on both sides of the switch, each with a new model; then of turns on one cache."""
     mesh, outputs = named_mesh(shape, AXES), []
@@ -141,6 +144,7 @@ def test_padding_does_not_count_for_the_length() -> None:
         ids = given
 
 
+@on_each_rank
 def crossed() -> str:
     try:
         hf.generate(model("longrope", "attnmesh"), prompt(60), mesh=named_mesh(Shape(1, 1, 2), AXES), max_new_tokens=9)
@@ -168,6 +172,7 @@ def roberta(attention: str) -> PreTrainedModel:
     return result.double().train()
 
 
+@on_each_rank
 def roberta_loss(token: int) -> float | str:
     ids = prompt(41)
     ids[0, 17] = token

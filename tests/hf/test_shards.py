@@ -24,7 +24,8 @@ from attnmesh.mesh.shapes import Shape
 from tests.support import families
 from tests.support.families import prompt
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
+from tests.support.tolerances import FLOAT32_SUMS
 
 AXES = ("heads", "queries", "keys")
 
@@ -139,6 +140,7 @@ def test_counts_keep_their_precision() -> None:
     assert float((count + 1001).to(torch.bfloat16)) == 1041.0  # bfloat16 has 1040 and 1048
 
 
+@on_each_rank
 def custom_losses() -> list[float]:
     """Return losses computed from logits and shift_labels: sum, mean over the batch, mean over the rank."""
     part = hf.shard_batch({"input_ids": prompt(21), "labels": prompt(21)}, named_mesh(Shape(1, 1, 2), AXES))
@@ -155,11 +157,12 @@ def test_a_custom_loss_keeps_its_divisor(pool: Pool) -> None:
     with torch.no_grad():
         loss = float(whole(prompt(21), labels=prompt(21)).loss)
     totals, means, rank_means = zip(*pool.run(2, custom_losses), strict=True)
-    assert sum(totals) / 20 == pytest.approx(loss, rel=1e-5)
-    assert sum(means) / 2 == pytest.approx(loss, rel=1e-5)
+    assert sum(totals) / 20 == pytest.approx(loss, rel=FLOAT32_SUMS)
+    assert sum(means) / 2 == pytest.approx(loss, rel=FLOAT32_SUMS)
     assert [total / mean for total, mean in zip(totals, rank_means, strict=True)] == pytest.approx([10, 10])
 
 
+@on_each_rank
 def loss_with_count(count: Any) -> float | str:
     """Return the loss of a model that is called with another count, or the error."""
     part = hf.shard_batch({"input_ids": prompt(21), "labels": prompt(21)}, named_mesh(Shape(1, 1, 2), AXES))
@@ -173,9 +176,10 @@ def loss_with_count(count: Any) -> float | str:
 def test_a_count_of_the_whole_batch_may_be_passed_to_the_model(count: Any, pool: Pool) -> None:
     with torch.no_grad():
         loss = float(families.model("llama", "sdpa")(prompt(21), labels=prompt(21)).loss)
-    assert sum(pool.run(2, loss_with_count, count)) / 2 == pytest.approx(loss, rel=1e-5)
+    assert sum(pool.run(2, loss_with_count, count)) / 2 == pytest.approx(loss, rel=FLOAT32_SUMS)
 
 
+@on_each_rank
 def chunked_loss() -> list[float]:
     """Return the model's loss, and a loss computed in chunks."""
     part = hf.shard_batch({"input_ids": prompt(21), "labels": prompt(21)}, named_mesh(Shape(1, 1, 2), AXES))
@@ -188,9 +192,10 @@ def chunked_loss() -> list[float]:
 
 def test_a_loss_can_be_computed_twice(pool: Pool) -> None:
     for loss, chunked in pool.run(2, chunked_loss):
-        assert chunked == pytest.approx(loss, rel=1e-5)
+        assert chunked == pytest.approx(loss, rel=FLOAT32_SUMS)
 
 
+@on_each_rank
 def fsdp_loss(count: Any) -> float:
     """Return the loss under FSDP, which copies the arguments of layers whose inputs it casts."""
     model = families.model("llama", "attnmesh").train()
@@ -212,6 +217,7 @@ def test_layers_of_fsdp_in_bfloat16_have_the_loss_of_one_device(count: Any, pool
     assert sum(pool.run(2, fsdp_loss, count)) / 2 == pytest.approx(loss, rel=2e-2)  # bfloat16's rounding
 
 
+@on_each_rank
 def compiled(backend: str) -> list[float]:
     """Return the loss and a gradient norm, without and with torch.compile."""
     part = hf.shard_batch({"input_ids": prompt(21), "labels": prompt(21)}, named_mesh(Shape(1, 1, 2), AXES))
@@ -230,7 +236,7 @@ LONG = [pytest.mark.long, pytest.mark.timeout(1500)]  # a busy machine compiles 
 @pytest.mark.parametrize("backend", [pytest.param(backend, marks=LONG) for backend in ("aot_eager", "inductor")])
 def test_a_compiled_model_has_the_same_loss_and_gradient(backend: str, pool: Pool) -> None:
     for loss, norm, *compiled_results in pool.run(2, compiled, backend, deadline=1200):
-        assert compiled_results == pytest.approx([loss, norm], rel=1e-5)
+        assert compiled_results == pytest.approx([loss, norm], rel=FLOAT32_SUMS)
 
 
 def error_of_model(model: nn.Module, part: dict[str, Any]) -> str:
@@ -242,6 +248,7 @@ def error_of_model(model: nn.Module, part: dict[str, Any]) -> str:
     return "nothing"
 
 
+@on_each_rank
 def error_of_second_model() -> str:
     """Return the error of a model without attention, called after another model on the same batch."""
     part = hf.shard_batch({"input_ids": prompt(21), "labels": prompt(21)}, named_mesh(Shape(1, 1, 2), AXES))
@@ -257,6 +264,7 @@ def test_a_second_model_on_the_same_batch_is_checked(pool: Pool) -> None:
         assert "a model whose layers all call attnmesh for attention, given one in which no layer does" in error
 
 
+@on_each_rank
 def error_of_uneven_mean() -> str:
     """Return the error of a mean loss where one rank has no labels."""
     ids = prompt(21)
@@ -293,7 +301,7 @@ def test_batches_of_padding_free_collators_are_accepted() -> None:
         losses = [stock(torch.tensor([x["input_ids"]]), labels=torch.tensor([x["input_ids"]])).loss for x in SEQUENCES]
     counts = [len(x["input_ids"]) - 1 for x in SEQUENCES]
     expected = sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
-    assert float(given) == pytest.approx(float(expected), rel=1e-5)
+    assert float(given) == pytest.approx(float(expected), rel=FLOAT32_SUMS)
 
 
 @pytest.mark.parametrize("name", ["cu_seq_lens_q", "cu_seq_lens_k"])

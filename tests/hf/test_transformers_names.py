@@ -17,7 +17,7 @@ from attnmesh import errors
 from attnmesh.diffusers import diffusers_names as of_diffusers
 from attnmesh.hf import transformers_names as upstream
 from attnmesh.runtime.upstream import OPT_IN, Upstream
-from tests.test_rooms import FILES
+from tools.rooms import FILES
 from tools.versions import ROOT, TESTS, requirements
 
 UPSTREAMS = [upstream.TRANSFORMERS, upstream.ACCELERATE, upstream.TRL, upstream.PEFT, of_diffusers.DIFFUSERS]

@@ -103,7 +103,7 @@ def test_the_first_that_is_made_for_a_call_is_taken(changes: dict[str, object], 
     assert choose(NEED._replace(**changes)).name == expected  # type: ignore[arg-type]
 
 
-def test_a_call_that_no_kernel_serves() -> None:
+def test_a_call_that_no_kernel_serves_is_refused() -> None:
     assert best_kernel(NEED._replace(scattered=True, dtype=torch.float64)) is None
     with pytest.raises(KernelError, match="none does"):
         choose(NEED._replace(scattered=True, dtype=torch.float64))

@@ -34,7 +34,7 @@ ARGUMENTS = [
         for number, rest in enumerate(ARGUMENTS)
     ],
 )
-def test_opcheck(rest: tuple[object, ...], sinks: bool, dtype: torch.dtype) -> None:
+def test_the_operators_pass_opcheck(rest: tuple[object, ...], sinks: bool, dtype: torch.dtype) -> None:
     scaling = torch.randn(4, dtype=dtype, requires_grad=True) if sinks else None
     checks = torch.library.opcheck(attend_op, (*inputs(dtype), scaling, *rest))
     assert set(checks.values()) == {"SUCCESS"}
@@ -46,7 +46,7 @@ def test_opcheck(rest: tuple[object, ...], sinks: bool, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.long)])
 @pytest.mark.parametrize("rest", ARGUMENTS)
-def test_gradcheck(rest: tuple[object, ...], fast: bool) -> None:
+def test_the_gradients_pass_gradcheck(rest: tuple[object, ...], fast: bool) -> None:
     """Along random directions; element by element where there is time."""
     tensors = [x[:1, :, :, :3].detach().requires_grad_() for x in inputs(torch.float64)]
     sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
@@ -56,7 +56,7 @@ def test_gradcheck(rest: tuple[object, ...], fast: bool) -> None:
 @pytest.mark.parametrize(
     "mask", [pytest.param(am.Causal(), marks=pytest.mark.long), am.Window(9) & am.Documents((30, 40))]
 )
-def test_compiles_to_one_graph_with_gradients(mask: am.Mask) -> None:
+def test_a_layer_compiles_to_one_graph_with_its_gradients(mask: am.Mask) -> None:
     sinks = torch.randn(4, requires_grad=True)
 
     def layer(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def test_unused_results_cost_nothing_and_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("create", [torch.utils.checkpoint.checkpoint])
-def test_activation_checkpointing(create: object) -> None:
+def test_activation_checkpointing_gives_the_same_gradients(create: object) -> None:
     tensors = inputs()
     plain = torch.autograd.grad(am.attention(*tensors).sum(), tensors)
     again = torch.autograd.grad(create(am.attention, *tensors, use_reentrant=False).sum(), tensors)

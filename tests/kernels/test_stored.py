@@ -22,6 +22,7 @@ from attnmesh.kernels.selected_keys import SelectedKeys
 from attnmesh.kernels.stored import CacheKernel
 from tests.support.interpreted import interpreting
 from tests.support.seeds import rotated
+from tests.support.tolerances import FLOAT32, FLOAT32_SUMS
 
 needs_library = pytest.mark.skipif(library().attend is None, reason="there is no C++ compiler")
 
@@ -29,7 +30,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Problem(NamedTuple):
-    """Queries, rows of keys and values, and their numbers in float64."""
+    """Queries, rows of keys and values, and their numbers in float64. Columns of keys to 100 make roundings larger."""
 
     q: Tensor
     keys: Tensor
@@ -81,7 +82,7 @@ def test_stored_rows_agree_with_float64(
         for mask in (am.Causal(), am.Window(300)):
             band = Band.of(mask, positions[-heads[2] :], len(positions))
             for found, right in zip(given.run(band), given.truth(mask), strict=True):
-                torch.testing.assert_close(found.double(), right, rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(found.double(), right, rtol=10 * FLOAT32_SUMS, atol=FLOAT32_SUMS)
 
 
 @needs_library
@@ -96,7 +97,7 @@ def test_selected_rows_are_read_in_place(storage: str, dtype: torch.dtype, monke
     picked = indices[:, 0, 0].long()
     k, v = (torch.stack([x[row][:, picked[row]] for row in range(2)]) for x in (given.k, given.v))
     for x, right in zip(found, given._replace(k=k, v=v).truth(), strict=True):
-        torch.testing.assert_close(x.double(), right, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(x.double(), right, rtol=10 * FLOAT32_SUMS, atol=FLOAT32_SUMS)
 
 
 @needs_library
@@ -147,7 +148,7 @@ def test_numbers_of_any_size_are_those_of_the_reference(storage: str) -> None:
         rows = by.quantize(torch.randn(2, 2, 700, 128) * factor)
         given = given._replace(values=rows, v=by.dequantize(rows, torch.float64))
         out, right = given.run().out.double(), given.truth().out
-        torch.testing.assert_close(out, right, rtol=1e-4, atol=1e-5 * factor)
+        torch.testing.assert_close(out, right, rtol=10 * FLOAT32_SUMS, atol=FLOAT32_SUMS * factor)
 
 
 @needs_library
@@ -207,4 +208,5 @@ def test_triton_agrees_with_float64(
             cache = am.KVCache(None, dtype=dtype, storage=storage, **sizes)  # type: ignore[arg-type]
             cache.append(k, None if values == "prefix" else v)
             out = am.decode(q, cache, **options)
-        torch.testing.assert_close(out.double(), right, rtol=0, atol=2e-6 if dtype == torch.float32 else 1e-2)
+        # Half precision rounds by 4e-3.
+        torch.testing.assert_close(out.double(), right, rtol=0, atol=2 * FLOAT32 if dtype == torch.float32 else 1e-2)

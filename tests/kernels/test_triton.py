@@ -36,9 +36,10 @@ from tests.support import histories
 from tests.support.dense import truth
 from tests.support.interpreted import interpreting
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.problems import draw, selection
 from tests.support.seeds import seeds
+from tests.support.tolerances import FLOAT32
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -88,6 +89,7 @@ def test_random_histories_of_a_cache_agree_with_float64(pool: Pool, tmp_path: Pa
     histories.check(histories.draw(seed, (1, 1, 2, 3), DTYPES, "triton", most=7), pool, tmp_path)
 
 
+@on_each_rank
 def reproduced(shape: tuple[int, ...], dtype: torch.dtype, mask: Mask) -> torch.Tensor:
     with interpreting("triton"):
         cache = am.KVCache(
@@ -109,7 +111,7 @@ def reproduced(shape: tuple[int, ...], dtype: torch.dtype, mask: Mask) -> torch.
         pytest.param(am.Window(40), torch.bfloat16, marks=pytest.mark.long),
     ],
 )
-def test_the_same_bits_on_any_power_of_two(pool: Pool, dtype: torch.dtype, mask: Mask) -> None:
+def test_bits_are_the_same_on_any_power_of_two(pool: Pool, dtype: torch.dtype, mask: Mask) -> None:
     (alone,) = pool.run(1, reproduced, (1, 1, 1), dtype, mask)
     for shape in ((1, 1, 2), (2, 1, 2)):
         for out in pool.run(Shape(*shape).ranks, reproduced, shape, dtype, mask):
@@ -189,8 +191,8 @@ def test_random_messages_are_merged_in_one_launch(seed: int, monkeypatch: pytest
                 assert out.isnan().all()
                 continue
             assert checksum.tolist() == [17.0, -17.0]
-            assert torch.allclose(out.double(), exact.out, atol=2e-6)
-            assert torch.allclose(lse.double(), exact.lse, rtol=1e-6)
+            assert torch.allclose(out.double(), exact.out, atol=2 * FLOAT32)
+            assert torch.allclose(lse.double(), exact.lse, rtol=FLOAT32)
 
 
 @pytest.mark.parametrize("seed", seeds(15, 100))
@@ -231,7 +233,7 @@ def test_a_step_over_many_keys_is_split() -> None:
     spans = -(-500 // kernel._span(500, 2, kernel.ProgramTile(16, 16), q.device))
     assert spans > 1
     whole = am.attend(q, k, v, kernel="triton")
-    assert torch.allclose(whole.out, am.attend(q, k, v, kernel="reference").out, atol=1e-6)
+    assert torch.allclose(whole.out, am.attend(q, k, v, kernel="reference").out, atol=FLOAT32)
 
 
 @pytest.mark.parametrize("seed", seeds(15, 100))
@@ -263,7 +265,7 @@ def test_random_merges_agree_with_float64(seed: int) -> None:
         given, rounding = merging.merge_stacked(partials, sinks=sinks), 1e-6
     largest = partials.out.abs().max().item()
     assert torch.allclose(given.out.double(), exact.out, rtol=0, atol=2 * rounding * max(1.0, largest))
-    assert torch.allclose(given.lse.double(), exact.lse, rtol=1e-6)
+    assert torch.allclose(given.lse.double(), exact.lse, rtol=FLOAT32)
 
 
 def test_blocks_of_a_reproducible_step_have_the_same_bits_however_many_there_are() -> None:
@@ -307,7 +309,7 @@ def test_sinks_may_have_any_strides() -> None:
     q = torch.randn(1, 4, 1, 8)
     for sinks in (torch.randn(4, 2)[:, 0], torch.ones(1).expand(4), torch.randn(4).bfloat16()):
         ours, theirs = (am.decode(q, cache, sinks=sinks, kernel=name) for name in ("triton", "cpu"))
-        assert torch.allclose(ours, theirs, atol=1e-6)
+        assert torch.allclose(ours, theirs, atol=FLOAT32)
 
 
 def test_tiles_shrink_until_a_program_fits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ def test_every_rank_receives_every_partial_once_in_few_rounds(ranks: int) -> Non
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6))
-def test_inside_hosts_before_between_them(sizes: list[int]) -> None:
+def test_ranks_merge_inside_hosts_before_between_them(sizes: list[int]) -> None:
     ranks = iter(range(sum(sizes)))
     hosts = [[next(ranks) for _ in range(size)] for size in sizes]
     held = played(hosts)

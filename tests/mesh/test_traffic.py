@@ -26,7 +26,7 @@ SHAPES = [Shape(1, 4, 1), Shape(1, 2, 3), Shape(2, 2, 2), Shape(1, 1, 4), Shape(
 
 
 @pytest.mark.parametrize(("mask", "layout"), pairs(MASKS, [am.Zigzag(), am.Contiguous(), am.Striped(2)], 8))
-def test_predicted_traffic_is_what_the_executor_sends(mask: Mask, layout: am.Zigzag) -> None:
+def test_traffic_is_the_sum_over_the_schedules_of_all_ranks(mask: Mask, layout: am.Zigzag) -> None:
     """Counts for all ranks at once equal the sums over schedules, whichever ranks share a host."""
     for shape in SHAPES:
         problem = Problem(mask, shape, layout, layout, 121, 121)
@@ -81,7 +81,7 @@ def test_a_long_problem_is_counted_on_a_short_one(mask: Mask) -> None:
 
 
 @pytest.mark.parametrize(("length", "left"), [(4096, 16), (100_000, 16), (10**6, 100), (10**8, 1024), (10**9, 1024)])
-def test_a_short_window_in_a_long_sequence(length: int, left: int) -> None:
+def test_a_short_window_of_a_long_sequence_costs_its_pairs_and_edges(length: int, left: int) -> None:
     """By hand: each query has left + 1 pairs, and left keys cross each of the 3 edges between runs."""
     shape = Shape(1, 4, 1)
     moves = traffic(Problem(am.Window(left), shape, am.Contiguous(), am.Contiguous(), length, length), Shape(1, 1, 1))
@@ -90,7 +90,7 @@ def test_a_short_window_in_a_long_sequence(length: int, left: int) -> None:
 
 
 @pytest.mark.parametrize("length", [10**5, 10**7])
-def test_short_documents_in_a_long_sequence(length: int) -> None:
+def test_short_documents_of_a_long_sequence_cost_their_pairs_and_edges(length: int) -> None:
     """By hand: a document of 50 has 50 * 51 / 2 pairs; only keys of documents on an edge between runs travel."""
     mask = am.Causal() & am.Documents([50] * (length // 50))
     moves = traffic(Problem(mask, Shape(1, 8, 1), am.Contiguous(), am.Contiguous(), length, length), Shape(1, 1, 1))

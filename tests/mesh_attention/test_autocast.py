@@ -10,11 +10,10 @@ from torch.nn.functional import scaled_dot_product_attention
 import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh.mesh.shapes import Shape
-from tests.hf.training.test_training import plain
 from tests.support import families
-from tests.support.families import prompt
+from tests.support.families import plain_batch, prompt
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 AXES = ("heads", "queries", "keys")
 ROUNDING = 2.0**-7
@@ -36,6 +35,7 @@ def stock() -> tuple[Tensor, ...]:
     return out.detach(), q.grad, k.grad, v.grad
 
 
+@on_each_rank
 def ours(shape: Shape) -> tuple[Tensor, ...]:
     mesh, whole = named_mesh(shape, AXES), inputs()
     shards = [am.shard(x.detach(), mesh, layout=am.Zigzag()).requires_grad_() for x in whole]
@@ -62,11 +62,12 @@ def test_attend_casts_and_float64_stays() -> None:
         assert am.attend(q.double(), k.double(), v.double()).out.dtype == torch.float64
 
 
+@on_each_rank
 def generated(shape: Shape) -> list[Any]:
     model, mesh = families.model("qwen3", "attnmesh"), named_mesh(shape, AXES)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         made = hf.generate(model, prompt(80), mesh=mesh, max_new_tokens=4, do_sample=False)
-        loss = model(**hf.shard_batch(plain(), mesh)).loss
+        loss = model(**hf.shard_batch(plain_batch(), mesh)).loss
     loss.backward()
     return [made.tolist(), loss.item(), float(model.lm_head.weight.grad.norm())]
 
@@ -76,10 +77,11 @@ def test_a_model_of_float32_weights_runs_under_autocast(shape: Shape, pool: Pool
     model = families.model("qwen3", "sdpa")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = model(prompt(80)).logits[0, -1].float()
-        loss = model(**plain(), use_cache=False).loss
+        loss = model(**plain_batch(), use_cache=False).loss
     for made, given, norm in pool.run(shape.ranks, generated, shape):
         assert logits[made[0][80]] >= logits.max() - 0.05 * logits.abs().max()  # a tie of bfloat16 may fall either way
         assert norm > 0
         assert given > 0
     answers = pool.run(shape.ranks, generated, shape)
+    # Layers round to bfloat16, by 4e-3.
     assert sum(answer[1] for answer in answers) / shape.ranks == pytest.approx(loss.item(), rel=2e-2)

@@ -14,7 +14,7 @@ import attnmesh as am
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 CONTIGUOUS = am.Contiguous()
 
@@ -23,6 +23,7 @@ def heads() -> list[Tensor]:
     return [torch.ones(1, n, 6, 4) for n in (4, 2, 2)]
 
 
+@on_each_rank
 def warned(call: Callable[[], Any]) -> list[tuple[str, bool]]:
     """What a call warned of, as if it were the first of its process, and whether this file is blamed."""
     before = set(errors._warned)
@@ -53,6 +54,7 @@ def of_dtensors() -> None:
     am.attention(*(distribute_tensor(x, mesh, [Shard(2)]) for x in heads()))
 
 
+@on_each_rank
 def alone() -> dict[str, Any]:
     calls = [twice, compiled, on_the_mesh, of_dtensors]
     return {call.__name__: warned(call) for call in calls} | {
@@ -76,6 +78,7 @@ def test_one_rank_is_not_warned(pool: Pool) -> None:
     assert pool.run(1, warned, twice) == [[]]
 
 
+@on_each_rank
 def where_warnings_are_errors() -> list[bool]:
     """Whether each call of two raises."""
     raised = []
@@ -95,6 +98,7 @@ def test_where_warnings_are_errors_each_call_raises(pool: Pool) -> None:
     assert pool.run(2, where_warnings_are_errors) == [[True, True]] * 2
 
 
+@on_each_rank
 def generated() -> dict[str, Any]:
     import attnmesh.hf as hf
     from tests.support import families

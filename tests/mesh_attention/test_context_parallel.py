@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import attnmesh as am
 from attnmesh import errors
 from attnmesh.mesh.axes import Mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 HOW_TO = Path(__file__).parents[2] / "docs" / "howto.md"
 
@@ -63,6 +63,7 @@ def run(model: nn.Module, x: Tensor, weight: Tensor) -> tuple[Tensor, list[Tenso
     return out.detach(), [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
+@on_each_rank
 def on_mesh(
     length: int, causal: bool, plan: str, layout: Any, shape: Any, compiled: bool
 ) -> tuple[Tensor, list[Tensor]]:
@@ -89,14 +90,14 @@ CASES = [
 
 
 @pytest.mark.parametrize(("ranks", "length", "causal", "plan", "layout", "shape", "compiled"), CASES)
-def test_a_plain_model_on_a_mesh_named_cp(
+def test_a_plain_model_gives_the_same_on_a_mesh_named_cp(
     ranks: int, length: int, causal: bool, plan: str, layout: Any, shape: Any, compiled: bool, pool: Pool
 ) -> None:
     expected, gradients = run(make(causal), *batch(length))
     for out, given in pool.run(ranks, on_mesh, length, causal, plan, layout, shape, compiled):
-        torch.testing.assert_close(out, expected, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(out, expected, rtol=1e-11, atol=1e-11)  # float64
         for mine, theirs in zip(given, gradients, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)  # float64
 
 
 class LanguageModel(nn.Module):
@@ -129,6 +130,7 @@ def recipe(world: Any, layout: Any) -> tuple[Tensor, list[Tensor]]:
     return names["loss"].detach(), [parameter.grad for parameter in model.parameters()]  # type: ignore[attr-defined,misc]
 
 
+@on_each_rank
 def by_the_recipe() -> list[Tensor]:
     """Return the mean over the ranks of a loss and its gradients."""
     world = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
@@ -143,9 +145,10 @@ def test_the_loss_of_the_how_to_is_that_of_one_device_on_uneven_shards(pool: Poo
     (alone,) = pool.run(1, by_the_recipe)
     for given in pool.run(4, by_the_recipe):
         for mine, theirs in zip(given, alone, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
+            torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)  # float64
 
 
+@on_each_rank
 def other_uses() -> list[bool]:
     """Attend and decode on a mesh of one axis with another name, and split one of two axes."""
     q, k, v = torch.randn(3, 1, 4, 23, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64).unbind()
@@ -166,6 +169,7 @@ def test_a_mesh_of_one_axis_may_have_any_name(pool: Pool) -> None:
     assert pool.run(4, other_uses) == [[True] * 8] * 4
 
 
+@on_each_rank
 def bad_call(name: str) -> str:
     """Return the error of a call that is wrong, on one rank alone where ranks compare."""
     world, odd = init_device_mesh("cpu", (2, 1), mesh_dim_names=("cp", "tp")), dist.get_rank() == 1

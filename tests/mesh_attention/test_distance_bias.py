@@ -13,7 +13,7 @@ from attnmesh.errors import DeviceError, DtypeError, InputError, KernelError, Sh
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.dense import dense
 from tests.support.mesh_problems import SAMPLES, MeshProblem, draw, named_mesh, run, shard_positions
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.problems import draw as draw_alone
 from tests.support.seeds import batches_by_ranks, seeds
 
@@ -76,6 +76,7 @@ def window_of(problem: MeshProblem) -> int:
     return Random(problem.seed).choice((1, 9, 100))
 
 
+@on_each_rank
 def run_each(drawn: list[MeshProblem]) -> list[list[Tensor]]:
     found = []
     for problem in drawn:
@@ -108,7 +109,7 @@ def test_random_problems_on_a_mesh_agree_with_dense_attention(pool: Pool, ranks:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_narrow_numbers_and_graphs(dtype: torch.dtype) -> None:
+def test_narrow_numbers_and_graphs_agree_with_float64(dtype: torch.dtype) -> None:
     q, k, v = (x.to(dtype).requires_grad_() for x in torch.randn(3, 1, 2, 40, 8))
     bias = torch.randn(1, 2, 40, 5).to(dtype).requires_grad_()
     places = torch.arange(40)
@@ -147,6 +148,7 @@ WRONG = {
 }
 
 
+@on_each_rank
 def errors_of_the_last_rank() -> list[str]:
     """Return what each wrong bias of the last rank raises, and a right one of other distances than the others'."""
     mesh, found = named_mesh(Shape(1, 2, 1), AXES), []
@@ -173,7 +175,7 @@ def test_a_wrong_bias_of_one_rank_raises_the_same_on_all(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_bias_on_one_device(name: str) -> None:
+def test_a_wrong_bias_is_refused_on_one_device(name: str) -> None:
     bias, options, kind = WRONG[name]
     q = torch.randn(1, 2, 5, 8)
     for function in (am.attend, am.attention):

@@ -12,12 +12,12 @@ from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.mesh_attention import latents as latent
 from attnmesh.mesh_attention.attention import attend_shards
-from attnmesh.mesh_attention.call import Call, Options
+from attnmesh.mesh_attention.call import Call
 from attnmesh.mesh_attention.latents import Latents, Projection
 from attnmesh.runtime.counters import counted
 from tests.support.dense import dense
-from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.mesh_problems import call_options, named_mesh
+from tests.support.pool import Pool, on_each_rank
 
 HEADS, COLUMNS, VALUES, RANK, ROTATED, TOKENS = 6, 5, 3, 7, 2, 11
 
@@ -52,12 +52,15 @@ def test_heads_are_expanded_in_groups(size: int, monkeypatch: pytest.MonkeyPatch
     torch.testing.assert_close(partial.lse, lse)
 
 
+@on_each_rank
 def received(shape: Shape) -> int:
     """Return the elements that a rank receives, besides one value per row."""
     mesh, n = named_mesh(shape, AXES), TOKENS
     q, k, v = torch.randn(1, HEADS, n, COLUMNS + ROTATED), *torch.randn(2, 1, HEADS, n, COLUMNS + ROTATED)
     projection = Projection(torch.randn(HEADS, COLUMNS, RANK), torch.randn(HEADS, VALUES, RANK))
-    options = Options(am.Full(), am.Zigzag(), am.Zigzag(), "bulk", "auto", None, None, *[n * shape.ranks] * 2, None)
+    lengths = dict.fromkeys(("length", "key_length"), n * shape.ranks)
+    layouts = dict.fromkeys(("layout", "key_layout"), am.Zigzag())
+    options = call_options(mask=am.Full(), exchange="bulk", **layouts, **lengths)
     tokens = torch.randn(1, 1, n, RANK + ROTATED)
     with counted() as traffic:
         attend_shards(

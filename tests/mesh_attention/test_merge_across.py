@@ -13,8 +13,9 @@ from attnmesh.comm.topology import hosts
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.merges import MERGES
 from attnmesh.runtime.counters import counted
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import rotated
+from tests.support.tolerances import FLOAT32, FLOAT32_SUMS
 
 _groups: dict[int, dist.ProcessGroup] = {}
 
@@ -36,6 +37,7 @@ def partial_of(rank: int, dtype: torch.dtype) -> am.Partial:
     return am.Partial(out.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, -torch.inf))
 
 
+@on_each_rank
 def merge_among(ranks: int, dtype: torch.dtype, options: dict[str, object]) -> am.Partial | None:
     group = group_of(ranks)
     if group is None:
@@ -76,15 +78,16 @@ def test_each_rank_keeps_its_heads(pool: Pool, ranks: int, how: str) -> None:
     for index, place in enumerate(torch.arange(9).tensor_split(ranks)):
         assert Axis(ranks, index).slice_of(9) == slice(int(place[0]), int(place[-1]) + 1)
     for x, y in zip((torch.cat(parts, 1) for parts in zip(*shares, strict=True)), whole, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(x, y, rtol=FLOAT32, atol=FLOAT32)
 
 
+@on_each_rank
 def in_base_two() -> bool:
     out, lse = partial_of(dist.get_rank(), torch.float32)
     natural = am.merge_across(am.Partial(out, lse), dist.group.WORLD)
     two = am.merge_across(am.Partial(out, lse / math.log(2)), dist.group.WORLD, base="2")
-    return torch.allclose(natural.out, two.out, atol=1e-5) and torch.allclose(
-        natural.lse, two.lse * math.log(2), atol=1e-5
+    return torch.allclose(natural.out, two.out, atol=FLOAT32_SUMS) and torch.allclose(
+        natural.lse, two.lse * math.log(2), atol=FLOAT32_SUMS
     )
 
 
@@ -92,6 +95,7 @@ def test_base_two_is_accepted_by_name(pool: Pool) -> None:
     assert pool.run(3, in_base_two) == [True] * 3
 
 
+@on_each_rank
 def sent(wire: torch.dtype | None) -> int:
     with counted() as traffic:
         am.merge_across(partial_of(dist.get_rank(), torch.bfloat16), dist.group.WORLD, how="tree", wire=wire)
@@ -106,6 +110,7 @@ def test_out_travels_in_the_given_dtype(pool: Pool) -> None:
     assert all(torch.equal(x.out, results[0].out) for x in results)
 
 
+@on_each_rank
 def with_nan(how: str) -> Tensor:
     out, lse = partial_of(dist.get_rank(), torch.float32)
     if dist.get_rank() == 2:
@@ -119,6 +124,7 @@ def test_nan_on_one_rank_is_nan_on_all(pool: Pool, how: str) -> None:
         assert out[:, :, :-1].isnan().all()
 
 
+@on_each_rank
 def compiled() -> bool:
     group = dist.group.WORLD
     partial = partial_of(dist.get_rank(), torch.float32)
@@ -129,10 +135,11 @@ def compiled() -> bool:
     return torch.equal(step(*partial), torch.compile(step, fullgraph=True, backend="aot_eager")(*partial))
 
 
-def test_is_one_node_of_a_graph(pool: Pool) -> None:
+def test_a_merge_is_one_node_of_a_graph(pool: Pool) -> None:
     assert pool.run(2, compiled) == [True] * 2
 
 
+@on_each_rank
 def own_hosts() -> list[list[int]]:
     return hosts(Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD))
 
@@ -141,6 +148,7 @@ def test_ranks_of_a_host_know_each_other(pool: Pool) -> None:
     assert pool.run(3, own_hosts) == [[[0, 1, 2]]] * 3
 
 
+@on_each_rank
 def without_a_group() -> str:
     try:
         am.merge_across(partial_of(0, torch.float32), None)
@@ -179,6 +187,7 @@ def test_bad_input_is_refused_by_name(changes: dict[str, object], kind: type[Exc
         am.merge_across(partial, group, **options)
 
 
+@on_each_rank
 def _odd_widths(how: str, output: str) -> list[float]:
     """On a rank: errors of merges in bfloat16 whose messages are no whole numbers of the dtype of lse."""
     group, errors_found = dist.group.WORLD, []

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from random import Random
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,11 +13,11 @@ import attnmesh as am
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.mesh_attention import prompt
-from attnmesh.mesh_attention.call import Call, Options
+from attnmesh.mesh_attention.call import Call
 from attnmesh.mesh_attention.latents import Latents
 from attnmesh.mesh_attention.prompt import attend_prompt, chosen_way
-from tests.support.mesh_problems import MeshProblem, check, draw, named_mesh, shard_positions
-from tests.support.pool import Pool
+from tests.support.mesh_problems import MeshProblem, call_options, check, draw, named_mesh, shard_positions
+from tests.support.pool import Pool, on_each_rank
 
 LAYOUTS = (am.Striped(1), am.Striped(4), am.Striped(128), am.Contiguous())
 """Layouts of prompts, with blocks of a size that a user may set."""
@@ -44,16 +45,10 @@ def attended(problem: MeshProblem, way: str) -> tuple[Tensor, Chosen]:
     mesh = named_mesh(problem.shape, problem.axes)
     mine, chosen = shard_positions(problem, mesh)[0], list[Chosen]()
     q, k, v, _, *sinks = problem.whole()
-    rest = problem.exchange, "auto", problem.scale, problem.softcap, *problem.lengths, None
-    call = Call(
-        q[:, :, mine],
-        k[:, :, mine],
-        v[:, :, mine],
-        *(sinks or [None]),
-        None,
-        Options(problem.mask, *problem.layouts, *rest),
-    )
-    latents = problem.latents() if problem.latent else None
+    options = problem.options(*problem.lengths)
+    mine_of_each = {name: x[:, :, mine] for name, x in (("q", q), ("k", k), ("v", v))}
+    call = Call(**mine_of_each, sinks=sinks[0] if sinks else None, key_lengths=None, options=options)
+    whole = problem.latents() if problem.latent else None
 
     def noted(place: Mesh, *arguments: object) -> tuple[Mesh, str]:
         found, exchange = chosen_way(place, *arguments)
@@ -64,18 +59,19 @@ def attended(problem: MeshProblem, way: str) -> tuple[Tensor, Chosen]:
 
     mode = torch.inference_mode() if problem.seed // 100 % 2 else torch.no_grad()
     with mode, mock.patch.object(prompt, "chosen_way", noted):
-        some = None if latents is None else Latents(latents.tokens[:, :, mine], latents.projection)
-        return attend_prompt(call, mesh, None, some), chosen[0] if chosen else (problem.shape, "alone")
+        latents = None if whole is None else Latents(whole.tokens[:, :, mine], whole.projection)
+        return attend_prompt(call, mesh, None, latents), chosen[0] if chosen else (problem.shape, "alone")
 
 
+@on_each_rank
 def in_each_way(problems: list[MeshProblem]) -> list[dict[str, tuple[Tensor, Chosen]]]:
     return [{way: attended(problem, way) for way in ("keys", "queries", "chosen")} for problem in problems]
 
 
-@pytest.mark.parametrize("some", [range(4), pytest.param(range(4, 12), marks=pytest.mark.long)], ids=str)
+@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 12), marks=pytest.mark.long)], ids=str)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_each_way_gives_dense_attention_and_ranks_choose_alike(ranks: int, some: range, pool: Pool) -> None:
-    problems = [drawn(seed, ranks) for seed in some]
+def test_each_way_gives_dense_attention_and_ranks_choose_alike(ranks: int, seeds: range, pool: Pool) -> None:
+    problems = [drawn(seed, ranks) for seed in seeds]
     taken = set()
     for problem, found in zip(problems, zip(*pool.run(ranks, in_each_way, problems), strict=True), strict=True):
         for way in found[0]:
@@ -86,10 +82,12 @@ def test_each_way_gives_dense_attention_and_ranks_choose_alike(ranks: int, some:
     assert ranks == 1 or {("keys", False), ("queries", True)} <= taken
 
 
+@on_each_rank
 def ways(heads: tuple[int, int], length: int, exchange: str) -> Chosen:
     """Return the way that a rank takes for a long prompt of so many heads."""
     mesh = Mesh.of(named_mesh(Shape(1, 1, 4), AXES))
-    options = Options(am.Causal(), *[am.Striped(128)] * 2, exchange, "auto", None, None, length, length, None)
+    same: dict[str, Any] = {"layout": (layout := am.Striped(128)), "key_layout": layout}
+    options = call_options(mask=am.Causal(), exchange=exchange, length=length, key_length=length, **same)
     problem = options.problem(mesh, (length, length))
     found, how = chosen_way(mesh, torch.device("cpu"), torch.float32, (1, *heads, 64, 64), problem, None, exchange)
     return found.shape, how

@@ -28,7 +28,7 @@ from tests.support.emulated_gpu import EmulatedGPU
 from tests.support.emulated_nccl import world
 from tests.support.live_tensors import LiveTensors
 from tests.support.mesh_problems import SAMPLES, MeshProblem, check, draw_selected, named_mesh, run
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import batches_by_ranks, seeds
 
 
@@ -181,6 +181,7 @@ def test_numbers_of_keys_that_are_not_selected_change_no_gradient() -> None:
 # --- meshes ---
 
 
+@on_each_rank
 def run_each(drawn: list[MeshProblem]) -> list[list[Tensor]]:
     return [run(problem) for problem in drawn]
 
@@ -223,6 +224,7 @@ CHANGES = {
 }
 
 
+@on_each_rank
 def errors_of(shape: Shape) -> list[str]:
     """Return what each wrong argument of the last rank raises, and the fixed call after it."""
     mesh, found = named_mesh(shape, AXES), []
@@ -261,6 +263,7 @@ def test_each_wrong_selection_has_an_error_of_its_kind() -> None:
         am.attend(q, q, q, k_positions=places, selected=am.Selection(torch.zeros(1, 1, 5, 1).int()))
 
 
+@on_each_rank
 def compiled_on_ranks(shape: Shape) -> str:
     mesh, q = named_mesh(shape, AXES), torch.randn(1, 4, 5, 8)
     selected = am.Selection(torch.arange(3).int().expand(1, 1, 5, 3).clone())
@@ -278,6 +281,7 @@ def test_a_graph_on_several_ranks_is_refused(pool: Pool) -> None:
         assert "outside of compiled graphs" in text
 
 
+@on_each_rank
 def faulty_on_a_gpu(gpu: EmulatedGPU, shape: Shape) -> list[int]:
     """Return the rows of this rank that are NaN."""
     mesh = init_device_mesh("cuda", tuple(shape), mesh_dim_names=AXES)

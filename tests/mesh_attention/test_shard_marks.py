@@ -15,7 +15,8 @@ import attnmesh as am
 from attnmesh import errors
 from attnmesh.errors import LayoutError
 from attnmesh.mesh_attention.shard_marks import shard_marks
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
+from tests.support.tolerances import FLOAT32_SUMS
 
 LAYOUT, DOCUMENTS = am.Zigzag(), am.Causal() & am.Documents([20, 12])
 
@@ -57,6 +58,7 @@ CALLS: list[tuple[Callable[[Any], Any], str]] = [
 ]
 
 
+@on_each_rank
 def _errors() -> list[str]:
     mesh, found = am.init_mesh((1, 1, 2)), []
     for call, _ in CALLS:
@@ -73,13 +75,14 @@ def test_shards_of_another_layout_mesh_or_dim_raise_on_all_ranks(pool: Pool) -> 
         assert all(re.search(says, error) for error in given), given
 
 
+@on_each_rank
 def _served() -> list[bool]:
     """Equal layouts are equal by value, and what was cut by "auto" is attended by "auto" or by its layout."""
     mesh, equal = am.init_mesh((1, 1, 2)), []
     for layout, mask in ((am.Striped(2), am.Causal()), ("auto", am.Causal()), ("auto", DOCUMENTS)):
         out = attend(mesh, parts(mesh, layout, mask=mask), copy.copy(layout), mask=mask)
         whole = am.attention(*parts(None, am.Zigzag()), mesh=None, mask=mask)
-        equal.append(torch.allclose(am.unshard(out, mesh, layout=layout, mask=mask), whole, atol=1e-5))
+        equal.append(torch.allclose(am.unshard(out, mesh, layout=layout, mask=mask), whole, atol=FLOAT32_SUMS))
     by_hand = [x.clone() for x in parts(mesh)]  # tensors that shard did not make are not checked
     attend(mesh, by_hand, am.Contiguous())
     return equal
@@ -104,6 +107,7 @@ def test_a_mark_goes_with_its_tensor_and_is_no_part_of_it() -> None:
     assert len(shard_marks()) == before
 
 
+@on_each_rank
 def _warnings() -> list[list[str]]:
     """Calls of kinds that no other test makes: a known kind is not looked at again."""
     mesh, said = am.init_mesh((1, 1, 2)), []

@@ -13,7 +13,7 @@ import attnmesh as am
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 T = torch.zeros
 HINT = r"Fix: (.*; )?if these are \(batch, length, heads, dim\), pass x\.transpose\(1, 2\)"
@@ -129,6 +129,7 @@ def test_compiled_it_is_one_graph_and_does_not_warn() -> None:
     assert warned(lambda: compiled(q)) == []
 
 
+@on_each_rank
 def on_a_mesh(case: str) -> None:
     mesh = named_mesh(Shape(1, 2, 1), AXES)
     q, k, v = heads(20)

@@ -12,7 +12,7 @@ from attnmesh.core.selection import NONE
 from attnmesh.errors import DtypeError
 from attnmesh.mesh.reduction_tree import tree
 from attnmesh.runtime.counters import counted
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 ROWS, KEYS = (2, 3), 50
 
@@ -30,6 +30,7 @@ def own(ranks: int) -> Tensor:
     return (owner == dist.get_rank()).nonzero().flatten()
 
 
+@on_each_rank
 def found(ties: bool, k: int) -> tuple[Tensor, Tensor, int]:
     mine = own(dist.get_world_size())
     with counted() as received:
@@ -47,7 +48,7 @@ def test_the_lowest_numbers_of_float64_are_scores() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize(("ties", "k"), [(False, 7), (True, 7), (True, 60)])
-def test_the_stable_top_k_of_all_ranks(pool: Pool, ranks: int, ties: bool, k: int) -> None:
+def test_top_k_across_is_the_stable_top_k_of_all_ranks(pool: Pool, ranks: int, ties: bool, k: int) -> None:
     scores, order = scores_of_all(ties).sort(dim=-1, descending=True, stable=True)
     keys = order.masked_fill(scores == -torch.inf, NONE)
     results = pool.run(ranks, found, ties, k)
@@ -59,12 +60,13 @@ def test_the_stable_top_k_of_all_ranks(pool: Pool, ranks: int, ties: bool, k: in
     assert max(received for *_, received in results) == math.ceil(math.log2(ranks)) * math.prod(ROWS) * k * 8
 
 
+@on_each_rank
 def blocks_in_parts(k: int) -> tuple[Tensor, Tensor]:
     mine = own(dist.get_world_size())
     return am.top_k_across(scores_of_all(True)[..., mine], (mine // 4).int(), k, dist.group.WORLD, unique=True)
 
 
-def test_parts_of_blocks_on_several_ranks(pool: Pool) -> None:
+def test_parts_of_blocks_on_several_ranks_give_the_top_blocks(pool: Pool) -> None:
     blocks = torch.arange(KEYS).expand(*ROWS, -1) // 4
     whole = torch.full((*ROWS, 13), -torch.inf).scatter_reduce(-1, blocks, scores_of_all(True), "amax")
     right = am.top_k_across(whole, torch.arange(13), 5, None)
@@ -73,6 +75,7 @@ def test_parts_of_blocks_on_several_ranks(pool: Pool) -> None:
             assert all(map(torch.equal, got, right))
 
 
+@on_each_rank
 def of_each_dtype(dtype: torch.dtype) -> bool:
     scores, mine = scores_of_all(False).to(dtype), own(dist.get_world_size())
     with torch.no_grad():
@@ -97,5 +100,5 @@ def test_nan_is_returned_first() -> None:
 
 
 @pytest.mark.parametrize("ranks", range(1, 18))
-def test_rounds_of_the_tree(ranks: int) -> None:
+def test_the_tree_has_the_fewest_rounds(ranks: int) -> None:
     assert max(map(len, tree([[*range(ranks)]]).values())) == math.ceil(math.log2(ranks))

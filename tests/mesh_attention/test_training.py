@@ -18,7 +18,7 @@ from tests.support.dense import truth
 from tests.support.mesh_problems import MeshProblem, named_mesh
 from tests.support.mesh_problems import run as run_problem
 from tests.support.models.tiny_decoder import Decoder, sequences, summed_loss
-from tests.support.pool import SIZES, Pool
+from tests.support.pool import SIZES, Pool, on_each_rank
 from tests.support.seeds import rotated
 
 LENGTH = 47
@@ -109,6 +109,7 @@ def added_up(loss: Tensor, model: nn.Module) -> float:
     return float(total[0])
 
 
+@on_each_rank
 def losses_of_tour(ranks: int, exchanges: Sequence[str]) -> list[float]:
     return losses(tour(ranks, exchanges), heads(ranks))
 
@@ -130,6 +131,7 @@ def test_losses_are_those_of_one_device(pool: Pool, ranks: int, exchanges: Seque
         assert errors.max() <= ATOL, f"{errors.max():.1e} at step {int(errors.argmax())}"
 
 
+@on_each_rank
 def losses_on(shape: Shape, exchange: str) -> list[float]:
     return losses([(named_mesh(shape, AXES), exchange, am.Zigzag())] * STEPS, heads(shape.ranks))
 
@@ -195,6 +197,7 @@ def test_errors_in_bfloat16_do_not_grow_with_the_ranks(pool: Pool, shape: Shape,
 # --- together with FSDP ---
 
 
+@on_each_rank
 def losses_with_fsdp(axes: tuple[str, ...], steps: int) -> list[float]:
     """Two replicas hold the parameters together, each with a batch of its own on a mesh of its own."""
     mesh = init_device_mesh("cpu", (2,) * (1 + len(axes)), mesh_dim_names=("data", *axes))
@@ -219,7 +222,7 @@ def losses_with_fsdp(axes: tuple[str, ...], steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize("axes", [("queries",), pytest.param(("queries", "keys"), marks=pytest.mark.long)])
-def test_with_parameters_sharded_by_fsdp(pool: Pool, axes: tuple[str, ...]) -> None:
+def test_losses_are_the_same_with_parameters_sharded_by_fsdp(pool: Pool, axes: tuple[str, ...]) -> None:
     model, expected = Decoder(8, 4), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(3):

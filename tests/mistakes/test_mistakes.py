@@ -5,9 +5,10 @@ import pytest
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.mistakes.table import PAGE, files, raised, rows_of, with_table
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 
+@on_each_rank
 def outcomes(file: str, ranks: int) -> list[tuple[str, str]]:
     """Return what this rank raises for each row of a file that is for so many ranks."""
     mesh = named_mesh(Shape(1, ranks, 1), AXES)

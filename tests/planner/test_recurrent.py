@@ -96,7 +96,7 @@ def test_nothing_depends_on_the_length_and_kinds_add_up() -> None:
             assert all_bytes(parts[0]) + all_bytes(parts[1]) == all_bytes(parts[2])
 
 
-def test_rounds_across_hosts_by_hand() -> None:
+def test_rounds_across_hosts_take_the_bytes_and_seconds_by_hand() -> None:
     """Two hosts of 4 ranks: rounds of 1 and 2 stay inside, 4 messages of the last round leave a host."""
     size = WORK.batch * MAP_BYTES
     one = priced(WORK, 2, 4, am.Contiguous()).scan

@@ -16,7 +16,7 @@ from attnmesh.planner.serving import serving
 from attnmesh.runtime.counters import counted
 from tests.support.families import prompt
 from tests.support.models.tiny_models import Case, build
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 pytestmark = pytest.mark.quick
 
@@ -39,8 +39,9 @@ def keys_alone(queries: int = 1) -> Way:
 
 def test_bytes_of_a_million_tokens_are_those_of_the_sizes() -> None:
     work = deepseek()
+    # Two digits.
     assert work.kept_bytes / RANKS == 61 * (512 + 64) * 2 * MILLION / RANKS == pytest.approx(4.6e9, rel=0.01)
-    assert work.index_bytes / RANKS == 61 * 128 * 2 * MILLION / RANKS == pytest.approx(1.02e9, rel=0.01)
+    assert work.index_bytes / RANKS == 61 * 128 * 2 * MILLION / RANKS == pytest.approx(1.02e9, rel=0.01)  # three digits
     assert cost(keys_alone(), work, HOSTS).memory == (work.kept_bytes + work.index_bytes) / RANKS
 
 
@@ -53,7 +54,7 @@ def test_candidates_are_six_percent_of_a_partial() -> None:
     )
     candidates, partials = (one.inside + one.between for one in (selection, plain))
     assert candidates == 61 * 4 * RANKS * 2048 * 8  # in each of 4 rounds all ranks send
-    assert candidates / partials == pytest.approx(2048 * 8 / (128 * 513 * 4 + 8), rel=0.01)
+    assert candidates / partials == pytest.approx(2048 * 8 / (128 * 513 * 4 + 8))
     assert whole.inside + whole.between == pytest.approx(candidates + partials)
 
 
@@ -62,9 +63,9 @@ def test_a_step_reads_what_is_selected() -> None:
     long, short = (dict(cost(keys_alone(), deepseek(length=length), HOSTS).parts) for length in (10**6, 10**5))
     call = HOSTS.device.call * 61
     assert long["kernel"] == short["kernel"] > call
-    assert (long["score"] - call) / (short["score"] - call) == pytest.approx(10, rel=0.01)
+    assert (long["score"] - call) / (short["score"] - call) == pytest.approx(10)
     whole = dict(cost(keys_alone(), deepseek(length=10**6, selected=None), HOSTS).parts)
-    assert (whole["kernel"] - call) / (long["kernel"] - call) == pytest.approx(10**6 / 2048, rel=0.02)
+    assert (whole["kernel"] - call) / (long["kernel"] - call) == pytest.approx(10**6 / 2048)
 
 
 def test_prefill_gathers_index_keys_and_attends_what_is_selected() -> None:
@@ -75,6 +76,7 @@ def test_prefill_gathers_index_keys_and_attends_what_is_selected() -> None:
     arriving, indices = length * 128 * 2, length / RANKS * 2048 * 4
     assert found.memory == pytest.approx(work.index_bytes / RANKS + arriving + indices)
     products = 2 * 64 * 128 * (length**2 / 2) / RANKS
+    # Blocks on the diagonal count in whole.
     assert found.parts["score"] == pytest.approx(61 * products / HOSTS.device.forward_rate, rel=0.02)
     best = am.plan(work, HOSTS)
     assert {one.shape.keys for one in best} == {1}
@@ -90,6 +92,7 @@ def test_layers_without_an_indexer_have_no_index_keys() -> None:
     assert parts["kernel"] > 21 / 61 * plain["kernel"]
 
 
+@on_each_rank
 def sent_by_a_step() -> tuple[int, int]:
     """Return the bytes that this rank sends for candidates, and for partials."""
     mesh = am.init_mesh("cpu", (1, 1, 2))

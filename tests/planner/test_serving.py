@@ -11,22 +11,13 @@ import attnmesh.hf as hf
 from attnmesh.errors import ClusterError, KernelError, ShapeError
 from attnmesh.hf.model_size import model_size, other_layers
 from attnmesh.mesh.cluster import Cluster
-from attnmesh.mesh.rates import NO_LINK, Device, Link
-from attnmesh.planner.decode_cost import Experts, SharedLayers
+from attnmesh.mesh.rates import NO_LINK
+from attnmesh.planner.decode_cost import Experts
 from attnmesh.planner.serving import ModelSizes, ServingPlan, chosen, over_hosts, serving, why_whole
 from tests.support import families
 from tests.support.families import prompt
 from tests.support.models.tiny_models import Case, build
-
-LLAMA_70B = LlamaConfig(
-    vocab_size=128256,
-    hidden_size=8192,
-    intermediate_size=28672,
-    num_hidden_layers=80,
-    num_attention_heads=64,
-    num_key_value_heads=8,
-    tie_word_embeddings=False,
-)
+from tests.support.planned import LAYERS, LLAMA_70B, cpus, model_of_cpus
 
 
 def ways(length: int = 1_000_000, hosts: int = 2) -> dict[tuple[int, bool], ServingPlan]:
@@ -166,21 +157,6 @@ def test_weights_that_do_not_fit_leave_no_token() -> None:
         am.plan(am.Workload(8, 8, 64, 10**12, phase="decode"), am.Cluster.preset("dgx-h100", 1))
 
 
-LAYERS = SharedLayers(2 * 10**8, (960, 576, 3072, 576) * 30 + (49152,), most_rows=32, most_ranks=15, board=131_008)
-
-
-def model_of_cpus(rows: int = 1) -> ModelSizes:
-    """Return a model whose 200 MB of weights in float32 ranks can share, and 1 MB that they cannot."""
-    work = am.Workload(9, 3, 64, 4000, layers=30, dtype="float32", phase="decode", batch=rows)
-    return ModelSizes(work, 576, 30, lambda ranks, _: 201 * 10**6 // ranks, active=5 * 10**7, shared=LAYERS)
-
-
-def cpus(hosts: int = 1, ranks: int = 2) -> Cluster:
-    device = Device(2.7e10, 3e10, 8e9, 6e9, copy_rate=4e9, call=4e-4)
-    links = Link(5e-4, 5e8, 2e9, short=1e-4), Link(5e-4, 1.18e8, 1.18e8, message=4e-4)
-    return Cluster("cpus", hosts, ranks, device, *links, short_collectives="ring")
-
-
 def test_ranks_that_share_layers_read_their_part_and_exchange_outputs() -> None:
     ways = serving(model_of_cpus(), cpus())
     together, apart = (chosen(ways, 2, together=wanted) for wanted in (True, False))
@@ -216,7 +192,7 @@ def test_rows_read_the_experts_that_they_choose(rows: int) -> None:
     noise, experts = torch.Generator().manual_seed(0), Experts(16 * 10**6, 16, 3)
     draws = torch.rand(2000, rows, 16, generator=noise).topk(3).indices.flatten(1)
     distinct = sum(len(draw.unique()) for draw in draws) / len(draws)
-    assert experts.read(rows) == pytest.approx(1e6 * distinct, rel=0.01)
+    assert experts.read(rows) == pytest.approx(1e6 * distinct, rel=0.01)  # 2,000 draws
     model = replace(model_of_cpus(rows), experts=experts)
     (apart,) = [way for way in serving(model, cpus(), am.Shape(1, 1, 2)) if way.together == 1]
     assert apart.read == pytest.approx(201e6 - 16e6 + experts.read(rows))
@@ -276,14 +252,14 @@ def test_the_fastest_way_is_chosen_and_it_depends_on_the_price_of_an_exchange() 
         (1, am.Cluster.preset("dgx-h100", 1), "GPUs split weights by tp"),
     ],
 )
-def test_where_ranks_share_no_layers(rows: int, cluster: Cluster, why: str | None) -> None:
+def test_ranks_that_share_no_layers_are_told_why(rows: int, cluster: Cluster, why: str | None) -> None:
     model = model_of_cpus(rows)
     assert why_whole(model, cluster) == why
     assert any(way.sharding.together for way in serving(model, cluster)) == (why is None)
     assert why_whole(replace(model, shared=None), cpus()) == "none of them is a linear layer that ranks can share"
 
 
-def test_what_sharing_over_hosts_would_take() -> None:
+def test_sharing_over_hosts_takes_an_exchange_a_layer() -> None:
     """An exchange sends a rank's outputs and a tag to each other host at once."""
     model, hosts = model_of_cpus(), cpus(4, 1)
     way = over_hosts(model, hosts)
@@ -319,7 +295,7 @@ def test_more_ranks_than_cores_read_from_one_memory() -> None:
     alone = [next(way for way in ways if way.ranks == 1) for ways in (two, four)]
     assert alone[0].seconds == pytest.approx(alone[1].seconds)
     shared = [dict(chosen(ways, ranks, together=True).parts)["weights"] for ways, ranks in ((two, 2), (four, 4))]
-    assert shared[0] == pytest.approx(shared[1], rel=0.01)
+    assert shared[0] == pytest.approx(shared[1], rel=0.01)  # each rank reads 1 MB beside the 200
 
 
 def test_a_given_shape_is_priced_alone() -> None:

@@ -24,7 +24,7 @@ from trl import SFTTrainer
 import attnmesh as am
 from attnmesh.hf.model_size import training_size
 from attnmesh.planner.training import LOSSES, Method, TrainedModel, training
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.scripts import run_script
 from tests.support.seeds import some
 from tests.support.trainers import fsdp_on_cpus, launched
@@ -46,6 +46,7 @@ def tracked(*parts: Any) -> Iterator[MemTracker]:
         yield tracker
 
 
+@on_each_rank
 def peak(words: list[str], sizes: dict[str, Any], loss: str) -> int:
     """On a rank: run the script with a model of these sizes, and return the most bytes alive in its second step.
 

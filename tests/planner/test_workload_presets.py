@@ -11,7 +11,7 @@ from attnmesh import errors
 from attnmesh.planner.workload_presets import WORKLOADS, workload_preset
 from attnmesh_command import app
 from attnmesh_command.messages import OptionError
-from tests.cli.test_plan import run
+from tests.support.command import run_plan
 
 TOKENS = {
     "wan-14b-720p": 21 * 45 * 80,
@@ -67,7 +67,7 @@ def test_the_guide_has_a_row_of_each_preset() -> None:
 
 
 def test_the_command_plans_a_preset() -> None:
-    code, text = run("--workload", "wan-14b-720p", "--cluster", "dgx-h100:4")
+    code, text = run_plan("--workload", "wan-14b-720p", "--cluster", "dgx-h100:4")
     assert code == 0
     assert "preset: wan-14b-720p" in text
     assert "21 x 45 x 80 without text" in text
@@ -77,12 +77,12 @@ def test_the_command_plans_a_preset() -> None:
 
 def test_options_change_a_preset() -> None:
     options = ("--length", "8k", "--training", "--batch", "2", "--dtype", "float16", "--json")
-    record = json.loads(run("--workload", "flux-1024", "--cluster", "dgx-h100:2", *options)[1])
+    record = json.loads(run_plan("--workload", "flux-1024", "--cluster", "dgx-h100:2", *options)[1])
     named = {key: record["workload"][key] for key in ("length", "phase", "batch", "dtype", "layers")}
     assert named == {"length": 8000, "phase": "training", "batch": 2, "dtype": "float16", "layers": 57}
     assert (record["preset"], record["tokens"]) == ("flux-1024", "given by --length")
     assert record["source"].startswith("FluxTransformer2DModel")
-    again = json.loads(run(*record["command"].split()[2:], "--json")[1])
+    again = json.loads(run_plan(*record["command"].split()[2:], "--json")[1])
     assert again["plans"] == record["plans"]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh.mesh.axes import Axis
 from attnmesh.recurrent.halo import halo_of_parts
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 CASES = ([4, 2, 4], [0, 0, 3, 1, 0, 2], [5], [1] * 7, [3, 0, 0, 0, 9], [0, 0])
 _groups: dict[int, dist.ProcessGroup] = {}
@@ -30,6 +30,7 @@ def sequence(length: int, size: int) -> tuple[Tensor, Tensor]:
     return torch.cat([tokens.new_zeros(2, size, 3), tokens], 1), torch.randn(size, generator=generator).double()
 
 
+@on_each_rank
 def halo_on_ranks(lengths: list[int], size: int) -> tuple[Tensor, Tensor] | None:
     group, rank = group_of(len(lengths)), dist.get_rank()
     if group is None:
@@ -55,6 +56,7 @@ def test_a_halo_is_what_comes_before_the_shard(pool: Pool, lengths: list[int], s
     torch.testing.assert_close(torch.cat([grad for _, grad in results], 1), grads[:, size:])
 
 
+@on_each_rank
 def halos_of_zigzag(length: int, size: int, dim: int) -> Tensor:
     """The difference from the tokens before each of this rank's two parts."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -76,6 +78,7 @@ def test_both_parts_of_a_zigzag_shard_get_a_halo(pool: Pool, ranks: int, length:
         assert not difference.any()
 
 
+@on_each_rank
 def second_order() -> Tensor:
     own = torch.arange(3.0, dtype=torch.float64)[None].requires_grad_()
     result = am.halo(own, 2, dist.group.WORLD)

@@ -12,7 +12,7 @@ import attnmesh as am
 from attnmesh.mesh.axes import Axis
 from attnmesh.recurrent.scan import scan
 from attnmesh.runtime.counters import counted
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 FORMS = ("scalar", "diagonal", "matrix")
 _groups: dict[int, dist.ProcessGroup] = {}
@@ -56,6 +56,7 @@ def loss(result: am.AffineMap, seed: int) -> Tensor:
     return sum(((x * weight).sum() for x, weight in zip(result, weights, strict=True)), start=torch.zeros(()))
 
 
+@on_each_rank
 def scanned(ranks: int, problems: list[tuple[int, str, tuple[int, ...], bool]]) -> list[list[Tensor]] | None:
     """Prefix and gradients of each problem on this rank."""
     group, rank = group_of(ranks), dist.get_rank()
@@ -96,7 +97,7 @@ def test_the_scan_is_the_sequential_fold_with_its_gradients(pool: Pool, ranks: i
 
 @pytest.mark.parametrize("number", [25, pytest.param(250, marks=pytest.mark.long)])
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
-def test_random_problems(pool: Pool, ranks: int, number: int) -> None:
+def test_random_problems_agree_with_a_fold(pool: Pool, ranks: int, number: int) -> None:
     """Sizes of 1 are among them, and states without columns."""
     draw = random.Random(ranks)
     sizes = [tuple(draw.choice((1, 2, 3, 5)) for _ in range(3)) + (draw.choice((0, 1, 2, 4)),) for _ in range(number)]
@@ -113,6 +114,7 @@ def test_composition_is_associative(form: str) -> None:
     torch.testing.assert_close(three(two(one(state))), left(state))
 
 
+@on_each_rank
 def stepped(form: str) -> tuple[float, float]:
     """Difference of the loss of all ranks along a random direction, and what the gradients say."""
     own, rank = element(dist.get_rank(), form, (1, 2, 3, 2)), dist.get_rank()
@@ -135,6 +137,7 @@ def test_gradients_are_those_of_differences(pool: Pool, form: str) -> None:
         assert measured == pytest.approx(said, rel=1e-6)  # central differences of 1e-5 in float64
 
 
+@on_each_rank
 def dropping(resets: list[int]) -> tuple[Tensor, Tensor]:
     """Return the state before this rank of eight, and the gradient of its bias.
 
@@ -163,6 +166,7 @@ def test_nothing_is_computed_from_a_state_that_is_dropped(first: int, pool: Pool
         torch.testing.assert_close(grad, grads[rank] * (math.nan if to_last else 1), equal_nan=True)
 
 
+@on_each_rank
 def second_order(form: str) -> list[Tensor]:
     own, rank = element(dist.get_rank(), form, (1, 2, 2, 2)), dist.get_rank()
     grads = torch.autograd.grad(loss(am.scan_across(*own, dist.group.WORLD), rank), tuple(own), create_graph=True)
@@ -182,6 +186,7 @@ def test_gradients_have_gradients(pool: Pool, form: str) -> None:
             torch.testing.assert_close(got, right)
 
 
+@on_each_rank
 def received(ranks: int, form: str) -> tuple[int, int] | None:
     """Bytes received in the forward and in the backward pass."""
     group = group_of(ranks)

@@ -7,7 +7,7 @@ from torch.profiler import profile
 import attnmesh as am
 from attnmesh.kernels.native.build import library
 from attnmesh.runtime.ranges import ATTENTION, EXCHANGE, MERGE
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 
 def ranges(found: profile) -> dict[str, int]:
@@ -15,6 +15,7 @@ def ranges(found: profile) -> dict[str, int]:
     return {name: names.count(name) for name in (ATTENTION, EXCHANGE, MERGE) if name in names}
 
 
+@on_each_rank
 def training(exchange: str) -> dict[str, int]:
     """The ranges of a step with its backward pass on this rank."""
     mesh, layout = am.init_mesh("cpu", (1, 2, 1)), am.Contiguous()
@@ -24,6 +25,7 @@ def training(exchange: str) -> dict[str, int]:
     return ranges(found)
 
 
+@on_each_rank
 def decoding(merge: str) -> dict[str, int]:
     """The ranges of a steady step on this rank."""
     mesh = am.init_mesh("cpu", (1, 1, 2))

@@ -8,7 +8,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from random import Random
@@ -24,24 +24,21 @@ from attnmesh.hf.serving.engine import Engine
 from attnmesh.hf.serving.grammar_masks import Grammar, GrammarState, GrammarTokens, TokenMask
 from attnmesh.hf.serving.stream import Stream
 from attnmesh.serve import grammars
-from attnmesh.serve.answer_parts import AnswerFormats, AnswerPart, AnswerParts, find_formats
+from attnmesh.serve.answer_parts import AnswerFormats, find_formats
 from attnmesh.serve.grammars import CHANNELS, MAX_PROPERTIES, AskedGrammar, Grammars
 from attnmesh.serve.rank_requests import read_grammar, serve_rank_0
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.schema import CHAT, read_fields
-from attnmesh.serve.spelling import Spelling
-from attnmesh.serve.text import SentToken, Text
 from attnmesh.serve.tool_formats import FORMATS, ContentText, ToolCall
 from attnmesh.serve.tool_grammars import SHAPES, Rules
-from tests.hf.serving.test_engine import started
-from tests.hf.serving.test_guesses import guessing
 from tests.support import families
+from tests.support.engines import guessing, started
 from tests.support.fake_engine import HERMES, ThreadWorld, byte_tokenizer
 from tests.support.served import NAME, Served, chat, served
+from tests.support.tool_calls import PAIRED, parts_of, tokenizer_of
 
 END, BYTES = 256, byte_tokenizer()
 SIGNS = {id: BYTES.decode([id]) for id in range(256)} | {END: "END"}
-FORMATS_OF_TEXT = jsonschema.Draft202012Validator.FORMAT_CHECKER
 SEEDS = range(30)
 
 WEATHER: dict[str, Any] = {
@@ -294,17 +291,6 @@ class Tiny(ThreadWorld):
         serve_rank_0(self.engine, address, {"max_model_len": 2048})
 
 
-def tokenizer_of(name: str, number: int = 0, *, special: bool, more: Iterable[str] = ()) -> Any:
-    """Return a tokenizer whose template is one of a format, with the marks as tokens or without."""
-    shape, own = SHAPES[name][number], FORMATS[name]
-    tokenizer = byte_tokenizer("".join(own.in_template) + shape.in_template + "{{ messages }}{{ tools }}")
-    if special:
-        written = shape.begin + shape.call + shape.pair + shape.end + shape.content
-        marks = {*re.findall(r"<\|[^>]*\|>|<\uff5c[^>]*\uff5c>|\uff5cDSML\uff5c|\[[A-Z_]+\]|</?tool_call>", written)}
-        tokenizer.add_special_tokens({"additional_special_tokens": sorted(marks.union(more))})
-    return tokenizer
-
-
 def grammar_of(made: Grammars, prompt_end: str = "", **fields: Any) -> Grammar:
     found = asyncio.run(made.of(read_fields(chat(**fields), CHAT), prompt_end))
     assert found is not None
@@ -332,14 +318,6 @@ def walk(tokens: GrammarTokens, grammar: Grammar, tokenizer: Any, draw: Random) 
         ids.append(id)
         state.advance(id)
     return str(tokenizer.decode(ids))
-
-
-def parts_of(tokenizer: Any, made: AnswerParts, ids: list[int]) -> list[AnswerPart]:
-    """Return the parts of an answer whose tokens come one by one."""
-    text, found = Text(Spelling(tokenizer), ()), list[AnswerPart]()
-    for piece in [*(text.add(SentToken(id)) for id in ids), text.end()]:
-        found += made.add(piece.text, piece.tokens)
-    return found + made.end()
 
 
 def calls_of(tokenizer: Any, text: str) -> tuple[list[ToolCall], str]:
@@ -399,18 +377,6 @@ def test_texts_without_quotes_may_be_any() -> None:
             with pytest.raises(Refused, match="without quotes") as raised:
                 grammar_of(made, tools=[tool(parameters=bad)], tool_choice="required")
             assert raised.value.param == f"tools[0].function.parameters.{field}"
-
-
-PAIRED = {
-    "qwen_coder": "<tool_call>\n<function=weather>\n<parameter=a>\n$value\n</parameter>\n</function>\n</tool_call>",
-    "glm": "<tool_call>weather\n<arg_key>a</arg_key>\n<arg_value>$value</arg_value>\n</tool_call>",
-    "minimax": '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="a">$value</parameter>\n</invoke>\n'
-    "</minimax:tool_call>",
-    "deepseek_v32": SHAPES["deepseek_v32"][0].begin
-    + '<\uff5cDSML\uff5cinvoke name="weather">\n<\uff5cDSML\uff5cparameter name="a" string="true">$value'
-    + "</\uff5cDSML\uff5cparameter>\n</\uff5cDSML\uff5cinvoke>\n"
-    + SHAPES["deepseek_v32"][0].end,
-}
 
 
 def fits(tokens: GrammarTokens, grammar: Grammar, tokenizer: Any, text: str) -> bool:

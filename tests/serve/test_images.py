@@ -13,10 +13,9 @@ from attnmesh.hf.serving.engine import Engine
 from attnmesh.serve import images, supervisor
 from attnmesh.serve.chat import encode_chat
 from attnmesh.serve.rank_requests import serve_rank_0
-from tests.cli.test_generate_images import TEMPLATE
-from tests.hf.images.test_image_prompts import pictures, processor
 from tests.support.fake_engine import ThreadWorld
 from tests.support.models.image_models import build_images, image_case
+from tests.support.models.processed_images import TEMPLATE, pictures, processor
 from tests.support.served import NAME, Served, chat, served, until
 
 

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from attnmesh.serve.access import Limits
-from tests.serve.test_supervisor import Ranks
 from tests.support.browser import Browser
 from tests.support.fake_engine import ThreadWorld, answer, byte_tokenizer
-from tests.support.served import Served, served, until
+from tests.support.served import FakeRanks, Served, served, until
 
 CONTROLS = """
 const targets = [...document.querySelectorAll("button, textarea")].map(one => one.getBoundingClientRect().height);
@@ -41,7 +40,7 @@ def open_page(browser: Browser, running: Served) -> None:
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Served]:
-    with served(Ranks(rest=1.5), max_restarts=5) as one:
+    with served(FakeRanks(rest=1.5), max_restarts=5) as one:
         yield one
 
 

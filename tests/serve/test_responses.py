@@ -13,10 +13,10 @@ from attnmesh.errors import GrammarError
 from attnmesh.serve import responses
 from attnmesh.serve.refused import Refused
 from attnmesh.serve.responses import ResponseRequest
-from tests.serve.test_tools import TWO
-from tests.serve.test_tools import WEATHER as OF_CHATS
 from tests.support.fake_engine import ThreadWorld
 from tests.support.served import NAME, Served
+from tests.support.tool_calls import TWO
+from tests.support.tool_calls import WEATHER as OF_CHATS
 
 WEATHER: dict[str, Any] = {"type": "function", **OF_CHATS["function"]}
 THOUGHT = "<think>\nHm.\n</think>\n\n"

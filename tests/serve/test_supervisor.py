@@ -3,49 +3,28 @@
 import asyncio
 import re
 import threading
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from attnmesh.cli.launch import RankError, run_on_ranks
+from attnmesh.cli.launch import RankError
 from attnmesh.errors import ModelError
 from attnmesh.serve import supervisor
 from attnmesh.serve.chat import Encoded
 from attnmesh.serve.metrics import Metrics
 from attnmesh.serve.supervisor import Supervisor
-from tests.support.fake_engine import FakeEngine, Stream, ThreadWorld, answer, byte_tokenizer, fake_rank
-from tests.support.served import NAME, Children, Served, chat, served, until
+from tests.support.fake_engine import FakeEngine, Stream, ThreadWorld, answer, byte_tokenizer
+from tests.support.served import NAME, FakeRanks, Served, chat, served, until
 
 IDS = byte_tokenizer()("Go on")["input_ids"]
 NEW = 120
 
 
-class Ranks:
-    """A world of real ranks with a fake engine."""
-
-    def __init__(self, count: int = 2, rest: float = 0) -> None:
-        self.count, self.rest, self.started = count, rest, 0
-        self.children = Children()
-        self.modes: list[int] = []
-
-    def run(self, address: str) -> None:
-        time.sleep(self.rest if self.started else 0)
-        self.started += 1
-        self.modes.append(Path(address).parent.stat().st_mode)
-        run_on_ranks(self.count, fake_rank, address, 0.01, seconds=None)
-
-    def kill(self, *, again: bool = False) -> None:
-        for process in self.children.alive():
-            process.kill()
-
-
 @pytest.fixture
 def running() -> Iterator[Served]:
-    with served(Ranks(), max_restarts=5) as one:
+    with served(FakeRanks(), max_restarts=5) as one:
         yield one
         world: Any = one.front.world
     assert world.modes

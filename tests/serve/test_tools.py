@@ -15,21 +15,10 @@ from attnmesh.serve.tool_schemas import MAX_CHARACTERS, MAX_TOOLS
 from attnmesh_command.choices import TOOL_FORMATS
 from tests.support.fake_engine import HERMES, ThreadWorld, byte_tokenizer
 from tests.support.served import NAME, chat
+from tests.support.tool_calls import ARGUMENTS, TWO, WEATHER
 
-WEATHER: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "The weather.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-    },
-}
 TOOLS: list[Any] = [WEATHER]
 MESSAGES: Any = [{"role": "user", "content": "Hi"}]
-ARGUMENTS = ('{"city":"Zürich"}', '{"city": "Bern", "note": "' + "x" * 700 + '"}')
-TWO = "I look.\n" + "\n".join(
-    f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>' for arguments in ARGUMENTS
-)
 
 
 def ask(client: openai.OpenAI, world: ThreadWorld, script: str, **fields: Any) -> Any:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import attnmesh as am
 from attnmesh.comm.topology import dist_all_gather_ints
 from attnmesh.errors import MeshError
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.scripts import run_script
 
 
@@ -44,6 +44,7 @@ MESHES: dict[str, Callable[[], Any]] = {
 }
 
 
+@on_each_rank
 def errors_of_versions(name: str, package: str) -> str:
     """Make a mesh where the last rank has another version of a package."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
@@ -70,6 +71,7 @@ def test_ranks_of_other_versions_are_named_with_their_host_on_all_ranks(pool: Po
     assert error.endswith("Fix: install the same versions of attnmesh and PyTorch on all hosts.")
 
 
+@on_each_rank
 def shapes() -> str:
     """Make meshes of other shapes by equal versions, on a host each."""
     rank = dist.get_rank()
@@ -87,6 +89,7 @@ def test_hosts_may_differ_and_are_named_beside_what_may_not(pool: Pool) -> None:
     assert [row.split()[-1] for row in error.splitlines()[1:4]] == ["hosts", "host-0", "host-1"]
 
 
+@on_each_rank
 def error_of_one(size: int) -> str:
     """Return the error of a mesh that does not fit, on one rank alone, on hosts that share no memory."""
     mesh, last = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",)), dist.get_rank() == size - 1

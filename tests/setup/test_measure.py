@@ -14,7 +14,7 @@ from attnmesh.mesh.shapes import AXES
 from attnmesh.planner.workload import Workload
 from attnmesh.setup import measure, measure_shares
 from attnmesh.setup.measure import MeasuredRanks, measure_link
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 pytestmark = pytest.mark.quick
 
@@ -27,6 +27,7 @@ def test_measuring_takes_seconds_and_finds_the_same_on_all_ranks(pool: Pool) -> 
     assert Cluster.of_record(found[0].record()) == found[0]
 
 
+@on_each_rank
 def measured() -> Cluster:
     """Measure links twice, where rank 0 is in one group more than the others: both have hung."""
     dist.new_group([0])

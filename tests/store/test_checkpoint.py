@@ -31,7 +31,7 @@ from attnmesh.store.checkpoint import load_layers
 from attnmesh.store.checkpoint_writer import save_layers
 from attnmesh.store.tensor_file import TensorFile, link_or_write
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tools.fuzz_store import DamagedCache
 
 
@@ -61,7 +61,7 @@ def test_a_folder_that_cannot_be_made_is_no_other_job() -> None:
         cache_of(20).save("/proc/no/folder")
 
 
-def test_save_to_an_impossible_folder_and_twice_to_one(tmp_path: Path) -> None:
+def test_a_save_to_an_impossible_folder_raises_and_two_to_one_succeed(tmp_path: Path) -> None:
     cache = am.KVCache(None, batch=1, kv_heads=1, head_dim=2, capacity=8, dtype=torch.float32)
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match="save: expected a folder that can be written to"):
@@ -71,10 +71,12 @@ def test_save_to_an_impossible_folder_and_twice_to_one(tmp_path: Path) -> None:
     assert am.KVCache.load(tmp_path / "folder", None).length == 0
 
 
+@on_each_rank
 def load_length(path: Path) -> int:
     return am.KVCache.load(path, named_mesh(Shape(1, 1, dist.get_world_size()), AXES)).length
 
 
+@on_each_rank
 def save_cache(path: Path) -> None:
     cache_of(50, 2).save(path)
 
@@ -117,6 +119,7 @@ def test_full_disk_leaves_the_previous_save(tmp_path: Path) -> None:
     assert sorted(path.name.split("-")[0] for path in tmp_path.iterdir()) == ["2", "cache.json"]
 
 
+@on_each_rank
 def save_with_one_full_disk(path: Path) -> list[str]:
     """Fill the disk of rank 1. Return the rank's error, and "True" if it still loads the previous save."""
     first, second = cache_of(20, 2), cache_of(20_000, 2)
@@ -141,6 +144,7 @@ def test_full_disk_of_one_rank_raises_on_all(pool: Pool, tmp_path: Path) -> None
     assert one[1] == "True"
 
 
+@on_each_rank
 def save_while_decoding(path: Path) -> bool:
     cache, twin = cache_of(3000, 2), cache_of(3000, 2)
     saving = cache.save(path, wait=False)
@@ -278,6 +282,7 @@ def test_a_save_that_fails_leaves_nothing(tmp_path: Path, files: int, monkeypatc
     assert torch.equal(decoded(am.KVCache.load(tmp_path, None)), decoded(large))
 
 
+@on_each_rank
 def fail_on_one_rank(path: Path) -> bool:
     """Fill the disk of rank 1. Return whether all files of both are gone."""
     cache, count = cache_of(5000, 2), iter(range(1))
@@ -355,6 +360,7 @@ def test_a_reader_whose_save_is_replaced_reads_the_newer_one(
     assert torch.equal(decoded(loaded), decoded(new))
 
 
+@on_each_rank
 def load_while_one_rank_saves(path: Path, moment: str) -> list[int]:
     """On a rank: the tokens loaded, where a save is published between the looks of two ranks."""
     one = am.KVCache(None, **SIZES)
@@ -452,6 +458,7 @@ def test_loading_executes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@on_each_rank
 def error_of_path(act: str, path: Path) -> str:
     """Return the error of a save or load whose path is bad on rank 1."""
     cache, bad = cache_of(20, 2), dist.get_rank() == 1
@@ -485,6 +492,7 @@ def test_bad_path_on_one_rank_raises_on_all(pool: Pool, tmp_path: Path, act: str
     assert one.startswith(PATH_ERRORS[act])
 
 
+@on_each_rank
 def save_to_separate_folders(path: Path) -> list[str]:
     """Save to one folder per rank, and load other caches per rank, as hosts without a shared disk do."""
     cache, messages = cache_of(200, 2), []
@@ -739,6 +747,7 @@ def test_layers_in_another_order_are_written_anew(tmp_path: Path) -> None:
         assert all(torch.equal(decoded(a), decoded(b)) for a, b in zip(loaded, caches, strict=True))
 
 
+@on_each_rank
 def save_to_slow_disks(path: Path) -> int:
     """Return the length of a loaded save that rank 1 wrote, and rank 0 published, more slowly than the deadline."""
     cache = cache_of(20, 2)

@@ -5,8 +5,8 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -22,31 +22,10 @@ from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store import folder_shard
 from attnmesh.store.journal import SIZE, Journal
 from attnmesh.store.layer_files import PIECE
-from tests.support.growing_caches import grow, rows
+from tests.support.growing_caches import SIZES, decoded, equal, flip, full_journal, grow, in_memory, opened, rows
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
-
-SIZES: dict[str, Any] = {"batch": 1, "kv_heads": 2, "head_dim": 16, "capacity": 4 * PIECE, "dtype": torch.float32}
-
-
-def in_memory(length: int, mesh: Any = None, **sizes: Any) -> am.KVCache:
-    cache = am.KVCache(mesh, **{**SIZES, **sizes})
-    grow(cache, length)
-    return cache
-
-
-def decoded(cache: am.KVCache, queries: int = 1, **options: Any) -> torch.Tensor:
-    """Return the output of fixed queries."""
-    generator = torch.Generator().manual_seed(1)
-    return am.decode(torch.randn(cache.sizes.batch, 4, queries, 16, generator=generator), cache, **options)
-
-
-def equal(one: am.KVCache, other: am.KVCache, queries: int = 1) -> bool:
-    return one.length == other.length and torch.equal(decoded(one, queries), decoded(other, queries))
-
-
-def opened(path: Path, **sizes: Any) -> am.KVCache:
-    return am.KVCache(None, **{**SIZES, **sizes}, folder=path)
+from tests.support.pool import Pool, on_each_rank
+from tests.support.tolerances import FLOAT32, FLOAT32_SUMS
 
 
 @pytest.mark.parametrize(
@@ -57,7 +36,7 @@ def test_a_folder_has_the_bits_of_memory(tmp_path: Path, sizes: dict[str, Any]) 
         for each in (cache, twin):
             change(each)
         assert equal(cache, twin)
-        assert torch.allclose(decoded(cache, 3), decoded(twin, 3), rtol=1e-5, atol=1e-6)
+        assert torch.allclose(decoded(cache, 3), decoded(twin, 3), rtol=FLOAT32_SUMS, atol=FLOAT32)
 
     def append(more: int) -> Callable[[am.KVCache], None]:
         def appended(each: am.KVCache) -> None:
@@ -84,7 +63,7 @@ def test_windows_and_selections_read_a_folder(tmp_path: Path) -> None:
     grow(cache, twin.length)
     chosen = am.Selection(torch.randperm(twin.length)[:50].int().view(1, 1, 1, 50))
     for options in ({"mask": am.Window(5000)}, {"mask": am.Window(50)}, {"selected": chosen}, {"reproducible": True}):
-        assert torch.allclose(decoded(cache, **options), decoded(twin, **options), rtol=1e-5, atol=1e-6)
+        assert torch.allclose(decoded(cache, **options), decoded(twin, **options), rtol=FLOAT32_SUMS, atol=FLOAT32)
 
 
 def test_a_fork_is_in_memory_and_leaves_the_files(tmp_path: Path) -> None:
@@ -120,6 +99,7 @@ def test_a_saved_cache_opens_in_place(tmp_path: Path) -> None:
     assert equal(am.KVCache.load(tmp_path, None), twin)
 
 
+@on_each_rank
 def live_on_ranks(path: Path, shape: Shape) -> list[bool]:
     """On a rank: grow a cache in a folder by a sharded prefill and by appends, and open it again."""
     mesh, found = named_mesh(shape, AXES), []
@@ -147,11 +127,12 @@ def live_on_ranks(path: Path, shape: Shape) -> list[bool]:
 @pytest.mark.parametrize("shape", [Shape(1, 1, 2), Shape(1, 1, 3), Shape(2, 1, 1)], ids=str)
 def test_ranks_have_files_of_their_own(pool: Pool, tmp_path: Path, shape: Shape) -> None:
     assert pool.run(shape.ranks, live_on_ranks, tmp_path, shape) == [[True] * 5] * shape.ranks
-    assert torch.allclose(decoded(am.KVCache.load(tmp_path, None)), decoded(in_memory(PIECE + 38)), atol=1e-6)
+    assert torch.allclose(decoded(am.KVCache.load(tmp_path, None)), decoded(in_memory(PIECE + 38)), atol=FLOAT32)
     with pytest.raises(StoreError, match=r"expected a folder of 1 x 1 ranks .*Fix: load it with KVCache.load"):
         opened(tmp_path)
 
 
+@on_each_rank
 def damage_one_rank(path: Path) -> str:
     """On a rank: what is said where the files of rank 1 alone are damaged."""
     mesh = named_mesh(Shape(1, 1, 2), AXES)
@@ -174,12 +155,6 @@ def test_damage_of_one_rank_raises_on_all(pool: Pool, tmp_path: Path) -> None:
     one, other = pool.run(2, damage_one_rank, tmp_path)
     assert one == other
     assert "damage in" in one
-
-
-def flip(file: Path, place: int) -> None:
-    content = bytearray(file.read_bytes())
-    content[place] ^= 4
-    file.write_bytes(content)
 
 
 def cut(file: Path, size: int) -> None:
@@ -327,16 +302,6 @@ def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
     return bool(request.param)
 
 
-@contextmanager
-def full_journal(cache: am.KVCache) -> Iterator[None]:
-    """Let no record be written."""
-    journal, kept = cache.shard.journal, cache.shard.journal.handle
-    journal.handle = os.open("/dev/full", os.O_RDWR)
-    yield
-    os.close(journal.handle)
-    journal.handle = kept
-
-
 def test_a_full_disk_leaves_the_cache_usable(tmp_path: Path, native: bool) -> None:
     cache = opened(tmp_path)
     grow(cache, PIECE - 1)
@@ -468,7 +433,7 @@ def test_tokens_of_others_are_counted_once_after_an_interrupt(tmp_path: Path) ->
     assert equal(opened(tmp_path), in_memory(8))
 
 
-def test_a_disk_that_is_full_where_a_piece_begins(tmp_path: Path) -> None:
+def test_a_full_disk_where_a_piece_begins_is_told(tmp_path: Path) -> None:
     cache = opened(tmp_path)
     grow(cache, PIECE)
     with patch.object(Journal, "begin", side_effect=OSError(28, "No space left on device")):

@@ -22,11 +22,11 @@ from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store import checkpoint, folder_shard
 from attnmesh.store.journal import Journal
 from attnmesh.store.layer_files import PIECE
-from tests.store.test_folder import SIZES, decoded, equal, flip, full_journal, in_memory, opened
-from tests.support.growing_caches import grow, rows
+from tests.support.growing_caches import SIZES, decoded, equal, flip, full_journal, grow, in_memory, opened, rows
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import rotated
+from tests.support.tolerances import FLOAT32
 
 TWO = Shape(1, 1, 2)
 
@@ -46,6 +46,7 @@ def history(left: int, length: int) -> am.KVCache:
     return cache
 
 
+@on_each_rank
 def freeze_one_rank(path: Path, frozen: int, point: str, left: int) -> list[bool]:
     """On a rank: truncate and append, while one of them stops at some point. Return what the files then open as.
 
@@ -80,7 +81,7 @@ def freeze_one_rank(path: Path, frozen: int, point: str, left: int) -> list[bool
         length = reopened.length
         wanted = [history(LENGTH, length)] if length <= LENGTH else []
         wanted += [history(left, length)] if length <= left + NEW else []
-        found.append(any(torch.allclose(decoded(reopened), decoded(each), atol=1e-6) for each in wanted))
+        found.append(any(torch.allclose(decoded(reopened), decoded(each), atol=FLOAT32) for each in wanted))
         found.append(left <= length)
         del reopened
         gc.collect()
@@ -109,6 +110,7 @@ def said_by_steps(cache: am.KVCache, shards: bool) -> str:
     return ""
 
 
+@on_each_rank
 def fill_one_disk(path: Path, shape: Shape, shards: bool) -> str:
     """On a rank: what is said where the disk of rank 1 alone is full."""
     mesh = named_mesh(shape, AXES)
@@ -124,7 +126,7 @@ def fill_one_disk(path: Path, shape: Shape, shards: bool) -> str:
     dist.barrier()
     again = am.KVCache(mesh, **SIZES, folder=path)
     assert again.length <= held
-    assert torch.allclose(decoded(again), decoded(in_memory(again.length)), atol=1e-6)
+    assert torch.allclose(decoded(again), decoded(in_memory(again.length)), atol=FLOAT32)
     grow(again, 1)
     return said
 

@@ -12,11 +12,12 @@ import attnmesh as am
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh_attention import mesh_op as operators
 from attnmesh.mesh_attention.attention import attend_shards
-from attnmesh.mesh_attention.call import Call, Options
+from attnmesh.mesh_attention.call import Call
 from attnmesh.mesh_attention.latents import Latents, Projection
 from tests.support.emulated_gpu import EmulatedGPU
 from tests.support.emulated_nccl import world
 from tests.support.mesh_problems import MeshProblem, named_mesh, shard_positions
+from tests.support.pool import on_each_rank
 
 
 class Context:
@@ -35,6 +36,7 @@ class Context:
         """Do nothing."""
 
 
+@on_each_rank
 def run(gpu: EmulatedGPU, problem: MeshProblem, kernel: str, checked: bool | None) -> list[Tensor]:
     """Return this rank's out and gradients, as `mesh_problems.run` does; out alone if latents travel."""
     mesh = named_mesh(problem.shape, problem.axes)
@@ -88,6 +90,7 @@ class Ranks:
         return world(size, without_gpu, function, *arguments, backend=self.backend).results()
 
 
+@on_each_rank
 def without_gpu(gpu: EmulatedGPU, function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function that does not ask for the GPU."""
     with torch.no_grad():
@@ -104,9 +107,7 @@ def _attend_latents(
 ) -> Tensor:
     """Return this rank's out where latents travel."""
     said = problem.lengths if problem.say_length else (None, None)
-    options = Options(
-        problem.mask, *problem.layouts, problem.exchange, "auto", problem.scale, problem.softcap, *said, None
-    )
+    options = problem.options(*said)
     tokens, projection = problem.latents()
     moved = Projection(projection.keys.cuda(), projection.values.cuda())
     with torch.no_grad():

@@ -15,11 +15,13 @@ from attnmesh.core.partial import Partial
 from attnmesh.decoding.index_search import top_k_tokens
 from attnmesh.mesh.shapes import AXES
 from tests.support.emulated_gpu import EmulatedGPU
+from tests.support.pool import on_each_rank
 
 Call = Callable[[], object]
 LENGTH = 32
 
 
+@on_each_rank
 def measure(gpu: EmulatedGPU, which: str, shape: tuple[int, int, int]) -> dict[str, list[str]]:
     """Return the waits of each call of a table on one rank."""
     mesh = init_device_mesh("cuda", shape, mesh_dim_names=AXES)
@@ -138,6 +140,7 @@ def attention_calls(mesh: DeviceMesh) -> dict[str, Call]:
     return calls
 
 
+@on_each_rank
 def model_waits(gpu: EmulatedGPU, capacity: int | None) -> dict[str, list[str]]:
     """Return the waits of a token of a model of three layers."""
     mesh = init_device_mesh("cuda", (1, 1, 2), mesh_dim_names=AXES)

@@ -19,6 +19,7 @@ from attnmesh.cli.serve_worker import ServeSettings
 from attnmesh.errors import Busy, InputError, TooLong
 from attnmesh.serve.rank_requests import serve_rank_0
 from attnmesh.serve.routes import SAMPLED
+from tests.support.pool import on_each_rank
 
 SAID = "The cafés of Zürich open at 7 😀, and close late. "
 """The text of each answer, from a place that depends on the prompt on; it goes round."""
@@ -191,6 +192,7 @@ def together(going: bool) -> bool:
     return bool(flag.item())
 
 
+@on_each_rank
 def fake_rank(address: str, pause: float) -> None:
     """Serve as one of several ranks."""
     engine = FakeEngine(together, pause=pause)
@@ -256,3 +258,14 @@ def sentencepiece_tokenizer() -> Any:
     )
     tokenizer.chat_template = TEMPLATE
     return tokenizer
+
+
+SERVE = """
+import sys
+import attnmesh.cli.serve_worker as worker
+from tests.support.fake_engine import fake_model_rank
+worker.serve_rank = fake_model_rank
+sys.argv = ["attnmesh", *sys.argv[1:]]
+from attnmesh_command import main
+main()
+"""

@@ -128,12 +128,10 @@ def dense_mask(*arguments: Any, **options: Any) -> torch.Tensor:
 AttentionInterface.register("dense-capped", dense_capped)
 AttentionMaskInterface.register("dense-capped", dense_mask)
 
-
 SHAPES = [Shape(1, 1, 1), Shape(1, 2, 1), Shape(1, 1, 3), Shape(1, 2, 2), Shape(2, 1, 2)]
 
 SAMPLED = dict(zip(CONFIGS, cycle([*SHAPES, *SHAPES[3:], *SHAPES[3:], *SHAPES[1:3]]), strict=False))
 """Each family's mesh in `make test`: each mesh has a family, and windows and sinks are on several ranks."""
-
 
 FEW = ("llama", "qwen3", "gemma3", "gpt-oss", "gemma2-low-cap", "gemma4", "llama4")
 """Families of `make test` where a test takes long: each feature once."""
@@ -157,3 +155,12 @@ def families_on_meshes(*, long: bool = True) -> list[Any]:
 def prompt(length: int, batch: int = 1, seed: int = 0) -> torch.Tensor:
     """Token ids, none of which is padding."""
     return torch.randint(2, 97, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+Batch = dict[str, Any]
+
+
+def plain_batch() -> Batch:
+    """Return two sequences to learn, whole."""
+    ids = prompt(61, batch=2)
+    return {"input_ids": ids, "labels": ids}

@@ -17,7 +17,7 @@ from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.dense import truth
 from tests.support.interpreted import interpreting
 from tests.support.mesh_problems import device, named_mesh
-from tests.support.pool import SIZES, Pool
+from tests.support.pool import SIZES, Pool, on_each_rank
 from tests.support.problems import CAPS, DTYPES
 
 LAYOUTS = (am.Contiguous(), am.Zigzag(), am.Striped(), am.Striped(4))
@@ -275,6 +275,7 @@ def _event(random: Random, length: int, batch: int, padded: bool, kernel: str, m
     )
 
 
+@on_each_rank
 def run(history: History, phase: Phase, load_from: Path | None, save_to: Path | None) -> list[Tensor]:
     """Return one rank's outputs of all decode events of a phase."""
     mesh = named_mesh(phase.shape, AXES)

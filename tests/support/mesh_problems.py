@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from random import Random
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from attnmesh.mesh_attention.attention import attend_shards
 from attnmesh.mesh_attention.call import Call, Options
 from attnmesh.mesh_attention.latents import Latents, Projection
 from tests.support.dense import truth
+from tests.support.pool import on_each_rank
 from tests.support.problems import CAPS, DTYPES, LAYOUTS, chosen, selection
 from tests.support.problems import key_lengths as draw_key_lengths
 from tests.support.problems import mask as draw_mask
@@ -60,6 +62,12 @@ class MeshProblem:
         matrix = torch.nn.functional.one_hot(columns, self.RANK).to(self.dtype)
         return Latents(tokens.to(self.dtype), Projection(matrix[:, :plain], matrix[:, plain:]))
 
+    def options(self, length: int | None = None, key_length: int | None = None) -> Options:
+        """Options of the call, with lengths if it says any."""
+        layouts = dict(zip(("layout", "key_layout"), self.layouts, strict=True))
+        scores = {"scale": self.scale, "softcap": self.softcap, "length": length, "key_length": key_length}
+        return call_options(mask=self.mask, exchange=self.exchange, **layouts, **scores)
+
     def whole(self) -> list[Tensor]:
         """q, k, v and dout of all tokens, and the sinks if any."""
         generator = torch.Generator().manual_seed(self.seed)
@@ -70,6 +78,12 @@ class MeshProblem:
             latents = self.latents()
             tensors[1:3] = latents.projection.expand(latents.tokens)
         return [x.to(self.dtype) for x in [*tensors, *([torch.randn(hq, generator=generator)] if self.sinks else [])]]
+
+
+def call_options(**given: Any) -> Options:
+    """Return the options of a call: what is not given is left to it."""
+    named: dict[str, Any] = dict.fromkeys(Options._fields)
+    return Options(**named | {"exchange": "auto", "kernel": "auto"} | given)
 
 
 def draw(seed: int, ranks: int) -> MeshProblem:
@@ -170,6 +184,7 @@ def _packed(random: Random, length: int, shape: Shape, mask: Mask) -> am.Packed:
     return am.Packed(tuple(stop - start for start, stop in pairwise((0, *edges))), shape)
 
 
+@on_each_rank
 def run(problem: MeshProblem, bias: Tensor | None = None) -> list[Tensor]:
     """On one rank: its out and the gradients of its shard and its bias; out alone if latents travel."""
     mesh = named_mesh(problem.shape, problem.axes)
@@ -191,10 +206,7 @@ def run(problem: MeshProblem, bias: Tensor | None = None) -> list[Tensor]:
     sink = inputs[3] if sinks else None
     if problem.latent:
         said = lengths.get("length"), lengths.get("key_length")
-        exact = Options(
-            problem.mask, *problem.layouts, problem.exchange, "auto", problem.scale, problem.softcap, *said, None
-        )
-        call = Call(*inputs[:3], sink, None, exact, selected)
+        call = Call(*inputs[:3], sink, None, problem.options(*said), selected)
         tokens, projection = problem.latents()
         return [attend_shards(call, Mesh.of(mesh), None, Latents(tokens[:, :, mine[1]], projection)).cpu()]
     options |= {"exchange": problem.exchange, "sinks": sink, "selected": selected, "distance_bias": bias}

@@ -2,9 +2,9 @@
 
     assert pool.run(4, my_rank) == [0, 1, 2, 3]
 
-The function is one that the ranks can import, by the name of its module. A rank that raises has its error raised here,
-with the rank in a note; ranks that have not answered at the deadline end the world, and the stack of each is shown.
-The next test that asks for a world of that size gets a new one.
+The function is one that the ranks can import, by the name of its module, and has the mark `on_each_rank`. A rank that
+raises has its error raised here, with the rank in a note; ranks that have not answered at the deadline end the world,
+and the stack of each is shown. The next test that asks for a world of that size gets a new one.
 """
 
 import ctypes
@@ -22,9 +22,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from attnmesh.cli.launch import Processes
+
+Sent = TypeVar("Sent", bound=Callable[..., Any])
 
 PRELOADED = [
     "tests.support.gc_settings",
@@ -53,6 +55,11 @@ DEADLINE = 180.0
 """Seconds after which ranks hang: three times what the slowest function takes on a busy machine."""
 GRACE = 5.0
 """Seconds that the other ranks get after one has raised: they may be waiting for it, and would until the deadline."""
+
+
+def on_each_rank(function: Sent) -> Sent:
+    """Mark a function that tests send to ranks, and return it as it is."""
+    return function
 
 
 class Lost(RuntimeError):

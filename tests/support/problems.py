@@ -188,3 +188,8 @@ def mask(random: Random, total: int) -> Mask:
         spans = [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
         mask = replace(mask, right=FAR) & am.Spans(spans)
     return mask
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    """Normal random numbers of a seed."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))

@@ -19,7 +19,8 @@ import attnmesh.hf as hf
 from attnmesh.mesh.shapes import Shape
 from tests.support import families
 from tests.support.families import STOCK, prompt
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
+from tests.support.tolerances import FLOAT32, FLOAT32_SUMS
 from tests.support.trainers import fsdp_on_cpus, launched, mesh_of, settings, tokenizer
 
 MESHES = {
@@ -202,11 +203,12 @@ def assert_equal(given: dict[str, Any], expected: dict[str, Any]) -> None:
     assert [x.tolist() for x in given.get(IDS, ())] == [x.tolist() for x in expected.get(IDS, ())]
     for name in expected.keys() - {IDS, "weights"}:
         for a, b in zip(given[name], expected[name], strict=True):
-            torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5, msg=name)
+            torch.testing.assert_close(a, b, atol=FLOAT32, rtol=FLOAT32_SUMS, msg=name)
     for name, weights in expected["weights"].items():
-        torch.testing.assert_close(given["weights"][name], weights, atol=1e-5, rtol=0, msg=name)
+        torch.testing.assert_close(given["weights"][name], weights, atol=FLOAT32_SUMS, rtol=0, msg=name)
 
 
+@on_each_rank
 def on_rank(kind: str, data: int, shape: Shape | None, folder: str, options: dict[str, Any]) -> Any:
     """Train on a mesh; without a shape on as many ranks by stock TRL."""
     with launched(), fsdp_on_cpus() if options.get("fsdp") else nullcontext():
@@ -224,7 +226,7 @@ TIMES = ("runtime", "per_second", "step_time", "total_flos")
 
 
 def check(
-    pool: Pool, folder: Path, kind: str, data: int, shape: Shape, difference: float = 1e-6, **options: Any
+    pool: Pool, folder: Path, kind: str, data: int, shape: Shape, difference: float = FLOAT32, **options: Any
 ) -> None:
     """Assert that a trainer on a mesh is stock TRL on as many processes as there are meshes.
 
@@ -248,10 +250,10 @@ def check(
         for entry, stock in zip(log, expected_log, strict=True):
             assert not [name for name in stock if name not in entry]
             for name in (name for name in stock if not any(part in name for part in TIMES)):
-                assert entry[name] == pytest.approx(stock[name], rel=1e-5, abs=1e-6), name
+                assert entry[name] == pytest.approx(stock[name], rel=FLOAT32_SUMS, abs=FLOAT32), name
         for name, values in expected_rows.items():
             assert rows[name] == (
-                values if isinstance((values or [""])[0], str) else pytest.approx(values, abs=1e-6)
+                values if isinstance((values or [""])[0], str) else pytest.approx(values, abs=FLOAT32)
             ), name
         assert max(entry.get(DIFFERENCE, 0.0) for entry in log) <= difference
 

@@ -8,18 +8,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import attnmesh.serve.server
+from attnmesh.cli.launch import run_on_ranks
 from attnmesh.serve.access import Limits
 from attnmesh.serve.metrics import Metrics
 from attnmesh.serve.routes import App
 from attnmesh.serve.server import listen, run
 from attnmesh.serve.supervisor import RankWorld, Supervisor
-from tests.support.fake_engine import byte_tokenizer
+from tests.support.fake_engine import byte_tokenizer, fake_rank
 
 NAME, OTHER_NAME = "fake", "org/fake"
 PATIENCE = 300
@@ -142,3 +144,22 @@ def until(fits: Callable[[], Any], seconds: float = 200) -> None:
 def chat(content: Any = "Hi", **fields: Any) -> dict[str, Any]:
     """Return the body of a chat."""
     return {"model": NAME, "messages": [{"role": "user", "content": content}], "max_tokens": 20, **fields}
+
+
+class FakeRanks:
+    """A world of real ranks with a fake engine."""
+
+    def __init__(self, count: int = 2, rest: float = 0) -> None:
+        self.count, self.rest, self.started = count, rest, 0
+        self.children = Children()
+        self.modes: list[int] = []
+
+    def run(self, address: str) -> None:
+        time.sleep(self.rest if self.started else 0)
+        self.started += 1
+        self.modes.append(Path(address).parent.stat().st_mode)
+        run_on_ranks(self.count, fake_rank, address, 0.01, seconds=None)
+
+    def kill(self, *, again: bool = False) -> None:
+        for process in self.children.alive():
+            process.kill()

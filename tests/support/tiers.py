@@ -5,6 +5,7 @@ from typing import Any, Protocol
 from unittest.mock import patch
 
 from attnmesh.kernels import link, tiered_attention
+from tests.support.pool import on_each_rank
 
 PART = 2048
 """Bytes of a part, so that short caches have several."""
@@ -29,6 +30,7 @@ class OneWay:
         return self.ranks.run(size, one_way, self.brought, function, *arguments)
 
 
+@on_each_rank
 def one_way(brought: bool, function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function on a rank, with all older tokens going one way."""
     choice = patch.object(tiered_attention.TieredAttention, "_is_link_faster", lambda *_: brought)

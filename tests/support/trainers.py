@@ -24,6 +24,7 @@ from attnmesh.mesh.shapes import AXES, Shape
 from tests.support import families
 from tests.support.families import STOCK, prompt
 from tests.support.mesh_problems import named_mesh
+from tests.support.pool import on_each_rank
 
 STEPS, LENGTH = 3, 61
 
@@ -314,6 +315,7 @@ def made(kind: str, family: str, attention: str, changes: dict[str, Any]) -> Any
         return AutoModelForSequenceClassification.from_config(config, attn_implementation=attention)
 
 
+@on_each_rank
 def on_rank(kind: str, family: str, data: int, shape: Shape | None, folder: str, options: dict[str, Any]) -> Any:
     """Train on a mesh, of `data` of them; without a shape, on as many ranks by stock transformers."""
     with launched(), fsdp_on_cpus() if options.get("fsdp") else nullcontext():

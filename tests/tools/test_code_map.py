@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from tests.test_rooms import ARROWS
 from tools import code_map
+from tools.rooms import ARROWS
 
 
 def test_the_page_has_the_map_as_the_code_has_it() -> None:

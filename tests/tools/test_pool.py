@@ -1,43 +1,52 @@
 """The pool of ranks: worlds start once, errors come back, and hangs end at their deadline."""
 
+import ast
 import os
+import re
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from attnmesh.errors import ShapeError
-from tests.support.pool import SIZES, Lost, Pool
+from tests.support.pool import SIZES, Lost, Pool, on_each_rank
 
 
+@on_each_rank
 def total_of_ranks(offset: int) -> int:
     value = torch.tensor([dist.get_rank() + offset])
     dist.all_reduce(value)
     return int(value)
 
 
+@on_each_rank
 def process_id() -> int:
     return os.getpid()
 
 
+@on_each_rank
 def refuse_on(rank: int) -> int:
     if dist.get_rank() == rank:
         raise ShapeError("here", "one thing", "another", "change it")
     return dist.get_rank()
 
 
+@on_each_rank
 def stand_still_on(rank: int) -> None:
     if dist.get_rank() == rank:
         time.sleep(1000)
 
 
+@on_each_rank
 def wait_for_all(absent: int) -> None:
     if dist.get_rank() == absent:
         raise KeyError("absent")
     dist.barrier()
 
 
+@on_each_rank
 def die() -> None:
     os._exit(3)
 
@@ -90,3 +99,28 @@ def test_a_dead_rank_is_named(pool: Pool) -> None:
     with pytest.raises(Lost, match=r"dead, exit code 3"):
         pool.run(1, die)
     assert len(pool.run(1, process_id)) == 1
+
+
+SENDERS = re.compile(r"(pool|nccl|world)\.(run|ask)|run_on_ranks|run_on_hosts|world")
+"""Calls whose second argument is sent to ranks."""
+
+
+def test_functions_that_are_sent_to_ranks_are_marked() -> None:
+    tests = Path(__file__).parents[1]
+    sent, marked = set[tuple[str, str]](), set[tuple[str, str]]()
+    for file in tests.rglob("*.py"):
+        module, tree = ".".join(("tests", *file.relative_to(tests).with_suffix("").parts)), ast.parse(file.read_text())
+        places: dict[str, tuple[str, str]] = {}
+        for node in tree.body:
+            if isinstance(node, ast.ImportFrom):
+                places |= {one.asname or one.name: (str(node.module), one.name) for one in node.names}
+            elif isinstance(node, ast.FunctionDef):
+                places[node.name] = module, node.name
+                marked |= {(module, node.name) for mark in node.decorator_list if ast.unparse(mark) == "on_each_rank"}
+        calls = [
+            node for node in ast.walk(tree) if isinstance(node, ast.Call) and SENDERS.fullmatch(ast.unparse(node.func))
+        ]
+        names = {one.id for call in calls for one in call.args[1:2] if isinstance(one, ast.Name)}
+        sent |= {places[name] for name in names & places.keys()}
+    assert sent & marked
+    assert not sorted(one for one in sent - marked if one[0].startswith("tests."))

@@ -72,7 +72,7 @@ NAMED = (
 @pytest.mark.long
 @pytest.mark.parametrize("shape", [Shape(1, 1, 3), Shape(1, 2, 2), Shape(2, 1, 2)], ids=str)
 @pytest.mark.parametrize("name", NAMED)
-def test_types_of_images_on_three_and_four_ranks(name: str, shape: Shape, sweep: Sweep) -> None:
+def test_types_of_images_are_right_on_three_and_four_ranks(name: str, shape: Shape, sweep: Sweep) -> None:
     """No number of ranks divides the tokens. Latents have one head, which a heads axis cannot share."""
     rows = sweep.run_images(IMAGES[name], shape), sweep.run_image_training(IMAGES[name], shape)
     generation = "refused" if name == "kimi_k25" and shape.heads > 1 else "right"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from attnmesh.kernels.native.build import library
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tools.walk import (
     ALONE,
     FIRST,
@@ -36,16 +36,17 @@ def world() -> Iterator[Pool]:
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_a_call_on_one_rank(name: str) -> None:
+def test_a_call_on_one_rank_walks_through_few_frames(name: str) -> None:
     found = walk(ALONE[name]())
     assert 0 < len(found.files) <= most_frames(name), found.files
 
 
+@on_each_rank
 def _frames() -> dict[str, tuple[list[str], float]]:
     return {name: (found.files, found.share("guard")) for name, found in walks_on_two().items()}
 
 
-def test_calls_on_two_ranks(world: Pool) -> None:
+def test_calls_on_two_ranks_walk_through_few_frames(world: Pool) -> None:
     for answer in world.run(2, _frames):
         assert len(answer) == len(ON_TWO)
         for name, (files, guard) in answer.items():

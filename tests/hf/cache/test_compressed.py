@@ -20,8 +20,9 @@ from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.families import prompt
 from tests.support.mesh_problems import named_mesh
 from tests.support.models.tiny_models import Case, build
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import pairs, some
+from tests.support.tolerances import FLOAT64_MODEL
 
 NEW: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
 """Each kind of layer but those of long blocks ends a block within as many tokens."""
@@ -51,6 +52,7 @@ def logits(generate: Callable[..., Any]) -> list[Tensor]:
     return found
 
 
+@on_each_rank
 def our_logits(ranks: int, changes: dict[str, Any]) -> list[Any]:
     small = model("attnmesh", changes)
 
@@ -66,7 +68,7 @@ def test_logits_are_those_of_stock_transformers(pool: Pool, name: str) -> None:
     expected = logits(model("eager", changes).generate)
     for found in pool.run(3, our_logits, 3, changes):
         for ours, stock in zip(found, expected, strict=True):
-            torch.testing.assert_close(torch.from_numpy(ours), stock, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(torch.from_numpy(ours), stock, atol=FLOAT64_MODEL, rtol=FLOAT64_MODEL)
 
 
 FAULTS: dict[str, Callable[..., Any]] = {
@@ -77,6 +79,7 @@ FAULTS: dict[str, Callable[..., Any]] = {
 """Functions, each with one that does nothing."""
 
 
+@on_each_rank
 def logits_with(fault: str | None) -> Any:
     small = model("attnmesh", {"index_topk": 1})
     cache = hf.ShardedCache(small.config, named_mesh(Shape(1, 1, 2), AXES), block=4, checked=False)
@@ -95,6 +98,7 @@ def test_faults_change_logits(pool: Pool, fault: str) -> None:
     assert abs(logits_without(pool) - pool.run(2, logits_with, fault)[0]).max() > 1e-3
 
 
+@on_each_rank
 def sizes() -> list[Any]:
     """Return for each layer the tokens of the window, and entries on all ranks and on this one."""
     small = model("attnmesh")
@@ -114,6 +118,7 @@ def test_each_rank_keeps_a_window_and_its_share_of_entries(pool: Pool) -> None:
 # --- the cache's life ---
 
 
+@on_each_rank
 def lives() -> list[bool]:
     """Fork, reset and interrupt a cache. Return whether it then gives the tokens of a new one."""
     small = model("attnmesh")
@@ -135,10 +140,11 @@ def lives() -> list[bool]:
     return [*alike, torch.equal(tokens(cache, turns[0]), right[0])]
 
 
-def test_a_life_of_a_cache(pool: Pool) -> None:
+def test_a_changed_cache_gives_the_tokens_of_a_new_one(pool: Pool) -> None:
     assert pool.run(2, lives) == [[True] * 4] * 2
 
 
+@on_each_rank
 def saved(folder: Path, tokens: int) -> list[int]:
     """Save the cache of a prompt twice, of a batch of two. Return the tokens of the prompt and of new ones."""
     small = model("attnmesh")
@@ -150,6 +156,7 @@ def saved(folder: Path, tokens: int) -> list[int]:
     return ids.tolist()
 
 
+@on_each_rank
 def restored(folder: Path, ids: list[list[int]], capacity: int | None) -> list[list[int]]:
     """Return the tokens that follow, with a restored cache, which has to be read."""
     small, mesh = model("attnmesh"), named_mesh(Shape(1, 1, dist.get_world_size()), AXES)
@@ -172,6 +179,7 @@ def test_a_cache_is_saved_and_restored_on_other_ranks(
         assert found == expected
 
 
+@on_each_rank
 def resumed(folder: Path, tokens: int) -> tuple[list[list[int]], bool]:
     """Return the tokens of a generation with checkpoints, and whether one was restored."""
     small, restore = model("attnmesh"), hf.ShardedCache.restore
@@ -181,6 +189,7 @@ def resumed(folder: Path, tokens: int) -> tuple[list[list[int]], bool]:
     return out.tolist(), restored.called
 
 
+@on_each_rank
 def interrupted(folder: Path) -> bool:
     """Generate until some new tokens are saved. Return whether the cache was interrupted."""
     save, calls = hf.Checkpoint.save, []
@@ -269,6 +278,7 @@ REFUSED: dict[Callable[..., None], str] = {
 }
 
 
+@on_each_rank
 def refusal(name: str) -> str:
     small = model("attnmesh")
     call = next(call for call in REFUSED if call.__name__ == name)

@@ -16,9 +16,10 @@ from attnmesh.mesh.shapes import AXES, Shape
 from tests.support import families
 from tests.support.families import STOCK, prompt
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 
+@on_each_rank
 def talk(family: str, folder: Path, shape: Shape, hot: int | None) -> list[Any]:
     """Return the tokens of turns, each on a cache that opens the folder, and how many tokens it began with."""
     model, mesh = families.model(family, "attnmesh"), named_mesh(shape, AXES) if shape.ranks > 1 else None
@@ -81,7 +82,7 @@ def test_layers_that_keep_all_tokens_have_two_memories(tmp_path: Path) -> None:
     assert hf.generate(model, longer, cache=restored, **options).equal(stock.generate(longer, **options))
 
 
-def test_beams_and_a_saved_cache(tmp_path: Path) -> None:
+def test_beams_and_a_saved_cache_give_stock_tokens(tmp_path: Path) -> None:
     model, stock = families.model("llama", "attnmesh"), families.model("llama", STOCK["llama"])
     options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
     cache = hf.ShardedCache(model.config, folder=tmp_path / "a")

@@ -19,7 +19,7 @@ from attnmesh.runtime.counters import counted
 from tests.support.families import prompt
 from tests.support.mesh_problems import named_mesh
 from tests.support.models.tiny_models import Case, build, randomise
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 TYPES = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "mistral4", "youtu")
 
@@ -99,6 +99,7 @@ def checks_of(kind: str, every: int) -> list[Check]:
     return [*CHECKS[[*TYPES].index(kind) % every :: every]]
 
 
+@on_each_rank
 def ours(kind: str, shape: Shape, checks: list[Check]) -> dict[str, Any]:
     """Return the tokens of each check on a rank."""
     small, mesh = model(kind, "attnmesh"), named_mesh(shape, AXES)
@@ -149,6 +150,7 @@ def test_each_check_is_in_the_sample() -> None:
 # --- what is kept, computed and sent ---
 
 
+@on_each_rank
 def used(shape: Shape, length: int) -> tuple[int, int, list[int], int]:
     """Return the bytes that a rank holds, the elements that it receives in prefill, and the rows that it expands."""
     small, rows = model("deepseek_v3", "attnmesh"), []
@@ -175,6 +177,7 @@ def test_latents_are_held_once_travel_and_are_never_expanded_in_decoding(shape: 
             assert received <= LAYERS * (length - 1 - tokens) * (RANK + ROTATED)
 
 
+@on_each_rank
 def exchanged(exchange: str) -> list[list[int]]:
     """Return tokens whose prefill exchanged keys in this way, on a rank."""
     small, mesh = model("deepseek_v2", "attnmesh"), named_mesh(Shape(1, 2, 2), AXES)
@@ -191,6 +194,7 @@ def test_latents_travel_in_each_exchange(exchange: str, pool: Pool) -> None:
 # --- caches ---
 
 
+@on_each_rank
 def saved(folder: Path, shape: Shape) -> None:
     small = model("deepseek_v3", "attnmesh")
     cache = hf.ShardedCache(small.config, named_mesh(shape, AXES), copies=2)
@@ -198,6 +202,7 @@ def saved(folder: Path, shape: Shape) -> None:
     cache.save(folder)
 
 
+@on_each_rank
 def continued(folder: Path, shape: Shape) -> list[Any]:
     """Return the tokens from a restored cache, from a copy, and from a recovered cache, on a rank."""
     small, mesh = model("deepseek_v3", "attnmesh"), named_mesh(shape, AXES)
@@ -289,6 +294,7 @@ CHANGES: dict[str, Callable[[nn.Linear], nn.Module | None]] = {
 REASON = dict.fromkeys(CHANGES, "one with a bias") | {"no projection": "other keys and values than its weight"}
 
 
+@on_each_rank
 def refused(name: str) -> str:
     """Return the error on a rank where the first rank alone has another projection."""
     unusual = torch.distributed.get_rank() == 0
@@ -308,6 +314,7 @@ def test_another_projection_is_refused_on_all_ranks_alike(name: str, pool: Pool)
     assert answers == answers[:1] * 2
 
 
+@on_each_rank
 def heads_axis() -> str:
     try:
         hf.generate(model("deepseek_v3", "attnmesh"), prompt(40), mesh=named_mesh(Shape(2, 1, 1), AXES))

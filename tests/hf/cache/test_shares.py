@@ -10,16 +10,17 @@ import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.hf.serving.engine import Engine
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.hf.recurrent.test_recurrent import DoublePrecision, model_of, tokens
-from tests.hf.serving.test_engine import ids, running
-from tests.hf.serving.test_engine import tokens as tokens_of
 from tests.support import families
+from tests.support.engines import ids, running, tokens
 from tests.support.families import STOCK, prompt
 from tests.support.mesh_problems import named_mesh
+from tests.support.models.checks import DoublePrecision
 from tests.support.models.tiny_models import Case, build
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
+from tests.support.recurrent import model_of
 
 
+@on_each_rank
 def conversation(family: str, shape: Shape, shares: tuple[float, ...], folder: Path) -> tuple[list[Any], list[int]]:
     """Return the tokens of turns on one cache, which is then loaded with even shares and back, and tokens of a rank."""
     model, mesh = families.model(family, "attnmesh"), named_mesh(shape, AXES)
@@ -61,18 +62,19 @@ def test_tokens_on_unequal_shares_are_those_of_stock(
             assert abs(held - length * shares[rank % len(shares)] / sum(shares)) <= 16 * len(shares)
 
 
+@on_each_rank
 def generated(shares: tuple[float, ...]) -> tuple[torch.Tensor, list[int]]:
     """Return tokens of a model with recurrent layers, and how many tokens each of its chunks had on this rank."""
     model, mesh, seen = model_of("qwen3_next"), named_mesh(Shape(1, 1, len(shares)), AXES), []
     model.get_input_embeddings().register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
     with DoublePrecision():
         cache = hf.ShardedCache(model.config, mesh, shares=shares)
-        made = hf.generate(model, tokens(480), cache=cache, max_new_tokens=6, do_sample=False)
+        made = hf.generate(model, prompt(480), cache=cache, max_new_tokens=6, do_sample=False)
     return made, seen
 
 
 def test_recurrent_layers_compute_runs_of_tokens_as_long_as_the_shares(pool: Pool) -> None:
-    stock, given = model_of("qwen3_next", "eager"), tokens(480)
+    stock, given = model_of("qwen3_next", "eager"), prompt(480)
     with DoublePrecision():
         mask = torch.ones_like(given)
         expected = stock.generate(given, attention_mask=mask, max_new_tokens=6, do_sample=False)
@@ -82,6 +84,7 @@ def test_recurrent_layers_compute_runs_of_tokens_as_long_as_the_shares(pool: Poo
     assert (many[0], few[0]) == (14 * 24, 14 * 8)
 
 
+@on_each_rank
 def served(shares: object) -> list[int] | None:
     """Return the tokens of two requests of an engine, one by one, on rank 0."""
     model, mesh = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, 2), AXES)
@@ -90,7 +93,7 @@ def served(shares: object) -> list[int] | None:
             return None
         assert engine.shares is not None
         streams = [engine.submit(ids(length, seed=length), max_new_tokens=5) for length in (130, 40, 90)]
-        return [token for stream in streams for token in tokens_of(stream)]
+        return [token for stream in streams for token in tokens(stream)]
 
 
 def test_an_engine_serves_on_unequal_shares(pool: Pool) -> None:
@@ -102,6 +105,7 @@ def test_an_engine_serves_on_unequal_shares(pool: Pool) -> None:
     assert pool.run(2, served, (1, 4))[0] == expected
 
 
+@on_each_rank
 def refused(kind: str) -> None:
     config, mesh = families.model("llama", "attnmesh").config, named_mesh(Shape(1, 1, 2), AXES)
     match kind:
@@ -128,6 +132,7 @@ def test_what_unequal_shares_cannot_do_is_refused_on_all_ranks(kind: str, pool: 
         raise found[0]
 
 
+@on_each_rank
 def selecting(name: str, shares: tuple[float, ...] | None, attention: str) -> list[int]:
     """Return tokens of a model that keeps entries or index keys beside its keys, with a prompt in chunks."""
     model = build(Case(name, name), attention, torch.float64)

@@ -15,11 +15,11 @@ from attnmesh import errors
 from attnmesh.core.storage import STORAGES
 from attnmesh.hf.cache.layer import SHORT_WINDOW
 from attnmesh.mesh.shapes import Shape
-from tests.hf.sparse import test_sparse
 from tests.support import families
 from tests.support.families import STOCK, prompt
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.models import sparse_models
+from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import pairs, rotated
 
 AXES = ("heads", "queries", "keys")
@@ -72,6 +72,7 @@ def expected(family: str, storage: str, padded: bool) -> list[Tensor]:
     return conversation(generate, padded)
 
 
+@on_each_rank
 def ours(family: str, shape: Shape, storage: str, padded: bool) -> list[Tensor]:
     model = families.model(family, "attnmesh", torch.float64)
     cache = hf.ShardedCache(model.config, named_mesh(shape, AXES), storage=storage)
@@ -86,12 +87,15 @@ PLACES = [(shape, [*STORAGES][(n + turn) % 2]) for turn in (0, 1) for n, shape i
 
 
 @pytest.mark.parametrize(("kind", "place"), pairs(KINDS, PLACES, len(KINDS)))
-def test_tokens_of_a_stock_cache_that_rounds(pool: Pool, kind: tuple[str, bool], place: tuple[Shape, str]) -> None:
+def test_tokens_are_those_of_a_stock_cache_that_rounds(
+    pool: Pool, kind: tuple[str, bool], place: tuple[Shape, str]
+) -> None:
     (family, padded), (shape, storage) = kind, place
     for found in pool.run(shape.ranks, ours, family, shape, storage, padded):
         assert all(map(torch.equal, found, expected(family, storage, padded)))
 
 
+@on_each_rank
 def short_and_latent(shape: Shape, storage: str) -> list[Any]:
     """Return the tokens of a short prompt, and of a model that caches latents, with the bytes that it holds."""
     model, mesh = families.model("llama", "attnmesh"), named_mesh(shape, AXES)
@@ -127,6 +131,7 @@ def test_short_prompts_and_latents_give_the_same_tokens_on_any_ranks(pool: Pool,
         assert found == short_and_latent_alone(pool, storage)
 
 
+@on_each_rank
 def stored_and_recovered(shape: Shape, storage: str, folder: Path) -> tuple[list[Any], list[str]]:
     """Continue a cache after a save, a restore, a recovery and a fork; and the errors of other storages."""
     model, mesh = families.model("llama", "attnmesh"), named_mesh(shape, AXES)
@@ -178,7 +183,7 @@ def test_layers_with_short_windows_stay_as_they_are() -> None:
     assert {kv.sizes.storage for kv in cache.kvs} == {"int8"}
 
 
-def test_refusals() -> None:
+def test_wrong_storages_are_refused() -> None:
     model = families.model("llama", "attnmesh")
     for name in ("storage", "window_storage"):
         with pytest.raises(errors.ArgumentError, match=f"ShardedCache {name}: expected None or one of int8, fp8_e4m3"):
@@ -187,9 +192,10 @@ def test_refusals() -> None:
         model(prompt(20), past_key_values=hf.ShardedCache(model.config, storage="int8"))
 
 
+@on_each_rank
 def sparse(name: str, shape: Shape) -> tuple[list[int], list[str | None]]:
     """Return the tokens of a model whose queries select their keys, and how its caches are stored."""
-    model = test_sparse.model(name, "attnmesh", torch.float64)
+    model = sparse_models.model(name, "attnmesh", torch.float64)
     cache = hf.ShardedCache(model.config, named_mesh(shape, AXES), storage="int8")
     found = hf.generate(model, prompt(150), cache=cache, max_new_tokens=10, do_sample=False)
     return found[0].tolist(), [kv.sizes.storage for kv in cache.kvs]

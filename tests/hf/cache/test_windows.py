@@ -13,13 +13,14 @@ from attnmesh.mesh.shapes import Shape
 from tests.support import families
 from tests.support.families import STOCK, prompt
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 
 AXES = ("heads", "queries", "keys")
 
 WINDOWED = {"gemma3": Shape(1, 2, 2), "gpt-oss": Shape(1, 1, 3), "mistral": Shape(2, 1, 2), "llama4": Shape(1, 1, 2)}
 
 
+@on_each_rank
 def conversation(family: str, shape: Shape, windows: bool) -> list[Any]:
     """Return the tokens of turns on one cache, of which the last two go back."""
     model, mesh = families.model(family, "attnmesh"), named_mesh(shape, AXES) if shape.ranks > 1 else None
@@ -59,6 +60,7 @@ def test_turns_that_branch_off_are_computed_again(family: str, pool: Pool) -> No
             assert turns == expected
 
 
+@on_each_rank
 def held(family: str, shape: Shape, windows: bool) -> list[tuple[int, int]]:
     """Return per layer the tokens and slots of a rank after a prompt of 1,200 tokens and some new ones."""
     model, mesh = families.model(family, "attnmesh"), named_mesh(shape, AXES)
@@ -78,6 +80,7 @@ def test_layers_with_a_window_take_its_memory(family: str, pool: Pool) -> None:
         assert all(slots >= 403 for _, slots in layers)
 
 
+@on_each_rank
 def crops(kind: str) -> str:
     """Return the error of a rank; no layer may have changed."""
     model, mesh, odd = families.model("gemma3", "attnmesh"), named_mesh(Shape(1, 1, 2), AXES), _rank() == 1
@@ -127,6 +130,7 @@ def gapped() -> tuple[Tensor, Tensor]:
     return ids.masked_fill(mask == 0, 0), mask
 
 
+@on_each_rank
 def with_gaps(family: str, shape: Shape) -> dict[str, Any]:
     """Return tokens, or the error, of prompts with padding between tokens."""
     model, mesh = families.model(family, "attnmesh"), named_mesh(shape, AXES) if shape.ranks > 1 else None
@@ -162,6 +166,7 @@ def test_padding_between_tokens_is_right_or_refused(family: str, pool: Pool) -> 
                 assert "expected padding before the first token of a sequence only, given padding betw" in given, call
 
 
+@on_each_rank
 def interrupted(shape: Shape) -> list[int]:
     """Return the tokens after a forward pass was interrupted between two layers, and continued."""
     model, mesh = families.model("gemma3", "attnmesh"), named_mesh(shape, AXES)
@@ -179,6 +184,7 @@ def test_an_interrupted_pass_is_continued_or_computed_again(pool: Pool) -> None:
     assert pool.run(2, interrupted, Shape(1, 1, 2)) == [expected.tolist()] * 2
 
 
+@on_each_rank
 def saved(family: str, shape: Shape, folder: Path) -> list[int]:
     model = families.model(family, "attnmesh")
     cache = hf.ShardedCache(model.config, named_mesh(shape, AXES) if shape.ranks > 1 else None)

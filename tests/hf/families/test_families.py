@@ -37,7 +37,7 @@ from attnmesh.hf.recurrent.prepare_recurrent import RecurrentLayer
 from attnmesh.runtime.upstream import OPT_IN
 from tests.support.families import SIZES
 from tests.support.models.tiny_models import Case, tiny_config
-from tests.test_rooms import FILES
+from tools.rooms import FILES
 from tools.upstream_records import PAGE, code_of_type, configurations, differences, page
 from tools.versions import ROOT
 

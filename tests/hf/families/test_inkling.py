@@ -35,6 +35,7 @@ def test_logits_on_one_device_are_those_of_stock(prepares: bool) -> None:
     if prepares:
         prepare_layers(model)
     assert any(isinstance(module, NearLogits) for module in model.modules()) == prepares
+    # Float64; all but attention is the same code.
     torch.testing.assert_close(logits(model), expected, rtol=1e-9, atol=1e-9)
     model.set_attn_implementation("eager")
     torch.testing.assert_close(logits(model), expected, rtol=0, atol=0)

@@ -10,13 +10,14 @@ from torch import Tensor
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.hf.images.test_image_training import loss_and_gradients
-from tests.hf.images.test_images import OPTIONS, logits
 from tests.support.families import prompt
 from tests.support.mesh_problems import named_mesh
 from tests.support.models.image_checks import model_of
 from tests.support.models.image_inputs import random_pixels
-from tests.support.pool import Pool
+from tests.support.models.image_prompts import OPTIONS, logits
+from tests.support.models.image_training import trained_once
+from tests.support.pool import Pool, on_each_rank
+from tests.support.tolerances import FLOAT64_LOSS, FLOAT64_MODEL
 
 Batch = dict[str, Any]
 
@@ -57,6 +58,7 @@ def stock(batch: Batch, **options: Any) -> Tensor:
     return logits(model_of("mllama", None, DOUBLE).generate(**batch, **{**OPTIONS, **options}))
 
 
+@on_each_rank
 def answers(shape: Shape, batches: list[Batch], options: dict[str, Any]) -> list[Tensor]:
     """Return on a rank the logits of turns with one cache, of blocks so small that all ranks have some."""
     model = model_of("mllama", "attnmesh", DOUBLE)
@@ -83,9 +85,10 @@ def test_text_sees_images(name: str, shape: Shape, pool: Pool) -> None:
     expected = [stock(batch, **whole) for batch in batches]
     for found in pool.run(shape.ranks, answers, shape, batches, options):
         for turn, logits_of_stock in zip(found, expected, strict=True):
-            assert float((turn - logits_of_stock).abs().max()) < 1e-5
+            assert float((turn - logits_of_stock).abs().max()) < FLOAT64_MODEL
 
 
+@on_each_rank
 def continued() -> tuple[float, int]:
     """Return how far logits are off after a turn that continues another, and the tokens that it took from the cache."""
     model, first = model_of("mllama", "attnmesh", DOUBLE), inputs(ONE)
@@ -105,25 +108,26 @@ def continued() -> tuple[float, int]:
 
 def test_a_turn_continues_a_prompt_with_the_same_images(pool: Pool) -> None:
     for off, taken in pool.run(2, continued):
-        assert off < 1e-5
+        assert off < FLOAT64_MODEL
         assert taken == sum(ONE)
 
 
-def trained(shape: Shape, batch: Batch) -> tuple[float, dict[str, Tensor]]:
-    return loss_and_gradients(model_of("mllama", "attnmesh", DOUBLE), hf.shard_batch(batch, named_mesh(shape, AXES)))
+@on_each_rank
+def trained_on_mesh(shape: Shape, batch: Batch) -> tuple[float, dict[str, Tensor]]:
+    return trained_once(model_of("mllama", "attnmesh", DOUBLE), hf.shard_batch(batch, named_mesh(shape, AXES)))
 
 
 @pytest.mark.parametrize("shape", [Shape(1, 1, 3), Shape(2, 1, 1)], ids=str)
 def test_loss_and_gradients_are_those_of_one_device(shape: Shape, pool: Pool) -> None:
     batch = inputs(TWO, ONE, side="right")
     batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-    expected, gradients = loss_and_gradients(model_of("mllama", None, DOUBLE), {**batch, "use_cache": False})
-    losses, found = zip(*pool.run(shape.ranks, trained, shape, batch), strict=True)
-    assert sum(losses) / shape.ranks == pytest.approx(expected, rel=1e-6)
+    expected, gradients = trained_once(model_of("mllama", None, DOUBLE), {**batch, "use_cache": False})
+    losses, found = zip(*pool.run(shape.ranks, trained_on_mesh, shape, batch), strict=True)
+    assert sum(losses) / shape.ranks == pytest.approx(expected, rel=FLOAT64_LOSS)
     assert sum("vision" in name and bool(x.any()) for name, x in gradients.items()) > 10
     for name, whole in gradients.items():
         given = sum(part[name] for part in found) / shape.ranks
-        assert (given - whole).abs().max() <= 1e-5 * max(1, float(whole.abs().max())), name
+        assert (given - whole).abs().max() <= FLOAT64_MODEL * max(1, float(whole.abs().max())), name
 
 
 def test_what_would_lose_the_images_is_refused(tmp_path: Path) -> None:

@@ -11,16 +11,14 @@ import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.hf.serving.engine import Engine
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.hf.images import test_image_prompts as qwen
-from tests.hf.images import test_image_spans as spans
-from tests.hf.images.test_images import vision_model
-from tests.hf.serving.test_engine import running, started, tokens
-from tests.hf.serving.test_prefix_store import until_stored
+from tests.support.engines import running, started, tokens, until_stored
 from tests.support.families import prompt
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
-
-NEW = 6
+from tests.support.models import image_prompts as qwen
+from tests.support.models import image_spans as spans
+from tests.support.models.image_answers import NEW, alike, answer, generated, submit
+from tests.support.models.image_prompts import vision_model
+from tests.support.pool import Pool, on_each_rank
 
 
 def problems(kind: str) -> tuple[Any, list[dict[str, Tensor]]]:
@@ -34,34 +32,7 @@ def problems(kind: str) -> tuple[Any, list[dict[str, Tensor]]]:
     return vision_model(kind, "attnmesh"), [*given, text]
 
 
-def submit(engine: Engine, batch: dict[str, Tensor], **options: Any) -> Any:
-    images = {name: x for name, x in batch.items() if name not in ("input_ids", "attention_mask")}
-    return engine.submit(batch["input_ids"][0].tolist(), max_new_tokens=NEW, images=images, logprobs=1, **options)
-
-
-def answer(stream: Any) -> list[tuple[int, float]]:
-    """Return the tokens of a stream and their log-probabilities."""
-    return [(token.id, token.logprob) for token in stream]
-
-
-def generated(model: Any, batch: dict[str, Tensor], mesh: Any) -> list[tuple[int, float]]:
-    """Return the same of `generate`."""
-    options = {"max_new_tokens": NEW, "do_sample": False, "suppress_tokens": None}
-    found = hf.generate(model, **batch, mesh=mesh, return_dict_in_generate=True, output_logits=True, **options)
-    ids = found.sequences[0, batch["input_ids"].shape[1] :].tolist()
-    return [(token, float(row[0].log_softmax(-1)[token])) for token, row in zip(ids, found.logits, strict=True)]
-
-
-def alike(found: list[list[tuple[int, float]]], wanted: list[list[tuple[int, float]]]) -> bool:
-    """Return whether answers have the same tokens, with the same log-probabilities but for rounding of ropes."""
-    pairs = [
-        (one, other)
-        for mine, theirs in zip(found, wanted, strict=True)
-        for one, other in zip(mine, theirs, strict=True)
-    ]
-    return all(one[0] == other[0] and abs(one[1] - other[1]) < 1e-5 for one, other in pairs)
-
-
+@on_each_rank
 def streams_with_images(kind: str, shape: Shape) -> None:
     model, batches = problems(kind)
     mesh = named_mesh(shape, AXES)
@@ -109,6 +80,7 @@ def test_images_that_do_not_fit_end_their_request_alone() -> None:
         assert len(tokens(streams[1])) == NEW
 
 
+@on_each_rank
 def images_from_a_store(kind: str, folder: Path) -> None:
     """Ask in a later engine: for the same images, for others in their places, and for text with the same tokens."""
     model, (batch, other, *_) = problems(kind)

@@ -1,90 +1,34 @@
 """Prompts with images, on one to three ranks, beside stock transformers on one device."""
 
-from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from torch import Tensor
-from transformers import PreTrainedTokenizerFast
-from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-from transformers.models.llava.processing_llava import LlavaProcessor
 
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.hf.images.test_images import IMAGES, OPTIONS, logits, vision_model
 from tests.support.families import prompt
 from tests.support.mesh_problems import named_mesh
 from tests.support.models.image_models import build_images, image_case
-from tests.support.pool import Pool
+from tests.support.models.image_prompts import (
+    FIRST,
+    IMAGES,
+    OPTIONS,
+    SECOND,
+    SHAPES,
+    answer,
+    answer_logits,
+    inputs,
+    logits,
+    off,
+    stock,
+    vision_model,
+)
+from tests.support.models.processed_images import processed
+from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import rotated
-
-SIZES = {"wide": (1, 4, 8), "high": (1, 6, 4), "large": (1, 8, 6)}
-"""Images by name, as patches along time, height and width. Four patches are a token."""
-
-Part = str | int
-"""Text of so many tokens, or an image by name."""
-
-FIRST: tuple[Part, ...] = (5, "wide", 9, "high", 26)
-SECOND: tuple[Part, ...] = (*FIRST, 3, "large", 17)
-SHAPES = (Shape(1, 1, 1), Shape(1, 1, 2), Shape(1, 3, 1))
-
-
-@lru_cache
-def pixels(name: str, seed: int = 0) -> Tensor:
-    """Random patches of an image."""
-    generator = torch.Generator().manual_seed(len(name) + 100 * seed)
-    return torch.randn(torch.tensor(SIZES[name]).prod(), 96, dtype=torch.float64, generator=generator)
-
-
-def inputs(*rows: tuple[Part, ...], seed: int = 0) -> dict[str, Tensor]:
-    """What a processor of Qwen returns for sequences of text and images, padded on the left."""
-    sequences, images = [], []
-    for number, row in enumerate(rows):
-        parts = []
-        for place, part in enumerate(row):
-            if isinstance(part, int):
-                parts.append(prompt(part, seed=10 * number + place)[0] % 80 + 5)
-            else:
-                tokens = int(torch.tensor(SIZES[part]).prod()) // 4
-                parts.append(torch.tensor([92, *[90] * tokens, 93]))
-                images.append(part)
-        sequences.append(torch.cat(parts))
-    length = max(map(len, sequences))
-    padded = [torch.cat((torch.zeros(length - len(ids), dtype=torch.long), ids)) for ids in sequences]
-    mask = [torch.arange(length) >= length - len(ids) for ids in sequences]
-    ids = torch.stack(padded)
-    return {
-        "input_ids": ids,
-        "attention_mask": torch.stack(mask).long(),
-        "pixel_values": torch.cat([pixels(name, seed) for name in images]),
-        "image_grid_thw": torch.tensor([SIZES[name] for name in images]),
-        "mm_token_type_ids": (ids == 90).int(),
-    }
-
-
-def stock(kind: str, batch: dict[str, Tensor], **options: Any) -> Tensor:
-    """The logits of stock transformers."""
-    return logits(vision_model(kind, "sdpa").generate(**batch, **{**OPTIONS, **options}))
-
-
-def off(found: Any, expected: Tensor) -> float:
-    """How far the logits of an output are off."""
-    return float((logits(found) - expected).abs().max())
-
-
-def answer(kind: str, shape: Shape, batch: dict[str, Tensor], options: dict[str, Any]) -> Any:
-    """Return on a rank what a model generates, from blocks so small that all ranks have some."""
-    model = vision_model(kind, "attnmesh")
-    cache = hf.ShardedCache(model.config, named_mesh(shape, AXES), block=4)
-    return hf.generate(model, **batch, cache=cache, **{**OPTIONS, **options})
-
+from tests.support.tolerances import FLOAT64_MODEL
 
 PROMPTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "one": ((FIRST,), {}),
@@ -95,20 +39,17 @@ PROMPTS: dict[str, tuple[Any, dict[str, Any]]] = {
 """Sequences of text and images, and options. No number of ranks divides the tokens."""
 
 
-def answer_logits(*arguments: Any) -> Tensor:
-    return logits(answer(*arguments))
-
-
 @pytest.mark.parametrize(("kind", "name", "shape"), rotated([*IMAGES], [*PROMPTS], SHAPES, every=len(SHAPES)))
-def test_a_prompt_with_images(kind: str, name: str, shape: Shape, pool: Pool) -> None:
+def test_a_prompt_with_images_gives_stock_logits(kind: str, name: str, shape: Shape, pool: Pool) -> None:
     rows, options = PROMPTS[name]
     batch = inputs(*rows)
     whole = {key: value for key, value in options.items() if key != "prefill_chunk_size"}
     expected = stock(kind, batch, **whole)
     for found in pool.run(shape.ranks, answer_logits, kind, shape, batch, options):
-        assert float((found - expected).abs().max()) < 1e-5
+        assert float((found - expected).abs().max()) < FLOAT64_MODEL
 
 
+@on_each_rank
 def beams(kind: str) -> float:
     batch, shape = inputs(FIRST, (14, "large", 4)), Shape(1, 1, 3)
     options: dict[str, Any] = {"num_beams": 3, "output_scores": True}
@@ -119,10 +60,11 @@ def beams(kind: str) -> float:
 
 
 @pytest.mark.parametrize("kind", IMAGES)
-def test_beams_with_images(kind: str, pool: Pool) -> None:
-    assert max(pool.run(3, beams, kind)) < 1e-5
+def test_beams_with_images_are_those_of_stock(kind: str, pool: Pool) -> None:
+    assert max(pool.run(3, beams, kind)) < FLOAT64_MODEL
 
 
+@on_each_rank
 def rows_after_images(kind: str, shape: Shape) -> float:
     """Decode after two prompts with images and one without, in one forward pass, and return how far logits are off."""
     model, mesh = vision_model(kind, "attnmesh"), named_mesh(shape, AXES)
@@ -143,10 +85,11 @@ def rows_after_images(kind: str, shape: Shape) -> float:
 
 
 @pytest.mark.parametrize(("kind", "shape"), rotated([*IMAGES], SHAPES[:2], every=2))
-def test_rows_after_images(kind: str, shape: Shape, pool: Pool) -> None:
-    assert max(pool.run(shape.ranks, rows_after_images, kind, shape)) < 1e-5
+def test_rows_after_images_give_what_each_gives_alone(kind: str, shape: Shape, pool: Pool) -> None:
+    assert max(pool.run(shape.ranks, rows_after_images, kind, shape)) < FLOAT64_MODEL
 
 
+@on_each_rank
 def turns(kind: str) -> list[tuple[float, int]]:
     """Return on a rank how far the logits of several turns are off, and the tokens that each took from the cache."""
     model, taken = vision_model(kind, "attnmesh"), []
@@ -166,11 +109,12 @@ def test_turns_keep_the_images_that_are_the_same(kind: str, pool: Pool) -> None:
     first = inputs(FIRST)["input_ids"].shape[1]
     for found in pool.run(2, turns, kind):
         errors, taken = zip(*found, strict=True)
-        assert max(errors) < 1e-5
+        assert max(errors) < FLOAT64_MODEL
         # A turn adds an image; one is taken back; other pixels; the placeholders as text; and the images again.
         assert taken == (0, first, first - 1, 6, 6, 6)
 
 
+@on_each_rank
 def of_one_text(kind: str) -> float:
     """Return how far logits are off after a turn with one text and two images of which the other was kept."""
     model, one, other = vision_model(kind, "attnmesh"), inputs(FIRST), inputs(FIRST, seed=1)
@@ -181,9 +125,10 @@ def of_one_text(kind: str) -> float:
 
 
 def test_a_sequence_kept_of_a_batch_is_not_taken_for_another(pool: Pool) -> None:
-    assert max(pool.run(2, of_one_text, "qwen2_5_vl")) < 1e-5
+    assert max(pool.run(2, of_one_text, "qwen2_5_vl")) < FLOAT64_MODEL
 
 
+@on_each_rank
 def prefilled(kind: str, shape: Shape) -> float:
     model, batch = vision_model(kind, "attnmesh"), inputs(FIRST)
     cache = hf.ShardedCache(model.config, named_mesh(shape, AXES), block=4)
@@ -194,38 +139,10 @@ def prefilled(kind: str, shape: Shape) -> float:
 
 @pytest.mark.parametrize("shape", [Shape(2, 1, 1), Shape(1, 3, 1)], ids=str)
 def test_a_prefill_with_images_is_continued(shape: Shape, pool: Pool) -> None:
-    assert max(pool.run(shape.ranks, prefilled, "qwen3_vl", shape)) < 1e-5
+    assert max(pool.run(shape.ranks, prefilled, "qwen3_vl", shape)) < FLOAT64_MODEL
 
 
-def processor(side: str) -> LlavaProcessor:
-    """Return the processor of LLaVA for images of 16 tokens, with padding on a side."""
-    words = {"<pad>": 0, "<image>": 90, **{f"w{number}": number for number in range(1, 80)}}
-    tokens = Tokenizer(WordLevel(words, unk_token="<pad>"))
-    tokens.pre_tokenizer = WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=tokens, pad_token="<pad>", additional_special_tokens=["<image>"], padding_side=side
-    )
-    sides = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
-    options = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-    return LlavaProcessor(CLIPImageProcessorPil(**sides), tokenizer, image_token="<image>", **options)
-
-
-def pictures() -> list[Image.Image]:
-    """Return three images of different sizes."""
-    generator = np.random.default_rng(0)
-    sizes = ((24, 40), (17, 19), (64, 33))
-    return [Image.fromarray(generator.integers(0, 255, (*size, 3), dtype=np.uint8)) for size in sizes]
-
-
-TEXTS = ("w3 <image> w4 w5 <image> w6 w7 w8", "w9 w10 w11 <image> w12 w13")
-
-
-def processed(side: str = "left") -> Any:
-    """Return what the processor of LLaVA makes of two texts and three images."""
-    batch = processor(side)(text=[*TEXTS], images=pictures(), padding=True, return_tensors="pt")
-    return {**batch, "pixel_values": batch["pixel_values"].double()}
-
-
+@on_each_rank
 def answer_processed(shape: Shape) -> float:
     ours, stock = (build_images(image_case("llava"), attention, torch.float64) for attention in ("attnmesh", "sdpa"))
     expected = logits(stock.generate(**processed(), **OPTIONS))
@@ -235,9 +152,10 @@ def answer_processed(shape: Shape) -> float:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_what_a_processor_returns_is_what_generate_takes(shape: Shape, pool: Pool) -> None:
-    assert max(pool.run(shape.ranks, answer_processed, shape)) < 1e-5
+    assert max(pool.run(shape.ranks, answer_processed, shape)) < FLOAT64_MODEL
 
 
+@on_each_rank
 def refused(kind: str, case: str) -> str:
     """Return the error of a rank for images that are not right."""
     batch, options, mesh = inputs(FIRST), {"max_new_tokens": 2}, named_mesh(Shape(1, 1, 2), AXES)

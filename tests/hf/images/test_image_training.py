@@ -3,7 +3,6 @@
 import warnings
 from contextlib import nullcontext
 from copy import deepcopy
-from functools import lru_cache
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -12,95 +11,50 @@ import pytest
 import torch
 import torch.distributed as dist
 from datasets import Dataset
-from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
-import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.hf.images.cut import prepare_text_model
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.hf.images import test_image_prompts, test_image_spans
-from tests.hf.images.test_images import IMAGES, vision_model
 from tests.support import families
 from tests.support.families import prompt
 from tests.support.mesh_problems import named_mesh
+from tests.support.models import image_prompts, image_spans, processed_images
 from tests.support.models.image_models import build_images, image_batch, image_case
-from tests.support.pool import Pool
+from tests.support.models.image_prompts import IMAGES, vision_model
+from tests.support.models.image_training import BUILT, SPANS, Batch, check, labelled, model_of, trained_once
+from tests.support.pool import Pool, on_each_rank
+from tests.support.tolerances import FLOAT32_SUMS, FLOAT64_LOSS, FLOAT64_MODEL, TRAINED
 from tests.support.trainers import FSDP, LOGGED, fsdp_on_cpus, launched, settings, trainer_class
 
-Batch = dict[str, Tensor]
-
-IMAGE, SPANS, BUILT = 90, ("gemma3", "paligemma"), ("llava", "idefics3", "internvl")
 KINDS = (*IMAGES, *SPANS, *BUILT)
 SHAPES = (Shape(1, 2, 1), Shape(1, 1, 3), Shape(1, 2, 2), Shape(2, 1, 1))
-
-
-@lru_cache
-def model_of(kind: str, attention: str) -> PreTrainedModel:
-    if kind in SPANS:
-        return test_image_spans.model_of(kind, attention)
-    if kind in BUILT:
-        return build_images(image_case(kind), attention, torch.float64)
-    return vision_model(kind, attention)
 
 
 def batch_of(kind: str) -> Batch:
     """Return images and texts to learn. No number of ranks divides the tokens; the shorter sequence has padding."""
     if kind in SPANS:
-        batch = test_image_spans.inputs(kind, *((3, 5, 26) if kind == "gemma3" else (7, 18)), rows=2)
+        batch = image_spans.inputs(kind, *((3, 5, 26) if kind == "gemma3" else (7, 18)), rows=2)
     elif kind == "llava":
-        batch = test_image_prompts.processed("right")
+        batch = processed_images.processed("right")
     elif kind in BUILT:
         batch = image_batch(model_of(kind, "sdpa"), torch.float64)
     else:
-        batch = padded_on_the_right(test_image_prompts.FIRST, (20, "large", 4))
+        batch = padded_on_the_right(image_prompts.FIRST, (20, "large", 4))
     return labelled(batch)
 
 
-def padded_on_the_right(*rows: tuple[test_image_prompts.Part, ...]) -> Batch:
+def padded_on_the_right(*rows: tuple[image_prompts.Part, ...]) -> Batch:
     """Return what a processor of Qwen returns for training."""
-    batches = [test_image_prompts.inputs(row) for row in rows]
+    batches = [image_prompts.inputs(row) for row in rows]
     by_token = ("input_ids", "attention_mask", "mm_token_type_ids")
     joined = {name: [batch[name] for batch in batches] for name in batches[0]}
     return {
         name: pad_sequence([x[0] for x in parts], batch_first=True) if name in by_token else torch.cat(parts)
         for name, parts in joined.items()
     }
-
-
-def labelled(batch: Batch) -> Batch:
-    """Learn the text after the first three tokens."""
-    ids = batch["input_ids"]
-    unlearned = (ids == IMAGE) | (batch["attention_mask"] == 0) | (torch.arange(ids.shape[1]) < 3)
-    return {**batch, "labels": ids.masked_fill(unlearned, -100)}
-
-
-def loss_and_gradients(model: PreTrainedModel, batch: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
-    """Return the loss, and the gradients of all weights."""
-    model.zero_grad()
-    loss = model.train()(**batch).loss
-    loss.backward()
-    model.eval()
-    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def on_rank(kind: str, shape: Shape, layout: Any, batch: Batch) -> tuple[float, dict[str, Tensor]]:
-    part = hf.shard_batch(batch, named_mesh(shape, AXES), layout)
-    return loss_and_gradients(model_of(kind, "attnmesh"), part)
-
-
-def check(kind: str, shape: Shape, batch: Batch, pool: Pool) -> dict[str, Tensor]:
-    """Compare the loss and gradients of a mesh with those of one device, and return them."""
-    expected, gradients = loss_and_gradients(model_of(kind, "sdpa"), {**batch, "use_cache": False})
-    layout = am.Striped(4) if shape.ranks == 3 else am.Zigzag()
-    losses, found = zip(*pool.run(shape.ranks, on_rank, kind, shape, layout, batch), strict=True)
-    assert sum(losses) / shape.ranks == pytest.approx(expected, rel=1e-6)
-    for name, whole in gradients.items():
-        given = sum(part[name] for part in found) / shape.ranks
-        assert (given - whole).abs().max() <= 1e-5 * max(1, float(whole.abs().max())), name
-    return gradients
 
 
 LONG = pytest.mark.long
@@ -120,10 +74,10 @@ def test_loss_and_gradients_are_those_of_one_device(kind: str, shape: Shape, poo
 
 def spans_that_differ() -> Batch:
     """Return three rows for Gemma 3: two images, one elsewhere and padding, and none."""
-    rows = [test_image_spans.inputs("gemma3", *texts, rows=1) for texts in ((3, 5, 26), (11, 14), (66,))]
+    rows = [image_spans.inputs("gemma3", *texts, rows=1) for texts in ((3, 5, 26), (11, 14), (66,))]
     kinds = ("input_ids", "attention_mask", "token_type_ids")
     joined = {name: pad_sequence([row[name][0] for row in rows], batch_first=True) for name in kinds}
-    return labelled({**joined, "pixel_values": test_image_spans.inputs("gemma3", 1, 1, 1, 1)["pixel_values"]})
+    return labelled({**joined, "pixel_values": image_spans.inputs("gemma3", 1, 1, 1, 1)["pixel_values"]})
 
 
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1], Shape(1, 1, 1)], ids=str)
@@ -139,12 +93,12 @@ def test_a_batch_may_have_text_alone(kind: str, types: list[str], pool: Pool) ->
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "paligemma"])
 def test_one_device_is_a_mesh_too(kind: str) -> None:
-    expected, gradients = loss_and_gradients(model_of(kind, "sdpa"), {**batch_of(kind), "use_cache": False})
+    expected, gradients = trained_once(model_of(kind, "sdpa"), {**batch_of(kind), "use_cache": False})
     whole = {**batch_of(kind), "use_cache": False}
     for batch in (hf.shard_batch(batch_of(kind), None), whole):
-        loss, found = loss_and_gradients(model_of(kind, "attnmesh"), batch)
-        assert loss == pytest.approx(expected, rel=1e-6)
-        assert all(torch.allclose(found[name], x, atol=1e-6) for name, x in gradients.items())
+        loss, found = trained_once(model_of(kind, "attnmesh"), batch)
+        assert loss == pytest.approx(expected, rel=FLOAT64_LOSS)
+        assert all(torch.allclose(found[name], x, atol=FLOAT64_LOSS) for name, x in gradients.items())
 
 
 # --- trainers ---
@@ -152,10 +106,10 @@ def test_one_device_is_a_mesh_too(kind: str) -> None:
 
 def examples(count: int) -> list[Batch]:
     """Return sequences with one image or two."""
-    rows: list[tuple[test_image_prompts.Part, ...]] = [
+    rows: list[tuple[image_prompts.Part, ...]] = [
         (5 + number, "wide", 9, *(("high", 4) if number % 3 else ()), 17) for number in range(count)
     ]
-    return [labelled(test_image_prompts.inputs(row)) for row in rows]
+    return [labelled(image_prompts.inputs(row)) for row in rows]
 
 
 def collate(batch: list[Batch]) -> Batch:
@@ -199,6 +153,7 @@ def trained(trainer: Any, attention: str, folder: str, options: dict[str, Any]) 
     return [*losses, made.evaluate()["eval_loss"]]
 
 
+@on_each_rank
 def trained_on_rank(shape: Shape, folder: str, options: dict[str, Any]) -> list[float]:
     with launched(), fsdp_on_cpus() if "fsdp" in options else nullcontext():
         return trained(hf.on_mesh(Trainer, named_mesh(shape, AXES)), "attnmesh", folder, options)
@@ -213,22 +168,22 @@ def test_a_trainer_has_the_losses_of_one_device(recipe: str, pool: Pool, tmp_pat
     assert expected[-2] < expected[0]
     for shape in (Shape(1, 2, 2), *([] if recipe == "LoRA" else [Shape(1, 1, 1), Shape(1, 2, 1)])):
         for found in pool.run(shape.ranks, trained_on_rank, shape, str(tmp_path / str(shape.ranks)), options):
-            assert found == pytest.approx(expected, abs=1e-5)
+            assert found == pytest.approx(expected, abs=FLOAT64_MODEL)
 
 
 def fine_tuned(trainer: Any, attention: str, folder: str) -> list[float]:
     """Return the losses and accuracies of TRL's trainer, which calls the processor for texts with images."""
     from trl import SFTConfig
 
-    first, second, third = test_image_prompts.pictures()
+    first, second, third = processed_images.pictures()
     rows = [
-        {"text": test_image_prompts.TEXTS[0], "images": [first, second]},
-        {"text": test_image_prompts.TEXTS[1], "images": [third]},
+        {"text": processed_images.TEXTS[0], "images": [first, second]},
+        {"text": processed_images.TEXTS[1], "images": [third]},
     ]
     model = build_images(image_case("llava"), attention, torch.float32)
     options: dict[str, Any] = {"max_steps": 2, "max_length": None, "gradient_checkpointing": False}
     options["remove_unused_columns"] = False
-    data = {"train_dataset": Dataset.from_list(4 * rows), "processing_class": test_image_prompts.processor("right")}
+    data = {"train_dataset": Dataset.from_list(4 * rows), "processing_class": processed_images.processor("right")}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TRL's own
         made = trainer(model=model, args=settings(SFTConfig, folder, **options), **data)
@@ -236,6 +191,7 @@ def fine_tuned(trainer: Any, attention: str, folder: str) -> list[float]:
     return [entry[name] for entry in made.state.log_history for name in LOGGED if name in entry]
 
 
+@on_each_rank
 def fine_tuned_on_rank(shape: Shape, folder: str) -> list[float]:
     with launched():
         return fine_tuned(hf.on_mesh(trainer_class("SFTTrainer"), named_mesh(shape, AXES)), "attnmesh", folder)
@@ -246,12 +202,13 @@ def test_a_trainer_of_trl_calls_the_processor(pool: Pool, tmp_path: Path) -> Non
     expected = fine_tuned(trainer_class("SFTTrainer"), "sdpa", str(tmp_path / "1"))
     assert len(expected) > 8
     for found in pool.run(2, fine_tuned_on_rank, Shape(1, 2, 1), str(tmp_path / "2")):
-        assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
+        assert found == pytest.approx(expected, rel=TRAINED, abs=FLOAT32_SUMS)
 
 
 # --- bad input ---
 
 
+@on_each_rank
 def refused(case: str) -> str:
     """Return the error of a rank for images that are not right."""
     rank, mesh = dist.get_rank(), named_mesh(Shape(1, 1, 2), AXES)
@@ -268,9 +225,9 @@ def refused(case: str) -> str:
         edges = [0, 30, batch["input_ids"].shape[1]]
         batch |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor(edges, dtype=torch.int32))
     elif case == "padding on the left":
-        batch = labelled(test_image_prompts.inputs(test_image_prompts.FIRST, (20, "large", 4)))
+        batch = labelled(image_prompts.inputs(image_prompts.FIRST, (20, "large", 4)))
     elif case == "a text model":
-        batch, model = labelled(test_image_prompts.processed("right")), families.model("llama", "attnmesh")
+        batch, model = labelled(processed_images.processed("right")), families.model("llama", "attnmesh")
     elif case == "types without images":
         batch, model = batch_of("gemma3"), model_of("gemma3", "attnmesh")
         del batch["pixel_values"]

@@ -15,16 +15,28 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.hf.images.test_image_engine import alike, answer, generated, submit
-from tests.hf.images.test_image_prompts import SHAPES, SIZES, Part, answer_logits, off, pixels, stock
-from tests.hf.images.test_image_training import check, labelled
-from tests.hf.images.test_images import IMAGES, OPTIONS, logits, vision_model
-from tests.hf.serving.test_engine import running
+from tests.support.engines import running
 from tests.support.families import prompt
 from tests.support.mesh_problems import named_mesh
+from tests.support.models.image_answers import alike, answer, generated, submit
 from tests.support.models.image_models import build_images, image_case
-from tests.support.pool import Pool
+from tests.support.models.image_prompts import (
+    IMAGES,
+    OPTIONS,
+    SHAPES,
+    SIZES,
+    Part,
+    answer_logits,
+    logits,
+    off,
+    pixels,
+    stock,
+    vision_model,
+)
+from tests.support.models.image_training import check, labelled
+from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import some
+from tests.support.tolerances import FLOAT64_MODEL
 
 Batch = dict[str, Any]
 
@@ -110,14 +122,15 @@ PAIRS = {*zip(PROMPTS, SHAPES[1:] + SHAPES[1:], strict=True), ("padded", SHAPES[
     ],
 )
 @pytest.mark.parametrize("kind", IMAGES)
-def test_a_prompt_with_videos(kind: str, name: str, shape: Shape, pool: Pool) -> None:
+def test_a_prompt_with_videos_gives_stock_logits(kind: str, name: str, shape: Shape, pool: Pool) -> None:
     rows, options = PROMPTS[name]
     batch = inputs(kind, *rows)
     expected = stock(kind, batch)
     for found in pool.run(shape.ranks, answer_logits, kind, shape, batch, options):
-        assert float((found - expected).abs().max()) < 1e-5
+        assert float((found - expected).abs().max()) < FLOAT64_MODEL
 
 
+@on_each_rank
 def turns(kind: str) -> list[tuple[float, int]]:
     """Return on a rank how far the logits of several turns are off, and the tokens that each took from the cache."""
     model, taken = vision_model(kind, "attnmesh"), []
@@ -137,7 +150,7 @@ def test_turns_keep_the_videos_that_are_the_same(kind: str, pool: Pool) -> None:
     first = inputs(kind, FIRST)["input_ids"].shape[1]
     for found in pool.run(2, turns, kind):
         errors, taken = zip(*found, strict=True)
-        assert max(errors) < 1e-5
+        assert max(errors) < FLOAT64_MODEL
         # A turn adds a video and an image; they are taken back; frames farther apart; other pixels.
         assert taken == (0, first, first - 1, 6 if kind == "qwen2_5_vl" else first - 1, 6)
 
@@ -150,6 +163,7 @@ def test_loss_and_gradients_with_videos_are_those_of_one_device(kind: str, shape
     assert sum(bool(x.any()) for name, x in gradients.items() if "visual" in name) > 10
 
 
+@on_each_rank
 def streamed(kind: str) -> None:
     """Submit two prompts whose videos alone differ, and compare the answers with those of `generate`."""
     model, mesh = vision_model(kind, "attnmesh"), named_mesh(Shape(1, 1, 2), AXES)
@@ -237,6 +251,7 @@ def models_of(kind: str) -> tuple[Any, Any]:
     return stock_model, ours
 
 
+@on_each_rank
 def answer_processed(kind: str, shape: Shape, batch: Batch) -> float:
     model, ours = models_of(kind)
     found = hf.generate(ours, **batch, mesh=named_mesh(shape, AXES), **OPTIONS)
@@ -249,12 +264,13 @@ def test_what_a_processor_returns_is_what_generate_takes(kind: str, pool: Pool) 
     batch = {name: x.double() if "pixel" in name else x for name, x in batch.items()}
     assert ("pixel_values_videos" in batch) == (kind in IMAGES)
     assert not bool(batch["attention_mask"].all())
-    assert max(pool.run(2, answer_processed, kind, Shape(1, 1, 2), batch)) < 1e-5
+    assert max(pool.run(2, answer_processed, kind, Shape(1, 1, 2), batch)) < FLOAT64_MODEL
 
 
 # --- bad input ---
 
 
+@on_each_rank
 def refused(case: str) -> str:
     """Return the error of a rank for videos that are not right."""
     batch, rank = inputs("qwen2_5_vl", FIRST), torch.distributed.get_rank()

@@ -15,18 +15,11 @@ from attnmesh.hf.recurrent.chain import HeadChain, Parts
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.shapes import Shape
 from attnmesh.recurrent.head_exchange import heads_to_tokens, tokens_to_heads
-from tests.hf.recurrent.test_recurrent import TOLERANCE, check_trained, tokens, trained
 from tests.support.mesh_problems import named_mesh
-from tests.support.models.checks import AXES
+from tests.support.models.checks import AXES, prompt
 from tests.support.models.tiny_models import Case, build
-from tests.support.pool import Pool
-
-CASES = {
-    "qwen3_next": Case("qwen3_next", "qwen3_next"),
-    "bamba": Case("bamba", "bamba", {"mamba_n_groups": 2}),
-    "kimi_linear": Case("kimi_linear", "kimi_linear"),
-    "lfm2": Case("lfm2", "lfm2"),  # short convolutions without a rule
-}
+from tests.support.pool import Pool, on_each_rank
+from tests.support.recurrent import EXCHANGED, TOLERANCE, check_trained, trained
 
 PARTS = (
     ([0, 1], [31, 30]),
@@ -35,6 +28,7 @@ PARTS = (
 )
 
 
+@on_each_rank
 def exchanged(owners: list[int], lengths: list[int]) -> tuple[bool, bool]:
     """Whether all tokens arrive in order and return, and whether gradients are those of the inverse."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -56,6 +50,7 @@ def test_heads_come_back_to_their_tokens(owners: list[int], lengths: list[int], 
     assert pool.run(2, exchanged, owners, lengths) == [(True, True)] * 2
 
 
+@on_each_rank
 def gathered() -> list[bool]:
     """Whether tensors of two dtypes arrive, each with this rank's heads, and return."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -77,19 +72,20 @@ def test_tensors_of_several_dtypes_and_head_counts_are_gathered(pool: Pool) -> N
     assert pool.run(2, gathered) == [[True] * 5] * 2
 
 
+@on_each_rank
 def train_by_heads(name: str, layouts: list[Layout], length: int) -> list[tuple[float, dict[str, Tensor]]]:
-    ids, results = tokens(length, batch=2), []
+    ids, results = prompt(length, batch=2), []
     for layout in layouts:
         mesh = named_mesh(Shape(1, 2, 1), AXES)
         batch = hf.shard_batch({"input_ids": ids, "labels": ids}, mesh, layout, exchange="heads")
-        results.append(trained(build(CASES[name], "attnmesh", torch.float64), batch))
+        results.append(trained(build(EXCHANGED[name], "attnmesh", torch.float64), batch))
     return results
 
 
-@pytest.mark.parametrize(("name", "length"), [*((name, 61) for name in CASES), ("qwen3_next", 3)])
+@pytest.mark.parametrize(("name", "length"), [*((name, 61) for name in EXCHANGED), ("qwen3_next", 3)])
 def test_loss_and_gradients_are_those_of_one_device(name: str, length: int, pool: Pool) -> None:
-    ids, layouts = tokens(length, batch=2), [am.Contiguous(), am.Zigzag()]
-    stock = build(CASES[name], "eager", torch.float64)
+    ids, layouts = prompt(length, batch=2), [am.Contiguous(), am.Zigzag()]
+    stock = build(EXCHANGED[name], "eager", torch.float64)
     loss, gradients = trained(stock, {"input_ids": ids, "labels": ids, "use_cache": False})
     for results in zip(*pool.run(2, train_by_heads, name, layouts, length), strict=True):
         check_trained([*results], loss, gradients, TOLERANCE)
@@ -123,11 +119,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], Any, str]] = {
 }
 
 
+@on_each_rank
 def refusal(name: str) -> str:
     kind, changes, exchange, _ = REFUSED[name]
     if exchange is None:
         exchange = ("scan", "heads")[dist.get_rank()]
-    ids, mesh = tokens(12), named_mesh(Shape(1, 1, 2), AXES)
+    ids, mesh = prompt(12), named_mesh(Shape(1, 1, 2), AXES)
     try:
         batch = hf.shard_batch({"input_ids": ids, "labels": ids}, mesh, am.Contiguous(), exchange=exchange)
         build(Case(kind, kind, changes), "attnmesh", torch.float32)(**batch)

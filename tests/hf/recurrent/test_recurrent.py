@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 import attnmesh as am
 import attnmesh.hf as hf
@@ -19,17 +19,11 @@ from attnmesh.hf.recurrent.prepare_recurrent import RecurrentLayer, prepared
 from attnmesh.mesh.shapes import Shape
 from attnmesh.runtime.counters import counted
 from tests.support.mesh_problems import named_mesh
-from tests.support.models.checks import AXES, DoublePrecision
-from tests.support.models.sizes import VOCABULARY
+from tests.support.models.checks import AXES, DoublePrecision, prompt
 from tests.support.models.tiny_models import Case, build, tiny_config
-from tests.support.pool import Pool
-
-GENERATING = (
-    *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba"),
-    *("mamba2", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba", "zamba2"),
-    *("bailing_hybrid", "lfm3", "qwen4_exp_text", "zaya", "inkling_text"),
-)
-FAMILIES = (*GENERATING, "minimax", "recurrent_gemma")
+from tests.support.pool import Pool, on_each_rank
+from tests.support.recurrent import FAMILIES, GENERATING, check_trained, model_of, tolerance_of, trained
+from tests.support.tolerances import FLOAT32_SUMS
 
 PLACES = (
     (Shape(1, 2, 1), am.Zigzag(), 61),
@@ -40,13 +34,6 @@ PLACES = (
     (Shape(1, 3, 1), am.Zigzag(), 4),  # parts of 0 and 1 tokens: convolutions are 4 wide
     (Shape(1, 1, 4), am.Contiguous(), 7),  # shards of 2, 2, 2 and 1 tokens
 )
-TOLERANCE = 1e-9
-"""All is computed in float64: what transformers casts to float32 as well. Gradients of decays are sums that cancel."""
-
-
-def tolerance_of(family: str) -> float:
-    """Return the tolerance of a family. MiniMax makes its buffers of decays in float32."""
-    return 1e-6 if family == "minimax" else TOLERANCE
 
 
 def places() -> list[Any]:
@@ -58,36 +45,9 @@ def places() -> list[Any]:
     ]
 
 
-def model_of(family: str, attention: str = "attnmesh", dtype: torch.dtype = torch.float64) -> PreTrainedModel:
-    return build(Case(family, family), attention, dtype)
-
-
-def tokens(length: int, batch: int = 1, seed: int = 0) -> Tensor:
-    return torch.randint(2, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
-def trained(model: PreTrainedModel, batch: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
-    """Return the loss, and the gradients of all weights."""
-    with DoublePrecision():
-        loss = model.train()(**batch).loss
-        loss.backward()
-    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def check_trained(
-    results: list[tuple[float, dict[str, Tensor]]], loss: float, gradients: dict[str, Tensor], tolerance: float
-) -> None:
-    """Assert that the means over the ranks are the loss and the gradients."""
-    assert sum(result[0] for result in results) / len(results) == pytest.approx(loss, rel=1e-7)
-    largest = max(float(x.abs().max()) for x in gradients.values())
-    for name, expected in gradients.items():
-        parts = [result[1].get(name, torch.zeros_like(expected)) for result in results]
-        found = torch.stack(parts).mean(0)
-        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * largest, msg=name)
-
-
+@on_each_rank
 def train_on_ranks(family: str, shape: Shape, layout: Layout, length: int) -> tuple[float, dict[str, Tensor]]:
-    ids = tokens(length, batch=2)
+    ids = prompt(length, batch=2)
     batch = hf.shard_batch({"input_ids": ids, "labels": ids}, named_mesh(shape, AXES), layout)
     return trained(model_of(family), batch)
 
@@ -96,12 +56,13 @@ def train_on_ranks(family: str, shape: Shape, layout: Layout, length: int) -> tu
 def test_loss_and_gradients_are_those_of_one_device(
     family: str, shape: Shape, layout: Layout, length: int, pool: Pool
 ) -> None:
-    ids = tokens(length, batch=2)
+    ids = prompt(length, batch=2)
     loss, gradients = trained(model_of(family, "eager"), {"input_ids": ids, "labels": ids, "use_cache": False})
     results = pool.run(shape.ranks, train_on_ranks, family, shape, layout, length)
     check_trained(results, loss, gradients, tolerance_of(family))
 
 
+@on_each_rank
 def steps_on_ranks(shape: Shape, layout: Layout, steps: int) -> list[float]:
     torch.manual_seed(0)
     config = tiny_config(Case("olmo_hybrid", "olmo_hybrid"))
@@ -110,7 +71,7 @@ def steps_on_ranks(shape: Shape, layout: Layout, steps: int) -> list[float]:
     mesh = named_mesh(shape, AXES) if shape.ranks > 1 else None
     losses = []
     for step in range(steps):
-        ids = tokens(33, seed=step % 5)
+        ids = prompt(33, seed=step % 5)
         loss = model(**hf.shard_batch({"input_ids": ids, "labels": ids}, mesh, layout)).loss
         loss.backward()
         summed = [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
@@ -131,12 +92,13 @@ def test_training_has_the_same_losses_on_any_number_of_ranks(ranks: int, steps: 
     assert expected[-1] < expected[0] - 0.05
     shape = Shape(1, 2, 2) if ranks == 4 else Shape(1, ranks, 1)
     for losses in pool.run(ranks, steps_on_ranks, shape, am.Contiguous() if ranks == 3 else am.Zigzag(), steps):
-        assert losses == pytest.approx(expected, rel=1e-5)
+        assert losses == pytest.approx(expected, rel=FLOAT32_SUMS)
 
 
+@on_each_rank
 def checkpointed(shape: Shape) -> tuple[float, float]:
     """Difference of loss and gradients with gradient checkpointing."""
-    ids, results = tokens(61, batch=2), []
+    ids, results = prompt(61, batch=2), []
     for recompute in (False, True):
         model = model_of("qwen3_next", dtype=torch.float32).train()
         if recompute:
@@ -154,7 +116,8 @@ def test_gradient_checkpointing_computes_the_states_again(pool: Pool) -> None:
         assert gradient < 1e-6  # float32, in which the same operations run again
 
 
-def generated(family: str, shape: Shape | None, prompt: int, new: int) -> tuple[Tensor, list[int]]:
+@on_each_rank
+def generated(family: str, shape: Shape | None, length: int, new: int) -> tuple[Tensor, list[int]]:
     """New tokens, and the most tokens that each recurrent layer computed at once."""
     gc.collect()  # batches of earlier tests: models that are called while there is one are prepared
     model, mesh, seen = model_of(family), named_mesh(shape, AXES) if shape else None, []
@@ -165,9 +128,9 @@ def generated(family: str, shape: Shape | None, prompt: int, new: int) -> tuple[
                 with_kwargs=True,
             )
     with DoublePrecision():
-        ids = hf.generate(model, tokens(prompt), mesh=mesh, max_new_tokens=new, do_sample=False)
+        ids = hf.generate(model, prompt(length), mesh=mesh, max_new_tokens=new, do_sample=False)
     assert not any(isinstance(module, RecurrentLayer) for module in model.modules())
-    return ids[:, prompt:], [max(seen)]
+    return ids[:, length:], [max(seen)]
 
 
 @pytest.mark.parametrize(
@@ -184,18 +147,19 @@ def generated(family: str, shape: Shape | None, prompt: int, new: int) -> tuple[
 )
 def test_tokens_after_a_prompt_in_shards_are_those_of_stock(family: str, shape: Shape, pool: Pool) -> None:
     stock = model_of(family, "eager")
-    prompt = 600 if getattr(stock.config, "max_position_embeddings", 10**6) >= 640 else 33
-    ids = tokens(prompt)
+    length = 600 if getattr(stock.config, "max_position_embeddings", 10**6) >= 640 else 33
+    ids = prompt(length)
     with DoublePrecision():
         expected = stock.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
-    for found, (most,) in pool.run(shape.ranks, generated, family, shape, prompt, 12):
-        assert torch.equal(found, expected[:, prompt:])
-        assert most <= -(-prompt // shape.ranks)
+    for found, (most,) in pool.run(shape.ranks, generated, family, shape, length, 12):
+        assert torch.equal(found, expected[:, length:])
+        assert most <= -(-length // shape.ranks)
 
 
+@on_each_rank
 def continued(folder: Path, shape: Shape, first: Shape) -> tuple[Tensor, Tensor]:
     """Tokens after a cache that is saved and restored, and after two forks of it."""
-    model, ids = model_of("bamba"), tokens(40)
+    model, ids = model_of("bamba"), prompt(40)
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
     with DoublePrecision():
         cache = hf.ShardedCache(model.config, named_mesh(shape, AXES), block=4)
@@ -206,15 +170,15 @@ def continued(folder: Path, shape: Shape, first: Shape) -> tuple[Tensor, Tensor]
             cache.restore(folder)
         forks = cache.fork(), copy.deepcopy(cache)
         tails = [
-            hf.generate(model, torch.cat([ids, tokens(3, seed=s)], 1), cache=c, **options) for s, c in enumerate(forks)
+            hf.generate(model, torch.cat([ids, prompt(3, seed=s)], 1), cache=c, **options) for s, c in enumerate(forks)
         ]
         whole = hf.generate(model, ids, cache=cache, **options)
     return whole, torch.cat(tails)
 
 
 def test_states_are_saved_restored_on_other_ranks_and_forked(pool: Pool, tmp_path: Path) -> None:
-    stock, ids, first = model_of("bamba", "eager"), tokens(40), Shape(1, 1, 2)
-    prompts = [ids, *(torch.cat([ids, tokens(3, seed=seed)], 1) for seed in range(2))]
+    stock, ids, first = model_of("bamba", "eager"), prompt(40), Shape(1, 1, 2)
+    prompts = [ids, *(torch.cat([ids, prompt(3, seed=seed)], 1) for seed in range(2))]
     with DoublePrecision():
         expected = [stock.generate(x, attention_mask=torch.ones_like(x), max_new_tokens=8) for x in prompts]
     for shape in (first, Shape(1, 3, 1), Shape(1, 1, 1)):
@@ -223,11 +187,12 @@ def test_states_are_saved_restored_on_other_ranks_and_forked(pool: Pool, tmp_pat
             assert torch.equal(tails, torch.cat(expected[1:]))
 
 
+@on_each_rank
 def layer_bytes(length: int, layout: Layout) -> tuple[int, int]:
     """Bytes received by one Gated DeltaNet layer, forward and backward."""
     case = Case("qwen3_next", "qwen3_next", {"layer_types": ["linear_attention"], "num_hidden_layers": 1})
     model = build(case, "attnmesh", torch.float32).train()
-    ids = tokens(length)
+    ids = prompt(length)
     batch = hf.shard_batch({"input_ids": ids, "labels": ids}, named_mesh(Shape(1, 2, 2), AXES), layout)
     model(**batch)  # weights are compared in the first call
     batch = hf.shard_batch({"input_ids": ids, "labels": ids}, named_mesh(Shape(1, 2, 2), AXES), layout)
@@ -262,9 +227,10 @@ def test_bytes_of_a_layer_do_not_depend_on_the_length(layout: Layout, pool: Pool
         assert max(found) <= most
 
 
+@on_each_rank
 def several_calls(family: str) -> list[float]:
     """Differences of logits from stock: of two models on a batch made before them, after a plain call, one token."""
-    mesh, ids = named_mesh(Shape(1, 1, 2), AXES), tokens(2)
+    mesh, ids = named_mesh(Shape(1, 1, 2), AXES), prompt(2)
     batch = hf.shard_batch({"input_ids": ids}, mesh, am.Contiguous())
     models, stock, rank = [model_of(family), model_of(family)], model_of(family, "eager"), torch.distributed.get_rank()
     with torch.no_grad(), DoublePrecision():
@@ -287,14 +253,14 @@ def test_each_model_on_a_batch_is_prepared_and_plain_tokens_are_no_shards(family
 
 
 def striped(mesh: Any) -> None:
-    ids = tokens(12)
+    ids = prompt(12)
     model_of("bamba")(**hf.shard_batch({"input_ids": ids, "labels": ids}, mesh, am.Striped()))
 
 
 def cropped(mesh: Any) -> None:
     model = model_of("bamba")
     cache = hf.ShardedCache(model.config, mesh)
-    hf.prefill(model, tokens(12), cache)
+    hf.prefill(model, prompt(12), cache)
     cache.crop(-2)
 
 
@@ -303,18 +269,18 @@ def recovered(mesh: Any) -> None:
 
 
 def assisted(mesh: Any) -> None:
-    hf.generate(model_of("bamba"), tokens(12), mesh=mesh, max_new_tokens=2, prompt_lookup_num_tokens=2)
+    hf.generate(model_of("bamba"), prompt(12), mesh=mesh, max_new_tokens=2, prompt_lookup_num_tokens=2)
 
 
 def saved(mesh: Any) -> None:
     model = model_of("mamba")
     cache = hf.ShardedCache(model.config, mesh)
-    hf.prefill(model, tokens(12), cache)
+    hf.prefill(model, prompt(12), cache)
     cache.save("nowhere")
 
 
 def kept_elsewhere(mesh: Any) -> None:
-    hf.generate(model_of("recurrent_gemma"), tokens(12), mesh=mesh, max_new_tokens=2)
+    hf.generate(model_of("recurrent_gemma"), prompt(12), mesh=mesh, max_new_tokens=2)
 
 
 REFUSED: dict[Callable[[Any], None], str] = {
@@ -327,6 +293,7 @@ REFUSED: dict[Callable[[Any], None], str] = {
 }
 
 
+@on_each_rank
 def refusal(name: str) -> str:
     call = next(call for call in REFUSED if call.__name__ == name)
     try:
@@ -344,7 +311,7 @@ def test_what_states_cannot_do_is_refused_on_all_ranks(call: Callable[[Any], Non
 
 
 def test_a_prepared_model_is_as_before_without_shards() -> None:
-    model, ids = model_of("recurrent_gemma"), tokens(20)
+    model, ids = model_of("recurrent_gemma"), prompt(20)
     stock = model_of("recurrent_gemma", "eager")
     classes = [type(module) for module in model.modules()]
     with torch.no_grad(), prepared(model):

@@ -13,20 +13,12 @@ import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh.core.layout import Layout
 from attnmesh.mesh.shapes import Shape
-from tests.hf.recurrent.test_head_exchange import CASES
-from tests.hf.recurrent.test_recurrent import (
-    FAMILIES,
-    TOLERANCE,
-    check_trained,
-    model_of,
-    tokens,
-    tolerance_of,
-    trained,
-)
 from tests.support.mesh_problems import named_mesh
-from tests.support.models.checks import AXES, DoublePrecision
+from tests.support.models.checks import AXES, DoublePrecision, prompt
 from tests.support.models.tiny_models import Case, build
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
+from tests.support.recurrent import EXCHANGED, FAMILIES, TOLERANCE, check_trained, model_of, tolerance_of, trained
+from tests.support.tolerances import FLOAT32_SUMS
 from tests.support.trainers import launched, sft, trainer_class
 
 Documents = tuple[int, ...]
@@ -60,7 +52,7 @@ def places() -> list[Any]:
 
 def packed(documents: Documents) -> dict[str, Any]:
     """Return a batch of two rows, packed alike. No document learns the first token of the next."""
-    ids, positions = tokens(sum(documents), batch=2), torch.cat([torch.arange(n) for n in documents])[None]
+    ids, positions = prompt(sum(documents), batch=2), torch.cat([torch.arange(n) for n in documents])[None]
     return {"input_ids": ids, "labels": ids.masked_fill(positions == 0, -100), "position_ids": positions}
 
 
@@ -74,6 +66,7 @@ def trained_alone(model: PreTrainedModel, documents: Documents) -> tuple[float, 
     return loss, gradients
 
 
+@on_each_rank
 def train_on_ranks(family: str, shape: Shape, layout: Layout, documents: Documents) -> tuple[float, dict[str, Tensor]]:
     mesh = named_mesh(shape, AXES) if shape.ranks > 1 else None
     return trained(model_of(family), hf.shard_batch(packed(documents), mesh, layout))
@@ -88,9 +81,10 @@ def test_loss_and_gradients_are_those_of_each_document_alone(
     check_trained(results, *expected, tolerance_of(family))
 
 
+@on_each_rank
 def train_by_heads(name: str, layout: Layout) -> tuple[float, dict[str, Tensor]]:
     batch = hf.shard_batch(packed(LONG), named_mesh(Shape(1, 2, 1), AXES), layout, exchange="heads")
-    return trained(build(CASES[name], "attnmesh", torch.float64), batch)
+    return trained(build(EXCHANGED[name], "attnmesh", torch.float64), batch)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +97,7 @@ def train_by_heads(name: str, layout: Layout) -> tuple[float, dict[str, Tensor]]
     ],
 )
 def test_heads_are_exchanged_for_each_document(name: str, layout: Layout, pool: Pool) -> None:
-    expected = trained_alone(build(CASES[name], "eager", torch.float64), LONG)
+    expected = trained_alone(build(EXCHANGED[name], "eager", torch.float64), LONG)
     check_trained(pool.run(2, train_by_heads, name, layout), *expected, TOLERANCE)
 
 
@@ -117,6 +111,7 @@ RECURRENT = {
 """Models without attention and experts, which multiply numbers of all documents at once."""
 
 
+@on_each_rank
 def changed_logits(family: str) -> list[bool]:
     """Return whether the third of five documents alone is NaN if its token is, and no bit of the others changes."""
     model, batch = build(Case(family, family, RECURRENT[family]), "attnmesh", torch.float64), packed(LONG)
@@ -148,6 +143,7 @@ def losses(trainer: Any, attention: str, folder: Path, **options: Any) -> list[f
     return [entry["loss"] for entry in made.state.log_history if "loss" in entry]
 
 
+@on_each_rank
 def losses_on_ranks(folder: Path) -> list[float]:
     with launched():
         trainer = hf.on_mesh(trainer_class("SFTTrainer"), named_mesh(Shape(1, 1, 2), AXES))
@@ -158,4 +154,4 @@ def losses_on_ranks(folder: Path) -> list[float]:
 def test_a_trainer_packs_what_one_process_pads(pool: Pool, tmp_path: Path) -> None:
     expected = losses(trainer_class("SFTTrainer"), "eager", tmp_path)
     for found in pool.run(2, losses_on_ranks, tmp_path):
-        assert found == pytest.approx(expected, rel=1e-5)
+        assert found == pytest.approx(expected, rel=FLOAT32_SUMS)

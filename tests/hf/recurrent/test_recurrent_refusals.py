@@ -18,10 +18,11 @@ from attnmesh.hf.families.family import recurrences
 from attnmesh.hf.recurrent.functions import recurrence_of
 from attnmesh.hf.recurrent.prepare_recurrent import RecurrentLayer, prepared
 from attnmesh.mesh.shapes import Shape
-from tests.hf.recurrent.test_recurrent import FAMILIES, model_of, tokens
+from tests.support.families import prompt
 from tests.support.mesh_problems import named_mesh
 from tests.support.models.checks import AXES
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
+from tests.support.recurrent import FAMILIES, model_of
 
 INSTALLED = upstream.TRANSFORMERS.installed
 
@@ -133,9 +134,10 @@ def test_a_part_that_lightning_attention_does_not_have_is_refused() -> None:
     assert f"expected a layer of known parts, given {INSTALLED}, in which it has k_norm" in refusal(model)
 
 
+@on_each_rank
 def calls_after_a_new_release() -> list[str]:
     """Errors of a model whose rule has another name: in training twice, in a prefill, and once with whole tokens."""
-    mesh, ids, model = named_mesh(Shape(1, 1, 2), AXES), tokens(12), model_of("qwen3_next")
+    mesh, ids, model = named_mesh(Shape(1, 1, 2), AXES), prompt(12), model_of("qwen3_next")
     kind: Any = type(layer_of(model))
     stock, kind.forward = kind.forward, renamed(kind.forward, "torch_chunk_gated_delta_rule", "chunk_rule")
     batch = hf.shard_batch({"input_ids": ids, "labels": ids}, mesh, am.Contiguous())
@@ -179,9 +181,10 @@ def as_module(function: Any) -> Any:
     return Func()
 
 
+@on_each_rank
 def losses_beside_kernels(family: str) -> tuple[float, float]:
     """Losses of a model, whose layers call functions and then modules."""
-    ids, losses = tokens(12), []
+    ids, losses = prompt(12), []
     kind: Any = type(layer_of(model_of(family)))
     method, stock = kind.forward, unwrap(kind.forward)
     modules = {name: as_module(stock.__globals__[name]) for name in recurrences()[kind.__name__].functions}

@@ -315,7 +315,7 @@ class Full(nn.Module):
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, TOLERANCE), (torch.float64, 1e-12)])
-def test_lightning_attention(dtype: torch.dtype, tolerance: float) -> None:
+def test_links_of_lightning_attention_fold_to_its_layer(dtype: torch.dtype, tolerance: float) -> None:
     config = MiniMaxConfig(hidden_size=32, num_attention_heads=4, head_dim=8, num_hidden_layers=2, block_size=16)
     layer = MiniMaxLightningAttention(config, 0).to(dtype)
     layer.qkv_proj, layer.act_fn, layer.norm, layer.out_proj = (nn.Identity() for _ in range(4))
@@ -334,7 +334,7 @@ def test_lightning_attention(dtype: torch.dtype, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rg_lru(dtype: torch.dtype) -> None:
+def test_links_of_rg_lru_fold_to_its_scan(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(BATCH, TOKENS, 12, generator=generator).to(dtype).requires_grad_()
     gate = torch.rand(BATCH, TOKENS, 12, generator=generator).pow(0.1).to(dtype).requires_grad_()

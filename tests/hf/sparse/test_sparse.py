@@ -22,40 +22,11 @@ from attnmesh.hf.sparse.scores import IndexScores
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.families import prompt
 from tests.support.mesh_problems import named_mesh
-from tests.support.models.tiny_models import Case, build, tiny_config
-from tests.support.pool import Pool
+from tests.support.models.sparse_models import CASES, model
+from tests.support.models.tiny_models import build, tiny_config
+from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import some
-
-SHARED = {"num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]}
-"""Layers that select what an earlier layer has selected."""
-
-WIDTHS = {"swa_kv_lora_rank": 24, "swa_head_dim": 14, "swa_num_attention_heads": 2, "swa_num_key_value_heads": 2}
-"""Latents and heads of layers with windows, unlike those of the others, as in the released model."""
-
-BLOCKS = {
-    "layer_types": ["full_attention", *["minimax_m3_sparse"] * 2],
-    "index_block_size": 4,
-    "index_topk_blocks": 3,
-    "index_local_blocks": 2,
-}
-
-COMPRESSED = {
-    "layer_types": ["sliding_attention", *["compressed_sparse_attention", "heavily_compressed_attention"] * 2],
-    "mlp_layer_types": ["hash_moe", *["moe"] * 4],
-}
-
-CASES = {
-    "axk2": Case("axk2", "axk2"),
-    "deepseek_v32": Case("deepseek_v32", "deepseek_v32"),
-    "deepseek_v4": Case("deepseek_v4", "deepseek_v4", COMPRESSED),
-    "dots3": Case("dots3_note_text", "dots3_note_text", WIDTHS),
-    "glm": Case("glm_moe_dsa", "glm_moe_dsa", {**SHARED, "mlp_layer_types": ["dense", *["sparse"] * 3]}),
-    "hy_v4": Case("hy_v4", "hy_v4", {**SHARED, "mlp_layer_types": ["dense", *["sparse"] * 3]}),
-    "minimax_m3": Case("minimax_m3_vl_text", "minimax_m3_vl_text", BLOCKS),
-    "qwen4": Case("qwen4_exp_text", "qwen4_exp_text"),
-    "ties": Case("deepseek_v32+ties", "deepseek_v32", {"index_n_heads": 2}),
-}
-"""Indexers of 64 heads, whose scores never tie. With 2 heads many are 0, and the lowest index has to win."""
+from tests.support.tolerances import FLOAT64_LOSS, FLOAT64_MODEL
 
 SHAPES = (Shape(1, 1, 1), Shape(1, 2, 1), Shape(1, 1, 3), Shape(1, 2, 2))
 
@@ -64,11 +35,6 @@ SAMPLED |= {("deepseek_v32", SHAPES[3])}
 """The cases of `make test`, each with every third check."""
 
 Generate = Callable[..., Tensor]
-
-
-@lru_cache(maxsize=4)
-def model(name: str, attention: str, dtype: torch.dtype) -> PreTrainedModel:
-    return build(CASES[name], attention, dtype)
 
 
 NEW = 6
@@ -126,6 +92,7 @@ def checks_of(name: str, every: int) -> list[Check]:
     return [check for check in [*DTYPES][[*CASES].index(name) % every :: every] if check not in refused]
 
 
+@on_each_rank
 def ours(name: str, shape: Shape, every: int) -> dict[str, Any]:
     """Return the tokens of some checks on a rank."""
     mesh = named_mesh(shape, AXES)
@@ -194,6 +161,7 @@ def test_each_check_is_in_the_sample() -> None:
     assert {check for name, _ in SAMPLED for check in checks_of(name, 3)} == {*DTYPES}
 
 
+@on_each_rank
 def own_best(shape: Shape) -> list[list[int]]:
     """Return the tokens of a rank that keeps its own best keys, and does not merge them with those of other ranks."""
     small = model("deepseek_v32", "attnmesh", torch.float64)
@@ -225,6 +193,7 @@ def trained(small: PreTrainedModel, arguments: dict[str, Any]) -> tuple[float, d
     return loss.item(), {name: p.grad for name, p in small.named_parameters() if p.grad is not None}
 
 
+@on_each_rank
 def train_on_shards(name: str, shape: Shape, layout: Layout, packed: bool, again: bool) -> Any:
     small = build(CASES[name], "attnmesh", torch.float64)
     if again:
@@ -262,13 +231,14 @@ def test_gradients_are_those_of_one_device(
     with lowest_index_first() if name == "ties" else nullcontext():
         loss, gradients = trained(model(name, "eager", torch.float64), {**batch(packed), "use_cache": False})
     results = pool.run(shape.ranks, train_on_shards, name, shape, layout, packed, again)
-    assert sum(found for found, _ in results) / len(results) == pytest.approx(loss, rel=1e-6)
+    assert sum(found for found, _ in results) / len(results) == pytest.approx(loss, rel=FLOAT64_LOSS)
     largest = max(float(x.abs().max()) for x in gradients.values())
-    for weight, expected in gradients.items():  # transformers computes norms and losses in float32
+    for weight, expected in gradients.items():
         found = torch.stack([each.get(weight, torch.zeros_like(expected)) for _, each in results]).mean(0)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * largest, msg=weight)
+        torch.testing.assert_close(found, expected, rtol=FLOAT64_MODEL, atol=FLOAT64_MODEL * largest, msg=weight)
 
 
+@on_each_rank
 def train_compiled(name: str) -> list[bool]:
     """Return whether a compiled model has the loss and the gradients of one that is not."""
     shape, results = Shape(1, 2, 1), []
@@ -277,7 +247,9 @@ def train_compiled(name: str) -> list[bool]:
         loss = wrap(small)(**hf.shard_batch(batch(False), named_mesh(shape, AXES))).loss
         loss.backward()
         results.append([loss.detach(), *(p.grad for p in small.parameters() if p.grad is not None)])
-    return [torch.allclose(some, other, rtol=1e-5, atol=1e-6) for some, other in zip(*results, strict=True)]
+    return [
+        torch.allclose(some, other, rtol=FLOAT64_MODEL, atol=FLOAT64_LOSS) for some, other in zip(*results, strict=True)
+    ]
 
 
 @pytest.mark.long
@@ -294,9 +266,10 @@ def test_blocks_begin_with_each_document(pool: Pool) -> None:
     found = pool.run(2, train_documents, "qwen4", Shape(1, 2, 1), am.Zigzag())
     counts = 24, 35  # of labels
     loss = sum(count * part[0] for count, part in zip(counts, parts, strict=True)) / sum(counts)
-    assert sum(each for each, _ in found) / len(found) == pytest.approx(loss, rel=1e-6)
+    assert sum(each for each, _ in found) / len(found) == pytest.approx(loss, rel=FLOAT64_LOSS)
 
 
+@on_each_rank
 def train_documents(name: str, shape: Shape, layout: Layout) -> Any:
     labels = batch(True)["input_ids"].clone()
     labels[:, 25] = -100
@@ -304,6 +277,7 @@ def train_documents(name: str, shape: Shape, layout: Layout) -> Any:
     return trained(build(CASES[name], "attnmesh", torch.float64), shards)
 
 
+@on_each_rank
 def refuse_documents() -> str:
     shards = hf.shard_batch(batch(True), named_mesh(Shape(1, 2, 1), AXES))
     with pytest.raises(errors.MaskError, match="packed sequences"):
@@ -318,6 +292,7 @@ def test_documents_in_blocks_that_count_all_tokens_are_refused(pool: Pool) -> No
 # --- the cache ---
 
 
+@on_each_rank
 def saved(folder: Path) -> list[bool]:
     """Save, restore and fork a cache with recurrent states. Return whether it then gives the tokens of a new one."""
     small, mesh = model("qwen4", "attnmesh", torch.float64), named_mesh(Shape(1, 1, 2), AXES)
@@ -339,6 +314,7 @@ def test_last_tokens_are_saved_and_forked(tmp_path: Path, pool: Pool) -> None:
         assert right == [True] * 3
 
 
+@on_each_rank
 def lives(folder: Path, lost: int) -> list[bool]:
     """Fork, crop, copy, save, restore and recover a cache. Return whether it then gives the tokens of a new one."""
     small, mesh = model("glm", "attnmesh", torch.float64), named_mesh(Shape(1, 1, 2), AXES)
@@ -363,7 +339,7 @@ def lives(folder: Path, lost: int) -> list[bool]:
     return [*right, not cache.kvs, tokens(cache) == expected]
 
 
-def test_a_life_of_a_cache(tmp_path: Path, pool: Pool) -> None:
+def test_a_changed_cache_gives_the_tokens_of_a_new_one(tmp_path: Path, pool: Pool) -> None:
     for right in pool.run(2, lives, tmp_path, 1):
         assert all(right), right
 
@@ -422,6 +398,7 @@ def test_scores_of_other_shapes_are_refused() -> None:
         scores.run(torch.randn(2, 7, 8), scores.operands)
 
 
+@on_each_rank
 def refused_mesh() -> str:
     small = model("deepseek_v32", "attnmesh", torch.float64)
     with pytest.raises(errors.ShapeError, match="heads axis"):
@@ -440,6 +417,7 @@ def test_embeddings_of_several_tokens_are_refused() -> None:
         hf.ShardedCache(config, None)
 
 
+@on_each_rank
 def train_without_hooks() -> float:
     small = build(CASES["deepseek_v32"], "attnmesh", torch.float64)
     shards = hf.shard_batch(batch(False), named_mesh(Shape(1, 2, 1), AXES))
@@ -465,7 +443,7 @@ def test_hooks_are_removed_with_the_rest() -> None:
 
 
 @pytest.mark.parametrize("name", some(["deepseek_v32", "deepseek_v4", "minimax_m3", "qwen4"], "deepseek_v32", "qwen4"))
-def test_copies_and_other_attention_after_generation(name: str) -> None:
+def test_copies_and_other_attention_give_the_same_after_generation(name: str) -> None:
     small, ids = build(CASES[name], "attnmesh", torch.float64), prompt(30)
     options = {"max_new_tokens": 4, "do_sample": False}
     tokens = hf.generate(small, ids, mesh=None, **options)
@@ -478,7 +456,7 @@ def test_copies_and_other_attention_after_generation(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm", "dots3"])
-def test_one_device_with_caches_of_transformers(name: str) -> None:
+def test_caches_of_transformers_give_stock_tokens_on_one_device(name: str) -> None:
     small, expected = model(name, "attnmesh", torch.float64), stock(name, plain)[0]
     options = {"max_new_tokens": NEW, "do_sample": False}
     static = {"cache_implementation": "static", "disable_compile": True}
@@ -486,7 +464,7 @@ def test_one_device_with_caches_of_transformers(name: str) -> None:
         assert small.generate(prompt(61), **options, **more).tolist() == expected
 
 
-def test_padding_on_one_device() -> None:
+def test_padding_changes_no_tokens_on_one_device() -> None:
     def generate(ids: Tensor, **options: Any) -> Tensor:
         return model("deepseek_v32", "attnmesh", torch.float32).generate(ids, do_sample=False, **options)
 

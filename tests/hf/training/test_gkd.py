@@ -13,7 +13,7 @@ import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.mesh.shapes import Shape
 from tests.support import families
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.rollouts import COMPARED, MESHES, STOP, chats, check, of_trl
 from tests.support.trainers import FSDP, launched, mesh_of, settings, tokenizer
 
@@ -72,6 +72,7 @@ SEEDS = (0, 1)
 """Those with which the first rank does not draw an answer at first, and the second does."""
 
 
+@on_each_rank
 def apart(folder: str) -> list[float]:
     """Return the losses of ranks whose random numbers differ."""
     with launched():

