@@ -1,7 +1,7 @@
 """Walks of steady calls: the frames, files and lines of attnmesh that one call runs through, by room.
 
     python -m tools.walk           the table
-    python -m tools.walk --draw    two walks, function by function, into docs/code.md
+    python -m tools.walk --draw    the walks, function by function, into docs/code.md
 
 A call is traced after it has been made a few times. A frame is a call of a Python function of the package. A change of
 file is a frame in another file than the one before. Lines are counted as they run, a loop's each time.
@@ -30,7 +30,7 @@ WARM, TRACED = 5, 10
 HEADS, KV_HEADS, DIM, TOKENS = 8, 2, 64, 64
 
 PAGE = Path(__file__).parents[1] / "docs" / "code.md"
-FIRST, LAST = "<!-- Two walks: python -m tools.walk --draw -->\n", "<!-- The end of the walks -->\n"
+FIRST, LAST = "<!-- Walks: python -m tools.walk --draw -->\n", "<!-- The end of the walks -->\n"
 DRAWN = {
     "attention, 2 ranks, keys": (
         "Prefill: `attention` on two ranks of a keys axis, without gradients.",
@@ -44,6 +44,10 @@ DRAWN = {
     "decode, 2 ranks": (
         "Decoding: a step on the CPUs of one host.",
         "`HostMerge.run` is one native call: `merge` of `kernels/native/mailbox.cpp` merges the partials.",
+    ),
+    "append, 2 ranks": (
+        "Appending: `cache.append(k, v)`, which `decode(q, cache, k=k, v=v)` calls first.",
+        "Ranks compare the first append of a cache. Later ones write, and the next step compares how many tokens there are.",
     ),
 }
 """Walks that are drawn: what each is of, and where its partials are merged or its gradients summed."""
@@ -217,6 +221,14 @@ def decode_call(shape: tuple[int, int, int] | None, kind: str = "") -> Callable[
     return lambda: am.decode(q, cache, **options)
 
 
+def append_call(shape: tuple[int, int, int]) -> Callable[[], object]:
+    """Return an append of one token to a cache on a mesh."""
+    sizes: dict[str, Any] = {"batch": 1, "kv_heads": KV_HEADS, "head_dim": DIM, "capacity": 256}
+    cache = am.KVCache(am.init_mesh(shape), **sizes, dtype=torch.float32)
+    k, v = torch.randn(2, 1, KV_HEADS, 1, DIM).unbind()
+    return lambda: cache.append(k, v)
+
+
 ALONE: dict[str, Callable[[], Callable[[], object]]] = {
     "attention, 1 rank": lambda: attention_call(None),
     "decode, 1 rank": lambda: decode_call(None),
@@ -231,7 +243,10 @@ ON_TWO: dict[str, Callable[[], Callable[[], object]]] = {
     "decode, 2 ranks, heads": lambda: decode_call((1, 1, 2), "heads"),
     "decode, 2 ranks, padding": lambda: decode_call((1, 1, 2), "padding"),
 }
-ALL_DRAWN = ON_TWO | {"training, 2 ranks, keys": lambda: attention_call((1, 1, 2), with_grad=True)}
+ALL_DRAWN = ON_TWO | {
+    "training, 2 ranks, keys": lambda: attention_call((1, 1, 2), with_grad=True),
+    "append, 2 ranks": lambda: append_call((1, 1, 2)),
+}
 
 
 def walks_on_two() -> dict[str, Walk]:
