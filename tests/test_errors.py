@@ -204,7 +204,7 @@ BAD = [
     (
         lambda: am.Mask(left=-1),
         errors.MaskError,
-        r"Mask: expected whole numbers: reaches of 0 or more, .* chunks and spans, given left -1.*Fix: make masks",
+        r"Mask: expected whole numbers: reaches of 0 or more .* chunks and spans, given left -1.*Fix: make masks",
     ),
     (lambda: am.Mask(chunks=(2.5,)), errors.MaskError, r"Mask: expected whole numbers.* chunks \(2\.5,\)\. Fix"),
     (lambda: am.Mask(chunks=("a",)), errors.MaskError, r"Mask: expected whole numbers.* chunks \('a',\)\. Fix"),

@@ -225,7 +225,7 @@ class KVCache(PagedCache, SavedCache):
         tensor([2, 3])
         """
 
-        uncompared = token_mask is None and not self.calls.is_compared("append")
+        uncompared = token_mask is None and not self.calls.will_compare("append")
         if uncompared and append_known(self.known_appends, k, v, self.shards):
             return
         new = NewTokens(k, v, token_mask)

@@ -38,7 +38,7 @@ class HostMerge:
         self.rounds = rounds(axis, False)[axis.index] if merge.pattern is Pattern.ROUNDS else None
 
     def blank(self) -> Tensor:
-        """Return memory for a message: the checksum, the lse of each row, and the rows of out.
+        """Return memory for a message: the checksum, the lse of each row, and the rows of out, as in a `MessageForm`.
 
         Rows of out begin at a multiple of 64 bytes, as in a tensor of their own. Products of matrices may round
         otherwise elsewhere, and ranks would go on with other bits.
@@ -58,10 +58,9 @@ class HostMerge:
 
     def run(self, message: Tensor, call_hash: int, tensors: Sequence[Tensor] = ()) -> bool:
         """Merge the messages of all ranks in place. Return whether their numbers, and bits of tensors, are equal."""
-        for x in tensors:
-            call_hash += digest_on_host(x)
-        start, call_hash = message.data_ptr(), wrapped(call_hash) % MODULUS
-        memmove(start, CHECKSUM.pack(call_hash, -call_hash), CHECKSUM.size)
+        number = wrapped(call_hash + sum(map(digest_on_host, tensors))) % MODULUS
+        start = message.data_ptr()
+        memmove(start, CHECKSUM.pack(number, -number), CHECKSUM.size)
         traffic, began = current_traffic.get(), perf_counter()
         try:
             merge_in_host(message, self.rows, self.width, self.axis, self.mailboxes, self.rounds)

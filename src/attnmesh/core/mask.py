@@ -49,8 +49,8 @@ class Mask:
         directed: False if nobody has said whether queries see later tokens. It makes no difference between masks.
 
     Raises:
-        MaskError: If a value is no whole number, `left` or `right` is negative, `ends` or `spans` do not ascend, or a
-            chunk or span is empty.
+        MaskError: If a value is no whole number, `left` or `right` is negative, `right` is not 0 with spans, `ends` or
+            `spans` do not ascend, or a chunk or span is empty.
 
     >>> import attnmesh as am
     >>> am.Causal() & am.Window(4, 4)
@@ -76,11 +76,11 @@ class Mask:
             spans = f", spans {self.spans}" if self.spans else ""
             given = f"left {self.left}, right {self.right}, ends {self.ends}, chunks {self.chunks}{spans}"
             fix = "make masks with Full, Causal, Window, Documents, Chunks and Spans"
-            expected = "whole numbers: reaches of 0 or more, ascending ends, chunks and spans"
+            expected = "whole numbers: reaches of 0 or more (right=0 with spans), ascending ends, chunks and spans"
             raise MaskError("Mask", expected, given, fix)
 
     def _is_valid(self) -> bool:
-        """Return whether the bounds are whole numbers, 0 or more, and the edges ascend."""
+        """Return whether the bounds are whole numbers, 0 or more, `right` is 0 with spans, and the edges ascend."""
         parts, spans = (self.ends, self.chunks, self.spans), self.spans
         if not all(isinstance(edges, tuple) for edges in parts):
             return False
@@ -98,14 +98,19 @@ class Mask:
         return tuple(stop - start for start, stop in pairwise((0, *self.ends)))
 
     @property
+    def span_pairs(self) -> tuple[tuple[int, int], ...]:
+        """Start and end of each span."""
+        return tuple(zip(self.spans[::2], self.spans[1::2], strict=True))
+
+    @property
     def longest(self) -> int:
-        """Tokens of the longest document or chunk; `FAR` if there are none."""
+        """Tokens of a document or chunk at most; `FAR` if there are none."""
         return min((max(self.documents, default=FAR), *self.chunks))
 
     @property
     def reach(self) -> int:
-        """Distance to the farthest key that a query sees."""
-        ahead = (stop - 1 - start for start, stop in zip(self.spans[::2], self.spans[1::2], strict=True))
+        """Distance to a key that a query sees, at most."""
+        ahead = (stop - 1 - start for start, stop in self.span_pairs)
         return min(max(self.left, self.right, *ahead), self.longest)
 
     @cached_property
@@ -148,7 +153,7 @@ class Mask:
         Window(1) & Documents([2, 6])
         """
         ends, chunks = (sorted({max(1, tokens(edge)) for edge in edges}) for edges in (self.ends, self.chunks))
-        pairs = ((tokens(start), tokens(stop)) for start, stop in zip(self.spans[::2], self.spans[1::2], strict=True))
+        pairs = ((tokens(start), tokens(stop)) for start, stop in self.span_pairs)
         spans = chain(*(pair for pair in pairs if pair[0] < pair[1]))
         left, right = tokens(self.left), tokens(self.right)
         return Mask(left, right, tuple(ends), tuple(chunks), tuple(spans), self.directed)
@@ -258,10 +263,9 @@ class Mask:
         if self.left >= FAR and not 0 < self.right < FAR:
             window = "Causal()" if self.right == 0 else "Full()"
         if self.spans:
-            pairs = [*zip(self.spans[::2], self.spans[1::2], strict=True)]
+            pairs = [*self.span_pairs]
             window = f"Spans({pairs})" if self.left >= FAR else f"Spans({pairs}, {self.left})"
-        lengths = [stop - start for start, stop in pairwise((0, *self.ends))]
-        documents = f"Documents({lengths})" if lengths else ""
+        documents = f"Documents({[*self.documents]})" if self.ends else ""
         chunks = (f"Chunks({size})" for size in self.chunks)
         return " & ".join(filter(None, (window, documents, *chunks)))
 

@@ -107,7 +107,7 @@ def decode(
     if known is not None:
         return known.run(inputs, checked)
     step = given_step(cache, *options)
-    with agreement_on(caches, step, checked):
+    with agreement_on(caches, step, checked):  # tells others of an error here; the call is compared as it runs
         check_comparison("decode", checked)
         step = check_step(inputs, step, unsupported)
         check_other_keys(inputs, step)

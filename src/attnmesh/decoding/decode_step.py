@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -56,6 +57,11 @@ class DecodeStep(NamedTuple):
     def from_code(names: str, numbers: Sequence[int]) -> "DecodeStep":
         """Return the step that `to_code` wrote."""
         return cached_from_code(_step_of_code, names, numbers)
+
+    @staticmethod
+    def hash_of_code(names: str, numbers: Sequence[int]) -> int:
+        """Return a hash of what `to_code` wrote but for the axes, whose groups and indices differ between ranks."""
+        return crc32(f"{numbers[4:]} {names.split(',')[2:]}".encode())
 
     def attention_for(self, q: Tensor, view: CacheView) -> CachedAttention:
         """Return the attention of such queries, with the step's kernel. That of selected tokens is the reference."""

@@ -35,10 +35,10 @@ class PreparedStep(NamedTuple):
     attention: CachedAttention
     host_merge: HostMerge | None  # None unless all ranks share a host whose native library merges
     output_heads: slice | None  # of the output of that merge; None for all
-    alone: bool  # there are no other ranks
+    is_alone: bool  # there are no other ranks
     sizes: CacheSizes | None = None
-    stays_on_device: bool = False  # the host reads nothing of a device
-    signature: tuple[Any, ...] = ()  # of the call, of which its hash is made
+    host_is_blind: bool = False  # the host waits for nothing of a device
+    compared: tuple[Any, ...] = ()  # what ranks compare of each call, by its hash
 
     def run(self, inputs: StepInputs, checked: bool | None) -> Tensor:
         """Return the output, or raise the same error on all ranks if their calls differ. Uncompared calls give NaN."""
@@ -47,16 +47,16 @@ class PreparedStep(NamedTuple):
         for cache in caches:
             views.append(cache.shards.own.view)
             values.append(cache.history_checksum)
-        if self.alone:
+        if self.is_alone:
             return self.compute(inputs, views, 0)[0]
         # Lengths on a GPU are part of the checksum instead: to read them here, the host would wait for it.
         if key_lengths is not None and key_lengths.device.type == "cpu":
             values += key_lengths.tolist()
         if self.host_merge is None:
             agreement = agreement_on(caches, step, checked)
-            agreement.signature, agreement.state = self.signature, tuple(values)
+            agreement.signature, agreement.state = self.compared, tuple(values)
             agreement.fields = functools.partial(compared_fields, inputs, step)
-            if self.stays_on_device:
+            if self.host_is_blind:
                 like = q.new_empty(0), q.shape, caches[0].sizes.value_dim
                 agreement.ask = functools.partial(ask_in_step, step, *like)
             with agreement:
@@ -66,7 +66,7 @@ class PreparedStep(NamedTuple):
                 out, agreement.checksum, _ = self.compute(inputs, views, call_hash)
             return out
         try:  # without an agreement, which takes longer to make than to hash the call
-            call_hash = hash_of_call(self.signature, *values)
+            call_hash = hash_of_call(self.compared, *values)
             out, _, calls_differ = self.compute(inputs, views, call_hash)
         except RankFailure:
             raise
@@ -107,7 +107,7 @@ class PreparedStep(NamedTuple):
         )
         attend = named(ATTENTION, self.attention.attend) if is_profiled() else self.attention.attend
         partial = attend(query, views, own_selected)
-        if not self.alone:
+        if not self.is_alone:
             partial, checksum, calls_differ = self._merge(partial, inputs, views, call_hash, message, checksum)
         out, checksum = self._finish(partial, checksum, inputs, own_sinks, lengths, views)
         return out, checksum, calls_differ
@@ -136,7 +136,8 @@ class PreparedStep(NamedTuple):
             state = state + factor * view.state[:1]
         if host is not None and message is not None:
             merge = named(MERGE, host.run) if is_profiled() else host.run
-            calls_differ = not merge(message, call_hash + state.tolist()[0], tensors)
+            length = state.tolist()[0]  # of the caches, which is compared too
+            calls_differ = not merge(message, call_hash + length, tensors)
             if calls_differ:
                 partial.out.fill_(torch.nan)
             return partial, None, calls_differ
@@ -236,7 +237,7 @@ def prepare_step(
             if cache.shards.forked and on_device:
                 cache.shards.unshare()  # the kernel merges the blocks of one tensor
     made = new_prepared_step(q, first.shard.view, step)
-    made = made._replace(sizes=first.sizes, stays_on_device=on_device, signature=inputs.signature(step))
+    made = made._replace(sizes=first.sizes, host_is_blind=on_device, compared=inputs.compared(step))
     if signature is not None and not step.mask.ends:
         prepared.keep(signature, made)
     return made
@@ -246,9 +247,9 @@ def new_prepared_step(q: Tensor, view: CacheView, step: DecodeStep) -> PreparedS
     """Return what steps with such queries run: the launches of a kernel, and the merge."""
     attention, axis = step.attention_for(q, view), step.token_axis
     host, heads = None, None
-    one_host = axis.size > 1 and step.head_axis.size == 1 and q.device.type == "cpu" and not step.reproducible
-    if one_host and attention.in_place_kernel is None and sum_dtype(q.dtype) == torch.float32:
+    may_merge_natively = axis.size > 1 and step.head_axis.size == 1 and q.device.type == "cpu" and not step.reproducible
+    if may_merge_natively and attention.in_place_kernel is None and sum_dtype(q.dtype) == torch.float32:
         merge = chosen_merge(axis, step.merge, step.output, q.device)
         host = host_merge_for(axis, (*q.shape[:-1], step.value_dim), merge)
         heads = None if host is None else host.heads_of_output(step.output)
-    return PreparedStep(step, attention, host, heads, alone=axis.size == step.head_axis.size == 1)
+    return PreparedStep(step, attention, host, heads, is_alone=axis.size == step.head_axis.size == 1)

@@ -101,7 +101,7 @@ def decode_rows(
     if known is not None:
         return known.run(inputs, checked)
     step = given_step(first, *options)
-    with agreement_on(caches, step, checked):
+    with agreement_on(caches, step, checked):  # tells others of an error here; the call is compared as it runs
         check_comparison(SUBJECT, checked)
         step = _checked_step(q, caches, sinks, step)
     with torch.no_grad():

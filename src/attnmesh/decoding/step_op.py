@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -33,7 +32,7 @@ def decode_op(
 ) -> Tensor:
     """Run a step inside a graph, which cannot raise: all ranks get NaN if their calls differ."""
     view = view_of(cache, (step := DecodeStep.from_code(names, numbers)).value_dim)
-    call_hash = crc32(f"{numbers[4:]} {names.split(',')[2:]}".encode())
+    call_hash = DecodeStep.hash_of_code(names, numbers)
     selected = None if indices is None else Selection(indices, step.index_block or 1)
     inputs = StepInputs(q, (), sinks, key_lengths, selected)
     out, *_ = new_prepared_step(q, view, step).compute(inputs, [view], call_hash)

@@ -96,17 +96,17 @@ class Agreement:
         return self.text or describe_call(self.name, **(self.fields() if callable(self.fields) else self.fields))
 
     def compare_now(self) -> bool:
-        """Compare the call now. Return True: the ranks make it."""
+        """Compare the call now. Return whether the ranks make it, which only a call that ends in a merge may deny."""
         self.compare(self.described())
         return True
 
     def conclude(self) -> None:
-        """Compare the call at the end of the `with`: in `attention` after its checks, before any tensor is sent."""
+        """Compare the call at the end of the `with`."""
         if not self.is_compared:
             self.table = [[*self.payload]]
             return
         try:
-            text = self.text or self.described()
+            text = self.described()
         except Exception as error:
             self.fail(error)
         self.table = self.compare(text, self.payload)
@@ -169,12 +169,12 @@ class CallRecord:
     def __init__(self, mesh: Mesh, device: torch.device, checked: bool | None) -> None:
         self.mesh, self.device, self.checked = mesh, device, checked
         self.is_alone = mesh.ranks == 1
-        self.known: Memo[bool] = Memo()  # signatures of calls that ranks have compared
+        self.known: Memo[bool] = Memo()  # names of calls, or signatures of steps, that ranks have compared
         self.last_signature: object = None  # of the last call that asked, or need not ask
         self.last_exchange: Callable[[], Tensor] | None = None
         """Repeats the last exchange that no host looked at, with `QUESTION` for a checksum. Returns the merged one."""
 
-    def is_compared(self, name: str, *, always: bool = False) -> bool:
+    def will_compare(self, name: str, *, always: bool = False) -> bool:
         """Return whether ranks compare the next call of this name."""
         if self.is_alone:
             return False
@@ -194,7 +194,7 @@ class CallRecord:
 
     def agreement(self, name: str, fields: Fields = dict, *, always: bool = False) -> Agreement:
         """Return the agreement on the next call of this name."""
-        made = Agreement(self.mesh, name, fields, is_compared=self.is_compared(name, always=always))
+        made = Agreement(self.mesh, name, fields, is_compared=self.will_compare(name, always=always))
         made.known = self.known
         return made
 

@@ -74,8 +74,8 @@ def attention(
         length: Tokens of the whole sequence. Ranks count them if it is left out, which compares every call.
         key_layout: Layout of the keys, if it is not that of the queries.
         key_length: Tokens of the keys' sequence, if it is another one.
-        checked: Ranks compare every call, on their hosts, so that all raise the same error. False leaves that out for
-            calls with `length`; ranks whose calls differ then get wrong results or wait.
+        checked: None or True: ranks compare every call, on their hosts, so that all raise the same error. False leaves
+            that out for calls with `length`; ranks whose calls differ then get wrong results or wait.
         selected: The keys that each of this rank's queries attends, of those that it sees under the mask, by index in
             the whole sequence: `Selection(indices)`. On any mesh queries then stay on their rank, and the keys of all
             ranks travel. None for all keys.
@@ -120,9 +120,9 @@ def attention(
 
 def _attend_locally(call: Call, checked: bool | None) -> Tensor:
     """Return attention on one device, prepared once for calls of one signature."""
-    q, k, v, sinks, key_lengths, options, selected, distance_bias = call
+    q, k, v, sinks, _, options, *_ = call
     signature = None
-    if key_lengths is distance_bias is None and selected is None and options.unsupported is None:
+    if call.has_signature:
         any_keys = options.mask is FULL and options.length is None and options.key_length is None
         signature = signature_of(q, k, v, sinks, (*options, checked), any_keys=any_keys, with_grad=False)
         if (known := PREPARED_LOCAL.find(signature)) is not None:

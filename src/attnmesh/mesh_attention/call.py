@@ -99,6 +99,12 @@ class Call(NamedTuple):
         return self._replace(q=with_distance_bias(self.q, self.distance_bias))
 
     @property
+    def has_signature(self) -> bool:
+        """True if shapes, dtypes and options say all that its checks depend on."""
+        plain = self.key_lengths is None and self.selected is None and self.distance_bias is None
+        return plain and not self.options.unsupported
+
+    @property
     def sizes(self) -> HeadSizes:
         """Sizes that all ranks have, but for lengths."""
         index_block = 0 if self.selected is None else self.selected.block

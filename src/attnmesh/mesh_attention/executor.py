@@ -114,18 +114,18 @@ def forward(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None = None, own
         del partial, out, lse
         yield from task.swaps.to_tokens(made, total(), 2, group)
 
-    returns = PendingReturns()
+    pending = PendingReturns()
     for arrivals in _arrivals(swap_in, task):
-        mine = partial = _attend_heads(arrivals, task)
-        returning: Iterable[None] = ()
+        own = partial = _attend_heads(arrivals, task)
+        sending_back: Iterable[None] = ()
         some_see_no_key = len(schedule.query_step.keep) < schedule.chunk.queries
-        if task.mesh.keys.size > 1 or some_see_no_key:
+        if task.mesh.keys.size > 1 or some_see_no_key:  # else the partial is whole, and of this rank's queries alone
             batch, heads, _, width = partial.out.shape
-            mine = identity(q.new_empty(batch, heads, schedule.chunk.queries, 0), width, dtype)
-            returning = _return(partial, schedule.query_step, task.mesh.keys, _merge_in, mine, task.sequential)
-        returns.add(chain(returning, swap_back(mine, arrivals.group)))
-        del mine, partial, returning
-    returns.finish()
+            own = identity(q.new_empty(batch, heads, schedule.chunk.queries, 0), width, dtype)
+            sending_back = _send_back(partial, schedule.query_step, task.mesh.keys, _merge_in, own, task.sequential)
+        pending.add(chain(sending_back, swap_back(own, arrivals.group)))
+        del own, partial, sending_back
+    pending.finish()
     return total()
 
 
@@ -148,7 +148,9 @@ def _attend_heads(arrivals: Arrivals, task: Task) -> Partial:
     return total
 
 
-def _return(made: Tensors, step: ExchangeStep, axis: Axis, put: Put, own: Tensors, sequential: bool) -> Iterator[None]:
+def _send_back(
+    made: Tensors, step: ExchangeStep, axis: Axis, put: Put, own: Tensors, sequential: bool
+) -> Iterator[None]:
     """Return results to their owners. Results for this rank's tokens are put into `own` when they arrive."""
     coming = return_to_owners(made, step, axis, sequential=sequential)
     del made
@@ -163,7 +165,8 @@ def backward(own_heads: Tensors, saved: BackwardInputs, task: Task) -> Gradients
     q, *kv = own_heads
     schedule = task.schedule
     delta = (saved.out.to(sum_dtype(q.dtype)) * saved.dout).sum(-1)
-    key_heads, keys = task.groups[-1][-1].keys.stop, len(schedule.key_indices[task.mesh.heads.index])
+    key_heads = task.groups[-1][-1].keys.stop  # where the last group of the last rank ends: of all ranks
+    keys = len(schedule.key_indices[task.mesh.heads.index])
 
     @cache
     def total() -> Gradients:
@@ -179,18 +182,18 @@ def backward(own_heads: Tensors, saved: BackwardInputs, task: Task) -> Gradients
         del own
         yield from task.swaps.to_tokens(made, total(), 1, group)
 
-    returns = PendingReturns()
+    pending = PendingReturns()
     for arrivals in _arrivals(swap_in, task):
         own = Gradients(*(torch.zeros_like(x, dtype=delta.dtype) for x in task.heads_of(arrivals.group, own_heads)))
-        dq = _backward_heads(arrivals, task, returns, own[1:])
-        returning = _return((dq,), schedule.query_step, task.mesh.keys, _add_in, own[:1], task.sequential)
-        returns.add(chain(returning, swap_back(own, arrivals.group)))
-        del dq, own, returning
-    returns.finish()
+        dq = _backward_heads(arrivals, task, pending, own[1:])
+        sending_back = _send_back((dq,), schedule.query_step, task.mesh.keys, _add_in, own[:1], task.sequential)
+        pending.add(chain(sending_back, swap_back(own, arrivals.group)))
+        del dq, own, sending_back
+    pending.finish()
     return total()
 
 
-def _backward_heads(arrivals: Arrivals, task: Task, returns: "PendingReturns", mine: Tensors) -> Tensor:
+def _backward_heads(arrivals: Arrivals, task: Task, pending: "PendingReturns", own_kv: Tensors) -> Tensor:
     """Return the row's dq from the column's keys, for one group of heads.
 
     dk and dv return to the owners of their keys, where they are added to `mine`. Gradients of keys that travel on
@@ -212,7 +215,7 @@ def _backward_heads(arrivals: Arrivals, task: Task, returns: "PendingReturns", m
         del part
         if coming is not None:
             _add(made, coming())
-        returns.add(_return(made, step, task.mesh.queries, _add_in, mine, task.sequential))
+        pending.add(_send_back(made, step, task.mesh.queries, _add_in, own_kv, task.sequential))
         coming = None if onward is None else gather(made, onward, task.mesh.queries)
         del made
     assert dq is not None  # every schedule has a step

@@ -30,9 +30,9 @@ def prepare_call(mesh: Mesh, call: Call, checked: bool | None, latent: tuple[int
     """
     if mesh.ranks == 1 or torch.compiler.is_compiling():
         return PreparedCall(_even_call(mesh, call, checked))
-    q, k, v, sinks, key_lengths, options, selected, distance_bias = call
+    q, k, v, sinks, _, options, *_ = call
     signature = None
-    if key_lengths is distance_bias is None and selected is None and not options.unsupported:
+    if call.has_signature:
         signature = signature_of(q, k, v, sinks, (mesh, latent, *options, checked))
     known = prepared_calls().find(signature)
     device = q.device if isinstance(q, Tensor) else torch.device(mesh.device_type)

@@ -344,7 +344,7 @@ def _fits(one: Plan) -> bool:
 
 
 def _exchanges(workload: Workload, shape: Shape) -> list[str]:
-    """Return the exchanges that differ on this shape."""
+    """Return the exchanges that differ on this shape: one group is no pipeline, and one rank of queries no ring."""
     if workload.phase == "decode":
         return list(MERGES)[: 1 if shape.queries * shape.keys == 1 else None]
     found = ["bulk"]

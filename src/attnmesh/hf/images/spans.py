@@ -44,9 +44,7 @@ def other_spans(sees: Callable[[Tensor, Tensor], Tensor], spans: Sequence[Span],
 
 def check_unpadded(rows: Sequence[Mask], token_mask: Tensor) -> None:
     """Raise if tokens of a span see padding, which a mask of positions does not hide."""
-    spans = [
-        (row, *span) for row, mask in enumerate(rows) for span in zip(mask.spans[::2], mask.spans[1::2], strict=True)
-    ]
+    spans = [(row, *span) for row, mask in enumerate(rows) for span in mask.span_pairs]
     unpadded = all(bool(token_mask[row, start:stop].all()) for row, start, stop in spans)
     expected, fix = "padding after all spans", "pass one sequence at a time, without padding"
     require(unpadded, MaskError, "attention mask", expected, "padding in a span", fix)
