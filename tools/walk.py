@@ -47,8 +47,8 @@ DRAWN = {
     ),
     "append, 2 ranks": (
         "Appending: `cache.append(k, v)`, which `decode(q, cache, k=k, v=v)` calls first.",
-        "Ranks compare the first append of a cache. Later ones write, and the next step compares how many tokens there\n"
-        "are.",
+        "Ranks compare the first append of a cache. Later ones write, and the next step compares how many tokens\n"
+        "there are.",
     ),
 }
 """Walks that are drawn: what each is of, and where its partials are merged or its gradients summed."""
