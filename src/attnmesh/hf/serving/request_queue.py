@@ -464,7 +464,7 @@ class RequestQueue:
         return None
 
     def _fill(self) -> list[Any] | None:
-        """Return the operation that computes the next chunk of a prompt, in most turns of that with the shortest rest."""
+        """Return the operation that computes the next chunk of a prompt, in most turns that with the shortest rest."""
         turn = next(self.chunks) % TURN == TURN - 1
         ordered = self.filling if turn else sorted(self.filling, key=lambda one: len(one.ids) - one.filled)
         for stream in ordered:
