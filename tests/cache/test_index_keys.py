@@ -37,8 +37,8 @@ def is_held(cache: am.KVCache, keys: Tensor) -> bool:
 
 
 @on_each_rank
-def life(shape: tuple[int, ...], folder: Path, lost: int, padded: bool) -> list[bool]:
-    """Fill, change, fork, save, load and recover a cache. Return whether its keys were right after each."""
+def life(shape: tuple[int, ...], folder: Path, lost: int, padded: bool) -> dict[str, bool]:
+    """Fill, change, fork, save, load and recover a cache. Return after which steps its keys were right."""
     mesh, place = mesh_of(shape), Mesh.of(mesh_of(shape))
     sizes = {"batch": BATCH, "kv_heads": HEADS, "head_dim": WIDTH, "capacity": 80, "block": 4}
     copies = min(2, shape[1] * shape[2])
@@ -48,10 +48,10 @@ def life(shape: tuple[int, ...], folder: Path, lost: int, padded: bool) -> list[
     keys = new_keys(37, 0)
     mine = am.Zigzag().positions(37, place.shape.ranks, place.shard)
     cache.append_shard(keys[:, :, mine], None, mine, token_mask=mask if padded else None)
-    right = [is_held(cache, keys)]
+    right = {"fill": is_held(cache, keys)}
     cache.append(new_keys(9, 1))
     keys = torch.cat((keys, new_keys(9, 1)), 2)
-    right.append(is_held(cache, keys))
+    right["append"] = is_held(cache, keys)
     cache.truncate(30)
     keys = keys[:, :, :30]
     cache.reserve(200)
@@ -61,16 +61,17 @@ def life(shape: tuple[int, ...], folder: Path, lost: int, padded: bool) -> list[
     for step in range(5):
         cache.append(new_keys(1, 2 + step))
         keys = torch.cat((keys, new_keys(1, 2 + step)), 2)
-    right.append(is_held(cache, keys))
+    right["truncate, reserve, reorder"] = is_held(cache, keys)
     other = cache.fork()
     other.append(new_keys(3, 20))
     other.truncate(36)
-    right += [is_held(other, torch.cat((keys, new_keys(3, 20)[:, :, :1]), 2)), is_held(cache, keys)]
+    right["fork"] = is_held(other, torch.cat((keys, new_keys(3, 20)[:, :, :1]), 2))
+    right["beside the fork"] = is_held(cache, keys)
     cache.save(folder)
-    right.append(is_held(am.KVCache.load(folder, mesh), keys))
+    right["load"] = is_held(am.KVCache.load(folder, mesh), keys)
     if copies > 1:
         (found,) = am.recover(None if dist.get_rank() == lost else [cache], mesh)
-        right += [found.sizes.values == "none", is_held(found, keys)]
+        right |= {"recovered sizes": found.sizes.values == "none", "recover": is_held(found, keys)}
     return right
 
 
@@ -80,7 +81,7 @@ def test_index_keys_are_right_after_each_change_of_a_cache(
     pool: Pool, tmp_path: Path, shape: tuple[int, ...], padded: bool
 ) -> None:
     for right in pool.run(Shape(*shape).ranks, life, shape, tmp_path, Shape(*shape).ranks - 1, padded):
-        assert all(right), right
+        assert right == dict.fromkeys(right, True)
 
 
 def test_index_keys_of_a_window_are_those_of_its_tokens() -> None:

@@ -63,8 +63,8 @@ def is_held(cache: am.KVCache, x: Tensor, storage: str) -> bool:
 
 
 @on_each_rank
-def life(shape: tuple[int, ...], storage: str, values: str, folder: Path, lost: int) -> list[bool]:
-    """Fill, change, fork, save, load and recover a cache. Return whether it holds the rows of its tokens after each."""
+def life(shape: tuple[int, ...], storage: str, values: str, folder: Path, lost: int) -> dict[str, bool]:
+    """Fill, change, fork, save, load and recover a cache. Return after which steps it holds the rows of its tokens."""
     mesh = mesh_of(Shape(*shape))
     place, copies = Mesh.of(mesh), min(2, shape[1] * shape[2])
     cache = empty(mesh, storage=storage, values=values, copies=copies)
@@ -75,26 +75,28 @@ def life(shape: tuple[int, ...], storage: str, values: str, folder: Path, lost: 
 
     (keys, v), mine = new(37, 0), am.Zigzag().positions(37, place.shape.ranks, place.shard)
     cache.append_shard(keys[:, :, mine], None if v is None else v[:, :, mine], mine)
-    right = [is_held(cache, keys, storage)]
+    right = {"fill": is_held(cache, keys, storage)}
     for step, tokens in enumerate((9, 1, 1, 5)):
         cache.append(*new(tokens, 1 + step))
         keys = torch.cat((keys, new(tokens, 1 + step)[0]), 2)
-    right.append(is_held(cache, keys, storage))
+    right["append"] = is_held(cache, keys, storage)
     cache.truncate(40)
     cache.reserve(200)
     cache.reorder(torch.tensor([1, 0]))
     keys = keys[[1, 0], :, :40]
-    right.append(is_held(cache, keys, storage))
+    right["truncate, reserve, reorder"] = is_held(cache, keys, storage)
     other, apart = cache.fork(), deepcopy(cache)
     other.append(*new(3, 20))
     other.truncate(41)
-    right.append(is_held(other, torch.cat((keys, new(3, 20)[0][:, :, :1]), 2), storage))
-    right += [is_held(apart, keys, storage), is_held(cache, keys, storage)]
+    right["fork"] = is_held(other, torch.cat((keys, new(3, 20)[0][:, :, :1]), 2), storage)
+    right |= {"copy": is_held(apart, keys, storage), "beside both": is_held(cache, keys, storage)}
     cache.save(folder)
-    found = [am.KVCache.load(folder, mesh)]
+    found = {"load": am.KVCache.load(folder, mesh)}
     if copies > 1:
-        found += am.recover(None if dist.get_rank() == lost else [cache], mesh)
-    return right + [each.sizes.storage == storage and is_held(each, keys, storage) for each in found]
+        (found["recover"],) = am.recover(None if dist.get_rank() == lost else [cache], mesh)
+    return right | {
+        step: each.sizes.storage == storage and is_held(each, keys, storage) for step, each in found.items()
+    }
 
 
 @each_storage
@@ -104,7 +106,7 @@ def test_a_life_keeps_the_stored_rows(
     pool: Pool, tmp_path: Path, shape: tuple[int, ...], storage: str, values: str
 ) -> None:
     for right in pool.run(Shape(*shape).ranks, life, shape, storage, values, tmp_path, Shape(*shape).ranks - 1):
-        assert all(right), right
+        assert right == dict.fromkeys(right, True)
 
 
 @on_each_rank

@@ -95,19 +95,20 @@ def test_the_newest_tokens_alone_are_on_the_device() -> None:
 
 
 @on_each_rank
-def reproducible_on_ranks(shape: Shape) -> list[bool]:
-    """On a rank: whether steps have the bits of one memory, as a cache grows and is cut."""
-    cache, found = tiered(200, named_mesh(shape, AXES), capacity=800), []
+def reproducible_on_ranks(shape: Shape) -> dict[int, bool]:
+    """On a rank: after which cuts of a growing cache steps have the bits of one memory."""
+    cache, same = tiered(200, named_mesh(shape, AXES), capacity=800), {}
     for length in (200, 190, 75, 74, 3, 0):
         cache.truncate(length)
         grow(cache, 61)
-        found.append(same_bits(cache))
-    return found
+        same[length] = same_bits(cache)
+    return same
 
 
 @pytest.mark.parametrize("shape", [Shape(1, 1, 1), Shape(1, 1, 2), Shape(2, 1, 1), Shape(1, 2, 2)], ids=str)
 def test_a_reproducible_step_has_the_bits_of_one_memory(pool: Pool, shape: Shape) -> None:
-    assert pool.run(shape.ranks, reproducible_on_ranks, shape) == [[True] * 6] * shape.ranks
+    for same in pool.run(shape.ranks, reproducible_on_ranks, shape):
+        assert same == dict.fromkeys(same, True)
 
 
 def test_forks_and_copies_go_on_apart() -> None:
@@ -179,31 +180,33 @@ def test_pieces_of_a_folder_fill_and_are_cut(tmp_path: Path) -> None:
 
 
 @on_each_rank
-def lived_on_ranks(path: Path, shape: Shape) -> list[Any]:
-    """On a rank: a folder that is left without a flush and with one, and opened again."""
-    mesh, found = named_mesh(shape, AXES), list[Any]()
+def lived_on_ranks(path: Path, shape: Shape) -> tuple[dict[str, int], dict[str, bool]]:
+    """Leave a folder without a flush, then with one. Return the lengths it opens with, and what is right then."""
+    mesh, there, right = named_mesh(shape, AXES), {}, {}
     cache = tiered(301, mesh, folder=path)
-    for length in (0, 300):
+    for left, least in (("unflushed", 0), ("flushed", 300)):
         del cache
         gc.collect()
         dist.barrier()
         cache = tiered(0, mesh, folder=path)
-        found.append(cache.length)
+        there[left] = cache.length
         grow(cache, 300 - cache.length)
         cache.flush()
         twin = plain(300, mesh)
-        found += [torch.allclose(decoded(cache, n), decoded(twin, n), atol=FLOAT32) for n in (1, 3)]
-        assert length <= cache.length
-    return found
+        for n in (1, 3):
+            right[f"{left}, {n} queries"] = torch.allclose(decoded(cache, n), decoded(twin, n), atol=FLOAT32)
+        assert least <= cache.length
+    return there, right
 
 
 @pytest.mark.parametrize("shape", [Shape(1, 1, 2), Shape(1, 1, 3), Shape(2, 1, 1)], ids=str)
 def test_ranks_leave_what_all_of_them_wrote(pool: Pool, tmp_path: Path, shape: Shape) -> None:
     answers = pool.run(shape.ranks, lived_on_ranks, tmp_path, shape)
     assert answers == [answers[0]] * shape.ranks
-    first, *same = answers[0]
-    assert 301 - HOT - 4 * 16 * shape.ranks <= first < 301
-    assert same == [True, True, 300, True, True]
+    there, right = answers[0]
+    assert 301 - HOT - 4 * 16 * shape.ranks <= there["unflushed"] < 301
+    assert there["flushed"] == 300
+    assert right == dict.fromkeys(right, True)
 
 
 def grown_until_full(cache: am.KVCache, more: int) -> str:

@@ -27,26 +27,34 @@ def test_the_shape_that_sends_least_is_chosen() -> None:
         chosen("queries=2,keys=3", 4)
 
 
-def test_the_mesh_and_who_computes_are_those_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = model_of_cpus()
-    for ranks, short, shared in ((2, 1e-4, True), (2, 1e-3, False), (4, 1e-4, True)):
-        machine = replace(cpus(ranks=ranks), inside=replace(cpus().inside, short=short))
-        monkeypatch.setattr("attnmesh.cli.mesh_option.this_machine", lambda *_, found=machine: found)
-        plans = [
-            one
-            for one in serving(model, machine)
-            if one.ranks == ranks and one.sharding.tp == 1 and not one.sharding.is_joint
-        ]
-        mesh, layers = choose_mesh(MeshOptions(), ranks, 9, 3, lambda: model)
-        assert (mesh.shape, mesh.tp, layers.shared) == (plans[0].shape, 1, plans[0].sharding.together)
-        assert layers.shared == shared
-        times = [in_seconds(way.seconds) for way in plans[:2]]
-        assert layers.reason == f"{times[0]} a token by the planner, {'whole' if shared else 'shared'} {times[1]}"
-    mesh, layers = choose_mesh(MeshOptions("queries=2,keys=2", "whole"), 4, 9, 3, lambda: model)
+@pytest.mark.parametrize(("ranks", "short", "shared"), [(2, 1e-4, True), (2, 1e-3, False), (4, 1e-4, True)])
+def test_the_mesh_and_who_computes_are_those_of_the_plan(
+    ranks: int, short: float, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, machine = model_of_cpus(), replace(cpus(ranks=ranks), inside=replace(cpus().inside, short=short))
+    monkeypatch.setattr("attnmesh.cli.mesh_option.this_machine", lambda *_: machine)
+    ways = (one for one in serving(model, machine) if one.ranks == ranks)
+    plans = [one for one in ways if one.sharding.tp == 1 and not one.sharding.is_joint]
+    mesh, layers = choose_mesh(MeshOptions(), ranks, 9, 3, lambda: model)
+    assert (mesh.shape, mesh.tp, layers.shared) == (plans[0].shape, 1, plans[0].sharding.together)
+    assert layers.shared == shared
+    times = [in_seconds(way.seconds) for way in plans[:2]]
+    assert layers.reason == f"{times[0]} a token by the planner, {'whole' if shared else 'shared'} {times[1]}"
+
+
+def test_a_named_mesh_and_named_layers_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attnmesh.cli.mesh_option.this_machine", lambda *_: cpus(ranks=4))
+    mesh, layers = choose_mesh(MeshOptions("queries=2,keys=2", "whole"), 4, 9, 3, model_of_cpus)
     assert (mesh.shape, mesh.reason, layers.shared) == ((1, 2, 2), "as --mesh says", False)
+
+
+def test_ranks_that_split_weights_by_tp_do_not_share_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attnmesh.cli.mesh_option.this_machine", lambda *_: cpus(ranks=6))
-    assert not choose_mesh(MeshOptions("tp=3,keys=2"), 6, 9, 3, lambda: model)[1].shared
-    assert choose_mesh(MeshOptions(), 1, 9, 3, lambda: model)[0].shape == (1, 1, 1)
+    assert not choose_mesh(MeshOptions("tp=3,keys=2"), 6, 9, 3, model_of_cpus)[1].shared
+
+
+def test_one_rank_is_a_mesh_of_its_own() -> None:
+    assert choose_mesh(MeshOptions(), 1, 9, 3, model_of_cpus)[0].shape == (1, 1, 1)
 
 
 def test_a_model_without_a_price_shares_layers_if_it_can() -> None:

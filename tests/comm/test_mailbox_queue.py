@@ -112,7 +112,7 @@ def test_a_rank_that_compares_alone_is_noticed_and_nothing_wrong_comes_after() -
 
 
 @on_each_rank
-def _fail_and_go_on() -> tuple[bool, bool]:
+def _fail_and_go_on() -> dict[str, bool]:
     """On a rank: whether a merge and attention are right after a call that failed on all ranks between exchanges."""
     axis = Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
     device_mesh = named_mesh(Shape(1, axis.size, 1), AXES)
@@ -122,12 +122,12 @@ def _fail_and_go_on() -> tuple[bool, bool]:
     partial = am.Partial(torch.full((1, 2, 1, 4), float(axis.index)), torch.zeros(1, 2, 1))
     merged = am.merge_across(partial, device_mesh.get_group("queries"), how="tree").out
     right = torch.allclose(merged, torch.full_like(merged, (axis.size - 1) / 2))
-    return right, _attends(device_mesh, 3.0)
+    return {"merge": right, "attention": _attends(device_mesh, 3.0)}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_calls_after_one_that_was_broken_off_are_right(ranks: int, pool: Pool) -> None:
-    assert pool.run(ranks, _fail_and_go_on) == [(True, True)] * ranks
+    assert pool.run(ranks, _fail_and_go_on) == [{"merge": True, "attention": True}] * ranks
 
 
 @on_each_rank

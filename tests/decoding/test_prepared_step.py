@@ -50,35 +50,35 @@ def _equal_twice(cache: am.KVCache, q: Tensor, **options: object) -> bool:
 
 
 @on_each_rank
-def _life(dtype: torch.dtype) -> list[bool]:
-    """On a rank: change a cache in every way, and compare steps whose kind is known with others."""
-    cache, same = cache_on(dist.get_world_size() if dist.is_initialized() else 1, dtype), []
+def _life(dtype: torch.dtype) -> dict[str, bool]:
+    """On a rank: change a cache in every way. Return after which changes steps of a known kind have the same bits."""
+    cache, same = cache_on(dist.get_world_size() if dist.is_initialized() else 1, dtype), dict[str, bool]()
 
-    def steps(cache: am.KVCache) -> None:
+    def steps(cache: am.KVCache, change: str) -> None:
         for mask in (am.Causal(), am.Window(5), am.Full()):
-            same.append(_equal_twice(cache, query(1, dtype=dtype), mask=mask))
-            same.append(_equal_twice(cache, query(1, dtype=dtype), mask=mask, output="heads"))
-            if cache.length >= 3:
-                same.append(_equal_twice(cache, query(3, dtype=dtype), mask=mask))
+            for count, options in ((1, {}), (1, {"output": "heads"}), (3, {})):
+                if cache.length >= count:
+                    found = _equal_twice(cache, query(count, dtype=dtype), mask=mask, **options)
+                    same[f"{change}: {mask}, {count} queries, {options}"] = found
 
     for number in range(9):
         cache.append(*tokens(1, number, dtype))  # some ranks hold nothing at first
-        steps(cache)
+        steps(cache, f"token {number}")
     cache.append(*tokens(40, 10, dtype))
-    steps(cache)
+    steps(cache, "40 more")
     cache.truncate(22)
-    steps(cache)
+    steps(cache, "truncate")
     other = cache.fork()
-    steps(other)
-    for x in (cache, other, copy.deepcopy(cache)):
+    steps(other, "fork")
+    for name, x in (("first", cache), ("fork", other), ("copy", copy.deepcopy(cache))):
         x.append(*tokens(3, 11, dtype))
-        steps(x)
+        steps(x, f"append to the {name}")
     cache.reorder(torch.tensor([1, 0]))
-    steps(cache)
+    steps(cache, "reorder")
     cache.reserve(400)
-    steps(cache)
+    steps(cache, "reserve")
     cache.append(*tokens(2, 12, dtype), token_mask=torch.tensor([[True, True], [False, True]]))
-    steps(cache)
+    steps(cache, "padding")
     return same
 
 
@@ -86,11 +86,11 @@ def _life(dtype: torch.dtype) -> list[bool]:
 def test_a_known_kind_has_the_bits_of_its_first_step(ranks: int, dtype: torch.dtype, pool: Pool) -> None:
     for same in pool.run(ranks, _life, dtype):
         assert len(same) > 60
-        assert all(same)
+        assert same == dict.fromkeys(same, True)
 
 
 @on_each_rank
-def _heads_of_ranks() -> list[bool]:
+def _heads_of_ranks() -> dict[str, bool]:
     """On a rank: its share of the heads, of a step of a known kind and of a merge, beside all heads."""
     cache, ranks = cache_on(dist.get_world_size()), dist.get_world_size()
     cache.append(*tokens(40, 0))
@@ -99,19 +99,16 @@ def _heads_of_ranks() -> list[bool]:
     own = am.attend(query(), *tokens(5, dist.get_rank()))
     merged = am.merge_across(own, dist.group.WORLD, output="heads")
     parts = [x.tensor_split(ranks, 1)[dist.get_rank()] for x in am.merge_across(own, dist.group.WORLD, how="direct")]
-    same = [torch.equal(share, x) and x.is_contiguous() for x in (first, *later)]
-    return [
-        *same,
-        *(torch.equal(x, part) for x, part in zip(merged, parts, strict=True)),
-        len(cache.prepared_steps) > 0,
-    ]
+    same = {f"step {n}": torch.equal(share, x) and x.is_contiguous() for n, x in enumerate((first, *later))}
+    same |= {name: torch.equal(x, part) for name, x, part in zip(("out", "lse"), merged, parts, strict=True)}
+    return same | {"a known kind": len(cache.prepared_steps) > 0}
 
 
 @needs_library
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_heads_of_a_rank_are_a_share_of_all_heads(ranks: int, pool: Pool) -> None:
     for same in pool.run(ranks, _heads_of_ranks):
-        assert all(same), same
+        assert same == dict.fromkeys(same, True)
 
 
 @on_each_rank

@@ -35,27 +35,26 @@ def indices(rows: int, k: int, tokens: int = TOKENS, seed: int = 1) -> Tensor:
 
 
 @on_each_rank
-def all_tokens_and_parts(ranks: int) -> list[bool]:
-    """Return whether a selection of all tokens is causal attention, and two disjoint ones merge to their union."""
+def all_tokens_and_parts(ranks: int) -> dict[str, bool]:
+    """Return whether selections of all tokens are causal attention, and one with a new token is that of its cache."""
     cache, q = cache_of(ranks), numbers(2, HEADS[0], 3, WIDTH, seed=2)
     every = torch.arange(TOKENS).int().expand(2, 1, 3, -1)
     whole = am.decode(q, cache)
-    right = [torch.allclose(am.decode(q, cache, selected=am.Selection(every)), whole, atol=FLOAT32)]
-    right.append(
-        torch.allclose(am.decode(q, cache, selected=am.Selection(every[..., :12], block=4)), whole, atol=FLOAT32)
-    )
+    selections = {"all tokens": am.Selection(every), "all blocks": am.Selection(every[..., :12], block=4)}
+    found = {name: am.decode(q, cache, selected=one) for name, one in selections.items()}
+    right = {name: torch.allclose(out, whole, atol=FLOAT32) for name, out in found.items()}
     k, v = numbers(1, 2, HEADS[1], 1, WIDTH, seed=3)[0], numbers(1, 2, HEADS[1], 1, WIDTH, seed=4)[0]
     new = am.Selection(torch.tensor([TOKENS, 3]).int().expand(2, 1, 1, -1))
     step = am.decode(q[:, :, :1], cache, k=k, v=v, selected=new)
     cache.truncate(TOKENS)
     cache.append(k, v)
-    return [*right, torch.equal(step, am.decode(q[:, :, :1], cache, selected=new))]
+    return right | {"a new token": torch.equal(step, am.decode(q[:, :, :1], cache, selected=new))}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
 def test_all_tokens_selected_is_causal_attention(pool: Pool, ranks: int) -> None:
     for right in pool.run(ranks, all_tokens_and_parts, ranks):
-        assert all(right), right
+        assert right == dict.fromkeys(right, True)
 
 
 def test_disjoint_selections_merge_to_their_union() -> None:
@@ -71,7 +70,7 @@ def test_disjoint_selections_merge_to_their_union() -> None:
 
 
 @on_each_rank
-def compiled_steps(ranks: int) -> list[bool]:
+def compiled_steps(ranks: int) -> dict[str, bool]:
     """Return whether compiled steps equal eager ones, with NaN for a faulty row alone."""
     caches, q = [cache_of(ranks) for _ in range(2)], numbers(2, HEADS[0], 1, WIDTH, seed=2)
 
@@ -80,16 +79,17 @@ def compiled_steps(ranks: int) -> list[bool]:
         return am.decode(q, cache, selected=am.Selection(chosen))
 
     compiled = torch.compile(step, fullgraph=True, backend="eager")
-    right = []
+    right = {}
     with torch.no_grad():
         for token in range(4):
             given = numbers(2, HEADS[1], 1, WIDTH, seed=token), indices(1, 9, TOKENS + token + 1, seed=token)
-            right.append(torch.equal(step(caches[0], *given), compiled(caches[1], *given)))
+            right[f"token {token}"] = torch.equal(step(caches[0], *given), compiled(caches[1], *given))
         for wrong in (-1, TOKENS + 5, int(given[1][0, 0, 0, 1])):
             faulty = given[1].clone()
             faulty[0, 0, 0, 0] = wrong
             out = compiled(caches[1], given[0], faulty)
-            right.append(bool(out[0, :2].isnan().all()) and not out[0, 2:].isnan().any() and not out[1].isnan().any())
+            right[f"NaN for {wrong}"] = bool(out[0, :2].isnan().all())
+            right[f"numbers beside {wrong}"] = not out[0, 2:].isnan().any() and not out[1].isnan().any()
             caches[1].truncate(TOKENS + 4)
     return right
 
@@ -97,21 +97,22 @@ def compiled_steps(ranks: int) -> list[bool]:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_step_over_selected_tokens_is_one_graph(pool: Pool, ranks: int) -> None:
     for right in pool.run(ranks, compiled_steps, ranks):
-        assert all(right), right
+        assert right == dict.fromkeys(right, True)
 
 
 @on_each_rank
-def unchecked_differences() -> list[bool]:
+def unchecked_differences() -> dict[str, bool]:
     """Return whether outputs are NaN where ranks that compare nothing select other tokens."""
     cache, q = cache_of(2), numbers(2, HEADS[0], 1, WIDTH, seed=2)
     selections = [am.Selection(indices(1, 9, seed=rank)) for rank in range(2)]
     alike = am.decode(q, cache, selected=selections[0], checked=False)
     differing = am.decode(q, cache, selected=selections[dist.get_rank()], checked=False)
-    return [not alike.isnan().any(), bool(differing.isnan().all())]
+    return {"numbers where alike": not alike.isnan().any(), "NaN where not": bool(differing.isnan().all())}
 
 
 def test_selections_that_differ_by_rank_are_nan_where_nothing_is_compared(pool: Pool) -> None:
-    assert pool.run(2, unchecked_differences) == [[True, True]] * 2
+    for right in pool.run(2, unchecked_differences):
+        assert right == dict.fromkeys(right, True)
 
 
 @on_each_rank

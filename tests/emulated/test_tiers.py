@@ -159,16 +159,17 @@ def test_what_a_gpu_does_not_serve_is_refused_by_name() -> None:
 
 
 @on_each_rank
-def chosen(gpu: EmulatedGPU) -> list[bool]:
-    """Return whether the sample and the step that follows are right, and whether the choice is kept."""
+def chosen(gpu: EmulatedGPU) -> dict[str, bool]:
+    """Return whether the step that chooses is right, and whether its choice is kept."""
     sizes: dict[str, Any] = {"batch": 1, "kv_heads": 2, "head_dim": 16, "capacity": 700, "dtype": torch.float32}
     caches = [am.KVCache(None, **sizes, device="cuda", **options) for options in ({"hot": 16}, {})]
     k, v, q = random(1, 1, 2, 600, 16), random(2, 1, 2, 600, 16), random(3, 1, 4, 1, 16)
     for cache in caches:
         cache.append(k, v)
     found = [am.decode(q, cache, mask=am.Window(300)).cpu() for cache in (*caches, caches[0])]
-    return [torch.allclose(found[0], found[1], atol=FLOAT32_SUMS), len(tiered_attention.IS_LINK_FASTER) == 1]
+    right = torch.allclose(found[0], found[1], atol=FLOAT32_SUMS)
+    return {"right": right, "kept": len(tiered_attention.IS_LINK_FASTER) == 1}
 
 
 def test_a_sample_chooses_the_way() -> None:
-    assert world(1, chosen).results() == [[True, True]]
+    assert world(1, chosen).results() == [{"right": True, "kept": True}]

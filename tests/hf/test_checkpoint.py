@@ -248,25 +248,21 @@ def test_stopping_criteria_of_the_caller_stop_every_rank(pool: Pool) -> None:
     assert pool.run(2, stopped_at, 51) == [51, 51]
 
 
-def used_twice(folder: Path) -> list[bool]:
-    """Use one checkpoint for two prompts, then without max_new_tokens. Return what holds."""
+def used_twice(folder: Path) -> dict[str, bool]:
+    """Use one checkpoint for two prompts, then without max_new_tokens. Return what is right."""
     model, checkpoint = families.model("llama", "attnmesh"), hf.Checkpoint(folder / "a", every=4)
     first = hf.generate(model, prompt(), max_new_tokens=9, do_sample=False, checkpoint=checkpoint)
-    holds = []
-    try:
+    with pytest.raises(InputError, match="another prompt in"):
         hf.generate(model, prompt(50), max_new_tokens=9, do_sample=False, checkpoint=checkpoint)
-    except InputError as error:
-        holds.append("another prompt in" in str(error))
     again = hf.generate(model, prompt(), max_new_tokens=9, do_sample=False, checkpoint=checkpoint)
-    holds.append(torch.equal(first, again))
+    right = {"again": torch.equal(first, again)}
     for more in ({}, {"max_length": 60}):
         alone = hf.generate(model, prompt(), do_sample=False, **more)
-        kept = [
-            hf.generate(model, prompt(), do_sample=False, checkpoint=hf.Checkpoint(folder / str(more), every=4), **more)
-            for _ in range(2)
-        ]
-        holds += [torch.equal(alone, each) for each in kept]
-    return holds
+        for turn in ("first", "second"):
+            kept = hf.Checkpoint(folder / str(more), every=4)
+            each = hf.generate(model, prompt(), do_sample=False, checkpoint=kept, **more)
+            right[f"{turn} with {more}"] = torch.equal(alone, each)
+    return right
 
 
 @pytest.mark.filterwarnings("ignore:Using the model-agnostic default:UserWarning")
@@ -316,7 +312,8 @@ def test_invalid_saved_tokens_are_refused(tmp_path: Path, tokens: torch.Tensor) 
 
 @pytest.mark.filterwarnings("ignore:Using the model-agnostic default:UserWarning")
 def test_a_checkpoint_can_be_used_again(tmp_path: Path) -> None:
-    assert used_twice(tmp_path) == [True] * 6
+    right = used_twice(tmp_path)
+    assert right == dict.fromkeys(right, True)
 
 
 def continues_after_interrupted_layer(length: int) -> bool:

@@ -84,8 +84,8 @@ def test_model_generate_gives_stock_tokens(family: str, name: str) -> None:
 
 
 def test_stop_strings_and_their_tokenizer_give_stock_tokens() -> None:
-    words = tokenizer()
-    options = {"tokenizer": words, "stop_strings": [*map(words.decode, range(2, 60))], "max_new_tokens": 20}
+    used = tokenizer()
+    options = {"tokenizer": used, "stop_strings": [*map(used.decode, range(2, 60))], "max_new_tokens": 20}
     given, expected = (model.generate(prompt(40), **options) for model in pair("llama"))
     assert given.tolist() == expected.tolist()
     assert expected.shape[1] < 60

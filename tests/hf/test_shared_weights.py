@@ -170,30 +170,32 @@ def test_logits_have_the_same_bits_on_any_number_of_ranks(
 
 
 @on_each_rank
-def one_model(folder: str) -> list[bool]:
-    """What stays as it was on ranks that share: passes without a cache, with gradients, and with another mesh."""
+def one_model(folder: str) -> dict[str, bool]:
+    """Whether ranks that share weights leave passes as they were: without a cache, with gradients, and alone."""
     ids = prompt(8)
     plain, mesh = load(folder), mesh_of(2)
     with counted_calls() as calls:
         model = hf.share_weights(load(folder), mesh)
         assert isinstance(model.lm_head, SharedLinear)
-        same = [torch.equal(model(ids).logits, plain(ids).logits)]
+        same = {"without a cache": torch.equal(model(ids).logits, plain(ids).logits)}
         model(ids, labels=ids).loss.backward()
         plain(ids, labels=ids).loss.backward()
         gradients = [(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True)]
-        same.append(all(torch.equal(a, b) for a, b in gradients if a is not None))
+        same["gradients"] = all(torch.equal(a, b) for a, b in gradients if a is not None)
         with torch.no_grad():
             alone = hf.ShardedCache(model.config, None)
-            same.append(torch.equal(model(ids[:, :1], past_key_values=alone).logits, plain(ids[:, :1]).logits))
-        same.append(not calls)
+            found = model(ids[:, :1], past_key_values=alone).logits
+            same["a cache without a mesh"] = torch.equal(found, plain(ids[:, :1]).logits)
+        same["no shared calls so far"] = not calls
         hf.generate(model, ids, mesh=mesh, max_new_tokens=2, do_sample=False)
-        same.append(bool(calls))
+        same["shared calls on the mesh"] = bool(calls)
     return same
 
 
 def test_other_passes_are_as_without(pool: Pool, tmp_path: Path) -> None:
     families.model("llama", STOCK["llama"], **SIZES).save_pretrained(tmp_path)
-    assert pool.run(2, one_model, str(tmp_path)) == [[True] * 5] * 2
+    for same in pool.run(2, one_model, str(tmp_path)):
+        assert same == dict.fromkeys(same, True)
 
 
 @on_each_rank

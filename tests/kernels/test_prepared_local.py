@@ -63,7 +63,7 @@ def test_later_calls_have_the_bits_of_the_first(
         # As views with other strides.
         views = (torch.cat((x, x), -1)[..., :20] for x in (q, k, v))
         assert torch.equal(call(*views, **options), first)
-        # Bfloat16 rounds outputs to 4 by 2e-2.
+        # Bfloat16 has 8 bits: it rounds an output of 4 by up to 0.016.
         torch.testing.assert_close(again, call(q, k, v, **{**options, "kernel": "reference"}), atol=2e-2, rtol=2e-2)
 
 
@@ -170,8 +170,8 @@ def test_defaults_of_pytorch_do_not_matter() -> None:
         torch.set_default_dtype(before)
 
 
-def test_signatures_of_any_number_of_keys_hold_one_number() -> None:
-    """No keys, and values of another number than the keys, are other signatures; so is a length that is counted."""
+def test_calls_without_keys_with_fewer_values_or_with_a_length_are_not_taken_for_a_known_one() -> None:
+    """A signature does not hold the number of keys. Calls whose checks depend on that number have another signature."""
     q, k, v = problem()
     attend(q, k[:, :, :0], v[:, :, :0])
     with pytest.raises(ShapeError, match="k and v with the same heads and length"):

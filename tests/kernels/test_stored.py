@@ -29,7 +29,7 @@ needs_library = pytest.mark.skipif(library().attend is None, reason="there is no
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Problem(NamedTuple):
+class StoredProblem(NamedTuple):
     """Queries, rows of keys and values, and their numbers in float64. Columns of keys to 100 make roundings larger."""
 
     q: Tensor
@@ -55,15 +55,15 @@ SIZES = ((128, 128), (64, 64), (64, 32), (96, 96), (192, 128), (256, 256), (40, 
 
 def problem(
     storage: str, dtype: torch.dtype, dim: int, value_dim: int, heads: tuple[int, int, int] = (8, 2, 1), keys: int = 700
-) -> Problem:
+) -> StoredProblem:
     by, (q_heads, kv_heads, rows) = STORAGES[storage], heads
     q = (torch.randn(2, q_heads, rows, dim) / 100).to(dtype)
     keys_rows = by.quantize(torch.randn(2, kv_heads, keys, dim) * torch.logspace(-3, 2, dim))
     k = by.dequantize(keys_rows, torch.float64)
     if dim == 576:  # latents
-        return Problem(q, keys_rows, keys_rows, k, k[..., :value_dim])
+        return StoredProblem(q, keys_rows, keys_rows, k, k[..., :value_dim])
     rows_of_values = by.quantize(torch.randn(2, kv_heads, keys, value_dim))
-    return Problem(q, keys_rows, rows_of_values, k, by.dequantize(rows_of_values, torch.float64))
+    return StoredProblem(q, keys_rows, rows_of_values, k, by.dequantize(rows_of_values, torch.float64))
 
 
 def refuse(*_: Any, **__: Any) -> None:
@@ -194,7 +194,7 @@ def test_triton_agrees_with_float64(
     q = torch.randn(2, 4, 2, dim).to(dtype)
     numbers = by.dequantize(by.quantize(k), torch.float64)
     told = numbers[..., :value_dim] if values == "prefix" else by.dequantize(by.quantize(v), torch.float64)
-    given, some = Problem(q, k, v, numbers, told), torch.stack([torch.randperm(70)[:40] for _ in range(8)])
+    given, some = StoredProblem(q, k, v, numbers, told), torch.stack([torch.randperm(70)[:40] for _ in range(8)])
     chosen = Selection(some.view(2, 2, 2, 40).int())
     monkeypatch.setattr(NATIVE, "reads_scattered", False)
     calls: list[tuple[dict[str, Any], Tensor]] = [

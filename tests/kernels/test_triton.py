@@ -230,8 +230,8 @@ def test_random_decode_steps_agree_with_float64(seed: int) -> None:
 
 def test_a_step_over_many_keys_is_split() -> None:
     q, (k, v) = torch.randn(1, 2, 1, 16), torch.randn(2, 1, 2, 500, 16).unbind()
-    spans = -(-500 // kernel._span(500, 2, kernel.ProgramTile(16, 16), q.device))
-    assert spans > 1
+    splits = -(-500 // kernel._split_keys(500, 2, kernel.ProgramTile(16, 16), q.device))
+    assert splits > 1
     whole = am.attend(q, k, v, kernel="triton")
     assert torch.allclose(whole.out, am.attend(q, k, v, kernel="reference").out, atol=FLOAT32)
 
@@ -411,7 +411,7 @@ def test_each_program_is_given_all_its_arguments() -> None:
     )
     backward = {"dout", "delta", "lse"}
     own = {
-        "attend_program": {"out", "lse", "span"},
+        "attend_program": {"out", "lse", "split_keys"},
         "queries_backward_program": {"dq", *backward},
         "keys_backward_program": {"dk", "dv", "begin", "finish", *backward},
     }

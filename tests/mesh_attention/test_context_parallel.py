@@ -149,24 +149,28 @@ def test_the_loss_of_the_how_to_is_that_of_one_device_on_uneven_shards(pool: Poo
 
 
 @on_each_rank
-def other_uses() -> list[bool]:
+def other_uses() -> dict[str, bool]:
     """Attend and decode on a mesh of one axis with another name, and split one of two axes."""
     q, k, v = torch.randn(3, 1, 4, 23, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64).unbind()
     world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
     sizes: dict[str, Any] = {"kv_heads": 4, "head_dim": 8, "capacity": 23, "dtype": torch.float64}
-    expected, answers = scaled_dot_product_attention(q, k, v, is_causal=True), []
-    for mesh in (world["sp"], am.split_mesh(world["sp"], (1, 1, 2))):
+    expected, right = scaled_dot_product_attention(q, k, v, is_causal=True), {}
+    meshes = {"one axis": world["sp"], "split": am.split_mesh(world["sp"], (1, 1, 2))}
+    for name, mesh in meshes.items():
         cache = am.KVCache(mesh, batch=1, block=4, **sizes)
         cache.append(k, v)
         parts = [am.shard(x, mesh, layout=am.Zigzag()) for x in (q, k, v)]
         whole = am.unshard(am.attention(*parts, mesh=mesh, layout=am.Zigzag()), mesh, layout=am.Zigzag())
-        answers += [Mesh.of(mesh).shape.ranks == 2, cache.used < 15, torch.allclose(whole, expected)]
-        answers.append(torch.allclose(am.decode(q[:, :, -1:], cache), expected[:, :, -1:]))
-    return answers
+        right[f"ranks, {name}"] = Mesh.of(mesh).shape.ranks == 2
+        right[f"shares, {name}"] = cache.used < 15
+        right[f"attention, {name}"] = torch.allclose(whole, expected)
+        right[f"decoding, {name}"] = torch.allclose(am.decode(q[:, :, -1:], cache), expected[:, :, -1:])
+    return right
 
 
 def test_a_mesh_of_one_axis_may_have_any_name(pool: Pool) -> None:
-    assert pool.run(4, other_uses) == [[True] * 8] * 4
+    for right in pool.run(4, other_uses):
+        assert right == dict.fromkeys(right, True)
 
 
 @on_each_rank

@@ -22,7 +22,7 @@ from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store import folder_shard
 from attnmesh.store.journal import SIZE, Journal
 from attnmesh.store.layer_files import PIECE
-from tests.support.growing_caches import SIZES, decoded, equal, flip, full_journal, grow, in_memory, opened, rows
+from tests.support.growing_caches import SIZES, decoded, flip, full_journal, grow, in_memory, opened, rows, same_outputs
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
 from tests.support.tolerances import FLOAT32, FLOAT32_SUMS
@@ -35,7 +35,7 @@ def test_a_folder_has_the_bits_of_memory(tmp_path: Path, sizes: dict[str, Any]) 
     def both(change: Callable[[am.KVCache], object]) -> None:
         for each in (cache, twin):
             change(each)
-        assert equal(cache, twin)
+        assert same_outputs(cache, twin)
         assert torch.allclose(decoded(cache, 3), decoded(twin, 3), rtol=FLOAT32_SUMS, atol=FLOAT32)
 
     def append(more: int) -> Callable[[am.KVCache], None]:
@@ -55,7 +55,7 @@ def test_a_folder_has_the_bits_of_memory(tmp_path: Path, sizes: dict[str, Any]) 
         cache = opened(tmp_path / "a", **sizes)
         both(append(1))
     both(append(2 * PIECE))
-    assert equal(am.KVCache.load(tmp_path / "a", None), twin)
+    assert same_outputs(am.KVCache.load(tmp_path / "a", None), twin)
 
 
 def test_windows_and_selections_read_a_folder(tmp_path: Path) -> None:
@@ -71,9 +71,9 @@ def test_a_fork_is_in_memory_and_leaves_the_files(tmp_path: Path) -> None:
     grow(cache, twin.length)
     fork = cache.fork()
     grow(fork, 5)
-    assert equal(cache, twin)
+    assert same_outputs(cache, twin)
     cache.truncate(10)
-    assert equal(fork, in_memory(PIECE + 14))
+    assert same_outputs(fork, in_memory(PIECE + 14))
     assert cache.nbytes < fork.nbytes
 
 
@@ -91,42 +91,50 @@ def test_a_saved_cache_opens_in_place(tmp_path: Path) -> None:
     del cache
     for _ in range(2):
         cache = opened(tmp_path)
-        assert equal(cache, twin)
-        grow(cache, PIECE), grow(twin, PIECE)
-        assert equal(cache, twin)
+        assert same_outputs(cache, twin)
+        grow(cache, PIECE)
+        grow(twin, PIECE)
+        assert same_outputs(cache, twin)
         del cache
     assert inodes(tmp_path).items() >= {(name, before[name]) for name in before if name.startswith("0.0.0-")}
-    assert equal(am.KVCache.load(tmp_path, None), twin)
+    assert same_outputs(am.KVCache.load(tmp_path, None), twin)
 
 
 @on_each_rank
-def live_on_ranks(path: Path, shape: Shape) -> list[bool]:
-    """On a rank: grow a cache in a folder by a sharded prefill and by appends, and open it again."""
-    mesh, found = named_mesh(shape, AXES), []
+def live_on_ranks(path: Path, shape: Shape) -> dict[str, bool]:
+    """On a rank: grow a cache in a folder by shards and by appends, and open it again. Return what is right then."""
+    mesh, right = named_mesh(shape, AXES), {}
     cache, twin = am.KVCache(mesh, **SIZES, folder=path), am.KVCache(mesh, **SIZES)
     length, shards = 2 * PIECE + 37, shape.queries * shape.keys
     positions = am.Zigzag().positions(length, shards, cache.token_axis.index)
     if shape.heads == 1:
         part = [x[:, :, positions] for x in rows(0, length)]
-        cache.append_shard(*part, positions), twin.append_shard(*part, positions)
+        cache.append_shard(*part, positions)
+        twin.append_shard(*part, positions)
     else:
-        grow(cache, length), grow(twin, length)
+        grow(cache, length)
+        grow(twin, length)
     for more in (1, 1, 40):
-        grow(cache, more), grow(twin, more)
-        found.append(equal(cache, twin))
-    cache.truncate(PIECE + 5), twin.truncate(PIECE + 5)
+        grow(cache, more)
+        grow(twin, more)
+        right[f"{cache.length} tokens"] = same_outputs(cache, twin)
+    cache.truncate(PIECE + 5)
+    twin.truncate(PIECE + 5)
     del cache
     gc.collect()
     dist.barrier()
     cache = am.KVCache(mesh, **SIZES, folder=path)
-    grow(cache, 33), grow(twin, 33)
-    found.append(equal(cache, twin))
-    return [*found, equal(am.KVCache.load(path, mesh), twin) or torch.allclose(decoded(cache), decoded(twin))]
+    grow(cache, 33)
+    grow(twin, 33)
+    right["open again"] = same_outputs(cache, twin)
+    loaded = am.KVCache.load(path, mesh)
+    return right | {"load": same_outputs(loaded, twin) or torch.allclose(decoded(cache), decoded(twin))}
 
 
 @pytest.mark.parametrize("shape", [Shape(1, 1, 2), Shape(1, 1, 3), Shape(2, 1, 1)], ids=str)
 def test_ranks_have_files_of_their_own(pool: Pool, tmp_path: Path, shape: Shape) -> None:
-    assert pool.run(shape.ranks, live_on_ranks, tmp_path, shape) == [[True] * 5] * shape.ranks
+    for right in pool.run(shape.ranks, live_on_ranks, tmp_path, shape):
+        assert right == dict.fromkeys(right, True)
     assert torch.allclose(decoded(am.KVCache.load(tmp_path, None)), decoded(in_memory(PIECE + 38)), atol=FLOAT32)
     with pytest.raises(StoreError, match=r"expected a folder of 1 x 1 ranks .*Fix: load it with KVCache.load"):
         opened(tmp_path)
@@ -194,7 +202,8 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_damaged_files_are_refused_by_name(tmp_path: Path, kind: str) -> None:
     cache = opened(tmp_path / "a")
-    grow(cache, PIECE + 100), grow(cache, 100)
+    grow(cache, PIECE + 100)
+    grow(cache, 100)
     del cache
     gc.collect()
     name, harm, said = DAMAGE[kind]
@@ -214,10 +223,10 @@ def test_a_record_that_was_begun_is_no_token(tmp_path: Path) -> None:
     with journal.open("ab") as file:
         file.write(b"half of it")
     cache = opened(tmp_path)
-    assert equal(cache, in_memory(30))
+    assert same_outputs(cache, in_memory(30))
     grow(cache, 1)
     del cache
-    assert equal(opened(tmp_path), in_memory(31))
+    assert same_outputs(opened(tmp_path), in_memory(31))
 
 
 def test_what_is_no_folder_of_this_cache_is_refused(tmp_path: Path) -> None:
@@ -289,9 +298,9 @@ def test_calls_that_would_move_the_keys_are_refused(tmp_path: Path) -> None:
             call()
     with pytest.raises(KernelError, match="append token_mask: expected sequences without padding in a folder"):
         cache.append(*rows(20, 21, 2), token_mask=torch.tensor([[True], [False]]))
-    assert equal(cache, in_memory(20, batch=2))
+    assert same_outputs(cache, in_memory(20, batch=2))
     cache.fork().save(tmp_path / "b")
-    assert equal(am.KVCache.load(tmp_path / "b", None), cache)
+    assert same_outputs(am.KVCache.load(tmp_path / "b", None), cache)
 
 
 @pytest.fixture(params=[True, False], ids=["native", "python"])
@@ -313,7 +322,7 @@ def test_a_full_disk_leaves_the_cache_usable(tmp_path: Path, native: bool) -> No
         grow(cache, 1)
         with pytest.raises(StoreError, match=r"\(No space left on device\). Fix: free space there, and append again"):
             grow(cache, 1)
-    assert equal(cache, in_memory(PIECE))
+    assert same_outputs(cache, in_memory(PIECE))
     grow(cache, 1)
     with full_journal(cache):
         for more in (1, 50):
@@ -321,10 +330,10 @@ def test_a_full_disk_leaves_the_cache_usable(tmp_path: Path, native: bool) -> No
                 grow(cache, more)
         with pytest.raises(StoreError, match="No space left on device"):
             cache.truncate(PIECE)
-    assert equal(cache, in_memory(PIECE + 1))
+    assert same_outputs(cache, in_memory(PIECE + 1))
     grow(cache, 50)
     del cache
-    assert equal(opened(tmp_path), in_memory(PIECE + 51))
+    assert same_outputs(opened(tmp_path), in_memory(PIECE + 51))
 
 
 class Killed(BaseException):
@@ -347,12 +356,12 @@ def test_any_point_of_a_change_leaves_a_whole_state(
             original(*arguments)
         raise Killed
 
-    for change, lengths in (
-        (lambda cache: grow(cache, 2), {PIECE, PIECE + 1, PIECE + 2}),
-        (lambda cache: cache.truncate(10), {10, PIECE + 5}),
+    for kind, begun, change, lengths in (
+        ("growth", PIECE, lambda cache: grow(cache, 2), {PIECE, PIECE + 1, PIECE + 2}),
+        ("cut", PIECE + 5, lambda cache: cache.truncate(10), {10, PIECE + 5}),
     ):
-        cache = opened(tmp_path / str(len(lengths)))
-        grow(cache, PIECE if len(lengths) == 3 else PIECE + 5)
+        cache = opened(tmp_path / kind)
+        grow(cache, begun)
         monkeypatch.setattr(owner, name, ends)
         if point == "Journal.add":
             monkeypatch.setattr(folder_shard, "append", lambda *_: False)
@@ -362,11 +371,11 @@ def test_any_point_of_a_change_leaves_a_whole_state(
             cache.shard.journal.close()
         monkeypatch.undo()
         del cache
-        cache = opened(tmp_path / str(len(lengths)))
+        cache = opened(tmp_path / kind)
         assert cache.length in lengths
-        assert equal(cache, in_memory(cache.length))
+        assert same_outputs(cache, in_memory(cache.length))
         grow(cache, 3)
-        assert equal(cache, in_memory(cache.length))
+        assert same_outputs(cache, in_memory(cache.length))
         del cache
 
 
@@ -406,14 +415,14 @@ def test_a_cache_goes_on_after_an_interrupt(
         with suppress(KeyboardInterrupt):
             change(cache)
         monkeypatch.undo()
-        assert equal(cache, in_memory(cache.length))
+        assert same_outputs(cache, in_memory(cache.length))
         grow(cache, 2)
-        assert equal(cache, in_memory(cache.length))
+        assert same_outputs(cache, in_memory(cache.length))
         lengths.append(cache.length)
         del cache
         gc.collect()
         cache = opened(tmp_path)
-        assert equal(cache, in_memory(lengths[-1]))
+        assert same_outputs(cache, in_memory(lengths[-1]))
 
 
 def test_tokens_of_others_are_counted_once_after_an_interrupt(tmp_path: Path) -> None:
@@ -430,7 +439,7 @@ def test_tokens_of_others_are_counted_once_after_an_interrupt(tmp_path: Path) ->
     assert cache.length == 5
     grow(cache, 3)
     del cache, shard
-    assert equal(opened(tmp_path), in_memory(8))
+    assert same_outputs(opened(tmp_path), in_memory(8))
 
 
 def test_a_full_disk_where_a_piece_begins_is_told(tmp_path: Path) -> None:
@@ -442,7 +451,7 @@ def test_a_full_disk_where_a_piece_begins_is_told(tmp_path: Path) -> None:
                 grow(cache, 4)
     grow(cache, 4)
     del cache
-    assert equal(opened(tmp_path), in_memory(PIECE + 4))
+    assert same_outputs(opened(tmp_path), in_memory(PIECE + 4))
 
 
 def append_until_killed(path: Path, seed: int, promised: int) -> None:
@@ -477,7 +486,7 @@ def kill_and_look(path: Path, seed: int) -> None:
     cache = opened(path)
     # The call that was cut off may have appended some of its tokens, or have truncated.
     assert promised <= cache.length <= promised + 900 or promised - 6000 <= cache.length < promised
-    assert equal(cache, in_memory(cache.length))
+    assert same_outputs(cache, in_memory(cache.length))
 
 
 @pytest.mark.filterwarnings("ignore:This process")

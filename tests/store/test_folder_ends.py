@@ -22,7 +22,7 @@ from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store import checkpoint, folder_shard
 from attnmesh.store.journal import Journal
 from attnmesh.store.layer_files import PIECE
-from tests.support.growing_caches import SIZES, decoded, equal, flip, full_journal, grow, in_memory, opened, rows
+from tests.support.growing_caches import SIZES, decoded, flip, full_journal, grow, in_memory, opened, rows, same_outputs
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool, on_each_rank
 from tests.support.seeds import rotated
@@ -47,8 +47,8 @@ def history(left: int, length: int) -> am.KVCache:
 
 
 @on_each_rank
-def freeze_one_rank(path: Path, frozen: int, point: str, left: int) -> list[bool]:
-    """On a rank: truncate and append, while one of them stops at some point. Return what the files then open as.
+def freeze_one_rank(path: Path, frozen: int, point: str, left: int) -> dict[str, bool]:
+    """On a rank: truncate and append, while one rank stops at some point. Return what is right in the files then.
 
     Copies of the files there are what is left if that rank is killed, and later the other one.
     """
@@ -75,23 +75,24 @@ def freeze_one_rank(path: Path, frozen: int, point: str, left: int) -> list[bool
     dist.barrier()
     del cache
     gc.collect()
-    found = []
+    right = {}
     for copy in copies:
         reopened = am.KVCache(mesh, **SIZES, folder=copy)
         length = reopened.length
         wanted = [history(LENGTH, length)] if length <= LENGTH else []
         wanted += [history(left, length)] if length <= left + NEW else []
-        found.append(any(torch.allclose(decoded(reopened), decoded(each), atol=FLOAT32) for each in wanted))
-        found.append(left <= length)
+        outputs = (torch.allclose(decoded(reopened), decoded(each), atol=FLOAT32) for each in wanted)
+        right |= {f"tokens {copy.name}": any(outputs), f"length {copy.name}": left <= length}
         del reopened
         gc.collect()
         dist.barrier()
-    return found
+    return right
 
 
 @pytest.mark.parametrize(("frozen", "point", "left"), rotated([0, 1], ["record", "append"], LEFT, every=2))
 def test_ranks_that_are_killed_leave_no_mixture(frozen: int, point: str, left: int, pool: Pool, tmp_path: Path) -> None:
-    assert pool.run(2, freeze_one_rank, tmp_path, frozen, point, left) == [[True] * 4] * 2
+    for right in pool.run(2, freeze_one_rank, tmp_path, frozen, point, left):
+        assert right == dict.fromkeys(right, True)
 
 
 def said_by_steps(cache: am.KVCache, shards: bool) -> str:
@@ -200,7 +201,7 @@ def test_an_error_that_is_kept_keeps_no_lock(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="damage at byte") as kept:
         opened(tmp_path)
     journal.write_bytes(content)
-    assert equal(opened(tmp_path), in_memory(9))
+    assert same_outputs(opened(tmp_path), in_memory(9))
     assert kept.value.__traceback__ is not None
 
 
@@ -211,9 +212,9 @@ def test_a_folder_that_goes_under_a_cache_is_named(tmp_path: Path) -> None:
     for change in (lambda: grow(cache, 1), lambda: grow(cache, 50), lambda: cache.truncate(3)):
         with pytest.raises(StoreError, match=r"/a/1-.*' \(No such file or directory\). Fix: call cache.fork"):
             change()
-    assert equal(cache, in_memory(30))
+    assert same_outputs(cache, in_memory(30))
     cache.fork().save(tmp_path / "b")
-    assert equal(am.KVCache.load(tmp_path / "b", None), in_memory(30))
+    assert same_outputs(am.KVCache.load(tmp_path / "b", None), in_memory(30))
 
 
 def test_a_reader_beside_a_writer_reads_a_whole_state(tmp_path: Path) -> None:
@@ -223,13 +224,15 @@ def test_a_reader_beside_a_writer_reads_a_whole_state(tmp_path: Path) -> None:
 
     def beside(*arguments: Any) -> Any:
         if next(writes, None) is not None:
-            cache.truncate(100), twin.truncate(100)
+            cache.truncate(100)
+            twin.truncate(100)
             k, v = rows(100, 300)
-            cache.append(k + 1, v), twin.append(k + 1, v)
+            cache.append(k + 1, v)
+            twin.append(k + 1, v)
         return original(*arguments)
 
     with patch.object(checkpoint, "FillingFile", beside):
-        assert equal(am.KVCache.load(tmp_path, None), twin)
+        assert same_outputs(am.KVCache.load(tmp_path, None), twin)
 
 
 def test_a_reader_of_a_folder_that_never_rests_says_so(tmp_path: Path) -> None:
@@ -265,7 +268,7 @@ def test_a_thread_that_writes_is_no_damage(tmp_path: Path) -> None:
     try:
         for _ in range(5):
             loaded = am.KVCache.load(tmp_path, None)
-            assert equal(loaded, in_memory(loaded.length))
+            assert same_outputs(loaded, in_memory(loaded.length))
     finally:
         ends.set()
         writer.join()

@@ -41,7 +41,7 @@ def decoded(cache: am.KVCache, queries: int = 1, **options: Any) -> torch.Tensor
     return am.decode(torch.randn(cache.sizes.batch, 4, queries, 16, generator=generator), cache, **options)
 
 
-def equal(one: am.KVCache, other: am.KVCache, queries: int = 1) -> bool:
+def same_outputs(one: am.KVCache, other: am.KVCache, queries: int = 1) -> bool:
     return one.length == other.length and torch.equal(decoded(one, queries), decoded(other, queries))
 
 
@@ -60,6 +60,8 @@ def full_journal(cache: am.KVCache) -> Iterator[None]:
     """Let no record be written."""
     journal, kept = cache.shard.journal, cache.shard.journal.handle
     journal.handle = os.open("/dev/full", os.O_RDWR)
-    yield
-    os.close(journal.handle)
-    journal.handle = kept
+    try:
+        yield
+    finally:
+        os.close(journal.handle)
+        journal.handle = kept

@@ -20,9 +20,7 @@ from attnmesh.mesh_attention.call import Call, Options
 from attnmesh.mesh_attention.latents import Latents, Projection
 from tests.support.dense import truth
 from tests.support.pool import on_each_rank
-from tests.support.problems import CAPS, DTYPES, LAYOUTS, chosen, selection
-from tests.support.problems import key_lengths as draw_key_lengths
-from tests.support.problems import mask as draw_mask
+from tests.support.problems import CAPS, DTYPES, LAYOUTS, draw_key_lengths, draw_mask, selected_pairs, selection
 
 EXCHANGES = ("bulk", "pipelined", "ring", "auto")
 LENGTHS = (0, 1, 2, 5, 13, 40, 63, 96, 130, 257)
@@ -251,7 +249,7 @@ def check(problem: MeshProblem, results: list[list[Tensor]]) -> dict[str, float]
     if problem.key_lengths is not None:
         visible = visible & (positions[1] < problem.key_lengths[:, None, None, None])
     if problem.selected is not None:
-        visible = visible & chosen(problem.selected, positions[1], problem.heads[0])
+        visible = visible & selected_pairs(problem.selected, positions[1], problem.heads[0])
     expected = truth([q, k, v, *sinks], visible, scale, dout, softcap=problem.softcap)
     ranks = problem.shape.ranks
     places = _places(problem)

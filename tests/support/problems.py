@@ -20,7 +20,7 @@ LAYOUTS: tuple[Layout, ...] = (am.Contiguous(), am.Zigzag(), am.Striped(), am.St
 
 
 @dataclass(frozen=True)
-class Problem:
+class LocalProblem:
     """One call of `attend` or `attention`, and what it is to be held against."""
 
     seed: int
@@ -69,16 +69,13 @@ class Problem:
         generator = torch.Generator().manual_seed(self.seed + 1)
         dout = torch.randn(given["out"].shape, generator=generator).to(device)
         dlse = dout.sum(-1) if self.lse_matters else None
-        positions = (self.q_positions, self.k_positions)
-        visible = self.mask.visible(
-            *(torch.arange(n) if p is None else p for p, n in zip(positions, self.lengths, strict=True))
-        )
+        given_positions = zip((self.q_positions, self.k_positions), self.lengths, strict=True)
+        positions = [torch.arange(n) if p is None else p for p, n in given_positions]
+        visible = self.mask.visible(*positions)
         if self.key_lengths is not None:
-            positions_of_keys = torch.arange(self.lengths[1]) if positions[1] is None else positions[1]
-            visible = visible & (positions_of_keys < self.key_lengths[:, None, None, None])
+            visible = visible & (positions[1] < self.key_lengths[:, None, None, None])
         if self.selected is not None:
-            places = torch.arange(self.lengths[1]) if positions[1] is None else positions[1]
-            visible = visible & chosen(self.selected, places, self.heads[0])
+            visible = visible & selected_pairs(self.selected, positions[1], self.heads[0])
         scale = self.widths[0] ** -0.5 if self.scale is None else self.scale
         loss = (given["out"] * dout.to(self.dtype)).sum()
         if dlse is not None:
@@ -103,7 +100,7 @@ def draw(
     dtypes: tuple[torch.dtype, ...] = DTYPES,
     longest: int = max(LENGTHS),
     kinds: tuple[tuple[torch.dtype, int, int], ...] = (),
-) -> Problem:
+) -> LocalProblem:
     """The problem of that seed; `kinds` are dtypes with widths of keys and values, where each has to be compiled."""
     random = Random(seed)
     sinks = random.random() < 0.2
@@ -113,11 +110,11 @@ def draw(
     kv_heads = random.randint(1, 3)
     width = random.choice(WIDTHS)
     dtype, *widths = random.choice(kinds or ((random.choice(dtypes), width, random.choice((width, width, *WIDTHS))),))
-    problem = Problem(
+    problem = LocalProblem(
         seed=seed,
         dtype=dtype,
         kernel=random.choice(kernels),
-        mask=mask(random, total),
+        mask=draw_mask(random, total),
         heads=(kv_heads * random.choice((1, 1, 2, 3, 4)), kv_heads),
         widths=(widths[0], widths[1]),
         batch=random.choice((0, 1, 1, 2, 3)),
@@ -130,7 +127,7 @@ def draw(
         memory=random.choice(("plain", "heads inside", "columns first")),
         softcap=random.choice(CAPS),
     )
-    few = key_lengths(random, problem.batch, lengths[1])
+    few = draw_key_lengths(random, problem.batch, lengths[1])
     return replace(problem, key_lengths=few) if random.random() < 0.3 else problem
 
 
@@ -146,13 +143,13 @@ def selection(random: Random, sizes: tuple[int, int], queries: int, keys: int) -
     return am.Selection(drawn[..., torch.randperm(k, generator=generator)].int(), block)
 
 
-def chosen(selected: am.Selection, positions: Tensor, heads: int) -> Tensor:
+def selected_pairs(selected: am.Selection, positions: Tensor, heads: int) -> Tensor:
     """Return which keys are selected for each query and query head."""
     found = (selected.indices.unsqueeze(-2) == (positions // selected.block)[:, None]).any(-1)
     return found.repeat_interleave(heads // found.shape[1], 1)
 
 
-def key_lengths(random: Random, batch: int, keys: int) -> Tensor:
+def draw_key_lengths(random: Random, batch: int, keys: int) -> Tensor:
     """Real keys of each sequence: none, some or all."""
     return torch.tensor([random.choice((0, random.randint(0, keys), keys)) for _ in range(batch)], dtype=torch.int64)
 
@@ -162,8 +159,8 @@ def _positions(random: Random, total: int) -> Tensor | None:
     if random.random() < 0.3:
         return None
     layout, shards = random.choice(LAYOUTS), random.randint(1, 6)
-    chosen = random.sample(range(shards), random.randint(1, shards))
-    positions = torch.cat([layout.positions(total, shards, index) for index in chosen])
+    held = random.sample(range(shards), random.randint(1, shards))
+    positions = torch.cat([layout.positions(total, shards, index) for index in held])
     if random.random() < 0.2:
         positions = positions[
             torch.randperm(len(positions), generator=torch.Generator().manual_seed(random.getrandbits(30)))
@@ -171,7 +168,7 @@ def _positions(random: Random, total: int) -> Tensor | None:
     return positions
 
 
-def mask(random: Random, total: int) -> Mask:
+def draw_mask(random: Random, total: int) -> Mask:
     """An intersection of up to three masks."""
     mask = am.Full()
     if random.random() < 0.5:

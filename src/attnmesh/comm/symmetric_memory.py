@@ -69,7 +69,7 @@ class SymmetricMemory:
             flags=FLAGS,
             box_size=ROOM,
             rows=rows,
-            values=shape[-1],
+            value_width=shape[-1],
             max_polls=MAX_POLLS,
             ROWS=PROGRAM_ROWS,
             V_0=first,

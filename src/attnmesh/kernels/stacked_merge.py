@@ -177,10 +177,10 @@ def _launch(
 @lru_cache(maxsize=1024)
 def _sizes(outs: tuple[int, ...]) -> tuple[tuple[int, ...], dict[str, Any]]:
     """Return the grid of a merge of outs of this shape, and its arguments that depend on nothing else."""
-    splits, *shape, values = outs
-    first, second = parts(values)
+    splits, *shape, value_width = outs
+    first, second = parts(value_width)
     rows = math.prod(shape)
     named = {"splits": splits, "rows": rows, "queries": shape[-1], "heads": shape[-2] if len(shape) > 1 else 1}
-    constants = {"values": values, "ROWS": PROGRAM_ROWS, "V_0": first, "V_1": second}
+    constants = {"value_width": value_width, "ROWS": PROGRAM_ROWS, "V_0": first, "V_1": second}
     # With fusion the bits would depend on the order of the partials.
     return (-(-rows // PROGRAM_ROWS),), {**named, **constants, "enable_fp_fusion": False}

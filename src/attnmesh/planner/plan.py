@@ -56,8 +56,8 @@ class Plan:
         parts: Pairs of a stage and its seconds, which add up to `seconds`.
         workload: The workload that is planned for.
         cluster: The cluster that is planned for.
-        runner_up: The plan that `explain` compares with. It is the best plan of another shape if there is one. For
-            all plans but the fastest, it is the fastest.
+        runner_up: The plan that `explain` compares with: the fastest plan. The fastest plan itself is compared with
+            the best plan of another shape, or of its own shape if there is no other.
 
     >>> import attnmesh as am
     >>> best = am.plan(am.Workload(8, 8, 128, 65536), am.Cluster.preset("a100x4", hosts=1))[0]
@@ -171,16 +171,18 @@ class Plan:
         return "\n".join(lines)
 
     @property
+    def _way(self) -> Way:
+        return Way(self.shape, self.tile, self.layout, self.exchange)
+
+    @property
     def recurrent(self) -> RecurrentCost:
         """Predicted scans, halos and states of the recurrent layers, which the plan's figures include."""
-        way = Way(self.shape, self.tile, self.layout, self.exchange)
-        return recurrent_cost(way, self.workload, self.cluster)
+        return recurrent_cost(self._way, self.workload, self.cluster)
 
     @property
     def selection(self) -> Cost:
         """Predicted cost of the indexers, which the plan's figures include."""
-        way = Way(self.shape, self.tile, self.layout, self.exchange)
-        return index_cost(way, self.workload, self.cluster)
+        return index_cost(self._way, self.workload, self.cluster)
 
     def _selection_line(self) -> str:
         found, layers = self.selection, self.workload.indexers
@@ -339,7 +341,7 @@ def _fits(one: Plan) -> bool:
     cluster, fits = one.cluster, one.memory <= one.cluster.device.memory
     if one.workload.phase != "decode" or not cluster.memories or one.shape.keys < cluster.world:
         return fits
-    held = cached_bytes(Way(one.shape, one.tile, one.layout, one.exchange), one.workload)
+    held = cached_bytes(one._way, one.workload)
     return all(needed <= free for needed, free in zip(held, cluster.memories, strict=True))
 
 

@@ -16,8 +16,8 @@ class Selected:
         block: Keys per index, as in `Selection`.
         heads: Key heads with a selection of their own; 1 if all share one.
         layers: Layers that select. All by default; the others attend all keys.
-        indexers: Layers of them with an indexer of their own. All of them by default; the others select what an earlier
-            layer has selected, and have no index keys.
+        indexers: Of these layers, how many have an indexer of their own. All by default; the other ones select what an
+            earlier layer has selected, and have no index keys.
 
     Raises:
         ClusterError: A count is not a positive integer, or is above 1e15.

@@ -62,7 +62,7 @@ class Upstream:
             raise VersionError(subject or self.package, expected, given, self.fix) from error
 
     def find_if_used(self, name: str) -> Any:
-        """Return what has this name, or else a class that raises when it is called: most calls do without."""
+        """Return what has this name, or else a class that raises when it is called: most models never call it."""
         try:
             return self.find(name)
         except VersionError:
@@ -71,12 +71,12 @@ class Upstream:
     def check(self) -> None:
         """Raise unless the installed version is tested, and all names exist."""
         if not _version_numbers(self.floor) <= _version_numbers(self.version) < _version_numbers(self.ceiling):
-            self.refuse_untested(self.package, self.requirement, self.installed)
+            self.refuse_or_warn(self.package, self.requirement, self.installed)
         for name in self.names:
             self.find(name)
 
-    def refuse_untested(self, subject: str, expected: str, given: str) -> None:
-        """Raise for what no test has run on. Where `OPT_IN` allows it, warn once."""
+    def refuse_or_warn(self, subject: str, expected: str, given: str) -> None:
+        """Raise on a version, or on code, that no test has run with. Where `OPT_IN` allows it, warn once."""
         if os.environ.get(OPT_IN) != "1":
             raise VersionError(subject, expected, given, f"{self.fix}; to run it untested, set {OPT_IN}=1")
         warn_once(f"{subject}: tested with {expected}, and this is {given}. Fix: {self.fix}.")

@@ -64,12 +64,12 @@ REASONING = (
     ReasoningMarks("<|channel>thought", "<channel|>"),
     ReasoningMarks("\u25c1think\u25b7", "\u25c1/think\u25b7"),
 )
-"""Marks of models. A chat template that has the second one is of such a model."""
+"""Marks of models. The second mark stands in the chat template of a model that thinks between both."""
 
 
 @dataclass(frozen=True)
 class AnswerFormats:
-    """How a model writes calls, and what it thinks; None where that stays text."""
+    """How a model writes calls and thoughts; None where they stay text."""
 
     calls: ToolFormat | None = None
     thought: ReasoningMarks | None = None

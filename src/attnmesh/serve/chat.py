@@ -21,10 +21,10 @@ MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_c
 """Fields of messages."""
 
 OF_ANSWERS = ("refusal", "audio", "function_call", "annotations")
-"""Further ones, which answers have, and which hold nothing."""
+"""Further fields of the messages of answers, which hold nothing."""
 
 OF_CLIENTS = ("parsed", "parsed_arguments", "index")
-"""Fields that OpenAI's client adds to an answer, and to its calls: what it has read of the others."""
+"""Fields that OpenAI's client adds to an answer and its calls: what it has read of their other fields."""
 
 THOUGHTS = ("reasoning_content", "thinking")
 """Names by which chat templates know what a model thought before an earlier answer."""

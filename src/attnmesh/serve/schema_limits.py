@@ -31,7 +31,7 @@ OF_NOTHING = ("string", "number", "integer", "boolean", "null")
 
 
 class Work(NamedTuple):
-    """Demands on one value at most: how many patterns, and the product of what it is a multiple of."""
+    """Most demands on one value: how many patterns, and the product of the numbers that it is a multiple of."""
 
     patterns: int = 0
     divisor: int = 1
@@ -55,7 +55,7 @@ class SchemaGraph:
         """Names of the schemas within, by identity."""
         self._collect(field, root)
         self.defined = self._reached()
-        """The root, and what is referred to from there: each with the definitions that it refers to."""
+        """The root and the definitions that are reached from it, each with the definitions that it refers to."""
         self.leaves_first, self.circles = self._sorted()
 
     def _collect(self, field: str, schema: Any) -> None:
@@ -127,7 +127,7 @@ class SchemaGraph:
             left = [one for one in left if id(one) not in finite]
 
     def _ends(self, schema: Any, finite: set[int]) -> bool:
-        """Return whether a value of a schema ends, where those of other definitions end that are known to."""
+        """Return whether a value of a schema ends, if values of the `finite` definitions do."""
         if isinstance(schema, bool):
             return True
         if "$ref" in schema and id(self.target(schema)) not in finite:
@@ -160,7 +160,7 @@ class SchemaGraph:
             yield rest
 
     def work(self) -> Work:
-        """Return what holds for one value at most."""
+        """Return the most demands on one value."""
         known: dict[int, Work] = {}
         for schema in self.leaves_first:
             self._work(schema, known)
@@ -170,7 +170,7 @@ class SchemaGraph:
         if isinstance(schema, bool):
             return Work()
         if id(schema) not in known:
-            known[id(schema)] = Work()  # where it refers to itself
+            known[id(schema)] = Work()  # for references of the schema to itself
             apart = [Work(int("pattern" in schema) + int("format" in schema), whole(schema.get("multipleOf")))]
             apart += [
                 self._work(inner, known) for keyword, inner in children(schema) if keyword not in ("allOf", *CHOICES)
@@ -183,13 +183,13 @@ class SchemaGraph:
         return known[id(schema)]
 
     def divisors(self) -> int:
-        """Return the sum of all `multipleOf`, each as large as what it may be joined with makes it."""
+        """Return the sum of all `multipleOf`, each times those that may hold for the same value."""
         schemas = (one for schema, _ in self.defined.values() for one in within(schema))
         found = [whole(one["multipleOf"]) for one in schemas if "multipleOf" in one]
         return sum(found) * max(1, self.work().divisor // max(found)) if found else 0
 
     def check_keywords(self) -> None:
-        """Raise on schemas that say where they are, and on too many patterns of names."""
+        """Raise on schemas with an address of their own (`$id`), and on too many patterns of names."""
         for schema in (one for defined, _ in self.defined.values() for one in within(defined)):
             field, names = self.fields[id(schema)], schema.get("patternProperties", ())
             for name in ("$id", "id"):
@@ -200,7 +200,7 @@ class SchemaGraph:
 
 
 def check_limits(field: str, schema: Any) -> int:
-    """Raise if a schema is none that a grammar can be made of. Return the sum of its divisors."""
+    """Raise if no grammar can be made of a schema. Return the sum of its divisors."""
     graph = SchemaGraph(field, schema)
     graph.check_levels()
     graph.check_keywords()

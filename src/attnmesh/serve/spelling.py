@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 PRINTED = (*range(33, 127), *range(161, 173), *range(174, 256))
-"""Bytes that byte-level tokenizers write as the character of that number; others are characters from 256 on."""
+"""Bytes that byte-level tokenizers write as the character of that number. Other bytes are characters from 256 on."""
 
 SIGNS = {chr(byte): byte for byte in PRINTED}
 SIGNS |= {chr(256 + index): byte for index, byte in enumerate(sorted({*range(256)} - {*PRINTED}))}

@@ -24,13 +24,13 @@ WINDOW = 600.0
 """Seconds in which losses count together."""
 
 REPLAYS = 2
-"""Times that a request goes on in another world; one that is there at more losses may be their cause."""
+"""Times that a request goes on in another world. A request in more lost worlds may be the cause."""
 
 LONGEST_PAUSE = 30.0
 """Seconds before ranks are started again, at most. Each loss doubles them."""
 
 PROOF = 3
-"""Tokens in one world after which a request did not cause the loss before. The last ones may have been lost with it."""
+"""Tokens in one world after which a request did not cause the loss before. A loss may take the last tokens along."""
 
 BUSY = 5
 """Deadlines that one step may take on ranks that still send figures, such as one with many images."""

@@ -24,15 +24,15 @@ OF_TEXT = ("pattern", "format", "minLength", "maxLength", *COMBINED)
 
 
 OF_PAIRS = ("properties", "required", "type", "additionalProperties", "title", "description", "$schema", *DEFINITIONS)
-"""Keywords that parameters may have which are written one after another."""
+"""Keywords of parameters that a model writes one after another, as names and values."""
 
 KEY = re.compile(r'[^\s<>"]([^<>"\n]*[^\s<>"])?')
-"""Names of such parameters: readers find their end by a bracket, or by a quote."""
+"""Names of parameters that are written one after another: a bracket or a quote ends a name."""
 
 
 @dataclass(frozen=True)
 class CallShape:
-    """How calls are written, one after another: `$name` and `$arguments` stand for these, `$index` for a number."""
+    """How calls are written: `$name` and `$arguments` stand for those of a call, `$index` for its number."""
 
     call: str
     begin: str = ""
@@ -41,7 +41,7 @@ class CallShape:
     pair: str = ""
     """How a parameter is written, as `$key` and `$value`, where arguments are no JSON. `$quoted` tells texts."""
     in_template: str = ""
-    """A text of chat templates whose models write so."""
+    """A text that the chat templates of models with this shape have."""
     is_single: bool = False
     """An answer has one call at most."""
     content: str = "$content"

@@ -42,7 +42,7 @@ class Tier:
             self.blocks.move_to_end(block)
 
     def make_room(self, nbytes: int, *spared: Container[StoredBlock]) -> list[StoredBlock] | None:
-        """Remove the least recently used blocks but some, for so many bytes. Return them; None if there is no room.
+        """Remove the least recently used blocks but `spared`, until `nbytes` fit. Return them; None if they cannot fit.
 
         >>> tier = Tier(10)
         >>> for number in range(3):
@@ -65,19 +65,19 @@ class Tier:
 
 
 class BlockTiers:
-    """The blocks of a folder and those in memory, by their names and where they begin, and those on their way."""
+    """Blocks of a folder, blocks in memory, and blocks on their way to the folder, by name and first token."""
 
     def __init__(self, memory: int, disk: int) -> None:
         self.memory, self.disk = Tier(memory), Tier(disk)
         self.known: dict[str, dict[int, StoredBlock]] = {}
         self.ends: dict[int, int] = {}
-        """States by the tokens before them: how many."""
+        """Number of states by the tokens before them."""
         self.writing: dict[StoredBlock, int] = {}
         """Bytes of blocks on their way to the folder, in their order; 0 for those that stay in memory."""
         self.pinned: frozenset[StoredBlock] = frozenset()
-        """Blocks that are read."""
+        """Blocks that are being read."""
         self.gone: tuple[list[StoredBlock], list[StoredBlock]] = [], []
-        """Blocks that have left memory, and the folder, since this was asked last."""
+        """Blocks that have left memory, and blocks that have left the folder, since `take_gone` was called last."""
 
     def add(self, tier: Tier, block: StoredBlock, held: Held) -> None:
         """Add a block to a tier."""
@@ -88,7 +88,7 @@ class BlockTiers:
                 self.ends[block.stop] = self.ends.get(block.stop, 0) + 1
 
     def make_room(self, tier: Tier, nbytes: int) -> bool:
-        """Let blocks go, least recently used first, but those on their way, for so many bytes. Return if they fit."""
+        """Drop blocks that are not on their way, least recently used first, until `nbytes` fit. Return if they do."""
         blocks = tier.make_room(nbytes, self.writing, self.pinned)
         for block in blocks or []:
             self._leaves(tier, block)

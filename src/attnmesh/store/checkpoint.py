@@ -82,7 +82,7 @@ class Manifest(NamedTuple):
 
     @property
     def groups(self) -> dict[int, list[int]]:
-        """Layers that keep the same tokens, by the first of them."""
+        """Layers that keep the same tokens, by the first such layer."""
         groups: dict[tuple[object, int, int], list[int]] = {}
         for layer, sizes in enumerate(self.sizes):
             groups.setdefault((sizes.mask, sizes.keep, self.length_of(layer)), []).append(layer)

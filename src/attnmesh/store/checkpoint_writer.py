@@ -55,10 +55,10 @@ MAX_PIECE, MIN_PIECE = PIECE, 64
 
 
 class SavedGroup(NamedTuple):
-    """This rank's tokens of layers that keep the same ones, in tensors that an append leaves as they are."""
+    """This rank's tokens of layers that keep the same tokens, in tensors that an append leaves as they are."""
 
     leader: int  # the first of these layers
-    is_rewritten: bool  # by each save: the slots may hold other tokens, or are those of another group
+    is_rewritten: bool  # by each save: slots may hold other tokens, or layers were of another group
     token_index: Tensor
     tensors: dict[str, Tensor]  # by their names in a file
 

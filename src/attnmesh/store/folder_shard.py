@@ -105,7 +105,7 @@ class FolderShard(OrderedShard):
             full = last.stop == base + PIECE and not files.filling(number).exists()
             self._open_whole(number + full)
             check_chain(files, journal, self.chains[number])
-            if full:  # it got its name, and the process ended
+            if full:  # the last piece got its name, and the process ended
                 journal.begin(last.stop, last.length, self.chains[-1])
                 last, base, number = journal.last, last.stop, number + 1
             if last.stop == base:
@@ -146,7 +146,7 @@ class FolderShard(OrderedShard):
         piece.file.kept = self.keeps(sum(x.nbytes for x in piece.stored))
 
     def _with_whole(self, file: TensorFile, piece: FilePiece) -> tuple[SharedBlocks, ...]:
-        """Return the pieces that are read alone, with one more after them. Note its checksums."""
+        """Return the whole pieces, with one more after them. Note its checksums."""
         chain = chained(self.chains[self.pieces], file, [*self.shapes.named(self.files.layer)])
         self.chains = [*self.chains[: self.pieces + 1], chain]
         index = torch.cat((piece.columns, piece.columns[-1:]))
@@ -158,7 +158,7 @@ class FolderShard(OrderedShard):
         self._set(length, used)
 
     def _turn_to(self, shared: tuple[SharedBlocks, ...], piece: FilePiece, used: int, length: int) -> None:
-        """Let other pieces be whole, and new tokens go to another one."""
+        """Replace the whole pieces, and let new tokens go to another piece."""
         unbroken([partial(setattr, self, "shared", shared), partial(self._fill, piece, used, length)])
 
     def _set(self, length: int, used: int) -> None:
@@ -283,7 +283,7 @@ class FolderShard(OrderedShard):
         self._turn_to(self.shared[:number], piece, used, length)
         old.unlink(missing_ok=True)
         for path in map(self.files.whole, gone):
-            if path.exists() and len(TensorFile(path).entries) <= len(self.stored) + 1:  # else other layers need it yet
+            if path.exists() and len(TensorFile(path).entries) <= len(self.stored) + 1:  # other layers may need it yet
                 path.unlink()
 
     def fork(self) -> CacheShard:

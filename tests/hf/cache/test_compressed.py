@@ -119,8 +119,8 @@ def test_each_rank_keeps_a_window_and_its_share_of_entries(pool: Pool) -> None:
 
 
 @on_each_rank
-def lives() -> list[bool]:
-    """Fork, reset and interrupt a cache. Return whether it then gives the tokens of a new one."""
+def lives() -> dict[str, bool]:
+    """Fork, reset and interrupt a cache. Return after which steps it gives the tokens of a new one."""
     small = model("attnmesh")
     cache = cache_of(small, 2)
 
@@ -130,18 +130,19 @@ def lives() -> list[bool]:
 
     first = tokens(cache, prompt(50))
     turns = [torch.cat((first, prompt(more, seed=more)), 1) for more in (7, 9)]
-    right = [tokens(cache_of(small, 2), ids) for ids in turns]
-    found = [tokens(cache.fork(), turns[0]), tokens(cache, turns[1])]
-    alike = [torch.equal(x, y) for x, y in zip(found, right, strict=True)]
+    expected = [tokens(cache_of(small, 2), ids) for ids in turns]
+    right = {"fork": torch.equal(tokens(cache.fork(), turns[0]), expected[0])}
+    right["beside the fork"] = torch.equal(tokens(cache, turns[1]), expected[1])
     cache.reset()
-    alike.append(torch.equal(tokens(cache, prompt(50)), first))
+    right["reset"] = torch.equal(tokens(cache, prompt(50)), first)
     with patch.object(CompressedLayer, "other_keys", side_effect=RuntimeError), pytest.raises(RuntimeError):
         tokens(cache, turns[0])
-    return [*alike, torch.equal(tokens(cache, turns[0]), right[0])]
+    return right | {"interrupt": torch.equal(tokens(cache, turns[0]), expected[0])}
 
 
 def test_a_changed_cache_gives_the_tokens_of_a_new_one(pool: Pool) -> None:
-    assert pool.run(2, lives) == [[True] * 4] * 2
+    for right in pool.run(2, lives):
+        assert right == dict.fromkeys(right, True)
 
 
 @on_each_rank

@@ -29,7 +29,7 @@ PARTS = (
 
 
 @on_each_rank
-def exchanged(owners: list[int], lengths: list[int]) -> tuple[bool, bool]:
+def exchanged(owners: list[int], lengths: list[int]) -> dict[str, bool]:
     """Whether all tokens arrive in order and return, and whether gradients are those of the inverse."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     place = Axis(ranks, rank, dist.group.WORLD), owners, lengths
@@ -39,37 +39,41 @@ def exchanged(owners: list[int], lengths: list[int]) -> tuple[bool, bool]:
     found = tokens_to_heads(x, *place)
     back = heads_to_tokens(found, *place)
     back.backward(x.detach() + 1)
-    arrived = torch.equal(found, whole[:, :, rank]) and torch.equal(back, x)
+    right = {"arrival": torch.equal(found, whole[:, :, rank]), "return": torch.equal(back, x)}
     fake = tokens_to_heads(x.detach().to("meta"), *place)
-    shapes = fake.shape == found.shape and heads_to_tokens(fake, *place).shape == x.shape
-    return arrived and shapes, x.grad is not None and torch.equal(x.grad, x.detach() + 1)
+    right["fake arrival"] = fake.shape == found.shape
+    right["fake return"] = heads_to_tokens(fake, *place).shape == x.shape
+    return right | {"gradient": x.grad is not None and torch.equal(x.grad, x.detach() + 1)}
 
 
 @pytest.mark.parametrize(("owners", "lengths"), PARTS)
 def test_heads_come_back_to_their_tokens(owners: list[int], lengths: list[int], pool: Pool) -> None:
-    assert pool.run(2, exchanged, owners, lengths) == [(True, True)] * 2
+    for right in pool.run(2, exchanged, owners, lengths):
+        assert right == dict.fromkeys(right, True)
 
 
 @on_each_rank
-def gathered() -> list[bool]:
+def gathered() -> dict[str, bool]:
     """Whether tensors of two dtypes arrive, each with this rank's heads, and return."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     chain = HeadChain("a layer", [Parts(Axis(ranks, rank, dist.group.WORLD), [0, 1], [3, 2], [3 - rank])], [5])
     wide = torch.arange(5.0 * 4 * 3).view(1, 5, 4, 3)
     flat = torch.arange(5.0 * 2).view(1, 5, 2).bfloat16()
     mine = slice(0, 3) if rank == 0 else slice(3, 5)
-    *found, narrow, _ = chain.gather(wide[:, mine], wide[:, mine].sin(), flat[:, mine], wide[:, mine].bfloat16())
+    first, second, narrow, _ = chain.gather(wide[:, mine], wide[:, mine].sin(), flat[:, mine], wide[:, mine].bfloat16())
     heads = slice(2 * rank, 2 * rank + 2)
-    return [
-        *(torch.equal(x, y[:, :, heads]) for x, y in zip(found, (wide, wide.sin()), strict=True)),
-        torch.equal(narrow, flat[:, :, rank : rank + 1]),
-        torch.equal(chain.scatter(found[0]), wide[:, mine]),
-        torch.equal(chain.own_heads(torch.arange(4)), torch.arange(4)[heads]),
-    ]
+    return {
+        "first": torch.equal(first, wide[:, :, heads]),
+        "second": torch.equal(second, wide.sin()[:, :, heads]),
+        "one head a rank": torch.equal(narrow, flat[:, :, rank : rank + 1]),
+        "return": torch.equal(chain.scatter(first), wide[:, mine]),
+        "own heads": torch.equal(chain.own_heads(torch.arange(4)), torch.arange(4)[heads]),
+    }
 
 
 def test_tensors_of_several_dtypes_and_head_counts_are_gathered(pool: Pool) -> None:
-    assert pool.run(2, gathered) == [[True] * 5] * 2
+    for right in pool.run(2, gathered):
+        assert right == dict.fromkeys(right, True)
 
 
 @on_each_rank

@@ -239,24 +239,25 @@ def test_gradients_are_those_of_one_device(
 
 
 @on_each_rank
-def train_compiled(name: str) -> list[bool]:
-    """Return whether a compiled model has the loss and the gradients of one that is not."""
+def train_compiled(name: str) -> dict[str, bool]:
+    """Return whether a compiled model has the loss, and each gradient, of a model that is not compiled."""
     shape, results = Shape(1, 2, 1), []
     for wrap in (lambda model: model, partial(torch.compile, backend="eager")):
         small = build(CASES[name], "attnmesh", torch.float64).train()
         loss = wrap(small)(**hf.shard_batch(batch(False), named_mesh(shape, AXES))).loss
         loss.backward()
-        results.append([loss.detach(), *(p.grad for p in small.parameters() if p.grad is not None)])
-    return [
-        torch.allclose(some, other, rtol=FLOAT64_MODEL, atol=FLOAT64_LOSS) for some, other in zip(*results, strict=True)
-    ]
+        gradients = {name: p.grad for name, p in small.named_parameters() if p.grad is not None}
+        results.append({"loss": loss.detach(), **gradients})
+    eager, compiled = results
+    assert eager.keys() == compiled.keys()
+    return {name: torch.allclose(x, compiled[name], rtol=FLOAT64_MODEL, atol=FLOAT64_LOSS) for name, x in eager.items()}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["deepseek_v32", "minimax_m3", "qwen4"])
 def test_a_compiled_model_trains_as_one_that_is_not(name: str, pool: Pool) -> None:
     for right in pool.run(2, train_compiled, name, deadline=60.0):
-        assert all(right)
+        assert right == dict.fromkeys(right, True)
 
 
 def test_blocks_begin_with_each_document(pool: Pool) -> None:
@@ -293,8 +294,8 @@ def test_documents_in_blocks_that_count_all_tokens_are_refused(pool: Pool) -> No
 
 
 @on_each_rank
-def saved(folder: Path) -> list[bool]:
-    """Save, restore and fork a cache with recurrent states. Return whether it then gives the tokens of a new one."""
+def saved(folder: Path) -> dict[str, bool]:
+    """Save, restore and fork a cache with recurrent states. Return which caches then give the tokens of a new one."""
     small, mesh = model("qwen4", "attnmesh", torch.float64), named_mesh(Shape(1, 1, 2), AXES)
     cache, restored = (hf.ShardedCache(small.config, mesh, block=4) for _ in range(2))
 
@@ -306,17 +307,18 @@ def saved(folder: Path) -> list[bool]:
     cache.save(folder)
     restored.restore(folder)
     expected = tokens(hf.ShardedCache(small.config, None), later)
-    return [torch.equal(tokens(used, later), expected) for used in (restored, cache.fork(), cache)]
+    caches = {"restored": restored, "forked": cache.fork(), "saved": cache}
+    return {name: torch.equal(tokens(used, later), expected) for name, used in caches.items()}
 
 
 def test_last_tokens_are_saved_and_forked(tmp_path: Path, pool: Pool) -> None:
     for right in pool.run(2, saved, tmp_path):
-        assert right == [True] * 3
+        assert right == dict.fromkeys(right, True)
 
 
 @on_each_rank
-def lives(folder: Path, lost: int) -> list[bool]:
-    """Fork, crop, copy, save, restore and recover a cache. Return whether it then gives the tokens of a new one."""
+def lives(folder: Path, lost: int) -> dict[str, bool]:
+    """Fork, save, restore, recover and reset a cache. Return after which steps it gives the tokens of a new one."""
     small, mesh = model("glm", "attnmesh", torch.float64), named_mesh(Shape(1, 1, 2), AXES)
     cache = hf.ShardedCache(small.config, mesh, block=4, copies=2)
     ids, options = prompt(61), {"max_new_tokens": 6, "do_sample": False}
@@ -326,22 +328,24 @@ def lives(folder: Path, lost: int) -> list[bool]:
 
     expected, other = tokens(cache), torch.cat((ids[:, :40], prompt(21, seed=3)), 1)
     forked, shorter = cache.fork(), prompt(61)[:, :50]
-    right = [tokens(forked, other) == tokens(hf.ShardedCache(small.config, mesh, block=4), other)]
-    right.append(tokens(cache) == expected)
+    right = {"fork": tokens(forked, other) == tokens(hf.ShardedCache(small.config, mesh, block=4), other)}
+    right["beside the fork"] = tokens(cache) == expected
     cache.save(folder)
     restored = hf.ShardedCache(small.config, mesh, block=4)
     restored.restore(folder)
-    right += [[kv.length for kv in restored.kvs] == [66] * 6, tokens(restored) == expected]
+    right["restored lengths"] = [kv.length for kv in restored.kvs] == [66] * 6
+    right["restore"] = tokens(restored) == expected
     kept = None if torch.distributed.get_rank() == lost else cache
     recovered = hf.ShardedCache.recover(kept, small.config, mesh)
-    right += [len(recovered.kvs) == 6, tokens(recovered, shorter) == tokens(cache, shorter)]
+    right["recovered layers"] = len(recovered.kvs) == 6
+    right["recover"] = tokens(recovered, shorter) == tokens(cache, shorter)
     cache.reset()
-    return [*right, not cache.kvs, tokens(cache) == expected]
+    return right | {"empty after reset": not cache.kvs, "reset": tokens(cache) == expected}
 
 
 def test_a_changed_cache_gives_the_tokens_of_a_new_one(tmp_path: Path, pool: Pool) -> None:
     for right in pool.run(2, lives, tmp_path, 1):
-        assert all(right), right
+        assert right == dict.fromkeys(right, True)
 
 
 # --- what is recorded, and what is refused ---

@@ -52,8 +52,8 @@ def test_distillation_on_a_mesh_is_that_of_stock_trl(name: str, pool: Pool, tmp_
 def test_other_ways_to_draw_and_other_teachers_are_refused_by_name(
     options: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
-    words, options = tokenizer(), dict(options)
-    words.chat_template, words.response_schema = "{{ messages }}{{ tools }}", {"type": "object"}
+    processing_class, options = tokenizer(), dict(options)
+    processing_class.chat_template, processing_class.response_schema = "{{ messages }}{{ tools }}", {"type": "object"}
     teacher = families.model("llama", options.pop("attention", "attnmesh"))
     arguments = {name: options.pop(name) for name in ("tools", "teacher_model") if name in options}
     with warnings.catch_warnings():
@@ -66,5 +66,5 @@ def test_other_ways_to_draw_and_other_teachers_are_refused_by_name(
         ):
             hf.on_mesh(trl.DistillationTrainer, None)(
                 model=families.model("llama", "attnmesh"), args=given, train_dataset=prompts(),
-                processing_class=words, **{"teacher_model": teacher, **arguments},
+                processing_class=processing_class, **{"teacher_model": teacher, **arguments},
             )  # fmt: skip

@@ -49,14 +49,14 @@ def test_gkd_on_a_mesh_is_that_of_stock_trl(name: str, pool: Pool, tmp_path: Pat
 
 def trainer(mesh: Any, folder: str, **options: Any) -> Any:
     """Return a trainer on a mesh."""
-    words = tokenizer()
-    words.chat_template = "{% for each in messages %}{{ each.content }} {% endfor %}"
+    processing_class = tokenizer()
+    processing_class.chat_template = "{% for each in messages %}{{ each.content }} {% endfor %}"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TRL's own
         given = settings(of_trl("GKDConfig"), folder, **COMPARED | options)
         models = [families.model("llama", "attnmesh") for _ in range(2)]
         return hf.on_mesh(of_trl("GKDTrainer"), mesh)(
-            *models, args=given, train_dataset=chats(), processing_class=words, callbacks=[Apart()]
+            *models, args=given, train_dataset=chats(), processing_class=processing_class, callbacks=[Apart()]
         )
 
 

@@ -166,13 +166,16 @@ def test_other_ways_to_draw_are_refused_by_name(arguments: dict[str, Any], said:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TRL's own
         given = settings(trl.GRPOConfig, str(tmp_path), **OPTIONS | arguments.pop("options", {}))
-        words = tokenizer()
-        words.chat_template, words.response_schema = "{{ messages }}{{ tools }}", {"type": "object"}
+        processing_class = tokenizer()
+        processing_class.chat_template, processing_class.response_schema = (
+            "{{ messages }}{{ tools }}",
+            {"type": "object"},
+        )
         with (
             pytest.raises(errors.KernelError, match=f"on_mesh {said}: expected a trainer without it, given .*Fix: le"),
             patch("trl.trainer.grpo_trainer.supports_tool_calling", return_value=True),
         ):
             hf.on_mesh(trl.GRPOTrainer, None)(
                 model=families.model("llama", "attnmesh"), reward_funcs=even, args=given, train_dataset=prompts(),
-                processing_class=words, **arguments,
+                processing_class=processing_class, **arguments,
             )  # fmt: skip

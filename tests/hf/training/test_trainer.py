@@ -145,8 +145,8 @@ def test_variants_of_training_are_those_of_one_process(name: str, pool: Pool, tm
 
 
 @on_each_rank
-def packed_logits(family: str) -> list[bool]:
-    """Change the first of two packed documents. Return whether the logits of each are as before."""
+def packed_logits(family: str) -> dict[str, bool]:
+    """Change the first of two packed documents. Return whether the logits of each document are as before."""
     model, mesh = families.model(family, "attnmesh"), named_mesh(Shape(1, 1, 2), AXES)
     ids, positions = prompt(61), torch.cat((torch.arange(40), torch.arange(21)))[None]
     changed = ids.clone()
@@ -155,12 +155,13 @@ def packed_logits(family: str) -> list[bool]:
     calls.install(model)
     with calls.active(), torch.no_grad():
         before, after = (model(input_ids=x, position_ids=positions, use_cache=False).logits for x in (ids, changed))
-    return [torch.allclose(before[:, part], after[:, part], atol=FLOAT32_SUMS) for part in (slice(40), slice(40, None))]
+    documents = {"first": slice(40), "second": slice(40, None)}
+    return {name: torch.allclose(before[:, x], after[:, x], atol=FLOAT32_SUMS) for name, x in documents.items()}
 
 
 @pytest.mark.parametrize("family", ["gpt-oss", "gemma3"])
 def test_a_document_does_not_see_another_one_of_its_pack(family: str, pool: Pool) -> None:
-    assert pool.run(2, packed_logits, family) == [[False, True]] * 2
+    assert pool.run(2, packed_logits, family) == [{"first": False, "second": True}] * 2
 
 
 @on_each_rank

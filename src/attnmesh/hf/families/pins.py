@@ -86,7 +86,7 @@ def _check_sources(kind: str, code: "Code", digests: Iterable[tuple[str, str]]) 
             raise_lost(kind, name)
         if found != digest:
             expected = f"{TRANSFORMERS.requirement} with the {name} that attnmesh follows"
-            TRANSFORMERS.refuse_untested(f"attnmesh.hf {kind}", expected, f"{TRANSFORMERS.installed} with another one")
+            TRANSFORMERS.refuse_or_warn(f"attnmesh.hf {kind}", expected, f"{TRANSFORMERS.installed} with another one")
 
 
 def raise_lost(kind: str, name: str) -> NoReturn:

@@ -23,7 +23,7 @@ from attnmesh.hf.serving.rank_worker import RankWorker
 from attnmesh.hf.serving.stream import Stream
 
 FIRST = 0.6
-"""Share of guesses that are expected to stand before any was checked, and of a row after `AGAIN` steps without any."""
+"""Share of guesses that are expected to stand before a guess was checked, or after `AGAIN` steps without guesses."""
 
 WEIGHT = 3.0
 """Guesses that count as tried before: the first ones that do not stand do not turn a row off."""
@@ -35,7 +35,7 @@ USUAL = 0.2
 """Weight of a row's last step in the share of guesses that a new row begins with."""
 
 PASSES = 2
-"""Guesses of a row at most, while guesses are not worth their time or it is not known what they take."""
+"""Guesses of a row at most, while guesses are not worth their time or their time is not known."""
 
 LAG = 96
 """Tokens that a row may be ahead of the draft's cache, beyond which they are read as a prompt is."""
@@ -208,7 +208,7 @@ class DraftGuesses(NoGuesses):
     def _next_to_read(
         self, rows: Sequence[DraftRow], times: StepTimes, free: Callable[[], int], *, tries: bool
     ) -> DraftRow | None:
-        """Return the row that is read soonest, if its cache leaves as much memory and guesses of all are worth it."""
+        """Return the row that is read soonest, if its cache leaves as much memory free and its guesses are worth it."""
         unread = {place: row.unread for place, row in enumerate(rows) if row.is_reading or row.is_late}
         worth = [place for place in unread if rows[place].is_worth and self._most(rows[place], times)]
         if not worth:
@@ -219,11 +219,11 @@ class DraftGuesses(NoGuesses):
         return row if 2 * whole <= free() and self._choose(rows, as_read, times, tries=tries)[place] else None
 
     def _reads(self, row: DraftRow, size: int) -> list[Any]:
-        """Return the operations that read a chunk of a row's text, and begin it before."""
+        """Return the operations that read a chunk of a row's text. The first chunk begins the row's cache before."""
         number, plan = row.stream.number, list[Any]()
         if not row.is_reading:
             source, moves = number, True
-            if not row.read:  # it may go on from the cache of another that begins alike
+            if not row.read:  # it may go on from the cache of another row that begins alike
                 others = [one.stream for one in self.rows.values() if one.read]
                 source, _, moves = self.prefixes.find(row.stream, others)
                 self.prefixes.use(source, moves=moves)
@@ -232,7 +232,7 @@ class DraftGuesses(NoGuesses):
         return [*plan, ["fill", number, size, row.read]]
 
     def _take_chunk(self, row: DraftRow, results: Mapping[str, Any]) -> None:
-        """Take the results of these operations."""
+        """Take the results of the operations of `_reads`."""
         begun, chunk = results.get("start", row.filled), results["fill"]
         if isinstance(begun, InputError) or isinstance(chunk, InputError):
             self._drop([row.stream.number], fails=True)

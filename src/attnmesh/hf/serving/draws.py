@@ -1,7 +1,7 @@
 """Tokens that are drawn, by random numbers of an answer that its seed and the place alone decide.
 
-PyTorch draws on CPUs by MT19937, whose words are a linear recurrence over bits. The words after a jump are sums of the
-first words. Which ones says the remainder of t^jump by the recurrence's polynomial.
+PyTorch draws on CPUs by MT19937, whose words are a linear recurrence over bits. The words after a jump are sums of some
+of the first words: those whose powers of t are in the remainder of t^jump by the recurrence's polynomial.
 """
 
 from functools import cache
@@ -15,7 +15,7 @@ WORDS, MIDDLE, TWIST = 624, 397, 0x9908B0DF
 """Words of the state, the word that is added to the first, and the coefficients of the twist."""
 
 FEW = 1 << 18
-"""Words that are made sooner than jumped over."""
+"""Words up to which making all words takes less time than a jump over them."""
 
 DEGREE = 19937
 """Bits of the state."""
@@ -28,7 +28,7 @@ STATE = slice(24, 24 + 8 * WORDS)
 
 
 def generator_after(seed: int, draws: int, vocabulary: int) -> torch.Generator:
-    """Return the generator of a seed after so many tokens of a vocabulary were drawn."""
+    """Return the generator of a seed after that number of tokens of a vocabulary was drawn."""
     generator, words = torch.Generator().manual_seed(seed), _words_of_draw(vocabulary)
     if not words:
         for _ in range(draws):
@@ -49,8 +49,8 @@ def generator_after(seed: int, draws: int, vocabulary: int) -> torch.Generator:
 def draw_token(probabilities: Tensor, generator: torch.Generator) -> int:
     """Return the token, of probabilities (vocabulary,), that `torch.multinomial` draws, in less of its time.
 
-    It is the one whose probability is most in units of a random number, by the law of the exponential distribution.
-    PyTorch computes the logarithm of one number after the other.
+    The token has the largest quotient of its probability and a random number of the exponential distribution. The
+    numbers are computed at once here, and one after the other by PyTorch.
     """
     if _draws_exponentials(len(probabilities)):
         before = generator.get_state()
@@ -68,7 +68,7 @@ def _exponentials(count: int, generator: torch.Generator) -> Tensor:
 
 @cache
 def _draws_exponentials(vocabulary: int) -> bool:
-    """Return whether PyTorch draws a token of so many by such numbers."""
+    """Return whether PyTorch draws a token of a vocabulary by the numbers of `_exponentials`."""
     one, other, drawn = (torch.Generator().manual_seed(0) for _ in range(3))
     expected = torch.empty(vocabulary).exponential_(generator=one)
     same = torch.allclose(_exponentials(vocabulary, other), expected, rtol=1e-6, atol=0.0)
@@ -87,7 +87,7 @@ def _draw(vocabulary: int, generator: torch.Generator) -> None:
 
 @cache
 def _words_of_draw(vocabulary: int) -> int:
-    """Return the words that a token takes of the generator; 0 if they are others than known."""
+    """Return how many of the generator's words a token takes; 0 if their number is none of the known ones."""
     drawn = torch.Generator().manual_seed(0)
     _draw(vocabulary, drawn)
     for words in (2 * vocabulary, vocabulary, 2, 1):
@@ -97,7 +97,7 @@ def _words_of_draw(vocabulary: int) -> int:
 
 
 def _jumped(state: np.ndarray, selected: np.ndarray) -> np.ndarray:
-    """Return the words of a state after a jump: the sum of those at the selected places."""
+    """Return the words of a state after a jump: sums of the words at the selected places."""
     words = np.empty(DEGREE + WORDS, np.uint32)
     words[:WORDS] = state
     step = WORDS - MIDDLE
@@ -113,7 +113,7 @@ def _jumped(state: np.ndarray, selected: np.ndarray) -> np.ndarray:
 
 @cache
 def _selected(words: int, power: int) -> np.ndarray:
-    """Return the places whose sum is the state after 2^power draws of so many words."""
+    """Return the places whose words add up to the state after 2^power draws of `words` words each."""
     bits = np.frombuffer(_jump(words, power).to_bytes(DEGREE // 8 + 1, "little"), np.uint8)
     return np.flatnonzero(np.unpackbits(bits, bitorder="little"))
 

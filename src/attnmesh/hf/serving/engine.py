@@ -42,7 +42,7 @@ BEAT = 1.0
 """Seconds of an idle engine between exchanges, in which it finds that a rank is lost."""
 
 POLL, WRITING = 0.005, 0.05
-"""Seconds between exchanges of one that waits for files that it reads, or for memory; and for files that it writes."""
+"""Seconds between exchanges of an engine that waits for memory or files to read; and for files that it writes."""
 
 SUBJECT = "hf.Engine"
 
@@ -150,7 +150,7 @@ class Engine:
         self.inbox: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
         self.error: BaseException | None = None
         self.closing = False
-        self.exchanges = 0  # of plans so far: a server sees by them that ranks go on
+        self.exchanges = 0  # of plans so far: their number tells a server that ranks go on
         self.seconds, self.merging, self.pause = 0.0, 0.0, 0.0
 
     def submit(
@@ -226,7 +226,7 @@ class Engine:
         require(fits, Busy, "submit", "a queue with room", given, fix)
         self.schedule.store.prepare(stream)
         self.inbox.put(stream)
-        if self.closing:  # it may have come too late to be found
+        if self.closing:  # the stream may have come too late to be found
             stream.end(self.error or "cancelled")
         return stream
 
@@ -315,7 +315,7 @@ class Engine:
         self.schedule.take(results)
 
     def _receive(self, seconds: float) -> None:
-        """Move new requests to the schedule; wait for one for so many seconds at most."""
+        """Move new requests to the schedule. Wait at most `seconds` for a first one."""
         while True:
             try:
                 stream = self.inbox.get(timeout=seconds) if seconds else self.inbox.get_nowait()

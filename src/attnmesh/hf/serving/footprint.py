@@ -16,7 +16,7 @@ from attnmesh.mesh.axes import Mesh
 from attnmesh.setup.measure_shares import free_of_ranks
 
 Place = tuple[Turn, int, torch.device]
-"""Turn of the rank that holds most tokens of a cache, ranks that share its heads, and its device."""
+"""Turn of the rank that holds most tokens of a cache, number of ranks that share its heads, and its device."""
 
 SHARE = 0.75
 """Share of the free memory that caches take, if no other limit is given. Prefill takes the rest."""
@@ -40,13 +40,13 @@ class Footprint:
         return Footprint(layers, states, cache.capacity is None)
 
     def __call__(self, tokens: int, *, shared: int = 0) -> int:
-        """Return the bytes for so many tokens, of which the first are in memory that another cache has."""
+        """Return the bytes for `tokens`, of which the first `shared` are in memory that another cache has."""
         total = self.states
         for sizes, place, rate in self.layers:
             keys = -(-tokens // rate)
             whole = replace(sizes, capacity=growth_capacity(keys) if self.grows else sizes.capacity)
             total += shard_bytes(whole, *place)
-            if shared >= rate and sizes.mask is None:  # else the window is copied
+            if shared >= rate and sizes.mask is None:  # a window is copied
                 total -= shard_bytes(replace(sizes, capacity=shared // rate), *place)
         return total
 
@@ -60,7 +60,7 @@ def growth(cache: ShardedCache, tokens: int) -> int:
     """Return the bytes by which a cache grows on the rank that holds most, when it takes so many more tokens."""
     total, layers = 0, cache.attention_layers
     if layers and layers[0].kv is not None and not any(layer.others for layer in layers):
-        layers = layers if layers[0].must_grow(layers[0].kv, tokens) else []  # they grow together
+        layers = layers if layers[0].must_grow(layers[0].kv, tokens) else []  # layers grow together
     for layer in layers:
         for kv, rate in zip(layer.kvs, layer.tokens_per_key, strict=False):
             keys = -(-tokens // rate)

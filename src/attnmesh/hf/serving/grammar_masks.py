@@ -44,7 +44,7 @@ class Grammar:
     thought_begin: tuple[int, ...] = ()
     """Tokens that begin a thought; none if the answer cannot begin with one, or the prompt has begun it."""
     thought_end: tuple[int, ...] = ()
-    """Tokens that end it."""
+    """Tokens that end the thought."""
     is_thinking: bool = False
     """The prompt has begun a thought."""
 
@@ -83,7 +83,7 @@ class GrammarTokens:
 
         try:
             self.tokens = from_tokenizer(tokenizer)
-        except Exception as error:  # of a tokenizer that is not of the tokenizers library, or that it cannot read
+        except Exception as error:  # the tokenizer is of another library, or llguidance cannot read it
             expected, fix = "a tokenizer with tokenizer.json", "use a model that has one"
             raise GrammarError("grammars", expected, f"{type(tokenizer).__name__}, {error}"[:200], fix) from None
         self.limits = LLParserLimits(**LIMITS)
@@ -91,14 +91,14 @@ class GrammarTokens:
         self._compiled, self._lock = Memo[Any](COMPILED), Lock()
 
     def begin(self, grammar: Grammar, ends: Iterable[int], replay: Sequence[int] = ()) -> "GrammarState":
-        """Return the state of an answer after its first tokens, or raise if the grammar is none.
+        """Return the state of an answer after its first tokens, or raise if the text is no grammar.
 
         `ends` are tokens that end an answer.
         """
         return GrammarState(self, grammar, [*ends], replay)
 
     def matcher(self, text: str) -> Any:
-        """Return what follows a grammar, which is compiled once. It has an error if the grammar is none."""
+        """Return the matcher of a grammar, which is compiled once. It has an error if the text is no grammar."""
         from llguidance import LLMatcher
 
         with self._lock:
@@ -126,7 +126,7 @@ class GrammarState:
         """Tokens of a thought's beginning so far; None if the answer has begun otherwise."""
         self.is_thinking, self.last = grammar.is_thinking, list[int]()
         self.is_off = False
-        """The tokens so far are no beginning of the grammar, but that of a thought."""
+        """The tokens so far begin a thought, and nothing of the grammar."""
         for token in replay:
             self._take(token)
         self._next: Future[TokenMask] = tokens.pool.submit(self._mask)

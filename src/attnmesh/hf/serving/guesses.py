@@ -15,7 +15,7 @@ import numpy as np
 from attnmesh.hf.serving.stream import Stream
 
 LEAST = 0.3
-"""Share of a row's guesses that stand, below which none is checked: their time need not be known then."""
+"""Share of a row's guesses that stand, below which no guess of the row is checked, whatever its time."""
 
 SURE = 3
 """Times of which the middle one counts: one may be wrong."""
@@ -33,13 +33,13 @@ TRIALS = 0.01
 """Share of the time that trials may lose, after the first ones."""
 
 REPAID = 256
-"""Steps without guesses that make up for what trials have lost, however much it was."""
+"""Steps without guesses that make up for any time that trials have lost."""
 
 SOON, LATER = 8, 64
-"""Steps with guesses after which one without any is measured: first, and then."""
+"""Steps with guesses after which a step without guesses is measured: first, and then."""
 
 ALIKE = 0.25
-"""Share by which the last such measurement may differ from the middle one. Else there is another."""
+"""Share by which the last step without guesses may differ from the middle one. Beyond it another is measured."""
 
 
 class RowTimes:
@@ -69,15 +69,15 @@ class RowTimes:
 class StepTimes:
     """The times of the last steps, by which guesses are chosen.
 
-    They are chosen by middle values of several steps. Where these say that no guess is worth its time, a few are tried
-    now and then, as long as that loses less than a small share of the time.
+    Guesses are chosen by middle times of several steps. Where no guess is worth its time by them, a few are tried now
+    and then, as long as trials lose less than a small share of the time.
     """
 
     def __init__(self) -> None:
         self.plain, self.since, self.wait = RowTimes(), Counter[int](), SOON
-        """Steps without guesses; how many with guesses came since, by rows; and after how many there is another."""
+        """Times of steps without guesses; steps with guesses since, by rows; and after how many one without is due."""
         self.added: deque[tuple[int, int, float]] = deque(maxlen=LAST)
-        """Rows and guesses of the last steps with some, and what these added: in steps of as many rows without."""
+        """Rows and guesses of the last steps with guesses, and by what share they took longer than steps without."""
         self.pays, self.debt = False, 0.0
         """Whether guesses are worth their time, and the seconds that trials have lost and that are not made up for."""
 
@@ -86,7 +86,7 @@ class StepTimes:
         plain, lost = self.plain(rows), guessing - TRIALS * seconds
         if guesses:
             self.added.append((rows, guesses, seconds / plain - 1 if plain else 0.0))
-            self.since[rows] += 1 if seconds > (1 - ALIKE) * plain else LATER  # it takes more than without guesses
+            self.since[rows] += 1 if seconds > (1 - ALIKE) * plain else LATER  # guesses add time to a step
             lost += seconds - plain * (1 + stood / rows)
         else:
             self.plain.add(rows, seconds)
@@ -99,13 +99,14 @@ class StepTimes:
     ) -> list[int]:
         """Return how many of the guesses that each row may have give most tokens in a second.
 
-        The chance of guess i of a row is its rate to the i. The likeliest are taken as long as all together give more.
+        The chance of guess i of a row is the row's rate to the i. The likeliest guesses are taken, as long as one more
+        makes more tokens in a second.
 
         Args:
             rates: Share of the guesses of each row that stand.
             offered: Guesses that each row may have at most.
             passes: Seconds in which one token is guessed in so many rows, from 0 on; none if that takes no time.
-            tries: Whether some may be chosen to find what they take.
+            tries: Whether guesses may be chosen to find the time that they take.
         """
         places = {row: range(1, offered[row] + 1) for row, rate in enumerate(rates) if rate >= LEAST}
         likely = sorted((-(rates[row] ** place), place, row) for row, own in places.items() for place in own)

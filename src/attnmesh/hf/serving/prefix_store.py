@@ -67,7 +67,7 @@ class OpenStore:
 
     folder: BlockFolder
     name: str
-    """Name that the first rank gives to what it stores. Others may have another one."""
+    """Name of the model, by which the first rank names blocks. Names of other ranks may differ, and are not used."""
     lock: FolderLock | None
     """None on ranks other than the first."""
 
@@ -98,7 +98,7 @@ def _name_of(store: PrefixStore, model: PreTrainedModel, cache: ShardedCache) ->
 
     is_shared, first = tp_mesh(model) is not None, not Mesh.of(cache.mesh).shard
     weights = [_weights_digest(model) if is_shared or first else 0]
-    if is_shared:  # each rank has its share of them
+    if is_shared:  # each rank has its share of the weights
         weights = [row[0] for row in dist_all_gather_ints(weights, Mesh.of(cache.mesh).axes)]
     config = {name: value for name, value in model.config.to_dict().items() if name not in IGNORED_CONFIG}
     stored = [str(model.dtype), cache.storage, cache.window_storage, cache.windows, cache.keep]

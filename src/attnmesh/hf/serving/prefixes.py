@@ -31,8 +31,8 @@ class Prefixes:
         self.kept: OrderedDict[int, str] = OrderedDict()
         """Salts of the kept caches."""
         self.snapshots: set[int] = set()
-        self.looks: dict[int, bytes] = {}
-        """Digests of the images of caches that have some."""
+        self.images_digests: dict[int, bytes] = {}
+        """Digests of the images of each cache that has images."""
 
     def keep(self, stream: Stream, *, snapshot: int | None = None) -> None:
         """Keep a request's cache, or a snapshot of it, which stays whole when a request goes on from it."""
@@ -48,7 +48,7 @@ class Prefixes:
     def forget(self, numbers: Iterable[int]) -> None:
         """Forget the images of caches that are dropped."""
         for number in numbers:
-            self.looks.pop(number, None)
+            self.images_digests.pop(number, None)
 
     def use(self, number: int, *, moves: bool) -> None:
         """Note that a request goes on from a cache, which it takes, or forks."""
@@ -69,7 +69,7 @@ class Prefixes:
             cache = self.worker.caches[number]
             held = torch.empty(0) if cache.tokens is None else cache.tokens[0].cpu()
             same = self._shared(held, ids, pictured=stream.images is not None)
-            rank = same, self.looks.get(number) == stream.look
+            rank = same, self.images_digests.get(number) == stream.images_digest
             if rank > best and self._serves(cache, same, len(held)):
                 ended = number in self.kept and number not in self.snapshots
                 best, source, moves = rank, number, ended and same >= len(held) - 1

@@ -191,7 +191,7 @@ class RequestQueue:
     def _find_cause(self, rows: list[Stream], error: InputError) -> None:
         """End the row that cannot go on. The others are computed again.
 
-        If it is not known which one it is, each of them joins the others alone, until one of them fails again.
+        If it is not known which row that is, each suspect joins the other rows alone, until a step fails again.
         """
         suspects = [stream for stream in rows if stream.suspected] or rows
         for stream in rows[::-1]:
@@ -220,7 +220,7 @@ class RequestQueue:
         self.counts["prompt_tokens"] += stream.filled - before
         if self.footprint is None:
             self.footprint = Footprint.of(self.worker.caches[stream.number])
-        if stream.filled > before + 2:  # else it is the last token, or two
+        if stream.filled > before + 2:  # a last token or two say little of a chunk
             self._measure("token_seconds", self.worker.seconds["fill"] / (stream.filled - before))
         if logits is not None:
             self.filling.remove(stream)
@@ -228,10 +228,10 @@ class RequestQueue:
                 self.rows.append(stream)
 
     def _add(self, stream: Stream, logits: Tensor, seconds: float = 0.0) -> bool:
-        """Draw the next token of a stream, and one more after each guess that stands. Return whether it has ended.
+        """Draw the next token of a stream, and one more after each guess that stands. Return if the stream has ended.
 
-        Logits, (tokens, vocabulary), are held if the mask of its grammar is not there in so many seconds: other rows go
-        on meanwhile.
+        Logits, (tokens, vocabulary), are held if the mask of the grammar is not made within `seconds`: other rows go on
+        meanwhile.
         """
         until = perf_counter() + seconds
         for place, scores in enumerate(logits):
@@ -241,7 +241,7 @@ class RequestQueue:
                 return False
             try:
                 ended = stream.add(scores)
-            except Exception as error:  # that of one request, which ends it alone
+            except Exception as error:  # it is of one request, which ends alone
                 self._end(stream, error, keep=False)
                 return True
             self.counts["tokens"] += stream.finish_reason != "stop"
@@ -287,7 +287,7 @@ class RequestQueue:
             self.store.keep(stream, stream.number, self.rejected.get(stream.number, 0))
         self.drops.append(stream.number)
         stream.number, stream.filled, stream.held = -1, 0, None
-        stream.parted.clear()
+        stream.passed_fork_points.clear()
         self.waiting.appendleft(stream)
 
     # --- memory ---
@@ -303,9 +303,9 @@ class RequestQueue:
         return int(self.memory - scale * held - max(0.0, most - scale * self.nbytes[0]) - self.promised)
 
     def _fits(self, more: int, spared: Collection[int] = ()) -> bool:
-        """Return whether so many more bytes fit, after kept caches were dropped for them, least recently used first.
+        """Return if `more` bytes fit, after kept caches were dropped for them, least recently used first.
 
-        Those of guesses go last.
+        Caches of guesses go last.
         """
         while self._free() < more:
             oldest = next((number for number in self.prefixes.kept if number not in {*spared, *self.spared}), None)
@@ -321,7 +321,7 @@ class RequestQueue:
         self.counts["evicted"] += 1
 
     def _guess(self) -> None:
-        """Guess tokens of the rows of this step that are worth their time."""
+        """Guess tokens of the rows of this step, where guesses are worth their time."""
         rows = [stream for stream in self.rows if stream.held is None]
         for stream in rows:
             stream.guesses.compare(stream.answer)
@@ -381,13 +381,13 @@ class RequestQueue:
         self.filling.append(stream)
         self.begun, stream.number, stream.filled, stream.forked = stream, next(self.numbers), same, source >= 0
         parting = self.prefixes.parting(stream, self._lenders())
-        stream.parts = {parting} if parting >= same + LEAST else set()
+        stream.fork_points = {parting} if parting >= same + LEAST else set()
         if self.worker.by_steps and stream.images is None:  # the answer is computed otherwise than a prompt
-            stream.parts.add(len(stream.prompt) - self.prefixes.left)
+            stream.fork_points.add(len(stream.prompt) - self.prefixes.left)
         self.prefixes.use(source, moves=moves)
         self.spared.add(source)
-        if stream.look is not None:
-            self.prefixes.looks[stream.number] = stream.look
+        if stream.images_digest is not None:
+            self.prefixes.images_digests[stream.number] = stream.images_digest
         later = len(stream.answer) if stream.images or self.worker.by_steps else 0
         begun = None if source < 0 else source
         return ["start", stream.number, stream.ids, begun, moves, later, specs_of(stream.images)]
@@ -398,7 +398,7 @@ class RequestQueue:
         return self.store.begins(stream, same, self.numbers, lambda: self._has_room(stream, -1, 0, moves=False))
 
     def _source(self, stream: Stream) -> tuple[int, int, bool] | None:
-        """Return the cache that a prompt goes on from, its tokens, and whether it takes it; None if there is no room.
+        """Return the cache that a prompt goes on from, its tokens, and if the prompt takes it; None if no room is left.
 
         A prompt that can never fit is refused.
         """
@@ -429,10 +429,10 @@ class RequestQueue:
             return True
         for other in self.filling:
             same = self.prefixes.shared(stream, other)
-            if same < LEAST or same in other.parted or same < other.filled:
+            if same < LEAST or same in other.passed_fork_points or same < other.filled:
                 continue
             if same - self.prefixes.find(stream, self.filling)[1] >= LEAST:
-                other.parts.add(same)
+                other.fork_points.add(same)
                 return True
         return False
 
@@ -447,12 +447,12 @@ class RequestQueue:
 
     def _snapshot(self) -> list[Any] | None:
         """Fork the cache of a prompt that has come to where others part from it. Return the operation."""
-        for stream in (one for one in self.filling if one is not self.begun and one.parts):
-            place = min(stream.parts)
+        for stream in (one for one in self.filling if one is not self.begun and one.fork_points):
+            place = min(stream.fork_points)
             if stream.filled < place:
                 continue
-            stream.parts.remove(place)
-            stream.parted.add(place)
+            stream.fork_points.remove(place)
+            stream.passed_fork_points.add(place)
             more, goes_back = self._bytes_of(stream.filled), self.worker.caches[stream.number].goes_back
             if stream.filled == place and not goes_back and self._free() >= more:
                 self.promised += more
@@ -464,11 +464,11 @@ class RequestQueue:
         return None
 
     def _fill(self) -> list[Any] | None:
-        """Return the operation that computes the next chunk of a prompt, that of the shortest rest in most turns."""
+        """Return the operation that computes the next chunk of a prompt, in most turns that with the shortest rest."""
         turn = next(self.chunks) % TURN == TURN - 1
         ordered = self.filling if turn else sorted(self.filling, key=lambda one: len(one.ids) - one.filled)
         for stream in ordered:
-            stop = min((place for place in stream.parts if place > stream.filled), default=len(stream.ids))
+            stop = min((place for place in stream.fork_points if place > stream.filled), default=len(stream.ids))
             size = min(self._chunk(), stop - stream.filled)
             while not (fits := self._fits(more := self._growth_of_chunk(stream, size))) and size > LEAST:
                 size = max(LEAST, size // 2)
@@ -491,7 +491,7 @@ class RequestQueue:
         if not self.token_seconds or not self.row_seconds:
             return SMALL
         if self.max_gap is None:
-            waiting = len(self.waiting) + len(self.filling)  # who waits for a first token counts as who has one
+            waiting = len(self.waiting) + len(self.filling)  # requests that wait for a first token count like rows
             spare = 2 * self.row_seconds * waiting
         else:
             spare = self._spare_seconds() / (1 + self.store.busy)

@@ -9,19 +9,19 @@ FORGET = 0.9
 
 @dataclass
 class RowGuesses:
-    """Tokens that may come next in a row, and how often such came."""
+    """Tokens that may come next in a row, and how often such guesses were right."""
 
     answered: int = 0
     """Tokens of the answer that were compared with guesses."""
     next: list[int] = field(default_factory=list)
     """The tokens that may come next."""
     checked: list[int] = field(default_factory=list)
-    """The first of them, which a step checks."""
+    """The first of `next`, which a step checks."""
     left: list[int] = field(default_factory=list)
-    """Those of the last step that are in the cache, and have not been drawn."""
+    """Guesses of the last step that are in the cache, and have not been drawn."""
     stood: float = 0.25
     tried: float = 1.0
-    """How often a guess stood, and was tried: late ones count most."""
+    """How often a guess stood, and how often one was tried: late guesses count most."""
 
     @property
     def rate(self) -> float:

@@ -30,10 +30,10 @@ STEP = 0.05
 """Seconds that a step may copy blocks while no rows decode."""
 
 PATIENCE = 0.005
-"""Seconds that such a step waits for a block that is being read."""
+"""Seconds that a step without rows waits for a block that is being read."""
 
 NOTE = 16
-"""Bytes of two numbers that a block says of its heads, and of each layer that forgets."""
+"""Bytes of the two numbers in a block for its heads, and for each layer that forgets."""
 
 SPEED = 1e9
 """Bytes a second of a first copy, whose speed is not known yet."""
@@ -50,7 +50,7 @@ class SavingCache:
     at: int = -1
     """Tokens whose blocks are stored, or -1 before the first look."""
     last: StoredBlock | None = None
-    """The last block that was stored of it."""
+    """The last block of the cache that was stored."""
 
 
 @dataclass
@@ -210,7 +210,7 @@ class StoreSchedule(NoStore):
         return [] if opening is None else [opening]
 
     def _next_block(self, one: SavingCache) -> list[Any] | None:
-        """Return the next block of a cache that is not stored, and whether it goes to the folder; None if none can."""
+        """Return the next block of a cache to be stored, and if it goes to the folder; None if no block can go now."""
         cache = self.worker.caches[one.number]
         whole = one.stop // GRAIN * GRAIN if any(kv.sizes.mask is None for kv in cache.kvs) else 0
         if one.at < 0:
@@ -221,7 +221,7 @@ class StoreSchedule(NoStore):
             if state and not self.tiers.has(state[0]):
                 entry = self._admitted(one, state[0], self._state_bytes(cache, state[0]))
                 if entry is None and one.at < one.stop:
-                    one.at = -1  # it is looked at again
+                    one.at = -1  # the next step looks at the cache again
                 return entry
         while one.at < whole:
             stop = min((one.at // cache.block + 1) * cache.block, whole)
@@ -379,7 +379,7 @@ class StoreSchedule(NoStore):
                 self.tiers.add(self.tiers.disk, block, Held(nbytes))
                 self.counts["store_blocks_written"] += 1
         while self.saved and self.saved[0].last not in self.tiers.writing:
-            one = self.saved.popleft()  # its first tokens stay longest: without them others are of no use
+            one = self.saved.popleft()  # first tokens stay longest: without them later ones are of no use
             self._touch(self.tiers.path(one.names, one.ids, one.stop))
         self.tiers.make_room(self.tiers.disk, 0)
 
@@ -415,7 +415,7 @@ class StoreSchedule(NoStore):
         return []
 
     def _drop_damaged(self, one: LoadingCache, good: int) -> None:
-        """Forget a block that could not be read, and that those after it stay in memory."""
+        """Forget a block that could not be read, and the blocks after it that were to stay in memory."""
         for place, (block, where) in enumerate(one.blocks):
             if place == good or (where == STAYS and place > good):
                 self.tiers.drop(self.tiers.memory, block)
@@ -438,8 +438,8 @@ class StoreSchedule(NoStore):
     def _names(self, stream: Stream) -> BlockNames:
         """Return the names of the blocks of a stream."""
         if stream not in self.names:
-            look = None if stream.look is None else stream.look.hex()
-            self.names[stream] = BlockNames(self.name, stream.salt, look, self._rope(stream))
+            images = None if stream.images_digest is None else stream.images_digest.hex()
+            self.names[stream] = BlockNames(self.name, stream.salt, images, self._rope(stream))
         return self.names[stream]
 
     def _rope(self, stream: Stream) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from attnmesh.hf.serving.grammar_masks import GrammarState, apply_mask
 from attnmesh.hf.serving.row_guesses import RowGuesses
 
 MOST_BIAS = 100
-"""Largest bias of a logit, as of OpenAI."""
+"""Largest bias of a logit, the limit of OpenAI's interface."""
 
 COLDEST, HOTTEST = 1e-5, 1e6
 """Temperatures at which tokens are drawn. Below them the likeliest token has all of the probability, and is taken."""
@@ -56,6 +56,7 @@ class Sampling:
     """Tokens, and what is added to the logit of each."""
     seed: int = 0
     logprobs: int = 0
+    """How many of the most likely tokens are told with each new token."""
 
     def check(self) -> None:
         """Raise unless each value is possible."""
@@ -80,7 +81,7 @@ class Sampling:
         return self.temperature < COLDEST
 
     def generator(self, tokens: int, vocabulary: int) -> torch.Generator:
-        """Return the generator after so many tokens were drawn."""
+        """Return the generator after that number of tokens was drawn."""
         return generator_after(self.seed, 0 if self.greedy else tokens, vocabulary)
 
     def draw(
@@ -98,7 +99,7 @@ class Sampling:
         """
         scores = logits.float().cpu()
         given, fix = "NaN", "check the model's weights and dtype"
-        are_numbers = not (scores.sum().isnan() and scores.isnan().any())  # infinities may sum to none
+        are_numbers = not (scores.sum().isnan() and scores.isnan().any())  # inf - inf is NaN, too
         require(are_numbers, ModelError, "Engine", "logits that are numbers", given, fix)
         penalized = self._penalized(scores[None], before, counts)
         if allowed is not None:  # last, so that no bias or penalty brings another token back
@@ -134,7 +135,11 @@ class Sampling:
 
 @dataclass(eq=False)
 class Stream:
-    """The tokens of a request, as they come. Any thread may read them, and cancel."""
+    """A request, whose tokens are read as they come. Any thread may read them, and cancel.
+
+    Fields are, in order: what was asked for, with the answer so far; the cache; how the request ends; the state of the
+    draws; the grammar; guesses; and the tokens that wait for their reader.
+    """
 
     prompt: list[int]
     sampling: Sampling
@@ -148,16 +153,17 @@ class Stream:
     salt: str = ""
     """Name of those who share prefixes."""
     number: int = -1
+    """Number of the request's cache; -1 without one."""
     forked: bool = False
-    """The cache may share memory with one that is gone."""
+    """The cache may share memory with a cache that is gone."""
     filled: int = 0
     """Tokens that the cache has while the prompt is computed."""
-    parts: set[int] = field(default_factory=set)
-    """Tokens after which other prompts part from this one, where its cache is forked for them."""
-    parted: set[int] = field(default_factory=set)
-    """The same that the cache has passed."""
+    fork_points: set[int] = field(default_factory=set)
+    """Counts of tokens after which other prompts part from this one. The cache is forked there."""
+    passed_fork_points: set[int] = field(default_factory=set)
+    """Fork points that the cache has passed."""
     suspected: bool = False
-    """A step failed with this row among others, and none has gone well since."""
+    """A step failed with this row among others, and no step of the row has gone well since."""
     cached_tokens: int = 0
     """Tokens of the prompt that a kept cache had."""
     finish_reason: str | None = None
@@ -167,15 +173,15 @@ class Stream:
     before: Tensor | None = None
     """The tokens so far, each at least once; None before the first draw, and where no penalty needs them."""
     counts: Tensor | None = None
-    """How often each token is in the answer; None like these."""
+    """How often each token is in the answer; None before the first draw, and where no penalty needs the counts."""
     grammar: GrammarState | None = None
     """The place of the answer in its grammar."""
     held: Tensor | None = None
     """Logits that wait for the grammar's mask, (tokens, vocabulary)."""
     guesses: RowGuesses = field(default_factory=RowGuesses)
-    """The next tokens, as they are guessed."""
-    look: bytes | None = None
-    """A digest of the images."""
+    """Guesses of the next tokens."""
+    images_digest: bytes | None = None
+    """A digest of the images; None without images."""
     _ids: Tensor | None = None
     tokens: "queue.SimpleQueue[DrawnToken | BaseException | None]" = field(default_factory=queue.SimpleQueue)
 
@@ -186,12 +192,12 @@ class Stream:
                 digest.update(f"{name} {value.shape if isinstance(value, Tensor) else value}".encode())
                 if isinstance(value, Tensor):
                     digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-            self.look = digest.digest()
+            self.images_digest = digest.digest()
 
     def __iter__(self) -> Iterator[DrawnToken]:
         while (token := self.tokens.get()) is not None:
             if isinstance(token, BaseException):
-                self.tokens.put(token)  # another reader gets it, too
+                self.tokens.put(token)  # another reader gets the error, too
                 raise token
             yield token
         self.tokens.put(None)
@@ -202,7 +208,7 @@ class Stream:
 
     @property
     def room(self) -> int:
-        """Tokens that the answer may have after its next one."""
+        """Tokens that the answer may have after its next token."""
         return self.max_new_tokens - len(self.answer) - 1
 
     @property
@@ -212,7 +218,7 @@ class Stream:
 
     @property
     def ids_tensor(self) -> Tensor:
-        """The same as a tensor, which is kept."""
+        """The prompt and the answer so far, as a tensor that is kept until the answer grows."""
         if self._ids is None or len(self._ids) != len(self.prompt) + len(self.answer):
             self._ids = torch.tensor(self.ids)
         return self._ids

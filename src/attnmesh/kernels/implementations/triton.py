@@ -36,7 +36,7 @@ MAX_WIDTH = 576
 MAX_REACH = 1 << 40
 """Reach of an unbounded mask: beyond every position, and small enough that sums do not overflow."""
 
-MIN_SPAN_TILES = 4
+MIN_SPLIT_TILES = 4
 """Tiles of keys that are worth a program instance."""
 
 LARGE_ROWS = 128
@@ -126,12 +126,12 @@ KERNEL = TRITON = Triton()
 def _attend(q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, scaling: Scaling, tile: ProgramTile) -> Partial:
     arguments = _rectangle_arguments(q, k, v, rectangle, scaling, tile)
     heads, tiles = k.shape[0] * k.shape[1], -(-arguments["rows"] // tile.rows)
-    span = _span(arguments["keys"], heads * tiles, tile, q.device)
-    spans = -(-arguments["keys"] // span)
-    partials = _empty_partials(q, spans, v.shape[-1])
+    split_keys = _split_keys(arguments["keys"], heads * tiles, tile, q.device)
+    splits = -(-arguments["keys"] // split_keys)
+    partials = _empty_partials(q, splits, v.shape[-1])
     out, lse = partials
-    launch("attend", "attend", (tiles, spans, heads), q.device, **arguments, out=out, lse=lse, span=span)
-    return Partial(out[0], lse[0]) if spans == 1 else merge_stacked(partials)
+    launch("attend", "attend", (tiles, splits, heads), q.device, **arguments, out=out, lse=lse, split_keys=split_keys)
+    return Partial(out[0], lse[0]) if splits == 1 else merge_stacked(partials)
 
 
 class TritonCachedAttention:
@@ -187,7 +187,7 @@ class TritonCachedAttention:
         q, mask, block, first = tensors["q"], query.mask, query.partial_block, tensors["firsts"]
         heads, rows = q.shape[0] * view.keys.shape[1], q.shape[2] * q.shape[1] // view.keys.shape[1]
         tiles, slots = -(-rows // tile.rows), view.keys.shape[2] - 1
-        span = block or _span(slots, heads * tiles, tile, q.device)
+        split_keys = block or _split_keys(slots, heads * tiles, tile, q.device)
         bounded = first is not tensors["positions"]
         arguments = _cache_arguments(q, *view.unscaled, query.scaling, tile) | {
             "positions_batch": 0 if view.padding is None else _batch_stride(view.padding.positions),
@@ -199,7 +199,7 @@ class TritonCachedAttention:
             "BOUNDED": bounded,
             "NEAR": min(mask.left, mask.longest) < FAR,
         }
-        prepared = (max(1, -(-slots // span)), tiles, heads), arguments
+        prepared = (max(1, -(-slots // split_keys)), tiles, heads), arguments
         return prepared, _launch_cache(*prepared, tensors, view.value_dim)
 
 
@@ -216,7 +216,7 @@ def _attend_scattered(
 ) -> Partial:
     """Return stacked partials, one per part of the places, which are those of the keys to read."""
     heads, tiles, keys = q.shape[0] * k.shape[1], -(-q.shape[1] // k.shape[1] // tile.rows), positions.shape[1]
-    count = -(-keys // _span(keys, heads * tiles, tile, q.device))
+    count = -(-keys // _split_keys(keys, heads * tiles, tile, q.device))
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     numbers = (x if storage_of(x) is None else x.view(torch.int8) for x in (k, v))
     tensors = {"q": q, **dict(zip("kv", numbers, strict=True)), "state": torch.full((2,), keys, device=q.device)}
@@ -304,7 +304,7 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor, tile: ProgramTile) -> dict[str, Any]
         "group": group,
         "kv_heads": k.shape[1],
         "width": q.shape[-1],
-        "values": v.shape[-1],
+        "value_width": v.shape[-1],
         "ROWS": tile.rows,
         "KEYS": tile.keys,
         "num_warps": tile.warps,
@@ -353,10 +353,10 @@ def _tile(q: Tensor, v: Tensor, rows: int) -> ProgramTile:
     return ProgramTile(tile_rows, keys, warps, stages, at_once=1 if on_their_way >= LARGE_TILE else 2)
 
 
-def _span(keys: int, programs: int, tile: ProgramTile, device: torch.device) -> int:
+def _split_keys(keys: int, programs: int, tile: ProgramTile, device: torch.device) -> int:
     """Return the keys per program instance, at least some tiles, with which all instances of a launch run at once."""
     wanted = max(1, tile.at_once * _processors(device) // programs)
-    return max(MIN_SPAN_TILES * tile.keys, -(-keys // wanted))
+    return max(MIN_SPLIT_TILES * tile.keys, -(-keys // wanted))
 
 
 def _batch_stride(x: Tensor) -> int:

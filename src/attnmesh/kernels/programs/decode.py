@@ -40,13 +40,13 @@ def _count_below(numbers, count, target, WIDE: tl.constexpr):
 def attend_cache_program(
     q, k, v, positions, token_index, state, firsts, lasts, out, lse,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, positions_batch, bounds_batch,
-    rows, group, kv_heads, block, capacity, left, right, width, values, scale, softcap,
+    rows, group, kv_heads, block, capacity, left, right, width, value_width, scale, softcap,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
     Q_0: tl.constexpr, Q_1: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
     BOUNDED: tl.constexpr, NEAR: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
     K_ROW: tl.constexpr, V_ROW: tl.constexpr, FLOAT8: tl.constexpr, SELECTED: tl.constexpr,
 ):  # fmt: skip
-    """Store the partial of a tile of rows over a part of the slots; `out` is (part, batch, head, query, width).
+    """Store the partial of a tile of rows over a part of the slots; `out` is (part, batch, head, query, value_width).
 
     A part is `block` slots, or if that is 0 an equal share of the slots that any row can see. The positions that a row
     sees are read from firsts and lasts if BOUNDED, else computed from the mask's left and right. NEAR masks skip old
@@ -96,12 +96,13 @@ def attend_cache_program(
         visible = (first[:, None] <= key_position) & (key_position <= last[:, None]) & (key_position >= 0)
         logits = tl.where(visible, logits, -float("inf"))
         peak, total, sum_0, sum_1 = accumulate(
-            peak, total, sum_0, sum_1, logits, v, slot, valid_keys, v_row, values, V_0, V_1, PRECISION, V_ROW, FLOAT8
-        )
+            peak, total, sum_0, sum_1, logits, v, slot, valid_keys, v_row, value_width,
+            V_0, V_1, PRECISION, V_ROW, FLOAT8,
+        )  # fmt: skip
     if (length > capacity) | (length < queries):
         total += float("nan")
     out_row = ((part * tl.num_programs(2) + batch_head) * group + member) * queries + query
-    store_rows(total, peak * LN2, sum_0, sum_1, out, lse, out_row, valid, values, V_0, V_1)
+    store_rows(total, peak * LN2, sum_0, sum_1, out, lse, out_row, valid, value_width, V_0, V_1)
 
 
 # --- merges ---
@@ -110,7 +111,7 @@ def attend_cache_program(
 @program()
 def merge_program(
     outs, lses, checksums, sinks, out, lse, checksum,
-    splits, outs_split, lses_split, checksums_split, rows, queries, heads, values,
+    splits, outs_split, lses_split, checksums_split, rows, queries, heads, value_width,
     ROWS: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_CHECKSUMS: tl.constexpr,
 ):  # fmt: skip
@@ -125,14 +126,14 @@ def merge_program(
     if HAS_SINKS:
         sink = tl.load(sinks + row // queries % heads, mask=valid, other=-float("inf")).to(tl.float32)
     total, origin, sum_0, sum_1 = merge_rows(
-        outs, lses, splits, outs_split, lses_split, row, valid, values, sink, ROWS, V_0, V_1
+        outs, lses, splits, outs_split, lses_split, row, valid, value_width, sink, ROWS, V_0, V_1
     )
     if HAS_CHECKSUMS:
         highest = max_checksum(checksums, splits, checksums_split)
         total = tl.where(tl.sum(highest) == 0.0, total, float("nan"))
         if tl.program_id(0) == 0:
             tl.store(checksum + tl.arange(0, 2), highest)
-    store_rows(total, origin, sum_0, sum_1, out, lse, row, valid, values, V_0, V_1)
+    store_rows(total, origin, sum_0, sum_1, out, lse, row, valid, value_width, V_0, V_1)
 
 
 # --- checksums of calls ---

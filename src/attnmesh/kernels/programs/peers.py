@@ -24,7 +24,7 @@ def _box(memory, flags, parity, ranks, box_size, rank):
 @program()
 def one_shot_program(
     message, memories, counter, out, lse, checksum,
-    rank, ranks, flags, box_size, rows, values, max_polls,
+    rank, ranks, flags, box_size, rows, value_width, max_polls,
     ROWS: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
     SEND: tl.constexpr, RECEIVE: tl.constexpr,
 ):  # fmt: skip
@@ -42,12 +42,12 @@ def one_shot_program(
     if SEND:
         own_checksum = tl.load(message + number)
         own_lse = tl.load(message + 2 + row, mask=valid, other=0.0)
-        out_0, out_1 = read(message + 2 + rows, row * values, valid, values, V_0, V_1)
+        out_0, out_1 = read(message + 2 + rows, row * value_width, valid, value_width, V_0, V_1)
         for peer in range(ranks):
             box = _box(tl.load(memories + peer).to(tl.pointer_type(tl.float32)), flags, step & 1, ranks, box_size, rank)
             tl.store(box + number, own_checksum)
             tl.store(box + 2 + row, own_lse, mask=valid)
-            write(box + 2 + rows, row * values, valid, values, out_0, out_1, V_0, V_1)
+            write(box + 2 + rows, row * value_width, valid, value_width, out_0, out_1, V_0, V_1)
         tl.debug_barrier()  # the whole tile is written before the flag
         for peer in range(ranks):
             peer_flags = tl.load(memories + peer).to(tl.pointer_type(tl.int32))
@@ -62,10 +62,10 @@ def one_shot_program(
         boxes = _box(memory, flags, step & 1, ranks, box_size, 0)
         sink = tl.full([ROWS], -float("inf"), tl.float32)
         total, origin, sum_0, sum_1 = merge_rows(
-            boxes + 2 + rows, boxes + 2, ranks, box_size, box_size, row, valid, values, sink, ROWS, V_0, V_1
+            boxes + 2 + rows, boxes + 2, ranks, box_size, box_size, row, valid, value_width, sink, ROWS, V_0, V_1
         )
         highest = max_checksum(boxes, ranks, box_size)
         total = tl.where((tl.sum(highest) == 0.0) & (polls > 0), total, float("nan"))
         if tile == 0:
             tl.store(checksum + number, highest)
-        store_rows(total, origin, sum_0, sum_1, out, lse, row, valid, values, V_0, V_1)
+        store_rows(total, origin, sum_0, sum_1, out, lse, row, valid, value_width, V_0, V_1)

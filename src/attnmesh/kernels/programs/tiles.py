@@ -16,8 +16,8 @@ GROUP = tl.constexpr(128)
 program = partial(
     triton.jit,
     do_not_specialize=(
-        "rows", "keys", "group", "kv_heads", "span", "splits", "queries", "heads", "block", "capacity", "left", "right",
-        "count", "more_count", "number", "rank", "ranks", "flags", "box_size", "max_polls",
+        "rows", "keys", "group", "kv_heads", "split_keys", "splits", "queries", "heads", "block", "capacity", "left",
+        "right", "count", "more_count", "number", "rank", "ranks", "flags", "box_size", "max_polls",
     ),
 )  # fmt: skip
 """Decorator of programs. They are not recompiled for new values of arguments that do not affect alignment."""
@@ -192,7 +192,7 @@ def tanh(x):
 
 @triton.jit
 def accumulate(
-    peak, total, sum_0, sum_1, logits, v, key, valid_keys, v_row, values,
+    peak, total, sum_0, sum_1, logits, v, key, valid_keys, v_row, value_width,
     V_0: tl.constexpr, V_1: tl.constexpr, PRECISION: tl.constexpr, ROW: tl.constexpr = 0, FLOAT8: tl.constexpr = False,
 ):  # fmt: skip
     """Return the running peak, total and sums after one more step of keys."""
@@ -204,11 +204,11 @@ def accumulate(
     if V_1 > 0:
         sum_1 *= decay[:, None]
     if ROW > 0:
-        sum_0 += _stored_sum(weights, v, key * v_row, valid_keys, values, 0, V_0, ROW, FLOAT8, PRECISION)
+        sum_0 += _stored_sum(weights, v, key * v_row, valid_keys, value_width, 0, V_0, ROW, FLOAT8, PRECISION)
         if V_1 > 0:
-            sum_1 += _stored_sum(weights, v, key * v_row, valid_keys, values, V_0, V_1, ROW, FLOAT8, PRECISION)
+            sum_1 += _stored_sum(weights, v, key * v_row, valid_keys, value_width, V_0, V_1, ROW, FLOAT8, PRECISION)
     else:
-        v_0, v_1 = read(v, key * v_row, valid_keys, values, V_0, V_1)
+        v_0, v_1 = read(v, key * v_row, valid_keys, value_width, V_0, V_1)
         sum_0, sum_1 = add_weighted(sum_0, sum_1, weights.to(v_0.dtype), v_0, v_1, V_1, PRECISION)
     return new_peak, total, sum_0, sum_1
 
@@ -218,7 +218,7 @@ def accumulate(
 
 @triton.jit
 def merge_rows(
-    outs, lses, splits, outs_split, lses_split, row, valid, values, sink,
+    outs, lses, splits, outs_split, lses_split, row, valid, value_width, sink,
     ROWS: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
 ):  # fmt: skip
     """Return total, origin and sums of the merge of some partials' rows and a sink. Weights are `e^(lse - origin)`."""
@@ -231,7 +231,7 @@ def merge_rows(
     for split in range(splits):
         weight = tl.exp(tl.load(lses + split * lses_split + row, mask=valid, other=-float("inf")) - origin)
         total += weight
-        out_0, out_1 = read(outs + split * outs_split, row * values, valid, values, V_0, V_1)
+        out_0, out_1 = read(outs + split * outs_split, row * value_width, valid, value_width, V_0, V_1)
         sum_0 += weight[:, None] * out_0.to(tl.float32)
         if V_1 > 0:
             sum_1 += weight[:, None] * out_1.to(tl.float32)
@@ -250,11 +250,11 @@ def max_checksum(checksums, splits, stride):
 
 @triton.jit
 def store_rows(
-    total, origin, sum_0, sum_1, out, lse, row, valid, values,
+    total, origin, sum_0, sum_1, out, lse, row, valid, value_width,
     V_0: tl.constexpr, V_1: tl.constexpr,
 ):  # fmt: skip
     """Store normalised rows and their lse; the identity for empty rows."""
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
-    write(out, row * values, valid, values, sum_0 / total[:, None], sum_1 / total[:, None], V_0, V_1)
+    write(out, row * value_width, valid, value_width, sum_0 / total[:, None], sum_1 / total[:, None], V_0, V_1)
     tl.store(lse + row, tl.where(empty, -float("inf"), origin + tl.log(total)), mask=valid)
