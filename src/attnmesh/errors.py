@@ -204,7 +204,9 @@ def warn_once(message: str, category: type[Warning] = UserWarning) -> None:
 
 def _depth_of_caller() -> int:
     """Return how many frames above `warn_once` the first one outside of attnmesh is, as `stacklevel` counts."""
-    frame, depth = sys._getframe(1), 1
+    frame = sys._getframe(1)
+    depth = 1
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).split(".")[0] == "attnmesh":
-        frame, depth = frame.f_back, depth + 1
+        frame = frame.f_back
+        depth = depth + 1
     return depth

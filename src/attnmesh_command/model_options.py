@@ -166,7 +166,8 @@ class GenerateOptions:
     def _check_sampling(self) -> None:
         """Raise on values of no use: logits are divided by the temperature."""
         if self.temperature:
-            fits, expected = COLDEST <= self.temperature <= HOTTEST, f"0, or {COLDEST:.5f} to {HOTTEST:,.0f}"
+            fits = COLDEST <= self.temperature <= HOTTEST
+            expected = f"0, or {COLDEST:.5f} to {HOTTEST:,.0f}"
             check_option(fits, "--temperature", expected, self.temperature, "write 0, or about 1")
         fits = -(2**63) <= self.seed < 2**64
         check_option(fits, "--seed", "-2^63 to 2^64 - 1", f"{self.seed:.3g}", "take one of these")
@@ -181,7 +182,9 @@ class GenerateOptions:
             fix = "leave --checkpoint or --image out"
             check_option(not self.image, "--checkpoint", "a prompt without images", str(self.checkpoint), fix)
         if self.kv_folder is not None:
-            subject, given, fix = "--kv-folder", str(self.kv_folder), "leave one of them out"
+            subject = "--kv-folder"
+            given = str(self.kv_folder)
+            fix = "leave one of them out"
             check_option(not self.image, subject, "a prompt without images", given, fix)
             check_option(self.checkpoint is None, subject, "no --checkpoint beside it", given, fix)
 
@@ -238,7 +241,8 @@ class ServeOptions:
             check_option(self.speculate is None, "--draft", "no --speculate beside it", given, fix)
             check_model(draft_of(self.draft)[0], subject="--draft")
         for name, size in (("--store-memory", self.store_memory), ("--store-disk", self.store_disk)):
-            fits, fix = self.store is not None or size is None, "name a folder, or leave this out"
+            fits = self.store is not None or size is None
+            fix = "name a folder, or leave this out"
             check_option(fits, name, "a --store beside it", size, fix)
         check_model(self.model, self.revision)
         announce_model(self.model)

@@ -63,7 +63,8 @@ def ranks_of_axes(text: str) -> int:
 
 def check_ranks_of_mesh(text: str, ranks: int) -> None:
     """Raise unless the axes have so many ranks; axes of attention that are not named take what is left of tp's."""
-    named, count = axes_of(text), ranks_of_axes(text)
+    named = axes_of(text)
+    count = ranks_of_axes(text)
     fits = ranks == count or not named or ([*named] == [TP] and ranks % count == 0)
     given, fix = f"{text}, which is {count}", "change --mesh or --ranks, or leave one out"
     check_option(fits, "--mesh", f"{ranks} ranks", given, fix)
@@ -84,7 +85,8 @@ def check_model(name: str, revision: str | None = None, *, subject: str = "--mod
     fits = is_here(name) or "/" in name or not nearest(name, (PACKAGED,))
     fix = f"write {PACKAGED}, which is packaged; a model on the hub has an owner, as owner/{name}"
     check_option(fits, subject, "a folder, a file, or a packaged model", repr(name), fix)
-    fits, fix = revision is None or not is_here(name), "leave --revision out, or pass a name on the hub"
+    fits = revision is None or not is_here(name)
+    fix = "leave --revision out, or pass a name on the hub"
     check_option(fits, "--revision", "a model on the hub", f"{name!r}, which is on this machine", fix)
 
 
@@ -166,7 +168,8 @@ def heads_of(text: str) -> tuple[int, int]:
     """
     pair = f"{text}/{text}" if re.fullmatch(COUNT, text) else text
     q_heads, kv_heads = pair_of("--heads", "query heads / key heads", "32/8, or 32 for 32/32", pair)
-    fits, fix = q_heads > 0 and kv_heads > 0 and q_heads % kv_heads == 0, "pass the model's head counts"
+    fits = q_heads > 0 and kv_heads > 0 and q_heads % kv_heads == 0
+    fix = "pass the model's head counts"
     check_option(fits, "--heads", "whole groups of query heads / key heads", repr(text), fix)
     return q_heads, kv_heads
 

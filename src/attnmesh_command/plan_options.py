@@ -136,7 +136,8 @@ class PlanOptions:
         given = f"--full and --window {self.window}"
         check_option(not self.full or self.window is None, "attnmesh plan", "one mask", given, "leave one out")
         for option, value in (("--q-len", self.q_len), ("--kv", None if self.kv == "auto" else self.kv)):
-            fits, fix = value is None or self.decode, f"add --decode, or leave {option} out"
+            fits = value is None or self.decode
+            fix = f"add --decode, or leave {option} out"
             check_option(fits, option, "--decode beside it", value, fix)
         if self.workload is not None:
             self._check_workload(self.workload)
@@ -175,7 +176,8 @@ class PlanOptions:
         """Raise on sizes that are none, or that stand beside a model's."""
         trains: dict[str, Any] = {"--lora": self.lora, "--loss": self.loss, "--offload": self.offload}
         for option, value in (trains | {"--ddp": self.ddp, "--rollout": self.rollout}).items():
-            fits, fix = not value or (self.model is not None and self.training), f"add them, or leave {option} out"
+            fits = not value or (self.model is not None and self.training)
+            fix = f"add them, or leave {option} out"
             check_option(fits, option, "--model and --training beside it", value, fix)
         if self.loss is not None:
             check_named("--loss", self.loss, LOSSES)
@@ -195,7 +197,8 @@ class PlanOptions:
     def _check_report(self) -> None:
         if self.report is None:
             return
-        fits, given = self.report.suffix.lower() in (".html", ".htm"), repr(str(self.report))
+        fits = self.report.suffix.lower() in (".html", ".htm")
+        given = repr(str(self.report))
         check_option(fits, "--report", "a file named .html", given, "name it plan.html")
         if self.of_whole_model:
             phase = "decoding" if self.decode else "training"

@@ -143,7 +143,8 @@ def mesh_of_shares(mesh: str, shares: str | None, ranks: int | None) -> str:
         mesh = f"keys={ranks or started or (1 if isinstance(given, str) else len(given))}"
     named = axes_of(mesh)
     holding = named.get("queries", 1) * named.get("keys", named.get("tp=keys", 1))
-    fits, fix = isinstance(given, str) or len(given) == holding, "name one for each rank along queries and keys"
+    fits = isinstance(given, str) or len(given) == holding
+    fix = "name one for each rank along queries and keys"
     check_option(fits, "--shares", f"{holding} of them, for {mesh}", repr(shares), fix)
     return mesh
 

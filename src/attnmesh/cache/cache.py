@@ -119,7 +119,9 @@ class KVCache(PagedCache, SavedCache):
         columns = 0 if values == "none" else head_dim
         widths = head_dim, columns if value_dim is None else value_dim
         sizes = CacheSizes(batch, kv_heads, *widths, capacity, block, dtype, values, mask, keep, storage, hot)
-        self.device_mesh, self.mesh, self.device = mesh, Mesh.of(mesh), device_for(mesh, device)
+        self.device_mesh = mesh
+        self.mesh = Mesh.of(mesh)
+        self.device = device_for(mesh, device)
         fields = {**vars(sizes), "device": self.device.type, "checked": checked, "copies": copies}
         ranks = self.mesh.queries.size * self.mesh.keys.size
         with Agreement(self.mesh, "KVCache", {**fields, "shares": shares, "folder": folder is not None}):
@@ -277,7 +279,8 @@ class KVCache(PagedCache, SavedCache):
             check_count("append_shard queries", queries, "count the last tokens to decode")
             agreement.payload = self.shard.block_cyclic.numbers_of(self.token_axis.index, positions)
         table = agreement.table
-        counts, more = self.shards.counts.with_shards(start, table), sum(count for count, *_ in table)
+        counts = self.shards.counts.with_shards(start, table)
+        more = sum(count for count, *_ in table)
         self.sizes.check_token_mask("append_shard", token_mask, more)
         self.shards.check_unpadded("append_shard", token_mask)
         self.shards.check_fits("append_shard", more, counts)

@@ -255,10 +255,8 @@ def check_hot(sizes: CacheSizes, copies: int) -> None:
 def check_in_folder(sizes: CacheSizes, device: torch.device, copies: int, shares: object) -> None:
     """Raise unless a cache of these sizes can be files of a folder."""
     subject, fix = "KVCache folder", 'pass hot=, or device="cpu"'
-    fits, expected = (
-        device.type == "cpu" or sizes.hot is not None,
-        "a cache on a CPU, or one whose newest tokens alone are on a device",
-    )
+    fits = device.type == "cpu" or sizes.hot is not None
+    expected = "a cache on a CPU, or one whose newest tokens alone are on a device"
     require(fits, KernelError, subject, expected, str(device), fix)
     given, fix = f"mask={sizes.mask}", "leave mask= out, and decode with it"
     require(sizes.mask is None, KernelError, subject, "a cache that keeps all tokens", given, fix)

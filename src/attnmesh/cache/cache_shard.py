@@ -47,7 +47,8 @@ def rows_of_slots(slots: int, block: int) -> int:
 
 def shard_bytes(sizes: CacheSizes, turn: Turn, heads: int, device: torch.device) -> int:
     """Return the bytes of keys and values that a shard of these sizes takes on a rank."""
-    rows, dtype = rows_of_slots(usual_slots(sizes, turn), sizes.block), sizes.row_dtype
+    rows = rows_of_slots(usual_slots(sizes, turn), sizes.block)
+    dtype = sizes.row_dtype
     width = sum(width_in_memory(width, dtype, device) for width in sizes.row_widths)
     return rows * sizes.batch * (sizes.kv_heads // heads) * width * dtype.itemsize
 
@@ -81,7 +82,8 @@ class CacheShard:
         self, sizes: CacheSizes, heads: Axis, block_cyclic: BlockCyclic, device: torch.device, index: int
     ) -> None:
         self.sizes, self.heads, self.index, self.device = sizes, heads, index, device
-        self.block_cyclic, self.turn = block_cyclic, block_cyclic.turns[index]
+        self.block_cyclic = block_cyclic
+        self.turn = block_cyclic.turns[index]
         self.slots = self._usual_slots(sizes)
         with torch.inference_mode(False):  # tensors that can be written to in any mode
             self.stored, self.token_index = self._memory()
@@ -94,7 +96,8 @@ class CacheShard:
     def _memory(self) -> tuple[list[Tensor], Tensor]:
         """Return memory for the keys and values of all slots, and for the token in each."""
         # The extra slot takes writes of other ranks' tokens, so that no step asks the device which rank owns a token.
-        sizes, rows = self.sizes, self._rows(self.slots)
+        sizes = self.sizes
+        rows = self._rows(self.slots)
         shape = sizes.batch, sizes.kv_heads // self.heads.size, rows
         make = partial(empty_rows, dtype=sizes.row_dtype, device=self.device)
         stored = [with_huge_pages(make((*shape, width)), 2) for width in sizes.row_widths]
@@ -142,12 +145,14 @@ class CacheShard:
 
     def new_view(self) -> CacheView:
         """Return the view, for a graph, which cannot keep one."""
-        rows, pieces = self.sizes.keys_and_values(self.stored), tuple(map(self._view, self.shared))
+        rows = self.sizes.keys_and_values(self.stored)
+        pieces = tuple(map(self._view, self.shared))
         return CacheView(*rows, self.token_index, self.state, self.padding, self.sizes.value_dim, pieces)
 
     def _view(self, blocks: SharedBlocks) -> CacheView:
         """Return the view of shared blocks. Their queries are the last ones of this cache."""
-        rows, padding = self.sizes.keys_and_values(blocks.stored), None
+        rows = self.sizes.keys_and_values(blocks.stored)
+        padding = None
         if self.padding is not None:
             positions = (
                 blocks.token_index.expand(self.sizes.batch, -1) if blocks.positions is None else blocks.positions
@@ -171,7 +176,8 @@ class CacheShard:
 
     def _copy(self) -> "CacheShard":
         """Return a shard with copies of this one's own tokens, which shares what this one shares."""
-        other, used = copy(self), self.used
+        other = copy(self)
+        used = self.used
         with torch.inference_mode(False):
             other.stored = [joined([x[:, :, :used]], 2, x.shape[2]) for x in self.stored]
             other.token_index, other.state = self.token_index.clone(), self.state.clone()
@@ -195,7 +201,9 @@ class CacheShard:
         """Copy shared tokens to memory of this shard alone. `tokens` drops those after it, and copies the cut block."""
         stop, stay, gone = self.shared_tokens, 0, 0
         if tokens is not None:
-            stop, stay, gone = tokens, tokens // self.sizes.block * self.sizes.block, self.used
+            stop = tokens
+            stay = tokens // self.sizes.block * self.sizes.block
+            gone = self.used
         kept, loose, start = [], [], 0
         for blocks in self.shared:
             first, last = (min(max(token - start, 0), blocks.used) for token in (stay, stop))
@@ -230,7 +238,8 @@ class CacheShard:
             return
         length, used = self.state[:2].unbind()
         offsets = torch.arange(more, device=self.device)
-        tokens, alone = length + offsets, self.turn.width == self.turn.period
+        tokens = length + offsets
+        alone = self.turn.width == self.turn.period
         if alone:  # a step of a graph is a few small kernels less
             slots = (used + offsets).clamp(max=self.slots)
         else:
@@ -283,7 +292,8 @@ class CacheShard:
         if forget or self.has_spare or self.filled + more > self.slots:
             start = first()
             gone = self.count_before(start)
-            needed, usual = self.used - gone + more, self._usual_slots(self.sizes)
+            needed = self.used - gone + more
+            usual = self._usual_slots(self.sizes)
             spare = spare_slots(self.sizes, self.turn)
             self.resize(self.sizes, usual if needed <= usual else needed + spare, gone)
             self.has_spare = self.slots > usual and more > spare
@@ -295,11 +305,13 @@ class CacheShard:
 
         A save may read the old memory.
         """
-        used, rows = self.used, self._rows(slots)
+        used = self.used
+        rows = self._rows(slots)
         self._viewed = NOT_VIEWED  # it would keep the old memory
         with torch.inference_mode(False):
             token_index = joined([*(x.token_index[:-1] for x in before), self.token_index[gone:used]], 0, rows)
-            padding, state = self.padding, self.state.clone()
+            padding = self.padding
+            state = self.state.clone()
             if padding is not None:
                 positions = [self._view(blocks).positions()[:, :-1] for blocks in before]
                 padding = padding.resized(
@@ -339,7 +351,8 @@ class CacheShard:
         used = self.filled = self.turn.count(length) - gone
         self.state.copy_(torch.tensor([length, used, gone // self.sizes.block][: len(self.state)]))
         if token_mask is not None:
-            zero, slots = torch.zeros_like(self.state[0]), torch.arange(used, device=self.device)
+            zero = torch.zeros_like(self.state[0])
+            slots = torch.arange(used, device=self.device)
             self.padding = Padding.none(self.sizes.batch, self.sizes.capacity, self.token_index, zero)
             self.padding.add(zero, token_mask.to(self.device), self.token_index[:used], slots)
         return used
@@ -407,7 +420,8 @@ class CacheShard:
         """Record which of `more` new tokens are padding, before the length includes them."""
         if token_mask is None and self.padding is None:
             return
-        length, sizes = self.state[0], self.sizes
+        length = self.state[0]
+        sizes = self.sizes
         self.padding = self.padding or Padding.none(sizes.batch, sizes.capacity, self.token_index, length)
         all_real = torch.ones(sizes.batch, more, dtype=torch.bool, device=self.device)
         self.padding.add(length, all_real if token_mask is None else token_mask.to(self.device), tokens - length, slots)

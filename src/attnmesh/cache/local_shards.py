@@ -32,7 +32,8 @@ class LocalShards:
     def __init__(self, axis: Axis, copies: int, make: Callable[[int], CacheShard]) -> None:
         """Make the shards, so that `copies` ranks hold each token."""
         keepers = keepers_by_rank(hosts(axis), copies) if copies > 1 else {}
-        self.axis, self.keepers = axis, keepers.get(axis.index, [])
+        self.axis = axis
+        self.keepers = keepers.get(axis.index, [])
         self.own = make(axis.index)
         self.copies = {index: make(index) for index in keepers if axis.index in keepers[index]}
         self.counts = TokenCounts(self.own.block_cyclic, 0, (0,) * axis.size)
@@ -170,7 +171,8 @@ class LocalShards:
 
     def append(self, new: Tensors, token_mask: Tensor | None) -> None:
         """Add new tokens that are the same on every rank."""
-        more, start = new[0].shape[2], self.known_length
+        more = new[0].shape[2]
+        start = self.known_length
         if self.forgets is not None:
             self._raise_floor(more, more)
         for shard in self.all:
@@ -192,7 +194,8 @@ class LocalShards:
             first = self.first(token_mask, more)
             if skips := first > self.known_length:
                 kept = tokens >= first
-                new, tokens = tuple(x[:, :, kept] for x in new), tokens[kept]
+                new = tuple(x[:, :, kept] for x in new)
+                tokens = tokens[kept]
             self.own.make_room(len(tokens), lambda: first, forget=skips)
         self.own.append_at(new, tokens, more, token_mask)
         self._advance(more)
@@ -221,7 +224,8 @@ class LocalShards:
 
     def mark_present(self, length: int, token_mask: Tensor | None, first: int = 0) -> None:
         """Mark the tokens that `prepare` made room for as present, once written, and send copies."""
-        own, used = self.own, self.own.mark_present(length, token_mask, first)
+        own = self.own
+        used = self.own.mark_present(length, token_mask, first)
         new = tuple(x[:, :, :used] for x in own.stored)
         self._exchange(new, own.token_index[:used], length, token_mask, first)
         self.known_length = length

@@ -67,7 +67,8 @@ def append_known(known: Memo[bool], k: Tensor, v: Tensor | None, shards: LocalSh
     shard = shards.own
     if not known or append_signature(k, v, shard) not in known:
         return False
-    held, more = shards.held(shard), k.shape[2]
+    held = shards.held(shard)
+    more = k.shape[2]
     if held is None or not more or held[0] + more > shard.sizes.capacity:
         return False
     if shard.padding is not None or shards.counts.start:

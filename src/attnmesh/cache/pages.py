@@ -103,7 +103,8 @@ class PagedCache(CacheProperties):
 
 def _check_in_memory(subject: str, shard: CacheShard) -> None:
     """Raise for a cache in a folder, or in two memories, whose pieces are no pages of an engine."""
-    fits, fix = shard.sizes.hot is None, "make the cache without hot="
+    fits = shard.sizes.hot is None
+    fix = "make the cache without hot="
     require(fits, KernelError, subject, "a cache in one memory", f"hot={shard.sizes.hot}", fix)
     given, fix = "one in a folder", "call cache.fork() first"
     require(not shard.is_in_files, KernelError, subject, "a cache in memory", given, fix)
@@ -112,7 +113,8 @@ def _check_in_memory(subject: str, shard: CacheShard) -> None:
 def _pages(blocks: SharedBlocks, shard: CacheShard) -> Pages:
     """Return the pages of some slots. A pool's block and head may overlap in memory, since heads are the outer dim."""
     size, used = shard.sizes.block, blocks.used
-    count, batch = -(-used // size), shard.sizes.batch
+    count = -(-used // size)
+    batch = shard.sizes.batch
     keys, values = shard.sizes.keys_and_values(blocks.stored)
     first = torch.arange(batch, device=shard.device) * (values.stride(0) // (size * values.stride(2)))
     table = first[:, None] + torch.arange(count, device=shard.device)
@@ -158,10 +160,12 @@ def _rows(pool: Tensor, table: Tensor) -> Tensor:
 
 
 def _check_pools(shard: CacheShard, pools: tuple[Tensor, ...], table: Tensor) -> None:
-    sizes, heads = shard.sizes, shard.sizes.kv_heads // shard.heads.size
+    sizes = shard.sizes
+    heads = shard.sizes.kv_heads // shard.heads.size
     fix = "append the pages first, or make a new cache"
     require(not shard.length, ShapeError, "append_pages", "an empty cache", f"{shard.length} tokens", fix)
-    count, fix = len(sizes.columns), "pass values unless the cache has values='prefix' or 'none'"
+    count = len(sizes.columns)
+    fix = "pass values unless the cache has values='prefix' or 'none'"
     require(len(pools) == count, ShapeError, "append_pages values", f"{count} pools", f"{len(pools)}", fix)
     for name, pool, width in zip(("keys", "values"), pools, sizes.row_widths, strict=False):
         check_tensor(f"append_pages {name}", pool)
@@ -178,5 +182,6 @@ def _check_pools(shard: CacheShard, pools: tuple[Tensor, ...], table: Tensor) ->
     lengths = " and ".join(str(len(pool)) for pool in pools)
     expected, fix = "pools of the same number of blocks", "pass the pools of one layer"
     require(len({len(pool) for pool in pools}) == 1, ShapeError, "append_pages", expected, lengths, fix)
-    inside, fix = bool(((table >= 0) & (table < len(pools[0]))).all()), "pass numbers of blocks in the pools"
+    inside = bool(((table >= 0) & (table < len(pools[0]))).all())
+    fix = "pass numbers of blocks in the pools"
     require(inside, ShapeError, subject, f"numbers from 0 to {len(pools[0]) - 1}", "others", fix)

@@ -58,7 +58,8 @@ class SharedBlocks(NamedTuple):
 
 def joined(parts: Sequence[Tensor], dim: int, rows: int) -> Tensor:
     """Return memory of so many rows along `dim`, of which the first are those of the parts."""
-    shape, used = [*parts[0].shape], sum(part.shape[dim] for part in parts)
+    shape = [*parts[0].shape]
+    used = sum(part.shape[dim] for part in parts)
     shape[dim] = rows
     new = with_huge_pages(empty_rows(shape, parts[0].dtype, parts[0].device), dim)
     torch.cat([*parts], dim, out=new.narrow(dim, 0, used))

@@ -99,7 +99,8 @@ class TieredShard(OrderedShard):
     def warm(self) -> None:
         """Let the hot tier have the newest tokens of the old one, in whole blocks, as after an open or a cut."""
         count, block = self.old_tokens, self.sizes.block
-        cold, start = max(0, count - hot_tokens(self.sizes, self.turn)) // block * block, 0
+        cold = max(0, count - hot_tokens(self.sizes, self.turn)) // block * block
+        start = 0
         self._count(self.old.length, count - cold)
         for blocks in self._old_pieces:
             first, stop = (min(max(slot - start, 0), blocks.used) for slot in (cold, count))
@@ -118,7 +119,8 @@ class TieredShard(OrderedShard):
 
     def _show(self, cold: int) -> None:
         """Let the first tokens of the old tier be pieces of the cache."""
-        pieces, start = list[SharedBlocks](), 0
+        pieces = list[SharedBlocks]()
+        start = 0
         for blocks in self._old_pieces:
             count = min(cold - start, blocks.used)
             if count > 0:
@@ -157,12 +159,15 @@ class TieredShard(OrderedShard):
 
     def _leaving(self, more: int) -> int:
         """Return how many tokens leave the hot tier for so many new ones, which may leave at once: whole blocks."""
-        total, block = self.used + more, self.sizes.block
+        total = self.used + more
+        block = self.sizes.block
         return 0 if total <= self.slots else (total - hot_tokens(self.sizes, self.turn)) // block * block
 
     def _add(self, rows: Sequence[Tensor], tokens: Tensor, length: int) -> None:
         """Add rows of this rank's tokens, after which there are `length` on all ranks. All are added, or none."""
-        used, before, steps = self.used, self.length, list[Callable[[], None]]()
+        used = self.used
+        before = self.length
+        steps = list[Callable[[], None]]()
         if leaving := self._leaving(len(tokens)):
             at_once = max(0, leaving - used)  # new ones that do not stay
             following = torch.cat((self.token_index[leaving:used][:1].cpu(), tokens[at_once:]))
@@ -172,7 +177,9 @@ class TieredShard(OrderedShard):
             again = f"append again from token {before} on: the cache has those before" if alone else ""
             self._give(gone, numbers, int(following[0]) if len(following) else length, again)
             steps += [*self._shift(leaving), partial(self._show, self.shared_tokens + leaving)]
-            rows, tokens, used = [row[:, :, at_once:] for row in rows], tokens[at_once:], max(0, used - leaving)
+            rows = [row[:, :, at_once:] for row in rows]
+            tokens = tokens[at_once:]
+            used = max(0, used - leaving)
         stop = used + len(tokens)
         steps += [partial(self._put, rows, tokens, used), partial(self._count, length, stop)]
         try:
@@ -245,7 +252,8 @@ class TieredShard(OrderedShard):
 
     def truncate(self, length: int) -> None:
         """Remove the tokens from `length` on."""
-        count, cold = self.count_before(length), self.shared_tokens
+        count = self.count_before(length)
+        cold = self.shared_tokens
         steps = list[Callable[[], None]]()
         if length < self.old.length:
             steps += [partial(self.old.truncate, length), partial(self._show, min(cold, count))]
@@ -281,7 +289,8 @@ class TieredShard(OrderedShard):
 
     def _with_old(self, old: CacheShard) -> "TieredShard":
         """Return a copy with another old tier, of the same tokens."""
-        other, cold = self._copy(), self.shared_tokens
+        other = self._copy()
+        cold = self.shared_tokens
         assert isinstance(other, TieredShard)
         other.old, other.is_in_files = old, old.is_in_files
         self._show(cold)

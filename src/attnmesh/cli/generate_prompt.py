@@ -45,7 +45,8 @@ class PromptOptions(NamedTuple):
         """Return the tokens of images and text, and the inputs for images."""
         from attnmesh.hf.load import as_model_error
 
-        names, fix = ", ".join(map(str, self.images)), "pass other files, or --raw and a text with the image tokens"
+        names = ", ".join(map(str, self.images))
+        fix = "pass other files, or --raw and a text with the image tokens"
         with as_model_error("--image", "images that the model's processor takes", names, fix):
             pictures = [_open_image(path) for path in self.images]
             if self.raw or not getattr(processor, "chat_template", None):
@@ -170,7 +171,8 @@ def _found(model: str, status: Status, *, images: bool | None, revision: str | N
     heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if latent_widths(config) is not None:
         heads = config.num_attention_heads, 1  # latents have one head
-    longest, alone = getattr(config, "max_position_embeddings", None), MeshChoice(Shape(1, 1, 1), 1, False, "")
+    longest = getattr(config, "max_position_embeddings", None)
+    alone = MeshChoice(Shape(1, 1, 1), 1, False, "")
     return Prepared(path, (), heads, alone, longest, tokenizer, processor, {} if images else None), config
 
 

@@ -122,12 +122,14 @@ class _Generation:
         """Load the model, and the state of a checkpoint."""
         start = perf_counter()
         reproducible = bool(request.cache.get("reproducible"))
-        self.send, loaded = send, load_model(request.prompt, request.dtype, request.weights, reproducible=reproducible)
+        self.send = send
+        loaded = load_model(request.prompt, request.dtype, request.weights, reproducible=reproducible)
         self.model, mesh, self.weights = loaded
         self.load_seconds = perf_counter() - start
         send(("loaded", self.load_seconds))
         self.ids = self.reached = torch.tensor([request.prompt.ids], device=self.model.device)
-        capacity, output = self.ids.shape[1] + request.max_new_tokens, request.prompt.mesh.output
+        capacity = self.ids.shape[1] + request.max_new_tokens
+        output = request.prompt.mesh.output
         self.cache = hf.ShardedCache(self.model.config, mesh, capacity=capacity, output=output, **request.cache)
         torch.manual_seed(request.seed)
         self.options = {"max_new_tokens": request.max_new_tokens, "do_sample": False, **request.options}
@@ -146,7 +148,8 @@ class _Generation:
 
     def prefill(self) -> float:
         """Prefill all but the last token, a message per chunk, and return the seconds."""
-        checkpoint, ids = self.options.get("checkpoint"), self.reached
+        checkpoint = self.options.get("checkpoint")
+        ids = self.reached
 
         def after(tokens: int) -> None:
             if checkpoint is not None:

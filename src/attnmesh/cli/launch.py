@@ -102,7 +102,8 @@ def run_on_machine(
     ranks: int, function: Callable[..., Any], *arguments: Any, on_message: Send | None = None
 ) -> list[Any]:
     """Return each rank's result. Ranks share this machine's threads, and have a GPU each if there are as many."""
-    threads, gpus = max(1, torch.get_num_threads() // ranks), torch.cuda.device_count() >= ranks
+    threads = max(1, torch.get_num_threads() // ranks)
+    gpus = torch.cuda.device_count() >= ranks
     return run_on_ranks(ranks, function, *arguments, seconds=None, threads=threads, gpus=gpus, on_message=on_message)
 
 
@@ -198,7 +199,8 @@ def results(
             try:
                 kind, value = pipe.recv()
             except EOFError:
-                kind, value = "failed", death(rank)
+                kind = "failed"
+                value = death(rank)
             if kind == "message" and on_message is not None:
                 on_message(value)
                 continue
@@ -233,7 +235,8 @@ def _rank(rank_options: tuple[int, int, int, bool, Path, list[str]], work: Work,
     """Run the work as one rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one handles it, and ends this one
     rank, ranks, threads, gpus, store, leftovers = rank_options
-    leaving, parent = threading.Thread(target=leave_with_parent, args=(leftovers,), daemon=True), mp.parent_process()
+    leaving = threading.Thread(target=leave_with_parent, args=(leftovers,), daemon=True)
+    parent = mp.parent_process()
     leaving.start()
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # listen on this machine only

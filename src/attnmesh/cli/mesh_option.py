@@ -75,7 +75,8 @@ def choose_mesh(
     Axes of attention that are not named, and who computes, are those of the planner's first way that keeps whole
     weights, or the named part of them by tp, on every rank. Without the sizes of the model a prompt sends least.
     """
-    text, named = options.mesh, axes_of(options.mesh)
+    text = options.mesh
+    named = axes_of(options.mesh)
     check_ranks_of_mesh(text, ranks)
     if joint := named.get(f"{TP}=keys"):
         return MeshChoice(Shape(1, 1, joint), 1, joint > 1, "as --mesh says"), LayersChoice()
@@ -84,10 +85,12 @@ def choose_mesh(
     given = f"{text} on {ranks} ranks, with {q_heads}/{kv_heads} heads"
     fix = "take another number, or give the ranks to the keys axis"
     require(fits, MeshError, "--mesh", "a tp that divides the ranks and the heads", given, fix)
-    heads, shape = (q_heads // tp, max(1, kv_heads // tp)), None
+    heads = (q_heads // tp, max(1, kv_heads // tp))
+    shape = None
     if len(named) > (TP in named):
         shape = Shape(*(named.get(name, 1) for name in AXES))
-        fits, expected = heads[1] % shape.heads == 0, f"a heads axis that divides {heads[1]} key heads"
+        fits = heads[1] % shape.heads == 0
+        expected = f"a heads axis that divides {heads[1]} key heads"
         given, fix = f"{text}, with {heads[0]}/{heads[1]} heads on a rank", "give its ranks to another axis"
         require(fits, MeshError, "--mesh", expected, given, fix)
     priced = None if ranks == 1 or sized is None else _priced(options, ranks, sized, tp, shape)

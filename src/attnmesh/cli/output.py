@@ -36,7 +36,8 @@ class Status:
     """
 
     def __init__(self, text: str) -> None:
-        self.text, self.start = text, time.monotonic()
+        self.text = text
+        self.start = time.monotonic()
         self.spinner = progress.status(escape(printable(text))) if progress.is_terminal else None
         self.stopped = threading.Event()
 

@@ -142,7 +142,8 @@ def code_to_run(plan: Plan) -> str:
 
 
 def _print(workload: str | None, shown: Sequence[Plan], report: Path | None, verbose: bool) -> None:
-    best, machines = shown[0], shown[0].cluster
+    best = shown[0]
+    machines = shown[0].cluster
     for name, value in source_of(workload, best.workload.length).items():
         console.print(f"{name}: {value}", highlight=False, markup=False)
     console.print(_plans_table(shown))

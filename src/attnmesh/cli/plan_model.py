@@ -74,7 +74,8 @@ def _mesh(one: ServingPlan) -> str:
 
 def _check_fits(found: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster) -> None:
     """Raise unless the tokens fit in one way at least."""
-    most, length = max(one.tokens for one in found), model.workload.length
+    most = max(one.tokens for one in found)
+    length = model.workload.length
     if most < length:
         least = min(one.weights for one in found)
         weights = f"{in_bytes(least)} of weights or more on each rank of {in_bytes(cluster.device.memory)}"
@@ -122,7 +123,8 @@ def _layers(one: ServingPlan) -> str:
 def _of_layers(found: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster) -> str:
     """Return in a sentence what shared layers save, or why ranks share none."""
     if why := why_whole(model, cluster):
-        away, whole = over_hosts(model, cluster), in_seconds(chosen(found, cluster.world).seconds)
+        away = over_hosts(model, cluster)
+        whole = in_seconds(chosen(found, cluster.world).seconds)
         more = "" if away is None else f" By sockets a token would take {in_seconds(away.seconds)}, and not {whole}."
         return f"The ranks do not share layers: {why}.{more}"
     joined, apart = (chosen(found, cluster.world, together=wanted) for wanted in (True, False))
@@ -138,7 +140,8 @@ def _of_layers(found: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster
 
 def _text(found: Sequence[ServingPlan], model: ModelSizes, cluster: Cluster, left_out: dict[str, int]) -> str:
     """Return the best way in words."""
-    best, work = found[0], model.workload
+    best = found[0]
+    work = model.workload
     token, index = (in_bytes(size / work.kept / work.batch) for size in (work.kept_bytes, work.index_bytes))
     more = f" and {index} of index keys" if work.selected is not None else ""
     lines = [

@@ -17,7 +17,9 @@ from attnmesh.planner.plan import Plan
 from attnmesh.planner.schemes import SCHEMES, best_by_scheme, doubling, lengths
 from attnmesh.planner.workload import Workload
 
-HOSTS, RANKS, GROUPS = 64, 8, (1, 2, 4, 8, 16)
+HOSTS = 64
+RANKS = 8
+GROUPS = (1, 2, 4, 8, 16)
 """Least maximum of the hosts and ranks-per-host sliders; query heads per key head."""
 
 Point = tuple[int, int, int, int]

@@ -26,7 +26,8 @@ def print_training(options: PlanOptions, machines: Cluster, workload: dict[str, 
     price = partial(ways_to_train, cluster=machines, method=method)
     with Status("pricing"):
         found = price(model)
-    best, length = found[0], model.workload.length
+    best = found[0]
+    length = model.workload.length
     if best.tokens < length:
         longest = replace(model.workload, length=max(1, max(one.tokens for one in found)))
         most = max(one.tokens for one in price(replace(model, workload=longest)))

@@ -138,7 +138,8 @@ def _stored_proof(kernel: Kernel, device: torch.device, storage: Storage) -> Pro
         sizes = {"batch": 2, "kv_heads": 2, "head_dim": 32, "value_dim": 24, "capacity": 300, "storage": storage.name}
         cache = KVCache(None, device=device, dtype=torch.float32, **sizes)  # type: ignore[arg-type]
         cache.append(k, v)
-        at, given = torch.arange(300), (q.cpu().double(), *numbers)
+        at = torch.arange(300)
+        given = (q.cpu().double(), *numbers)
         truth = attend(*given, mask=mask, q_positions=at[-3:], k_positions=at, kernel="reference").out
         errors.append(_error(decode(q, cache, mask=mask, kernel=kernel.name).cpu(), truth))
     return Proof(*names, out_error=max(errors), allowed=torch.finfo(torch.float32).eps * 64)

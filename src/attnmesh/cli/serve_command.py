@@ -135,7 +135,8 @@ def _serve(
         print_message("all who reach this machine can ask: --api-key keeps others out")
     names = options.served_name or [options.model]
     app = App(front, prepared.tokenizer, names, limits, prepared.processor, defaults, options.tool_format)
-    port, on_hosts = listening.getsockname()[1], isinstance(ranks, TorchrunRanks)
+    port = listening.getsockname()[1]
+    on_hosts = isinstance(ranks, TorchrunRanks)
     front.on_ready = lambda facts: print_message(_ready(app, options.host, port, prepared, on_hosts, facts))
     run(app, listening, options.drain)
 

@@ -62,7 +62,8 @@ def read_grammars(path: str) -> hf.GrammarTokens | None:
 def serve_rank(settings: ServeSettings, address: str) -> None:
     """Serve as one of several ranks; rank 0 connects to the front at the address, and says what it does."""
     set_deadline(max(settings.deadline, LOADING))
-    first, start = dist.get_rank() == 0, perf_counter()
+    first = dist.get_rank() == 0
+    start = perf_counter()
     if first:
         print_message("loading weights")
     reproducible = bool(settings.engine.get("reproducible"))

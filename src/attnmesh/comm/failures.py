@@ -51,7 +51,8 @@ def set_deadline(seconds: float | None) -> float | None:
     >>> set_deadline(before)
     30.0
     """
-    fits, fix = seconds is None or is_timeout(seconds), "pass seconds, or None for the process groups' own"
+    fits = seconds is None or is_timeout(seconds)
+    fix = "pass seconds, or None for the process groups' own"
     require(fits, MeshError, "set_deadline", "more than 0 seconds, or None", repr(seconds), fix)
     before, WORLD.deadline = WORLD.deadline, seconds
     return before
@@ -135,7 +136,8 @@ def _missing(ranks: Sequence[int], *, late: bool) -> list[int]:
     A broken connection proves more than a late message, but not at once: gloo breaks all connections of a rank that
     timed out before it can leave its note. A note without names is of a rank that is still reading notes itself.
     """
-    start, timeout = time.monotonic(), GRACE_PERIOD if late else GRACE_PERIOD / 2
+    start = time.monotonic()
+    timeout = GRACE_PERIOD if late else GRACE_PERIOD / 2
     while (notes := _notes(_with_neighbours(ranks))) is not None:
         named = sorted({other for note in notes.values() for other in note or []})
         silent = [rank for rank in ranks if notes[rank] is None]
@@ -166,7 +168,8 @@ def _outlast_readers(missing: Sequence[int]) -> None:
 
 def _cut_off(ranks: Sequence[int]) -> list[int]:
     """Return the missing ranks as seen without the store: rank 0, which keeps it, and all of its host if remote."""
-    keepers, rank = _with_neighbours([0]), dist.get_rank()
+    keepers = _with_neighbours([0])
+    rank = dist.get_rank()
     if rank == 0:
         return _only_suspect(ranks)
     return [0] if rank in keepers else keepers

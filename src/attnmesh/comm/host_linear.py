@@ -38,7 +38,8 @@ MAX_SHARED_ROWS = {torch.float32: 160, torch.bfloat16: 16, torch.float16: 16}
 COLUMNS = 32
 """Divides the columns of a weight: the widest vectors hold so many numbers of two loads."""
 
-HALF, TAG_BYTES = MESSAGE_BYTES // 2, 64
+HALF = MESSAGE_BYTES // 2
+TAG_BYTES = 64
 """Bytes of a half of a board, and those before its outputs."""
 
 BOARD_BYTES = HALF - TAG_BYTES
@@ -101,10 +102,12 @@ class HostLinear:
         self.number, self.layers, self.axis, self.mailboxes = number, layers, axis, mailboxes
         weight, _ = layers[0]
         self.sizes, self.memories = [len(weight) for weight, _ in layers], [memory_of(*layer) for layer in layers]
-        self.out_features, self.function = sum(self.sizes), cast(NativeExchange, library().linear)
+        self.out_features = sum(self.sizes)
+        self.function = cast(NativeExchange, library().linear)
         board, spin = 0, 0
         if mailboxes is not None:
-            board, spin = mailboxes.start + min(mailboxes.output_boards.values()), mailboxes.spin
+            board = mailboxes.start + min(mailboxes.output_boards.values())
+            spin = mailboxes.spin
         boards = HEAD + MESSAGE_BYTES, HALF, axis.size, axis.index, spin, int(CHECK_INTERVAL * 1e9)
         self.fixed_fields = FIXED.pack(
             board, DTYPES[weight.dtype], weight.shape[1], *boards, self.out_features, len(layers)
@@ -132,10 +135,12 @@ class HostLinear:
 
         Raise `CallsDifferError` if other ranks have called other layers, or of another number of rows.
         """
-        rows, mailboxes = x.numel() // x.shape[-1], self.mailboxes
+        rows = x.numel() // x.shape[-1]
+        mailboxes = self.mailboxes
         out = x.new_empty(rows * self.out_features)
         before = 0 if mailboxes is None else mailboxes.published
-        tag, threads = self.number * TAG_ROWS + rows, torch.get_num_threads()
+        tag = self.number * TAG_ROWS + rows
+        threads = torch.get_num_threads()
         fields = CALL.pack(x.data_ptr(), out.data_ptr(), rows, tag, before, threads) + self.fixed_fields
         code = self.function(fields, 0) if mailboxes is None else self._share(mailboxes, fields, rows, before)
         if code < 0:

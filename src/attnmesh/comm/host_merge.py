@@ -34,7 +34,8 @@ class HostMerge:
 
     def __init__(self, axis: Axis, shape: tuple[int, ...], merge: Merge, mailboxes: Mailboxes) -> None:
         self.axis, self.shape, self.mailboxes = axis, shape, mailboxes
-        self.rows, self.width = math.prod(shape[:-1]), shape[-1]
+        self.rows = math.prod(shape[:-1])
+        self.width = shape[-1]
         self.rounds = rounds(axis, False)[axis.index] if merge.pattern is Pattern.ROUNDS else None
 
     def blank(self) -> Tensor:
@@ -61,7 +62,8 @@ class HostMerge:
         number = wrapped(call_hash + sum(map(digest_on_host, tensors))) % MODULUS
         start = message.data_ptr()
         memmove(start, CHECKSUM.pack(number, -number), CHECKSUM.size)
-        traffic, began = current_traffic.get(), perf_counter()
+        traffic = current_traffic.get()
+        began = perf_counter()
         try:
             merge_in_host(message, self.rows, self.width, self.axis, self.mailboxes, self.rounds)
             if traffic is not None:
@@ -79,7 +81,8 @@ def host_merge_for(axis: Axis, shape: tuple[int, ...], merge: Merge) -> HostMerg
 
     The first call along an axis is collective.
     """
-    mailboxes, form = whole_mailboxes(axis), MessageForm(shape, torch.float32, torch.float32)
+    mailboxes = whole_mailboxes(axis)
+    form = MessageForm(shape, torch.float32, torch.float32)
     if mailboxes is None or not form.is_native or not merge.is_native:
         return None
     return HostMerge(axis, shape, merge, mailboxes)

@@ -113,7 +113,8 @@ def this_machine(ranks: int, device_type: str = "cpu", hosts: int = 1) -> Cluste
     """Return so many ranks of this machine, or of hosts like it: the constants that `attnmesh probe` has kept, or else
     those of the preset most like it. Ranks on CPUs share the cores and the memory.
     """
-    preset, measured = preset_for(torch.device(device_type)), measured_machine(device_type)
+    preset = preset_for(torch.device(device_type))
+    measured = measured_machine(device_type)
     base = Cluster.preset(preset) if measured is None else measured[0]
     if device_type != "cpu":
         return cluster_of(hosts, ranks, base, preset)
@@ -134,5 +135,6 @@ def cluster_and_tile(
     tile = Shape(*(int((line == 0).sum()) for line in lines))
     count = len(set(hosts))
     if count * tile.ranks != shape.ranks:
-        count, tile = shape.ranks, Shape(1, 1, 1)
+        count = shape.ranks
+        tile = Shape(1, 1, 1)
     return cluster_of(count, tile.ranks, base, preset, share), tile

@@ -55,7 +55,10 @@ def finish_letter(letter: Letter) -> None:
 
 
 def _wait_for(letter: Letter) -> None:
-    mailboxes, peer, sends, began = letter.mailboxes, letter.peer, letter.sends, monotonic()
+    mailboxes = letter.mailboxes
+    peer = letter.peer
+    sends = letter.sends
+    began = monotonic()
     watch = MismatchWatch(mailboxes)
     try:
         while letter in WORLD.letters:
@@ -80,7 +83,8 @@ def finish_letters_of(mailboxes: Mailboxes) -> None:
 def _move() -> bool:
     """Move all letters that need not wait, each after those before it on its line. Return whether any has moved."""
     with WORLD.lock:
-        count, waiting = len(WORLD.letters), set[tuple[int, int, bool]]()
+        count = len(WORLD.letters)
+        waiting = set[tuple[int, int, bool]]()
         for letter in tuple(WORLD.letters):
             mailboxes, peer, message = letter.mailboxes, letter.peer, letter.message
             if letter.line in waiting or not mailboxes.is_ready(peer, sends=letter.sends):

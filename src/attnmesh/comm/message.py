@@ -85,7 +85,9 @@ class MessageForm:
 
     def read(self, messages: Tensor) -> tuple[Tensor, Partial]:
         """Return the checksums and the partials of several messages, stacked."""
-        size, first, count = self.lse_dtype.itemsize, 2 * self.lse_dtype.itemsize, math.prod(self.shape[:-1])
+        size = self.lse_dtype.itemsize
+        first = 2 * self.lse_dtype.itemsize
+        count = math.prod(self.shape[:-1])
         middle = first + count * size
         lse = messages[:, first:middle].view(self.lse_dtype).view(len(messages), *self.shape[:-1])
         out = messages[:, middle : middle + count * self.shape[-1] * self.out_dtype.itemsize].view(self.out_dtype)

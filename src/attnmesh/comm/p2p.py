@@ -112,7 +112,8 @@ def begin_swap(
 
 def taken(tensors: Tensors, tokens: Tensor, *, in_order: bool = True) -> Tensors:
     """Return the tokens at some indices, ascending unless `in_order` is False: views where they are consecutive."""
-    count, first = len(tokens), int(tokens[0]) if len(tokens) else 0
+    count = len(tokens)
+    first = int(tokens[0]) if len(tokens) else 0
     parts = []
     if in_order and count and int(tokens[-1]) - first == count - 1:
         for x in tensors:
@@ -181,7 +182,8 @@ def exchange_messages(
 
 def _pack(tensors: Tensors) -> Tensor:
     """Return the tensors as one message of bytes."""
-    flat, dtype = [], tensors[0].dtype
+    flat = []
+    dtype = tensors[0].dtype
     for x in tensors:
         if x.dtype != dtype:
             break
@@ -196,7 +198,9 @@ def _pack(tensors: Tensors) -> Tensor:
 
 def _unpack(message: Tensor, shapes: Tensors) -> Tensors:
     """Return the tensors of a message as views. The widest dtype comes first, so that each is aligned."""
-    sizes, views, start = [-x.itemsize for x in shapes], [message] * len(shapes), 0
+    sizes = [-x.itemsize for x in shapes]
+    views = [message] * len(shapes)
+    start = 0
     for index in sorted(range(len(shapes)), key=sizes.__getitem__):
         x = shapes[index]
         stop = start + x.nbytes

@@ -126,14 +126,18 @@ class Mailboxes:
         processes: Sequence[int],
         timeout: float,
     ) -> None:
-        count, size, mine = len(members), HEAD + MESSAGE_BYTES, list(members).index(index)
-        self.members, self.index = tuple(members), index
+        count = len(members)
+        size = HEAD + MESSAGE_BYTES
+        mine = list(members).index(index)
+        self.members = tuple(members)
+        self.index = index
         self.boxes_to = {rank: (mine * count + member) * size for member, rank in enumerate(members)}
         self.boxes_from = {rank: (member * count + mine) * size for member, rank in enumerate(members)}
         self.boards = {rank: (member * count + member) * size for member, rank in enumerate(members)}
         self.output_boards = {rank: (count * count + member) * size for member, rank in enumerate(members)}
         """Boards of the outputs of layers."""
-        self.words, self.memory = memoryview(memory).cast("q"), torch.frombuffer(memory, dtype=torch.uint8)
+        self.words = memoryview(memory).cast("q")
+        self.memory = torch.frombuffer(memory, dtype=torch.uint8)
         self.start = self.memory.data_ptr()
         self.sent, self.received = (dict.fromkeys(members, 0) for _ in range(2))
         running = (RunningProcess.of(pid) if pid else None for pid in processes)
@@ -185,7 +189,8 @@ class Mailboxes:
         another still reads.
         """
         self.gathers += 1
-        half, own = HEAD // 8 + self.gathers % 2 * MAX_NUMBERS, self.boards[self.index]
+        half = HEAD // 8 + self.gathers % 2 * MAX_NUMBERS
+        own = self.boards[self.index]
         first = own // 8 + half
         self.words[first : first + len(numbers)] = memoryview(array("q", numbers))
         steps = [(TELL, self.index, own, self.gathers)]
@@ -265,11 +270,15 @@ class Mailboxes:
         It returns now and then to look after silent ranks: `awaited` is what a step waits for. Raise if that rank makes
         another call.
         """
-        blocked, since, watch = -1, 0.0, MismatchWatch(self)
+        blocked = -1
+        since = 0.0
+        watch = MismatchWatch(self)
         try:
             while 0 <= done < steps:
                 if done != blocked:
-                    blocked, since, watch = done, monotonic(), MismatchWatch(self)
+                    blocked = done
+                    since = monotonic()
+                    watch = MismatchWatch(self)
                 found = awaited(done)
                 watch.poll(found)
                 self._check_alive(found.peer, since)
@@ -292,7 +301,8 @@ class Mailboxes:
 
         What a member says that it waits for may have come since.
         """
-        peer, own = awaited.peer, self.output_boards[self.index] // 8
+        peer = awaited.peer
+        own = self.output_boards[self.index] // 8
         expected, counter = divmod(self.words[self.boards[peer] // 8 + AWAITED_WORD], WORDS)
         messages = self.boxes_to[peer] // 8, self.boxes_from[peer] // 8 + RECEIVED_WORD
         others = messages if awaited.counter == self.output_boards[peer] // 8 else (own,)
@@ -365,7 +375,8 @@ class MismatchWatch:
 
         A wait between two polls would have found its message. Another thread may compare this rank's calls meanwhile.
         """
-        boxes, now = self.mailboxes, monotonic()
+        boxes = self.mailboxes
+        now = monotonic()
         if awaited.counter == boxes.boards[awaited.peer] // 8:
             return  # the numbers of a comparison
         boxes.say_awaited(awaited.counter, awaited.messages)

@@ -48,7 +48,9 @@ class SymmetricMemory:
 
         A message without rows comes from a rank with an error. It is sent to every program that other ranks may run.
         """
-        numbers, ranks, rows = message.view(torch.float32), len(self.addresses), math.prod(shape[:-1])
+        numbers = message.view(torch.float32)
+        ranks = len(self.addresses)
+        rows = math.prod(shape[:-1])
         checksum, out, lse = (numbers.new_empty(size) for size in ((2,), shape, shape[:-1]))
         first, second = parts(shape[-1])
         if put:

@@ -90,7 +90,8 @@ def host_mailboxes(axis: Axis) -> Mailboxes | None:
     if axis.size == 1:
         return None
     members = next(host for host in hosts(axis) if axis.index in host)
-    size, new = shared_memory.size_of(len(members)), axis.index == members[0]
+    size = shared_memory.size_of(len(members))
+    new = axis.index == members[0]
     name = randbits(63)
     memory = shared_memory.opened(name, size, new=True) if size and new else None
     try:

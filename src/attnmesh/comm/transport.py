@@ -177,7 +177,8 @@ class Transport:
 
     def swap(self, messages: Sequence[Tensor]) -> Tensor:
         """Send `messages[p]` to each rank p. Return what comes from rank p in row p, as long as this rank's own."""
-        index, mine = self.axis.index, messages[self.axis.index]
+        index = self.axis.index
+        mine = messages[self.axis.index]
         rooms = {peer: self.room(peer, mine) for peer in range(self.axis.size) if peer != index}
         rows = mine.new_empty(self.axis.size, max([len(mine), *rooms.values()]))
         posts: list[Post] = [(dist.irecv, peer, rows[peer, :room]) for peer, room in rooms.items()]
@@ -195,7 +196,8 @@ class SharedMemory(Transport):
 
     def __init__(self, axis: Axis, device: torch.device, mailboxes: Mailboxes) -> None:
         super().__init__(axis, device)
-        self.mailboxes, self.is_whole = mailboxes, len(mailboxes.members) == axis.size
+        self.mailboxes = mailboxes
+        self.is_whole = len(mailboxes.members) == axis.size
 
     def serves(self, peer: int, size: int, letters: int = 1) -> bool:
         """Return whether a message of that size, to or from a rank, goes through the mailboxes in so many letters."""
@@ -203,7 +205,9 @@ class SharedMemory(Transport):
 
     def post(self, posts: Sequence[Post], what: str, *, exact: bool = False) -> list[Wait]:
         """Post messages all at once. With `exact` longer ones are cut in up to `MAX_LETTERS` letters."""
-        most, far, letters = MAX_LETTERS if exact else 1, list[Post](), list[Letter]()
+        most = MAX_LETTERS if exact else 1
+        far = list[Post]()
+        letters = list[Letter]()
         lost = partial(failure, self.axis, what)
         for call, peer, x in posts:
             if not self.serves(peer, x.nbytes, most):
@@ -333,7 +337,8 @@ def fastest_by_time(transport: Transport) -> Merge:
     short ones alone, once a turn.
     """
     forms = [MessageForm((batch, 32, 1, 128), torch.float32, torch.float32) for batch in TRIAL_BATCHES]
-    near, losses = transport.merges_whole(forms[0]), []
+    near = transport.merges_whole(forms[0])
+    losses = []
     for form in forms if near else forms[:1]:
         own = _time_merges(transport, form, TRIAL_CALLS if near else 1)
         slowest = [max(column) for column in zip(*dist_all_gather_ints(own, [transport.axis]), strict=True)]

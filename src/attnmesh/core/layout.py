@@ -79,7 +79,8 @@ class Zigzag:
         """Return the two chunks of shard `index`; see `Layout.positions`."""
         length, shards, index = _check_range(length, shards, index)
         edges = [chunk * length // (2 * shards) for chunk in range(2 * shards + 1)]
-        early, late = index, 2 * shards - 1 - index
+        early = index
+        late = 2 * shards - 1 - index
         return torch.cat([torch.arange(edges[chunk], edges[chunk + 1]) for chunk in (early, late)])
 
 
@@ -212,7 +213,8 @@ def layout_to_code(layout: Layout) -> list[int]:
 def layout_from_code(code: Sequence[int]) -> tuple[Layout, Sequence[int]]:
     """Return the layout of a code that begins as `layout_to_code` writes it, and the rest of the code."""
     kind, count, *rest = code
-    numbers, make = tuple(rest[:count]), LAYOUTS[kind]
+    numbers = tuple(rest[:count])
+    make = LAYOUTS[kind]
     if make is Packed:
         heads, rows, columns, *documents = numbers
         return Packed(tuple(documents), (heads, rows, columns)), rest[count:]
@@ -256,7 +258,8 @@ def _check_parts(layout: Layout, expected: tuple[int, int], given: tuple[int, in
     length, shards, index = _check_range(length, shards, index)
     if (shards, length) != expected:
         name = type(layout).__name__
-        wanted, fix = "{} shards of {} tokens in all".format(*expected), f"make {name} for this length and mesh"
+        wanted = "{} shards of {} tokens in all".format(*expected)
+        fix = f"make {name} for this length and mesh"
         raise LayoutError(f"layout {name}", wanted, f"{shards} shards of {length} tokens", fix)
     return index
 

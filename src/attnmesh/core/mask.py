@@ -81,7 +81,8 @@ class Mask:
 
     def _is_valid(self) -> bool:
         """Return whether the bounds are whole numbers, 0 or more, `right` is 0 with spans, and the edges ascend."""
-        parts, spans = (self.ends, self.chunks, self.spans), self.spans
+        parts = (self.ends, self.chunks, self.spans)
+        spans = self.spans
         if not all(isinstance(edges, tuple) for edges in parts):
             return False
         if not all(type(number) is int for number in (self.left, self.right, *chain(*parts))):
@@ -165,7 +166,8 @@ class Mask:
         >>> am.Window(2).bounds(torch.arange(5))
         (tensor([0, 0, 0, 1, 2]), tensor([0, 1, 2, 3, 4]))
         """
-        first, last = (positions - self.left).clamp(min=0), positions + self.right
+        first = (positions - self.left).clamp(min=0)
+        last = positions + self.right
         edges_of = _cached_edges if type(positions) is Tensor and positions.device.type == "cuda" else _edges
         if self.spans:
             edges = edges_of(self.spans, positions.device)
@@ -178,7 +180,8 @@ class Mask:
             last = torch.minimum(last, edges[document + 1] - 1)
         for size in self.chunks:
             start = positions - positions % size
-            first, last = torch.maximum(first, start), torch.minimum(last, start + (size - 1))
+            first = torch.maximum(first, start)
+            last = torch.minimum(last, start + (size - 1))
         return first, last
 
     def first_seen(self, position: int) -> int:
@@ -242,9 +245,11 @@ class Mask:
             return NotImplemented
         if self.ends and other.ends:
             other.check_length("mask &", self.ends[-1])
-        ends, sizes = tuple(sorted({*self.ends, *other.ends})), sorted({*self.chunks, *other.chunks})
+        ends = tuple(sorted({*self.ends, *other.ends}))
+        sizes = sorted({*self.chunks, *other.chunks})
         chunks = tuple(size for n, size in enumerate(sizes) if all(size % smaller for smaller in sizes[:n]))
-        reach, spans = (min(self.left, other.left), min(self.right, other.right)), self._common_spans(other)
+        reach = (min(self.left, other.left), min(self.right, other.right))
+        spans = self._common_spans(other)
         return Mask(*reach, ends, chunks, spans, self.directed or other.directed)
 
     def _common_spans(self, other: "Mask") -> tuple[int, ...]:

@@ -60,7 +60,8 @@ def pack(lengths: tuple[int, ...], heads: int, rows: int, columns: int) -> tuple
 
 def _cut(runs: Iterable[TokenRun], sizes: Iterable[int]) -> list[tuple[TokenRun, ...]]:
     """Return runs cut into parts of these numbers of tokens. Runs that touch become one."""
-    rest, parts = iter(runs), []
+    rest = iter(runs)
+    parts = []
     start = stop = 0
     for size in sizes:
         part: list[TokenRun] = []
@@ -72,7 +73,8 @@ def _cut(runs: Iterable[TokenRun], sizes: Iterable[int]) -> list[tuple[TokenRun,
                 part[-1] = part[-1][0], end
             else:
                 part.append((start, end))
-            size, start = size - (end - start), end
+            size = size - (end - start)
+            start = end
         parts.append(tuple(part))
     return parts
 
@@ -98,7 +100,8 @@ class Grid:
 
     def pack(self, documents: Sequence[Document], share: float) -> None:
         """Place documents, the longest first. Of each, a cell gets at most `share` of the pairs that it may have."""
-        total, tokens_left = sum(length * length for _, length in documents) / 2, sum(self.room)
+        total = sum(length * length for _, length in documents) / 2
+        tokens_left = sum(self.room)
         self.mean = total / len(self.room)
         for cell in range(len(self.room)):
             self._put(cell, (), 0, 0.0)

@@ -61,7 +61,8 @@ class Storage:
     def dequantize(self, rows: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the values of rows."""
         columns = columns_of(rows)
-        numbers, scales = rows[..., :columns], rows[..., columns:].view(torch.bfloat16)
+        numbers = rows[..., :columns]
+        scales = rows[..., columns:].view(torch.bfloat16)
         parts = zip(numbers.split(GROUP, -1), scales.split(1, -1), strict=True)
         return torch.cat([part.to(dtype) * scale.to(dtype) for part, scale in parts], -1)
 

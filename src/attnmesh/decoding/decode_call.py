@@ -100,7 +100,9 @@ def decode(
             cache.append(cast(Tensor, k), v)
         except InputError as error:
             agreement_on((cache,), given_step(cache, *options), checked).fail(error)
-    caches, signature, known = (cache,), None, None
+    caches = (cache,)
+    signature = None
+    known = None
     inputs = StepInputs(q, caches, sinks, key_lengths, selected, partial)
     if distance_bias is None and not unsupported:
         signature, known = find_step(inputs, options, checked, cache.prepared_steps)
@@ -115,7 +117,8 @@ def decode(
     inputs = inputs._replace(q=with_distance_bias(q, distance_bias))
     if torch.compiler.is_compiling():
         in_files, fix = cache.shard.is_in_files, "decode with copy.deepcopy(cache)"
-        given, one = "one in a folder" if in_files else "a forked cache", not (in_files or cache.shards.forked)
+        given = "one in a folder" if in_files else "a forked cache"
+        one = not (in_files or cache.shards.forked)
         require(one, KernelError, "decode", "a cache of one piece in a graph", given, fix)
         tensors = inputs.q, tensors_of(cache.shard.new_view()), sinks, key_lengths, inputs.indices
         return cast(Tensor, decode_op(*tensors, *step.to_code()))

@@ -54,11 +54,13 @@ def decode_shard(
         inputs = StepInputs(q, (cache,), sinks, selected=selected)
         step = check_step(inputs._replace(q=whole) if selected is None else inputs, step, {})
         step = check_bias(inputs, scores.distance_bias, step)
-    heads, every = cache.mesh.heads, owners.bring(scores.widened(q))
+    heads = cache.mesh.heads
+    every = owners.bring(scores.widened(q))
     if selected is not None:
         indices = unshard(selected.indices, cache.device_mesh, layout=layout, length=length)
         selected = selection_of_rank(Selection(indices, selected.block), heads)
-    view, query = cache.shard.view, DecodeQuery(every, step.mask, step.scaling, step.capacity)
+    view = cache.shard.view
+    query = DecodeQuery(every, step.mask, step.scaling, step.capacity)
     attention = step.attention_for(every, view)
     attend = named(ATTENTION, attention.attend) if is_profiled() else attention.attend
     partial = attend(query, [view], selected)

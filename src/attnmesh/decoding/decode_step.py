@@ -84,7 +84,8 @@ def _step_of_code(names: str, numbers: tuple[int, ...]) -> DecodeStep:
     axes = Axis(numbers[0], numbers[1], group_named(heads)), Axis(numbers[2], numbers[3], group_named(tokens))
     block, capacity, value_dim, reproducible, index_block, *mask = numbers[4:]
     scaling = Scaling(float(scale), float(softcap))
-    sizes, wanted = (block, capacity, value_dim), Mask.from_code(mask)
+    sizes = (block, capacity, value_dim)
+    wanted = Mask.from_code(mask)
     return DecodeStep(*axes, *sizes, wanted, scaling, merge, output, bool(reproducible), kernel, index_block or None)
 
 

@@ -127,7 +127,8 @@ class PreparedStep(NamedTuple):
         """
         q, _, sinks, key_lengths, selected, _ = inputs
         step, host = self.step, self.host_merge
-        tensors, state = [q] if sinks is None else [q, sinks], views[0].state
+        tensors = [q] if sinks is None else [q, sinks]
+        state = views[0].state
         if key_lengths is not None and key_lengths.device.type != "cpu":
             tensors.append(key_lengths)  # else part of the hash
         if selected is not None:
@@ -178,7 +179,8 @@ class PreparedStep(NamedTuple):
 
         One rank has the partial alone; a reproducible one merges into new memory.
         """
-        shape, dtype = (*q.shape[:-1], self.step.value_dim), sum_dtype(q.dtype)
+        shape = (*q.shape[:-1], self.step.value_dim)
+        dtype = sum_dtype(q.dtype)
         if self.step.token_axis.size > 1:
             return blank_message(shape, dtype, q.device)
         if self.step.reproducible:
@@ -197,7 +199,8 @@ def find_step(
     first = caches[0]
     if key_lengths is not None or selected is not None or other_keys is not None:
         return None, None
-    on_gpu, count = first.device.type == "cuda", len(caches)
+    on_gpu = first.device.type == "cuda"
+    count = len(caches)
     if not (are_plain(q, on_gpu=on_gpu) if sinks is None else are_plain(q, sinks, on_gpu=on_gpu)):
         return None, None
     more = None if sinks is None else (sinks.shape, sinks.dtype)
@@ -209,7 +212,9 @@ def find_step(
         return None, None
     if found is None:
         return signature, None
-    step, sizes, rows = found.step, found.sizes, q.shape[2]
+    step = found.step
+    sizes = found.sizes
+    rows = q.shape[2]
     for cache in caches:  # in place: a function of it would be one more frame of each step
         shards, own = cache.shards, cache.shards.own
         length = shards.known_length if on_gpu else own.state.tolist()[0]
@@ -245,7 +250,8 @@ def prepare_step(
 
 def new_prepared_step(q: Tensor, view: CacheView, step: DecodeStep) -> PreparedStep:
     """Return what steps with such queries run: the launches of a kernel, and the merge."""
-    attention, axis = step.attention_for(q, view), step.token_axis
+    attention = step.attention_for(q, view)
+    axis = step.token_axis
     host, heads = None, None
     may_merge_natively = axis.size > 1 and step.head_axis.size == 1 and q.device.type == "cpu" and not step.reproducible
     if may_merge_natively and attention.in_place_kernel is None and sum_dtype(q.dtype) == torch.float32:

@@ -31,7 +31,8 @@ class QueryShard(NamedTuple):
         owners = _owners(mesh, token_axis, self.layout, self.length)
         count, given = owners.own[mesh.heads.index], self.q.shape[2]
         fix = "pass the queries that the layout gives to this rank"
-        fits, subject = given == count, "decode_shard q"
+        fits = given == count
+        subject = "decode_shard q"
         require(fits, ShapeError, subject, "a query for each token of the shard", f"{given} queries of {count}", fix)
         return owners
 

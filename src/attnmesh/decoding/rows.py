@@ -96,7 +96,8 @@ def decode_rows(
             _append(k, v, caches)
     except InputError as error:
         agreement_on(caches, given_step(first, *options), checked).fail(error)
-    inputs, prepared = StepInputs(q, caches, sinks), _prepared_steps_of(caches)
+    inputs = StepInputs(q, caches, sinks)
+    prepared = _prepared_steps_of(caches)
     signature, known = find_step(inputs, options, checked, prepared)
     if known is not None:
         return known.run(inputs, checked)
@@ -112,7 +113,8 @@ def decode_rows(
 
 def _prepared_steps_of(caches: Sequence[KVCache]) -> Memo[PreparedStep]:
     """Return the prepared steps of a cache and its forks; of rows on CPUs those of all caches of their kind."""
-    first, sizes = caches[0], caches[0].sizes
+    first = caches[0]
+    sizes = caches[0].sizes
     if len(caches) == 1 or first.device.type != "cpu":
         return first.prepared_steps
     return _prepared_steps_of_rows(first.token_axis, first.mesh.heads, sizes.layer_sizes, sizes.block, sizes.hot)
@@ -135,7 +137,8 @@ def _first_of(caches: Any) -> KVCache:
 
 def _check_caches(q: Tensor, caches: Sequence[Any], k: Any, v: Any) -> None:
     """Raise unless each row has a cache of its own, and the caches are alike but for their lengths."""
-    first, subject = caches[0], f"{SUBJECT} caches"
+    first = caches[0]
+    subject = f"{SUBJECT} caches"
     for cache in caches:
         fix = "make them with attnmesh.KVCache"
         require(isinstance(cache, KVCache), DtypeError, subject, "KVCaches", type(cache).__name__, fix)
@@ -174,6 +177,7 @@ def _checked_step(q: Tensor, caches: Sequence[KVCache], sinks: Tensor | None, st
     """Return the step with its logits, or raise unless each row can be served."""
     steps = [check_step(StepInputs(q[row : row + 1], (cache,), sinks), step, {}) for row, cache in enumerate(caches)]
     blocks = sorted({cache.sizes.block for cache in caches})
-    fits, fix = not step.reproducible or len(blocks) == 1, "make all caches with one block="
+    fits = not step.reproducible or len(blocks) == 1
+    fix = "make all caches with one block="
     require(fits, LayoutError, f"{SUBJECT} reproducible", "caches of one block size", f"{blocks}", fix)
     return steps[0]._replace(capacity=max(cache.sizes.capacity for cache in caches))

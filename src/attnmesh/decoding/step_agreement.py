@@ -20,7 +20,8 @@ from attnmesh.mesh.merges import is_collective
 
 def agreement_on(caches: Sequence[KVCache], step: DecodeStep, checked: bool | None) -> MergeAgreement:
     """Return the agreement on a step, whose arguments may not be checked yet."""
-    first, name = caches[0], "decode" if len(caches) == 1 else "decode_rows"
+    first = caches[0]
+    name = "decode" if len(caches) == 1 else "decode_rows"
     poison = functools.partial(_send_poison, first, step)
     return MergeAgreement(first.calls, first.device, step.merge, checked, name, poison)
 
@@ -60,7 +61,8 @@ def ask_in_step(step: DecodeStep, like: Tensor, shape: Sequence[int], value_dim:
     """
     heads = step.head_axis.slice_of(shape[1])
     q = like.new_empty(1).expand(shape)[:, heads]
-    nothing, along = identity(q, value_dim, sum_dtype(q.dtype)), (step.token_axis, step.merge, step.output)
+    nothing = identity(q, value_dim, sum_dtype(q.dtype))
+    along = (step.token_axis, step.merge, step.output)
     partial, checksum = merge_ranks(nothing, question_like(nothing.lse), *along, reproducible=step.reproducible)
     return gather_heads(partial.out.to(q.dtype).contiguous(), checksum, step, shape[1])[1]
 

@@ -148,7 +148,8 @@ def check_other_keys(inputs: StepInputs, step: DecodeStep) -> None:
     rows = (q.shape[0], heads.stop - heads.start, q.shape[2])
     given, expected = f"{[tuple(x.shape) for x in other_keys]}", f"{[(*rows, cache.sizes.value_dim), rows]}"
     require(given == expected, ShapeError, subject, f"shapes {expected}", given, fix)
-    wide, given = sum_dtype(q.dtype), f"out in {other_keys[0].dtype}, lse in {other_keys[1].dtype}"
+    wide = sum_dtype(q.dtype)
+    given = f"out in {other_keys[0].dtype}, lse in {other_keys[1].dtype}"
     expected_dtypes = f"out in {q.dtype} or {wide}, lse in {wide}"
     fits = other_keys[0].dtype in (q.dtype, wide) and other_keys[1].dtype == wide
     require(fits, DtypeError, subject, expected_dtypes, given, fix)
@@ -203,7 +204,8 @@ def _check_lengths(q: Tensor, cache: KVCache, mask: Mask) -> None:
         fix = swap_first("append before decode", fits)
         raise ShapeError("decode q", "as many queries as tokens in the cache, or fewer", given, fix)
     if sizes.mask is not None and not cache.shards.serves(cache.shards.known_length - q.shape[2]):
-        floor, first = cache.shards.floor, cache.length - q.shape[2]
+        floor = cache.shards.floor
+        first = cache.length - q.shape[2]
         expected = f"queries of token {floor} and later ones: the cache has forgotten what earlier tokens see"
         fix = "decode after each append, or pass queries= to append_shard"
         fix = fix if cache.length > floor else "append the next token first"

@@ -63,7 +63,8 @@ def enable(
     torch.Size([1, 4, 3, 6, 6])
     >>> disable(model)
     """
-    model, axes = unwrap_module(model), Mesh.of(mesh)
+    model = unwrap_module(model)
+    axes = Mesh.of(mesh)
     fields = {"model": type(model).__name__, "exchange": exchange, "kernel": kernel, "checked": checked}
     with Agreement(axes, SUBJECT, fields):
         check_exchange(f"{SUBJECT} exchange", exchange)
@@ -98,7 +99,8 @@ def disable(model: Any) -> None:
     """
     model = unwrap_module(model)
     state: Any = getattr(model, "_parallel_config", None)
-    is_on_mesh, fix = isinstance(state, MeshState), "call it once for each enable"
+    is_on_mesh = isinstance(state, MeshState)
+    fix = "call it once for each enable"
     require(is_on_mesh, ModelError, "diffusers.disable model", "a model on a mesh", type(model).__name__, fix)
     while state.undo:
         state.undo.pop()()
@@ -114,7 +116,8 @@ def _restore(changed: Any, before: dict[str, Any]) -> None:
 
 def _check_parallelism(model: Any) -> None:
     """Raise unless a model is one of diffusers, without parallelism."""
-    subject, name = f"{SUBJECT} model", type(model).__name__
+    subject = f"{SUBJECT} model"
+    name = type(model).__name__
     fix = "pass the transformer itself, as pipeline.transformer or ddp.module"
     require(isinstance(model, ModelMixin), ModelError, subject, "a model of diffusers", name, fix)
     given, fix = f"{name} after enable_parallelism", "leave enable_parallelism out"
@@ -126,7 +129,8 @@ def _check_parallelism(model: Any) -> None:
 
 def _check_processors(model: Any, plan: TokenPlan) -> None:
     """Raise unless the attention of a model calls a backend, which split and whole tokens do not share."""
-    subject, split = f"{SUBJECT} model", split_attention(model, plan)
+    subject = f"{SUBJECT} model"
+    split = split_attention(model, plan)
     require(bool(split), ModelError, subject, "layers of attention", type(model).__name__, "pass a transformer")
     unsplit = {id(m.processor) for m in model.modules() if hasattr(m, "processor") and m not in split.values()}
     for module in split.values():
@@ -135,6 +139,7 @@ def _check_processors(model: Any, plan: TokenPlan) -> None:
         expected = "attention processors that call a backend of diffusers"
         fix = "leave the adapter out, or set the default processors"
         require(calls_backend, ModelError, subject, expected, kind, fix)
-        expected, own = "other processors where keys are whole", id(processor) not in unsplit
+        expected = "other processors where keys are whole"
+        own = id(processor) not in unsplit
         fix = "give each module a processor of its own"
         require(own, ModelError, subject, expected, f"one {kind} for both", fix)

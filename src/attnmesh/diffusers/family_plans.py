@@ -126,8 +126,10 @@ WITH_PLAN = "pass a transformer with a _cp_plan, as WanTransformer3DModel"
 
 def plan_of(model: nn.Module) -> TokenPlan:
     """Return the plan of a model. Raise if it has none, or one that cannot be followed."""
-    name, subject = type(model).__name__, "diffusers.enable model"
-    reason, fix = _entry(REFUSED, model), f"{WITH_PLAN}, or one of {', '.join(OWN)}"
+    name = type(model).__name__
+    subject = "diffusers.enable model"
+    reason = _entry(REFUSED, model)
+    fix = f"{WITH_PLAN}, or one of {', '.join(OWN)}"
     require(reason is None, ModelError, subject, "a plan to split its tokens once", f"{name} with {reason}", fix)
     replaces = getattr(getattr(model, "config", None), "image_condition_type", None) == "token_replace"
     expected = "a model that treats all tokens alike"
@@ -136,7 +138,8 @@ def plan_of(model: nn.Module) -> TokenPlan:
     plan = _entry(OWN, model)
     if plan is None:
         found: Any = getattr(model, "_cp_plan", None)
-        is_plan, expected = isinstance(found, dict) and bool(found), "a transformer with a plan to split its tokens"
+        is_plan = isinstance(found, dict) and bool(found)
+        expected = "a transformer with a plan to split its tokens"
         require(is_plan, ModelError, subject, expected, name, fix)
         plan = _converted(found, _entry(UNSPLIT, model) or ())
     for pattern in (*plan.splits, *plan.gathers):

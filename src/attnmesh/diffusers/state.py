@@ -40,7 +40,8 @@ class MeshState:
 
     def __init__(self, model: nn.Module, plan: TokenPlan, mesh: Mesh, checked: bool | None) -> None:
         device = torch.device(mesh.device_type)
-        self.plan, self.streams = plan, Streams(mesh)
+        self.plan = plan
+        self.streams = Streams(mesh)
         self.calls = CallRecord(mesh, device, checked is not False)
         self.compares_values = checked is True or device.type == "cpu"  # elsewhere the host would wait for them
         self.processors: dict[Any, Any] = {module: module.processor for module in split_attention(model, plan).values()}

@@ -78,21 +78,22 @@ def _check_partials(out: Tensor, lse: Tensor, seq_lens: Tensor | None, query_sta
     """Raise unless these are partials with tokens first, and lengths of whole numbers."""
     check_tensor(f"{SUBJECT} partial_output", out)
     check_tensor(f"{SUBJECT} partial_lse", lse)
-    floats, given = out.is_floating_point() and lse.is_floating_point(), f"{out.dtype} and {lse.dtype}"
+    floats = out.is_floating_point() and lse.is_floating_point()
+    given = f"{out.dtype} and {lse.dtype}"
     require(floats, DtypeError, SUBJECT, "an output and a log-sum-exp in floats", given, "cast them with .to(dtype)")
-    fits, given = out.ndim == 3 and lse.shape == out.shape[:-1], f"{tuple(out.shape)} and {tuple(lse.shape)}"
+    fits = out.ndim == 3 and lse.shape == out.shape[:-1]
+    given = f"{tuple(out.shape)} and {tuple(lse.shape)}"
     fix = "put the tokens before the heads, and transpose an lse of (heads, tokens)"
     require(fits, ShapeError, SUBJECT, "an output (tokens, heads, dim) and its lse (tokens, heads)", given, fix)
     for name, x in (("seq_lens", seq_lens), ("query_start_loc", query_start_loc)):
         whole = x is None or (isinstance(x, Tensor) and x.ndim == 1 and x.dtype in (torch.int32, torch.int64))
-        given, fix = type_and_shape(x), "pass the engine's tensor of this batch"
+        given = type_and_shape(x)
+        fix = "pass the engine's tensor of this batch"
         require(whole, DtypeError, f"{SUBJECT} {name}", "a tensor (sequences,) of int32 or int64", given, fix)
     if seq_lens is not None:
         numbers = len(out) if query_start_loc is None else len(query_start_loc) - 1
-        fits, fix = (
-            0 < len(seq_lens) <= numbers or not len(out),
-            "pass query_start_loc if a sequence has several tokens",
-        )
+        fits = 0 < len(seq_lens) <= numbers or not len(out)
+        fix = "pass query_start_loc if a sequence has several tokens"
         given = f"{len(seq_lens)} for {numbers}"
         require(fits, ShapeError, f"{SUBJECT} seq_lens", "a length of each sequence", given, fix)
 

@@ -125,7 +125,8 @@ class Agreement:
         They raise the error of the first shard that has one. What no check has found this rank raises as it is, and the
         others as an `UnforeseenError`.
         """
-        given, fix = " ".join(f"{type(error).__name__}: {error}".split()), "see the error of the rank that raised"
+        given = " ".join(f"{type(error).__name__}: {error}".split())
+        fix = "see the error of the rank that raised"
         said = error
         if not isinstance(error, InputError):
             said = UnforeseenError(self.name, "what each rank can do", given, fix)

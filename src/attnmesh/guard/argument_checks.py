@@ -196,7 +196,9 @@ def check_selection(
     plain = isinstance(x, Tensor) and type(x).__name__ != "DTensor" and x.layout == torch.strided and not x.is_nested
     given = str(x.dtype) if plain else type(x).__name__
     require(plain and x.dtype == torch.int32, DtypeError, f"{subject} indices", "a tensor of torch.int32", given, WRAP)
-    batch, queries, fix = len(q), q.shape[2], "select at least one key for each query, 2**31 - 1 for none"
+    batch = len(q)
+    queries = q.shape[2]
+    fix = "select at least one key for each query, 2**31 - 1 for none"
     fits = x.ndim == 4 and (x.shape[0], x.shape[2]) == (batch, queries) and x.shape[1] in (1, kv_heads)
     expected = f"shape ({batch}, 1 or {kv_heads}, {queries}, 1 or more)"
     fits = fits and x.shape[3] > 0
@@ -205,7 +207,9 @@ def check_selection(
     fix = 'leave it at "auto": selected keys have a kernel of their own'
     require(kernel in ("auto", "reference"), KernelError, f"{subject} with kernel", "auto or reference", kernel, fix)
     if x.device.type == "cpu" and not torch.compiler.is_compiling() and bool((faulty := selected.faulty(keys)).any()):
-        lowest, highest, fix = int(x[faulty].min()), selected.highest(), "fill rows up with 2**31 - 1, for none"
+        lowest = int(x[faulty].min())
+        highest = selected.highest()
+        fix = "fill rows up with 2**31 - 1, for none"
         beyond = keys is not None and highest * selected.block >= keys
         given = str(lowest) if lowest < 0 else str(highest) if beyond else "an index twice in a row"
         expected = "indices of 0 or more, each once in a row" + f", of {keys} keys" * beyond
@@ -223,7 +227,8 @@ def check_distance_bias(
     require(
         bias.is_floating_point(), DtypeError, subject, "a tensor of floats", str(bias.dtype), "cast it to q's dtype"
     )
-    plain, fix = type(bias).__name__ != "DTensor", "pass distance_bias.to_local(), the rows of this rank's queries"
+    plain = type(bias).__name__ != "DTensor"
+    fix = "pass distance_bias.to_local(), the rows of this rank's queries"
     require(plain, DtypeError, subject, "a plain tensor", "a DTensor", fix)
     expected, given = f"shape {(*q.shape[:3], 'distances')}", f"{tuple(bias.shape)}"
     fix = "expand a bias of each head: bias[None, :, None].expand(batch, -1, length, -1)"
@@ -266,7 +271,8 @@ ELSEWHERE = {"merge": "pass exchange= to attention, merge= to decode", "exchange
 def check_unknown_options(subject: str, options: Mapping[str, object]) -> None:
     """Raise for any option; the error has a fix for options of other attention functions."""
     for name, value in options.items():
-        plain, given = name.replace("soft_cap", "softcap"), f"{name}={short(value)}"
+        plain = name.replace("soft_cap", "softcap")
+        given = f"{name}={short(value)}"
         fix = next((fix for part, fix in UNSUPPORTED_OPTIONS.items() if part in plain), None)
         if fix is None:
             fix = ELSEWHERE.get(name, f"see help({subject})")

@@ -87,7 +87,8 @@ def _attend_stored(q: Tensor, pending: PendingKV, kv: KVCache, layer: LayerCall,
     if shards is None:
         out: Tensor = cache.attend(q, kv, partial=other_keys(q, scores.scale), **layer.options)
     else:
-        visible, more = Visible(mask, selected=selected), partial(other_keys, scale=scores.scale)
+        visible = Visible(mask, selected=selected)
+        more = partial(other_keys, scale=scores.scale)
         out = decode_shard(
             shards.queries(q), kv, visible, scores, sinks=sinks, kernel=cache.kernel, attend_other_keys=more
         )

@@ -53,7 +53,8 @@ def left_to_decode(config: PreTrainedConfig) -> int:
 
 def chunks_of(cache: ShardedCache, start: int, stop: int, size: int) -> list[Chunk]:
     """Return chunks of a prompt (first, stop, sharded)."""
-    recurrent, steps_alone = is_recurrent(cache.config), family_of(cache.config).begins_at_zero
+    recurrent = is_recurrent(cache.config)
+    steps_alone = family_of(cache.config).begins_at_zero
     if cache.reproducible or cache.head_ranks > 1:  # ranks compute the same tokens
         chunks = _split_whole(start, stop, 1 if recurrent and steps_alone else size)
         return [] if recurrent and not steps_alone and stop - start == 1 else chunks
@@ -167,7 +168,8 @@ class ForwardPasses:
     def __init__(self, model: PreTrainedModel, prompt: Prompt, cache: ShardedCache) -> None:
         self.model, self.prompt, self.cache = model, prompt, cache
         ids, merged = prompt.ids, prompt.merged
-        self.start, end = cache.get_seq_length(), max(ids.shape[1] - left_to_decode(cache.config), 0)
+        self.start = cache.get_seq_length()
+        end = max(ids.shape[1] - left_to_decode(cache.config), 0)
         self.again = ids.shape[1] - end if merged is not None and merged.reaches_end else 0
         """Tokens that earlier ones see: they are computed here, and again where decoding begins."""
         self.end = end + self.again
@@ -220,7 +222,9 @@ class ForwardPasses:
 
     def _call(self, shards: Shards, *, sharded: bool) -> None:
         """Call the model, or its text model, with the tokens of this rank."""
-        ids, merged, stop = self.prompt.ids, self.prompt.merged, shards.start + shards.length
+        ids = self.prompt.ids
+        merged = self.prompt.merged
+        stop = shards.start + shards.length
         index = shards.positions() if sharded else torch.arange(shards.start, stop)
         index = index.to(ids.device)
         mask: Any = None if self.token_mask is None else self.token_mask[:, :stop].long()

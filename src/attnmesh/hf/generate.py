@@ -78,7 +78,8 @@ def generate(
     """
     if isinstance(mesh, NotGiven):
         mesh = given_mesh("generate", mesh, GENERATES_ALONE) if cache is None else None
-    axes, model = Mesh.of(cache.mesh if isinstance(cache, ShardedCache) else mesh), unwrap(model)
+    axes = Mesh.of(cache.mesh if isinstance(cache, ShardedCache) else mesh)
+    model = unwrap(model)
     options = without_absent(options)
     settings = GenerationSettings(model, options)
     spec = CheckpointSpec(checkpoint.folder, checkpoint.every) if isinstance(checkpoint, Checkpoint) else checkpoint
@@ -153,7 +154,8 @@ def _generate_with_checkpoint(
     synchronize_generators((cache.mesh, tp_mesh(model)), prompt.device)
     begun = checkpoint.start_ids
     ids = checkpoint.begin(model, prompt, cache, settings) if begun is None else begun
-    length, total = prompt.shape[1], settings.total(prompt.shape[1])
+    length = prompt.shape[1]
+    total = settings.total(prompt.shape[1])
     constant = rope_regime(model.config, length) == rope_regime(model.config, total)
     given, fix = "one that the length of the text changes", "leave checkpoint= out, or generate fewer tokens"
     require(constant, KernelError, CHECKPOINT, "a rope that stays the same", given, fix)
@@ -182,7 +184,9 @@ def _generate_with_checkpoint(
 
 def _run_generate(model: PreTrainedModel, ids: Tensor, cache: ShardedCache, options: dict[str, Any]) -> Any:
     """Run transformers' `generate`. The last token is not cached."""
-    watch, name, cache.intact = NanWatch(), cache_argument(signature(model.forward).parameters), False
+    watch = NanWatch()
+    name = cache_argument(signature(model.forward).parameters)
+    cache.intact = False
     processors = [*(options.get("logits_processor") or []), watch]
     options = {**options, "logits_processor": processors, "cache_implementation": None, "use_cache": True}
     try:

@@ -151,7 +151,8 @@ class Checkpoint:
             prompt: The length of the prompt.
             ends: End tokens: an int, a list of them, or None.
         """
-        new, ends = tokens.shape[1] - prompt, ends if isinstance(ends, (list, tuple)) else [ends]
+        new = tokens.shape[1] - prompt
+        ends = ends if isinstance(ends, (list, tuple)) else [ends]
         if new % self.every == 0 and int(tokens[0, -1]) not in ends:
             self.save(cache, tokens)
 
@@ -229,7 +230,8 @@ def _identify_call(model: PreTrainedModel, ids: Tensor, settings: GenerationSett
 def _restore_state(ids: Tensor, more: Mapping[str, Tensor], saved: int) -> Tensor:
     """Return the saved tokens and set the random state; return the prompt if no new token was saved."""
     tokens = more.get("tokens", torch.empty(0))
-    valid, given = tokens.dtype == torch.int64 and tokens.ndim == 2 and len(tokens) == 1, type_and_shape(tokens)
+    valid = tokens.dtype == torch.int64 and tokens.ndim == 2 and len(tokens) == 1
+    given = type_and_shape(tokens)
     require(valid, StoreError, SUBJECT, "the tokens of one sequence", given, "remove the folder")
     given = f"{tokens.shape[1]} of {saved}"
     require(tokens.shape[1] >= saved, StoreError, SUBJECT, "the tokens of all keys", given, "remove the folder")
@@ -252,5 +254,6 @@ def set_random_state(device: torch.device, state: Any) -> None:
         else:
             torch.set_rng_state(state)
     except (RuntimeError, TypeError) as error:
-        given, fix = str(error).splitlines()[0], "continue on the type of device that wrote it"
+        given = str(error).splitlines()[0]
+        fix = "continue on the type of device that wrote it"
         raise StoreError(SUBJECT, "the state of this device's random generator", given, fix) from error

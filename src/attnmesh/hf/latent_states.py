@@ -97,10 +97,12 @@ def _matrix(module: nn.Module, rank: int, latents: Tensor) -> Tensor:
     if project is None:
         _raise_projection(f"{type(module).__name__} without it")
     if has_weight(module, latents):
-        matrix, bias = project.weight.detach(), project.bias
+        matrix = project.weight.detach()
+        bias = project.bias
     else:
         rows = project(pad(torch.eye(rank, dtype=latents.dtype, device=latents.device), (0, 0, 1, 0))).detach()
-        matrix, bias = rows[1:].mT, rows[0]
+        matrix = rows[1:].mT
+        bias = rows[0]
     if bias is not None and bool(bias.any()):
         _raise_projection("one with a bias")
     return matrix

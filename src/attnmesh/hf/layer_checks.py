@@ -111,7 +111,8 @@ def _check_exact(module: nn.Module, mask: Any, dropout: float, more: dict[str, A
 
 def _check_no_shard(more: dict[str, Any]) -> None:
     """Raise if a layer that got no shards has the positions of a shard."""
-    fits, given = not isinstance(more.get("position_ids"), ShardPositions), "another, beside its position_ids"
+    fits = not isinstance(more.get("position_ids"), ShardPositions)
+    given = "another, beside its position_ids"
     require(fits, ArgumentError, f"{SUBJECT} attention_mask", OF_SHARD_BATCH, given, FORWARD_ALL)
 
 
@@ -183,7 +184,8 @@ def _check_shards(module: nn.Module, q: Tensor, key: Tensor | PendingKV, more: d
 
 def _check_cache_used(pending: PendingKV, tokens: int, more: dict[str, Any]) -> None:
     """Raise if use_cache=False and a whole prompt follows cached tokens. use_cache=False alone may be a default."""
-    kv, positions = pending.layer.kv, more.get("position_ids")
+    kv = pending.layer.kv
+    positions = more.get("position_ids")
     if more.get("use_cache") is not False or kv is None or not kv.length or not isinstance(positions, Tensor):
         return
     continues = positions.shape[-1] != tokens or int(positions.flatten()[0]) != 0

@@ -149,7 +149,9 @@ def mask_function(**arguments: Any) -> MaskSpec | TracedMask | Tensor | None:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _with_lost_mask(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments with the mask of the tokens that were embedded, if a wrapper of the model has dropped it."""
-    shards, given, tokens = BEGUN.of_this_thread(), arguments.get("attention_mask"), arguments["q_length"]
+    shards = BEGUN.of_this_thread()
+    given = arguments.get("attention_mask")
+    tokens = arguments["q_length"]
     known = isinstance(given, ShardMask | PromptMask | LayerMask)
     if shards is None or known or (shards.ranks > 1 and tokens == shards.length):  # another model, of all tokens
         return arguments
@@ -165,7 +167,8 @@ def _with_lost_mask(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def check_covers(covered: int | None, tokens: int) -> None:
     """Raise if an attention mask covers fewer tokens than a cache of transformers has, with the new ones."""
-    fits, fix = covered is None or covered >= tokens, "put the mask of cached tokens first"
+    fits = covered is None or covered >= tokens
+    fix = "put the mask of cached tokens first"
     require(fits, ShapeError, f"{SUBJECT} attention_mask", f"one of all {tokens} tokens", f"one of {covered}", fix)
 
 
@@ -219,7 +222,8 @@ def _recognise(given: DescribedMask, local_size: int | None) -> Mask:
         return Causal()
     if local_size is None and given.function is bidirectional_mask_function:
         return Full()  # transformers also makes it for cross-attention that is never called
-    seen, first = _neighbours(given), int(given.first[0])
+    seen = _neighbours(given)
+    first = int(given.first[0])
     if local_size is not None and seen is not None and not bool(seen[0].any()):
         samples = _sample_pairs(given, local_size, first)
         for mask in (Window(local_size - 1), Causal() & Chunks(local_size)):
@@ -274,7 +278,8 @@ def _of_one_token(given: DescribedMask) -> Mask | None:
     """
     if given.function in (causal_mask_function, bidirectional_mask_function):
         return None
-    rows, query = torch.arange(len(given.first))[:, None], torch.tensor([given.queries[0]])
+    rows = torch.arange(len(given.first))[:, None]
+    query = torch.tensor([given.queries[0]])
     keys = given.keys[0] + torch.arange(given.keys[1])
     if (seen := given.sees(rows, query[None], keys[None])) is None:
         return None

@@ -157,7 +157,8 @@ def open_processor(name_or_path: str) -> Any:
         source, at = pinned(name_or_path)
         processor = AutoProcessor.from_pretrained(source, **at, **NO_CODE)
     expected, fix = "a processor of images and text", "name a model of images"
-    fits, given = hasattr(processor, "image_processor"), type(processor).__name__
+    fits = hasattr(processor, "image_processor")
+    given = type(processor).__name__
     require(fits, ModelError, "--image", expected, given, fix)
     return processor
 

@@ -79,12 +79,14 @@ def training_size(config: PreTrainedConfig, lora: int = 0, **workload: Any) -> T
     >>> training_size(config, 8, length=1000, phase="training").adapter
     16384
     """
-    model, config = model_size(config, **workload), config.get_text_config(decoder=True)
+    model = model_size(config, **workload)
+    config = config.get_text_config(decoder=True)
     experts = getattr(config, "num_experts_per_tok", None) or 1
     widths = (getattr(config, name, None) for name in ("moe_intermediate_size", "intermediate_size"))
     inner = experts * next(filter(None, widths), 4 * config.hidden_size)
     parameters = model.weights(1, False) // model.workload.itemsize
-    fits, fix = lora <= config.hidden_size, "take a smaller one, such as 16"
+    fits = lora <= config.hidden_size
+    fix = "take a smaller one, such as 16"
     require(fits, ModelError, "lora", f"a rank up to the model's width, {config.hidden_size}", f"{lora:,}", fix)
     sizes = model.layers, model.hidden, inner, config.vocab_size, parameters
     return TrainedModel(model.workload, *sizes, _adapter(config, lora) if lora else 0, config.tie_word_embeddings)
@@ -134,7 +136,8 @@ def _widths(config: PreTrainedConfig, *, windowed: bool) -> dict[str, Any]:
     numbers = [number for number, layer in enumerate(layers_of(config)) if layer.windowed == windowed]
     one = layers[numbers[0]] if layers and numbers else config
     own = "swa_" if windowed and hasattr(one, "swa_head_dim") else ""  # of Inkling's layers with windows
-    latent, q_heads = latent_widths(config, numbers[0] if numbers else 0), getattr(one, f"{own}num_attention_heads")
+    latent = latent_widths(config, numbers[0] if numbers else 0)
+    q_heads = getattr(one, f"{own}num_attention_heads")
     if latent is not None:
         heads = {"q_heads": q_heads, "kv_heads": q_heads, "head_dim": one.qk_nope_head_dim + latent[1]}
         return {**heads, "value_dim": one.v_head_dim, "latent": latent}
@@ -144,7 +147,8 @@ def _widths(config: PreTrainedConfig, *, windowed: bool) -> dict[str, Any]:
 
 def _selected(config: PreTrainedConfig, kv_heads: int) -> Selected | None:
     """Return what the layers with indexers select, or None without such layers."""
-    layers, size = sum(layer.indexed for layer in layers_of(config)), family_of(config).planned_selection
+    layers = sum(layer.indexed for layer in layers_of(config))
+    size = family_of(config).planned_selection
     if not layers:
         return None
     given, fix = f"{config.model_type} with an indexer", "pass its sizes to am.Workload, with selected="
@@ -155,7 +159,8 @@ def _selected(config: PreTrainedConfig, kv_heads: int) -> Selected | None:
 
 def _skeleton(config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
     """Return the model without its weights. The configuration stays as it is: transformers writes the dtype into it."""
-    kind, config = {"dtype": getattr(torch, dtype), "attn_implementation": NAME}, deepcopy(config)
+    kind = {"dtype": getattr(torch, dtype), "attn_implementation": NAME}
+    config = deepcopy(config)
     with torch.device("meta"), as_model_error("plan model", "a configuration", config.model_type, "use another model"):
         made: PreTrainedModel = AutoModelForCausalLM.from_config(config, **kind)
     return made

@@ -81,7 +81,8 @@ def check_model(model: PreTrainedModel) -> None:
 def check_rows(subject: str, model: PreTrainedModel) -> None:
     """Raise unless one forward pass can decode requests of the model: `check_model`, and no images of their own."""
     check_model(model)
-    expected, given = "a model without cross-attention over images", type(model).__name__
+    expected = "a model without cross-attention over images"
+    given = type(model).__name__
     require(not cross_layers(model.config), KernelError, subject, expected, given, "call hf.generate for each request")
 
 
@@ -101,7 +102,8 @@ def check_layers(config: PreTrainedConfig) -> None:
     """
     check_family(config)
     config = config.get_text_config(decoder=True)
-    family, layer_types = family_of(config), getattr(config, "layer_types", None) or ()
+    family = family_of(config)
+    layer_types = getattr(config, "layer_types", None) or ()
     unsupported = sorted({*layer_types} - {*ATTENDING, *family.layers})
     if not layer_types and getattr(config, "attention_chunk_size", None):
         unsupported.append("chunks in unknown places")
@@ -237,7 +239,8 @@ def unwrap(model: Any) -> Any:
         return model
     adapters = getattr(model, "peft_config", None) or {}
     virtual = any(getattr(adapter, "is_prompt_learning", False) for adapter in adapters.values())
-    given, fix = type(model).__name__, "use adapters that change weights, such as LoRA"
+    given = type(model).__name__
+    fix = "use adapters that change weights, such as LoRA"
     require(not virtual, KernelError, "generate", "adapters without virtual tokens", given, fix)
     if adapters:
         PEFT.check()

@@ -182,14 +182,16 @@ def _option_checks(model: PreTrainedModel, options: dict[str, Any]) -> Iterator[
             given, fix = f"{given} in model.generation_config", f"set model.generation_config.{name} = None"
         yield neutral, ArgumentError, "generate", "options that work on a mesh", given, fix
     strings = settings["stop_strings"]
-    complete, given = not strings or options.get("tokenizer") is not None, f"stop_strings={describe_value(strings)}"
+    complete = not strings or options.get("tokenizer") is not None
+    given = f"stop_strings={describe_value(strings)}"
     yield complete, ArgumentError, "generate", "a tokenizer beside stop strings", f"{given} alone", "pass tokenizer="
     goes_back = not (is_recurrent(model.config) or is_compressed(model.config))
     assisted = ", ".join(name for name in ASSISTED_OPTIONS if settings[name] and not goes_back)
     expected, fix = "options that work on states", "leave it out: states cannot go back"
     yield not assisted, ArgumentError, "generate", expected, assisted, fix
     checkpoint = options.get("checkpoint")
-    is_spec, given = isinstance(checkpoint, (NoneType, CheckpointSpec)), type(checkpoint).__name__
+    is_spec = isinstance(checkpoint, (NoneType, CheckpointSpec))
+    given = type(checkpoint).__name__
     yield is_spec, ArgumentError, "generate checkpoint", "an hf.Checkpoint", given, "pass hf.Checkpoint(path)"
     images, _ = split_images(model, options)
     refused = ", ".join(name for name in ("checkpoint", *ASSISTED_OPTIONS) if images and settings[name])
@@ -204,7 +206,8 @@ def _option_checks(model: PreTrainedModel, options: dict[str, Any]) -> Iterator[
 def check_padding(config: PreTrainedConfig, attention_mask: Tensor) -> None:
     """Raise unless every sequence ends in a token and, in a model with windows or chunks, begins with its padding."""
     subject = "generate attention_mask"
-    fits, fix = bool(attention_mask[:, -1].all()), "set the tokenizer's padding_side to 'left'"
+    fits = bool(attention_mask[:, -1].all())
+    fix = "set the tokenizer's padding_side to 'left'"
     require(fits, MaskError, subject, "no padding at the end of a sequence", "padding", fix)
     if has_windows(config):
         check_left_padded(subject, attention_mask)
@@ -212,7 +215,8 @@ def check_padding(config: PreTrainedConfig, attention_mask: Tensor) -> None:
 
 def _cache_checks(cache: ShardedCache, ids: Tensor) -> Iterator[Check]:
     """Yield what holds of a cache for this batch."""
-    is_cache, fix = isinstance(cache, ShardedCache), "pass attnmesh.hf.ShardedCache(model.config, mesh)"
+    is_cache = isinstance(cache, ShardedCache)
+    fix = "pass attnmesh.hf.ShardedCache(model.config, mesh)"
     yield is_cache, KernelError, "generate cache", "a ShardedCache", type(cache).__name__, fix
     cached = cache.batch_size if cache.get_seq_length() else len(ids)
     given, expected = f"{len(ids)} and {cached} in the cache", "as many sequences as the cache holds"
@@ -221,17 +225,21 @@ def _cache_checks(cache: ShardedCache, ids: Tensor) -> Iterator[Check]:
 
 def _prompt_checks(model: PreTrainedModel, ids: Tensor, attention_mask: Tensor | None) -> Iterator[Check]:
     """Yield what holds of token ids that fit the model, and of a matching mask."""
-    config, subject = model.config.get_text_config(decoder=True), "generate input_ids"
+    config = model.config.get_text_config(decoder=True)
+    subject = "generate input_ids"
     valid = isinstance(ids, Tensor) and ids.ndim == 2 and ids.dtype == torch.int64
     yield valid, DtypeError, subject, "int64 token ids (batch, length)", type_and_shape(ids), USE_TOKENIZER
     yield ids.numel() > 0, ShapeError, subject, "at least one token", "an empty prompt", "begin with a token"
     words = getattr(model.get_input_embeddings(), "num_embeddings", config.vocab_size)
     first, last = (int(end) for end in ids.aminmax())
-    expected, fits = f"tokens from 0 to {words - 1}, the model's vocabulary", first >= 0 and last < words
+    expected = f"tokens from 0 to {words - 1}, the model's vocabulary"
+    fits = first >= 0 and last < words
     yield fits, ArgumentError, subject, expected, first if first < 0 else last, "use the tokenizer of this model"
     longest = None if rope_regime(config, 0) else getattr(config, "max_position_embeddings", None)
-    expected, length = f"at most {longest} tokens, the model's context", ids.shape[1]
-    fits, fix = longest is None or length <= longest, "shorten the prompt, or use a model with a longer context"
+    expected = f"at most {longest} tokens, the model's context"
+    length = ids.shape[1]
+    fits = longest is None or length <= longest
+    fix = "shorten the prompt, or use a model with a longer context"
     yield fits, ShapeError, subject, expected, length, fix
     if attention_mask is None:
         return

@@ -57,7 +57,8 @@ def prefill(
     2
     """
     model = unwrap(model)
-    mesh, options = Mesh.of(getattr(cache, "mesh", None)), {"chunk_size": chunk_size, **without_absent(images)}
+    mesh = Mesh.of(getattr(cache, "mesh", None))
+    options = {"chunk_size": chunk_size, **without_absent(images)}
     agree_on_call(mesh, model, input_ids, attention_mask, cache, options)
     images, _ = split_images(model, options)
     prompt = begin_prompt(mesh, model, input_ids, attention_mask, images)
@@ -93,7 +94,8 @@ def prefill_rest(
     after: Callable[[int], None] | None = None,
 ) -> None:
     """Compute the prompt after the cached tokens, chunk by chunk, in the cache's block-cyclic layout."""
-    start, padded = cache.get_seq_length(), prompt.token_mask is not None
+    start = cache.get_seq_length()
+    padded = prompt.token_mask is not None
     if chunk_size is None and (start or padded or cache.head_ranks > 1):
         chunk_size = default_size(cache.config)
     for stop in prefill_chunks(model, prompt, cache, lambda: chunk_size or prompt.ids.shape[1]):
@@ -106,9 +108,11 @@ def crop_to_shared_prefix(model: PreTrainedModel, prompt: Prompt, cache: Sharded
     if cache.folder is not None:
         cache.folder.identify(lambda: identify_model(model))
     cache.truncate_to_shortest()
-    length, ids = cache.get_seq_length(), prompt.ids
+    length = cache.get_seq_length()
+    ids = prompt.ids
     tokens = ids.shape[1] if prompt.mask is None else int(prompt.mask.sum(1).max())
-    cached_rope, cache.rope = cache.rope, rope_regime(cache.config, tokens, rope_growth(model))
+    cached_rope = cache.rope
+    cache.rope = rope_regime(cache.config, tokens, rope_growth(model))
     if cache.rope and cached_rope != cache.rope and length:
         cache.crop(-length)  # the rope of this prompt differs from the rope of the cached keys
         return 0

@@ -50,7 +50,8 @@ class SharedExperts:
         _, choices = experts.unique_consecutive(return_counts=True)
         edges = [0, *choices.cumsum(0).tolist()]
         parts = [Axis(self.axis.size, rank).slice_of(len(choices)) for rank in range(self.axis.size)]
-        counts, own = [edges[one.stop] - edges[one.start] for one in parts], parts[self.axis.index]
+        counts = [edges[one.stop] - edges[one.start] for one in parts]
+        own = parts[self.axis.index]
         mine = order[edges[own.start] : edges[own.stop]]
         results = tokens.new_empty(0, tokens.shape[1])
         if len(mine):  # each choice as a token of its own

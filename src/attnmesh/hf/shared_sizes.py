@@ -53,7 +53,8 @@ def _outputs_of_calls(layers: Mapping[str, nn.Module]) -> list[int]:
     Layers of one module that take as many columns are one call, but for its last, which takes what the others make.
     """
     found: list[int] = []
-    last, before = {name.rpartition(".")[0]: name for name in layers}, None
+    last = {name.rpartition(".")[0]: name for name in layers}
+    before = None
     for name, layer in layers.items():
         module = name.rpartition(".")[0]
         outputs, columns = weights_of(layer)[0].shape

@@ -69,7 +69,8 @@ def share_weights(model: Any, mesh: DeviceMesh | None) -> Any:
     >>> share_weights(model, None) is model
     True
     """
-    inner, axes = unwrap(model), Mesh.of(mesh)
+    inner = unwrap(model)
+    axes = Mesh.of(mesh)
     layers, experts = dict[str, nn.Module](), list[nn.Module]()
     if isinstance(inner, PreTrainedModel):
         restore_shared(inner)
@@ -116,7 +117,8 @@ def shared_layers(model: PreTrainedModel) -> tuple[dict[str, Any], list[nn.Modul
 
     Weights on the meta device count as weights on a CPU.
     """
-    head, parts = model.get_output_embeddings(), family_of(model.config).parts
+    head = model.get_output_embeddings()
+    parts = family_of(model.config).parts
     alone = {name for name, part in parts.items() if part.is_alone}
     apart = [one for one in model.modules() if alone.intersection(kind.__name__ for kind in type(one).__mro__)]
     without = {id(inner) for one in apart for inner in one.modules()}
@@ -315,7 +317,8 @@ class SharedSteps:
 
     def _compute(self, layers: Sequence[SharedLayer], x: Tensor) -> Sequence[Tensor]:
         """Return the outputs of layers, each from one rank."""
-        kind, weights = (layers[0], len(layers)), [weights_of(layer) for layer in layers]
+        kind = (layers[0], len(layers))
+        weights = [weights_of(layer) for layer in layers]
         call = self.calls.get(kind)
         if call is not None and call.memories != [memory_of(*one) for one in weights]:
             self.calls.clear()  # weights have changed, and calls would keep the former ones

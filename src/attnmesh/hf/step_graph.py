@@ -121,7 +121,9 @@ class StepGraph:
 
     def _is_step(self, given: dict[str, Any]) -> bool:
         """Return whether these are inputs of a step over the cache, of which no more than logits are asked."""
-        ids, positions, options = given.get(TOKENS), given.get(POSITIONS), self._options(given)
+        ids = given.get(TOKENS)
+        positions = given.get(POSITIONS)
+        options = self._options(given)
         return (
             isinstance(ids, Tensor)
             and ids.shape[1:] == (1,)
@@ -172,7 +174,8 @@ class StepGraph:
     def _capture(self, given: dict[str, Any]) -> bool:
         """Capture a step, and return whether that can be done."""
         self.captures += 1
-        graph, self.ids = torch.cuda.CUDAGraph(), given[TOKENS].clone()
+        graph = torch.cuda.CUDAGraph()
+        self.ids = given[TOKENS].clone()
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         before = generator.clone_state()
         try:

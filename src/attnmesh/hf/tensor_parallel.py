@@ -109,12 +109,14 @@ class _Attention(NamedTuple):
 
 def _attentions(model: PreTrainedModel, rules: dict[str, str]) -> list[_Attention]:
     """Return the attention modules of a model."""
-    found, config = [], model.config.get_text_config(decoder=True)
+    found = []
+    config = model.config.get_text_config(decoder=True)
     for name, module in model.named_modules():
         q, k, o = (getattr(module, part, None) for part in ("q_proj", "k_proj", "o_proj"))
         if isinstance(q, nn.Linear) and isinstance(o, nn.Linear) and (k is None or isinstance(k, nn.Linear)):
             dim: int = getattr(module, "head_dim", None) or config.hidden_size // config.num_attention_heads
-            q_heads, kv_heads = config.num_attention_heads, 0 if k is None else k.out_features // dim
+            q_heads = config.num_attention_heads
+            kv_heads = 0 if k is None else k.out_features // dim
             is_gated, is_sharded = q.out_features != q_heads * dim, rules.get(f"{name}.q_proj") == "colwise"
             found.append(_Attention(name, module, q_heads, kv_heads, is_gated, is_sharded))
     return found
@@ -123,20 +125,24 @@ def _attentions(model: PreTrainedModel, rules: dict[str, str]) -> list[_Attentio
 def _check_heads(model: Any, mesh: DeviceMesh | None, output: str) -> None:
     """Raise unless the model's heads can be shared by the ranks of the mesh."""
     check_choice(f"{SUBJECT} output", output, OUTPUTS, 'use "replicated"')
-    fits, fix = mesh is None or (isinstance(mesh, DeviceMesh) and mesh.ndim == 1), 'slice one axis, as whole["tp"]'
+    fits = mesh is None or (isinstance(mesh, DeviceMesh) and mesh.ndim == 1)
+    fix = 'slice one axis, as whole["tp"]'
     require(fits, MeshError, f"{SUBJECT} mesh", "a DeviceMesh of one axis, or None", short(mesh), fix)
     check_model(model)
     sharded = any(isinstance(weight, DTensor) for weight in model.parameters())
     require(not sharded, ModelError, SUBJECT, "whole weights", "sharded ones", "load the model without sharding it")
-    quantized, fix = getattr(model, "hf_quantizer", None) is not None, "load the model in bfloat16"
+    quantized = getattr(model, "hf_quantizer", None) is not None
+    fix = "load the model in bfloat16"
     require(not quantized, ModelError, SUBJECT, "weights of floats", "quantized ones", fix)
-    config, ranks = model.config.get_text_config(decoder=True), 1 if mesh is None else mesh.size()
+    config = model.config.get_text_config(decoder=True)
+    ranks = 1 if mesh is None else mesh.size()
     if ranks == 1:
         return
     TENSOR_PARALLEL.check()
     fix = "leave tensor parallelism out: give all ranks to the keys axis"
     require(bool(model.tp_plan), KernelError, SUBJECT, "a model with a plan", f"{config.model_type} without one", fix)
-    plan, kind = _plan_of(model), f"{config.model_type}"
+    plan = _plan_of(model)
+    kind = f"{config.model_type}"
     attentions = _attentions(model, plan)
     if output == "heads":
         plain = attentions and latent_widths(config) is None and not any(one.is_gated for one in attentions)
@@ -182,7 +188,8 @@ def _without_numbers(name: str) -> str:
 
 def _plan_for(model: PreTrainedModel, ranks: int, output: str) -> tuple[dict[str, str], list[_Attention]]:
     """Return the style of each part that is sharded, and the layers of whose key heads each rank keeps one."""
-    plan, cut = _plan_of(model), []
+    plan = _plan_of(model)
+    cut = []
     for attention in _attentions(model, plan):
         if output == "heads":
             plan = _all_heads(plan, attention)
@@ -209,7 +216,8 @@ def _all_heads(plan: dict[str, str], attention: _Attention) -> dict[str, str]:
 
 def _tied_head(model: PreTrainedModel) -> tuple[str, str] | None:
     """Return the names of the embedding and the head if they have the same weights."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     if head is None or head.weight is not embedding.weight:
         return None
     names = {module: name for name, module in model.named_modules()}

@@ -52,7 +52,9 @@ def runs_of(
     query: DecodeQuery, views: Sequence[CacheView], selected: Selection | None = None, *, in_place: bool = False
 ) -> list[SlotRun]:
     """Return the runs of a cache of all rows, or of a cache for each row. A run `in_place` has all slots of a piece."""
-    runs, q, mask = list[SlotRun](), query.q, query.mask
+    runs = list[SlotRun]()
+    q = query.q
+    mask = query.mask
     is_one = q.shape[2] == 1 and query.key_lengths is None and query.partial_block is None and not mask.ends
     for index, view in enumerate(views):
         sequences = slice(index, index + 1) if len(views) > 1 else ALL
@@ -80,7 +82,9 @@ def _of_tokens(query: DecodeQuery, sequences: slice, piece: CacheView) -> list[S
     length, used, *_ = piece.state.tolist()
     if not used:
         return []
-    mask, count, is_biased = query.mask, query.q.shape[2], query.q.shape[3] > piece.keys.shape[3]
+    mask = query.mask
+    count = query.q.shape[2]
+    is_biased = query.q.shape[3] > piece.keys.shape[3]
     is_plain = query.key_lengths is None and query.partial_block is None and not is_biased
     if is_plain and count <= MAX_COUNTED_QUERIES and mask.is_causal and mask.is_by_distance and mask.left >= length:
         newest = piece.token_index[max(used - count, 0) : used].tolist()
@@ -115,9 +119,13 @@ def _of_sequences(query: DecodeQuery, piece: CacheView, padding: Padding) -> lis
     length, used, *_ = piece.state.tolist()
     tokens = torch.arange(length - query.q.shape[2], length, device=padding.positions.device)
     real, queries = padding.last(tokens)
-    real, queries, positions, runs = real.cpu(), queries.cpu(), padding.positions[:, :used].cpu(), list[SlotRun]()
+    real = real.cpu()
+    queries = queries.cpu()
+    positions = padding.positions[:, :used].cpu()
+    runs = list[SlotRun]()
     first, last = query.mask.bounds(queries)
-    is_one, is_biased = len(tokens) == 1 and query.key_lengths is None, query.q.shape[3] > piece.keys.shape[3]
+    is_one = len(tokens) == 1 and query.key_lengths is None
+    is_biased = query.q.shape[3] > piece.keys.shape[3]
     if query.key_lengths is not None:
         last = torch.minimum(last, query.key_lengths.cpu()[:, None] - 1)
     seen = positions >= first[:, :1]
@@ -160,7 +168,8 @@ def _selected(query: DecodeQuery, view: CacheView, piece: CacheView, selection: 
     Tokens are selected by their number in the cache, padding included; masks and `key_lengths` count the real ones.
     """
     first, last = view.bounds(query.q.shape[2], query.mask)
-    here, lengths = piece.held(), query.key_lengths
+    here = piece.held()
+    lengths = query.key_lengths
     slots = here.keys.shape[2]
     if here.padding is None or view.padding is None:
         keys = SelectedKeys(selection, first[0], last[0], here.token_index, lengths)
@@ -214,7 +223,8 @@ class CachedAttention:
                 total if query.other_keys is None else copy_into(merge_partials([total, query.other_keys]), query.into)
             )
         q = query.q if query.q.stride(-1) == 1 else query.q.contiguous()
-        runs, bound = runs_of(query, views, selected), self.bound_kernels.get(q.shape) or self._bound(q, views[0])
+        runs = runs_of(query, views, selected)
+        bound = self.bound_kernels.get(q.shape) or self._bound(q, views[0])
         total = query.into or (self._blank(q) if bound is None else bound.blank())
         if len(runs) == 1 and query.partial_block is None and runs[0].sequences is ALL and runs[0].hidden is None:
             _, piece, start, stop, seen, *_ = run = runs[0]
@@ -256,7 +266,8 @@ class CachedAttention:
             total.lse.fill_(-torch.inf)
         for group in groups:
             sequences, hidden = group[0].sequences, group[0].hidden
-            q, into = query.q[sequences], Partial(total.out[sequences], total.lse[sequences])
+            q = query.q[sequences]
+            into = Partial(total.out[sequences], total.lse[sequences])
             if query.partial_block is not None:
                 copy_into(self._attend_blocks(q, group, query.partial_block), into)
             elif len(group) == 1:
@@ -317,14 +328,16 @@ class CachedAttention:
     def _bound(self, q: Tensor, view: CacheView) -> BoundKernel | None:
         """Return the launch of queries of this shape."""
         if q.shape not in self.bound_kernels:
-            kernel, plain = self.cache_kernel.kernel, storage_of(view.keys) is None
+            kernel = self.cache_kernel.kernel
+            plain = storage_of(view.keys) is None
             served = plain or kernel.reads_8_bits
             self.bound_kernels[q.shape] = kernel.bind(q, *view.unscaled, self.cache_kernel.scaling) if served else None
         return self.bound_kernels[q.shape]
 
     def _blank(self, q: Tensor) -> Partial:
         """Return memory for a partial."""
-        dtype, shape = sum_dtype(q.dtype), q.shape[:-1]
+        dtype = sum_dtype(q.dtype)
+        shape = q.shape[:-1]
         return Partial(q.new_empty((*shape, self.cache_kernel.value_dim), dtype=dtype), q.new_empty(shape, dtype=dtype))
 
 
@@ -362,7 +375,8 @@ def _blocks(run: CacheKernel, q: Tensor, keys: Tensor, values: Tensor, band: Ban
     count = -(-used // block)
     out = q.new_zeros((count, *q.shape[:-1], run.value_dim), dtype=sum_dtype(q.dtype))
     lse = q.new_full((count, *q.shape[:-1]), -torch.inf, dtype=sum_dtype(q.dtype))
-    first, last = -(-int(band.low[-1]) // block), int(band.high[0]) // block
+    first = -(-int(band.low[-1]) // block)
+    last = int(band.high[0]) // block
     whole = range(first, max(first, last))
     full = Band(torch.zeros(rows, dtype=torch.long), torch.full((rows,), block))
     for row in range(q.shape[0] if whole else 0):
@@ -373,7 +387,8 @@ def _blocks(run: CacheKernel, q: Tensor, keys: Tensor, values: Tensor, band: Ban
         row_q = q[row].expand(len(whole), *q.shape[1:])
         out[first:last, row], lse[first:last, row] = run(row_q, some_keys, some_values, full)
     for index in set(range(int(band.low[0]) // block, min(count, -(-int(band.high[-1]) // block)))) - set(whole):
-        start, stop = index * block, min(used, (index + 1) * block)
+        start = index * block
+        stop = min(used, (index + 1) * block)
         seen = band.within(start, stop)
         out[index], lse[index] = run(q, keys[:, :, start:stop], values[:, :, start:stop], seen)
     return Partial(out, lse)

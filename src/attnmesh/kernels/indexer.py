@@ -70,7 +70,8 @@ def indexer_top_k(
     queries, columns, at_once = _tile(operands, keys.keys, rows, k)
     found = list[Tensor]()
     for row in range(0, max(rows, 1), queries):
-        some, tiles = slice(row, row + queries), list[Tensor]()  # one at most: the best so far
+        some = slice(row, row + queries)
+        tiles = list[Tensor]()  # one at most: the best so far
         given = [x[:, some] for x in operands]
         for column in range(0, max(count, 1), columns):
             part = slice(column, column + columns)

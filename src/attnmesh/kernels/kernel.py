@@ -31,7 +31,8 @@ class Need(NamedTuple):
         q: Tensor, k: Tensor, v: Tensor, scaling: Scaling, positions: tuple[Tensor | None, Tensor | None] | None = None
     ) -> "Need":
         """Return the need of such tensors. Positions are 0, 1, 2, ... if one of `positions` is None."""
-        rows, width = q.shape[1] // max(1, k.shape[1]) * q.shape[2], max(q.shape[3], v.shape[3])
+        rows = q.shape[1] // max(1, k.shape[1]) * q.shape[2]
+        width = max(q.shape[3], v.shape[3])
         need = Need(q.device, k.dtype, rows, width, scaling.capped, q.shape[3] != k.shape[3])
         if positions is None or not need.biased:
             return need

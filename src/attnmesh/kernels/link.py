@@ -36,7 +36,8 @@ class DeviceLink:
     """The way to one device."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.stream = device, torch.cuda.Stream(device)
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
         self.buffers: list[Buffer] = []
 
     def bring(self, piece: CacheView, start: int, stop: int) -> Iterator[CacheView]:
@@ -45,13 +46,15 @@ class DeviceLink:
         A part is valid until the next one is asked for.
         """
         rows = [piece.keys] if is_prefix(piece.values, piece.keys) else [piece.keys, piece.values]
-        step, current = _slots_of_part(rows), torch.cuda.current_stream(self.device)
+        step = _slots_of_part(rows)
+        current = torch.cuda.current_stream(self.device)
         for number, first in enumerate(range(start, stop, step)):
             last = min(stop, first + step)
             some = slice(first, last + 1)  # one more slot follows, as kernels expect
             tensors = [torch.tensor([int(piece.state[0]), last - first]), piece.token_index[some]]
             tensors += [x[:, :, some] for x in rows]
-            buffer, offsets = self._buffer(number % 2, tensors), _offsets(tensors, self.device)
+            buffer = self._buffer(number % 2, tensors)
+            offsets = _offsets(tensors, self.device)
             buffer.copied.synchronize()
             for x, to in zip(tensors, _views(buffer.host, tensors, offsets), strict=True):
                 to.copy_(x)

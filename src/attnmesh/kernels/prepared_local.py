@@ -70,7 +70,8 @@ class PreparedLocal(NamedTuple):
     @staticmethod
     def of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scaling: Scaling, kernel: str) -> "PreparedLocal":
         """Prepare a call that was checked."""
-        chosen, keys = choose(Need.of(q, k, v, scaling), kernel), k.shape[2]
+        chosen = choose(Need.of(q, k, v, scaling), kernel)
+        keys = k.shape[2]
         sees_all = mask == Full() and q.shape[2] > 0 and keys > 0
         band = None if sees_all else whole_band(mask, q.shape[2], keys)
         bound = chosen.bind(q, k, v, scaling)

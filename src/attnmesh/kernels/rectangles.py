@@ -147,7 +147,8 @@ def tiles(band: Band, rows: int, keys: int) -> list[Rectangle]:
     """Return the same pairs in tiles of few rows and keys, for a kernel that needs memory for each pair."""
     found = []
     for tile in _tiles(band, 0, len(band.low), rows):
-        bounds, width = tile.bounds(), tile.keys.stop - tile.keys.start
+        bounds = tile.bounds()
+        width = tile.keys.stop - tile.keys.start
         for start in range(0, width, keys):
             stop = min(start + keys, width)
             full = bounds.low[-1] <= start and stop <= bounds.high[0]
@@ -201,7 +202,9 @@ def backward_rectangles(
 
 def _runs(band: Band) -> Iterator[tuple[int, int, int]]:
     """Yield (kind, start, stop): rows joined by links of one kind, and the rows between them as `MASKED`."""
-    rows, row, link = len(band.low), 0, 0
+    rows = len(band.low)
+    row = 0
+    link = 0
     kinds, counts = _links(band)
     for kind, count in zip(kinds, counts, strict=True):
         link += count

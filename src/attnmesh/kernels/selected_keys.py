@@ -92,7 +92,8 @@ class SelectedTile(NamedTuple):
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the tile's rows of keys or values, (heads * queries, keys, width)."""
-        index, some = self.rows.flatten(), x[self.sequence, self.heads]
+        index = self.rows.flatten()
+        some = x[self.sequence, self.heads]
         rows = x.new_empty(len(some), len(index), x.shape[-1])
         for head, into in zip(some, rows, strict=True):
             torch.index_select(head, 0, index, out=into)

@@ -95,10 +95,8 @@ def by_residue(blocks: Partial, first: int | Tensor) -> Partial:
     count = len(blocks.lse)
     size = 1 << (count - 1).bit_length()
     residues = (first + torch.arange(count, device=blocks.lse.device)) % size
-    out, lse = (
-        blocks.out.new_zeros(size, *blocks.out.shape[1:]),
-        blocks.lse.new_full((size, *blocks.lse.shape[1:]), -torch.inf),
-    )
+    out = blocks.out.new_zeros(size, *blocks.out.shape[1:])
+    lse = blocks.lse.new_full((size, *blocks.lse.shape[1:]), -torch.inf)
     return Partial(out.index_copy_(0, residues, blocks.out), lse.index_copy_(0, residues, blocks.lse))
 
 

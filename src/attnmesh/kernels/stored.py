@@ -75,15 +75,18 @@ class CacheKernel(NamedTuple):
         if bound is None:
             return None
         q = q if q.stride(-1) == 1 else q.contiguous()
-        into, bounds = bound.blank(), band and Band(band.low.contiguous(), band.high.contiguous())
+        into = bound.blank()
+        bounds = band and Band(band.low.contiguous(), band.high.contiguous())
         return into if bound.run(q, *numbers, into, bounds) else None
 
     def _attend_tiles(self, q: Tensor, keys: Tensor, values: Tensor, band: Band | None, counts: KeyCounts) -> Partial:
         """Return the merge of the partials of tiles of rows."""
-        total, storage = None, storage_of(keys)
+        total = None
+        storage = storage_of(keys)
         assert storage is not None
         for start in range(0, keys.shape[2], TILE):
-            stop, inside = min(start + TILE, keys.shape[2]), None
+            stop = min(start + TILE, keys.shape[2])
+            inside = None
             if band is not None:
                 inside = band.within(start, stop)
                 if not bool((inside.low < inside.high).any()):

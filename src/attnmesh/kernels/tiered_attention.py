@@ -98,12 +98,11 @@ class TieredAttention(CachedAttention):
         if slots < FEWEST:
             return False
         row = sum(x[:, :, :1].nbytes for x in (tier.keys, tier.values))
-        sample, asked = (
-            tier.first(min(slots, max(FEWEST, SAMPLE // row))),
-            query._replace(mask=Causal(), key_lengths=None),
-        )
+        sample = tier.first(min(slots, max(FEWEST, SAMPLE // row)))
+        asked = query._replace(mask=Causal(), key_lengths=None)
         # Launches that are prepared for a step have its mask, so the sample has launches of its own.
-        other, moved = TieredAttention(*self.cache_kernel), asked._replace(q=asked.q.cpu())
+        other = TieredAttention(*self.cache_kernel)
+        moved = asked._replace(q=asked.q.cpu())
         seconds = [
             _seconds(lambda: other._attend_on_host(moved, sample), asked.q),
             _seconds(lambda: other._attend_brought(asked, asked, sample), asked.q),

@@ -61,14 +61,17 @@ class Cluster:
             count = check_count(f"Cluster {name}", getattr(self, name), fix, error=ClusterError)
             object.__setattr__(self, name, count)
         for name, kind in (("device", Device), ("inside", Link), ("between", Link)):
-            given, expected = getattr(self, name), f"a {kind.__name__}"
+            given = getattr(self, name)
+            expected = f"a {kind.__name__}"
             fix = f"pass {expected}, as Cluster.preset does"
             require(isinstance(given, kind), ClusterError, f"Cluster {name}", expected, type(given).__name__, fix)
         for count, link, where in ((self.hosts, self.between, "between hosts"), (self.ranks, self.inside, "in a host")):
-            fits, expected = count == 1 or link != NO_LINK, f"links {where} for {count} of them"
+            fits = count == 1 or link != NO_LINK
+            expected = f"links {where} for {count} of them"
             fix = "pass a Link with their rates, or keep the counts that were measured"
             require(fits, ClusterError, f"Cluster {self.name}", expected, "none", fix)
-        given, fix = repr(self.short_collectives), 'pass "ring" for gloo, "tree" for NCCL'
+        given = repr(self.short_collectives)
+        fix = 'pass "ring" for gloo, "tree" for NCCL'
         fits = self.short_collectives in ("tree", "ring")
         require(fits, ClusterError, "Cluster short_collectives", "tree or ring", given, fix)
 

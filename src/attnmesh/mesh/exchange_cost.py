@@ -91,7 +91,8 @@ def attention_seconds(way: Way, work: LayerWork, cluster: Cluster) -> float:
 
 def attention_cost(way: Way, work: LayerWork, cluster: Cluster) -> Cost:
     """Return the cost of one layer, without its memory."""
-    job, total = LayerJob.of(way, work, cluster), Cost()
+    job = LayerJob.of(way, work, cluster)
+    total = Cost()
     add_agreement(way, cluster, total)
     if work.latent is not None and not work.backward:
         total.add_stage("kernel", _expansion(way, work, cluster.device))
@@ -107,7 +108,8 @@ def layer_memory(way: Way, work: LayerWork, key_layers: int = 1, query_layers: i
     """
     tokens = work.batch * work.length / way.shape.ranks
     k, columns = work.travelling
-    q, width = work.q_heads, work.head_dim + work.value_dim
+    q = work.q_heads
+    width = work.head_dim + work.value_dim
     queries, keys = q * (width * work.itemsize + work.sum_itemsize), k * columns * work.itemsize
     peak = peak_activations(way.shape, q, k, EXCHANGES[way.exchange]) * work.sum_itemsize * width / 2
     expanded = EXPANDED_BYTES if work.latent is not None and not work.backward else 0
@@ -213,7 +215,8 @@ class LayerJob:
         pairs = self._attended(pairs)
         shares = self.share(), 1 / self.way.shape.heads
         most, mean = (pair * n * share for n, share in zip(pairs, shares, strict=True))
-        device, further = self.cluster.device, self.runs - 1
+        device = self.cluster.device
+        further = self.runs - 1
         launches = self.groups * (device.call + further * (device.call if device.run is None else device.run))
         return max(mean - head_start, most / device.alone) + launches + min(1, further) * self.sum(one.columns)
 
@@ -364,7 +367,8 @@ def _add_ring(job: LayerJob, one: Pass, rows: Transfer, total: Cost) -> None:
     """
     steps = [job.kernel(pairs, one) for pairs in job.traffic.steps]
     steps = [steps[0], *(step + job.sum(one.columns) for step in steps[1:])]  # all but the first add to a running sum
-    further, groups = len(steps) - 1, job.groups
+    further = len(steps) - 1
+    groups = job.groups
     hops = [Transfer(job.traffic.hop, one.keys, further), Transfer(job.traffic.hop_back, one.keys_back, further)]
     hops = hops if one.keys_back else hops[:1]
     others = (1 - 1 / groups) / further
@@ -376,12 +380,14 @@ def _add_ring(job: LayerJob, one: Pass, rows: Transfer, total: Cost) -> None:
 
     job.exchanged(hops, total)
     keys_hop = beside(hops[:1])
-    overlapped, last = [keys_hop] * further, 0.0
+    overlapped = [keys_hop] * further
+    last = 0.0
     if one.keys_back:
         # Keys travel during each step but the last. The gradients of step 2 travel during step 3, and so on.
         gradients_hop = beside(hops[1:])
         overlapped = [keys_hop, keys_hop, *[beside(hops)] * (further - 2), gradients_hop]
-        overlapped, last = overlapped[: further + (further > 1)], gradients_hop.seconds
+        overlapped = overlapped[: further + (further > 1)]
+        last = gradients_hop.seconds
     waits = (job.waiting(hop, step / groups) for hop, step in zip(overlapped, steps, strict=False))
     total.add_stage("gather", job.exchanged([rows], total).of_group(groups).seconds)
     total.add_stage("kernel", sum(steps))
@@ -416,7 +422,8 @@ def peak_activations(shape: Shape, q_heads: int, kv_heads: int, exchange: Exchan
     at_once = 1 if exchange.ring else rows
     row = share * columns * q
     standing = (q + 2 * k) * (1 + share * (groups > 2)) + row * (3 if columns > 1 else 1)
-    made, gathered = row + share * 2 * at_once * k, share * 2 * at_once * k if rows > 1 else 0
+    made = row + share * 2 * at_once * k
+    gathered = share * 2 * at_once * k if rows > 1 else 0
     back = share * (2 * columns - 1) * q if columns > 1 else 0
     coming = share * (2 * columns * q * (columns > 1) + 2 * rows * k * (rows > 1)) if groups > 1 else 0
     in_flight = 0.0

@@ -86,8 +86,10 @@ def add_collective(stage: str, group: MergeGroup, size: float, passes: int, clus
     The first link costs a latency, each further link a step. Some backends all-reduce short messages by a tree.
     """
     hosts = group.ranks // group.near
-    steps, crossing = passes * (group.ranks - 1), hosts if hosts > 1 else 0
-    link, inside = (cluster.between if crossing else cluster.inside), cluster.inside.collective_step
+    steps = passes * (group.ranks - 1)
+    crossing = hosts if hosts > 1 else 0
+    link = cluster.between if crossing else cluster.inside
+    inside = cluster.inside.collective_step
     parts = group.groups * steps
     messages = min(SEGMENTS, size / ELEMENT) * parts * crossing
     total.add_traffic(parts * (group.ranks - crossing) * size, parts * crossing * size, messages)

@@ -95,13 +95,16 @@ class Link:
 def _check_numbers(value: Device | Link) -> None:
     """Raise unless each field is a number within its limits, or None where None is the default."""
     for field in fields(value):
-        given, subject = getattr(value, field.name), f"{type(value).__name__} {field.name}"
+        given = getattr(value, field.name)
+        subject = f"{type(value).__name__} {field.name}"
         if given is None and field.default is None:
             continue
         least, most, fix = 1.0, BOUNDLESS, "measure it with attnmesh probe"
         expected = f"a rate or size of 1 to {most:.0e}"
         if field.name in TIME_FIELDS:
-            least, most, fix = 0.0, DAY, f"{fix}, or leave it at 0"
+            least = 0.0
+            most = DAY
+            fix = f"{fix}, or leave it at 0"
             expected = f"seconds, 0 to {most:,}"
         if not isinstance(given, int | float) or isinstance(given, bool) or not least <= given <= most:
             raise ClusterError(subject, expected, f"{given!r:.40}", fix)

@@ -150,7 +150,8 @@ class Problem:
         """Return the problem of a code from `to_code`."""
         layout, code = layout_from_code(code)
         key_layout, (length, key_length, count, *rest) = layout_from_code(code)
-        mask, shard_of_rank = Mask.from_code(rest[count:]), tuple(rest[:count])
+        mask = Mask.from_code(rest[count:])
+        shard_of_rank = tuple(rest[:count])
         return Problem(mask, shape, layout, key_layout, length, key_length, shard_of_rank)
 
     def shard(self, index: int) -> int:
@@ -242,7 +243,8 @@ def _ring_steps(problem: Problem, r: int, c: int) -> Iterator[ExchangeStep]:
     before, after = (r - 1) % size, (r + 1) % size
     for t in range(size):
         owner, last_reader = (r - t) % size, (r + t) % size
-        keys, sent_owner = held[owner][t], (owner + 1) % size  # the next rank gets what this one held before
+        keys = held[owner][t]
+        sent_owner = (owner + 1) % size  # the next rank gets what this one held before
         forwarded = torch.searchsorted(held[sent_owner][t - 1], held[sent_owner][t]) if t else nothing
         yield ExchangeStep(
             send=_selections([(after, forwarded)]),

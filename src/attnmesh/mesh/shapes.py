@@ -76,7 +76,8 @@ def check_heads_axis(subject: str, shape: Shape, kv_heads: int) -> None:
     """Raise unless each rank along the heads axis gets a key head in prefill and training."""
     given = f"{kv_heads} key heads and a heads axis of {shape.heads}"
     fix = f"shorten it to at most {kv_heads} ranks, and give the others to the queries or the keys axis"
-    fits, expected = kv_heads >= shape.heads, "at least one key head a rank of the heads axis"
+    fits = kv_heads >= shape.heads
+    expected = "at least one key head a rank of the heads axis"
     require(fits, ShapeError, subject, expected, given, fix)
 
 

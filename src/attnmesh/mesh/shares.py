@@ -29,7 +29,8 @@ def check_shares(subject: str, shares: object, ranks: int, *, auto: bool = True)
     require(
         fits, ShapeError, f"{subject} shares", expected, repr(shares), "leave a rank without tokens out of the mesh"
     )
-    fits, expected = max(numbers) <= MAX_RATIO * min(numbers), f"numbers of which none is {MAX_RATIO} times another"
+    fits = max(numbers) <= MAX_RATIO * min(numbers)
+    expected = f"numbers of which none is {MAX_RATIO} times another"
     require(fits, ShapeError, f"{subject} shares", expected, repr(shares), "leave the rank of the least one out")
     return numbers
 
@@ -51,7 +52,8 @@ def recommended_shares(rates: Sequence[float], memory: Sequence[float] = (), nee
     most = {rank: OF_MEMORY * free / needed for rank, free in enumerate(memory)} if needed else {}
     if sum(most.values()) < 1:
         most = {}
-    found, left = dict[int, float](), 1.0
+    found = dict[int, float]()
+    left = 1.0
     while True:
         whole = sum(parts.values())
         full = [rank for rank, rate in parts.items() if rank in most and left * rate / whole > most[rank]]

@@ -126,7 +126,8 @@ def _count_exchanges(problem: Problem, tile: Shape) -> PlannedTraffic:
         _shift(on, at[t], at[t + 1], across) + _shift(ring[:, :, t] - on, at[t], source, across)
         for t, on in zip(range(1, size), further, strict=True)
     ]
-    whole, steps = pairs.sum(1), [pairs[source, (source - t) % size] for t in range(size)]
+    whole = pairs.sum(1)
+    steps = [pairs[source, (source - t) % size] for t in range(size)]
     return PlannedTraffic(
         rows=_flow([_lines(rows, down)], problem.shape.keys - 1, tile),
         both_ways=_flow([_lines(rows + rows.mT, down)], problem.shape.keys - 1, tile),
@@ -275,5 +276,7 @@ def _load(both: Tensor, tile: Shape) -> Load:
     """Return the mean load of exchanges, from counts (exchange, (out, in, messages), r, c)."""
     both, messages = both[:, :2], both[:, 2].sum((1, 2)).mean()
     hosts = both.unflatten(2, (-1, tile.queries)).unflatten(4, (-1, tile.keys)).sum((3, 5))
-    total, rank, host = both[:, 0].sum((1, 2)), both.flatten(1).amax(1), hosts.flatten(1).amax(1)
+    total = both[:, 0].sum((1, 2))
+    rank = both.flatten(1).amax(1)
+    host = hosts.flatten(1).amax(1)
     return Load(float(total.mean()), float(rank.mean()), float(host.mean()), float(messages))

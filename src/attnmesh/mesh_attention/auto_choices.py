@@ -66,7 +66,8 @@ def price(layout: Layout | str, mask: Mask, length: int, mesh: Mesh, heads: tupl
     cluster, tile = surroundings(mesh, torch.device(mesh.device_type))
     q_heads, kv_heads, width = heads
     kv_heads = math.lcm(kv_heads, mesh.shape.heads)
-    q_heads, dtype = math.lcm(q_heads, kv_heads), torch.bfloat16 if mesh.device_type == "cuda" else torch.float32
+    q_heads = math.lcm(q_heads, kv_heads)
+    dtype = torch.bfloat16 if mesh.device_type == "cuda" else torch.float32
     work = LayerWork(q_heads, kv_heads, width, width, length=length, itemsize=dtype.itemsize, mask=mask)
 
     def seconds(layout: Layout) -> float:

@@ -68,7 +68,10 @@ class ContextParallel(ParallelStyle):
             check_mask(f"{SUBJECT} mask", mask)
         check_layout(f"{SUBJECT} layout", layout, auto=True)
         check_auto(SUBJECT, layout, mask, ranks=2)  # on one rank too: a style is for meshes
-        self.mask, self.layout, self.shape, self.heads = mask, layout, shape, (q_heads, kv_heads)
+        self.mask = mask
+        self.layout = layout
+        self.shape = shape
+        self.heads = (q_heads, kv_heads)
         self.length, self.exchange = length, exchange
         self.meshes: dict[DeviceMesh, DeviceMesh] = {}
 
@@ -113,7 +116,8 @@ class ContextParallel(ParallelStyle):
         require(attn_mask is None, MaskError, f"{SUBJECT} attn_mask", "no mask tensor", short(attn_mask), fix)
         fix = "set dropout to 0"
         require(not dropout_p, KernelError, f"{SUBJECT} dropout_p", "attention without dropout", dropout_p, fix)
-        grouped, fix = query.shape[1] != key.shape[1], "pass enable_gqa=True, or repeat the key heads"
+        grouped = query.shape[1] != key.shape[1]
+        fix = "pass enable_gqa=True, or repeat the key heads"
         given = f"{query.shape[1]} and {key.shape[1]}"
         fits = enable_gqa or not grouped
         require(fits, ArgumentError, SUBJECT, "as many key heads as query heads without enable_gqa", given, fix)

@@ -104,7 +104,8 @@ def forward(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None = None, own
         return task.swaps.to_heads((q, *kv), 1, group, into)
 
     value_dim = kv[-1].shape[-1] if task.projection is None else task.projection.value_dim
-    schedule, dtype = task.schedule, sum_dtype(q.dtype)
+    schedule = task.schedule
+    dtype = sum_dtype(q.dtype)
     # Memory for results is taken when the first are complete.
     total = cache(lambda: Partial(empty_length_major(q, value_dim), q.new_empty(q.shape[:-1], dtype=dtype)))
 
@@ -204,7 +205,8 @@ def _backward_heads(arrivals: Arrivals, task: Task, pending: "PendingReturns", o
     dq: Tensor | None = None
     coming: Callable[[], Tensors] | None = None  # gradients that earlier ranks computed for the keys of this step
     schedule = task.schedule
-    bands, attend = task.bands(arrivals.group), named(ATTENTION, backward_band) if is_profiled() else backward_band
+    bands = task.bands(arrivals.group)
+    attend = named(ATTENTION, backward_band) if is_profiled() else backward_band
     steps = zip(task.kernels, bands, task.counts, schedule.key_steps, schedule.gradient_steps, strict=True)
     for kernel, band, counts, step, onward in steps:
         keys, values = next(arrivals.kv_by_step)
@@ -230,7 +232,8 @@ class PendingReturns:
 
     def add(self, *more: Iterator[None]) -> None:
         """Finish the exchanges under way, and begin the next ones, those of `more` last."""
-        begun, self.under_way = (*self.under_way, *more), []
+        begun = (*self.under_way, *more)
+        self.under_way = []
         for each in begun:
             if next(each, DONE) is not DONE:  # its next exchange is under way
                 self.under_way.append(each)

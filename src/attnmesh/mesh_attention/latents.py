@@ -88,11 +88,9 @@ class Projection:
         size = max(1, EXPANDED_BYTES // max(1, per_query))
         for start in range(0, max(1, q.shape[2]), size):
             some = slice(start, start + size)
-            absorbed, keys, values = (
-                self.absorb(q[:, :, some]),
-                selected.of_queries(some),
-                latents[..., : self.latent_width],
-            )
+            absorbed = self.absorb(q[:, :, some])
+            keys = selected.of_queries(some)
+            values = latents[..., : self.latent_width]
             out, lse = attend_band(kernel, absorbed, latents, values, keys, scaling)
             parts.append(Partial(self.to(out.dtype).project(out), lse))
         return Partial(*(torch.cat(x, 2) for x in zip(*parts, strict=True)))

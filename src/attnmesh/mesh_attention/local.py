@@ -83,7 +83,8 @@ def attend(
     if others:
         others = without_redundant(others, mask)
     plain = q_positions is k_positions is key_lengths is distance_bias is None and selected is None and not others
-    options, signature = (mask, scale, softcap, kernel), None
+    options = (mask, scale, softcap, kernel)
+    signature = None
     if plain:
         signature = signature_of(q, k, v, None, options, any_keys=mask is FULL, with_grad=False)
     if (prepared := PREPARED_LOCAL.find(signature)) is not None:

@@ -133,7 +133,8 @@ def merge_op(
 ) -> tuple[Tensor, Tensor]:
     """Run the merge as an operator, which is one node of a compiled graph."""
     dtype = getattr(torch, wire) if wire else None
-    partial, axis = Partial(out, lse), Axis(size_and_index[0], size_and_index[1], group_named(group))
+    partial = Partial(out, lse)
+    axis = Axis(size_and_index[0], size_and_index[1], group_named(group))
     return _merge(merge_agreement(partial, axis, merge, output), partial, axis, merge, output, dtype)
 
 
@@ -215,7 +216,8 @@ def merge_as_one_call(partial: Partial, host_merge: HostMerge, text: str, output
 def check_partial(partial: Partial, wire: torch.dtype | None, base: str) -> None:
     """Raise unless `merge_across` serves these arguments."""
     fits = isinstance(partial, tuple) and len(partial) == 2 and all(isinstance(x, Tensor) for x in partial)
-    given, fix = type(partial).__name__, "pass what attend returned, or Partial(out, lse)"
+    given = type(partial).__name__
+    fix = "pass what attend returned, or Partial(out, lse)"
     require(fits, DtypeError, "merge_across", "a partial (out, lse)", given, fix)
     out, lse = partial
     check_tensor("merge_across out", out)
@@ -229,10 +231,8 @@ def check_partial(partial: Partial, wire: torch.dtype | None, base: str) -> None
     if out.ndim != 4 or lse.shape != out.shape[:-1]:
         expected, given = "out (batch, heads, length, dim) and its lse", f"{tuple(out.shape)} and {tuple(lse.shape)}"
         raise ShapeError("merge_across", expected, given, "put the heads before the length")
-    requires_grad, fix = (
-        out.requires_grad or lse.requires_grad,
-        "call it under torch.no_grad(), or train with attention",
-    )
+    requires_grad = out.requires_grad or lse.requires_grad
+    fix = "call it under torch.no_grad(), or train with attention"
     fits = not (torch.is_grad_enabled() and requires_grad)
     require(fits, KernelError, "merge_across", "a partial without gradients", "one with requires_grad=True", fix)
     check_dtype("merge_across wire", wire, "leave it out for float32")

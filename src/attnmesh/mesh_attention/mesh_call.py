@@ -38,7 +38,8 @@ class MeshCall(NamedTuple):
 
     def check_own_shard(self, queries: int, keys: int) -> None:
         """Raise unless this rank holds as many tokens as its layout gives it."""
-        problem, expected = self.problem, _shard_sizes(self.problem, self.problem.shard(self.mesh.shard))
+        problem = self.problem
+        expected = _shard_sizes(self.problem, self.problem.shard(self.mesh.shard))
         if (queries, keys) != expected:
             given = f"{queries} queries and {keys} keys"
             shape = (
@@ -104,13 +105,15 @@ class MeshCall(NamedTuple):
         tokens = steps.chunk.queries, steps.chunk.keys, steps.chunk.keys
         whole = zip((q, k, v), tokens, strict=True)  # of the whole chunk
         q, k, v = (x.new_empty(1).expand(*x.shape[:2], count, x.shape[3]) for x, count in whole)
-        queries, call = steps.query_step.positions, (q, k, v, self.scaling)
+        queries = steps.query_step.positions
+        call = (q, k, v, self.scaling)
         kernels = [choose(Need.of(*call, (queries, x.positions)), self.kernel) for x in steps.key_steps]
         return Task(mesh, steps, groups, kernels, self.scaling, [None] * len(steps.key_steps))
 
     def _selected(self, schedule: Schedule, key_lengths: Tensor | None, indices: Tensor) -> list[SelectedKeys]:
         """Return the keys of each step that this rank's queries select."""
-        queries, selection = schedule.query_step, Selection(indices, self.index_block)
+        queries = schedule.query_step
+        selection = Selection(indices, self.index_block)
         if len(queries.keep) < schedule.chunk.queries:  # the others see no key
             selection = selection.of_queries(on_device(queries.keep, indices.device))
         mask, positions = self.problem.mask, queries.positions

@@ -130,7 +130,8 @@ def _fake_outputs(q: Tensor, k: Tensor, v: Tensor, *mesh_call: Any) -> list[Tens
     mesh, problem, *_ = MeshCall.from_code(*mesh_call[3:])
     coordinate = mesh.queries.index, mesh.keys.index
     chunk = ChunkSize(problem.queries(*coordinate).shape[0], problem.keys(*coordinate).shape[0])
-    out, lse = empty_length_major(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=sum_dtype(q.dtype))
+    out = empty_length_major(q, v.shape[-1])
+    lse = q.new_empty(q.shape[:-1], dtype=sum_dtype(q.dtype))
     return [out, lse, *_blank_heads((q, k, v), chunk, mesh.heads)]
 
 

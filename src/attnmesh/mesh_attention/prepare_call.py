@@ -98,7 +98,8 @@ def _even_call(mesh: Mesh, call: Call, checked: bool | None) -> MeshCall:
 
 def _check_marks(mesh: Mesh, call: Call) -> None:
     """Raise for a shard that `shard` cut by another layout than the one named, for another mesh, or by another dim."""
-    options, marks = call.options, shard_marks()
+    options = call.options
+    marks = shard_marks()
     if not marks or not (id(call.q) in marks or id(call.k) in marks or id(call.v) in marks):
         return
     layouts = options.layout, options.key_layout, options.key_layout

@@ -29,10 +29,12 @@ class ShardMark(NamedTuple):
 
     def check(self, subject: str, layout: Layout | str, mask: Mask, mesh: Mesh, dim: int) -> None:
         """Raise unless the shard was cut like this."""
-        wanted, fix = unpriced_layout(layout, mask, mesh.ranks), "pass the layout that am.shard got"
+        wanted = unpriced_layout(layout, mask, mesh.ranks)
+        fix = "pass the layout that am.shard got"
         fits = wanted is None or wanted == self.layout
         require(fits, LayoutError, subject, f"a shard of {wanted}", f"one of {self.layout}", fix)
-        fits, fix = wanted is not None or self.mask in (None, mask), "pass one mask to am.shard and to this call"
+        fits = wanted is not None or self.mask in (None, mask)
+        fix = "pass one mask to am.shard and to this call"
         require(fits, LayoutError, subject, f'a shard of layout="auto" for {mask}', f"one for {self.mask}", fix)
         wanted_shard, own_shard = (f"shard {at.shard} of {at.ranks}" for at in (mesh, self.mesh))
         fix = "call am.shard with the mesh of this call"
@@ -75,7 +77,8 @@ def check_equal_cuts(subject: str, named: Mapping[str, object]) -> None:
     """Raise if these are shards of several layouts."""
     marks = _marks(named)
     given = ", ".join(f"{name} of {mark.layout}" for name, mark in marks.items())
-    fits, fix = len({mark.layout for mark in marks.values()}) < 2, "cut them with one layout"
+    fits = len({mark.layout for mark in marks.values()}) < 2
+    fix = "cut them with one layout"
     require(fits, LayoutError, subject, "shards of one layout", given, fix)
 
 

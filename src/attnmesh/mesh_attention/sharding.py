@@ -43,14 +43,17 @@ def shard(
     >>> shard(torch.arange(6), None, layout=am.Zigzag(), dim=0)
     tensor([0, 1, 2, 3, 4, 5])
     """
-    axes, seen = Mesh.of(mesh), FULL if mask is None else mask
+    axes = Mesh.of(mesh)
+    seen = FULL if mask is None else mask
     chooses = isinstance(layout, str) and not torch.compiler.is_compiling()
     with Agreement(axes, "shard", is_compared=chooses) as agreement:
         check_layout("shard layout", layout, auto=True)
         check_mask("shard mask", seen)
         check_auto("shard", layout, mask, axes.ranks)
-        dim, mark = _dim("shard", x, dim), shard_marks().get(id(x))
-        fits, fix = mark is None or not mark.cuts_again(axes, dim), "cut the whole tensor once"
+        dim = _dim("shard", x, dim)
+        mark = shard_marks().get(id(x))
+        fits = mark is None or not mark.cuts_again(axes, dim)
+        fix = "cut the whole tensor once"
         require(fits, LayoutError, "shard", "a whole tensor", "a shard of this mesh", fix)
         agreement.fields = {"tokens": x.shape[dim], "layout": layout, "mask": mask}
     check_mask("shard mask", seen, x.shape[dim])
@@ -89,7 +92,8 @@ def unshard(
     >>> unshard(torch.arange(6), None, layout=am.Zigzag(), dim=0)
     tensor([0, 1, 2, 3, 4, 5])
     """
-    axes, seen = Mesh.of(mesh), FULL if mask is None else mask
+    axes = Mesh.of(mesh)
+    seen = FULL if mask is None else mask
     with Agreement(axes, "unshard") as agreement:
         check_layout("unshard layout", layout, auto=True)
         check_mask("unshard mask", seen)
@@ -172,7 +176,8 @@ def _positions(layout: Layout, length: int, counts: list[int]) -> Tensor:
 
 def _warn_of_whole_tensors(x: Tensor, counts: list[int]) -> None:
     """Warn once if all ranks passed the same tokens, which are not all alike: shards of one sequence differ."""
-    own, ranks = counts[0], len(counts)
+    own = counts[0]
+    ranks = len(counts)
     if ranks == 1 or own < 2 or {*counts} != {own} or x.is_meta or x.numel() == 0:
         return
     some = x.view(ranks, own, -1)[:, :: max(1, own // 64)]

@@ -68,16 +68,19 @@ def best_op(candidates: Tensor, group: str, size_and_index: Sequence[int], uniqu
 def _check_candidates(scores: Tensor, indices: Tensor, k: int, unique: bool) -> None:
     """Raise unless `top_k_across` serves these arguments."""
     check_tensor("top_k_across scores", scores)
-    dtype, fix = str(scores.dtype).removeprefix("torch."), "pass the scores of this rank's keys, (..., n)"
+    dtype = str(scores.dtype).removeprefix("torch.")
+    fix = "pass the scores of this rank's keys, (..., n)"
     fits = dtype in DTYPES and scores.ndim > 0
     require(fits, DtypeError, "top_k_across scores", "a tensor of floats", type_and_shape(scores), fix)
-    fits, fix = not (torch.is_grad_enabled() and scores.requires_grad), "call it under torch.no_grad()"
+    fits = not (torch.is_grad_enabled() and scores.requires_grad)
+    fix = "call it under torch.no_grad()"
     require(fits, KernelError, "top_k_across scores", "a tensor without gradients", "one with requires_grad=True", fix)
     whole = isinstance(indices, Tensor) and indices.dtype in (torch.int32, torch.int64)
     subject, fix = "top_k_across indices", "pass the index of each key in the whole sequence"
     require(whole, DtypeError, subject, "a tensor of int32 or int64", type_and_shape(indices), fix)
     check_tensor(subject, indices)
-    fits, expected = indices.shape in (scores.shape, scores.shape[-1:]), f"shape {tuple(scores.shape)}, as the scores"
+    fits = indices.shape in (scores.shape, scores.shape[-1:])
+    expected = f"shape {tuple(scores.shape)}, as the scores"
     require(fits, ShapeError, subject, expected, f"{tuple(indices.shape)}", fix)
     check_one_device("top_k_across", {"scores": scores, "indices": indices})
     if indices.device.type == "cpu" and indices.numel() and may_compare(indices.device):
@@ -88,5 +91,6 @@ def _check_candidates(scores: Tensor, indices: Tensor, k: int, unique: bool) -> 
     if type(k) is not int:
         raise ShapeError("top_k_across k", "a whole number, 1 or more", repr(k), "count the keys to find as an int")
     check_count("top_k_across k", k, "find at least one key")
-    fits, fix = isinstance(unique, bool), "pass unique=True if one index has scores on several ranks"
+    fits = isinstance(unique, bool)
+    fix = "pass unique=True if one index has scores on several ranks"
     require(fits, ArgumentError, "top_k_across unique", "True or False", repr(unique), fix)

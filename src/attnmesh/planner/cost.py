@@ -14,7 +14,8 @@ from attnmesh.planner.workload import Workload
 
 def cost(way: Way, workload: Workload, cluster: Cluster) -> Cost:
     """Return the cost of all layers of a workload, run that way."""
-    decodes, selecting = workload.phase == "decode", workload.selecting
+    decodes = workload.phase == "decode"
+    selecting = workload.selecting
     total = Cost(memory=max(cached_bytes(way, workload)) if decodes else rank_memory(way, workload))
     if selecting:
         total.add(_one_layer(way, workload, cluster).of_layers(selecting))
@@ -41,7 +42,8 @@ def index_cost(way: Way, workload: Workload, cluster: Cluster) -> Cost:
     if workload.phase == "decode":
         total = selection_cost(way, workload, selected, cluster)
     else:
-        work, total = workload.one_layer, Cost()
+        work = workload.one_layer
+        total = Cost()
         job = LayerJob.of(way._replace(exchange="bulk"), work, cluster)
         pairs, width = workload.batch * job.traffic.pairs.most, selected.index_heads * selected.index_dim
         whole = LayerJob.of(job.way, replace(work, mask=Full()), cluster).traffic.columns

@@ -106,7 +106,8 @@ def add_outputs(shared: SharedLayers, ranks: int, rows: int, cluster: Cluster, t
             total.add_stage("outputs", one.seconds)
             total.add_traffic(one.inside, one.between, one.messages)
         return
-    exchanges, device = shared.exchanges(ranks, rows), cluster.device
+    exchanges = shared.exchanges(ranks, rows)
+    device = cluster.device
     received = OUTPUT_BYTES * rows * sum(shared.outputs) * (ranks - 1) / ranks
     waits = exchanges * cluster.inside.merge_latency
     total.add_stage("outputs", waits + received / (device.copy_rate or device.memory_rate))
@@ -115,7 +116,9 @@ def add_outputs(shared: SharedLayers, ranks: int, rows: int, cluster: Cluster, t
 
 def add_results(experts: Experts, ranks: int, size: float, cluster: Cluster, total: Cost) -> None:
     """Add the exchanges of results of experts, of so many bytes a layer: letters, which take many small calls."""
-    device, layers, received = cluster.device, experts.shared_layers, size * (ranks - 1) / ranks
+    device = cluster.device
+    layers = experts.shared_layers
+    received = size * (ranks - 1) / ranks
     link = cluster.inside if cluster.hosts == 1 else cluster.between
     rate = (device.copy_rate or device.memory_rate) if cluster.hosts == 1 else link.rate
     total.add_stage("results", layers * (MERGE_CALLS * device.call + link.merge_latency + received / rate))
@@ -130,9 +133,11 @@ def decode_cost(way: Way, workload: Workload, cluster: Cluster) -> Cost:
     queries = workload.q_len or 1
     rows = queries * workload.batch * workload.q_heads / shape.heads
     total = Cost()
-    seen, reads = _most_seen(way, workload, cluster), 1
+    seen = _most_seen(way, workload, cluster)
+    reads = 1
     if workload.selected is not None:  # each query reads its own
-        seen, reads = min(seen, ceil(workload.selected.tokens / group.ranks)), queries
+        seen = min(seen, ceil(workload.selected.tokens / group.ranks))
+        reads = queries
     read = reads * seen / workload.kept * workload.kept_bytes / workload.layers / shape.heads / device.memory_rate
     products = 2 * rows * seen * sum(workload.decoded) / device.forward_rate
     total.add_stage("kernel", device.call + max(read, products))
@@ -154,7 +159,9 @@ def decode_cost(way: Way, workload: Workload, cluster: Cluster) -> Cost:
 def selection_cost(way: Way, workload: Workload, selected: Selected, cluster: Cluster) -> Cost:
     """Return the cost of one indexer's step: each rank scores its index keys, and candidates merge along the tree."""
     group = MergeGroup(way.shape.ranks, way.tile.ranks)
-    total, device, queries = Cost(), cluster.device, workload.q_len or 1
+    total = Cost()
+    device = cluster.device
+    queries = workload.q_len or 1
     keys = workload.batch * _most_seen(way, workload, cluster)
     read = keys * selected.index_dim * workload.itemsize / device.memory_rate
     products = 2 * queries * selected.index_heads * keys * selected.index_dim / device.forward_rate
@@ -167,7 +174,8 @@ def selection_cost(way: Way, workload: Workload, selected: Selected, cluster: Cl
 def _most_seen(way: Way, workload: Workload, cluster: Cluster) -> int:
     """Return the tokens that the new queries see on the rank that takes longest, at the rate of the slowest rank."""
     first, _ = workload.mask.bounds(torch.tensor([max(0, workload.length - (workload.q_len or 1))]))
-    seen, shape = workload.length - int(first), way.shape
+    seen = workload.length - int(first)
+    shape = way.shape
     turns = turns_of(way)
     slower = [min(cluster.rates) / rate for rate in cluster.rates] if shape.heads == 1 and cluster.rates else []
     each = zip(turns, slower or [1.0] * len(turns), strict=True)
@@ -177,7 +185,8 @@ def _most_seen(way: Way, workload: Workload, cluster: Cluster) -> int:
 def _gather_heads(way: Way, size: float, cluster: Cluster, total: Cost) -> None:
     """Add an all-gather of heads, after a short message that compares the calls."""
     heads, near = way.shape.heads, way.tile.heads
-    link, ranks = (cluster.between if near < heads else cluster.inside), way.shape.ranks
+    link = cluster.between if near < heads else cluster.inside
+    ranks = way.shape.ranks
     transfer = max((heads - 1) * size / link.rate, (heads - near) * size * way.tile.ranks / link.host_rate)
     waits = link.merge_latency + link.latency + 2 * (heads - 2) * link.message
     total.add_stage("heads", 2 * cluster.device.call + waits + transfer)

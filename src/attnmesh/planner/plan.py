@@ -292,7 +292,8 @@ def plan(workload: Workload, cluster: Cluster, *, progress: Callable[[int, int],
     for number, way in enumerate(found, 1):
         shape, tile, layout, exchange = way
         price = cost(way, workload, cluster)
-        sent, parts = Bytes(price.inside, price.between), tuple(price.parts.items())
+        sent = Bytes(price.inside, price.between)
+        parts = tuple(price.parts.items())
         figures = price.seconds, sent, price.messages, price.memory, parts
         plans.append(Plan(shape, exchange, layout, tile, *figures, workload, cluster))
         if progress is not None:
@@ -310,7 +311,9 @@ def all_ways(workload: Workload, cluster: Cluster) -> Iterator[Way]:
 
     Where queries select their keys, they stay on their rank, and index keys have one head: all ranks are one axis.
     """
-    world, decodes, selects = cluster.world, workload.phase == "decode", workload.selected is not None
+    world = cluster.world
+    decodes = workload.phase == "decode"
+    selects = workload.selected is not None
     kv_heads = 1 if selects else workload.travelling[0]
     for heads in divisors(gcd(world, kv_heads) if decodes else world):
         if heads > kv_heads:
@@ -338,7 +341,8 @@ def layouts_for(workload: Workload, shape: Shape, cluster: Cluster) -> list[Layo
 
 def _fits(one: Plan) -> bool:
     """Return whether each rank has the memory that it needs."""
-    cluster, fits = one.cluster, one.memory <= one.cluster.device.memory
+    cluster = one.cluster
+    fits = one.memory <= one.cluster.device.memory
     if one.workload.phase != "decode" or not cluster.memories or one.shape.keys < cluster.world:
         return fits
     held = cached_bytes(one._way, one.workload)

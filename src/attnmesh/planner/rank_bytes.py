@@ -35,7 +35,8 @@ def cache_layouts(block: int, shares: tuple[int, ...]) -> list[Striped]:
 
 def turns_of(way: Way) -> tuple[Turn, ...]:
     """Return the turn of each rank that holds tokens of a cache, which is block-cyclic."""
-    layout, ranks = way.layout, way.shape.queries * way.shape.keys
+    layout = way.layout
+    ranks = way.shape.queries * way.shape.keys
     return (layout if isinstance(layout, Striped) else Striped()).turns(ranks)
 
 

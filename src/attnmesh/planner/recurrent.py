@@ -51,14 +51,18 @@ class Recurrent:
             least = 1 if name in ("layers", "conv_width") else 0
             object.__setattr__(self, name, checked_count(f"Recurrent {name}", getattr(self, name), least))
         check_choice("Recurrent transition", self.transition, TRANSITIONS, 'pass "matrix"')
-        state, given = (self.heads, self.key_dim, self.value_dim), f"{self.heads} heads of {self.key_dim}"
-        fits, given = len({count > 0 for count in state}) == 1, f"{given} x {self.value_dim}"
+        state = (self.heads, self.key_dim, self.value_dim)
+        given = f"{self.heads} heads of {self.key_dim}"
+        fits = len({count > 0 for count in state}) == 1
+        given = f"{given} x {self.value_dim}"
         fix = "pass Recurrent(heads, key_dim, value_dim), or 0, 0, 0 for a convolution alone"
         require(fits, ShapeError, "Recurrent", "a state of 1 or more in each count, or 0 in all", given, fix)
-        fits, given = (self.conv_channels > 0) == (self.conv_width > 1), f"{self.conv_channels} x {self.conv_width}"
+        fits = (self.conv_channels > 0) == (self.conv_width > 1)
+        given = f"{self.conv_channels} x {self.conv_width}"
         expected, fix = "conv_channels of 1 or more and conv_width of 2 or more, or neither", "pass both or neither"
         require(fits, ShapeError, "Recurrent", expected, given, fix)
-        fits, fix = self.heads > 0 or self.conv_channels > 0, "pass heads, or conv_channels= and conv_width="
+        fits = self.heads > 0 or self.conv_channels > 0
+        fix = "pass heads, or conv_channels= and conv_width="
         require(fits, ShapeError, "Recurrent", "a state or a convolution", "neither", fix)
 
     @property

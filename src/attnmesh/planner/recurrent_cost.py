@@ -78,9 +78,11 @@ def _scan_rounds(shape: Shape, tile: Shape, reverse: bool) -> tuple[Messages, ..
     In each round a rank and its peer exchange the maps of the ranks behind them. In the last round only later ranks
     receive.
     """
-    ranks, hosts = shape.ranks, _hosts(shape, tile)
+    ranks = shape.ranks
+    hosts = _hosts(shape, tile)
     order = torch.arange(ranks).flip(0) if reverse else torch.arange(ranks)
-    rank, rounds = torch.arange(ranks), []
+    rank = torch.arange(ranks)
+    rounds = []
     for step in (1 << number for number in range((ranks - 1).bit_length())):
         sends = (rank ^ step) < ranks
         if 2 * step >= ranks:

@@ -194,7 +194,8 @@ def _serving(model: ModelSizes, cluster: Cluster, sharding: WeightSharding, shap
     step, read = _layers_cost(model, cluster, sharding, max(shape) if sharding.together else 1)
     weights = _held(model, cluster, sharding)
     keys, tokens = _room(model, cluster.device.memory - weights, attention)
-    seconds, parts = attention.seconds + step.seconds, (*attention.parts, *step.parts.items())
+    seconds = attention.seconds + step.seconds
+    parts = (*attention.parts, *step.parts.items())
     first = _first_seconds(model, cluster, sharding, attention, shape)
     return ServingPlan(sharding, shape, attention, weights, read, keys, tokens, seconds, parts, first)
 
@@ -237,7 +238,9 @@ def _layers_cost(model: ModelSizes, cluster: Cluster, sharding: WeightSharding, 
 
     So many ranks compute each layer together.
     """
-    total, rows, itemsize = Cost(), model.rows, model.workload.itemsize
+    total = Cost()
+    rows = model.rows
+    itemsize = model.workload.itemsize
     read = used = float(model.weights(sharding.tp, sharding.is_joint))
     split = read / model.weights(1, False)  # a rank's part of the experts, too
     if together > 1 and model.shared is not None:
@@ -252,7 +255,8 @@ def _layers_cost(model: ModelSizes, cluster: Cluster, sharding: WeightSharding, 
     add_weights(read, used, rows, itemsize, cluster, total)
     add_small_calls(model.layers, cluster, total)
     if sharding.tp > 1:
-        reduced, group = rows * model.hidden * itemsize, _group(sharding, cluster)
+        reduced = rows * model.hidden * itemsize
+        group = _group(sharding, cluster)
         total.add_stage("all-reduces", ALL_REDUCES * model.layers * all_reduce_seconds(group, reduced, cluster))
     return total, read
 
@@ -267,7 +271,8 @@ def _shape_of_prompts(attention: Plan, sharding: WeightSharding) -> Shape:
     work, step = attention.workload, attention.shape
     if sharding.is_joint:
         return step
-    kv_heads, others = work.travelling[0], step.queries * step.keys
+    kv_heads = work.travelling[0]
+    others = step.queries * step.keys
     shapes = [Shape(step.heads, queries, others // queries) for queries in divisors(others)]
     if _on_one_axis(sharding):
         shapes = [one for one in shapes if max(one) == others]
@@ -283,7 +288,8 @@ def _first_seconds(
     if model.active is None or step.workload.selected is not None:
         return None
     work = replace(step.workload, phase="prefill", q_len=None, storage=None)
-    tokens, world = work.batch * work.length, cluster.world
+    tokens = work.batch * work.length
+    world = cluster.world
     ways = [one for one in all_ways(work, step.cluster) if one.shape == shape]
     seconds = min(cost(one, work, step.cluster).seconds for one in ways)
     seconds += FLOPS * model.active * tokens / world / cluster.device.forward_rate

@@ -190,12 +190,15 @@ def _way(model: TrainedModel, cluster: Cluster, context: int, method: Method) ->
     inputs = tokens * model.layers * model.hidden * width
     first = inputs / model.layers
     here, host = (first, inputs) if method.offload else (inputs, 0.0)
-    hidden, layer = tokens * HIDDEN_BYTES * model.hidden, _layer_bytes(model, best, tokens, width)
+    hidden = tokens * HIDDEN_BYTES * model.hidden
+    layer = _layer_bytes(model, best, tokens, width)
     keys = method.rollout * replace(work, phase="prefill").kept_bytes / context
-    logits, tiles = [float(tokens * model.vocabulary * size) for size in LOGIT_BYTES], [0.0] * len(LOGIT_BYTES)
+    logits = [float(tokens * model.vocabulary * size) for size in LOGIT_BYTES]
+    tiles = [0.0] * len(LOGIT_BYTES)
     if method.loss == "fused":
         on_host = cluster.on_cpus
-        logits, tiles = tiles, [_tile_bytes(model, tokens, size * on_host, casts) for size in TILE_HOST_BYTES]
+        logits = tiles
+        tiles = [_tile_bytes(model, tokens, size * on_host, casts) for size in TILE_HOST_BYTES]
     beside = [max(sizes) for sizes in zip(*(kind(model, cluster, method.loss) for kind in kinds), strict=True)]
     fixed = [states + size + tile for size, tile in zip_longest((*beside, 0.0), tiles, fillvalue=0.0)]
     growing = *(here + hidden + size for size in logits), here + layer, first + layer, hidden, keys
@@ -221,7 +224,8 @@ def _layer_bytes(model: TrainedModel, best: Plan, tokens: int, width: int) -> fl
 
 def _state_bytes(model: TrainedModel, cluster: Cluster, ddp: bool) -> tuple[float, float]:
     """Return a rank's bytes of weights and optimizer, with DDP's buckets for gradients; and of gradients."""
-    gradients, kept = WEIGHT_BYTES * model.trained, 8 * ROW if cluster.on_cpus else 0  # weights of digests
+    gradients = WEIGHT_BYTES * model.trained
+    kept = 8 * ROW if cluster.on_cpus else 0  # weights of digests
     if ddp:
         return model.state_bytes + (gradients if cluster.world > 1 else 0) + kept, gradients
     return model.state_bytes / cluster.world + kept, gradients / cluster.world
@@ -233,10 +237,12 @@ def _beside_ddp(model: TrainedModel, cluster: Cluster, loss: str) -> tuple[float
     Autocast casts a weight once in a forward pass, if it is trained, but not that of a fused head. Of layers that are
     computed again it casts one layer's.
     """
-    size, fused = model.workload.itemsize % WEIGHT_BYTES, loss == "fused"
+    size = model.workload.itemsize % WEIGHT_BYTES
+    fused = loss == "fused"
     trained_head, trained_layer = model.trained_parts
     gradient, gradients = WEIGHT_BYTES * trained_head, WEIGHT_BYTES * model.trained
-    head, layer = 0 if fused else size * model.head, size * model.layer
+    head = 0 if fused else size * model.head
+    layer = size * model.layer
     return (
         head + (0 if model.adapter else layer * model.layers),
         head + (gradient if fused else 0),
@@ -275,7 +281,9 @@ def _tile_bytes(model: TrainedModel, tokens: float, size: float, casts: bool) ->
 
     There the products with the tile, or those with its weights, are of float32.
     """
-    rows, columns, itemsize = min(tokens, TILE[0]), min(model.vocabulary, TILE[1]), model.workload.itemsize
+    rows = min(tokens, TILE[0])
+    columns = min(model.vocabulary, TILE[1])
+    itemsize = model.workload.itemsize
     products = max(rows * size, WEIGHT_BYTES * (rows + model.hidden)) if size else 0
     cast = itemsize * model.hidden if casts else 0
     return rows * TILE[1] * itemsize + columns * (cast + products)

@@ -89,7 +89,8 @@ class Workload:
         require(self.q_heads % self.kv_heads == 0, ShapeError, "Workload", "whole groups of query heads", given, fix)
         check_choice("Workload dtype", str(self.dtype), DTYPES, "name the dtype of q, k and v", DtypeError)
         check_choice("Workload phase", self.phase, PHASES, 'pass "training"')
-        fits, given = self.q_len is None or self.phase == "decode", f"q_len={self.q_len} in {self.phase}"
+        fits = self.q_len is None or self.phase == "decode"
+        given = f"q_len={self.q_len} in {self.phase}"
         require(fits, ShapeError, "Workload", "q_len in decode only", given, "leave it out: all tokens are queries")
         if self.storage is not None:
             check_choice("Workload storage", self.storage, tuple(STORAGES), "leave it out")
@@ -100,14 +101,16 @@ class Workload:
             self._check_latent(self.latent)
         kinds = (self.recurrent,) if isinstance(self.recurrent, Recurrent) else self.recurrent
         fits = isinstance(kinds, (tuple, list)) and all(isinstance(kind, Recurrent) for kind in kinds)
-        given, fix = repr(self.recurrent)[:60], "pass recurrent=am.Recurrent(heads, key_dim, value_dim)"
+        given = repr(self.recurrent)[:60]
+        fix = "pass recurrent=am.Recurrent(heads, key_dim, value_dim)"
         require(fits, ClusterError, "Workload recurrent", "a Recurrent, or a tuple of them", given, fix)
         object.__setattr__(self, "recurrent", tuple(kinds))
         if self.selected is not None:
             self._check_selected(self.selected)
 
     def _check_latent(self, latent: Any) -> None:
-        pair, fix = isinstance(latent, (tuple, list)) and len(latent) == 2, "pass (kv_lora_rank, qk_rope_head_dim)"
+        pair = isinstance(latent, (tuple, list)) and len(latent) == 2
+        fix = "pass (kv_lora_rank, qk_rope_head_dim)"
         require(pair, ShapeError, "Workload latent", "two numbers of columns", repr(latent), fix)
         rank, rotated = (checked_count("Workload latent", count) for count in latent)
         given, fix = f"{rotated} of {self.head_dim}", "pass head_dim=qk_nope_head_dim + qk_rope_head_dim"
@@ -144,14 +147,16 @@ class Workload:
     @property
     def one_layer(self) -> LayerWork:
         """Attention of one layer, in training or prefill."""
-        widths, selected = (self.head_dim, self.values), None if self.selected is None else self.selected.tokens
+        widths = (self.head_dim, self.values)
+        selected = None if self.selected is None else self.selected.tokens
         sizes: dict[str, Any] = {
             "length": self.length,
             "itemsize": self.itemsize,
             "mask": self.mask,
             "batch": self.batch,
         }
-        backward, latent = self.phase == "training", self.latent
+        backward = self.phase == "training"
+        latent = self.latent
         return LayerWork(
             self.q_heads, self.kv_heads, *widths, **sizes, backward=backward, latent=latent, selected=selected
         )

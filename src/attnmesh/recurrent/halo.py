@@ -137,14 +137,16 @@ def _add_segments(x: Tensor, out: Tensor, segments: Iterable[tuple[Segment, Segm
 
 def _segments(size: int, owners: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[Segment, Segment]]:
     """Yield where each segment of a halo lies, in the order of all ranks: among tokens, and among its rank's halos."""
-    starts, first = [0, *accumulate(lengths)], first_tokens(owners, lengths)
+    starts = [0, *accumulate(lengths)]
+    first = first_tokens(owners, lengths)
     number = dict.fromkeys(owners, 0)  # of halos before this one on its rank
     for part, target in enumerate(owners):
         begin = starts[part] - size  # in the sequence
         offset = number[target] * size - begin
         number[target] += 1
         for earlier in range(part):
-            start, stop = max(begin, starts[earlier]), starts[earlier] + lengths[earlier]
+            start = max(begin, starts[earlier])
+            stop = starts[earlier] + lengths[earlier]
             if start < stop:
                 index = first[earlier] + start - starts[earlier]
                 yield (owners[earlier], index, stop - start), (target, offset + start, stop - start)
@@ -152,8 +154,10 @@ def _segments(size: int, owners: Sequence[int], lengths: Sequence[int]) -> Itera
 
 def _check_halo(x: Tensor, size: int, dim: int) -> None:
     check_tensor("halo x", x)
-    fits, fix = x.is_floating_point(), "cast it with .float()"
+    fits = x.is_floating_point()
+    fix = "cast it with .float()"
     require(fits, DtypeError, "halo x", "a tensor of floats", x.dtype, fix)
     check_count("halo size", size, "pass the width of the convolution less one", least=0)
-    fits, fix = type(dim) is int and -x.ndim <= dim < x.ndim, "pass the dim of the tokens"
+    fits = type(dim) is int and -x.ndim <= dim < x.ndim
+    fix = "pass the dim of the tokens"
     require(fits, ShapeError, "halo dim", f"a dim of the tensor's {x.ndim}", repr(dim), fix)

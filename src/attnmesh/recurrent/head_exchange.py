@@ -79,7 +79,8 @@ def own_tokens(rank: int, owners: Sequence[int], lengths: Sequence[int]) -> int:
 
 def first_tokens(owners: Sequence[int], lengths: Sequence[int]) -> list[int]:
     """Return the index of each part's first token on its rank."""
-    held, found = dict.fromkeys(owners, 0), []
+    held = dict.fromkeys(owners, 0)
+    found = []
     for owner, length in zip(owners, lengths, strict=True):
         found.append(held[owner])
         held[owner] += length

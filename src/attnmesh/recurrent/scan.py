@@ -145,12 +145,15 @@ def scan_op(
     """Run the scan as an operator. `index_and_order` is this rank's index and the order of the ranks."""
     index, *order = index_and_order
     axis = Axis(len(order), index, group_named(group))
-    ranks, own = len(order), order.index(index)
-    total, prefix = AffineMap(linear, bias), None
+    ranks = len(order)
+    own = order.index(index)
+    total = AffineMap(linear, bias)
+    prefix = None
     step = 1
     while step < ranks:
         # In the last round only later ranks receive: no total is needed after it.
-        peer, last = own ^ step, 2 * step >= ranks
+        peer = own ^ step
+        last = 2 * step >= ranks
         if peer < ranks:
             sends = {order[peer]: tuple(total)} if peer > own or not last else {}
             wanted = {order[peer]: tuple(torch.empty_like(x, device="meta") for x in total)}
@@ -196,7 +199,8 @@ def _check_maps(linear: Tensor, bias: Tensor, reverse: bool, checked: bool | Non
     check_comparison("scan_across", checked)
     for name, x in (("linear", linear), ("bias", bias)):
         check_tensor(f"scan_across {name}", x)
-        fits, fix = x.is_floating_point(), "cast it with .float()"
+        fits = x.is_floating_point()
+        fix = "cast it with .float()"
         require(fits, DtypeError, f"scan_across {name}", "a tensor of floats", x.dtype, fix)
     check_one_device("scan_across", {"linear": linear, "bias": bias})
     given, fix = f"shape {tuple(bias.shape)}", "pass one state per batch and head; V may be 1"

@@ -43,7 +43,8 @@ def counted() -> Iterator[Traffic]:
 @contextmanager
 def timed_merge() -> Iterator[None]:
     """Record the seconds of the block as one merge, if traffic is counted, and its range, if a profiler runs."""
-    traffic, start = current_traffic.get(), perf_counter()
+    traffic = current_traffic.get()
+    start = perf_counter()
     with record_function(MERGE) if is_profiled() else nullcontext():
         yield
     if traffic is not None:

@@ -36,7 +36,8 @@ class MappedFile:
         handle = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
         self._close = weakref.finalize(self, os.close, handle)
         self.size = os.fstat(handle).st_size
-        kind, access = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE
+        kind = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
+        access = mmap.PROT_READ | mmap.PROT_WRITE
         self._map = mmap.mmap(handle, self.size, flags=kind, prot=access)
         self.handle = handle
         """Descriptor of the file; closed if it is private."""
@@ -110,7 +111,8 @@ class MappedFile:
 
     def _in_memory(self, start: int, stop: int) -> bool:
         """Return whether some pages of a range are in memory, from its first to its last."""
-        found, step = ctypes.c_ubyte(), max(PAGE, (stop - start - 1) // (SAMPLES - 1) // PAGE * PAGE)
+        found = ctypes.c_ubyte()
+        step = max(PAGE, (stop - start - 1) // (SAMPLES - 1) // PAGE * PAGE)
         for page in {*range(start, stop, step), (stop - 1) // PAGE * PAGE}:
             failed = _libc().mincore(ctypes.c_void_p(self.address + page), ctypes.c_size_t(PAGE), ctypes.byref(found))
             if failed or not found.value & 1:

@@ -66,7 +66,8 @@ def with_huge_pages(x: Tensor, dim: int) -> Tensor:
     """Return new memory, on Linux in huge pages if it is long along `dim`: they are read a sixth faster."""
     plain = type(x) is Tensor and x.is_cpu and hasattr(mmap, "MADV_HUGEPAGE")
     if plain and x[(slice(0, 1),) * dim].nbytes >= HUGE_RUN:
-        page, address = mmap.PAGESIZE, x.data_ptr()
+        page = mmap.PAGESIZE
+        address = x.data_ptr()
         first = -(-address // page) * page
         size = (address + x.nbytes) // page * page - first
         _libc().madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)  # which may be refused

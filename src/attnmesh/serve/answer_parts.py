@@ -28,7 +28,8 @@ AnswerPart = ContentText | ReasoningText | ToolCall
 RESCANNED = 4096
 """Characters that were read as a call and are none, in which another call is looked for. In more of them none is."""
 
-ID_SIGNS, ID_LENGTH = string.ascii_letters + string.digits, 9
+ID_SIGNS = string.ascii_letters + string.digits
+ID_LENGTH = 9
 """Letters of ids of calls: Mistral's chat templates take no others."""
 
 
@@ -129,7 +130,9 @@ class AnswerParts:
     ) -> None:
         self.format, self.tools, self.either, self.special = calls, tools, either, special
         self.text = GrowingText(special.values())
-        self.calls, self.has_thought, self.ids = 0, False, list[str]()
+        self.calls = 0
+        self.has_thought = False
+        self.ids = list[str]()
         self.text.is_thought = is_thinking
         self.content, self.thought = Edges(), Edges()
         self._start: Steps[None] | None = None if thought is None else self._think(thought, is_thinking)

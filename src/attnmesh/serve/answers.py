@@ -223,7 +223,8 @@ def event(value: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
 
 
-SLICE, PIECE = 64, 1 << 16
+SLICE = 64
+PIECE = 1 << 16
 """Items of a list, and characters of JSON, that are written before other work may run."""
 
 ARGUMENTS = 256

@@ -96,7 +96,8 @@ def encode_chat(encoder: Any, fields: dict[str, Any], check: Check = bool) -> En
         return Encoded(_token_ids(encoder, text, add_special_tokens=False), None, text[-END:])
     options |= {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
     found = dict(encoder.apply_chat_template(messages, **options))
-    ids, _ = found.pop("input_ids")[0].tolist(), found.pop("attention_mask", None)
+    ids = found.pop("input_ids")[0].tolist()
+    _ = found.pop("attention_mask", None)
     return Encoded(ids, found if pictures else None, text[-END:])
 
 
@@ -270,7 +271,8 @@ def template_message(param: str, message: dict[str, Any], pictures: list[Any] | 
         if field not in (*MESSAGE, *OF_CLIENTS) and not empty:
             raise Refused(400, f"{param}: unsupported field {shown(field)}. Leave it out.", param)
     role, name = message.get("role"), message.get("name")
-    calls, answers = message.get("tool_calls") or [], message.get("tool_call_id")
+    calls = message.get("tool_calls") or []
+    answers = message.get("tool_call_id")
     if role not in ROLES:
         raise Refused(400, f"{param}.role: expected one of {', '.join(ROLES)}, given {shown(role)}", param)
     if name is not None and (role != "tool" or not is_text(name)):
@@ -281,7 +283,8 @@ def template_message(param: str, message: dict[str, Any], pictures: list[Any] | 
     thought = message.get("reasoning_content")
     if thought is not None and (role != "assistant" or not is_text(thought)):
         raise Refused(400, f"{param}.reasoning_content: expected text, of assistants alone", param)
-    content, optional = message.get("content"), bool(calls or thought)
+    content = message.get("content")
+    optional = bool(calls or thought)
     shows = pictures if role == "user" else None
     parts = read_parts(f"{param}.content", content, shows, optional=optional)
     text = "\n".join(part["text"] for part in parts if part["type"] == "text")
@@ -336,11 +339,13 @@ def read_call(param: str, call: Any) -> dict[str, Any]:
 
 def encode_text(encoder: Any, fields: dict[str, Any], check: Check = bool) -> Encoded:
     """Return the tokens of a completion's prompt: those given, or those of its text."""
-    tokenizer, prompt = getattr(encoder, "tokenizer", encoder), fields["prompt"]
+    tokenizer = getattr(encoder, "tokenizer", encoder)
+    prompt = fields["prompt"]
     one = prompt[0] if isinstance(prompt, list) and not isinstance(prompt[0], int) else prompt
     if isinstance(one, str):
         check(one)
-        ids, mark = _token_ids(tokenizer, one), tokenizer.bos_token_id
+        ids = _token_ids(tokenizer, one)
+        mark = tokenizer.bos_token_id
         return Encoded(ids[1:] if mark is not None and ids[:2] == [mark, mark] else ids)  # the text brings its own
     if not all(0 <= token < len(tokenizer) for token in one):
         raise Refused(400, f"prompt: expected token ids of 0 to {len(tokenizer) - 1}", "prompt")

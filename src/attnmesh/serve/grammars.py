@@ -27,7 +27,8 @@ SECONDS = 10.0
 THREADS = 2
 """Grammars that are made at the same time."""
 
-MAX_PROPERTIES, MAX_CHARACTERS = 1000, 1 << 17
+MAX_PROPERTIES = 1000
+MAX_CHARACTERS = 1 << 17
 """Properties, and characters, of all schemas of a grammar."""
 
 CHANNELS = ReasoningMarks("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
@@ -52,7 +53,8 @@ class AskedGrammar:
     @staticmethod
     def of(fields: Mapping[str, Any]) -> "AskedGrammar":
         """Return what the fields of a chat ask for, or raise if they contradict each other."""
-        choice, tools = fields["tool_choice"], fields["tools"] or []
+        choice = fields["tool_choice"]
+        tools = fields["tools"] or []
         named = choice["function"]["name"] if isinstance(choice, dict) else None
         functions = tuple((f"tools[{i}].function", one["function"]) for i, one in enumerate(tools))
         found = tuple(one for one in functions if named in (None, one[1]["name"]))
@@ -144,7 +146,8 @@ class Grammars:
         return {name: token for name, token in added.items() if tokens.tokens.is_special_token(token)}
 
     def _grammar(self, asked: AskedGrammar, special: Mapping[str, int], prompt_end: str) -> Grammar:
-        rules, shape = Rules(special), self._shape(asked)
+        rules = Rules(special)
+        shape = self._shape(asked)
         content = None if asked.content is None else rules.json(asked.content)
         said = content and (rules.fill(shape.content, content=content) if shape else content)
         if not asked.tools or shape is None:

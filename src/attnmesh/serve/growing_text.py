@@ -34,7 +34,8 @@ class GrowingText:
         """True while what comes is what a model thinks."""
         names = sorted(special, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, names))) if names else None
-        self._begins, self._first = set[int](), 0
+        self._begins = set[int]()
+        self._first = 0
         """Places in all text at which special tokens begin, and that of the first character."""
 
     def add(self, text: str, begins: Iterable[int] = ()) -> None:
@@ -124,7 +125,8 @@ class GrowingText:
             found = [(place, mark) for mark in marks if (place := self.find(mark, self.at)) >= 0]
             held = 0 if self.ended else begun(self.text[self.at :], marks)
             place, mark = min(found, default=(len(self.text) - held, ""))
-            piece, self.at = self.text[self.at : place], place + len(mark)
+            piece = self.text[self.at : place]
+            self.at = place + len(mark)
             if piece:
                 yield piece
             if mark or self.ended:

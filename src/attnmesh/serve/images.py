@@ -17,7 +17,8 @@ from attnmesh.serve.schema import shown
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 """Formats of images, as OpenAI takes them. Other decoders of Pillow are not run on what clients send."""
 
-MOST, PIXELS = 32, 1 << 24
+MOST = 32
+PIXELS = 1 << 24
 """Images of a request, and pixels of all of them together, at most."""
 
 

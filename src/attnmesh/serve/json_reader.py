@@ -13,7 +13,8 @@ VALUES = 1 << 16
 DEPTH = 64
 """Lists and objects inside each other, at most."""
 
-SHORT, LONG = 256, 1 << 18
+SHORT = 256
+LONG = 1 << 18
 """Characters of the first part that a string is read in, and of its longest ones."""
 
 SPACE = re.compile(r"[ \t\n\r]{0,65536}")
@@ -127,7 +128,8 @@ class JsonReader:
     def _string(self) -> str:
         """Return the string that begins here, read in parts."""
         self.at += 1
-        parts, size = [""], SHORT
+        parts = [""]
+        size = SHORT
         while True:
             part = self.text[self.at : self.at + size]
             is_last = self.at + size >= len(self.text)

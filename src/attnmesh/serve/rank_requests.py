@@ -51,7 +51,8 @@ class RankRequests:
         self.streams: dict[int, Stream] = {}
         self.prompts: dict[int, tuple[list[int], dict[str, Any]]] = {}
         """Tokens and images of prompts, which several requests may have."""
-        self.lock, self.done = threading.Lock(), threading.Event()
+        self.lock = threading.Lock()
+        self.done = threading.Event()
 
     def send(self, *message: Any) -> None:
         """Send one message; the front may have gone."""
@@ -95,7 +96,8 @@ class RankRequests:
 
     def forward(self, number: int, stream: Stream) -> None:
         """Send the tokens of one request."""
-        tokens, first = iter(stream), None
+        tokens = iter(stream)
+        first = None
         try:
             first = next(tokens, None)
             self.send("begin", number, stream.cached_tokens)  # an empty answer has used a prefix, too

@@ -37,7 +37,9 @@ class Reply:
         choices: list[dict[str, Any]],
         stops: tuple[str, ...],
     ) -> None:
-        self.supervisor, self.answers, self.prompt_tokens = supervisor, answers, len(prompt.ids)
+        self.supervisor = supervisor
+        self.answers = answers
+        self.prompt_tokens = len(prompt.ids)
         before = () if answers.is_chat else prompt.ids  # the answer of a chat is a message of its own
         self.texts = [Text(answers.spelling, stops, before) for _ in choices]
         self.splits = [None if answers.split is None else answers.split() for _ in choices]
@@ -82,8 +84,10 @@ class Reply:
                 raise found
             if index not in running:
                 continue  # tokens that came before ranks knew of the end
-            text, was_thinking = self.texts[index], self._is_thinking(index)
-            piece, reason = Piece(""), None
+            text = self.texts[index]
+            was_thinking = self._is_thinking(index)
+            piece = Piece("")
+            reason = None
             match found:
                 case End():
                     piece = text.end()

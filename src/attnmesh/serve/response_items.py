@@ -39,7 +39,9 @@ class ResponseItems:
     """The items of one response, which grow by the deltas of a chat."""
 
     def __init__(self, id: str, model: str, fields: Mapping[str, Any]) -> None:
-        self.id, self.model, self.created = id, model, int(time.time())
+        self.id = id
+        self.model = model
+        self.created = int(time.time())
         self.echoed = echoed(fields)
         self.items: list[dict[str, Any]] = []
         self.is_open = False
@@ -88,7 +90,8 @@ class ResponseItems:
             yield self.event("function_call_arguments.done", **self._place(), **whole)
         else:
             (part,) = item["content"]
-            place, name = self._place() | {"content_index": 0}, part["type"]
+            place = self._place() | {"content_index": 0}
+            name = part["type"]
             more: dict[str, Any] = {"logprobs": []} if name == "output_text" else {}
             yield self.event(f"{name}.done", **place, text=part["text"], **more)
             yield self.event("content_part.done", **place, part=part)

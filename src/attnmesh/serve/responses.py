@@ -136,7 +136,8 @@ class ResponseRequest:
 
     def renamed(self, error: Refused) -> Refused:
         """Return an error that names the field of the request. An engine's has it in its text alone."""
-        field, text = error.param or str(error).partition(":")[0], str(error)
+        field = error.param or str(error).partition(":")[0]
+        text = str(error)
         known = [name for name in self.names if re.match(rf"{re.escape(name)}(?![^.\[])", field)]
         if not known:
             return error

@@ -69,7 +69,10 @@ class App:
         defaults: Mapping[str, Any] = MappingProxyType({}),
         tool_format: str = "auto",
     ) -> None:
-        self.supervisor, self.names, self.limits, self.defaults = supervisor, tuple(names), limits, defaults
+        self.supervisor = supervisor
+        self.names = tuple(names)
+        self.limits = limits
+        self.defaults = defaults
         self.formats = find_formats(tokenizer, tool_format)
         self.spelling, self.grammars = Spelling(tokenizer), Grammars(tokenizer, self.formats)
         self._bodies = Bodies(limits.max_body)
@@ -196,7 +199,8 @@ class App:
     ) -> tuple[dict[str, Any], T]:
         """Return the fields of a request, which a thread reads, and what another one makes of them."""
         self.supervisor.check_ready()
-        longest, take = self.supervisor.facts["max_model_len"], partial(read, defaults=self.defaults)
+        longest = self.supervisor.facts["max_model_len"]
+        take = partial(read, defaults=self.defaults)
         async with self._bodies.read(http, longest, take) as (fields, nbytes):
             if fields["model"] is not None:
                 self._check_model(fields["model"], "model")
@@ -213,7 +217,8 @@ class App:
 
     def _biases(self, given: dict[str, float] | None) -> list[tuple[int, float]]:
         """Return the tokens of a bias with their numbers, or raise on one that the tokenizer has not got."""
-        tokens, biases = len(self.spelling.tokenizer), {int(name): value for name, value in (given or {}).items()}
+        tokens = len(self.spelling.tokenizer)
+        biases = {int(name): value for name, value in (given or {}).items()}
         if unknown := [token for token in biases if token >= tokens]:
             raise Refused(400, f"logit_bias: expected token ids of 0 to {tokens - 1}, given {unknown[0]}", "logit_bias")
         return sorted(biases.items())

@@ -65,7 +65,8 @@ class SchemaGraph:
                 self._collect(place, inner)
 
     def _reached(self) -> dict[int, tuple[Any, list[Any]]]:
-        found, left = dict[int, tuple[Any, list[Any]]](), [self.root]
+        found = dict[int, tuple[Any, list[Any]]]()
+        left = [self.root]
         while left:
             schema = left.pop()
             if id(schema) not in found:
@@ -75,7 +76,8 @@ class SchemaGraph:
 
     def target(self, schema: Mapping[str, Any]) -> Any:
         """Return what a schema refers to, or raise."""
-        pointer, field = schema["$ref"], f"{self.fields[id(schema)]}.$ref"
+        pointer = schema["$ref"]
+        field = f"{self.fields[id(schema)]}.$ref"
         is_pointer = isinstance(pointer, str) and (pointer == "#" or pointer.startswith("#/"))
         found = self.root
         for step in unquote(pointer).split("/")[1:] if is_pointer else ():
@@ -152,7 +154,9 @@ class SchemaGraph:
 
     def _items(self, schema: Mapping[str, Any]) -> Iterator[Any]:
         """Yield the schemas of items that a list must have."""
-        least, first, rest = schema.get("minItems"), listed(schema, "prefixItems"), schema.get("items", True)
+        least = schema.get("minItems")
+        first = listed(schema, "prefixItems")
+        rest = schema.get("items", True)
         least = least if isinstance(least, int | float) else 0
         first, rest = (rest, schema.get("additionalItems", True)) if isinstance(rest, list) else (first, rest)
         yield from (one for i, one in enumerate(first) if i < least)
@@ -191,7 +195,8 @@ class SchemaGraph:
     def check_keywords(self) -> None:
         """Raise on schemas with an address of their own (`$id`), and on too many patterns of names."""
         for schema in (one for defined, _ in self.defined.values() for one in within(defined)):
-            field, names = self.fields[id(schema)], schema.get("patternProperties", ())
+            field = self.fields[id(schema)]
+            names = schema.get("patternProperties", ())
             for name in ("$id", "id"):
                 if schema is not self.root and isinstance(schema.get(name), str):
                     refuse(f"{field}.{name}", "none within a schema")

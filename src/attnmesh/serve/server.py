@@ -19,7 +19,8 @@ from attnmesh.serve.supervisor import Supervisor
 CONNECTIONS = 512
 """Connections at a time; further ones are closed."""
 
-HEADER_BYTES, HEADER_SECONDS = 32 << 10, 20.0
+HEADER_BYTES = 32 << 10
+HEADER_SECONDS = 20.0
 """Bytes of a request's line and headers, and the time that a client has to send them."""
 
 STALL = 60.0

@@ -28,7 +28,8 @@ class Text:
 
     def __init__(self, spelling: Spelling, stops: tuple[str, ...], before: Sequence[int] = ()) -> None:
         self.spelling, self.stops, self.stopped = spelling, stops, False
-        self.tokens, self.count = Detokenizer(spelling, before), 0
+        self.tokens = Detokenizer(spelling, before)
+        self.count = 0
         self.held = ""
         self.sent, self.made = 0, 0
         """Characters that pieces had, and characters of all text so far."""
@@ -38,7 +39,8 @@ class Text:
     def add(self, token: SentToken) -> Piece:
         """Return what can be sent after one more token."""
         self.count += 1
-        begun, data = self.tokens.begun, b"" if self.spelling.drops(token.id) else self.spelling.bytes_of(token.id)
+        begun = self.tokens.begun
+        data = b"" if self.spelling.drops(token.id) else self.spelling.bytes_of(token.id)
         broken = bool(begun) and not goes_on(begun, data)  # its bytes become a character before this token's
         self.waiting.append((self.made + broken, token))
         text = self.tokens.add(token.id)
@@ -49,7 +51,8 @@ class Text:
         piece = self._grow(self.tokens.end())
         if self.stopped:
             return piece
-        rest, last = self._send(self.held), tuple(self.waiting)
+        rest = self._send(self.held)
+        last = tuple(self.waiting)
         return Piece(piece.text + rest.text, piece.tokens + rest.tokens + last)
 
     def _grow(self, text: str) -> Piece:

@@ -157,7 +157,8 @@ def read_mistral(text: GrowingText, _: Tools) -> Steps[None]:
     if text.text[text.at : text.at + 1] in ("[", ""):
         yield from call_list(text)
         return
-    name, id = (yield from text.word()), ""
+    name = yield from text.word()
+    id = ""
     if (yield from text.has("[CALL_ID]")):
         id = yield from text.word()
     yield from text.has("[ARGS]")
@@ -235,7 +236,8 @@ def read_glm(text: GrowingText, tools: Tools) -> Steps[None]:
     """Read a name, and pairs of keys and values."""
     yield from text.take("<tool_call>")
     yield from text.space()
-    name, found = (yield from text.word()), dict[str, Any]()
+    name = yield from text.word()
+    found = dict[str, Any]()
     while True:
         yield from text.space()
         if (yield from text.take("<arg_key>", "</tool_call>")) == "</tool_call>":
@@ -252,7 +254,8 @@ def read_qwen_coder(text: GrowingText, tools: Tools) -> Steps[None]:
     yield from text.take("<tool_call>")
     yield from text.space()
     yield from text.take("<function=")
-    name, found = (yield from text.word()), dict[str, Any]()
+    name = yield from text.word()
+    found = dict[str, Any]()
     yield from text.take(">")
     while True:
         yield from text.space()
@@ -272,7 +275,8 @@ def read_invokes(begin: str, end: str, space: str, text: GrowingText, tools: Too
     yield from text.space()
     yield from text.take(invoke)
     while True:
-        name, found = (yield from text.word()), dict[str, Any]()
+        name = yield from text.word()
+        found = dict[str, Any]()
         yield from text.take('">')
         while True:
             yield from text.space()

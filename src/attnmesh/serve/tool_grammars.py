@@ -147,7 +147,8 @@ class Rules:
     """The rules of a grammar in llguidance's variant of Lark. `special` are tokens that no text spells, by name."""
 
     def __init__(self, special: Mapping[str, int]) -> None:
-        self.special, self.rules = special, list[str]()
+        self.special = special
+        self.rules = list[str]()
         names = sorted(special, key=len, reverse=True)
         self._marks = re.compile(f"({'|'.join(map(re.escape, names))})") if names else None
 
@@ -181,7 +182,8 @@ class Rules:
         place = next((place for place, one in enumerate(pieces) if one in self.special), None)
         if place is None:
             return self.add(f"/{TEXT}/", f"[suffix={literal(mark)}]")
-        before, name = "".join(pieces[:place]), f"T{len(self.rules)}"
+        before = "".join(pieces[:place])
+        name = f"T{len(self.rules)}"
         self.rules.append(f"{name}: /{TEXT}{escaped(before)}/ & ~/{TEXT}{escaped(mark)}{TEXT}/")  # nor in letters
         return f"{name} {self.text(mark[len(before) :])}"
 
@@ -212,7 +214,8 @@ class Rules:
 
     def arguments(self, field: str, shape: CallShape, function: Mapping[str, Any]) -> str:
         """Return an expression of a call's arguments: an object of JSON, or a parameter after the other."""
-        field, schema = f"{field}.parameters", function.get("parameters")
+        field = f"{field}.parameters"
+        schema = function.get("parameters")
         schema = {"properties": {}} if schema is None else schema
         combined = [name for name in COMBINED if name in schema]
         if not shape.pair:

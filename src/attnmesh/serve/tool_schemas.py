@@ -8,7 +8,9 @@ from attnmesh.serve.refused import Refused
 from attnmesh.serve.schema import is_text, wrong_value
 from attnmesh.serve.tool_formats import Tools
 
-MAX_TOOLS, MAX_CHARACTERS, DEPTH = 1024, 1 << 20, 32
+MAX_TOOLS = 1024
+MAX_CHARACTERS = 1 << 20
+DEPTH = 32
 """Tools of a request, the characters of all of them, and schemas inside each other, at most."""
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -25,7 +27,8 @@ def check_tools(tools: list[dict[str, Any]]) -> None:
     """Raise on the first field of a tool that is not served."""
     if len(tools) > MAX_TOOLS:
         raise Refused(400, f"tools: expected at most {MAX_TOOLS} tools, given {len(tools)}", "tools")
-    names, characters = set[str](), 0
+    names = set[str]()
+    characters = 0
     for i, tool in enumerate(tools):
         field = f"tools[{i}]"
         function = tool.get("function")

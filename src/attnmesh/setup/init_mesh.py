@@ -54,11 +54,13 @@ def init_mesh(
     is_first = not dist.is_initialized()
     with Agreement(everyone(), "init_mesh") as agreement:
         check_device_type("init_mesh", device_type)
-        fits, fix = device_type != "cuda" or torch.cuda.is_available(), 'pass "cpu", or leave the device type out'
+        fits = device_type != "cuda" or torch.cuda.is_available()
+        fix = 'pass "cpu", or leave the device type out'
         require(fits, DeviceError, "init_mesh", "a device of this machine", "cuda, without a GPU", fix)
         found = _checked_shape(shape)
         check_heads("init_mesh", found.ranks, q_heads, kv_heads)
-        world, fix = _world_size(), "start more ranks, or ask mesh_shape for a smaller one"
+        world = _world_size()
+        fix = "start more ranks, or ask mesh_shape for a smaller one"
         given = "x".join(map(str, found))
         require(found.ranks <= world, MeshError, "init_mesh", f"at most the world's {world} ranks", given, fix)
         _set_gpu(device_type)
@@ -103,10 +105,13 @@ def split_mesh(
     kv_heads = q_heads if kv_heads is None else kv_heads
     with Agreement(everyone(), "split_mesh") as agreement:
         given = f"{mesh.ndim} axes" if isinstance(mesh, DeviceMesh) else repr(mesh)
-        fits, fix = isinstance(mesh, DeviceMesh) and mesh.ndim == 1, 'slice one axis, as mesh["cp"]'
+        fits = isinstance(mesh, DeviceMesh) and mesh.ndim == 1
+        fix = 'slice one axis, as mesh["cp"]'
         require(fits, MeshError, "split_mesh mesh", "a DeviceMesh of one axis", given, fix)
         found = mesh_shape(mesh.size(), q_heads, kv_heads) if shape == "auto" else _checked_shape(shape, "split_mesh")
-        fits, given, fix = found.ranks == mesh.size(), "x".join(map(str, found)), 'pass shape="auto"'
+        fits = found.ranks == mesh.size()
+        given = "x".join(map(str, found))
+        fix = 'pass shape="auto"'
         require(fits, MeshError, "split_mesh shape", f"a shape of {mesh.size()} ranks", given, fix)
         agreement.fields = with_versions({"shape": found, "q_heads": q_heads, "kv_heads": kv_heads})
     # As many numbers on every rank: the shapes were compared.
@@ -127,10 +132,8 @@ def check_groups(subject: str, table: Sequence[Sequence[int]]) -> list[tuple[int
     """Return the groups of ranks that the ranks of the world name. Raise unless they cover the world evenly."""
     groups = sorted({tuple(ranks) for ranks in table})
     covers = sorted(rank for ranks in groups for rank in ranks) == list(range(len(table)))
-    even, fix = (
-        len({len(ranks) for ranks in groups}) == 1,
-        "make the mesh of all ranks, or slice it from one by axis names",
-    )
+    even = len({len(ranks) for ranks in groups}) == 1
+    fix = "make the mesh of all ranks, or slice it from one by axis names"
     expected = f"meshes of one size that cover the {len(table)} ranks"
     require(covers and even, MeshError, subject, expected, " and ".join(map(str, groups)), fix)
     return groups
@@ -177,7 +180,8 @@ def init_plan_mesh(device_type: str, shape: Shape, tile: Shape) -> DeviceMesh:
     fields = with_versions({"device_type": device_type, "shape": shape, "tile": tile})
     with Agreement(everyone(), "Plan.init_mesh", fields):
         check_device_type("Plan.init_mesh", device_type)
-        world, fix = everyone().keys.size, f"start {ranks} ranks, or plan for as many as there are"
+        world = everyone().keys.size
+        fix = f"start {ranks} ranks, or plan for as many as there are"
         require(world == ranks, MeshError, "Plan.init_mesh", f"a world of {ranks} ranks", world, fix)
         _set_gpu(device_type)
     return DeviceMesh(device_type, rank_grid(shape, tile), mesh_dim_names=AXES)
@@ -212,7 +216,8 @@ def device_fault(subject: str, found: torch.device, device: object) -> DeviceErr
 def check_device_type(subject: str, device_type: object) -> None:
     """Raise unless PyTorch knows such devices."""
     found = _parsed(device_type)
-    fits, fix = found is not None and found.type == device_type, 'pass "cpu" or "cuda", without a number'
+    fits = found is not None and found.type == device_type
+    fix = 'pass "cpu" or "cuda", without a number'
     expected = 'a type of devices, as "cpu" or "cuda"'
     require(fits, DeviceError, f"{subject} device_type", expected, repr(device_type), fix)
 

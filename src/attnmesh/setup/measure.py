@@ -121,7 +121,8 @@ def measure_device(world: MeasuredRanks, dtype: torch.dtype) -> Device:
     tokens, width = (8192, 128) if gpu else (512, 64)
     q, k, v = torch.randn(3, 1, 8, tokens, width, device=world.device, dtype=dtype).unbind()
     flops = 4 * 8 * tokens * tokens * width
-    learned, scaling = [x.clone().requires_grad_() for x in (q, k, v)], Scaling(width**-0.5)
+    learned = [x.clone().requires_grad_() for x in (q, k, v)]
+    scaling = Scaling(width**-0.5)
 
     def planned(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask = FULL) -> Callable[[], object]:
         return partial(PreparedLocal.of(q, k, v, mask, scaling, "auto").attend, q, k, v, None)
@@ -136,7 +137,8 @@ def measure_device(world: MeasuredRanks, dtype: torch.dtype) -> Device:
         one = world.median(lambda: whole() if world.axis.index == 0 else None, until_all=True)
         few = [x[:, :, :8].contiguous() for x in (q, k, v)]
         call = world.short(planned(*few))
-        head, block = [x[:, :1] for x in (q, k, v)], tokens // RUNS
+        head = [x[:, :1] for x in (q, k, v)]
+        block = tokens // RUNS
         at_once = planned(head[0], *(x[:, :, :block] for x in head[1:]))
         in_runs = planned(*head, mask=FULL & Documents([block] * RUNS))
         each = max(0.0, world.short(in_runs) - world.short(at_once)) / (RUNS - 1)
@@ -154,7 +156,9 @@ def measure_device(world: MeasuredRanks, dtype: torch.dtype) -> Device:
 def measure_link(world: MeasuredRanks, *, between: bool) -> Link:
     """Return the rates of the links inside hosts or between them, if there are any."""
     _, index = world.host_and_index
-    lines, most, line = world.lines(between=between), max(map(len, world.hosts)), world.line(between=between)
+    lines = world.lines(between=between)
+    most = max(map(len, world.hosts))
+    line = world.line(between=between)
     if max(map(len, lines)) < 2:
         return NO_LINK
     latency = world.short(lambda: _exchange(world, line, MERGE_BYTES))
@@ -177,7 +181,8 @@ def measure_wait(world: MeasuredRanks, alone: float) -> float:
     """Return the seconds that a short message takes longer between pieces of work, where ranks share cores."""
     if world.axis.size == 1 or world.device.type != "cpu" or alone < SHARED:
         return 0.0
-    between, factor = len(world.hosts) > 1, torch.randn(WORK, WORK)
+    between = len(world.hosts) > 1
+    factor = torch.randn(WORK, WORK)
     line = world.line(between=between)
     work = partial(torch.mm, factor, factor)
     send = partial(_exchange, world, line, MERGE_BYTES) if between else partial(_swap_near, world, line)
@@ -187,7 +192,8 @@ def measure_wait(world: MeasuredRanks, alone: float) -> float:
 def _step(world: MeasuredRanks, lines: list[list[int]], first: float) -> float:
     """Return the seconds of each step of a collective, whose first step takes at least as long as a message."""
     mine = next(line for line in lines if world.axis.index in line)
-    number, group = torch.zeros(1, 4, dtype=torch.int64, device=world.device), kept_group(world.axis, tuple(mine))
+    number = torch.zeros(1, 4, dtype=torch.int64, device=world.device)
+    group = kept_group(world.axis, tuple(mine))
     numbers = [torch.empty_like(number) for _ in mine]
     took = world.short(lambda: dist.all_gather(numbers, number, group=group))
     further = (took - first) / max(1, len(mine) - 2)
@@ -197,7 +203,8 @@ def _step(world: MeasuredRanks, lines: list[list[int]], first: float) -> float:
 def _exchange(world: MeasuredRanks, line: Sequence[int], size: int, peers: int = 1) -> None:
     """Send to the next ranks of a line that begins with this rank, and receive from the last."""
     message = torch.empty(size, dtype=torch.uint8, device=world.device)
-    group, others = world.axis.group, line[1:]
+    group = world.axis.group
+    others = line[1:]
     posts = [
         dist.P2POp(dist.irecv, torch.empty_like(message), group=group, group_peer=peer) for peer in others[-peers:]
     ]
@@ -219,7 +226,8 @@ def _swap_near(world: MeasuredRanks, line: Sequence[int]) -> None:
 
 def measure(mesh: DeviceMesh | None, dtype: torch.dtype | None = None) -> Cluster:
     """Return the measured cluster of a mesh's ranks. Every rank of the mesh calls it."""
-    axes, device = Mesh.of(mesh), device_of(mesh)
+    axes = Mesh.of(mesh)
+    device = device_of(mesh)
     with Agreement(axes, "Cluster.measure", {"dtype": dtype}):
         check_dtype("Cluster.measure dtype", dtype, "pass the dtype of q, k and v, or leave it out")
     axis = flat_axis(mesh, AXES)

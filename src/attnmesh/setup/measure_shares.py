@@ -32,7 +32,8 @@ def measured_shares(mesh: Mesh, device: torch.device, needed: float = 0.0) -> tu
     tokens = mesh.queries.size * mesh.keys.size
     if tokens == 1:
         return (1,)
-    rates, free = read_rates(mesh, device), free_of_ranks(mesh, device)
+    rates = read_rates(mesh, device)
+    free = free_of_ranks(mesh, device)
     each = [range(first, mesh.ranks, tokens) for first in range(tokens)]  # ranks along the heads axis share tokens
     rates, free = ([min(found[shard] for shard in shards) for shards in each] for found in (rates, free))
     return recommended_shares(rates, free, needed / mesh.heads.size)
@@ -51,7 +52,8 @@ def read_rates(mesh: Mesh, device: torch.device) -> list[int]:
     shape = 2, 1, 8, TOKENS[device.type], 64
     k, v = torch.zeros(shape, device=device).unbind()
     q = torch.zeros(1, 8, 1, 64, device=device)
-    prepared, reads = PreparedLocal.of(q, k, v, FULL, Scaling(0.125), "auto"), 0
+    prepared = PreparedLocal.of(q, k, v, FULL, Scaling(0.125), "auto")
+    reads = 0
     with torch.no_grad():
         prepared.attend(q, k, v, None)  # the first one also prepares
         _synchronize(device)

@@ -62,7 +62,8 @@ def leave() -> None:
 
 def _name(store: Store, rank: int, ranks: int, seconds: float) -> str:
     """Return a name that the ranks of this world share, and no other world has."""
-    mine, end = uuid4().hex, time.monotonic() + seconds
+    mine = uuid4().hex
+    end = time.monotonic() + seconds
     store.set(_word_key("word", rank), mine)
     while True:
         if rank == 0:

@@ -52,7 +52,8 @@ def check_private(path: object) -> Path:
         raise StoreError(SUBJECT, "a folder that can be made", given, fix) from None
     expected, fix = "a folder of this user", "name a folder of your own"
     require(found.st_uid == os.getuid(), StoreError, SUBJECT, expected, f"{folder}, which is another's", fix)
-    safe, given = not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH), f"{folder}, which others can write to"
+    safe = not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    given = f"{folder}, which others can write to"
     require(safe, StoreError, SUBJECT, "a folder that only this user can write to", given, f"chmod 700 {folder}")
     return folder
 

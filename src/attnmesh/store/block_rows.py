@@ -108,7 +108,8 @@ class Filling:
     def put(self, block: StoredBlock, pieces: Sequence[Mapping[str, Tensor]]) -> None:
         """Write this rank's rows of a block. Raise unless the pieces have each of them once, as it should be."""
         for group in groups_of(self.kvs, block):
-            first, wanted = self.kvs[group[0]], self._wanted(group, block)
+            first = self.kvs[group[0]]
+            wanted = self._wanted(group, block)
             heads = first.shard.heads.slice_of(first.sizes.kv_heads)
             counts = torch.zeros(heads.stop - heads.start, len(wanted), dtype=torch.int64)
             for rows in pieces:
@@ -120,7 +121,8 @@ class Filling:
 
     def _wanted(self, group: Sequence[int], block: StoredBlock) -> Tensor:
         """Return the tokens of a block that this rank holds, in the layers of a group."""
-        shard, forgets = self.kvs[group[0]].shard, self.kvs[group[0]].sizes.mask is not None
+        shard = self.kvs[group[0]].shard
+        forgets = self.kvs[group[0]].sizes.mask is not None
         tokens = torch.arange(self.floors[group[0]][0] if forgets else block.start, block.stop)
         return tokens[shard.turn.holds(tokens)]
 
@@ -151,7 +153,8 @@ class Filling:
         for kind, x in zip(("keys", "values"), shard.stored, strict=False):
             found = rows.get(f"{kind} {layer}", wanted[:0])
             shape = sizes.batch, mapping.head_count, len(columns), x.shape[3]
-            given, fits = f"{found.dtype} {tuple(found.shape)}", tuple(found.shape) == shape and found.dtype == x.dtype
+            given = f"{found.dtype} {tuple(found.shape)}"
+            fits = tuple(found.shape) == shape and found.dtype == x.dtype
             require(fits, StoreError, "load", f"{x.dtype} {shape}", given, FIX)
             new = found[:, mapping.source, mapping.chosen].to(shard.device)
             x[:, mapping.heads].index_copy_(2, mapping.slots, new)

@@ -121,7 +121,8 @@ class BlockTiers:
 
     def take_gone(self) -> tuple[list[StoredBlock], list[StoredBlock]]:
         """Return what has left memory, and the folder, since the last call."""
-        gone, self.gone = self.gone, ([], [])
+        gone = self.gone
+        self.gone = ([], [])
         return gone
 
     def _leaves(self, tier: Tier, block: StoredBlock) -> None:

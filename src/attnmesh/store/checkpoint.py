@@ -132,7 +132,9 @@ def read_manifest(path: Path) -> Manifest:
             raise ValueError("another format")
         version = fields["version"]
         length, heads, ranks, saving = (check_size(fields[name]) for name in ("length", "heads", "ranks", "saving"))
-        padded, note, name = fields["padded"] is True, str(fields["note"]), str(fields["name"])
+        padded = fields["padded"] is True
+        note = str(fields["note"])
+        name = str(fields["name"])
         more = padded or fields["more"] is True
         codes = [[x if type(x) is int and x == FAR else check_size(x) for x in code] for code in fields["sizes"]]
         forgotten = [(check_size(first), check_size(floor)) for first, floor in fields.get("forgotten", [])]
@@ -239,10 +241,12 @@ def _grown_pieces(path: Path, manifest: Manifest, layer: int) -> Iterator[PieceF
     for files in _layer_files(path, manifest, layer):
         journal = _opened_journal(files)
         base, stop = journal.records[0].stop, journal.last.stop
-        number, at = base // PIECE, (files.heads, files.tokens)
+        number = base // PIECE
+        at = (files.heads, files.tokens)
         filling = files.filling(number)
         full = stop == base + PIECE and not filling.exists()
-        paths, chain = [files.found(whole) for whole in range(number + full)], 0
+        paths = [files.found(whole) for whole in range(number + full)]
+        chain = 0
         for path in paths[:number]:
             chain = chained(chain, TensorFile(path), [*shapes.named(layer)])
         check_chain(files, journal, chain)
@@ -279,7 +283,8 @@ def load_layers(
     Every rank calls it. A save that is replaced while it is read gives way to the newer one, and a folder that a cache
     writes meanwhile is read anew. `make` is `KVCache`.
     """
-    axes, target = Mesh.of(mesh), device_for(mesh, device)
+    axes = Mesh.of(mesh)
+    target = device_for(mesh, device)
     memory = target if wanted.hot is None else torch.device("cpu")
 
     def check() -> SavedLayers:
@@ -454,7 +459,8 @@ def fill(layers: Sequence[LocalShards], path: Path, manifest: Manifest) -> None:
 def _fill_group(shards: Mapping[int, CacheShard], path: Path, manifest: Manifest, pieces: Sequence[PieceFile]) -> None:
     """Write this rank's tokens into its shards of layers that keep the same tokens."""
     leader, first = next(iter(shards.items()))
-    start, end = manifest.forgotten[leader][0], manifest.length_of(leader)
+    start = manifest.forgotten[leader][0]
+    end = manifest.length_of(leader)
     gone = first.turn.count(start)
     used = first.turn.count(end) - gone
     found = torch.zeros(manifest.heads, used, dtype=torch.bool)  # tokens read, by their file's index along heads
@@ -487,7 +493,8 @@ def _copy_heads(
     to, source = _shared_heads(shard, saved)
     if to.start >= to.stop:
         return
-    sizes, heads = shard.sizes, saved.slice_of(shard.sizes.kv_heads)
+    sizes = shard.sizes
+    heads = saved.slice_of(shard.sizes.kv_heads)
     for kind, x in zip(("keys", "values"), shard.stored, strict=False):
         read = file.read(f"{kind} {layer}", x.dtype, (sizes.batch, heads.stop - heads.start, tokens, x.shape[3]))
         x[:, to].index_copy_(2, slots.to(shard.device), read[:, source, mine].to(shard.device))

@@ -93,7 +93,9 @@ def save_layers(
         if cache.saved.last is not None and not cache.saved.last.concluded:
             cache.saved.last.wait()  # two saves at once would write the same files
     own = [cache.shards.whole() for cache in caches]
-    mesh, saved, shards = caches[0].mesh, caches[0].saved, [cache.shards for cache in caches]
+    mesh = caches[0].mesh
+    saved = caches[0].saved
+    shards = [cache.shards for cache in caches]
     if saved.cache_ids != tuple(map(id, caches)) or any(cache.saved is not saved for cache in caches):
         saved = SavedPieces(caches)
     is_coordinator = mesh.shard == 0
@@ -103,7 +105,8 @@ def save_layers(
         agreement.fields, agreement.payload = {"saving": manifest.saving, "note": note}, [randbits(62)]
     manifest = manifest._replace(name=f"{agreement.table[0][0]:016x}")
     groups = [SavedGroup.of(own, layers, manifest) for layers in manifest.groups.values()]
-    coordinates, lock = (own[0].heads.index, own[0].index), WriterLock()
+    coordinates = (own[0].heads.index, own[0].index)
+    lock = WriterLock()
     write = partial(_write, folder, manifest, coordinates, groups, saved, tensors, lock)
     publish = partial(_publish, folder, manifest) if is_coordinator else lambda: None
     saved.last = Saving(mesh, write, publish, partial(_end, folder, manifest, coordinates, lock))
@@ -123,7 +126,8 @@ def _prepare(
     lengths_differ: bool,
 ) -> tuple[Path, Manifest, dict[str, Tensor]]:
     """Return the folder, the manifest without a name, and on the coordinator copies of tensors of no rank."""
-    folder, shards = check_folder("save", path), [each.own for each in layers]
+    folder = check_folder("save", path)
+    shards = [each.own for each in layers]
     first = shards[0]
     check_more(more)
     by_layer = tuple(shard.length for shard in shards) if lengths_differ else ()
@@ -131,7 +135,8 @@ def _prepare(
     if len(lengths) > 1:
         given, fix = f"layers of {lengths} tokens", f"call truncate({lengths[0]}) on each layer"
         raise StoreError("save", "layers of the same tokens", given, fix)
-    token_mask, sizes = first.token_mask, tuple(shard.sizes for shard in shards)
+    token_mask = first.token_mask
+    sizes = tuple(shard.sizes for shard in shards)
     padded = token_mask is not None
     saved_by = first.heads.size, first.block_cyclic.ranks, _next_number(folder)
     forgotten = tuple((each.first(), each.floor) for each in layers)
@@ -299,7 +304,8 @@ def _publish(path: Path, manifest: Manifest) -> None:
 @contextmanager
 def _lock_folder(path: Path) -> Iterator[None]:
     """Hold the lock of a folder, on a file system that has locks."""
-    handle, end = os.open(path, os.O_RDONLY), time.monotonic() + TIMEOUT
+    handle = os.open(path, os.O_RDONLY)
+    end = time.monotonic() + TIMEOUT
     try:
         with suppress(OSError):
             while True:

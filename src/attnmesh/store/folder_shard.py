@@ -62,7 +62,10 @@ class FolderShard(OrderedShard):
         ranks: int,
         index: int,
     ) -> None:
-        self.files, self.keeps, self.fail, self.journal = files, keeps, fail, files.journal()
+        self.files = files
+        self.keeps = keeps
+        self.fail = fail
+        self.journal = files.journal()
         self.chains = [0]  # of the checksums of the first pieces
         self.digest = c_int64()  # of the rows of the last native call
         super().__init__(sizes, heads, BlockCyclic(sizes.block, ranks), torch.device("cpu"), index)
@@ -119,7 +122,8 @@ class FolderShard(OrderedShard):
         """Go on after a save: open its whole pieces in place, and copy the rows after them to a piece to be filled."""
         with opening(self.files.folder):
             self._open_whole(whole)
-            piece, used = make_filling(self.files, whole, self.shapes), len(columns)
+            piece = make_filling(self.files, whole, self.shapes)
+            used = len(columns)
             for x, row in zip(piece.stored, rows, strict=True):
                 x[:, :, :used] = row
             piece.columns[:used] = columns
@@ -130,7 +134,8 @@ class FolderShard(OrderedShard):
 
     def _open_whole(self, count: int) -> None:
         """Open and read whole pieces. Each is read ahead, and left behind if not all are kept in memory."""
-        names, shapes = [*self.shapes.named(self.files.layer)], self.shapes
+        names = [*self.shapes.named(self.files.layer)]
+        shapes = self.shapes
         opened = [open_whole(self.files.found(n), self.files.layer, shapes) for n in range(count)]
         for _, piece in opened:
             self._keep(piece)
@@ -183,11 +188,13 @@ class FolderShard(OrderedShard):
 
     def _add(self, rows: Sequence[Tensor], tokens: Tensor, length: int) -> None:
         """Write rows, piece by piece. A process that ends leaves the tokens before its next one."""
-        done, count = 0, len(tokens)
+        done = 0
+        count = len(tokens)
         while True:
             if self.used == PIECE and done < count:
                 self._next_piece()
-            start, done = done, min(count, done + PIECE - self.used)
+            start = done
+            done = min(count, done + PIECE - self.used)
             after = length if done == count else int(tokens[done])
             self._write_rows(
                 [row[:, :, start:done] for row in rows], tokens[start:done], (self.length, self.used), after
@@ -198,7 +205,8 @@ class FolderShard(OrderedShard):
     def _mend(self, held: tuple[int, int]) -> None:
         """Let the journal say what the shard has, where an error or Ctrl-C came between a record and its tokens."""
         length, used = held
-        journal, base = self.journal, self.pieces * PIECE
+        journal = self.journal
+        base = self.pieces * PIECE
         if (journal.records[0].stop, journal.last.stop, journal.last.length) != (base, base + used, length):
             end = [(base + used, self.piece.digest(0, used))] if used else []
             journal.begin(base, length, self.chains[self.pieces], end)
@@ -209,7 +217,9 @@ class FolderShard(OrderedShard):
         `tokens` are theirs, by default the next ones. `held` are the tokens of all ranks and those in the last
         piece, and `length` those of all ranks after it.
         """
-        used, count, base = held[1], rows[0].shape[2], self.pieces * PIECE
+        used = held[1]
+        count = rows[0].shape[2]
+        base = self.pieces * PIECE
         stop = used + count
         try:
             self._mend(held)
@@ -244,13 +254,15 @@ class FolderShard(OrderedShard):
 
     def _record(self, start: int, stop: int, length: int, rows: Sequence[Tensor] | None = None) -> None:
         """Promise that rows of the last piece are tokens."""
-        base, digest = self.pieces * PIECE, self.piece.digest(start, stop, rows) if start < stop else 0
+        base = self.pieces * PIECE
+        digest = self.piece.digest(start, stop, rows) if start < stop else 0
         self.journal.add(base + start, base + stop, length, digest)
 
     def _next_piece(self) -> None:
         """Give the last piece, which is full, its name, and begin another one."""
         with self._writing():
-            following, length = make_filling(self.files, self.pieces + 1, self.shapes), self.length
+            following = make_filling(self.files, self.pieces + 1, self.shapes)
+            length = self.length
             file, piece = make_whole(self.files, self.pieces, self.shapes, self.piece)
             self._keep(piece)
             self._turn_to(self._with_whole(file, piece), following, 0, length)
@@ -258,7 +270,8 @@ class FolderShard(OrderedShard):
 
     def truncate(self, length: int) -> None:
         """Remove the tokens from `length` on."""
-        count, base = self.count_before(length), self.pieces * PIECE
+        count = self.count_before(length)
+        base = self.pieces * PIECE
         if (length, count) == (self.length, base + self.used):
             return
         with self._writing():
@@ -273,8 +286,10 @@ class FolderShard(OrderedShard):
     def _cut(self, count: int, length: int) -> None:
         """Keep the first rows alone, and fill the piece that they end in again."""
         number, used = divmod(count, PIECE)
-        last, gone = self.shared[number], range(number, self.pieces)
-        piece, old = make_filling(self.files, number, self.shapes), self.files.filling(self.pieces)
+        last = self.shared[number]
+        gone = range(number, self.pieces)
+        piece = make_filling(self.files, number, self.shapes)
+        old = self.files.filling(self.pieces)
         for x, row in zip(piece.stored, last.stored, strict=True):
             x[:, :, :used] = row[:, :, :used]
         piece.columns[:used] = last.token_index[:used]
@@ -288,7 +303,8 @@ class FolderShard(OrderedShard):
 
     def fork(self) -> CacheShard:
         """Return a shard of the same tokens in memory, which reads whole pieces in place and copies the last one."""
-        used, sizes = self.used, replace(self.sizes, capacity=1)
+        used = self.used
+        sizes = replace(self.sizes, capacity=1)
         other = CacheShard(sizes, self.heads, self.block_cyclic, self.device, self.index)
         other.stored = [x[:, :, : used + 1] for x in self.stored]
         other.token_index, other.state, other.shared = self.token_index[: used + 1], self.state.clone(), self.shared

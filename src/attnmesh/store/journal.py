@@ -65,7 +65,8 @@ def read_file(path: Path) -> bytes:
     except OSError as error:
         raise StoreError("load", "files as they were written", f"{path} ({error.strerror})", FIX) from error
     with os.fdopen(handle, "rb") as file:
-        fits, given = S_ISREG(os.fstat(handle).st_mode), f"{path}, which is no regular file"
+        fits = S_ISREG(os.fstat(handle).st_mode)
+        given = f"{path}, which is no regular file"
         require(fits, StoreError, "load", "files as they were written", given, FIX)
         return file.read()
 
@@ -115,7 +116,9 @@ class Journal:
             content = read_file(self.path)
         except FileNotFoundError:
             return False
-        found, serial, stop = list[Record](), None, 0
+        found = list[Record]()
+        serial = None
+        stop = 0
         fields = [*RECORD.iter_unpack(content[: len(content) // SIZE * SIZE])]
         checks = self._checks([Record(*each[:5]) for each in fields])
         for (*of_record, check, one, other), right in zip(fields, checks, strict=True):
@@ -123,7 +126,8 @@ class Journal:
             record = Record(*of_record)
             if serial is not None and record.serial != serial + 1:
                 break  # of before the journal was begun anew
-            serial, stop = record.serial, stop + SIZE
+            serial = record.serial
+            stop = stop + SIZE
             self._put(found, record)
         self._require(bool(found) and found[0].start == found[0].stop, f"{len(content)} bytes without a first record")
         fits = all(one.stop == other.start for one, other in pairwise(found))

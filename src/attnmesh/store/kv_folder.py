@@ -40,14 +40,20 @@ class KeyFolder:
 
     def __init__(self, path: str | Path, mesh: Mesh, token_axis: Axis, subject: str = SUBJECT) -> None:
         """Open a folder, or make it. Every rank calls it."""
-        self.mesh, self.token_axis, self.is_first, self.subject = mesh, token_axis, mesh.shard == 0, subject
-        self._lock, self.journals, self.opened = -1, list[Journal](), set[int]()
+        self.mesh = mesh
+        self.token_axis = token_axis
+        self.is_first = mesh.shard == 0
+        self.subject = subject
+        self._lock = -1
+        self.journals = list[Journal]()
+        self.opened = set[int]()
         with self.released_on_error():
             with Agreement(mesh, subject) as agreement:
                 self.path = check_folder(subject, path)
                 if self.is_first:
                     self._take()
-                agreement.fields, agreement.payload = {"folder": str(path)}, [randbits(62)]
+                agreement.fields = {"folder": str(path)}
+                agreement.payload = [randbits(62)]
             new = f"{agreement.table[0][0]:016x}"
             with Agreement(mesh, subject) as agreement, opening(self.path, subject):
                 self._check_private(self.path)
@@ -162,12 +168,15 @@ class KeyFolder:
             for each in piece_files(self.path, self.manifest)
             if (each.heads, each.tokens, each.group) == (files.heads, files.tokens, files.leader)
         }
-        whole, parts, columns = 0, list[list[Tensor]](), [torch.empty(0, dtype=torch.int64)]
+        whole = 0
+        parts = list[list[Tensor]]()
+        columns = [torch.empty(0, dtype=torch.int64)]
         for start, stop, path in saved_pieces(files, found):
             if stop - start == PIECE and not parts:
                 whole += 1
                 continue
-            file, named = TensorFile(path), shard.shapes.named(files.layer, stop - start)
+            file = TensorFile(path)
+            named = shard.shapes.named(files.layer, stop - start)
             *read, index = (file.read(name, dtype, shape) for name, (dtype, shape) in named.items())
             parts.append(read)
             columns.append(index)
@@ -206,7 +215,8 @@ class KeyFolder:
         """Raise unless the folder is of this model, by the text of the first rank. A new folder takes it."""
         with Agreement(self.mesh, self.subject):
             text = model() if self.is_first else "as the first rank has it"
-            same, note = self.manifest.note in ("", text), self.manifest.note
+            same = self.manifest.note in ("", text)
+            note = self.manifest.note
             given, fix = f"one of another model in {self.path}", "pass another folder, or remove this one"
             require(same or not self.is_first, StoreError, self.subject, "a folder of this model", given, fix)
         if not note:

@@ -123,7 +123,8 @@ def open_filling(files: LayerFiles, number: int, shapes: RowShapes) -> FilePiece
 
 def make_filling(files: LayerFiles, number: int, shapes: RowShapes) -> FilePiece:
     """Make the file of a piece, with room on the disk for all its rows."""
-    named, path = shapes.named(files.layer), files.filling(number)
+    named = shapes.named(files.layer)
+    path = files.filling(number)
     begin, size = header_of(named, dict.fromkeys(named, 0))
     path.unlink(missing_ok=True)  # of a process that was ended before it wrote rows
     try:
@@ -141,7 +142,9 @@ def make_filling(files: LayerFiles, number: int, shapes: RowShapes) -> FilePiece
 
 def make_whole(files: LayerFiles, number: int, shapes: RowShapes, piece: FilePiece) -> tuple[TensorFile, FilePiece]:
     """Give a piece that is full its checksums and its name, unless it got them in a call that was broken off."""
-    named, path, whole = shapes.named(files.layer), files.filling(number), files.whole(number)
+    named = shapes.named(files.layer)
+    path = files.filling(number)
+    whole = files.whole(number)
     if whole.exists() and not path.exists():
         return open_whole(whole, files.layer, shapes)
     rows = (*(x[:, :, :PIECE] for x in piece.stored), piece.columns)
@@ -168,7 +171,8 @@ class FillingFile:
     """Rows of the last piece for `load`, as `TensorFile` has those of a whole one."""
 
     def __init__(self, path: Path, journal: Journal, shapes: RowShapes, layer: int) -> None:
-        file, self.path = TensorFile(path), path
+        file = TensorFile(path)
+        self.path = path
         try:
             self.piece = _mapped(file, MappedFile(path, private=True), shapes.named(layer))
         except OSError as error:

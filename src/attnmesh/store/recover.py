@@ -150,7 +150,8 @@ class _Moves:
 
         The slices are of the heads of the old and of the new shard.
         """
-        count, before = self.new[layer].sizes.kv_heads, 1 + max(h for h, _ in self.sources)
+        count = self.new[layer].sizes.kv_heads
+        before = 1 + max(h for h, _ in self.sources)
         for old in self._sent_by(rank):
             saved_heads = Axis(before, old[0]).slice_of(count)
             source, target = overlap(saved_heads, Axis(self.mesh.heads.size, heads).slice_of(count))
@@ -159,7 +160,8 @@ class _Moves:
 
     def fill(self, layer: int, token_mask: Tensor | None) -> None:
         """Exchange the tokens of one layer, and write those received."""
-        cache, own = self.new[layer], self.new[layer].shard
+        cache = self.new[layer]
+        own = self.new[layer].shard
         empty = torch.empty(0, dtype=torch.int64, device=cache.device)
         sends: list[tuple[Tensor, ...]] = [(empty,)] * len(self.ranks)
         wanted = sends.copy()
@@ -190,7 +192,8 @@ class _Moves:
     def token_mask(self) -> Tensor:
         """Return the token mask of the first rank that has caches, on every rank."""
         first = min(self.sources.values())
-        peer, shape = self.ranks[first][0], (self.new[0].sizes.batch, self.length)
+        peer = self.ranks[first][0]
+        shape = (self.new[0].sizes.batch, self.length)
         mask = empty = torch.empty(0, dtype=torch.bool, device=self.new[0].device)
         if self.mesh.shard == first and (padding := self.old[0].padding) is not None:
             mask = padding.token_mask[:, : self.length]
@@ -203,7 +206,8 @@ def _describe(caches: Sequence[KVCache] | None) -> dict[str, Any] | None:
     """Return this rank's sizes, lengths and shards for JSON, its own shard first."""
     if caches is None:
         return None
-    first, heads = caches[0], caches[0].mesh.heads
+    first = caches[0]
+    heads = caches[0].mesh.heads
     common = set.intersection(*({shard.index for shard in cache.shards.all} for cache in caches))
     shards = [shard for cache in caches for shard in cache.shards.all if shard.index in common]
     return {
@@ -247,12 +251,14 @@ def _check_alike(found: list[dict[str, Any]], capacity: object, length: int, sta
     """Raise unless the ranks' caches can be recovered together."""
     if not found:
         raise MeshError("recover", "caches on some rank", "None on all", "pass the caches on every surviving rank")
-    first, one_model = found[0], "pass the caches of one model on every rank, one per layer"
+    first = found[0]
+    one_model = "pass the caches of one model on every rank, one per layer"
     heads, tokens = first["mesh"]
     held = {tuple(shard) for each in found for shard in each["held"]}
     lost = [(h, t) for h in range(heads) for t in range(tokens) if (h, t) not in held]
     same_caches, same_changes = "the same caches on every rank", "caches truncated and reordered equally often"
-    counts, paddings = [each["changes"] for each in found], {min(each["padding"], length) for each in found}
+    counts = [each["changes"] for each in found]
+    paddings = {min(each["padding"], length) for each in found}
     for fits, expected, given, fix in (
         (all(each["sizes"] == first["sizes"] for each in found), same_caches, "ranks whose sizes differ", one_model),
         (all(each["mesh"] == first["mesh"] for each in found), same_caches, "ranks whose mesh differ", one_model),

@@ -38,7 +38,9 @@ DTYPES = {
 }
 """Supported dtypes, by their names in the format."""
 
-MAX_HEADER, MAX_SIZE, MAX_DIMS = 1 << 24, 1 << 48, 8
+MAX_HEADER = 1 << 24
+MAX_SIZE = 1 << 48
+MAX_DIMS = 8
 """Limits for reading: bytes of a header, any single number in it, and dimensions of a tensor."""
 
 SMALL = 1 << 26
@@ -235,7 +237,8 @@ def _entries(header: Any, size: int) -> dict[str, Entry]:
     entries = {}
     for name, fields in header.items():
         start, stop = (check_size(x) for x in fields["data_offsets"])
-        shape, dtype = tuple(check_size(n) for n in fields["shape"]), DTYPES[fields["dtype"]]
+        shape = tuple(check_size(n) for n in fields["shape"])
+        dtype = DTYPES[fields["dtype"]]
         large = len(shape) > MAX_DIMS or math.prod(max(n, 1) for n in shape) > MAX_SIZE
         if large or start > stop or stop > size or math.prod(shape) * dtype.itemsize != stop - start:
             raise ValueError(f"{name!r} has a byte range that does not match its shape or the file")

@@ -20,7 +20,8 @@ class TokenIds:
     """Ids of the tokens of a folder, (batch, tokens), with a journal as that of keys."""
 
     def __init__(self, folder: Path) -> None:
-        self.path, self.journal = folder / "tokens.ids", Journal(folder / "tokens.journal", f"{folder.name} tokens")
+        self.path = folder / "tokens.ids"
+        self.journal = Journal(folder / "tokens.journal", f"{folder.name} tokens")
         self.written: Tensor | None = None
         self.opened = False  # to write
 
@@ -44,7 +45,8 @@ class TokenIds:
 
     def write(self, tokens: Tensor) -> None:
         """Replace the ids by others, of which only those that differ are written."""
-        rows, before = tokens.t().cpu().contiguous(), self.written
+        rows = tokens.t().cpu().contiguous()
+        before = self.written
         if not self.opened:
             self.opened = True
             self.journal.open()

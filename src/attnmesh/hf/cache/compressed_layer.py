@@ -104,12 +104,15 @@ class CompressedLayer(StatefulLayer):
     @torch.no_grad()
     def select(self, score: Score, operands: Sequence[Tensor]) -> None:
         """Select the best entries of each query, of operands of this rank's tokens."""
-        index, seen = self.others["indexer"], self._seen().to(operands[0].device)
-        k, last = min(self.k, index.length), seen - 1
+        index = self.others["indexer"]
+        seen = self._seen().to(operands[0].device)
+        k = min(self.k, index.length)
+        last = seen - 1
         if not k:
             return
         if self.stays:
-            keys, positions = self.new["indexer"], torch.arange(index.length, device=last.device)
+            keys = self.new["indexer"]
+            positions = torch.arange(index.length, device=last.device)
             bounds = torch.zeros_like(last)[None], last[None]
             best = indexer_top_k(score, operands, IndexKeys(keys, positions, positions[None]), *bounds, k)
             found = unpack(best)[1]
@@ -135,7 +138,8 @@ class CompressedLayer(StatefulLayer):
         keys = keys.to(q.dtype)
         if self.selected is not None:
             return attend(q, keys, keys, k_positions=numbers, scale=scale, selected=self.selected)
-        seen, positions = self._seen(), numbers + 1  # from 1 on: a query may see none
+        seen = self._seen()
+        positions = numbers + 1  # from 1 on: a query may see none
         kernel: str = self.cache.kernel
         return attend(q, keys, keys, mask=Causal(), q_positions=seen, k_positions=positions, scale=scale, kernel=kernel)
 

@@ -64,7 +64,8 @@ class FolderLayers(StoredLayers):
         """Take the caches and token ids of a folder."""
         folder, saved = opened.path, opened.manifest.sizes
         with Agreement(opened.mesh, "ShardedCache folder"):
-            fits, given = len(saved) in (0, self.caches), f"{len(saved)} in {folder}"
+            fits = len(saved) in (0, self.caches)
+            given = f"{len(saved)} in {folder}"
             expected, fix = f"a folder of {self.caches} layers", "pass that of this model, or a new one"
             require(fits, StoreError, "ShardedCache folder", expected, given, fix)
             ids = opened.read_ids()

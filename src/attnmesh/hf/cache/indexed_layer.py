@@ -44,7 +44,8 @@ class IndexedLayer(ShardedLayer):
         Each rank scores its own keys for the queries of all ranks. In a prompt without earlier tokens the keys travel.
         """
         assert self.new_index is not None
-        new, spec = self.new_index[:, None], scores.spec
+        new = self.new_index[:, None]
+        spec = scores.spec
         shards: Shards | None = spec.shards
         tokens = new.shape[2] if shards is None else shards.length
         storage = self.cache.storage if self.index_is_stored else None

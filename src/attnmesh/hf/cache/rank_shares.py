@@ -42,7 +42,8 @@ def token_bytes(config: PreTrainedConfig, storage: str | None) -> int:
     if is_compressed(config) or (heads := key_heads(config)) is None:
         return 0
     layers = [layer for layer in layers_of(config)[: cached_layers(config)] if layer.attends and not layer.windowed]
-    latents, dim = latent_widths(config), getattr(config, "head_dim", None)
+    latents = latent_widths(config)
+    dim = getattr(config, "head_dim", None)
     columns = [dim or config.hidden_size // config.num_attention_heads] * 2 * heads if latents is None else [*latents]
     if storage is not None:
         return len(layers) * sum(map(STORAGES[storage].row_width, columns))

@@ -25,10 +25,12 @@ def check_settings(config: Any, shape: Shape, options: Mapping[str, Any]) -> Non
 
 def _checks(config: Any, shape: Shape, options: Mapping[str, Any]) -> Iterator[Check]:
     """Yield what holds of valid arguments, each with the error where it does not."""
-    is_config, given = isinstance(config, PreTrainedConfig), type(config).__name__
+    is_config = isinstance(config, PreTrainedConfig)
+    given = type(config).__name__
     yield is_config, KernelError, "ShardedCache config", "a configuration of transformers", given, "pass model.config"
     check_keys(config)
-    latents, entries = latent_widths(config) is not None, is_compressed(config)
+    latents = latent_widths(config) is not None
+    entries = is_compressed(config)
     one_head = latents or entries or bool(indexed_layers(config))
     yield (
         *(not one_head or shape.heads == 1, ShapeError, "ShardedCache mesh"),
@@ -48,7 +50,8 @@ def _checks(config: Any, shape: Shape, options: Mapping[str, Any]) -> Iterator[C
     check_exchange("ShardedCache exchange", options["exchange"])
     check_comparison("ShardedCache", options["checked"])
     windows = options["windows"]
-    is_bool, fix = isinstance(windows, bool), "leave it at True"
+    is_bool = isinstance(windows, bool)
+    fix = "leave it at True"
     yield is_bool, KernelError, "ShardedCache windows", "True or False", repr(windows), fix
     check_count("ShardedCache keep", options["keep"], "count the tokens that crop may remove", least=0)
     for name in ("storage", "window_storage"):

@@ -109,11 +109,15 @@ class ShardedCache(FolderLayers):
         self.stock_window = None if getattr(self.config, "layer_types", None) else window_of(config)
         """Tokens that the model's stock cache keeps in all layers; None if it keeps all, or differs by layer."""
         self.mesh, self.ranks = mesh, axes.ranks
-        self.capacity, self.block = None if capacity is None else int(capacity), int(block or BLOCK)
+        self.capacity = None if capacity is None else int(capacity)
+        self.block = int(block or BLOCK)
         self.block_is_free = block is None and not reproducible
         self.merge, self.output, self.reproducible = merge, output, reproducible
         self.kernel, self.exchange = kernel, exchange
-        self.checked, self.copies, self.windows, self.keep = checked, copies, windows and folder is None, keep
+        self.checked = checked
+        self.copies = copies
+        self.windows = windows and folder is None
+        self.keep = keep
         self.storage, self.window_storage, self.hot = storage, window_storage, hot
         self.shares = shares_of(config, mesh, shares, self.capacity, storage)
         """Ratios of the tokens of each rank; None for even shares."""
@@ -183,7 +187,8 @@ class ShardedCache(FolderLayers):
         """Return the options of `decode` that the cache sets. Raise if ranks share heads and q has not all of them."""
         if self.head_ranks > 1:
             heads, fix = self.config.num_attention_heads, 'shard the model by tensor_parallel(output="heads")'
-            given, fits = f"{q.shape[1]}", q.shape[1] == heads
+            given = f"{q.shape[1]}"
+            fits = q.shape[1] == heads
             require(fits, ShapeError, 'ShardedCache output="heads"', f"queries of all {heads} heads", given, fix)
         options = {"merge": self.merge, "output": self.output, "kernel": self.kernel}
         return {**options, "reproducible": self.reproducible}
@@ -232,9 +237,11 @@ class ShardedCache(FolderLayers):
         Raises:
             ShapeError: The number is positive, or no int, or a layer has forgotten what it needs there.
         """
-        length, kvs = self.get_seq_length(), self.kvs
+        length = self.get_seq_length()
+        kvs = self.kvs
         with kvs[0].calls.agreement("crop", {"by": tokens_to_remove}) if kvs else nullcontext():
-            fits, given = type(tokens_to_remove) is int and tokens_to_remove <= 0, repr(tokens_to_remove)
+            fits = type(tokens_to_remove) is int and tokens_to_remove <= 0
+            given = repr(tokens_to_remove)
             require(fits, ShapeError, "crop", "0 or a negative number", given, "pass a negative number of tokens")
             left = max(0, length + tokens_to_remove)
             given, fix = f"{left} of {length} tokens", "make the cache with windows=False, or a larger keep="
@@ -320,7 +327,8 @@ class ShardedCache(FolderLayers):
             InputError: Tokens were lost with their ranks, or the cache is of another model.
         """
         for name in ("folder", "hot"):
-            fits, fix = options.get(name) is None, f"leave {name}= out"
+            fits = options.get(name) is None
+            fix = f"leave {name}= out"
             require(fits, KernelError, "ShardedCache.recover", "a cache in one memory", f"{name}=", fix)
         recovered = cls(config, mesh, **options)
         with Agreement(Mesh.of(mesh), "ShardedCache.recover"):
@@ -374,7 +382,9 @@ def _check_recoverable(cache: Any, recovered: ShardedCache) -> None:
     subject, fix = "ShardedCache.recover cache", "pass the ShardedCache of this rank, or None on a new rank"
     require(isinstance(cache, ShardedCache), KernelError, subject, "a ShardedCache", type(cache).__name__, fix)
     cache.check_no_images(subject)
-    layers, given, fix = len(recovered.layers), f"one of {len(cache.layers)} layers", "pass the config of its model"
+    layers = len(recovered.layers)
+    given = f"one of {len(cache.layers)} layers"
+    fix = "pass the config of its model"
     require(len(cache.layers) == layers, KernelError, subject, f"a cache of {layers} layers", given, fix)
 
 

@@ -77,7 +77,8 @@ class HybridLayer(StateLayer, ShardedLayer):
 
 def make_layers(config: PreTrainedConfig, cache: Any) -> list[Any]:
     """Return an empty layer of the cache for each layer of the model that keeps something."""
-    indexed, crossed = indexed_layers(config), cross_layers(config)
+    indexed = indexed_layers(config)
+    crossed = cross_layers(config)
     layers = [
         CrossLayer() if number in crossed else _make_layer(kind, cache, indexed=number in indexed)
         for number, kind in enumerate(layer_kinds(config)[: cached_layers(config)])

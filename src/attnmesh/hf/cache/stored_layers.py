@@ -117,7 +117,8 @@ class StoredLayers(Cache):  # type: ignore[misc]
         kvs = self.kvs
         with Agreement(Mesh.of(self.mesh), "save"):
             check_more({} if more is None else more)
-            attends, given = bool(self.attention_layers), "recurrent states alone"
+            attends = bool(self.attention_layers)
+            given = "recurrent states alone"
             expected, fix = "a cache with layers of attention", "prefill again instead"
             require(attends, KernelError, "ShardedCache save", expected, given, fix)
             self.check_no_images("ShardedCache save")
@@ -132,7 +133,8 @@ class StoredLayers(Cache):  # type: ignore[misc]
             require(not taken, StoreError, "save more", expected, ", ".join(taken), "rename it")
         held = {"held": self.tokens.cpu()} if self.tokens is not None and kvs[0].length == self.tokens.shape[1] else {}
         states = {STATES + name: x.cpu().clone() for name, x in self.states.items()}
-        tensors, differ = {**held, **states, **(more or {})}, self.tokens_per_key != [1] * self.caches
+        tensors = {**held, **states, **(more or {})}
+        differ = self.tokens_per_key != [1] * self.caches
         return save_layers(kvs, path, more=tensors, note=note, wait=wait, lengths_differ=differ)
 
     def restore(
@@ -151,7 +153,8 @@ class StoredLayers(Cache):  # type: ignore[misc]
         Raises:
             InputError: The folder has no complete save of such a cache, or ranks differ.
         """
-        options, capacity = self._kv_options, self.capacity if capacity is None else capacity
+        options = self._kv_options
+        capacity = self.capacity if capacity is None else capacity
         del options["capacity"]
         wanted = LayersToLoad(self.caches, capacity, self.tokens_per_key, self.hot)
         kvs, more, note = load_layers(KVCache, path, self.mesh, wanted, device=device, **options)
@@ -176,7 +179,8 @@ class StoredLayers(Cache):  # type: ignore[misc]
 
     def make(self, layers: Sequence[CacheSizes], tokens: int, device: torch.device) -> list[KVCache]:
         """Make the empty caches of all layers, with space for so many tokens, to be filled. Every rank calls it."""
-        options, room = self._kv_options, growth_capacity(tokens) if self.capacity is None else self.capacity
+        options = self._kv_options
+        room = growth_capacity(tokens) if self.capacity is None else self.capacity
         options |= {"device": device}
         sizes = (replace(each, capacity=room, block=self.block) for each in layers)
         kvs = [KVCache(self.mesh, **{**vars(each), **options, "capacity": room}) for each in sizes]

@@ -39,7 +39,9 @@ def delta_link(
     rows = key.shape[-1]
     exact = query if find_spec("fla") else query.float()
     identity = torch.eye(rows, dtype=torch.float32, device=value.device).expand(batch, heads, rows, rows)
-    state, value, parts = pad(identity, (columns, 0)), pad(value, (0, rows)), []
+    state = pad(identity, (columns, 0))
+    value = pad(value, (0, rows))
+    parts = []
     for t in steps_of(query, tokens, rule):
         inputs = exact[:, t], key[:, t], value[:, t], g[:, t], beta[:, t]
         part, state = stock(

@@ -27,11 +27,14 @@ def selective_link(
     outputs, last = stock(hidden_states, dt, rates, writes, reads, **options, return_last_state=True)
     shift, z = options.get("delta_bias"), options.get("z")
     steps = step_sizes(dt, None if shift is None else shift[:, None], bool(options.get("delta_softplus")))
-    elapsed, rates = steps.float().cumsum(-1), rates.float()
-    linear, bias = (rates * elapsed[..., -1:]).exp(), last.float().unsqueeze(-1)
+    elapsed = steps.float().cumsum(-1)
+    rates = rates.float()
+    linear = (rates * elapsed[..., -1:]).exp()
+    bias = last.float().unsqueeze(-1)
 
     def finish(entering: Tensor) -> tuple[Tensor, Tensor]:
-        state, added = entering.squeeze(-1)[:, :, None], []
+        state = entering.squeeze(-1)[:, :, None]
+        added = []
         for t in steps_of(outputs, outputs.shape[-1], "selective"):
             states = (rates[None, :, None] * elapsed[:, :, t, None]).clamp(min=LOWEST).exp() * state
             with without_autocast(states):
@@ -63,7 +66,8 @@ SELECTIVE_SCAN = Rule(
     ),
     dim=2,
 )
-_FUNCTIONS, _UNCHANGED = {**CONVOLUTION, "mamba_selective_scan": SELECTIVE_SCAN}, ("mamba_selective_state_update",)
+_FUNCTIONS = {**CONVOLUTION, "mamba_selective_scan": SELECTIVE_SCAN}
+_UNCHANGED = ("mamba_selective_state_update",)
 _PLAIN = Recurrence(_FUNCTIONS, _UNCHANGED)
 _FUSED = Recurrence({**_FUNCTIONS, "mamba_inner_fn": None}, _UNCHANGED)
 

@@ -32,7 +32,8 @@ def lightning_link(query: Tensor, key: Tensor, value: Tensor, slope_rate: Tensor
         bias = (k * torch.exp(-slope * (tokens - 1 - position))).mT @ v
 
     def finish(entering: Tensor) -> tuple[Tensor, Tensor]:
-        state, outputs = entering.to(dtype), []
+        state = entering.to(dtype)
+        outputs = []
         with without_autocast(entering):
             for t in steps_of(value, tokens, "lightning"):
                 at = position[: t.stop - t.start]

@@ -28,7 +28,9 @@ class BlockScores(Opaque):
     """The `MaskSpec` of the layer; None before it is known."""
 
     def __init__(self, indexer: Any, q: Tensor, positions: Tensor, source: Any) -> None:
-        self.operands, self.positions, self.source = (q,), positions, source
+        self.operands = (q,)
+        self.positions = positions
+        self.source = source
         self.k, self.block, self.local = indexer.topk_blocks, indexer.block_size, indexer.local_blocks
 
     def run(self, keys: Tensor, operands: Sequence[Tensor]) -> Tensor:
@@ -48,7 +50,8 @@ def check_unpadded(spec: Any) -> None:
     """Raise for padding and packed sequences: the model counts them in its blocks, but not in its positions."""
     masks = [spec.token_mask, *([] if spec.shards is None else [spec.shards.token_mask])]
     packed = spec.shards is not None and bool(spec.shards.documents.ends)
-    fits, given = not packed and all(mask is None for mask in masks), "packed sequences" if packed else "padding"
+    fits = not packed and all(mask is None for mask in masks)
+    given = "packed sequences" if packed else "padding"
     expected, fix = "one sequence a row without padding, in a model that selects blocks", "pass sequences of one length"
     require(fits, MaskError, f"{SUBJECT} attention_mask", expected, given, fix)
 

@@ -34,7 +34,8 @@ class PooledScores:
     block, whole = 1, True
 
     def __init__(self, q: Tensor, spec: Any) -> None:
-        self.operands, self.spec = (q,), spec
+        self.operands = (q,)
+        self.spec = spec
 
     def run(self, keys: Tensor, operands: Sequence[Tensor]) -> Tensor:
         """Return the scores of some means for some queries, (batch, queries, keys)."""
@@ -53,7 +54,8 @@ class PooledIndexer:
     ) -> Any:
         """Return the tokens that each query selects."""
         indexer: Any = self
-        ours, ratio = isinstance(attention_mask, LayerMask), indexer.compress_ratio  # else another attention is set
+        ours = isinstance(attention_mask, LayerMask)  # else another attention is set
+        ratio = indexer.compress_ratio
         spec: Any = attention_mask.spec() if ours else None
         layer = None if past_key_values is None else past_key_values.layers[indexer.layer_idx]
         source: Any = ShardKeys(spec.shards) if ours and layer is None and spec.shards is not None else layer
@@ -78,7 +80,8 @@ class PooledIndexer:
         source.new_index = torch.cat((means[:, :, 0], hidden), -1)
         found = source.select(PooledScores(q, spec), indexer.block_topk)
         if spec.shards is None:
-            tokens, own = source.get_seq_length() + torch.arange(rows.shape[1]), positions
+            tokens = source.get_seq_length() + torch.arange(rows.shape[1])
+            own = positions
         else:
             tokens = spec.shards.positions()
             own = positions[:, tokens - spec.shards.start]
@@ -110,7 +113,8 @@ def _tokens(ends: Tensor, queries: Tensor, positions: Tensor, ratio: int) -> Ten
 
 
 def _size(config: Any, counts: Mapping[str, int], _: int) -> Selected:
-    ratio, width = config.indexer_compress_ratio, config.indexer_head_dim + 1  # whether the block is whole, too
+    ratio = config.indexer_compress_ratio
+    width = config.indexer_head_dim + 1  # whether the block is whole, too
     return Selected(config.indexer_budget // ratio, config.indexer_n_heads, width, block=ratio, **counts)
 
 

@@ -43,7 +43,8 @@ def rg_lru_link(hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor) ->
 
 def _scan(decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """Decays since the first token, and states from zero, in log2(tokens) steps. Decays may be 0."""
-    step, tokens = 1, decay.shape[1]
+    step = 1
+    tokens = decay.shape[1]
     while step < tokens:
         later = decay[:, step:]
         state = torch.cat((state[:, :step], state[:, step:] + later * state[:, :-step]), dim=1)

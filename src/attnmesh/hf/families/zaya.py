@@ -15,8 +15,10 @@ def compressed(layer: Any, hidden_states: Tensor, conv_mask: Tensor | None = Non
     """Return the queries, keys and values of `ZayaCCAProjection`."""
     if conv_mask is not None:
         hidden_states = hidden_states * conv_mask[:, :, None].to(hidden_states.dtype)
-    chain, shape = current_chain.get(), (*hidden_states.shape[:2], -1, layer.head_dim)
-    projected, groups = (layer.q_proj(hidden_states), layer.k_proj(hidden_states)), layer.num_key_value_groups
+    chain = current_chain.get()
+    shape = (*hidden_states.shape[:2], -1, layer.head_dim)
+    projected = (layer.q_proj(hidden_states), layer.k_proj(hidden_states))
+    groups = layer.num_key_value_groups
     q, k = (x.view(shape) for x in projected)
     mean = (q + k.repeat_interleave(groups, 2)) * 0.5
     means = mean, mean.unflatten(2, (-1, groups)).mean(3)

@@ -29,7 +29,8 @@ def prepare_text_model(running: Sequence[nn.Module]) -> None:
     if model is None:
         return  # a wrapper moves the batch
     decoder: Any = model.get_decoder()
-    expected, given = "a model that merges images into the embeddings of its text model", type(model).__name__
+    expected = "a model that merges images into the embeddings of its text model"
+    given = type(model).__name__
     fits = isinstance(decoder, nn.Module) and decoder not in running
     require(fits, KernelError, "train images", expected, given, f"leave token_type_ids and images out, or {SDPA}")
     if decoder not in CUTTING:

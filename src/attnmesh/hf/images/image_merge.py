@@ -161,7 +161,8 @@ def _masks_with_spans(given: Any) -> dict[str, MaskSpec]:
     """Return the masks that a model passes to its text model, if some have spans."""
     masks = given if isinstance(given, dict) else {"": given}
     known = {kind: mask for kind, mask in masks.items() if isinstance(mask, MaskSpec)}
-    differ, given = any(mask.rows for mask in known.values()), "sequences with images in other places"
+    differ = any(mask.rows for mask in known.values())
+    given = "sequences with images in other places"
     require(not differ, MaskError, "attention mask", SAME_PLACES, given, ONE_PROMPT)
     return known if any(mask.has_spans for mask in known.values()) else {}
 

@@ -75,7 +75,8 @@ class Chain:
 
     def halo(self, x: Tensor, size: int, dim: int) -> Tensor:
         """Return the `size` tokens before this rank's part."""
-        x, wanted = x if self.tokens else x.narrow(dim, 0, 0), size + self.kept
+        x = x if self.tokens else x.narrow(dim, 0, 0)
+        wanted = size + self.kept
         owners, lengths, own = self.owners, self.lengths, x
         if self.continues:  # the tokens before the first part are a part of their own
             owners, lengths = [owners[0], *owners], [wanted, *lengths]
@@ -128,7 +129,9 @@ class HeadChain:
     """
 
     def __init__(self, layer: str, parts: Sequence[Parts], documents: Sequence[int]) -> None:
-        self.layer, self.axis, self.documents = layer, parts[0].axis, list(documents)
+        self.layer = layer
+        self.axis = parts[0].axis
+        self.documents = list(documents)
         self.owners = [owner for each in parts for owner in each.owners]
         self.lengths = [length for each in parts for length in each.lengths]
         self.pieces = [tokens for each in parts for tokens in each.pieces]
@@ -181,7 +184,8 @@ class HeadChain:
 
 def _after_halo(halo: Tensor, x: Tensor, pieces: Sequence[int], before: int) -> list[Tensor]:
     """Return the pieces of a part (batch, channels, tokens). Before each is its halo, zeros for other documents."""
-    others, zeros = max(halo.shape[2] - before, 0), torch.zeros_like(halo)
+    others = max(halo.shape[2] - before, 0)
+    zeros = torch.zeros_like(halo)
     first, *later = split(x, pieces, 2)
     return [pad(halo[..., others:], (others, 0)), first, *chain.from_iterable((zeros, piece) for piece in later)]
 
@@ -217,7 +221,9 @@ def running(chain: AnyChain) -> Iterator[AnyChain]:
 @cached_per_world(64)
 def parts_of(layout: Layout, length: int, mesh: DeviceMesh | None, mask: Mask = Full()) -> list[Parts]:
     """Return the parts of each chain of a layout, early parts before late ones."""
-    found, begin, first_tokens = [], 0, (0, *mask.ends)
+    found = []
+    begin = 0
+    first_tokens = (0, *mask.ends)
     for axis, owners, lengths in _chains(layout, length, mesh):
         edges = [*accumulate(lengths, initial=begin)]
         index = owners.index(axis.index)
@@ -244,7 +250,8 @@ def _chains(layout: Layout, length: int, mesh: DeviceMesh | None) -> list[tuple[
     if isinstance(layout, Contiguous | Split) or axis.size == 1:
         return [(axis, order, counts)]
     expected = "a layout whose shards are runs of tokens, for a model with recurrent layers"
-    runs, fix = isinstance(layout, Zigzag), "pass layout=am.Zigzag() or am.Contiguous()"
+    runs = isinstance(layout, Zigzag)
+    fix = "pass layout=am.Zigzag() or am.Contiguous()"
     require(runs, LayoutError, "attnmesh.hf layout", expected, repr(layout), fix)
     edges = [part * length // (2 * axis.size) for part in range(2 * axis.size + 1)]
     early = [edges[part + 1] - edges[part] for part in range(axis.size)]
@@ -258,7 +265,8 @@ def _chain_axis(mesh: DeviceMesh | None) -> tuple[Axis, list[int]]:
     axis = flat_axis(mesh, AXES)
     if axis.size == 1 or mesh is None:
         return axis, [0]
-    shape, mine = Mesh.of(mesh).shape, attention_dims(mesh)
+    shape = Mesh.of(mesh).shape
+    mine = attention_dims(mesh)
     sizes = dict(zip(AXES, shape, strict=True))
     shards = []  # by index of the flat axis
     for indices in product(*(range(sizes[name]) for name in mine)):

@@ -39,7 +39,8 @@ class ShardedConv1d(nn.Conv1d):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the convolution, padded on both sides as `nn.Conv1d` pads."""
-        chain, size = current_chain.get(None), self.kernel_size[0] - 1
+        chain = current_chain.get(None)
+        size = self.kernel_size[0] - 1
         if chain is None:
             return super().forward(input)
         return chain.convolve(

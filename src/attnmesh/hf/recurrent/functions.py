@@ -48,13 +48,15 @@ def _misfits(layer: nn.Module, kind: Recurrence) -> Iterator[tuple[str, str, str
     if not isinstance(forward, FunctionType):
         yield "a forward in Python", f"{installed} with {type(forward).__name__}", fix
         return
-    names, called = _names(forward.__code__), _functions(forward)
+    names = _names(forward.__code__)
+    called = _functions(forward)
     for name in (name for name in kind.functions if name not in called):
         yield f"a forward that calls {name}", f"{installed}, in which it does not", fix
     for name in (name for name in kind.reads if name not in names):
         yield f"a forward that reads {name}", f"{installed}, in which it does not", fix
     for name in (name for name, replacement in kind.functions.items() if replacement is not None):
-        known, found = kind.functions[name].parameters, _parameters(called[name])
+        known = kind.functions[name].parameters
+        found = _parameters(called[name])
         if found != known:
             yield f"{name}({', '.join(known)})", f"{installed} with {name}({', '.join(found)})", fix
     for name in sorted(called.keys() - {*kind.functions, *kind.unchanged, *upstream.UNCHANGED}):

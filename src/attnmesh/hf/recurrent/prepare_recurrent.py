@@ -82,11 +82,15 @@ class ModelCall:
 
 def _train(run: Callable[..., Any], layer: Any, named: dict[str, Any], shards: Shards) -> Any:
     """Return the layer's output for this rank's tokens: of a zigzag layout the early part, then the late one."""
-    entering, outputs, first, per_token = None, [], 0, _kind(layer).outputs
+    entering = None
+    outputs = []
+    first = 0
+    per_token = _kind(layer).outputs
     for parts in parts_of(shards.layout, shards.length, shards.mesh, shards.documents):
         with running(Chain(parts, entering)) as chain:
             outputs.append(_run_part(run, named, first, chain.tokens, per_token))
-        first, entering = first + chain.tokens, chain.leaving
+        first = first + chain.tokens
+        entering = chain.leaving
     if isinstance(outputs[0], Tensor):
         return torch.cat(outputs, 1)
     joined = (torch.cat(parts, 1) for parts in zip(*(out[:per_token] for out in outputs), strict=True))
@@ -168,7 +172,8 @@ def _prepare_model(model: Any) -> ModelCall | None:
     known = sum(_kind(layer).base is None for layer in layers)
     expected = recurrent_layers(model.config) if isinstance(model, PreTrainedModel) else 0
     given = f"{known} of {expected} of them in the {type(model).__name__} of {TRANSFORMERS.installed}"
-    fits, fix = known >= expected, TRANSFORMERS.fix
+    fits = known >= expected
+    fix = TRANSFORMERS.fix
     require(fits, KernelError, SUBJECT, "recurrent layers of known classes", given, fix)
     if not new:
         return None

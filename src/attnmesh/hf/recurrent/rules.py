@@ -71,7 +71,8 @@ class Rule:
     def __call__(self, stock: Stock, *args: Any, **kwargs: Any) -> ShardOfStates:
         """Return the link of a shard: `link(stock, *args, **kwargs)`, without the request for a state."""
         self.check_rows(kwargs)
-        begins, fix = kwargs.get(self.initial_state or "") is None, "pass it to link.finish"
+        begins = kwargs.get(self.initial_state or "") is None
+        fix = "pass it to link.finish"
         require(begins, ArgumentError, f"recurrent layer {self.initial_state}", "None", "a tensor", fix)
         ignored = {self.returns_state, self.initial_state}
         return self.link(stock, *args, **{name: value for name, value in kwargs.items() if name not in ignored})
@@ -92,7 +93,8 @@ class Rule:
     def check_rows(self, options: Mapping[str, Any]) -> None:
         """Raise if the options begin a new sequence inside the tokens."""
         for name in PACKED:
-            subject, given = f"recurrent layer {name}", options.get(name)
+            subject = f"recurrent layer {name}"
+            given = options.get(name)
             fix = "leave it out, and pass shard_batch position_ids that restart in each sequence"
             require(given is None, MaskError, subject, "None over a mesh", type(given).__name__, fix)
 

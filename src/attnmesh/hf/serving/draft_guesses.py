@@ -104,7 +104,8 @@ class DraftGuesses(NoGuesses):
         self.rows: dict[int, DraftRow] = {}
         self.prefixes = Prefixes(worker)
         self.footprint: Footprint | None = None
-        self.passes, self.token_seconds = RowTimes(), 0.0  # of passes over rows, and of a token that is read
+        self.passes = RowTimes()  # of passes over rows
+        self.token_seconds = 0.0  # of a token that is read
         self.usual = FIRST  # share of guesses that new rows begin with
         self.rest = 0  # steps to come in which nothing is read
         self.counts = {"draft_passes": 0, "draft_prompt_tokens": 0}
@@ -151,7 +152,8 @@ class DraftGuesses(NoGuesses):
 
     def _row_of(self, stream: Stream, times: StepTimes) -> DraftRow:
         """Return what is known of a row, which is tried anew from time to time."""
-        row, guesses = self.rows.get(stream.number), stream.guesses
+        row = self.rows.get(stream.number)
+        guesses = stream.guesses
         if row is None:
             row = self.rows[stream.number] = DraftRow(stream, fails=stream.images is not None)
         elif not row.idle:
@@ -220,7 +222,8 @@ class DraftGuesses(NoGuesses):
 
     def _reads(self, row: DraftRow, size: int) -> list[Any]:
         """Return the operations that read a chunk of a row's text. The first chunk begins the row's cache before."""
-        number, plan = row.stream.number, list[Any]()
+        number = row.stream.number
+        plan = list[Any]()
         if not row.is_reading:
             source, moves = number, True
             if not row.read:  # it may go on from the cache of another row that begins alike
@@ -233,7 +236,8 @@ class DraftGuesses(NoGuesses):
 
     def _take_chunk(self, row: DraftRow, results: Mapping[str, Any]) -> None:
         """Take the results of the operations of `_reads`."""
-        begun, chunk = results.get("start", row.filled), results["fill"]
+        begun = results.get("start", row.filled)
+        chunk = results["fill"]
         if isinstance(begun, InputError) or isinstance(chunk, InputError):
             self._drop([row.stream.number], fails=True)
             return
@@ -255,7 +259,8 @@ class DraftGuesses(NoGuesses):
         plan = [["crop", crops]] * bool(crops) + plan
         draws = {number: self._drawing(self.rows[number].stream) for number in chosen}
         while plan or tokens:
-            start, reading = perf_counter(), next((one[1] for one in plan if one[0] == "fill"), None)
+            start = perf_counter()
+            reading = next((one[1] for one in plan if one[0] == "fill"), None)
             results = self.run([*plan, *([["rows", [*tokens.items()], grows]] if tokens else [])])
             others = sum(self.worker.seconds.get(name, 0.0) for name in ("start", "fill"))
             if reading is not None:
@@ -281,7 +286,8 @@ class DraftGuesses(NoGuesses):
 
     def _drawing(self, stream: Stream) -> Callable[[Tensor], int]:
         """Return what draws tokens after logits, with the random numbers of the row's next tokens."""
-        generator, sampling = torch.Generator(), replace(stream.sampling, logprobs=0)
+        generator = torch.Generator()
+        sampling = replace(stream.sampling, logprobs=0)
         if stream.generator is not None:
             generator.set_state(stream.generator.get_state())
 

@@ -29,7 +29,8 @@ STATE = slice(24, 24 + 8 * WORDS)
 
 def generator_after(seed: int, draws: int, vocabulary: int) -> torch.Generator:
     """Return the generator of a seed after that number of tokens of a vocabulary was drawn."""
-    generator, words = torch.Generator().manual_seed(seed), _words_of_draw(vocabulary)
+    generator = torch.Generator().manual_seed(seed)
+    words = _words_of_draw(vocabulary)
     if not words:
         for _ in range(draws):
             _draw(vocabulary, generator)
@@ -136,7 +137,8 @@ def _polynomial() -> tuple[int, ...]:
     It is UV^31 + a_0 UV^30 + ... + a_30 U + a_31, where U = t^624 + t^397, V = U / t, and a_i are the twist's bits.
     """
     u = 1 << WORDS | 1 << MIDDLE
-    total, term = TWIST >> 31 & 1, u
+    total = TWIST >> 31 & 1
+    term = u
     for power in range(32):
         total ^= term if power == 31 or TWIST >> (30 - power) & 1 else 0
         term = term << WORDS - 1 ^ term << MIDDLE - 1

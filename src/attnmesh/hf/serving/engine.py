@@ -113,7 +113,8 @@ class Engine:
         grammars: GrammarTokens | None = None,
         **cache_options: Any,
     ) -> None:
-        self.model, place = unwrap(model), Mesh.of(mesh)
+        self.model = unwrap(model)
+        place = Mesh.of(mesh)
         limits: dict[str, Any] = {"max_rows": max_rows, "max_queue": max_queue}
         limits |= {"cache_memory": cache_memory, "max_model_len": max_model_len}
 
@@ -128,10 +129,12 @@ class Engine:
             fits = max_gap is None or (isinstance(max_gap, (int, float)) and max_gap > 0)
             fix = "pass seconds, or leave it out"
             require(fits, ArgumentError, f"{SUBJECT} max_gap", "seconds above 0", repr(max_gap), fix)
-            given, fix = type(store).__name__, "pass one, or leave it out"
+            given = type(store).__name__
+            fix = "pass one, or leave it out"
             fits = store is None or isinstance(store, PrefixStore)
             require(fits, ArgumentError, f"{SUBJECT} store", "a PrefixStore", given, fix)
-            fits, expected = max_model_len is None or context is None or max_model_len <= context, f"at most {context}"
+            fits = max_model_len is None or context is None or max_model_len <= context
+            expected = f"at most {context}"
             require(fits, ArgumentError, f"{SUBJECT} max_model_len", expected, max_model_len, "leave it out")
             speculation = Speculation.of(self.model, speculate, draft, draft_tokens)
         longest = max_model_len, context, cache_options.get("capacity")
@@ -211,7 +214,9 @@ class Engine:
         sampling = Sampling(temperature, *shaping, tuple(dict(logit_bias).items()), seed, logprobs)
         sampling.check()
         stops = [*stop_ids]
-        known, given, fix = all(type(token) is int for token in stops), short(repr(stops)), "pass tokens.tolist()"
+        known = all(type(token) is int for token in stops)
+        given = short(repr(stops))
+        fix = "pass tokens.tolist()"
         require(known, ArgumentError, "submit stop_ids", "a list of ints", given, fix)
         inputs = unless_text(without_absent(images or {})) or None
         stream = Stream([*ids], sampling, max_new_tokens, self.ends | {*stops}, inputs, [*(replay or ())], salt)
@@ -242,7 +247,8 @@ class Engine:
         known = all(type(token) is int and 0 <= token < words for token in biased)
         require(known, ArgumentError, "submit logit_bias", expected, "others", fix)
         prompt = len(stream.prompt)
-        total, fix = prompt + stream.max_new_tokens, "shorten the prompt, or pass a smaller max_new_tokens"
+        total = prompt + stream.max_new_tokens
+        fix = "shorten the prompt, or pass a smaller max_new_tokens"
         fits = self.longest is None or total <= self.longest
         given = f"{prompt} and {stream.max_new_tokens} new ones"
         require(fits, TooLong, "submit ids", f"at most {self.longest} tokens", given, fix)
@@ -250,7 +256,8 @@ class Engine:
         if footprint is not None and footprint(prompt) > memory:
             raise never_fits(footprint(prompt), memory)
         unknown = sorted((stream.images or {}).keys() - image_inputs(self.model))
-        expected, given = "inputs for images that the model takes", ", ".join(unknown)
+        expected = "inputs for images that the model takes"
+        given = ", ".join(unknown)
         require(not unknown, ArgumentError, "submit images", expected, given, OWN_PROCESSOR)
         others = ", ".join(name for name, value in (stream.images or {}).items() if not can_be_sent(value))
         expected, fix = "tensors, numbers and text", 'make them with return_tensors="pt"'

@@ -76,7 +76,8 @@ def memory_share(meshes: tuple[Mesh, Mesh], device: torch.device, shares: Sequen
     With unequal shares of tokens it is what the rank that holds most may take, so that no rank takes more than it has.
     """
     peers, mesh = meshes
-    free, ratios = free_of_ranks(mesh, device, min(free_of_ranks(peers, device))), shares or (1.0,)
+    free = free_of_ranks(mesh, device, min(free_of_ranks(peers, device)))
+    ratios = shares or (1.0,)
     most = (max(ratios) / ratios[shard % len(ratios)] * each for shard, each in enumerate(free))
     return max(1, int(SHARE * min(most)))
 

@@ -88,7 +88,8 @@ class GrammarTokens:
             raise GrammarError("grammars", expected, f"{type(tokenizer).__name__}, {error}"[:200], fix) from None
         self.limits = LLParserLimits(**LIMITS)
         self.pool = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar")
-        self._compiled, self._lock = Memo[Any](COMPILED), Lock()
+        self._compiled = Memo[Any](COMPILED)
+        self._lock = Lock()
 
     def begin(self, grammar: Grammar, ends: Iterable[int], replay: Sequence[int] = ()) -> "GrammarState":
         """Return the state of an answer after its first tokens, or raise if the text is no grammar.
@@ -124,7 +125,8 @@ class GrammarState:
         self._check("a grammar that is possible")
         self.begun: int | None = 0 if grammar.thought_begin else None
         """Tokens of a thought's beginning so far; None if the answer has begun otherwise."""
-        self.is_thinking, self.last = grammar.is_thinking, list[int]()
+        self.is_thinking = grammar.is_thinking
+        self.last = list[int]()
         self.is_off = False
         """The tokens so far begin a thought, and nothing of the grammar."""
         for token in replay:
@@ -173,7 +175,8 @@ class GrammarState:
             allowed[self._within(size)] = False
             return TokenMask(allowed, False)
         if self.is_off:
-            allowed, is_whole = torch.zeros(size, dtype=torch.bool), False
+            allowed = torch.zeros(size, dtype=torch.bool)
+            is_whole = False
         else:
             is_whole = self.matcher.is_stopped()
             bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)

@@ -62,7 +62,8 @@ class RowTimes:
     @property
     def of_row(self) -> float:
         """Seconds of each further row; infinite if steps had the same number of rows."""
-        few, many = min(self.seconds), max(self.seconds)
+        few = min(self.seconds)
+        many = max(self.seconds)
         return (self(many) - self(few)) / (many - few) if many > few else inf
 
 
@@ -74,7 +75,9 @@ class StepTimes:
     """
 
     def __init__(self) -> None:
-        self.plain, self.since, self.wait = RowTimes(), Counter[int](), SOON
+        self.plain = RowTimes()
+        self.since = Counter[int]()
+        self.wait = SOON
         """Times of steps without guesses; steps with guesses since, by rows; and after how many one without is due."""
         self.added: deque[tuple[int, int, float]] = deque(maxlen=LAST)
         """Rows and guesses of the last steps with guesses, and by what share they took longer than steps without."""
@@ -83,7 +86,8 @@ class StepTimes:
 
     def add(self, rows: int, guesses: int, seconds: float, stood: int = 0, guessing: float = 0.0) -> None:
         """Take the time of a step, how many of its guesses stood, and the seconds in which they were guessed."""
-        plain, lost = self.plain(rows), guessing - TRIALS * seconds
+        plain = self.plain(rows)
+        lost = guessing - TRIALS * seconds
         if guesses:
             self.added.append((rows, guesses, seconds / plain - 1 if plain else 0.0))
             self.since[rows] += 1 if seconds > (1 - ALIKE) * plain else LATER  # guesses add time to a step
@@ -130,8 +134,11 @@ class StepTimes:
             return 0
         fixed, each = self._prices()
         least = self.plain(rows)
-        tokens, seconds, most = float(rows), least + fixed, float(rows)
-        taken, rows_of = 0, Counter[int]()
+        tokens = float(rows)
+        seconds = least + fixed
+        most = float(rows)
+        taken = 0
+        rows_of = Counter[int]()
         for count, (chance, place, _) in enumerate(likely, 1):
             tokens, seconds = tokens - chance, seconds + each
             if passes:

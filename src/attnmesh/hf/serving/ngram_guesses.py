@@ -15,7 +15,8 @@ class RowText:
     """The tokens of a row: the prompt, and the answer so far."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
-        self.data, self.prompt = bytearray(), len(prompt)  # four bytes a token
+        self.data = bytearray()  # four bytes a token
+        self.prompt = len(prompt)
         self.add(prompt)
 
     def add(self, tokens: Sequence[int]) -> None:
@@ -32,8 +33,10 @@ class RowText:
 
         Where there are too few, they begin again: the text repeats itself.
         """
-        size, width = array("i").itemsize, NGRAM * array("i").itemsize
-        last, place = self.data[-width:], len(self.data) - width
+        size = array("i").itemsize
+        width = NGRAM * array("i").itemsize
+        last = self.data[-width:]
+        place = len(self.data) - width
         while (place := self.data.rfind(last, 0, max(place + width - 1, 0))) % size:
             if place < 0:
                 return []
@@ -45,7 +48,8 @@ class NgramGuesses(NoGuesses):
     """Guesses by look-up. At first none is checked, until one stands: those that are not are compared for nothing."""
 
     def __init__(self, most: int) -> None:
-        self.most, self.texts = most, WeakKeyDictionary[Stream, RowText]()
+        self.most = most
+        self.texts = WeakKeyDictionary[Stream, RowText]()
 
     def guess(self, rows: Sequence[Stream], times: StepTimes, free: Callable[[], int]) -> None:
         """Look up the next tokens of each row, and check those that are worth their time."""

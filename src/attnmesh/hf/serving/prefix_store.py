@@ -74,7 +74,8 @@ class OpenStore:
 
 def open_store(store: PrefixStore, model: PreTrainedModel, cache: ShardedCache) -> OpenStore:
     """Open the folder on all ranks, of which the first locks it. All raise if one of them cannot."""
-    axes, locks = Mesh.of(cache.mesh), list[FolderLock]()
+    axes = Mesh.of(cache.mesh)
+    locks = list[FolderLock]()
     try:
         fields = {"memory": store.memory, "disk": store.disk, "source": store.source}
         with Agreement(axes, SUBJECT, fields) as agreement:
@@ -96,7 +97,8 @@ def _name_of(store: PrefixStore, model: PreTrainedModel, cache: ShardedCache) ->
     """Return a hash of all that keys of a token depend on, beside the tokens up to it."""
     from attnmesh import __version__
 
-    is_shared, first = tp_mesh(model) is not None, not Mesh.of(cache.mesh).shard
+    is_shared = tp_mesh(model) is not None
+    first = not Mesh.of(cache.mesh).shard
     weights = [_weights_digest(model) if is_shared or first else 0]
     if is_shared:  # each rank has its share of the weights
         weights = [row[0] for row in dist_all_gather_ints(weights, Mesh.of(cache.mesh).axes)]

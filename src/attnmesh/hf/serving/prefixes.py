@@ -27,7 +27,8 @@ class Prefixes:
     def __init__(self, worker: RankWorker) -> None:
         self.worker = worker
         config = worker.model.config
-        self.recurrent, self.left = is_recurrent(config), left_to_decode(config)
+        self.recurrent = is_recurrent(config)
+        self.left = left_to_decode(config)
         self.kept: OrderedDict[int, str] = OrderedDict()
         """Salts of the kept caches."""
         self.snapshots: set[int] = set()
@@ -63,7 +64,9 @@ class Prefixes:
         The cache is -1, for none, if it shares too little. Of caches that share as much, one with the same images is
         taken. Images that differ are found when the prompt begins.
         """
-        best, source, moves = (LEAST - 1, True), -1, False
+        best = (LEAST - 1, True)
+        source = -1
+        moves = False
         ids = stream.ids_tensor
         for number in self._caches(stream, others):
             cache = self.worker.caches[number]
@@ -72,7 +75,9 @@ class Prefixes:
             rank = same, self.images_digests.get(number) == stream.images_digest
             if rank > best and self._serves(cache, same, len(held)):
                 ended = number in self.kept and number not in self.snapshots
-                best, source, moves = rank, number, ended and same >= len(held) - 1
+                best = rank
+                source = number
+                moves = ended and same >= len(held) - 1
         return source, best[0] if source >= 0 else 0, moves
 
     def parting(self, stream: Stream, others: Iterable[Stream]) -> int:

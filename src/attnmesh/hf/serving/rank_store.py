@@ -74,7 +74,8 @@ class RankStore:
         cache = self.caches[number]
         for *fields, to_disk in blocks:
             block = StoredBlock(*fields)
-            rows, states = rows_of_block(cache.kvs, block), {}
+            rows = rows_of_block(cache.kvs, block)
+            states = {}
             if block.is_state:
                 states = {STATES + name: x.to("cpu", copy=True) for name, x in cache.states.items()}
             if rows or states:

@@ -32,7 +32,8 @@ class RankWorker:
 
     def __init__(self, model: PreTrainedModel, mesh: DeviceMesh | None, options: dict[str, Any]) -> None:
         self.model, self.mesh = model, mesh
-        self.axes, self.left = Mesh.of(mesh), left_to_decode(model.config)
+        self.axes = Mesh.of(mesh)
+        self.left = left_to_decode(model.config)
         self.template = ShardedCache(model.config, mesh, **options)  # raises here, not at the first request
         self.options = {**options, "shares": self.template.shares}  # which are measured once
         self.caches: dict[int, ShardedCache] = {}
@@ -62,7 +63,8 @@ class RankWorker:
         results: dict[str, Any] = {}
         self.seconds = {}
         for name, *arguments in plan:
-            start, owner = perf_counter(), self.store if name in OF_STORE else self
+            start = perf_counter()
+            owner = self.store if name in OF_STORE else self
             try:
                 results[name] = getattr(owner, f"do_{name}")(*arguments)
             except InputError as error:
@@ -78,7 +80,8 @@ class RankWorker:
     def do_draft(self, plan: Sequence[Any]) -> dict[str, Any]:
         """Run operations of the draft model, whose caches count with those of the model."""
         assert self.draft is not None
-        before, results = self.draft.nbytes, self.draft.run(plan)
+        before = self.draft.nbytes
+        results = self.draft.run(plan)
         self.nbytes += self.draft.nbytes - before
         return results
 
@@ -116,7 +119,8 @@ class RankWorker:
         self.caches[number] = cache
         self.prompts[number], self.ends[number] = torch.tensor([ids], device=self.model.device), len(ids) - later
         first = self.prompts[number][:, : len(ids) - later]
-        place, images = self.axes, on_model(images, self.model)
+        place = self.axes
+        images = on_model(images, self.model)
         agree_on_call(place, self.model, first, None, cache, {"chunk_size": None, **images})
         prompt = begin_prompt(place, self.model, first, None, images)
         if cache.tokens is None and cache.get_seq_length():

@@ -54,8 +54,12 @@ class RequestQueue:
         store: PrefixStore | None = None,
         guesser: NoGuesses | None = None,
     ) -> None:
-        self.worker, self.max_rows, self.memory, self.max_gap = worker, int(max_rows), memory, max_gap
-        self.guesser, self.store = guesser or NoGuesses(), begin_store(store, worker)
+        self.worker = worker
+        self.max_rows = int(max_rows)
+        self.memory = memory
+        self.max_gap = max_gap
+        self.guesser = guesser or NoGuesses()
+        self.store = begin_store(store, worker)
         self.waiting: deque[Stream] = deque()
         self.filling: list[Stream] = []  # whose prompts are computed, the oldest first
         self.begun: Stream | None = None  # whose prompt begins in this step
@@ -110,7 +114,8 @@ class RequestQueue:
             self._evict(next(iter(self.prefixes.kept)))
         self._guess()
         self._fit_rows()
-        start, snapshot = self._start(), self._snapshot()
+        start = self._start()
+        snapshot = self._snapshot()
         fill = self._fill()
         operations = [operation for operation in (start, snapshot, fill) if operation is not None]
         if self.filling and not self.rows and not operations:  # none can go on beside the others
@@ -169,7 +174,9 @@ class RequestQueue:
             self.rows = [stream for stream in self.rows if stream.held is not None]
             self._find_cause(self.stepping, rows)
             return
-        logits, running, self.rows = dict(zip(self.stepping, rows, strict=True)), self.rows, []
+        logits = dict(zip(self.stepping, rows, strict=True))
+        running = self.rows
+        self.rows = []
         until = perf_counter() + max(LEAST_WAIT, MASK_SHARE * self.row_seconds)
         for stream in running:
             if stream in logits:
@@ -299,7 +306,8 @@ class RequestQueue:
     def _free(self) -> int:
         """Return the bytes that are left on the fullest rank, after drops and growth of this step."""
         held = self.worker.measure(self.drops) if self.drops else self.worker.nbytes
-        most, scale = max(self.nbytes), self.worker.scale
+        most = max(self.nbytes)
+        scale = self.worker.scale
         return int(self.memory - scale * held - max(0.0, most - scale * self.nbytes[0]) - self.promised)
 
     def _fits(self, more: int, spared: Collection[int] = ()) -> bool:
@@ -406,7 +414,8 @@ class RequestQueue:
             self.waiting.remove(stream)
             stream.end("length")
             return None
-        found, none = self.prefixes.find(stream, self._lenders()), (-1, 0, False)
+        found = self.prefixes.find(stream, self._lenders())
+        none = (-1, 0, False)
         if (loaded := self.store.found(stream)) is not None and loaded[1] > found[1]:
             found = (*loaded, True)
         if self._has_room(stream, *found):
@@ -453,7 +462,8 @@ class RequestQueue:
                 continue
             stream.fork_points.remove(place)
             stream.passed_fork_points.add(place)
-            more, goes_back = self._bytes_of(stream.filled), self.worker.caches[stream.number].goes_back
+            more = self._bytes_of(stream.filled)
+            goes_back = self.worker.caches[stream.number].goes_back
             if stream.filled == place and not goes_back and self._free() >= more:
                 self.promised += more
                 number = next(self.numbers)

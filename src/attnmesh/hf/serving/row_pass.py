@@ -66,7 +66,8 @@ def decode_rows(model: PreTrainedModel, tokens: Sequence[NextTokens], caches: Se
     rows = [_tokens_of(row) for row in tokens]
     groups = defaultdict(list)
     for row, cache in enumerate(caches):  # a forward pass has one rope, and makes the keys of an empty cache anew
-        length, new = cache.get_seq_length(), len(rows[row])
+        length = cache.get_seq_length()
+        new = len(rows[row])
         together = length and _runs_rows(model) and (new == 1 or not cache.state_layers)
         groups[-1 if together else row, rope_regime(cache.config, length + new)].append(row)
     logits = dict[int, Tensor]()
@@ -83,7 +84,8 @@ def _tokens_of(row: NextTokens) -> list[int]:
 
 def _step(model: PreTrainedModel, tokens: Sequence[Sequence[int]], caches: Sequence[ShardedCache]) -> Tensor:
     """Run the model over the new tokens of each cache. Return the logits after each, (tokens, vocabulary)."""
-    counts, lengths = [*map(len, tokens)], [cache.get_seq_length() for cache in caches]
+    counts = [*map(len, tokens)]
+    lengths = [cache.get_seq_length() for cache in caches]
     rows = RowsCache(caches, counts) if len(caches) > 1 else None
     places = [range(cache.next_position, cache.next_position + n) for cache, n in zip(caches, counts, strict=True)]
     batch, last = ((-1, 1), 1) if max(counts) == 1 else ((1, -1), sum(counts))  # as `RowTokens` cuts it
@@ -131,7 +133,8 @@ def _agree(model: PreTrainedModel, tokens: Sequence[NextTokens], caches: Sequenc
 def _check_rows(model: PreTrainedModel, tokens: Any, caches: Any) -> None:
     """Raise unless each request has a token and a cache of its own, and one forward pass serves them."""
     check_rows(SUBJECT, model)
-    given, fix = type(caches).__name__, "pass a list of hf.ShardedCache"
+    given = type(caches).__name__
+    fix = "pass a list of hf.ShardedCache"
     require(isinstance(caches, Sequence) and len(caches) > 0, KernelError, f"{SUBJECT} caches", "caches", given, fix)
     fits = isinstance(tokens, Sequence) and all(type(row) is int or (isinstance(row, list) and row) for row in tokens)
     given, fix = f"{tokens}", "pass the next token of each request, or a list of its next tokens"
@@ -141,9 +144,11 @@ def _check_rows(model: PreTrainedModel, tokens: Any, caches: Any) -> None:
     require(fits, ShapeError, f"{SUBJECT} tokens", f"a list of {len(caches)} ints", given, fix)
     config = model.config.get_text_config(decoder=True)
     words = getattr(model.get_input_embeddings(), "num_embeddings", config.vocab_size)
-    wrong, expected = [token for token in chain(*new) if not 0 <= token < words], f"tokens from 0 to {words - 1}"
+    wrong = [token for token in chain(*new) if not 0 <= token < words]
+    expected = f"tokens from 0 to {words - 1}"
     require(not wrong, ArgumentError, f"{SUBJECT} tokens", expected, f"{wrong}", "use the tokenizer of this model")
-    once, fix = len({id(cache) for cache in caches}) == len(caches), "pass cache.fork()"
+    once = len({id(cache) for cache in caches}) == len(caches)
+    fix = "pass cache.fork()"
     require(once, ArgumentError, f"{SUBJECT} caches", "each cache once", "one cache twice", fix)
     for cache, row in zip(caches, new, strict=True):
         _check_cache(cache, caches[0], len(row))
@@ -164,20 +169,23 @@ def _check_cache(cache: Any, first: Any, new: int) -> None:
     require(is_cache, KernelError, subject, "ShardedCaches", type(cache).__name__, fix)
     given, fix = f"one of {cache.batch_size}", "make a cache for each request"
     require(cache.batch_size in (-1, 1), ShapeError, subject, "caches of one sequence", given, fix)
-    one_mesh, fix = Mesh.of(cache.mesh) == Mesh.of(first.mesh), "make all caches on one mesh"
+    one_mesh = Mesh.of(cache.mesh) == Mesh.of(first.mesh)
+    fix = "make all caches on one mesh"
     require(one_mesh, MeshError, subject, "caches on one mesh", "caches on several", fix)
     alike = [name for name in OPTIONS if getattr(cache, name) != getattr(first, name)]
     given = f"another {alike[0]}" if alike else f"one of {len(cache.layers)} layers"
     kinds = [type(layer) for layer in cache.layers] == [type(layer) for layer in first.layers]
     fix = "make all caches with the same config and options"
     require(kinds and not alike, KernelError, subject, "caches of one model with the same options", given, fix)
-    padded, fix = any(kv.padding is not None for kv in cache.kvs), "prefill the prompt without its padding"
+    padded = any(kv.padding is not None for kv in cache.kvs)
+    fix = "prefill the prompt without its padding"
     require(not padded, MaskError, subject, "caches without padding", "padding", fix)
     fix = "prefill the prompt again"
     intact = cache.intact or not cache.state_layers
     require(intact, KernelError, subject, "a cache that no error interrupted", "an interrupted one", fix)
     length = cache.get_seq_length()
-    known, expected = cache.shift is not None and cache.shift[0] <= length, "caches whose images are whole and known"
+    known = cache.shift is not None and cache.shift[0] <= length
+    expected = "caches whose images are whole and known"
     require(known or not length, ShapeError, subject, expected, "another", "prefill the prompt again, with its images")
     regime = rope_regime(cache.config, length + new)
     given, fix = f"{length + new} tokens, where it changes", "call hf.generate with the tokens so far as the prompt"

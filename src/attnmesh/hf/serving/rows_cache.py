@@ -43,7 +43,9 @@ class RowsKV:
     padding = None
 
     def __init__(self, caches: Sequence[KVCache], tokens: RowTokens) -> None:
-        self.caches, self.tokens, self.sizes = caches, tokens, caches[0].sizes
+        self.caches = caches
+        self.tokens = tokens
+        self.sizes = caches[0].sizes
 
     @property
     def length(self) -> int:
@@ -52,7 +54,8 @@ class RowsKV:
 
     def append(self, k: Tensor, v: Tensor | None, *, token_mask: None = None) -> None:
         """Append row r to cache r."""
-        keys, values = self.tokens.split(k), None if v is None else self.tokens.split(v)
+        keys = self.tokens.split(k)
+        values = None if v is None else self.tokens.split(v)
         for row, kv in enumerate(self.caches):
             kv.append(keys[row], None if values is None else values[row])
 
@@ -137,7 +140,8 @@ class RowsCache(ShardedCache):
         options = {**self.decode_options(q), **layer}
         if max(self.row_tokens) == 1:
             return decode_rows(q, kv.caches, **options)
-        queries, outs = self.row_tokens.split(q), dict[int, Tensor]()
+        queries = self.row_tokens.split(q)
+        outs = dict[int, Tensor]()
         longest = self.row_tokens.size
         whole = all(one.sizes.mask is None and one.length >= longest for one in kv.caches)
         steps = {count: longest if whole else count for count in self.row_tokens}

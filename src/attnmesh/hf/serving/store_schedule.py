@@ -137,7 +137,8 @@ class StoreSchedule(NoStore):
         self.sent, self.stopped = 0, False
         self.loading: LoadingCache | None = None
         self.loaded: dict[Stream, tuple[int, int]] = {}
-        self.looked, self.names = WeakSet[Stream](), WeakKeyDictionary[Stream, BlockNames]()
+        self.looked = WeakSet[Stream]()
+        self.names = WeakKeyDictionary[Stream, BlockNames]()
         self.opening: list[Any] | None = None
         self.closing: list[Any] | None = None
         self.rate = SPEED
@@ -180,12 +181,14 @@ class StoreSchedule(NoStore):
         if self.stopped or cache is None or any(layer.is_initialized for layer in cache.cross_layers):
             return
         if cache.intact and cache.rope == self._rope(stream) and all(kv.is_block_cyclic for kv in cache.kvs):
-            ids, held = stream.ids, cache.get_seq_length() - rejected
+            ids = stream.ids
+            held = cache.get_seq_length() - rejected
             self.saving.append(SavingCache(number, ids, self._names(stream), min(held, len(ids))))
 
     def before(self, drops: Collection[int], seconds: float | None) -> list[list[Any]]:
         """Return operations that come before those of a step, which take so many seconds; None without rows."""
-        left, saves = int(self.rate * (STEP if seconds is None else seconds)), []
+        left = int(self.rate * (STEP if seconds is None else seconds))
+        saves = []
         self.saving = deque(one for one in self.saving if one.number in self.worker.caches)
         self.copied = 0
         for one in sorted(self.saving, key=lambda one: one.number not in drops):
@@ -215,7 +218,8 @@ class StoreSchedule(NoStore):
         whole = one.stop // GRAIN * GRAIN if any(kv.sizes.mask is None for kv in cache.kvs) else 0
         if one.at < 0:
             self._note_layers(cache)
-            path, state = self.tiers.path(one.names, one.ids, whole), self._state_of(one)
+            path = self.tiers.path(one.names, one.ids, whole)
+            state = self._state_of(one)
             self._touch([*path, *state])
             one.at = path[-1].stop if path else 0
             if state and not self.tiers.has(state[0]):
@@ -239,12 +243,14 @@ class StoreSchedule(NoStore):
 
     def _state_of(self, one: SavingCache) -> list[StoredBlock]:
         """Return the state at the end of a cache; none if no layer forgets."""
-        name, first = one.names.state_at(one.ids, one.stop), one.stop // GRAIN * GRAIN
+        name = one.names.state_at(one.ids, one.stop)
+        first = one.stop // GRAIN * GRAIN
         return [StoredBlock(name, first, one.stop, True, self.worker.axes.ranks)] if self.forgets else []
 
     def _touch(self, blocks: Sequence[StoredBlock]) -> None:
         """Note that blocks are used, also for servers that come later."""
-        store, ordered = self.worker.store, sorted(blocks, key=lambda one: one.stop, reverse=True)
+        store = self.worker.store
+        ordered = sorted(blocks, key=lambda one: one.stop, reverse=True)
         self.tiers.touch(ordered)
         if store is not None:
             for block in ordered:
@@ -338,7 +344,9 @@ class StoreSchedule(NoStore):
         """
         sized = copy(self.template)
         sized.begin(tokens)
-        names, ids, layout = self._names(stream), stream.ids, sized.block
+        names = self._names(stream)
+        ids = stream.ids
+        layout = sized.block
         if not self.forgets:
             return self.tiers.path(names, ids, tokens + self.worker.left, layout), layout
         assert self.layers is not None

@@ -24,7 +24,8 @@ class IndexEntries(Opaque):
     """Keys of an indexer, (batch, entries, dim), which a cache holds in shards: here none of them."""
 
     def __init__(self, new: Tensor, layer: Any) -> None:
-        self.shape, self.layer = (new.shape[0], 0, new.shape[2]), layer
+        self.shape = (new.shape[0], 0, new.shape[2])
+        self.layer = layer
 
     @staticmethod
     def _raise_read(_: str) -> NoReturn:

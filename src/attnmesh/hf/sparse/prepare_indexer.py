@@ -59,7 +59,8 @@ def is_indexer(module: Any) -> bool:
 
 def known_part(module: Any) -> Part | None:
     """Return what a class that runs as a subclass must have; None unless it has that. It is refused when called."""
-    kind, part = type(module), parts().get(type(module).__name__)
+    kind = type(module)
+    part = parts().get(type(module).__name__)
     if part is None or not kind.__module__.startswith("transformers"):
         return None
     reads = {*part.reads} <= {*kind.forward.__code__.co_names}

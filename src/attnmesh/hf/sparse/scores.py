@@ -106,7 +106,8 @@ class IndexScores(DispatchedTensor):
         """Return the scores (batch, queries, keys) of some keys (batch, keys, dim) for the queries of operands."""
         scores: Tensor = self.recorded(keys, operands)
         expected = len(keys), operands[0].shape[1], keys.shape[1]
-        given, fits = f"those of shape {tuple(scores.shape)}", scores.shape == expected
+        given = f"those of shape {tuple(scores.shape)}"
+        fits = scores.shape == expected
         require(fits, KernelError, f"{SUBJECT} indexer", f"scores of shape {expected}", given, USE_SUPPORTED)
         return scores
 

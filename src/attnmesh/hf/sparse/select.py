@@ -29,7 +29,8 @@ class KeyScores(Protocol):
 @torch.no_grad()
 def select_in_shards(scores: KeyScores, new: Tensor, shards: Shards, k: int) -> Tensor:
     """Return the best k keys of this rank's queries. The keys of all ranks, (batch, tokens, dim), come to them."""
-    keys, device = new if scores.whole else shards.all_tokens(new), new.device
+    keys = new if scores.whole else shards.all_tokens(new)
+    device = new.device
     tokens = torch.arange(shards.length, device=device)
     first, last = (x.to(device)[None] for x in shards.mask_of(scores.spec.mask).bounds(shards.positions()))
     index = IndexKeys(keys, tokens, tokens[None])

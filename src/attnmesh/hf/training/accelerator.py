@@ -91,7 +91,8 @@ def as_one_process(accelerator: Any, calls: ShardedCalls) -> None:
 def _check_alone(accelerator: Any) -> None:
     """Raise if accelerate deals out batches, sequences or weights in a way that does not know the mesh."""
     check_parallelism(getattr(accelerator, "parallelism_config", None))
-    given, fix = str(accelerator.distributed_type).rsplit(".", 1)[-1], "use DDP or FSDP2"
+    given = str(accelerator.distributed_type).rsplit(".", 1)[-1]
+    fix = "use DDP or FSDP2"
     given = "FSDP1" if given == "FSDP" and not accelerator.is_fsdp2 else given
     supported = given in ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
     require(supported, KernelError, "on_mesh", "DDP, FSDP2 or one process", given, fix)

@@ -86,7 +86,9 @@ class AgreedBatch(NamedTuple):
 def shard_agreed(agreed: AgreedBatch, mesh: DeviceMesh | None, layout: Layout, exchange: str) -> dict[str, Any]:
     """Return this rank's share of a batch, or raise on all ranks."""
     batch, positions, documents = agreed
-    ids, labels, ranks = batch["input_ids"], _shift_labels(batch), Mesh.of(mesh).ranks
+    ids = batch["input_ids"]
+    labels = _shift_labels(batch)
+    ranks = Mesh.of(mesh).ranks
     tokens_of_ranks = [layout.positions(ids.shape[1], ranks, rank) for rank in range(ranks)]
     given, expected = f"{ids.shape[1]} tokens in {layout} on {ranks} ranks", "at least one token per rank"
     fix = "use longer sequences, fewer ranks or layout=am.Striped()"  # models of transformers cannot compute none
@@ -122,9 +124,11 @@ def agree_on_batch(
     axes = Mesh.of(mesh)
     with Agreement(axes, "shard_batch") as agreement:
         check_layout("shard_batch layout", layout, auto=True)
-        known, expected = isinstance(exchange, str) and exchange in EXCHANGES, f"one of {', '.join(EXCHANGES)}"
+        known = isinstance(exchange, str) and exchange in EXCHANGES
+        expected = f"one of {', '.join(EXCHANGES)}"
         require(known, ArgumentError, "shard_batch exchange", expected, short(exchange), 'pass exchange="scan"')
-        given, fix = type(batch).__name__, "pass the collator's output, or a dict"
+        given = type(batch).__name__
+        fix = "pass the collator's output, or a dict"
         require(isinstance(batch, Mapping), DtypeError, "shard_batch", "a mapping of names to tensors", given, fix)
         whole = {**batch, **more}
         _check_batch(whole, axes.ranks)
@@ -157,7 +161,8 @@ def _loss_arguments(labels: Tensor, count: Any, part: Callable[[Tensor], Tensor]
 
 def _positions(batch: Mapping[str, Any]) -> tuple[Tensor, Mask]:
     """Return the position of each token, and the mask of packed sequences."""
-    ids, positions = batch["input_ids"], batch.get("position_ids")
+    ids = batch["input_ids"]
+    positions = batch.get("position_ids")
     if positions is None:
         return torch.arange(ids.shape[1], device=ids.device).expand_as(ids), Full()
     positions = positions.expand_as(ids)
@@ -183,7 +188,8 @@ def _check_batch(batch: Mapping[str, Any], ranks: int) -> None:
         packs = images and x is not None and name in ("position_ids", *PACKING_ARGUMENTS)
         fix = "leave it out: the model computes positions; train packed rows without images"
         require(not packs, ArgumentError, f"shard_batch {name}", "no positions or packing beside images", short(x), fix)
-    subject, ids = "shard_batch input_ids", batch.get("input_ids")
+    subject = "shard_batch input_ids"
+    ids = batch.get("input_ids")
     valid = isinstance(ids, Tensor) and ids.ndim == 2 and not ids.is_floating_point()
     require(valid, DtypeError, subject, "token ids (batch, length)", type_and_shape(ids), USE_TOKENIZER)
     shape: tuple[int, int] = tuple(batch["input_ids"].shape)
@@ -191,7 +197,8 @@ def _check_batch(batch: Mapping[str, Any], ranks: int) -> None:
     fits = shape[1] >= ranks and shape[0] > 0
     require(fits, ShapeError, subject, "a sequence, and at least one token per rank", given, fix)
     for name in TOKEN_ARGUMENTS:
-        x, fix = batch.get(name), "pass one value per token"
+        x = batch.get(name)
+        fix = "pass one value per token"
         fix += "; 4D and additive masks are not supported" if name == "attention_mask" else ""
         shapes: set[Any] = {shape, (1, shape[1])} if name == "position_ids" else {shape}
         found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
@@ -217,7 +224,9 @@ def _check_whole(batch: Mapping[str, Any]) -> None:
 
 def _check_shifts(batch: Mapping[str, Any]) -> None:
     """Raise if labels are shifted before, or `shift_labels` are not: as they stand beside the ids."""
-    ids, labels, targets = batch["input_ids"], batch.get("labels"), batch.get("shift_labels")
+    ids = batch["input_ids"]
+    labels = batch.get("labels")
+    targets = batch.get("shift_labels")
     given, fix = "those of the next tokens, which would be shifted twice", "pass them as shift_labels, or as they are"
     shifted = labels is not None and _repeats(labels[:, :-1], ids[:, 1:]) and not _repeats(labels, ids)
     require(not shifted, ArgumentError, "shard_batch labels", "the label of each token itself", given, fix)
@@ -241,7 +250,8 @@ def _check_padding(batch: Mapping[str, Any]) -> None:
     require(bool((mask == mask.bool()).all()), MaskError, "shard_batch attention_mask", expected, given, fix)
     if bool(mask.all()):
         return
-    mask, labels = mask.bool(), _shift_labels(batch)
+    mask = mask.bool()
+    labels = _shift_labels(batch)
     on_the_right = not bool((mask.diff() & mask[:, 1:]).any())
     given = "padding before a token"
     fix = "set the tokenizer's padding_side to 'right', or pack sequences by position_ids"

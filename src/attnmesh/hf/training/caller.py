@@ -104,7 +104,8 @@ def _check_arguments(given: dict[str, Any]) -> None:
         positions = given["position_ids"]
         found = "none" if positions is None else "others, which have no place on the mesh"
         check("position_ids", isinstance(positions, ShardPositions), found)
-    labels, fix = given.get("labels"), "pass the labels of the whole batch to hf.shard_batch, beside input_ids"
+    labels = given.get("labels")
+    fix = "pass the labels of the whole batch to hf.shard_batch, beside input_ids"
     is_own = isinstance(labels, Tensor) and not isinstance(labels, GuardedLabels)
     check("labels", not is_own, "others, which the model would shift inside of this rank's shard", fix)
     targets = given.get("shift_labels")
@@ -116,7 +117,8 @@ def _check_arguments(given: dict[str, Any]) -> None:
     check("shift_labels", not is_alone, "none beside its labels")
     expected, fix = "use_cache=False, as shard_batch returns it", "leave use_cache out; call hf.prefill to fill a cache"
     require(not given.get("use_cache"), ArgumentError, f"{SUBJECT} use_cache", expected, "True", fix)
-    kept, fix = given.get("logits_to_keep"), "leave it out: the last token of a shard is seldom that of the sequence"
+    kept = given.get("logits_to_keep")
+    fix = "leave it out: the last token of a shard is seldom that of the sequence"
     is_all = kept is None or (isinstance(kept, int) and kept == 0)
     require(is_all, ArgumentError, f"{SUBJECT} logits_to_keep", "logits of all tokens of a shard", str(kept), fix)
 

@@ -71,7 +71,8 @@ class MeshDistillation(MeshRollouts):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the loss, the sum of entropies and the number of tokens, of the whole batch."""
         *heads_of_models, mask, beta = heads
-        given, fix = " and ".join(map(str, self.where)), 'leave layout="auto" and shape="auto" out'
+        given = " and ".join(map(str, self.where))
+        fix = 'leave layout="auto" and shape="auto" out'
         (shards, moved), *others = self.where.values()
         self.where = {}
         require(not others, KernelError, SUBJECT, "a student and a teacher with the same shards", given, fix)

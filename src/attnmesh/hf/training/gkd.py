@@ -44,7 +44,8 @@ class MeshGKD(MeshRollouts):
         with torch.no_grad():
             teacher: ShardedOutput = self.teacher_model.eval()(**batch).logits
         student: ShardedOutput = outputs.logits
-        same, fix = student.shards == teacher.shards, 'leave layout="auto" and shape="auto" out'
+        same = student.shards == teacher.shards
+        fix = 'leave layout="auto" and shape="auto" out'
         given = f"{student.shards.layout} and {teacher.shards.layout}"
         require(same, KernelError, SUBJECT, "a student and a teacher with the same shards", given, fix)
         count = (labels != -100).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch

@@ -85,7 +85,8 @@ class LossSum(ShardTensor):
             return self.wrap(call())
         if name.strip("_") not in ("div", "true_divide", "divide", "truediv", "itruediv") or self.shards.ranks == 1:
             return call()
-        divisor, count = args[1], self.shards.forward_pass.item_count
+        divisor = args[1]
+        count = self.shards.forward_pass.item_count
         comparable = isinstance(divisor, Tensor | Real) and isinstance(count, Tensor | Real)
         if divisor is count or (comparable and bool(divisor == count)):
             self._check_own_count(divisor)
@@ -96,7 +97,8 @@ class LossSum(ShardTensor):
     def _check_own_count(self, count: Any) -> None:
         """Raise for a count that was passed to the model, if it is of one rank's labels."""
         label_counts, expected = self.shards.label_counts, "the count of the batch"
-        fits, given = count >= sum(label_counts) or count not in label_counts, "the labels of one rank"
+        fits = count >= sum(label_counts) or count not in label_counts
+        given = "the labels of one rank"
         require(fits, KernelError, f"{SUBJECT} num_items_in_batch", expected, given, COUNT_ALL)
 
     def _check_divisor(self, divisor: Any) -> None:

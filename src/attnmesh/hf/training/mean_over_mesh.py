@@ -35,11 +35,14 @@ def mean_over_mesh(values: Tensor, mask: Tensor | None, mesh: DeviceMesh | None)
     >>> mean_over_mesh(torch.tensor([1.0, 2.0, 6.0]), torch.tensor([True, True, False]), None)
     tensor(1.5000)
     """
-    is_float, fix = isinstance(values, Tensor) and values.is_floating_point(), "pass losses with reduction='none'"
+    is_float = isinstance(values, Tensor) and values.is_floating_point()
+    fix = "pass losses with reduction='none'"
     require(is_float, DtypeError, "mean_over_mesh values", "a tensor of floats", type_and_shape(values), fix)
     counts = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
-    fits, fix = isinstance(counts, Tensor) and counts.shape == values.shape, "pass one value for each token"
-    given, expected = type_and_shape(counts), f"a tensor of shape {tuple(values.shape)}"
+    fits = isinstance(counts, Tensor) and counts.shape == values.shape
+    fix = "pass one value for each token"
+    given = type_and_shape(counts)
+    expected = f"a tensor of shape {tuple(values.shape)}"
     require(fits, ShapeError, "mean_over_mesh mask", expected, given, fix)
     ranks = values.shards.ranks if isinstance(values, ShardTensor) else Mesh.of(mesh).ranks
     given, fix = f"one of {Mesh.of(mesh).ranks}", "pass the mesh of shard_batch"

@@ -45,7 +45,8 @@ class MeshShapes:
             if kv_heads is not None:
                 check_heads_axis("on_mesh mesh", Mesh.of(self.mesh).shape, kv_heads)
             return
-        fits, fix = not is_recurrent(config), "leave shape out"
+        fits = not is_recurrent(config)
+        fix = "leave shape out"
         require(fits, KernelError, "on_mesh shape", "a model without recurrent layers", config.model_type, fix)
         if (heads := _heads(config)) in self.meshes:
             return
@@ -57,7 +58,8 @@ class MeshShapes:
 
     def choose(self, batch: AgreedBatch, layout: Layout | str, config: Any) -> tuple[DeviceMesh | None, Layout]:
         """Return the mesh and the layout with which the planner predicts the shortest step of a model."""
-        mask, length = Causal() & batch.documents, batch.positions.shape[1]
+        mask = Causal() & batch.documents
+        length = batch.positions.shape[1]
         if not self.meshes:
             return self.mesh, chosen_layout(layout, mask, Mesh.of(self.mesh))
         heads = _heads(config)

@@ -43,7 +43,8 @@ class RewardFunctions(MeshRollouts):
         said = self._gather_rows([(text, value)])
         if error is not None:
             raise error
-        failed, fix = next((text for text, _ in said if text), ""), "see the error of the rank that raised"
+        failed = next((text for text, _ in said if text), "")
+        fix = "see the error of the rank that raised"
         require(not failed, UnforeseenError, "reward function", "a reward for each completion", failed, fix)
         synchronize_generators((self.calls.mesh,), self.accelerator.device)  # a reward may have drawn numbers
         return said[self.accelerator.replicas.own][1]

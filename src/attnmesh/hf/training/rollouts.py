@@ -50,7 +50,8 @@ class MeshRollouts:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        is_text, fix = not isinstance(self.processing_class, ProcessorMixin), "pass one, and prompts without images"
+        is_text = not isinstance(self.processing_class, ProcessorMixin)
+        fix = "pass one, and prompts without images"
         require(is_text, KernelError, f"{SUBJECT} processing_class", "a tokenizer", "a processor of images", fix)
         if self.own_seed:
             set_seed(self.args.seed + self.accelerator.replicas.own)  # of processes, which to TRL are the ranks
@@ -170,7 +171,8 @@ def generating_on(mesh: DeviceMesh | None, model: Any) -> Iterator[list[Tensor]]
 
     def on_mesh(input_ids: Tensor, attention_mask: Tensor, generation_config: Any, **more: Any) -> Any:
         del model.generate  # transformers' own runs inside
-        watch, samples = DrawnLogprobs(generation_config.temperature, kept), 1
+        watch = DrawnLogprobs(generation_config.temperature, kept)
+        samples = 1
         if generation_config.do_sample:  # a prompt is computed once for all of its completions
             rows = torch.cat((input_ids, attention_mask), 1)
             samples = gcd(*rows.unique_consecutive(dim=0, return_counts=True)[1].tolist())

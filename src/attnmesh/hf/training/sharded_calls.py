@@ -76,10 +76,8 @@ class ShardedCalls:
     def install(self, model: nn.Module) -> None:
         """Install hooks on a model and on the model inside its wrappers. The outermost that is called shards."""
         inner: Any = unwrap(model)
-        known, expected = (
-            isinstance(inner, PreTrainedModel),
-            "a model of transformers, or one in PEFT, DDP or a compiler",
-        )
+        known = isinstance(inner, PreTrainedModel)
+        expected = "a model of transformers, or one in PEFT, DDP or a compiler"
         fix = "pass the model inside, or call it with hf.shard_batch(batch, mesh) in a loop of your own"
         require(known, KernelError, "on_mesh", expected, type(inner).__name__, fix)
         check_implementation("on_mesh", inner.config)
@@ -140,11 +138,13 @@ class ShardedCalls:
     def _log_choice(self, batch: AgreedBatch, mesh: DeviceMesh | None, layout: Layout) -> None:
         """Log on the first rank the shape and the layout that "auto" has chosen, once each."""
         shape = Mesh.of(mesh).shape
-        chosen, is_auto = (shape, type(layout)), isinstance(self.layout, str) or self.shapes.shape is not None
+        chosen = (shape, type(layout))
+        is_auto = isinstance(self.layout, str) or self.shapes.shape is not None
         if not is_auto or chosen in self.chosen or shape.ranks == 1 or dist.get_rank():
             return
         self.chosen.add(chosen)
-        length, documents = batch.positions.shape[1], max(1, len(batch.documents.ends))
+        length = batch.positions.shape[1]
+        documents = max(1, len(batch.documents.ends))
         held = f"{length:,} tokens in {documents} document{'s' * (documents > 1)}"
         where = f"{type(layout).__name__} on {'x'.join(map(str, shape))} ranks (heads x queries x keys)"
         getLogger(__name__).info("%s: %s", held, where)

@@ -110,7 +110,8 @@ class MeshTrainer:
         if self.model is not None:
             self.calls.install(self.model)
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        compiles, fix = bool(arguments.torch_compile), "leave it out"
+        compiles = bool(arguments.torch_compile)
+        fix = "leave it out"
         require(not compiles, KernelError, "on_mesh torch_compile", "a model that is not compiled", "True", fix)
         given, fix = "eval_use_gather_object=True", "leave it out: tensors are gathered"
         fits = not arguments.eval_use_gather_object
@@ -130,7 +131,8 @@ class MeshTrainer:
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate on shards. FSDP2 shards the weights together with an optimizer, in training."""
-        fits, given = not self.accelerator.is_fsdp2 or bool(self.accelerator._models), "one before train()"
+        fits = not self.accelerator.is_fsdp2 or bool(self.accelerator._models)
+        given = "one before train()"
         fix = "train first, or pass eval_on_start=True in the arguments"
         require(fits, KernelError, "evaluate", "a model whose weights train() has sharded", given, fix)
         return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]

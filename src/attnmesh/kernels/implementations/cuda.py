@@ -139,7 +139,9 @@ class Efficient:
         return Gradients(dq, *(x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv)))
 
 
-CUDNN, FLASH, EFFICIENT = Cudnn(), Flash(), Efficient()
+CUDNN = Cudnn()
+FLASH = Flash()
+EFFICIENT = Efficient()
 
 Operator = Flash | Triton | Efficient
 """An attention operator, for q, k, v of one width, (batch, heads, length, dim)."""
@@ -227,7 +229,8 @@ def _is_correct(
         torch.randn(2, heads, 96, width, device=device, generator=generator).to(dtype)
         for heads in (4, 2 if grouped else 4, 2 if grouped else 4, 4)
     )
-    rectangle, scaling = Rectangle(slice(0, 96), slice(0, 96), causal=causal), Scaling(0.125)
+    rectangle = Rectangle(slice(0, 96), slice(0, 96), causal=causal)
+    scaling = Scaling(0.125)
     exact = Reference().attend(q.float(), k.float(), v.float(), rectangle, scaling)
     try:
         if gradients:  # of a row that has seen other keys before: its out and lse are of all keys
@@ -238,7 +241,8 @@ def _is_correct(
             saved = BackwardInputs(saved.out.to(dtype), saved.lse, dout)
             found: Sequence[Tensor] = operator.gradients(q, k, v, saved, rectangle, scaling)
         else:
-            expected, found = exact, operator.attend(q, k, v, rectangle, scaling)
+            expected = exact
+            found = operator.attend(q, k, v, rectangle, scaling)
         errors = [float((x.float() - y).abs().amax() / y.abs().amax()) for x, y in zip(found, expected, strict=True)]
         right = max(errors) < 4 * torch.finfo(dtype).eps
         reason = None if right else f"off by {errors}"

@@ -40,7 +40,9 @@ RUN = 2048
 class Native(Kernel):
     """`attend.cpp`; the reference for rows with numbers that are not finite, PyTorch's operator backward."""
 
-    name, made_for, priority = "native", f"up to {MAX_ROWS} rows of queries a key head", 0
+    name = "native"
+    made_for = f"up to {MAX_ROWS} rows of queries a key head"
+    priority = 0
     reads_scattered = reads_8_bits = True
 
     def unsupported_reason(self, need: Need) -> str | None:
@@ -65,7 +67,9 @@ class Native(Kernel):
         self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, hidden: Tensor, scaling: Scaling
     ) -> Partial | None:
         """Return the partial of the keys of each sequence at these indices. None if a number is not finite."""
-        bound, indices, counts = BoundNative.of(q, k, v, scaling), indices.int(), (~hidden).sum(-1)
+        bound = BoundNative.of(q, k, v, scaling)
+        indices = indices.int()
+        counts = (~hidden).sum(-1)
         into = bound.blank()
         read = indices.data_ptr(), counts.data_ptr()
         return into if bound.run(q, k, v, into, None, 0, indices.shape[1], read) else None
@@ -87,7 +91,8 @@ class Native(Kernel):
         for start in range(0, q.shape[2], rows):
             some = slice(start, start + rows)
             bounds = None if band is None else Band(band.low[some].contiguous(), band.high[some].contiguous())
-            some_q, into = q[:, :, some], Partial(out[:, :, some], lse[:, :, some])
+            some_q = q[:, :, some]
+            into = Partial(out[:, :, some], lse[:, :, some])
             if not BoundNative.of(some_q, k, v, scaling, q.shape[2]).run(some_q, k, v, into, bounds):
                 refused = rectangle.select(torch.arange(start, min(start + rows, q.shape[2])))
                 exact = Reference().attend(some_q, k, v, refused, scaling)
@@ -128,7 +133,8 @@ class BoundNative(NamedTuple):
     def parts(self, keys: Sequence[int]) -> "list[BoundNative]":
         """Return the launches of parts of so many keys, one after the other: the last writes the partial of all."""
         runs = [-(-count // RUN) for count in keys]
-        firsts, begin = accumulate(runs, initial=0), self.fields[: -PART.size]
+        firsts = accumulate(runs, initial=0)
+        begin = self.fields[: -PART.size]
         return [
             self._replace(fields=begin + PART.pack(first, sum(runs))) for first, _ in zip(firsts, runs, strict=False)
         ]
@@ -190,7 +196,8 @@ def _bound_to(
 ) -> BoundNative:
     batch, heads, rows, dim = shape
     strides, lse = (tokens * heads * width, width, heads * width, 1), (batch, heads, tokens)
-    codes, scales = [(DTYPES | STORED)[dtype] for dtype in dtypes], (dim, dim if is_prefix else width)
+    codes = [(DTYPES | STORED)[dtype] for dtype in dtypes]
+    scales = (dim, dim if is_prefix else width)
     sizes = batch, kv_heads, heads // kv_heads, rows, dim, width, *codes, *scales
     cap = scaling.softcap if scaling.capped else 0.0
     fields = FIXED.pack(*sizes, *strides[:3], heads * tokens, tokens, 1, scaling.scale, cap, 0, 0)

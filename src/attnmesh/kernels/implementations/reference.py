@@ -59,7 +59,8 @@ class Reference(Kernel):
         """Return the rectangle's partial, merged from those of its tiles."""
 
         def attend_tile(q: Tensor, k: Tensor, v: Tensor, tile: Rectangle) -> Partial:
-            hidden, columns = _hidden(tile, q, k), self._columns(rectangle, tile, q, k)
+            hidden = _hidden(tile, q, k)
+            columns = self._columns(rectangle, tile, q, k)
             heads = zip(*(x.split(TILE_HEADS) for x in (_pack(q, k), k.flatten(0, 1), v.flatten(0, 1))), strict=True)
             partials = [attend_dense(rows, keys, values, hidden, scaling, columns) for rows, keys, values in heads]
             out, lse = (torch.cat(x) for x in zip(*partials, strict=True))
@@ -73,7 +74,8 @@ class Reference(Kernel):
         """Return the gradients, summed over the rectangle's tiles."""
 
         def backward_tile(q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, tile: Rectangle) -> Gradients:
-            hidden, columns = _hidden(tile, q, k), self._columns(rectangle, tile, q, k)
+            hidden = _hidden(tile, q, k)
+            columns = self._columns(rectangle, tile, q, k)
             of_rows = (_pack(x, k) for x in (q, saved.lse.unsqueeze(-1), saved.dout, delta[:, :, tile.queries]))
             heads = zip(*(x.split(TILE_HEADS) for x in (k.flatten(0, 1), v.flatten(0, 1), *of_rows)), strict=True)
             parts = [

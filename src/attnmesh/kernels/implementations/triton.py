@@ -125,7 +125,8 @@ KERNEL = TRITON = Triton()
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, rectangle: Rectangle, scaling: Scaling, tile: ProgramTile) -> Partial:
     arguments = _rectangle_arguments(q, k, v, rectangle, scaling, tile)
-    heads, tiles = k.shape[0] * k.shape[1], -(-arguments["rows"] // tile.rows)
+    heads = k.shape[0] * k.shape[1]
+    tiles = -(-arguments["rows"] // tile.rows)
     split_keys = _split_keys(arguments["keys"], heads * tiles, tile, q.device)
     splits = -(-arguments["keys"] // split_keys)
     partials = _empty_partials(q, splits, v.shape[-1])
@@ -156,7 +157,8 @@ class TritonCachedAttention:
         signature = q.shape, q.stride(), keys.shape, keys.stride(), values.stride(), positions.ndim, bounds[0].shape
         known = self.prepared.get(signature)
         if known is None:
-            rows, run = q.shape[2] * q.shape[1] // keys.shape[1], partial(self._prepare, query, view, tensors)
+            rows = q.shape[2] * q.shape[1] // keys.shape[1]
+            run = partial(self._prepare, query, view, tensors)
             known, partials = _with_fitting_tile("attend_cache", q, view.values, rows, run)
             self.prepared.keep(signature, known)
         else:
@@ -184,9 +186,13 @@ class TritonCachedAttention:
         query: DecodeQuery, view: CacheView, tensors: dict[str, Tensor], tile: ProgramTile
     ) -> tuple[tuple[tuple[int, ...], dict[str, Any]], Partial]:
         """Return the grid and the arguments of a launch but for tensors, and the partials of the first one."""
-        q, mask, block, first = tensors["q"], query.mask, query.partial_block, tensors["firsts"]
+        q = tensors["q"]
+        mask = query.mask
+        block = query.partial_block
+        first = tensors["firsts"]
         heads, rows = q.shape[0] * view.keys.shape[1], q.shape[2] * q.shape[1] // view.keys.shape[1]
-        tiles, slots = -(-rows // tile.rows), view.keys.shape[2] - 1
+        tiles = -(-rows // tile.rows)
+        slots = view.keys.shape[2] - 1
         split_keys = block or _split_keys(slots, heads * tiles, tile, q.device)
         bounded = first is not tensors["positions"]
         arguments = _cache_arguments(q, *view.unscaled, query.scaling, tile) | {
@@ -215,7 +221,9 @@ def _attend_scattered(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scaling: Scaling, tile: ProgramTile
 ) -> Partial:
     """Return stacked partials, one per part of the places, which are those of the keys to read."""
-    heads, tiles, keys = q.shape[0] * k.shape[1], -(-q.shape[1] // k.shape[1] // tile.rows), positions.shape[1]
+    heads = q.shape[0] * k.shape[1]
+    tiles = -(-q.shape[1] // k.shape[1] // tile.rows)
+    keys = positions.shape[1]
     count = -(-keys // _split_keys(keys, heads * tiles, tile, q.device))
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     numbers = (x if storage_of(x) is None else x.view(torch.int8) for x in (k, v))
@@ -243,7 +251,8 @@ def _backward(
     delta = (saved.out.float() * saved.dout.float()).sum(-1)
     arguments = _rectangle_arguments(q, k, v, rectangle, scaling, tile)
     arguments |= {"dout": dout, "lse": saved.lse.contiguous(), "delta": delta}
-    heads, tiles = k.shape[0] * k.shape[1], -(-arguments["keys"] // tile.keys)
+    heads = k.shape[0] * k.shape[1]
+    tiles = -(-arguments["keys"] // tile.keys)
     dq, dk, dv = (x.new_empty(x.shape, dtype=torch.float32) for x in (q, k, v))
     launch("attend", "queries_backward", (-(-arguments["rows"] // tile.rows), heads), q.device, **arguments, dq=dq)
     edges = torch.arange(tiles + 1, dtype=torch.int32, device=q.device) * tile.keys
@@ -297,7 +306,9 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor, tile: ProgramTile) -> dict[str, Any]
     """Return the strides and shapes of q, k and v, and the constants of compilation."""
     dims = ("batch", "head", "row")
     strides = {f"{name}_{dim}": x.stride(i) for name, x in (("q", q), ("k", k), ("v", v)) for i, dim in enumerate(dims)}
-    group, q_parts, v_parts = q.shape[1] // k.shape[1], parts(q.shape[-1]), parts(v.shape[-1])
+    group = q.shape[1] // k.shape[1]
+    q_parts = parts(q.shape[-1])
+    v_parts = parts(v.shape[-1])
     return {
         **strides,
         "rows": q.shape[2] * group,
@@ -340,7 +351,8 @@ def _with_fitting_tile(name: str, q: Tensor, v: Tensor, rows: int, run: Callable
 
 def _tile(q: Tensor, v: Tensor, rows: int) -> ProgramTile:
     """Return a tile whose sums stay in registers: smaller for wide heads and for float32. Measured on an H200."""
-    width, shrink = max(q.shape[-1], v.shape[-1]), q.element_size() // 2
+    width = max(q.shape[-1], v.shape[-1])
+    shrink = q.element_size() // 2
     if interpreted():
         return ProgramTile(MIN_TILE, MIN_TILE)
     most = (128 if 64 < width <= 128 else 64) // shrink
@@ -348,7 +360,9 @@ def _tile(q: Tensor, v: Tensor, rows: int) -> ProgramTile:
     if tile_rows > FEW_ROWS or width > 256:
         keys, warps = 64 if width <= 256 else 32, 8 if tile_rows * width >= 128 * 128 else 4
         return ProgramTile(tile_rows, keys // shrink, warps, at_once=2 if width <= 256 else 1)
-    keys, warps, stages = (128 if width <= 128 else 64) // shrink, 4 if width <= 128 else 8, 3 if shrink == 1 else 2
+    keys = (128 if width <= 128 else 64) // shrink
+    warps = 4 if width <= 128 else 8
+    stages = 3 if shrink == 1 else 2
     on_their_way = (stages - 1) * keys * width * min(q.element_size(), v.element_size())
     return ProgramTile(tile_rows, keys, warps, stages, at_once=1 if on_their_way >= LARGE_TILE else 2)
 

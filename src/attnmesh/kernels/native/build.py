@@ -116,7 +116,8 @@ def _built() -> Path:
 
 def _keep_others_out(folder: Path) -> None:
     """Let only this user write to a folder. Raise if another one owns or may replace it."""
-    found, parent = folder.stat(), folder.parent.stat().st_mode
+    found = folder.stat()
+    parent = folder.parent.stat().st_mode
     replaceable = parent & stat.S_IWOTH and not parent & stat.S_ISVTX
     if {found.st_uid, folder.lstat().st_uid} != {os.geteuid()} or replaceable:
         raise _MissingError(f"the folder {folder} is one of other users: set XDG_CACHE_HOME to one of your own")

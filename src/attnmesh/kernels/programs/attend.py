@@ -62,11 +62,14 @@ def attend_program(
 
     `out` is (split, batch, head, query, value_width).
     """
-    tile, split, batch_head = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    batch_head = tl.program_id(2).to(tl.int64)
     batch, head = batch_head // kv_heads, batch_head % kv_heads
     valid, query, member, first, stop = _load_rows(low, high, tile * ROWS + tl.arange(0, ROWS), rows, group)
     start, end = _key_run(first, stop, keys)
-    start, end = tl.maximum(start, split * split_keys), tl.minimum(end, (split + 1) * split_keys)
+    start = tl.maximum(start, split * split_keys)
+    end = tl.minimum(end, (split + 1) * split_keys)
     # From `full_start` up to `full_end`, in whole steps from start, every row of the tile sees every key.
     any_empty = tl.max((valid & (first >= stop)).to(tl.int32))
     full_start = tl.maximum(tl.max(tl.where(valid, first, 0)), start)
@@ -123,7 +126,8 @@ def queries_backward_program(
     CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store dq of a tile of rows."""
-    tile, batch_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    tile = tl.program_id(0)
+    batch_head = tl.program_id(1).to(tl.int64)
     batch, head = batch_head // kv_heads, batch_head % kv_heads
     valid, query, member, first, stop = _load_rows(low, high, tile * ROWS + tl.arange(0, ROWS), rows, group)
     start, end = _key_run(first, stop, keys)
@@ -159,7 +163,8 @@ def keys_backward_program(
     CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store dk and dv of a tile of keys."""
-    tile, batch_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    tile = tl.program_id(0)
+    batch_head = tl.program_id(1).to(tl.int64)
     batch, head = batch_head // kv_heads, batch_head % kv_heads
     key = tile.to(tl.int64) * KEYS + tl.arange(0, KEYS)
     valid_keys = key < keys

@@ -54,22 +54,29 @@ def attend_cache_program(
     SELECTED, the positions are those of the rows to read, -1 for none, not of all slots in order. The result
     is NaN if there are more tokens than capacity, or fewer than queries.
     """
-    part, tile, batch_head = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    part = tl.program_id(0)
+    tile = tl.program_id(1)
+    batch_head = tl.program_id(2).to(tl.int64)
     batch, head = batch_head // kv_heads, batch_head % kv_heads
-    length, used = tl.load(state), tl.load(state + 1).to(tl.int32)
+    length = tl.load(state)
+    used = tl.load(state + 1).to(tl.int32)
     row = tile * ROWS + tl.arange(0, ROWS)
-    valid, query, member = row < rows, (row // group).to(tl.int64), (row % group).to(tl.int64)
+    valid = row < rows
+    query = (row // group).to(tl.int64)
+    member = (row % group).to(tl.int64)
     queries = rows // group
     if BOUNDED:
         first = tl.load(firsts + batch * bounds_batch + query, mask=valid, other=0)
         last = tl.load(lasts + batch * bounds_batch + query, mask=valid, other=-1)
     else:
         position = length - queries + query
-        first, last = tl.maximum(position - left, 0), tl.where(valid, position + right, -1)
+        first = tl.maximum(position - left, 0)
+        last = tl.where(valid, position + right, -1)
     start = 0
     if NEAR:  # padding only makes a token's position smaller than its token index
         start = _count_below(token_index, used, tl.min(tl.where(valid & (last >= 0), first, length)), 256)
-    begin, share = part * block, block
+    begin = part * block
+    share = block
     if block == 0:
         share = tl.cdiv(tl.cdiv(used - start, tl.num_programs(0)), KEYS) * KEYS
         begin = start + part * share
@@ -89,7 +96,8 @@ def attend_cache_program(
         valid_keys = slot < end
         key_position = tl.load(positions + slot, mask=valid_keys, other=-1)  # -1 for padding
         if SELECTED:
-            slot, valid_keys = key_position.to(tl.int64), key_position >= 0
+            slot = key_position.to(tl.int64)
+            valid_keys = key_position >= 0
         logits = logits_of(
             q_0, q_1, k, slot, valid_keys, k_row, width, scale, softcap, Q_0, Q_1, CAPPED, PRECISION, K_ROW, FLOAT8
         )

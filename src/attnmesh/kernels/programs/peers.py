@@ -35,7 +35,8 @@ def one_shot_program(
     """
     tile = tl.program_id(0)
     row = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    valid, number = row < rows, tl.arange(0, 2)
+    valid = row < rows
+    number = tl.arange(0, 2)
     memory = tl.load(memories + rank).to(tl.pointer_type(tl.float32))
     own_flags = tl.load(memories + rank).to(tl.pointer_type(tl.int32))
     step = tl.load(counter)
