@@ -60,7 +60,7 @@ class Dense(Kernel):
         return Gradients(dlogits @ k, dk, dv)
 
 
-def around(ranks: MergeTransport, message: Tensor, form: MessageForm, _: bool) -> CheckedPartial:
+def merge_around(ranks: MergeTransport, message: Tensor, form: MessageForm, _: bool) -> CheckedPartial:
     """Send on what came, to the next rank of a ring, until all have all messages."""
     (size, rank), rows = (ranks.axis.size, ranks.axis.index), [message]
     for _step in range(1, size):
@@ -72,7 +72,7 @@ def around(ranks: MergeTransport, message: Tensor, form: MessageForm, _: bool) -
 
 
 RING = Merge(
-    "ring", around, lambda group, payload, *to: add_swap("merge", group, (group.ranks - 1) * payload.size, *to)
+    "ring", merge_around, lambda group, payload, *to: add_swap("merge", group, (group.ranks - 1) * payload.size, *to)
 )
 """A made-up merge. It is as dear as a swap of all that goes round."""
 
@@ -111,7 +111,7 @@ def run(mask: Mask, kernel: str, merge: str) -> tuple[list[Tensor], Tensor, int]
         (Prefix(PREFIX), "dense", "ring"),
     ],
 )
-def test_attention_and_decoding_are_exact_with_a_new(
+def test_attention_and_decoding_are_exact_with_a_new_mask_kernel_or_merge(
     ranks: int, mask: Mask, kernel: str, merge: str, pool: Pool
 ) -> None:
     at = torch.arange(TOKENS)

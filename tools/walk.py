@@ -34,7 +34,8 @@ FIRST, LAST = "<!-- Walks: python -m tools.walk --draw -->\n", "<!-- The end of 
 DRAWN = {
     "attention, 2 ranks, keys": (
         "Prefill: `attention` on two ranks of a keys axis, without gradients.",
-        "`merge_into` of `core/partial.py` merges partials: in `_merge_in` of ranks, in `_attend_heads` of steps.",
+        "`merge_into` of `core/partial.py` merges partials: in `_merge_in` of ranks, in `_attend_heads` of steps.\n"
+        "`HeadSwaps` swaps nothing here: there is no heads axis.",
     ),
     "training, 2 ranks, keys": (
         "Training: what the same call with gradients runs through beside these, forward and then backward.",
@@ -91,7 +92,7 @@ class Stop:
     name: str
     sentence: str
 
-    def line(self, width: int = 120) -> str:
+    def line(self, width: int = 130) -> str:
         """Return the line of a drawing, with as much of the sentence as fits."""
         start = f"{self.file:<28} {'  ' * self.depth}{self.name}"
         line = f"{start:<65}{self.sentence}"

@@ -44,8 +44,8 @@ def test_bytes_under_a_full_mask_are_those_of_the_formula(exchange: str) -> None
     """In float32, where all elements have one width, apart from lse and delta of each row."""
     work, local = Workload(8, 2, 64, 960, dtype="float32", mask=am.Full()), am.Cluster.preset("local")
     for shape in (Shape(1, 4, 4), Shape(2, 3, 2), Shape(1, 1, 8), Shape(1, 6, 1)):
-        one = shape.ranks, Shape(1, 1, 1)
-        total = cost(Way(shape, one[1], am.Contiguous(), exchange), work, local.sized(*(one[0], 1)))
+        way = Way(shape, Shape(1, 1, 1), am.Contiguous(), exchange)
+        total = cost(way, work, local.sized(shape.ranks, 1))
         rows = 4 * 8 * (shape.keys - 1) * 3  # lse forward, lse and delta backward
         formula = 960 * (4 * 64 * sum(elements(shape, 8, 2)) + rows)
         compared = total.between - formula
@@ -285,8 +285,9 @@ def test_latents_have_the_bytes_and_the_memory_of_one_head() -> None:
     for exchange in ("bulk", "ring"):
         way = Way(shape, shape, am.Contiguous(), exchange)
         few, many = (cost(way, replace(work, phase="prefill"), cluster) for work in (latents, expanded))
-        assert few.inside == pytest.approx(7 * 65536 * 576 * 2, rel=1e-3)  # and what ranks compare
-        assert many.inside == pytest.approx(7 * 65536 * 128 * 320 * 2, rel=1e-3)  # and what ranks compare
+        # Beside what ranks compare:
+        assert few.inside == pytest.approx(7 * 65536 * 576 * 2, rel=1e-3)
+        assert many.inside == pytest.approx(7 * 65536 * 128 * 320 * 2, rel=1e-3)
         assert few.memory < many.memory
         assert few.parts["kernel"] > many.parts["kernel"]  # it expands what arrives
         assert cost(way, replace(latents, phase="training"), cluster) == cost(

@@ -10,7 +10,7 @@ from benchmarks import netns
 
 
 def needs_hosts() -> None:
-    """On the project's own test machines these tests may not be left out."""
+    """Skip a test where there can be no network namespaces; fail in CI, where it may not be left out."""
     try:
         netns.check_here()
     except ClusterError as error:

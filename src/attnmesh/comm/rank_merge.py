@@ -100,7 +100,14 @@ def chosen_merge(axis: Axis, merge: str, output: str, device: torch.device, *, r
     if reproducible and not (merge in MERGES and MERGES[merge].pattern is Pattern.ROUNDS):
         return first_of(Pattern.ROUNDS)
     if merge != "auto":
-        require(merge in MERGES, KernelError, "merge", "a merge that a transport has", repr(merge), "write one")
+        require(
+            merge in MERGES,
+            KernelError,
+            "merge",
+            f"auto or one of {', '.join(MERGES)}",
+            repr(merge),
+            "pass one of these",
+        )
         return MERGES[merge]
     return first_of(Pattern.SWAP) if output == "heads" else fastest
 

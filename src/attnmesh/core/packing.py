@@ -21,22 +21,22 @@ TokenRun = tuple[int, int]
 Document = tuple[int, int]
 """First position and length."""
 
-BALANCED = 1.05
+MOST_UNEVEN = 1.05
 """Pairs of the busiest cell, over the mean, up to which a packing is taken without a look at finer cuts."""
 
-LIMIT = 1.03
+CELL_LIMIT = 1.03
 """Pairs, over the mean, up to which documents are placed in a cell."""
 
-FILLING = 0.03
+FILLERS = 0.03
 """Bound of the pairs of the shortest documents, over all pairs, below which they fill the cells up."""
 
-SMALL = 0.1
+UNCUT = 0.1
 """Pairs, over the limit, of a document that is not cut over a block. It fills cells up if none can take it whole."""
 
 TRIES = 12
 """Cells that are tried for a whole document."""
 
-SHARES = (1.0, 0.8, 0.65, 0.5, 0.35, 0.25, 0.12, 0.06)
+PART_LIMITS = (1.0, 0.8, 0.65, 0.5, 0.35, 0.25, 0.12, 0.06)
 """Most pairs of one document in a cell, over the limit. Finer cuts balance better, and send more."""
 
 
@@ -48,7 +48,7 @@ def pack(lengths: tuple[int, ...], heads: int, rows: int, columns: int) -> tuple
     room = [sum(sizes[cell::cells]) for cell in range(cells)]
     documents = sorted(zip(accumulate(lengths, initial=0), lengths, strict=False), key=lambda document: -document[1])
     grids: list[Grid] = []
-    for share in SHARES:
+    for share in PART_LIMITS:
         grids.append(Grid(rows, columns, room))
         grids[-1].pack(documents, share)
         if not grids[-1].excess:
@@ -96,7 +96,7 @@ class Grid:
     @property
     def excess(self) -> float:
         """Pairs of the busiest cell beyond those of a balanced one."""
-        return max(0.0, max(self.pairs) - BALANCED * self.mean)
+        return max(0.0, max(self.pairs) - MOST_UNEVEN * self.mean)
 
     def pack(self, documents: Sequence[Document], share: float) -> None:
         """Place documents, the longest first. Of each, a cell gets at most `share` of the pairs that it may have."""
@@ -107,7 +107,7 @@ class Grid:
             self._put(cell, (), 0, 0.0)
         filling: list[Document] = []
         for placed, (start, length) in enumerate(documents):
-            if tokens_left * length / 2 <= FILLING * total:
+            if tokens_left * length / 2 <= FILLERS * total:
                 filling += documents[placed:]
                 break
             if not self.assign(start, length, share):
@@ -120,11 +120,11 @@ class Grid:
 
         Return False for a small document that no cell can take whole.
         """
-        pairs, limit = length * length / 2, LIMIT * self.mean
+        pairs, limit = length * length / 2, CELL_LIMIT * self.mean
         if pairs <= share * limit and (cell := self._cell(length, pairs)) is not None:
             self._put(cell, [(start, start + length)], length, pairs)
             return True
-        if pairs <= SMALL * limit:
+        if pairs <= UNCUT * limit:
             return False
         for a, b in self.blocks:
             if pairs > share * limit * a * b and a * b < len(self.room):
@@ -178,7 +178,7 @@ class Grid:
         return cells if all(self._fits(cell, length // (a * b) + 1, pairs / (a * b)) for cell in cells) else []
 
     def _fits(self, cell: int, tokens: int, pairs: float) -> bool:
-        return tokens <= self.room[cell] and self.pairs[cell] + pairs <= LIMIT * self.mean
+        return tokens <= self.room[cell] and self.pairs[cell] + pairs <= CELL_LIMIT * self.mean
 
     def _spread(self, start: int, length: int, cells: Sequence[int], columns: int) -> None:
         """Give each cell of a block an early and a late chunk of a document."""
@@ -196,7 +196,7 @@ class Grid:
         self.room[cell] -= tokens
         self.pairs[cell] += pairs
         if self.room[cell]:
-            self.deficits[cell] = deficit = (LIMIT * self.mean - self.pairs[cell]) / self.room[cell]
+            self.deficits[cell] = deficit = (CELL_LIMIT * self.mean - self.pairs[cell]) / self.room[cell]
             heapq.heappush(self.heap, (-deficit, cell))
         else:
             self.deficits[cell] = -math.inf

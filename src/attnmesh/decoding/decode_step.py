@@ -43,7 +43,7 @@ class DecodeStep(NamedTuple):
     @property
     def options(self) -> tuple[Any, ...]:
         """The values that the caller passes, which are equal on all ranks."""
-        return self[self._fields.index("mask") :]
+        return self[FIRST_OPTION:]
 
     def to_code(self) -> tuple[str, list[int]]:
         """Return the step as names and numbers, which the schema of an operator can carry."""
@@ -78,15 +78,19 @@ class DecodeStep(NamedTuple):
         return q.shape[0], heads, q.shape[2], self.value_dim
 
 
+FIRST_OPTION = DecodeStep._fields.index("mask")
+"""Where the values of the caller begin in a step."""
+
+
 @cached_per_world(1024)
 def _step_of_code(names: str, numbers: tuple[int, ...]) -> DecodeStep:
     heads, tokens, merge, output, kernel, scale, softcap = names.split(",")
     axes = Axis(numbers[0], numbers[1], group_named(heads)), Axis(numbers[2], numbers[3], group_named(tokens))
-    block, capacity, value_dim, reproducible, index_block, *mask = numbers[4:]
+    block, capacity, value_dim, reproducible, index_block, *mask_code = numbers[4:]
     scaling = Scaling(float(scale), float(softcap))
-    sizes = (block, capacity, value_dim)
-    wanted = Mask.from_code(mask)
-    return DecodeStep(*axes, *sizes, wanted, scaling, merge, output, bool(reproducible), kernel, index_block or None)
+    sizes = block, capacity, value_dim
+    mask = Mask.from_code(mask_code)
+    return DecodeStep(*axes, *sizes, mask, scaling, merge, output, bool(reproducible), kernel, index_block or None)
 
 
 def given_step(cache: KVCache, mask: Mask, scale: float | None, softcap: float | None, *options: Any) -> DecodeStep:
@@ -98,7 +102,7 @@ def given_step(cache: KVCache, mask: Mask, scale: float | None, softcap: float |
 
 def named_options(step: DecodeStep) -> dict[str, Any]:
     """Return the values of a step that its caller passes, by name."""
-    return dict(zip(step._fields[-len(step.options) :], step.options, strict=True))
+    return dict(zip(step._fields[FIRST_OPTION:], step.options, strict=True))
 
 
 def selection_of_rank(selection: Selection, heads: Axis) -> Selection:

@@ -17,7 +17,7 @@ from attnmesh.comm.message import blank_message, call_checksum
 from attnmesh.comm.rank_merge import chosen_merge, merge_ranks
 from attnmesh.core.partial import Partial, sum_dtype, with_sinks
 from attnmesh.decoding.decode_step import DecodeStep, gather_heads, of_own_heads
-from attnmesh.decoding.step_agreement import agreement_on, ask_in_step, compared_fields, stays_on_device
+from attnmesh.decoding.step_agreement import agreement_on, ask_in_step, compared_fields, runs_on_device
 from attnmesh.decoding.step_checks import StepInputs
 from attnmesh.errors import RankFailure
 from attnmesh.guard.agreement import hash_of_call, is_capturing
@@ -37,7 +37,7 @@ class PreparedStep(NamedTuple):
     output_heads: slice | None  # of the output of that merge; None for all
     is_alone: bool  # there are no other ranks
     sizes: CacheSizes | None = None
-    host_is_blind: bool = False  # the host waits for nothing of a device
+    stays_on_device: bool = False  # the host waits for nothing of a device
     compared: tuple[Any, ...] = ()  # what ranks compare of each call, by its hash
 
     def run(self, inputs: StepInputs, checked: bool | None) -> Tensor:
@@ -56,7 +56,7 @@ class PreparedStep(NamedTuple):
             agreement = agreement_on(caches, step, checked)
             agreement.signature, agreement.state = self.compared, tuple(values)
             agreement.fields = functools.partial(compared_fields, inputs, step)
-            if self.host_is_blind:
+            if self.stays_on_device:
                 like = q.new_empty(0), q.shape, caches[0].sizes.value_dim
                 agreement.ask = functools.partial(ask_in_step, step, *like)
             with agreement:
@@ -236,13 +236,13 @@ def prepare_step(
     """Return the prepared step of a call that was checked, which `prepared` keeps if its signature is known."""
     q, caches, *_ = inputs
     first = caches[0]
-    on_device = stays_on_device(first, step)
+    on_device = runs_on_device(first, step)
     if step.reproducible:
         for cache in caches:
             if cache.shards.forked and on_device:
                 cache.shards.unshare()  # the kernel merges the blocks of one tensor
     made = new_prepared_step(q, first.shard.view, step)
-    made = made._replace(sizes=first.sizes, host_is_blind=on_device, compared=inputs.compared(step))
+    made = made._replace(sizes=first.sizes, stays_on_device=on_device, compared=inputs.compared(step))
     if signature is not None and not step.mask.ends:
         prepared.keep(signature, made)
     return made

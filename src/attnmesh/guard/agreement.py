@@ -72,7 +72,7 @@ class Agreement:
     known: Memo[bool] | None = None  # where the name is kept once all ranks agree
     # Read after it:
     table: Sequence[Sequence[int]] = ()  # payloads by shard
-    is_raised = False  # an error, on all ranks
+    is_raised = False  # set where all ranks raise, so that the end of the `with` compares nothing
 
     def __init__(self, mesh: Mesh, name: str, fields: Fields = dict, *, is_compared: bool = True) -> None:
         self.mesh, self.name, self.fields, self.is_compared = mesh, name, fields, is_compared
@@ -152,7 +152,7 @@ class Agreement:
     def raise_unequal(self) -> NoReturn:
         """Raise on all ranks, whose merge has shown that their numbers differ."""
         self.compare(self.described())
-        all_gather_ints([0], self.mesh)
+        all_gather_ints([0], self.mesh)  # a barrier: all are out of the merge
         realign(self.mesh)  # messages of a call that some rank broke off
         all_gather_ints([0], self.mesh)  # a barrier: no rank sends before all have dropped them
         given, fix = "different checksums of equal calls", "report this bug, with the arguments of each rank"
@@ -233,7 +233,7 @@ class MergeAgreement(Agreement):
     ) -> None:
         super().__init__(calls.mesh, name, is_compared=not calls.is_alone and may_compare(device))
         self.calls, self.merge, self.checked, self.poison = calls, merge, checked, poison
-        self.host_is_blind = device.type != "cpu" or interpreted() or calls.last_exchange is not None
+        self.asks_when_new = device.type != "cpu" or interpreted() or calls.last_exchange is not None
         """Whether no host reads the merged checksum, so that a rank asks about a call that is new to it."""
 
     @property
@@ -244,9 +244,9 @@ class MergeAgreement(Agreement):
     def compare_now(self) -> bool:
         """Compare the call before messages that need it. Return False if this rank asked and not all ranks did."""
         # A host that reads the checksum compares each call.
-        by_default = not (self.host_is_blind and self.ask is not None and self.signature in self.calls.known)
+        by_default = not (self.asks_when_new and self.ask is not None and self.signature in self.calls.known)
         self.wants_comparison = self.is_compared and (by_default if self.checked is None else self.checked)
-        if self.wants_comparison and self.host_is_blind:
+        if self.wants_comparison and self.asks_when_new:
             return self.is_new_to_all() and super().compare_now()
         if self.wants_comparison and is_collective(self.merge):
             super().compare_now()
@@ -261,7 +261,7 @@ class MergeAgreement(Agreement):
         """Raise on all ranks if their numbers differ. Where ranks ask, keep how to repeat the messages instead."""
         if self.checksum is None:
             return
-        if not self.host_is_blind:
+        if not self.asks_when_new:
             if self.wants_comparison and float(self.checksum.sum()) != 0:
                 self.raise_unequal()
         elif self.signature != self.calls.last_signature:
@@ -274,10 +274,10 @@ class MergeAgreement(Agreement):
         Where ranks ask, it is raised on all if the call is new to all.
         """
         tells_others = self.checked is not False
-        if self.is_compared and self.host_is_blind and tells_others:
+        if self.is_compared and self.asks_when_new and tells_others:
             if self.is_new_to_all():
                 self.share_error(error)
-        elif self.is_compared and self.host_is_blind:
+        elif self.is_compared and self.asks_when_new:
             (self.calls.last_exchange or self.poison)()
         elif self.is_compared:
             if not is_collective(self.merge):

@@ -134,7 +134,7 @@ def _of_sequences(query: DecodeQuery, piece: CacheView, padding: Padding) -> lis
     ends = (seen.argmax(1), used - seen.flip(1).argmax(1)) if used else (counts, counts)
     for index, (count, start, stop) in enumerate(torch.stack((counts, *ends), 1).tolist()):
         one, own = (ALL, piece) if len(real) == 1 else (slice(index, index + 1), _sequence(piece, index))
-        for begin, end in ([(start, stop)] if stop - start == count else _spans(seen[index])) if count else []:
+        for begin, end in ([(start, stop)] if stop - start == count else _runs_of_true(seen[index])) if count else []:
             if is_one and not is_biased:
                 runs.append(SlotRun(one, own, begin, end))
                 continue
@@ -191,7 +191,7 @@ def _sequence(piece: CacheView, index: int) -> CacheView:
     return piece._replace(keys=piece.keys[one], values=piece.values[one], shared=(), file=None)
 
 
-def _spans(flags: Tensor) -> list[tuple[int, int]]:
+def _runs_of_true(flags: Tensor) -> list[tuple[int, int]]:
     """Return (start, stop) of each run of True."""
     edges = torch.nn.functional.pad(flags.long(), (1, 1)).diff().nonzero().flatten().tolist()
     return list(zip(edges[::2], edges[1::2], strict=True))

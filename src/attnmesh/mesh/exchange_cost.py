@@ -218,7 +218,7 @@ class LayerJob:
         device = self.cluster.device
         further = self.runs - 1
         launches = self.groups * (device.call + further * (device.call if device.run is None else device.run))
-        return max(mean - head_start, most / device.alone) + launches + min(1, further) * self.sum(one.columns)
+        return max(mean - head_start, most / device.alone) + launches + min(1, further) * self.sum_seconds(one.columns)
 
     @cached_property
     def runs(self) -> int:
@@ -241,7 +241,7 @@ class LayerJob:
         """Return the seconds that an exchange adds to the kernel beside it."""
         return max(min(1.0, self.cluster.device.alone - 1) * exchange.on_cores, exchange.seconds - kernel)
 
-    def sum(self, columns: int) -> float:
+    def sum_seconds(self, columns: int) -> float:
         """Return the seconds of adding results of `columns` columns to a running sum."""
         shape, work = self.way.shape, self.work
         tokens = work.batch * work.length / shape.queries
@@ -366,7 +366,10 @@ def _add_ring(job: LayerJob, one: Pass, rows: Transfer, total: Cost) -> None:
     Beside all steps of a group, other groups are swapped, and their queries and results travel along rows.
     """
     steps = [job.kernel(pairs, one) for pairs in job.traffic.steps]
-    steps = [steps[0], *(step + job.sum(one.columns) for step in steps[1:])]  # all but the first add to a running sum
+    steps = [
+        steps[0],
+        *(step + job.sum_seconds(one.columns) for step in steps[1:]),
+    ]  # all but the first add to a running sum
     further = len(steps) - 1
     groups = job.groups
     hops = [Transfer(job.traffic.hop, one.keys, further), Transfer(job.traffic.hop_back, one.keys_back, further)]

@@ -10,7 +10,7 @@ from attnmesh.mesh.shapes import Shape
 class Way(NamedTuple):
     """One way to run attention: mesh shape, tile of the mesh per host, token layout and exchange.
 
-    `exchange` is "bulk", "pipelined" or "ring"; in decoding it is "tree", "direct", "gather" or "allreduce".
+    `exchange` is "bulk", "pipelined" or "ring"; in decoding it is the name of a merge, as "tree".
     """
 
     shape: Shape

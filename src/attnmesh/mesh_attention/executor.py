@@ -197,7 +197,7 @@ def backward(own_heads: Tensors, saved: BackwardInputs, task: Task) -> Gradients
 def _backward_heads(arrivals: Arrivals, task: Task, pending: "PendingReturns", own_kv: Tensors) -> Tensor:
     """Return the row's dq from the column's keys, for one group of heads.
 
-    dk and dv return to the owners of their keys, where they are added to `mine`. Gradients of keys that travel on
+    dk and dv return to the owners of their keys, where they are added to `own_kv`. Gradients of keys that travel on
     travel with them, and each rank adds its part.
     """
     q, dout, lse, delta = arrivals.queries()

@@ -35,6 +35,7 @@ def prepare_call(mesh: Mesh, call: Call, checked: bool | None, latent: tuple[int
     if call.has_signature:
         signature = signature_of(q, k, v, sinks, (mesh, latent, *options, checked))
     known = prepared_calls().find(signature)
+    # Ranks may leave the comparison out, know the call and what all said of it, or prepare it now.
     device = q.device if isinstance(q, Tensor) else torch.device(mesh.device_type)
     if options.length is not None and (checked is False or not may_compare(device)):
         found = known or _uncompared(mesh, call, checked)
@@ -65,8 +66,8 @@ def _compared(mesh: Mesh, call: Call, agreement: Agreement) -> PreparedCall:
     mesh_call = _known_call(mesh, call.options, call.sizes, (queries, keys), tokens)
     _check_highest(max(said.highest for said in said_by_all), mesh_call)
     _warn_of_whole_keys([said.digest for said in said_by_all])
-    later = [[*said._replace(digest=0)] for said in said_by_all]
-    return PreparedCall(mesh_call, None, agreement.text, call.said, later)
+    said_next_time = [[*said._replace(digest=0)] for said in said_by_all]  # a call that is known sends no digest
+    return PreparedCall(mesh_call, None, agreement.text, call.said, said_next_time)
 
 
 def _uncompared(mesh: Mesh, call: Call, checked: bool | None) -> PreparedCall:

@@ -165,7 +165,7 @@ def training(model: TrainedModel, cluster: Cluster, method: Method = STOCK) -> l
     [(2, 4, True), (1, 8, True), (8, 1, False), (4, 2, False)]
     """
     contexts = [context for context in divisors(cluster.world) if _fits_hosts(cluster, context)]
-    ways = [_way(model, cluster, context, method) for context in contexts]
+    ways = [_training_on(model, cluster, context, method) for context in contexts]
     length = model.workload.length
     return sorted(ways, key=lambda one: (one.tokens < length, one.plan.seconds * one.context, one.context))
 
@@ -175,7 +175,8 @@ def _fits_hosts(cluster: Cluster, context: int) -> bool:
     return cluster.ranks % context == 0 or context % cluster.ranks == 0
 
 
-def _way(model: TrainedModel, cluster: Cluster, context: int, method: Method) -> Training:
+def _training_on(model: TrainedModel, cluster: Cluster, context: int, method: Method) -> Training:
+    """Return the way in which so many ranks share each sequence."""
     work = model.workload
     hosts = max(1, context // cluster.ranks)
     part = replace(cluster.sized(hosts, context // hosts), device=replace(cluster.device, memory=UNLIMITED_MEMORY))
@@ -237,7 +238,7 @@ def _beside_ddp(model: TrainedModel, cluster: Cluster, loss: str) -> tuple[float
     Autocast casts a weight once in a forward pass, if it is trained, but not that of a fused head. Of layers that are
     computed again it casts one layer's.
     """
-    size = model.workload.itemsize % WEIGHT_BYTES
+    size = model.workload.itemsize % WEIGHT_BYTES  # of what a weight is cast to: 0 in float32, where nothing is cast
     fused = loss == "fused"
     trained_head, trained_layer = model.trained_parts
     gradient, gradients = WEIGHT_BYTES * trained_head, WEIGHT_BYTES * model.trained

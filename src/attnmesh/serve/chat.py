@@ -157,11 +157,11 @@ LISTED = re.compile(rf"""['"]text['"]: *['"]{PROBE}""")
 
 def shapes_of(encoder: Any, template: str, role: str, tools: Any = None) -> tuple[str, ...]:
     """Return the shapes of content that a template shows for a role: none if it drops them, text if it raises."""
-    shown = {
+    kept = {
         shape: _shows(encoder, {"chat_template": template, "tools": tools or None}, role, shape) for shape in SHAPES
     }
-    raises = all(one is None for one in shown.values())
-    return ("text",) if raises else tuple(shape for shape in SHAPES if shown[shape])
+    raises = all(one is None for one in kept.values())
+    return ("text",) if raises else tuple(shape for shape in SHAPES if kept[shape])
 
 
 def _shows(encoder: Any, options: dict[str, Any], role: str, shape: str) -> bool | None:
@@ -173,11 +173,11 @@ def _shows(encoder: Any, options: dict[str, Any], role: str, shape: str) -> bool
         message = {"role": role, "content": SHAPES[shape](PROBE)} | (OF_TOOL if role == "tool" else {})
         messages = [*before, message, *([] if role == "user" else [user])]
         try:
-            shown = encoder.apply_chat_template(messages, tokenize=False, **options)
+            text = encoder.apply_chat_template(messages, tokenize=False, **options)
         except Exception:  # a template raises what it wants
             continue
         raises = False
-        if PROBE in shown and not LISTED.search(shown):
+        if PROBE in text and not LISTED.search(text):
             return True
     return None if raises else False
 
@@ -226,12 +226,12 @@ def _name_thought(template: str, message: dict[str, Any]) -> None:
 def _shown_arguments(encoder: Any, template: str, arguments: Any) -> str | None:
     """Return what a template makes of a call; None if it raises."""
     call = CALL | {"function": {"name": "f", "arguments": arguments}}
-    shown = [
+    texts = [
         _renders(encoder, [user, CALLS | {"content": made(""), "tool_calls": [call]}], {"chat_template": template})
         for made in SHAPES.values()
         for user in [{"role": "user", "content": made("a")}]
     ]
-    return next((one for one in shown if one is not None and PROBE in one), None)
+    return next((one for one in texts if one is not None and PROBE in one), None)
 
 
 CALL = {"id": "a12345678", "type": "function", "function": {"name": "f", "arguments": {}}}
@@ -262,9 +262,9 @@ def uses_tools(template: str) -> bool:
 
 
 def template_message(param: str, message: dict[str, Any], pictures: list[Any] | None = None) -> dict[str, Any]:
-    """Return a message as templates take it: content as one text, arguments of tool calls as text.
+    """Return a message as templates take it: content as text, or in parts if it came so; arguments of calls as text.
 
-    With `pictures` content has parts: text, and pictures, which are added to the others of the request.
+    Pictures of a user are added to `pictures`, those of the request before them; None refuses them.
     """
     for field in message:
         empty = field in OF_ANSWERS and message[field] in (None, [])

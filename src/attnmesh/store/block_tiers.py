@@ -14,7 +14,7 @@ class Held(NamedTuple):
     """A block in a tier."""
 
     nbytes: int
-    layout: int = 0
+    run_tokens: int = 0
     """Consecutive tokens that one rank held, where each rank has its own in memory."""
 
 
@@ -70,8 +70,8 @@ class BlockTiers:
     def __init__(self, memory: int, disk: int) -> None:
         self.memory, self.disk = Tier(memory), Tier(disk)
         self.known: dict[str, dict[int, StoredBlock]] = {}
-        self.ends: dict[int, int] = {}
-        """Number of states by the tokens before them."""
+        self.states_by_stop: dict[int, int] = {}
+        """Number of states, by how many tokens they are of."""
         self.writing: dict[StoredBlock, int] = {}
         """Bytes of blocks on their way to the folder, in their order; 0 for those that stay in memory."""
         self.pinned: frozenset[StoredBlock] = frozenset()
@@ -85,13 +85,13 @@ class BlockTiers:
         if block.start not in self.known.setdefault(block.name, {}):
             self.known[block.name][block.start] = block
             if block.is_state:
-                self.ends[block.stop] = self.ends.get(block.stop, 0) + 1
+                self.states_by_stop[block.stop] = self.states_by_stop.get(block.stop, 0) + 1
 
     def make_room(self, tier: Tier, nbytes: int) -> bool:
         """Drop blocks that are not on their way, least recently used first, until `nbytes` fit. Return if they do."""
         blocks = tier.make_room(nbytes, self.writing, self.pinned)
         for block in blocks or []:
-            self._leaves(tier, block)
+            self._note_gone(tier, block)
         return blocks is not None
 
     def admit(self, block: StoredBlock, held: Held) -> bool | None:
@@ -112,9 +112,9 @@ class BlockTiers:
     def drop(self, tier: Tier, block: StoredBlock) -> None:
         """Remove a block from a tier."""
         tier.remove(block)
-        self._leaves(tier, block)
+        self._note_gone(tier, block)
 
-    def next_written(self) -> tuple[StoredBlock, bool]:
+    def pop_written(self) -> tuple[StoredBlock, bool]:
         """Return the first block of those on their way, which has arrived, and whether it went to the folder."""
         block = next(iter(self.writing))
         return block, self.writing.pop(block) > 0
@@ -125,7 +125,7 @@ class BlockTiers:
         self.gone = ([], [])
         return gone
 
-    def _leaves(self, tier: Tier, block: StoredBlock) -> None:
+    def _note_gone(self, tier: Tier, block: StoredBlock) -> None:
         """Note that a block has left a tier, and forget its name once it is in none."""
         self.gone[tier is self.disk].append(block)
         if block in self.memory.blocks or block in self.disk.blocks or block.name not in self.known:
@@ -134,9 +134,9 @@ class BlockTiers:
         if not self.known[block.name]:
             del self.known[block.name]
         if block.is_state:
-            self.ends[block.stop] -= 1
-            if not self.ends[block.stop]:
-                del self.ends[block.stop]
+            self.states_by_stop[block.stop] -= 1
+            if not self.states_by_stop[block.stop]:
+                del self.states_by_stop[block.stop]
 
     def touch(self, blocks: Iterable[StoredBlock]) -> None:
         """Note that blocks are used now, the last first: without those before it a block is of no use."""
@@ -144,29 +144,29 @@ class BlockTiers:
             self.memory.touch(block)
             self.disk.touch(block)
 
-    def has(self, block: StoredBlock, layout: int | None = None) -> bool:
+    def has(self, block: StoredBlock, run_tokens: int | None = None) -> bool:
         """Return whether a block is there, for ranks that hold so many consecutive tokens; None for any."""
         held = self.memory.blocks.get(block)
-        return block in self.disk.blocks or (held is not None and layout in (None, held.layout))
+        return block in self.disk.blocks or (held is not None and run_tokens in (None, held.run_tokens))
 
-    def path(self, names: BlockNames, ids: list[int], most: int, layout: int | None = None) -> list[StoredBlock]:
+    def path(self, names: BlockNames, ids: list[int], most: int, run_tokens: int | None = None) -> list[StoredBlock]:
         """Return blocks that lead from the first token as far as they can, to `most` tokens at most."""
         reached: dict[int, StoredBlock | None] = {0: None}
         last = 0
         for stop in range(GRAIN, most + 1, GRAIN):
             found = self.known.get(names.at(ids, stop), {}).values()
-            known = (one for one in found if not one.is_state and one.start in reached and self.has(one, layout))
+            known = (one for one in found if not one.is_state and one.start in reached and self.has(one, run_tokens))
             if (block := next(known, None)) is not None:
                 reached[stop], last = block, stop
             elif stop - last > MAX_BLOCK_TOKENS:
                 break
         return _back(reached, last)
 
-    def states(self, names: BlockNames, ids: list[int], most: int, layout: int) -> Iterator[StoredBlock]:
+    def states(self, names: BlockNames, ids: list[int], most: int, run_tokens: int) -> Iterator[StoredBlock]:
         """Yield states after at most so many tokens of a sequence, the longest first."""
-        for stop in sorted((stop for stop in self.ends if stop <= most), reverse=True):
+        for stop in sorted((stop for stop in self.states_by_stop if stop <= most), reverse=True):
             for block in self.known.get(names.state_at(ids, stop), {}).values():
-                if block.is_state and self.has(block, layout):
+                if block.is_state and self.has(block, run_tokens):
                     yield block
 
 

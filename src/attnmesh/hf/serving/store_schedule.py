@@ -307,14 +307,14 @@ class StoreSchedule(NoStore):
         if self.loading is not None or stream in self.looked or self.layers is None:
             return False
         tokens = self._computed(stream)
-        blocks, layout = self._find(stream, tokens)
+        blocks, run_tokens = self._find(stream, tokens)
         stop = max((block.stop for block in blocks), default=0)
         if min(stop, tokens) < same + GRAIN or not fits():
             return False
         self.looked.add(stream)
         self._touch(blocks)
         self.tiers.pinned = frozenset(blocks)
-        places = [(block, self._place_of(block, layout)) for block in blocks]
+        places = [(block, self._place_of(block, run_tokens)) for block in blocks]
         self.loading = LoadingCache(stream, next(numbers), places, tokens)
         sizes, reading = [one.to_code() for one in self.layers], [[*block, place] for block, place in places]
         self.opening = ["open", self.loading.number, sizes, tokens, [*self._rope(stream)], reading]
@@ -338,7 +338,7 @@ class StoreSchedule(NoStore):
         self.loaded.pop(stream, None)
 
     def _find(self, stream: Stream, tokens: int) -> tuple[list[StoredBlock], int]:
-        """Return the blocks of the longest prefix that is stored, in the order in which they are read; and the layout.
+        """Return the blocks of the longest prefix that is stored, as they are read, and the tokens of a rank's run.
 
         A state goes first: it says which tokens layers forget.
         """
@@ -346,26 +346,28 @@ class StoreSchedule(NoStore):
         sized.begin(tokens)
         names = self._names(stream)
         ids = stream.ids
-        layout = sized.block
+        run_tokens = sized.block
         if not self.forgets:
-            return self.tiers.path(names, ids, tokens + self.worker.left, layout), layout
+            return self.tiers.path(names, ids, tokens + self.worker.left, run_tokens), run_tokens
         assert self.layers is not None
         has_runs = any(sizes.mask is None for sizes in self.layers)
-        for state in self.tiers.states(names, ids, tokens, layout):
-            path = self.tiers.path(names, ids, state.start, layout) if has_runs else []
+        for state in self.tiers.states(names, ids, tokens, run_tokens):
+            path = self.tiers.path(names, ids, state.start, run_tokens) if has_runs else []
             if not has_runs or (path[-1].stop if path else 0) == state.start:
-                return [state, *path], layout
-        return [], layout
+                return [state, *path], run_tokens
+        return [], run_tokens
 
-    def _place_of(self, block: StoredBlock, layout: int) -> int:
+    def _place_of(self, block: StoredBlock, run_tokens: int) -> int:
         """Return where a block is read. One that a rank reads whole stays in memory, if there is room."""
         held = self.tiers.memory.blocks.get(block)
-        if held is not None and held.layout == layout:
+        if held is not None and held.run_tokens == run_tokens:
             return IN_MEMORY
         whole = block.pieces == self.worker.axes.heads.size == 1 and not block.is_state
-        if not whole or block.start // layout != (block.stop - 1) // layout or held is not None:
+        if not whole or block.start // run_tokens != (block.stop - 1) // run_tokens or held is not None:
             return ON_DISK
-        return STAYS if self.tiers.keep(block, self.tiers.disk.blocks[block]._replace(layout=layout)) else ON_DISK
+        return (
+            STAYS if self.tiers.keep(block, self.tiers.disk.blocks[block]._replace(run_tokens=run_tokens)) else ON_DISK
+        )
 
     def hear(self, numbers: Sequence[Sequence[int]]) -> list[int]:
         """Take what ranks say of their blocks. Return caches that nobody needs."""
@@ -382,7 +384,7 @@ class StoreSchedule(NoStore):
         """Add blocks to the folder's tier that all ranks have written."""
         while self.sent < count:
             self.sent += 1
-            block, went_to_folder = self.tiers.next_written()
+            block, went_to_folder = self.tiers.pop_written()
             if went_to_folder and (nbytes := self.folder.size(block)):
                 self.tiers.add(self.tiers.disk, block, Held(nbytes))
                 self.counts["store_blocks_written"] += 1
