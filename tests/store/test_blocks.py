@@ -45,7 +45,7 @@ def test_blocks_of_other_sizes_lead_on() -> None:
     text, names, tiers = [*range(200)], BlockNames("a model"), BlockTiers(100, 100)
     for start, stop in ((0, 16), (16, 48), (0, 128), (48, 96)):
         tiers.add(tiers.disk, StoredBlock(names.at(text, stop), start, stop), Held(1))
-    tiers.add(tiers.memory, StoredBlock(names.at(text, 160), 128, 160), Held(1, layout=16))
+    tiers.add(tiers.memory, StoredBlock(names.at(text, 160), 128, 160), Held(1, run_tokens=16))
     found = lambda most, layout: [block.stop for block in tiers.path(names, text, most, layout)]  # noqa: E731
     assert found(200, 16) == [128, 160]
     assert found(200, 128) == [128]  # ranks that hold 128 tokens in a row have others in memory
