@@ -26,7 +26,7 @@ from attnmesh.serve.tool_schemas import properties_of
 AnswerPart = ContentText | ReasoningText | ToolCall
 
 RESCANNED = 4096
-"""Characters that were read as a call and are none, in which another call is looked for. In more of them none is."""
+"""Most characters in which a call is looked for again, after they were read as a call and are none."""
 
 ID_SIGNS, ID_LENGTH = string.ascii_letters + string.digits, 9
 """Letters of ids of calls: Mistral's chat templates take no others."""
