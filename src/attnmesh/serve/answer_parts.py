@@ -26,7 +26,7 @@ from attnmesh.serve.tool_schemas import properties_of
 AnswerPart = ContentText | ReasoningText | ToolCall
 
 RESCANNED = 4096
-"""Characters that were read as a call and are none, in which another call is looked for. In more of them none is."""
+"""Most characters in which a call is looked for again, after they were read as a call and are none."""
 
 ID_SIGNS = string.ascii_letters + string.digits
 ID_LENGTH = 9

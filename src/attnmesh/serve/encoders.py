@@ -16,10 +16,10 @@ from attnmesh.serve.refused import Refused
 T = TypeVar("T")
 
 LONG = 1 << 16
-"""Bytes of a body from which on its prompt counts as long. One with images does, too."""
+"""Bytes of a body from which on its prompt counts as long. A prompt with images is long, too."""
 
 COMPOSED = 4
-"""Characters that a normalization to composed ones makes one of, at most."""
+"""Most characters that NFC and NFKC compose into one."""
 
 KEEPING = {"Prepend", "NFD", "NFKD", "Lowercase", "ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "FixedLength"}
 """Steps of tokenizers after which a text has as many characters as before, or more."""
@@ -79,7 +79,7 @@ def characters_a_token(tokenizer: Any) -> int | None:
 
 
 def _shrinks(step: dict[str, Any]) -> int | None:
-    """Return how many characters a step of a tokenizer makes one of, at most; None if it may drop some."""
+    """Return how many characters a step of a tokenizer may join into one; None if it may drop characters."""
     match step:
         case {"type": "Sequence", **inner}:
             factor = 1

@@ -22,7 +22,7 @@ from attnmesh.serve.tool_schemas import check_schema
 T = TypeVar("T")
 
 SECONDS = 10.0
-"""Time in which a grammar is made, and for which one waits for its turn."""
+"""Time in which a grammar is made, and time that a grammar waits for its turn."""
 
 THREADS = 2
 """Grammars that are made at the same time."""

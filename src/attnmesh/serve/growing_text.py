@@ -51,7 +51,7 @@ class GrowingText:
         return all(self._first + place + token.start() in self._begins for token in tokens)
 
     def find(self, mark: str, start: int = 0) -> int:
-        """Return the first place at which a mark stands, from one on, or -1."""
+        """Return the first place from `start` on at which a mark stands, or -1."""
         place = self.text.find(mark, start)
         while place >= 0 and not self.is_at(mark, place):
             place = self.text.find(mark, place + 1)

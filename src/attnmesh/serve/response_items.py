@@ -28,7 +28,7 @@ FIXED: dict[str, Any] = {
 """Fields of all responses, which no request changes."""
 
 TEXTS = {"content": ("message", "output_text"), "reasoning_content": ("reasoning", "reasoning_text")}
-"""Items by the fields of deltas, and the parts that texts in them are."""
+"""Type of the item, and type of its part, that the text of each field of a delta goes to."""
 
 
 ERRORS = {429: "rate_limit_exceeded"}
@@ -98,7 +98,7 @@ class ResponseItems:
         yield self.event("output_item.done", output_index=len(self.items) - 1, item=item)
 
     def fail(self, error: Refused, usage: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the events of an error, of which some clients know one and some the other."""
+        """Yield both events of an error: `error` and `failed`. Most clients know one of them."""
         said = {name: error.body["error"][name] for name in ("code", "message", "param")}
         yield self.event("error", **said) | {"type": "error"}
         if self.is_open:

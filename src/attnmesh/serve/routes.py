@@ -76,7 +76,7 @@ class App:
         self.formats = find_formats(tokenizer, tool_format)
         self.spelling, self.grammars = Spelling(tokenizer), Grammars(tokenizer, self.formats)
         self._bodies = Bodies(limits.max_body)
-        self._encoders = Encoders(processor or tokenizer)  # copies: one decodes here meanwhile
+        self._encoders = Encoders(processor or tokenizer)  # copies: the tokenizer itself decodes meanwhile
         self._page = files("attnmesh.serve").joinpath("page.html").read_text()
         self._page_headers = {"content-security-policy": content_policy(self._page)}
 
@@ -253,7 +253,7 @@ class App:
             name = "max_tokens" if fields["max_tokens"] is not None else "max_completion_tokens"
             left = f"what the context of {longest} tokens leaves beside a prompt of {len(prompt.ids)}"
             raise Refused(400, f"{name}: expected 1 to {room}, {left}, given {new}", name)
-        seed = randbits(63) if fields["seed"] is None else fields["seed"]  # replayed requests need the same
+        seed = randbits(63) if fields["seed"] is None else fields["seed"]  # a replay needs the same seed
         options = {name: fields[name] for name in SAMPLED} | {"logit_bias": self._biases(fields["logit_bias"])}
         options |= {"max_new_tokens": new, "logprobs": 0 if answers.top is None else max(1, answers.top)}
         options["salt"] = salt_of(http.scope["api_key"], fields["cache_salt"])

@@ -17,7 +17,7 @@ LEVELS = 128
 """Schemas inside each other, over references. Definitions that refer to each other in a circle count together."""
 
 PATTERNS = 8
-"""Patterns that hold for one text: the work for each further one doubles."""
+"""Patterns that hold for one text: each further pattern doubles the work."""
 
 DIVISORS = 100_000
 """Sum of all `multipleOf` of a grammar, as whole numbers: the work for that many is about 1 s."""

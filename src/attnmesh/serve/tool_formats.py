@@ -65,7 +65,7 @@ def call_object(text: GrowingText) -> Steps[ToolCall]:
 
 
 def call_list(text: GrowingText) -> Steps[None]:
-    """Read a list of such objects."""
+    """Read a list of objects that are calls."""
     yield from text.take("[")
     while True:
         yield from text.space()
@@ -356,7 +356,7 @@ class ToolFormat:
     rescans: bool = True
     """A call may begin within a text that began like one."""
     has_thoughts: bool = False
-    """It has marks of what a model thinks, and of content, too."""
+    """The format also has marks of content, and of what a model thinks."""
 
 
 def between(read: Callable[..., Steps[None]], begin: str, end: str, in_template: str = "") -> ToolFormat:

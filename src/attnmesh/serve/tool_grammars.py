@@ -171,7 +171,7 @@ class Rules:
         return [one for one in (self._marks.split(text) if self._marks else [text]) if one]
 
     def text(self, text: str) -> str:
-        """Return an expression of a text, in which special tokens are these."""
+        """Return an expression of a text, whose special tokens stand as tokens."""
         return " ".join(
             f"<[{self.special[one]}]>" if one in self.special else literal(one) for one in self.pieces(text)
         )

@@ -187,7 +187,7 @@ class FolderShard(OrderedShard):
         self._write_rows(new, None, (length, used), length + more)
 
     def _add(self, rows: Sequence[Tensor], tokens: Tensor, length: int) -> None:
-        """Write rows, piece by piece. A process that ends leaves the tokens before its next one."""
+        """Write rows, piece by piece. If the process ends after a piece, all tokens before its next token stay."""
         done = 0
         count = len(tokens)
         while True:

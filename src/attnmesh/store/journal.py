@@ -140,7 +140,7 @@ class Journal:
 
     @staticmethod
     def _put(records: list[Record], record: Record) -> None:
-        """Add a record, which replaces all after its start, and those without rows."""
+        """Add a record, which replaces records of rows after its start, and records without rows."""
         while len(records) > 1 and (records[-1].stop > record.start or records[-1].start == records[-1].stop):
             records.pop()
         records.append(record)
@@ -159,7 +159,7 @@ class Journal:
             records.append(Record(serial + len(records), records[-1].stop, stop, length, digest))
         self._write(records, 0)
         self.records = records
-        with suppress(OSError):  # else what is left has serials of before
+        with suppress(OSError):  # records that stay have older serials, and are not read
             os.ftruncate(self.handle, self.stop)
 
     def add(self, start: int, stop: int, length: int, digest: int) -> None:

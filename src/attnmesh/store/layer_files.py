@@ -37,7 +37,7 @@ class LayerFiles(NamedTuple):
     tokens: int
     layer: int
     leader: int
-    """First of the layers that keep the same tokens, whose number a file of all of them has."""
+    """First of the layers that keep the same tokens. Files of all these layers have its number."""
 
     def whole(self, number: int) -> Path:
         """Return the file of a whole piece of this layer alone."""

@@ -95,7 +95,7 @@ class RowsStates(StateLayer):
         self.set_tensors({name: torch.cat([tensors[name] for tensors in held]) for name in held[0]})
 
     def give_back(self, rows: Sequence[StateLayer]) -> None:
-        """Set the states of the rows to these."""
+        """Set the states of each row to its part of these tensors."""
         for number, row in enumerate(rows):
             row.set_tensors({name: x[number : number + 1].clone() for name, x in self.tensors.items()})
 
