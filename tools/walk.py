@@ -35,6 +35,8 @@ DRAWN = {
     "attention, 2 ranks, keys": (
         "Prefill: `attention` on two ranks of a keys axis, without gradients.",
         "`merge_into` of `core/partial.py` merges partials: in `_merge_in` of ranks, in `_attend_heads` of steps.\n"
+        "`gather` and `return_to_owners` return a function that waits: `_arrivals` calls the first, `PendingReturns` the\n"
+        "other. "
         "`HeadSwaps` swaps nothing here: there is no heads axis.",
     ),
     "training, 2 ranks, keys": (
@@ -44,7 +46,8 @@ DRAWN = {
     ),
     "decode, 2 ranks": (
         "Decoding: a step on the CPUs of one host.",
-        "`HostMerge.run` is one native call: `merge` of `kernels/native/mailbox.cpp` merges the partials.",
+        "`HostMerge.run` is one native call: `merge` of `kernels/native/mailbox.cpp` merges the partials. `compute`\n"
+        "ends in `_finish`, which makes the output of the merged partial.",
     ),
     "append, 2 ranks": (
         "Appending: `cache.append(k, v)`, which `decode(q, cache, k=k, v=v)` calls first.",

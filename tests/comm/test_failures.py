@@ -150,6 +150,7 @@ def test_a_rank_that_attends_alone_says_so_before_the_others_end() -> None:
     assert printed == before  # once, though the second call fails, too
 
 
+@on_each_rank
 def lost_on(backend: str | None, store: str) -> tuple[tuple[int, ...], bool]:
     """The second of two ranks is silent, in a world of that backend: whom the first misses, and whether in time."""
     place = {"rank": dist.get_rank(), "world_size": 2}

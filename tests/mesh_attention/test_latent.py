@@ -19,13 +19,13 @@ from tests.support.dense import dense
 from tests.support.mesh_problems import call_options, named_mesh
 from tests.support.pool import Pool, on_each_rank
 
-HEADS, COLUMNS, VALUES, RANK, ROTATED, TOKENS = 6, 5, 3, 7, 2, 11
+HEADS, COLUMNS, VALUES, LATENT_RANK, ROTATED, TOKENS = 6, 5, 3, 7, 2, 11
 
 
 def drawn() -> tuple[torch.Tensor, torch.Tensor, Projection]:
     """Return queries, latents and a projection."""
-    q, latents = torch.randn(2, HEADS, TOKENS, COLUMNS + ROTATED), torch.randn(2, 1, TOKENS, RANK + ROTATED)
-    projection = Projection(torch.randn(HEADS, COLUMNS, RANK), torch.randn(HEADS, VALUES, RANK))
+    q, latents = torch.randn(2, HEADS, TOKENS, COLUMNS + ROTATED), torch.randn(2, 1, TOKENS, LATENT_RANK + ROTATED)
+    projection = Projection(torch.randn(HEADS, COLUMNS, LATENT_RANK), torch.randn(HEADS, VALUES, LATENT_RANK))
     return q.double(), latents.double(), projection.to(torch.float64)
 
 
@@ -33,7 +33,7 @@ def test_absorbed_queries_give_what_expanded_keys_give() -> None:
     q, latents, projection = drawn()
     visible = am.Causal().visible(torch.arange(TOKENS), torch.arange(TOKENS))
     expected, lse, _ = dense(q, *projection.expand(latents), visible, 0.3)
-    sums, same_lse, _ = dense(projection.absorb(q), latents, latents[..., :RANK], visible, 0.3)
+    sums, same_lse, _ = dense(projection.absorb(q), latents, latents[..., :LATENT_RANK], visible, 0.3)
     torch.testing.assert_close(projection.project(sums), expected)
     torch.testing.assert_close(same_lse, lse)
 
@@ -57,11 +57,11 @@ def received(shape: Shape) -> int:
     """Return the elements that a rank receives, besides one value per row."""
     mesh, n = named_mesh(shape, AXES), TOKENS
     q, k, v = torch.randn(1, HEADS, n, COLUMNS + ROTATED), *torch.randn(2, 1, HEADS, n, COLUMNS + ROTATED)
-    projection = Projection(torch.randn(HEADS, COLUMNS, RANK), torch.randn(HEADS, VALUES, RANK))
+    projection = Projection(torch.randn(HEADS, COLUMNS, LATENT_RANK), torch.randn(HEADS, VALUES, LATENT_RANK))
     lengths = dict.fromkeys(("length", "key_length"), n * shape.ranks)
     layouts = dict.fromkeys(("layout", "key_layout"), am.Zigzag())
     options = call_options(mask=am.Full(), exchange="bulk", **layouts, **lengths)
-    tokens = torch.randn(1, 1, n, RANK + ROTATED)
+    tokens = torch.randn(1, 1, n, LATENT_RANK + ROTATED)
     with counted() as traffic:
         attend_shards(
             Call(q, k, v[..., :VALUES], None, None, options), Mesh.of(mesh), None, Latents(tokens, projection)
@@ -71,6 +71,6 @@ def received(shape: Shape) -> int:
 
 @pytest.mark.parametrize("shape", [Shape(1, 4, 1), Shape(1, 1, 4), Shape(1, 2, 2)])
 def test_latents_travel_along_columns_and_queries_along_rows(shape: Shape, pool: Pool) -> None:
-    latents = (shape.queries - 1) * TOKENS * (RANK + ROTATED)
+    latents = (shape.queries - 1) * TOKENS * (LATENT_RANK + ROTATED)
     queries = (shape.keys - 1) * TOKENS * HEADS * (COLUMNS + ROTATED + VALUES)
     assert pool.run(4, received, shape) == [latents + queries] * 4

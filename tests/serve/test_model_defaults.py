@@ -11,7 +11,7 @@ from attnmesh.errors import ModelError
 from attnmesh.hf.load import open_generation_config
 from attnmesh.serve.model_defaults import NOT_SERVED, SERVED, read_model_defaults, tokens_that_end
 from tests.support.fake_engine import LONGEST, ThreadWorld, byte_tokenizer
-from tests.support.served import chat, served, until
+from tests.support.served import Served, chat, served, until
 
 OWN: dict[str, Any] = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.05}
 CHANGING: dict[str, Any] = {
@@ -60,17 +60,23 @@ def test_each_field_that_transformers_draws_by_is_served_or_refused() -> None:
     assert known - others - {*SERVED, *NOT_SERVED} == set()
 
 
+def submitted_to(server: Served) -> list[dict[str, Any]]:
+    """Return a list that gets the options of each answer that a server asks its ranks for."""
+    options: list[dict[str, Any]] = []
+    submit = server.front.submit
+    server.front.submit = lambda prompt, choices, put: options.extend(choices) or submit(prompt, choices, put)  # type: ignore[method-assign]
+    return options
+
+
 def test_defaults_are_those_of_the_model_until_a_request_names_others() -> None:
     world = ThreadWorld()
     with served(world, defaults=OWN | {"max_new_tokens": 300}) as one:
+        options = submitted_to(one)
 
         def sent(path: str, **fields: Any) -> dict[str, Any]:
             assert one.ask(path, {**fields, "stream": True, "seed": 7})[0] == 200
             return {name: value for name, value in options[-1].items() if name != "salt"}
 
-        options: list[dict[str, Any]] = []
-        submit = one.front.submit
-        one.front.submit = lambda prompt, choices, put: options.extend(choices) or submit(prompt, choices, put)  # type: ignore[method-assign]
         body = {name: value for name, value in chat().items() if name != "max_tokens"}
         plain = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "logit_bias": [], "seed": 7, "logprobs": 0}
         assert sent("/v1/chat/completions", **body) == OWN | plain | {"max_new_tokens": 300}
@@ -87,9 +93,7 @@ def test_defaults_are_those_of_the_model_until_a_request_names_others() -> None:
 @pytest.mark.parametrize(("prompt", "new"), [(99, 1), (100, 300)])
 def test_an_answer_without_a_limit_stays_on_its_side_of_a_rope_switch(prompt: int, new: int) -> None:
     with served(ThreadWorld(facts={"rope_switches": [100]})) as one:
-        sent: list[dict[str, Any]] = []
-        submit = one.front.submit
-        one.front.submit = lambda prompt, choices, put: sent.extend(choices) or submit(prompt, choices, put)  # type: ignore[method-assign]
+        sent = submitted_to(one)
         content = "x" * (prompt - len("<user><assistant>"))
         body = {name: value for name, value in chat(content).items() if name != "max_tokens"}
         assert one.ask("/v1/chat/completions", body)[0] == 200

@@ -134,8 +134,8 @@ def test_items_stay_in_the_order_in_which_they_were_sent(sent: tuple[str, ...], 
     found = []
     for one in ResponseRequest().read({"model": NAME, "input": items})["messages"]:
         calls = [("call", call["id"]) for call in one.get("tool_calls", ())]
-        said = [("result" if one["role"] == "tool" else "text", one["content"])] if one["content"] else []
-        found.append([*(("thought", sign) for sign in one.get("reasoning_content", "")), *said, *calls])
+        texts = [("result" if one["role"] == "tool" else "text", one["content"])] if one["content"] else []
+        found.append([*(("thought", sign) for sign in one.get("reasoning_content", "")), *texts, *calls])
     assert [tuple(kind for kind, _ in one) for one in found] == messages
     assert [text for one in found for _, text in one] == [str(i) for i in range(len(sent))]
 
@@ -291,7 +291,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "tool_choice",
     ),
 }
-OF_OTHERS = (
+WORDS_OF_CHATS = (
     "messages",
     "response_format",
     "max_completion_tokens",
@@ -306,10 +306,10 @@ OF_OTHERS = (
 def test_what_is_not_served_is_refused_by_its_field(running: Served, name: str) -> None:
     fields, field = BAD[name]
     for more in ({}, {"stream": True}):
-        status, said = running.ask("/v1/responses", {"model": NAME, "input": "Hi", **fields, **more})
-        assert (status, said["error"]["param"]) == (400, field), said
-        text = said["error"]["message"].partition(", given ")[0]
-        assert "of chats" in name or not any(word in text for word in OF_OTHERS), said
+        status, answer = running.ask("/v1/responses", {"model": NAME, "input": "Hi", **fields, **more})
+        assert (status, answer["error"]["param"]) == (400, field), answer
+        text = answer["error"]["message"].partition(", given ")[0]
+        assert "of chats" in name or not any(word in text for word in WORDS_OF_CHATS), answer
 
 
 def test_what_a_template_refuses_is_named_by_its_item() -> None:

@@ -14,7 +14,7 @@ from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.errors import KernelError, require
 from attnmesh.kernels.stacked_merge import use_triton
 from attnmesh.mesh.axes import Axis, device_type_of
-from attnmesh.mesh.merges import MERGES, OUTPUTS, Merge, Pattern, first_of
+from attnmesh.mesh.merges import MERGES, OUTPUTS, CheckedPartial, Merge, Pattern, first_of
 from attnmesh.runtime.counters import timed_merge
 
 
@@ -59,7 +59,7 @@ def merge_ranks(
         with timed_merge():
             form = transport.form_of(form, chosen)
             if chosen.pattern is Pattern.SWAP and output == "heads" and not transport.merges_whole(form):
-                own, checksum = send_heads(partial, checksum, form, axis)
+                checksum, own = send_heads(partial, checksum, form, axis)
                 return nan_unless_equal(own, checksum), checksum
             message = form.message(checksum, partial) if message is None else message
             checksum, whole = chosen.run(transport, message, form, reproducible)
@@ -112,14 +112,13 @@ def chosen_merge(axis: Axis, merge: str, output: str, device: torch.device, *, r
     return first_of(Pattern.SWAP) if output == "heads" else fastest
 
 
-def send_heads(partial: Partial, checksum: Tensor, form: MessageForm, axis: Axis) -> tuple[Partial, Tensor]:
+def send_heads(partial: Partial, checksum: Tensor, form: MessageForm, axis: Axis) -> CheckedPartial:
     """Send each rank the partials of its own heads."""
     heads_by_rank = [Axis(axis.size, rank).slice_of(form.shape[1]) for rank in range(axis.size)]
     messages = [form.message(checksum, Partial(*(x[:, heads] for x in partial))) for heads in heads_by_rank]
     mine = heads_by_rank[axis.index]
     form = replace(form, shape=(form.shape[0], mine.stop - mine.start, *form.shape[2:]))
-    checksum, partial = form.merge(transport_of(axis, checksum.device).swap(messages))
-    return partial, checksum
+    return form.merge(transport_of(axis, checksum.device).swap(messages))
 
 
 def highest_checksum(checksum: Tensor, axis: Axis) -> Tensor:

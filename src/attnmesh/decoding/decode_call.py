@@ -98,7 +98,7 @@ def decode(
     if k is not None or v is not None:
         try:
             cache.append(cast(Tensor, k), v)
-        except InputError as error:
+        except InputError as error:  # others may be in the merge of the step already
             agreement_on((cache,), given_step(cache, *options), checked).fail(error)
     caches = (cache,)
     signature = None

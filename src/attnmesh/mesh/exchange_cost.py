@@ -321,9 +321,9 @@ def _passes(work: LayerWork, device: Device) -> Iterator[Pass]:
 
 def _expansion(way: Way, work: LayerWork, device: Device) -> float:
     """Return the seconds of projecting the latents of a column to keys and values, or queries that select latents."""
-    rank, rotated = work.latent or (0, 0)
+    latent_rank, rotated = work.latent or (0, 0)
     tokens = work.batch * work.length / (way.shape.keys if work.selected is None else way.shape.queries)
-    return 2 * tokens * rank * work.q_heads * (work.head_dim - rotated + work.value_dim) / device.forward_rate
+    return 2 * tokens * latent_rank * work.q_heads * (work.head_dim - rotated + work.value_dim) / device.forward_rate
 
 
 @lru_cache(maxsize=256)

@@ -31,7 +31,7 @@ CheckedPartial = tuple[Tensor, Partial]
 
 
 class MergeTransport(Protocol):
-    """Way of messages, as merges use it: `comm` has one for each backend. A form is a `MessageForm` of `comm`."""
+    """What `run` of a merge may call: `comm` has a transport for each backend. A form is a `MessageForm` of `comm`."""
 
     axis: Axis
 
@@ -103,21 +103,21 @@ MERGES = {
         Merge(  # halves exchange what they hold, inside hosts first: ceil(log2 p) exchanges
             "tree",
             lambda transport, message, form, reproducible: transport.tree(message, form, reproducible),
-            lambda group, payload, *to: add_tree("merge", group, payload.size, *to),
+            lambda group, payload, cluster, total: add_tree("merge", group, payload.size, cluster, total),
             "Tree Attention",
             pattern=Pattern.ROUNDS,
         ),
         Merge(  # one exchange and one merge; one launch on GPUs of one host
             "direct",
             lambda transport, message, form, _: transport.direct(message, form),
-            lambda group, payload, *to: add_swap("merge", group, payload.size, *to),
+            lambda group, payload, cluster, total: add_swap("merge", group, payload.size, cluster, total),
             "Helix, DCP",
             pattern=Pattern.SWAP,
         ),
         Merge(  # the same by an all-gather
             "gather",
             lambda transport, message, form, _: form.merge(transport.gather(message)),
-            lambda group, payload, *to: add_collective("merge", group, payload.size, 1, *to),
+            lambda group, payload, cluster, total: add_collective("merge", group, payload.size, 1, cluster, total),
             "gathered partials",
             pattern=Pattern.COLLECTIVE,
         ),

@@ -78,7 +78,7 @@ def groups_of_heads(q_heads: int, kv_heads: int, ranks: int, groups: int) -> tup
     return tuple(tuple(heads(rank, group) for rank in range(ranks)) for group in range(groups))
 
 
-Selections = tuple[tuple[int, Tensor], ...]
+TokensByPeer = tuple[tuple[int, Tensor], ...]
 """Pairs of a peer and the ascending indices of tokens for it. Peers without tokens are left out."""
 
 
@@ -86,13 +86,13 @@ Selections = tuple[tuple[int, Tensor], ...]
 class ExchangeStep:
     """One exchange of one rank along an axis, and the return of results to the owners of the tokens."""
 
-    send: Selections  # indices into the tokens before this step
+    send: TokensByPeer  # indices into the tokens before this step
     receive: tuple[tuple[int, int], ...]  # pairs of a peer and a number of tokens
     keep: Tensor  # indices into the tokens before this step
     permutation: Tensor | None  # sorts kept tokens and then received ones by position; None if they are sorted
     positions: Tensor  # of the tokens after this step
-    return_to: Selections  # indices into the tokens after this step, per owner, without tokens that are forwarded
-    return_from: Selections  # indices into this rank's chunk, per rank that returns their results
+    return_to: TokensByPeer  # indices into the tokens after this step, per owner, without tokens that are forwarded
+    return_from: TokensByPeer  # indices into this rank's chunk, per rank that returns their results
 
 
 class ChunkSize(NamedTuple):
@@ -222,13 +222,13 @@ def _exchange_at_once(chunks: list[Tensor], rank: int, sent: list[Tensor], recei
     # Of each owner's tokens, when sorted.
     indices = permutation.argsort().split([len(received[owner]) for owner in owners])
     return ExchangeStep(
-        send=_selections((peer, sent[peer]) for peer in peers),
+        send=_tokens_by_peer((peer, sent[peer]) for peer in peers),
         receive=tuple((peer, len(received[peer])) for peer in peers if len(received[peer])),
         keep=received[rank],
         permutation=None if bool((permutation.diff() == 1).all()) else permutation,
         positions=positions[permutation],
-        return_to=_selections(zip(owners, indices, strict=True)),
-        return_from=_selections((owner, sent[owner]) for owner in owners),
+        return_to=_tokens_by_peer(zip(owners, indices, strict=True)),
+        return_from=_tokens_by_peer((owner, sent[owner]) for owner in owners),
     )
 
 
@@ -247,13 +247,13 @@ def _ring_steps(problem: Problem, r: int, c: int) -> Iterator[ExchangeStep]:
         sent_owner = (owner + 1) % size  # the next rank gets what this one held before
         forwarded = torch.searchsorted(held[sent_owner][t - 1], held[sent_owner][t]) if t else nothing
         yield ExchangeStep(
-            send=_selections([(after, forwarded)]),
+            send=_tokens_by_peer([(after, forwarded)]),
             receive=((before, len(keys)),) if t and len(keys) else (),
             keep=nothing if t else keys,
             permutation=None,
             positions=chunks[owner][keys],
-            return_to=_selections([(owner, torch.searchsorted(keys, last[owner][t]))]),
-            return_from=_selections([(last_reader, last[r][t])]),
+            return_to=_tokens_by_peer([(owner, torch.searchsorted(keys, last[owner][t]))]),
+            return_from=_tokens_by_peer([(last_reader, last[r][t])]),
         )
 
 
@@ -289,7 +289,7 @@ def _keys_seen_by(mask: Mask, queries: Tensor, keys: Tensor) -> Tensor:
     return (change.cumsum(0)[:-1] > 0).nonzero().flatten()
 
 
-def _selections(pairs: Iterable[tuple[int, Tensor]]) -> Selections:
+def _tokens_by_peer(pairs: Iterable[tuple[int, Tensor]]) -> TokensByPeer:
     """Return the pairs with tokens. Equal selections share one tensor, so that they are packed once."""
     distinct: list[Tensor] = []
     selections = []

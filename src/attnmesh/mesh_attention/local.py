@@ -82,7 +82,7 @@ def attend(
     """
     if others:
         others = without_redundant(others, mask)
-    plain = q_positions is k_positions is key_lengths is distance_bias is None and selected is None and not others
+    plain = all(x is None for x in (q_positions, k_positions, key_lengths, distance_bias, selected)) and not others
     options = (mask, scale, softcap, kernel)
     signature = None
     if plain:

@@ -99,16 +99,16 @@ class MeshCall(NamedTuple):
             exchange = chosen_exchange(mesh, q.device, q.dtype, sizes, problem, latent)
         else:
             exchange = EXCHANGES[self.exchange]
-        steps = schedule(problem, mesh.queries.index, mesh.keys.index, exchange.ring)
+        own = schedule(problem, mesh.queries.index, mesh.keys.index, exchange.ring)
         group_count = 1 if latent else exchange.head_groups(mesh.shape, kv_heads)
         groups = groups_of_heads(q_heads, kv_heads, mesh.shape.heads, group_count)
-        tokens = steps.chunk.queries, steps.chunk.keys, steps.chunk.keys
+        tokens = own.chunk.queries, own.chunk.keys, own.chunk.keys
         whole = zip((q, k, v), tokens, strict=True)  # of the whole chunk
         q, k, v = (x.new_empty(1).expand(*x.shape[:2], count, x.shape[3]) for x, count in whole)
-        queries = steps.query_step.positions
+        queries = own.query_step.positions
         call = (q, k, v, self.scaling)
-        kernels = [choose(Need.of(*call, (queries, x.positions)), self.kernel) for x in steps.key_steps]
-        return Task(mesh, steps, groups, kernels, self.scaling, [None] * len(steps.key_steps))
+        kernels = [choose(Need.of(*call, (queries, x.positions)), self.kernel) for x in own.key_steps]
+        return Task(mesh, own, groups, kernels, self.scaling, [None] * len(own.key_steps))
 
     def _selected(self, schedule: Schedule, key_lengths: Tensor | None, indices: Tensor) -> list[SelectedKeys]:
         """Return the keys of each step that this rank's queries select."""
@@ -125,7 +125,7 @@ class PreparedCall(NamedTuple):
 
     mesh_call: MeshCall
     task: Task | None = None
-    """This rank's part, where no other is needed to run a call of the signature."""
+    """This rank's part. None where autograd or a graph makes it, or where key lengths or a selection change it."""
     text: str = ""
     """The text that ranks compare."""
     said: Sequence[int] = ()

@@ -98,7 +98,7 @@ def _are_equal(numbers: Tensor, mesh: Mesh) -> Tensor:
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
     *qkv, sinks, key_lengths, indices = inputs[:6]
     out, lse, *own_heads = output
-    ctx.mesh_call = inputs[6:]
+    ctx.mesh_call = inputs[6:]  # the call, or the names and numbers of an operator
     ctx.save_for_backward(*(own_heads or qkv), sinks, key_lengths, indices, out, lse)
     ctx.mark_non_differentiable(lse, *own_heads)
     ctx.set_materialize_grads(False)
@@ -107,7 +107,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tenso
 def _gradients(ctx: Any, dout: Any, *_: None) -> tuple[Tensor | None, ...]:
     q, k, v, sinks, key_lengths, indices, out, lse = ctx.saved_tensors
     dsinks = None
-    if len(ctx.mesh_call) > 1:  # an operator, whose `MeshCall` is packed
+    if len(ctx.mesh_call) > 1:
         dout = dout[0]
         dq, dk, dv = mesh_backward_op([q, k, v], [out, lse], dout, key_lengths, indices, *ctx.mesh_call)
         if sinks is not None:

@@ -112,11 +112,11 @@ class Workload:
         pair = isinstance(latent, (tuple, list)) and len(latent) == 2
         fix = "pass (kv_lora_rank, qk_rope_head_dim)"
         require(pair, ShapeError, "Workload latent", "two numbers of columns", repr(latent), fix)
-        rank, rotated = (checked_count("Workload latent", count) for count in latent)
+        latent_rank, rotated = (checked_count("Workload latent", count) for count in latent)
         given, fix = f"{rotated} of {self.head_dim}", "pass head_dim=qk_nope_head_dim + qk_rope_head_dim"
         fits = rotated < self.head_dim
         require(fits, ShapeError, "Workload latent", "fewer rotated columns than head_dim", given, fix)
-        object.__setattr__(self, "latent", (rank, rotated))
+        object.__setattr__(self, "latent", (latent_rank, rotated))
 
     def _check_selected(self, selected: Any) -> None:
         fix = "pass selected=am.Selected(k, index_heads, index_dim)"

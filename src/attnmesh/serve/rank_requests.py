@@ -26,7 +26,7 @@ OF_RANKS = (DeviceError, KernelError, MeshError, ModelError, UnforeseenError)
 INTERVAL = 0.5
 """Seconds from one message of figures to the next."""
 
-LEAST = -9999.0
+LOWEST_LOGPROB = -9999.0
 """Log-probability that stands for minus infinity, which JSON cannot spell."""
 
 
@@ -145,4 +145,4 @@ def read_grammar(fields: dict[str, Any]) -> Grammar:
 
 def finite(logprob: float | None) -> float | None:
     """Return a log-probability that JSON can spell."""
-    return None if logprob is None else max(logprob, LEAST)
+    return None if logprob is None else max(logprob, LOWEST_LOGPROB)

@@ -47,10 +47,10 @@ IN_A_ROW = 6
 WORK = 512
 """Rows and columns of a product that is about as much work as a layer of a small model."""
 
-SHARED = 1.5
-"""Least `Device.alone` of ranks that share cores. Others too may be slower beside each other, as they share memory."""
+LEAST_ALONE = 1.5
+"""Least `Device.alone` of ranks that share cores. Ranks with cores of their own may be slower, too: they share memory."""
 
-TIMEOUT = 0.12
+LONG_MESSAGE = 0.12
 """Seconds that one long message should take at most."""
 
 
@@ -124,7 +124,7 @@ def measure_device(world: MeasuredRanks, dtype: torch.dtype) -> Device:
     learned = [x.clone().requires_grad_() for x in (q, k, v)]
     scaling = Scaling(width**-0.5)
 
-    def planned(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask = FULL) -> Callable[[], object]:
+    def attending(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask = FULL) -> Callable[[], object]:
         return partial(PreparedLocal.of(q, k, v, mask, scaling, "auto").attend, q, k, v, None)
 
     def both() -> None:
@@ -132,18 +132,18 @@ def measure_device(world: MeasuredRanks, dtype: torch.dtype) -> Device:
         torch.autograd.grad(out.sum(), learned)
 
     with torch.no_grad():
-        whole = planned(q, k, v)
+        whole = attending(q, k, v)
         forward = world.median(whole, until_all=True)
         one = world.median(lambda: whole() if world.axis.index == 0 else None, until_all=True)
         few = [x[:, :, :8].contiguous() for x in (q, k, v)]
-        call = world.short(planned(*few))
+        call = world.short(attending(*few))
         head = [x[:, :1] for x in (q, k, v)]
         block = tokens // RUNS
-        at_once = planned(head[0], *(x[:, :, :block] for x in head[1:]))
-        in_runs = planned(*head, mask=FULL & Documents([block] * RUNS))
+        at_once = attending(head[0], *(x[:, :, :block] for x in head[1:]))
+        in_runs = attending(*head, mask=FULL & Documents([block] * RUNS))
         each = max(0.0, world.short(in_runs) - world.short(at_once)) / (RUNS - 1)
         keys = torch.randn(2, 1, 8, 2**20 if gpu else 2**15, width, device=world.device, dtype=dtype)
-        read = world.median(planned(few[0][:, :, :1], *keys.unbind()))
+        read = world.median(attending(few[0][:, :, :1], *keys.unbind()))
         copy = world.median(keys.clone)
     backward = max(world.median(both, until_all=True) - forward, forward)
     bytes_read = keys.numel() * keys.element_size()
@@ -166,7 +166,7 @@ def measure_link(world: MeasuredRanks, *, between: bool) -> Link:
     many = world.short(lambda: _exchange(world, line, MERGE_BYTES, several))
     bytes_ = 1 << 18
     once = world.median(lambda: _exchange(world, line, bytes_), 2)
-    bytes_ = int(min(1 << 24, max(1 << 18, bytes_ * TIMEOUT / once)))
+    bytes_ = int(min(1 << 24, max(1 << 18, bytes_ * LONG_MESSAGE / once)))
     together = world.median(lambda: _exchange(world, line, bytes_), 3)
     alone = world.median(lambda: _exchange(world, line if index == 0 or not between else [], bytes_), 3)
     host_rate = most * bytes_ / max(together - latency, 1e-9)
@@ -179,7 +179,7 @@ def measure_link(world: MeasuredRanks, *, between: bool) -> Link:
 
 def measure_wait(world: MeasuredRanks, alone: float) -> float:
     """Return the seconds that a short message takes longer between pieces of work, where ranks share cores."""
-    if world.axis.size == 1 or world.device.type != "cpu" or alone < SHARED:
+    if world.axis.size == 1 or world.device.type != "cpu" or alone < LEAST_ALONE:
         return 0.0
     between = len(world.hosts) > 1
     factor = torch.randn(WORK, WORK)

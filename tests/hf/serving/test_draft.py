@@ -15,7 +15,7 @@ import attnmesh.hf as hf
 from attnmesh.errors import InputError
 from attnmesh.hf.serving.draft_guesses import DraftGuesses
 from attnmesh.hf.serving.engine import Engine
-from attnmesh.hf.serving.guesses import LEAST, StepTimes
+from attnmesh.hf.serving.guesses import LEAST_RATE, StepTimes
 from attnmesh.hf.serving.rank_worker import RankWorker
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support import families
@@ -34,7 +34,7 @@ def at_any_price() -> Iterator[None]:
 
     def choose(times: StepTimes, rates: list[float], offered: list[int], passes: Any, *, tries: bool) -> list[int]:
         times.pays = True
-        return [most if rate >= LEAST else 0 for rate, most in zip(rates, offered, strict=True)]
+        return [most if rate >= LEAST_RATE else 0 for rate, most in zip(rates, offered, strict=True)]
 
     with patch.object(StepTimes, "choose", choose):
         yield
@@ -51,7 +51,7 @@ def near(model: PreTrainedModel, noise: float) -> PreTrainedModel:
 
 
 @on_each_rank
-def the_same(family: str, shape: Shape, noise: float) -> None:
+def compare_with_a_plain_engine(family: str, shape: Shape, noise: float) -> None:
     """Compare streams that run together, 1 to 5 of them, each with other options, with those of a plain engine."""
     model, mesh = families.model(family, "attnmesh"), named_mesh(shape, AXES)
     draft = near(model, noise) if noise else model
@@ -93,10 +93,10 @@ def the_same(family: str, shape: Shape, noise: float) -> None:
     ],
 )
 def test_answers_are_those_without_a_draft(family: str, shape: Shape, noise: float, pool: Pool) -> None:
-    pool.run(shape.ranks, the_same, family, shape, noise)
+    pool.run(shape.ranks, compare_with_a_plain_engine, family, shape, noise)
 
 
-def steps_of(model: PreTrainedModel, draft: Any, **options: Any) -> tuple[list[int], dict[str, Any]]:
+def answer_and_metrics(model: PreTrainedModel, draft: Any, **options: Any) -> tuple[list[int], dict[str, Any]]:
     with running(model, None, draft=draft, draft_tokens=None if draft is None else 4) as engine:
         assert engine is not None
         answer = tokens(engine.submit(ids(20), max_new_tokens=61, **options))
@@ -109,9 +109,9 @@ def steps_of(model: PreTrainedModel, draft: Any, **options: Any) -> tuple[list[i
 def test_guesses_of_the_model_itself_all_stand(options: dict[str, Any]) -> None:
     """Guesses are drawn with the random numbers of the row: a step of four guesses gives five tokens."""
     model = families.model("llama", "attnmesh")
-    plain, without = steps_of(model, None, **options)
+    plain, without = answer_and_metrics(model, None, **options)
     with at_any_price():
-        drafted, figures = steps_of(model, model, **options)
+        drafted, figures = answer_and_metrics(model, model, **options)
     assert drafted == plain
     assert without["steps"] == 60
     if "frequency_penalty" not in options:  # those of the guesses before count from the next step on
@@ -124,8 +124,8 @@ def test_guesses_of_the_model_itself_all_stand(options: dict[str, Any]) -> None:
 def test_a_draft_whose_guesses_do_not_stand_is_turned_off() -> None:
     model = families.model("llama", "attnmesh")
     draft = near(model, 3.0)
-    answer, figures = steps_of(model, draft)
-    assert answer == steps_of(model, None)[0]
+    answer, figures = answer_and_metrics(model, draft)
+    assert answer == answer_and_metrics(model, None)[0]
     assert figures["drafted_tokens"] <= 8
     assert figures["accepted_tokens"] <= 2
     assert figures["steps"] >= 58
@@ -149,7 +149,7 @@ def test_a_draft_reads_no_row_whose_guesses_are_not_worth_it(price: float, read:
 
 
 @on_each_rank
-def many(ranks: int) -> None:
+def share_keys_of_alike_requests(ranks: int) -> None:
     """Answer one prompt several times, cancel some, and go on from an answer."""
     model, mesh = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, ranks), AXES)
     draft, text = near(model, 0.1), ids(90)
@@ -177,7 +177,7 @@ def many(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_requests_that_begin_alike_share_their_keys(ranks: int, pool: Pool) -> None:
-    pool.run(ranks, many, ranks)
+    pool.run(ranks, share_keys_of_alike_requests, ranks)
 
 
 @on_each_rank
@@ -217,7 +217,7 @@ def test_caches_of_both_models_never_take_more_than_their_memory(ranks: int, poo
 
 
 @on_each_rank
-def kept(ranks: int, folder: Path) -> None:
+def find_prefixes_in_a_store(ranks: int, folder: Path) -> None:
     """Go on from a kept cache, and from the store of another engine, in which no guess is."""
     model, mesh = model_of("llama"), named_mesh(Shape(1, 1, ranks), AXES)
     first = ids(150)
@@ -237,7 +237,7 @@ def kept(ranks: int, folder: Path) -> None:
 
 
 def test_prefixes_that_are_found_in_a_store(pool: Pool, tmp_path: Path) -> None:
-    pool.run(1, kept, 1, tmp_path)
+    pool.run(1, find_prefixes_in_a_store, 1, tmp_path)
 
 
 @on_each_rank
@@ -268,8 +268,8 @@ def test_a_draft_of_a_shorter_context_guesses_as_far_as_it_reads() -> None:
     model = families.model("llama", "attnmesh")
     draft = families.model("llama", "attnmesh", max_position_embeddings=48)
     with at_any_price():
-        answer, figures = steps_of(model, draft)
-    assert answer == steps_of(model, None)[0]
+        answer, figures = answer_and_metrics(model, draft)
+    assert answer == answer_and_metrics(model, None)[0]
     assert 18 <= figures["accepted_tokens"] <= 28
 
 
@@ -277,8 +277,8 @@ def test_a_draft_that_raises_guesses_no_more() -> None:
     model, draft = families.model("llama", "attnmesh"), families.model("llama", "attnmesh")
     with torch.no_grad():
         draft.get_output_embeddings().weight[5] = torch.nan
-    answer, figures = steps_of(model, draft)
-    assert answer == steps_of(model, None)[0]
+    answer, figures = answer_and_metrics(model, draft)
+    assert answer == answer_and_metrics(model, None)[0]
     assert (figures["drafted_tokens"], figures["draft_cache_bytes"]) == (0, 0)
 
 

@@ -1,6 +1,6 @@
 """Model families: what of transformers each needs, and what its layers do beside plain attention.
 
-A file of this folder is a family. Its `FAMILIES` are records, one for each model type that shares the file.
+A file of this folder has `FAMILIES`: records, one for each model type of a family; `pins.py` and this file serve all.
 `plain.json` has the types that need fields of their configuration, and nothing else. What is run for a family, and
 what is refused, is read from its record: no other file names one.
 """
@@ -193,12 +193,12 @@ class Family:
     read_selection: Callable[[Any, Any, Any], Selection] = _selects_tokens
     """Return what the queries of a layer select, of this argument and the layer's `MaskSpec`."""
     planned_selection: Callable[[Any, Mapping[str, int], int], Selected] | None = None
-    """Return what a planner has to know of its indexers, of its configuration, their numbers and its key heads."""
+    """Return what a planner has to know of its indexers, from a configuration, their parameters and the key heads."""
 
     temperature: Callable[[Any, Any], Tensor | None] | None = None
     """Return the scale of the queries of a layer and of `Shards`, beside that of a run of tokens; None without one."""
     adds_bias: Callable[[Any], bool] | None = None
-    """Return whether a layer adds a bias by distance to its logits, as it is known. None if no layer does."""
+    """Return whether a layer adds a bias by distance to its logits. None if no layer of the family does."""
     near_bias: Callable[[Any, Tensor | None, Any], Tensor | None] | None = None
     """Return the bias of each query and distance of a layer, of what it passes to its attention and of `Shards`."""
     prepare: Callable[[Any], None] | None = None

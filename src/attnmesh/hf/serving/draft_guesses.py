@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from attnmesh.errors import InputError
 from attnmesh.hf.serving.footprint import Footprint, growth
-from attnmesh.hf.serving.guesses import LEAST, NoGuesses, RowTimes, StepTimes
+from attnmesh.hf.serving.guesses import LEAST_RATE, NoGuesses, RowTimes, StepTimes
 from attnmesh.hf.serving.prefixes import Prefixes
 from attnmesh.hf.serving.rank_worker import RankWorker
 from attnmesh.hf.serving.stream import Stream
@@ -84,7 +84,7 @@ class DraftRow:
     @property
     def is_worth(self) -> bool:
         """True if guesses may be worth their time."""
-        return self.stream.guesses.rate >= LEAST
+        return self.stream.guesses.rate >= LEAST_RATE
 
     def catch_up(self) -> tuple[int, list[int]]:
         """Return the guesses to take back from the cache, and the tokens to add, of which there is at least one."""

@@ -14,16 +14,16 @@ import numpy as np
 
 from attnmesh.hf.serving.stream import Stream
 
-LEAST = 0.3
+LEAST_RATE = 0.3
 """Share of a row's guesses that stand, below which no guess of the row is checked, whatever its time."""
 
-SURE = 3
+MEASURED_TIMES = 3
 """Times of which the middle one counts: one may be wrong."""
 
-LAST = 5
+LAST_STEPS = 5
 """Steps with guesses that show what a guess takes."""
 
-APART = 4
+LEAST_DIFFERENCE = 4
 """Guesses by which two steps differ at least whose times show what each guess takes."""
 
 TRIAL = 8
@@ -50,7 +50,7 @@ class RowTimes:
 
     def add(self, rows: int, seconds: float) -> None:
         """Take the time of a step."""
-        self.seconds.setdefault(rows, deque(maxlen=SURE)).append(seconds)
+        self.seconds.setdefault(rows, deque(maxlen=MEASURED_TIMES)).append(seconds)
 
     def __call__(self, rows: int) -> float:
         """Return the seconds of a step of so many rows, between those of fewer and of more; 0 if none is known."""
@@ -79,7 +79,7 @@ class StepTimes:
         self.since = Counter[int]()
         self.wait = SOON
         """Times of steps without guesses; steps with guesses since, by rows; and after how many one without is due."""
-        self.added: deque[tuple[int, int, float]] = deque(maxlen=LAST)
+        self.added: deque[tuple[int, int, float]] = deque(maxlen=LAST_STEPS)
         """Rows and guesses of the last steps with guesses, and by what share they took longer than steps without."""
         self.pays, self.debt = False, 0.0
         """Whether guesses are worth their time, and the seconds that trials have lost and that are not made up for."""
@@ -112,13 +112,13 @@ class StepTimes:
             passes: Seconds in which one token is guessed in so many rows, from 0 on; none if that takes no time.
             tries: Whether guesses may be chosen to find the time that they take.
         """
-        places = {row: range(1, offered[row] + 1) for row, rate in enumerate(rates) if rate >= LEAST}
+        places = {row: range(1, offered[row] + 1) for row, rate in enumerate(rates) if rate >= LEAST_RATE}
         likely = sorted((-(rates[row] ** place), place, row) for row, own in places.items() for place in own)
         taken = 0
         if likely and not self._needs_plain(len(rates)):
             taken = self._worth(likely, len(rates), passes)
             self.pays = bool(taken) or (self.pays and not tries)
-            if tries and not taken and (len(self.added) < SURE or not self.debt):
+            if tries and not taken and (len(self.added) < MEASURED_TIMES or not self.debt):
                 taken = self._trial(len(rates))
         chosen = Counter(row for *_, row in likely[:taken])
         return [chosen[row] for row in range(len(rates))]
@@ -160,7 +160,7 @@ class StepTimes:
         """
         steps = sorted((guesses, share * self.plain(rows)) for rows, guesses, share in self.added)
         pairs = combinations(steps, 2)
-        slopes = [(more - less) / (many - few) for (few, less), (many, more) in pairs if many - few >= APART]
+        slopes = [(more - less) / (many - few) for (few, less), (many, more) in pairs if many - few >= LEAST_DIFFERENCE]
         slopes = slopes or [min(self.plain.of_row, median_low(added / guesses for guesses, added in steps))]
         each = max(0.0, median_low(slopes))
         return max(0.0, median_low(added - each * guesses for guesses, added in steps)), each

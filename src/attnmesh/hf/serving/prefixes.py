@@ -13,7 +13,7 @@ from attnmesh.hf.models import is_recurrent
 from attnmesh.hf.serving.rank_worker import RankWorker
 from attnmesh.hf.serving.stream import Stream
 
-LEAST = 16
+LEAST_SHARED = 16
 """Tokens that a cache has to share with a prompt."""
 
 
@@ -64,7 +64,7 @@ class Prefixes:
         The cache is -1, for none, if it shares too little. Of caches that share as much, one with the same images is
         taken. Images that differ are found when the prompt begins.
         """
-        best = (LEAST - 1, True)
+        best = (LEAST_SHARED - 1, True)
         source = -1
         moves = False
         ids = stream.ids_tensor
@@ -72,10 +72,10 @@ class Prefixes:
             cache = self.worker.caches[number]
             held = torch.empty(0) if cache.tokens is None else cache.tokens[0].cpu()
             same = self._shared(held, ids, pictured=stream.images is not None)
-            rank = same, self.images_digests.get(number) == stream.images_digest
-            if rank > best and self._serves(cache, same, len(held)):
+            score = same, self.images_digests.get(number) == stream.images_digest
+            if score > best and self._serves(cache, same, len(held)):
                 ended = number in self.kept and number not in self.snapshots
-                best = rank
+                best = score
                 source = number
                 moves = ended and same >= len(held) - 1
         return source, best[0] if source >= 0 else 0, moves
@@ -91,7 +91,7 @@ class Prefixes:
 
     def shared(self, stream: Stream, other: Stream) -> int:
         """Return the tokens that two prompts share, as far as a cache of one serves the other."""
-        differs = stream.salt != other.salt or stream.prompt[:LEAST] != other.prompt[:LEAST]
+        differs = stream.salt != other.salt or stream.prompt[:LEAST_SHARED] != other.prompt[:LEAST_SHARED]
         if differs or stream.images is not None or other.images is not None:
             return 0
         return self._shared(other.ids_tensor[: len(other.ids_tensor) - self.left], stream.ids_tensor)

@@ -45,7 +45,7 @@ class Reading:
     ready: "queue.SimpleQueue[list[Rows] | None]" = field(default_factory=queue.SimpleQueue)
     """Pieces of one block after the other, of which this rank needs some; None for one that is damaged."""
     done: int = 0
-    """Blocks that were copied. After one that could not be, -1 less those before it."""
+    """Blocks that were copied; -1 - n once block n could not be."""
     is_closed: bool = False
 
 
@@ -91,7 +91,7 @@ class RankStore:
         for fields in () if self.axes.shard else on_disk:
             self.folder.remove(StoredBlock(*fields))
 
-    def open(self, number: int, reading: Reading) -> None:
+    def begin_reading(self, number: int, reading: Reading) -> None:
         """Begin to read blocks into the cache of that number."""
         self.readings[number] = reading
         self._work.put((self._read, reading))

@@ -95,7 +95,7 @@ class RankWorker:
         room = max([tokens, *(block.stop for block, _ in places)])
         kvs = cache.make([CacheSizes.from_code(code) for code in layers], room, self.model.device)
         self.caches[number] = cache
-        self.store.open(number, Reading(cache, Filling(kvs), places, self.model.device))
+        self.store.begin_reading(number, Reading(cache, Filling(kvs), places, self.model.device))
         self.nbytes = self.measure()
 
     def do_drop(self, numbers: list[int]) -> None:

@@ -14,7 +14,7 @@ from attnmesh.hf.serving.grammar_masks import wait_for_any
 from attnmesh.hf.serving.guesses import NoGuesses, StepTimes
 from attnmesh.hf.serving.plan_exchange import specs_of
 from attnmesh.hf.serving.prefix_store import PrefixStore
-from attnmesh.hf.serving.prefixes import LEAST, Prefixes
+from attnmesh.hf.serving.prefixes import LEAST_SHARED, Prefixes
 from attnmesh.hf.serving.rank_worker import RankWorker
 from attnmesh.hf.serving.store_schedule import begin_store
 from attnmesh.hf.serving.stream import Stream
@@ -389,7 +389,7 @@ class RequestQueue:
         self.filling.append(stream)
         self.begun, stream.number, stream.filled, stream.forked = stream, next(self.numbers), same, source >= 0
         parting = self.prefixes.parting(stream, self._lenders())
-        stream.fork_points = {parting} if parting >= same + LEAST else set()
+        stream.fork_points = {parting} if parting >= same + LEAST_SHARED else set()
         if self.worker.by_steps and stream.images is None:  # the answer is computed otherwise than a prompt
             stream.fork_points.add(len(stream.prompt) - self.prefixes.left)
         self.prefixes.use(source, moves=moves)
@@ -438,9 +438,9 @@ class RequestQueue:
             return True
         for other in self.filling:
             same = self.prefixes.shared(stream, other)
-            if same < LEAST or same in other.passed_fork_points or same < other.filled:
+            if same < LEAST_SHARED or same in other.passed_fork_points or same < other.filled:
                 continue
-            if same - self.prefixes.find(stream, self.filling)[1] >= LEAST:
+            if same - self.prefixes.find(stream, self.filling)[1] >= LEAST_SHARED:
                 other.fork_points.add(same)
                 return True
         return False
@@ -480,8 +480,8 @@ class RequestQueue:
         for stream in ordered:
             stop = min((place for place in stream.fork_points if place > stream.filled), default=len(stream.ids))
             size = min(self._chunk(), stop - stream.filled)
-            while not (fits := self._fits(more := self._growth_of_chunk(stream, size))) and size > LEAST:
-                size = max(LEAST, size // 2)
+            while not (fits := self._fits(more := self._growth_of_chunk(stream, size))) and size > LEAST_SHARED:
+                size = max(LEAST_SHARED, size // 2)
             if fits:
                 self.computed, self.promised, self.is_full = stream, self.promised + more, False
                 return ["fill", stream.number, size, stop]
