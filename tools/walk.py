@@ -35,8 +35,8 @@ DRAWN = {
     "attention, 2 ranks, keys": (
         "Prefill: `attention` on two ranks of a keys axis, without gradients.",
         "`merge_into` of `core/partial.py` merges partials: in `_merge_in` of ranks, in `_attend_heads` of steps.\n"
-        "`gather` and `return_to_owners` return a function that waits: `_arrivals` calls the first, `PendingReturns` the\n"
-        "other. "
+        "`gather` and `return_to_owners` return a function that waits: `_arrivals` calls the first, `PendingReturns`\n"
+        "the other. "
         "`HeadSwaps` swaps nothing here: there is no heads axis.",
     ),
     "training, 2 ranks, keys": (

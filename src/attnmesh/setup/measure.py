@@ -48,7 +48,7 @@ WORK = 512
 """Rows and columns of a product that is about as much work as a layer of a small model."""
 
 LEAST_ALONE = 1.5
-"""Least `Device.alone` of ranks that share cores. Ranks with cores of their own may be slower, too: they share memory."""
+"""Least `Device.alone` of ranks that share cores. Ranks with cores of their own may be slower too, by memory."""
 
 LONG_MESSAGE = 0.12
 """Seconds that one long message should take at most."""
