@@ -34,7 +34,7 @@ def measured() -> Cluster:
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=AXES)
     with (
         patch.object(measure_shares, "READ_SECONDS", 0.05),
-        patch.multiple(measure, IN_A_ROW=1, ROUNDS=1, TIMEOUT=0.01),
+        patch.multiple(measure, IN_A_ROW=1, ROUNDS=1, LONG_MESSAGE=0.01),
     ):
         measure_link(MeasuredRanks.of(flat_axis(mesh, AXES), torch.device("cpu")), between=False)
         return Cluster.measure(mesh)
