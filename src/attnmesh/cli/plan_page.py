@@ -17,10 +17,11 @@ from attnmesh.planner.plan import Plan
 from attnmesh.planner.schemes import SCHEMES, best_by_scheme, doubling, lengths
 from attnmesh.planner.workload import Workload
 
-HOSTS = 64
-RANKS = 8
+HOSTS, RANKS = 64, 8
+"""Least maximum of the hosts and ranks-per-host sliders."""
+
 GROUPS = (1, 2, 4, 8, 16)
-"""Least maximum of the hosts and ranks-per-host sliders; query heads per key head."""
+"""Query heads per key head."""
 
 Point = tuple[int, int, int, int]
 """Key heads, ranks a host, hosts, tokens."""

@@ -39,8 +39,10 @@ COLUMNS = 32
 """Divides the columns of a weight: the widest vectors hold so many numbers of two loads."""
 
 HALF = MESSAGE_BYTES // 2
+"""Bytes of a half of a board."""
+
 TAG_BYTES = 64
-"""Bytes of a half of a board, and those before its outputs."""
+"""Bytes before the outputs of a half."""
 
 BOARD_BYTES = HALF - TAG_BYTES
 """Bytes of outputs that a rank writes between two exchanges, at most."""

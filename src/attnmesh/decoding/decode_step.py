@@ -79,7 +79,7 @@ class DecodeStep(NamedTuple):
 
 
 FIRST_OPTION = DecodeStep._fields.index("mask")
-"""Where the values of the caller begin in a step."""
+"""Index in a step of the first value of its caller."""
 
 
 @cached_per_world(1024)

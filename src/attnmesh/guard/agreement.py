@@ -234,7 +234,7 @@ class MergeAgreement(Agreement):
         super().__init__(calls.mesh, name, is_compared=not calls.is_alone and may_compare(device))
         self.calls, self.merge, self.checked, self.poison = calls, merge, checked, poison
         self.asks_when_new = device.type != "cpu" or interpreted() or calls.last_exchange is not None
-        """Whether no host reads the merged checksum, so that a rank asks about a call that is new to it.
+        """True if no host reads the merged checksum, so that a rank asks about a call that is new to it.
 
         So it is on GPUs, where their programs run on a CPU, and once an earlier call on the object was so.
         """

@@ -228,7 +228,7 @@ class CachedAttention:
         total = query.into or (self._blank(q) if bound is None else bound.blank())
         if len(runs) == 1 and query.partial_block is None and runs[0].sequences is ALL and runs[0].hidden is None:
             _, piece, start, stop, seen, *_ = run = runs[0]
-            if (
+            if (  # as in `_attend`, which would be a frame more of each step
                 bound is None
                 or isinstance(seen, SelectedKeys)
                 or not bound.run(q, piece.keys, piece.values, total, seen, start, stop - start)

@@ -31,7 +31,7 @@ CheckedPartial = tuple[Tensor, Partial]
 
 
 class MergeTransport(Protocol):
-    """What `run` of a merge may call: `comm` has a transport for each backend. A form is a `MessageForm` of `comm`."""
+    """Methods that `run` of a merge may call. `comm` has a transport for each backend, and `MessageForm` for a form."""
 
     axis: Axis
 
@@ -52,7 +52,7 @@ class MergeTransport(Protocol):
 
 
 class Pattern(Enum):
-    """Who sends to whom. Where a host or a launch has a native one of `ROUNDS` or `SWAP`, it stands in for `run`."""
+    """Exchanges of a merge. Where a host or a launch has a native one of `ROUNDS` or `SWAP`, it stands in for `run`."""
 
     ROUNDS = "pairs, along a tree whose canonical order gives the same bits on 1, 2, 4, 8, ... ranks"
     SWAP = "each rank to every other, which gets its own heads alone where it needs no more"

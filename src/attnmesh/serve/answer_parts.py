@@ -29,8 +29,10 @@ RESCANNED = 4096
 """Most characters in which a call is looked for again, after they were read as a call and are none."""
 
 ID_SIGNS = string.ascii_letters + string.digits
-ID_LENGTH = 9
 """Letters of ids of calls: Mistral's chat templates take no others."""
+
+ID_LENGTH = 9
+"""Letters of an id: Mistral's chat templates take no other number."""
 
 
 class ReasoningMarks(NamedTuple):

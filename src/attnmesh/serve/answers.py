@@ -224,8 +224,10 @@ def event(value: dict[str, Any]) -> bytes:
 
 
 SLICE = 64
+"""Items of a list that are written before other work may run."""
+
 PIECE = 1 << 16
-"""Items of a list, and characters of JSON, that are written before other work may run."""
+"""Characters of JSON that are written before other work may run."""
 
 ARGUMENTS = 256
 """Characters of a call's arguments in one event."""

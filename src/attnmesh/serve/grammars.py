@@ -28,8 +28,10 @@ THREADS = 2
 """Grammars that are made at the same time."""
 
 MAX_PROPERTIES = 1000
+"""Properties of all schemas of a grammar."""
+
 MAX_CHARACTERS = 1 << 17
-"""Properties, and characters, of all schemas of a grammar."""
+"""Characters of all schemas of a grammar."""
 
 CHANNELS = ReasoningMarks("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
 """Marks of what a model thinks in harmony's channels. A prompt ends as a thought does."""

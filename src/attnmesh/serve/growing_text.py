@@ -35,8 +35,9 @@ class GrowingText:
         names = sorted(special, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, names))) if names else None
         self._begins = set[int]()
+        """Places in all text at which special tokens begin."""
         self._first = 0
-        """Places in all text at which special tokens begin, and that of the first character."""
+        """Place in all text of the first character."""
 
     def add(self, text: str, begins: Iterable[int] = ()) -> None:
         """Take more text, and the places in all text at which special tokens begin."""

@@ -18,8 +18,10 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 """Formats of images, as OpenAI takes them. Other decoders of Pillow are not run on what clients send."""
 
 MOST = 32
+"""Images of a request at most."""
+
 PIXELS = 1 << 24
-"""Images of a request, and pixels of all of them together, at most."""
+"""Pixels of all images of a request at most."""
 
 
 def read_image(param: str, part: dict[str, Any], before: list[Any]) -> Any:

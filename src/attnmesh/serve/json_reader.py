@@ -14,8 +14,10 @@ DEPTH = 64
 """Lists and objects inside each other, at most."""
 
 SHORT = 256
+"""Characters of the first part that a string is read in."""
+
 LONG = 1 << 18
-"""Characters of the first part that a string is read in, and of its longest ones."""
+"""Characters of the longest parts."""
 
 SPACE = re.compile(r"[ \t\n\r]{0,65536}")
 PLAIN = re.compile(r"[-+.\w]{1,4096}")

@@ -20,8 +20,10 @@ CONNECTIONS = 512
 """Connections at a time; further ones are closed."""
 
 HEADER_BYTES = 32 << 10
+"""Bytes of a request's line and headers."""
+
 HEADER_SECONDS = 20.0
-"""Bytes of a request's line and headers, and the time that a client has to send them."""
+"""Time that a client has to send them."""
 
 STALL = 60.0
 """Seconds after which a client that does not read its response is cut off."""

@@ -9,9 +9,13 @@ from attnmesh.serve.schema import is_text, wrong_value
 from attnmesh.serve.tool_formats import Tools
 
 MAX_TOOLS = 1024
+"""Tools of a request at most."""
+
 MAX_CHARACTERS = 1 << 20
+"""Characters of all tools of a request at most."""
+
 DEPTH = 32
-"""Tools of a request, the characters of all of them, and schemas inside each other, at most."""
+"""Schemas inside each other at most."""
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 """Names of functions: OpenAI's, and points."""

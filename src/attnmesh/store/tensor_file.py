@@ -39,9 +39,13 @@ DTYPES = {
 """Supported dtypes, by their names in the format."""
 
 MAX_HEADER = 1 << 24
+"""Bytes of a header that is read, at most."""
+
 MAX_SIZE = 1 << 48
+"""Limit of any single number in a header."""
+
 MAX_DIMS = 8
-"""Limits for reading: bytes of a header, any single number in it, and dimensions of a tensor."""
+"""Dimensions of a tensor that is read, at most."""
 
 SMALL = 1 << 26
 """Bytes of a tensor that fits any memory: to find out how much there is takes a millisecond."""

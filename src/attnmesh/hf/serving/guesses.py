@@ -76,9 +76,11 @@ class StepTimes:
 
     def __init__(self) -> None:
         self.plain = RowTimes()
+        """Times of steps without guesses."""
         self.since = Counter[int]()
+        """Steps with guesses since the last one without, by rows."""
         self.wait = SOON
-        """Times of steps without guesses; steps with guesses since, by rows; and after how many one without is due."""
+        """Steps with guesses after which one without is due."""
         self.added: deque[tuple[int, int, float]] = deque(maxlen=LAST_STEPS)
         """Rows and guesses of the last steps with guesses, and by what share they took longer than steps without."""
         self.pays, self.debt = False, 0.0

@@ -56,7 +56,7 @@ class Sampling:
     """Tokens, and what is added to the logit of each."""
     seed: int = 0
     logprobs: int = 0
-    """How many of the most likely tokens are told with each new token."""
+    """Most likely tokens that come with each new token, by number."""
 
     def check(self) -> None:
         """Raise unless each value is possible."""
