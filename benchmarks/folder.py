@@ -155,7 +155,8 @@ def _append(cache: am.KVCache, tokens: int, request: Request, memory: int | None
     # Tokens leave the hot ones some hundreds at a time, so a round has that many appends.
     times = 1 if hot is None else hot // MOVED
     writes, appends, path = list[float](), list[float](), request.folder / "plain"
-    places, content = Places(path), [x.view(torch.uint8).numpy().tobytes() for x in (*k[0], *v[0])]
+    content = [memoryview(x.view(torch.uint8).numpy().tobytes()) for x in (*k[0], *v[0])]
+    places = Places(path, cache.shard.used)
     plain, plain_appends, rounds = cache_of(None, 0), list[float](), max(request.rounds, min(100, PIECE // tokens))
     for _ in range(min(rounds, 16 * PIECE // tokens)):
         begun = time.process_time()
@@ -181,24 +182,36 @@ def _append(cache: am.KVCache, tokens: int, request: Request, memory: int | None
 class Places:
     """Files of one piece each, in which the rows of each head of keys and of values have a place of their own."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.handle, self.filled, self.number = path, -1, PIECE, 0
+    def __init__(self, path: Path, filled: int) -> None:
+        self.path = path
+        self.filled = filled  # rows of the last file, as of the cache's
+        self.number = 0
+        self.handle = self._next()
 
-    def write(self, rows: Sequence[bytes], tokens: int) -> None:
-        """Write new rows, those of each head after its earlier ones, in a new file where they do not fit."""
-        if self.filled + tokens > PIECE:
+    def _next(self) -> int:
+        """Return a new file."""
+        self.number += 1
+        handle = os.open(f"{self.path} {self.number}", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        os.ftruncate(handle, PIECE * TOKEN_BYTES)
+        return handle
+
+    def write(self, rows: Sequence[memoryview], tokens: int) -> None:
+        """Write new rows, those of each head after its earlier ones; those that do not fit in a new file."""
+        fit = min(tokens, PIECE - self.filled)
+        if fit < tokens:
+            split = fit * DIM * 2
+            self.write([row[:split] for row in rows], fit)
             self.close()
-            self.filled, self.number = 0, self.number + 1
-            self.handle = os.open(f"{self.path} {self.number}", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-            os.ftruncate(self.handle, PIECE * TOKEN_BYTES)
+            self.handle, self.filled = self._next(), 0
+            self.write([row[split:] for row in rows], tokens - fit)
+            return
         for place, content in enumerate(rows):
             os.pwrite(self.handle, content, (place * PIECE + self.filled) * DIM * 2)
         self.filled += tokens
 
     def close(self) -> None:
-        """Close the file, if one is open."""
-        if self.handle >= 0:
-            os.close(self.handle)
+        """Close the file."""
+        os.close(self.handle)
 
 
 def _read(file: Path) -> int:

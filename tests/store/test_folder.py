@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 import attnmesh as am
 from attnmesh.errors import InputError, KernelError, StoreError
+from attnmesh.kernels.native.build import library
 from attnmesh.mesh.shapes import AXES, Shape
-from attnmesh.store import folder_shard
+from attnmesh.store import folder_shard, layer_files
 from attnmesh.store.journal import SIZE, Journal
 from attnmesh.store.layer_files import PIECE
 from tests.support.growing_caches import SIZES, decoded, flip, full_journal, grow, in_memory, opened, rows, same_outputs
@@ -56,6 +57,16 @@ def test_a_folder_has_the_bits_of_memory(tmp_path: Path, sizes: dict[str, Any]) 
         both(append(1))
     both(append(2 * PIECE))
     assert same_outputs(am.KVCache.load(tmp_path / "a", None), twin)
+
+
+@pytest.mark.skipif(library().append_to_file is None, reason="no native library")
+def test_a_piece_of_one_append_is_not_read_again(tmp_path: Path) -> None:
+    cache = opened(tmp_path)
+    grow(cache, PIECE)
+    with patch.object(layer_files, "checksum_of", side_effect=AssertionError):
+        grow(cache, 1)
+    del cache
+    assert same_outputs(opened(tmp_path), in_memory(PIECE + 1))
 
 
 def test_windows_and_selections_read_a_folder(tmp_path: Path) -> None:
@@ -245,7 +256,7 @@ def test_what_is_no_folder_of_this_cache_is_refused(tmp_path: Path) -> None:
     fields = json.loads(manifest.read_text())
     manifest.write_text(json.dumps({**fields, "version": 4}))
     with pytest.raises(
-        StoreError, match=r"expected a cache of version 5, given version 4 .*Fix: load it with the attn"
+        StoreError, match=r"expected a cache of version 6, given version 4 .*Fix: load it with the attn"
     ):
         opened(tmp_path / "a")
     manifest.write_text(json.dumps(fields)[:-30])

@@ -39,8 +39,9 @@ class OrderedShard(CacheShard):
     def own_rows(self, new: Tensors, length: int) -> tuple[list[Tensor], Tensor]:
         """Return this rank's rows of new tokens, which have all heads and follow `length` others; and these tokens."""
         tokens = torch.arange(length, length + new[0].shape[2])
-        mine = self.turn.holds(tokens).nonzero().flatten()
         own = [x.chunk(self.heads.size, 1)[self.heads.index] for x in new]
-        if len(mine) < len(tokens):
+        if self.turn.width < self.turn.period:  # other ranks hold tokens too
+            mine = self.turn.holds(tokens).nonzero().flatten()
             own = [x.index_select(2, mine.to(self.device)) for x in own]
-        return [*map(self.sizes.rows_of, own)], tokens[mine]
+            tokens = tokens[mine]
+        return [*map(self.sizes.rows_of, own)], tokens

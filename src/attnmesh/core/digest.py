@@ -26,9 +26,9 @@ def bits(x: Tensor) -> Tensor:
 
 
 def wide_bits(x: Tensor) -> Tensor:
-    """Return rows as the widest integers that each is made of: there are fewer of them to add up."""
+    """Return the bits of rows as the widest integers that each is made of: there are fewer of them to add up."""
     size = math.gcd(x.shape[-1] * x.element_size(), 8)
-    x = x.contiguous()
+    x = x.contiguous().reshape(-1)
     return (x.clone() if x.data_ptr() % size else x).view(_INTEGERS[size])
 
 

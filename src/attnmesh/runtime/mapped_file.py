@@ -70,6 +70,11 @@ class MappedFile:
             with suppress(OSError, ValueError):  # an older Linux
                 self._map.madvise(POPULATE_READ, start, stop - start)
 
+    def read_alone(self, *tensors: Tensor) -> None:
+        """Let pages of tensors that are not in memory come one by one, without those around them."""
+        for start, stop in self._ranges(tensors):
+            self._map.madvise(mmap.MADV_RANDOM, start, stop - start)
+
     def fetch(self, *tensors: Tensor) -> None:
         """Begin to read tensors of this file, or slots of them, unless they are in memory."""
         for start, stop in self._ranges(tensors):

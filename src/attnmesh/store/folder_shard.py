@@ -67,7 +67,7 @@ class FolderShard(OrderedShard):
         self.fail = fail
         self.journal = files.journal()
         self.chains = [0]  # of the checksums of the first pieces
-        self.digest = c_int64()  # of the rows of the last native call
+        self.digests = (c_int64 * 4)()  # of the rows of the last native call: of all, and of each tensor
         super().__init__(sizes, heads, BlockCyclic(sizes.block, ranks), torch.device("cpu"), index)
 
     @property
@@ -225,7 +225,7 @@ class FolderShard(OrderedShard):
             self._mend(held)
             serial = self.journal.last.serial + 1
             if append(self.stored, rows, self.token_index, self.state, self._fields(tokens, length, serial)):
-                self.journal.note(Record(serial, base + used, base + stop, length, self.digest.value))
+                self.journal.note(Record(serial, base + used, base + stop, length, self.digests[0]))
                 return
             for x, row in zip(self.stored, rows, strict=True):
                 self.piece.file.write(x[:, :, used:stop], row)
@@ -242,7 +242,7 @@ class FolderShard(OrderedShard):
             file.address,
             cpu_weights().data_ptr(),
             0 if tokens is None else tokens.data_ptr(),
-            addressof(self.digest),
+            addressof(self.digests),
             file.handle,
             journal.handle,
             journal.stop,
@@ -258,12 +258,19 @@ class FolderShard(OrderedShard):
         digest = self.piece.digest(start, stop, rows) if start < stop else 0
         self.journal.add(base + start, base + stop, length, digest)
 
+    def _checksums(self) -> Sequence[int] | None:
+        """Return the checksums of the last piece, if the last native call has written all of it; None otherwise."""
+        digest, *checksums = self.digests
+        rows = self.journal.records[1:]
+        one_run = [(row.stop - row.start, row.digest) for row in rows] == [(PIECE, digest)]
+        return checksums[: len(self.stored) + 1] if one_run else None
+
     def _next_piece(self) -> None:
         """Give the last piece, which is full, its name, and begin another one."""
         with self._writing():
             following = make_filling(self.files, self.pieces + 1, self.shapes)
             length = self.length
-            file, piece = make_whole(self.files, self.pieces, self.shapes, self.piece)
+            file, piece = make_whole(self.files, self.pieces, self.shapes, self.piece, self._checksums())
             self._keep(piece)
             self._turn_to(self._with_whole(file, piece), following, 0, length)
             self._mend((length, 0))

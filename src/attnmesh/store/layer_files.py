@@ -15,12 +15,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.core.digest import history_checksum, wide_bits
+from attnmesh.core.digest import history_checksum
 from attnmesh.errors import StoreError, require
-from attnmesh.kernels.native.native_digest import digest_on_host, wrapped
+from attnmesh.kernels.native.native_digest import wrapped
 from attnmesh.runtime.mapped_file import MappedFile
 from attnmesh.store.journal import Journal
-from attnmesh.store.tensor_file import FIX, PRIVATE_FILE, TensorFile, header_of
+from attnmesh.store.tensor_file import FIX, PRIVATE_FILE, TensorFile, checksum_of, header_of
 
 PIECE = 4096
 """Tokens of a whole piece: a number of runs of the native kernel, so that pieces have the bits of one call."""
@@ -88,8 +88,7 @@ class FilePiece(NamedTuple):
     def digest(self, start: int, stop: int, rows: Sequence[Tensor] | None = None) -> int:
         """Return the digest of some rows, which a caller may have beside those in the file."""
         rows = [x[:, :, start:stop] for x in self.stored] if rows is None else rows
-        parts = [*map(wide_bits, rows), self.columns[start:stop]]
-        return wrapped(sum((2 * n + 1) * digest_on_host(x) for n, x in enumerate(parts)))
+        return wrapped(sum((2 * n + 1) * checksum_of(x) for n, x in enumerate((*rows, self.columns[start:stop]))))
 
 
 def chained(chain: int, file: TensorFile, names: Sequence[str]) -> int:
@@ -137,18 +136,25 @@ def make_filling(files: LayerFiles, number: int, shapes: RowShapes) -> FilePiece
     except OSError:
         path.unlink(missing_ok=True)
         raise
-    return open_filling(files, number, shapes)
+    piece = open_filling(files, number, shapes)
+    piece.file.read_alone(piece.columns)  # else the system fills rows around them with zeros, before they are written
+    return piece
 
 
-def make_whole(files: LayerFiles, number: int, shapes: RowShapes, piece: FilePiece) -> tuple[TensorFile, FilePiece]:
-    """Give a piece that is full its checksums and its name, unless it got them in a call that was broken off."""
+def make_whole(
+    files: LayerFiles, number: int, shapes: RowShapes, piece: FilePiece, known: Sequence[int] | None = None
+) -> tuple[TensorFile, FilePiece]:
+    """Give a piece that is full its checksums and its name, unless it got them in a call that was broken off.
+
+    `known` checksums are not computed again.
+    """
     named = shapes.named(files.layer)
     path = files.filling(number)
     whole = files.whole(number)
     if whole.exists() and not path.exists():
         return open_whole(whole, files.layer, shapes)
     rows = (*(x[:, :, :PIECE] for x in piece.stored), piece.columns)
-    begin, _ = header_of(named, {name: digest_on_host(x) for name, x in zip(named, rows, strict=True)})
+    begin, _ = header_of(named, dict(zip(named, known or map(checksum_of, rows), strict=True)))
     handle = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.pwrite(handle, begin, 0)

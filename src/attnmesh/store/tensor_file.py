@@ -21,6 +21,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
+from attnmesh.core.digest import wide_bits
 from attnmesh.errors import StoreError
 from attnmesh.kernels.native.native_digest import digest_on_host
 from attnmesh.runtime.mapped_file import PAGE, MappedFile
@@ -107,7 +108,12 @@ def _holds(path: Path, tensors: Mapping[str, Tensor], known: Mapping[str, int], 
 
 def checksums_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the checksum of each tensor."""
-    return {name: digest_on_host(x.cpu()) for name, x in tensors.items()}
+    return {name: checksum_of(x.cpu()) for name, x in tensors.items()}
+
+
+def checksum_of(x: Tensor) -> int:
+    """Return the checksum of a tensor in a file: the digest of the widest integers that its rows are made of."""
+    return digest_on_host(wide_bits(torch.atleast_1d(x)))
 
 
 def write_tensors(
@@ -229,7 +235,7 @@ class TensorFile:
 
     def check(self, name: str, tensor: Tensor, whole: bool = True) -> None:
         """Raise unless a tensor was read whole and is as it was written."""
-        if not whole or digest_on_host(tensor) != self.entries[name].checksum:
+        if not whole or checksum_of(tensor) != self.entries[name].checksum:
             raise StoreError("load", "files as they were written", f"damage in {name!r} in {self.path}", FIX)
 
 

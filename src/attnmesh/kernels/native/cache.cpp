@@ -25,7 +25,7 @@ struct FileAppend {
     const char* place;       // where the file begins in memory
     const int64_t* weights;  // of digests
     const int64_t* tokens;
-    int64_t* digest;               // of the rows, for the caller
+    int64_t* digests;              // of the rows: of all, and of keys, values and tokens each
     int64_t file, journal, at;     // handles, and where the record goes in the journal
     int64_t key, serial, base;     // the journal's key, the record's number, and rows in whole pieces before
     int64_t length;                // tokens on all ranks after this
@@ -75,9 +75,9 @@ int64_t write_head(const FileAppend& f, int64_t x, int64_t b, int64_t h) {
     return 0;
 }
 
-// Writes the rows of a tensor, and adds their digest: each head is read from memory once for both.
+// Writes the rows of a tensor, and returns their digest: each head is read from memory once for both.
 template <class T>
-int64_t write_tensor(const FileAppend& f, int64_t x, uint64_t* sum) {
+int64_t write_tensor(const FileAppend& f, int64_t x, int64_t* digest) {
     const Append& a = f.rows;
     Digest<T> found(f.weights);
     int64_t row = a.row_bytes(x) / (int64_t)sizeof(T);
@@ -88,32 +88,35 @@ int64_t write_tensor(const FileAppend& f, int64_t x, uint64_t* sum) {
                 found.add(row_from(a, x, b, h, t), is_whole ? row * a.tokens : row);
             if (int64_t failed = write_head(f, x, b, h)) return failed;
         }
-    *sum += (uint64_t)(2 * x + 1) * (uint64_t)found.value();
+    *digest = found.value();
     return 0;
 }
 
-// Writes the rows, with their digest of `layer_files.py`: of the widest integers that they are made of, and of tokens.
+// Writes the rows, with their digests of `layer_files.py`: of the widest integers that they are made of, and of tokens.
 int64_t write_rows(const FileAppend& f) {
     const Append& a = f.rows;
-    uint64_t sum = 0;
+    int64_t digests[3] = {};
     for (int64_t x = 0; x < a.tensors; x++) {
         int64_t bytes = a.row_bytes(x) % 8;
-        int64_t failed = !bytes        ? write_tensor<int64_t>(f, x, &sum)
-                         : bytes == 4  ? write_tensor<int32_t>(f, x, &sum)
-                         : bytes % 2   ? write_tensor<int8_t>(f, x, &sum)
-                                       : write_tensor<int16_t>(f, x, &sum);
+        int64_t failed = !bytes        ? write_tensor<int64_t>(f, x, &digests[x])
+                         : bytes == 4  ? write_tensor<int32_t>(f, x, &digests[x])
+                         : bytes % 2   ? write_tensor<int8_t>(f, x, &digests[x])
+                                       : write_tensor<int16_t>(f, x, &digests[x]);
         if (failed) return failed;
     }
     note_tokens(a, f.tokens);
-    int64_t tokens = digest<int64_t>(a.token_index + a.state[1], a.tokens, f.weights);
-    *f.digest = (int64_t)(sum + (uint64_t)(2 * a.tensors + 1) * (uint64_t)tokens);
+    digests[a.tensors] = digest<int64_t>(a.token_index + a.state[1], a.tokens, f.weights);
+    uint64_t sum = 0;
+    for (int64_t x = 0; x <= a.tensors; x++) sum += (uint64_t)(2 * x + 1) * (uint64_t)digests[x];
+    f.digests[0] = (int64_t)sum;
+    std::copy(digests, digests + 3, f.digests + 1);
     return 0;
 }
 
 // Writes the record of `journal.py`.
 int64_t write_record(const FileAppend& f) {
     int64_t start = f.base + f.rows.state[1];
-    int64_t fields[6] = {f.key, f.serial, start, start + f.rows.tokens, f.length, *f.digest};
+    int64_t fields[6] = {f.key, f.serial, start, start + f.rows.tokens, f.length, f.digests[0]};
     int64_t record[8] = {fields[1], fields[2], fields[3], fields[4], fields[5], digest<int64_t>(fields, 6, f.weights)};
     return write_all(f.journal, (const char*)record, sizeof(record), f.at);
 }
