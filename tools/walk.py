@@ -33,7 +33,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "code.md"
 FIRST, LAST = "<!-- Walks: python -m tools.walk --draw -->\n", "<!-- The end of the walks -->\n"
 DRAWN = {
     "attention, 2 ranks, keys": (
-        "Prefill: `attention` on two ranks of a keys axis, without gradients.",
+        "Prefill: `attention` on two ranks of a keys axis, with `length=`, without gradients.",
         "`merge_into` of `core/partial.py` merges partials: in `_merge_in` of ranks, in `_attend_heads` of steps.\n"
         "`gather` and `return_to_owners` return a function that waits: `_arrivals` calls the first, `PendingReturns`\n"
         "the other. "

@@ -366,11 +366,19 @@ class CacheShard:
     def append_run(self, new: Tensors, more: int, length: int, used: int) -> bool:
         """Add new tokens that fit, in one copy of each tensor for those that one rank owns; else return False.
 
-        `length` and `used` are the tokens so far, on all ranks and on this one.
+        `length` and `used` are the tokens so far, on all ranks and on this one. Of each `period` tokens `width` are this
+        rank's. New tokens lie in one of four ways, counted from its first one:
+
+            |<- width ->|                      | next round
+            |<------------ period ------------>|
+               new                               written
+                             new                 skipped: other ranks hold them
+                      new                        in parts: some are written, and some skipped
+                                              new  in parts, too
         """
         start, width, period = self.turn
         stop = used + more
-        end = (length - start) % period + more  # of the new tokens, counted from this rank's first one of a round
+        end = (length - start) % period + more
         if length + more > self.sizes.capacity:
             return False
         if end - more >= width and end <= period:

@@ -82,7 +82,7 @@ class LocalShards:
         """Cached tokens on all ranks. The host counts them where it would wait for a GPU, unless a graph appends."""
         return self.own.length if self.own.device.type != "cuda" or self.in_graphs else self.known_length
 
-    def held(self, shard: CacheShard, more: int = 0) -> tuple[int, int] | None:
+    def counts_of(self, shard: CacheShard, more: int = 0) -> tuple[int, int] | None:
         """Return the tokens of all ranks and those in the memory of a shard; None where the device alone knows them.
 
         A shard that forgets may have room for `more`.
@@ -180,7 +180,7 @@ class LocalShards:
             if self.forgets is not None:
                 own = shard.turn.count(start + more) - shard.turn.count(start)
                 shard.make_room(own, self.first)
-            shard.append(new, token_mask, self.held(shard, own))
+            shard.append(new, token_mask, self.counts_of(shard, own))
         self._advance(more)
 
     def append_at(self, new: Tensors, tokens: Tensor, more: int, token_mask: Tensor | None, queries: int) -> None:

@@ -11,9 +11,9 @@ from attnmesh.cache.cache_shard import CacheShard
 from attnmesh.cache.local_shards import LocalShards
 from attnmesh.comm.p2p import meta_like, swap
 from attnmesh.guard.argument_checks import check_positions
+from attnmesh.guard.shard_marks import check_equal_cuts, check_not_cut
 from attnmesh.kernels.traced import are_plain
 from attnmesh.mesh.axes import Mesh
-from attnmesh.mesh_attention.shard_marks import check_equal_cuts, check_not_cut
 from attnmesh.runtime.memo import Memo
 from attnmesh.runtime.tensors import Tensors
 
@@ -67,7 +67,7 @@ def append_known(known: Memo[bool], k: Tensor, v: Tensor | None, shards: LocalSh
     shard = shards.own
     if not known or append_signature(k, v, shard) not in known:
         return False
-    held = shards.held(shard)
+    held = shards.counts_of(shard)
     more = k.shape[2]
     if held is None or not more or held[0] + more > shard.sizes.capacity:
         return False

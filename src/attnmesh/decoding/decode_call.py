@@ -15,10 +15,10 @@ from attnmesh.core.mask import Causal, Mask
 from attnmesh.core.partial import Partial
 from attnmesh.core.scaling import with_distance_bias
 from attnmesh.core.selection import Selection
-from attnmesh.decoding.decode_step import given_step
+from attnmesh.decoding.decode_step import StepInputs, StepOptions
 from attnmesh.decoding.prepared_step import find_step, prepare_step
 from attnmesh.decoding.step_agreement import agreement_on
-from attnmesh.decoding.step_checks import StepInputs, check_bias, check_other_keys, check_step
+from attnmesh.decoding.step_checks import check_bias, check_other_keys, check_step
 from attnmesh.decoding.step_op import decode_op, tensors_of
 from attnmesh.errors import DtypeError, InputError, KernelError, require
 from attnmesh.guard.argument_checks import check_comparison, warn_if_swapped
@@ -94,12 +94,12 @@ def decode(
     if not isinstance(cache, KVCache):
         raise DtypeError("decode cache", "a KVCache", type(cache).__name__, "make one with attnmesh.KVCache")
     checked = cache.calls.checked if checked is None else checked
-    options = mask, scale, softcap, merge, output, reproducible, kernel
+    options = StepOptions(mask, scale, softcap, merge, output, reproducible, kernel)
     if k is not None or v is not None:
         try:
             cache.append(cast(Tensor, k), v)
         except InputError as error:  # others may be in the merge of the step already
-            agreement_on((cache,), given_step(cache, *options), checked).fail(error)
+            agreement_on((cache,), options.step_on(cache), checked).fail(error)
     caches = (cache,)
     signature = None
     known = None
@@ -108,7 +108,7 @@ def decode(
         signature, known = find_step(inputs, options, checked, cache.prepared_steps)
     if known is not None:
         return known.run(inputs, checked)
-    step = given_step(cache, *options)
+    step = options.step_on(cache)
     with agreement_on(caches, step, checked):  # tells others of an error here; the call is compared as it runs
         check_comparison("decode", checked)
         step = check_step(inputs, step, unsupported)

@@ -9,13 +9,13 @@ from attnmesh.cache.cache import KVCache
 from attnmesh.core.partial import Partial, merge_partials, with_sinks
 from attnmesh.core.scaling import Scores
 from attnmesh.core.selection import Selection, Visible
-from attnmesh.decoding.decode_step import given_step, named_options, selection_of_rank
+from attnmesh.decoding.decode_step import StepInputs, StepOptions, named_options, selection_of_rank
 from attnmesh.decoding.query_shard import QueryShard
-from attnmesh.decoding.step_checks import StepInputs, check_bias, check_step
+from attnmesh.decoding.step_checks import check_bias, check_step
 from attnmesh.guard.agreement import Agreement, may_compare
 from attnmesh.kernels.cache_view import DecodeQuery
 from attnmesh.mesh_attention.sharding import unshard
-from attnmesh.runtime.ranges import ATTENTION, is_profiled, named
+from attnmesh.runtime.ranges import ATTENTION, in_range
 
 AttendOtherKeys = Callable[[Tensor], Partial | None]
 """Returns attention of all queries over other keys of this rank."""
@@ -40,7 +40,7 @@ def decode_shard(
     q, layout, length = queries
     mask, *limits, selected = visible
     assert limits == [None, None, None]  # positions are those of the last tokens, and all keys are real
-    step = given_step(cache, mask, scores.scale, scores.softcap, "auto", "replicated", False, kernel)
+    step = StepOptions(mask, scores.scale, scores.softcap, "auto", "replicated", False, kernel).step_on(cache)
 
     def fields() -> dict[str, object]:
         contents = {"tokens in the cache": cache.length, "padding and order": cache.history_checksum}
@@ -62,7 +62,7 @@ def decode_shard(
     view = cache.shard.view
     query = DecodeQuery(every, step.mask, step.scaling, step.capacity)
     attention = step.attention_for(every, view)
-    attend = named(ATTENTION, attention.attend) if is_profiled() else attention.attend
+    attend = in_range(ATTENTION, attention.attend)
     partial = attend(query, [view], selected)
     if (other_keys := attend_other_keys(every)) is not None:
         partial = merge_partials([partial, other_keys])

@@ -1,4 +1,4 @@
-"""The options of a step of decoding, with the axes and sizes of its cache: one value, which an operator can carry."""
+"""A step of decoding: its options with the axes and sizes of its cache, which an operator can carry; and its inputs."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
@@ -11,6 +11,7 @@ from attnmesh.cache.cache import KVCache
 from attnmesh.comm.p2p import swap_tokens
 from attnmesh.comm.rank_merge import highest_checksum
 from attnmesh.core.mask import Mask
+from attnmesh.core.partial import Partial
 from attnmesh.core.scaling import Scaling
 from attnmesh.core.selection import Selection
 from attnmesh.kernels.cache_runs import CachedAttention
@@ -82,6 +83,29 @@ FIRST_OPTION = DecodeStep._fields.index("mask")
 """Index in a step of the first value of its caller."""
 
 
+class StepInputs(NamedTuple):
+    """Inputs of a step: queries, the cache of all rows or one a row, and what a call may pass beside them."""
+
+    q: Tensor
+    caches: Sequence[KVCache]
+    sinks: Tensor | None = None
+    key_lengths: Tensor | None = None
+    selected: Selection | None = None
+    other_keys: Partial | None = None
+
+    @property
+    def indices(self) -> Tensor | None:
+        """Indices of the selected tokens."""
+        return None if self.selected is None else self.selected.indices
+
+    def compared(self, step: DecodeStep) -> tuple[Any, ...]:
+        """Return the options of a step, and the dtypes and shapes of its tensors, of which ranks compare a hash."""
+        sinks = None if self.sinks is None else self.sinks.dtype
+        indices = None if self.indices is None else self.indices.shape
+        more = () if self.other_keys is None else ("partial",)
+        return step.options, self.q.dtype, self.q.shape, sinks, self.key_lengths is not None, indices, *more
+
+
 @cached_per_world(1024)
 def _step_of_code(names: str, numbers: tuple[int, ...]) -> DecodeStep:
     heads, tokens, merge, output, kernel, scale, softcap = names.split(",")
@@ -93,11 +117,23 @@ def _step_of_code(names: str, numbers: tuple[int, ...]) -> DecodeStep:
     return DecodeStep(*axes, *sizes, mask, scaling, merge, output, bool(reproducible), kernel, index_block or None)
 
 
-def given_step(cache: KVCache, mask: Mask, scale: float | None, softcap: float | None, *options: Any) -> DecodeStep:
-    """Return the step of a call, whose scale and cap may be None until they are checked."""
-    sizes = cache.sizes
-    placement = cache.mesh.heads, cache.token_axis, sizes.block, sizes.capacity, sizes.value_dim
-    return DecodeStep(*placement, mask, Scaling(cast(float, scale), cast(float, softcap)), *options)
+class StepOptions(NamedTuple):
+    """What a caller passes beside tensors, in the order of the last fields of a `DecodeStep`, and not yet checked."""
+
+    mask: Mask
+    scale: float | None
+    softcap: float | None
+    merge: str
+    output: str
+    reproducible: bool
+    kernel: str
+
+    def step_on(self, cache: KVCache) -> DecodeStep:
+        """Return the step on a cache, whose scale and cap may be None until they are checked."""
+        sizes = cache.sizes
+        placement = cache.mesh.heads, cache.token_axis, sizes.block, sizes.capacity, sizes.value_dim
+        scaling = Scaling(cast(float, self.scale), cast(float, self.softcap))
+        return DecodeStep(*placement, self.mask, scaling, self.merge, self.output, self.reproducible, self.kernel)
 
 
 def named_options(step: DecodeStep) -> dict[str, Any]:

@@ -16,16 +16,15 @@ from attnmesh.comm.host_merge import HostMerge, host_merge_for
 from attnmesh.comm.message import blank_message, call_checksum
 from attnmesh.comm.rank_merge import chosen_merge, merge_ranks
 from attnmesh.core.partial import Partial, sum_dtype, with_sinks
-from attnmesh.decoding.decode_step import DecodeStep, gather_heads, of_own_heads
+from attnmesh.decoding.decode_step import DecodeStep, StepInputs, gather_heads, of_own_heads
 from attnmesh.decoding.step_agreement import agreement_on, ask_in_step, compared_fields, runs_on_device
-from attnmesh.decoding.step_checks import StepInputs
 from attnmesh.errors import RankFailure
 from attnmesh.guard.agreement import hash_of_call, is_capturing
 from attnmesh.kernels.cache_runs import CachedAttention
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery
 from attnmesh.kernels.traced import are_plain
 from attnmesh.runtime.memo import Memo
-from attnmesh.runtime.ranges import ATTENTION, MERGE, is_profiled, named
+from attnmesh.runtime.ranges import ATTENTION, MERGE, in_range
 
 
 class PreparedStep(NamedTuple):
@@ -105,7 +104,7 @@ class PreparedStep(NamedTuple):
         query = DecodeQuery(
             own_q, step.mask, step.scaling, step.capacity, added, partial_block, into, lengths, other_keys
         )
-        attend = named(ATTENTION, self.attention.attend) if is_profiled() else self.attention.attend
+        attend = in_range(ATTENTION, self.attention.attend)
         partial = attend(query, views, own_selected)
         if not self.is_alone:
             partial, checksum, calls_differ = self._merge(partial, inputs, views, call_hash, message, checksum)
@@ -133,10 +132,10 @@ class PreparedStep(NamedTuple):
             tensors.append(key_lengths)  # else part of the hash
         if selected is not None:
             tensors.append(selected.indices)
-        for factor, view in enumerate(views[1:], 2):  # a sum that tells lengths of two caches that were swapped
-            state = state + factor * view.state[:1]
+        if len(views) > 1:  # a sum of lengths that tells when those of two caches were swapped
+            state = torch.stack([number * view.state[:1] for number, view in enumerate(views, 1)]).sum(0)
         if host is not None and message is not None:
-            merge = named(MERGE, host.run) if is_profiled() else host.run
+            merge = in_range(MERGE, host.run)
             length = state.tolist()[0]  # of the caches, which is compared too
             calls_differ = not merge(message, call_hash + length, tensors)
             if calls_differ:

@@ -12,10 +12,10 @@ from torch import Tensor
 from attnmesh.cache.cache import KVCache
 from attnmesh.cache.cache_config import CacheSizes
 from attnmesh.core.mask import Causal, Mask
-from attnmesh.decoding.decode_step import DecodeStep, given_step
+from attnmesh.decoding.decode_step import DecodeStep, StepInputs, StepOptions
 from attnmesh.decoding.prepared_step import PreparedStep, find_step, prepare_step
 from attnmesh.decoding.step_agreement import agreement_on
-from attnmesh.decoding.step_checks import StepInputs, check_step
+from attnmesh.decoding.step_checks import check_step
 from attnmesh.errors import (
     ArgumentError,
     DtypeError,
@@ -89,19 +89,19 @@ def decode_rows(
     """
     first = _first_of(caches)
     checked = first.calls.checked if checked is None else checked
-    options = mask, scale, softcap, merge, output, reproducible, kernel
+    options = StepOptions(mask, scale, softcap, merge, output, reproducible, kernel)
     try:
         _check_caches(q, caches, k, v)
         if k is not None or v is not None:
             _append(k, v, caches)
     except InputError as error:
-        agreement_on(caches, given_step(first, *options), checked).fail(error)
+        agreement_on(caches, options.step_on(first), checked).fail(error)
     inputs = StepInputs(q, caches, sinks)
     prepared = _prepared_steps_of(caches)
     signature, known = find_step(inputs, options, checked, prepared)
     if known is not None:
         return known.run(inputs, checked)
-    step = given_step(first, *options)
+    step = options.step_on(first)
     with agreement_on(caches, step, checked):  # tells others of an error here; the call is compared as it runs
         check_comparison(SUBJECT, checked)
         step = _checked_step(q, caches, sinks, step)

@@ -1,7 +1,7 @@
-"""Inputs of a step of decoding, and their checks. Each raises an error of `attnmesh.errors`."""
+"""Checks of the inputs of a step of decoding. Each raises an error of `attnmesh.errors`."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Never
+from collections.abc import Mapping
+from typing import Never
 
 import torch
 from torch import Tensor
@@ -9,10 +9,10 @@ from torch import Tensor
 from attnmesh.cache.cache import KVCache
 from attnmesh.cache.cache_config import check_no_gradients
 from attnmesh.core.mask import Mask, check_mask
-from attnmesh.core.partial import Partial, sum_dtype
+from attnmesh.core.partial import sum_dtype
 from attnmesh.core.scaling import Scaling
 from attnmesh.core.selection import Selection
-from attnmesh.decoding.decode_step import DecodeStep
+from attnmesh.decoding.decode_step import DecodeStep, StepInputs
 from attnmesh.errors import (
     ArgumentError,
     DeviceError,
@@ -41,29 +41,6 @@ from attnmesh.kernels.choice import choose
 from attnmesh.kernels.kernel import Need
 from attnmesh.kernels.triton_runtime import interpreted
 from attnmesh.mesh.merges import MERGES, Pattern
-
-
-class StepInputs(NamedTuple):
-    """Inputs of a step: queries, the cache of all rows or one a row, and what a call may pass beside them."""
-
-    q: Tensor
-    caches: Sequence[KVCache]
-    sinks: Tensor | None = None
-    key_lengths: Tensor | None = None
-    selected: Selection | None = None
-    other_keys: Partial | None = None
-
-    @property
-    def indices(self) -> Tensor | None:
-        """Indices of the selected tokens."""
-        return None if self.selected is None else self.selected.indices
-
-    def compared(self, step: DecodeStep) -> tuple[Any, ...]:
-        """Return the options of a step, and the dtypes and shapes of its tensors, of which ranks compare a hash."""
-        sinks = None if self.sinks is None else self.sinks.dtype
-        indices = None if self.indices is None else self.indices.shape
-        more = () if self.other_keys is None else ("partial",)
-        return step.options, self.q.dtype, self.q.shape, sinks, self.key_lengths is not None, indices, *more
 
 
 def check_step(inputs: StepInputs, step: DecodeStep, unsupported: Mapping[str, Never]) -> DecodeStep:

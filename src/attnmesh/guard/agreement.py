@@ -1,4 +1,4 @@
-"""The guard: ranks say what they call before one waits for another; unless all say the same, all raise the same error.
+"""The guard: ranks say what they call before one waits for another, or as they merge. Unless all say one, all raise.
 
 What a rank says is a text, with a line for each argument that must be equal, or the error that it has found. A hash
 of it is compared: in a small all-gather, or in the messages of a merge. Texts are exchanged where the numbers differ.

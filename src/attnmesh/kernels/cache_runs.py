@@ -168,7 +168,7 @@ def _selected(query: DecodeQuery, view: CacheView, piece: CacheView, selection: 
     Tokens are selected by their number in the cache, padding included; masks and `key_lengths` count the real ones.
     """
     first, last = view.bounds(query.q.shape[2], query.mask)
-    here = piece.held()
+    here = piece.without_free_slots()
     lengths = query.key_lengths
     slots = here.keys.shape[2]
     if here.padding is None or view.padding is None:

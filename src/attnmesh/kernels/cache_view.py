@@ -68,7 +68,7 @@ class CacheView(NamedTuple):
         like = torch.empty(1, dtype=sum_dtype(dtype), device=self.keys.device)
         return like.expand(*shape, columns_of(self.keys)), like.expand(*shape, self.value_dim)
 
-    def held(self) -> "CacheView":
+    def without_free_slots(self) -> "CacheView":
         """Return the slots that hold tokens, without those of `shared`.
 
         On a device all slots stay, for the host does not read how many hold tokens: the others are at `NOWHERE`.

@@ -19,11 +19,12 @@ from attnmesh.errors import LayoutError, MaskError
 from attnmesh.kernels.choice import choose
 from attnmesh.kernels.driver import attend_band, backward_band, visible_counts
 from attnmesh.kernels.kernel import Need
-from attnmesh.kernels.prepared_local import PreparedLocal, empty_length_major, length_major, whole_band
+from attnmesh.kernels.prepared_local import PreparedLocal, whole_band
 from attnmesh.kernels.rectangles import BackwardInputs
 from attnmesh.kernels.selected_keys import SelectedKeys
 from attnmesh.kernels.traced import OnceDifferentiable, needs_grad, needs_operator, once_differentiable
 from attnmesh.runtime.operators import operator, recorded
+from attnmesh.runtime.tensors import empty_length_major, length_major
 
 VisibleTensors = tuple[Tensor | None, ...]
 """The tensors of `Visible`."""

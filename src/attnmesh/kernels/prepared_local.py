@@ -18,6 +18,7 @@ from attnmesh.kernels.driver import attend_band
 from attnmesh.kernels.kernel import BoundKernel, Kernel, Need
 from attnmesh.kernels.traced import PLAIN_TENSORS, are_plain, autocast_enabled, is_dense, needs_grad, needs_operator
 from attnmesh.runtime.memo import Memo
+from attnmesh.runtime.tensors import length_major
 
 Signature = tuple[Any, ...]
 
@@ -102,15 +103,3 @@ def whole_band(mask: Mask, queries: int, keys: int) -> Band:
     """Return the band over tokens in order. It lives on, so that a GPU gets its bounds once."""
     with torch.inference_mode(False):
         return Band.of(mask, torch.arange(queries, device="cpu"), keys)
-
-
-def empty_length_major(x: Tensor, width: int) -> Tensor:
-    """Return an empty tensor like x with another width, in the memory order of `length_major`."""
-    return torch.empty_permuted((*x.shape[:-1], width), (0, 2, 1, 3), dtype=x.dtype, device=x.device)
-
-
-def length_major(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x in memory order (batch, length, heads, dim), which an output projection reads; never a view."""
-    if x.dtype == dtype and x.transpose(1, 2).is_contiguous() and not x._is_view():
-        return x
-    return empty_length_major(x.to(dtype), x.shape[-1]).copy_(x)  # a copy, since users may write to it

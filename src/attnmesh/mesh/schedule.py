@@ -35,9 +35,14 @@ class Exchange(NamedTuple):
     by_heads: bool = False
 
     def head_groups(self, shape: Shape, kv_heads: int) -> int:
-        """Return the number of head groups. One group's gathered keys take about the memory of a ring's transfers."""
+        """Return the number of head groups.
+
+        One of R / 2 groups of gathered keys is the memory of two shards, which a ring of R ranks holds. Nothing hides
+        the exchanges of the first group and of the last: a quarter of all of 4 groups each, and a sixth of 6, where
+        swaps of heads come before and after them.
+        """
         by_groups = self.by_heads or (self.ring and shape.heads > 1)
-        least = 6 if shape.heads > 1 else 4  # the swaps of the first group and of the last are not overlapped
+        least = 6 if shape.heads > 1 else 4
         wanted = max(least, shape.queries // 2, shape.keys // 2) if by_groups else 1
         return min(wanted, -(-kv_heads // shape.heads))
 
@@ -237,15 +242,17 @@ def _ring_steps(problem: Problem, r: int, c: int) -> Iterator[ExchangeStep]:
     size = problem.shape.queries
     chunks = [problem.keys(peer, c) for peer in range(size)]
     rows = [problem.row_queries(peer) for peer in range(size)]
-    held = [_held_at_steps(problem.mask, chunk, rows[owner:] + rows[:owner]) for owner, chunk in enumerate(chunks)]
-    last = [_not_forwarded(steps) for steps in held]
+    held_by_step = [
+        _held_at_steps(problem.mask, chunk, rows[owner:] + rows[:owner]) for owner, chunk in enumerate(chunks)
+    ]
+    last = [_not_forwarded(steps) for steps in held_by_step]
     nothing = torch.empty(0, dtype=torch.long)
     before, after = (r - 1) % size, (r + 1) % size
     for t in range(size):
         owner, last_reader = (r - t) % size, (r + t) % size
-        keys = held[owner][t]
+        keys = held_by_step[owner][t]
         sent_owner = (owner + 1) % size  # the next rank gets what this one held before
-        forwarded = torch.searchsorted(held[sent_owner][t - 1], held[sent_owner][t]) if t else nothing
+        forwarded = torch.searchsorted(*held_by_step[sent_owner][t - 1 : t + 1]) if t else nothing
         yield ExchangeStep(
             send=_tokens_by_peer([(after, forwarded)]),
             receive=((before, len(keys)),) if t and len(keys) else (),

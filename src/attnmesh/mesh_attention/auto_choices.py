@@ -7,9 +7,10 @@ from typing import NamedTuple
 import torch
 
 from attnmesh.comm.topology import surroundings
-from attnmesh.core.layout import Contiguous, Layout, Packed, Split, Zigzag
+from attnmesh.core.layout import Contiguous, Layout, Packed, Split
 from attnmesh.core.mask import Mask
 from attnmesh.errors import LayoutError, require
+from attnmesh.guard.shard_marks import unpriced_layout
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.exchange_cost import LayerWork, attention_seconds, balanced_layouts, fastest_way
 from attnmesh.mesh.schedule import EXCHANGES, Exchange, Problem
@@ -31,13 +32,6 @@ def chosen_layout(layout: Layout | str, mask: Mask, mesh: Mesh) -> Layout:
         expected, fix = "a layout of documents in a compiled model", "pass layout=am.Packed(documents, shape)"
         raise LayoutError("layout", expected, '"auto"', fix)
     return price("auto", mask, mask.ends[-1], mesh, HEADS).layout
-
-
-def unpriced_layout(layout: Layout | str, mask: Mask, ranks: int) -> Layout | None:
-    """Return the layout given, or for "auto" the one of a mask without documents; None if it depends on prices."""
-    if not isinstance(layout, str):
-        return layout
-    return Zigzag() if len(mask.ends) < 2 or ranks == 1 else None
 
 
 def check_auto(subject: str, layout: Layout | str | None, mask: Mask | None, ranks: int) -> None:

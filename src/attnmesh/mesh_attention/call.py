@@ -28,7 +28,7 @@ from attnmesh.mesh.schedule import Problem, check_exchange
 from attnmesh.mesh.shapes import check_heads_axis
 from attnmesh.mesh_attention.auto_choices import check_auto, chosen_layout
 
-TokenCounts = tuple[int, int]
+QueryKeyCounts = tuple[int, int]
 """A count for the queries and one for the keys."""
 
 
@@ -64,7 +64,7 @@ class Options(NamedTuple):
         """Return the scale of the logits, 1/sqrt(dim) unless it was given, and their soft cap."""
         return Scaling.of("attention", self.scale, self.softcap, dim)
 
-    def problem(self, mesh: Mesh, tokens: TokenCounts) -> Problem:
+    def problem(self, mesh: Mesh, tokens: QueryKeyCounts) -> Problem:
         """Return the problem of so many queries and keys on all ranks."""
         length = tokens[0] if self.length is None else self.length
         key_length = tokens[1] if self.key_length is None else self.key_length
@@ -111,7 +111,7 @@ class Call(NamedTuple):
         return HeadSizes(self.q.shape[1], self.k.shape[1], self.q.shape[3], index_block)
 
     @property
-    def tokens(self) -> TokenCounts:
+    def tokens(self) -> QueryKeyCounts:
         """Tokens of q and of k on this rank."""
         return self.q.shape[2], self.k.shape[2]
 

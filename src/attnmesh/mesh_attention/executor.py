@@ -1,7 +1,15 @@
 """Run a schedule, forward and backward: swap tokens for heads, gather queries and keys, attend, and all the way back.
 
 One loop serves every exchange. Keys that arrive at once are one step, and keys that travel round a ring are several.
-Heads travel all together or in groups. The next exchange is always under way while a kernel runs.
+Heads travel all together or in groups. The next exchange is always under way while a kernel runs. So the code says when
+an exchange begins and when it is awaited:
+
+- A call begins an exchange, and returns the function that awaits it (`Finish`).
+- A generator yields once for each exchange of its own that is under way. `next` awaits it, and goes on to the next one.
+- `del` frees tensors before the next ones arrive: without it a frame would hold both.
+
+Queries travel along the keys axis, to the ranks that hold other keys for them; keys along the queries axis (see
+`mesh/axes.py`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,18 +26,20 @@ from attnmesh.core.partial import Partial, identity, merge_into, sum_dtype, with
 from attnmesh.core.scaling import Scaling
 from attnmesh.kernels.driver import KeyCounts, attend_band, backward_band
 from attnmesh.kernels.kernel import Kernel
-from attnmesh.kernels.prepared_local import empty_length_major
 from attnmesh.kernels.rectangles import BackwardInputs, Gradients
 from attnmesh.kernels.selected_keys import SelectedKeys
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.mesh.schedule import ExchangeStep, HeadGroup, Heads, Schedule
 from attnmesh.mesh_attention.latents import Projection
 from attnmesh.runtime.memo import on_device
-from attnmesh.runtime.ranges import ATTENTION, MERGE, is_profiled, named
-from attnmesh.runtime.tensors import Tensors
+from attnmesh.runtime.ranges import ATTENTION, MERGE, in_range
+from attnmesh.runtime.tensors import Tensors, empty_length_major
 
 Returned = list[tuple[Tensor, Tensors]]
 """Results for this rank's tokens: the indices of some tokens, and the results for them."""
+
+Finish = Callable[[], Tensors]
+"""Awaits an exchange under way, and returns what has arrived."""
 
 Put = Callable[[Returned, Tensors], None]
 """Puts results for this rank's tokens into tensors of its chunk."""
@@ -88,7 +98,7 @@ class Arrivals:
     """One group of heads under way: tensors of the row's queries, and the column's keys and values by step."""
 
     group: HeadGroup
-    queries: Callable[[], Tensors]
+    queries: Finish
     kv_by_step: Iterator[Tensors]
 
 
@@ -99,9 +109,9 @@ def forward(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None = None, own
     rank's heads, which the backward pass takes.
     """
 
-    def swap_in(group: HeadGroup) -> Callable[[], Tensors]:
+    def swap_in(group: HeadGroup) -> Finish:
         into = task.heads_of(group, own_heads) if own_heads else ()
-        return task.swaps.to_heads((q, *kv), 1, group, into)
+        return task.swaps.to_heads((q, *kv), group, into, query_count=1)
 
     value_dim = kv[-1].shape[-1] if task.projection is None else task.projection.value_dim
     schedule = task.schedule
@@ -113,7 +123,7 @@ def forward(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None = None, own
         out, lse = with_sinks(partial, None if sinks is None else sinks[group[task.mesh.heads.index].queries])
         made = out.to(q.dtype), lse
         del partial, out, lse
-        yield from task.swaps.to_tokens(made, total(), 2, group)
+        yield from task.swaps.to_tokens(made, total(), group, query_count=2)
 
     pending = PendingReturns()
     for arrivals in _arrivals(swap_in, task):
@@ -134,8 +144,8 @@ def _attend_heads(arrivals: Arrivals, task: Task) -> Partial:
     """Return the partial of the row's queries over the column's keys, for one group of heads."""
     (q,) = arrivals.queries()
     total: Partial | None = None
-    attend = named(ATTENTION, task.attend) if is_profiled() else task.attend
-    merge = named(MERGE, merge_into) if is_profiled() else merge_into
+    attend = in_range(ATTENTION, task.attend)
+    merge = in_range(MERGE, merge_into)
     for kernel, band, counts in zip(task.kernels, task.bands(arrivals.group), task.counts, strict=True):
         kv = next(arrivals.kv_by_step)
         out, lse = attend(kernel, q, kv, band, counts)
@@ -157,7 +167,7 @@ def _send_back(
     del made
     if axis.size > 1:
         yield
-    put = named(MERGE, put) if is_profiled() else put
+    put = in_range(MERGE, put)
     put(coming(), own)
 
 
@@ -173,15 +183,15 @@ def backward(own_heads: Tensors, saved: BackwardInputs, task: Task) -> Gradients
     def total() -> Gradients:
         return Gradients(empty_length_major(saved.dout, q.shape[3]), *(empty_tokens(x, key_heads, keys) for x in kv))
 
-    def swap_in(group: HeadGroup) -> Callable[[], Tensors]:
-        finish = task.swaps.to_heads((saved.dout, saved.lse, delta), 3, group)
+    def swap_in(group: HeadGroup) -> Finish:
+        finish = task.swaps.to_heads((saved.dout, saved.lse, delta), group, query_count=3)
         some_q, *some_kv = task.heads_of(group, own_heads)
         return lambda: (some_q, *finish(), *some_kv)
 
     def swap_back(own: Gradients, group: HeadGroup) -> Iterator[None]:
         made = tuple(x.to(q.dtype) for x in own)
         del own
-        yield from task.swaps.to_tokens(made, total(), 1, group)
+        yield from task.swaps.to_tokens(made, total(), group, query_count=1)
 
     pending = PendingReturns()
     for arrivals in _arrivals(swap_in, task):
@@ -203,14 +213,14 @@ def _backward_heads(arrivals: Arrivals, task: Task, pending: "PendingReturns", o
     q, dout, lse, delta = arrivals.queries()
     saved = BackwardInputs(_equivalent_out(dout, delta), lse, dout)
     dq: Tensor | None = None
-    coming: Callable[[], Tensors] | None = None  # gradients that earlier ranks computed for the keys of this step
+    coming: Finish | None = None  # gradients that earlier ranks computed for the keys of this step
     schedule = task.schedule
     bands = task.bands(arrivals.group)
-    attend = named(ATTENTION, backward_band) if is_profiled() else backward_band
+    attend_backward = in_range(ATTENTION, backward_band)
     steps = zip(task.kernels, bands, task.counts, schedule.key_steps, schedule.gradient_steps, strict=True)
     for kernel, band, counts, step, onward in steps:
         keys, values = next(arrivals.kv_by_step)
-        part = attend(kernel, q, keys, values, saved, band, task.scaling, counts)
+        part = attend_backward(kernel, q, keys, values, saved, band, task.scaling, counts)
         del keys, values  # else they would live until the next keys have arrived
         dq = part.q.to(delta.dtype) if dq is None else dq.add_(part.q)
         made = part.k.to(dq.dtype), part.v.to(dq.dtype)
@@ -244,7 +254,7 @@ class PendingReturns:
             self.add()
 
 
-def _arrivals(swap_in: Callable[[HeadGroup], Callable[[], Tensors]], task: Task) -> Iterator[Arrivals]:
+def _arrivals(swap_in: Callable[[HeadGroup], Finish], task: Task) -> Iterator[Arrivals]:
     """Yield one group of heads after the other. Exchanges of the next groups begin before a group is attended.
 
     first group     swap in   gather    attend
@@ -354,10 +364,11 @@ class HeadSwaps:
     schedule: Schedule
     sequential: bool
 
-    def to_heads(
-        self, tensors: Tensors, query_count: int, group: HeadGroup, into: Tensors = ()
-    ) -> Callable[[], Tensors]:
-        """Begin to swap tokens for this rank's heads of a group. The result is in `into`, or else in new memory."""
+    def to_heads(self, tensors: Tensors, group: HeadGroup, into: Tensors = (), *, query_count: int) -> Finish:
+        """Begin to swap tokens for this rank's heads of a group. The result is in `into`, or else in new memory.
+
+        The first `query_count` tensors have query heads.
+        """
         mine = some_heads(tensors, query_count, group[self.axis.index])
         if self.axis.size == 1:
             return lambda: mine
@@ -378,7 +389,7 @@ class HeadSwaps:
 
         return finished
 
-    def to_tokens(self, made: Tensors, results: Tensors, query_count: int, group: HeadGroup) -> Iterator[None]:
+    def to_tokens(self, made: Tensors, results: Tensors, group: HeadGroup, *, query_count: int) -> Iterator[None]:
         """Swap heads for tokens: put results for this rank's tokens in place.
 
         It yields while the exchange is under way.

@@ -16,7 +16,6 @@ from attnmesh.core.partial import Partial, merge_partials, sum_dtype
 from attnmesh.core.selection import Visible
 from attnmesh.errors import RankFailure
 from attnmesh.kernels.local_op import run_attend, sink_gradient
-from attnmesh.kernels.prepared_local import empty_length_major, length_major
 from attnmesh.kernels.rectangles import BackwardInputs
 from attnmesh.kernels.traced import OnceDifferentiable, once_differentiable
 from attnmesh.mesh.axes import Axis, Mesh
@@ -25,7 +24,7 @@ from attnmesh.mesh_attention.call import Call
 from attnmesh.mesh_attention.executor import Task, backward, empty_tokens, forward
 from attnmesh.mesh_attention.mesh_call import MeshCall
 from attnmesh.runtime.operators import operator, recorded
-from attnmesh.runtime.tensors import Tensors
+from attnmesh.runtime.tensors import Tensors, empty_length_major, length_major
 
 # --- attention ---
 

@@ -12,14 +12,14 @@ from attnmesh.core.mask import FAR, check_mask
 from attnmesh.errors import MaskError, ShapeError, require, warn_once
 from attnmesh.guard.agreement import Agreement, may_compare
 from attnmesh.guard.argument_checks import heads_and_length, with_swap_hint
+from attnmesh.guard.shard_marks import shard_marks
 from attnmesh.kernels.prepared_local import signature_of
 from attnmesh.kernels.traced import needs_grad
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.mesh.schedule import Problem
 from attnmesh.mesh.shapes import AXES
-from attnmesh.mesh_attention.call import Call, HeadSizes, Options, Said, TokenCounts, check_call
+from attnmesh.mesh_attention.call import Call, HeadSizes, Options, QueryKeyCounts, Said, check_call
 from attnmesh.mesh_attention.mesh_call import MeshCall, PreparedCall, prepared_calls
-from attnmesh.mesh_attention.shard_marks import shard_marks
 from attnmesh.runtime.world import cached_per_world
 
 
@@ -125,7 +125,7 @@ def _warn_of_whole_keys(digests: Sequence[int]) -> None:
 
 
 def _make_call(
-    mesh: Mesh, options: Options, sizes: HeadSizes, tokens: TokenCounts, table: tuple[TokenCounts, ...] = ()
+    mesh: Mesh, options: Options, sizes: HeadSizes, tokens: QueryKeyCounts, table: tuple[QueryKeyCounts, ...] = ()
 ) -> MeshCall:
     """Return the call, or raise where its mask, lengths and shards do not fit. All ranks pass the same values.
 

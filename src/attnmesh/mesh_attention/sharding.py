@@ -13,10 +13,10 @@ from attnmesh.core.mask import FULL, Mask, check_mask
 from attnmesh.errors import KernelError, LayoutError, ShapeError, require, warn_once
 from attnmesh.guard.agreement import Agreement
 from attnmesh.guard.argument_checks import check_tensor
+from attnmesh.guard.shard_marks import ShardMark, marked, shard_marks
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import Shape
 from attnmesh.mesh_attention.auto_choices import check_auto, chosen_layout
-from attnmesh.mesh_attention.shard_marks import ShardMark, marked, shard_marks
 from attnmesh.runtime.operators import operator
 
 

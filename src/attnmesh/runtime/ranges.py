@@ -1,4 +1,4 @@
-"""Named ranges in a profile: attention, exchanges and merges. Without a profiler, no function of Python is called."""
+"""Named ranges in a profile: attention, exchanges and merges."""
 
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
@@ -15,15 +15,19 @@ Arguments = ParamSpec("Arguments")
 Value = TypeVar("Value")
 
 
-def named(name: str, function: Callable[Arguments, Value]) -> Callable[Arguments, Value]:
-    """Return the function with its calls as ranges of this name, for callers that have asked `is_profiled`.
+def in_range(name: str, function: Callable[Arguments, Value]) -> Callable[Arguments, Value]:
+    """Return the function with its calls as ranges of this name, or as it is without a profiler.
 
     >>> from torch.profiler import profile
+    >>> in_range(MERGE, max) is max
+    True
     >>> with profile() as found:
-    ...     _ = named(MERGE, max)(1, 2) if is_profiled() else None
+    ...     _ = in_range(MERGE, max)(1, 2)
     >>> [event.name for event in found.events()]
     ['attnmesh: merge']
     """
+    if not is_profiled():
+        return function
 
     def ranged(*args: Arguments.args, **options: Arguments.kwargs) -> Value:
         with record_function(name):

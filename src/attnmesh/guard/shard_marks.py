@@ -11,11 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.core.layout import Layout
+from attnmesh.core.layout import Layout, Zigzag
 from attnmesh.core.mask import Mask
 from attnmesh.errors import LayoutError, require
 from attnmesh.mesh.axes import Mesh
-from attnmesh.mesh_attention.auto_choices import unpriced_layout
 from attnmesh.runtime.world import cached_per_world
 
 
@@ -80,6 +79,13 @@ def check_equal_cuts(subject: str, named: Mapping[str, object]) -> None:
     fits = len({mark.layout for mark in marks.values()}) < 2
     fix = "cut them with one layout"
     require(fits, LayoutError, subject, "shards of one layout", given, fix)
+
+
+def unpriced_layout(layout: Layout | str, mask: Mask, ranks: int) -> Layout | None:
+    """Return the layout given, or for "auto" the one of a mask without documents; None if it depends on prices."""
+    if not isinstance(layout, str):
+        return layout
+    return Zigzag() if len(mask.ends) < 2 or ranks == 1 else None
 
 
 def _marks(named: Mapping[str, object]) -> dict[str, ShardMark]:
