@@ -366,8 +366,8 @@ class CacheShard:
     def append_run(self, new: Tensors, more: int, length: int, used: int) -> bool:
         """Add new tokens that fit, in one copy of each tensor for those that one rank owns; else return False.
 
-        `length` and `used` are the tokens so far, on all ranks and on this one. Of each `period` tokens `width` are this
-        rank's. New tokens lie in one of four ways, counted from its first one:
+        `length` and `used` are the tokens so far, on all ranks and on this one. Of each `period` tokens `width` are of
+        this rank. New tokens lie in one of four ways, counted from its first one:
 
             |<- width ->|                      | next round
             |<------------ period ------------>|

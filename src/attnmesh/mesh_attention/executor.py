@@ -32,7 +32,7 @@ from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.mesh.schedule import ExchangeStep, HeadGroup, Heads, Schedule
 from attnmesh.mesh_attention.latents import Projection
 from attnmesh.runtime.memo import on_device
-from attnmesh.runtime.ranges import ATTENTION, MERGE, in_range
+from attnmesh.runtime.ranges import ATTENTION, MERGE, in_range, is_profiled
 from attnmesh.runtime.tensors import Tensors, empty_length_major
 
 Returned = list[tuple[Tensor, Tensors]]
@@ -144,8 +144,8 @@ def _attend_heads(arrivals: Arrivals, task: Task) -> Partial:
     """Return the partial of the row's queries over the column's keys, for one group of heads."""
     (q,) = arrivals.queries()
     total: Partial | None = None
-    attend = in_range(ATTENTION, task.attend)
-    merge = in_range(MERGE, merge_into)
+    attend = in_range(ATTENTION, task.attend) if is_profiled() else task.attend
+    merge = in_range(MERGE, merge_into) if is_profiled() else merge_into
     for kernel, band, counts in zip(task.kernels, task.bands(arrivals.group), task.counts, strict=True):
         kv = next(arrivals.kv_by_step)
         out, lse = attend(kernel, q, kv, band, counts)
@@ -167,7 +167,7 @@ def _send_back(
     del made
     if axis.size > 1:
         yield
-    put = in_range(MERGE, put)
+    put = in_range(MERGE, put) if is_profiled() else put
     put(coming(), own)
 
 
@@ -216,7 +216,7 @@ def _backward_heads(arrivals: Arrivals, task: Task, pending: "PendingReturns", o
     coming: Finish | None = None  # gradients that earlier ranks computed for the keys of this step
     schedule = task.schedule
     bands = task.bands(arrivals.group)
-    attend_backward = in_range(ATTENTION, backward_band)
+    attend_backward = in_range(ATTENTION, backward_band) if is_profiled() else backward_band
     steps = zip(task.kernels, bands, task.counts, schedule.key_steps, schedule.gradient_steps, strict=True)
     for kernel, band, counts, step, onward in steps:
         keys, values = next(arrivals.kv_by_step)
