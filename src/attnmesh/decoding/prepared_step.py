@@ -26,6 +26,9 @@ from attnmesh.kernels.traced import are_plain
 from attnmesh.runtime.memo import Memo
 from attnmesh.runtime.ranges import ATTENTION, MERGE, in_range, is_profiled
 
+UNEQUAL = torch.ones(2)
+"""Checksum of calls that a merge on the host has found to differ."""
+
 
 class PreparedStep(NamedTuple):
     """Steps of one signature on caches of one size: their options, the launches of a kernel, and the merge of ranks."""
@@ -62,32 +65,30 @@ class PreparedStep(NamedTuple):
                 if not agreement.compare_now():
                     return q.new_full(step.output_shape(q), torch.nan)
                 call_hash = agreement.call_hash
-                out, agreement.checksum, _ = self.compute(inputs, views, call_hash)
+                out, agreement.checksum = self.compute(inputs, views, call_hash)
             return out
         try:  # without an agreement, which takes longer to make than to hash the call
             call_hash = hash_of_call(self.compared, *values)
-            out, _, calls_differ = self.compute(inputs, views, call_hash)
+            out, checksum = self.compute(inputs, views, call_hash)
         except RankFailure:
             raise
         except Exception as error:
             agreement_on(caches, step, checked).fail(error)
-        if calls_differ and checked is not False:
+        if checksum is UNEQUAL and checked is not False:
             agreement = agreement_on(caches, step, checked)
             agreement.fields = functools.partial(compared_fields, inputs, step)
             agreement.raise_unequal()
         return out
 
-    def compute(
-        self, inputs: StepInputs, views: Sequence[CacheView], call_hash: int
-    ) -> tuple[Tensor, Tensor | None, bool]:
-        """Return this rank's output, the merged checksum of the call, and whether the host knows that calls differ.
+    def compute(self, inputs: StepInputs, views: Sequence[CacheView], call_hash: int) -> tuple[Tensor, Tensor | None]:
+        """Return this rank's output, and the checksum that the merge has found of the ranks' calls.
 
-        The checksum is None where `host_merge` compares the calls, or where there are no other ranks. `views` is the
-        cache of all rows of q, or a cache for each row. The output is NaN if the ranks' calls differ. The host reads
-        nothing of a device.
+        The sum of the checksum is 0 if the calls are equal. It is None if `host_merge` has compared them and they are,
+        or if there are no other ranks. The output is NaN if the calls differ. `views` is the cache of all rows of q, or
+        a cache for each row. The host reads nothing of a device.
         """
         q, _, sinks, key_lengths, selected, other_keys = inputs
-        step, calls_differ = self.step, False
+        step = self.step
         own_q, own_sinks, own_selected = q, sinks, selected  # of this rank's heads
         if step.head_axis.size > 1:
             own_q, own_sinks, own_selected = of_own_heads(step, q, sinks, selected)
@@ -107,9 +108,8 @@ class PreparedStep(NamedTuple):
         attend = in_range(ATTENTION, self.attention.attend) if is_profiled() else self.attention.attend
         partial = attend(query, views, own_selected)
         if not self.is_alone:
-            partial, checksum, calls_differ = self._merge(partial, inputs, views, call_hash, message, checksum)
-        out, checksum = self._finish(partial, checksum, inputs, own_sinks, lengths, views)
-        return out, checksum, calls_differ
+            partial, checksum = self._merge(partial, inputs, views, call_hash, message, checksum)
+        return self._finish(partial, checksum, inputs, own_sinks, lengths, views)
 
     def _merge(
         self,
@@ -119,8 +119,8 @@ class PreparedStep(NamedTuple):
         call_hash: int,
         message: Tensor | None,
         checksum: Tensor | None,
-    ) -> tuple[Partial, Tensor | None, bool]:
-        """Return the partial and the checksum of all ranks, and whether the host knows that calls differ.
+    ) -> tuple[Partial, Tensor | None]:
+        """Return the partial of all ranks, and the checksum of their calls; None if the host knows that they are equal.
 
         `message` holds the partial, where there is one, and `checksum` is a view of it.
         """
@@ -137,13 +137,13 @@ class PreparedStep(NamedTuple):
         if host is not None and message is not None:
             merge = in_range(MERGE, host.run) if is_profiled() else host.run
             length = state.tolist()[0]  # of the caches, which is compared too
-            calls_differ = not merge(message, call_hash + length, tensors)
-            if calls_differ:
-                partial.out.fill_(torch.nan)
-            return partial, None, calls_differ
+            if merge(message, call_hash + length, tensors):
+                return partial, None
+            partial.out.fill_(torch.nan)
+            return partial, UNEQUAL
         checksum = call_checksum(tensors, call_hash, state, partial.lse, checksum)
         along = step.token_axis, step.merge, step.output
-        return *merge_ranks(partial, checksum, *along, reproducible=step.reproducible, message=message), False
+        return merge_ranks(partial, checksum, *along, reproducible=step.reproducible, message=message)
 
     def _finish(
         self,

@@ -34,7 +34,7 @@ def decode_op(
     call_hash = DecodeStep.hash_of_code(names, numbers)
     selected = None if indices is None else Selection(indices, step.index_block or 1)
     inputs = StepInputs(q, (), sinks, key_lengths, selected)
-    out, *_ = new_prepared_step(q, view, step).compute(inputs, [view], call_hash)
+    out, _ = new_prepared_step(q, view, step).compute(inputs, [view], call_hash)
     return torch.where(view.state[0] <= step.capacity, out, torch.nan)
 
 
