@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnmesh.comm.host_linear import MAX_SHARED_ROWS, HostLinear
 from attnmesh.comm.host_merge import host_merge_for
-from attnmesh.comm.shared_memory import CHECK_INTERVAL, CallsDifferError
+from attnmesh.comm.mailboxes import CHECK_INTERVAL, CallsDifferError
 from attnmesh.comm.topology import whole_mailboxes
 from attnmesh.comm.transport import transport_of
 from attnmesh.errors import InputError

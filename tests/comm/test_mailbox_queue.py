@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import attnmesh as am
 from attnmesh.cli.launch import run_on_ranks
+from attnmesh.comm.mailboxes import MESSAGE_BYTES
 from attnmesh.comm.p2p import exchange_messages
-from attnmesh.comm.shared_memory import MESSAGE_BYTES
 from attnmesh.comm.transport import all_gather_ints
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.mesh.shapes import AXES, Shape

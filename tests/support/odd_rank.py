@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import attnmesh as am
-from attnmesh.comm import mailbox_queue, shared_memory
+from attnmesh.comm import mailbox_queue, mailboxes
 from attnmesh.errors import InputError
 from attnmesh.mesh.shapes import AXES
 
@@ -29,8 +29,8 @@ DIM, HEADS, KV_HEADS, TOKENS = 16, 4, 2, 24
 @contextmanager
 def alert() -> Iterator[None]:
     """Let ranks that wait see ten times as often whether another one compares its call: tests make many such calls."""
-    often = shared_memory.CHECK_INTERVAL / 10
-    with patch.object(shared_memory, "CHECK_INTERVAL", often), patch.object(mailbox_queue, "CHECK_INTERVAL", often):
+    often = mailboxes.CHECK_INTERVAL / 10
+    with patch.object(mailboxes, "CHECK_INTERVAL", often), patch.object(mailbox_queue, "CHECK_INTERVAL", often):
         yield
 
 

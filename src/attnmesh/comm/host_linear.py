@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from attnmesh.comm.failures import failure
 from attnmesh.comm.mailbox_queue import finish_letters_of
-from attnmesh.comm.shared_memory import (
+from attnmesh.comm.mailboxes import (
     CHECK_INTERVAL,
     HEAD,
     MESSAGE_BYTES,

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from attnmesh.comm.failures import failure
 from attnmesh.comm.mailbox_queue import finish_letters_of
+from attnmesh.comm.mailboxes import UNEQUAL_CHECKSUM, CallsDifferError, Mailboxes, PeerLostError
 from attnmesh.comm.message import MODULUS, MessageForm
-from attnmesh.comm.shared_memory import UNEQUAL_CHECKSUM, CallsDifferError, Mailboxes, PeerLostError
 from attnmesh.comm.topology import rounds, whole_mailboxes
 from attnmesh.core.partial import Partial
 from attnmesh.kernels.native.native_digest import digest_on_host, wrapped

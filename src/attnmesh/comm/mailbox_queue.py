@@ -13,7 +13,7 @@ from time import monotonic
 
 from torch import Tensor
 
-from attnmesh.comm.shared_memory import CHECK_INTERVAL, CallsDifferError, Mailboxes, MismatchWatch, PeerLostError
+from attnmesh.comm.mailboxes import CHECK_INTERVAL, CallsDifferError, Mailboxes, MismatchWatch, PeerLostError
 from attnmesh.runtime.world import WORLD
 
 MAX_WAIT = 0.0002

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnmesh.comm.shared_memory import MESSAGE_BYTES
+from attnmesh.comm.mailboxes import MESSAGE_BYTES
 from attnmesh.core.digest import ROW, digest
 from attnmesh.core.partial import Partial, merge_stack
 from attnmesh.kernels.native.native_digest import digest_on_host, wrapped

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attnmesh.comm.failures import failure
-from attnmesh.comm.shared_memory import CallsDifferError
+from attnmesh.comm.mailboxes import CallsDifferError
 from attnmesh.comm.transport import Post, transport_of
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.schedule import ExchangeStep

@@ -5,8 +5,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from attnmesh.comm.mailboxes import UNEQUAL_CHECKSUM, CallsDifferError
 from attnmesh.comm.message import POISON, MessageForm
-from attnmesh.comm.shared_memory import UNEQUAL_CHECKSUM, CallsDifferError
 from attnmesh.comm.topology import rounds
 from attnmesh.comm.transport import transport_of
 from attnmesh.core.candidates import best

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 
-from attnmesh.comm import machine_constants, shared_memory
+from attnmesh.comm import machine_constants
 from attnmesh.comm.failures import collective
-from attnmesh.comm.shared_memory import Mailboxes
+from attnmesh.comm.mailboxes import Mailboxes, mailboxes_size, open_mailboxes, unlink_mailboxes
 from attnmesh.kernels.native.build import library
 from attnmesh.mesh.axes import Axis, Mesh, backends, device_type_of
 from attnmesh.mesh.cluster import PRESETS, Cluster
@@ -90,20 +90,20 @@ def host_mailboxes(axis: Axis) -> Mailboxes | None:
     if axis.size == 1:
         return None
     members = next(host for host in hosts(axis) if axis.index in host)
-    size = shared_memory.size_of(len(members))
+    size = mailboxes_size(len(members))
     new = axis.index == members[0]
     name = randbits(63)
-    memory = shared_memory.opened(name, size, new=True) if size and new else None
+    memory = open_mailboxes(name, size, new=True) if size and new else None
     try:
         names = [row[0] for row in dist_all_gather_ints([name], [axis])]
         name = names[members[0]]
         if size and not new:
-            memory = shared_memory.opened(name, size, new=False)
+            memory = open_mailboxes(name, size, new=False)
         space = _inode(Path("/proc/self/ns/pid"))
         rows = dist_all_gather_ints([memory is not None, os.getpid(), space, library().exchange is not None], [axis])
     finally:
         if new and size:
-            shared_memory.unlink(name)
+            unlink_mailboxes(name)
     if memory is None or not all(rows[rank][0] and rows[rank][3] for rank in members):
         return None
     processes = [rows[rank][1] if rows[rank][2] == space else 0 for rank in members]

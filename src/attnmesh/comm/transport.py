@@ -1,7 +1,7 @@
 """Transports: how messages travel along an axis. One is chosen for an axis and a device.
 
 `Transport`     the process group, over sockets with gloo
-`SharedMemory`  mailboxes for short messages inside a host, and sockets for all others
+`HostTransport` mailboxes for short messages inside a host, and sockets for all others
 `Nccl`          GPUs; a merge is one launch where these see each other's memory
 
 A transport posts messages, gathers them, merges partials, and gathers numbers that hosts hold. `all_gather_ints` does
@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.comm.failures import awaited, collective, failure
 from attnmesh.comm.host_merge import merge_in_host
 from attnmesh.comm.mailbox_queue import Letter, begin_letters, finish_letter
+from attnmesh.comm.mailboxes import MAX_NUMBERS, MESSAGE_BYTES, Mailboxes, PeerLostError
 from attnmesh.comm.message import MessageForm
-from attnmesh.comm.shared_memory import MAX_NUMBERS, MESSAGE_BYTES, Mailboxes, PeerLostError
 from attnmesh.comm.symmetric_memory import SymmetricMemory, symmetric_memory_of
 from attnmesh.comm.topology import best_merge, dist_all_gather_ints, host_mailboxes, hosts, mesh_hosts, rounds
 from attnmesh.core.partial import Partial
@@ -191,7 +191,7 @@ class Transport:
         return rows[:, : len(mine)]
 
 
-class SharedMemory(Transport):
+class HostTransport(Transport):
     """Short messages inside a host by its mailboxes, others by sockets. Messages in float32 merge in native calls."""
 
     def __init__(self, axis: Axis, device: torch.device, mailboxes: Mailboxes) -> None:
@@ -325,7 +325,7 @@ def transport_of(axis: Axis, device: torch.device) -> Transport:
     if device.type != "cpu":
         return Nccl(axis, device)
     mailboxes = host_mailboxes(axis)
-    return Transport(axis, device) if mailboxes is None else SharedMemory(axis, device, mailboxes)
+    return Transport(axis, device) if mailboxes is None else HostTransport(axis, device, mailboxes)
 
 
 @cached_per_world()

@@ -6,7 +6,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from attnmesh.comm.host_linear import BOARD_BYTES, MAX_SHARED_ROWS
-from attnmesh.comm.shared_memory import MAX_MEMBERS
+from attnmesh.comm.mailboxes import MAX_MEMBERS
 from attnmesh.hf.shared_weights import shared_layers, weights_of
 from attnmesh.planner.decode_cost import Experts, SharedLayers
 

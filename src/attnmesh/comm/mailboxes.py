@@ -388,14 +388,14 @@ class MismatchWatch:
             raise CallsDifferError(awaited.peer)
 
 
-def size_of(ranks: int) -> int:
+def mailboxes_size(ranks: int) -> int:
     """Return the bytes of the mailboxes of so many ranks; 0 where there can be none."""
     size = ranks * (ranks + 1) * (HEAD + MESSAGE_BYTES)
     able = platform.machine() in PROCESSORS and FOLDER.is_dir() and hasattr(os, "posix_fallocate")
     return size if able and 1 < ranks <= MAX_MEMBERS else 0
 
 
-def opened(name: int, size: int, *, new: bool) -> mmap.mmap | None:
+def open_mailboxes(name: int, size: int, *, new: bool) -> mmap.mmap | None:
     """Return the memory of that name, which the first rank of a host makes; None where that fails."""
     flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if new else 0)
     try:
@@ -427,7 +427,7 @@ def _remove_names_of_the_dead() -> None:
                 os.close(file)
 
 
-def unlink(name: int) -> None:
+def unlink_mailboxes(name: int) -> None:
     """Remove the name. The memory lives as long as a rank maps it."""
     _path(name).unlink(missing_ok=True)
 

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 import attnmesh as am
-from attnmesh.comm import shared_memory
-from attnmesh.comm.shared_memory import MESSAGE_BYTES, Mailboxes
+from attnmesh.comm import mailboxes
+from attnmesh.comm.mailboxes import MESSAGE_BYTES, Mailboxes, mailboxes_size
 from attnmesh.comm.topology import host_mailboxes
 from attnmesh.errors import MeshError
 from attnmesh.guard.agreement import Agreement
@@ -26,7 +26,7 @@ from attnmesh.mesh.axes import Axis, mesh_of
 from attnmesh.runtime.processes import RunningProcess
 from tests.support.pool import Pool, on_each_rank
 
-here = pytest.mark.skipif(not shared_memory.size_of(2), reason="memory cannot be shared here, or stores have no order")
+here = pytest.mark.skipif(not mailboxes_size(2), reason="memory cannot be shared here, or stores have no order")
 
 
 def _message(random: Random, size: int) -> torch.Tensor:
@@ -34,7 +34,7 @@ def _message(random: Random, size: int) -> torch.Tensor:
 
 
 def _boards(ranks: int, processes: list[int], timeout: float = 2.0) -> list[Mailboxes]:
-    memory = mmap.mmap(-1, shared_memory.size_of(ranks))
+    memory = mmap.mmap(-1, mailboxes_size(ranks))
     return [Mailboxes(memory, range(ranks), rank, processes, timeout) for rank in range(ranks)]
 
 
@@ -102,11 +102,11 @@ def _talk(rounds: int) -> int:
 @on_each_rank
 def _talk_in(folder: Path, rounds: int) -> int:
     """On a rank: the same in a new group, whose memory has a folder of its own."""
-    before, shared_memory.FOLDER = shared_memory.FOLDER, folder
+    before, mailboxes.FOLDER = mailboxes.FOLDER, folder
     try:
         return _talk_along(Axis(dist.get_world_size(), dist.get_rank(), dist.new_group()), rounds)
     finally:
-        shared_memory.FOLDER = before
+        mailboxes.FOLDER = before
 
 
 def _talk_along(axis: Axis, rounds: int) -> int:
@@ -128,14 +128,14 @@ def _talk_along(axis: Axis, rounds: int) -> int:
 @here
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_all_ranks_talk_to_all(ranks: int, pool: Pool) -> None:
-    with tempfile.TemporaryDirectory(dir=shared_memory.FOLDER) as folder:
+    with tempfile.TemporaryDirectory(dir=mailboxes.FOLDER) as folder:
         assert pool.run(ranks, _talk_in, Path(folder), 80 // ranks) == [0] * ranks
         assert not list(Path(folder).iterdir())  # no names are left, only memory that is in use
 
 
 @here
 def test_names_that_killed_ranks_left_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "FOLDER", tmp_path)
+    monkeypatch.setattr(mailboxes, "FOLDER", tmp_path)
     left, young, used = (tmp_path / f"attnmesh-{name}" for name in ("left", "young", "used"))
     for path in (left, young, used):
         path.touch()
@@ -143,14 +143,14 @@ def test_names_that_killed_ranks_left_are_removed(tmp_path: Path, monkeypatch: p
         os.utime(path, (0, 0))
     with used.open() as file:
         fcntl.flock(file, fcntl.LOCK_SH)
-        memory = shared_memory.opened(1, 4096, new=True)
+        memory = mailboxes.open_mailboxes(1, 4096, new=True)
     assert memory is not None
     assert not left.exists()
     assert young.exists()  # its rank may be about to lock it
     assert used.exists()
     os.utime(tmp_path / "attnmesh-0000000000000001", (0, 0))
-    assert shared_memory.opened(2, 4096, new=True) is not None
-    assert shared_memory.opened(1, 4096, new=False) is not None  # `memory` holds its lock
+    assert mailboxes.open_mailboxes(2, 4096, new=True) is not None
+    assert mailboxes.open_mailboxes(1, 4096, new=False) is not None  # `memory` holds its lock
 
 
 @on_each_rank
@@ -176,16 +176,16 @@ def test_messages_of_calls_that_differ_are_dropped(ranks: int, pool: Pool) -> No
 def _without(lacking: int) -> tuple[bool, torch.Tensor]:
     """On a rank: merge in a new group, of which one rank cannot open the memory."""
     group = dist.new_group()
-    before = shared_memory.FOLDER
+    before = mailboxes.FOLDER
     if dist.get_rank() == lacking:
-        shared_memory.FOLDER = Path("/nowhere")
+        mailboxes.FOLDER = Path("/nowhere")
     try:
         axis = Axis(dist.get_world_size(), dist.get_rank(), group)
         found = host_mailboxes(axis)
         partial = am.Partial(torch.full((1, 2, 1, 4), float(axis.index)), torch.zeros(1, 2, 1))
         return found is None, am.merge_across(partial, group, how="tree").out
     finally:
-        shared_memory.FOLDER = before
+        mailboxes.FOLDER = before
 
 
 @pytest.mark.parametrize("lacking", [0, 2])
@@ -215,5 +215,5 @@ def test_hosts_with_and_without_a_board_merge_messages_of_any_length(size: int, 
 
 
 def test_too_many_ranks_go_without() -> None:
-    assert shared_memory.size_of(1) == 0
-    assert shared_memory.size_of(64) == 0
+    assert mailboxes_size(1) == 0
+    assert mailboxes_size(64) == 0
