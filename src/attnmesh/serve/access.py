@@ -2,6 +2,7 @@
 
 import hashlib
 import hmac
+import re
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers
@@ -19,6 +20,9 @@ POLLED = ("/health", "/metrics")
 
 LOCAL = ("localhost", "127.0.0.1", "[::1]")
 """Names of this machine to itself."""
+
+LOCAL_HOST = re.compile(f"({'|'.join(map(re.escape, LOCAL))})(:[0-9]*)?")
+"""A Host header with one of these names, and with a port or without."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,7 @@ class Door:
 
     def _check(self, path: str, headers: Headers) -> str:
         """Return the key of a request; empty if it needs none. Raise if it may not be served."""
-        name = headers.get("host", "").rpartition(":")[0] or headers.get("host", "")
-        if self.limits.local and name.lower() not in (*LOCAL, "[:"):
+        if self.limits.local and not LOCAL_HOST.fullmatch(headers.get("host", "").lower()):
             raise Refused(403, "host: expected a name of this machine. Start the server with --host for others.")
         if not self.limits.api_keys or path in OPEN:
             return ""
