@@ -27,7 +27,15 @@ PASSED = ("type", "id", "status")
 """Further fields, which say nothing to a model."""
 
 OF_ANSWERS = (
-    *("annotations", "async", "async_", "caller", "encrypted_content", "file_id", "logprobs", "name", "namespace"),
+    "annotations",
+    "async",
+    "async_",
+    "caller",
+    "encrypted_content",
+    "file_id",
+    "logprobs",
+    "name",
+    "namespace",
     "phase",
 )
 """Fields that items and parts of answers have elsewhere, and which hold nothing here."""
@@ -54,7 +62,7 @@ class InputMessages:
 
     def add(self, role: str, content: Any, field: str, place: str = "") -> None:
         """Add a message whose content stands at a place of a field."""
-        self._place(field, {"role": role, "content": content}, "content", place)
+        self._add_part(field, {"role": role, "content": content}, "content", place)
 
     def _add_item(self, field: str, item: dict[str, Any]) -> None:
         kind = item.get("type") or "message"
@@ -71,42 +79,45 @@ class InputMessages:
             case "function_call_output":
                 call = text_of(f"{field}.call_id", item.get("call_id"))
                 output = content_of(f"{field}.output", item.get("output"))
-                self._place(field, {"role": "tool", "tool_call_id": call, "content": output}, "content", ".output")
+                self._add_part(field, {"role": "tool", "tool_call_id": call, "content": output}, "content", ".output")
             case _:
                 place = "content" if item.get("content") else "summary"
                 if thought := thought_of(f"{field}.{place}", item.get(place)):
                     message = {"role": "assistant", "content": None, "reasoning_content": thought}
-                    self._place(field, message, "reasoning_content", f".{place}")
+                    self._add_part(field, message, "reasoning_content", f".{place}")
 
     def _add_call(self, field: str, item: dict[str, Any]) -> None:
         function = {name: text_of(f"{field}.{name}", item.get(name)) for name in ("name", "arguments")}
         call = {"id": text_of(f"{field}.call_id", item.get("call_id")), "type": "function", "function": function}
         message = {"role": "assistant", "content": None, "tool_calls": [call]}
-        place = self._place(field, message, "tool_calls", "")
+        place = self._add_part(field, message, "tool_calls", "")
         place += f"[{len(self.messages[-1]['tool_calls']) - 1}]"
         self.names |= {place: field, f"{place}.function": field}
 
-    def _place(self, field: str, message: dict[str, Any], kind: str, place: str) -> str:
+    def _add_part(self, field: str, message: dict[str, Any], kind: str, place: str) -> str:
         """Add a message, or what it holds to the last one. Return the field of the chat that holds it."""
-        last = self.messages[-1] if self.messages else None
-        if last is None or not _joins(last, message, kind):
+        if self.messages and _continues(self.messages[-1], message, kind):
+            _join(self.messages[-1], message, kind)
+        else:
             self.messages.append(message)
             self.names[f"messages[{len(self.messages) - 1}]"] = field
-        elif kind == "content":
-            last["content"] = message["content"]
-        else:
-            last[kind] = last[kind] + message[kind] if kind in last else message[kind]
         found = f"messages[{len(self.messages) - 1}].{kind}"
         self.names.setdefault(found, field + place)
         return found
 
 
-def _joins(last: dict[str, Any], message: dict[str, Any], kind: str) -> bool:
+def _continues(last: dict[str, Any], message: dict[str, Any], kind: str) -> bool:
     """Return whether a part of an answer is shown after all that its message has, if it is added to it."""
     if not last["role"] == message["role"] == "assistant":
         return False
     shown = [ORDER.index(name) for name in ORDER if last.get(name)]
     return max(shown, default=0) < ORDER.index(kind) + (kind != "content")
+
+
+def _join(last: dict[str, Any], message: dict[str, Any], kind: str) -> None:
+    """Add a part of an answer to its message, which has no content yet if the part is content."""
+    further = kind in last and kind != "content"
+    last[kind] = last[kind] + message[kind] if further else message[kind]
 
 
 def check_fields(field: str, value: dict[str, Any], kind: str) -> None:

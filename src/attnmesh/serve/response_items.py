@@ -10,8 +10,14 @@ from attnmesh.serve.reply import Reply
 from attnmesh.serve.responses import ResponseRequest
 
 ECHOED = (
-    *("instructions", "temperature", "top_p", "max_output_tokens", "parallel_tool_calls"),
-    *("prompt_cache_key", "safety_identifier", "user"),
+    "instructions",
+    "temperature",
+    "top_p",
+    "max_output_tokens",
+    "parallel_tool_calls",
+    "prompt_cache_key",
+    "safety_identifier",
+    "user",
 )
 """Fields of a request that its response repeats as they are."""
 

@@ -49,8 +49,16 @@ FORMATS = 'type "text" or "json_object", or "json_schema" with a name and a sche
 """Types of the text of a response."""
 
 REFUSED = (
-    *("access_programs", "background_options", "context_management", "conversation", "image", "max_tool_calls"),
-    *("moderation", "prompt", "prompt_cache_options", "prompt_cache_retention"),
+    "access_programs",
+    "background_options",
+    "context_management",
+    "conversation",
+    "image",
+    "max_tool_calls",
+    "moderation",
+    "prompt",
+    "prompt_cache_options",
+    "prompt_cache_retention",
 )
 """Fields that are refused whatever their value."""
 

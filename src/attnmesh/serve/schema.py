@@ -241,8 +241,15 @@ SAMPLING: Schema = {
 """Fields that both kinds of requests have."""
 
 REFUSED = (
-    *("audio", "function_call", "functions", "moderation", "prediction", "prompt_cache_options"),
-    *("prompt_cache_retention", "verbosity", "web_search_options"),
+    "audio",
+    "function_call",
+    "functions",
+    "moderation",
+    "prediction",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "verbosity",
+    "web_search_options",
 )
 """Fields of chat completions that are refused whatever their value."""
 
