@@ -69,7 +69,7 @@ class OpenStore:
     name: str
     """Name of the model, by which the first rank names blocks. Names of other ranks may differ, and are not used."""
     lock: FolderLock | None
-    """None on ranks other than the first."""
+    """Lock of the folder; None on ranks other than the first."""
 
 
 def open_store(store: PrefixStore, model: PreTrainedModel, cache: ShardedCache) -> OpenStore:

@@ -56,7 +56,7 @@ class RankStore:
         self.folder, self.lock, self.axes, self.caches = opened.folder, opened.lock, axes, caches
         self.memory: dict[StoredBlock, Rows] = {}
         self.readings: dict[int, Reading] = {}
-        self.written, self.fault = 0, 0  # blocks that were written, or are other ranks'; the system's error
+        self.written, self.fault = 0, 0  # blocks that were written, or are other ranks'; number of the system's error
         self._work: queue.SimpleQueue[tuple[Callable[..., None], *tuple[Any, ...]]] = queue.SimpleQueue()
         self._is_open, self._thread = True, Thread(target=self._run, name="attnmesh store", daemon=True)
         self._thread.start()

@@ -35,7 +35,7 @@ class RankWorker:
         self.axes = Mesh.of(mesh)
         self.left = left_to_decode(model.config)
         self.template = ShardedCache(model.config, mesh, **options)  # raises here, not at the first request
-        self.options = {**options, "shares": self.template.shares}  # which are measured once
+        self.options = {**options, "shares": self.template.shares}  # options of caches: shares are measured once
         self.caches: dict[int, ShardedCache] = {}
         self.store: RankStore | None = None
         self.draft: RankWorker | None = None
@@ -47,10 +47,10 @@ class RankWorker:
         self.by_steps = steps_differ(model.config)
         """True if one token is computed by another rule than several: answers that are computed again go by tokens."""
         self.ends: dict[int, int] = {}
-        """Tokens of prompts; answers come after them."""
+        """Tokens of the prompts that are computed, by number: those of answers come after them."""
         self.size, self.stop = 0, 0  # tokens of the chunk that is computed, and the token before which it ends
         self.nbytes, self.steps = 0, 0
-        self.seconds: dict[str, float] = {}  # of each operation of the last plan
+        self.seconds: dict[str, float] = {}  # seconds of each operation of the last plan
 
     @property
     def scale(self) -> float:

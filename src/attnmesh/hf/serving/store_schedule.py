@@ -133,7 +133,7 @@ class StoreSchedule(NoStore):
             self.tiers.add(self.tiers.disk, block, Held(nbytes))
         self.layers = self._read_layers()
         self.saving: deque[SavingCache] = deque()
-        self.saved: deque[SavingCache] = deque()  # whose last block may be on its way to the folder
+        self.saved: deque[SavingCache] = deque()  # caches whose last block may be on its way to the folder
         self.sent, self.stopped = 0, False
         self.loading: LoadingCache | None = None
         self.loaded: dict[Stream, tuple[int, int]] = {}
