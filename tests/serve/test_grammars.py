@@ -783,12 +783,12 @@ def test_rows_wait_for_masks_together(engine: Engine, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(GrammarState, "_mask", masked)
     slow = [engine.submit([5, 6, i], max_new_tokens=9, grammar=Grammar("start: /[a-z]/", "slow")) for i in range(8)]
-    while len(engine.schedule.rows) < 8:
+    while len(engine.scheduler.rows) < 8:
         time.sleep(0.001)
     waits = []
     for _ in range(3):
         start = time.perf_counter()
-        engine.schedule._draw_held()
+        engine.scheduler._draw_held()
         waits.append(time.perf_counter() - start)
     free.set()
     assert [len(text_of(one)) for one in slow] == [1] * 8

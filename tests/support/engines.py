@@ -136,7 +136,7 @@ def model_of(name: str) -> Any:
 
 
 def schedule_of(engine: Engine) -> StoreSchedule:
-    found = engine.schedule.store
+    found = engine.scheduler.store
     assert isinstance(found, StoreSchedule)
     return found
 
@@ -147,7 +147,7 @@ def until_stored(engine: Engine) -> None:
 
     def is_quiet() -> bool:
         nonlocal busy
-        if engine.schedule.busy or store.is_writing:
+        if engine.scheduler.busy or store.is_writing:
             busy = engine.exchanges
         engine.inbox.put(None)
         return engine.exchanges >= busy + 3

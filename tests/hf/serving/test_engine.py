@@ -343,7 +343,7 @@ def asked_at_once(name: str) -> None:
     streams = [engine.submit(text, max_new_tokens=5) for _ in range(4)]
     with started(engine):
         assert [tokens(stream) for stream in streams] == [wanted] * 4
-    assert engine.schedule.counts["prompt_tokens"] < 330
+    assert engine.scheduler.counts["prompt_tokens"] < 330
 
 
 @pytest.mark.parametrize("name", ["mistral", "qwen3_next", "llama"])
@@ -409,8 +409,8 @@ def life(shape: Shape, seed: int, requests: int) -> None:
             assert given == wanted[number][sent:new][: len(given)]
             assert stream.finish_reason == ("cancelled" if stream.cancelled and len(given) < new - sent else "length")
             assert stream.cancelled or len(given) == new - sent
-        until(lambda: not engine.schedule.busy)
-        until(lambda: max(engine.schedule.nbytes) <= memory)
+        until(lambda: not engine.scheduler.busy)
+        until(lambda: max(engine.scheduler.nbytes) <= memory)
         figures = engine.metrics()
         assert figures["evicted"]
         assert figures["running"] == figures["queue"] == figures["filling"] == 0
@@ -528,7 +528,7 @@ def by_default(ranks: int) -> list[int]:
     free = 10**9 + torch.distributed.get_rank()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure_shares, "free_memory", lambda _: free)
-        return [Engine(model, mesh).schedule.memory, Engine(model, mesh, cache_memory=5).schedule.memory]
+        return [Engine(model, mesh).scheduler.memory, Engine(model, mesh, cache_memory=5).scheduler.memory]
 
 
 def test_ranks_of_a_host_share_its_free_memory(pool: Pool) -> None:
@@ -604,14 +604,14 @@ def waits_in_steps(ranks: int) -> None:
     with running(model, mesh) as engine:
         if engine is None:
             return
-        planned = engine.schedule.plan
+        planned = engine.scheduler.plan
 
         def plan() -> list[Any]:
             operations = planned()
             plans.append({name: arguments for name, *arguments in operations})
             return operations
 
-        engine.schedule.plan = plan  # type: ignore[method-assign]
+        engine.scheduler.plan = plan  # type: ignore[method-assign]
         streams = [engine.submit(ids(9, seed=seed), max_new_tokens=4000) for seed in range(3)]
         for stream in streams:
             next(iter(stream))

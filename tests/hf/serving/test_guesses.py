@@ -17,7 +17,7 @@ from attnmesh.hf.serving.engine import Engine
 from attnmesh.hf.serving.guesses import LATER, SOON, StepTimes
 from attnmesh.hf.serving.ngram_guesses import RowText
 from attnmesh.hf.serving.rank_worker import RankWorker
-from attnmesh.hf.serving.row_guesses import FORGET, RowGuesses
+from attnmesh.hf.serving.row_guesses import DECAY, RowGuesses
 from attnmesh.mesh.shapes import AXES, Shape, mesh_shape
 from attnmesh.setup.init_mesh import init_mesh
 from benchmarks.speculate import CASES, prompts
@@ -246,17 +246,17 @@ def test_random_texts_are_looked_up_as_lists_are() -> None:
 
 
 def test_guesses_that_nobody_checked_are_compared() -> None:
-    new, row = RowGuesses(), RowGuesses(next=[4, 5, 6, 1])
+    new, row = RowGuesses(), RowGuesses(draft=[4, 5, 6, 1])
     row.compare([4, 9])
-    stood, tried = FORGET * new.stood + 1, FORGET * new.tried + 2  # 4 stood, of two that were compared
-    assert (row.next, row.stood, row.tried) == ([], stood, tried)
-    row.next = [9, 9]
+    accepted, proposed = DECAY * new.accepted + 1, DECAY * new.proposed + 2  # 4 was right, of two that were compared
+    assert (row.draft, row.accepted, row.proposed) == ([], accepted, proposed)
+    row.draft = [9, 9]
     row.compare([4, 9, 9, 9, 9])
-    assert (row.stood, row.tried) == pytest.approx((FORGET * stood + 2, FORGET * tried + 2))
+    assert (row.accepted, row.proposed) == pytest.approx((DECAY * accepted + 2, DECAY * proposed + 2))
 
 
 def measured(seconds: Callable[[int, int], float], *steps: tuple[int, int]) -> StepTimes:
-    """Return times of steps of so many rows and guesses, of which none has stood."""
+    """Return times of steps of so many rows and guesses, of which none was accepted."""
     times = StepTimes()
     for rows, guesses in steps:
         times.add(rows, guesses, seconds(rows, guesses))
@@ -352,8 +352,8 @@ def test_a_rate_follows_an_answer() -> None:
             answer.append(token)
             text.add([token])
             row.compare(answer)
-            row.next = text.found(4)
-        return row.rate
+            row.draft = text.found(4)
+        return row.acceptance_rate
 
     assert follows(9, 9, 9, *range(8)) > 0.7
     assert follows(1, 2, 3, 1, 2, 3, 9, 1, 2, 3, 8) < 0.7

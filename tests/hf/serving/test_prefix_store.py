@@ -280,7 +280,7 @@ def full(ranks: int, folder: Path) -> None:
             given = []
             for text in texts:
                 given.append(asked(engine, text)[0])
-                until(lambda: not engine.schedule.busy)
+                until(lambda: not engine.scheduler.busy)
             until(lambda: bool(engine.metrics()["store_stopped"]))
             given.append(asked(engine, texts[0][:100] + texts[1])[0])
         said = [str(one.message) for one in warned if "no more prefixes" in str(one.message)]
@@ -358,7 +358,7 @@ def from_memory(ranks: int, folder: Path) -> None:
         for again in (False, True):
             for text, right in zip(texts, wanted, strict=True):
                 assert asked(engine, text) == (right, 144 * again)
-                until(lambda: not engine.schedule.busy)
+                until(lambda: not engine.scheduler.busy)
         figures = engine.metrics()
         assert figures["store_memory_tokens"] == 4 * 144
         assert not figures["store_disk_tokens"]
@@ -486,7 +486,7 @@ def beside_streams(ranks: int, folder: Path) -> None:
     with storing(model, mesh, folder, max_gap=0.01) as engine:
         if engine is None:
             return
-        store, planned = schedule_of(engine), engine.schedule.plan
+        store, planned = schedule_of(engine), engine.scheduler.plan
         store.rate = 1e6
 
         def plan() -> list[Any]:
@@ -495,7 +495,7 @@ def beside_streams(ranks: int, folder: Path) -> None:
             plans.append({name: arguments for name, *arguments in operations})
             return operations
 
-        engine.schedule.plan = plan  # type: ignore[method-assign]
+        engine.scheduler.plan = plan  # type: ignore[method-assign]
         stream = engine.submit(ids(9), max_new_tokens=4000)
         next(iter(stream))
         assert asked(engine, text + ids(200, seed=8), new=1)[1] == 2000 - 2000 % 16

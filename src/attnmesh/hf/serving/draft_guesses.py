@@ -22,26 +22,26 @@ from attnmesh.hf.serving.prefixes import Prefixes
 from attnmesh.hf.serving.rank_worker import RankWorker
 from attnmesh.hf.serving.stream import Stream
 
-FIRST = 0.6
-"""Share of guesses that are expected to stand before a guess was checked, or after `AGAIN` steps without guesses."""
+FIRST_RATE = 0.6
+"""Share of guesses that are expected to be accepted before one was checked, or after `RETRY_AFTER` steps without."""
 
-WEIGHT = 3.0
-"""Guesses that count as tried before: the first ones that do not stand do not turn a row off."""
+FIRST_PROPOSED = 3.0
+"""Guesses that count as proposed before: the first wrong ones do not turn a row off."""
 
-AGAIN = 64
+RETRY_AFTER = 64
 """Steps of a row without guesses after which it is tried again."""
 
-USUAL = 0.2
+EMA_WEIGHT = 0.2
 """Weight of a row's last step in the share of guesses that a new row begins with."""
 
-PASSES = 2
+TRIAL_DRAFT = 2
 """Guesses of a row at most, while guesses are not worth their time or their time is not known."""
 
 LAG = 96
 """Tokens that a row may be ahead of the draft's cache, beyond which they are read as a prompt is."""
 
-CHUNK, LONGEST_CHUNK = 64, 2048
-"""Tokens of the first chunk of a text that the draft reads beside a step, and of the longest."""
+SHORTEST_CHUNK, LONGEST_CHUNK = 64, 2048
+"""Tokens of a chunk of a text that the draft reads beside a step, at least and at most."""
 
 KEPT = 16
 """Caches of ended rows that are kept for rows that begin alike."""
@@ -84,7 +84,7 @@ class DraftRow:
     @property
     def is_worth(self) -> bool:
         """True if guesses may be worth their time."""
-        return self.stream.guesses.rate >= LEAST_RATE
+        return self.stream.guesses.acceptance_rate >= LEAST_RATE
 
     def catch_up(self) -> tuple[int, list[int]]:
         """Return the guesses to take back from the cache, and the tokens to add, of which there is at least one."""
@@ -104,9 +104,9 @@ class DraftGuesses(NoGuesses):
         self.rows: dict[int, DraftRow] = {}
         self.prefixes = Prefixes(worker)
         self.footprint: Footprint | None = None
-        self.passes = RowTimes()  # of passes over rows
-        self.token_seconds = 0.0  # of a token that is read
-        self.usual = FIRST  # share of guesses that new rows begin with
+        self.passes = RowTimes()  # seconds of passes over rows
+        self.token_seconds = 0.0  # seconds of a token that is read
+        self.usual_rate = FIRST_RATE  # share of guesses that new rows begin with
         self.rest = 0  # steps to come in which nothing is read
         self.counts = {"draft_passes": 0, "draft_prompt_tokens": 0}
 
@@ -117,7 +117,7 @@ class DraftGuesses(NoGuesses):
     def release(self) -> bool:
         """Drop the caches of ended rows; or if there are none, all, and read nothing for some steps."""
         numbers = [*self.prefixes.kept] or [*self.worker.caches]
-        self.rest = self.rest if self.prefixes.kept else AGAIN
+        self.rest = self.rest if self.prefixes.kept else RETRY_AFTER
         self._drop(numbers)
         return bool(numbers)
 
@@ -146,7 +146,7 @@ class DraftGuesses(NoGuesses):
     ) -> list[int]:
         """Return the guesses of each row, of which so many are offered."""
         passes = [*accumulate(map(self.passes, range(1, len(rows) + 1)), max, initial=0.0)]
-        return times.choose([row.stream.guesses.rate for row in rows], offered, passes, tries=tries)
+        return times.choose([row.stream.guesses.acceptance_rate for row in rows], offered, passes, tries=tries)
 
     # --- rows ---
 
@@ -157,11 +157,11 @@ class DraftGuesses(NoGuesses):
         if row is None:
             row = self.rows[stream.number] = DraftRow(stream, fails=stream.images is not None)
         elif not row.idle:
-            self.usual += USUAL * (guesses.rate - self.usual)
+            self.usual_rate += EMA_WEIGHT * (guesses.acceptance_rate - self.usual_rate)
         if not row.was_tried:
-            guesses.stood, guesses.tried = WEIGHT * self.usual, WEIGHT
-        if row.idle >= AGAIN and not row.is_worth and not times.debt:
-            row.idle, guesses.stood, guesses.tried = 0, WEIGHT * FIRST, WEIGHT
+            guesses.accepted, guesses.proposed = FIRST_PROPOSED * self.usual_rate, FIRST_PROPOSED
+        if row.idle >= RETRY_AFTER and not row.is_worth and not times.debt:
+            row.idle, guesses.accepted, guesses.proposed = 0, FIRST_PROPOSED * FIRST_RATE, FIRST_PROPOSED
         return row
 
     def _offered(self, row: DraftRow, times: StepTimes) -> int:
@@ -171,7 +171,7 @@ class DraftGuesses(NoGuesses):
 
     def _most(self, row: DraftRow, times: StepTimes) -> int:
         """Return how many tokens may be guessed of a row that is read."""
-        most = self.most if times.pays else min(self.most, PASSES)
+        most = self.most if times.pays else min(self.most, TRIAL_DRAFT)
         return 0 if row.fails else max(0, min(most, row.stream.room, self.longest - row.length))
 
     def _growth(self, row: DraftRow, tokens: int) -> int:
@@ -204,8 +204,8 @@ class DraftGuesses(NoGuesses):
 
     def _chunk(self, times: StepTimes, rows: int) -> int:
         """Return the tokens that are read beside a step, in about its time."""
-        size = int(times.plain(rows) / self.token_seconds) if self.token_seconds else CHUNK
-        return max(CHUNK, min(LONGEST_CHUNK, size))
+        size = int(times.plain(rows) / self.token_seconds) if self.token_seconds else SHORTEST_CHUNK
+        return max(SHORTEST_CHUNK, min(LONGEST_CHUNK, size))
 
     def _next_to_read(
         self, rows: Sequence[DraftRow], times: StepTimes, free: Callable[[], int], *, tries: bool
@@ -245,7 +245,9 @@ class DraftGuesses(NoGuesses):
             self.footprint = Footprint.of(self.worker.caches[row.stream.number])
         row.filled, tokens = chunk[0], chunk[0] - begun
         self.counts["draft_prompt_tokens"] += tokens
-        self.token_seconds = self.worker.seconds["fill"] / tokens if tokens > CHUNK // 2 else self.token_seconds
+        self.token_seconds = (
+            self.worker.seconds["fill"] / tokens if tokens > SHORTEST_CHUNK // 2 else self.token_seconds
+        )
         if row.filled >= row.read - 1:  # the last token is of the first pass
             row.read, row.is_reading = row.filled, False
 
@@ -274,15 +276,15 @@ class DraftGuesses(NoGuesses):
                 self.counts["draft_passes"] += 1
                 self.passes.add(len(tokens), perf_counter() - start - others)
                 for number, token in drawn.items():
-                    self.rows[number].stream.guesses.next.append(token)
-                going = [n for n in tokens if len(self.rows[n].stream.guesses.next) < chosen[n]]
+                    self.rows[number].stream.guesses.draft.append(token)
+                going = [n for n in tokens if len(self.rows[n].stream.guesses.draft) < chosen[n]]
                 tokens = {number: [drawn[number]] for number in going}
                 for number in going:
                     self.rows[number].guessed.append(drawn[number])
             plan = []
         for number in chosen:
             guesses = self.rows[number].stream.guesses
-            guesses.checked = [*guesses.next]
+            guesses.checked = [*guesses.draft]
 
     def _drawing(self, stream: Stream) -> Callable[[Tensor], int]:
         """Return what draws tokens after logits, with the random numbers of the row's next tokens."""

@@ -31,7 +31,7 @@ from attnmesh.hf.serving.grammar_masks import Grammar, GrammarTokens
 from attnmesh.hf.serving.plan_exchange import PlanExchange, can_be_sent
 from attnmesh.hf.serving.prefix_store import PrefixStore
 from attnmesh.hf.serving.rank_worker import RankWorker
-from attnmesh.hf.serving.request_queue import RequestQueue
+from attnmesh.hf.serving.scheduler import Scheduler
 from attnmesh.hf.serving.speculation import Speculation
 from attnmesh.hf.serving.stream import Sampling, Stream
 from attnmesh.hf.tensor_parallel import tp_mesh
@@ -148,12 +148,12 @@ class Engine:
         """Ratios of the tokens of each rank, measured once for all requests; None for even shares."""
         guesser = None if speculation is None else speculation.begin(self.worker, self._run_draft)
         memory = int(cache_memory or memory_share(self.link.meshes, self.model.device, self.shares))
-        self.schedule = RequestQueue(self.worker, max_rows, memory, max_gap, store, guesser)
+        self.scheduler = Scheduler(self.worker, max_rows, memory, max_gap, store, guesser)
         self.max_queue = int(max_queue)
         self.inbox: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
         self.error: BaseException | None = None
         self.closing = False
-        self.exchanges = 0  # of plans so far: their number tells a server that ranks go on
+        self.exchanges = 0  # exchanges of plans so far: more of them tell a server that ranks go on
         self.seconds, self.merging, self.pause = 0.0, 0.0, 0.0
 
     def submit(
@@ -229,7 +229,7 @@ class Engine:
         given, fix = f"one of {self.max_queue} requests that wait", "submit again later, or raise max_queue"
         fits = replay is not None or self._queued < self.max_queue
         require(fits, Busy, "submit", "a queue with room", given, fix)
-        self.schedule.store.prepare(stream)
+        self.scheduler.store.prepare(stream)
         self.inbox.put(stream)
         if self.closing:  # the stream may have come too late to be found
             stream.end(self.error or "cancelled")
@@ -252,7 +252,7 @@ class Engine:
         fits = self.longest is None or total <= self.longest
         given = f"{prompt} and {stream.max_new_tokens} new ones"
         require(fits, TooLong, "submit ids", f"at most {self.longest} tokens", given, fix)
-        footprint, memory = self.schedule.footprint, self.schedule.memory
+        footprint, memory = self.scheduler.footprint, self.scheduler.memory
         if footprint is not None and footprint(prompt) > memory:
             raise never_fits(footprint(prompt), memory)
         unknown = sorted((stream.images or {}).keys() - image_inputs(self.model))
@@ -272,7 +272,7 @@ class Engine:
         try:
             while not self.closing:
                 self._step()
-            self.schedule.end_all("cancelled")
+            self.scheduler.end_all("cancelled")
             self._exchange([["end"]])
         except BaseException as error:
             self.error = error
@@ -280,7 +280,7 @@ class Engine:
         finally:
             self.closing = True
             self._receive(0.0)
-            self.schedule.end_all(self.error or "cancelled")
+            self.scheduler.end_all(self.error or "cancelled")
             self.worker.close(at_once=self.error is not None)
 
     def follow(self) -> None:
@@ -302,27 +302,27 @@ class Engine:
         """Return counts and sizes: numbers, and lists with a number for each rank."""
         share = self.merging / self.seconds if self.seconds else 0.0
         waits = {"queue": self._queued, "exchanges": self.exchanges}
-        return {**self.schedule.metrics(), **waits, "merge_share": share}
+        return {**self.scheduler.metrics(), **waits, "merge_share": share}
 
     @property
     def _queued(self) -> int:
         """Requests that wait."""
-        return self.inbox.qsize() + len(self.schedule.waiting)
+        return self.inbox.qsize() + len(self.scheduler.waiting)
 
     def _step(self) -> None:
         """Take in requests, and run one step with all ranks."""
-        idle = WRITING if self.schedule.store.is_writing else BEAT
-        self._receive(self.pause if self.schedule.busy else idle)
-        plan = self.schedule.plan()
+        idle = WRITING if self.scheduler.store.is_writing else BEAT
+        self._receive(self.pause if self.scheduler.busy else idle)
+        plan = self.scheduler.plan()
         self.pause = 0.0 if plan else POLL
         with counted() as traffic:
             results = self._exchange(plan)
         self.seconds += sum(self.worker.seconds.values())
         self.merging += sum(traffic.merges)
-        self.schedule.take(results)
+        self.scheduler.take(results)
 
     def _receive(self, seconds: float) -> None:
-        """Move new requests to the schedule. Wait at most `seconds` for a first one."""
+        """Move new requests to the scheduler. Wait at most `seconds` for a first one."""
         while True:
             try:
                 stream = self.inbox.get(timeout=seconds) if seconds else self.inbox.get_nowait()
@@ -330,14 +330,14 @@ class Engine:
                 return
             seconds = 0.0
             if stream is not None:  # else `close` wakes the engine
-                self.schedule.waiting.append(stream)
+                self.scheduler.waiting.append(stream)
 
     def _exchange(self, plan: list[Any]) -> dict[str, Any]:
         """Send a plan to all ranks and run it."""
         plan, numbers = self.link.exchange(plan, self.worker.numbers)
-        self.schedule.hear(numbers)
+        self.scheduler.hear(numbers)
         self.exchanges += 1
-        begun = self.schedule.begun
+        begun = self.scheduler.begun
         return {} if plan == [["end"]] else self._run(plan, begun.images if begun is not None else None)
 
     def _run_draft(self, plan: list[Any]) -> dict[str, Any]:

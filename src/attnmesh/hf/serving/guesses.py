@@ -1,7 +1,7 @@
 """Ways to guess the next tokens of answers, and how many guesses a step checks.
 
-A step that checks guesses of a row computes them beside its next token, and draws at each place in turn. A guess stands
-where its token is drawn. It costs a token of a step, so its worth is weighed against that.
+A step that checks guesses of a row computes them beside its next token, and draws at each place in turn. A guess is
+accepted where its token is drawn. It costs a token of a step, so its worth is weighed against that.
 """
 
 from collections import Counter, deque
@@ -15,7 +15,7 @@ import numpy as np
 from attnmesh.hf.serving.stream import Stream
 
 LEAST_RATE = 0.3
-"""Share of a row's guesses that stand, below which no guess of the row is checked, whatever its time."""
+"""Share of a row's guesses that are accepted, below which no guess of the row is checked, whatever its time."""
 
 MEASURED_TIMES = 3
 """Times of which the middle one counts: one may be wrong."""
@@ -83,17 +83,19 @@ class StepTimes:
         """Steps with guesses after which one without is due."""
         self.added: deque[tuple[int, int, float]] = deque(maxlen=LAST_STEPS)
         """Rows and guesses of the last steps with guesses, and by what share they took longer than steps without."""
-        self.pays, self.debt = False, 0.0
-        """Whether guesses are worth their time, and the seconds that trials have lost and that are not made up for."""
+        self.pays = False
+        """True if guesses are worth their time."""
+        self.debt = 0.0
+        """Seconds that trials have lost, and that are not made up for."""
 
-    def add(self, rows: int, guesses: int, seconds: float, stood: int = 0, guessing: float = 0.0) -> None:
-        """Take the time of a step, how many of its guesses stood, and the seconds in which they were guessed."""
+    def add(self, rows: int, guesses: int, seconds: float, accepted: int = 0, guessing: float = 0.0) -> None:
+        """Take the time of a step, how many of its guesses were accepted, and the seconds of guessing."""
         plain = self.plain(rows)
         lost = guessing - TRIALS * seconds
         if guesses:
             self.added.append((rows, guesses, seconds / plain - 1 if plain else 0.0))
             self.since[rows] += 1 if seconds > (1 - ALIKE) * plain else LATER  # guesses add time to a step
-            lost += seconds - plain * (1 + stood / rows)
+            lost += seconds - plain * (1 + accepted / rows)
         else:
             self.plain.add(rows, seconds)
             self.since[rows], self.wait = 0, LATER if self.pays else SOON
@@ -109,7 +111,7 @@ class StepTimes:
         makes more tokens in a second.
 
         Args:
-            rates: Share of the guesses of each row that stand.
+            rates: Share of the guesses of each row that are accepted.
             offered: Guesses that each row may have at most.
             passes: Seconds in which one token is guessed in so many rows, from 0 on; none if that takes no time.
             tries: Whether guesses may be chosen to find the time that they take.

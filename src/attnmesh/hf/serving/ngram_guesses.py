@@ -45,7 +45,7 @@ class RowText:
 
 
 class NgramGuesses(NoGuesses):
-    """Guesses by look-up. At first none is checked, until one stands: those that are not are compared for nothing."""
+    """Guesses by look-up. At first none is checked, until one is right: those that are not are compared for nothing."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -57,8 +57,8 @@ class NgramGuesses(NoGuesses):
             if (text := self.texts.get(stream)) is None:
                 text = self.texts[stream] = RowText(stream.prompt)
             text.add(stream.answer[text.answered :])
-            stream.guesses.next = text.found(min(self.most, stream.room))
+            stream.guesses.draft = text.found(min(self.most, stream.room))
         guesses = [stream.guesses for stream in rows]
-        counts = times.choose([one.rate for one in guesses], [len(one.next) for one in guesses])
+        counts = times.choose([one.acceptance_rate for one in guesses], [len(one.draft) for one in guesses])
         for one, count in zip(guesses, counts, strict=True):
-            one.checked = one.next[:count]
+            one.checked = one.draft[:count]

@@ -1,49 +1,50 @@
-"""Guesses of the next tokens of a row, and how many of them stood."""
+"""Guesses of the next tokens of a row, and how many of them were accepted."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-FORGET = 0.9
-"""Weight of what is known of a row's guesses, at each later step."""
+DECAY = 0.9
+"""Weight of the counts of a row's guesses, at each later step."""
 
 
 @dataclass
 class RowGuesses:
-    """Tokens that may come next in a row, and how often such guesses were right."""
+    """Tokens that may come next in a row, and how often such guesses were accepted."""
 
     answered: int = 0
     """Tokens of the answer that were compared with guesses."""
-    next: list[int] = field(default_factory=list)
-    """The tokens that may come next."""
+    draft: list[int] = field(default_factory=list)
+    """Tokens that may come next."""
     checked: list[int] = field(default_factory=list)
-    """The first of `next`, which a step checks."""
-    left: list[int] = field(default_factory=list)
+    """The first tokens of the draft, which a step checks."""
+    pending: list[int] = field(default_factory=list)
     """Guesses of the last step that are in the cache, and have not been drawn."""
-    stood: float = 0.25
-    tried: float = 1.0
-    """How often a guess stood, and how often one was tried: late guesses count most."""
+    accepted: float = 0.25
+    """Count of guesses that were accepted, of which late ones weigh most."""
+    proposed: float = 1.0
+    """Count of guesses up to the first wrong one, of which late ones weigh most."""
 
     @property
-    def rate(self) -> float:
-        """Share of the guesses that stand."""
-        return self.stood / self.tried
+    def acceptance_rate(self) -> float:
+        """Share of the guesses that are accepted."""
+        return self.accepted / self.proposed
 
     def compare(self, answer: Sequence[int]) -> None:
         """Compare the new tokens of the answer with the guesses, also with those that no step has checked."""
-        pairs = [*zip(self.next, answer[self.answered :], strict=False)]
-        right = next((place for place, (guess, token) in enumerate(pairs) if guess != token), len(pairs))
+        pairs = [*zip(self.draft, answer[self.answered :], strict=False)]
+        accepted = next((place for place, (guess, token) in enumerate(pairs) if guess != token), len(pairs))
         if pairs:
-            self.stood = FORGET * self.stood + right
-            self.tried = FORGET * self.tried + min(right + 1, len(pairs))
-        self.answered, self.next, self.checked = len(answer), [], []
+            self.accepted = DECAY * self.accepted + accepted
+            self.proposed = DECAY * self.proposed + min(accepted + 1, len(pairs))
+        self.answered, self.draft, self.checked = len(answer), [], []
 
     def begin(self) -> None:
         """Note that the checked guesses are in the cache."""
-        self.left, self.checked = self.checked, []
+        self.pending, self.checked = self.checked, []
 
-    def stands(self, token: int) -> bool:
+    def accepts(self, token: int) -> bool:
         """Return whether the next guess is this token, which was drawn. Then the next place has logits."""
-        if not self.left or self.left[0] != token:
+        if not self.pending or self.pending[0] != token:
             return False
-        del self.left[0]
+        del self.pending[0]
         return True

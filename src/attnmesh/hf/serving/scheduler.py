@@ -1,4 +1,4 @@
-"""Schedule of an engine: which requests decode, whose prompts are computed, and which caches are kept."""
+"""The scheduler of an engine: which requests decode, whose prompts are computed, and which caches are kept."""
 
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -20,30 +20,30 @@ from attnmesh.hf.serving.store_schedule import begin_store
 from attnmesh.hf.serving.stream import Stream
 from attnmesh.runtime.world import WORLD
 
-WHOLE = 2048
-"""Tokens of a chunk while no rows decode."""
+LONGEST_CHUNK = 2048
+"""Tokens of a chunk at most."""
 
-SMALL, FIRST = 64, 256
-"""Tokens of the first chunk, whose speed is not known yet: beside rows, and without."""
+FIRST_CHUNK, FIRST_CHUNK_BESIDE_ROWS = 256, 64
+"""Tokens of the first chunk, whose speed is not known yet: while no rows decode, and beside rows."""
 
-LONGEST_CHUNK = 10.0
+CHUNK_SECONDS = 10.0
 """Seconds of a chunk, or a quarter of the deadline: requests join, and are cancelled, between chunks."""
 
-TURN = 3
+OLDEST_EVERY = 3
 """Chunks of which one is of the oldest prompt. The others are of the one with the shortest rest."""
 
-LOOK = 8
+LOOKAHEAD = 8
 """Requests of the queue that may begin before those that wait for a prefix."""
 
-MASK_SHARE, LEAST_WAIT, LATE = 0.05, 0.001, 0.01
-"""Share of a step, or seconds, that all rows wait for masks of grammars; and seconds if none can go on without."""
+MASK_SHARE, LEAST_MASK_WAIT, IDLE_MASK_WAIT = 0.05, 0.001, 0.01
+"""Wait of all rows for masks of grammars: a share of a step, at least some seconds, and seconds if all rows wait."""
 
-MOVING = 0.3
-"""Weight of the last measurement in a mean."""
+EMA_WEIGHT = 0.3
+"""Weight of the last measurement in an exponential moving average."""
 
 
-class RequestQueue:
-    """The requests of an engine on rank 0, by what they wait for. Caches take at most `memory` bytes on each rank."""
+class Scheduler:
+    """Plans steps of an engine on rank 0, and takes their results. Caches take at most `memory` bytes on each rank."""
 
     def __init__(
         self,
@@ -61,25 +61,26 @@ class RequestQueue:
         self.guesser = guesser or NoGuesses()
         self.store = begin_store(store, worker)
         self.waiting: deque[Stream] = deque()
-        self.filling: list[Stream] = []  # whose prompts are computed, the oldest first
-        self.begun: Stream | None = None  # whose prompt begins in this step
-        self.computed: Stream | None = None  # of whose prompt this step computes a chunk
-        self.forked: tuple[Stream, int] | None = None  # whose cache this step keeps, and its number
+        self.filling: list[Stream] = []  # requests whose prompts are computed, the oldest first
+        self.begun: Stream | None = None  # request whose prompt begins in this step
+        self.computed: Stream | None = None  # request whose prompt has a chunk in this step
+        self.forked: tuple[Stream, int] | None = None  # request whose cache this step forks, and the fork's number
         self.spared: set[int] = set()  # kept caches that this step forks, or makes
         self.rows: list[Stream] = []
         self.stepping: list[Stream] = []  # rows that this step computes; the others wait for masks of grammars
         self.prefixes = Prefixes(worker)
         self.footprint: Footprint | None = None
         self.promised, self.growing = 0, False  # bytes by which caches grow in this step, and whether those of rows do
-        self.is_full = False  # no chunk fits, so no other prompt begins
+        self.is_full = False  # true if no chunk fits: then no other prompt begins
         self.numbers, self.chunks = count(), count()
         self.drops: list[int] = []
         self.rejected: dict[int, int] = {}  # last tokens of caches that the next step takes back, by number
         self.nbytes: list[int] = [0]
         """Bytes of caches by rank, as of the last exchange."""
         self.step_times = StepTimes()
-        self.row_seconds, self.token_seconds, self.guess_seconds = 0.0, 0.0, 0.0
-        """Seconds of a step of rows, of a token of a prompt, and of the last guesses."""
+        self.row_seconds = 0.0  # seconds of a step of rows
+        self.token_seconds = 0.0  # seconds of a token of a prompt
+        self.guess_seconds = 0.0  # seconds of the last guesses
         self.counts = dict.fromkeys(("tokens", "prompt_tokens", "cached_tokens", "preempted", "evicted", "steps"), 0)
         self.counts |= {"drafted_tokens": 0, "accepted_tokens": 0}
 
@@ -148,10 +149,10 @@ class RequestQueue:
             drafted = sum(len(stream.guesses.checked) for stream in self.stepping)
             self.counts["drafted_tokens"] += drafted
             seconds = self.worker.seconds["rows"] + self.worker.seconds.get("crop", 0.0)
-            accepted = self.counts["accepted_tokens"]
+            before = self.counts["accepted_tokens"]
             self._take_rows(rows)
-            stood = self.counts["accepted_tokens"] - accepted
-            self.step_times.add(len(self.stepping), drafted, seconds, stood, self.guess_seconds)
+            accepted = self.counts["accepted_tokens"] - before
+            self.step_times.add(len(self.stepping), drafted, seconds, accepted, self.guess_seconds)
         if self.begun is not None:
             self._take_start(self.begun, results["start"])
         if self.computed is not None and self.computed in self.filling:
@@ -177,7 +178,7 @@ class RequestQueue:
         logits = dict(zip(self.stepping, rows, strict=True))
         running = self.rows
         self.rows = []
-        until = perf_counter() + max(LEAST_WAIT, MASK_SHARE * self.row_seconds)
+        until = perf_counter() + max(LEAST_MASK_WAIT, MASK_SHARE * self.row_seconds)
         for stream in running:
             if stream in logits:
                 stream.suspected = False
@@ -190,7 +191,7 @@ class RequestQueue:
         held = [(stream, stream.held) for stream in self.rows if stream.held is not None]
         alone = len(held) == len(self.rows) and not self.filling and not self.waiting
         if held and alone:
-            wait_for_any([stream.grammar for stream, _ in held if stream.grammar is not None], LATE)
+            wait_for_any([stream.grammar for stream, _ in held if stream.grammar is not None], IDLE_MASK_WAIT)
         for stream, logits in held:
             if self._add(stream, logits):
                 self.rows.remove(stream)
@@ -235,7 +236,7 @@ class RequestQueue:
                 self.rows.append(stream)
 
     def _add(self, stream: Stream, logits: Tensor, seconds: float = 0.0) -> bool:
-        """Draw the next token of a stream, and one more after each guess that stands. Return if the stream has ended.
+        """Draw the next token of a stream, and one more after each accepted guess. Return if the stream has ended.
 
         Logits, (tokens, vocabulary), are held if the mask of the grammar is not made within `seconds`: other rows go on
         meanwhile.
@@ -255,17 +256,17 @@ class RequestQueue:
             if ended:
                 self._end(stream, stream.finish_reason or "stop", keep=not self.worker.by_steps)
                 return True
-            if not stream.guesses.stands(stream.answer[-1]):
+            if not stream.guesses.accepts(stream.answer[-1]):
                 break
             self.counts["accepted_tokens"] += 1
         self._reject(stream)
         return False
 
     def _reject(self, stream: Stream) -> None:
-        """Take guesses that do not stand from the end of a cache, with the next step."""
-        if stream.guesses.left:
-            self.rejected[stream.number] = len(stream.guesses.left)
-            stream.guesses.left = []
+        """Take guesses that were not accepted from the end of a cache, with the next step."""
+        if stream.guesses.pending:
+            self.rejected[stream.number] = len(stream.guesses.pending)
+            stream.guesses.pending = []
 
     # --- ends ---
 
@@ -375,7 +376,7 @@ class RequestQueue:
         """Begin the prompt of a request, if there is room for it. Return the operation."""
         if not self.waiting or len(self.running) >= self.max_rows or self.drops or (self.is_full and self.filling):
             return None
-        first = (one for one in islice(self.waiting, LOOK) if not self.store.holds_up(one))
+        first = (one for one in islice(self.waiting, LOOKAHEAD) if not self.store.holds_up(one))
         stream = next((one for one in first if not self._has_to_wait(one)), None)
         stream = next((one for one in self.waiting if self.store.found(one) is not None), stream)
         found = None if stream is None or self._loads(stream) else self._source(stream)
@@ -475,7 +476,7 @@ class RequestQueue:
 
     def _fill(self) -> list[Any] | None:
         """Return the operation that computes the next chunk of a prompt, in most turns that with the shortest rest."""
-        turn = next(self.chunks) % TURN == TURN - 1
+        turn = next(self.chunks) % OLDEST_EVERY == OLDEST_EVERY - 1
         ordered = self.filling if turn else sorted(self.filling, key=lambda one: len(one.ids) - one.filled)
         for stream in ordered:
             stop = min((place for place in stream.fork_points if place > stream.filled), default=len(stream.ids))
@@ -495,17 +496,17 @@ class RequestQueue:
 
     def _chunk(self) -> int:
         """Return the tokens of the next chunk, so that rows wait no longer than they may."""
-        longest = min(LONGEST_CHUNK, WORLD.deadline / 4 if WORLD.deadline else LONGEST_CHUNK)
+        longest = min(CHUNK_SECONDS, WORLD.deadline / 4 if WORLD.deadline else CHUNK_SECONDS)
         if not self.rows:
-            return min(WHOLE, max(1, int(longest / self.token_seconds))) if self.token_seconds else FIRST
+            return min(LONGEST_CHUNK, max(1, int(longest / self.token_seconds))) if self.token_seconds else FIRST_CHUNK
         if not self.token_seconds or not self.row_seconds:
-            return SMALL
+            return FIRST_CHUNK_BESIDE_ROWS
         if self.max_gap is None:
             waiting = len(self.waiting) + len(self.filling)  # requests that wait for a first token count like rows
             spare = 2 * self.row_seconds * waiting
         else:
             spare = self._spare_seconds() / (1 + self.store.busy)
-        return max(1, min(WHOLE, int(min(spare, longest) / self.token_seconds)))
+        return max(1, min(LONGEST_CHUNK, int(min(spare, longest) / self.token_seconds)))
 
     def _spare_seconds(self) -> float:
         """Return the seconds that a step of rows may take longer."""
@@ -513,4 +514,4 @@ class RequestQueue:
 
     def _measure(self, name: str, seconds: float) -> None:
         before = getattr(self, name)
-        setattr(self, name, seconds if not before else (1 - MOVING) * before + MOVING * seconds)
+        setattr(self, name, seconds if not before else (1 - EMA_WEIGHT) * before + EMA_WEIGHT * seconds)
