@@ -16,6 +16,7 @@ from attnmesh.hf.serving import draws
 from attnmesh.hf.serving.engine import Engine
 from attnmesh.hf.serving.footprint import Footprint
 from attnmesh.hf.serving.rank_worker import RankWorker
+from attnmesh.hf.serving.scheduler import StepPlan
 from attnmesh.hf.serving.stream import Sampling, Stream
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.setup import measure_shares
@@ -606,10 +607,10 @@ def waits_in_steps(ranks: int) -> None:
             return
         planned = engine.scheduler.plan
 
-        def plan() -> list[Any]:
-            operations = planned()
-            plans.append({name: arguments for name, *arguments in operations})
-            return operations
+        def plan() -> StepPlan:
+            step = planned()
+            plans.append({name: arguments for name, *arguments in step.operations})
+            return step
 
         engine.scheduler.plan = plan  # type: ignore[method-assign]
         streams = [engine.submit(ids(9, seed=seed), max_new_tokens=4000) for seed in range(3)]

@@ -13,6 +13,7 @@ import torch
 import attnmesh.hf as hf
 from attnmesh.errors import InputError
 from attnmesh.hf.serving.engine import Engine
+from attnmesh.hf.serving.scheduler import StepPlan
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store.block_folder import BlockFolder
 from attnmesh.store.block_names import StoredBlock
@@ -489,11 +490,11 @@ def beside_streams(ranks: int, folder: Path) -> None:
         store, planned = schedule_of(engine), engine.scheduler.plan
         store.rate = 1e6
 
-        def plan() -> list[Any]:
-            operations = planned()
+        def plan() -> StepPlan:
+            step = planned()
             store.rate = 1e6
-            plans.append({name: arguments for name, *arguments in operations})
-            return operations
+            plans.append({name: arguments for name, *arguments in step.operations})
+            return step
 
         engine.scheduler.plan = plan  # type: ignore[method-assign]
         stream = engine.submit(ids(9), max_new_tokens=4000)

@@ -313,13 +313,13 @@ class Engine:
         """Take in requests, and run one step with all ranks."""
         idle = WRITING if self.scheduler.store.is_writing else BEAT
         self._receive(self.pause if self.scheduler.busy else idle)
-        plan = self.scheduler.plan()
-        self.pause = 0.0 if plan else POLL
+        step = self.scheduler.plan()
+        self.pause = 0.0 if step.operations else POLL
         with counted() as traffic:
-            results = self._exchange(plan)
+            results = self._exchange(step.operations, None if step.begun is None else step.begun.images)
         self.seconds += sum(self.worker.seconds.values())
         self.merging += sum(traffic.merges)
-        self.scheduler.take(results)
+        self.scheduler.take(step, results)
 
     def _receive(self, seconds: float) -> None:
         """Move new requests to the scheduler. Wait at most `seconds` for a first one."""
@@ -332,13 +332,12 @@ class Engine:
             if stream is not None:  # else `close` wakes the engine
                 self.scheduler.waiting.append(stream)
 
-    def _exchange(self, plan: list[Any]) -> dict[str, Any]:
-        """Send a plan to all ranks and run it."""
+    def _exchange(self, plan: list[Any], images: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Send a plan to all ranks and run it, with the images of the prompt that begins."""
         plan, numbers = self.link.exchange(plan, self.worker.numbers)
         self.scheduler.hear(numbers)
         self.exchanges += 1
-        begun = self.scheduler.begun
-        return {} if plan == [["end"]] else self._run(plan, begun.images if begun is not None else None)
+        return {} if plan == [["end"]] else self._run(plan, images)
 
     def _run_draft(self, plan: list[Any]) -> dict[str, Any]:
         """Run operations of the draft model on all ranks, between two steps."""

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from itertools import count, islice
 from time import perf_counter
 from typing import Any
@@ -42,6 +43,19 @@ EMA_WEIGHT = 0.3
 """Weight of the last measurement in an exponential moving average."""
 
 
+@dataclass
+class StepPlan:
+    """A step: the operations of all ranks, and the requests that take their results."""
+
+    operations: list[Any] = field(default_factory=list)
+    rows: list[Stream] = field(default_factory=list)  # rows that decode; the others wait for masks of grammars
+    begun: Stream | None = None  # request whose prompt begins
+    filled: Stream | None = None  # request whose prompt has a chunk
+    forked: tuple[Stream, int] | None = None  # request whose cache is forked, and the fork's number
+    spared: set[int] = field(default_factory=set)  # kept caches that are forked, or made
+    promised: int = 0  # bytes by which caches grow
+
+
 class Scheduler:
     """Plans steps of an engine on rank 0, and takes their results. Caches take at most `memory` bytes on each rank."""
 
@@ -62,18 +76,13 @@ class Scheduler:
         self.store = begin_store(store, worker)
         self.waiting: deque[Stream] = deque()
         self.filling: list[Stream] = []  # requests whose prompts are computed, the oldest first
-        self.begun: Stream | None = None  # request whose prompt begins in this step
-        self.computed: Stream | None = None  # request whose prompt has a chunk in this step
-        self.forked: tuple[Stream, int] | None = None  # request whose cache this step forks, and the fork's number
-        self.spared: set[int] = set()  # kept caches that this step forks, or makes
         self.rows: list[Stream] = []
-        self.stepping: list[Stream] = []  # rows that this step computes; the others wait for masks of grammars
+        self.step = StepPlan()  # step that is planned
         self.prefixes = Prefixes(worker)
         self.footprint: Footprint | None = None
-        self.promised, self.growing = 0, False  # bytes by which caches grow in this step, and whether those of rows do
         self.is_full = False  # true if no chunk fits: then no other prompt begins
         self.numbers, self.chunks = count(), count()
-        self.drops: list[int] = []
+        self.drops: list[int] = []  # caches that the next step drops
         self.rejected: dict[int, int] = {}  # last tokens of caches that the next step takes back, by number
         self.nbytes: list[int] = [0]
         """Bytes of caches by rank, as of the last exchange."""
@@ -96,69 +105,62 @@ class Scheduler:
 
     def metrics(self) -> dict[str, float | list[float]]:
         """Return counts, and the bytes of caches by rank."""
-        sizes: dict[str, float] = {
-            "running": len(self.rows),
-            "filling": len(self.filling),
-            "kept": len(self.prefixes.kept),
-        }
-        sizes["cache_limit_bytes"] = self.memory
+        sizes: dict[str, float] = {"running": len(self.rows), "filling": len(self.filling)}
+        sizes |= {"kept": len(self.prefixes.kept), "cache_limit_bytes": self.memory}
         sizes |= {**self.store.metrics(), **self.guesser.metrics()}
         return {**self.counts, **sizes, "step_seconds": self.row_seconds, "cache_bytes": [*map(float, self.nbytes)]}
 
-    def plan(self) -> list[Any]:
-        """Return the operations of the next step."""
-        self.promised, self.begun, self.computed, self.forked = 0, None, None, None
-        self.spared.clear()
+    def plan(self) -> StepPlan:
+        """Return the next step."""
+        step = self.step = StepPlan()
         self._end_cancelled()
         self._draw_held()
         while len(self.prefixes.kept) > 2 * self.max_rows:
             self._evict(next(iter(self.prefixes.kept)))
         self._guess()
-        self._fit_rows()
-        start = self._start()
-        snapshot = self._snapshot()
-        fill = self._fill()
-        operations = [operation for operation in (start, snapshot, fill) if operation is not None]
-        if self.filling and not self.rows and not operations:  # none can go on beside the others
+        grows = self._fit_rows()
+        prompts = [operation for operation in (self._start(), self._snapshot(), self._fill()) if operation is not None]
+        if self.filling and not self.rows and not prompts:  # none can go on beside the others
             self._preempt(self._bytes_of(len(self.filling[-1].ids)))
-        plan: list[Any] = [["crop", [*self.rejected.items()]]] if self.rejected else []
+        step.operations = [["crop", [*self.rejected.items()]]] if self.rejected else []
         self.rejected = {}
-        plan += self.store.before(self.drops, self._spare_seconds() / 2 if self.rows else None)
+        step.operations += self.store.before(self.drops, self._spare_seconds() / 2 if self.rows else None)
         if self.drops:
-            plan.append(["drop", self.drops])
+            step.operations.append(["drop", self.drops])
             self.prefixes.forget(self.drops)
             self.drops = []
-        self.stepping = [stream for stream in self.rows if stream.held is None]
-        if self.stepping:
-            rows = [[one.number, [one.answer[-1], *one.guesses.checked]] for one in self.stepping]
-            plan.append(["rows", rows, self.growing])
-        return plan + operations + self.store.after()
+        step.rows = [stream for stream in self.rows if stream.held is None]
+        if step.rows:
+            rows = [[one.number, [one.answer[-1], *one.guesses.checked]] for one in step.rows]
+            step.operations.append(["rows", rows, grows])
+        step.operations += [*prompts, *self.store.after()]
+        return step
 
     def hear(self, numbers: list[list[int]]) -> None:
         """Take the numbers of all ranks, as of the last step: bytes of caches, and what the store needs."""
         self.nbytes = [nbytes for nbytes, *_ in numbers]
         self.drops += self.store.hear([others for _, *others in numbers])
 
-    def take(self, results: dict[str, Any]) -> None:
+    def take(self, step: StepPlan, results: dict[str, Any]) -> None:
         """Take the results of a step: new tokens, and prompts that are done."""
         if isinstance(error := results.get("crop"), InputError):
             raise error  # caches differ from what is known of them
         if (rows := results.get("rows")) is not None:
             self.counts["steps"] += 1
             self._measure("row_seconds", self.worker.seconds["rows"])
-            drafted = sum(len(stream.guesses.checked) for stream in self.stepping)
+            drafted = sum(len(stream.guesses.checked) for stream in step.rows)
             self.counts["drafted_tokens"] += drafted
             seconds = self.worker.seconds["rows"] + self.worker.seconds.get("crop", 0.0)
             before = self.counts["accepted_tokens"]
-            self._take_rows(rows)
+            self._take_rows(step.rows, rows)
             accepted = self.counts["accepted_tokens"] - before
-            self.step_times.add(len(self.stepping), drafted, seconds, accepted, self.guess_seconds)
-        if self.begun is not None:
-            self._take_start(self.begun, results["start"])
-        if self.computed is not None and self.computed in self.filling:
-            self._take_chunk(self.computed, results["fill"])
-        if self.forked is not None:
-            self.store.keep(*self.forked)
+            self.step_times.add(len(step.rows), drafted, seconds, accepted, self.guess_seconds)
+        if step.begun is not None:
+            self._take_start(step.begun, results["start"])
+        if step.filled is not None and step.filled in self.filling:
+            self._take_chunk(step.filled, results["fill"])
+        if step.forked is not None:
+            self.store.keep(*step.forked)
         self.store.take(results, self.worker.seconds)
 
     def end_all(self, reason: str | BaseException) -> None:
@@ -170,12 +172,12 @@ class Scheduler:
 
     # --- results ---
 
-    def _take_rows(self, rows: Sequence[Tensor] | InputError) -> None:
+    def _take_rows(self, streams: list[Stream], rows: Sequence[Tensor] | InputError) -> None:
         if isinstance(rows, InputError):
             self.rows = [stream for stream in self.rows if stream.held is not None]
-            self._find_cause(self.stepping, rows)
+            self._find_cause(streams, rows)
             return
-        logits = dict(zip(self.stepping, rows, strict=True))
+        logits = dict(zip(streams, rows, strict=True))
         running = self.rows
         self.rows = []
         until = perf_counter() + max(LEAST_MASK_WAIT, MASK_SHARE * self.row_seconds)
@@ -309,7 +311,7 @@ class Scheduler:
         held = self.worker.measure(self.drops) if self.drops else self.worker.nbytes
         most = max(self.nbytes)
         scale = self.worker.scale
-        return int(self.memory - scale * held - max(0.0, most - scale * self.nbytes[0]) - self.promised)
+        return int(self.memory - scale * held - max(0.0, most - scale * self.nbytes[0]) - self.step.promised)
 
     def _fits(self, more: int, spared: Collection[int] = ()) -> bool:
         """Return if `more` bytes fit, after kept caches were dropped for them, least recently used first.
@@ -317,7 +319,7 @@ class Scheduler:
         Caches of guesses go last.
         """
         while self._free() < more:
-            oldest = next((number for number in self.prefixes.kept if number not in {*spared, *self.spared}), None)
+            oldest = next((number for number in self.prefixes.kept if number not in {*spared, *self.step.spared}), None)
             if oldest is not None:
                 self._evict(oldest)
             elif not self.guesser.release():
@@ -338,8 +340,8 @@ class Scheduler:
         self.guesser.guess(rows, self.step_times, self._free)
         self.guess_seconds = perf_counter() - start
 
-    def _fit_rows(self) -> None:
-        """Put the youngest requests back into the queue until the others can grow."""
+    def _fit_rows(self) -> bool:
+        """Put the youngest requests back into the queue until the others can grow. Return whether they grow."""
         more = self._growth_of_rows()
         if not self._fits(more):
             for stream in self.rows:  # guesses go before a row does
@@ -348,7 +350,8 @@ class Scheduler:
         while not self._fits(more) and self.running:
             self._preempt(more)
             more = self._growth_of_rows()
-        self.promised, self.growing = more, more > 0
+        self.step.promised = more
+        return more > 0
 
     def _growth_of_rows(self) -> int:
         return sum(self._growth(stream, 1 + len(stream.guesses.checked)) for stream in self.rows)
@@ -388,13 +391,13 @@ class Scheduler:
         self.store.begun(stream)
         self.waiting.remove(stream)
         self.filling.append(stream)
-        self.begun, stream.number, stream.filled, stream.forked = stream, next(self.numbers), same, source >= 0
+        self.step.begun, stream.number, stream.filled, stream.forked = stream, next(self.numbers), same, source >= 0
         parting = self.prefixes.parting(stream, self._lenders())
         stream.fork_points = {parting} if parting >= same + LEAST_SHARED else set()
         if self.worker.by_steps and stream.images is None:  # the answer is computed otherwise than a prompt
             stream.fork_points.add(len(stream.prompt) - self.prefixes.left)
         self.prefixes.use(source, moves=moves)
-        self.spared.add(source)
+        self.step.spared.add(source)
         if stream.images_digest is not None:
             self.prefixes.images_digests[stream.number] = stream.images_digest
         later = len(stream.answer) if stream.images or self.worker.by_steps else 0
@@ -452,12 +455,12 @@ class Scheduler:
         need = growth(self.worker.caches[source], tokens - same) if moves else self._bytes_of(tokens, same)
         rests = (self._bytes_of(len(other.ids)) - self._bytes_of(other.filled) for other in self.filling)
         fits = self._fits(need + sum(rests), [source])
-        self.promised += need if fits else 0
+        self.step.promised += need if fits else 0
         return fits
 
     def _snapshot(self) -> list[Any] | None:
         """Fork the cache of a prompt that has come to where others part from it. Return the operation."""
-        for stream in (one for one in self.filling if one is not self.begun and one.fork_points):
+        for stream in (one for one in self.filling if one is not self.step.begun and one.fork_points):
             place = min(stream.fork_points)
             if stream.filled < place:
                 continue
@@ -466,11 +469,11 @@ class Scheduler:
             more = self._bytes_of(stream.filled)
             goes_back = self.worker.caches[stream.number].goes_back
             if stream.filled == place and not goes_back and self._free() >= more:
-                self.promised += more
+                self.step.promised += more
                 number = next(self.numbers)
                 self.prefixes.keep(stream, snapshot=number)
-                self.forked = stream, number
-                self.spared.add(number)
+                self.step.forked = stream, number
+                self.step.spared.add(number)
                 return ["fork", stream.number, number]
         return None
 
@@ -484,7 +487,7 @@ class Scheduler:
             while not (fits := self._fits(more := self._growth_of_chunk(stream, size))) and size > LEAST_SHARED:
                 size = max(LEAST_SHARED, size // 2)
             if fits:
-                self.computed, self.promised, self.is_full = stream, self.promised + more, False
+                self.step.filled, self.step.promised, self.is_full = stream, self.step.promised + more, False
                 return ["fill", stream.number, size, stop]
         self.is_full = bool(self.filling)
         return None
@@ -492,7 +495,7 @@ class Scheduler:
     def _growth_of_chunk(self, stream: Stream, tokens: int) -> int:
         """Return the bytes that a chunk of a prompt takes. Those of the prompt that begins are promised."""
         passing = 0 if self.footprint is None else self.footprint.of_chunk(tokens)
-        return passing + (0 if stream is self.begun else self._growth(stream, tokens))
+        return passing + (0 if stream is self.step.begun else self._growth(stream, tokens))
 
     def _chunk(self) -> int:
         """Return the tokens of the next chunk, so that rows wait no longer than they may."""
