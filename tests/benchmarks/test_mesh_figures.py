@@ -14,7 +14,7 @@ from attnmesh import errors
 from attnmesh.core.layout import Layout
 from attnmesh.errors import InputError
 from attnmesh.mesh.schedule import Problem
-from benchmarks.mesh_figures import _colours, computed_blocks, draw_mesh, draw_tree, pairs_of_ranks, tree_messages
+from benchmarks.mesh_figures import _colours, draw_mesh, draw_tree, pairs_of_ranks, tree_messages
 from tests.support.schedules import problems
 
 MASKS = (am.Full(), am.Causal(), am.Window(5), am.Window(3, 4), am.Causal() & am.Documents([9, 1, 21]))
@@ -53,17 +53,6 @@ def test_a_pair_is_computed_in_its_querys_row_and_its_keys_column(mask: am.Mask,
 @settings(max_examples=25)  # tests/mesh/test_schedule.py tries the schedules themselves more often
 def test_also_with_other_keys_than_queries(problem: Problem) -> None:
     assert torch.equal(pairs_of_ranks(problem), formula(problem))
-
-
-@given(problems())
-@settings(max_examples=25)  # tests/mesh/test_schedule.py tries the schedules themselves more often
-def test_every_visible_pair_has_one_owner_and_no_other_pair_has_any(problem: Problem) -> None:
-    count = torch.zeros(problem.length, problem.key_length, dtype=torch.long)
-    for _, queries, keys, visible in computed_blocks(problem):
-        count[queries[:, None], keys] += visible
-    tokens = torch.arange(problem.length), torch.arange(problem.key_length)
-    assert torch.equal(count, problem.mask.visible(*tokens).long())
-    assert torch.equal(count > 0, pairs_of_ranks(problem) >= 0)
 
 
 @pytest.mark.parametrize("length", [1, 2, 48, 500])

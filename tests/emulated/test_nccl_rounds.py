@@ -1,4 +1,4 @@
-"""Posting of messages to backends that a machine without several GPUs does not have."""
+"""The rounds in which NCCL posts the messages of a merge, without GPUs."""
 
 import pytest
 import torch
