@@ -13,7 +13,7 @@ import torch
 
 from attnmesh.runtime.machine import machine
 
-TESTS = ["tests/kernels", "tests/hf/test_step_graph.py", "tests/cli/test_generate.py"]
+TESTS = ["tests/kernels", "tests/hf/test_step_graph.py", "tests/cli/test_generate_command.py"]
 """Where tests need a GPU."""
 
 WORKERS = str(min(12, os.cpu_count() or 1))

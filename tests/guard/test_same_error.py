@@ -1,8 +1,7 @@
 """One rank is given a bad argument: all raise the same error, which tells what is wrong, and all can go on.
 
 A row of the tables in `tests/guard/refusals` is a call, what one rank alone is given instead of something good, and
-what every rank has to say. Those of `ALONE` are of functions that ask nobody, or that nobody could be asked about: a mesh
-is what ranks ask each other by. There a bad thing on one rank is that rank's own error, and all are given it.
+what X ask each other by. There a bad thing on one rank is that rank's own error, and all are given it.
 """
 
 import re

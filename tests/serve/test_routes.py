@@ -334,7 +334,7 @@ def test_an_error_of_the_server_s_own_is_logged_without_its_text(
     monkeypatch.setattr("attnmesh.serve.routes.Answers", fail)
     code, said = running.ask("/v1/chat/completions", chat())
     assert (code, said["error"]["message"]) == (500, "The server failed on this request.")
-    assert [line.split(":")[:2] for line in lines] == [["a request failed", " KeyError at test_app.py"]]
+    assert [line.split(":")[:2] for line in lines] == [["a request failed", " KeyError at test_routes.py"]]
 
 
 def test_more_choices_than_may_ever_wait_are_refused_for_good() -> None:
