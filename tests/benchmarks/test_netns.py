@@ -201,11 +201,11 @@ def all_crossings(workloads: list[Workload], stride: int) -> list[tuple[str, flo
     mesh = init_device_mesh("cpu", (1, 1, world), mesh_dim_names=AXES)
     numbers = host_numbers(Mesh.of(mesh).axes)
     here = Cluster.preset("local", hosts=len(set(numbers)), ranks=world // len(set(numbers)))
-    plans = [each for workload in workloads for each in sampled(plan(workload, here))[::stride]]
+    plans = [each for workload in workloads for each in sample_of_plans(plan(workload, here))[::stride]]
     return [(f"{each.workload.phase} {each.name}", crossing(each, call_of(each)).off) for each in plans]
 
 
-def sampled(plans: list[Plan]) -> list[Plan]:
+def sample_of_plans(plans: list[Plan]) -> list[Plan]:
     """Every shape, exchange and merge, in one placement and layout each; which is another's by turns."""
     found: dict[object, list[Plan]] = {}
     for each in sorted(plans, key=lambda each: (each.shape, each.exchange, each.tile, str(each.layout))):

@@ -40,7 +40,7 @@ def query() -> Tensor:
     return torch.randn(1, HEADS[0], 2, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
-def expected() -> Tensor:
+def dense_step() -> Tensor:
     visible = torch.arange(LENGTH) <= torch.arange(LENGTH - 2, LENGTH)[:, None]
     return dense(*(x.double() for x in (query(), *new())), visible, WIDTH**-0.5)[0]
 
@@ -72,7 +72,7 @@ def test_few_tokens_of_several_ranks_are_stored_as_all_are_at_once(block: int | 
 
 
 @on_each_rank
-def saved(ranks: int, folder: Path) -> Tensor:
+def step_before_save(ranks: int, folder: Path) -> Tensor:
     """Return a decode step after a sharded prefill, single tokens and several; and save the cache."""
     cache = cache_of(ranks, SHARES[ranks])
     k, v = new()
@@ -87,7 +87,7 @@ def saved(ranks: int, folder: Path) -> Tensor:
 
 
 @on_each_rank
-def loaded(ranks: int, shares: object, folder: Path, save_to: Path) -> Tensor:
+def step_after_load(ranks: int, shares: object, folder: Path, save_to: Path) -> Tensor:
     cache = am.KVCache.load(folder, named_mesh(Shape(1, 1, ranks), AXES), shares=shares)
     cache.save(save_to)
     return am.decode(query(), cache)
@@ -95,15 +95,15 @@ def loaded(ranks: int, shares: object, folder: Path, save_to: Path) -> Tensor:
 
 @pytest.mark.parametrize("ranks", SHARES)
 def test_a_save_of_unequal_shares_is_loaded_on_other_ranks_and_back(ranks: int, pool: Pool, tmp_path: Path) -> None:
-    outs = pool.run(ranks, saved, ranks, tmp_path / "0")
+    outs = pool.run(ranks, step_before_save, ranks, tmp_path / "0")
     for number, (others, shares) in enumerate(((2, None), (3, (1, 2, 9)), (1, None), (ranks, SHARES[ranks]))):
-        outs += pool.run(others, loaded, others, shares, tmp_path / str(number), tmp_path / str(number + 1))
+        outs += pool.run(others, step_after_load, others, shares, tmp_path / str(number), tmp_path / str(number + 1))
     for out in outs:
-        torch.testing.assert_close(out, expected().float(), atol=2 * FLOAT32, rtol=2 * FLOAT32_SUMS)
+        torch.testing.assert_close(out, dense_step().float(), atol=2 * FLOAT32, rtol=2 * FLOAT32_SUMS)
 
 
 @on_each_rank
-def recovered(ranks: int) -> list[Tensor]:
+def steps_around_recovery(ranks: int) -> list[Tensor]:
     """Return steps before and after the cache moves to other shares, with copies of each token."""
     cache = cache_of(ranks, SHARES[ranks], copies=2)
     cache.append(*new())
@@ -115,9 +115,9 @@ def recovered(ranks: int) -> list[Tensor]:
 
 
 def test_copies_and_recovery_have_unequal_shares(pool: Pool) -> None:
-    for outs in pool.run(2, recovered, 2):
+    for outs in pool.run(2, steps_around_recovery, 2):
         for out in outs:
-            torch.testing.assert_close(out, expected().float(), atol=2 * FLOAT32, rtol=2 * FLOAT32_SUMS)
+            torch.testing.assert_close(out, dense_step().float(), atol=2 * FLOAT32, rtol=2 * FLOAT32_SUMS)
 
 
 @on_each_rank
@@ -142,7 +142,7 @@ def test_rows_of_caches_with_other_shares_decode_together(pool: Pool) -> None:
 
 
 @on_each_rank
-def refused(kind: str) -> None:
+def check_refusal(kind: str) -> None:
     odd = torch.distributed.get_rank() == 1
     match kind:
         case "reproducible":
@@ -180,7 +180,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("kind", [*REFUSED])
 def test_what_unequal_shares_cannot_do_is_refused_on_all_ranks(kind: str, pool: Pool) -> None:
-    found = pool.ask(2, refused, kind)
+    found = pool.ask(2, check_refusal, kind)
     assert len({str(error) for error in found}) == 1
     name, said = REFUSED[kind].split(": ", 1)
     with pytest.raises(getattr(errors, name), match=said):
@@ -231,7 +231,7 @@ def measured(rates: list[int], free: list[int]) -> tuple[Any, ...]:
         cache = cache_of(2, "auto", capacity=2**20)
     cache.append(*new())
     out = am.decode(query(), cache)
-    torch.testing.assert_close(out, expected().float(), atol=2 * FLOAT32, rtol=2 * FLOAT32_SUMS)
+    torch.testing.assert_close(out, dense_step().float(), atol=2 * FLOAT32, rtol=2 * FLOAT32_SUMS)
     return cache.shares, cache.used
 
 

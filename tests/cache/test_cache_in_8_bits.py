@@ -135,7 +135,7 @@ def test_bits_are_the_same_on_any_ranks_and_in_any_pieces(pool: Pool, storage: s
 
 
 @on_each_rank
-def reloaded(shape: tuple[int, ...], storage: str, folder: Path) -> Tensor:
+def rows_after_load(shape: tuple[int, ...], storage: str, folder: Path) -> Tensor:
     """Fill and save a cache on four ranks, or load it on others; append more. Return the rows of all tokens."""
     mesh, saves = mesh_of(Shape(*shape)), shape[2] == 4
     cache = empty(mesh, storage=storage) if saves else am.KVCache.load(folder, mesh)
@@ -154,8 +154,8 @@ def reloaded(shape: tuple[int, ...], storage: str, folder: Path) -> Tensor:
 
 @each_storage
 def test_saved_on_four_continues_on_three(pool: Pool, tmp_path: Path, storage: str) -> None:
-    expected = pool.run(4, reloaded, (1, 1, 4), storage, tmp_path)[0]
-    for found in pool.run(3, reloaded, (1, 1, 3), storage, tmp_path):
+    expected = pool.run(4, rows_after_load, (1, 1, 4), storage, tmp_path)[0]
+    for found in pool.run(3, rows_after_load, (1, 1, 3), storage, tmp_path):
         assert torch.equal(found, expected)
 
 

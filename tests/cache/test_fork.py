@@ -37,7 +37,7 @@ def pieces(cache: am.KVCache) -> list[int]:
 
 
 @on_each_rank
-def continued(shape: Shape, batch: int, padded: bool, reproducible: bool) -> None:
+def check_forks_that_continue(shape: Shape, batch: int, padded: bool, reproducible: bool) -> None:
     """Compare three forks with copies that go through the same calls."""
     forked, copied = [cache_of(shape, batch, padded=padded)], [cache_of(shape, batch, padded=padded)]
     for source in (0, 1):
@@ -70,13 +70,13 @@ def continued(shape: Shape, batch: int, padded: bool, reproducible: bool) -> Non
 @pytest.mark.parametrize(("shape", "rows"), rotated(SHAPES, [(1, False), (3, False), (2, True)], every=2))
 def test_forks_continue_as_copies_do(shape: Shape, rows: tuple[int, bool], pool: Pool) -> None:
     batch, padded = rows
-    pool.run(shape.ranks, continued, shape, batch, padded, False)
+    pool.run(shape.ranks, check_forks_that_continue, shape, batch, padded, False)
     if not padded and shape.queries * shape.keys != 3:
-        pool.run(shape.ranks, continued, shape, batch, padded, True)
+        pool.run(shape.ranks, check_forks_that_continue, shape, batch, padded, True)
 
 
 @on_each_rank
-def measured(shape: Shape) -> None:
+def check_shared_blocks(shape: Shape) -> None:
     cache = cache_of(shape)
     other = cache.fork()
     whole = cache.used // cache.sizes.block * cache.sizes.block
@@ -96,11 +96,11 @@ def measured(shape: Shape) -> None:
 
 @pytest.mark.parametrize("shape", [Shape(1, 1, 1), Shape(1, 1, 2), Shape(2, 1, 2)], ids=str)
 def test_whole_blocks_are_shared_and_not_copied(shape: Shape, pool: Pool) -> None:
-    pool.run(shape.ranks, measured, shape)
+    pool.run(shape.ranks, check_shared_blocks, shape)
 
 
 @on_each_rank
-def saved(shape: Shape, folder: str) -> None:
+def check_saved_fork(shape: Shape, folder: str) -> None:
     cache = cache_of(shape, batch=2)
     other, q = cache.fork(), numbers(2, 4, 1, 8)
     other.append(*numbers(2, 2, 2, 5, 8, seed=1))
@@ -116,11 +116,11 @@ def saved(shape: Shape, folder: str) -> None:
 @pytest.mark.parametrize("shape", [Shape(1, 1, 1), Shape(1, 1, 3), Shape(2, 2, 1)], ids=str)
 def test_a_saved_fork_is_a_plain_cache(shape: Shape, pool: Pool) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        pool.run(shape.ranks, saved, shape, folder)
+        pool.run(shape.ranks, check_saved_fork, shape, folder)
 
 
 @on_each_rank
-def refused(shape: Shape, folder: str) -> str:
+def error_during_save(shape: Shape, folder: str) -> str:
     cache = cache_of(shape)
     saving = cache.save(folder, wait=False)
     try:
@@ -135,14 +135,14 @@ def refused(shape: Shape, folder: str) -> str:
 @pytest.mark.parametrize("shape", [Shape(1, 1, 1), Shape(1, 1, 2)], ids=str)
 def test_a_cache_that_is_saving_does_not_fork(shape: Shape, pool: Pool) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        answers = pool.run(shape.ranks, refused, shape, folder)
+        answers = pool.run(shape.ranks, error_during_save, shape, folder)
     expected = "fork: expected a cache at rest, given a cache whose save is writing. Fix: call wait() on the result of"
     for answer in answers:
         assert answer.startswith(expected), answer
 
 
 @on_each_rank
-def recovered() -> None:
+def check_recovered_forks() -> None:
     cache = cache_of(Shape(1, 1, 2), copies=2)
     other, q = cache.fork(), numbers(1, 4, 1, 8)
     other.append(*numbers(2, 1, 2, 5, 8, seed=1))
@@ -152,7 +152,7 @@ def recovered() -> None:
 
 
 def test_forks_with_copies_are_recovered(pool: Pool) -> None:
-    pool.run(2, recovered)
+    pool.run(2, check_recovered_forks)
 
 
 def test_a_graph_refuses_a_fork() -> None:
@@ -164,7 +164,7 @@ def test_a_graph_refuses_a_fork() -> None:
 
 
 @on_each_rank
-def paged(shape: Shape) -> None:
+def check_pages(shape: Shape) -> None:
     """Attend to the pages of a rank as an engine does, and merge the ranks."""
     cache = cache_of(shape, batch=2)
     other = cache.fork()
@@ -189,11 +189,11 @@ def paged(shape: Shape) -> None:
 
 @pytest.mark.parametrize("shape", [Shape(1, 1, 1), Shape(1, 1, 3), Shape(2, 1, 2)], ids=str)
 def test_an_engine_reads_the_pages(shape: Shape, pool: Pool) -> None:
-    pool.run(shape.ranks, paged, shape)
+    pool.run(shape.ranks, check_pages, shape)
 
 
 @on_each_rank
-def served(shape: Shape, scattered: bool) -> None:
+def check_blocks_of_a_pool(shape: Shape, scattered: bool) -> None:
     """Take the blocks of an engine's pool, and compare with a cache that has appended the same tokens."""
     mesh, blocks, ranks = named_mesh(shape, AXES), 3, shape.queries * shape.keys
     sizes: dict[str, Any] = {"kv_heads": 2, "head_dim": 8, "capacity": 200, "dtype": torch.float32, "block": 4}
@@ -232,7 +232,7 @@ def served(shape: Shape, scattered: bool) -> None:
 @pytest.mark.parametrize("scattered", [False, True])
 @pytest.mark.parametrize("shape", [Shape(1, 1, 1), Shape(1, 1, 3), Shape(2, 1, 2)], ids=str)
 def test_a_cache_takes_the_blocks_of_an_engine(shape: Shape, scattered: bool, pool: Pool) -> None:
-    pool.run(shape.ranks, served, shape, scattered)
+    pool.run(shape.ranks, check_blocks_of_a_pool, shape, scattered)
 
 
 BAD_PAGES: dict[str, tuple[dict[str, Any], str]] = {

@@ -40,7 +40,7 @@ SIZES: dict[str, Any] = {"batch": 1, "kv_heads": 2, "head_dim": 8, "capacity": 7
 rows = partial(growing_caches.rows, dim=8)
 
 
-def decoded(cache: am.KVCache, queries: int = 1, **options: Any) -> Tensor:
+def step_output(cache: am.KVCache, queries: int = 1, **options: Any) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     return am.decode(torch.randn(cache.sizes.batch, 4, queries, 8, generator=generator), cache, **options)
 
@@ -52,7 +52,7 @@ def plain(length: int, mesh: Any = None, **sizes: Any) -> am.KVCache:
     return cache
 
 
-def tiered(length: int = 0, mesh: Any = None, **sizes: Any) -> am.KVCache:
+def tiered_cache(length: int = 0, mesh: Any = None, **sizes: Any) -> am.KVCache:
     cache = am.KVCache(mesh, **{**SIZES, "hot": HOT, **sizes})
     for start in range(0, length, 7):
         grow(cache, min(7, length - start))
@@ -62,7 +62,7 @@ def tiered(length: int = 0, mesh: Any = None, **sizes: Any) -> am.KVCache:
 def same_bits(cache: am.KVCache) -> bool:
     """Return whether a reproducible step has the bits of a cache in one memory."""
     twin = plain(cache.length, cache.device_mesh, batch=cache.sizes.batch)
-    return all(torch.equal(*(decoded(each, n, reproducible=True) for each in (cache, twin))) for n in (1, 3))
+    return all(torch.equal(*(step_output(each, n, reproducible=True) for each in (cache, twin))) for n in (1, 3))
 
 
 @pytest.mark.parametrize("seed", seeds(8, 200))
@@ -79,7 +79,7 @@ def test_eight_bits_in_tiers_agree_with_float64(pool: Pool, tmp_path: Path, stor
 
 
 def test_the_newest_tokens_alone_are_on_the_device() -> None:
-    cache, most = tiered(), 0
+    cache, most = tiered_cache(), 0
     for _ in range(90):
         grow(cache, 7)
         assert cache.shard.used >= min(HOT, cache.length)
@@ -97,7 +97,7 @@ def test_the_newest_tokens_alone_are_on_the_device() -> None:
 @on_each_rank
 def reproducible_on_ranks(shape: Shape) -> dict[int, bool]:
     """On a rank: after which cuts of a growing cache steps have the bits of one memory."""
-    cache, same = tiered(200, named_mesh(shape, AXES), capacity=800), {}
+    cache, same = tiered_cache(200, named_mesh(shape, AXES), capacity=800), {}
     for length in (200, 190, 75, 74, 3, 0):
         cache.truncate(length)
         grow(cache, 61)
@@ -112,7 +112,7 @@ def test_a_reproducible_step_has_the_bits_of_one_memory(pool: Pool, shape: Shape
 
 
 def test_forks_and_copies_go_on_apart() -> None:
-    cache = tiered(150)
+    cache = tiered_cache(150)
     for other in (cache.fork(), deepcopy(cache)):
         grow(other, 90)
         cache.truncate(60)
@@ -125,7 +125,7 @@ def test_forks_and_copies_go_on_apart() -> None:
 
 
 def test_a_save_leaves_the_newest_tokens_on_the_device(tmp_path: Path) -> None:
-    cache = tiered(300)
+    cache = tiered_cache(300)
     hot = cache.shard.used
     saving = cache.save(tmp_path, wait=False)
     grow(cache, 50)
@@ -144,18 +144,20 @@ def test_a_save_leaves_the_newest_tokens_on_the_device(tmp_path: Path) -> None:
 
 
 def test_a_folder_has_the_older_tokens(tmp_path: Path) -> None:
-    cache = tiered(500, folder=tmp_path)
+    cache = tiered_cache(500, folder=tmp_path)
     assert same_bits(cache)
-    assert torch.allclose(decoded(cache, mask=am.Window(40)), decoded(plain(500), mask=am.Window(40)), atol=FLOAT32)
+    assert torch.allclose(
+        step_output(cache, mask=am.Window(40)), step_output(plain(500), mask=am.Window(40)), atol=FLOAT32
+    )
     del cache
-    cache = tiered(folder=tmp_path)
+    cache = tiered_cache(folder=tmp_path)
     assert 500 - cache.shard.slots <= cache.length < 500  # the newest were in memory alone
     grow(cache, 500 - cache.length)
     cache.flush()
     grow(cache, 1)
     assert same_bits(cache)
     del cache
-    cache = tiered(folder=tmp_path)
+    cache = tiered_cache(folder=tmp_path)
     assert cache.length == 500
     assert cache.shard.used >= HOT  # they are brought to the device again
     assert same_bits(cache)
@@ -164,37 +166,39 @@ def test_a_folder_has_the_older_tokens(tmp_path: Path) -> None:
 
 
 def test_pieces_of_a_folder_fill_and_are_cut(tmp_path: Path) -> None:
-    cache = tiered(folder=tmp_path, capacity=3 * PIECE, hot=600)
+    cache = tiered_cache(folder=tmp_path, capacity=3 * PIECE, hot=600)
     for more in (PIECE, 500, PIECE, 3):
         grow(cache, more)
         cache.flush()
-        assert torch.allclose(decoded(cache, 3), decoded(plain(cache.length, capacity=3 * PIECE), 3), atol=FLOAT32)
+        assert torch.allclose(
+            step_output(cache, 3), step_output(plain(cache.length, capacity=3 * PIECE), 3), atol=FLOAT32
+        )
     for length in (2 * PIECE, PIECE + 20, PIECE, 30):
         cache.truncate(length)
         grow(cache, 5)
         del cache
         gc.collect()
-        cache = tiered(folder=tmp_path, capacity=3 * PIECE, hot=600)
+        cache = tiered_cache(folder=tmp_path, capacity=3 * PIECE, hot=600)
         assert cache.length in (length, length + 5)
-        assert torch.allclose(decoded(cache), decoded(plain(cache.length, capacity=3 * PIECE)), atol=FLOAT32)
+        assert torch.allclose(step_output(cache), step_output(plain(cache.length, capacity=3 * PIECE)), atol=FLOAT32)
 
 
 @on_each_rank
 def lived_on_ranks(path: Path, shape: Shape) -> tuple[dict[str, int], dict[str, bool]]:
     """Leave a folder without a flush, then with one. Return the lengths it opens with, and what is right then."""
     mesh, there, right = named_mesh(shape, AXES), {}, {}
-    cache = tiered(301, mesh, folder=path)
+    cache = tiered_cache(301, mesh, folder=path)
     for left, least in (("unflushed", 0), ("flushed", 300)):
         del cache
         gc.collect()
         dist.barrier()
-        cache = tiered(0, mesh, folder=path)
+        cache = tiered_cache(0, mesh, folder=path)
         there[left] = cache.length
         grow(cache, 300 - cache.length)
         cache.flush()
         twin = plain(300, mesh)
         for n in (1, 3):
-            right[f"{left}, {n} queries"] = torch.allclose(decoded(cache, n), decoded(twin, n), atol=FLOAT32)
+            right[f"{left}, {n} queries"] = torch.allclose(step_output(cache, n), step_output(twin, n), atol=FLOAT32)
         assert least <= cache.length
     return there, right
 
@@ -220,7 +224,7 @@ def grown_until_full(cache: am.KVCache, more: int) -> str:
 
 
 def test_a_full_disk_leaves_the_cache_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = tiered(folder=tmp_path, capacity=2 * PIECE)
+    cache = tiered_cache(folder=tmp_path, capacity=2 * PIECE)
     grow(cache, PIECE - 10)
 
     def full(*_: object) -> None:
@@ -230,10 +234,10 @@ def test_a_full_disk_leaves_the_cache_as_it_was(tmp_path: Path, monkeypatch: pyt
         monkeypatch.setattr(os, "posix_fallocate", full)
         said = grown_until_full(cache, more)
         assert f"append again from token {cache.length} on" in said
-        assert torch.allclose(decoded(cache), decoded(plain(cache.length, capacity=2 * PIECE)), atol=FLOAT32)
+        assert torch.allclose(step_output(cache), step_output(plain(cache.length, capacity=2 * PIECE)), atol=FLOAT32)
         monkeypatch.undo()
         grow(cache, more)
-        assert torch.allclose(decoded(cache), decoded(plain(cache.length, capacity=2 * PIECE)), atol=FLOAT32)
+        assert torch.allclose(step_output(cache), step_output(plain(cache.length, capacity=2 * PIECE)), atol=FLOAT32)
         cache.truncate(PIECE - 10)
 
 
@@ -253,7 +257,7 @@ def test_a_cache_goes_on_after_an_interrupt(
             raise KeyboardInterrupt
         return found
 
-    cache = tiered(100, **({"folder": tmp_path} if in_files else {}))
+    cache = tiered_cache(100, **({"folder": tmp_path} if in_files else {}))
     for more in (1, 1, 5, 40, 100, 5, -2, -90):
         for moment in (ends, original):
             ended.clear()
@@ -264,20 +268,20 @@ def test_a_cache_goes_on_after_an_interrupt(
                 else:
                     cache.truncate(cache.length + more)
             monkeypatch.undo()
-            assert torch.allclose(decoded(cache), decoded(plain(cache.length)), atol=FLOAT32)
+            assert torch.allclose(step_output(cache), step_output(plain(cache.length)), atol=FLOAT32)
             assert cache.shard.state.tolist() == [cache.shard.length, cache.shard.used]
     length = cache.length
     if in_files:
         cache.flush()
         del cache
         gc.collect()
-        cache = tiered(folder=tmp_path)
+        cache = tiered_cache(folder=tmp_path)
         assert same_bits(cache)
         assert cache.length == length
 
 
 def test_an_interrupt_adds_no_token() -> None:
-    cache = tiered(100)
+    cache = tiered_cache(100)
     k, v = rows(100, 200)
     with patch.object(TieredShard, "_put", side_effect=[KeyboardInterrupt, None]), pytest.raises(KeyboardInterrupt):
         cache.append(k, v)
@@ -287,7 +291,7 @@ def test_an_interrupt_adds_no_token() -> None:
 
 
 def test_shards_that_are_not_written_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = tiered(20)
+    cache = tiered_cache(20)
     before, known = cache.shards.counts, cache.shards.known_length
     monkeypatch.setattr(TieredShard, "append_at", fails)
     with pytest.raises(errors.StoreError, match="no space"):
@@ -300,7 +304,7 @@ def fails(*_: object) -> None:
 
 
 def test_what_helps_is_said_where_the_folder_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = tiered(100, folder=tmp_path)
+    cache = tiered_cache(100, folder=tmp_path)
     monkeypatch.setattr(os, "fstat", lambda _: os.stat_result([0] * 10))
     monkeypatch.setattr(folder_shard, "append", lambda *_: False)
     assert "Fix: call cache.fork() and save it elsewhere" in grown_until_full(cache, 50)
@@ -309,7 +313,7 @@ def test_what_helps_is_said_where_the_folder_is_gone(tmp_path: Path, monkeypatch
 
 
 def test_a_flush_that_fails_says_to_flush_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = tiered(100, folder=tmp_path)
+    cache = tiered_cache(100, folder=tmp_path)
     monkeypatch.setattr(Journal, "_write", no_space)
     monkeypatch.setattr(folder_shard, "append", lambda *_: False)
     with pytest.raises(errors.StoreError, match="Fix: free space there, and flush again"):
@@ -326,7 +330,7 @@ def no_space(*_: object) -> None:
 @on_each_rank
 def flushed_on_ranks(path: Path) -> tuple[str, str]:
     """On a rank: what is said where rank 1 alone cannot write, though ranks compare no call."""
-    cache = tiered(100, named_mesh(Shape(1, 1, 2), AXES), folder=path, checked=False)
+    cache = tiered_cache(100, named_mesh(Shape(1, 1, 2), AXES), folder=path, checked=False)
     is_full = dist.get_rank() == 1
     with (
         patch.object(Journal, "_write", no_space if is_full else Journal._write),
@@ -362,7 +366,7 @@ def test_a_flush_that_fails_on_a_rank_fails_on_all(pool: Pool, tmp_path: Path) -
 
 
 def test_a_save_of_files_is_refused_before_it_writes(tmp_path: Path) -> None:
-    cache = tiered(100, folder=tmp_path / "lives")
+    cache = tiered_cache(100, folder=tmp_path / "lives")
     before = cache.shard.old_tokens
     with pytest.raises(errors.StoreError, match="KVCache folder"):
         cache.save(tmp_path / "saved")
@@ -379,7 +383,7 @@ def test_a_graph_does_not_read_one_piece_of_a_folder(tmp_path: Path, monkeypatch
     grow(cache, 20)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     with pytest.raises(errors.KernelError, match="expected a cache of one piece in a graph, given one in a folder"):
-        decoded(cache)
+        step_output(cache)
 
 
 @pytest.mark.parametrize(
@@ -399,7 +403,7 @@ def test_arguments_that_do_not_go_together(sizes: dict[str, Any], said: str) -> 
 @on_each_rank
 def with_copies() -> str:
     try:
-        tiered(0, named_mesh(Shape(1, 1, 2), AXES), copies=2)
+        tiered_cache(0, named_mesh(Shape(1, 1, 2), AXES), copies=2)
     except errors.KernelError as error:
         return str(error)
     return ""
@@ -419,12 +423,12 @@ def test_a_saved_window_takes_no_hot_tokens(tmp_path: Path) -> None:
 
 
 def test_calls_that_need_one_memory_are_refused() -> None:
-    cache = tiered(100)
+    cache = tiered_cache(100)
     pool, k, v = torch.zeros(1, 16, 2, 8), *rows(100, 101)
     for call, said in (
         (cache.pages, "pages: expected a cache in one memory, given hot=32"),
         (
-            lambda: tiered().append_pages(pool, pool, torch.tensor([[0]])),
+            lambda: tiered_cache().append_pages(pool, pool, torch.tensor([[0]])),
             "append_pages: expected a cache in one memory",
         ),
         (lambda: am.recover([cache], None), "recover: expected caches in one memory, given hot=32"),

@@ -141,7 +141,7 @@ def test_a_copy_forgets_by_itself(pool: Pool) -> None:
 LAYERS = am.Window(37), None, am.Window(37), am.Causal() & am.Chunks(64)
 
 
-def filled(shape: Shape, mask: Mask | None, padded: bool) -> am.KVCache:
+def filled_cache(shape: Shape, mask: Mask | None, padded: bool) -> am.KVCache:
     cache = cache_of(shape, mask, keep=0 if mask is None else 4, copies=min(2, shape.queries * shape.keys))
     real = torch.rand(2, 300, generator=torch.Generator().manual_seed(1)) > 0.3 if padded else None
     cache.append(*new(300)[1:], token_mask=real)
@@ -150,7 +150,7 @@ def filled(shape: Shape, mask: Mask | None, padded: bool) -> am.KVCache:
     return cache
 
 
-def continued(caches: list[am.KVCache], masks: Any = LAYERS) -> list[torch.Tensor]:
+def later_outputs(caches: list[am.KVCache], masks: Any = LAYERS) -> list[torch.Tensor]:
     """Return outputs after a truncation and more tokens."""
     outs = []
     for step in range(12):
@@ -165,10 +165,10 @@ def continued(caches: list[am.KVCache], masks: Any = LAYERS) -> list[torch.Tenso
 
 @on_each_rank
 def save_while_decoding(shape: Shape, padded: bool, path: Path) -> list[torch.Tensor]:
-    caches = [filled(shape, mask, padded) for mask in LAYERS]
+    caches = [filled_cache(shape, mask, padded) for mask in LAYERS]
     save_layers(caches, path).wait()
     saving = save_layers(caches, path, wait=False)
-    outs = continued(caches)
+    outs = later_outputs(caches)
     saving.wait()
     return outs
 
@@ -177,7 +177,7 @@ def save_while_decoding(shape: Shape, padded: bool, path: Path) -> list[torch.Te
 def load_and_continue(shape: Shape, path: Path) -> list[torch.Tensor]:
     caches, _, _ = load_layers(am.KVCache, path, named_mesh(shape, AXES) if shape.ranks > 1 else None)
     assert [cache.sizes.mask for cache in caches] == list(LAYERS)
-    return continued(caches)
+    return later_outputs(caches)
 
 
 @pytest.mark.parametrize("padded", [pytest.param(False, marks=pytest.mark.long), True])
@@ -192,7 +192,7 @@ def test_layers_of_several_windows_are_saved_and_loaded_on_other_ranks(
 
 @on_each_rank
 def recover_and_continue(padded: bool, after: Shape, ahead: int) -> list[torch.Tensor] | str:
-    caches = [filled(Shape(1, 1, 3), mask, padded) for mask in LAYERS]
+    caches = [filled_cache(Shape(1, 1, 3), mask, padded) for mask in LAYERS]
     if dist.get_rank() == 2:  # steps ahead of the others
         for cache in caches[:2]:
             cache.calls.checked = False
@@ -202,12 +202,12 @@ def recover_and_continue(padded: bool, after: Shape, ahead: int) -> list[torch.T
         found = am.recover(None if dist.get_rank() == 1 else caches, named_mesh(after, AXES), copies=2)
     except errors.MeshError as error:
         return str(error)
-    return continued(found)
+    return later_outputs(found)
 
 
 @pytest.mark.parametrize("padded", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_recovered_window_continues_as_before(pool: Pool, padded: bool) -> None:
-    alone = continued([filled(Shape(1, 1, 1), mask, padded) for mask in LAYERS])
+    alone = later_outputs([filled_cache(Shape(1, 1, 1), mask, padded) for mask in LAYERS])
     for after, ahead in ((Shape(1, 1, 3), 0), (Shape(1, 3, 1), 1)):
         for outs in pool.run(3, recover_and_continue, padded, after, ahead):
             assert not isinstance(outs, str), outs

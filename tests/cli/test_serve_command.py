@@ -176,7 +176,7 @@ def test_a_front_that_is_killed_ends_its_streams_and_ranks(times: int, folder: P
         until(lambda: {*shared_memory()} <= before)
 
 
-def refused(capsys: pytest.CaptureFixture[str], *options: str) -> str:
+def refusal(capsys: pytest.CaptureFixture[str], *options: str) -> str:
     command = lambda: app(["serve", *options], standalone_mode=False)  # noqa: E731
     assert show_errors(command, verbose=False) == 1
     *steps, error = capsys.readouterr().err.splitlines()
@@ -222,7 +222,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("given", INVALID, ids=lambda given: " ".join(given))
 def test_invalid_options_are_one_line(given: tuple[str, ...], tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert INVALID[given] in refused(capsys, *(tiny if word == TINY else word for word in given))
+    assert INVALID[given] in refusal(capsys, *(tiny if word == TINY else word for word in given))
 
 
 def test_each_client_has_a_key(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,9 +247,9 @@ def test_each_client_has_a_key(tiny: str, tmp_path: Path, monkeypatch: pytest.Mo
 def test_folders_of_prefixes_are_refused_by_name(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = "--model", tiny, "--store", str(tmp_path / "prefixes")
     with holding(tmp_path / "prefixes"):
-        assert f"{tmp_path / 'prefixes'}, which another server uses" in refused(capsys, *options)
+        assert f"{tmp_path / 'prefixes'}, which another server uses" in refusal(capsys, *options)
     (tmp_path / "prefixes").chmod(0o707)
-    assert f"{tmp_path / 'prefixes'}, which others can write to" in refused(capsys, *options)
+    assert f"{tmp_path / 'prefixes'}, which others can write to" in refusal(capsys, *options)
 
 
 def test_a_draft_of_other_tokens_or_with_states_is_refused_before_weights_are_read(
@@ -269,7 +269,7 @@ def test_a_draft_of_other_tokens_or_with_states_is_refused_before_weights_are_re
             kind: Any = Qwen3NextConfig if name == "states" else LlamaConfig
             kind(vocab_size=len(tokenizer)).save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-        said = refused(capsys, "--model", tiny, "--port", "0", "--draft", f"{folder}:4")
+        said = refusal(capsys, "--model", tiny, "--port", "0", "--draft", f"{folder}:4")
         assert "--draft: expected" in said
         assert text in said
 
@@ -277,7 +277,7 @@ def test_a_draft_of_other_tokens_or_with_states_is_refused_before_weights_are_re
 def test_a_taken_port_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        said = refused(capsys, "--model", "smollm2", "--port", str(port))
+        said = refusal(capsys, "--model", "smollm2", "--port", str(port))
     assert f"--port: expected a free port, given {port} of 127.0.0.1" in said
     assert f"Fix: name another, as --port {port + 1}, or --port 0 for any free one." in said
 
@@ -300,7 +300,7 @@ def test_keys_are_stored_as_asked_and_silent_ranks_are_lost_after_a_minute(
         raise ArgumentError("storage", "", f"{settings.engine['storage']}, lost after {settings.deadline:g} s", "")
 
     monkeypatch.setattr("attnmesh.cli.serve_command.LocalRanks", stop)
-    assert "given int8, lost after 60 s" in refused(capsys, "--model", tiny, "--kv", "int8")
+    assert "given int8, lost after 60 s" in refusal(capsys, "--model", tiny, "--kv", "int8")
 
 
 def test_a_generation_config_that_is_not_served_is_refused_at_the_start(
@@ -308,10 +308,10 @@ def test_a_generation_config_that_is_not_served_is_refused_at_the_start(
 ) -> None:
     place = save_tiny(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"suppress_tokens": [7], "eos_token_id": 9}')
-    assert "suppress_tokens = [7]. Fix: start with --generation-config none" in refused(capsys, "--model", place)
+    assert "suppress_tokens = [7]. Fix: start with --generation-config none" in refusal(capsys, "--model", place)
 
     def stop(_: int, settings: Any) -> Any:
         raise ArgumentError("ends", "", str(settings.engine["tokens_end"]), "")
 
     monkeypatch.setattr("attnmesh.cli.serve_command.LocalRanks", stop)
-    assert "given (9, 256)" in refused(capsys, "--model", place, "--generation-config", "none")
+    assert "given (9, 256)" in refusal(capsys, "--model", place, "--generation-config", "none")

@@ -30,12 +30,15 @@ from tools import chaos
 from tools.chaos import FAULTS, Outcome, Scenario
 
 
-def drawn(ground: str, count: int) -> list[Scenario]:
+def first_scenarios(ground: str, count: int) -> list[Scenario]:
     """The first troubles on local ranks or on hosts."""
     return [chaos.draw(seed, [ground]) for seed in range(count)]
 
 
-ON_HOSTS, ON_RANKS = drawn("hosts", len(FAULTS)), drawn("ranks", len(chaos.possible_faults(hosts=False)))
+ON_HOSTS, ON_RANKS = (
+    first_scenarios("hosts", len(FAULTS)),
+    first_scenarios("ranks", len(chaos.possible_faults(hosts=False))),
+)
 
 TROUBLES = [*ON_HOSTS, *ON_RANKS]
 

@@ -54,7 +54,7 @@ def weights(
     return layers
 
 
-def given(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def random_rows(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)).to(dtype)
 
 
@@ -68,7 +68,7 @@ def axis() -> Axis:
 def outputs(columns: int, sizes: tuple[int, ...], dtype: torch.dtype, rows: tuple[int, ...]) -> list[list[Tensor]]:
     along = axis()
     call = HostLinear(3, weights(columns, *sizes, dtype=dtype), along, whole_mailboxes(along))
-    return [[out.clone() for out in call.run(given(count, columns, dtype))] for count in rows]
+    return [[out.clone() for out in call.run(random_rows(count, columns, dtype))] for count in rows]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -80,7 +80,7 @@ def test_outputs_are_exact(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
         outputs(columns, tuple(layers), dtype, (1, 2, 5, MAX_SHARED_ROWS[dtype])),
         strict=True,
     ):
-        x = given(rows, columns, dtype).double()
+        x = random_rows(rows, columns, dtype).double()
         for (weight, bias), out in zip(weights(columns, *layers, dtype=dtype), found, strict=True):
             exact = x @ weight.double().T + (0 if bias is None else bias.double())
             size = x.abs() @ weight.double().abs().T + 1  # a sum of n numbers rounds to n units of their sizes at most
@@ -96,10 +96,10 @@ def test_bits_depend_on_neither_rows_nor_threads(threads: int) -> None:
         torch.set_num_threads(threads)
         (alone,) = outputs(512, (700, 701), torch.float32, (1,))
         call = HostLinear(0, weights(512, 700, 701), Axis(), None)
-        several = call.run(torch.cat([given(1, 512), given(6, 512)]))
+        several = call.run(torch.cat([random_rows(1, 512), random_rows(6, 512)]))
         assert all(torch.equal(some[:1], one) for some, one in zip(several, alone, strict=True))
         torch.set_num_threads(3 - threads)
-        assert all(torch.equal(some, one) for some, one in zip(call.run(given(1, 512)), alone, strict=True))
+        assert all(torch.equal(some, one) for some, one in zip(call.run(random_rows(1, 512)), alone, strict=True))
     finally:
         torch.set_num_threads(before)
 
@@ -128,7 +128,7 @@ def test_many_outputs_go_in_pieces(ranks: int, pool: Pool) -> None:
 
 @on_each_rank
 def not_finite() -> list[Tensor]:
-    along, x = axis(), given(2, 64)
+    along, x = axis(), random_rows(2, 64)
     x[1, 5] = torch.nan
     weight = weights(64, 40)
     weight[0][0][7, 3] = torch.inf
@@ -147,7 +147,7 @@ def bytes_received() -> int:
     along = axis()
     call = HostLinear(0, weights(64, 600), along, whole_mailboxes(along))
     with counted() as traffic:
-        call.run(given(2, 64))
+        call.run(random_rows(2, 64))
     return traffic.bytes
 
 
@@ -156,16 +156,16 @@ def test_outputs_of_others_are_counted(pool: Pool) -> None:
 
 
 @on_each_rank
-def mixed(mistake: str) -> list[str]:
+def errors_of_odd_calls(mistake: str) -> list[str]:
     """A call that differs on the last rank, and then one on which all agree again."""
     along = axis()
     boxes, last, said = whole_mailboxes(along), axis().index == axis().size - 1, []
     one, other = (HostLinear(number, weights(64, 40), along, boxes) for number in (0, 1))
     try:
         if mistake == "another layer":
-            (other if last else one).run(given(1, 64))
+            (other if last else one).run(random_rows(1, 64))
         elif mistake == "other rows":
-            one.run(given(2 if last else 1, 64))
+            one.run(random_rows(2 if last else 1, 64))
         elif mistake == "a merge" and last:
             merge = host_merge_for(along, (1, 2, 1, 8), MERGES["tree"])
             assert merge is not None
@@ -181,7 +181,7 @@ def mixed(mistake: str) -> list[str]:
         elif last:
             Agreement(mesh_of(along), "an error elsewhere").share_error(ValueError("broken"))
         else:
-            one.run(given(1, 64))
+            one.run(random_rows(1, 64))
     except CallsDifferError:
         try:
             Agreement(mesh_of(along), "a layer", {"index": along.index}).raise_unequal()
@@ -190,15 +190,15 @@ def mixed(mistake: str) -> list[str]:
     except ValueError as error:
         said.append(type(error).__name__)
     for rows in (1, 2, 1):
-        exact = given(rows, 64) @ weights(64, 40)[0][0].T
-        torch.testing.assert_close(one.run(given(rows, 64))[0], exact)
+        exact = random_rows(rows, 64) @ weights(64, 40)[0][0].T
+        torch.testing.assert_close(one.run(random_rows(rows, 64))[0], exact)
     return said
 
 
 @pytest.mark.parametrize("mistake", ["another layer", "other rows", "an error", "a merge", "a letter"])
 def test_calls_that_differ_are_found_and_forgotten(mistake: str, pool: Pool) -> None:
     expected = ["UnforeseenError", "UnforeseenError", "ValueError"] if mistake == "an error" else ["MeshError"] * 3
-    assert pool.run(3, mixed, mistake) == [[name] for name in expected]
+    assert pool.run(3, errors_of_odd_calls, mistake) == [[name] for name in expected]
 
 
 @on_each_rank
@@ -217,8 +217,8 @@ def beside_a_stopped_rank() -> bool:
         os.kill(peer.pid, signal.SIGSTOP)
         Timer(4 * CHECK_INTERVAL, os.kill, (peer.pid, signal.SIGCONT)).start()
     merge.run(message, 7)
-    found = HostLinear(0, weights(64, 40), along, boxes).run(given(1, 64))[0]
-    return torch.allclose(found, given(1, 64) @ weights(64, 40)[0][0].T, rtol=FLOAT32_SUMS, atol=FLOAT32_SUMS)
+    found = HostLinear(0, weights(64, 40), along, boxes).run(random_rows(1, 64))[0]
+    return torch.allclose(found, random_rows(1, 64) @ weights(64, 40)[0][0].T, rtol=FLOAT32_SUMS, atol=FLOAT32_SUMS)
 
 
 def test_a_rank_that_stalls_makes_no_other_call(pool: Pool) -> None:

@@ -74,7 +74,7 @@ def test_each_rank_gets_the_outputs_of_its_queries(shape: Shape, pool: Pool) -> 
 
 
 @on_each_rank
-def received() -> tuple[int, int]:
+def received_bytes() -> tuple[int, int]:
     """Return the bytes that arrive with queries in shards, and with all of them on each rank."""
     mesh, layout = named_mesh(Shape(1, 1, 2), AXES), am.Striped(BLOCK)
     q, cache = numbers(2, HEADS[0], NEW, WIDTH, seed=2), cache_of(mesh)
@@ -88,13 +88,13 @@ def received() -> tuple[int, int]:
 
 def test_a_partial_goes_to_its_owner_alone(pool: Pool) -> None:
     q, partial = 2 * HEADS[0] * WIDTH * 8, 2 * HEADS[0] * (WIDTH + 1) * 8
-    (first, every), (second, _) = pool.run(2, received)
+    (first, every), (second, _) = pool.run(2, received_bytes)
     assert {first, second} == {12 * q + 15 * partial, 15 * q + 12 * partial}
     assert max(first, second) < every
 
 
 @on_each_rank
-def refused(layout: bool) -> str:
+def refusal(layout: bool) -> str:
     mesh = named_mesh(Shape(1, 1, 2), AXES)
     cache, rank = cache_of(mesh), dist.get_rank()
     given = am.Contiguous() if layout and rank else am.Striped(BLOCK)
@@ -107,7 +107,7 @@ def refused(layout: bool) -> str:
 
 
 @on_each_rank
-def miscounted() -> str:
+def error_of_a_count() -> str:
     mesh = named_mesh(Shape(1, 1, 2), AXES)
     cache, layout = cache_of(mesh, am.Window(6)), am.Striped(BLOCK)
     own = am.shard(numbers(2, HEADS[0], NEW, WIDTH), mesh, layout=layout)
@@ -121,7 +121,7 @@ def miscounted() -> str:
 
 
 def test_other_numbers_of_queries_are_refused(pool: Pool) -> None:
-    first, second = pool.run(2, miscounted)
+    first, second = pool.run(2, error_of_a_count)
     assert first == second
     assert "a query for each token of the shard" in first
 
@@ -146,6 +146,6 @@ def test_each_rank_takes_what_its_key_heads_select(pool: Pool) -> None:
 
 @pytest.mark.parametrize(("layout", "message"), [(True, "the same call on every rank"), (False, "torch.float64")])
 def test_calls_that_differ_raise_alike(layout: bool, message: str, pool: Pool) -> None:
-    first, second = pool.run(2, refused, layout)
+    first, second = pool.run(2, refusal, layout)
     assert first == second
     assert message in first

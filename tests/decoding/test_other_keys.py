@@ -70,7 +70,7 @@ def test_one_softmax_covers_the_cache_further_keys_and_sinks(pool: Pool, ranks: 
 
 
 @on_each_rank
-def received(other_keys: bool) -> int:
+def received_bytes(other_keys: bool) -> int:
     cache, q = cache_of(4, None, torch.float32), numbers(2, HEADS[0], 1, WIDTH, seed=2, dtype=torch.float32)
     partial = part_of(q, dist.get_rank(), 4) if other_keys else None
     with counted() as traffic:
@@ -79,7 +79,7 @@ def received(other_keys: bool) -> int:
 
 
 def test_further_keys_send_nothing_more(pool: Pool) -> None:
-    assert pool.run(4, received, True) == pool.run(4, received, False)
+    assert pool.run(4, received_bytes, True) == pool.run(4, received_bytes, False)
 
 
 def shorter(partial: am.Partial) -> am.Partial:
@@ -107,7 +107,7 @@ REFUSED = {
 
 
 @on_each_rank
-def refused(name: str, **options: Any) -> str:
+def refusal(name: str, **options: Any) -> str:
     """Return the error of a step whose partial a function of this name has changed."""
     cache, q = cache_of(2, None), numbers(2, HEADS[0], 2, WIDTH, seed=2)
     change = next((change for change in REFUSED if change.__name__ == name), lambda partial: partial)
@@ -120,14 +120,14 @@ def refused(name: str, **options: Any) -> str:
 
 @pytest.mark.parametrize("change", REFUSED, ids=lambda change: change.__name__)
 def test_what_does_not_fit_is_refused_on_all_ranks(pool: Pool, change: Any) -> None:
-    found = pool.run(2, refused, change.__name__)
+    found = pool.run(2, refusal, change.__name__)
     assert len(set(found)) == 1
     assert found[0].startswith(REFUSED[change]), found[0]
 
 
 @on_each_rank
 def reproducible() -> str:
-    return refused("", reproducible=True)
+    return refusal("", reproducible=True)
 
 
 def test_reproducible_steps_are_refused(pool: Pool) -> None:

@@ -217,7 +217,7 @@ def test_a_row_that_is_not_finite_spoils_no_other(pool: Pool) -> None:
 
 
 @on_each_rank
-def refused(shape: Shape, wrong: str, rank: int | None, warm: bool) -> str:
+def refusal(shape: Shape, wrong: str, rank: int | None, warm: bool) -> str:
     """Return the error of a call that is wrong on one rank, or on all; the caches serve the next call."""
     rows = Rows(shape)
     for cache in rows.caches:
@@ -279,7 +279,7 @@ WRONG = {
 @pytest.mark.parametrize("rank", [None, 1])
 @pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_input_is_refused_alike_on_all_ranks(wrong: str, rank: int | None, warm: bool, pool: Pool) -> None:
-    answers = pool.run(2, refused, Shape(1, 1, 2), wrong, rank, warm)
+    answers = pool.run(2, refusal, Shape(1, 1, 2), wrong, rank, warm)
     assert len(set(answers)) == 1
     assert WRONG[wrong] in answers[0]
 
@@ -287,7 +287,7 @@ def test_wrong_input_is_refused_alike_on_all_ranks(wrong: str, rank: int | None,
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("wrong", ["another scale", "another order", "fewer caches"])
 def test_calls_that_differ_are_refused_alike(wrong: str, warm: bool, pool: Pool) -> None:
-    answers = pool.run(2, refused, Shape(1, 1, 2), wrong, 1, warm)
+    answers = pool.run(2, refusal, Shape(1, 1, 2), wrong, 1, warm)
     assert len(set(answers)) == 1
     assert "MeshError" in answers[0]
 

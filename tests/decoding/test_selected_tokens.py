@@ -116,7 +116,7 @@ def test_selections_that_differ_by_rank_are_nan_where_nothing_is_compared(pool: 
 
 
 @on_each_rank
-def received(tokens: int) -> int:
+def received_bytes(tokens: int) -> int:
     cache, q = cache_of(4), numbers(2, HEADS[0], 1, WIDTH, seed=2)
     chosen = am.Selection(indices(1, tokens))
     with counted() as traffic:
@@ -126,7 +126,7 @@ def received(tokens: int) -> int:
 
 def test_a_step_sends_what_one_over_all_tokens_sends(pool: Pool) -> None:
     for tokens in (1, 40):
-        assert pool.run(4, received, tokens) == [2 * 4 * (2 + 2 * HEADS[0] * (1 + WIDTH))] * 4
+        assert pool.run(4, received_bytes, tokens) == [2 * 4 * (2 + 2 * HEADS[0] * (1 + WIDTH))] * 4
 
 
 def test_an_empty_selection_gives_zeros() -> None:

@@ -114,7 +114,7 @@ def test_a_model_beside_one_on_the_mesh_stays_as_it_is(pool: Pool) -> None:
 
 
 @on_each_rank
-def attended(sizes: tuple[int, ...], heads: tuple[int, int], causal: bool) -> tuple[float, float]:
+def backend_errors(sizes: tuple[int, ...], heads: tuple[int, int], causal: bool) -> tuple[float, float]:
     """Errors of the backend's output and gradient, for a stream of uneven runs."""
     model = MODELS["wan"].model()
     enable(model, named_mesh(Shape(1, len(sizes), 1), AXES))
@@ -140,7 +140,7 @@ def attended(sizes: tuple[int, ...], heads: tuple[int, int], causal: bool) -> tu
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_grouped_heads_and_causal_layers_are_served(pool: Pool, causal: bool) -> None:
-    for output, gradient in pool.run(3, attended, (5, 0, 7), (4, 2), causal):
+    for output, gradient in pool.run(3, backend_errors, (5, 0, 7), (4, 2), causal):
         assert output < 1e-4  # a sum of 448 numbers
         assert gradient < FLOAT32_SUMS
 
@@ -245,7 +245,7 @@ FORWARDS: dict[str, tuple[Spoil, str]] = {
 
 
 @on_each_rank
-def spoiled(case: str) -> str:
+def forward_error(case: str) -> str:
     """The error of a forward pass, on one rank."""
     model, given = MODELS["wan"].model(), MODELS["wan"].given(5)
     enable(model, named_mesh(Shape(1, 2, 1), AXES))
@@ -259,7 +259,7 @@ def spoiled(case: str) -> str:
 
 @pytest.mark.parametrize("case", FORWARDS)
 def test_a_bad_forward_pass_raises_alike(pool: Pool, case: str) -> None:
-    found = pool.run(2, spoiled, case)
+    found = pool.run(2, forward_error, case)
     assert found[0] == found[1]
     with pytest.raises(ValueError, match=FORWARDS[case][1]):
         raise ValueError(found[0])
@@ -337,7 +337,7 @@ ENABLES: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
 
 
 @on_each_rank
-def refused(case: str, alone: bool) -> str:
+def enable_error(case: str, alone: bool) -> str:
     """The error of `enable`, on one rank; with `alone` only rank 1 passes what is wrong."""
     make, given, _ = ENABLES[case]
     options = {**given}
@@ -356,7 +356,7 @@ def refused(case: str, alone: bool) -> str:
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("case", ENABLES)
 def test_a_model_that_cannot_be_put_on_a_mesh_is_refused_alike(pool: Pool, case: str, alone: bool) -> None:
-    found = pool.run(2, refused, case, alone)
+    found = pool.run(2, enable_error, case, alone)
     assert found[0] == found[1]
     with pytest.raises(ValueError, match=ENABLES[case][2]):
         raise ValueError(found[0])

@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def scaled(words: list[str], folder: Path) -> list[str]:
+def scaled_command(words: list[str], folder: Path) -> list[str]:
     """The words of a command, for a tiny model on four ranks."""
     small = {"meta-llama/Llama-3.1-70B-Instruct": str(folder), "tp=16": "tp=4", "500": str(NEW)}
     return [small.get(word, str(folder / word) if word in TEXTS else word) for word in words]
@@ -85,25 +85,25 @@ def test_generate_says_what_stock_transformers_does(folder: Path, tmp_path: Path
         "import os\nfrom attnmesh_command import main\n\nos.environ['TORCHELASTIC_RUN_ID'] = '0'\nmain()\n"
     )
     assert words[:2] == ["-m", "attnmesh"]
-    done = run_script(script, *scaled(words[2:], folder), "--json", ranks=4)
+    done = run_script(script, *scaled_command(words[2:], folder), "--json", ranks=4)
     assert done.returncode == 0, done.stderr[-2000:]
     asked = f"{TEXTS['report.txt']}\n\n{words[words.index('--prompt') + 1]}"
-    assert json.loads(done.stdout)["text"] == said(folder, [[asked]], [], NEW)[0]
+    assert json.loads(done.stdout)["text"] == stock_answers(folder, [[asked]], [], NEW)[0]
 
 
 @pytest.mark.parametrize("words", [CHATS[0], pytest.param(CHATS[1], marks=pytest.mark.long)], ids=["turns", "batch"])
 def test_the_chat_says_what_stock_transformers_does(words: list[str], folder: Path) -> None:
-    done = run_script(ROOT / words[0], *scaled(words[1:], folder), "--new", NEW, ranks=4)
+    done = run_script(ROOT / words[0], *scaled_command(words[1:], folder), "--new", NEW, ranks=4)
     assert done.returncode == 0, done.stderr[-2000:]
     asked = [words[number + 1] for number, word in enumerate(words) if word == "--ask"]
     texts = [TEXTS[word] for word in words if word in TEXTS]
-    answers = said(folder, [[f"{text}\n\n{asked[0]}", *asked[1:]] for text in texts], ["END"], NEW)
+    answers = stock_answers(folder, [[f"{text}\n\n{asked[0]}", *asked[1:]] for text in texts], ["END"], NEW)
     lines = [line for line in done.stdout.splitlines() if not line.startswith("[")]
     assert "--kv" in words or lines == answers
     assert done.stdout.count(" new ones: ") == len(asked)
 
 
-def said(folder: Path, chats: list[list[str]], stop: list[str], new: int) -> list[str]:
+def stock_answers(folder: Path, chats: list[list[str]], stop: list[str], new: int) -> list[str]:
     """The answers of stock transformers to each question of each chat."""
     model, answers = AutoModelForCausalLM.from_pretrained(folder), []
     tokenizer: Any = byte_tokenizer()

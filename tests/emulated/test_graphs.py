@@ -30,7 +30,7 @@ CAPTURED = {
 }
 
 
-def captured(gpu: EmulatedGPU, call: Callable[[], object]) -> list[str] | InputError:
+def waits_of_capture(gpu: EmulatedGPU, call: Callable[[], object]) -> list[str] | InputError:
     """Return what the host waits for in a capture, or the error of a refusal."""
     with gpu.capturing() as waits:
         try:
@@ -55,7 +55,7 @@ def steps(gpu: EmulatedGPU, shape: tuple[int, int, int]) -> dict[str, Any]:
             am.decode(q, cache, **given)
 
         step()
-        found[name] = captured(gpu, step)
+        found[name] = waits_of_capture(gpu, step)
     return found
 
 
@@ -66,7 +66,7 @@ def test_a_step_has_nothing_to_wait_for(shape: tuple[int, int, int]):
 
 
 @on_each_rank
-def refused(gpu: EmulatedGPU) -> dict[str, Any]:
+def errors_in_capture(gpu: EmulatedGPU) -> dict[str, Any]:
     """Return what calls raise in a capture that read the device or copy from the host."""
     mesh = init_device_mesh("cuda", (1, 1, 2), mesh_dim_names=AXES)
     q, k, v = (random(seed, 2, heads, 1, 16) for seed, heads in ((3, 4), (4, 2), (5, 2)))
@@ -80,11 +80,11 @@ def refused(gpu: EmulatedGPU) -> dict[str, Any]:
         "capacity": lambda: cache.append(random(1, 2, 2, 500, 16), random(2, 2, 2, 500, 16)),
     }
     am.decode(q, cache)
-    return {name: captured(gpu, call) for name, call in calls.items()}
+    return {name: waits_of_capture(gpu, call) for name, call in calls.items()}
 
 
 def test_what_reads_the_host_is_refused_by_name():
-    for found in world(2, refused).results():
+    for found in world(2, errors_in_capture).results():
         assert isinstance(found["key_lengths"], DeviceError)
         assert str(found["key_lengths"]) == (
             "decode key_lengths: expected a tensor on the GPU in a CUDA graph, given one on the CPU. "
@@ -99,7 +99,7 @@ def test_what_reads_the_host_is_refused_by_name():
 
 
 @on_each_rank
-def replayed(gpu: EmulatedGPU) -> tuple[int, int, list[Any]]:
+def replayed_state(gpu: EmulatedGPU) -> tuple[int, int, list[Any]]:
     """Return the length of a cache in host's and the device's count after appends of a graph, and a step's output."""
     mesh = init_device_mesh("cuda", (1, 1, 2), mesh_dim_names=AXES)
     q, k, v = (random(seed, 2, heads, 1, 16) for seed, heads in ((3, 4), (4, 2), (5, 2)))
@@ -113,13 +113,13 @@ def replayed(gpu: EmulatedGPU) -> tuple[int, int, list[Any]]:
 
 
 def test_the_length_is_right_after_a_graph_appends():
-    for by_host, on_device, (out, expected) in world(2, replayed).results():
+    for by_host, on_device, (out, expected) in world(2, replayed_state).results():
         assert by_host == on_device == 21
         assert torch.equal(out, expected)
 
 
 @on_each_rank
-def counted(gpu: EmulatedGPU) -> list[torch.Tensor]:
+def steps_of_counts(gpu: EmulatedGPU) -> list[torch.Tensor]:
     """Return a step with numbers of keys on the GPU: too many, fewer than none, and two that fit."""
     mesh = init_device_mesh("cuda", (1, 1, 2), mesh_dim_names=AXES)
     q, cache = random(3, 2, 4, 1, 16), filled_cache(mesh)
@@ -127,7 +127,7 @@ def counted(gpu: EmulatedGPU) -> list[torch.Tensor]:
 
 
 def test_wrong_key_lengths_on_the_gpu_give_nan_in_their_sequence_alone():
-    for many, negative, right in world(2, counted).results():
+    for many, negative, right in world(2, steps_of_counts).results():
         assert many[0].isnan().all()
         assert negative[0].isnan().all()
         assert not any(x.isnan().any() for x in (many[1], negative[1], right))

@@ -81,7 +81,7 @@ def test_known_steps_have_the_bits_of_checked_ones(ranks: int, part: int):
 
 
 @on_each_rank
-def written(gpu: EmulatedGPU) -> list[int]:
+def operators_of_appends(gpu: EmulatedGPU) -> list[int]:
     """Return how many operators appends of one token run, in the order in which a rank holds it or not."""
     mesh = init_device_mesh("cuda", (1, 1, 2), mesh_dim_names=AXES)
     cache, found = am.KVCache(mesh, batch=2, kv_heads=2, head_dim=16, capacity=60, dtype=torch.float32, block=4), []
@@ -94,6 +94,6 @@ def written(gpu: EmulatedGPU) -> list[int]:
 
 
 def test_one_token_is_written_by_few_operators():
-    first, second = world(2, written).results()
+    first, second = world(2, operators_of_appends).results()
     assert {*first, *second} == {2, 8}
     assert [a + b for a, b in zip(first, second, strict=True)] == [10] * 16

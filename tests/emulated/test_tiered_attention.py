@@ -68,7 +68,7 @@ def test_a_gpu_has_a_context_in_a_folder(brought: bool, tmp_path: Path) -> None:
 
 
 @on_each_rank
-def a_model(gpu: EmulatedGPU) -> list[int]:
+def model_tokens(gpu: EmulatedGPU) -> list[int]:
     """Return new tokens of a model whose older keys are on the host, after those of one whose keys are on the GPU."""
     mesh = init_device_mesh("cuda", (1, 1, 2), mesh_dim_names=AXES)
     torch.manual_seed(0)
@@ -89,12 +89,12 @@ def a_model(gpu: EmulatedGPU) -> list[int]:
 
 
 def test_a_model_gives_the_tokens_of_one_memory() -> None:
-    for found in world(2, a_model, backend="cpu:gloo,cuda:nccl").results():
+    for found in world(2, model_tokens, backend="cpu:gloo,cuda:nccl").results():
         assert found[:2] == found[2:]
 
 
 @on_each_rank
-def reopened(gpu: EmulatedGPU, folder: Path) -> list[Any]:
+def state_of_reopened_folder(gpu: EmulatedGPU, folder: Path) -> list[Any]:
     """Return the devices of a folder that goes on with a model on one GPU, and whether a step is that of one memory."""
     torch.manual_seed(0)
     model, found = on_gpu(tiny_model()), list[Any]()
@@ -114,11 +114,11 @@ def reopened(gpu: EmulatedGPU, folder: Path) -> list[Any]:
 
 
 def test_a_folder_goes_on_with_a_model_on_one_gpu(tmp_path: Path) -> None:
-    assert world(1, reopened, tmp_path).results() == [["cuda", True]]
+    assert world(1, state_of_reopened_folder, tmp_path).results() == [["cuda", True]]
 
 
 @on_each_rank
-def said(gpu: EmulatedGPU) -> list[str]:
+def refusals(gpu: EmulatedGPU) -> list[str]:
     """Return what is said to calls that a GPU does not serve."""
     sizes: dict[str, Any] = {"batch": 1, "kv_heads": 2, "head_dim": 16, "capacity": 300, "dtype": torch.float32}
     cache = am.KVCache(None, **sizes, device="cuda", hot=16)
@@ -144,7 +144,7 @@ def said(gpu: EmulatedGPU) -> list[str]:
 
 
 def test_what_a_gpu_does_not_serve_is_refused_by_name() -> None:
-    (answers,) = world(1, said).results()
+    (answers,) = world(1, refusals).results()
     for answer, start in zip(
         answers,
         (
@@ -159,7 +159,7 @@ def test_what_a_gpu_does_not_serve_is_refused_by_name() -> None:
 
 
 @on_each_rank
-def chosen(gpu: EmulatedGPU) -> dict[str, bool]:
+def sample_and_choice(gpu: EmulatedGPU) -> dict[str, bool]:
     """Return whether the step that chooses is right, and whether its choice is kept."""
     sizes: dict[str, Any] = {"batch": 1, "kv_heads": 2, "head_dim": 16, "capacity": 700, "dtype": torch.float32}
     caches = [am.KVCache(None, **sizes, device="cuda", **options) for options in ({"hot": 16}, {})]
@@ -172,4 +172,4 @@ def chosen(gpu: EmulatedGPU) -> dict[str, bool]:
 
 
 def test_a_sample_chooses_the_way() -> None:
-    assert world(1, chosen).results() == [{"right": True, "kept": True}]
+    assert world(1, sample_and_choice).results() == [{"right": True, "kept": True}]

@@ -47,7 +47,7 @@ def partials(ranks: int, rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 @on_each_rank
-def merged(base: str, mark: float, dtype: torch.dtype, empty: str) -> dict[str, Any]:
+def merged_shares(base: str, mark: float, dtype: torch.dtype, empty: str) -> dict[str, Any]:
     """Return the shares of this rank by each function, and what they should be."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     out, lse, expected, total = (x.to(dtype) for x in partials(ranks, rank))
@@ -92,7 +92,7 @@ def test_merges_equal_attention_over_all_keys(
     ranks: int, base: str, mark: float, dtype: torch.dtype, empty: str, pool: Pool
 ) -> None:
     tolerance = 1e-12 if dtype == torch.float64 else 2e-2  # bfloat16 has three digits
-    for answer in pool.run(ranks, merged, base, mark, dtype, empty):
+    for answer in pool.run(ranks, merged_shares, base, mark, dtype, empty):
         for name, (given, wanted) in answer.items():
             for x, y in zip(given, wanted, strict=True):
                 assert x.shape == y.shape, name

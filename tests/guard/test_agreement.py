@@ -131,7 +131,7 @@ def test_calls_of_a_cache_are_compared(pool: Pool, name: str, checked: bool | No
 
 
 @on_each_rank
-def attended(checked: bool | None, length: int | None) -> list[Any]:
+def outputs_and_comparisons(checked: bool | None, length: int | None) -> list[Any]:
     """Attention twice, and how often ranks compared; then with a mask of one rank's own."""
     mesh = named_mesh(Shape(1, 2, 1), AXES)
     x = torch.ones(1, 2, 5 - dist.get_rank(), WIDTH)
@@ -150,7 +150,7 @@ def attended(checked: bool | None, length: int | None) -> list[Any]:
 
 @pytest.mark.parametrize(("checked", "length"), [(None, 9), (None, None), (True, 9), (False, None)])
 def test_attention_compares_each_call(pool: Pool, checked: bool | None, length: int | None) -> None:
-    one, other = pool.run(2, attended, checked, length)
+    one, other = pool.run(2, outputs_and_comparisons, checked, length)
     assert one == other
     assert one[:2] == [True, 2]
     assert "ranks  mask\n    0      " in one[2]

@@ -68,7 +68,7 @@ def cases() -> list[Case]:
 
 
 @on_each_rank
-def called(case: Case, folder: Path) -> tuple[str, str, bool]:
+def answer_of_call(case: Case, folder: Path) -> tuple[str, str, bool]:
     """On a rank: what was raised, and whether attention and decoding go on as if nothing had been."""
     at = Place(named_mesh(case.shape, AXES), folder)
     changes = case.given[0] if case.bad in (None, at.rank) else {}
@@ -95,7 +95,7 @@ def goes_on(at: Place) -> bool:
 
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_all_ranks_raise_alike_and_go_on(pool: Pool, tmp_path: Path, case: Case) -> None:
-    answers = pool.run(case.ranks, called, case, tmp_path)
+    answers = pool.run(case.ranks, answer_of_call, case, tmp_path)
     assert answers == [answers[0]] * case.ranks
     _, kind, message = case.given
     raised, said, went_on = answers[0]
@@ -106,7 +106,7 @@ def test_all_ranks_raise_alike_and_go_on(pool: Pool, tmp_path: Path, case: Case)
 
 
 @on_each_rank
-def refused_by_one() -> str:
+def answer_where_one_refuses() -> str:
     """While the others make a cache whose tokens lie along two axes: they make a group of both, if they are to."""
     mesh = named_mesh(Shape(2, 2, 2), AXES)
     try:
@@ -119,7 +119,7 @@ def refused_by_one() -> str:
 
 
 def test_nobody_makes_groups_that_one_refuses(pool: Pool) -> None:
-    answers = pool.run(8, refused_by_one)
+    answers = pool.run(8, answer_where_one_refuses)
     assert answers == ["forward: expected this, given that. Fix: pass this."] * 8
 
 

@@ -201,7 +201,7 @@ def test_model_generate_works_with_the_cache_and_streams(shape: Shape, pool: Poo
 
 
 @on_each_rank
-def prefilled(shape: Shape, length: int) -> list[tuple[int, int]]:
+def held_after_prefill(shape: Shape, length: int) -> list[tuple[int, int]]:
     """Return the tokens and bytes that a rank holds after a prefill."""
     model, mesh = families.model("llama", "attnmesh"), named_mesh(shape, AXES)
     cache = hf.ShardedCache(model.config, mesh)
@@ -211,7 +211,7 @@ def prefilled(shape: Shape, length: int) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize(("shape", "length"), rotated(SHAPES, [33, 257, 1000], every=3))
 def test_each_rank_keeps_its_share_within_a_block(shape: Shape, length: int, pool: Pool) -> None:
-    answers = pool.run(shape.ranks, prefilled, shape, length)
+    answers = pool.run(shape.ranks, held_after_prefill, shape, length)
     share = (length - 1) / (shape.queries * shape.keys)
     for layer in range(LAYERS):
         held = [answer[layer][0] for answer in answers]
@@ -222,7 +222,7 @@ def test_each_rank_keeps_its_share_within_a_block(shape: Shape, length: int, poo
 
 
 @on_each_rank
-def continued(shape: Shape, length: int, reproducible: bool) -> tuple[list[int], int, bool]:
+def continued_tokens(shape: Shape, length: int, reproducible: bool) -> tuple[list[int], int, bool]:
     """Return the new tokens after a prompt, the block of the cache, and whether its tokens lie in turns of blocks."""
     model, mesh = families.model("llama", "attnmesh"), named_mesh(shape, AXES)
     cache = hf.ShardedCache(model.config, mesh, reproducible=reproducible)
@@ -244,7 +244,7 @@ def test_long_prompts_are_dealt_in_larger_blocks(
 ) -> None:
     made = families.model("llama", "sdpa").generate(prompt(length), max_new_tokens=4, do_sample=False)
     expected = made[0, length:].tolist(), block, True
-    assert pool.run(shape.ranks, continued, shape, length, reproducible) == [expected] * shape.ranks
+    assert pool.run(shape.ranks, continued_tokens, shape, length, reproducible) == [expected] * shape.ranks
 
 
 @on_each_rank

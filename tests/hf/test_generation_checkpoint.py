@@ -122,7 +122,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @on_each_rank
-def refused(folder: Path, more: dict[str, Any]) -> str:
+def refusal(folder: Path, more: dict[str, Any]) -> str:
     """Return the error of a call with these options."""
     given = dict(more)
     sample, has_checkpoint = given.pop("do_sample", False), "checkpoint" in given
@@ -136,7 +136,7 @@ def refused(folder: Path, more: dict[str, Any]) -> str:
 def test_calls_that_cannot_be_continued_are_refused(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, new_tokens, tmp_path, (1, 1, 2), 6, False)
     for name, (more, expected) in REFUSED.items():
-        one, other = pool.run(2, refused, tmp_path, more)
+        one, other = pool.run(2, refusal, tmp_path, more)
         assert one == other, name
         assert expected in one, name
     with pytest.raises(InputError, match="Checkpoint every: expected a whole number, 1 or more, given 0"):

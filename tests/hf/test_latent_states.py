@@ -151,7 +151,7 @@ def test_each_check_is_in_the_sample() -> None:
 
 
 @on_each_rank
-def used(shape: Shape, length: int) -> tuple[int, int, list[int], int]:
+def bytes_and_elements(shape: Shape, length: int) -> tuple[int, int, list[int], int]:
     """Return the bytes that a rank holds, the elements that it receives in prefill, and the rows that it expands."""
     small, rows = model("deepseek_v3", "attnmesh"), []
     cache = hf.ShardedCache(small.config, named_mesh(shape, AXES), exchange="bulk")
@@ -169,7 +169,7 @@ def used(shape: Shape, length: int) -> tuple[int, int, list[int], int]:
 @pytest.mark.parametrize("shape", SHAPES[1:3], ids=lambda shape: "x".join(map(str, shape)))
 def test_latents_are_held_once_travel_and_are_never_expanded_in_decoding(shape: Shape, pool: Pool) -> None:
     length = 257
-    answers = pool.run(shape.ranks, used, shape, length)
+    answers = pool.run(shape.ranks, bytes_and_elements, shape, length)
     assert sum(held for held, *_ in answers) == (length - 1) * (RANK + ROTATED) * LAYERS * 8
     for _, tokens, rows, received in answers:
         assert rows == [1] * 4
@@ -178,7 +178,7 @@ def test_latents_are_held_once_travel_and_are_never_expanded_in_decoding(shape: 
 
 
 @on_each_rank
-def exchanged(exchange: str) -> list[list[int]]:
+def tokens_of_exchange(exchange: str) -> list[list[int]]:
     """Return tokens whose prefill exchanged keys in this way, on a rank."""
     small, mesh = model("deepseek_v2", "attnmesh"), named_mesh(Shape(1, 2, 2), AXES)
     cache = hf.ShardedCache(small.config, mesh, exchange=exchange)
@@ -188,7 +188,7 @@ def exchanged(exchange: str) -> list[list[int]]:
 @pytest.mark.parametrize("exchange", ["bulk", "pipelined", "ring"])
 def test_latents_travel_in_each_exchange(exchange: str, pool: Pool) -> None:
     expected = model("deepseek_v2", "sdpa").generate(prompt(150), max_new_tokens=6, do_sample=False).tolist()
-    assert pool.run(4, exchanged, exchange) == [expected] * 4
+    assert pool.run(4, tokens_of_exchange, exchange) == [expected] * 4
 
 
 # --- caches ---
@@ -203,7 +203,7 @@ def saved(folder: Path, shape: Shape) -> None:
 
 
 @on_each_rank
-def continued(folder: Path, shape: Shape) -> list[Any]:
+def continued_tokens(folder: Path, shape: Shape) -> list[Any]:
     """Return the tokens from a restored cache, from a copy, and from a recovered cache, on a rank."""
     small, mesh = model("deepseek_v3", "attnmesh"), named_mesh(shape, AXES)
     cache = hf.ShardedCache(small.config, mesh, capacity=200)
@@ -216,7 +216,7 @@ def continued(folder: Path, shape: Shape) -> list[Any]:
 def test_saved_copied_and_recovered_latents_continue(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, saved, tmp_path, Shape(1, 1, 2))
     expected = model("deepseek_v3", "sdpa").generate(prompt(90), max_new_tokens=8, do_sample=False).tolist()
-    assert pool.run(3, continued, tmp_path, Shape(1, 3, 1)) == [[expected] * 3] * 3
+    assert pool.run(3, continued_tokens, tmp_path, Shape(1, 3, 1)) == [[expected] * 3] * 3
 
 
 # --- other layers than nn.Linear, and layers that are no projection ---
@@ -236,7 +236,7 @@ class Adapted(nn.Module):
         return self.base(x) + self.up(self.down(nn.functional.dropout(x, 0.0))) * 0.5 + self.bias
 
 
-def changed(attention: str, change: Callable[[nn.Linear], nn.Module | None]) -> PreTrainedModel:
+def changed_model(attention: str, change: Callable[[nn.Linear], nn.Module | None]) -> PreTrainedModel:
     """Return a model whose first layer has another `kv_b_proj`."""
     small = deepcopy(model("deepseek_v3", attention))
     first = small.model.layers[0].self_attn
@@ -245,10 +245,10 @@ def changed(attention: str, change: Callable[[nn.Linear], nn.Module | None]) -> 
 
 
 def test_an_adapter_is_projected_once() -> None:
-    small, rows = changed("attnmesh", Adapted), []
+    small, rows = changed_model("attnmesh", Adapted), []
     small.model.layers[0].self_attn.kv_b_proj.register_forward_hook(lambda _, x, __: rows.append(x[0].numel() // RANK))
     given = hf.generate(small, prompt(40), max_new_tokens=6, do_sample=False)
-    assert given.equal(changed("sdpa", Adapted).generate(prompt(40), max_new_tokens=6, do_sample=False))
+    assert given.equal(changed_model("sdpa", Adapted).generate(prompt(40), max_new_tokens=6, do_sample=False))
     assert rows == [39, RANK + 1, *[1] * 6]
 
 
@@ -260,7 +260,7 @@ def offloaded(base: nn.Linear) -> nn.Linear:
 
 
 def test_an_offloaded_weight_is_found_by_running_its_layer() -> None:
-    given = hf.generate(changed("attnmesh", offloaded), prompt(40), max_new_tokens=6, do_sample=False)
+    given = hf.generate(changed_model("attnmesh", offloaded), prompt(40), max_new_tokens=6, do_sample=False)
     assert given.equal(model("deepseek_v3", "sdpa").generate(prompt(40), max_new_tokens=6, do_sample=False))
 
 
@@ -295,10 +295,10 @@ REASON = dict.fromkeys(CHANGES, "one with a bias") | {"no projection": "other ke
 
 
 @on_each_rank
-def refused(name: str) -> str:
+def refusal(name: str) -> str:
     """Return the error on a rank where the first rank alone has another projection."""
     unusual = torch.distributed.get_rank() == 0
-    small = changed("attnmesh", CHANGES[name] if unusual else lambda base: base)
+    small = changed_model("attnmesh", CHANGES[name] if unusual else lambda base: base)
     try:
         hf.generate(small, prompt(40), mesh=named_mesh(Shape(1, 2, 1), AXES), max_new_tokens=2)
     except errors.InputError as error:
@@ -308,7 +308,7 @@ def refused(name: str) -> str:
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_another_projection_is_refused_on_all_ranks_alike(name: str, pool: Pool) -> None:
-    answers = pool.run(2, refused, name)
+    answers = pool.run(2, refusal, name)
     expected = "KernelError: attnmesh.hf kv_b_proj: expected a linear layer from latents to keys and values, given "
     assert answers[0].startswith(expected + REASON[name])
     assert answers == answers[:1] * 2

@@ -23,7 +23,7 @@ def pair(family: str, dtype: torch.dtype = torch.float32) -> list[Any]:
     return [families.model(family, "attnmesh", dtype), families.model(family, STOCK[family], dtype)]
 
 
-def padded(length: int = 40) -> dict[str, Tensor]:
+def padded_batch(length: int = 40) -> dict[str, Tensor]:
     """Return three sequences with padding on the left."""
     ids, mask = prompt(length, batch=3), torch.ones(3, length, dtype=torch.long)
     for row, count in enumerate((0, 7, 29)):
@@ -50,7 +50,7 @@ def _logits_after_cache(model: Any, first: Tensor, more: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_padding_on_the_left_has_no_effect(family: str) -> None:
-    batch = padded()
+    batch = padded_batch()
     (given, ours), (expected, stock) = (_gradients(model, batch) for model in pair(family, torch.float64))
     real = batch["attention_mask"].bool()
     assert torch.allclose(given[real], expected[real], atol=FLOAT64_MODEL)
@@ -77,7 +77,7 @@ CALLS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(("family", "name"), rotated([*CONFIGS], [*CALLS], every=5))
 def test_model_generate_gives_stock_tokens(family: str, name: str) -> None:
-    batch = {"input_ids": prompt(40)} if name in ("looked up", "chunks") else padded()
+    batch = {"input_ids": prompt(40)} if name in ("looked up", "chunks") else padded_batch()
     options = {"max_new_tokens": 9, "do_sample": False, "disable_compile": True, **CALLS[name]}
     given, expected = (model.generate(**batch, **options) for model in pair(family))
     assert given.tolist() == expected.tolist()

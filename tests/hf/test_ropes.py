@@ -82,7 +82,7 @@ def test_training_has_the_rope_of_the_whole_sequence(name: str, kind: str, pool:
 
 
 @on_each_rank
-def generated(name: str, shape: Shape) -> list[Any]:
+def tokens_around_the_switch(name: str, shape: Shape) -> list[Any]:
     """Return tokens of prompts on both sides of the switch, each with a new model; then of turns on one cache."""
     mesh, outputs = named_mesh(shape, AXES), []
     for length, options in CALLS:
@@ -120,7 +120,7 @@ def test_generation_has_the_rope_of_the_whole_sequence(name: str, shape: Shape, 
         ids = model(name, "sdpa").generate(ids, do_sample=False, max_new_tokens=8)
         expected.append(ids.tolist())
         ids = torch.cat((ids, prompt(more, seed=more)), 1)
-    assert pool.run(shape.ranks, generated, name, shape) == [expected] * shape.ranks
+    assert pool.run(shape.ranks, tokens_around_the_switch, name, shape) == [expected] * shape.ranks
 
 
 def test_keys_of_another_rope_are_recomputed() -> None:

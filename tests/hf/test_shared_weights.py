@@ -473,7 +473,7 @@ def test_a_rank_without_memory_is_named_by_all(ranks: int, where: str, pool: Poo
 
 
 @on_each_rank
-def compiled(folder: str, ranks: int, how: str) -> list[list[int]]:
+def compiled_tokens(folder: str, ranks: int, how: str) -> list[list[int]]:
     """Tokens of a model that is compiled after its weights are shared."""
     mesh = mesh_of(ranks)
     with counted_calls():
@@ -495,7 +495,7 @@ def test_a_model_that_is_compiled_has_the_tokens_of_stock(ranks: int, how: str, 
     stock = families.model("llama", STOCK["llama"], **SIZES)
     stock.save_pretrained(tmp_path)
     expected = stock.generate(prompt(20), max_new_tokens=3, do_sample=False).tolist()
-    assert pool.run(ranks, compiled, str(tmp_path), ranks, how) == [expected] * ranks
+    assert pool.run(ranks, compiled_tokens, str(tmp_path), ranks, how) == [expected] * ranks
 
 
 @on_each_rank
@@ -521,7 +521,7 @@ def test_rows_of_an_engine_are_shared(pool: Pool, tmp_path: Path) -> None:
 
 
 @on_each_rank
-def refused(folder: str, how: str) -> str:
+def refusal(folder: str, how: str) -> str:
     mesh = mesh_of(2)
     model = load(folder)
     if how == "another model" and dist.get_rank():
@@ -553,7 +553,7 @@ def refused(folder: str, how: str) -> str:
 )
 def test_what_cannot_be_shared_is_refused_on_all_ranks(how: str, said: str, pool: Pool, tmp_path: Path) -> None:
     families.model("llama", STOCK["llama"], **SIZES).save_pretrained(tmp_path)
-    found = pool.run(2, refused, str(tmp_path), how)
+    found = pool.run(2, refusal, str(tmp_path), how)
     assert found[0] == found[1]
     assert found[0].startswith(said)
 

@@ -39,7 +39,7 @@ def text(length: int) -> torch.Tensor:
 
 
 @lru_cache
-def expected(length: int) -> list[int]:
+def stock_tokens(length: int) -> list[int]:
     """Return the tokens that stock transformers generates."""
     model = AutoModelForCausalLM.from_pretrained(locate(PACKAGED)).eval()
     output = model.generate(text(length), max_new_tokens=NEW, do_sample=False)
@@ -48,7 +48,7 @@ def expected(length: int) -> list[int]:
 
 
 @on_each_rank
-def generated(ids: torch.Tensor, folder: str, storage: str | None = None) -> tuple[list[int], int]:
+def tokens_and_bytes(ids: torch.Tensor, folder: str, storage: str | None = None) -> tuple[list[int], int]:
     """Return the tokens that a rank generates, and the bytes of its cache."""
     ranks = torch.distributed.get_world_size()
     mesh = init_mesh("cpu", mesh_shape(ranks, 9, 3), 9, 3)
@@ -61,8 +61,8 @@ def generated(ids: torch.Tensor, folder: str, storage: str | None = None) -> tup
 @pytest.mark.parametrize(("length", "ranks"), CASES)
 def test_the_tokens_are_those_of_stock_transformers(length: int, ranks: int) -> None:
     assert text(length).shape[1] == length
-    answers = run_on_ranks(ranks, generated, text(length), locate(PACKAGED), seconds=100)
-    tokens = expected(length)
+    answers = run_on_ranks(ranks, tokens_and_bytes, text(length), locate(PACKAGED), seconds=100)
+    tokens = stock_tokens(length)
     assert len(set(tokens)) > 3
     token = ROWS * WIDTH * 4  # bytes, in float32
     whole = (length + NEW - 1) * token
@@ -75,7 +75,7 @@ def test_the_tokens_are_those_of_stock_transformers(length: int, ranks: int) -> 
 def test_a_cache_in_8_bits_gives_the_same_tokens_on_any_ranks(storage: str) -> None:
     length, found = 2000, []
     for ranks in (1, 2, 3, 4):
-        answers = run_on_ranks(ranks, generated, text(length), locate(PACKAGED), storage, seconds=100)
+        answers = run_on_ranks(ranks, tokens_and_bytes, text(length), locate(PACKAGED), storage, seconds=100)
         found += [tokens for tokens, _ in answers]
         assert sum(held for _, held in answers) == (length + NEW - 1) * ROWS * (WIDTH + 2)  # and a scale of 2 bytes
     assert found == [found[0]] * len(found)

@@ -101,7 +101,7 @@ STATIC: dict[str, dict[str, Any]] = {
 }
 
 
-def generated(model: Any, batch: dict[str, Tensor], **options: Any) -> list[list[int]]:
+def compiled_tokens(model: Any, batch: dict[str, Tensor], **options: Any) -> list[list[int]]:
     """Return the tokens that a model generates with a static cache, compiled as transformers does it on GPUs."""
     config = CompileConfig(backend="eager", mode=None, **options)
     config._compile_all_devices = True
@@ -116,7 +116,7 @@ def generated(model: Any, batch: dict[str, Tensor], **options: Any) -> list[list
 )
 def test_compiled_generation_with_a_static_cache_is_one_graph(name: str, batch: str) -> None:
     ours, stock = (families.model("llama", attention) for attention in ("attnmesh", "sdpa"))
-    given = generated(ours, BATCHES[batch], **STATIC[name])
+    given = compiled_tokens(ours, BATCHES[batch], **STATIC[name])
     assert graphs() == (1, 0)
     assert given == stock.generate(**BATCHES[batch], max_new_tokens=7, do_sample=False).tolist()
 
@@ -128,7 +128,7 @@ def test_compiled_generation_with_windows_takes_as_many_graphs_as_stock() -> Non
         torch._dynamo.reset()
         counters.clear()
         tokens.append(
-            generated(
+            compiled_tokens(
                 families.model("gemma3", attention),
                 BATCHES["padded"],
             )

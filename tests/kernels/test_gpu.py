@@ -55,12 +55,12 @@ def test_histories_in_two_memories_agree_with_float64(nccl: Pool, tmp_path: Path
 
 
 @on_each_rank
-def gathered() -> list[list[int]]:
+def gathered_rows() -> list[list[int]]:
     return dist_all_gather_ints([3, 4], [Axis(1, 0, dist.group.WORLD)])
 
 
 def test_nccl_gathers_ints(nccl: Pool) -> None:
-    assert nccl.run(1, gathered) == [[[3, 4]]]
+    assert nccl.run(1, gathered_rows) == [[[3, 4]]]
 
 
 @pytest.mark.parametrize("mask", [am.Causal(), am.Window(40)])

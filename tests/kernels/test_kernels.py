@@ -39,18 +39,18 @@ def two_threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def sampled(count: int) -> list[Any]:
+def sampled_seeds(count: int) -> list[Any]:
     """Return seeds, seven of eight for `make long`."""
     return [pytest.param(seed, marks=[] if seed % 8 == 0 else pytest.mark.long) for seed in range(count)]
 
 
-@pytest.mark.parametrize("seed", sampled(400))
+@pytest.mark.parametrize("seed", sampled_seeds(400))
 def test_random_problems_agree_with_float64(seed: int) -> None:
     draw(seed).check()
 
 
 @pytest.mark.skipif("native" not in SUPPORTED, reason="there is no C++ compiler")
-@pytest.mark.parametrize("seed", sampled(200))
+@pytest.mark.parametrize("seed", sampled_seeds(200))
 def test_random_problems_on_the_native_kernel_agree_with_float64(seed: int) -> None:
     draw(seed, kernels=("native",), dtypes=(torch.float32, torch.bfloat16, torch.float16)).check()
 

@@ -42,7 +42,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     return am.attention(q, k, v, mesh=None, **{"mask": am.Full(), **options})
 
 
-def known() -> int:
+def known_calls() -> int:
     return len(attend_module.PREPARED_LOCAL)
 
 
@@ -55,7 +55,7 @@ def test_later_calls_have_the_bits_of_the_first(
     for rows, keys in ((1, 40), (3, 40), (1, 700), (3, 1)):
         q, k, v = problem(dtype, keys, rows)
         first = call(q, k, v, **options)
-        assert known()
+        assert known_calls()
         again = call(q, k, v, **options)
         assert torch.equal(first, again)
         assert first.stride() == again.stride()
@@ -104,7 +104,7 @@ def test_bad_tensors_are_refused_as_before(call: Callable[..., Tensor], change: 
     with pytest.raises(InputError) as before:
         call(*bad)
     call(*tensors)
-    assert known()
+    assert known_calls()
     with pytest.raises(InputError) as after:
         call(*bad)
     assert str(after.value) == str(before.value)

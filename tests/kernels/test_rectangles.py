@@ -15,7 +15,7 @@ from tests.support.problems import draw
 pytestmark = pytest.mark.quick
 
 
-def covered(rectangles: list[Rectangle], rows: int, keys: int) -> torch.Tensor:
+def cover_counts(rectangles: list[Rectangle], rows: int, keys: int) -> torch.Tensor:
     """How often each pair is in a rectangle."""
     count = torch.zeros(rows, keys, dtype=torch.long)
     for rectangle in rectangles:
@@ -36,7 +36,7 @@ def test_every_visible_pair_is_in_one_rectangle_and_no_other_pair(seed: int) -> 
     ]
     one = Band.of(problem.mask, *total)
     for rectangles in (cut(one), tiles(one, 128, 64), tiles(one, 3, 5)):
-        assert torch.equal(covered(rectangles, *map(len, total)), problem.mask.visible(*total).long())
+        assert torch.equal(cover_counts(rectangles, *map(len, total)), problem.mask.visible(*total).long())
         assert [b.queries.start for b in rectangles] == sorted(b.queries.start for b in rectangles)
 
 

@@ -9,7 +9,7 @@ from attnmesh.mesh.reduction_tree import bit_reversed, tree
 pytestmark = pytest.mark.quick
 
 
-def played(hosts: list[list[int]]) -> dict[int, list[frozenset[int]]]:
+def contributions_by_round(hosts: list[list[int]]) -> dict[int, list[frozenset[int]]]:
     """Return the contributions that each rank has merged after each of its rounds."""
     rounds = tree(hosts)
     held = {rank: [frozenset([rank])] for rank in rounds}
@@ -35,7 +35,7 @@ def played(hosts: list[list[int]]) -> dict[int, list[frozenset[int]]]:
 
 @pytest.mark.parametrize("ranks", range(1, 34))
 def test_every_rank_receives_every_partial_once_in_few_rounds(ranks: int) -> None:
-    held = played([list(range(ranks))])
+    held = contributions_by_round([list(range(ranks))])
     for steps in held.values():
         assert steps[-1] == frozenset(range(ranks))
         assert len(steps) - 1 <= (ranks - 1).bit_length()
@@ -45,7 +45,7 @@ def test_every_rank_receives_every_partial_once_in_few_rounds(ranks: int) -> Non
 def test_ranks_merge_inside_hosts_before_between_them(sizes: list[int]) -> None:
     ranks = iter(range(sum(sizes)))
     hosts = [[next(ranks) for _ in range(size)] for size in sizes]
-    held = played(hosts)
+    held = contributions_by_round(hosts)
     for host in hosts:
         inside = {frozenset(host)}
         for rank in host:

@@ -73,7 +73,7 @@ def _check_step(step, me, peers, chunk, befores, held=None):  # type: ignore[no-
         assert me in dict(peers[peer].return_from)
 
 
-def received(plan: Schedule, *, width: int = 1) -> int:
+def received_keys(plan: Schedule, *, width: int = 1) -> int:
     """Return the number of keys received from other ranks."""
     return width * sum(count for step in plan.key_steps for _, count in step.receive)
 
@@ -84,7 +84,7 @@ def test_under_a_full_mask_each_missing_token_is_received_once() -> None:
         problem = Problem(am.Full(), shape, am.Zigzag(), am.Zigzag(), n * shape.ranks, n * shape.ranks)
         for ring in (False, True):
             for plan in all_schedules(problem, ring).values():
-                assert received(plan) == n * shape.heads * (shape.queries - 1)
+                assert received_keys(plan) == n * shape.heads * (shape.queries - 1)
                 assert sum(count for _, count in plan.query_step.receive) == n * shape.heads * (shape.keys - 1)
                 assert sum(len(t) for p, t in plan.query_step.return_from) == n * shape.heads * shape.keys
 
@@ -94,9 +94,9 @@ def test_under_a_window_neighbours_exchange_the_same_tokens_at_any_length() -> N
         problem = Problem(am.Window(50), Shape(1, 8, 1), am.Contiguous(), am.Contiguous(), length, length)
         for (r, _), plan in all_schedules(problem, ring=False).items():
             assert plan.key_steps[0].receive == (((r - 1, 50),) if r else ())
-            assert received(plan) <= 50
+            assert received_keys(plan) <= 50
         for plan in all_schedules(problem, ring=True).values():
-            assert received(plan) <= 50
+            assert received_keys(plan) <= 50
 
 
 def test_packed_documents_receive_only_their_keys() -> None:

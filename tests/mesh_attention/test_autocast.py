@@ -63,7 +63,7 @@ def test_attend_casts_and_float64_stays() -> None:
 
 
 @on_each_rank
-def generated(shape: Shape) -> list[Any]:
+def tokens_loss_and_gradient(shape: Shape) -> list[Any]:
     model, mesh = families.model("qwen3", "attnmesh"), named_mesh(shape, AXES)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         made = hf.generate(model, prompt(80), mesh=mesh, max_new_tokens=4, do_sample=False)
@@ -78,10 +78,10 @@ def test_a_model_of_float32_weights_runs_under_autocast(shape: Shape, pool: Pool
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = model(prompt(80)).logits[0, -1].float()
         loss = model(**plain_batch(), use_cache=False).loss
-    for made, given, norm in pool.run(shape.ranks, generated, shape):
+    for made, given, norm in pool.run(shape.ranks, tokens_loss_and_gradient, shape):
         assert logits[made[0][80]] >= logits.max() - 0.05 * logits.abs().max()  # a tie of bfloat16 may fall either way
         assert norm > 0
         assert given > 0
-    answers = pool.run(shape.ranks, generated, shape)
+    answers = pool.run(shape.ranks, tokens_loss_and_gradient, shape)
     # Layers round to bfloat16, by 4e-3.
     assert sum(answer[1] for answer in answers) / shape.ranks == pytest.approx(loss.item(), rel=2e-2)

@@ -24,7 +24,7 @@ def heads() -> list[Tensor]:
 
 
 @on_each_rank
-def warned(call: Callable[[], Any]) -> list[tuple[str, bool]]:
+def warnings_of_call(call: Callable[[], Any]) -> list[tuple[str, bool]]:
     """What a call warned of, as if it were the first of its process, and whether this file is blamed."""
     before = set(errors._warned)
     errors._warned.clear()
@@ -57,9 +57,9 @@ def of_dtensors() -> None:
 @on_each_rank
 def alone() -> dict[str, Any]:
     calls = [twice, compiled, on_the_mesh, of_dtensors]
-    return {call.__name__: warned(call) for call in calls} | {
-        "said": warned(lambda: am.attention(*heads(), mesh=None)),
-        "attend": warned(lambda: am.attend(*heads(), mask=am.Causal())),
+    return {call.__name__: warnings_of_call(call) for call in calls} | {
+        "said": warnings_of_call(lambda: am.attention(*heads(), mesh=None)),
+        "attend": warnings_of_call(lambda: am.attend(*heads(), mask=am.Causal())),
     }
 
 
@@ -74,8 +74,8 @@ def test_attention_without_a_mesh_among_several_ranks_warns_once(pool: Pool) -> 
 
 
 def test_one_rank_is_not_warned(pool: Pool) -> None:
-    assert warned(twice) == []
-    assert pool.run(1, warned, twice) == [[]]
+    assert warnings_of_call(twice) == []
+    assert pool.run(1, warnings_of_call, twice) == [[]]
 
 
 @on_each_rank
@@ -108,11 +108,13 @@ def generated() -> dict[str, Any]:
     mesh = named_mesh(Shape(1, 1, 2), AXES)
     options: dict[str, Any] = {"max_new_tokens": 2, "do_sample": False}
     return {
-        "left out": warned(lambda: hf.generate(model, ids, **options)),
-        "said": warned(lambda: hf.generate(model, ids, mesh=None, **options)),
-        "mesh": warned(lambda: hf.generate(model, ids, mesh=mesh, **options)),
-        "cache": warned(lambda: hf.generate(model, ids, cache=hf.ShardedCache(model.config, mesh), **options)),
-        "the model alone": warned(lambda: model(ids, use_cache=False)),
+        "left out": warnings_of_call(lambda: hf.generate(model, ids, **options)),
+        "said": warnings_of_call(lambda: hf.generate(model, ids, mesh=None, **options)),
+        "mesh": warnings_of_call(lambda: hf.generate(model, ids, mesh=mesh, **options)),
+        "cache": warnings_of_call(
+            lambda: hf.generate(model, ids, cache=hf.ShardedCache(model.config, mesh), **options)
+        ),
+        "the model alone": warnings_of_call(lambda: model(ids, use_cache=False)),
         "ranks": dist.get_world_size(),
     }
 

@@ -22,7 +22,7 @@ from tests.support.pool import Pool, on_each_rank
 HEADS, COLUMNS, VALUES, LATENT_RANK, ROTATED, TOKENS = 6, 5, 3, 7, 2, 11
 
 
-def drawn() -> tuple[torch.Tensor, torch.Tensor, Projection]:
+def random_latents() -> tuple[torch.Tensor, torch.Tensor, Projection]:
     """Return queries, latents and a projection."""
     q, latents = torch.randn(2, HEADS, TOKENS, COLUMNS + ROTATED), torch.randn(2, 1, TOKENS, LATENT_RANK + ROTATED)
     projection = Projection(torch.randn(HEADS, COLUMNS, LATENT_RANK), torch.randn(HEADS, VALUES, LATENT_RANK))
@@ -30,7 +30,7 @@ def drawn() -> tuple[torch.Tensor, torch.Tensor, Projection]:
 
 
 def test_absorbed_queries_give_what_expanded_keys_give() -> None:
-    q, latents, projection = drawn()
+    q, latents, projection = random_latents()
     visible = am.Causal().visible(torch.arange(TOKENS), torch.arange(TOKENS))
     expected, lse, _ = dense(q, *projection.expand(latents), visible, 0.3)
     sums, same_lse, _ = dense(projection.absorb(q), latents, latents[..., :LATENT_RANK], visible, 0.3)
@@ -41,7 +41,7 @@ def test_absorbed_queries_give_what_expanded_keys_give() -> None:
 @pytest.mark.parametrize("size", [1, 2 * 11 * 10 * 8 * 4, 1 << 20])
 def test_heads_are_expanded_in_groups(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latent, "EXPANDED_BYTES", size)
-    q, latents, projection = drawn()
+    q, latents, projection = random_latents()
     band = Band.of(am.Window(4), torch.arange(TOKENS), TOKENS)
     visible = am.Window(4).visible(torch.arange(TOKENS), torch.arange(TOKENS))
     expected, lse, _ = dense(q, *projection.expand(latents), visible, 0.3)
@@ -53,7 +53,7 @@ def test_heads_are_expanded_in_groups(size: int, monkeypatch: pytest.MonkeyPatch
 
 
 @on_each_rank
-def received(shape: Shape) -> int:
+def received_elements(shape: Shape) -> int:
     """Return the elements that a rank receives, besides one value per row."""
     mesh, n = named_mesh(shape, AXES), TOKENS
     q, k, v = torch.randn(1, HEADS, n, COLUMNS + ROTATED), *torch.randn(2, 1, HEADS, n, COLUMNS + ROTATED)
@@ -73,4 +73,4 @@ def received(shape: Shape) -> int:
 def test_latents_travel_along_columns_and_queries_along_rows(shape: Shape, pool: Pool) -> None:
     latents = (shape.queries - 1) * TOKENS * (LATENT_RANK + ROTATED)
     queries = (shape.keys - 1) * TOKENS * HEADS * (COLUMNS + ROTATED + VALUES)
-    assert pool.run(4, received, shape) == [latents + queries] * 4
+    assert pool.run(4, received_elements, shape) == [latents + queries] * 4

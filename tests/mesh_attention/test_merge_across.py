@@ -96,7 +96,7 @@ def test_base_two_is_accepted_by_name(pool: Pool) -> None:
 
 
 @on_each_rank
-def sent(wire: torch.dtype | None) -> int:
+def sent_bytes(wire: torch.dtype | None) -> int:
     with counted() as traffic:
         am.merge_across(partial_of(dist.get_rank(), torch.bfloat16), dist.group.WORLD, how="tree", wire=wire)
     return traffic.bytes
@@ -104,8 +104,8 @@ def sent(wire: torch.dtype | None) -> int:
 
 def test_out_travels_in_the_given_dtype(pool: Pool) -> None:
     rows, width = 2 * 9 * 3, 8
-    assert pool.run(4, sent, None) == [2 * (8 + rows * 4 + rows * width * 4)] * 4
-    assert pool.run(4, sent, torch.bfloat16) == [2 * (8 + rows * 4 + rows * width * 2)] * 4
+    assert pool.run(4, sent_bytes, None) == [2 * (8 + rows * 4 + rows * width * 4)] * 4
+    assert pool.run(4, sent_bytes, torch.bfloat16) == [2 * (8 + rows * 4 + rows * width * 2)] * 4
     results = [x for x in pool.run(8, merge_among, 6, torch.bfloat16, {"how": "tree", "wire": torch.bfloat16}) if x]
     assert all(torch.equal(x.out, results[0].out) for x in results)
 

@@ -28,7 +28,7 @@ Chosen = tuple[Shape, str]
 """Shape of the mesh and exchange of a call."""
 
 
-def drawn(seed: int, ranks: int) -> MeshProblem:
+def random_prompt(seed: int, ranks: int) -> MeshProblem:
     """Return a random prompt, whose tokens a keys axis shares, beside a heads axis if the ranks are even."""
     random, shape = Random(seed), Shape(1, 1, ranks)
     problem = draw(seed * 100 + ranks, ranks)
@@ -40,7 +40,7 @@ def drawn(seed: int, ranks: int) -> MeshProblem:
     return replace(problem, key_lengths=None, **same)
 
 
-def attended(problem: MeshProblem, way: str) -> tuple[Tensor, Chosen]:
+def attended_tokens(problem: MeshProblem, way: str) -> tuple[Tensor, Chosen]:
     """Return this rank's tokens of a prompt, attended in a way, with the way that was chosen."""
     mesh = named_mesh(problem.shape, problem.axes)
     mine, chosen = shard_positions(problem, mesh)[0], list[Chosen]()
@@ -65,13 +65,13 @@ def attended(problem: MeshProblem, way: str) -> tuple[Tensor, Chosen]:
 
 @on_each_rank
 def in_each_way(problems: list[MeshProblem]) -> list[dict[str, tuple[Tensor, Chosen]]]:
-    return [{way: attended(problem, way) for way in ("keys", "queries", "chosen")} for problem in problems]
+    return [{way: attended_tokens(problem, way) for way in ("keys", "queries", "chosen")} for problem in problems]
 
 
 @pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 12), marks=pytest.mark.long)], ids=str)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_each_way_gives_dense_attention_and_ranks_choose_alike(ranks: int, seeds: range, pool: Pool) -> None:
-    problems = [drawn(seed, ranks) for seed in seeds]
+    problems = [random_prompt(seed, ranks) for seed in seeds]
     taken = set()
     for problem, found in zip(problems, zip(*pool.run(ranks, in_each_way, problems), strict=True), strict=True):
         for way in found[0]:

@@ -71,7 +71,7 @@ def test_other_errors_do_not(call: Callable[[], Any]) -> None:
     assert "transpose" not in str(caught.value)
 
 
-def warned(call: Callable[[], Any]) -> list[tuple[str, bool]]:
+def warnings_of_call(call: Callable[[], Any]) -> list[tuple[str, bool]]:
     errors._warned.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -97,7 +97,7 @@ def long_cache() -> am.KVCache:
 def test_dims_that_are_very_likely_swapped_warn_once(name: str, call: Callable[[], Any]) -> None:
     text = f"{name}: q has more than 256 heads and at most 128 tokens in dims (batch, heads, length, dim); "
     text += "if these are (batch, length, heads, dim), pass x.transpose(1, 2)."
-    assert warned(call) == [(text, True)]
+    assert warnings_of_call(call) == [(text, True)]
 
 
 @pytest.mark.parametrize(
@@ -115,8 +115,8 @@ def test_dims_that_are_very_likely_swapped_warn_once(name: str, call: Callable[[
 )
 def test_problems_that_there_are_do_not_warn(q: tuple[int, int], k: tuple[int, int]) -> None:
     q, k = T(1, *q, 1), T(1, *k, 1)
-    assert warned(lambda: am.attend(q, k, k)) == []
-    assert warned(lambda: am.attention(q, k, k, mask=am.Full())) == []
+    assert warnings_of_call(lambda: am.attend(q, k, k)) == []
+    assert warnings_of_call(lambda: am.attention(q, k, k, mask=am.Full())) == []
 
 
 def test_compiled_it_is_one_graph_and_does_not_warn() -> None:
@@ -126,7 +126,7 @@ def test_compiled_it_is_one_graph_and_does_not_warn() -> None:
         return am.attention(q, k, v) + am.attend(q, k, v).out
 
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
-    assert warned(lambda: compiled(q)) == []
+    assert warnings_of_call(lambda: compiled(q)) == []
 
 
 @on_each_rank

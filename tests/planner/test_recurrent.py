@@ -28,7 +28,7 @@ def cluster(hosts: int, ranks: int) -> Cluster:
     return Cluster("test", hosts, ranks, CHIP, INSIDE, BETWEEN)
 
 
-def priced(work: am.Workload, hosts: int, ranks: int, layout: am.Zigzag | am.Contiguous) -> RecurrentCost:
+def recurrent_price(work: am.Workload, hosts: int, ranks: int, layout: am.Zigzag | am.Contiguous) -> RecurrentCost:
     """Return the cost on a mesh of queries, with consecutive ranks on each host."""
     way = Way(Shape(1, hosts * ranks, 1), Shape(1, ranks, 1), layout, "bulk")
     return recurrent_cost(way, work, cluster(hosts, ranks))
@@ -38,7 +38,7 @@ def all_bytes(one: Cost) -> float:
     return one.inside + one.between
 
 
-def scanned(ranks: int) -> list[int]:
+def sent_messages(ranks: int) -> list[int]:
     """Run a scan on lists of shards. Return the messages that each rank sends; each message holds a rank's total."""
     totals, prefixes = [[rank] for rank in range(ranks)], [list[int]() for _ in range(ranks)]
     sent, step = [0] * ranks, 1
@@ -60,10 +60,10 @@ def scanned(ranks: int) -> list[int]:
 @pytest.mark.parametrize("ranks", range(1, 10))
 @pytest.mark.parametrize("phase", PHASES)
 def test_bytes_are_those_of_a_scan_run_by_hand(ranks: int, phase: str) -> None:
-    work, sent = replace(WORK, phase=phase), scanned(ranks)
+    work, sent = replace(WORK, phase=phase), sent_messages(ranks)
     for layout, scans in ((am.Contiguous(), 1), (am.Zigzag(), 2)):
         times = PHASES[phase] * scans * DELTANET.layers * WORK.batch
-        one = priced(work, ranks, 1, layout)
+        one = recurrent_price(work, ranks, 1, layout)
         assert all_bytes(one.scan) == times * MAP_BYTES * sum(sent)
         assert all_bytes(one.halo) == times * HALO_BYTES * (ranks - 1)
         assert work.scan_bytes(ranks, layout) == times * MAP_BYTES * max(sent)
@@ -86,9 +86,9 @@ def test_nothing_depends_on_the_length_and_kinds_add_up() -> None:
     both = replace(WORK, recurrent=[DELTANET, other])
     for layout in (am.Contiguous(), am.Zigzag()):
         one, two, sum_of_both = (
-            priced(replace(WORK, recurrent=x), 2, 3, layout) for x in (DELTANET, other, both.recurrent)
+            recurrent_price(replace(WORK, recurrent=x), 2, 3, layout) for x in (DELTANET, other, both.recurrent)
         )
-        assert priced(replace(both, length=10**9), 2, 3, layout) == sum_of_both
+        assert recurrent_price(replace(both, length=10**9), 2, 3, layout) == sum_of_both
         assert all_bytes(two.scan) == two.scan.seconds == 0
         for name in ("scan", "halo"):
             parts = [getattr(cost, name) for cost in (one, two, sum_of_both)]
@@ -99,12 +99,12 @@ def test_nothing_depends_on_the_length_and_kinds_add_up() -> None:
 def test_rounds_across_hosts_take_the_bytes_and_seconds_by_hand() -> None:
     """Two hosts of 4 ranks: rounds of 1 and 2 stay inside, 4 messages of the last round leave a host."""
     size = WORK.batch * MAP_BYTES
-    one = priced(WORK, 2, 4, am.Contiguous()).scan
+    one = recurrent_price(WORK, 2, 4, am.Contiguous()).scan
     assert (one.inside, one.between, one.messages) == (3 * 16 * size, 3 * 4 * size, 3 * 4)
     inside = 1e-6 + max(size / 1e9, 4 * size / 4e9) + 3e-6
     between = 5e-6 + max(size / 1e8, 4 * size / 2e8) + 3e-6
     assert one.seconds == pytest.approx(3 * (2 * inside + between))
-    both = priced(WORK, 2, 4, am.Zigzag()).scan
+    both = recurrent_price(WORK, 2, 4, am.Zigzag()).scan
     assert (both.inside, both.between, both.seconds) == pytest.approx(
         (2 * one.inside, 2 * one.between, 2 * one.seconds)
     )
@@ -112,7 +112,7 @@ def test_rounds_across_hosts_take_the_bytes_and_seconds_by_hand() -> None:
 
 def test_halos_go_both_ways_at_once_in_zigzag() -> None:
     size = WORK.batch * HALO_BYTES
-    one, both = (priced(WORK, 2, 2, layout).halo for layout in (am.Contiguous(), am.Zigzag()))
+    one, both = (recurrent_price(WORK, 2, 2, layout).halo for layout in (am.Contiguous(), am.Zigzag()))
     assert (one.inside, one.between, one.messages) == (3 * 2 * size, 3 * size, 3)
     assert one.seconds == pytest.approx(3 * (5e-6 + size / 1e8 + 3e-6))
     assert (both.inside, both.between, both.messages) == (3 * 4 * size, 3 * 2 * size, 6)

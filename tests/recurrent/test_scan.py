@@ -57,7 +57,9 @@ def loss(result: am.AffineMap, seed: int) -> Tensor:
 
 
 @on_each_rank
-def scanned(ranks: int, problems: list[tuple[int, str, tuple[int, ...], bool]]) -> list[list[Tensor]] | None:
+def prefixes_and_gradients(
+    ranks: int, problems: list[tuple[int, str, tuple[int, ...], bool]]
+) -> list[list[Tensor]] | None:
     """Prefix and gradients of each problem on this rank."""
     group, rank = group_of(ranks), dist.get_rank()
     if group is None:
@@ -82,7 +84,7 @@ def expected(ranks: int, seed: int, form: str, state: tuple[int, ...], reverse: 
 
 
 def check(pool: Pool, ranks: int, problems: list[tuple[int, str, tuple[int, ...], bool]]) -> None:
-    results = [x for x in pool.run(8, scanned, ranks, problems) if x is not None]
+    results = [x for x in pool.run(8, prefixes_and_gradients, ranks, problems) if x is not None]
     assert len(results) == ranks
     for index, problem in enumerate(problems):
         for rank, tensors in enumerate(expected(ranks, *problem)):

@@ -71,10 +71,10 @@ def save(at: Place, path: str = "good") -> None:
 
 def load(at: Place, folder: str = "good", **changes: Any) -> None:
     filled(at).save(at.folder / "good")
-    am.KVCache.load(spoiled(at.folder / "good", at.folder / folder), at.mesh, **changes)
+    am.KVCache.load(spoiled_copy(at.folder / "good", at.folder / folder), at.mesh, **changes)
 
 
-def spoiled(good: Path, bad: Path) -> Path:
+def spoiled_copy(good: Path, bad: Path) -> Path:
     """A copy that is what its name says."""
     if bad.name in ("good", "missing"):
         return bad

@@ -41,7 +41,7 @@ def full_cache(at: Place) -> Any:
     return cache
 
 
-def named(changes: dict[str, Any]) -> dict[str, Any]:
+def named_objects(changes: dict[str, Any]) -> dict[str, Any]:
     """With models and caches for their names, which are not to be made where nobody needs them."""
     from transformers import DynamicCache
 
@@ -52,7 +52,9 @@ def named(changes: dict[str, Any]) -> dict[str, Any]:
 def generate(at: Place, **changes: Any) -> None:
     import attnmesh.hf as hf
 
-    hf.generate(**{"model": model(), "input_ids": prompt(), "mesh": at.mesh, "max_new_tokens": 2} | named(changes))
+    hf.generate(
+        **{"model": model(), "input_ids": prompt(), "mesh": at.mesh, "max_new_tokens": 2} | named_objects(changes)
+    )
 
 
 def prefill(at: Place, **changes: Any) -> None:

@@ -146,7 +146,7 @@ def test_a_changed_cache_gives_the_tokens_of_a_new_one(pool: Pool) -> None:
 
 
 @on_each_rank
-def saved(folder: Path, tokens: int) -> list[int]:
+def tokens_around_save(folder: Path, tokens: int) -> list[int]:
     """Save the cache of a prompt twice, of a batch of two. Return the tokens of the prompt and of new ones."""
     small = model("attnmesh")
     cache = cache_of(small, 3)
@@ -174,14 +174,14 @@ def restored(folder: Path, ids: list[list[int]], capacity: int | None) -> list[l
 def test_a_cache_is_saved_and_restored_on_other_ranks(
     tmp_path: Path, pool: Pool, tokens: int, capacity: int | None
 ) -> None:
-    ids = pool.run(3, saved, tmp_path, tokens)[0]
+    ids = pool.run(3, tokens_around_save, tmp_path, tokens)[0]
     expected = model("eager").generate(torch.tensor(ids), attention_mask=torch.ones(2, len(ids[0])), **NEW).tolist()
     for found in pool.run(2, restored, tmp_path, ids, capacity):
         assert found == expected
 
 
 @on_each_rank
-def resumed(folder: Path, tokens: int) -> tuple[list[list[int]], bool]:
+def resumed_tokens(folder: Path, tokens: int) -> tuple[list[list[int]], bool]:
     """Return the tokens of a generation with checkpoints, and whether one was restored."""
     small, restore = model("attnmesh"), hf.ShardedCache.restore
     options = {**NEW, "max_new_tokens": tokens, "checkpoint": hf.Checkpoint(folder, every=3)}
@@ -191,7 +191,7 @@ def resumed(folder: Path, tokens: int) -> tuple[list[list[int]], bool]:
 
 
 @on_each_rank
-def interrupted(folder: Path) -> bool:
+def is_interrupted(folder: Path) -> bool:
     """Generate until some new tokens are saved. Return whether the cache was interrupted."""
     save, calls = hf.Checkpoint.save, []
 
@@ -203,16 +203,16 @@ def interrupted(folder: Path) -> bool:
             raise RuntimeError
 
     with patch.object(hf.Checkpoint, "save", fails_later), pytest.raises(RuntimeError):
-        resumed(folder, 20)
+        resumed_tokens(folder, 20)
     return (folder / "cache.json").exists()
 
 
 @pytest.mark.long
 def test_generation_resumes_from_a_checkpoint(tmp_path: Path, pool: Pool) -> None:
-    assert pool.run(2, interrupted, tmp_path) == [True, True]
+    assert pool.run(2, is_interrupted, tmp_path) == [True, True]
     ids = prompt(33)
     expected = model("eager").generate(ids, attention_mask=torch.ones_like(ids), **{**NEW, "max_new_tokens": 20})
-    assert pool.run(2, resumed, tmp_path, 20) == [(expected.tolist(), True)] * 2
+    assert pool.run(2, resumed_tokens, tmp_path, 20) == [(expected.tolist(), True)] * 2
 
 
 # --- what is refused ---

@@ -63,7 +63,7 @@ def test_tokens_on_unequal_shares_are_those_of_stock(
 
 
 @on_each_rank
-def generated(shares: tuple[float, ...]) -> tuple[torch.Tensor, list[int]]:
+def recurrent_tokens(shares: tuple[float, ...]) -> tuple[torch.Tensor, list[int]]:
     """Return tokens of a model with recurrent layers, and how many tokens each of its chunks had on this rank."""
     model, mesh, seen = model_of("qwen3_next"), named_mesh(Shape(1, 1, len(shares)), AXES), []
     model.get_input_embeddings().register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
@@ -78,14 +78,14 @@ def test_recurrent_layers_compute_runs_of_tokens_as_long_as_the_shares(pool: Poo
     with DoublePrecision():
         mask = torch.ones_like(given)
         expected = stock.generate(given, attention_mask=mask, max_new_tokens=6, do_sample=False)
-    (one, many), (other, few) = pool.run(2, generated, (3, 1))
+    (one, many), (other, few) = pool.run(2, recurrent_tokens, (3, 1))
     assert torch.equal(one, expected)
     assert torch.equal(other, expected)
     assert (many[0], few[0]) == (14 * 24, 14 * 8)
 
 
 @on_each_rank
-def served(shares: object) -> list[int] | None:
+def engine_tokens(shares: object) -> list[int] | None:
     """Return the tokens of two requests of an engine, one by one, on rank 0."""
     model, mesh = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, 2), AXES)
     with running(model, mesh, shares=shares, cache_memory=400_000) as engine:
@@ -102,11 +102,11 @@ def test_an_engine_serves_on_unequal_shares(pool: Pool) -> None:
         given = torch.tensor([ids(length, seed=length)])
         made = stock.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=5, do_sample=False)
         expected += made[0, length:].tolist()
-    assert pool.run(2, served, (1, 4))[0] == expected
+    assert pool.run(2, engine_tokens, (1, 4))[0] == expected
 
 
 @on_each_rank
-def refused(kind: str) -> None:
+def check_refusal(kind: str) -> None:
     config, mesh = families.model("llama", "attnmesh").config, named_mesh(Shape(1, 1, 2), AXES)
     match kind:
         case "reproducible":
@@ -126,7 +126,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_unequal_shares_cannot_do_is_refused_on_all_ranks(kind: str, pool: Pool) -> None:
-    found = pool.ask(2, refused, kind)
+    found = pool.ask(2, check_refusal, kind)
     assert len({str(error) for error in found}) == 1
     with pytest.raises(errors.InputError, match=REFUSED[kind]):
         raise found[0]

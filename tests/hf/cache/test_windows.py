@@ -61,7 +61,7 @@ def test_turns_that_branch_off_are_computed_again(family: str, pool: Pool) -> No
 
 
 @on_each_rank
-def held(family: str, shape: Shape, windows: bool) -> list[tuple[int, int]]:
+def held_tokens_and_slots(family: str, shape: Shape, windows: bool) -> list[tuple[int, int]]:
     """Return per layer the tokens and slots of a rank after a prompt of 1,200 tokens and some new ones."""
     model, mesh = families.model(family, "attnmesh"), named_mesh(shape, AXES)
     cache = hf.ShardedCache(model.config, mesh, windows=windows, block=4)
@@ -72,11 +72,11 @@ def held(family: str, shape: Shape, windows: bool) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("family", ["gemma3", "mistral"])
 def test_layers_with_a_window_take_its_memory(family: str, pool: Pool) -> None:
     kinds = getattr(families.CONFIGS[family], "layer_types", None) or ["sliding_attention"] * 2
-    for layers in pool.run(3, held, family, Shape(1, 1, 3), True):
+    for layers in pool.run(3, held_tokens_and_slots, family, Shape(1, 1, 3), True):
         for kind, (length, slots) in zip(kinds, layers, strict=True):
             assert length == 1209
             assert slots < 40 if kind == "sliding_attention" else slots >= 403
-    for layers in pool.run(3, held, family, Shape(1, 1, 3), False):
+    for layers in pool.run(3, held_tokens_and_slots, family, Shape(1, 1, 3), False):
         assert all(slots >= 403 for _, slots in layers)
 
 
@@ -167,7 +167,7 @@ def test_padding_between_tokens_is_right_or_refused(family: str, pool: Pool) -> 
 
 
 @on_each_rank
-def interrupted(shape: Shape) -> list[int]:
+def tokens_after_interruption(shape: Shape) -> list[int]:
     """Return the tokens after a forward pass was interrupted between two layers, and continued."""
     model, mesh = families.model("gemma3", "attnmesh"), named_mesh(shape, AXES)
     cache = hf.ShardedCache(model.config, mesh)
@@ -181,7 +181,7 @@ def interrupted(shape: Shape) -> list[int]:
 
 def test_an_interrupted_pass_is_continued_or_computed_again(pool: Pool) -> None:
     expected = families.model("gemma3", STOCK["gemma3"]).generate(prompt(90), max_new_tokens=15, do_sample=False)
-    assert pool.run(2, interrupted, Shape(1, 1, 2)) == [expected.tolist()] * 2
+    assert pool.run(2, tokens_after_interruption, Shape(1, 1, 2)) == [expected.tolist()] * 2
 
 
 @on_each_rank

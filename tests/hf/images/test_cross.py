@@ -89,7 +89,7 @@ def test_text_sees_images(name: str, shape: Shape, pool: Pool) -> None:
 
 
 @on_each_rank
-def continued() -> tuple[float, int]:
+def error_of_next_turn() -> tuple[float, int]:
     """Return how far logits are off after a turn that continues another, and the tokens that it took from the cache."""
     model, first = model_of("mllama", "attnmesh", DOUBLE), inputs(ONE)
     cache = hf.ShardedCache(model.config, named_mesh(Shape(1, 1, 2), AXES), block=4)
@@ -107,7 +107,7 @@ def continued() -> tuple[float, int]:
 
 
 def test_a_turn_continues_a_prompt_with_the_same_images(pool: Pool) -> None:
-    for off, taken in pool.run(2, continued):
+    for off, taken in pool.run(2, error_of_next_turn):
         assert off < FLOAT64_MODEL
         assert taken == sum(ONE)
 

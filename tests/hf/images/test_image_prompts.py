@@ -156,7 +156,7 @@ def test_what_a_processor_returns_is_what_generate_takes(shape: Shape, pool: Poo
 
 
 @on_each_rank
-def refused(kind: str, case: str) -> str:
+def refusal(kind: str, case: str) -> str:
     """Return the error of a rank for images that are not right."""
     batch, options, mesh = inputs(FIRST), {"max_new_tokens": 2}, named_mesh(Shape(1, 1, 2), AXES)
     model, rank = vision_model(kind, "attnmesh"), torch.distributed.get_rank()
@@ -196,6 +196,6 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_images_that_do_not_fit_are_refused_on_all_ranks_alike(case: str, pool: Pool) -> None:
-    first, second = pool.run(2, refused, "qwen3_vl", case)
+    first, second = pool.run(2, refusal, "qwen3_vl", case)
     assert first == second
     assert REFUSED[case] in first

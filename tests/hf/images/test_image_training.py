@@ -133,7 +133,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 
 
-def trained(trainer: Any, attention: str, folder: str, options: dict[str, Any]) -> list[float]:
+def training_losses(trainer: Any, attention: str, folder: str, options: dict[str, Any]) -> list[float]:
     """Return the losses of each step and of an evaluation."""
     options = dict(options)
     model: Any = deepcopy(vision_model("qwen2_5_vl", attention)).train()
@@ -156,7 +156,7 @@ def trained(trainer: Any, attention: str, folder: str, options: dict[str, Any]) 
 @on_each_rank
 def trained_on_rank(shape: Shape, folder: str, options: dict[str, Any]) -> list[float]:
     with launched(), fsdp_on_cpus() if "fsdp" in options else nullcontext():
-        return trained(hf.on_mesh(Trainer, named_mesh(shape, AXES)), "attnmesh", folder, options)
+        return training_losses(hf.on_mesh(Trainer, named_mesh(shape, AXES)), "attnmesh", folder, options)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -164,7 +164,7 @@ def trained_on_rank(shape: Shape, folder: str, options: dict[str, Any]) -> list[
 def test_a_trainer_has_the_losses_of_one_device(recipe: str, pool: Pool, tmp_path: Path) -> None:
     options = RECIPES[recipe]
     alone = {name: x for name, x in options.items() if "fsdp" not in name}
-    expected = trained(Trainer, "sdpa", str(tmp_path / "0"), alone)
+    expected = training_losses(Trainer, "sdpa", str(tmp_path / "0"), alone)
     assert expected[-2] < expected[0]
     for shape in (Shape(1, 2, 2), *([] if recipe == "LoRA" else [Shape(1, 1, 1), Shape(1, 2, 1)])):
         for found in pool.run(shape.ranks, trained_on_rank, shape, str(tmp_path / str(shape.ranks)), options):
@@ -209,7 +209,7 @@ def test_a_trainer_of_trl_calls_the_processor(pool: Pool, tmp_path: Path) -> Non
 
 
 @on_each_rank
-def refused(case: str) -> str:
+def refusal(case: str) -> str:
     """Return the error of a rank for images that are not right."""
     rank, mesh = dist.get_rank(), named_mesh(Shape(1, 1, 2), AXES)
     batch, model = batch_of("qwen2_5_vl"), model_of("qwen2_5_vl", "attnmesh")
@@ -264,7 +264,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_images_that_do_not_fit_are_refused_on_all_ranks_alike(case: str, pool: Pool) -> None:
-    first, second = pool.run(2, refused, case)
+    first, second = pool.run(2, refusal, case)
     assert first == second
     assert REFUSED[case] in first
 

@@ -271,7 +271,7 @@ def test_what_a_processor_returns_is_what_generate_takes(kind: str, pool: Pool) 
 
 
 @on_each_rank
-def refused(case: str) -> str:
+def refusal(case: str) -> str:
     """Return the error of a rank for videos that are not right."""
     batch, rank = inputs("qwen2_5_vl", FIRST), torch.distributed.get_rank()
     mesh, model = named_mesh(Shape(1, 1, 2), AXES), vision_model("qwen2_5_vl", "attnmesh")
@@ -303,6 +303,6 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_videos_that_do_not_fit_are_refused_on_all_ranks_alike(case: str, pool: Pool) -> None:
-    first, second = pool.run(2, refused, case)
+    first, second = pool.run(2, refusal, case)
     assert first == second
     assert REFUSED[case] in first

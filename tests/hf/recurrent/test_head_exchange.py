@@ -29,7 +29,7 @@ PARTS = (
 
 
 @on_each_rank
-def exchanged(owners: list[int], lengths: list[int]) -> dict[str, bool]:
+def checks_of_exchange(owners: list[int], lengths: list[int]) -> dict[str, bool]:
     """Whether all tokens arrive in order and return, and whether gradients are those of the inverse."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     place = Axis(ranks, rank, dist.group.WORLD), owners, lengths
@@ -48,12 +48,12 @@ def exchanged(owners: list[int], lengths: list[int]) -> dict[str, bool]:
 
 @pytest.mark.parametrize(("owners", "lengths"), PARTS)
 def test_heads_come_back_to_their_tokens(owners: list[int], lengths: list[int], pool: Pool) -> None:
-    for right in pool.run(2, exchanged, owners, lengths):
+    for right in pool.run(2, checks_of_exchange, owners, lengths):
         assert right == dict.fromkeys(right, True)
 
 
 @on_each_rank
-def gathered() -> dict[str, bool]:
+def checks_of_dtypes() -> dict[str, bool]:
     """Whether tensors of two dtypes arrive, each with this rank's heads, and return."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     chain = HeadChain("a layer", [Parts(Axis(ranks, rank, dist.group.WORLD), [0, 1], [3, 2], [3 - rank])], [5])
@@ -72,7 +72,7 @@ def gathered() -> dict[str, bool]:
 
 
 def test_tensors_of_several_dtypes_and_head_counts_are_gathered(pool: Pool) -> None:
-    for right in pool.run(2, gathered):
+    for right in pool.run(2, checks_of_dtypes):
         assert right == dict.fromkeys(right, True)
 
 

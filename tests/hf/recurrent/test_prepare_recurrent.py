@@ -32,7 +32,7 @@ def layer_of(model: PreTrainedModel, name: str = "") -> Any:
     return next(x for x in model.modules() if (type(x).__name__ == name if name else recurrence_of(type(x))))
 
 
-def renamed(method: Any, old: str, new: str) -> FunctionType:
+def renamed_forward(method: Any, old: str, new: str) -> FunctionType:
     """Return a `forward` that calls a function, or reads an attribute, by another name, as a new release might."""
     forward: Any = unwrap(method)
     code: CodeType = forward.__code__
@@ -70,7 +70,7 @@ def test_each_name_that_a_release_might_change_is_missed(monkeypatch: pytest.Mon
             needed = recurrences()[kind.__name__]
             for name in (*needed.functions, *needed.reads):
                 with monkeypatch.context() as patch:
-                    patch.setattr(kind, "forward", renamed(kind.forward, name, "another_name"))
+                    patch.setattr(kind, "forward", renamed_forward(kind.forward, name, "another_name"))
                     verb = "calls" if name in needed.functions else "reads"
                     assert refusal(model) == (
                         f"attnmesh.hf {kind.__name__}: expected a forward that {verb} {name}, given {INSTALLED}, in "
@@ -93,7 +93,7 @@ def test_other_parameters_functions_and_arguments_are_refused(monkeypatch: pytes
         patch.setattr(module, "torch_chunk_gated_delta_rule", rule)
         assert f"given {INSTALLED} with torch_chunk_gated_delta_rule(query, key, value, beta). Fix:" in refusal(model)
     with monkeypatch.context() as patch:
-        patch.setattr(kind, "forward", renamed(stock, "causal_conv1d_update", "mix_tokens"))
+        patch.setattr(kind, "forward", renamed_forward(stock, "causal_conv1d_update", "mix_tokens"))
         assert f"expected a forward of known functions, given {INSTALLED}, in which it calls mix_tokens" in refusal(
             model
         )
@@ -139,7 +139,7 @@ def calls_after_a_new_release() -> list[str]:
     """Errors of a model whose rule has another name: in training twice, in a prefill, and once with whole tokens."""
     mesh, ids, model = named_mesh(Shape(1, 1, 2), AXES), prompt(12), model_of("qwen3_next")
     kind: Any = type(layer_of(model))
-    stock, kind.forward = kind.forward, renamed(kind.forward, "torch_chunk_gated_delta_rule", "chunk_rule")
+    stock, kind.forward = kind.forward, renamed_forward(kind.forward, "torch_chunk_gated_delta_rule", "chunk_rule")
     batch = hf.shard_batch({"input_ids": ids, "labels": ids}, mesh, am.Contiguous())
     calls = (
         lambda: model(**batch),

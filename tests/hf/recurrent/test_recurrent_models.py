@@ -96,7 +96,7 @@ def test_training_has_the_same_losses_on_any_number_of_ranks(ranks: int, steps: 
 
 
 @on_each_rank
-def checkpointed(shape: Shape) -> tuple[float, float]:
+def checkpointing_errors(shape: Shape) -> tuple[float, float]:
     """Difference of loss and gradients with gradient checkpointing."""
     ids, results = prompt(61, batch=2), []
     for recompute in (False, True):
@@ -111,13 +111,13 @@ def checkpointed(shape: Shape) -> tuple[float, float]:
 
 
 def test_gradient_checkpointing_computes_the_states_again(pool: Pool) -> None:
-    for loss, gradient in pool.run(2, checkpointed, Shape(1, 2, 1)):
+    for loss, gradient in pool.run(2, checkpointing_errors, Shape(1, 2, 1)):
         assert loss == 0
         assert gradient < 1e-6  # float32, in which the same operations run again
 
 
 @on_each_rank
-def generated(family: str, shape: Shape | None, length: int, new: int) -> tuple[Tensor, list[int]]:
+def tokens_and_chunks(family: str, shape: Shape | None, length: int, new: int) -> tuple[Tensor, list[int]]:
     """New tokens, and the most tokens that each recurrent layer computed at once."""
     gc.collect()  # batches of earlier tests: models that are called while there is one are prepared
     model, mesh, seen = model_of(family), named_mesh(shape, AXES) if shape else None, []
@@ -151,13 +151,13 @@ def test_tokens_after_a_prompt_in_shards_are_those_of_stock(family: str, shape: 
     ids = prompt(length)
     with DoublePrecision():
         expected = stock.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
-    for found, (most,) in pool.run(shape.ranks, generated, family, shape, length, 12):
+    for found, (most,) in pool.run(shape.ranks, tokens_and_chunks, family, shape, length, 12):
         assert torch.equal(found, expected[:, length:])
         assert most <= -(-length // shape.ranks)
 
 
 @on_each_rank
-def continued(folder: Path, shape: Shape, first: Shape) -> tuple[Tensor, Tensor]:
+def continued_tokens(folder: Path, shape: Shape, first: Shape) -> tuple[Tensor, Tensor]:
     """Tokens after a cache that is saved and restored, and after two forks of it."""
     model, ids = model_of("bamba"), prompt(40)
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
@@ -182,7 +182,7 @@ def test_states_are_saved_restored_on_other_ranks_and_forked(pool: Pool, tmp_pat
     with DoublePrecision():
         expected = [stock.generate(x, attention_mask=torch.ones_like(x), max_new_tokens=8) for x in prompts]
     for shape in (first, Shape(1, 3, 1), Shape(1, 1, 1)):
-        for whole, tails in pool.run(shape.ranks, continued, tmp_path / "cache", shape, first):
+        for whole, tails in pool.run(shape.ranks, continued_tokens, tmp_path / "cache", shape, first):
             assert torch.equal(whole, expected[0])
             assert torch.equal(tails, torch.cat(expected[1:]))
 

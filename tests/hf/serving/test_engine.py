@@ -31,7 +31,7 @@ from tests.support.tolerances import FLOAT32_MODEL
 SHAPES = [Shape(1, 1, 1), Shape(1, 1, 2), Shape(2, 1, 1)]
 
 
-def sampled(model: PreTrainedModel, text: list[int], new: int, seed: int, **options: Any) -> list[int]:
+def stock_draws(model: PreTrainedModel, text: list[int], new: int, seed: int, **options: Any) -> list[int]:
     """Return the new tokens that `generate` draws."""
     torch.manual_seed(seed)
     return greedy(model, text, new, do_sample=True, **options)
@@ -46,7 +46,7 @@ def streams_together(shape: Shape, family: str) -> None:
     model, mesh = families.model(family, "attnmesh"), named_mesh(shape, AXES)
     prompts = [ids(length, seed=length) for length in (150, 1, 37, 5, 90, 3)]
     wanted = [greedy(model, text, 4 + row, mesh=mesh) for row, text in enumerate(prompts)]
-    alone = [sampled(model, text, 7, mesh=mesh, **SAMPLED) for text in prompts[:3]]
+    alone = [stock_draws(model, text, 7, mesh=mesh, **SAMPLED) for text in prompts[:3]]
     with running(model, mesh, max_rows=4, max_gap=0.01) as engine:
         if engine is None:
             return
@@ -200,7 +200,7 @@ PENALIZED: list[dict[str, Any]] = [
 
 
 @on_each_rank
-def penalized() -> None:
+def check_penalties() -> None:
     """Compare tokens drawn after a penalty, or with a least probability, with `generate`; also in a replay."""
     model, text = families.model("llama", "attnmesh"), ids(40)
     plain = greedy(model, text, 20, mesh=None)
@@ -209,7 +209,7 @@ def penalized() -> None:
         for options in PENALIZED:
             alike = {"top_k": 0, **options, "mesh": None}
             seed = alike.pop("seed", None)
-            wanted = greedy(model, text, 20, **alike) if seed is None else sampled(model, text, 20, seed, **alike)
+            wanted = greedy(model, text, 20, **alike) if seed is None else stock_draws(model, text, 20, seed, **alike)
             assert wanted != plain
             assert tokens(engine.submit(text, max_new_tokens=20, **options)) == wanted
             assert tokens(engine.submit(text, max_new_tokens=20, replay=wanted[:7], **options)) == wanted[7:]
@@ -224,7 +224,7 @@ SHAPED: list[dict[str, Any]] = [
 
 
 @on_each_rank
-def shaped() -> None:
+def check_shaped_draws() -> None:
     """Compare the likeliest tokens with those of the formulas in float64, and drawn ones with those of a replay."""
     model, text = families.model("llama", "attnmesh"), ids(40)
     with running(model, None) as engine, torch.no_grad():
@@ -254,11 +254,11 @@ def shaped() -> None:
 
 
 def test_biases_and_penalties_of_the_answer_shape_tokens_and_no_log_probabilities(pool: Pool) -> None:
-    pool.run(1, shaped)
+    pool.run(1, check_shaped_draws)
 
 
 def test_penalties_are_those_of_transformers(pool: Pool) -> None:
-    pool.run(1, penalized)
+    pool.run(1, check_penalties)
 
 
 # --- prefixes ---
@@ -291,7 +291,7 @@ def turns(shape: Shape) -> None:
 
 
 @on_each_rank
-def salted(ranks: int) -> None:
+def check_salts(ranks: int) -> None:
     """Ask for one prompt with several salts: of requests that run, and of those that have ended."""
     model, mesh = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, ranks), AXES)
     prompt = ids(100)
@@ -310,7 +310,7 @@ def salted(ranks: int) -> None:
 
 
 def test_a_prefix_of_another_salt_is_not_used(pool: Pool) -> None:
-    pool.run(2, salted, 2)
+    pool.run(2, check_salts, 2)
 
 
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
@@ -319,7 +319,7 @@ def test_kept_prefixes_go_on_and_branch(shape: Shape, pool: Pool) -> None:
 
 
 @on_each_rank
-def parted(name: str, ranks: int) -> None:
+def check_questions_on_one_document(name: str, ranks: int) -> None:
     """Ask three questions on one document."""
     model, mesh = build(Case(name, name), "attnmesh", torch.float32), named_mesh(Shape(1, 1, ranks), AXES)
     document, shared = ids(400, seed=3), 400
@@ -355,7 +355,7 @@ def test_a_prompt_of_four_choices_is_computed_once(name: str, pool: Pool) -> Non
 @pytest.mark.parametrize("name", ["mistral", "gemma3_text", "qwen3_next", "llama"])
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_document_is_used_again_where_questions_part(name: str, ranks: int, pool: Pool) -> None:
-    pool.run(ranks, parted, name, ranks)
+    pool.run(ranks, check_questions_on_one_document, name, ranks)
 
 
 @on_each_rank

@@ -135,7 +135,7 @@ def test_models_whose_rows_are_computed_alone_give_the_same(name: str, pool: Poo
 
 
 @on_each_rank
-def kept(ranks: int, folder: Path) -> None:
+def check_kept_prefixes(ranks: int, folder: Path) -> None:
     """Go on after answers whose last guesses did not stand: from a kept cache, and from the store of another engine."""
     model, mesh = model_of("llama"), named_mesh(Shape(1, 1, ranks), AXES)
     first = ids(150)
@@ -158,7 +158,7 @@ def kept(ranks: int, folder: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [2])
 def test_what_is_kept_and_stored_has_no_guesses(ranks: int, pool: Pool, tmp_path: Path) -> None:
-    pool.run(ranks, kept, ranks, tmp_path)
+    pool.run(ranks, check_kept_prefixes, ranks, tmp_path)
 
 
 @on_each_rank
@@ -255,7 +255,7 @@ def test_guesses_that_nobody_checked_are_compared() -> None:
     assert (row.accepted, row.proposed) == pytest.approx((DECAY * accepted + 2, DECAY * proposed + 2))
 
 
-def measured(seconds: Callable[[int, int], float], *steps: tuple[int, int]) -> StepTimes:
+def measured_times(seconds: Callable[[int, int], float], *steps: tuple[int, int]) -> StepTimes:
     """Return times of steps of so many rows and guesses, of which none was accepted."""
     times = StepTimes()
     for rows, guesses in steps:
@@ -263,33 +263,33 @@ def measured(seconds: Callable[[int, int], float], *steps: tuple[int, int]) -> S
     return times
 
 
-def chosen(times: StepTimes, *rates: float, passes: Sequence[float] = ()) -> list[int]:
+def chosen_guesses(times: StepTimes, *rates: float, passes: Sequence[float] = ()) -> list[int]:
     return times.choose(rates, [8] * len(rates), passes, tries=False)
 
 
 def test_guesses_are_checked_where_that_gives_more_tokens_in_a_second() -> None:
     """Steps of 50 ms, 5 ms for each row and 10 ms for a guess: a token of one row takes 55 ms, and of eight 11 ms."""
     steps = [(1, 0), (8, 0), (1, 8), (8, 40), (1, 3)]
-    times = measured(lambda rows, guesses: 0.05 + 0.005 * rows + 0.01 * guesses, *steps)
+    times = measured_times(lambda rows, guesses: 0.05 + 0.005 * rows + 0.01 * guesses, *steps)
     assert times.plain(5) == pytest.approx(0.075)
-    assert chosen(times, 1.0) == [8]
-    assert 1 <= chosen(times, 0.6)[0] <= 3
-    assert chosen(times, 0.2) == [0]
-    assert chosen(times, *[0.7] * 8) == [0] * 8
-    assert chosen(times, *[1.0] * 8) == [8] * 8
-    assert chosen(times, 1.0, *[0.2] * 7) == [8, *[0] * 7]
+    assert chosen_guesses(times, 1.0) == [8]
+    assert 1 <= chosen_guesses(times, 0.6)[0] <= 3
+    assert chosen_guesses(times, 0.2) == [0]
+    assert chosen_guesses(times, *[0.7] * 8) == [0] * 8
+    assert chosen_guesses(times, *[1.0] * 8) == [8] * 8
+    assert chosen_guesses(times, 1.0, *[0.2] * 7) == [8, *[0] * 7]
     assert times.choose([1.0, 0.2, 1.0, *[0.2] * 5], [3, 8, *[0] * 6]) == [3, *[0] * 7]
 
 
 def test_passes_of_a_draft_model_have_their_price() -> None:
     """A step takes 100 ms and a guess 1 ms: passes of 10 ms are worth it, those of 50 ms for many rows at once."""
-    times = measured(lambda _, guesses: 0.1 + 0.001 * guesses, (1, 0), (8, 0), (1, 8), (8, 40))
-    assert chosen(times, 0.9, passes=[0, 0.01]) == [8]
-    assert 1 <= chosen(times, 0.6, passes=[0, 0.01])[0] <= 4
-    assert chosen(times, 0.9, passes=[0, 0.2]) == [0]
+    times = measured_times(lambda _, guesses: 0.1 + 0.001 * guesses, (1, 0), (8, 0), (1, 8), (8, 40))
+    assert chosen_guesses(times, 0.9, passes=[0, 0.01]) == [8]
+    assert 1 <= chosen_guesses(times, 0.6, passes=[0, 0.01])[0] <= 4
+    assert chosen_guesses(times, 0.9, passes=[0, 0.2]) == [0]
     shared = [0, *(0.05 + 0.001 * rows for rows in range(1, 9))]
-    assert all(chosen(times, *[0.9] * 8, passes=shared))
-    assert chosen(times, 0.9, *[0.2] * 7, passes=shared) == [0] * 8
+    assert all(chosen_guesses(times, *[0.9] * 8, passes=shared))
+    assert chosen_guesses(times, 0.9, *[0.2] * 7, passes=shared) == [0] * 8
 
 
 def test_a_step_without_guesses_is_measured_first_and_then_now_and_again() -> None:
@@ -318,7 +318,7 @@ def test_one_slow_step_turns_guesses_neither_on_nor_off(rows: int, price: float)
     assert sum(map(bool, counts[5:])) >= 190 if pays else sum(map(bool, counts[5:])) <= 12
 
 
-def lost(times: StepTimes, steps: int, price: float) -> tuple[float, list[int]]:
+def lost_share(times: StepTimes, steps: int, price: float) -> tuple[float, list[int]]:
     """Return the share of tokens that four rows lose by guesses of that price, which all stand, and their numbers."""
     seconds, tokens, counts = 0.0, 0, list[int]()
     for _ in range(steps):
@@ -331,15 +331,15 @@ def lost(times: StepTimes, steps: int, price: float) -> tuple[float, list[int]]:
 
 def test_trials_take_a_small_share_and_find_when_guesses_pay() -> None:
     times = StepTimes()
-    first, counts = lost(times, 24, 0.03)
+    first, counts = lost_share(times, 24, 0.03)
     assert first < 0.06
     assert sum(map(bool, counts)) == 3
     assert not any(counts[5:])
-    later, counts = lost(times, 1000, 0.03)
+    later, counts = lost_share(times, 1000, 0.03)
     assert later < 0.012  # TRIALS, and a trial that is not yet made up for
     assert any(counts)
-    assert lost(times, 600, 0.002)[0] < -1.0
-    after, counts = lost(times, 600, 0.03)
+    assert lost_share(times, 600, 0.002)[0] < -1.0
+    after, counts = lost_share(times, 600, 0.03)
     assert after < 0.03  # the first steps still guess, as that has paid
     assert not any(counts[8:11])
 

@@ -125,7 +125,7 @@ def test_keys_in_8_bits_are_read_as_they_were(storage: str, pool: Pool, tmp_path
 
 
 @on_each_rank
-def salted(folder: Path) -> None:
+def check_salts(folder: Path) -> None:
     model, text = model_of("llama"), ids(TEXT)
     with storing(model, None, folder) as engine:
         assert engine is not None
@@ -137,7 +137,7 @@ def salted(folder: Path) -> None:
 
 
 def test_another_salt_finds_nothing(pool: Pool, tmp_path: Path) -> None:
-    pool.run(1, salted, tmp_path)
+    pool.run(1, check_salts, tmp_path)
 
 
 @on_each_rank
@@ -203,7 +203,7 @@ DAMAGE = {one.__name__: one for one in (cut, emptied, flipped, renamed, gone)}
 
 
 @on_each_rank
-def damaged(kind: str, name: str, ranks: int, folder: Path) -> None:
+def check_damage(kind: str, name: str, ranks: int, folder: Path) -> None:
     """Damage a file while the engine runs, after it has looked at their names."""
     model, mesh = model_of(name), named_mesh(Shape(1, 1, ranks), AXES)
     first, place = ids(TEXT), folder / PLACE
@@ -231,12 +231,12 @@ def damaged(kind: str, name: str, ranks: int, folder: Path) -> None:
 
 @pytest.mark.parametrize("kind", some([*DAMAGE], *DAMAGE.keys() - {"emptied"}))
 def test_a_damaged_file_is_computed_again(kind: str, pool: Pool, tmp_path: Path) -> None:
-    pool.run(1, damaged, kind, "llama", 1, tmp_path)
+    pool.run(1, check_damage, kind, "llama", 1, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", pytest.param("llama", marks=pytest.mark.long)])
 def test_a_damaged_file_of_one_rank_is_computed_again(name: str, pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, damaged, "flipped", name, 2, tmp_path)
+    pool.run(2, check_damage, "flipped", name, 2, tmp_path)
 
 
 @on_each_rank
@@ -296,7 +296,7 @@ def test_a_full_disk_ends_the_storing_alone(pool: Pool, tmp_path: Path) -> None:
 
 
 @on_each_rank
-def refused(ranks: int, folder: Path) -> None:
+def check_refused_folders(ranks: int, folder: Path) -> None:
     """Open a folder that another engine has, and folders of others."""
     model, mesh = model_of("llama"), named_mesh(Shape(1, 1, ranks), AXES)
     first = not torch.distributed.get_rank()
@@ -331,7 +331,7 @@ def refused(ranks: int, folder: Path) -> None:
 
 
 def test_folders_of_others_are_refused(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, refused, 2, tmp_path)
+    pool.run(2, check_refused_folders, 2, tmp_path)
 
 
 @on_each_rank

@@ -217,14 +217,14 @@ def loop(mesh: Any, attention: str) -> list[float]:
 
 
 @on_each_rank
-def looped(shape: Shape) -> list[float]:
+def loop_losses(shape: Shape) -> list[float]:
     with launched():
         return loop(named_mesh(shape, AXES), "attnmesh")
 
 
 def test_a_loop_with_accelerate_is_that_of_one_process(pool: Pool) -> None:
     expected = loop(None, "sdpa")
-    for given in pool.run(3, looped, Shape(1, 1, 3)):
+    for given in pool.run(3, loop_losses, Shape(1, 1, 3)):
         assert given == pytest.approx(expected, rel=TRAINED)
 
 

@@ -114,7 +114,7 @@ def test_the_best_model_is_loaded_at_the_end_and_saved_whole(pool: Pool, tmp_pat
 # --- accelerate ---
 
 
-def looped(mesh: Any, folder: str, first: int = 0) -> tuple[list[float], Any, Any]:
+def loop_results(mesh: Any, folder: str, first: int = 0) -> tuple[list[float], Any, Any]:
     """Return the losses of four steps, or of the last ones from a saved state, with the accelerator and the model."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
@@ -149,11 +149,11 @@ def saved_in_a_loop(folder: str) -> tuple[list[float], list[float], dict[str, Te
 
     mesh = mesh_of(2, PAIR)
     with launched(), fsdp_on_cpus():
-        whole, accelerator, model = looped(mesh, folder)
+        whole, accelerator, model = loop_results(mesh, folder)
         assert all(isinstance(x, DTensor) for x in model.parameters())
         save_fsdp_model(accelerator.state.fsdp_plugin, accelerator, model, f"{folder}/by hand")
     with launched(), fsdp_on_cpus():
-        resumed, _, model = looped(mesh, folder, 2)
+        resumed, _, model = loop_results(mesh, folder, 2)
     return whole, resumed, {name: x.full_tensor() for name, x in model.state_dict().items()}
 
 
@@ -166,7 +166,7 @@ def test_a_loop_with_accelerate_continues_from_its_state(pool: Pool, tmp_path: P
 
 
 @on_each_rank
-def warned(asked: bool) -> list[str]:
+def warnings_of_accelerator(asked: bool) -> list[str]:
     """Return the warnings of attnmesh when an accelerator on CPUs is put on a mesh."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
@@ -179,5 +179,5 @@ def warned(asked: bool) -> list[str]:
 
 def test_a_user_hears_once_that_weights_are_whole_on_cpus(pool: Pool) -> None:
     message = "accelerate ignores FSDP on CPUs: DDP keeps all weights on each rank"
-    assert pool.run(2, warned, True) == [[message], []]
-    assert pool.run(2, warned, False) == [[], []]
+    assert pool.run(2, warnings_of_accelerator, True) == [[message], []]
+    assert pool.run(2, warnings_of_accelerator, False) == [[], []]
