@@ -77,14 +77,14 @@ class TokenCounts:
 
         Raise unless all tokens together continue the sequence, each on exactly one rank.
         """
-        more = sum(count for count, *_ in table)
-        _check_cover(sum(total for _, _, total, _ in table), length, more)
+        new_count = sum(count for count, *_ in table)
+        _check_cover(sum(total for _, _, total, _ in table), length, new_count)
         if not self.start and all(block_cyclic for *_, block_cyclic in table):
             return self
         counts = self.counts(length)
         for count, rank, *_ in table:
             counts[rank] += count
-        return TokenCounts(self.block_cyclic, length + more, tuple(counts))
+        return TokenCounts(self.block_cyclic, length + new_count, tuple(counts))
 
     def check(self, subject: str, length: int, slots: Callable[[int], int]) -> None:
         """Raise unless each rank holds its tokens of `length` in its `slots`; block-cyclic tokens always fit."""
@@ -100,12 +100,12 @@ class TokenCounts:
             raise ShapeError(subject, "tokens spread over the ranks as their shares are", given, fix)
 
 
-def _check_cover(total: int, start: int, more: int) -> None:
-    """Raise unless `total` is the position sum of `start` to `start + more - 1`, each on exactly one rank."""
-    if (total - position_sum(torch.arange(start, start + more))) % 2**64:
-        expected = f"positions from {start} to {start + more - 1}, each on one rank"
+def _check_cover(total: int, start: int, new_count: int) -> None:
+    """Raise unless `total` is the position sum of `start` to `start + new_count - 1`, each on exactly one rank."""
+    if (total - position_sum(torch.arange(start, start + new_count))) % 2**64:
+        expected = f"positions from {start} to {start + new_count - 1}, each on one rank"
         fix = "pass layout.positions(length, shards, index), counted from the cache's length"
-        raise LayoutError("append_shard", expected, f"{more} positions with gaps or repeats", fix)
+        raise LayoutError("append_shard", expected, f"{new_count} positions with gaps or repeats", fix)
 
 
 def position_sum(positions: Tensor) -> int:

@@ -280,18 +280,18 @@ class KVCache(PagedCache, SavedCache):
             agreement.payload = self.shard.block_cyclic.numbers_of(self.token_axis.index, positions)
         table = agreement.table
         counts = self.shards.counts.with_shards(start, table)
-        more = sum(count for count, *_ in table)
-        self.sizes.check_token_mask("append_shard", token_mask, more)
+        new_count = sum(count for count, *_ in table)
+        self.sizes.check_token_mask("append_shard", token_mask, new_count)
         self.shards.check_unpadded("append_shard", token_mask)
-        self.shards.check_fits("append_shard", more, counts)
+        self.shards.check_fits("append_shard", new_count, counts)
         with torch.no_grad():
             per_shard = [count for count, *_ in table]
             rows = tuple(map(self.sizes.rows_of, stored(k, v)))
             new, tokens = swap_tokens_for_heads(rows, positions.to(self.device), per_shard, self.mesh)
             with self._on_files("append_shard"):
-                self.shards.append_at(new, tokens, more, token_mask, queries)
+                self.shards.append_at(new, tokens, new_count, token_mask, queries)
         self.shards.counts = counts
-        self.record_padding(more, token_mask)
+        self.record_padding(new_count, token_mask)
 
     def _on_files(self, name: str) -> Agreement:
         """Return the agreement on work on files: no rank goes on before all have done it, or raises alone.

@@ -103,9 +103,9 @@ class CacheSizes:
             number = check_whole(f"KVCache {name}", getattr(self, name), least, "count it as an int")
             expected, fix = f"at most {LARGEST:,}", "pass a smaller one"
             require(number <= LARGEST, ShapeError, f"KVCache {name}", expected, f"{number:,}", fix)
-        known = isinstance(self.dtype, torch.dtype) and str(self.dtype).removeprefix("torch.") in DTYPES
+        is_supported = isinstance(self.dtype, torch.dtype) and str(self.dtype).removeprefix("torch.") in DTYPES
         expected, fix = f"one of {', '.join(DTYPES)}", "pass the model's dtype"
-        require(known, DtypeError, "KVCache dtype", expected, repr(self.dtype), fix)
+        require(is_supported, DtypeError, "KVCache dtype", expected, repr(self.dtype), fix)
         fix = 'leave it out, or pass "prefix" for latents and "none" for keys alone'
         check_choice("KVCache values", self.values, VALUES, fix, ArgumentError)
         if self.values == "prefix" and self.value_dim > self.head_dim:
@@ -157,11 +157,11 @@ class CacheSizes:
     @staticmethod
     def from_code(code: list[int]) -> "CacheSizes":
         """Return the sizes that `to_code` wrote."""
-        batch, kv_heads, head_dim, value_dim, capacity, block, dtype, *more = code
+        batch, kv_heads, head_dim, value_dim, capacity, block, dtype, *optional = code
         numbers = batch, kv_heads, head_dim, value_dim, capacity, block, getattr(torch, DTYPES[dtype])
-        storage, values = divmod(more[0] if more else 0, len(VALUES))
+        storage, values = divmod(optional[0] if optional else 0, len(VALUES))
         sizes = CacheSizes(*numbers, VALUES[values], storage=(None, *STORAGES)[storage])
-        return replace(sizes, keep=more[1], mask=Mask.from_code(more[2:])) if more[1:] else sizes
+        return replace(sizes, keep=optional[1], mask=Mask.from_code(optional[2:])) if optional[1:] else sizes
 
     def check_new(self, subject: str, k: Tensor, v: Tensor | None, device: torch.device) -> None:
         """Raise unless k and v are new tokens with all heads."""
@@ -172,16 +172,16 @@ class CacheSizes:
         if v is None and self.values == "separate":
             fix = 'pass v, or make the cache with values="prefix" if they are columns of the keys, "none" without any'
             raise ArgumentError(f"{subject} v", "a tensor of values", "None", fix)
-        named: dict[str, Any] = dict(zip("kv", (k, v), strict=True)) if self.values == "separate" else {"k": k}
-        check_same_kind(subject, named)
-        for (name, x), width in zip(named.items(), self.columns, strict=True):
+        tensors: dict[str, Any] = dict(zip("kv", (k, v), strict=True)) if self.values == "separate" else {"k": k}
+        check_same_kind(subject, tensors)
+        for (name, x), width in zip(tensors.items(), self.columns, strict=True):
             if x.ndim != 4 or (x.shape[0], x.shape[1], x.shape[3]) != (self.batch, self.kv_heads, width):
                 expected = f"shape ({self.batch}, {self.kv_heads}, tokens, {width})"
                 fits = x.ndim == 4 and (x.shape[0], x.shape[2], x.shape[3]) == (self.batch, self.kv_heads, width)
                 fix = swap_first("pass what the cache was made for", fits)
                 raise ShapeError(f"{subject} {name}", expected, f"{tuple(x.shape)}", fix)
             self.check_dtype(f"{subject} {name}", x, device)
-        check_no_gradients(subject, named)
+        check_no_gradients(subject, tensors)
         self.check_eager(subject, device)
         if v is not None and k.shape[2] != v.shape[2]:
             given = f"{k.shape[2]} and {v.shape[2]} tokens"
@@ -199,21 +199,21 @@ class CacheSizes:
         if token_mask is None:
             return
         shape = tuple(token_mask.shape) if isinstance(token_mask, Tensor) else ()
-        wanted = (self.batch, shape[-1] if tokens is None and len(shape) == 2 else tokens)
-        if not isinstance(token_mask, Tensor) or token_mask.dtype != torch.bool or shape != wanted:
+        expected_shape = (self.batch, shape[-1] if tokens is None and len(shape) == 2 else tokens)
+        if not isinstance(token_mask, Tensor) or token_mask.dtype != torch.bool or shape != expected_shape:
             given = f"{token_mask.dtype} {shape}" if isinstance(token_mask, Tensor) else type(token_mask).__name__
             fix = "pass attention_mask.bool(), of the new tokens alone"
-            raise ShapeError(f"{subject} token_mask", f"torch.bool {wanted}", given, fix)
+            raise ShapeError(f"{subject} token_mask", f"torch.bool {expected_shape}", given, fix)
 
     def check_eager(self, subject: str, device: torch.device) -> None:
         """Raise if a cache that forgets, or has two memories, is changed inside a graph, which cannot move tokens."""
         if may_compare(device):
             return
         for option, kind in (("mask", "forgets"), ("hot", "has two memories")):
-            given = getattr(self, option)
+            value = getattr(self, option)
             fix = f"leave torch.compile and CUDA graphs out, or make the cache without {option}="
             expected = f"no graph around a cache that {kind}"
-            require(given is None, KernelError, subject, expected, f"one with {option}={given}", fix)
+            require(value is None, KernelError, subject, expected, f"one with {option}={value}", fix)
 
     def check_captured(self, subject: str, token_mask: Tensor | None, device: torch.device) -> None:
         """Raise for a token mask in a CUDA graph: the host reads it, to compare the padding of all ranks."""
@@ -271,9 +271,9 @@ def check_ranks_in_folder(subject: str, copies: int, shares: object) -> None:
     require(shares is None, KernelError, subject, "even shares", f"shares={shares!r}", fix)
 
 
-def check_no_gradients(subject: str, named: Mapping[str, Tensor | None]) -> None:
+def check_no_gradients(subject: str, tensors: Mapping[str, Tensor | None]) -> None:
     """Raise if a tensor requires gradients, where they are enabled."""
-    for name, x in named.items():
+    for name, x in tensors.items():
         if torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad:
             given, fix = "one with requires_grad=True", "decode under torch.no_grad(), or train with attention"
             raise KernelError(f"{subject} {name}", "a tensor without gradients", given, fix)

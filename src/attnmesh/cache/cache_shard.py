@@ -227,40 +227,40 @@ class CacheShard:
         """Mask of the tokens on all ranks, False for padding, (batch, length); None without padding."""
         return None if self.padding is None else self.padding.token_mask[:, : self.length]
 
-    def append(self, new: Tensors, token_mask: Tensor | None, held: tuple[int, int] | None) -> None:
+    def append(self, new: Tensors, token_mask: Tensor | None, counts: tuple[int, int] | None) -> None:
         """Add this rank's share of the new tokens; `new` has all tokens and heads.
 
-        `held` are the tokens so far, on all ranks and on this one; None where the device alone knows them.
+        `counts` are the tokens so far, on all ranks and on this one; None where the device alone knows them.
         """
-        more = new[0].shape[2]
-        plain = more > 0 and self.padding is None and token_mask is None  # all ranks record padding
-        if held is not None and plain and self.append_run(new, more, *held):
+        new_count = new[0].shape[2]
+        plain = new_count > 0 and self.padding is None and token_mask is None  # all ranks record padding
+        if counts is not None and plain and self.append_run(new, new_count, *counts):
             return
         length, used = self.state[:2].unbind()
-        offsets = torch.arange(more, device=self.device)
+        offsets = torch.arange(new_count, device=self.device)
         tokens = length + offsets
         alone = self.turn.width == self.turn.period
         if alone:  # a step of a graph is a few small kernels less
             slots = (used + offsets).clamp(max=self.slots)
         else:
-            mine = self.turn.holds(tokens) & (tokens < self.sizes.capacity)
-            slots = torch.where(mine, used + mine.cumsum(0) - 1, self.slots).clamp(max=self.slots)
+            is_own = self.turn.holds(tokens) & (tokens < self.sizes.capacity)
+            slots = torch.where(is_own, used + is_own.cumsum(0) - 1, self.slots).clamp(max=self.slots)
         own = [self.sizes.rows_of(x.chunk(self.heads.size, 1)[self.heads.index]) for x in new]
         self._write(own, tokens, slots)
-        self._pad(tokens, slots, more, token_mask)
+        self._pad(tokens, slots, new_count, token_mask)
         if alone:
-            self.state[:2].add_(more)
+            self.state[:2].add_(new_count)
             self.state[1:2].clamp_(max=self.slots)
         else:
-            self.state[:2] += torch.stack((torch.full_like(length, more), mine.sum()))
+            self.state[:2] += torch.stack((torch.full_like(length, new_count), is_own.sum()))
 
-    def append_at(self, new: Tensors, tokens: Tensor, more: int, token_mask: Tensor | None) -> None:
-        """Add rows of the given tokens with this rank's heads; all ranks together add `more`."""
+    def append_at(self, new: Tensors, tokens: Tensor, new_count: int, token_mask: Tensor | None) -> None:
+        """Add rows of the given tokens with this rank's heads; all ranks together add `new_count`."""
         order = tokens.argsort()
         slots = self.used + torch.arange(len(order), device=self.device)
         self._write([x.index_select(2, order) for x in new], tokens[order], slots)
-        self._pad(tokens[order], slots, more, token_mask)
-        self.state[:2] += torch.tensor([more, len(order)], device=self.device)
+        self._pad(tokens[order], slots, new_count, token_mask)
+        self.state[:2] += torch.tensor([new_count, len(order)], device=self.device)
 
     def count_before(self, length: int) -> int:
         """Return how many of the first `length` tokens this rank holds."""
@@ -287,18 +287,18 @@ class CacheShard:
         """Reserve memory for a larger capacity, copying one tensor at a time."""
         self.resize(sizes, max(self.slots, self._usual_slots(sizes) - self.shared_tokens))
 
-    def make_room(self, more: int, first: Callable[[], int], *, forget: bool = False) -> None:
-        """Make room for `more` tokens, and where it is needed forget those before token `first()`."""
-        if forget or self.has_spare or self.filled + more > self.slots:
+    def make_room(self, new_count: int, first: Callable[[], int], *, forget: bool = False) -> None:
+        """Make room for `new_count` tokens, and where it is needed forget those before token `first()`."""
+        if forget or self.has_spare or self.filled + new_count > self.slots:
             start = first()
             gone = self.count_before(start)
-            needed = self.used - gone + more
+            needed = self.used - gone + new_count
             usual = self._usual_slots(self.sizes)
             spare = spare_slots(self.sizes, self.turn)
             self.resize(self.sizes, usual if needed <= usual else needed + spare, gone)
-            self.has_spare = self.slots > usual and more > spare
+            self.has_spare = self.slots > usual and new_count > spare
             self.state[2:].fill_(self.turn.count(start) // self.sizes.block)
-        self.filled += more
+        self.filled += new_count
 
     def resize(self, sizes: CacheSizes, slots: int, gone: int = 0, before: Sequence[SharedBlocks] = ()) -> None:
         """Move the tokens after the first `gone` to new memory, behind those of `before`, tensor by tensor.
@@ -363,7 +363,7 @@ class CacheShard:
     def _rows(self, slots: int) -> int:
         return rows_of_slots(slots, self.sizes.block)
 
-    def append_run(self, new: Tensors, more: int, length: int, used: int) -> bool:
+    def append_run(self, new: Tensors, new_count: int, length: int, used: int) -> bool:
         """Add new tokens that fit, in one copy of each tensor for those that one rank owns; else return False.
 
         `length` and `used` are the tokens so far, on all ranks and on this one. Of each `period` tokens `width` are of
@@ -377,46 +377,48 @@ class CacheShard:
                                               new  in parts, too
         """
         start, width, period = self.turn
-        stop = used + more
-        end = (length - start) % period + more
-        if length + more > self.sizes.capacity:
+        stop = used + new_count
+        end = (length - start) % period + new_count
+        if length + new_count > self.sizes.capacity:
             return False
-        if end - more >= width and end <= period:
-            self._skip_run(more, length, used)
+        if end - new_count >= width and end <= period:
+            self._skip_run(new_count, length, used)
             return True
         if end > width and width < period:
-            return self._append_parts(new, more, length, used)
+            return self._append_parts(new, new_count, length, used)
         if stop > self.slots:
             return False
         own = new if self.heads.size == 1 else [x.chunk(self.heads.size, 1)[self.heads.index] for x in new]
         if self.sizes.storage is not None:
             own = [*map(self.sizes.rows_of, own)]
-        self._write_run(own, more, length, used)
+        self._write_run(own, new_count, length, used)
         return True
 
-    def _append_parts(self, new: Tensors, more: int, length: int, used: int) -> bool:
+    def _append_parts(self, new: Tensors, new_count: int, length: int, used: int) -> bool:
         """Add few new tokens that several ranks own, up to the end of a run and those after it."""
         start, width, period = self.turn
         count = self.turn.count
         offset = (length - start) % period
-        first, own = (width if offset < width else period) - offset, count(length + more) - count(length)
-        if more > width or self.is_in_files or used + own > self.slots:  # a file takes all at once, or none
+        first, own = (width if offset < width else period) - offset, count(length + new_count) - count(length)
+        if new_count > width or self.is_in_files or used + own > self.slots:  # a file takes all at once, or none
             return False
         after = used + first if offset < width else used
         head, tail = (tuple(x[:, :, some] for x in new) for some in (slice(first), slice(first, None)))
-        return self.append_run(head, first, length, used) and self.append_run(tail, more - first, length + first, after)
+        return self.append_run(head, first, length, used) and self.append_run(
+            tail, new_count - first, length + first, after
+        )
 
-    def _skip_run(self, more: int, length: int, used: int) -> None:
+    def _skip_run(self, new_count: int, length: int, used: int) -> None:
         """Count new tokens that other ranks hold."""
-        self.state[:1].add_(more)
+        self.state[:1].add_(new_count)
 
-    def _write_run(self, new: Sequence[Tensor], more: int, length: int, used: int) -> None:
+    def _write_run(self, new: Sequence[Tensor], new_count: int, length: int, used: int) -> None:
         """Write new tokens with this rank's heads after those in the shard."""
         if self.device.type == "cuda" or not append(self.stored, new, self.token_index, self.state):
             for x, tensor in zip(self.stored, new, strict=True):
-                x[:, :, used : used + more] = tensor
-            torch.arange(length, length + more, out=self.token_index[used : used + more])
-            self.state[:2].add_(more)
+                x[:, :, used : used + new_count] = tensor
+            torch.arange(length, length + new_count, out=self.token_index[used : used + new_count])
+            self.state[:2].add_(new_count)
 
     def _write(self, new: Sequence[Tensor], tokens: Tensor, slots: Tensor) -> None:
         """Write rows of tokens with this rank's heads into slots."""
@@ -424,12 +426,12 @@ class CacheShard:
             x.index_copy_(2, slots, tensor)
         self.token_index.index_copy_(0, slots, tokens)
 
-    def _pad(self, tokens: Tensor, slots: Tensor, more: int, token_mask: Tensor | None) -> None:
-        """Record which of `more` new tokens are padding, before the length includes them."""
+    def _pad(self, tokens: Tensor, slots: Tensor, new_count: int, token_mask: Tensor | None) -> None:
+        """Record which of `new_count` new tokens are padding, before the length includes them."""
         if token_mask is None and self.padding is None:
             return
         length = self.state[0]
         sizes = self.sizes
         self.padding = self.padding or Padding.none(sizes.batch, sizes.capacity, self.token_index, length)
-        all_real = torch.ones(sizes.batch, more, dtype=torch.bool, device=self.device)
+        all_real = torch.ones(sizes.batch, new_count, dtype=torch.bool, device=self.device)
         self.padding.add(length, all_real if token_mask is None else token_mask.to(self.device), tokens - length, slots)

@@ -82,10 +82,10 @@ class LocalShards:
         """Cached tokens on all ranks. The host counts them where it would wait for a GPU, unless a graph appends."""
         return self.own.length if self.own.device.type != "cuda" or self.in_graphs else self.known_length
 
-    def counts_of(self, shard: CacheShard, more: int = 0) -> tuple[int, int] | None:
+    def counts_of(self, shard: CacheShard, new_count: int = 0) -> tuple[int, int] | None:
         """Return the tokens of all ranks and those in the memory of a shard; None where the device alone knows them.
 
-        A shard that forgets may have room for `more`.
+        A shard that forgets may have room for `new_count` new ones.
         """
         if torch.compiler.is_compiling():
             return None
@@ -95,7 +95,7 @@ class LocalShards:
         if self.in_graphs or is_capturing(shard.device):
             return None
         if self.forgets is not None:
-            return self.known_length, shard.filled - more
+            return self.known_length, shard.filled - new_count
         return self.known_length, self.counts.counts(self.known_length)[shard.index] - shard.shared_tokens
 
     def holds(self, tokens: int) -> bool:
@@ -105,20 +105,20 @@ class LocalShards:
             length = self.length
         return tokens <= length <= self.own.sizes.capacity
 
-    def check_fits(self, subject: str, more: int, counts: TokenCounts) -> None:
-        """Raise, before anything is written, unless `more` tokens fit the capacity and, as `counts`, every rank."""
+    def check_fits(self, subject: str, new_count: int, counts: TokenCounts) -> None:
+        """Raise, before anything is written, unless `new_count` tokens fit the capacity and, by `counts`, each rank."""
         if torch.compiler.is_compiling():
             return
         capacity = self.own.sizes.capacity
-        unsure = self.in_graphs or self.known_length + more > capacity
+        unsure = self.in_graphs or self.known_length + new_count > capacity
         if self.own.device.type != "cuda" or (unsure and may_compare(self.own.device)):
             self.known_length = self.length
-        if self.known_length + more > capacity:
-            given = f"{self.known_length} tokens and {more} more in a cache of {capacity}"
-            fix = f"call cache.reserve({self.known_length + more}) on every rank"
+        if self.known_length + new_count > capacity:
+            given = f"{self.known_length} tokens and {new_count} more in a cache of {capacity}"
+            fix = f"call cache.reserve({self.known_length + new_count}) on every rank"
             raise ShapeError(subject, "room for the new tokens", given, fix)
         if self.forgets is None:  # else shards grow
-            counts.check(subject, self.known_length + more, self._slots)
+            counts.check(subject, self.known_length + new_count, self._slots)
 
     def _slots(self, rank: int) -> int:
         """Return the slots of a rank of a cache that keeps every token, shared ones included."""
@@ -156,13 +156,13 @@ class LocalShards:
             fix = f"make the cache with keep above {keep}, counted from the longest length so far; or truncate to 0"
             raise ShapeError("truncate", expected, f"{length} of {before} tokens", fix)
 
-    def first(self, token_mask: Tensor | None = None, more: int = 0) -> int:
-        """Return the first token that is needed, after `more` tokens with this mask."""
+    def first(self, token_mask: Tensor | None = None, new_count: int = 0) -> int:
+        """Return the first token that is needed, after `new_count` tokens with this mask."""
         if self.forgets is None:
             return 0
         own, length, real = self.own, self.known_length, None
         if own.padding is not None or token_mask is not None:
-            real = torch.ones(own.sizes.batch, length + more, dtype=torch.bool, device=own.device)
+            real = torch.ones(own.sizes.batch, length + new_count, dtype=torch.bool, device=own.device)
             if own.padding is not None:
                 real[:, :length] = own.padding.token_mask[:, :length]
             if token_mask is not None:
@@ -171,35 +171,35 @@ class LocalShards:
 
     def append(self, new: Tensors, token_mask: Tensor | None) -> None:
         """Add new tokens that are the same on every rank."""
-        more = new[0].shape[2]
+        new_count = new[0].shape[2]
         start = self.known_length
         if self.forgets is not None:
-            self._raise_floor(more, more)
+            self._raise_floor(new_count, new_count)
         for shard in self.all:
             own = 0
             if self.forgets is not None:
-                own = shard.turn.count(start + more) - shard.turn.count(start)
+                own = shard.turn.count(start + new_count) - shard.turn.count(start)
                 shard.make_room(own, self.first)
             shard.append(new, token_mask, self.counts_of(shard, own))
-        self._advance(more)
+        self._advance(new_count)
 
-    def append_at(self, new: Tensors, tokens: Tensor, more: int, token_mask: Tensor | None, queries: int) -> None:
-        """Add this rank's tokens with its heads, and send copies; all ranks together add `more`.
+    def append_at(self, new: Tensors, tokens: Tensor, new_count: int, token_mask: Tensor | None, queries: int) -> None:
+        """Add this rank's tokens with its heads, and send copies; all ranks together add `new_count`.
 
         The last `queries` of all tokens may be decoded before the next append.
         """
         first = 0
         if self.forgets is not None:
-            self._raise_floor(more, queries)
-            first = self.first(token_mask, more)
+            self._raise_floor(new_count, queries)
+            first = self.first(token_mask, new_count)
             if skips := first > self.known_length:
                 kept = tokens >= first
                 new = tuple(x[:, :, kept] for x in new)
                 tokens = tokens[kept]
             self.own.make_room(len(tokens), lambda: first, forget=skips)
-        self.own.append_at(new, tokens, more, token_mask)
-        self._advance(more)
-        self._exchange(new, tokens, more, token_mask, first)
+        self.own.append_at(new, tokens, new_count, token_mask)
+        self._advance(new_count)
+        self._exchange(new, tokens, new_count, token_mask, first)
 
     def truncate(self, length: int, table: Sequence[Sequence[int]]) -> None:
         """Remove the tokens from `length` on; rows are (rank, tokens before `length`)."""
@@ -230,14 +230,14 @@ class LocalShards:
         self._exchange(new, own.token_index[:used], length, token_mask, first)
         self.known_length = length
 
-    def _raise_floor(self, more: int, queries: int) -> None:
+    def _raise_floor(self, new_count: int, queries: int) -> None:
         """Forget, when memory is needed, what neither the last queries nor those after a truncation see."""
         past = max(queries, self.own.sizes.keep + 1)
-        self.floor = max(self.floor, self.known_length + more - past)
+        self.floor = max(self.floor, self.known_length + new_count - past)
 
-    def _advance(self, more: int) -> None:
+    def _advance(self, new_count: int) -> None:
         if may_compare(self.own.device):
-            self.known_length += more
+            self.known_length += new_count
         else:  # a graph is made, not run
             self.in_graphs = True
 
@@ -246,22 +246,22 @@ class LocalShards:
         if self.in_graphs:
             self.known_length, self.in_graphs = self.own.length, False
 
-    def _exchange(self, new: Tensors, tokens: Tensor, more: int, token_mask: Tensor | None, first: int) -> None:
+    def _exchange(self, new: Tensors, tokens: Tensor, new_count: int, token_mask: Tensor | None, first: int) -> None:
         """Send this rank's new tokens to its keepers, and add the tokens received to the copies."""
         if not self.keepers and not self.copies:
             return
         counts = [row[0] for row in dist_all_gather_ints([len(tokens)], [self.axis])]
         sends = dict.fromkeys(self.keepers, (*new, tokens))
-        wanted = {
+        receives = {
             index: (*(meta_like(x, counts[index]) for x in new), meta_like(tokens, counts[index], 0))
             for index in self.copies
         }
-        received = exchange_messages(sends, wanted, self.axis, tokens.device, "copying")()
+        received = exchange_messages(sends, receives, self.axis, tokens.device, "copying")()
         for index, shard in self.copies.items():
             *copied, token_index = received[index]
             if self.forgets is not None:
                 shard.make_room(len(token_index), lambda: first, forget=first > shard.length)
-            shard.append_at(tuple(copied), token_index, more, token_mask)
+            shard.append_at(tuple(copied), token_index, new_count, token_mask)
 
 
 class CacheProperties:
@@ -336,10 +336,10 @@ class CacheProperties:
         """True if all tokens lie where the block-cyclic layout puts them, as after `append` alone."""
         return self.shards.counts.start == 0
 
-    def record_padding(self, more: int, token_mask: Tensor | None) -> None:
-        """Add `more` tokens to the history checksum, once the batch has padding."""
+    def record_padding(self, new_count: int, token_mask: Tensor | None) -> None:
+        """Add `new_count` tokens to the history checksum, once the batch has padding."""
         if not torch.compiler.is_compiling() and (token_mask is not None or self.padding is not None):
-            mask = torch.ones(self.sizes.batch, more) > 0 if token_mask is None else token_mask
+            mask = torch.ones(self.sizes.batch, new_count) > 0 if token_mask is None else token_mask
             self.history_checksum = history_checksum(self.history_checksum, mask)
 
 
@@ -352,8 +352,8 @@ def keepers_by_rank(hosts: Sequence[Sequence[int]], copies: int) -> dict[int, li
     groups = hosts if len(hosts) >= copies else [[rank] for host in hosts for rank in host]
     keepers: dict[int, list[int]] = {}
     for number, group in enumerate(groups):
-        others = [groups[(number + step) % len(groups)] for step in range(1, copies)]
-        keepers |= {rank: [other[index % len(other)] for other in others] for index, rank in enumerate(group)}
+        next_groups = [groups[(number + step) % len(groups)] for step in range(1, copies)]
+        keepers |= {rank: [other[index % len(other)] for other in next_groups] for index, rank in enumerate(group)}
     return keepers
 
 

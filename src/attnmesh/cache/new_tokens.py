@@ -30,8 +30,8 @@ def swap_tokens_for_heads(new: Tensors, positions: Tensor, counts: Sequence[int]
         return new, positions
     sends = [(*part, positions) for part in zip(*(x.chunk(axis.size, 1) for x in new), strict=True)]
     shards = [shape.shard(h, mesh.queries.index, mesh.keys.index) for h in range(axis.size)]
-    wanted = [tuple(meta_like(x, counts[shard], 2 if x.ndim == 4 else 0) for x in sends[0]) for shard in shards]
-    received = zip(*swap(sends, wanted, axis), strict=True)
+    shapes = [tuple(meta_like(x, counts[shard], 2 if x.ndim == 4 else 0) for x in sends[0]) for shard in shards]
+    received = zip(*swap(sends, shapes, axis), strict=True)
     *heads, positions = (torch.cat(x, dim=-2 if x[0].ndim == 4 else 0) for x in received)
     return tuple(heads), positions
 
@@ -62,23 +62,23 @@ class NewTokens(NamedTuple):
         sizes.check_token_mask("append_shard", token_mask, None)
 
 
-def append_known(known: Memo[bool], k: Tensor, v: Tensor | None, shards: LocalShards) -> bool:
+def append_known(signatures: Memo[bool], k: Tensor, v: Tensor | None, shards: LocalShards) -> bool:
     """Append tokens of a known signature, if they fit and one rank owns them. Return False for others."""
     shard = shards.own
-    if not known or append_signature(k, v, shard) not in known:
+    if not signatures or append_signature(k, v, shard) not in signatures:
         return False
-    held = shards.counts_of(shard)
-    more = k.shape[2]
-    if held is None or not more or held[0] + more > shard.sizes.capacity:
+    counts = shards.counts_of(shard)
+    new_count = k.shape[2]
+    if counts is None or not new_count or counts[0] + new_count > shard.sizes.capacity:
         return False
     if shard.padding is not None or shards.counts.start:
         return False
     if shards.copies or shards.forgets is not None:
         shards.append(stored(k, v), None)
         return True
-    if not shard.append_run(stored(k, v), more, *held):
+    if not shard.append_run(stored(k, v), new_count, *counts):
         return False
-    shards.known_length = held[0] + more
+    shards.known_length = counts[0] + new_count
     return True
 
 

@@ -23,7 +23,7 @@ class OrderedShard(CacheShard):
         """Write rows of this rank's tokens after those in the shard, after which there are `length` on all ranks."""
         raise NotImplementedError
 
-    def append(self, new: Tensors, token_mask: Tensor | None, held: tuple[int, int] | None) -> None:
+    def append(self, new: Tensors, token_mask: Tensor | None, counts: tuple[int, int] | None) -> None:
         """Add this rank's share of the new tokens; `new` has all tokens and heads."""
         length = self.length
         try:
@@ -31,17 +31,17 @@ class OrderedShard(CacheShard):
         except StoreError as error:
             self.fail("append", error)
 
-    def append_at(self, new: Tensors, tokens: Tensor, more: int, token_mask: Tensor | None) -> None:
-        """Add rows of the given tokens with this rank's heads; all ranks together add `more`."""
+    def append_at(self, new: Tensors, tokens: Tensor, new_count: int, token_mask: Tensor | None) -> None:
+        """Add rows of the given tokens with this rank's heads; all ranks together add `new_count`."""
         order = tokens.argsort()
-        self._add([x.index_select(2, order) for x in new], tokens[order].cpu(), self.length + more)
+        self._add([x.index_select(2, order) for x in new], tokens[order].cpu(), self.length + new_count)
 
     def own_rows(self, new: Tensors, length: int) -> tuple[list[Tensor], Tensor]:
         """Return this rank's rows of new tokens, which have all heads and follow `length` others; and these tokens."""
         tokens = torch.arange(length, length + new[0].shape[2])
         own = [x.chunk(self.heads.size, 1)[self.heads.index] for x in new]
         if self.turn.width < self.turn.period:  # other ranks hold tokens too
-            mine = self.turn.holds(tokens).nonzero().flatten()
-            own = [x.index_select(2, mine.to(self.device)) for x in own]
-            tokens = tokens[mine]
+            own_indices = self.turn.holds(tokens).nonzero().flatten()
+            own = [x.index_select(2, own_indices.to(self.device)) for x in own]
+            tokens = tokens[own_indices]
         return [*map(self.sizes.rows_of, own)], tokens

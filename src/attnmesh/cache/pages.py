@@ -94,8 +94,8 @@ class PagedCache(CacheProperties):
             given, fix = f"a cache with mask={self.sizes.mask}", "leave mask= out"
             keeps = self.sizes.mask is None
             require(keeps, KernelError, "append_pages", "a cache that keeps every token", given, fix)
-            more = block_table.shape[1] * self.sizes.block * self.shards.axis.size
-            self.shards.check_fits("append_pages", more, self.shards.counts)
+            new_count = block_table.shape[1] * self.sizes.block * self.shards.axis.size
+            self.shards.check_fits("append_pages", new_count, self.shards.counts)
         with torch.no_grad():
             rows = tuple(pool.view(torch.int8) for pool in pools) if bytewise else pools
             _append(self.shards, rows, block_table.long())

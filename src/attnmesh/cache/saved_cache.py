@@ -238,9 +238,9 @@ class SavedCache:
         5
         """
         caches: list[Any]
-        wanted = LayersToLoad(1, capacity, hot=hot)
+        to_load = LayersToLoad(1, capacity, hot=hot)
         options = {"checked": checked, "copies": copies, "shares": shares}
-        caches, _, _ = load_caches(cls, path, mesh, wanted, device=device, **options)
+        caches, _, _ = load_caches(cls, path, mesh, to_load, device=device, **options)
         replace(caches[0].sizes, hot=hot).check(caches[0].mesh.heads.size)  # a window takes no hot=
         loaded: Self = caches[0]
         return loaded

@@ -138,28 +138,28 @@ class TieredShard(OrderedShard):
     def _set_length(self, piece: CacheView) -> None:
         piece.state[0] = self.known_length
 
-    def append_run(self, new: Tensors, more: int, length: int, used: int) -> bool:
+    def append_run(self, new: Tensors, new_count: int, length: int, used: int) -> bool:
         """Add new tokens of which this rank owns all or none, if none has to leave; else return False."""
-        if self._leaving(own := self.turn.count(length + more) - self.turn.count(length)):
+        if self._leaving(own := self.turn.count(length + new_count) - self.turn.count(length)):
             return False
         try:
-            if not super().append_run(new, more, length, used):
+            if not super().append_run(new, new_count, length, used):
                 return False
-            self.known_length, self.filled = length + more, used + own
+            self.known_length, self.filled = length + new_count, used + own
         except BaseException:  # Ctrl-C, after the device has counted them
             self._count(length, used)
             raise
         return True
 
-    def append(self, new: Tensors, token_mask: Tensor | None, held: tuple[int, int] | None) -> None:
+    def append(self, new: Tensors, token_mask: Tensor | None, counts: tuple[int, int] | None) -> None:
         """Add this rank's share of the new tokens; `new` has all tokens and heads."""
-        more = new[0].shape[2]
-        if not more or not self.append_run(new, more, self.length, self.used):
-            super().append(new, token_mask, held)
+        new_count = new[0].shape[2]
+        if not new_count or not self.append_run(new, new_count, self.length, self.used):
+            super().append(new, token_mask, counts)
 
-    def _leaving(self, more: int) -> int:
+    def _leaving(self, new_count: int) -> int:
         """Return how many tokens leave the hot tier for so many new ones, which may leave at once: whole blocks."""
-        total = self.used + more
+        total = self.used + new_count
         block = self.sizes.block
         return 0 if total <= self.slots else (total - hot_tokens(self.sizes, self.turn)) // block * block
 
@@ -220,12 +220,12 @@ class TieredShard(OrderedShard):
         """
         if self.old.length > self.length:  # of an append that has failed
             self.old.truncate(self.length)
-        known = self.old_tokens - self.shared_tokens
-        if known >= len(tokens) and self.old.length >= length:
+        written = self.old_tokens - self.shared_tokens
+        if written >= len(tokens) and self.old.length >= length:
             return
-        more = max(0, length - self.old.length)
+        new_count = max(0, length - self.old.length)
         try:
-            self.old.append_at(tuple(x[:, :, known:].cpu() for x in rows), tokens[known:], more, None)
+            self.old.append_at(tuple(x[:, :, written:].cpu() for x in rows), tokens[written:], new_count, None)
         except StoreError as error:
             subject, expected, given, _ = error.args
             gone = isinstance(error.__cause__, OSError) and error.__cause__.errno == ENOENT

@@ -139,11 +139,11 @@ def _missing(ranks: Sequence[int], *, late: bool) -> list[int]:
     start = time.monotonic()
     timeout = GRACE_PERIOD if late else GRACE_PERIOD / 2
     while (notes := _notes(_with_neighbours(ranks))) is not None:
-        named = sorted({other for note in notes.values() for other in note or []})
+        lost = sorted({other for note in notes.values() for other in note or []})
         silent = [rank for rank in ranks if notes[rank] is None]
         waited = time.monotonic() - start
-        if named:
-            return named
+        if lost:
+            return lost
         if silent and waited > timeout:
             return _with_hosts(silent, notes) if late else silent
         if waited > 2 * GRACE_PERIOD:
@@ -191,8 +191,8 @@ def _notes(ranks: Sequence[int]) -> dict[int, list[int] | None] | None:
     """Return the ranks that each note names, None for a rank without a note; None if the store is out of reach."""
 
     def read(store: Any) -> dict[int, list[int] | None]:
-        known = {rank: process.random_id for rank, process in WORLD.processes.items()}
-        keys = {rank: _key(rank, known.get(rank)) for rank in ranks}
+        random_ids = {rank: process.random_id for rank, process in WORLD.processes.items()}
+        keys = {rank: _key(rank, random_ids.get(rank)) for rank in ranks}
         return {rank: json.loads(store.get(key)) if store.check([key]) else None for rank, key in keys.items()}
 
     return _within_grace(read)  # type: ignore[no-any-return]

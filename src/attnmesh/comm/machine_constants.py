@@ -100,13 +100,13 @@ def cluster_of(hosts: int, ranks: int, base: Cluster, preset: str, share: float 
     """
     measured = True
     try:
-        found = base.sized(hosts, ranks)
+        cluster = base.sized(hosts, ranks)
     except ClusterError:
-        found = Cluster.preset(preset).sized(hosts, ranks)
+        cluster = Cluster.preset(preset).sized(hosts, ranks)
         measured = False
     before = max(1.0, share * base.ranks) if measured and base.name != preset else 1.0
     now = max(1.0, share * ranks)
-    return found if now == before else replace(found, device=found.device.of_cores(before / now))
+    return cluster if now == before else replace(cluster, device=cluster.device.of_cores(before / now))
 
 
 def this_machine(ranks: int, device_type: str = "cpu", hosts: int = 1) -> Cluster:
@@ -119,8 +119,8 @@ def this_machine(ranks: int, device_type: str = "cpu", hosts: int = 1) -> Cluste
     if device_type != "cpu":
         return cluster_of(hosts, ranks, base, preset)
     cores = cores_here()
-    found = cluster_of(hosts, ranks, base, preset, max(1, cores // ranks) / cores)
-    return replace(found, device=replace(found.device, memory=host_memory() / ranks))
+    cluster = cluster_of(hosts, ranks, base, preset, max(1, cores // ranks) / cores)
+    return replace(cluster, device=replace(cluster.device, memory=host_memory() / ranks))
 
 
 def cluster_and_tile(

@@ -128,11 +128,11 @@ class Mailboxes:
     ) -> None:
         count = len(members)
         size = HEAD + MESSAGE_BYTES
-        mine = list(members).index(index)
+        own_member = list(members).index(index)
         self.members = tuple(members)
         self.index = index
-        self.boxes_to = {rank: (mine * count + member) * size for member, rank in enumerate(members)}
-        self.boxes_from = {rank: (member * count + mine) * size for member, rank in enumerate(members)}
+        self.boxes_to = {rank: (own_member * count + member) * size for member, rank in enumerate(members)}
+        self.boxes_from = {rank: (member * count + own_member) * size for member, rank in enumerate(members)}
         self.boards = {rank: (member * count + member) * size for member, rank in enumerate(members)}
         self.output_boards = {rank: (count * count + member) * size for member, rank in enumerate(members)}
         """Boards of the outputs of layers."""
@@ -279,9 +279,9 @@ class Mailboxes:
                     blocked = done
                     since = monotonic()
                     watch = MismatchWatch(self)
-                found = awaited(done)
-                watch.poll(found)
-                self._check_alive(found.peer, since)
+                wait = awaited(done)
+                watch.poll(wait)
+                self._check_alive(wait.peer, since)
                 done = function(done)
         finally:
             self.say_awaited()
@@ -305,8 +305,8 @@ class Mailboxes:
         own = self.output_boards[self.index] // 8
         expected, counter = divmod(self.words[self.boards[peer] // 8 + AWAITED_WORD], WORDS)
         messages = self.boxes_to[peer] // 8, self.boxes_from[peer] // 8 + RECEIVED_WORD
-        others = messages if awaited.counter == self.output_boards[peer] // 8 else (own,)
-        return counter in others and bool(self.words[counter] < expected)
+        counters = messages if awaited.counter == self.output_boards[peer] // 8 else (own,)
+        return counter in counters and bool(self.words[counter] < expected)
 
     def say_awaited(self, counter: int = 0, messages: int = 0) -> None:
         """Publish which counter this rank waits for; by default none."""

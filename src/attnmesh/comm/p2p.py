@@ -35,10 +35,10 @@ def gather(tensors: Tensors, step: ExchangeStep, axis: Axis, *, sequential: bool
     for _, tokens in step.send:
         if id(tokens) not in parts:
             parts[id(tokens)] = taken(tensors, tokens)
-    wanted = {peer: tuple(map(meta_like, tensors, repeat(count))) for peer, count in step.receive}
+    receives = {peer: tuple(map(meta_like, tensors, repeat(count))) for peer, count in step.receive}
     sends = {peer: parts[id(tokens)] for peer, tokens in step.send}
-    finish = exchange_messages(sends, wanted, axis, tensors[0].device, "gathering", sequential=sequential)
-    source = [tensors] if len(step.keep) or not wanted else []  # else memory is freed before the messages arrive
+    finish = exchange_messages(sends, receives, axis, tensors[0].device, "gathering", sequential=sequential)
+    source = [tensors] if len(step.keep) or not receives else []  # else memory is freed before the messages arrive
 
     def finished() -> Tensors:
         arrived = finish()
@@ -63,48 +63,48 @@ def return_to_owners(
     The result lists, for each rank that computed some, this rank's tokens and the results for them.
     """
     shares = {peer: taken(tensors, tokens) for peer, tokens in step.return_to}
-    mine = shares.pop(axis.index, None)
-    if mine is not None and shares:  # a view would keep the results for all other ranks alive
-        mine = tuple(map(torch.clone, mine))
-    wanted = {
+    own_results = shares.pop(axis.index, None)
+    if own_results is not None and shares:  # a view would keep the results for all other ranks alive
+        own_results = tuple(map(torch.clone, own_results))
+    receives = {
         peer: tuple(map(meta_like, tensors, repeat(len(tokens))))
         for peer, tokens in step.return_from
         if peer != axis.index
     }
-    finish = exchange_messages(shares, wanted, axis, tensors[0].device, "returning results", sequential=sequential)
+    finish = exchange_messages(shares, receives, axis, tensors[0].device, "returning results", sequential=sequential)
 
     def finished() -> list[tuple[Tensor, Tensors]]:
         arrived = finish()
-        if mine is not None:
-            arrived[axis.index] = mine
+        if own_results is not None:
+            arrived[axis.index] = own_results
         return [(tokens, arrived[peer]) for peer, tokens in step.return_from]
 
     return finished
 
 
-def swap(parts: Sequence[Tensors], wanted: Sequence[Tensors], axis: Axis) -> list[Tensors]:
-    """Send `parts[p]` to each rank p. Return what comes from rank p, shaped like `wanted[p]`."""
-    return begin_swap(parts, wanted, axis, sequential=True)()
+def swap(parts: Sequence[Tensors], shapes: Sequence[Tensors], axis: Axis) -> list[Tensors]:
+    """Send `parts[p]` to each rank p. Return what comes from rank p, shaped like `shapes[p]`."""
+    return begin_swap(parts, shapes, axis, sequential=True)()
 
 
 def swap_tokens(parts: Sequence[Tensor], counts: Sequence[int], axis: Axis, dim: int = 2) -> list[Tensor]:
     """Send `parts[p]` to each rank p. Return what comes from rank p: `counts[p]` tokens, else like this rank's own."""
-    wanted = [(meta_like(parts[axis.index], count, dim),) for count in counts]
+    shapes = [(meta_like(parts[axis.index], count, dim),) for count in counts]
     messages = {id(part): (part,) for part in parts}  # the same for several ranks is packed once
-    return [x for (x,) in swap([messages[id(part)] for part in parts], wanted, axis)]
+    return [x for (x,) in swap([messages[id(part)] for part in parts], shapes, axis)]
 
 
 def begin_swap(
-    parts: Sequence[Tensors], wanted: Sequence[Tensors], axis: Axis, *, sequential: bool = False
+    parts: Sequence[Tensors], shapes: Sequence[Tensors], axis: Axis, *, sequential: bool = False
 ) -> Callable[[], list[Tensors]]:
-    """Begin to send `parts[p]` to each rank p. The result lists what comes from rank p, shaped like `wanted[p]`."""
-    sends, receives = dict(enumerate(parts)), dict(enumerate(wanted))
-    mine, _ = sends.pop(axis.index), receives.pop(axis.index)
-    finish = exchange_messages(sends, receives, axis, mine[0].device, "swapping", sequential=sequential)
+    """Begin to send `parts[p]` to each rank p. The result lists what comes from rank p, shaped like `shapes[p]`."""
+    sends, receives = dict(enumerate(parts)), dict(enumerate(shapes))
+    own_part, _ = sends.pop(axis.index), receives.pop(axis.index)
+    finish = exchange_messages(sends, receives, axis, own_part[0].device, "swapping", sequential=sequential)
 
     def finished() -> list[Tensors]:
         arrived = finish()
-        arrived[axis.index] = mine
+        arrived[axis.index] = own_part
         return list(map(arrived.__getitem__, range(axis.size)))
 
     return finished
@@ -126,14 +126,14 @@ def taken(tensors: Tensors, tokens: Tensor, *, in_order: bool = True) -> Tensors
 
 def exchange_messages(
     sends: Mapping[int, Tensors],
-    wanted: Mapping[int, Tensors],
+    receives: Mapping[int, Tensors],
     axis: Axis,
     device: torch.device,
     what: str,
     *,
     sequential: bool = False,
 ) -> Callable[[], dict[int, Tensors]]:
-    """Begin to send and receive one message per peer. `wanted` are shaped like the tensors to receive.
+    """Begin to send and receive one message per peer. `receives` are shaped like the tensors to receive.
 
     Receives are posted first. Gloo announces a receive on the connection that carries this rank's own message; behind
     that message the announcement would wait, and the link would serve one direction at a time.
@@ -145,7 +145,7 @@ def exchange_messages(
     transport = transport_of(axis, device)
     posts: list[Post] = []
     queued: list[Post] = []
-    for peer, shapes in wanted.items():
+    for peer, shapes in receives.items():
         posts.append((dist.irecv, peer, torch.empty(bytes_of(shapes), dtype=torch.uint8, device=device)))
     packed: dict[int, Tensor] = {}
     for peer, tensors in sends.items():
@@ -159,7 +159,7 @@ def exchange_messages(
     queued.sort(key=lambda post: (post[1] - axis.index) % axis.size)
     post = in_range(EXCHANGE, transport.post) if is_profiled() else transport.post
     waits = post(posts, what, exact=True)
-    count_received(wanted)
+    count_received(receives)
 
     def finished() -> dict[int, Tensors]:
         try:
@@ -172,7 +172,7 @@ def exchange_messages(
             why = RuntimeError("it compares its call, while this rank waits for a message of another call")
             raise failure(axis, what, error.peer, why) from error
         arrived = {}
-        for (_, peer, message), shapes in zip(posts, wanted.values(), strict=False):  # receives come first
+        for (_, peer, message), shapes in zip(posts, receives.values(), strict=False):  # receives come first
             arrived[peer] = _unpack(message, shapes)
         posts.clear()  # messages had to live until they were sent
         return arrived

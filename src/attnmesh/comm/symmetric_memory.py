@@ -116,10 +116,10 @@ SYMMETRIC = "torch.distributed._symmetric_memory"
 def _allocate(numbers: int, device: torch.device) -> Tensor | None:
     """Return memory that other ranks can map, outside PyTorch's pools; None where there is none."""
     try:
-        made: Tensor = import_module(SYMMETRIC)._SymmetricMemory.empty_strided_p2p(
+        memory: Tensor = import_module(SYMMETRIC)._SymmetricMemory.empty_strided_p2p(
             (numbers,), (1,), torch.float32, device
         )
-        return made
+        return memory
     except (AttributeError, ImportError, RuntimeError):
         return None
 

@@ -59,10 +59,10 @@ def kept_group(axis: Axis, members: tuple[int, ...], backend: str | None = None)
     that is made after another has gone meets under its name, where ranks find the other's addresses: it is kept.
     """
     assert axis.group is not None
-    known = torch.tensor([len(distributed_c10d._world.pg_names)], device=device_type_of(axis.group))
-    numbers = [torch.empty_like(known) for _ in range(axis.size)]
-    collective(axis, "counting groups", dist.all_gather, numbers, known)
-    for _ in range(int(torch.cat(numbers).max() - known)):
+    group_count = torch.tensor([len(distributed_c10d._world.pg_names)], device=device_type_of(axis.group))
+    numbers = [torch.empty_like(group_count) for _ in range(axis.size)]
+    collective(axis, "counting groups", dist.all_gather, numbers, group_count)
+    for _ in range(int(torch.cat(numbers).max() - group_count)):
         dist.new_group([dist.get_rank()], backend=backend, use_local_synchronization=True)
     ranks = [dist.get_global_rank(axis.group, rank) for rank in members]
     group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
@@ -91,25 +91,25 @@ def host_mailboxes(axis: Axis) -> Mailboxes | None:
         return None
     members = next(host for host in hosts(axis) if axis.index in host)
     size = mailboxes_size(len(members))
-    new = axis.index == members[0]
+    is_first = axis.index == members[0]
     name = randbits(63)
-    memory = open_mailboxes(name, size, new=True) if size and new else None
+    memory = open_mailboxes(name, size, new=True) if size and is_first else None
     try:
         names = [row[0] for row in dist_all_gather_ints([name], [axis])]
         name = names[members[0]]
-        if size and not new:
+        if size and not is_first:
             memory = open_mailboxes(name, size, new=False)
         space = _inode(Path("/proc/self/ns/pid"))
         rows = dist_all_gather_ints([memory is not None, os.getpid(), space, library().exchange is not None], [axis])
     finally:
-        if new and size:
+        if is_first and size:
             unlink_mailboxes(name)
     if memory is None or not all(rows[rank][0] and rows[rank][3] for rank in members):
         return None
     processes = [rows[rank][1] if rows[rank][2] == space else 0 for rank in members]
-    made = Mailboxes(memory, members, axis.index, processes, _timeout(axis))
-    made.ranks = frozenset(dist.get_process_group_ranks(axis.group))
-    return made
+    mailboxes = Mailboxes(memory, members, axis.index, processes, _timeout(axis))
+    mailboxes.ranks = frozenset(dist.get_process_group_ranks(axis.group))
+    return mailboxes
 
 
 def whole_mailboxes(axis: Axis) -> Mailboxes | None:
@@ -172,8 +172,8 @@ def _constants(axes: Sequence[Axis], device: torch.device) -> tuple[Cluster, str
     """
     names = list(PRESETS)
     measured = machine_constants.measured_machine(device.type)
-    mine = [names.index(machine_constants.preset_for(device)), 0 if measured is None else measured[1]]
-    rows = dist_all_gather_ints([*mine, int(1e6 * machine_constants.share_of_cores(device))], axes)
+    own_row = [names.index(machine_constants.preset_for(device)), 0 if measured is None else measured[1]]
+    rows = dist_all_gather_ints([*own_row, int(1e6 * machine_constants.share_of_cores(device))], axes)
     presets, files, shares = zip(*rows, strict=True)
     preset = names[min(presets)]
     cluster = measured[0] if measured is not None and len(set(files)) == 1 else Cluster.preset(preset)

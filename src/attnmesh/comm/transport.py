@@ -178,17 +178,17 @@ class Transport:
     def swap(self, messages: Sequence[Tensor]) -> Tensor:
         """Send `messages[p]` to each rank p. Return what comes from rank p in row p, as long as this rank's own."""
         index = self.axis.index
-        mine = messages[self.axis.index]
-        rooms = {peer: self.room(peer, mine) for peer in range(self.axis.size) if peer != index}
-        rows = mine.new_empty(self.axis.size, max([len(mine), *rooms.values()]))
+        own_message = messages[self.axis.index]
+        rooms = {peer: self.room(peer, own_message) for peer in range(self.axis.size) if peer != index}
+        rows = own_message.new_empty(self.axis.size, max([len(own_message), *rooms.values()]))
         posts: list[Post] = [(dist.irecv, peer, rows[peer, :room]) for peer, room in rooms.items()]
         posts += [(dist.isend, peer, messages[peer]) for peer in rooms]
         waits = self.post(posts, "merging")
-        rows[index, : len(mine)] = mine
+        rows[index, : len(own_message)] = own_message
         for wait in waits:
             wait()
-        count_messages(len(rooms), len(mine))
-        return rows[:, : len(mine)]
+        count_messages(len(rooms), len(own_message))
+        return rows[:, : len(own_message)]
 
 
 class HostTransport(Transport):

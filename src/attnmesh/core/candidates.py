@@ -42,8 +42,8 @@ def best(candidates: Tensor, k: int, *, unique: bool = False) -> Tensor:
 
     With `unique`, of several candidates of one index the one of the highest score stays.
 
-    >>> found = best(pack(torch.tensor([0.5, 2.0, 2.0]), torch.tensor([7, 8, 3])), 4)
-    >>> [numbers.tolist() for numbers in unpack(found)]
+    >>> top = best(pack(torch.tensor([0.5, 2.0, 2.0]), torch.tensor([7, 8, 3])), 4)
+    >>> [numbers.tolist() for numbers in unpack(top)]
     [[2.0, 2.0, 0.5, -inf], [3, 8, 7, 2147483647]]
     """
     if unique:
@@ -51,8 +51,8 @@ def best(candidates: Tensor, k: int, *, unique: bool = False) -> Tensor:
         index, order = (ranked & LOW_BITS).sort(dim=-1, stable=True)
         repeats = pad(index[..., 1:] == index[..., :-1], (min(1, index.shape[-1]), 0))
         candidates = ranked.gather(-1, order).masked_fill(repeats, EMPTY)
-    found = candidates.topk(min(k, candidates.shape[-1]), -1).values
-    return pad(found, (0, k - found.shape[-1]), value=EMPTY)
+    top = candidates.topk(min(k, candidates.shape[-1]), -1).values
+    return pad(top, (0, k - top.shape[-1]), value=EMPTY)
 
 
 def _ordered(bits: Tensor) -> Tensor:

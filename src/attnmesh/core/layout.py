@@ -212,15 +212,15 @@ def layout_to_code(layout: Layout) -> list[int]:
 
 def layout_from_code(code: Sequence[int]) -> tuple[Layout, Sequence[int]]:
     """Return the layout of a code that begins as `layout_to_code` writes it, and the rest of the code."""
-    kind, count, *rest = code
-    numbers = tuple(rest[:count])
+    kind, count, *numbers = code
+    parameters = tuple(numbers[:count])
     make = LAYOUTS[kind]
     if make is Packed:
-        heads, rows, columns, *documents = numbers
-        return Packed(tuple(documents), (heads, rows, columns)), rest[count:]
-    in_parts = make is Split or (make is Striped and len(numbers) > 1)
-    layout: Layout = cast(Callable[..., Layout], make)(*((numbers,) if in_parts else numbers))
-    return layout, rest[count:]
+        heads, rows, columns, *documents = parameters
+        return Packed(tuple(documents), (heads, rows, columns)), numbers[count:]
+    in_parts = make is Split or (make is Striped and len(parameters) > 1)
+    layout: Layout = cast(Callable[..., Layout], make)(*((parameters,) if in_parts else parameters))
+    return layout, numbers[count:]
 
 
 def check_layout(subject: str, layout: Layout | str, *, auto: bool = False) -> None:
@@ -258,9 +258,9 @@ def _check_parts(layout: Layout, expected: tuple[int, int], given: tuple[int, in
     length, shards, index = _check_range(length, shards, index)
     if (shards, length) != expected:
         name = type(layout).__name__
-        wanted = "{} shards of {} tokens in all".format(*expected)
+        expected_text = "{} shards of {} tokens in all".format(*expected)
         fix = f"make {name} for this length and mesh"
-        raise LayoutError(f"layout {name}", wanted, f"{shards} shards of {length} tokens", fix)
+        raise LayoutError(f"layout {name}", expected_text, f"{shards} shards of {length} tokens", fix)
     return index
 
 

@@ -60,14 +60,14 @@ def pack(lengths: tuple[int, ...], heads: int, rows: int, columns: int) -> tuple
 
 def _cut(runs: Iterable[TokenRun], sizes: Iterable[int]) -> list[tuple[TokenRun, ...]]:
     """Return runs cut into parts of these numbers of tokens. Runs that touch become one."""
-    rest = iter(runs)
+    next_runs = iter(runs)
     parts = []
     start = stop = 0
     for size in sizes:
         part: list[TokenRun] = []
         while size:
             if start == stop:
-                start, stop = next(rest)
+                start, stop = next(next_runs)
             end = min(stop, start + size)
             if part and part[-1][1] == start:
                 part[-1] = part[-1][0], end

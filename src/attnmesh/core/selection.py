@@ -68,11 +68,11 @@ class Selection:
     def positions(self, rows: Tensor, keys: slice) -> Tensor:
         """Return the positions of some of the keys that rows of indices select, or -1 for none: (..., keys)."""
         if self.block == 1:
-            found = rows[..., keys].long()
-            return found.masked_fill(found == NONE, -1)
+            indices = rows[..., keys].long()
+            return indices.masked_fill(indices == NONE, -1)
         key = torch.arange(keys.start, keys.stop, device=rows.device)
-        found = rows.index_select(-1, key // self.block).long()
-        return (found * self.block + key % self.block).masked_fill(found == NONE, -1)
+        indices = rows.index_select(-1, key // self.block).long()
+        return (indices * self.block + key % self.block).masked_fill(indices == NONE, -1)
 
     def highest(self) -> int:
         """Return the highest index, or -1 if nothing is selected."""
@@ -85,14 +85,14 @@ class Selection:
         Memory for it does not grow with the selection.
         """
         blocks = NONE if length is None else -(-length // self.block)
-        found = []
+        flags = []
         for rows in self._parts():
             ordered = rows.sort(-1).values
             beyond = ordered >= blocks
             twice = (ordered[..., 1:] == ordered[..., :-1]) & ~beyond[..., 1:]
-            found.append(twice.any(-1) | (ordered[..., 0] < 0) | (beyond & (ordered != NONE)).any(-1))
+            flags.append(twice.any(-1) | (ordered[..., 0] < 0) | (beyond & (ordered != NONE)).any(-1))
         shape = self.indices.shape[:-1]
-        return torch.cat(found).view(shape) if found else self.indices.new_zeros(shape, dtype=torch.bool)
+        return torch.cat(flags).view(shape) if flags else self.indices.new_zeros(shape, dtype=torch.bool)
 
     def _parts(self) -> Iterator[Tensor]:
         """Yield the rows of indices, (rows, k), a few at a time."""

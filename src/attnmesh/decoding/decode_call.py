@@ -102,12 +102,12 @@ def decode(
             agreement_on((cache,), options.step_on(cache), checked).fail(error)
     caches = (cache,)
     signature = None
-    known = None
+    prepared_step = None
     inputs = StepInputs(q, caches, sinks, key_lengths, selected, partial)
     if distance_bias is None and not unsupported:
-        signature, known = find_step(inputs, options, checked, cache.prepared_steps)
-    if known is not None:
-        return known.run(inputs, checked)
+        signature, prepared_step = find_step(inputs, options, checked, cache.prepared_steps)
+    if prepared_step is not None:
+        return prepared_step.run(inputs, checked)
     step = options.step_on(cache)
     with agreement_on(caches, step, checked):  # tells others of an error here; the call is compared as it runs
         check_comparison("decode", checked)
@@ -118,8 +118,8 @@ def decode(
     if torch.compiler.is_compiling():
         in_files, fix = cache.shard.is_in_files, "decode with copy.deepcopy(cache)"
         given = "one in a folder" if in_files else "a forked cache"
-        one = not (in_files or cache.shards.forked)
-        require(one, KernelError, "decode", "a cache of one piece in a graph", given, fix)
+        in_one_piece = not (in_files or cache.shards.forked)
+        require(in_one_piece, KernelError, "decode", "a cache of one piece in a graph", given, fix)
         tensors = inputs.q, tensors_of(cache.shard.new_view()), sinks, key_lengths, inputs.indices
         return cast(Tensor, decode_op(*tensors, *step.to_code()))
     with torch.no_grad():

@@ -48,9 +48,9 @@ def top_k_tokens(
     """
     view, parts = cache.shard.view, []
     bounds = view.bounds(operands[0].shape[1], mask) if last is None else (torch.zeros_like(last)[None], last[None])
-    for each in (*view.shared, view):
-        here = each.without_free_slots()
-        keys = IndexKeys(here.keys[:, 0], here.token_index, here.positions(), cache.sizes.dtype)
+    for piece in (*view.shared, view):
+        filled = piece.without_free_slots()
+        keys = IndexKeys(filled.keys[:, 0], filled.token_index, filled.positions(), cache.sizes.dtype)
         parts.append(indexer_top_k(score, operands, keys, *bounds, k, block))
-    found = parts[0] if len(parts) == 1 else best(torch.cat(parts, -1), k, unique=block > 1)
-    return unpack(best_across(found, cache.token_axis, unique=block > 1))[1]
+    candidates = parts[0] if len(parts) == 1 else best(torch.cat(parts, -1), k, unique=block > 1)
+    return unpack(best_across(candidates, cache.token_axis, unique=block > 1))[1]

@@ -202,17 +202,17 @@ def find_step(
     count = len(caches)
     if not (are_plain(q, on_gpu=on_gpu) if sinks is None else are_plain(q, sinks, on_gpu=on_gpu)):
         return None, None
-    more = None if sinks is None else (sinks.shape, sinks.dtype)
+    sinks_kind = None if sinks is None else (sinks.shape, sinks.dtype)
     # Options of equal values may differ in type.
-    signature = q.shape, count, q.dtype, more, checked, type(checked), *options, *map(type, options)
+    signature = q.shape, count, q.dtype, sinks_kind, checked, type(checked), *options, *map(type, options)
     try:
-        found = prepared.get(signature)
+        prepared_step = prepared.get(signature)
     except TypeError:  # an option has no hash
         return None, None
-    if found is None:
+    if prepared_step is None:
         return signature, None
-    step = found.step
-    sizes = found.sizes
+    step = prepared_step.step
+    sizes = prepared_step.sizes
     rows = q.shape[2]
     for cache in caches:  # in place: a function of it would be one more frame of each step
         shards, own = cache.shards, cache.shards.own
@@ -227,7 +227,7 @@ def find_step(
             or (step.reproducible and not own.block_cyclic.is_even)  # its blocks are no subtrees of one tree
         ):
             return signature, None
-    return signature, found
+    return signature, prepared_step
 
 
 def prepare_step(
@@ -241,11 +241,11 @@ def prepare_step(
         for cache in caches:
             if cache.shards.forked and on_device:
                 cache.shards.unshare()  # the kernel merges the blocks of one tensor
-    made = new_prepared_step(q, first.shard.view, step)
-    made = made._replace(sizes=first.sizes, stays_on_device=on_device, compared=inputs.compared(step))
+    prepared_step = new_prepared_step(q, first.shard.view, step)
+    prepared_step = prepared_step._replace(sizes=first.sizes, stays_on_device=on_device, compared=inputs.compared(step))
     if signature is not None and not step.mask.ends:
-        prepared.keep(signature, made)
-    return made
+        prepared.keep(signature, prepared_step)
+    return prepared_step
 
 
 def new_prepared_step(q: Tensor, view: CacheView, step: DecodeStep) -> PreparedStep:

@@ -29,11 +29,11 @@ class QueryShard(NamedTuple):
     def owners(self, mesh: Mesh, token_axis: Axis) -> "QueryOwners":
         """Return where the queries of all ranks are, or raise unless this rank has those of its shard."""
         owners = _owners(mesh, token_axis, self.layout, self.length)
-        count, given = owners.own[mesh.heads.index], self.q.shape[2]
+        count, queries = owners.own[mesh.heads.index], self.q.shape[2]
         fix = "pass the queries that the layout gives to this rank"
-        fits = given == count
+        fits = queries == count
         subject = "decode_shard q"
-        require(fits, ShapeError, subject, "a query for each token of the shard", f"{given} queries of {count}", fix)
+        require(fits, ShapeError, subject, "a query for each token of the shard", f"{queries} queries of {count}", fix)
         return owners
 
 

@@ -98,9 +98,9 @@ def decode_rows(
         agreement_on(caches, options.step_on(first), checked).fail(error)
     inputs = StepInputs(q, caches, sinks)
     prepared = _prepared_steps_of(caches)
-    signature, known = find_step(inputs, options, checked, prepared)
-    if known is not None:
-        return known.run(inputs, checked)
+    signature, prepared_step = find_step(inputs, options, checked, prepared)
+    if prepared_step is not None:
+        return prepared_step.run(inputs, checked)
     step = options.step_on(first)
     with agreement_on(caches, step, checked):  # tells others of an error here; the call is compared as it runs
         check_comparison(SUBJECT, checked)

@@ -85,8 +85,8 @@ def check_step(inputs: StepInputs, step: DecodeStep, unsupported: Mapping[str, N
     if step.reproducible:
         check_even_shares("decode reproducible", cache.shares, even=cache.shard.block_cyclic.is_even)
         given, fix = f"hot={sizes.hot} on {cache.device.type}", 'leave one of them out, or pass device="cpu"'
-        one = sizes.hot is None or cache.device.type == "cpu"
-        require(one, KernelError, "decode reproducible", "keys that one kernel reads", given, fix)
+        in_one_memory = sizes.hot is None or cache.device.type == "cpu"
+        require(in_one_memory, KernelError, "decode reproducible", "keys that one kernel reads", given, fix)
     if step.reproducible and key_lengths is not None:
         expected, fix = "no key_lengths= beside reproducible=True", "leave one of them out"
         raise KernelError("decode reproducible", expected, f"key_lengths of {len(key_lengths)} sequences", fix)

@@ -127,10 +127,10 @@ class Agreement:
         """
         given = " ".join(f"{type(error).__name__}: {error}".split())
         fix = "see the error of the rank that raised"
-        said = error
+        shared = error
         if not isinstance(error, InputError):
-            said = UnforeseenError(self.name, "what each rank can do", given, fix)
-        self.compare(SEPARATOR.join((type(said).__name__, *said.args)), error=error)
+            shared = UnforeseenError(self.name, "what each rank can do", given, fix)
+        self.compare(SEPARATOR.join((type(shared).__name__, *shared.args)), error=error)
 
     def compare(self, text: str, payload: Sequence[int] = (), error: Exception | None = None) -> list[list[int]]:
         """Return the numbers of all ranks by shard, if all say this text; else raise the same error on all."""
@@ -346,9 +346,9 @@ def _table(texts: Sequence[str], ranks: Sequence[int]) -> str:
         call, _, host = text.partition(HOST_FIELD)
         members[call].append((str(rank), host))
     fields = []
-    for call, found in members.items():
+    for call, callers in members.items():
         name, *lines = call.splitlines()
-        hosts = [*dict.fromkeys(host for _, host in found if host)]
+        hosts = [*dict.fromkeys(host for _, host in callers if host)]
         host_names = ", ".join(hosts[:MAX_NAMED_HOSTS])
         host_names += f" and {len(hosts) - MAX_NAMED_HOSTS} more" * (len(hosts) > MAX_NAMED_HOSTS)
         fields.append(
@@ -357,8 +357,8 @@ def _table(texts: Sequence[str], ranks: Sequence[int]) -> str:
     names = [name for name in dict.fromkeys(chain(*fields)) if len({each.get(name) for each in fields}) > 1]
     rows = [["ranks", *names]]
     rows += [
-        [", ".join(rank for rank, _ in found), *(each.get(name, "-") for name in names)]
-        for found, each in zip(members.values(), fields, strict=True)
+        [", ".join(rank for rank, _ in callers), *(each.get(name, "-") for name in names)]
+        for callers, each in zip(members.values(), fields, strict=True)
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

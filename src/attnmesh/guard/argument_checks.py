@@ -56,9 +56,9 @@ UNSUPPORTED_OPTIONS = {
 
 def check_qkv(subject: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise unless q, k and v fit together. Heads may be grouped, and v may have another width."""
-    named = {"q": q, "k": k, "v": v}
-    check_same_kind(subject, named)
-    for name, x in named.items():
+    tensors = {"q": q, "k": k, "v": v}
+    check_same_kind(subject, tensors)
+    for name, x in tensors.items():
         if x.ndim != 4:
             fix = "add or split the missing dims; the heads come before the length"
             raise ShapeError(f"{subject} {name}", f"4 dims {SHAPE}", f"shape {tuple(x.shape)}", fix)
@@ -80,15 +80,15 @@ def check_qkv(subject: str, q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ShapeError(subject, expected, shapes, fix)
 
 
-def check_same_kind(subject: str, named: Mapping[str, Tensor]) -> None:
+def check_same_kind(subject: str, tensors: Mapping[str, Tensor]) -> None:
     """Raise unless the tensors are dense, of one supported dtype and on one device."""
-    for name, x in named.items():
+    for name, x in tensors.items():
         check_tensor(f"{subject} {name}", x)
-    dtypes = {name: str(x.dtype).removeprefix("torch.") for name, x in named.items()}
+    dtypes = {name: str(x.dtype).removeprefix("torch.") for name, x in tensors.items()}
     if len(set(dtypes.values())) > 1 or not set(dtypes.values()) <= set(DTYPES):
         given = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
         raise DtypeError(subject, f"one dtype of {', '.join(DTYPES)}", given, "cast them with .to(dtype)")
-    check_one_device(subject, named)
+    check_one_device(subject, tensors)
 
 
 def check_tensor(subject: str, x: Tensor) -> None:
@@ -119,10 +119,10 @@ def _has_functional_gradient(x: Tensor) -> bool:
     return False
 
 
-def check_one_device(subject: str, named: Mapping[str, Tensor]) -> None:
+def check_one_device(subject: str, tensors: Mapping[str, Tensor]) -> None:
     """Raise unless the tensors are on one device."""
-    if len({str(x.device) for x in named.values()}) > 1:
-        given = ", ".join(f"{name} {x.device}" for name, x in named.items())
+    if len({str(x.device) for x in tensors.values()}) > 1:
+        given = ", ".join(f"{name} {x.device}" for name, x in tensors.items())
         raise DeviceError(subject, "one device", given, "move them with .to(device)")
 
 

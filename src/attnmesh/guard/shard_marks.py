@@ -28,16 +28,16 @@ class ShardMark(NamedTuple):
 
     def check(self, subject: str, layout: Layout | str, mask: Mask, mesh: Mesh, dim: int) -> None:
         """Raise unless the shard was cut like this."""
-        wanted = unpriced_layout(layout, mask, mesh.ranks)
+        expected_layout = unpriced_layout(layout, mask, mesh.ranks)
         fix = "pass the layout that am.shard got"
-        fits = wanted is None or wanted == self.layout
-        require(fits, LayoutError, subject, f"a shard of {wanted}", f"one of {self.layout}", fix)
-        fits = wanted is not None or self.mask in (None, mask)
+        fits = expected_layout is None or expected_layout == self.layout
+        require(fits, LayoutError, subject, f"a shard of {expected_layout}", f"one of {self.layout}", fix)
+        fits = expected_layout is not None or self.mask in (None, mask)
         fix = "pass one mask to am.shard and to this call"
         require(fits, LayoutError, subject, f'a shard of layout="auto" for {mask}', f"one for {self.mask}", fix)
-        wanted_shard, own_shard = (f"shard {at.shard} of {at.ranks}" for at in (mesh, self.mesh))
+        expected_shard, own_shard = (f"shard {at.shard} of {at.ranks}" for at in (mesh, self.mesh))
         fix = "call am.shard with the mesh of this call"
-        require(own_shard == wanted_shard, LayoutError, subject, wanted_shard, own_shard, fix)
+        require(own_shard == expected_shard, LayoutError, subject, expected_shard, own_shard, fix)
         given, fix = f"one cut along dim {self.dim}", f"call am.shard with dim={dim} on the whole tensor"
         require(self.dim == dim, LayoutError, subject, f"a shard cut along dim {dim}", given, fix)
 
@@ -88,8 +88,8 @@ def unpriced_layout(layout: Layout | str, mask: Mask, ranks: int) -> Layout | No
     return Zigzag() if len(mask.ends) < 2 or ranks == 1 else None
 
 
-def _marks(named: Mapping[str, object]) -> dict[str, ShardMark]:
+def _marks(arguments: Mapping[str, object]) -> dict[str, ShardMark]:
     """Return the marks of those that are shards; none in a graph."""
     if torch.compiler.is_compiling():
         return {}
-    return {name: mark for name, x in named.items() if (mark := shard_marks().get(id(x))) is not None}
+    return {name: mark for name, x in arguments.items() if (mark := shard_marks().get(id(x))) is not None}

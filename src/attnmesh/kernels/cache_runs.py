@@ -102,8 +102,8 @@ def _of_tokens(query: DecodeQuery, sequences: slice, piece: CacheView) -> list[S
         return _trimmed(SlotRun(sequences, piece, 0, 0, band, bias_positions))
     runs = list[SlotRun]()
     for index, keys in enumerate(visible):
-        one = slice(index, index + 1)
-        runs += _trimmed(SlotRun(one, _sequence(piece, index), 0, 0, band.first(keys), bias_positions))
+        sequence = slice(index, index + 1)
+        runs += _trimmed(SlotRun(sequence, _sequence(piece, index), 0, 0, band.first(keys), bias_positions))
     return runs
 
 
@@ -133,16 +133,16 @@ def _of_sequences(query: DecodeQuery, piece: CacheView, padding: Padding) -> lis
     counts = seen.sum(1)
     ends = (seen.argmax(1), used - seen.flip(1).argmax(1)) if used else (counts, counts)
     for index, (count, start, stop) in enumerate(torch.stack((counts, *ends), 1).tolist()):
-        one, own = (ALL, piece) if len(real) == 1 else (slice(index, index + 1), _sequence(piece, index))
+        sequence, own = (ALL, piece) if len(real) == 1 else (slice(index, index + 1), _sequence(piece, index))
         for begin, end in ([(start, stop)] if stop - start == count else _runs_of_true(seen[index])) if count else []:
             if is_one and not is_biased:
-                runs.append(SlotRun(one, own, begin, end))
+                runs.append(SlotRun(sequence, own, begin, end))
                 continue
             keys = positions[index, begin:end]
             band = Band(*(torch.searchsorted(keys, bound) for bound in (first[index], last[index] + 1)))
             bias_positions = (queries[index], keys) if is_biased else None
             hidden = None if bool(real[index].all()) else ~real[index]
-            runs += _trimmed(SlotRun(one, own, begin, end, band, bias_positions, hidden))
+            runs += _trimmed(SlotRun(sequence, own, begin, end, band, bias_positions, hidden))
     return runs
 
 
@@ -168,21 +168,23 @@ def _selected(query: DecodeQuery, view: CacheView, piece: CacheView, selection: 
     Tokens are selected by their number in the cache, padding included; masks and `key_lengths` count the real ones.
     """
     first, last = view.bounds(query.q.shape[2], query.mask)
-    here = piece.without_free_slots()
+    filled = piece.without_free_slots()
     lengths = query.key_lengths
-    slots = here.keys.shape[2]
-    if here.padding is None or view.padding is None:
-        keys = SelectedKeys(selection, first[0], last[0], here.token_index, lengths)
-        yield SlotRun(ALL, here, 0, slots, keys)
+    slots = filled.keys.shape[2]
+    if filled.padding is None or view.padding is None:
+        keys = SelectedKeys(selection, first[0], last[0], filled.token_index, lengths)
+        yield SlotRun(ALL, filled, 0, slots, keys)
         return
-    wanted = _positions(selection, view.padding)
+    by_position = _positions(selection, view.padding)
     # Padding gets the position of the token before it, which a search for that position finds.
-    positions = here.padding.positions.cummax(1).values
+    positions = filled.padding.positions.cummax(1).values
     for index in range(len(query.q)):
-        one = slice(index, index + 1)
-        counts = None if lengths is None else lengths[one]
-        keys = SelectedKeys(Selection(wanted.indices[one]), first[index], last[index], positions[index], counts)
-        yield SlotRun(one, _sequence(here, index), 0, slots, keys)
+        sequence = slice(index, index + 1)
+        counts = None if lengths is None else lengths[sequence]
+        keys = SelectedKeys(
+            Selection(by_position.indices[sequence]), first[index], last[index], positions[index], counts
+        )
+        yield SlotRun(sequence, _sequence(filled, index), 0, slots, keys)
 
 
 def _sequence(piece: CacheView, index: int) -> CacheView:
@@ -245,18 +247,18 @@ class CachedAttention:
     def _attend_in_place(self, query: DecodeQuery, runs: Sequence[SlotRun]) -> Partial:
         """Return the partial of runs of all slots of pieces."""
         assert self.in_place_kernel is not None
-        found = []
+        partials = []
         for group in _by_sequences(runs):
             own = query if group[0].sequences is ALL else query.sequence(group[0].sequences.start)
             if len(group) == 1:
-                found.append(self.in_place_kernel.attend_cache(own, group[0].piece))
+                partials.append(self.in_place_kernel.attend_cache(own, group[0].piece))
                 continue
             plain = own._replace(sinks=None, into=None)
             merged = merge_partials([self.in_place_kernel.attend_cache(plain, run.piece) for run in group])
-            found.append(copy_into(with_sinks(merged, own.sinks), own.into))
-        if len(found) == 1:
-            return found[0]
-        return query.into or Partial(*(torch.cat(x) for x in zip(*found, strict=True)))
+            partials.append(copy_into(with_sinks(merged, own.sinks), own.into))
+        if len(partials) == 1:
+            return partials[0]
+        return query.into or Partial(*(torch.cat(x) for x in zip(*partials, strict=True)))
 
     def _attend_groups(self, query: DecodeQuery, runs: Sequence[SlotRun], total: Partial) -> None:
         """Write the merge of the runs of each sequence, and the identity of those that see nothing."""

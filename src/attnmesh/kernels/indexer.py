@@ -68,24 +68,24 @@ def indexer_top_k(
     """
     rows, count = first.shape[1], keys.keys.shape[1]
     queries, columns, at_once = _tile(operands, keys.keys, rows, k)
-    found = list[Tensor]()
+    best_by_rows = list[Tensor]()
     for row in range(0, max(rows, 1), queries):
-        some = slice(row, row + queries)
+        tile_rows = slice(row, row + queries)
         tiles = list[Tensor]()  # one at most: the best so far
-        given = [x[:, some] for x in operands]
+        tile_operands = [x[:, tile_rows] for x in operands]
         for column in range(0, max(count, 1), columns):
-            part = slice(column, column + columns)
-            positions = keys.positions[:, None, part]
-            hidden = (positions < first[:, some, None]) | (positions > last[:, some, None])
+            tile_columns = slice(column, column + columns)
+            positions = keys.positions[:, None, tile_columns]
+            hidden = (positions < first[:, tile_rows, None]) | (positions > last[:, tile_rows, None])
             if tiles and hidden.device.type == "cpu" and bool(hidden.all()):
                 continue
-            scores = torch.cat([score(some_keys, given) for some_keys in keys.read(part).split(at_once, 1)], -1)
+            scores = torch.cat([score(part, tile_operands) for part in keys.read(tile_columns).split(at_once, 1)], -1)
             scores = scores.masked_fill(hidden if scores.ndim == 3 else hidden[:, None], -torch.inf)
-            indices = keys.tokens[part] if block == 1 else keys.tokens[part] // block
+            indices = keys.tokens[tile_columns] if block == 1 else keys.tokens[tile_columns] // block
             new = pack(scores, indices)
             tiles = [best(torch.cat((*tiles, new), -1), k, unique=block > 1)]
-        found += tiles
-    return torch.cat(found, -2)
+        best_by_rows += tiles
+    return torch.cat(best_by_rows, -2)
 
 
 def _tile(operands: Sequence[Tensor], keys: Tensor, rows: int, k: int) -> tuple[int, int, int]:

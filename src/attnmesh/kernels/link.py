@@ -50,9 +50,9 @@ class DeviceLink:
         current = torch.cuda.current_stream(self.device)
         for number, first in enumerate(range(start, stop, step)):
             last = min(stop, first + step)
-            some = slice(first, last + 1)  # one more slot follows, as kernels expect
-            tensors = [torch.tensor([int(piece.state[0]), last - first]), piece.token_index[some]]
-            tensors += [x[:, :, some] for x in rows]
+            slots = slice(first, last + 1)  # one more slot follows, as kernels expect
+            tensors = [torch.tensor([int(piece.state[0]), last - first]), piece.token_index[slots]]
+            tensors += [x[:, :, slots] for x in rows]
             buffer = self._buffer(number % 2, tensors)
             offsets = _offsets(tensors, self.device)
             buffer.copied.synchronize()
@@ -104,9 +104,9 @@ def _offsets(tensors: Sequence[Tensor], device: torch.device) -> list[int]:
 
 def _views(flat: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int]) -> list[Tensor]:
     """Return the tensors in a buffer's memory."""
-    found = []
+    views = []
     for x, start in zip(tensors, offsets, strict=False):
         shape = _shape(x, torch.device("cuda"))
-        made = flat[start : start + prod(shape) * x.itemsize].view(x.dtype).view(shape)
-        found.append(made[..., : x.shape[-1]])
-    return found
+        view = flat[start : start + prod(shape) * x.itemsize].view(x.dtype).view(shape)
+        views.append(view[..., : x.shape[-1]])
+    return views

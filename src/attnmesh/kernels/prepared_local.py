@@ -47,13 +47,13 @@ def signature_of(
         else:
             tensors += k.shape, v.shape
     else:
-        given = (q, k, v) if sinks is None else (q, k, v, sinks)
-        if not PLAIN_TENSORS.issuperset(map(type, given)) or needs_operator(*given) or not all(map(is_dense, given)):
+        inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
+        if not PLAIN_TENSORS.issuperset(map(type, inputs)) or needs_operator(*inputs) or not all(map(is_dense, inputs)):
             return None
-        if autocast_enabled(q) or (not with_grad and needs_grad(*given)):
+        if autocast_enabled(q) or (not with_grad and needs_grad(*inputs)):
             return None
         graded = torch.is_grad_enabled()
-        tensors = tuple((x.shape, x.dtype, x.device, graded and x.requires_grad) for x in given)
+        tensors = tuple((x.shape, x.dtype, x.device, graded and x.requires_grad) for x in inputs)
     if sinks is not None:
         tensors += sinks.shape, sinks.dtype
     # Options of equal values may differ in type, as 1 and True do.

@@ -109,18 +109,18 @@ def cut(band: Band) -> list[Rectangle]:
     >>> [(one.queries, one.keys) for one in cut(Band.of(am.Documents((100, 200)), torch.arange(300), 300))]
     [(slice(0, 100, None), slice(0, 100, None)), (slice(100, 300, None), slice(100, 300, None))]
     """
-    found, stairs = list[Rectangle](), list[list[Rectangle]]()
+    rectangles, stairs = list[Rectangle](), list[list[Rectangle]]()
     for kind, start, stop in _runs(band):
         for rectangle in _CUT[kind](band, start, stop):
             if rectangle.causal or rectangle.band is not None:
-                found.append(rectangle)
+                rectangles.append(rectangle)
             elif stairs and _is_step(stairs[-1][-1], rectangle):
                 stairs[-1].append(rectangle)
             else:
                 stairs.append([rectangle])
     for steps in stairs:
-        found += _tall_rectangles(steps, steps[0].keys.start)
-    return sorted(found, key=lambda rectangle: (rectangle.queries.start, -rectangle.queries.stop))
+        rectangles += _tall_rectangles(steps, steps[0].keys.start)
+    return sorted(rectangles, key=lambda rectangle: (rectangle.queries.start, -rectangle.queries.stop))
 
 
 def _is_step(last: Rectangle, rectangle: Rectangle) -> bool:
@@ -145,7 +145,7 @@ def _tall_rectangles(steps: Sequence[Rectangle], first: int) -> Iterator[Rectang
 
 def tiles(band: Band, rows: int, keys: int) -> list[Rectangle]:
     """Return the same pairs in tiles of few rows and keys, for a kernel that needs memory for each pair."""
-    found = []
+    rectangles = []
     for tile in _tiles(band, 0, len(band.low), rows):
         bounds = tile.bounds()
         width = tile.keys.stop - tile.keys.start
@@ -153,8 +153,10 @@ def tiles(band: Band, rows: int, keys: int) -> list[Rectangle]:
             stop = min(start + keys, width)
             full = bounds.low[-1] <= start and stop <= bounds.high[0]
             run = slice(tile.keys.start + start, tile.keys.start + stop)
-            found.append(Rectangle(tile.queries, run, band=None if full else bounds.rows(0, len(bounds.low), start)))
-    return found
+            rectangles.append(
+                Rectangle(tile.queries, run, band=None if full else bounds.rows(0, len(bounds.low), start))
+            )
+    return rectangles
 
 
 def attend_rectangles(

@@ -63,22 +63,22 @@ class SelectedKeys:
 
     def find(self, sequence: int, head: int, queries: slice, keys: slice, count: int) -> tuple[Tensor, Tensor]:
         """Return where some selected keys of some queries stand among the `count` keys here, and which are hidden."""
-        found = self.selection.positions(self.selection.indices[sequence, head, queries], keys)
-        seen = (found >= self.first[queries, None]) & (found <= self.last[queries, None])
+        positions = self.selection.positions(self.selection.indices[sequence, head, queries], keys)
+        seen = (positions >= self.first[queries, None]) & (positions <= self.last[queries, None])
         if self.key_lengths is not None:
-            seen &= found < self.key_lengths[sequence]
+            seen &= positions < self.key_lengths[sequence]
         if self.positions is None:
-            seen &= found < count
+            slots = positions
+            seen &= slots < count
         else:
-            wanted = found
-            found = torch.searchsorted(self.positions, wanted).clamp_(max=count - 1)
-            seen &= self.positions[found] == wanted
-        if found.device.type == "cpu":  # seen keys come first, in order of memory, and no more than are seen are read
-            found = found.masked_fill_(~seen, count).sort(-1).values[:, : int(seen.sum(-1).max())]
-            seen = found < count
+            slots = torch.searchsorted(self.positions, positions).clamp_(max=count - 1)
+            seen &= self.positions[slots] == positions
+        if slots.device.type == "cpu":  # seen keys come first, in order of memory, and no more than are seen are read
+            slots = slots.masked_fill_(~seen, count).sort(-1).values[:, : int(seen.sum(-1).max())]
+            seen = slots < count
         # Rows for hidden keys are those of a seen one: they may not bring in numbers that are not finite.
-        one = found.masked_fill(~seen, 0).amax(-1, keepdim=True) if found.numel() else found
-        return torch.where(seen, found, one), ~seen
+        seen_slot = slots.masked_fill(~seen, 0).amax(-1, keepdim=True) if slots.numel() else slots
+        return torch.where(seen, slots, seen_slot), ~seen
 
 
 class SelectedTile(NamedTuple):
@@ -170,18 +170,18 @@ def backward_selected(
     kv_heads = k.shape[1]
     delta = (saved.out.to(sum_dtype(q.dtype)) * saved.dout).sum(-1, keepdim=True)
     for tile in _tiles(q, k, selected, _sizes(q, k, v)):
-        more = [tile.take(x, kv_heads) for x in (saved.lse.unsqueeze(-1), saved.dout, delta)]
+        saved_rows = [tile.take(x, kv_heads) for x in (saved.lse.unsqueeze(-1), saved.dout, delta)]
         hidden = tile.mask()
-        part = backward_dense(tile.take(q, kv_heads), tile.gather(k), tile.gather(v), more, hidden, scaling)
+        part = backward_dense(tile.take(q, kv_heads), tile.gather(k), tile.gather(v), saved_rows, hidden, scaling)
         nothing = hidden.all(-1, keepdim=True)  # such a query has rows of any key, with any numbers
         part.q.masked_fill_(nothing, 0.0)
         part.k.masked_fill_(nothing, 0.0)
         into = tile.view(total.q, kv_heads)
         into.add_(part.q.view(into.shape))
         index = tile.rows.flatten()
-        for whole, some in ((total.k, part.k), (total.v, part.v)):
-            by_head = some.view(tile.heads.stop - tile.heads.start, len(index), -1)
-            for head, rows in zip(whole[tile.sequence, tile.heads], by_head, strict=True):
+        for kv_total, kv_part in ((total.k, part.k), (total.v, part.v)):
+            by_head = kv_part.view(tile.heads.stop - tile.heads.start, len(index), -1)
+            for head, rows in zip(kv_total[tile.sequence, tile.heads], by_head, strict=True):
                 head.index_add_(0, index, rows)
     return total
 
@@ -219,18 +219,20 @@ def _tiles(q: Tensor, k: Tensor, selected: SelectedKeys, sizes: tuple[int, int, 
     """Yield tiles that cover all queries, key heads and selected keys, with rows to read."""
     most_queries, most_heads, most = sizes
     selection = selected.selection
-    wanted, shared = selection.indices.shape[-1] * selection.block, k.shape[1] // selection.heads
-    keys = min(most, wanted)
+    key_count, shared = selection.indices.shape[-1] * selection.block, k.shape[1] // selection.heads
+    keys = min(most, key_count)
     heads = max(1, min(shared, most_heads, most // keys))
     queries = max(1, min(most_queries, most // (keys * heads)))
     for sequence in range(len(q)):
-        for own in range(selection.heads):
+        for group in range(selection.heads):
             for query in range(0, q.shape[2] if k.shape[2] else 0, queries):
-                some = slice(query, min(query + queries, q.shape[2]))
-                for key in range(0, wanted, keys):
-                    found = selected.find(sequence, own, some, slice(key, min(key + keys, wanted)), k.shape[2])
-                    for head in range(own * shared, (own + 1) * shared, heads) if found[0].numel() else ():
-                        yield SelectedTile(sequence, slice(head, min(head + heads, (own + 1) * shared)), some, *found)
+                tile_queries = slice(query, min(query + queries, q.shape[2]))
+                for key in range(0, key_count, keys):
+                    keys_of_tile = slice(key, min(key + keys, key_count))
+                    slots, hidden = selected.find(sequence, group, tile_queries, keys_of_tile, k.shape[2])
+                    for head in range(group * shared, (group + 1) * shared, heads) if slots.numel() else ():
+                        tile_heads = slice(head, min(head + heads, (group + 1) * shared))
+                        yield SelectedTile(sequence, tile_heads, tile_queries, slots, hidden)
 
 
 def _numbers(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -120,12 +120,12 @@ def _gpu_fault(device: torch.device) -> str | None:
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
         return f"{torch.cuda.get_device_name(device)} has no bfloat16 products"
     try:
-        few = Partial(torch.ones(2, 1, 1, 1, 16, device=device), torch.zeros(2, 1, 1, 1, device=device))
-        one = Partial(torch.zeros_like(few.out[0]), torch.zeros_like(few.lse[0]))
-        _launch(few, one, None, None, None)
+        stack = Partial(torch.ones(2, 1, 1, 1, 16, device=device), torch.zeros(2, 1, 1, 1, device=device))
+        merged = Partial(torch.zeros_like(stack.out[0]), torch.zeros_like(stack.lse[0]))
+        _launch(stack, merged, None, None, None)
     except Exception as error:  # a compiler may raise any exception
         return warn_unsupported(f"{type(error).__name__}: {error}".splitlines()[0])
-    return None if bool((one.out == 1).all()) else warn_unsupported("a merge gives a wrong result")
+    return None if bool((merged.out == 1).all()) else warn_unsupported("a merge gives a wrong result")
 
 
 def warn_unsupported(fault: str) -> str:
@@ -178,7 +178,7 @@ def _sizes(outs: tuple[int, ...]) -> tuple[tuple[int, ...], dict[str, Any]]:
     splits, *shape, value_width = outs
     first, second = parts(value_width)
     rows = math.prod(shape)
-    named = {"splits": splits, "rows": rows, "queries": shape[-1], "heads": shape[-2] if len(shape) > 1 else 1}
+    numbers = {"splits": splits, "rows": rows, "queries": shape[-1], "heads": shape[-2] if len(shape) > 1 else 1}
     constants = {"value_width": value_width, "ROWS": PROGRAM_ROWS, "V_0": first, "V_1": second}
     # With fusion the bits would depend on the order of the partials.
-    return (-(-rows // PROGRAM_ROWS),), {**named, **constants, "enable_fp_fusion": False}
+    return (-(-rows // PROGRAM_ROWS),), {**numbers, **constants, "enable_fp_fusion": False}

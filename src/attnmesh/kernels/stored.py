@@ -37,8 +37,8 @@ class CacheKernel(NamedTuple):
         storage = storage_of(keys)
         if storage is None:
             return attend_band(self.kernel, q, keys, values, band, self.scaling, counts)
-        if isinstance(band, Band | None) and (found := self._launch(q, keys, values, band, counts)) is not None:
-            return found
+        if isinstance(band, Band | None) and (launched := self._launch(q, keys, values, band, counts)) is not None:
+            return launched
         q = q.to(sum_dtype(q.dtype))
         if isinstance(band, SelectedKeys):
             with without_autocast(q):
@@ -47,10 +47,10 @@ class CacheKernel(NamedTuple):
         most = max(1, tile_elements(q.device) // max(1, elements))
         total = identity(q, self.value_dim, q.dtype)
         for start in range(0, len(q), most):
-            some = slice(start, start + most)
-            part = self._attend_tiles(q[some], keys[some], values[some], band, counts and counts[some])
+            rows = slice(start, start + most)
+            part = self._attend_tiles(q[rows], keys[rows], values[rows], band, counts and counts[rows])
             for into, x in zip(total, part, strict=True):
-                into[some] = x
+                into[rows] = x
         return total
 
     def with_positions(self, q: Tensor, keys: Tensor, positions: tuple[Tensor, Tensor]) -> "CacheKernel":
@@ -63,13 +63,13 @@ class CacheKernel(NamedTuple):
         """Return the partial of the kernel's launch, or None if that does not serve it or a number is not finite."""
         if counts:
             assert band is not None
-            some = [slice(row, row + 1) for row in range(len(q))]
-            found = [
+            rows = [slice(row, row + 1) for row in range(len(q))]
+            partials = [
                 self._launch(q[x], keys[x], values[x], band.first(count), None)
-                for x, count in zip(some, counts, strict=True)
+                for x, count in zip(rows, counts, strict=True)
             ]
-            whole = [part for part in found if part is not None]
-            return Partial(*map(torch.cat, zip(*whole, strict=True))) if len(whole) == len(found) else None
+            complete = [part for part in partials if part is not None]
+            return Partial(*map(torch.cat, zip(*complete, strict=True))) if len(complete) == len(partials) else None
         numbers = keys[..., : columns_of(keys)], values[..., : self.value_dim]
         bound = self.kernel.bind(q, *numbers, self.scaling) if self.kernel.reads_8_bits else None
         if bound is None:
@@ -92,8 +92,8 @@ class CacheKernel(NamedTuple):
                 if not bool((inside.low < inside.high).any()):
                     continue
             tile = _read(storage, keys[:, :, start:stop], values[:, :, start:stop], q.dtype, self.value_dim)
-            seen = counts and [min(max(count - start, 0), stop - start) for count in counts]
-            part = attend_band(self.kernel, q, *tile, inside, self.scaling, seen)
+            tile_counts = counts and [min(max(count - start, 0), stop - start) for count in counts]
+            part = attend_band(self.kernel, q, *tile, inside, self.scaling, tile_counts)
             total = part if total is None else merge_partials([total, part])
         return identity(q, self.value_dim, q.dtype) if total is None else total
 

@@ -54,9 +54,9 @@ class TieredAttention(CachedAttention):
         plain = query._replace(sinks=None, into=None, other_keys=None)
         rows = [plain.sequence(index) for index in range(len(views))] if len(views) > 1 else [plain]
         begun = [self._begin(row, tier, selected) for row, tier in zip(rows, tiers, strict=True)]
-        here = super().attend(plain._replace(into=self._blank(query.q)), [v.on_device for v in views], selected)
+        newer = super().attend(plain._replace(into=self._blank(query.q)), [v.on_device for v in views], selected)
         older = [end() for end in begun]
-        parts = [here, Partial(*(torch.cat(x) for x in zip(*older, strict=True))) if len(older) > 1 else older[0]]
+        parts = [newer, Partial(*(torch.cat(x) for x in zip(*older, strict=True))) if len(older) > 1 else older[0]]
         parts += [] if query.other_keys is None else [query.other_keys]
         return copy_into(with_sinks(merge_partials(parts), query.sinks), query.into)
 
@@ -91,21 +91,21 @@ class TieredAttention(CachedAttention):
     def _is_link_faster(self, query: DecodeQuery, tier: CacheView) -> bool:
         """Return whether the tier is attended faster if it is brought, by a sample of its slots."""
         kind = query.q.shape, query.q.dtype, tier.keys.shape[:2], tier.unscaled[0].shape[3], tier.keys.dtype
-        known = IS_LINK_FASTER.find((*kind, query.q.device))
-        if known is not None:
-            return known
+        is_faster = IS_LINK_FASTER.find((*kind, query.q.device))
+        if is_faster is not None:
+            return is_faster
         slots = int(tier.state[1])
         if slots < FEWEST:
             return False
         row = sum(x[:, :, :1].nbytes for x in (tier.keys, tier.values))
         sample = tier.first(min(slots, max(FEWEST, SAMPLE // row)))
-        asked = query._replace(mask=Causal(), key_lengths=None)
+        sample_query = query._replace(mask=Causal(), key_lengths=None)
         # Launches that are prepared for a step have its mask, so the sample has launches of its own.
-        other = TieredAttention(*self.cache_kernel)
-        moved = asked._replace(q=asked.q.cpu())
+        sampler = TieredAttention(*self.cache_kernel)
+        moved = sample_query._replace(q=sample_query.q.cpu())
         seconds = [
-            _seconds(lambda: other._attend_on_host(moved, sample), asked.q),
-            _seconds(lambda: other._attend_brought(asked, asked, sample), asked.q),
+            _seconds(lambda: sampler._attend_on_host(moved, sample), sample_query.q),
+            _seconds(lambda: sampler._attend_brought(sample_query, sample_query, sample), sample_query.q),
         ]
         return IS_LINK_FASTER.keep((*kind, query.q.device), seconds[1] < seconds[0])
 

@@ -42,5 +42,5 @@ def parts(width: int) -> tuple[int, int]:
     [(16, 0), (64, 0), (64, 16), (128, 64), (512, 64)]
     """
     first = max(16, 1 << (width.bit_length() - 1))
-    rest = width - first
-    return first, max(16, 1 << (rest - 1).bit_length()) if rest > 0 else 0
+    remainder = width - first
+    return first, max(16, 1 << (remainder - 1).bit_length()) if remainder > 0 else 0

@@ -125,8 +125,8 @@ def _attend_locally(call: Call, checked: bool | None) -> Tensor:
     if call.has_signature:
         any_keys = options.mask is FULL and options.length is None and options.key_length is None
         signature = signature_of(q, k, v, sinks, (*options, checked), any_keys=any_keys, with_grad=False)
-        if (known := PREPARED_LOCAL.find(signature)) is not None:
-            return known.attend(q, k, v, sinks).out
+        if (prepared := PREPARED_LOCAL.find(signature)) is not None:
+            return prepared.attend(q, k, v, sinks).out
     if signature is None:
         out = attend_shards(call, Mesh.of(None), checked)
         warn_if_swapped("attention", q, k.shape[2])

@@ -73,7 +73,7 @@ class Options(NamedTuple):
         return Problem(self.applied_mask, mesh.shape, layout, key_layout, length, key_length)
 
 
-class Said(NamedTuple):
+class RankNumbers(NamedTuple):
     """Numbers that a rank sends to all others beside the text of its call. They may differ."""
 
     queries: int  # tokens on this rank
@@ -116,11 +116,11 @@ class Call(NamedTuple):
         return self.q.shape[2], self.k.shape[2]
 
     @property
-    def said(self) -> Said:
-        """Return what this rank says beside the text, but for a digest."""
+    def rank_numbers(self) -> RankNumbers:
+        """Numbers that this rank sends beside the text, but for a digest."""
         if self.selected is None or self.q.device.type != "cpu" or torch.compiler.is_compiling():
-            return Said(*self.tokens, -1)
-        return Said(*self.tokens, self.selected.highest())
+            return RankNumbers(*self.tokens, -1)
+        return RankNumbers(*self.tokens, self.selected.highest())
 
     def checked_text(self, mesh: Mesh, checked: bool | None) -> str:
         """Return the text that ranks compare, or raise unless each argument can be served on this mesh."""
@@ -129,9 +129,9 @@ class Call(NamedTuple):
 
     def describe(self) -> str:
         """Return the text that ranks compare: all but the lengths of shards."""
-        named = {"q": self.q, "k": self.k, "v": self.v} | ({} if self.sinks is None else {"sinks": self.sinks})
-        shapes = {name: [n for dim, n in enumerate(x.shape) if dim != 2] for name, x in named.items()}
-        requires_grad = [name for name, x in named.items() if x.requires_grad and torch.is_grad_enabled()]
+        tensors = {"q": self.q, "k": self.k, "v": self.v} | ({} if self.sinks is None else {"sinks": self.sinks})
+        shapes = {name: [n for dim, n in enumerate(x.shape) if dim != 2] for name, x in tensors.items()}
+        requires_grad = [name for name, x in tensors.items() if x.requires_grad and torch.is_grad_enabled()]
         fields = {"device": self.q.device.type, "dtype": self.q.dtype, **shapes, **self.options._asdict()}
         if self.key_lengths is not None:
             fields["key_lengths"] = self.key_lengths.tolist()

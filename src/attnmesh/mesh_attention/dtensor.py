@@ -42,13 +42,13 @@ def attend_dtensors(
 
 def _checked_dtensors(call: Call, first: DTensor, mesh: DeviceMesh | None) -> list[DTensor]:
     """Return q, k and v. Raise unless they are DTensors whose tokens are sharded along the mesh's axes."""
-    found = []
+    dtensors = []
     for name, x in zip(("q", "k", "v"), call[:3], strict=True):
         if not isinstance(x, DTensor) or x.device_mesh != first.device_mesh or x.placements != first.placements:
             given = f"{name} {x.placements if isinstance(x, DTensor) else type(x).__name__} beside {first.placements}"
             fix = "redistribute them alike"
             raise MeshError("attention", "q, k and v as DTensors of one mesh and one placement", given, fix)
-        found.append(x)
+        dtensors.append(x)
     if mesh is not None and mesh != first.device_mesh:
         fix = "leave mesh out: DTensors bring their own"
         raise MeshError("attention mesh", "the DTensors' own mesh", f"{mesh} beside {first.device_mesh}", fix)
@@ -57,9 +57,9 @@ def _checked_dtensors(call: Call, first: DTensor, mesh: DeviceMesh | None) -> li
             expected = f"{name}=Contiguous(), the layout of Shard(2)"
             fix = "leave it out, or shard with am.shard and pass plain tensors"
             raise LayoutError("attention of DTensors", expected, repr(layout), fix)
-    _check_placements(found[0])
-    _check_nesting(*found[:2])
-    return found
+    _check_placements(dtensors[0])
+    _check_nesting(*dtensors[:2])
+    return dtensors
 
 
 def _check_placements(q: DTensor) -> None:

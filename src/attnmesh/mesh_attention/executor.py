@@ -121,9 +121,9 @@ def forward(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None = None, own
 
     def swap_back(partial: Partial, group: HeadGroup) -> Iterator[None]:
         out, lse = with_sinks(partial, None if sinks is None else sinks[group[task.mesh.heads.index].queries])
-        made = out.to(q.dtype), lse
+        results = out.to(q.dtype), lse
         del partial, out, lse
-        yield from task.swaps.to_tokens(made, total(), group, query_count=2)
+        yield from task.swaps.to_tokens(results, total(), group, query_count=2)
 
     pending = PendingReturns()
     for arrivals in _arrivals(swap_in, task):
@@ -160,11 +160,11 @@ def _attend_heads(arrivals: Arrivals, task: Task) -> Partial:
 
 
 def _send_back(
-    made: Tensors, step: ExchangeStep, axis: Axis, put: Put, own: Tensors, sequential: bool
+    results: Tensors, step: ExchangeStep, axis: Axis, put: Put, own: Tensors, sequential: bool
 ) -> Iterator[None]:
     """Return results to their owners. Results for this rank's tokens are put into `own` when they arrive."""
-    coming = return_to_owners(made, step, axis, sequential=sequential)
-    del made
+    coming = return_to_owners(results, step, axis, sequential=sequential)
+    del results
     if axis.size > 1:
         yield
     put = in_range(MERGE, put) if is_profiled() else put
@@ -189,9 +189,9 @@ def backward(own_heads: Tensors, saved: BackwardInputs, task: Task) -> Gradients
         return lambda: (some_q, *finish(), *some_kv)
 
     def swap_back(own: Gradients, group: HeadGroup) -> Iterator[None]:
-        made = tuple(x.to(q.dtype) for x in own)
+        gradients = tuple(x.to(q.dtype) for x in own)
         del own
-        yield from task.swaps.to_tokens(made, total(), group, query_count=1)
+        yield from task.swaps.to_tokens(gradients, total(), group, query_count=1)
 
     pending = PendingReturns()
     for arrivals in _arrivals(swap_in, task):
@@ -223,13 +223,13 @@ def _backward_heads(arrivals: Arrivals, task: Task, pending: "PendingReturns", o
         part = attend_backward(kernel, q, keys, values, saved, band, task.scaling, counts)
         del keys, values  # else they would live until the next keys have arrived
         dq = part.q.to(delta.dtype) if dq is None else dq.add_(part.q)
-        made = part.k.to(dq.dtype), part.v.to(dq.dtype)
+        kv_gradients = part.k.to(dq.dtype), part.v.to(dq.dtype)
         del part
         if coming is not None:
-            _add(made, coming())
-        pending.add(_send_back(made, step, task.mesh.queries, _add_in, own_kv, task.sequential))
-        coming = None if onward is None else gather(made, onward, task.mesh.queries)
-        del made
+            _add(kv_gradients, coming())
+        pending.add(_send_back(kv_gradients, step, task.mesh.queries, _add_in, own_kv, task.sequential))
+        coming = None if onward is None else gather(kv_gradients, onward, task.mesh.queries)
+        del kv_gradients
     assert dq is not None  # every schedule has a step
     return dq
 
@@ -305,8 +305,8 @@ def _kv_by_step(kv: Tensors, task: Task) -> Iterator[Tensors]:
             del arrived
         yield finish()
 
-    found = arrivals()
-    return found if len(steps) == 1 else chain([next(found)], found)
+    by_step = arrivals()
+    return by_step if len(steps) == 1 else chain([next(by_step)], by_step)
 
 
 def _merge_in(parts: Returned, total: Tensors) -> None:
@@ -316,8 +316,8 @@ def _merge_in(parts: Returned, total: Tensors) -> None:
         merge_into(Partial(*merged), Partial(*part))
         if len(tokens) and int(tokens[-1]) - int(tokens[0]) == len(tokens) - 1:
             continue  # they were taken as views
-        for whole, some in zip(total, merged, strict=True):
-            whole.index_copy_(2, on_device(tokens, some.device), some)
+        for into, rows in zip(total, merged, strict=True):
+            into.index_copy_(2, on_device(tokens, rows.device), rows)
 
 
 def _add_in(parts: Returned, totals: Tensors) -> None:
@@ -349,11 +349,11 @@ def _equivalent_out(dout: Tensor, delta: Tensor) -> Tensor:
 
 def some_heads(tensors: Tensors, query_count: int, heads: Heads) -> Tensors:
     """Return some of the heads, as views where these are not all. The first `query_count` tensors have query heads."""
-    found = []
+    views = []
     for index, x in enumerate(tensors):
-        some = heads.queries if index < query_count else heads.keys
-        found.append(x if some.stop - some.start >= x.shape[1] else x[:, some])
-    return tuple(found)
+        head_slice = heads.queries if index < query_count else heads.keys
+        views.append(x if head_slice.stop - head_slice.start >= x.shape[1] else x[:, head_slice])
+    return tuple(views)
 
 
 @dataclass(frozen=True)
@@ -369,18 +369,18 @@ class HeadSwaps:
 
         The first `query_count` tensors have query heads.
         """
-        mine = some_heads(tensors, query_count, group[self.axis.index])
+        views = some_heads(tensors, query_count, group[self.axis.index])
         if self.axis.size == 1:
-            return lambda: mine
+            return lambda: views
         key_count = len(tensors) - query_count
         indices = [self.schedule.query_indices] * query_count + [self.schedule.key_indices] * key_count
-        wanted = [tuple(map(meta_like, mine, map(len, slices))) for slices in zip(*indices, strict=True)]  # by rank
+        shapes = [tuple(map(meta_like, views, map(len, slices))) for slices in zip(*indices, strict=True)]  # by rank
         parts = [some_heads(tensors, query_count, heads) for heads in group]
-        finish = begin_swap(parts, wanted, self.axis, sequential=self.sequential)
+        finish = begin_swap(parts, shapes, self.axis, sequential=self.sequential)
 
         def finished() -> Tensors:
             whole = into or tuple(
-                empty_tokens(x, x.shape[1], sum(map(len, slices))) for x, slices in zip(mine, indices, strict=True)
+                empty_tokens(x, x.shape[1], sum(map(len, slices))) for x, slices in zip(views, indices, strict=True)
             )
             for rank, pieces in enumerate(finish()):
                 for x, slices, piece in zip(whole, indices, pieces, strict=True):
@@ -389,24 +389,24 @@ class HeadSwaps:
 
         return finished
 
-    def to_tokens(self, made: Tensors, results: Tensors, group: HeadGroup, *, query_count: int) -> Iterator[None]:
+    def to_tokens(self, computed: Tensors, results: Tensors, group: HeadGroup, *, query_count: int) -> Iterator[None]:
         """Swap heads for tokens: put results for this rank's tokens in place.
 
         It yields while the exchange is under way.
         """
         views = [some_heads(results, query_count, heads) for heads in group]  # by rank
-        arrived = [made]
+        arrived = [computed]
         if self.axis.size > 1:
             parts = []
             for q_tokens, k_tokens in zip(self.schedule.query_indices, self.schedule.key_indices, strict=True):
-                keys = taken(made[query_count:], k_tokens) if len(made) > query_count else ()
-                parts.append(taken(made[:query_count], q_tokens) + keys)
+                keys = taken(computed[query_count:], k_tokens) if len(computed) > query_count else ()
+                parts.append(taken(computed[:query_count], q_tokens) + keys)
             finish = begin_swap(parts, views, self.axis, sequential=self.sequential)
-            del made, arrived, parts
+            del computed, arrived, parts
             yield
             arrived = finish()
-        for mine, pieces in zip(views, arrived, strict=True):
-            for x, piece in zip(mine, pieces, strict=True):
+        for targets, pieces in zip(views, arrived, strict=True):
+            for x, piece in zip(targets, pieces, strict=True):
                 x.copy_(piece)
 
 

@@ -87,9 +87,9 @@ class Projection:
         per_query = q.shape[0] * q.shape[1] * (latents.shape[3] + self.latent_width) * sum_dtype(q.dtype).itemsize
         size = max(1, EXPANDED_BYTES // max(1, per_query))
         for start in range(0, max(1, q.shape[2]), size):
-            some = slice(start, start + size)
-            absorbed = self.absorb(q[:, :, some])
-            keys = selected.of_queries(some)
+            queries = slice(start, start + size)
+            absorbed = self.absorb(q[:, :, queries])
+            keys = selected.of_queries(queries)
             values = latents[..., : self.latent_width]
             out, lse = attend_band(kernel, absorbed, latents, values, keys, scaling)
             parts.append(Partial(self.to(out.dtype).project(out), lse))

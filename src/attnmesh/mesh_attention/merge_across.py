@@ -68,9 +68,9 @@ def merge_across(
     axis = axis_of(group, "merge_across")
     if (
         is_plain(partial, how, output, wire, base, checked)
-        and (found := host_merge_and_text(axis, partial[0].shape, how, output)) is not None
+        and (merge_and_text := host_merge_and_text(axis, partial[0].shape, how, output)) is not None
     ):
-        return merge_as_one_call(Partial(*partial), *found, output, is_compared=checked is not False)
+        return merge_as_one_call(Partial(*partial), *merge_and_text, output, is_compared=checked is not False)
     try:
         check_merge("merge_across", how, output)
         check_comparison("merge_across", checked)

@@ -77,10 +77,10 @@ class MeshCall(NamedTuple):
         """
         q, k, v = qkv
         signature = self, q_heads, q.shape, k.shape, v.shape, q.dtype, q.device, latent
-        if (known := _tasks().get(signature)) is None:
+        if (task := _tasks().get(signature)) is None:
             with torch.device("cpu"), torch.inference_mode(False):  # it is kept for later calls, in any mode
-                known = _tasks().keep(signature, self._new_task(q_heads, q, k, v, latent))
-        return known
+                task = _tasks().keep(signature, self._new_task(q_heads, q, k, v, latent))
+        return task
 
     def with_visible_keys(self, task: Task, key_lengths: Tensor | None, indices: Tensor | None) -> Task:
         """Return the task with the keys of each step that are real, and of these the ones that are selected."""
@@ -128,10 +128,10 @@ class PreparedCall(NamedTuple):
     """This rank's part. None where autograd or a graph makes it, or where key lengths or a selection change it."""
     text: str = ""
     """The text that ranks compare."""
-    said: Sequence[int] = ()
-    """Numbers that this rank says beside the text."""
-    said_by_all: Sequence[Sequence[int]] = ()
-    """Numbers that all ranks say when they know the call; none where nobody has counted their tokens."""
+    rank_numbers: Sequence[int] = ()
+    """Numbers that this rank sends beside the text."""
+    numbers_by_rank: Sequence[Sequence[int]] = ()
+    """Numbers that all ranks send when they know the call; none where nobody has counted their tokens."""
 
 
 @cached_per_world()

@@ -149,12 +149,12 @@ def mesh_op(
     mesh_call = MeshCall.from_code(names, numbers)
     mesh_call.check_own_shard(q.shape[2], k.shape[2])
     try:
-        out, *others = _run_call(q, k, v, sinks, key_lengths, indices, mesh_call)
+        out, *saved = _run_call(q, k, v, sinks, key_lengths, indices, mesh_call)
     except RankFailure as failure:
         raise mesh_call.explained(failure) from failure
     if key_lengths is not None:
         out.masked_fill_(~_are_equal(key_lengths.to(q.device), mesh_call.mesh), torch.nan)
-    return [out, *others]
+    return [out, *saved]
 
 
 def _fake_gradients(

@@ -18,7 +18,7 @@ from attnmesh.kernels.traced import needs_grad
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.mesh.schedule import Problem
 from attnmesh.mesh.shapes import AXES
-from attnmesh.mesh_attention.call import Call, HeadSizes, Options, QueryKeyCounts, Said, check_call
+from attnmesh.mesh_attention.call import Call, HeadSizes, Options, QueryKeyCounts, RankNumbers, check_call
 from attnmesh.mesh_attention.mesh_call import MeshCall, PreparedCall, prepared_calls
 from attnmesh.runtime.world import cached_per_world
 
@@ -34,40 +34,40 @@ def prepare_call(mesh: Mesh, call: Call, checked: bool | None, latent: tuple[int
     signature = None
     if call.has_signature:
         signature = signature_of(q, k, v, sinks, (mesh, latent, *options, checked))
-    known = prepared_calls().find(signature)
-    # Ranks may leave the comparison out, know the call and what all said of it, or prepare it now.
+    known_call = prepared_calls().find(signature)
+    # Ranks may leave the comparison out, know the call and the numbers of all ranks, or prepare it now.
     device = q.device if isinstance(q, Tensor) else torch.device(mesh.device_type)
     if options.length is not None and (checked is False or not may_compare(device)):
-        found = known or _uncompared(mesh, call, checked)
+        prepared = known_call or _uncompared(mesh, call, checked)
         _check_marks(mesh, call)
     else:
         with Agreement(mesh, "attention") as agreement:
-            if known:
-                agreement.text, agreement.payload = known.text, known.said
+            if known_call:
+                agreement.text, agreement.payload = known_call.text, known_call.rank_numbers
             else:
                 agreement.text = call.checked_text(mesh, checked)
                 digest_of_keys = 0 if signature is None else _digest_of_some(k)
-                agreement.payload = call.said._replace(digest=digest_of_keys)
+                agreement.payload = call.rank_numbers._replace(digest=digest_of_keys)
             _check_marks(mesh, call)
-        if known and known.said_by_all == agreement.table:
-            return known
-        found = _compared(mesh, call, agreement)
-    if found is known or signature is None:
-        return found
-    task = None if needs_grad(q, k, v, sinks) else found.mesh_call.task(q.shape[1], (q, k, v), latent)
-    return prepared_calls().keep(signature, found._replace(task=task))
+        if known_call and known_call.numbers_by_rank == agreement.table:
+            return known_call
+        prepared = _compared(mesh, call, agreement)
+    if prepared is known_call or signature is None:
+        return prepared
+    task = None if needs_grad(q, k, v, sinks) else prepared.mesh_call.task(q.shape[1], (q, k, v), latent)
+    return prepared_calls().keep(signature, prepared._replace(task=task))
 
 
 def _compared(mesh: Mesh, call: Call, agreement: Agreement) -> PreparedCall:
     """Return what is prepared for a call that ranks have compared."""
-    said_by_all = [Said(*row) for row in agreement.table]
-    tokens = tuple((said.queries, said.keys) for said in said_by_all)
+    by_rank = [RankNumbers(*row) for row in agreement.table]
+    tokens = tuple((numbers.queries, numbers.keys) for numbers in by_rank)
     queries, keys = map(sum, zip(*tokens, strict=True))
     mesh_call = _known_call(mesh, call.options, call.sizes, (queries, keys), tokens)
-    _check_highest(max(said.highest for said in said_by_all), mesh_call)
-    _warn_of_whole_keys([said.digest for said in said_by_all])
-    said_next_time = [[*said._replace(digest=0)] for said in said_by_all]  # a call that is known sends no digest
-    return PreparedCall(mesh_call, None, agreement.text, call.said, said_next_time)
+    _check_highest(max(numbers.highest for numbers in by_rank), mesh_call)
+    _warn_of_whole_keys([numbers.digest for numbers in by_rank])
+    next_by_rank = [[*numbers._replace(digest=0)] for numbers in by_rank]  # a call that is known sends no digest
+    return PreparedCall(mesh_call, None, agreement.text, call.rank_numbers, next_by_rank)
 
 
 def _uncompared(mesh: Mesh, call: Call, checked: bool | None) -> PreparedCall:
@@ -76,24 +76,24 @@ def _uncompared(mesh: Mesh, call: Call, checked: bool | None) -> PreparedCall:
     length = call.options.length
     assert length is not None
     mesh_call = _known_call(mesh, call.options, call.sizes, (length, length))
-    _check_highest(call.said.highest, mesh_call)
+    _check_highest(call.rank_numbers.highest, mesh_call)
     try:
         mesh_call.check_own_shard(*call.tokens)
     except ShapeError as error:
         raise with_swap_hint(error, heads_and_length(call.q), heads_and_length(call.k)) from None
     # The text would have the numbers of `key_lengths`, which a device may hold.
-    return PreparedCall(mesh_call, None, "" if call.key_lengths is not None else call.describe(), call.said)
+    return PreparedCall(mesh_call, None, "" if call.key_lengths is not None else call.describe(), call.rank_numbers)
 
 
 def _even_call(mesh: Mesh, call: Call, checked: bool | None) -> MeshCall:
     """Return the call of one rank, or of a graph: ranks are compiled apart, so their shards count as even."""
     check_call(mesh, call, checked)
-    said, options = call.said, call.options
-    tokens = said.queries * mesh.ranks, said.keys * mesh.ranks
-    if options.length is not None and said.queries == said.keys:  # keys of the queries' sequence
+    numbers, options = call.rank_numbers, call.options
+    tokens = numbers.queries * mesh.ranks, numbers.keys * mesh.ranks
+    if options.length is not None and numbers.queries == numbers.keys:  # keys of the queries' sequence
         tokens = options.length, options.length
     mesh_call = _make_call(mesh, options, call.sizes, tokens)._replace(even=options.length is None)
-    _check_highest(said.highest, mesh_call)
+    _check_highest(numbers.highest, mesh_call)
     return mesh_call
 
 
@@ -188,15 +188,15 @@ def _check_cross(options: Options, length: int, key_length: int, ranks: int) -> 
     if length < key_length:
         positions = f"torch.arange({key_length - length}, {key_length})"
         fixes.append(f"call am.attend with q_positions={positions} for the last queries of a longer sequence")
-    named = "mask=am.Causal(), " * (options.mask is None)
-    fixes.append(f"pass {named}key_length={key_length} for {mask} over another sequence")
+    mask_argument = "mask=am.Causal(), " * (options.mask is None)
+    fixes.append(f"pass {mask_argument}key_length={key_length} for {mask} over another sequence")
     raise ShapeError("attention", "as many queries as keys under a mask of positions", given, "; ".join(fixes))
 
 
 def _check_shards(problem: Problem, table: Sequence[Sequence[int]]) -> None:
     """Raise unless every rank holds as many tokens as its layout gives it."""
-    named = (("length", problem.layout, problem.length), ("key_length", problem.key_layout, problem.key_length))
-    for column, (name, layout, length) in enumerate(named):
+    sequences = (("length", problem.layout, problem.length), ("key_length", problem.key_layout, problem.key_length))
+    for column, (name, layout, length) in enumerate(sequences):
         expected = [len(layout.positions(length, len(table), shard)) for shard in range(len(table))]
         given = [row[column] for row in table]
         if given != expected:

@@ -65,8 +65,8 @@ def chosen_way(
     names = EXCHANGES if exchange == "auto" else (exchange,)
     shapes = (mesh.shape, tile), (_turned(mesh.shape), _turned(tile))
     ways = [Way(*shape, layout, name) for shape, name in product(shapes, names)]
-    found = fastest_way(ways, work, cluster)
-    return mesh if found.shape == mesh.shape else turned(mesh), found.exchange
+    fastest = fastest_way(ways, work, cluster)
+    return mesh if fastest.shape == mesh.shape else turned(mesh), fastest.exchange
 
 
 def turned(mesh: Mesh) -> Mesh:

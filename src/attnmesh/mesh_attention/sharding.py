@@ -44,11 +44,11 @@ def shard(
     tensor([0, 1, 2, 3, 4, 5])
     """
     axes = Mesh.of(mesh)
-    seen = FULL if mask is None else mask
+    applied_mask = FULL if mask is None else mask
     chooses = isinstance(layout, str) and not torch.compiler.is_compiling()
     with Agreement(axes, "shard", is_compared=chooses) as agreement:
         check_layout("shard layout", layout, auto=True)
-        check_mask("shard mask", seen)
+        check_mask("shard mask", applied_mask)
         check_auto("shard", layout, mask, axes.ranks)
         dim = _dim("shard", x, dim)
         mark = shard_marks().get(id(x))
@@ -56,8 +56,8 @@ def shard(
         fix = "cut the whole tensor once"
         require(fits, LayoutError, "shard", "a whole tensor", "a shard of this mesh", fix)
         agreement.fields = {"tokens": x.shape[dim], "layout": layout, "mask": mask}
-    check_mask("shard mask", seen, x.shape[dim])
-    chosen = chosen_layout(layout, seen, axes)
+    check_mask("shard mask", applied_mask, x.shape[dim])
+    chosen = chosen_layout(layout, applied_mask, axes)
     part = x.index_select(dim, chosen.positions(x.shape[dim], axes.ranks, axes.shard).to(x.device))
     return marked(part, ShardMark(chosen, mask if chooses else None, axes, dim))
 
@@ -93,25 +93,25 @@ def unshard(
     tensor([0, 1, 2, 3, 4, 5])
     """
     axes = Mesh.of(mesh)
-    seen = FULL if mask is None else mask
+    applied_mask = FULL if mask is None else mask
     with Agreement(axes, "unshard") as agreement:
         check_layout("unshard layout", layout, auto=True)
-        check_mask("unshard mask", seen)
+        check_mask("unshard mask", applied_mask)
         check_auto("unshard", layout, mask, axes.ranks)
         dim = _dim("unshard", x, dim)
         if (mark := shard_marks().get(id(x))) is not None:
-            mark.check("unshard", layout, seen, axes, dim)
+            mark.check("unshard", layout, applied_mask, axes, dim)
         if x.requires_grad:
             given, fix = "one that asks for gradients", "call .detach() first, or keep the loss on the shards"
             raise KernelError("unshard", "a tensor without gradients", given, fix)
-        others = [n for other, n in enumerate(x.shape) if other != dim]
+        other_dims = [n for other, n in enumerate(x.shape) if other != dim]
         options = {"layout": layout, "length": length, "mask": mask}
-        agreement.fields = {"dtype": x.dtype, "other_dims": others, "dim": dim, **options}
+        agreement.fields = {"dtype": x.dtype, "other_dims": other_dims, "dim": dim, **options}
         agreement.payload = [x.shape[dim]]
     counts = [row[0] for row in agreement.table]
     length = sum(counts) if length is None else length
-    check_mask("unshard mask", seen, length)
-    positions = _positions(chosen_layout(layout, seen, axes), length, counts)
+    check_mask("unshard mask", applied_mask, length)
+    positions = _positions(chosen_layout(layout, applied_mask, axes), length, counts)
     whole = _gather_shards(x.movedim(dim, 0), axes, counts)
     _warn_of_whole_tensors(whole, counts)
     return torch.empty_like(whole).index_copy_(0, positions.to(x.device), whole).movedim(0, dim)
@@ -152,14 +152,14 @@ def unshard_op(x: Tensor, dim: int, groups: str, sizes_and_indices: Sequence[int
 
 def _gather_shards(x: Tensor, mesh: Mesh, counts: list[int]) -> Tensor:
     """Return all shards in order of their number, gathered along one axis after the other, the innermost first."""
-    held = 1  # shards gathered so far, from `first` on
+    gathered = 1  # shards gathered so far, from `first` on
     for axis in reversed(mesh.axes):
         if axis.group is not None:
-            first = mesh.shard - mesh.shard % (held * axis.size)
-            starts = [first + index * held for index in range(axis.size)]
-            wanted = [sum(counts[start : start + held]) for start in starts]
-            x = torch.cat(swap_tokens([x] * axis.size, wanted, axis, dim=0))
-        held *= axis.size
+            first = mesh.shard - mesh.shard % (gathered * axis.size)
+            starts = [first + index * gathered for index in range(axis.size)]
+            lengths = [sum(counts[start : start + gathered]) for start in starts]
+            x = torch.cat(swap_tokens([x] * axis.size, lengths, axis, dim=0))
+        gathered *= axis.size
     return x
 
 
@@ -180,8 +180,8 @@ def _warn_of_whole_tensors(x: Tensor, counts: list[int]) -> None:
     ranks = len(counts)
     if ranks == 1 or own < 2 or {*counts} != {own} or x.is_meta or x.numel() == 0:
         return
-    some = x.view(ranks, own, -1)[:, :: max(1, own // 64)]
-    if bool((some == some[:1]).all()) and not bool((some == some[:, :1]).all()):
+    sample = x.view(ranks, own, -1)[:, :: max(1, own // 64)]
+    if bool((sample == sample[:1]).all()) and not bool((sample == sample[:, :1]).all()):
         same = f"unshard: x is the same on all {ranks} ranks, and counts as {ranks} shards"
         warn_once(f"{same}; leave unshard out if it is whole.")
 

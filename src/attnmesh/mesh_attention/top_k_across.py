@@ -54,15 +54,15 @@ def top_k_across(
         agreement.fields = {"rows": list(scores.shape[:-1]), "k": k, "unique": unique}
     wrong = (indices < 0) | (indices > NONE)
     candidates = pack(scores.masked_fill(wrong, torch.nan), indices.masked_fill(wrong, 0).expand_as(scores))
-    found: Tensor = best_op(best(candidates, k, unique=unique), axis.group_name, [axis.size, axis.index], unique)
-    return unpack(found)
+    top: Tensor = best_op(best(candidates, k, unique=unique), axis.group_name, [axis.size, axis.index], unique)
+    return unpack(top)
 
 
 @operator("best_across", lambda candidates, *_: torch.empty_like(candidates))
 def best_op(candidates: Tensor, group: str, size_and_index: Sequence[int], unique: bool) -> Tensor:
     """Merge candidates as an operator, which is one node of a compiled graph."""
-    found = best_across(candidates, Axis(size_and_index[0], size_and_index[1], group_named(group)), unique=unique)
-    return found.clone() if found is candidates else found
+    top = best_across(candidates, Axis(size_and_index[0], size_and_index[1], group_named(group)), unique=unique)
+    return top.clone() if top is candidates else top
 
 
 def _check_candidates(scores: Tensor, indices: Tensor, k: int, unique: bool) -> None:

@@ -169,22 +169,22 @@ class FolderShard(OrderedShard):
     def _set(self, length: int, used: int) -> None:
         self.state[0], self.state[1] = length, used
 
-    def append_run(self, new: Tensors, more: int, length: int, used: int) -> bool:
+    def append_run(self, new: Tensors, new_count: int, length: int, used: int) -> bool:
         """Add new tokens that fit the last piece and that one rank owns; else return False."""
         try:
-            return used + more <= PIECE and super().append_run(new, more, length, used)
+            return used + new_count <= PIECE and super().append_run(new, new_count, length, used)
         except StoreError as error:
             self.fail("append", error)
 
-    def _skip_run(self, more: int, length: int, used: int) -> None:
+    def _skip_run(self, new_count: int, length: int, used: int) -> None:
         """Count new tokens that other ranks hold."""
         with self._writing():
-            self._record(used, used, length + more)
-        self._set(length + more, used)
+            self._record(used, used, length + new_count)
+        self._set(length + new_count, used)
 
-    def _write_run(self, new: Sequence[Tensor], more: int, length: int, used: int) -> None:
+    def _write_run(self, new: Sequence[Tensor], new_count: int, length: int, used: int) -> None:
         """Write new tokens with this rank's heads after those in the last piece."""
-        self._write_rows(new, None, (length, used), length + more)
+        self._write_rows(new, None, (length, used), length + new_count)
 
     def _add(self, rows: Sequence[Tensor], tokens: Tensor, length: int) -> None:
         """Write rows, piece by piece. If the process ends after a piece, all tokens before its next token stay."""

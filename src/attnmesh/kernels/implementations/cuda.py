@@ -239,11 +239,11 @@ def _is_correct(
                 q.float(), k.float(), v.float(), saved, rectangle, scaling
             )
             saved = BackwardInputs(saved.out.to(dtype), saved.lse, dout)
-            found: Sequence[Tensor] = operator.gradients(q, k, v, saved, rectangle, scaling)
+            computed: Sequence[Tensor] = operator.gradients(q, k, v, saved, rectangle, scaling)
         else:
             expected = exact
-            found = operator.attend(q, k, v, rectangle, scaling)
-        errors = [float((x.float() - y).abs().amax() / y.abs().amax()) for x, y in zip(found, expected, strict=True)]
+            computed = operator.attend(q, k, v, rectangle, scaling)
+        errors = [float((x.float() - y).abs().amax() / y.abs().amax()) for x, y in zip(computed, expected, strict=True)]
         right = max(errors) < 4 * torch.finfo(dtype).eps
         reason = None if right else f"off by {errors}"
     except torch.OutOfMemoryError:

@@ -89,13 +89,13 @@ class Native(Kernel):
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         out, lse = BoundNative.of(q, k, v, scaling).blank()
         for start in range(0, q.shape[2], rows):
-            some = slice(start, start + rows)
-            bounds = None if band is None else Band(band.low[some].contiguous(), band.high[some].contiguous())
-            some_q = q[:, :, some]
-            into = Partial(out[:, :, some], lse[:, :, some])
-            if not BoundNative.of(some_q, k, v, scaling, q.shape[2]).run(some_q, k, v, into, bounds):
+            tile = slice(start, start + rows)
+            bounds = None if band is None else Band(band.low[tile].contiguous(), band.high[tile].contiguous())
+            tile_q = q[:, :, tile]
+            into = Partial(out[:, :, tile], lse[:, :, tile])
+            if not BoundNative.of(tile_q, k, v, scaling, q.shape[2]).run(tile_q, k, v, into, bounds):
                 refused = rectangle.select(torch.arange(start, min(start + rows, q.shape[2])))
-                exact = Reference().attend(some_q, k, v, refused, scaling)
+                exact = Reference().attend(tile_q, k, v, refused, scaling)
                 into.out.copy_(exact.out)
                 into.lse.copy_(exact.lse)
         return Partial(out, lse)

@@ -155,14 +155,14 @@ class TritonCachedAttention:
         tensors = {"q": q, "k": keys, "v": values, "positions": positions, "token_index": view.token_index}
         tensors |= {"state": view.state, "firsts": bounds[0], "lasts": bounds[1]}
         signature = q.shape, q.stride(), keys.shape, keys.stride(), values.stride(), positions.ndim, bounds[0].shape
-        known = self.prepared.get(signature)
-        if known is None:
+        launch = self.prepared.get(signature)
+        if launch is None:
             rows = q.shape[2] * q.shape[1] // keys.shape[1]
             run = partial(self._prepare, query, view, tensors)
-            known, partials = _with_fitting_tile("attend_cache", q, view.values, rows, run)
-            self.prepared.keep(signature, known)
+            launch, partials = _with_fitting_tile("attend_cache", q, view.values, rows, run)
+            self.prepared.keep(signature, launch)
         else:
-            partials = _launch_cache(*known, tensors, view.value_dim)
+            partials = _launch_cache(*launch, tensors, view.value_dim)
         if query.partial_block is None:
             return merge_launched(partials, query.into, query.sinks)
         if len(view.state) > 2:  # the cache forgets blocks
@@ -333,9 +333,9 @@ _FITTING_TILES: dict[tuple[Any, ...], ProgramTile] = {}
 
 def _with_fitting_tile(name: str, q: Tensor, v: Tensor, rows: int, run: Callable[[ProgramTile], Result]) -> Result:
     """Return the result of `run`, with the largest tile that fits in the shared memory of the device."""
-    wanted = _tile(q, v, rows)
-    key = name, q.device, q.dtype, q.shape[-1], v.shape[-1], wanted
-    tile = _FITTING_TILES.get(key, wanted)
+    preferred = _tile(q, v, rows)
+    key = name, q.device, q.dtype, q.shape[-1], v.shape[-1], preferred
+    tile = _FITTING_TILES.get(key, preferred)
     while True:
         try:
             result = run(tile)

@@ -26,22 +26,22 @@ def append(
     function = library().append_to_file if file else library().append
     if function is None:
         return False
-    first, last, given, more = stored[0], stored[-1], new[0], new[-1]
-    strides = *first.stride(), *last.stride(), *given.stride(), *more.stride()
+    keys, values, new_keys, new_values = stored[0], stored[-1], new[0], new[-1]
+    strides = *keys.stride(), *values.stride(), *new_keys.stride(), *new_values.stride()
     if strides[3::4] != (1, 1, 1, 1):
         return False
-    batch, heads, tokens, width = given.shape
+    batch, heads, tokens, width = new_keys.shape
     fields = FIELDS.pack(
-        first.data_ptr(),
-        last.data_ptr(),
-        given.data_ptr(),
-        more.data_ptr(),
+        keys.data_ptr(),
+        values.data_ptr(),
+        new_keys.data_ptr(),
+        new_values.data_ptr(),
         token_index.data_ptr(),
         state.data_ptr(),
         *strides,
         width,
-        more.shape[3],
-        given.itemsize,
+        new_values.shape[3],
+        new_keys.itemsize,
         len(stored),
         batch,
         heads,

@@ -116,12 +116,12 @@ def _built() -> Path:
 
 def _keep_others_out(folder: Path) -> None:
     """Let only this user write to a folder. Raise if another one owns or may replace it."""
-    found = folder.stat()
+    status = folder.stat()
     parent = folder.parent.stat().st_mode
     replaceable = parent & stat.S_IWOTH and not parent & stat.S_ISVTX
-    if {found.st_uid, folder.lstat().st_uid} != {os.geteuid()} or replaceable:
+    if {status.st_uid, folder.lstat().st_uid} != {os.geteuid()} or replaceable:
         raise _MissingError(f"the folder {folder} is one of other users: set XDG_CACHE_HOME to one of your own")
-    if found.st_mode & OTHERS_WRITE:
+    if status.st_mode & OTHERS_WRITE:
         folder.chmod(0o700)
 
 
@@ -129,8 +129,8 @@ def _is_whole(file: Path) -> bool:
     """Return whether a file is one that this user has compiled, all of it, and that nobody else may write."""
     try:
         with os.fdopen(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as opened:
-            found = os.fstat(opened.fileno())
-            own = found.st_uid == os.geteuid() and not found.st_mode & OTHERS_WRITE and stat.S_ISREG(found.st_mode)
+            status = os.fstat(opened.fileno())
+            own = status.st_uid == os.geteuid() and not status.st_mode & OTHERS_WRITE and stat.S_ISREG(status.st_mode)
             content = opened.read() if own else b""
     except OSError:
         return False
@@ -140,16 +140,16 @@ def _is_whole(file: Path) -> bool:
 
 def _compile(compiler: str, folder: Path, file: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        made = Path(scratch) / "native.so"
+        library = Path(scratch) / "native.so"
         native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-        _output([compiler, *FLAGS, native, *map(str, SOURCES), "-o", str(made)])
-        checksum = sha256(made.read_bytes()).digest()
-        with made.open("ab") as opened:
+        _output([compiler, *FLAGS, native, *map(str, SOURCES), "-o", str(library)])
+        checksum = sha256(library.read_bytes()).digest()
+        with library.open("ab") as opened:
             opened.write(checksum)  # loaders read no further than the sections
             opened.flush()
             os.fsync(opened.fileno())  # or the name could outlive the content, if the machine stops
-        made.chmod(0o700)
-        os.replace(made, file)
+        library.chmod(0o700)
+        os.replace(library, file)
 
 
 def _output(command: list[str]) -> str:

@@ -125,9 +125,9 @@ def _exact_dot(a, numbers, PRECISION: tl.constexpr):
         return _dot(a, numbers, PRECISION)
     a = a.to(tl.float32)
     high = a.to(tl.bfloat16)
-    rest = a - high.to(tl.float32)
-    middle = rest.to(tl.bfloat16)
-    low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+    remainder = a - high.to(tl.float32)
+    middle = remainder.to(tl.bfloat16)
+    low = (remainder - middle.to(tl.float32)).to(tl.bfloat16)
     return tl.dot(high, numbers) + (tl.dot(middle, numbers) + tl.dot(low, numbers))
 
 
