@@ -59,13 +59,13 @@ def bytes_of(tensors: Tensors) -> int:
     return size
 
 
-def count_received(wanted: Mapping[int, Tensors]) -> None:
+def count_received(received: Mapping[int, Tensors]) -> None:
     """Count tensors that were received, by the rank that sent them."""
     if (traffic := current_traffic.get()) is not None:
-        for x in (x for tensors in wanted.values() for x in tensors):
+        for x in (x for tensors in received.values() for x in tensors):
             traffic.vectors += x.numel() if x.ndim == 4 else 0
             traffic.scalars += x.numel() if x.ndim == 3 else 0
-        traffic.bytes += sum(map(bytes_of, wanted.values()))
+        traffic.bytes += sum(map(bytes_of, received.values()))
 
 
 def count_messages(number: int, size: int) -> None:

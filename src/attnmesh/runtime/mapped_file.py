@@ -116,11 +116,11 @@ class MappedFile:
 
     def _in_memory(self, start: int, stop: int) -> bool:
         """Return whether some pages of a range are in memory, from its first to its last."""
-        found = ctypes.c_ubyte()
+        state = ctypes.c_ubyte()
         step = max(PAGE, (stop - start - 1) // (SAMPLES - 1) // PAGE * PAGE)
         for page in {*range(start, stop, step), (stop - 1) // PAGE * PAGE}:
-            failed = _libc().mincore(ctypes.c_void_p(self.address + page), ctypes.c_size_t(PAGE), ctypes.byref(found))
-            if failed or not found.value & 1:
+            failed = _libc().mincore(ctypes.c_void_p(self.address + page), ctypes.c_size_t(PAGE), ctypes.byref(state))
+            if failed or not state.value & 1:
                 return False
         return True
 

@@ -45,21 +45,21 @@ def mapped_files(addresses: Collection[int]) -> dict[int, int]:
 
     A page that several processes map counts for each as its share, as Linux has it. Others in the file count 0.
     """
-    found: dict[int, int] = {}
+    bytes_by_address: dict[int, int] = {}
     inside: list[int] = []
     for line in _text_of(ROOT / "proc/self/smaps").splitlines():
-        name, *rest = line.split()
+        name, *fields = line.split()
         if not name.endswith(":"):
             first, stop = (int(end, 16) for end in name.split("-"))
             inside = (
                 [address for address in addresses if first <= address < stop]
-                if len(rest) > 4 and rest[4][0] == "/"
+                if len(fields) > 4 and fields[4][0] == "/"
                 else []
             )
-            found |= dict.fromkeys(inside, 0)
+            bytes_by_address |= dict.fromkeys(inside, 0)
         elif name == "Pss:" and inside:
-            found[inside[0]] = int(rest[0]) << 10
-    return found
+            bytes_by_address[inside[0]] = int(fields[0]) << 10
+    return bytes_by_address
 
 
 def with_huge_pages(x: Tensor, dim: int) -> Tensor:

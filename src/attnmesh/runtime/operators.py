@@ -20,11 +20,11 @@ def operator(
     """
 
     def make(run: Callable[..., Any]) -> Callable[..., Any]:
-        made = torch.library.custom_op(f"attnmesh::{name}", run, mutates_args=())
-        made.register_fake(fake)
+        op = torch.library.custom_op(f"attnmesh::{name}", run, mutates_args=())
+        op.register_fake(fake)
         if backward is not None:
-            made.register_autograd(_for_all_arguments(run, backward), setup_context=save)
-        return made
+            op.register_autograd(_for_all_arguments(run, backward), setup_context=save)
+        return op
 
     return make
 
@@ -41,7 +41,7 @@ def _for_all_arguments(run: Callable[..., Any], backward: Gradient) -> Gradient:
     count = len(signature(run).parameters)
 
     def gradients(ctx: Any, *outputs: Any) -> tuple[Tensor | None, ...]:
-        found = backward(ctx, *outputs)
-        return *found, *[None] * (count - len(found))
+        grads = backward(ctx, *outputs)
+        return *grads, *[None] * (count - len(grads))
 
     return gradients

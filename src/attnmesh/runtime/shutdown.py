@@ -42,12 +42,12 @@ def wait_until_idle(seconds: float = TIMEOUT) -> bool:
 
 def _threads() -> dict[str, str | None]:
     """Return the context switches of each gloo thread, or None for a thread that does not sleep."""
-    found: dict[str, str | None] = {}
+    by_thread: dict[str, str | None] = {}
     for task in TASKS.glob("*/status"):
         with suppress(OSError):  # the thread has just ended
             status = dict(line.split(":\t", 1) for line in task.read_text().splitlines() if ":\t" in line)
             if status["Name"].startswith(NAME):
                 asleep = status["State"].startswith("S")
                 switches = f"{status['voluntary_ctxt_switches']} {status['nonvoluntary_ctxt_switches']}"
-                found[task.parent.name] = switches if asleep else None
-    return found
+                by_thread[task.parent.name] = switches if asleep else None
+    return by_thread

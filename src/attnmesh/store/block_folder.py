@@ -46,13 +46,13 @@ def check_private(path: object) -> Path:
         for each in (*reversed(folder.parents), folder):
             if not each.is_dir():
                 each.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
-        found = folder.stat()
+        status = folder.stat()
     except OSError as error:
         given, fix = f"{folder} ({error.strerror})", "name another folder"
         raise StoreError(SUBJECT, "a folder that can be made", given, fix) from None
     expected, fix = "a folder of this user", "name a folder of your own"
-    require(found.st_uid == os.getuid(), StoreError, SUBJECT, expected, f"{folder}, which is another's", fix)
-    safe = not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    require(status.st_uid == os.getuid(), StoreError, SUBJECT, expected, f"{folder}, which is another's", fix)
+    safe = not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     given = f"{folder}, which others can write to"
     require(safe, StoreError, SUBJECT, "a folder that only this user can write to", given, f"chmod 700 {folder}")
     return folder
@@ -113,19 +113,19 @@ class BlockFolder:
 
         The caller holds the folder's lock, so no other process writes here.
         """
-        found: dict[StoredBlock, dict[int, os.stat_result]] = {}
+        stats_by_block: dict[StoredBlock, dict[int, os.stat_result]] = {}
         for entry in os.scandir(self.path):
             if entry.name.endswith(PART):
                 Path(entry.path).unlink(missing_ok=True)
-            elif (known := StoredBlock.of_file(entry.name)) is not None and entry.is_file(follow_symlinks=False):
-                found.setdefault(known[0], {})[known[1]] = entry.stat(follow_symlinks=False)
-        whole = {}
-        for block, stats in sorted(found.items(), key=lambda one: max(x.st_mtime for x in one[1].values())):
+            elif (piece := StoredBlock.of_file(entry.name)) is not None and entry.is_file(follow_symlinks=False):
+                stats_by_block.setdefault(piece[0], {})[piece[1]] = entry.stat(follow_symlinks=False)
+        block_bytes = {}
+        for block, stats in sorted(stats_by_block.items(), key=lambda one: max(x.st_mtime for x in one[1].values())):
             if {*stats} == {*range(block.pieces)}:
-                whole[block] = sum(x.st_size for x in stats.values())
+                block_bytes[block] = sum(x.st_size for x in stats.values())
             else:
                 self.remove(block)
-        return whole
+        return block_bytes
 
     def size(self, block: StoredBlock) -> int:
         """Return the bytes of a block; 0 if not all of it is there."""
@@ -139,8 +139,8 @@ class BlockFolder:
 
         Nobody waits for the disk: one that was not written when power failed is damaged, and computed again.
         """
-        named = {NAME: _bytes_of(block.name), **tensors}
-        write_tensors(self.path / block.file(piece), named, checksums_of(named), waits_for_disk=False)
+        with_name = {NAME: _bytes_of(block.name), **tensors}
+        write_tensors(self.path / block.file(piece), with_name, checksums_of(with_name), waits_for_disk=False)
 
     def read(self, block: StoredBlock, piece: int) -> dict[str, Tensor]:
         """Return the tensors of a piece. Raise if its file is missing or damaged, or is another block's."""
@@ -164,14 +164,14 @@ class BlockFolder:
     def write_layers(self, name: str, layers: Sequence[CacheSizes]) -> None:
         """Write the sizes of a model's layers."""
         tensors = {str(n): torch.tensor(sizes.to_code()) for n, sizes in enumerate(layers)}
-        named = {NAME: _bytes_of(name), **tensors}
-        write_tensors(self.path / f"{name}{LAYERS}", named, checksums_of(named), waits_for_disk=False)
+        with_name = {NAME: _bytes_of(name), **tensors}
+        write_tensors(self.path / f"{name}{LAYERS}", with_name, checksums_of(with_name), waits_for_disk=False)
 
     def read_layers(self, name: str) -> list[CacheSizes]:
         """Return the sizes of a model's layers. Raise if there are none, or if they are damaged."""
-        found = _tensors_of(self.path / f"{name}{LAYERS}", name)
+        tensors = _tensors_of(self.path / f"{name}{LAYERS}", name)
         try:
-            return [CacheSizes.from_code(found[str(n)].tolist()) for n in range(len(found))]
+            return [CacheSizes.from_code(tensors[str(n)].tolist()) for n in range(len(tensors))]
         except (KeyError, ValueError, IndexError, TypeError) as error:
             given = f"{self.path} ({type(error).__name__})"
             raise StoreError("load", "sizes of layers", given, FIX) from error

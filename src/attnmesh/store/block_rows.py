@@ -24,12 +24,12 @@ def groups_of(kvs: Sequence[KVCache], block: StoredBlock) -> list[list[int]]:
 
     Layers that keep all tokens come first, then each one that forgets, of which a state alone has rows.
     """
-    whole: dict[int, list[int]] = {}
+    groups: dict[int, list[int]] = {}
     for layer, kv in enumerate(kvs):
         if kv.sizes.mask is None:
-            whole.setdefault(kv.sizes.kv_heads, []).append(layer)
+            groups.setdefault(kv.sizes.kv_heads, []).append(layer)
     forgetting = [[layer] for layer, kv in enumerate(kvs) if kv.sizes.mask is not None]
-    return [*whole.values(), *(forgetting if block.is_state else ())]
+    return [*groups.values(), *(forgetting if block.is_state else ())]
 
 
 def columns_of(kvs: Sequence[KVCache], group: Sequence[int]) -> str:
@@ -109,13 +109,13 @@ class Filling:
         """Write this rank's rows of a block. Raise unless the pieces have each of them once, as it should be."""
         for group in groups_of(self.kvs, block):
             first = self.kvs[group[0]]
-            wanted = self._wanted(group, block)
+            needed = self._wanted(group, block)
             heads = first.shard.heads.slice_of(first.sizes.kv_heads)
-            counts = torch.zeros(heads.stop - heads.start, len(wanted), dtype=torch.int64)
+            counts = torch.zeros(heads.stop - heads.start, len(needed), dtype=torch.int64)
             for rows in pieces:
-                if (mapping := self._row_mapping(group, rows, wanted, counts)) is not None:
+                if (mapping := self._row_mapping(group, rows, needed, counts)) is not None:
                     for layer in group:
-                        self._put_rows(layer, rows, mapping, wanted)
+                        self._put_rows(layer, rows, mapping, needed)
             given, expected = f"{int((counts == 1).sum())} of {counts.numel()}", f"each row of {block.name} once"
             require(bool((counts == 1).all()), StoreError, "load", expected, given, FIX)
 
@@ -127,36 +127,36 @@ class Filling:
         return tokens[shard.turn.holds(tokens)]
 
     def _row_mapping(
-        self, group: Sequence[int], rows: Mapping[str, Tensor], wanted: Tensor, counts: Tensor
+        self, group: Sequence[int], rows: Mapping[str, Tensor], needed: Tensor, counts: Tensor
     ) -> RowMapping | None:
         """Return where rows of a piece go, and count them by head and token; None if this rank needs none of them."""
         shard, sizes = self.kvs[group[0]].shard, self.kvs[group[0]].sizes
-        columns = rows.get(columns_of(self.kvs, group), wanted[:0])
+        columns = rows.get(columns_of(self.kvs, group), needed[:0])
         index, number = rows.get(HEADS, torch.tensor([0, 0])).tolist()
         fits = columns.dtype == torch.int64 and 0 <= index < number and sizes.kv_heads % number == 0
         require(fits, StoreError, "load", "tokens and heads of a cache", f"{index} of {number} heads", FIX)
         saved_heads = Axis(number, index).slice_of(sizes.kv_heads)
         to, source = overlap(shard.heads.slice_of(sizes.kv_heads), saved_heads)
-        chosen = torch.isin(columns, wanted).nonzero().flatten()
+        chosen = torch.isin(columns, needed).nonzero().flatten()
         if to.start >= to.stop or not len(chosen):
             return None
-        found = torch.searchsorted(wanted, columns[chosen])
-        counts[to].index_add_(1, found, torch.ones(to.stop - to.start, len(found), dtype=torch.int64))
+        indices = torch.searchsorted(needed, columns[chosen])
+        counts[to].index_add_(1, indices, torch.ones(to.stop - to.start, len(indices), dtype=torch.int64))
         gone = shard.turn.count(self.floors[group[0]][0]) if self.floors else 0
         slots = shard.turn.slot(columns[chosen]) - gone
         return RowMapping(to, source, saved_heads.stop - saved_heads.start, chosen, slots.to(shard.device))
 
-    def _put_rows(self, layer: int, rows: Mapping[str, Tensor], mapping: RowMapping, wanted: Tensor) -> None:
+    def _put_rows(self, layer: int, rows: Mapping[str, Tensor], mapping: RowMapping, needed: Tensor) -> None:
         """Write rows of a piece into the shard of a layer."""
         shard, sizes = self.kvs[layer].shard, self.kvs[layer].sizes
         columns = rows[columns_of(self.kvs, [layer])]
         for kind, x in zip(("keys", "values"), shard.stored, strict=False):
-            found = rows.get(f"{kind} {layer}", wanted[:0])
+            saved_rows = rows.get(f"{kind} {layer}", needed[:0])
             shape = sizes.batch, mapping.head_count, len(columns), x.shape[3]
-            given = f"{found.dtype} {tuple(found.shape)}"
-            fits = tuple(found.shape) == shape and found.dtype == x.dtype
+            given = f"{saved_rows.dtype} {tuple(saved_rows.shape)}"
+            fits = tuple(saved_rows.shape) == shape and saved_rows.dtype == x.dtype
             require(fits, StoreError, "load", f"{x.dtype} {shape}", given, FIX)
-            new = found[:, mapping.source, mapping.chosen].to(shard.device)
+            new = saved_rows[:, mapping.source, mapping.chosen].to(shard.device)
             x[:, mapping.heads].index_copy_(2, mapping.slots, new)
         shard.token_index.index_copy_(0, mapping.slots, columns[mapping.chosen].to(shard.device))
 

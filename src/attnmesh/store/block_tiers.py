@@ -154,9 +154,9 @@ class BlockTiers:
         reached: dict[int, StoredBlock | None] = {0: None}
         last = 0
         for stop in range(GRAIN, most + 1, GRAIN):
-            found = self.known.get(names.at(ids, stop), {}).values()
-            known = (one for one in found if not one.is_state and one.start in reached and self.has(one, run_tokens))
-            if (block := next(known, None)) is not None:
+            blocks = self.known.get(names.at(ids, stop), {}).values()
+            usable = (one for one in blocks if not one.is_state and one.start in reached and self.has(one, run_tokens))
+            if (block := next(usable, None)) is not None:
                 reached[stop], last = block, stop
             elif stop - last > MAX_BLOCK_TOKENS:
                 break

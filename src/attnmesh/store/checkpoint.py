@@ -170,12 +170,12 @@ def read_manifest(path: Path) -> Manifest:
 
 def save_folders(path: Path) -> list[Path]:
     """Return the folders of all saves, newest first, interrupted saves included."""
-    found = []
+    saves = []
     for other in path.iterdir():
         with suppress(FileNotFoundError):  # another job may remove it meanwhile
             if match := FOLDER.fullmatch(other.name):
-                found.append((int(match[1]), other.stat().st_mtime_ns, other))
-    return [other for *_, other in sorted(found, reverse=True)]
+                saves.append((int(match[1]), other.stat().st_mtime_ns, other))
+    return [other for *_, other in sorted(saves, reverse=True)]
 
 
 class PieceFile(NamedTuple):
@@ -271,7 +271,7 @@ def load_layers(
     make: Callable[..., Cache],
     path: str | Path,
     mesh: DeviceMesh | None,
-    wanted: LayersToLoad = ALL_LAYERS,
+    to_load: LayersToLoad = ALL_LAYERS,
     *,
     device: torch.device | str | None = None,
     checked: bool | None = None,
@@ -285,25 +285,25 @@ def load_layers(
     """
     axes = Mesh.of(mesh)
     target = device_for(mesh, device)
-    memory = target if wanted.hot is None else torch.device("cpu")
+    memory = target if to_load.hot is None else torch.device("cpu")
 
     def check() -> SavedLayers:
         if fault := device_fault("load", target, device):
             raise fault
         given = check_placement("load", copies, shares, axes.queries.size * axes.keys.size)
         own = 0.0 if shares == "auto" else part_of(given, axes)
-        return inspect(path, axes, memory, wanted, copies * own)
+        return inspect(path, axes, memory, to_load, copies * own)
 
     def attempt(*, again: bool) -> tuple[list[Cache], dict[str, Tensor], str] | None:
         before = _state_of(path)
         with Agreement(axes, "load") as agreement:
-            found = _unless_changed(check, path, before, again=again)
-            saved = None if found is None else found.manifest
-            agreement.fields = {"of": None if again else saved, "capacity": wanted.capacity, "shares": shares}
+            saved_layers = _unless_changed(check, path, before, again=again)
+            saved = None if saved_layers is None else saved_layers.manifest
+            agreement.fields = {"of": None if again else saved, "capacity": to_load.capacity, "shares": shares}
             agreement.payload = [0, 0] if saved is None else [int(saved.name, 16) >> 2, saved.length]
-        if found is None or len({name for name, _ in agreement.table}) > 1:
+        if saved_layers is None or len({name for name, _ in agreement.table}) > 1:
             return None
-        manifest, folder, sizes, token_mask, more = found
+        manifest, folder, sizes, token_mask, more = saved_layers
         manifest = manifest._replace(length=min(length for _, length in agreement.table))  # it may grow meanwhile
         caches = make_alike(make, mesh, sizes, device=device, checked=checked, copies=copies, shares=shares)
 
@@ -360,8 +360,8 @@ def _state_of(path: object) -> FolderState:
         manifest = read_manifest(folder)
         if not manifest.growing:
             return (manifest.name,)
-        found = [(each.name, each.stat()) for each in sorted((folder / manifest.folder).glob("*.journal"))]
-        return manifest.name, *((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)
+        journals = [(each.name, each.stat()) for each in sorted((folder / manifest.folder).glob("*.journal"))]
+        return manifest.name, *((name, stat.st_size, stat.st_mtime_ns) for name, stat in journals)
     return ()
 
 
@@ -379,7 +379,7 @@ def inspect(
     path: object,
     mesh: Mesh,
     device: torch.device,
-    wanted: LayersToLoad,
+    to_load: LayersToLoad,
     part: float,
 ) -> SavedLayers:
     """Return the saved layers of a folder. Raise if they cannot be loaded onto this mesh and device.
@@ -388,11 +388,11 @@ def inspect(
     """
     folder = check_folder("load", path)
     manifest = grown(folder, read_manifest(folder))
-    if wanted.layers not in (None, len(manifest.sizes)):
+    if to_load.layers not in (None, len(manifest.sizes)):
         given, fix = f"{len(manifest.sizes)} in {folder}", "call hf.ShardedCache(config, mesh).restore(path)"
-        raise StoreError("load", f"a cache of {wanted.layers} layer{'s' * (wanted.layers != 1)}", given, fix)
-    sizes = wanted.sizes(manifest.sizes)
-    if manifest.growing and wanted.capacity is None:
+        raise StoreError("load", f"a cache of {to_load.layers} layer{'s' * (to_load.layers != 1)}", given, fix)
+    sizes = to_load.sizes(manifest.sizes)
+    if manifest.growing and to_load.capacity is None:
         sizes = tuple(replace(each, capacity=max(each.capacity, manifest.length)) for each in sizes)
     for layer, each in enumerate(sizes):
         each.check(mesh.heads.size)
@@ -407,8 +407,8 @@ def inspect(
     file = TensorFile(folder / manifest.folder / MORE)
     shape = manifest.sizes[0].batch, manifest.length
     token_mask = file.read("real", torch.bool, shape) if manifest.padded else None
-    others = (name for name in file.entries if name.startswith("more ") and name != HELD)
-    more |= {name.removeprefix("more "): file.read(name) for name in others}
+    names = (name for name in file.entries if name.startswith("more ") and name != HELD)
+    more |= {name.removeprefix("more "): file.read(name) for name in names}
     return SavedLayers(manifest, folder, sizes, token_mask, more)
 
 
@@ -463,31 +463,31 @@ def _fill_group(shards: Mapping[int, CacheShard], path: Path, manifest: Manifest
     end = manifest.length_of(leader)
     gone = first.turn.count(start)
     used = first.turn.count(end) - gone
-    found = torch.zeros(manifest.heads, used, dtype=torch.bool)  # tokens read, by their file's index along heads
+    filled = torch.zeros(manifest.heads, used, dtype=torch.bool)  # tokens read, by their file's index along heads
     for piece in pieces:
         file = piece.opened()
         tokens = file.read(COLUMNS, torch.int64, (piece.stop - piece.start,))
-        mine = (first.turn.holds(tokens) & (tokens < end)).nonzero().flatten()
-        slots = first.turn.slot(tokens[mine]) - gone
+        own_rows = (first.turn.holds(tokens) & (tokens < end)).nonzero().flatten()
+        slots = first.turn.slot(tokens[own_rows]) - gone
         if len(tokens) and (int(tokens.min()) < start or (int(tokens.max()) >= end and not manifest.growing)):
             raise StoreError("load", "every token once", f"tokens beyond the last in {piece.path}", FIX)
-        if bool(found[piece.heads, slots].any()) or len(slots.unique()) < len(slots):
+        if bool(filled[piece.heads, slots].any()) or len(slots.unique()) < len(slots):
             raise StoreError("load", "every token once", f"some twice in {piece.path}", FIX)
-        found[piece.heads, slots] = True
-        for layer, shard in shards.items() if len(mine) else ():
-            _copy_heads(shard, file, layer, Axis(manifest.heads, piece.heads), mine, slots, len(tokens))
-        first.token_index[slots.to(first.device)] = tokens[mine].to(first.device)
+        filled[piece.heads, slots] = True
+        for layer, shard in shards.items() if len(own_rows) else ():
+            _copy_heads(shard, file, layer, Axis(manifest.heads, piece.heads), own_rows, slots, len(tokens))
+        first.token_index[slots.to(first.device)] = tokens[own_rows].to(first.device)
     for shard in shards.values():
         shared = [_shared_heads(shard, Axis(manifest.heads, h))[0] for h in range(manifest.heads)]
         needed = [to.start < to.stop for to in shared]
-        if not bool(found[needed].all()):
-            given = f"{int(found[needed].all(0).sum())} of this rank's {used} tokens in {path}"
+        if not bool(filled[needed].all()):
+            given = f"{int(filled[needed].all(0).sum())} of this rank's {used} tokens in {path}"
             raise StoreError("load", "every token once", given, FIX)
         shard.token_index[:used] = first.token_index[:used]
 
 
 def _copy_heads(
-    shard: CacheShard, file: TensorFile | FillingFile, layer: int, saved: Axis, mine: Tensor, slots: Tensor, tokens: int
+    shard: CacheShard, file: TensorFile | FillingFile, layer: int, saved: Axis, own: Tensor, slots: Tensor, tokens: int
 ) -> None:
     """Copy this rank's heads and tokens of a file written at index `saved` along the heads axis."""
     to, source = _shared_heads(shard, saved)
@@ -496,8 +496,8 @@ def _copy_heads(
     sizes = shard.sizes
     heads = saved.slice_of(shard.sizes.kv_heads)
     for kind, x in zip(("keys", "values"), shard.stored, strict=False):
-        read = file.read(f"{kind} {layer}", x.dtype, (sizes.batch, heads.stop - heads.start, tokens, x.shape[3]))
-        x[:, to].index_copy_(2, slots.to(shard.device), read[:, source, mine].to(shard.device))
+        saved_rows = file.read(f"{kind} {layer}", x.dtype, (sizes.batch, heads.stop - heads.start, tokens, x.shape[3]))
+        x[:, to].index_copy_(2, slots.to(shard.device), saved_rows[:, source, own].to(shard.device))
 
 
 def _shared_heads(shard: CacheShard, saved: Axis) -> tuple[slice, slice]:

@@ -67,10 +67,10 @@ class SavedGroup(NamedTuple):
         """Return the group of these layers."""
         first = shards[layers[0]]
         saved = slice(first.count_before(manifest.forgotten[layers[0]][0]), first.used)
-        named = {
+        stored = {
             f"{kind} {n}": x for n in layers for kind, x in zip(("keys", "values"), shards[n].stored, strict=False)
         }
-        tensors = {name: x[:, :, saved] for name, x in named.items()}
+        tensors = {name: x[:, :, saved] for name, x in stored.items()}
         rewritten = first.sizes.mask is not None or manifest.length_of(layers[0]) != manifest.length
         return SavedGroup(layers[0], rewritten, first.token_index[saved], tensors)
 
@@ -264,8 +264,8 @@ def _write(
         lock.take(folder)
         with suppress(StoreError):
             _sweep(path, manifest, wholly=False)
-        found = [other for other in save_folders(path) if other != folder]
-        others = [*found[:2], *found[2:][-1:]]  # not all: a full disk may leave many interrupted saves
+        saves = [other for other in save_folders(path) if other != folder]
+        earlier = [*saves[:2], *saves[2:][-1:]]  # not all: a full disk may leave many interrupted saves
         for group, (start, stop) in ((each, piece) for each in groups for piece in pieces(len(each.token_index))):
             tensors = {name: x[:, :, start:stop] for name, x in group.tensors.items()}
             tensors |= {COLUMNS: group.token_index[start:stop]}
@@ -275,8 +275,8 @@ def _write(
                 link_or_write(folder / name, tensors)
                 continue
             trusted = saved.folder / name if saved.folder is not None and (start, stop) in saved else None
-            known = saved.get((start, stop))
-            saved[start, stop] = link_or_write(folder / name, tensors, [o / name for o in others], trusted, known)
+            checksums = saved.get((start, stop))
+            saved[start, stop] = link_or_write(folder / name, tensors, [o / name for o in earlier], trusted, checksums)
         if more:
             link_or_write(folder / MORE, more)
         saved.folder = folder
@@ -323,10 +323,10 @@ def _lock_folder(path: Path) -> Iterator[None]:
 
 def _check_complete(path: Path, manifest: Manifest) -> None:
     """Raise unless all ranks' files are in the folder: hosts may have local disks at the same path."""
-    found = sum(piece.stop - piece.start for piece in piece_files(path, manifest)) // manifest.heads
-    if found != manifest.tokens_in_files:
+    tokens = sum(piece.stop - piece.start for piece in piece_files(path, manifest)) // manifest.heads
+    if tokens != manifest.tokens_in_files:
         given, fix = (
-            f"{found} of {manifest.tokens_in_files} tokens in {path}",
+            f"{tokens} of {manifest.tokens_in_files} tokens in {path}",
             "pass one folder, on a disk that all ranks share",
         )
         raise StoreError("save", "a folder that all ranks write to", given, fix)

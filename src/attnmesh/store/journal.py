@@ -116,23 +116,25 @@ class Journal:
             content = read_file(self.path)
         except FileNotFoundError:
             return False
-        found = list[Record]()
+        records = list[Record]()
         serial = None
         stop = 0
         fields = [*RECORD.iter_unpack(content[: len(content) // SIZE * SIZE])]
         checks = self._checks([Record(*each[:5]) for each in fields])
-        for (*of_record, check, one, other), right in zip(fields, checks, strict=True):
-            self._require((check, one, other) == (right, 0, 0), f"damage at byte {stop}")
+        for (*of_record, check, zero, zero_too), right in zip(fields, checks, strict=True):
+            self._require((check, zero, zero_too) == (right, 0, 0), f"damage at byte {stop}")
             record = Record(*of_record)
             if serial is not None and record.serial != serial + 1:
                 break  # of before the journal was begun anew
             serial = record.serial
             stop = stop + SIZE
-            self._put(found, record)
-        self._require(bool(found) and found[0].start == found[0].stop, f"{len(content)} bytes without a first record")
-        fits = all(one.stop == other.start for one, other in pairwise(found))
+            self._put(records, record)
+        self._require(
+            bool(records) and records[0].start == records[0].stop, f"{len(content)} bytes without a first record"
+        )
+        fits = all(earlier.stop == later.start for earlier, later in pairwise(records))
         self._require(fits, "records with gaps between their rows")
-        self.records = found
+        self.records = records
         return True
 
     def _require(self, fits: object, given: str) -> None:

@@ -54,17 +54,17 @@ class KeyFolder:
                     self._take()
                 agreement.fields = {"folder": str(path)}
                 agreement.payload = [randbits(62)]
-            new = f"{agreement.table[0][0]:016x}"
+            name = f"{agreement.table[0][0]:016x}"
             with Agreement(mesh, subject) as agreement, opening(self.path, subject):
                 self._check_private(self.path)
-                self.manifest = self._read(new)
+                self.manifest = self._read(name)
                 agreement.fields = {"of": self.manifest.name, "grows": self.manifest.growing}
                 self.folder = self.path / self.manifest.folder
                 self._make(self.folder)
         self.ids = TokenIds(self.folder)
         self.journals.append(self.ids.journal)
-        here = [host for host in hosts(token_axis) if token_axis.index in host] if token_axis.size > 1 else [[0]]
-        self.room = min(host_memory() // 2, free_memory(torch.device("cpu"))) // (len(here[0]) * mesh.heads.size)
+        own_hosts = [host for host in hosts(token_axis) if token_axis.index in host] if token_axis.size > 1 else [[0]]
+        self.room = min(host_memory() // 2, free_memory(torch.device("cpu"))) // (len(own_hosts[0]) * mesh.heads.size)
         """Bytes of pieces that may stay in memory once they are read."""
 
     def __del__(self) -> None:
@@ -109,23 +109,24 @@ class KeyFolder:
         require(folder.is_dir(), StoreError, self.subject, "a folder", f"{folder}, a file", "pass another path")
         require(own, StoreError, self.subject, expected, str(folder), fix)
 
-    def _read(self, new: str) -> Manifest:
+    def _read(self, name: str) -> Manifest:
         """Return the manifest, or that of a new folder. Raise unless these ranks can go on where it ends."""
         heads, ranks = self.mesh.heads.size, self.token_axis.size
         if not os.path.lexists(self.path / MANIFEST):
-            others = [each.name for each in self.path.iterdir() if not each.name.startswith("1-")]
+            files = [each.name for each in self.path.iterdir() if not each.name.startswith("1-")]
             fix = "pass a new folder, or one of KVCache.save"
-            require(not others, StoreError, self.subject, "an empty folder", f"{others[:3]} in {self.path}", fix)
-            return Manifest((), False, False, 0, heads, ranks, 1, "", new, growing=True)
-        found = read_manifest(self.path)
+            require(not files, StoreError, self.subject, "an empty folder", f"{files[:3]} in {self.path}", fix)
+            return Manifest((), False, False, 0, heads, ranks, 1, "", name, growing=True)
+        manifest = read_manifest(self.path)
         fix = "load it with KVCache.load, or append to a new folder"
-        expected, given = f"a folder of {heads} x {ranks} ranks (heads x tokens)", f"{found.heads} x {found.ranks}"
-        require((found.heads, found.ranks) == (heads, ranks), StoreError, self.subject, expected, given, fix)
-        masks = [sizes.mask for sizes in found.sizes if sizes.mask is not None]
-        given = "padding" if found.padded else f"mask={masks[0]}" if masks else "lengths that differ"
-        whole = not found.padded and not masks and not found.lengths
+        expected = f"a folder of {heads} x {ranks} ranks (heads x tokens)"
+        given = f"{manifest.heads} x {manifest.ranks}"
+        require((manifest.heads, manifest.ranks) == (heads, ranks), StoreError, self.subject, expected, given, fix)
+        masks = [sizes.mask for sizes in manifest.sizes if sizes.mask is not None]
+        given = "padding" if manifest.padded else f"mask={masks[0]}" if masks else "lengths that differ"
+        whole = not manifest.padded and not masks and not manifest.lengths
         require(whole, StoreError, self.subject, "a cache that keeps all tokens, without padding", given, fix)
-        return found
+        return manifest
 
     def shards(self, layer: int, sizes: CacheSizes, fail: Fail) -> Callable[[int], CacheShard]:
         """Return what opens the shard of a layer, given the rank's index along the tokens axis."""
@@ -151,10 +152,10 @@ class KeyFolder:
     def _check_sizes(self, layer: int, sizes: CacheSizes) -> None:
         """Raise unless a layer is new, or has the sizes of the files."""
         if layer < len(self.manifest.sizes):
-            found = self.manifest.sizes[layer]
-            same = found.to_code()[:4] + found.to_code()[5:] == sizes.to_code()[:4] + sizes.to_code()[5:]
+            saved = self.manifest.sizes[layer]
+            same = saved.to_code()[:4] + saved.to_code()[5:] == sizes.to_code()[:4] + sizes.to_code()[5:]
             fix = "pass the sizes that it was made with, or another folder"
-            require(same, StoreError, self.subject, f"a cache of the sizes in {self.path}: {found}", str(sizes), fix)
+            require(same, StoreError, self.subject, f"a cache of the sizes in {self.path}: {saved}", str(sizes), fix)
 
     def _keeps(self, size: int) -> bool:
         """Return whether there is room in memory for a piece of this size, and take it."""
@@ -163,25 +164,25 @@ class KeyFolder:
 
     def _take_over(self, shard: FolderShard, files: LayerFiles) -> None:
         """Open the files of a save."""
-        found = {
+        paths = {
             (each.start, each.stop): each.path
             for each in piece_files(self.path, self.manifest)
             if (each.heads, each.tokens, each.group) == (files.heads, files.tokens, files.leader)
         }
-        whole = 0
+        whole_pieces = 0
         parts = list[list[Tensor]]()
         columns = [torch.empty(0, dtype=torch.int64)]
-        for start, stop, path in saved_pieces(files, found):
+        for start, stop, path in saved_pieces(files, paths):
             if stop - start == PIECE and not parts:
-                whole += 1
+                whole_pieces += 1
                 continue
             file = TensorFile(path)
-            named = shard.shapes.named(files.layer, stop - start)
-            *read, index = (file.read(name, dtype, shape) for name, (dtype, shape) in named.items())
-            parts.append(read)
+            entries = shard.shapes.named(files.layer, stop - start)
+            *tensors, index = (file.read(name, dtype, shape) for name, (dtype, shape) in entries.items())
+            parts.append(tensors)
             columns.append(index)
         rows = tuple(torch.cat(part, 2) for part in zip(*parts, strict=True))
-        shard.take_over(whole, rows, torch.cat(columns), self.manifest.length)
+        shard.take_over(whole_pieces, rows, torch.cat(columns), self.manifest.length)
 
     def settle(self, layer: int, shards: LocalShards) -> None:
         """Cut a layer to the tokens that all ranks have, and count those of each. Every rank calls it."""
@@ -205,10 +206,10 @@ class KeyFolder:
     def _publish_layer(self, layer: int, sizes: CacheSizes) -> None:
         """Let the manifest have a new layer, or say that the folder grows."""
         self.opened.add(layer)
-        before, known = self.manifest, self.manifest.sizes
-        if layer >= len(known):
-            self._publish(before._replace(sizes=(*known, sizes), forgotten=(*before.forgotten, (0, 0))))
-        elif not before.growing and len(self.opened) == len(known):
+        before, layers = self.manifest, self.manifest.sizes
+        if layer >= len(layers):
+            self._publish(before._replace(sizes=(*layers, sizes), forgotten=(*before.forgotten, (0, 0))))
+        elif not before.growing and len(self.opened) == len(layers):
             self._publish(before._replace(growing=True, note=""))
 
     def identify(self, model: Callable[[], str]) -> None:

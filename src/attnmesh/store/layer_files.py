@@ -122,9 +122,9 @@ def open_filling(files: LayerFiles, number: int, shapes: RowShapes) -> FilePiece
 
 def make_filling(files: LayerFiles, number: int, shapes: RowShapes) -> FilePiece:
     """Make the file of a piece, with room on the disk for all its rows."""
-    named = shapes.named(files.layer)
+    entries = shapes.named(files.layer)
     path = files.filling(number)
-    begin, size = header_of(named, dict.fromkeys(named, 0))
+    begin, size = header_of(entries, dict.fromkeys(entries, 0))
     path.unlink(missing_ok=True)  # of a process that was ended before it wrote rows
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, PRIVATE_FILE)
@@ -142,19 +142,19 @@ def make_filling(files: LayerFiles, number: int, shapes: RowShapes) -> FilePiece
 
 
 def make_whole(
-    files: LayerFiles, number: int, shapes: RowShapes, piece: FilePiece, known: Sequence[int] | None = None
+    files: LayerFiles, number: int, shapes: RowShapes, piece: FilePiece, checksums: Sequence[int] | None = None
 ) -> tuple[TensorFile, FilePiece]:
     """Give a piece that is full its checksums and its name, unless it got them in a call that was broken off.
 
-    `known` checksums are not computed again.
+    Known `checksums` are not computed again.
     """
-    named = shapes.named(files.layer)
+    entries = shapes.named(files.layer)
     path = files.filling(number)
     whole = files.whole(number)
     if whole.exists() and not path.exists():
         return open_whole(whole, files.layer, shapes)
     rows = (*(x[:, :, :PIECE] for x in piece.stored), piece.columns)
-    begin, _ = header_of(named, dict(zip(named, known or map(checksum_of, rows), strict=True)))
+    begin, _ = header_of(entries, dict(zip(entries, checksums or map(checksum_of, rows), strict=True)))
     handle = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.pwrite(handle, begin, 0)
@@ -165,10 +165,10 @@ def make_whole(
 
 
 def _mapped(
-    file: TensorFile, mapped: MappedFile, named: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    file: TensorFile, mapped: MappedFile, entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 ) -> FilePiece:
     """Return tensors of a file in place. The slot after the last row is memory that follows, as kernels expect one."""
-    *rows, columns = (file.mapped(mapped, name, dtype, shape) for name, (dtype, shape) in named.items())
+    *rows, columns = (file.mapped(mapped, name, dtype, shape) for name, (dtype, shape) in entries.items())
     wider = [x.as_strided((*x.shape[:2], x.shape[2] + 1, x.shape[3]), x.stride()) for x in rows]
     return FilePiece(mapped, wider, columns)
 
@@ -202,11 +202,11 @@ def check_filling(path: Path, piece: FilePiece, journal: Journal) -> int:
     return journal.last.stop - base
 
 
-def saved_pieces(files: LayerFiles, found: Mapping[tuple[int, int], Path]) -> Iterator[tuple[int, int, Path]]:
+def saved_pieces(files: LayerFiles, paths: Mapping[tuple[int, int], Path]) -> Iterator[tuple[int, int, Path]]:
     """Yield (start, stop, file) of the pieces of a save, in order and without gaps. Raise where one is missing."""
     end = 0
-    for start, stop in sorted(found):
+    for start, stop in sorted(paths):
         given = f"none of slots {end} to {start} of rank {files.heads}.{files.tokens} in {files.folder}"
         require(start == end, StoreError, "load", "every token once", given, FIX)
         end = stop
-        yield start, stop, found[start, stop]
+        yield start, stop, paths[start, stop]

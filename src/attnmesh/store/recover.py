@@ -80,23 +80,23 @@ def recover(
             cache.shards.unshare()
         text = json.dumps(_describe(caches))
     by_rank = [json.loads(description) for description in all_gather_texts(text, axes)]
-    found = [each for each in by_rank if each]
-    length = min((each["length"] for each in found), default=0)
+    descriptions = [each for each in by_rank if each]
+    length = min((each["length"] for each in descriptions), default=0)
     # Per layer the first token that any rank needs, and the first query that all ranks can decode.
-    by_layer = zip(*(each["forgotten"] for each in found), strict=False)
+    by_layer = zip(*(each["forgotten"] for each in descriptions), strict=False)
     starts = [(max(first for first, _ in rows), max(floor for _, floor in rows)) for rows in by_layer]
-    _check_alike(found, capacity, length, starts)  # raises the same on all ranks: all have the same texts
-    capacity = max(each["capacity"] for each in found) if capacity is None else capacity
-    sizes = [replace(CacheSizes.from_code(code), capacity=capacity) for code in found[0]["sizes"]]
-    new = make_alike(KVCache, mesh, sizes, device=device, checked=checked, copies=copies, shares=shares)
-    for cache, (first, floor) in zip(new, starts, strict=True):
+    _check_alike(descriptions, capacity, length, starts)  # raises the same on all ranks: all have the same texts
+    capacity = max(each["capacity"] for each in descriptions) if capacity is None else capacity
+    sizes = [replace(CacheSizes.from_code(code), capacity=capacity) for code in descriptions[0]["sizes"]]
+    new_caches = make_alike(KVCache, mesh, sizes, device=device, checked=checked, copies=copies, shares=shares)
+    for cache, (first, floor) in zip(new_caches, starts, strict=True):
         cache.shards.prepare(length, first, min(floor, length))
-    moves = _Moves(caches or (), new, length, _sources(by_rank), [first for first, _ in starts])
+    moves = _Moves(caches or (), new_caches, length, _sources(by_rank), [first for first, _ in starts])
     with torch.no_grad():
-        token_mask = moves.token_mask() if found[0]["padding"] < length else None
-        for layer in range(len(new)):
+        token_mask = moves.token_mask() if descriptions[0]["padding"] < length else None
+        for layer in range(len(new_caches)):
             moves.fill(layer, token_mask)
-    return new
+    return new_caches
 
 
 class _Moves:
@@ -130,13 +130,13 @@ class _Moves:
 
     def _counts(self, layer: int) -> dict[str, list[int]]:
         """Return, for each old shard that this rank sends, its tokens per new rank and its position sum."""
-        found = {}
+        counts_by_shard = {}
         for old in self._sent_by(self.mesh.shard):
             shard = _shard(self.old[layer], old)
             tokens = shard.token_index[self._slots(layer, shard)]
             counts = [int(turn.holds(tokens).sum()) for turn in self.new[layer].shard.block_cyclic.turns]
-            found[str(old)] = [*counts, position_sum(tokens)]
-        return found
+            counts_by_shard[str(old)] = [*counts, position_sum(tokens)]
+        return counts_by_shard
 
     def _slots(self, layer: int, shard: CacheShard) -> slice:
         """Return the slots of an old shard's tokens that all ranks have reached and none has forgotten."""
@@ -164,7 +164,7 @@ class _Moves:
         own = self.new[layer].shard
         empty = torch.empty(0, dtype=torch.int64, device=cache.device)
         sends: list[tuple[Tensor, ...]] = [(empty,)] * len(self.ranks)
-        wanted = sends.copy()
+        receives = sends.copy()
         for rank, (peer, heads, index) in enumerate(self.ranks):
             for old, source, _ in self._shared(layer, self.mesh.shard, heads):
                 shard = _shard(self.old[layer], old)
@@ -176,8 +176,8 @@ class _Moves:
             for old, _, target in self._shared(layer, rank, self.mesh.heads.index):
                 count = self.counts[rank][layer][str(old)][cache.token_axis.index]
                 kv = (meta_like(x[:, target], count) for x in own.stored)
-                wanted[peer] += meta_like(own.token_index, count, 0), *kv
-        received = swap(sends, wanted, self.axis)
+                receives[peer] += meta_like(own.token_index, count, 0), *kv
+        received = swap(sends, receives, self.axis)
         gone = own.turn.count(self.firsts[layer])
         for rank, (peer, _, _) in enumerate(self.ranks):
             arrived = iter(received[peer][1:])
@@ -197,9 +197,9 @@ class _Moves:
         mask = empty = torch.empty(0, dtype=torch.bool, device=self.new[0].device)
         if self.mesh.shard == first and (padding := self.old[0].padding) is not None:
             mask = padding.token_mask[:, : self.length]
-        wanted = [(empty,)] * len(self.ranks)
-        wanted[peer] = (torch.empty(shape, dtype=torch.bool, device="meta"),)
-        return swap([(mask,)] * len(self.ranks), wanted, self.axis)[peer][0]
+        receives = [(empty,)] * len(self.ranks)
+        receives[peer] = (torch.empty(shape, dtype=torch.bool, device="meta"),)
+        return swap([(mask,)] * len(self.ranks), receives, self.axis)[peer][0]
 
 
 def _describe(caches: Sequence[KVCache] | None) -> dict[str, Any] | None:
@@ -230,14 +230,14 @@ def _first_padding(cache: KVCache) -> int:
     return int(padded[0]) if len(padded) else cache.length
 
 
-def _check_caches(caches: object, more: dict[str, Never]) -> None:
+def _check_caches(caches: object, unsupported: dict[str, Never]) -> None:
     """Raise unless `caches` are caches of one mesh, or None."""
     if caches is not None and not (
         isinstance(caches, (list, tuple)) and caches and all(isinstance(cache, KVCache) for cache in caches)
     ):
         fix = "pass [cache], or None on a new rank"
         raise DtypeError("recover", "a list of caches, one per layer", type(caches).__name__, fix)
-    check_unknown_options("recover", more)
+    check_unknown_options("recover", unsupported)
     tiers = {cache.sizes.hot for cache in caches or ()} - {None}
     given = f"hot={min(tiers, default=None)}"
     require(not tiers, KernelError, "recover", "caches in one memory", given, LOAD_INSTEAD)
@@ -247,21 +247,21 @@ def _check_caches(caches: object, more: dict[str, Never]) -> None:
         raise MeshError("recover", "caches of one mesh", f"caches of {meshes} meshes", fix)
 
 
-def _check_alike(found: list[dict[str, Any]], capacity: object, length: int, starts: Sequence[tuple[int, int]]) -> None:
+def _check_alike(ranks: list[dict[str, Any]], capacity: object, length: int, starts: Sequence[tuple[int, int]]) -> None:
     """Raise unless the ranks' caches can be recovered together."""
-    if not found:
+    if not ranks:
         raise MeshError("recover", "caches on some rank", "None on all", "pass the caches on every surviving rank")
-    first = found[0]
+    first = ranks[0]
     one_model = "pass the caches of one model on every rank, one per layer"
     heads, tokens = first["mesh"]
-    held = {tuple(shard) for each in found for shard in each["held"]}
-    lost = [(h, t) for h in range(heads) for t in range(tokens) if (h, t) not in held]
+    held_shards = {tuple(shard) for each in ranks for shard in each["held"]}
+    lost = [(h, t) for h in range(heads) for t in range(tokens) if (h, t) not in held_shards]
     same_caches, same_changes = "the same caches on every rank", "caches truncated and reordered equally often"
-    counts = [each["changes"] for each in found]
-    paddings = {min(each["padding"], length) for each in found}
+    counts = [each["changes"] for each in ranks]
+    paddings = {min(each["padding"], length) for each in ranks}
     for fits, expected, given, fix in (
-        (all(each["sizes"] == first["sizes"] for each in found), same_caches, "ranks whose sizes differ", one_model),
-        (all(each["mesh"] == first["mesh"] for each in found), same_caches, "ranks whose mesh differ", one_model),
+        (all(each["sizes"] == first["sizes"] for each in ranks), same_caches, "ranks whose sizes differ", one_model),
+        (all(each["mesh"] == first["mesh"] for each in ranks), same_caches, "ranks whose mesh differ", one_model),
         (all(count == counts[0] for count in counts), same_changes, f"counts {counts}", LOAD_INSTEAD),
         (len(paddings) == 1, "the same padding on every rank", "ranks whose padding differs", LOAD_INSTEAD),
         (

@@ -73,33 +73,33 @@ class Entry(NamedTuple):
 def link_or_write(
     path: Path,
     tensors: Mapping[str, Tensor],
-    others: Iterable[Path] = (),
+    candidates: Iterable[Path] = (),
     trusted: Path | None = None,
-    known: Mapping[str, int] | None = None,
+    checksums: Mapping[str, int] | None = None,
 ) -> Mapping[str, int]:
-    """Link `path` to one of `others` that holds the tensors, or write them. Return their checksums.
+    """Link `path` to one of `candidates` that holds the tensors, or write them. Return their checksums.
 
-    `known` checksums are not computed again. A `trusted` file, written by this process, is not read to verify it.
+    Known `checksums` are not computed again. A `trusted` file, written by this process, is not read to verify it.
     """
-    known = known or checksums_of(tensors)
-    for other in others:
-        if _holds(other, tensors, known, verify=other != trusted):
+    checksums = checksums or checksums_of(tensors)
+    for candidate in candidates:
+        if _holds(candidate, tensors, checksums, verify=candidate != trusted):
             with suppress(OSError):  # a file system without links
-                os.link(other, path)
+                os.link(candidate, path)
                 path.chmod(PRIVATE_FILE)  # it may be of an earlier version
-                return known
-    write_tensors(path, tensors, known)
-    return known
+                return checksums
+    write_tensors(path, tensors, checksums)
+    return checksums
 
 
-def _holds(path: Path, tensors: Mapping[str, Tensor], known: Mapping[str, int], *, verify: bool) -> bool:
+def _holds(path: Path, tensors: Mapping[str, Tensor], checksums: Mapping[str, int], *, verify: bool) -> bool:
     """Return True if a file's header describes these tensors and, with `verify`, its contents match the header."""
-    wanted = {name: (x.dtype, tuple(x.shape), known[name]) for name, x in tensors.items()}
+    expected = {name: (x.dtype, tuple(x.shape), checksums[name]) for name, x in tensors.items()}
     try:
         file = TensorFile(path)
-        if {name: (entry.dtype, entry.shape, entry.checksum) for name, entry in file.entries.items()} != wanted:
+        if {name: (entry.dtype, entry.shape, entry.checksum) for name, entry in file.entries.items()} != expected:
             return False
-        for name in wanted if verify else ():
+        for name in expected if verify else ():
             file.read(name)
     except StoreError:
         return False
@@ -117,13 +117,13 @@ def checksum_of(x: Tensor) -> int:
 
 
 def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], known: Mapping[str, int], *, waits_for_disk: bool = True
+    path: Path, tensors: Mapping[str, Tensor], checksums: Mapping[str, int], *, waits_for_disk: bool = True
 ) -> None:
     """Write tensors and their checksums. The file appears under its name only once it has all of them, on the disk too.
 
     Without `waits_for_disk` a machine that loses power may leave the name of a file that is not whole.
     """
-    begin, _ = header_of({name: (x.dtype, tuple(x.shape)) for name, x in tensors.items()}, known)
+    begin, _ = header_of({name: (x.dtype, tuple(x.shape)) for name, x in tensors.items()}, checksums)
     with appearing(path, path.with_name(f"{path.name}{PART}"), waits_for_disk=waits_for_disk) as file:
         file.write(begin)
         for x in tensors.values():
@@ -131,13 +131,15 @@ def write_tensors(
             file.write(_buffer(flat))
 
 
-def header_of(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], known: Mapping[str, int]) -> tuple[bytes, int]:
+def header_of(
+    tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], checksums: Mapping[str, int]
+) -> tuple[bytes, int]:
     """Return the first bytes of a file of such tensors, whole pages, and the size of the file.
 
     Their number does not depend on the checksums, so that a file may get its checksums once its tensors are whole.
     """
     names = {dtype: name for name, dtype in DTYPES.items()}
-    header: dict[str, Any] = {"__metadata__": {name: f"{number:+021d}" for name, number in known.items()}}
+    header: dict[str, Any] = {"__metadata__": {name: f"{number:+021d}" for name, number in checksums.items()}}
     start = 0
     for name, (dtype, shape) in tensors.items():
         stop = start + math.prod(shape) * dtype.itemsize
@@ -213,11 +215,11 @@ class TensorFile:
         try:
             with self.path.open("rb") as file:
                 file.seek(self.start + entry.start)
-                got = file.readinto(_buffer(tensor))
+                byte_count = file.readinto(_buffer(tensor))
         except OSError as error:
             given = f"{name!r} in {self.path} ({error.strerror})"
             raise StoreError("load", "files as they were written", given, FIX) from error
-        self.check(name, tensor, got == size)
+        self.check(name, tensor, byte_count == size)
         return tensor
 
     def entry(self, name: str, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None) -> Entry:
@@ -243,7 +245,7 @@ def _entries(header: Any, size: int) -> dict[str, Entry]:
     """Return the entries of a header. Raise unless its tensors fill `size` bytes without gap or overlap."""
     if not isinstance(header, dict):
         raise ValueError(f"a header of type {type(header).__name__}")
-    known = dict(header.pop("__metadata__"))
+    checksums = dict(header.pop("__metadata__"))
     entries = {}
     for name, fields in header.items():
         start, stop = (check_size(x) for x in fields["data_offsets"])
@@ -252,7 +254,7 @@ def _entries(header: Any, size: int) -> dict[str, Entry]:
         large = len(shape) > MAX_DIMS or math.prod(max(n, 1) for n in shape) > MAX_SIZE
         if large or start > stop or stop > size or math.prod(shape) * dtype.itemsize != stop - start:
             raise ValueError(f"{name!r} has a byte range that does not match its shape or the file")
-        entries[name] = Entry(dtype, shape, start, stop, int(str(known[name])))
+        entries[name] = Entry(dtype, shape, start, stop, int(str(checksums[name])))
     ranges = sorted((entry.start, entry.stop) for entry in entries.values())
     if [start for start, _ in ranges] + [size] != [0] + [stop for _, stop in ranges]:
         raise ValueError("tensors that overlap, or gaps between them")

@@ -29,7 +29,7 @@ class TokenIds:
         """Return the ids. Raise unless they are as they were written."""
         if not self.journal.read():
             return None
-        first, *others = self.journal.records
+        first, *later = self.journal.records
         try:
             content = bytearray(read_file(self.path))
         except FileNotFoundError as error:
@@ -37,7 +37,7 @@ class TokenIds:
         whole = len(content) // 8 // batch * batch
         ids = torch.frombuffer(content, dtype=torch.int64, count=whole) if whole else torch.empty(0, dtype=torch.int64)
         rows = ids.view(-1, batch)
-        for start, stop, digest in ((0, first.stop, first.digest), *((x.start, x.stop, x.digest) for x in others)):
+        for start, stop, digest in ((0, first.stop, first.digest), *((x.start, x.stop, x.digest) for x in later)):
             fits = stop <= len(rows) and (start == stop or digest_on_host(rows[start:stop]) == digest)
             require(fits, StoreError, "load", "the ids of all tokens", f"damage in {self.path}", FIX)
         self.written = rows[: self.journal.last.stop]
@@ -69,9 +69,9 @@ class TokenIds:
         self.written = rows
 
 
-def _shared(one: Tensor, other: Tensor) -> int:
+def _shared(ids: Tensor, other_ids: Tensor) -> int:
     """Return the rows at the start that are equal."""
-    known = min(len(one), len(other))
-    if torch.equal(one[:known], other[:known]):
-        return known
-    return int((one[:known] == other[:known]).all(1).long().cumprod(0).sum())
+    shorter = min(len(ids), len(other_ids))
+    if torch.equal(ids[:shorter], other_ids[:shorter]):
+        return shorter
+    return int((ids[:shorter] == other_ids[:shorter]).all(1).long().cumprod(0).sum())
