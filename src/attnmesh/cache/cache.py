@@ -135,11 +135,11 @@ class KVCache(PagedCache, SavedCache):
                 check_in_folder(sizes, self.device, copies, shares)
         self.token_axis = flat_axis(mesh, ("queries", "keys"))  # makes a group, which all ranks have to do together
         self.calls = CallRecord(self.mesh, self.device, checked)
-        self.history_checksum = 0  # of padding and reorders so far
+        self.history_checksum = 0  # checksum of padding and reorders so far
         self.changes = 0  # truncations and reorders so far: `recover` needs caches that have grown alike
         self.saved = SavedPieces()
         self.known_appends = Memo[bool]()  # signatures of new tokens that this cache and its forks have checked
-        self.prepared_steps = Memo[Any]()  # of steps on this cache and its forks, which `decoding` makes
+        self.prepared_steps = Memo[Any]()  # steps on this cache and its forks, which `decoding` prepares
         for axis in (self.token_axis, self.mesh.heads):
             transport_of(axis, self.device)
         if self.token_axis.size > 1 and self.device.type == "cpu":

@@ -42,7 +42,7 @@ class CacheSizes:
     values: str = "separate"
     mask: Mask | None = None  # the widest mask of later queries; tokens that it hides are forgotten
     keep: int = 0  # tokens that `truncate` may remove from such a cache
-    storage: str | None = None  # how numbers are stored: by a name of `STORAGES`, or in `dtype`
+    storage: str | None = None  # form of the stored numbers: a name of `STORAGES`; None for `dtype`
     hot: int | None = None  # newest tokens on the device, beside all in a second memory; None for one memory
 
     @property
@@ -240,9 +240,9 @@ def check_key_heads(subject: str, kv_heads: int, heads_axis: int) -> None:
 
 def check_storage(subject: str, storage: object) -> None:
     """Raise unless `storage` is None or a name of `STORAGES`."""
-    known = storage is None or (isinstance(storage, str) and storage in STORAGES)
+    is_supported = storage is None or (isinstance(storage, str) and storage in STORAGES)
     expected, fix = f"None or one of {', '.join(STORAGES)}", "pass one of them, or leave it out"
-    require(known, ArgumentError, subject, expected, repr(storage), fix)
+    require(is_supported, ArgumentError, subject, expected, repr(storage), fix)
 
 
 def check_hot(sizes: CacheSizes, copies: int) -> None:

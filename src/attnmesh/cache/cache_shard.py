@@ -55,15 +55,15 @@ def shard_bytes(sizes: CacheSizes, turn: Turn, heads: int, device: torch.device)
 
 def assigned(sizes: CacheSizes, mesh: Mesh, device: torch.device, shares: Sequence[float] | str | None) -> BlockCyclic:
     """Return the assignment of tokens to ranks. All ranks call it at once: "auto" measures their shares."""
-    found = measured_shares(mesh, device, sizes.nbytes) if isinstance(shares, str) else shares
-    return BlockCyclic.of(sizes.block, mesh.queries.size * mesh.keys.size, found)
+    parts = measured_shares(mesh, device, sizes.nbytes) if isinstance(shares, str) else shares
+    return BlockCyclic.of(sizes.block, mesh.queries.size * mesh.keys.size, parts)
 
 
 NEWEST_TOKENS = 16
 """Newest tokens among which one is looked for first."""
 
 NOT_VIEWED: tuple[list[Tensor], tuple[SharedBlocks, ...], None] = [], (), None
-"""Kept of the view of a shard that has not been asked for one."""
+"""Stands for the view of a shard that has not been asked for one."""
 
 
 class CacheShard:

@@ -40,7 +40,7 @@ class LocalShards:
         self.known_length = 0  # tokens that this host has seen: all of them, or fewer if a graph appends
         self.in_graphs = False  # a graph holds an append, of whose replays the host sees nothing
         self.forked = False
-        """Other caches may share memory with this one: alike on all ranks, though one may share none."""
+        """True if other caches may share memory with this one: alike on all ranks, though one may share none."""
         self.floor = 0  # tokens that no query from this one on sees are forgotten
 
     @property
@@ -142,8 +142,8 @@ class LocalShards:
         """Return whether all tokens that queries from token `query` on see are cached."""
         if self.forgets is None or query >= self.floor:
             return True
-        seen = 0 if self.own.padding is not None else self.forgets.first_seen(query)
-        return self.forgets.first_seen(self.floor) <= seen
+        first_seen = 0 if self.own.padding is not None else self.forgets.first_seen(query)
+        return self.forgets.first_seen(self.floor) <= first_seen
 
     def check_length(self, length: int, before: int) -> None:
         """Raise unless `before` tokens can be truncated to `length`."""

@@ -110,7 +110,7 @@ class SavedPieces(dict[tuple[int, int], Mapping[str, int]]):
 
     def __init__(self, caches: Sequence[object] = ()) -> None:
         self.cache_ids = tuple(map(id, caches))  # one per layer
-        self.folder: Path | None = None  # where this process has written the files
+        self.folder: Path | None = None  # folder in which this process has written the files
         self.last: Saving | None = None
 
     def forget(self, used: int = 0) -> None:

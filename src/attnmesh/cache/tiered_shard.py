@@ -218,7 +218,7 @@ class TieredShard(OrderedShard):
         Rows are those of the hot tier, and new ones after them. Where this raises, the cache is as it was, and `again`
         is what can be done once there is space. It is empty where other ranks have done their part.
         """
-        if self.old.length > self.length:  # of an append that has failed
+        if self.old.length > self.length:  # an append has failed
             self.old.truncate(self.length)
         written = self.old_tokens - self.shared_tokens
         if written >= len(tokens) and self.old.length >= length:

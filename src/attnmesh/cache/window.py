@@ -38,6 +38,6 @@ def first_needed(mask: Mask, query: int, block: int, token_mask: Tensor | None) 
     """
     if token_mask is None or not query:
         return mask.first_seen(query) // block * block
-    positions = token_mask.cumsum(1)  # of the token after each one
+    positions = token_mask.cumsum(1)  # position of the token after each one
     first = (positions <= mask.bounds(positions[:, query - 1])[0][:, None]).sum(1)
     return min(int(first.min()), query) // block * block

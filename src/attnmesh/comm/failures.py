@@ -160,9 +160,9 @@ def _with_hosts(silent: Sequence[int], notes: Mapping[int, list[int] | None]) ->
 
 def _outlast_readers(missing: Sequence[int]) -> None:
     """Wait until the others have named the missing ranks: rank 0 may keep the store, which ends with it."""
-    others = [rank for rank in range(1, dist.get_world_size()) if rank not in missing]
+    survivors = [rank for rank in range(1, dist.get_world_size()) if rank not in missing]
     end = time.monotonic() + GRACE_PERIOD
-    while time.monotonic() < end and (notes := _notes(others)) is not None and not all(notes.values()):
+    while time.monotonic() < end and (notes := _notes(survivors)) is not None and not all(notes.values()):
         time.sleep(0.02)
 
 
@@ -182,9 +182,9 @@ def _only_suspect(ranks: Sequence[int]) -> list[int]:
 
 def _with_neighbours(ranks: Sequence[int]) -> list[int]:
     """Return these ranks, and the ranks that are known to share a host with one of them."""
-    known = {rank: process.host for rank, process in WORLD.processes.items() if rank < dist.get_world_size()}
-    hosts = {known[rank] for rank in ranks if rank in known}
-    return sorted({*ranks, *(rank for rank, host in known.items() if host in hosts)})
+    host_of = {rank: process.host for rank, process in WORLD.processes.items() if rank < dist.get_world_size()}
+    hosts = {host_of[rank] for rank in ranks if rank in host_of}
+    return sorted({*ranks, *(rank for rank, host in host_of.items() if host in hosts)})
 
 
 def _notes(ranks: Sequence[int]) -> dict[int, list[int] | None] | None:
@@ -200,7 +200,7 @@ def _notes(ranks: Sequence[int]) -> dict[int, list[int] | None] | None:
 
 def _leave_note(missing: Sequence[int]) -> bool:
     """Write the ranks that this rank misses. Return whether the store has them."""
-    keys = [_key(dist.get_rank(), known) for known in (None, WORLD.random_id)]  # for ranks that know its process or not
+    keys = [_key(dist.get_rank(), known) for known in (None, WORLD.random_id)]  # ranks may know its process, or not
 
     def write(store: Any) -> bool:
         for key in keys:

@@ -36,7 +36,7 @@ MAX_SHARED_ROWS = {torch.float32: 160, torch.bfloat16: 16, torch.float16: 16}
 """Rows of a call at most. PyTorch multiplies more of them sooner on one rank, on some processors."""
 
 COLUMNS = 32
-"""Divides the columns of a weight: the widest vectors hold so many numbers of two loads."""
+"""Divisor of the columns of a weight: the widest vectors hold so many numbers of two loads."""
 
 HALF = MESSAGE_BYTES // 2
 """Bytes of a half of a board."""
@@ -69,7 +69,7 @@ class LayerBoards:
     def __init__(self, axis: Axis, mailboxes: Mailboxes | None) -> None:
         self.axis, self.mailboxes = axis, mailboxes
         self.lock = RLock()
-        """Held by the thread whose step the ranks share."""
+        """Lock of the thread whose step the ranks share."""
         self.taken = 0
 
     @property
@@ -165,7 +165,7 @@ class HostLinear:
             code = self.function(fields, 0)
             if 0 <= code < published * turns:
 
-                def awaited(done: int) -> Awaited:  # of each piece the first turn computes, and waits for no rank
+                def awaited(done: int) -> Awaited:  # the first turn of each piece computes, and waits for no rank
                     piece, turn = divmod(done, turns)
                     return Awaited(turn - 1, mailboxes.output_boards[turn - 1] // 8, before + piece + 1)
 

@@ -154,9 +154,9 @@ class Mailboxes:
         """Ranks of the world along the axis, for which `topology` made these boxes."""
         WORLD.mailboxes.add(self)
 
-    def holds(self, one: Round) -> bool:
+    def holds(self, merge_round: Round) -> bool:
         """Return whether all ranks of a round are members."""
-        return one.recv in self.members and all(peer in self.members for peer in one.send)
+        return merge_round.recv in self.members and all(peer in self.members for peer in merge_round.send)
 
     def is_ready(self, peer: int, *, sends: bool) -> bool:
         """Return whether the next message to a peer, or from it, would not wait."""
@@ -367,7 +367,7 @@ class MismatchWatch:
 
     def __init__(self, mailboxes: Mailboxes) -> None:
         self.mailboxes = mailboxes
-        self.agreements: int | None = None  # of this rank, while the member makes another call
+        self.agreements: int | None = None  # comparisons of this rank, while the member makes another call
         self.since = 0.0
 
     def poll(self, awaited: Awaited) -> None:
@@ -404,7 +404,7 @@ def open_mailboxes(name: int, size: int, *, new: bool) -> mmap.mmap | None:
         return None
     try:
         if new:
-            fcntl.flock(file, fcntl.LOCK_SH)  # for as long as the mapping lives, which keeps a duplicate of `file`
+            fcntl.flock(file, fcntl.LOCK_SH)  # held while the mapping lives, which keeps a duplicate of `file`
             _remove_names_of_the_dead()
             os.posix_fallocate(file, 0, size)  # without it a write to a full /dev/shm kills the process
         return mmap.mmap(file, size)

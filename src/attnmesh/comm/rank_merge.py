@@ -116,8 +116,8 @@ def send_heads(partial: Partial, checksum: Tensor, form: MessageForm, axis: Axis
     """Send each rank the partials of its own heads."""
     heads_by_rank = [Axis(axis.size, rank).slice_of(form.shape[1]) for rank in range(axis.size)]
     messages = [form.message(checksum, Partial(*(x[:, heads] for x in partial))) for heads in heads_by_rank]
-    mine = heads_by_rank[axis.index]
-    form = replace(form, shape=(form.shape[0], mine.stop - mine.start, *form.shape[2:]))
+    own_heads = heads_by_rank[axis.index]
+    form = replace(form, shape=(form.shape[0], own_heads.stop - own_heads.start, *form.shape[2:]))
     return form.merge(transport_of(axis, checksum.device).swap(messages))
 
 

@@ -158,8 +158,8 @@ def surroundings(mesh: Mesh, device: torch.device) -> tuple[Cluster, Shape]:
 @cached_per_world()
 def best_merge(axis: Axis, device: torch.device) -> Merge:
     """Return the fastest merge of short messages along an axis. All ranks call it at once, the first time."""
-    found = hosts(axis)
-    near = len(found[0]) if len({len(host) for host in found}) == 1 else 1
+    ranks_by_host = hosts(axis)
+    near = len(ranks_by_host[0]) if len({len(host) for host in ranks_by_host}) == 1 else 1
     cluster = machine_constants.cluster_of(axis.size // near, near, *_constants((axis,), device))
     return fastest_merge(MergeGroup(axis.size, near), cluster)
 

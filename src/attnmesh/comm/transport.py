@@ -59,7 +59,7 @@ class Transport:
     """Messages along an axis by its process group. The other transports take what they do not override from it."""
 
     posts_ahead = True
-    """Receives may be posted before the messages of earlier rounds have come: in half the time."""
+    """True if receives may be posted before the messages of earlier rounds have come: in half the time."""
 
     most_unequal: float = MESSAGE_BYTES
     """Bytes up to which a message of another size than is expected still arrives, and its checksum tells."""
@@ -118,7 +118,7 @@ class Transport:
         collective(self.axis, "merging", dist.all_reduce, numerator)
         collective(self.axis, "merging", dist.all_reduce, denominator)
         sent = sum(x.numel() * x.element_size() for x in (peaks, numerator, denominator))
-        count_messages(1, 2 * (self.axis.size - 1) * sent // self.axis.size)  # of a bandwidth-optimal all-reduce
+        count_messages(1, 2 * (self.axis.size - 1) * sent // self.axis.size)  # bytes of a bandwidth-optimal all-reduce
         out = numerator / denominator.masked_fill(denominator == 0, 1.0).unsqueeze(-1)
         return peaks[:2], Partial(out, peak + denominator.log())
 
@@ -274,8 +274,10 @@ class Nccl(Transport):
     def __init__(self, axis: Axis, device: torch.device) -> None:
         super().__init__(axis, device)
         if axis.group is not None and backends(axis.group).get(device.type) == "nccl":
-            mine = torch.zeros(1, device=device)
-            collective(axis, "connecting", dist.all_gather, [torch.empty_like(mine) for _ in range(axis.size)], mine)
+            number = torch.zeros(1, device=device)
+            collective(
+                axis, "connecting", dist.all_gather, [torch.empty_like(number) for _ in range(axis.size)], number
+            )
 
     def fastest(self) -> Merge:
         """Return the fastest merge by the constants of the ranks' machines."""

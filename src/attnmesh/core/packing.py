@@ -91,7 +91,7 @@ class Grid:
         blocks = [(a, b) for a in _block_sides(rows) for b in _block_sides(columns)]
         self.blocks = sorted(blocks, key=lambda block: (block[0] * block[1], sum(block)))
         self.deficits = [0.0] * len(room)  # pairs that a cell lacks, per token of its room
-        self.heap: list[tuple[float, int]] = []  # of (-deficit, cell); old entries are skipped
+        self.heap: list[tuple[float, int]] = []  # entries (-deficit, cell); old ones are skipped
 
     @property
     def excess(self) -> float:

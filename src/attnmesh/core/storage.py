@@ -19,7 +19,7 @@ ALIGNMENT = 16
 """Bytes of the widest load of a GPU. Rows of bytes begin at multiples of it there, or each byte is a load."""
 
 LEAST_SCALE = torch.finfo(torch.bfloat16).tiny
-"""Groups of smaller numbers have this scale: no scale is 0."""
+"""Scale of groups of smaller numbers: no scale is 0."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,8 @@ def columns_of(x: Tensor) -> int:
 
 def empty_rows(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return new memory for rows of keys or values, the last dim."""
-    *more, width = shape
-    return torch.empty(*more, width_in_memory(width, dtype, device), dtype=dtype, device=device)[..., :width]
+    *outer, width = shape
+    return torch.empty(*outer, width_in_memory(width, dtype, device), dtype=dtype, device=device)[..., :width]
 
 
 def width_in_memory(width: int, dtype: torch.dtype, device: torch.device) -> int:

@@ -44,8 +44,8 @@ class Turn(NamedTuple):
         >>> [turn.count(7) for turn in turns((3, 1))]
         [6, 1]
         """
-        rounds, rest = divmod(length, self.period)
-        return rounds * self.width + min(max(rest - self.start, 0), self.width)
+        rounds, remainder = divmod(length, self.period)
+        return rounds * self.width + min(max(remainder - self.start, 0), self.width)
 
     def share(self, tokens: int) -> int:
         """Return this rank's share of so many tokens, rounded up."""

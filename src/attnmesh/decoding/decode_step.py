@@ -102,8 +102,8 @@ class StepInputs(NamedTuple):
         """Return the options of a step, and the dtypes and shapes of its tensors, of which ranks compare a hash."""
         sinks = None if self.sinks is None else self.sinks.dtype
         indices = None if self.indices is None else self.indices.shape
-        more = () if self.other_keys is None else ("partial",)
-        return step.options, self.q.dtype, self.q.shape, sinks, self.key_lengths is not None, indices, *more
+        partial_field = () if self.other_keys is None else ("partial",)
+        return step.options, self.q.dtype, self.q.shape, sinks, self.key_lengths is not None, indices, *partial_field
 
 
 @cached_per_world(1024)

@@ -36,11 +36,11 @@ class PreparedStep(NamedTuple):
     step: DecodeStep
     attention: CachedAttention
     host_merge: HostMerge | None  # None unless all ranks share a host whose native library merges
-    output_heads: slice | None  # of the output of that merge; None for all
-    is_alone: bool  # there are no other ranks
+    output_heads: slice | None  # heads of that merge's output; None for all
+    is_alone: bool  # True where there are no other ranks
     sizes: CacheSizes | None = None
-    stays_on_device: bool = False  # the host waits for nothing of a device
-    compared: tuple[Any, ...] = ()  # what ranks compare of each call, by its hash
+    stays_on_device: bool = False  # True where the host waits for nothing of a device
+    compared: tuple[Any, ...] = ()  # facts of each call that ranks compare, by their hash
 
     def run(self, inputs: StepInputs, checked: bool | None) -> Tensor:
         """Return the output, or raise the same error on all ranks if their calls differ. Uncompared calls give NaN."""
@@ -89,7 +89,7 @@ class PreparedStep(NamedTuple):
         """
         q, _, sinks, key_lengths, selected, other_keys = inputs
         step = self.step
-        own_q, own_sinks, own_selected = q, sinks, selected  # of this rank's heads
+        own_q, own_sinks, own_selected = q, sinks, selected  # those of this rank's heads
         if step.head_axis.size > 1:
             own_q, own_sinks, own_selected = of_own_heads(step, q, sinks, selected)
         message = checksum = into = None
@@ -136,7 +136,7 @@ class PreparedStep(NamedTuple):
             state = state[:1] + number * view.state[:1]
         if host is not None and message is not None:
             merge = in_range(MERGE, host.run) if is_profiled() else host.run
-            length = state.tolist()[0]  # of the caches, which is compared too
+            length = state.tolist()[0]  # tokens of the caches, which are compared too
             if merge(message, call_hash + length, tensors):
                 return partial, None
             partial.out.fill_(torch.nan)
@@ -222,7 +222,7 @@ def find_step(
             (sizes is not own.sizes and (count == 1 or sizes is None or sizes.layer_sizes != own.sizes.layer_sizes))
             or not rows <= length <= own.sizes.capacity <= step.capacity
             or (own.sizes.mask is not None and not shards.serves(length - rows))  # forgotten keys
-            or (own.sizes.hot is not None and is_capturing(own.device))  # which is refused
+            or (own.sizes.hot is not None and is_capturing(own.device))  # such a call is refused
             or (step.reproducible and (own.padding is not None or shards.counts.start or shards.forked))
             or (step.reproducible and not own.block_cyclic.is_even)  # its blocks are no subtrees of one tree
         ):

@@ -43,7 +43,7 @@ class QueryOwners(NamedTuple):
     heads: Axis
     token_axis: Axis
     own: tuple[int, ...]  # tokens of each rank along the heads axis, in this rank's chunk
-    chunks: tuple[Tensor, ...]  # of each rank along the axis of tokens, those of its chunk
+    chunks: tuple[Tensor, ...]  # tokens in the chunk of each rank along the axis of tokens
     order: Tensor
 
     def bring(self, q: Tensor) -> Tensor:

@@ -169,8 +169,8 @@ def _check_caches(q: Tensor, caches: Sequence[Any], k: Any, v: Any) -> None:
 def _append(k: Tensor | None, v: Tensor | None, caches: Sequence[KVCache]) -> None:
     """Append row r to cache r."""
     for row, cache in enumerate(caches):
-        one = slice(row, row + 1)
-        cache.append(cast(Tensor, k if k is None else k[one]), v if v is None else v[one])
+        rows = slice(row, row + 1)
+        cache.append(cast(Tensor, k if k is None else k[rows]), v if v is None else v[rows])
 
 
 def _checked_step(q: Tensor, caches: Sequence[KVCache], sinks: Tensor | None, step: DecodeStep) -> DecodeStep:

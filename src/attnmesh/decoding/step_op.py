@@ -14,8 +14,8 @@ from attnmesh.kernels.padding import Padding
 from attnmesh.runtime.operators import operator
 
 
-def _fake_output(q: Tensor, *rest: Any) -> Tensor:
-    *_, names, numbers = rest
+def _fake_output(q: Tensor, *inputs: Any) -> Tensor:
+    *_, names, numbers = inputs
     return q.new_empty(DecodeStep.from_code(names, numbers).output_shape(q))
 
 

@@ -35,7 +35,7 @@ HOST_FIELD = "\x1ehost: "
 """Name of a field that ends a text: a rank's host. Hosts may differ; they are shown where calls do."""
 
 VERSIONS = "versions: "
-"""Before the versions of packages, in a line of the texts that say them."""
+"""Words before the versions of packages, in a line of the texts that say them."""
 
 MAX_NAMED_HOSTS = 3
 """Hosts that a row of the table names."""
@@ -62,14 +62,14 @@ class Agreement:
             check(x)                                    # an error here is raised on all ranks
             agreement.fields = {"dtype": x.dtype}       # must be equal
             agreement.payload = [len(x)]                # may differ
-        lengths = [row[0] for row in agreement.table]   # of all ranks, by shard
+        lengths = [row[0] for row in agreement.table]   # lengths on all ranks, by shard
     """
 
     # Set inside the `with`, like `fields`:
-    text = ""  # of the call, in place of its fields
+    text = ""  # words of the call, in place of its fields
     payload: Sequence[int] = ()  # up to `AGREEMENT_PAYLOAD` numbers of this rank
     # Set before it, by `CallRecord`:
-    known: Memo[bool] | None = None  # where the name is kept once all ranks agree
+    known: Memo[bool] | None = None  # names on which all ranks have agreed
     # Read after it:
     table: Sequence[Sequence[int]] = ()  # payloads by shard
     is_raised = False  # set where all ranks raise, so that the end of the `with` compares nothing
@@ -171,7 +171,7 @@ class CallRecord:
         self.mesh, self.device, self.checked = mesh, device, checked
         self.is_alone = mesh.ranks == 1
         self.known: Memo[bool] = Memo()  # names of calls, or signatures of steps, that ranks have compared
-        self.last_signature: object = None  # of the last call that asked, or need not ask
+        self.last_signature: object = None  # signature of the last call that asked, or need not ask
         self.last_exchange: Callable[[], Tensor] | None = None
         """Repeats the last exchange that no host looked at, with `QUESTION` for a checksum. Returns the merged one."""
 
@@ -180,8 +180,8 @@ class CallRecord:
         if self.is_alone:
             return False
         is_new = not self.known if self.device.type == "cuda" else name not in self.known
-        wanted = always or (is_new if self.checked is None else self.checked)
-        return wanted and may_compare(self.device)
+        compares = always or (is_new if self.checked is None else self.checked)
+        return compares and may_compare(self.device)
 
     def fail(self, name: str, error: InputError) -> NoReturn:
         """Raise an error of this rank in a call that ranks do not compare. Others of its host raise it when they merge.
@@ -195,9 +195,9 @@ class CallRecord:
 
     def agreement(self, name: str, fields: Fields = dict, *, always: bool = False) -> Agreement:
         """Return the agreement on the next call of this name."""
-        made = Agreement(self.mesh, name, fields, is_compared=self.will_compare(name, always=always))
-        made.known = self.known
-        return made
+        agreement = Agreement(self.mesh, name, fields, is_compared=self.will_compare(name, always=always))
+        agreement.known = self.known
+        return agreement
 
 
 class MergeAgreement(Agreement):
@@ -215,10 +215,10 @@ class MergeAgreement(Agreement):
 
     # Set before `compare_now`:
     signature: Hashable = None
-    state: tuple[Hashable, ...] = ()  # what changes between calls of one signature
-    ask: Callable[[], Tensor] | None = None  # takes part with a question; None where a host reads the messages
+    state: tuple[Hashable, ...] = ()  # values that change between calls of one signature
+    ask: Callable[[], Tensor] | None = None  # part in a merge by a question; None where a host reads the messages
     # Set after the merge:
-    checksum: Tensor | None = None  # of all ranks
+    checksum: Tensor | None = None  # checksum of all ranks' calls
     # Found by `compare_now`:
     wants_comparison = False
 

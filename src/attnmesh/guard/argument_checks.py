@@ -252,8 +252,8 @@ def check_merge(subject: str, merge: str, output: str) -> None:
 
 def check_dtype(subject: str, dtype: object, fix: str) -> None:
     """Raise unless dtype is None or one of `DTYPES`."""
-    known = isinstance(dtype, torch.dtype) and str(dtype).removeprefix("torch.") in DTYPES
-    if dtype is not None and not known:
+    is_supported = isinstance(dtype, torch.dtype) and str(dtype).removeprefix("torch.") in DTYPES
+    if dtype is not None and not is_supported:
         raise DtypeError(subject, f"None or one of {', '.join(DTYPES)}", repr(dtype), fix)
 
 

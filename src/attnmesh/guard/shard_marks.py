@@ -65,16 +65,16 @@ def _forget(key: int) -> None:
     shard_marks().pop(key, None)
 
 
-def check_not_cut(subject: str, named: Mapping[str, object], fix: str) -> None:
+def check_not_cut(subject: str, arguments: Mapping[str, object], fix: str) -> None:
     """Raise if one of these is a shard of several ranks."""
-    for name, mark in _marks(named).items():
+    for name, mark in _marks(arguments).items():
         given = f"a shard of {mark.mesh.ranks} ranks"
         require(mark.mesh.ranks == 1, LayoutError, f"{subject} {name}", "all tokens", given, fix)
 
 
-def check_equal_cuts(subject: str, named: Mapping[str, object]) -> None:
+def check_equal_cuts(subject: str, arguments: Mapping[str, object]) -> None:
     """Raise if these are shards of several layouts."""
-    marks = _marks(named)
+    marks = _marks(arguments)
     given = ", ".join(f"{name} of {mark.layout}" for name, mark in marks.items())
     fits = len({mark.layout for mark in marks.values()}) < 2
     fix = "cut them with one layout"

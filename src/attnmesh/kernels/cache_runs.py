@@ -39,11 +39,11 @@ AHEAD = 3
 class SlotRun(NamedTuple):
     """Queries of some sequences, and the slots of one piece of a cache that they see."""
 
-    sequences: slice  # of the batch
-    piece: CacheView  # of these sequences
+    sequences: slice  # rows of the batch
+    piece: CacheView  # memory of these sequences
     start: int = 0
     stop: int = 0
-    seen: Band | SelectedKeys | None = None  # of each query, counted from `start`; None for all
+    seen: Band | SelectedKeys | None = None  # keys that each query sees, counted from `start`; None for all
     bias_positions: tuple[Tensor, Tensor] | None = None  # positions of queries and slots, for a bias by distance
     hidden: Tensor | None = None  # queries that are padding; None if there are none
 
@@ -189,8 +189,8 @@ def _selected(query: DecodeQuery, view: CacheView, piece: CacheView, selection: 
 
 def _sequence(piece: CacheView, index: int) -> CacheView:
     """Return a piece of one sequence of the batch."""
-    one = slice(index, index + 1)
-    return piece._replace(keys=piece.keys[one], values=piece.values[one], shared=(), file=None)
+    row = slice(index, index + 1)
+    return piece._replace(keys=piece.keys[row], values=piece.values[row], shared=(), file=None)
 
 
 def _runs_of_true(flags: Tensor) -> list[tuple[int, int]]:
@@ -205,8 +205,8 @@ def _positions(selection: Selection, padding: Padding) -> Selection:
     real = padding.token_mask
     positions = (real.cumsum(1) - 1).masked_fill(~real, NONE).to(torch.int32)
     inside = (tokens >= 0) & (tokens < positions.shape[1])
-    found = positions[:, None, None].expand(*tokens.shape[:3], -1).gather(-1, tokens.where(inside, 0))
-    return Selection(found.where(inside, NONE))
+    by_position = positions[:, None, None].expand(*tokens.shape[:3], -1).gather(-1, tokens.where(inside, 0))
+    return Selection(by_position.where(inside, NONE))
 
 
 class CachedAttention:
@@ -230,7 +230,7 @@ class CachedAttention:
         total = query.into or (self._blank(q) if bound is None else bound.blank())
         if len(runs) == 1 and query.partial_block is None and runs[0].sequences is ALL and runs[0].hidden is None:
             _, piece, start, stop, seen, *_ = run = runs[0]
-            if (  # as in `_attend`, which would be a frame more of each step
+            if (  # the condition of `_attend`, which would be a frame more of each step
                 bound is None
                 or isinstance(seen, SelectedKeys)
                 or not bound.run(q, piece.keys, piece.values, total, seen, start, stop - start)

@@ -30,13 +30,13 @@ class DecodeQuery(NamedTuple):
     partial_block: int | None = None  # slots per block; each block gives one partial, and these are merged along a tree
     into: Partial | None = None  # tensors for the result
     key_lengths: Tensor | None = None  # (batch,), real keys per sequence
-    other_keys: Partial | None = None  # of keys that are not in the cache
+    other_keys: Partial | None = None  # attention of the queries over keys that are not in the cache
 
     def sequence(self, index: int) -> "DecodeQuery":
         """Return the query of one sequence, which has a cache of its own."""
-        one = slice(index, index + 1)
-        into = None if self.into is None else Partial(*(x[one] for x in self.into))
-        return self._replace(q=self.q[one], into=into)
+        row = slice(index, index + 1)
+        into = None if self.into is None else Partial(*(x[row] for x in self.into))
+        return self._replace(q=self.q[row], into=into)
 
 
 class CacheView(NamedTuple):
@@ -49,7 +49,7 @@ class CacheView(NamedTuple):
     padding: Padding | None
     value_dim: int
     shared: "tuple[CacheView, ...]" = ()  # earlier tokens of this rank, in memory that other caches read too
-    file: MappedFile | None = None  # whose bytes the slots are
+    file: MappedFile | None = None  # file whose bytes the slots are
 
     def positions(self) -> Tensor:
         """Return the position of each slot's token in its sequence, (1 or batch, slots), -1 for padding."""

@@ -31,8 +31,8 @@ def visible_counts(positions: Tensor, key_lengths: Tensor | None) -> list[int] |
     """Return how many of ascending key positions are below each sequence's number of real keys."""
     if key_lengths is None:
         return None
-    found: list[int] = torch.searchsorted(positions, key_lengths.to(positions.device)).tolist()
-    return found
+    counts: list[int] = torch.searchsorted(positions, key_lengths.to(positions.device)).tolist()
+    return counts
 
 
 def _sequences(counts: Sequence[int]) -> list[tuple[slice, int]]:
@@ -143,7 +143,7 @@ def _cut(kernel: Kernel, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Re
 def _memoized(band: Band, name: Hashable, make: Callable[[], T], size: Callable[[T], int]) -> T:
     """Return what was made of a band, now or at an earlier call."""
 
-    def with_low() -> tuple[Tensor, T]:  # which then lives on, so that no other tensor gets its id
+    def with_low() -> tuple[Tensor, T]:  # the band then lives on, so that no other tensor gets its id
         return band.low, make()
 
     return TENSOR_MEMO.get_or_make(band.high, (id(band.low), name), with_low, lambda found: size(found[1]))[1]

@@ -31,11 +31,11 @@ class IndexKeys(NamedTuple):
     keys: Tensor  # (batch, keys, dim)
     tokens: Tensor  # (keys,), number of each in the whole sequence
     positions: Tensor  # (1 or batch, keys), position of each in its sequence, -1 for padding
-    dtype: torch.dtype | None = None  # in which a score takes keys that are rows in 8 bits
+    dtype: torch.dtype | None = None  # dtype in which a score takes keys that are rows in 8 bits
 
-    def read(self, some: slice) -> Tensor:
+    def read(self, columns: slice) -> Tensor:
         """Return some keys as numbers."""
-        rows = self.keys[:, some]
+        rows = self.keys[:, columns]
         storage = storage_of(rows)
         return rows if storage is None else storage.dequantize(rows).to(self.dtype)
 

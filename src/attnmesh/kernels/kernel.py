@@ -20,10 +20,10 @@ class Need(NamedTuple):
     dtype: torch.dtype
     rows: int  # queries times the query heads that share a key head
     width: int  # columns of the widest head
-    capped: bool = False  # logits have a soft cap
-    biased: bool = False  # queries end with a bias by distance
-    cached: bool = False  # keys and values are the slots of a cache
-    scattered: bool = False  # some keys and values are read, in any order
+    capped: bool = False  # True if logits have a soft cap
+    biased: bool = False  # True if queries end with a bias by distance
+    cached: bool = False  # True if keys and values are the slots of a cache
+    scattered: bool = False  # True if some keys and values are read, in any order
     positions: tuple[Tensor, Tensor] | None = None  # positions of queries and keys, for a bias
 
     @staticmethod
@@ -96,15 +96,15 @@ class Kernel:
     priority = 1
     """Number in the order of `best_kernel`: a lower one comes first."""
     caps_logits = True
-    """Logits may have a soft cap."""
+    """True if logits may have a soft cap."""
     adds_bias = False
-    """Queries may end with a bias by distance, for the positions that `with_positions` is given."""
+    """True if queries may end with a bias by distance, for the positions that `with_positions` is given."""
     reads_scattered = False
-    """`attend_scattered` reads scattered keys and values in place."""
+    """True if `attend_scattered` reads scattered keys and values in place."""
     reads_8_bits = False
-    """Launches of `bind` read keys and values that are stored in 8 bits."""
+    """True if launches of `bind` read keys and values that are stored in 8 bits."""
     reads_cache = False
-    """`attend_cache` reads a cache in place, and on the device how many tokens it holds."""
+    """True if `attend_cache` reads a cache in place, and on the device how many tokens it holds."""
 
     def unsupported_reason(self, need: Need) -> str | None:
         """Return why the kernel does not support such tensors, or None if it does."""

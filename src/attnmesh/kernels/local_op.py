@@ -161,10 +161,10 @@ def _is_plain(rule: Rule | Sequence[int]) -> bool:
 def _run_backward(q: Tensor, k: Tensor, v: Tensor, outputs: list[Tensor], *options: Any) -> tuple[Tensor, ...]:
     """Return (dq, dk, dv), by an operator where the forward pass was one."""
     inputs: Any = (q, k, v, outputs, *options)
-    found: tuple[Tensor, ...] = (
+    gradients: tuple[Tensor, ...] = (
         once_differentiable(_backward, *inputs) if _is_plain(options[1]) else attend_backward_op(*inputs)
     )
-    return found
+    return gradients
 
 
 def _lse_gradients(q: Tensor, k: Tensor, lse: Tensor, dlse: Tensor, *options: Any) -> tuple[Tensor, Tensor]:

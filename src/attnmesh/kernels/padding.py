@@ -38,7 +38,7 @@ class Padding(NamedTuple):
     def cut(self, length: int, before: int) -> None:
         """Remove the tokens from `length` up to `before`."""
         self.lengths.sub_(self.token_mask[:, length:before].sum(1))
-        self.token_mask[:, length:] = True  # as all that no token has been written to
+        self.token_mask[:, length:] = True  # True for all places without a token
 
     def reordered(self, index: Tensor) -> "Padding":
         """Return a padding whose sequence b is the sequence `index[b]` of this one."""

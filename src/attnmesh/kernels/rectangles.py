@@ -97,9 +97,9 @@ class BackwardInputs:
         """Return the tensors of some of the queries."""
         return BackwardInputs(*(x[:, :, queries] for x in (self.out, self.lse, self.dout)))
 
-    def sequences(self, some: slice) -> "BackwardInputs":
+    def sequences(self, rows: slice) -> "BackwardInputs":
         """Return the tensors of some sequences."""
-        return BackwardInputs(*(x[some] for x in (self.out, self.lse, self.dout)))
+        return BackwardInputs(*(x[rows] for x in (self.out, self.lse, self.dout)))
 
 
 def cut(band: Band) -> list[Rectangle]:

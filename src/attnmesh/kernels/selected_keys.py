@@ -93,9 +93,9 @@ class SelectedTile(NamedTuple):
     def gather(self, x: Tensor) -> Tensor:
         """Return the tile's rows of keys or values, (heads * queries, keys, width)."""
         index = self.rows.flatten()
-        some = x[self.sequence, self.heads]
-        rows = x.new_empty(len(some), len(index), x.shape[-1])
-        for head, into in zip(some, rows, strict=True):
+        heads = x[self.sequence, self.heads]
+        rows = x.new_empty(len(heads), len(index), x.shape[-1])
+        for head, into in zip(heads, rows, strict=True):
             torch.index_select(head, 0, index, out=into)
         return rows.view(-1, self.rows.shape[1], x.shape[-1])
 
@@ -113,8 +113,8 @@ class SelectedTile(NamedTuple):
         """Merge the tile's partial, (heads, queries, query heads of a key head, ...), into that of all queries."""
         whole = Partial(self.view(total.out, kv_heads), self.view(total.lse, kv_heads))
         shaped = Partial(part.out.reshape(whole.out.shape), part.lse.reshape(whole.lse.shape))
-        for into, some in zip(whole, merge_partials([whole, shaped]), strict=True):
-            into.copy_(some)
+        for into, rows in zip(whole, merge_partials([whole, shaped]), strict=True):
+            into.copy_(rows)
 
     def mask(self) -> Tensor:
         """Return which keys are hidden, as the product of queries and keys takes it."""

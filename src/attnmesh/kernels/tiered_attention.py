@@ -35,8 +35,8 @@ IS_LINK_FASTER = Memo[bool](most=256)
 
 def attention_to_cache(kernel: Kernel, scaling: Scaling, value_dim: int, device: torch.device) -> CachedAttention:
     """Return the attention of queries on a device to caches."""
-    made = CachedAttention if device.type == "cpu" else TieredAttention
-    return made(kernel, scaling, value_dim)
+    make = CachedAttention if device.type == "cpu" else TieredAttention
+    return make(kernel, scaling, value_dim)
 
 
 class TieredAttention(CachedAttention):
@@ -44,7 +44,7 @@ class TieredAttention(CachedAttention):
 
     def __init__(self, kernel: Kernel, scaling: Scaling, value_dim: int) -> None:
         super().__init__(kernel, scaling, value_dim)
-        self.on_host = Memo[CachedAttention](most=64)  # by shape of the queries
+        self.on_host = Memo[CachedAttention](most=64)  # attention on the host, by shape of the queries
 
     def attend(self, query: DecodeQuery, views: Sequence[CacheView], selected: Selection | None = None) -> Partial:
         """Return the partial of one cache of all rows, or of a cache for each row; in `query.into` if that is given."""
@@ -84,8 +84,8 @@ class TieredAttention(CachedAttention):
         """Return the partial of the slots that are seen, which come to the device part by part."""
         total = identity(query.q, self.cache_kernel.value_dim, query.q.dtype)
         for part in _brought(query.q.device, on_host, tier):
-            found = super().attend(query._replace(into=self._blank(query.q)), [part])
-            total = merge_partials([total, found])
+            partial = super().attend(query._replace(into=self._blank(query.q)), [part])
+            total = merge_partials([total, partial])
         return total
 
     def _is_link_faster(self, query: DecodeQuery, tier: CacheView) -> bool:

@@ -38,8 +38,8 @@ def needs_operator(*tensors: Tensor | None) -> bool:
 
     A mode that looks at operators may keep the results of some, as selective checkpointing does.
     """
-    seen = is_traced() or torch._C._len_torch_dispatch_stack() > 0
-    return seen or not PLAIN_OR_NONE.issuperset(map(type, tensors))
+    is_watched = is_traced() or torch._C._len_torch_dispatch_stack() > 0
+    return is_watched or not PLAIN_OR_NONE.issuperset(map(type, tensors))
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:

@@ -179,6 +179,6 @@ def _attend_on_mesh(call: Call, prepared: PreparedCall, latents: Latents | None,
         if task is None:
             widths = None if latents is None else latents.widths
             task = mesh_call.with_visible_keys(mesh_call.task(q.shape[1], (q, k, v), widths), key_lengths, indices)
-        if latents is not None:  # which are expanded where they are attended
+        if latents is not None:  # latents are expanded where they are attended
             task = replace(task, projection=latents.projection)
         return attend_by_task(q, (k, v) if latents is None else (latents.tokens,), task, sinks, other_keys)

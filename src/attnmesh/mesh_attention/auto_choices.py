@@ -26,8 +26,8 @@ HEADS = (32, 8, 128)
 
 def chosen_layout(layout: Layout | str, mask: Mask, mesh: Mesh) -> Layout:
     """Return the layout given, or for "auto" the one that takes least in training. All ranks of the mesh call it."""
-    if (found := unpriced_layout(layout, mask, mesh.ranks)) is not None:
-        return found
+    if (unpriced := unpriced_layout(layout, mask, mesh.ranks)) is not None:
+        return unpriced
     if torch.compiler.is_compiling():
         expected, fix = "a layout of documents in a compiled model", "pass layout=am.Packed(documents, shape)"
         raise LayoutError("layout", expected, '"auto"', fix)

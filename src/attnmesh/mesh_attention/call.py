@@ -79,7 +79,7 @@ class RankNumbers(NamedTuple):
     queries: int  # tokens on this rank
     keys: int
     highest: int  # index that a query selects, where the host reads it; -1 for none
-    digest: int = 0  # of some keys, in the first call of a signature
+    digest: int = 0  # digest of some keys, in the first call of a signature
 
 
 class Call(NamedTuple):

@@ -57,7 +57,7 @@ class Task:
     groups: Sequence[HeadGroup]
     kernels: Sequence[Kernel]
     scaling: Scaling
-    counts: Sequence[KeyCounts]  # of the keys of each step
+    counts: Sequence[KeyCounts]  # real keys of each sequence, by step
     projection: Projection | None = None
     """Projection of latents, where these travel instead of keys and values."""
     selected: Sequence[SelectedKeys] = ()
@@ -176,7 +176,7 @@ def backward(own_heads: Tensors, saved: BackwardInputs, task: Task) -> Gradients
     q, *kv = own_heads
     schedule = task.schedule
     delta = (saved.out.to(sum_dtype(q.dtype)) * saved.dout).sum(-1)
-    key_heads = task.groups[-1][-1].keys.stop  # where the last group of the last rank ends: of all ranks
+    key_heads = task.groups[-1][-1].keys.stop  # key heads of all ranks: the last group of the last rank ends there
     keys = len(schedule.key_indices[task.mesh.heads.index])
 
     @cache
@@ -240,9 +240,9 @@ class PendingReturns:
     def __init__(self) -> None:
         self.under_way: list[Iterator[None]] = []
 
-    def add(self, *more: Iterator[None]) -> None:
-        """Finish the exchanges under way, and begin the next ones, those of `more` last."""
-        begun = (*self.under_way, *more)
+    def add(self, *returns: Iterator[None]) -> None:
+        """Finish the exchanges under way, and begin the next ones, those of `returns` last."""
+        begun = (*self.under_way, *returns)
         self.under_way = []
         for each in begun:
             if next(each, DONE) is not DONE:  # its next exchange is under way
@@ -322,13 +322,13 @@ def _merge_in(parts: Returned, total: Tensors) -> None:
 
 def _add_in(parts: Returned, totals: Tensors) -> None:
     for tokens, part in parts:
-        for total, some in zip(totals, part, strict=True):
-            total.index_add_(2, on_device(tokens, some.device), some)
+        for total, rows in zip(totals, part, strict=True):
+            total.index_add_(2, on_device(tokens, rows.device), rows)
 
 
-def _add(sums: Tensors, more: Tensors) -> None:
-    for some, other in zip(sums, more, strict=True):
-        some.add_(other)
+def _add(sums: Tensors, terms: Tensors) -> None:
+    for total, term in zip(sums, terms, strict=True):
+        total.add_(term)
 
 
 def _equivalent_out(dout: Tensor, delta: Tensor) -> Tensor:
@@ -374,7 +374,7 @@ class HeadSwaps:
             return lambda: views
         key_count = len(tensors) - query_count
         indices = [self.schedule.query_indices] * query_count + [self.schedule.key_indices] * key_count
-        shapes = [tuple(map(meta_like, views, map(len, slices))) for slices in zip(*indices, strict=True)]  # by rank
+        shapes = [tuple(map(meta_like, views, map(len, slices))) for slices in zip(*indices, strict=True)]
         parts = [some_heads(tensors, query_count, heads) for heads in group]
         finish = begin_swap(parts, shapes, self.axis, sequential=self.sequential)
 
@@ -394,7 +394,7 @@ class HeadSwaps:
 
         It yields while the exchange is under way.
         """
-        views = [some_heads(results, query_count, heads) for heads in group]  # by rank
+        views = [some_heads(results, query_count, heads) for heads in group]  # one tuple for each rank
         arrived = [computed]
         if self.axis.size > 1:
             parts = []

@@ -103,7 +103,7 @@ class MeshCall(NamedTuple):
         group_count = 1 if latent else exchange.head_groups(mesh.shape, kv_heads)
         groups = groups_of_heads(q_heads, kv_heads, mesh.shape.heads, group_count)
         tokens = own.chunk.queries, own.chunk.keys, own.chunk.keys
-        whole = zip((q, k, v), tokens, strict=True)  # of the whole chunk
+        whole = zip((q, k, v), tokens, strict=True)  # tensors of the whole chunk
         q, k, v = (x.new_empty(1).expand(*x.shape[:2], count, x.shape[3]) for x, count in whole)
         queries = own.query_step.positions
         call = (q, k, v, self.scaling)

@@ -32,18 +32,18 @@ from attnmesh.runtime.tensors import Tensors, empty_length_major, length_major
 def attend_alone(call: Call, mesh_call: MeshCall, other_keys: Partial | None = None) -> Tensor:
     """Return attention on one rank."""
     visible = Visible(mesh_call.problem.mask, key_lengths=call.key_lengths, selected=call.selected)
-    found = run_attend(call.q, call.k, call.v, visible, mesh_call.scaling, mesh_call.kernel, call.sinks)
-    return found.out if other_keys is None else merge_partials([Partial(*found), other_keys]).out.to(call.q.dtype)
+    partial = run_attend(call.q, call.k, call.v, visible, mesh_call.scaling, mesh_call.kernel, call.sinks)
+    return partial.out if other_keys is None else merge_partials([Partial(*partial), other_keys]).out.to(call.q.dtype)
 
 
 def attend_by_task(
     q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None, other_keys: Partial | None = None
 ) -> Tensor:
     """Return attention of this rank's queries over all ranks, without gradients."""
-    found = forward(q, kv, task, sinks)
+    partial = forward(q, kv, task, sinks)
     if other_keys is not None:
-        found = merge_partials([found, other_keys])
-    return length_major(found.out, q.dtype)
+        partial = merge_partials([partial, other_keys])
+    return length_major(partial.out, q.dtype)
 
 
 def _run_call(

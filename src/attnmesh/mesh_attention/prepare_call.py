@@ -113,8 +113,8 @@ def _check_marks(mesh: Mesh, call: Call) -> None:
 
 def _digest_of_some(k: Tensor) -> int:
     """Return a digest of some keys of the first head; 0 if they are all alike."""
-    some = k[:1, :1, :: max(1, k.shape[2] // 64)]
-    return 0 if k.is_meta or bool((some == some[:, :, :1]).all()) else int(digest(some))
+    sample = k[:1, :1, :: max(1, k.shape[2] // 64)]
+    return 0 if k.is_meta or bool((sample == sample[:, :, :1]).all()) else int(digest(sample))
 
 
 def _warn_of_whole_keys(digests: Sequence[int]) -> None:
@@ -157,7 +157,7 @@ def _one_column(mesh: Mesh) -> tuple[Mesh, tuple[int, ...]]:
     """Return all ranks of a mesh as one column, and the shard of each. All ranks make the first call at once."""
     long = [axis for axis in mesh.axes if axis.size > 1]
     axis = long[0] if len(long) == 1 else flat_axis(mesh.device_mesh, AXES)
-    indices = [index for (index,) in all_gather_ints([axis.index], mesh)]  # by shard
+    indices = [index for (index,) in all_gather_ints([axis.index], mesh)]  # one for each shard
     return Mesh(Axis(), axis, Axis()), tuple(sorted(range(len(indices)), key=indices.__getitem__))
 
 

@@ -35,8 +35,8 @@ def cpu_facts(*names: str) -> list[str]:
 
 def cpu_name() -> str:
     """Return the model of the processor, or its architecture."""
-    named = cpu_facts("model name")
-    return named[0].split(":", 1)[1].strip() if named else platform.machine()
+    model = cpu_facts("model name")
+    return model[0].split(":", 1)[1].strip() if model else platform.machine()
 
 
 def machine() -> dict[str, Any]:

@@ -70,7 +70,7 @@ def with_huge_pages(x: Tensor, dim: int) -> Tensor:
         address = x.data_ptr()
         first = -(-address // page) * page
         size = (address + x.nbytes) // page * page - first
-        _libc().madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)  # which may be refused
+        _libc().madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)  # the system may refuse it
     return x
 
 

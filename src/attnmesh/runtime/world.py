@@ -28,10 +28,10 @@ class World:
     def __init__(self) -> None:
         self.deadline: float | None = None  # seconds; outlives the process groups
         self.has_failed = False  # True once an exchange of this world has
-        self.processes: dict[int, Process] = {}  # of ranks whose host is known
+        self.processes: dict[int, Process] = {}  # processes of ranks whose host is known
         self.mailboxes: WeakSet[Any] = WeakSet()
         self.letters: list[Any] = []  # messages under way through mailboxes, of all threads
-        self.lock = Lock()  # of the letters
+        self.lock = Lock()  # guards the letters
         self._caches: list[Callable[[], None]] = []
 
     @cached_property

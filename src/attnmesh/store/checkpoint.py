@@ -63,18 +63,20 @@ PIECE_NAME = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})\.([0-9]{1,15})-([0-9]{1,15}
 class Manifest(NamedTuple):
     """Contents of `cache.json`."""
 
-    sizes: tuple[CacheSizes, ...]  # one per layer
+    sizes: tuple[CacheSizes, ...]  # sizes of each layer
     padded: bool
-    more: bool  # there is a file of tensors that belong to no rank
+    more: bool  # True if there is a file of tensors that belong to no rank
     length: int
     heads: int  # ranks along the heads axis that saved
     ranks: int  # ranks along the tokens axis that saved
     saving: int  # number of this save, counted per folder
     note: str
-    name: str  # unique to this save
+    name: str  # random name of this save alone
     forgotten: tuple[tuple[int, int], ...] = ()  # per layer: tokens not saved, and the first query that can be decoded
     lengths: tuple[int, ...] = ()  # per layer, where keys of some stand for several tokens; else each has `length`
-    growing: bool = False  # a cache lives in the folder: journals have the length, and the tokens after whole pieces
+    growing: bool = (
+        False  # True if a cache lives in the folder: journals have the length, and the tokens after whole pieces
+    )
 
     def length_of(self, layer: int) -> int:
         """Return the keys of a layer."""
@@ -190,7 +192,7 @@ class PieceFile(NamedTuple):
     stop: int
     group: int
     path: Path
-    filling: FillingFile | None = None  # of the last tokens in a folder that grows
+    filling: FillingFile | None = None  # the same file, where it has the last tokens in a folder that grows
 
     def opened(self) -> TensorFile | FillingFile:
         """Return the file, its header checked."""
@@ -370,9 +372,9 @@ class SavedLayers(NamedTuple):
 
     manifest: Manifest
     folder: Path
-    sizes: tuple[CacheSizes, ...]  # of the caches to be filled
+    sizes: tuple[CacheSizes, ...]  # sizes of the caches to be filled
     token_mask: Tensor | None
-    more: dict[str, Tensor]  # that belong to no rank
+    more: dict[str, Tensor]  # tensors that belong to no rank
 
 
 def inspect(

@@ -66,8 +66,8 @@ class FolderShard(OrderedShard):
         self.keeps = keeps
         self.fail = fail
         self.journal = files.journal()
-        self.chains = [0]  # of the checksums of the first pieces
-        self.digests = (c_int64 * 4)()  # of the rows of the last native call: of all, and of each tensor
+        self.chains = [0]  # digests that chain the checksums of the first pieces
+        self.digests = (c_int64 * 4)()  # digests of the rows of the last native call: of all, and of each tensor
         super().__init__(sizes, heads, BlockCyclic(sizes.block, ranks), torch.device("cpu"), index)
 
     @property

@@ -87,7 +87,7 @@ class Journal:
     def __init__(self, path: Path, identity: str) -> None:
         self.path = path
         self.key = int.from_bytes(blake2b(identity.encode(), digest_size=8).digest(), signed=True)
-        """Tells the records of other ranks, layers and folders apart."""
+        """Number that tells the records of other ranks, layers and folders apart."""
         self.records: list[Record] = []
         self.handle = -1
 
@@ -125,7 +125,7 @@ class Journal:
             self._require((check, zero, zero_too) == (right, 0, 0), f"damage at byte {stop}")
             record = Record(*of_record)
             if serial is not None and record.serial != serial + 1:
-                break  # of before the journal was begun anew
+                break  # a record from before the journal was begun anew
             serial = record.serial
             stop = stop + SIZE
             self._put(records, record)

@@ -103,8 +103,8 @@ class KeyFolder:
 
     def _check_private(self, folder: Path) -> None:
         """Raise unless this user alone may write to a folder."""
-        found = folder.stat()
-        own = found.st_uid == os.geteuid() and not found.st_mode & OTHERS_WRITE
+        status = folder.stat()
+        own = status.st_uid == os.geteuid() and not status.st_mode & OTHERS_WRITE
         expected, fix = "a folder that no other user may write to", "chmod go-w it, or pass a folder of your own"
         require(folder.is_dir(), StoreError, self.subject, "a folder", f"{folder}, a file", "pass another path")
         require(own, StoreError, self.subject, expected, str(folder), fix)

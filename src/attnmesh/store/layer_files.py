@@ -125,7 +125,7 @@ def make_filling(files: LayerFiles, number: int, shapes: RowShapes) -> FilePiece
     entries = shapes.named(files.layer)
     path = files.filling(number)
     begin, size = header_of(entries, dict.fromkeys(entries, 0))
-    path.unlink(missing_ok=True)  # of a process that was ended before it wrote rows
+    path.unlink(missing_ok=True)  # left by a process that was ended before it wrote rows
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, PRIVATE_FILE)
         try:

@@ -116,7 +116,7 @@ class _Moves:
         indices = [self.axis.index, self.mesh.heads.index, token_axis.index]
         self.ranks = dist_all_gather_ints(
             indices, self.mesh.axes
-        )  # by rank: indices in the flat axis, heads and tokens
+        )  # indices of each rank in the flat axis, heads and tokens
         counts = json.dumps([self._counts(layer) for layer in range(len(new))])
         self.counts: list[list[dict[str, list[int]]]] = [
             json.loads(text) for text in all_gather_texts(counts, self.mesh)

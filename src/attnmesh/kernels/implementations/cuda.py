@@ -29,7 +29,7 @@ from attnmesh.kernels.kernel import Kernel, Need
 from attnmesh.kernels.rectangles import BackwardInputs, Gradients, Rectangle, cut
 
 ALIGNMENT = 8
-"""Widths and biases are padded to multiples of this, which the operators need."""
+"""Columns that widths and biases are padded to multiples of, as the operators need."""
 
 MIN_CUDNN_TOKENS = 64
 """Queries or keys that are too few for cuDNN's backward pass."""
@@ -233,7 +233,7 @@ def _is_correct(
     scaling = Scaling(0.125)
     exact = Reference().attend(q.float(), k.float(), v.float(), rectangle, scaling)
     try:
-        if gradients:  # of a row that has seen other keys before: its out and lse are of all keys
+        if gradients:  # the row has seen other keys before: its out and lse are of all keys
             saved = BackwardInputs(exact.out / 2, exact.lse + 0.7, dout.float())
             expected: Sequence[Tensor] = Reference().backward(
                 q.float(), k.float(), v.float(), saved, rectangle, scaling

@@ -142,7 +142,7 @@ class TritonCachedAttention:
     """
 
     def __init__(self) -> None:
-        self.prepared = Memo[tuple[tuple[int, ...], dict[str, Any]]](most=64)  # by layout of the tensors
+        self.prepared = Memo[tuple[tuple[int, ...], dict[str, Any]]](most=64)  # launches by layout of the tensors
 
     def attend_cache(self, query: DecodeQuery, view: CacheView) -> Partial:
         """Return the partial of the last queries, merged from one partial per block or per program instance."""
@@ -369,8 +369,8 @@ def _tile(q: Tensor, v: Tensor, rows: int) -> ProgramTile:
 
 def _split_keys(keys: int, programs: int, tile: ProgramTile, device: torch.device) -> int:
     """Return the keys per program instance, at least some tiles, with which all instances of a launch run at once."""
-    wanted = max(1, tile.at_once * _processors(device) // programs)
-    return max(MIN_SPLIT_TILES * tile.keys, -(-keys // wanted))
+    splits = max(1, tile.at_once * _processors(device) // programs)
+    return max(MIN_SPLIT_TILES * tile.keys, -(-keys // splits))
 
 
 def _batch_stride(x: Tensor) -> int:

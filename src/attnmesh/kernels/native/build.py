@@ -106,7 +106,7 @@ def _built() -> Path:
             _keep_others_out(each)
         if not _is_whole(file):
             with (folder / "lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # of several ranks one compiles
+                fcntl.flock(lock, fcntl.LOCK_EX)  # one of several ranks compiles
                 if not _is_whole(file):
                     _compile(compiler, folder, file)
     except OSError as error:

@@ -163,8 +163,10 @@ def _digest(bits, count, WIDE: tl.constexpr):
 
 
 @program()
-def checksum_program(bits, count, more, more_count, state, number, checksum, MODULUS: tl.constexpr, WIDE: tl.constexpr):
+def checksum_program(
+    bits, count, other_bits, other_count, state, number, checksum, MODULUS: tl.constexpr, WIDE: tl.constexpr
+):
     """Store a checksum of a call's number, the cache's length and the bits of two tensors, and its negative."""
-    rest = (_digest(bits, count, WIDE) + _digest(more, more_count, WIDE) + number + tl.load(state)) % MODULUS
-    rest = tl.where(rest < 0, rest + MODULUS, rest).to(tl.float32)
-    tl.store(checksum + tl.arange(0, 2), tl.where(tl.arange(0, 2) == 0, rest, -rest))
+    total = (_digest(bits, count, WIDE) + _digest(other_bits, other_count, WIDE) + number + tl.load(state)) % MODULUS
+    total = tl.where(total < 0, total + MODULUS, total).to(tl.float32)
+    tl.store(checksum + tl.arange(0, 2), tl.where(tl.arange(0, 2) == 0, total, -total))

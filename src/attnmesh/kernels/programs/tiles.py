@@ -17,7 +17,7 @@ program = partial(
     triton.jit,
     do_not_specialize=(
         "rows", "keys", "group", "kv_heads", "split_keys", "splits", "queries", "heads", "block", "capacity", "left",
-        "right", "count", "more_count", "number", "rank", "ranks", "flags", "box_size", "max_polls",
+        "right", "count", "other_count", "number", "rank", "ranks", "flags", "box_size", "max_polls",
     ),
 )  # fmt: skip
 """Decorator of programs. They are not recompiled for new values of arguments that do not affect alignment."""
