@@ -186,33 +186,33 @@ class CacheShard:
 
     def _share(self) -> None:
         """Move this shard's whole blocks of slots to `shared`: from now on it writes to the slots after them alone."""
-        whole = self.used // self.sizes.block * self.sizes.block
-        if not whole:
+        whole_slots = self.used // self.sizes.block * self.sizes.block
+        if not whole_slots:
             return
         positions = None if self.padding is None else self.padding.positions
-        self.shared = (*self.shared, SharedBlocks(self.stored, self.token_index, positions).part(0, whole))
-        self.stored, self.token_index = [x[:, :, whole:] for x in self.stored], self.token_index[whole:]
-        self.padding = self.padding and self.padding._replace(positions=self.padding.positions[:, whole:])
-        self.slots -= whole
+        self.shared = (*self.shared, SharedBlocks(self.stored, self.token_index, positions).part(0, whole_slots))
+        self.stored, self.token_index = [x[:, :, whole_slots:] for x in self.stored], self.token_index[whole_slots:]
+        self.padding = self.padding and self.padding._replace(positions=self.padding.positions[:, whole_slots:])
+        self.slots -= whole_slots
         with torch.inference_mode(False):
-            self.state = self.state - torch.tensor([0, whole], device=self.device)
+            self.state = self.state - torch.tensor([0, whole_slots], device=self.device)
 
     def unshare(self, tokens: int | None = None) -> None:
         """Copy shared tokens to memory of this shard alone. `tokens` drops those after it, and copies the cut block."""
-        stop, stay, gone = self.shared_tokens, 0, 0
+        stop, stay, forgotten = self.shared_tokens, 0, 0
         if tokens is not None:
             stop = tokens
             stay = tokens // self.sizes.block * self.sizes.block
-            gone = self.used
-        kept, loose, start = [], [], 0
+            forgotten = self.used
+        kept_blocks, loose, start = [], [], 0
         for blocks in self.shared:
             first, last = (min(max(token - start, 0), blocks.used) for token in (stay, stop))
-            kept += [blocks.part(0, first)] * (first > 0)
+            kept_blocks += [blocks.part(0, first)] * (first > 0)
             loose += [blocks.part(first, last)] * (first < last)
             start += blocks.used
         if start > stay:
-            self.resize(self.sizes, self.slots + start - stay, gone, loose)
-            self.shared = tuple(kept)
+            self.resize(self.sizes, self.slots + start - stay, forgotten, loose)
+            self.shared = tuple(kept_blocks)
 
     def flush(self) -> None:
         """Do nothing: no token is in a second memory."""
@@ -300,8 +300,8 @@ class CacheShard:
             self.state[2:].fill_(self.turn.count(start) // self.sizes.block)
         self.filled += new_count
 
-    def resize(self, sizes: CacheSizes, slots: int, gone: int = 0, before: Sequence[SharedBlocks] = ()) -> None:
-        """Move the tokens after the first `gone` to new memory, behind those of `before`, tensor by tensor.
+    def resize(self, sizes: CacheSizes, slots: int, forgotten: int = 0, before: Sequence[SharedBlocks] = ()) -> None:
+        """Move the tokens after the first `forgotten` to new memory, behind those of `before`, tensor by tensor.
 
         A save may read the old memory.
         """
@@ -309,22 +309,22 @@ class CacheShard:
         rows = self._rows(slots)
         self._viewed = NOT_VIEWED  # it would keep the old memory
         with torch.inference_mode(False):
-            token_index = joined([*(x.token_index[:-1] for x in before), self.token_index[gone:used]], 0, rows)
+            token_index = joined([*(x.token_index[:-1] for x in before), self.token_index[forgotten:used]], 0, rows)
             padding = self.padding
             state = self.state.clone()
             if padding is not None:
                 positions = [self._view(blocks).positions()[:, :-1] for blocks in before]
                 padding = padding.resized(
-                    sizes.capacity, joined([*positions, padding.positions[:, gone:used]], 1, rows)
+                    sizes.capacity, joined([*positions, padding.positions[:, forgotten:used]], 1, rows)
                 )
-            stored = [*self.stored] if gone or before else self.stored
+            stored = [*self.stored] if forgotten or before else self.stored
             for number, old in enumerate(self.stored):
                 parts = [blocks.stored[number][:, :, :-1] for blocks in before]
-                stored[number] = joined([*parts, old[:, :, gone:used]], 2, rows)
+                stored[number] = joined([*parts, old[:, :, forgotten:used]], 2, rows)
         # Assigned last: where an allocation above fails, the shard keeps working at its old capacity.
         self.stored, self.sizes, self.slots = stored, sizes, slots
         self.token_index, self.padding, self.state = token_index, padding, state
-        self.filled = used - gone + sum(blocks.used for blocks in before)
+        self.filled = used - forgotten + sum(blocks.used for blocks in before)
         self.state[1] = self.filled
 
     def reorder(self, index: Tensor) -> None:

@@ -160,14 +160,14 @@ class LocalShards:
         """Return the first token that is needed, after `new_count` tokens with this mask."""
         if self.forgets is None:
             return 0
-        own, length, real = self.own, self.known_length, None
-        if own.padding is not None or token_mask is not None:
-            real = torch.ones(own.sizes.batch, length + new_count, dtype=torch.bool, device=own.device)
-            if own.padding is not None:
-                real[:, :length] = own.padding.token_mask[:, :length]
+        shard, length, real = self.own, self.known_length, None
+        if shard.padding is not None or token_mask is not None:
+            real = torch.ones(shard.sizes.batch, length + new_count, dtype=torch.bool, device=shard.device)
+            if shard.padding is not None:
+                real[:, :length] = shard.padding.token_mask[:, :length]
             if token_mask is not None:
-                real[:, length:] = token_mask.to(own.device)
-        return first_needed(self.forgets, self.floor, own.sizes.block, real)
+                real[:, length:] = token_mask.to(shard.device)
+        return first_needed(self.forgets, self.floor, shard.sizes.block, real)
 
     def append(self, new: Tensors, token_mask: Tensor | None) -> None:
         """Add new tokens that are the same on every rank."""

@@ -39,9 +39,9 @@ class OrderedShard(CacheShard):
     def own_rows(self, new: Tensors, length: int) -> tuple[list[Tensor], Tensor]:
         """Return this rank's rows of new tokens, which have all heads and follow `length` others; and these tokens."""
         tokens = torch.arange(length, length + new[0].shape[2])
-        own = [x.chunk(self.heads.size, 1)[self.heads.index] for x in new]
+        rows = [x.chunk(self.heads.size, 1)[self.heads.index] for x in new]
         if self.turn.width < self.turn.period:  # other ranks hold tokens too
             own_indices = self.turn.holds(tokens).nonzero().flatten()
-            own = [x.index_select(2, own_indices.to(self.device)) for x in own]
+            rows = [x.index_select(2, own_indices.to(self.device)) for x in rows]
             tokens = tokens[own_indices]
-        return [*map(self.sizes.rows_of, own)], tokens
+        return [*map(self.sizes.rows_of, rows)], tokens

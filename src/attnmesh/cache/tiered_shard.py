@@ -140,12 +140,12 @@ class TieredShard(OrderedShard):
 
     def append_run(self, new: Tensors, new_count: int, length: int, used: int) -> bool:
         """Add new tokens of which this rank owns all or none, if none has to leave; else return False."""
-        if self._leaving(own := self.turn.count(length + new_count) - self.turn.count(length)):
+        if self._leaving(own_count := self.turn.count(length + new_count) - self.turn.count(length)):
             return False
         try:
             if not super().append_run(new, new_count, length, used):
                 return False
-            self.known_length, self.filled = length + new_count, used + own
+            self.known_length, self.filled = length + new_count, used + own_count
         except BaseException:  # Ctrl-C, after the device has counted them
             self._count(length, used)
             raise
@@ -166,7 +166,7 @@ class TieredShard(OrderedShard):
     def _add(self, rows: Sequence[Tensor], tokens: Tensor, length: int) -> None:
         """Add rows of this rank's tokens, after which there are `length` on all ranks. All are added, or none."""
         used = self.used
-        before = self.length
+        length_before = self.length
         steps = list[Callable[[], None]]()
         if leaving := self._leaving(len(tokens)):
             at_once = max(0, leaving - used)  # new ones that do not stay
@@ -174,7 +174,7 @@ class TieredShard(OrderedShard):
             gone = [torch.cat((x[:, :, : min(leaving, used)], row[:, :, :at_once]), 2) for x, row in self._beside(rows)]
             numbers = torch.cat((self.token_index[: min(leaving, used)].cpu(), tokens[:at_once]))
             alone = self.heads.size == 1 and self.turn.period == self.turn.width
-            again = f"append again from token {before} on: the cache has those before" if alone else ""
+            again = f"append again from token {length_before} on: the cache has those before" if alone else ""
             self._give(gone, numbers, int(following[0]) if len(following) else length, again)
             steps += [*self._shift(leaving), partial(self._show, self.shared_tokens + leaving)]
             rows = [row[:, :, at_once:] for row in rows]
@@ -185,7 +185,7 @@ class TieredShard(OrderedShard):
         try:
             unbroken(steps)
         except BaseException:
-            self.truncate(before)
+            self.truncate(length_before)
             raise
 
     def _put(self, rows: Sequence[Tensor], tokens: Tensor, start: int) -> None:

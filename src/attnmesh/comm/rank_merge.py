@@ -45,7 +45,7 @@ def merge_ranks(
     if axis.size == 1:
         return partial, checksum
     heads = axis.slice_of(partial.out.shape[1]) if output == "heads" else slice(None)
-    own = Partial(*(x[:, heads] for x in partial))
+    own_partial = Partial(*(x[:, heads] for x in partial))
     dtype = sum_dtype(partial.out.dtype)
     transport = transport_of(axis, checksum.device)
     try:
@@ -55,17 +55,17 @@ def merge_ranks(
         if chosen.pattern is not Pattern.COLLECTIVE and form.size > transport.most_unequal:
             compared = exchange_checksums(axis, merge, output, checksum, reproducible=reproducible)
             if float(compared.sum()) != 0:
-                return nan_unless_equal(own, compared), compared
+                return nan_unless_equal(own_partial, compared), compared
         with timed_merge():
             form = transport.form_of(form, chosen)
             if chosen.pattern is Pattern.SWAP and output == "heads" and not transport.merges_whole(form):
-                checksum, own = send_heads(partial, checksum, form, axis)
-                return nan_unless_equal(own, checksum), checksum
+                checksum, own_partial = send_heads(partial, checksum, form, axis)
+                return nan_unless_equal(own_partial, checksum), checksum
             message = form.message(checksum, partial) if message is None else message
             checksum, whole = chosen.run(transport, message, form, reproducible)
     except CallsDifferError:  # a peer compares its call: give up the merge as unequal, and compare too
         checksum = torch.full_like(checksum, UNEQUAL_CHECKSUM)
-        return nan_unless_equal(own, checksum), checksum
+        return nan_unless_equal(own_partial, checksum), checksum
     merged = Partial(*(x[:, heads] for x in whole))
     has_nan_already = use_triton(merged.lse) and chosen.is_packed
     return (merged if has_nan_already else nan_unless_equal(merged, checksum)), checksum

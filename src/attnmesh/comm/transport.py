@@ -205,12 +205,12 @@ class HostTransport(Transport):
 
     def post(self, posts: Sequence[Post], what: str, *, exact: bool = False) -> list[Wait]:
         """Post messages all at once. With `exact` longer ones are cut in up to `MAX_LETTERS` letters."""
-        most = MAX_LETTERS if exact else 1
+        most_letters = MAX_LETTERS if exact else 1
         far = list[Post]()
         letters = list[Letter]()
         lost = partial(failure, self.axis, what)
         for call, peer, x in posts:
-            if not self.serves(peer, x.nbytes, most):
+            if not self.serves(peer, x.nbytes, most_letters):
                 far.append((call, peer, x))
             elif x.numel():
                 for part in x.split(MESSAGE_BYTES) if x.nbytes > MESSAGE_BYTES else (x,):

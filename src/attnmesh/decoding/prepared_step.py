@@ -215,16 +215,16 @@ def find_step(
     sizes = prepared_step.sizes
     rows = q.shape[2]
     for cache in caches:  # in place: a function of it would be one more frame of each step
-        shards, own = cache.shards, cache.shards.own
-        length = shards.known_length if on_gpu else own.state.tolist()[0]
+        shards, shard = cache.shards, cache.shards.own
+        length = shards.known_length if on_gpu else shard.state.tolist()[0]
         if (
             # A cache of other sizes, or without room:
-            (sizes is not own.sizes and (count == 1 or sizes is None or sizes.layer_sizes != own.sizes.layer_sizes))
-            or not rows <= length <= own.sizes.capacity <= step.capacity
-            or (own.sizes.mask is not None and not shards.serves(length - rows))  # forgotten keys
-            or (own.sizes.hot is not None and is_capturing(own.device))  # such a call is refused
-            or (step.reproducible and (own.padding is not None or shards.counts.start or shards.forked))
-            or (step.reproducible and not own.block_cyclic.is_even)  # its blocks are no subtrees of one tree
+            (sizes is not shard.sizes and (count == 1 or sizes is None or sizes.layer_sizes != shard.sizes.layer_sizes))
+            or not rows <= length <= shard.sizes.capacity <= step.capacity
+            or (shard.sizes.mask is not None and not shards.serves(length - rows))  # forgotten keys
+            or (shard.sizes.hot is not None and is_capturing(shard.device))  # such a call is refused
+            or (step.reproducible and (shard.padding is not None or shards.counts.start or shards.forked))
+            or (step.reproducible and not shard.block_cyclic.is_even)  # its blocks are no subtrees of one tree
         ):
             return signature, None
     return signature, prepared_step

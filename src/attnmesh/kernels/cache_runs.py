@@ -133,16 +133,16 @@ def _of_sequences(query: DecodeQuery, piece: CacheView, padding: Padding) -> lis
     counts = seen.sum(1)
     ends = (seen.argmax(1), used - seen.flip(1).argmax(1)) if used else (counts, counts)
     for index, (count, start, stop) in enumerate(torch.stack((counts, *ends), 1).tolist()):
-        sequence, own = (ALL, piece) if len(real) == 1 else (slice(index, index + 1), _sequence(piece, index))
+        sequence, view = (ALL, piece) if len(real) == 1 else (slice(index, index + 1), _sequence(piece, index))
         for begin, end in ([(start, stop)] if stop - start == count else _runs_of_true(seen[index])) if count else []:
             if is_one and not is_biased:
-                runs.append(SlotRun(sequence, own, begin, end))
+                runs.append(SlotRun(sequence, view, begin, end))
                 continue
             keys = positions[index, begin:end]
             band = Band(*(torch.searchsorted(keys, bound) for bound in (first[index], last[index] + 1)))
             bias_positions = (queries[index], keys) if is_biased else None
             hidden = None if bool(real[index].all()) else ~real[index]
-            runs += _trimmed(SlotRun(sequence, own, begin, end, band, bias_positions, hidden))
+            runs += _trimmed(SlotRun(sequence, view, begin, end, band, bias_positions, hidden))
     return runs
 
 
@@ -249,13 +249,13 @@ class CachedAttention:
         assert self.in_place_kernel is not None
         partials = []
         for group in _by_sequences(runs):
-            own = query if group[0].sequences is ALL else query.sequence(group[0].sequences.start)
+            group_query = query if group[0].sequences is ALL else query.sequence(group[0].sequences.start)
             if len(group) == 1:
-                partials.append(self.in_place_kernel.attend_cache(own, group[0].piece))
+                partials.append(self.in_place_kernel.attend_cache(group_query, group[0].piece))
                 continue
-            plain = own._replace(sinks=None, into=None)
+            plain = group_query._replace(sinks=None, into=None)
             merged = merge_partials([self.in_place_kernel.attend_cache(plain, run.piece) for run in group])
-            partials.append(copy_into(with_sinks(merged, own.sinks), own.into))
+            partials.append(copy_into(with_sinks(merged, group_query.sinks), group_query.into))
         if len(partials) == 1:
             return partials[0]
         return query.into or Partial(*(torch.cat(x) for x in zip(*partials, strict=True)))
@@ -379,16 +379,16 @@ def _blocks(run: CacheKernel, q: Tensor, keys: Tensor, values: Tensor, band: Ban
     lse = q.new_full((count, *q.shape[:-1]), -torch.inf, dtype=sum_dtype(q.dtype))
     first = -(-int(band.low[-1]) // block)
     last = int(band.high[0]) // block
-    whole = range(first, max(first, last))
+    whole_blocks = range(first, max(first, last))
     full = Band(torch.zeros(rows, dtype=torch.long), torch.full((rows,), block))
-    for row in range(q.shape[0] if whole else 0):
+    for row in range(q.shape[0] if whole_blocks else 0):
         # A view: (blocks, heads, tokens of a block, dim). One call for all sequences would have to copy the keys.
         some_keys, some_values = (
             x[row, :, first * block : last * block].unflatten(1, (-1, block)).transpose(0, 1) for x in (keys, values)
         )
-        row_q = q[row].expand(len(whole), *q.shape[1:])
+        row_q = q[row].expand(len(whole_blocks), *q.shape[1:])
         out[first:last, row], lse[first:last, row] = run(row_q, some_keys, some_values, full)
-    for index in set(range(int(band.low[0]) // block, min(count, -(-int(band.high[-1]) // block)))) - set(whole):
+    for index in set(range(int(band.low[0]) // block, min(count, -(-int(band.high[-1]) // block)))) - set(whole_blocks):
         start = index * block
         stop = min(used, (index + 1) * block)
         seen = band.within(start, stop)

@@ -217,12 +217,12 @@ def _sizes_in_place(q: Tensor, k: Tensor, width: int) -> tuple[int, int, int]:
 
 def _tiles(q: Tensor, k: Tensor, selected: SelectedKeys, sizes: tuple[int, int, int]) -> Iterator[SelectedTile]:
     """Yield tiles that cover all queries, key heads and selected keys, with rows to read."""
-    most_queries, most_heads, most = sizes
+    most_queries, most_heads, most_keys = sizes
     selection = selected.selection
     key_count, shared = selection.indices.shape[-1] * selection.block, k.shape[1] // selection.heads
-    keys = min(most, key_count)
-    heads = max(1, min(shared, most_heads, most // keys))
-    queries = max(1, min(most_queries, most // (keys * heads)))
+    keys = min(most_keys, key_count)
+    heads = max(1, min(shared, most_heads, most_keys // keys))
+    queries = max(1, min(most_queries, most_keys // (keys * heads)))
     for sequence in range(len(q)):
         for group in range(selection.heads):
             for query in range(0, q.shape[2] if k.shape[2] else 0, queries):

@@ -127,15 +127,17 @@ def forward(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None = None, own
 
     pending = PendingReturns()
     for arrivals in _arrivals(swap_in, task):
-        own = partial = _attend_heads(arrivals, task)
+        own_partial = partial = _attend_heads(arrivals, task)
         sending_back: Iterable[None] = ()
         some_see_no_key = len(schedule.query_step.keep) < schedule.chunk.queries
         if task.mesh.keys.size > 1 or some_see_no_key:  # else the partial is whole, and of this rank's queries alone
             batch, heads, _, width = partial.out.shape
-            own = identity(q.new_empty(batch, heads, schedule.chunk.queries, 0), width, dtype)
-            sending_back = _send_back(partial, schedule.query_step, task.mesh.keys, _merge_in, own, task.sequential)
-        pending.add(chain(sending_back, swap_back(own, arrivals.group)))
-        del own, partial, sending_back
+            own_partial = identity(q.new_empty(batch, heads, schedule.chunk.queries, 0), width, dtype)
+            sending_back = _send_back(
+                partial, schedule.query_step, task.mesh.keys, _merge_in, own_partial, task.sequential
+            )
+        pending.add(chain(sending_back, swap_back(own_partial, arrivals.group)))
+        del own_partial, partial, sending_back
     pending.finish()
     return total()
 
@@ -160,15 +162,15 @@ def _attend_heads(arrivals: Arrivals, task: Task) -> Partial:
 
 
 def _send_back(
-    results: Tensors, step: ExchangeStep, axis: Axis, put: Put, own: Tensors, sequential: bool
+    results: Tensors, step: ExchangeStep, axis: Axis, put: Put, totals: Tensors, sequential: bool
 ) -> Iterator[None]:
-    """Return results to their owners. Results for this rank's tokens are put into `own` when they arrive."""
-    coming = return_to_owners(results, step, axis, sequential=sequential)
+    """Return results to their owners. Results for this rank's tokens are put into `totals` when they arrive."""
+    arriving = return_to_owners(results, step, axis, sequential=sequential)
     del results
     if axis.size > 1:
         yield
     put = in_range(MERGE, put) if is_profiled() else put
-    put(coming(), own)
+    put(arriving(), totals)
 
 
 def backward(own_heads: Tensors, saved: BackwardInputs, task: Task) -> Gradients:
@@ -213,7 +215,7 @@ def _backward_heads(arrivals: Arrivals, task: Task, pending: "PendingReturns", o
     q, dout, lse, delta = arrivals.queries()
     saved = BackwardInputs(_equivalent_out(dout, delta), lse, dout)
     dq: Tensor | None = None
-    coming: Finish | None = None  # gradients that earlier ranks computed for the keys of this step
+    arriving: Finish | None = None  # gradients that earlier ranks computed for the keys of this step
     schedule = task.schedule
     bands = task.bands(arrivals.group)
     attend_backward = in_range(ATTENTION, backward_band) if is_profiled() else backward_band
@@ -225,10 +227,10 @@ def _backward_heads(arrivals: Arrivals, task: Task, pending: "PendingReturns", o
         dq = part.q.to(delta.dtype) if dq is None else dq.add_(part.q)
         kv_gradients = part.k.to(dq.dtype), part.v.to(dq.dtype)
         del part
-        if coming is not None:
-            _add(kv_gradients, coming())
+        if arriving is not None:
+            _add(kv_gradients, arriving())
         pending.add(_send_back(kv_gradients, step, task.mesh.queries, _add_in, own_kv, task.sequential))
-        coming = None if onward is None else gather(kv_gradients, onward, task.mesh.queries)
+        arriving = None if onward is None else gather(kv_gradients, onward, task.mesh.queries)
         del kv_gradients
     assert dq is not None  # every schedule has a step
     return dq
@@ -269,12 +271,12 @@ def _arrivals(swap_in: Callable[[HeadGroup], Finish], task: Task) -> Iterator[Ar
             yield None
         tensors = swapped()
         query_count = len(tensors) - (2 if task.projection is None else 1)
-        coming = gather(tensors[:query_count], task.schedule.query_step, task.mesh.keys, sequential=task.sequential)
+        arriving = gather(tensors[:query_count], task.schedule.query_step, task.mesh.keys, sequential=task.sequential)
         kv_by_step = _kv_by_step(tensors[query_count:], task)
         del swapped, tensors
         if gathers:
             yield None
-        yield Arrivals(group, coming, kv_by_step)
+        yield Arrivals(group, arriving, kv_by_step)
 
     under_way: list[Iterator[Arrivals | None]] = []
     for group in (*task.groups, *[None] * (swaps + gathers)):  # None: all have begun
@@ -379,13 +381,13 @@ class HeadSwaps:
         finish = begin_swap(parts, shapes, self.axis, sequential=self.sequential)
 
         def finished() -> Tensors:
-            whole = into or tuple(
+            chunk = into or tuple(
                 empty_tokens(x, x.shape[1], sum(map(len, slices))) for x, slices in zip(views, indices, strict=True)
             )
             for rank, pieces in enumerate(finish()):
-                for x, slices, piece in zip(whole, indices, pieces, strict=True):
+                for x, slices, piece in zip(chunk, indices, pieces, strict=True):
                     x.index_copy_(2, on_device(slices[rank], x.device), piece)
-            return whole
+            return chunk
 
         return finished
 

@@ -99,16 +99,16 @@ class MeshCall(NamedTuple):
             exchange = chosen_exchange(mesh, q.device, q.dtype, sizes, problem, latent)
         else:
             exchange = EXCHANGES[self.exchange]
-        own = schedule(problem, mesh.queries.index, mesh.keys.index, exchange.ring)
+        own_schedule = schedule(problem, mesh.queries.index, mesh.keys.index, exchange.ring)
         group_count = 1 if latent else exchange.head_groups(mesh.shape, kv_heads)
         groups = groups_of_heads(q_heads, kv_heads, mesh.shape.heads, group_count)
-        tokens = own.chunk.queries, own.chunk.keys, own.chunk.keys
+        tokens = own_schedule.chunk.queries, own_schedule.chunk.keys, own_schedule.chunk.keys
         whole = zip((q, k, v), tokens, strict=True)  # tensors of the whole chunk
         q, k, v = (x.new_empty(1).expand(*x.shape[:2], count, x.shape[3]) for x, count in whole)
-        queries = own.query_step.positions
+        queries = own_schedule.query_step.positions
         call = (q, k, v, self.scaling)
-        kernels = [choose(Need.of(*call, (queries, x.positions)), self.kernel) for x in own.key_steps]
-        return Task(mesh, own, groups, kernels, self.scaling, [None] * len(own.key_steps))
+        kernels = [choose(Need.of(*call, (queries, x.positions)), self.kernel) for x in own_schedule.key_steps]
+        return Task(mesh, own_schedule, groups, kernels, self.scaling, [None] * len(own_schedule.key_steps))
 
     def _selected(self, schedule: Schedule, key_lengths: Tensor | None, indices: Tensor) -> list[SelectedKeys]:
         """Return the keys of each step that this rank's queries select."""

@@ -50,18 +50,18 @@ class Tier:
         >>> [block.name for block in tier.make_room(4, {StoredBlock("0", 0, 16)})], tier.make_room(11)
         (['1'], None)
         """
-        gone, left = [], self.nbytes
-        for block, held in self.blocks.items() if nbytes <= self.room else ():
-            if left + nbytes <= self.room:
+        evicted, bytes_left = [], self.nbytes
+        for block, entry in self.blocks.items() if nbytes <= self.room else ():
+            if bytes_left + nbytes <= self.room:
                 break
             if not any(block in some for some in spared):
-                gone.append(block)
-                left -= held.nbytes
-        if left + nbytes > self.room:
+                evicted.append(block)
+                bytes_left -= entry.nbytes
+        if bytes_left + nbytes > self.room:
             return None
-        for block in gone:
+        for block in evicted:
             self.remove(block)
-        return gone
+        return evicted
 
 
 class BlockTiers:
@@ -94,13 +94,13 @@ class BlockTiers:
             self._note_gone(tier, block)
         return blocks is not None
 
-    def admit(self, block: StoredBlock, held: Held) -> bool | None:
+    def admit(self, block: StoredBlock, entry: Held) -> bool | None:
         """Add a block to memory. Return whether it goes to the folder too; None if there is no room in memory now."""
-        if not self.make_room(self.memory, held.nbytes):
+        if not self.make_room(self.memory, entry.nbytes):
             return None
-        goes_on = self.make_room(self.disk, held.nbytes + sum(self.writing.values()))
-        self.add(self.memory, block, held)
-        self.writing[block] = held.nbytes if goes_on else 0
+        goes_on = self.make_room(self.disk, entry.nbytes + sum(self.writing.values()))
+        self.add(self.memory, block, entry)
+        self.writing[block] = entry.nbytes if goes_on else 0
         return goes_on
 
     def keep(self, block: StoredBlock, held: Held) -> bool:

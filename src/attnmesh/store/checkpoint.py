@@ -463,14 +463,14 @@ def _fill_group(shards: Mapping[int, CacheShard], path: Path, manifest: Manifest
     leader, first = next(iter(shards.items()))
     start = manifest.forgotten[leader][0]
     end = manifest.length_of(leader)
-    gone = first.turn.count(start)
-    used = first.turn.count(end) - gone
+    forgotten = first.turn.count(start)
+    used = first.turn.count(end) - forgotten
     filled = torch.zeros(manifest.heads, used, dtype=torch.bool)  # tokens read, by their file's index along heads
     for piece in pieces:
         file = piece.opened()
         tokens = file.read(COLUMNS, torch.int64, (piece.stop - piece.start,))
         own_rows = (first.turn.holds(tokens) & (tokens < end)).nonzero().flatten()
-        slots = first.turn.slot(tokens[own_rows]) - gone
+        slots = first.turn.slot(tokens[own_rows]) - forgotten
         if len(tokens) and (int(tokens.min()) < start or (int(tokens.max()) >= end and not manifest.growing)):
             raise StoreError("load", "every token once", f"tokens beyond the last in {piece.path}", FIX)
         if bool(filled[piece.heads, slots].any()) or len(slots.unique()) < len(slots):

@@ -92,7 +92,7 @@ def save_layers(
     for cache in caches:
         if cache.saved.last is not None and not cache.saved.last.concluded:
             cache.saved.last.wait()  # two saves at once would write the same files
-    own = [cache.shards.whole() for cache in caches]
+    own_shards = [cache.shards.whole() for cache in caches]
     mesh = caches[0].mesh
     saved = caches[0].saved
     shards = [cache.shards for cache in caches]
@@ -104,8 +104,8 @@ def save_layers(
         folder, manifest, tensors = prepared
         agreement.fields, agreement.payload = {"saving": manifest.saving, "note": note}, [randbits(62)]
     manifest = manifest._replace(name=f"{agreement.table[0][0]:016x}")
-    groups = [SavedGroup.of(own, layers, manifest) for layers in manifest.groups.values()]
-    coordinates = (own[0].heads.index, own[0].index)
+    groups = [SavedGroup.of(own_shards, layers, manifest) for layers in manifest.groups.values()]
+    coordinates = (own_shards[0].heads.index, own_shards[0].index)
     lock = WriterLock()
     write = partial(_write, folder, manifest, coordinates, groups, saved, tensors, lock)
     publish = partial(_publish, folder, manifest) if is_coordinator else lambda: None

@@ -118,18 +118,18 @@ class FolderShard(OrderedShard):
                 check_filling(files.filling(number), piece, journal)
                 self._fill(piece, last.stop - base, last.length)
 
-    def take_over(self, whole: int, rows: Tensors, columns: Tensor, length: int) -> None:
+    def take_over(self, whole_pieces: int, rows: Tensors, columns: Tensor, length: int) -> None:
         """Go on after a save: open its whole pieces in place, and copy the rows after them to a piece to be filled."""
         with opening(self.files.folder):
-            self._open_whole(whole)
-            piece = make_filling(self.files, whole, self.shapes)
+            self._open_whole(whole_pieces)
+            piece = make_filling(self.files, whole_pieces, self.shapes)
             used = len(columns)
             for x, row in zip(piece.stored, rows, strict=True):
                 x[:, :, :used] = row
             piece.columns[:used] = columns
-            end = [(whole * PIECE + used, piece.digest(0, used))] if used else []
+            end = [(whole_pieces * PIECE + used, piece.digest(0, used))] if used else []
             self.journal.open()
-            self.journal.begin(whole * PIECE, length, self.chains[-1], end)
+            self.journal.begin(whole_pieces * PIECE, length, self.chains[-1], end)
             self._fill(piece, used, length)
 
     def _open_whole(self, count: int) -> None:
@@ -211,18 +211,18 @@ class FolderShard(OrderedShard):
             end = [(base + used, self.piece.digest(0, used))] if used else []
             journal.begin(base, length, self.chains[self.pieces], end)
 
-    def _write_rows(self, rows: Sequence[Tensor], tokens: Tensor | None, held: tuple[int, int], length: int) -> None:
+    def _write_rows(self, rows: Sequence[Tensor], tokens: Tensor | None, counts: tuple[int, int], length: int) -> None:
         """Write rows after those in the last piece, and then a record of them, in one native call where there is one.
 
-        `tokens` are theirs, by default the next ones. `held` are the tokens of all ranks and those in the last
+        `tokens` are theirs, by default the next ones. `counts` are the tokens of all ranks and those in the last
         piece, and `length` those of all ranks after it.
         """
-        used = held[1]
+        used = counts[1]
         count = rows[0].shape[2]
         base = self.pieces * PIECE
         stop = used + count
         try:
-            self._mend(held)
+            self._mend(counts)
             serial = self.journal.last.serial + 1
             if append(self.stored, rows, self.token_index, self.state, self._fields(tokens, length, serial)):
                 self.journal.note(Record(serial, base + used, base + stop, length, self.digests[0]))
@@ -294,7 +294,7 @@ class FolderShard(OrderedShard):
         """Keep the first rows alone, and fill the piece that they end in again."""
         number, used = divmod(count, PIECE)
         last = self.shared[number]
-        gone = range(number, self.pieces)
+        removed = range(number, self.pieces)
         piece = make_filling(self.files, number, self.shapes)
         old = self.files.filling(self.pieces)
         for x, row in zip(piece.stored, last.stored, strict=True):
@@ -304,7 +304,7 @@ class FolderShard(OrderedShard):
         self.journal.begin(number * PIECE, length, self.chains[number], end)
         self._turn_to(self.shared[:number], piece, used, length)
         old.unlink(missing_ok=True)
-        for path in map(self.files.whole, gone):
+        for path in map(self.files.whole, removed):
             if path.exists() and len(TensorFile(path).entries) <= len(self.stored) + 1:  # other layers may need it yet
                 path.unlink()
 

@@ -186,22 +186,22 @@ class KeyFolder:
 
     def settle(self, layer: int, shards: LocalShards) -> None:
         """Cut a layer to the tokens that all ranks have, and count those of each. Every rank calls it."""
-        own = shards.own
+        shard = shards.own
         with Agreement(self.mesh, self.subject) as agreement:
-            agreement.payload = [own.length]
+            agreement.payload = [shard.length]
         length = min(each for (each,) in agreement.table)
         with Agreement(self.mesh, self.subject) as agreement:
-            own.truncate(length)
-            parts = [*(blocks.token_index[:-1] for blocks in own.shared), own.token_index[: own.used].cpu()]
-            agreement.payload = own.block_cyclic.numbers_of(own.index, torch.cat(parts))
+            shard.truncate(length)
+            parts = [*(blocks.token_index[:-1] for blocks in shard.shared), shard.token_index[: shard.used].cpu()]
+            agreement.payload = shard.block_cyclic.numbers_of(shard.index, torch.cat(parts))
         table = sorted(set(map(tuple, agreement.table)))  # ranks along the heads axis hold the same tokens
         fits = sum(count for count, *_ in table) == length
         given = f"{sum(count for count, *_ in table)} of {length} tokens in {self.path}"
         require(fits, StoreError, self.subject, "every token once", given, "restore the folder from a copy")
         shards.counts, shards.known_length = shards.counts.with_shards(0, table), length
-        if length > own.sizes.capacity:
-            shards.grow(replace(own.sizes, capacity=length))
-        self._publish_layer(layer, own.sizes)
+        if length > shard.sizes.capacity:
+            shards.grow(replace(shard.sizes, capacity=length))
+        self._publish_layer(layer, shard.sizes)
 
     def _publish_layer(self, layer: int, sizes: CacheSizes) -> None:
         """Let the manifest have a new layer, or say that the folder grows."""

@@ -150,9 +150,9 @@ def make_whole(
     """
     entries = shapes.named(files.layer)
     path = files.filling(number)
-    whole = files.whole(number)
-    if whole.exists() and not path.exists():
-        return open_whole(whole, files.layer, shapes)
+    whole_file = files.whole(number)
+    if whole_file.exists() and not path.exists():
+        return open_whole(whole_file, files.layer, shapes)
     rows = (*(x[:, :, :PIECE] for x in piece.stored), piece.columns)
     begin, _ = header_of(entries, dict(zip(entries, checksums or map(checksum_of, rows), strict=True)))
     handle = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
@@ -160,8 +160,8 @@ def make_whole(
         os.pwrite(handle, begin, 0)
     finally:
         os.close(handle)
-    os.replace(path, whole)
-    return open_whole(whole, files.layer, shapes)
+    os.replace(path, whole_file)
+    return open_whole(whole_file, files.layer, shapes)
 
 
 def _mapped(

@@ -161,7 +161,7 @@ class _Moves:
     def fill(self, layer: int, token_mask: Tensor | None) -> None:
         """Exchange the tokens of one layer, and write those received."""
         cache = self.new[layer]
-        own = self.new[layer].shard
+        own_shard = self.new[layer].shard
         empty = torch.empty(0, dtype=torch.int64, device=cache.device)
         sends: list[tuple[Tensor, ...]] = [(empty,)] * len(self.ranks)
         receives = sends.copy()
@@ -170,22 +170,22 @@ class _Moves:
                 shard = _shard(self.old[layer], old)
                 saved = self._slots(layer, shard)
                 tokens = shard.token_index[saved]
-                slots = own.block_cyclic.turns[index].holds(tokens).nonzero().flatten()
+                slots = own_shard.block_cyclic.turns[index].holds(tokens).nonzero().flatten()
                 kv = (x[:, source, saved].index_select(2, slots) for x in shard.stored)
                 sends[peer] += tokens[slots], *kv
             for old, _, target in self._shared(layer, rank, self.mesh.heads.index):
                 count = self.counts[rank][layer][str(old)][cache.token_axis.index]
-                kv = (meta_like(x[:, target], count) for x in own.stored)
-                receives[peer] += meta_like(own.token_index, count, 0), *kv
+                kv = (meta_like(x[:, target], count) for x in own_shard.stored)
+                receives[peer] += meta_like(own_shard.token_index, count, 0), *kv
         received = swap(sends, receives, self.axis)
-        gone = own.turn.count(self.firsts[layer])
+        forgotten = own_shard.turn.count(self.firsts[layer])
         for rank, (peer, _, _) in enumerate(self.ranks):
             arrived = iter(received[peer][1:])
             for _, _, target in self._shared(layer, rank, self.mesh.heads.index):
                 tokens = next(arrived)
-                slots = own.turn.slot(tokens) - gone
-                own.token_index.index_copy_(0, slots, tokens)
-                for x in own.stored:
+                slots = own_shard.turn.slot(tokens) - forgotten
+                own_shard.token_index.index_copy_(0, slots, tokens)
+                for x in own_shard.stored:
                     x[:, target].index_copy_(2, slots, next(arrived))
         cache.shards.mark_present(self.length, token_mask, self.firsts[layer])
 

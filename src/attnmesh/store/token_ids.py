@@ -46,15 +46,15 @@ class TokenIds:
     def write(self, tokens: Tensor) -> None:
         """Replace the ids by others, of which only those that differ are written."""
         rows = tokens.t().cpu().contiguous()
-        before = self.written
+        ids_before = self.written
         if not self.opened:
             self.opened = True
             self.journal.open()
-        if before is None:
-            before = rows[:0]
-            self.journal.begin(0, 0, digest_on_host(before))
-        start = _shared(rows, before)
-        if start < len(before) or len(self.journal.records) > MAX_RECORDS:
+        if ids_before is None:
+            ids_before = rows[:0]
+            self.journal.begin(0, 0, digest_on_host(ids_before))
+        start = _shared(rows, ids_before)
+        if start < len(ids_before) or len(self.journal.records) > MAX_RECORDS:
             self.journal.begin(start, start, digest_on_host(rows[:start]))
         self.written = rows[:start]
         if start == len(rows):
