@@ -25,16 +25,16 @@ class Tier:
         self.room, self.nbytes = room, 0
         self.blocks: OrderedDict[StoredBlock, Held] = OrderedDict()
 
-    def add(self, block: StoredBlock, held: Held) -> None:
+    def add(self, block: StoredBlock, entry: Held) -> None:
         """Add a block as the last used."""
         self.remove(block)
-        self.blocks[block] = held
-        self.nbytes += held.nbytes
+        self.blocks[block] = entry
+        self.nbytes += entry.nbytes
 
     def remove(self, block: StoredBlock) -> None:
         """Remove a block, if it is there."""
-        if (held := self.blocks.pop(block, None)) is not None:
-            self.nbytes -= held.nbytes
+        if (entry := self.blocks.pop(block, None)) is not None:
+            self.nbytes -= entry.nbytes
 
     def touch(self, block: StoredBlock) -> None:
         """Note that a block is used now, if it is there."""
@@ -79,9 +79,9 @@ class BlockTiers:
         self.gone: tuple[list[StoredBlock], list[StoredBlock]] = [], []
         """Blocks that have left memory, and blocks that have left the folder, since `take_gone` was called last."""
 
-    def add(self, tier: Tier, block: StoredBlock, held: Held) -> None:
+    def add(self, tier: Tier, block: StoredBlock, entry: Held) -> None:
         """Add a block to a tier."""
-        tier.add(block, held)
+        tier.add(block, entry)
         if block.start not in self.known.setdefault(block.name, {}):
             self.known[block.name][block.start] = block
             if block.is_state:
@@ -103,10 +103,10 @@ class BlockTiers:
         self.writing[block] = entry.nbytes if goes_on else 0
         return goes_on
 
-    def keep(self, block: StoredBlock, held: Held) -> bool:
+    def keep(self, block: StoredBlock, entry: Held) -> bool:
         """Add a block of the folder to memory too, if there is room."""
-        if fits := self.make_room(self.memory, held.nbytes):
-            self.add(self.memory, block, held)
+        if fits := self.make_room(self.memory, entry.nbytes):
+            self.add(self.memory, block, entry)
         return fits
 
     def drop(self, tier: Tier, block: StoredBlock) -> None:
@@ -146,8 +146,8 @@ class BlockTiers:
 
     def has(self, block: StoredBlock, run_tokens: int | None = None) -> bool:
         """Return whether a block is there, for ranks that hold so many consecutive tokens; None for any."""
-        held = self.memory.blocks.get(block)
-        return block in self.disk.blocks or (held is not None and run_tokens in (None, held.run_tokens))
+        entry = self.memory.blocks.get(block)
+        return block in self.disk.blocks or (entry is not None and run_tokens in (None, entry.run_tokens))
 
     def path(self, names: BlockNames, ids: list[int], most: int, run_tokens: int | None = None) -> list[StoredBlock]:
         """Return blocks that lead from the first token as far as they can, to `most` tokens at most."""

@@ -202,9 +202,9 @@ class FolderShard(OrderedShard):
             if done == count:
                 return
 
-    def _mend(self, held: tuple[int, int]) -> None:
+    def _mend(self, counts: tuple[int, int]) -> None:
         """Let the journal say what the shard has, where an error or Ctrl-C came between a record and its tokens."""
-        length, used = held
+        length, used = counts
         journal = self.journal
         base = self.pieces * PIECE
         if (journal.records[0].stop, journal.last.stop, journal.last.length) != (base, base + used, length):
@@ -332,7 +332,7 @@ class FolderShard(OrderedShard):
         """Refuse to copy the pieces to memory."""
         self._refuse("a call that reads pieces where they are", "one that needs all keys in memory, or moves them")
 
-    def resize(self, sizes: CacheSizes, slots: int, gone: int = 0, before: Sequence[SharedBlocks] = ()) -> None:
+    def resize(self, sizes: CacheSizes, slots: int, forgotten: int = 0, before: Sequence[SharedBlocks] = ()) -> None:
         """Refuse to move the tokens to memory."""
         self.unshare()
 
