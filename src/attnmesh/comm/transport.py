@@ -155,15 +155,15 @@ class Transport:
         `merge` takes the two messages as rows of bytes and returns one message of the same size.
         """
         size = len(message)
-        buffers = [message.new_empty(2, self.room(each.recv, message)) for each in own_rounds]
+        buffers = [message.new_empty(2, self.room(own_round.recv, message)) for own_round in own_rounds]
         receives: list[Post] = [
-            (dist.irecv, each.recv, into[1]) for each, into in zip(own_rounds, buffers, strict=True)
+            (dist.irecv, own_round.recv, into[1]) for own_round, into in zip(own_rounds, buffers, strict=True)
         ]
         arrivals = [self.post([receive], "merging") for receive in receives] if self.posts_ahead else []
         sent: list[tuple[Tensor, list[Wait]]] = []  # a message has to live until it is sent
-        for index, (each, buffer) in enumerate(zip(own_rounds, buffers, strict=True)):
+        for index, (own_round, buffer) in enumerate(zip(own_rounds, buffers, strict=True)):
             buffer[0, :size] = message
-            posts: list[Post] = [(dist.isend, peer, message) for peer in each.send]
+            posts: list[Post] = [(dist.isend, peer, message) for peer in own_round.send]
             waits = self.post(posts if self.posts_ahead else [receives[index], *posts], "merging")
             sent.append((message, waits))
             for wait in arrivals[index] if self.posts_ahead else waits:

@@ -244,11 +244,11 @@ class PendingReturns:
 
     def add(self, *returns: Iterator[None]) -> None:
         """Finish the exchanges under way, and begin the next ones, those of `returns` last."""
-        begun = (*self.under_way, *returns)
+        exchanges = (*self.under_way, *returns)
         self.under_way = []
-        for each in begun:
-            if next(each, DONE) is not DONE:  # its next exchange is under way
-                self.under_way.append(each)
+        for exchange in exchanges:
+            if next(exchange, DONE) is not DONE:  # its next exchange is under way
+                self.under_way.append(exchange)
 
     def finish(self) -> None:
         """Wait until all results are with their owners."""

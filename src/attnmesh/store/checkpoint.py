@@ -137,7 +137,7 @@ def read_manifest(path: Path) -> Manifest:
         padded = fields["padded"] is True
         note = str(fields["note"])
         name = str(fields["name"])
-        more = padded or fields["more"] is True
+        has_extra = padded or fields["more"] is True
         codes = [[x if type(x) is int and x == FAR else check_size(x) for x in code] for code in fields["sizes"]]
         forgotten = [(check_size(first), check_size(floor)) for first, floor in fields.get("forgotten", [])]
         lengths = [check_size(each) for each in fields.get("lengths", [])]
@@ -167,17 +167,17 @@ def read_manifest(path: Path) -> Manifest:
         given = f"{fields['sizes']!r}, length={length}, heads={heads}, ranks={ranks} in {path}"
         raise StoreError("load", "the sizes of a cache", given, FIX) from error
     by_layer = tuple(forgotten), tuple(lengths)
-    return Manifest(sizes, padded, more, length, heads, ranks, saving, note, name, *by_layer, growing)
+    return Manifest(sizes, padded, has_extra, length, heads, ranks, saving, note, name, *by_layer, growing)
 
 
 def save_folders(path: Path) -> list[Path]:
     """Return the folders of all saves, newest first, interrupted saves included."""
     saves = []
-    for other in path.iterdir():
+    for folder in path.iterdir():
         with suppress(FileNotFoundError):  # another job may remove it meanwhile
-            if match := FOLDER.fullmatch(other.name):
-                saves.append((int(match[1]), other.stat().st_mtime_ns, other))
-    return [other for *_, other in sorted(saves, reverse=True)]
+            if match := FOLDER.fullmatch(folder.name):
+                saves.append((int(match[1]), folder.stat().st_mtime_ns, folder))
+    return [folder for *_, folder in sorted(saves, reverse=True)]
 
 
 class PieceFile(NamedTuple):
@@ -247,7 +247,7 @@ def _grown_pieces(path: Path, manifest: Manifest, layer: int) -> Iterator[PieceF
         at = (files.heads, files.tokens)
         filling = files.filling(number)
         full = stop == base + PIECE and not filling.exists()
-        paths = [files.found(whole) for whole in range(number + full)]
+        paths = [files.whole_or_shared(whole) for whole in range(number + full)]
         chain = 0
         for path in paths[:number]:
             chain = chained(chain, TensorFile(path), [*shapes.named(layer)])
@@ -305,7 +305,7 @@ def load_layers(
             agreement.payload = [0, 0] if saved is None else [int(saved.name, 16) >> 2, saved.length]
         if saved_layers is None or len({name for name, _ in agreement.table}) > 1:
             return None
-        manifest, folder, sizes, token_mask, more = saved_layers
+        manifest, folder, sizes, token_mask, extra_tensors = saved_layers
         manifest = manifest._replace(length=min(length for _, length in agreement.table))  # it may grow meanwhile
         caches = make_alike(make, mesh, sizes, device=device, checked=checked, copies=copies, shares=shares)
 
@@ -320,7 +320,7 @@ def load_layers(
                 return None
             for layer, (cache, (first, _)) in enumerate(zip(caches, manifest.forgotten, strict=True)):
                 cache.shards.mark_present(manifest.length_of(layer), token_mask, first)
-        return caches, more, manifest.note
+        return caches, extra_tensors, manifest.note
 
     return next(loaded for left in reversed(range(LOOKS)) if (loaded := attempt(again=left > 0)) is not None)
 
@@ -374,7 +374,7 @@ class SavedLayers(NamedTuple):
     folder: Path
     sizes: tuple[CacheSizes, ...]  # sizes of the caches to be filled
     token_mask: Tensor | None
-    more: dict[str, Tensor]  # tensors that belong to no rank
+    extra_tensors: dict[str, Tensor]  # tensors that belong to no rank
 
 
 def inspect(
@@ -403,15 +403,15 @@ def inspect(
             raise ShapeError("load", "room for the tokens that were saved", given, fix)
     _check_memory(sizes, mesh, device, part, padded=manifest.padded)
     ids = ids_in(TokenIds(folder / manifest.folder), manifest) if manifest.sizes else None
-    more = {} if ids is None else {"held": ids[:, : manifest.length] if manifest.growing else ids}
+    extra_tensors = {} if ids is None else {"held": ids[:, : manifest.length] if manifest.growing else ids}
     if not manifest.more:
-        return SavedLayers(manifest, folder, sizes, None, more)
+        return SavedLayers(manifest, folder, sizes, None, extra_tensors)
     file = TensorFile(folder / manifest.folder / MORE)
     shape = manifest.sizes[0].batch, manifest.length
     token_mask = file.read("real", torch.bool, shape) if manifest.padded else None
     names = (name for name in file.entries if name.startswith("more ") and name != HELD)
-    more |= {name.removeprefix("more "): file.read(name) for name in names}
-    return SavedLayers(manifest, folder, sizes, token_mask, more)
+    extra_tensors |= {name.removeprefix("more "): file.read(name) for name in names}
+    return SavedLayers(manifest, folder, sizes, token_mask, extra_tensors)
 
 
 def ids_in(written: TokenIds, manifest: Manifest) -> Tensor | None:

@@ -159,8 +159,8 @@ def check_writable(path: Path) -> None:
 
 def _make_private(path: Path) -> None:
     """Make a folder if it is missing, and those that it is in, each for its owner alone."""
-    for each in (*reversed(path.parents), path):
-        each.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
+    for folder in (*reversed(path.parents), path):
+        folder.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
 
 
 def _next_number(path: Path) -> int:
@@ -212,17 +212,17 @@ def _sweep(path: Path, manifest: Manifest, *, wholly: bool) -> None:
     A folder in which a process writes is locked, and stays. So does every folder on a file system without locks.
     """
     current = _current(path)
-    for other in save_folders(path):
-        if other.name in (current, manifest.folder):
+    for save in save_folders(path):
+        if save.name in (current, manifest.folder):
             continue
         with suppress(OSError):
-            handle = os.open(other, os.O_RDONLY)
+            handle = os.open(save, os.O_RDONLY)
             try:
                 flock(handle, LOCK_EX | LOCK_NB)
                 if wholly:
-                    shutil.rmtree(other, ignore_errors=True)
-                for part in other.glob(f"*{PART}"):
-                    part.unlink(missing_ok=True)
+                    shutil.rmtree(save, ignore_errors=True)
+                for file in save.glob(f"*{PART}"):
+                    file.unlink(missing_ok=True)
             finally:
                 os.close(handle)
 
@@ -253,7 +253,7 @@ def _write(
     coordinates: tuple[int, int],
     groups: Sequence[SavedGroup],
     saved: SavedPieces,
-    more: Mapping[str, Tensor],
+    extra_tensors: Mapping[str, Tensor],
     lock: WriterLock,
 ) -> None:
     """Write this rank's tokens, linking to files of earlier saves that hold the same."""
@@ -277,8 +277,8 @@ def _write(
             trusted = saved.folder / name if saved.folder is not None and (start, stop) in saved else None
             checksums = saved.get((start, stop))
             saved[start, stop] = link_or_write(folder / name, tensors, [o / name for o in earlier], trusted, checksums)
-        if more:
-            link_or_write(folder / MORE, more)
+        if extra_tensors:
+            link_or_write(folder / MORE, extra_tensors)
         saved.folder = folder
         sync_folders(folder, path, path.parent)
 
@@ -293,12 +293,12 @@ def _publish(path: Path, manifest: Manifest) -> None:
             file.write(manifest.to_json().encode())
         sync_folders(path)
         with suppress(OSError):  # this save is published, so older ones may stay
-            for other in save_folders(path):
-                if other.name != manifest.folder:
-                    shutil.rmtree(other, ignore_errors=True)
-            for part in path.glob(f"{MANIFEST}.*"):  # manifests of interrupted saves
-                if NAME.fullmatch(part.suffix[1:]):
-                    part.unlink(missing_ok=True)
+            for save in save_folders(path):
+                if save.name != manifest.folder:
+                    shutil.rmtree(save, ignore_errors=True)
+            for interrupted in path.glob(f"{MANIFEST}.*"):  # manifests of interrupted saves
+                if NAME.fullmatch(interrupted.suffix[1:]):
+                    interrupted.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -136,12 +136,12 @@ class FolderShard(OrderedShard):
         """Open and read whole pieces. Each is read ahead, and left behind if not all are kept in memory."""
         names = [*self.shapes.named(self.files.layer)]
         shapes = self.shapes
-        opened = [open_whole(self.files.found(n), self.files.layer, shapes) for n in range(count)]
+        opened = [open_whole(self.files.whole_or_shared(n), self.files.layer, shapes) for n in range(count)]
         for _, piece in opened:
             self._keep(piece)
         for number, (file, piece) in enumerate(opened):
-            for _, other in opened[number : number + 4]:
-                other.file.fetch(*(x[:, :, :PIECE] for x in other.stored))
+            for _, next_piece in opened[number : number + 4]:
+                next_piece.file.fetch(*(x[:, :, :PIECE] for x in next_piece.stored))
             check_whole_piece(file, piece, names)
             piece.file.leave(*piece.stored)
             self.shared = self._with_whole(file, piece)

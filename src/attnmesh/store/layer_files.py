@@ -47,10 +47,10 @@ class LayerFiles(NamedTuple):
         """Return the file of a piece that is being filled."""
         return self._file(number, self.layer, "filling")
 
-    def found(self, number: int) -> Path:
+    def whole_or_shared(self, number: int) -> Path:
         """Return the file of a whole piece: of this layer alone, or else of all layers."""
-        own = self.whole(number)
-        return own if own.exists() else self._file(number, self.leader, "safetensors")
+        whole = self.whole(number)
+        return whole if whole.exists() else self._file(number, self.leader, "safetensors")
 
     def _file(self, number: int, layer: int, kind: str) -> Path:
         suffix = f".{layer}" if layer else ""

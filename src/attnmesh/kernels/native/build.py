@@ -101,9 +101,9 @@ def _built() -> Path:
     folder = kept / "native"
     file = folder / f"native-{key}.so"
     try:
-        for each in (kept, folder):
-            each.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _keep_others_out(each)
+        for path in (kept, folder):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _keep_others_out(path)
         if not _is_whole(file):
             with (folder / "lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)  # one of several ranks compiles
