@@ -127,10 +127,10 @@ class HostLinear:
     @staticmethod
     def would_take(weight: Tensor, bias: Tensor | None) -> bool:
         """Return whether the native call takes a layer of such weights on a CPU: of outputs or columns in a row."""
-        given = [weight] if bias is None else [weight, bias]
-        whole = all(type(one) in (Tensor, Parameter) and 1 in one.stride() for one in given)
+        tensors = [weight] if bias is None else [weight, bias]
+        plain = all(type(one) in (Tensor, Parameter) and 1 in one.stride() for one in tensors)
         alike = bias is None or (bias.dtype == weight.dtype and bias.shape == weight.shape[:1])
-        return whole and alike and weight.dtype in DTYPES and weight.shape[1] % COLUMNS == 0 and weight.numel() > 0
+        return plain and alike and weight.dtype in DTYPES and weight.shape[1] % COLUMNS == 0 and weight.numel() > 0
 
     def run(self, x: Tensor) -> Sequence[Tensor]:
         """Return the outputs of each layer for a contiguous input of at most `MAX_SHARED_ROWS`.
@@ -140,11 +140,11 @@ class HostLinear:
         rows = x.numel() // x.shape[-1]
         mailboxes = self.mailboxes
         out = x.new_empty(rows * self.out_features)
-        before = 0 if mailboxes is None else mailboxes.published
+        pieces_before = 0 if mailboxes is None else mailboxes.published
         tag = self.number * TAG_ROWS + rows
         threads = torch.get_num_threads()
-        fields = CALL.pack(x.data_ptr(), out.data_ptr(), rows, tag, before, threads) + self.fixed_fields
-        code = self.function(fields, 0) if mailboxes is None else self._share(mailboxes, fields, rows, before)
+        fields = CALL.pack(x.data_ptr(), out.data_ptr(), rows, tag, pieces_before, threads) + self.fixed_fields
+        code = self.function(fields, 0) if mailboxes is None else self._share(mailboxes, fields, rows, pieces_before)
         if code < 0:
             raise error_of(code)
         count_messages(self.axis.size - 1, 4 * rows * self.out_features // self.axis.size)
@@ -153,7 +153,7 @@ class HostLinear:
         parts = out.split([rows * size for size in self.sizes])
         return [part.view(*x.shape[:-1], size) for part, size in zip(parts, self.sizes, strict=True)]
 
-    def _share(self, mailboxes: Mailboxes, fields: bytes, rows: int, before: int) -> int:
+    def _share(self, mailboxes: Mailboxes, fields: bytes, rows: int, pieces_before: int) -> int:
         """Compute and exchange the outputs piece by piece. Return what the native call returns."""
         published = -(-self.out_features // (self.axis.size * (BOARD_BYTES // 4 // rows)))
         turns = self.axis.size + 1
@@ -167,7 +167,7 @@ class HostLinear:
 
                 def awaited(done: int) -> Awaited:  # the first turn of each piece computes, and waits for no rank
                     piece, turn = divmod(done, turns)
-                    return Awaited(turn - 1, mailboxes.output_boards[turn - 1] // 8, before + piece + 1)
+                    return Awaited(turn - 1, mailboxes.output_boards[turn - 1] // 8, pieces_before + piece + 1)
 
                 code = mailboxes.go_on(partial(self.function, fields), code, published * turns, awaited)
         except PeerLostError as error:

@@ -45,9 +45,9 @@ def machine_file(device_type: str) -> Path | None:
 
     `ATTNMESH_MACHINE` names another file. If it is empty, there is none.
     """
-    given = os.environ.get("ATTNMESH_MACHINE")
-    if given is not None:
-        return Path(given) if given else None
+    path = os.environ.get("ATTNMESH_MACHINE")
+    if path is not None:
+        return Path(path) if path else None
     name = torch.cuda.get_device_name() if device_type == "cuda" else f"{cpu_name()} {os.cpu_count()}"
     folder = cache_folder()
     return None if folder is None else folder / f"machine-{sha256(name.encode()).hexdigest()[:12]}.json"

@@ -103,8 +103,8 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tens
         dq, dk = dq + more_dq, dk + more_dk
     dsinks = None
     if sinks is not None:
-        given = sinks, out, lse, dout, dlse
-        dsinks = once_differentiable(sink_gradient, *given) if _is_plain(ctx.rule) else sink_gradient(*given)
+        inputs = sinks, out, lse, dout, dlse
+        dsinks = once_differentiable(sink_gradient, *inputs) if _is_plain(ctx.rule) else sink_gradient(*inputs)
     return dq, dk, dv, dsinks
 
 

@@ -105,9 +105,9 @@ def merge_agreement(
     partial: object, axis: Axis, merge: str, output: str, checked: bool | None = None
 ) -> MergeAgreement:
     """Return the agreement on a merge, of a partial that is not checked yet."""
-    given = {x.device.type for x in partial if isinstance(x, Tensor)} if isinstance(partial, tuple) else set()
+    device_types = {x.device.type for x in partial if isinstance(x, Tensor)} if isinstance(partial, tuple) else set()
     # The other ranks' tensors are where this rank's are, if one of these is where tensors can be merged.
-    device = torch.device(next((x for x in ("cuda", "cpu") if x in given), device_type_of(axis.group)))
+    device = torch.device(next((x for x in ("cuda", "cpu") if x in device_types), device_type_of(axis.group)))
     poison = partial_of(_poison, axis, merge, output)
     return MergeAgreement(_calls_along(axis), device, merge, checked, "merge_across", poison)
 

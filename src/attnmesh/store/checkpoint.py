@@ -292,9 +292,9 @@ def load_layers(
     def check() -> SavedLayers:
         if fault := device_fault("load", target, device):
             raise fault
-        given = check_placement("load", copies, shares, axes.queries.size * axes.keys.size)
-        own = 0.0 if shares == "auto" else part_of(given, axes)
-        return inspect(path, axes, memory, to_load, copies * own)
+        parts = check_placement("load", copies, shares, axes.queries.size * axes.keys.size)
+        share = 0.0 if shares == "auto" else part_of(parts, axes)
+        return inspect(path, axes, memory, to_load, copies * share)
 
     def attempt(*, again: bool) -> tuple[list[Cache], dict[str, Tensor], str] | None:
         before = _state_of(path)
