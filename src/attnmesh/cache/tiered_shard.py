@@ -93,8 +93,8 @@ class TieredShard(OrderedShard):
         old, used = self.old, self.old.used
         index = old.token_index[: used + 1]
         index = index if len(index) > used else torch.cat((index, index[-1:]))  # one more slot, as in all blocks
-        own = SharedBlocks([x[:, :, : used + 1] for x in old.stored], index, None)
-        return [*old.shared, own] if used else [*old.shared]
+        newest = SharedBlocks([x[:, :, : used + 1] for x in old.stored], index, None)
+        return [*old.shared, newest] if used else [*old.shared]
 
     def warm(self) -> None:
         """Let the hot tier have the newest tokens of the old one, in whole blocks, as after an open or a cut."""
@@ -171,11 +171,13 @@ class TieredShard(OrderedShard):
         if leaving := self._leaving(len(tokens)):
             at_once = max(0, leaving - used)  # new ones that do not stay
             following = torch.cat((self.token_index[leaving:used][:1].cpu(), tokens[at_once:]))
-            gone = [torch.cat((x[:, :, : min(leaving, used)], row[:, :, :at_once]), 2) for x, row in self._beside(rows)]
-            numbers = torch.cat((self.token_index[: min(leaving, used)].cpu(), tokens[:at_once]))
+            cold_rows = [
+                torch.cat((x[:, :, : min(leaving, used)], row[:, :, :at_once]), 2) for x, row in self._beside(rows)
+            ]
+            cold_tokens = torch.cat((self.token_index[: min(leaving, used)].cpu(), tokens[:at_once]))
             alone = self.heads.size == 1 and self.turn.period == self.turn.width
-            again = f"append again from token {length_before} on: the cache has those before" if alone else ""
-            self._give(gone, numbers, int(following[0]) if len(following) else length, again)
+            retry = f"append again from token {length_before} on: the cache has those before" if alone else ""
+            self._give(cold_rows, cold_tokens, int(following[0]) if len(following) else length, retry)
             steps += [*self._shift(leaving), partial(self._show, self.shared_tokens + leaving)]
             rows = [row[:, :, at_once:] for row in rows]
             tokens = tokens[at_once:]
@@ -212,10 +214,10 @@ class TieredShard(OrderedShard):
         for x in (*self.stored, self.token_index[None, None]):
             x[:, :, start:stop] = x[:, :, start + count : stop + count]
 
-    def _give(self, rows: Sequence[Tensor], tokens: Tensor, length: int, again: str) -> None:
+    def _give(self, rows: Sequence[Tensor], tokens: Tensor, length: int, retry: str) -> None:
         """Let the old tier have these rows after those that are cold: with them it has all before `length`.
 
-        Rows are those of the hot tier, and new ones after them. Where this raises, the cache is as it was, and `again`
+        Rows are those of the hot tier, and new ones after them. Where this raises, the cache is as it was, and `retry`
         is what can be done once there is space. It is empty where other ranks have done their part.
         """
         if self.old.length > self.length:  # an append has failed
@@ -228,10 +230,10 @@ class TieredShard(OrderedShard):
             self.old.append_at(tuple(x[:, :, written:].cpu() for x in rows), tokens[written:], new_count, None)
         except StoreError as error:
             subject, expected, given, _ = error.args
-            gone = isinstance(error.__cause__, OSError) and error.__cause__.errno == ENOENT
-            if gone or not again:
+            is_gone = isinstance(error.__cause__, OSError) and error.__cause__.errno == ENOENT
+            if is_gone or not retry:
                 raise
-            raise StoreError(subject, expected, given, f"free space there, and {again}") from error
+            raise StoreError(subject, expected, given, f"free space there, and {retry}") from error
 
     def flush(self) -> None:
         """Let the old tier have copies of all hot tokens, which stay hot."""
